@@ -1,0 +1,89 @@
+# make demo, make test: everything from a fresh clone (environment, pinned packages, build, run). Repeating one does only
+# what changed. Needs Linux, Python >= 3.11 with venv, gcc and g++; nvcc if there is to be CUDA.
+#
+#   make test PYTHON=python3.12            another interpreter for the environment
+#   make test PYTEST_ARGS='-k attend -x'   arguments for pytest
+#   make test VENV=none PYTHON=python3     no environment: build in place and run with that interpreter, install nothing
+#   TURBOQUANT_CUDA=0 make test            the build's variables (setup.py lists them) work here too
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+# Every kind of GPU that the kernels are meant for.
+CHECK_ARCHS ?= 80 86 89 90a 100 120
+
+CONSTRAINTS := .ci/constraints.txt
+C_FILES = $(filter-out %_tables.h,$(shell find csrc tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'))
+SANITIZE := build/sanitize
+
+ifeq ($(VENV),none)
+RUN := PYTHONPATH=. $(PYTHON)
+READY :=
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: demo test test-gpu lint format sanitize cuda-check build clean
+
+demo: build
+	$(RUN) -m turboquant demo
+
+test: build
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+test-gpu: export TURBOQUANT_CUDA = 1
+test-gpu: build
+	$(RUN) -m pytest -m cuda $(PYTEST_ARGS)
+
+# ninja is the judge of what changed, also when only a variable did, so this always runs; with nothing to do it is quick.
+build: $(READY)
+	@$(RUN) setup.py -q build_ext --inplace
+
+lint: build
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -m mypy.stubtest turboquant._core
+	$(if $(C_FILES),$(RUN) -m clang_format --dry-run -Werror $(C_FILES))
+
+format: $(READY)
+	$(RUN) -m ruff check --fix --exit-zero .
+	$(RUN) -m ruff format .
+	$(if $(C_FILES),$(RUN) -m clang_format -i $(C_FILES))
+
+# torch is pinned like the rest: an unpinned one is gigabytes of another version.
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "the pinned packages need Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || \
+	    { rm -rf $(VENV); echo "no venv module: install python3-venv (Debian, Ubuntu)"; exit 1; }
+	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy torch
+	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# The suite under AddressSanitizer and UBSan: the C core and its Python binding, in an environment without torch, so this is
+# also the test that the package does without. Leaks are looked for by tests/c, which has no interpreter in it.
+$(SANITIZE)/.ready: $(CONSTRAINTS)
+	$(PYTHON) -m venv $(SANITIZE)/venv
+	$(SANITIZE)/venv/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy pytest hypothesis scipy
+	@touch $@
+
+sanitize: export TURBOQUANT_SANITIZE = 1
+sanitize: export TURBOQUANT_TORCH = 0
+sanitize: $(SANITIZE)/.ready
+	rm -rf $(SANITIZE)/lib
+	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/lib
+	$(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/lib
+	PYTHONPATH=$(abspath $(SANITIZE)/lib) PYTHONSAFEPATH=1 PYTHONMALLOC=malloc \
+	    ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	    LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
+	    $(SANITIZE)/venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS)
+
+cuda-check: $(READY)
+	TURBOQUANT_CUDA_ARCHS="$(CHECK_ARCHS)" $(RUN) setup.py -q build_cuda
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f turboquant/*.so
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,391 @@
+"""Builds the native parts; everything else about the package is in pyproject.toml.
+
+    turboquant/_core*.so    the C core under CPython and NumPy; no torch
+    turboquant/_torch.so    the C core (and CUDA) under LibTorch's stable ABI; no Python, one file for any torch >= 2.10
+
+The compile commands are written to build/<variant>/build.ninja, and ninja runs what changed.
+
+    TURBOQUANT_TORCH=auto|0|1    _torch: if torch is found (default), never, or fail without it
+    TURBOQUANT_CUDA=auto|0|1     CUDA in _torch: if nvcc is found (default), never, or fail without it
+    TURBOQUANT_CUDA_ARCHS        "80+PTX 90a" by default: machine code for 8.x and 9.0, PTX for every later GPU
+    TURBOQUANT_SANITIZE=1        ASan and UBSan, -O1 -g (make sanitize runs the tests that way)
+    CC, CXX, NVCC or CUDA_HOME, CPPFLAGS, CFLAGS, CXXFLAGS, LDFLAGS    as usual
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from setuptools import Command, Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = Path("csrc")  # relative to ROOT, where ninja runs: build.ninja has no machine's paths but those of its tools
+HEADER = ROOT / CSRC / "include" / "turboquant.h"
+
+# One row per instruction set: file name in csrc/kernels, machines, flags. A row also holds for <name>_<anything>.c, and
+# the longest name wins. Everything outside this table is compiled for the plainest CPU of the machine's kind.
+X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
+ISA_UNITS: list[tuple[str, tuple[str, ...], str]] = [
+    ("scalar", X86 + ARM, ""),
+    ("avx2", X86, "-mavx2 -mfma -mf16c"),
+    ("avx512", X86, "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni"),
+    ("neon", ARM, "-march=armv8.2-a+dotprod+fp16"),
+]
+
+OLDEST_TORCH = (2, 10)
+TORCH_DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
+WARNINGS = ["-Wall", "-Wextra"]
+
+
+def fail(message: str) -> SystemExit:
+    return SystemExit(f"turboquant: {message}")
+
+
+def say(message: str) -> None:
+    print(f"turboquant: {message}", file=sys.stderr)
+
+
+# ---- what the machine has ----
+
+
+def switch(name: str) -> str:
+    """An environment switch: 'auto', '0' or '1'."""
+    value = os.environ.get(name, "").strip().lower() or "auto"
+    if value not in ("auto", "0", "1"):
+        raise fail(f"{name} must be auto, 0 or 1, got {value!r}")
+    return value
+
+
+def words(name: str) -> list[str]:
+    return shlex.split(os.environ.get(name, ""))
+
+
+def compiler(variable: str, names: Iterable[str], install: str) -> str:
+    chosen = os.environ.get(variable)
+    if chosen:
+        if not shutil.which(shlex.split(chosen)[0]):
+            raise fail(f"{variable} is {chosen!r}, which is not on the PATH")
+        return chosen
+    for name in names:
+        if shutil.which(name):
+            return name
+    raise fail(f"no compiler ({', '.join(names)}) on the PATH. Install {install}")
+
+
+def find_nvcc() -> str | None:
+    named = os.environ.get("NVCC")
+    if not named and os.environ.get("CUDA_HOME"):
+        named = str(Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc")
+    return shutil.which(named or "nvcc")
+
+
+def find_torch() -> tuple[Path, tuple[int, ...]] | None:
+    """The folder and version of the torch that will load _torch.so, found without importing it.
+
+    An isolated build (plain `pip install .`) has its own path; what counts is the environment behind it, which the same
+    interpreter sees once the isolation's variables are gone.
+    """
+    code = "from importlib.util import find_spec as f; s = f('torch'); print(s.origin if s else '')"
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    spec = find_spec("torch")
+    origin = spec.origin if spec else None
+    if not origin:
+        origin = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout.strip()
+    if not origin:
+        return None
+    folder = Path(origin).parent
+    found = re.search(r"__version__ = '(\d+)\.(\d+)", (folder / "version.py").read_text())
+    return folder, tuple(map(int, found.groups())) if found else (0,)
+
+
+def torch_to_build_with() -> Path | None:
+    """The torch folder, or None where _torch is left out; says why."""
+    wanted = switch("TURBOQUANT_TORCH")
+    if wanted == "0":
+        return None
+    found = find_torch()
+    if found and found[1] >= OLDEST_TORCH:
+        return found[0]
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    why = f"torch {'.'.join(map(str, found[1]))} is older than {oldest}" if found else "torch is not installed"
+    if wanted == "1":
+        raise fail(f"TURBOQUANT_TORCH=1, but {why}. Install torch>={oldest}, then build with --no-build-isolation")
+    say(f"{why}: building without the torch operators. Once it is there, run the install again")
+    return None
+
+
+def nvcc_to_build_with() -> str | None:
+    """nvcc, or None where CUDA is left out; says why."""
+    wanted = switch("TURBOQUANT_CUDA")
+    sources = list((ROOT / CSRC / "cuda").glob("*.cu"))
+    nvcc = find_nvcc()
+    if wanted == "0" or (wanted == "auto" and not sources):
+        return None
+    if nvcc and sources:
+        return nvcc
+    if wanted == "1":
+        raise fail("TURBOQUANT_CUDA=1, but nvcc was not found. Install the CUDA toolkit and put nvcc on the PATH")
+    say("nvcc is not on the PATH: building without CUDA")
+    return None
+
+
+def require_headers() -> list[str]:
+    """Flags for the headers of CPython and NumPy, or a message that says what to install."""
+    python = sysconfig.get_path("include")
+    if not (Path(python) / "Python.h").exists():
+        raise fail("Python.h was not found. Install python3-dev (Debian, Ubuntu) or python3-devel (Fedora)")
+    try:
+        import numpy
+    except ImportError:
+        raise fail("NumPy was not found. Run: pip install 'numpy>=2' setuptools ninja") from None
+    if int(numpy.__version__.split(".")[0]) < 2:
+        raise fail(f"NumPy {numpy.__version__} is too old to build against. Run: pip install 'numpy>=2'")
+    return ["-isystem", python, "-isystem", numpy.get_include()]
+
+
+def find_ninja() -> str:
+    try:
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    except ImportError:
+        pass
+    found = shutil.which("ninja") or shutil.which("ninja-build")
+    if not found:
+        raise fail("ninja was not found. Run: pip install ninja")
+    return found
+
+
+def isa_flags(stem: str) -> list[str] | None:
+    """Flags of csrc/kernels/<stem>.c, or None if it is for another kind of machine."""
+    rows = [row for row in ISA_UNITS if stem == row[0] or stem.startswith(row[0] + "_")]
+    if not rows:
+        raise fail(f"csrc/kernels/{stem}.c has no row in ISA_UNITS of setup.py")
+    _, machines, flags = max(rows, key=lambda row: len(row[0]))
+    return flags.split() if platform.machine() in machines else None
+
+
+def cuda_arch_flags() -> list[str]:
+    """-gencode flags from a list like "80+PTX 90a"."""
+    flags = []
+    for arch in re.split(r"[\s,;]+", os.environ.get("TURBOQUANT_CUDA_ARCHS", "").strip() or "80+PTX 90a"):
+        match = re.fullmatch(r"(\d{2,3}[af]?)(\+PTX)?", arch)
+        if not match:
+            raise fail(f"TURBOQUANT_CUDA_ARCHS must be a list like '80+PTX 90a', got {arch!r}")
+        number, ptx = match.groups()
+        code = f"[sm_{number},compute_{number}]" if ptx else f"sm_{number}"
+        flags += ["-gencode", f"arch=compute_{number},code={code}"]
+    return flags
+
+
+# ---- what to compile ----
+
+
+class Ninja:
+    """Writes build.ninja. Command lines are part of what ninja compares: a changed flag rebuilds."""
+
+    RULES = """\
+ninja_required_version = 1.8
+rule compile
+  command = $tool $flags -MD -MF $out.d -c $in -o $out
+  description = $what $in
+  deps = gcc
+  depfile = $out.d
+rule link
+  command = $tool -shared -o $out $in $flags
+  description = LINK $out
+"""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.text = [self.RULES]
+
+    def edge(
+        self, rule: str, output: Path, inputs: Iterable[Path], tool: str, flags: Iterable[str], what: str = ""
+    ) -> Path:
+        line = shlex.join(flags).replace("$", "$$")
+        self.text.append(
+            f"build {self.path(output)}: {rule} {' '.join(map(self.path, inputs))}\n"
+            f"  tool = {tool.replace('$', '$$')}\n  flags = {line}\n  what = {what}\n"
+        )
+        return output
+
+    def compile(self, source: Path, tool: str, flags: Iterable[str]) -> Path:
+        output = self.folder / source.relative_to(CSRC).with_suffix(source.suffix + ".o")
+        return self.edge("compile", output, [source], tool, flags, source.suffix[1:].upper())
+
+    def link(self, output: str, objects: Iterable[Path], tool: str, flags: Iterable[str]) -> Path:
+        return self.edge("link", self.folder / output, objects, tool, flags)
+
+    def alias(self, name: str, targets: Iterable[Path]) -> None:
+        self.text.append(f"build {name}: phony {' '.join(map(self.path, targets))}\n")
+
+    @staticmethod
+    def path(path: Path) -> str:
+        return re.sub(r"([$ :])", r"$\1", path.as_posix())
+
+    def run(self, targets: Iterable[str], jobs: int) -> None:
+        (ROOT / self.folder).mkdir(parents=True, exist_ok=True)
+        file = ROOT / self.folder / "build.ninja"
+        text = "".join(self.text)
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+        command = [find_ninja(), "-f", self.path(self.folder / "build.ninja"), "-j", str(jobs), *targets]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise fail("the build failed; the compiler's own words are above (with pip, add -v to see them)")
+
+
+def sources(folder: str, suffix: str) -> list[Path]:
+    return [path.relative_to(ROOT) for path in sorted((ROOT / CSRC / folder).glob("*" + suffix))]
+
+
+def compile_core(build: Ninja, cc: str, common: list[str]) -> list[Path]:
+    """The objects of core/ and kernels/, which both libraries link. dispatch.c learns of each by TQ_HAVE_<ISA>."""
+    c = [*common, "-std=c11", "-Icsrc/include", "-Icsrc"]
+    units = [(path, flags) for path in sources("kernels", ".c") if (flags := isa_flags(path.stem)) is not None]
+    c += [f"-DTQ_HAVE_{path.stem.upper()}" for path, _ in units]
+    objects = [build.compile(path, cc, c) for path in sources("core", ".c")]
+    return objects + [build.compile(path, cc, c + flags) for path, flags in units]
+
+
+def compile_cuda(build: Ninja, nvcc: str) -> list[Path]:
+    host = [f"-ccbin={os.environ['CXX']}"] if os.environ.get("CXX") else []
+    flags = [*host, "-O3", "-std=c++17", *cuda_arch_flags(), "-Icsrc/include", "-Xfatbin=-compress-all"]
+    flags += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+    return [build.compile(path, nvcc, flags) for path in sources("cuda", ".cu")]
+
+
+def link_core(build: Ninja, cc: str, common: list[str], linker: list[str], core: list[Path]) -> None:
+    flags = [*common, "-std=c11", "-Icsrc/include", *require_headers()]
+    objects = [build.compile(path, cc, flags) for path in sources("python", ".c")]
+    build.link("_core.so", core + objects, cc, [*linker, "-pthread", "-lm"])
+
+
+def link_torch(
+    build: Ninja, torch: Path, nvcc: str | None, common: list[str], linker: list[str], core: list[Path], strict: bool
+) -> None:
+    """_torch.so: operators, core and CUDA.
+
+    It names libtorch.so and libtorch_cpu.so as needed and is loaded after `import torch`, so no path is written into
+    it. One file serves torch with and without CUDA: what only libtorch_cuda.so has (the current stream; libtorch.so
+    brings it along where it exists) must be declared weak, and -z defs refuses any other unknown symbol here instead
+    of at a user's import.
+    """
+    cxx = compiler("CXX", ("c++", "g++", "clang++"), "g++ (Debian, Ubuntu: build-essential), or set TURBOQUANT_TORCH=0")
+    flags = [*common, *words("CXXFLAGS"), "-std=c++20", "-Icsrc/include", *TORCH_DEFINES]
+    flags += ["-isystem", str(torch / "include")]
+    if nvcc:
+        flags += ["-DTURBOQUANT_WITH_CUDA", "-DUSE_CUDA"]
+    objects = core + [build.compile(path, cxx, flags) for path in sources("torch", ".cpp")]
+    linker = [*linker, f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
+    linker += ["-Wl,-z,defs"] if strict else []
+    if not nvcc:
+        build.link("_torch.so", objects, cxx, [*linker, "-pthread", "-lm"])
+        return
+    # nvcc knows where its own static runtime lies, so it links; it has its own spelling for what the linker is told.
+    cuda = compile_cuda(build, nvcc)
+    build.alias("cuda", cuda)
+    host = [f"-ccbin={os.environ['CXX']}"] if os.environ.get("CXX") else []
+    linker = [flag.replace("-Wl,", "-Xlinker=") if flag.startswith("-Wl,") else flag for flag in linker]
+    linker = [flag if flag.startswith(("-X", "-L", "-l")) else f"-Xcompiler={flag}" for flag in linker]
+    build.link("_torch.so", objects + cuda, nvcc, [*host, "--cudart=static", *linker, "-Xcompiler=-pthread", "-lm"])
+
+
+def write_ninja(torch: Path | None) -> Ninja:
+    """The graph of everything that is to be built here."""
+    if sys.platform != "linux":
+        raise fail(f"only Linux is supported so far, this is {sys.platform}")
+    sanitize = os.environ.get("TURBOQUANT_SANITIZE", "0") not in ("", "0")
+    build = Ninja(Path("build") / f"{'sanitize' if sanitize else 'release'}-{sysconfig.get_config_var('SOABI')}")
+    cc = compiler("CC", ("cc", "gcc", "clang"), "gcc (Debian, Ubuntu: build-essential; Fedora: gcc)")
+    common = ["-O3", "-DNDEBUG"]
+    linker = ["-Wl,-Bsymbolic", *words("LDFLAGS")]
+    if sanitize:
+        checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+        common = ["-O1", "-g", "-fno-omit-frame-pointer", *checks]
+        linker += checks
+    common += [*words("CPPFLAGS"), "-fPIC", "-fvisibility=hidden", "-pthread", *WARNINGS]
+    # No contraction: the codes that a number gets must not depend on whether a compiler fuses a product and a sum.
+    common += ["-ffp-contract=off"]
+    c = [*words("CFLAGS"), *common, "-Werror=implicit"]
+    core = compile_core(build, cc, c)
+    link_core(build, cc, c, linker, core)
+    if torch:
+        link_torch(build, torch, nvcc_to_build_with(), common, linker, core, strict=not sanitize)
+    return build
+
+
+class BuildNative(build_ext):
+    """setuptools names, copies and packs the libraries; ninja makes them."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.torch = torch_to_build_with()
+        if not self.torch:
+            self.extensions = [ext for ext in self.extensions if not ext.name.endswith("._torch")]
+
+    def get_ext_filename(self, fullname: str) -> str:
+        if fullname.endswith("_torch"):  # no Python in it, so no Python version in its name
+            return fullname.replace(".", "/") + ".so"
+        return super().get_ext_filename(fullname)
+
+    def build_extensions(self) -> None:
+        build = write_ninja(self.torch)
+        names = [ext.name.rpartition(".")[2] for ext in self.extensions]
+        build.run([Ninja.path(build.folder / f"{name}.so") for name in names], self.parallel or os.cpu_count() or 1)
+        for ext, name in zip(self.extensions, names, strict=True):
+            target = Path(self.get_ext_fullpath(ext.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(ROOT / build.folder / f"{name}.so"), str(target))
+        if not self.torch:  # one from an earlier build would be packed or loaded with a newer core
+            for folder in (Path(self.build_lib), ROOT):
+                (folder / "turboquant" / "_torch.so").unlink(missing_ok=True)
+
+
+class BuildCuda(Command):
+    """Compiles csrc/cuda alone, for the archs in TURBOQUANT_CUDA_ARCHS: needs nvcc, but neither a GPU nor torch."""
+
+    description = "compile csrc/cuda, link nothing"
+    user_options: list[tuple[str, str | None, str]] = []  # noqa: RUF012 (setuptools' own form)
+
+    def initialize_options(self) -> None: ...
+
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        nvcc = find_nvcc()
+        if not nvcc:
+            raise fail("nvcc was not found. Install the CUDA toolkit and put nvcc on the PATH")
+        build = Ninja(Path("build") / "cuda-check")
+        build.alias("cuda", compile_cuda(build, nvcc))
+        build.run(["cuda"], os.cpu_count() or 1)
+
+
+def version() -> str:
+    found = re.search(r'^#define TQ_VERSION "([^"]+)"', HEADER.read_text(), re.MULTILINE)
+    if not found:
+        raise fail(f"no TQ_VERSION in {HEADER.name}")
+    return found[1]
+
+
+# Every file of csrc goes into a source distribution.
+everything = sorted(str(path.relative_to(ROOT)) for path in (ROOT / CSRC).rglob("*") if path.is_file())
+setup(
+    version=version(),
+    ext_modules=[
+        Extension("turboquant._core", sources=[], depends=everything),
+        Extension("turboquant._torch", sources=[]),
+    ],
+    cmdclass={"build_ext": BuildNative, "build_cuda": BuildCuda},
+)
