@@ -1,0 +1,310 @@
+/* tq_append: new tokens go to sinks and window; what no longer fits there is rotated, quantised and packed into its page.
+ *
+ * Work is shared by (sequence, KV head). Within one, tokens are encoded a token tile at a time: codes and scales of up to 32
+ * tokens first, then each 32 x 32 tile is unpacked, merged and packed again, or only packed when all 32 tokens are new. */
+#include <math.h>
+#include <string.h>
+#include "tiles.h"
+
+typedef struct {
+    const tq_plan *plan;
+    const tq_append_params *p;
+    const tq_kernels *kernels;
+    tq_codebook books[TQ_MAX_BITS + 1];
+    uint8_t *scratch; /* [threads] of worker_bytes */
+    int64_t worker_bytes;
+} append_job;
+
+/** Scratch of a worker. */
+typedef struct {
+    float *x, *y;      /* [head_dim] each */
+    uint8_t *codes;    /* [32 tokens][groups * 32] */
+    uint8_t *tile;     /* [32][32] */
+    uint16_t *scales;  /* [32] */
+} worker;
+
+static int64_t worker_bytes(const tq_plan *plan)
+{
+    return tq_round_up(2 * tq_round_up(4 * plan->head_dim, 64) + TQ_TILE * TQ_TILE * (int64_t)plan->groups + TQ_TILE_CODES + 64, 64);
+}
+
+static worker carve(const tq_plan *plan, uint8_t *at)
+{
+    int64_t row = tq_round_up(4 * plan->head_dim, 64);
+    worker w;
+    w.x = (float *)at;
+    w.y = (float *)(at + row);
+    w.codes = at + 2 * row;
+    w.tile = w.codes + TQ_TILE * TQ_TILE * plan->groups;
+    w.scales = (uint16_t *)(w.tile + TQ_TILE_CODES);
+    return w;
+}
+
+/* ---- checks ---- */
+
+static int is_bad(float x)
+{
+    return !(fabsf(x) <= TQ_MAX_INPUT);
+}
+
+static tq_status check_numbers(const append_job *job, const void *x, int64_t stride_batch, int64_t stride_head, int64_t stride_token,
+                               const char *name, tq_error *error)
+{
+    const tq_append_params *p = job->p;
+    int32_t d = job->plan->head_dim, bytes = tq_dtype_bytes(p->dtype);
+    float row[TQ_MAX_DIM];
+    for (int32_t b = 0; b < p->batch; b++)
+        for (int32_t h = 0; h < p->kv_heads; h++) {
+            int32_t padding = p->tokens - p->lengths[b];
+            for (int32_t i = padding > 0 ? padding : 0; i < p->tokens; i++) {
+                const char *from = (const char *)x + bytes * (b * stride_batch + h * stride_head + i * stride_token);
+                job->kernels->load(p->dtype, from, row, d);
+                int bad = 0;
+                for (int32_t c = 0; c < d; c++) bad |= is_bad(row[c]);
+                for (int32_t c = 0; bad && c < d; c++)
+                    if (is_bad(row[c]))
+                        return tq_fail(error, TQ_E_VALUE, name, (((int64_t)b * p->kv_heads + h) * p->tokens + i) * d + c, row[c],
+                                       "finite and at most 16384 in magnitude");
+            }
+        }
+    return TQ_OK;
+}
+
+/** Positions that this append packs: [*first, *last) of sequence b. */
+static void packed_range(const tq_append_params *p, int32_t b, int64_t *first, int64_t *last)
+{
+    int64_t length = p->lengths[b], before = length - p->tokens;
+    int64_t from = before - p->window; /* the oldest position that was still in the window */
+    *first = from > p->sinks ? from : p->sinks;
+    *last = length - p->window;
+}
+
+static tq_status check_tables(const tq_plan *plan, const tq_append_params *p, tq_error *error)
+{
+    int64_t capacity = (int64_t)p->sinks + p->window + (int64_t)p->max_pages * plan->page_tokens;
+    for (int32_t b = 0; b < p->batch; b++) {
+        if (p->lengths[b] < 0 || p->lengths[b] > capacity)
+            return tq_fail(error, TQ_E_VALUE, "lengths", b, p->lengths[b], "in 0..sinks + window + max_pages * page_tokens");
+        int64_t first, last;
+        packed_range(p, b, &first, &last);
+        if (first >= last) continue;
+        for (int64_t page = (first - p->sinks) / plan->page_tokens; page <= (last - 1 - p->sinks) / plan->page_tokens; page++) {
+            int64_t i = (int64_t)b * p->max_pages + page;
+            if (p->block_table[i] < 0 || p->block_table[i] >= p->n_pages)
+                return tq_fail(error, TQ_E_VALUE, "block_table", i, p->block_table[i], "in 0..n_pages - 1");
+        }
+    }
+    return TQ_OK;
+}
+
+static tq_status check_pointers(const tq_plan *plan, const tq_append_params *p, tq_error *error)
+{
+    int has_values = plan->value.tile_bytes != 0, any = p->batch && p->kv_heads && p->tokens;
+    if (any && !p->k) return tq_fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL");
+    if (has_values ? any && !p->v : p->v != NULL)
+        return tq_fail(error, TQ_E_VALUE, "v", -1, p->v != NULL, has_values ? "a pointer, not NULL" : "NULL, because the plan has no values");
+    if (p->batch && !p->lengths) return tq_fail(error, TQ_E_VALUE, "lengths", -1, 0, "a pointer, not NULL");
+    if (p->batch && p->max_pages && !p->block_table) return tq_fail(error, TQ_E_VALUE, "block_table", -1, 0, "a pointer, not NULL");
+    if (p->n_pages && !p->pages) return tq_fail(error, TQ_E_VALUE, "pages", -1, 0, "a pointer, not NULL");
+    if ((uintptr_t)p->pages % 64) return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)p->pages % 64), "64-byte aligned");
+    if ((p->sinks != 0) != (p->sink_k != NULL)) return tq_fail(error, TQ_E_VALUE, "sink_k", -1, p->sinks, "NULL if and only if sinks is 0");
+    if ((p->window != 0) != (p->window_k != NULL))
+        return tq_fail(error, TQ_E_VALUE, "window_k", -1, p->window, "NULL if and only if window is 0");
+    if ((p->sinks && has_values) != (p->sink_v != NULL)) return tq_fail(error, TQ_E_VALUE, "sink_v", -1, p->sinks, "given with sink_k and values");
+    if ((p->window && has_values) != (p->window_v != NULL))
+        return tq_fail(error, TQ_E_VALUE, "window_v", -1, p->window, "given with window_k and values");
+    return TQ_OK;
+}
+
+/* Bytes from an array's first to its last element, given strides that may leave gaps. */
+static int64_t span_bytes(const tq_append_params *p, int32_t head_dim, int64_t sb, int64_t sh, int64_t st)
+{
+    return tq_dtype_bytes(p->dtype) * ((p->batch - 1) * sb + (p->kv_heads - 1) * sh + (p->tokens - 1) * st + head_dim);
+}
+
+static tq_status check_overlap(const tq_plan *plan, const tq_append_params *p, tq_error *error)
+{
+    if (!p->batch || !p->kv_heads || !p->tokens) return TQ_OK;
+    int64_t row = (int64_t)p->batch * p->kv_heads * plan->head_dim * tq_dtype_bytes(p->dtype);
+    struct {
+        const char *name;
+        const void *at;
+        int64_t bytes;
+    } written[5] = {{"pages", p->pages, p->n_pages * p->kv_heads * plan->record_bytes},
+                    {"sink_k", p->sink_k, row * p->sinks},
+                    {"sink_v", p->sink_v, row * p->sinks},
+                    {"window_k", p->window_k, row * p->window},
+                    {"window_v", p->window_v, row * p->window}};
+    int64_t k_bytes = span_bytes(p, plan->head_dim, p->k_stride_batch, p->k_stride_head, p->k_stride_token);
+    int64_t v_bytes = span_bytes(p, plan->head_dim, p->v_stride_batch, p->v_stride_head, p->v_stride_token);
+    for (int i = 0; i < 5; i++) {
+        if (tq_overlap(written[i].at, written[i].bytes, p->k, k_bytes) || tq_overlap(written[i].at, written[i].bytes, p->v, v_bytes))
+            return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from k and v");
+        for (int j = 0; j < i; j++)
+            if (tq_overlap(written[i].at, written[i].bytes, written[j].at, written[j].bytes))
+                return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from the other arrays written");
+    }
+    return TQ_OK;
+}
+
+static tq_status check_sizes(const tq_plan *plan, const tq_append_params *p, tq_error *error)
+{
+    TQ_TRY(tq_plan_check(plan, error));
+    if (!p) return tq_fail(error, TQ_E_VALUE, "params", -1, 0, "a pointer, not NULL");
+    const struct {
+        const char *name;
+        int64_t got;
+    } sizes[] = {{"batch", p->batch}, {"tokens", p->tokens}, {"kv_heads", p->kv_heads}, {"sinks", p->sinks},
+                 {"window", p->window}, {"max_pages", p->max_pages}, {"threads", p->threads}, {"n_pages", p->n_pages},
+                 {"k_stride_batch", p->k_stride_batch}, {"k_stride_head", p->k_stride_head}, {"k_stride_token", p->k_stride_token},
+                 {"v_stride_batch", p->v_stride_batch}, {"v_stride_head", p->v_stride_head}, {"v_stride_token", p->v_stride_token}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].got < 0) return tq_fail(error, TQ_E_VALUE, sizes[i].name, -1, (double)sizes[i].got, "at least 0");
+    if (p->dtype < TQ_F32 || p->dtype > TQ_BF16)
+        return tq_fail(error, TQ_E_TYPE, "dtype", -1, p->dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
+    int64_t bytes;
+    TQ_TRY(tq_product(p->kv_heads, plan->record_bytes, &bytes, "kv_heads", error));
+    return tq_product(p->n_pages, bytes, &bytes, "n_pages", error);
+}
+
+static int32_t thread_count(const tq_append_params *p)
+{
+    int64_t tasks = (int64_t)p->batch * p->kv_heads;
+    int32_t threads = tq_effective_threads(p->threads);
+    return tasks < threads ? (tasks > 0 ? (int32_t)tasks : 1) : threads;
+}
+
+tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes, tq_error *error)
+{
+    TQ_TRY(check_sizes(plan, params, error));
+    if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    *bytes = (size_t)(worker_bytes(plan) * thread_count(params));
+    return TQ_OK;
+}
+
+/* ---- one token, one tile ---- */
+
+/** Loads, centres, rotates, scales and encodes one vector. */
+static void encode_token(const append_job *job, worker *w, int is_key, int32_t b, int32_t h, const void *x, uint8_t *codes, uint16_t *scale)
+{
+    const tq_plan *plan = job->plan;
+    const tq_transform *t = is_key ? &job->p->key : &job->p->value;
+    const float *centre = tq_transform_centre(t, plan, b, h), *steps = tq_transform_steps(t, plan, h);
+    job->kernels->load(job->p->dtype, x, w->x, plan->head_dim);
+    for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= centre[i];
+    tq_rotate_vector(job->kernels, plan, tq_transform_matrix(t, h), 0, w->x, w->y);
+    for (int32_t g = 0; steps && g < plan->groups; g++) {
+        float inverse = 1.0f / steps[g];
+        for (int32_t i = TQ_TILE * g; i < TQ_TILE * (g + 1) && i < plan->head_dim; i++) w->y[i] *= inverse;
+    }
+    tq_encoder encoder = {is_key ? &plan->key : &plan->value, job->books, plan->head_dim, plan->scale};
+    job->kernels->encode(&encoder, w->y, codes, scale);
+}
+
+/** Writes tokens first .. last - 1 (of 0..31) of one token tile; codes [32][groups * 32] by token. */
+static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *record, int32_t token_tile, int32_t first, int32_t last)
+{
+    const tq_plan *plan = job->plan;
+    const tq_side *side = is_key ? &plan->key : &plan->value;
+    int32_t stride = TQ_TILE * plan->groups;
+    for (int32_t g = 0; g < plan->groups; g++) {
+        if (!side->bits[g]) continue;
+        uint32_t *words = (uint32_t *)(record + tq_tile_offset(side, token_tile, g));
+        if (last - first < TQ_TILE) job->kernels->unpack(side->bits[g], words, w->tile);
+        for (int32_t i = first; i < last; i++) {
+            const uint8_t *codes = w->codes + i * stride + TQ_TILE * g;
+            if (is_key)
+                memcpy(w->tile + TQ_TILE * i, codes, TQ_TILE);
+            else
+                for (int32_t c = 0; c < TQ_TILE; c++) w->tile[TQ_TILE * c + tq_column(i)] = codes[c];
+        }
+        job->kernels->pack(side->bits[g], w->tile, words);
+    }
+    for (int32_t i = first; i < last; i++)
+        memcpy(record + tq_scale_offset(side, TQ_TILE * token_tile + i), &w->scales[i], sizeof(uint16_t));
+}
+
+/* ---- one sequence and head ---- */
+
+static const char *token_source(const append_job *job, int is_key, int32_t b, int32_t h, int64_t position)
+{
+    const tq_append_params *p = job->p;
+    int64_t before = p->lengths[b] - p->tokens;
+    int32_t bytes = tq_dtype_bytes(p->dtype), d = job->plan->head_dim;
+    if (position < before) {
+        const char *ring = (const char *)(is_key ? p->window_k : p->window_v);
+        return ring + bytes * ((((int64_t)b * p->kv_heads + h) * p->window + position % p->window) * d);
+    }
+    int64_t i = position - before;
+    if (is_key) return (const char *)p->k + bytes * (b * p->k_stride_batch + h * p->k_stride_head + i * p->k_stride_token);
+    return (const char *)p->v + bytes * (b * p->v_stride_batch + h * p->v_stride_head + i * p->v_stride_token);
+}
+
+static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, int32_t h)
+{
+    const tq_plan *plan = job->plan;
+    const tq_append_params *p = job->p;
+    int64_t position, last;
+    packed_range(p, b, &position, &last);
+    while (position < last) {
+        int64_t index = position - p->sinks;
+        int32_t begin = (int32_t)(index % TQ_TILE), end = TQ_TILE;
+        if (last - position < end - begin) end = begin + (int32_t)(last - position);
+        for (int32_t i = begin; i < end; i++)
+            encode_token(job, w, is_key, b, h, token_source(job, is_key, b, h, position + i - begin), w->codes + i * TQ_TILE * plan->groups,
+                         &w->scales[i]);
+        int64_t page = p->block_table[(int64_t)b * p->max_pages + index / plan->page_tokens];
+        uint8_t *record = p->pages + (page * p->kv_heads + h) * plan->record_bytes;
+        store_tile(job, w, is_key, record, (int32_t)(index % plan->page_tokens / TQ_TILE), begin, end);
+        position += end - begin;
+    }
+}
+
+/** New tokens that stay exact: the first `sinks` positions and the last `window`. */
+static void copy_exact(const append_job *job, int is_key, int32_t b, int32_t h)
+{
+    const tq_append_params *p = job->p;
+    int64_t length = p->lengths[b], first = length - p->tokens;
+    int64_t bytes = (int64_t)tq_dtype_bytes(p->dtype) * job->plan->head_dim, head = (int64_t)b * p->kv_heads + h;
+    char *sinks = (char *)(is_key ? p->sink_k : p->sink_v), *ring = (char *)(is_key ? p->window_k : p->window_v);
+    for (int64_t i = first > 0 ? first : 0; i < length; i++) {
+        const char *from = token_source(job, is_key, b, h, i);
+        if (i < p->sinks)
+            memcpy(sinks + bytes * (head * p->sinks + i), from, (size_t)bytes);
+        else if (i >= length - p->window)
+            memcpy(ring + bytes * (head * p->window + i % p->window), from, (size_t)bytes);
+    }
+}
+
+static void append_head(void *context, int64_t i, int32_t worker_index)
+{
+    const append_job *job = context;
+    int32_t b = (int32_t)(i / job->p->kv_heads), h = (int32_t)(i % job->p->kv_heads);
+    worker w = carve(job->plan, job->scratch + job->worker_bytes * worker_index);
+    for (int is_key = 1; is_key >= 0; is_key--) {
+        if (!is_key && !job->plan->value.tile_bytes) continue;
+        pack_side(job, &w, is_key, b, h); /* before copy_exact: it reads what the ring is about to lose */
+        copy_exact(job, is_key, b, h);
+    }
+}
+
+tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes, tq_error *error)
+{
+    TQ_TRY(check_sizes(plan, params, error));
+    append_job job = {.plan = plan, .p = params, .kernels = tq_get_kernels(error), .scratch = scratch, .worker_bytes = worker_bytes(plan)};
+    if (!job.kernels) return TQ_E_UNSUPPORTED;
+    TQ_TRY(check_pointers(plan, params, error));
+    TQ_TRY(tq_transform_check(plan, &params->key, params->kv_heads, 1, error));
+    TQ_TRY(tq_transform_check(plan, &params->value, params->kv_heads, 0, error));
+    TQ_TRY(check_tables(plan, params, error));
+    TQ_TRY(check_overlap(plan, params, error));
+    if (scratch_bytes < (size_t)(job.worker_bytes * thread_count(params)) || !scratch)
+        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes, "at least tq_append_scratch_bytes, scratch not NULL");
+    if ((uintptr_t)scratch % 64) return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
+    TQ_TRY(check_numbers(&job, params->k, params->k_stride_batch, params->k_stride_head, params->k_stride_token, "k", error));
+    if (plan->value.tile_bytes)
+        TQ_TRY(check_numbers(&job, params->v, params->v_stride_batch, params->v_stride_head, params->v_stride_token, "v", error));
+    tq_plan_codebooks(plan, job.books);
+    tq_parallel((int64_t)params->batch * params->kv_heads, thread_count(params), append_head, &job);
+    return TQ_OK;
+}

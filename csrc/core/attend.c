@@ -1,0 +1,392 @@
+/* tq_attend: one online softmax over sinks, packed pages, window and fresh tokens.
+ *
+ * A task is (sequence, KV head, chunk of query rows, split of the pages). Its rows are the queries that share the KV head, token
+ * by token, so that neighbouring rows see nearly the same tokens. Packed pages are read as they are: per page and row, scores by
+ * the kernel's tile product, one softmax step, and the weighted sum of value tiles by the same product. The sums stay rotated
+ * until a row is finished. Split 0 also takes the exact tokens. With one split the task finishes its rows itself; with more, the
+ * partial rows wait in scratch and a second pass merges them. */
+#include "attend.h"
+#include <math.h>
+#include <string.h>
+
+#define CHUNK_ROWS 32    /* query rows of a task at most: operands and sums of that many stay in a core's L2 */
+#define SPLIT_PAGES 4    /* pages that a split has at least, so that a thread is worth waking */
+
+/* ---- which tokens a query sees ---- */
+
+/** Positions [lo, hi) that query row position p may see at all. */
+typedef struct {
+    int64_t lo, hi;
+} range;
+
+static range seen(const tq_attend_params *a, int32_t b, int64_t p)
+{
+    range r = {a->starts ? a->starts[b] : 0, a->causal ? p + 1 : a->lengths[b]};
+    if (a->sliding_window && p - a->sliding_window + 1 > r.lo) r.lo = p - a->sliding_window + 1;
+    if (r.lo < 0) r.lo = 0;
+    return r;
+}
+
+static range clip(range r, int64_t lo, int64_t hi)
+{
+    return (range){r.lo > lo ? r.lo : lo, r.hi < hi ? r.hi : hi};
+}
+
+/** Of those, the packed ones, as packed indices. */
+static range seen_packed(const tq_attend_params *a, int32_t b, int64_t p)
+{
+    int64_t length = a->lengths[b], newest = (a->causal ? p + 1 : length) - a->window;
+    range r = clip(seen(a, b, p), a->sinks, newest < length - a->window ? newest : length - a->window);
+    return (range){r.lo - a->sinks, r.hi - a->sinks};
+}
+
+static int64_t row_position(const attend_job *job, int32_t b, int64_t row)
+{
+    return (int64_t)job->a->lengths[b] - job->a->query_tokens + row / job->group;
+}
+
+static int is_empty(range r)
+{
+    return r.lo >= r.hi;
+}
+
+/** Marks in visible[n] which of the tokens first .. first + n - 1 lie in r. 0: none; 1: some; 2: all. */
+static int mark_visible(range r, int64_t first, int32_t n, int columns, uint8_t *visible)
+{
+    r = clip(r, first, first + n);
+    if (is_empty(r)) return 0;
+    if (r.lo == first && r.hi == first + n) return 2;
+    for (int32_t i = 0; i < n; i++) {
+        int64_t token = first + (columns ? i / TQ_TILE * TQ_TILE + tq_token(i % TQ_TILE) : i);
+        visible[i] = token >= r.lo && token < r.hi;
+    }
+    return 1;
+}
+
+/* ---- query rows ---- */
+
+static const char *query_row(const attend_job *job, int32_t b, int32_t h, int64_t row)
+{
+    const tq_attend_params *a = job->a;
+    int64_t head = (int64_t)h * job->group + row % job->group, token = row / job->group;
+    int64_t at = b * a->q_stride_batch + head * a->q_stride_head + token * a->q_stride_token;
+    return (const char *)a->q + at * tq_dtype_bytes(a->dtype);
+}
+
+static void prepare_rows(const attend_job *job, const attend_task *t, attend_work *w)
+{
+    const tq_plan *plan = job->plan;
+    const tq_transform *key = &job->a->key;
+    const float *centre = tq_transform_centre(key, plan, t->b, t->h), *steps = tq_transform_steps(key, plan, t->h);
+    for (int32_t r = 0; r < t->rows; r++) {
+        float *q = w->q + (int64_t)r * plan->head_dim;
+        job->kernels->load(job->a->dtype, query_row(job, t->b, t->h, t->first_row + r), q, plan->head_dim);
+        memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
+        tq_rotate_vector(job->kernels, plan, tq_transform_matrix(key, t->h), 0, q, w->rotated);
+        for (int32_t i = 0; i < job->key_groups.n; i++) {
+            int32_t g = job->key_groups.group[i];
+            for (int32_t c = 0; c < TQ_TILE; c++) w->coded[TQ_TILE * i + c] = w->rotated[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
+        }
+        job->kernels->prepare(w->coded, TQ_TILE * job->key_groups.n, w->query_operands + r * job->query_operand_bytes);
+        float scale = job->a->softmax_scale;
+        w->logits[r] = (tq_logit){scale, centre ? scale * job->kernels->dot(q, centre, plan->head_dim) : 0.0f, job->a->softcap};
+        w->states[r] = (tq_softmax_state){-INFINITY, 0, 0};
+    }
+    memset(w->packed, 0, sizeof(float) * TQ_TILE * (size_t)(job->value_groups.n * t->rows));
+    memset(w->exact, 0, sizeof(float) * (size_t)(plan->head_dim * t->rows));
+}
+
+static void rescale(float *x, int32_t n, float factor)
+{
+    for (int32_t i = 0; i < n; i++) x[i] *= factor;
+}
+
+/** What an online softmax step asks of a row's sums so far. */
+static void rescale_row(const attend_job *job, attend_work *w, int32_t r, float factor)
+{
+    if (factor == 1.0f) return;
+    rescale(w->packed + (int64_t)r * TQ_TILE * job->value_groups.n, TQ_TILE * job->value_groups.n, factor);
+    rescale(w->exact + (int64_t)r * job->plan->head_dim, job->plan->head_dim, factor);
+}
+
+/* ---- packed tokens ---- */
+
+/** One page for all rows of the task: scores, softmax step, weighted values. */
+static void attend_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page)
+{
+    const tq_plan *plan = job->plan;
+    const tq_attend_params *a = job->a;
+    int32_t tokens = plan->page_tokens, tiles = tokens / TQ_TILE;
+    int64_t id = a->block_table[(int64_t)t->b * a->max_pages + page];
+    const uint8_t *record = a->pages + (id * a->kv_heads + t->h) * plan->record_bytes;
+    const uint16_t *key_scales = (const uint16_t *)(record + plan->key.scales_offset);
+    const uint16_t *value_scales = (const uint16_t *)(record + plan->value.scales_offset);
+    for (int32_t i = 0; i < tiles; i++) {
+        tq_tile_row row = {record + tq_tile_offset(&plan->key, i, 0), job->key_groups.offset, job->key_groups.bits, job->key_groups.n, job->books};
+        job->kernels->multiply(&row, w->query_operands, t->rows, TQ_ORDER_COLUMNS, 0, w->scores + TQ_TILE * i, tokens);
+    }
+    for (int32_t r = 0; r < t->rows; r++) {
+        float *scores = w->scores + (int64_t)r * tokens;
+        range in = seen_packed(a, t->b, row_position(job, t->b, t->first_row + r));
+        int some = mark_visible(in, page * tokens, tokens, 1, w->visible);
+        if (some)
+            rescale_row(job, w, r,
+                        job->kernels->softmax(scores, key_scales, value_scales, some == 2 ? NULL : w->visible, tokens, &w->logits[r], &w->states[r]));
+        else
+            memset(scores, 0, sizeof(float) * (size_t)tokens);
+        job->kernels->prepare(scores, tokens, w->weight_operands + r * job->weight_operand_bytes);
+    }
+    int32_t stride = TQ_TILE * job->value_groups.n;
+    for (int32_t i = 0; i < job->value_groups.n; i++) {
+        uint8_t bits[TQ_PAGE_TOKENS / TQ_TILE];
+        memset(bits, job->value_groups.bits[i], sizeof bits);
+        tq_tile_row row = {record + tq_tile_offset(&plan->value, 0, job->value_groups.group[i]), job->value_tile_offsets, bits, tiles, job->books};
+        job->kernels->multiply(&row, w->weight_operands, t->rows, TQ_ORDER_ROWS, 1, w->packed + TQ_TILE * i, stride);
+    }
+}
+
+static void attend_packed(const attend_job *job, const attend_task *t, attend_work *w)
+{
+    range all = {INT64_MAX, 0}; /* of any row */
+    for (int32_t r = 0; r < t->rows; r++) {
+        range in = seen_packed(job->a, t->b, row_position(job, t->b, t->first_row + r));
+        if (is_empty(in)) continue;
+        all = (range){in.lo < all.lo ? in.lo : all.lo, in.hi > all.hi ? in.hi : all.hi};
+    }
+    if (is_empty(all)) return;
+    int64_t first = all.lo / job->plan->page_tokens, n = (all.hi - 1) / job->plan->page_tokens + 1 - first;
+    for (int64_t page = n * t->split / job->splits; page < n * (t->split + 1) / job->splits; page++) attend_page(job, t, w, first + page);
+}
+
+/* ---- exact tokens ---- */
+
+/** Tokens of one dtype-typed array: position first + i at base + i * stride_token, or a ring of `ring` tokens at position % ring. */
+typedef struct {
+    const void *k, *v;
+    int64_t k_stride, v_stride, first, ring;
+    range positions;
+} exact_part;
+
+static const char *exact_token(const attend_job *job, const exact_part *part, int is_key, int64_t position)
+{
+    int64_t i = part->ring ? position % part->ring : position - part->first;
+    return (const char *)(is_key ? part->k : part->v) + tq_dtype_bytes(job->a->dtype) * i * (is_key ? part->k_stride : part->v_stride);
+}
+
+/** Positions that row position p sees in a part: of sinks all that it may see, of the rest its last `window`. */
+static range seen_exact(const attend_job *job, const attend_task *t, const exact_part *part, int64_t p)
+{
+    range r = clip(seen(job->a, t->b, p), part->positions.lo, part->positions.hi);
+    int is_sinks = part->positions.lo < job->a->sinks;
+    if (!is_sinks && job->a->causal && p - job->a->window + 1 > r.lo) r.lo = p - job->a->window + 1;
+    return r;
+}
+
+/** Up to 32 tokens from position `first` for all rows. */
+static void attend_exact_tile(const attend_job *job, const attend_task *t, attend_work *w, const exact_part *part, int64_t first, int32_t n)
+{
+    int32_t d = job->plan->head_dim;
+    for (int32_t i = 0; i < n; i++) {
+        job->kernels->load(job->a->dtype, exact_token(job, part, 1, first + i), w->tile_k + (int64_t)i * d, d);
+        job->kernels->load(job->a->dtype, exact_token(job, part, 0, first + i), w->tile_v + (int64_t)i * d, d);
+    }
+    for (int32_t r = 0; r < t->rows; r++) {
+        float scores[TQ_TILE] = {0};
+        tq_logit logit = {job->a->softmax_scale, 0, job->a->softcap};
+        range in = clip(seen_exact(job, t, part, row_position(job, t->b, t->first_row + r)), first, first + n);
+        if (!mark_visible(in, first, TQ_TILE, 0, w->visible)) continue;
+        if (in.lo == first && in.hi == first + TQ_TILE) memset(w->visible, 1, TQ_TILE);
+        for (int64_t i = in.lo - first; i < in.hi - first; i++)
+            scores[i] = job->kernels->dot(w->q + (int64_t)r * d, w->tile_k + i * d, d);
+        rescale_row(job, w, r, job->kernels->softmax(scores, NULL, NULL, w->visible, TQ_TILE, &logit, &w->states[r]));
+        for (int64_t i = in.lo - first; i < in.hi - first; i++)
+            job->kernels->axpy(scores[i], w->tile_v + i * d, w->exact + (int64_t)r * d, d);
+    }
+}
+
+static void attend_part(const attend_job *job, const attend_task *t, attend_work *w, const exact_part *part)
+{
+    range all = {INT64_MAX, 0};
+    for (int32_t r = 0; r < t->rows; r++) {
+        range in = seen_exact(job, t, part, row_position(job, t->b, t->first_row + r));
+        if (is_empty(in)) continue;
+        all = (range){in.lo < all.lo ? in.lo : all.lo, in.hi > all.hi ? in.hi : all.hi};
+    }
+    for (int64_t i = all.lo; i < all.hi; i += TQ_TILE)
+        attend_exact_tile(job, t, w, part, i, all.hi - i < TQ_TILE ? (int32_t)(all.hi - i) : TQ_TILE);
+}
+
+static void attend_exact(const attend_job *job, const attend_task *t, attend_work *w)
+{
+    const tq_attend_params *a = job->a;
+    int64_t d = job->plan->head_dim, head = ((int64_t)t->b * a->kv_heads + t->h) * d, length = a->lengths[t->b];
+    int64_t before = a->fresh_k ? length - a->query_tokens : length; /* tokens that the ring had seen */
+    int32_t bytes = tq_dtype_bytes(a->dtype);
+    if (before < 0) before = 0;
+    if (a->sinks) {
+        exact_part sinks = {(const char *)a->sink_k + bytes * head * a->sinks, (const char *)a->sink_v + bytes * head * a->sinks, d, d, 0, 0,
+                            {0, a->sinks < length ? a->sinks : length}};
+        attend_part(job, t, w, &sinks);
+    }
+    if (!a->window) return;
+    int64_t oldest = before - a->window > a->sinks ? before - a->window : a->sinks;
+    exact_part ring = {(const char *)a->window_k + bytes * head * a->window, (const char *)a->window_v + bytes * head * a->window, d, d, 0,
+                       a->window, {oldest, before}};
+    attend_part(job, t, w, &ring);
+    if (!a->fresh_k) return;
+    const char *k = (const char *)a->fresh_k + bytes * (t->b * a->fresh_k_stride_batch + t->h * a->fresh_k_stride_head);
+    const char *v = (const char *)a->fresh_v + bytes * (t->b * a->fresh_v_stride_batch + t->h * a->fresh_v_stride_head);
+    exact_part fresh = {k, v, a->fresh_k_stride_token, a->fresh_v_stride_token, length - a->query_tokens, 0,
+                        {before > a->sinks ? before : a->sinks, length}};
+    attend_part(job, t, w, &fresh);
+}
+
+/* ---- finishing rows ---- */
+
+static void store_row(int32_t dtype, const float *x, void *out, int64_t at, int32_t n)
+{
+    if (dtype == TQ_F32) memcpy((float *)out + at, x, sizeof(float) * (size_t)n);
+    for (int32_t i = 0; i < n && dtype == TQ_F16; i++) ((uint16_t *)out)[at + i] = tq_f16_from_f32(x[i]);
+    for (int32_t i = 0; i < n && dtype == TQ_BF16; i++) ((uint16_t *)out)[at + i] = tq_bf16_from_f32(x[i]);
+}
+
+/** Un-rotates and stores one row; packed [value groups * 32], exact [head_dim]. */
+static void finish_row(const attend_job *job, const attend_task *t, attend_work *w, int32_t r, const tq_softmax_state *state, const float *packed,
+                       const float *exact)
+{
+    const tq_plan *plan = job->plan;
+    const tq_attend_params *a = job->a;
+    const float *centre = tq_transform_centre(&a->value, plan, t->b, t->h), *steps = tq_transform_steps(&a->value, plan, t->h);
+    int64_t row = t->first_row + r, head = (int64_t)t->h * job->group + row % job->group;
+    int64_t at = ((int64_t)t->b * a->query_heads + head) * a->query_tokens + row / job->group;
+    float *out = w->coded;
+    memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
+    for (int32_t i = 0; i < job->value_groups.n; i++) {
+        int32_t g = job->value_groups.group[i];
+        for (int32_t c = 0; c < TQ_TILE; c++) w->rotated[TQ_TILE * g + c] = packed[TQ_TILE * i + c] * (steps ? steps[g] : 1.0f);
+    }
+    tq_rotate_vector(job->kernels, plan, tq_transform_matrix(&a->value, t->h), 1, w->rotated, out);
+    float inverse = state->max == -INFINITY ? 0.0f : 1.0f / state->sum;
+    for (int32_t i = 0; i < plan->head_dim; i++) out[i] = (out[i] + exact[i] + (centre ? centre[i] * state->packed_sum : 0.0f)) * inverse;
+    store_row(a->dtype, out, a->out, at * plan->head_dim, plan->head_dim);
+    if (a->lse) a->lse[at] = state->max == -INFINITY ? -INFINITY : state->max + logf(state->sum);
+}
+
+/* ---- tasks ---- */
+
+static attend_task task_at(const attend_job *job, int64_t i)
+{
+    attend_task t;
+    int64_t rows = (int64_t)job->group * job->a->query_tokens;
+    t.split = (int32_t)(i % job->splits);
+    i /= job->splits;
+    t.first_row = i % job->chunks * CHUNK_ROWS;
+    t.rows = (int32_t)(rows - t.first_row < CHUNK_ROWS ? rows - t.first_row : CHUNK_ROWS);
+    t.h = (int32_t)(i / job->chunks % job->a->kv_heads);
+    t.b = (int32_t)(i / job->chunks / job->a->kv_heads);
+    return t;
+}
+
+static void run_task(void *context, int64_t i, int32_t worker)
+{
+    const attend_job *job = context;
+    attend_task t = task_at(job, i);
+    attend_work w = tq_attend_carve(job, worker);
+    prepare_rows(job, &t, &w);
+    attend_packed(job, &t, &w);
+    if (t.split == 0) attend_exact(job, &t, &w);
+    int32_t nv = TQ_TILE * job->value_groups.n, d = job->plan->head_dim;
+    for (int32_t r = 0; r < t.rows; r++) {
+        if (job->splits == 1) {
+            finish_row(job, &t, &w, r, &w.states[r], w.packed + (int64_t)r * nv, w.exact + (int64_t)r * d);
+            continue;
+        }
+        float *partial = tq_attend_partial(job, i, r);
+        memcpy(partial, &w.states[r], sizeof w.states[r]);
+        memcpy(partial + 4, w.packed + (int64_t)r * nv, sizeof(float) * (size_t)nv);
+        memcpy(partial + 4 + nv, w.exact + (int64_t)r * d, sizeof(float) * (size_t)d);
+    }
+}
+
+/** Merges the splits of one task's rows, in the order of the splits: the same sums whatever thread came first. */
+static void merge_task(void *context, int64_t i, int32_t worker)
+{
+    const attend_job *job = context;
+    attend_task t = task_at(job, i * job->splits);
+    attend_work w = tq_attend_carve(job, worker);
+    int32_t n = TQ_TILE * job->value_groups.n + job->plan->head_dim;
+    for (int32_t r = 0; r < t.rows; r++) {
+        tq_softmax_state total = {-INFINITY, 0, 0};
+        memset(w.merged, 0, sizeof(float) * (size_t)n);
+        for (int32_t s = 0; s < job->splits; s++) {
+            tq_softmax_state part;
+            memcpy(&part, tq_attend_partial(job, i * job->splits + s, r), sizeof part);
+            if (part.max > total.max || isnan(part.max)) total.max = part.max;
+        }
+        for (int32_t s = 0; s < job->splits; s++) {
+            const float *partial = tq_attend_partial(job, i * job->splits + s, r);
+            tq_softmax_state part;
+            memcpy(&part, partial, sizeof part);
+            if (part.max == -INFINITY) continue;
+            float factor = expf(part.max - total.max);
+            total.sum += factor * part.sum;
+            total.packed_sum += factor * part.packed_sum;
+            job->kernels->axpy(factor, partial + 4, w.merged, n);
+        }
+        finish_row(job, &t, &w, r, &total, w.merged, w.merged + TQ_TILE * job->value_groups.n);
+    }
+}
+
+/* ---- entry points ---- */
+
+static int32_t ceil_div(int64_t a, int64_t b)
+{
+    return (int32_t)((a + b - 1) / b);
+}
+
+void tq_attend_lay_out(attend_job *job)
+{
+    const tq_attend_params *a = job->a;
+    job->group = a->kv_heads ? a->query_heads / a->kv_heads : 1;
+    job->chunks = ceil_div((int64_t)job->group * a->query_tokens, CHUNK_ROWS);
+    int64_t tasks = (int64_t)a->batch * a->kv_heads * job->chunks;
+    job->threads = tq_effective_threads(a->threads);
+    int32_t wanted = tasks ? ceil_div(job->threads, tasks) : 1, possible = a->max_pages / SPLIT_PAGES > 1 ? a->max_pages / SPLIT_PAGES : 1;
+    job->splits = wanted < possible ? wanted : possible;
+    tq_list_groups(job->plan, &job->plan->key, &job->key_groups);
+    tq_list_groups(job->plan, &job->plan->value, &job->value_groups);
+    job->query_operand_bytes = (int64_t)job->kernels->operand_bytes(TQ_TILE * job->key_groups.n);
+    job->weight_operand_bytes = (int64_t)job->kernels->operand_bytes(job->plan->page_tokens);
+    for (int32_t i = 0; i < TQ_PAGE_TOKENS / TQ_TILE; i++) job->value_tile_offsets[i] = i * job->plan->value.tile_bytes;
+    int64_t rows = (int64_t)job->group * a->query_tokens;
+    job->chunk_rows = rows < CHUNK_ROWS ? (int32_t)rows : CHUNK_ROWS;
+    int64_t tasks_in_flight = tasks * job->splits;
+    if (tasks_in_flight < job->threads) job->threads = tasks_in_flight > 1 ? (int32_t)tasks_in_flight : 1;
+}
+
+tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes, tq_error *error)
+{
+    TQ_TRY(tq_attend_check(plan, params, error));
+    attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error), .scratch = scratch};
+    if (!job.kernels) return TQ_E_UNSUPPORTED;
+    tq_attend_lay_out(&job);
+    if (!scratch || scratch_bytes < (size_t)tq_attend_bytes(&job))
+        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes, "at least tq_attend_scratch_bytes, scratch not NULL");
+    if ((uintptr_t)scratch % 64) return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
+    tq_plan_codebooks(plan, job.books);
+    int64_t tasks = (int64_t)params->batch * params->kv_heads * job.chunks;
+    tq_parallel(tasks * job.splits, job.threads, run_task, &job);
+    if (job.splits > 1) tq_parallel(tasks, job.threads, merge_task, &job);
+    return TQ_OK;
+}
+
+tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error)
+{
+    TQ_TRY(tq_attend_check_sizes(plan, params, error));
+    if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error)};
+    if (!job.kernels) return TQ_E_UNSUPPORTED;
+    tq_attend_lay_out(&job);
+    *bytes = (size_t)tq_attend_bytes(&job);
+    return TQ_OK;
+}

@@ -1,0 +1,50 @@
+/* What attend.c (the algorithm) and attend_args.c (checks and scratch) share. */
+#ifndef TQ_ATTEND_H
+#define TQ_ATTEND_H
+#include "tiles.h"
+
+typedef struct {
+    const tq_plan *plan;
+    const tq_attend_params *a;
+    const tq_kernels *kernels;
+    tq_codebook books[TQ_MAX_BITS + 1];
+    tq_coded_groups key_groups, value_groups;
+    int32_t value_tile_offsets[TQ_PAGE_TOKENS / TQ_TILE];
+    int64_t query_operand_bytes, weight_operand_bytes; /* of one row */
+    int32_t group, chunks, chunk_rows, splits, threads;
+    uint8_t *scratch;
+} attend_job;
+
+/** Rows first_row .. first_row + rows - 1 of (query token, query head of the group), token by token. */
+typedef struct {
+    int32_t b, h, split, rows;
+    int64_t first_row;
+} attend_task;
+
+/* Scratch:  | worker 0 | worker 1 | ..  each:
+ *              | query operands | weight operands | q | scores | packed | exact | tile_k | tile_v | rotated | coded | merged |
+ *              | logits | states | visible |
+ *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits > 1 */
+typedef struct {
+    uint8_t *query_operands, *weight_operands;
+    float *q;                        /* [rows][head_dim], not rotated */
+    float *scores;                   /* [rows][page_tokens]; weights after the softmax step */
+    float *packed;                   /* [rows][32 * value groups], rotated sums */
+    float *exact;                    /* [rows][head_dim] */
+    float *tile_k, *tile_v;          /* [32][head_dim] */
+    float *rotated, *coded;          /* [32 * groups] */
+    float *merged;                   /* [32 * value groups + head_dim] */
+    tq_logit *logits;                /* [rows] */
+    tq_softmax_state *states;        /* [rows] */
+    uint8_t *visible;                /* [page_tokens] */
+} attend_work;
+
+/** Scratch bytes that need nothing but sizes. */
+tq_status tq_attend_check_sizes(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
+/** Everything else: pointers, tables, lengths, overlap. */
+tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
+void tq_attend_lay_out(attend_job *job);
+int64_t tq_attend_bytes(const attend_job *job);
+attend_work tq_attend_carve(const attend_job *job, int32_t worker);
+float *tq_attend_partial(const attend_job *job, int64_t task, int32_t row);
+#endif

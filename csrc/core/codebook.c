@@ -1,0 +1,50 @@
+/* Codebooks from their tables: int8 magnitudes and a step, expanded to levels by code and thresholds by rank. */
+#include "internal.h"
+#include "codebook_tables.h"
+
+static const tq_codebook_row *codebook_row(int32_t law, int32_t head_dim, int32_t bits)
+{
+    if (law == TQ_CODEBOOK_SPHERE && head_dim <= TQ_MAX_HEAD_DIM) return &tq_codebook_sphere[head_dim / 8 - 1][bits - 1];
+    return &tq_codebook_normal[bits - 1];
+}
+
+/* turboquant.h, "Codes": ranks themselves up to 3 bits, sign and magnitude above. */
+static uint8_t code_of_rank(int32_t bits, int32_t rank)
+{
+    int32_t half = 1 << (bits - 1);
+    if (bits <= 3) return (uint8_t)rank;
+    int32_t negative = rank < half;
+    int32_t magnitude = negative ? half - 1 - rank : rank - half;
+    return (uint8_t)((magnitude & 7) | negative << 3 | (magnitude >> 3) << 4);
+}
+
+static void expand(const tq_codebook_row *row, int32_t bits, tq_codebook *out)
+{
+    int32_t half = 1 << (bits - 1), n = 2 * half;
+    int32_t level_of_rank[32];
+    *out = (tq_codebook){.bits = bits, .n_levels = n, .step = row->step};
+    for (int32_t rank = 0; rank < n; rank++) {
+        level_of_rank[rank] = rank < half ? -row->magnitudes[half - 1 - rank] : row->magnitudes[rank - half];
+        out->code_of_rank[rank] = code_of_rank(bits, rank);
+        out->levels[out->code_of_rank[rank]] = (int8_t)level_of_rank[rank];
+    }
+    float half_step = 0.5f * row->step; /* the middle between two levels: one rounding, the same everywhere */
+    for (int32_t rank = 0; rank + 1 < n; rank++) out->thresholds[rank] = (float)(level_of_rank[rank] + level_of_rank[rank + 1]) * half_step;
+}
+
+tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out, tq_error *error)
+{
+    if (law != TQ_CODEBOOK_NORMAL && law != TQ_CODEBOOK_SPHERE)
+        return tq_fail(error, TQ_E_VALUE, "law", -1, law, "0 (normal) or 1 (sphere)");
+    if (bits < 1 || bits > TQ_MAX_BITS) return tq_fail(error, TQ_E_VALUE, "bits", -1, bits, "in 1..5");
+    if (law == TQ_CODEBOOK_SPHERE && (head_dim < 8 || head_dim > TQ_MAX_HEAD_DIM || head_dim % 8))
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "a multiple of 8 in 8..256 for the sphere law");
+    if (!out) return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "a pointer, not NULL");
+    expand(codebook_row(law, head_dim, bits), bits, out);
+    return TQ_OK;
+}
+
+void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_MAX_BITS + 1])
+{
+    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++) expand(codebook_row(plan->codebook, plan->head_dim, bits), bits, &books[bits]);
+}

@@ -1,0 +1,205 @@
+/* Decoding without attention: tq_dequantize for debugging and NumPy, tq_dot for inner products with packed vectors. */
+#include <math.h>
+#include <string.h>
+#include "tiles.h"
+
+/* ---- dequantise ---- */
+
+typedef struct {
+    const tq_kernels *kernels;
+    const tq_plan *plan;
+    const tq_codebook *books;
+    const tq_transform *transform;
+    int is_key;
+    int32_t b, h;
+} decode_side;
+
+/** Decodes 32 tokens of one record into x [count][head_dim]; count <= 32 of them are wanted. */
+static void decode_tile(const decode_side *s, const uint8_t *record, int32_t token_tile, int32_t count, float *x)
+{
+    const tq_plan *plan = s->plan;
+    const tq_side *side = s->is_key ? &plan->key : &plan->value;
+    const float *steps = tq_transform_steps(s->transform, plan, s->h);
+    uint8_t codes[TQ_TILE_CODES];
+    for (int32_t g = 0; g < plan->groups; g++) {
+        int32_t real = plan->head_dim - TQ_TILE * g < TQ_TILE ? plan->head_dim - TQ_TILE * g : TQ_TILE;
+        const tq_codebook *book = &s->books[side->bits[g]];
+        float step = side->bits[g] ? book->step * (steps ? steps[g] : 1.0f) : 0.0f;
+        if (side->bits[g]) s->kernels->unpack(side->bits[g], (const uint32_t *)(record + tq_tile_offset(side, token_tile, g)), codes);
+        for (int32_t i = 0; i < count; i++)
+            for (int32_t c = 0; c < real; c++) {
+                int32_t at = s->is_key ? TQ_TILE * i + c : TQ_TILE * c + tq_column(i);
+                x[(int64_t)i * plan->head_dim + TQ_TILE * g + c] = side->bits[g] ? step * book->levels[codes[at]] : 0.0f;
+            }
+    }
+}
+
+/** Scale, inverse rotation and centre, in place for one decoded token. */
+static void restore_token(const decode_side *s, const uint8_t *record, int32_t token, float *x)
+{
+    const tq_plan *plan = s->plan;
+    const tq_side *side = s->is_key ? &plan->key : &plan->value;
+    const float *centre = tq_transform_centre(s->transform, plan, s->b, s->h);
+    float y[TQ_MAX_DIM];
+    uint16_t half;
+    memcpy(&half, record + tq_scale_offset(side, token), sizeof half);
+    float scale = tq_f32_from_f16(half);
+    for (int32_t i = 0; i < plan->head_dim; i++) y[i] = x[i] * scale;
+    tq_rotate_vector(s->kernels, plan, tq_transform_matrix(s->transform, s->h), 1, y, x);
+    for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += centre[i];
+}
+
+tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads, const int32_t *block_table,
+                        int32_t batch, int32_t max_pages, const int32_t *counts, int32_t max_tokens, const tq_transform *key,
+                        const tq_transform *value, float *k, float *v, tq_error *error)
+{
+    TQ_TRY(tq_plan_check(plan, error));
+    if (batch < 0 || kv_heads < 0 || max_pages < 0 || max_tokens < 0 || n_pages < 0)
+        return tq_fail(error, TQ_E_VALUE, "batch", -1, batch, "at least 0, as kv_heads, max_pages, max_tokens and n_pages");
+    if ((int64_t)max_pages * plan->page_tokens < max_tokens)
+        return tq_fail(error, TQ_E_VALUE, "max_tokens", -1, max_tokens, "at most max_pages * page_tokens");
+    int has_values = plan->value.tile_bytes != 0;
+    if (has_values != (v != NULL) && (has_values ? batch && kv_heads && max_tokens : 1))
+        return tq_fail(error, TQ_E_VALUE, "v", -1, v != NULL, "NULL if and only if the plan has no values");
+    const tq_kernels *kernels = tq_get_kernels(error);
+    if (!kernels) return TQ_E_UNSUPPORTED;
+    static const tq_transform plain;
+    if (!key) key = &plain;
+    if (!value) value = &plain;
+    TQ_TRY(tq_transform_check(plan, key, kv_heads, 1, error));
+    TQ_TRY(tq_transform_check(plan, value, kv_heads, 0, error));
+    for (int32_t b = 0; b < batch; b++) {
+        if (counts[b] < 0 || counts[b] > max_tokens) return tq_fail(error, TQ_E_VALUE, "counts", b, counts[b], "in 0..max_tokens");
+        for (int32_t i = 0; i < (counts[b] + plan->page_tokens - 1) / plan->page_tokens; i++) {
+            int64_t at = (int64_t)b * max_pages + i;
+            if (block_table[at] < 0 || block_table[at] >= n_pages)
+                return tq_fail(error, TQ_E_VALUE, "block_table", at, block_table[at], "in 0..n_pages - 1");
+        }
+    }
+    tq_codebook books[TQ_MAX_BITS + 1];
+    tq_plan_codebooks(plan, books);
+    for (int side = 0; side < 1 + has_values; side++)
+        for (int32_t b = 0; b < batch; b++)
+            for (int32_t h = 0; h < kv_heads; h++) {
+                decode_side s = {kernels, plan, books, side ? value : key, !side, b, h};
+                float *out = (side ? v : k) + ((int64_t)b * kv_heads + h) * max_tokens * plan->head_dim;
+                memset(out, 0, sizeof(float) * (size_t)max_tokens * (size_t)plan->head_dim);
+                for (int32_t i = 0; i < counts[b]; i += TQ_TILE) {
+                    int64_t page = block_table[(int64_t)b * max_pages + i / plan->page_tokens];
+                    const uint8_t *record = pages + (page * kv_heads + h) * plan->record_bytes;
+                    int32_t n = counts[b] - i < TQ_TILE ? counts[b] - i : TQ_TILE, first = i % plan->page_tokens;
+                    float *x = out + (int64_t)i * plan->head_dim;
+                    decode_tile(&s, record, first / TQ_TILE, n, x);
+                    for (int32_t j = 0; j < n; j++) restore_token(&s, record, first + j, x + (int64_t)j * plan->head_dim);
+                }
+            }
+    return TQ_OK;
+}
+
+/* ---- inner products ---- */
+
+#define DOT_QUERIES 8 /* operands that share one pass over the bytes */
+
+typedef struct {
+    const tq_kernels *kernels;
+    const tq_plan *plan;
+    const tq_codebook *books;
+    const tq_coded_groups *groups;
+    const uint8_t *operands;
+    const float *biases; /* <q, mu> of each query */
+    int64_t operand_bytes, n_queries, n;
+    const uint8_t *pages;
+    float *out;
+} dot_job;
+
+/* One page of vectors against all queries. */
+static void dot_page(void *context, int64_t page, int32_t worker_index)
+{
+    const dot_job *job = context;
+    const tq_plan *plan = job->plan;
+    const uint8_t *record = job->pages + page * plan->record_bytes;
+    float products[DOT_QUERIES * TQ_TILE], scales[TQ_TILE];
+    (void)worker_index;
+    for (int32_t tile = 0; tile < plan->page_tokens / TQ_TILE; tile++) {
+        int64_t first = page * plan->page_tokens + TQ_TILE * tile;
+        int32_t count = job->n - first < TQ_TILE ? (int32_t)(job->n - first) : TQ_TILE;
+        if (count <= 0) return;
+        for (int32_t i = 0; i < count; i++) {
+            uint16_t half;
+            memcpy(&half, record + tq_scale_offset(&plan->key, TQ_TILE * tile + i), sizeof half);
+            scales[i] = tq_f32_from_f16(half);
+        }
+        tq_tile_row tiles = {record + tq_tile_offset(&plan->key, tile, 0), job->groups->offset, job->groups->bits, job->groups->n, job->books};
+        for (int64_t q = 0; q < job->n_queries; q += DOT_QUERIES) {
+            int32_t rows = job->n_queries - q < DOT_QUERIES ? (int32_t)(job->n_queries - q) : DOT_QUERIES;
+            job->kernels->multiply(&tiles, job->operands + q * job->operand_bytes, rows, TQ_ORDER_ROWS, 0, products, TQ_TILE);
+            for (int32_t r = 0; r < rows; r++)
+                for (int32_t i = 0; i < count; i++)
+                    job->out[(q + r) * job->n + first + i] = scales[i] * products[TQ_TILE * r + i] + job->biases[q + r];
+        }
+    }
+}
+
+static int64_t dot_operand_bytes(const tq_kernels *kernels, const tq_plan *plan)
+{
+    tq_coded_groups groups;
+    tq_list_groups(plan, &plan->key, &groups);
+    return (int64_t)kernels->operand_bytes(TQ_TILE * groups.n);
+}
+
+tq_status tq_dot_scratch_bytes(const tq_plan *plan, int64_t n_queries, size_t *bytes, tq_error *error)
+{
+    TQ_TRY(tq_plan_check(plan, error));
+    const tq_kernels *kernels = tq_get_kernels(error);
+    if (!kernels) return TQ_E_UNSUPPORTED;
+    if (n_queries < 0) return tq_fail(error, TQ_E_VALUE, "n_queries", -1, (double)n_queries, "at least 0");
+    if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    int64_t total;
+    TQ_TRY(tq_product(n_queries, dot_operand_bytes(kernels, plan) + 64, &total, "n_queries", error));
+    *bytes = (size_t)total + 64;
+    return TQ_OK;
+}
+
+/** Centre, rotate and scale one query into its operand; returns its bias. */
+static float dot_operand(const dot_job *job, const tq_transform *key, const float *query, void *operand)
+{
+    const tq_plan *plan = job->plan;
+    const float *centre = tq_transform_centre(key, plan, 0, 0), *steps = tq_transform_steps(key, plan, 0);
+    float x[TQ_MAX_DIM + TQ_TILE] = {0}, coded[TQ_MAX_DIM];
+    tq_rotate_vector(job->kernels, plan, key->rotation, 0, query, x);
+    for (int32_t i = 0; i < job->groups->n; i++) {
+        int32_t g = job->groups->group[i];
+        for (int32_t c = 0; c < TQ_TILE; c++) coded[TQ_TILE * i + c] = x[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
+    }
+    job->kernels->prepare(coded, TQ_TILE * job->groups->n, operand);
+    return centre ? job->kernels->dot(query, centre, plan->head_dim) : 0.0f;
+}
+
+tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries, const uint8_t *pages, int64_t n,
+                 float *out, int32_t threads, void *scratch, size_t scratch_bytes, tq_error *error)
+{
+    size_t wanted;
+    TQ_TRY(tq_dot_scratch_bytes(plan, n_queries, &wanted, error));
+    static const tq_transform plain;
+    if (!key) key = &plain;
+    TQ_TRY(tq_transform_check(plan, key, 1, 1, error));
+    if (n < 0) return tq_fail(error, TQ_E_VALUE, "n", -1, (double)n, "at least 0");
+    if (!n || !n_queries) return TQ_OK;
+    if (!scratch || (uintptr_t)scratch % 64 || scratch_bytes < wanted)
+        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes, "at least tq_dot_scratch_bytes, 64-byte aligned");
+    if (!queries || !pages || !out) return tq_fail(error, TQ_E_VALUE, "queries", -1, 0, "a pointer, not NULL, as pages and out");
+    if ((uintptr_t)pages % 64) return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)pages % 64), "64-byte aligned");
+    tq_codebook books[TQ_MAX_BITS + 1];
+    tq_coded_groups groups;
+    tq_plan_codebooks(plan, books);
+    tq_list_groups(plan, &plan->key, &groups);
+    const tq_kernels *kernels = tq_get_kernels(error);
+    dot_job job = {.kernels = kernels, .plan = plan, .books = books, .groups = &groups, .operands = scratch, .n_queries = n_queries,
+                   .n = n, .pages = pages, .out = out, .operand_bytes = dot_operand_bytes(kernels, plan)};
+    float *biases = (float *)((uint8_t *)scratch + n_queries * job.operand_bytes);
+    job.biases = biases;
+    for (int64_t q = 0; q < n_queries; q++)
+        biases[q] = dot_operand(&job, key, queries + q * plan->head_dim, (uint8_t *)scratch + q * job.operand_bytes);
+    tq_parallel((n + plan->page_tokens - 1) / plan->page_tokens, tq_effective_threads(threads), dot_page, &job);
+    return TQ_OK;
+}

@@ -1,0 +1,85 @@
+/* Haar-distributed rotations (Stewart, SIAM J. Numer. Anal. 17, 1980): a product of Householder reflections of Gaussian vectors.
+ * Everything is float64 +, -, *, /, sqrt and frexp in a fixed order, so that a seed is the same matrix on every machine; libm's
+ * log would not be. */
+#include <math.h>
+#include "internal.h"
+
+#define HAAR_STREAM ((uint64_t)1 << 32) /* apart from the streams of the Hadamard signs */
+
+/* ln r = 2 artanh((m - 1) / (m + 1)) + e ln 2 with r = m 2^e, sqrt(1/2) <= m < sqrt(2); the series to t^41 is exact to rounding. */
+static double fixed_log(double r)
+{
+    int e;
+    double m = frexp(r, &e);
+    if (m < 0.70710678118654752440) {
+        m = m + m;
+        e = e - 1;
+    }
+    double t = (m - 1.0) / (m + 1.0), s = t * t, p = 1.0 / 41.0;
+    for (int k = 39; k >= 1; k -= 2) p = p * s + 1.0 / k;
+    return (2.0 * t) * p + e * 0.693147180559945309417232;
+}
+
+/** Gaussians by Marsaglia's polar method, in pairs from the words of tq_random. */
+typedef struct {
+    uint64_t seed, block;
+    uint32_t words[4];
+    int next_word;   /* 0, 2, or 4: draw the next block */
+    double spare;
+    int has_spare;
+} gaussian_source;
+
+static double signed_unit(uint32_t word)
+{
+    return ((double)word + 0.5) / 4294967296.0 * 2.0 - 1.0;
+}
+
+static double next_gaussian(gaussian_source *s)
+{
+    if (s->has_spare) {
+        s->has_spare = 0;
+        return s->spare;
+    }
+    for (;;) {
+        if (s->next_word == 4) {
+            tq_random(s->seed, HAAR_STREAM, s->block++, s->words);
+            s->next_word = 0;
+        }
+        double a = signed_unit(s->words[s->next_word]), b = signed_unit(s->words[s->next_word + 1]), r = a * a + b * b;
+        s->next_word += 2;
+        if (r >= 1.0) continue;
+        double f = sqrt((-2.0 * fixed_log(r)) / r);
+        s->spare = b * f;
+        s->has_spare = 1;
+        return a * f;
+    }
+}
+
+/** Reflects the trailing k x k block of m [dim, dim] by a fresh Gaussian vector; v and w [k] are scratch. */
+static void reflect_block(double *block, int64_t dim, int32_t k, gaussian_source *source, double *v, double *w)
+{
+    double norm2 = 0.0;
+    for (int32_t i = 0; i < k; i++) v[i] = next_gaussian(source);
+    for (int32_t i = 0; i < k; i++) norm2 = norm2 + v[i] * v[i];
+    double norm = sqrt(norm2), sign = v[0] >= 0 ? 1.0 : -1.0, beta = 1.0 / (norm2 + fabs(v[0]) * norm);
+    v[0] = v[0] + sign * norm;
+    for (int32_t j = 0; j < k; j++) w[j] = 0.0;
+    for (int32_t i = 0; i < k; i++)
+        for (int32_t j = 0; j < k; j++) w[j] = w[j] + v[i] * block[i * dim + j];
+    for (int32_t j = 0; j < k; j++) w[j] = beta * w[j];
+    for (int32_t i = 0; i < k; i++)
+        for (int32_t j = 0; j < k; j++) block[i * dim + j] = sign * (v[i] * w[j] - block[i * dim + j]);
+}
+
+tq_status tq_haar(uint64_t seed, int32_t dim, float *matrix, double *scratch, tq_error *error)
+{
+    if (dim < 8 || dim > TQ_MAX_DIM || dim % 8) return tq_fail(error, TQ_E_VALUE, "dim", -1, dim, "a multiple of 8 in 8..4096");
+    if (!matrix || !scratch) return tq_fail(error, TQ_E_VALUE, matrix ? "scratch" : "matrix", -1, 0, "a pointer, not NULL");
+    int64_t n = dim;
+    double *m = scratch, *v = scratch + n * n, *w = v + n;
+    gaussian_source source = {.seed = seed, .next_word = 4};
+    for (int64_t i = 0; i < n * n; i++) m[i] = i % (n + 1) == 0;
+    for (int32_t k = 1; k <= dim; k++) reflect_block(m + (n - k) * (n + 1), n, k, &source, v, w);
+    for (int64_t i = 0; i < n * n; i++) matrix[i] = (float)m[i];
+    return TQ_OK;
+}

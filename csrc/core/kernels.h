@@ -1,0 +1,89 @@
+/* The seam between the core and the instruction sets: one table of functions per ISA, filled by csrc/kernels/<isa>.c.
+ * The scalar table is complete and is the definition; another ISA may take scalar entries for what it does not speed up, and
+ * says so through `names`. Whatever decides a code or a byte is bit-identical in all of them; sums in attention are not. */
+#ifndef TQ_KERNELS_H
+#define TQ_KERNELS_H
+#include "convert.h"
+#include "turboquant.h"
+
+/** What encoding a vector of one side needs, beside the vector. */
+typedef struct {
+    const tq_side *side;
+    const tq_codebook *books;    /* [TQ_MAX_BITS + 1], by bits; entry 0 unused */
+    int32_t head_dim, scale;     /* scale: tq_scale */
+} tq_encoder;
+
+/** A row of tiles that one product sums over: tile k at base + offset[k], bits[k] wide, 1..5. */
+typedef struct {
+    const uint8_t *base;
+    const int32_t *offset;
+    const uint8_t *bits;
+    int32_t n;                   /* 1 .. TQ_MAX_GROUPS */
+    const tq_codebook *books;    /* [TQ_MAX_BITS + 1], by bits */
+} tq_tile_row;
+
+typedef enum {
+    TQ_ORDER_ROWS = 0,           /* out[i] belongs to row i of the tiles */
+    TQ_ORDER_COLUMNS = 1         /* out[tq_column(i)] does: scores in the order of scales and of value columns */
+} tq_order;
+
+/** The online softmax of one query row (Milakov and Gimelshein, arXiv 1805.02867). */
+typedef struct {
+    float max, sum;              /* of all logits seen; sum of exp(logit - max) */
+    float packed_sum;            /* the part of sum that packed tokens have: the weight of the value centre */
+} tq_softmax_state;
+
+typedef struct {
+    float scale, bias, softcap;  /* logit = softcap(scale * (score * key_scale) + bias); softcap 0: none */
+} tq_logit;
+
+typedef struct {
+    const char *isa;
+    /** In place on n floats (a power of two): butterflies at distances 1, 2, 4 .. n/2, then times factor. Bit-exact. */
+    void (*hadamard)(float *x, int32_t n, float factor);
+    /** y = M x (or M^T x) of n x n row-major; each y_i sums its products in ascending order. Bit-exact. y may not overlap x. */
+    void (*matvec)(const float *matrix, int transposed, const float *x, float *y, int32_t n);
+    /** z [head_dim] rotated -> codes [groups * 32] (0 where padded or without bits) and one binary16 scale. Bit-exact. */
+    void (*encode)(const tq_encoder *encoder, const float *z, uint8_t *codes, uint16_t *scale);
+    /** codes [32 rows][32 columns] -> words [bits][32], and back; both orders as turboquant.h draws them. Codes are in range. */
+    void (*pack)(int32_t bits, const uint8_t *codes, uint32_t *words);
+    void (*unpack)(int32_t bits, const uint32_t *words, uint8_t *codes);
+    /** Bytes of an operand of `columns` (a multiple of 32) numbers, a multiple of 64; the layout is the kernel's own secret. */
+    size_t (*operand_bytes)(int32_t columns);
+    /** x [columns] float32, finite -> operand, 64-byte aligned. */
+    void (*prepare)(const float *x, int32_t columns, void *operand);
+    /** out[q * out_stride + row] (= or, if accumulate, +=) sum over tiles k and columns c of
+     *  level(tile k, row, c) * step(bits k) * x_q[32 k + c]   for operands q = 0 .. rows - 1 at operands + q * operand_bytes. */
+    void (*multiply)(const tq_tile_row *tiles, const void *operands, int32_t rows, tq_order order, int accumulate, float *out,
+                     int32_t out_stride);
+    /** One softmax step over n tokens (a multiple of 32, column order): scores -> weights exp(logit - max) * value_scale in
+     *  place; returns what earlier sums must be multiplied by. visible [n] bytes, NULL: all; what is not visible gets weight 0
+     *  whatever its score and scales hold. value_scales NULL: 1, and the tokens are not packed ones. key_scales NULL: 1. */
+    float (*softmax)(float *scores, const uint16_t *key_scales, const uint16_t *value_scales, const uint8_t *visible, int32_t n,
+                     const tq_logit *logit, tq_softmax_state *state);
+    /** n numbers of a dtype to float32. */
+    void (*load)(int32_t dtype, const void *x, float *y, int64_t n);
+    float (*dot)(const float *x, const float *y, int32_t n);
+    void (*axpy)(float a, const float *x, float *y, int32_t n);   /* y += a x */
+    /** Names for tq_kernel_name: what really runs for each operation, e.g. names.encode = "scalar" in a table that borrows. */
+    struct {
+        const char *rotate, *append, *attend, *dequantize, *dot;
+    } names;
+} tq_kernels;
+
+extern const tq_kernels tq_kernels_scalar;
+#if defined(__x86_64__)
+extern const tq_kernels tq_kernels_avx2;
+#endif
+
+/** Row i of a token tile in column order, and back: turboquant.h, "column". */
+static inline int32_t tq_column(int32_t i)
+{
+    return 4 * (i % 8) + i / 8;
+}
+
+static inline int32_t tq_token(int32_t c)
+{
+    return 8 * (c % 4) + c / 4;
+}
+#endif

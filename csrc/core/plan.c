@@ -1,0 +1,113 @@
+/* Plans: integers checked once, turned into sizes and offsets that every other file trusts. */
+#include <math.h>
+#include <string.h>
+#include "internal.h"
+
+int32_t tq_scale_bytes(const tq_plan *plan, const tq_side *side)
+{
+    return side->tile_bytes ? 2 * plan->page_tokens : 0;
+}
+
+static tq_status read_bits(const int64_t *words, int32_t first, tq_plan *plan, tq_side *side, tq_error *error)
+{
+    int32_t offset = 0;
+    for (int32_t g = 0; g < plan->groups; g++) {
+        int64_t bits = words[first + g];
+        if (bits < 0 || bits > TQ_MAX_BITS) return tq_fail(error, TQ_E_VALUE, "words", first + g, (double)bits, "bits of a group, 0..5");
+        side->bits[g] = (uint8_t)bits;
+        side->offset[g] = offset;
+        offset += 128 * (int32_t)bits;
+        int32_t real = plan->head_dim - TQ_TILE * g;
+        if (bits) side->coded_channels += real < TQ_TILE ? real : TQ_TILE;
+    }
+    side->tile_bytes = offset;
+    return TQ_OK;
+}
+
+static tq_status read_choice(const int64_t *words, int32_t i, int64_t last, int32_t *out, const char *wants, tq_error *error)
+{
+    if (words[i] < 0 || words[i] > last) return tq_fail(error, TQ_E_VALUE, "words", i, (double)words[i], wants);
+    *out = (int32_t)words[i];
+    return TQ_OK;
+}
+
+/* |key codes|value codes|key scales|value scales| */
+static void lay_out_record(tq_plan *plan)
+{
+    int64_t tiles = plan->page_tokens / TQ_TILE, at = 0;
+    tq_side *sides[2] = {&plan->key, &plan->value};
+    for (int i = 0; i < 2; i++) {
+        sides[i]->codes_offset = at;
+        at += tiles * sides[i]->tile_bytes;
+    }
+    for (int i = 0; i < 2; i++) {
+        sides[i]->scales_offset = at;
+        at += tq_scale_bytes(plan, sides[i]);
+    }
+    plan->record_bytes = at;
+}
+
+static void draw_signs(tq_plan *plan)
+{
+    for (int32_t pass = 0; pass < 2; pass++)
+        for (int32_t block = 0; block < (plan->head_dim + 127) / 128; block++)
+            tq_random(plan->seed, (uint64_t)pass, (uint64_t)block, &plan->signs[pass][4 * block]);
+}
+
+tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_error *error)
+{
+    tq_plan p;
+    memset(&p, 0, sizeof p);
+    if (!plan) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "a pointer, not NULL");
+    if (!words || n_words < TQ_PLAN_HEADER_WORDS + 2)
+        return tq_fail(error, TQ_E_VALUE, "n_words", -1, words ? (double)n_words : 0, "7 + 2 * groups plan words");
+    if (words[0] != TQ_FORMAT_VERSION) return tq_fail(error, TQ_E_VALUE, "words", 0, (double)words[0], "format version 1");
+    if (words[1] < 8 || words[1] > TQ_MAX_DIM || words[1] % 8)
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, (double)words[1], "a multiple of 8 in 8..256 (8..4096 without values)");
+    p.head_dim = (int32_t)words[1];
+    p.groups = (p.head_dim + TQ_TILE - 1) / TQ_TILE;
+    if (n_words != (size_t)(TQ_PLAN_HEADER_WORDS + 2 * p.groups))
+        return tq_fail(error, TQ_E_VALUE, "n_words", -1, (double)n_words, "7 + 2 * ceil(head_dim / 32)");
+    if (words[2] < TQ_TILE || words[2] > TQ_PAGE_TOKENS || words[2] % TQ_TILE)
+        return tq_fail(error, TQ_E_VALUE, "page_tokens", -1, (double)words[2], "32, 64, 96 or 128");
+    p.page_tokens = (int32_t)words[2];
+    TQ_TRY(read_choice(words, 3, TQ_ROTATION_DENSE, &p.rotation, "a rotation: 0 none, 1 Hadamard, 2 dense", error));
+    TQ_TRY(read_choice(words, 4, TQ_CODEBOOK_SPHERE, &p.codebook, "a codebook law: 0 normal, 1 sphere", error));
+    TQ_TRY(read_choice(words, 5, TQ_SCALE_LEAST_SQUARES, &p.scale, "a scale: 0 eden, 1 norm, 2 norm_corrected, 3 least_squares", error));
+    if (words[6] < 0) return tq_fail(error, TQ_E_VALUE, "seed", -1, (double)words[6], "in 0..2^63 - 1");
+    p.seed = (uint64_t)words[6];
+    TQ_TRY(read_bits(words, TQ_PLAN_HEADER_WORDS, &p, &p.key, error));
+    TQ_TRY(read_bits(words, TQ_PLAN_HEADER_WORDS + p.groups, &p, &p.value, error));
+    if (!p.key.tile_bytes) return tq_fail(error, TQ_E_VALUE, "key_bits", -1, 0, "more than 0 in at least one group");
+    if (p.head_dim > TQ_MAX_HEAD_DIM && p.value.tile_bytes)
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 in a plan with values");
+    if (p.head_dim > TQ_MAX_HEAD_DIM && p.codebook == TQ_CODEBOOK_SPHERE)
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 with the sphere codebook");
+    lay_out_record(&p);
+    draw_signs(&p);
+    *plan = p;
+    return TQ_OK;
+}
+
+tq_status tq_plan_check(const tq_plan *plan, tq_error *error)
+{
+    if (!plan) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "a pointer, not NULL");
+    if (plan->head_dim < 8 || plan->head_dim > TQ_MAX_DIM || plan->groups != (plan->head_dim + TQ_TILE - 1) / TQ_TILE || !plan->record_bytes)
+        return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->head_dim, "made by tq_plan_init");
+    return TQ_OK;
+}
+
+tq_status tq_transform_check(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, int is_key, tq_error *error)
+{
+    const char *rotation = is_key ? "key_rotation" : "value_rotation";
+    if (is_key || plan->value.tile_bytes) {
+        if (plan->rotation == TQ_ROTATION_DENSE && !t->rotation)
+            return tq_fail(error, TQ_E_VALUE, rotation, -1, 0, "given, because the plan's rotation is dense");
+        if (plan->rotation != TQ_ROTATION_DENSE && t->rotation)
+            return tq_fail(error, TQ_E_VALUE, rotation, -1, plan->rotation, "absent, because the plan's rotation is not dense");
+    }
+    for (int64_t i = 0; t->steps && i < (int64_t)kv_heads * plan->groups; i++)
+        if (!(t->steps[i] > 0) || isinf(t->steps[i]))
+            return tq_fail(error, TQ_E_VALUE, is_key ? "key_steps" : "value_steps", i, t->steps[i], "positive and finite");
+    return TQ_OK;
+}

@@ -1,0 +1,61 @@
+/* Rotations: the plan's random-sign Hadamard, dense matrices, and Haar matrices made offline. */
+#include <math.h>
+#include <string.h>
+#include "internal.h"
+
+static int32_t power_of_two_at_most(int32_t n)
+{
+    int32_t p = 1;
+    while (2 * p <= n) p *= 2;
+    return p;
+}
+
+static void flip_signs(const uint32_t *signs, float *x, int32_t n)
+{
+    for (int32_t i = 0; i < n; i++)
+        if (signs[i / 32] >> (i % 32) & 1) x[i] = -x[i];
+}
+
+/* turboquant.h, "The Hadamard rotation": one pass, or two that overlap. H is its own inverse, so the inverse flips last. */
+static void rotate_hadamard(const tq_kernels *kernels, const tq_plan *plan, int inverse, float *x)
+{
+    int32_t p = power_of_two_at_most(plan->head_dim), passes = p < plan->head_dim ? 2 : 1;
+    float factor = (float)(1.0 / sqrt((double)p));
+    for (int32_t i = 0; i < passes; i++) {
+        int32_t pass = inverse ? passes - 1 - i : i;
+        float *part = pass ? x + plan->head_dim - p : x;
+        if (!inverse) flip_signs(plan->signs[pass], part, p);
+        kernels->hadamard(part, p, factor);
+        if (inverse) flip_signs(plan->signs[pass], part, p);
+    }
+}
+
+void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y)
+{
+    if (matrix) {
+        kernels->matvec(matrix, inverse, x, y, plan->head_dim);
+        return;
+    }
+    if (y != x) memcpy(y, x, sizeof(float) * (size_t)plan->head_dim);
+    if (plan->rotation == TQ_ROTATION_HADAMARD) rotate_hadamard(kernels, plan, inverse, y);
+}
+
+tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y, int64_t rows, tq_error *error)
+{
+    TQ_TRY(tq_plan_check(plan, error));
+    const tq_kernels *kernels = tq_get_kernels(error);
+    if (!kernels) return TQ_E_UNSUPPORTED;
+    if (rows < 0) return tq_fail(error, TQ_E_VALUE, "rows", -1, (double)rows, "at least 0");
+    tq_transform transform = {.rotation = matrix};
+    TQ_TRY(tq_transform_check(plan, &transform, 0, 1, error));
+    int64_t bytes;
+    TQ_TRY(tq_product(rows, (int64_t)sizeof(float) * plan->head_dim, &bytes, "rows", error));
+    if (rows && (!x || !y)) return tq_fail(error, TQ_E_VALUE, x ? "y" : "x", -1, 0, "a pointer, not NULL");
+    if (x != y && tq_overlap(x, bytes, y, bytes)) return tq_fail(error, TQ_E_VALUE, "y", -1, 0, "the array x itself or apart from it");
+    float row[TQ_MAX_DIM]; /* a dense product cannot work in place */
+    for (int64_t i = 0; i < rows; i++) {
+        memcpy(row, x + i * plan->head_dim, sizeof(float) * (size_t)plan->head_dim);
+        tq_rotate_vector(kernels, plan, matrix, inverse, row, y + i * plan->head_dim);
+    }
+    return TQ_OK;
+}

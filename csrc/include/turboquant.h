@@ -1,0 +1,331 @@
+/* TurboQuant: the C ABI. Types, the byte format and every contract of the core; no code.
+ *
+ * The method (arXiv 2504.19874, with the EDEN scale of arXiv 2108.08842): a vector x of head_dim channels is centred, rotated and
+ * scaled, z = R (x - mu) / step; each coordinate of u = z / rms(z) becomes a b-bit code, the nearest level of a codebook made for
+ * the law of u; the codes and one binary16 scale s per token are stored. Decoding gives mu + R^T (s * step * level).
+ *
+ * THE BYTE FORMAT, version 1. Everything is little-endian. One format for the CPU, CUDA, NumPy and disk.
+ *
+ *   page     page_tokens (128 in a cache) consecutive tokens of one layer, all KV heads:  uint8 [kv_heads, record_bytes]
+ *   record   one page of one KV head:
+ *            | key codes | value codes | key scales | value scales |
+ *              key codes     [page_tokens / 32] token tiles, each [groups with bits > 0] tiles           key.tile_bytes per token tile
+ *              value codes   the same with the value bits                                              value.tile_bytes per token tile
+ *              scales        [page_tokens] binary16, in the column order of each token tile; absent for a side without codes
+ *   group    32 consecutive rotated channels; 0 to 5 bits a code; a group of 0 bits takes no space. head_dim is padded to a
+ *            multiple of 32: a padding channel has code 0 and is never read.
+ *   tile     32 tokens x 32 channels of one group at b bits: uint32 [b][32], word w of lane l at index 32 w + l.
+ *            Rows are tokens for keys and channels for values; columns are channels for keys and tokens for values.
+ *            Lane l = 4 g + t holds rows g, g + 8, g + 16, g + 24 (r = 0..3, row = g + 8 r) and eight columns of each:
+ *            n = 0..3 is column 4 t + n, n = 4..7 is column 16 + 4 t + n - 4. That is registers a0..a3 of two
+ *            mma.m16n8k32 A fragments, and all codes that share a 32-bit word belong to one row wherever possible.
+ *   column   token i of a token tile is column tq_column(i) = 4 (i % 8) + i / 8; column c is token 8 (c % 4) + c / 4.
+ *            (The four scores a CUDA lane owns after Q K are the four bytes it needs for P V.)
+ *
+ *   Bits of the words of a lane; c(r, n) is the code of row g + 8 r, column n:
+ *     4 bits   word r:        nibble n = c(r, n)                                          r = 0..3
+ *     3 bits   word r:        nibble n = c(r, n) | bit r of c(3, n) << 3                  r = 0..2
+ *     2 bits   word h:        byte i, bits 2 r and 2 r + 1 = c(r, 4 h + i)                h = 0, 1;  i = 0..3;  r = 0..3
+ *     1 bit    word 0:        byte i, bit r + 4 h = c(r, 4 h + i)
+ *     5 bits   words 0..3:    c & 15 as 4 bits;  word 4: c >> 4 as 1 bit
+ *
+ *   Codes: rank k (0 = most negative level) of 2^b levels, L = 2^b:
+ *     1, 2, 3 bits  the code is the rank.
+ *     4, 5 bits     magnitude m = k - L/2 and sign 0 if k >= L/2, else m = L/2 - 1 - k and sign 1 (negative);
+ *                   code = (m & 7) | sign << 3 | (m >> 3) << 4.
+ *
+ * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first parallel
+ * call, which start worker threads; nothing is kept after a call; a failed call has written nothing to any output unless its
+ * comment says otherwise; `error` may be NULL. Pointers are to host memory. Dense means C-contiguous.
+ */
+#ifndef TURBOQUANT_H
+#define TURBOQUANT_H
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define TQ_API __attribute__((visibility("default")))
+#else
+#define TQ_API
+#endif
+
+#define TQ_VERSION "0.1.0"
+#define TQ_FORMAT_VERSION 1
+#define TQ_TILE 32            /* tokens and channels of a tile */
+#define TQ_PAGE_TOKENS 128    /* tokens of a page in a cache */
+#define TQ_MAX_BITS 5
+#define TQ_MAX_HEAD_DIM 256   /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
+#define TQ_MAX_DIM 4096
+#define TQ_MAX_GROUPS (TQ_MAX_DIM / TQ_TILE)
+#define TQ_MAX_INPUT 16384.0f /* largest magnitude accepted in keys, values and vectors; scales are binary16 */
+
+/* ---- status ---- Numbers are written once and never reused. 1..9 the caller's arguments, 10..19 the machine, 20..29 files. */
+typedef enum {
+    TQ_OK = 0,
+    TQ_E_VALUE = 1,        /* a number, size, alignment or overlap */
+    TQ_E_TYPE = 2,         /* a dtype */
+    TQ_E_MEMORY = 10,      /* memory or threads could not be had */
+    TQ_E_UNSUPPORTED = 11, /* an instruction set or device that is not there */
+    TQ_E_CUDA = 12,        /* the CUDA runtime failed; `got` is its cudaError_t */
+    TQ_E_FORMAT = 20       /* a file or buffer that is damaged, foreign or of another version */
+} tq_status;
+
+/** What went wrong: "`argument[index]` must be `wants`, got `got`". Strings are static. */
+typedef struct {
+    tq_status status;
+    const char *argument; /* the name of the argument as this header spells it */
+    const char *wants;    /* what it should be, to follow "must be " */
+    int64_t index;        /* element of the argument, or -1 for the argument itself */
+    double got;           /* what it was; exact for integers below 2^53 */
+} tq_error;
+
+/** A sentence for a status; never NULL, static. */
+TQ_API const char *tq_status_message(tq_status status);
+
+/* ---- dtypes ---- */
+typedef enum { TQ_F32 = 0, TQ_F16 = 1, TQ_BF16 = 2 } tq_dtype;
+
+/* ---- codebooks ---- */
+typedef enum {
+    TQ_CODEBOOK_NORMAL = 0, /* levels for N(0, 1) */
+    TQ_CODEBOOK_SPHERE = 1  /* levels for a coordinate of sqrt(d) times a uniform unit vector of d dimensions, d = head_dim <= 256 */
+} tq_codebook_law;
+
+/** Levels are int8 times one step, so that every backend looks them up as bytes; Lloyd-Max (Max 1960, Lloyd 1982) at 3, 4 and
+ *  5 bits before rounding to int8, the best uniform quantiser at 1 and 2 bits (odd levels -1, 1 and -3, -1, 1, 3). Symmetric. */
+typedef struct {
+    int32_t bits, n_levels;  /* n_levels = 1 << bits */
+    float step;              /* a decoded number is levels[code] * step, one rounded product */
+    int8_t levels[32];       /* by code */
+    float thresholds[31];    /* ascending, n_levels - 1 of them; rank = how many thresholds are <= u */
+    uint8_t code_of_rank[32];
+} tq_codebook;
+
+/** Copies the codebook of `bits` (1..5) for a law; head_dim matters to TQ_CODEBOOK_SPHERE only. TQ_E_VALUE for a number that
+ *  is out of range. The tables are constants made offline (csrc/core/codebook_tables.h names its generator). */
+TQ_API tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out, tq_error *error);
+
+/* ---- random numbers and rotations ---- */
+
+/** Philox4x32-10 (Salmon et al., SC11): the four words of counter {block, stream, 0, 0} (64-bit block, low word first; then
+ *  the 64-bit stream) under key seed (low word first). The one source of randomness of the project. */
+TQ_API void tq_random(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
+
+typedef enum {
+    TQ_ROTATION_NONE = 0,
+    TQ_ROTATION_HADAMARD = 1, /* random-sign Hadamard, below */
+    TQ_ROTATION_DENSE = 2     /* a matrix that the caller passes with each call */
+} tq_rotation;
+
+/* The Hadamard rotation of dim channels (a multiple of 8), p = the largest power of two <= dim. Pass 0 acts on channels 0..p-1;
+ * when p < dim, pass 1 then acts on channels dim-p..dim-1. A pass multiplies channel i of its p by the sign of bit i of stream
+ * `pass` (bit i of the words of tq_random(seed, pass, i / 128): word i % 128 / 32, bit i % 32; 1 is minus), runs the Walsh-
+ * Hadamard butterflies (a, b) -> (a + b, a - b) at distances 1, 2, 4 .. p/2 in that order, and multiplies by fl(1 / sqrt(p)).
+ * The inverse undoes the passes in reverse. All in float32, no contraction: bit-identical everywhere. */
+
+/** Fills matrix [dim, dim] float32 row-major with a Haar-distributed rotation (Stewart 1980: Householder reflections of
+ *  Gaussian vectors), computed in float64 without libm's transcendentals: the same on every machine. O(dim^3), offline.
+ *  scratch  dim * (dim + 2) doubles, 8-byte aligned; contents lost.  dim: a multiple of 8 in 8..TQ_MAX_DIM. */
+TQ_API tq_status tq_haar(uint64_t seed, int32_t dim, float *matrix, double *scratch, tq_error *error);
+
+/* ---- plans ---- */
+typedef enum {
+    TQ_SCALE_EDEN = 0,           /* <u,u> / <c,u>: makes <q, s c> unbiased (EDEN, arXiv 2108.08842) */
+    TQ_SCALE_NORM = 1,           /* ||z|| / sqrt(n) (TurboQuant mse) */
+    TQ_SCALE_NORM_CORRECTED = 2, /* the decoded vector has the norm of z */
+    TQ_SCALE_LEAST_SQUARES = 3   /* <c,u> / <c,c>: least squared error */
+} tq_scale;
+
+/* A plan as integers, the form that files, operators and Python carry:
+ *   words[0] TQ_FORMAT_VERSION
+ *   words[1] head_dim      a multiple of 8; 8..256, or 8..4096 if no group has value bits
+ *   words[2] page_tokens   32, 64, 96 or 128
+ *   words[3] tq_rotation   words[4] tq_codebook_law   words[5] tq_scale   words[6] seed, 0..2^63 - 1
+ *   words[7 ..]            key bits of each group, then value bits of each group, 0..5; groups = ceil(head_dim / 32);
+ *                          at least one key group has bits; the last group counts like any other. */
+#define TQ_PLAN_HEADER_WORDS 7
+#define TQ_PLAN_MAX_WORDS (TQ_PLAN_HEADER_WORDS + 2 * TQ_MAX_GROUPS)
+
+/** One side (keys or values) of a plan, read-only for callers. */
+typedef struct {
+    uint8_t bits[TQ_MAX_GROUPS];      /* by group */
+    int32_t offset[TQ_MAX_GROUPS];    /* bytes from a token tile's start to the group's tile; groups in order, 0 bits skipped */
+    int32_t tile_bytes;               /* of one token tile: 128 * sum of bits */
+    int32_t coded_channels;           /* real channels (below head_dim) in groups with bits */
+    int64_t codes_offset, scales_offset; /* bytes from a record's start */
+} tq_side;
+
+/** A checked plan: plain data without pointers, made by tq_plan_init and copied freely. Same for every KV head of a layer. */
+typedef struct {
+    int32_t head_dim, groups, page_tokens, rotation, codebook, scale;
+    uint64_t seed;
+    int64_t record_bytes;             /* of one page of one KV head; a multiple of 64 (of 256 at 128 tokens) */
+    tq_side key, value;
+    uint32_t signs[2][TQ_MAX_DIM / 32]; /* of the Hadamard passes: bit i % 32 of word i / 32 */
+} tq_plan;
+
+TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_error *error);
+
+/* ---- what differs from layer to layer and sequence to sequence ---- */
+/** How the vectors of one side are transformed. Zero-initialised: the plan's Hadamard, no centre, steps of 1.
+ *  z = (R (x - centre)) / step, per group; float32, dense but for the named strides (in elements). */
+typedef struct {
+    const float *rotation;          /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL */
+    int64_t rotation_stride_head;   /* 0 when one matrix serves all heads */
+    const float *centre;            /* [batch or 1, kv_heads, head_dim]; NULL: 0 */
+    int64_t centre_stride_batch;    /* 0 when one centre serves all sequences */
+    const float *steps;             /* [kv_heads, groups], positive and finite; NULL: 1 */
+} tq_transform;
+
+/** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none).
+ *  matrix [head_dim, head_dim]. x and y may be the same array, otherwise they must not overlap. */
+TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y, int64_t rows, tq_error *error);
+
+/* ---- the cache ----
+ * Tokens of sequence b have positions 0 .. lengths[b] - 1 and live, as a pure function of the position and the length, in
+ *     [ sinks | packed pages | window ]
+ *     position < sinks                              sink_k/v[b, :, position]
+ *     position >= max(sinks, length - window)       window_k/v[b, :, position % window]     (a ring)
+ *     otherwise                                     packed index j = position - sinks: page block_table[b, j / page_tokens],
+ *                                                   token j % page_tokens of it
+ * Sinks and window are in the model's dtype; either may be 0. A token is quantised once, when it leaves the window. */
+
+/** One append of `tokens` new tokens to each sequence of one layer. Token i of sequence b has position
+ *  lengths[b] - tokens + i; a negative position is padding and is skipped, so left-padded batches store no padding. */
+typedef struct {
+    int32_t batch, tokens, kv_heads, sinks, window, max_pages;
+    int32_t dtype;                     /* tq_dtype of k, v, sinks and window */
+    int32_t threads;                   /* at most so many; 0: tq_num_threads() */
+    int64_t n_pages;
+    const void *k, *v;                 /* [batch, kv_heads, tokens, head_dim], last dimension dense; v NULL iff the plan has no values */
+    int64_t k_stride_batch, k_stride_head, k_stride_token, v_stride_batch, v_stride_head, v_stride_token; /* elements */
+    const int32_t *lengths;            /* [batch]: length after this append; 0 <= length <= sinks + window + max_pages * page_tokens */
+    const int32_t *block_table;        /* [batch, max_pages]: page indices; only entries of pages written are read */
+    void *sink_k, *sink_v;             /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
+    void *window_k, *window_v;         /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
+    uint8_t *pages;                    /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
+    tq_transform key, value;
+} tq_append_params;
+
+TQ_API tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes, tq_error *error);
+
+/** Stores the new tokens: those that stay in the window go into the ring, those (old or new) that no longer fit are rotated,
+ *  quantised and packed into their pages; bits of all other tokens keep their value, so pages should start zeroed if bytes
+ *  are to be compared.
+ *  Aliasing: no two arrays overlap; no page is written through two entries of block_table.
+ *  Errors:   TQ_E_VALUE for a size, stride, alignment, length, page index (`block_table`, its flat index), or a number in k or
+ *            v that is not finite or exceeds TQ_MAX_INPUT (flat index as if dense; padding is not looked at), all found before
+ *            the first write. A scale that would exceed 65504 is stored as 65504.
+ *  Cost:     O(batch * tokens * kv_heads * head_dim * log head_dim) for Hadamard.
+ *  scratch   64-byte aligned, tq_append_scratch_bytes; contents lost. Same bytes on every ISA and on CUDA. */
+TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes, tq_error *error);
+
+/** Attention of `query_tokens` queries per sequence over one layer. Query i of sequence b stands at position
+ *  p = lengths[b] - query_tokens + i (causal), and sees key position j iff  starts[b] <= j <= p  and  j > p - sliding_window
+ *  (if sliding_window > 0). What it reads: sinks exact; of the rest the last `window` positions, p - window < j <= p, exact,
+ *  from the ring or from the fresh tokens; older ones packed. Not causal: every stored position from starts[b] on is seen.
+ *  One softmax over all of it:
+ *     logit = softcap(softmax_scale * <q, k_j>),  softcap(x) = cap * tanh(x / cap) if cap > 0 else x;  out = sum_j softmax_j v_j
+ *  where a packed k_j is mu + R^T(s step level); q is rotated once per call, values are un-rotated once per query. */
+typedef struct {
+    int32_t batch, query_tokens, query_heads, kv_heads, sinks, window, max_pages;
+    int32_t dtype;                     /* tq_dtype of q, sinks, window, fresh and out */
+    int32_t causal;                    /* 0: all queries see all tokens; then fresh must be NULL */
+    int32_t sliding_window;            /* positions, 0: none */
+    int32_t threads;                   /* at most so many; 0: tq_num_threads() */
+    float softmax_scale, softcap;      /* softcap 0: none */
+    int64_t n_pages;
+    const void *q;                     /* [batch, query_heads, query_tokens, head_dim], last dimension dense; query_heads % kv_heads == 0:
+                                          query head h reads KV head h / (query_heads / kv_heads) */
+    int64_t q_stride_batch, q_stride_head, q_stride_token;
+    const uint8_t *pages;              /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
+    const int32_t *block_table;        /* [batch, max_pages]; entries past the last packed token are never read */
+    const int32_t *lengths;            /* [batch]: stored tokens, the queries' own included */
+    const int32_t *starts;             /* [batch], or NULL: 0 */
+    const void *sink_k, *sink_v;       /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
+    const void *window_k, *window_v;   /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
+    const void *fresh_k, *fresh_v;     /* NULL: the ring is as tq_append left it (right for query_tokens == 1, or window == 0).
+                                          Otherwise the new tokens [batch, kv_heads, query_tokens, head_dim], and window_k/v is the
+                                          ring as it was BEFORE they were appended: early queries need what they pushed out. */
+    int64_t fresh_k_stride_batch, fresh_k_stride_head, fresh_k_stride_token;
+    int64_t fresh_v_stride_batch, fresh_v_stride_head, fresh_v_stride_token;
+    tq_transform key, value;
+    void *out;                         /* [batch, query_heads, query_tokens, head_dim] dense; 0 where nothing was attended */
+    float *lse;                        /* [batch, query_heads, query_tokens], natural log, -inf if nothing attended; may be NULL */
+} tq_attend_params;
+
+TQ_API tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error);
+
+/** Errors: TQ_E_VALUE for a size, stride, alignment, a negative length, one that exceeds the capacity, a start outside
+ *  0..length, a page index outside 0..n_pages-1 among the entries needed, a softmax_scale or softcap that is not finite. The plan must have values. Hostile block tables and
+ *  lengths cannot make it read outside the named arrays or write outside out, lse and scratch.
+ *  Accuracy: within 2e-5 of float64 over the same bytes (float32 queries), relative to the largest output. */
+TQ_API tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes, tq_error *error);
+
+/** Merges `parts` partial results over disjoint tokens:  lse = log sum_i exp(lse_i),  out = sum_i exp(lse_i - lse) out_i.
+ *  outs [parts, rows, head_dim], lses [parts, rows] float32 -> out [rows, head_dim], lse [rows]; dense; out may not overlap. */
+TQ_API tq_status tq_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim, float *out, float *lse,
+                          tq_error *error);
+
+/** Decodes packed tokens, for debugging and for NumPy users: k, v [batch, kv_heads, max_tokens, head_dim] float32 dense get
+ *  mu + R^T(s step level) of packed index 0 .. counts[b] - 1 and 0 behind; v NULL iff the plan has no values.
+ *  counts [batch] packed tokens, <= max_tokens <= max_pages * page_tokens. */
+TQ_API tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads, const int32_t *block_table,
+                               int32_t batch, int32_t max_pages, const int32_t *counts, int32_t max_tokens, const tq_transform *key,
+                               const tq_transform *value, float *k, float *v, tq_error *error);
+
+/** Inner products <q, x> with packed vectors, never decoded: queries [n_queries, head_dim] float32 dense, one KV head, page i of
+ *  pages [ceil(n / page_tokens), 1, record_bytes] holding vectors page_tokens * i ..; out [n_queries, n] float32 dense.
+ *  scratch  tq_dot_scratch_bytes bytes, 64-byte aligned. */
+TQ_API tq_status tq_dot_scratch_bytes(const tq_plan *plan, int64_t n_queries, size_t *bytes, tq_error *error);
+TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries, const uint8_t *pages,
+                        int64_t n, float *out, int32_t threads, void *scratch, size_t scratch_bytes, tq_error *error);
+
+/* ---- files of codes ----
+ *   header    "TQCODES\0" | uint32 format version | uint32 n | int64 plan words[n] | uint64 vectors | uint64 payload bytes |
+ *             uint64 checksum of the payload | uint64 checksum of all header bytes before it
+ *   payload   the pages, ceil(vectors / page_tokens) records of one head.
+ *   checksum  h = 0xcbf29ce484222325; for each little-endian 8-byte word w (the tail zero-padded):
+ *             h = (h ^ w) * 0x100000001b3, then h ^= h >> 32   (FNV-1a by words). It finds damage, not malice. */
+typedef struct {
+    int64_t words[TQ_PLAN_MAX_WORDS];
+    uint32_t n_words;
+    uint64_t vectors, payload_bytes, payload_checksum;
+} tq_file_header;
+
+#define TQ_FILE_HEADER_MAX_BYTES (8 + 4 + 4 + 8 * TQ_PLAN_MAX_WORDS + 8 * 4)
+
+TQ_API uint64_t tq_checksum(const void *data, size_t bytes);
+/** Writes the header; *bytes_written gets its size. `data_bytes` is the room at data, TQ_FILE_HEADER_MAX_BYTES always suffices. */
+TQ_API tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size_t data_bytes, size_t *bytes_written, tq_error *error);
+/** Reads and checks a header from the first `data_bytes` bytes of a file of `file_bytes` bytes: magic, version, sizes against
+ *  the file's own size, checksum, and that the plan is one tq_plan_init takes. Hostile input cannot make it read outside
+ *  data[0..data_bytes) nor report a payload larger than the file. TQ_E_FORMAT otherwise. */
+TQ_API tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uint64_t file_bytes, tq_file_header *header,
+                                     size_t *header_bytes, tq_error *error);
+
+/* ---- instruction sets and threads ---- */
+/** Levels compiled in and supported by this CPU, best first, as one static string such as "avx2 scalar". */
+TQ_API const char *tq_isa_available(void);
+/** The level in use: the best, or the one that the environment variable TURBOQUANT_ISA names (read on first use). */
+TQ_API const char *tq_isa(void);
+/** Forces a level by name; NULL: back to the default. TQ_E_UNSUPPORTED (wants lists the levels) if it is misspelt or absent. Not
+ *  safe beside other calls. A TURBOQUANT_ISA that names no available level makes this and every call that runs a kernel fail so. */
+TQ_API tq_status tq_set_isa(const char *name, tq_error *error);
+/** What would run for an operation ("rotate", "append", "attend", "dequantize", "dot") of a plan, e.g. "attend_avx2"; NULL for an
+ *  unknown operation. */
+TQ_API const char *tq_kernel_name(const char *operation, const tq_plan *plan);
+
+/** Threads used at most: TURBOQUANT_NUM_THREADS, else the CPUs this process may run on. */
+TQ_API int32_t tq_num_threads(void);
+/** n >= 1. Workers are started on first use and survive until the process ends; a forked child starts its own. */
+TQ_API tq_status tq_set_num_threads(int32_t n, tq_error *error);
+
+#if defined(__cplusplus)
+}
+#endif
+#endif

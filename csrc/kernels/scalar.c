@@ -1,0 +1,220 @@
+/* The scalar kernels: complete, plain, and the definition that every other ISA quotes and is tested against. */
+#include <string.h>
+#include "softmax.h"
+
+/* ---- rotation ---- */
+
+static void hadamard_scalar(float *x, int32_t n, float factor)
+{
+    for (int32_t h = 1; h < n; h *= 2)
+        for (int32_t i = 0; i < n; i += 2 * h)
+            for (int32_t j = i; j < i + h; j++) {
+                float a = x[j], b = x[j + h];
+                x[j] = a + b;
+                x[j + h] = a - b;
+            }
+    for (int32_t i = 0; i < n; i++) x[i] *= factor;
+}
+
+static void matvec_scalar(const float *matrix, int transposed, const float *x, float *y, int32_t n)
+{
+    int64_t row = transposed ? 1 : n, column = transposed ? n : 1;
+    for (int32_t i = 0; i < n; i++) {
+        float sum = matrix[i * row] * x[0];
+        for (int32_t j = 1; j < n; j++) sum = sum + matrix[i * row + j * column] * x[j];
+        y[i] = sum;
+    }
+}
+
+/* ---- quantisation ---- */
+
+/** The one order in which encoding adds: v[i] += v[i + h] for h = n/2, n/4 .. 1, n a power of two. Destroys v. */
+static float tree_sum(float *v, int32_t n)
+{
+    for (int32_t h = n / 2; h; h /= 2)
+        for (int32_t i = 0; i < h; i++) v[i] = v[i] + v[i + h];
+    return v[0];
+}
+
+/** Sum of a_i b_i over the coded channels. */
+static float coded_dot(const tq_encoder *e, const float *a, const float *b)
+{
+    float products[TQ_MAX_DIM];
+    int32_t n = 1;
+    while (n < e->head_dim) n *= 2;
+    for (int32_t i = 0; i < n; i++) products[i] = i < e->head_dim && e->side->bits[i / TQ_TILE] ? a[i] * b[i] : 0.0f;
+    return tree_sum(products, n);
+}
+
+static int32_t rank_of(const tq_codebook *book, float u)
+{
+    int32_t rank = 0;
+    for (int32_t k = 0; k + 1 < book->n_levels; k++) rank += book->thresholds[k] <= u;
+    return rank;
+}
+
+/* Scales in units of rms(z); u has rms 1, c its decoded levels. turboquant.h, tq_scale. */
+static float scale_factor(const tq_encoder *e, const float *u, const float *c)
+{
+    switch (e->scale) {
+    case TQ_SCALE_EDEN: return coded_dot(e, u, u) / coded_dot(e, c, u);
+    case TQ_SCALE_NORM_CORRECTED: return sqrtf(coded_dot(e, u, u) / coded_dot(e, c, c));
+    case TQ_SCALE_LEAST_SQUARES: return coded_dot(e, c, u) / coded_dot(e, c, c);
+    default: return 1.0f;
+    }
+}
+
+static void encode_scalar(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale)
+{
+    float u[TQ_MAX_DIM], c[TQ_MAX_DIM];
+    float ss = coded_dot(e, z, z);
+    int is_zero = ss < 0x1p-126f; /* FLT_MIN: nothing to normalise */
+    float s0 = sqrtf(ss / (float)e->side->coded_channels), r = 1.0f / s0;
+    memset(codes, 0, (size_t)((e->head_dim + TQ_TILE - 1) / TQ_TILE * TQ_TILE));
+    for (int32_t i = 0; i < e->head_dim; i++) {
+        u[i] = is_zero ? 0.0f : z[i] * r;
+        c[i] = 0.0f;
+        int32_t bits = e->side->bits[i / TQ_TILE];
+        if (!bits) continue;
+        const tq_codebook *book = &e->books[bits];
+        codes[i] = book->code_of_rank[rank_of(book, u[i])];
+        c[i] = (float)book->levels[codes[i]] * book->step;
+    }
+    float s = is_zero ? 0.0f : s0 * scale_factor(e, u, c);
+    *scale = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);
+}
+
+/* ---- tiles ---- The drawing is in turboquant.h; lane = 4 g + t, code (r, n) of a lane is row g + 8 r, column of n. */
+
+static int32_t tile_index(int32_t lane, int32_t r, int32_t n)
+{
+    int32_t row = lane / 4 + 8 * r, column = 16 * (n / 4) + 4 * (lane % 4) + n % 4;
+    return TQ_TILE * row + column;
+}
+
+static uint32_t pack_lane_word(int32_t bits, const uint8_t c[4][8], int32_t w)
+{
+    uint32_t word = 0;
+    if (bits == 4 || (bits == 5 && w < 4))
+        for (int32_t n = 0; n < 8; n++) word |= (uint32_t)(c[w][n] & 15) << 4 * n;
+    else if (bits == 3)
+        for (int32_t n = 0; n < 8; n++) word |= (uint32_t)(c[w][n] | (c[3][n] >> w & 1) << 3) << 4 * n;
+    else if (bits == 2)
+        for (int32_t i = 0; i < 16; i++) word |= (uint32_t)c[i / 4][4 * w + i % 4] << (8 * (i % 4) + 2 * (i / 4));
+    else /* 1 bit, or the fifth bit of 5 */
+        for (int32_t i = 0; i < 32; i++) word |= (uint32_t)(c[i / 8][i % 8] >> (bits - 1) & 1) << (8 * (i % 4) + i / 8 + 4 * (i % 8 / 4));
+    return word;
+}
+
+static void pack_scalar(int32_t bits, const uint8_t *codes, uint32_t *words)
+{
+    for (int32_t lane = 0; lane < 32; lane++) {
+        uint8_t c[4][8];
+        for (int32_t i = 0; i < 32; i++) c[i / 8][i % 8] = codes[tile_index(lane, i / 8, i % 8)];
+        for (int32_t w = 0; w < bits; w++) words[32 * w + lane] = pack_lane_word(bits, (const uint8_t(*)[8])c, w);
+    }
+}
+
+/** Code (r, n) of a lane whose words are words[32 w]. */
+static uint8_t unpack_code(int32_t bits, const uint32_t *words, int32_t r, int32_t n)
+{
+    int32_t h = n / 4, i = n % 4;
+    switch (bits) {
+    case 1: return words[0] >> (8 * i + r + 4 * h) & 1;
+    case 2: return words[32 * h] >> (8 * i + 2 * r) & 3;
+    case 3:
+        if (r < 3) return words[32 * r] >> 4 * n & 7;
+        return (uint8_t)((words[0] >> (4 * n + 3) & 1) | (words[32] >> (4 * n + 3) & 1) << 1 | (words[64] >> (4 * n + 3) & 1) << 2);
+    case 4: return words[32 * r] >> 4 * n & 15;
+    default: return (uint8_t)((words[32 * r] >> 4 * n & 15) | (words[128] >> (8 * i + r + 4 * h) & 1) << 4);
+    }
+}
+
+static void unpack_scalar(int32_t bits, const uint32_t *words, uint8_t *codes)
+{
+    for (int32_t lane = 0; lane < 32; lane++)
+        for (int32_t i = 0; i < 32; i++) codes[tile_index(lane, i / 8, i % 8)] = unpack_code(bits, words + lane, i / 8, i % 8);
+}
+
+/* ---- attention ---- An operand is the row itself. */
+
+static size_t operand_bytes_scalar(int32_t columns)
+{
+    return (size_t)(columns * 4 + 63) / 64 * 64;
+}
+
+static void prepare_scalar(const float *x, int32_t columns, void *operand)
+{
+    memcpy(operand, x, sizeof(float) * (size_t)columns);
+}
+
+/** Adds one tile's 32 products for one operand. */
+static void multiply_tile(const float levels[32], const uint8_t *codes, const float *x, float *sums)
+{
+    for (int32_t row = 0; row < TQ_TILE; row++) {
+        float sum = 0;
+        for (int32_t c = 0; c < TQ_TILE; c++) sum += levels[codes[TQ_TILE * row + c]] * x[c];
+        sums[row] += sum;
+    }
+}
+
+static void multiply_scalar(const tq_tile_row *tiles, const void *operands, int32_t rows, tq_order order, int accumulate, float *out,
+                            int32_t out_stride)
+{
+    for (int32_t q = 0; q < rows && !accumulate; q++) memset(out + (int64_t)q * out_stride, 0, sizeof(float) * TQ_TILE);
+    size_t operand_stride = operand_bytes_scalar(TQ_TILE * tiles->n);
+    for (int32_t k = 0; k < tiles->n; k++) {
+        uint8_t codes[TQ_TILE * TQ_TILE];
+        float levels[32];
+        const tq_codebook *book = &tiles->books[tiles->bits[k]];
+        for (int32_t i = 0; i < book->n_levels; i++) levels[i] = (float)book->levels[i] * book->step;
+        unpack_scalar(tiles->bits[k], (const uint32_t *)(tiles->base + tiles->offset[k]), codes);
+        for (int32_t q = 0; q < rows; q++) {
+            const float *x = (const float *)((const char *)operands + (size_t)q * operand_stride) + TQ_TILE * k;
+            float sums[TQ_TILE] = {0};
+            multiply_tile(levels, codes, x, sums);
+            for (int32_t i = 0; i < TQ_TILE; i++) out[(int64_t)q * out_stride + (order == TQ_ORDER_COLUMNS ? tq_column(i) : i)] += sums[i];
+        }
+    }
+}
+
+static void load_scalar(int32_t dtype, const void *x, float *y, int64_t n)
+{
+    if (dtype == TQ_F32) {
+        memcpy(y, x, sizeof(float) * (size_t)n);
+        return;
+    }
+    const uint16_t *u = x;
+    for (int64_t i = 0; i < n; i++) y[i] = dtype == TQ_F16 ? tq_f32_from_f16(u[i]) : tq_f32_from_bf16(u[i]);
+}
+
+static float dot_scalar(const float *x, const float *y, int32_t n)
+{
+    float sums[8] = {0}, sum = 0;
+    for (int32_t i = 0; i < n; i += 8)
+        for (int32_t j = 0; j < 8; j++) sums[j] += x[i + j] * y[i + j];
+    for (int32_t j = 0; j < 8; j++) sum += sums[j];
+    return sum;
+}
+
+static void axpy_scalar(float a, const float *x, float *y, int32_t n)
+{
+    for (int32_t i = 0; i < n; i++) y[i] += a * x[i];
+}
+
+const tq_kernels tq_kernels_scalar = {
+    .isa = "scalar",
+    .hadamard = hadamard_scalar,
+    .matvec = matvec_scalar,
+    .encode = encode_scalar,
+    .pack = pack_scalar,
+    .unpack = unpack_scalar,
+    .operand_bytes = operand_bytes_scalar,
+    .prepare = prepare_scalar,
+    .multiply = multiply_scalar,
+    .softmax = tq_softmax_step,
+    .load = load_scalar,
+    .dot = dot_scalar,
+    .axpy = axpy_scalar,
+    .names = {"rotate_scalar", "append_scalar", "attend_scalar", "dequantize_scalar", "dot_scalar"},
+};
