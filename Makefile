@@ -18,13 +18,15 @@ SANITIZE := build/sanitize
 
 ifeq ($(VENV),none)
 RUN := PYTHONPATH=. $(PYTHON)
+CLANG_FORMAT := clang-format
 READY :=
 else
 RUN := $(VENV)/bin/python
+CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-gpu lint format sanitize cuda-check build clean
+.PHONY: demo test test-gpu lint lint-python lint-types lint-stub lint-c format sanitize cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -40,17 +42,26 @@ test-gpu: build
 build: $(READY)
 	@$(RUN) setup.py -q build_ext --inplace
 
-lint: build
+# Parts, so that make -k lint shows what all of them say.
+lint: lint-python lint-types lint-stub lint-c
+
+lint-python: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+lint-types: $(READY)
 	$(RUN) -m mypy
-	$(RUN) -m mypy.stubtest turboquant._core
-	$(if $(C_FILES),$(RUN) -m clang_format --dry-run -Werror $(C_FILES))
+
+lint-stub: build
+	$(RUN) -m pytest -q tests/test_stub.py
+
+lint-c: $(READY)
+	$(CLANG_FORMAT) --dry-run -Werror $(C_FILES)
 
 format: $(READY)
 	$(RUN) -m ruff check --fix --exit-zero .
 	$(RUN) -m ruff format .
-	$(if $(C_FILES),$(RUN) -m clang_format -i $(C_FILES))
+	$(CLANG_FORMAT) -i $(C_FILES)
 
 # torch is pinned like the rest: an unpinned one is gigabytes of another version.
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
@@ -59,6 +70,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || \
 	    { rm -rf $(VENV); echo "no venv module: install python3-venv (Debian, Ubuntu)"; exit 1; }
 	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy torch
+	$(VENV)/bin/python setup.py -q build_ext --inplace  # before pip does it: pip shows no progress
 	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
 	@touch $@
 

@@ -26,8 +26,12 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from setuptools import Command, Extension, setup
-from setuptools.command.build_ext import build_ext
+try:
+    import setuptools
+    from setuptools import Command, Extension, setup
+    from setuptools.command.build_ext import build_ext
+except ImportError:
+    raise SystemExit("turboquant: no setuptools. Run: pip install 'setuptools>=77' 'numpy>=2' ninja") from None
 
 ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc")  # relative to ROOT, where ninja runs: build.ninja has no machine's paths but those of its tools
@@ -39,8 +43,11 @@ X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 ISA_UNITS: list[tuple[str, tuple[str, ...], str]] = [
     ("scalar", X86 + ARM, ""),
     ("avx2", X86, "-mavx2 -mfma -mf16c"),
-    ("avx512", X86, "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni"),
-    ("neon", ARM, "-march=armv8.2-a+dotprod+fp16"),
+    ("avx2_vnni", X86, "-mavx2 -mfma -mf16c -mavxvnni"),
+    ("avx512", X86, "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq"),
+    ("avx512_vnni", X86, "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni"),
+    ("neon", ARM, "-march=armv8-a"),
+    ("neon_dot", ARM, "-march=armv8.2-a+dotprod"),
 ]
 
 OLDEST_TORCH = (2, 10)
@@ -109,20 +116,19 @@ def find_torch() -> tuple[Path, tuple[int, ...]] | None:
     return folder, tuple(map(int, found.groups())) if found else (0,)
 
 
-def torch_to_build_with() -> Path | None:
-    """The torch folder, or None where _torch is left out; says why."""
+def torch_to_build_with() -> tuple[Path | None, str]:
+    """The torch folder, or None and why _torch is left out."""
     wanted = switch("TURBOQUANT_TORCH")
     if wanted == "0":
-        return None
+        return None, "TURBOQUANT_TORCH=0"
     found = find_torch()
     if found and found[1] >= OLDEST_TORCH:
-        return found[0]
+        return found[0], ""
     oldest = ".".join(map(str, OLDEST_TORCH))
     why = f"torch {'.'.join(map(str, found[1]))} is older than {oldest}" if found else "torch is not installed"
     if wanted == "1":
         raise fail(f"TURBOQUANT_TORCH=1, but {why}. Install torch>={oldest}, then build with --no-build-isolation")
-    say(f"{why}: building without the torch operators. Once it is there, run the install again")
-    return None
+    return None, f"{why}; once it is there, run the install again"
 
 
 def nvcc_to_build_with() -> str | None:
@@ -209,7 +215,7 @@ rule link
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.text = [self.RULES]
+        self.text = [f"builddir = {self.path(folder)}\n{self.RULES}"]
 
     def edge(
         self, rule: str, output: Path, inputs: Iterable[Path], tool: str, flags: Iterable[str], what: str = ""
@@ -331,7 +337,7 @@ class BuildNative(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.torch = torch_to_build_with()
+        self.torch, self.why = torch_to_build_with()
         if not self.torch:
             self.extensions = [ext for ext in self.extensions if not ext.name.endswith("._torch")]
 
@@ -341,6 +347,8 @@ class BuildNative(build_ext):
         return super().get_ext_filename(fullname)
 
     def build_extensions(self) -> None:
+        if not self.torch:
+            say(f"building without the torch operators: {self.why}")
         build = write_ninja(self.torch)
         names = [ext.name.rpartition(".")[2] for ext in self.extensions]
         build.run([Ninja.path(build.folder / f"{name}.so") for name in names], self.parallel or os.cpu_count() or 1)
@@ -379,6 +387,8 @@ def version() -> str:
     return found[1]
 
 
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise fail(f"setuptools {setuptools.__version__} is too old to read pyproject.toml: pip install 'setuptools>=77'")
 # Every file of csrc goes into a source distribution.
 everything = sorted(str(path.relative_to(ROOT)) for path in (ROOT / CSRC).rglob("*") if path.is_file())
 setup(
