@@ -197,7 +197,7 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
         float inverse = 1.0f / steps[g];
         for (int32_t i = TQ_TILE * g; i < TQ_TILE * (g + 1) && i < plan->head_dim; i++) w->y[i] *= inverse;
     }
-    tq_encoder encoder = {is_key ? &plan->key : &plan->value, job->books, plan->head_dim, plan->scale};
+    tq_encoder encoder = {is_key ? &plan->key : &plan->value, job->books, plan->head_dim, plan->scale, steps};
     job->kernels->encode(&encoder, w->y, codes, scale);
 }
 

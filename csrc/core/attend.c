@@ -87,7 +87,7 @@ static void prepare_rows(const attend_job *job, const attend_task *t, attend_wor
             int32_t g = job->key_groups.group[i];
             for (int32_t c = 0; c < TQ_TILE; c++) w->coded[TQ_TILE * i + c] = w->rotated[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
         }
-        job->kernels->prepare(w->coded, TQ_TILE * job->key_groups.n, w->query_operands + r * job->query_operand_bytes);
+        job->kernels->prepare(w->coded, TQ_TILE * job->key_groups.n, job->precise, w->query_operands + r * job->query_operand_bytes);
         float scale = job->a->softmax_scale;
         w->logits[r] = (tq_logit){scale, centre ? scale * job->kernels->dot(q, centre, plan->head_dim) : 0.0f, job->a->softcap};
         w->states[r] = (tq_softmax_state){-INFINITY, 0, 0};
@@ -111,51 +111,57 @@ static void rescale_row(const attend_job *job, attend_work *w, int32_t r, float 
 
 /* ---- packed tokens ---- */
 
-/** One page for all rows of the task: scores, softmax step, weighted values. */
-static void attend_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page)
+static const uint8_t *record_of(const attend_job *job, const attend_task *t, int64_t page)
+{
+    int64_t id = job->a->block_table[(int64_t)t->b * job->a->max_pages + page];
+    return job->a->pages + (id * job->a->kv_heads + t->h) * job->plan->record_bytes;
+}
+
+/** One page for all rows of the task: scores, softmax step, weighted values. While keys are read the rest of the record is
+ *  brought into the cache, while values are read the next page's keys: `next`, NULL after the last page. All rows see the tokens
+ *  in `common`. */
+static void attend_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, const uint8_t *next, range common)
 {
     const tq_plan *plan = job->plan;
-    const tq_attend_params *a = job->a;
-    int32_t tokens = plan->page_tokens, tiles = tokens / TQ_TILE;
-    int64_t id = a->block_table[(int64_t)t->b * a->max_pages + page];
-    const uint8_t *record = a->pages + (id * a->kv_heads + t->h) * plan->record_bytes;
-    const uint16_t *key_scales = (const uint16_t *)(record + plan->key.scales_offset);
-    const uint16_t *value_scales = (const uint16_t *)(record + plan->value.scales_offset);
-    for (int32_t i = 0; i < tiles; i++) {
-        tq_tile_row row = {record + tq_tile_offset(&plan->key, i, 0), job->key_groups.offset, job->key_groups.bits, job->key_groups.n, job->books};
-        job->kernels->multiply(&row, w->query_operands, t->rows, TQ_ORDER_COLUMNS, 0, w->scores + TQ_TILE * i, tokens);
-    }
+    const tq_kernels *kernels = job->kernels;
+    const uint8_t *record = record_of(job, t, page);
+    int32_t tokens = plan->page_tokens, tiles = tokens / TQ_TILE, key_bytes = (int32_t)plan->value.codes_offset;
+    float *key_scales = w->scales, *value_scales = w->scales + tokens;
+    tq_tile_grid keys = {record, job->key_tiles, tiles, job->key_groups.n, job->books, record + key_bytes,
+                         (int32_t)plan->record_bytes - key_bytes};
+    tq_tile_grid values = {record, job->value_tiles, job->value_groups.n, tiles, job->books, next, next ? key_bytes : 0};
+    kernels->multiply(&keys, w->query_operands, t->rows, job->precise, 0, w->scores, tokens);
+    kernels->load(TQ_F16, record + plan->key.scales_offset, key_scales, tokens);
+    kernels->load(TQ_F16, record + plan->value.scales_offset, value_scales, tokens);
     for (int32_t r = 0; r < t->rows; r++) {
         float *scores = w->scores + (int64_t)r * tokens;
-        range in = seen_packed(a, t->b, row_position(job, t->b, t->first_row + r));
-        int some = mark_visible(in, page * tokens, tokens, 1, w->visible);
+        int some = 2;
+        if (common.lo > page * tokens || common.hi < (page + 1) * tokens)
+            some = mark_visible(seen_packed(job->a, t->b, row_position(job, t->b, t->first_row + r)), page * tokens, tokens, 1, w->visible);
+        const uint8_t *visible = some == 2 ? NULL : w->visible;
         if (some)
-            rescale_row(job, w, r,
-                        job->kernels->softmax(scores, key_scales, value_scales, some == 2 ? NULL : w->visible, tokens, &w->logits[r], &w->states[r]));
+            rescale_row(job, w, r, kernels->softmax(scores, key_scales, value_scales, visible, tokens, &w->logits[r], &w->states[r]));
         else
             memset(scores, 0, sizeof(float) * (size_t)tokens);
-        job->kernels->prepare(scores, tokens, w->weight_operands + r * job->weight_operand_bytes);
+        kernels->prepare(scores, tokens, job->precise, w->weight_operands + r * job->weight_operand_bytes);
     }
-    int32_t stride = TQ_TILE * job->value_groups.n;
-    for (int32_t i = 0; i < job->value_groups.n; i++) {
-        uint8_t bits[TQ_PAGE_TOKENS / TQ_TILE];
-        memset(bits, job->value_groups.bits[i], sizeof bits);
-        tq_tile_row row = {record + tq_tile_offset(&plan->value, 0, job->value_groups.group[i]), job->value_tile_offsets, bits, tiles, job->books};
-        job->kernels->multiply(&row, w->weight_operands, t->rows, TQ_ORDER_ROWS, 1, w->packed + TQ_TILE * i, stride);
-    }
+    kernels->multiply(&values, w->weight_operands, t->rows, job->precise, 1, w->packed, TQ_TILE * job->value_groups.n);
 }
 
 static void attend_packed(const attend_job *job, const attend_task *t, attend_work *w)
 {
-    range all = {INT64_MAX, 0}; /* of any row */
+    range all = {INT64_MAX, 0}, common = {0, INT64_MAX}; /* of any row, of every row */
     for (int32_t r = 0; r < t->rows; r++) {
         range in = seen_packed(job->a, t->b, row_position(job, t->b, t->first_row + r));
+        common = clip(common, in.lo, in.hi);
         if (is_empty(in)) continue;
         all = (range){in.lo < all.lo ? in.lo : all.lo, in.hi > all.hi ? in.hi : all.hi};
     }
     if (is_empty(all)) return;
     int64_t first = all.lo / job->plan->page_tokens, n = (all.hi - 1) / job->plan->page_tokens + 1 - first;
-    for (int64_t page = n * t->split / job->splits; page < n * (t->split + 1) / job->splits; page++) attend_page(job, t, w, first + page);
+    int64_t last = first + n * (t->split + 1) / job->splits;
+    for (int64_t page = first + n * t->split / job->splits; page < last; page++)
+        attend_page(job, t, w, page, page + 1 < last ? record_of(job, t, page + 1) : NULL, common);
 }
 
 /* ---- exact tokens ---- */
@@ -250,7 +256,7 @@ static void store_row(int32_t dtype, const float *x, void *out, int64_t at, int3
     for (int32_t i = 0; i < n && dtype == TQ_BF16; i++) ((uint16_t *)out)[at + i] = tq_bf16_from_f32(x[i]);
 }
 
-/** Un-rotates and stores one row; packed [value groups * 32], exact [head_dim]. */
+/** Un-rotates and stores one row; packed [value groups * 32] in column order, exact [head_dim]. */
 static void finish_row(const attend_job *job, const attend_task *t, attend_work *w, int32_t r, const tq_softmax_state *state, const float *packed,
                        const float *exact)
 {
@@ -263,7 +269,7 @@ static void finish_row(const attend_job *job, const attend_task *t, attend_work 
     memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
     for (int32_t i = 0; i < job->value_groups.n; i++) {
         int32_t g = job->value_groups.group[i];
-        for (int32_t c = 0; c < TQ_TILE; c++) w->rotated[TQ_TILE * g + c] = packed[TQ_TILE * i + c] * (steps ? steps[g] : 1.0f);
+        for (int32_t c = 0; c < TQ_TILE; c++) w->rotated[TQ_TILE * g + c] = packed[TQ_TILE * i + tq_column(c)] * (steps ? steps[g] : 1.0f);
     }
     tq_rotate_vector(job->kernels, plan, tq_transform_matrix(&a->value, t->h), 1, w->rotated, out);
     float inverse = state->max == -INFINITY ? 0.0f : 1.0f / state->sum;
@@ -357,7 +363,9 @@ void tq_attend_lay_out(attend_job *job)
     tq_list_groups(job->plan, &job->plan->value, &job->value_groups);
     job->query_operand_bytes = (int64_t)job->kernels->operand_bytes(TQ_TILE * job->key_groups.n);
     job->weight_operand_bytes = (int64_t)job->kernels->operand_bytes(job->plan->page_tokens);
-    for (int32_t i = 0; i < TQ_PAGE_TOKENS / TQ_TILE; i++) job->value_tile_offsets[i] = i * job->plan->value.tile_bytes;
+    tq_key_tiles(job->plan, &job->key_groups, job->key_tiles);
+    tq_value_tiles(job->plan, &job->value_groups, job->value_tiles);
+    job->precise = a->dtype == TQ_F32;
     int64_t rows = (int64_t)job->group * a->query_tokens;
     job->chunk_rows = rows < CHUNK_ROWS ? (int32_t)rows : CHUNK_ROWS;
     int64_t tasks_in_flight = tasks * job->splits;

@@ -16,16 +16,16 @@ static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
 {
     int64_t rows = job->chunk_rows, d = job->plan->head_dim, padded = TQ_TILE * (int64_t)job->plan->groups, at = 0;
     int64_t nv = TQ_TILE * (int64_t)job->value_groups.n, f = sizeof(float);
-    int64_t starts[14] = {take(&at, rows * job->query_operand_bytes), take(&at, rows * job->weight_operand_bytes),
+    int64_t starts[15] = {take(&at, rows * job->query_operand_bytes), take(&at, rows * job->weight_operand_bytes),
                           take(&at, rows * d * f), take(&at, rows * job->plan->page_tokens * f), take(&at, rows * nv * f),
                           take(&at, rows * d * f), take(&at, TQ_TILE * d * f), take(&at, TQ_TILE * d * f), take(&at, padded * f),
-                          take(&at, padded * f), take(&at, (nv + d) * f), take(&at, rows * (int64_t)sizeof(tq_logit)),
-                          take(&at, rows * (int64_t)sizeof(tq_softmax_state)), take(&at, job->plan->page_tokens)};
+                          take(&at, padded * f), take(&at, (nv + d) * f), take(&at, 2 * job->plan->page_tokens * f),
+                          take(&at, rows * (int64_t)sizeof(tq_logit)), take(&at, rows * (int64_t)sizeof(tq_softmax_state)), take(&at, job->plan->page_tokens)};
     if (!base) return at;
     *w = (attend_work){base + starts[0], base + starts[1], (float *)(base + starts[2]), (float *)(base + starts[3]), (float *)(base + starts[4]),
                        (float *)(base + starts[5]), (float *)(base + starts[6]), (float *)(base + starts[7]), (float *)(base + starts[8]),
-                       (float *)(base + starts[9]), (float *)(base + starts[10]), (tq_logit *)(base + starts[11]),
-                       (tq_softmax_state *)(base + starts[12]), base + starts[13]};
+                       (float *)(base + starts[9]), (float *)(base + starts[10]), (float *)(base + starts[11]),
+                       (tq_logit *)(base + starts[12]), (tq_softmax_state *)(base + starts[13]), base + starts[14]};
     return at;
 }
 

@@ -105,6 +105,7 @@ typedef struct {
     const tq_plan *plan;
     const tq_codebook *books;
     const tq_coded_groups *groups;
+    const tq_tile *tiles;
     const uint8_t *operands;
     const float *biases; /* <q, mu> of each query */
     int64_t operand_bytes, n_queries, n;
@@ -112,30 +113,30 @@ typedef struct {
     float *out;
 } dot_job;
 
-/* One page of vectors against all queries. */
+/* One page of vectors against all queries; the next page is brought into the cache meanwhile. */
 static void dot_page(void *context, int64_t page, int32_t worker_index)
 {
     const dot_job *job = context;
     const tq_plan *plan = job->plan;
     const uint8_t *record = job->pages + page * plan->record_bytes;
-    float products[DOT_QUERIES * TQ_TILE], scales[TQ_TILE];
+    int32_t tokens = plan->page_tokens;
+    int64_t first = page * tokens;
+    int32_t count = job->n - first < tokens ? (int32_t)(job->n - first) : tokens;
+    float products[DOT_QUERIES * TQ_PAGE_TOKENS], scales[TQ_PAGE_TOKENS];
     (void)worker_index;
-    for (int32_t tile = 0; tile < plan->page_tokens / TQ_TILE; tile++) {
-        int64_t first = page * plan->page_tokens + TQ_TILE * tile;
-        int32_t count = job->n - first < TQ_TILE ? (int32_t)(job->n - first) : TQ_TILE;
-        if (count <= 0) return;
-        for (int32_t i = 0; i < count; i++) {
-            uint16_t half;
-            memcpy(&half, record + tq_scale_offset(&plan->key, TQ_TILE * tile + i), sizeof half);
-            scales[i] = tq_f32_from_f16(half);
-        }
-        tq_tile_row tiles = {record + tq_tile_offset(&plan->key, tile, 0), job->groups->offset, job->groups->bits, job->groups->n, job->books};
-        for (int64_t q = 0; q < job->n_queries; q += DOT_QUERIES) {
-            int32_t rows = job->n_queries - q < DOT_QUERIES ? (int32_t)(job->n_queries - q) : DOT_QUERIES;
-            job->kernels->multiply(&tiles, job->operands + q * job->operand_bytes, rows, TQ_ORDER_ROWS, 0, products, TQ_TILE);
-            for (int32_t r = 0; r < rows; r++)
-                for (int32_t i = 0; i < count; i++)
-                    job->out[(q + r) * job->n + first + i] = scales[i] * products[TQ_TILE * r + i] + job->biases[q + r];
+    job->kernels->load(TQ_F16, record + plan->key.scales_offset, scales, tokens);
+    tq_tile_grid grid = {record, job->tiles, tokens / TQ_TILE, job->groups->n, job->books, record + plan->record_bytes,
+                         first + tokens < job->n ? (int32_t)plan->record_bytes : 0};
+    for (int64_t q = 0; q < job->n_queries; q += DOT_QUERIES) {
+        int32_t rows = job->n_queries - q < DOT_QUERIES ? (int32_t)(job->n_queries - q) : DOT_QUERIES;
+        job->kernels->multiply(&grid, job->operands + q * job->operand_bytes, rows, 1, 0, products, tokens);
+        grid.ahead_bytes = 0;
+        for (int32_t r = 0; r < rows; r++) {
+            float *out = job->out + (q + r) * job->n + first;
+            for (int32_t i = 0; i < count; i++) {
+                int32_t column = i / TQ_TILE * TQ_TILE + tq_column(i % TQ_TILE);
+                out[i] = scales[column] * products[tokens * r + column] + job->biases[q + r];
+            }
         }
     }
 }
@@ -171,7 +172,7 @@ static float dot_operand(const dot_job *job, const tq_transform *key, const floa
         int32_t g = job->groups->group[i];
         for (int32_t c = 0; c < TQ_TILE; c++) coded[TQ_TILE * i + c] = x[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
     }
-    job->kernels->prepare(coded, TQ_TILE * job->groups->n, operand);
+    job->kernels->prepare(coded, TQ_TILE * job->groups->n, 1, operand);
     return centre ? job->kernels->dot(query, centre, plan->head_dim) : 0.0f;
 }
 
@@ -193,8 +194,10 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     tq_coded_groups groups;
     tq_plan_codebooks(plan, books);
     tq_list_groups(plan, &plan->key, &groups);
+    tq_tile tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_GROUPS];
+    tq_key_tiles(plan, &groups, tiles);
     const tq_kernels *kernels = tq_get_kernels(error);
-    dot_job job = {.kernels = kernels, .plan = plan, .books = books, .groups = &groups, .operands = scratch, .n_queries = n_queries,
+    dot_job job = {.kernels = kernels, .plan = plan, .books = books, .groups = &groups, .tiles = tiles, .operands = scratch, .n_queries = n_queries,
                    .n = n, .pages = pages, .out = out, .operand_bytes = dot_operand_bytes(kernels, plan)};
     float *biases = (float *)((uint8_t *)scratch + n_queries * job.operand_bytes);
     job.biases = biases;

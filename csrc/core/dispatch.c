@@ -1,7 +1,14 @@
 /* Which table runs: the best this CPU supports, or the level that TURBOQUANT_ISA or tq_set_isa names. A level that is not there
  * is an error, never a silent second choice. Adding one: csrc/kernels/<isa>.c, a row here, a row in setup.py. */
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(TQ_HAVE_AVX2_VNNI)
+#include <cpuid.h>
+#elif defined(TQ_HAVE_NEON_DOT)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 #include "internal.h"
 
 #if defined(__AVX__)
@@ -11,7 +18,6 @@
 typedef struct {
     const tq_kernels *kernels;
     int (*supported)(void);
-    const char *list; /* what tq_isa_available says if this is the best */
 } level;
 
 static int always(void)
@@ -19,18 +25,64 @@ static int always(void)
     return 1;
 }
 
-#if defined(__x86_64__) && defined(TQ_HAVE_AVX2)
+#if defined(TQ_HAVE_AVX2)
 static int has_avx2(void)
 {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 #endif
 
-static const level levels[] = { /* best first */
-#if defined(__x86_64__) && defined(TQ_HAVE_AVX2)
-    {&tq_kernels_avx2, has_avx2, "avx2 scalar"},
+#if defined(TQ_HAVE_AVX2_VNNI)
+/* Compilers learnt the name "avxvnni" late: CPUID leaf 7, subleaf 1, EAX bit 4. What it needs of the system is AVX2's. */
+static int has_avx2_vnni(void)
+{
+    unsigned a = 0, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1 && has_avx2();
+}
 #endif
-    {&tq_kernels_scalar, always, "scalar"},
+
+#if defined(TQ_HAVE_AVX512)
+static int has_avx512(void)
+{
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && has_avx2();
+}
+#endif
+
+#if defined(TQ_HAVE_AVX512_VNNI)
+static int has_avx512_vnni(void)
+{
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") && has_avx512();
+}
+#endif
+
+#if defined(TQ_HAVE_NEON_DOT)
+static int has_neon_dot(void)
+{
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+}
+#endif
+
+static const level levels[] = { /* best first */
+#if defined(TQ_HAVE_AVX512_VNNI)
+    {&tq_kernels_avx512_vnni, has_avx512_vnni},
+#endif
+#if defined(TQ_HAVE_AVX512)
+    {&tq_kernels_avx512, has_avx512},
+#endif
+#if defined(TQ_HAVE_AVX2_VNNI)
+    {&tq_kernels_avx2_vnni, has_avx2_vnni},
+#endif
+#if defined(TQ_HAVE_AVX2)
+    {&tq_kernels_avx2, has_avx2},
+#endif
+#if defined(TQ_HAVE_NEON_DOT)
+    {&tq_kernels_neon_dot, has_neon_dot},
+#endif
+#if defined(TQ_HAVE_NEON)
+    {&tq_kernels_neon, always},
+#endif
+    {&tq_kernels_scalar, always},
 };
 
 #define N_LEVELS (sizeof levels / sizeof *levels)
@@ -60,9 +112,22 @@ const tq_kernels *tq_get_kernels(tq_error *error)
     return best_level()->kernels;
 }
 
+static char available[16 * N_LEVELS];
+
+static void list_levels(void)
+{
+    for (size_t i = 0; i < N_LEVELS; i++) {
+        if (!levels[i].supported()) continue;
+        if (*available) strcat(available, " ");
+        strcat(available, levels[i].kernels->isa);
+    }
+}
+
 const char *tq_isa_available(void)
 {
-    return best_level()->list;
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, list_levels);
+    return available;
 }
 
 const char *tq_isa(void)

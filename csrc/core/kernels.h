@@ -11,21 +11,27 @@ typedef struct {
     const tq_side *side;
     const tq_codebook *books;    /* [TQ_MAX_BITS + 1], by bits; entry 0 unused */
     int32_t head_dim, scale;     /* scale: tq_scale */
+    const float *steps;          /* [groups], or NULL: 1; z is divided by them already */
 } tq_encoder;
 
-/** A row of tiles that one product sums over: tile k at base + offset[k], bits[k] wide, 1..5. */
+/** One tile of a grid: where it is and how wide; `run` tiles from here on have the same bits (1 .. TQ_MAX_RUN). */
+typedef struct {
+    int32_t offset;
+    int16_t bits, run;
+} tq_tile;
+
+#define TQ_MAX_RUN 8 /* 256 columns: what 32-bit sums of 16-bit operands and 8-bit levels hold */
+
+/** Tiles that products are made of: tiles[n * i + k] is tile k of block i. A block's tiles lie side by side (its 32 rows times
+ *  32 n columns), its product is 32 numbers. For keys a block is a token tile, for values a group of channels. */
 typedef struct {
     const uint8_t *base;
-    const int32_t *offset;
-    const uint8_t *bits;
-    int32_t n;                   /* 1 .. TQ_MAX_GROUPS */
+    const tq_tile *tiles;        /* [blocks][n], offsets from base */
+    int32_t blocks, n;           /* n: 1 .. TQ_MAX_GROUPS */
     const tq_codebook *books;    /* [TQ_MAX_BITS + 1], by bits */
-} tq_tile_row;
-
-typedef enum {
-    TQ_ORDER_ROWS = 0,           /* out[i] belongs to row i of the tiles */
-    TQ_ORDER_COLUMNS = 1         /* out[tq_column(i)] does: scores in the order of scales and of value columns */
-} tq_order;
+    const uint8_t *ahead;        /* bytes to bring into the cache meanwhile; never dereferenced */
+    int32_t ahead_bytes;
+} tq_tile_grid;
 
 /** The online softmax of one query row (Milakov and Gimelshein, arXiv 1805.02867). */
 typedef struct {
@@ -50,16 +56,18 @@ typedef struct {
     void (*unpack)(int32_t bits, const uint32_t *words, uint8_t *codes);
     /** Bytes of an operand of `columns` (a multiple of 32) numbers, a multiple of 64; the layout is the kernel's own secret. */
     size_t (*operand_bytes)(int32_t columns);
-    /** x [columns] float32, finite -> operand, 64-byte aligned. */
-    void (*prepare)(const float *x, int32_t columns, void *operand);
-    /** out[q * out_stride + row] (= or, if accumulate, +=) sum over tiles k and columns c of
-     *  level(tile k, row, c) * step(bits k) * x_q[32 k + c]   for operands q = 0 .. rows - 1 at operands + q * operand_bytes. */
-    void (*multiply)(const tq_tile_row *tiles, const void *operands, int32_t rows, tq_order order, int accumulate, float *out,
+    /** x [columns] float32 -> operand, 64-byte aligned. Kept to 22 bits of the largest if precise, else to 15. */
+    void (*prepare)(const float *x, int32_t columns, int precise, void *operand);
+    /** out[q * out_stride + 32 i + tq_column(row)] (= or, if accumulate, +=) the sum over tiles k and columns c of block i of
+     *  level(tile, row, c) * step(bits) * x_q[32 k + c]   for operands q = 0 .. rows - 1 at operands + q * operand_bytes(32 n),
+     *  all prepared alike. An operand that held a number that is not finite gives NaN. Column order is the order of scales and
+     *  of value columns, so that scores become an operand as they stand. */
+    void (*multiply)(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate, float *out,
                      int32_t out_stride);
-    /** One softmax step over n tokens (a multiple of 32, column order): scores -> weights exp(logit - max) * value_scale in
-     *  place; returns what earlier sums must be multiplied by. visible [n] bytes, NULL: all; what is not visible gets weight 0
-     *  whatever its score and scales hold. value_scales NULL: 1, and the tokens are not packed ones. key_scales NULL: 1. */
-    float (*softmax)(float *scores, const uint16_t *key_scales, const uint16_t *value_scales, const uint8_t *visible, int32_t n,
+    /** One softmax step over n tokens (a multiple of 32): scores -> weights exp(logit - max) * value_scale in place; returns
+     *  what earlier sums must be multiplied by. visible [n] bytes, NULL: all; what is not visible gets weight 0 whatever its
+     *  score and scales hold. value_scales NULL: 1, and the tokens are not packed ones. key_scales NULL: 1. */
+    float (*softmax)(float *scores, const float *key_scales, const float *value_scales, const uint8_t *visible, int32_t n,
                      const tq_logit *logit, tq_softmax_state *state);
     /** n numbers of a dtype to float32. */
     void (*load)(int32_t dtype, const void *x, float *y, int64_t n);
@@ -71,10 +79,8 @@ typedef struct {
     } names;
 } tq_kernels;
 
-extern const tq_kernels tq_kernels_scalar;
-#if defined(__x86_64__)
-extern const tq_kernels tq_kernels_avx2;
-#endif
+extern const tq_kernels tq_kernels_scalar, tq_kernels_avx2, tq_kernels_avx2_vnni, tq_kernels_avx512, tq_kernels_avx512_vnni, tq_kernels_neon,
+    tq_kernels_neon_dot; /* scalar always, the others where setup.py says TQ_HAVE_<ISA> */
 
 /** Row i of a token tile in column order, and back: turboquant.h, "column". */
 static inline int32_t tq_column(int32_t i)

@@ -33,4 +33,34 @@ static inline void tq_list_groups(const tq_plan *plan, const tq_side *side, tq_c
         out->bits[out->n++] = side->bits[g];
     }
 }
+
+/** Fills in `run` of n tiles that one product sums over. */
+static inline void tq_mark_runs(tq_tile *tiles, int32_t n)
+{
+    for (int32_t k = n - 1; k >= 0; k--) {
+        int continues = k + 1 < n && tiles[k + 1].bits == tiles[k].bits;
+        tiles[k].run = (int16_t)(continues && tiles[k + 1].run < TQ_MAX_RUN ? tiles[k + 1].run + 1 : 1);
+    }
+}
+
+/** Tiles of a page's keys: a block is a token tile, summed over groups. tiles [page_tokens / 32][groups->n]. */
+static inline void tq_key_tiles(const tq_plan *plan, const tq_coded_groups *groups, tq_tile *tiles)
+{
+    for (int32_t i = 0; i < plan->page_tokens / TQ_TILE; i++, tiles += groups->n) {
+        for (int32_t k = 0; k < groups->n; k++)
+            tiles[k] = (tq_tile){(int32_t)plan->key.codes_offset + i * plan->key.tile_bytes + groups->offset[k], groups->bits[k], 1};
+        tq_mark_runs(tiles, groups->n);
+    }
+}
+
+/** Tiles of a page's values: a block is a group, summed over token tiles. tiles [groups->n][page_tokens / 32]. */
+static inline void tq_value_tiles(const tq_plan *plan, const tq_coded_groups *groups, tq_tile *tiles)
+{
+    int32_t n = plan->page_tokens / TQ_TILE;
+    for (int32_t i = 0; i < groups->n; i++, tiles += n) {
+        for (int32_t k = 0; k < n; k++)
+            tiles[k] = (tq_tile){(int32_t)plan->value.codes_offset + k * plan->value.tile_bytes + groups->offset[i], groups->bits[i], 1};
+        tq_mark_runs(tiles, n);
+    }
+}
 #endif

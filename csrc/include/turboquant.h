@@ -134,11 +134,13 @@ TQ_API tq_status tq_haar(uint64_t seed, int32_t dim, float *matrix, double *scra
 
 /* ---- plans ---- */
 typedef enum {
-    TQ_SCALE_EDEN = 0,           /* <u,u> / <c,u>: makes <q, s c> unbiased (EDEN, arXiv 2108.08842) */
+    TQ_SCALE_EDEN = 0,           /* rms(z) <u,u> / <c,u>: makes <q, s c> unbiased (EDEN, arXiv 2108.08842) */
     TQ_SCALE_NORM = 1,           /* ||z|| / sqrt(n) (TurboQuant mse) */
     TQ_SCALE_NORM_CORRECTED = 2, /* the decoded vector has the norm of z */
-    TQ_SCALE_LEAST_SQUARES = 3   /* <c,u> / <c,c>: least squared error */
+    TQ_SCALE_LEAST_SQUARES = 3   /* rms(z) <c,u> / <c,c>: least squared error */
 } tq_scale;
+/* u = z / rms(z) over the channels that have bits, c its decoded levels. With steps, products count in the units of x: <a,b> is the
+ * sum of (step a)(step b), so that the coarse codes of quiet channels do not stretch the loud ones. */
 
 /* A plan as integers, the form that files, operators and Python carry:
  *   words[0] TQ_FORMAT_VERSION

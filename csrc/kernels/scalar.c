@@ -80,6 +80,10 @@ static void encode_scalar(const tq_encoder *e, const float *z, uint8_t *codes, u
         codes[i] = book->code_of_rank[rank_of(book, u[i])];
         c[i] = (float)book->levels[codes[i]] * book->step;
     }
+    for (int32_t i = 0; e->steps && i < e->head_dim; i++) { /* the scale is found in the units of x */
+        u[i] *= e->steps[i / TQ_TILE];
+        c[i] *= e->steps[i / TQ_TILE];
+    }
     float s = is_zero ? 0.0f : s0 * scale_factor(e, u, c);
     *scale = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);
 }
@@ -143,37 +147,38 @@ static size_t operand_bytes_scalar(int32_t columns)
     return (size_t)(columns * 4 + 63) / 64 * 64;
 }
 
-static void prepare_scalar(const float *x, int32_t columns, void *operand)
+static void prepare_scalar(const float *x, int32_t columns, int precise, void *operand)
 {
+    (void)precise;
     memcpy(operand, x, sizeof(float) * (size_t)columns);
 }
 
 /** Adds one tile's 32 products for one operand. */
-static void multiply_tile(const float levels[32], const uint8_t *codes, const float *x, float *sums)
+static void multiply_tile(const float levels[32], const uint8_t *codes, const float *x, float *out)
 {
     for (int32_t row = 0; row < TQ_TILE; row++) {
         float sum = 0;
         for (int32_t c = 0; c < TQ_TILE; c++) sum += levels[codes[TQ_TILE * row + c]] * x[c];
-        sums[row] += sum;
+        out[tq_column(row)] += sum;
     }
 }
 
-static void multiply_scalar(const tq_tile_row *tiles, const void *operands, int32_t rows, tq_order order, int accumulate, float *out,
+static void multiply_scalar(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate, float *out,
                             int32_t out_stride)
 {
-    for (int32_t q = 0; q < rows && !accumulate; q++) memset(out + (int64_t)q * out_stride, 0, sizeof(float) * TQ_TILE);
-    size_t operand_stride = operand_bytes_scalar(TQ_TILE * tiles->n);
-    for (int32_t k = 0; k < tiles->n; k++) {
+    (void)precise;
+    for (int32_t q = 0; q < rows && !accumulate; q++) memset(out + (int64_t)q * out_stride, 0, sizeof(float) * TQ_TILE * (size_t)grid->blocks);
+    size_t operand_stride = operand_bytes_scalar(TQ_TILE * grid->n);
+    for (int32_t i = 0; i < grid->blocks * grid->n; i++) {
         uint8_t codes[TQ_TILE * TQ_TILE];
         float levels[32];
-        const tq_codebook *book = &tiles->books[tiles->bits[k]];
-        for (int32_t i = 0; i < book->n_levels; i++) levels[i] = (float)book->levels[i] * book->step;
-        unpack_scalar(tiles->bits[k], (const uint32_t *)(tiles->base + tiles->offset[k]), codes);
+        const tq_tile *tile = &grid->tiles[i];
+        const tq_codebook *book = &grid->books[tile->bits];
+        for (int32_t code = 0; code < book->n_levels; code++) levels[code] = (float)book->levels[code] * book->step;
+        unpack_scalar(tile->bits, (const uint32_t *)(grid->base + tile->offset), codes);
         for (int32_t q = 0; q < rows; q++) {
-            const float *x = (const float *)((const char *)operands + (size_t)q * operand_stride) + TQ_TILE * k;
-            float sums[TQ_TILE] = {0};
-            multiply_tile(levels, codes, x, sums);
-            for (int32_t i = 0; i < TQ_TILE; i++) out[(int64_t)q * out_stride + (order == TQ_ORDER_COLUMNS ? tq_column(i) : i)] += sums[i];
+            const float *x = (const float *)((const char *)operands + (size_t)q * operand_stride) + TQ_TILE * (i % grid->n);
+            multiply_tile(levels, codes, x, out + (int64_t)q * out_stride + TQ_TILE * (i / grid->n));
         }
     }
 }

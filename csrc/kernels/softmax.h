@@ -1,47 +1,79 @@
-/* The softmax step, written once: plain C without branches in its loops, which each ISA's unit compiles for its own vectors. */
+/* The softmax step, written once for every unit. */
 #ifndef TQ_KERNELS_SOFTMAX_H
 #define TQ_KERNELS_SOFTMAX_H
 #include <math.h>
-#include <string.h>
-#include "core/kernels.h"
+#include "vector.h"
 
-/** exp(x) for x <= 0 to 2 units in the last place; 0 below -87. Cody-Waite reduction, then a polynomial of degree 6. */
-static inline float tq_exp_nonpositive(float x)
+/** exp(x) for x <= 0 to 2 units in the last place; 0 below -86, NaN for NaN. Cody-Waite reduction, then degree 6. */
+TQ_INLINE tq_floats tq_exp_nonpositive(tq_floats x)
 {
-    float clamped = x < -87.0f ? -87.0f : x;
-    float shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer lands in the low bits */
-    float k = shifted - 12582912.0f;
-    float r = clamped - k * 0.693359375f + k * 2.12194440e-4f;
-    float y = 1.0f + r * (1.0f + r * (0.5f + r * (1.6666667e-1f + r * (4.1666668e-2f + r * (8.3333640e-3f + r * 1.3888889e-3f)))));
-    float two_to_k = tq_float_of((tq_bits_of(shifted) << 23) + 0x3f800000u);
-    return x < -87.0f ? 0.0f : y * two_to_k;
+    const tq_floats shift = tq_all(12582912.0f); /* 1.5 * 2^23: the integer lands in the low bits */
+    tq_floats shifted = tq_fused(x, tq_all(1.44269504f), shift), k = shifted - shift;
+    tq_floats r = tq_fused(k, tq_all(2.12194440e-4f), tq_fused(k, tq_all(-0.693359375f), x));
+    tq_floats y = tq_fused(r, tq_all(1.3888889e-3f), tq_all(8.3333640e-3f));
+    y = tq_fused(r, y, tq_all(4.1666668e-2f));
+    y = tq_fused(r, y, tq_all(1.6666667e-1f));
+    y = tq_fused(r, y, tq_all(0.5f));
+    y = tq_fused(r, y, tq_all(1.0f));
+    y = tq_fused(r, y, tq_all(1.0f));
+    y = (tq_floats)((tq_ints)y + ((tq_ints)shifted << 23)); /* times 2^k */
+    return (tq_floats)((tq_ints)tq_select(x == x, y, x) & ~(x < -86.0f));
 }
 
-static inline float tq_softmax_step(float *scores, const uint16_t *key_scales, const uint16_t *value_scales, const uint8_t *visible, int32_t n,
+/** tanh by exp: absolute error 1e-7, which is what a logit feels. */
+TQ_INLINE tq_floats tq_tanh(tq_floats x)
+{
+    tq_floats magnitude = (tq_floats)tq_magnitude_bits(x), e = tq_exp_nonpositive(magnitude * -2.0f);
+    return (tq_floats)((tq_ints)((1.0f - e) / (1.0f + e)) | ((tq_ints)x & (int32_t)0x80000000));
+}
+
+/** The logits of n tokens in place; returns the largest of them and `max`, whatever NaN there are. */
+TQ_INLINE float tq_logits(float *scores, const float *key_scales, const uint8_t *visible, int32_t n, const tq_logit *logit, float max)
+{
+    tq_floats largest = tq_all(max), scale = tq_all(logit->scale), bias = tq_all(logit->bias);
+    for (int32_t i = 0; i < n; i += TQ_LANES) {
+        tq_floats x = tq_load_floats(scores + i);
+        if (key_scales) x *= tq_load_floats(key_scales + i);
+        x = tq_fused(x, scale, bias);
+        if (logit->softcap > 0) x = logit->softcap * tq_tanh(x / logit->softcap);
+        if (visible) { /* a token out of sight may hold anything, NaN scales too: replaced, not multiplied */
+            tq_ints seen;
+            for (int32_t j = 0; j < TQ_LANES; j++) seen[j] = -(int32_t)visible[i + j];
+            x = tq_select(seen, x, tq_all(-INFINITY));
+        }
+        largest = tq_max(x, largest);
+        tq_store_floats(scores + i, x);
+    }
+    return tq_max_lanes(largest);
+}
+
+/** Whether one of n numbers is NaN. */
+static inline int tq_any_nan(const float *x, int32_t n)
+{
+    int any = 0;
+    for (int32_t i = 0; i < n; i++) any |= x[i] != x[i];
+    return any;
+}
+
+static inline float tq_softmax_step(float *scores, const float *key_scales, const float *value_scales, const uint8_t *visible, int32_t n,
                                     const tq_logit *logit, tq_softmax_state *state)
 {
-    float scale = logit->scale, bias = logit->bias;
-    if (key_scales)
-        for (int32_t i = 0; i < n; i++) scores[i] = scale * (scores[i] * tq_f32_from_f16(key_scales[i])) + bias;
-    else
-        for (int32_t i = 0; i < n; i++) scores[i] = scale * scores[i] + bias;
-    if (logit->softcap > 0)
-        for (int32_t i = 0; i < n; i++) scores[i] = logit->softcap * tanhf(scores[i] / logit->softcap);
-    if (visible) /* a token out of sight may hold anything, NaN scales too: replaced, not multiplied */
-        for (int32_t i = 0; i < n; i++) scores[i] = visible[i] ? scores[i] : -INFINITY;
-    float max = state->max;
-    for (int32_t i = 0; i < n; i++) max = scores[i] > max || scores[i] != scores[i] ? scores[i] : max;
+    float max = tq_logits(scores, key_scales, visible, n, logit, state->max);
+    if (max == -INFINITY && tq_any_nan(scores, n)) max = 0; /* the sum says so from here on */
     if (max == -INFINITY) {
         memset(scores, 0, sizeof(float) * (size_t)n);
         return 1.0f;
     }
-    float factor = state->max == -INFINITY ? 0.0f : expf(state->max - max), sum = 0;
-    for (int32_t i = 0; i < n; i++) scores[i] = tq_exp_nonpositive(scores[i] - max);
-    for (int32_t i = 0; i < n; i++) sum += scores[i];
-    if (value_scales && visible)
-        for (int32_t i = 0; i < n; i++) scores[i] = visible[i] ? scores[i] * tq_f32_from_f16(value_scales[i]) : 0.0f;
-    else if (value_scales)
-        for (int32_t i = 0; i < n; i++) scores[i] *= tq_f32_from_f16(value_scales[i]);
+    tq_floats sums = {0};
+    float factor = state->max == max ? 1.0f : state->max == -INFINITY ? 0.0f : expf(state->max - max), sum = 0;
+    for (int32_t i = 0; i < n; i += TQ_LANES) {
+        tq_floats x = tq_load_floats(scores + i), weight = tq_exp_nonpositive(x - max);
+        sums += weight;
+        if (value_scales) weight *= tq_load_floats(value_scales + i);
+        if (value_scales && visible) weight = tq_select(x == -INFINITY, (tq_floats){0}, weight);
+        tq_store_floats(scores + i, weight);
+    }
+    sum = tq_sum_lanes(sums);
     state->max = max;
     state->sum = state->sum * factor + sum;
     state->packed_sum = state->packed_sum * factor + (value_scales ? sum : 0.0f);

@@ -1,0 +1,55 @@
+/* AVX2 without VNNI: levels as 16-bit numbers, operands as 16-bit numbers, vpmaddwd + vpaddd.
+ * (vpmaddubsw saturates at 16 bits: operands of 7 bits would do, at two to three times the products.)
+ *
+ *   instruction              Haswell      Skylake      Zen 4
+ *   vpshufb ymm              1cy @ p5     1cy @ p15*   1cy @ p12       * p5 until Ice Lake
+ *   vpand, vpor ymm          1cy @ p015   1cy @ p015   1cy @ p0123
+ *   vpsrlw ymm, imm          1cy @ p0     1cy @ p01    1cy @ p12
+ *   vpmaddwd ymm             5cy @ p0     5cy @ p01    3cy @ p03
+ *   vpaddd ymm               1cy @ p15    1cy @ p015   1cy @ p0123
+ *   vbroadcasti128 ymm, mem  loads only
+ *
+ * A vector of 4-bit words (64 codes, two rows) costs five operations to bytes, four to 16 bits, and eight per operand. */
+#include "avx2.h"
+
+#define PARTS 4
+#define LOW_PLANES 1
+#define SUM_REGISTERS 8
+
+typedef struct {
+    __m256i part[PARTS];
+} parts;
+
+/** Even and odd bytes of both vectors as 16-bit numbers. */
+TQ_INLINE parts levels(int bits, const __m256i *w, int r, const tables *t)
+{
+    bytes_u8x32 l = levels_u8x32(bits, w, r, t);
+    const __m256i mask = _mm256_set1_epi16(255);
+    return (parts){{_mm256_and_si256(l.even, mask), _mm256_srli_epi16(l.even, 8), _mm256_and_si256(l.odd, mask), _mm256_srli_epi16(l.odd, 8)}};
+}
+
+static inline __m256i multiply_add(__m256i sum, __m256i level_s16x16, __m256i x_s16x16)
+{
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(level_s16x16, x_s16x16));
+}
+
+#include "codes.h"
+#include "product.h"
+#include "softmax.h"
+
+const tq_kernels tq_kernels_avx2 = {
+    .isa = "avx2",
+    .hadamard = hadamard_vector,
+    .matvec = matvec_vector,
+    .encode = encode_vector,
+    .pack = pack_vector,
+    .unpack = unpack_vector,
+    .operand_bytes = operand_bytes_vector,
+    .prepare = prepare_vector,
+    .multiply = multiply_vector,
+    .softmax = tq_softmax_step,
+    .load = load_vector,
+    .dot = dot_vector,
+    .axpy = axpy_vector,
+    .names = {"rotate_avx2", "append_avx2", "attend_avx2", "dequantize_avx2", "dot_avx2"},
+};

@@ -1,0 +1,52 @@
+/* AVX2 with AVX-VNNI (Alder Lake, Sierra Forest, Zen 5 on): levels + 128 as unsigned bytes times operands of two or three
+ * signed bytes. vpdpbusd does not saturate: 255 * 128 * 4 a step, and product.h flushes every 256 columns.
+ *
+ *   instruction              Alder Lake P   Zen 5
+ *   vpshufb ymm              1cy @ p15      1cy @ p12
+ *   vpand, vpor ymm          1cy @ p015     1cy @ p0123
+ *   vpsrlw ymm, imm          1cy @ p01      1cy @ p12
+ *   vpdpbusd ymm             5cy @ p01      4cy @ p01
+ *   vbroadcasti128 ymm, mem  loads only
+ *
+ * A vector of 4-bit words (64 codes, two rows) costs five operations to bytes and four per operand (six if precise). */
+#include "avx2.h"
+
+#define PARTS 2
+#define LOW_PLANES 2
+#define SUM_REGISTERS 8
+
+typedef struct {
+    __m256i part[PARTS];
+} parts;
+
+TQ_INLINE parts levels(int bits, const __m256i *w, int r, const tables *t)
+{
+    bytes_u8x32 l = levels_u8x32(bits, w, r, t);
+    return (parts){{l.even, l.odd}};
+}
+
+static inline __m256i multiply_add(__m256i sum, __m256i level_u8x32, __m256i x_s8x32)
+{
+    return _mm256_dpbusd_avx_epi32(sum, level_u8x32, x_s8x32);
+}
+
+#include "codes.h"
+#include "product.h"
+#include "softmax.h"
+
+const tq_kernels tq_kernels_avx2_vnni = {
+    .isa = "avx2_vnni",
+    .hadamard = hadamard_vector,
+    .matvec = matvec_vector,
+    .encode = encode_vector,
+    .pack = pack_vector,
+    .unpack = unpack_vector,
+    .operand_bytes = operand_bytes_vector,
+    .prepare = prepare_vector,
+    .multiply = multiply_vector,
+    .softmax = tq_softmax_step,
+    .load = load_vector,
+    .dot = dot_vector,
+    .axpy = axpy_vector,
+    .names = {"rotate_avx2_vnni", "append_avx2_vnni", "attend_avx2_vnni", "dequantize_avx2_vnni", "dot_avx2_vnni"},
+};

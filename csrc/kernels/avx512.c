@@ -1,0 +1,53 @@
+/* AVX-512 without VNNI (Skylake-X): levels as 16-bit numbers, operands as 16-bit numbers, vpmaddwd + vpaddd, as in avx2.c.
+ *
+ *   instruction                Skylake-X
+ *   vpshufb zmm                1cy @ p5
+ *   vpandd, vpternlogd zmm     1cy @ p05
+ *   vpsrlw zmm, imm            1cy @ p0
+ *   vpmaddwd zmm               5cy @ p05
+ *   vpaddd zmm                 1cy @ p05
+ *   vbroadcasti32x4 zmm, mem   loads only
+ *
+ * A vector of 4-bit words (128 codes, four rows) costs five operations to bytes, four to 16 bits, and eight per operand. */
+#include "avx512.h"
+
+#define PARTS 4
+#define LOW_PLANES 1
+
+typedef struct {
+    __m512i part[PARTS];
+} parts;
+
+/** Even and odd bytes of both vectors as 16-bit numbers. */
+TQ_INLINE parts levels(int bits, const __m512i *w, int r, const tables *t)
+{
+    bytes_u8x64 l = levels_u8x64(bits, w, r, t);
+    const __m512i mask = _mm512_set1_epi16(255);
+    return (parts){{_mm512_and_si512(l.even, mask), _mm512_srli_epi16(l.even, 8), _mm512_and_si512(l.odd, mask), _mm512_srli_epi16(l.odd, 8)}};
+}
+
+static inline __m512i multiply_add(__m512i sum, __m512i level_s16x32, __m512i x_s16x32)
+{
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(level_s16x32, x_s16x32));
+}
+
+#include "codes.h"
+#include "product.h"
+#include "softmax.h"
+
+const tq_kernels tq_kernels_avx512 = {
+    .isa = "avx512",
+    .hadamard = hadamard_vector,
+    .matvec = matvec_vector,
+    .encode = encode_vector,
+    .pack = pack_vector,
+    .unpack = unpack_vector,
+    .operand_bytes = operand_bytes_vector,
+    .prepare = prepare_vector,
+    .multiply = multiply_vector,
+    .softmax = tq_softmax_step,
+    .load = load_vector,
+    .dot = dot_vector,
+    .axpy = axpy_vector,
+    .names = {"rotate_avx512", "append_avx512", "attend_avx512", "dequantize_avx512", "dot_avx512"},
+};

@@ -1,0 +1,175 @@
+/* Levels of packed codes in 512-bit registers: for avx512.c (16-bit products) and avx512_vnni.c (byte products).
+ *
+ * A 64-byte load of word w of a tile is rows g .. g + 3 (of r), four lanes t each; nibble n of a word is
+ * column 4 t + n (n < 4) or 16 + 4 t + n - 4. Every width gives two vectors of bytes in one order:
+ *   even, byte i of a word    column n = 2 i          n: 0 2 4 6
+ *   odd,  byte i of a word    column n = 2 i + 1      n: 1 3 5 7                                  */
+#ifndef TQ_KERNELS_AVX512_H
+#define TQ_KERNELS_AVX512_H
+#include <immintrin.h>
+#include "vector.h"
+
+typedef struct {
+    __m512i even, odd;
+} bytes_u8x64;
+
+/** A codebook as look-up tables, level + 128 by the low four bits of a code: codes 0..15, codes 16..31. */
+typedef struct {
+    __m512i low_u8x64, high_u8x64;
+} tables;
+
+static inline tables tables_of(const tq_codebook *book)
+{
+    int8_t levels[32];
+    memcpy(levels, book->levels, sizeof levels);
+    if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: do not care */
+    __m128i low = _mm_loadu_si128((const __m128i *)levels), high = _mm_loadu_si128((const __m128i *)levels + 1), sign = _mm_set1_epi8(-128);
+    return (tables){_mm512_broadcast_i32x4(_mm_xor_si128(low, sign)), _mm512_broadcast_i32x4(_mm_xor_si128(high, sign))};
+}
+
+/** table[low four bits of each byte]. */
+static inline __m512i look_up_u8x64(__m512i x, __m512i table)
+{
+#if defined(__AVX512VBMI__) /* vpermb looks at six bits, and the table comes four times: no mask */
+    return _mm512_permutexvar_epi8(x, table);
+#else
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(x, _mm512_set1_epi8(15)));
+#endif
+}
+
+/* 4 bits   word r: the eight codes of row g + 8 r
+ * 3 bits   nibble n, bit       3           2 1 0
+ *            w[0]           | h bit 0 | row g      |   h: code n of row g + 24, one bit in each spare place
+ *            w[1]           | h bit 1 | row g + 8  |
+ *            w[2]           | h bit 2 | row g + 16 |   r < 3 needs no mask: the table repeats */
+static inline __m512i nibbles_3_u8x64(const __m512i *w, int r)
+{
+    if (r < 3) return w[r];
+    __m512i bits_0_2 = _mm512_ternarylogic_epi32(_mm512_srli_epi32(w[0], 3), _mm512_srli_epi32(w[2], 1), _mm512_set1_epi8(0x11), 0xe4); /* c ? a : b */
+    return _mm512_ternarylogic_epi32(bits_0_2, _mm512_srli_epi32(w[1], 2), _mm512_set1_epi8(0x22), 0xd8); /* c ? b : a */
+}
+
+static inline bytes_u8x64 look_up_nibbles_u8x64(__m512i nibbles, __m512i table)
+{
+    return (bytes_u8x64){look_up_u8x64(nibbles, table), look_up_u8x64(_mm512_srli_epi16(nibbles, 4), table)};
+}
+
+/* Bytes to nibble order:   w0 | c3 c2 c1 c0 |  w1 | c7 c6 c5 c4 |  ->  even | c6 c4 c2 c0 |  odd | c7 c5 c3 c1 |
+ * (each byte holds code n of several rows, in bits of their own). The upper half of a word comes from w1 by a merging mask. */
+static inline bytes_u8x64 interleave_u8x64(__m512i w0, __m512i w1)
+{
+    const __m512i even = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 0, 2, 4, 6, 4, 6, 8, 10, 8, 10, 12, 14, 12, 14));
+    const __m512i odd = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 1, 3, 5, 7, 5, 7, 9, 11, 9, 11, 13, 15, 13, 15));
+    const __mmask64 upper = 0xcccccccccccccccc;
+    return (bytes_u8x64){_mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(w0, even), upper, w1, even),
+                         _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(w0, odd), upper, w1, odd)};
+}
+
+/* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 2 r */
+static inline bytes_u8x64 levels_2_u8x64(const __m512i *w, int r)
+{
+    bytes_u8x64 all = interleave_u8x64(w[0], w[1]);
+    const __m512i mask = _mm512_set1_epi8((char)(3 << 2 * r));
+    return (bytes_u8x64){_mm512_and_si512(all.even, mask), _mm512_and_si512(all.odd, mask)};
+}
+
+/* 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r */
+static inline bytes_u8x64 levels_1_u8x64(__m512i w, int r)
+{
+    bytes_u8x64 all = interleave_u8x64(w, _mm512_srli_epi32(w, 4));
+    const __m512i mask = _mm512_set1_epi8((char)(1 << r));
+    return (bytes_u8x64){_mm512_and_si512(all.even, mask), _mm512_and_si512(all.odd, mask)};
+}
+
+/* 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
+static inline bytes_u8x64 levels_5_u8x64(const __m512i *w, int r, const tables *t)
+{
+    bytes_u8x64 low = look_up_nibbles_u8x64(w[r], t->low_u8x64), high = look_up_nibbles_u8x64(w[r], t->high_u8x64);
+    bytes_u8x64 fifth = interleave_u8x64(w[4], _mm512_srli_epi32(w[4], 4));
+    const __m512i bit = _mm512_set1_epi8((char)(1 << r));
+    return (bytes_u8x64){_mm512_mask_blend_epi8(_mm512_test_epi8_mask(fifth.even, bit), low.even, high.even),
+                         _mm512_mask_blend_epi8(_mm512_test_epi8_mask(fifth.odd, bit), low.odd, high.odd)};
+}
+
+TQ_INLINE bytes_u8x64 levels_u8x64(int bits, const __m512i *w, int r, const tables *t)
+{
+    switch (bits) {
+    case 1: return levels_1_u8x64(w[0], r);
+    case 2: return levels_2_u8x64(w, r);
+    case 3: return look_up_nibbles_u8x64(nibbles_3_u8x64(w, r), t->low_u8x64);
+    case 4: return look_up_nibbles_u8x64(w[r], t->low_u8x64);
+    default: return levels_5_u8x64(w, r, t);
+    }
+}
+
+/* ---- what product.h asks for ---- */
+
+typedef __m512i vec;
+#define VEC_BYTES 64
+#define SUM_REGISTERS 16
+#define LEVEL_OFFSET 128
+#define SHIFT_2 0, 2, 4, 6
+#define SHIFT_1 0, 1, 2, 3
+
+static inline __m512i vec_load(const void *at)
+{
+    return _mm512_loadu_si512(at);
+}
+
+static inline __m512i vec_broadcast(const void *at)
+{
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(at));
+}
+
+static inline __m512i vec_zero(void)
+{
+    return _mm512_setzero_si512();
+}
+
+static inline __m512i vec_add(__m512i a, __m512i b)
+{
+    return _mm512_add_epi32(a, b);
+}
+
+static inline __m512i vec_times_256(__m512i a)
+{
+    return _mm512_slli_epi32(a, 8);
+}
+
+/* | v0: t3 t2 t1 t0 | .. | v3: t3 t2 t1 t0 |  ->  | sum v3 | sum v2 | sum v1 | sum v0 |, in each 128-bit lane */
+static inline void add_lanes(const __m512i v[4], int32_t *out)
+{
+    __m512i v01 = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+    __m512i v23 = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+    _mm512_storeu_si512(out, _mm512_add_epi32(_mm512_unpacklo_epi64(v01, v23), _mm512_unpackhi_epi64(v01, v23)));
+}
+
+/* ---- what codes.h asks for ---- */
+
+TQ_INLINE tq_floats tq_swap(tq_floats x, int h)
+{
+    switch (h) {
+    case 1: return _mm512_permute_ps(x, 0xb1);
+    case 2: return _mm512_permute_ps(x, 0x4e);
+    case 4: return _mm512_shuffle_f32x4(x, x, 0xb1);
+    default: return _mm512_shuffle_f32x4(x, x, 0x4e);
+    }
+}
+
+static inline tq_floats tq_pick(const float *table, tq_ints m)
+{
+    return _mm512_permutexvar_ps((__m512i)m, _mm512_loadu_ps(table));
+}
+
+/** n numbers of a dtype to float32. */
+static void load_vector(int32_t dtype, const void *x, float *y, int64_t n)
+{
+    const uint16_t *u = x;
+    int64_t i = 0;
+    if (dtype == TQ_F32) memcpy(y, x, sizeof(float) * (size_t)n);
+    if (dtype == TQ_F16)
+        for (; i + 16 <= n; i += 16) _mm512_storeu_ps(y + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(u + i))));
+    for (; i < n && dtype == TQ_F16; i++) y[i] = tq_f32_from_f16(u[i]);
+    for (; i < n && dtype == TQ_BF16; i++) y[i] = tq_f32_from_bf16(u[i]);
+}
+#endif

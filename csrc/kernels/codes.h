@@ -1,0 +1,249 @@
+/* Rotation, quantisation and packing, written once for the vector units; scalar.c is the definition and has the same bits.
+ * A unit defines before it includes this file:
+ *   tq_swap(x, h)        lane i becomes lane i ^ h, h a constant power of two below TQ_LANES
+ *   tq_pick(table, m)    table[m] per lane, float table[16], m in 0..15 */
+#ifndef TQ_KERNELS_CODES_H
+#define TQ_KERNELS_CODES_H
+#include <float.h>
+#include <math.h>
+#include "vector.h"
+
+/* ---- rotation ---- */
+
+/** A butterfly at distance h inside a vector: lane i without bit h gets a + b, its partner a - b, written as a + -b. */
+TQ_INLINE tq_floats butterfly(tq_floats x, int h)
+{
+    tq_ints flip;
+    for (int i = 0; i < TQ_LANES; i++) flip[i] = i & h ? INT32_MIN : 0;
+    return tq_swap(x, h) + (tq_floats)((tq_ints)x ^ flip);
+}
+
+static void hadamard_vector(float *x, int32_t n, float factor)
+{
+    if (n < TQ_LANES) {
+        tq_kernels_scalar.hadamard(x, n, factor);
+        return;
+    }
+    for (int32_t i = 0; i < n; i += TQ_LANES) {
+        tq_floats v = tq_load_floats(x + i);
+        v = butterfly(butterfly(v, 1), 2);
+#if TQ_LANES >= 8
+        v = butterfly(v, 4);
+#endif
+#if TQ_LANES >= 16
+        v = butterfly(v, 8);
+#endif
+        tq_store_floats(x + i, v);
+    }
+    for (int32_t h = TQ_LANES; h < n; h *= 2)
+        for (int32_t i = 0; i < n; i += 2 * h)
+            for (int32_t j = i; j < i + h; j += TQ_LANES) {
+                tq_floats a = tq_load_floats(x + j), b = tq_load_floats(x + j + h);
+                tq_store_floats(x + j, a + b);
+                tq_store_floats(x + j + h, a - b);
+            }
+    for (int32_t i = 0; i < n; i += TQ_LANES) tq_store_floats(x + i, tq_load_floats(x + i) * factor);
+}
+
+/** Eight sums at a time, each in its own order: the sums of a row may not be split, so rows are what runs side by side. */
+static void matvec_vector(const float *matrix, int transposed, const float *x, float *y, int32_t n)
+{
+    for (int32_t i = 0; i < n; i += 8) {
+        float sums[8];
+        for (int32_t j = 0; j < n; j++)
+            for (int32_t r = 0; r < 8; r++) {
+                float product = (transposed ? matrix[(int64_t)j * n + i + r] : matrix[(int64_t)(i + r) * n + j]) * x[j];
+                sums[r] = j ? sums[r] + product : product;
+            }
+        memcpy(y + i, sums, sizeof sums);
+    }
+}
+
+/* ---- quantisation ---- Rows of TQ_MAX_DIM floats, zero in padding channels and in groups without bits. */
+
+/** The sum that scalar.c's tree_sum makes of a_i b_i, i < n, n a power of two. */
+TQ_INLINE float tree_dot(const float *a, const float *b, int32_t n)
+{
+    tq_floats v[TQ_MAX_DIM / TQ_LANES];
+    if (n <= TQ_LANES) {
+        v[0] = tq_load_floats(a) * tq_load_floats(b);
+    } else {
+        int32_t half = n / 2 / TQ_LANES, i = 0;
+        do
+            v[i] = tq_load_floats(a + TQ_LANES * i) * tq_load_floats(b + TQ_LANES * i) +
+                   tq_load_floats(a + n / 2 + TQ_LANES * i) * tq_load_floats(b + n / 2 + TQ_LANES * i);
+        while (++i < half);
+        for (int32_t h = half / 2; h; h /= 2)
+            for (int32_t i = 0; i < h; i++) v[i] = v[i] + v[i + h];
+    }
+#if TQ_LANES >= 16
+    if (n >= 16) v[0] += tq_swap(v[0], 8);
+#endif
+#if TQ_LANES >= 8
+    if (n >= 8) v[0] += tq_swap(v[0], 4);
+#endif
+    v[0] += tq_swap(v[0], 2);
+    v[0] += tq_swap(v[0], 1);
+    return v[0][0];
+}
+
+/** Codes and decoded levels of the 32 channels of one group. By symmetry only magnitudes are searched: m counts the positive
+ *  thresholds t <= u, or t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. */
+TQ_INLINE void encode_group(const tq_codebook *book, const float *u, uint8_t *codes, float *c)
+{
+    int32_t half = book->n_levels / 2;
+    float magnitudes[16] = {0};
+    for (int32_t m = 0; m < half; m++) magnitudes[m] = (float)book->levels[book->code_of_rank[half + m]] * book->step;
+    for (int32_t i = 0; i < TQ_TILE; i += TQ_LANES) {
+        tq_floats x = tq_load_floats(u + i);
+        tq_ints negative = x < 0.0f, m = {0}, key = tq_magnitude_bits(x) + negative;
+        for (int32_t k = 0; k + 1 < half; k++) m -= key >= (int32_t)tq_bits_of(book->thresholds[half + k]);
+        tq_ints code = book->bits > 3 ? (m & 7) | (negative & 8) | (m >> 3) << 4 : half + (m ^ negative);
+        tq_floats level = (tq_floats)((tq_ints)tq_pick(magnitudes, m) | (negative & INT32_MIN));
+        tq_store_floats(c + i, level);
+        tq_bytes bytes = __builtin_convertvector(code, tq_bytes);
+        memcpy(codes + i, &bytes, sizeof bytes);
+    }
+}
+
+/** scalar.c: scale_factor. */
+TQ_INLINE float scale_factor(int32_t scale, const float *u, const float *c, int32_t n)
+{
+    switch (scale) {
+    case TQ_SCALE_EDEN: return tree_dot(u, u, n) / tree_dot(c, u, n);
+    case TQ_SCALE_NORM_CORRECTED: return sqrtf(tree_dot(u, u, n) / tree_dot(c, c, n));
+    case TQ_SCALE_LEAST_SQUARES: return tree_dot(c, u, n) / tree_dot(c, c, n);
+    default: return 1.0f;
+    }
+}
+
+/** scalar.c: encode_scalar. */
+static void encode_vector(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale)
+{
+    float u[TQ_MAX_DIM], c[TQ_MAX_DIM];
+    int32_t n = TQ_LANES, groups = (e->head_dim + TQ_TILE - 1) / TQ_TILE;
+    while (n < e->head_dim) n *= 2;
+    memset(u + e->head_dim, 0, sizeof(float) * (size_t)((n < TQ_TILE * groups ? TQ_TILE * groups : n) - e->head_dim));
+    memset(c + TQ_TILE * groups, 0, n > TQ_TILE * groups ? sizeof(float) * (size_t)(n - TQ_TILE * groups) : 0);
+    memcpy(u, z, sizeof(float) * (size_t)e->head_dim);
+    for (int32_t g = 0; g < groups; g++)
+        if (!e->side->bits[g]) memset(u + TQ_TILE * g, 0, sizeof(float) * TQ_TILE);
+    float ss = tree_dot(u, u, n);
+    if (!(ss >= FLT_MIN && ss <= FLT_MAX)) { /* nothing to normalise, or numbers out of all bounds */
+        tq_kernels_scalar.encode(e, z, codes, scale);
+        return;
+    }
+    float s0 = sqrtf(ss / (float)e->side->coded_channels), r = 1.0f / s0;
+    for (int32_t i = 0; i < TQ_TILE * groups; i += TQ_LANES) tq_store_floats(u + i, tq_load_floats(u + i) * r);
+    for (int32_t g = 0; g < groups; g++) {
+        int32_t at = TQ_TILE * g, real = e->head_dim - at;
+        if (e->side->bits[g]) {
+            encode_group(&e->books[e->side->bits[g]], u + at, codes + at, c + at);
+        } else {
+            memset(codes + at, 0, TQ_TILE);
+            memset(c + at, 0, sizeof(float) * TQ_TILE);
+        }
+        if (real >= TQ_TILE) continue;
+        memset(codes + at + real, 0, (size_t)(TQ_TILE - real)); /* padding */
+        memset(c + at + real, 0, sizeof(float) * (size_t)(TQ_TILE - real));
+    }
+    for (int32_t i = 0; e->steps && i < e->head_dim; i++) {
+        u[i] *= e->steps[i / TQ_TILE];
+        c[i] *= e->steps[i / TQ_TILE];
+    }
+    float s = s0 * scale_factor(e->scale, u, c, n);
+    *scale = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);
+}
+
+/* ---- tiles ---- A row of codes is eight little-endian words: word t has columns 4 t .. 4 t + 3, word 4 + t columns 16 + 4 t ..,
+ * so low[t] = (c(r, 0) .. c(r, 3)) and high[t] = (c(r, 4) .. c(r, 7)) of lane 4 g + t. Four lanes of one g at a time. */
+
+typedef uint32_t lanes_u32x4 __attribute__((vector_size(16)));
+
+TQ_INLINE lanes_u32x4 load_u32x4(const void *at)
+{
+    lanes_u32x4 x;
+    memcpy(&x, at, sizeof x);
+    return x;
+}
+
+TQ_INLINE void store_u32x4(void *at, lanes_u32x4 x)
+{
+    memcpy(at, &x, sizeof x);
+}
+
+/** Four bytes b0..b3 below 16 to nibbles 0..3, and back. */
+TQ_INLINE lanes_u32x4 nibbles_of_bytes(lanes_u32x4 x)
+{
+    x = (x | x >> 4) & 0x00ff00ff;
+    return (x | x >> 8) & 0xffff;
+}
+
+TQ_INLINE lanes_u32x4 bytes_of_nibbles(lanes_u32x4 x)
+{
+    x = (x | x << 8) & 0x00ff00ff;
+    return (x | x << 4) & 0x0f0f0f0f;
+}
+
+static void pack_vector(int32_t bits, const uint8_t *codes, uint32_t *words)
+{
+    for (int32_t g = 0; g < 8; g++) {
+        lanes_u32x4 low[4], high[4], nibbles[4], plane = {0}, *w = nibbles;
+        for (int32_t r = 0; r < 4; r++) {
+            low[r] = load_u32x4(codes + TQ_TILE * (g + 8 * r));
+            high[r] = load_u32x4(codes + TQ_TILE * (g + 8 * r) + 16);
+            if (bits >= 3) nibbles[r] = nibbles_of_bytes(low[r] & 0x0f0f0f0f) | nibbles_of_bytes(high[r] & 0x0f0f0f0f) << 16;
+            int shift = bits == 5 ? 4 : 0;
+            plane |= ((low[r] >> shift & 0x01010101) << r) | ((high[r] >> shift & 0x01010101) << (r + 4));
+        }
+        lanes_u32x4 twos[2] = {low[0] | low[1] << 2 | low[2] << 4 | low[3] << 6, high[0] | high[1] << 2 | high[2] << 4 | high[3] << 6};
+        if (bits == 3)
+            for (int32_t r = 0; r < 3; r++) nibbles[r] |= (nibbles[3] >> r & 0x11111111) << 3;
+        if (bits == 2) w = twos;
+        for (int32_t i = 0; i < (bits == 5 ? 4 : bits == 1 ? 0 : bits); i++) store_u32x4(words + 32 * i + 4 * g, w[i]);
+        if (bits == 1 || bits == 5) store_u32x4(words + 32 * (bits - 1) + 4 * g, plane);
+    }
+}
+
+static void unpack_vector(int32_t bits, const uint32_t *words, uint8_t *codes)
+{
+    for (int32_t g = 0; g < 8; g++) {
+        lanes_u32x4 w[5] = {{0}};
+        for (int32_t i = 0; i < bits; i++) w[i] = load_u32x4(words + 32 * i + 4 * g);
+        lanes_u32x4 plane = w[bits - 1];
+        if (bits == 3) w[3] = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222) | (w[2] >> 1 & 0x44444444);
+        for (int32_t r = 0; r < 4; r++) {
+            lanes_u32x4 nibbles = bits == 3 ? w[r] & 0x77777777 : w[r];
+            lanes_u32x4 low = bytes_of_nibbles(nibbles & 0xffff), high = bytes_of_nibbles(nibbles >> 16);
+            lanes_u32x4 low_bit = plane >> r & 0x01010101, high_bit = plane >> (r + 4) & 0x01010101;
+            if (bits == 1) low = low_bit, high = high_bit;
+            if (bits == 2) low = w[0] >> 2 * r & 0x03030303, high = w[1] >> 2 * r & 0x03030303;
+            if (bits == 5) low |= low_bit << 4, high |= high_bit << 4;
+            store_u32x4(codes + TQ_TILE * (g + 8 * r), low);
+            store_u32x4(codes + TQ_TILE * (g + 8 * r) + 16, high);
+        }
+    }
+}
+
+/* ---- exact tokens ---- n is a multiple of 8. */
+
+static float dot_vector(const float *x, const float *y, int32_t n)
+{
+    typedef float floats8 __attribute__((vector_size(32)));
+    floats8 sums = {0};
+    float sum = 0;
+    for (int32_t i = 0; i < n; i += 8) {
+        floats8 a, b;
+        memcpy(&a, x + i, sizeof a);
+        memcpy(&b, y + i, sizeof b);
+        sums += a * b;
+    }
+    for (int32_t j = 0; j < 8; j++) sum += sums[j];
+    return sum;
+}
+
+static void axpy_vector(float a, const float *restrict x, float *restrict y, int32_t n)
+{
+    for (int32_t i = 0; i < n; i++) y[i] += a * x[i];
+}
+#endif

@@ -1,0 +1,131 @@
+/* Vectors of a unit's native width in GNU C: what is written with them is written once and compiled by each unit with its own
+ * flags. No contraction and no reassociation happens (setup.py), so equal expressions give equal bits on every ISA. */
+#ifndef TQ_KERNELS_VECTOR_H
+#define TQ_KERNELS_VECTOR_H
+#include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+#include "core/kernels.h"
+
+#if defined(__AVX512F__)
+#define TQ_LANES 16
+#elif defined(__AVX__)
+#define TQ_LANES 8
+#else
+#define TQ_LANES 4
+#endif
+
+#define TQ_INLINE static inline __attribute__((always_inline))
+
+typedef float tq_floats __attribute__((vector_size(4 * TQ_LANES)));
+typedef int32_t tq_ints __attribute__((vector_size(4 * TQ_LANES)));
+typedef uint8_t tq_bytes __attribute__((vector_size(TQ_LANES)));
+
+TQ_INLINE tq_floats tq_load_floats(const float *x)
+{
+    tq_floats y;
+    memcpy(&y, x, sizeof y);
+    return y;
+}
+
+TQ_INLINE void tq_store_floats(float *x, tq_floats y)
+{
+    memcpy(x, &y, sizeof y);
+}
+
+TQ_INLINE tq_floats tq_all(float x)
+{
+    return (tq_floats){0} + x;
+}
+
+/** a where mask is -1, b where it is 0. */
+TQ_INLINE tq_floats tq_select(tq_ints mask, tq_floats a, tq_floats b)
+{
+    return (tq_floats)(((tq_ints)a & mask) | ((tq_ints)b & ~mask));
+}
+
+/* Two operations that GNU C has no spelling for. Fused sums are for attention only: they would change codes. */
+
+TQ_INLINE tq_floats tq_fused(tq_floats a, tq_floats b, tq_floats c)
+{
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_NEON)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
+
+/** The larger, b where a is NaN (b is not). */
+TQ_INLINE tq_floats tq_max(tq_floats a, tq_floats b)
+{
+#if defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#elif defined(__AVX__)
+    return _mm256_max_ps(a, b);
+#elif defined(__ARM_NEON)
+    return vmaxnmq_f32(a, b);
+#else
+    return tq_select(a > b, a, b);
+#endif
+}
+
+/* Over all lanes, by halves: a chain of sixteen sums would cost more than what it sums. */
+
+typedef float tq_floats4 __attribute__((vector_size(16)));
+typedef int32_t tq_ints4 __attribute__((vector_size(16)));
+
+TQ_INLINE float tq_sum_lanes(tq_floats x)
+{
+    tq_floats4 quarters[TQ_LANES / 4], sum;
+    memcpy(quarters, &x, sizeof x);
+    sum = quarters[0];
+    for (int i = 1; i < TQ_LANES / 4; i++) sum += quarters[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+TQ_INLINE int32_t tq_sum_lanes_int(tq_ints x)
+{
+    tq_ints4 quarters[TQ_LANES / 4], sum;
+    memcpy(quarters, &x, sizeof x);
+    sum = quarters[0];
+    for (int i = 1; i < TQ_LANES / 4; i++) sum += quarters[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+TQ_INLINE int32_t tq_max_lanes_int(tq_ints x)
+{
+    tq_ints4 quarters[TQ_LANES / 4], max;
+    memcpy(quarters, &x, sizeof x);
+    max = quarters[0];
+    for (int i = 1; i < TQ_LANES / 4; i++) {
+        tq_ints4 larger = quarters[i] > max;
+        max = (quarters[i] & larger) | (max & ~larger);
+    }
+    int32_t a = max[0] > max[2] ? max[0] : max[2], b = max[1] > max[3] ? max[1] : max[3];
+    return a > b ? a : b;
+}
+
+/** Order-preserving integers of floats that are not NaN, and back: it is its own inverse. */
+TQ_INLINE tq_ints tq_ordered(tq_ints x)
+{
+    return x ^ ((x >> 31) & 0x7fffffff);
+}
+
+TQ_INLINE float tq_max_lanes(tq_floats x)
+{
+    int32_t max = tq_max_lanes_int(tq_ordered((tq_ints)x));
+    return tq_float_of((uint32_t)(max ^ ((max >> 31) & 0x7fffffff)));
+}
+
+TQ_INLINE tq_ints tq_magnitude_bits(tq_floats x)
+{
+    return (tq_ints)x & 0x7fffffff;
+}
+#endif
