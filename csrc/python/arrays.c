@@ -1,0 +1,221 @@
+/* Arrays as arguments: dtype, byte order, shape, memory order, alignment and writability, checked and never repaired by a
+ * copy. Owns nothing but scratch memory; every array here is borrowed. */
+#include "binding.h"
+
+static const char *type_name(int type)
+{
+    switch (type) {
+    case NPY_FLOAT32: return "float32";
+    case NPY_FLOAT16: return "float16";
+    case NPY_UINT16: return "uint16 (bfloat16)";
+    case NPY_UINT8: return "uint8";
+    case NPY_INT32: return "int32";
+    default: return "another type";
+    }
+}
+
+/* "[2, *, 64]" */
+static void print_shape(char *text, size_t size, const npy_intp *dims, int ndim)
+{
+    size_t at = 0;
+    text[at++] = '[';
+    for (int i = 0; i < ndim && at + 32 < size; i++) {
+        const char *comma = i ? ", " : "";
+        if (dims[i] == ANY) at += (size_t)PyOS_snprintf(text + at, size - at, "%s*", comma);
+        else at += (size_t)PyOS_snprintf(text + at, size - at, "%s%lld", comma, (long long)dims[i]);
+    }
+    PyOS_snprintf(text + at, size - at, "]");
+}
+
+static int same_shape(PyArrayObject *array, int ndim, const npy_intp *dims)
+{
+    if (PyArray_NDIM(array) != ndim) return 0;
+    for (int i = 0; i < ndim; i++)
+        if (dims[i] != ANY && dims[i] != PyArray_DIM(array, i)) return 0;
+    return 1;
+}
+
+static int is_type(PyArrayObject *array, int type)
+{
+    return PyArray_EquivTypenums(PyArray_TYPE(array), type) && PyArray_ISNOTSWAPPED(array);
+}
+
+/* For an aligned array, whose strides are whole elements: none goes backwards, the last is one element. A dimension of one
+ * element may have any. */
+static int has_rows(PyArrayObject *array)
+{
+    int last = PyArray_NDIM(array) - 1;
+    for (int i = 0; i <= last; i++) {
+        npy_intp stride = PyArray_STRIDE(array, i);
+        if (PyArray_DIM(array, i) > 1 && (stride < 0 || (i == last && stride != PyArray_ITEMSIZE(array)))) return 0;
+    }
+    return 1;
+}
+
+PyArrayObject *read_array(const char *op, const char *name, PyObject *object, int type, int flags, int ndim,
+                          const npy_intp *dims)
+{
+    char want_shape[160], got_shape[160], wants[64];
+    PyOS_snprintf(wants, sizeof wants, "an array of %s", type_name(type));
+    if (!PyArray_Check(object)) return (PyArrayObject *)raise_type(op, name, wants, object);
+    PyArrayObject *array = (PyArrayObject *)object;
+    if (!is_type(array, type)) {
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must be %s, got %S", op, name, wants, (PyObject *)PyArray_DESCR(array));
+        return NULL;
+    }
+    if (!same_shape(array, ndim, dims)) {
+        print_shape(want_shape, sizeof want_shape, dims, ndim);
+        print_shape(got_shape, sizeof got_shape, PyArray_DIMS(array), PyArray_NDIM(array));
+        return (PyArrayObject *)raise_value(op, name, "of shape %s, got %s", want_shape, got_shape);
+    }
+    if (!PyArray_ISALIGNED(array))
+        return (PyArrayObject *)raise_value(op, name, "aligned to its elements, got one that is not");
+    if (PyArray_SIZE(array) && !(flags & ROWS ? has_rows(array) : PyArray_IS_C_CONTIGUOUS(array))) {
+        const char *order = flags & ROWS ? "an array of dense rows in ascending order" : "C-contiguous";
+        return (PyArrayObject *)raise_value(op, name, "%s, got other strides; numpy.ascontiguousarray copies", order);
+    }
+    if (flags & WRITE && !PyArray_ISWRITEABLE(array))
+        return (PyArrayObject *)raise_value(op, name, "writable, got a read-only array");
+    return array;
+}
+
+PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object, int flags, npy_intp kv_heads)
+{
+    npy_intp dims[3] = {ANY, kv_heads, (npy_intp)plan->record_bytes};
+    PyArrayObject *pages = read_array(op, "pages", object, NPY_UINT8, flags, 3, dims);
+    if (!pages) return NULL;
+    int past = (int)((uintptr_t)PyArray_DATA(pages) % 64);
+    if (!past || !PyArray_SIZE(pages)) return pages;
+    return (PyArrayObject *)raise_value(op, "pages", "64-byte aligned as from new_pages, got %d past", past);
+}
+
+int read_strides(const char *op, const char *name, PyArrayObject *array, int64_t *batch, int64_t *head, int64_t *token)
+{
+    int64_t *strides[3] = {batch, head, token}, dense = PyArray_DIM(array, 3);
+    int empty = PyArray_SIZE(array) == 0;
+    for (int i = 2; i >= 0; i--) {
+        int64_t length = PyArray_DIM(array, i);
+        /* NumPy leaves the strides of such dimensions undefined; the core looks at them. */
+        int undefined = empty || length <= 1;
+        *strides[i] = undefined ? dense : PyArray_STRIDE(array, i) / PyArray_ITEMSIZE(array);
+        if (__builtin_mul_overflow(*strides[i], length > 1 ? length : 1, &dense)) {
+            raise_value(op, name, "addressable, got strides beyond 63 bits");
+            return -1;
+        }
+        if (dense < PyArray_DIM(array, 3)) dense = PyArray_DIM(array, 3); /* behind a stride of 0 */
+    }
+    return 0;
+}
+
+int read_length(const char *op, const char *name, PyArrayObject *array, int dim, int32_t *out)
+{
+    npy_intp length = PyArray_DIM(array, dim);
+    if (length > INT32_MAX) {
+        raise_value(op, name, "at most 2**31 - 1 long in every dimension, got %lld", (long long)length);
+        return -1;
+    }
+    *out = (int32_t)length;
+    return 0;
+}
+
+int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *first, int32_t *out, int *type)
+{
+    static const struct {
+        const char *name;
+        int type;
+        tq_dtype dtype;
+    } known[] = {
+        {"float32", NPY_FLOAT32, TQ_F32},
+        {"float16", NPY_FLOAT16, TQ_F16},
+        {"bfloat16", NPY_UINT16, TQ_BF16},
+    };
+    const char *wants = "float32 or float16, or uint16 with dtype=\"bfloat16\"";
+    if (!PyArray_Check(first)) {
+        raise_type(op, name, "an array of float32, float16 or bfloat16", first);
+        return -1;
+    }
+    if (dtype != Py_None && !PyUnicode_Check(dtype)) {
+        raise_type(op, "dtype", "None, \"float32\", \"float16\" or \"bfloat16\"", dtype);
+        return -1;
+    }
+    for (int i = 0; i < 3; i++) {
+        int named = dtype != Py_None && PyUnicode_CompareWithASCIIString(dtype, known[i].name) == 0;
+        int found = dtype == Py_None && known[i].dtype != TQ_BF16 && is_type((PyArrayObject *)first, known[i].type);
+        if (!named && !found) continue;
+        *out = (int32_t)known[i].dtype;
+        *type = known[i].type;
+        return 0;
+    }
+    if (dtype != Py_None) raise_value(op, "dtype", "None, \"float32\", \"float16\" or \"bfloat16\", got %R", dtype);
+    else
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must be %s, got %S", op, name, wants,
+                     (PyObject *)PyArray_DESCR((PyArrayObject *)first));
+    return -1;
+}
+
+/* [n, tail...] with n = 1 or `many`, or the tail alone: the data, and its stride (0 where one serves all). */
+static int read_shared(const char *op, const char *name, PyObject *object, npy_intp many, const npy_intp tail[2],
+                       const float **data, int64_t *stride)
+{
+    npy_intp dims[3] = {many, tail[0], tail[1]};
+    int ndim = 3;
+    if (object == Py_None) return 0;
+    if (PyArray_Check(object) && PyArray_NDIM((PyArrayObject *)object) == 2) ndim = 2;
+    if (ndim == 3 && PyArray_Check(object) && PyArray_NDIM((PyArrayObject *)object) == 3 &&
+        PyArray_DIM((PyArrayObject *)object, 0) == 1)
+        dims[0] = 1;
+    PyArrayObject *array = read_array(op, name, object, NPY_FLOAT32, DENSE, ndim, ndim == 2 ? tail : dims);
+    if (!array) return -1;
+    *data = PyArray_DATA(array);
+    *stride = ndim == 3 && dims[0] > 1 ? (int64_t)tail[0] * tail[1] : 0;
+    return 0;
+}
+
+int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch, npy_intp kv_heads,
+                   const transform_arguments *arguments, tq_transform *out)
+{
+    static const char *const names[2][3] = {{"key_rotation", "key_centre", "key_steps"},
+                                            {"value_rotation", "value_centre", "value_steps"}};
+    const char *const *name = names[side];
+    PyObject *const objects[3] = {arguments->rotation, arguments->centre, arguments->steps};
+    memset(out, 0, sizeof *out);
+    if (side == VALUE && !plan->value.tile_bytes) {
+        for (int i = 0; i < 3; i++)
+            if (objects[i] != Py_None) {
+                raise_value(op, name[i], "None, because the plan has no values, got an argument");
+                return -1;
+            }
+        return 0;
+    }
+    if ((plan->rotation == TQ_ROTATION_DENSE) != (objects[0] != Py_None)) {
+        raise_value(op, name[0], objects[0] == Py_None ? DENSE_NEEDS_MATRIX : OTHERS_HAVE_NONE);
+        return -1;
+    }
+    npy_intp square[2] = {plan->head_dim, plan->head_dim}, centre[2] = {kv_heads, plan->head_dim};
+    npy_intp steps[2] = {kv_heads, plan->groups};
+    if (read_shared(op, name[0], objects[0], kv_heads, square, &out->rotation, &out->rotation_stride_head) < 0 ||
+        read_shared(op, name[1], objects[1], batch, centre, &out->centre, &out->centre_stride_batch) < 0)
+        return -1;
+    if (objects[2] == Py_None) return 0;
+    PyArrayObject *array = read_array(op, name[2], objects[2], NPY_FLOAT32, DENSE, 2, steps);
+    if (!array) return -1;
+    out->steps = PyArray_DATA(array);
+    return 0;
+}
+
+int scratch_get(scratch_memory *scratch, size_t bytes)
+{
+    scratch->block = bytes <= PY_SSIZE_T_MAX - 64 ? PyMem_RawMalloc(bytes + 64) : NULL;
+    if (!scratch->block) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    scratch->aligned = (void *)(((uintptr_t)scratch->block + 63) & ~(uintptr_t)63);
+    return 0;
+}
+
+void scratch_free(scratch_memory *scratch)
+{
+    PyMem_RawFree(scratch->block);
+    scratch->block = NULL;
+}

@@ -1,0 +1,99 @@
+/* What the files of this binding share. It sees turboquant.h, CPython and NumPy, nothing else of the project.
+ *
+ * Every function of the module is made of the same steps: parse the arguments; check the numbers, which may run Python code of
+ * the caller (__index__, __float__); check the arrays, which runs none, so that what was checked still holds; allocate; call the
+ * core without the GIL; turn its status into an exception. Arrays are borrowed from the call's arguments, which outlive it.
+ * What a function owns is declared on top, starts as NULL and is given back under its one label, done. */
+#ifndef TURBOQUANT_BINDING_H
+#define TURBOQUANT_BINDING_H
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL turboquant_core_array_api
+#ifndef TURBOQUANT_IMPORTS_NUMPY /* module.c alone fills NumPy's table */
+#define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
+#include <turboquant.h>
+
+/* ---- errors.c ---- */
+/** Raises for a status that is not TQ_OK and returns NULL; got_text stands in for error->got if it is not NULL. */
+PyObject *raise_status(const char *op, tq_status status, const tq_error *error, const char *got_text);
+/** Raises "op: `name` must be <format ...>", for what this binding itself found; returns NULL. */
+PyObject *raise_value(const char *op, const char *name, const char *format, ...);
+PyObject *raise_type(const char *op, const char *name, const char *wants, PyObject *got);
+
+/* ---- numbers.c: 0, or -1 with an exception set ---- */
+int read_i64(const char *op, const char *name, PyObject *object, int64_t low, int64_t high, int64_t *out);
+int read_i32(const char *op, const char *name, PyObject *object, int32_t low, int32_t high, int32_t *out);
+int read_u64(const char *op, const char *name, PyObject *object, uint64_t *out);
+int read_f32(const char *op, const char *name, PyObject *object, float *out);
+
+/* ---- arrays.c ---- */
+enum { DENSE = 0, ROWS = 1, WRITE = 2 }; /* ROWS: only the last dimension must be dense */
+#define ANY (-1)                         /* a dimension of any length */
+
+/** The array behind `object` (borrowed) if it is what is asked for, else NULL with an exception set. No Python code runs. */
+PyArrayObject *read_array(const char *op, const char *name, PyObject *object, int type, int flags, int ndim,
+                          const npy_intp *dims);
+/** pages [any, kv_heads or ANY, record_bytes], 64-byte aligned. */
+PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object, int flags, npy_intp kv_heads);
+/** The strides in elements of a ROWS array of four dimensions. */
+int read_strides(const char *op, const char *name, PyArrayObject *array, int64_t *batch, int64_t *head, int64_t *token);
+/** A length as int32. */
+int read_length(const char *op, const char *name, PyArrayObject *array, int dim, int32_t *out);
+/** The tq_dtype of a call and NumPy's type of its arrays, from the keyword `dtype` or from the first array. */
+int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *first, int32_t *out, int *type);
+
+#define DENSE_NEEDS_MATRIX "an array, because the plan's rotation is dense, got None"
+#define OTHERS_HAVE_NONE "None, because the plan's rotation is not dense, got an argument"
+typedef struct {
+    PyObject *rotation, *centre, *steps;
+} transform_arguments;
+enum { KEY = 0, VALUE = 1 };
+int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch, npy_intp kv_heads,
+                   const transform_arguments *arguments, tq_transform *out);
+
+/** Memory for a call's scratch, 64-byte aligned. */
+typedef struct {
+    void *block, *aligned;
+} scratch_memory;
+int scratch_get(scratch_memory *scratch, size_t bytes);
+void scratch_free(scratch_memory *scratch);
+
+/* ---- plans.c ---- */
+typedef struct {
+    int64_t words[TQ_PLAN_MAX_WORDS];
+    size_t n_words;
+    tq_plan plan;
+} read_plan_result;
+int read_plan(const char *op, PyObject *object, read_plan_result *out);
+
+/* ---- the functions of the module; PyDoc texts stand with them ---- */
+#define BINDING(name)                                                                                                  \
+    PyObject *py_##name(PyObject *module, PyObject *args, PyObject *kwargs);                                           \
+    extern const char doc_##name[]
+BINDING(status_message);
+BINDING(codebook);
+BINDING(random);
+BINDING(haar);
+BINDING(record_bytes);
+BINDING(plan_info);
+BINDING(new_pages);
+BINDING(rotate);
+BINDING(append);
+BINDING(attend);
+BINDING(merge);
+BINDING(dequantize);
+BINDING(dot);
+BINDING(checksum);
+BINDING(file_header_write);
+BINDING(file_header_read);
+BINDING(isa);
+BINDING(isa_available);
+BINDING(set_isa);
+BINDING(kernel_name);
+BINDING(num_threads);
+BINDING(set_num_threads);
+#endif

@@ -1,0 +1,365 @@
+/* append, attend, merge and dequantize: what works on pages of a cache. */
+#include "binding.h"
+#include <math.h>
+
+/* The arguments of both sides' transforms, in the order of the keywords. */
+typedef struct {
+    transform_arguments key, value;
+} transforms;
+static const transforms no_transforms = {{Py_None, Py_None, Py_None}, {Py_None, Py_None, Py_None}};
+
+static int read_transforms(const char *op, const tq_plan *plan, npy_intp batch, npy_intp kv_heads,
+                           const transforms *arguments, tq_transform *key, tq_transform *value)
+{
+    if (read_transform(op, KEY, plan, batch, kv_heads, &arguments->key, key) < 0) return -1;
+    return read_transform(op, VALUE, plan, batch, kv_heads, &arguments->value, value);
+}
+
+static int has_values(const tq_plan *plan) { return plan->value.tile_bytes != 0; }
+
+/* Exact tokens [batch, kv_heads, n, head_dim] beside the pages, which are sinks or a window: their number, 0 if absent, and
+ * their data, NULL if there are none. */
+static int read_exact(const char *op, const tq_plan *plan, const char *const names[2], PyObject *const objects[2],
+                      int type, int flags, npy_intp batch, npy_intp kv_heads, int32_t *n, void *data[2])
+{
+    npy_intp dims[4] = {batch, kv_heads, ANY, plan->head_dim};
+    int sides = has_values(plan) ? 2 : 1;
+    *n = 0;
+    data[0] = data[1] = NULL;
+    for (int i = 0; i < sides; i++) {
+        if ((objects[i] == Py_None) == (objects[0] == Py_None)) continue;
+        raise_value(op, names[i], "given exactly if `%s` is", names[0]);
+        return -1;
+    }
+    if (sides == 1 && objects[1] != Py_None) {
+        raise_value(op, names[1], "None, because the plan has no values, got an argument");
+        return -1;
+    }
+    if (objects[0] == Py_None) return 0;
+    for (int i = 0; i < sides; i++) {
+        PyArrayObject *array = read_array(op, names[i], objects[i], type, flags, 4, dims);
+        if (!array || read_length(op, names[i], array, 2, n) < 0) return -1;
+        dims[2] = *n;
+        data[i] = *n ? PyArray_DATA(array) : NULL;
+    }
+    return 0;
+}
+
+static const char *const sink_names[2] = {"sink_k", "sink_v"}, *const window_names[2] = {"window_k", "window_v"};
+
+const char doc_append[] = PyDoc_STR(
+    "append(plan, k, v, lengths, pages, block_table, *, sink_k=None, sink_v=None, window_k=None, window_v=None, "
+    "key_rotation=None, key_centre=None, key_steps=None, value_rotation=None, value_centre=None, value_steps=None, "
+    "dtype=None, threads=0)\n--\n\n"
+    "Stores new tokens k, v [batch, kv_heads, tokens, head_dim]: exact ones go to the sinks and the ring, those "
+    "that no longer fit\nare rotated, quantised and packed into pages. lengths: int32 [batch], the length of each "
+    "sequence after this call; token i of\nsequence b stands at lengths[b] - tokens + i, a negative position is "
+    "padding. pages, sinks and window are changed in place.\nArrays: see _core.pyi; contract: tq_append in "
+    "turboquant.h.");
+PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {
+        "plan",         "k",           "v",        "lengths",      "pages",      "block_table", "sink_k",
+        "sink_v",       "window_k",    "window_v", "key_rotation", "key_centre", "key_steps",   "value_rotation",
+        "value_centre", "value_steps", "dtype",    "threads",      NULL};
+    PyObject *plan_object, *k_object, *v_object, *lengths_object, *pages_object, *table_object, *threads_object = NULL;
+    PyObject *sinks[2] = {Py_None, Py_None}, *windows[2] = {Py_None, Py_None}, *dtype = Py_None, *result = NULL;
+    transforms given = no_transforms;
+    read_plan_result read;
+    const tq_plan *plan = &read.plan;
+    tq_append_params p;
+    scratch_memory scratch = {NULL, NULL};
+    void *data[2];
+    int type;
+    const char *op = "append";
+    (void)module;
+    memset(&p, 0, sizeof p);
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO|$OOOOOOOOOOOO:append", names, &plan_object, &k_object,
+                                     &v_object, &lengths_object, &pages_object, &table_object, &sinks[0], &sinks[1],
+                                     &windows[0], &windows[1], &given.key.rotation, &given.key.centre, &given.key.steps,
+                                     &given.value.rotation, &given.value.centre, &given.value.steps, &dtype,
+                                     &threads_object))
+        return NULL;
+    if (read_plan(op, plan_object, &read) < 0 ||
+        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &p.threads) < 0) ||
+        read_dtype(op, dtype, "k", k_object, &p.dtype, &type) < 0)
+        return NULL;
+    if (!p.threads) p.threads = tq_num_threads(); /* so that the scratch fits if another thread changes the number */
+
+    npy_intp dims[4] = {ANY, ANY, ANY, plan->head_dim};
+    PyArrayObject *k = read_array(op, "k", k_object, type, ROWS, 4, dims);
+    if (!k || read_length(op, "k", k, 0, &p.batch) < 0 || read_length(op, "k", k, 1, &p.kv_heads) < 0 ||
+        read_length(op, "k", k, 2, &p.tokens) < 0 ||
+        read_strides(op, "k", k, &p.k_stride_batch, &p.k_stride_head, &p.k_stride_token) < 0)
+        return NULL;
+    p.k = PyArray_DATA(k);
+    if (has_values(plan)) {
+        PyArrayObject *v = read_array(op, "v", v_object, type, ROWS, 4, PyArray_DIMS(k));
+        if (!v || read_strides(op, "v", v, &p.v_stride_batch, &p.v_stride_head, &p.v_stride_token) < 0) return NULL;
+        p.v = PyArray_DATA(v);
+    } else if (v_object != Py_None)
+        return raise_value(op, "v", "None, because the plan has no values, got an argument");
+
+    npy_intp batch = p.batch, table_dims[2] = {batch, ANY};
+    PyArrayObject *lengths = read_array(op, "lengths", lengths_object, NPY_INT32, DENSE, 1, &batch);
+    PyArrayObject *pages = lengths ? read_pages(op, plan, pages_object, WRITE, p.kv_heads) : NULL;
+    PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, table_dims) : NULL;
+    if (!table || read_length(op, "block_table", table, 1, &p.max_pages) < 0) return NULL;
+    p.lengths = PyArray_DATA(lengths);
+    p.pages = PyArray_DATA(pages);
+    p.n_pages = PyArray_DIM(pages, 0);
+    p.block_table = PyArray_DATA(table);
+    if (read_exact(op, plan, sink_names, sinks, type, WRITE, batch, p.kv_heads, &p.sinks, data) < 0) return NULL;
+    p.sink_k = data[0];
+    p.sink_v = data[1];
+    if (read_exact(op, plan, window_names, windows, type, WRITE, batch, p.kv_heads, &p.window, data) < 0) return NULL;
+    p.window_k = data[0];
+    p.window_v = data[1];
+    if (read_transforms(op, plan, batch, p.kv_heads, &given, &p.key, &p.value) < 0) return NULL;
+
+    size_t scratch_bytes = 0;
+    tq_error error = {0};
+    tq_status status = tq_append_scratch_bytes(plan, &p, &scratch_bytes, &error);
+    if (status == TQ_OK) {
+        if (scratch_get(&scratch, scratch_bytes) < 0) goto done;
+        Py_BEGIN_ALLOW_THREADS;
+        status = tq_append(plan, &p, scratch.aligned, scratch_bytes, &error);
+        Py_END_ALLOW_THREADS;
+    }
+    if (status != TQ_OK) raise_status(op, status, &error, NULL);
+    else result = Py_NewRef(Py_None);
+done:
+    scratch_free(&scratch);
+    return result;
+}
+
+/* The new tokens of a call with several queries, if given. */
+static int read_fresh(const char *op, const tq_plan *plan, PyObject *const objects[2], int type, tq_attend_params *p)
+{
+    npy_intp dims[4] = {p->batch, p->kv_heads, p->query_tokens, plan->head_dim};
+    if ((objects[0] == Py_None) != (objects[1] == Py_None)) {
+        raise_value(op, "fresh_v", "given exactly if `fresh_k` is");
+        return -1;
+    }
+    if (objects[0] == Py_None) return 0;
+    PyArrayObject *k = read_array(op, "fresh_k", objects[0], type, ROWS, 4, dims);
+    PyArrayObject *v = k ? read_array(op, "fresh_v", objects[1], type, ROWS, 4, dims) : NULL;
+    if (!v) return -1;
+    p->fresh_k = PyArray_DATA(k);
+    p->fresh_v = PyArray_DATA(v);
+    if (read_strides(op, "fresh_k", k, &p->fresh_k_stride_batch, &p->fresh_k_stride_head, &p->fresh_k_stride_token) < 0)
+        return -1;
+    return read_strides(op, "fresh_v", v, &p->fresh_v_stride_batch, &p->fresh_v_stride_head, &p->fresh_v_stride_token);
+}
+
+const char doc_attend[] = PyDoc_STR(
+    "attend(plan, q, pages, block_table, lengths, *, starts=None, sink_k=None, sink_v=None, window_k=None, "
+    "window_v=None, fresh_k=None, fresh_v=None, key_rotation=None, key_centre=None, key_steps=None, "
+    "value_rotation=None, value_centre=None, value_steps=None, causal=True, sliding_window=0, softmax_scale=None, "
+    "softcap=0.0, dtype=None, out=None, threads=0)\n--\n\n"
+    "(out, lse): softmax attention of q [batch, query_heads, query_tokens, head_dim] over sinks, packed tokens and "
+    "window. out has\nthe shape and dtype of q, lse is the natural log of the softmax's denominator, float32 "
+    "[batch, query_heads, query_tokens]; where\nnothing may be seen out is 0 and lse -inf. lengths: int32 [batch], "
+    "stored tokens, those of the queries included. softmax_scale:\n1 / sqrt(head_dim) by default. out=: an array "
+    "to write to, C-contiguous.\nArrays: see _core.pyi; contract: tq_attend in turboquant.h.");
+PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"plan",          "q",           "pages",     "block_table",
+                            "lengths",       "starts",      "sink_k",    "sink_v",
+                            "window_k",      "window_v",    "fresh_k",   "fresh_v",
+                            "key_rotation",  "key_centre",  "key_steps", "value_rotation",
+                            "value_centre",  "value_steps", "causal",    "sliding_window",
+                            "softmax_scale", "softcap",     "dtype",     "out",
+                            "threads",       NULL};
+    PyObject *plan_object, *q_object, *pages_object, *table_object, *lengths_object, *starts_object = Py_None;
+    PyObject *sinks[2] = {Py_None, Py_None}, *windows[2] = {Py_None, Py_None}, *fresh[2] = {Py_None, Py_None};
+    PyObject *sliding_object = NULL, *scale_object = Py_None, *softcap_object = NULL, *dtype = Py_None;
+    PyObject *out_object = Py_None, *threads_object = NULL, *out = NULL, *lse = NULL, *result = NULL;
+    transforms given = no_transforms;
+    read_plan_result read;
+    const tq_plan *plan = &read.plan;
+    tq_attend_params p;
+    scratch_memory scratch = {NULL, NULL};
+    void *data[2];
+    int type, causal = 1;
+    const char *op = "attend";
+    (void)module;
+    memset(&p, 0, sizeof p);
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOOOOOOOOOOpOOOOOO:attend", names, &plan_object, &q_object,
+                                     &pages_object, &table_object, &lengths_object, &starts_object, &sinks[0],
+                                     &sinks[1], &windows[0], &windows[1], &fresh[0], &fresh[1], &given.key.rotation,
+                                     &given.key.centre, &given.key.steps, &given.value.rotation, &given.value.centre,
+                                     &given.value.steps, &causal, &sliding_object, &scale_object, &softcap_object,
+                                     &dtype, &out_object, &threads_object))
+        return NULL;
+    if (read_plan(op, plan_object, &read) < 0 ||
+        (sliding_object && read_i32(op, "sliding_window", sliding_object, 0, INT32_MAX, &p.sliding_window) < 0) ||
+        (scale_object != Py_None && read_f32(op, "softmax_scale", scale_object, &p.softmax_scale) < 0) ||
+        (softcap_object && read_f32(op, "softcap", softcap_object, &p.softcap) < 0) ||
+        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &p.threads) < 0) ||
+        read_dtype(op, dtype, "q", q_object, &p.dtype, &type) < 0)
+        return NULL;
+    if (!p.threads) p.threads = tq_num_threads(); /* so that the scratch fits if another thread changes the number */
+    if (scale_object == Py_None) p.softmax_scale = (float)(1.0 / sqrt((double)plan->head_dim));
+    p.causal = causal;
+
+    npy_intp dims[4] = {ANY, ANY, ANY, plan->head_dim};
+    PyArrayObject *q = read_array(op, "q", q_object, type, ROWS, 4, dims);
+    if (!q || read_length(op, "q", q, 0, &p.batch) < 0 || read_length(op, "q", q, 1, &p.query_heads) < 0 ||
+        read_length(op, "q", q, 2, &p.query_tokens) < 0 ||
+        read_strides(op, "q", q, &p.q_stride_batch, &p.q_stride_head, &p.q_stride_token) < 0)
+        return NULL;
+    p.q = PyArray_DATA(q);
+
+    npy_intp batch = p.batch, table_dims[2] = {batch, ANY};
+    PyArrayObject *pages = read_pages(op, plan, pages_object, DENSE, ANY);
+    PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, table_dims) : NULL;
+    PyArrayObject *lengths = table ? read_array(op, "lengths", lengths_object, NPY_INT32, DENSE, 1, &batch) : NULL;
+    if (!lengths || read_length(op, "pages", pages, 1, &p.kv_heads) < 0 ||
+        read_length(op, "block_table", table, 1, &p.max_pages) < 0)
+        return NULL;
+    if (starts_object != Py_None) {
+        PyArrayObject *starts = read_array(op, "starts", starts_object, NPY_INT32, DENSE, 1, &batch);
+        if (!starts) return NULL;
+        p.starts = PyArray_DATA(starts);
+    }
+    p.pages = PyArray_DATA(pages);
+    p.n_pages = PyArray_DIM(pages, 0);
+    p.block_table = PyArray_DATA(table);
+    p.lengths = PyArray_DATA(lengths);
+    if (read_exact(op, plan, sink_names, sinks, type, DENSE, batch, p.kv_heads, &p.sinks, data) < 0) return NULL;
+    p.sink_k = data[0];
+    p.sink_v = data[1];
+    if (read_exact(op, plan, window_names, windows, type, DENSE, batch, p.kv_heads, &p.window, data) < 0) return NULL;
+    p.window_k = data[0];
+    p.window_v = data[1];
+    if (read_fresh(op, plan, fresh, type, &p) < 0 ||
+        read_transforms(op, plan, batch, p.kv_heads, &given, &p.key, &p.value) < 0)
+        return NULL;
+
+    if (out_object == Py_None) out = PyArray_SimpleNew(4, PyArray_DIMS(q), type);
+    else out = Py_XNewRef((PyObject *)read_array(op, "out", out_object, type, WRITE, 4, PyArray_DIMS(q)));
+    if (out) lse = PyArray_SimpleNew(3, PyArray_DIMS(q), NPY_FLOAT32);
+    if (!lse) goto done;
+    p.out = PyArray_DATA((PyArrayObject *)out);
+    p.lse = PyArray_DATA((PyArrayObject *)lse);
+    size_t scratch_bytes = 0;
+    tq_error error = {0};
+    tq_status status = tq_attend_scratch_bytes(plan, &p, &scratch_bytes, &error);
+    if (status == TQ_OK) {
+        if (scratch_get(&scratch, scratch_bytes) < 0) goto done;
+        Py_BEGIN_ALLOW_THREADS;
+        status = tq_attend(plan, &p, scratch.aligned, scratch_bytes, &error);
+        Py_END_ALLOW_THREADS;
+    }
+    if (status != TQ_OK) raise_status(op, status, &error, NULL);
+    else result = PyTuple_Pack(2, out, lse);
+done:
+    Py_XDECREF(out);
+    Py_XDECREF(lse);
+    scratch_free(&scratch);
+    return result;
+}
+
+const char doc_merge[] = PyDoc_STR(
+    "merge(outs, lses)\n--\n\n"
+    "(out, lse) of partial results over disjoint tokens: lse = log sum_i exp(lses[i]), out = sum_i exp(lses[i] - "
+    "lse) outs[i].\nouts: float32 [parts, ..., head_dim]; lses: float32 [parts, ...], natural log; both "
+    "C-contiguous. The results lack the first dimension.");
+PyObject *py_merge(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"outs", "lses", NULL};
+    PyObject *outs_object, *lses_object, *out = NULL, *lse = NULL, *result = NULL;
+    npy_intp any[NPY_MAXDIMS];
+    int ndim = 2;
+    int32_t parts, head_dim;
+    const char *op = "merge";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:merge", names, &outs_object, &lses_object)) return NULL;
+    if (PyArray_Check(outs_object) && PyArray_NDIM((PyArrayObject *)outs_object) > 2)
+        ndim = PyArray_NDIM((PyArrayObject *)outs_object);
+    for (int i = 0; i < ndim; i++) any[i] = ANY;
+    PyArrayObject *outs = read_array(op, "outs", outs_object, NPY_FLOAT32, DENSE, ndim, any);
+    PyArrayObject *lses =
+        outs ? read_array(op, "lses", lses_object, NPY_FLOAT32, DENSE, ndim - 1, PyArray_DIMS(outs)) : NULL;
+    if (!lses || read_length(op, "outs", outs, 0, &parts) < 0 || read_length(op, "outs", outs, ndim - 1, &head_dim) < 0)
+        return NULL;
+    out = PyArray_SimpleNew(ndim - 1, PyArray_DIMS(outs) + 1, NPY_FLOAT32);
+    lse = out ? PyArray_SimpleNew(ndim - 2, PyArray_DIMS(outs) + 1, NPY_FLOAT32) : NULL;
+    if (!lse) goto done;
+    const float *from = PyArray_DATA(outs), *from_lse = PyArray_DATA(lses);
+    float *to = PyArray_DATA((PyArrayObject *)out), *to_lse = PyArray_DATA((PyArrayObject *)lse);
+    int64_t rows = PyArray_SIZE((PyArrayObject *)lse);
+    tq_error error = {0};
+    tq_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = tq_merge(from, from_lse, parts, rows, head_dim, to, to_lse, &error);
+    Py_END_ALLOW_THREADS;
+    if (status != TQ_OK) raise_status(op, status, &error, NULL);
+    else result = PyTuple_Pack(2, out, lse);
+done:
+    Py_XDECREF(out);
+    Py_XDECREF(lse);
+    return result;
+}
+
+const char doc_dequantize[] = PyDoc_STR(
+    "dequantize(plan, pages, block_table, counts, max_tokens, *, key_rotation=None, key_centre=None, "
+    "key_steps=None, value_rotation=None, value_centre=None, value_steps=None)\n--\n\n"
+    "(k, v): packed tokens decoded, float32 [batch, kv_heads, max_tokens, head_dim] each, 0 behind counts[b]; v is "
+    "None if the plan has\nno values. counts: int32 [batch], packed tokens of each sequence, <= max_tokens <= "
+    "max_pages * page_tokens.");
+PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"plan",       "pages",     "block_table",    "counts",       "max_tokens",  "key_rotation",
+                            "key_centre", "key_steps", "value_rotation", "value_centre", "value_steps", NULL};
+    PyObject *plan_object, *pages_object, *table_object, *counts_object, *max_object;
+    PyObject *k = NULL, *v = NULL, *result = NULL;
+    transforms given = no_transforms;
+    read_plan_result read;
+    const tq_plan *plan = &read.plan;
+    tq_transform key, value;
+    int32_t batch, kv_heads, max_pages, max_tokens;
+    const char *op = "dequantize";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOOO:dequantize", names, &plan_object, &pages_object,
+                                     &table_object, &counts_object, &max_object, &given.key.rotation, &given.key.centre,
+                                     &given.key.steps, &given.value.rotation, &given.value.centre, &given.value.steps))
+        return NULL;
+    if (read_plan(op, plan_object, &read) < 0 || read_i32(op, "max_tokens", max_object, 0, INT32_MAX, &max_tokens) < 0)
+        return NULL;
+    npy_intp dims[2] = {ANY, ANY};
+    PyArrayObject *pages = read_pages(op, plan, pages_object, DENSE, ANY);
+    PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, dims) : NULL;
+    PyArrayObject *counts =
+        table ? read_array(op, "counts", counts_object, NPY_INT32, DENSE, 1, PyArray_DIMS(table)) : NULL;
+    if (!counts || read_length(op, "pages", pages, 1, &kv_heads) < 0 ||
+        read_length(op, "block_table", table, 0, &batch) < 0 ||
+        read_length(op, "block_table", table, 1, &max_pages) < 0 ||
+        read_transforms(op, plan, batch, kv_heads, &given, &key, &value) < 0)
+        return NULL;
+    int64_t room = (int64_t)max_pages * plan->page_tokens; /* checked before memory is asked for */
+    if (max_tokens > room)
+        return raise_value(op, "max_tokens", "in 0..%lld, what the block table holds, got %d", (long long)room,
+                           (int)max_tokens);
+    npy_intp shape[4] = {batch, kv_heads, max_tokens, plan->head_dim};
+    k = PyArray_SimpleNew(4, shape, NPY_FLOAT32);
+    v = !k ? NULL : has_values(plan) ? PyArray_SimpleNew(4, shape, NPY_FLOAT32) : Py_NewRef(Py_None);
+    if (!v) goto done;
+    const uint8_t *bytes = PyArray_DATA(pages);
+    const int32_t *entries = PyArray_DATA(table), *tokens = PyArray_DATA(counts);
+    int64_t n_pages = PyArray_DIM(pages, 0);
+    float *to_k = PyArray_DATA((PyArrayObject *)k), *to_v = has_values(plan) ? PyArray_DATA((PyArrayObject *)v) : NULL;
+    tq_error error = {0};
+    tq_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = tq_dequantize(plan, bytes, n_pages, kv_heads, entries, batch, max_pages, tokens, max_tokens, &key, &value,
+                           to_k, to_v, &error);
+    Py_END_ALLOW_THREADS;
+    if (status != TQ_OK) raise_status(op, status, &error, NULL);
+    else result = PyTuple_Pack(2, k, v);
+done:
+    Py_XDECREF(k);
+    Py_XDECREF(v);
+    return result;
+}

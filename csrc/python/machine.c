@@ -1,0 +1,124 @@
+/* Instruction sets, threads and statuses: what the core says about itself and the machine. */
+#include "binding.h"
+
+const char doc_status_message[] = PyDoc_STR("status_message(status)\n--\n\n"
+                                            "A sentence for a tq_status.");
+PyObject *py_status_message(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"status", NULL};
+    PyObject *object;
+    int32_t status;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:status_message", names, &object)) return NULL;
+    if (read_i32("status_message", "status", object, INT32_MIN, INT32_MAX, &status) < 0) return NULL;
+    return PyUnicode_FromString(tq_status_message((tq_status)status));
+}
+
+const char doc_isa[] = PyDoc_STR("isa()\n--\n\n"
+                                 "The instruction set in use: the best one, or what TURBOQUANT_ISA or set_isa names; "
+                                 "\"none\" if there is no such, and then\ncalls that compute say so.");
+PyObject *py_isa(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {NULL};
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":isa", names)) return NULL;
+    return PyUnicode_FromString(tq_isa());
+}
+
+const char doc_isa_available[] = PyDoc_STR("isa_available()\n--\n\n"
+                                           "The instruction sets compiled in that this CPU has, best first.");
+PyObject *py_isa_available(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {NULL};
+    PyObject *text = NULL, *list = NULL, *tuple = NULL;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":isa_available", names)) return NULL;
+    text = PyUnicode_FromString(tq_isa_available());
+    if (!text) goto done;
+    list = PyUnicode_Split(text, NULL, -1);
+    if (list) tuple = PyList_AsTuple(list);
+done:
+    Py_XDECREF(text);
+    Py_XDECREF(list);
+    return tuple;
+}
+
+const char doc_set_isa[] =
+    PyDoc_STR("set_isa(name)\n--\n\n"
+              "Forces an instruction set by name, for the whole process; None: back to the default. "
+              "Not safe beside other calls.\nRuntimeError, which lists the names, if the CPU has no "
+              "such level.");
+PyObject *py_set_isa(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"name", NULL};
+    PyObject *object, *shown = NULL, *result = NULL;
+    const char *name = NULL;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:set_isa", names, &object)) return NULL;
+    if (object != Py_None && !PyUnicode_Check(object)) return raise_type("set_isa", "name", "a str or None", object);
+    if (object != Py_None && !(name = PyUnicode_AsUTF8(object))) return NULL;
+    tq_error error = {0};
+    tq_status status = tq_set_isa(name, &error);
+    if (status == TQ_OK) Py_RETURN_NONE;
+    shown = name ? PyObject_ASCII(object) : NULL;
+    if (!name || shown) result = raise_status("set_isa", status, &error, shown ? PyUnicode_AsUTF8(shown) : NULL);
+    Py_XDECREF(shown);
+    return result;
+}
+
+const char doc_kernel_name[] = PyDoc_STR(
+    "kernel_name(operation, plan)\n--\n\n"
+    "What would run for an operation (\"rotate\", \"append\", \"attend\", \"dequantize\", \"dot\") of a plan, such as "
+    "\"attend_avx2\".");
+PyObject *py_kernel_name(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"operation", "plan", NULL};
+    PyObject *operation_object, *plan_object;
+    read_plan_result read;
+    const char *op = "kernel_name";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:kernel_name", names, &operation_object, &plan_object))
+        return NULL;
+    if (!PyUnicode_Check(operation_object)) return raise_type(op, "operation", "a str", operation_object);
+    const char *operation = PyUnicode_AsUTF8(operation_object);
+    if (!operation || read_plan(op, plan_object, &read) < 0) return NULL;
+    const char *kernel = tq_kernel_name(operation, &read.plan);
+    if (kernel) return PyUnicode_FromString(kernel);
+    size_t bytes;
+    tq_error error = {0};
+    tq_status status =
+        tq_dot_scratch_bytes(&read.plan, 0, &bytes, &error); /* fails where TURBOQUANT_ISA names no level */
+    if (status != TQ_OK) return raise_status(op, status, &error, NULL);
+    return raise_value(op, "operation", "rotate, append, attend, dequantize or dot, got %A", operation_object);
+}
+
+const char doc_num_threads[] = PyDoc_STR("num_threads()\n--\n\n"
+                                         "Threads used at most by one call: set_num_threads, else "
+                                         "TURBOQUANT_NUM_THREADS, else the CPUs this process may run on.");
+PyObject *py_num_threads(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {NULL};
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":num_threads", names)) return NULL;
+    return PyLong_FromLong(tq_num_threads());
+}
+
+const char doc_set_num_threads[] =
+    PyDoc_STR("set_num_threads(n)\n--\n\n"
+              "Sets the most threads that one call uses, n >= 1, for the whole process.");
+PyObject *py_set_num_threads(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"n", NULL};
+    PyObject *object;
+    int32_t n;
+    tq_status status;
+    tq_error error = {0};
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:set_num_threads", names, &object)) return NULL;
+    if (read_i32("set_num_threads", "n", object, 1, INT32_MAX, &n) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    status = tq_set_num_threads(n, &error);
+    Py_END_ALLOW_THREADS;
+    if (status == TQ_OK) Py_RETURN_NONE;
+    return raise_status("set_num_threads", status, &error, NULL);
+}

@@ -1,0 +1,65 @@
+/* turboquant._core: the table of functions and the module itself. It owns no state: what is process-wide (threads, the
+ * instruction set) lives in the C core. */
+#define TURBOQUANT_IMPORTS_NUMPY
+#include "binding.h"
+
+#define ROW(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_VARARGS | METH_KEYWORDS, doc_##name}
+static PyMethodDef methods[] = {
+    ROW(status_message),
+    ROW(codebook),
+    ROW(random),
+    ROW(haar),
+    ROW(record_bytes),
+    ROW(plan_info),
+    ROW(new_pages),
+    ROW(rotate),
+    ROW(append),
+    ROW(attend),
+    ROW(merge),
+    ROW(dequantize),
+    ROW(dot),
+    ROW(checksum),
+    ROW(file_header_write),
+    ROW(file_header_read),
+    ROW(isa),
+    ROW(isa_available),
+    ROW(set_isa),
+    ROW(kernel_name),
+    ROW(num_threads),
+    ROW(set_num_threads),
+    {NULL, NULL, 0, NULL},
+};
+
+static int execute(PyObject *module)
+{
+    import_array1(-1);
+    if (PyModule_AddStringConstant(module, "__version__", TQ_VERSION) < 0) return -1;
+    if (PyModule_AddIntConstant(module, "FORMAT_VERSION", TQ_FORMAT_VERSION) < 0) return -1;
+    if (PyModule_AddIntConstant(module, "FILE_HEADER_MAX_BYTES", TQ_FILE_HEADER_MAX_BYTES) < 0) return -1;
+    PyObject *limit = PyFloat_FromDouble(TQ_MAX_INPUT);
+    int failed = PyModule_AddObjectRef(module, "MAX_INPUT", limit); /* NULL is passed on as an error */
+    Py_XDECREF(limit);
+    return failed;
+}
+
+/* Sub-interpreters: not supported, since NumPy's C API is not. The GIL: needed on a free-threaded build too, until the suite
+ * has run on one; nothing here is known to need it. */
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, (void *)execute},
+#if PY_VERSION_HEX >= 0x030c0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+#if PY_VERSION_HEX >= 0x030d0000
+    {Py_mod_gil, Py_MOD_GIL_USED},
+#endif
+    {0, NULL},
+};
+
+PyDoc_STRVAR(doc_module, "The C core of TurboQuant over NumPy arrays; _core.pyi and turboquant.h describe it.");
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "turboquant._core", .m_doc = doc_module,
+    .m_size = 0,           .m_methods = methods,         .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,139 @@
+/* Plans as arguments, and what can be asked about one. */
+#include "binding.h"
+
+/* A tuple holds its items however often they call back into Python; a list would not. */
+int read_plan(const char *op, PyObject *object, read_plan_result *out)
+{
+    int result = -1;
+    PyObject *tuple = NULL;
+    Py_ssize_t n = PySequence_Check(object) ? PySequence_Size(object) : -1;
+    if (n < 0) {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) goto done;
+        raise_type(op, "plan", "a sequence of integers as from turboquant.plan.plan_words", object);
+        goto done;
+    }
+    if (n > TQ_PLAN_MAX_WORDS) {
+        raise_value(op, "plan", "at most %d words, got %zd", TQ_PLAN_MAX_WORDS, n);
+        goto done;
+    }
+    tuple = PySequence_Tuple(object);
+    if (!tuple) goto done;
+    out->n_words = (size_t)PyTuple_GET_SIZE(tuple);
+    if (out->n_words > TQ_PLAN_MAX_WORDS) { /* it lied about its length */
+        raise_value(op, "plan", "at most %d words, got more", TQ_PLAN_MAX_WORDS);
+        goto done;
+    }
+    for (size_t i = 0; i < out->n_words; i++) {
+        char name[32];
+        PyOS_snprintf(name, sizeof name, "plan[%zu]", i);
+        if (read_i64(op, name, PyTuple_GET_ITEM(tuple, (Py_ssize_t)i), INT64_MIN, INT64_MAX, &out->words[i]) < 0)
+            goto done;
+    }
+    tq_error error = {0};
+    tq_status status = tq_plan_init(&out->plan, out->words, out->n_words, &error);
+    if (status != TQ_OK) raise_status(op, status, &error, NULL);
+    else result = 0;
+done:
+    Py_XDECREF(tuple);
+    return result;
+}
+
+const char doc_record_bytes[] = PyDoc_STR("record_bytes(plan)\n--\n\n"
+                                          "Bytes of one page of one KV head.");
+PyObject *py_record_bytes(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"plan", NULL};
+    PyObject *object;
+    read_plan_result read;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:record_bytes", names, &object)) return NULL;
+    if (read_plan("record_bytes", object, &read) < 0) return NULL;
+    return PyLong_FromLongLong(read.plan.record_bytes);
+}
+
+/* The bits (offsets == NULL) or offsets of all groups. */
+static PyObject *group_tuple(const tq_plan *plan, const uint8_t *bits, const int32_t *offsets)
+{
+    PyObject *tuple = PyTuple_New(plan->groups);
+    if (!tuple) return NULL;
+    for (int32_t g = 0; g < plan->groups; g++) {
+        PyObject *number = PyLong_FromLong(offsets ? offsets[g] : bits[g]);
+        if (!number) {
+            Py_DECREF(tuple);
+            return NULL;
+        }
+        PyTuple_SET_ITEM(tuple, g, number);
+    }
+    return tuple;
+}
+
+const char doc_plan_info[] =
+    PyDoc_STR("plan_info(plan)\n--\n\n"
+              "What a plan says and the sizes and offsets, in bytes, of the records it makes, as "
+              "a dict.");
+PyObject *py_plan_info(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"plan", NULL};
+    PyObject *object, *bits[2] = {NULL, NULL}, *offsets[2] = {NULL, NULL}, *result = NULL;
+    read_plan_result read;
+    const tq_plan *plan = &read.plan;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:plan_info", names, &object)) return NULL;
+    if (read_plan("plan_info", object, &read) < 0) return NULL;
+    const tq_side *sides[2] = {&plan->key, &plan->value};
+    for (int i = 0; i < 2; i++) {
+        bits[i] = group_tuple(plan, sides[i]->bits, NULL);
+        offsets[i] = group_tuple(plan, NULL, sides[i]->offset);
+        if (!bits[i] || !offsets[i]) goto done;
+    }
+    result = Py_BuildValue(
+        "{s:i,s:i,s:i,s:i,s:i,s:i,s:K,s:L,s:O,s:O,s:i,s:i,s:O,s:O,s:L,s:L,s:L,s:L,s:i,s:i}", "head_dim", plan->head_dim,
+        "groups", plan->groups, "page_tokens", plan->page_tokens, "rotation", plan->rotation, "codebook",
+        plan->codebook, "scale", plan->scale, "seed", (unsigned long long)plan->seed, "record_bytes",
+        (long long)plan->record_bytes, "key_bits", bits[KEY], "value_bits", bits[VALUE], "key_tile_bytes",
+        plan->key.tile_bytes, "value_tile_bytes", plan->value.tile_bytes, "key_tile_offsets", offsets[KEY],
+        "value_tile_offsets", offsets[VALUE], "key_codes_offset", (long long)plan->key.codes_offset,
+        "value_codes_offset", (long long)plan->value.codes_offset, "key_scales_offset",
+        (long long)plan->key.scales_offset, "value_scales_offset", (long long)plan->value.scales_offset,
+        "key_coded_channels", plan->key.coded_channels, "value_coded_channels", plan->value.coded_channels);
+done:
+    for (int i = 0; i < 2; i++) {
+        Py_XDECREF(bits[i]);
+        Py_XDECREF(offsets[i]);
+    }
+    return result;
+}
+
+const char doc_new_pages[] =
+    PyDoc_STR("new_pages(plan, n_pages, kv_heads)\n--\n\n"
+              "Zeroed pages, uint8 [n_pages, kv_heads, record_bytes], 64-byte aligned. The array "
+              "owns 63 bytes more than it shows.");
+PyObject *py_new_pages(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"plan", "n_pages", "kv_heads", NULL};
+    PyObject *object, *n_pages_object, *kv_heads_object, *memory = NULL, *pages = NULL;
+    read_plan_result read;
+    int64_t n_pages, bytes;
+    int32_t kv_heads;
+    const char *op = "new_pages";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:new_pages", names, &object, &n_pages_object, &kv_heads_object))
+        return NULL;
+    if (read_plan(op, object, &read) < 0 || read_i64(op, "n_pages", n_pages_object, 0, INT64_MAX, &n_pages) < 0 ||
+        read_i32(op, "kv_heads", kv_heads_object, 1, INT32_MAX, &kv_heads) < 0)
+        return NULL;
+    if (__builtin_mul_overflow(n_pages, kv_heads * read.plan.record_bytes, &bytes) || bytes > NPY_MAX_INTP - 63)
+        return raise_value(op, "n_pages", "small enough to be addressed, got %lld", (long long)n_pages);
+    npy_intp room = (npy_intp)bytes + 63, dims[3] = {(npy_intp)n_pages, kv_heads, (npy_intp)read.plan.record_bytes};
+    memory = PyArray_ZEROS(1, &room, NPY_UINT8, 0);
+    if (!memory) goto done;
+    uintptr_t aligned = ((uintptr_t)PyArray_DATA((PyArrayObject *)memory) + 63) & ~(uintptr_t)63;
+    pages = PyArray_SimpleNewFromData(3, dims, NPY_UINT8, (void *)aligned);
+    if (!pages) goto done;
+    PyObject *owner = memory;
+    memory = NULL; /* PyArray_SetBaseObject takes it, even if it fails */
+    if (PyArray_SetBaseObject((PyArrayObject *)pages, owner) < 0) Py_CLEAR(pages);
+done:
+    Py_XDECREF(memory);
+    return pages;
+}

@@ -1,0 +1,209 @@
+/* What works on vectors rather than on a cache: codebooks, random numbers, rotations and inner products. */
+#include "binding.h"
+
+static PyObject *new_array(int type, int ndim, const npy_intp *dims) { return PyArray_SimpleNew(ndim, dims, type); }
+
+static PyObject *copied(int type, npy_intp n, const void *data)
+{
+    PyObject *array = new_array(type, 1, &n);
+    if (array) memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)PyArray_NBYTES((PyArrayObject *)array));
+    return array;
+}
+
+const char doc_codebook[] = PyDoc_STR(
+    "codebook(law, head_dim, bits)\n--\n\n"
+    "The codebook of `bits` (1..5) for a law (turboquant.plan.Codebook; head_dim matters to SPHERE alone), as a "
+    "dict.\nA decoded number is levels[code] * step, one rounded product in float32; the rank of a number u is "
+    "how many thresholds are <= u,\nand code_of_rank[rank] its code. Lloyd-Max (Max 1960, Lloyd 1982) at 3 to 5 "
+    "bits, uniform at 1 and 2; distortion of N(0, 1)\n.363 / .119 / .0345 / .0095 / .0025.");
+PyObject *py_codebook(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"law", "head_dim", "bits", NULL};
+    PyObject *law_object, *dim_object, *bits_object, *levels = NULL, *thresholds = NULL, *codes = NULL, *result = NULL;
+    int32_t law, head_dim, bits;
+    const char *op = "codebook";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:codebook", names, &law_object, &dim_object, &bits_object))
+        return NULL;
+    if (read_i32(op, "law", law_object, 0, TQ_CODEBOOK_SPHERE, &law) < 0 ||
+        read_i32(op, "head_dim", dim_object, INT32_MIN, INT32_MAX, &head_dim) < 0 ||
+        read_i32(op, "bits", bits_object, 1, TQ_MAX_BITS, &bits) < 0)
+        return NULL;
+    tq_codebook book;
+    tq_error error = {0};
+    tq_status status = tq_get_codebook((tq_codebook_law)law, head_dim, bits, &book, &error);
+    if (status != TQ_OK) return raise_status(op, status, &error, NULL);
+    levels = copied(NPY_INT8, book.n_levels, book.levels);
+    thresholds = copied(NPY_FLOAT32, book.n_levels - 1, book.thresholds);
+    codes = copied(NPY_UINT8, book.n_levels, book.code_of_rank);
+    if (!levels || !thresholds || !codes) goto done;
+    result = Py_BuildValue("{s:i,s:i,s:d,s:O,s:O,s:O}", "bits", book.bits, "n_levels", book.n_levels, "step",
+                           (double)book.step, "levels", levels, "thresholds", thresholds, "code_of_rank", codes);
+done:
+    Py_XDECREF(levels);
+    Py_XDECREF(thresholds);
+    Py_XDECREF(codes);
+    return result;
+}
+
+const char doc_random[] =
+    PyDoc_STR("random(seed, stream, block)\n--\n\n"
+              "Four uint32 of Philox4x32-10 (Salmon et al., SC11) for a key, a stream and a counter "
+              "of 64 bits each.");
+PyObject *py_random(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"seed", "stream", "block", NULL};
+    PyObject *objects[3];
+    uint64_t numbers[3];
+    uint32_t words[4];
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:random", names, &objects[0], &objects[1], &objects[2]))
+        return NULL;
+    for (int i = 0; i < 3; i++)
+        if (read_u64("random", names[i], objects[i], &numbers[i]) < 0) return NULL;
+    tq_random(numbers[0], numbers[1], numbers[2], words);
+    return copied(NPY_UINT32, 4, words);
+}
+
+const char doc_haar[] =
+    PyDoc_STR("haar(seed, dim)\n--\n\n"
+              "A Haar-distributed rotation, float32 [dim, dim], by Householder reflections (Stewart "
+              "1980); the same on every machine.\ndim is a multiple of 8 in 8..4096. Takes O(dim^3) "
+              "time.");
+PyObject *py_haar(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"seed", "dim", NULL};
+    PyObject *seed_object, *dim_object, *matrix = NULL;
+    scratch_memory scratch = {NULL, NULL};
+    uint64_t seed;
+    int32_t dim;
+    const char *op = "haar";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:haar", names, &seed_object, &dim_object)) return NULL;
+    if (read_u64(op, "seed", seed_object, &seed) < 0 || read_i32(op, "dim", dim_object, 8, TQ_MAX_DIM, &dim) < 0)
+        return NULL;
+    npy_intp dims[2] = {dim, dim};
+    matrix = new_array(NPY_FLOAT32, 2, dims);
+    if (!matrix || scratch_get(&scratch, (size_t)dim * ((size_t)dim + 2) * sizeof(double)) < 0) goto done;
+    tq_error error = {0};
+    tq_status status;
+    float *data = PyArray_DATA((PyArrayObject *)matrix);
+    Py_BEGIN_ALLOW_THREADS;
+    status = tq_haar(seed, dim, data, scratch.aligned, &error);
+    Py_END_ALLOW_THREADS;
+    scratch_free(&scratch);
+    if (status == TQ_OK) return matrix;
+    raise_status(op, status, &error, NULL);
+done:
+    Py_XDECREF(matrix);
+    scratch_free(&scratch);
+    return NULL;
+}
+
+const char doc_rotate[] = PyDoc_STR(
+    "rotate(plan, x, matrix=None, inverse=False)\n--\n\n"
+    "R x, or R^T x if inverse, for every row of x, float32 [..., head_dim], C-contiguous; a new array of the same "
+    "shape.\nR is the plan's rotation: matrix, float32 [head_dim, head_dim], if that is dense, else matrix is None.");
+PyObject *py_rotate(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"plan", "x", "matrix", "inverse", NULL};
+    PyObject *plan_object, *x_object, *matrix_object = Py_None, *y = NULL;
+    read_plan_result read;
+    int inverse = 0;
+    const float *matrix = NULL;
+    const char *op = "rotate";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|Op:rotate", names, &plan_object, &x_object, &matrix_object,
+                                     &inverse))
+        return NULL;
+    if (read_plan(op, plan_object, &read) < 0) return NULL;
+    npy_intp dims[NPY_MAXDIMS], square[2] = {read.plan.head_dim, read.plan.head_dim};
+    int ndim = 1;
+    if (PyArray_Check(x_object)) ndim = PyArray_NDIM((PyArrayObject *)x_object);
+    if (ndim < 1) ndim = 1;
+    for (int i = 0; i < ndim - 1; i++) dims[i] = ANY;
+    dims[ndim - 1] = read.plan.head_dim;
+    PyArrayObject *x = read_array(op, "x", x_object, NPY_FLOAT32, DENSE, ndim, dims);
+    if (!x) return NULL;
+    if ((read.plan.rotation == TQ_ROTATION_DENSE) != (matrix_object != Py_None))
+        return raise_value(op, "matrix", matrix_object == Py_None ? DENSE_NEEDS_MATRIX : OTHERS_HAVE_NONE);
+    if (matrix_object != Py_None) {
+        PyArrayObject *array = read_array(op, "matrix", matrix_object, NPY_FLOAT32, DENSE, 2, square);
+        if (!array) return NULL;
+        matrix = PyArray_DATA(array);
+    }
+    y = new_array(NPY_FLOAT32, ndim, PyArray_DIMS(x));
+    if (!y) return NULL;
+    const float *from = PyArray_DATA(x);
+    float *to = PyArray_DATA((PyArrayObject *)y);
+    int64_t rows = PyArray_SIZE(x) / read.plan.head_dim;
+    tq_error error = {0};
+    tq_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = tq_rotate(&read.plan, matrix, inverse, from, to, rows, &error);
+    Py_END_ALLOW_THREADS;
+    if (status == TQ_OK) return y;
+    Py_DECREF(y);
+    return raise_status(op, status, &error, NULL);
+}
+
+const char doc_dot[] = PyDoc_STR(
+    "dot(plan, queries, pages, n, *, key_rotation=None, key_centre=None, key_steps=None, threads=0)\n--\n\n"
+    "<q, x> for every query and each of the first n packed vectors, which are not decoded: float32 [queries, n].\n"
+    "queries: float32 [queries, head_dim] in the units of the vectors, not rotated. pages: uint8 [at least "
+    "ceil(n / page_tokens), 1, record_bytes].");
+PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"plan",       "queries",   "pages",   "n", "key_rotation",
+                            "key_centre", "key_steps", "threads", NULL};
+    PyObject *plan_object, *queries_object, *pages_object, *n_object, *threads_object = NULL, *out = NULL,
+                                                                      *result = NULL;
+    transform_arguments transform = {Py_None, Py_None, Py_None};
+    scratch_memory scratch = {NULL, NULL};
+    read_plan_result read;
+    int64_t n;
+    int32_t threads = 0;
+    tq_transform key;
+    const char *op = "dot";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$OOOO:dot", names, &plan_object, &queries_object,
+                                     &pages_object, &n_object, &transform.rotation, &transform.centre, &transform.steps,
+                                     &threads_object))
+        return NULL;
+    if (read_plan(op, plan_object, &read) < 0 || read_i64(op, "n", n_object, 0, INT64_MAX, &n) < 0 ||
+        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0))
+        return NULL;
+    npy_intp dims[2] = {ANY, read.plan.head_dim};
+    PyArrayObject *queries = read_array(op, "queries", queries_object, NPY_FLOAT32, DENSE, 2, dims);
+    PyArrayObject *pages = queries ? read_pages(op, &read.plan, pages_object, DENSE, 1) : NULL;
+    if (!pages || read_transform(op, KEY, &read.plan, 1, 1, &transform, &key) < 0) return NULL;
+    int64_t room = (int64_t)PyArray_DIM(pages, 0) * read.plan.page_tokens, n_queries = PyArray_DIM(queries, 0);
+    if (n > room)
+        return raise_value(op, "n", "in 0..%lld, what the pages hold, got %lld", (long long)room, (long long)n);
+    dims[0] = (npy_intp)n_queries;
+    dims[1] = (npy_intp)n;
+    out = new_array(NPY_FLOAT32, 2, dims);
+    if (!out) goto done;
+    const float *q = PyArray_DATA(queries);
+    const uint8_t *bytes = PyArray_DATA(pages);
+    float *to = PyArray_DATA((PyArrayObject *)out);
+    size_t scratch_bytes = 0;
+    tq_error error = {0};
+    tq_status status = tq_dot_scratch_bytes(&read.plan, n_queries, &scratch_bytes, &error);
+    if (status == TQ_OK) {
+        if (scratch_get(&scratch, scratch_bytes) < 0) goto done;
+        Py_BEGIN_ALLOW_THREADS;
+        status = tq_dot(&read.plan, &key, q, n_queries, bytes, n, to, threads, scratch.aligned, scratch_bytes, &error);
+        Py_END_ALLOW_THREADS;
+    }
+    if (status != TQ_OK) {
+        raise_status(op, status, &error, NULL);
+        goto done;
+    }
+    result = out;
+    out = NULL;
+done:
+    Py_XDECREF(out);
+    scratch_free(&scratch);
+    return result;
+}

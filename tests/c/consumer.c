@@ -1,0 +1,724 @@
+/* A program that uses the core as a C library: turboquant.h and libc, no Python. Built with sanitizers and run by
+ * tests/test_c_consumer.py; also an example of size -> pack -> use.
+ *
+ * Whatever is handed to the library lies in a heap block of exactly its size, so that a sanitizer sees the first byte read or
+ * written beside it. Ends with 0 and "ok", or with 1 and the line that failed. */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE
+#endif
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <turboquant.h>
+#include <unistd.h>
+
+static const char *state = ""; /* what was going on, for messages */
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "consumer.c:%d: %s (%s, %s)\n", __LINE__, #condition, state, tq_isa());                    \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+#define OK(call)                                                                                                       \
+    do {                                                                                                               \
+        tq_error ok_error = {0};                                                                                       \
+        error = &ok_error;                                                                                             \
+        tq_status ok_status = (call);                                                                                  \
+        if (ok_status != TQ_OK) {                                                                                      \
+            fprintf(stderr, "consumer.c:%d: %s: `%s[%lld]` must be %s, got %g (%s)\n", __LINE__, #call,                \
+                    ok_error.argument, (long long)ok_error.index, ok_error.wants, ok_error.got, state);                \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+static tq_error *error; /* where the call inside OK or refused() reports */
+
+/* ---- memory and numbers ---- */
+
+static void *zeros(size_t bytes) /* at least 64-byte aligned, exactly so long */
+{
+    void *block = NULL;
+    CHECK(posix_memalign(&block, 64, bytes ? bytes : 1) == 0);
+    memset(block, 0, bytes);
+    return block;
+}
+
+static uint64_t random_state = 1;
+static float uniform(void) /* -1 .. 1 */
+{
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return (float)(random_state >> 40) / 8388608.0f - 1.0f;
+}
+
+static float *random_floats(size_t n)
+{
+    float *x = zeros(n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = uniform() + uniform() + uniform();
+    return x;
+}
+
+static double distance(const float *a, const float *b, size_t n, double *largest)
+{
+    double worst = 0;
+    *largest = 0;
+    for (size_t i = 0; i < n; i++) {
+        worst = fmax(worst, fabs((double)a[i] - b[i]));
+        *largest = fmax(*largest, fabs((double)b[i]));
+    }
+    return worst;
+}
+
+/* ---- a cache ---- */
+
+typedef struct {
+    tq_plan plan;
+    int32_t batch, heads, tokens, sinks, window, max_pages, length; /* `length` of each sequence */
+    int64_t n_pages;
+    uint8_t *pages;
+    int32_t *table, *lengths;
+    float *k, *v; /* [batch, heads, tokens, head_dim]: all there ever was */
+    float *sink_k, *sink_v, *window_k, *window_v;
+} cache;
+
+static tq_plan make_plan_with(int32_t rotation, int32_t head_dim, int32_t key_bits, int32_t value_bits,
+                              int32_t page_tokens)
+{
+    int32_t groups = (head_dim + 31) / 32;
+    size_t n = (size_t)(TQ_PLAN_HEADER_WORDS + 2 * groups);
+    int64_t *words = zeros(n * sizeof *words);
+    int64_t header[TQ_PLAN_HEADER_WORDS] = {TQ_FORMAT_VERSION, head_dim, page_tokens, rotation, 0, TQ_SCALE_EDEN, 42};
+    memcpy(words, header, sizeof header);
+    for (int32_t g = 0; g < groups; g++) {
+        words[TQ_PLAN_HEADER_WORDS + g] = key_bits;
+        words[TQ_PLAN_HEADER_WORDS + groups + g] = value_bits;
+    }
+    tq_plan plan;
+    OK(tq_plan_init(&plan, words, n, error));
+    free(words);
+    return plan;
+}
+
+static tq_plan make_plan(int32_t head_dim, int32_t key_bits, int32_t value_bits, int32_t page_tokens)
+{
+    return make_plan_with(TQ_ROTATION_HADAMARD, head_dim, key_bits, value_bits, page_tokens);
+}
+
+static cache new_cache(tq_plan plan, int32_t batch, int32_t heads, int32_t tokens, int32_t sinks, int32_t window)
+{
+    cache c = {.plan = plan, .batch = batch, .heads = heads, .tokens = tokens, .sinks = sinks, .window = window};
+    size_t d = (size_t)plan.head_dim, rows = (size_t)batch * (size_t)heads;
+    int32_t packed = tokens > sinks + window ? tokens - sinks - window : 0;
+    c.max_pages = (packed + plan.page_tokens - 1) / plan.page_tokens;
+    c.n_pages = (int64_t)batch * c.max_pages;
+    c.pages = zeros((size_t)(c.n_pages * heads * plan.record_bytes));
+    c.table = zeros((size_t)c.n_pages * sizeof *c.table);
+    for (int64_t i = 0; i < c.n_pages; i++) c.table[i] = (int32_t)(c.n_pages - 1 - i);
+    c.lengths = zeros((size_t)batch * sizeof *c.lengths);
+    c.k = random_floats(rows * (size_t)tokens * d);
+    c.v = random_floats(rows * (size_t)tokens * d);
+    c.sink_k = sinks ? zeros(rows * (size_t)sinks * d * 4) : NULL;
+    c.sink_v = sinks ? zeros(rows * (size_t)sinks * d * 4) : NULL;
+    c.window_k = window ? zeros(rows * (size_t)window * d * 4) : NULL;
+    c.window_v = window ? zeros(rows * (size_t)window * d * 4) : NULL;
+    return c;
+}
+
+static void free_cache(cache *c)
+{
+    void *blocks[] = {c->pages, c->table, c->lengths, c->k, c->v, c->sink_k, c->sink_v, c->window_k, c->window_v};
+    for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) free(blocks[i]);
+}
+
+static tq_append_params append_params(cache *c, int32_t tokens)
+{
+    int64_t d = c->plan.head_dim, at = c->length * d;
+    for (int32_t b = 0; b < c->batch; b++) c->lengths[b] = c->length + tokens;
+    tq_append_params p = {.batch = c->batch,
+                          .tokens = tokens,
+                          .kv_heads = c->heads,
+                          .sinks = c->sinks,
+                          .window = c->window,
+                          .max_pages = c->max_pages,
+                          .dtype = TQ_F32,
+                          .n_pages = c->n_pages,
+                          .k = c->k + at,
+                          .v = c->v + at,
+                          .k_stride_batch = c->heads * c->tokens * d,
+                          .k_stride_head = c->tokens * d,
+                          .k_stride_token = d,
+                          .v_stride_batch = c->heads * c->tokens * d,
+                          .v_stride_head = c->tokens * d,
+                          .v_stride_token = d,
+                          .lengths = c->lengths,
+                          .block_table = c->table,
+                          .sink_k = c->sink_k,
+                          .sink_v = c->sink_v,
+                          .window_k = c->window_k,
+                          .window_v = c->window_v,
+                          .pages = c->pages};
+    if (!c->plan.value.tile_bytes) p.v = p.sink_v = p.window_v = NULL;
+    return p;
+}
+
+static void append(cache *c, int32_t tokens)
+{
+    tq_append_params p = append_params(c, tokens);
+    size_t bytes = 0;
+    OK(tq_append_scratch_bytes(&c->plan, &p, &bytes, error));
+    void *scratch = zeros(bytes);
+    OK(tq_append(&c->plan, &p, scratch, bytes, error));
+    free(scratch);
+    c->length += tokens;
+}
+
+static tq_attend_params attend_params(const cache *c, const float *q, int32_t query_heads, int32_t query_tokens,
+                                      float *out, float *lse)
+{
+    int64_t d = c->plan.head_dim;
+    return (tq_attend_params){.batch = c->batch,
+                              .query_tokens = query_tokens,
+                              .query_heads = query_heads,
+                              .kv_heads = c->heads,
+                              .sinks = c->sinks,
+                              .window = c->window,
+                              .max_pages = c->max_pages,
+                              .dtype = TQ_F32,
+                              .causal = 1,
+                              .softmax_scale = 1 / sqrtf((float)d),
+                              .n_pages = c->n_pages,
+                              .q = q,
+                              .q_stride_batch = query_heads * query_tokens * d,
+                              .q_stride_head = query_tokens * d,
+                              .q_stride_token = d,
+                              .pages = c->pages,
+                              .block_table = c->table,
+                              .lengths = c->lengths,
+                              .sink_k = c->sink_k,
+                              .sink_v = c->sink_v,
+                              .window_k = c->window_k,
+                              .window_v = c->window_v,
+                              .out = out,
+                              .lse = lse};
+}
+
+static void attend(const cache *c, const tq_attend_params *p)
+{
+    size_t bytes = 0;
+    OK(tq_attend_scratch_bytes(&c->plan, p, &bytes, error));
+    void *scratch = zeros(bytes);
+    OK(tq_attend(&c->plan, p, scratch, bytes, error));
+    free(scratch);
+}
+
+/* Everything stored, in float32: sinks and window as they were, the rest decoded. [batch, heads, length, head_dim] */
+static void stored(const cache *c, float *k, float *v)
+{
+    size_t d = (size_t)c->plan.head_dim, n = (size_t)c->length;
+    int32_t packed = c->length - c->sinks - c->window, room = packed > 0 ? packed : 0;
+    size_t decoded = (size_t)(c->batch * c->heads) * (size_t)room * d;
+    float *dk = zeros(decoded * 4), *dv = zeros(decoded * 4);
+    int32_t *counts = zeros((size_t)c->batch * 4);
+    for (int32_t b = 0; b < c->batch; b++) counts[b] = room;
+    OK(tq_dequantize(&c->plan, c->pages, c->n_pages, c->heads, c->table, c->batch, c->max_pages, counts, room, NULL,
+                     NULL, dk, dv, error));
+    for (size_t row = 0; row < (size_t)(c->batch * c->heads); row++)
+        for (size_t j = 0; j < n; j++) {
+            int exact = (int32_t)j < c->sinks || (int32_t)j >= c->length - c->window;
+            size_t to = (row * n + j) * d,
+                   from = exact ? (row * (size_t)c->tokens + j) * d : (row * (size_t)room + j - (size_t)c->sinks) * d;
+            memcpy(k + to, (exact ? c->k : dk) + from, d * 4);
+            memcpy(v + to, (exact ? c->v : dv) + from, d * 4);
+        }
+    free(dk), free(dv), free(counts);
+}
+
+/* The definition, in double: one query against the first `seen` of n tokens. */
+static void attend_plainly(const float *q, const float *k, const float *v, int32_t d, int32_t first, int32_t seen,
+                           double scale, float *out, double *lse)
+{
+    double *weights = zeros((size_t)seen * sizeof *weights), *sum = zeros((size_t)d * sizeof *sum), most = -INFINITY,
+           total = 0;
+    for (int32_t j = first; j < seen; j++) {
+        for (int32_t i = 0; i < d; i++) weights[j] += (double)q[i] * k[(int64_t)j * d + i];
+        weights[j] *= scale;
+        most = fmax(most, weights[j]);
+    }
+    for (int32_t j = first; j < seen; j++) {
+        double w = exp(weights[j] - most);
+        total += w;
+        for (int32_t i = 0; i < d; i++) sum[i] += w * v[(int64_t)j * d + i];
+    }
+    for (int32_t i = 0; i < d; i++) out[i] = (float)(sum[i] / total);
+    *lse = most + log(total);
+    free(weights), free(sum);
+}
+
+/* ---- what it does right ---- */
+
+static void check_quantise(void)
+{
+    static const double distortion[] = {0, 0.3634, 0.1188, 0.0345, 0.0095, 0.0025};
+    for (int32_t bits = 1; bits <= 5; bits++)
+        for (int32_t head_dim = 8; head_dim <= 256; head_dim += bits == 4 ? 8 : 62 / 8 * 8) {
+            cache c = new_cache(make_plan(head_dim, bits, 1 + bits % 5, 32), 2, 2, 70, 0, 0);
+            append(&c, 40);
+            append(&c, 30);
+            size_t n = (size_t)(2 * 2 * 70 * head_dim);
+            float *k = zeros(n * 4), *v = zeros(n * 4);
+            double error_sum = 0, sum = 0;
+            stored(&c, k, v);
+            for (size_t i = 0; i < n; i++) {
+                error_sum += pow((double)k[i] - c.k[i], 2);
+                sum += pow(c.k[i], 2);
+            }
+            CHECK(error_sum / sum < 1.8 * distortion[bits]); /* 1 bit with the unbiased scale: 0.57 */
+            free(k), free(v), free_cache(&c);
+        }
+}
+
+static void check_attend(int32_t head_dim, int32_t key_bits, int32_t value_bits, int32_t sinks, int32_t window,
+                         int32_t query_tokens)
+{
+    int32_t batch = 2, heads = 2, query_heads = 6, tokens = 150;
+    cache c = new_cache(make_plan(head_dim, key_bits, value_bits, 64), batch, heads, tokens, sinks, window);
+    size_t d = (size_t)head_dim, n = (size_t)(batch * query_heads * query_tokens),
+           all = (size_t)(batch * heads * tokens) * d;
+    float *q = random_floats(n * d), *out = zeros(n * d * 4), *lse = zeros(n * 4), *want = zeros(n * d * 4);
+    append(&c, 100);
+    for (int32_t i = 0; i < 49; i++) append(&c, 1);
+    append(&c, 1);
+    tq_attend_params p = attend_params(&c, q, query_heads, query_tokens, out, lse);
+    attend(&c, &p);
+    float *k = zeros(all * 4), *v = zeros(all * 4);
+    stored(&c, k, v);
+    for (int32_t row = 0; row < batch * query_heads; row++)
+        for (int32_t i = 0; i < query_tokens; i++) {
+            size_t kv =
+                (size_t)(row / query_heads * heads + row % query_heads / (query_heads / heads)) * (size_t)tokens * d;
+            size_t at = (size_t)(row * query_tokens + i);
+            double want_lse;
+            attend_plainly(q + at * d, k + kv, v + kv, head_dim, 0, tokens - query_tokens + i + 1, p.softmax_scale,
+                           want + at * d, &want_lse);
+            CHECK(fabs(lse[at] - want_lse) < 1e-4);
+        }
+    double largest, worst = distance(out, want, n * d, &largest);
+    CHECK(worst < 2e-5 * largest + 1e-6);
+    free(q), free(out), free(lse), free(want), free(k), free(v), free_cache(&c);
+}
+
+/* Two halves of a sequence, attended to apart and merged, are the whole. */
+static void check_merge(void)
+{
+    enum { TOKENS = 96, HEADS = 2, D = 40 };
+    cache c = new_cache(make_plan(D, 3, 4, 32), 1, HEADS, TOKENS, 0, 0);
+    append(&c, TOKENS);
+    float *q = random_floats(HEADS * D), *whole = zeros(HEADS * D * 4), *whole_lse = zeros(HEADS * 4);
+    float *outs = zeros(2 * HEADS * D * 4), *lses = zeros(2 * HEADS * 4), *out = zeros(HEADS * D * 4),
+          *lse = zeros(HEADS * 4);
+    int32_t *length = zeros(4), *start = zeros(4);
+    tq_attend_params p = attend_params(&c, q, HEADS, 1, whole, whole_lse);
+    attend(&c, &p);
+    p.lengths = length;
+    p.starts = start;
+    for (int part = 0; part < 2; part++) {
+        *start = part ? 50 : 0;
+        *length = part ? TOKENS : 50;
+        p.out = outs + part * HEADS * D;
+        p.lse = lses + part * HEADS;
+        attend(&c, &p);
+    }
+    OK(tq_merge(outs, lses, 2, HEADS, D, out, lse, error));
+    double largest, worst = distance(out, whole, HEADS * D, &largest);
+    CHECK(worst < 2e-5 * largest);
+    for (int h = 0; h < HEADS; h++) CHECK(fabs(lse[h] - whole_lse[h]) < 1e-4);
+    free(q), free(whole), free(whole_lse), free(outs), free(lses), free(out), free(lse), free(length), free(start),
+        free_cache(&c);
+}
+
+static void check_vectors(void)
+{
+    enum { D = 1000, N = 70, QUERIES = 9 };
+    cache c = new_cache(make_plan(D, 4, 0, 32), 1, 1, N, 0, 0);
+    append(&c, N);
+    float *q = random_floats(QUERIES * D), *x = zeros(N * D * 4), *out = zeros(QUERIES * N * 4);
+    int32_t *counts = zeros(4), *table = zeros((size_t)c.max_pages * 4);
+    *counts = N;
+    /* tq_dot takes pages in the order of the vectors, new_cache lays them the other way round */
+    uint8_t *pages = zeros((size_t)(c.max_pages * c.plan.record_bytes));
+    for (int32_t i = 0; i < c.max_pages; i++)
+        memcpy(pages + (table[i] = i) * c.plan.record_bytes, c.pages + c.table[i] * c.plan.record_bytes,
+               (size_t)c.plan.record_bytes);
+    OK(tq_dequantize(&c.plan, pages, c.max_pages, 1, table, 1, c.max_pages, counts, N, NULL, NULL, x, NULL, error));
+    size_t bytes = 0;
+    OK(tq_dot_scratch_bytes(&c.plan, QUERIES, &bytes, error));
+    void *scratch = zeros(bytes);
+    OK(tq_dot(&c.plan, NULL, q, QUERIES, pages, N, out, 0, scratch, bytes, error));
+    for (int i = 0; i < QUERIES; i++)
+        for (int j = 0; j < N; j++) {
+            double want = 0, size = 0;
+            for (int k = 0; k < D; k++) {
+                want += (double)q[i * D + k] * x[j * D + k];
+                size += fabs((double)q[i * D + k] * x[j * D + k]);
+            }
+            CHECK(fabs(out[i * N + j] - want) < 1e-4 * size);
+        }
+    free(q), free(x), free(out), free(counts), free(table), free(pages), free(scratch), free_cache(&c);
+}
+
+static void check_rotations(void)
+{
+    enum { D = 56 };
+    float *matrix = zeros(D * D * 4), *x = random_floats(3 * D), *y = zeros(3 * D * 4), *back = zeros(3 * D * 4);
+    double *scratch = zeros(D * (D + 2) * sizeof *scratch), largest;
+    OK(tq_haar(1, D, matrix, scratch, error));
+    tq_plan plan;
+    for (int dense = 1; dense >= 0; dense--) {
+        plan = make_plan_with(dense ? TQ_ROTATION_DENSE : TQ_ROTATION_HADAMARD, D, 4, 0, 32);
+        OK(tq_rotate(&plan, dense ? matrix : NULL, 0, x, y, 3, error));
+        OK(tq_rotate(&plan, dense ? matrix : NULL, 1, y, back, 3, error));
+        CHECK(distance(back, x, 3 * D, &largest) < 1e-5);
+        CHECK(distance(y, x, 3 * D, &largest) > 0.1);
+    }
+    memcpy(y, x, 3 * D * 4);
+    OK(tq_rotate(&plan, NULL, 0, y, y, 3, error)); /* in place */
+    OK(tq_rotate(&plan, NULL, 1, y, y, 3, error));
+    CHECK(distance(y, x, 3 * D, &largest) < 1e-5);
+    free(matrix), free(x), free(y), free(back), free(scratch);
+}
+
+static void check_tables(void)
+{
+    uint32_t words[4]; /* the known answer of Random123 for counter 0 under key 0 */
+    tq_random(0, 0, 0, words);
+    CHECK(words[0] == 0x6627e8d5 && words[1] == 0xe169c58d && words[2] == 0xbc57ac4c && words[3] == 0x9b00dbd8);
+    for (int law = 0; law < 2; law++)
+        for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++)
+            for (int32_t d = 8; d <= 256; d += 8) {
+                tq_codebook book;
+                OK(tq_get_codebook((tq_codebook_law)law, d, bits, &book, error));
+                CHECK(book.bits == bits && book.n_levels == 1 << bits);
+                for (int32_t r = 0; r < book.n_levels; r++)
+                    CHECK(book.levels[book.code_of_rank[r]] == -book.levels[book.code_of_rank[book.n_levels - 1 - r]]);
+                for (int32_t r = 1; r < book.n_levels; r++)
+                    CHECK(book.levels[book.code_of_rank[r]] > book.levels[book.code_of_rank[r - 1]]);
+                for (int32_t r = 1; r < book.n_levels - 1; r++) CHECK(book.thresholds[r] > book.thresholds[r - 1]);
+            }
+}
+
+/* ---- files ---- */
+
+static tq_status read_copy(const uint8_t *data, size_t bytes, uint64_t file_bytes, tq_file_header *header, size_t *used,
+                           tq_error *e)
+{
+    uint8_t *copy = zeros(bytes); /* of exactly this size */
+    memcpy(copy, data, bytes);
+    tq_status status = tq_file_header_read(copy, bytes, file_bytes, header, used, e);
+    free(copy);
+    return status;
+}
+
+static void check_files(void)
+{
+    tq_file_header header = {.n_words = TQ_PLAN_HEADER_WORDS + 4, .vectors = 40}, back;
+    int64_t words[] = {1, 64, 32, 1, 0, 0, 5, 4, 3, 0, 0};
+    memcpy(header.words, words, sizeof words);
+    tq_plan plan;
+    OK(tq_plan_init(&plan, words, header.n_words, error));
+    header.payload_bytes = 2 * (uint64_t)plan.record_bytes;
+    header.payload_checksum = tq_checksum("payload", 7);
+    uint8_t *data = zeros(TQ_FILE_HEADER_MAX_BYTES);
+    size_t bytes = 0, used = 0;
+    OK(tq_file_header_write(&header, data, TQ_FILE_HEADER_MAX_BYTES, &bytes, error));
+    CHECK(bytes == 8 + 4 + 4 + 8 * 11 + 4 * 8 && memcmp(data, "TQCODES", 8) == 0);
+    uint64_t total = bytes + header.payload_bytes;
+    OK(read_copy(data, bytes, total, &back, &used, error));
+    CHECK(used == bytes && back.vectors == 40 && back.n_words == 11 && !memcmp(back.words, words, sizeof words));
+    CHECK(back.payload_bytes == header.payload_bytes && back.payload_checksum == header.payload_checksum);
+    for (size_t room = 0; room < bytes; room++) {
+        uint8_t *small = zeros(room);
+        CHECK(tq_file_header_write(&header, small, room, &used, NULL) == TQ_E_VALUE);
+        free(small);
+        CHECK(read_copy(data, room, total, &back, &used, NULL) == TQ_E_FORMAT);
+        CHECK(read_copy(data, room, room, &back, &used, NULL) == TQ_E_FORMAT);
+    }
+    for (size_t bit = 0; bit < 8 * bytes; bit++) {
+        data[bit / 8] ^= (uint8_t)(1u << bit % 8);
+        CHECK(read_copy(data, bytes, total, &back, &used, NULL) == TQ_E_FORMAT);
+        data[bit / 8] ^= (uint8_t)(1u << bit % 8);
+    }
+    CHECK(read_copy(data, bytes, total - 1, &back, &used, NULL) == TQ_E_FORMAT);
+    CHECK(read_copy(data, bytes, total + 1, &back, &used, NULL) == TQ_E_FORMAT);
+    for (int i = 0; i < 20000; i++) { /* noise behind a right beginning */
+        size_t n = 16 + (size_t)(i % 150);
+        uint8_t noise[200];
+        memcpy(noise, data, 16);
+        for (size_t j = i % 2 ? 16 : 12; j < n; j++) noise[j] = (uint8_t)(128 * uniform());
+        CHECK(read_copy(noise, n, n, &back, &used, NULL) == TQ_E_FORMAT);
+    }
+    free(data);
+}
+
+/* ---- what it refuses ---- */
+
+/* Whether a call failed with this status about this argument. */
+static int refused(tq_status status, tq_status wanted, const tq_error *e, const char *argument)
+{
+    if (status == wanted && e->status == wanted && strcmp(e->argument, argument) == 0 && e->wants && *e->wants)
+        return 1;
+    fprintf(stderr, "status %d, argument %s\n", status, e->argument ? e->argument : "NULL");
+    return 0;
+}
+
+static void check_plans_refused(void)
+{
+    const int64_t good[] = {1, 64, 128, 1, 0, 0, 0, 4, 4, 3, 3};
+    const struct {
+        int word;
+        int64_t value;
+    } bad[] = {{0, 0}, {0, 2},  {1, 12}, {1, 0}, {1, -8}, {1, 8192}, {1, INT64_MAX}, {2, 16}, {2, 127},  {2, 256},
+               {3, 3}, {3, -1}, {4, 2},  {5, 4}, {6, -1}, {7, 6},    {7, -1},        {10, 6}, {1, 4096}, {1, 128}};
+    tq_plan plan, untouched;
+    memset(&plan, 7, sizeof plan);
+    memset(&untouched, 7, sizeof untouched);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        int64_t *words = zeros(sizeof good);
+        memcpy(words, good, sizeof good);
+        words[bad[i].word] = bad[i].value;
+        CHECK(tq_plan_init(&plan, words, 11, NULL) == TQ_E_VALUE);
+        free(words);
+    }
+    for (size_t n = 0; n < 11; n++) {
+        int64_t *words = zeros(n * 8);
+        memcpy(words, good, n * 8);
+        CHECK(tq_plan_init(&plan, words, n, NULL) == TQ_E_VALUE);
+        free(words);
+    }
+    const int64_t no_keys[] = {1, 64, 128, 1, 0, 0, 0, 0, 0, 3, 3};
+    CHECK(tq_plan_init(&plan, no_keys, 11, NULL) == TQ_E_VALUE);
+    CHECK(tq_plan_init(&plan, NULL, 11, NULL) == TQ_E_VALUE);
+    CHECK(memcmp(&plan, &untouched, sizeof plan) == 0);
+}
+
+/* Each change to a good append fails, names its argument and leaves all memory as it was. */
+static void check_append_refused(void)
+{
+    cache c = new_cache(make_plan(64, 4, 3, 32), 2, 2, 120, 2, 8);
+    append(&c, 50);
+    tq_append_params good = append_params(&c, 20), p;
+    size_t bytes = 0, page_bytes = (size_t)(c.n_pages * c.heads * c.plan.record_bytes), ring_bytes = 2 * 2 * 8 * 64 * 4;
+    OK(tq_append_scratch_bytes(&c.plan, &good, &bytes, error));
+    void *scratch = zeros(bytes);
+    uint8_t *pages = zeros(page_bytes), *ring = zeros(ring_bytes);
+    memcpy(pages, c.pages, page_bytes);
+    memcpy(ring, c.window_k, ring_bytes);
+    tq_error e;
+#define REFUSES(argument_, change)                                                                                     \
+    do {                                                                                                               \
+        p = good;                                                                                                      \
+        memset(&e, 0, sizeof e);                                                                                       \
+        change;                                                                                                        \
+        CHECK(refused(tq_append(&c.plan, &p, scratch, bytes, &e), TQ_E_VALUE, &e, argument_));                         \
+        CHECK(!memcmp(pages, c.pages, page_bytes) && !memcmp(ring, c.window_k, ring_bytes));                           \
+    } while (0)
+    REFUSES("tokens", p.tokens = -1);
+    REFUSES("batch", p.batch = -1);
+    REFUSES("k_stride_token", p.k_stride_token = -64);
+    REFUSES("k", p.k = NULL);
+    REFUSES("v", p.v = NULL);
+    REFUSES("pages", p.pages = c.pages + 4);
+    REFUSES("pages", p.pages = NULL);
+    REFUSES("window_v", p.window_v = NULL);
+    REFUSES("sink_k", p.sink_k = NULL);
+    REFUSES("window_v", p.window_v = p.window_k);
+    REFUSES("block_table", p.n_pages = 2);
+    REFUSES("lengths", c.lengths[1] = -3);
+    REFUSES("lengths", c.lengths[1] = INT32_MIN);
+    REFUSES("lengths", c.lengths[1] = INT32_MAX);
+    c.lengths[1] = 70;
+    REFUSES("block_table", c.table[1] = -1);
+    CHECK(e.index == 1 && e.got == -1);
+    REFUSES("block_table", c.table[1] = (int32_t)c.n_pages);
+    c.table[1] = 0;
+    c.table[1] = (int32_t)c.n_pages - 2;
+    float *bad = c.k + 50 * 64 + 3, kept = *bad;
+    REFUSES("k", *bad = NAN);
+    CHECK(e.index == 3);
+    REFUSES("k", *bad = -INFINITY);
+    REFUSES("k", *bad = 16385);
+    *bad = kept;
+    float *steps = zeros(2 * 2 * 4);
+    REFUSES("key_steps", p.key.steps = steps);
+    REFUSES("value_rotation", p.value.rotation = c.k);
+    free(steps);
+    p = good;
+    p.dtype = 9;
+    CHECK(refused(tq_append(&c.plan, &p, scratch, bytes, &e), TQ_E_TYPE, &e, "dtype"));
+    CHECK(tq_append(&c.plan, &good, scratch, bytes - 1, &e) == TQ_E_VALUE);
+    CHECK(tq_append(&c.plan, &good, NULL, bytes, &e) == TQ_E_VALUE);
+    CHECK(tq_append(&c.plan, &good, (char *)scratch + 4, bytes, &e) == TQ_E_VALUE);
+    CHECK(tq_append(NULL, &good, scratch, bytes, &e) == TQ_E_VALUE);
+    CHECK(tq_append(&c.plan, NULL, scratch, bytes, &e) == TQ_E_VALUE);
+    CHECK(tq_append_scratch_bytes(&c.plan, &good, NULL, NULL) == TQ_E_VALUE);
+    CHECK(!memcmp(pages, c.pages, page_bytes) && !memcmp(ring, c.window_k, ring_bytes));
+    CHECK(tq_append(&c.plan, &good, scratch, bytes, NULL) == TQ_OK);
+    CHECK(memcmp(pages, c.pages, page_bytes) && memcmp(ring, c.window_k, ring_bytes));
+    free(scratch), free(pages), free(ring), free_cache(&c);
+#undef REFUSES
+}
+
+static void check_attend_refused(void)
+{
+    cache c = new_cache(make_plan(64, 4, 3, 32), 2, 2, 120, 2, 8);
+    append(&c, 100);
+    size_t n = 2 * 4 * 64, bytes = 0;
+    float *q = random_floats(n), *out = zeros(n * 4), *lse = zeros(8 * 4);
+    int32_t *starts = zeros(2 * 4);
+    tq_attend_params good = attend_params(&c, q, 4, 1, out, lse), p;
+    OK(tq_attend_scratch_bytes(&c.plan, &good, &bytes, error));
+    void *scratch = zeros(bytes);
+    tq_error e;
+#define REFUSES(argument_, change)                                                                                     \
+    do {                                                                                                               \
+        p = good;                                                                                                      \
+        memset(&e, 0, sizeof e);                                                                                       \
+        change;                                                                                                        \
+        CHECK(refused(tq_attend(&c.plan, &p, scratch, bytes, &e), TQ_E_VALUE, &e, argument_));                         \
+        for (size_t i = 0; i < n; i++) CHECK(out[i] == 0);                                                             \
+    } while (0)
+    REFUSES("query_heads", p.query_heads = 3);
+    REFUSES("query_tokens", p.query_tokens = -1);
+    REFUSES("q", p.q = NULL);
+    REFUSES("out", p.out = NULL);
+    REFUSES("pages", p.pages = c.pages + 1);
+    REFUSES("window_k", p.window_k = NULL);
+    REFUSES("softmax_scale", p.softmax_scale = NAN);
+    REFUSES("softcap", p.softcap = INFINITY);
+    REFUSES("lengths", c.lengths[0] = -1);
+    REFUSES("lengths", c.lengths[0] = INT32_MAX);
+    c.lengths[0] = 100;
+    REFUSES("starts", (p.starts = starts, starts[1] = 101));
+    REFUSES("starts", (p.starts = starts, starts[1] = -1));
+    REFUSES("block_table", c.table[0] = INT32_MAX);
+    REFUSES("block_table", c.table[0] = INT32_MIN);
+    REFUSES("block_table", (c.table[0] = 0, p.n_pages = 1));
+    c.table[0] = (int32_t)c.n_pages - 1;
+    CHECK(tq_attend(&c.plan, &good, scratch, bytes - 1, NULL) == TQ_E_VALUE);
+    CHECK(tq_attend(NULL, &good, scratch, bytes, NULL) == TQ_E_VALUE);
+    tq_plan vectors = make_plan(64, 4, 0, 32);
+    CHECK(tq_attend(&vectors, &good, scratch, bytes, NULL) == TQ_E_VALUE);
+    CHECK(tq_attend(&c.plan, &good, scratch, bytes, NULL) == TQ_OK);
+    CHECK(out[0] != 0);
+    free(q), free(out), free(lse), free(starts), free(scratch), free_cache(&c);
+#undef REFUSES
+}
+
+static void check_others_refused(void)
+{
+    tq_codebook book;
+    tq_error e;
+    CHECK(refused(tq_get_codebook(TQ_CODEBOOK_NORMAL, 64, 0, &book, &e), TQ_E_VALUE, &e, "bits"));
+    CHECK(refused(tq_get_codebook(TQ_CODEBOOK_NORMAL, 64, 6, &book, &e), TQ_E_VALUE, &e, "bits"));
+    CHECK(refused(tq_get_codebook(TQ_CODEBOOK_SPHERE, 264, 4, &book, &e), TQ_E_VALUE, &e, "head_dim"));
+    CHECK(refused(tq_get_codebook((tq_codebook_law)2, 64, 4, &book, &e), TQ_E_VALUE, &e, "law"));
+    float *matrix = zeros(24 * 24 * 4);
+    double *scratch = zeros(24 * 26 * 8);
+    CHECK(refused(tq_haar(0, 20, matrix, scratch, &e), TQ_E_VALUE, &e, "dim"));
+    CHECK(refused(tq_haar(0, 0, matrix, scratch, &e), TQ_E_VALUE, &e, "dim"));
+    tq_plan plan = make_plan(24, 4, 0, 32);
+    CHECK(tq_rotate(&plan, NULL, 0, matrix, matrix + 4, 2, NULL) == TQ_E_VALUE); /* overlap */
+    CHECK(tq_rotate(&plan, NULL, 0, matrix, matrix + 24 * 12, -1, NULL) == TQ_E_VALUE);
+    CHECK(tq_merge(matrix, matrix, -1, 1, 24, matrix, matrix, NULL) == TQ_E_VALUE);
+    CHECK(refused(tq_set_num_threads(0, &e), TQ_E_VALUE, &e, "n"));
+    CHECK(refused(tq_set_isa("sse9", &e), TQ_E_UNSUPPORTED, &e, "isa"));
+    CHECK(strcmp(e.wants, tq_isa_available()) == 0);
+    CHECK(tq_kernel_name("divide", &plan) == NULL && strstr(tq_kernel_name("rotate", &plan), tq_isa()));
+    for (int status = -1; status < 100; status++) CHECK(tq_status_message((tq_status)status)[0]);
+    free(matrix), free(scratch);
+}
+
+/* ---- levels, threads, forks ---- */
+
+/* Bytes that must be the same on every level and with any number of threads. */
+static uint64_t bytes_of_everything(void)
+{
+    uint64_t sum = 0;
+    random_state = 1;
+    for (int32_t bits = 1; bits <= 5; bits++)
+        for (int32_t head_dim = 8; head_dim <= 256; head_dim += 8 * (2 * bits + 1)) {
+            cache c = new_cache(make_plan(head_dim, bits, 6 - bits, 96), 3, 2, 111, 3, 5);
+            append(&c, 60);
+            for (int i = 0; i < 40; i++) append(&c, 1);
+            append(&c, 11);
+            sum = 31 * sum + tq_checksum(c.pages, (size_t)(c.n_pages * c.heads * c.plan.record_bytes));
+            sum = 31 * sum + tq_checksum(c.window_v, (size_t)(3 * 2 * 5 * head_dim) * 4);
+            free_cache(&c);
+        }
+    return sum;
+}
+
+static void check_everything_attended(void)
+{
+    for (int32_t bits = 1; bits <= 5; bits++) check_attend(8 * (5 * bits + 3), bits, 6 - bits, 2, 16, 1);
+    check_attend(128, 4, 4, 4, 0, 1);
+    check_attend(64, 3, 2, 0, 0, 5);
+    check_attend(200, 2, 5, 0, 32, 1);
+    check_attend(256, 5, 1, 150, 0, 2);
+    check_attend(80, 1, 1, 0, 150, 1);
+}
+
+int main(int argc, char **argv)
+{
+    const char *text = tq_isa_available();
+    char list[128], *rest = list;
+    CHECK(strlen(text) < sizeof list);
+    memcpy(list, text, strlen(text) + 1);
+    uint64_t first = 0;
+    check_tables();
+    check_files();
+    check_plans_refused();
+    for (char *name; (name = strsep(&rest, " ")) != NULL;) {
+        if (argc > 1 && !strcmp(argv[1], "default-isa")) name = NULL; /* keep what the environment says */
+        state = "forcing a level";
+        OK(tq_set_isa(name, error));
+        CHECK(!name || strcmp(tq_isa(), name) == 0);
+        for (int32_t threads = 1; threads <= 4; threads += 3) {
+            state = threads == 1 ? "one thread" : "four threads";
+            OK(tq_set_num_threads(threads, error));
+            uint64_t sum = bytes_of_everything();
+            if (!first) first = sum;
+            CHECK(sum == first);
+            check_quantise();
+            check_everything_attended();
+            check_merge();
+            check_vectors();
+            check_rotations();
+            check_append_refused();
+            check_attend_refused();
+            check_others_refused();
+        }
+        printf("%s: %016llx\n", tq_isa(), (unsigned long long)first);
+        if (!name) break;
+    }
+    OK(tq_set_isa(NULL, error));
+    if (argc < 3 || strcmp(argv[2], "no-fork")) {
+        state = "in a forked child"; /* which has none of its parent's worker threads */
+        fflush(stdout);
+        pid_t child = fork();
+        CHECK(child >= 0);
+        if (!child) {
+            check_everything_attended();
+            _exit(0);
+        }
+        int status = 1;
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+        check_everything_attended();
+    }
+    printf("ok\n");
+    return 0;
+}

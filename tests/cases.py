@@ -1,0 +1,185 @@
+"""Random plans, transforms and caches for tests. Whatever must not be read is poisoned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import reference as ref
+from reference import Array, Cache, Plan, Query, Transform
+
+FAR = 2**30  # an entry of a block table that nobody may follow
+PLAIN = Transform()
+
+
+def aligned_pages(n_pages: int, kv_heads: int, record_bytes: int, fill: int = 0) -> Array:
+    """uint8 [n_pages, kv_heads, record_bytes], 64-byte aligned."""
+    size = n_pages * kv_heads * record_bytes
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    pages = raw[start : start + size].reshape(n_pages, kv_heads, record_bytes)
+    pages[...] = fill
+    return pages
+
+
+def realigned(pages: Array) -> Array:
+    """An aligned copy."""
+    result = aligned_pages(*pages.shape)
+    result[...] = pages
+    return result
+
+
+@cache
+def orthogonal(dim: int, seed: int = 0) -> Array:
+    """A fixed random orthogonal matrix, float32."""
+    q, _ = np.linalg.qr(np.random.default_rng([seed, dim]).standard_normal((dim, dim)))
+    return np.ascontiguousarray(q, np.float32)
+
+
+def random_transform(
+    rng: np.random.Generator, p: Plan, kv_heads: int, batch: int = 1, plain: bool = False
+) -> Transform:
+    """Matrices if the plan is dense; unless `plain`, also a centre per head and steps per group."""
+    matrices = np.stack([orthogonal(p.head_dim, h) for h in range(kv_heads)]) if p.rotation == ref.DENSE else None
+    if plain:
+        return Transform(matrices)
+    centre = rng.standard_normal((batch, kv_heads, p.head_dim)).astype(np.float32)
+    steps = np.exp(0.5 * rng.standard_normal((kv_heads, p.groups))).astype(np.float32)
+    return Transform(matrices, centre, steps)
+
+
+def keywords(key: Transform, value: Transform | None = None) -> dict[str, Array]:
+    """The transforms as `turboquant._core` takes them."""
+    result = {}
+    for side, transform in (("key", key), ("value", value)):
+        for name in ("rotation", "centre", "steps"):
+            array = getattr(transform, name, None)
+            if array is not None:
+                result[f"{side}_{name}"] = array
+    return result
+
+
+def awkward_rows(rng: np.random.Generator, tokens: int, head_dim: int) -> Array:
+    """Float32 rows of all sizes: ordinary, zero, one-hot, constant, subnormal, tiny, and the largest there may be."""
+    x = rng.standard_normal((tokens, head_dim)).astype(np.float32)
+    kinds = [
+        np.zeros(head_dim),
+        np.eye(head_dim)[rng.integers(head_dim)],
+        np.full(head_dim, -3.0),
+        x[0] * 1e-42,
+        x[1] * 1e-19,
+        x[2] * 1e-8,
+        np.full(head_dim, 16384.0),
+        np.sign(x[3]) * 16384.0,
+        -np.zeros(head_dim),
+        np.where(np.arange(head_dim) % 2, 1e-30, 1e4),
+    ]
+    for row, kind in zip(rng.permutation(tokens), kinds):
+        x[row] = kind
+    return x
+
+
+@dataclass
+class Case:
+    """A cache with something in it and a question to ask of it."""
+
+    plan: Plan
+    cache: Cache
+    query: Query
+    dtype: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `turboquant._core.attend`."""
+        q, rest = self.query, {}
+        for name in ("starts", "fresh_k", "fresh_v"):
+            if getattr(q, name) is not None:
+                rest[name] = getattr(q, name)
+        return dict(
+            plan=self.plan.words,
+            q=q.q,
+            pages=self.cache.pages,
+            block_table=self.cache.block_table,
+            lengths=q.lengths,
+            causal=q.causal,
+            sliding_window=q.sliding_window,
+            softmax_scale=q.softmax_scale,
+            softcap=q.softcap,
+            dtype=self.dtype,
+            **rest,
+            **self.cache.arrays(),
+            **keywords(q.key, q.value),
+        )
+
+
+def empty_cache(
+    rng: np.random.Generator,
+    p: Plan,
+    lengths: Array,
+    *,
+    kv_heads: int,
+    sinks: int = 0,
+    window: int = 0,
+    dtype: str = "float32",
+    fill: int = 0xFF,
+) -> Cache:
+    """Just enough pages, shuffled among spare ones and filled with `fill`; unused table entries point far away."""
+    needed = [-(-max(0, int(n) - sinks - window) // p.page_tokens) for n in lengths]
+    table = np.full((len(lengths), max(needed) + 2), FAR, np.int32)
+    free = list(rng.permutation(sum(needed) + 2))
+    for b, n in enumerate(needed):
+        table[b, :n] = [free.pop() for _ in range(n)]
+    exact = {}
+    for name, size in (("sink", sinks), ("window", window)):
+        for side in "kv":
+            if size:
+                shape = (len(lengths), kv_heads, size, p.head_dim)
+                exact[f"{name}_{side}"] = ref.narrow(np.full(shape, np.nan, np.float32), dtype)
+    return Cache(aligned_pages(sum(needed) + 2, kv_heads, p.record_bytes, fill), table, **exact)
+
+
+def right_aligned(rng: np.random.Generator, lengths: Array, tokens: int, kv_heads: int, head_dim: int) -> Array:
+    """[batch, kv_heads, tokens, head_dim] with NaN where a sequence has no token."""
+    x = rng.standard_normal((len(lengths), kv_heads, tokens, head_dim)).astype(np.float32)
+    for b, n in enumerate(lengths):
+        x[b, :, : tokens - int(n)] = np.nan
+    return x
+
+
+def make_case(
+    rng: np.random.Generator,
+    p: Plan,
+    lengths: list[int],
+    *,
+    starts: list[int] | None = None,
+    kv_heads: int = 2,
+    group: int = 2,
+    query_tokens: int = 1,
+    sinks: int = 0,
+    window: int = 0,
+    fresh: bool = False,
+    dtype: str = "float32",
+    plain: bool = False,
+    spread: float = 3.0,
+    **query: Any,
+) -> Case:
+    """A cache filled by the reference. Logits are spread over about +-3 `spread`, a few tokens matter."""
+    size = np.array(lengths, np.int32)
+    key, value = (random_transform(rng, p, kv_heads, len(size), plain) for _ in range(2))
+    c = empty_cache(rng, p, size, kv_heads=kv_heads, sinks=sinks, window=window, dtype=dtype)
+    total = max(int(size.max(initial=0)), query_tokens)
+    k, v = (ref.narrow(right_aligned(rng, size, total, kv_heads, p.head_dim), dtype) for _ in range(2))
+    cut = total - query_tokens if fresh else total
+    ref.append(p, c, k[:, :, :cut], v[:, :, :cut], np.maximum(size - (total - cut), 0), key, value)
+    before = c.copy()
+    if fresh:
+        ref.append(p, c, k[:, :, cut:], v[:, :, cut:], size, key, value)
+        c = replace(c, window_k=before.window_k, window_v=before.window_v)
+        query |= dict(fresh_k=k[:, :, cut:].copy(), fresh_v=v[:, :, cut:].copy())
+    q = spread * rng.standard_normal((len(size), kv_heads * group, query_tokens, p.head_dim))
+    if starts is not None:
+        query["starts"] = np.array(starts, np.int32)
+    asked = Query(ref.narrow(q.astype(np.float32), dtype), size, key=key, value=value, **query)
+    return Case(p, c, asked, dtype)

@@ -1,0 +1,67 @@
+"""What all tests share: seeded random numbers, lists of sizes, the instruction set in use, optional shared data."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # our matrices are small; threads waiting for each other are slow
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
+
+ALL_HEAD_DIMS = tuple(range(8, 257, 8))
+ODD_HEAD_DIMS = (24, 40, 80, 96, 200)  # real models have them; no kernel may lose speed or correctness there
+HEAD_DIMS = (8, 64, 80, 128, 256)
+
+settings.register_profile("turboquant", deadline=None, max_examples=40, derandomize=True, database=None)
+settings.load_profile("turboquant")
+
+
+def pytest_report_header() -> str:
+    try:
+        from turboquant import _core
+    except ImportError as error:
+        return f"turboquant._core: {error}"
+    return f"turboquant isa: {_core.isa()} of {', '.join(_core.isa_available())}; threads: {_core.num_threads()}"
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers of this test alone. A failing test shows its seed; TURBOQUANT_TEST_SEED gives other numbers."""
+    seed = [zlib.crc32(request.node.nodeid.encode()), int(os.environ.get("TURBOQUANT_TEST_SEED", "0"))]
+    print(f"rng: np.random.default_rng({seed})")  # pytest shows it if the test fails
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="session")
+def isa() -> str:
+    """The level in use. The suite is run once per level, with TURBOQUANT_ISA set."""
+    from turboquant import _core
+
+    level = _core.isa()
+    assert level == os.environ.get("TURBOQUANT_ISA", level)
+    return level
+
+
+@pytest.fixture
+def restore_isa() -> Iterator[None]:
+    """For tests that force a level: back to the default afterwards."""
+    from turboquant import _core
+
+    yield
+    _core.set_isa(None)
+
+
+def shared_file(name: str) -> Path:
+    """A file of the shared data, such as "data/sift5k.tsv"; the test is skipped where it is absent."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"{name} is not there: set TURBOQUANT_SHARED to the folder that holds it")
+    return path

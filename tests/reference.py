@@ -1,0 +1,681 @@
+"""The slow, obvious reference: csrc/include/turboquant.h in NumPy, written from its words and sharing no code with C.
+
+Bytes made here are the bytes every backend must make. Encoding is float32 throughout, one IEEE operation at a time
+(NumPy does not contract a product and a sum); attention is float64. Tokens are vectorised, arithmetic is not clever.
+
+THE HAAR RECIPE (tq_haar). All float64; only +, -, *, /, sqrt and frexp; no fused multiply-add; sums are sequential.
+
+    Gaussians   one sequence for the whole matrix. Blocks n = 0, 1, 2, .. of stream 2^32 give four words each, used as
+                the pairs (w0, w1) and (w2, w3). For a pair, a = (w0 + 0.5) / 2^32 * 2 - 1 and b likewise from w1 (both
+                exact). r = a*a + b*b. If r >= 1 the pair is dropped. Otherwise f = sqrt((-2 * ln(r)) / r), and the
+                next two Gaussians are a*f, then b*f.
+    ln(r)       frexp: r = m * 2^e, 0.5 <= m < 1. If m < 0.70710678118654752440: m = m + m, e = e - 1.
+                t = (m - 1) / (m + 1);  s = t*t;  p = 1/41;  for k = 39, 37, .., 3, 1: p = p*s + 1/k  (1/k is rounded).
+                ln(r) = 2*t*p + e * 0.693147180559945309417232, in the order (2*t)*p, e*ln2, sum.
+    Matrix      M = identity, dim x dim. For k = 1, 2, .., dim, on the trailing block B = M[dim-k.., dim-k..] (k x k):
+                  v[0..k-1] = the next k Gaussians
+                  norm2 = 0.0 + v[0]*v[0] + v[1]*v[1] + ..  in this order;  norm = sqrt(norm2)
+                  sign = 1 if v[0] >= 0 else -1
+                  beta = 1 / (norm2 + |v[0]| * norm)
+                  v[0] = v[0] + sign * norm
+                  w[j] = 0.0 + v[0]*B[0,j] + v[1]*B[1,j] + ..  in this order, then w[j] = beta * w[j]
+                  B[i,j] = sign * (v[i]*w[j] - B[i,j])
+                The block becomes -sign * H * diag(1, the block before), H = I - beta v v^T the reflection that takes
+                the Gaussian vector to -sign * norm * e_0: its first column is that vector, normalised. (Stewart 1980.)
+    Result      float32(M), round to nearest even.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32, F64 = NDArray[np.float32], NDArray[np.float64]
+Array = NDArray[Any]
+
+TILE = 32
+PAGE_TOKENS = 128
+PLAN_VERSION = 1
+NONE, HADAMARD, DENSE = 0, 1, 2  # tq_rotation
+NORMAL, SPHERE = 0, 1  # tq_codebook_law
+EDEN, NORM, NORM_CORRECTED, LEAST_SQUARES = 0, 1, 2, 3  # tq_scale
+FLT_MIN = np.float32(1.17549435e-38)
+TABLES = Path(__file__).parent.parent / "csrc" / "core" / "codebook_tables.h"
+
+
+# ---- random numbers ----
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 (Salmon et al., SC11)."""
+    c, k, mask = list(counter), list(key), 0xFFFFFFFF
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & mask, (p0 >> 32) ^ c[3] ^ k[1], p0 & mask]
+        k = [(k[0] + 0x9E3779B9) & mask, (k[1] + 0xBB67AE85) & mask]
+    return c
+
+
+def random(seed: int, stream: int, block: int) -> list[int]:
+    """tq_random."""
+    mask = 0xFFFFFFFF
+    return philox([block & mask, block >> 32, stream & mask, stream >> 32], [seed & mask, seed >> 32])
+
+
+def logarithm(r: float) -> float:
+    """ln(r) as the recipe above has it."""
+    m, e = math.frexp(r)
+    if m < 0.70710678118654752440:
+        m, e = m + m, e - 1
+    t = (m - 1.0) / (m + 1.0)
+    s, p = t * t, 1.0 / 41.0
+    for k in range(39, 0, -2):
+        p = p * s + 1.0 / k
+    return 2.0 * t * p + e * 0.693147180559945309417232
+
+
+def gaussians(seed: int) -> Iterator[float]:
+    """The endless sequence of the recipe above."""
+    block = 0
+    while True:
+        words = random(seed, 1 << 32, block)
+        block += 1
+        for w0, w1 in (words[:2], words[2:]):
+            a, b = ((w + 0.5) / 2.0**32 * 2.0 - 1.0 for w in (w0, w1))
+            r = a * a + b * b
+            if r < 1.0:
+                f = math.sqrt(-2.0 * logarithm(r) / r)
+                yield a * f
+                yield b * f
+
+
+def haar(seed: int, dim: int) -> F32:
+    """tq_haar, by the recipe above."""
+    draw, matrix = gaussians(seed), np.eye(dim)
+    for k in range(1, dim + 1):
+        block = matrix[dim - k :, dim - k :]
+        v = [next(draw) for _ in range(k)]
+        norm2 = 0.0
+        for x in v:
+            norm2 = norm2 + x * x
+        norm = math.sqrt(norm2)
+        sign = 1.0 if v[0] >= 0 else -1.0
+        beta = 1.0 / (norm2 + abs(v[0]) * norm)
+        v[0] = v[0] + sign * norm
+        w = np.zeros(k)
+        for i in range(k):
+            w = w + v[i] * block[i]
+        w = beta * w
+        for i in range(k):
+            block[i] = sign * (v[i] * w - block[i])
+    return matrix.astype(np.float32)
+
+
+# ---- codebooks ----
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """tq_codebook; `ranked` are the levels by rank, as integers."""
+
+    bits: int
+    step: np.float32
+    ranked: Array
+    thresholds: F32
+    code_of_rank: NDArray[np.uint8]
+    levels: NDArray[np.int8]  # by code
+
+
+@cache
+def table_rows() -> list[tuple[str, list[int]]]:
+    """Every row of codebook_tables.h in order: 5 of N(0, 1), then 5 for each d = 8, 16, .., 256."""
+    found = re.findall(r"\{([0-9][0-9.e+-]*)f, \{([0-9, ]+)\}\}", TABLES.read_text())
+    assert len(found) == 5 + 32 * 5
+    return [(step, [int(m) for m in magnitudes.split(",")]) for step, magnitudes in found]
+
+
+def code_of(rank: int, bits: int) -> int:
+    """The code of a rank: the rank itself, or sign and magnitude at 4 and 5 bits."""
+    if bits <= 3:
+        return rank
+    half = 2 ** (bits - 1)
+    magnitude, sign = (rank - half, 0) if rank >= half else (half - 1 - rank, 1)
+    return (magnitude & 7) | sign << 3 | (magnitude >> 3) << 4
+
+
+@cache
+def codebook(law: int, head_dim: int, bits: int) -> Codebook:
+    """tq_get_codebook."""
+    text, magnitudes = table_rows()[bits - 1 if law == NORMAL else 5 + (head_dim // 8 - 1) * 5 + bits - 1]
+    assert len(magnitudes) == 2 ** (bits - 1)
+    step, ranked = np.float32(text), np.array([-m for m in magnitudes[::-1]] + magnitudes)
+    thresholds = (ranked[:-1] + ranked[1:]).astype(np.float32) * (np.float32(0.5) * step)
+    code_of_rank = np.array([code_of(k, bits) for k in range(2**bits)], np.uint8)
+    levels = np.zeros(2**bits, np.int8)
+    levels[code_of_rank] = ranked
+    return Codebook(bits, step, ranked, thresholds, code_of_rank, levels)
+
+
+# ---- plans ----
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan and where everything lies in its records."""
+
+    head_dim: int
+    key_bits: tuple[int, ...]
+    value_bits: tuple[int, ...]
+    rotation: int = HADAMARD
+    codebook: int = NORMAL
+    scale: int = EDEN
+    seed: int = 0
+    page_tokens: int = PAGE_TOKENS
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        head = (PLAN_VERSION, self.head_dim, self.page_tokens, self.rotation, self.codebook, self.scale, self.seed)
+        return (*head, *self.key_bits, *self.value_bits)
+
+    @property
+    def groups(self) -> int:
+        return -(-self.head_dim // TILE)
+
+    def bits(self, side: str) -> tuple[int, ...]:
+        return self.key_bits if side == "key" else self.value_bits
+
+    def tile_bytes(self, side: str) -> int:
+        return 128 * sum(self.bits(side))
+
+    def code_bytes(self, side: str) -> int:
+        return self.page_tokens // TILE * self.tile_bytes(side)
+
+    def scale_bytes(self, side: str) -> int:
+        return 2 * self.page_tokens if any(self.bits(side)) else 0
+
+    def codes_offset(self, side: str) -> int:
+        return 0 if side == "key" else self.code_bytes("key")
+
+    def scales_offset(self, side: str) -> int:
+        codes = self.code_bytes("key") + self.code_bytes("value")
+        return codes if side == "key" else codes + self.scale_bytes("key")
+
+    @property
+    def record_bytes(self) -> int:
+        return self.scales_offset("value") + self.scale_bytes("value")
+
+    def coded(self, side: str) -> NDArray[np.bool_]:
+        """[head_dim]: is this channel in a group that has bits?"""
+        return np.repeat(np.array(self.bits(side)) > 0, TILE)[: self.head_dim]
+
+    def books(self, side: str) -> Iterator[tuple[slice, Codebook]]:
+        """The real channels of each group that has bits, and its codebook."""
+        for group, bits in enumerate(self.bits(side)):
+            if bits:
+                channels = slice(TILE * group, min(TILE * group + TILE, self.head_dim))
+                yield channels, codebook(self.codebook, self.head_dim, bits)
+
+
+def plan(head_dim: int, key_bits: int | tuple[int, ...], value_bits: int | tuple[int, ...] = 0, **rest: int) -> Plan:
+    """A plan from one width a side, or one per group."""
+    groups = -(-head_dim // TILE)
+    wide = [(bits,) * groups if isinstance(bits, int) else tuple(bits) for bits in (key_bits, value_bits)]
+    return Plan(head_dim, *wide, **rest)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """tq_transform: arrays with all their leading dimensions, or None."""
+
+    rotation: F32 | None = None  # [kv_heads or 1, head_dim, head_dim]
+    centre: F32 | None = None  # [batch or 1, kv_heads, head_dim]
+    steps: F32 | None = None  # [kv_heads, groups]
+
+    def at(self, b: int, head: int) -> Transform:
+        """What one sequence and one KV head see: [head_dim, head_dim], [head_dim], [groups]."""
+        rotation, centre, steps = self.rotation, self.centre, self.steps
+        return Transform(
+            None if rotation is None else rotation[head % len(rotation)],
+            None if centre is None else centre[b % len(centre), head],
+            None if steps is None else steps[head],
+        )
+
+
+# ---- rotation ----
+
+
+def signs(seed: int, stream: int, count: int) -> NDArray[np.bool_]:
+    """True where channel i < count of a Hadamard pass is multiplied by -1."""
+    words = [random(seed, stream, i // 128)[i % 128 // 32] for i in range(0, count, 32)]
+    return np.array([words[i // 32] >> (i % 32) & 1 for i in range(count)], bool)
+
+
+def butterflies(x: Array) -> Array:
+    """(a, b) -> (a + b, a - b) at distances 1, 2, 4 .. over the last axis."""
+    p, distance = x.shape[-1], 1
+    while distance < p:
+        pairs = x.reshape(*x.shape[:-1], p // (2 * distance), 2, distance)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = np.stack([a + b, a - b], axis=-2).reshape(x.shape)
+        distance *= 2
+    return x
+
+
+def hadamard(seed: int, x: Array, inverse: bool = False) -> Array:
+    """The random-sign Hadamard rotation of the last axis, in the dtype of x."""
+    x, dim = x.copy(), x.shape[-1]
+    p = 1 << (dim.bit_length() - 1)
+    passes = [(0, slice(0, p))] if p == dim else [(0, slice(0, p)), (1, slice(dim - p, dim))]
+    factor = x.dtype.type(1 / math.sqrt(p))
+    for stream, channels in reversed(passes) if inverse else passes:
+        minus, part = signs(seed, stream, p), x[..., channels]
+        if inverse:
+            part = butterflies(part) * factor
+            x[..., channels] = np.where(minus, -part, part)
+        else:
+            x[..., channels] = butterflies(np.where(minus, -part, part)) * factor
+    return x
+
+
+def rotate(p: Plan, x: F32, matrix: F32 | None = None) -> F32:
+    """y = R x for float32 rows, every operation rounded."""
+    if matrix is not None:
+        y = matrix[:, 0] * x[..., :1]
+        for j in range(1, p.head_dim):
+            y = y + matrix[:, j] * x[..., j : j + 1]
+        return y
+    return hadamard(p.seed, x) if p.rotation == HADAMARD else x.copy()
+
+
+def rotation_matrix(p: Plan, matrix: F32 | None = None) -> F64:
+    """R in float64, such that y = R x."""
+    if matrix is not None:
+        return matrix.astype(np.float64)
+    identity = np.eye(p.head_dim)
+    return hadamard(p.seed, identity).T if p.rotation == HADAMARD else identity
+
+
+# ---- encoding ----
+
+
+def tree(v: F32) -> F32:
+    """The sum over the last axis, in halves; the axis is zero-padded to a power of two."""
+    size = 1 << (v.shape[-1] - 1).bit_length()
+    v = np.concatenate([v, np.zeros((*v.shape[:-1], size - v.shape[-1]), np.float32)], axis=-1)
+    while size > 1:
+        size //= 2
+        v = v[..., :size] + v[..., size:]
+    return v[..., 0]
+
+
+def encode(p: Plan, side: str, x: F32, transform: Transform) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    """Codes [tokens, 32 * groups] and scales [tokens] of rows x [tokens, head_dim]; `transform` is of one head."""
+    y = x if transform.centre is None else x - transform.centre
+    z = rotate(p, y, transform.rotation)
+    if transform.steps is not None:
+        z = z * np.repeat(np.float32(1) / transform.steps, TILE)[: p.head_dim]
+    coded = p.coded(side)
+    ss = tree(np.where(coded, z * z, np.float32(0)))
+    alive = ss >= FLT_MIN
+    s0 = np.sqrt(np.where(alive, ss, np.float32(1)) / np.float32(coded.sum()))
+    u = np.where(alive[:, None] & coded, z * (np.float32(1) / s0)[:, None], np.float32(0))
+    codes, c = np.zeros((len(x), TILE * p.groups), np.uint8), np.zeros_like(u)
+    for channels, book in p.books(side):
+        rank = sum((u[:, channels] >= t).astype(int) for t in book.thresholds)
+        codes[:, channels] = book.code_of_rank[rank]
+        c[:, channels] = book.ranked[rank].astype(np.float32) * book.step
+    if transform.steps is not None:  # the scale is found in the units of x
+        steps = np.repeat(transform.steps, TILE)[: p.head_dim]
+        u, c = u * steps, c * steps
+    s = np.where(alive, s0 * correction(p.scale, u, c), np.float32(0))
+    assert z.dtype == s0.dtype == u.dtype == c.dtype == s.dtype == np.float32
+    return codes, np.minimum(s, np.float32(65504)).astype(np.float16)
+
+
+def correction(scale: int, u: F32, c: F32) -> F32:
+    """What the root mean square is multiplied by. (Of a token without a scale the result is not used.)"""
+    den, num, cc = tree(c * u), tree(u * u), tree(c * c)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if scale == EDEN:
+            return num / den
+        if scale == NORM_CORRECTED:
+            return np.sqrt(num / cc)
+        return den / cc if scale == LEAST_SQUARES else np.ones_like(num)
+
+
+def decode(p: Plan, side: str, codes: Array, scales: Array, transform: Transform) -> F64:
+    """mu + R^T (s step level) of codes [tokens, 32 * groups], in float64."""
+    z = np.zeros((len(codes), p.head_dim))
+    for channels, book in p.books(side):
+        z[:, channels] = book.levels[codes[:, channels]].astype(np.float32) * book.step
+    z = z * scales.astype(np.float64)[:, None]
+    if transform.steps is not None:
+        z = z * np.repeat(transform.steps.astype(np.float64), TILE)[: p.head_dim]
+    x = z @ rotation_matrix(p, transform.rotation)
+    return x if transform.centre is None else x + transform.centre.astype(np.float64)
+
+
+# ---- the bytes of a record: a record is a string of bits, bit i of it is bit i % 8 of byte i / 8 ----
+
+
+def column(token: int) -> int:
+    """tq_column."""
+    return 4 * (token % 8) + token // 8
+
+
+def place(bits: int, r: int, n: int) -> list[tuple[int, int]]:
+    """(word of the lane, bit of the word) for each bit of code c(r, n), lowest first."""
+    four = [(r, 4 * n + k) for k in range(4)]
+    h, i = divmod(n, 4)
+    one = 8 * i + r + 4 * h
+    if bits == 5:
+        return [*four, (4, one)]
+    if bits == 4:
+        return four
+    if bits == 3:
+        return four[:3] if r < 3 else [(k, 4 * n + 3) for k in range(3)]
+    if bits == 2:
+        return [(h, 8 * i + 2 * r), (h, 8 * i + 2 * r + 1)]
+    return [(0, one)]
+
+
+@cache
+def tile_places(bits: int) -> Array:
+    """[row, column, bit of the code]: which bit of the tile it is."""
+    where = np.full((TILE, TILE, bits), -1)
+    for lane in range(32):
+        g, t = divmod(lane, 4)
+        for r in range(4):
+            for n in range(8):
+                col = 4 * t + n if n < 4 else 16 + 4 * t + n - 4
+                where[g + 8 * r, col] = [32 * (32 * word + lane) + bit for word, bit in place(bits, r, n)]
+    return where
+
+
+@cache
+def code_places(p: Plan, side: str) -> list[Array | None]:
+    """For each group [token of the page, channel of the group, bit of the code]: which bit of the record it is."""
+    result: list[Array | None] = []
+    start = p.codes_offset(side)
+    tokens = np.arange(p.page_tokens)
+    columns = np.array([column(i) for i in range(TILE)])[tokens % TILE]
+    for bits in p.bits(side):
+        if bits == 0:
+            result.append(None)
+            continue
+        tile = tile_places(bits)
+        inside = tile[tokens % TILE] if side == "key" else tile.transpose(1, 0, 2)[columns]
+        result.append(inside + 8 * (start + tokens // TILE * p.tile_bytes(side))[:, None, None])
+        start += 128 * bits
+    return result
+
+
+def scale_view(p: Plan, side: str, record: NDArray[np.uint8]) -> Array:
+    """The scales of a record as binary16, in stored order."""
+    start = p.scales_offset(side)
+    return record[start : start + p.scale_bytes(side)].view("<f2")
+
+
+def scale_order(p: Plan) -> Array:
+    """Where in its record the scale of each token of a page lies."""
+    return np.array([i // TILE * TILE + column(i % TILE) for i in range(p.page_tokens)])
+
+
+def pack(p: Plan, side: str, record: NDArray[np.uint8], tokens: Array, codes: Array, scales: Array) -> None:
+    """Writes codes [n, 32 * groups] and scales [n] of the given tokens of a page into its record."""
+    if not any(p.bits(side)):
+        return
+    string = np.unpackbits(record, bitorder="little")
+    for group, where in enumerate(code_places(p, side)):
+        if where is not None:
+            part = codes[:, TILE * group : TILE * group + TILE, None]
+            string[where[tokens]] = part >> np.arange(where.shape[-1]) & 1
+    record[:] = np.packbits(string, bitorder="little")
+    scale_view(p, side, record)[scale_order(p)[tokens]] = scales
+
+
+def unpack(p: Plan, side: str, record: NDArray[np.uint8]) -> tuple[Array, Array]:
+    """Codes [page_tokens, 32 * groups] and scales [page_tokens] of a record."""
+    codes = np.zeros((p.page_tokens, TILE * p.groups), np.uint8)
+    if not any(p.bits(side)):
+        return codes, np.zeros(p.page_tokens, np.float16)
+    string = np.unpackbits(record, bitorder="little")
+    for group, where in enumerate(code_places(p, side)):
+        if where is not None:
+            part = (string[where] << np.arange(where.shape[-1])).sum(axis=-1)
+            codes[:, TILE * group : TILE * group + TILE] = part
+    return codes, scale_view(p, side, record)[scale_order(p)]
+
+
+def decode_packed(p: Plan, side: str, cache_: Cache, b: int, head: int, count: int, transform: Transform) -> F64:
+    """Packed tokens 0 .. count - 1 of one sequence and KV head: [count, head_dim]."""
+    parts = [np.zeros((0, p.head_dim))]
+    for page in cache_.block_table[b, : -(-count // p.page_tokens)]:
+        codes, scales = unpack(p, side, cache_.pages[page, head])
+        parts.append(decode(p, side, codes, scales, transform.at(b, head)))
+    return np.concatenate(parts)[:count]
+
+
+# ---- the cache ----
+
+
+def widen(x: Array) -> F32:
+    """float32 of float32, float16 or the bits of bfloat16 (uint16)."""
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32)
+
+
+def narrow(x: F32, dtype: str) -> Array:
+    """x as "float32", "float16" or, rounded to nearest even, the bits of "bfloat16"."""
+    if dtype != "bfloat16":
+        return x.astype(dtype)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+@dataclass
+class Cache:
+    """One layer, stored as the header has it. Sinks and window are None if there are none."""
+
+    pages: NDArray[np.uint8]  # [n_pages, kv_heads, record_bytes]
+    block_table: NDArray[np.int32]  # [batch, max_pages]
+    sink_k: Array | None = None  # [batch, kv_heads, sinks, head_dim]
+    sink_v: Array | None = None
+    window_k: Array | None = None  # [batch, kv_heads, window, head_dim]
+    window_v: Array | None = None
+
+    @property
+    def sinks(self) -> int:
+        return 0 if self.sink_k is None else self.sink_k.shape[2]
+
+    @property
+    def window(self) -> int:
+        return 0 if self.window_k is None else self.window_k.shape[2]
+
+    def arrays(self) -> dict[str, Array]:
+        """Those that `turboquant._core` takes by keyword."""
+        names = ("sink_k", "sink_v", "window_k", "window_v")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def copy(self) -> Cache:
+        exact = {name: array.copy() for name, array in self.arrays().items()}
+        return Cache(self.pages.copy(), self.block_table.copy(), **exact)
+
+
+def append(p: Plan, c: Cache, k: Array, v: Array | None, lengths: Array, key: Transform, value: Transform) -> None:
+    """tq_append, in place: k, v [batch, kv_heads, tokens, head_dim]; lengths are those after it."""
+    for b, length in enumerate(int(n) for n in lengths):
+        for head in range(k.shape[1]):
+            append_side(p, "key", c, c.sink_k, c.window_k, k[b, head], b, head, length, key)
+            if v is not None:
+                append_side(p, "value", c, c.sink_v, c.window_v, v[b, head], b, head, length, value)
+
+
+def append_side(
+    p: Plan,
+    side: str,
+    c: Cache,
+    sink: Array | None,
+    ring: Array | None,
+    new: Array,
+    b: int,
+    head: int,
+    length: int,
+    transform: Transform,
+) -> None:
+    """One sequence, one KV head, keys or values; new [tokens, head_dim]."""
+    first_new = length - len(new)  # position of new[0]; negative: padding
+    old = max(first_new, 0)
+    first_kept = max(c.sinks, length - c.window)  # the window starts here after the append
+    leaving = range(max(c.sinks, old - c.window), min(first_kept, length))
+    rows = [ring[b, head, j % c.window] if j < old else new[j - first_new] for j in leaving]
+    if rows:
+        codes, scales = encode(p, side, widen(np.stack(rows)), transform.at(b, head))
+        packed = np.arange(leaving.start, leaving.start + len(rows)) - c.sinks
+        for page in np.unique(packed // p.page_tokens):
+            here = packed // p.page_tokens == page
+            record = c.pages[c.block_table[b, page], head]
+            pack(p, side, record, packed[here] % p.page_tokens, codes[here], scales[here])
+    for j in range(old, length):
+        if j < c.sinks:
+            sink[b, head, j] = new[j - first_new]
+        elif j >= first_kept:
+            ring[b, head, j % c.window] = new[j - first_new]
+
+
+# ---- attention ----
+
+
+@dataclass(frozen=True)
+class Query:
+    """What tq_attend_params adds to a cache."""
+
+    q: Array  # [batch, query_heads, query_tokens, head_dim]
+    lengths: Array
+    starts: Array | None = None
+    fresh_k: Array | None = None  # [batch, kv_heads, query_tokens, head_dim]
+    fresh_v: Array | None = None
+    key: Transform = Transform()
+    value: Transform = Transform()
+    causal: bool = True
+    sliding_window: int = 0
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+
+
+def visible(request: Query, b: int, i: int) -> tuple[int, int]:
+    """First and last position that query i of sequence b sees; nothing if first > last."""
+    length, start = int(request.lengths[b]), 0 if request.starts is None else int(request.starts[b])
+    if not request.causal:
+        return start, length - 1
+    last = length - request.q.shape[2] + i
+    return max(start, last - request.sliding_window + 1) if request.sliding_window else start, last
+
+
+def history(p: Plan, side: str, c: Cache, request: Query, b: int, head: int) -> tuple[F64, F64]:
+    """Packed vectors by packed index, and exact ones by position, NaN where none is stored: both [.., head_dim]."""
+    sink, ring = (c.sink_k, c.window_k) if side == "key" else (c.sink_v, c.window_v)
+    fresh = request.fresh_k if side == "key" else request.fresh_v
+    length, transform = int(request.lengths[b]), request.key if side == "key" else request.value
+    packed = decode_packed(p, side, c, b, head, max(0, length - c.window - c.sinks), transform)
+    exact = np.full((length, p.head_dim), np.nan)
+    old = length if fresh is None else max(0, length - request.q.shape[2])
+    for j in range(length):
+        if j < c.sinks:
+            exact[j] = widen(sink[b, head, j])
+        elif j >= old:
+            exact[j] = widen(fresh[b, head, j - (length - request.q.shape[2])])
+        elif j >= old - c.window:
+            exact[j] = widen(ring[b, head, j % c.window])
+    return packed, exact
+
+
+def seen(c: Cache, request: Query, b: int, i: int, packed: F64, exact: F64) -> F64:
+    """The keys (or values) that query i of sequence b sees, oldest first."""
+    first, last = visible(request, b, i)
+    newest = last if request.causal else int(request.lengths[b]) - 1
+    rows = [exact[j] if j < c.sinks or j > newest - c.window else packed[j - c.sinks] for j in range(first, last + 1)]
+    return np.array(rows).reshape(-1, exact.shape[-1])
+
+
+def attend(p: Plan, c: Cache, request: Query) -> tuple[F64, F64]:
+    """tq_attend in float64: out [batch, query_heads, query_tokens, head_dim] and lse without its last axis."""
+    q = widen(request.q).astype(np.float64)
+    batch, heads, tokens, _ = q.shape
+    kv_heads = c.pages.shape[1]
+    scale = p.head_dim**-0.5 if request.softmax_scale is None else request.softmax_scale
+    out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+    for b in range(batch):
+        for head in range(kv_heads):
+            keys, values = (history(p, side, c, request, b, head) for side in ("key", "value"))
+            group = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
+            for i in range(tokens):
+                k, v = seen(c, request, b, i, *keys), seen(c, request, b, i, *values)
+                if len(k):
+                    out[b, group, i], lse[b, group, i] = softmax(q[b, group, i] @ k.T * scale, v, request.softcap)
+    return out, lse
+
+
+def softmax(logits: F64, v: F64, softcap: float) -> tuple[F64, F64]:
+    """Weighted means of v [tokens, head_dim] and log-sum-exp for rows of logits [rows, tokens]."""
+    if softcap > 0:
+        logits = softcap * np.tanh(logits / softcap)
+    top = logits.max(axis=-1, keepdims=True)
+    weights = np.exp(logits - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / total @ v, (top + np.log(total))[:, 0]
+
+
+def merge(outs: Array, lses: Array) -> tuple[F64, F64]:
+    """tq_merge in float64: outs [parts, rows, head_dim], lses [parts, rows]."""
+    top = np.where(np.isneginf(lses.max(axis=0)), 0.0, lses.max(axis=0)).astype(np.float64)
+    weights = np.exp(lses.astype(np.float64) - top)
+    total = weights.sum(axis=0)
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(total)
+    mixed = (weights[:, :, None] * outs.astype(np.float64)).sum(axis=0)
+    return mixed / np.where(total == 0, 1.0, total)[:, None], lse
+
+
+def dot(p: Plan, queries: F32, pages: NDArray[np.uint8], n: int, transform: Transform) -> F64:
+    """tq_dot in float64."""
+    c = Cache(pages, np.arange(len(pages), dtype=np.int32)[None])
+    return queries.astype(np.float64) @ decode_packed(p, "key", c, 0, 0, n, transform).T
+
+
+# ---- files ----
+
+
+def checksum(data: bytes) -> int:
+    """tq_checksum: FNV-1a over little-endian 8-byte words, the high half folded into the low one after each."""
+    value = 0xCBF29CE484222325
+    for i in range(0, len(data), 8):
+        value = (value ^ int.from_bytes(data[i : i + 8], "little")) * 0x100000001B3 % 2**64
+        value ^= value >> 32
+    return value
+
+
+def file_header(words: tuple[int, ...], vectors: int, payload: bytes) -> bytes:
+    """The header of a codes file."""
+    numbers = [*words, vectors, len(payload), checksum(payload)]
+    head = b"TQCODES\0" + (1).to_bytes(4, "little") + len(words).to_bytes(4, "little")
+    head += b"".join(n.to_bytes(8, "little") for n in numbers)
+    return head + checksum(head).to_bytes(8, "little")
+
+
+def read_file_header(data: bytes) -> tuple[tuple[int, ...], int, int, int]:
+    """Plan words, vectors, payload bytes and payload checksum of a sound header."""
+    assert data[:8] == b"TQCODES\0" and int.from_bytes(data[8:12], "little") == 1
+    n = int.from_bytes(data[12:16], "little")
+    numbers = [int.from_bytes(data[i : i + 8], "little") for i in range(16, 16 + 8 * (n + 4), 8)]
+    assert numbers[-1] == checksum(data[: 16 + 8 * (n + 3)])
+    return tuple(numbers[:n]), numbers[n], numbers[n + 1], numbers[n + 2]

@@ -1,0 +1,289 @@
+"""tq_append: bytes equal to the reference, bit for bit; tokens where the header says they live."""
+
+import numpy as np
+import pytest
+import reference as ref
+from cases import aligned_pages, awkward_rows, empty_cache, keywords, orthogonal, random_transform, realigned
+from conftest import ALL_HEAD_DIMS, HEAD_DIMS, ODD_HEAD_DIMS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turboquant import _core
+
+ROTATIONS = {"none": ref.NONE, "hadamard": ref.HADAMARD, "dense": ref.DENSE}
+SCALES = (ref.EDEN, ref.NORM, ref.NORM_CORRECTED, ref.LEAST_SQUARES)
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def core_append(p, c, k, v, lengths, key, value, dtype="float32", **rest) -> None:
+    """`reference.append`, by the core."""
+    transform = keywords(key, value if v is not None else None)
+    size = np.array(lengths, np.int32)
+    _core.append(p.words, k, v, size, c.pages, c.block_table, **c.arrays(), **transform, dtype=dtype, **rest)
+
+
+def assert_same(got: ref.Cache, want: ref.Cache) -> None:
+    np.testing.assert_array_equal(got.pages, want.pages)
+    for name, array in want.arrays().items():
+        bits = np.uint32 if array.dtype == np.float32 else np.uint16
+        np.testing.assert_array_equal(getattr(got, name).view(bits), array.view(bits), err_msg=name)
+
+
+def twins(rng: np.random.Generator, p: ref.Plan, lengths: list[int], **sizes) -> tuple[ref.Cache, ref.Cache]:
+    """Two equal empty caches."""
+    c = empty_cache(rng, p, np.array(lengths), **sizes)
+    other = c.copy()
+    other.pages = realigned(c.pages)
+    return c, other
+
+
+def mixed_bits(rng: np.random.Generator, head_dim: int) -> tuple[int, ...]:
+    groups = -(-head_dim // 32)
+    bits = rng.integers(0, 6, groups)
+    bits[rng.integers(groups)] = rng.integers(1, 6)
+    return tuple(int(b) for b in bits)
+
+
+# ---- every bits x rotation x scale x head_dim ----
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
+def test_bytes(head_dim: int, rotation: str, rng: np.random.Generator) -> None:
+    k, v = (awkward_rows(rng, 41, head_dim)[None, None] for _ in range(2))
+    for bits in range(1, 6):
+        for scale in SCALES:
+            kind = dict(rotation=ROTATIONS[rotation], codebook=int(rng.integers(2)), scale=scale, page_tokens=32)
+            p = ref.plan(head_dim, bits, bits % 5 + 1, seed=int(rng.integers(2**63)), **kind)
+            key, value = (random_transform(rng, p, 1, plain=scale % 2 == 0) for _ in range(2))
+            got, want = twins(rng, p, [41], kv_heads=1, fill=0)
+            core_append(p, got, k, v, [41], key, value)
+            ref.append(p, want, k, v, np.array([41]), key, value)
+            np.testing.assert_array_equal(got.pages, want.pages, err_msg=f"{bits} bits, scale {scale}")
+
+
+@pytest.mark.parametrize("head_dim", (*HEAD_DIMS, *ODD_HEAD_DIMS))
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_bytes_of_mixed_plans(head_dim: int, rotation: str, rng: np.random.Generator) -> None:
+    for scale in SCALES:
+        bits, kind = [mixed_bits(rng, head_dim) for _ in range(2)], dict(rotation=ROTATIONS[rotation], scale=scale)
+        p = ref.plan(head_dim, *bits, **kind)
+        key, value = (random_transform(rng, p, 2, 3) for _ in range(2))
+        k, v = (rng.standard_normal((3, 2, 150, head_dim)).astype(np.float32) for _ in range(2))
+        got, want = twins(rng, p, [150, 97, 1], kv_heads=2)
+        core_append(p, got, k, v, [150, 97, 1], key, value)
+        ref.append(p, want, k, v, np.array([150, 97, 1]), key, value)
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("head_dim", [264, 768, 1048, 4096])
+def test_bytes_of_long_vectors(head_dim: int, rng: np.random.Generator) -> None:
+    """Key-only plans go beyond 256 channels."""
+    p = ref.plan(head_dim, mixed_bits(rng, head_dim))
+    k = awkward_rows(rng, 35, head_dim)[None, None]
+    got, want = twins(rng, p, [35], kv_heads=1)
+    core_append(p, got, k, None, [35], ref.Transform(), ref.Transform())
+    ref.append(p, want, k, None, np.array([35]), ref.Transform(), ref.Transform())
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("bits", range(1, 6))
+@pytest.mark.parametrize("law, head_dim", [(ref.NORMAL, 32), (ref.SPHERE, 8), (ref.SPHERE, 64)])
+def test_numbers_at_the_thresholds(bits: int, law: int, head_dim: int, rng: np.random.Generator) -> None:
+    """Coordinates at a threshold and one ulp to either side: the rank is how many thresholds are <= u."""
+    p = ref.plan(head_dim, bits, rotation=ref.NONE, codebook=law, page_tokens=128)
+    thresholds = ref.codebook(law, head_dim, bits).thresholds
+    beside = [np.nextafter(thresholds, np.float32(end)) for end in (-9, 9)]
+    t = np.concatenate([thresholds, *beside])
+    x = rng.choice(t, (400, head_dim)).astype(np.float32)
+    x[:, -1] = 0
+    rest = head_dim - (x.astype(np.float64) ** 2).sum(axis=1)
+    x = x[rest > 0][:100]
+    x[:, -1] = np.sqrt(rest[rest > 0][:100])  # mean square about 1: u is x, give or take an ulp
+    got, want = twins(rng, p, [len(x)], kv_heads=1)
+    core_append(p, got, x[None, None], None, [len(x)], ref.Transform(), ref.Transform())
+    ref.append(p, want, x[None, None], None, np.array([len(x)]), ref.Transform(), ref.Transform())
+    assert_same(got, want)
+
+
+def test_scales_beyond_binary16_are_clamped(rng: np.random.Generator) -> None:
+    p = ref.plan(64, 3, rotation=ref.NONE)
+    x = np.full((1, 1, 5, 64), 16384, np.float32) * np.array([1, 0.5, 1e-3, 1e-9, 0], np.float32)[:, None]
+    key = ref.Transform(steps=np.full((1, 2), 0.125, np.float32))
+    got, want = twins(rng, p, [5], kv_heads=1, fill=0)
+    core_append(p, got, x, None, [5], key, ref.Transform())
+    ref.append(p, want, x, None, np.array([5]), key, ref.Transform())
+    assert_same(got, want)
+    _, scales = ref.unpack(p, "key", got.pages[got.block_table[0, 0], 0])
+    assert scales[0] == scales[1] == 65504
+    assert 0 < scales[2] < 65504
+    assert scales[4] == 0
+
+
+def test_where_vectors_count_as_zero() -> None:
+    """A sum of squares below FLT_MIN = 2^-126 has codes of u = 0 and scale 0; at FLT_MIN it is quantised."""
+    edge = np.float32(2.0**-63)
+    heights = np.array([edge, np.nextafter(edge, np.float32(0)), edge * np.float32(0.75), 0], np.float32)
+    x = np.zeros((1, 1, 4, 32), np.float32)
+    x[0, 0, :, 5] = heights
+    p, steps = ref.plan(32, 4, rotation=ref.NONE, scale=ref.NORM, page_tokens=32), np.full((1, 1), 2.0**-20, np.float32)
+    for key in (ref.Transform(), ref.Transform(steps=steps)):
+        pages, table = aligned_pages(1, 1, p.record_bytes), np.zeros((1, 1), np.int32)
+        moved = x * np.float32(2.0**-20) if key.steps is not None else x
+        _core.append(p.words, moved, None, np.array([4], np.int32), pages, table, **keywords(key))
+        codes, scales = ref.unpack(p, "key", pages[0, 0])
+        assert codes[:4, 5].tolist() == [7, 0, 0, 0]  # the largest level, then the first one above 0
+        assert codes[0, 5] == ref.codebook(ref.NORMAL, 32, 4).code_of_rank[15]
+        assert (scales == 0).all()  # 2^-63 is below binary16's range anyway
+
+
+# ---- sinks, pages, window ----
+
+
+@pytest.mark.parametrize("sinks, window", [(0, 0), (4, 0), (0, 5), (3, 40), (4, 128), (40, 1), (200, 7)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_token_by_token(sinks: int, window: int, dtype: str, rng: np.random.Generator) -> None:
+    """70 single appends, as in decoding; positions 0 to 69 (and 0 to 40 beside it, with padding before)."""
+    p = ref.plan(24, 3, 2, page_tokens=32)
+    key, value = (random_transform(rng, p, 2) for _ in range(2))
+    k, v = (ref.narrow(rng.standard_normal((2, 2, 70, 24)).astype(np.float32), dtype) for _ in range(2))
+    got, want = twins(rng, p, [70, 41], kv_heads=2, sinks=sinks, window=window, dtype=dtype)
+    for i in range(70):
+        part, lengths = np.s_[:, :, i : i + 1], np.array([i + 1, max(0, i - 28)])
+        ref.append(p, want, k[part], v[part], lengths, key, value)
+        core_append(p, got, k[part], v[part], lengths, key, value, dtype)  # rows of a larger array: strides
+        assert_same(got, want)
+
+
+def test_where_tokens_live() -> None:
+    """The three lines of the header, on numbers that tell their position."""
+    p = ref.plan(8, 5, 5, rotation=ref.NONE, scale=ref.NORM, page_tokens=32)
+    x = np.zeros((1, 1, 50, 8), np.float32) + np.arange(50, dtype=np.float32)[:, None] * 4
+    c = empty_cache(np.random.default_rng(0), p, np.array([50]), kv_heads=1, sinks=2, window=7)
+    core_append(p, c, x, x, [50], ref.Transform(), ref.Transform())
+    assert c.sink_k[0, 0, :, 0].tolist() == [0, 4]
+    assert c.window_v[0, 0, :, 0].tolist() == [4 * j for j in (49, 43, 44, 45, 46, 47, 48)]  # position % 7
+    for j in range(2, 43):
+        _, scales = ref.unpack(p, "value", c.pages[c.block_table[0, (j - 2) // 32], 0])
+        assert scales[(j - 2) % 32] == np.float16(4 * j)
+
+
+@given(st.data())
+def test_cuts_do_not_matter(data: st.DataObject) -> None:
+    """However a sequence is cut into appends, the cache is the same: the reference's of one append."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    sinks, window = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 70))
+    lengths = data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=3))
+    head_dim = 8 * data.draw(st.integers(1, 6))
+    p = ref.plan(
+        head_dim, mixed_bits(rng, head_dim), mixed_bits(rng, head_dim), page_tokens=data.draw(st.sampled_from((32, 64)))
+    )
+    key, value = (random_transform(rng, p, 1, len(lengths)) for _ in range(2))
+    total = max(lengths)
+    k, v = (rng.standard_normal((len(lengths), 1, total, head_dim)).astype(np.float32) for _ in range(2))
+    got, want = twins(rng, p, lengths, kv_heads=1, sinks=sinks, window=window)
+    cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=6)))
+    for first, last in zip([0, *cuts], [*cuts, total]):
+        part = np.s_[:, :, first:last]
+        core_append(p, got, k[part], v[part], np.maximum(np.array(lengths) - (total - last), 0), key, value)
+    ref.append(p, want, k, v, np.array(lengths), key, value)
+    if cuts:  # a ring may keep what one big append never put there: compare what is stored
+        for name in ("window_k", "window_v", "sink_k", "sink_v"):
+            mine, theirs = getattr(got, name), getattr(want, name)
+            if theirs is not None:
+                stored = ~np.isnan(theirs)
+                np.testing.assert_array_equal(mine[stored], theirs[stored])
+        np.testing.assert_array_equal(got.pages, want.pages)
+    else:
+        assert_same(got, want)
+
+
+def test_left_padding_stores_nothing(rng: np.random.Generator) -> None:
+    """Padding is not looked at, whatever it holds, and takes no space."""
+    p = ref.plan(16, 4, 4, page_tokens=32)
+    x = rng.standard_normal((2, 1, 40, 16)).astype(np.float32)
+    x[1, :, :35] = rng.choice([np.inf, np.nan, 1e30], (35, 16))
+    padded, want = twins(rng, p, [40, 5], kv_heads=1, sinks=2)
+    core_append(p, padded, x, x, [40, 5], ref.Transform(), ref.Transform())
+    clean = np.nan_to_num(x, posinf=0)
+    ref.append(p, want, clean, clean, np.array([40, 5]), ref.Transform(), ref.Transform())
+    assert_same(padded, want)
+
+
+def test_strides_and_shared_transforms(rng: np.random.Generator) -> None:
+    """k and v may be views of [batch, tokens, heads, head_dim]; one centre or matrix may serve all."""
+    p = ref.plan(48, 4, 3, rotation=ref.DENSE)
+    k, v = (rng.standard_normal((2, 50, 3, 48)).astype(np.float32).transpose(0, 2, 1, 3) for _ in range(2))
+    got, want = twins(rng, p, [50, 50], kv_heads=3)
+    key = ref.Transform(orthogonal(48)[None], rng.standard_normal((1, 3, 48)).astype(np.float32))
+    value = ref.Transform(orthogonal(48, 1)[None], None, np.full((3, 2), 0.5, np.float32))
+    core_append(p, got, k, v, [50, 50], key, value)
+    ref.append(p, want, k, v, np.array([50, 50]), key, value)
+    assert_same(got, want)
+    two = dict(
+        key_rotation=orthogonal(48), key_centre=key.centre[0], value_rotation=orthogonal(48, 1), value_steps=value.steps
+    )
+    got.pages[...] = 0xFF
+    _core.append(p.words, k, v, np.array([50, 50], np.int32), got.pages, got.block_table, **two)  # without leading 1
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_do_not_matter(threads: int, rng: np.random.Generator) -> None:
+    p = ref.plan(64, 3, 3)
+    k, v = (rng.standard_normal((3, 2, 200, 64)).astype(np.float32) for _ in range(2))
+    got, want = twins(rng, p, [200, 150, 3], kv_heads=2, sinks=4, window=32)
+    core_append(p, got, k, v, [200, 150, 3], ref.Transform(), ref.Transform(), threads=threads)
+    ref.append(p, want, k, v, np.array([200, 150, 3]), ref.Transform(), ref.Transform())
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("batch, tokens", [(0, 3), (2, 0)])
+def test_nothing_to_append(batch: int, tokens: int) -> None:
+    p = ref.plan(16, 3, 3)
+    x, pages = np.zeros((batch, 2, tokens, 16), np.float32), aligned_pages(1, 2, p.record_bytes, 0xFF)
+    _core.append(p.words, x, x, np.zeros(batch, np.int32), pages, np.zeros((batch, 1), np.int32))
+    assert (pages == 0xFF).all()
+
+
+# ---- what quantising does to vectors ----
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_scales_do_what_they_say(scale: int, rng: np.random.Generator) -> None:
+    """By their definitions, on the decoded vectors, to binary16."""
+    p = ref.plan(128, 3, scale=scale)
+    x = rng.standard_normal((1, 1, 100, 128)).astype(np.float32)
+    c = empty_cache(rng, p, np.array([100]), kv_heads=1)
+    core_append(p, c, x, None, [100], ref.Transform(), ref.Transform())
+    back = _core.dequantize(p.words, c.pages, c.block_table[:, :1].copy(), np.array([100], np.int32), 100)[0][0, 0]
+    x, back = x[0, 0].astype(np.float64), back.astype(np.float64)
+    xx, xb, bb = (x * x).sum(1), (x * back).sum(1), (back * back).sum(1)
+    if scale == ref.EDEN:
+        np.testing.assert_allclose(xb, xx, rtol=2e-3)  # unbiased: <x, back> = <x, x>
+    elif scale == ref.NORM_CORRECTED:
+        np.testing.assert_allclose(bb, xx, rtol=2e-3)
+    elif scale == ref.LEAST_SQUARES:
+        np.testing.assert_allclose(xb, bb, rtol=2e-3)  # the error is orthogonal to what is decoded
+    if scale == ref.NORM:
+        _, scales = ref.unpack(p, "key", c.pages[c.block_table[0, 0], 0])
+        np.testing.assert_allclose(scales[:100], np.sqrt(xx / 128), rtol=1e-3)
+    assert 0.02 < ((x - back) ** 2).sum() / xx.sum() < 0.05  # 3 bits: .0345
+
+
+def test_inner_products_are_unbiased_over_rotations(rng: np.random.Generator) -> None:
+    """EDEN over 400 seeds: the mean of <q, x^> comes out at <q, x>, four times closer than the norm scale's."""
+    x, q = rng.standard_normal((2, 64)).astype(np.float32)
+    x[:4] *= 8
+    q = (q + x).astype(np.float32)
+    ratios = {}
+    for scale in (ref.EDEN, ref.NORM):
+        found = []
+        for seed in range(400):
+            p = ref.plan(64, 2, scale=scale, seed=seed, page_tokens=32)
+            pages = _core.new_pages(p.words, 1, 1)
+            _core.append(p.words, x[None, None, None], None, np.array([1], np.int32), pages, np.zeros((1, 1), np.int32))
+            found.append(_core.dot(p.words, q[None], pages, 1)[0, 0])
+        ratios[scale] = np.mean(found) / float(q.astype(np.float64) @ x)
+    assert abs(ratios[ref.EDEN] - 1) < 0.02
+    assert abs(ratios[ref.NORM] - 1) > 0.05

@@ -1,0 +1,275 @@
+"""tq_attend against float64 over the decoded bytes. Pages are shuffled, what must not be read is poisoned."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import reference as ref
+from cases import Case, make_case, random_transform, realigned
+from conftest import HEAD_DIMS, ODD_HEAD_DIMS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turboquant import _core
+
+TOLERANCE = {"float32": 2e-5, "float16": 2e-5 + 2**-11, "bfloat16": 2e-5 + 2**-8}  # the last two round the output
+
+SHAPES = {  # the name is the test's id
+    "one token": dict(lengths=[1]),
+    "empty beside full page": dict(lengths=[0, 128]),
+    "tile -1, tile, tile +1": dict(lengths=[31, 32, 33]),
+    "page -1, page, page +1": dict(lengths=[127, 128, 129]),
+    "several pages, one head each": dict(lengths=[300, 517], group=1, kv_heads=3),
+    "many query heads": dict(lengths=[200], group=8, kv_heads=1),
+    "more rows than a chunk": dict(lengths=[150], group=5, query_tokens=14),
+    "left padding up to the last token": dict(lengths=[64], starts=[63]),
+    "starts inside tiles and pages": dict(lengths=[300, 300, 40], starts=[130, 33, 0]),
+    "everything masked": dict(lengths=[64], starts=[64]),
+    "all empty": dict(lengths=[0, 0]),
+    "sinks alone": dict(lengths=[3, 4, 5], sinks=4),
+    "window alone": dict(lengths=[6, 7, 8, 40], window=7),
+    "sinks, pages and window": dict(lengths=[3, 5, 45, 200], sinks=4, window=40),
+    "start inside the sinks": dict(lengths=[90], starts=[2], sinks=4, window=16),
+    "start behind all pages": dict(lengths=[90], starts=[80], sinks=4, window=16),
+    "several queries, packed": dict(lengths=[150, 6, 3], query_tokens=6),
+    "several queries, sinks": dict(lengths=[150, 9, 2], query_tokens=6, sinks=5),
+    "fresh": dict(lengths=[200, 20, 9, 3], query_tokens=9, sinks=2, window=16, fresh=True),
+    "fresh, more than the window": dict(lengths=[100, 41], query_tokens=40, sinks=3, window=8, fresh=True),
+    "fresh, all of it": dict(lengths=[50, 17], query_tokens=50, sinks=3, window=8, fresh=True),
+    "fresh, one token": dict(lengths=[70, 1], query_tokens=1, window=8, fresh=True),
+    "fresh, no window": dict(lengths=[70, 2], query_tokens=4, sinks=3, fresh=True),
+    "fresh with starts": dict(lengths=[100, 30], starts=[50, 25], query_tokens=7, sinks=2, window=10, fresh=True),
+    "sliding": dict(lengths=[300, 50, 10], sliding_window=37),
+    "sliding, one token": dict(lengths=[300, 1], sliding_window=1),
+    "sliding inside the window": dict(lengths=[300, 20], sliding_window=10, sinks=4, window=32),
+    "sliding over sinks, pages, window": dict(lengths=[60, 300], sliding_window=57, sinks=4, window=20),
+    "sliding, several queries": dict(lengths=[300, 12], sliding_window=33, query_tokens=12),
+    "sliding, fresh, starts": dict(
+        lengths=[300, 31], starts=[270, 3], sliding_window=50, query_tokens=20, sinks=2, window=30, fresh=True
+    ),
+    "not causal": dict(lengths=[150, 20], query_tokens=5, causal=False),
+    "not causal, all parts": dict(
+        lengths=[150, 20, 0], starts=[7, 0, 0], query_tokens=5, causal=False, sinks=3, window=16
+    ),
+    "more queries than tokens, not causal": dict(lengths=[3], query_tokens=9, causal=False),
+    "softcap": dict(lengths=[200, 40], sinks=2, window=16, softcap=5.0),
+    "softcap, fresh": dict(lengths=[200, 40], query_tokens=5, window=16, fresh=True, softcap=2.0),
+    "scale of its own": dict(lengths=[100], softmax_scale=0.4, spread=1.0),
+    "scale 0": dict(lengths=[100, 7], softmax_scale=0.0),
+    "negative scale": dict(lengths=[100, 7], softmax_scale=-0.2),
+    "sharp": dict(lengths=[400], spread=30.0),
+    "flat": dict(lengths=[400], spread=0.0),
+}
+
+
+def core_attend(case: Case, **rest) -> tuple[np.ndarray, np.ndarray]:
+    """`_core.attend`, into memory where no right answer may be lying; float32."""
+    out = ref.narrow(np.full(case.query.q.shape, np.nan, np.float32), case.dtype)
+    got, lse = _core.attend(**case.arguments, out=out, **rest)
+    assert got is out
+    assert lse.dtype == np.float32
+    return ref.widen(got), lse
+
+
+def check(case: Case, **rest) -> None:
+    """First the core, then float64."""
+    out, lse = core_attend(case, **rest)
+    want, want_lse = ref.attend(case.plan, case.cache, case.query)
+    assert np.isfinite(want).all()
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    seen = np.isfinite(want_lse)
+    assert (out[~seen] == 0).all()
+    np.testing.assert_allclose(lse[seen], want_lse[seen], rtol=1e-5, atol=1e-4)
+    assert abs(out - want).max(initial=0) <= TOLERANCE[case.dtype] * abs(want).max(initial=0)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shapes(bits: int, shape: dict, rng: np.random.Generator) -> None:
+    check(make_case(rng, ref.plan(64, bits, bits), **shape))
+
+
+@pytest.mark.parametrize("head_dim", sorted({*HEAD_DIMS, *ODD_HEAD_DIMS}))
+@pytest.mark.parametrize("bits", range(1, 6))
+def test_widths_and_sizes(head_dim: int, bits: int, rng: np.random.Generator) -> None:
+    p = ref.plan(head_dim, bits, 6 - bits, seed=int(rng.integers(2**63)))
+    check(make_case(rng, p, [200, 37], sinks=2, window=9))
+
+
+PLANS = {
+    "keys 1, values 5": ref.plan(64, 1, 5),
+    "mixed": ref.plan(160, (5, 0, 3, 1, 2), (0, 4, 2, 5, 0)),
+    "mixed, dense": ref.plan(96, (4, 2, 0), (3, 0, 1), rotation=ref.DENSE),
+    "one group of many": ref.plan(256, (0, 0, 0, 0, 0, 0, 0, 3), (4, 0, 0, 0, 0, 0, 0, 0)),
+    "last group is short": ref.plan(40, (0, 5), (3, 5)),
+    "dense": ref.plan(80, 3, 3, rotation=ref.DENSE),
+    "not rotated": ref.plan(48, 4, 4, rotation=ref.NONE),
+    "sphere, norm": ref.plan(64, 3, 3, codebook=ref.SPHERE, scale=ref.NORM),
+    "small pages": ref.plan(64, 3, 2, page_tokens=32),
+    "middling pages": ref.plan(64, 3, 2, page_tokens=96),
+}
+
+
+@pytest.mark.parametrize("p", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "centred"])
+def test_plans(p: ref.Plan, plain: bool, rng: np.random.Generator) -> None:
+    check(make_case(rng, p, [333, 60], sinks=3, window=20, query_tokens=3, fresh=True, plain=plain))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["sinks, pages and window", "fresh", "several queries, packed", "not causal", "softcap"]
+)
+def test_dtypes(dtype: str, name: str, rng: np.random.Generator) -> None:
+    check(make_case(rng, ref.plan(80, 4, 3), dtype=dtype, **SHAPES[name]))
+
+
+def test_bfloat16_is_torchs(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    x = rng.standard_normal(10000).astype(np.float32) * np.float32(2.0) ** rng.integers(-60, 60, 10000)
+    x = x.astype(np.float32)
+    want = torch.from_numpy(x).to(torch.bfloat16)
+    np.testing.assert_array_equal(ref.narrow(x, "bfloat16"), want.view(torch.int16).numpy().view(np.uint16))
+    np.testing.assert_array_equal(ref.widen(ref.narrow(x, "bfloat16")), want.float().numpy())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_output_is_rounded_to_nearest(dtype: str, rng: np.random.Generator) -> None:
+    """One token in sight is handed through: its value, bit for bit."""
+    case = make_case(rng, ref.plan(64, 4, 4), [30], window=30, sliding_window=1, dtype=dtype, group=1)
+    out, _ = _core.attend(**case.arguments)
+    np.testing.assert_array_equal(out[:, :, 0], case.cache.window_v[:, :, 29])
+
+
+def test_queries_are_independent(rng: np.random.Generator) -> None:
+    """Five queries of a call are five calls of one, when the cache is what each of them found."""
+    case = make_case(rng, ref.plan(64, 3, 4), [90, 50], query_tokens=5, sinks=3)
+    out, lse = core_attend(case)
+    for i in range(5):
+        q = np.ascontiguousarray(case.query.q[:, :, i : i + 1])
+        one = case.arguments | dict(q=q, lengths=case.query.lengths - 4 + i)
+        got, got_lse = _core.attend(**one)
+        np.testing.assert_allclose(got[:, :, 0], out[:, :, i], rtol=0, atol=1e-5 * abs(out).max())
+        np.testing.assert_allclose(got_lse[:, :, 0], lse[:, :, i], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+def test_threads(threads: int, rng: np.random.Generator) -> None:
+    """Few tasks and many pages: a sequence is split, and the parts merged."""
+    check(make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [900], kv_heads=1, sinks=2, window=17), threads=threads)
+
+
+def test_strides(rng: np.random.Generator) -> None:
+    """q and fresh as views of [batch, tokens, heads, head_dim]."""
+    case = make_case(rng, ref.plan(64, 3, 3), [90, 20], query_tokens=6, sinks=2, window=16, fresh=True)
+    want, _ = core_attend(case)
+    views = {}
+    for name in ("q", "fresh_k", "fresh_v"):
+        dense = np.ascontiguousarray(getattr(case.query, name).transpose(0, 2, 1, 3))
+        views[name] = dense.transpose(0, 2, 1, 3)
+        assert not views[name].flags.c_contiguous
+    got, _ = _core.attend(**case.arguments | views)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_nothing_but_out_is_written(rng: np.random.Generator) -> None:
+    case = make_case(rng, ref.plan(64, 3, 3), [90, 20], query_tokens=6, sinks=2, window=16, fresh=True)
+    arrays = {name: x for name, x in case.arguments.items() if isinstance(x, np.ndarray)}
+    before = {name: x.tobytes() for name, x in arrays.items()}
+    core_attend(case)
+    assert {name: x.tobytes() for name, x in arrays.items()} == before
+
+
+def test_bytes_behind_the_length_do_not_matter(rng: np.random.Generator) -> None:
+    """Codes and scales of tokens that do not exist yet: all ones (NaN scales), or all zeros."""
+    case = make_case(rng, ref.plan(64, 3, 3), [77, 140], kv_heads=1)
+    out, lse = core_attend(case)
+    clean = realigned(case.cache.pages)
+    for b, length in enumerate(case.query.lengths):
+        for page in case.cache.block_table[b, : -(-int(length) // 128)]:
+            first = 128 * list(case.cache.block_table[b]).index(page)
+            unused = np.arange(128)[first + np.arange(128) >= length]
+            for side in ("key", "value"):
+                codes = np.zeros((len(unused), 64), np.uint8)
+                ref.pack(case.plan, side, clean[page, 0], unused, codes, np.zeros(len(unused)))
+    got, got_lse = _core.attend(**case.arguments | dict(pages=clean))
+    np.testing.assert_array_equal(got, out)
+    np.testing.assert_array_equal(got_lse, lse)
+
+
+# ---- properties ----
+
+
+@given(st.data())
+def test_any_case(data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    head_dim = 8 * data.draw(st.integers(1, 20))
+    groups = -(-head_dim // 32)
+    widths = st.lists(st.integers(0, 5), min_size=groups, max_size=groups).filter(any).map(tuple)
+    p = ref.plan(head_dim, data.draw(widths), data.draw(widths), page_tokens=data.draw(st.sampled_from((32, 64, 128))))
+    lengths = data.draw(st.lists(st.integers(0, 180), min_size=1, max_size=3))
+    starts = [data.draw(st.integers(0, n)) for n in lengths] if data.draw(st.booleans()) else None
+    window, fresh = data.draw(st.integers(0, 40)), data.draw(st.booleans())
+    causal = fresh or data.draw(st.booleans())
+    several = fresh or window == 0 or not causal  # otherwise early queries need what the ring has lost
+    case = make_case(
+        rng,
+        p,
+        lengths,
+        starts=starts,
+        kv_heads=data.draw(st.integers(1, 2)),
+        group=data.draw(st.integers(1, 3)),
+        query_tokens=data.draw(st.integers(1, 20)) if several else 1,
+        sinks=data.draw(st.integers(0, 10)),
+        window=window,
+        fresh=fresh,
+        causal=causal,
+        sliding_window=data.draw(st.sampled_from((0, 0, 1, 20, 64))) if causal else 0,
+        softcap=data.draw(st.sampled_from((0.0, 0.0, 3.0))),
+    )
+    check(case, threads=data.draw(st.integers(0, 3)))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 300), st.integers(1, 4))
+def test_parts_merge_into_the_whole(seed: int, length: int, parts: int) -> None:
+    """Attending to slices of the history (by starts and lengths) and merging is attending to all of it."""
+    rng = np.random.default_rng(seed)
+    case = make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [length], kv_heads=1, causal=False)
+    whole, whole_lse = core_attend(case)
+    cuts = np.sort(np.concatenate([[0, length], rng.integers(0, length + 1, parts - 1)]))
+    outs, lses = [], []
+    for start, end in pairwise(cuts):
+        part = case.arguments | dict(lengths=np.array([end], np.int32), starts=np.array([start], np.int32))
+        out, lse = _core.attend(**part)
+        outs.append(out.reshape(-1, 32))
+        lses.append(lse.reshape(-1))
+    out, lse = _core.merge(np.stack(outs), np.stack(lses))
+    np.testing.assert_allclose(out, whole.reshape(-1, 32), rtol=0, atol=2e-5 * abs(whole).max())
+    np.testing.assert_allclose(lse, whole_lse.reshape(-1), rtol=0, atol=1e-5)
+
+
+def test_centres_of_keys_change_the_bytes_but_hardly_the_answer(rng: np.random.Generator) -> None:
+    """Keys far from 0 by a common vector: without centring 3 bits cannot see the differences, with it they can."""
+    offset = 30 * rng.standard_normal(64).astype(np.float32)
+    k, v = rng.standard_normal((2, 1, 1, 128, 64)).astype(np.float32)
+    k, q = k + offset, rng.standard_normal((1, 1, 1, 64)).astype(np.float32)
+    p, table, lengths = ref.plan(64, 3, 5), np.zeros((1, 1), np.int32), np.array([128], np.int32)
+    exact, _ = ref.softmax(q[0, 0].astype(np.float64) @ k[0, 0].T / 8, v[0, 0], 0.0)
+    errors = []
+    for centre in (None, k.mean(axis=2)):
+        pages = _core.new_pages(p.words, 1, 1)
+        _core.append(p.words, k, v, lengths, pages, table, key_centre=centre)
+        out, _ = _core.attend(p.words, q, pages, table, lengths, key_centre=centre)
+        errors.append(np.linalg.norm(out[0, 0] - exact) / np.linalg.norm(exact))
+    assert errors[1] < 0.3 < errors[0]
+
+
+def test_values_centre_is_added_back(rng: np.random.Generator) -> None:
+    p, table, lengths = ref.plan(64, 4, 4), np.zeros((1, 1), np.int32), np.array([100], np.int32)
+    k, v = rng.standard_normal((2, 1, 2, 100, 64)).astype(np.float32)
+    v, q = v * 1e-3 + 7, rng.standard_normal((1, 2, 1, 64)).astype(np.float32)
+    centre = random_transform(rng, p, 2).centre * 0 + 7
+    pages = _core.new_pages(p.words, 1, 2)
+    _core.append(p.words, k, v, lengths, pages, table, value_centre=centre)
+    out, _ = _core.attend(p.words, q, pages, table, lengths, value_centre=centre)
+    assert abs(out - 7).max() < 1e-2

@@ -1,0 +1,138 @@
+"""The core as a C library: tests/c/consumer.c with csrc/core and csrc/kernels, no Python, run under sanitizers."""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+CC = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+BASE = ["-std=c11", "-O1", "-g", "-ffp-contract=off", "-fno-omit-frame-pointer", "-pthread", f"-I{CSRC / 'include'}"]
+SANITIZERS = {
+    "plain": ["-O2"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-fsanitize=thread"],
+}
+
+pytestmark = pytest.mark.skipif(CC is None, reason="there is no C compiler")
+
+
+def isa_flags() -> Any:
+    """The function of setup.py that knows each kernel's flags: there is one table of them."""
+    nodes = []
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        match node:
+            case ast.Assign() | ast.AnnAssign():
+                text = ast.unparse(node).split("=")[0]
+                wanted = "X86" in text or "ISA_UNITS" in text
+            case ast.FunctionDef(name=name):
+                wanted = name in ("isa_flags", "fail")
+            case _:
+                wanted = False
+        if wanted:
+            nodes.append(node)
+    scope: dict[str, Any] = {"platform": platform, "re": re}
+    exec(compile(ast.Module(nodes, []), "setup.py", "exec"), scope)
+    return scope["isa_flags"]
+
+
+def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    assert result.returncode == 0, f"{' '.join(map(str, command))}\n{result.stdout}{result.stderr}"
+    return result
+
+
+@pytest.fixture(scope="module", params=list(SANITIZERS))
+def consumer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The program, built with one kind of sanitizer."""
+    kind = request.param
+    folder = tmp_path_factory.mktemp(f"consumer-{kind}")
+    flags = [*BASE, *SANITIZERS[kind]]
+    probe = folder / "probe.c"
+    probe.write_text("int main(void) { return 0; }\n")
+    for step in ([CC, *flags, str(probe), "-o", str(folder / "probe")], [str(folder / "probe")]):
+        tried = subprocess.run(step, env=clean_environment(), capture_output=True, text=True)
+        if tried.returncode:
+            pytest.skip(f"no {kind} sanitizer here: {tried.stderr.strip()[:200]}")
+    find_flags = isa_flags()
+    kernels = {path: find_flags(path.stem) for path in sorted(CSRC.glob("kernels/*.c"))}
+    kernels = {path: special for path, special in kernels.items() if special is not None}
+    core = [*flags, f"-I{CSRC}", *(f"-DTQ_HAVE_{path.stem.upper()}" for path in kernels)]
+    sources = dict.fromkeys(sorted(CSRC.glob("core/*.c")), core)
+    sources |= {path: [*core, *special] for path, special in kernels.items()}
+    sources[ROOT / "tests" / "c" / "consumer.c"] = [*flags, "-Wall", "-Wextra", "-Werror"]
+    objects = [folder / f"{path.stem}.o" for path in sources]
+    commands = [[CC, *options, "-c", path, "-o", out] for (path, options), out in zip(sources.items(), objects)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda command: run(*command), commands))
+    run(CC, *flags, *objects, "-lm", "-o", folder / "consumer")
+    return kind, folder / "consumer"
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    ours = ("TURBOQUANT_", "LD_PRELOAD", "ASAN_", "UBSAN_", "TSAN_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(ours)} | more
+
+
+@pytest.mark.slow
+def test_consumer(consumer: tuple[str, Path]) -> None:
+    kind, program = consumer
+    if kind == "thread":  # slow, the same threads at every level, and not for a child with threads of its own
+        assert run(program, "default-isa", "no-fork", env=clean_environment()).stdout.endswith("\nok\n")
+        return
+    out = run(program, env=clean_environment()).stdout.splitlines()
+    assert out[-1] == "ok"
+    levels = [line.split(":")[0] for line in out[:-1]]
+    assert levels[-1] == "scalar" and len(levels) == len(set(levels))
+    assert len({line.split(":")[1] for line in out[:-1]}) == 1  # the same bytes on every level
+    for level in levels:
+        out = run(program, "default-isa", env=clean_environment(TURBOQUANT_ISA=level)).stdout.splitlines()
+        assert out[0].startswith(f"{level}: ") and out[-1] == "ok"
+
+
+def test_a_level_that_is_not_there_is_an_error(consumer: tuple[str, Path]) -> None:
+    environment = clean_environment(TURBOQUANT_ISA="avx1024")
+    result = subprocess.run([consumer[1], "default-isa"], env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "`TURBOQUANT_ISA[-1]` must be " in result.stderr and "scalar" in result.stderr
+
+
+def test_the_header_stands_alone(tmp_path: Path) -> None:
+    """It needs no other header first, and is C99 and C++ as well."""
+    text = "#include <turboquant.h>\n#include <turboquant.h>\nint main(void) { return TQ_OK; }\n"
+    strict = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-fsyntax-only", f"-I{CSRC / 'include'}"]
+    (tmp_path / "alone.c").write_text(text)
+    run(CC, "-std=c99", *strict, tmp_path / "alone.c")
+    if CXX:
+        (tmp_path / "alone.cpp").write_text(text.replace("(void)", "()"))
+        run(CXX, "-std=c++11", *strict, tmp_path / "alone.cpp")
+
+
+@pytest.mark.parametrize("tool", ["nm"])
+def test_only_the_contract_is_visible(consumer: tuple[str, Path], tool: str) -> None:
+    """With hidden visibility by default, what the objects export is what turboquant.h marks TQ_API."""
+    if shutil.which(tool) is None:
+        pytest.skip(f"there is no {tool}")
+    declared = set(
+        re.findall(
+            r"\b(tq_\w+)\(", re.sub(r"/\*.*?\*/", "", (CSRC / "include" / "turboquant.h").read_text(), flags=re.S)
+        )
+    )
+    defined = set()
+    for file in consumer[1].parent.glob("*.o"):
+        if file.stem != "consumer":
+            lines = run(tool, "--defined-only", "--extern-only", file).stdout.splitlines()
+            defined |= {line.split()[-1] for line in lines if " T " in line}
+    assert declared <= defined
+    assert all(name.startswith("tq_") for name in defined), defined

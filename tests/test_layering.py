@@ -1,0 +1,331 @@
+"""Who may include and import whom, and what may lie in the tree.
+
+The checks are functions of a folder, so that the second half of this file can plant each fault in a small tree and see
+it found: a check that cannot fail is no check.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# ---- the rings ----
+
+LIBC = (
+    "assert.h errno.h float.h inttypes.h limits.h math.h pthread.h sched.h stdalign.h stdatomic.h stdbool.h stddef.h "
+    "stdint.h stdlib.h string.h time.h unistd.h cpuid.h sys/auxv.h asm/hwcap.h"
+).split()
+CXX_STD = (
+    "algorithm array atomic climits cmath cstddef cstdint cstdlib cstring exception functional initializer_list limits "
+    "memory mutex new numeric optional span sstream stdexcept string string_view tuple type_traits utility vector"
+).split()
+INTRINSICS = ["immintrin.h", "x86intrin.h", "arm_neon.h", "arm_acle.h"]
+CUDA = "cuda.h cuda_*.h cooperative_groups.h cooperative_groups/* mma.h math_constants.h cuda/*".split()
+TORCH = "torch/csrc/stable/* torch/csrc/inductor/aoti_torch/c/* torch/headeronly/*".split()
+
+
+@dataclass(frozen=True)
+class Ring:
+    ours: list[str]  # patterns of files under csrc that it sees, beside its own folder
+    system: list[str]  # patterns of headers that are not ours
+
+
+RINGS = {
+    "include": Ring([], ["stddef.h", "stdint.h"]),
+    "core": Ring(["include/*"], LIBC),
+    "kernels": Ring(["include/*", "core/kernels.h"], LIBC + INTRINSICS),
+    "cuda": Ring(["include/*", "core/*_tables.h"], LIBC + CXX_STD + CUDA),
+    "python": Ring(["include/*"], [*LIBC, "stdio.h", "Python.h", "structmember.h", "numpy/*.h"]),
+    "torch": Ring(["include/*"], LIBC + CXX_STD + TORCH + ["dlfcn.h"]),
+}
+CODE = {".c", ".h", ".cpp", ".cu", ".cuh", ".inc"}
+INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
+
+# Modules that may import torch and transformers when they are imported. All others may do so inside a function only.
+TORCH_MODULES = [
+    f"turboquant.{name}"
+    for name in "ops cache attention patch patch.* evaluate calibration calibration.* demo esm esm.*".split()
+]
+NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
+
+TOP_LEVEL = set(
+    "csrc turboquant tests benchmarks examples docs pyproject.toml setup.py Makefile "
+    "README.md CHANGELOG.md CONTRIBUTING.md LICENSE".split()
+)
+MAX_LINES = 800
+# Generated or data: read by programs only.
+NOT_READ_BY_PEOPLE = [
+    "turboquant/data/*",
+    "tests/golden/*",
+    "tests/data/*",
+    "benchmarks/results/*",
+    "*_tables.h",
+    "docs/*.svg",
+]
+# Folders that mean something on one machine only. In two parts, so that this file does not find itself.
+MACHINE_PATH = re.compile(r"(?<![\w.:/~$})\]*-])/(?:" + "home|root|opt|mnt|scratch|work|Users" + r")/[\w.]")
+
+
+# ---- the checks ----
+
+
+def strip_comments(text: str) -> str:
+    """C without comments and string contents, line numbers kept."""
+
+    def blank(match: re.Match[str]) -> str:
+        token = match[0]
+        return token if token[0] in "\"'" else re.sub(r"[^\n]", " ", token)
+
+    return re.sub(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|/\*.*?\*/|//[^\n]*', blank, text, flags=re.DOTALL)
+
+
+def c_files(root: Path) -> list[Path]:
+    return sorted(path for path in (root / "csrc").rglob("*") if path.suffix in CODE)
+
+
+def include_faults(root: Path) -> Iterator[str]:
+    csrc = root / "csrc"
+    for path in c_files(root):
+        name = path.relative_to(csrc).as_posix()
+        folder = name.partition("/")[0]
+        ring = RINGS.get(folder)
+        if ring is None or folder == name:
+            yield f"csrc/{name}: belongs to no ring"
+            continue
+        # As the compiler looks: beside the file, then where -I points for its ring.
+        places = [csrc / "include"] + ([csrc] if folder in ("core", "kernels") else [])
+        text = strip_comments(path.read_text())
+        for match in INCLUDE.finditer(text):
+            line = text.count("\n", 0, match.start(match.lastindex or 0)) + 1
+            wanted = match[1] or match[2]
+            beside = [path.parent] if match[2] else []
+            found = next((p for base in beside + places if (p := (base / wanted).resolve()).is_file()), None)
+            if found is None:
+                allowed, wanted = ring.system, wanted
+            elif not found.is_relative_to(csrc.resolve()):
+                allowed = []
+            else:
+                allowed, wanted = [*ring.ours, f"{folder}/*"], found.relative_to(csrc.resolve()).as_posix()
+            if not any(fnmatch(wanted, pattern) for pattern in allowed):
+                yield f"csrc/{name}:{line}: {folder}/ may not include {wanted}"
+
+
+def library_faults(root: Path) -> Iterator[str]:
+    """core/ and kernels/ have one channel, the status: they neither print nor end the process."""
+    call = re.compile(r"(?<![\w.>])(v?f?printf|puts|fputs|putchar|perror|abort|exit|_exit|quick_exit)\s*\(")
+    for path in c_files(root):
+        name = path.relative_to(root).as_posix()
+        if name.startswith(("csrc/core/", "csrc/kernels/", "csrc/cuda/", "csrc/include/")):
+            text = strip_comments(path.read_text())
+            for match in call.finditer(text):
+                yield f"{name}:{text.count(chr(10), 0, match.start()) + 1}: calls {match[1]}"
+
+
+def top_imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute name) of everything imported when the module is: not in functions, not under TYPE_CHECKING."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+
+    def walk(nodes: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from walk(node.orelse)
+            elif isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                    base = ".".join(parent + ([node.module] if node.module else []))
+                yield node.lineno, base
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            else:
+                for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+                    inner = getattr(node, field, [])
+                    for one in inner:
+                        yield from walk([one] if isinstance(one, ast.stmt) else one.body)
+
+    yield from walk(ast.parse(path.read_text()).body)
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = list(path.relative_to(root).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_faults(root: Path) -> Iterator[str]:
+    for path in sorted((root / "turboquant").rglob("*.py")):
+        module = module_name(path, root)
+        if any(fnmatch(module, pattern) for pattern in TORCH_MODULES):
+            continue
+        for line, name in dict.fromkeys(top_imports(path, module)):
+            heavy = name.partition(".")[0] in NEEDS_TORCH
+            if heavy or any(fnmatch(name, pattern) for pattern in TORCH_MODULES):
+                yield f"{path.relative_to(root)}:{line}: imports {name} on import, and is to work without torch"
+
+
+def tree(root: Path) -> list[str]:
+    """Files that are, or could be, committed."""
+    if (root / ".git").exists():
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        if listed.returncode == 0:
+            return [name for name in listed.stdout.splitlines() if (root / name).is_file()]
+    made = re.compile(r"(^|/)(build|dist|__pycache__|[^/]*\.egg-info|\.(git|venv|hypothesis|\w+_cache))/|\.so$")
+    names = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    return sorted(name for name in names if not made.search(name))
+
+
+def read(root: Path, name: str) -> str | None:
+    """The text of a file, or None if it is no text."""
+    data = (root / name).read_bytes()
+    return None if b"\0" in data[:8192] else data.decode(errors="replace")
+
+
+def top_level_faults(root: Path) -> Iterator[str]:
+    for name in sorted({name.partition("/")[0] for name in tree(root)}):
+        if name not in TOP_LEVEL and not name.startswith("."):
+            yield f"{name}: has no place at the top level"
+
+
+def length_faults(root: Path) -> Iterator[str]:
+    for name in tree(root):
+        if name == "LICENSE" or any(fnmatch(name, pattern) for pattern in NOT_READ_BY_PEOPLE):
+            continue
+        text = read(root, name)
+        if text is not None and (lines := text.count("\n")) > MAX_LINES:
+            yield f"{name}: {lines} lines, more than {MAX_LINES}"
+
+
+def path_faults(root: Path) -> Iterator[str]:
+    for name in tree(root):
+        if fnmatch(name, "turboquant/data/*"):
+            continue
+        for number, line in enumerate((read(root, name) or "").splitlines(), 1):
+            if match := MACHINE_PATH.search(line):
+                yield f"{name}:{number}: {line[match.start() :].split()[0]} is a path of one machine"
+
+
+CHECKS = [include_faults, library_faults, import_faults, top_level_faults, length_faults, path_faults]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removesuffix("_faults"))
+def test_tree(check):
+    assert not (faults := list(check(ROOT))), "\n".join(faults)
+
+
+def test_import_without_torch():
+    """`import turboquant` and quantising work where torch and transformers cannot be imported."""
+    pytest.importorskip("turboquant._core")
+    code = (
+        "import sys\n"
+        f"for name in {sorted(NEEDS_TORCH)}: sys.modules[name] = None\n"
+        "import turboquant, turboquant._core\n"
+        "turboquant.Quantizer, turboquant.CacheSpec, turboquant.preset('default')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_is_written_once():
+    """TQ_VERSION in turboquant.h is the version; setup.py reads it there, and Python must not say something else."""
+    turboquant = pytest.importorskip("turboquant")
+    pytest.importorskip("turboquant._core")
+    written = re.search(r'^#define TQ_VERSION "(.+)"', (ROOT / "csrc/include/turboquant.h").read_text(), re.MULTILINE)
+    assert written and turboquant.__version__ == written[1]
+
+
+# ---- the checks, checked: each fault planted alone in a small sound tree ----
+
+SOUND = {
+    "csrc/include/turboquant.h": "#include <stdint.h>\n",
+    "csrc/core/kernels.h": '#include "turboquant.h"\n',
+    "csrc/core/internal.h": "#include <stddef.h>\n",
+    "csrc/core/book_tables.h": "#include <stdint.h>\n",
+    "csrc/core/plan.c": '#include "internal.h"\n#include <math.h>\n/* #include <stdio.h> prints: printf("x") */\n',
+    "csrc/kernels/avx2.c": '#include "core/kernels.h"\n#include <immintrin.h>\n',
+    "csrc/cuda/attend.cuh": "#include <cuda_fp16.h>\n",
+    "csrc/cuda/attend.cu": '#include "attend.cuh"\n#include "../core/book_tables.h"\n#include "turboquant.h"\n',
+    "csrc/python/module.c": '#include <Python.h>\n#include <numpy/arrayobject.h>\n#include "turboquant.h"\n',
+    "csrc/torch/ops.cpp": '#include <torch/csrc/stable/library.h>\n#include <vector>\n#include "turboquant.h"\n',
+    "turboquant/__init__.py": "from .plan import x\ndef f():\n    from . import ops\n    import torch\n",
+    "turboquant/plan.py": "from typing import TYPE_CHECKING\nimport numpy\nif TYPE_CHECKING:\n    import torch\n",
+    "turboquant/ops.py": "import torch\nfrom .plan import x\n",
+    "turboquant/patch/llama.py": "import transformers\n",
+    ".ci/run": "echo https://example.org/home/page ./work/x {dir}/opt/y\n",
+}
+
+PLANTED = {  # file, its content, the check that must find it
+    "header with libm": ("csrc/include/other.h", "#include <math.h>\n", include_faults),
+    "header with core": ("csrc/include/other.h", '#include "../core/kernels.h"\n', include_faults),
+    "core with stdio": ("csrc/core/bad.c", "#include <stdio.h>\n", include_faults),
+    "core with intrinsics": ("csrc/core/bad.c", "#  include <immintrin.h>\n", include_faults),
+    "core with a kernel": ("csrc/core/bad.c", '#include "kernels/avx2.c"\n', include_faults),
+    "core with python": ("csrc/core/bad.c", "int x;\n#include <Python.h>\n", include_faults),
+    "kernel with core's inside": ("csrc/kernels/bad.c", '#include "core/internal.h"\n', include_faults),
+    "kernel with core's inside, by path": ("csrc/kernels/bad.c", '#include "../core/internal.h"\n', include_faults),
+    "cuda with torch": ("csrc/cuda/bad.cu", "#include <torch/csrc/stable/tensor.h>\n", include_faults),
+    "cuda with core": ("csrc/cuda/bad.cuh", '#include "../core/kernels.h"\n', include_faults),
+    "python with core": ("csrc/python/bad.c", '#include "../core/kernels.h"\n', include_faults),
+    "python with torch": ("csrc/python/bad.c", '#include "../torch/ops.cpp"\n', include_faults),
+    "torch with python": ("csrc/torch/bad.cpp", "#include <Python.h>\n", include_faults),
+    "torch with unstable torch": ("csrc/torch/bad.cpp", "#include <torch/extension.h>\n", include_faults),
+    "torch with the python binding": ("csrc/torch/bad.cpp", '#include "../python/module.c"\n', include_faults),
+    "outside csrc": ("csrc/core/bad.c", '#include "../../turboquant/plan.py"\n', include_faults),
+    "no ring": ("csrc/extra/bad.c", "int x;\n", include_faults),
+    "core that prints": ("csrc/core/bad.c", 'void f(void)\n{\n    printf("x");\n}\n', library_faults),
+    "core that ends": ("csrc/core/bad.c", "void f(void) { abort (); }\n", library_faults),
+    "package with torch": ("turboquant/bad.py", "import torch.nn\n", import_faults),
+    "package with torch in a try": (
+        "turboquant/bad.py",
+        "try:\n    from torch import nn\nexcept E:\n    x = 0\n",
+        import_faults,
+    ),
+    "package with torch in a handler": (
+        "turboquant/bad.py",
+        "try:\n    x = 0\nexcept E:\n    import torch\n",
+        import_faults,
+    ),
+    "package with torch in a class": ("turboquant/bad.py", "class A:\n    import torch\n", import_faults),
+    "package with transformers": ("turboquant/sub/bad.py", "from transformers import Cache\n", import_faults),
+    "package with ops": ("turboquant/bad.py", "from . import ops\n", import_faults),
+    "package with ops, absolute": ("turboquant/bad.py", "from turboquant.ops import y\n", import_faults),
+    "package with ops, from below": ("turboquant/sub/bad.py", "from ..patch.llama import y\n", import_faults),
+    "stray file": ("notes.txt", "x\n", top_level_faults),
+    "stray folder": ("scripts/x.py", "x\n", top_level_faults),
+    "long file": ("tests/test_long.py", "x = 1\n" * (MAX_LINES + 1), length_faults),
+    "somebody's home": ("docs/x.md", "run " + "/".join(["", "home", "me", "x"]) + "\n", path_faults),
+    "somebody's folder": ("Makefile", "X = '" + "/".join(["", "opt", "x"]) + "'\n", path_faults),
+}
+
+
+def plant(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_sound_tree_passes(tmp_path, check):
+    plant(tmp_path, SOUND)
+    assert list(check(tmp_path)) == []
+
+
+@pytest.mark.parametrize("fault", PLANTED.values(), ids=PLANTED)
+def test_planted_fault_is_found(tmp_path, fault):
+    name, text, check = fault
+    plant(tmp_path, SOUND | {name: text})
+    found = list(check(tmp_path))
+    where = name.partition("/")[0] if check is top_level_faults else name
+    assert found and all(line.startswith(where) for line in found), found

@@ -1,0 +1,208 @@
+"""Instruction sets, threads and forks: what runs, and that it does not matter for the result."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference as ref
+from cases import make_case
+from conftest import ODD_HEAD_DIMS
+from test_attend import check, core_attend
+
+from turboquant import _core
+
+OPERATIONS = ("rotate", "append", "attend", "dequantize", "dot")
+LEVELS = {"scalar", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "neon", "neon_dot"}
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    before = _core.num_threads()
+    yield
+    _core.set_num_threads(before)
+
+
+# ---- instruction sets ----
+
+
+def test_levels(isa: str) -> None:
+    available = _core.isa_available()
+    assert isa in available
+    assert available[-1] == "scalar"  # complete, and the definition
+    assert set(available) <= LEVELS
+    if "TURBOQUANT_ISA" not in os.environ:
+        assert isa == available[0]
+
+
+@pytest.mark.parametrize("head_dim", (*ODD_HEAD_DIMS, 128))
+def test_attend_runs_the_level_in_use(head_dim: int, isa: str) -> None:
+    """At odd sizes too: no silent fall back to scalar."""
+    available = _core.isa_available()
+    borrowed = available[available.index(isa) :]  # from simpler levels, and the name says so
+    for bits in range(1, 6):
+        p = ref.plan(head_dim, bits, bits)
+        assert _core.kernel_name("attend", p.words) == f"attend_{isa}"
+        for op in OPERATIONS:
+            name, _, level = _core.kernel_name(op, p.words).partition("_")
+            assert name == op
+            assert level in borrowed
+
+
+@pytest.mark.usefixtures("restore_isa")
+def test_levels_can_be_forced() -> None:
+    p = ref.plan(96, 3, 3)
+    for level in _core.isa_available():
+        _core.set_isa(level)
+        assert _core.isa() == level
+        assert _core.kernel_name("attend", p.words) == f"attend_{level}"
+    with pytest.raises(RuntimeError, match=r"scalar.*got 'sse9'"):
+        _core.set_isa("sse9")
+    assert _core.isa() == "scalar"  # a failed call changes nothing
+
+
+@pytest.mark.usefixtures("restore_isa")
+@pytest.mark.parametrize("head_dim", ODD_HEAD_DIMS)
+def test_levels_agree(head_dim: int, rng: np.random.Generator) -> None:
+    """Bytes and rotations bit for bit, attention and inner products to rounding."""
+    p, results = ref.plan(head_dim, 3, 4), []
+    case = make_case(rng, p, [150, 40], sinks=2, window=9)
+    x = rng.standard_normal((1, 2, 150, head_dim)).astype(np.float32)
+    table, length = np.array([[0, 1]], np.int32), np.array([150], np.int32)
+    for level in _core.isa_available():
+        _core.set_isa(level)
+        pages = _core.new_pages(p.words, 2, 2)
+        _core.append(p.words, x, x, length, pages, table)
+        exact = [pages, _core.rotate(p.words, x), *_core.dequantize(p.words, pages, table, length, 150)]
+        results.append((exact, _core.attend(**case.arguments)))
+    for exact, (out, lse) in results[1:]:
+        for got, want in zip(exact, results[0][0]):
+            np.testing.assert_array_equal(got, want)
+        np.testing.assert_allclose(out, results[0][1][0], rtol=0, atol=4e-5 * abs(out).max())
+        np.testing.assert_allclose(lse, results[0][1][1], rtol=0, atol=1e-4)
+
+
+ROTATE = (
+    "from turboquant import _core; print(_core.isa()); _core.rotate({words}, __import__('numpy').ones((1, 8), 'f4'))"
+)
+
+
+def in_a_process(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that imports the same turboquant."""
+    here = Path(_core.__file__).parent.parent
+    variables = {**os.environ, "PYTHONPATH": str(here), "PYTHONSAFEPATH": "1", **environment}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def rotate_in_a_process(level: str) -> subprocess.CompletedProcess[str]:
+    return in_a_process(ROTATE.format(words=ref.plan(8, 3).words), TURBOQUANT_ISA=level)
+
+
+def test_environment_forces_a_level() -> None:
+    for level in _core.isa_available():
+        done = rotate_in_a_process(level)
+        assert (done.returncode, done.stdout.strip()) == (0, level)
+
+
+@pytest.mark.parametrize("level", ["sse9", "AVX2", "avx2 scalar"])
+def test_a_level_that_is_not_there_is_an_error(level: str) -> None:
+    """Not a silent second choice: the first call that runs a kernel fails and lists the levels there are."""
+    done = rotate_in_a_process(level)
+    assert done.returncode == 1
+    assert done.stdout.strip() == "none"
+    assert "RuntimeError: rotate: `TURBOQUANT_ISA` must be" in done.stderr
+    assert " ".join(_core.isa_available()) in done.stderr
+
+
+# ---- threads ----
+
+
+def test_threads_from_the_environment() -> None:
+    program = "from turboquant import _core; print(_core.num_threads())"
+    for text, want in (("3", 3), ("1", 1), ("0", None), ("many", None), ("", None)):
+        done = in_a_process(program, TURBOQUANT_NUM_THREADS=text)
+        assert int(done.stdout) == (want or len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_number_of_threads_does_not_matter(rng: np.random.Generator) -> None:
+    """More threads than cores, few tasks, many pages: sequences are split."""
+    _core.set_num_threads(7)
+    assert _core.num_threads() == 7
+    p = ref.plan(32, 3, 3, page_tokens=32)
+    for lengths, kv_heads in (([900], 1), ([900, 10, 0, 333], 2)):
+        for threads in (0, 1, 2, 3, 5, 7, 100):
+            check(make_case(rng, p, lengths, kv_heads=kv_heads, sinks=2, window=17), threads=threads)
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_same_numbers_whatever_thread_comes_first(rng: np.random.Generator) -> None:
+    _core.set_num_threads(4)
+    case = make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [900, 700], kv_heads=1)
+    first = core_attend(case)  # into NaN: a call that returns before its threads are done is seen
+    for _ in range(50):
+        for got, want in zip(core_attend(case), first):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_calls_from_many_threads(rng: np.random.Generator) -> None:
+    """The GIL is released: calls overlap, each has its own answer."""
+    _core.set_num_threads(3)
+    cases = [make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [300 + i], kv_heads=2) for i in range(6)]
+    wanted, wrong = [_core.attend(**case.arguments)[0] for case in cases], []
+
+    def work(i: int) -> None:
+        for _ in range(10):
+            if not np.allclose(_core.attend(**cases[i].arguments)[0], wanted[i], rtol=0, atol=1e-5):
+                wrong.append(i)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert not wrong
+    assert not any(worker.is_alive() for worker in workers)
+
+
+@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_threads_of_its_own(rng: np.random.Generator) -> None:
+    _core.set_num_threads(3)
+    case = make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [300, 200], kv_heads=2)
+    want = _core.attend(**case.arguments)[0]  # the pool is running now
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=lambda: queue.put(_core.attend(**case.arguments)[0]))
+    child.start()
+    child.join(30)
+    hung = child.is_alive()
+    if hung:
+        child.kill()
+    assert not hung
+    np.testing.assert_array_equal(queue.get(), want)
+    np.testing.assert_array_equal(_core.attend(**case.arguments)[0], want)
+
+
+# ---- statuses ----
+
+
+def test_status_messages() -> None:
+    known = [_core.status_message(status) for status in (0, 1, 2, 10, 11, 12, 20)]
+    assert len(set(known)) == 7
+    assert _core.status_message(99) == _core.status_message(-1)
+    assert all(known)
+
+
+def test_constants() -> None:
+    assert _core.FORMAT_VERSION == ref.PLAN_VERSION == 1
+    assert _core.__version__.count(".") == 2

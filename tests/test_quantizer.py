@@ -1,0 +1,562 @@
+"""turboquant.Quantizer and Codes: accuracy against theory, files in every state of damage, refusals, imports."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import stat
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import turboquant
+from turboquant import Codes, Quantizer, _core
+from turboquant.plan import plan_words
+
+# E (u - level)^2 of N(0, 1): Lloyd-Max at 3 to 5 bits, uniform at 1 and 2 (design: arXiv 2504.19874, Theorem 1)
+DISTORTION = {1: 0.3634, 2: 0.1188, 3: 0.0345, 4: 0.0095, 5: 0.0025}
+DIMS = (8, 24, 64, 80, 128, 200, 1024)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+# ---- accuracy ----
+
+
+@pytest.mark.parametrize("bits", DISTORTION)
+@pytest.mark.parametrize("rotation", ["hadamard", "haar", "none"])
+def test_distortion_of_normal_vectors(bits: int, rotation: str, rng: np.random.Generator) -> None:
+    x = normal(rng, 2000, 256)
+    q = Quantizer(256, bits, rotation, scale="norm")
+    error = np.square(x - q.dequantize(q.quantize(x))).sum() / np.square(x).sum()
+    assert error == pytest.approx(DISTORTION[bits], rel=0.03)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("rotation", ["hadamard", "haar"])
+def test_rotation_makes_distortion_independent_of_the_data(bits: int, rotation: str, rng: np.random.Generator) -> None:
+    """Vectors with a few large numbers, which no rotation would ruin at once."""
+    x = normal(rng, 500, 128) * 0.01
+    x[:, 5] = 3
+    x[np.arange(500), rng.integers(0, 128, 500)] += 7
+    error = {}
+    for name in (rotation, "none"):
+        q = Quantizer(128, bits, name, scale="least_squares", seed=3)
+        error[name] = np.square(x - q.dequantize(q.quantize(x))).sum() / np.square(x).sum()
+    assert error[rotation] < 1.5 * DISTORTION[bits] < error["none"]
+
+
+def test_scales_do_what_they_say(rng: np.random.Generator) -> None:
+    x = normal(rng, 300, 128)
+    decoded = {
+        name: Quantizer(128, 2, scale=name).quantize(x) for name in ("eden", "norm", "norm_corrected", "least_squares")
+    }
+    decoded = {name: Quantizer(128, 2, scale=name).dequantize(codes).astype(float) for name, codes in decoded.items()}
+    projection = {name: (y * x).sum(1) / np.square(x).sum(1) for name, y in decoded.items()}
+    error = {name: np.square(y - x).sum() for name, y in decoded.items()}
+    np.testing.assert_allclose(projection["eden"], 1, atol=2e-3)  # binary16
+    np.testing.assert_allclose(np.linalg.norm(decoded["norm_corrected"], axis=1), np.linalg.norm(x, axis=1), rtol=2e-3)
+    assert error["least_squares"] < min(error[name] for name in ("eden", "norm", "norm_corrected"))
+    assert abs(projection["norm"].mean() - 1) > 0.03
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_eden_is_unbiased(bits: int, rng: np.random.Generator) -> None:
+    """The mean over seeds of an estimate of <q, x> is <q, x> (arXiv 2108.08842); with the norm scale it is not."""
+    x = normal(rng, 1, 64) + np.float32(0.5)
+    query = x + normal(rng, 1, 64)  # correlated: a factor that is off shows
+    exact = (query.astype(float) @ x.T).item()
+    seeds = 400
+    for rotation in ("hadamard", "haar"):
+        found = {}
+        for scale in ("eden", "norm"):
+            quantizers = (Quantizer(64, bits, rotation, scale, seed=seed) for seed in range(seeds))
+            found[scale] = np.array([q.dot(query, q.quantize(x)).item() for q in quantizers])
+        margin = 4.5 * found["eden"].std() / np.sqrt(seeds)
+        assert abs(found["eden"].mean() - exact) < margin + 2e-3 * abs(exact)
+        if bits == 1:
+            assert abs(found["norm"].mean() - exact) > margin + 2e-3 * abs(exact)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("rotation", ["hadamard", "haar", "none"])
+def test_dot_is_that_of_the_decoded_vectors(dim: int, rotation: str, rng: np.random.Generator) -> None:
+    if rotation == "haar" and dim > 256:
+        pytest.skip("the same code as below 256, but cubic time for the matrix")
+    bits: Any = 3 if dim < 64 else [4, 0, 1, 5, 2, 3, 0][: -(-dim // 32)] + [2] * max(0, -(-dim // 32) - 7)
+    q = Quantizer(dim, bits, rotation, centre=normal(rng, dim))
+    x, queries = normal(rng, 70, dim) * 3, normal(rng, 11, dim)
+    codes = q.quantize(x)
+    got, want = q.dot(queries, codes), queries.astype(float) @ q.dequantize(codes).astype(float).T
+    assert got.shape == (11, 70) and got.dtype == np.float32
+    assert abs(got - want).max() <= 2e-4 * abs(want).max()
+    one = q.dot(queries[3], codes)
+    assert one.shape == (70,)
+    assert np.array_equal(one, got[3])
+
+
+def test_dimensions_up_to_4096(rng: np.random.Generator) -> None:
+    x = normal(rng, 40, 4096)
+    q = Quantizer(4096, 4)
+    codes = q.quantize(x)
+    assert np.square(x - q.dequantize(codes)).sum() / np.square(x).sum() == pytest.approx(DISTORTION[4], rel=0.03)
+    np.testing.assert_allclose(q.dot(x[:2], codes), x[:2] @ q.dequantize(codes).T, rtol=1e-3, atol=1)
+
+
+def test_centre_is_subtracted_and_added_back(rng: np.random.Generator) -> None:
+    centre = 20 * normal(rng, 64)
+    x = normal(rng, 200, 64) + centre
+    plain, centred = (Quantizer(64, 3, centre=c) for c in (None, centre))
+    error = [np.square(x - q.dequantize(q.quantize(x))).mean() for q in (plain, centred)]
+    assert error[1] < 0.05 < 10 * error[1] < error[0]
+    assert centred.quantize(x).nbytes == plain.quantize(x).nbytes
+    centre[:] = 0  # the quantiser has its own
+    assert np.square(x - centred.dequantize(centred.quantize(x))).mean() == error[1]
+    with pytest.raises(ValueError, match="read-only"):
+        centred.centre[0] = 1  # type: ignore[index]
+
+
+def test_sphere_levels_are_better_in_few_dimensions(rng: np.random.Generator) -> None:
+    x = normal(rng, 4000, 8)
+    error = {}
+    for law in ("normal", "sphere"):
+        q = Quantizer(8, 3, codebook=law, scale="norm")
+        error[law] = np.square(x - q.dequantize(q.quantize(x))).sum()
+    assert error["sphere"] < 0.97 * error["normal"]
+
+
+# ---- codes ----
+
+
+@given(
+    vectors=st.integers(0, 300),
+    dim=st.integers(1, 40).map(lambda n: 8 * n),
+    bits=st.integers(1, 5),
+    rotation=st.sampled_from(["hadamard", "none"]),
+    scale=st.sampled_from(["eden", "norm", "norm_corrected", "least_squares"]),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_vectors_do_not_depend_on_their_company(
+    vectors: int, dim: int, bits: int, rotation: str, scale: str, seed: int
+) -> None:
+    """Any number of vectors, and each is what it would be alone; strides and threads change nothing."""
+    x = np.random.default_rng(vectors).standard_normal((vectors, dim)).astype(np.float32)
+    q = Quantizer(dim, bits, rotation, scale, seed=seed)
+    codes = q.quantize(x)
+    assert len(codes) == codes.vectors == vectors
+    assert codes.pages.shape == (-(-vectors // 32), 1, _core.record_bytes(q.plan))
+    assert codes.nbytes == codes.pages.nbytes
+    y = q.dequantize(codes)
+    assert y.shape == x.shape and y.dtype == np.float32 and np.isfinite(y).all()
+    spread = np.repeat(x, 2, 0)[::2]
+    assert q.quantize(spread).pages.tobytes() == codes.pages.tobytes()
+    if vectors:
+        i = vectors * 2 // 3
+        assert np.array_equal(q.dequantize(q.quantize(x[i : i + 1]))[0], y[i])
+        full = 32 * (vectors // 32)
+        assert codes.pages[: full // 32].tobytes() == q.quantize(x[:full]).pages.tobytes()
+
+
+def test_effective_bits_count_everything() -> None:
+    codes = Quantizer(128, 4).quantize(np.zeros((64, 128), np.float32))
+    assert codes.effective_bits == 4 + 16 / 128
+    assert codes.nbytes == 64 * (64 + 2)
+    assert Quantizer(128, [4, 2, 0, 1]).quantize(np.ones((32, 128), np.float32)).effective_bits == 7 / 4 + 16 / 128
+    assert Quantizer(40, 1).quantize(np.ones((1, 40), np.float32)).nbytes == 32 * 2 * 4 + 64
+    assert Quantizer(40, 1).quantize(np.ones((0, 40), np.float32)).effective_bits == 0
+
+
+def test_equal_arguments_make_equal_bytes(rng: np.random.Generator) -> None:
+    x = normal(rng, 33, 80)
+    for rotation in ("hadamard", "haar"):
+        first, again, other = (Quantizer(80, 3, rotation, seed=seed).quantize(x).pages.tobytes() for seed in (1, 1, 2))
+        assert first == again != other
+
+
+def test_zero_and_awkward_vectors() -> None:
+    """Zero is exactly zero, and so is the product with it; huge and tiny vectors keep their direction."""
+    q = Quantizer(64, 4)
+    x = np.zeros((4, 64), np.float32)
+    x[1, 3], x[2], x[3] = 16384, 1e-3, -16384
+    y = q.dequantize(q.quantize(x))
+    assert not y[0].any() and not q.dot(x, q.quantize(x))[:, 0].any()
+    for i in (1, 2, 3):
+        assert (x[i] * y[i]).sum() / np.linalg.norm(x[i]) / np.linalg.norm(y[i]) > 0.99
+
+
+def test_copies_keep_their_alignment(rng: np.random.Generator) -> None:
+    q = Quantizer(64, 4)
+    codes = q.quantize(normal(rng, 50, 64))
+    for other in (copy.copy(codes), copy.deepcopy(codes), pickle.loads(pickle.dumps(codes))):
+        assert np.array_equal(q.dequantize(other), q.dequantize(codes))
+        assert len(other) == 50 and other.plan == codes.plan
+    raw = np.zeros(codes.nbytes + 1, np.uint8)
+    raw[1:] = codes.pages.ravel()
+    moved = Codes(codes.plan, raw[1:].reshape(codes.pages.shape), 50)
+    assert np.array_equal(q.dequantize(moved), q.dequantize(codes))
+    assert "50 vectors of 64 numbers" in repr(codes)
+
+
+def test_repr_and_from_plan(rng: np.random.Generator) -> None:
+    q = Quantizer(80, [4, 2, 1], "haar", "norm", "sphere", 9)
+    assert repr(q) == "Quantizer(80, [4, 2, 1], rotation='haar', scale='norm', codebook='sphere', seed=9)"
+    x = normal(rng, 10, 80)
+    codes = q.quantize(x)
+    same = Quantizer.from_plan(codes.plan)
+    assert repr(same) == repr(q) and same.plan == q.plan and same.bits == q.bits == (4, 2, 1) and same.dim == 80
+    assert np.array_equal(same.dequantize(codes), q.dequantize(codes))
+    assert repr(Quantizer(8, 4, centre=x[0, :8])).endswith("seed=0, centre=...)")
+    with pytest.raises(ValueError, match="Quantizer: `plan` must have no value bits"):
+        Quantizer.from_plan(plan_words(64, 4, 4))
+
+
+# ---- refusals ----
+
+X = np.zeros((3, 64), np.float32)
+PAGES = "Codes: `pages` must be uint8 [1, 1, 1088], "
+GROUPS = "`bits` must be an integer or one per group of 32 channels, 2 for 64 channels, got 1 of them"
+NO_SPHERE = "`codebook` must be 'normal' above 256 channels, got 'sphere' for 264"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        (dict(dim=12), ValueError, "Quantizer: `dim` must be a multiple of 8 in 8..4096, got 12"),
+        (dict(dim=0), ValueError, "Quantizer: `dim` must be a multiple of 8 in 8..4096, got 0"),
+        (dict(dim=-8), ValueError, "Quantizer: `dim` must be a multiple of 8 in 8..4096, got -8"),
+        (dict(dim=4104), ValueError, "Quantizer: `dim` must be a multiple of 8 in 8..4096, got 4104"),
+        (dict(dim=64.0), TypeError, "Quantizer: `dim` must be an integer, got 64.0"),
+        (dict(bits=0), ValueError, "Quantizer: `bits` must be in 1..5, or more than 0 in one group, got 0"),
+        (dict(bits=9), ValueError, "`bits` must be in 0..5, got 9"),
+        (dict(bits=2.5), TypeError, "`bits` must be an integer, got 2.5"),
+        (dict(bits="4"), TypeError, "`bits` must be an integer or a sequence of integers, got '4'"),
+        (dict(bits=[4]), ValueError, GROUPS),
+        (dict(bits=[4, 6]), ValueError, "`bits[1]` must be in 0..5, got 6"),
+        (dict(bits=[0, 0]), ValueError, "Quantizer: `bits` must be in 1..5, or more than 0 in one group, got [0, 0]"),
+        (dict(rotation="pca"), ValueError, "Quantizer: `rotation` must be one of hadamard, haar, none, got 'pca'"),
+        (dict(rotation=1), TypeError, "Quantizer: `rotation` must be one of hadamard, haar, none, got 1"),
+        (dict(scale="max"), ValueError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got 'max'"),
+        (dict(scale=None), TypeError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got None"),
+        (dict(codebook="kmeans"), ValueError, "`codebook` must be one of normal, sphere, got 'kmeans'"),
+        (dict(dim=264, codebook="sphere"), ValueError, NO_SPHERE),
+        (dict(seed=-1), ValueError, "`seed` must be in 0..2**63 - 1, got -1"),
+        (dict(seed=2**63), ValueError, "`seed` must be in 0..2**63 - 1, got 9223372036854775808"),
+        (dict(seed="x"), TypeError, "`seed` must be an integer, got 'x'"),
+        (dict(centre=[0.0] * 64), TypeError, "Quantizer: `centre` must be float32 [64], got list"),
+        (dict(centre=X), ValueError, "Quantizer: `centre` must be float32 [64], got float32 [3, 64]"),
+        (dict(centre=X[0].astype(float)), TypeError, "Quantizer: `centre` must be float32 [64], got float64 [64]"),
+        (dict(centre=X[0] + np.nan), ValueError, "Quantizer: `centre` must be finite, got one that is not"),
+    ],
+)  # fmt: skip
+def test_quantizer_refuses(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as caught:
+        Quantizer(**{"dim": 64, "bits": 4, **arguments})
+    assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "says"),
+    [
+        (X.tolist(), TypeError, "quantize: `x` must be float32 [vectors, 64], got list"),
+        (X.astype(float), TypeError, "quantize: `x` must be float32 [vectors, 64], got float64 [3, 64]"),
+        (X.astype(">f4"), TypeError, "quantize: `x` must be float32 [vectors, 64], got >f4 [3, 64]"),
+        (X[0], ValueError, "quantize: `x` must be float32 [vectors, 64], got float32 [64]"),
+        (X[:, :32], ValueError, "quantize: `x` must be float32 [vectors, 64], got float32 [3, 32]"),
+        (X[:, ::-1], ValueError, "quantize: `x` must be an array of dense rows in ascending order, got other strides"),
+        (X[::-1], ValueError, "quantize: `x` must be an array of dense rows in ascending order, got other strides"),
+    ],
+)  # fmt: skip
+def test_quantize_refuses(x: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as caught:
+        Quantizer(64, 4).quantize(x)
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 16385])
+@pytest.mark.parametrize("row", [0, 255, 256, 290])
+def test_quantize_names_the_number_it_refuses(bad: float, row: int) -> None:
+    x = np.zeros((300, 64), np.float32)
+    x[row, 7] = bad
+    with pytest.raises(ValueError, match="quantize") as caught:
+        Quantizer(64, 4).quantize(x)
+    want = f"quantize: `x[{row}, 7]` must be finite and at most 16384 in magnitude, got {np.float32(bad)}"
+    assert str(caught.value) == want
+
+
+def test_other_calls_refuse(rng: np.random.Generator) -> None:
+    q = Quantizer(64, 4)
+    codes = q.quantize(X)
+    with pytest.raises(TypeError, match=r"^dot: `codes` must be Codes, got ndarray$"):
+        q.dot(X, X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^dequantize: `codes` must be Codes, got NoneType$"):
+        q.dequantize(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^dot: `queries` must be float32 \[queries, 64\], got float32 \[3, 32\]$"):
+        q.dot(X[:, :32], codes)
+    with pytest.raises(ValueError, match=r"^dot: `queries` must be float32 \[64\], got float32 \[8\]$"):
+        q.dot(X[0, :8], codes)
+    with pytest.raises(TypeError, match=r"^dot: `queries` must be float32 \[queries, 64\], got float16 \[3, 64\]$"):
+        q.dot(X.astype(np.float16), codes)  # type: ignore[arg-type]
+    for strided in (np.zeros((3, 128), np.float32)[:, ::2], np.zeros(128, np.float32)[::2]):
+        with pytest.raises(ValueError, match=r"^dot: `queries` must be C-contiguous"):
+            q.dot(strided, codes)
+    for other, says in [
+        (Quantizer(64, 3), r"of bits \[4, 4\], got \[3, 3\]"),
+        (Quantizer(128, 4), "of dim 64, got 128"),
+        (Quantizer(64, 4, seed=1), "of seed 0, got 1"),
+        (Quantizer(64, 4, "haar"), "of rotation 1, got 2"),
+        (Quantizer(64, 4, scale="norm"), "of scale 0, got 1"),
+        (Quantizer(64, 4, codebook="sphere"), "of codebook 0, got 1"),
+    ]:
+        foreign = other.quantize(normal(rng, 3, other.dim))
+        for call in (lambda codes: q.dot(X, codes), q.dequantize):
+            with pytest.raises(ValueError, match=f"`codes` must be {says}$"):
+                call(foreign)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        (dict(plan=plan_words(64, 4, 4)), ValueError, "Codes: `plan` must have no value bits"),
+        (dict(plan=(1, 2)), ValueError, "plan_info: "),
+        (dict(plan=None), TypeError, "plan_info: `plan` must be a sequence"),
+        (dict(vectors=-1), ValueError, "Codes: `vectors` must be at least 0, got -1"),
+        (dict(vectors=33), ValueError, "Codes: `pages` must be uint8 [2, 1, 1088], got uint8 [1, 1, 1088]"),
+        (dict(vectors=0), ValueError, "Codes: `pages` must be uint8 [0, 1, 1088], got uint8 [1, 1, 1088]"),
+        (dict(pages=b""), TypeError, PAGES + "got bytes"),
+        (dict(pages=np.zeros((1, 1, 1088), np.int8)), TypeError, PAGES + "got int8 [1, 1, 1088]"),
+        (dict(pages=np.zeros((1, 1, 1024), np.uint8)), ValueError, PAGES + "got uint8 [1, 1, 1024]"),
+    ],
+)  # fmt: skip
+def test_codes_refuse(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    good = Quantizer(64, 4).quantize(X)
+    with pytest.raises(error) as caught:
+        Codes(**{"plan": good.plan, "pages": good.pages, "vectors": 3, **arguments})
+    assert str(caught.value).startswith(says)
+
+
+# ---- files ----
+
+
+@pytest.fixture
+def saved(tmp_path: Path, rng: np.random.Generator) -> tuple[Path, Codes]:
+    codes = Quantizer(64, [4, 3], seed=5).quantize(normal(rng, 100, 64))
+    codes.save(tmp_path / "codes.tq")
+    return tmp_path / "codes.tq", codes
+
+
+@pytest.mark.parametrize("vectors", [0, 1, 31, 32, 33, 1000])
+@pytest.mark.parametrize("kind", [str, Path, os.fsencode])
+def test_files_bring_codes_back(vectors: int, kind: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+    q = Quantizer(40, 3)
+    codes = q.quantize(normal(rng, vectors, 40))
+    path = kind(tmp_path / "x")
+    codes.save(path)
+    back = Codes.load(path)
+    assert (back.plan, back.vectors) == (codes.plan, codes.vectors)
+    assert back.pages.tobytes() == codes.pages.tobytes()
+    assert np.array_equal(q.dequantize(back), q.dequantize(codes))
+
+
+def test_saving_replaces_at_once_and_leaves_nothing(saved: tuple[Path, Codes], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, codes = saved
+    before = path.read_bytes()
+    other = Quantizer(64, [4, 3], seed=5).quantize(X)
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, fail)
+            with pytest.raises(OSError, match="disk full"):
+                other.save(path)
+        assert os.listdir(path.parent) == [path.name]
+        assert path.read_bytes() == before
+    other.save(path)
+    assert os.listdir(path.parent) == [path.name]
+    assert Codes.load(path).vectors == 3
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask  # as any file that open() makes
+    with pytest.raises(FileNotFoundError):
+        codes.save(path.parent / "absent" / "x")
+
+
+def refuses(path: Path, data: bytes, says: str = "") -> None:
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="is not a sound codes file") as caught:
+        Codes.load(path)
+    assert str(path) in str(caught.value) and says in str(caught.value)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_every_truncation_is_refused(saved: tuple[Path, Codes]) -> None:
+    path, _ = saved
+    data = path.read_bytes()
+    for size in [*range(200), *range(200, len(data), 37), len(data) - 1]:
+        refuses(path, data[:size])
+    refuses(path, data + b"\0", "file_bytes")
+    refuses(path, b"")
+
+
+def test_every_altered_byte_is_refused(saved: tuple[Path, Codes]) -> None:
+    path, _ = saved
+    data = path.read_bytes()
+    for i in [*range(150), *range(150, len(data), 61), len(data) - 1]:
+        for flip in (1, 0x80, 0xFF):
+            altered = bytearray(data)
+            altered[i] ^= flip
+            refuses(path, bytes(altered))
+
+
+def forged(
+    words: tuple[int, ...],
+    vectors: int,
+    payload_bytes: int,
+    payload_checksum: int,
+    version: int = 1,
+    magic: bytes = b"TQCODES\0",
+) -> bytes:
+    """A header with a right checksum, whatever it says."""
+    head = magic + struct.pack(f"<II{len(words)}q", version, len(words), *words)
+    head += struct.pack("<QQQ", vectors, payload_bytes, payload_checksum)
+    return head + struct.pack("<Q", _core.checksum(head))
+
+
+def test_forged_headers_are_refused(saved: tuple[Path, Codes]) -> None:
+    """Files whose checksums are right and whose claims are not."""
+    path, codes = saved
+    payload = codes.pages.tobytes()
+    total = _core.checksum(payload)
+    good = forged(codes.plan, 100, len(payload), total) + payload
+    assert path.read_bytes() == good
+    refuses(path, forged(codes.plan, 100, len(payload), total, version=2) + payload, "version")
+    refuses(path, forged(codes.plan, 100, len(payload), total, magic=b"TQCACHE\0") + payload, "magic")
+    refuses(path, forged(codes.plan, 100, len(payload), total ^ 1) + payload, "checksum")
+    refuses(path, forged((2, *codes.plan[1:]), 100, len(payload), total) + payload, "version 1")
+    refuses(path, forged(codes.plan[:-1], 100, len(payload), total) + payload)
+    refuses(path, forged((), 100, len(payload), total) + payload)
+    refuses(path, forged((*codes.plan[:7], 6, *codes.plan[8:]), 100, len(payload), total) + payload, "0..5")
+    refuses(path, forged((0,) * 300, 100, len(payload), total) + payload, "263")
+    for vectors in (0, 96, 129, 2**32, 2**63, 2**64 - 1):
+        refuses(path, forged(codes.plan, vectors, len(payload), total) + payload, "payload_bytes")
+    record = _core.record_bytes(codes.plan)
+    for pages in (5, 2**20, 2**50):  # claims that agree with themselves but not with the file
+        refuses(path, forged(codes.plan, 32 * pages, record * pages, total) + payload, "file_bytes")
+    wide = (2**64 // record + 1) * 32  # vectors whose bytes wrap around
+    refuses(path, forged(codes.plan, wide, wide // 32 * record % 2**64, total) + payload)
+    cache = plan_words(64, 4, 3, page_tokens=32)
+    record = _core.record_bytes(cache)
+    body = bytes(record)
+    refuses(path, forged(cache, 32, record, _core.checksum(body)) + body, "`plan` must have no value bits")
+
+
+def test_foreign_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for data in (b"\x89PNG\r\n\x1a\n" + bytes(5000), b"PK\3\4" * 1000, bytes(10_000), b"TQCODES", os.urandom(4096)):
+        refuses(path, data)
+    with pytest.raises(FileNotFoundError):
+        Codes.load(tmp_path / "absent")
+    with pytest.raises(IsADirectoryError):
+        Codes.load(tmp_path)
+
+
+def test_loading_asks_for_no_more_memory_than_the_file_is_long(saved: tuple[Path, Codes]) -> None:
+    import tracemalloc
+
+    path, codes = saved
+    claims = forged(codes.plan, 32 * 2**30, 2**30 * _core.record_bytes(codes.plan), 0) + codes.pages.tobytes()
+    for data, fails in ((claims, True), (path.read_bytes(), False)):
+        path.write_bytes(data)
+        tracemalloc.start()
+        try:
+            if fails:
+                with pytest.raises(ValueError, match="not a sound codes file"):
+                    Codes.load(path)
+            else:
+                Codes.load(path)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < len(data) + 150_000  # what is on top are file buffers and exceptions
+
+
+@given(data=st.binary(max_size=400))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    for head in (b"", b"TQCODES\0", b"TQCODES\0\1\0\0\0", b"TQCODES\0\1\0\0\0\x0b\0\0\0"):
+        with pytest.raises(ValueError, match="^file_header_read: "):
+            _core.file_header_read(head + data, len(head + data))
+
+
+# ---- the package ----
+
+
+def python(code: str, **environment: str) -> str:
+    root = Path(turboquant.__file__).resolve().parent.parent
+    env = os.environ | {"PYTHONPATH": str(root)} | environment
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+NO_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is not installed")
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def test_works_without_torch() -> None:
+    code = """
+import turboquant
+assert "numpy" not in sys.modules
+assert {"Quantizer", "CacheSpec", "patch", "ops", "__version__"} <= set(dir(turboquant))
+import numpy as np
+q = turboquant.Quantizer(64, 4)
+codes = q.quantize(np.eye(64, dtype=np.float32))
+assert q.dot(np.eye(64, dtype=np.float32), codes).trace() > 60
+turboquant.CacheSpec(), turboquant.preset("default"), turboquant.presets()
+assert not {"torch", "transformers"} & set(sys.modules)
+for name in ("ops", "TurboQuantCache"):
+    try:
+        getattr(turboquant, name)
+    except ImportError as error:
+        assert "torch" in str(error) or "transformers" in str(error), error
+    else:
+        raise AssertionError(name)
+try:
+    turboquant.nonsense
+except AttributeError as error:
+    assert str(error) == "module 'turboquant' has no attribute 'nonsense'"
+"""
+    python(NO_TORCH + code)
+
+
+def test_the_command_line_says_what_there_is() -> None:
+    code = "import runpy; sys.argv = ['turboquant', 'info']; runpy.run_module('turboquant', run_name='__main__')"
+    for before in ("import sys; ", NO_TORCH):
+        out = python(before + f"\ntry:\n    {code}\nexcept SystemExit as end:\n    assert end.code == 0")
+        for says in (turboquant.__version__, np.__version__, _core.isa_available()[0], "threads", "CUDA"):
+            assert says in out
+
+
+def test_the_command_line_refuses() -> None:
+    from turboquant.cli import main
+
+    for arguments in ([], ["divide"], ["info", "--loud"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2

@@ -1,0 +1,52 @@
+"""TurboQuant: keys, values and vectors in 2 to 4 bits a number, and attention straight from the packed bytes.
+
+    Quantizer, Codes         vectors, with NumPy alone
+    CacheSpec, preset(s)     how a cache quantises
+    TurboQuantCache          a `transformers.Cache`                               needs transformers
+    patch, unpatch           make a model's `generate` use one                    needs transformers
+    ops                      `torch.ops.turboquant.*`, loaded by importing it     needs torch
+
+Names are imported on first use: `import turboquant` imports neither torch nor NumPy.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Codes": "quantizer",
+    "Quantizer": "quantizer",
+    "CacheSpec": "spec",
+    "preset": "spec",
+    "presets": "spec",
+    "TurboQuantCache": "cache",
+    "patch": "patch",
+    "unpatch": "patch",
+}
+__all__ = ["CacheSpec", "Codes", "Quantizer", "TurboQuantCache", "ops", "patch", "preset", "presets", "unpatch"]
+
+if TYPE_CHECKING:
+    from . import ops as ops
+    from .cache import TurboQuantCache as TurboQuantCache
+    from .patch import patch as patch
+    from .patch import unpatch as unpatch
+    from .quantizer import Codes as Codes
+    from .quantizer import Quantizer as Quantizer
+    from .spec import CacheSpec as CacheSpec
+    from .spec import preset as preset
+    from .spec import presets as presets
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module(".ops", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

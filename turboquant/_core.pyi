@@ -1,0 +1,167 @@
+"""The C core over NumPy arrays. csrc/include/turboquant.h has the contracts; this file adds what Python needs.
+
+Arrays are taken as they are: another dtype is a TypeError; another shape, memory order, alignment or a read-only
+output is a ValueError; nothing is copied to make an argument fit. Messages read "append: `block_table[3]` must be in
+0..7, got 8". A failed call has written nothing. Also MemoryError, and RuntimeError for an instruction set that is not
+there. The GIL is released while the core runs; do not change an array that a call in another thread is using.
+
+plan         any sequence of integers as `turboquant.plan.plan_words` writes them.
+floats       float32 or float16; bfloat16 is a uint16 array of its bits together with dtype="bfloat16". All arrays of
+             the model's dtype (k, v, q, sinks, window, fresh, out) of one call have the same one. dtype=None: that of
+             k or q. k, v, q, fresh_k and fresh_v may have any strides but in the last dimension, which is dense; all
+             other arrays are C-contiguous.
+k, v         [batch, kv_heads, tokens, head_dim] floats; v is None if the plan has no values.
+q, out       [batch, query_heads, query_tokens, head_dim] floats;  lse  [batch, query_heads, query_tokens] float32.
+sink_*       [batch, kv_heads, sinks, head_dim] floats, None: no sinks;  window_*  likewise [.., window, ..], a ring.
+fresh_*      [batch, kv_heads, query_tokens, head_dim] floats, None: see tq_attend_params.
+pages        uint8 [n_pages, kv_heads, record_bytes], 64-byte aligned: `new_pages` makes such arrays, zeroed.
+block_table  int32 [batch, max_pages];  lengths, starts, counts  int32 [batch].
+transforms   float32:  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim];
+             *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
+threads      at most so many; 0: num_threads().
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Floats = NDArray[Any]  # float32, float16, or uint16 with dtype="bfloat16"
+
+class CodebookTables(TypedDict):
+    bits: int
+    n_levels: int
+    step: float  # a decoded number is levels[code] * step
+    levels: NDArray[np.int8]  # [n_levels], by code
+    thresholds: NDArray[np.float32]  # [n_levels - 1], ascending
+    code_of_rank: NDArray[np.uint8]  # [n_levels]
+
+class PlanInfo(TypedDict):
+    head_dim: int
+    groups: int
+    page_tokens: int
+    rotation: int
+    codebook: int
+    scale: int
+    seed: int
+    record_bytes: int  # one page of one KV head
+    key_bits: tuple[int, ...]  # by group
+    value_bits: tuple[int, ...]
+    key_tile_bytes: int  # one token tile of 32 tokens, all groups
+    value_tile_bytes: int
+    key_tile_offsets: tuple[int, ...]  # bytes from a token tile's start to each group's tile
+    value_tile_offsets: tuple[int, ...]
+    key_codes_offset: int  # bytes from a record's start
+    value_codes_offset: int
+    key_scales_offset: int
+    value_scales_offset: int
+    key_coded_channels: int
+    value_coded_channels: int
+
+class FileHeader(TypedDict):
+    plan: tuple[int, ...]
+    vectors: int
+    payload_bytes: int
+    payload_checksum: int
+    header_bytes: int  # the payload starts here
+
+__version__: Final[str]
+FORMAT_VERSION: Final[int]
+MAX_INPUT: Final[float]  # largest magnitude accepted in keys, values and vectors
+FILE_HEADER_MAX_BYTES: Final[int]
+
+def status_message(status: int) -> str: ...
+def codebook(law: int, head_dim: int, bits: int) -> CodebookTables: ...
+def random(seed: int, stream: int, block: int) -> NDArray[np.uint32]: ...
+def haar(seed: int, dim: int) -> NDArray[np.float32]: ...
+def record_bytes(plan: Sequence[int]) -> int: ...
+def plan_info(plan: Sequence[int]) -> PlanInfo: ...
+def new_pages(plan: Sequence[int], n_pages: int, kv_heads: int) -> NDArray[np.uint8]: ...
+def rotate(
+    plan: Sequence[int], x: NDArray[np.float32], matrix: NDArray[np.float32] | None = None, inverse: bool = False
+) -> NDArray[np.float32]: ...
+def append(
+    plan: Sequence[int],
+    k: _Floats,
+    v: _Floats | None,
+    lengths: NDArray[np.int32],
+    pages: NDArray[np.uint8],
+    block_table: NDArray[np.int32],
+    *,
+    sink_k: _Floats | None = None,
+    sink_v: _Floats | None = None,
+    window_k: _Floats | None = None,
+    window_v: _Floats | None = None,
+    key_rotation: NDArray[np.float32] | None = None,
+    key_centre: NDArray[np.float32] | None = None,
+    key_steps: NDArray[np.float32] | None = None,
+    value_rotation: NDArray[np.float32] | None = None,
+    value_centre: NDArray[np.float32] | None = None,
+    value_steps: NDArray[np.float32] | None = None,
+    dtype: str | None = None,
+    threads: int = 0,
+) -> None: ...
+def attend(
+    plan: Sequence[int],
+    q: _Floats,
+    pages: NDArray[np.uint8],
+    block_table: NDArray[np.int32],
+    lengths: NDArray[np.int32],
+    *,
+    starts: NDArray[np.int32] | None = None,
+    sink_k: _Floats | None = None,
+    sink_v: _Floats | None = None,
+    window_k: _Floats | None = None,
+    window_v: _Floats | None = None,
+    fresh_k: _Floats | None = None,
+    fresh_v: _Floats | None = None,
+    key_rotation: NDArray[np.float32] | None = None,
+    key_centre: NDArray[np.float32] | None = None,
+    key_steps: NDArray[np.float32] | None = None,
+    value_rotation: NDArray[np.float32] | None = None,
+    value_centre: NDArray[np.float32] | None = None,
+    value_steps: NDArray[np.float32] | None = None,
+    causal: bool = True,
+    sliding_window: int = 0,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dtype: str | None = None,
+    out: _Floats | None = None,
+    threads: int = 0,
+) -> tuple[_Floats, NDArray[np.float32]]: ...
+def merge(outs: NDArray[np.float32], lses: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
+def dequantize(
+    plan: Sequence[int],
+    pages: NDArray[np.uint8],
+    block_table: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    max_tokens: int,
+    *,
+    key_rotation: NDArray[np.float32] | None = None,
+    key_centre: NDArray[np.float32] | None = None,
+    key_steps: NDArray[np.float32] | None = None,
+    value_rotation: NDArray[np.float32] | None = None,
+    value_centre: NDArray[np.float32] | None = None,
+    value_steps: NDArray[np.float32] | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]: ...
+def dot(
+    plan: Sequence[int],
+    queries: NDArray[np.float32],
+    pages: NDArray[np.uint8],
+    n: int,
+    *,
+    key_rotation: NDArray[np.float32] | None = None,
+    key_centre: NDArray[np.float32] | None = None,
+    key_steps: NDArray[np.float32] | None = None,
+    threads: int = 0,
+) -> NDArray[np.float32]: ...
+def checksum(data: bytes | bytearray | memoryview | NDArray[Any]) -> int: ...
+def file_header_write(plan: Sequence[int], vectors: int, payload_bytes: int, payload_checksum: int) -> bytes: ...
+def file_header_read(data: bytes | bytearray | memoryview | NDArray[Any], file_bytes: int) -> FileHeader: ...
+def isa() -> str: ...
+def isa_available() -> tuple[str, ...]: ...
+def set_isa(name: str | None) -> None: ...
+def kernel_name(operation: str, plan: Sequence[int]) -> str: ...
+def num_threads() -> int: ...
+def set_num_threads(n: int) -> None: ...

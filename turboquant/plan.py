@@ -1,0 +1,133 @@
+"""Plans: how the vectors of one layer become bytes, as the integers that files, operators and `turboquant._core` carry.
+
+The words are defined in ``csrc/include/turboquant.h`` ("A plan as integers"); only this file writes them in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from operator import index
+from typing import TypeVar
+
+FORMAT_VERSION = 1
+GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
+MAX_BITS = 5
+MAX_HEAD_DIM = 256  # of a plan with values
+MAX_DIM = 4096  # of a plan without values (vectors)
+PAGE_TOKENS = 128  # of a cache
+
+Plan = tuple[int, ...]
+
+
+class Rotation(IntEnum):
+    """How vectors are rotated before they are quantised (``tq_rotation``)."""
+
+    NONE = 0
+    HADAMARD = 1  # random signs and Walsh-Hadamard butterflies; nothing is stored but the seed
+    DENSE = 2  # a matrix passed with each call
+
+
+class Codebook(IntEnum):
+    """The law of a rotated coordinate that the levels are made for (``tq_codebook_law``)."""
+
+    NORMAL = 0  # N(0, 1)
+    SPHERE = 1  # sqrt(d) times a coordinate of a uniform unit vector, d = head_dim <= 256
+
+
+class Scale(IntEnum):
+    """The one number stored per token, for decoded codes c of u = z / rms(z) (``tq_scale``)."""
+
+    EDEN = 0  # rms(z) <u, u> / <c, u>: inner products are unbiased (arXiv 2108.08842)
+    NORM = 1  # ||z|| / sqrt(d), TurboQuant mse (arXiv 2504.19874, Algorithm 1)
+    NORM_CORRECTED = 2  # the decoded vector has the norm of z
+    LEAST_SQUARES = 3  # rms(z) <c, u> / <c, c>: least squared error
+
+
+_Member = TypeVar("_Member", bound=IntEnum)
+
+
+def member(kind: type[_Member], value: _Member | str, argument: str) -> _Member:
+    """The member of `kind` that `value` is or names in any case, such as ``member(Scale, "eden", "scale")``.
+
+    Raises TypeError for another object, ValueError for an unknown name; the message names `argument` and lists names.
+    """
+    if isinstance(value, kind):
+        return value
+    names = [m.name.lower() for m in kind]
+    if not isinstance(value, str):
+        raise TypeError(f"`{argument}` must be one of {', '.join(names)}, got {value!r}")
+    if value.lower() not in names:
+        raise ValueError(f"`{argument}` must be one of {', '.join(names)}, got {value!r}")
+    return kind[value.upper()]
+
+
+def _integer(value: int, argument: str) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"`{argument}` must be an integer, got {value!r}") from None
+
+
+def group_bits(bits: int | Sequence[int], head_dim: int, argument: str) -> Plan:
+    """The bits of each 32-channel group, from one integer or ``ceil(head_dim / 32)`` of them, 0 to 5 each."""
+    groups = -(-head_dim // GROUP)
+    if isinstance(bits, (str, bytes)):
+        raise TypeError(f"`{argument}` must be an integer or a sequence of integers, got {bits!r}")
+    widths: Plan
+    if isinstance(bits, Iterable):
+        widths = tuple(_integer(b, f"{argument}[{i}]") for i, b in enumerate(bits))
+        if len(widths) != groups:
+            wants = f"an integer or one per group of {GROUP} channels, {groups} for {head_dim} channels"
+            raise ValueError(f"`{argument}` must be {wants}, got {len(widths)} of them")
+    else:
+        widths = (_integer(bits, argument),) * groups
+        if not 0 <= widths[0] <= MAX_BITS:
+            raise ValueError(f"`{argument}` must be in 0..{MAX_BITS}, got {widths[0]}")
+    for i, width in enumerate(widths):
+        if not 0 <= width <= MAX_BITS:
+            raise ValueError(f"`{argument}[{i}]` must be in 0..{MAX_BITS}, got {width}")
+    return widths
+
+
+def plan_words(
+    head_dim: int,
+    key_bits: int | Sequence[int],
+    value_bits: int | Sequence[int] = 0,
+    *,
+    rotation: Rotation | str = Rotation.HADAMARD,
+    codebook: Codebook | str = Codebook.NORMAL,
+    scale: Scale | str = Scale.EDEN,
+    seed: int = 0,
+    page_tokens: int = PAGE_TOKENS,
+) -> Plan:
+    """The words of a plan, checked.
+
+    head_dim: channels of a vector, a multiple of 8; 8..256, or 8..4096 if there are no value bits.
+    key_bits, value_bits: bits of a code, 0..5; one integer, or one per group of 32 channels. At least one key group
+        has bits; value bits of 0 make a plan for vectors alone, which `turboquant._core.attend` refuses.
+    rotation, codebook, scale: members or their names. ``Codebook.SPHERE`` is for head_dim <= 256.
+    seed: 0 .. 2**63 - 1, of the Hadamard signs (a dense matrix has its own).
+    page_tokens: 32, 64, 96 or 128.
+
+    Raises TypeError for a wrong type, ValueError for a number out of range; the message names the argument.
+    """
+    head_dim, seed = _integer(head_dim, "head_dim"), _integer(seed, "seed")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_DIM:
+        limits = f"8..{MAX_HEAD_DIM} (8..{MAX_DIM} without values)"
+        raise ValueError(f"`head_dim` must be a multiple of 8 in {limits}, got {head_dim}")
+    keys, values = group_bits(key_bits, head_dim, "key_bits"), group_bits(value_bits, head_dim, "value_bits")
+    if not any(keys):
+        raise ValueError(f"`key_bits` must give at least one group bits, got {key_bits!r}")
+    if any(values) and head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"`head_dim` must be in 8..{MAX_HEAD_DIM} for a plan with values, got {head_dim}")
+    law = member(Codebook, codebook, "codebook")
+    if law == Codebook.SPHERE and head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"`codebook` must be 'normal' above {MAX_HEAD_DIM} channels, got 'sphere' for {head_dim}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"`seed` must be in 0..2**63 - 1, got {seed}")
+    page_tokens = _integer(page_tokens, "page_tokens")
+    if page_tokens not in (32, 64, 96, 128):
+        raise ValueError(f"`page_tokens` must be 32, 64, 96 or 128, got {page_tokens}")
+    turn, scaling = member(Rotation, rotation, "rotation"), member(Scale, scale, "scale")
+    return (FORMAT_VERSION, head_dim, page_tokens, int(turn), int(law), int(scaling), seed, *keys, *values)

@@ -1,0 +1,346 @@
+"""Quantizer: vectors in 1 to 5 bits a number, and inner products straight from the bytes. NumPy only.
+
+The method is TurboQuant's (arXiv 2504.19874) with the scale of EDEN (arXiv 2108.08842): rotate, divide by the root mean
+square, round every coordinate to the nearest of 2^bits levels made for its law, keep one binary16 scale per vector. The
+bytes are a cache's pages without values (csrc/include/turboquant.h), with 32 vectors to a page.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _core
+from .plan import GROUP, MAX_BITS, MAX_DIM, Codebook, Plan, Rotation, Scale, group_bits, member, plan_words
+
+__all__ = ["Codes", "Quantizer"]
+
+_PAGE = 32  # vectors of a page
+_RUN = 256  # vectors that one thread quantises at a time
+_ROTATIONS = {"hadamard": Rotation.HADAMARD, "haar": Rotation.DENSE, "none": Rotation.NONE}
+
+Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+
+class _Transform(TypedDict, total=False):
+    """What every call of the core is given beside the plan."""
+
+    key_rotation: NDArray[np.float32]
+    key_centre: NDArray[np.float32]
+
+
+def _describe(array: object) -> str:
+    if not isinstance(array, np.ndarray):
+        return type(array).__name__
+    return f"{array.dtype} {list(array.shape)}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Codes:
+    """Quantised vectors: what `Quantizer.quantize` returns.
+
+    plan: how they were made (`turboquant.plan.plan_words`), which is all that `save` keeps beside the bytes: a `centre`
+        stays with its Quantizer.
+    pages: uint8 ``[ceil(vectors / 32), 1, record_bytes]``, 64-byte aligned; an array that is not is copied once, here.
+    vectors: how many vectors there are; the rest of the last page is zero.
+    """
+
+    plan: Plan
+    pages: NDArray[np.uint8]
+    vectors: int
+
+    def __post_init__(self) -> None:
+        info = _core.plan_info(self.plan)
+        if any(info["value_bits"]):
+            raise ValueError("Codes: `plan` must have no value bits, got a plan of a cache")
+        vectors = index(self.vectors)
+        if vectors < 0:
+            raise ValueError(f"Codes: `vectors` must be at least 0, got {vectors}")
+        shape = (-(-vectors // info["page_tokens"]), 1, info["record_bytes"])
+        if not isinstance(self.pages, np.ndarray) or self.pages.dtype != np.uint8:
+            raise TypeError(f"Codes: `pages` must be uint8 {list(shape)}, got {_describe(self.pages)}")
+        if self.pages.shape != shape:
+            raise ValueError(f"Codes: `pages` must be uint8 {list(shape)}, got {_describe(self.pages)}")
+        if not self.pages.flags.c_contiguous or self.pages.ctypes.data % 64:
+            aligned = _core.new_pages(self.plan, shape[0], 1)
+            aligned[...] = self.pages
+            object.__setattr__(self, "pages", aligned)
+
+    def __len__(self) -> int:
+        return self.vectors
+
+    def __repr__(self) -> str:
+        return f"<Codes: {self.vectors} vectors of {self.dim} numbers, {self.effective_bits:.3f} bits each>"
+
+    def __reduce__(self) -> tuple[type[Codes], tuple[Plan, NDArray[np.uint8], int]]:
+        return Codes, (self.plan, self.pages, self.vectors)  # by the constructor, because copies lose their alignment
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a vector."""
+        return self.plan[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages: codes, scales, and what the last page has to spare."""
+        return self.pages.nbytes
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits per number of the vectors, all bytes of `nbytes` counted; 0 if there are no vectors."""
+        return 8 * self.nbytes / (self.vectors * self.dim) if self.vectors else 0.0
+
+    def save(self, path: Path) -> None:
+        """Write the codes to a file: a header with the plan and checksums, then the pages.
+
+        A file at `path` is replaced as one step once everything is on the disk, so no reader sees half of one.
+        Raises OSError.
+        """
+        target = os.fsdecode(path)
+        temporary = f"{target}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        payload = self.pages.reshape(-1).data
+        header = _core.file_header_write(self.plan, self.vectors, payload.nbytes, _core.checksum(payload))
+        try:
+            with open(temporary, "xb") as file:
+                file.write(header)
+                file.write(payload)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: Path) -> Codes:
+        """Read codes that `save` wrote, on any machine.
+
+        Raises ValueError for a file that is truncated, altered, foreign or of another version, whatever it claims: no
+        more memory is asked for than the file is long. Raises OSError where it cannot be read.
+        """
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                header = _core.file_header_read(file.read(min(size, _core.FILE_HEADER_MAX_BYTES)), size)
+                page_tokens = _core.plan_info(header["plan"])["page_tokens"]
+                pages = _core.new_pages(header["plan"], -(-header["vectors"] // page_tokens), 1)
+                payload = pages.reshape(-1).data
+                file.seek(header["header_bytes"])
+                got = 0
+                while got < payload.nbytes and (count := file.readinto(payload[got:])):
+                    got += count
+                if got != header["payload_bytes"]:
+                    raise ValueError(f"load: `payload_bytes` must be {header['payload_bytes']}, got {got}")
+                if _core.checksum(payload) != header["payload_checksum"]:
+                    raise ValueError("load: the payload must be undamaged, its checksum differs")
+                return cls(header["plan"], pages, header["vectors"])
+            except ValueError as error:
+                raise ValueError(f"{os.fsdecode(path)} is not a sound codes file: {error}") from None
+
+
+class Quantizer:
+    """Turns vectors into codes and back, and takes inner products with codes.
+
+    dim: numbers of a vector, a multiple of 8 in 8..4096. (Pad others with zeros: no inner product changes.)
+    bits: 1..5 for all numbers, or a sequence with 0..5 for each group of 32 rotated channels.
+    rotation: "hadamard" (random signs and Walsh-Hadamard butterflies, O(dim log dim)), "haar" (a random orthogonal
+        matrix, made here in O(dim^3): seconds from a dim of about 2,000, and O(dim^2) for every vector), or "none".
+    scale: the one number kept per vector. "eden": inner products are unbiased over the random rotation;
+        "least_squares": least squared error; "norm": that of TurboQuant mse; "norm_corrected": decoded vectors keep
+        their norm.
+    codebook: "normal": levels for N(0, 1), right for all but small dims; "sphere": levels for the exact law of a
+        coordinate of a random unit vector, dim <= 256.
+    seed: 0 .. 2**63 - 1, of the rotation. Equal arguments make equal bytes on every machine.
+    centre: float32 ``[dim]`` or None; subtracted before and added after. It is not part of the codes: a Quantizer that
+        reads them must be given the same one.
+
+    Raises TypeError or ValueError; the message names the argument.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        bits: int | Sequence[int],
+        rotation: str = "hadamard",
+        scale: Scale | str = "eden",
+        codebook: Codebook | str = "normal",
+        seed: int = 0,
+        centre: NDArray[np.float32] | None = None,
+    ) -> None:
+        try:
+            dim = index(dim)
+        except TypeError:
+            raise TypeError(f"Quantizer: `dim` must be an integer, got {dim!r}") from None
+        if dim % 8 or not 8 <= dim <= MAX_DIM:
+            raise ValueError(f"Quantizer: `dim` must be a multiple of 8 in 8..{MAX_DIM}, got {dim}")
+        if not isinstance(rotation, str):
+            raise TypeError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {rotation!r}")
+        if rotation not in _ROTATIONS:
+            raise ValueError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {rotation!r}")
+        widths = group_bits(bits, dim, "bits")
+        if not any(widths):
+            raise ValueError(f"Quantizer: `bits` must be in 1..{MAX_BITS}, or more than 0 in one group, got {bits!r}")
+        self._setup(
+            plan_words(
+                dim,
+                widths,
+                rotation=_ROTATIONS[rotation],
+                codebook=member(Codebook, codebook, "codebook"),
+                scale=member(Scale, scale, "scale"),
+                seed=seed,
+                page_tokens=_PAGE,
+            ),
+            centre,
+        )
+
+    @classmethod
+    def from_plan(cls, plan: Plan, centre: NDArray[np.float32] | None = None) -> Quantizer:
+        """The Quantizer that made codes with this plan, as in ``Quantizer.from_plan(codes.plan)``."""
+        info = _core.plan_info(plan)
+        if any(info["value_bits"]):
+            raise ValueError("Quantizer: `plan` must have no value bits, got a plan of a cache")
+        quantizer = cls.__new__(cls)
+        quantizer._setup(tuple(index(word) for word in plan), centre)
+        return quantizer
+
+    def _setup(self, plan: Plan, centre: NDArray[np.float32] | None) -> None:
+        info = _core.plan_info(plan)
+        self._plan = plan
+        self._page_tokens = info["page_tokens"]
+        self._dim = info["head_dim"]
+        self._bits = info["key_bits"]
+        self._centre: NDArray[np.float32] | None = None
+        self._transform: _Transform = {}
+        if info["rotation"] == Rotation.DENSE:
+            self._transform["key_rotation"] = _core.haar(info["seed"], self._dim)
+        if centre is not None:
+            self._check("Quantizer", "centre", centre)
+            if not np.isfinite(centre).all():
+                raise ValueError("Quantizer: `centre` must be finite, got one that is not")
+            self._centre = centre.copy()
+            self._centre.flags.writeable = False
+            self._transform["key_centre"] = self._centre[None]
+
+    def __repr__(self) -> str:
+        bits = self._bits[0] if len(set(self._bits)) == 1 else list(self._bits)
+        rotation = next(name for name, kind in _ROTATIONS.items() if kind == self._plan[3])
+        return (
+            f"Quantizer({self._dim}, {bits}, rotation={rotation!r}, scale={Scale(self._plan[5]).name.lower()!r}, "
+            f"codebook={Codebook(self._plan[4]).name.lower()!r}, seed={self._plan[6]}"
+            f"{'' if self._centre is None else ', centre=...'})"
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The integers that describe this quantiser's bytes, those of its codes and files."""
+        return self._plan
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a vector."""
+        return self._dim
+
+    @property
+    def bits(self) -> Plan:
+        """Bits of each group of 32 rotated channels."""
+        return self._bits
+
+    @property
+    def centre(self) -> NDArray[np.float32] | None:
+        """float32 ``[dim]``, read-only, or None."""
+        return self._centre
+
+    def quantize(self, x: NDArray[np.float32]) -> Codes:
+        """Codes of vectors: rotate, scale, round (arXiv 2504.19874, Algorithm 1, with this quantiser's scale).
+
+        x: float32 ``[vectors, dim]``, rows dense; finite, at most 16384 in magnitude. The rows may lie apart.
+        Returns `Codes` with ``len(codes) == vectors``.
+        Raises TypeError for another dtype, ValueError for another shape or a number out of range; names the first one.
+        """
+        self._check("quantize", "x", x, "vectors")
+        vectors = x.shape[0]
+        pages = _core.new_pages(self._plan, -(-vectors // self._page_tokens), 1)
+        try:
+            # Runs are sequences of one batch, which threads share; what is left over is one more.
+            run = _RUN if _RUN % self._page_tokens == 0 else self._page_tokens
+            even = vectors - vectors % run
+            self._append(x[:even].reshape(-1, 1, run, self._dim), pages[: even // self._page_tokens])
+            self._append(x[even:].reshape(1, 1, -1, self._dim), pages[even // self._page_tokens :])
+        except ValueError as error:
+            bad = np.argwhere(~(np.abs(x) <= _core.MAX_INPUT))
+            if not len(bad):  # the core's own words, with the name that `x` has here
+                raise ValueError(str(error).replace("append: `k`", "quantize: `x`", 1)) from None
+            i, j = bad[0]
+            limit = f"finite and at most {_core.MAX_INPUT:.0f} in magnitude"
+            raise ValueError(f"quantize: `x[{i}, {j}]` must be {limit}, got {x[i, j]}") from None
+        return Codes(self._plan, pages, vectors)
+
+    def dequantize(self, codes: Codes) -> NDArray[np.float32]:
+        """The vectors behind codes, ``centre + R^T (scale * levels)``: float32 ``[vectors, dim]``.
+
+        codes: from a Quantizer with equal arguments. Raises TypeError for another object, ValueError for another plan.
+        """
+        self._check_codes("dequantize", codes)
+        table = np.arange(len(codes.pages), dtype=np.int32)[None]
+        counts = np.array([codes.vectors], np.int32)
+        x, _ = _core.dequantize(self._plan, codes.pages, table, counts, codes.vectors, **self._transform)
+        return x.reshape(codes.vectors, self._dim)
+
+    def dot(self, queries: NDArray[np.float32], codes: Codes) -> NDArray[np.float32]:
+        """Estimates of ``<q, x>`` for every query q and the vector x behind every code, without decoding any.
+
+        ``<q, x> ~ <q, centre> + scale * <R q, levels>``; with scale="eden" the mean over seeds is ``<q, x>`` (EDEN,
+        arXiv 2108.08842). A query is rotated once.
+
+        queries: float32 ``[queries, dim]`` or ``[dim]``, C-contiguous, in the units of the vectors.
+        codes: from a Quantizer with equal arguments.
+        Returns float32 ``[queries, vectors]``, or ``[vectors]`` for one query without its dimension.
+        Raises TypeError for another dtype or object, ValueError for another shape or plan.
+        """
+        single = isinstance(queries, np.ndarray) and queries.ndim == 1
+        self._check("dot", "queries", queries, *([] if single else ["queries"]))
+        self._check_codes("dot", codes)
+        rows = queries[None] if single else queries
+        out = _core.dot(self._plan, rows, codes.pages, codes.vectors, **self._transform)
+        return out.reshape(-1) if single else out
+
+    def _append(self, x: NDArray[np.float32], pages: NDArray[np.uint8]) -> None:
+        if not x.size:
+            return
+        batch, _, tokens, _ = x.shape
+        table = np.arange(len(pages), dtype=np.int32).reshape(batch, -1)
+        lengths = np.full(batch, tokens, np.int32)
+        _core.append(self._plan, x, None, lengths, pages, table, **self._transform)
+
+    def _check(self, op: str, name: str, array: object, *rows: str) -> None:
+        """`array` must be float32 ``[*rows, dim]``."""
+        shape = ", ".join([*rows, str(self._dim)])
+        message = f"{op}: `{name}` must be float32 [{shape}], got {_describe(array)}"
+        if not isinstance(array, np.ndarray) or array.dtype != np.float32:
+            raise TypeError(message)
+        if array.ndim != 1 + len(rows) or array.shape[-1] != self._dim:
+            raise ValueError(message)
+
+    def _check_codes(self, op: str, codes: object) -> None:
+        if not isinstance(codes, Codes):
+            raise TypeError(f"{op}: `codes` must be Codes, got {type(codes).__name__}")
+        if codes.plan != self._plan:
+            made = Quantizer._words(codes.plan)
+            mine = Quantizer._words(self._plan)
+            name = next((n for n in mine if mine[n] != made.get(n)), "plan")
+            raise ValueError(f"{op}: `codes` must be of {name} {mine.get(name)}, got {made.get(name)}")
+
+    @staticmethod
+    def _words(plan: Plan) -> dict[str, object]:
+        """A plan with names, to say how two differ."""
+        names = ("format version", "dim", "page_tokens", "rotation", "codebook", "scale", "seed")
+        groups = -(-plan[1] // GROUP)
+        return {**dict(zip(names, plan)), "bits": list(plan[7 : 7 + groups])}
