@@ -1,0 +1,273 @@
+// One operator call: what it got as tensors, checked, and the only place of this binding that throws.
+//   append: `v` must be float32 [2, 4, 7, 64] like `k`, got bfloat16 [2, 4, 7, 64]
+//   attend: `pages` must be on cuda:0 like `q`, got cpu
+//   attend: `block_table[3]` must be in 0..n_pages - 1, got 8
+// A tensor's dtype, shape, device, strides and requires_grad are checked here; numbers and sizes by the core, which knows the
+// limits. What Python sees (the dispatcher turns C++ exceptions into these, the stable ABI has no other way):
+//   ValueError   anything about an argument, its dtype included      std::invalid_argument
+//   MemoryError  no memory                                           std::bad_alloc
+//   RuntimeError the machine: CUDA, an instruction set, the build    std::runtime_error
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <initializer_list>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "turboquant.h"
+
+namespace turboquant
+{
+using torch::stable::Tensor;
+using Words = std::vector<int64_t>;
+using Maybe = std::optional<Tensor>;
+
+inline constexpr int64_t ANY = -1; // a dimension of any length
+
+enum class Strides {
+    DENSE, // contiguous
+    ROWS,  // only the last dimension must be
+    FREE
+};
+
+class MemoryFailure : public std::bad_alloc
+{
+public:
+    explicit MemoryFailure(std::string what) : what_(std::move(what)) {}
+    const char *what() const noexcept override { return what_.c_str(); }
+
+private:
+    std::string what_;
+};
+
+/** For calls into libtorch, which has printed its own words to stderr: the stable ABI of 2.10 does not hand them over. */
+inline void torch_check(AOTITorchError error, const char *call)
+{
+    if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("turboquant: torch failed in ") + call);
+}
+
+inline int32_t dtype_of(const Tensor &t)
+{
+    int32_t dtype;
+    torch_check(aoti_torch_get_dtype(t.get(), &dtype), "get_dtype");
+    return dtype;
+}
+
+inline std::string dtype_name(int32_t dtype)
+{
+    if (dtype == aoti_torch_dtype_float32()) return "float32";
+    if (dtype == aoti_torch_dtype_float16()) return "float16";
+    if (dtype == aoti_torch_dtype_bfloat16()) return "bfloat16";
+    if (dtype == aoti_torch_dtype_float64()) return "float64";
+    if (dtype == aoti_torch_dtype_uint8()) return "uint8";
+    if (dtype == aoti_torch_dtype_int32()) return "int32";
+    if (dtype == aoti_torch_dtype_int64()) return "int64";
+    if (dtype == aoti_torch_dtype_bool()) return "bool";
+    return "another dtype";
+}
+
+/** "[2, *, 64]". No streams in this file: they break where libstdc++ is linked statically beside torch's own. */
+inline std::string join(const int64_t *numbers, size_t n)
+{
+    std::string text = "[";
+    for (size_t i = 0; i < n; i++) text += (i ? ", " : "") + (numbers[i] == ANY ? "*" : std::to_string(numbers[i]));
+    return text + "]";
+}
+
+inline bool requires_grad(const Tensor &t)
+{
+    // The stable ABI cannot be asked. With grad mode on, a view of a tensor that requires grad has a grad_fn: is no leaf.
+    std::array<StableIValue, 1> stack{torch::stable::detail::from(t)};
+    torch_check(torch_call_dispatcher("aten::alias", "", stack.data(), TORCH_ABI_VERSION), "alias");
+    torch_check(torch_call_dispatcher("aten::is_leaf", "", stack.data(), TORCH_ABI_VERSION), "is_leaf");
+    return !torch::stable::detail::to<bool>(stack[0]);
+}
+
+/** What a call's tensors must have in common, and its plan. `like`, the first tensor, says device and dtype. */
+class Call
+{
+public:
+    const char *op;
+    tq_plan plan;
+    int32_t device_type, device_index;
+    mutable tq_error error{};
+
+    Call(const char *op_name, const Words &words, const Tensor &like, const char *name) : Call(op_name, like, name)
+    {
+        check(tq_plan_init(&plan, words.data(), words.size(), &error));
+    }
+
+    /** For an operator without a plan. */
+    Call(const char *op_name, const Tensor &like, const char *name)
+        : op(op_name), plan{}, like_name_(name), grad_mode_(aoti_torch_grad_mode_is_enabled())
+    {
+        read_device(like, &device_type, &device_index);
+#if !defined(TURBOQUANT_WITH_CUDA)
+        if (on_cuda())
+            throw std::runtime_error(std::string(op) +
+                                     ": this build of turboquant has no CUDA kernels: rebuild with TURBOQUANT_CUDA=1");
+#endif
+    }
+
+    bool on_cuda() const { return device_type == aoti_torch_device_type_cuda(); }
+    bool has_values() const { return plan.value.tile_bytes != 0; }
+
+    [[noreturn]] void refuse(const std::string &name, const std::string &wants, const std::string &got) const
+    {
+        throw std::invalid_argument(std::string(op) + ": `" + name + "` must be " + wants + ", got " + got);
+    }
+
+    /** Turns a status into an exception. `error` is the one that was passed to the core. */
+    void check(tq_status status) const
+    {
+        if (status == TQ_OK) return;
+        std::string text = std::string(op) + ": ";
+        if (error.status == status && error.argument && error.wants) {
+            std::string name = error.argument; // the core's names are the operator's, but for the plan
+            if (name == "words") name = "plan";
+            if (name == "n_words") name = "len(plan)";
+            if (error.index >= 0) name += "[" + std::to_string(error.index) + "]";
+            std::string wants = error.wants;
+            if (wants.starts_with("NULL")) wants.replace(0, 4, "None");
+            text += "`" + name + "` must be " + wants + ", got " + got();
+        } else {
+            text += tq_status_message(status);
+        }
+        if (status == TQ_E_MEMORY) throw MemoryFailure(text);
+        if (status == TQ_E_UNSUPPORTED || status == TQ_E_CUDA) throw std::runtime_error(text);
+        throw std::invalid_argument(text);
+    }
+
+    /** The model's dtype of a call, from its first tensor. */
+    tq_dtype read_dtype(const Tensor &like) const
+    {
+        int32_t dtype = dtype_of(like);
+        if (dtype == aoti_torch_dtype_float32()) return TQ_F32;
+        if (dtype == aoti_torch_dtype_float16()) return TQ_F16;
+        if (dtype == aoti_torch_dtype_bfloat16()) return TQ_BF16;
+        refuse(like_name_, "float32, float16 or bfloat16", dtype_name(dtype));
+    }
+
+    /** Dtype, shape (ANY: any length), device, strides and requires_grad, each with its own message. */
+    void tensor(const char *name, const Tensor &t, int32_t dtype, std::initializer_list<int64_t> shape,
+                Strides strides) const
+    {
+        auto sizes = t.sizes();
+        bool fits = dtype_of(t) == dtype && sizes.size() == shape.size();
+        for (size_t i = 0; fits && i < shape.size(); i++)
+            fits = shape.begin()[i] == ANY || shape.begin()[i] == sizes[i];
+        if (!fits)
+            refuse(name, dtype_name(dtype) + " " + join(shape.begin(), shape.size()),
+                   dtype_name(dtype_of(t)) + " " + join(sizes.data(), sizes.size()));
+        placed(name, t, strides);
+    }
+
+    /** Device, strides and requires_grad alone. */
+    void placed(const char *name, const Tensor &t, Strides strides) const
+    {
+        int32_t type, index;
+        read_device(t, &type, &index);
+        if (type != device_type || index != device_index)
+            refuse(name, "on " + device_name(device_type, device_index) + " like `" + like_name_ + "`",
+                   device_name(type, index));
+        if (strides == Strides::DENSE && !t.is_contiguous()) refuse(name, "contiguous", "strides " + join_strides(t));
+        if (strides == Strides::ROWS && t.stride(t.dim() - 1) != 1 && t.size(t.dim() - 1) > 1 && t.numel() > 0)
+            refuse(name, "dense in its last dimension", "strides " + join_strides(t));
+        if (grad_mode_ && is_float(dtype_of(t)) && requires_grad(t))
+            refuse(name, "without requires_grad (inference only: call under torch.no_grad() or detach it)",
+                   "a tensor that requires grad");
+    }
+
+    /** A length as the int32 that the core counts in. */
+    int32_t length(const char *name, const Tensor &t, int64_t dim) const { return narrow(name, t.size(dim)); }
+
+    int32_t narrow(const char *name, int64_t n) const
+    {
+        if (n < INT32_MIN || n > INT32_MAX) refuse(name, "smaller than 2^31 in every dimension", std::to_string(n));
+        return static_cast<int32_t>(n);
+    }
+
+    /** Uninitialised and contiguous, on the call's device. */
+    Tensor allocate(const std::vector<int64_t> &sizes, int32_t dtype) const
+    {
+        std::vector<int64_t> strides(sizes.size());
+        int64_t stride = 1;
+        for (size_t i = sizes.size(); i-- > 0;) {
+            strides[i] = stride;
+            stride *= std::max<int64_t>(sizes[i], 1);
+        }
+        AtenTensorHandle handle;
+        if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                                     device_type, device_index, &handle) != AOTI_TORCH_SUCCESS)
+            throw std::runtime_error(std::string(op) + (on_cuda() ? ": CUDA out of memory" : ": out of memory") +
+                                     " for " + dtype_name(dtype) + " " + join(sizes.data(), sizes.size()));
+        return Tensor(handle);
+    }
+
+    /** torch.get_num_threads() or TURBOQUANT_NUM_THREADS, whichever is smaller. */
+    int32_t threads() const
+    {
+        uint32_t torch_threads = 1;
+        torch_check(torch_get_num_threads(&torch_threads), "get_num_threads");
+        return static_cast<int32_t>(std::min<int64_t>(torch_threads, tq_num_threads()));
+    }
+
+private:
+    /** What the core got, in Python's words. */
+    std::string got() const
+    {
+        std::string_view wants = error.wants;
+        std::string_view name = error.argument;
+        const char *set = name.starts_with("TURBOQUANT_") ? std::getenv(error.argument) : nullptr;
+        if (set) return set;
+        if (wants.starts_with("given")) return "None";
+        if (wants.starts_with("absent") || wants.starts_with("NULL")) return "a tensor";
+        bool whole = error.got == std::floor(error.got) && std::fabs(error.got) < 9007199254740992.0;
+        char text[32];
+        std::snprintf(text, sizeof text, whole ? "%.0f" : "%.9g", error.got);
+        return text;
+    }
+
+    const char *like_name_;
+    bool grad_mode_;
+
+    static void read_device(const Tensor &t, int32_t *type, int32_t *index)
+    {
+        torch_check(aoti_torch_get_device_type(t.get(), type), "get_device_type");
+        torch_check(aoti_torch_get_device_index(t.get(), index), "get_device_index");
+        if (*type == aoti_torch_device_type_cpu()) *index = 0;
+    }
+
+    static std::string device_name(int32_t type, int32_t index)
+    {
+        if (type == aoti_torch_device_type_cpu()) return "cpu";
+        if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(index);
+        return "another device";
+    }
+
+    static std::string join_strides(const Tensor &t)
+    {
+        auto strides = t.strides();
+        return join(strides.data(), strides.size());
+    }
+
+    static bool is_float(int32_t dtype)
+    {
+        return dtype == aoti_torch_dtype_float32() || dtype == aoti_torch_dtype_float16() ||
+               dtype == aoti_torch_dtype_bfloat16() || dtype == aoti_torch_dtype_float64();
+    }
+};
+
+} // namespace turboquant

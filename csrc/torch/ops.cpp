@@ -1,0 +1,467 @@
+// torch.ops.turboquant.*: the core (and CUDA) behind LibTorch's stable ABI; no Python, one binary for torch >= 2.10.
+// Contracts: turboquant.h. What each operator does, for users: turboquant/ops.py, which also has the fake kernels.
+//
+// Every operator is the same five steps on one screen: checks, device guard and stream, scratch, call, status to error. A Call
+// (checks.h) checks and throws; a Backend is what a device has under one set of names, so that no operator branches on it.
+// Layout is [batch, heads, tokens, head_dim] everywhere, as in SDPA. An optional tensor may also be empty, which is the same.
+#include "checks.h"
+#if defined(TURBOQUANT_WITH_CUDA)
+#include "turboquant_cuda.h"
+// Only libtorch_cuda has it: weak, so that the same file loads into a torch without CUDA.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);
+#endif
+
+namespace turboquant
+{
+namespace
+{
+// ---- what runs: the functions of a device, each with its stream in front (NULL on a CPU) ----
+
+struct Backend {
+    bool rotates_any_dtype; // or float32 alone
+    tq_status (*rotate)(void *stream, const tq_plan *, const float *matrix, bool inverse, tq_dtype, const void *x,
+                        void *y, int64_t rows, tq_error *);
+    decltype(&tq_append_scratch_bytes) append_scratch_bytes;
+    tq_status (*append)(void *stream, const tq_plan *, const tq_append_params *, int64_t *flag, void *scratch,
+                        size_t bytes, tq_error *);
+    decltype(&tq_attend_scratch_bytes) attend_scratch_bytes;
+    tq_status (*attend)(void *stream, const tq_plan *, const tq_attend_params *, void *scratch, size_t bytes,
+                        tq_error *);
+    tq_status (*dequantize)(void *stream, const tq_plan *, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
+                            const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
+                            int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
+                            tq_error *);
+    tq_status (*merge)(void *stream, const float *outs, const float *lses, int32_t parts, int64_t rows,
+                       int32_t head_dim, float *out, float *lse, tq_error *);
+};
+
+template <auto function, class... Arguments> tq_status on_cpu(void *, Arguments... arguments)
+{
+    return function(arguments...);
+}
+
+const Backend cpu = {
+    false,
+    [](void *, auto plan, auto matrix, bool inverse, tq_dtype, auto x, auto y, int64_t rows, auto error) {
+        return tq_rotate(plan, matrix, inverse, static_cast<const float *>(x), static_cast<float *>(y), rows, error);
+    },
+    tq_append_scratch_bytes,
+    [](void *, auto plan, auto params, int64_t *, void *scratch, size_t bytes, auto error) {
+        return tq_append(plan, params, scratch, bytes, error);
+    },
+    tq_attend_scratch_bytes,
+    on_cpu<tq_attend>,
+    on_cpu<tq_dequantize>,
+    on_cpu<tq_merge>,
+};
+
+#if defined(TURBOQUANT_WITH_CUDA)
+/** The launchers have the stream before the error. */
+template <auto function, class... Arguments> tq_status on_stream(void *stream, Arguments... arguments)
+{
+    auto all = std::make_tuple(arguments...);
+    constexpr size_t last = sizeof...(Arguments) - 1;
+    return [&]<size_t... i>(std::index_sequence<i...>) {
+        return function(std::get<i>(all)..., stream, std::get<last>(all));
+    }(std::make_index_sequence<last>());
+}
+
+const Backend cuda = {
+    true,
+    on_stream<tq_cuda_rotate>,
+    tq_cuda_append_workspace_bytes,
+    on_stream<tq_cuda_append>,
+    tq_cuda_attend_workspace_bytes,
+    on_stream<tq_cuda_attend>,
+    on_stream<tq_cuda_dequantize>,
+    on_stream<tq_cuda_merge>,
+};
+#endif
+
+/** After the checks: makes the call's device current for its lifetime, and says what runs there and in which stream. */
+class Launch
+{
+public:
+    const Backend *backend = &cpu;
+    void *stream = nullptr;
+
+    explicit Launch(const Call &call) : call_(call)
+    {
+#if defined(TURBOQUANT_WITH_CUDA)
+        if (!call.on_cuda()) return;
+        guard_.emplace(call.device_index);
+        torch_check(aoti_torch_get_current_cuda_stream(call.device_index, &stream), "get_current_cuda_stream");
+        backend = &cuda;
+#endif
+    }
+    const Backend *operator->() const { return backend; }
+
+    /** Memory for the call. Torch's allocators align to 64 bytes on a CPU and to 512 on CUDA, and know the stream. */
+    Tensor scratch(size_t bytes) const
+    {
+        Tensor t = call_.allocate({std::max<int64_t>(static_cast<int64_t>(bytes), 64)}, aoti_torch_dtype_uint8());
+#if defined(TURBOQUANT_WITH_CUDA)
+        if (call_.on_cuda()) {
+            Tensor counters = torch::stable::narrow(t, 0, 0, std::min<int64_t>(t.size(0), TQ_CUDA_WORKSPACE_ZERO));
+            torch::stable::zero_(counters);
+        }
+#endif
+        return t;
+    }
+
+private:
+    const Call &call_;
+    std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+// ---- arguments that several operators share ----
+
+bool given(const Maybe &t) { return t && t->numel() > 0; }
+
+const void *data_of(const Maybe &t) { return given(t) ? t->const_data_ptr() : nullptr; }
+
+template <class T> const T *data_as(const Tensor &t) { return static_cast<const T *>(t.const_data_ptr()); }
+
+void check_head_dim(const Call &call, const char *name, const Tensor &t)
+{
+    if (t.dim() < 1 || t.size(t.dim() - 1) != call.plan.head_dim)
+        call.refuse(name, "of head_dim " + std::to_string(call.plan.head_dim) + ", the plan's, in its last dimension",
+                    join(t.sizes().data(), t.sizes().size()));
+}
+
+/** rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim]; centre [kv_heads, head_dim] or
+ *  [batch or 1, kv_heads, head_dim]; steps [kv_heads, groups]; all float32. */
+tq_transform read_transform(const Call &call, const char *const (&names)[3], int64_t batch, int64_t kv_heads,
+                            const Maybe &rotation, const Maybe &centre, const Maybe &steps)
+{
+    tq_transform out{};
+    int64_t dim = call.plan.head_dim;
+    int32_t f32 = aoti_torch_dtype_float32();
+    if (given(rotation)) {
+        bool per_head = rotation->dim() == 3 && rotation->size(0) != 1;
+        if (rotation->dim() == 2) call.tensor(names[0], *rotation, f32, {dim, dim}, Strides::DENSE);
+        else call.tensor(names[0], *rotation, f32, {per_head ? kv_heads : 1, dim, dim}, Strides::DENSE);
+        out.rotation = data_as<float>(*rotation);
+        out.rotation_stride_head = per_head ? dim * dim : 0;
+    }
+    if (given(centre)) {
+        bool per_sequence = centre->dim() == 3 && centre->size(0) != 1;
+        if (centre->dim() == 2) call.tensor(names[1], *centre, f32, {kv_heads, dim}, Strides::DENSE);
+        else call.tensor(names[1], *centre, f32, {per_sequence ? batch : 1, kv_heads, dim}, Strides::DENSE);
+        out.centre = data_as<float>(*centre);
+        out.centre_stride_batch = per_sequence ? kv_heads * dim : 0;
+    }
+    if (given(steps)) {
+        call.tensor(names[2], *steps, f32, {kv_heads, call.plan.groups}, Strides::DENSE);
+        out.steps = data_as<float>(*steps);
+    }
+    return out;
+}
+
+constexpr const char *KEY[3] = {"key_rotation", "key_centre", "key_steps"};
+constexpr const char *VALUE[3] = {"value_rotation", "value_centre", "value_steps"};
+
+/** How many tokens a pair such as sink_k, sink_v holds: [batch, kv_heads, tokens, head_dim], dense, or both absent. */
+int32_t read_exact(const Call &call, const char *k_name, const char *v_name, const Maybe &k, const Maybe &v,
+                   int32_t dtype, int64_t batch, int64_t kv_heads)
+{
+    bool wants_v = given(k) && call.has_values();
+    if (given(v) != wants_v)
+        call.refuse(v_name,
+                    wants_v ? "a tensor like `" + std::string(k_name) + "`"
+                            : "None, like the keys or the plan's values",
+                    given(v) ? "a tensor" : "None");
+    if (!given(k)) return 0;
+    call.tensor(k_name, *k, dtype, {batch, kv_heads, ANY, call.plan.head_dim}, Strides::DENSE);
+    if (wants_v) call.tensor(v_name, *v, dtype, {batch, kv_heads, k->size(2), call.plan.head_dim}, Strides::DENSE);
+    return call.length(k_name, *k, 2);
+}
+
+/** pages [n_pages, kv_heads, record_bytes]; kv_heads ANY: as many as there are. */
+void check_pages(const Call &call, const Tensor &pages, int64_t kv_heads)
+{
+    call.tensor("pages", pages, aoti_torch_dtype_uint8(), {ANY, kv_heads, call.plan.record_bytes}, Strides::DENSE);
+}
+
+void check_integers(const Call &call, const char *name, const Tensor &t, std::initializer_list<int64_t> shape)
+{
+    call.tensor(name, t, aoti_torch_dtype_int32(), shape, Strides::DENSE);
+}
+
+/** k and v: [batch, kv_heads, tokens, head_dim] with free leading strides; v absent iff the plan has no values. */
+tq_append_params read_new_tokens(const Call &call, const Tensor &k, const Maybe &v)
+{
+    tq_append_params p{};
+    p.dtype = call.read_dtype(k);
+    call.tensor("k", k, dtype_of(k), {ANY, ANY, ANY, call.plan.head_dim}, Strides::ROWS);
+    if (v.has_value() != call.has_values())
+        call.refuse("v", call.has_values() ? "a tensor like `k`" : "None, because the plan has no values",
+                    v ? "a tensor" : "None");
+    if (v) call.tensor("v", *v, dtype_of(k), {k.size(0), k.size(1), k.size(2), k.size(3)}, Strides::ROWS);
+    p.batch = call.length("k", k, 0), p.kv_heads = call.length("k", k, 1), p.tokens = call.length("k", k, 2);
+    p.threads = call.threads();
+    p.k = k.const_data_ptr(), p.v = v ? v->const_data_ptr() : nullptr;
+    p.k_stride_batch = k.stride(0), p.k_stride_head = k.stride(1), p.k_stride_token = k.stride(2);
+    if (v) p.v_stride_batch = v->stride(0), p.v_stride_head = v->stride(1), p.v_stride_token = v->stride(2);
+    return p;
+}
+
+void run_append(const Call &call, const tq_append_params &p, int64_t *flag)
+{
+    Launch launch(call);
+    size_t bytes = 0;
+    call.check(launch->append_scratch_bytes(&call.plan, &p, &bytes, &call.error));
+    Tensor scratch = launch.scratch(bytes);
+    call.check(launch->append(launch.stream, &call.plan, &p, flag, scratch.mutable_data_ptr(), bytes, &call.error));
+}
+
+/** A contiguous copy in another (or the same) dtype. */
+Tensor converted(const Call &call, const Tensor &t, int32_t dtype)
+{
+    auto sizes = t.sizes();
+    Tensor out = call.allocate({sizes.begin(), sizes.end()}, dtype);
+    torch::stable::copy_(out, t);
+    return out;
+}
+
+/** Contiguous and float32, copied only if it is not. */
+Tensor dense_f32(const Call &call, const Tensor &t)
+{
+    int32_t f32 = aoti_torch_dtype_float32();
+    return dtype_of(t) == f32 && t.is_contiguous() ? t : converted(call, t, f32);
+}
+
+// ---- the operators ----
+
+Tensor rotate(const Tensor &x, const Words &words, const Maybe &matrix, bool inverse)
+{
+    Call call("rotate", words, x, "x");
+    tq_dtype dtype = call.read_dtype(x);
+    call.placed("x", x, Strides::FREE);
+    check_head_dim(call, "x", x);
+    int64_t dim = call.plan.head_dim;
+    bool dense = call.plan.rotation == TQ_ROTATION_DENSE;
+    if (given(matrix) != dense)
+        call.refuse("matrix",
+                    dense ? "given, because the plan's rotation is dense"
+                          : "None, because the plan's rotation is not dense",
+                    dense ? "None" : "a tensor");
+    if (dense) call.tensor("matrix", *matrix, aoti_torch_dtype_float32(), {dim, dim}, Strides::DENSE);
+
+    Launch launch(call);
+    Tensor y = converted(call, x, launch->rotates_any_dtype ? dtype_of(x) : aoti_torch_dtype_float32());
+    void *at = y.mutable_data_ptr();
+    call.check(launch->rotate(launch.stream, &call.plan, static_cast<const float *>(data_of(matrix)), inverse, dtype,
+                              at, at, y.numel() / dim, &call.error));
+    return dtype_of(x) == dtype_of(y) ? y : converted(call, y, dtype_of(x));
+}
+
+void append(const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor &pages, const Tensor &block_table,
+            const Words &words, const Maybe &sink_k, const Maybe &sink_v, const Maybe &window_k, const Maybe &window_v,
+            const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
+            const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag)
+{
+    Call call("append", words, k, "k");
+    tq_append_params p = read_new_tokens(call, k, v);
+    check_integers(call, "lengths", lengths, {p.batch});
+    check_integers(call, "block_table", block_table, {p.batch, ANY});
+    check_pages(call, pages, p.kv_heads);
+    p.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype_of(k), p.batch, p.kv_heads);
+    p.window = read_exact(call, "window_k", "window_v", window_k, window_v, dtype_of(k), p.batch, p.kv_heads);
+    p.key = read_transform(call, KEY, p.batch, p.kv_heads, key_rotation, key_centre, key_steps);
+    p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
+
+    if (flag) call.tensor("flag", *flag, aoti_torch_dtype_int64(), {1}, Strides::DENSE);
+
+    auto writable = [](const Maybe &t) { return given(t) ? t->mutable_data_ptr() : nullptr; };
+    p.n_pages = pages.size(0), p.max_pages = call.length("block_table", block_table, 1);
+    p.lengths = data_as<int32_t>(lengths), p.block_table = data_as<int32_t>(block_table);
+    p.sink_k = writable(sink_k), p.sink_v = writable(sink_v);
+    p.window_k = writable(window_k), p.window_v = writable(window_v);
+    p.pages = static_cast<uint8_t *>(pages.mutable_data_ptr());
+    run_append(call, p, static_cast<int64_t *>(writable(flag)));
+}
+
+std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &pages, const Tensor &block_table,
+                                  const Tensor &lengths, const Words &words, const Maybe &starts, const Maybe &sink_k,
+                                  const Maybe &sink_v, const Maybe &window_k, const Maybe &window_v,
+                                  const Maybe &fresh_k, const Maybe &fresh_v, const Maybe &key_rotation,
+                                  const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
+                                  const Maybe &key_steps, const Maybe &value_steps, std::optional<double> softmax_scale,
+                                  bool causal, int64_t sliding_window, double softcap)
+{
+    Call call("attend", words, q, "q");
+    tq_attend_params p{};
+    p.dtype = call.read_dtype(q);
+    int32_t dtype = dtype_of(q);
+    int64_t dim = call.plan.head_dim;
+    call.tensor("q", q, dtype, {ANY, ANY, ANY, dim}, Strides::ROWS);
+    p.batch = call.length("q", q, 0), p.query_heads = call.length("q", q, 1), p.query_tokens = call.length("q", q, 2);
+    check_pages(call, pages, ANY);
+    p.kv_heads = call.length("pages", pages, 1);
+    check_integers(call, "block_table", block_table, {p.batch, ANY});
+    check_integers(call, "lengths", lengths, {p.batch});
+    if (starts) check_integers(call, "starts", *starts, {p.batch});
+    p.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype, p.batch, p.kv_heads);
+    p.window = read_exact(call, "window_k", "window_v", window_k, window_v, dtype, p.batch, p.kv_heads);
+    if (given(fresh_k) != given(fresh_v))
+        call.refuse("fresh_v", "given if and only if `fresh_k` is", given(fresh_v) ? "a tensor" : "None");
+    if (given(fresh_k)) {
+        call.tensor("fresh_k", *fresh_k, dtype, {p.batch, p.kv_heads, p.query_tokens, dim}, Strides::ROWS);
+        call.tensor("fresh_v", *fresh_v, dtype, {p.batch, p.kv_heads, p.query_tokens, dim}, Strides::ROWS);
+        p.fresh_k_stride_batch = fresh_k->stride(0), p.fresh_v_stride_batch = fresh_v->stride(0);
+        p.fresh_k_stride_head = fresh_k->stride(1), p.fresh_v_stride_head = fresh_v->stride(1);
+        p.fresh_k_stride_token = fresh_k->stride(2), p.fresh_v_stride_token = fresh_v->stride(2);
+    }
+    p.key = read_transform(call, KEY, p.batch, p.kv_heads, key_rotation, key_centre, key_steps);
+    p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
+
+    p.n_pages = pages.size(0), p.max_pages = call.length("block_table", block_table, 1);
+    p.causal = causal, p.sliding_window = call.narrow("sliding_window", sliding_window), p.threads = call.threads();
+    p.softmax_scale = static_cast<float>(softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(dim))));
+    p.softcap = static_cast<float>(softcap);
+    p.q = q.const_data_ptr();
+    p.q_stride_batch = q.stride(0), p.q_stride_head = q.stride(1), p.q_stride_token = q.stride(2);
+    p.pages = data_as<uint8_t>(pages), p.block_table = data_as<int32_t>(block_table),
+    p.lengths = data_as<int32_t>(lengths);
+    p.starts = starts ? data_as<int32_t>(*starts) : nullptr;
+    p.sink_k = data_of(sink_k), p.sink_v = data_of(sink_v), p.window_k = data_of(window_k),
+    p.window_v = data_of(window_v);
+    p.fresh_k = data_of(fresh_k), p.fresh_v = data_of(fresh_v);
+
+    Launch launch(call);
+    size_t bytes = 0;
+    call.check(launch->attend_scratch_bytes(&call.plan, &p, &bytes, &call.error));
+    Tensor scratch = launch.scratch(bytes);
+    Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
+    Tensor lse = call.allocate({p.batch, p.query_heads, p.query_tokens}, aoti_torch_dtype_float32());
+    p.out = out.mutable_data_ptr();
+    p.lse = static_cast<float *>(lse.mutable_data_ptr());
+    call.check(launch->attend(launch.stream, &call.plan, &p, scratch.mutable_data_ptr(), bytes, &call.error));
+    return {out, lse};
+}
+
+/** An int32 tensor on the call's device; from host memory, so CUDA waits for it. */
+Tensor integers(const Call &call, const std::vector<int64_t> &shape, const std::vector<int32_t> &numbers)
+{
+    Call host = call;
+    host.device_type = aoti_torch_device_type_cpu(), host.device_index = 0;
+    Tensor t = host.allocate(shape, aoti_torch_dtype_int32());
+    std::copy(numbers.begin(), numbers.end(), static_cast<int32_t *>(t.mutable_data_ptr()));
+    return call.on_cuda() ? converted(call, t, aoti_torch_dtype_int32()) : t;
+}
+
+Tensor quantize(const Tensor &k, const Maybe &v, const Words &words, const Maybe &key_rotation,
+                const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre, const Maybe &key_steps,
+                const Maybe &value_steps)
+{
+    Call call("quantize", words, k, "k");
+    tq_append_params p = read_new_tokens(call, k, v);
+    p.key = read_transform(call, KEY, p.batch, p.kv_heads, key_rotation, key_centre, key_steps);
+    p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
+
+    int64_t page_tokens = call.plan.page_tokens;
+    p.max_pages = static_cast<int32_t>((p.tokens + page_tokens - 1) / page_tokens);
+    p.n_pages = static_cast<int64_t>(p.batch) * p.max_pages;
+    std::vector<int32_t> table(static_cast<size_t>(call.narrow("k", p.n_pages)));
+    for (size_t i = 0; i < table.size(); i++) table[i] = static_cast<int32_t>(i);
+    Tensor lengths = integers(call, {p.batch}, std::vector<int32_t>(static_cast<size_t>(p.batch), p.tokens));
+    Tensor block_table = integers(call, {p.batch, p.max_pages}, table);
+    Tensor pages = call.allocate({p.n_pages, p.kv_heads, call.plan.record_bytes}, aoti_torch_dtype_uint8());
+    torch::stable::zero_(pages);
+    p.lengths = data_as<int32_t>(lengths), p.block_table = data_as<int32_t>(block_table);
+    p.pages = static_cast<uint8_t *>(pages.mutable_data_ptr());
+    run_append(call, p, nullptr);
+    return pages;
+}
+
+std::tuple<Tensor, Tensor> dequantize(const Tensor &pages, const Tensor &block_table, const Tensor &counts,
+                                      int64_t max_tokens, const Words &words, const Maybe &key_rotation,
+                                      const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
+                                      const Maybe &key_steps, const Maybe &value_steps)
+{
+    Call call("dequantize", words, pages, "pages");
+    check_pages(call, pages, ANY);
+    check_integers(call, "block_table", block_table, {ANY, ANY});
+    int32_t kv_heads = call.length("pages", pages, 1), tokens = call.narrow("max_tokens", max_tokens);
+    int32_t batch = call.length("block_table", block_table, 0), max_pages = call.length("block_table", block_table, 1);
+    check_integers(call, "counts", counts, {batch});
+    if (tokens < 0) call.refuse("max_tokens", "at least 0", std::to_string(tokens));
+    tq_transform key = read_transform(call, KEY, batch, kv_heads, key_rotation, key_centre, key_steps);
+    tq_transform value = read_transform(call, VALUE, batch, kv_heads, value_rotation, value_centre, value_steps);
+
+    Launch launch(call);
+    int32_t f32 = aoti_torch_dtype_float32(), value_tokens = call.has_values() ? tokens : 0;
+    Tensor k = call.allocate({batch, kv_heads, tokens, call.plan.head_dim}, f32);
+    Tensor v = call.allocate({batch, kv_heads, value_tokens, call.plan.head_dim}, f32);
+    call.check(launch->dequantize(
+        launch.stream, &call.plan, data_as<uint8_t>(pages), pages.size(0), kv_heads, data_as<int32_t>(block_table),
+        batch, max_pages, data_as<int32_t>(counts), tokens, &key, &value, static_cast<float *>(k.mutable_data_ptr()),
+        call.has_values() ? static_cast<float *>(v.mutable_data_ptr()) : nullptr, &call.error));
+    return {k, v};
+}
+
+std::tuple<Tensor, Tensor> merge(const Tensor &outs, const Tensor &lses)
+{
+    Call call("merge", outs, "outs");
+    call.read_dtype(outs);
+    call.placed("outs", outs, Strides::FREE);
+    auto sizes = outs.sizes();
+    if (sizes.size() < 2)
+        call.refuse("outs", "of at least two dimensions, [parts, ..., head_dim]", join(sizes.data(), sizes.size()));
+    int32_t f32 = aoti_torch_dtype_float32(), head_dim = call.narrow("outs", sizes[sizes.size() - 1]);
+    if (dtype_of(lses) != f32 || lses.dim() != outs.dim() - 1 ||
+        !std::equal(sizes.begin(), sizes.end() - 1, lses.sizes().begin()))
+        call.refuse("lses", "float32 " + join(sizes.data(), sizes.size() - 1) + ", `outs` without its last dimension",
+                    dtype_name(dtype_of(lses)) + " " + join(lses.sizes().data(), lses.sizes().size()));
+    call.placed("lses", lses, Strides::FREE);
+
+    Launch launch(call);
+    std::vector<int64_t> shape(sizes.begin() + 1, sizes.end());
+    Tensor from = dense_f32(call, outs), from_lses = dense_f32(call, lses);
+    Tensor out = call.allocate(shape, f32);
+    shape.pop_back();
+    Tensor lse = call.allocate(shape, f32);
+    call.check(launch->merge(launch.stream, data_as<float>(from), data_as<float>(from_lses),
+                             call.narrow("outs", sizes[0]), lse.numel(), head_dim,
+                             static_cast<float *>(out.mutable_data_ptr()), static_cast<float *>(lse.mutable_data_ptr()),
+                             &call.error));
+    return {dtype_of(outs) == f32 ? out : converted(call, out, dtype_of(outs)), lse};
+}
+
+void implement(torch::stable::detail::StableLibrary &m)
+{
+    m.impl("rotate", TORCH_BOX(&rotate));
+    m.impl("append", TORCH_BOX(&append));
+    m.impl("attend", TORCH_BOX(&attend));
+    m.impl("quantize", TORCH_BOX(&quantize));
+    m.impl("dequantize", TORCH_BOX(&dequantize));
+    m.impl("merge", TORCH_BOX(&merge));
+}
+} // namespace
+} // namespace turboquant
+
+#define TRANSFORMS                                                                                                     \
+    "Tensor? key_rotation=None, Tensor? value_rotation=None, Tensor? key_centre=None, Tensor? value_centre=None, "     \
+    "Tensor? key_steps=None, Tensor? value_steps=None"
+
+STABLE_TORCH_LIBRARY(turboquant, m)
+{
+    m.def("rotate(Tensor x, int[] plan, Tensor? matrix=None, bool inverse=False) -> Tensor");
+    m.def(
+        "append(Tensor k, Tensor? v, Tensor lengths, Tensor(a!) pages, Tensor block_table, int[] plan, *, Tensor(b!)? sink_k=None, "
+        "Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None, " TRANSFORMS
+        ", Tensor(f!)? flag=None) -> ()");
+    m.def(
+        "attend(Tensor q, Tensor pages, Tensor block_table, Tensor lengths, int[] plan, *, Tensor? starts=None, "
+        "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, Tensor? fresh_k=None, "
+        "Tensor? fresh_v=None, " TRANSFORMS ", float? softmax_scale=None, bool causal=True, int sliding_window=0, "
+        "float softcap=0.0) -> (Tensor out, Tensor lse)");
+    m.def("quantize(Tensor k, Tensor? v, int[] plan, *, " TRANSFORMS ") -> Tensor");
+    m.def("dequantize(Tensor pages, Tensor block_table, Tensor counts, SymInt max_tokens, int[] plan, *, " TRANSFORMS
+          ") -> (Tensor k, Tensor v)");
+    m.def("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) { turboquant::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) { turboquant::implement(m); }

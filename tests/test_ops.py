@@ -1,0 +1,422 @@
+"""torch.ops.turboquant.*: the reference's bytes and numbers, torch's own checks of operators, compiling, notebooks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import reference as ref
+from cases import Case, keywords, make_case, orthogonal, random_transform
+from conftest import ROOT
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+from torch import Tensor  # noqa: E402
+
+from turboquant import ops  # noqa: E402  (makes torch.ops.turboquant)
+
+tq = torch.ops.turboquant
+NO_CUDA = "torch finds no CUDA device" if not torch.cuda.is_available() else None
+needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(bool(NO_CUDA), reason=str(NO_CUDA))]
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ROUNDING = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}  # of the output itself
+# Of attention, against the largest output; 16-bit queries are kept to 15 bits or more.
+ACCURACY = {("cpu", "float32"): 2e-5, ("cuda", "float32"): 2e-4}
+PLAN = ref.plan(64, 4, 3)
+MIXED = ref.plan(80, (5, 1, 4), (2, 0, 3), codebook=ref.SPHERE, scale=ref.LEAST_SQUARES, seed=7, page_tokens=32)
+DENSE = ref.plan(40, 3, 2, rotation=ref.DENSE)
+KEYS_ONLY = ref.plan(64, 3, 0)
+PLANS = {"4 and 3 bits": PLAN, "mixed": MIXED, "dense": DENSE}
+
+
+def tensor(x: np.ndarray, dtype: str = "") -> Tensor:
+    """An array of tests/cases.py as a tensor; bfloat16 comes as uint16."""
+    if dtype == "bfloat16" and x.dtype == np.uint16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).clone()
+    return torch.from_numpy(x).clone()  # torch's own memory: NumPy's is not aligned to 64 bytes
+
+
+def array(t: Tensor) -> np.ndarray:
+    """Back, as the reference has it."""
+    t = t.detach().cpu()
+    return t.view(torch.int16).numpy().view(np.uint16) if t.dtype == torch.bfloat16 else t.numpy()
+
+
+def on(device: str, arguments: dict[str, Any], dtype: str = "") -> dict[str, Any]:
+    """Keyword arguments of the reference or `_core` as those of an operator."""
+    return {
+        name: tensor(value, dtype).to(device) if isinstance(value, np.ndarray) else value
+        for name, value in arguments.items()
+    }
+
+
+def attend_arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
+    return on(device, {name: x for name, x in case.arguments.items() if name != "dtype"}, case.dtype)
+
+
+def from_cache_layout(x: Tensor) -> Tensor:
+    """[batch, heads, tokens, head_dim] as a view of [batch, tokens, heads, head_dim] between poisoned channels."""
+    batch, heads, tokens, dim = x.shape
+    wide = torch.full((batch, tokens, heads, 2 * dim), float("nan"), dtype=x.dtype, device=x.device)
+    view = wide[..., 8 : dim + 8].transpose(1, 2)
+    view.copy_(x)
+    return view
+
+
+# ---- parity ----
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one token": dict(lengths=[1]),
+    "empty beside a full page": dict(lengths=[0, 128]),
+    "tile -1, tile, tile +1": dict(lengths=[31, 32, 33]),
+    "page -1, page, page +1": dict(lengths=[127, 128, 129]),
+    "starts, one past the end": dict(lengths=[64, 64], starts=[37, 64]),
+    "sinks and window": dict(lengths=[2, 50, 170], sinks=4, window=32),
+    "several queries": dict(lengths=[5, 140], query_tokens=5),
+    "several queries, fresh": dict(lengths=[70, 140], query_tokens=5, sinks=4, window=16, fresh=True),
+    "sliding window and softcap": dict(lengths=[40, 150], sliding_window=33, softcap=15.0, sinks=2, window=8),
+    "not causal": dict(lengths=[9, 100], query_tokens=3, causal=False),
+    "own scale, group of 8": dict(lengths=[90], softmax_scale=0.3, kv_heads=1, group=8),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attend_matches_fp64(
+    shape: dict[str, Any], plan: ref.Plan, dtype: str, device: str, rng: np.random.Generator
+) -> None:
+    case = make_case(rng, plan, dtype=dtype, **shape)
+    want, want_lse = ref.attend(case.plan, case.cache, case.query)
+    out, lse = tq.attend(**attend_arguments(case, device))
+    assert out.dtype == DTYPES[dtype] and out.is_contiguous() and lse.dtype == torch.float32
+    assert out.shape == want.shape and lse.shape == want_lse.shape and out.device.type == lse.device.type == device
+    np.testing.assert_array_equal(np.isneginf(array(lse)), np.isneginf(want_lse))
+    seen = np.isfinite(want_lse)
+    accuracy = ACCURACY.get((device, dtype), 1e-3)
+    np.testing.assert_allclose(array(lse)[seen], want_lse[seen], rtol=accuracy, atol=2 * accuracy)
+    limit = accuracy * abs(want).max() + ROUNDING[dtype] * abs(want)
+    assert (abs(ref.widen(array(out)) - want) <= limit).all()
+    assert not array(out)[~seen].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_append_writes_the_bytes_of_the_reference(
+    plan: ref.Plan, dtype: str, device: str, rng: np.random.Generator
+) -> None:
+    """In steps of one token and of many, from strided tensors, with left padding."""
+    from cases import empty_cache
+
+    last = np.array([100, 140], np.int32)
+    key, value = (random_transform(rng, plan, 2, 2) for _ in range(2))
+    want = empty_cache(rng, plan, last, kv_heads=2, sinks=3, window=20, dtype=dtype, fill=0)
+    got = on(device, dict(pages=want.pages, block_table=want.block_table, **want.arrays()), dtype)
+    transforms = on(device, keywords(key, value))
+    steps = [60, 1, 1, 70, 8]
+    for i, tokens in enumerate(steps):
+        lengths = np.maximum(last - sum(steps[i + 1 :]), 0).astype(np.int32)
+        k, v = (rng.standard_normal((2, 2, tokens, plan.head_dim)).astype(np.float32) for _ in range(2))
+        for b, first in enumerate(lengths - tokens):  # padding is not looked at
+            k[b, :, : max(0, -first)] = v[b, :, : max(0, -first)] = np.nan
+        k, v = (ref.narrow(x, dtype) for x in (k, v))
+        ref.append(plan, want, k, v, lengths, key, value)
+        new = [from_cache_layout(tensor(x, dtype).to(device)) for x in (k, v)]
+        assert tq.append(*new, tensor(lengths).to(device), plan=plan.words, **got, **transforms) is None
+    np.testing.assert_array_equal(array(got["pages"]), want.pages)
+    for name, exact in want.arrays().items():
+        np.testing.assert_array_equal(array(got[name]), exact, err_msg=name)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
+def test_append_flags_bad_numbers_and_keeps_the_others(device: str, rng: np.random.Generator) -> None:
+    """What a CPU refuses, CUDA finds later: the first of them stays in `flag`, and no other token notices."""
+    k, v = (torch.from_numpy(rng.standard_normal((2, 2, 40, 64)).astype(np.float32)).to(device) for _ in range(2))
+    want = tq.quantize(k, v, PLAN.words)
+    table, lengths = torch.tensor([[0], [1]], dtype=torch.int32, device=device), torch.full((2,), 40, dtype=torch.int32)
+    pages, flag = torch.zeros_like(want), torch.zeros(1, dtype=torch.int64, device=device)
+    tq.append(k, v, lengths.to(device), pages, table, PLAN.words, flag=flag)
+    assert torch.equal(pages, want) and flag.item() == 0
+    v[1, 0, 33, 5] = torch.nan
+    tq.append(k, v, lengths.to(device), pages, table, PLAN.words, flag=flag)
+    assert flag.item() == 1 + 33 + (1 << 32) + (1 << 62)
+    counts = lengths.to(device)
+    for x, y in zip(
+        tq.dequantize(pages, table, counts, 40, PLAN.words), tq.dequantize(want, table, counts, 40, PLAN.words)
+    ):
+        same = (x == y).all(-1)
+        same[1, 0, 33] = True
+        assert same.all() and x.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [0, 1, 127, 128, 129])
+def test_quantize_and_dequantize(tokens: int, device: str, rng: np.random.Generator) -> None:
+    key, value = (random_transform(rng, PLAN, 3, 2) for _ in range(2))
+    transforms = on(device, keywords(key, value))
+    k, v = (torch.from_numpy(rng.standard_normal((2, 3, tokens, 64)).astype(np.float32)).to(device) for _ in range(2))
+    pages = tq.quantize(from_cache_layout(k), v, PLAN.words, **transforms)
+    n = -(-tokens // 128)
+    table = torch.arange(2 * n, dtype=torch.int32, device=device).view(2, n)
+    by_append = torch.zeros((2 * n, 3, PLAN.record_bytes), dtype=torch.uint8, device=device)
+    lengths = torch.full((2,), tokens, dtype=torch.int32, device=device)
+    tq.append(k, v, lengths, by_append, table, PLAN.words, **transforms)
+    assert torch.equal(pages, by_append) and pages.is_contiguous()
+
+    cache = ref.Cache(array(pages), array(table))
+    counts = torch.tensor([tokens, tokens // 2], dtype=torch.int32, device=device)
+    decoded = tq.dequantize(pages, table, counts, tokens, PLAN.words, **transforms)
+    for side, x, transform in zip(("key", "value"), decoded, (key, value)):
+        assert x.dtype == torch.float32 and x.shape == (2, 3, tokens, 64)
+        for b, count in enumerate(counts.tolist()):
+            for head in range(3):
+                want = ref.decode_packed(PLAN, side, cache, b, head, count, transform)
+                np.testing.assert_allclose(array(x[b, head, :count]), want, rtol=1e-5, atol=1e-5)
+            assert not x[b, :, count:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_keys_alone(device: str, rng: np.random.Generator) -> None:
+    k = torch.from_numpy(rng.standard_normal((1, 2, 40, 64)).astype(np.float32)).to(device)
+    pages = tq.quantize(k, None, KEYS_ONLY.words)
+    table, counts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0]], [40]))
+    back, nothing = tq.dequantize(pages, table, counts, 40, KEYS_ONLY.words)
+    assert (back - k).square().mean() < 0.05 and nothing.shape == (1, 2, 0, 64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_rotate(plan: ref.Plan, dtype: str, device: str, rng: np.random.Generator) -> None:
+    matrix = orthogonal(plan.head_dim) if plan.rotation == ref.DENSE else None
+    on_device = None if matrix is None else tensor(matrix).to(device)
+    x = tensor(ref.narrow(rng.standard_normal((2, 3, 5, plan.head_dim)).astype(np.float32), dtype), dtype).to(device)
+    y = tq.rotate(from_cache_layout(x), plan.words, on_device)
+    want = ref.narrow(ref.rotate(plan, ref.widen(array(x)).reshape(-1, plan.head_dim), matrix), dtype)
+    np.testing.assert_array_equal(array(y).reshape(want.shape), want)
+    assert y.dtype == x.dtype and y.is_contiguous() and y.shape == x.shape
+    back = tq.rotate(y, plan.words, on_device, inverse=True)
+    assert (back.float() - x.float()).abs().max() <= 1e-5 + 16 * ROUNDING[dtype]
+    assert tq.rotate(x[0, 0, 0], plan.words, on_device).shape == (plan.head_dim,)
+    assert tq.rotate(x[:0], plan.words, on_device).shape == (0, 3, 5, plan.head_dim)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge(dtype: str, device: str, rng: np.random.Generator) -> None:
+    outs = ref.narrow(rng.standard_normal((3, 2, 4, 16)).astype(np.float32), dtype)
+    lses = (10 * rng.standard_normal((3, 2, 4))).astype(np.float32)
+    lses[:, 0, 0], lses[1, 1] = -np.inf, -np.inf
+    want, want_lse = ref.merge(ref.widen(outs).reshape(3, 8, 16), lses.reshape(3, 8))
+    strided = from_cache_layout(tensor(outs, dtype).to(device))
+    out, lse = tq.merge(strided, tensor(lses).to(device))
+    assert out.dtype == DTYPES[dtype] and out.shape == (2, 4, 16) and lse.shape == (2, 4)
+    limit = 1e-6 + ROUNDING[dtype] * abs(want)
+    assert (abs(ref.widen(array(out)).reshape(8, 16) - want) <= limit).all()
+    np.testing.assert_allclose(array(lse).reshape(8), want_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_merge_to_the_whole(device: str, rng: np.random.Generator) -> None:
+    case = make_case(rng, PLAN, [150, 90])
+    arguments = attend_arguments(case, device)
+    whole, whole_lse = tq.attend(**arguments)
+    cut = torch.tensor([64, 30], dtype=torch.int32, device=device)
+    first = tq.attend(**arguments | dict(lengths=cut, causal=False))
+    rest = tq.attend(**arguments | dict(starts=cut))
+    out, lse = tq.merge(torch.stack([first[0], rest[0]]), torch.stack([first[1], rest[1]]))
+    torch.testing.assert_close(out, whole, rtol=0, atol=1e-4)
+    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-4)
+
+
+# ---- torch's own checks ----
+
+
+Sample = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def samples(rng: np.random.Generator, device: str) -> dict[str, Sample]:
+    """Name -> operator, arguments, keyword arguments; every operator, with and without its optional tensors."""
+    found: dict[str, Sample] = {}
+    for name, shape in {
+        "plain": dict(lengths=[40], plain=True),
+        "full": dict(lengths=[70, 140], query_tokens=3, sinks=4, window=16, fresh=True, starts=[0, 5]),
+    }.items():
+        case = make_case(rng, MIXED, **shape)
+        rest = attend_arguments(case, device)
+        first = tuple(rest.pop(key) for key in ("q", "pages", "block_table", "lengths", "plan"))
+        found[f"attend, {name}"] = (tq.attend.default, first, rest)
+    half = make_case(rng, PLAN, [33], dtype="bfloat16")
+    found["attend, bfloat16"] = (tq.attend.default, (), attend_arguments(half, device))
+
+    k = torch.from_numpy(rng.standard_normal((2, 2, 30, 64)).astype(np.float32)).to(device)
+    pages = torch.zeros((4, 2, PLAN.record_bytes), dtype=torch.uint8, device=device)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32, device=device)
+    counts = torch.tensor([30, 17], dtype=torch.int32, device=device)
+    exact = {f"{name}_{side}": torch.zeros(2, 2, 4, 64, device=device) for name in ("sink", "window") for side in "kv"}
+    empty = {name: x[:, :, :0] for name, x in exact.items()}
+    centre = {"key_centre": torch.ones(2, 64, device=device)}
+    narrow = torch.zeros((1, 2, KEYS_ONLY.record_bytes), dtype=torch.uint8, device=device)
+    found |= {
+        "append, plain": (tq.append.default, (k, k, counts, pages, table, PLAN.words), {}),
+        "append, full": (tq.append.default, (k, k, counts, pages, table, PLAN.words), exact | centre),
+        "append, empty": (tq.append.default, (k, k, counts, pages, table, PLAN.words), empty),
+        "append, no tokens": (tq.append.default, (k[:, :, :0], k[:, :, :0], counts, pages, table, PLAN.words), exact),
+        "append, keys": (
+            tq.append.default,
+            (k[:1], None, counts[:1], narrow, table.new_zeros(1, 1), KEYS_ONLY.words),
+            {name: x[:1] for name, x in exact.items() if name.endswith("k")},
+        ),
+        "rotate": (tq.rotate.default, (k, PLAN.words), {}),
+        "rotate, strided half": (tq.rotate.default, (k.half().transpose(1, 2), PLAN.words), dict(inverse=True)),
+        "quantize": (tq.quantize.default, (k, k.transpose(0, 1), PLAN.words), centre),
+        "quantize, keys": (tq.quantize.default, (k.bfloat16(), None, KEYS_ONLY.words), {}),
+        "dequantize": (tq.dequantize.default, (pages, table, counts, 30, PLAN.words), centre),
+        "dequantize, keys": (
+            tq.dequantize.default,
+            (narrow, table.new_zeros(1, 1), counts[1:], 20, KEYS_ONLY.words),
+            {},
+        ),
+        "merge": (tq.merge.default, (k, k[..., 0]), {}),
+        "merge, half": (tq.merge.default, (k.half().transpose(0, 2), k[..., 0].transpose(0, 2)), {}),
+    }
+    return found
+
+
+SAMPLES = list(samples(np.random.default_rng(0), "cpu"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name: str, device: str, rng: np.random.Generator) -> None:
+    op, args, kwargs = samples(rng, device)[name]
+    torch.library.opcheck(op, args, kwargs)
+
+
+def step(k: Tensor, v: Tensor, q: Tensor, lengths: Tensor, cache: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """What a model does in a layer, with torch's own work around it."""
+    tq.append(k * 2, v, lengths, cache["pages"], cache["block_table"], PLAN.words, **exact_of(cache))
+    out, lse = tq.attend(q + 1, cache["pages"], cache["block_table"], lengths, PLAN.words, **exact_of(cache))
+    again, _ = tq.merge(torch.stack([out, out]), torch.stack([lse, lse]))
+    return tq.rotate(again, PLAN.words).sum(-1), lse
+
+
+def exact_of(cache: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in cache.items() if "_k" in name or "_v" in name}
+
+
+def new_cache(device: str, window: int) -> dict[str, Tensor]:
+    cache = {
+        "pages": torch.zeros((2, 2, PLAN.record_bytes), dtype=torch.uint8, device=device),
+        "block_table": torch.tensor([[1], [0]], dtype=torch.int32, device=device),
+    }
+    if window:
+        cache |= {name: torch.zeros(2, 2, window, 64, device=device) for name in ("window_k", "window_v")}
+    return cache
+
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [0, 8])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compile(backend: str, window: int, device: str, rng: np.random.Generator) -> None:
+    """One graph, the same bytes in the same place, and no graph per length."""
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    eager_cache, cache = new_cache(device, window), new_cache(device, window)
+    places = {name: x.data_ptr() for name, x in cache.items()}
+    for length in (1, 2, 9, 20):
+        k, v = (torch.from_numpy(rng.standard_normal((2, 2, 1, 64)).astype(np.float32)).to(device) for _ in range(2))
+        q = torch.from_numpy(rng.standard_normal((2, 4, 1, 64)).astype(np.float32)).to(device)
+        lengths = torch.full((2,), length, dtype=torch.int32, device=device)
+        with torch.inference_mode() if length % 2 else torch.no_grad():
+            want = step(k, v, q, lengths, eager_cache)
+            got = compiled(k, v, q, lengths, cache)
+        torch.testing.assert_close(got, want)
+    for name, x in cache.items():
+        torch.testing.assert_close(x, eager_cache[name], rtol=0, atol=0, msg=name)
+        assert x.data_ptr() == places[name]
+    assert cache["pages"].any()
+
+
+def test_compile_with_changing_sizes(rng: np.random.Generator) -> None:
+    """Another batch size, number of tokens or max_tokens is no new graph once sizes are dynamic."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def there_and_back(k: Tensor, max_tokens: int) -> Tensor:
+        pages = tq.quantize(k, k, PLAN.words)
+        batch, n = k.shape[0], pages.shape[0] // k.shape[0]
+        table = torch.arange(batch * n, dtype=torch.int32).view(batch, n)
+        counts = torch.full((batch,), max_tokens, dtype=torch.int32)
+        return tq.dequantize(pages, table, counts, max_tokens, PLAN.words)[0]
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend=backend, dynamic=True)
+    for batch, tokens in ((3, 300), (4, 200), (5, 400)):
+        k = torch.from_numpy(rng.standard_normal((batch, 2, tokens, 64)).astype(np.float32))
+        assert torch.equal(compiled(k, tokens), there_and_back(k, tokens))
+    assert graphs == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inference_mode(device: str, rng: np.random.Generator) -> None:
+    case = make_case(rng, PLAN, [70], sinks=2, window=8)
+    want = tq.attend(**attend_arguments(case, device))
+    with torch.inference_mode():
+        got = tq.attend(**attend_arguments(case, device))
+        assert got[0].is_inference()
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_documented() -> None:
+    for name in ("rotate", "append", "attend", "quantize", "dequantize", "merge"):
+        text = getattr(tq, name).__doc__
+        schema = getattr(tq, name).default._schema
+        assert text.startswith(f"{name}(")
+        unexplained = [a.name for a in schema.arguments if a.name not in text and "_" not in a.name]
+        assert not unexplained, (name, unexplained)
+
+
+# ---- for notebooks ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pack(device: str, rng: np.random.Generator) -> None:
+    k, v = (torch.from_numpy(rng.standard_normal((2, 3, 140, 64)).astype(np.float32)).to(device) for _ in range(2))
+    q, centre = k[:, :, -1:].contiguous(), k.mean((0, 2))
+    pages, block_table, lengths, plan = ops.pack(k, v, PLAN.words, key_centre=centre)
+    assert torch.equal(pages, tq.quantize(k, v, PLAN.words, key_centre=centre)) and lengths.tolist() == [140, 140]
+    out, _ = tq.attend(q, pages, block_table, lengths, plan, key_centre=centre)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert torch.nn.functional.cosine_similarity(out.flatten(), exact.flatten(), dim=0) > 0.98
+
+    roomy = ops.pack(k[:, :, :3], v[:, :, :3], PLAN.words, max_tokens=300, key_centre=centre)
+    assert roomy[0].shape[0] == 6 and roomy[1].shape == (2, 3)
+    tq.append(k[:, :, 3:], v[:, :, 3:], lengths, *roomy[:2], plan, key_centre=centre)
+    assert torch.equal(tq.attend(q, *roomy[:2], lengths, plan, key_centre=centre)[0], out)
+
+
+def test_example() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "attend.py")]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line.replace(",", "") for line in done.stdout.splitlines()]
+    sizes = [int(line.partition(" bytes")[0].split()[-1]) for line in lines[:5]]
+    cosines = [float(line.partition("cosine ")[2].split()[0]) for line in lines[1:]]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 2 * 2 * 4 * 1000 * 128 * 2
+    assert cosines[:4] == sorted(cosines[:4], reverse=True) and cosines[1] > 0.99 and cosines[3] > 0.85
+    assert "the same: True" in lines[-1]
