@@ -20,12 +20,11 @@ CC = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 BASE = ["-std=c11", "-O1", "-g", "-ffp-contract=off", "-fno-omit-frame-pointer", "-pthread", f"-I{CSRC / 'include'}"]
 SANITIZERS = {
-    "plain": ["-O2"],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-fsanitize=thread"],
 }
 
-pytestmark = pytest.mark.skipif(CC is None, reason="there is no C compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CC is None, reason="there is no C compiler")]
 
 
 def isa_flags() -> Any:
@@ -85,7 +84,6 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(ours)} | more
 
 
-@pytest.mark.slow
 def test_consumer(consumer: tuple[str, Path]) -> None:
     kind, program = consumer
     if kind == "thread":  # slow, the same threads at every level, and not for a child with threads of its own
@@ -96,9 +94,8 @@ def test_consumer(consumer: tuple[str, Path]) -> None:
     levels = [line.split(":")[0] for line in out[:-1]]
     assert levels[-1] == "scalar" and len(levels) == len(set(levels))
     assert len({line.split(":")[1] for line in out[:-1]}) == 1  # the same bytes on every level
-    for level in levels:
-        out = run(program, "default-isa", env=clean_environment(TURBOQUANT_ISA=level)).stdout.splitlines()
-        assert out[0].startswith(f"{level}: ") and out[-1] == "ok"
+    forced = run(program, "default-isa", env=clean_environment(TURBOQUANT_ISA="scalar")).stdout.splitlines()
+    assert forced == [out[-2], "ok"]
 
 
 def test_a_level_that_is_not_there_is_an_error(consumer: tuple[str, Path]) -> None:
@@ -119,11 +116,10 @@ def test_the_header_stands_alone(tmp_path: Path) -> None:
         run(CXX, "-std=c++11", *strict, tmp_path / "alone.cpp")
 
 
-@pytest.mark.parametrize("tool", ["nm"])
-def test_only_the_contract_is_visible(consumer: tuple[str, Path], tool: str) -> None:
-    """With hidden visibility by default, what the objects export is what turboquant.h marks TQ_API."""
-    if shutil.which(tool) is None:
-        pytest.skip(f"there is no {tool}")
+def test_everything_declared_is_defined(consumer: tuple[str, Path]) -> None:
+    """All functions of turboquant.h are there, and no object adds a name that a program could stumble over."""
+    if shutil.which("nm") is None:
+        pytest.skip("there is no nm")
     declared = set(
         re.findall(
             r"\b(tq_\w+)\(", re.sub(r"/\*.*?\*/", "", (CSRC / "include" / "turboquant.h").read_text(), flags=re.S)
@@ -132,7 +128,7 @@ def test_only_the_contract_is_visible(consumer: tuple[str, Path], tool: str) -> 
     defined = set()
     for file in consumer[1].parent.glob("*.o"):
         if file.stem != "consumer":
-            lines = run(tool, "--defined-only", "--extern-only", file).stdout.splitlines()
+            lines = run("nm", "--defined-only", "--extern-only", file).stdout.splitlines()
             defined |= {line.split()[-1] for line in lines if " T " in line}
     assert declared <= defined
     assert all(name.startswith("tq_") for name in defined), defined

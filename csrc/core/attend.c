@@ -117,9 +117,8 @@ static const uint8_t *record_of(const attend_job *job, const attend_task *t, int
     return job->a->pages + (id * job->a->kv_heads + t->h) * job->plan->record_bytes;
 }
 
-/** One page for all rows of the task: scores, softmax step, weighted values. While keys are read the rest of the record is
- *  brought into the cache, while values are read the next page's keys: `next`, NULL after the last page. All rows see the tokens
- *  in `common`. */
+/** One page for all rows of the task: scores, softmax step, weighted values. While it is read the same part
+ *  of the `next` one (NULL after the last) is brought into the cache. All rows see the tokens in `common`. */
 static void attend_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, const uint8_t *next, range common)
 {
     const tq_plan *plan = job->plan;
@@ -127,9 +126,9 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
     const uint8_t *record = record_of(job, t, page);
     int32_t tokens = plan->page_tokens, tiles = tokens / TQ_TILE, key_bytes = (int32_t)plan->value.codes_offset;
     float *key_scales = w->scales, *value_scales = w->scales + tokens;
-    tq_tile_grid keys = {record, job->key_tiles, tiles, job->key_groups.n, job->books, record + key_bytes,
-                         (int32_t)plan->record_bytes - key_bytes};
-    tq_tile_grid values = {record, job->value_tiles, job->value_groups.n, tiles, job->books, next, next ? key_bytes : 0};
+    tq_tile_grid keys = {record, job->key_tiles, tiles, job->key_groups.n, job->books, next, next ? key_bytes : 0};
+    tq_tile_grid values = {record, job->value_tiles, job->value_groups.n, tiles, job->books, next ? next + key_bytes : NULL,
+                           next ? (int32_t)plan->record_bytes - key_bytes : 0};
     kernels->multiply(&keys, w->query_operands, t->rows, job->precise, 0, w->scores, tokens);
     kernels->load(TQ_F16, record + plan->key.scales_offset, key_scales, tokens);
     kernels->load(TQ_F16, record + plan->value.scales_offset, value_scales, tokens);

@@ -83,7 +83,7 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
             for (int32_t h = 0; h < kv_heads; h++) {
                 decode_side s = {kernels, plan, books, side ? value : key, !side, b, h};
                 float *out = (side ? v : k) + ((int64_t)b * kv_heads + h) * max_tokens * plan->head_dim;
-                memset(out, 0, sizeof(float) * (size_t)max_tokens * (size_t)plan->head_dim);
+                if (max_tokens) memset(out, 0, sizeof(float) * (size_t)max_tokens * (size_t)plan->head_dim);
                 for (int32_t i = 0; i < counts[b]; i += TQ_TILE) {
                     int64_t page = block_table[(int64_t)b * max_pages + i / plan->page_tokens];
                     const uint8_t *record = pages + (page * kv_heads + h) * plan->record_bytes;

@@ -127,11 +127,11 @@ static inline __m256i vec_times_256(__m256i a)
 }
 
 /* | v0: t3 t2 t1 t0 | .. | v3: t3 t2 t1 t0 |  ->  | sum v3 | sum v2 | sum v1 | sum v0 |, in each 128-bit lane */
-static inline void add_lanes(const __m256i v[4], int32_t *out)
+static inline __m256i add_lanes(const __m256i v[4])
 {
     __m256i v01 = _mm256_add_epi32(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
     __m256i v23 = _mm256_add_epi32(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
-    _mm256_storeu_si256((__m256i *)out, _mm256_add_epi32(_mm256_unpacklo_epi64(v01, v23), _mm256_unpackhi_epi64(v01, v23)));
+    return _mm256_add_epi32(_mm256_unpacklo_epi64(v01, v23), _mm256_unpackhi_epi64(v01, v23));
 }
 
 /* ---- what codes.h asks for ---- */

@@ -137,11 +137,11 @@ static inline __m512i vec_times_256(__m512i a)
 }
 
 /* | v0: t3 t2 t1 t0 | .. | v3: t3 t2 t1 t0 |  ->  | sum v3 | sum v2 | sum v1 | sum v0 |, in each 128-bit lane */
-static inline void add_lanes(const __m512i v[4], int32_t *out)
+static inline __m512i add_lanes(const __m512i v[4])
 {
     __m512i v01 = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
     __m512i v23 = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
-    _mm512_storeu_si512(out, _mm512_add_epi32(_mm512_unpacklo_epi64(v01, v23), _mm512_unpackhi_epi64(v01, v23)));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(v01, v23), _mm512_unpackhi_epi64(v01, v23));
 }
 
 /* ---- what codes.h asks for ---- */

@@ -15,13 +15,14 @@
  * A unit defines before it includes this file:
  *   vec, VEC_BYTES                  its register
  *   PARTS, LOW_PLANES               2 and 2 (bytes) or 4 and 1 (16 bits)
- *   SUM_REGISTERS                   registers for sums; a row takes four a plane
+ *   SUM_REGISTERS                   registers for sums, 8 or 16; an operand takes four a plane
  *   LEVEL_OFFSET                    128 if looked-up levels come as level + 128, else 0
  *   SHIFT_2, SHIFT_1                0, 2 ..: 2- and 1-bit codes of row r come as code << SHIFT[r]
  *   vec_load, vec_broadcast (16 bytes), vec_zero, multiply_add
  *   tables, tables_of(book)         a codebook in registers;   parts, levels(bits, words, r, tables)
  *   UNIT_STORES_PLANES              if it has its own store_planes, below
- *   add_lanes(v, out)               out[4 g + r] = the sum over t of 32-bit word t of 16-byte lane g of v[r] */
+ *   add_lanes(v)                    number r of 16-byte lane g = the sum over t of 32-bit word t of 16-byte lane g of v[r]:
+ *                                   column order, and as many numbers as there are in tq_floats */
 #ifndef TQ_KERNELS_PRODUCT_H
 #define TQ_KERNELS_PRODUCT_H
 #include <math.h>
@@ -30,8 +31,6 @@
 #define VEC_GS (VEC_BYTES / 16)                             /* rows of a vector */
 #define UPPER_UNIT (LOW_PLANES == 2 ? 65536.0f : 256.0f)
 #define PLANES(precise) (LOW_PLANES + ((precise) ? 1 : 0))
-#define ROWS_FIT(precise) (SUM_REGISTERS / (4 * PLANES(precise)))
-#define ROWS_AT_ONCE(precise) (ROWS_FIT(precise) >= 4 ? 4 : ROWS_FIT(precise) >= 2 ? 2 : 1)
 
 static int64_t planes_at(int32_t n)
 {
@@ -91,9 +90,10 @@ TQ_INLINE void store_planes(const tq_ints *v, int precise, char *planes)
     for (int p = 0; p < PLANES(precise); p++) {
         plane_number digits[TQ_TILE];
         for (int32_t i = 0; i < TQ_TILE / TQ_LANES; i++) {
-            tq_ints rest = p == 2 ? ((v[i] + 128) >> 8) + 128 >> 8 : p == 1 ? (v[i] + 128) >> 8 : v[i];
-            if (precise && PARTS == 4 && p == 0) rest -= (v[i] + 128) >> 8 << 8;
-            plane_numbers stored = __builtin_convertvector(rest, plane_numbers);
+            tq_ints digit = v[i];
+            if (precise && PARTS == 4 && p == 0) digit -= ((v[i] + 128) >> 8) * 256; /* the others lose it by their width */
+            for (int lower = 0; lower < p; lower++) digit = (digit + 128) >> 8;
+            plane_numbers stored = __builtin_convertvector(digit, plane_numbers);
             memcpy(digits + TQ_LANES * i, &stored, sizeof stored);
         }
         store_plane(digits, planes + PARTS * 16 * p);
@@ -160,87 +160,161 @@ typedef struct {
     int32_t out_stride, accumulate;
 } product_run;
 
-/** Integer sums of a block for one operand, in column order, to numbers. */
-TQ_INLINE void finish(int bits, int precise, const product_run *run, int32_t block, int32_t q, const int32_t *low, const int32_t *upper)
+/** What turns an operand's integer sums over a run into numbers. */
+typedef struct {
+    tq_floats unit;
+    tq_ints low_offset, upper_offset; /* levels' offset times the sum of the operand */
+} product_end;
+
+TQ_INLINE product_end end_of(int bits, const product_run *run, int32_t q)
 {
-    static const int32_t shifts[2][16] = {{SHIFT_1, SHIFT_1, SHIFT_1, SHIFT_1}, {SHIFT_2, SHIFT_2, SHIFT_2, SHIFT_2}};
     const char *operand = run->operands + q * run->operand_stride;
     const int32_t *before = (const int32_t *)(operand + 64) + 2 * run->first, *behind = before + 2 * run->n;
-    int32_t offset = bits == 1 ? 1 : bits == 2 ? 3 : LEVEL_OFFSET;
-    int32_t low_offset = offset * (behind[0] - before[0]), upper_offset = offset * (behind[1] - before[1]);
-    float unit = *(const float *)operand * run->book->step, *out = run->out + (int64_t)q * run->out_stride + TQ_TILE * block;
-    for (int32_t i = 0; i < TQ_TILE; i += TQ_LANES) {
-        tq_ints v, w = {0}, shift;
-        memcpy(&v, low + i, sizeof v);
-        if (precise) memcpy(&w, upper + i, sizeof w);
-        if (bits <= 2) { /* level = 2 code - 1 or - 3 */
-            memcpy(&shift, shifts[bits - 1], sizeof shift);
-            v = (v >> shift) * 2;
-            w = (w >> shift) * 2;
-        }
-        tq_floats y = __builtin_convertvector(v - low_offset, tq_floats), sum = run->accumulate ? tq_load_floats(out + i) : tq_all(0);
-        if (precise) y = tq_fused(__builtin_convertvector(w - upper_offset, tq_floats), tq_all(UPPER_UNIT), y);
-        tq_store_floats(out + i, tq_fused(y, tq_all(unit), sum));
-    }
+    int32_t offset = bits == 1 ? 1 : bits == 2 ? 3 : LEVEL_OFFSET; /* level = 2 code - 1 or - 3 for one and two bits */
+    return (product_end){tq_all(*(const float *)operand * run->book->step), (tq_ints){0} + offset * (behind[0] - before[0]),
+                         (tq_ints){0} + offset * (behind[1] - before[1])};
 }
 
-/** One block times `rows` operands from q on; fetches its share of what is ahead. */
-TQ_INLINE void multiply_block(int bits, int precise, int rows, const product_run *run, const tables *t, int32_t block, int32_t q)
+/** Sums over t in column order, to codes times operand, to levels times operand. */
+TQ_INLINE tq_floats level_sums(int bits, const vec sums[4], tq_ints offset)
 {
-    int32_t low[4][TQ_TILE], upper[4][TQ_TILE];
-    const int planes = PLANES(precise), vectors = rows == 1 && 8 * planes <= SUM_REGISTERS ? 2 : 1; /* a lone row has sums to spare */
-    const tq_tile *tiles = run->tiles + (int64_t)block * run->of;
-    const char *operands = run->operands + q * run->operand_stride + planes_at(run->of) + (int64_t)run->first * planes * PARTS * 16;
-    int32_t lines = q ? 0 : run->lines; /* once is enough */
-    const uint8_t *ahead = run->ahead + 64 * (int64_t)lines * (8 / VEC_GS) * run->n * block;
-    for (int g = 0; g < 8; g += vectors * VEC_GS) {
-        vec sums[2][4][3][4];
-        for (int h = 0; h < vectors; h++)
-            for (int i = 0; i < rows; i++)
-                for (int p = 0; p < planes; p++)
-                    for (int r = 0; r < 4; r++) sums[h][i][p][r] = vec_zero();
-        const char *x = operands;
-        int32_t k = 0;
-        do {
-            for (int h = 0; h < vectors; h++) {
-                const uint8_t *tile = run->base + tiles[k].offset + 16 * (g + h * VEC_GS);
-                vec words[TQ_MAX_BITS];
-                for (int i = 0; i < bits; i++) words[i] = vec_load(tile + 128 * i);
-                for (int32_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead);
-                for (int r = 0; r < 4; r++) {
-                    parts level = levels(bits, words, r, t);
-                    for (int i = 0; i < rows; i++)
-                        for (int p = 0; p < planes; p++)
-                            for (int j = 0; j < PARTS; j++) {
-                                vec numbers = vec_broadcast(x + i * run->operand_stride + 16 * (p * PARTS + j));
-                                sums[h][i][p][r] = multiply_add(sums[h][i][p][r], level.part[j], numbers);
-                            }
-                }
-            }
-            x += planes * PARTS * 16;
-        } while (++k < run->n);
-        for (int h = 0; h < vectors; h++)
-            for (int i = 0; i < rows; i++) {
-                vec lows[4], (*s)[4] = sums[h][i];
-                for (int r = 0; r < 4; r++) lows[r] = LOW_PLANES == 2 ? vec_add(vec_times_256(s[1][r]), s[0][r]) : s[0][r];
-                add_lanes(lows, low[i] + 4 * (g + h * VEC_GS));
-                if (precise) add_lanes(s[LOW_PLANES], upper[i] + 4 * (g + h * VEC_GS));
-            }
+    static const int32_t shifts[2][16] = {{SHIFT_1, SHIFT_1, SHIFT_1, SHIFT_1}, {SHIFT_2, SHIFT_2, SHIFT_2, SHIFT_2}};
+    tq_ints v = (tq_ints)add_lanes(sums), shift;
+    if (bits <= 2) {
+        memcpy(&shift, shifts[bits - 1], sizeof shift);
+        v = (v >> shift) * 2;
     }
-    for (int i = 0; i < rows; i++) finish(bits, precise, run, block, q + i, low[i], upper[i]);
+    return __builtin_convertvector(v - offset, tq_floats);
 }
 
-/** All blocks and all operands, as many at a time as registers allow. */
+/** A step: `vectors` vectors of rows of one block times `rows` operands. Sums are registers once all of it is inlined. */
+typedef struct {
+    const product_run *run;
+    const tables *t;
+    const tq_tile *tiles;        /* the block's */
+    const char *operands;        /* integers of the first one's first tile */
+    int g;                       /* first row of the first vector */
+    int32_t lines;               /* to fetch for a vector of a tile, from `ahead` on */
+    const uint8_t *ahead;
+} product_step;
+
+/** Adds the products with planes first .. first + planes - 1: sums[vector][operand][plane - first][r]. */
+TQ_INLINE void add_products(int bits, int precise, int rows, int vectors, int first, int planes, const product_step *step, vec sums[2][2][2][4])
+{
+    const char *x = step->operands + 16 * PARTS * first;
+    const uint8_t *ahead = step->ahead;
+    int32_t k = 0;
+    do {
+        TQ_UNROLL
+        for (int h = 0; h < vectors; h++) {
+            const uint8_t *tile = step->run->base + step->tiles[k].offset + 16 * (step->g + h * VEC_GS);
+            vec words[TQ_MAX_BITS];
+            TQ_UNROLL
+            for (int i = 0; i < bits; i++) words[i] = vec_load(tile + 128 * i);
+            for (int32_t i = 0; i < step->lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2); /* to L2: more can be under way */
+            TQ_UNROLL
+            for (int r = 0; r < 4; r++) {
+                parts level = levels(bits, words, r, step->t);
+                TQ_UNROLL
+                for (int i = 0; i < rows; i++)
+                    TQ_UNROLL
+                    for (int p = 0; p < planes; p++)
+                        TQ_UNROLL
+                        for (int j = 0; j < PARTS; j++) {
+                            vec numbers = vec_broadcast(x + i * step->run->operand_stride + 16 * (p * PARTS + j));
+                            sums[h][i][p][r] = multiply_add(sums[h][i][p][r], level.part[j], numbers);
+                        }
+            }
+        }
+        x += 16 * PARTS * PLANES(precise);
+    } while (++k < step->run->n);
+}
+
+TQ_INLINE void clear(int rows, int vectors, int planes, vec sums[2][2][2][4])
+{
+    TQ_UNROLL
+    for (int h = 0; h < vectors; h++)
+        TQ_UNROLL
+        for (int i = 0; i < rows; i++)
+            TQ_UNROLL
+            for (int p = 0; p < planes; p++)
+                TQ_UNROLL
+                for (int r = 0; r < 4; r++) sums[h][i][p][r] = vec_zero();
+}
+
+/** One block times `rows` operands from q on. Two low planes are taken together if registers allow: that saves the second look-up;
+ *  otherwise one after the other, which saves registers. */
+TQ_INLINE void multiply_block(int bits, int precise, int rows, const product_run *run, const tables *t, const product_end *ends, int32_t block,
+                              int32_t q)
+{
+    const int together = LOW_PLANES * rows * 4 <= SUM_REGISTERS ? LOW_PLANES : 1;
+    const int vectors = 2 * together * rows * 4 <= SUM_REGISTERS && VEC_GS < 8 ? 2 : 1; /* lone rows have registers to spare */
+    int32_t lines = q ? 0 : run->lines; /* once is enough */
+    float *out = run->out + (int64_t)q * run->out_stride + TQ_TILE * block;
+    product_step step = {run, t, run->tiles + (int64_t)block * run->of,
+                         run->operands + q * run->operand_stride + planes_at(run->of) + 16 * PARTS * PLANES(precise) * (int64_t)run->first, 0,
+                         lines, run->ahead + 64 * (int64_t)lines * (8 / VEC_GS) * run->n * block};
+    for (step.g = 0; step.g < 8; step.g += vectors * VEC_GS) {
+        vec sums[2][2][2][4];
+        tq_floats y[2][2];
+        clear(rows, vectors, together, sums);
+        add_products(bits, precise, rows, vectors, LOW_PLANES - together, together, &step, sums);
+        step.ahead += 64 * (int64_t)step.lines * vectors * run->n;
+        if (together < LOW_PLANES) {
+            TQ_UNROLL
+            for (int h = 0; h < vectors; h++)
+                TQ_UNROLL
+                for (int i = 0; i < rows; i++)
+                    TQ_UNROLL
+                    for (int r = 0; r < 4; r++) sums[h][i][0][r] = vec_times_256(sums[h][i][0][r]);
+            step.lines = 0;
+            add_products(bits, precise, rows, vectors, 0, 1, &step, sums);
+        }
+        TQ_UNROLL
+        for (int h = 0; h < vectors; h++)
+            TQ_UNROLL
+            for (int i = 0; i < rows; i++) {
+                vec low[4];
+                TQ_UNROLL
+                for (int r = 0; r < 4; r++) low[r] = together == 2 ? vec_add(vec_times_256(sums[h][i][1][r]), sums[h][i][0][r]) : sums[h][i][0][r];
+                y[h][i] = level_sums(bits, low, ends[i].low_offset);
+            }
+        step.lines = 0;
+        if (precise) {
+            clear(rows, vectors, 1, sums);
+            add_products(bits, precise, rows, vectors, LOW_PLANES, 1, &step, sums);
+        }
+        TQ_UNROLL
+        for (int h = 0; h < vectors; h++)
+            TQ_UNROLL
+            for (int i = 0; i < rows; i++) {
+                float *to = out + (int64_t)i * run->out_stride + 4 * (step.g + h * VEC_GS);
+                vec upper[4];
+                TQ_UNROLL
+                for (int r = 0; r < 4; r++) upper[r] = sums[h][i][0][r];
+                if (precise) y[h][i] = tq_fused(level_sums(bits, upper, ends[i].upper_offset), tq_all(UPPER_UNIT), y[h][i]);
+                tq_floats sum = run->accumulate ? tq_load_floats(to) : tq_all(0);
+                tq_store_floats(to, tq_fused(y[h][i], ends[i].unit, sum));
+            }
+        step.lines = lines;
+    }
+}
+
+/** All blocks times `rows` operands from q on. */
+TQ_INLINE void multiply_rows(int bits, int precise, int rows, const product_run *run, const tables *t, int32_t q)
+{
+    product_end ends[2];
+    for (int i = 0; i < rows; i++) ends[i] = end_of(bits, run, q + i);
+    for (int32_t block = 0; block < run->blocks; block++) multiply_block(bits, precise, rows, run, t, ends, block, q);
+}
+
+/** All blocks and all operands, two at a time: the look-up is shared, and sums still fit in registers. */
 TQ_INLINE void multiply_width(int bits, int precise, const product_run *run)
 {
     const tables t = tables_of(run->book);
-    for (int32_t block = 0; block < run->blocks; block++) {
-        int32_t q = 0;
-        if (ROWS_AT_ONCE(precise) > 1)
-            for (; q + ROWS_AT_ONCE(precise) <= run->rows; q += ROWS_AT_ONCE(precise))
-                multiply_block(bits, precise, ROWS_AT_ONCE(precise), run, &t, block, q);
-        for (; q < run->rows; q++) multiply_block(bits, precise, 1, run, &t, block, q);
-    }
+    int32_t q = 0;
+    for (; q + 2 <= run->rows; q += 2) multiply_rows(bits, precise, 2, run, &t, q);
+    if (q < run->rows) multiply_rows(bits, precise, 1, run, &t, q);
 }
 
 #define WIDTH(bits)                                                                                                                   \

@@ -18,6 +18,13 @@
 #define TQ_LANES 4
 #endif
 
+/* Before a loop whose index must be a constant, or whose arrays are registers. */
+#if defined(__clang__)
+#define TQ_UNROLL _Pragma("unroll")
+#else
+#define TQ_UNROLL _Pragma("GCC unroll 8")
+#endif
+
 #define TQ_INLINE static inline __attribute__((always_inline))
 
 typedef float tq_floats __attribute__((vector_size(4 * TQ_LANES)));

@@ -1,5 +1,5 @@
-/* Arrays as arguments: dtype, byte order, shape, memory order, alignment and writability, checked and never repaired by a
- * copy. Owns nothing but scratch memory; every array here is borrowed. */
+/* Arrays as arguments: dtype, byte order, shape, memory order, alignment and writability, checked and never repaired by
+ * a copy. Owns nothing but scratch memory; every array here is borrowed. */
 #include "binding.h"
 
 static const char *type_name(int type)
@@ -40,8 +40,8 @@ static int is_type(PyArrayObject *array, int type)
     return PyArray_EquivTypenums(PyArray_TYPE(array), type) && PyArray_ISNOTSWAPPED(array);
 }
 
-/* For an aligned array, whose strides are whole elements: none goes backwards, the last is one element. A dimension of one
- * element may have any. */
+/* For an aligned array, whose strides are whole elements: none goes backwards, the last is one element. A dimension of
+ * one element may have any. */
 static int has_rows(PyArrayObject *array)
 {
     int last = PyArray_NDIM(array) - 1;
@@ -84,10 +84,12 @@ PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object,
     npy_intp dims[3] = {ANY, kv_heads, (npy_intp)plan->record_bytes};
     PyArrayObject *pages = read_array(op, "pages", object, NPY_UINT8, flags, 3, dims);
     if (!pages) return NULL;
-    int past = (int)((uintptr_t)PyArray_DATA(pages) % 64);
-    if (!past || !PyArray_SIZE(pages)) return pages;
+    int past = (int)((uintptr_t)pages_data(pages) % 64);
+    if (!past) return pages;
     return (PyArrayObject *)raise_value(op, "pages", "64-byte aligned as from new_pages, got %d past", past);
 }
+
+uint8_t *pages_data(PyArrayObject *pages) { return PyArray_DIM(pages, 0) ? PyArray_DATA(pages) : NULL; }
 
 int read_strides(const char *op, const char *name, PyArrayObject *array, int64_t *batch, int64_t *head, int64_t *token)
 {

@@ -1,9 +1,10 @@
 /* What the files of this binding share. It sees turboquant.h, CPython and NumPy, nothing else of the project.
  *
- * Every function of the module is made of the same steps: parse the arguments; check the numbers, which may run Python code of
- * the caller (__index__, __float__); check the arrays, which runs none, so that what was checked still holds; allocate; call the
- * core without the GIL; turn its status into an exception. Arrays are borrowed from the call's arguments, which outlive it.
- * What a function owns is declared on top, starts as NULL and is given back under its one label, done. */
+ * Every function of the module is made of the same steps: parse the arguments; check the numbers, which may run Python
+ * code of the caller (__index__, __float__); check the arrays, which runs none, so that what was checked still holds;
+ * allocate; call the core without the GIL; turn its status into an exception. Arrays are borrowed from the call's
+ * arguments, which outlive it. What a function owns is declared on top, starts as NULL and is given back under its one
+ * label, done. */
 #ifndef TURBOQUANT_BINDING_H
 #define TURBOQUANT_BINDING_H
 #define PY_SSIZE_T_CLEAN
@@ -34,11 +35,13 @@ int read_f32(const char *op, const char *name, PyObject *object, float *out);
 enum { DENSE = 0, ROWS = 1, WRITE = 2 }; /* ROWS: only the last dimension must be dense */
 #define ANY (-1)                         /* a dimension of any length */
 
-/** The array behind `object` (borrowed) if it is what is asked for, else NULL with an exception set. No Python code runs. */
+/** The array behind `object` (borrowed) if it is what is asked for, else NULL and an exception. Runs no Python code. */
 PyArrayObject *read_array(const char *op, const char *name, PyObject *object, int type, int flags, int ndim,
                           const npy_intp *dims);
 /** pages [any, kv_heads or ANY, record_bytes], 64-byte aligned. */
 PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object, int flags, npy_intp kv_heads);
+/** Their bytes; NULL if there are none, for NumPy aligns nothing then. */
+uint8_t *pages_data(PyArrayObject *pages);
 /** The strides in elements of a ROWS array of four dimensions. */
 int read_strides(const char *op, const char *name, PyArrayObject *array, int64_t *batch, int64_t *head, int64_t *token);
 /** A length as int32. */

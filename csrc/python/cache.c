@@ -17,8 +17,8 @@ static int read_transforms(const char *op, const tq_plan *plan, npy_intp batch, 
 
 static int has_values(const tq_plan *plan) { return plan->value.tile_bytes != 0; }
 
-/* Exact tokens [batch, kv_heads, n, head_dim] beside the pages, which are sinks or a window: their number, 0 if absent, and
- * their data, NULL if there are none. */
+/* Exact tokens [batch, kv_heads, n, head_dim] beside the pages, which are sinks or a window: their number, 0 if absent,
+ * and their data, NULL if there are none. */
 static int read_exact(const char *op, const tq_plan *plan, const char *const names[2], PyObject *const objects[2],
                       int type, int flags, npy_intp batch, npy_intp kv_heads, int32_t *n, void *data[2])
 {
@@ -106,7 +106,7 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
     PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, table_dims) : NULL;
     if (!table || read_length(op, "block_table", table, 1, &p.max_pages) < 0) return NULL;
     p.lengths = PyArray_DATA(lengths);
-    p.pages = PyArray_DATA(pages);
+    p.pages = pages_data(pages);
     p.n_pages = PyArray_DIM(pages, 0);
     p.block_table = PyArray_DATA(table);
     if (read_exact(op, plan, sink_names, sinks, type, WRITE, batch, p.kv_heads, &p.sinks, data) < 0) return NULL;
@@ -223,7 +223,7 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
         if (!starts) return NULL;
         p.starts = PyArray_DATA(starts);
     }
-    p.pages = PyArray_DATA(pages);
+    p.pages = pages_data(pages);
     p.n_pages = PyArray_DIM(pages, 0);
     p.block_table = PyArray_DATA(table);
     p.lengths = PyArray_DATA(lengths);
@@ -346,7 +346,7 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     k = PyArray_SimpleNew(4, shape, NPY_FLOAT32);
     v = !k ? NULL : has_values(plan) ? PyArray_SimpleNew(4, shape, NPY_FLOAT32) : Py_NewRef(Py_None);
     if (!v) goto done;
-    const uint8_t *bytes = PyArray_DATA(pages);
+    const uint8_t *bytes = pages_data(pages);
     const int32_t *entries = PyArray_DATA(table), *tokens = PyArray_DATA(counts);
     int64_t n_pages = PyArray_DIM(pages, 0);
     float *to_k = PyArray_DATA((PyArrayObject *)k), *to_v = has_values(plan) ? PyArray_DATA((PyArrayObject *)v) : NULL;

@@ -1,7 +1,7 @@
 /* The only place of this binding that raises for a status or for an argument (torch/ops.cpp has its own one).
  *   append: `block_table[3]` must be in 0..7, got 8
- *   attend: `q` must be float32 [*, *, *, 64], got [2, 8, 64]
- *   set_isa: `name` must be one of: avx2 scalar, got 'sse'                                                             */
+ *   attend: `q` must be of shape [*, *, *, 64], got [2, 8, 64]
+ *   set_isa: `name` must be one of: avx2 scalar, got 'sse' */
 #include "binding.h"
 #include <math.h>
 #include <stdlib.h>

@@ -42,8 +42,8 @@ static int execute(PyObject *module)
     return failed;
 }
 
-/* Sub-interpreters: not supported, since NumPy's C API is not. The GIL: needed on a free-threaded build too, until the suite
- * has run on one; nothing here is known to need it. */
+/* Sub-interpreters: not supported, since NumPy's C API is not. The GIL: needed on a free-threaded build too, until the
+ * suite has run on one; nothing here is known to need it. */
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, (void *)execute},
 #if PY_VERSION_HEX >= 0x030c0000

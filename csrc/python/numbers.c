@@ -1,4 +1,4 @@
-/* Numbers as arguments: range checks that name the argument and what it was. They may run the caller's __index__ or __float__. */
+/* Numbers as arguments: range checks that name the argument and what it was. They may run the caller's __index__. */
 #include "binding.h"
 #include <math.h>
 

@@ -185,7 +185,7 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
     out = new_array(NPY_FLOAT32, 2, dims);
     if (!out) goto done;
     const float *q = PyArray_DATA(queries);
-    const uint8_t *bytes = PyArray_DATA(pages);
+    const uint8_t *bytes = pages_data(pages);
     float *to = PyArray_DATA((PyArrayObject *)out);
     size_t scratch_bytes = 0;
     tq_error error = {0};

@@ -1,8 +1,8 @@
 /* A program that uses the core as a C library: turboquant.h and libc, no Python. Built with sanitizers and run by
  * tests/test_c_consumer.py; also an example of size -> pack -> use.
  *
- * Whatever is handed to the library lies in a heap block of exactly its size, so that a sanitizer sees the first byte read or
- * written beside it. Ends with 0 and "ok", or with 1 and the line that failed. */
+ * Whatever is handed to the library lies in a heap block of exactly its size, so that a sanitizer sees the first byte
+ * read or written beside it. Ends with 0 and "ok", or with 1 and the line that failed. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
 #endif

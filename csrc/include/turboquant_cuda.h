@@ -1,0 +1,73 @@
+/* TurboQuant: the CUDA launchers, a C ABI. Same plan, same params, same bytes and same numbers as turboquant.h, on the device.
+ *
+ * Rules that hold for every function here:
+ *   - `plan` and `params` are structs in host memory, copied before the call returns. Every data pointer inside params (q, pages,
+ *     lengths, block_table, starts, transforms, out, ..) and every data pointer argument is to memory of the current device.
+ *   - `stream` is a cudaStream_t of the current device (NULL: the default stream). A call queues its kernels on it and returns: no
+ *     synchronisation, no allocation, no read of device memory by the host. It can be captured in a CUDA graph, and a replay sees
+ *     whatever lengths, starts, block_table and other contents the arrays hold then.
+ *   - The host cannot see the arrays, so what turboquant.h reports as an error of their contents is made harmless instead: a length
+ *     is clamped to 0..capacity, a start to 0..length, and a page index outside 0..n_pages-1 reads page 0 (attend, dequantize) or
+ *     drops the write (append). No contents can make a kernel read outside the named arrays or write outside its outputs.
+ *   - Results are the same from run to run on one kind of device; they do not depend on other streams.
+ *   - Errors: TQ_E_VALUE and TQ_E_TYPE for what the host can see, as in turboquant.h; TQ_E_UNSUPPORTED for a device below compute
+ *     capability 8.0 or for a TURBOQUANT_CUDA_PATH the device cannot run; TQ_E_CUDA when the runtime fails (`got` is its
+ *     cudaError_t). After an error nothing was queued.
+ *   - `threads` of params is not looked at.
+ *
+ * Workspaces: bytes from the matching _workspace_bytes, 256-byte aligned, on the device. Their first TQ_CUDA_WORKSPACE_ZERO bytes
+ * must be 0 before the first call and are 0 again after each; the rest may hold anything. One workspace may serve calls of any
+ * shape and kind that it is large enough for, one after another (one stream, or streams ordered by events).
+ */
+#ifndef TURBOQUANT_CUDA_H
+#define TURBOQUANT_CUDA_H
+#include "turboquant.h"
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+#define TQ_CUDA_WORKSPACE_ZERO 8192
+
+/** The kernels that would run for an operation ("rotate", "append", "attend", "dequantize", "merge") of a plan on the current
+ *  device, e.g. "attend_hopper_3x3"; NULL for an unknown operation or where no device can run it. The environment variable
+ *  TURBOQUANT_CUDA_PATH=hopper|portable, read at each call, forces one of the two ways in which pages reach the multiprocessors
+ *  (bulk copies, compute capability 9.0 and newer; cp.async, 8.0 and newer); without it, hopper on 9.x and portable elsewhere. */
+TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan);
+
+/** tq_attend on the device.
+ *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 2e-4 for float32, relative
+ *  to the largest output, at logits of ordinary size (the query is rounded to 16 bits, the weights of 64 tokens to 16 bits).
+ *  Cost:      one kernel, whose launch shape depends on the sizes in params alone; its work follows the lengths found on the device.
+ *  Alignment: q, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
+TQ_API tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error);
+TQ_API tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
+                                void *stream, tq_error *error);
+
+/** tq_append on the device; bytes of the pages as on the host.
+ *  flag   int64 on the device, or NULL. When a number of k or v is not finite or exceeds TQ_MAX_INPUT and *flag is 0, it becomes
+ *         1 + position + (sequence << 32) + (1 << 62 if it is in v); it is sticky: only the caller sets it back to 0.
+ *         A number that is not finite is stored as 0, a larger one as +-TQ_MAX_INPUT: other tokens and channels never notice. */
+TQ_API tq_status tq_cuda_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes, tq_error *error);
+TQ_API tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, int64_t *flag, void *workspace,
+                                size_t workspace_bytes, void *stream, tq_error *error);
+
+/** tq_rotate on the device, for rows of `dtype`: x, y [rows, head_dim] dense, computed in float32 and rounded once on the way out.
+ *  matrix float32 [head_dim, head_dim] or NULL: the plan's Hadamard (or none). x and y may be the same array. */
+TQ_API tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, tq_dtype dtype, const void *x, void *y,
+                                int64_t rows, void *stream, tq_error *error);
+
+/** tq_dequantize on the device; k and v float32. counts above max_tokens count as max_tokens. */
+TQ_API tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
+                                    const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
+                                    int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
+                                    void *stream, tq_error *error);
+
+/** tq_merge on the device. */
+TQ_API tq_status tq_cuda_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim, float *out,
+                               float *lse, void *stream, tq_error *error);
+
+#if defined(__cplusplus)
+}
+#endif
+#endif

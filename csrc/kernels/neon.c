@@ -1,0 +1,40 @@
+/* NEON of every 64-bit Arm: signed bytes by signed bytes to 16 bits, two products deep (127 * 128 * 2 fits), then pairwise to
+ * 32 bits. Which of the four sums of a row a product lands in does not matter: product.h adds them all.
+ *
+ *   instruction     Cortex-A72     Neoverse N1
+ *   tbl, 1 register 3cy @ v01      2cy @ v01
+ *   and, orr        3cy @ v01      2cy @ v01
+ *   ushr            3cy @ v1       2cy @ v1
+ *   smull, smlal    4cy @ v0       4cy @ v0
+ *   sadalp          4cy @ v1       4cy @ v1
+ *
+ * A vector of 4-bit words (32 codes, one row) costs four operations to bytes and twelve per operand (18 if precise). */
+#include "neon.h"
+
+static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, uint8x16_t x_s8x16)
+{
+    int8x16_t level = vreinterpretq_s8_u8(level_s8x16), x = vreinterpretq_s8_u8(x_s8x16);
+    int16x8_t products = vmlal_high_s8(vmull_s8(vget_low_s8(level), vget_low_s8(x)), level, x);
+    return vreinterpretq_u8_s32(vpadalq_s16(vreinterpretq_s32_u8(sum), products));
+}
+
+#include "codes.h"
+#include "product.h"
+#include "softmax.h"
+
+const tq_kernels tq_kernels_neon = {
+    .isa = "neon",
+    .hadamard = hadamard_vector,
+    .matvec = matvec_vector,
+    .encode = encode_vector,
+    .pack = pack_vector,
+    .unpack = unpack_vector,
+    .operand_bytes = operand_bytes_vector,
+    .prepare = prepare_vector,
+    .multiply = multiply_vector,
+    .softmax = tq_softmax_step,
+    .load = load_vector,
+    .dot = dot_vector,
+    .axpy = axpy_vector,
+    .names = {"rotate_neon", "append_neon", "attend_neon", "dequantize_neon", "dot_neon"},
+};

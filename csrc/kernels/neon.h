@@ -1,0 +1,170 @@
+/* Levels of packed codes in 128-bit registers: for neon.c and neon_dot.c.
+ *
+ * A 16-byte load of word w of a tile is row g (of r), four lanes t; nibble n of a word is column 4 t + n (n < 4) or
+ * 16 + 4 t + n - 4. Every width gives two vectors of bytes in one order:
+ *   even, byte i of a word    column n = 2 i          n: 0 2 4 6
+ *   odd,  byte i of a word    column n = 2 i + 1      n: 1 3 5 7
+ * Bytes are signed here, levels as they are. */
+#ifndef TQ_KERNELS_NEON_H
+#define TQ_KERNELS_NEON_H
+#include <arm_neon.h>
+#include "vector.h"
+
+typedef struct {
+    uint8x16_t even, odd;
+} bytes_u8x16;
+
+/** A codebook as look-up tables by the low four bits of a code: codes 0..15, codes 16..31. */
+typedef struct {
+    uint8x16_t low_s8x16, high_s8x16;
+} tables;
+
+static inline tables tables_of(const tq_codebook *book)
+{
+    uint8_t levels[32];
+    memcpy(levels, book->levels, sizeof levels);
+    if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: do not care */
+    return (tables){vld1q_u8(levels), vld1q_u8(levels + 16)};
+}
+
+/* 4 bits   word r: the eight codes of row g + 8 r
+ * 3 bits   nibble n, bit       3           2 1 0
+ *            w[0]           | h bit 0 | row g      |   h: code n of row g + 24, one bit in each spare place
+ *            w[1]           | h bit 1 | row g + 8  |
+ *            w[2]           | h bit 2 | row g + 16 |   r < 3 needs no mask: the table repeats */
+static inline uint8x16_t nibbles_3_u8x16(const uint8x16_t *w, int r)
+{
+    if (r < 3) return w[r];
+    return vorrq_u8(vandq_u8(vshrq_n_u8(w[0], 3), vdupq_n_u8(0x11)),
+                    vorrq_u8(vandq_u8(vshrq_n_u8(w[1], 2), vdupq_n_u8(0x22)), vandq_u8(vshrq_n_u8(w[2], 1), vdupq_n_u8(0x44))));
+}
+
+static inline bytes_u8x16 look_up_u8x16(uint8x16_t nibbles, uint8x16_t table)
+{
+    return (bytes_u8x16){vqtbl1q_u8(table, vandq_u8(nibbles, vdupq_n_u8(15))), vqtbl1q_u8(table, vshrq_n_u8(nibbles, 4))};
+}
+
+/* Bytes to nibble order:   w0 | c3 c2 c1 c0 |  w1 | c7 c6 c5 c4 |  ->  even | c6 c4 c2 c0 |  odd | c7 c5 c3 c1 |
+ * (each byte holds code n of several rows, in bits of their own). */
+static inline bytes_u8x16 interleave_u8x16(uint8x16_t w0, uint8x16_t w1)
+{
+    static const uint8_t even[16] = {0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30};
+    const uint8x16_t order = vld1q_u8(even);
+    const uint8x16x2_t both = {{w0, w1}};
+    return (bytes_u8x16){vqtbl2q_u8(both, order), vqtbl2q_u8(both, vaddq_u8(order, vdupq_n_u8(1)))};
+}
+
+/* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 0, 2, 4, 4: a signed byte */
+static inline bytes_u8x16 levels_2_u8x16(const uint8x16_t *w, int r)
+{
+    bytes_u8x16 all = interleave_u8x16(w[0], w[1]);
+    const uint8x16_t mask = vdupq_n_u8((uint8_t)(3 << (r < 3 ? 2 * r : 4)));
+    if (r < 3) return (bytes_u8x16){vandq_u8(all.even, mask), vandq_u8(all.odd, mask)};
+    return (bytes_u8x16){vandq_u8(vshrq_n_u8(all.even, 2), mask), vandq_u8(vshrq_n_u8(all.odd, 2), mask)};
+}
+
+/* 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r */
+static inline bytes_u8x16 levels_1_u8x16(uint8x16_t w, int r)
+{
+    bytes_u8x16 all = interleave_u8x16(w, vshrq_n_u8(w, 4));
+    const uint8x16_t mask = vdupq_n_u8((uint8_t)(1 << r));
+    return (bytes_u8x16){vandq_u8(all.even, mask), vandq_u8(all.odd, mask)};
+}
+
+/* 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
+static inline bytes_u8x16 levels_5_u8x16(const uint8x16_t *w, int r, const tables *t)
+{
+    bytes_u8x16 low = look_up_u8x16(w[r], t->low_s8x16), high = look_up_u8x16(w[r], t->high_s8x16), fifth = levels_1_u8x16(w[4], r);
+    return (bytes_u8x16){vbslq_u8(vtstq_u8(fifth.even, fifth.even), high.even, low.even),
+                         vbslq_u8(vtstq_u8(fifth.odd, fifth.odd), high.odd, low.odd)};
+}
+
+TQ_INLINE bytes_u8x16 levels_u8x16(int bits, const uint8x16_t *w, int r, const tables *t)
+{
+    switch (bits) {
+    case 1: return levels_1_u8x16(w[0], r);
+    case 2: return levels_2_u8x16(w, r);
+    case 3: return look_up_u8x16(nibbles_3_u8x16(w, r), t->low_s8x16);
+    case 4: return look_up_u8x16(w[r], t->low_s8x16);
+    default: return levels_5_u8x16(w, r, t);
+    }
+}
+
+/* ---- what product.h asks for ---- Words and bytes are uint8x16_t, and so are sums, which are four integers inside. */
+
+typedef uint8x16_t vec;
+#define VEC_BYTES 16
+#define PARTS 2
+#define LOW_PLANES 2
+#define SUM_REGISTERS 16
+#define LEVEL_OFFSET 0
+#define SHIFT_2 0, 2, 4, 4
+#define SHIFT_1 0, 1, 2, 3
+
+typedef struct {
+    uint8x16_t part[PARTS];
+} parts;
+
+TQ_INLINE parts levels(int bits, const uint8x16_t *w, int r, const tables *t)
+{
+    bytes_u8x16 l = levels_u8x16(bits, w, r, t);
+    return (parts){{l.even, l.odd}};
+}
+
+static inline uint8x16_t vec_load(const void *at)
+{
+    return vld1q_u8(at);
+}
+
+static inline uint8x16_t vec_broadcast(const void *at)
+{
+    return vld1q_u8(at);
+}
+
+static inline uint8x16_t vec_zero(void)
+{
+    return vdupq_n_u8(0);
+}
+
+static inline uint8x16_t vec_add(uint8x16_t a, uint8x16_t b)
+{
+    return vreinterpretq_u8_s32(vaddq_s32(vreinterpretq_s32_u8(a), vreinterpretq_s32_u8(b)));
+}
+
+static inline uint8x16_t vec_times_256(uint8x16_t a)
+{
+    return vreinterpretq_u8_s32(vshlq_n_s32(vreinterpretq_s32_u8(a), 8));
+}
+
+static inline uint8x16_t add_lanes(const uint8x16_t v[4])
+{
+    int32x4_t v01 = vpaddq_s32(vreinterpretq_s32_u8(v[0]), vreinterpretq_s32_u8(v[1]));
+    return vreinterpretq_u8_s32(vpaddq_s32(v01, vpaddq_s32(vreinterpretq_s32_u8(v[2]), vreinterpretq_s32_u8(v[3]))));
+}
+
+/* ---- what codes.h asks for ---- */
+
+TQ_INLINE tq_floats tq_swap(tq_floats x, int h)
+{
+    return h == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
+}
+
+static inline tq_floats tq_pick(const float *table, tq_ints m)
+{
+    const uint8_t *bytes = (const uint8_t *)table;
+    const uint8x16x4_t all = {{vld1q_u8(bytes), vld1q_u8(bytes + 16), vld1q_u8(bytes + 32), vld1q_u8(bytes + 48)}};
+    return vreinterpretq_f32_u8(vqtbl4q_u8(all, vreinterpretq_u8_s32(m * 0x04040404 + 0x03020100)));
+}
+
+/** n numbers of a dtype to float32. */
+static void load_vector(int32_t dtype, const void *x, float *y, int64_t n)
+{
+    const uint16_t *u = x;
+    int64_t i = 0;
+    if (dtype == TQ_F32) memcpy(y, x, sizeof(float) * (size_t)n);
+    if (dtype == TQ_F16)
+        for (; i + 4 <= n; i += 4) vst1q_f32(y + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(u + i))));
+    for (; i < n && dtype == TQ_F16; i++) y[i] = tq_f32_from_f16(u[i]);
+    for (; i < n && dtype == TQ_BF16; i++) y[i] = tq_f32_from_bf16(u[i]);
+}
+#endif
