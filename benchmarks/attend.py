@@ -1,0 +1,144 @@
+"""Decode attention over packed pages against bf16 SDPA, on a GPU: times in a CUDA graph, correctness first, one run.
+
+    python benchmarks/attend.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
+
+Shapes are (batch, KV heads, group, tokens, head_dim). Codes are those of random normal keys and values. A shape smaller
+than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the faster of PyTorch's cuDNN and flash
+attention on the same tokens in bf16, also with the group's heads as query rows of one KV head (decoding needs no mask).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ceilings import ceilings
+from timing import RESULTS, Report, microseconds
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from turboquant import ops
+from turboquant.plan import Plan, plan_words
+
+ROTATE_BYTES = 200_000_000  # more than three times the L2 of an H200
+SHAPES = [
+    (16, 8, 4, 32768, 128),
+    (8, 32, 1, 16384, 128),
+    (64, 8, 4, 4096, 128),
+    (8, 8, 8, 16384, 128),
+    (16, 1, 16, 32768, 128),
+    (64, 20, 1, 1024, 64),
+    (1, 8, 4, 131072, 128),
+    (1, 8, 4, 32768, 128),
+    (1, 8, 4, 8192, 128),
+    (1, 8, 4, 4096, 128),
+    (1, 8, 4, 2048, 128),
+]
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+Shape = tuple[int, int, int, int, int]
+
+
+def tensors(shape: Shape, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    """q [batch, heads, 1, d], k and v [batch, kv_heads, tokens, d]; some keys stand out, as in a model."""
+    batch, kv_heads, group, tokens, d = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device="cuda", dtype=dtype, generator=generator)
+
+    return draw(batch, kv_heads * group, 1, d), draw(batch, kv_heads, tokens, d), draw(batch, kv_heads, tokens, d)
+
+
+def copies(nbytes: int) -> int:
+    return max(1, min(64, -(-ROTATE_BYTES // nbytes)))
+
+
+def baseline(shape: Shape) -> dict[str, Any]:
+    """Times of bf16 SDPA by backend: with query rows or with enable_gqa, whichever is faster."""
+    batch, kv_heads, group, tokens, d = shape
+    n = copies(4 * batch * kv_heads * tokens * d)
+    sets = [tensors(shape, seed) for seed in range(n)]
+    out: dict[str, Any] = {}
+    for name, backend in BACKENDS.items():
+        forms: list[Callable[..., Any]] = [
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=group > 1)
+        ]
+        if group > 1:
+            forms.append(lambda q, k, v: F.scaled_dot_product_attention(q.view(batch, kv_heads, group, d), k, v))
+        times = []
+        for form in forms:
+            try:
+                with sdpa_kernel(backend):
+                    times.append(microseconds([lambda s=s, form=form: form(*s) for s in sets], "cuda")["us"])
+            except RuntimeError:  # a backend that does not take the shape
+                continue
+        if times:
+            out[f"{name}_us"] = min(times)
+    return out
+
+
+def check(shape: Shape, plan: Plan) -> float:
+    """Largest error relative to the largest output, against float64 over the same decoded bytes; on a cut of it."""
+    batch, kv_heads, group, tokens, d = shape
+    cut = (min(batch, 2), min(kv_heads, 2), group, min(tokens, 4096) - 5, d)
+    q, k, v = tensors(cut, 99)
+    packed = ops.pack(k, v, plan)
+    out = torch.ops.turboquant.attend(q, *packed)[0].double()
+    k, v = (x.double() for x in torch.ops.turboquant.dequantize(*packed[:3], cut[3], plan))
+    exact = F.scaled_dot_product_attention(q.double(), k, v, enable_gqa=True)
+    return float((out - exact).abs().max() / exact.abs().max())
+
+
+def ours(shape: Shape, plan: Plan) -> dict[str, Any]:
+    error = check(shape, plan)
+    if not error < 5e-3:  # bf16 outputs round at 4e-3
+        raise AssertionError(f"{shape}: attend is off by {error}")
+    q, k, v = tensors(shape, 0)
+    first = ops.pack(k, v, plan)
+    nbytes = first[0].nbytes
+    del k, v
+    sets = [(q, *first)] + [(q, first[0].clone(), *first[1:]) for _ in range(copies(nbytes) - 1)]
+    metrics: dict[str, Any] = microseconds([lambda s=s: torch.ops.turboquant.attend(*s) for s in sets], "cuda")
+    return metrics | {"bytes": nbytes, "tbps": round(nbytes / metrics["us"] / 1e6, 3), "error": error}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--bits", nargs="+", default=["4", "3", "2", "5,4,3,0"], help="widths; commas: one per 32-channel group"
+    )
+    parser.add_argument("--only", default="", help="shapes that start so, such as 1,8,4")
+    parser.add_argument("--out", default=RESULTS / "local")
+    args = parser.parse_args()
+    report = Report("attend", "cuda")
+    ceiling = ceilings("cuda")
+    report.add("ceilings", {}, ceiling)
+    for shape in SHAPES:
+        if not ",".join(map(str, shape)).startswith(args.only):
+            continue
+        torch.cuda.empty_cache()
+        base = baseline(shape)
+        best = min(base.values(), default=float("nan"))
+        for bits in args.bits:
+            widths = tuple(map(int, bits.split(",")))
+            if len(widths) > 1 and len(widths) != -(-shape[4] // 32):
+                continue
+            plan = plan_words(
+                shape[4], widths[0] if len(widths) == 1 else widths, widths[0] if len(widths) == 1 else widths
+            )
+            metrics = ours(shape, plan) | base
+            metrics["speedup"] = round(best / metrics["us"], 3)
+            metrics["of_read_ceiling"] = round(metrics["tbps"] / ceiling["read_tbps"], 3)
+            report.add(
+                "attend",
+                dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape)) | {"bits": bits},
+                metrics,
+            )
+            print(shape, bits, metrics["us"], "us", metrics["tbps"], "TB/s", metrics["speedup"], "x", flush=True)
+    print(report.save(args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What all benchmarks share: how a call is timed, what a machine is called, and the JSON that results are kept in.
+
+A result file is {"machine": {..}, "commit": "..", "rows": [{"bench", "params", "metrics"}]}; times are medians in
+microseconds with the 10th and 90th percentile beside them. Inputs are rotated so that no call finds its own in a cache;
+on CUDA the calls are timed inside a CUDA graph, so that launch gaps of Python do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the figures were taken on."""
+    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
+    out: dict[str, Any] = {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        out |= {"gpu": properties.name, "multiprocessors": properties.multi_processor_count, "cuda": torch.version.cuda}
+    return out
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def commit() -> str:
+    """The commit measured, with a plus if the tree had changes; "unknown" outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        name = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name + ("+" if dirty else "")
+
+
+@dataclass
+class Report:
+    """Rows of one benchmark; `save` writes them and prints nothing."""
+
+    name: str
+    device: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, bench: str, params: dict[str, Any], metrics: dict[str, Any]) -> None:
+        self.rows.append({"bench": bench, "params": params, "metrics": metrics})
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        path = Path(folder) / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            json.dumps({"machine": machine(self.device), "commit": commit(), "rows": self.rows}, indent=1) + "\n"
+        )
+        return path
+
+
+def microseconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int = 30) -> dict[str, float]:
+    """Median time of one call. `calls` do the same work on different inputs, together larger than any cache."""
+    times = _cuda_times(calls, repeats) if device == "cuda" else _cpu_times(calls, repeats)
+    low, *_, high = statistics.quantiles(times, n=10)
+    return {"us": round(statistics.median(times), 3), "us_p10": round(low, 3), "us_p90": round(high, 3)}
+
+
+def _cpu_times(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    for call in calls:
+        call()
+    times = []
+    for i in range(max(repeats, 10)):
+        start = time.perf_counter()
+        calls[i % len(calls)]()
+        times.append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+def _cuda_times(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    times = []
+    for i in range(repeats + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return times
