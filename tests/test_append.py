@@ -95,11 +95,13 @@ def test_numbers_at_the_thresholds(bits: int, law: int, head_dim: int, rng: np.r
     thresholds = ref.codebook(law, head_dim, bits).thresholds
     beside = [np.nextafter(thresholds, np.float32(end)) for end in (-9, 9)]
     t = np.concatenate([thresholds, *beside])
-    x = rng.choice(t, (400, head_dim)).astype(np.float32)
-    x[:, -1] = 0
-    rest = head_dim - (x.astype(np.float64) ** 2).sum(axis=1)
-    x = x[rest > 0][:100]
-    x[:, -1] = np.sqrt(rest[rest > 0][:100])  # mean square about 1: u is x, give or take an ulp
+    likely = np.exp(-(t.astype(np.float64) ** 2) / 2)
+    x = rng.choice(t, (5000, head_dim), p=likely / likely.sum()).astype(np.float32)
+    filler = x[:, -head_dim // 4 :]
+    filler[...] = 0
+    filler += np.sqrt(np.maximum(0, head_dim - (x**2).sum(axis=1, keepdims=True)) / filler.shape[1])
+    x = x[ref.tree(x * x) == head_dim][:100]  # mean square 1 to the bit, so u is x
+    assert len(x) == 100
     got, want = twins(rng, p, [len(x)], kv_heads=1)
     core_append(p, got, x[None, None], None, [len(x)], ref.Transform(), ref.Transform())
     ref.append(p, want, x[None, None], None, np.array([len(x)]), ref.Transform(), ref.Transform())
@@ -249,15 +251,18 @@ def test_nothing_to_append(batch: int, tokens: int) -> None:
 # ---- what quantising does to vectors ----
 
 
+@pytest.mark.parametrize("stepped", [False, True], ids=["", "steps"])
 @pytest.mark.parametrize("scale", SCALES)
-def test_scales_do_what_they_say(scale: int, rng: np.random.Generator) -> None:
-    """By their definitions, on the decoded vectors, to binary16."""
-    p = ref.plan(128, 3, scale=scale)
+def test_scales_do_what_they_say(scale: int, stepped: bool, rng: np.random.Generator) -> None:
+    """By their definitions, on the decoded vectors, to binary16; in the units of x also if there are steps."""
+    p, count = ref.plan(128, 3, scale=scale), np.array([100], np.int32)
     x = rng.standard_normal((1, 1, 100, 128)).astype(np.float32)
-    c = empty_cache(rng, p, np.array([100]), kv_heads=1)
-    core_append(p, c, x, None, [100], ref.Transform(), ref.Transform())
-    back = _core.dequantize(p.words, c.pages, c.block_table[:, :1].copy(), np.array([100], np.int32), 100)[0][0, 0]
-    x, back = x[0, 0].astype(np.float64), back.astype(np.float64)
+    key = ref.Transform(steps=np.array([[0.5, 1, 2, 1.5]], np.float32) if stepped else None)
+    c = empty_cache(rng, p, count, kv_heads=1)
+    core_append(p, c, x, None, count, key, ref.Transform())
+    table = c.block_table[:, :1].copy()
+    back = _core.dequantize(p.words, c.pages, table, count, 100, **keywords(key))[0][0, 0].astype(np.float64)
+    x = x[0, 0].astype(np.float64)
     xx, xb, bb = (x * x).sum(1), (x * back).sum(1), (back * back).sum(1)
     if scale == ref.EDEN:
         np.testing.assert_allclose(xb, xx, rtol=2e-3)  # unbiased: <x, back> = <x, x>
@@ -265,10 +270,11 @@ def test_scales_do_what_they_say(scale: int, rng: np.random.Generator) -> None:
         np.testing.assert_allclose(bb, xx, rtol=2e-3)
     elif scale == ref.LEAST_SQUARES:
         np.testing.assert_allclose(xb, bb, rtol=2e-3)  # the error is orthogonal to what is decoded
-    if scale == ref.NORM:
+    elif not stepped:
         _, scales = ref.unpack(p, "key", c.pages[c.block_table[0, 0], 0])
         np.testing.assert_allclose(scales[:100], np.sqrt(xx / 128), rtol=1e-3)
-    assert 0.02 < ((x - back) ** 2).sum() / xx.sum() < 0.05  # 3 bits: .0345
+    if not stepped:
+        assert 0.02 < ((x - back) ** 2).sum() / xx.sum() < 0.05  # 3 bits: .0345
 
 
 def test_inner_products_are_unbiased_over_rotations(rng: np.random.Generator) -> None:

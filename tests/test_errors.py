@@ -254,6 +254,11 @@ ATTEND: Faults = {
     "fresh_k: tokens": (V, "fresh_k", lambda a: dict(fresh_k=floats(2, 2, 4, 64))),
     "fresh_v: float16": (T, "fresh_v", lambda a: dict(fresh_v=a["fresh_v"].astype(np.float16))),
     "fresh_k: not causal": (V, "fresh_k", lambda a: dict(causal=False)),
+    "sliding_window: not causal": (
+        V,
+        "sliding_window",
+        lambda a: dict(causal=False, sliding_window=5, fresh_k=None, fresh_v=None),
+    ),
     "sliding_window: negative": (V, "sliding_window", lambda a: dict(sliding_window=-1)),
     "softmax_scale: NaN": (V, "softmax_scale", lambda a: dict(softmax_scale=float("nan"))),
     "softmax_scale: inf": (V, "softmax_scale", lambda a: dict(softmax_scale=float("inf"))),
@@ -384,6 +389,26 @@ def test_the_message_says_it_all() -> None:
         _core.append(**arguments)
     where = (1 * 40 + 3) * 64 + 2
     assert str(caught.value) == f"append: `v[{where}]` must be finite and at most 16384 in magnitude, got inf"
+
+
+def test_an_overflowed_window_needs_the_fresh_tokens() -> None:
+    """Without them early queries of a chunk would silently miss what it pushed out of the window."""
+    arguments = attend_arguments()
+    del arguments["fresh_k"], arguments["fresh_v"]
+    with pytest.raises(ValueError, match=r"`fresh_k` must be given: early queries need what the new tokens pushed out"):
+        _core.attend(**arguments)
+    arguments["lengths"] = np.array([10, 9], np.int32)  # two sinks and a window of eight still hold everything
+    assert np.isfinite(_core.attend(**arguments)[0]).all()
+
+
+@pytest.mark.parametrize("name", ["key_centre", "value_centre"])
+def test_centres_are_looked_at(name: str) -> None:
+    centre = floats(2, 2, 64)
+    centre[1, 0, 5] = np.inf
+    with pytest.raises(
+        ValueError, match=rf"`{name}\[{2 * 64 + 5}\]` must be finite and at most 16384 in magnitude, got inf"
+    ):
+        _core.append(**append_arguments(), **{name: centre})
 
 
 def test_the_largest_input_is_accepted() -> None:

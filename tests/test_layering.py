@@ -44,9 +44,9 @@ RINGS = {
     "include": Ring([], ["stddef.h", "stdint.h"]),
     "core": Ring(["include/*"], LIBC),
     "kernels": Ring(["include/*", "core/kernels.h"], LIBC + INTRINSICS),
-    "cuda": Ring(["include/*", "core/*_tables.h"], LIBC + CXX_STD + CUDA),
+    "cuda": Ring(["include/*", "core/*_tables.h"], [*LIBC, "stdio.h", *CXX_STD, *CUDA]),  # stdio.h for snprintf
     "python": Ring(["include/*"], [*LIBC, "stdio.h", "Python.h", "structmember.h", "numpy/*.h"]),
-    "torch": Ring(["include/*"], LIBC + CXX_STD + TORCH + ["dlfcn.h"]),
+    "torch": Ring(["include/*"], [*LIBC, "cstdio", *CXX_STD, *TORCH, "dlfcn.h"]),
 }
 CODE = {".c", ".h", ".cpp", ".cu", ".cuh", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)

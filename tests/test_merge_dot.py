@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import reference as ref
-from cases import awkward_rows, keywords, random_transform
+from cases import aligned_pages, awkward_rows, keywords, random_transform
 from conftest import HEAD_DIMS, ODD_HEAD_DIMS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +73,17 @@ def test_dot_sizes(n: int, n_queries: int, rng: np.random.Generator) -> None:
 def test_dot_plans(rotation: int, threads: int, rng: np.random.Generator) -> None:
     check_dot(rng, ref.plan(104, (5, 0, 2, 1), rotation=rotation), 300, 3, threads=threads)
     check_dot(rng, ref.plan(104, (0, 0, 3, 4), rotation=rotation, page_tokens=64), 300, 3, plain=True)
+
+
+@pytest.mark.parametrize("bits", range(1, 6))
+@pytest.mark.parametrize("head_dim", [40, 256, 4096])
+def test_dot_sums_at_their_largest(bits: int, head_dim: int) -> None:
+    """All bits set is the outermost level everywhere; all numbers of a query are equal: no sum may overflow."""
+    p = ref.plan(head_dim, bits, rotation=ref.NONE, page_tokens=32)
+    pages = aligned_pages(1, 1, p.record_bytes, 0xFF)
+    ref.scale_view(p, "key", pages[0, 0])[:] = 2
+    q = np.ones((2, head_dim), np.float32) * np.array([[1e4], [-1e4]], np.float32)
+    np.testing.assert_allclose(_core.dot(p.words, q, pages, 32), ref.dot(p, q, pages, 32, ref.Transform()), rtol=2e-5)
 
 
 def test_dot_is_the_inner_product_roughly(rng: np.random.Generator) -> None:

@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
         "append",
         "value_steps",
         lambda _: torch.tensor([[1.0, 1], [1, -1]]),
-        "`value_steps[3]` must be positive and finite, got -1",
+        "`value_steps[3]` must be in 2^-40..2^40, got -1",
     ),
     "another version": ("append", "plan", lambda p: (2, *p[1:]), "`plan[0]` must be format version 1, got 2"),
     "a short plan": ("append", "plan", lambda p: p[:-1], "`len(plan)` must be 7 + 2 * ceil(head_dim / 32), got 10"),

@@ -79,6 +79,16 @@ static void packed_range(const tq_append_params *p, int32_t b, int64_t *first, i
     *last = length - p->window;
 }
 
+static tq_status check_centre(const tq_plan *plan, const tq_append_params *p, const tq_transform *t, const char *name, tq_error *error)
+{
+    for (int32_t b = 0; t->centre && b < (t->centre_stride_batch ? p->batch : 1); b++)
+        for (int64_t i = 0; i < (int64_t)p->kv_heads * plan->head_dim; i++)
+            if (is_bad(t->centre[b * t->centre_stride_batch + i]))
+                return tq_fail(error, TQ_E_VALUE, name, b * t->centre_stride_batch + i, t->centre[b * t->centre_stride_batch + i],
+                               "finite and at most 16384 in magnitude");
+    return TQ_OK;
+}
+
 static tq_status check_tables(const tq_plan *plan, const tq_append_params *p, tq_error *error)
 {
     int64_t capacity = (int64_t)p->sinks + p->window + (int64_t)p->max_pages * plan->page_tokens;
@@ -201,6 +211,17 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     job->kernels->encode(&encoder, w->y, codes, scale);
 }
 
+/** Codes of 32 tokens, 32 channels each, to rows of channels in column order. Tokens j, j + 8, j + 16 and j + 24 are neighbours. */
+static void transpose_codes(const uint8_t *codes, int32_t stride, uint8_t *tile)
+{
+    for (int32_t j = 0; j < 8; j++) {
+        const uint8_t *a = codes + j * stride, *b = a + 8 * stride, *c = b + 8 * stride, *d = c + 8 * stride;
+        uint32_t fours[TQ_TILE];
+        for (int32_t i = 0; i < TQ_TILE; i++) fours[i] = a[i] | (uint32_t)b[i] << 8 | (uint32_t)c[i] << 16 | (uint32_t)d[i] << 24;
+        for (int32_t i = 0; i < TQ_TILE; i++) memcpy(tile + TQ_TILE * i + 4 * j, &fours[i], sizeof fours[i]);
+    }
+}
+
 /** Writes tokens first .. last - 1 (of 0..31) of one token tile; codes [32][groups * 32] by token. */
 static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *record, int32_t token_tile, int32_t first, int32_t last)
 {
@@ -211,13 +232,13 @@ static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *re
         if (!side->bits[g]) continue;
         uint32_t *words = (uint32_t *)(record + tq_tile_offset(side, token_tile, g));
         if (last - first < TQ_TILE) job->kernels->unpack(side->bits[g], words, w->tile);
-        for (int32_t i = first; i < last; i++) {
-            const uint8_t *codes = w->codes + i * stride + TQ_TILE * g;
+        const uint8_t *codes = w->codes + TQ_TILE * g;
+        if (!is_key && last - first == TQ_TILE) transpose_codes(codes, stride, w->tile);
+        for (int32_t i = first; i < last && (is_key || last - first < TQ_TILE); i++)
             if (is_key)
-                memcpy(w->tile + TQ_TILE * i, codes, TQ_TILE);
+                memcpy(w->tile + TQ_TILE * i, codes + i * stride, TQ_TILE);
             else
-                for (int32_t c = 0; c < TQ_TILE; c++) w->tile[TQ_TILE * c + tq_column(i)] = codes[c];
-        }
+                for (int32_t c = 0; c < TQ_TILE; c++) w->tile[TQ_TILE * c + tq_column(i)] = codes[i * stride + c];
         job->kernels->pack(side->bits[g], w->tile, words);
     }
     for (int32_t i = first; i < last; i++)
@@ -296,6 +317,8 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
     TQ_TRY(check_pointers(plan, params, error));
     TQ_TRY(tq_transform_check(plan, &params->key, params->kv_heads, 1, error));
     TQ_TRY(tq_transform_check(plan, &params->value, params->kv_heads, 0, error));
+    TQ_TRY(check_centre(plan, params, &params->key, "key_centre", error));
+    TQ_TRY(check_centre(plan, params, &params->value, "value_centre", error));
     TQ_TRY(check_tables(plan, params, error));
     TQ_TRY(check_overlap(plan, params, error));
     if (scratch_bytes < (size_t)(job.worker_bytes * thread_count(params)) || !scratch)

@@ -117,6 +117,8 @@ static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, 
     int64_t length = a->lengths[b], capacity = (int64_t)a->sinks + a->window + (int64_t)a->max_pages * plan->page_tokens;
     if (length < 0 || length > capacity)
         return tq_fail(error, TQ_E_VALUE, "lengths", b, (double)length, "in 0..sinks + window + max_pages * page_tokens");
+    if (a->causal && a->query_tokens > 1 && a->window && !a->fresh_k && length > (int64_t)a->sinks + a->window)
+        return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 0, "given: early queries need what the new tokens pushed out of the window");
     if (a->starts && (a->starts[b] < 0 || a->starts[b] > length))
         return tq_fail(error, TQ_E_VALUE, "starts", b, a->starts[b], "in 0..lengths");
     int64_t packed = length - a->sinks - a->window;

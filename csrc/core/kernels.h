@@ -45,8 +45,9 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    /** In place on n floats (a power of two): butterflies at distances 1, 2, 4 .. n/2, then times factor. Bit-exact. */
-    void (*hadamard)(float *x, int32_t n, float factor);
+    /** In place on n floats (a power of two, 8 or more): number i changes its sign if bit i of `before` is set (bit i % 32 of word
+     *  i / 32; NULL: none), butterflies at distances 1, 2, 4 .. n/2, times factor, signs of `after`. Bit-exact. */
+    void (*hadamard)(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after);
     /** y = M x (or M^T x) of n x n row-major; each y_i sums its products in ascending order. Bit-exact. y may not overlap x. */
     void (*matvec)(const float *matrix, int transposed, const float *x, float *y, int32_t n);
     /** z [head_dim] rotated -> codes [groups * 32] (0 where padded or without bits) and one binary16 scale. Bit-exact. */

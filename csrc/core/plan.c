@@ -107,7 +107,7 @@ tq_status tq_transform_check(const tq_plan *plan, const tq_transform *t, int32_t
             return tq_fail(error, TQ_E_VALUE, rotation, -1, plan->rotation, "absent, because the plan's rotation is not dense");
     }
     for (int64_t i = 0; t->steps && i < (int64_t)kv_heads * plan->groups; i++)
-        if (!(t->steps[i] > 0) || isinf(t->steps[i]))
-            return tq_fail(error, TQ_E_VALUE, is_key ? "key_steps" : "value_steps", i, t->steps[i], "positive and finite");
+        if (!(t->steps[i] >= 0x1p-40f && t->steps[i] <= 0x1p40f))
+            return tq_fail(error, TQ_E_VALUE, is_key ? "key_steps" : "value_steps", i, t->steps[i], "in 2^-40..2^40");
     return TQ_OK;
 }

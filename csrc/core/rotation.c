@@ -10,12 +10,6 @@ static int32_t power_of_two_at_most(int32_t n)
     return p;
 }
 
-static void flip_signs(const uint32_t *signs, float *x, int32_t n)
-{
-    for (int32_t i = 0; i < n; i++)
-        if (signs[i / 32] >> (i % 32) & 1) x[i] = -x[i];
-}
-
 /* turboquant.h, "The Hadamard rotation": one pass, or two that overlap. H is its own inverse, so the inverse flips last. */
 static void rotate_hadamard(const tq_kernels *kernels, const tq_plan *plan, int inverse, float *x)
 {
@@ -24,9 +18,7 @@ static void rotate_hadamard(const tq_kernels *kernels, const tq_plan *plan, int 
     for (int32_t i = 0; i < passes; i++) {
         int32_t pass = inverse ? passes - 1 - i : i;
         float *part = pass ? x + plan->head_dim - p : x;
-        if (!inverse) flip_signs(plan->signs[pass], part, p);
-        kernels->hadamard(part, p, factor);
-        if (inverse) flip_signs(plan->signs[pass], part, p);
+        kernels->hadamard(part, p, factor, inverse ? NULL : plan->signs[pass], inverse ? plan->signs[pass] : NULL);
     }
 }
 

@@ -178,9 +178,9 @@ TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_word
 typedef struct {
     const float *rotation;          /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL */
     int64_t rotation_stride_head;   /* 0 when one matrix serves all heads */
-    const float *centre;            /* [batch or 1, kv_heads, head_dim]; NULL: 0 */
+    const float *centre;            /* [batch or 1, kv_heads, head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
     int64_t centre_stride_batch;    /* 0 when one centre serves all sequences */
-    const float *steps;             /* [kv_heads, groups], positive and finite; NULL: 1 */
+    const float *steps;             /* [kv_heads, groups], in 2^-40..2^40; NULL: 1 */
 } tq_transform;
 
 /** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none).
@@ -263,9 +263,10 @@ typedef struct {
 TQ_API tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error);
 
 /** Errors: TQ_E_VALUE for a size, stride, alignment, a negative length, one that exceeds the capacity, a start outside
- *  0..length, a page index outside 0..n_pages-1 among the entries needed, a softmax_scale or softcap that is not finite. The plan must have values. Hostile block tables and
+ *  0..length, several causal queries without `fresh` over a window that has overflowed, a page index outside 0..n_pages-1 among the entries needed, a softmax_scale or softcap that is not finite. The plan must have values. Hostile block tables and
  *  lengths cannot make it read outside the named arrays or write outside out, lse and scratch.
- *  Accuracy: within 2e-5 of float64 over the same bytes (float32 queries), relative to the largest output. */
+ *  Accuracy: relative to the largest output, within 2e-5 of float64 over the same bytes for float32 queries and within 1e-3 for
+ *            16-bit ones, whose kernels may keep 15 bits of a query; rounding of `out` comes on top. */
 TQ_API tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes, tq_error *error);
 
 /** Merges `parts` partial results over disjoint tokens:  lse = log sum_i exp(lse_i),  out = sum_i exp(lse_i - lse) out_i.

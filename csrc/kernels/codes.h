@@ -18,31 +18,58 @@ TQ_INLINE tq_floats butterfly(tq_floats x, int h)
     return tq_swap(x, h) + (tq_floats)((tq_ints)x ^ flip);
 }
 
-static void hadamard_vector(float *x, int32_t n, float factor)
+/** x with the signs of lanes whose bit of `signs`, from bit `first` on, is set changed. */
+TQ_INLINE tq_floats flip_signs(tq_floats x, const uint32_t *signs, int32_t first)
 {
-    if (n < TQ_LANES) {
-        tq_kernels_scalar.hadamard(x, n, factor);
-        return;
-    }
-    for (int32_t i = 0; i < n; i += TQ_LANES) {
-        tq_floats v = tq_load_floats(x + i);
-        v = butterfly(butterfly(v, 1), 2);
+    tq_ints lane, bits = (tq_ints){0} + (int32_t)(signs[first / 32] >> first % 32);
+    for (int i = 0; i < TQ_LANES; i++) lane[i] = 31 - i;
+    return (tq_floats)((tq_ints)x ^ ((bits << lane) & INT32_MIN));
+}
+
+/** n floats in registers, or in v if they do not fit; the loops are unrolled where n is a constant. */
+TQ_INLINE void hadamard_in(tq_floats *v, float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after)
+{
+    int32_t vectors = n / TQ_LANES;
+    TQ_UNROLL
+    for (int32_t i = 0; i < vectors; i++) {
+        v[i] = tq_load_floats(x + TQ_LANES * i);
+        if (before) v[i] = flip_signs(v[i], before, TQ_LANES * i);
+        v[i] = butterfly(butterfly(v[i], 1), 2);
 #if TQ_LANES >= 8
-        v = butterfly(v, 4);
+        v[i] = butterfly(v[i], 4);
 #endif
 #if TQ_LANES >= 16
-        v = butterfly(v, 8);
+        v[i] = butterfly(v[i], 8);
 #endif
-        tq_store_floats(x + i, v);
     }
-    for (int32_t h = TQ_LANES; h < n; h *= 2)
-        for (int32_t i = 0; i < n; i += 2 * h)
-            for (int32_t j = i; j < i + h; j += TQ_LANES) {
-                tq_floats a = tq_load_floats(x + j), b = tq_load_floats(x + j + h);
-                tq_store_floats(x + j, a + b);
-                tq_store_floats(x + j + h, a - b);
+    TQ_UNROLL
+    for (int32_t h = 1; h < vectors; h *= 2)
+        TQ_UNROLL
+        for (int32_t i = 0; i < vectors; i += 2 * h)
+            TQ_UNROLL
+            for (int32_t j = i; j < i + h; j++) {
+                tq_floats a = v[j], b = v[j + h];
+                v[j] = a + b;
+                v[j + h] = a - b;
             }
-    for (int32_t i = 0; i < n; i += TQ_LANES) tq_store_floats(x + i, tq_load_floats(x + i) * factor);
+    TQ_UNROLL
+    for (int32_t i = 0; i < vectors; i++) {
+        v[i] *= factor;
+        tq_store_floats(x + TQ_LANES * i, after ? flip_signs(v[i], after, TQ_LANES * i) : v[i]);
+    }
+}
+
+static void hadamard_vector(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after)
+{
+    tq_floats v[TQ_MAX_DIM / TQ_LANES];
+    if (n < TQ_LANES)
+        tq_kernels_scalar.hadamard(x, n, factor, before, after);
+    else if (n == 8 * TQ_LANES)
+        hadamard_in(v, x, 8 * TQ_LANES, factor, before, after);
+    else if (n == 4 * TQ_LANES)
+        hadamard_in(v, x, 4 * TQ_LANES, factor, before, after);
+    else
+        hadamard_in(v, x, n, factor, before, after);
 }
 
 /** Eight sums at a time, each in its own order: the sums of a row may not be split, so rows are what runs side by side. */
@@ -89,11 +116,9 @@ TQ_INLINE float tree_dot(const float *a, const float *b, int32_t n)
 
 /** Codes and decoded levels of the 32 channels of one group. By symmetry only magnitudes are searched: m counts the positive
  *  thresholds t <= u, or t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. */
-TQ_INLINE void encode_group(const tq_codebook *book, const float *u, uint8_t *codes, float *c)
+TQ_INLINE void encode_group(const tq_codebook *book, const float magnitudes[16], const float *u, uint8_t *codes, float *c)
 {
     int32_t half = book->n_levels / 2;
-    float magnitudes[16] = {0};
-    for (int32_t m = 0; m < half; m++) magnitudes[m] = (float)book->levels[book->code_of_rank[half + m]] * book->step;
     for (int32_t i = 0; i < TQ_TILE; i += TQ_LANES) {
         tq_floats x = tq_load_floats(u + i);
         tq_ints negative = x < 0.0f, m = {0}, key = tq_magnitude_bits(x) + negative;
@@ -104,6 +129,13 @@ TQ_INLINE void encode_group(const tq_codebook *book, const float *u, uint8_t *co
         tq_bytes bytes = __builtin_convertvector(code, tq_bytes);
         memcpy(codes + i, &bytes, sizeof bytes);
     }
+}
+
+/** Positive levels in ascending order. */
+static inline void list_magnitudes(const tq_codebook *book, float magnitudes[16])
+{
+    int32_t half = book->n_levels / 2;
+    for (int32_t m = 0; m < half; m++) magnitudes[m] = (float)book->levels[book->code_of_rank[half + m]] * book->step;
 }
 
 /** scalar.c: scale_factor. */
@@ -120,7 +152,8 @@ TQ_INLINE float scale_factor(int32_t scale, const float *u, const float *c, int3
 /** scalar.c: encode_scalar. */
 static void encode_vector(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale)
 {
-    float u[TQ_MAX_DIM], c[TQ_MAX_DIM];
+    float u[TQ_MAX_DIM], c[TQ_MAX_DIM], magnitudes[16] = {0};
+    const tq_codebook *listed = NULL;
     int32_t n = TQ_LANES, groups = (e->head_dim + TQ_TILE - 1) / TQ_TILE;
     while (n < e->head_dim) n *= 2;
     memset(u + e->head_dim, 0, sizeof(float) * (size_t)((n < TQ_TILE * groups ? TQ_TILE * groups : n) - e->head_dim));
@@ -138,7 +171,9 @@ static void encode_vector(const tq_encoder *e, const float *z, uint8_t *codes, u
     for (int32_t g = 0; g < groups; g++) {
         int32_t at = TQ_TILE * g, real = e->head_dim - at;
         if (e->side->bits[g]) {
-            encode_group(&e->books[e->side->bits[g]], u + at, codes + at, c + at);
+            const tq_codebook *book = &e->books[e->side->bits[g]];
+            if (book != listed) list_magnitudes(listed = book, magnitudes);
+            encode_group(book, magnitudes, u + at, codes + at, c + at);
         } else {
             memset(codes + at, 0, TQ_TILE);
             memset(c + at, 0, sizeof(float) * TQ_TILE);

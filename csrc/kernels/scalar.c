@@ -4,8 +4,15 @@
 
 /* ---- rotation ---- */
 
-static void hadamard_scalar(float *x, int32_t n, float factor)
+static void flip_signs(const uint32_t *signs, float *x, int32_t n)
 {
+    for (int32_t i = 0; signs && i < n; i++)
+        if (signs[i / 32] >> (i % 32) & 1) x[i] = -x[i];
+}
+
+static void hadamard_scalar(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after)
+{
+    flip_signs(before, x, n);
     for (int32_t h = 1; h < n; h *= 2)
         for (int32_t i = 0; i < n; i += 2 * h)
             for (int32_t j = i; j < i + h; j++) {
@@ -14,6 +21,7 @@ static void hadamard_scalar(float *x, int32_t n, float factor)
                 x[j + h] = a - b;
             }
     for (int32_t i = 0; i < n; i++) x[i] *= factor;
+    flip_signs(after, x, n);
 }
 
 static void matvec_scalar(const float *matrix, int transposed, const float *x, float *y, int32_t n)

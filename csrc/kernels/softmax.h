@@ -16,7 +16,7 @@ TQ_INLINE tq_floats tq_exp_nonpositive(tq_floats x)
     y = tq_fused(r, y, tq_all(0.5f));
     y = tq_fused(r, y, tq_all(1.0f));
     y = tq_fused(r, y, tq_all(1.0f));
-    y = (tq_floats)((tq_ints)y + ((tq_ints)shifted << 23)); /* times 2^k */
+    y = (tq_floats)((tq_words)y + ((tq_words)shifted << 23)); /* times 2^k; unsigned: far below -86 it wraps, and is dropped */
     return (tq_floats)((tq_ints)tq_select(x == x, y, x) & ~(x < -86.0f));
 }
 

@@ -29,6 +29,7 @@
 
 typedef float tq_floats __attribute__((vector_size(4 * TQ_LANES)));
 typedef int32_t tq_ints __attribute__((vector_size(4 * TQ_LANES)));
+typedef uint32_t tq_words __attribute__((vector_size(4 * TQ_LANES)));
 typedef uint8_t tq_bytes __attribute__((vector_size(TQ_LANES)));
 
 TQ_INLINE tq_floats tq_load_floats(const float *x)
