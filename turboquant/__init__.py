@@ -3,6 +3,8 @@
     Quantizer, Codes         vectors, with NumPy alone
     CacheSpec, preset(s)     how a cache quantises
     TurboQuantCache          a `transformers.Cache`                               needs transformers
+    calibrate, Calibration   measure a model once, for calibrated plans           needs transformers
+    evaluate                 what a spec costs in quality, on text                needs transformers
     patch, unpatch           make a model's `generate` use one                    needs transformers
     ops                      `torch.ops.turboquant.*`, loaded by importing it     needs torch
 
@@ -20,15 +22,34 @@ _HOMES = {
     "CacheSpec": "spec",
     "preset": "spec",
     "presets": "spec",
+    "Calibration": "calibration",
+    "calibrate": "calibration.measure",
+    "evaluate": "evaluate",
     "TurboQuantCache": "cache",
     "patch": "patch",
     "unpatch": "patch",
 }
-__all__ = ["CacheSpec", "Codes", "Quantizer", "TurboQuantCache", "ops", "patch", "preset", "presets", "unpatch"]
+__all__ = [
+    "CacheSpec",
+    "Calibration",
+    "Codes",
+    "Quantizer",
+    "TurboQuantCache",
+    "calibrate",
+    "evaluate",
+    "ops",
+    "patch",
+    "preset",
+    "presets",
+    "unpatch",
+]
 
 if TYPE_CHECKING:
     from . import ops as ops
     from .cache import TurboQuantCache as TurboQuantCache
+    from .calibration import Calibration as Calibration
+    from .calibration.measure import calibrate as calibrate
+    from .evaluate import evaluate as evaluate
     from .patch import patch as patch
     from .patch import unpatch as unpatch
     from .quantizer import Codes as Codes

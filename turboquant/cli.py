@@ -1,15 +1,22 @@
-"""The command line: ``turboquant info`` and ``turboquant demo``, also as ``python -m turboquant``."""
+"""The command line, also as ``python -m turboquant``: info, demo, calibrate, eval."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import turboquant
+
+CALIBRATION_TOKENS, CALIBRATION_WINDOW = 32768, 1024
 
 
 def _installed(distribution: str) -> str:
@@ -74,23 +81,200 @@ def demo(arguments: Sequence[str]) -> int:
     except ImportError as error:
         print(f"turboquant demo: {error}; it needs: pip install 'turboquant-attention[hf,cli]'", file=sys.stderr)
         return 1
-    return int(run(list(arguments)) or 0)
+    return run(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point; returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+def _checked_files(chosen: argparse.Namespace, output: str, option: str) -> str:
+    """The text, once it is known that it can be read, that the result can be written, and that there is a model."""
+    if chosen.fasta is not None:
+        raise ValueError("--fasta: ESM-2 is not supported yet, only causal decoders and --text are")
+    if output and not os.access(Path(output).absolute().parent, os.W_OK):
+        raise ValueError(f"{option} must be a file in a folder that can be written to, got {output!r}")
+    local = chosen.model.startswith((".", "/", "~")) or chosen.model.endswith("/")
+    if local and not os.path.isdir(chosen.model):
+        raise ValueError(f"MODEL must be a folder or a name on the Hugging Face hub, got {chosen.model!r}")
+    try:
+        return Path(chosen.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text must be a file of UTF-8 text, got {chosen.text!r}: {error}") from None
+
+
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _model(chosen: argparse.Namespace) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=getattr(torch, chosen.dtype)).eval()
+    return model.to(_device(chosen.device))
+
+
+def _device(wanted: str | None) -> str:
+    """What was asked for, or a GPU if there is one that the operators were built for."""
+    import torch
+
+    if wanted is not None:
+        return wanted
+    built = next(Path(__file__).parent.glob("_torch*.so"), None)
+    return "cuda" if built and torch.cuda.is_available() and _has_device_code(built) else "cpu"
+
+
+def calibrate(chosen: argparse.Namespace) -> int:
+    """Measure a model's keys and values on text, and write what calibrated specs need."""
+    from .calibration import measure
+    from .evaluate import text_windows
+
+    text = _checked_files(chosen, chosen.out, "--out")
+    tokenizer = _tokenizer(chosen.model)
+    wanted = chosen.tokens
+    if wanted is None:
+        there = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        wanted = min(CALIBRATION_TOKENS, there)
+    least = CALIBRATION_WINDOW // 4
+    if wanted < least:
+        raise ValueError(f"--tokens must be at least {least}, which the text must have, got {wanted}")
+    count = max(1, wanted // CALIBRATION_WINDOW)
+    windows = text_windows(text, tokenizer, count, wanted // count)
+    model = _model(chosen)
+    checkpoint = f"{chosen.out}.part"
+    found = measure.calibrate(
+        model,
+        [window[None] for window in windows],
+        seed=chosen.seed,
+        source=Path(chosen.text).name,
+        progress=True,
+        checkpoint=checkpoint,
+    )
+    found.save(chosen.out)
+    size = Path(chosen.out).stat().st_size
+    print(f"{chosen.out}: {found.tokens:,} tokens, {found.layers} layers, {found.kv_heads} KV heads of "
+          f"{found.head_dim} channels, {size:,} bytes")  # fmt: skip
+    return 0
+
+
+def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The presets named, everything packed, and then the fields that were set."""
+    from .spec import CacheSpec, preset
+
+    names = [field.name for field in dataclasses.fields(CacheSpec)]
+    changed: dict[str, Any] = {"sinks": 0, "window": 0}
+    for given in chosen.set:
+        field, equals, value = given.partition("=")
+        if not equals:
+            raise ValueError(f"--set must be FIELD=VALUE, got {given!r}")
+        if field not in names:
+            raise ValueError(f"--set must name a field among {', '.join(names)}, got {field!r}")
+        try:
+            changed[field] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            changed[field] = value
+    return {name: preset(name).with_(**changed) for name in filter(None, chosen.spec.split(","))}
+
+
+def evaluate(chosen: argparse.Namespace) -> int:
+    """Measure what specs cost in quality on a text, through the packed path."""
+    from .calibration import Calibration
+    from .evaluate import evaluate_all, markdown, text_windows
+
+    specs = _specs(chosen)
+    if not specs:
+        raise ValueError("--spec must name at least one preset")
+    missing = [name for name, spec in specs.items() if spec.calibrated and chosen.calibration is None]
+    if missing:
+        raise ValueError(f"--calibration must name a file for {', '.join(missing)}; `turboquant calibrate` makes one")
+    found = None if chosen.calibration is None else Calibration.load(chosen.calibration)
+    text = _checked_files(chosen, chosen.json or "", "--json")
+    windows = text_windows(text, _tokenizer(chosen.model), chosen.windows, chosen.length)
+    model = _model(chosen)
+    results = evaluate_all(
+        model, windows, specs, calibration=found, prefill=chosen.prefill, sinks=None, window=None, progress=True
+    )
+    print(markdown(results))
+    if chosen.json:
+        rows = []
+        for name, one in results.items():
+            used = found.source if found is not None and specs[name].calibrated else None
+            params = {
+                "spec": name,
+                "fields": dataclasses.asdict(one.spec),
+                "exact": one.exact,
+                "model": Path(chosen.model).name,
+                "text": Path(chosen.text).name,
+                "windows": one.windows,
+                "length": one.length,
+                "prefill": one.prefill,
+                "device": model.device.type,
+                "dtype": chosen.dtype,
+                "calibrated_on": used,
+            }
+            rows.append({"bench": "quality", "params": params, "metrics": one.metrics()})
+        machine = {"system": f"{platform.system()} {platform.machine()}", "torch": _installed("torch"),
+                   "transformers": _installed("transformers"), "python": platform.python_version()}  # fmt: skip
+        result = {"machine": machine, "commit": f"turboquant {turboquant.__version__}", "rows": rows}
+        Path(chosen.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", metavar="FILE", help="UTF-8 text")
+    source.add_argument("--fasta", metavar="FILE", help="proteins (not supported yet)")
+    parser.add_argument("--device", help="such as cpu or cuda:0; the default is a GPU if there is one")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
+                        help="of the model; float32, the default, adds no rounding of its own")  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="turboquant", description="KV-cache quantisation and attention on packed bytes."
     )
     parser.add_argument("--version", action="version", version=turboquant.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,demo}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,demo,calibrate,eval}")
     commands.add_parser("info", help="versions, instruction set, threads, CUDA build and device")
     # No help of its own: `demo --help` is answered by the demo.
     commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits", add_help=False)
+    one = commands.add_parser("calibrate", help="measure a model once, for the calibrated presets")
+    _add_model_options(one)
+    one.add_argument("--out", metavar="FILE", required=True, help="the calibration; FILE.part while it runs, to resume")
+    one.add_argument(
+        "--tokens", type=int, metavar="N", help=f"of the text, spread over it (default {CALIBRATION_TOKENS})"
+    )
+    one.add_argument("--seed", type=int, default=0, help="of the rotation inside groups")
+    one.set_defaults(run=calibrate)
+    one = commands.add_parser("eval", help="quality and bytes of specs on a text, everything packed unless --set")
+    _add_model_options(one)
+    one.add_argument("--spec", metavar="NAME[,NAME...]", required=True, help="presets")
+    one.add_argument(
+        "--set", metavar="FIELD=VALUE", action="append", default=[], help="a field of the spec, such as sinks=4"
+    )
+    one.add_argument("--calibration", metavar="FILE", help="for calibrated presets")
+    one.add_argument("--windows", type=int, default=12)
+    one.add_argument("--length", type=int, default=2048, help="tokens of a window")
+    one.add_argument("--prefill", choices=("packed", "chunked", "decode"), default="packed")
+    one.add_argument("--json", metavar="OUT")
+    one.set_defaults(run=evaluate)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point; returns the exit status. Ends with status 2 and a message if something cannot be done."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
     chosen, rest = parser.parse_known_args(given)
     if chosen.command == "demo":
         return demo(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return info()
+    if chosen.command == "info":
+        return info()
+    try:
+        return int(chosen.run(chosen))
+    except ImportError as error:
+        parser.error(f"{error}; {chosen.command} needs: pip install 'turboquant-attention[hf,cli]'")
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:
+        parser.error(f"{chosen.command}: {error}")

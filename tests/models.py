@@ -1,0 +1,62 @@
+"""Small models with random weights, for tests of everything that goes through transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", minversion="2.10")
+transformers = pytest.importorskip("transformers", minversion="4.57")
+
+_SHAPE = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=2048,
+    initializer_range=0.15,  # attention far from uniform, next tokens far from ties
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, no groups": ("Llama", dict(num_key_value_heads=4, head_dim=24)),
+    "mistral, sliding": ("Mistral", dict(sliding_window=11)),
+    "qwen2": ("Qwen2", dict(hidden_size=128)),
+    "qwen2, some layers sliding": (
+        "Qwen2",
+        dict(hidden_size=128, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    ),
+    "qwen3": ("Qwen3", {}),
+    "gemma2, soft-cap and sliding": (
+        "Gemma2",
+        dict(sliding_window=10, query_pre_attn_scalar=32, attn_logit_softcapping=20.0),
+    ),
+}
+
+
+def tiny(kind: str = "llama", dtype: Any = None, seed: int = 0, **changes: Any) -> Any:
+    """A causal language model of a kind above, in eval mode, the same on every call."""
+    name, fields = KINDS[kind]
+    config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **fields, **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    if "soft-cap" in kind:
+        model.set_attn_implementation("eager")  # SDPA has no soft-cap, and transformers 4.57 drops it in silence there
+    return model.to(dtype or torch.float32)
+
+
+def prompts(batch: int, tokens: int, padding: tuple[int, ...] = (), seed: int = 0) -> dict[str, Any]:
+    """input_ids and attention_mask [batch, tokens], the first padding[b] of sequence b masked."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 96, (batch, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    for b, pad in enumerate(padding):
+        ids[b, :pad], mask[b, :pad] = 0, 0
+    return dict(input_ids=ids, attention_mask=mask)

@@ -1,0 +1,630 @@
+"""TurboQuantCache by itself: keys and values are handed to it as a model would, without a model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import models  # noqa: F401  skips without torch and transformers
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from turboquant import CacheSpec, TurboQuantCache
+from turboquant.attention import FreshKeys, attention, request_mask
+
+LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
+CONFIG = LlamaConfig(
+    num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HEADS * DIM
+)
+PACKED = CacheSpec(3, 3, prefill="packed")
+
+
+class Stream:
+    """Keys, values and queries of some sequences, [batch, heads, tokens, DIM] per layer, to be fed in pieces."""
+
+    def __init__(self, batch=1, tokens=300, seed=0, dtype=torch.float32, dim=DIM, kv_heads=KV_HEADS):
+        make = torch.Generator().manual_seed(seed)
+        mean = torch.randn(LAYERS, 1, kv_heads, 1, dim, generator=make)
+        self.k = (torch.randn(LAYERS, batch, kv_heads, tokens, dim, generator=make) + mean).to(dtype)
+        self.v = torch.randn(LAYERS, batch, kv_heads, tokens, dim, generator=make).to(dtype)
+        self.q = torch.randn(LAYERS, batch, 2 * kv_heads, tokens, dim, generator=make).to(dtype)
+
+    def piece(self, start, stop):
+        return [
+            (self.q[i, :, :, start:stop], self.k[i, :, :, start:stop], self.v[i, :, :, start:stop])
+            for i in range(LAYERS)
+        ]
+
+
+def module():
+    return SimpleNamespace(num_key_value_groups=2, is_causal=True)
+
+
+def forward(cache, piece, mask=None, local_size=None, **options):
+    """One forward pass: out [layers, batch, tokens, heads, dim]."""
+    tokens = piece[0][0].shape[2]
+    kv_length, offset = cache.get_mask_sizes(tokens, 0)
+    where = dict(
+        q_length=tokens, q_offset=kv_length - tokens, cache_position=torch.arange(kv_length - tokens, kv_length)
+    )  # 5.x, 4.57
+    request = request_mask(batch_size=piece[0][0].shape[0], kv_length=kv_length, kv_offset=offset, attention_mask=mask,
+                           local_size=local_size, allow_is_causal_skip=True, **where)  # fmt: skip
+    out = []
+    for i, (q, k, v) in enumerate(piece):
+        fresh, value = cache.update(k, v, i)
+        out.append(attention(module(), q, fresh, value, request, scaling=DIM**-0.5, **options)[0])
+    return torch.stack(out)
+
+
+def exact(stream, start, stop, first=0):
+    """Full-precision attention of queries start..stop-1 over positions first and on, float64, as `forward` lays it
+    out."""
+    q, k, v = (
+        x.double()
+        for x in (stream.q[:, :, :, start:stop], stream.k[:, :, :, first:stop], stream.v[:, :, :, first:stop])
+    )
+    k, v = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
+    seen = torch.arange(first, stop)[None, :] <= torch.arange(start, stop)[:, None]
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(2, 3)
+
+
+def packed_bytes(cache):
+    """Of each layer and sequence: its records in order."""
+    return [
+        [layer.pages[layer.block_table[b].long()[: len(row)]] for b, row in enumerate(layer._rows)]
+        for layer in cache.layers
+    ]
+
+
+def snapshot(cache):
+    return [(part, tensor.clone()) for part, tensor in cache.tensors()], cache.get_seq_length()
+
+
+def assert_unchanged(cache, before):
+    tensors, length = snapshot(cache)
+    assert length == before[1] and [p for p, _ in tensors] == [p for p, _ in before[0]]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(tensors, before[0]))
+
+
+def close(a, b, tolerance=2e-5):
+    assert (a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max()
+
+
+# ---- what transformers asks it ----
+
+
+def test_lengths_as_transformers_asks_for_them():
+    cache, stream = TurboQuantCache(CONFIG, "default"), Stream()
+    assert len(cache) == LAYERS and not cache.is_initialized and not cache.is_compileable
+    assert cache.get_seq_length() == 0 and cache.get_mask_sizes(7, 0) == (7, 0)
+    forward(cache, stream.piece(0, 5))
+    forward(cache, stream.piece(5, 6))
+    assert cache.get_seq_length() == cache.get_seq_length(1) == 6 and cache.is_initialized
+    layer = cache.layers[0]
+    assert (
+        layer.get_mask_sizes(3) == layer.get_mask_sizes(torch.arange(6, 9)) == (9, 0)
+    )  # transformers 4.57 passes positions
+    assert layer.get_max_length() == layer.get_max_cache_shape() == -1
+    assert cache.is_sliding == [False] * LAYERS
+    assert "tokens=6" in repr(cache) and "PackedLayer(0" in repr(layer)
+
+
+def test_keys_on_their_way_can_be_described_and_nothing_else():
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream()
+    _, k, v = stream.piece(0, 4)[0]
+    fresh, value = cache.update(k, v, 0)
+    assert value is v and type(fresh) is FreshKeys and isinstance(fresh, torch.Tensor)
+    assert (fresh.shape, fresh.dtype, fresh.device, fresh.dim(), fresh.size(1), len(fresh)) == (
+        k.shape,
+        k.dtype,
+        k.device,
+        4,
+        KV_HEADS,
+        1,
+    )
+    assert "layer=0" in repr(fresh)
+    uses = [
+        lambda: fresh.transpose(2, 3),
+        lambda: fresh[:, :, 1:],
+        lambda: stream.q[0] @ fresh,
+        lambda: torch.cat([fresh, k], 2),
+        lambda: torch.nn.functional.scaled_dot_product_attention(k, fresh, v),
+        lambda: fresh + 1,
+        lambda: fresh.clone(),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"kept in a TurboQuantCache.*Call turboquant\.patch\(model\)"):
+            use()
+    assert cache.get_seq_length() == 0
+    with pytest.raises(NotImplementedError, match="layer 0: keys and values shared between layers"):
+        for _ in range(2):
+            attention(module(), k.repeat(1, 2, 1, 1), fresh, value, None)
+
+
+@pytest.mark.parametrize("what", ["offload", "prefetch"])
+def test_what_is_not_supported_says_so(what):
+    with pytest.raises(NotImplementedError, match=what):
+        getattr(TurboQuantCache(CONFIG).layers[0], what)()
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    {
+        "t5": (dict(is_encoder_decoder=True), "encoder-decoder"),
+        "linear": (dict(layer_types=["full_attention", "linear_attention"]), "got linear_attention"),
+        "chunked": (dict(attention_chunk_size=16), "got chunked_attention"),
+        "sharing": (dict(num_kv_shared_layers=2), "shared between layers"),
+    }.values(),
+)
+def test_models_that_cannot_be_packed(config, message):
+    made = LlamaConfig(num_hidden_layers=2)
+    for name, value in config.items():
+        object.__setattr__(made, name, value)
+    with pytest.raises(NotImplementedError, match=message):
+        TurboQuantCache(made)
+
+
+def test_calibrated_centres_need_a_calibration():
+    with pytest.raises(ValueError, match="`calibration` must be a Calibration"):
+        TurboQuantCache(CONFIG, CacheSpec(centre="calibrated"))
+
+
+# ---- what it computes ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("prefill", ["exact", "packed"])
+def test_a_window_that_holds_everything_is_exact(prefill, dtype):
+    stream = Stream(batch=2, tokens=40, dtype=dtype)
+    cache = TurboQuantCache(CONFIG, CacheSpec(2, 2, sinks=3, window=64, centre="prompt", prefill=prefill))
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    for start, stop in [(0, 17), (17, 18), (18, 30), (30, 31), (31, 40)]:
+        out = forward(cache, stream.piece(start, stop))
+        assert out.dtype == dtype
+        close(out, exact(stream, start, stop), tolerance)
+    assert cache.report().parts["pages"] == 0
+
+
+@pytest.mark.parametrize("bits, error", [(5, 0.08), (4, 0.15), (3, 0.28), (2, 0.55)])
+@pytest.mark.parametrize("rotation", ["hadamard", "haar", "none"])
+def test_packed_is_close(rotation, bits, error):
+    stream = Stream(tokens=200)
+    cache = TurboQuantCache(CONFIG, CacheSpec(bits, bits, rotation=rotation, centre="prompt", prefill="packed"))
+    out = torch.cat([forward(cache, stream.piece(0, 150)), forward(cache, stream.piece(150, 200))], 2)
+    want = exact(stream, 0, 200)
+    assert ((out - want).norm() / want.norm()).item() < error
+
+
+def test_one_haar_matrix_serves_all_layers():
+    cache = TurboQuantCache(CONFIG, CacheSpec(rotation="haar"))
+    forward(cache, Stream().piece(0, 9))
+    assert cache.layers[0].rotation is cache.layers[1].rotation
+    assert [t.shape for p, t in cache.tensors() if p == "rotation"] == [(1, DIM, DIM)]
+
+
+def test_the_first_forward_is_exact_or_packed():
+    stream = Stream(tokens=50)
+    want = exact(stream, 0, 50)
+    caches = {p: TurboQuantCache(CONFIG, CacheSpec(2, 2, prefill=p)) for p in ("exact", "packed")}
+    outs = {p: forward(cache, stream.piece(0, 50)) for p, cache in caches.items()}
+    close(outs["exact"], want, 2e-6)
+    assert (outs["packed"] - want).norm() / want.norm() > 0.1
+    for a, b in zip(*(packed_bytes(cache) for cache in caches.values())):
+        assert torch.equal(a[0], b[0])
+
+
+SHAPES = {
+    "all packed": dict(),
+    "sinks and window": dict(sinks=4, window=32),
+    "centred": dict(centre="prompt", centre_tokens=40, sinks=1),
+}
+
+
+@pytest.mark.parametrize("pieces", [(40, 41, 42, 105, 140, 300), (128, 256, 300), (50, 300)], ids=str)
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_pieces_make_the_same_cache_as_one_prefill(fields, pieces):
+    stream, spec = Stream(batch=2), PACKED.with_(**fields)
+    whole, parts = TurboQuantCache(CONFIG, spec), TurboQuantCache(CONFIG, spec)
+    want = forward(whole, stream.piece(0, 300))
+    out = torch.cat([forward(parts, stream.piece(a, b)) for a, b in zip((0, *pieces), pieces)], 2)
+    close(out, want)
+    for a, b in zip(packed_bytes(parts), packed_bytes(whole)):
+        assert all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_token_by_token_makes_the_same_cache(fields):
+    """From the 128th token on; the first ones come together, so that the centre is the same."""
+    stream, spec = Stream(tokens=270), PACKED.with_(**fields)
+    whole, single = TurboQuantCache(CONFIG, spec), TurboQuantCache(CONFIG, spec)
+    want = forward(whole, stream.piece(0, 270))
+    out = torch.cat(
+        [forward(single, stream.piece(0, 128))] + [forward(single, stream.piece(t, t + 1)) for t in range(128, 270)], 2
+    )
+    close(out, want)
+    for a, b in zip(packed_bytes(single), packed_bytes(whole)):
+        assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("prefill", ["exact", "packed"])
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_left_padding_is_never_stored(fields, prefill):
+    """Each sequence of a padded batch has the bytes and the outputs that it has alone."""
+    spec, padding = CacheSpec(3, 3, prefill=prefill).with_(**fields), (0, 1, 37, 150)
+    stream = Stream(batch=4, tokens=190)
+    mask = torch.arange(160)[None, :] >= torch.tensor(padding)[:, None]
+    together = TurboQuantCache(CONFIG, spec)
+    outs = [forward(together, stream.piece(0, 160), mask)]
+    for t in range(160, 190):
+        mask = torch.nn.functional.pad(mask, (0, 1), value=True)
+        outs.append(forward(together, stream.piece(t, t + 1), mask))
+    out = torch.cat(outs, 2)
+    for b, pad in enumerate(padding):
+        one = copy.copy(stream)
+        one.q, one.k, one.v = (x[:, b : b + 1, :, pad:] for x in (stream.q, stream.k, stream.v))
+        alone = TurboQuantCache(CONFIG, spec)
+        outs = [forward(alone, one.piece(0, 160 - pad))] + [
+            forward(alone, one.piece(t - pad, t - pad + 1)) for t in range(160, 190)
+        ]
+        close(out[:, b : b + 1, pad:], torch.cat(outs, 2))
+        for a, w in zip(packed_bytes(together), packed_bytes(alone)):
+            assert torch.equal(a[b], w[0])
+        assert together.report().layers[0].tokens == sum(190 - p for p in padding)
+
+
+def test_sliding_window_and_softcap_reach_the_packed_history():
+    stream = Stream(tokens=60)
+    cache = TurboQuantCache(CONFIG, CacheSpec(window=64, prefill="packed"))
+    out = torch.cat(
+        [forward(cache, stream.piece(0, 50), local_size=7), forward(cache, stream.piece(50, 60), local_size=7)], 2
+    )
+    want = torch.stack([exact(stream, t, t + 1, first=max(0, t - 6))[:, :, 0] for t in range(60)], 2)
+    close(out, want, 2e-6)
+    cache = TurboQuantCache(CONFIG, CacheSpec(window=64, prefill="packed"))
+    out = forward(cache, stream.piece(0, 60), softcap=0.5)[0, 0, -1]
+    k, v = (x[0, 0].double().repeat_interleave(2, 0) for x in (stream.k, stream.v))
+    logits = torch.einsum("hd,htd->ht", stream.q[0, 0, :, -1].double(), k) * DIM**-0.5
+    close(out, torch.einsum("ht,htd->hd", (0.5 * torch.tanh(logits / 0.5)).softmax(-1), v), 2e-6)
+
+
+def test_layers_may_differ():
+    spec = CacheSpec(3, 3, overrides={-1: {"key_bits": 5, "window": 16}})
+    cache, stream = TurboQuantCache(CONFIG, spec), Stream()
+    forward(cache, stream.piece(0, 100))
+    assert cache.layers[1].record_bytes - cache.layers[0].record_bytes == 128 * 2 * 4
+    assert cache.layers[0].window_k is None and cache.layers[1].window_k.shape == (1, KV_HEADS, 16, DIM)
+
+
+# ---- batches change ----
+
+
+def rows(stream, order):
+    other = copy.copy(stream)
+    other.q, other.k, other.v = (x[:, order] for x in (stream.q, stream.k, stream.v))
+    return other
+
+
+CHANGES = {
+    "reorder": (lambda c: c.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+    "repeat": (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "select": (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
+    "select by mask": (lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+}
+
+
+@pytest.mark.parametrize("change, order", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_sequences_change_places(fields, change, order):
+    stream, spec = Stream(batch=3, tokens=310), PACKED.with_(**fields)
+    mask = torch.arange(150)[None, :] >= torch.tensor([0, 20, 149])[:, None]
+    changed, built = TurboQuantCache(CONFIG, spec), TurboQuantCache(CONFIG, spec)
+    forward(changed, stream.piece(0, 150), mask)
+    change(changed)
+    other = rows(stream, order)
+    forward(built, other.piece(0, 150), mask[order])
+    for t, u in [(150, 151), (151, 290), (290, 310)]:
+        close(forward(changed, other.piece(t, u)), forward(built, other.piece(t, u)), 1e-6)
+    for a, b in zip(packed_bytes(changed), packed_bytes(built)):
+        assert all(map(torch.equal, a, b))
+    assert changed.layers[0].batch_size == len(order) and changed.nbytes == built.nbytes
+
+
+def test_a_sequence_that_is_not_there():
+    cache = TurboQuantCache(CONFIG, PACKED)
+    forward(cache, Stream(batch=2).piece(0, 5))
+    with pytest.raises(IndexError, match=r"layer 0: sequences must be in 0\.\.1, got \[0, 2\]"):
+        cache.reorder_cache(torch.tensor([0, 2]))
+
+
+@pytest.mark.parametrize(
+    "fields, tokens", [(dict(), 200), (dict(sinks=3, centre="prompt"), 131), (dict(sinks=4, window=32), 36)], ids=str
+)
+def test_crop_forgets(fields, tokens):
+    stream, spec = Stream(tokens=300), PACKED.with_(**fields)
+    cropped, plain = TurboQuantCache(CONFIG, spec), TurboQuantCache(CONFIG, spec)
+    forward(plain, stream.piece(0, 20))
+    forward(cropped, stream.piece(0, 20))
+    forward(cropped, Stream(seed=1).piece(20, tokens))
+    cropped.crop(0)
+    assert cropped.get_seq_length() == tokens
+    cropped.crop(20 - tokens)
+    assert cropped.get_seq_length() == 20
+    close(forward(cropped, stream.piece(20, 300)), forward(plain, stream.piece(20, 300)), 1e-6)
+    cropped.crop(5 if not fields.get("window") else 300)  # transformers 4.57: how many to keep
+    cropped.crop(-10_000)
+    assert cropped.get_seq_length() == 0 and cropped.nbytes < 100
+
+
+def test_crop_below_the_window_is_refused():
+    cache = TurboQuantCache(CONFIG, PACKED.with_(overrides={1: {"window": 32}}))
+    forward(cache, Stream().piece(0, 50))
+    before = snapshot(cache)
+    with pytest.raises(NotImplementedError, match="crop: layer 1 has a window of 32 tokens"):
+        cache.crop(-2)
+    assert_unchanged(cache, before)
+
+
+def test_reset_gives_the_memory_back():
+    cache = TurboQuantCache(CONFIG, "default")
+    forward(cache, Stream(batch=2).piece(0, 300))
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not cache.is_initialized and cache.nbytes <= 8
+    close(forward(cache, Stream(batch=3).piece(0, 9)), exact(Stream(batch=3), 0, 9), 2e-6)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_its_own_way(copied):
+    stream, cache = Stream(), TurboQuantCache(CONFIG, PACKED.with_(sinks=2, window=16, centre="prompt"))
+    forward(cache, stream.piece(0, 150))
+    other = copied(cache)
+    assert other.nbytes == cache.nbytes
+    forward(other, Stream(seed=1).piece(150, 290))
+    fresh = TurboQuantCache(CONFIG, cache.spec)
+    forward(fresh, stream.piece(0, 150))
+    close(forward(cache, stream.piece(150, 160)), forward(fresh, stream.piece(150, 160)), 1e-6)
+
+
+def test_prefill_and_decode_in_different_modes():
+    stream, cache, plain = Stream(), TurboQuantCache(CONFIG, "default"), TurboQuantCache(CONFIG, "default")
+    with torch.inference_mode():
+        outs = [forward(cache, stream.piece(0, 140))]
+    outs += [forward(cache, stream.piece(140, 141))]
+    with torch.inference_mode():
+        outs += [forward(cache, stream.piece(141, 290))]
+    outs += [forward(cache, stream.piece(290, 291))]
+    with torch.no_grad():
+        pieces = [(0, 140), (140, 141), (141, 290), (290, 291)]
+        close(torch.cat(outs, 2), torch.cat([forward(plain, stream.piece(*p)) for p in pieces], 2), 1e-6)
+
+
+def test_there_is_no_gradient_and_backward_says_so():
+    stream, cache = Stream(), TurboQuantCache(CONFIG, "default")
+    stream.q.requires_grad_()
+    for start, stop in [(0, 5), (5, 6)]:
+        out = forward(cache, stream.piece(start, stop))
+        with pytest.raises(RuntimeError, match="has no gradient: train with use_cache=False"):
+            out.sum().backward()
+
+
+# ---- memory ----
+
+
+def test_room_for_tokens_to_come_is_at_most_a_64th():
+    cache, stream = TurboQuantCache(CONFIG, CacheSpec(1, 1)), Stream(tokens=128, dim=8, kv_heads=1)
+    for pages in range(1, 140):
+        forward(cache, stream.piece(0, 128), local_size=1)
+        held = cache.layers[0].pages
+        assert pages <= len(held) <= pages + pages // 64
+        assert held.untyped_storage().nbytes() == held.numel()
+        assert not held[pages:].any()
+
+
+def test_pages_are_shared_out_among_uneven_sequences():
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(batch=3, tokens=600)
+    mask = torch.arange(300)[None, :] >= torch.tensor([0, 200, 299])[:, None]
+    forward(cache, stream.piece(0, 300), mask)
+    assert [len(row) for row in cache.layers[0]._rows] == [3, 1, 1]
+    for t in range(300, 600, 10):
+        forward(cache, stream.piece(t, t + 10))
+    layer = cache.layers[0]
+    used = sorted(page for row in layer._rows for page in row)
+    assert [len(row) for row in layer._rows] == [5, 4, 3] and used == list(range(12)) and len(layer.pages) == 12
+    assert all(layer.block_table[b, : len(row)].tolist() == row for b, row in enumerate(layer._rows))
+
+
+def test_report_counts_every_byte_once():
+    cache = TurboQuantCache(CONFIG, CacheSpec(3, 3, sinks=2, window=8, centre="prompt", rotation="haar"))
+    forward(cache, Stream(batch=2, dtype=torch.bfloat16).piece(0, 300))
+    report = cache.report()
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in cache.tensors()}
+    assert report.nbytes == cache.nbytes == sum(report.parts.values()) == sum(held.values())
+    assert set(report.parts) == {"pages", "block_table", "centre", "sinks", "window", "lengths", "rotation"}
+    assert report.parts["window"] == LAYERS * 2 * 2 * KV_HEADS * 8 * DIM * 2
+    assert report.numbers == LAYERS * 2 * 2 * KV_HEADS * 300 * DIM
+    assert report.ratio_fp32 == 2 * report.ratio_bf16 == pytest.approx(4 * report.numbers / report.nbytes)
+    assert report.effective_bits == pytest.approx(16 / report.ratio_bf16)
+    assert f"{report.nbytes:,} bytes" in str(report) and "float32" in str(report)
+    assert "nan" in str(TurboQuantCache(CONFIG).report())
+
+
+# ---- bad input: a clear error, nothing changed ----
+
+
+def misuse(cache, stream):
+    """Another batch size, head count, head_dim, dtype or shape than what is stored."""
+    _, k, v = stream.piece(100, 101)[0]
+    wide = torch.cat([k, k], 1)
+    return {
+        "batch": (torch.cat([k, k]), torch.cat([v, v])),
+        "heads": (wide, wide),
+        "head_dim": (k[..., :16], v[..., :16]),
+        "dtype": (k.half(), v.half()),
+        "values of another length": (k, torch.cat([v, v], 2)),
+    }
+
+
+@pytest.mark.parametrize("what", misuse(None, Stream()))
+def test_another_batch_or_model(what):
+    cache, stream = TurboQuantCache(CONFIG, "default"), Stream()
+    forward(cache, stream.piece(0, 100))
+    before = snapshot(cache)
+    k, v = misuse(cache, stream)[what]
+    with pytest.raises(
+        ValueError,
+        match="layer 0: the cache holds 100 positions of 1 sequences with 2 KV heads of 32 .* on cpu, got",
+    ):
+        cache.update(k, v, 0)
+    assert_unchanged(cache, before)
+
+
+def test_another_device():
+    cache, stream = TurboQuantCache(CONFIG, "default"), Stream()
+    forward(cache, stream.piece(0, 10))
+    _, k, v = stream.piece(10, 11)[0]
+    with pytest.raises(ValueError, match="on cpu, got .* on meta"):
+        cache.update(k.to("meta"), v.to("meta"), 0)
+
+
+def test_shapes_and_dtypes_that_no_cache_takes():
+    k = torch.zeros(1, 2, 3, 32)
+    for cache_k, cache_v, error, message in [
+        (k[0], k[0], ValueError, r"must both be \[batch, kv_heads, tokens, head_dim\]"),
+        (k, k[..., :16], ValueError, "must both be"),
+        (k.double(), k.double(), TypeError, "float32, float16 or bfloat16 alike"),
+        (k[..., :12], k[..., :12], ValueError, "head_dim"),
+        (torch.zeros(1, 2, 3, 512), torch.zeros(1, 2, 3, 512), ValueError, "head_dim"),
+    ]:
+        with pytest.raises(error, match=message):
+            TurboQuantCache(CONFIG).update(cache_k, cache_v, 0)
+    with pytest.raises(ValueError, match=r"`layer_idx` must be in 0\.\.1, got 2: is this cache of another model"):
+        TurboQuantCache(CONFIG).update(k, k, 2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("fields", [dict(), dict(sinks=4, window=32, centre="prompt")], ids=str)
+def test_numbers_that_cannot_be_stored(fields, which, bad):
+    cache, stream = TurboQuantCache(CONFIG, PACKED.with_(**fields)), Stream()
+    poisoned = copy.deepcopy(stream)
+    getattr(poisoned, which)[0, 0, 1, 105, 7] = bad
+    forward(cache, stream.piece(0, 100))
+    before = snapshot(cache)
+    for start, stop in [(100, 110), (105, 106)]:
+        with pytest.raises((ValueError, RuntimeError), match=f"layer 0: append: `{which}"):
+            forward(cache, poisoned.piece(start, stop))
+        assert_unchanged(cache, before)
+    close(forward(cache, stream.piece(100, 110)), forward_from_scratch(cache.spec, stream, 100, 110), 1e-6)
+
+
+def forward_from_scratch(spec, stream, *stops):
+    cache = TurboQuantCache(CONFIG, spec)
+    return [forward(cache, stream.piece(a, b)) for a, b in zip((0, *stops), stops)][-1]
+
+
+@pytest.mark.parametrize("prefill", ["exact", "packed"])
+def test_a_first_forward_that_fails_leaves_an_empty_cache(prefill):
+    cache, stream = TurboQuantCache(CONFIG, CacheSpec(prefill=prefill, centre="prompt", window=8)), Stream()
+    poisoned = copy.deepcopy(stream)
+    poisoned.k[1, 0, 0, 3, 0] = float("nan")
+    with pytest.raises((ValueError, RuntimeError), match="layer 1: "):
+        forward(cache, poisoned.piece(0, 10))
+    assert cache.get_seq_length() == cache.get_seq_length(1) == 0 and cache.nbytes <= 8
+    forward(cache, stream.piece(0, 10))
+
+
+def test_a_later_forward_that_fails_half_way():
+    """Layer 0 has stored what layer 1 refuses: undone without a window, where nothing is lost; a window is not
+    restored."""
+    stream = Stream()
+    poisoned = copy.deepcopy(stream)
+    poisoned.k[1, 0, 0, 205, 0] = float("nan")
+    plain, ring = TurboQuantCache(CONFIG, PACKED), TurboQuantCache(CONFIG, PACKED.with_(window=16))
+    for cache in (plain, ring):
+        forward(cache, stream.piece(0, 200))
+        with pytest.raises((ValueError, RuntimeError), match="layer 1: append"):
+            forward(cache, poisoned.piece(200, 210))
+    assert plain.get_seq_length() == 200
+    close(forward(plain, stream.piece(200, 210)), forward_from_scratch(PACKED, stream, 200, 210), 1e-6)
+    with pytest.raises(
+        RuntimeError, match=r"layer 0: an earlier forward failed after it had stored tokens: call cache.reset\(\)"
+    ):
+        forward(ring, stream.piece(200, 210))
+    ring.reset()
+    forward(ring, stream.piece(0, 10))
+
+
+def test_a_forward_that_was_cut_off_is_noticed():
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream()
+    forward(cache, stream.piece(0, 20))
+    forward(cache, stream.piece(20, 21)[:1])  # as after Ctrl-C between two layers
+    with pytest.raises(RuntimeError, match="layer 1: the cache holds 20 positions here and 21 in its first layer"):
+        forward(cache, stream.piece(21, 22))
+
+
+MASKS = {
+    "right padding": ([[1, 1, 1, 0], [1, 1, 1, 1]], "left padding only.* in 1 of 2 sequences"),
+    "a hole": ([[1, 0, 1, 1], [0, 1, 0, 1]], "left padding only.* in 2 of 2 sequences"),
+    "too short": ([[1, 1, 1], [1, 1, 1]], r"must have shape \(2, 4\), got \(2, 3\)"),
+    "another batch": ([[1, 1, 1, 1]], r"must have shape \(2, 4\), got \(1, 4\)"),
+}
+
+
+@pytest.mark.parametrize("mask, message", MASKS.values(), ids=MASKS)
+def test_masks_of_a_first_forward(mask, message):
+    cache = TurboQuantCache(CONFIG, PACKED)
+    with pytest.raises(
+        ValueError, match=f"layer 0: `attention_mask` {'must be ' if 'only' in message else ''}{message}"
+    ):
+        forward(cache, Stream(batch=2).piece(0, 4), torch.tensor(mask, dtype=torch.bool))
+    assert cache.get_seq_length() == 0
+
+
+def test_masks_of_a_later_forward():
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(batch=2)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    forward(cache, stream.piece(0, 4), mask)
+    before = snapshot(cache)
+
+    def later(tail, head=mask):
+        return torch.cat([head, torch.tensor(tail, dtype=torch.bool)], 1)
+
+    for tokens, bad in [
+        (2, later([[1, 1], [0, 1]])),
+        (2, later([[1, 1], [1, 0]])),
+        (1, later([[1], [0]])),
+        (2, later([[1, 1]] * 2, ~mask)),
+    ]:
+        with pytest.raises(
+            ValueError,
+            match="layer 0: `attention_mask` must mask the left padding of the first forward and nothing else",
+        ):
+            forward(cache, stream.piece(4, 4 + tokens), bad)
+    with pytest.raises(
+        ValueError, match=r"must cover the 4 stored positions and the 2 new ones, shape \(2, 6\), got \(2, 2\)"
+    ):
+        forward(cache, stream.piece(4, 6), torch.ones(2, 2, dtype=torch.bool))
+    assert_unchanged(cache, before)
+    a, b = copy.deepcopy(cache), copy.deepcopy(cache)
+    close(
+        forward(a, stream.piece(4, 6), later([[1, 1]] * 2)), forward(b, stream.piece(4, 6)), 1e-7
+    )  # no mask: the known padding
+
+
+def test_masks_and_options_of_other_kinds():
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream()
+    q, k, v = stream.piece(0, 4)[0]
+    with pytest.raises(
+        NotImplementedError, match=r"layer 0: `attention_mask` must be \[batch, positions\], got \(1, 1, 4, 4\): custom"
+    ):
+        attention(module(), q, *cache.update(k, v, 0), torch.zeros(1, 1, 4, 4))
+    extra = request_mask(
+        batch_size=1, q_length=4, q_offset=0, kv_length=4, kv_offset=0, attention_mask=None, allow_is_causal_skip=False
+    )
+    with pytest.raises(NotImplementedError, match="a mask other than causal"):
+        attention(module(), q, *cache.update(k, v, 0), extra)
+    for option in (dict(s_aux=torch.zeros(4)), dict(position_bias=torch.zeros(1)), dict(output_attentions=True)):
+        with pytest.raises(NotImplementedError, match=f"layer 0: `{next(iter(option))}` is not supported"):
+            attention(module(), q, *cache.update(k, v, 0), None, **option)
+    assert cache.get_seq_length() == 0

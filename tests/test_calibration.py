@@ -1,0 +1,496 @@
+"""Calibration: the arithmetic of plans, what is measured, files, and caches that use them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from models import prompts, tiny
+
+import turboquant
+from turboquant import CacheSpec, Calibration, TurboQuantCache, _core, preset
+from turboquant.calibration import allocate, layer_specs
+from turboquant.calibration.data import _distortions, group_mix
+from turboquant.calibration.measure import describe, fingerprint, token_divergence
+
+torch = pytest.importorskip("torch")
+
+
+def made(rng, layers=2, kv_heads=2, head_dim=64, **fields):
+    """A calibration of nothing in particular; axes are orthonormal."""
+    shape = (layers, 2, kv_heads, head_dim)
+    axes = np.linalg.qr(rng.standard_normal((*shape, head_dim)))[0].astype(np.float32)
+    spread = -np.sort(-rng.gamma(0.3, size=shape).astype(np.float32))
+    centre = rng.standard_normal(shape).astype(np.float32)
+    sensitivity = rng.uniform(0.5, 2, shape[:2]).astype(np.float32)
+    return Calibration(centre, axes, spread, sensitivity, fields.pop("fingerprint", {"layers": layers}), 1000, **fields)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return [prompts(2, 160, seed=s)["input_ids"] for s in range(3)]
+
+
+@pytest.fixture(scope="module")
+def measured(model, batches):
+    return turboquant.calibrate(model, batches, source="random tokens")
+
+
+# ---- sharing bits ----
+
+
+def test_distortions_are_those_of_the_codebooks():
+    np.testing.assert_allclose(_distortions(), [1, 0.3634, 0.1188, 0.0345, 0.0095, 0.0025], rtol=0.02)
+    gains = -np.diff(_distortions())
+    assert (np.diff(gains) < 0).all()  # why greedy is optimal
+
+
+@pytest.mark.parametrize("budget", range(2, 21))
+def test_greedy_sharing_is_the_best(budget, rng):
+    energy = rng.gamma(0.3, size=(1, 2, 2))
+    distortion = np.array(_distortions())
+
+    def cost(bits):
+        return (energy * distortion[bits]).sum()
+
+    every = (np.array(bits).reshape(1, 2, 2) for bits in itertools.product(range(6), repeat=4) if sum(bits) == budget)
+    best = min(cost(bits) for bits in every if bits.any(-1).all())
+    bits = allocate(energy, budget)
+    assert bits.sum() == budget and bits.any(-1).all() and bits.min() >= 0 and bits.max() <= 5
+    assert cost(bits) == pytest.approx(best, rel=1e-12)
+
+
+def test_a_sharing_that_cannot_be(rng):
+    energy = np.ones((2, 2, 3))
+    assert (allocate(energy, 60) == 5).all() and (allocate(energy, 4).sum(-1) == 1).all()
+    assert allocate(np.zeros((2, 2, 3)), 30).sum() == 30
+    for budget in (3, 61):
+        with pytest.raises(ValueError, match=f"`budget` must be in 4..60 group-bits .* got {budget}"):
+            allocate(energy, budget)
+    for average in (0.1, 5.5, float("nan"), -1):
+        with pytest.raises(ValueError, match=r"`average` must be in 0\.5\.\.5 bits for heads of 64 channels, got"):
+            made(rng).bits(average)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
+@pytest.mark.parametrize("average", [2, 2.6, 3.5, 5])
+def test_bits_keep_to_the_budget(head_dim, average, rng):
+    one = made(rng, layers=3, head_dim=head_dim)
+    bits = one.bits(average)
+    assert bits.shape == (3, 2, one.groups) and average - 1 / bits.size < bits.mean() <= average
+    spec = CacheSpec(budget=average)
+    each = layer_specs(spec, one, 3)
+    assert sum(s.bytes_per_token(head_dim, 2) for s in each) == spec.bytes_per_token(head_dim, 2, 3)
+    assert 128 * each[1].bytes_per_token(head_dim) == _core.record_bytes(each[1].plan(head_dim))
+    assert (one.bits(one.average_of_bytes(spec.bytes_per_token(head_dim, 2, 3))) == bits).all()
+
+
+def test_a_budget_in_bytes(rng):
+    one = made(rng)  # 2 layers, 2 sides, 2 heads, 2 groups of 32: 16 bytes of scales, 64 per average bit
+    assert one.average_of_bytes(16 + 64 * 3) == 3 and one.average_of_bytes(1e9) == 5
+    with pytest.raises(ValueError, match="`bytes_per_token` must be at least 48 for this model, got 47"):
+        one.average_of_bytes(47)
+
+
+# ---- its arithmetic ----
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 96])
+def test_rotations_and_steps(head_dim, rng):
+    one = made(rng, head_dim=head_dim)
+    for rotation in one.rotations().reshape(-1, head_dim, head_dim).astype(np.float64):
+        np.testing.assert_allclose(rotation @ rotation.T, np.eye(head_dim), atol=2e-6)
+    mix = group_mix(head_dim, 5)
+    for start in range(0, head_dim, 32):
+        block = slice(start, min(start + 32, head_dim))
+        assert np.abs(mix[block, block]).max() < 1 and not mix[block, : block.start].any()
+    assert not np.array_equal(mix, group_mix(head_dim, 6))
+    means = [one.eigenvalues[1, 0, 1, i : i + 32].mean() for i in range(0, head_dim, 32)]
+    np.testing.assert_allclose(one.steps()[1, 0, 1] ** 2, means, rtol=1e-5)
+    flat = Calibration(one.centre, one.axes, 0 * one.eigenvalues, one.sensitivity, {}, 9)
+    assert (flat.steps() > 0).all() and flat.bits(3).sum() == 3 * flat.bits(3).size
+
+
+@pytest.mark.parametrize("name, value, message", [
+    ("centre", np.zeros((2, 3, 1, 8), np.float32), r"`centre` must be \[layers, 2, kv_heads, head_dim\]"),
+    ("axes", np.zeros((1, 2, 1, 8, 4), np.float32), "`axes` must have shape"),
+    ("eigenvalues", np.full((1, 2, 1, 8), np.nan, np.float32), "`eigenvalues` must be finite float32"),
+    ("eigenvalues", np.full((1, 2, 1, 8), -1, np.float32), "`eigenvalues` must not be negative"),
+    ("sensitivity", np.zeros((1, 2)), "`sensitivity` must be finite float32"),
+    ("tokens", 1.5, "`tokens` must be an integer"),
+    ("fingerprint", None, "`fingerprint` must be a mapping"),
+])  # fmt: skip
+def test_what_it_refuses_to_hold(name, value, message, rng):
+    one = made(rng, 1, 1, 8)
+    fields = {field: getattr(one, field) for field in one.__dataclass_fields__}
+    with pytest.raises(ValueError, match=message):
+        Calibration(**{**fields, name: value})
+
+
+# ---- measuring ----
+
+
+def test_moments_are_the_sample_moments(model, batches, measured):
+    """Against NumPy over the keys and values that a plain cache of transformers holds."""
+    kept = []
+    for ids in batches:
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+        kept.append([[t.numpy() for t in (layer.keys, layer.values)] for layer in cache.layers])
+    for layer, side, head in np.ndindex(3, 2, 2):
+        rows = np.concatenate([k[layer][side][:, head].reshape(-1, 32) for k in kept]).astype(np.float64)
+        np.testing.assert_allclose(measured.centre[layer, side, head], rows.mean(0), atol=1e-5)
+        axes, values = measured.axes[layer, side, head].astype(np.float64), measured.eigenvalues[layer, side, head]
+        assert (np.diff(values) <= 1e-6).all()
+        covariance = np.cov(rows.T, bias=True)
+        np.testing.assert_allclose(axes.T * values @ axes, covariance, atol=1e-5 * np.abs(covariance).max())
+    assert measured.tokens == 960 and measured.source == "random tokens"
+    assert measured.fingerprint == fingerprint(model) and (measured.sensitivity > 0).all()
+
+
+def test_sensitivity_predicts_the_divergence(model, measured):
+    """Quantising one side of one layer to 3 bits costs about what its sensitivity says, sides far apart in cost."""
+    ids = prompts(2, 160, seed=9)["input_ids"]
+    with torch.no_grad():
+        reference = model(ids, use_cache=False).logits
+    predicted, found = [], []
+    for layer, side in np.ndindex(3, 2):
+        fine = {"key_bits": (5,), "value_bits": (5,)}
+        coarse = {**fine, ("key_bits", "value_bits")[side]: (2,)}
+        base = dict(rotation="calibrated", centre="calibrated", prefill="packed")
+        divergences = []
+        for fields in (fine, coarse):
+            spec = CacheSpec(5, 5, **base, overrides={layer: fields})
+            cache = TurboQuantCache(model.config, spec, measured)
+            with torch.no_grad():
+                logits = turboquant.patch(model, spec, measured)(ids, past_key_values=cache).logits
+            turboquant.unpatch(model)
+            divergences.append(float(token_divergence(reference, logits).mean()))
+        found.append(divergences[1] - divergences[0])
+        variance = measured.eigenvalues[layer, side].sum()
+        predicted.append(measured.sensitivity[layer, side] * variance * _distortions()[2])
+    ratio = np.array(found) / np.array(predicted)
+    assert (ratio > 0.5).all() and (ratio < 2).all(), ratio
+
+
+def same(a, b):
+    return all(np.array_equal(getattr(a, n), getattr(b, n)) for n in ("centre", "axes", "eigenvalues", "sensitivity"))
+
+
+def test_it_is_deterministic_and_leaves_the_model_alone(model, batches, measured):
+    before = model.config._attn_implementation
+    model.train()
+    again = turboquant.calibrate(model, batches)
+    assert model.training and model.config._attn_implementation == before
+    model.eval()
+    assert same(measured, again)
+    assert not np.array_equal(turboquant.calibrate(model, batches, seed=1).rotations(), measured.rotations())
+    turboquant.patch(model, CacheSpec(2, 2))
+    patched = turboquant.calibrate(model, batches)
+    assert model.config._attn_implementation == "turboquant" and model._turboquant.spec == CacheSpec(2, 2)
+    turboquant.unpatch(model)
+    assert same(measured, patched)
+
+
+def test_padding_counts_for_nothing(model):
+    padded = prompts(2, 100, padding=(30, 0), seed=4)
+    other = {name: x.clone() for name, x in padded.items()}
+    other["input_ids"][0, :30] = 7  # what stands in the padding
+    a, b = (turboquant.calibrate(model, [x]) for x in (padded, other))
+    assert a.tokens == b.tokens == 170
+    np.testing.assert_allclose(a.centre, b.centre, atol=1e-6)
+    np.testing.assert_allclose(a.sensitivity, b.sensitivity, rtol=1e-2)
+    apart = turboquant.calibrate(model, [padded["input_ids"][:1, 30:], padded["input_ids"][1:]])
+    np.testing.assert_allclose(a.centre, apart.centre, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_dtypes_find_the_same_and_share_files(dtype, model, batches, measured):
+    half = copy.deepcopy(model).to(dtype)
+    found = turboquant.calibrate(half, batches)
+    np.testing.assert_allclose(found.centre, measured.centre, atol=0.06)
+    np.testing.assert_allclose(found.eigenvalues.sum(-1), measured.eigenvalues.sum(-1), rtol=0.05)
+    measured.check(fingerprint(half))
+    found.check(fingerprint(model))
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama, no groups", "mistral, sliding", "qwen2", "qwen3", "gemma2, soft-cap and sliding"]
+)
+def test_other_families(kind):
+    model = tiny(kind)
+    found = turboquant.calibrate(model, [prompts(1, 200)["input_ids"]], sensitivity_batches=1)
+    ids = prompts(1, 40)["input_ids"]
+    kl = [turboquant.evaluate(model, ids, f"calibrated-{b}", calibration=found).kl_divergence for b in (2, 4)]
+    assert kl[1] < 0.15 and kl[1] < kl[0] / 3
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [1, 2, 5, 12])
+def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, monkeypatch):
+    file = tmp_path / "half"
+    from turboquant.calibration import measure
+
+    calls, plain = [], measure._forward
+
+    def counted(*args):
+        calls.append(1)
+        if len(calls) == after + 1:
+            raise Interrupted
+        return plain(*args)
+
+    monkeypatch.setattr(measure, "_forward", counted)
+    with pytest.raises(Interrupted):
+        turboquant.calibrate(model, batches, checkpoint=file)
+    assert file.exists() and model.config._attn_implementation != measure.NAME
+    found = turboquant.calibrate(model, batches, checkpoint=file)
+    assert same(found, measured) and not file.exists()
+    whole = len(batches) + 2 * 7  # 2 * 3 probes and the reference, of two batches
+    assert len(calls) == after + 1 + whole - (min(after, 3) + (7 if after >= 3 + 7 else 0))
+
+
+def test_a_checkpoint_of_something_else(model, batches, tmp_path):
+    file = tmp_path / "half"
+    for content in (b"", b"nonsense" * 40):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="`checkpoint` must be one of this model, these batches and this seed"):
+            turboquant.calibrate(model, batches, checkpoint=file)
+        assert file.read_bytes() == content
+    torch.save({"identity": "other"}, file)
+    with pytest.raises(ValueError, match=r"remove it to start again \(it is of others\)"):
+        turboquant.calibrate(model, batches, checkpoint=file)
+
+
+def test_what_cannot_be_calibrated(model):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ids = prompts(1, 20)["input_ids"]
+    with pytest.raises(ValueError, match=r"more tokens than a head has channels \(32\), got 20"):
+        turboquant.calibrate(model, [ids])
+    with pytest.raises(ValueError, match="more tokens than a head"):
+        turboquant.calibrate(model, [])
+    for bad in (ids[0], ids.float(), "text", {"ids": ids}):
+        with pytest.raises(TypeError, match=r"`batches\[0\]` must be token ids \[batch, tokens\]"):
+            turboquant.calibrate(model, [bad])
+    with pytest.raises(ValueError, match="attention_mask like its"):
+        turboquant.calibrate(model, [{"input_ids": ids, "attention_mask": ids[:, 1:]}])
+    with pytest.raises(ValueError, match="`sensitivity_batches` must be at least 1"):
+        turboquant.calibrate(model, [ids, ids], sensitivity_batches=0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=96))
+    with pytest.raises(NotImplementedError, match="its keys are not rotary"):
+        turboquant.calibrate(gpt2, [ids])
+    with pytest.raises(TypeError, match="`model` must be a transformers model, got str"):
+        turboquant.calibrate("model", [ids])
+
+
+# ---- files ----
+
+
+def test_a_file_comes_back_as_it_was(measured, tmp_path):
+    file = tmp_path / "one.safetensors"
+    measured.save(file)
+    back = Calibration.load(file)
+    assert same(back, measured)
+    assert all(getattr(back, n) == getattr(measured, n) for n in ("fingerprint", "tokens", "seed", "source"))
+    assert [p.name for p in tmp_path.iterdir()] == [file.name]
+    assert same(pickle.loads(pickle.dumps(measured)), measured)
+    assert same(Calibration.of(str(file)), measured) and Calibration.of(measured) is measured
+    with pytest.raises(TypeError, match="`calibration` must be a Calibration or the path of a file, got 3"):
+        Calibration.of(3)
+
+
+def test_files_that_are_not_one(measured, tmp_path):
+    from safetensors.numpy import save_file
+
+    file = tmp_path / "one"
+    with pytest.raises(FileNotFoundError, match="`path` must be a calibration file, got '.*one', which is not there"):
+        Calibration.load(file)
+    measured.save(file)
+    whole = file.read_bytes()
+    bad = ["`path` must be a calibration file, got '.*one'"]
+    for content in (b"", whole[:100], whole[:-1], whole + b"x", b"\xff" * 300, b"TQCODES\0" * 20):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=bad[0]):
+            Calibration.load(file)
+    flipped = bytearray(whole)
+    flipped[-1000] ^= 4
+    file.write_bytes(flipped)
+    with pytest.raises(ValueError, match="is damaged"):
+        Calibration.load(file)
+    arrays = {"centre": np.zeros(3, np.float32)}
+    save_file(arrays, file)
+    with pytest.raises(ValueError, match="not one that turboquant wrote"):
+        Calibration.load(file)
+    for version, message in ((2, "its version must be 1, got 2"), (1, "is missing|does not contain")):
+        save_file(arrays, file, {"format": "turboquant-calibration", "calibration": json.dumps({"version": version})})
+        with pytest.raises(ValueError, match=message):
+            Calibration.load(file)
+
+
+# ---- caches ----
+
+
+def test_a_cache_that_is_calibrated(model, measured):
+    """Widths, transforms and bytes are those of the calibration; decoded keys and values are near the true ones."""
+    ids = prompts(2, 300, seed=7)["input_ids"]
+    spec = preset("calibrated-3").with_(sinks=0, window=0, prefill="packed")
+    turboquant.patch(model, spec, measured)
+    cache = TurboQuantCache(model.config, spec, measured)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        plain = model(ids, past_key_values=_dynamic(model)).past_key_values
+    turboquant.unpatch(model)
+    bits, counted = measured.bits(3), 0
+    for i, layer in enumerate(cache.layers):
+        assert layer.spec.key_bits == tuple(bits[i, 0]) and layer.spec.value_bits == tuple(bits[i, 1])
+        assert layer.pages.shape[0] == 6 and layer.pages.shape[2] == _core.record_bytes(layer.plan)
+        np.testing.assert_array_equal(layer.calibrated["value_rotation"].numpy(), measured.rotation(i)[1])
+        np.testing.assert_array_equal(layer.calibrated["key_steps"].numpy(), measured.steps()[i, 0])
+        counted += sum(t.nbytes for t in layer.calibrated.values())
+        assert sorted(layer.calibrated) == sorted(
+            f"{s}_{n}" for s in ("key", "value") for n in ("centre", "rotation", "steps")
+        )
+        counts = torch.full((2,), 300, dtype=torch.int32)
+        decoded = torch.ops.turboquant.dequantize(
+            layer.pages, layer.block_table, counts, 300, layer.plan, **layer.calibrated
+        )
+        if i == 0:  # deeper layers see what the packed ones above them made
+            for side, (x, true) in enumerate(zip(decoded, (plain.layers[0].keys, plain.layers[0].values))):
+                error = float((x - true).square().mean() / true.var())
+                assert error < 1.5 * _distortions()[bits[0, side, 0]]
+    assert counted and cache.report().parts["calibration"] == counted
+    assert cache.nbytes == sum(t.nbytes for _, t in cache.tensors())
+    assert spec.bytes_per_token(32, 2, 3) * 128 * 6 == cache.report().parts["pages"]
+    twin = TurboQuantCache(model.config, spec, measured)
+    twin.layers[0].lazy_initialization(torch.zeros(1, 2, 1, 32))
+    assert twin.layers[0].calibrated["key_rotation"] is cache.layers[0].calibrated["key_rotation"]
+    cache.reset()
+    assert "calibration" not in cache.report().parts and cache.nbytes < 64
+
+
+def _dynamic(model):
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def test_patch_takes_a_file(model, measured, tmp_path):
+    file = tmp_path / "one.safetensors"
+    measured.save(file)
+    inputs = prompts(2, 150, padding=(20, 0), seed=3)
+    turboquant.patch(model, spec="calibrated-4", calibration=file)
+    ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert ids.shape == (2, 158) and isinstance(model(ids, use_cache=True).past_key_values, TurboQuantCache)
+    turboquant.patch(model, "default")
+    assert model._turboquant.calibration is None
+    turboquant.unpatch(model)
+
+
+def test_a_calibrated_cache_survives_beams_and_copies(model, measured):
+    spec = CacheSpec(budget=3, window=8)
+    turboquant.patch(model, spec, measured)
+    cache = TurboQuantCache(model.config, spec, measured)
+    ids = prompts(2, 60)["input_ids"]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        twin = copy.deepcopy(cache)
+        a, b = (model(ids[[0, 0], :3], past_key_values=c).logits for c in (cache, twin))
+    turboquant.unpatch(model)
+    assert torch.equal(a, b) and torch.equal(a[0], a[1])
+
+
+def test_calibrations_of_other_models(model, measured, rng):
+    other = tiny(seed=1)
+    measured.check(describe(other.config))  # a configuration alone cannot tell
+    with pytest.raises(ValueError, match="`calibration` must be of this model, got one of another: .*other weights"):
+        turboquant.patch(other, "calibrated-3", measured)
+    assert not hasattr(other, "_turboquant")
+    for fields, message in (
+        (dict(num_hidden_layers=2), "layers 2 instead of 3"),
+        (dict(head_dim=24), "head_dim 24 instead of 32"),
+        (dict(rope_theta=5e5), "rope .*500000.0.* instead of"),
+    ):
+        if "rope_theta" in fields:
+            config = copy.deepcopy(model.config)
+            if hasattr(config, "rope_parameters"):
+                config.rope_parameters = {**config.rope_parameters, "rope_theta": 5e5}
+            else:
+                config.rope_theta = 5e5
+        else:
+            config = tiny(**fields).config
+        with pytest.raises(ValueError, match=f"`calibration` must be of this model.*{message}"):
+            TurboQuantCache(config, "calibrated-3", measured)
+    loose = made(rng, layers=3, kv_heads=1, head_dim=32)
+    with pytest.raises(
+        ValueError, match="layer 0: keys must have the 1 KV heads of 32 channels of the calibration, got 2"
+    ):
+        TurboQuantCache(model.config, "calibrated-3", loose).layers[0].lazy_initialization(torch.zeros(1, 2, 1, 32))
+
+
+def test_specs_and_calibrations_that_do_not_go_together(model, measured):
+    for spec in ("calibrated-3", CacheSpec(centre="calibrated"), CacheSpec(rotation="calibrated")):
+        with pytest.raises(ValueError, match="`calibration` must be a Calibration or its file for a spec with"):
+            TurboQuantCache(model.config, spec)
+    with pytest.raises(ValueError, match="`calibration` must be None for a spec that does not use one"):
+        TurboQuantCache(model.config, "default", measured)
+    with pytest.raises(ValueError, match="`average` must be in 1..5 bits for heads of 32 channels, got 0.5"):
+        TurboQuantCache(model.config, CacheSpec(budget=0.5), measured)
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(budget=0), "`budget` must be above 0 and at most 5 bits, got 0"),
+    (dict(budget=6), "`budget` must be above 0"),
+    (dict(budget=float("nan")), "`budget` must be above 0"),
+    (dict(budget=3, key_bits=3), "`key_bits` must be left alone where `budget` shares the bits, got 3"),
+    (dict(budget=3, rotation="haar"), "`rotation` must be 'calibrated' or left alone where `budget` is set"),
+    (dict(budget=3, centre="prompt"), "`centre` must be 'calibrated' or left alone"),
+    (dict(budget=3, overrides={0: {"key_bits": 5}}), r"`overrides\[0\]`: `key_bits` must be left alone"),
+    (dict(overrides={0: {"budget": 5}}), r"`overrides\[0\]` must name fields among"),
+])  # fmt: skip
+def test_contradictory_specs(fields, message):
+    with pytest.raises(ValueError, match=message):
+        CacheSpec(**fields)
+
+
+def test_specs_with_a_budget():
+    spec = preset("calibrated-2.5")
+    assert (spec.budget, spec.rotation, spec.centre, spec.sinks, spec.window) == (
+        2.5,
+        "calibrated",
+        "calibrated",
+        4,
+        128,
+    )
+    assert spec.with_(budget=3).with_(window=0, sinks=0) == CacheSpec(budget=3)
+    assert CacheSpec(budget=3).effective_bits(128, 32) == 3.125
+    with pytest.raises(ValueError, match="`budget` must be None in the spec of a layer"):
+        spec.plan(128)
+    with pytest.raises(TypeError, match="`budget` must be a number of bits or None, got '3'"):
+        CacheSpec(budget="3")
+
+
+def test_the_file_needs_no_torch(measured, tmp_path):
+    """Plans are NumPy: a calibration is read and shared out where torch is not installed."""
+    measured.save(tmp_path / "one")
+    code = (
+        "import sys\nfor name in ('torch', 'transformers'): sys.modules[name] = None\n"
+        "import turboquant\n"
+        f"print(turboquant.Calibration.load({str(tmp_path / 'one')!r}).bits(3).sum())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == str(measured.bits(3).sum()), done.stderr

@@ -1,0 +1,38 @@
+"""The demo runs, and its table is about what it says it is about."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("tqdm")
+pytest.importorskip("turboquant._core")
+import models  # noqa: F401  skips without torch and transformers
+
+from turboquant.cli import main
+
+
+def test_demo(capsys):
+    assert main(["demo", "--prompt-tokens", "300", "--tokens", "5"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("A Christmas Carol, by Charles Dickens (1843)")
+    rows = dict(re.findall(r"^(full precision|\d bits(?:, all packed)?) {2,}(.*)$", text, re.MULTILINE))
+    assert list(rows) == [
+        "full precision",
+        *(f"{b} bits" for b in (4, 3, 2)),
+        *(f"{b} bits, all packed" for b in (4, 3, 2)),
+    ]
+    cells = {name: line.replace("%", "").split() for name, line in rows.items()}
+    full = 304 * 2 * 2 * 64 * 2 * 4  # tokens stored, keys and values, heads, channels, bytes of bfloat16, layers
+    assert int(cells["full precision"][0].replace(",", "")) == full
+    for name, (held, ratio, *_) in cells.items():
+        assert full / int(held.replace(",", "")) == pytest.approx(float(ratio), abs=0.006), name
+    divergence = [float(cells[f"{b} bits, all packed"][2]) for b in (4, 3, 2)]
+    assert divergence == sorted(divergence) and 0.01 < divergence[0] < divergence[2] < 1
+    assert all(float(cells[f"{b} bits"][2]) < d for b, d in zip((4, 3, 2), divergence))
+
+
+def test_demo_refuses_what_the_passage_has_not():
+    with pytest.raises(SystemExit):
+        main(["demo", "--prompt-tokens", "100000"])

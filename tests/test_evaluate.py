@@ -1,0 +1,278 @@
+"""Evaluation: that its numbers are what they say, that it goes through the packed path, and the command lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, shared_file
+from models import prompts, tiny
+
+import turboquant
+from turboquant import CacheSpec, TurboQuantCache
+from turboquant.cli import main
+from turboquant.evaluate import evaluate_all, markdown, recall, text_windows
+
+torch = pytest.importorskip("torch")
+
+DEMO = ROOT / "turboquant" / "data" / "demo"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def windows():
+    return prompts(3, 200, seed=5)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def calibration(model):
+    return turboquant.calibrate(model, [prompts(2, 160)["input_ids"]], sensitivity_batches=1)
+
+
+def test_numbers_are_what_they_say(model, windows):
+    """Against the definitions, written out over a cache filled by hand."""
+    spec = CacheSpec(2, 3, sinks=4, window=16)
+    found = turboquant.evaluate(model, windows, spec, batch=2)
+    bare = spec.with_(sinks=0, window=0, prefill="packed")
+    turboquant.patch(model, bare)
+    with torch.no_grad():
+        cache = TurboQuantCache(model.config, bare)
+        q = model(windows, past_key_values=cache).logits.double().log_softmax(-1)
+        p = model(windows, use_cache=False).logits.double().log_softmax(-1)
+    turboquant.unpatch(model)
+    kl = (p.exp() * (p - q)).sum(-1).flatten()
+    assert found.kl_divergence == pytest.approx(kl.mean().item(), rel=1e-3)
+    assert found.kl_divergence_p99 == pytest.approx(kl.quantile(0.99).item(), rel=1e-3)
+    assert found.kl_divergence_max == pytest.approx(kl.max().item(), rel=1e-3)
+    for logs, value in ((q, found.perplexity), (p, found.reference_perplexity)):
+        picked = logs[:, :-1].gather(-1, windows[:, 1:, None])
+        assert value == pytest.approx(math.exp(-picked.mean().item()), rel=1e-4)
+    assert found.top1_agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
+    assert found.spec == bare and found.exact == "everything packed" and (found.windows, found.length) == (3, 200)
+    # 200 tokens stand in two pages of 128; the cache counts the empty places too
+    assert found.bytes_per_token == cache.report().parts["pages"] / 600 == 256 * bare.bytes_per_token(32, 2, 3) / 200
+    assert found.effective_bits == pytest.approx(8 * found.bytes_per_token / (2 * 2 * 32 * 3))
+    assert found.fixed_bytes >= 3 * 2 * 2 * 4  # block tables of at least one batch
+    assert set(found.metrics()) >= {"kl_divergence", "kl_divergence_p99", "perplexity", "top1_agreement",
+                                    "effective_bits", "bytes_per_token"}  # fmt: skip
+
+
+MODES = {
+    "plain": CacheSpec(3, 3),
+    "centred by the prompt": CacheSpec(3, 3, centre="prompt", centre_tokens=48),
+    "calibrated": CacheSpec(budget=3),
+    "sinks and window": CacheSpec(2, 2, sinks=3, window=20),
+}
+
+
+@pytest.mark.parametrize("spec", MODES.values(), ids=MODES)
+def test_three_ways_of_feeding_agree(spec, model, windows, calibration):
+    used = calibration if spec.calibrated else None
+    found = [turboquant.evaluate(model, windows[:2, :150], spec, calibration=used, prefill=p, chunk=37, sinks=None,
+                                 window=None, batch=2) for p in ("packed", "chunked", "decode")]  # fmt: skip
+    first = found[0]
+    assert first.kl_divergence > 1e-4
+    for other in found[1:]:
+        # the model's own rounding moves a key across the threshold of a code now and then
+        assert other.kl_divergence == pytest.approx(first.kl_divergence, rel=5e-3)
+        assert other.perplexity == pytest.approx(first.perplexity, rel=1e-3)
+        assert other.bytes_per_token == first.bytes_per_token
+    assert [f.prefill for f in found] == ["packed", "chunked", "decode"]
+
+
+def test_more_bits_are_better_and_exact_tokens_are_said(model, windows):
+    specs = {f"{b} bits": CacheSpec(b, b) for b in (2, 3, 4, 5)}
+    found = evaluate_all(model, windows, specs, batch=3)
+    kl = [e.kl_divergence for e in found.values()]
+    assert kl == sorted(kl, reverse=True) and kl[-1] > 0
+    exact = turboquant.evaluate(model, windows, "default", sinks=None, window=None)
+    assert exact.kl_divergence < kl[2] and exact.exact == "exact: 4 sinks, 128 window"
+    table = markdown({**found, "default": exact})
+    assert "| 3 bits |" in table and "everything packed" in table and "exact: 4 sinks, 128 window" in table
+    assert "everything packed" in str(found["2 bits"]) and "exact: 4 sinks" in str(exact)
+
+
+def test_the_model_is_left_as_it_was(model, windows):
+    before = model.config._attn_implementation
+    model.train()
+    turboquant.evaluate(model, windows[:1], "paper-mse-3")
+    assert model.training and not hasattr(model, "_turboquant") and model.config._attn_implementation == before
+    model.eval()
+    turboquant.patch(model, CacheSpec(2, 2))
+    turboquant.evaluate(model, windows[:1], "paper-mse-3")
+    assert model._turboquant.spec == CacheSpec(2, 2)
+    turboquant.unpatch(model)
+
+
+def test_batches_give_the_same(model, windows, calibration):
+    found = [turboquant.evaluate(model, windows, "calibrated-3", calibration=calibration, batch=b) for b in (1, 2, 3)]
+    for other in found[1:]:
+        assert other.kl_divergence == pytest.approx(found[0].kl_divergence, rel=5e-3)
+        assert other.bytes_per_token == found[0].bytes_per_token
+
+
+def test_what_it_refuses(model, windows, calibration):
+    for bad in ([[1, 2]], windows[0], windows.float()):
+        with pytest.raises(TypeError, match=r"`windows` must be token ids \[windows, tokens\]"):
+            turboquant.evaluate(model, bad, "default")
+    with pytest.raises(ValueError, match="at least one window of two tokens"):
+        turboquant.evaluate(model, windows[:, :1], "default")
+    with pytest.raises(ValueError, match="`prefill` must be one of packed, chunked, decode, got 'fast'"):
+        turboquant.evaluate(model, windows, "default", prefill="fast")
+    with pytest.raises(ValueError, match="`batch` must be at least 1, got 0"):
+        turboquant.evaluate(model, windows, "default", batch=0)
+    with pytest.raises(ValueError, match="did you mean 'calibrated-3'"):
+        turboquant.evaluate(model, windows, "calibrated3")
+    with pytest.raises(ValueError, match="`calibration` must be a Calibration or its file"):
+        turboquant.evaluate(model, windows, "calibrated-3")
+    with pytest.raises(ValueError, match="got one of another: .*other weights"):
+        turboquant.evaluate(tiny(seed=1), windows, "calibrated-3", calibration=calibration)
+
+
+def test_windows_of_a_text():
+    def tokenizer(text, **_):
+        return {"input_ids": [ord(c) for c in text]}
+
+    text = "".join(map(chr, range(100)))
+    found = text_windows(text, tokenizer, 4, 10)
+    assert found.tolist() == [list(range(s, s + 10)) for s in (0, 30, 60, 90)]
+    assert text_windows(text, tokenizer, 1, 100).shape == (1, 100)
+    with pytest.raises(ValueError, match="`text` must have 4 x 26 tokens, got 100: 3 windows of that length"):
+        text_windows(text, tokenizer, 4, 26)
+    with pytest.raises(ValueError, match="`windows` must be at least 1, got 0"):
+        text_windows(text, tokenizer, 0, 26)
+
+
+def test_recall_measures_copying(model, windows):
+    found = recall(model, windows, "paper-mse-4", lengths=(96, 150), depths=(0, 0.5, 1), needle=16, cue=4, batch=2)
+    assert [(r.length, r.depth) for r in found] == [(n, d) for n in (96, 150) for d in (0, 0.5, 1)]
+    assert all(0 <= r.accuracy <= 1 and r.log_likelihood < 0 for r in found)
+    again = recall(model, windows, "paper-mse-4", lengths=(96, 150), depths=(0, 0.5, 1), needle=16, cue=4, batch=2)
+    assert again == found
+    with pytest.raises(ValueError, match=r"`lengths` must be in 48\.\.200, what `windows` hold, got 201"):
+        recall(model, windows, "default", lengths=(201,), needle=16, cue=4)
+    with pytest.raises(ValueError, match=r"`cue` must be in 1\.\.15, got 16"):
+        recall(model, windows, "default", lengths=(150,), needle=16, cue=16)
+
+
+# ---- the command lines, on the shipped model ----
+
+
+@pytest.fixture(scope="module")
+def book():
+    path = DEMO / "a_christmas_carol.txt"
+    if not (DEMO / "model.safetensors").exists() or not path.exists():
+        pytest.skip("the shipped model is not there")
+    return path
+
+
+def test_calibrate_and_eval(book, tmp_path, capsys):
+    out, results = tmp_path / "demo.safetensors", tmp_path / "quality.json"
+    assert main(["calibrate", str(DEMO), "--text", str(book), "--out", str(out), "--tokens", "1000"]) == 0
+    assert turboquant.Calibration.load(out).source == book.name
+    assert out.name in capsys.readouterr().out
+    common = ["eval", str(DEMO), "--text", str(book), "--windows", "2", "--length", "256"]
+    assert main([*common, "--spec", "calibrated-3,default", "--calibration", str(out), "--json", str(results)]) == 0
+    shown = capsys.readouterr().out
+    assert "| calibrated-3 |" in shown and "everything packed" in shown
+    data = json.loads(results.read_text())
+    assert set(data) == {"machine", "commit", "rows"} and [r["params"]["spec"] for r in data["rows"]] == [
+        "calibrated-3",
+        "default",
+    ]
+    row = data["rows"][0]
+    assert row["bench"] == "quality" and row["params"]["exact"] == "everything packed"
+    assert row["metrics"]["effective_bits"] == 3 + 16 / 64 and 0 < row["metrics"]["kl_divergence"] < 0.2
+    assert main([*common, "--spec", "default", "--set", "sinks=4", "--set", "window=64", "--set", "key_bits=5"]) == 0
+    shown = capsys.readouterr().out
+    assert "exact: 4 sinks, 64 window" in shown
+
+
+BAD = {
+    "no model": (["eval", "./nowhere", "--text", "TEXT", "--spec", "default"], "nowhere"),
+    "no text": (["eval", "DEMO", "--text", "missing.txt", "--spec", "default"], "missing.txt"),
+    "short text": (
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--windows", "100"],
+        "`text` must have 100 x 2048",
+    ),
+    "unknown preset": (["eval", "DEMO", "--text", "TEXT", "--spec", "defalt"], "did you mean 'default'"),
+    "unknown field": (
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--set", "bits=3"],
+        "key_bits, value_bits",
+    ),
+    "no value": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--set", "sinks"], "FIELD=VALUE"),
+    "bad value": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--set", "sinks=-1"], "`sinks` must be in"),
+    "no calibration": (["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3"], "--calibration"),
+    "proteins": (["eval", "DEMO", "--fasta", "TEXT", "--spec", "default"], "ESM-2 is not supported yet"),
+    "proteins to calibrate": (["calibrate", "DEMO", "--fasta", "TEXT", "--out", "x"], "ESM-2 is not supported yet"),
+    "few tokens": (["calibrate", "DEMO", "--text", "TEXT", "--out", "x", "--tokens", "20"], "--tokens"),
+    "no folder": (["calibrate", "DEMO", "--text", "TEXT", "--out", "no/such/x"], "--out"),
+    "json in no folder": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--json", "no/such/x"], "--json"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD)
+def test_bad_command_lines_end_before_any_work(arguments, message, book, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("turboquant.evaluate.evaluate_all", None)
+    monkeypatch.setattr("turboquant.calibration.measure.calibrate", None)
+    given = [{"DEMO": str(DEMO), "TEXT": str(book)}.get(a, a) for a in arguments]
+    with pytest.raises(SystemExit) as left:
+        main(given)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the guard: quality may not get worse unnoticed ----
+
+GUARD = Path(__file__).parent / "golden" / "quality_demo.json"
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """Lets a test import modules of benchmarks/."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return import_module
+
+
+def test_quality_of_the_shipped_model(book, benchmarks):
+    """On the passage that the model ships with, KL divergence per preset: at most 5 % above the committed figure.
+
+    `python benchmarks/quality.py --guard` writes the file anew, after a change that makes quality better.
+    """
+    committed = json.loads(GUARD.read_text())["kl_divergence"]
+    found = benchmarks("quality").demo_guard()
+    lines = [
+        f"{n:14} {found[n]:.6f}, committed {want:.6f}, {100 * (found[n] / want - 1):+.2f} %"
+        for n, want in committed.items()
+    ]
+    print("\n".join(lines))
+    assert set(found) == set(committed) == {"default", "calibrated-3", "paper-mse-3"}
+    assert all(found[name] <= 1.05 * want for name, want in committed.items()), "\n".join(lines)
+
+
+def test_the_page_of_presets_is_current(benchmarks):
+    pages = benchmarks("presets")
+    assert pages.PAGE.read_text(encoding="utf-8") == pages.page(), "run: python benchmarks/presets.py"
+
+
+@pytest.mark.slow
+def test_calibration_halves_the_divergence(benchmarks):
+    """The reference model: calibrated on the first half of the books, tested on the second, near the design."""
+    folder, text = shared_file("models/reference"), shared_file("data/books_val.txt").read_text(encoding="utf-8")
+    model, tokenizer = benchmarks("quality").load(folder)
+    train = text_windows(text[: len(text) // 2], tokenizer, 12, 512)
+    test = text_windows(text[len(text) // 2 :], tokenizer, 2, 512)
+    calibration = turboquant.calibrate(model, list(train.split(1)), sensitivity_batches=1)
+    specs = {"plain": CacheSpec(3, 3, centre="prompt"), "calibrated": CacheSpec(budget=3)}
+    found = {n: e.kl_divergence for n, e in evaluate_all(model, test, specs, calibration=calibration).items()}
+    print(found)
+    assert found["calibrated"] < 0.015 and found["calibrated"] < 0.65 * found["plain"]

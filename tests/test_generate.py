@@ -1,0 +1,216 @@
+"""generate() on a patched model, against the same model with its own cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import KINDS, prompts, tiny
+from transformers import DynamicCache
+
+import turboquant
+from turboquant import CacheSpec, TurboQuantCache
+
+WIDE = CacheSpec(2, 2, sinks=3, window=512, centre="prompt")  # nothing ever leaves the window: exact
+PACKED = CacheSpec(3, 3, prefill="packed")
+
+
+def generate(model, inputs, tokens=40, **options):
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, **options}
+    return model.generate(**inputs, max_new_tokens=tokens, **options)
+
+
+def assert_same(got, want, tolerance=1e-4):
+    assert torch.equal(got.sequences, want.sequences)
+    a, b = torch.stack(got.logits), torch.stack(want.logits)
+    assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("prefill", ["exact", "packed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wide_window_gives_the_same_text(kind, prefill):
+    model, inputs = tiny(kind), prompts(3, 25, (0, 6, 24))
+    want = generate(model, inputs)
+    got = generate(turboquant.patch(model, WIDE.with_(prefill=prefill)), inputs)
+    assert type(got.past_key_values) is TurboQuantCache and got.past_key_values.get_seq_length() == 64
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_padded_batch_is_each_sequence_alone(kind):
+    """Packed, with sinks, window and centre: the same logits, and the same bytes but for hidden states that differ by a
+    rounding and fall on the other side of a code's threshold, which is rare."""
+    model, lengths = tiny(kind), (60, 41, 7)
+    spec = PACKED.with_(centre="prompt", sinks=1, window=16)
+    turboquant.patch(model, spec)
+    inputs, more = prompts(3, 60, tuple(60 - n for n in lengths)), prompts(3, 30, seed=1)["input_ids"]
+
+    def logits(ids, mask):
+        cache, parts = TurboQuantCache(model.config, spec), []
+        for start, stop in [(0, 60), *((t, t + 1) for t in range(60, 90))]:
+            start, stop = max(0, start - 90 + ids.shape[1]), stop - 90 + ids.shape[1]
+            where = (mask.cumsum(1) - 1).clamp(min=0)[
+                :, start:stop
+            ]  # as generate does: rotary positions of real tokens
+            out = model(ids[:, start:stop], mask[:, :stop], position_ids=where, past_key_values=cache)
+            parts.append(out.logits)
+        return torch.cat(parts, 1), cache
+
+    with torch.no_grad():
+        ids = torch.cat([inputs["input_ids"], more], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(more)], 1)
+        together, cache = logits(ids, mask)
+        for b, length in enumerate(lengths):
+            alone, own = logits(ids[b : b + 1, 60 - length :], mask[b : b + 1, 60 - length :])
+            difference = (together[b, 60 - length :] - alone[0]).abs().amax(-1)
+            assert difference.median() < 1e-4 * alone.abs().max() and difference.max() < 0.1 * alone.abs().max()
+            for ours, theirs in zip(cache.layers, own.layers):
+                assert (ours.pages[ours._rows[b]] != theirs.pages).float().mean() < 0.01
+
+
+def test_packed_text_follows_the_full_cache():
+    """With trained weights see test_quality; random ones are harder to compress and still mostly agree at 5 bits."""
+    model, inputs = tiny(), prompts(4, 50)
+    want = generate(model, inputs, 1).logits[0]
+    turboquant.patch(model, CacheSpec(5, 5, prefill="packed", centre="prompt"))
+    got = generate(model, inputs, 1).logits[0]
+    assert (got - want).norm() / want.norm() < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    model, inputs = tiny(dtype=dtype), prompts(2, 20, (3, 0))
+    want = generate(model, inputs, 8).logits[0].float()
+    got = generate(turboquant.patch(model, WIDE.with_(prefill="packed")), inputs, 8)
+    assert got.past_key_values.layers[0].window_k.dtype == dtype
+    assert (got.logits[0].float() - want).abs().max() < 0.05 * want.abs().max()
+
+
+def test_sampling():
+    model, inputs = tiny(), prompts(2, 12, (0, 5))
+    outs = []
+    for patch in (lambda m: m, lambda m: turboquant.patch(m, WIDE)):
+        model = patch(model)
+        torch.manual_seed(3)
+        outs.append(generate(model, inputs, do_sample=True, temperature=1.3, top_k=20, num_return_sequences=3))
+    assert outs[0].sequences.shape == (6, 52)
+    assert_same(outs[1], outs[0])
+
+
+def test_beams():
+    model, inputs = tiny(), prompts(2, 12, (0, 5))
+    want = generate(model, inputs, 12, num_beams=3, output_logits=False)
+    got = generate(turboquant.patch(model, WIDE), inputs, 12, num_beams=3, output_logits=False)
+    assert torch.equal(got.sequences, want.sequences) and got.past_key_values.layers[0].batch_size == 6
+
+
+def test_packed_beams_score_what_a_forward_scores():
+    """The scores that beam search reports for its winner are those of its tokens in one pass over a packed cache of
+    their own."""
+    model, inputs = turboquant.patch(tiny(), PACKED.with_(sinks=2)), prompts(2, 140)
+    got = generate(model, inputs, 10, num_beams=3, output_logits=False, output_scores=True, length_penalty=0.0)
+    with torch.no_grad():
+        logits = model(got.sequences).logits[:, 139:-1].log_softmax(-1)
+    scores = logits.gather(2, got.sequences[:, 140:, None]).sum((1, 2))
+    assert torch.allclose(got.sequences_scores, scores, rtol=0.02, atol=0.02)
+
+
+def test_embeddings_in():
+    model, inputs = tiny(), prompts(2, 12, (0, 5))
+    embeds = dict(
+        inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]), attention_mask=inputs["attention_mask"]
+    )
+    want = generate(model, embeds, 10)
+    assert_same(generate(turboquant.patch(model, WIDE), embeds, 10), want)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral, sliding"])
+def test_turns_carried_over(kind):
+    """Three turns of a chat on one cache, each longer than the last."""
+    model, texts = tiny(kind), []
+    for patch, make in ((lambda m: m, DynamicCache), (lambda m: turboquant.patch(m, WIDE), None)):
+        model = patch(model)
+        cache = make() if make else TurboQuantCache(model.config, WIDE)
+        ids = prompts(1, 10)["input_ids"]
+        for turn in range(3):
+            out = generate(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), 10, past_key_values=cache)
+            assert out.past_key_values is cache and cache.get_seq_length() == out.sequences.shape[1] - 1
+            ids = torch.cat([out.sequences, prompts(1, 8, seed=turn)["input_ids"]], 1)
+        texts.append(ids)
+    assert torch.equal(*texts)
+
+
+def test_turns_of_a_packed_cache_are_one_conversation():
+    """Turns on one cache give the bytes of one pass over the whole conversation, the centre being that of the first
+    turn."""
+    model = turboquant.patch(tiny(), PACKED)
+    cache, ids = TurboQuantCache(model.config, PACKED), prompts(1, 150)["input_ids"]
+    for turn in range(3):
+        out = generate(model, dict(input_ids=ids), 20, past_key_values=cache)
+        ids = torch.cat([out.sequences, prompts(1, 30, seed=turn)["input_ids"]], 1)
+    whole = TurboQuantCache(model.config, PACKED)
+    with torch.no_grad():
+        model(out.sequences[:, :-1], past_key_values=whole)
+    for a, b in zip(cache.layers, whole.layers):
+        differing = (a.pages != b.pages).float().mean()
+        assert (
+            a.pages.shape == b.pages.shape and differing < 0.01
+        )  # hidden states differ by rounding, codes at a threshold
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(sinks=4, window=32), dict(centre="prompt", centre_tokens=64)], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "qwen2, some layers sliding"])
+def test_chunked_prefill(kind, fields):
+    """Several forwards over a prompt store and see the same as one, in "packed" mode."""
+    model, spec, ids = (
+        turboquant.patch(tiny(kind), PACKED.with_(**fields)),
+        PACKED.with_(**fields),
+        prompts(2, 300)["input_ids"],
+    )
+    with torch.no_grad():
+        whole = model(ids, past_key_values=TurboQuantCache(model.config, spec)).logits
+        cache, parts = TurboQuantCache(model.config, spec), []
+        for start, stop in [(0, 64), (64, 65), (65, 200), (200, 300)]:
+            parts.append(model(ids[:, start:stop], past_key_values=cache).logits)
+    difference = (torch.cat(parts, 1) - whole).abs().amax(-1)
+    # A hidden state that differs in its last bits may fall on the other side of a code's threshold: rare, and small.
+    assert difference.median() < 1e-4 * whole.abs().max() and difference.max() < 0.15 * whole.abs().max()
+
+
+def test_generate_in_chunks():
+    model, inputs = tiny(), prompts(2, 50, (0, 9))
+    want = generate(model, inputs, 10, prefill_chunk_size=16)
+    assert_same(generate(turboquant.patch(model, WIDE), inputs, 10, prefill_chunk_size=16), want)
+
+
+def test_prompt_lookup_needs_a_cache_without_window():
+    """Speculative decoding crops the cache: right without a window, an error that says so where tokens have left it."""
+    model, inputs = tiny(), dict(input_ids=prompts(1, 8)["input_ids"].repeat(1, 6))
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    options = dict(eos_token_id=95, output_logits=False)  # transformers 4.57 wants one
+    want = generate(turboquant.patch(model, CacheSpec(5, 5)), inputs, 20, **options).sequences
+    got = generate(model, inputs, 20, prompt_lookup_num_tokens=4, **options)
+    assert torch.equal(got.sequences, want) and got.past_key_values.get_seq_length() == want.shape[1] - 1
+    with pytest.raises(NotImplementedError, match="crop: layer 0 has a window of 16 tokens"):
+        generate(turboquant.patch(model, PACKED.with_(window=16)), inputs, 20, prompt_lookup_num_tokens=4, **options)
+
+
+def test_the_same_text_every_time():
+    model, inputs = turboquant.patch(tiny(), "paper-mse-2"), prompts(3, 40, (0, 9, 30))
+    first, second = generate(model, inputs), generate(model, inputs)
+    assert torch.equal(first.sequences, second.sequences)
+    for a, b in zip(first.past_key_values.layers, second.past_key_values.layers):
+        assert torch.equal(a.pages, b.pages)
+
+
+def test_a_bad_number_in_the_middle_of_a_text():
+    model, inputs = turboquant.patch(tiny(), PACKED), prompts(1, 20)
+    with torch.no_grad():
+        out = model(**inputs)
+        cache, good = out.past_key_values, model.get_input_embeddings()(torch.tensor([[5]]))
+        bad = good.clone()
+        bad[0, 0, 3] = float("nan")
+        with pytest.raises((ValueError, RuntimeError), match="layer 0: append: `k"):
+            model(inputs_embeds=bad, past_key_values=cache)
+        assert cache.get_seq_length() == 20
+        model(inputs_embeds=good, past_key_values=cache)
+        assert cache.get_seq_length() == 21

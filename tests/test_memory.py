@@ -1,0 +1,161 @@
+"""Compression is real: the bytes that exist are the bytes that are claimed, and nothing else of the history exists."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models import tiny
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import turboquant
+from turboquant import CacheSpec, TurboQuantCache
+
+TOKENS = 1024
+DEMO = dict(
+    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+)  # the shape of the shipped model
+SMALL = dict(hidden_size=64, intermediate_size=64, vocab_size=64)
+
+
+def reachable(root: object) -> Iterator[torch.Tensor]:
+    """Every tensor that can be reached from an object through attributes, containers and anything the garbage collector
+    knows."""
+    seen, queue = set(), [root]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen or isinstance(
+            item, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+        ):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        queue += gc.get_referents(item)
+        queue += list(vars(item).values()) if hasattr(item, "__dict__") else []
+
+
+def bytes_of(tensors: Iterator[torch.Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def alive() -> int:
+    """Bytes of all tensors in the process."""
+    gc.collect()
+    return bytes_of(t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def allocated() -> int:
+    """Bytes that the process has in use by malloc, its mapped blocks included, as the C library counts them."""
+    try:
+        info = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        pytest.skip("the C library has no mallinfo2: glibc 2.33 or later counts allocations")
+    info.restype = _Mallinfo
+    gc.collect()
+    now = info()
+    return now.uordblks + now.hblkhd
+
+
+@pytest.mark.slow
+def test_after_a_thousand_generated_tokens():
+    """3 bits, no sinks, no window, batch 1: every token's bytes within 2 % of `bytes_per_token`, by four ways of
+    counting."""
+    spec = CacheSpec(3, 3)
+    torch.manual_seed(0)
+    model = turboquant.patch(LlamaForCausalLM(LlamaConfig(**SMALL, **DEMO, max_position_embeddings=2048)).eval(), spec)
+    cache = TurboQuantCache(model.config, spec)
+    model.generate(
+        torch.tensor([[1]]), max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0
+    )  # what is made once
+    tensors_before, malloc_before = alive(), allocated()
+    text = model.generate(
+        torch.tensor([[1]]),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        past_key_values=cache,
+    )
+    assert text.shape == (1, TOKENS + 1) and cache.get_seq_length() == TOKENS
+    del text
+    claimed = TOKENS * spec.bytes_per_token(64, kv_heads=2, n_layers=4)
+    assert spec.bytes_per_token(64, kv_heads=2) == 2 * 2 * (64 * 3 // 8 + 2)
+    found = {
+        "nbytes": cache.nbytes,
+        "reachable": bytes_of(reachable(cache)),
+        "all tensors of the process": alive() - tensors_before,
+    }
+    for what, count in found.items():
+        assert claimed <= count <= 1.02 * claimed, (what, count, claimed)
+    # The process as a whole: the Python objects of the cache come on top, and what transformers keeps of a call.
+    grown = allocated() - malloc_before
+    assert claimed <= grown <= claimed + 200_000, (grown, claimed)
+    full = TOKENS * 2 * 2 * 64 * 4 * 4
+    assert grown < 0.3 * full
+    report = cache.report()
+    assert (
+        report.effective_bits == pytest.approx(spec.effective_bits(64), rel=0.02) and report.nbytes == found["nbytes"]
+    )
+    for layer in report.layers:
+        assert layer.tokens == TOKENS and layer.nbytes == pytest.approx(claimed / 4, rel=0.02)
+
+
+def test_a_long_history_of_a_wide_model():
+    """8 KV heads of 128 channels, 8,192 tokens in chunks of 1,024, 3 bits: malloc grows by the claimed bytes, within 2
+    %."""
+    spec, config = (
+        CacheSpec(3, 3),
+        LlamaConfig(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8, head_dim=128),
+    )
+    k = torch.randn(1, 8, 1024, 128)
+    cache = TurboQuantCache(config, spec)
+    layer, before = cache.layers[0], allocated()
+    for done in range(0, 8192, 1024):
+        fresh, value = cache.update(k, k, 0)
+        store(layer, fresh.keys, value, done)
+    del fresh, value
+    claimed = 8192 * spec.bytes_per_token(128, kv_heads=8)
+    assert claimed <= allocated() - before <= 1.02 * claimed
+    assert claimed <= cache.nbytes == bytes_of(reachable(cache)) <= 1.02 * claimed
+
+
+def store(layer, k, v, before):
+    """What `attend` does, without the attention, which would take long here."""
+    lengths = layer._shared.lengths(before + k.shape[2], layer.padding, layer.device)
+    layer.pages, layer.block_table, layer._rows, layer._full_at = layer._grown(before + k.shape[2], layer.padding)
+    torch.ops.turboquant.append(k, v, lengths, layer.pages, layer.block_table, layer.plan)
+    layer.tokens = before + k.shape[2]
+
+
+def test_nothing_of_the_full_precision_history_stays():
+    """The largest floating-point tensor that a cache reaches is its window, whatever was fed to it."""
+    model = turboquant.patch(tiny(), CacheSpec(3, 3, sinks=2, window=8, centre="prompt"))
+    with torch.no_grad():
+        cache = model(torch.randint(0, 96, (2, 400))).past_key_values
+        model(torch.randint(0, 96, (2, 50)), past_key_values=cache)
+    floats = [t for t in reachable(cache) if t.is_floating_point()]
+    assert max(t.numel() for t in floats) == 2 * 2 * 8 * 32 == cache.layers[0].window_k.numel()
+    assert bytes_of(reachable(cache)) == cache.nbytes == cache.report().nbytes
+
+
+def test_a_failed_forward_leaves_nothing_behind():
+    model = turboquant.patch(tiny(), CacheSpec(3, 3))
+    with torch.no_grad():
+        cache = model(torch.randint(0, 96, (1, 300))).past_key_values
+        held = cache.nbytes
+        bad = torch.full((1, 300, 64), float("nan"))
+        with pytest.raises((ValueError, RuntimeError), match="layer 0"):
+            model(inputs_embeds=bad, past_key_values=cache)
+    assert cache.nbytes == held == bytes_of(reachable(cache))

@@ -1,0 +1,288 @@
+"""patch and unpatch: what they change, what they refuse, and that nothing else of the model changes."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from models import KINDS, prompts, tiny
+from transformers import DynamicCache
+
+import turboquant
+from turboquant import CacheSpec, TurboQuantCache
+
+EXACT = CacheSpec(4, 4, sinks=2, window=256)
+
+
+def generate(model, tokens=12, **kwargs):
+    return model.generate(
+        **{**prompts(2, 9, (3, 0)), **kwargs}, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True
+    )
+
+
+def state(model):
+    """All that patch may touch."""
+    return {
+        "attention": model.config._attn_implementation,
+        "attributes": {name: id(value) for name, value in vars(model).items()},
+        "hooks": dict(model._forward_pre_hooks),
+        "method": model._prepare_cache_for_generation.__func__,
+    }
+
+
+def test_patch_and_unpatch():
+    model = tiny()
+    before, logits = state(model), model(**prompts(2, 20, (0, 5))).logits
+    assert turboquant.patch(model, EXACT) is model
+    assert state(model) != before
+    cache = generate(model).past_key_values
+    assert type(cache) is TurboQuantCache and cache.spec == EXACT
+    assert turboquant.unpatch(model) is model
+    assert state(model) == before and torch.equal(model(**prompts(2, 20, (0, 5))).logits, logits)
+    assert type(generate(model).past_key_values) is DynamicCache
+    with pytest.raises(RuntimeError, match=r"Call turboquant\.patch\(model\)"):
+        model(torch.tensor([[5], [6]]), past_key_values=cache)
+    turboquant.unpatch(model)
+    assert state(model) == before
+
+
+def test_patch_twice_replaces_the_spec():
+    model = tiny()
+    before = state(model)
+    turboquant.patch(model)
+    assert generate(model).past_key_values.spec == turboquant.preset("default")
+    hooks = len(model._forward_pre_hooks)
+    turboquant.patch(model, "paper-mse-3")
+    assert (
+        generate(model).past_key_values.spec == turboquant.preset("paper-mse-3")
+        and len(model._forward_pre_hooks) == hooks
+    )
+    turboquant.unpatch(model)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own configs", "one config"])
+def test_two_models_two_specs(shared):
+    first, second = tiny(), tiny(seed=1)
+    if shared:
+        second = type(first)(first.config).eval()
+    want = generate(first).sequences, generate(second).sequences
+    turboquant.patch(first, EXACT)
+    turboquant.patch(second, EXACT.with_(window=300))
+    got = generate(first), generate(second)
+    assert [g.past_key_values.spec.window for g in got] == [256, 300]
+    assert all(torch.equal(g.sequences, w) for g, w in zip(got, want))
+    turboquant.unpatch(first)
+    assert type(generate(second).past_key_values) is TurboQuantCache
+    assert type(generate(first).past_key_values) is DynamicCache and torch.equal(generate(first).sequences, want[0])
+    turboquant.unpatch(second)
+    assert first.config._attn_implementation == second.config._attn_implementation == "sdpa"
+
+
+def test_a_copy_of_a_patched_model_is_patched():
+    model = turboquant.patch(tiny(), EXACT)
+    other = copy.deepcopy(model)
+    turboquant.patch(other, "paper-mse-4")
+    assert generate(model).past_key_values.spec == EXACT
+    assert generate(other).past_key_values.spec == turboquant.preset("paper-mse-4")
+    turboquant.unpatch(other)
+    assert type(generate(other).past_key_values) is DynamicCache
+    assert type(generate(model).past_key_values) is TurboQuantCache
+
+
+def test_saving_a_patched_model_saves_no_trace(tmp_path):
+    turboquant.patch(tiny()).save_pretrained(tmp_path)
+    assert all("turboquant" not in path.read_text() for path in tmp_path.glob("*.json"))
+    assert type(generate(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)).past_key_values) is DynamicCache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_cache_the_model_attends_as_before(kind):
+    """Causality and padding hold although no mask tensor is made in advance."""
+    model, inputs = tiny(kind), prompts(3, 24, (0, 4, 15))
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        want = model(**inputs, use_cache=False).logits
+        turboquant.patch(model, "paper-mse-2")
+        assert (model(**inputs, use_cache=False).logits - want)[real].abs().max() < 1e-4
+        with_dynamic = model(**inputs, past_key_values=DynamicCache())
+        assert type(with_dynamic.past_key_values) is DynamicCache
+        assert (with_dynamic.logits - want)[real].abs().max() < 1e-4
+
+
+def test_training_as_before():
+    model, inputs = tiny().train(), prompts(2, 16, (0, 5))
+    gradients = []
+    for patch in (lambda m: m, turboquant.patch):
+        model = patch(model)
+        model.zero_grad()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
+    model.eval().zero_grad()
+    loss = model(**inputs, labels=inputs["input_ids"]).loss  # gradients are on, and no cache was asked for
+    loss.backward()
+
+
+def test_a_plain_forward_makes_its_cache():
+    model, ids = turboquant.patch(tiny(), EXACT), prompts(1, 10)["input_ids"]
+    assert type(model(ids, use_cache=True).past_key_values) is TurboQuantCache
+    assert type(model(ids).past_key_values) is DynamicCache  # gradients are on: it might be trained
+    with torch.no_grad():
+        out = model(ids)
+        assert type(out.past_key_values) is TurboQuantCache
+        assert model(ids, use_cache=False).past_key_values is None
+        want = model(torch.cat([ids, ids], 1), use_cache=False).logits[:, 10:]
+        got = model(ids, past_key_values=out.past_key_values)
+        assert got.past_key_values is out.past_key_values and (got.logits - want).abs().max() < 1e-4
+        base = turboquant.patch(tiny().model, EXACT)  # no generate, no language head
+        assert type(base(ids).past_key_values) is TurboQuantCache
+
+
+def test_generate_keeps_its_choices():
+    model = turboquant.patch(tiny(), EXACT)
+    assert generate(model, use_cache=False).past_key_values is None
+    assert type(generate(model, past_key_values=DynamicCache()).past_key_values) is DynamicCache
+    assert type(generate(model, cache_implementation="static").past_key_values).__name__ == "StaticCache"
+    mine = TurboQuantCache(model.config, "paper-mse-4")
+    assert generate(model, past_key_values=mine).past_key_values is mine and mine.get_seq_length() == 20
+
+
+def test_threads_side_by_side():
+    model = turboquant.patch(tiny(), "paper-mse-3")
+    want = [generate(model, **prompts(2, 9, (b, 0), seed=b)).sequences for b in range(4)]
+    got = [None] * 4
+
+    def run(b):
+        got[b] = generate(model, **prompts(2, 9, (b, 0), seed=b)).sequences
+
+    threads = [threading.Thread(target=run, args=(b,)) for b in range(4)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("first", ["import turboquant.patch", "turboquant.unpatch"])
+def test_the_name_is_callable_however_it_was_imported(first):
+    code = f"import turboquant\n{first}\ntry: turboquant.patch(1)\nexcept TypeError as e: print(e)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("`model` must be a transformers model, got int"), done.stderr
+
+
+# ---- what is refused ----
+
+SMALL = dict(
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=16,
+)
+
+
+def other_model(name, **fields):
+    family = re.sub("(LMHeadModel|For[A-Z][A-Za-z]*)$", "", name)
+    return getattr(transformers, name)(getattr(transformers, f"{family}Config")(**fields))
+
+
+HEADS = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+UNSUPPORTED = {
+    "GPT-2": ("GPT2LMHeadModel", dict(n_embd=32, n_layer=2, n_head=2, vocab_size=16, n_positions=16), "not rotary"),
+    "T5": (
+        "T5ForConditionalGeneration",
+        dict(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=16),
+        "encoder-decoder",
+    ),
+    "BERT": ("BertForMaskedLM", HEADS, ""),
+    "ESM-2": (
+        "EsmForMaskedLM",
+        {**HEADS, "pad_token_id": 1, "position_embedding_type": "rotary"},
+        "ESM-2 is not supported yet",
+    ),
+    "BLOOM": ("BloomForCausalLM", dict(hidden_size=16, n_layer=1, n_head=2, vocab_size=16), "AttentionInterface"),
+    "Mamba": ("MambaForCausalLM", dict(hidden_size=16, num_hidden_layers=1, vocab_size=16), ""),
+    "DeepSeek-V3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **SMALL,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 2,
+        },
+        "latent attention",
+    ),
+    "GPT-OSS": (
+        "GptOssForCausalLM",
+        {**SMALL, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+        "learned sinks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name, fields, message", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_models(name, fields, message):
+    model = other_model(name, **fields)
+    before = model.config._attn_implementation, set(vars(model)), dict(model._forward_pre_hooks)
+    with pytest.raises(NotImplementedError, match=f"{name}.*{message}"):
+        turboquant.patch(model)
+    assert (model.config._attn_implementation, set(vars(model)), dict(model._forward_pre_hooks)) == before
+
+
+def test_other_wrong_arguments():
+    model = tiny()
+    before = state(model)
+    for error, message, arguments in [
+        (TypeError, "`model` must be a transformers model, got Linear", (torch.nn.Linear(2, 2),)),
+        (ValueError, "did you mean 'default'", (model, "defalt")),
+        (TypeError, "`spec` must be", (model, 4)),
+        (ValueError, "`overrides` must name layers", (model, CacheSpec(overrides={7: {"sinks": 1}}))),
+        (ValueError, "`key_bits`", (model, CacheSpec(key_bits=(4, 4, 4)))),
+        (ValueError, "`head_dim` .*got 12", (tiny(head_dim=12),)),
+    ]:
+        with pytest.raises(error, match=message):
+            turboquant.patch(*arguments)
+    assert state(model) == before
+
+
+def test_an_unpatched_model_does_not_take_the_cache():
+    model = tiny()
+    cache = TurboQuantCache(model.config, "default")
+    with pytest.raises(RuntimeError, match=r"this model does not attend through it. Call turboquant\.patch\(model\)"):
+        generate(model, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_cache_of_another_model():
+    model = turboquant.patch(tiny(), EXACT)
+    cache = generate(model).past_key_values
+    wider = turboquant.patch(tiny(num_key_value_heads=4), EXACT)
+    with pytest.raises(ValueError, match="layer 0: the cache holds 20 positions of 2 sequences with 2 KV heads"):
+        wider(torch.tensor([[5], [6]]), past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache holds .* of 2 sequences"):
+        model(torch.tensor([[5]]), past_key_values=cache)
+    deeper = turboquant.patch(tiny(num_hidden_layers=4), EXACT)
+    with pytest.raises(ValueError, match=r"`layer_idx` must be in 0\.\.2, got 3"):
+        deeper(torch.tensor([[5], [6]]), past_key_values=TurboQuantCache(model.config, EXACT))
+    assert cache.get_seq_length() == 20
+
+
+def test_custom_masks_are_refused():
+    model = turboquant.patch(tiny(), EXACT)
+    with pytest.raises(NotImplementedError, match="layer 0: `attention_mask` must be"):
+        model(torch.tensor([[5, 6]]), attention_mask=torch.zeros(1, 1, 2, 2), use_cache=True)
+    with torch.no_grad():
+        model(torch.tensor([[5, 6]]), attention_mask=torch.zeros(1, 1, 2, 2), use_cache=False)
+    with pytest.raises(ValueError, match="left padding only"):
+        model(torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]]), use_cache=True)

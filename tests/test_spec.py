@@ -1,0 +1,135 @@
+"""CacheSpec: what it accepts, what it refuses and in which words, and that its arithmetic is that of the byte
+format."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from turboquant import CacheSpec, preset, presets
+from turboquant.spec import resolve
+
+core = pytest.importorskip("turboquant._core")
+
+REFUSED = {  # fields, what the message must contain: the field, what it was, what it should be
+    "bits 0": (dict(key_bits=0), "`key_bits` must be in 1..5, got 0"),
+    "bits 9": (dict(value_bits=9), "`value_bits` must be in 1..5, got 9"),
+    "bits of a group": (dict(key_bits=(4, 6)), r"`key_bits\[1\]` must be in 0..5, got 6"),
+    "no bits in any group": (dict(value_bits=(0, 0)), "`value_bits` must give bits to at least one group"),
+    "groups that differ": (dict(key_bits=(4, 2), value_bits=(4, 2, 2)), "same number of groups, got 2 and 3"),
+    "rotation": (dict(rotation="hadamrd"), "`rotation` must be one of hadamard, haar, none, .*got 'hadamrd'"),
+    "codebook": (dict(codebook="beta"), "`codebook` must be one of normal, sphere"),
+    "scale": (dict(scale="max"), "`scale` must be one of eden, norm, norm_corrected, least_squares"),
+    "centre": (dict(centre="mean"), "`centre` must be one of none, prompt, calibrated"),
+    "prefill": (dict(prefill="fast"), "`prefill` must be one of exact, packed"),
+    "centre_tokens": (dict(centre_tokens=0), "`centre_tokens` must be in 1.., got 0".replace("1..", r"1\.\.\d+")),
+    "sinks": (dict(sinks=-1), r"`sinks` must be in 0\.\.\d+, got -1"),
+    "window": (dict(window=-5), r"`window` must be in 0\.\.\d+, got -5"),
+    "seed": (dict(seed=2**63), r"`seed` must be in 0\.\.\d+, got 9223372036854775808"),
+    "override of an unknown field": (
+        dict(overrides={0: {"bits": 3}}),
+        r"`overrides\[0\]` must name fields among .*got 'bits'",
+    ),
+    "override of the whole cache": (dict(overrides={1: {"prefill": "exact"}}), r"`overrides\[1\]` .*got 'prefill'"),
+    "override with a bad value": (dict(overrides={-1: {"window": -1}}), r"`overrides\[-1\]`: `window` must be in"),
+}
+WRONG_TYPES = {
+    "bits": dict(key_bits="4"),
+    "bits, half": dict(key_bits=3.5),
+    "bits, bool": dict(value_bits=True),
+    "scale": dict(scale=1),
+    "sinks": dict(sinks=1.0),
+    "overrides": dict(overrides=3),
+    "overrides of a layer": dict(overrides={0: 3}),
+}
+
+
+@pytest.mark.parametrize("fields, message", REFUSED.values(), ids=REFUSED)
+def test_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        CacheSpec(**fields)
+
+
+@pytest.mark.parametrize("fields", WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_wrong_types_are_named(fields):
+    with pytest.raises(TypeError, match=f"`{next(iter(fields))}"):
+        CacheSpec(**fields)
+
+
+def test_it_is_a_value():
+    a, b = CacheSpec(3, (2, 4), sinks=4), CacheSpec(key_bits=3, value_bits=[2, 4], sinks=4)
+    assert a == b and hash(a) == hash(b) and pickle.loads(pickle.dumps(a)) == a
+    assert a.with_(window=8) == CacheSpec(3, (2, 4), sinks=4, window=8) != a
+    with pytest.raises(AttributeError):
+        a.sinks = 1
+    with pytest.raises(ValueError, match="sinks"):
+        a.with_(sinks=-1)
+
+
+def test_overrides_apply_to_their_layers():
+    spec = CacheSpec(4, 4, overrides={0: {"key_bits": 5, "window": 16}, -1: {"value_bits": (2, 3)}})
+    assert spec.for_layer(0, 6) == CacheSpec(5, 4, window=16)
+    assert spec.for_layer(3, 6) == CacheSpec(4, 4)
+    assert spec.for_layer(5, 6) == CacheSpec(4, (2, 3))
+    assert hash(spec) == hash(spec.with_(seed=0)) and spec.with_(seed=1).for_layer(0, 6).key_bits == 5
+    for layer in (-1, 6):
+        with pytest.raises(ValueError, match=f"`layer` must be in 0..5, got {layer}"):
+            spec.for_layer(layer, 6)
+    with pytest.raises(ValueError, match="`overrides` must name layers in -2..1 of this model, got 2"):
+        CacheSpec(overrides={2: {"sinks": 1}}).for_layer(0, 2)
+    with pytest.raises(ValueError, match="layer 1 as 1 and -1"):
+        CacheSpec(overrides={1: {"sinks": 1}, -1: {"sinks": 2}}).for_layer(0, 2)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("bits", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (4, 2), (3, 5)])
+def test_bytes_are_those_of_the_format(bits, head_dim):
+    spec = CacheSpec(*bits)
+    assert 128 * spec.bytes_per_token(head_dim) == core.record_bytes(spec.plan(head_dim))
+    assert spec.bytes_per_token(head_dim, kv_heads=3, n_layers=5) == 15 * spec.bytes_per_token(head_dim)
+    assert spec.effective_bits(head_dim) == 8 * spec.bytes_per_token(head_dim) / (2 * head_dim)
+
+
+def test_bytes_of_mixed_groups_and_overrides():
+    spec = CacheSpec((5, 3, 0, 2), (4, 0, 0, 0))
+    assert 128 * spec.bytes_per_token(128) == core.record_bytes(spec.plan(128))
+    spec = CacheSpec(4, 4, overrides={0: {"key_bits": 2}})
+    assert spec.bytes_per_token(64, 2, 3) == 2 * (3 * (32 + 2 + 32 + 2) - 16)
+    assert CacheSpec(4, 4).effective_bits(128) == 4.125 and CacheSpec(4, 4).effective_bits(64) == 4.25
+    assert CacheSpec(4, 4).effective_bits(40) == pytest.approx(
+        8 * 2 * (32 + 2) / 80
+    )  # padded to 64 channels, and it says so
+
+
+@pytest.mark.parametrize("head_dim", [0, 12, 264])
+def test_plan_refuses_a_head_dim(head_dim):
+    with pytest.raises(ValueError, match=f"`head_dim` .*got {head_dim}"):
+        CacheSpec().plan(head_dim)
+
+
+def test_plan_refuses_groups_of_another_head_dim():
+    with pytest.raises(ValueError, match="key_bits"):
+        CacheSpec((4, 4), 4).plan(128)
+
+
+def test_presets():
+    default = preset("default")
+    assert (default.key_bits, default.value_bits, default.rotation, default.scale) == (4, 4, "hadamard", "eden")
+    assert (default.centre, default.sinks, default.window, default.prefill) == ("prompt", 4, 128, "exact")
+    for bits in (4, 3, 2):
+        paper = preset(f"paper-mse-{bits}")
+        assert (paper.key_bits, paper.value_bits, paper.scale, paper.centre) == (bits, bits, "norm", "none")
+        assert paper.sinks == paper.window == 0
+    assert all(preset(name) == spec == resolve(name) for name, spec in presets().items())
+    presets().clear()
+    assert "default" in presets()
+
+
+def test_unknown_presets():
+    with pytest.raises(ValueError, match="got 'defalt': did you mean 'default'"):
+        preset("defalt")
+    with pytest.raises(ValueError, match="got 'xyz': there are default, paper-mse-4"):
+        preset("xyz")
+    with pytest.raises(TypeError, match="`spec` must be a CacheSpec or the name of a preset"):
+        resolve({"key_bits": 4})

@@ -1,0 +1,228 @@
+"""How a transformers model's attention reaches a TurboQuantCache: an attention function, a mask function, and keys that
+know their layer.
+
+`TurboQuantCache.update` hands the model its new keys back as `FreshKeys`, a tensor that remembers which cache layer it
+belongs to. The model passes it on to the attention function that its configuration names; if that is "turboquant",
+`attention` below finds the layer in it. Nothing global is involved, so threads may run patched models side by side. Any
+other use of those keys is an error.
+
+Masks are not made unless something needs them: the mask function returns a `MaskRequest`, which holds what the model
+asked for. A packed layer takes the left padding from it, once per forward; attention without a packed cache has
+transformers make the tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+if TYPE_CHECKING:
+    from .cache import PackedLayer
+
+__all__ = ["NAME", "FreshKeys", "MaskRequest", "attention", "own_attention", "request_mask"]
+
+# The name in transformers' two registries, which look for "flash", "flex" and "sdpa" inside names: keep them out of it.
+NAME = "turboquant"
+
+
+class MaskRequest:
+    """The arguments that a model called its mask function with, standing in for the mask during one forward.
+
+    padding_mask   [batch, positions so far] bool, True for real tokens, or None: no padding
+    local_size     sliding window in positions, 0: none
+    positions      columns of the mask: the stored ones of the cache's first layer of this kind, and the new ones
+    """
+
+    ndim = 4  # of the tensor it stands for: models ask whether a mask is [batch, positions]
+    __slots__ = ("_arguments", "_made", "_padding", "local_size", "padding_mask", "positions")
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.padding_mask: torch.Tensor | None = arguments.get("attention_mask")
+        self.local_size = int(arguments.get("local_size") or 0)
+        self.positions = int(arguments["kv_length"])
+        self._arguments = arguments
+        self._made: dict[str, torch.Tensor | None] = {}
+        self._padding: tuple[int, ...] | None = None
+
+    def made(self, kind: str) -> torch.Tensor | None:
+        """The mask as transformers makes it for its attention `kind`: "sdpa" or "eager"."""
+        if kind not in self._made:
+            self._made[kind] = AttentionMaskInterface()[kind](**self._arguments)
+        return self._made[kind]
+
+    def contiguous(self) -> torch.Tensor | None:
+        """The tensor: `generate` calls this on masks that it makes ahead, for caches of fixed size (never ours)."""
+        return self.made("sdpa")
+
+    def padding(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
+        """Padding in front of each sequence, as found in the first forward (`before` is 0) or `known` since then.
+
+        before, tokens   positions of each sequence before this forward, and new ones
+        known            the padding of an empty cache is unknown: zeros, as many as sequences
+
+        Checked once per forward. Raises NotImplementedError for masks that are more than causal, sliding and
+        left-padded, ValueError for padding anywhere but on the left, or that contradicts what is stored.
+        """
+        if self._padding is None:
+            if not self._arguments.get("allow_is_causal_skip", True):  # False where transformers adds another pattern
+                raise NotImplementedError(
+                    "a mask other than causal, with or without a sliding window, is not supported with a "
+                    "TurboQuantCache"
+                )
+            self._padding = self._found(tokens, known) if before == 0 else self._confirmed(before, tokens, known)
+        return self._padding
+
+    def _found(self, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
+        mask = self.padding_mask
+        if mask is None:
+            return known
+        if mask.shape != (len(known), tokens):
+            raise ValueError(f"`attention_mask` must have shape {(len(known), tokens)}, got {tuple(mask.shape)}")
+        ends = (mask[:, :-1] > mask[:, 1:]).any(1)  # a real token before a masked one
+        *padding, bad = torch.cat([(~mask).sum(1), ends.sum().view(1)]).tolist()
+        if bad:
+            raise ValueError("`attention_mask` must be left padding only, got masked positions after real ones in "
+                             f"{bad} of {len(padding)} sequences: set `tokenizer.padding_side = \"left\"`")  # fmt: skip
+        return tuple(padding)
+
+    def _confirmed(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
+        mask, after = self.padding_mask, before + tokens
+        if mask is None:
+            return known
+        if mask.shape != (len(known), after):
+            raise ValueError(f"`attention_mask` must cover the {before} stored positions and the {tokens} new ones, "
+                             f"shape {(len(known), after)}, got {tuple(mask.shape)}")  # fmt: skip
+        if tokens == 1 and mask.device.type != "cpu":
+            return known  # reading it back would stop the queue of the device in every step
+        if tokens == 1:
+            right = bool(mask[:, -1].all())
+        else:
+            first = torch.tensor(known, device=mask.device).view(-1, 1)
+            right = torch.equal(mask, torch.arange(after, device=mask.device) >= first)
+        if not right:
+            raise ValueError(
+                "`attention_mask` must mask the left padding of the first forward and nothing else: padding between or "
+                "after stored tokens is not supported with a TurboQuantCache"
+            )
+        return known
+
+
+def request_mask(**arguments: Any) -> MaskRequest:
+    """The mask function: a model calls it once per forward and kind of mask; keywords differ between versions."""
+    given = arguments.get("attention_mask")
+    if isinstance(given, MaskRequest):  # made ahead by `generate` (transformers 4.57, caches of fixed size)
+        return given
+    return MaskRequest(arguments)
+
+
+_METADATA = {
+    *(getattr(torch.Tensor, name).__get__ for name in "shape dtype device ndim layout requires_grad is_cuda".split()),
+    *(
+        getattr(torch.Tensor, name)
+        for name in "size dim stride numel element_size is_floating_point get_device __len__".split()
+    ),
+}
+
+
+class FreshKeys(torch.Tensor):
+    """The keys that a packed layer was given in this forward, [batch, kv_heads, tokens, head_dim], not stored yet.
+
+    Only shape, dtype and device can be read. Every other operation raises RuntimeError: a model that computes with them
+    does not use the attention function of this package and would miss the history.
+    """
+
+    layer: PackedLayer
+    keys: torch.Tensor | None  # the same numbers, as a plain tensor; None once they are stored
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, layer: PackedLayer) -> FreshKeys:
+        fresh: FreshKeys = keys.as_subclass(cls)
+        fresh.layer, fresh.keys = layer, keys
+        return fresh
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", repr(func))
+        raise RuntimeError(
+            f"`{name}` was called on keys that are kept in a TurboQuantCache: this model does not attend through it. "
+            "Call turboquant.patch(model) first; if it is patched, its attention bypasses the AttentionInterface."
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FreshKeys(layer={self.layer.index})"
+
+
+def own_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | MaskRequest | None,
+    scaling: float | None,
+    dropout: float,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention as the model does without this package: SDPA, or its eager function where there is a soft-cap, which
+    SDPA lacks."""
+    kind = "sdpa" if options.get("softcap") is None else "eager"
+    if isinstance(attention_mask, MaskRequest):
+        attention_mask = attention_mask.made(kind)
+    if attention_mask is not None:
+        attention_mask = attention_mask.to(
+            query.device
+        )  # a model that is spread over devices makes one mask, on the first
+        if kind == "eager" and attention_mask.dtype == torch.bool:
+            attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
+                ~attention_mask, torch.finfo(query.dtype).min
+            )
+    if kind == "sdpa":
+        run = sdpa_attention_forward
+    else:
+        run = sys.modules[type(module).__module__].eager_attention_forward
+    out, weights = run(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
+    return out, weights
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | MaskRequest | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attention function "turboquant".
+
+    query   [batch, query_heads, tokens, head_dim];  key, value  [batch, kv_heads, positions, head_dim], or the new
+            tokens alone where key is `FreshKeys`: then the layer that it names stores them and attends to its history
+    returns [batch, tokens, query_heads, head_dim], dense, in the dtype of query, and no weights
+    """
+    if type(key) is not FreshKeys:
+        return own_attention(module, query, key, value, attention_mask, scaling, dropout, options)
+    keys, key.keys = key.keys, None
+    if keys is None:
+        raise NotImplementedError(f"layer {key.layer.index}: keys and values shared between layers are not supported")
+    return key.layer.attend(module, query, keys, value, attention_mask, scaling, dropout, options), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(
+    NAME, request_mask
+)  # always both: without this one there is neither causality nor padding

@@ -1,0 +1,306 @@
+"""Calibration: what a model's own keys and values say about how to store them, measured once and good for any budget.
+
+The calibrated plan (TurboESM's head-wise principal axes, completed): per layer, side and KV head, a centre and the
+principal axes of the centred vectors, sorted; 32 axes at a time form a group, mixed by a random-sign Hadamard and
+scaled by a fixed step (the root of the group's mean eigenvalue). Bits go to groups over all layers, keys and values at
+once, greedily, each to where
+
+    sensitivity[layer, side] * eigenvalue[layer, side, group] * (D(b) - D(b + 1))
+
+is largest: reverse water-filling (Cover and Thomas, Elements of Information Theory, section 10.3.3) with D(b) the
+distortion of the codebook in use and the sensitivity measured, as the Kullback-Leibler divergence that quantising only
+that layer's keys (or values) causes, divided by the distortion it had. This file is the data and the arithmetic;
+`measure.py` does the measuring.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _core
+from ..plan import GROUP, MAX_BITS, Codebook, plan_words
+from ..spec import CacheSpec, group_bits_of
+
+__all__ = ["Calibration", "allocate", "layer_specs"]
+
+FILE_VERSION = 1
+SIDES = ("key", "value")
+_FORMAT = "turboquant-calibration"
+
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What was measured on one model. Arrays are float32, [layers, 2 (keys, values), ...]; two are equal if they are
+    the same object.
+
+    centre        [layers, 2, kv_heads, head_dim]: means, in the units of keys (after RoPE) and values.
+    axes          [layers, 2, kv_heads, head_dim, head_dim]: row i is the i-th principal axis, by falling variance.
+    eigenvalues   [layers, 2, kv_heads, head_dim]: variance along each axis.
+    sensitivity   [layers, 2]: nats per token of KL divergence for a unit of squared error per token, summed over heads.
+    fingerprint   of the model (`measure.fingerprint`): a calibration serves the model it was made on.
+    tokens        how many were measured.  seed  of the Hadamard signs inside groups.
+    source        what text they were, in the words of whoever calibrated.
+
+    Raises ValueError that names what is wrong: a shape, a dtype, a number that is not finite, a negative variance.
+    """
+
+    centre: F32
+    axes: F32
+    eigenvalues: F32
+    sensitivity: F32
+    fingerprint: dict[str, Any]
+    tokens: int
+    seed: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        shape = self.centre.shape
+        if len(shape) != 4 or shape[1] != 2 or 0 in shape:
+            raise ValueError(f"`centre` must be [layers, 2, kv_heads, head_dim], got shape {shape}")
+        wanted = {"centre": shape, "axes": (*shape, shape[-1]), "eigenvalues": shape, "sensitivity": shape[:2]}
+        for name, expected in wanted.items():
+            array = getattr(self, name)
+            if array.shape != expected:
+                raise ValueError(f"`{name}` must have shape {expected}, got {array.shape}")
+            if array.dtype != np.float32 or not np.isfinite(array).all():
+                raise ValueError(f"`{name}` must be finite float32")
+            if name in ("eigenvalues", "sensitivity") and array.min() < 0:
+                raise ValueError(f"`{name}` must not be negative, got {array.min()}")
+        if not isinstance(self.fingerprint, dict):
+            raise ValueError(f"`fingerprint` must be a mapping, got {self.fingerprint!r}")
+        for name in ("tokens", "seed"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise ValueError(f"`{name}` must be an integer in 0..2**63 - 1, got {value!r}")
+
+    @property
+    def layers(self) -> int:
+        return int(self.centre.shape[0])
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.centre.shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.centre.shape[-1])
+
+    @property
+    def groups(self) -> int:
+        return -(-self.head_dim // GROUP)
+
+    def group_variance(self) -> NDArray[np.float64]:
+        """Mean eigenvalue of each group, [layers, 2, kv_heads, groups]; a short last one counts what it has."""
+        starts = np.arange(0, self.head_dim, GROUP)
+        sums = np.add.reduceat(self.eigenvalues.astype(np.float64), starts, axis=-1)
+        return sums / np.minimum(GROUP, self.head_dim - starts)
+
+    def steps(self) -> F32:
+        """The fixed step of each group, [layers, 2, kv_heads, groups]: the root of its variance; never 0, so that a
+        channel that never moved can be divided by it."""
+        variance = self.group_variance()
+        floor = np.maximum(variance.max(-1, keepdims=True) * 1e-10, 1e-12)
+        steps: F32 = np.sqrt(np.maximum(variance, floor)).astype(np.float32)
+        return steps
+
+    def rotations(self) -> F32:
+        """[layers, 2, kv_heads, head_dim, head_dim]: in each group a random-sign Hadamard over the principal axes."""
+        return np.stack([self.rotation(layer) for layer in range(self.layers)])
+
+    def rotation(self, layer: int) -> F32:
+        """[2, kv_heads, head_dim, head_dim], of one layer."""
+        turned: F32 = np.matmul(group_mix(self.head_dim, self.seed), self.axes[layer])
+        return turned
+
+    def bits(self, average: float) -> NDArray[np.int64]:
+        """Bits of each group, [layers, 2, groups], for an average of at most `average` code bits over all groups of all
+        layers.
+
+        Scales come on top: 16 bits per token, head and side. ValueError for an average that no plan of this model can
+        have.
+        """
+        variance = self.group_variance()
+        starts = np.arange(0, self.head_dim, GROUP)
+        channels = np.minimum(GROUP, self.head_dim - starts)
+        energy = variance.sum(2) * channels * self.sensitivity.astype(np.float64)[..., None]
+        sides = 2 * self.layers
+        if not sides <= sides * self.groups * average <= sides * self.groups * MAX_BITS:  # a NaN is refused as well
+            raise ValueError(f"`average` must be in {1 / self.groups:.4g}..{MAX_BITS} bits for heads of "
+                             f"{self.head_dim} channels, got {average}")  # fmt: skip
+        return allocate(energy, group_bits_of(average, self.layers, self.groups))
+
+    def average_of_bytes(self, bytes_per_token: float) -> float:
+        """The `average` of a budget in bytes: of one packed token, all layers and heads, keys and values, scales
+        included.
+
+        ValueError if there is no plan that small.
+        """
+        scales = 2 * 2 * self.layers * self.kv_heads
+        average = (bytes_per_token - scales) / (4 * self.kv_heads * 2 * self.layers * self.groups)
+        least = scales + 4 * self.kv_heads * 2 * self.layers
+        if not average * self.groups >= 1:
+            raise ValueError(f"`bytes_per_token` must be at least {least} for this model, got {bytes_per_token}")
+        return min(average, float(MAX_BITS))
+
+    def check(self, fingerprint: Mapping[str, Any]) -> None:
+        """ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on.
+
+        Only what both have is compared: a configuration alone has no weights. Weights are samples: they may differ by
+        what rounding to bfloat16 does, so that a model may be calibrated in one dtype and run in another.
+        """
+        differs = [f"{name} {fingerprint[name]!r} instead of {was!r}" for name, was in self.fingerprint.items()
+                   if name != "weights" and name in fingerprint and fingerprint[name] != was]  # fmt: skip
+        if not differs and "weights" in fingerprint and "weights" in self.fingerprint:
+            a, b = (np.asarray(f["weights"], np.float64) for f in (fingerprint, self.fingerprint))
+            if a.shape != b.shape or not np.allclose(a, b, rtol=2**-7, atol=1e-3 * float(np.abs(b).max(initial=0))):
+                differs.append("other weights")
+        if differs:
+            raise ValueError(
+                f"`calibration` must be of this model, got one of another: this model has {', '.join(differs)}"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a safetensors file, whole or not at all."""
+        from safetensors.numpy import save
+
+        arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS}
+        described = {name: getattr(self, name) for name in _DESCRIBED}
+        described.update(
+            version=FILE_VERSION, checksums={name: f"{_core.checksum(array):016x}" for name, array in arrays.items()}
+        )
+        data = save(arrays, {"format": _FORMAT, "calibration": json.dumps(described, sort_keys=True)})
+        target = Path(path)
+        temporary = target.with_name(f"{target.name}.{os.getpid()}.new")
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Reads a file that `save` wrote. FileNotFoundError if there is none, ValueError for one that is damaged,
+        foreign or of another version."""
+        from safetensors import SafetensorError, safe_open
+
+        name = os.fspath(path)
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"`path` must be a calibration file, got {name!r}, which is not there")
+        try:
+            with safe_open(name, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != _FORMAT:
+                    raise ValueError("it is not one that turboquant wrote")
+                described = json.loads(metadata["calibration"])
+                if described["version"] != FILE_VERSION:
+                    raise ValueError(f"its version must be {FILE_VERSION}, got {described['version']}")
+                arrays = {array: file.get_tensor(array) for array in _ARRAYS}
+            for array, sum_ in described["checksums"].items():
+                if f"{_core.checksum(arrays[array]):016x}" != sum_:
+                    raise ValueError(f"`{array}` is damaged")
+            return cls(**arrays, **{key: described[key] for key in _DESCRIBED})
+        except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"`path` must be a calibration file, got {name!r}: {why}") from error
+
+    @classmethod
+    def of(cls, given: Calibration | str | os.PathLike[str]) -> Calibration:
+        """A calibration as it is, or the one in that file."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, (str, os.PathLike)):
+            return cls.load(given)
+        raise TypeError(f"`calibration` must be a Calibration or the path of a file, got {given!r}")
+
+
+_ARRAYS = ("centre", "axes", "eigenvalues", "sensitivity")
+_DESCRIBED = ("fingerprint", "tokens", "seed", "source")
+assert {*_ARRAYS, *_DESCRIBED} == {field.name for field in fields(Calibration)}
+
+
+def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int) -> list[CacheSpec]:
+    """The spec of each layer, its overrides applied and its bits known.
+
+    ValueError for a spec that needs a calibration and has none, one that needs none and has one, or one of other
+    layers.
+    """
+    each = [spec.for_layer(i, n_layers) for i in range(n_layers)]
+    if calibration is None:
+        if any(s.calibrated for s in each):
+            fields_ = "a budget, rotation='calibrated' or centre='calibrated'"
+            needs = f"`calibration` must be a Calibration or its file for a spec with {fields_}"
+            raise ValueError(f"{needs}, got None: make one with turboquant.calibrate, or `turboquant calibrate`")
+        return each
+    if not any(s.calibrated for s in each):
+        raise ValueError("`calibration` must be None for a spec that does not use one, such as this: " + repr(spec))
+    if calibration.layers != n_layers:
+        raise ValueError("`calibration` must be of this model, got one of another: this model has "
+                         f"{n_layers} layers instead of {calibration.layers}")  # fmt: skip
+    if spec.budget is None:
+        return each
+    bits = calibration.bits(spec.budget).tolist()
+    return [s.with_(budget=None, key_bits=tuple(b[0]), value_bits=tuple(b[1])) for s, b in zip(each, bits)]
+
+
+@cache
+def _distortions() -> tuple[float, ...]:
+    """D(b) for b = 0..5: mean squared error of the codebook for N(0, 1), by Simpson's rule over each level's cell."""
+    out = [1.0]
+    for bits in range(1, MAX_BITS + 1):
+        book = _core.codebook(Codebook.NORMAL, 128, bits)
+        levels = np.sort(book["levels"].astype(np.float64)) * book["step"]
+        x = np.linspace(-9, 9, 36001)
+        error = (x - levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x)]) ** 2
+        out.append(float(np.trapezoid(error * np.exp(-x * x / 2) / np.sqrt(2 * np.pi), x)))
+    return tuple(out)
+
+
+def allocate(energy: NDArray[np.float64], budget: int) -> NDArray[np.int64]:
+    """Shares `budget` group-bits, one at a time, each to where it takes most from sum(energy * D(bits)).
+
+    energy: [layers, 2, groups], what a group costs at 0 bits.  Returns bits of the same shape, 0..5, summing to
+    `budget`. Every layer's keys and values get at least one group with a bit, because a side without any cannot be
+    attended to. Each bit of a group gains less than the one before it, so the greedy sharing is the best one.
+    ValueError if the budget cannot be met.
+    """
+    least, most = energy[..., 0].size, energy.size * MAX_BITS
+    if not least <= budget <= most:
+        raise ValueError(
+            f"`budget` must be in {least}..{most} group-bits (each side of each layer needs one), got {budget}"
+        )
+    distortion = _distortions()
+    bits = np.zeros(energy.shape, np.int64)
+    np.put_along_axis(bits, energy.argmax(-1)[..., None], 1, -1)
+    queue = [(-energy[at] * (distortion[bits[at]] - distortion[bits[at] + 1]), at) for at in np.ndindex(energy.shape)]
+    heapq.heapify(queue)
+    for _ in range(budget - least):
+        _, at = heapq.heappop(queue)
+        bits[at] += 1
+        if bits[at] < MAX_BITS:
+            gain = energy[at] * (distortion[bits[at]] - distortion[bits[at] + 1])
+            heapq.heappush(queue, (-gain, at))
+    return bits
+
+
+@cache
+def group_mix(head_dim: int, seed: int) -> F32:
+    """[head_dim, head_dim]: on the channels of each group a random-sign Hadamard (turboquant.h) of as many channels."""
+    mix = np.zeros((head_dim, head_dim), np.float32)
+    for start in range(0, head_dim, GROUP):
+        n = min(GROUP, head_dim - start)
+        plan = plan_words(n, 1, 0, rotation="hadamard", seed=seed + start)
+        mix[start : start + n, start : start + n] = _core.rotate(plan, np.eye(n, dtype=np.float32)).T
+    return mix

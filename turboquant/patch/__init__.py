@@ -1,0 +1,70 @@
+"""`patch(model)` makes a transformers model keep its keys and values packed; `unpatch(model)` takes that back.
+
+One module per family of architectures: `llama` for decoders with rotary keys. The module itself may be called as well
+as the function, because ``import turboquant.patch`` binds that name to it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+from typing import Any, TypeVar
+
+import transformers
+
+from ..calibration import Calibration
+from ..spec import CacheSpec, resolve
+from . import llama
+
+__all__ = ["patch", "unpatch"]
+
+_Model = TypeVar("_Model")
+
+
+def patch(
+    model: _Model,
+    spec: CacheSpec | str = "default",
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+) -> _Model:
+    """Prepares `model`, in place, and returns it: ``patch(model).generate(**inputs)`` works as before, on a packed
+    cache.
+
+    model   a causal language model of transformers with rotary keys whose attention goes through its AttentionInterface
+            (Llama, Mistral, Qwen2, Qwen3, ...)
+    spec    a CacheSpec or the name of a preset
+    calibration   a Calibration or its file, for a spec that uses one, such as "calibrated-3"
+
+    From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
+    they are given `past_key_values`, which may be a `TurboQuantCache` made by hand or carried over from an earlier
+    turn. Any other cache, and a forward without one (training, use_cache=False), attends as the model alone would, by
+    SDPA. Patching again replaces the spec; caches that exist keep theirs. Models that share one configuration object
+    share its attention setting, but not the spec.
+
+    Raises TypeError for anything but a transformers model and NotImplementedError, naming the class, for one that
+    cannot be patched; the model is unchanged then.
+    """
+    chosen = resolve(spec)
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}")
+    if model.config.model_type == "esm":
+        raise NotImplementedError(f"{type(model).__name__}: ESM-2 is not supported yet, only causal decoders are")
+    llama.patch(model, chosen, None if calibration is None else Calibration.of(calibration))
+    return model
+
+
+def unpatch(model: _Model) -> _Model:
+    """Takes everything back that `patch` did to `model`, and returns it; a model that is not patched is left as it is.
+
+    A `TurboQuantCache` cannot be used with it any more: its next forward raises RuntimeError.
+    """
+    llama.unpatch(model)
+    return model
+
+
+class _CallableModule(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return patch(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,0 +1,148 @@
+"""Patching decoders with rotary keys: Llama, Mistral, Qwen2, Qwen3 and all others that use transformers'
+AttentionInterface alike.
+
+What changes in a model: the attention that its configuration names, one bound method (`_prepare_cache_for_generation`)
+and one forward pre-hook, all kept in `model._turboquant`. Nothing is patched in a class or in transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+
+from ..attention import NAME
+from ..cache import TurboQuantCache, checked_config
+from ..calibration import Calibration, layer_specs
+from ..calibration.measure import fingerprint
+from ..spec import CacheSpec
+
+__all__ = ["patch", "unpatch"]
+
+_METHOD = "_prepare_cache_for_generation"
+_patched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@dataclass
+class _Patch:
+    """The state of a patched model, in model._turboquant."""
+
+    spec: CacheSpec
+    calibration: Calibration | None
+    previous: list[tuple[Any, str | None]]  # configurations of the model, and the attention that each named before
+    cache_argument: int  # position of past_key_values among the arguments of forward
+    handle: Any  # of the forward pre-hook
+
+
+def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -> None:
+    """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
+    _check(model, spec, calibration)
+    state = getattr(model, "_turboquant", None)
+    if state is not None:
+        state.spec, state.calibration = spec, calibration
+        return
+    configs = {
+        id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
+    }
+    previous = [(config, _attention_before(config)) for config in configs.values()]
+    for config, _ in previous:
+        config._attn_implementation = NAME
+    arguments = list(inspect.signature(model.forward).parameters)
+    handle = model.register_forward_pre_hook(_give_cache, with_kwargs=True)
+    model._turboquant = _Patch(spec, calibration, previous, arguments.index("past_key_values"), handle)
+    if hasattr(model, _METHOD):
+        setattr(model, _METHOD, MethodType(_prepare_cache_for_generation, model))  # a MethodType survives deepcopy
+    _patched.add(model)
+
+
+def unpatch(model: Any) -> None:
+    """See `turboquant.unpatch`."""
+    state = getattr(model, "_turboquant", None)
+    if state is None:
+        return
+    _patched.discard(model)
+    shared = {id(config) for other in _patched for config, _ in other._turboquant.previous}
+    for config, before in state.previous:
+        if id(config) not in shared:
+            config._attn_implementation = before
+    state.handle.remove()
+    del model._turboquant
+    model.__dict__.pop(_METHOD, None)
+
+
+def _attention_before(config: Any) -> str | None:
+    """What a configuration named before any patch: another patched model may share the object."""
+    for other in _patched:
+        for theirs, before in other._turboquant.previous:
+            if theirs is config:
+                return before  # type: ignore[no-any-return]
+    return config._attn_implementation  # type: ignore[no-any-return]
+
+
+def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
+    name = type(model).__name__
+
+    def refuse(why: str) -> None:
+        raise NotImplementedError(f"{name} cannot be patched: {why}")
+
+    try:
+        text = checked_config(model.config)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{name} cannot be patched: {error}") from None
+    if text is not model.config:
+        refuse("it has more than a text model")
+    if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
+        refuse("its attention does not go through transformers' AttentionInterface")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        refuse("its forward takes no past_key_values")
+    if not any("RotaryEmbedding" in type(m).__name__ for m in model.modules()):
+        refuse("its keys are not rotary")
+    layers = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "is_causal")]
+    if not layers or not all(m.is_causal for m in layers):
+        refuse("its attention is not causal")
+    if any(isinstance(getattr(m, "sinks", None), torch.Tensor) for m in layers):
+        refuse("its attention has learned sinks")
+    if any(getattr(m, "v_head_dim", None) != getattr(m, "qk_head_dim", None) for m in layers):
+        refuse("its keys and values have different sizes (latent attention)")
+    head_dims = {m.head_dim for m in layers if isinstance(getattr(m, "head_dim", None), int)}
+    if calibration is not None:
+        calibration.check(fingerprint(model))
+    for one in layer_specs(spec, calibration, text.num_hidden_layers):
+        for head_dim in head_dims:
+            one.plan(head_dim)
+
+
+def _new_cache(model: Any) -> TurboQuantCache:
+    return TurboQuantCache(model.config, model._turboquant.spec, model._turboquant.calibration)
+
+
+def _prepare_cache_for_generation(
+    self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """`generate` calls it to make its cache: ours, unless it was given one, wants none, or asks for a kind by name."""
+    wanted = (
+        getattr(generation_config, "cache_implementation", None) is None and generation_config.use_cache is not False
+    )
+    if wanted and model_kwargs.get("past_key_values") is None:
+        model_kwargs["past_key_values"] = _new_cache(self)
+        return None
+    return getattr(type(self), _METHOD)(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _give_cache(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A forward without a cache gets one if it asks to, or if it would make its own and no gradient is wanted."""
+    state = model._turboquant
+    if model.training or len(args) > state.cache_argument or kwargs.get("past_key_values") is not None:
+        return None
+    use_cache = kwargs.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(model.config, "use_cache", False) and not torch.is_grad_enabled()
+    if not use_cache:
+        return None
+    return args, {**kwargs, "past_key_values": _new_cache(model)}
