@@ -9,6 +9,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# Tests that run no native code in this process, or build their own: once is enough.
+NO_NATIVE := $(foreach name,layering stub c_consumer,--ignore=tests/test_$(name).py)
 # Every kind of GPU that the kernels are meant for.
 CHECK_ARCHS ?= 80 86 89 90a 100 120
 
@@ -26,7 +28,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-gpu lint lint-python lint-types lint-stub lint-c format sanitize cuda-check build clean
+.PHONY: demo test test-levels test-gpu lint lint-python lint-types lint-stub lint-c format sanitize cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -37,6 +39,14 @@ test: build
 test-gpu: export TURBOQUANT_CUDA = 1
 test-gpu: build
 	$(RUN) -m pytest -m cuda $(PYTEST_ARGS)
+
+# The suite runs on the best level the CPU has; this runs what depends on it on each of the others.
+LEVEL_TESTS := $(wildcard $(foreach name,append attend merge_dot rotation quantizer format,tests/test_$(name).py))
+OTHER_LEVELS = from turboquant import _core; print(*(name for name in _core.isa_available() if name != _core.isa()))
+test-levels: build
+	for level in $$($(RUN) -c '$(OTHER_LEVELS)'); do \
+	    TURBOQUANT_ISA=$$level $(RUN) -m pytest -m 'not slow' $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; \
+	done
 
 # ninja is the judge of what changed, also when only a variable did, so this always runs; with nothing to do it is quick.
 build: $(READY)
@@ -74,13 +84,14 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
-# The suite under AddressSanitizer and UBSan: the C core and its Python binding, in an environment without torch, so this is
-# also the test that the package does without. Leaks are looked for by tests/c, which has no interpreter in it.
+# The suite under AddressSanitizer and UBSan: the C core and its Python binding, in an environment without torch, so this
+# is also the test that the package does without. Leaks are looked for by tests/c, which has no interpreter in it.
 $(SANITIZE)/.ready: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(SANITIZE)/venv
 	$(SANITIZE)/venv/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy pytest hypothesis scipy
 	@touch $@
 
+NEED_TORCH = $(shell grep -lE '^(import|from) (torch|transformers|safetensors)' tests/test_*.py)
 sanitize: export TURBOQUANT_SANITIZE = 1
 sanitize: export TURBOQUANT_TORCH = 0
 sanitize: $(SANITIZE)/.ready
@@ -90,7 +101,7 @@ sanitize: $(SANITIZE)/.ready
 	PYTHONPATH=$(abspath $(SANITIZE)/lib) PYTHONSAFEPATH=1 PYTHONMALLOC=malloc \
 	    ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	    LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
-	    $(SANITIZE)/venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS)
+	    $(SANITIZE)/venv/bin/python -m pytest -p no:cacheprovider $(NO_NATIVE) $(NEED_TORCH:%=--ignore=%) $(PYTEST_ARGS)
 
 cuda-check: $(READY)
 	TURBOQUANT_CUDA_ARCHS="$(CHECK_ARCHS)" $(RUN) setup.py -q build_cuda

@@ -16,7 +16,7 @@ from models import prompts, tiny
 import turboquant
 from turboquant import CacheSpec, Calibration, TurboQuantCache, _core, preset
 from turboquant.calibration import allocate, layer_specs
-from turboquant.calibration.data import _distortions, group_mix
+from turboquant.calibration.data import _distortions, errors, group_mix
 from turboquant.calibration.measure import describe, fingerprint, token_divergence
 
 torch = pytest.importorskip("torch")
@@ -52,17 +52,19 @@ def measured(model, batches):
 
 def test_distortions_are_those_of_the_codebooks():
     np.testing.assert_allclose(_distortions(), [1, 0.3634, 0.1188, 0.0345, 0.0095, 0.0025], rtol=0.02)
-    gains = -np.diff(_distortions())
-    assert (np.diff(gains) < 0).all()  # why greedy is optimal
+    assert errors()[0] == 1
+    np.testing.assert_allclose(errors()[1:], [d / (1 - d) for d in _distortions()[1:]], rtol=0.01)
+    gains = -np.diff(errors())
+    assert (np.diff(gains) < 1e-9).all()  # why greedy is optimal
 
 
 @pytest.mark.parametrize("budget", range(2, 21))
 def test_greedy_sharing_is_the_best(budget, rng):
     energy = rng.gamma(0.3, size=(1, 2, 2))
-    distortion = np.array(_distortions())
+    error = np.array(errors())
 
     def cost(bits):
-        return (energy * distortion[bits]).sum()
+        return (energy * error[bits]).sum()
 
     every = (np.array(bits).reshape(1, 2, 2) for bits in itertools.product(range(6), repeat=4) if sum(bits) == budget)
     best = min(cost(bits) for bits in every if bits.any(-1).all())

@@ -156,6 +156,8 @@ def test_recall_measures_copying(model, windows):
     assert all(0 <= r.accuracy <= 1 and r.log_likelihood < 0 for r in found)
     again = recall(model, windows, "paper-mse-4", lengths=(96, 150), depths=(0, 0.5, 1), needle=16, cue=4, batch=2)
     assert again == found
+    with pytest.raises(ValueError, match="at least two windows"):
+        recall(model, windows[:1], "default")
     with pytest.raises(ValueError, match=r"`lengths` must be in 48\.\.200, what `windows` hold, got 201"):
         recall(model, windows, "default", lengths=(201,), needle=16, cue=4)
     with pytest.raises(ValueError, match=r"`cue` must be in 1\.\.15, got 16"):
@@ -276,3 +278,15 @@ def test_calibration_halves_the_divergence(benchmarks):
     found = {n: e.kl_divergence for n, e in evaluate_all(model, test, specs, calibration=calibration).items()}
     print(found)
     assert found["calibrated"] < 0.015 and found["calibrated"] < 0.65 * found["plain"]
+
+
+@pytest.mark.slow
+def test_the_reference_model_recalls_from_packed_bytes(benchmarks):
+    """It copies a passage better than it guesses one, and as well from packed bytes: the harness measures something."""
+    folder, text = shared_file("models/reference"), shared_file("data/books_val.txt").read_text(encoding="utf-8")
+    model, tokenizer = benchmarks("quality").load(folder)
+    windows = text_windows(text, tokenizer, 4, 320)
+    found = recall(model, windows, "default", lengths=(320,), depths=(0.5,))[0]
+    print(found)
+    assert found.reference_log_likelihood > found.unplanted_log_likelihood + 0.3
+    assert abs(found.log_likelihood - found.reference_log_likelihood) < 0.1

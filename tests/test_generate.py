@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from models import KINDS, prompts, tiny
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
 import turboquant
 from turboquant import CacheSpec, TurboQuantCache
@@ -214,3 +216,18 @@ def test_a_bad_number_in_the_middle_of_a_text():
         assert cache.get_seq_length() == 20
         model(inputs_embeds=good, past_key_values=cache)
         assert cache.get_seq_length() == 21
+
+
+def test_the_shipped_model_writes_the_same_text():
+    """Trained weights: with a window that holds everything, the greedy text is that of the full cache."""
+    folder = Path(turboquant.__file__).parent / "data" / "demo"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    passage = (folder / "a_christmas_carol.txt").read_text(encoding="utf-8").split("\n\n", 1)[1]
+    ids = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))(passage)["input_ids"][:300]
+    inputs = dict(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, 300, dtype=torch.long))
+    want = generate(model, inputs, 60, eos_token_id=None, pad_token_id=0)
+    for prefill in ("exact", "packed"):
+        got = generate(
+            turboquant.patch(model, WIDE.with_(prefill=prefill)), inputs, 60, eos_token_id=None, pad_token_id=0
+        )
+        assert_same(got, want)

@@ -306,14 +306,18 @@ class Recall:
 
     accuracy, reference_accuracy   share whose right one is called likeliest, with the packed cache and without
     log_likelihood, reference_log_likelihood   mean, nats per token
+    unplanted_accuracy, unplanted_log_likelihood   without the packed cache and without the passage in the text: what
+            the model can guess. Where the reference is no better, it cannot copy, and nothing was measured.
     """
 
     length: int
     depth: float
     accuracy: float
-    reference_accuracy: float
     log_likelihood: float
+    reference_accuracy: float
     reference_log_likelihood: float
+    unplanted_accuracy: float
+    unplanted_log_likelihood: float
 
 
 def recall(
@@ -325,21 +329,24 @@ def recall(
     lengths: Sequence[int] = (512, 1024, 2048),
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     needle: int = 32,
-    cue: int = 8,
+    cue: int = 16,
     sinks: int | None = 0,
     window: int | None = 0,
     batch: int = 1,
     seed: int = 0,
 ) -> list[Recall]:
-    """Needle in a haystack, for any model: a passage of random tokens is put into text at a depth (0: the start, 1:
-    the end), the text closes with the passage's first `cue` tokens, and the model has to go on with the rest of it. No
-    words are needed, so a small model that has learnt to copy can do it; `reference_accuracy` says whether it has.
+    """Needle in a haystack, for any model: a passage of another window is put into text at a depth (0: the start, 1:
+    the end), the text closes with the passage's first `cue` tokens, and the model has to go on with the rest of it.
+    That is copying, which small models have learnt as well; how well they do it without packing is in the result.
 
-    windows  token ids [windows, tokens >= the largest length], the haystacks;  lengths  tokens of a whole sequence.
+    windows  token ids [windows, tokens >= the largest length], the haystacks, at least two.
+    lengths  tokens of a whole sequence.
     needle, cue   tokens of the passage, and of these how many are shown at the end.
     Others as in `evaluate`.  Returns one result per length and depth.
     """
     windows = _checked(windows)
+    if len(windows) < 2:
+        raise ValueError("`windows` must hold at least two windows, passages come from another one: got 1")
     if not 1 <= cue < needle:
         raise ValueError(f"`cue` must be in 1..{needle - 1}, got {cue}")
     for length in lengths:
@@ -357,16 +364,19 @@ def recall(
         for length, depth in ((length, depth) for length in lengths for depth in depths):
             hay = length - 2 * needle
             at = round(depth * hay)
-            scores: list[tuple[float, float, float, float]] = []
+            scores: list[tuple[float, ...]] = []
             for start in range(0, len(windows), batch):
-                text = windows[start : start + batch].cpu()
-                passage = text.flatten()[torch.randint(text.numel(), (len(text), needle), generator=generator)]
-                ids = torch.cat([text[:, :at], passage, text[:, at:hay], passage], 1).to(model.device)
-                plain = model(input_ids=ids, use_cache=False).logits
-                packed = _run(model, ids, caches("spec"), [(0, ids.shape[1])])
-                scores += zip(*_copied(plain, ids, needle - cue), *_copied(packed, ids, needle - cue))
+                rows = torch.arange(start, min(start + batch, len(windows)))
+                text, others = windows[rows].cpu(), windows[(rows + 1) % len(windows)].cpu()
+                first = int(torch.randint(windows.shape[1] - needle + 1, (1,), generator=generator))
+                passage = others[:, first : first + needle]
+                planted = torch.cat([text[:, :at], passage, text[:, at:hay], passage], 1).to(model.device)
+                unplanted = torch.cat([text[:, : hay + needle], passage], 1).to(model.device)
+                each = [_run(model, planted, caches("spec"), [(0, length)])]
+                each += [model(input_ids=x, use_cache=False).logits for x in (planted, unplanted)]
+                scores += zip(*(column for logits in each for column in _copied(logits, planted, needle - cue)))
             mean = [sum(column) / len(scores) for column in zip(*scores)]
-            results.append(Recall(length, depth, mean[2], mean[0], mean[3], mean[1]))
+            results.append(Recall(length, depth, *mean))
     return results
 
 

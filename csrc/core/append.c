@@ -2,9 +2,11 @@
  *
  * Work is shared by (sequence, KV head). Within one, tokens are encoded a token tile at a time: codes and scales of up to 32
  * tokens first, then each 32 x 32 tile is unpacked, merged and packed again, or only packed when all 32 tokens are new. */
+#include "tiles.h"
 #include <math.h>
 #include <string.h>
-#include "tiles.h"
+
+#define LEAST_VECTORS 32 /* vectors that are worth a thread */
 
 typedef struct {
     const tq_plan *plan;
@@ -17,15 +19,16 @@ typedef struct {
 
 /** Scratch of a worker. */
 typedef struct {
-    float *x, *y;      /* [head_dim] each */
-    uint8_t *codes;    /* [32 tokens][groups * 32] */
-    uint8_t *tile;     /* [32][32] */
-    uint16_t *scales;  /* [32] */
+    float *x, *y;     /* [head_dim] each */
+    uint8_t *codes;   /* [32 tokens][groups * 32] */
+    uint8_t *tile;    /* [32][32] */
+    uint16_t *scales; /* [32] */
 } worker;
 
 static int64_t worker_bytes(const tq_plan *plan)
 {
-    return tq_round_up(2 * tq_round_up(4 * plan->head_dim, 64) + TQ_TILE * TQ_TILE * (int64_t)plan->groups + TQ_TILE_CODES + 64, 64);
+    return tq_round_up(
+        2 * tq_round_up(4 * plan->head_dim, 64) + TQ_TILE * TQ_TILE * (int64_t)plan->groups + TQ_TILE_CODES + 64, 64);
 }
 
 static worker carve(const tq_plan *plan, uint8_t *at)
@@ -42,13 +45,10 @@ static worker carve(const tq_plan *plan, uint8_t *at)
 
 /* ---- checks ---- */
 
-static int is_bad(float x)
-{
-    return !(fabsf(x) <= TQ_MAX_INPUT);
-}
+static int is_bad(float x) { return !(fabsf(x) <= TQ_MAX_INPUT); }
 
-static tq_status check_numbers(const append_job *job, const void *x, int64_t stride_batch, int64_t stride_head, int64_t stride_token,
-                               const char *name, tq_error *error)
+static tq_status check_numbers(const append_job *job, const void *x, int64_t stride_batch, int64_t stride_head,
+                               int64_t stride_token, const char *name, tq_error *error)
 {
     const tq_append_params *p = job->p;
     int32_t d = job->plan->head_dim, bytes = tq_dtype_bytes(p->dtype);
@@ -63,7 +63,8 @@ static tq_status check_numbers(const append_job *job, const void *x, int64_t str
                 for (int32_t c = 0; c < d; c++) bad |= is_bad(row[c]);
                 for (int32_t c = 0; bad && c < d; c++)
                     if (is_bad(row[c]))
-                        return tq_fail(error, TQ_E_VALUE, name, (((int64_t)b * p->kv_heads + h) * p->tokens + i) * d + c, row[c],
+                        return tq_fail(error, TQ_E_VALUE, name,
+                                       (((int64_t)b * p->kv_heads + h) * p->tokens + i) * d + c, row[c],
                                        "finite and at most 16384 in magnitude");
             }
         }
@@ -79,13 +80,14 @@ static void packed_range(const tq_append_params *p, int32_t b, int64_t *first, i
     *last = length - p->window;
 }
 
-static tq_status check_centre(const tq_plan *plan, const tq_append_params *p, const tq_transform *t, const char *name, tq_error *error)
+static tq_status check_centre(const tq_plan *plan, const tq_append_params *p, const tq_transform *t, const char *name,
+                              tq_error *error)
 {
     for (int32_t b = 0; t->centre && b < (t->centre_stride_batch ? p->batch : 1); b++)
         for (int64_t i = 0; i < (int64_t)p->kv_heads * plan->head_dim; i++)
             if (is_bad(t->centre[b * t->centre_stride_batch + i]))
-                return tq_fail(error, TQ_E_VALUE, name, b * t->centre_stride_batch + i, t->centre[b * t->centre_stride_batch + i],
-                               "finite and at most 16384 in magnitude");
+                return tq_fail(error, TQ_E_VALUE, name, b * t->centre_stride_batch + i,
+                               t->centre[b * t->centre_stride_batch + i], "finite and at most 16384 in magnitude");
     return TQ_OK;
 }
 
@@ -94,11 +96,13 @@ static tq_status check_tables(const tq_plan *plan, const tq_append_params *p, tq
     int64_t capacity = (int64_t)p->sinks + p->window + (int64_t)p->max_pages * plan->page_tokens;
     for (int32_t b = 0; b < p->batch; b++) {
         if (p->lengths[b] < 0 || p->lengths[b] > capacity)
-            return tq_fail(error, TQ_E_VALUE, "lengths", b, p->lengths[b], "in 0..sinks + window + max_pages * page_tokens");
+            return tq_fail(error, TQ_E_VALUE, "lengths", b, p->lengths[b],
+                           "in 0..sinks + window + max_pages * page_tokens");
         int64_t first, last;
         packed_range(p, b, &first, &last);
         if (first >= last) continue;
-        for (int64_t page = (first - p->sinks) / plan->page_tokens; page <= (last - 1 - p->sinks) / plan->page_tokens; page++) {
+        for (int64_t page = (first - p->sinks) / plan->page_tokens; page <= (last - 1 - p->sinks) / plan->page_tokens;
+             page++) {
             int64_t i = (int64_t)b * p->max_pages + page;
             if (p->block_table[i] < 0 || p->block_table[i] >= p->n_pages)
                 return tq_fail(error, TQ_E_VALUE, "block_table", i, p->block_table[i], "in 0..n_pages - 1");
@@ -112,15 +116,20 @@ static tq_status check_pointers(const tq_plan *plan, const tq_append_params *p, 
     int has_values = plan->value.tile_bytes != 0, any = p->batch && p->kv_heads && p->tokens;
     if (any && !p->k) return tq_fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL");
     if (has_values ? any && !p->v : p->v != NULL)
-        return tq_fail(error, TQ_E_VALUE, "v", -1, p->v != NULL, has_values ? "a pointer, not NULL" : "NULL, because the plan has no values");
+        return tq_fail(error, TQ_E_VALUE, "v", -1, p->v != NULL,
+                       has_values ? "a pointer, not NULL" : "NULL, because the plan has no values");
     if (p->batch && !p->lengths) return tq_fail(error, TQ_E_VALUE, "lengths", -1, 0, "a pointer, not NULL");
-    if (p->batch && p->max_pages && !p->block_table) return tq_fail(error, TQ_E_VALUE, "block_table", -1, 0, "a pointer, not NULL");
+    if (p->batch && p->max_pages && !p->block_table)
+        return tq_fail(error, TQ_E_VALUE, "block_table", -1, 0, "a pointer, not NULL");
     if (p->n_pages && !p->pages) return tq_fail(error, TQ_E_VALUE, "pages", -1, 0, "a pointer, not NULL");
-    if ((uintptr_t)p->pages % 64) return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)p->pages % 64), "64-byte aligned");
-    if ((p->sinks != 0) != (p->sink_k != NULL)) return tq_fail(error, TQ_E_VALUE, "sink_k", -1, p->sinks, "NULL if and only if sinks is 0");
+    if ((uintptr_t)p->pages % 64)
+        return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)p->pages % 64), "64-byte aligned");
+    if ((p->sinks != 0) != (p->sink_k != NULL))
+        return tq_fail(error, TQ_E_VALUE, "sink_k", -1, p->sinks, "NULL if and only if sinks is 0");
     if ((p->window != 0) != (p->window_k != NULL))
         return tq_fail(error, TQ_E_VALUE, "window_k", -1, p->window, "NULL if and only if window is 0");
-    if ((p->sinks && has_values) != (p->sink_v != NULL)) return tq_fail(error, TQ_E_VALUE, "sink_v", -1, p->sinks, "given with sink_k and values");
+    if ((p->sinks && has_values) != (p->sink_v != NULL))
+        return tq_fail(error, TQ_E_VALUE, "sink_v", -1, p->sinks, "given with sink_k and values");
     if ((p->window && has_values) != (p->window_v != NULL))
         return tq_fail(error, TQ_E_VALUE, "window_v", -1, p->window, "given with window_k and values");
     return TQ_OK;
@@ -148,7 +157,8 @@ static tq_status check_overlap(const tq_plan *plan, const tq_append_params *p, t
     int64_t k_bytes = span_bytes(p, plan->head_dim, p->k_stride_batch, p->k_stride_head, p->k_stride_token);
     int64_t v_bytes = span_bytes(p, plan->head_dim, p->v_stride_batch, p->v_stride_head, p->v_stride_token);
     for (int i = 0; i < 5; i++) {
-        if (tq_overlap(written[i].at, written[i].bytes, p->k, k_bytes) || tq_overlap(written[i].at, written[i].bytes, p->v, v_bytes))
+        if (tq_overlap(written[i].at, written[i].bytes, p->k, k_bytes) ||
+            tq_overlap(written[i].at, written[i].bytes, p->v, v_bytes))
             return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from k and v");
         for (int j = 0; j < i; j++)
             if (tq_overlap(written[i].at, written[i].bytes, written[j].at, written[j].bytes))
@@ -164,10 +174,20 @@ static tq_status check_sizes(const tq_plan *plan, const tq_append_params *p, tq_
     const struct {
         const char *name;
         int64_t got;
-    } sizes[] = {{"batch", p->batch}, {"tokens", p->tokens}, {"kv_heads", p->kv_heads}, {"sinks", p->sinks},
-                 {"window", p->window}, {"max_pages", p->max_pages}, {"threads", p->threads}, {"n_pages", p->n_pages},
-                 {"k_stride_batch", p->k_stride_batch}, {"k_stride_head", p->k_stride_head}, {"k_stride_token", p->k_stride_token},
-                 {"v_stride_batch", p->v_stride_batch}, {"v_stride_head", p->v_stride_head}, {"v_stride_token", p->v_stride_token}};
+    } sizes[] = {{"batch", p->batch},
+                 {"tokens", p->tokens},
+                 {"kv_heads", p->kv_heads},
+                 {"sinks", p->sinks},
+                 {"window", p->window},
+                 {"max_pages", p->max_pages},
+                 {"threads", p->threads},
+                 {"n_pages", p->n_pages},
+                 {"k_stride_batch", p->k_stride_batch},
+                 {"k_stride_head", p->k_stride_head},
+                 {"k_stride_token", p->k_stride_token},
+                 {"v_stride_batch", p->v_stride_batch},
+                 {"v_stride_head", p->v_stride_head},
+                 {"v_stride_token", p->v_stride_token}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].got < 0) return tq_fail(error, TQ_E_VALUE, sizes[i].name, -1, (double)sizes[i].got, "at least 0");
     if (p->dtype < TQ_F32 || p->dtype > TQ_BF16)
@@ -180,7 +200,7 @@ static tq_status check_sizes(const tq_plan *plan, const tq_append_params *p, tq_
 static int32_t thread_count(const tq_append_params *p)
 {
     int64_t tasks = (int64_t)p->batch * p->kv_heads;
-    int32_t threads = tq_effective_threads(p->threads);
+    int32_t threads = tq_threads_for(p->threads, tasks * p->tokens, LEAST_VECTORS);
     return tasks < threads ? (tasks > 0 ? (int32_t)tasks : 1) : threads;
 }
 
@@ -195,7 +215,8 @@ tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *p
 /* ---- one token, one tile ---- */
 
 /** Loads, centres, rotates, scales and encodes one vector. */
-static void encode_token(const append_job *job, worker *w, int is_key, int32_t b, int32_t h, const void *x, uint8_t *codes, uint16_t *scale)
+static void encode_token(const append_job *job, worker *w, int is_key, int32_t b, int32_t h, const void *x,
+                         uint8_t *codes, uint16_t *scale)
 {
     const tq_plan *plan = job->plan;
     const tq_transform *t = is_key ? &job->p->key : &job->p->value;
@@ -217,13 +238,15 @@ static void transpose_codes(const uint8_t *codes, int32_t stride, uint8_t *tile)
     for (int32_t j = 0; j < 8; j++) {
         const uint8_t *a = codes + j * stride, *b = a + 8 * stride, *c = b + 8 * stride, *d = c + 8 * stride;
         uint32_t fours[TQ_TILE];
-        for (int32_t i = 0; i < TQ_TILE; i++) fours[i] = a[i] | (uint32_t)b[i] << 8 | (uint32_t)c[i] << 16 | (uint32_t)d[i] << 24;
+        for (int32_t i = 0; i < TQ_TILE; i++)
+            fours[i] = a[i] | (uint32_t)b[i] << 8 | (uint32_t)c[i] << 16 | (uint32_t)d[i] << 24;
         for (int32_t i = 0; i < TQ_TILE; i++) memcpy(tile + TQ_TILE * i + 4 * j, &fours[i], sizeof fours[i]);
     }
 }
 
 /** Writes tokens first .. last - 1 (of 0..31) of one token tile; codes [32][groups * 32] by token. */
-static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *record, int32_t token_tile, int32_t first, int32_t last)
+static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *record, int32_t token_tile, int32_t first,
+                       int32_t last)
 {
     const tq_plan *plan = job->plan;
     const tq_side *side = is_key ? &plan->key : &plan->value;
@@ -235,8 +258,7 @@ static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *re
         const uint8_t *codes = w->codes + TQ_TILE * g;
         if (!is_key && last - first == TQ_TILE) transpose_codes(codes, stride, w->tile);
         for (int32_t i = first; i < last && (is_key || last - first < TQ_TILE); i++)
-            if (is_key)
-                memcpy(w->tile + TQ_TILE * i, codes + i * stride, TQ_TILE);
+            if (is_key) memcpy(w->tile + TQ_TILE * i, codes + i * stride, TQ_TILE);
             else
                 for (int32_t c = 0; c < TQ_TILE; c++) w->tile[TQ_TILE * c + tq_column(i)] = codes[i * stride + c];
         job->kernels->pack(side->bits[g], w->tile, words);
@@ -257,7 +279,8 @@ static const char *token_source(const append_job *job, int is_key, int32_t b, in
         return ring + bytes * ((((int64_t)b * p->kv_heads + h) * p->window + position % p->window) * d);
     }
     int64_t i = position - before;
-    if (is_key) return (const char *)p->k + bytes * (b * p->k_stride_batch + h * p->k_stride_head + i * p->k_stride_token);
+    if (is_key)
+        return (const char *)p->k + bytes * (b * p->k_stride_batch + h * p->k_stride_head + i * p->k_stride_token);
     return (const char *)p->v + bytes * (b * p->v_stride_batch + h * p->v_stride_head + i * p->v_stride_token);
 }
 
@@ -272,8 +295,8 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
         int32_t begin = (int32_t)(index % TQ_TILE), end = TQ_TILE;
         if (last - position < end - begin) end = begin + (int32_t)(last - position);
         for (int32_t i = begin; i < end; i++)
-            encode_token(job, w, is_key, b, h, token_source(job, is_key, b, h, position + i - begin), w->codes + i * TQ_TILE * plan->groups,
-                         &w->scales[i]);
+            encode_token(job, w, is_key, b, h, token_source(job, is_key, b, h, position + i - begin),
+                         w->codes + i * TQ_TILE * plan->groups, &w->scales[i]);
         int64_t page = p->block_table[(int64_t)b * p->max_pages + index / plan->page_tokens];
         uint8_t *record = p->pages + (page * p->kv_heads + h) * plan->record_bytes;
         store_tile(job, w, is_key, record, (int32_t)(index % plan->page_tokens / TQ_TILE), begin, end);
@@ -290,8 +313,7 @@ static void copy_exact(const append_job *job, int is_key, int32_t b, int32_t h)
     char *sinks = (char *)(is_key ? p->sink_k : p->sink_v), *ring = (char *)(is_key ? p->window_k : p->window_v);
     for (int64_t i = first > 0 ? first : 0; i < length; i++) {
         const char *from = token_source(job, is_key, b, h, i);
-        if (i < p->sinks)
-            memcpy(sinks + bytes * (head * p->sinks + i), from, (size_t)bytes);
+        if (i < p->sinks) memcpy(sinks + bytes * (head * p->sinks + i), from, (size_t)bytes);
         else if (i >= length - p->window)
             memcpy(ring + bytes * (head * p->window + i % p->window), from, (size_t)bytes);
     }
@@ -309,10 +331,15 @@ static void append_head(void *context, int64_t i, int32_t worker_index)
     }
 }
 
-tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes, tq_error *error)
+tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes,
+                    tq_error *error)
 {
     TQ_TRY(check_sizes(plan, params, error));
-    append_job job = {.plan = plan, .p = params, .kernels = tq_get_kernels(error), .scratch = scratch, .worker_bytes = worker_bytes(plan)};
+    append_job job = {.plan = plan,
+                      .p = params,
+                      .kernels = tq_get_kernels(error),
+                      .scratch = scratch,
+                      .worker_bytes = worker_bytes(plan)};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
     TQ_TRY(check_pointers(plan, params, error));
     TQ_TRY(tq_transform_check(plan, &params->key, params->kv_heads, 1, error));
@@ -322,11 +349,15 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
     TQ_TRY(check_tables(plan, params, error));
     TQ_TRY(check_overlap(plan, params, error));
     if (scratch_bytes < (size_t)(job.worker_bytes * thread_count(params)) || !scratch)
-        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes, "at least tq_append_scratch_bytes, scratch not NULL");
-    if ((uintptr_t)scratch % 64) return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
-    TQ_TRY(check_numbers(&job, params->k, params->k_stride_batch, params->k_stride_head, params->k_stride_token, "k", error));
+        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes,
+                       "at least tq_append_scratch_bytes, scratch not NULL");
+    if ((uintptr_t)scratch % 64)
+        return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
+    TQ_TRY(check_numbers(&job, params->k, params->k_stride_batch, params->k_stride_head, params->k_stride_token, "k",
+                         error));
     if (plan->value.tile_bytes)
-        TQ_TRY(check_numbers(&job, params->v, params->v_stride_batch, params->v_stride_head, params->v_stride_token, "v", error));
+        TQ_TRY(check_numbers(&job, params->v, params->v_stride_batch, params->v_stride_head, params->v_stride_token,
+                             "v", error));
     tq_plan_codebooks(plan, job.books);
     tq_parallel((int64_t)params->batch * params->kv_heads, thread_count(params), append_head, &job);
     return TQ_OK;

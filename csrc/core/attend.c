@@ -9,8 +9,9 @@
 #include <math.h>
 #include <string.h>
 
-#define CHUNK_ROWS 32    /* query rows of a task at most: operands and sums of that many stay in a core's L2 */
-#define SPLIT_PAGES 4    /* pages that a split has at least, so that a thread is worth waking */
+#define CHUNK_ROWS 32        /* query rows of a task at most: operands and sums of that many stay in a core's L2 */
+#define LEAST_WORK (1 << 18) /* numbers of keys met by queries that are worth a thread */
+#define SPLIT_PAGES 4        /* pages that a split has at least, so that a thread is worth waking */
 
 /* ---- which tokens a query sees ---- */
 
@@ -27,10 +28,7 @@ static range seen(const tq_attend_params *a, int32_t b, int64_t p)
     return r;
 }
 
-static range clip(range r, int64_t lo, int64_t hi)
-{
-    return (range){r.lo > lo ? r.lo : lo, r.hi < hi ? r.hi : hi};
-}
+static range clip(range r, int64_t lo, int64_t hi) { return (range){r.lo > lo ? r.lo : lo, r.hi < hi ? r.hi : hi}; }
 
 /** Of those, the packed ones, as packed indices. */
 static range seen_packed(const tq_attend_params *a, int32_t b, int64_t p)
@@ -45,10 +43,7 @@ static int64_t row_position(const attend_job *job, int32_t b, int64_t row)
     return (int64_t)job->a->lengths[b] - job->a->query_tokens + row / job->group;
 }
 
-static int is_empty(range r)
-{
-    return r.lo >= r.hi;
-}
+static int is_empty(range r) { return r.lo >= r.hi; }
 
 /** Marks in visible[n] which of the tokens first .. first + n - 1 lie in r. 0: none; 1: some; 2: all. */
 static int mark_visible(range r, int64_t first, int32_t n, int columns, uint8_t *visible)
@@ -85,11 +80,14 @@ static void prepare_rows(const attend_job *job, const attend_task *t, attend_wor
         tq_rotate_vector(job->kernels, plan, tq_transform_matrix(key, t->h), 0, q, w->rotated);
         for (int32_t i = 0; i < job->key_groups.n; i++) {
             int32_t g = job->key_groups.group[i];
-            for (int32_t c = 0; c < TQ_TILE; c++) w->coded[TQ_TILE * i + c] = w->rotated[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
+            for (int32_t c = 0; c < TQ_TILE; c++)
+                w->coded[TQ_TILE * i + c] = w->rotated[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
         }
-        job->kernels->prepare(w->coded, TQ_TILE * job->key_groups.n, job->precise, w->query_operands + r * job->query_operand_bytes);
+        job->kernels->prepare(w->coded, TQ_TILE * job->key_groups.n, job->precise,
+                              w->query_operands + r * job->query_operand_bytes);
         float scale = job->a->softmax_scale;
-        w->logits[r] = (tq_logit){scale, centre ? scale * job->kernels->dot(q, centre, plan->head_dim) : 0.0f, job->a->softcap};
+        w->logits[r] =
+            (tq_logit){scale, centre ? scale * job->kernels->dot(q, centre, plan->head_dim) : 0.0f, job->a->softcap};
         w->states[r] = (tq_softmax_state){-INFINITY, 0, 0};
     }
     memset(w->packed, 0, sizeof(float) * TQ_TILE * (size_t)(job->value_groups.n * t->rows));
@@ -119,7 +117,8 @@ static const uint8_t *record_of(const attend_job *job, const attend_task *t, int
 
 /** One page for all rows of the task: scores, softmax step, weighted values. While it is read the same part
  *  of the `next` one (NULL after the last) is brought into the cache. All rows see the tokens in `common`. */
-static void attend_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, const uint8_t *next, range common)
+static void attend_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, const uint8_t *next,
+                        range common)
 {
     const tq_plan *plan = job->plan;
     const tq_kernels *kernels = job->kernels;
@@ -127,7 +126,12 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
     int32_t tokens = plan->page_tokens, tiles = tokens / TQ_TILE, key_bytes = (int32_t)plan->value.codes_offset;
     float *key_scales = w->scales, *value_scales = w->scales + tokens;
     tq_tile_grid keys = {record, job->key_tiles, tiles, job->key_groups.n, job->books, next, next ? key_bytes : 0};
-    tq_tile_grid values = {record, job->value_tiles, job->value_groups.n, tiles, job->books, next ? next + key_bytes : NULL,
+    tq_tile_grid values = {record,
+                           job->value_tiles,
+                           job->value_groups.n,
+                           tiles,
+                           job->books,
+                           next ? next + key_bytes : NULL,
                            next ? (int32_t)plan->record_bytes - key_bytes : 0};
     kernels->multiply(&keys, w->query_operands, t->rows, job->precise, 0, w->scores, tokens);
     kernels->load(TQ_F16, record + plan->key.scales_offset, key_scales, tokens);
@@ -136,12 +140,14 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
         float *scores = w->scores + (int64_t)r * tokens;
         int some = 2;
         if (common.lo > page * tokens || common.hi < (page + 1) * tokens)
-            some = mark_visible(seen_packed(job->a, t->b, row_position(job, t->b, t->first_row + r)), page * tokens, tokens, 1, w->visible);
+            some = mark_visible(seen_packed(job->a, t->b, row_position(job, t->b, t->first_row + r)), page * tokens,
+                                tokens, 1, w->visible);
         const uint8_t *visible = some == 2 ? NULL : w->visible;
         if (some)
-            rescale_row(job, w, r, kernels->softmax(scores, key_scales, value_scales, visible, tokens, &w->logits[r], &w->states[r]));
-        else
-            memset(scores, 0, sizeof(float) * (size_t)tokens);
+            rescale_row(
+                job, w, r,
+                kernels->softmax(scores, key_scales, value_scales, visible, tokens, &w->logits[r], &w->states[r]));
+        else memset(scores, 0, sizeof(float) * (size_t)tokens);
         kernels->prepare(scores, tokens, job->precise, w->weight_operands + r * job->weight_operand_bytes);
     }
     kernels->multiply(&values, w->weight_operands, t->rows, job->precise, 1, w->packed, TQ_TILE * job->value_groups.n);
@@ -175,7 +181,8 @@ typedef struct {
 static const char *exact_token(const attend_job *job, const exact_part *part, int is_key, int64_t position)
 {
     int64_t i = part->ring ? position % part->ring : position - part->first;
-    return (const char *)(is_key ? part->k : part->v) + tq_dtype_bytes(job->a->dtype) * i * (is_key ? part->k_stride : part->v_stride);
+    return (const char *)(is_key ? part->k : part->v) +
+           tq_dtype_bytes(job->a->dtype) * i * (is_key ? part->k_stride : part->v_stride);
 }
 
 /** Positions that row position p sees in a part: of sinks all that it may see, of the rest its last `window`. */
@@ -188,7 +195,8 @@ static range seen_exact(const attend_job *job, const attend_task *t, const exact
 }
 
 /** Up to 32 tokens from position `first` for all rows. */
-static void attend_exact_tile(const attend_job *job, const attend_task *t, attend_work *w, const exact_part *part, int64_t first, int32_t n)
+static void attend_exact_tile(const attend_job *job, const attend_task *t, attend_work *w, const exact_part *part,
+                              int64_t first, int32_t n)
 {
     int32_t d = job->plan->head_dim;
     for (int32_t i = 0; i < n; i++) {
@@ -229,19 +237,34 @@ static void attend_exact(const attend_job *job, const attend_task *t, attend_wor
     int32_t bytes = tq_dtype_bytes(a->dtype);
     if (before < 0) before = 0;
     if (a->sinks) {
-        exact_part sinks = {(const char *)a->sink_k + bytes * head * a->sinks, (const char *)a->sink_v + bytes * head * a->sinks, d, d, 0, 0,
+        exact_part sinks = {(const char *)a->sink_k + bytes * head * a->sinks,
+                            (const char *)a->sink_v + bytes * head * a->sinks,
+                            d,
+                            d,
+                            0,
+                            0,
                             {0, a->sinks < length ? a->sinks : length}};
         attend_part(job, t, w, &sinks);
     }
     if (!a->window) return;
     int64_t oldest = before - a->window > a->sinks ? before - a->window : a->sinks;
-    exact_part ring = {(const char *)a->window_k + bytes * head * a->window, (const char *)a->window_v + bytes * head * a->window, d, d, 0,
-                       a->window, {oldest, before}};
+    exact_part ring = {(const char *)a->window_k + bytes * head * a->window,
+                       (const char *)a->window_v + bytes * head * a->window,
+                       d,
+                       d,
+                       0,
+                       a->window,
+                       {oldest, before}};
     attend_part(job, t, w, &ring);
     if (!a->fresh_k) return;
     const char *k = (const char *)a->fresh_k + bytes * (t->b * a->fresh_k_stride_batch + t->h * a->fresh_k_stride_head);
     const char *v = (const char *)a->fresh_v + bytes * (t->b * a->fresh_v_stride_batch + t->h * a->fresh_v_stride_head);
-    exact_part fresh = {k, v, a->fresh_k_stride_token, a->fresh_v_stride_token, length - a->query_tokens, 0,
+    exact_part fresh = {k,
+                        v,
+                        a->fresh_k_stride_token,
+                        a->fresh_v_stride_token,
+                        length - a->query_tokens,
+                        0,
                         {before > a->sinks ? before : a->sinks, length}};
     attend_part(job, t, w, &fresh);
 }
@@ -256,23 +279,26 @@ static void store_row(int32_t dtype, const float *x, void *out, int64_t at, int3
 }
 
 /** Un-rotates and stores one row; packed [value groups * 32] in column order, exact [head_dim]. */
-static void finish_row(const attend_job *job, const attend_task *t, attend_work *w, int32_t r, const tq_softmax_state *state, const float *packed,
-                       const float *exact)
+static void finish_row(const attend_job *job, const attend_task *t, attend_work *w, int32_t r,
+                       const tq_softmax_state *state, const float *packed, const float *exact)
 {
     const tq_plan *plan = job->plan;
     const tq_attend_params *a = job->a;
-    const float *centre = tq_transform_centre(&a->value, plan, t->b, t->h), *steps = tq_transform_steps(&a->value, plan, t->h);
+    const float *centre = tq_transform_centre(&a->value, plan, t->b, t->h),
+                *steps = tq_transform_steps(&a->value, plan, t->h);
     int64_t row = t->first_row + r, head = (int64_t)t->h * job->group + row % job->group;
     int64_t at = ((int64_t)t->b * a->query_heads + head) * a->query_tokens + row / job->group;
     float *out = w->coded;
     memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
     for (int32_t i = 0; i < job->value_groups.n; i++) {
         int32_t g = job->value_groups.group[i];
-        for (int32_t c = 0; c < TQ_TILE; c++) w->rotated[TQ_TILE * g + c] = packed[TQ_TILE * i + tq_column(c)] * (steps ? steps[g] : 1.0f);
+        for (int32_t c = 0; c < TQ_TILE; c++)
+            w->rotated[TQ_TILE * g + c] = packed[TQ_TILE * i + tq_column(c)] * (steps ? steps[g] : 1.0f);
     }
     tq_rotate_vector(job->kernels, plan, tq_transform_matrix(&a->value, t->h), 1, w->rotated, out);
     float inverse = state->max == -INFINITY ? 0.0f : 1.0f / state->sum;
-    for (int32_t i = 0; i < plan->head_dim; i++) out[i] = (out[i] + exact[i] + (centre ? centre[i] * state->packed_sum : 0.0f)) * inverse;
+    for (int32_t i = 0; i < plan->head_dim; i++)
+        out[i] = (out[i] + exact[i] + (centre ? centre[i] * state->packed_sum : 0.0f)) * inverse;
     store_row(a->dtype, out, a->out, at * plan->head_dim, plan->head_dim);
     if (a->lse) a->lse[at] = state->max == -INFINITY ? -INFINITY : state->max + logf(state->sum);
 }
@@ -344,10 +370,7 @@ static void merge_task(void *context, int64_t i, int32_t worker)
 
 /* ---- entry points ---- */
 
-static int32_t ceil_div(int64_t a, int64_t b)
-{
-    return (int32_t)((a + b - 1) / b);
-}
+static int32_t ceil_div(int64_t a, int64_t b) { return (int32_t)((a + b - 1) / b); }
 
 void tq_attend_lay_out(attend_job *job)
 {
@@ -355,8 +378,11 @@ void tq_attend_lay_out(attend_job *job)
     job->group = a->kv_heads ? a->query_heads / a->kv_heads : 1;
     job->chunks = ceil_div((int64_t)job->group * a->query_tokens, CHUNK_ROWS);
     int64_t tasks = (int64_t)a->batch * a->kv_heads * job->chunks;
-    job->threads = tq_effective_threads(a->threads);
-    int32_t wanted = tasks ? ceil_div(job->threads, tasks) : 1, possible = a->max_pages / SPLIT_PAGES > 1 ? a->max_pages / SPLIT_PAGES : 1;
+    int64_t tokens = (int64_t)a->max_pages * job->plan->page_tokens + a->sinks + a->window; /* of a sequence, at most */
+    double work = (double)tokens * a->batch * a->query_heads * a->query_tokens * job->plan->head_dim;
+    job->threads = tq_threads_for(a->threads, work < 1e15 ? (int64_t)work : (int64_t)1e15, LEAST_WORK);
+    int32_t wanted = tasks ? ceil_div(job->threads, tasks) : 1,
+            possible = a->max_pages / SPLIT_PAGES > 1 ? a->max_pages / SPLIT_PAGES : 1;
     job->splits = wanted < possible ? wanted : possible;
     tq_list_groups(job->plan, &job->plan->key, &job->key_groups);
     tq_list_groups(job->plan, &job->plan->value, &job->value_groups);
@@ -371,15 +397,18 @@ void tq_attend_lay_out(attend_job *job)
     if (tasks_in_flight < job->threads) job->threads = tasks_in_flight > 1 ? (int32_t)tasks_in_flight : 1;
 }
 
-tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes, tq_error *error)
+tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes,
+                    tq_error *error)
 {
     TQ_TRY(tq_attend_check(plan, params, error));
     attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error), .scratch = scratch};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
     tq_attend_lay_out(&job);
     if (!scratch || scratch_bytes < (size_t)tq_attend_bytes(&job))
-        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes, "at least tq_attend_scratch_bytes, scratch not NULL");
-    if ((uintptr_t)scratch % 64) return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
+        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes,
+                       "at least tq_attend_scratch_bytes, scratch not NULL");
+    if ((uintptr_t)scratch % 64)
+        return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
     tq_plan_codebooks(plan, job.books);
     int64_t tasks = (int64_t)params->batch * params->kv_heads * job.chunks;
     tq_parallel(tasks * job.splits, job.threads, run_task, &job);

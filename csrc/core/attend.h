@@ -9,7 +9,8 @@ typedef struct {
     const tq_kernels *kernels;
     tq_codebook books[TQ_MAX_BITS + 1];
     tq_coded_groups key_groups, value_groups;
-    tq_tile key_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE], value_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE];
+    tq_tile key_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE],
+        value_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE];
     int64_t query_operand_bytes, weight_operand_bytes; /* of one row */
     int precise;                                       /* operands for float32 queries */
     int32_t group, chunks, chunk_rows, splits, threads;
@@ -28,17 +29,17 @@ typedef struct {
  *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits > 1 */
 typedef struct {
     uint8_t *query_operands, *weight_operands;
-    float *q;                        /* [rows][head_dim], not rotated */
-    float *scores;                   /* [rows][page_tokens]; weights after the softmax step */
-    float *packed;                   /* [rows][32 * value groups], rotated sums, each group in column order */
-    float *exact;                    /* [rows][head_dim] */
-    float *tile_k, *tile_v;          /* [32][head_dim] */
-    float *rotated, *coded;          /* [32 * groups] */
-    float *merged;                   /* [32 * value groups + head_dim] */
-    float *scales;                   /* [2][page_tokens], of a page's keys and values */
-    tq_logit *logits;                /* [rows] */
-    tq_softmax_state *states;        /* [rows] */
-    uint8_t *visible;                /* [page_tokens] */
+    float *q;                 /* [rows][head_dim], not rotated */
+    float *scores;            /* [rows][page_tokens]; weights after the softmax step */
+    float *packed;            /* [rows][32 * value groups], rotated sums, each group in column order */
+    float *exact;             /* [rows][head_dim] */
+    float *tile_k, *tile_v;   /* [32][head_dim] */
+    float *rotated, *coded;   /* [32 * groups] */
+    float *merged;            /* [32 * value groups + head_dim] */
+    float *scales;            /* [2][page_tokens], of a page's keys and values */
+    tq_logit *logits;         /* [rows] */
+    tq_softmax_state *states; /* [rows] */
+    uint8_t *visible;         /* [page_tokens] */
 } attend_work;
 
 /** Scratch bytes that need nothing but sizes. */

@@ -16,16 +16,37 @@ static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
 {
     int64_t rows = job->chunk_rows, d = job->plan->head_dim, padded = TQ_TILE * (int64_t)job->plan->groups, at = 0;
     int64_t nv = TQ_TILE * (int64_t)job->value_groups.n, f = sizeof(float);
-    int64_t starts[15] = {take(&at, rows * job->query_operand_bytes), take(&at, rows * job->weight_operand_bytes),
-                          take(&at, rows * d * f), take(&at, rows * job->plan->page_tokens * f), take(&at, rows * nv * f),
-                          take(&at, rows * d * f), take(&at, TQ_TILE * d * f), take(&at, TQ_TILE * d * f), take(&at, padded * f),
-                          take(&at, padded * f), take(&at, (nv + d) * f), take(&at, 2 * job->plan->page_tokens * f),
-                          take(&at, rows * (int64_t)sizeof(tq_logit)), take(&at, rows * (int64_t)sizeof(tq_softmax_state)), take(&at, job->plan->page_tokens)};
+    int64_t starts[15] = {take(&at, rows * job->query_operand_bytes),
+                          take(&at, rows * job->weight_operand_bytes),
+                          take(&at, rows * d * f),
+                          take(&at, rows * job->plan->page_tokens * f),
+                          take(&at, rows * nv * f),
+                          take(&at, rows * d * f),
+                          take(&at, TQ_TILE * d * f),
+                          take(&at, TQ_TILE * d * f),
+                          take(&at, padded * f),
+                          take(&at, padded * f),
+                          take(&at, (nv + d) * f),
+                          take(&at, 2 * job->plan->page_tokens * f),
+                          take(&at, rows * (int64_t)sizeof(tq_logit)),
+                          take(&at, rows * (int64_t)sizeof(tq_softmax_state)),
+                          take(&at, job->plan->page_tokens)};
     if (!base) return at;
-    *w = (attend_work){base + starts[0], base + starts[1], (float *)(base + starts[2]), (float *)(base + starts[3]), (float *)(base + starts[4]),
-                       (float *)(base + starts[5]), (float *)(base + starts[6]), (float *)(base + starts[7]), (float *)(base + starts[8]),
-                       (float *)(base + starts[9]), (float *)(base + starts[10]), (float *)(base + starts[11]),
-                       (tq_logit *)(base + starts[12]), (tq_softmax_state *)(base + starts[13]), base + starts[14]};
+    *w = (attend_work){base + starts[0],
+                       base + starts[1],
+                       (float *)(base + starts[2]),
+                       (float *)(base + starts[3]),
+                       (float *)(base + starts[4]),
+                       (float *)(base + starts[5]),
+                       (float *)(base + starts[6]),
+                       (float *)(base + starts[7]),
+                       (float *)(base + starts[8]),
+                       (float *)(base + starts[9]),
+                       (float *)(base + starts[10]),
+                       (float *)(base + starts[11]),
+                       (tq_logit *)(base + starts[12]),
+                       (tq_softmax_state *)(base + starts[13]),
+                       base + starts[14]};
     return at;
 }
 
@@ -64,12 +85,24 @@ tq_status tq_attend_check_sizes(const tq_plan *plan, const tq_attend_params *a, 
     const struct {
         const char *name;
         int64_t got;
-    } sizes[] = {{"batch", a->batch}, {"query_tokens", a->query_tokens}, {"query_heads", a->query_heads}, {"kv_heads", a->kv_heads},
-                 {"sinks", a->sinks}, {"window", a->window}, {"max_pages", a->max_pages}, {"sliding_window", a->sliding_window},
-                 {"threads", a->threads}, {"n_pages", a->n_pages}, {"q_stride_batch", a->q_stride_batch}, {"q_stride_head", a->q_stride_head},
-                 {"q_stride_token", a->q_stride_token}, {"fresh_k_stride_batch", a->fresh_k_stride_batch},
-                 {"fresh_k_stride_head", a->fresh_k_stride_head}, {"fresh_k_stride_token", a->fresh_k_stride_token},
-                 {"fresh_v_stride_batch", a->fresh_v_stride_batch}, {"fresh_v_stride_head", a->fresh_v_stride_head},
+    } sizes[] = {{"batch", a->batch},
+                 {"query_tokens", a->query_tokens},
+                 {"query_heads", a->query_heads},
+                 {"kv_heads", a->kv_heads},
+                 {"sinks", a->sinks},
+                 {"window", a->window},
+                 {"max_pages", a->max_pages},
+                 {"sliding_window", a->sliding_window},
+                 {"threads", a->threads},
+                 {"n_pages", a->n_pages},
+                 {"q_stride_batch", a->q_stride_batch},
+                 {"q_stride_head", a->q_stride_head},
+                 {"q_stride_token", a->q_stride_token},
+                 {"fresh_k_stride_batch", a->fresh_k_stride_batch},
+                 {"fresh_k_stride_head", a->fresh_k_stride_head},
+                 {"fresh_k_stride_token", a->fresh_k_stride_token},
+                 {"fresh_v_stride_batch", a->fresh_v_stride_batch},
+                 {"fresh_v_stride_head", a->fresh_v_stride_head},
                  {"fresh_v_stride_token", a->fresh_v_stride_token}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].got < 0) return tq_fail(error, TQ_E_VALUE, sizes[i].name, -1, (double)sizes[i].got, "at least 0");
@@ -78,14 +111,17 @@ tq_status tq_attend_check_sizes(const tq_plan *plan, const tq_attend_params *a, 
     if (a->kv_heads ? a->query_heads % a->kv_heads : a->query_heads)
         return tq_fail(error, TQ_E_VALUE, "query_heads", -1, a->query_heads, "a multiple of kv_heads");
     if (!isfinite(a->softmax_scale)) return tq_fail(error, TQ_E_VALUE, "softmax_scale", -1, a->softmax_scale, "finite");
-    if (!isfinite(a->softcap) || a->softcap < 0) return tq_fail(error, TQ_E_VALUE, "softcap", -1, a->softcap, "finite and at least 0");
+    if (!isfinite(a->softcap) || a->softcap < 0)
+        return tq_fail(error, TQ_E_VALUE, "softcap", -1, a->softcap, "finite and at least 0");
     if (!a->causal && a->sliding_window)
         return tq_fail(error, TQ_E_VALUE, "sliding_window", -1, a->sliding_window, "0 when attention is not causal");
-    if (!a->causal && a->fresh_k) return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "NULL when attention is not causal");
+    if (!a->causal && a->fresh_k)
+        return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "NULL when attention is not causal");
     int64_t n;
     TQ_TRY(tq_product(a->kv_heads, plan->record_bytes, &n, "kv_heads", error));
     TQ_TRY(tq_product(a->n_pages, n, &n, "n_pages", error));
-    TQ_TRY(tq_product((int64_t)a->batch * a->query_heads, (int64_t)a->query_tokens * plan->head_dim, &n, "batch", error));
+    TQ_TRY(
+        tq_product((int64_t)a->batch * a->query_heads, (int64_t)a->query_tokens * plan->head_dim, &n, "batch", error));
     return tq_product(n, 64, &n, "batch", error); /* scratch is at most a few dozen bytes a query number */
 }
 
@@ -95,17 +131,26 @@ static tq_status check_pointers(const tq_plan *plan, const tq_attend_params *a, 
         const char *name;
         const void *at;
         int needed, may; /* must be there; may be there */
-    } pointers[] = {{"q", a->q, a->batch && a->query_heads && a->query_tokens, 1}, {"out", a->out, a->batch && a->query_heads && a->query_tokens, 1},
-                    {"lengths", a->lengths, a->batch > 0, 1}, {"block_table", a->block_table, a->batch && a->max_pages, 1},
-                    {"pages", a->pages, a->n_pages > 0, 1}, {"sink_k", a->sink_k, a->sinks > 0, a->sinks > 0},
-                    {"sink_v", a->sink_v, a->sinks > 0, a->sinks > 0}, {"window_k", a->window_k, a->window > 0, a->window > 0},
-                    {"window_v", a->window_v, a->window > 0, a->window > 0}, {"fresh_v", a->fresh_v, a->fresh_k != NULL, a->fresh_k != NULL}};
+    } pointers[] = {{"q", a->q, a->batch && a->query_heads && a->query_tokens, 1},
+                    {"out", a->out, a->batch && a->query_heads && a->query_tokens, 1},
+                    {"lengths", a->lengths, a->batch > 0, 1},
+                    {"block_table", a->block_table, a->batch && a->max_pages, 1},
+                    {"pages", a->pages, a->n_pages > 0, 1},
+                    {"sink_k", a->sink_k, a->sinks > 0, a->sinks > 0},
+                    {"sink_v", a->sink_v, a->sinks > 0, a->sinks > 0},
+                    {"window_k", a->window_k, a->window > 0, a->window > 0},
+                    {"window_v", a->window_v, a->window > 0, a->window > 0},
+                    {"fresh_v", a->fresh_v, a->fresh_k != NULL, a->fresh_k != NULL}};
     for (size_t i = 0; i < sizeof pointers / sizeof *pointers; i++) {
-        if (pointers[i].needed && !pointers[i].at) return tq_fail(error, TQ_E_VALUE, pointers[i].name, -1, 0, "a pointer, not NULL");
-        if (!pointers[i].may && pointers[i].at) return tq_fail(error, TQ_E_VALUE, pointers[i].name, -1, 1, "NULL, because it has no tokens");
+        if (pointers[i].needed && !pointers[i].at)
+            return tq_fail(error, TQ_E_VALUE, pointers[i].name, -1, 0, "a pointer, not NULL");
+        if (!pointers[i].may && pointers[i].at)
+            return tq_fail(error, TQ_E_VALUE, pointers[i].name, -1, 1, "NULL, because it has no tokens");
     }
-    if ((uintptr_t)a->pages % 64) return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)a->pages % 64), "64-byte aligned");
-    int64_t out_bytes = (int64_t)a->batch * a->query_heads * a->query_tokens * plan->head_dim * tq_dtype_bytes(a->dtype);
+    if ((uintptr_t)a->pages % 64)
+        return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)a->pages % 64), "64-byte aligned");
+    int64_t out_bytes =
+        (int64_t)a->batch * a->query_heads * a->query_tokens * plan->head_dim * tq_dtype_bytes(a->dtype);
     if (tq_overlap(a->out, out_bytes, a->pages, a->n_pages * a->kv_heads * plan->record_bytes))
         return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "apart from pages");
     return TQ_OK;
@@ -114,11 +159,14 @@ static tq_status check_pointers(const tq_plan *plan, const tq_attend_params *a, 
 /** Lengths, starts and the table entries that a sequence's packed tokens need. */
 static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, int32_t b, tq_error *error)
 {
-    int64_t length = a->lengths[b], capacity = (int64_t)a->sinks + a->window + (int64_t)a->max_pages * plan->page_tokens;
+    int64_t length = a->lengths[b],
+            capacity = (int64_t)a->sinks + a->window + (int64_t)a->max_pages * plan->page_tokens;
     if (length < 0 || length > capacity)
-        return tq_fail(error, TQ_E_VALUE, "lengths", b, (double)length, "in 0..sinks + window + max_pages * page_tokens");
+        return tq_fail(error, TQ_E_VALUE, "lengths", b, (double)length,
+                       "in 0..sinks + window + max_pages * page_tokens");
     if (a->causal && a->query_tokens > 1 && a->window && !a->fresh_k && length > (int64_t)a->sinks + a->window)
-        return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 0, "given: early queries need what the new tokens pushed out of the window");
+        return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 0,
+                       "given: early queries need what the new tokens pushed out of the window");
     if (a->starts && (a->starts[b] < 0 || a->starts[b] > length))
         return tq_fail(error, TQ_E_VALUE, "starts", b, a->starts[b], "in 0..lengths");
     int64_t packed = length - a->sinks - a->window;

@@ -1,10 +1,11 @@
 /* Codebooks from their tables: int8 magnitudes and a step, expanded to levels by code and thresholds by rank. */
-#include "internal.h"
 #include "codebook_tables.h"
+#include "internal.h"
 
 static const tq_codebook_row *codebook_row(int32_t law, int32_t head_dim, int32_t bits)
 {
-    if (law == TQ_CODEBOOK_SPHERE && head_dim <= TQ_MAX_HEAD_DIM) return &tq_codebook_sphere[head_dim / 8 - 1][bits - 1];
+    if (law == TQ_CODEBOOK_SPHERE && head_dim <= TQ_MAX_HEAD_DIM)
+        return &tq_codebook_sphere[head_dim / 8 - 1][bits - 1];
     return &tq_codebook_normal[bits - 1];
 }
 
@@ -29,7 +30,8 @@ static void expand(const tq_codebook_row *row, int32_t bits, tq_codebook *out)
         out->levels[out->code_of_rank[rank]] = (int8_t)level_of_rank[rank];
     }
     float half_step = 0.5f * row->step; /* the middle between two levels: one rounding, the same everywhere */
-    for (int32_t rank = 0; rank + 1 < n; rank++) out->thresholds[rank] = (float)(level_of_rank[rank] + level_of_rank[rank + 1]) * half_step;
+    for (int32_t rank = 0; rank + 1 < n; rank++)
+        out->thresholds[rank] = (float)(level_of_rank[rank] + level_of_rank[rank + 1]) * half_step;
 }
 
 tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out, tq_error *error)
@@ -46,5 +48,6 @@ tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, t
 
 void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_MAX_BITS + 1])
 {
-    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++) expand(codebook_row(plan->codebook, plan->head_dim, bits), bits, &books[bits]);
+    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++)
+        expand(codebook_row(plan->codebook, plan->head_dim, bits), bits, &books[bits]);
 }

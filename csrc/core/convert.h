@@ -53,8 +53,5 @@ static inline uint16_t tq_bf16_from_f32(float x)
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-static inline float tq_f32_from_bf16(uint16_t bf16)
-{
-    return tq_float_of((uint32_t)bf16 << 16);
-}
+static inline float tq_f32_from_bf16(uint16_t bf16) { return tq_float_of((uint32_t)bf16 << 16); }
 #endif

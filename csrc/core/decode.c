@@ -1,7 +1,7 @@
 /* Decoding without attention: tq_dequantize for debugging and NumPy, tq_dot for inner products with packed vectors. */
+#include "tiles.h"
 #include <math.h>
 #include <string.h>
-#include "tiles.h"
 
 /* ---- dequantise ---- */
 
@@ -25,11 +25,13 @@ static void decode_tile(const decode_side *s, const uint8_t *record, int32_t tok
         int32_t real = plan->head_dim - TQ_TILE * g < TQ_TILE ? plan->head_dim - TQ_TILE * g : TQ_TILE;
         const tq_codebook *book = &s->books[side->bits[g]];
         float step = side->bits[g] ? book->step * (steps ? steps[g] : 1.0f) : 0.0f;
-        if (side->bits[g]) s->kernels->unpack(side->bits[g], (const uint32_t *)(record + tq_tile_offset(side, token_tile, g)), codes);
+        if (side->bits[g])
+            s->kernels->unpack(side->bits[g], (const uint32_t *)(record + tq_tile_offset(side, token_tile, g)), codes);
         for (int32_t i = 0; i < count; i++)
             for (int32_t c = 0; c < real; c++) {
                 int32_t at = s->is_key ? TQ_TILE * i + c : TQ_TILE * c + tq_column(i);
-                x[(int64_t)i * plan->head_dim + TQ_TILE * g + c] = side->bits[g] ? step * book->levels[codes[at]] : 0.0f;
+                x[(int64_t)i * plan->head_dim + TQ_TILE * g + c] =
+                    side->bits[g] ? step * book->levels[codes[at]] : 0.0f;
             }
     }
 }
@@ -49,13 +51,15 @@ static void restore_token(const decode_side *s, const uint8_t *record, int32_t t
     for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += centre[i];
 }
 
-tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads, const int32_t *block_table,
-                        int32_t batch, int32_t max_pages, const int32_t *counts, int32_t max_tokens, const tq_transform *key,
-                        const tq_transform *value, float *k, float *v, tq_error *error)
+tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
+                        const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
+                        int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
+                        tq_error *error)
 {
     TQ_TRY(tq_plan_check(plan, error));
     if (batch < 0 || kv_heads < 0 || max_pages < 0 || max_tokens < 0 || n_pages < 0)
-        return tq_fail(error, TQ_E_VALUE, "batch", -1, batch, "at least 0, as kv_heads, max_pages, max_tokens and n_pages");
+        return tq_fail(error, TQ_E_VALUE, "batch", -1, batch,
+                       "at least 0, as kv_heads, max_pages, max_tokens and n_pages");
     if ((int64_t)max_pages * plan->page_tokens < max_tokens)
         return tq_fail(error, TQ_E_VALUE, "max_tokens", -1, max_tokens, "at most max_pages * page_tokens");
     int has_values = plan->value.tile_bytes != 0;
@@ -69,7 +73,8 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
     TQ_TRY(tq_transform_check(plan, key, kv_heads, 1, error));
     TQ_TRY(tq_transform_check(plan, value, kv_heads, 0, error));
     for (int32_t b = 0; b < batch; b++) {
-        if (counts[b] < 0 || counts[b] > max_tokens) return tq_fail(error, TQ_E_VALUE, "counts", b, counts[b], "in 0..max_tokens");
+        if (counts[b] < 0 || counts[b] > max_tokens)
+            return tq_fail(error, TQ_E_VALUE, "counts", b, counts[b], "in 0..max_tokens");
         for (int32_t i = 0; i < (counts[b] + plan->page_tokens - 1) / plan->page_tokens; i++) {
             int64_t at = (int64_t)b * max_pages + i;
             if (block_table[at] < 0 || block_table[at] >= n_pages)
@@ -90,7 +95,8 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
                     int32_t n = counts[b] - i < TQ_TILE ? counts[b] - i : TQ_TILE, first = i % plan->page_tokens;
                     float *x = out + (int64_t)i * plan->head_dim;
                     decode_tile(&s, record, first / TQ_TILE, n, x);
-                    for (int32_t j = 0; j < n; j++) restore_token(&s, record, first + j, x + (int64_t)j * plan->head_dim);
+                    for (int32_t j = 0; j < n; j++)
+                        restore_token(&s, record, first + j, x + (int64_t)j * plan->head_dim);
                 }
             }
     return TQ_OK;
@@ -125,7 +131,12 @@ static void dot_page(void *context, int64_t page, int32_t worker_index)
     float products[DOT_QUERIES * TQ_PAGE_TOKENS], scales[TQ_PAGE_TOKENS];
     (void)worker_index;
     job->kernels->load(TQ_F16, record + plan->key.scales_offset, scales, tokens);
-    tq_tile_grid grid = {record, job->tiles, tokens / TQ_TILE, job->groups->n, job->books, record + plan->record_bytes,
+    tq_tile_grid grid = {record,
+                         job->tiles,
+                         tokens / TQ_TILE,
+                         job->groups->n,
+                         job->books,
+                         record + plan->record_bytes,
                          first + tokens < job->n ? (int32_t)plan->record_bytes : 0};
     for (int64_t q = 0; q < job->n_queries; q += DOT_QUERIES) {
         int32_t rows = job->n_queries - q < DOT_QUERIES ? (int32_t)(job->n_queries - q) : DOT_QUERIES;
@@ -176,8 +187,9 @@ static float dot_operand(const dot_job *job, const tq_transform *key, const floa
     return centre ? job->kernels->dot(query, centre, plan->head_dim) : 0.0f;
 }
 
-tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries, const uint8_t *pages, int64_t n,
-                 float *out, int32_t threads, void *scratch, size_t scratch_bytes, tq_error *error)
+tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries,
+                 const uint8_t *pages, int64_t n, float *out, int32_t threads, void *scratch, size_t scratch_bytes,
+                 tq_error *error)
 {
     size_t wanted;
     TQ_TRY(tq_dot_scratch_bytes(plan, n_queries, &wanted, error));
@@ -187,9 +199,12 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     if (n < 0) return tq_fail(error, TQ_E_VALUE, "n", -1, (double)n, "at least 0");
     if (!n || !n_queries) return TQ_OK;
     if (!scratch || (uintptr_t)scratch % 64 || scratch_bytes < wanted)
-        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes, "at least tq_dot_scratch_bytes, 64-byte aligned");
-    if (!queries || !pages || !out) return tq_fail(error, TQ_E_VALUE, "queries", -1, 0, "a pointer, not NULL, as pages and out");
-    if ((uintptr_t)pages % 64) return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)pages % 64), "64-byte aligned");
+        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes,
+                       "at least tq_dot_scratch_bytes, 64-byte aligned");
+    if (!queries || !pages || !out)
+        return tq_fail(error, TQ_E_VALUE, "queries", -1, 0, "a pointer, not NULL, as pages and out");
+    if ((uintptr_t)pages % 64)
+        return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)pages % 64), "64-byte aligned");
     tq_codebook books[TQ_MAX_BITS + 1];
     tq_coded_groups groups;
     tq_plan_codebooks(plan, books);
@@ -197,8 +212,17 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     tq_tile tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_GROUPS];
     tq_key_tiles(plan, &groups, tiles);
     const tq_kernels *kernels = tq_get_kernels(error);
-    dot_job job = {.kernels = kernels, .plan = plan, .books = books, .groups = &groups, .tiles = tiles, .operands = scratch, .n_queries = n_queries,
-                   .n = n, .pages = pages, .out = out, .operand_bytes = dot_operand_bytes(kernels, plan)};
+    dot_job job = {.kernels = kernels,
+                   .plan = plan,
+                   .books = books,
+                   .groups = &groups,
+                   .tiles = tiles,
+                   .operands = scratch,
+                   .n_queries = n_queries,
+                   .n = n,
+                   .pages = pages,
+                   .out = out,
+                   .operand_bytes = dot_operand_bytes(kernels, plan)};
     float *biases = (float *)((uint8_t *)scratch + n_queries * job.operand_bytes);
     job.biases = biases;
     for (int64_t q = 0; q < n_queries; q++)

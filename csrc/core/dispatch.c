@@ -20,10 +20,7 @@ typedef struct {
     int (*supported)(void);
 } level;
 
-static int always(void)
-{
-    return 1;
-}
+static int always(void) { return 1; }
 
 #if defined(TQ_HAVE_AVX2)
 static int has_avx2(void)
@@ -44,8 +41,8 @@ static int has_avx2_vnni(void)
 #if defined(TQ_HAVE_AVX512)
 static int has_avx512(void)
 {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && has_avx2();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && has_avx2();
 }
 #endif
 
@@ -57,13 +54,11 @@ static int has_avx512_vnni(void)
 #endif
 
 #if defined(TQ_HAVE_NEON_DOT)
-static int has_neon_dot(void)
-{
-    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
-}
+static int has_neon_dot(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 #endif
 
-static const level levels[] = { /* best first */
+static const level levels[] = {
+    /* best first */
 #if defined(TQ_HAVE_AVX512_VNNI)
     {&tq_kernels_avx512_vnni, has_avx512_vnni},
 #endif
@@ -148,8 +143,11 @@ const char *tq_kernel_name(const char *operation, const tq_plan *plan)
 {
     const tq_kernels *kernels = tq_get_kernels(NULL);
     if (!kernels || !operation || !plan) return NULL;
-    const char *names[][2] = {{"rotate", kernels->names.rotate}, {"append", kernels->names.append}, {"attend", kernels->names.attend},
-                              {"dequantize", kernels->names.dequantize}, {"dot", kernels->names.dot}};
+    const char *names[][2] = {{"rotate", kernels->names.rotate},
+                              {"append", kernels->names.append},
+                              {"attend", kernels->names.attend},
+                              {"dequantize", kernels->names.dequantize},
+                              {"dot", kernels->names.dot}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (strcmp(operation, names[i][0]) == 0) return names[i][1];
     return NULL;

@@ -1,6 +1,6 @@
 /* The header of a codes file. Whatever it claims is held against the file's own size before anyone allocates. */
-#include <string.h>
 #include "internal.h"
+#include <string.h>
 
 static const char magic[8] = "TQCODES";
 
@@ -17,10 +17,7 @@ uint64_t tq_checksum(const void *data, size_t bytes)
     return hash;
 }
 
-static size_t header_bytes(uint32_t n_words)
-{
-    return 8 + 4 + 4 + 8 * (size_t)n_words + 4 * 8;
-}
+static size_t header_bytes(uint32_t n_words) { return 8 + 4 + 4 + 8 * (size_t)n_words + 4 * 8; }
 
 static void put(uint8_t **at, const void *from, size_t bytes)
 {
@@ -34,14 +31,18 @@ static void get(const uint8_t **at, void *to, size_t bytes)
     *at += bytes;
 }
 
-tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size_t data_bytes, size_t *bytes_written, tq_error *error)
+tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size_t data_bytes, size_t *bytes_written,
+                               tq_error *error)
 {
-    if (!header || !data || !bytes_written) return tq_fail(error, TQ_E_VALUE, "data", -1, 0, "a pointer, not NULL, as header and bytes_written");
+    if (!header || !data || !bytes_written)
+        return tq_fail(error, TQ_E_VALUE, "data", -1, 0, "a pointer, not NULL, as header and bytes_written");
     tq_plan plan;
-    if (header->n_words > TQ_PLAN_MAX_WORDS) return tq_fail(error, TQ_E_VALUE, "n_words", -1, header->n_words, "at most TQ_PLAN_MAX_WORDS");
+    if (header->n_words > TQ_PLAN_MAX_WORDS)
+        return tq_fail(error, TQ_E_VALUE, "n_words", -1, header->n_words, "at most TQ_PLAN_MAX_WORDS");
     TQ_TRY(tq_plan_init(&plan, header->words, header->n_words, error));
     size_t bytes = header_bytes(header->n_words);
-    if (data_bytes < bytes) return tq_fail(error, TQ_E_VALUE, "data_bytes", -1, (double)data_bytes, "room for the header");
+    if (data_bytes < bytes)
+        return tq_fail(error, TQ_E_VALUE, "data_bytes", -1, (double)data_bytes, "room for the header");
     uint32_t version = TQ_FORMAT_VERSION;
     uint8_t *at = data;
     put(&at, magic, 8);
@@ -58,40 +59,46 @@ tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size
 }
 
 /** The pages that so many vectors fill are the payload, no byte more or less. */
-static tq_status check_payload(const tq_plan *plan, const tq_file_header *h, size_t header_size, uint64_t file_bytes, tq_error *error)
+static tq_status check_payload(const tq_plan *plan, const tq_file_header *h, size_t header_size, uint64_t file_bytes,
+                               tq_error *error)
 {
     uint64_t pages = h->vectors / (uint64_t)plan->page_tokens + (h->vectors % (uint64_t)plan->page_tokens != 0), wanted;
     if (__builtin_mul_overflow(pages, (uint64_t)plan->record_bytes, &wanted) || wanted != h->payload_bytes)
         return tq_fail(error, TQ_E_FORMAT, "payload_bytes", -1, (double)h->payload_bytes, "what the vectors fill");
     if (file_bytes - header_size != h->payload_bytes)
-        return tq_fail(error, TQ_E_FORMAT, "file_bytes", -1, (double)file_bytes, "the header's and the payload's bytes together");
+        return tq_fail(error, TQ_E_FORMAT, "file_bytes", -1, (double)file_bytes,
+                       "the header's and the payload's bytes together");
     return TQ_OK;
 }
 
-tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uint64_t file_bytes, tq_file_header *header, size_t *header_size,
-                              tq_error *error)
+tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uint64_t file_bytes, tq_file_header *header,
+                              size_t *header_size, tq_error *error)
 {
-    if (!data || !header || !header_size) return tq_fail(error, TQ_E_VALUE, "data", -1, 0, "a pointer, not NULL, as header and header_bytes");
+    if (!data || !header || !header_size)
+        return tq_fail(error, TQ_E_VALUE, "data", -1, 0, "a pointer, not NULL, as header and header_bytes");
     if (data_bytes < 16 || file_bytes < data_bytes)
         return tq_fail(error, TQ_E_FORMAT, "file_bytes", -1, (double)file_bytes, "at least a header's");
     tq_file_header h = {0};
     uint32_t version;
     const uint8_t *at = data;
-    if (memcmp(data, magic, 8)) return tq_fail(error, TQ_E_FORMAT, "magic", -1, data[0], "that of a TurboQuant codes file");
+    if (memcmp(data, magic, 8))
+        return tq_fail(error, TQ_E_FORMAT, "magic", -1, data[0], "that of a TurboQuant codes file");
     at += 8;
     get(&at, &version, 4);
     get(&at, &h.n_words, 4);
     if (version != TQ_FORMAT_VERSION) return tq_fail(error, TQ_E_FORMAT, "version", -1, version, "1");
     if (h.n_words > TQ_PLAN_MAX_WORDS) return tq_fail(error, TQ_E_FORMAT, "n_words", -1, h.n_words, "at most 263");
     size_t bytes = header_bytes(h.n_words);
-    if (data_bytes < bytes) return tq_fail(error, TQ_E_FORMAT, "file_bytes", -1, (double)file_bytes, "at least its header's");
+    if (data_bytes < bytes)
+        return tq_fail(error, TQ_E_FORMAT, "file_bytes", -1, (double)file_bytes, "at least its header's");
     get(&at, h.words, 8 * (size_t)h.n_words);
     get(&at, &h.vectors, 8);
     get(&at, &h.payload_bytes, 8);
     get(&at, &h.payload_checksum, 8);
     uint64_t checksum;
     get(&at, &checksum, 8);
-    if (checksum != tq_checksum(data, bytes - 8)) return tq_fail(error, TQ_E_FORMAT, "header", -1, (double)(checksum >> 32), "undamaged: its checksum differs");
+    if (checksum != tq_checksum(data, bytes - 8))
+        return tq_fail(error, TQ_E_FORMAT, "header", -1, (double)(checksum >> 32), "undamaged: its checksum differs");
     tq_plan plan;
     if (tq_plan_init(&plan, h.words, h.n_words, error) != TQ_OK) {
         if (error) error->status = TQ_E_FORMAT;

@@ -1,8 +1,8 @@
 /* Haar-distributed rotations (Stewart, SIAM J. Numer. Anal. 17, 1980): a product of Householder reflections of Gaussian vectors.
  * Everything is float64 +, -, *, /, sqrt and frexp in a fixed order, so that a seed is the same matrix on every machine; libm's
  * log would not be. */
-#include <math.h>
 #include "internal.h"
+#include <math.h>
 
 #define HAAR_STREAM ((uint64_t)1 << 32) /* apart from the streams of the Hadamard signs */
 
@@ -24,15 +24,12 @@ static double fixed_log(double r)
 typedef struct {
     uint64_t seed, block;
     uint32_t words[4];
-    int next_word;   /* 0, 2, or 4: draw the next block */
+    int next_word; /* 0, 2, or 4: draw the next block */
     double spare;
     int has_spare;
 } gaussian_source;
 
-static double signed_unit(uint32_t word)
-{
-    return ((double)word + 0.5) / 4294967296.0 * 2.0 - 1.0;
-}
+static double signed_unit(uint32_t word) { return ((double)word + 0.5) / 4294967296.0 * 2.0 - 1.0; }
 
 static double next_gaussian(gaussian_source *s)
 {
@@ -73,8 +70,10 @@ static void reflect_block(double *block, int64_t dim, int32_t k, gaussian_source
 
 tq_status tq_haar(uint64_t seed, int32_t dim, float *matrix, double *scratch, tq_error *error)
 {
-    if (dim < 8 || dim > TQ_MAX_DIM || dim % 8) return tq_fail(error, TQ_E_VALUE, "dim", -1, dim, "a multiple of 8 in 8..4096");
-    if (!matrix || !scratch) return tq_fail(error, TQ_E_VALUE, matrix ? "scratch" : "matrix", -1, 0, "a pointer, not NULL");
+    if (dim < 8 || dim > TQ_MAX_DIM || dim % 8)
+        return tq_fail(error, TQ_E_VALUE, "dim", -1, dim, "a multiple of 8 in 8..4096");
+    if (!matrix || !scratch)
+        return tq_fail(error, TQ_E_VALUE, matrix ? "scratch" : "matrix", -1, 0, "a pointer, not NULL");
     int64_t n = dim;
     double *m = scratch, *v = scratch + n * n, *w = v + n;
     gaussian_source source = {.seed = seed, .next_word = 4};

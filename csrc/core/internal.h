@@ -5,7 +5,8 @@
 
 /* ---- status.c ---- */
 /** Fills *error (may be NULL) and returns status, so that a check is one line. index -1: the argument itself. */
-tq_status tq_fail(tq_error *error, tq_status status, const char *argument, int64_t index, double got, const char *wants);
+tq_status tq_fail(tq_error *error, tq_status status, const char *argument, int64_t index, double got,
+                  const char *wants);
 /** a * b for sizes, TQ_E_VALUE naming `argument` if it does not fit int64. Both factors >= 0. */
 tq_status tq_product(int64_t a, int64_t b, int64_t *out, const char *argument, tq_error *error);
 int tq_overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes);
@@ -19,15 +20,18 @@ const tq_kernels *tq_get_kernels(tq_error *error);
 void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_MAX_BITS + 1]);
 
 /* ---- plan.c ---- */
-int32_t tq_scale_bytes(const tq_plan *plan, const tq_side *side); /* of one record: 2 per token, 0 for a side without codes */
+int32_t tq_scale_bytes(const tq_plan *plan,
+                       const tq_side *side); /* of one record: 2 per token, 0 for a side without codes */
 /** TQ_E_VALUE unless the plan looks like one that tq_plan_init made. */
 tq_status tq_plan_check(const tq_plan *plan, tq_error *error);
 /** Checks a transform against a plan (`rotation` there iff dense, no NaN steps); `name` is "key" or "value". */
-tq_status tq_transform_check(const tq_plan *plan, const tq_transform *transform, int32_t kv_heads, int is_key, tq_error *error);
+tq_status tq_transform_check(const tq_plan *plan, const tq_transform *transform, int32_t kv_heads, int is_key,
+                             tq_error *error);
 
 /* ---- rotation.c ---- */
 /** y = R x or R^T x for one vector of head_dim floats; matrix NULL: the plan's Hadamard or none. y may be x unless dense. */
-void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y);
+void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, const float *matrix, int inverse, const float *x,
+                      float *y);
 
 static inline const float *tq_transform_matrix(const tq_transform *t, int32_t head)
 {
@@ -49,20 +53,16 @@ static inline const float *tq_transform_steps(const tq_transform *t, const tq_pl
  *  0 <= worker < threads, one task at a time per worker. Falls back to the caller alone if threads cannot be started. */
 void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t i, int32_t worker), void *context);
 int32_t tq_effective_threads(int32_t requested);
+/** The same, but no more than `work` keeps busy: a worker costs some 10 us to wake and gets at least `least` units of it. */
+int32_t tq_threads_for(int32_t requested, int64_t work, int64_t least);
 
-static inline int32_t tq_dtype_bytes(int32_t dtype)
-{
-    return dtype == TQ_F32 ? 4 : 2;
-}
+static inline int32_t tq_dtype_bytes(int32_t dtype) { return dtype == TQ_F32 ? 4 : 2; }
 
-static inline int64_t tq_round_up(int64_t n, int64_t multiple)
-{
-    return (n + multiple - 1) / multiple * multiple;
-}
+static inline int64_t tq_round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-#define TQ_TRY(call)                                                                                                                  \
-    do {                                                                                                                              \
-        tq_status try_status = (call);                                                                                                \
-        if (try_status != TQ_OK) return try_status;                                                                                   \
+#define TQ_TRY(call)                                                                                                   \
+    do {                                                                                                               \
+        tq_status try_status = (call);                                                                                 \
+        if (try_status != TQ_OK) return try_status;                                                                    \
     } while (0)
 #endif

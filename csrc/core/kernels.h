@@ -9,9 +9,9 @@
 /** What encoding a vector of one side needs, beside the vector. */
 typedef struct {
     const tq_side *side;
-    const tq_codebook *books;    /* [TQ_MAX_BITS + 1], by bits; entry 0 unused */
-    int32_t head_dim, scale;     /* scale: tq_scale */
-    const float *steps;          /* [groups], or NULL: 1; z is divided by them already */
+    const tq_codebook *books; /* [TQ_MAX_BITS + 1], by bits; entry 0 unused */
+    int32_t head_dim, scale;  /* scale: tq_scale */
+    const float *steps;       /* [groups], or NULL: 1; z is divided by them already */
 } tq_encoder;
 
 /** One tile of a grid: where it is and how wide; `run` tiles from here on have the same bits (1 .. TQ_MAX_RUN). */
@@ -26,21 +26,21 @@ typedef struct {
  *  32 n columns), its product is 32 numbers. For keys a block is a token tile, for values a group of channels. */
 typedef struct {
     const uint8_t *base;
-    const tq_tile *tiles;        /* [blocks][n], offsets from base */
-    int32_t blocks, n;           /* n: 1 .. TQ_MAX_GROUPS */
-    const tq_codebook *books;    /* [TQ_MAX_BITS + 1], by bits */
-    const uint8_t *ahead;        /* bytes to bring into the cache meanwhile; never dereferenced */
+    const tq_tile *tiles;     /* [blocks][n], offsets from base */
+    int32_t blocks, n;        /* n: 1 .. TQ_MAX_GROUPS */
+    const tq_codebook *books; /* [TQ_MAX_BITS + 1], by bits */
+    const uint8_t *ahead;     /* bytes to bring into the cache meanwhile; never dereferenced */
     int32_t ahead_bytes;
 } tq_tile_grid;
 
 /** The online softmax of one query row (Milakov and Gimelshein, arXiv 1805.02867). */
 typedef struct {
-    float max, sum;              /* of all logits seen; sum of exp(logit - max) */
-    float packed_sum;            /* the part of sum that packed tokens have: the weight of the value centre */
+    float max, sum;   /* of all logits seen; sum of exp(logit - max) */
+    float packed_sum; /* the part of sum that packed tokens have: the weight of the value centre */
 } tq_softmax_state;
 
 typedef struct {
-    float scale, bias, softcap;  /* logit = softcap(scale * (score * key_scale) + bias); softcap 0: none */
+    float scale, bias, softcap; /* logit = softcap(scale * (score * key_scale) + bias); softcap 0: none */
 } tq_logit;
 
 typedef struct {
@@ -63,34 +63,29 @@ typedef struct {
      *  level(tile, row, c) * step(bits) * x_q[32 k + c]   for operands q = 0 .. rows - 1 at operands + q * operand_bytes(32 n),
      *  all prepared alike. An operand that held a number that is not finite gives NaN. Column order is the order of scales and
      *  of value columns, so that scores become an operand as they stand. */
-    void (*multiply)(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate, float *out,
-                     int32_t out_stride);
+    void (*multiply)(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate,
+                     float *out, int32_t out_stride);
     /** One softmax step over n tokens (a multiple of 32): scores -> weights exp(logit - max) * value_scale in place; returns
      *  what earlier sums must be multiplied by. visible [n] bytes, NULL: all; what is not visible gets weight 0 whatever its
      *  score and scales hold. value_scales NULL: 1, and the tokens are not packed ones. key_scales NULL: 1. */
-    float (*softmax)(float *scores, const float *key_scales, const float *value_scales, const uint8_t *visible, int32_t n,
-                     const tq_logit *logit, tq_softmax_state *state);
+    float (*softmax)(float *scores, const float *key_scales, const float *value_scales, const uint8_t *visible,
+                     int32_t n, const tq_logit *logit, tq_softmax_state *state);
     /** n numbers of a dtype to float32. */
     void (*load)(int32_t dtype, const void *x, float *y, int64_t n);
     float (*dot)(const float *x, const float *y, int32_t n);
-    void (*axpy)(float a, const float *x, float *y, int32_t n);   /* y += a x */
+    void (*axpy)(float a, const float *x, float *y, int32_t n); /* y += a x */
     /** Names for tq_kernel_name: what really runs for each operation, e.g. names.encode = "scalar" in a table that borrows. */
     struct {
         const char *rotate, *append, *attend, *dequantize, *dot;
     } names;
 } tq_kernels;
 
-extern const tq_kernels tq_kernels_scalar, tq_kernels_avx2, tq_kernels_avx2_vnni, tq_kernels_avx512, tq_kernels_avx512_vnni, tq_kernels_neon,
+extern const tq_kernels tq_kernels_scalar, tq_kernels_avx2, tq_kernels_avx2_vnni, tq_kernels_avx512,
+    tq_kernels_avx512_vnni, tq_kernels_neon,
     tq_kernels_neon_dot; /* scalar always, the others where setup.py says TQ_HAVE_<ISA> */
 
 /** Row i of a token tile in column order, and back: turboquant.h, "column". */
-static inline int32_t tq_column(int32_t i)
-{
-    return 4 * (i % 8) + i / 8;
-}
+static inline int32_t tq_column(int32_t i) { return 4 * (i % 8) + i / 8; }
 
-static inline int32_t tq_token(int32_t c)
-{
-    return 8 * (c % 4) + c / 4;
-}
+static inline int32_t tq_token(int32_t c) { return 8 * (c % 4) + c / 4; }
 #endif

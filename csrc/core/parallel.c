@@ -3,12 +3,12 @@
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* sched_getaffinity */
 #endif
+#include "internal.h"
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <unistd.h>
-#include "internal.h"
 
 #define MAX_THREADS 256
 
@@ -20,11 +20,11 @@ typedef struct {
 } job;
 
 static struct {
-    pthread_mutex_t mutex;       /* guards what follows */
+    pthread_mutex_t mutex; /* guards what follows */
     pthread_cond_t start, done;
     job current;
-    uint64_t generation;         /* of the current job */
-    int32_t started, running;    /* pool threads there are; pool threads in the current job */
+    uint64_t generation;      /* of the current job */
+    int32_t started, running; /* pool threads there are; pool threads in the current job */
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER, .start = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
 
 static pthread_mutex_t job_mutex = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
@@ -43,10 +43,7 @@ static void reset_in_child(void)
     pool.generation = 0;
 }
 
-static void watch_forks(void)
-{
-    pthread_atfork(NULL, NULL, reset_in_child);
-}
+static void watch_forks(void) { pthread_atfork(NULL, NULL, reset_in_child); }
 
 static void run_tasks(const job *j, int32_t worker)
 {
@@ -141,4 +138,11 @@ int32_t tq_effective_threads(int32_t requested)
 {
     int32_t most = tq_num_threads();
     return requested > 0 && requested < most ? requested : most;
+}
+
+int32_t tq_threads_for(int32_t requested, int64_t work, int64_t least)
+{
+    int32_t threads = tq_effective_threads(requested);
+    int64_t useful = work / least > 1 ? work / least : 1;
+    return useful < threads ? (int32_t)useful : threads;
 }

@@ -1,7 +1,7 @@
 /* Plans: integers checked once, turned into sizes and offsets that every other file trusts. */
+#include "internal.h"
 #include <math.h>
 #include <string.h>
-#include "internal.h"
 
 int32_t tq_scale_bytes(const tq_plan *plan, const tq_side *side)
 {
@@ -13,7 +13,8 @@ static tq_status read_bits(const int64_t *words, int32_t first, tq_plan *plan, t
     int32_t offset = 0;
     for (int32_t g = 0; g < plan->groups; g++) {
         int64_t bits = words[first + g];
-        if (bits < 0 || bits > TQ_MAX_BITS) return tq_fail(error, TQ_E_VALUE, "words", first + g, (double)bits, "bits of a group, 0..5");
+        if (bits < 0 || bits > TQ_MAX_BITS)
+            return tq_fail(error, TQ_E_VALUE, "words", first + g, (double)bits, "bits of a group, 0..5");
         side->bits[g] = (uint8_t)bits;
         side->offset[g] = offset;
         offset += 128 * (int32_t)bits;
@@ -24,7 +25,8 @@ static tq_status read_bits(const int64_t *words, int32_t first, tq_plan *plan, t
     return TQ_OK;
 }
 
-static tq_status read_choice(const int64_t *words, int32_t i, int64_t last, int32_t *out, const char *wants, tq_error *error)
+static tq_status read_choice(const int64_t *words, int32_t i, int64_t last, int32_t *out, const char *wants,
+                             tq_error *error)
 {
     if (words[i] < 0 || words[i] > last) return tq_fail(error, TQ_E_VALUE, "words", i, (double)words[i], wants);
     *out = (int32_t)words[i];
@@ -61,9 +63,11 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
     if (!plan) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "a pointer, not NULL");
     if (!words || n_words < TQ_PLAN_HEADER_WORDS + 2)
         return tq_fail(error, TQ_E_VALUE, "n_words", -1, words ? (double)n_words : 0, "7 + 2 * groups plan words");
-    if (words[0] != TQ_FORMAT_VERSION) return tq_fail(error, TQ_E_VALUE, "words", 0, (double)words[0], "format version 1");
+    if (words[0] != TQ_FORMAT_VERSION)
+        return tq_fail(error, TQ_E_VALUE, "words", 0, (double)words[0], "format version 1");
     if (words[1] < 8 || words[1] > TQ_MAX_DIM || words[1] % 8)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, (double)words[1], "a multiple of 8 in 8..256 (8..4096 without values)");
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, (double)words[1],
+                       "a multiple of 8 in 8..256 (8..4096 without values)");
     p.head_dim = (int32_t)words[1];
     p.groups = (p.head_dim + TQ_TILE - 1) / TQ_TILE;
     if (n_words != (size_t)(TQ_PLAN_HEADER_WORDS + 2 * p.groups))
@@ -73,7 +77,8 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
     p.page_tokens = (int32_t)words[2];
     TQ_TRY(read_choice(words, 3, TQ_ROTATION_DENSE, &p.rotation, "a rotation: 0 none, 1 Hadamard, 2 dense", error));
     TQ_TRY(read_choice(words, 4, TQ_CODEBOOK_SPHERE, &p.codebook, "a codebook law: 0 normal, 1 sphere", error));
-    TQ_TRY(read_choice(words, 5, TQ_SCALE_LEAST_SQUARES, &p.scale, "a scale: 0 eden, 1 norm, 2 norm_corrected, 3 least_squares", error));
+    TQ_TRY(read_choice(words, 5, TQ_SCALE_LEAST_SQUARES, &p.scale,
+                       "a scale: 0 eden, 1 norm, 2 norm_corrected, 3 least_squares", error));
     if (words[6] < 0) return tq_fail(error, TQ_E_VALUE, "seed", -1, (double)words[6], "in 0..2^63 - 1");
     p.seed = (uint64_t)words[6];
     TQ_TRY(read_bits(words, TQ_PLAN_HEADER_WORDS, &p, &p.key, error));
@@ -92,7 +97,8 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
 tq_status tq_plan_check(const tq_plan *plan, tq_error *error)
 {
     if (!plan) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "a pointer, not NULL");
-    if (plan->head_dim < 8 || plan->head_dim > TQ_MAX_DIM || plan->groups != (plan->head_dim + TQ_TILE - 1) / TQ_TILE || !plan->record_bytes)
+    if (plan->head_dim < 8 || plan->head_dim > TQ_MAX_DIM || plan->groups != (plan->head_dim + TQ_TILE - 1) / TQ_TILE ||
+        !plan->record_bytes)
         return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->head_dim, "made by tq_plan_init");
     return TQ_OK;
 }
@@ -104,7 +110,8 @@ tq_status tq_transform_check(const tq_plan *plan, const tq_transform *t, int32_t
         if (plan->rotation == TQ_ROTATION_DENSE && !t->rotation)
             return tq_fail(error, TQ_E_VALUE, rotation, -1, 0, "given, because the plan's rotation is dense");
         if (plan->rotation != TQ_ROTATION_DENSE && t->rotation)
-            return tq_fail(error, TQ_E_VALUE, rotation, -1, plan->rotation, "absent, because the plan's rotation is not dense");
+            return tq_fail(error, TQ_E_VALUE, rotation, -1, plan->rotation,
+                           "absent, because the plan's rotation is not dense");
     }
     for (int64_t i = 0; t->steps && i < (int64_t)kv_heads * plan->groups; i++)
         if (!(t->steps[i] >= 0x1p-40f && t->steps[i] <= 0x1p40f))

@@ -1,7 +1,7 @@
 /* Rotations: the plan's random-sign Hadamard, dense matrices, and Haar matrices made offline. */
+#include "internal.h"
 #include <math.h>
 #include <string.h>
-#include "internal.h"
 
 static int32_t power_of_two_at_most(int32_t n)
 {
@@ -22,7 +22,8 @@ static void rotate_hadamard(const tq_kernels *kernels, const tq_plan *plan, int 
     }
 }
 
-void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y)
+void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, const float *matrix, int inverse, const float *x,
+                      float *y)
 {
     if (matrix) {
         kernels->matvec(matrix, inverse, x, y, plan->head_dim);
@@ -32,7 +33,8 @@ void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, const floa
     if (plan->rotation == TQ_ROTATION_HADAMARD) rotate_hadamard(kernels, plan, inverse, y);
 }
 
-tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y, int64_t rows, tq_error *error)
+tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y, int64_t rows,
+                    tq_error *error)
 {
     TQ_TRY(tq_plan_check(plan, error));
     const tq_kernels *kernels = tq_get_kernels(error);
@@ -43,7 +45,8 @@ tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const
     int64_t bytes;
     TQ_TRY(tq_product(rows, (int64_t)sizeof(float) * plan->head_dim, &bytes, "rows", error));
     if (rows && (!x || !y)) return tq_fail(error, TQ_E_VALUE, x ? "y" : "x", -1, 0, "a pointer, not NULL");
-    if (x != y && tq_overlap(x, bytes, y, bytes)) return tq_fail(error, TQ_E_VALUE, "y", -1, 0, "the array x itself or apart from it");
+    if (x != y && tq_overlap(x, bytes, y, bytes))
+        return tq_fail(error, TQ_E_VALUE, "y", -1, 0, "the array x itself or apart from it");
     float row[TQ_MAX_DIM]; /* a dense product cannot work in place */
     for (int64_t i = 0; i < rows; i++) {
         memcpy(row, x + i * plan->head_dim, sizeof(float) * (size_t)plan->head_dim);

@@ -23,7 +23,8 @@ tq_status tq_fail(tq_error *error, tq_status status, const char *argument, int64
 
 tq_status tq_product(int64_t a, int64_t b, int64_t *out, const char *argument, tq_error *error)
 {
-    if (__builtin_mul_overflow(a, b, out)) return tq_fail(error, TQ_E_VALUE, argument, -1, (double)b, "small enough that sizes fit 63 bits");
+    if (__builtin_mul_overflow(a, b, out))
+        return tq_fail(error, TQ_E_VALUE, argument, -1, (double)b, "small enough that sizes fit 63 bits");
     return TQ_OK;
 }
 

@@ -48,7 +48,8 @@ static inline void tq_key_tiles(const tq_plan *plan, const tq_coded_groups *grou
 {
     for (int32_t i = 0; i < plan->page_tokens / TQ_TILE; i++, tiles += groups->n) {
         for (int32_t k = 0; k < groups->n; k++)
-            tiles[k] = (tq_tile){(int32_t)plan->key.codes_offset + i * plan->key.tile_bytes + groups->offset[k], groups->bits[k], 1};
+            tiles[k] = (tq_tile){(int32_t)plan->key.codes_offset + i * plan->key.tile_bytes + groups->offset[k],
+                                 groups->bits[k], 1};
         tq_mark_runs(tiles, groups->n);
     }
 }
@@ -59,7 +60,8 @@ static inline void tq_value_tiles(const tq_plan *plan, const tq_coded_groups *gr
     int32_t n = plan->page_tokens / TQ_TILE;
     for (int32_t i = 0; i < groups->n; i++, tiles += n) {
         for (int32_t k = 0; k < n; k++)
-            tiles[k] = (tq_tile){(int32_t)plan->value.codes_offset + k * plan->value.tile_bytes + groups->offset[i], groups->bits[i], 1};
+            tiles[k] = (tq_tile){(int32_t)plan->value.codes_offset + k * plan->value.tile_bytes + groups->offset[i],
+                                 groups->bits[i], 1};
         tq_mark_runs(tiles, n);
     }
 }

@@ -55,10 +55,10 @@ extern "C" {
 
 #define TQ_VERSION "0.1.0"
 #define TQ_FORMAT_VERSION 1
-#define TQ_TILE 32            /* tokens and channels of a tile */
-#define TQ_PAGE_TOKENS 128    /* tokens of a page in a cache */
+#define TQ_TILE 32         /* tokens and channels of a tile */
+#define TQ_PAGE_TOKENS 128 /* tokens of a page in a cache */
 #define TQ_MAX_BITS 5
-#define TQ_MAX_HEAD_DIM 256   /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
+#define TQ_MAX_HEAD_DIM 256 /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
 #define TQ_MAX_DIM 4096
 #define TQ_MAX_GROUPS (TQ_MAX_DIM / TQ_TILE)
 #define TQ_MAX_INPUT 16384.0f /* largest magnitude accepted in keys, values and vectors; scales are binary16 */
@@ -92,22 +92,24 @@ typedef enum { TQ_F32 = 0, TQ_F16 = 1, TQ_BF16 = 2 } tq_dtype;
 /* ---- codebooks ---- */
 typedef enum {
     TQ_CODEBOOK_NORMAL = 0, /* levels for N(0, 1) */
-    TQ_CODEBOOK_SPHERE = 1  /* levels for a coordinate of sqrt(d) times a uniform unit vector of d dimensions, d = head_dim <= 256 */
+    TQ_CODEBOOK_SPHERE =
+        1 /* levels for a coordinate of sqrt(d) times a uniform unit vector of d dimensions, d = head_dim <= 256 */
 } tq_codebook_law;
 
 /** Levels are int8 times one step, so that every backend looks them up as bytes; Lloyd-Max (Max 1960, Lloyd 1982) at 3, 4 and
  *  5 bits before rounding to int8, the best uniform quantiser at 1 and 2 bits (odd levels -1, 1 and -3, -1, 1, 3). Symmetric. */
 typedef struct {
-    int32_t bits, n_levels;  /* n_levels = 1 << bits */
-    float step;              /* a decoded number is levels[code] * step, one rounded product */
-    int8_t levels[32];       /* by code */
-    float thresholds[31];    /* ascending, n_levels - 1 of them; rank = how many thresholds are <= u */
+    int32_t bits, n_levels; /* n_levels = 1 << bits */
+    float step;             /* a decoded number is levels[code] * step, one rounded product */
+    int8_t levels[32];      /* by code */
+    float thresholds[31];   /* ascending, n_levels - 1 of them; rank = how many thresholds are <= u */
     uint8_t code_of_rank[32];
 } tq_codebook;
 
 /** Copies the codebook of `bits` (1..5) for a law; head_dim matters to TQ_CODEBOOK_SPHERE only. TQ_E_VALUE for a number that
  *  is out of range. The tables are constants made offline (csrc/core/codebook_tables.h names its generator). */
-TQ_API tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out, tq_error *error);
+TQ_API tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out,
+                                 tq_error *error);
 
 /* ---- random numbers and rotations ---- */
 
@@ -154,10 +156,11 @@ typedef enum {
 
 /** One side (keys or values) of a plan, read-only for callers. */
 typedef struct {
-    uint8_t bits[TQ_MAX_GROUPS];      /* by group */
-    int32_t offset[TQ_MAX_GROUPS];    /* bytes from a token tile's start to the group's tile; groups in order, 0 bits skipped */
-    int32_t tile_bytes;               /* of one token tile: 128 * sum of bits */
-    int32_t coded_channels;           /* real channels (below head_dim) in groups with bits */
+    uint8_t bits[TQ_MAX_GROUPS]; /* by group */
+    int32_t offset
+        [TQ_MAX_GROUPS];    /* bytes from a token tile's start to the group's tile; groups in order, 0 bits skipped */
+    int32_t tile_bytes;     /* of one token tile: 128 * sum of bits */
+    int32_t coded_channels; /* real channels (below head_dim) in groups with bits */
     int64_t codes_offset, scales_offset; /* bytes from a record's start */
 } tq_side;
 
@@ -165,7 +168,7 @@ typedef struct {
 typedef struct {
     int32_t head_dim, groups, page_tokens, rotation, codebook, scale;
     uint64_t seed;
-    int64_t record_bytes;             /* of one page of one KV head; a multiple of 64 (of 256 at 128 tokens) */
+    int64_t record_bytes; /* of one page of one KV head; a multiple of 64 (of 256 at 128 tokens) */
     tq_side key, value;
     uint32_t signs[2][TQ_MAX_DIM / 32]; /* of the Hadamard passes: bit i % 32 of word i / 32 */
 } tq_plan;
@@ -176,16 +179,17 @@ TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_word
 /** How the vectors of one side are transformed. Zero-initialised: the plan's Hadamard, no centre, steps of 1.
  *  z = (R (x - centre)) / step, per group; float32, dense but for the named strides (in elements). */
 typedef struct {
-    const float *rotation;          /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL */
-    int64_t rotation_stride_head;   /* 0 when one matrix serves all heads */
-    const float *centre;            /* [batch or 1, kv_heads, head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
-    int64_t centre_stride_batch;    /* 0 when one centre serves all sequences */
-    const float *steps;             /* [kv_heads, groups], in 2^-40..2^40; NULL: 1 */
+    const float *rotation; /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL */
+    int64_t rotation_stride_head; /* 0 when one matrix serves all heads */
+    const float *centre;          /* [batch or 1, kv_heads, head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
+    int64_t centre_stride_batch;  /* 0 when one centre serves all sequences */
+    const float *steps;           /* [kv_heads, groups], in 2^-40..2^40; NULL: 1 */
 } tq_transform;
 
 /** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none).
  *  matrix [head_dim, head_dim]. x and y may be the same array, otherwise they must not overlap. */
-TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y, int64_t rows, tq_error *error);
+TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y,
+                           int64_t rows, tq_error *error);
 
 /* ---- the cache ----
  * Tokens of sequence b have positions 0 .. lengths[b] - 1 and live, as a pure function of the position and the length, in
@@ -200,20 +204,23 @@ TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse
  *  lengths[b] - tokens + i; a negative position is padding and is skipped, so left-padded batches store no padding. */
 typedef struct {
     int32_t batch, tokens, kv_heads, sinks, window, max_pages;
-    int32_t dtype;                     /* tq_dtype of k, v, sinks and window */
-    int32_t threads;                   /* at most so many; 0: tq_num_threads() */
+    int32_t dtype;   /* tq_dtype of k, v, sinks and window */
+    int32_t threads; /* at most so many; 0: tq_num_threads() */
     int64_t n_pages;
-    const void *k, *v;                 /* [batch, kv_heads, tokens, head_dim], last dimension dense; v NULL iff the plan has no values */
+    const void *k,
+        *v; /* [batch, kv_heads, tokens, head_dim], last dimension dense; v NULL iff the plan has no values */
     int64_t k_stride_batch, k_stride_head, k_stride_token, v_stride_batch, v_stride_head, v_stride_token; /* elements */
-    const int32_t *lengths;            /* [batch]: length after this append; 0 <= length <= sinks + window + max_pages * page_tokens */
-    const int32_t *block_table;        /* [batch, max_pages]: page indices; only entries of pages written are read */
-    void *sink_k, *sink_v;             /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
-    void *window_k, *window_v;         /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
-    uint8_t *pages;                    /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
+    const int32_t
+        *lengths; /* [batch]: length after this append; 0 <= length <= sinks + window + max_pages * page_tokens */
+    const int32_t *block_table; /* [batch, max_pages]: page indices; only entries of pages written are read */
+    void *sink_k, *sink_v;      /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
+    void *window_k, *window_v;  /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
+    uint8_t *pages;             /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
     tq_transform key, value;
 } tq_append_params;
 
-TQ_API tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes, tq_error *error);
+TQ_API tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
+                                         tq_error *error);
 
 /** Stores the new tokens: those that stay in the window go into the ring, those (old or new) that no longer fit are rotated,
  *  quantised and packed into their pages; bits of all other tokens keep their value, so pages should start zeroed if bytes
@@ -224,7 +231,8 @@ TQ_API tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_pa
  *            the first write. A scale that would exceed 65504 is stored as 65504.
  *  Cost:     O(batch * tokens * kv_heads * head_dim * log head_dim) for Hadamard.
  *  scratch   64-byte aligned, tq_append_scratch_bytes; contents lost. Same bytes on every ISA and on CUDA. */
-TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes, tq_error *error);
+TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes,
+                           tq_error *error);
 
 /** Attention of `query_tokens` queries per sequence over one layer. Query i of sequence b stands at position
  *  p = lengths[b] - query_tokens + i (causal), and sees key position j iff  starts[b] <= j <= p  and  j > p - sliding_window
@@ -235,58 +243,63 @@ TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, 
  *  where a packed k_j is mu + R^T(s step level); q is rotated once per call, values are un-rotated once per query. */
 typedef struct {
     int32_t batch, query_tokens, query_heads, kv_heads, sinks, window, max_pages;
-    int32_t dtype;                     /* tq_dtype of q, sinks, window, fresh and out */
-    int32_t causal;                    /* 0: all queries see all tokens; then fresh must be NULL */
-    int32_t sliding_window;            /* positions, 0: none */
-    int32_t threads;                   /* at most so many; 0: tq_num_threads() */
-    float softmax_scale, softcap;      /* softcap 0: none */
+    int32_t dtype;                /* tq_dtype of q, sinks, window, fresh and out */
+    int32_t causal;               /* 0: all queries see all tokens; then fresh must be NULL */
+    int32_t sliding_window;       /* positions, 0: none */
+    int32_t threads;              /* at most so many; 0: tq_num_threads() */
+    float softmax_scale, softcap; /* softcap 0: none */
     int64_t n_pages;
-    const void *q;                     /* [batch, query_heads, query_tokens, head_dim], last dimension dense; query_heads % kv_heads == 0:
+    const void *q; /* [batch, query_heads, query_tokens, head_dim], last dimension dense; query_heads % kv_heads == 0:
                                           query head h reads KV head h / (query_heads / kv_heads) */
     int64_t q_stride_batch, q_stride_head, q_stride_token;
-    const uint8_t *pages;              /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
-    const int32_t *block_table;        /* [batch, max_pages]; entries past the last packed token are never read */
-    const int32_t *lengths;            /* [batch]: stored tokens, the queries' own included */
-    const int32_t *starts;             /* [batch], or NULL: 0 */
-    const void *sink_k, *sink_v;       /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
-    const void *window_k, *window_v;   /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
-    const void *fresh_k, *fresh_v;     /* NULL: the ring is as tq_append left it (right for query_tokens == 1, or window == 0).
+    const uint8_t *pages;            /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
+    const int32_t *block_table;      /* [batch, max_pages]; entries past the last packed token are never read */
+    const int32_t *lengths;          /* [batch]: stored tokens, the queries' own included */
+    const int32_t *starts;           /* [batch], or NULL: 0 */
+    const void *sink_k, *sink_v;     /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
+    const void *window_k, *window_v; /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
+    const void *fresh_k,
+        *fresh_v; /* NULL: the ring is as tq_append left it (right for query_tokens == 1, or window == 0).
                                           Otherwise the new tokens [batch, kv_heads, query_tokens, head_dim], and window_k/v is the
                                           ring as it was BEFORE they were appended: early queries need what they pushed out. */
     int64_t fresh_k_stride_batch, fresh_k_stride_head, fresh_k_stride_token;
     int64_t fresh_v_stride_batch, fresh_v_stride_head, fresh_v_stride_token;
     tq_transform key, value;
-    void *out;                         /* [batch, query_heads, query_tokens, head_dim] dense; 0 where nothing was attended */
-    float *lse;                        /* [batch, query_heads, query_tokens], natural log, -inf if nothing attended; may be NULL */
+    void *out;  /* [batch, query_heads, query_tokens, head_dim] dense; 0 where nothing was attended */
+    float *lse; /* [batch, query_heads, query_tokens], natural log, -inf if nothing attended; may be NULL */
 } tq_attend_params;
 
-TQ_API tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error);
+TQ_API tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
+                                         tq_error *error);
 
 /** Errors: TQ_E_VALUE for a size, stride, alignment, a negative length, one that exceeds the capacity, a start outside
  *  0..length, several causal queries without `fresh` over a window that has overflowed, a page index outside 0..n_pages-1 among the entries needed, a softmax_scale or softcap that is not finite. The plan must have values. Hostile block tables and
  *  lengths cannot make it read outside the named arrays or write outside out, lse and scratch.
  *  Accuracy: relative to the largest output, within 2e-5 of float64 over the same bytes for float32 queries and within 1e-3 for
  *            16-bit ones, whose kernels may keep 15 bits of a query; rounding of `out` comes on top. */
-TQ_API tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes, tq_error *error);
+TQ_API tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes,
+                           tq_error *error);
 
 /** Merges `parts` partial results over disjoint tokens:  lse = log sum_i exp(lse_i),  out = sum_i exp(lse_i - lse) out_i.
  *  outs [parts, rows, head_dim], lses [parts, rows] float32 -> out [rows, head_dim], lse [rows]; dense; out may not overlap. */
-TQ_API tq_status tq_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim, float *out, float *lse,
-                          tq_error *error);
+TQ_API tq_status tq_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,
+                          float *out, float *lse, tq_error *error);
 
 /** Decodes packed tokens, for debugging and for NumPy users: k, v [batch, kv_heads, max_tokens, head_dim] float32 dense get
  *  mu + R^T(s step level) of packed index 0 .. counts[b] - 1 and 0 behind; v NULL iff the plan has no values.
  *  counts [batch] packed tokens, <= max_tokens <= max_pages * page_tokens. */
-TQ_API tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads, const int32_t *block_table,
-                               int32_t batch, int32_t max_pages, const int32_t *counts, int32_t max_tokens, const tq_transform *key,
-                               const tq_transform *value, float *k, float *v, tq_error *error);
+TQ_API tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
+                               const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
+                               int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k,
+                               float *v, tq_error *error);
 
 /** Inner products <q, x> with packed vectors, never decoded: queries [n_queries, head_dim] float32 dense, one KV head, page i of
  *  pages [ceil(n / page_tokens), 1, record_bytes] holding vectors page_tokens * i ..; out [n_queries, n] float32 dense.
  *  scratch  tq_dot_scratch_bytes bytes, 64-byte aligned. */
 TQ_API tq_status tq_dot_scratch_bytes(const tq_plan *plan, int64_t n_queries, size_t *bytes, tq_error *error);
-TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries, const uint8_t *pages,
-                        int64_t n, float *out, int32_t threads, void *scratch, size_t scratch_bytes, tq_error *error);
+TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries,
+                        const uint8_t *pages, int64_t n, float *out, int32_t threads, void *scratch,
+                        size_t scratch_bytes, tq_error *error);
 
 /* ---- files of codes ----
  *   header    "TQCODES\0" | uint32 format version | uint32 n | int64 plan words[n] | uint64 vectors | uint64 payload bytes |
@@ -304,12 +317,13 @@ typedef struct {
 
 TQ_API uint64_t tq_checksum(const void *data, size_t bytes);
 /** Writes the header; *bytes_written gets its size. `data_bytes` is the room at data, TQ_FILE_HEADER_MAX_BYTES always suffices. */
-TQ_API tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size_t data_bytes, size_t *bytes_written, tq_error *error);
+TQ_API tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size_t data_bytes,
+                                      size_t *bytes_written, tq_error *error);
 /** Reads and checks a header from the first `data_bytes` bytes of a file of `file_bytes` bytes: magic, version, sizes against
  *  the file's own size, checksum, and that the plan is one tq_plan_init takes. Hostile input cannot make it read outside
  *  data[0..data_bytes) nor report a payload larger than the file. TQ_E_FORMAT otherwise. */
-TQ_API tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uint64_t file_bytes, tq_file_header *header,
-                                     size_t *header_bytes, tq_error *error);
+TQ_API tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uint64_t file_bytes,
+                                     tq_file_header *header, size_t *header_bytes, tq_error *error);
 
 /* ---- instruction sets and threads ---- */
 /** Levels compiled in and supported by this CPU, best first, as one static string such as "avx2 scalar". */

@@ -39,7 +39,7 @@ TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *pla
  *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 2e-4 for float32, relative
  *  to the largest output, at logits of ordinary size (the query is rounded to 16 bits, the weights of 64 tokens to 16 bits).
  *  Cost:      one kernel, whose launch shape depends on the sizes in params alone; its work follows the lengths found on the device.
- *  Alignment: q, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
+ *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
 TQ_API tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error);
 TQ_API tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
                                 void *stream, tq_error *error);

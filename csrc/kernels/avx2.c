@@ -25,7 +25,8 @@ TQ_INLINE parts levels(int bits, const __m256i *w, int r, const tables *t)
 {
     bytes_u8x32 l = levels_u8x32(bits, w, r, t);
     const __m256i mask = _mm256_set1_epi16(255);
-    return (parts){{_mm256_and_si256(l.even, mask), _mm256_srli_epi16(l.even, 8), _mm256_and_si256(l.odd, mask), _mm256_srli_epi16(l.odd, 8)}};
+    return (parts){{_mm256_and_si256(l.even, mask), _mm256_srli_epi16(l.even, 8), _mm256_and_si256(l.odd, mask),
+                    _mm256_srli_epi16(l.odd, 8)}};
 }
 
 static inline __m256i multiply_add(__m256i sum, __m256i level_s16x16, __m256i x_s16x16)

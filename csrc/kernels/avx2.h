@@ -6,8 +6,8 @@
  *   odd,  byte i of a word    column n = 2 i + 1      n: 1 3 5 7                                  */
 #ifndef TQ_KERNELS_AVX2_H
 #define TQ_KERNELS_AVX2_H
-#include <immintrin.h>
 #include "vector.h"
+#include <immintrin.h>
 
 typedef struct {
     __m256i even, odd;
@@ -23,8 +23,10 @@ static inline tables tables_of(const tq_codebook *book)
     int8_t levels[32];
     memcpy(levels, book->levels, sizeof levels);
     if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: do not care */
-    __m128i low = _mm_loadu_si128((const __m128i *)levels), high = _mm_loadu_si128((const __m128i *)levels + 1), sign = _mm_set1_epi8(-128);
-    return (tables){_mm256_broadcastsi128_si256(_mm_xor_si128(low, sign)), _mm256_broadcastsi128_si256(_mm_xor_si128(high, sign))};
+    __m128i low = _mm_loadu_si128((const __m128i *)levels), high = _mm_loadu_si128((const __m128i *)levels + 1),
+            sign = _mm_set1_epi8(-128);
+    return (tables){_mm256_broadcastsi128_si256(_mm_xor_si128(low, sign)),
+                    _mm256_broadcastsi128_si256(_mm_xor_si128(high, sign))};
 }
 
 /* 4 bits   word r: the eight codes of row g + 8 r
@@ -51,10 +53,12 @@ static inline bytes_u8x32 look_up_u8x32(__m256i nibbles, __m256i table)
  * (each byte holds code n of several rows, in bits of their own). */
 static inline bytes_u8x32 interleave_u8x32(__m256i w0, __m256i w1)
 {
-    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+    const __m256i order =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
     w0 = _mm256_shuffle_epi8(w0, order); /* c3 c1 c2 c0 */
     w1 = _mm256_shuffle_epi8(w1, order); /* c7 c5 c6 c4 */
-    return (bytes_u8x32){_mm256_blend_epi16(w0, _mm256_slli_epi32(w1, 16), 0xaa), _mm256_blend_epi16(_mm256_srli_epi32(w0, 16), w1, 0xaa)};
+    return (bytes_u8x32){_mm256_blend_epi16(w0, _mm256_slli_epi32(w1, 16), 0xaa),
+                         _mm256_blend_epi16(_mm256_srli_epi32(w0, 16), w1, 0xaa)};
 }
 
 /* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 2 r */
@@ -76,7 +80,8 @@ static inline bytes_u8x32 levels_1_u8x32(__m256i w, int r)
 /* 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
 static inline bytes_u8x32 levels_5_u8x32(const __m256i *w, int r, const tables *t)
 {
-    bytes_u8x32 low = look_up_u8x32(w[r], t->low_u8x32), high = look_up_u8x32(w[r], t->high_u8x32), fifth = levels_1_u8x32(w[4], r);
+    bytes_u8x32 low = look_up_u8x32(w[r], t->low_u8x32), high = look_up_u8x32(w[r], t->high_u8x32),
+                fifth = levels_1_u8x32(w[4], r);
     const __m256i bit = _mm256_set1_epi8((char)(1 << r));
     return (bytes_u8x32){_mm256_blendv_epi8(low.even, high.even, _mm256_cmpeq_epi8(fifth.even, bit)),
                          _mm256_blendv_epi8(low.odd, high.odd, _mm256_cmpeq_epi8(fifth.odd, bit))};
@@ -101,30 +106,15 @@ typedef __m256i vec;
 #define SHIFT_2 0, 2, 4, 6
 #define SHIFT_1 0, 1, 2, 3
 
-static inline __m256i vec_load(const void *at)
-{
-    return _mm256_loadu_si256(at);
-}
+static inline __m256i vec_load(const void *at) { return _mm256_loadu_si256(at); }
 
-static inline __m256i vec_broadcast(const void *at)
-{
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128(at));
-}
+static inline __m256i vec_broadcast(const void *at) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(at)); }
 
-static inline __m256i vec_zero(void)
-{
-    return _mm256_setzero_si256();
-}
+static inline __m256i vec_zero(void) { return _mm256_setzero_si256(); }
 
-static inline __m256i vec_add(__m256i a, __m256i b)
-{
-    return _mm256_add_epi32(a, b);
-}
+static inline __m256i vec_add(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
 
-static inline __m256i vec_times_256(__m256i a)
-{
-    return _mm256_slli_epi32(a, 8);
-}
+static inline __m256i vec_times_256(__m256i a) { return _mm256_slli_epi32(a, 8); }
 
 /* | v0: t3 t2 t1 t0 | .. | v3: t3 t2 t1 t0 |  ->  | sum v3 | sum v2 | sum v1 | sum v0 |, in each 128-bit lane */
 static inline __m256i add_lanes(const __m256i v[4])

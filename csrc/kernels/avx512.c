@@ -23,7 +23,8 @@ TQ_INLINE parts levels(int bits, const __m512i *w, int r, const tables *t)
 {
     bytes_u8x64 l = levels_u8x64(bits, w, r, t);
     const __m512i mask = _mm512_set1_epi16(255);
-    return (parts){{_mm512_and_si512(l.even, mask), _mm512_srli_epi16(l.even, 8), _mm512_and_si512(l.odd, mask), _mm512_srli_epi16(l.odd, 8)}};
+    return (parts){{_mm512_and_si512(l.even, mask), _mm512_srli_epi16(l.even, 8), _mm512_and_si512(l.odd, mask),
+                    _mm512_srli_epi16(l.odd, 8)}};
 }
 
 static inline __m512i multiply_add(__m512i sum, __m512i level_s16x32, __m512i x_s16x32)

@@ -6,8 +6,8 @@
  *   odd,  byte i of a word    column n = 2 i + 1      n: 1 3 5 7                                  */
 #ifndef TQ_KERNELS_AVX512_H
 #define TQ_KERNELS_AVX512_H
-#include <immintrin.h>
 #include "vector.h"
+#include <immintrin.h>
 
 typedef struct {
     __m512i even, odd;
@@ -23,8 +23,10 @@ static inline tables tables_of(const tq_codebook *book)
     int8_t levels[32];
     memcpy(levels, book->levels, sizeof levels);
     if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: do not care */
-    __m128i low = _mm_loadu_si128((const __m128i *)levels), high = _mm_loadu_si128((const __m128i *)levels + 1), sign = _mm_set1_epi8(-128);
-    return (tables){_mm512_broadcast_i32x4(_mm_xor_si128(low, sign)), _mm512_broadcast_i32x4(_mm_xor_si128(high, sign))};
+    __m128i low = _mm_loadu_si128((const __m128i *)levels), high = _mm_loadu_si128((const __m128i *)levels + 1),
+            sign = _mm_set1_epi8(-128);
+    return (tables){_mm512_broadcast_i32x4(_mm_xor_si128(low, sign)),
+                    _mm512_broadcast_i32x4(_mm_xor_si128(high, sign))};
 }
 
 /** table[low four bits of each byte]. */
@@ -45,8 +47,10 @@ static inline __m512i look_up_u8x64(__m512i x, __m512i table)
 static inline __m512i nibbles_3_u8x64(const __m512i *w, int r)
 {
     if (r < 3) return w[r];
-    __m512i bits_0_2 = _mm512_ternarylogic_epi32(_mm512_srli_epi32(w[0], 3), _mm512_srli_epi32(w[2], 1), _mm512_set1_epi8(0x11), 0xe4); /* c ? a : b */
-    return _mm512_ternarylogic_epi32(bits_0_2, _mm512_srli_epi32(w[1], 2), _mm512_set1_epi8(0x22), 0xd8); /* c ? b : a */
+    __m512i bits_0_2 = _mm512_ternarylogic_epi32(_mm512_srli_epi32(w[0], 3), _mm512_srli_epi32(w[2], 1),
+                                                 _mm512_set1_epi8(0x11), 0xe4); /* c ? a : b */
+    return _mm512_ternarylogic_epi32(bits_0_2, _mm512_srli_epi32(w[1], 2), _mm512_set1_epi8(0x22),
+                                     0xd8); /* c ? b : a */
 }
 
 static inline bytes_u8x64 look_up_nibbles_u8x64(__m512i nibbles, __m512i table)
@@ -111,30 +115,15 @@ typedef __m512i vec;
 #define SHIFT_2 0, 2, 4, 6
 #define SHIFT_1 0, 1, 2, 3
 
-static inline __m512i vec_load(const void *at)
-{
-    return _mm512_loadu_si512(at);
-}
+static inline __m512i vec_load(const void *at) { return _mm512_loadu_si512(at); }
 
-static inline __m512i vec_broadcast(const void *at)
-{
-    return _mm512_broadcast_i32x4(_mm_loadu_si128(at));
-}
+static inline __m512i vec_broadcast(const void *at) { return _mm512_broadcast_i32x4(_mm_loadu_si128(at)); }
 
-static inline __m512i vec_zero(void)
-{
-    return _mm512_setzero_si512();
-}
+static inline __m512i vec_zero(void) { return _mm512_setzero_si512(); }
 
-static inline __m512i vec_add(__m512i a, __m512i b)
-{
-    return _mm512_add_epi32(a, b);
-}
+static inline __m512i vec_add(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
 
-static inline __m512i vec_times_256(__m512i a)
-{
-    return _mm512_slli_epi32(a, 8);
-}
+static inline __m512i vec_times_256(__m512i a) { return _mm512_slli_epi32(a, 8); }
 
 /* | v0: t3 t2 t1 t0 | .. | v3: t3 t2 t1 t0 |  ->  | sum v3 | sum v2 | sum v1 | sum v0 |, in each 128-bit lane */
 static inline __m512i add_lanes(const __m512i v[4])
@@ -168,7 +157,8 @@ static void load_vector(int32_t dtype, const void *x, float *y, int64_t n)
     int64_t i = 0;
     if (dtype == TQ_F32) memcpy(y, x, sizeof(float) * (size_t)n);
     if (dtype == TQ_F16)
-        for (; i + 16 <= n; i += 16) _mm512_storeu_ps(y + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(u + i))));
+        for (; i + 16 <= n; i += 16)
+            _mm512_storeu_ps(y + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(u + i))));
     for (; i < n && dtype == TQ_F16; i++) y[i] = tq_f32_from_f16(u[i]);
     for (; i < n && dtype == TQ_BF16; i++) y[i] = tq_f32_from_bf16(u[i]);
 }

@@ -34,8 +34,11 @@ static inline __m512i multiply_add(__m512i sum, __m512i level_u8x64, __m512i x_s
 /** product.h: store_planes. With u = v + 0x8080, bytes 0 and 1 of u are the two low digits + 128 and byte 2 is the upper one;
  *  vpermt2b takes them from 2 x 16 integers in the order of the parts: even columns n = 0 2 4 6 of t = 0, t = 1 ..; odd ones. */
 #define UNIT_STORES_PLANES
-#define COLUMN_WORD(t, byte, odd) 16 * (t) + 4 * (odd) + (byte), 16 * (t) + 8 + 4 * (odd) + (byte), 64 + 16 * (t) + 4 * (odd) + (byte), 72 + 16 * (t) + 4 * (odd) + (byte)
-#define COLUMN_PART(byte, odd) COLUMN_WORD(0, byte, odd), COLUMN_WORD(1, byte, odd), COLUMN_WORD(2, byte, odd), COLUMN_WORD(3, byte, odd)
+#define COLUMN_WORD(t, byte, odd)                                                                                      \
+    16 * (t) + 4 * (odd) + (byte), 16 * (t) + 8 + 4 * (odd) + (byte), 64 + 16 * (t) + 4 * (odd) + (byte),              \
+        72 + 16 * (t) + 4 * (odd) + (byte)
+#define COLUMN_PART(byte, odd)                                                                                         \
+    COLUMN_WORD(0, byte, odd), COLUMN_WORD(1, byte, odd), COLUMN_WORD(2, byte, odd), COLUMN_WORD(3, byte, odd)
 
 TQ_INLINE void store_planes(const tq_ints *v, int precise, char *planes)
 {
@@ -45,7 +48,8 @@ TQ_INLINE void store_planes(const tq_ints *v, int precise, char *planes)
     __m512i digits_u8x64 = _mm512_permutex2var_epi8(a, _mm512_loadu_si512(low), b);
     _mm512_storeu_si512(planes, _mm512_xor_si512(digits_u8x64, _mm512_set1_epi8(-128)));
     if (precise)
-        _mm256_storeu_si256((__m256i *)(planes + 64), _mm512_castsi512_si256(_mm512_permutex2var_epi8(a, _mm512_loadu_si512(upper), b)));
+        _mm256_storeu_si256((__m256i *)(planes + 64),
+                            _mm512_castsi512_si256(_mm512_permutex2var_epi8(a, _mm512_loadu_si512(upper), b)));
 }
 
 #include "codes.h"
@@ -66,5 +70,6 @@ const tq_kernels tq_kernels_avx512_vnni = {
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,
-    .names = {"rotate_avx512_vnni", "append_avx512_vnni", "attend_avx512_vnni", "dequantize_avx512_vnni", "dot_avx512_vnni"},
+    .names = {"rotate_avx512_vnni", "append_avx512_vnni", "attend_avx512_vnni", "dequantize_avx512_vnni",
+              "dot_avx512_vnni"},
 };

@@ -4,9 +4,9 @@
  *   tq_pick(table, m)    table[m] per lane, float table[16], m in 0..15 */
 #ifndef TQ_KERNELS_CODES_H
 #define TQ_KERNELS_CODES_H
+#include "vector.h"
 #include <float.h>
 #include <math.h>
-#include "vector.h"
 
 /* ---- rotation ---- */
 
@@ -27,7 +27,8 @@ TQ_INLINE tq_floats flip_signs(tq_floats x, const uint32_t *signs, int32_t first
 }
 
 /** n floats in registers, or in v if they do not fit; the loops are unrolled where n is a constant. */
-TQ_INLINE void hadamard_in(tq_floats *v, float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after)
+TQ_INLINE void hadamard_in(tq_floats *v, float *x, int32_t n, float factor, const uint32_t *before,
+                           const uint32_t *after)
 {
     int32_t vectors = n / TQ_LANES;
     TQ_UNROLL
@@ -43,15 +44,13 @@ TQ_INLINE void hadamard_in(tq_floats *v, float *x, int32_t n, float factor, cons
 #endif
     }
     TQ_UNROLL
-    for (int32_t h = 1; h < vectors; h *= 2)
-        TQ_UNROLL
-        for (int32_t i = 0; i < vectors; i += 2 * h)
-            TQ_UNROLL
-            for (int32_t j = i; j < i + h; j++) {
-                tq_floats a = v[j], b = v[j + h];
-                v[j] = a + b;
-                v[j + h] = a - b;
-            }
+    for (int32_t h = 1; h < vectors; h *= 2) TQ_UNROLL
+    for (int32_t i = 0; i < vectors; i += 2 * h) TQ_UNROLL
+    for (int32_t j = i; j < i + h; j++) {
+        tq_floats a = v[j], b = v[j + h];
+        v[j] = a + b;
+        v[j + h] = a - b;
+    }
     TQ_UNROLL
     for (int32_t i = 0; i < vectors; i++) {
         v[i] *= factor;
@@ -62,14 +61,10 @@ TQ_INLINE void hadamard_in(tq_floats *v, float *x, int32_t n, float factor, cons
 static void hadamard_vector(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after)
 {
     tq_floats v[TQ_MAX_DIM / TQ_LANES];
-    if (n < TQ_LANES)
-        tq_kernels_scalar.hadamard(x, n, factor, before, after);
-    else if (n == 8 * TQ_LANES)
-        hadamard_in(v, x, 8 * TQ_LANES, factor, before, after);
-    else if (n == 4 * TQ_LANES)
-        hadamard_in(v, x, 4 * TQ_LANES, factor, before, after);
-    else
-        hadamard_in(v, x, n, factor, before, after);
+    if (n < TQ_LANES) tq_kernels_scalar.hadamard(x, n, factor, before, after);
+    else if (n == 8 * TQ_LANES) hadamard_in(v, x, 8 * TQ_LANES, factor, before, after);
+    else if (n == 4 * TQ_LANES) hadamard_in(v, x, 4 * TQ_LANES, factor, before, after);
+    else hadamard_in(v, x, n, factor, before, after);
 }
 
 /** Eight sums at a time, each in its own order: the sums of a row may not be split, so rows are what runs side by side. */
@@ -116,7 +111,8 @@ TQ_INLINE float tree_dot(const float *a, const float *b, int32_t n)
 
 /** Codes and decoded levels of the 32 channels of one group. By symmetry only magnitudes are searched: m counts the positive
  *  thresholds t <= u, or t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. */
-TQ_INLINE void encode_group(const tq_codebook *book, const float magnitudes[16], const float *u, uint8_t *codes, float *c)
+TQ_INLINE void encode_group(const tq_codebook *book, const float magnitudes[16], const float *u, uint8_t *codes,
+                            float *c)
 {
     int32_t half = book->n_levels / 2;
     for (int32_t i = 0; i < TQ_TILE; i += TQ_LANES) {
@@ -202,10 +198,7 @@ TQ_INLINE lanes_u32x4 load_u32x4(const void *at)
     return x;
 }
 
-TQ_INLINE void store_u32x4(void *at, lanes_u32x4 x)
-{
-    memcpy(at, &x, sizeof x);
-}
+TQ_INLINE void store_u32x4(void *at, lanes_u32x4 x) { memcpy(at, &x, sizeof x); }
 
 /** Four bytes b0..b3 below 16 to nibbles 0..3, and back. */
 TQ_INLINE lanes_u32x4 nibbles_of_bytes(lanes_u32x4 x)
@@ -227,11 +220,13 @@ static void pack_vector(int32_t bits, const uint8_t *codes, uint32_t *words)
         for (int32_t r = 0; r < 4; r++) {
             low[r] = load_u32x4(codes + TQ_TILE * (g + 8 * r));
             high[r] = load_u32x4(codes + TQ_TILE * (g + 8 * r) + 16);
-            if (bits >= 3) nibbles[r] = nibbles_of_bytes(low[r] & 0x0f0f0f0f) | nibbles_of_bytes(high[r] & 0x0f0f0f0f) << 16;
+            if (bits >= 3)
+                nibbles[r] = nibbles_of_bytes(low[r] & 0x0f0f0f0f) | nibbles_of_bytes(high[r] & 0x0f0f0f0f) << 16;
             int shift = bits == 5 ? 4 : 0;
             plane |= ((low[r] >> shift & 0x01010101) << r) | ((high[r] >> shift & 0x01010101) << (r + 4));
         }
-        lanes_u32x4 twos[2] = {low[0] | low[1] << 2 | low[2] << 4 | low[3] << 6, high[0] | high[1] << 2 | high[2] << 4 | high[3] << 6};
+        lanes_u32x4 twos[2] = {low[0] | low[1] << 2 | low[2] << 4 | low[3] << 6,
+                               high[0] | high[1] << 2 | high[2] << 4 | high[3] << 6};
         if (bits == 3)
             for (int32_t r = 0; r < 3; r++) nibbles[r] |= (nibbles[3] >> r & 0x11111111) << 3;
         if (bits == 2) w = twos;

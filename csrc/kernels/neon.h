@@ -7,8 +7,8 @@
  * Bytes are signed here, levels as they are. */
 #ifndef TQ_KERNELS_NEON_H
 #define TQ_KERNELS_NEON_H
-#include <arm_neon.h>
 #include "vector.h"
+#include <arm_neon.h>
 
 typedef struct {
     uint8x16_t even, odd;
@@ -35,13 +35,15 @@ static inline tables tables_of(const tq_codebook *book)
 static inline uint8x16_t nibbles_3_u8x16(const uint8x16_t *w, int r)
 {
     if (r < 3) return w[r];
-    return vorrq_u8(vandq_u8(vshrq_n_u8(w[0], 3), vdupq_n_u8(0x11)),
-                    vorrq_u8(vandq_u8(vshrq_n_u8(w[1], 2), vdupq_n_u8(0x22)), vandq_u8(vshrq_n_u8(w[2], 1), vdupq_n_u8(0x44))));
+    return vorrq_u8(
+        vandq_u8(vshrq_n_u8(w[0], 3), vdupq_n_u8(0x11)),
+        vorrq_u8(vandq_u8(vshrq_n_u8(w[1], 2), vdupq_n_u8(0x22)), vandq_u8(vshrq_n_u8(w[2], 1), vdupq_n_u8(0x44))));
 }
 
 static inline bytes_u8x16 look_up_u8x16(uint8x16_t nibbles, uint8x16_t table)
 {
-    return (bytes_u8x16){vqtbl1q_u8(table, vandq_u8(nibbles, vdupq_n_u8(15))), vqtbl1q_u8(table, vshrq_n_u8(nibbles, 4))};
+    return (bytes_u8x16){vqtbl1q_u8(table, vandq_u8(nibbles, vdupq_n_u8(15))),
+                         vqtbl1q_u8(table, vshrq_n_u8(nibbles, 4))};
 }
 
 /* Bytes to nibble order:   w0 | c3 c2 c1 c0 |  w1 | c7 c6 c5 c4 |  ->  even | c6 c4 c2 c0 |  odd | c7 c5 c3 c1 |
@@ -74,7 +76,8 @@ static inline bytes_u8x16 levels_1_u8x16(uint8x16_t w, int r)
 /* 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
 static inline bytes_u8x16 levels_5_u8x16(const uint8x16_t *w, int r, const tables *t)
 {
-    bytes_u8x16 low = look_up_u8x16(w[r], t->low_s8x16), high = look_up_u8x16(w[r], t->high_s8x16), fifth = levels_1_u8x16(w[4], r);
+    bytes_u8x16 low = look_up_u8x16(w[r], t->low_s8x16), high = look_up_u8x16(w[r], t->high_s8x16),
+                fifth = levels_1_u8x16(w[4], r);
     return (bytes_u8x16){vbslq_u8(vtstq_u8(fifth.even, fifth.even), high.even, low.even),
                          vbslq_u8(vtstq_u8(fifth.odd, fifth.odd), high.odd, low.odd)};
 }
@@ -111,20 +114,11 @@ TQ_INLINE parts levels(int bits, const uint8x16_t *w, int r, const tables *t)
     return (parts){{l.even, l.odd}};
 }
 
-static inline uint8x16_t vec_load(const void *at)
-{
-    return vld1q_u8(at);
-}
+static inline uint8x16_t vec_load(const void *at) { return vld1q_u8(at); }
 
-static inline uint8x16_t vec_broadcast(const void *at)
-{
-    return vld1q_u8(at);
-}
+static inline uint8x16_t vec_broadcast(const void *at) { return vld1q_u8(at); }
 
-static inline uint8x16_t vec_zero(void)
-{
-    return vdupq_n_u8(0);
-}
+static inline uint8x16_t vec_zero(void) { return vdupq_n_u8(0); }
 
 static inline uint8x16_t vec_add(uint8x16_t a, uint8x16_t b)
 {
@@ -144,10 +138,7 @@ static inline uint8x16_t add_lanes(const uint8x16_t v[4])
 
 /* ---- what codes.h asks for ---- */
 
-TQ_INLINE tq_floats tq_swap(tq_floats x, int h)
-{
-    return h == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
-}
+TQ_INLINE tq_floats tq_swap(tq_floats x, int h) { return h == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2); }
 
 static inline tq_floats tq_pick(const float *table, tq_ints m)
 {

@@ -13,7 +13,8 @@
 
 static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, uint8x16_t x_s8x16)
 {
-    return vreinterpretq_u8_s32(vdotq_s32(vreinterpretq_s32_u8(sum), vreinterpretq_s8_u8(level_s8x16), vreinterpretq_s8_u8(x_s8x16)));
+    return vreinterpretq_u8_s32(
+        vdotq_s32(vreinterpretq_s32_u8(sum), vreinterpretq_s8_u8(level_s8x16), vreinterpretq_s8_u8(x_s8x16)));
 }
 
 #include "codes.h"

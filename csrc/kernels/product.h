@@ -25,17 +25,14 @@
  *                                   column order, and as many numbers as there are in tq_floats */
 #ifndef TQ_KERNELS_PRODUCT_H
 #define TQ_KERNELS_PRODUCT_H
-#include <math.h>
 #include "vector.h"
+#include <math.h>
 
-#define VEC_GS (VEC_BYTES / 16)                             /* rows of a vector */
+#define VEC_GS (VEC_BYTES / 16) /* rows of a vector */
 #define UPPER_UNIT (LOW_PLANES == 2 ? 65536.0f : 256.0f)
 #define PLANES(precise) (LOW_PLANES + ((precise) ? 1 : 0))
 
-static int64_t planes_at(int32_t n)
-{
-    return 64 + (8 * ((int64_t)n + 1) + 63) / 64 * 64;
-}
+static int64_t planes_at(int32_t n) { return 64 + (8 * ((int64_t)n + 1) + 63) / 64 * 64; }
 
 static size_t operand_bytes_vector(int32_t columns)
 {
@@ -91,7 +88,8 @@ TQ_INLINE void store_planes(const tq_ints *v, int precise, char *planes)
         plane_number digits[TQ_TILE];
         for (int32_t i = 0; i < TQ_TILE / TQ_LANES; i++) {
             tq_ints digit = v[i];
-            if (precise && PARTS == 4 && p == 0) digit -= ((v[i] + 128) >> 8) * 256; /* the others lose it by their width */
+            if (precise && PARTS == 4 && p == 0)
+                digit -= ((v[i] + 128) >> 8) * 256; /* the others lose it by their width */
             for (int lower = 0; lower < p; lower++) digit = (digit + 128) >> 8;
             plane_numbers stored = __builtin_convertvector(digit, plane_numbers);
             memcpy(digits + TQ_LANES * i, &stored, sizeof stored);
@@ -137,10 +135,8 @@ TQ_INLINE void prepare_planes(const float *x, int32_t columns, int precise, void
 
 static void prepare_vector(const float *x, int32_t columns, int precise, void *operand)
 {
-    if (precise)
-        prepare_planes(x, columns, 1, operand);
-    else
-        prepare_planes(x, columns, 0, operand);
+    if (precise) prepare_planes(x, columns, 1, operand);
+    else prepare_planes(x, columns, 0, operand);
 }
 
 /* ---- multiplying ---- */
@@ -148,13 +144,13 @@ static void prepare_vector(const float *x, int32_t columns, int precise, void *o
 /** Runs of tiles of one width side by side in blocks, and some operands: where everything is. */
 typedef struct {
     const uint8_t *base;
-    const tq_tile *tiles;        /* the first block's; the next block's are `of` further on */
+    const tq_tile *tiles; /* the first block's; the next block's are `of` further on */
     int32_t blocks, n;
     const tq_codebook *book;
     const char *operands;
     int64_t operand_stride;
-    int32_t rows, first, of;     /* the run's first tile in its block, tiles of the block */
-    const uint8_t *ahead;        /* prefetched at `lines` of 64 bytes a step */
+    int32_t rows, first, of; /* the run's first tile in its block, tiles of the block */
+    const uint8_t *ahead;    /* prefetched at `lines` of 64 bytes a step */
     int32_t lines;
     float *out;
     int32_t out_stride, accumulate;
@@ -171,7 +167,8 @@ TQ_INLINE product_end end_of(int bits, const product_run *run, int32_t q)
     const char *operand = run->operands + q * run->operand_stride;
     const int32_t *before = (const int32_t *)(operand + 64) + 2 * run->first, *behind = before + 2 * run->n;
     int32_t offset = bits == 1 ? 1 : bits == 2 ? 3 : LEVEL_OFFSET; /* level = 2 code - 1 or - 3 for one and two bits */
-    return (product_end){tq_all(*(const float *)operand * run->book->step), (tq_ints){0} + offset * (behind[0] - before[0]),
+    return (product_end){tq_all(*(const float *)operand * run->book->step),
+                         (tq_ints){0} + offset * (behind[0] - before[0]),
                          (tq_ints){0} + offset * (behind[1] - before[1])};
 }
 
@@ -191,15 +188,16 @@ TQ_INLINE tq_floats level_sums(int bits, const vec sums[4], tq_ints offset)
 typedef struct {
     const product_run *run;
     const tables *t;
-    const tq_tile *tiles;        /* the block's */
-    const char *operands;        /* integers of the first one's first tile */
-    int g;                       /* first row of the first vector */
-    int32_t lines;               /* to fetch for a vector of a tile, from `ahead` on */
+    const tq_tile *tiles; /* the block's */
+    const char *operands; /* integers of the first one's first tile */
+    int g;                /* first row of the first vector */
+    int32_t lines;        /* to fetch for a vector of a tile, from `ahead` on */
     const uint8_t *ahead;
 } product_step;
 
 /** Adds the products with planes first .. first + planes - 1: sums[vector][operand][plane - first][r]. */
-TQ_INLINE void add_products(int bits, int precise, int rows, int vectors, int first, int planes, const product_step *step, vec sums[2][2][2][4])
+TQ_INLINE void add_products(int bits, int precise, int rows, int vectors, int first, int planes,
+                            const product_step *step, vec sums[2][2][2][4])
 {
     const char *x = step->operands + 16 * PARTS * first;
     const uint8_t *ahead = step->ahead;
@@ -211,19 +209,18 @@ TQ_INLINE void add_products(int bits, int precise, int rows, int vectors, int fi
             vec words[TQ_MAX_BITS];
             TQ_UNROLL
             for (int i = 0; i < bits; i++) words[i] = vec_load(tile + 128 * i);
-            for (int32_t i = 0; i < step->lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2); /* to L2: more can be under way */
+            for (int32_t i = 0; i < step->lines; i++, ahead += 64)
+                __builtin_prefetch(ahead, 0, 2); /* to L2: more can be under way */
             TQ_UNROLL
             for (int r = 0; r < 4; r++) {
                 parts level = levels(bits, words, r, step->t);
                 TQ_UNROLL
-                for (int i = 0; i < rows; i++)
-                    TQ_UNROLL
-                    for (int p = 0; p < planes; p++)
-                        TQ_UNROLL
-                        for (int j = 0; j < PARTS; j++) {
-                            vec numbers = vec_broadcast(x + i * step->run->operand_stride + 16 * (p * PARTS + j));
-                            sums[h][i][p][r] = multiply_add(sums[h][i][p][r], level.part[j], numbers);
-                        }
+                for (int i = 0; i < rows; i++) TQ_UNROLL
+                for (int p = 0; p < planes; p++) TQ_UNROLL
+                for (int j = 0; j < PARTS; j++) {
+                    vec numbers = vec_broadcast(x + i * step->run->operand_stride + 16 * (p * PARTS + j));
+                    sums[h][i][p][r] = multiply_add(sums[h][i][p][r], level.part[j], numbers);
+                }
             }
         }
         x += 16 * PARTS * PLANES(precise);
@@ -233,27 +230,30 @@ TQ_INLINE void add_products(int bits, int precise, int rows, int vectors, int fi
 TQ_INLINE void clear(int rows, int vectors, int planes, vec sums[2][2][2][4])
 {
     TQ_UNROLL
-    for (int h = 0; h < vectors; h++)
-        TQ_UNROLL
-        for (int i = 0; i < rows; i++)
-            TQ_UNROLL
-            for (int p = 0; p < planes; p++)
-                TQ_UNROLL
-                for (int r = 0; r < 4; r++) sums[h][i][p][r] = vec_zero();
+    for (int h = 0; h < vectors; h++) TQ_UNROLL
+    for (int i = 0; i < rows; i++) TQ_UNROLL
+    for (int p = 0; p < planes; p++) TQ_UNROLL
+    for (int r = 0; r < 4; r++) sums[h][i][p][r] = vec_zero();
 }
 
 /** One block times `rows` operands from q on. Two low planes are taken together if registers allow: that saves the second look-up;
  *  otherwise one after the other, which saves registers. */
-TQ_INLINE void multiply_block(int bits, int precise, int rows, const product_run *run, const tables *t, const product_end *ends, int32_t block,
-                              int32_t q)
+TQ_INLINE void multiply_block(int bits, int precise, int rows, const product_run *run, const tables *t,
+                              const product_end *ends, int32_t block, int32_t q)
 {
     const int together = LOW_PLANES * rows * 4 <= SUM_REGISTERS ? LOW_PLANES : 1;
-    const int vectors = 2 * together * rows * 4 <= SUM_REGISTERS && VEC_GS < 8 ? 2 : 1; /* lone rows have registers to spare */
-    int32_t lines = q ? 0 : run->lines; /* once is enough */
+    const int vectors =
+        2 * together * rows * 4 <= SUM_REGISTERS && VEC_GS < 8 ? 2 : 1; /* lone rows have registers to spare */
+    int32_t lines = q ? 0 : run->lines;                                 /* once is enough */
     float *out = run->out + (int64_t)q * run->out_stride + TQ_TILE * block;
-    product_step step = {run, t, run->tiles + (int64_t)block * run->of,
-                         run->operands + q * run->operand_stride + planes_at(run->of) + 16 * PARTS * PLANES(precise) * (int64_t)run->first, 0,
-                         lines, run->ahead + 64 * (int64_t)lines * (8 / VEC_GS) * run->n * block};
+    product_step step = {run,
+                         t,
+                         run->tiles + (int64_t)block * run->of,
+                         run->operands + q * run->operand_stride + planes_at(run->of) +
+                             16 * PARTS * PLANES(precise) * (int64_t)run->first,
+                         0,
+                         lines,
+                         run->ahead + 64 * (int64_t)lines * (8 / VEC_GS) * run->n * block};
     for (step.g = 0; step.g < 8; step.g += vectors * VEC_GS) {
         vec sums[2][2][2][4];
         tq_floats y[2][2];
@@ -262,40 +262,37 @@ TQ_INLINE void multiply_block(int bits, int precise, int rows, const product_run
         step.ahead += 64 * (int64_t)step.lines * vectors * run->n;
         if (together < LOW_PLANES) {
             TQ_UNROLL
-            for (int h = 0; h < vectors; h++)
-                TQ_UNROLL
-                for (int i = 0; i < rows; i++)
-                    TQ_UNROLL
-                    for (int r = 0; r < 4; r++) sums[h][i][0][r] = vec_times_256(sums[h][i][0][r]);
+            for (int h = 0; h < vectors; h++) TQ_UNROLL
+            for (int i = 0; i < rows; i++) TQ_UNROLL
+            for (int r = 0; r < 4; r++) sums[h][i][0][r] = vec_times_256(sums[h][i][0][r]);
             step.lines = 0;
             add_products(bits, precise, rows, vectors, 0, 1, &step, sums);
         }
         TQ_UNROLL
-        for (int h = 0; h < vectors; h++)
+        for (int h = 0; h < vectors; h++) TQ_UNROLL
+        for (int i = 0; i < rows; i++) {
+            vec low[4];
             TQ_UNROLL
-            for (int i = 0; i < rows; i++) {
-                vec low[4];
-                TQ_UNROLL
-                for (int r = 0; r < 4; r++) low[r] = together == 2 ? vec_add(vec_times_256(sums[h][i][1][r]), sums[h][i][0][r]) : sums[h][i][0][r];
-                y[h][i] = level_sums(bits, low, ends[i].low_offset);
-            }
+            for (int r = 0; r < 4; r++)
+                low[r] = together == 2 ? vec_add(vec_times_256(sums[h][i][1][r]), sums[h][i][0][r]) : sums[h][i][0][r];
+            y[h][i] = level_sums(bits, low, ends[i].low_offset);
+        }
         step.lines = 0;
         if (precise) {
             clear(rows, vectors, 1, sums);
             add_products(bits, precise, rows, vectors, LOW_PLANES, 1, &step, sums);
         }
         TQ_UNROLL
-        for (int h = 0; h < vectors; h++)
+        for (int h = 0; h < vectors; h++) TQ_UNROLL
+        for (int i = 0; i < rows; i++) {
+            float *to = out + (int64_t)i * run->out_stride + 4 * (step.g + h * VEC_GS);
+            vec upper[4];
             TQ_UNROLL
-            for (int i = 0; i < rows; i++) {
-                float *to = out + (int64_t)i * run->out_stride + 4 * (step.g + h * VEC_GS);
-                vec upper[4];
-                TQ_UNROLL
-                for (int r = 0; r < 4; r++) upper[r] = sums[h][i][0][r];
-                if (precise) y[h][i] = tq_fused(level_sums(bits, upper, ends[i].upper_offset), tq_all(UPPER_UNIT), y[h][i]);
-                tq_floats sum = run->accumulate ? tq_load_floats(to) : tq_all(0);
-                tq_store_floats(to, tq_fused(y[h][i], ends[i].unit, sum));
-            }
+            for (int r = 0; r < 4; r++) upper[r] = sums[h][i][0][r];
+            if (precise) y[h][i] = tq_fused(level_sums(bits, upper, ends[i].upper_offset), tq_all(UPPER_UNIT), y[h][i]);
+            tq_floats sum = run->accumulate ? tq_load_floats(to) : tq_all(0);
+            tq_store_floats(to, tq_fused(y[h][i], ends[i].unit, sum));
+        }
         step.lines = lines;
     }
 }
@@ -317,13 +314,11 @@ TQ_INLINE void multiply_width(int bits, int precise, const product_run *run)
     if (q < run->rows) multiply_rows(bits, precise, 1, run, &t, q);
 }
 
-#define WIDTH(bits)                                                                                                                   \
-    static void multiply_##bits(const product_run *run, int precise)                                                                  \
-    {                                                                                                                                 \
-        if (precise)                                                                                                                  \
-            multiply_width(bits, 1, run);                                                                                             \
-        else                                                                                                                          \
-            multiply_width(bits, 0, run);                                                                                             \
+#define WIDTH(bits)                                                                                                    \
+    static void multiply_##bits(const product_run *run, int precise)                                                   \
+    {                                                                                                                  \
+        if (precise) multiply_width(bits, 1, run);                                                                     \
+        else multiply_width(bits, 0, run);                                                                             \
     }
 WIDTH(1)
 WIDTH(2)
@@ -342,13 +337,20 @@ static int32_t blocks_alike(const tq_tile_grid *grid, int32_t first)
     return i;
 }
 
-static void multiply_vector(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate, float *out,
-                            int32_t out_stride)
+static void multiply_vector(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate,
+                            float *out, int32_t out_stride)
 {
-    static void (*const widths[])(const product_run *, int) = {NULL, multiply_1, multiply_2, multiply_3, multiply_4, multiply_5};
+    static void (*const widths[])(const product_run *, int) = {NULL,       multiply_1, multiply_2,
+                                                               multiply_3, multiply_4, multiply_5};
     int32_t steps = grid->blocks * grid->n * (8 / VEC_GS), lines = ((grid->ahead_bytes + 63) / 64 + steps - 1) / steps;
-    product_run run = {.base = grid->base, .operands = operands, .operand_stride = (int64_t)operand_bytes_vector(TQ_TILE * grid->n),
-                       .rows = rows, .of = grid->n, .ahead = grid->ahead, .lines = lines, .out_stride = out_stride};
+    product_run run = {.base = grid->base,
+                       .operands = operands,
+                       .operand_stride = (int64_t)operand_bytes_vector(TQ_TILE * grid->n),
+                       .rows = rows,
+                       .of = grid->n,
+                       .ahead = grid->ahead,
+                       .lines = lines,
+                       .out_stride = out_stride};
     for (int32_t i = 0; i < grid->blocks; i += run.blocks) {
         run.blocks = blocks_alike(grid, i);
         run.out = out + TQ_TILE * i;

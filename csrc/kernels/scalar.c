@@ -1,6 +1,6 @@
 /* The scalar kernels: complete, plain, and the definition that every other ISA quotes and is tested against. */
-#include <string.h>
 #include "softmax.h"
+#include <string.h>
 
 /* ---- rotation ---- */
 
@@ -114,7 +114,8 @@ static uint32_t pack_lane_word(int32_t bits, const uint8_t c[4][8], int32_t w)
     else if (bits == 2)
         for (int32_t i = 0; i < 16; i++) word |= (uint32_t)c[i / 4][4 * w + i % 4] << (8 * (i % 4) + 2 * (i / 4));
     else /* 1 bit, or the fifth bit of 5 */
-        for (int32_t i = 0; i < 32; i++) word |= (uint32_t)(c[i / 8][i % 8] >> (bits - 1) & 1) << (8 * (i % 4) + i / 8 + 4 * (i % 8 / 4));
+        for (int32_t i = 0; i < 32; i++)
+            word |= (uint32_t)(c[i / 8][i % 8] >> (bits - 1) & 1) << (8 * (i % 4) + i / 8 + 4 * (i % 8 / 4));
     return word;
 }
 
@@ -123,7 +124,7 @@ static void pack_scalar(int32_t bits, const uint8_t *codes, uint32_t *words)
     for (int32_t lane = 0; lane < 32; lane++) {
         uint8_t c[4][8];
         for (int32_t i = 0; i < 32; i++) c[i / 8][i % 8] = codes[tile_index(lane, i / 8, i % 8)];
-        for (int32_t w = 0; w < bits; w++) words[32 * w + lane] = pack_lane_word(bits, (const uint8_t(*)[8])c, w);
+        for (int32_t w = 0; w < bits; w++) words[32 * w + lane] = pack_lane_word(bits, (const uint8_t (*)[8])c, w);
     }
 }
 
@@ -136,7 +137,8 @@ static uint8_t unpack_code(int32_t bits, const uint32_t *words, int32_t r, int32
     case 2: return words[32 * h] >> (8 * i + 2 * r) & 3;
     case 3:
         if (r < 3) return words[32 * r] >> 4 * n & 7;
-        return (uint8_t)((words[0] >> (4 * n + 3) & 1) | (words[32] >> (4 * n + 3) & 1) << 1 | (words[64] >> (4 * n + 3) & 1) << 2);
+        return (uint8_t)((words[0] >> (4 * n + 3) & 1) | (words[32] >> (4 * n + 3) & 1) << 1 |
+                         (words[64] >> (4 * n + 3) & 1) << 2);
     case 4: return words[32 * r] >> 4 * n & 15;
     default: return (uint8_t)((words[32 * r] >> 4 * n & 15) | (words[128] >> (8 * i + r + 4 * h) & 1) << 4);
     }
@@ -145,15 +147,13 @@ static uint8_t unpack_code(int32_t bits, const uint32_t *words, int32_t r, int32
 static void unpack_scalar(int32_t bits, const uint32_t *words, uint8_t *codes)
 {
     for (int32_t lane = 0; lane < 32; lane++)
-        for (int32_t i = 0; i < 32; i++) codes[tile_index(lane, i / 8, i % 8)] = unpack_code(bits, words + lane, i / 8, i % 8);
+        for (int32_t i = 0; i < 32; i++)
+            codes[tile_index(lane, i / 8, i % 8)] = unpack_code(bits, words + lane, i / 8, i % 8);
 }
 
 /* ---- attention ---- An operand is the row itself. */
 
-static size_t operand_bytes_scalar(int32_t columns)
-{
-    return (size_t)(columns * 4 + 63) / 64 * 64;
-}
+static size_t operand_bytes_scalar(int32_t columns) { return (size_t)(columns * 4 + 63) / 64 * 64; }
 
 static void prepare_scalar(const float *x, int32_t columns, int precise, void *operand)
 {
@@ -171,11 +171,12 @@ static void multiply_tile(const float levels[32], const uint8_t *codes, const fl
     }
 }
 
-static void multiply_scalar(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate, float *out,
-                            int32_t out_stride)
+static void multiply_scalar(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate,
+                            float *out, int32_t out_stride)
 {
     (void)precise;
-    for (int32_t q = 0; q < rows && !accumulate; q++) memset(out + (int64_t)q * out_stride, 0, sizeof(float) * TQ_TILE * (size_t)grid->blocks);
+    for (int32_t q = 0; q < rows && !accumulate; q++)
+        memset(out + (int64_t)q * out_stride, 0, sizeof(float) * TQ_TILE * (size_t)grid->blocks);
     size_t operand_stride = operand_bytes_scalar(TQ_TILE * grid->n);
     for (int32_t i = 0; i < grid->blocks * grid->n; i++) {
         uint8_t codes[TQ_TILE * TQ_TILE];
@@ -185,7 +186,8 @@ static void multiply_scalar(const tq_tile_grid *grid, const void *operands, int3
         for (int32_t code = 0; code < book->n_levels; code++) levels[code] = (float)book->levels[code] * book->step;
         unpack_scalar(tile->bits, (const uint32_t *)(grid->base + tile->offset), codes);
         for (int32_t q = 0; q < rows; q++) {
-            const float *x = (const float *)((const char *)operands + (size_t)q * operand_stride) + TQ_TILE * (i % grid->n);
+            const float *x =
+                (const float *)((const char *)operands + (size_t)q * operand_stride) + TQ_TILE * (i % grid->n);
             multiply_tile(levels, codes, x, out + (int64_t)q * out_stride + TQ_TILE * (i / grid->n));
         }
     }

@@ -1,8 +1,8 @@
 /* The softmax step, written once for every unit. */
 #ifndef TQ_KERNELS_SOFTMAX_H
 #define TQ_KERNELS_SOFTMAX_H
-#include <math.h>
 #include "vector.h"
+#include <math.h>
 
 /** exp(x) for x <= 0 to 2 units in the last place; 0 below -86, NaN for NaN. Cody-Waite reduction, then degree 6. */
 TQ_INLINE tq_floats tq_exp_nonpositive(tq_floats x)
@@ -16,7 +16,8 @@ TQ_INLINE tq_floats tq_exp_nonpositive(tq_floats x)
     y = tq_fused(r, y, tq_all(0.5f));
     y = tq_fused(r, y, tq_all(1.0f));
     y = tq_fused(r, y, tq_all(1.0f));
-    y = (tq_floats)((tq_words)y + ((tq_words)shifted << 23)); /* times 2^k; unsigned: far below -86 it wraps, and is dropped */
+    y = (tq_floats)((tq_words)y +
+                    ((tq_words)shifted << 23)); /* times 2^k; unsigned: far below -86 it wraps, and is dropped */
     return (tq_floats)((tq_ints)tq_select(x == x, y, x) & ~(x < -86.0f));
 }
 
@@ -28,7 +29,8 @@ TQ_INLINE tq_floats tq_tanh(tq_floats x)
 }
 
 /** The logits of n tokens in place; returns the largest of them and `max`, whatever NaN there are. */
-TQ_INLINE float tq_logits(float *scores, const float *key_scales, const uint8_t *visible, int32_t n, const tq_logit *logit, float max)
+TQ_INLINE float tq_logits(float *scores, const float *key_scales, const uint8_t *visible, int32_t n,
+                          const tq_logit *logit, float max)
 {
     tq_floats largest = tq_all(max), scale = tq_all(logit->scale), bias = tq_all(logit->bias);
     for (int32_t i = 0; i < n; i += TQ_LANES) {
@@ -55,8 +57,8 @@ static inline int tq_any_nan(const float *x, int32_t n)
     return any;
 }
 
-static inline float tq_softmax_step(float *scores, const float *key_scales, const float *value_scales, const uint8_t *visible, int32_t n,
-                                    const tq_logit *logit, tq_softmax_state *state)
+static inline float tq_softmax_step(float *scores, const float *key_scales, const float *value_scales,
+                                    const uint8_t *visible, int32_t n, const tq_logit *logit, tq_softmax_state *state)
 {
     float max = tq_logits(scores, key_scales, visible, n, logit, state->max);
     if (max == -INFINITY && tq_any_nan(scores, n)) max = 0; /* the sum says so from here on */

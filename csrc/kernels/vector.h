@@ -39,15 +39,9 @@ TQ_INLINE tq_floats tq_load_floats(const float *x)
     return y;
 }
 
-TQ_INLINE void tq_store_floats(float *x, tq_floats y)
-{
-    memcpy(x, &y, sizeof y);
-}
+TQ_INLINE void tq_store_floats(float *x, tq_floats y) { memcpy(x, &y, sizeof y); }
 
-TQ_INLINE tq_floats tq_all(float x)
-{
-    return (tq_floats){0} + x;
-}
+TQ_INLINE tq_floats tq_all(float x) { return (tq_floats){0} + x; }
 
 /** a where mask is -1, b where it is 0. */
 TQ_INLINE tq_floats tq_select(tq_ints mask, tq_floats a, tq_floats b)
@@ -107,33 +101,22 @@ TQ_INLINE int32_t tq_sum_lanes_int(tq_ints x)
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-TQ_INLINE int32_t tq_max_lanes_int(tq_ints x)
-{
-    tq_ints4 quarters[TQ_LANES / 4], max;
-    memcpy(quarters, &x, sizeof x);
-    max = quarters[0];
-    for (int i = 1; i < TQ_LANES / 4; i++) {
-        tq_ints4 larger = quarters[i] > max;
-        max = (quarters[i] & larger) | (max & ~larger);
-    }
-    int32_t a = max[0] > max[2] ? max[0] : max[2], b = max[1] > max[3] ? max[1] : max[3];
-    return a > b ? a : b;
-}
-
-/** Order-preserving integers of floats that are not NaN, and back: it is its own inverse. */
-TQ_INLINE tq_ints tq_ordered(tq_ints x)
-{
-    return x ^ ((x >> 31) & 0x7fffffff);
-}
-
+/** The largest of numbers without NaN. */
 TQ_INLINE float tq_max_lanes(tq_floats x)
 {
-    int32_t max = tq_max_lanes_int(tq_ordered((tq_ints)x));
-    return tq_float_of((uint32_t)(max ^ ((max >> 31) & 0x7fffffff)));
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(x);
+#elif defined(__AVX__)
+    __m128 max = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    max = _mm_max_ps(max, _mm_movehl_ps(max, max));
+    return _mm_cvtss_f32(_mm_max_ss(max, _mm_movehdup_ps(max)));
+#elif defined(__ARM_NEON)
+    return vmaxvq_f32(x);
+#else
+    float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+    return a > b ? a : b;
+#endif
 }
 
-TQ_INLINE tq_ints tq_magnitude_bits(tq_floats x)
-{
-    return (tq_ints)x & 0x7fffffff;
-}
+TQ_INLINE tq_ints tq_magnitude_bits(tq_floats x) { return (tq_ints)x & 0x7fffffff; }
 #endif

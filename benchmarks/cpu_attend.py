@@ -1,0 +1,166 @@
+"""Decode attention on a CPU: one query token over a packed cache, against torch's SDPA in bfloat16.
+
+    python benchmarks/cpu_attend.py [--quick] [--out benchmarks/results/<machine>]
+
+One sequence, 8 KV heads, no sinks and no window: every token is packed. Three formulations of torch's side:
+
+    grouped     the query heads of a KV head as rows of one query: the best that torch can be asked for
+    enable_gqa  scaled_dot_product_attention(..., enable_gqa=True)
+    repeated    keys and values repeated for every query head first: what Hugging Face runs
+
+Codes are those of random vectors, caches are rotated so that they never come from the last-level cache, and each case
+is checked against float32 SDPA over the decoded tokens before it is timed. `read_share` is against a plain read by as
+many threads in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from timing import RESULTS, Report, microseconds
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from turboquant import _core
+from turboquant.plan import plan_words
+
+KV_HEADS = 8
+ROTATE_BYTES = 150e6  # of caches that take turns: well beyond a last-level cache
+FORMULATIONS = ("grouped", "enable_gqa", "repeated")
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int = 32768
+    bits: int = 4
+    group: int = 4
+    head_dim: int = 128
+    threads: int = 1
+
+
+def cases(quick: bool, threads: list[int]) -> list[Case]:
+    headline = [Case(bits=b, group=g, threads=t) for t, b, g in itertools.product(threads, (4, 3, 2), (1, 4))]
+    if quick:
+        return headline[:6]
+    contexts = [Case(tokens=t, bits=b) for t, b in itertools.product((512, 2048, 8192, 131072), (4, 3, 2))]
+    others = [Case(group=8), Case(group=16), Case(head_dim=64), Case(head_dim=64, group=1), Case(bits=5), Case(bits=1)]
+    return headline + contexts + others
+
+
+def packed(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    """A cache as the core takes it; pages shuffled."""
+    words = plan_words(case.head_dim, case.bits, case.bits)
+    n_pages = -(-case.tokens // 128)
+    pages, table = _core.new_pages(words, n_pages, KV_HEADS), rng.permutation(n_pages).astype(np.int32)[None]
+    length, step = 0, 8192
+    while length < case.tokens:
+        n = min(step, case.tokens - length)
+        length += n
+        k, v = (rng.standard_normal((1, KV_HEADS, n, case.head_dim), np.float32) for _ in range(2))
+        _core.append(words, k, v, np.array([length], np.int32), pages, table)
+    return {"plan": words, "pages": pages, "block_table": table, "lengths": np.array([case.tokens], np.int32)}
+
+
+def bits_of(x: torch.Tensor) -> np.ndarray:
+    return x.view(torch.int16).numpy().view(np.uint16)
+
+
+def check(case: Case, cache: dict[str, Any], q: torch.Tensor) -> float:
+    """The largest error, relative to the largest output, against float32 over the decoded tokens."""
+    k, v = _core.dequantize(cache["plan"], cache["pages"], cache["block_table"], cache["lengths"], case.tokens)
+    rows = q.float().view(1, KV_HEADS, case.group, case.head_dim)
+    want = sdpa(rows, torch.from_numpy(k), torch.from_numpy(v)).view(q.shape)
+    out, _ = _core.attend(q=bits_of(q), dtype="bfloat16", **cache)
+    got = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16).float()
+    error = float((got - want).abs().max() / want.abs().max())
+    if not error < 6e-3:  # the output's own rounding is 2^-9
+        raise SystemExit(f"{case}: the output is off by {error:.1e}")
+    return error
+
+
+def time_ours(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    q = torch.randn(1, KV_HEADS * case.group, 1, case.head_dim).bfloat16()
+    cache = packed(case, rng)
+    error, n_bytes = check(case, cache, q), cache["pages"].nbytes
+    copies = [cache]
+    while len(copies) * n_bytes < ROTATE_BYTES:
+        pages = _core.new_pages(cache["plan"], cache["pages"].shape[0], KV_HEADS)
+        pages[...] = cache["pages"]
+        copies.append({**cache, "pages": pages})
+    bits, out = bits_of(q), np.empty(q.shape, np.uint16)
+
+    def attend(c: dict[str, Any]) -> Any:
+        return lambda: _core.attend(q=bits, dtype="bfloat16", out=out, threads=case.threads, **c)
+
+    times = microseconds([attend(c) for c in copies], "cpu", repeats=40)
+    return {
+        **times,
+        "bytes": n_bytes,
+        "gb_per_s": round(n_bytes / times["us"] / 1e3, 2),
+        "error": float(f"{error:.1e}"),
+    }
+
+
+def time_torch(case: Case, formulation: str) -> dict[str, Any]:
+    heads, d = KV_HEADS * case.group, case.head_dim
+    n_bytes = 4 * KV_HEADS * case.tokens * d
+    copies = [torch.randn(2, 1, KV_HEADS, case.tokens, d).bfloat16() for _ in range(1 + int(ROTATE_BYTES / n_bytes))]
+    q = torch.randn(1, heads, 1, d).bfloat16()
+
+    def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if formulation == "grouped":
+            return sdpa(q.view(1, KV_HEADS, case.group, d), k, v)
+        if formulation == "enable_gqa":
+            return sdpa(q, k, v, enable_gqa=True)
+        return sdpa(q, k.repeat_interleave(case.group, 1), v.repeat_interleave(case.group, 1))
+
+    times = microseconds([lambda kv=kv: attend(kv[0], kv[1]) for kv in copies], "cpu", repeats=10)
+    return {**times, "bytes": n_bytes, "gb_per_s": round(n_bytes / times["us"] / 1e3, 2)}
+
+
+def read_gb_per_s() -> float:
+    """A plain read by torch's threads: the best of many, because it is what the others are measured against."""
+    x = torch.ones(2**27, dtype=torch.int8).view(torch.int64)
+    return round(x.nbytes / microseconds([lambda: x.max()], "cpu", 20)["us_p10"] / 1e3, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the headline on one thread only")
+    parser.add_argument("--out", default=RESULTS / "local", help="folder for cpu_attend.json")
+    args = parser.parse_args()
+    report, rng = Report("cpu_attend", "cpu"), np.random.default_rng(0)
+    torch.manual_seed(0)
+    baselines: dict[tuple[Any, ...], float] = {}
+    reads: dict[int, float] = {}
+    for case in cases(args.quick, sorted({1, _core.num_threads()})):
+        torch.set_num_threads(case.threads)
+        params = {**asdict(case), "kv_heads": KV_HEADS, "isa": _core.isa()}
+        if case.threads not in reads:
+            reads[case.threads] = read_gb_per_s()
+            report.add("plain read", {"threads": case.threads}, {"gb_per_s": reads[case.threads]})
+        slow = case.tokens * case.group > 2**18
+        for formulation in FORMULATIONS[: 1 if slow or case.group == 1 else 3]:
+            key = (formulation, case.tokens, case.group, case.head_dim, case.threads)
+            if key not in baselines:
+                metrics = time_torch(case, formulation)
+                baselines[key] = metrics["us"]
+                report.add(
+                    "torch " + formulation, {k: v for k, v in params.items() if k not in ("bits", "isa")}, metrics
+                )
+        metrics = time_ours(case, rng)
+        shape = (case.tokens, case.group, case.head_dim, case.threads)
+        keys = {f: (f, *shape) for f in FORMULATIONS}
+        ratios = {f"x_{f}": round(baselines[k] / metrics["us"], 2) for f, k in keys.items() if k in baselines}
+        metrics |= {"read_share": round(metrics["gb_per_s"] / reads[case.threads], 3), **ratios}
+        report.add("attend", params, metrics)
+        print(*(f"{k}={v}" for k, v in {**asdict(case), **metrics}.items()), flush=True)
+    print(report.save(args.out))
+
+
+if __name__ == "__main__":
+    main()

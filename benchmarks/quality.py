@@ -1,0 +1,173 @@
+"""Quality of every preset: KL divergence, perplexity, top-1 agreement and bytes, through the packed path.
+
+    python benchmarks/quality.py --device cuda --batch 4 --out benchmarks/results/h200    the whole table
+    python benchmarks/quality.py --guard                                                  tests/golden/quality_demo.json
+
+Each text is measured with everything packed and again with 4 sinks and a window of 128. Calibrated presets use one
+calibration, made here on the first half of books_val.txt; "books" is its second half: neither text was calibrated on.
+The model runs in float32: what differs is the cache alone. Files: quality_<model>_<text>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import RESULTS, Report
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import turboquant
+from turboquant import CacheSpec, Calibration
+from turboquant.evaluate import evaluate_all, markdown, recall, text_windows
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
+DEMO = ROOT / "turboquant" / "data" / "demo"
+GUARD = ROOT / "tests" / "golden" / "quality_demo.json"
+GUARDED = ("default", "calibrated-3", "paper-mse-3")
+
+# Beside the presets: the default method at other widths, and each of its parts.
+EXTRAS = {
+    "default-3": CacheSpec(3, 3, centre="prompt", sinks=4, window=128),
+    "default-2": CacheSpec(2, 2, centre="prompt", sinks=4, window=128),
+    "eden-4": CacheSpec(4, 4),
+    "eden-3": CacheSpec(3, 3),
+    "eden-2": CacheSpec(2, 2),
+    "norm-corrected-3": CacheSpec(3, 3, scale="norm_corrected"),
+    "eden-3, calibrated centres": CacheSpec(3, 3, centre="calibrated"),
+    "keys 4, values 3": CacheSpec(4, 3, centre="prompt"),
+    "keys 3, values 4": CacheSpec(3, 4, centre="prompt"),
+}
+VARIANTS = {"packed": dict(sinks=0, window=0), "sinks and window": dict(sinks=4, window=128)}
+
+
+def load(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
+    """A model in float32 and its tokenizer."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model.to(device), tokenizer
+
+
+def halves(name: str = "books_val.txt") -> tuple[str, str]:
+    text = (SHARED / "data" / name).read_text(encoding="utf-8")
+    return text[: len(text) // 2], text[len(text) // 2 :]
+
+
+def calibrated(model: Any, tokenizer: Any, tokens: int, batch: int) -> Calibration:
+    windows = text_windows(halves()[0], tokenizer, tokens // 1024, 1024)
+    source = f"the first half of books_val.txt, {len(windows)} x 1024 tokens"
+    batches = list(windows.split(batch))
+    return turboquant.calibrate(model, batches, sensitivity_batches=max(1, 4 // batch), source=source, progress=True)
+
+
+def demo_guard() -> dict[str, float]:
+    """KL divergence of the shipped model on the passage that it ships with, everything packed, by preset."""
+    model, tokenizer = load(DEMO)
+    text = (DEMO / "a_christmas_carol.txt").read_text(encoding="utf-8")
+    windows = text_windows(text, tokenizer, 2, 512)
+    specs = {name: turboquant.preset(name) for name in GUARDED}
+    found = evaluate_all(model, windows, specs, calibration=DEMO / "calibration.safetensors")
+    return {name: one.kl_divergence for name, one in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", default="reference", help="a folder of the shared models, or demo")
+    parser.add_argument("--texts", nargs="+", default=["books", "wikitext2"])
+    parser.add_argument("--specs", nargs="+", help="of the presets and extras; all of them unless said")
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--calibration", help="a file, instead of calibrating")
+    parser.add_argument("--calibration-tokens", type=int, default=65536)
+    parser.add_argument("--recall", action="store_true", help="needle in a haystack as well")
+    parser.add_argument("--plot", action="store_true", help="quality against bytes, beside the JSON")
+    parser.add_argument("--out", default=RESULTS / "local")
+    parser.add_argument("--guard", action="store_true", help="write the figures of the guard test, and nothing else")
+    args = parser.parse_args()
+    if args.guard:
+        what = "KL divergence in nats per token; turboquant/data/demo on its passage, 2 x 512 tokens, everything packed"
+        figures = {name: round(kl, 6) for name, kl in demo_guard().items()}
+        GUARD.write_text(json.dumps({"what": what, "kl_divergence": figures}, indent=1) + "\n")
+        print(GUARD.read_text())
+        return
+
+    every = {**turboquant.presets(), **EXTRAS}
+    specs = {name: every[name] for name in args.specs or every}
+    model, tokenizer = load(SHARED / "models" / args.model, args.device)
+    texts = {"books": lambda: halves()[1], "wikitext2": lambda: "".join(halves("wikitext2_test.txt"))}
+    windows = {name: text_windows(texts[name](), tokenizer, args.windows, args.length) for name in args.texts}
+    if args.calibration:
+        calibration = Calibration.load(args.calibration)
+    else:
+        start = time.perf_counter()
+        calibration = calibrated(model, tokenizer, args.calibration_tokens, args.batch)
+        print(f"calibrated in {time.perf_counter() - start:.1f} s")
+    for text, ids in windows.items():
+        report = Report(f"quality_{args.model}_{text}", torch.device(args.device).type)
+        for variant, exact in VARIANTS.items():
+            found = evaluate_all(model, ids, specs, calibration=calibration, batch=args.batch, progress=True, **exact)
+            print(f"\n{text}, {variant}\n\n{markdown(found)}\n")
+            for name, one in found.items():
+                used = calibration.source if specs[name].calibrated else None
+                params = {
+                    "spec": name,
+                    "exact": one.exact,
+                    "model": args.model,
+                    "text": text,
+                    "windows": one.windows,
+                    "length": one.length,
+                    "prefill": one.prefill,
+                    "dtype": "float32",
+                    "calibrated_on": used,
+                }
+                report.add("quality", params, {key: float(f"{x:.6g}") for key, x in one.metrics().items()})
+        if args.recall:
+            add_recall(report, model, ids, specs, calibration, args.batch)
+        print(report.save(args.out))
+        if args.plot:
+            print(plot(report, Path(args.out) / f"{report.name}.svg"))
+
+
+def plot(report: Report, path: Path) -> Path:
+    """Quality against bytes, everything packed: a point for each spec, a line through each family."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    rows = [row for row in report.rows if row["bench"] == "quality" and row["params"]["exact"] == "everything packed"]
+    families: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        point = row["metrics"]["effective_bits"], row["metrics"]["kl_divergence"]
+        family = row["params"]["spec"].split(",")[0].rstrip("0123456789.-")
+        families.setdefault(family, []).append(point)
+    for family, points in families.items():
+        axes.plot(*zip(*sorted(points)), marker="o", markersize=4, label=family)
+    axes.set(xlabel="bits per number, scales included", ylabel="KL divergence, nats per token", yscale="log")
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def add_recall(report: Report, model: Any, ids: Any, specs: Any, calibration: Calibration, batch: int) -> None:
+    lengths = [n for n in (512, 1024, 2048, 4096) if n <= ids.shape[1]]
+    for name, spec in specs.items():
+        used = calibration if spec.calibrated else None
+        for one in recall(model, ids, spec, calibration=used, lengths=lengths, batch=batch):
+            metrics = {key: round(x, 5) for key, x in vars(one).items() if key not in ("length", "depth")}
+            report.add("recall", {"spec": name, "length": one.length, "depth": one.depth}, metrics)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+// Appending, rotating, dequantising and merging on the device against the C core, byte for byte, and then their times.
+//
+//   gcc -O2 -ffp-contract=off -Icsrc -Icsrc/include -c csrc/core/*.c csrc/kernels/scalar.c
+//   nvcc -O3 -std=c++17 -arch=native -Icsrc -Icsrc/include tests/cuda/append_harness.cu csrc/cuda/{append*,rotate,merge,dequantize}.cu *.o
+//   ./a.out [check] [time]
+#include "cuda/quantize.cuh"
+#include "harness.h"
+
+static int failures = 0, checks = 0;
+
+static bool same(const std::string &name, const char *what, const void *want, const void *got, size_t bytes)
+{
+    checks++;
+    if (!memcmp(want, got, bytes)) return true;
+    size_t at = 0, different = 0;
+    for (size_t i = bytes; i-- > 0;)
+        if (((const uint8_t *)want)[i] != ((const uint8_t *)got)[i]) at = i, different++;
+    if (failures++ < 30) printf("FAILED: %s: %s differs in %zu of %zu bytes, first at %zu\n", name.c_str(), what, different, bytes, at);
+    return false;
+}
+
+// ---- append ----
+
+/** What an append may be called with. lengths after it: each sequence has `padding` tokens fewer in the first append. */
+struct Case {
+    std::string name;
+    int dim = 128, batch = 2, heads = 2, sinks = 4, window = 16, page_tokens = 128, max_pages = 3;
+    int rotation = TQ_ROTATION_HADAMARD, law = TQ_CODEBOOK_NORMAL, scale = TQ_SCALE_EDEN, dtype = TQ_BF16;
+    std::vector<int> key_bits = {4}, value_bits = {4}, appends = {70, 1, 1, 5, 33, 1};
+    std::vector<int> padding = {0, 3};
+    bool tokens_first = false; // k and v are [batch, tokens, heads, dim], as projections make them
+    bool centred = false, stepped = false, shared_matrix = false;
+    int bad_numbers = 0;   // in each append
+    bool bad_pages = false, bad_lengths = false;
+};
+
+struct Side {
+    Array<uint8_t> sinks, ring;
+    Array<float> matrix, centre, steps;
+    Side(size_t sinks_bytes, size_t ring_bytes, size_t matrix_floats, size_t centre_floats, size_t steps_floats)
+        : sinks(sinks_bytes), ring(ring_bytes), matrix(matrix_floats), centre(centre_floats), steps(steps_floats)
+    {
+    }
+};
+
+static tq_transform transform_of(Side &side, const Case &c, bool device)
+{
+    tq_transform t = {};
+    t.rotation = device ? side.matrix.or_null() : side.matrix.host_or_null();
+    t.rotation_stride_head = c.shared_matrix ? 0 : (int64_t)c.dim * c.dim;
+    t.centre = device ? side.centre.or_null() : side.centre.host_or_null();
+    t.centre_stride_batch = (int64_t)c.heads * c.dim;
+    t.steps = device ? side.steps.or_null() : side.steps.host_or_null();
+    return t;
+}
+
+static void fill_side(Side &side, const Case &c, int64_t rows_of_state, Random &random)
+{
+    for (size_t i = 0; i < side.matrix.host.size() / ((size_t)c.dim * c.dim); i++) {
+        std::vector<double> scratch((size_t)c.dim * (c.dim + 2));
+        tq_error error;
+        check(tq_haar(random.word(), c.dim, &side.matrix.host[i * c.dim * c.dim], scratch.data(), &error), error, "tq_haar");
+    }
+    for (float &x : side.centre.host) x = random.normal();
+    for (float &x : side.steps.host) x = expf(random.normal());
+    (void)rows_of_state;
+    for (uint8_t &x : side.sinks.host) x = 0;
+    for (uint8_t &x : side.ring.host) x = 0;
+    side.matrix.up(), side.centre.up(), side.steps.up(), side.sinks.up(), side.ring.up();
+}
+
+/** Bad numbers at random places of k (or v), and what the contract stores for them on the host's side. */
+static int64_t spoil(Array<uint8_t> &x, int count, const Case &c, int tokens, const int32_t *lengths, bool is_value, Random &random,
+                     std::vector<int64_t> &flags)
+{
+    std::vector<uint8_t> mended = x.host;
+    for (int i = 0; i < count; i++) {
+        const int b = random.below(c.batch), h = random.below(c.heads), t = random.below(tokens), channel = random.below(c.dim);
+        const size_t row = c.tokens_first ? ((size_t)b * tokens + t) * c.heads + h : ((size_t)b * c.heads + h) * tokens + t;
+        const float values[] = {NAN, INFINITY, -INFINITY, 20000.0f, -32768.0f}, bad = values[random.below(5)];
+        store(x.host, row * c.dim + channel, c.dtype, bad);
+        store(mended, row * c.dim + channel, c.dtype, isfinite(bad) ? copysignf(TQ_MAX_INPUT, bad) : 0.0f);
+        const int64_t position = (int64_t)lengths[b] - tokens + t;
+        if (position >= 0) flags.push_back(1 + position + ((int64_t)b << 32) + ((int64_t)is_value << 62));
+    }
+    x.up();
+    x.host = mended; // the core refuses bad numbers
+    return 0;
+}
+
+static void run(const Case &c)
+{
+    Random random(c.dim * 1000003 + c.scale * 101 + c.key_bits[0] * 7 + c.window + c.appends[0]);
+    const tq_plan plan = make_plan(c.dim, c.page_tokens, c.rotation, c.law, c.scale, c.key_bits, c.value_bits);
+    const bool values = plan.value.tile_bytes, dense = c.rotation == TQ_ROTATION_DENSE;
+    const int64_t bytes = dtype_size(c.dtype), row = c.dim * bytes, rows = (int64_t)c.batch * c.heads;
+    const int64_t n_pages = (int64_t)c.batch * c.max_pages + 2, capacity = c.sinks + c.window + c.max_pages * c.page_tokens;
+    auto make_side = [&](bool is_value) {
+        const bool any = !is_value || values;
+        return new Side(any ? rows * c.sinks * row : 0, any ? rows * c.window * row : 0,
+                        dense && any ? (size_t)c.dim * c.dim * (c.shared_matrix ? 1 : c.heads) : 0, c.centred ? rows * c.dim : 0,
+                        c.stepped ? (size_t)c.heads * plan.groups : 0);
+    };
+    Side *sides[2] = {make_side(false), make_side(true)};
+    for (Side *side : sides) fill_side(*side, c, rows, random);
+
+    // Pages start full of anything: what is not written has to stay.
+    Array<uint8_t> pages(n_pages * c.heads * plan.record_bytes);
+    for (uint8_t &x : pages.host) x = (uint8_t)random.word();
+    pages.up();
+    const std::vector<uint8_t> untouched = pages.host;
+    Array<int32_t> table((size_t)c.batch * c.max_pages), lengths(c.batch);
+    std::vector<int32_t> order(n_pages - 2);
+    for (size_t i = 0; i < order.size(); i++) order[i] = (int32_t)i;
+    for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random.below((int)i)]);
+    for (size_t i = 0; i < order.size(); i++) table.host[i] = order[i];
+    Array<int64_t> flag(1);
+    flag.up();
+
+    bool first = true;
+    for (int tokens : c.appends) {
+        for (int b = 0; b < c.batch; b++) {
+            lengths.host[b] += tokens - (first ? std::min(tokens, c.padding[b % c.padding.size()]) : 0);
+            if (lengths.host[b] > capacity) printf("FAILED: %s overflows its pages\n", c.name.c_str()), exit(1);
+        }
+        first = false;
+        const std::vector<int32_t> true_lengths = lengths.host, true_table = table.host;
+        std::vector<int32_t> device_lengths = true_lengths, device_table = true_table;
+        if (c.bad_lengths) device_lengths[0] = -7, lengths.host[0] = 0;
+        if (c.bad_pages)
+            for (size_t i = 0; i < device_table.size(); i += 2) {
+                device_table[i] = i % 4 ? (int32_t)n_pages + 5 : -3;
+                table.host[i] = (int32_t)(n_pages - 1 - i % 4 / 2); // the core writes to a page that is not compared
+            }
+        std::swap(lengths.host, device_lengths), std::swap(table.host, device_table);
+        lengths.up(), table.up();
+        std::swap(lengths.host, device_lengths), std::swap(table.host, device_table);
+
+        Array<uint8_t> k(rows * tokens * row), v(values ? rows * tokens * row : 0);
+        fill_rows(k.host, rows * tokens, c.dim, c.dtype, random);
+        if (values) fill_rows(v.host, rows * tokens, c.dim, c.dtype, random);
+        k.up(), v.up();
+        std::vector<int64_t> flags;
+        if (c.bad_numbers) spoil(k, c.bad_numbers, c, tokens, true_lengths.data(), false, random, flags);
+        if (c.bad_numbers && values) spoil(v, c.bad_numbers, c, tokens, true_lengths.data(), true, random, flags);
+
+        tq_append_params p = {};
+        p.batch = c.batch, p.tokens = tokens, p.kv_heads = c.heads, p.sinks = c.sinks, p.window = c.window, p.max_pages = c.max_pages;
+        p.dtype = c.dtype, p.n_pages = n_pages;
+        p.k_stride_batch = p.v_stride_batch = (int64_t)c.heads * tokens * c.dim;
+        p.k_stride_head = p.v_stride_head = c.tokens_first ? c.dim : (int64_t)tokens * c.dim;
+        p.k_stride_token = p.v_stride_token = c.tokens_first ? (int64_t)c.heads * c.dim : c.dim;
+        tq_append_params d = p;
+        p.k = k.host_or_null(), p.v = v.host_or_null(), p.lengths = lengths.host.data(), p.block_table = table.host.data();
+        p.sink_k = sides[0]->sinks.host_or_null(), p.sink_v = sides[1]->sinks.host_or_null();
+        p.window_k = sides[0]->ring.host_or_null(), p.window_v = sides[1]->ring.host_or_null();
+        p.key = transform_of(*sides[0], c, false), p.value = transform_of(*sides[1], c, false);
+        void *aligned = aligned_alloc(64, (pages.bytes() + 63) / 64 * 64); // the core wants pages aligned
+        memcpy(aligned, pages.host.data(), pages.bytes());
+        p.pages = (uint8_t *)aligned;
+        d.k = k.or_null(), d.v = v.or_null(), d.lengths = lengths.device, d.block_table = table.device, d.pages = pages.device;
+        d.sink_k = sides[0]->sinks.or_null(), d.sink_v = sides[1]->sinks.or_null();
+        d.window_k = sides[0]->ring.or_null(), d.window_v = sides[1]->ring.or_null();
+        d.key = transform_of(*sides[0], c, true), d.value = transform_of(*sides[1], c, true);
+
+        tq_error error;
+        size_t scratch_bytes;
+        check(tq_append_scratch_bytes(&plan, &p, &scratch_bytes, &error), error, "tq_append_scratch_bytes");
+        void *scratch = aligned_alloc(64, (scratch_bytes + 63) / 64 * 64);
+        check(tq_append(&plan, &p, scratch, scratch_bytes, &error), error, (c.name + ": tq_append").c_str());
+        free(scratch);
+        memcpy(pages.host.data(), aligned, pages.bytes());
+        free(aligned);
+        check(tq_cuda_append(&plan, &d, flag.device, nullptr, 0, nullptr, &error), error, (c.name + ": tq_cuda_append").c_str());
+        check(cudaDeviceSynchronize(), c.name.c_str());
+
+        const std::string name = c.name + ", append of " + std::to_string(tokens);
+        const size_t compared = (size_t)(n_pages - 2) * c.heads * plan.record_bytes;
+        bool good = same(name, "pages", pages.host.data(), pages.down().data(), compared);
+        good &= same(name, "page never named", untouched.data() + compared, pages.down().data() + compared, pages.bytes() - compared);
+        for (Side *side : sides) {
+            good &= same(name, "sinks", side->sinks.host.data(), side->sinks.down().data(), side->sinks.bytes());
+            good &= same(name, "window", side->ring.host.data(), side->ring.down().data(), side->ring.bytes());
+        }
+        const int64_t got_flag = flag.down()[0];
+        bool named = flags.empty() && !got_flag;
+        for (int64_t f : flags) named |= f == got_flag;
+        checks++;
+        if (!named && failures++ < 30) printf("FAILED: %s: the flag is %lx\n", name.c_str(), (long)got_flag);
+        flag.up();
+        lengths.host = true_lengths, table.host = true_table;
+        if (!good) break;
+        if (c.bad_lengths || c.bad_pages) break; // the two sides differ from here on
+    }
+    delete sides[0];
+    delete sides[1];
+}
+
+static const int DIMS[] = {8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 120, 128, 136, 160, 192, 248, 256};
+
+static std::vector<int> mixed_bits(int groups, bool five, Random &random)
+{
+    std::vector<int> bits;
+    for (int g = 0; g < groups; g++) bits.push_back(random.below(five ? 6 : 5));
+    bits[random.below(groups)] = 3;
+    return bits;
+}
+
+static void check_appends(int thin)
+{
+    Random random(5);
+    int n = 0;
+    auto go = [&](Case c, const std::string &name) {
+        c.name = name + ", dim " + std::to_string(c.dim) + ", bits " + std::to_string(c.key_bits[0]) + "/" +
+                 std::to_string(c.value_bits[0]) + ", scale " + std::to_string(c.scale) + ", dtype " + std::to_string(c.dtype) +
+                 ", rotation " + std::to_string(c.rotation) + ", sinks " + std::to_string(c.sinks) + ", window " + std::to_string(c.window);
+        if (n++ % thin == 0) run(c);
+    };
+    // every width x head_dim x scale, laws and dtypes in turn
+    for (int dim : DIMS)
+        for (int bits = 1; bits <= 5; bits++)
+            for (int scale = 0; scale < 4; scale++) {
+                Case c;
+                c.dim = dim, c.key_bits = {bits}, c.value_bits = {6 - bits}, c.scale = scale;
+                c.law = (bits + scale) % 2, c.dtype = (bits + scale + dim / 8) % 3, c.tokens_first = scale % 2;
+                c.appends = {61, 1, 36, 3, 1};
+                go(c, "width x dim x scale");
+            }
+    for (int dim : DIMS)
+        for (int i = 0; i < 8; i++) { // mixed plans, with and without 5 bits; rotations, centres and steps
+            Case c;
+            c.dim = dim, c.rotation = i % 4 == 3 ? (int)TQ_ROTATION_DENSE : i % 4 == 2 ? (int)TQ_ROTATION_NONE : (int)TQ_ROTATION_HADAMARD;
+            c.key_bits = mixed_bits((dim + 31) / 32, i % 2, random), c.value_bits = mixed_bits((dim + 31) / 32, i % 2, random);
+            c.centred = i & 1 || i == 4, c.stepped = i & 2, c.shared_matrix = i == 7, c.dtype = 2 - i % 3, c.scale = i % 2 * (i / 2);
+            c.appends = {33, 1, 2, 95, 1};
+            go(c, "mixed plan");
+        }
+    for (int sinks : {0, 1, 4, 40}) // windows, sinks, padding, pages
+        for (int window : {0, 1, 7, 32, 100})
+            for (int pages : {32, 96, 128}) {
+                Case c;
+                c.dim = window % 2 ? 128 : 64, c.sinks = sinks, c.window = window, c.page_tokens = pages, c.max_pages = 1 + 400 / pages;
+                c.batch = 4, c.padding = {0, 1, 29, 150}, c.appends = {40, 1, 1, 31, 130, 1, 32, 64, 1, 12, 33};
+                c.key_bits = {3}, c.value_bits = {2 + window % 3}, c.heads = 1, c.tokens_first = pages == 96;
+                go(c, "geometry");
+            }
+    for (int dim : {64, 80, 128, 256, 112}) // keys alone; bad numbers; bad pages; bad lengths
+        for (int i = 0; i < 8; i++) {
+            Case c;
+            c.dim = dim, c.key_bits = {1 + i % 4}, c.value_bits = {i < 2 ? 0 : 4 - i % 3}, c.bad_numbers = i < 2 ? 0 : i < 5 ? 1 + i % 2 : 0;
+            c.bad_pages = i == 5, c.bad_lengths = i == 6, c.window = i % 3 * 8, c.sinks = i % 2 * 2, c.centred = i % 2, c.stepped = i == 4;
+            c.dtype = i == 3 ? TQ_F16 : TQ_BF16;
+            c.appends = i == 5 ? std::vector<int>{300} : std::vector<int>{50, 1, 9, 70};
+            go(c, i < 2 ? "keys alone" : i < 5 ? "bad numbers" : i == 5 ? "bad pages" : i == 6 ? "bad length" : "plain");
+        }
+}
+
+// ---- the others ----
+
+/** Every codebook has cells, and up to 4 bits one comparison decides (append_tile relies on it): ranks at and beside thresholds. */
+static void check_books()
+{
+    for (int law = 0; law < 2; law++)
+        for (int dim = 8; dim <= 256; dim += 8)
+            for (int bits = 1; bits <= TQ_MAX_BITS; bits++) {
+                tq_codebook from;
+                tq::Book book;
+                tq_error error;
+                check(tq_get_codebook((tq_codebook_law)law, dim, bits, &from, &error), error, "tq_get_codebook");
+                bool good = tq::make_book(from, &book) && (bits == 5 || book.compares == 1);
+                auto rank_is_right = [&](float u) {
+                    int want = 0;
+                    for (int k = 0; k + 1 < from.n_levels; k++) want += from.thresholds[k] <= u;
+                    int got = (int)rintf(fminf(fmaxf(fmaf(u, book.per_cell, 0.5f), 0.0f), 1.0f) * (float)book.cells);
+                    const int cell = got;
+                    for (int i = 0; i < book.compares; i++) got += book.thresholds[cell + i] <= u;
+                    return want == got;
+                };
+                for (float u = -20.0f; good && u < 20.0f; u += 0.001f) good = rank_is_right(u);
+                for (int k = 0; good && k + 1 < from.n_levels; k++)
+                    for (float toward : {-INFINITY, INFINITY})
+                        good &= rank_is_right(from.thresholds[k]) && rank_is_right(nextafterf(from.thresholds[k], toward));
+                checks++;
+                if (!good && failures++ < 30) printf("FAILED: cells of law %d, dim %d, %d bits\n", law, dim, bits);
+            }
+}
+
+static void check_rotations()
+{
+    Random random(9);
+    for (int dim : DIMS)
+        for (int rotation = 0; rotation < 3; rotation++)
+            for (int dtype = 0; dtype < 3; dtype++)
+                for (int inverse = 0; inverse < 2; inverse++) {
+                    const tq_plan plan = make_plan(dim, 128, rotation, 0, 0, {4}, {4});
+                    const int rows = 37;
+                    const std::string name = "rotate, dim " + std::to_string(dim) + ", rotation " + std::to_string(rotation) + ", dtype " +
+                                             std::to_string(dtype) + (inverse ? ", inverse" : "");
+                    Array<float> matrix(rotation == TQ_ROTATION_DENSE ? (size_t)dim * dim : 0);
+                    for (float &m : matrix.host) m = random.normal();
+                    matrix.up();
+                    Array<uint8_t> x((size_t)rows * dim * dtype_size(dtype)), y(x.host.size());
+                    fill_rows(x.host, rows, dim, dtype, random);
+                    x.up();
+                    std::vector<float> in(rows * dim), out(rows * dim);
+                    for (size_t i = 0; i < in.size(); i++) in[i] = load(x.host, i, dtype);
+                    tq_error error;
+                    check(tq_rotate(&plan, matrix.host_or_null(), inverse, in.data(), out.data(), rows, &error), error, "tq_rotate");
+                    for (size_t i = 0; i < out.size(); i++) store(y.host, i, dtype, out[i]);
+                    const bool in_place = dtype == 1;
+                    check(tq_cuda_rotate(&plan, matrix.or_null(), inverse, (tq_dtype)dtype, x.device, in_place ? x.device : y.device, rows,
+                                         nullptr, &error),
+                          error, "tq_cuda_rotate");
+                    check(cudaDeviceSynchronize(), name.c_str());
+                    same(name, "y", y.host.data(), (in_place ? x : y).down().data(), y.bytes());
+                }
+}
+
+static void check_dequantize()
+{
+    Random random(11);
+    for (int dim : DIMS)
+        for (int i = 0; i < 6; i++) {
+            const int rotation = i % 3, groups = (dim + 31) / 32, heads = 2, batch = 2, max_pages = 2, max_tokens = 150;
+            const bool values = i != 4;
+            const tq_plan plan = make_plan(dim, 96, rotation, i % 2, 0, mixed_bits(groups, true, random),
+                                           values ? mixed_bits(groups, true, random) : std::vector<int>{0});
+            const std::string name = "dequantize, dim " + std::to_string(dim) + ", case " + std::to_string(i);
+            Array<uint8_t> pages(5 * heads * plan.record_bytes);
+            for (uint8_t &x : pages.host) x = (uint8_t)random.word();
+            for (size_t at = 0; at < pages.host.size(); at += plan.record_bytes) // scales that are numbers
+                for (const tq_side *side : {&plan.key, &plan.value})
+                    for (int t = 0; t < (side->tile_bytes ? plan.page_tokens : 0); t++) {
+                        const uint16_t half = tq_f16_from_f32(expf(random.normal()));
+                        memcpy(&pages.host[at + side->scales_offset + 2 * t], &half, 2);
+                    }
+            Array<int32_t> table(batch * max_pages), counts(batch);
+            table.host = {3, 0, 4, 1};
+            counts.host = {i == 0 ? 0 : 97 + i, 150};
+            Array<float> matrix(rotation == 2 ? (size_t)heads * dim * dim : 0), centre(i % 2 ? heads * dim : 0), steps(i > 2 ? heads * groups : 0);
+            for (Array<float> *a : {&matrix, &centre, &steps}) {
+                for (float &x : a->host) x = expf(random.normal());
+                a->up();
+            }
+            pages.up(), table.up(), counts.up();
+            Array<float> k((size_t)batch * heads * max_tokens * dim), v(values ? k.host.size() : 0);
+            auto transform = [&](bool device) {
+                tq_transform t = {};
+                t.rotation = device ? matrix.or_null() : matrix.host_or_null(), t.rotation_stride_head = dim * dim;
+                t.centre = device ? centre.or_null() : centre.host_or_null();
+                t.steps = device ? steps.or_null() : steps.host_or_null();
+                return t;
+            };
+            const tq_transform host = transform(false), device = transform(true);
+            void *aligned = aligned_alloc(64, (pages.bytes() + 63) / 64 * 64);
+            memcpy(aligned, pages.host.data(), pages.bytes());
+            tq_error error;
+            check(tq_dequantize(&plan, (uint8_t *)aligned, 5, heads, table.host.data(), batch, max_pages, counts.host.data(), max_tokens,
+                                &host, &host, k.host.data(), v.host_or_null(), &error),
+                  error, "tq_dequantize");
+            free(aligned);
+            check(tq_cuda_dequantize(&plan, pages.device, 5, heads, table.device, batch, max_pages, counts.device, max_tokens, &device,
+                                     &device, k.device, v.or_null(), nullptr, &error),
+                  error, "tq_cuda_dequantize");
+            check(cudaDeviceSynchronize(), name.c_str());
+            same(name, "k", k.host.data(), k.down().data(), k.bytes());
+            same(name, "v", v.host.data(), v.down().data(), v.bytes());
+        }
+}
+
+static void check_merge()
+{
+    Random random(13);
+    for (int dim : {1, 64, 100, 256})
+        for (int parts : {1, 2, 5}) {
+            const int rows = 33;
+            Array<float> outs((size_t)parts * rows * dim), lses(parts * rows), out(rows * dim), lse(rows);
+            for (float &x : outs.host) x = random.normal();
+            for (float &x : lses.host) x = random.below(4) ? 5 * random.normal() : -INFINITY;
+            outs.up(), lses.up();
+            tq_error error;
+            check(tq_merge(outs.host.data(), lses.host.data(), parts, rows, dim, out.host.data(), lse.host.data(), &error), error, "tq_merge");
+            check(tq_cuda_merge(outs.device, lses.device, parts, rows, dim, out.device, lse.device, nullptr, &error), error, "tq_cuda_merge");
+            check(cudaDeviceSynchronize(), "merge");
+            const std::vector<float> got = out.down(), got_lse = lse.down();
+            double worst = 0;
+            for (size_t i = 0; i < got.size(); i++) worst = fmax(worst, fabs(got[i] - out.host[i]));
+            for (int i = 0; i < rows; i++)
+                if (!(got_lse[i] == lse.host[i] || fabs(got_lse[i] - lse.host[i]) < 2e-6 * (1 + fabs(lse.host[i])))) worst = 1;
+            checks++;
+            if (!(worst < 4e-6) && failures++ < 30) printf("FAILED: merge, dim %d, %d parts: off by %g\n", dim, parts, worst);
+        }
+}
+
+// ---- times ----
+
+#if !defined(TQ_NO_TIMES)
+#include "append_times.h"
+#endif
+
+int main(int argc, char **argv)
+{
+    bool all = argc < 2;
+    int thin = getenv("TQ_THIN") ? atoi(getenv("TQ_THIN")) : 1;
+    for (int i = 1; i < argc || all; i++, all = false) {
+        if (argc < 2 || !strcmp(argv[i], "check")) {
+            check_appends(thin);
+            const int after_append = checks;
+            check_books();
+            check_rotations();
+            check_dequantize();
+            check_merge();
+            printf("%s: %d comparisons (%d of appends), %d failed\n", failures ? "FAILED" : "passed", checks, after_append, failures);
+        }
+#if !defined(TQ_NO_TIMES)
+        if (argc < 2 || !strcmp(argv[i], "time")) times();
+#endif
+        if (argc < 2) break;
+    }
+    return failures != 0;
+}

@@ -1,0 +1,583 @@
+/* Checks and times tq_cuda_attend without Python: random caches written by turboquant.h's bit layout, answers in float64.
+ *   attend_harness check [filter]      every case whose name contains the filter; exit status 1 if one fails
+ *   attend_harness time [filter]       median times of decode shapes, inputs rotated beyond the L2 cache, in a CUDA graph */
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "turboquant_cuda.h"
+
+static void cuda_ok(cudaError_t e, int line)
+{
+    if (e == cudaSuccess) return;
+    printf("line %d: %s\n", line, cudaGetErrorString(e));
+    exit(2);
+}
+#define CUDA(call) cuda_ok((call), __LINE__)
+
+static void tq_ok(tq_status s, const tq_error &e, int line)
+{
+    if (s == TQ_OK) return;
+    printf("line %d: `%s[%lld]` must be %s, got %g\n", line, e.argument, (long long)e.index, e.wants, e.got);
+    exit(2);
+}
+#define TQ(call) tq_ok((call), error, __LINE__)
+
+using Doubles = std::vector<double>;
+
+/* ---- cases ---- */
+
+struct Case {
+    std::string name;
+    std::string key_bits = "4", value_bits = ""; /* one digit per group, the last one repeated; value_bits empty: as keys */
+    int head_dim = 128, page_tokens = 128, heads = 2, group = 4, tokens = 1, dtype = TQ_BF16, rotation = TQ_ROTATION_HADAMARD, codebook = 0;
+    std::vector<int> lengths = {300}, starts = {};
+    int sinks = 0, window = 0, sliding = 0, causal = 1;
+    bool fresh = false, centres = false, steps = false, hostile = false;
+    float softcap = 0, query_size = 3, scale_sign = 1;
+    int spare_pages = 0; /* extra columns of the block table, as if the cache could grow */
+    std::function<double(int, int)> boost; /* (position, length) -> factor on the key */
+};
+
+static int bits_of(const std::string &digits, int g)
+{
+    return digits[std::min<size_t>(g, digits.size() - 1)] - '0';
+}
+
+static tq_plan make_plan(const Case &c)
+{
+    int groups = (c.head_dim + 31) / 32;
+    std::vector<int64_t> words = {TQ_FORMAT_VERSION, c.head_dim, c.page_tokens, c.rotation, c.codebook, 0, 7};
+    for (int g = 0; g < groups; g++) words.push_back(bits_of(c.key_bits, g));
+    for (int g = 0; g < groups; g++) words.push_back(bits_of(c.value_bits.empty() ? c.key_bits : c.value_bits, g));
+    tq_plan plan;
+    tq_error error;
+    TQ(tq_plan_init(&plan, words.data(), words.size(), &error));
+    return plan;
+}
+
+/* ---- the format, as turboquant.h draws it ---- */
+
+static void put_bits(uint32_t *words, int word, int lane, int shift, uint32_t value, uint32_t mask)
+{
+    uint32_t &w = words[32 * word + lane];
+    w = (w & ~(mask << shift)) | value << shift;
+}
+
+static void put_code(uint8_t *tile, int bits, int row, int column, uint32_t code)
+{
+    uint32_t *words = (uint32_t *)tile;
+    int g = row % 8, r = row / 8, t = column % 16 / 4, n = column % 4 + 4 * (column / 16), lane = 4 * g + t;
+    switch (bits) {
+    case 1: put_bits(words, 0, lane, 8 * (n % 4) + r + 4 * (n / 4), code, 1); break;
+    case 2: put_bits(words, n / 4, lane, 8 * (n % 4) + 2 * r, code, 3); break;
+    case 3:
+        if (r < 3) put_bits(words, r, lane, 4 * n, code, 7);
+        else
+            for (int k = 0; k < 3; k++) put_bits(words, k, lane, 4 * n + 3, code >> k & 1, 1);
+        break;
+    case 5: put_bits(words, 4, lane, 8 * (n % 4) + r + 4 * (n / 4), code >> 4, 1); /* and */
+    case 4: put_bits(words, r, lane, 4 * n, code & 15, 15); break;
+    }
+}
+
+static int column_of(int token)
+{
+    return 4 * (token % 8) + token / 8;
+}
+
+/* ---- numbers of the model's dtype ---- */
+
+static float rounded(float x, int dtype)
+{
+    if (dtype == TQ_F16) return __half2float(__float2half(x));
+    if (dtype == TQ_BF16) return __bfloat162float(__float2bfloat16(x));
+    return x;
+}
+
+static void append_number(std::vector<uint8_t> &to, float x, int dtype)
+{
+    uint8_t bytes[4];
+    int n = dtype == TQ_F32 ? 4 : 2;
+    if (dtype == TQ_F32) memcpy(bytes, &x, 4);
+    if (dtype == TQ_F16) { __half h = __float2half(x); memcpy(bytes, &h, 2); }
+    if (dtype == TQ_BF16) { __nv_bfloat16 h = __float2bfloat16(x); memcpy(bytes, &h, 2); }
+    to.insert(to.end(), bytes, bytes + n);
+}
+
+static float read_number(const std::vector<uint8_t> &from, size_t i, int dtype)
+{
+    float x = 0;
+    __half h;
+    __nv_bfloat16 b;
+    if (dtype == TQ_F32) memcpy(&x, &from[4 * i], 4);
+    if (dtype == TQ_F16) { memcpy(&h, &from[2 * i], 2); x = __half2float(h); }
+    if (dtype == TQ_BF16) { memcpy(&b, &from[2 * i], 2); x = __bfloat162float(b); }
+    return x;
+}
+
+/* ---- rotations in float64 ---- */
+
+static void hadamard_inverse(const tq_plan &plan, double *x)
+{
+    int d = plan.head_dim, p = 1;
+    while (2 * p <= d) p *= 2;
+    for (int pass = p < d ? 1 : 0; pass >= 0; pass--) {
+        double *part = pass ? x + d - p : x;
+        for (int step = 1; step < p; step *= 2)
+            for (int i = 0; i < p; i++)
+                if (!(i & step)) {
+                    double a = part[i], b = part[i + step];
+                    part[i] = a + b;
+                    part[i + step] = a - b;
+                }
+        for (int i = 0; i < p; i++) part[i] *= (plan.signs[pass][i / 32] >> (i % 32) & 1 ? -1 : 1) / sqrt((double)p);
+    }
+}
+
+static void unrotate(const tq_plan &plan, const std::vector<float> &matrix, double *x)
+{
+    int d = plan.head_dim;
+    if (plan.rotation == TQ_ROTATION_HADAMARD) hadamard_inverse(plan, x);
+    if (plan.rotation != TQ_ROTATION_DENSE) return;
+    Doubles y(d, 0);
+    for (int r = 0; r < d; r++)
+        for (int c = 0; c < d; c++) y[c] += (double)matrix[r * d + c] * x[r];
+    std::copy(y.begin(), y.end(), x);
+}
+
+/* ---- device memory ---- */
+
+struct DeviceArray {
+    void *at = nullptr;
+    DeviceArray(const void *from, size_t bytes)
+    {
+        if (!bytes) return;
+        CUDA(cudaMalloc(&at, bytes));
+        CUDA(cudaMemcpy(at, from, bytes, cudaMemcpyHostToDevice));
+    }
+    template <class T> explicit DeviceArray(const std::vector<T> &v) : DeviceArray(v.data(), v.size() * sizeof(T)) {}
+    DeviceArray(const DeviceArray &) = delete;
+    ~DeviceArray() { cudaFree(at); }
+    template <class T> T *as() const { return (T *)at; }
+};
+
+/* ---- one case ---- */
+
+static bool run_case(const Case &c)
+{
+    tq_plan plan = make_plan(c);
+    tq_error error;
+    std::mt19937 random(1234);
+    std::normal_distribution<float> normal;
+    std::uniform_real_distribution<float> uniform(0.5f, 1.5f);
+    int d = c.head_dim, H = c.heads, B = (int)c.lengths.size(), T = c.tokens, groups = plan.groups, pt = c.page_tokens, G = c.group;
+    tq_codebook books[6];
+    for (int b = 1; b <= 5; b++) TQ(tq_get_codebook((tq_codebook_law)plan.codebook, d, b, &books[b], &error));
+    int max_packed = 0;
+    for (int n : c.lengths) max_packed = std::max(max_packed, n - c.sinks - c.window);
+    int used_pages = (max_packed + pt - 1) / pt, max_pages = used_pages + c.spare_pages, n_pages = B * used_pages + 3;
+    std::vector<int32_t> order(n_pages), table((size_t)B * max_pages, 0x7fffffff);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+
+    std::vector<float> centre[2], steps[2], matrix[2];
+    for (int side = 0; side < 2; side++) {
+        if (c.centres)
+            for (int i = 0; i < B * H * d; i++) centre[side].push_back(normal(random));
+        if (c.steps)
+            for (int i = 0; i < H * groups; i++) steps[side].push_back(uniform(random));
+        if (c.rotation != TQ_ROTATION_DENSE) continue;
+        matrix[side].resize((size_t)d * d);
+        std::vector<double> scratch((size_t)d * (d + 2));
+        TQ(tq_haar(side + 5, d, matrix[side].data(), scratch.data(), &error));
+    }
+
+    /* exact numbers [side][b][h][position][d], and packed versions as decoded */
+    std::vector<Doubles> exact[2], packed[2];
+    std::vector<uint8_t> pages((size_t)n_pages * H * plan.record_bytes, 0xff);
+    for (int b = 0; b < B; b++) {
+        int n = c.lengths[b], n_packed = std::max(0, n - c.sinks - c.window), start = c.starts.empty() ? 0 : c.starts[b];
+        for (int i = 0; i < (n_packed + pt - 1) / pt; i++) table[(size_t)b * max_pages + i] = order[b * used_pages + i];
+        for (int h = 0; h < H; h++)
+            for (int side = 0; side < 2; side++) {
+                const tq_side &layout = side ? plan.value : plan.key;
+                exact[side].push_back(Doubles((size_t)n * d));
+                packed[side].push_back(Doubles((size_t)n * d, NAN));
+                for (double &x : exact[side].back()) x = rounded(normal(random), c.dtype);
+                for (int j = 0; j < n_packed; j++) {
+                    int position = c.sinks + j, token = j % pt, tile = token / 32, i = token % 32;
+                    if (position < start) continue; /* never stored */
+                    uint8_t *record = &pages[((size_t)order[b * used_pages + j / pt] * H + h) * plan.record_bytes];
+                    double boost = side == 0 && c.boost ? c.boost(position, n) : 1;
+                    __half scale = __float2half((float)(uniform(random) * boost));
+                    memcpy(record + layout.scales_offset + 2 * (tile * 32 + column_of(i)), &scale, 2);
+                    double *x = &packed[side].back()[(size_t)position * d];
+                    for (int ch = 0; ch < 32 * groups; ch++) {
+                        int g = ch / 32, bits = layout.bits[g];
+                        if (ch < d) x[ch] = 0;
+                        if (!bits) continue;
+                        uint32_t code = random() & ((1u << bits) - 1);
+                        uint8_t *at = record + layout.codes_offset + tile * layout.tile_bytes + layout.offset[g];
+                        if (side == 0) put_code(at, bits, i, ch % 32, code);
+                        else put_code(at, bits, ch % 32, column_of(i), code);
+                        if (ch < d) x[ch] = (double)(books[bits].levels[code] * books[bits].step) * __half2float(scale) * (c.steps ? steps[side][h * groups + g] : 1);
+                    }
+                    unrotate(plan, matrix[side], x);
+                    if (c.centres)
+                        for (int ch = 0; ch < d; ch++) x[ch] += centre[side][(b * H + h) * d + ch];
+                }
+            }
+    }
+    if (c.hostile)
+        for (size_t i = 0; i < table.size(); i++) table[i] = i % 3 ? (int32_t)(i * 2654435761u) : -1;
+
+    /* dense arrays */
+    std::vector<uint8_t> q, sinks[2], window[2], fresh[2];
+    Doubles qd;
+    for (int i = 0; i < B * H * G * T * d; i++) {
+        float x = rounded(c.query_size * normal(random), c.dtype);
+        qd.push_back(x);
+        append_number(q, x, c.dtype);
+    }
+    for (int b = 0; b < B; b++)
+        for (int h = 0; h < H; h++)
+            for (int side = 0; side < 2; side++) {
+                const Doubles &x = exact[side][b * H + h];
+                int n = c.lengths[b], before = c.fresh ? n - T : n;
+                auto put = [&](std::vector<uint8_t> &to, int position) {
+                    for (int ch = 0; ch < d; ch++) append_number(to, position >= 0 && position < n ? (float)x[(size_t)position * d + ch] : NAN, c.dtype);
+                };
+                for (int i = 0; i < c.sinks; i++) put(sinks[side], i);
+                for (int i = 0; i < c.window; i++) {
+                    int position = -1;
+                    for (int k = std::max(c.sinks, before - c.window); k < before; k++)
+                        if (k % c.window == i) position = k;
+                    put(window[side], position);
+                }
+                for (int i = 0; i < (c.fresh ? T : 0); i++) put(fresh[side], n - T + i);
+            }
+
+    DeviceArray d_q(q), d_pages(pages), d_table(table), d_lengths(c.lengths), d_starts(c.starts), d_sk(sinks[0]), d_sv(sinks[1]), d_wk(window[0]),
+        d_wv(window[1]), d_fk(fresh[0]), d_fv(fresh[1]), d_ck(centre[0]), d_cv(centre[1]), d_stk(steps[0]), d_stv(steps[1]), d_mk(matrix[0]), d_mv(matrix[1]);
+    size_t rows = (size_t)B * H * G * T, out_bytes = rows * d * (c.dtype == TQ_F32 ? 4 : 2);
+    std::vector<uint8_t> poison(out_bytes, 0xff), out(out_bytes);
+    std::vector<float> lse(rows, NAN);
+    DeviceArray d_out(poison), d_lse(lse);
+    tq_attend_params p = {};
+    p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.sinks = c.sinks, p.window = c.window, p.max_pages = max_pages;
+    p.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding, p.softmax_scale = c.scale_sign / sqrtf((float)d), p.softcap = c.softcap;
+    p.n_pages = n_pages, p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d, p.q_stride_token = d;
+    p.pages = d_pages.as<uint8_t>(), p.block_table = d_table.as<int32_t>(), p.lengths = d_lengths.as<int32_t>(), p.starts = d_starts.as<int32_t>();
+    p.sink_k = d_sk.at, p.sink_v = d_sv.at, p.window_k = d_wk.at, p.window_v = d_wv.at;
+    p.fresh_k = d_fk.at, p.fresh_v = d_fv.at;
+    p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d, p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
+    p.fresh_k_stride_token = p.fresh_v_stride_token = d;
+    p.key = {d_mk.as<float>(), 0, d_ck.as<float>(), (int64_t)H * d, d_stk.as<float>()};
+    p.value = {d_mv.as<float>(), 0, d_cv.as<float>(), (int64_t)H * d, d_stv.as<float>()};
+    p.out = d_out.at, p.lse = d_lse.as<float>();
+    size_t workspace_bytes;
+    TQ(tq_cuda_attend_workspace_bytes(&plan, &p, &workspace_bytes, &error));
+    std::vector<uint8_t> workspace(workspace_bytes, 0xff);
+    memset(workspace.data(), 0, TQ_CUDA_WORKSPACE_ZERO);
+    DeviceArray d_workspace(workspace);
+    std::vector<uint8_t> again;
+    for (int run = 0; run < 2; run++) { /* twice: the workspace must be left usable, and results must repeat */
+        CUDA(cudaMemcpy(d_out.at, poison.data(), out_bytes, cudaMemcpyHostToDevice));
+        TQ(tq_cuda_attend(&plan, &p, d_workspace.at, workspace_bytes, nullptr, &error));
+        CUDA(cudaDeviceSynchronize());
+        if (out_bytes) CUDA(cudaMemcpy(out.data(), d_out.at, out_bytes, cudaMemcpyDeviceToHost));
+        if (!run) again = out;
+    }
+    if (rows) CUDA(cudaMemcpy(lse.data(), d_lse.at, rows * 4, cudaMemcpyDeviceToHost));
+    if (c.hostile) {
+        printf("ok    %-44s no fault\n", c.name.c_str());
+        return true;
+    }
+
+    double worst = 0, largest = 0, worst_lse = 0;
+    bool pattern = true, repeats = again == out;
+    for (int b = 0; b < B; b++)
+        for (int h = 0; h < H * G; h++)
+            for (int i = 0; i < T; i++) {
+                size_t row = ((size_t)b * H * G + h) * T + i;
+                int n = c.lengths[b], position = n - T + i, start = c.starts.empty() ? 0 : c.starts[b], kv = b * H + h / G;
+                int lo = start, hi = c.causal ? position + 1 : n, newest = (c.causal ? position + 1 : n) - c.window;
+                if (c.sliding) lo = std::max(lo, position - c.sliding + 1);
+                std::vector<std::pair<double, const double *>> terms;
+                double top = -INFINITY;
+                for (int j = std::max(lo, 0); j < hi; j++) {
+                    bool is_exact = j < c.sinks || j >= newest;
+                    if (is_exact && j >= c.sinks && !c.fresh && j < n - c.window) continue; /* no longer in the ring */
+                    const double *k = &(is_exact ? exact : packed)[0][kv][(size_t)j * d], *v = &(is_exact ? exact : packed)[1][kv][(size_t)j * d];
+                    double x = 0;
+                    for (int ch = 0; ch < d; ch++) x += qd[row * d + ch] * k[ch];
+                    x *= p.softmax_scale;
+                    if (c.softcap > 0) x = c.softcap * tanh(x / c.softcap);
+                    terms.push_back({x, v});
+                    top = std::max(top, x);
+                }
+                double sum = 0;
+                Doubles want(d, 0);
+                for (auto &t : terms) {
+                    double w = exp(t.first - top);
+                    sum += w;
+                    for (int ch = 0; ch < d; ch++) want[ch] += w * t.second[ch];
+                }
+                if (terms.empty() != (lse[row] == -INFINITY)) pattern = false;
+                if (!terms.empty()) worst_lse = std::max(worst_lse, fabs(lse[row] - (top + log(sum))) / std::max(1.0, fabs(top) / 10));
+                if (!terms.empty() && !(fabs(lse[row]) < INFINITY)) pattern = false;
+                for (int ch = 0; ch < d; ch++) {
+                    double w = sum > 0 ? want[ch] / sum : 0, got = read_number(out, row * d + ch, c.dtype);
+                    double ulp = c.dtype == TQ_F32 ? 0 : fabs(w) * (c.dtype == TQ_F16 ? 1.0 / 2048 : 1.0 / 256);
+                    largest = std::max(largest, fabs(w));
+                    if (!(got == got)) pattern = false;
+                    worst = std::max(worst, fabs(got - w) - ulp);
+                }
+            }
+    double relative = largest > 0 ? worst / largest : worst, allowed = c.dtype == TQ_F32 ? 2e-4 : 1e-3;
+    if (c.query_size > 50) allowed *= 10; /* logits of thousands: the query's 16 bits show */
+    bool ok = pattern && repeats && relative <= allowed && worst_lse <= 2e-3;
+    printf("%s %-44s error %.1e  lse %.1e%s%s\n", ok ? "ok   " : "WRONG", c.name.c_str(), relative, worst_lse, pattern ? "" : "  -inf/NaN pattern",
+           repeats ? "" : "  not repeatable");
+    return ok;
+}
+
+static std::vector<Case> all_cases()
+{
+    std::vector<Case> cases;
+    auto add = [&](std::string name, auto change) {
+        Case c;
+        change(c);
+        c.name = name;
+        cases.push_back(c);
+    };
+    for (const char *bits : {"2", "3", "4", "1", "5"})
+        for (int d : {128, 64, 80, 96, 256}) {
+            std::string tag = std::string("bits ") + bits + " dim " + std::to_string(d);
+            add(tag, [&](Case &c) { c.key_bits = bits, c.head_dim = d, c.lengths = {300, 1000}; });
+            add(tag + " f32", [&](Case &c) { c.key_bits = bits, c.head_dim = d, c.dtype = TQ_F32, c.lengths = {129, 0, 777}; });
+        }
+    for (int d : {8, 16, 24, 32, 40, 72, 112, 136, 160, 200, 224, 248})
+        add("dim " + std::to_string(d), [&](Case &c) { c.head_dim = d, c.key_bits = "3", c.dtype = TQ_F32; });
+    for (int g : {1, 2, 3, 5, 7, 8, 12, 16, 17, 32, 48, 64})
+        for (const char *bits : {"2", "3", "4", "5310"})
+            add("group " + std::to_string(g) + " bits " + bits, [&](Case &c) { c.group = g, c.key_bits = bits, c.heads = 1, c.dtype = TQ_F32; });
+    add("group 16 dim 256", [&](Case &c) { c.group = 16, c.head_dim = 256, c.heads = 1, c.dtype = TQ_F32; });
+    add("mixed 5430/4321", [&](Case &c) { c.key_bits = "5430", c.value_bits = "4321", c.dtype = TQ_F32; });
+    add("mixed 0035/1205", [&](Case &c) { c.key_bits = "0035", c.value_bits = "1205", c.dtype = TQ_F32; });
+    add("mixed dim 256", [&](Case &c) { c.head_dim = 256, c.key_bits = "54433210", c.value_bits = "12345022", c.dtype = TQ_F32; });
+    add("keys 4 values 2", [&](Case &c) { c.value_bits = "2"; });
+    add("keys 3 values 4", [&](Case &c) { c.key_bits = "3", c.value_bits = "4"; });
+    for (int n : {0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257})
+        add("length " + std::to_string(n), [&](Case &c) { c.lengths = {n}, c.key_bits = "3"; });
+    for (int pt : {32, 64, 96})
+        add("page of " + std::to_string(pt), [&](Case &c) { c.page_tokens = pt, c.lengths = {500, 31, 97}, c.key_bits = "3"; });
+    add("ragged batch", [](Case &c) { c.lengths = {0, 1, 5000, 128, 0, 129, 700, 64}, c.key_bits = "2"; });
+    add("batch of 100", [](Case &c) { for (int i = 0; i < 100; i++) c.lengths.resize(i + 1, i * 37 % 400); });
+    add("starts", [](Case &c) { c.lengths = {300, 64, 640, 64}, c.starts = {17, 63, 300, 64}; });
+    add("room to grow", [](Case &c) { c.lengths = {300}, c.spare_pages = 500; });
+    add("long", [](Case &c) { c.lengths = {20000}, c.heads = 1; });
+    add("long 3 bits f32", [](Case &c) { c.lengths = {20000}, c.heads = 1, c.key_bits = "3", c.dtype = TQ_F32; });
+    for (int dtype : {TQ_F32, TQ_F16, TQ_BF16}) {
+        std::string tag = dtype == TQ_F32 ? " f32" : dtype == TQ_F16 ? " f16" : " bf16";
+        add("sinks and window" + tag, [&](Case &c) { c.sinks = 4, c.window = 128, c.lengths = {1000, 3, 4, 100, 132, 133, 0}, c.dtype = dtype; });
+        add("sinks, window, starts" + tag, [&](Case &c) { c.sinks = 4, c.window = 50, c.lengths = {1000, 90, 90}, c.starts = {2, 5, 88}, c.dtype = dtype; });
+        add("window only, not causal" + tag, [&](Case &c) { c.window = 40, c.causal = 0, c.tokens = 3, c.lengths = {500, 20}, c.dtype = dtype; });
+    }
+    add("sliding window", [](Case &c) { c.sliding = 200, c.lengths = {1000, 100}, c.dtype = TQ_F32; });
+    add("sliding window, sinks, window", [](Case &c) { c.sliding = 200, c.sinks = 4, c.window = 64, c.lengths = {1000, 100, 150}; });
+    add("sliding inside window", [](Case &c) { c.sliding = 20, c.sinks = 4, c.window = 64, c.lengths = {1000, 10}; });
+    add("softcap", [](Case &c) { c.softcap = 5, c.dtype = TQ_F32, c.sinks = 4, c.window = 16; });
+    add("softcap, centres", [](Case &c) { c.softcap = 5, c.dtype = TQ_F32, c.centres = true; });
+    add("centres", [](Case &c) { c.centres = true, c.sinks = 2, c.window = 30, c.dtype = TQ_F32; });
+    add("centres and steps, mixed", [](Case &c) { c.centres = c.steps = true, c.key_bits = "5321", c.value_bits = "4420", c.dtype = TQ_F32; });
+    for (int d : {128, 80, 64})
+        add("dense rotation dim " + std::to_string(d), [&](Case &c) {
+            c.rotation = TQ_ROTATION_DENSE, c.head_dim = d, c.centres = c.steps = true, c.key_bits = "4321", c.dtype = TQ_F32, c.window = 16, c.lengths = {900};
+        });
+    add("dense rotation, group 16", [](Case &c) { c.rotation = TQ_ROTATION_DENSE, c.group = 16, c.heads = 1, c.dtype = TQ_F32; });
+    add("no rotation", [](Case &c) { c.rotation = TQ_ROTATION_NONE, c.dtype = TQ_F32; });
+    add("sphere codebook", [](Case &c) { c.codebook = 1, c.dtype = TQ_F32; });
+    add("negative softmax scale", [](Case &c) { c.scale_sign = -1, c.centres = true, c.dtype = TQ_F32; });
+    for (int t : {2, 5, 8, 33, 128})
+        for (const char *bits : {"2", "3", "4"}) {
+            std::string tag = std::to_string(t) + " queries, bits " + bits;
+            add(tag, [&](Case &c) { c.tokens = t, c.key_bits = bits, c.lengths = {500, 130, 20}, c.heads = 1, c.dtype = TQ_F32; });
+            add(tag + ", fresh, window", [&](Case &c) { c.tokens = t, c.key_bits = bits, c.fresh = true, c.sinks = 3, c.window = 40, c.lengths = {500, 190, 20}, c.heads = 1; });
+        }
+    add("8 queries, window, sliding, starts", [](Case &c) {
+        c.tokens = 8, c.fresh = true, c.sinks = 4, c.window = 64, c.sliding = 300, c.lengths = {1000, 90}, c.starts = {750, 3}, c.dtype = TQ_F32;
+    });
+    add("6 queries dim 256", [](Case &c) { c.tokens = 6, c.head_dim = 256, c.lengths = {600}, c.heads = 1; });
+    add("one dominant token", [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 40.0 : 1.0; }, c.lengths = {2000}; });
+    add("all equal", [](Case &c) { c.query_size = 0, c.lengths = {2000}, c.dtype = TQ_F32; });
+    add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.lengths = {500}; });
+    add("hostile block table", [](Case &c) { c.hostile = true, c.lengths = {1000, 300}; });
+    return cases;
+}
+
+/* ---- timing ---- */
+
+__global__ void fill_pages(uint32_t *words, int64_t n, int64_t record_words, int64_t scale_from)
+{
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        uint64_t x = (i + 1) * 0x9E3779B97F4A7C15ull;
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+        x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+        uint32_t r = (uint32_t)(x >> 32);
+        words[i] = i % record_words < scale_from ? r : 0x38003800u | (r & 0x03ff03ffu); /* scales in [0.5, 1) */
+    }
+}
+
+struct Shape {
+    const char *bits;
+    int batch, heads, group, length, head_dim, tokens, window;
+    double baseline_us; /* the best bf16 attention seen, 0: unknown */
+};
+
+static void time_shape(const Shape &s, int rotation)
+{
+    Case c;
+    c.key_bits = s.bits, c.head_dim = s.head_dim, c.rotation = rotation;
+    tq_plan plan = make_plan(c);
+    tq_error error;
+    int B = s.batch, H = s.heads, G = s.group, T = s.tokens, d = s.head_dim, pages_each = (s.length - s.window + 127) / 128;
+    int64_t bytes = (int64_t)B * H * pages_each * plan.record_bytes, copies = std::max<int64_t>(1, std::min<int64_t>(64, 400000000 / std::max<int64_t>(bytes, 1)));
+    int64_t n_pages = copies * B * pages_each;
+    void *pages;
+    CUDA(cudaMalloc(&pages, n_pages * H * plan.record_bytes));
+    fill_pages<<<2048, 256>>>((uint32_t *)pages, n_pages * H * plan.record_bytes / 4, plan.record_bytes / 4, plan.key.scales_offset / 4);
+    CUDA(cudaDeviceSynchronize());
+    std::mt19937 random(1);
+    std::vector<int32_t> table(n_pages), lengths(B, s.length);
+    std::iota(table.begin(), table.end(), 0);
+    std::shuffle(table.begin(), table.end(), random);
+    std::vector<uint8_t> q;
+    std::normal_distribution<float> normal;
+    for (int i = 0; i < B * H * G * T * d; i++) append_number(q, normal(random), TQ_BF16);
+    std::vector<uint8_t> ring((size_t)B * H * s.window * d * 2, 0x3c), fresh((size_t)B * H * T * d * 2, 0x3c);
+    std::vector<float> matrix((size_t)d * d, 0.01f);
+    DeviceArray d_q(q), d_table(table), d_lengths(lengths), d_ring(ring), d_fresh(fresh), d_out(std::vector<uint8_t>(q.size())), d_matrix(matrix);
+    tq_attend_params p = {};
+    p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.window = s.window, p.max_pages = pages_each, p.dtype = TQ_BF16, p.causal = 1;
+    p.softmax_scale = 1 / sqrtf((float)d), p.n_pages = n_pages;
+    p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d, p.q_stride_token = d;
+    p.pages = (uint8_t *)pages, p.lengths = d_lengths.as<int32_t>(), p.out = d_out.at, p.window_k = p.window_v = d_ring.at;
+    if (s.window && T > 1) p.fresh_k = p.fresh_v = d_fresh.at;
+    p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d, p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
+    p.fresh_k_stride_token = p.fresh_v_stride_token = d;
+    if (rotation == TQ_ROTATION_DENSE) p.key.rotation = p.value.rotation = d_matrix.as<float>();
+    size_t workspace_bytes;
+    TQ(tq_cuda_attend_workspace_bytes(&plan, &p, &workspace_bytes, &error));
+    void *workspace;
+    CUDA(cudaMalloc(&workspace, workspace_bytes));
+    CUDA(cudaMemset(workspace, 0, workspace_bytes));
+    cudaStream_t stream;
+    CUDA(cudaStreamCreate(&stream));
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    int launches = (int)std::max<int64_t>(copies, bytes < 100000000 ? 20 : 1);
+    CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    for (int i = 0; i < launches; i++) {
+        p.block_table = d_table.as<int32_t>() + (i % copies) * B * pages_each;
+        TQ(tq_cuda_attend(&plan, &p, workspace, workspace_bytes, stream, &error));
+    }
+    CUDA(cudaStreamEndCapture(stream, &graph));
+    CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    cudaEvent_t e0, e1;
+    CUDA(cudaEventCreate(&e0));
+    CUDA(cudaEventCreate(&e1));
+    std::vector<float> times;
+    float warm_ms = 0; /* clocks rise slowly */
+    for (int i = 0; i < 20 || (warm_ms < 30 && i < 2000); i++) {
+        CUDA(cudaEventRecord(e0, stream));
+        CUDA(cudaGraphLaunch(exec, stream));
+        CUDA(cudaEventRecord(e1, stream));
+        CUDA(cudaEventSynchronize(e1));
+        float ms;
+        CUDA(cudaEventElapsedTime(&ms, e0, e1));
+        warm_ms += ms;
+    }
+    for (int i = 0; i < 25; i++) {
+        CUDA(cudaEventRecord(e0, stream));
+        CUDA(cudaGraphLaunch(exec, stream));
+        CUDA(cudaEventRecord(e1, stream));
+        CUDA(cudaEventSynchronize(e1));
+        float ms;
+        CUDA(cudaEventElapsedTime(&ms, e0, e1));
+        times.push_back(1000 * ms / launches);
+    }
+    std::sort(times.begin(), times.end());
+    double us = times[times.size() / 2];
+    char label[160];
+    snprintf(label, sizeof label, "%d,%d,%d,%d d%d bits %s%s%s%s", B, H, G, s.length, d, s.bits, T > 1 ? (" T" + std::to_string(T)).c_str() : "",
+             s.window ? (" w" + std::to_string(s.window)).c_str() : "", rotation == TQ_ROTATION_DENSE ? " dense" : "");
+    printf("%-44s %8.2f us (%.2f..%.2f)  %.2f TB/s", label, us, times.front(), times.back(), bytes / us / 1e6);
+    if (s.baseline_us > 0) printf("  %.2fx", s.baseline_us / us);
+    printf("  [%.0f MB x %d]\n", bytes / 1e6, (int)copies);
+    fflush(stdout);
+    CUDA(cudaGraphExecDestroy(exec));
+    CUDA(cudaGraphDestroy(graph));
+    CUDA(cudaStreamDestroy(stream));
+    CUDA(cudaFree(pages));
+    CUDA(cudaFree(workspace));
+}
+
+static void time_all(const char *filter)
+{
+    /* baselines: design.md, section 5, on an H200 */
+    std::vector<Shape> shapes;
+    for (const char *bits : {"4", "3", "2"}) {
+        shapes.push_back({bits, 16, 8, 4, 32768, 128, 1, 0, 488});
+        shapes.push_back({bits, 8, 32, 1, 16384, 128, 1, 0, 487});
+        shapes.push_back({bits, 64, 8, 4, 4096, 128, 1, 0, 255});
+        shapes.push_back({bits, 8, 8, 8, 16384, 128, 1, 0, 0});
+        shapes.push_back({bits, 16, 1, 16, 32768, 128, 1, 0, 0});
+        shapes.push_back({bits, 64, 20, 1, 1024, 64, 1, 0, 0});
+        shapes.push_back({bits, 1, 8, 4, 131072, 128, 1, 0, 139});
+        shapes.push_back({bits, 1, 8, 4, 32768, 128, 1, 0, 50});
+        shapes.push_back({bits, 1, 8, 4, 8192, 128, 1, 0, 23});
+        shapes.push_back({bits, 1, 8, 4, 4096, 128, 1, 0, 0});
+        shapes.push_back({bits, 1, 8, 4, 2048, 128, 1, 0, 0});
+        shapes.push_back({bits, 1, 8, 4, 2048, 128, 1, 128, 0});
+        shapes.push_back({bits, 16, 8, 4, 32768, 128, 1, 128, 488});
+        shapes.push_back({bits, 16, 8, 4, 32768, 128, 8, 0, 0});
+    }
+    shapes.push_back({"5430", 16, 8, 4, 32768, 128, 1, 0, 0});
+    shapes.push_back({"4332", 16, 8, 4, 32768, 128, 1, 0, 0});
+    for (auto &s : shapes) {
+        char name[100];
+        snprintf(name, sizeof name, "%d,%d,%d,%d bits %s T%d w%d d%d", s.batch, s.heads, s.group, s.length, s.bits, s.tokens, s.window, s.head_dim);
+        if (!filter || strstr(name, filter)) time_shape(s, TQ_ROTATION_HADAMARD);
+    }
+    if (!filter || strstr("dense", filter)) {
+        time_shape({"4", 1, 8, 4, 8192, 128, 1, 0, 23}, TQ_ROTATION_DENSE);
+        time_shape({"4332", 16, 8, 4, 32768, 128, 1, 0, 0}, TQ_ROTATION_DENSE);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    const char *filter = argc > 2 ? argv[2] : nullptr;
+    if (argc > 1 && !strcmp(argv[1], "time")) {
+        time_all(filter);
+        return 0;
+    }
+    int wrong = 0, run = 0;
+    for (auto &c : all_cases())
+        if (!filter || c.name.find(filter) != std::string::npos) run++, wrong += !run_case(c);
+    printf("%d cases, %d wrong\n", run, wrong);
+    return wrong ? 1 : 0;
+}

@@ -1,0 +1,121 @@
+// What the CUDA harnesses share: memory that is on the device, random numbers, plans, and rows in the model's dtype.
+// A harness is one program without Python: it compares the launchers with the C core, byte for byte, and then times them.
+#ifndef TQ_TESTS_CUDA_HARNESS_H
+#define TQ_TESTS_CUDA_HARNESS_H
+#include <cuda_runtime.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <string>
+#include <vector>
+
+#include "core/convert.h"
+#include "turboquant_cuda.h"
+
+inline void check(cudaError_t e, const char *what)
+{
+    if (e == cudaSuccess) return;
+    printf("FAILED: %s: %s\n", what, cudaGetErrorString(e));
+    exit(1);
+}
+
+inline void check(tq_status status, const tq_error &error, const char *what)
+{
+    if (status == TQ_OK) return;
+    printf("FAILED: %s: `%s`[%ld] must be %s, got %g\n", what, error.argument, (long)error.index, error.wants, error.got);
+    exit(1);
+}
+
+/** An array on the host and its copy on the device. */
+template <class T> struct Array {
+    std::vector<T> host;
+    T *device = nullptr;
+
+    explicit Array(size_t n = 0) : host(n) { check(cudaMalloc((void **)&device, n * sizeof(T) + 256), "cudaMalloc"); }
+    ~Array() { cudaFree(device); }
+    Array(const Array &) = delete;
+    Array &operator=(const Array &) = delete;
+    size_t bytes() const { return host.size() * sizeof(T); }
+    void up() { check(cudaMemcpy(device, host.data(), bytes(), cudaMemcpyHostToDevice), "copy to the device"); }
+    std::vector<T> down() const
+    {
+        std::vector<T> got(host.size());
+        check(cudaMemcpy(got.data(), device, bytes(), cudaMemcpyDeviceToHost), "copy from the device");
+        return got;
+    }
+    T *or_null() { return host.empty() ? nullptr : device; }
+    T *host_or_null() { return host.empty() ? nullptr : host.data(); }
+};
+
+/** The project's own generator, so that a seed names the same numbers everywhere. */
+struct Random {
+    uint64_t seed, block = 0;
+    uint32_t words[4];
+    int used = 4;
+
+    explicit Random(uint64_t s) : seed(s) {}
+    uint32_t word()
+    {
+        if (used == 4) tq_random(seed, 77, block++, words), used = 0;
+        return words[used++];
+    }
+    int below(int n) { return (int)(word() % (uint32_t)n); }
+    float uniform() { return ((float)(word() >> 8) + 0.5f) * 0x1p-24f; }
+    float normal() { return sqrtf(-2 * logf(uniform())) * cosf(6.2831853f * uniform()); }
+};
+
+inline int dtype_size(int dtype)
+{
+    return dtype == TQ_F32 ? 4 : 2;
+}
+
+inline void store(std::vector<uint8_t> &to, size_t i, int dtype, float x)
+{
+    uint16_t half = dtype == TQ_F16 ? tq_f16_from_f32(x) : tq_bf16_from_f32(x);
+    if (dtype == TQ_F32) memcpy(&to[4 * i], &x, 4);
+    else memcpy(&to[2 * i], &half, 2);
+}
+
+inline float load(const std::vector<uint8_t> &from, size_t i, int dtype)
+{
+    float x;
+    uint16_t half;
+    if (dtype == TQ_F32) return memcpy(&x, &from[4 * i], 4), x;
+    memcpy(&half, &from[2 * i], 2);
+    return dtype == TQ_F16 ? tq_f32_from_f16(half) : tq_f32_from_bf16(half);
+}
+
+inline tq_plan make_plan(int dim, int page_tokens, int rotation, int law, int scale, const std::vector<int> &key_bits,
+                         const std::vector<int> &value_bits)
+{
+    std::vector<int64_t> words = {TQ_FORMAT_VERSION, dim, page_tokens, rotation, law, scale, 1234567 + dim};
+    const int groups = (dim + 31) / 32;
+    for (int g = 0; g < groups; g++) words.push_back(key_bits[g % key_bits.size()]);
+    for (int g = 0; g < groups; g++) words.push_back(value_bits[g % value_bits.size()]);
+    tq_plan plan;
+    tq_error error;
+    check(tq_plan_init(&plan, words.data(), words.size(), &error), error, "tq_plan_init");
+    return plan;
+}
+
+/** Rows of a model: every channel its own spread, a few large ones, and now and then a row of zeros or of tiny or huge numbers. */
+inline void fill_rows(std::vector<uint8_t> &to, size_t rows, int dim, int dtype, Random &random)
+{
+    std::vector<float> spread(dim);
+    for (float &s : spread) s = expf(random.normal()) * (random.below(16) ? 1.0f : 10.0f);
+    for (size_t row = 0; row < rows; row++) {
+        const int kind = random.below(24);
+        const float factor = kind == 0 ? 0.0f : kind == 1 ? 1e-25f : kind == 2 ? 100.0f : kind == 3 ? 1e-20f : 1.0f;
+        for (int c = 0; c < dim; c++) {
+            float x = random.normal() * spread[c] * factor;
+            if (kind == 4) x = random.below(8) ? 0.0f : x; // sparse: sums of equal numbers and of zeros, ties
+            if (kind == 5) x = random.below(2) ? 1.0f : -1.0f;
+            store(to, row * dim + c, dtype, fminf(fmaxf(x, -TQ_MAX_INPUT), TQ_MAX_INPUT));
+        }
+    }
+}
+
+#endif

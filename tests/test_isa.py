@@ -1,0 +1,105 @@
+"""Every instruction set against scalar, at every width and at sizes that vectors do not like."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import reference as ref
+from cases import make_case
+
+from turboquant import _core
+
+LEVELS = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "neon", "neon_dot")
+SIZES = (8, 24, 40, 64, 80, 96, 128, 200, 256)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param not in _core.isa_available():
+        pytest.skip(f"this CPU or build has no {request.param}")
+    before = _core.isa()
+    yield request.param
+    _core.set_isa(before)
+
+
+def adversarial(rng: np.random.Generator, tokens: int, dim: int) -> np.ndarray:
+    """[1, 1, tokens, dim]: normal numbers, ties, zeros of both signs, lone spikes, tiny and huge rows."""
+    x = rng.standard_normal((tokens, dim)).astype(np.float32)
+    x[1::9] = rng.integers(-2, 3, x[1::9].shape)
+    x[2::9] = 0.0
+    x[3::9] = -0.0
+    x[4::9] = 0.0
+    x[4::9, 0] = 1.0
+    x[5::9] *= np.float32(1e-18)
+    x[6::9] = np.where(x[6::9] > 0, 1.0, -1.0)
+    x[7::9] *= np.float32(2000)
+    return x[None, None]
+
+
+@pytest.mark.parametrize("rotation", [ref.HADAMARD, ref.NONE, ref.DENSE], ids=["hadamard", "none", "dense"])
+@pytest.mark.parametrize("dim", SIZES)
+def test_bytes_are_scalars(level: str, dim: int, rotation: int, rng: np.random.Generator) -> None:
+    """Codes, scales, rotations and decoded numbers, bit for bit; whole tiles, then single tokens."""
+    table, groups = np.arange(2, dtype=np.int32)[None], -(-dim // 32)
+    matrix = {"key_rotation": np.linalg.qr(rng.standard_normal((dim, dim)))[0].astype(np.float32)[None]}
+    matrix = matrix | {"value_rotation": matrix["key_rotation"]} if rotation == ref.DENSE else {}
+    k, v = adversarial(rng, 140, dim), adversarial(rng, 140, dim)
+    for bits in [*range(1, 6), tuple((g + 3) % 6 for g in range(groups))]:
+        for scale in (ref.EDEN, ref.NORM, ref.NORM_CORRECTED, ref.LEAST_SQUARES):
+            p = ref.plan(dim, bits, bits, rotation=rotation, scale=scale, seed=dim)
+            results = []
+            for isa in ("scalar", level):
+                _core.set_isa(isa)
+                pages = _core.new_pages(p.words, 2, 1)
+                for first, last in ((0, 133), (133, 134), (134, 140)):
+                    new = [np.ascontiguousarray(x[:, :, first:last]) for x in (k, v)]
+                    _core.append(p.words, *new, np.array([last], np.int32), pages, table, **matrix)
+                decoded = _core.dequantize(p.words, pages, table, np.array([140], np.int32), 140, **matrix)
+                results.append([pages, *decoded])
+            for got, want in zip(results[1], results[0], strict=True):
+                np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("dim", SIZES)
+def test_attend_is_near_float64(level: str, dim: int, group: int, dtype: str, rng: np.random.Generator) -> None:
+    groups = -(-dim // 32)
+    for bits in [*range(1, 6), tuple((g + 3) % 6 for g in range(groups))]:
+        p = ref.plan(dim, bits, bits, seed=1)
+        case = make_case(rng, p, [300, 37], group=group, sinks=2, window=5, dtype=dtype)
+        _core.set_isa(level)
+        out, lse = _core.attend(**case.arguments)
+        assert _core.kernel_name("attend", p.words) == f"attend_{level}"
+        want, want_lse = ref.attend(case.plan, case.cache, case.query)
+        tolerance, lse_tolerance = (2e-5, 1e-4) if dtype == "float32" else (2**-8 + 1e-3, 1e-3)
+        assert abs(ref.widen(out) - want).max() <= tolerance * abs(want).max()
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=lse_tolerance)
+
+
+def test_numbers_that_are_not_finite_stay_so(level: str, rng: np.random.Generator) -> None:
+    """A query with NaN gives NaN in its own row and in no other."""
+    for bits in range(1, 6):
+        case = make_case(rng, ref.plan(64, bits, bits), [200], group=4)
+        q = case.arguments["q"].copy()
+        q[0, 1, 0, 5] = np.nan
+        _core.set_isa(level)
+        out, lse = _core.attend(**{**case.arguments, "q": q})
+        rows = np.isnan(out).any(axis=-1)
+        assert rows[0, 1, 0] and np.isnan(lse[0, 1, 0])
+        assert rows.sum() == 1
+
+
+@pytest.mark.parametrize("dim", [*SIZES, 1000, 1024])
+def test_dot_is_near_float64(level: str, dim: int, rng: np.random.Generator) -> None:
+    table, queries = np.arange(2, dtype=np.int32)[None], rng.standard_normal((9, dim)).astype(np.float32)
+    for bits in range(1, 6):
+        words = ref.plan(dim, bits, 0).words
+        pages, length = _core.new_pages(words, 2, 1), np.array([200], np.int32)
+        _core.set_isa("scalar")
+        _core.append(words, rng.standard_normal((1, 1, 200, dim)).astype(np.float32), None, length, pages, table)
+        x, _ = _core.dequantize(words, pages, table, length, 200)
+        want = queries.astype(np.float64) @ x[0, 0].astype(np.float64).T
+        _core.set_isa(level)
+        got = _core.dot(words, queries, pages, 200)
+        assert abs(got - want).max() <= 1e-5 * np.sqrt(dim) * abs(queries).max() * abs(x).max()
