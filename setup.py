@@ -305,7 +305,8 @@ def link_torch(
     host = [f"-ccbin={os.environ['CXX']}"] if os.environ.get("CXX") else []
     linker = [flag.replace("-Wl,", "-Xlinker=") if flag.startswith("-Wl,") else flag for flag in linker]
     linker = [flag if flag.startswith(("-X", "-L", "-l")) else f"-Xcompiler={flag}" for flag in linker]
-    build.link("_torch.so", objects + cuda, nvcc, [*host, "--cudart=static", *linker, "-Xcompiler=-pthread", "-lm"])
+    linker = [*host, "--cudart=static", "--no-device-link", *linker, "-Xcompiler=-pthread", "-lm"]
+    build.link("_torch.so", objects + cuda, nvcc, linker)
 
 
 def write_ninja(torch: Path | None) -> Ninja:

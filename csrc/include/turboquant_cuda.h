@@ -40,32 +40,34 @@ TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *pla
  *  to the largest output, at logits of ordinary size (the query is rounded to 16 bits, the weights of 64 tokens to 16 bits).
  *  Cost:      one kernel, whose launch shape depends on the sizes in params alone; its work follows the lengths found on the device.
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
-TQ_API tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error);
-TQ_API tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
-                                void *stream, tq_error *error);
+TQ_API tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
+                                                tq_error *error);
+TQ_API tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace,
+                                size_t workspace_bytes, void *stream, tq_error *error);
 
 /** tq_append on the device; bytes of the pages as on the host.
  *  flag   int64 on the device, or NULL. When a number of k or v is not finite or exceeds TQ_MAX_INPUT and *flag is 0, it becomes
  *         1 + position + (sequence << 32) + (1 << 62 if it is in v); it is sticky: only the caller sets it back to 0.
  *         A number that is not finite is stored as 0, a larger one as +-TQ_MAX_INPUT: other tokens and channels never notice. */
-TQ_API tq_status tq_cuda_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes, tq_error *error);
+TQ_API tq_status tq_cuda_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
+                                                tq_error *error);
 TQ_API tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, int64_t *flag, void *workspace,
                                 size_t workspace_bytes, void *stream, tq_error *error);
 
 /** tq_rotate on the device, for rows of `dtype`: x, y [rows, head_dim] dense, computed in float32 and rounded once on the way out.
  *  matrix float32 [head_dim, head_dim] or NULL: the plan's Hadamard (or none). x and y may be the same array. */
-TQ_API tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, tq_dtype dtype, const void *x, void *y,
-                                int64_t rows, void *stream, tq_error *error);
+TQ_API tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, tq_dtype dtype, const void *x,
+                                void *y, int64_t rows, void *stream, tq_error *error);
 
 /** tq_dequantize on the device; k and v float32. counts above max_tokens count as max_tokens. */
 TQ_API tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
                                     const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
-                                    int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
-                                    void *stream, tq_error *error);
+                                    int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k,
+                                    float *v, void *stream, tq_error *error);
 
 /** tq_merge on the device. */
-TQ_API tq_status tq_cuda_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim, float *out,
-                               float *lse, void *stream, tq_error *error);
+TQ_API tq_status tq_cuda_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,
+                               float *out, float *lse, void *stream, tq_error *error);
 
 #if defined(__cplusplus)
 }

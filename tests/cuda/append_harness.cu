@@ -15,7 +15,8 @@ static bool same(const std::string &name, const char *what, const void *want, co
     size_t at = 0, different = 0;
     for (size_t i = bytes; i-- > 0;)
         if (((const uint8_t *)want)[i] != ((const uint8_t *)got)[i]) at = i, different++;
-    if (failures++ < 30) printf("FAILED: %s: %s differs in %zu of %zu bytes, first at %zu\n", name.c_str(), what, different, bytes, at);
+    if (failures++ < 30)
+        printf("FAILED: %s: %s differs in %zu of %zu bytes, first at %zu\n", name.c_str(), what, different, bytes, at);
     return false;
 }
 
@@ -30,7 +31,7 @@ struct Case {
     std::vector<int> padding = {0, 3};
     bool tokens_first = false; // k and v are [batch, tokens, heads, dim], as projections make them
     bool centred = false, stepped = false, shared_matrix = false;
-    int bad_numbers = 0;   // in each append
+    int bad_numbers = 0; // in each append
     bool bad_pages = false, bad_lengths = false;
 };
 
@@ -59,7 +60,8 @@ static void fill_side(Side &side, const Case &c, int64_t rows_of_state, Random &
     for (size_t i = 0; i < side.matrix.host.size() / ((size_t)c.dim * c.dim); i++) {
         std::vector<double> scratch((size_t)c.dim * (c.dim + 2));
         tq_error error;
-        check(tq_haar(random.word(), c.dim, &side.matrix.host[i * c.dim * c.dim], scratch.data(), &error), error, "tq_haar");
+        check(tq_haar(random.word(), c.dim, &side.matrix.host[i * c.dim * c.dim], scratch.data(), &error), error,
+              "tq_haar");
     }
     for (float &x : side.centre.host) x = random.normal();
     for (float &x : side.steps.host) x = expf(random.normal());
@@ -70,13 +72,15 @@ static void fill_side(Side &side, const Case &c, int64_t rows_of_state, Random &
 }
 
 /** Bad numbers at random places of k (or v), and what the contract stores for them on the host's side. */
-static int64_t spoil(Array<uint8_t> &x, int count, const Case &c, int tokens, const int32_t *lengths, bool is_value, Random &random,
-                     std::vector<int64_t> &flags)
+static int64_t spoil(Array<uint8_t> &x, int count, const Case &c, int tokens, const int32_t *lengths, bool is_value,
+                     Random &random, std::vector<int64_t> &flags)
 {
     std::vector<uint8_t> mended = x.host;
     for (int i = 0; i < count; i++) {
-        const int b = random.below(c.batch), h = random.below(c.heads), t = random.below(tokens), channel = random.below(c.dim);
-        const size_t row = c.tokens_first ? ((size_t)b * tokens + t) * c.heads + h : ((size_t)b * c.heads + h) * tokens + t;
+        const int b = random.below(c.batch), h = random.below(c.heads), t = random.below(tokens),
+                  channel = random.below(c.dim);
+        const size_t row =
+            c.tokens_first ? ((size_t)b * tokens + t) * c.heads + h : ((size_t)b * c.heads + h) * tokens + t;
         const float values[] = {NAN, INFINITY, -INFINITY, 20000.0f, -32768.0f}, bad = values[random.below(5)];
         store(x.host, row * c.dim + channel, c.dtype, bad);
         store(mended, row * c.dim + channel, c.dtype, isfinite(bad) ? copysignf(TQ_MAX_INPUT, bad) : 0.0f);
@@ -94,12 +98,13 @@ static void run(const Case &c)
     const tq_plan plan = make_plan(c.dim, c.page_tokens, c.rotation, c.law, c.scale, c.key_bits, c.value_bits);
     const bool values = plan.value.tile_bytes, dense = c.rotation == TQ_ROTATION_DENSE;
     const int64_t bytes = dtype_size(c.dtype), row = c.dim * bytes, rows = (int64_t)c.batch * c.heads;
-    const int64_t n_pages = (int64_t)c.batch * c.max_pages + 2, capacity = c.sinks + c.window + c.max_pages * c.page_tokens;
+    const int64_t n_pages = (int64_t)c.batch * c.max_pages + 2,
+                  capacity = c.sinks + c.window + c.max_pages * c.page_tokens;
     auto make_side = [&](bool is_value) {
         const bool any = !is_value || values;
         return new Side(any ? rows * c.sinks * row : 0, any ? rows * c.window * row : 0,
-                        dense && any ? (size_t)c.dim * c.dim * (c.shared_matrix ? 1 : c.heads) : 0, c.centred ? rows * c.dim : 0,
-                        c.stepped ? (size_t)c.heads * plan.groups : 0);
+                        dense && any ? (size_t)c.dim * c.dim * (c.shared_matrix ? 1 : c.heads) : 0,
+                        c.centred ? rows * c.dim : 0, c.stepped ? (size_t)c.heads * plan.groups : 0);
     };
     Side *sides[2] = {make_side(false), make_side(true)};
     for (Side *side : sides) fill_side(*side, c, rows, random);
@@ -145,20 +150,23 @@ static void run(const Case &c)
         if (c.bad_numbers && values) spoil(v, c.bad_numbers, c, tokens, true_lengths.data(), true, random, flags);
 
         tq_append_params p = {};
-        p.batch = c.batch, p.tokens = tokens, p.kv_heads = c.heads, p.sinks = c.sinks, p.window = c.window, p.max_pages = c.max_pages;
+        p.batch = c.batch, p.tokens = tokens, p.kv_heads = c.heads, p.sinks = c.sinks, p.window = c.window,
+        p.max_pages = c.max_pages;
         p.dtype = c.dtype, p.n_pages = n_pages;
         p.k_stride_batch = p.v_stride_batch = (int64_t)c.heads * tokens * c.dim;
         p.k_stride_head = p.v_stride_head = c.tokens_first ? c.dim : (int64_t)tokens * c.dim;
         p.k_stride_token = p.v_stride_token = c.tokens_first ? (int64_t)c.heads * c.dim : c.dim;
         tq_append_params d = p;
-        p.k = k.host_or_null(), p.v = v.host_or_null(), p.lengths = lengths.host.data(), p.block_table = table.host.data();
+        p.k = k.host_or_null(), p.v = v.host_or_null(), p.lengths = lengths.host.data(),
+        p.block_table = table.host.data();
         p.sink_k = sides[0]->sinks.host_or_null(), p.sink_v = sides[1]->sinks.host_or_null();
         p.window_k = sides[0]->ring.host_or_null(), p.window_v = sides[1]->ring.host_or_null();
         p.key = transform_of(*sides[0], c, false), p.value = transform_of(*sides[1], c, false);
         void *aligned = aligned_alloc(64, (pages.bytes() + 63) / 64 * 64); // the core wants pages aligned
         memcpy(aligned, pages.host.data(), pages.bytes());
         p.pages = (uint8_t *)aligned;
-        d.k = k.or_null(), d.v = v.or_null(), d.lengths = lengths.device, d.block_table = table.device, d.pages = pages.device;
+        d.k = k.or_null(), d.v = v.or_null(), d.lengths = lengths.device, d.block_table = table.device,
+        d.pages = pages.device;
         d.sink_k = sides[0]->sinks.or_null(), d.sink_v = sides[1]->sinks.or_null();
         d.window_k = sides[0]->ring.or_null(), d.window_v = sides[1]->ring.or_null();
         d.key = transform_of(*sides[0], c, true), d.value = transform_of(*sides[1], c, true);
@@ -171,13 +179,15 @@ static void run(const Case &c)
         free(scratch);
         memcpy(pages.host.data(), aligned, pages.bytes());
         free(aligned);
-        check(tq_cuda_append(&plan, &d, flag.device, nullptr, 0, nullptr, &error), error, (c.name + ": tq_cuda_append").c_str());
+        check(tq_cuda_append(&plan, &d, flag.device, nullptr, 0, nullptr, &error), error,
+              (c.name + ": tq_cuda_append").c_str());
         check(cudaDeviceSynchronize(), c.name.c_str());
 
         const std::string name = c.name + ", append of " + std::to_string(tokens);
         const size_t compared = (size_t)(n_pages - 2) * c.heads * plan.record_bytes;
         bool good = same(name, "pages", pages.host.data(), pages.down().data(), compared);
-        good &= same(name, "page never named", untouched.data() + compared, pages.down().data() + compared, pages.bytes() - compared);
+        good &= same(name, "page never named", untouched.data() + compared, pages.down().data() + compared,
+                     pages.bytes() - compared);
         for (Side *side : sides) {
             good &= same(name, "sinks", side->sinks.host.data(), side->sinks.down().data(), side->sinks.bytes());
             good &= same(name, "window", side->ring.host.data(), side->ring.down().data(), side->ring.bytes());
@@ -212,8 +222,9 @@ static void check_appends(int thin)
     int n = 0;
     auto go = [&](Case c, const std::string &name) {
         c.name = name + ", dim " + std::to_string(c.dim) + ", bits " + std::to_string(c.key_bits[0]) + "/" +
-                 std::to_string(c.value_bits[0]) + ", scale " + std::to_string(c.scale) + ", dtype " + std::to_string(c.dtype) +
-                 ", rotation " + std::to_string(c.rotation) + ", sinks " + std::to_string(c.sinks) + ", window " + std::to_string(c.window);
+                 std::to_string(c.value_bits[0]) + ", scale " + std::to_string(c.scale) + ", dtype " +
+                 std::to_string(c.dtype) + ", rotation " + std::to_string(c.rotation) + ", sinks " +
+                 std::to_string(c.sinks) + ", window " + std::to_string(c.window);
         if (n++ % thin == 0) run(c);
     };
     // every width x head_dim x scale, laws and dtypes in turn
@@ -229,9 +240,13 @@ static void check_appends(int thin)
     for (int dim : DIMS)
         for (int i = 0; i < 8; i++) { // mixed plans, with and without 5 bits; rotations, centres and steps
             Case c;
-            c.dim = dim, c.rotation = i % 4 == 3 ? (int)TQ_ROTATION_DENSE : i % 4 == 2 ? (int)TQ_ROTATION_NONE : (int)TQ_ROTATION_HADAMARD;
-            c.key_bits = mixed_bits((dim + 31) / 32, i % 2, random), c.value_bits = mixed_bits((dim + 31) / 32, i % 2, random);
-            c.centred = i & 1 || i == 4, c.stepped = i & 2, c.shared_matrix = i == 7, c.dtype = 2 - i % 3, c.scale = i % 2 * (i / 2);
+            c.dim = dim, c.rotation = i % 4 == 3   ? (int)TQ_ROTATION_DENSE
+                                      : i % 4 == 2 ? (int)TQ_ROTATION_NONE
+                                                   : (int)TQ_ROTATION_HADAMARD;
+            c.key_bits = mixed_bits((dim + 31) / 32, i % 2, random),
+            c.value_bits = mixed_bits((dim + 31) / 32, i % 2, random);
+            c.centred = i & 1 || i == 4, c.stepped = i & 2, c.shared_matrix = i == 7, c.dtype = 2 - i % 3,
+            c.scale = i % 2 * (i / 2);
             c.appends = {33, 1, 2, 95, 1};
             go(c, "mixed plan");
         }
@@ -239,7 +254,8 @@ static void check_appends(int thin)
         for (int window : {0, 1, 7, 32, 100})
             for (int pages : {32, 96, 128}) {
                 Case c;
-                c.dim = window % 2 ? 128 : 64, c.sinks = sinks, c.window = window, c.page_tokens = pages, c.max_pages = 1 + 400 / pages;
+                c.dim = window % 2 ? 128 : 64, c.sinks = sinks, c.window = window, c.page_tokens = pages,
+                c.max_pages = 1 + 400 / pages;
                 c.batch = 4, c.padding = {0, 1, 29, 150}, c.appends = {40, 1, 1, 31, 130, 1, 32, 64, 1, 12, 33};
                 c.key_bits = {3}, c.value_bits = {2 + window % 3}, c.heads = 1, c.tokens_first = pages == 96;
                 go(c, "geometry");
@@ -247,11 +263,19 @@ static void check_appends(int thin)
     for (int dim : {64, 80, 128, 256, 112}) // keys alone; bad numbers; bad pages; bad lengths
         for (int i = 0; i < 8; i++) {
             Case c;
-            c.dim = dim, c.key_bits = {1 + i % 4}, c.value_bits = {i < 2 ? 0 : 4 - i % 3}, c.bad_numbers = i < 2 ? 0 : i < 5 ? 1 + i % 2 : 0;
-            c.bad_pages = i == 5, c.bad_lengths = i == 6, c.window = i % 3 * 8, c.sinks = i % 2 * 2, c.centred = i % 2, c.stepped = i == 4;
+            c.dim = dim, c.key_bits = {1 + i % 4}, c.value_bits = {i < 2 ? 0 : 4 - i % 3},
+            c.bad_numbers = i < 2   ? 0
+                            : i < 5 ? 1 + i % 2
+                                    : 0;
+            c.bad_pages = i == 5, c.bad_lengths = i == 6, c.window = i % 3 * 8, c.sinks = i % 2 * 2, c.centred = i % 2,
+            c.stepped = i == 4;
             c.dtype = i == 3 ? TQ_F16 : TQ_BF16;
             c.appends = i == 5 ? std::vector<int>{300} : std::vector<int>{50, 1, 9, 70};
-            go(c, i < 2 ? "keys alone" : i < 5 ? "bad numbers" : i == 5 ? "bad pages" : i == 6 ? "bad length" : "plain");
+            go(c, i < 2    ? "keys alone"
+                  : i < 5  ? "bad numbers"
+                  : i == 5 ? "bad pages"
+                  : i == 6 ? "bad length"
+                           : "plain");
         }
 }
 
@@ -279,7 +303,8 @@ static void check_books()
                 for (float u = -20.0f; good && u < 20.0f; u += 0.001f) good = rank_is_right(u);
                 for (int k = 0; good && k + 1 < from.n_levels; k++)
                     for (float toward : {-INFINITY, INFINITY})
-                        good &= rank_is_right(from.thresholds[k]) && rank_is_right(nextafterf(from.thresholds[k], toward));
+                        good &=
+                            rank_is_right(from.thresholds[k]) && rank_is_right(nextafterf(from.thresholds[k], toward));
                 checks++;
                 if (!good && failures++ < 30) printf("FAILED: cells of law %d, dim %d, %d bits\n", law, dim, bits);
             }
@@ -294,8 +319,9 @@ static void check_rotations()
                 for (int inverse = 0; inverse < 2; inverse++) {
                     const tq_plan plan = make_plan(dim, 128, rotation, 0, 0, {4}, {4});
                     const int rows = 37;
-                    const std::string name = "rotate, dim " + std::to_string(dim) + ", rotation " + std::to_string(rotation) + ", dtype " +
-                                             std::to_string(dtype) + (inverse ? ", inverse" : "");
+                    const std::string name = "rotate, dim " + std::to_string(dim) + ", rotation " +
+                                             std::to_string(rotation) + ", dtype " + std::to_string(dtype) +
+                                             (inverse ? ", inverse" : "");
                     Array<float> matrix(rotation == TQ_ROTATION_DENSE ? (size_t)dim * dim : 0);
                     for (float &m : matrix.host) m = random.normal();
                     matrix.up();
@@ -305,11 +331,12 @@ static void check_rotations()
                     std::vector<float> in(rows * dim), out(rows * dim);
                     for (size_t i = 0; i < in.size(); i++) in[i] = load(x.host, i, dtype);
                     tq_error error;
-                    check(tq_rotate(&plan, matrix.host_or_null(), inverse, in.data(), out.data(), rows, &error), error, "tq_rotate");
+                    check(tq_rotate(&plan, matrix.host_or_null(), inverse, in.data(), out.data(), rows, &error), error,
+                          "tq_rotate");
                     for (size_t i = 0; i < out.size(); i++) store(y.host, i, dtype, out[i]);
                     const bool in_place = dtype == 1;
-                    check(tq_cuda_rotate(&plan, matrix.or_null(), inverse, (tq_dtype)dtype, x.device, in_place ? x.device : y.device, rows,
-                                         nullptr, &error),
+                    check(tq_cuda_rotate(&plan, matrix.or_null(), inverse, (tq_dtype)dtype, x.device,
+                                         in_place ? x.device : y.device, rows, nullptr, &error),
                           error, "tq_cuda_rotate");
                     check(cudaDeviceSynchronize(), name.c_str());
                     same(name, "y", y.host.data(), (in_place ? x : y).down().data(), y.bytes());
@@ -337,7 +364,8 @@ static void check_dequantize()
             Array<int32_t> table(batch * max_pages), counts(batch);
             table.host = {3, 0, 4, 1};
             counts.host = {i == 0 ? 0 : 97 + i, 150};
-            Array<float> matrix(rotation == 2 ? (size_t)heads * dim * dim : 0), centre(i % 2 ? heads * dim : 0), steps(i > 2 ? heads * groups : 0);
+            Array<float> matrix(rotation == 2 ? (size_t)heads * dim * dim : 0), centre(i % 2 ? heads * dim : 0),
+                steps(i > 2 ? heads * groups : 0);
             for (Array<float> *a : {&matrix, &centre, &steps}) {
                 for (float &x : a->host) x = expf(random.normal());
                 a->up();
@@ -355,12 +383,12 @@ static void check_dequantize()
             void *aligned = aligned_alloc(64, (pages.bytes() + 63) / 64 * 64);
             memcpy(aligned, pages.host.data(), pages.bytes());
             tq_error error;
-            check(tq_dequantize(&plan, (uint8_t *)aligned, 5, heads, table.host.data(), batch, max_pages, counts.host.data(), max_tokens,
-                                &host, &host, k.host.data(), v.host_or_null(), &error),
+            check(tq_dequantize(&plan, (uint8_t *)aligned, 5, heads, table.host.data(), batch, max_pages,
+                                counts.host.data(), max_tokens, &host, &host, k.host.data(), v.host_or_null(), &error),
                   error, "tq_dequantize");
             free(aligned);
-            check(tq_cuda_dequantize(&plan, pages.device, 5, heads, table.device, batch, max_pages, counts.device, max_tokens, &device,
-                                     &device, k.device, v.or_null(), nullptr, &error),
+            check(tq_cuda_dequantize(&plan, pages.device, 5, heads, table.device, batch, max_pages, counts.device,
+                                     max_tokens, &device, &device, k.device, v.or_null(), nullptr, &error),
                   error, "tq_cuda_dequantize");
             check(cudaDeviceSynchronize(), name.c_str());
             same(name, "k", k.host.data(), k.down().data(), k.bytes());
@@ -379,16 +407,21 @@ static void check_merge()
             for (float &x : lses.host) x = random.below(4) ? 5 * random.normal() : -INFINITY;
             outs.up(), lses.up();
             tq_error error;
-            check(tq_merge(outs.host.data(), lses.host.data(), parts, rows, dim, out.host.data(), lse.host.data(), &error), error, "tq_merge");
-            check(tq_cuda_merge(outs.device, lses.device, parts, rows, dim, out.device, lse.device, nullptr, &error), error, "tq_cuda_merge");
+            check(tq_merge(outs.host.data(), lses.host.data(), parts, rows, dim, out.host.data(), lse.host.data(),
+                           &error),
+                  error, "tq_merge");
+            check(tq_cuda_merge(outs.device, lses.device, parts, rows, dim, out.device, lse.device, nullptr, &error),
+                  error, "tq_cuda_merge");
             check(cudaDeviceSynchronize(), "merge");
             const std::vector<float> got = out.down(), got_lse = lse.down();
             double worst = 0;
             for (size_t i = 0; i < got.size(); i++) worst = fmax(worst, fabs(got[i] - out.host[i]));
             for (int i = 0; i < rows; i++)
-                if (!(got_lse[i] == lse.host[i] || fabs(got_lse[i] - lse.host[i]) < 2e-6 * (1 + fabs(lse.host[i])))) worst = 1;
+                if (!(got_lse[i] == lse.host[i] || fabs(got_lse[i] - lse.host[i]) < 2e-6 * (1 + fabs(lse.host[i]))))
+                    worst = 1;
             checks++;
-            if (!(worst < 4e-6) && failures++ < 30) printf("FAILED: merge, dim %d, %d parts: off by %g\n", dim, parts, worst);
+            if (!(worst < 4e-6) && failures++ < 30)
+                printf("FAILED: merge, dim %d, %d parts: off by %g\n", dim, parts, worst);
         }
 }
 
@@ -410,7 +443,8 @@ int main(int argc, char **argv)
             check_rotations();
             check_dequantize();
             check_merge();
-            printf("%s: %d comparisons (%d of appends), %d failed\n", failures ? "FAILED" : "passed", checks, after_append, failures);
+            printf("%s: %d comparisons (%d of appends), %d failed\n", failures ? "FAILED" : "passed", checks,
+                   after_append, failures);
         }
 #if !defined(TQ_NO_TIMES)
         if (argc < 2 || !strcmp(argv[i], "time")) times();

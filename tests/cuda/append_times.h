@@ -51,18 +51,21 @@ struct Layer {
     }
 
     /** `before` tokens are stored already, then `tokens` come. rows: random numbers, of which k and v take copies. */
-    Layer(const tq_plan &plan_, int batch, int heads, int before, int tokens, int sinks, int window, int dtype, bool tokens_first,
-          const std::vector<uint8_t> &rows)
+    Layer(const tq_plan &plan_, int batch, int heads, int before, int tokens, int sinks, int window, int dtype,
+          bool tokens_first, const std::vector<uint8_t> &rows)
         : plan(plan_)
     {
         const int length = before + tokens, pages = (length + plan.page_tokens - 1) / plan.page_tokens;
         const size_t dim = plan.head_dim, bytes = dtype_size(dtype), numbers = (size_t)batch * heads * tokens * dim;
-        p.batch = batch, p.tokens = tokens, p.kv_heads = heads, p.sinks = sinks, p.window = window, p.max_pages = pages, p.dtype = dtype;
+        p.batch = batch, p.tokens = tokens, p.kv_heads = heads, p.sinks = sinks, p.window = window, p.max_pages = pages,
+        p.dtype = dtype;
         p.n_pages = (int64_t)batch * pages;
         for (const void **x : {&p.k, &p.v}) {
             uint8_t *at = get<uint8_t>(numbers * bytes);
             for (size_t done = 0; done < numbers * bytes; done += rows.size())
-                check(cudaMemcpy(at + done, rows.data(), std::min(rows.size(), numbers * bytes - done), cudaMemcpyHostToDevice), "copy");
+                check(cudaMemcpy(at + done, rows.data(), std::min(rows.size(), numbers * bytes - done),
+                                 cudaMemcpyHostToDevice),
+                      "copy");
             *x = at;
         }
         p.k_stride_batch = p.v_stride_batch = (int64_t)heads * tokens * dim;
@@ -77,7 +80,8 @@ struct Layer {
         }
         p.pages = get<uint8_t>((size_t)p.n_pages * heads * plan.record_bytes);
         std::vector<int32_t> table(p.n_pages), lengths(batch, length);
-        for (size_t i = 0; i < table.size(); i++) table[i] = (int32_t)((i * 7919) % table.size()); // 7919 is prime: no page twice
+        for (size_t i = 0; i < table.size(); i++)
+            table[i] = (int32_t)((i * 7919) % table.size()); // 7919 is prime: no page twice
         int32_t *t = get<int32_t>(table.size()), *l = get<int32_t>(batch);
         check(cudaMemcpy(t, table.data(), 4 * table.size(), cudaMemcpyHostToDevice), "copy");
         check(cudaMemcpy(l, lengths.data(), 4 * lengths.size(), cudaMemcpyHostToDevice), "copy");
@@ -93,7 +97,8 @@ struct Layer {
     double packed_bytes() const
     {
         const double numbers = (double)p.batch * p.kv_heads * p.tokens * plan.head_dim;
-        return numbers * 2 * dtype_size(p.dtype) + (double)p.batch * p.kv_heads * p.tokens / plan.page_tokens * plan.record_bytes;
+        return numbers * 2 * dtype_size(p.dtype) +
+               (double)p.batch * p.kv_heads * p.tokens / plan.page_tokens * plan.record_bytes;
     }
 };
 
@@ -103,12 +108,14 @@ static void time_encode(double ceiling, cudaStream_t stream, const std::vector<u
         int dim, bits, scale, rotation, dtype, tokens;
         bool tokens_first;
     };
-    const Row table[] = {{128, 4, 0, 1, TQ_BF16, 32768, false}, {128, 4, 0, 1, TQ_BF16, 32768, true}, {128, 3, 0, 1, TQ_BF16, 32768, false},
-                         {128, 2, 0, 1, TQ_BF16, 32768, false}, {128, 1, 0, 1, TQ_BF16, 32768, false}, {128, 4, 1, 1, TQ_BF16, 32768, false},
-                         {128, 4, 0, 1, TQ_F16, 32768, false}, {64, 4, 0, 1, TQ_BF16, 65536, false}, {80, 4, 0, 1, TQ_BF16, 32768, false},
-                         {96, 4, 0, 1, TQ_BF16, 32768, false}, {256, 4, 0, 1, TQ_BF16, 16384, false}, {128, 4, 0, 1, TQ_BF16, 2048, false},
-                         {112, 4, 0, 1, TQ_BF16, 32768, false}, {128, 5, 0, 1, TQ_BF16, 32768, false}, {128, 4, 0, 2, TQ_BF16, 32768, false},
-                         {128, 4, 0, 1, TQ_F32, 32768, false}};
+    const Row table[] = {{128, 4, 0, 1, TQ_BF16, 32768, false}, {128, 4, 0, 1, TQ_BF16, 32768, true},
+                         {128, 3, 0, 1, TQ_BF16, 32768, false}, {128, 2, 0, 1, TQ_BF16, 32768, false},
+                         {128, 1, 0, 1, TQ_BF16, 32768, false}, {128, 4, 1, 1, TQ_BF16, 32768, false},
+                         {128, 4, 0, 1, TQ_F16, 32768, false},  {64, 4, 0, 1, TQ_BF16, 65536, false},
+                         {80, 4, 0, 1, TQ_BF16, 32768, false},  {96, 4, 0, 1, TQ_BF16, 32768, false},
+                         {256, 4, 0, 1, TQ_BF16, 16384, false}, {128, 4, 0, 1, TQ_BF16, 2048, false},
+                         {112, 4, 0, 1, TQ_BF16, 32768, false}, {128, 5, 0, 1, TQ_BF16, 32768, false},
+                         {128, 4, 0, 2, TQ_BF16, 32768, false}, {128, 4, 0, 1, TQ_F32, 32768, false}};
     printf("encode, K and V of 8 KV heads            us     TB/s   of a copy\n");
     for (const Row &r : table) {
         if (!wanted(&r - table)) break;
@@ -127,8 +134,9 @@ static void time_encode(double ceiling, cudaStream_t stream, const std::vector<u
         }
         const double us = median_us(stream, 20, [&](int i) { layers[i % 2]->append(stream); });
         const double rate = layers[0]->packed_bytes() / us * 1e-6;
-        printf("dim %3d, %d bits, scale %d, rotation %d, dtype %d, %5d tokens%s %8.1f %7.3f %6.1f %%\n", r.dim, r.bits, r.scale, r.rotation,
-               r.dtype, r.tokens, r.tokens_first ? " (tokens first)" : "", us, rate, 100 * rate / ceiling);
+        printf("dim %3d, %d bits, scale %d, rotation %d, dtype %d, %5d tokens%s %8.1f %7.3f %6.1f %%\n", r.dim, r.bits,
+               r.scale, r.rotation, r.dtype, r.tokens, r.tokens_first ? " (tokens first)" : "", us, rate,
+               100 * rate / ceiling);
     }
 }
 
@@ -138,15 +146,17 @@ static void time_steps(cudaStream_t stream, const std::vector<uint8_t> &rows)
     struct Row {
         int batch, tokens, dim, bits, window;
     };
-    const Row table[] = {{1, 1, 128, 4, 128}, {8, 1, 128, 4, 128}, {16, 1, 128, 4, 128}, {64, 1, 128, 4, 128}, {1, 1, 128, 3, 128},
-                         {64, 1, 128, 2, 128}, {1, 1, 128, 4, 0}, {64, 1, 128, 4, 0}, {1, 1, 256, 4, 128}, {1, 1, 80, 4, 128}, {1, 1, 64, 4, 128},
-                         {1, 5, 128, 4, 128}, {16, 8, 128, 4, 128}, {1, 32, 128, 4, 128}, {1, 64, 128, 4, 128}, {1, 512, 128, 4, 128}};
+    const Row table[] = {{1, 1, 128, 4, 128},  {8, 1, 128, 4, 128},  {16, 1, 128, 4, 128}, {64, 1, 128, 4, 128},
+                         {1, 1, 128, 3, 128},  {64, 1, 128, 2, 128}, {1, 1, 128, 4, 0},    {64, 1, 128, 4, 0},
+                         {1, 1, 256, 4, 128},  {1, 1, 80, 4, 128},   {1, 1, 64, 4, 128},   {1, 5, 128, 4, 128},
+                         {16, 8, 128, 4, 128}, {1, 32, 128, 4, 128}, {1, 64, 128, 4, 128}, {1, 512, 128, 4, 128}};
     printf("append in a graph of 32 layers, 8 KV heads, 4 sinks     us a layer\n");
     for (const Row &r : table) {
         if (!wanted(&r - table)) break;
         const tq_plan plan = make_plan(r.dim, 128, 1, 0, 0, {r.bits}, {r.bits});
         std::vector<std::unique_ptr<Layer>> layers;
-        for (int i = 0; i < 32; i++) layers.emplace_back(new Layer(plan, r.batch, 8, 1000, r.tokens, 4, r.window, TQ_BF16, false, rows));
+        for (int i = 0; i < 32; i++)
+            layers.emplace_back(new Layer(plan, r.batch, 8, 1000, r.tokens, 4, r.window, TQ_BF16, false, rows));
         cudaGraph_t graph;
         cudaGraphExec_t exec;
         check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
@@ -154,7 +164,8 @@ static void time_steps(cudaStream_t stream, const std::vector<uint8_t> &rows)
         check(cudaStreamEndCapture(stream, &graph), "capture");
         check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
         const double us = median_us(stream, 20, [&](int) { check(cudaGraphLaunch(exec, stream), "launch"); });
-        printf("batch %2d, %3d tokens, dim %3d, %d bits, window %3d %12.2f\n", r.batch, r.tokens, r.dim, r.bits, r.window, us / 32);
+        printf("batch %2d, %3d tokens, dim %3d, %d bits, window %3d %12.2f\n", r.batch, r.tokens, r.dim, r.bits,
+               r.window, us / 32);
         cudaGraphExecDestroy(exec);
         cudaGraphDestroy(graph);
     }
@@ -172,7 +183,8 @@ static void times()
     check(cudaMalloc(&from, bytes), "cudaMalloc");
     check(cudaMalloc(&to, bytes), "cudaMalloc");
     check(cudaMemset(from, 0x5a, bytes), "memset");
-    const double copy = median_us(stream, 10, [&](int) { check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "copy"); });
+    const double copy = median_us(
+        stream, 10, [&](int) { check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "copy"); });
     const double ceiling = 2.0 * bytes / copy * 1e-6;
     printf("copy: %.3f TB/s read and written\n", ceiling);
     cudaFree(from);

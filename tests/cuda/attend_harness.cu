@@ -40,20 +40,19 @@ using Doubles = std::vector<double>;
 
 struct Case {
     std::string name;
-    std::string key_bits = "4", value_bits = ""; /* one digit per group, the last one repeated; value_bits empty: as keys */
-    int head_dim = 128, page_tokens = 128, heads = 2, group = 4, tokens = 1, dtype = TQ_BF16, rotation = TQ_ROTATION_HADAMARD, codebook = 0;
+    std::string key_bits = "4",
+                value_bits = ""; /* one digit per group, the last one repeated; value_bits empty: as keys */
+    int head_dim = 128, page_tokens = 128, heads = 2, group = 4, tokens = 1, dtype = TQ_BF16,
+        rotation = TQ_ROTATION_HADAMARD, codebook = 0;
     std::vector<int> lengths = {300}, starts = {};
     int sinks = 0, window = 0, sliding = 0, causal = 1;
     bool fresh = false, centres = false, steps = false, hostile = false;
     float softcap = 0, query_size = 3, scale_sign = 1;
-    int spare_pages = 0; /* extra columns of the block table, as if the cache could grow */
+    int spare_pages = 0;                   /* extra columns of the block table, as if the cache could grow */
     std::function<double(int, int)> boost; /* (position, length) -> factor on the key */
 };
 
-static int bits_of(const std::string &digits, int g)
-{
-    return digits[std::min<size_t>(g, digits.size() - 1)] - '0';
-}
+static int bits_of(const std::string &digits, int g) { return digits[std::min<size_t>(g, digits.size() - 1)] - '0'; }
 
 static tq_plan make_plan(const Case &c)
 {
@@ -92,10 +91,7 @@ static void put_code(uint8_t *tile, int bits, int row, int column, uint32_t code
     }
 }
 
-static int column_of(int token)
-{
-    return 4 * (token % 8) + token / 8;
-}
+static int column_of(int token) { return 4 * (token % 8) + token / 8; }
 
 /* ---- numbers of the model's dtype ---- */
 
@@ -111,8 +107,14 @@ static void append_number(std::vector<uint8_t> &to, float x, int dtype)
     uint8_t bytes[4];
     int n = dtype == TQ_F32 ? 4 : 2;
     if (dtype == TQ_F32) memcpy(bytes, &x, 4);
-    if (dtype == TQ_F16) { __half h = __float2half(x); memcpy(bytes, &h, 2); }
-    if (dtype == TQ_BF16) { __nv_bfloat16 h = __float2bfloat16(x); memcpy(bytes, &h, 2); }
+    if (dtype == TQ_F16) {
+        __half h = __float2half(x);
+        memcpy(bytes, &h, 2);
+    }
+    if (dtype == TQ_BF16) {
+        __nv_bfloat16 h = __float2bfloat16(x);
+        memcpy(bytes, &h, 2);
+    }
     to.insert(to.end(), bytes, bytes + n);
 }
 
@@ -122,8 +124,14 @@ static float read_number(const std::vector<uint8_t> &from, size_t i, int dtype)
     __half h;
     __nv_bfloat16 b;
     if (dtype == TQ_F32) memcpy(&x, &from[4 * i], 4);
-    if (dtype == TQ_F16) { memcpy(&h, &from[2 * i], 2); x = __half2float(h); }
-    if (dtype == TQ_BF16) { memcpy(&b, &from[2 * i], 2); x = __bfloat162float(b); }
+    if (dtype == TQ_F16) {
+        memcpy(&h, &from[2 * i], 2);
+        x = __half2float(h);
+    }
+    if (dtype == TQ_BF16) {
+        memcpy(&b, &from[2 * i], 2);
+        x = __bfloat162float(b);
+    }
     return x;
 }
 
@@ -182,7 +190,8 @@ static bool run_case(const Case &c)
     std::mt19937 random(1234);
     std::normal_distribution<float> normal;
     std::uniform_real_distribution<float> uniform(0.5f, 1.5f);
-    int d = c.head_dim, H = c.heads, B = (int)c.lengths.size(), T = c.tokens, groups = plan.groups, pt = c.page_tokens, G = c.group;
+    int d = c.head_dim, H = c.heads, B = (int)c.lengths.size(), T = c.tokens, groups = plan.groups, pt = c.page_tokens,
+        G = c.group;
     tq_codebook books[6];
     for (int b = 1; b <= 5; b++) TQ(tq_get_codebook((tq_codebook_law)plan.codebook, d, b, &books[b], &error));
     int max_packed = 0;
@@ -208,7 +217,8 @@ static bool run_case(const Case &c)
     std::vector<Doubles> exact[2], packed[2];
     std::vector<uint8_t> pages((size_t)n_pages * H * plan.record_bytes, 0xff);
     for (int b = 0; b < B; b++) {
-        int n = c.lengths[b], n_packed = std::max(0, n - c.sinks - c.window), start = c.starts.empty() ? 0 : c.starts[b];
+        int n = c.lengths[b], n_packed = std::max(0, n - c.sinks - c.window),
+            start = c.starts.empty() ? 0 : c.starts[b];
         for (int i = 0; i < (n_packed + pt - 1) / pt; i++) table[(size_t)b * max_pages + i] = order[b * used_pages + i];
         for (int h = 0; h < H; h++)
             for (int side = 0; side < 2; side++) {
@@ -232,7 +242,9 @@ static bool run_case(const Case &c)
                         uint8_t *at = record + layout.codes_offset + tile * layout.tile_bytes + layout.offset[g];
                         if (side == 0) put_code(at, bits, i, ch % 32, code);
                         else put_code(at, bits, ch % 32, column_of(i), code);
-                        if (ch < d) x[ch] = (double)(books[bits].levels[code] * books[bits].step) * __half2float(scale) * (c.steps ? steps[side][h * groups + g] : 1);
+                        if (ch < d)
+                            x[ch] = (double)(books[bits].levels[code] * books[bits].step) * __half2float(scale) *
+                                    (c.steps ? steps[side][h * groups + g] : 1);
                     }
                     unrotate(plan, matrix[side], x);
                     if (c.centres)
@@ -257,7 +269,9 @@ static bool run_case(const Case &c)
                 const Doubles &x = exact[side][b * H + h];
                 int n = c.lengths[b], before = c.fresh ? n - T : n;
                 auto put = [&](std::vector<uint8_t> &to, int position) {
-                    for (int ch = 0; ch < d; ch++) append_number(to, position >= 0 && position < n ? (float)x[(size_t)position * d + ch] : NAN, c.dtype);
+                    for (int ch = 0; ch < d; ch++)
+                        append_number(to, position >= 0 && position < n ? (float)x[(size_t)position * d + ch] : NAN,
+                                      c.dtype);
                 };
                 for (int i = 0; i < c.sinks; i++) put(sinks[side], i);
                 for (int i = 0; i < c.window; i++) {
@@ -269,20 +283,26 @@ static bool run_case(const Case &c)
                 for (int i = 0; i < (c.fresh ? T : 0); i++) put(fresh[side], n - T + i);
             }
 
-    DeviceArray d_q(q), d_pages(pages), d_table(table), d_lengths(c.lengths), d_starts(c.starts), d_sk(sinks[0]), d_sv(sinks[1]), d_wk(window[0]),
-        d_wv(window[1]), d_fk(fresh[0]), d_fv(fresh[1]), d_ck(centre[0]), d_cv(centre[1]), d_stk(steps[0]), d_stv(steps[1]), d_mk(matrix[0]), d_mv(matrix[1]);
+    DeviceArray d_q(q), d_pages(pages), d_table(table), d_lengths(c.lengths), d_starts(c.starts), d_sk(sinks[0]),
+        d_sv(sinks[1]), d_wk(window[0]), d_wv(window[1]), d_fk(fresh[0]), d_fv(fresh[1]), d_ck(centre[0]),
+        d_cv(centre[1]), d_stk(steps[0]), d_stv(steps[1]), d_mk(matrix[0]), d_mv(matrix[1]);
     size_t rows = (size_t)B * H * G * T, out_bytes = rows * d * (c.dtype == TQ_F32 ? 4 : 2);
     std::vector<uint8_t> poison(out_bytes, 0xff), out(out_bytes);
     std::vector<float> lse(rows, NAN);
     DeviceArray d_out(poison), d_lse(lse);
     tq_attend_params p = {};
-    p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.sinks = c.sinks, p.window = c.window, p.max_pages = max_pages;
-    p.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding, p.softmax_scale = c.scale_sign / sqrtf((float)d), p.softcap = c.softcap;
-    p.n_pages = n_pages, p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d, p.q_stride_token = d;
-    p.pages = d_pages.as<uint8_t>(), p.block_table = d_table.as<int32_t>(), p.lengths = d_lengths.as<int32_t>(), p.starts = d_starts.as<int32_t>();
+    p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.sinks = c.sinks, p.window = c.window,
+    p.max_pages = max_pages;
+    p.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding,
+    p.softmax_scale = c.scale_sign / sqrtf((float)d), p.softcap = c.softcap;
+    p.n_pages = n_pages, p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d,
+    p.q_stride_token = d;
+    p.pages = d_pages.as<uint8_t>(), p.block_table = d_table.as<int32_t>(), p.lengths = d_lengths.as<int32_t>(),
+    p.starts = d_starts.as<int32_t>();
     p.sink_k = d_sk.at, p.sink_v = d_sv.at, p.window_k = d_wk.at, p.window_v = d_wv.at;
     p.fresh_k = d_fk.at, p.fresh_v = d_fv.at;
-    p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d, p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
+    p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d,
+    p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
     p.fresh_k_stride_token = p.fresh_v_stride_token = d;
     p.key = {d_mk.as<float>(), 0, d_ck.as<float>(), (int64_t)H * d, d_stk.as<float>()};
     p.value = {d_mv.as<float>(), 0, d_cv.as<float>(), (int64_t)H * d, d_stv.as<float>()};
@@ -312,7 +332,8 @@ static bool run_case(const Case &c)
         for (int h = 0; h < H * G; h++)
             for (int i = 0; i < T; i++) {
                 size_t row = ((size_t)b * H * G + h) * T + i;
-                int n = c.lengths[b], position = n - T + i, start = c.starts.empty() ? 0 : c.starts[b], kv = b * H + h / G;
+                int n = c.lengths[b], position = n - T + i, start = c.starts.empty() ? 0 : c.starts[b],
+                    kv = b * H + h / G;
                 int lo = start, hi = c.causal ? position + 1 : n, newest = (c.causal ? position + 1 : n) - c.window;
                 if (c.sliding) lo = std::max(lo, position - c.sliding + 1);
                 std::vector<std::pair<double, const double *>> terms;
@@ -320,7 +341,8 @@ static bool run_case(const Case &c)
                 for (int j = std::max(lo, 0); j < hi; j++) {
                     bool is_exact = j < c.sinks || j >= newest;
                     if (is_exact && j >= c.sinks && !c.fresh && j < n - c.window) continue; /* no longer in the ring */
-                    const double *k = &(is_exact ? exact : packed)[0][kv][(size_t)j * d], *v = &(is_exact ? exact : packed)[1][kv][(size_t)j * d];
+                    const double *k = &(is_exact ? exact : packed)[0][kv][(size_t)j * d],
+                                 *v = &(is_exact ? exact : packed)[1][kv][(size_t)j * d];
                     double x = 0;
                     for (int ch = 0; ch < d; ch++) x += qd[row * d + ch] * k[ch];
                     x *= p.softmax_scale;
@@ -336,7 +358,8 @@ static bool run_case(const Case &c)
                     for (int ch = 0; ch < d; ch++) want[ch] += w * t.second[ch];
                 }
                 if (terms.empty() != (lse[row] == -INFINITY)) pattern = false;
-                if (!terms.empty()) worst_lse = std::max(worst_lse, fabs(lse[row] - (top + log(sum))) / std::max(1.0, fabs(top) / 10));
+                if (!terms.empty())
+                    worst_lse = std::max(worst_lse, fabs(lse[row] - (top + log(sum))) / std::max(1.0, fabs(top) / 10));
                 if (!terms.empty() && !(fabs(lse[row]) < INFINITY)) pattern = false;
                 for (int ch = 0; ch < d; ch++) {
                     double w = sum > 0 ? want[ch] / sum : 0, got = read_number(out, row * d + ch, c.dtype);
@@ -349,8 +372,8 @@ static bool run_case(const Case &c)
     double relative = largest > 0 ? worst / largest : worst, allowed = c.dtype == TQ_F32 ? 2e-4 : 1e-3;
     if (c.query_size > 50) allowed *= 10; /* logits of thousands: the query's 16 bits show */
     bool ok = pattern && repeats && relative <= allowed && worst_lse <= 2e-3;
-    printf("%s %-44s error %.1e  lse %.1e%s%s\n", ok ? "ok   " : "WRONG", c.name.c_str(), relative, worst_lse, pattern ? "" : "  -inf/NaN pattern",
-           repeats ? "" : "  not repeatable");
+    printf("%s %-44s error %.1e  lse %.1e%s%s\n", ok ? "ok   " : "WRONG", c.name.c_str(), relative, worst_lse,
+           pattern ? "" : "  -inf/NaN pattern", repeats ? "" : "  not repeatable");
     return ok;
 }
 
@@ -367,61 +390,82 @@ static std::vector<Case> all_cases()
         for (int d : {128, 64, 80, 96, 256}) {
             std::string tag = std::string("bits ") + bits + " dim " + std::to_string(d);
             add(tag, [&](Case &c) { c.key_bits = bits, c.head_dim = d, c.lengths = {300, 1000}; });
-            add(tag + " f32", [&](Case &c) { c.key_bits = bits, c.head_dim = d, c.dtype = TQ_F32, c.lengths = {129, 0, 777}; });
+            add(tag + " f32",
+                [&](Case &c) { c.key_bits = bits, c.head_dim = d, c.dtype = TQ_F32, c.lengths = {129, 0, 777}; });
         }
     for (int d : {8, 16, 24, 32, 40, 72, 112, 136, 160, 200, 224, 248})
         add("dim " + std::to_string(d), [&](Case &c) { c.head_dim = d, c.key_bits = "3", c.dtype = TQ_F32; });
     for (int g : {1, 2, 3, 5, 7, 8, 12, 16, 17, 32, 48, 64})
         for (const char *bits : {"2", "3", "4", "5310"})
-            add("group " + std::to_string(g) + " bits " + bits, [&](Case &c) { c.group = g, c.key_bits = bits, c.heads = 1, c.dtype = TQ_F32; });
+            add("group " + std::to_string(g) + " bits " + bits,
+                [&](Case &c) { c.group = g, c.key_bits = bits, c.heads = 1, c.dtype = TQ_F32; });
     add("group 16 dim 256", [&](Case &c) { c.group = 16, c.head_dim = 256, c.heads = 1, c.dtype = TQ_F32; });
     add("mixed 5430/4321", [&](Case &c) { c.key_bits = "5430", c.value_bits = "4321", c.dtype = TQ_F32; });
     add("mixed 0035/1205", [&](Case &c) { c.key_bits = "0035", c.value_bits = "1205", c.dtype = TQ_F32; });
-    add("mixed dim 256", [&](Case &c) { c.head_dim = 256, c.key_bits = "54433210", c.value_bits = "12345022", c.dtype = TQ_F32; });
+    add("mixed dim 256",
+        [&](Case &c) { c.head_dim = 256, c.key_bits = "54433210", c.value_bits = "12345022", c.dtype = TQ_F32; });
     add("keys 4 values 2", [&](Case &c) { c.value_bits = "2"; });
     add("keys 3 values 4", [&](Case &c) { c.key_bits = "3", c.value_bits = "4"; });
     for (int n : {0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257})
         add("length " + std::to_string(n), [&](Case &c) { c.lengths = {n}, c.key_bits = "3"; });
     for (int pt : {32, 64, 96})
-        add("page of " + std::to_string(pt), [&](Case &c) { c.page_tokens = pt, c.lengths = {500, 31, 97}, c.key_bits = "3"; });
+        add("page of " + std::to_string(pt),
+            [&](Case &c) { c.page_tokens = pt, c.lengths = {500, 31, 97}, c.key_bits = "3"; });
     add("ragged batch", [](Case &c) { c.lengths = {0, 1, 5000, 128, 0, 129, 700, 64}, c.key_bits = "2"; });
-    add("batch of 100", [](Case &c) { for (int i = 0; i < 100; i++) c.lengths.resize(i + 1, i * 37 % 400); });
+    add("batch of 100", [](Case &c) {
+        for (int i = 0; i < 100; i++) c.lengths.resize(i + 1, i * 37 % 400);
+    });
     add("starts", [](Case &c) { c.lengths = {300, 64, 640, 64}, c.starts = {17, 63, 300, 64}; });
     add("room to grow", [](Case &c) { c.lengths = {300}, c.spare_pages = 500; });
     add("long", [](Case &c) { c.lengths = {20000}, c.heads = 1; });
     add("long 3 bits f32", [](Case &c) { c.lengths = {20000}, c.heads = 1, c.key_bits = "3", c.dtype = TQ_F32; });
     for (int dtype : {TQ_F32, TQ_F16, TQ_BF16}) {
         std::string tag = dtype == TQ_F32 ? " f32" : dtype == TQ_F16 ? " f16" : " bf16";
-        add("sinks and window" + tag, [&](Case &c) { c.sinks = 4, c.window = 128, c.lengths = {1000, 3, 4, 100, 132, 133, 0}, c.dtype = dtype; });
-        add("sinks, window, starts" + tag, [&](Case &c) { c.sinks = 4, c.window = 50, c.lengths = {1000, 90, 90}, c.starts = {2, 5, 88}, c.dtype = dtype; });
-        add("window only, not causal" + tag, [&](Case &c) { c.window = 40, c.causal = 0, c.tokens = 3, c.lengths = {500, 20}, c.dtype = dtype; });
+        add("sinks and window" + tag,
+            [&](Case &c) { c.sinks = 4, c.window = 128, c.lengths = {1000, 3, 4, 100, 132, 133, 0}, c.dtype = dtype; });
+        add("sinks, window, starts" + tag, [&](Case &c) {
+            c.sinks = 4, c.window = 50, c.lengths = {1000, 90, 90}, c.starts = {2, 5, 88}, c.dtype = dtype;
+        });
+        add("window only, not causal" + tag,
+            [&](Case &c) { c.window = 40, c.causal = 0, c.tokens = 3, c.lengths = {500, 20}, c.dtype = dtype; });
     }
     add("sliding window", [](Case &c) { c.sliding = 200, c.lengths = {1000, 100}, c.dtype = TQ_F32; });
-    add("sliding window, sinks, window", [](Case &c) { c.sliding = 200, c.sinks = 4, c.window = 64, c.lengths = {1000, 100, 150}; });
+    add("sliding window, sinks, window",
+        [](Case &c) { c.sliding = 200, c.sinks = 4, c.window = 64, c.lengths = {1000, 100, 150}; });
     add("sliding inside window", [](Case &c) { c.sliding = 20, c.sinks = 4, c.window = 64, c.lengths = {1000, 10}; });
     add("softcap", [](Case &c) { c.softcap = 5, c.dtype = TQ_F32, c.sinks = 4, c.window = 16; });
     add("softcap, centres", [](Case &c) { c.softcap = 5, c.dtype = TQ_F32, c.centres = true; });
     add("centres", [](Case &c) { c.centres = true, c.sinks = 2, c.window = 30, c.dtype = TQ_F32; });
-    add("centres and steps, mixed", [](Case &c) { c.centres = c.steps = true, c.key_bits = "5321", c.value_bits = "4420", c.dtype = TQ_F32; });
+    add("centres and steps, mixed",
+        [](Case &c) { c.centres = c.steps = true, c.key_bits = "5321", c.value_bits = "4420", c.dtype = TQ_F32; });
     for (int d : {128, 80, 64})
         add("dense rotation dim " + std::to_string(d), [&](Case &c) {
-            c.rotation = TQ_ROTATION_DENSE, c.head_dim = d, c.centres = c.steps = true, c.key_bits = "4321", c.dtype = TQ_F32, c.window = 16, c.lengths = {900};
+            c.rotation = TQ_ROTATION_DENSE, c.head_dim = d, c.centres = c.steps = true, c.key_bits = "4321",
+            c.dtype = TQ_F32, c.window = 16, c.lengths = {900};
         });
-    add("dense rotation, group 16", [](Case &c) { c.rotation = TQ_ROTATION_DENSE, c.group = 16, c.heads = 1, c.dtype = TQ_F32; });
+    add("dense rotation, group 16",
+        [](Case &c) { c.rotation = TQ_ROTATION_DENSE, c.group = 16, c.heads = 1, c.dtype = TQ_F32; });
     add("no rotation", [](Case &c) { c.rotation = TQ_ROTATION_NONE, c.dtype = TQ_F32; });
     add("sphere codebook", [](Case &c) { c.codebook = 1, c.dtype = TQ_F32; });
     add("negative softmax scale", [](Case &c) { c.scale_sign = -1, c.centres = true, c.dtype = TQ_F32; });
     for (int t : {2, 5, 8, 33, 128})
         for (const char *bits : {"2", "3", "4"}) {
             std::string tag = std::to_string(t) + " queries, bits " + bits;
-            add(tag, [&](Case &c) { c.tokens = t, c.key_bits = bits, c.lengths = {500, 130, 20}, c.heads = 1, c.dtype = TQ_F32; });
-            add(tag + ", fresh, window", [&](Case &c) { c.tokens = t, c.key_bits = bits, c.fresh = true, c.sinks = 3, c.window = 40, c.lengths = {500, 190, 20}, c.heads = 1; });
+            add(tag, [&](Case &c) {
+                c.tokens = t, c.key_bits = bits, c.lengths = {500, 130, 20}, c.heads = 1, c.dtype = TQ_F32;
+            });
+            add(tag + ", fresh, window", [&](Case &c) {
+                c.tokens = t, c.key_bits = bits, c.fresh = true, c.sinks = 3, c.window = 40, c.lengths = {500, 190, 20},
+                c.heads = 1;
+            });
         }
     add("8 queries, window, sliding, starts", [](Case &c) {
-        c.tokens = 8, c.fresh = true, c.sinks = 4, c.window = 64, c.sliding = 300, c.lengths = {1000, 90}, c.starts = {750, 3}, c.dtype = TQ_F32;
+        c.tokens = 8, c.fresh = true, c.sinks = 4, c.window = 64, c.sliding = 300, c.lengths = {1000, 90},
+        c.starts = {750, 3}, c.dtype = TQ_F32;
     });
     add("6 queries dim 256", [](Case &c) { c.tokens = 6, c.head_dim = 256, c.lengths = {600}, c.heads = 1; });
-    add("one dominant token", [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 40.0 : 1.0; }, c.lengths = {2000}; });
+    add("one dominant token",
+        [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 40.0 : 1.0; }, c.lengths = {2000}; });
     add("all equal", [](Case &c) { c.query_size = 0, c.lengths = {2000}, c.dtype = TQ_F32; });
     add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.lengths = {500}; });
     add("hostile block table", [](Case &c) { c.hostile = true, c.lengths = {1000, 300}; });
@@ -453,12 +497,15 @@ static void time_shape(const Shape &s, int rotation)
     c.key_bits = s.bits, c.head_dim = s.head_dim, c.rotation = rotation;
     tq_plan plan = make_plan(c);
     tq_error error;
-    int B = s.batch, H = s.heads, G = s.group, T = s.tokens, d = s.head_dim, pages_each = (s.length - s.window + 127) / 128;
-    int64_t bytes = (int64_t)B * H * pages_each * plan.record_bytes, copies = std::max<int64_t>(1, std::min<int64_t>(64, 400000000 / std::max<int64_t>(bytes, 1)));
+    int B = s.batch, H = s.heads, G = s.group, T = s.tokens, d = s.head_dim,
+        pages_each = (s.length - s.window + 127) / 128;
+    int64_t bytes = (int64_t)B * H * pages_each * plan.record_bytes,
+            copies = std::max<int64_t>(1, std::min<int64_t>(64, 400000000 / std::max<int64_t>(bytes, 1)));
     int64_t n_pages = copies * B * pages_each;
     void *pages;
     CUDA(cudaMalloc(&pages, n_pages * H * plan.record_bytes));
-    fill_pages<<<2048, 256>>>((uint32_t *)pages, n_pages * H * plan.record_bytes / 4, plan.record_bytes / 4, plan.key.scales_offset / 4);
+    fill_pages<<<2048, 256>>>((uint32_t *)pages, n_pages * H * plan.record_bytes / 4, plan.record_bytes / 4,
+                              plan.key.scales_offset / 4);
     CUDA(cudaDeviceSynchronize());
     std::mt19937 random(1);
     std::vector<int32_t> table(n_pages), lengths(B, s.length);
@@ -469,14 +516,18 @@ static void time_shape(const Shape &s, int rotation)
     for (int i = 0; i < B * H * G * T * d; i++) append_number(q, normal(random), TQ_BF16);
     std::vector<uint8_t> ring((size_t)B * H * s.window * d * 2, 0x3c), fresh((size_t)B * H * T * d * 2, 0x3c);
     std::vector<float> matrix((size_t)d * d, 0.01f);
-    DeviceArray d_q(q), d_table(table), d_lengths(lengths), d_ring(ring), d_fresh(fresh), d_out(std::vector<uint8_t>(q.size())), d_matrix(matrix);
+    DeviceArray d_q(q), d_table(table), d_lengths(lengths), d_ring(ring), d_fresh(fresh),
+        d_out(std::vector<uint8_t>(q.size())), d_matrix(matrix);
     tq_attend_params p = {};
-    p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.window = s.window, p.max_pages = pages_each, p.dtype = TQ_BF16, p.causal = 1;
+    p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.window = s.window,
+    p.max_pages = pages_each, p.dtype = TQ_BF16, p.causal = 1;
     p.softmax_scale = 1 / sqrtf((float)d), p.n_pages = n_pages;
     p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d, p.q_stride_token = d;
-    p.pages = (uint8_t *)pages, p.lengths = d_lengths.as<int32_t>(), p.out = d_out.at, p.window_k = p.window_v = d_ring.at;
+    p.pages = (uint8_t *)pages, p.lengths = d_lengths.as<int32_t>(), p.out = d_out.at,
+    p.window_k = p.window_v = d_ring.at;
     if (s.window && T > 1) p.fresh_k = p.fresh_v = d_fresh.at;
-    p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d, p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
+    p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d,
+    p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
     p.fresh_k_stride_token = p.fresh_v_stride_token = d;
     if (rotation == TQ_ROTATION_DENSE) p.key.rotation = p.value.rotation = d_matrix.as<float>();
     size_t workspace_bytes;
@@ -522,8 +573,9 @@ static void time_shape(const Shape &s, int rotation)
     std::sort(times.begin(), times.end());
     double us = times[times.size() / 2];
     char label[160];
-    snprintf(label, sizeof label, "%d,%d,%d,%d d%d bits %s%s%s%s", B, H, G, s.length, d, s.bits, T > 1 ? (" T" + std::to_string(T)).c_str() : "",
-             s.window ? (" w" + std::to_string(s.window)).c_str() : "", rotation == TQ_ROTATION_DENSE ? " dense" : "");
+    snprintf(label, sizeof label, "%d,%d,%d,%d d%d bits %s%s%s%s", B, H, G, s.length, d, s.bits,
+             T > 1 ? (" T" + std::to_string(T)).c_str() : "", s.window ? (" w" + std::to_string(s.window)).c_str() : "",
+             rotation == TQ_ROTATION_DENSE ? " dense" : "");
     printf("%-44s %8.2f us (%.2f..%.2f)  %.2f TB/s", label, us, times.front(), times.back(), bytes / us / 1e6);
     if (s.baseline_us > 0) printf("  %.2fx", s.baseline_us / us);
     printf("  [%.0f MB x %d]\n", bytes / 1e6, (int)copies);
@@ -559,7 +611,8 @@ static void time_all(const char *filter)
     shapes.push_back({"4332", 16, 8, 4, 32768, 128, 1, 0, 0});
     for (auto &s : shapes) {
         char name[100];
-        snprintf(name, sizeof name, "%d,%d,%d,%d bits %s T%d w%d d%d", s.batch, s.heads, s.group, s.length, s.bits, s.tokens, s.window, s.head_dim);
+        snprintf(name, sizeof name, "%d,%d,%d,%d bits %s T%d w%d d%d", s.batch, s.heads, s.group, s.length, s.bits,
+                 s.tokens, s.window, s.head_dim);
         if (!filter || strstr(name, filter)) time_shape(s, TQ_ROTATION_HADAMARD);
     }
     if (!filter || strstr("dense", filter)) {

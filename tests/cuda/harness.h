@@ -25,7 +25,8 @@ inline void check(cudaError_t e, const char *what)
 inline void check(tq_status status, const tq_error &error, const char *what)
 {
     if (status == TQ_OK) return;
-    printf("FAILED: %s: `%s`[%ld] must be %s, got %g\n", what, error.argument, (long)error.index, error.wants, error.got);
+    printf("FAILED: %s: `%s`[%ld] must be %s, got %g\n", what, error.argument, (long)error.index, error.wants,
+           error.got);
     exit(1);
 }
 
@@ -67,10 +68,7 @@ struct Random {
     float normal() { return sqrtf(-2 * logf(uniform())) * cosf(6.2831853f * uniform()); }
 };
 
-inline int dtype_size(int dtype)
-{
-    return dtype == TQ_F32 ? 4 : 2;
-}
+inline int dtype_size(int dtype) { return dtype == TQ_F32 ? 4 : 2; }
 
 inline void store(std::vector<uint8_t> &to, size_t i, int dtype, float x)
 {

@@ -1,0 +1,252 @@
+// tq_cuda_append: checks, the choice of kernels, and the copies of tokens that stay exact. The kernels: append.cuh says which.
+#include <math.h>
+
+#include "append.cuh"
+
+namespace tq
+{
+namespace
+{
+
+constexpr int FEW_TOKENS = 32; // so many are appended by one block a (side, sequence, head), in one launch
+constexpr int COPY_WARPS = 4;
+
+/** A warp a row: those new tokens that go to sinks and ring. Runs when everything that leaves the ring has been packed. */
+__global__ void __launch_bounds__(32 * COPY_WARPS) copy_exact(const __grid_constant__ AppendArgs a, int blocks)
+{
+    const Work work = work_of(a, blockIdx.x / (unsigned)blocks);
+    wait_for_stream();
+    const Span span = span_of(a, work.b);
+    const int position = exact_position(a, span, (int)(blockIdx.x % (unsigned)blocks * COPY_WARPS + threadIdx.x / 32));
+    if (position >= 0) copy_exact_row<APPEND_GROUPS>(a, work, head_of(a, work), span, position, threadIdx.x % 32);
+}
+
+tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+{
+    const int64_t blocks = (exact_rows(args) + COPY_WARPS - 1) / COPY_WARPS;
+    return launch(copy_exact, (int64_t)args.sides * args.batch * args.kv_heads * blocks, 32 * COPY_WARPS, 0, stream,
+                  error, args, (int)blocks);
+}
+
+// ---- checks ----
+
+tq_status check_sizes(const tq_append_params &p, tq_error *error)
+{
+    const struct {
+        const char *name;
+        int64_t got;
+    } sizes[] = {{"batch", p.batch},
+                 {"tokens", p.tokens},
+                 {"kv_heads", p.kv_heads},
+                 {"sinks", p.sinks},
+                 {"window", p.window},
+                 {"max_pages", p.max_pages},
+                 {"n_pages", p.n_pages},
+                 {"k_stride_batch", p.k_stride_batch},
+                 {"k_stride_head", p.k_stride_head},
+                 {"k_stride_token", p.k_stride_token},
+                 {"v_stride_batch", p.v_stride_batch},
+                 {"v_stride_head", p.v_stride_head},
+                 {"v_stride_token", p.v_stride_token}};
+    for (const auto &size : sizes)
+        if (size.got < 0) return fail(error, TQ_E_VALUE, size.name, -1, (double)size.got, "at least 0");
+    const int64_t items = 2 * (int64_t)p.batch * p.kv_heads;
+    if (items > INT32_MAX)
+        return fail(error, TQ_E_VALUE, "batch", -1, p.batch, "such that 2 * batch * kv_heads is below 2^31");
+    if ((int64_t)p.sinks + p.window > INT32_MAX)
+        return fail(error, TQ_E_VALUE, "window", -1, p.window, "such that sinks + window is below 2^31");
+    if (p.dtype < TQ_F32 || p.dtype > TQ_BF16)
+        return fail(error, TQ_E_TYPE, "dtype", -1, p.dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
+    return TQ_OK;
+}
+
+tq_status check_pointers(const tq_plan &plan, const tq_append_params &p, tq_error *error)
+{
+    const bool values = plan.value.tile_bytes;
+    const struct {
+        const char *name;
+        const void *got;
+        bool given, absent; // must be
+    } pointers[] = {{"k", p.k, true, false},
+                    {"v", p.v, values, !values},
+                    {"lengths", p.lengths, true, false},
+                    {"block_table", p.block_table, p.max_pages > 0, false},
+                    {"pages", p.pages, p.n_pages > 0, false},
+                    {"sink_k", p.sink_k, p.sinks > 0, p.sinks == 0},
+                    {"sink_v", p.sink_v, p.sinks > 0 && values, !p.sinks || !values},
+                    {"window_k", p.window_k, p.window > 0, p.window == 0},
+                    {"window_v", p.window_v, p.window > 0 && values, !p.window || !values}};
+    for (const auto &pointer : pointers) {
+        if (pointer.given && !pointer.got) return fail(error, TQ_E_VALUE, pointer.name, -1, 0, "a pointer, not NULL");
+        if (pointer.absent && pointer.got)
+            return fail(error, TQ_E_VALUE, pointer.name, -1, 1, "NULL for this plan, sinks and window");
+    }
+    if ((uintptr_t)p.pages % 64)
+        return fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)p.pages % 64), "64-byte aligned");
+    return TQ_OK;
+}
+
+tq_status check_transforms(const tq_plan &plan, const tq_append_params &p, tq_error *error)
+{
+    const bool dense = plan.rotation == TQ_ROTATION_DENSE;
+    if (dense != (p.key.rotation != nullptr))
+        return fail(error, TQ_E_VALUE, "key_rotation", -1, plan.rotation,
+                    "given if and only if the plan's rotation is dense");
+    if (plan.value.tile_bytes && dense != (p.value.rotation != nullptr))
+        return fail(error, TQ_E_VALUE, "value_rotation", -1, plan.rotation,
+                    "given if and only if the plan's rotation is dense");
+    return TQ_OK;
+}
+
+tq_status check_overlap(const tq_plan &plan, const tq_append_params &p, tq_error *error)
+{
+    const int64_t bytes = p.dtype == TQ_F32 ? 4 : 2, d = plan.head_dim, row = (int64_t)p.batch * p.kv_heads * d * bytes;
+    const struct {
+        const char *name;
+        const void *at;
+        int64_t bytes;
+    } written[] = {{"pages", p.pages, p.n_pages * p.kv_heads * plan.record_bytes},
+                   {"sink_k", p.sink_k, row * p.sinks},
+                   {"sink_v", p.sink_v, row * p.sinks},
+                   {"window_k", p.window_k, row * p.window},
+                   {"window_v", p.window_v, row * p.window}};
+    auto span = [&](int64_t b, int64_t h, int64_t t) {
+        return bytes * ((p.batch - 1) * b + (p.kv_heads - 1) * h + (p.tokens - 1) * t + d);
+    };
+    const int64_t k_bytes = span(p.k_stride_batch, p.k_stride_head, p.k_stride_token);
+    const int64_t v_bytes = span(p.v_stride_batch, p.v_stride_head, p.v_stride_token);
+    for (const auto &one : written) {
+        if (overlap(one.at, one.bytes, p.k, k_bytes) || overlap(one.at, one.bytes, p.v, v_bytes))
+            return fail(error, TQ_E_VALUE, one.name, -1, 0, "apart from k and v");
+        for (const auto *other = written; other != &one; other++)
+            if (overlap(one.at, one.bytes, other->at, other->bytes))
+                return fail(error, TQ_E_VALUE, one.name, -1, 0, "apart from the other arrays written");
+    }
+    return TQ_OK;
+}
+
+// ---- arguments ----
+
+AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value)
+{
+    const tq_side &from = is_value ? plan.value : plan.key;
+    const tq_transform &transform = is_value ? p.value : p.key;
+    const int64_t bytes = p.dtype == TQ_F32 ? 4 : 2;
+    AppendSide side = {};
+    side.fresh = (const char *)(is_value ? p.v : p.k);
+    side.ring = (char *)(is_value ? p.window_v : p.window_k);
+    side.sinks = (char *)(is_value ? p.sink_v : p.sink_k);
+    side.stride_batch = bytes * (is_value ? p.v_stride_batch : p.k_stride_batch);
+    side.stride_head = bytes * (is_value ? p.v_stride_head : p.k_stride_head);
+    side.stride_token = bytes * (is_value ? p.v_stride_token : p.k_stride_token);
+    side.rotation = transform.rotation;
+    side.rotation_stride_head = transform.rotation_stride_head;
+    side.centre = transform.centre;
+    side.centre_stride_batch = transform.centre_stride_batch;
+    side.steps = transform.steps;
+    for (int group = 0; group < APPEND_GROUPS; group++) {
+        side.bits[group] = from.bits[group];
+        side.offset[group] = from.offset[group];
+    }
+    side.one_width = plan.head_dim % TQ_TILE || transform.steps ? 0 : from.bits[0];
+    for (int group = 1; group < plan.groups; group++)
+        if (from.bits[group] != from.bits[0]) side.one_width = 0;
+    side.tile_bytes = from.tile_bytes;
+    side.codes_offset = (int32_t)from.codes_offset;
+    side.scales_offset = (int32_t)from.scales_offset;
+    side.coded_channels = (float)from.coded_channels;
+    return side;
+}
+
+tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *flag, AppendArgs *args, tq_error *error)
+{
+    *args = {};
+    args->batch = p.batch;
+    args->tokens = p.tokens;
+    args->kv_heads = p.kv_heads;
+    args->sinks = p.sinks;
+    args->window = p.window;
+    args->max_pages = p.max_pages;
+    args->dtype = p.dtype;
+    args->head_dim = plan.head_dim;
+    args->groups = plan.groups;
+    args->rotation = plan.rotation;
+    args->scale = plan.scale;
+    args->sides = plan.value.tile_bytes ? 2 : 1;
+    const int64_t capacity = (int64_t)p.sinks + p.window + (int64_t)p.max_pages * plan.page_tokens;
+    args->capacity = (int32_t)(capacity < INT32_MAX ? capacity : INT32_MAX);
+    int power = 8;
+    while (2 * power <= plan.head_dim) power *= 2;
+    args->hadamard_factor = (float)(1.0 / sqrt((double)power));
+    args->heads = divisor_of(p.kv_heads);
+    args->batches = divisor_of(p.batch);
+    args->window_slots = divisor_of(p.window);
+    args->page_tokens = divisor_of(plan.page_tokens);
+    args->n_pages = p.n_pages;
+    args->record_bytes = plan.record_bytes;
+    args->row_bytes = (int64_t)plan.head_dim * (p.dtype == TQ_F32 ? 4 : 2);
+    args->lengths = p.lengths;
+    args->block_table = p.block_table;
+    args->pages = p.pages;
+    args->flag = flag;
+    args->side[0] = side_of(plan, p, false);
+    args->side[1] = side_of(plan, p, true);
+    args->signs = signs_of(plan);
+    for (int bits = 1; bits <= TQ_MAX_BITS; bits++) {
+        tq_codebook book;
+        TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan.codebook, plan.head_dim, bits, &book, error));
+        if (!make_book(book, &args->books[bits]))
+            return fail(error, TQ_E_VALUE, "plan", -1, bits, "made by tq_plan_init");
+    }
+    return TQ_OK;
+}
+
+/** Whether append_tile can read the rows: 16 bytes at a time, and no steps. */
+bool rows_suit_tiles(const tq_append_params &p)
+{
+    const int64_t strides =
+        p.k_stride_batch | p.k_stride_head | p.k_stride_token | p.v_stride_batch | p.v_stride_head | p.v_stride_token;
+    const uintptr_t pointers = (uintptr_t)p.k | (uintptr_t)p.v | (uintptr_t)p.window_k | (uintptr_t)p.window_v;
+    return p.dtype != TQ_F32 && !p.key.steps && !p.value.steps && strides % 8 == 0 && pointers % 16 == 0;
+}
+
+} // namespace
+
+/** What many tokens of 16 bits are appended by. */
+const char *append_kernel_name(const tq_plan &plan) { return append_tile_takes(plan) ? "append_tile" : "append_warp"; }
+
+} // namespace tq
+
+using namespace tq;
+
+tq_status tq_cuda_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
+                                         tq_error *error)
+{
+    TQ_CUDA_TRY(check_plan(plan, error));
+    if (!params) return fail(error, TQ_E_VALUE, "params", -1, 0, "a pointer, not NULL");
+    TQ_CUDA_TRY(check_sizes(*params, error));
+    if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    *bytes = 0; // everything happens in registers and shared memory
+    return TQ_OK;
+}
+
+tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, int64_t *flag, void *, size_t,
+                         void *stream_pointer, tq_error *error)
+{
+    TQ_CUDA_TRY(check_plan(plan, error));
+    if (!params) return fail(error, TQ_E_VALUE, "params", -1, 0, "a pointer, not NULL");
+    const tq_append_params &p = *params;
+    TQ_CUDA_TRY(check_sizes(p, error));
+    if (!p.batch || !p.kv_heads || !p.tokens) return TQ_OK;
+    TQ_CUDA_TRY(check_pointers(*plan, p, error));
+    TQ_CUDA_TRY(check_transforms(*plan, p, error));
+    TQ_CUDA_TRY(check_overlap(*plan, p, error));
+    AppendArgs args;
+    TQ_CUDA_TRY(make_args(*plan, p, flag, &args, error));
+    const cudaStream_t stream = (cudaStream_t)stream_pointer;
+    if (p.tokens == 1 && plan->rotation != TQ_ROTATION_DENSE) return launch_append_step(args, stream, error);
+    if (p.tokens <= FEW_TOKENS) return launch_append_warp(args, true, stream, error);
+    if (append_tile_takes(*plan) && rows_suit_tiles(p)) TQ_CUDA_TRY(launch_append_tile(args, *plan, stream, error));
+    else TQ_CUDA_TRY(launch_append_warp(args, false, stream, error));
+    return launch_copy_exact(args, stream, error);
+}

@@ -1,0 +1,408 @@
+/* tq_cuda_attend: checks what the host can see, chooses a kernel and its launch shape, queues it. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attend_launch.cuh"
+#include "launch.cuh"
+
+namespace tq
+{
+namespace
+{
+
+/* ---- the device ---- */
+
+struct Device {
+    int processors, shared_bytes_per_processor, shared_bytes_per_block, major;
+    bool bulk;
+};
+
+tq_status look_at_device(Device *d, tq_error *error)
+{
+    int id;
+    TQ_CUDA_TRY(check_cuda(cudaGetDevice(&id), "device", error));
+    const struct {
+        int *to;
+        cudaDeviceAttr attribute;
+    } wanted[] = {{&d->processors, cudaDevAttrMultiProcessorCount},
+                  {&d->shared_bytes_per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
+                  {&d->shared_bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                  {&d->major, cudaDevAttrComputeCapabilityMajor}};
+    for (auto &w : wanted) TQ_CUDA_TRY(check_cuda(cudaDeviceGetAttribute(w.to, w.attribute, id), "device", error));
+    if (d->major < 8)
+        return fail(error, TQ_E_UNSUPPORTED, "device", -1, d->major, "a GPU of compute capability 8.0 or newer");
+    d->bulk = d->major == 9;
+    const char *path = getenv("TURBOQUANT_CUDA_PATH");
+    if (!path || !*path) return TQ_OK;
+    if (strcmp(path, "hopper") && strcmp(path, "portable"))
+        return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, 0, "\"hopper\" or \"portable\"");
+    d->bulk = !strcmp(path, "hopper");
+    if (d->bulk && d->major < 9)
+        return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, d->major,
+                    "\"portable\" below compute capability 9.0");
+    return TQ_OK;
+}
+
+/* ---- checks ---- */
+
+tq_status check_sizes(const tq_plan *plan, const tq_attend_params *p, tq_error *error)
+{
+    TQ_CUDA_TRY(check_plan(plan, error));
+    if (!plan->value.tile_bytes) return fail(error, TQ_E_VALUE, "plan", -1, 0, "one with value bits");
+    if (!p) return fail(error, TQ_E_VALUE, "params", -1, 0, "a pointer, not NULL");
+    const struct {
+        const char *name;
+        int64_t got;
+    } sizes[] = {{"batch", p->batch},
+                 {"query_tokens", p->query_tokens},
+                 {"query_heads", p->query_heads},
+                 {"kv_heads", p->kv_heads},
+                 {"sinks", p->sinks},
+                 {"window", p->window},
+                 {"max_pages", p->max_pages},
+                 {"sliding_window", p->sliding_window},
+                 {"n_pages", p->n_pages}};
+    for (auto &s : sizes)
+        if (s.got < 0) return fail(error, TQ_E_VALUE, s.name, -1, (double)s.got, "at least 0");
+    if (p->dtype < TQ_F32 || p->dtype > TQ_BF16)
+        return fail(error, TQ_E_TYPE, "dtype", -1, p->dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
+    if (p->kv_heads ? p->query_heads % p->kv_heads : p->query_heads)
+        return fail(error, TQ_E_VALUE, "query_heads", -1, p->query_heads, "a multiple of kv_heads");
+    if (!isfinite(p->softmax_scale)) return fail(error, TQ_E_VALUE, "softmax_scale", -1, p->softmax_scale, "finite");
+    if (!isfinite(p->softcap) || p->softcap < 0)
+        return fail(error, TQ_E_VALUE, "softcap", -1, p->softcap, "finite and at least 0");
+    if (!p->causal && p->sliding_window)
+        return fail(error, TQ_E_VALUE, "sliding_window", -1, p->sliding_window, "0 when attention is not causal");
+    if (!p->causal && p->fresh_k) return fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "NULL when attention is not causal");
+    return TQ_OK;
+}
+
+tq_status check_pointers(const tq_plan *plan, const tq_attend_params *p, tq_error *error)
+{
+    bool queries = p->batch && p->query_heads && p->query_tokens, dense = plan->rotation == TQ_ROTATION_DENSE;
+    const struct {
+        const char *name;
+        const void *at;
+        bool needed, may;
+    } pointers[] = {{"q", p->q, queries, true},
+                    {"out", p->out, queries, true},
+                    {"lengths", p->lengths, p->batch > 0, true},
+                    {"block_table", p->block_table, p->batch && p->max_pages, true},
+                    {"pages", p->pages, p->n_pages > 0, true},
+                    {"sink_k", p->sink_k, p->sinks > 0, p->sinks > 0},
+                    {"sink_v", p->sink_v, p->sinks > 0, p->sinks > 0},
+                    {"window_k", p->window_k, p->window > 0, p->window > 0},
+                    {"window_v", p->window_v, p->window > 0, p->window > 0},
+                    {"fresh_v", p->fresh_v, p->fresh_k != nullptr, p->fresh_k != nullptr},
+                    {"key_rotation", p->key.rotation, dense, dense},
+                    {"value_rotation", p->value.rotation, dense, dense}};
+    for (auto &x : pointers) {
+        if (x.needed && !x.at) return fail(error, TQ_E_VALUE, x.name, -1, 0, "a pointer, not NULL");
+        if (!x.may && x.at) return fail(error, TQ_E_VALUE, x.name, -1, 1, "NULL, because there is nothing of it");
+    }
+    int64_t bytes = p->dtype == TQ_F32 ? 4 : 2;
+    const struct {
+        const char *name;
+        const void *at;
+        int64_t stride_batch, stride_head, stride_token;
+    } rows[] = {{"q", p->q, p->q_stride_batch, p->q_stride_head, p->q_stride_token},
+                {"sink_k", p->sink_k},
+                {"sink_v", p->sink_v},
+                {"window_k", p->window_k},
+                {"window_v", p->window_v},
+                {"out", p->out},
+                {"fresh_k", p->fresh_k, p->fresh_k_stride_batch, p->fresh_k_stride_head, p->fresh_k_stride_token},
+                {"fresh_v", p->fresh_v, p->fresh_v_stride_batch, p->fresh_v_stride_head, p->fresh_v_stride_token}};
+    for (auto &r : rows)
+        if (r.at && ((uintptr_t)r.at % (4 * bytes) || r.stride_batch % 4 || r.stride_head % 4 || r.stride_token % 4))
+            return fail(error, TQ_E_VALUE, r.name, -1, (double)((uintptr_t)r.at % (4 * bytes)),
+                        "aligned to four of its numbers, its strides too");
+    if ((uintptr_t)p->pages % 64)
+        return fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)p->pages % 64), "64-byte aligned");
+    return TQ_OK;
+}
+
+/* ---- the plan ---- */
+
+int uniform_bits(const tq_plan *plan)
+{
+    int bits = plan->key.bits[0];
+    for (int g = 0; g < plan->groups; g++)
+        if (plan->key.bits[g] != bits || plan->value.bits[g] != bits) return 0;
+    return bits;
+}
+
+/** tiles: 4 where there are pages enough for every team, 2 where they have to be shared out. */
+KernelChoice choose_kernel(const tq_plan *plan, int rows, int tiles, bool bulk)
+{
+    int max_blocks = plan->groups > 4 ? 2 : 4, blocks = rows <= 4 ? 1 : rows <= 8 ? 2 : max_blocks;
+    KernelChoice k = {};
+    switch (uniform_bits(plan)) {
+    case 2: k = attend_kernel_2(plan->groups, blocks, tiles, bulk); break;
+    case 3: k = attend_kernel_3(plan->groups, blocks, tiles, bulk); break;
+    case 4: k = attend_kernel_4(plan->groups, blocks, tiles, bulk); break;
+    }
+    return k.kernel ? k : attend_kernel_mixed(plan->groups, blocks, tiles, bulk);
+}
+
+void copy_side(const tq_side &from, int page_tokens, const tq_codebook *books, const KernelChoice &k, bool keys,
+               SideArgs *to)
+{
+    for (int g = 0; g < GROUPS_MAX; g++) {
+        to->bits[g] = from.bits[g];
+        to->offset[g] = from.offset[g];
+    }
+    to->tile_bytes = from.tile_bytes;
+    to->codes_offset = (int32_t)from.codes_offset;
+    to->scales_offset = (int32_t)from.scales_offset;
+    for (int second = 0; second < 2; second++) {
+        int tiles = page_tokens / TQ_TILE - second * k.tiles;
+        tiles = tiles < 0 ? 0 : tiles < k.tiles ? tiles : k.tiles;
+        to->code_bytes[second] = tiles * from.tile_bytes;
+        to->scale_bytes[second] = tiles * 2 * TQ_TILE;
+    }
+    for (int b = 1; b <= TQ_MAX_BITS; b++) {
+        float step = books[b].step; /* of a level; uniform levels are 2 code - (2^b - 1) */
+        bool plus_128 = b == 5 || (b == 4 && !k.two_products), scaled = b <= 2 && keys && !k.key_bits;
+        int top = (1 << b) - 1;
+        to->factor[b] = b > 2 ? step : scaled ? 2 * step / (1 << (8 - b)) : 2 * step;
+        to->offset_levels[b] = b <= 2 ? (scaled ? -top * (1 << (7 - b)) : -top) : plus_128 ? -128 : 0;
+        to->offset_factor[b] = b <= 2 ? -top * step : plus_128 ? -128 * step : 0;
+    }
+}
+
+tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tables, tq_error *error)
+{
+    uint8_t level3[8], plus4[8], minus4[8], magnitude4[8], magnitude5[16];
+    for (int b = 1; b <= TQ_MAX_BITS; b++)
+        TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan->codebook, plan->head_dim, b, &books[b], error));
+    for (int m = 0; m < 8; m++) {
+        level3[m] = (uint8_t)books[3].levels[m];
+        magnitude4[m] = (uint8_t)books[4].levels[m];
+        plus4[m] = (uint8_t)(magnitude4[m] + 1);
+        minus4[m] = (uint8_t)-magnitude4[m];
+        if (plus4[m] > 127)
+            return fail(error, TQ_E_VALUE, "plan", -1, magnitude4[m], "one whose 4-bit levels are at most 126");
+        magnitude5[m] = (uint8_t)books[5].levels[m];
+        magnitude5[8 + m] = (uint8_t)books[5].levels[16 + m];
+    }
+    memcpy(tables->level3, level3, 8);
+    memcpy(tables->plus4, plus4, 8);
+    memcpy(tables->minus4, minus4, 8);
+    memcpy(tables->magnitude4, magnitude4, 8);
+    memcpy(tables->magnitude5, magnitude5, 16);
+    return TQ_OK;
+}
+
+/* ---- the cut ---- */
+
+struct Launch {
+    KernelChoice kernel;
+    AttendArgs args;
+    int blocks, threads, shared_bytes;
+    int prepare_blocks, prepare_threads, prepare_bytes, combine_blocks, combine_threads, combine_bytes;
+    int64_t segments;
+};
+
+int64_t take(int64_t *at, int64_t bytes)
+{
+    int64_t start = *at;
+    *at += (bytes + 255) / 256 * 256;
+    return start;
+}
+
+/** Lays out the shared memory of pages; returns its bytes. */
+int lay_out_shared(AttendArgs *a)
+{
+    int64_t at = 0;
+    take(&at, (int64_t)a->teams * a->stages * a->stage_bytes);
+    a->at_barriers = (int32_t)take(&at, (int64_t)a->teams * a->stages * 4 * 8);
+    a->at_stats = (int32_t)take(&at, (int64_t)a->teams * a->tile_rows * sizeof(RowTotals));
+    return (int)at;
+}
+
+/** Rows, warps and stages of pages. Few segments: one block of many warps per multiprocessor, so that few parts need merging. Many:
+ *  several small ones, so that one's ends hide behind another's middle. */
+tq_status cut_pages(const tq_plan *plan, const Device &device, Launch *l, tq_error *error)
+{
+    AttendArgs &a = l->args;
+    int row_blocks = (a.rows + 3) / 4;
+    a.team_warps = (row_blocks + l->kernel.blocks - 1) / l->kernel.blocks;
+    if (a.team_warps > 8) a.team_warps = 8;
+    a.tile_rows = 4 * l->kernel.blocks * a.team_warps;
+    a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
+    a.pitch = TQ_TILE * plan->groups + 8;
+    int tiles = l->kernel.tiles;
+    a.key.at_codes = 0;
+    a.value.at_codes = tiles * plan->key.tile_bytes;
+    a.key.at_scales = a.value.at_codes + tiles * plan->value.tile_bytes;
+    a.value.at_scales = a.key.at_scales + (a.page_units == 1 ? 2 * plan->page_tokens : tiles * 2 * TQ_TILE);
+    a.stage_bytes = a.key.at_scales + 2 * tiles * 2 * TQ_TILE;
+    l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
+    int warps = l->kernel.max_threads > 384 ? 12 : l->kernel.max_threads / 32,
+        per_processor = 1;                                              /* more leave no room for prepare */
+    int64_t sum_bytes = (int64_t)a.tile_rows * a.pitch * sizeof(float); /* have to fit a team's ring */
+    int least_stages = (int)((sum_bytes + a.stage_bytes - 1) / a.stage_bytes),
+        most_stages = least_stages > 3 ? least_stages : 3;
+    if (l->segments >= 3 * (int64_t)device.processors && a.team_warps <= 4) {
+        per_processor = warps / 4;
+        warps = 4;
+    }
+    const char *force = getenv("TURBOQUANT_CUDA_SHAPE"); /* experiments */
+    int force_warps = 0, force_per = 0, force_stages = 0;
+    if (force && sscanf(force, "%d,%d,%d", &force_warps, &force_per, &force_stages) == 3)
+        warps = force_warps, per_processor = force_per;
+    for (;; per_processor > 1 ? per_processor-- : warps--) {
+        int room = (device.shared_bytes_per_processor - 6 * 1024) / per_processor - 1024 -
+                   256; /* a block of prepare fits beside them */
+        if (room > device.shared_bytes_per_block - 256) room = device.shared_bytes_per_block - 256;
+        a.teams = warps / a.team_warps;
+        if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
+        for (a.stages = force_stages ? force_stages : most_stages; a.stages >= least_stages; a.stages--)
+            if ((l->shared_bytes = lay_out_shared(&a)) <= room) break;
+        if (a.stages >= least_stages) break;
+    }
+    l->threads = 32 * a.teams * a.team_warps;
+    int64_t units = l->segments * ((int64_t)a.p.max_pages * a.page_units + 1);
+    if (units > INT32_MAX)
+        return fail(error, TQ_E_VALUE, "max_pages", -1, a.p.max_pages, "fewer, or fewer sequences at once");
+    l->blocks = (int)(units < device.processors * per_processor ? units : device.processors * per_processor);
+    return TQ_OK;
+}
+
+/** Blocks and shared memory of prepare and combine. */
+tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
+{
+    AttendArgs &a = l->args;
+    bool dense = a.rotation == TQ_ROTATION_DENSE;
+    a.end_rows = a.tile_rows <= END_ROWS ? a.tile_rows : a.tile_rows % END_ROWS ? END_ROWS / 2 : END_ROWS;
+    int64_t sets = l->segments * (a.tile_rows / a.end_rows), row_bytes = (int64_t)a.end_rows * a.pitch * sizeof(float);
+    int64_t exact_tokens = a.p.window ? (int64_t)a.p.sinks + a.p.window + (a.p.query_tokens - 1) : a.p.sinks;
+    a.exact_tokens = 32;
+    while (exact_tokens > (int64_t)16 * a.exact_tokens) a.exact_tokens *= 2;
+    a.exact_parts = (int32_t)((exact_tokens + a.exact_tokens - 1) / a.exact_tokens);
+    int64_t blocks = sets * (1 + a.exact_parts);
+    if (blocks > INT32_MAX) return fail(error, TQ_E_VALUE, "query_tokens", -1, a.p.query_tokens, "fewer");
+    l->prepare_blocks = (int)blocks;
+    l->combine_blocks = (int)sets;
+    l->prepare_threads = dense ? 512 : a.exact_parts ? 256 : 128;
+    int ways = dense || sets < 2 * device.processors ? 512 / 32 / a.end_rows : 1; /* few blocks: many warps each */
+    l->combine_threads = 32 * a.end_rows * ways;
+    int exact_ways =
+        l->prepare_threads / (a.end_rows * 8 * a.groups) > 1 ? l->prepare_threads / (a.end_rows * 8 * a.groups) : 1;
+    int64_t exact_bytes = exact_ways * row_bytes + 32 * 24 + (int64_t)a.end_rows * 35 * sizeof(float);
+    l->prepare_bytes = (int)(a.exact_parts && exact_bytes > 2 * row_bytes ? exact_bytes : 2 * row_bytes);
+    int buffers = ways > 2 ? ways : 2;
+    l->combine_bytes = (int)((buffers + (a.exact_parts ? ways : 0)) * row_bytes);
+    return TQ_OK;
+}
+
+/** Lays out the workspace at `base` (NULL: only its size); returns its bytes. */
+size_t lay_out_workspace(Launch *l, char *base)
+{
+    AttendArgs &a = l->args;
+    int64_t at = TQ_CUDA_WORKSPACE_ZERO, rows = l->segments * a.tile_rows,
+            slots = (l->blocks + l->segments) * a.tile_rows, width = TQ_TILE * a.groups;
+    int64_t exact_rows = (int64_t)a.p.batch * a.p.kv_heads * a.exact_parts * a.row_tiles * a.tile_rows,
+            f = sizeof(float);
+    a.segments = reinterpret_cast<SegmentParts *>(base + take(&at, l->segments * sizeof(SegmentParts)));
+    a.row_args = reinterpret_cast<RowArgs *>(base + take(&at, rows * sizeof(RowArgs)));
+    a.queries = reinterpret_cast<uint2 *>(base + take(&at, rows / 4 * a.groups * 32 * sizeof(uint2)));
+    a.totals = reinterpret_cast<RowTotals *>(base + take(&at, slots * sizeof(RowTotals)));
+    a.sums = reinterpret_cast<float *>(base + take(&at, slots * width * f));
+    a.exact_totals = reinterpret_cast<RowTotals *>(base + take(&at, exact_rows * sizeof(RowTotals)));
+    a.exact_sums = reinterpret_cast<float *>(base + take(&at, exact_rows * width * f));
+    return (size_t)at;
+}
+
+tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_error *error)
+{
+    Device device;
+    TQ_CUDA_TRY(check_sizes(plan, p, error));
+    TQ_CUDA_TRY(look_at_device(&device, error));
+    memset(l, 0, sizeof *l);
+    AttendArgs &a = l->args;
+    a.p = *p;
+    if (!p->n_pages) a.p.max_pages = 0;
+    a.head_dim = plan->head_dim;
+    a.groups = plan->groups;
+    int64_t capacity = (int64_t)p->sinks + p->window + (int64_t)a.p.max_pages * plan->page_tokens;
+    if (capacity > INT32_MAX / 2)
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p->max_pages, "fewer: positions are 32-bit");
+    a.capacity = (int32_t)capacity;
+    a.page_tokens = plan->page_tokens;
+    a.rotation = plan->rotation;
+    a.record_bytes = plan->record_bytes;
+    a.group = p->kv_heads ? p->query_heads / p->kv_heads : 0;
+    int64_t rows = (int64_t)a.group * p->query_tokens;
+    if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p->query_tokens, "fewer");
+    a.rows = (int32_t)rows;
+    if (!p->batch || !rows) return TQ_OK;
+    int64_t pages = (int64_t)p->batch * p->kv_heads * a.p.max_pages;
+    l->kernel = choose_kernel(plan, a.rows, pages >= 8 * (int64_t)device.processors ? 4 : 2, device.bulk);
+    a.unit_tokens = l->kernel.tiles * TQ_TILE;
+    a.page_units = (plan->page_tokens + a.unit_tokens - 1) / a.unit_tokens;
+    tq_codebook books[TQ_MAX_BITS + 1];
+    TQ_CUDA_TRY(fill_tables(plan, books, &a.tables, error));
+    copy_side(plan->key, plan->page_tokens, books, l->kernel, true, &a.key);
+    copy_side(plan->value, plan->page_tokens, books, l->kernel, false, &a.value);
+    a.signs = signs_of(*plan);
+    TQ_CUDA_TRY(cut_pages(plan, device, l, error));
+    return cut_ends(device, l, error);
+}
+
+} // namespace
+} // namespace tq
+
+using namespace tq;
+
+tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
+                                         tq_error *error)
+{
+    Launch l;
+    TQ_CUDA_TRY(prepare(plan, params, &l, error));
+    if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    *bytes = l.blocks ? lay_out_workspace(&l, nullptr) : 0;
+    return TQ_OK;
+}
+
+tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
+                         void *stream, tq_error *error)
+{
+    Launch l;
+    TQ_CUDA_TRY(prepare(plan, params, &l, error));
+    TQ_CUDA_TRY(check_pointers(plan, params, error));
+    if (!l.blocks) return TQ_OK;
+    if (!workspace || (uintptr_t)workspace % 256 ||
+        workspace_bytes < lay_out_workspace(&l, static_cast<char *>(workspace)))
+        return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
+                    "at least tq_cuda_attend_workspace_bytes, 256-byte aligned");
+    EndKernels ends = attend_end_kernels(l.args.groups);
+    /* A multiprocessor divides its memory into cache and shared memory anew only when it is empty: ask for the same division thrice. */
+    for (auto kernel : {ends.prepare, l.kernel.kernel, ends.combine})
+        TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                    cudaSharedmemCarveoutMaxShared),
+                               "device", error));
+    cudaStream_t s = static_cast<cudaStream_t>(stream);
+    TQ_CUDA_TRY(launch(ends.prepare, l.prepare_blocks, l.prepare_threads, l.prepare_bytes, s, error, l.args));
+    TQ_CUDA_TRY(launch(l.kernel.kernel, l.blocks, l.threads, l.shared_bytes, s, error, l.args));
+    return launch(ends.combine, l.combine_blocks, l.combine_threads, l.combine_bytes, s, error, l.args);
+}
+
+const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan)
+{
+    Device device;
+    if (!operation || !plan || look_at_device(&device, nullptr) != TQ_OK) return nullptr;
+    const char *plain[] = {"rotate", "append", "dequantize", "merge"};
+    for (const char *name : plain)
+        if (!strcmp(operation, name)) return name;
+    if (strcmp(operation, "attend")) return nullptr;
+    switch (choose_kernel(plan, 4, 4, device.bulk).key_bits) {
+    case 2: return device.bulk ? "attend_hopper_2" : "attend_portable_2";
+    case 3: return device.bulk ? "attend_hopper_3" : "attend_portable_3";
+    case 4: return device.bulk ? "attend_hopper_4" : "attend_portable_4";
+    }
+    return device.bulk ? "attend_hopper_mixed" : "attend_portable_mixed";
+}

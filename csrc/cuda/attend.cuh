@@ -1,0 +1,118 @@
+/* Attention over packed pages on CUDA: what its files share. Three kernels, one behind the other:
+ *
+ *   prepare   rotates the queries and rounds them to tensor-core operands; attends to the exact tokens
+ *   pages     attends to the packed pages; starts on the pages while prepare still runs
+ *   combine   merges the parts that the other two left in the workspace, un-rotates, writes
+ *
+ * How the work on pages is cut:
+ *   row       (query token, query head) that reads one KV head: row = token * group + head. Row r of a tile of rows is column pair
+ *             (2 (r % 4), 2 (r % 4) + 1) of block r / 4 of the tensor-core products: its high and its low 8 bits.
+ *   unit      half a page or a page: two or four token tiles (fewer where a page has no more)
+ *   segment   (sequence, KV head, tile of rows): the units that some of its rows see
+ * All units of all segments stand in one line, and block i of n takes the i-th n-th of it: equal work whatever the lengths are, all
+ * of it found from the lengths on the device. A block's warps form teams; a team takes every teams-th unit of a segment, through its
+ * own ring of stages in shared memory, and each warp of a team multiplies it with its own rows. At the end of a segment the block
+ * adds up its warps and leaves one part.
+ *
+ *   attend_fragments  codes to tensor-core operands         attend_query, attend_exact   the halves of prepare
+ *   attend_schedule   who does which units                  attend_ends                  prepare and combine
+ *   attend_pages      the loop over units                   attend_kernel                pages
+ *   attend.cu         checks, choices, launches */
+#ifndef TQ_CUDA_ATTEND_CUH
+#define TQ_CUDA_ATTEND_CUH
+#include "attend_fragments.cuh"
+
+namespace tq
+{
+
+constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_TILE;
+constexpr int END_ROWS = 16;    /* of a block of prepare or combine at most */
+constexpr int QUERY_BASE = 254; /* a query number is hi * 254 + lo, both in -127..127 */
+constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
+constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
+
+/** One compiled kernel. KEY_BITS = VALUE_BITS = 0: any plan, the width of each group looked up as it goes. */
+template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_> struct Variant {
+    static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_;
+    static constexpr int GROUPS = GROUPS_; /* of 32 channels; the most there may be, if the plan is any */
+    static constexpr int BLOCKS = BLOCKS_; /* of four rows, in one warp */
+    static constexpr int TILES = TILES_;   /* token tiles of a unit: more for throughput, fewer for latency */
+    static constexpr bool BULK = BULK_;
+    static constexpr bool UNIFORM = KEY_BITS != 0;
+    static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
+    static constexpr bool TWO_PRODUCTS = UNIFORM && BLOCKS == 1;
+    static constexpr bool KEY_ROW_FACTOR = UNIFORM && KEY_BITS <= 2;
+    static constexpr bool KEY_OFFSETS =
+        !UNIFORM || (KEY_BITS == 4 && !TWO_PRODUCTS); /* ROW_FACTOR codes: after the product */
+    /* the sum of the weights is needed beside the sum of weighted codes; otherwise the codes have no offset */
+    static constexpr bool WEIGHT_SUMS = !UNIFORM || VALUE_BITS <= 2 || (VALUE_BITS == 4 && !TWO_PRODUCTS);
+    static constexpr bool QUERY_IN_REGISTERS = UNIFORM && BLOCKS == 1 && GROUPS <= 4;
+    /* so many that 12 warps (8 for more rows) fit a multiprocessor, with room beside them for a block of prepare */
+    static constexpr int MAX_REGISTERS = BLOCKS == 1                  ? (GROUPS > 4   ? 168
+                                                                         : TILES == 4 ? 144
+                                                                                      : 128)
+                                         : BLOCKS == 2 && GROUPS <= 4 ? 168
+                                                                      : 255;
+    static constexpr int MAX_THREADS = MAX_REGISTERS > 168 ? 256 : MAX_REGISTERS > 128 ? 384 : 512;
+};
+
+struct SideArgs {
+    int32_t bits[GROUPS_MAX], offset[GROUPS_MAX];
+    int32_t tile_bytes, codes_offset, scales_offset;
+    int32_t at_codes, at_scales;            /* of this side in a stage */
+    int32_t code_bytes[2], scale_bytes[2];  /* of a page's first and second unit */
+    float factor[TQ_MAX_BITS + 1];          /* of a code byte, by width */
+    float offset_factor[TQ_MAX_BITS + 1];   /* values: of the sum of weights */
+    int32_t offset_levels[TQ_MAX_BITS + 1]; /* keys: of the sum of the query */
+};
+
+/** The blocks of pages that left a part of a segment, for combine. Block b's part of segment s is in slot b + s: along the line one of
+ *  the two grows from part to part, so that no two share a slot. */
+struct SegmentParts {
+    int32_t first, last;
+};
+
+/** What the multiplying warps know of a row. */
+struct RowArgs {
+    float scale, bias;            /* base-2 logit = scale * (integer product * key scale) + bias; scale > 0 */
+    int32_t offset_hi, offset_lo; /* what the codes' offset adds to the integer products */
+    int32_t packed_lo, packed_hi; /* packed indices seen */
+    int32_t unused[2];
+};
+
+/** A row's part, base 2: the sums are of exp2(logit - max); rounded_sum = sum of value scale times weight as the products saw them. */
+struct RowTotals {
+    float max, sum, rounded_sum, unused;
+};
+
+/** Everything a block knows when it starts; in constant memory. Segment s = ((sequence * kv_heads) + head) * row_tiles + tile. */
+struct AttendArgs {
+    tq_attend_params p;
+    /* of the plan */
+    int32_t head_dim, groups, page_tokens, rotation;
+    int64_t record_bytes;
+    SideArgs key, value;
+    HadamardSigns signs;
+    LevelTables tables;
+    /* the cut */
+    int32_t capacity;                /* a sequence's tokens at most */
+    int32_t unit_tokens, page_units; /* units of a page: 1 or 2 */
+    int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
+    int32_t exact_parts, exact_tokens; /* parts of each KV head, tokens of a part */
+    int32_t end_rows;                  /* rows that a block of prepare or combine takes of a tile; divides tile_rows */
+    /* shared memory of pages: bytes from its start; floats from one row to the next in every kernel's sums */
+    int32_t at_barriers, at_stats, pitch;
+    /* workspace */
+    SegmentParts *segments;
+    RowArgs *row_args;       /* [segments][tile_rows] */
+    uint2 *queries;          /* [segments][tile_rows / 4][groups][32 lanes]: B operands */
+    RowTotals *totals;       /* [slots][tile_rows] */
+    float *sums;             /* [slots][tile_rows][32 groups] */
+    RowTotals *exact_totals; /* [batch][kv_heads][exact_parts][row_tiles * tile_rows] */
+    float *exact_sums;       /* the same, [32 groups]: not rotated */
+};
+
+extern __shared__ __align__(128) uint8_t shared_bytes[];
+
+} // namespace tq
+#endif

@@ -1,0 +1,260 @@
+/* The kernels around the one on pages: prepare and combine. All orders of addition are fixed by the shapes and lengths, so results
+ * repeat bit for bit. */
+#include "attend_exact.cuh"
+#include "attend_launch.cuh"
+
+namespace tq
+{
+namespace
+{
+
+/* ---- prepare ---- */
+
+/** Blocks 0 .. row sets - 1 prepare queries, the others attend to exact tokens: block (part, row set). */
+template <int GROUPS>
+__global__ void __launch_bounds__(END_THREADS, 2) prepare_kernel(const __grid_constant__ AttendArgs a)
+{
+    wait_for_previous();
+    let_next_start(); /* in this order: what pages reads before it waits for this kernel is complete */
+    int32_t sets = a.p.batch * a.p.kv_heads * a.row_tiles * (a.tile_rows / a.end_rows), turn = blockIdx.x / sets;
+    RowSet s = find_rows(a, blockIdx.x - turn * sets);
+    if (turn == 0) prepare_queries<GROUPS>(a, s);
+    else attend_exact<GROUPS>(a, s, turn - 1);
+}
+
+/* ---- combine ---- */
+
+__device__ __forceinline__ void add_scaled(float4 &sum, float f, float4 x)
+{
+    sum = make_float4(fmaf(f, x.x, sum.x), fmaf(f, x.y, sum.y), fmaf(f, x.z, sum.z), fmaf(f, x.w, sum.w));
+}
+
+/** A weight's factor when its row's maximum moves from `from` to `to`. */
+__device__ __forceinline__ float moved(float from, float to) { return from == -INFINITY ? 0 : exp2_fast(from - to); }
+
+/** Parts of a row in one of the two kinds, `stride` rows apart. */
+struct RowParts {
+    const RowTotals *totals;
+    const float *sums;
+    int32_t n, stride;
+
+    __device__ __forceinline__ float4 total(int32_t i) const
+    {
+        return __ldcg(reinterpret_cast<const float4 *>(totals + (int64_t)i * stride));
+    }
+};
+
+__device__ __forceinline__ RowParts packed_parts(const AttendArgs &a, const RowSet &s, const SegmentParts &parts, int i)
+{
+    int64_t row = (int64_t)(parts.first + s.segment) * a.tile_rows + s.first + i;
+    return {a.totals + row, a.sums + row * TQ_TILE * a.groups, parts.last - parts.first + 1, a.tile_rows};
+}
+
+__device__ __forceinline__ RowParts exact_parts(const AttendArgs &a, const RowSet &s, int i)
+{
+    int32_t rows = a.row_tiles * a.tile_rows;
+    int64_t row = ((int64_t)s.b * a.p.kv_heads + s.h) * a.exact_parts * rows + s.row_tile * a.tile_rows + s.first + i;
+    return {a.exact_totals + row, a.exact_sums + row * TQ_TILE * a.groups, a.exact_parts, rows};
+}
+
+/** A row's totals over all parts. */
+struct MergedRow {
+    float max, sum, packed_sum, rounded_sum;
+};
+
+__device__ __forceinline__ MergedRow merge_totals(const RowParts &packed, const RowParts &exact, int lane)
+{
+    MergedRow m = {-INFINITY, 0, 0, 0};
+#pragma unroll 1
+    for (int32_t first = 0; first < packed.n + exact.n; first += 32) {
+        int32_t i = first + lane;
+        bool is_packed = i < packed.n;
+        float4 t = make_float4(-INFINITY, 0, 0, 0);
+        if (i < packed.n + exact.n) t = is_packed ? packed.total(i) : exact.total(i - packed.n);
+        float max = fmaxf(m.max, warp_max(t.x)), before = moved(m.max, max), f = moved(t.x, max);
+        m = {max, m.sum * before + warp_sum(f * t.y), m.packed_sum * before + warp_sum(is_packed ? f * t.y : 0),
+             m.rounded_sum * before + warp_sum(is_packed ? f * t.z : 0)};
+    }
+    return m;
+}
+
+/** A batch of a row's parts on their way: parts first, first + step, .. */
+template <int GROUPS> struct PartLoads {
+    static constexpr int AT_ONCE = GROUPS > 4 ? 3 : 6;
+    LaneRow<GROUPS> x[AT_ONCE];
+    float max[AT_ONCE];
+
+    __device__ __forceinline__ void load(const RowParts &parts, int32_t first, int step, int width, int lane)
+    {
+        const float *max_at = &(parts.totals + (int64_t)first * parts.stride)->max,
+                    *at = parts.sums + (int64_t)first * parts.stride * width;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            max[j] = -INFINITY;
+            if (first + j * step >= parts.n) continue;
+            max[j] = __ldcg(max_at + (int64_t)j * step * parts.stride * 4);
+#pragma unroll
+            for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
+                int c = x[j].channel(k, lane);
+                x[j].quad[k] =
+                    c < width
+                        ? __ldcg(reinterpret_cast<const float4 *>(at + (int64_t)j * step * parts.stride * width + c))
+                        : make_float4(0, 0, 0, 0);
+            }
+        }
+    }
+    __device__ __forceinline__ void add(LaneRow<GROUPS> &sum, float max_of_all) const
+    {
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            if (max[j] == -INFINITY) continue; /* such a part's sums may never have been written */
+            float f = exp2_fast(max[j] - max_of_all);
+#pragma unroll
+            for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) add_scaled(sum.quad[k], f, x[j].quad[k]);
+        }
+    }
+};
+
+template <int GROUPS> __device__ __forceinline__ void clear(LaneRow<GROUPS> &row)
+{
+#pragma unroll
+    for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) row.quad[k] = make_float4(0, 0, 0, 0);
+}
+
+/** Weighted sum of parts way, way + ways, ..; `loads` holds the first batch. */
+template <int GROUPS>
+__device__ __forceinline__ void add_parts(const RowParts &parts, PartLoads<GROUPS> &loads, int way, int ways, int width,
+                                          float max, LaneRow<GROUPS> &sum, int lane)
+{
+    clear(sum);
+#pragma unroll 1
+    for (int32_t first = way;;) {
+        loads.add(sum, max);
+        first += ways * PartLoads<GROUPS>::AT_ONCE;
+        if (first >= parts.n) break;
+        loads.load(parts, first, ways, width, lane);
+    }
+}
+
+/** What turns a lane's packed sums into rotated numbers: factor * sum + offset * rounded_sum. Known before the sums are. */
+template <int GROUPS> struct ValueScale {
+    float factor[LaneRow<GROUPS>::QUADS], offset[LaneRow<GROUPS>::QUADS];
+
+    __device__ __forceinline__ ValueScale(const AttendArgs &a, const RowSet &s, int lane)
+    {
+#pragma unroll
+        for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
+            int c = LaneRow<GROUPS>::channel(k, lane), g = c / TQ_TILE, bits = g < a.groups ? a.value.bits[g] : 0;
+            float step = !bits ? 0 : a.p.value.steps ? a.p.value.steps[s.h * a.groups + g] : 1.0f;
+            offset[k] = step * a.value.offset_factor[bits];
+            factor[k] = step * a.value.factor[bits] *
+                        (bits <= 2 ? 1.0f / (1 << bits * (c % TQ_TILE / 8)) : 1.0f); /* ROW_FACTOR */
+        }
+    }
+    __device__ __forceinline__ void apply(LaneRow<GROUPS> &row, float rounded_sum) const
+    {
+#pragma unroll
+        for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
+            float4 &x = row.quad[k];
+            float f = factor[k], y = offset[k] * rounded_sum;
+            x = f == 0 ? make_float4(0, 0, 0, 0)
+                       : make_float4(fmaf(f, x.x, y), fmaf(f, x.y, y), fmaf(f, x.z, y), fmaf(f, x.w, y));
+        }
+    }
+};
+
+/** Where a row's results go. */
+struct Output {
+    int64_t row; /* of out and lse; -1 for rows that only fill the tile */
+    const float *centre;
+
+    __device__ __forceinline__ Output(const AttendArgs &a, const RowSet &s, int i) : row(-1), centre(a.p.value.centre)
+    {
+        int32_t token, head;
+        if (find_row(a, s, i, token, head)) row = ((int64_t)s.b * a.p.query_heads + head) * a.p.query_tokens + token;
+        if (centre) centre += s.b * a.p.value.centre_stride_batch + (int64_t)s.h * a.head_dim;
+    }
+
+    /** Un-rotated row, value centre and exact sums. */
+    template <int GROUPS>
+    __device__ __forceinline__ void write(const AttendArgs &a, const LaneRow<GROUPS> &x, const LaneRow<GROUPS> &exact,
+                                          const MergedRow &m, int lane) const
+    {
+        if (row < 0) return;
+        float inverse = m.sum > 0 ? 1.0f / m.sum : 0;
+#pragma unroll
+        for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
+            int c = x.channel(k, lane);
+            if (c >= a.head_dim) continue;
+            float4 y = x.quad[k];
+            if (centre)
+                add_scaled(y, m.packed_sum, make_float4(centre[c], centre[c + 1], centre[c + 2], centre[c + 3]));
+            add_scaled(y, 1, exact.quad[k]);
+            if (!(m.sum > 0)) y = make_float4(0, 0, 0, 0);
+            store_quad(a.p.out, row * a.head_dim + c, a.p.dtype,
+                       make_float4(y.x * inverse, y.y * inverse, y.z * inverse, y.w * inverse));
+        }
+        if (a.p.lse && lane == 0) a.p.lse[row] = m.sum > 0 ? (m.max + log2f(m.sum)) * LN_2 : -INFINITY;
+    }
+};
+
+/** A block takes end_rows rows, a warp a row and every `ways`-th part. Shared rows: packed sums of each way, then exact ones. */
+template <int GROUPS>
+__global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_constant__ AttendArgs a)
+{
+    let_next_start();
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, i = warp % a.end_rows, way = warp / a.end_rows,
+        ways = blockDim.x / 32 / a.end_rows;
+    int width = TQ_TILE * a.groups, buffers = max(ways, 2);
+    RowSet s = find_rows(a, blockIdx.x);
+    ValueScale<GROUPS> scale(a, s, lane);
+    Output output(a, s, i);
+    wait_for_previous();
+    int2 blocks = __ldcg(reinterpret_cast<const int2 *>(a.segments + s.segment));
+    RowParts packed = packed_parts(a, s, {blocks.x, blocks.y}, i), exact = exact_parts(a, s, i);
+    PartLoads<GROUPS> loads;
+    loads.load(packed, way, ways, width, lane);
+    MergedRow m = merge_totals(packed, exact, lane);
+    LaneRow<GROUPS> sum, exact_sum;
+    add_parts<GROUPS>(packed, loads, way, ways, width, m.max, sum, lane);
+    clear(exact_sum);
+    if (exact.n) {
+        loads.load(exact, way, ways, width, lane);
+        add_parts<GROUPS>(exact, loads, way, ways, width, m.max, exact_sum, lane);
+    }
+    if (ways > 1) {
+        sum.store(shared_row(a, way * a.end_rows + i), width, lane);
+        if (exact.n) exact_sum.store(shared_row(a, (buffers + way) * a.end_rows + i), width, lane);
+        __syncthreads();
+        for (int k = 1; way == 0 && k < ways; k++) {
+            LaneRow<GROUPS> other;
+            other.load(shared_row(a, k * a.end_rows + i), width, lane);
+#pragma unroll
+            for (int q = 0; q < other.QUADS; q++) add_scaled(sum.quad[q], 1, other.quad[q]);
+            if (!exact.n) continue;
+            other.load(shared_row(a, (buffers + k) * a.end_rows + i), width, lane);
+#pragma unroll
+            for (int q = 0; q < other.QUADS; q++) add_scaled(exact_sum.quad[q], 1, other.quad[q]);
+        }
+    }
+    scale.apply(sum, m.rounded_sum);
+    if (a.rotation == TQ_ROTATION_DENSE) { /* by the whole block, in shared memory */
+        __syncthreads();
+        if (way == 0) sum.store(shared_row(a, i), width, lane);
+        rotate_dense(a, a.p.value.rotation + s.h * a.p.value.rotation_stride_head, true);
+        sum.load(shared_row(a, i), width, lane);
+    } else if (way == 0) {
+        rotate_lanes<GROUPS>(a, sum, shared_row(a, i), true, lane);
+    }
+    if (way == 0) output.write<GROUPS>(a, sum, exact_sum, m, lane);
+}
+
+} // namespace
+
+EndKernels attend_end_kernels(int groups)
+{
+    return groups > 4 ? EndKernels{prepare_kernel<8>, combine_kernel<8>}
+                      : EndKernels{prepare_kernel<4>, combine_kernel<4>};
+}
+
+} // namespace tq

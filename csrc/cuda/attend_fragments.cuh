@@ -1,0 +1,161 @@
+/* From packed words to tensor-core fragments: the only place where the CUDA attention unpacks codes.
+ *
+ * A tile (turboquant.h) is 32 rows x 32 columns; a lane's words hold rows g + 8 r, r = 0..3. It is fed to mma.m16n8k32 as two
+ * halves of 16 rows, half 0 with r = 0, 1 and half 1 with r = 2, 3: a0 and a2 come from row g + 8 (2 half), a1 and a3 from the row
+ * 8 below it; a0, a1 are columns 0..3 of the lane's eight, a2, a3 columns 4..7.
+ *
+ * What the bytes of a fragment mean depends on the width and on the reading:
+ *   width  reading         bytes                                       as u8 or s8      costs per tile, beside the loads
+ *   1, 2   ROW_FACTOR      code * 2^(bits r): a mask, no look-up       u8               8 to 9 operations, 2 products
+ *   1, 2   SCALED          code << (8 - bits)                          u8               about 15, 2
+ *   3      any             level                                       s8               21, 2
+ *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               28, 4
+ *                          (level, or -1 if not negative)
+ *   4, 5   otherwise       128 + level                                 u8               36 or 80, 2
+ * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, each
+ * times the sum of the other factor. SCALED bytes are as large as those of other widths, so that in a mixed plan no group costs
+ * the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126, which holds for every 4-bit codebook. */
+#ifndef TQ_CUDA_ATTEND_FRAGMENTS_CUH
+#define TQ_CUDA_ATTEND_FRAGMENTS_CUH
+#include "device.cuh"
+
+namespace tq
+{
+
+/** Codebook levels as prmt look-up tables: byte m of words 0, 1 is for selector m. */
+struct LevelTables {
+    uint32_t level3[2]; /* by code */
+    uint32_t plus4[2];  /* magnitude + 1 */
+    uint32_t minus4[2]; /* - magnitude */
+    uint32_t magnitude4[2];
+    uint32_t magnitude5[4]; /* words 2, 3: magnitudes 8..15 */
+};
+
+enum class Reading { ROW_FACTOR, SCALED };
+
+template <int BITS> struct TileWords {
+    uint32_t w[BITS];
+};
+
+/** tile: the lane's first word, in shared memory. */
+template <int BITS> __device__ __forceinline__ TileWords<BITS> load_tile(const uint8_t *tile)
+{
+    TileWords<BITS> t;
+#pragma unroll
+    for (int i = 0; i < BITS; i++) t.w[i] = *reinterpret_cast<const uint32_t *>(tile + 128 * i);
+    return t;
+}
+
+/** Four selector words, one per row r, whose nibbles are 3-bit codes; the spare bits of three rows hold the fourth. */
+__device__ __forceinline__ void selectors3(const TileWords<3> &t, uint32_t (&s)[4])
+{
+#pragma unroll
+    for (int r = 0; r < 3; r++) s[r] = t.w[r] & 0x77777777u;
+    s[3] = (t.w[0] >> 3 & 0x11111111u) | (t.w[1] >> 2 & 0x22222222u) | (t.w[2] >> 1 & 0x44444444u);
+}
+
+__device__ __forceinline__ uint32_t magnitudes5(const LevelTables &tables, uint32_t selectors, uint32_t high)
+{
+    return (prmt(tables.magnitude5[0], tables.magnitude5[1], selectors) & ~high) |
+           (prmt(tables.magnitude5[2], tables.magnitude5[3], selectors) & high);
+}
+
+template <int BITS> struct Width {
+    static constexpr int value = BITS;
+};
+
+/** f(Width<bits>()), or nothing for 0 bits. */
+template <class F> __device__ __forceinline__ void with_width(int bits, F f)
+{
+    switch (bits) {
+    case 1: f(Width<1>()); break;
+    case 2: f(Width<2>()); break;
+    case 3: f(Width<3>()); break;
+    case 4: f(Width<4>()); break;
+    case 5: f(Width<5>()); break;
+    }
+}
+
+/** The fragment a of a half, for widths and readings with one product. */
+template <int BITS, Reading READING>
+__device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, const LevelTables &tables,
+                                            uint32_t (&a)[4])
+{
+    if constexpr (BITS == 1) {
+        uint32_t high = t.w[0] >> 4;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int r = 2 * half + i, up = READING == Reading::SCALED ? 7 - r : 0;
+            a[i] = t.w[0] << up & 0x01010101u << (r + up);
+            a[2 + i] = high << up & 0x01010101u << (r + up);
+        }
+    } else if constexpr (BITS == 2) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int r = 2 * half + (i & 1), up = READING == Reading::SCALED ? 6 - 2 * r : 0;
+            a[i] = t.w[i >> 1] << up & 0x03030303u << (2 * r + up);
+        }
+    } else if constexpr (BITS == 3) {
+        uint32_t s[4];
+        selectors3(t, s);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            a[i] = prmt(tables.level3[0], tables.level3[1], s[2 * half + i]);
+            a[2 + i] = prmt(tables.level3[0], tables.level3[1], s[2 * half + i] >> 16);
+        }
+    } else {
+        /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for the others */
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int r = 2 * half + (i & 1), h = i >> 1;
+            uint32_t plus = t.w[r] >> 16 * h, minus = (t.w[r] ^ 0x88888888u) >> 16 * h;
+            if constexpr (BITS == 4) {
+                a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
+                       prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
+            } else {
+                uint32_t high =
+                    prmt(t.w[4] << (7 - r - 4 * h), 0, 0xba98); /* bit r + 4 h of each byte, as a mask of the byte */
+                a[i] = 0x80808080u + magnitudes5(tables, plus, high) - magnitudes5(tables, minus, high);
+            }
+        }
+    }
+}
+
+/** 4 bits, TWO_PRODUCTS: the level is the sum of the two fragments' bytes. */
+__device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int half, const LevelTables &tables,
+                                                  uint32_t (&plus)[4], uint32_t (&minus)[4])
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        uint32_t word = t.w[2 * half + (i & 1)];
+        int shift = 16 * (i >> 1);
+        plus[i] = prmt(tables.plus4[0], tables.plus4[1], word >> shift);
+        minus[i] = prmt(tables.minus4[0], tables.minus4[1], (word ^ 0x88888888u) >> shift);
+    }
+}
+
+/** c[half][block] += tile x b[block], both halves of one tile, for BLOCKS column blocks. */
+template <int BITS, Reading READING, bool TWO_PRODUCTS, bool B_UNSIGNED, int BLOCKS>
+__device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTables &tables, const uint2 (&b)[BLOCKS],
+                                              int (&c)[2][BLOCKS][4])
+{
+    TileWords<BITS> t = load_tile<BITS>(tile);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t a[4];
+        if constexpr (BITS == 4 && TWO_PRODUCTS) {
+            uint32_t minus[4];
+            unpack_half_twice(t, half, tables, a, minus);
+#pragma unroll
+            for (int n = 0; n < BLOCKS; n++) mma<false, B_UNSIGNED>(c[half][n], minus, b[n].x, b[n].y);
+        } else {
+            unpack_half<BITS, READING>(t, half, tables, a);
+        }
+#pragma unroll
+        for (int n = 0; n < BLOCKS; n++)
+            mma<BITS != 3 && !(BITS == 4 && TWO_PRODUCTS), B_UNSIGNED>(c[half][n], a, b[n].x, b[n].y);
+    }
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,32 @@
+/* Which kernel runs: the compiled variants, one translation unit per width. */
+#ifndef TQ_CUDA_ATTEND_LAUNCH_CUH
+#define TQ_CUDA_ATTEND_LAUNCH_CUH
+#include "attend.cuh"
+
+namespace tq
+{
+
+constexpr int END_THREADS = 512; /* of a block of prepare or combine at most */
+
+struct EndKernels {
+    void (*prepare)(AttendArgs), (*combine)(AttendArgs);
+};
+
+EndKernels attend_end_kernels(int groups);
+
+/** What a compiled kernel is; key_bits 0: any plan of at most `groups` groups. */
+struct KernelChoice {
+    void (*kernel)(AttendArgs); /* NULL: not compiled */
+    int key_bits, value_bits, groups, blocks, tiles, max_threads;
+    bool bulk, two_products;
+};
+
+/** The kernel for units of `tiles` token tiles (4 only for one block of rows), keys and values of that many bits throughout; head_dim of 32 groups, or a little less. */
+KernelChoice attend_kernel_2(int groups, int blocks, int tiles, bool bulk);
+KernelChoice attend_kernel_3(int groups, int blocks, int tiles, bool bulk);
+KernelChoice attend_kernel_4(int groups, int blocks, int tiles, bool bulk);
+/** The kernel for every plan. */
+KernelChoice attend_kernel_mixed(int groups, int blocks, int tiles, bool bulk);
+
+} // namespace tq
+#endif

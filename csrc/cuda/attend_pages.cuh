@@ -1,0 +1,438 @@
+/* The loop over packed units: pages into shared memory, scores, weights, weighted values. One warp works on its own from the start
+ * of a segment to its end; only warps of a team wait for each other, at the reuse of a stage.
+ *
+ * A lane 4 g + t of a warp owns, of each block of four rows, row t: the scores of its tokens g, g + 8, g + 16, g + 24 of each token
+ * tile, and the sums of its channels g + 8 r of each group. */
+#ifndef TQ_CUDA_ATTEND_PAGES_CUH
+#define TQ_CUDA_ATTEND_PAGES_CUH
+#include "attend_schedule.cuh"
+
+namespace tq
+{
+
+/** A side of a unit in shared memory. A stage is |key codes|value codes|key scales|value scales|. */
+struct StageView {
+    const uint8_t *codes;
+    const __half *scales; /* in column order: those of tokens g + 8 r, r = 0..3, of a tile stand side by side at 4 g */
+};
+
+/** A team's ring of stages. Key codes with all scales, and value codes, have barriers of their own: the keys of a unit to come are
+ *  on their way while the values of this one are at work. Addresses are shared ones; a stage has barriers full keys, full values,
+ *  empty keys, empty values. */
+template <class V> struct Ring {
+    uint32_t stages, barriers; /* of the team */
+    int stage, parity;         /* of the unit at work */
+
+    /** The ring of a team, from that of team 0. */
+    __device__ __forceinline__ Ring of_team(const AttendArgs &a, int team) const
+    {
+        return {stages + team * a.stages * a.stage_bytes, barriers + team * a.stages * 32, stage, parity};
+    }
+    __device__ __forceinline__ uint32_t barrier(int stage_, int which) const
+    {
+        return barriers + 32 * stage_ + 8 * which;
+    }
+
+    __device__ __forceinline__ StageView view(const AttendArgs &a, const SideArgs &side) const
+    {
+        const uint8_t *at = shared_bytes + (stages - shared_address(shared_bytes)) + stage * a.stage_bytes;
+        return {at + side.at_codes, reinterpret_cast<const __half *>(at + side.at_scales)};
+    }
+
+    __device__ __forceinline__ void copy(const AttendArgs &a, uint32_t to, const uint8_t *from, int bytes,
+                                         uint32_t full, int thread) const
+    {
+        if constexpr (V::BULK) copy_bulk(to, from, bytes, full);
+        else
+            for (int i = 16 * thread; i < bytes; i += 16 * 32 * a.team_warps) copy_16(to + i, from + i);
+    }
+
+    /** Half of a stage: key codes and all scales, or value codes. Bulk: one thread of the team calls; portable: all of them. */
+    __device__ __forceinline__ void fill(const AttendArgs &a, int stage_, int which, const uint8_t *record,
+                                         int32_t unit, int thread) const
+    {
+        uint32_t to = stages + stage_ * a.stage_bytes, full = barrier(stage_, which);
+        int second = unit & (a.page_units - 1);
+        const SideArgs &side = which ? a.value : a.key;
+        int code_bytes = side.code_bytes[second], scale_bytes = which ? 0 : a.key.scale_bytes[second];
+        if (V::BULK) barrier_expect(full, code_bytes + 2 * scale_bytes);
+        copy(a, to + side.at_codes, record + side.codes_offset + second * V::TILES * side.tile_bytes, code_bytes, full,
+             thread);
+        if (which == 0) {
+            const uint8_t *scales = record + a.key.scales_offset + second * V::TILES * 2 * TQ_TILE;
+            if (a.page_units == 1) { /* keys' and values' are one piece */
+                copy(a, to + a.key.at_scales, scales, 2 * scale_bytes, full, thread);
+            } else {
+                copy(a, to + a.key.at_scales, scales, scale_bytes, full, thread);
+                copy(a, to + a.value.at_scales, scales + 2 * a.page_tokens, scale_bytes, full, thread);
+            }
+        }
+        if (!V::BULK) barrier_arrive_after_copies(full);
+    }
+
+    __device__ __forceinline__ void advance(const AttendArgs &a)
+    {
+        if (++stage == a.stages) stage = 0, parity ^= 1;
+    }
+};
+
+/** Where a team's units of a segment are. */
+struct Pages {
+    const int32_t *table;
+    const uint8_t *head; /* the KV head's record in page 0 */
+    int32_t first, end;  /* units first, first + teams, .. below end */
+
+    __device__ __forceinline__ Pages(const AttendArgs &a, const Work &w, int team)
+        : table(a.p.block_table + (int64_t)w.b * a.p.max_pages), head(a.p.pages + w.h * a.record_bytes),
+          first(w.units.lo + team), end(w.units.hi)
+    {
+    }
+    __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
+    {
+        if ((uint64_t)(int64_t)page >= (uint64_t)a.p.n_pages) page = 0; /* a foreign index must not fault */
+        return head + page * (a.p.kv_heads * a.record_bytes);
+    }
+    __device__ __forceinline__ int32_t page(const AttendArgs &a, int32_t unit) const
+    {
+        return table[unit >> (a.page_units - 1)];
+    }
+};
+
+/** Fills the free ring with a segment's first units; nothing of the team is on its way or being read. */
+template <class V>
+__device__ __forceinline__ void start_ring(const AttendArgs &a, const Ring<V> &ring, const Pages &pages, int thread)
+{
+    if (V::BULK && thread != 0) return;
+    int stage = ring.stage;
+    int32_t unit = pages.first;
+#pragma unroll 1
+    for (int i = 0; i < a.stages && unit < pages.end; i++, unit += a.teams) {
+        const uint8_t *record = pages.record(a, pages.page(a, unit));
+#pragma unroll 1
+        for (int side = 0; side < 2; side++) ring.fill(a, stage, side, record, unit, thread);
+        if (++stage == a.stages) stage = 0;
+    }
+}
+
+/** What a lane keeps of its row in each block. reference: what is added to scale * score to give the exponent of the weight, which
+ *  stays below HEADROOM; NO_REFERENCE before the first visible token. */
+constexpr float NO_REFERENCE = 1e30f, HEADROOM = 10;
+
+template <class V> struct Sums {
+    float o[V::GROUPS][4][V::BLOCKS];
+    float reference[V::BLOCKS], weights[V::BLOCKS], rounded[V::BLOCKS],
+        bias[V::BLOCKS]; /* bias: of all the row's logits */
+};
+
+template <class V> struct LaneRows {
+    float scale[V::BLOCKS], offset[V::BLOCKS]; /* offset: of ROW_FACTOR codes */
+    int offset_hi[V::BLOCKS], offset_lo[V::BLOCKS];
+    uint2 query[V::GROUPS]; /* if QUERY_IN_REGISTERS */
+};
+
+/** s[block][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale. */
+template <class V>
+__device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, const uint2 *query,
+                                           const LaneRows<V> &rows, int lane, float (&s)[V::BLOCKS][4 * V::TILES])
+{
+    constexpr int B = V::BLOCKS;
+    int c[V::TILES][2][B][4];
+#pragma unroll
+    for (int tile = 0; tile < V::TILES; tile++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int n = 0; n < B; n++) {
+                c[tile][half][n][0] = c[tile][half][n][2] = V::KEY_OFFSETS ? rows.offset_hi[n] : 0;
+                c[tile][half][n][1] = c[tile][half][n][3] = V::KEY_OFFSETS ? rows.offset_lo[n] : 0;
+            }
+    const uint8_t *codes = keys.codes + 4 * lane;
+    if constexpr (V::UNIFORM) {
+#pragma unroll
+        for (int g = 0; g < V::GROUPS; g++) {
+            uint2 b[B];
+#pragma unroll
+            for (int n = 0; n < B; n++)
+                b[n] = V::QUERY_IN_REGISTERS ? rows.query[g] : query[(n * V::GROUPS + g) * 32 + lane];
+#pragma unroll
+            for (int tile = 0; tile < V::TILES; tile++)
+                multiply_tile<V::KEY_BITS, V::KEY_READING, V::TWO_PRODUCTS, false, B>(
+                    codes + (tile * V::GROUPS + g) * 128 * V::KEY_BITS, a.tables, b, c[tile]);
+        }
+    } else {
+#pragma unroll 1
+        for (int g = 0; g < a.groups; g++) {
+            uint2 b[B];
+#pragma unroll
+            for (int n = 0; n < B; n++) b[n] = query[(n * a.groups + g) * 32 + lane];
+            const uint8_t *at = codes + a.key.offset[g];
+            auto both_tiles = [&](auto width) {
+#pragma unroll
+                for (int tile = 0; tile < V::TILES; tile++)
+                    multiply_tile<decltype(width)::value, Reading::SCALED, false, false, B>(
+                        at + tile * a.key.tile_bytes, a.tables, b, c[tile]);
+            };
+            with_width(a.key.bits[g], both_tiles);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < V::TILES; tile++) {
+        const __half2 *k = reinterpret_cast<const __half2 *>(keys.scales + tile * TQ_TILE + (lane & ~3));
+        float2 k01 = __half22float2(k[0]), k23 = __half22float2(k[1]);
+        const float scale[4] = {k01.x, k01.y, k23.x, k23.y};
+#pragma unroll
+        for (int n = 0; n < B; n++)
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const int *row = &c[tile][r >> 1][n][2 * (r & 1)];
+                float x = (float)(row[0] * QUERY_BASE + row[1]);
+                if constexpr (V::KEY_ROW_FACTOR) x = fmaf(x, 1.0f / (1 << V::KEY_BITS * r), rows.offset[n]);
+                s[n][4 * tile + r] = x * scale[r];
+            }
+    }
+}
+
+/** For a unit that some row sees in part: tokens a row does not see get -inf; bit i of seen says which it does. */
+template <class V>
+__device__ __forceinline__ void hide_tokens(const RowArgs *rows, int32_t first, int32_t end, int lane,
+                                            float (&s)[V::BLOCKS][4 * V::TILES], uint32_t (&seen)[V::BLOCKS])
+{
+#pragma unroll
+    for (int n = 0; n < V::BLOCKS; n++) {
+        seen[n] = 0;
+        int32_t lo = rows[4 * n + (lane & 3)].packed_lo, hi = min(rows[4 * n + (lane & 3)].packed_hi, end);
+#pragma unroll
+        for (int i = 0; i < 4 * V::TILES; i++) {
+            int32_t token = first + TQ_TILE * (i / 4) + 8 * (i % 4) + lane / 4;
+            bool visible = token >= lo && token < hi;
+            if (visible) seen[n] |= 1u << i;
+            else s[n][i] = -INFINITY;
+        }
+    }
+}
+
+/** tanh to 2e-7 absolute, which is what a logit needs. */
+__device__ __forceinline__ float tanh_fast(float x)
+{
+    return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(fminf(2 * LOG2_E * x, 126.0f)));
+}
+
+template <class V>
+__device__ __forceinline__ void cap_scores(const AttendArgs &a, const RowArgs *rows, int lane,
+                                           float (&s)[V::BLOCKS][4 * V::TILES])
+{
+    float cap = a.p.softcap * LOG2_E, inverse = 1.0f / cap;
+#pragma unroll
+    for (int n = 0; n < V::BLOCKS; n++) {
+        float scale = rows[4 * n + (lane & 3)].scale * inverse, bias = rows[4 * n + (lane & 3)].bias * inverse;
+#pragma unroll
+        for (int i = 0; i < 4 * V::TILES; i++)
+            if (s[n][i] != -INFINITY) s[n][i] = cap * tanh_fast(fmaf(s[n][i], scale, bias));
+    }
+}
+
+/** Moves a row's reference up to the largest score, over all lanes that share the row. */
+template <class V>
+__device__ __forceinline__ void raise_reference(Sums<V> &sums, const float (&top)[V::BLOCKS],
+                                                const float (&scale)[V::BLOCKS])
+{
+#pragma unroll
+    for (int n = 0; n < V::BLOCKS; n++) {
+        float largest = top[n];
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, k));
+        float reference = largest == -INFINITY ? sums.reference[n] : fminf(sums.reference[n], -largest * scale[n]);
+        float factor = exp2_fast(reference - sums.reference[n]);
+        sums.reference[n] = reference;
+        sums.weights[n] *= factor;
+        sums.rounded[n] *= factor;
+#pragma unroll
+        for (int g = 0; g < V::GROUPS; g++)
+#pragma unroll
+            for (int r = 0; r < 4; r++) sums.o[g][r][n] *= factor;
+    }
+}
+
+/** Scores to weights times value scales, as 16-bit fixed point relative to the unit's largest, in the products' column order.
+ *  b[tile][block]: the operand; unit_scale[block]: what one step of it is worth. */
+template <class V>
+__device__ __forceinline__ void weigh_unit(const StageView values, bool partial, const uint32_t (&seen)[V::BLOCKS],
+                                           const float (&scale)[V::BLOCKS], float (&s)[V::BLOCKS][4 * V::TILES],
+                                           Sums<V> &sums, int lane, uint2 (&b)[V::TILES][V::BLOCKS],
+                                           float (&unit_scale)[V::BLOCKS])
+{
+    constexpr int B = V::BLOCKS;
+    float top[B];
+    bool above = false;
+#pragma unroll
+    for (int n = 0; n < B; n++) {
+        top[n] = s[n][0];
+#pragma unroll
+        for (int i = 1; i < 4 * V::TILES; i++) top[n] = fmaxf(top[n], s[n][i]);
+        above |= fmaf(top[n], scale[n], sums.reference[n]) > HEADROOM;
+    }
+    if (__any_sync(ALL_LANES, above)) raise_reference<V>(sums, top, scale);
+
+    float value_scale[4 * V::TILES];
+#pragma unroll
+    for (int tile = 0; tile < V::TILES; tile++) {
+        const __half2 *v = reinterpret_cast<const __half2 *>(values.scales + tile * TQ_TILE + (lane & ~3));
+        float2 v01 = __half22float2(v[0]), v23 = __half22float2(v[1]);
+        value_scale[4 * tile] = v01.x, value_scale[4 * tile + 1] = v01.y, value_scale[4 * tile + 2] = v23.x,
+                        value_scale[4 * tile + 3] = v23.y;
+    }
+    /* a lane publishes the high plane of two columns' worth of tokens and the low plane of the others, in two rounds, so that every
+     * word travels once: even columns want the high plane, odd ones the low */
+    bool low_half = lane < 16, even = !(lane & 4);
+    uint32_t first_choice = low_half ? 0x7531 : 0x6420, second_choice = low_half ? 0x6420 : 0x7531;
+    int from = 4 * (lane & 3) + (lane >> 3) + (even ? 0 : 16);
+#pragma unroll
+    for (int n = 0; n < B; n++) {
+        float weight[4 * V::TILES], largest = 1e-30f;
+#pragma unroll
+        for (int i = 0; i < 4 * V::TILES; i++) {
+            float w = exp2_fast(fmaf(s[n][i], scale[n], sums.reference[n]));
+            sums.weights[n] += w;
+            weight[i] = w * value_scale[i];
+            if (partial && !(seen[n] >> i & 1)) weight[i] = 0; /* the scale may be whatever lay there */
+            largest = fmaxf(largest, weight[i]);
+        }
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, k));
+        float steps = __fdividef(65535.0f, largest);
+        unit_scale[n] = largest * (1.0f / 65535);
+#pragma unroll
+        for (int tile = 0; tile < V::TILES; tile++) {
+            uint32_t x[4]; /* 2^23 + x has x in its low bits */
+#pragma unroll
+            for (int r = 0; r < 4; r++) x[r] = __float_as_uint(fmaf(weight[4 * tile + r], steps, 8388608.0f));
+            uint32_t x01 = prmt(x[0], x[1], 0x5410), x23 = prmt(x[2], x[3], 0x5410);
+            uint32_t first = __shfl_sync(ALL_LANES, prmt(x01, x23, first_choice), from);
+            uint32_t second = __shfl_sync(ALL_LANES, prmt(x01, x23, second_choice), from ^ 16);
+            b[tile][n] = even ? make_uint2(first, second) : make_uint2(second, first);
+        }
+    }
+}
+
+/** Adds the unit's weighted values to the sums. */
+template <class V>
+__device__ __forceinline__ void add_values(const AttendArgs &a, StageView values, const uint2 (&b)[V::TILES][V::BLOCKS],
+                                           const float (&unit_scale)[V::BLOCKS], int lane, Sums<V> &sums)
+{
+    constexpr int B = V::BLOCKS;
+    const uint8_t *codes = values.codes + 4 * lane;
+    if constexpr (V::WEIGHT_SUMS) { /* a product with ones: the sum of the weights as rounded */
+        int c[B][4] = {};
+#pragma unroll
+        for (int n = 0; n < B; n++) {
+            const uint32_t ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
+#pragma unroll
+            for (int tile = 0; tile < V::TILES; tile++) mma<true, true>(c[n], ones, b[tile][n].x, b[tile][n].y);
+            sums.rounded[n] = fmaf((float)(c[n][0] * 256 + c[n][1]), unit_scale[n], sums.rounded[n]);
+        }
+    }
+#pragma unroll
+    for (int g = 0; g < V::GROUPS; g++) {
+        int c[2][B][4] = {};
+        if constexpr (V::UNIFORM) {
+#pragma unroll
+            for (int tile = 0; tile < V::TILES; tile++)
+                multiply_tile<V::VALUE_BITS, Reading::ROW_FACTOR, V::TWO_PRODUCTS, true, B>(
+                    codes + (tile * V::GROUPS + g) * 128 * V::VALUE_BITS, a.tables, b[tile], c);
+        } else {
+            if (g >= a.groups || !a.value.bits[g]) continue;
+            const uint8_t *at = codes + a.value.offset[g];
+            auto both_tiles = [&](auto width) {
+#pragma unroll
+                for (int tile = 0; tile < V::TILES; tile++)
+                    multiply_tile<decltype(width)::value, Reading::ROW_FACTOR, false, true, B>(
+                        at + tile * a.value.tile_bytes, a.tables, b[tile], c);
+            };
+            with_width(a.value.bits[g], both_tiles);
+        }
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+#pragma unroll
+            for (int n = 0; n < B; n++) {
+                const int *row = &c[r >> 1][n][2 * (r & 1)];
+                sums.o[g][r][n] = fmaf((float)(row[0] * 256 + row[1]), unit_scale[n], sums.o[g][r][n]);
+            }
+    }
+}
+
+/** Gives a side of the unit's stage back and has it filled with the team's unit after the ring's last. */
+template <class V>
+__device__ __forceinline__ void refill(const AttendArgs &a, const Ring<V> &ring, int side, const uint8_t *record,
+                                       int32_t next, bool more, int thread)
+{
+    __syncwarp();
+    if (a.team_warps > 1) {
+        uint32_t empty = ring.barrier(ring.stage, 2 + side);
+        if (thread % 32 == 0) barrier_arrive(empty);
+        if (!V::BULK || thread == 0) barrier_wait(empty, ring.parity);
+    }
+    if (more && (!V::BULK || thread == 0)) ring.fill(a, ring.stage, side, record, next, thread);
+}
+
+/** All units of a team in a segment; thread counts within the team. */
+template <class V>
+__device__ __forceinline__ void attend_pages(const AttendArgs &a, Ring<V> &ring, const Work &w, int team, int thread,
+                                             Sums<V> &sums)
+{
+    constexpr int B = V::BLOCKS;
+    int lane = thread & 31, first_block = thread / 32 * B;
+    const RowArgs *row_args = a.row_args + w.segment * a.tile_rows + 4 * first_block;
+    const uint2 *query = a.queries + (w.segment * (a.tile_rows / 4) + first_block) * a.groups * 32;
+    LaneRows<V> rows;
+#pragma unroll
+    for (int n = 0; n < B; n++) {
+        RowArgs row = row_args[4 * n + (lane & 3)];
+        rows.scale[n] = row.scale;
+        sums.bias[n] = a.p.softcap > 0 ? 0 : row.bias; /* with a cap it is in the scores already */
+        rows.offset_hi[n] = row.offset_hi;
+        rows.offset_lo[n] = row.offset_lo;
+        rows.offset[n] = 0.5f * (float)(row.offset_hi * QUERY_BASE + row.offset_lo); /* a byte is half a level there */
+        sums.reference[n] = NO_REFERENCE;
+        sums.weights[n] = sums.rounded[n] = 0;
+#pragma unroll
+        for (int g = 0; g < V::GROUPS; g++)
+#pragma unroll
+            for (int r = 0; r < 4; r++) sums.o[g][r][n] = 0;
+    }
+#pragma unroll
+    for (int g = 0; g < V::GROUPS; g++)
+        if constexpr (V::QUERY_IN_REGISTERS) rows.query[g] = query[g * 32 + lane];
+    Pages pages(a, w, team);
+    Range common = w.common;
+    int32_t page_tokens = a.page_tokens, page_shift = a.page_units - 1;
+#pragma unroll 1
+    for (int32_t unit = pages.first; unit < pages.end; unit += a.teams) {
+        int32_t next = unit + a.stages * a.teams;
+        bool more = next < pages.end;
+        int32_t next_page = more ? pages.page(a, next) : 0; /* long before it is needed */
+        float s[B][4 * V::TILES], scale[B], unit_scale[B];
+        barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
+        score_unit<V>(a, ring.view(a, a.key), query, rows, lane, s);
+        const uint8_t *next_record = pages.record(a, next_page);
+        refill(a, ring, 0, next_record, next, more, thread);
+
+        int32_t page = unit >> page_shift, first = page * page_tokens + (unit & page_shift) * V::TILES * TQ_TILE;
+        int32_t end = min(first + V::TILES * TQ_TILE, (page + 1) * page_tokens);
+        bool partial = first < common.lo || first + V::TILES * TQ_TILE > min(common.hi, end);
+        uint32_t visible[B];
+        if (partial) hide_tokens<V>(row_args, first, end, lane, s, visible);
+#pragma unroll
+        for (int n = 0; n < B; n++) scale[n] = a.p.softcap > 0 ? 1.0f : rows.scale[n];
+        if (a.p.softcap > 0) cap_scores<V>(a, row_args, lane, s);
+
+        barrier_wait(ring.barrier(ring.stage, 1), ring.parity);
+        uint2 b[V::TILES][B];
+        weigh_unit<V>(ring.view(a, a.value), partial, visible, scale, s, sums, lane, b, unit_scale);
+        add_values<V>(a, ring.view(a, a.value), b, unit_scale, lane, sums);
+        refill(a, ring, 1, next_record, next, more, thread);
+        ring.advance(a);
+    }
+}
+
+} // namespace tq
+#endif

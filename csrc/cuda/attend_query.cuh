@@ -1,0 +1,288 @@
+/* Rows to operands: rotate a query, fold the plan's steps in, round it to two planes of signed bytes, in fragment order. And the
+ * rotation of rows in shared memory that prepare and combine share. */
+#ifndef TQ_CUDA_ATTEND_QUERY_CUH
+#define TQ_CUDA_ATTEND_QUERY_CUH
+#include "attend_schedule.cuh"
+
+namespace tq
+{
+
+/** What a block of prepare or combine works on: end_rows rows of one segment. */
+struct RowSet {
+    int32_t b, h, row_tile, segment, first; /* first: of the rows in the tile */
+};
+
+__device__ __forceinline__ RowSet find_rows(const AttendArgs &a, int32_t block)
+{
+    int32_t sets = a.tile_rows / a.end_rows, segment = block / sets, b = segment / (a.p.kv_heads * a.row_tiles),
+            in = segment - b * a.p.kv_heads * a.row_tiles;
+    return {b, in / a.row_tiles, in % a.row_tiles, segment, (block - segment * sets) * a.end_rows};
+}
+
+/** Row i of the set, as (query token, query head); false for rows that only fill the tile. */
+__device__ __forceinline__ bool find_row(const AttendArgs &a, const RowSet &s, int i, int32_t &token, int32_t &head)
+{
+    int32_t row = s.row_tile * a.tile_rows + s.first + i;
+    token = row / a.group;
+    head = s.h * a.group + row - token * a.group;
+    return row < a.rows;
+}
+
+/** The index of a row's first number in q, or -1 for rows that only fill the tile. */
+__device__ __forceinline__ int64_t query_at(const AttendArgs &a, const RowSet &s, int i)
+{
+    int32_t token, head;
+    if (!find_row(a, s, i, token, head)) return -1;
+    return s.b * a.p.q_stride_batch + head * a.p.q_stride_head + token * a.p.q_stride_token;
+}
+
+/** Rows in shared memory, [.. pitch] floats, at the start of it in prepare and combine. */
+__device__ __forceinline__ float *shared_row(const AttendArgs &a, int row)
+{
+    return reinterpret_cast<float *>(shared_bytes) + row * a.pitch;
+}
+
+/** y = R x (or R^T x) for rows 0 .. end_rows - 1, by the whole block, through as many rows behind them. Synchronises. */
+__device__ __forceinline__ void rotate_dense(const AttendArgs &a, const float *matrix, bool inverse)
+{
+    int d = a.head_dim, n = a.end_rows, lane = threadIdx.x & 31;
+    __syncthreads();
+#pragma unroll 1
+    for (int first = 0; first < n; first += 4) {
+        if (inverse) { /* a thread per channel and quarter of the sum: neighbours read neighbours */
+#pragma unroll 1
+            for (int c = threadIdx.x; c < d; c += blockDim.x) {
+                float y[4] = {0, 0, 0, 0};
+#pragma unroll 8
+                for (int k = 0; k < d; k++) {
+                    float r = matrix[k * d + c];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) y[j] = fmaf(r, shared_row(a, first + j)[k], y[j]);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) shared_row(a, n + first + j)[c] = y[j];
+            }
+        } else { /* a warp per channel */
+#pragma unroll 2
+            for (int c = threadIdx.x / 32; c < d; c += blockDim.x / 32) {
+                float y[4] = {0, 0, 0, 0};
+                for (int k = lane; k < d; k += 32) {
+                    float r = matrix[c * d + k];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) y[j] = fmaf(r, shared_row(a, first + j)[k], y[j]);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    y[j] = warp_sum(y[j]);
+                    if (lane == j) shared_row(a, n + first + j)[c] = y[j];
+                }
+            }
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < n * d; i += blockDim.x) shared_row(a, i / d)[i % d] = shared_row(a, n + i / d)[i % d];
+    __syncthreads();
+}
+
+/** A row in a warp's registers: lane l holds channels 4 l .. and, in rows of more than 128, also 128 + 4 l ... */
+template <int GROUPS> struct LaneRow {
+    static constexpr int QUADS = GROUPS > 4 ? 2 : 1;
+    float4 quad[QUADS];
+
+    static __device__ __forceinline__ int channel(int k, int lane) { return 128 * k + 4 * lane; }
+    __device__ __forceinline__ void load(const float *row, int width, int lane)
+    {
+#pragma unroll
+        for (int k = 0; k < QUADS; k++)
+            quad[k] = channel(k, lane) < width ? *reinterpret_cast<const float4 *>(row + channel(k, lane))
+                                               : make_float4(0, 0, 0, 0);
+    }
+    __device__ __forceinline__ void store(float *row, int width, int lane) const
+    {
+#pragma unroll
+        for (int k = 0; k < QUADS; k++)
+            if (channel(k, lane) < width) *reinterpret_cast<float4 *>(row + channel(k, lane)) = quad[k];
+    }
+};
+
+/** hadamard_row for head_dim a power of two, in registers; lanes behind it take part with zeros. */
+template <int GROUPS>
+__device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, const HadamardSigns &signs, bool inverse,
+                                               int lane)
+{
+    constexpr int N = 4 * LaneRow<GROUPS>::QUADS;
+    float x[N], factor = __frsqrt_rn((float)dim);
+    uint32_t flip = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float4 &q = row.quad[i / 4];
+        x[i] = i % 4 == 0 ? q.x : i % 4 == 1 ? q.y : i % 4 == 2 ? q.z : q.w;
+        if (i % 4 == 0)
+            flip |= (signs.word[0][LaneRow<GROUPS>::channel(i / 4, lane) / 32] >> (4 * (lane % 8)) & 15) << i;
+        if (!inverse && flip >> i & 1) x[i] = -x[i];
+    }
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (!(i & d)) {
+                float a = x[i], b = x[i + d];
+                x[i] = a + b;
+                x[i + d] = a - b;
+            }
+#pragma unroll 1
+    for (int d = 1; d < 32 && 4 * d < dim; d *= 2) {
+        float sign = lane & d ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = fmaf(sign, x[i], __shfl_xor_sync(ALL_LANES, x[i], d));
+    }
+    if constexpr (N > 4) {
+        if (dim > 128)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float a = x[i], b = x[i + 4];
+                x[i] = a + b;
+                x[i + 4] = a - b;
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        x[i] *= factor;
+        if (inverse && flip >> i & 1) x[i] = -x[i];
+    }
+#pragma unroll
+    for (int k = 0; k < N / 4; k++) row.quad[k] = make_float4(x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]);
+}
+
+/** The plan's rotation of a row, unless it is dense. `spare`: a row of shared memory. */
+template <int GROUPS>
+__device__ __forceinline__ void rotate_lanes(const AttendArgs &a, LaneRow<GROUPS> &row, float *spare, bool inverse,
+                                             int lane)
+{
+    if (a.rotation != TQ_ROTATION_HADAMARD) return;
+    if ((a.head_dim & (a.head_dim - 1)) == 0) {
+        hadamard_lanes<GROUPS>(row, a.head_dim, a.signs, inverse, lane);
+        return;
+    }
+    row.store(spare, TQ_TILE * a.groups, lane);
+    __syncwarp();
+    hadamard_row<GROUPS <= 4 ? 4 : 8>(spare, a.head_dim, a.signs, inverse, lane);
+    row.load(spare, TQ_TILE * a.groups, lane);
+}
+
+/** Loads row i of the set, zeros behind head_dim; returns <q, key centre>. One warp. */
+template <int GROUPS>
+__device__ __forceinline__ float load_query(const AttendArgs &a, const RowSet &s, int i, LaneRow<GROUPS> &row, int lane)
+{
+    constexpr int QUADS = LaneRow<GROUPS>::QUADS;
+    int64_t at = query_at(a, s, i);
+    Quad raw[QUADS];
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) {
+        int c = row.channel(k, lane);
+        raw[k].raw = make_uint4(0, 0, 0, 0);
+        if (at >= 0 && c < a.head_dim) raw[k] = load_quad(a.p.q, at + c, a.p.dtype);
+    }
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) row.quad[k] = to_float4(raw[k], a.p.dtype);
+    const float *centre = a.p.key.centre;
+    if (!centre) return 0;
+    centre += s.b * a.p.key.centre_stride_batch + (int64_t)s.h * a.head_dim;
+    float dot = 0;
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) {
+        int c = row.channel(k, lane);
+        if (c < a.head_dim)
+            dot += row.quad[k].x * centre[c] + row.quad[k].y * centre[c + 1] + row.quad[k].z * centre[c + 2] +
+                   row.quad[k].w * centre[c + 3];
+    }
+    return warp_sum(dot);
+}
+
+/** Rounds a rotated row to two planes, in the order in which a lane of the products wants them: word 0 of lane 4 g + t of a group
+ *  is channels 4 t .., word 1 channels 16 + 4 t .., of column g. One warp. */
+template <int GROUPS>
+__device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s, int i, const LaneRow<GROUPS> &rotated,
+                                            float bias, int lane)
+{
+    constexpr int QUADS = LaneRow<GROUPS>::QUADS;
+    const float *steps = a.p.key.steps ? a.p.key.steps + (int64_t)s.h * a.groups : nullptr;
+    float sign = a.p.softmax_scale < 0 ? -1.0f : 1.0f; /* so that the row's scale is positive and maxima stay maxima */
+    float number[4 * QUADS], largest = 1e-30f;
+    int levels[QUADS];
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) {
+        int g = rotated.channel(k, lane) / TQ_TILE, bits = g < a.groups ? a.key.bits[g] : 0;
+        float factor = bits ? sign * a.key.factor[bits] * (steps ? steps[g] : 1.0f) : 0;
+        levels[k] = a.key.offset_levels[bits];
+        const float4 &y = rotated.quad[k];
+        number[4 * k] = y.x * factor, number[4 * k + 1] = y.y * factor, number[4 * k + 2] = y.z * factor,
+                   number[4 * k + 3] = y.w * factor;
+    }
+#pragma unroll
+    for (int j = 0; j < 4 * QUADS; j++) largest = fmaxf(largest, fabsf(number[j]));
+    largest = warp_max(largest);
+    float inverse = QUERY_LIMIT / largest;
+    int offset_hi = 0, offset_lo = 0, row = s.first + i, block = row / 4, column = 2 * (row % 4);
+    uint32_t *words = reinterpret_cast<uint32_t *>(a.queries + (s.segment * (a.tile_rows / 4) + block) * a.groups * 32);
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) { /* four channels: one word of each plane */
+        int c = rotated.channel(k, lane), g = c / TQ_TILE, place = c % TQ_TILE / 4;
+        uint32_t hi_word = 0, lo_word = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int whole = __float2int_rn(number[4 * k + j] * inverse), hi = __float2int_rn(whole * (1.0f / QUERY_BASE)),
+                lo = whole - hi * QUERY_BASE;
+            hi_word |= (hi & 255) << 8 * j;
+            lo_word |= (lo & 255) << 8 * j;
+            offset_hi += levels[k] * hi;
+            offset_lo += levels[k] * lo;
+        }
+        if (g >= a.groups) continue;
+        uint32_t *fragment = words + (g * 32 + 4 * column + place % 4) * 2 + place / 4;
+        fragment[0] = hi_word;
+        fragment[8] = lo_word; /* the next column: four lanes on */
+    }
+    offset_hi = warp_sum(offset_hi);
+    offset_lo = warp_sum(offset_lo);
+    if (lane) return;
+    int32_t token, head;
+    bool real = find_row(a, s, i, token, head);
+    Sequence seq = load_sequence(a, s.b);
+    Range packed = seen_packed(a, seq, seq.first_position + token);
+    float scale = fmaxf(largest * fabsf(a.p.softmax_scale) * LOG2_E / QUERY_LIMIT, 1e-35f);
+    a.row_args[s.segment * a.tile_rows + row] = {scale,     bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo,
+                                                 packed.lo, real ? packed.hi : packed.lo};
+}
+
+/** The set's rows, by a whole block. */
+template <int GROUPS> __device__ __forceinline__ void prepare_queries(const AttendArgs &a, const RowSet &s)
+{
+    __shared__ float biases[END_ROWS];
+    int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x & 31;
+    bool dense = a.rotation == TQ_ROTATION_DENSE;
+    LaneRow<GROUPS> row;
+    if (dense) { /* the whole block rotates all rows, in shared memory */
+        for (int i = warp; i < a.end_rows; i += warps) {
+            float bias = load_query<GROUPS>(a, s, i, row, lane);
+            row.store(shared_row(a, i), TQ_TILE * a.groups, lane);
+            biases[i] = bias;
+        }
+        rotate_dense(a, a.p.key.rotation + s.h * a.p.key.rotation_stride_head, false);
+    }
+#pragma unroll 1
+    for (int i = warp; i < a.end_rows; i += warps) {
+        float bias;
+        if (dense) {
+            bias = biases[i];
+            row.load(shared_row(a, i), TQ_TILE * a.groups, lane);
+        } else {
+            bias = load_query<GROUPS>(a, s, i, row, lane);
+            rotate_lanes<GROUPS>(a, row, shared_row(a, i), false, lane);
+        }
+        round_query<GROUPS>(a, s, i, row, bias, lane);
+    }
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,40 @@
+/* Instantiates attention kernels; included by the translation units of attend_launch.cuh alone. */
+#ifndef TQ_CUDA_ATTEND_VARIANTS_CUH
+#define TQ_CUDA_ATTEND_VARIANTS_CUH
+#include "attend_kernel.cuh"
+#include "attend_launch.cuh"
+
+namespace tq
+{
+
+template <class V> KernelChoice choice()
+{
+    return {attend_kernel<V>, V::KEY_BITS,    V::VALUE_BITS, V::GROUPS,      V::BLOCKS,
+            V::TILES,         V::MAX_THREADS, V::BULK,       V::TWO_PRODUCTS};
+}
+
+template <int BITS, int GROUPS, bool BULK> KernelChoice choice_of_shape(int blocks, int tiles)
+{
+    if (blocks == 1)
+        return tiles == 4 ? choice<Variant<BITS, BITS, GROUPS, 1, 4, BULK>>()
+                          : choice<Variant<BITS, BITS, GROUPS, 1, 2, BULK>>();
+    if (blocks == 2) return choice<Variant<BITS, BITS, GROUPS, 2, 2, BULK>>();
+    if constexpr (GROUPS <= 4) return choice<Variant<BITS, BITS, GROUPS, 4, 2, BULK>>();
+    else return {};
+}
+
+/** head_dim 64, 80, 96, 128, 256 with bulk copies, 128 without. */
+template <int BITS> KernelChoice uniform_kernel(int groups, int blocks, int tiles, bool bulk)
+{
+    if (!bulk) return groups == 4 ? choice_of_shape<BITS, 4, false>(blocks, tiles) : KernelChoice{};
+    switch (groups) {
+    case 2: return choice_of_shape<BITS, 2, true>(blocks, tiles);
+    case 3: return choice_of_shape<BITS, 3, true>(blocks, tiles);
+    case 4: return choice_of_shape<BITS, 4, true>(blocks, tiles);
+    case 8: return choice_of_shape<BITS, 8, true>(blocks, tiles);
+    }
+    return {};
+}
+
+} // namespace tq
+#endif

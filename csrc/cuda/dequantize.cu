@@ -1,0 +1,190 @@
+// tq_cuda_dequantize: packed tokens back to float32, for debugging. A block a token tile of one (side, sequence, KV head):
+//
+//   1  codes -> step * level * scale, rows of tokens in shared memory    a warp a group of channels
+//   2  R^T                                                               a warp a token, or for a matrix all of them at once
+//   3  + centre, and out                                                 a warp a token
+//
+// The operations and their order are those of the C core, so that the numbers are the same too.
+#include "launch.cuh"
+#include "matrix.cuh"
+#include "pack.cuh"
+
+namespace tq
+{
+namespace
+{
+
+constexpr int WARPS = 8;
+
+struct DequantizeSide {
+    int32_t bits[TQ_MAX_HEAD_DIM / TQ_TILE], offset[TQ_MAX_HEAD_DIM / TQ_TILE];
+    int32_t tile_bytes, codes_offset, scales_offset;
+    tq_transform transform;
+    float *out; // [batch, kv_heads, max_tokens, head_dim]
+};
+
+struct DequantizeArgs {
+    const uint8_t *pages;
+    const int32_t *block_table, *counts;
+    int64_t n_pages, record_bytes;
+    int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, page_tokens, rotation, tiles;
+    DequantizeSide side[2];
+    HadamardSigns signs;
+    float step[TQ_MAX_BITS + 1];
+    int8_t levels[TQ_MAX_BITS + 1][32]; // by code
+};
+
+/** Code (r, n) of a lane whose words are words[32 w]: what pack_lane is the inverse of. */
+__device__ __forceinline__ uint32_t unpack_code(int bits, const uint32_t *words, int r, int n)
+{
+    const int bit = 8 * (n % 4) + r + 4 * (n / 4); // of a row of bits
+    switch (bits) {
+    case 1: return words[0] >> bit & 1;
+    case 2: return words[32 * (n / 4)] >> (8 * (n % 4) + 2 * r) & 3;
+    case 3: {
+        if (r < 3) return words[32 * r] >> 4 * n & 7;
+        const int at = 4 * n + 3;
+        return (words[0] >> at & 1) | (words[32] >> at & 1) << 1 | (words[64] >> at & 1) << 2;
+    }
+    case 4: return words[32 * r] >> 4 * n & 15;
+    default: return (words[32 * r] >> 4 * n & 15) | (words[128] >> bit & 1) << 4;
+    }
+}
+
+/** rows [32 tokens][head_dim]: group `group` of one tile. */
+__device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_index, int h, const uint8_t *record,
+                                             int token_tile, int group, float *rows, int lane)
+{
+    const DequantizeSide &side = a.side[side_index];
+    const int bits = side.bits[group];
+    const float *steps = side.transform.steps;
+    const float step = bits ? __fmul_rn(a.step[bits], steps ? steps[(int64_t)h * a.groups + group] : 1.0f) : 0.0f;
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(record + side.codes_offset +
+                                                               token_tile * side.tile_bytes + side.offset[group]);
+    const __half *scales = reinterpret_cast<const __half *>(record + side.scales_offset) + TQ_TILE * token_tile;
+    for (int r = 0; r < 4; r++)
+        for (int n = 0; n < 8; n++) {
+            const int row = lane / 4 + 8 * r, column = column_of_lane(lane % 4, n);
+            const int token = side_index ? token_of_column(column) : row,
+                      channel = TQ_TILE * group + (side_index ? row : column);
+            if (channel >= a.head_dim) continue;
+            float x = 0.0f;
+            if (bits) {
+                const float level = (float)a.levels[bits][unpack_code(bits, words + lane, r, n)];
+                x = __fmul_rn(__fmul_rn(step, level), __half2float(scales[column_of_token(token)]));
+            }
+            rows[token * a.head_dim + channel] = x;
+        }
+}
+
+__global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__ DequantizeArgs a)
+{
+    extern __shared__ __align__(16) float memory[];
+    float *rows = memory, *unrotated = rows;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    wait_for_stream();
+    int64_t i = blockIdx.x;
+    const int tile = (int)(i % a.tiles), h = (int)(i / a.tiles % a.kv_heads),
+              b = (int)(i / a.tiles / a.kv_heads % a.batch);
+    const int side_index = (int)(i / a.tiles / a.kv_heads / a.batch);
+    const DequantizeSide &side = a.side[side_index];
+    const int first = TQ_TILE * tile, count = max(0, min(min(a.counts[b], a.max_tokens) - first, TQ_TILE));
+    if (count) {
+        int64_t page = a.block_table[(int64_t)b * a.max_pages + first / a.page_tokens];
+        if (page < 0 || page >= a.n_pages) page = 0;
+        const uint8_t *record = a.pages + (page * a.kv_heads + h) * a.record_bytes;
+        for (int group = warp; group < a.groups; group += WARPS)
+            decode_group(a, side_index, h, record, first % a.page_tokens / TQ_TILE, group, rows, lane);
+        __syncthreads();
+        if (a.rotation == TQ_ROTATION_DENSE) {
+            unrotated = rows + TQ_TILE * a.head_dim;
+            float *blocks = unrotated + TQ_TILE * a.head_dim;
+            multiply_rows<true>(side.transform.rotation + h * side.transform.rotation_stride_head, a.head_dim, rows,
+                                unrotated, TQ_TILE, blocks + warp * MATRIX_BLOCK, warp, WARPS, lane);
+            __syncthreads();
+        }
+    }
+    const float *centre = side.transform.centre;
+    if (centre) centre += b * side.transform.centre_stride_batch + (int64_t)h * a.head_dim;
+    for (int token = warp; token < TQ_TILE && first + token < a.max_tokens; token += WARPS) {
+        float *row = unrotated + token * a.head_dim;
+        float *out = side.out + (((int64_t)b * a.kv_heads + h) * a.max_tokens + first + token) * a.head_dim;
+        const bool stored = token < count;
+        if (stored && a.rotation == TQ_ROTATION_HADAMARD) hadamard_row(row, a.head_dim, a.signs, true, lane);
+        for (int c = lane; c < a.head_dim; c += 32)
+            out[c] = !stored ? 0.0f : centre ? __fadd_rn(row[c], centre[c]) : row[c];
+    }
+}
+
+DequantizeSide side_of(const tq_side &from, const tq_transform *transform, float *out)
+{
+    DequantizeSide side = {};
+    for (int group = 0; group < TQ_MAX_HEAD_DIM / TQ_TILE; group++) {
+        side.bits[group] = from.bits[group];
+        side.offset[group] = from.offset[group];
+    }
+    side.tile_bytes = from.tile_bytes;
+    side.codes_offset = (int32_t)from.codes_offset;
+    side.scales_offset = (int32_t)from.scales_offset;
+    if (transform) side.transform = *transform;
+    side.out = out;
+    return side;
+}
+
+} // namespace
+} // namespace tq
+
+using namespace tq;
+
+tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
+                             const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
+                             int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
+                             void *stream, tq_error *error)
+{
+    TQ_CUDA_TRY(check_plan(plan, error));
+    if (batch < 0 || kv_heads < 0 || max_pages < 0 || max_tokens < 0 || n_pages < 0)
+        return fail(error, TQ_E_VALUE, "batch", -1, batch,
+                    "at least 0, as kv_heads, max_pages, max_tokens and n_pages");
+    if ((int64_t)max_pages * plan->page_tokens < max_tokens)
+        return fail(error, TQ_E_VALUE, "max_tokens", -1, max_tokens, "at most max_pages * page_tokens");
+    const bool values = plan->value.tile_bytes;
+    if (!batch || !kv_heads || !max_tokens) return TQ_OK;
+    if (values != (v != nullptr))
+        return fail(error, TQ_E_VALUE, "v", -1, v != nullptr, "NULL if and only if the plan has no values");
+    if (!k || !counts || !block_table || !pages)
+        return fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL, as counts, block_table and pages");
+    if (!n_pages) return fail(error, TQ_E_VALUE, "n_pages", -1, 0, "at least 1");
+    const bool dense = plan->rotation == TQ_ROTATION_DENSE;
+    if (dense != (key && key->rotation) || (values && dense != (value && value->rotation)))
+        return fail(error, TQ_E_VALUE, "key_rotation", -1, plan->rotation,
+                    "given, as value_rotation, if and only if the plan's is dense");
+
+    DequantizeArgs args = {};
+    args.pages = pages;
+    args.block_table = block_table;
+    args.counts = counts;
+    args.n_pages = n_pages;
+    args.record_bytes = plan->record_bytes;
+    args.kv_heads = kv_heads;
+    args.batch = batch;
+    args.max_pages = max_pages;
+    args.max_tokens = max_tokens;
+    args.head_dim = plan->head_dim;
+    args.groups = plan->groups;
+    args.page_tokens = plan->page_tokens;
+    args.rotation = plan->rotation;
+    args.tiles = (max_tokens + TQ_TILE - 1) / TQ_TILE;
+    args.side[0] = side_of(plan->key, key, k);
+    args.side[1] = side_of(plan->value, value, v);
+    args.signs = signs_of(*plan);
+    for (int bits = 1; bits <= TQ_MAX_BITS; bits++) {
+        tq_codebook book;
+        TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan->codebook, plan->head_dim, bits, &book, error));
+        args.step[bits] = book.step;
+        for (int code = 0; code < book.n_levels; code++) args.levels[bits][code] = book.levels[code];
+    }
+    const size_t shared_bytes =
+        sizeof(float) * (TQ_TILE * plan->head_dim * (dense ? 2 : 1) + (dense ? WARPS * MATRIX_BLOCK : 0));
+    return launch(dequantize, (int64_t)(values ? 2 : 1) * batch * kv_heads * args.tiles, 32 * WARPS, shared_bytes,
+                  (cudaStream_t)stream, error, args);
+}

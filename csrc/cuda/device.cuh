@@ -1,0 +1,322 @@
+/* The instructions and small helpers that the CUDA kernels share. No kernel, no format knowledge. */
+#ifndef TQ_CUDA_DEVICE_CUH
+#define TQ_CUDA_DEVICE_CUH
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "turboquant_cuda.h"
+
+namespace tq
+{
+
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+
+/* ---- host: errors ---- */
+
+/** Fills *error (may be NULL) and returns status, so that a check is one line. */
+inline tq_status fail(tq_error *error, tq_status status, const char *argument, int64_t index, double got,
+                      const char *wants)
+{
+    if (error) *error = tq_error{status, argument, wants, index, got};
+    return status;
+}
+
+inline tq_status check_cuda(cudaError_t e, const char *argument, tq_error *error)
+{
+    return e == cudaSuccess ? TQ_OK
+                            : fail(error, TQ_E_CUDA, argument, -1, (double)e,
+                                   "accepted by the CUDA runtime (got is its cudaError_t)");
+}
+
+#define TQ_CUDA_TRY(call)                                                                                              \
+    do {                                                                                                               \
+        tq_status try_status = (call);                                                                                 \
+        if (try_status != TQ_OK) return try_status;                                                                    \
+    } while (0)
+
+/* ---- bytes and matrices ---- */
+
+/** Byte i of the result is byte (nibble i of s) & 7 of b:a; nibbles of 8 and more give that byte's sign bit eight times. */
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t s)
+{
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s));
+    return r;
+}
+
+/** c (16 x 8, int32) += a (16 x 32) b (32 x 8), bytes signed or not. Lane 4 g + t holds a0: row g, columns 4 t ..; a1: row g + 8;
+ *  a2, a3: the same with columns 16 + 4 t ..; b0, b1: rows 4 t .. and 16 + 4 t .. of column g; c0, c1: row g, columns 2 t, 2 t + 1;
+ *  c2, c3: row g + 8. */
+template <bool A_UNSIGNED, bool B_UNSIGNED>
+__device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+#define TQ_MMA(types)                                                                                                  \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." types                                                        \
+                 ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                          \
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+    if constexpr (A_UNSIGNED && B_UNSIGNED) TQ_MMA("u8.u8");
+    else if constexpr (A_UNSIGNED) TQ_MMA("u8.s8");
+    else if constexpr (B_UNSIGNED) TQ_MMA("s8.u8");
+    else TQ_MMA("s8.s8");
+#undef TQ_MMA
+}
+
+__device__ __forceinline__ float exp2_fast(float x) /* 2 ulp; exp2(-inf) = 0 */
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* ---- kernels one behind the other (compute capability 9.0; elsewhere they do not overlap) ---- */
+
+/** Until all kernels in front have ended and their writes are seen. */
+__device__ __forceinline__ void wait_for_previous()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/** The kernel behind may start once every block has said so; it still has to wait before it reads what this one writes. */
+__device__ __forceinline__ void let_next_start()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* ---- warps ---- */
+
+__device__ __forceinline__ float warp_max(float x)
+{
+#pragma unroll
+    for (int k = 16; k; k >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, k));
+    return x;
+}
+
+template <class T> __device__ __forceinline__ T warp_sum(T x)
+{
+#pragma unroll
+    for (int k = 16; k; k >>= 1) x += __shfl_xor_sync(ALL_LANES, x, k);
+    return x;
+}
+
+/* ---- numbers of the model's dtype ---- */
+
+__device__ __forceinline__ int dtype_bytes(int dtype) { return dtype == TQ_F32 ? 4 : 2; }
+
+__device__ __forceinline__ float load_number(const void *p, int64_t i, int dtype)
+{
+    if (dtype == TQ_F32) return static_cast<const float *>(p)[i];
+    if (dtype == TQ_F16) return __half2float(static_cast<const __half *>(p)[i]);
+    return __bfloat162float(static_cast<const __nv_bfloat16 *>(p)[i]);
+}
+
+__device__ __forceinline__ void store_number(void *p, int64_t i, int dtype, float x)
+{
+    if (dtype == TQ_F32) static_cast<float *>(p)[i] = x;
+    else if (dtype == TQ_F16) static_cast<__half *>(p)[i] = __float2half_rn(x);
+    else static_cast<__nv_bfloat16 *>(p)[i] = __float2bfloat16_rn(x);
+}
+
+/** Four numbers as they lie in memory. Loads and conversions are apart so that many loads can be on their way before the first is
+ *  converted: the dtype is known at run time only, and a branch between two loads would make the second wait for the first. */
+struct Quad {
+    uint4 raw;
+};
+
+/** Numbers i .. i + 3; their address must be a multiple of their size. */
+__device__ __forceinline__ Quad load_quad(const void *p, int64_t i, int dtype)
+{
+    const char *at = static_cast<const char *>(p) + i * dtype_bytes(dtype);
+    Quad q;
+    uint32_t wide = dtype == TQ_F32;
+    asm volatile("{ .reg .pred w;\n"
+                 "setp.ne.u32 w, %5, 0;\n"
+                 "mov.u32 %2, 0;\n"
+                 "mov.u32 %3, 0;\n"
+                 "@w ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+                 "@!w ld.global.v2.u32 {%0, %1}, [%4]; }"
+                 : "=&r"(q.raw.x), "=&r"(q.raw.y), "=&r"(q.raw.z), "=&r"(q.raw.w)
+                 : "l"(at), "r"(wide));
+    return q;
+}
+
+__device__ __forceinline__ float4 to_float4(const Quad &q, int dtype)
+{
+    if (dtype == TQ_F32)
+        return make_float4(__uint_as_float(q.raw.x), __uint_as_float(q.raw.y), __uint_as_float(q.raw.z),
+                           __uint_as_float(q.raw.w));
+    if (dtype == TQ_F16) {
+        float2 lo = __half22float2(*reinterpret_cast<const __half2 *>(&q.raw.x)),
+               hi = __half22float2(*reinterpret_cast<const __half2 *>(&q.raw.y));
+        return make_float4(lo.x, lo.y, hi.x, hi.y);
+    }
+    return make_float4(__uint_as_float(q.raw.x << 16), __uint_as_float(q.raw.x & 0xffff0000u),
+                       __uint_as_float(q.raw.y << 16), __uint_as_float(q.raw.y & 0xffff0000u));
+}
+
+__device__ __forceinline__ uint32_t pack_halves(float lo, float hi, int dtype)
+{
+    if (dtype == TQ_F16) {
+        __half2 h = __floats2half2_rn(lo, hi);
+        return *reinterpret_cast<uint32_t *>(&h);
+    }
+    __nv_bfloat162 h = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<uint32_t *>(&h);
+}
+
+/** Numbers i .. i + 3; their address must be a multiple of their size. */
+__device__ __forceinline__ void store_quad(void *p, int64_t i, int dtype, float4 x)
+{
+    if (dtype == TQ_F32) *reinterpret_cast<float4 *>(static_cast<float *>(p) + i) = x;
+    else
+        *reinterpret_cast<uint2 *>(static_cast<uint16_t *>(p) + i) =
+            make_uint2(pack_halves(x.x, x.y, dtype), pack_halves(x.z, x.w, dtype));
+}
+
+/* ---- the Hadamard rotation of turboquant.h, one row by one warp ---- */
+
+struct HadamardSigns {
+    uint32_t word[2][TQ_MAX_HEAD_DIM / 32]; /* tq_plan.signs of head_dim <= 256 */
+};
+
+/** One pass over part[0 .. n), n a power of two: lane l holds numbers l + 32 i. Sums only but for the last step, in the order of
+ *  turboquant.h; a product with +-1 inside an fma is exact. Small code on purpose: most kernels run it once. */
+template <int PER_LANE>
+__device__ __forceinline__ void hadamard_pass(float *part, int n, const uint32_t *signs, bool inverse, int lane)
+{
+    float x[PER_LANE], factor = __frsqrt_rn((float)n);
+    uint32_t flip = 0; /* bit i: the sign of x[i] */
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        x[i] = lane + 32 * i < n ? part[lane + 32 * i] : 0;
+        if (32 * i < n) flip |= (signs[i] >> lane & 1) << i;
+        if (!inverse && flip >> i & 1) x[i] = -x[i];
+    }
+#pragma unroll 1
+    for (int d = 1; d < min(n, 32); d *= 2) {
+        float sign = lane & d ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (32 * i < n) x[i] = __fmaf_rn(sign, x[i], __shfl_xor_sync(ALL_LANES, x[i], d));
+    }
+#pragma unroll
+    for (int d = 1; d < PER_LANE; d *= 2) {
+        if (32 * d >= n) break;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (!(i & d)) {
+                float a = x[i], b = x[i + d];
+                x[i] = __fadd_rn(a, b);
+                x[i + d] = __fsub_rn(a, b);
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        if (lane + 32 * i >= n) continue;
+        float y = __fmul_rn(x[i], factor);
+        part[lane + 32 * i] = inverse && flip >> i & 1 ? -y : y;
+    }
+    __syncwarp();
+}
+
+/** Rotates row[0 .. dim) in place, dim a multiple of 8 up to 32 PER_LANE; row in shared memory, all lanes of one warp call. */
+template <int PER_LANE = 8>
+__device__ __forceinline__ void hadamard_row(float *row, int dim, const HadamardSigns &signs, bool inverse, int lane)
+{
+    int p = 1 << (31 - __clz(dim)), passes = p < dim ? 2 : 1;
+#pragma unroll 1
+    for (int i = 0; i < passes; i++) {
+        int pass = inverse ? passes - 1 - i : i;
+        hadamard_pass<PER_LANE>(pass ? row + dim - p : row, p, signs.word[pass], inverse, lane);
+    }
+}
+
+/* ---- asynchronous copies into shared memory; barriers and destinations by their shared address ---- */
+
+__device__ __forceinline__ uint32_t shared_address(const void *p)
+{
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t bar, int arrivals)
+{
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+
+/** After barrier_init, before other threads or copies use the barriers (and a __syncthreads). */
+__device__ __forceinline__ void barrier_init_fence()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t bar)
+{
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.shared.b64 s, [%0]; }" ::"r"(bar) : "memory");
+}
+
+/** Waits for the end of the phase of that parity: 0 for a fresh barrier's first, then 1, 0, .. */
+__device__ __forceinline__ void barrier_wait(uint32_t bar, int parity)
+{
+#if __CUDA_ARCH__ >= 900
+#define TQ_TEST_WAIT "mbarrier.try_wait.parity.shared.b64"
+#else
+#define TQ_TEST_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+    asm volatile("{ .reg .pred p;\n"
+                 "WAIT: " TQ_TEST_WAIT " p, [%0], %1;\n"
+                 "@p bra DONE;\n"
+                 "bra WAIT;\n"
+                 "DONE: }" ::"r"(bar),
+                 "r"(parity)
+                 : "memory");
+#undef TQ_TEST_WAIT
+}
+
+/** By each thread whose ordinary accesses to shared memory bulk copies will follow, before the barrier between the two. */
+__device__ __forceinline__ void shared_writes_before_copies()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+/** Bulk copies (compute capability 9.0): one thread announces the bytes, then copies them; multiples of 16, 16-byte aligned. */
+__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t bar)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar)
+                 : "memory");
+#endif
+}
+
+/** The portable way: every thread copies 16-byte pieces and signs for them; the barrier counts each thread once. */
+__device__ __forceinline__ void copy_16(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_16(void *to, const void *from) { copy_16(shared_address(to), from); }
+
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t bar)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+} // namespace tq
+#endif

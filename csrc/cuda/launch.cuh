@@ -1,0 +1,95 @@
+// What launchers share: checks, and launching one kernel behind the other without the gap between them, where the device can.
+#ifndef TQ_CUDA_LAUNCH_CUH
+#define TQ_CUDA_LAUNCH_CUH
+#include "device.cuh"
+
+namespace tq
+{
+
+// ---- checks ----
+
+inline tq_status check_plan(const tq_plan *plan, tq_error *error)
+{
+    if (!plan || plan->head_dim < 8 || plan->groups != (plan->head_dim + TQ_TILE - 1) / TQ_TILE || !plan->record_bytes)
+        return fail(error, TQ_E_VALUE, "plan", -1, plan ? plan->head_dim : 0, "made by tq_plan_init");
+    if (plan->head_dim > TQ_MAX_HEAD_DIM)
+        return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan->head_dim, "at most 256 on CUDA");
+    return TQ_OK;
+}
+
+inline bool overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes)
+{
+    const uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return a && b && a_bytes && b_bytes && x < y + b_bytes && y < x + a_bytes;
+}
+
+inline HadamardSigns signs_of(const tq_plan &plan)
+{
+    HadamardSigns signs;
+    for (int pass = 0; pass < 2; pass++)
+        for (int word = 0; word < TQ_MAX_HEAD_DIM / 32; word++) signs.word[pass][word] = plan.signs[pass][word];
+    return signs;
+}
+
+// ---- dividing by what only the host knows ----
+
+/** Quotients of 0 <= n < 2^31 by a product and a shift (Granlund and Montgomery 1994). */
+struct Divisor {
+    uint32_t divisor, magic, shift;
+
+    __device__ __forceinline__ uint32_t quotient(uint32_t n) const { return (uint32_t)((uint64_t)n * magic >> shift); }
+    __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - quotient(n) * divisor; }
+};
+
+/** 0 < divisor < 2^31; a divisor of 0, of which nobody asks a quotient, counts as 1. */
+inline Divisor divisor_of(int64_t divisor)
+{
+    const uint32_t d = divisor > 0 ? (uint32_t)divisor : 1;
+    uint32_t log = 0;
+    while ((1u << log) < d) log++;
+    return {d, (uint32_t)(((uint64_t)1 << (31 + log)) / d + 1), 31 + log};
+}
+
+// ---- launching ----
+
+/** A kernel may start before the one in front of it in the stream has ended (launch): nothing it reads or writes may be touched
+ *  before this. Every block has to come here, also one with nothing to do. */
+__device__ __forceinline__ void wait_for_stream()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/** Queues a kernel that calls wait_for_stream first. */
+template <class... Params, class... Args>
+tq_status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes, cudaStream_t stream,
+                 tq_error *error, const Args &...args)
+{
+    if (!blocks) return TQ_OK;
+    if (blocks > INT32_MAX)
+        return fail(error, TQ_E_VALUE, "batch", -1, (double)blocks, "small enough for a grid of 2^31 - 1 blocks");
+    int device = 0, major = 0;
+    TQ_CUDA_TRY(check_cuda(cudaGetDevice(&device), "device", error));
+    TQ_CUDA_TRY(check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device", error));
+    if (major < 8) return fail(error, TQ_E_UNSUPPORTED, "device", -1, major, "of compute capability 8.0 or newer");
+    if (shared_bytes > 40 * 1024) // 48 KB together with what the kernel has of fixed size
+        TQ_CUDA_TRY(
+            check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes),
+                       "shared memory", error));
+    cudaLaunchAttribute overlap;
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = major >= 9 ? 1 : 0;
+    return check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "kernel", error);
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,54 @@
+// Dense rotations: a few rows times one matrix, each sum a product after the other in ascending order, as in the C core.
+#ifndef TQ_CUDA_MATRIX_CUH
+#define TQ_CUDA_MATRIX_CUH
+#include "device.cuh"
+
+namespace tq
+{
+
+constexpr int MATRIX_TOKENS = 16; // rows whose sums a warp has in registers
+constexpr int MATRIX_STRIDE =
+    33; // of a block of 32 x 32: a warp writes or reads a column of it without meeting a bank twice
+constexpr int MATRIX_BLOCK = 32 * MATRIX_STRIDE;
+
+/** y [rows][dim] = M x [rows][dim], or M^T x; x and y apart in shared memory. A warp takes blocks of 32 channels and MATRIX_TOKENS
+ *  rows; x is read up to the next multiple of MATRIX_TOKENS rows. block: MATRIX_BLOCK floats in shared memory for this warp alone. */
+template <bool TRANSPOSED>
+__device__ __forceinline__ void multiply_rows(const float *matrix, int dim, const float *x, float *y, int rows,
+                                              float *block, int warp, int warps, int lane)
+{
+    const int channel_blocks = (dim + 31) / 32, row_blocks = (rows + MATRIX_TOKENS - 1) / MATRIX_TOKENS;
+    for (int item = warp; item < channel_blocks * row_blocks; item += warps) {
+        const int channel = item % channel_blocks * 32, first = item / channel_blocks * MATRIX_TOKENS;
+        float sum[MATRIX_TOKENS];
+#pragma unroll
+        for (int i = 0; i < MATRIX_TOKENS; i++) sum[i] = -0.0f; // -0 + p is p, also for p = -0
+        for (int j = 0; j < dim; j += 32) {
+            const int columns = min(32, dim - j), channels = min(32, dim - channel);
+            __syncwarp();
+#pragma unroll 8
+            for (int i = 0; i < 32; i++) { // block row: channel, block column: column of M
+                if constexpr (TRANSPOSED) {
+                    if (i < columns && lane < channels)
+                        block[MATRIX_STRIDE * lane + i] = matrix[(int64_t)(j + i) * dim + channel + lane];
+                } else {
+                    if (i < channels && lane < columns)
+                        block[MATRIX_STRIDE * i + lane] = matrix[(int64_t)(channel + i) * dim + j + lane];
+                }
+            }
+            __syncwarp();
+            for (int c = 0; c < columns; c++) {
+                const float m = block[MATRIX_STRIDE * lane + c];
+#pragma unroll
+                for (int i = 0; i < MATRIX_TOKENS; i++)
+                    sum[i] = __fadd_rn(sum[i], __fmul_rn(m, x[(first + i) * dim + j + c]));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < MATRIX_TOKENS; i++)
+            if (first + i < rows && channel + lane < dim) y[(first + i) * dim + channel + lane] = sum[i];
+    }
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,89 @@
+// tq_cuda_rotate: rows of head_dim numbers times the plan's rotation, or a matrix, or their inverses. A warp a row, or for a matrix
+// a block 16 rows, since they share the matrix.
+#include "launch.cuh"
+#include "matrix.cuh"
+
+namespace tq
+{
+namespace
+{
+
+constexpr int WARPS = 8;
+
+struct RotateArgs {
+    const void *x;
+    void *y;
+    const float *matrix;
+    int64_t rows;
+    int32_t dim, dtype, hadamard, inverse;
+    HadamardSigns signs;
+};
+
+__device__ __forceinline__ void load_row(const RotateArgs &a, int64_t row, float *to, int lane)
+{
+    for (int i = lane; i < a.dim; i += 32) to[i] = load_number(a.x, row * a.dim + i, a.dtype);
+}
+
+__device__ __forceinline__ void store_row(const RotateArgs &a, int64_t row, const float *from, int lane)
+{
+    for (int i = lane; i < a.dim; i += 32) store_number(a.y, row * a.dim + i, a.dtype, from[i]);
+}
+
+__global__ void __launch_bounds__(32 * WARPS) rotate_hadamard(const __grid_constant__ RotateArgs a)
+{
+    __shared__ float rows[WARPS][TQ_MAX_HEAD_DIM];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t row = (int64_t)blockIdx.x * WARPS + warp;
+    wait_for_stream();
+    if (row >= a.rows) return;
+    load_row(a, row, rows[warp], lane);
+    __syncwarp();
+    if (a.hadamard) hadamard_row(rows[warp], a.dim, a.signs, a.inverse, lane);
+    store_row(a, row, rows[warp], lane);
+}
+
+__global__ void __launch_bounds__(32 * WARPS) rotate_matrix(const __grid_constant__ RotateArgs a)
+{
+    extern __shared__ __align__(16) float memory[];
+    float *x = memory, *y = x + MATRIX_TOKENS * a.dim, *blocks = y + MATRIX_TOKENS * a.dim;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t first = (int64_t)blockIdx.x * MATRIX_TOKENS;
+    const int rows = (int)min((int64_t)MATRIX_TOKENS, a.rows - first);
+    wait_for_stream();
+    for (int i = warp; i < rows; i += WARPS) load_row(a, first + i, x + i * a.dim, lane);
+    __syncthreads();
+    if (a.inverse) multiply_rows<true>(a.matrix, a.dim, x, y, rows, blocks + warp * MATRIX_BLOCK, warp, WARPS, lane);
+    else multiply_rows<false>(a.matrix, a.dim, x, y, rows, blocks + warp * MATRIX_BLOCK, warp, WARPS, lane);
+    __syncthreads();
+    for (int i = warp; i < rows; i += WARPS) store_row(a, first + i, y + i * a.dim, lane);
+}
+
+} // namespace
+} // namespace tq
+
+using namespace tq;
+
+tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, tq_dtype dtype, const void *x, void *y,
+                         int64_t rows, void *stream_pointer, tq_error *error)
+{
+    TQ_CUDA_TRY(check_plan(plan, error));
+    if (dtype < TQ_F32 || dtype > TQ_BF16)
+        return fail(error, TQ_E_TYPE, "dtype", -1, dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
+    if (rows < 0) return fail(error, TQ_E_VALUE, "rows", -1, (double)rows, "at least 0");
+    if ((plan->rotation == TQ_ROTATION_DENSE) != (matrix != nullptr))
+        return fail(error, TQ_E_VALUE, "matrix", -1, plan->rotation,
+                    "given if and only if the plan's rotation is dense");
+    if (!rows) return TQ_OK;
+    if (!x || !y) return fail(error, TQ_E_VALUE, x ? "y" : "x", -1, 0, "a pointer, not NULL");
+    const int64_t bytes = rows * plan->head_dim * (dtype == TQ_F32 ? 4 : 2);
+    if (x != y && overlap(x, bytes, y, bytes))
+        return fail(error, TQ_E_VALUE, "y", -1, 0, "the array x itself or apart from it");
+
+    RotateArgs args = {
+        x, y, matrix, rows, plan->head_dim, dtype, plan->rotation == TQ_ROTATION_HADAMARD, inverse, signs_of(*plan)};
+    const cudaStream_t stream = (cudaStream_t)stream_pointer;
+    if (!matrix) return launch(rotate_hadamard, (rows + WARPS - 1) / WARPS, 32 * WARPS, 0, stream, error, args);
+    const size_t shared_bytes = sizeof(float) * (2 * MATRIX_TOKENS * (size_t)plan->head_dim + WARPS * MATRIX_BLOCK);
+    return launch(rotate_matrix, (rows + MATRIX_TOKENS - 1) / MATRIX_TOKENS, 32 * WARPS, shared_bytes, stream, error,
+                  args);
+}
