@@ -58,7 +58,7 @@ static int has_neon_dot(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 
 #endif
 
 static const level levels[] = {
-    /* best first */
+/* best first */
 #if defined(TQ_HAVE_AVX512_VNNI)
     {&tq_kernels_avx512_vnni, has_avx512_vnni},
 #endif
