@@ -1,6 +1,5 @@
 /* tq_cuda_attend: checks what the host can see, chooses a kernel and its launch shape, queues it. */
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -213,18 +212,7 @@ int64_t take(int64_t *at, int64_t bytes)
     return start;
 }
 
-/** Lays out the shared memory of pages; returns its bytes. */
-int lay_out_shared(AttendArgs *a)
-{
-    int64_t at = 0;
-    take(&at, (int64_t)a->teams * a->stages * a->stage_bytes);
-    a->at_barriers = (int32_t)take(&at, (int64_t)a->teams * a->stages * 4 * 8);
-    a->at_stats = (int32_t)take(&at, (int64_t)a->teams * a->tile_rows * sizeof(RowTotals));
-    return (int)at;
-}
-
-/** Rows, warps and stages of pages. Few segments: one block of many warps per multiprocessor, so that few parts need merging. Many:
- *  several small ones, so that one's ends hide behind another's middle. */
+/** Rows, warps and stages of pages. */
 tq_status cut_pages(const tq_plan *plan, const Device &device, Launch *l, tq_error *error)
 {
     AttendArgs &a = l->args;
@@ -241,34 +229,24 @@ tq_status cut_pages(const tq_plan *plan, const Device &device, Launch *l, tq_err
     a.value.at_scales = a.key.at_scales + (a.page_units == 1 ? 2 * plan->page_tokens : tiles * 2 * TQ_TILE);
     a.stage_bytes = a.key.at_scales + 2 * tiles * 2 * TQ_TILE;
     l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
-    int warps = l->kernel.max_threads > 384 ? 12 : l->kernel.max_threads / 32,
-        per_processor = 1;                                              /* more leave no room for prepare */
-    int64_t sum_bytes = (int64_t)a.tile_rows * a.pitch * sizeof(float); /* have to fit a team's ring */
-    int least_stages = (int)((sum_bytes + a.stage_bytes - 1) / a.stage_bytes),
-        most_stages = least_stages > 3 ? least_stages : 3;
-    if (l->segments >= 3 * (int64_t)device.processors && a.team_warps <= 4) {
-        per_processor = warps / 4;
-        warps = 4;
+    int warps = l->kernel.max_threads > 384 ? 12 : l->kernel.max_threads / 32; /* more leave no room for prepare */
+    int most_stages =
+        l->kernel.tiles == 4 ? 1 : 3; /* a second stage of whole pages was measured to cost 5 % at 2 bits */
+    int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* a block of prepare fits beside */
+    if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
+    for (a.teams = warps / a.team_warps; a.teams > 0; a.teams--) {
+        a.stages = room / (a.teams * (a.stage_bytes + 32));
+        if (a.stages) break;
     }
-    const char *force = getenv("TURBOQUANT_CUDA_SHAPE"); /* experiments */
-    int force_warps = 0, force_per = 0, force_stages = 0;
-    if (force && sscanf(force, "%d,%d,%d", &force_warps, &force_per, &force_stages) == 3)
-        warps = force_warps, per_processor = force_per;
-    for (;; per_processor > 1 ? per_processor-- : warps--) {
-        int room = (device.shared_bytes_per_processor - 6 * 1024) / per_processor - 1024 -
-                   256; /* a block of prepare fits beside them */
-        if (room > device.shared_bytes_per_block - 256) room = device.shared_bytes_per_block - 256;
-        a.teams = warps / a.team_warps;
-        if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
-        for (a.stages = force_stages ? force_stages : most_stages; a.stages >= least_stages; a.stages--)
-            if ((l->shared_bytes = lay_out_shared(&a)) <= room) break;
-        if (a.stages >= least_stages) break;
-    }
+    if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
+    if (a.stages > most_stages) a.stages = most_stages;
+    a.at_barriers = a.teams * a.stages * a.stage_bytes;
+    l->shared_bytes = a.teams * a.stages * (a.stage_bytes + 32);
     l->threads = 32 * a.teams * a.team_warps;
     int64_t units = l->segments * ((int64_t)a.p.max_pages * a.page_units + 1);
     if (units > INT32_MAX)
         return fail(error, TQ_E_VALUE, "max_pages", -1, a.p.max_pages, "fewer, or fewer sequences at once");
-    l->blocks = (int)(units < device.processors * per_processor ? units : device.processors * per_processor);
+    l->blocks = (int)(units < device.processors ? units : device.processors);
     return TQ_OK;
 }
 
@@ -277,8 +255,11 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
 {
     AttendArgs &a = l->args;
     bool dense = a.rotation == TQ_ROTATION_DENSE;
-    a.end_rows = a.tile_rows <= END_ROWS ? a.tile_rows : a.tile_rows % END_ROWS ? END_ROWS / 2 : END_ROWS;
-    int64_t sets = l->segments * (a.tile_rows / a.end_rows), row_bytes = (int64_t)a.end_rows * a.pitch * sizeof(float);
+    int most = a.tile_rows <= END_ROWS ? a.tile_rows : a.tile_rows % END_ROWS ? END_ROWS / 2 : END_ROWS;
+    a.prepare_rows = most;
+    int64_t rows = l->segments * a.tile_rows;
+    a.combine_rows = rows < 2 * device.processors ? 1 : most < 4 ? most : 4; /* few rows: all warps of a block on one */
+    int64_t sets = rows / a.prepare_rows, row_bytes = (int64_t)a.pitch * sizeof(float);
     int64_t exact_tokens = a.p.window ? (int64_t)a.p.sinks + a.p.window + (a.p.query_tokens - 1) : a.p.sinks;
     a.exact_tokens = 32;
     while (exact_tokens > (int64_t)16 * a.exact_tokens) a.exact_tokens *= 2;
@@ -286,16 +267,20 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
     int64_t blocks = sets * (1 + a.exact_parts);
     if (blocks > INT32_MAX) return fail(error, TQ_E_VALUE, "query_tokens", -1, a.p.query_tokens, "fewer");
     l->prepare_blocks = (int)blocks;
-    l->combine_blocks = (int)sets;
     l->prepare_threads = dense ? 512 : a.exact_parts ? 256 : 128;
-    int ways = dense || sets < 2 * device.processors ? 512 / 32 / a.end_rows : 1; /* few blocks: many warps each */
-    l->combine_threads = 32 * a.end_rows * ways;
-    int exact_ways =
-        l->prepare_threads / (a.end_rows * 8 * a.groups) > 1 ? l->prepare_threads / (a.end_rows * 8 * a.groups) : 1;
-    int64_t exact_bytes = exact_ways * row_bytes + 32 * 24 + (int64_t)a.end_rows * 35 * sizeof(float);
-    l->prepare_bytes = (int)(a.exact_parts && exact_bytes > 2 * row_bytes ? exact_bytes : 2 * row_bytes);
-    int buffers = ways > 2 ? ways : 2;
-    l->combine_bytes = (int)((buffers + (a.exact_parts ? ways : 0)) * row_bytes);
+    int exact_ways = l->prepare_threads / (a.prepare_rows * 8 * a.groups) > 1
+                         ? l->prepare_threads / (a.prepare_rows * 8 * a.groups)
+                         : 1;
+    int64_t exact_bytes =
+        exact_ways * a.prepare_rows * row_bytes + 32 * 24 + (int64_t)a.prepare_rows * 35 * sizeof(float);
+    int64_t row_space = (dense ? END_ROWS + a.prepare_rows + 3 : a.prepare_rows) * row_bytes;
+    l->prepare_bytes = (int)(a.exact_parts && exact_bytes > row_space ? exact_bytes : row_space);
+    int ways = a.combine_rows == 1 || dense ? 16 / a.combine_rows : 1;
+    l->combine_blocks = (int)(rows / a.combine_rows);
+    l->combine_threads = 32 * a.combine_rows * ways;
+    row_space = ((a.exact_parts ? 2 : 1) * ways * a.combine_rows) * row_bytes;
+    int64_t dense_space = dense ? (END_ROWS + a.combine_rows + 3) * row_bytes : 0;
+    l->combine_bytes = (int)(row_space > dense_space ? row_space : dense_space);
     return TQ_OK;
 }
 
@@ -304,7 +289,7 @@ size_t lay_out_workspace(Launch *l, char *base)
 {
     AttendArgs &a = l->args;
     int64_t at = TQ_CUDA_WORKSPACE_ZERO, rows = l->segments * a.tile_rows,
-            slots = (l->blocks + l->segments) * a.tile_rows, width = TQ_TILE * a.groups;
+            slots = ((int64_t)l->blocks * a.teams + l->segments) * a.tile_rows, width = TQ_TILE * a.groups;
     int64_t exact_rows = (int64_t)a.p.batch * a.p.kv_heads * a.exact_parts * a.row_tiles * a.tile_rows,
             f = sizeof(float);
     a.segments = reinterpret_cast<SegmentParts *>(base + take(&at, l->segments * sizeof(SegmentParts)));

@@ -9,10 +9,10 @@
  *             (2 (r % 4), 2 (r % 4) + 1) of block r / 4 of the tensor-core products: its high and its low 8 bits.
  *   unit      half a page or a page: two or four token tiles (fewer where a page has no more)
  *   segment   (sequence, KV head, tile of rows): the units that some of its rows see
- * All units of all segments stand in one line, and block i of n takes the i-th n-th of it: equal work whatever the lengths are, all
- * of it found from the lengths on the device. A block's warps form teams; a team takes every teams-th unit of a segment, through its
- * own ring of stages in shared memory, and each warp of a team multiplies it with its own rows. At the end of a segment the block
- * adds up its warps and leaves one part.
+ * All units of all segments stand in one line, cut into as many equal pieces as there are teams of warps: equal work whatever the
+ * lengths are, all of it found from the lengths on the device. A team works through its piece alone, through a ring of stages in
+ * shared memory of its own, each warp of it with its own rows, and leaves a part in the workspace for each segment it meets. Mostly
+ * a team is one warp; where there are many rows, several share the pages.
  *
  *   attend_fragments  codes to tensor-core operands         attend_query, attend_exact   the halves of prepare
  *   attend_schedule   who does which units                  attend_ends                  prepare and combine
@@ -66,8 +66,8 @@ struct SideArgs {
     int32_t offset_levels[TQ_MAX_BITS + 1]; /* keys: of the sum of the query */
 };
 
-/** The blocks of pages that left a part of a segment, for combine. Block b's part of segment s is in slot b + s: along the line one of
- *  the two grows from part to part, so that no two share a slot. */
+/** The pieces that hold a segment's units, for combine. Piece p's part of segment s is in slot p + s: along the line one of the two
+ *  grows from part to part, so that no two share a slot. */
 struct SegmentParts {
     int32_t first, last;
 };
@@ -98,10 +98,10 @@ struct AttendArgs {
     int32_t capacity;                /* a sequence's tokens at most */
     int32_t unit_tokens, page_units; /* units of a page: 1 or 2 */
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
-    int32_t exact_parts, exact_tokens; /* parts of each KV head, tokens of a part */
-    int32_t end_rows;                  /* rows that a block of prepare or combine takes of a tile; divides tile_rows */
-    /* shared memory of pages: bytes from its start; floats from one row to the next in every kernel's sums */
-    int32_t at_barriers, at_stats, pitch;
+    int32_t exact_parts, exact_tokens;  /* parts of each KV head, tokens of a part */
+    int32_t prepare_rows, combine_rows; /* rows that a block takes of a tile; they divide tile_rows */
+    int32_t at_barriers,
+        pitch; /* shared memory: of pages, in bytes; floats from one row to the next in prepare and combine */
     /* workspace */
     SegmentParts *segments;
     RowArgs *row_args;       /* [segments][tile_rows] */

@@ -16,8 +16,8 @@ __global__ void __launch_bounds__(END_THREADS, 2) prepare_kernel(const __grid_co
 {
     wait_for_previous();
     let_next_start(); /* in this order: what pages reads before it waits for this kernel is complete */
-    int32_t sets = a.p.batch * a.p.kv_heads * a.row_tiles * (a.tile_rows / a.end_rows), turn = blockIdx.x / sets;
-    RowSet s = find_rows(a, blockIdx.x - turn * sets);
+    int32_t sets = a.p.batch * a.p.kv_heads * a.row_tiles * (a.tile_rows / a.prepare_rows), turn = blockIdx.x / sets;
+    RowSet s = find_rows(a, blockIdx.x - turn * sets, a.prepare_rows);
     if (turn == 0) prepare_queries<GROUPS>(a, s);
     else attend_exact<GROUPS>(a, s, turn - 1);
 }
@@ -198,20 +198,21 @@ struct Output {
     }
 };
 
-/** A block takes end_rows rows, a warp a row and every `ways`-th part. Shared rows: packed sums of each way, then exact ones. */
+/** A block takes combine_rows rows, a warp a row and every `ways`-th part. Shared rows: packed sums of each way, then exact ones. */
 template <int GROUPS>
 __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_constant__ AttendArgs a)
 {
     let_next_start();
-    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, i = warp % a.end_rows, way = warp / a.end_rows,
-        ways = blockDim.x / 32 / a.end_rows;
-    int width = TQ_TILE * a.groups, buffers = max(ways, 2);
-    RowSet s = find_rows(a, blockIdx.x);
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, n = a.combine_rows, way = warp / n, i = warp - way * n,
+        ways = blockDim.x / 32 / n;
+    int width = TQ_TILE * a.groups;
+    RowSet s = find_rows(a, blockIdx.x, n);
     ValueScale<GROUPS> scale(a, s, lane);
     Output output(a, s, i);
     wait_for_previous();
     int2 blocks = __ldcg(reinterpret_cast<const int2 *>(a.segments + s.segment));
     RowParts packed = packed_parts(a, s, {blocks.x, blocks.y}, i), exact = exact_parts(a, s, i);
+    if (output.row < 0) packed.n = exact.n = 0;
     PartLoads<GROUPS> loads;
     loads.load(packed, way, ways, width, lane);
     MergedRow m = merge_totals(packed, exact, lane);
@@ -223,16 +224,16 @@ __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_const
         add_parts<GROUPS>(exact, loads, way, ways, width, m.max, exact_sum, lane);
     }
     if (ways > 1) {
-        sum.store(shared_row(a, way * a.end_rows + i), width, lane);
-        if (exact.n) exact_sum.store(shared_row(a, (buffers + way) * a.end_rows + i), width, lane);
+        sum.store(shared_row(a, way * n + i), width, lane);
+        if (exact.n) exact_sum.store(shared_row(a, (ways + way) * n + i), width, lane);
         __syncthreads();
         for (int k = 1; way == 0 && k < ways; k++) {
             LaneRow<GROUPS> other;
-            other.load(shared_row(a, k * a.end_rows + i), width, lane);
+            other.load(shared_row(a, k * n + i), width, lane);
 #pragma unroll
             for (int q = 0; q < other.QUADS; q++) add_scaled(sum.quad[q], 1, other.quad[q]);
             if (!exact.n) continue;
-            other.load(shared_row(a, (buffers + k) * a.end_rows + i), width, lane);
+            other.load(shared_row(a, (ways + k) * n + i), width, lane);
 #pragma unroll
             for (int q = 0; q < other.QUADS; q++) add_scaled(exact_sum.quad[q], 1, other.quad[q]);
         }
@@ -241,7 +242,7 @@ __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_const
     if (a.rotation == TQ_ROTATION_DENSE) { /* by the whole block, in shared memory */
         __syncthreads();
         if (way == 0) sum.store(shared_row(a, i), width, lane);
-        rotate_dense(a, a.p.value.rotation + s.h * a.p.value.rotation_stride_head, true);
+        rotate_dense(a, n, a.p.value.rotation + s.h * a.p.value.rotation_stride_head, true);
         sum.load(shared_row(a, i), width, lane);
     } else if (way == 0) {
         rotate_lanes<GROUPS>(a, sum, shared_row(a, i), true, lane);

@@ -32,23 +32,23 @@ __device__ __forceinline__ ExactView view_exact(const AttendArgs &a, const Seque
 }
 
 /** In shared memory, behind the rows of shared_row that hold the sums of each way:
- *  |tokens [EXACT_CHUNK]|scores [end_rows][EXACT_CHUNK]|max, sum, factor [end_rows] each|. */
+ *  |tokens [EXACT_CHUNK]|scores [prepare_rows][EXACT_CHUNK]|max, sum, factor [prepare_rows] each|. */
 struct ExactState {
     ExactToken *tokens;
     float *scores, *max, *sum, *factor;
 };
 
-/** Groups of threads of a block that share the work on end_rows rows, each with rows of sums of its own. */
+/** Groups of threads of a block that share the work on its rows, each with rows of sums of its own. */
 __device__ __forceinline__ int ways_of(const AttendArgs &a)
 {
-    return max(1, (int)blockDim.x / (a.end_rows * 8 * a.groups));
+    return max(1, (int)blockDim.x / (a.prepare_rows * 8 * a.groups));
 }
 
 __device__ __forceinline__ ExactState exact_state(const AttendArgs &a)
 {
-    ExactToken *tokens = reinterpret_cast<ExactToken *>(shared_row(a, ways_of(a) * a.end_rows));
-    float *scores = reinterpret_cast<float *>(tokens + EXACT_CHUNK), *max = scores + a.end_rows * EXACT_CHUNK;
-    return {tokens, scores, max, max + a.end_rows, max + 2 * a.end_rows};
+    ExactToken *tokens = reinterpret_cast<ExactToken *>(shared_row(a, ways_of(a) * a.prepare_rows));
+    float *scores = reinterpret_cast<float *>(tokens + EXACT_CHUNK), *max = scores + a.prepare_rows * EXACT_CHUNK;
+    return {tokens, scores, max, max + a.prepare_rows, max + 2 * a.prepare_rows};
 }
 
 /** Token i of a view. */
@@ -89,8 +89,8 @@ __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &
     constexpr int TOKENS = 16;
     int warps = blockDim.x / 32, lane = threadIdx.x & 31, piece = lane % 8;
 #pragma unroll 1
-    for (int item = threadIdx.x / 32; item < a.end_rows * (EXACT_CHUNK / TOKENS); item += warps) {
-        int row = item % a.end_rows, first = item / a.end_rows * TOKENS;
+    for (int item = threadIdx.x / 32; item < a.prepare_rows * (EXACT_CHUNK / TOKENS); item += warps) {
+        int row = item % a.prepare_rows, first = item / a.prepare_rows * TOKENS;
         int64_t at = query_at(a, s, row);
         Quad raw[GROUPS];
         float4 q[GROUPS];
@@ -137,7 +137,7 @@ __device__ __forceinline__ void exact_softmax(const AttendArgs &a, const ExactSt
 {
     int lane = threadIdx.x & 31;
 #pragma unroll 1
-    for (int row = threadIdx.x / 32; row < a.end_rows; row += blockDim.x / 32) {
+    for (int row = threadIdx.x / 32; row < a.prepare_rows; row += blockDim.x / 32) {
         float score = lane < n ? x.scores[row * EXACT_CHUNK + lane] : -INFINITY;
         float before = x.max[row], largest = fmaxf(before, warp_max(score)), shift = largest == -INFINITY ? 0 : largest;
         float weight = exp2_fast(score - shift), factor = exp2_fast(before - shift), sum = warp_sum(weight);
@@ -153,12 +153,12 @@ __device__ __forceinline__ void exact_softmax(const AttendArgs &a, const ExactSt
 __device__ __forceinline__ void exact_values(const AttendArgs &a, int32_t n, const ExactState &x)
 {
     constexpr int AT_ONCE = 8;
-    int quads = 8 * a.groups, items = a.end_rows * quads, ways = ways_of(a);
+    int quads = 8 * a.groups, items = a.prepare_rows * quads, ways = ways_of(a);
 #pragma unroll 1
     for (int i = threadIdx.x; i < items * ways; i += blockDim.x) {
         int way = i / items, item = i - way * items, row = item / quads, c = 4 * (item - row * quads);
         if (c >= a.head_dim) continue;
-        float4 *sum = reinterpret_cast<float4 *>(shared_row(a, way * a.end_rows + row) + c);
+        float4 *sum = reinterpret_cast<float4 *>(shared_row(a, way * a.prepare_rows + row) + c);
         float factor = x.factor[row];
         float4 o = make_float4(sum->x * factor, sum->y * factor, sum->z * factor, sum->w * factor);
 #pragma unroll 1
@@ -187,8 +187,8 @@ template <int GROUPS> __device__ __forceinline__ void attend_exact(const AttendA
     ExactState x = exact_state(a);
     int32_t first = part * a.exact_tokens, end = min(first + a.exact_tokens, view.sinks.count() + view.recent.count());
     int ways = ways_of(a), width = TQ_TILE * a.groups;
-    for (int i = threadIdx.x; i < ways * a.end_rows * a.pitch; i += blockDim.x) shared_row(a, 0)[i] = 0;
-    for (int i = threadIdx.x; i < a.end_rows; i += blockDim.x) x.max[i] = -INFINITY, x.sum[i] = 0;
+    for (int i = threadIdx.x; i < ways * a.prepare_rows * a.pitch; i += blockDim.x) shared_row(a, 0)[i] = 0;
+    for (int i = threadIdx.x; i < a.prepare_rows; i += blockDim.x) x.max[i] = -INFINITY, x.sum[i] = 0;
 #pragma unroll 1
     for (; first < end; first += EXACT_CHUNK) {
         int32_t n = min(end - first, EXACT_CHUNK);
@@ -204,14 +204,14 @@ template <int GROUPS> __device__ __forceinline__ void attend_exact(const AttendA
     __syncthreads();
     int64_t out = (((int64_t)s.b * a.p.kv_heads + s.h) * a.exact_parts + part) * a.row_tiles * a.tile_rows +
                   s.row_tile * a.tile_rows + s.first;
-    for (int i = threadIdx.x; i < a.end_rows; i += blockDim.x) a.exact_totals[out + i] = {x.max[i], x.sum[i], 0, 0};
+    for (int i = threadIdx.x; i < a.prepare_rows; i += blockDim.x) a.exact_totals[out + i] = {x.max[i], x.sum[i], 0, 0};
     if (view.sinks.count() + view.recent.count() <= part * a.exact_tokens)
         return; /* nobody reads sums without weight */
 #pragma unroll 1
-    for (int i = threadIdx.x; i < a.end_rows * width; i += blockDim.x) {
+    for (int i = threadIdx.x; i < a.prepare_rows * width; i += blockDim.x) {
         int row = i / width, c = i - row * width;
         float sum = 0;
-        for (int way = 0; way < ways; way++) sum += shared_row(a, way * a.end_rows + row)[c];
+        for (int way = 0; way < ways; way++) sum += shared_row(a, way * a.prepare_rows + row)[c];
         a.exact_sums[(out + row) * width + c] = sum;
     }
 }

@@ -1,5 +1,5 @@
-/* The loop over packed units: pages into shared memory, scores, weights, weighted values. One warp works on its own from the start
- * of a segment to its end; only warps of a team wait for each other, at the reuse of a stage.
+/* The loop over units: pages into shared memory, scores, weights, weighted values. Only warps of a team wait for each other, at the
+ * reuse of a stage.
  *
  * A lane 4 g + t of a warp owns, of each block of four rows, row t: the scores of its tokens g, g + 8, g + 16, g + 24 of each token
  * tile, and the sums of its channels g + 8 r of each group. */
@@ -76,15 +76,13 @@ template <class V> struct Ring {
     }
 };
 
-/** Where a team's units of a segment are. */
+/** Where the records of a segment are. */
 struct Pages {
     const int32_t *table;
     const uint8_t *head; /* the KV head's record in page 0 */
-    int32_t first, end;  /* units first, first + teams, .. below end */
 
-    __device__ __forceinline__ Pages(const AttendArgs &a, const Work &w, int team)
-        : table(a.p.block_table + (int64_t)w.b * a.p.max_pages), head(a.p.pages + w.h * a.record_bytes),
-          first(w.units.lo + team), end(w.units.hi)
+    __device__ __forceinline__ Pages(const AttendArgs &a, const Segment &s)
+        : table(a.p.block_table + (int64_t)s.b * a.p.max_pages), head(a.p.pages + s.h * a.record_bytes)
     {
     }
     __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
@@ -97,22 +95,6 @@ struct Pages {
         return table[unit >> (a.page_units - 1)];
     }
 };
-
-/** Fills the free ring with a segment's first units; nothing of the team is on its way or being read. */
-template <class V>
-__device__ __forceinline__ void start_ring(const AttendArgs &a, const Ring<V> &ring, const Pages &pages, int thread)
-{
-    if (V::BULK && thread != 0) return;
-    int stage = ring.stage;
-    int32_t unit = pages.first;
-#pragma unroll 1
-    for (int i = 0; i < a.stages && unit < pages.end; i++, unit += a.teams) {
-        const uint8_t *record = pages.record(a, pages.page(a, unit));
-#pragma unroll 1
-        for (int side = 0; side < 2; side++) ring.fill(a, stage, side, record, unit, thread);
-        if (++stage == a.stages) stage = 0;
-    }
-}
 
 /** What a lane keeps of its row in each block. reference: what is added to scale * score to give the exponent of the weight, which
  *  stays below HEADROOM; NO_REFERENCE before the first visible token. */
@@ -360,38 +342,79 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
     }
 }
 
-/** Gives a side of the unit's stage back and has it filled with the team's unit after the ring's last. */
+/** Gives half of the unit's stage back and, if there is more, has it filled anew. */
 template <class V>
-__device__ __forceinline__ void refill(const AttendArgs &a, const Ring<V> &ring, int side, const uint8_t *record,
-                                       int32_t next, bool more, int thread)
+__device__ __forceinline__ void refill(const AttendArgs &a, const Ring<V> &ring, int which, bool more,
+                                       const uint8_t *record, int32_t unit, int thread)
 {
     __syncwarp();
     if (a.team_warps > 1) {
-        uint32_t empty = ring.barrier(ring.stage, 2 + side);
+        uint32_t empty = ring.barrier(ring.stage, 2 + which);
         if (thread % 32 == 0) barrier_arrive(empty);
         if (!V::BULK || thread == 0) barrier_wait(empty, ring.parity);
     }
-    if (more && (!V::BULK || thread == 0)) ring.fill(a, ring.stage, side, record, next, thread);
+    if (more && (!V::BULK || thread == 0)) ring.fill(a, ring.stage, which, record, unit, thread);
 }
 
-/** All units of a team in a segment; thread counts within the team. */
+/** What a team does next and after: two segments, and how far the ring has run ahead of the work in them. Positions count units along
+ *  the team's piece. */
+struct Lookahead {
+    Segment now, after;
+    int32_t position, now_end, after_end, fetched;
+
+    __device__ __forceinline__ Lookahead(const AttendArgs &a, Cursor &cursor, bool tell)
+        : now(cursor.next(a, tell)), after(cursor.next(a, tell))
+    {
+        position = fetched = 0;
+        now_end = now.count;
+        after_end = now_end + after.count;
+    }
+    __device__ __forceinline__ void step(const AttendArgs &a, Cursor &cursor, bool tell)
+    {
+        now = after;
+        after = cursor.next(a, tell);
+        now_end = after_end;
+        after_end += after.count;
+    }
+    __device__ __forceinline__ bool is_now(int32_t at) const { return at < now_end; }
+    __device__ __forceinline__ int32_t unit(int32_t at) const
+    {
+        return is_now(at) ? now.first + now.count - now_end + at : after.first + at - now_end;
+    }
+};
+
+/** Sends for units until the ring is full or nothing more is known. */
 template <class V>
-__device__ __forceinline__ void attend_pages(const AttendArgs &a, Ring<V> &ring, const Work &w, int team, int thread,
-                                             Sums<V> &sums)
+__device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring, Lookahead &ahead, int thread)
 {
-    constexpr int B = V::BLOCKS;
-    int lane = thread & 31, first_block = thread / 32 * B;
-    const RowArgs *row_args = a.row_args + w.segment * a.tile_rows + 4 * first_block;
-    const uint2 *query = a.queries + (w.segment * (a.tile_rows / 4) + first_block) * a.groups * 32;
-    LaneRows<V> rows;
+#pragma unroll 1
+    while (ahead.fetched < min(ahead.position + a.stages, ahead.after_end)) {
+        if (!V::BULK || thread == 0) {
+            Pages pages(a, ahead.is_now(ahead.fetched) ? ahead.now : ahead.after);
+            int32_t unit = ahead.unit(ahead.fetched), stage = ring.stage + ahead.fetched - ahead.position;
+            const uint8_t *record = pages.record(a, pages.page(a, unit));
+            if (stage >= a.stages) stage -= a.stages;
+#pragma unroll 1
+            for (int which = 0; which < 2; which++) ring.fill(a, stage, which, record, unit, thread);
+        }
+        ahead.fetched++;
+    }
+}
+
+/** What a lane knows of its rows, and empty sums. */
+template <class V>
+__device__ __forceinline__ void start_rows(const AttendArgs &a, const Segment &s, int first_block, int lane,
+                                           LaneRows<V> &rows, Sums<V> &sums)
+{
+    const RowArgs *row_args = a.row_args + s.index * a.tile_rows + 4 * first_block;
 #pragma unroll
-    for (int n = 0; n < B; n++) {
+    for (int n = 0; n < V::BLOCKS; n++) {
         RowArgs row = row_args[4 * n + (lane & 3)];
         rows.scale[n] = row.scale;
-        sums.bias[n] = a.p.softcap > 0 ? 0 : row.bias; /* with a cap it is in the scores already */
         rows.offset_hi[n] = row.offset_hi;
         rows.offset_lo[n] = row.offset_lo;
         rows.offset[n] = 0.5f * (float)(row.offset_hi * QUERY_BASE + row.offset_lo); /* a byte is half a level there */
+        sums.bias[n] = a.p.softcap > 0 ? 0 : row.bias; /* with a cap it is in the scores already */
         sums.reference[n] = NO_REFERENCE;
         sums.weights[n] = sums.rounded[n] = 0;
 #pragma unroll
@@ -399,26 +422,43 @@ __device__ __forceinline__ void attend_pages(const AttendArgs &a, Ring<V> &ring,
 #pragma unroll
             for (int r = 0; r < 4; r++) sums.o[g][r][n] = 0;
     }
+    if constexpr (V::QUERY_IN_REGISTERS)
 #pragma unroll
-    for (int g = 0; g < V::GROUPS; g++)
-        if constexpr (V::QUERY_IN_REGISTERS) rows.query[g] = query[g * 32 + lane];
-    Pages pages(a, w, team);
-    Range common = w.common;
+        for (int g = 0; g < V::GROUPS; g++)
+            rows.query[g] = a.queries[(s.index * (a.tile_rows / 4) + first_block) * a.groups * 32 + g * 32 + lane];
+}
+
+/** The units of the segment at work; thread counts within the team. */
+template <class V>
+__device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring, Lookahead &ahead, int thread,
+                                             Sums<V> &sums)
+{
+    constexpr int B = V::BLOCKS;
+    int lane = thread & 31, first_block = thread / 32 * B;
+    const Segment &now = ahead.now;
+    const RowArgs *row_args = a.row_args + now.index * a.tile_rows + 4 * first_block;
+    const uint2 *query = a.queries + (now.index * (a.tile_rows / 4) + first_block) * a.groups * 32;
+    LaneRows<V> rows;
+    start_rows<V>(a, now, first_block, lane, rows, sums);
+    Pages pages(a, now), pages_after(a, ahead.after);
     int32_t page_tokens = a.page_tokens, page_shift = a.page_units - 1;
 #pragma unroll 1
-    for (int32_t unit = pages.first; unit < pages.end; unit += a.teams) {
-        int32_t next = unit + a.stages * a.teams;
-        bool more = next < pages.end;
-        int32_t next_page = more ? pages.page(a, next) : 0; /* long before it is needed */
+    for (; ahead.position < ahead.now_end; ahead.position++) {
+        int32_t next = ahead.position + a.stages, unit = ahead.unit(ahead.position), next_unit = ahead.unit(next),
+                next_page = 0;
+        bool more = next < ahead.after_end, is_now = ahead.is_now(next);
+        if (more)
+            next_page =
+                is_now ? pages.page(a, next_unit) : pages_after.page(a, next_unit); /* long before it is needed */
         float s[B][4 * V::TILES], scale[B], unit_scale[B];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_unit<V>(a, ring.view(a, a.key), query, rows, lane, s);
-        const uint8_t *next_record = pages.record(a, next_page);
-        refill(a, ring, 0, next_record, next, more, thread);
+        const uint8_t *next_record = is_now ? pages.record(a, next_page) : pages_after.record(a, next_page);
+        refill(a, ring, 0, more, next_record, next_unit, thread);
 
         int32_t page = unit >> page_shift, first = page * page_tokens + (unit & page_shift) * V::TILES * TQ_TILE;
         int32_t end = min(first + V::TILES * TQ_TILE, (page + 1) * page_tokens);
-        bool partial = first < common.lo || first + V::TILES * TQ_TILE > min(common.hi, end);
+        bool partial = first < now.common.lo || first + V::TILES * TQ_TILE > min(now.common.hi, end);
         uint32_t visible[B];
         if (partial) hide_tokens<V>(row_args, first, end, lane, s, visible);
 #pragma unroll
@@ -427,10 +467,37 @@ __device__ __forceinline__ void attend_pages(const AttendArgs &a, Ring<V> &ring,
 
         barrier_wait(ring.barrier(ring.stage, 1), ring.parity);
         uint2 b[V::TILES][B];
-        weigh_unit<V>(ring.view(a, a.value), partial, visible, scale, s, sums, lane, b, unit_scale);
-        add_values<V>(a, ring.view(a, a.value), b, unit_scale, lane, sums);
-        refill(a, ring, 1, next_record, next, more, thread);
+        StageView values = ring.view(a, a.value);
+        weigh_unit<V>(values, partial, visible, scale, s, sums, lane, b, unit_scale);
+        add_values<V>(a, values, b, unit_scale, lane, sums);
+        refill(a, ring, 1, more, next_record, next_unit, thread);
         ring.advance(a);
+        if (more) ahead.fetched = next + 1;
+    }
+}
+
+/** The warp's part of a segment into its slot. */
+template <class V>
+__device__ __forceinline__ void leave_part(const AttendArgs &a, const Segment &s, int32_t piece, int first_row,
+                                           int lane, const Sums<V> &sums)
+{
+    int64_t slot = (int64_t)(piece + s.index) * a.tile_rows;
+#pragma unroll
+    for (int n = 0; n < V::BLOCKS; n++) {
+        int64_t row = slot + first_row + 4 * n + (lane & 3);
+        float weights = sums.weights[n];
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) weights += __shfl_xor_sync(ALL_LANES, weights, k);
+        if (lane < 4)
+            a.totals[row] = {sums.reference[n] == NO_REFERENCE ? -INFINITY : sums.bias[n] - sums.reference[n], weights,
+                             sums.rounded[n], 0};
+        float *to = a.sums + row * TQ_TILE * a.groups + lane / 4;
+#pragma unroll
+        for (int g = 0; g < V::GROUPS; g++) {
+            if (!V::UNIFORM && g >= a.groups) break;
+#pragma unroll
+            for (int r = 0; r < 4; r++) to[TQ_TILE * g + 8 * r] = sums.o[g][r][n];
+        }
     }
 }
 

@@ -7,16 +7,16 @@
 namespace tq
 {
 
-/** What a block of prepare or combine works on: end_rows rows of one segment. */
+/** What a block of prepare or combine works on: rows first .. first + n - 1 of a segment's tile. */
 struct RowSet {
-    int32_t b, h, row_tile, segment, first; /* first: of the rows in the tile */
+    int32_t b, h, row_tile, segment, first, n;
 };
 
-__device__ __forceinline__ RowSet find_rows(const AttendArgs &a, int32_t block)
+__device__ __forceinline__ RowSet find_rows(const AttendArgs &a, int32_t block, int32_t n)
 {
-    int32_t sets = a.tile_rows / a.end_rows, segment = block / sets, b = segment / (a.p.kv_heads * a.row_tiles),
+    int32_t sets = a.tile_rows / n, segment = block / sets, b = segment / (a.p.kv_heads * a.row_tiles),
             in = segment - b * a.p.kv_heads * a.row_tiles;
-    return {b, in / a.row_tiles, in % a.row_tiles, segment, (block - segment * sets) * a.end_rows};
+    return {b, in / a.row_tiles, in % a.row_tiles, segment, (block - segment * sets) * n, n};
 }
 
 /** Row i of the set, as (query token, query head); false for rows that only fill the tile. */
@@ -42,10 +42,10 @@ __device__ __forceinline__ float *shared_row(const AttendArgs &a, int row)
     return reinterpret_cast<float *>(shared_bytes) + row * a.pitch;
 }
 
-/** y = R x (or R^T x) for rows 0 .. end_rows - 1, by the whole block, through as many rows behind them. Synchronises. */
-__device__ __forceinline__ void rotate_dense(const AttendArgs &a, const float *matrix, bool inverse)
+/** y = R x (or R^T x) for shared rows 0 .. n - 1, by the whole block, through rows END_ROWS .. behind them. Synchronises. */
+__device__ __forceinline__ void rotate_dense(const AttendArgs &a, int n, const float *matrix, bool inverse)
 {
-    int d = a.head_dim, n = a.end_rows, lane = threadIdx.x & 31;
+    int d = a.head_dim, lane = threadIdx.x & 31;
     __syncthreads();
 #pragma unroll 1
     for (int first = 0; first < n; first += 4) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void rotate_dense(const AttendArgs &a, const float *m
                     for (int j = 0; j < 4; j++) y[j] = fmaf(r, shared_row(a, first + j)[k], y[j]);
                 }
 #pragma unroll
-                for (int j = 0; j < 4; j++) shared_row(a, n + first + j)[c] = y[j];
+                for (int j = 0; j < 4; j++) shared_row(a, END_ROWS + first + j)[c] = y[j];
             }
         } else { /* a warp per channel */
 #pragma unroll 2
@@ -74,13 +74,14 @@ __device__ __forceinline__ void rotate_dense(const AttendArgs &a, const float *m
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     y[j] = warp_sum(y[j]);
-                    if (lane == j) shared_row(a, n + first + j)[c] = y[j];
+                    if (lane == j) shared_row(a, END_ROWS + first + j)[c] = y[j];
                 }
             }
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < n * d; i += blockDim.x) shared_row(a, i / d)[i % d] = shared_row(a, n + i / d)[i % d];
+    for (int i = threadIdx.x; i < n * d; i += blockDim.x)
+        shared_row(a, i / d)[i % d] = shared_row(a, END_ROWS + i / d)[i % d];
     __syncthreads();
 }
 
@@ -263,15 +264,15 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
     bool dense = a.rotation == TQ_ROTATION_DENSE;
     LaneRow<GROUPS> row;
     if (dense) { /* the whole block rotates all rows, in shared memory */
-        for (int i = warp; i < a.end_rows; i += warps) {
+        for (int i = warp; i < s.n; i += warps) {
             float bias = load_query<GROUPS>(a, s, i, row, lane);
             row.store(shared_row(a, i), TQ_TILE * a.groups, lane);
             biases[i] = bias;
         }
-        rotate_dense(a, a.p.key.rotation + s.h * a.p.key.rotation_stride_head, false);
+        rotate_dense(a, s.n, a.p.key.rotation + s.h * a.p.key.rotation_stride_head, false);
     }
 #pragma unroll 1
-    for (int i = warp; i < a.end_rows; i += warps) {
+    for (int i = warp; i < s.n; i += warps) {
         float bias;
         if (dense) {
             bias = biases[i];

@@ -69,126 +69,118 @@ __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Seq
 
 /* ---- the line of units ---- */
 
-/** The line, cut into a stretch for each of `blocks` blocks, none of them empty; the first `longer` have `each` + 1 units. */
-struct Line {
-    int32_t total, blocks, each, longer;
-
-    __device__ __forceinline__ int32_t start(int32_t block) const { return each * block + min(block, longer); }
-    __device__ __forceinline__ int32_t block_of(int32_t at) const
-    {
-        int32_t in_longer = longer * (each + 1);
-        return at < in_longer ? at / (each + 1) : longer + (at - in_longer) / each;
-    }
-};
-
-/** x / y for 0 <= x < 2^24 y, y > 0. Integer division takes four times as long. */
+/** x / y for x >= 0, y > 0 and a quotient below 2^22. Integer division takes four times as long. */
 __device__ __forceinline__ int32_t divide(int32_t x, int32_t y)
 {
-    int32_t q = (int32_t)__fdividef((float)x, (float)y);
-    int32_t rest = x - q * y;
+    int32_t q = (int32_t)__fdividef((float)x, (float)y), rest = x - q * y;
     return rest < 0 ? q - 1 : rest >= y ? q + 1 : q;
 }
 
-__device__ __forceinline__ Line divide_line(int32_t total)
-{
-    int32_t blocks = min((int32_t)gridDim.x, total), each = divide(total, blocks);
-    return {total, blocks, each, total - each * blocks};
-}
+/** The line in pieces of `each` or `each` + 1 units, none of them empty, the longer ones spread evenly. */
+struct Line {
+    int32_t total, pieces, each, longer;
 
-/** A block's place in the line, kept by its scheduling warp. */
+    __device__ __forceinline__ Line(int32_t total_, int32_t teams) : total(total_), pieces(min(teams, total_))
+    {
+        each = divide(total, pieces);
+        longer = total - each * pieces;
+    }
+    __device__ __forceinline__ int32_t start(int32_t piece) const
+    {
+        return each * piece + (int32_t)((int64_t)longer * piece / pieces);
+    }
+    __device__ __forceinline__ int32_t piece_of(int32_t at) const
+    {
+        int32_t piece = min((int32_t)__fdividef((float)at * (float)pieces, (float)total), pieces - 1); /* nearly */
+        while (start(piece) > at) piece--;
+        while (start(piece + 1) <= at) piece++;
+        return piece;
+    }
+};
+
+/** A team's part of one segment. */
+struct Segment {
+    int32_t b, h, index;
+    int32_t first, count; /* units, counted in the sequence from its first page on; count 0: the segment sees none */
+    Range common;         /* packed indices that every row sees */
+    bool there;
+};
+
+/** A team's way along its piece. Every warp of the team keeps one of its own. */
 struct Cursor {
     Line line;
-    int32_t at, end;        /* of the block's stretch */
+    int32_t piece, at, end; /* what is left of the piece */
     int32_t b, sequence_at; /* the sequence there, and its first unit in the line */
     PackedView view;        /* of sequence b */
-};
 
-/** A block's part of one segment. Written by one lane, read by all from shared memory. */
-struct Work {
-    int32_t there; /* 0: the block has no more */
-    int32_t b, h, segment;
-    Range units,
-        common; /* the block's units, counted in the sequence from its first page on; packed indices that every row sees */
-};
-
-/** Counts all units and finds the block's first. By one whole warp. */
-__device__ __forceinline__ Cursor find_start(const AttendArgs &a, int lane)
-{
-    Cursor c = {};
-    int32_t per_unit = a.p.kv_heads * a.row_tiles, passes = a.p.batch > 32 ? 2 : 1;
-    PackedView view = {};
-    if (a.p.batch == 1) { /* nothing to search, and short contexts feel it */
-        c.view = view_packed(a, load_sequence(a, 0));
-        c.line = divide_line(c.view.length() * per_unit);
-        c.at = c.line.start(blockIdx.x);
-        c.end = c.line.start(blockIdx.x + 1);
-        return c;
-    }
+    /** By a whole warp. */
+    __device__ __forceinline__ Cursor(const AttendArgs &a, int32_t piece_, int32_t teams, int lane)
+        : line(1, 1), piece(piece_), b(0), sequence_at(0)
+    {
+        int32_t per_unit = a.p.kv_heads * a.row_tiles, total = 0, upto = 0;
 #pragma unroll 1
-    for (int32_t pass = 0, first = 0;;) {
-        int32_t upto = 0;
-        if (first + lane < a.p.batch) {
-            view = view_packed(a, load_sequence(a, first + lane));
-            upto = view.length() * per_unit;
+        for (int32_t first = 0; first < a.p.batch; first += 32) total += scan_lengths(a, first, per_unit, lane, upto);
+        line = Line(total, teams);
+        at = piece < line.pieces ? line.start(piece) : total;
+        end = piece < line.pieces ? line.start(piece + 1) : total;
+        if (at >= end) return;
+#pragma unroll 1
+        for (int32_t first = 0;; first += 32) {
+            int32_t all = total;
+            if (a.p.batch > 32)
+                all = scan_lengths(a, first, per_unit, lane, upto); /* otherwise what the lanes hold is still right */
+            if (sequence_at + all <= at) {
+                sequence_at += all;
+                continue;
+            }
+            int n = __popc(__ballot_sync(ALL_LANES, first + lane < a.p.batch &&
+                                                        sequence_at + upto <= at)); /* sequences that lie before */
+            int32_t before = __shfl_sync(ALL_LANES, upto, max(n - 1, 0));
+            sequence_at += n ? before : 0;
+            b = first + n;
+            break;
         }
+        view = view_packed(a, load_sequence(a, b));
+    }
+
+    /** Units of sequences first .. first + 31; upto: those up to the lane's. */
+    static __device__ __forceinline__ int32_t scan_lengths(const AttendArgs &a, int32_t first, int32_t per_unit,
+                                                           int lane, int32_t &upto)
+    {
+        upto = first + lane < a.p.batch ? view_packed(a, load_sequence(a, first + lane)).length() * per_unit : 0;
 #pragma unroll 1
         for (int k = 1; k < 32 && k < a.p.batch; k *= 2) {
             int32_t before = __shfl_up_sync(ALL_LANES, upto, k);
             if (lane >= k) upto += before;
         }
-        if (pass == 0) {
-            c.line.total += __shfl_sync(ALL_LANES, upto, min(31, a.p.batch - 1));
-            first += 32;
-            if (first < a.p.batch) continue;
-            c.line = divide_line(c.line.total);
-            c.at = c.line.start(blockIdx.x);
-            c.end = c.line.start(blockIdx.x + 1);
-            pass = 1;
-            first = 0;
-            if (passes > 1) continue; /* otherwise what the lanes hold is still right */
-        }
-        /* lanes whose sequence lies before the stretch */
-        int n = __popc(__ballot_sync(ALL_LANES, first + lane < a.p.batch && c.sequence_at + upto <= c.at));
-        int32_t before = __shfl_sync(ALL_LANES, upto, max(n - 1, 0));
-        c.sequence_at += n ? before : 0;
-        c.b += n;
-        first += 32;
-        if (n < 32 || first >= a.p.batch) break;
+        return __shfl_sync(ALL_LANES, upto, min(31, a.p.batch - 1));
     }
-    int from = c.b % 32;
-    c.view.units = {__shfl_sync(ALL_LANES, view.units.lo, from), __shfl_sync(ALL_LANES, view.units.hi, from)};
-    c.view.common = {__shfl_sync(ALL_LANES, view.common.lo, from), __shfl_sync(ALL_LANES, view.common.hi, from)};
-    return c;
-}
 
-/** The next part of the block's stretch. By one lane, which keeps the cursor. Tells combine who shares the segment. */
-__device__ __forceinline__ void next_work(const AttendArgs &a, Cursor &c, Work &to)
-{
-    if ((int32_t)blockIdx.x >= c.line.blocks || c.at >= c.end) {
-        to.there = 0;
-        return;
+    /** The part of the next segment. The team that has a segment's first unit tells combine who shares it. */
+    __device__ __forceinline__ Segment next(const AttendArgs &a, bool tell)
+    {
+        Segment s = {};
+        if (at >= end) return s;
+        int32_t length = view.length(), per_sequence = a.p.kv_heads * a.row_tiles, offset = at - sequence_at;
+        int32_t k = divide(offset, length), unit = offset - k * length, segment_at = at - unit,
+                stop = min(end, segment_at + length);
+        s = {b,
+             a.row_tiles == 1 ? k : k / a.row_tiles,
+             b * per_sequence + k,
+             view.units.lo + unit,
+             min(view.units.count() - unit, stop - at),
+             view.common,
+             true};
+        if (tell && unit == 0)
+            a.segments[s.index] = {piece, stop == segment_at + length ? piece : line.piece_of(segment_at + length - 1)};
+        at = stop;
+        if (at - sequence_at == length * per_sequence && at < end) {
+            sequence_at = at;
+            view = view_packed(a, load_sequence(a, ++b));
+        }
+        return s;
     }
-    int32_t length = c.view.length(), per_sequence = a.p.kv_heads * a.row_tiles, offset = c.at - c.sequence_at;
-    int32_t segment = divide(offset, length), unit = offset - segment * length, at = c.at - unit,
-            end = min(c.end, at + length);
-    Work w;
-    w.there = 1;
-    w.b = c.b;
-    w.h = a.row_tiles == 1 ? segment : segment / a.row_tiles;
-    w.segment = c.b * per_sequence + segment;
-    w.units = {c.view.units.lo + unit, min(c.view.units.hi, c.view.units.lo + end - at)};
-    w.common = c.view.common;
-    to = w;
-    if (unit == 0)
-        a.segments[w.segment] = {(int32_t)blockIdx.x,
-                                 end == at + length ? (int32_t)blockIdx.x : c.line.block_of(at + length - 1)};
-    c.at = end;
-    if (end - c.sequence_at == length * per_sequence) {
-        c.sequence_at = end;
-        c.b++;
-        if (c.at < c.end) c.view = view_packed(a, load_sequence(a, c.b));
-    }
-}
+};
 
 } // namespace tq
 #endif

@@ -36,9 +36,11 @@ extern "C" {
 TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan);
 
 /** tq_attend on the device.
- *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 2e-4 for float32, relative
- *  to the largest output, at logits of ordinary size (the query is rounded to 16 bits, the weights of 64 tokens to 16 bits).
- *  Cost:      one kernel, whose launch shape depends on the sizes in params alone; its work follows the lengths found on the device.
+ *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 2e-4 for float32, relative to the largest output, for
+ *             logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so that an error in proportion to the largest
+ *             |logit| (2.5e-5 of it) takes over above that.
+ *  Cost:      three kernels that overlap, with launch shapes that depend on the sizes in params alone; the work follows the lengths
+ *             found on the device. Only the last one waits for all of the exact and packed tokens.
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
 TQ_API tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
                                                 tq_error *error);
