@@ -99,7 +99,7 @@ sanitize: $(SANITIZE)/.ready
 	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/lib
 	$(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/lib
 	PYTHONPATH=$(abspath $(SANITIZE)/lib) PYTHONSAFEPATH=1 PYTHONMALLOC=malloc \
-	    ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	    ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	    LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
 	    $(SANITIZE)/venv/bin/python -m pytest -p no:cacheprovider $(NO_NATIVE) $(NEED_TORCH:%=--ignore=%) $(PYTEST_ARGS)
 
