@@ -413,7 +413,8 @@ def test_a_calibrated_cache_survives_beams_and_copies(model, measured):
         twin = copy.deepcopy(cache)
         a, b = (model(ids[[0, 0], :3], past_key_values=c).logits for c in (cache, twin))
     turboquant.unpatch(model)
-    assert torch.equal(a, b) and torch.equal(a[0], a[1])
+    assert torch.equal(a, b)
+    torch.testing.assert_close(a[0], a[1], rtol=0, atol=1e-4)  # a matrix product may round equal rows differently
 
 
 def test_calibrations_of_other_models(model, measured, rng):
