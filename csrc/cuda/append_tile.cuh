@@ -7,8 +7,9 @@
 //   4  lanes change roles: lane 4 g + t of the tile packs and stores its words, 128 bytes of the tile at a time
 //
 // What limits it is the issue of instructions, about 28 a number at 4 bits: 10 for the rotation, 6 for the three sums, 8 to quantise.
-// All of it is unrolled, since registers have no index, and the nearest instruction cache of compute capability 9.0 holds 2,000
-// instructions: beyond that fetching halves the speed. So a lane has at most 64 numbers.
+// All of it is unrolled, since registers have no index, and the nearest instruction cache of compute capability 9.0 holds 2,048
+// instructions: measured, 3.9 instructions a cycle and multiprocessor up to there, 1.7 to 2.8 beyond. One lane a token would need the
+// fewest instructions a number, but its 3,500 of a tile are fetched again and again. So a lane has at most 64 numbers.
 //
 // Per warp in shared memory: | rows of a round, odd multiples of 16 bytes apart | nibbles | rms, <u, u>, <c, u> of 32 tokens |
 //   nibbles of keys     [groups][halves][32 tokens][4]   word t of half h: nibble n (of even n, with two halves) is column n + h of
@@ -142,6 +143,13 @@ __device__ __forceinline__ float rotate_row(float (&v)[S::PER_LANE], const uint8
     read_row<S>(v, row, tables.centre, tables.product[0][q], q);
     hadamard_split<S>(v, tables.product[0][q]);
     return token_tree<S>([&](int i) { return __fmul_rn(v[i], v[i]); });
+}
+
+/** x, of which the compiler knows nothing. */
+__device__ __forceinline__ int opaque(int x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 /** Mends a row in shared memory and reports what it finds. */
@@ -314,20 +322,24 @@ __device__ __forceinline__ void append_tiles_of_warp(const AppendArgs &a, const 
             const int token = first + token_of_lane;
             wait_for_copies();
             __syncwarp();
-            float ss, limit = tables.limit;
+            float ss;
+            int mended = 0, again;
+            // Once; twice in the rare case that a number may be bad. Of a `mended` known to be 1 then, the compiler would make
+            // a second copy of the loop, for nothing but more code.
 #pragma unroll 1
-            while (true) { // once; again in the rare case that a number may be bad
+            do {
                 ss = rotate_row<S>(v, row, tables, q);
-                if (!__any_sync(ALL_LANES, !(ss < limit))) break;
-                limit = INFINITY;
-                mend_row(row, S::DIM, S::BF16 ? TQ_BF16 : TQ_F16, a.flag, work, base + token + a.sinks);
+                again = __any_sync(ALL_LANES, !(ss < tables.limit)) && !mended;
+                if (again) mend_row(row, S::DIM, S::BF16 ? TQ_BF16 : TQ_F16, a.flag, work, base + token + a.sinks);
+                mended = opaque(1);
                 __syncwarp();
-            }
-            __syncwarp();
+            } while (again);
             const int next = first + S::ROUND < TQ_TILE ? base + first + S::ROUND : base + WARPS * TQ_TILE;
             if (next < end_tile * TQ_TILE) load_round<S>(a, work, head, span, next, memory, lane);
 
-            const Norm norm = norm_of(ss, (float)S::DIM);
+            // For a power of two the product by its inverse rounds as the quotient does.
+            constexpr bool POWER_OF_TWO = (S::DIM & (S::DIM - 1)) == 0;
+            const Norm norm = norm_of(ss, POWER_OF_TWO ? __fmul_rn(ss, 1.0f / S::DIM) : __fdiv_rn(ss, (float)S::DIM));
 #pragma unroll
             for (int i = 0; i < S::PER_LANE; i++) v[i] = __fmul_rn(v[i], norm.inverse);
             const float uu = token_tree<S>([&](int i) { return __fmul_rn(v[i], v[i]); });
@@ -401,10 +413,14 @@ __global__ void __launch_bounds__(32 * WARPS, S::BLOCKS)
 template <class S>
 tq_status launch_shape(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream, tq_error *error)
 {
-    int device = 0, multiprocessors = 0;
+    int device = 0, multiprocessors = 0, room = 0;
     TQ_CUDA_TRY(check_cuda(cudaGetDevice(&device), "device", error));
     TQ_CUDA_TRY(
         check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "device", error));
+    TQ_CUDA_TRY(
+        check_cuda(cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "device", error));
+    // head_dim 256 wants 107 KB of shared memory, more than compute capability 8.6, 8.9 and 12.0 have.
+    if (WARPS * S::WARP_BYTES + (int)sizeof(Tables<S>) > room) return launch_append_warp(args, false, stream, error);
     const int64_t heads = (int64_t)args.sides * args.batch * args.kv_heads, tiles = append_tiles(args);
     const int64_t waves = heads * tiles / (S::BLOCKS * WARPS * (int64_t)multiprocessors); // of a tile a warp
     const int tiles_per_warp = waves >= 4 ? 2 : 1;

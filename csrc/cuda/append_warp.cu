@@ -6,7 +6,7 @@
 //   3  row -> rotation -> codes, and the scale               a warp a token
 //   4  codes -> words, merged with the tile's other tokens   a warp a group of channels
 //
-// Shared memory: | codes [32][code_stride] | rows [32][head_dim] | only dense: y [32][head_dim] | matrix blocks [warps][32][33] |
+// Shared memory: | codes [32][code_stride] | rows [32][head_dim] | only dense: y [32][head_dim] | matrix blocks [warps] |
 #include "encode_warp.cuh"
 #include "matrix.cuh"
 #include "pack.cuh"

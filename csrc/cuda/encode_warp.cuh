@@ -87,7 +87,7 @@ __device__ __forceinline__ __half encode_any(const AppendArgs &a, const AppendSi
         squares[0][k] = coded[k] ? __fmul_rn(z[k], z[k]) : 0.0f;
     }
     warp_trees(squares);
-    const Norm norm = norm_of(squares[0][0], side.coded_channels);
+    const Norm norm = norm_of(squares[0][0], __fdiv_rn(squares[0][0], side.coded_channels));
     LaneBook book = first;
     int bits_of_book = side.bits[0];
 #pragma unroll
@@ -122,7 +122,7 @@ __device__ __forceinline__ __half encode_one_width(const AppendArgs &a, const Ap
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) squares[0][k] = __fmul_rn(z[k], z[k]); // 0 behind head_dim
     warp_trees(squares);
-    const Norm norm = norm_of(squares[0][0], side.coded_channels);
+    const Norm norm = norm_of(squares[0][0], __fdiv_rn(squares[0][0], side.coded_channels));
     int ranks[PER_LANE];
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {

@@ -6,9 +6,9 @@
 namespace tq
 {
 
-constexpr int MATRIX_TOKENS = 16; // rows whose sums a warp has in registers
-constexpr int MATRIX_STRIDE =
-    33; // of a block of 32 x 32: a warp writes or reads a column of it without meeting a bank twice
+constexpr int MATRIX_TOKENS = 16;                 // rows whose sums a warp has in registers
+constexpr int MATRIX_COLUMNS = 16;                // of a block of the matrix in shared memory, which has 32 rows
+constexpr int MATRIX_STRIDE = MATRIX_COLUMNS + 1; // odd: a warp reads a column without meeting a bank twice
 constexpr int MATRIX_BLOCK = 32 * MATRIX_STRIDE;
 
 /** y [rows][dim] = M x [rows][dim], or M^T x; x and y apart in shared memory. A warp takes blocks of 32 channels and MATRIX_TOKENS
@@ -23,17 +23,18 @@ __device__ __forceinline__ void multiply_rows(const float *matrix, int dim, cons
         float sum[MATRIX_TOKENS];
 #pragma unroll
         for (int i = 0; i < MATRIX_TOKENS; i++) sum[i] = -0.0f; // -0 + p is p, also for p = -0
-        for (int j = 0; j < dim; j += 32) {
-            const int columns = min(32, dim - j), channels = min(32, dim - channel);
+        for (int j = 0; j < dim; j += MATRIX_COLUMNS) {
+            const int columns = min(MATRIX_COLUMNS, dim - j), channels = min(32, dim - channel);
             __syncwarp();
 #pragma unroll 8
-            for (int i = 0; i < 32; i++) { // block row: channel, block column: column of M
+            for (int i = 0; i < MATRIX_COLUMNS; i++) { // block row: channel, block column: column of M
                 if constexpr (TRANSPOSED) {
                     if (i < columns && lane < channels)
                         block[MATRIX_STRIDE * lane + i] = matrix[(int64_t)(j + i) * dim + channel + lane];
                 } else {
-                    if (i < channels && lane < columns)
-                        block[MATRIX_STRIDE * i + lane] = matrix[(int64_t)(channel + i) * dim + j + lane];
+                    const int row = 2 * i + lane / MATRIX_COLUMNS, column = lane % MATRIX_COLUMNS;
+                    if (row < channels && column < columns)
+                        block[MATRIX_STRIDE * row + column] = matrix[(int64_t)(channel + row) * dim + j + column];
                 }
             }
             __syncwarp();

@@ -108,10 +108,11 @@ struct Norm {
     float rms, inverse; // 0 and 0 where there is nothing to normalise
 };
 
-__device__ __forceinline__ Norm norm_of(float ss, float coded_channels)
+/** ss: the sum of squares; mean: that over the number of coded channels, rounded once. */
+__device__ __forceinline__ Norm norm_of(float ss, float mean)
 {
     if (ss < FLT_MIN) return {0.0f, 0.0f};
-    const float rms = __fsqrt_rn(__fdiv_rn(ss, coded_channels));
+    const float rms = __fsqrt_rn(mean);
     return {rms, __frcp_rn(rms)};
 }
 
