@@ -238,10 +238,10 @@ __device__ __forceinline__ void raise_reference(Sums<V> &sums, const float (&top
 /** Scores to weights times value scales, as 16-bit fixed point relative to the unit's largest, in the products' column order.
  *  b[tile][block]: the operand; unit_scale[block]: what one step of it is worth. */
 template <class V>
-__device__ __forceinline__ void weigh_unit(const StageView values, bool partial, const uint32_t (&seen)[V::BLOCKS],
-                                           const float (&scale)[V::BLOCKS], float (&s)[V::BLOCKS][4 * V::TILES],
-                                           Sums<V> &sums, int lane, uint2 (&b)[V::TILES][V::BLOCKS],
-                                           float (&unit_scale)[V::BLOCKS])
+__device__ __forceinline__ void weigh_unit(const __half2 (&value_scales)[2 * V::TILES], bool partial,
+                                           const uint32_t (&seen)[V::BLOCKS], const float (&scale)[V::BLOCKS],
+                                           float (&s)[V::BLOCKS][4 * V::TILES], Sums<V> &sums, int lane,
+                                           uint2 (&b)[V::TILES][V::BLOCKS], float (&unit_scale)[V::BLOCKS])
 {
     constexpr int B = V::BLOCKS;
     float top[B];
@@ -257,11 +257,9 @@ __device__ __forceinline__ void weigh_unit(const StageView values, bool partial,
 
     float value_scale[4 * V::TILES];
 #pragma unroll
-    for (int tile = 0; tile < V::TILES; tile++) {
-        const __half2 *v = reinterpret_cast<const __half2 *>(values.scales + tile * TQ_TILE + (lane & ~3));
-        float2 v01 = __half22float2(v[0]), v23 = __half22float2(v[1]);
-        value_scale[4 * tile] = v01.x, value_scale[4 * tile + 1] = v01.y, value_scale[4 * tile + 2] = v23.x,
-                        value_scale[4 * tile + 3] = v23.y;
+    for (int i = 0; i < 2 * V::TILES; i++) {
+        float2 v = __half22float2(value_scales[i]);
+        value_scale[2 * i] = v.x, value_scale[2 * i + 1] = v.y;
     }
     /* a lane publishes the high plane of two columns' worth of tokens and the low plane of the others, in two rounds, so that every
      * word travels once: even columns want the high plane, odd ones the low */
@@ -453,6 +451,11 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring,
         float s[B][4 * V::TILES], scale[B], unit_scale[B];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_unit<V>(a, ring.view(a, a.key), query, rows, lane, s);
+        StageView values = ring.view(a, a.value);
+        __half2 value_scales[2 * V::TILES]; /* they came with the keys, and go with them */
+#pragma unroll
+        for (int i = 0; i < 2 * V::TILES; i++)
+            value_scales[i] = reinterpret_cast<const __half2 *>(values.scales + i / 2 * TQ_TILE + (lane & ~3))[i % 2];
         const uint8_t *next_record = is_now ? pages.record(a, next_page) : pages_after.record(a, next_page);
         refill(a, ring, 0, more, next_record, next_unit, thread);
 
@@ -465,10 +468,9 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring,
         for (int n = 0; n < B; n++) scale[n] = a.p.softcap > 0 ? 1.0f : rows.scale[n];
         if (a.p.softcap > 0) cap_scores<V>(a, row_args, lane, s);
 
-        barrier_wait(ring.barrier(ring.stage, 1), ring.parity);
         uint2 b[V::TILES][B];
-        StageView values = ring.view(a, a.value);
-        weigh_unit<V>(values, partial, visible, scale, s, sums, lane, b, unit_scale);
+        weigh_unit<V>(value_scales, partial, visible, scale, s, sums, lane, b, unit_scale);
+        barrier_wait(ring.barrier(ring.stage, 1), ring.parity);
         add_values<V>(a, values, b, unit_scale, lane, sums);
         refill(a, ring, 1, more, next_record, next_unit, thread);
         ring.advance(a);
