@@ -54,7 +54,9 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 # Modules that may import torch and transformers when they are imported. All others may do so inside a function only.
 TORCH_MODULES = [
     f"turboquant.{name}"
-    for name in "ops cache attention patch patch.* evaluate calibration calibration.* demo esm esm.*".split()
+    for name in (
+        "ops cache pages rewind persistence attention patch patch.* evaluate calibration calibration.* demo esm esm.*"
+    ).split()
 ]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 

@@ -133,10 +133,10 @@ def test_a_long_history_of_a_wide_model():
 
 def store(layer, k, v, before):
     """What `attend` does, without the attention, which would take long here."""
-    lengths = layer._shared.lengths(before + k.shape[2], layer.padding, layer.device)
-    layer.pages, layer.block_table, layer._rows, layer._full_at = layer._grown(before + k.shape[2], layer.padding)
-    torch.ops.turboquant.append(k, v, lengths, layer.pages, layer.block_table, layer.plan)
-    layer.tokens = before + k.shape[2]
+    after = before + k.shape[2]
+    lengths = layer._shared.lengths(after, layer.padding, layer.device)
+    layer._append(k, v, lengths, {}, after, layer.padding)
+    layer.tokens = after
 
 
 def test_nothing_of_the_full_precision_history_stays():

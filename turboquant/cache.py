@@ -15,7 +15,8 @@ on the left of a batch is never stored: token i of sequence b has position i - p
 Growth: pages are added when a sequence fills its last one, as many as are needed or 1/64 of those there are, whichever
 is more: at most 1/64 lies idle. Adding copies the layer's packed bytes. A sequence needs a page every 128 tokens, and
 every step reads all its packed bytes anyway: while the sequences of a batch are in step, the copies add less than 2 %
-to the memory traffic of attention.
+to the memory traffic of attention. Forks, beams and repeated sequences share pages (`pages.PageTable`). A layer with a
+sliding window gives pages back that no query can see any more, but for one in reserve for `crop`.
 
 A step reads no device tensor back: lengths and pages are counted on the host, from the padding of the first forward.
 """
@@ -23,9 +24,9 @@ A step reads no device tensor back: lengths and pages are counted on the host, f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -35,7 +36,10 @@ from .attention import FreshKeys, MaskRequest, own_attention
 from .calibration import Calibration, layer_specs
 from .calibration.measure import describe
 from .calibration.tensors import transforms
+from .pages import RELEASED, PageTable, outside_autograd
 from .plan import PAGE_TOKENS
+from .report import CacheReport, LayerReport
+from .rewind import PastWindows
 from .spec import CacheSpec, resolve
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
@@ -47,22 +51,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NOTHING = torch.empty(0)  # where a layer that holds nothing has no pages yet
 _NONE: torch.Tensor | None = None
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
 # Keywords of attention functions that change the weights in ways that `attend` does not know.
 _UNKNOWN_OPTIONS = ("s_aux", "position_bias", "head_mask", "output_attentions")
 
-
-def _outside_autograd(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """What it allocates is neither part of a graph nor an inference tensor: those cannot be written outside inference
-    mode."""
-
-    def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return run
+# What a layer holds for each sequence beside its pages: attributes, tensors [batch, ..], or None.
+_STATE = ("sink_k", "sink_v", "window_k", "window_v", "centre")
 
 
 class _NoGradient(torch.autograd.Function):
@@ -83,9 +76,20 @@ class _Shared:
 
     def __init__(self, calibration: Calibration | None) -> None:
         self.calibration = calibration
-        self.layers: list[PackedLayer] = []
+        self._layers: list[weakref.ref[PackedLayer]] = []  # weak: a cache that is dropped is freed there and then
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
         self._rotations: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_layers": []}
+
+    @property
+    def layers(self) -> list[PackedLayer]:
+        return [layer for reference in self._layers if (layer := reference()) is not None]
+
+    @layers.setter
+    def layers(self, layers: Iterable[PackedLayer]) -> None:
+        self._layers = [weakref.ref(layer) for layer in layers]
 
     def lengths(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """Lengths of all sequences at `after` positions, int32 [batch]: made by the first layer of a forward, used by
@@ -100,7 +104,7 @@ class _Shared:
         self._lengths[device] = (after, padding, lengths)
         return lengths
 
-    @_outside_autograd
+    @outside_autograd
     def rotation(self, seed: int, head_dim: int, device: torch.device) -> torch.Tensor:
         """The Haar matrix of a seed, float32 [1, head_dim, head_dim], one for all layers of a device."""
         from . import _core
@@ -110,6 +114,11 @@ class _Shared:
             self._rotations[where] = torch.from_numpy(_core.haar(seed, head_dim)).to(device).unsqueeze(0)
         return self._rotations[where]
 
+    def fork(self) -> _Shared:
+        other = _Shared(self.calibration)
+        other._rotations = dict(self._rotations)
+        return other
+
     def undo(self, before: int) -> None:
         """Back to `before` positions in every layer, after a forward that failed; a layer that cannot is marked."""
         for layer in self.layers:
@@ -117,7 +126,7 @@ class _Shared:
                 layer.reset()
             elif layer.tokens > before:
                 if layer.can_crop_to(before):
-                    layer.tokens = before
+                    layer.crop_to(before)
                 else:
                     layer.damaged = True
         held, self._lengths = self._lengths, {}
@@ -143,6 +152,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, index: int, spec: CacheSpec, shared: _Shared) -> None:
         super().__init__()
         self.index, self.spec, self._shared = index, spec, shared
+        self.record_past = False
         self.reset()
 
     def __repr__(self) -> str:
@@ -155,15 +165,25 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.damaged = False
         self.is_initialized = False
         self._signature: tuple[Any, ...] | None = None
-        self._rows: list[list[int]] = []  # block_table on the host, without its padding
-        self._full_at = -1  # positions up to which no sequence needs another page
-        self.pages = self.block_table = _NOTHING
+        self.table: PageTable | None = None
+        self.past = PastWindows()
+        self.sliding_window = 0  # of the last forward
+        self._released = 0  # positions before this one are in no page any more
         self.sink_k = self.sink_v = self.window_k = self.window_v = self.centre = self.rotation = _NONE
         self.calibrated: dict[str, torch.Tensor] = {}  # arguments of the operators
 
+    @property
+    def pages(self) -> torch.Tensor:
+        """uint8 [n_pages, kv_heads, record_bytes]; forks and beams may share it."""
+        return _NOTHING if self.table is None else self.table.pool.storage
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        return _NOTHING if self.table is None else self.table.tensor
+
     # ---- what transformers calls ----
 
-    @_outside_autograd
+    @outside_autograd
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Fixes batch, heads, head_dim, dtype and device to those of key_states [batch, kv_heads, any, head_dim]."""
         value_states = key_states if value_states is None else value_states
@@ -185,9 +205,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.record_bytes = PAGE_TOKENS * self.spec.bytes_per_token(head_dim)
         self.padding = (0,) * batch
-        self.pages = torch.empty((0, kv_heads, self.record_bytes), dtype=torch.uint8, device=self.device)
-        self.block_table = torch.empty((batch, 0), dtype=torch.int32, device=self.device)
-        self._rows = [[] for _ in range(batch)]
+        self.table = PageTable.empty(batch, kv_heads, self.record_bytes, self.device)
         for side, count in (("sink", self.spec.sinks), ("window", self.spec.window)):
             for which in "kv" if count else "":
                 shape = (batch, kv_heads, count, head_dim)
@@ -218,6 +236,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                     "cache, or cache.reset()"
                 )
             self.lazy_initialization(key_states, value_states)
+        if self.pages.device != self.device:
+            self.prefetch()
         if self.damaged:
             raise RuntimeError(
                 f"layer {self.index}: an earlier forward failed after it had stored tokens: call cache.reset()"
@@ -239,25 +259,47 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def offload(self) -> None:
-        raise NotImplementedError("offload: moving packed layers off the device is not supported yet")
+        """Moves all that the layer holds to the CPU. `prefetch`, or the next forward, brings it back; forks that share
+        its pages bring them back as well."""
+        self._move(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        raise NotImplementedError("prefetch: moving packed layers off the device is not supported yet")
+        """Brings an offloaded layer back to its device."""
+        if self.is_initialized:
+            self._move(self.device)
+
+    @outside_autograd
+    def _move(self, device: torch.device) -> None:
+        if self.table is None or self.pages.device == self.block_table.device == device:
+            return
+        self.table.move(device)
+        for name in _STATE:
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, held.to(device))
+
+    def activate_past_recording(self) -> None:
+        """From now on keeps, until the next `crop`, what leaves the window, so that crop can bring it back: a copy of
+        the window for each forward. transformers calls it before assisted decoding."""
+        self.record_past = True
+
+    is_croppable = True
 
     def can_crop_to(self, tokens: int) -> bool:
-        """Whether going back is exact: no token, which is quantised when it leaves the window, would have to return."""
-        stored = self.tokens - min(self.padding, default=0)
-        return tokens >= self.tokens or self.spec.window == 0 or stored <= self.spec.sinks + self.spec.window
-
-    @property
-    def is_croppable(self) -> bool:
-        return self.spec.window == 0
+        """Whether going back is exact: every token that the next query sees is where it would be."""
+        window, first = self.spec.window, self.spec.sinks + min(self.padding, default=0)
+        if tokens >= self.tokens:
+            return True
+        if self.sliding_window and tokens - self.sliding_window + 1 < self._released:
+            return False
+        inside = window == 0 or self.tokens <= first + window
+        return inside or self.past.reaches(tokens, self.tokens, window, first)
 
     def crop(self, tokens: int) -> None:
         """Forgets the last -tokens positions; a positive number is how many to keep (transformers 4.57).
 
-        Pages stay, for the tokens to come. Raises NotImplementedError where tokens that left the window would have to
-        come back.
+        Exact: what stays is what a shorter text would have left. Raises NotImplementedError where tokens would have to
+        come back that have left the window (unless they were recorded, see `activate_past_recording`) or fallen out of
+        a sliding window.
         """
         keep = self.tokens + tokens if tokens <= 0 else min(tokens, self.tokens)
         if keep <= 0:
@@ -265,16 +307,38 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 self.reset()
             return
         if not self.can_crop_to(keep):
-            raise NotImplementedError(
-                f"crop: layer {self.index} has a window of {self.spec.window} tokens and older ones are quantised "
-                "already; only a cache with window=0 can be cropped"
-            )
+            raise NotImplementedError(self._uncroppable(keep))
         if keep < max(self.padding, default=0):
             raise NotImplementedError("crop: keeping less than the padding of a left-padded batch is not supported")
-        self.tokens = keep
+        self.crop_to(keep)
+
+    def _uncroppable(self, keep: int) -> str:
+        if self.sliding_window and keep - self.sliding_window + 1 < self._released:
+            return f"crop: layer {self.index} has freed positions that fell out of its sliding window"
+        return (
+            f"crop: layer {self.index} has a window of {self.spec.window} tokens and older ones are quantised already: "
+            "use a spec with window=0, or call cache.activate_past_recording() before the forward that is to be undone"
+        )
+
+    @outside_autograd
+    def crop_to(self, keep: int) -> None:
+        """`crop` to `keep` positions, 0 < keep; `can_crop_to(keep)` is true."""
+        if keep < self.tokens:
+            if self.window_k is not None and self.window_v is not None and self.past.snapshots:
+                window = self.past.ring(keep, self.tokens, (self.window_k, self.window_v), self.padding)
+                self.window_k, self.window_v = window
+            if self.table is not None:
+                self.table.truncate(self._packed(keep, self.padding))
+            self.tokens = keep
+        self.past.cropped(keep)
+
+    def _packed(self, positions: int, padding: Sequence[int]) -> list[int]:
+        """Packed tokens of each sequence at so many positions."""
+        exact = self.spec.sinks + self.spec.window
+        return [max(0, positions - pad - exact) for pad in padding]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence b becomes a copy of sequence beam_idx[b], byte for byte. Costs a copy of the layer."""
+        """Sequence b becomes what sequence beam_idx[b] was. Full pages are shared, not copied; see `pages`."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -286,29 +350,31 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         chosen = indices.nonzero().view(-1) if indices.dtype == torch.bool else indices
         self._select(chosen.tolist())
 
-    @_outside_autograd
+    @outside_autograd
     def _select(self, sequences: Sequence[int]) -> None:
-        if not self.is_initialized:
+        if self.table is None:
             return
-        batch = len(self._rows)
+        batch = len(self.padding)
         if not all(0 <= b < batch for b in sequences):
             raise IndexError(f"layer {self.index}: sequences must be in 0..{batch - 1}, got {list(sequences)}")
-        kept = [self._rows[b] for b in sequences]
         where = torch.tensor(list(sequences), device=self.device)
-        pages = torch.tensor([page for row in kept for page in row], dtype=torch.int64, device=self.device)
-        self.pages = self.pages.index_select(0, pages)
-        rows, used = [], 0
-        for row in kept:
-            rows.append(list(range(used, used + len(row))))
-            used += len(row)
-        self._rows, self.block_table = rows, self._table(rows)
-        for name in ("sink_k", "sink_v", "window_k", "window_v", "centre"):
-            if (held := getattr(self, name)) is not None:
-                setattr(self, name, held.index_select(0, where))
+        state = {name: held.index_select(0, where) for name in _STATE if (held := getattr(self, name)) is not None}
+        self.table.select(sequences)
+        self.__dict__.update(state)
+        self.past = PastWindows()
         self.padding = tuple(self.padding[b] for b in sequences)
-        self.batch_size = self.max_batch_size = len(rows)
-        self._signature = (len(rows), self.kv_heads, self.head_dim, self.dtype, self.device)
-        self._full_at = min((self._room(row, pad) for row, pad in zip(rows, self.padding)), default=-1)
+        self.batch_size = self.max_batch_size = len(sequences)
+        self._signature = (len(sequences), self.kv_heads, self.head_dim, self.dtype, self.device)
+
+    @outside_autograd
+    def fork(self, shared: _Shared) -> PackedLayer:
+        """The same layer for another cache, whose layers have `shared` in common. Pages are shared, sinks and window
+        copied."""
+        other = PackedLayer(self.index, self.spec, shared)
+        if self.table is not None:
+            other.__dict__.update(self.__dict__, _shared=shared, table=self.table.fork(), past=PastWindows())
+            other.__dict__.update({name: held.clone() for name in _STATE if (held := getattr(self, name)) is not None})
+        return other
 
     # ---- attention ----
 
@@ -378,26 +444,26 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         out = None
         if first and spec.prefill == "exact":
             out, _ = own_attention(module, query, key, value, mask, scaling, dropout, options)
+        if self._released and not 0 < sliding <= after - new + 1 - self._released:
+            raise ValueError(f"the sliding window must be the one of earlier forwards, {self.sliding_window}, got "
+                             f"{sliding or 'none'}: pages that fell out of it are freed")  # fmt: skip
         lengths = self._shared.lengths(after, padding, self.device)
         if first and spec.centre == "prompt":
             self.centre = self._mean(key, padding)  # undone by reset, which a failed first forward ends in
         state = self._state()
-        pages, table, rows, full_at = self.pages, self.block_table, self._rows, self._full_at
-        if after > full_at:
-            pages, table, rows, full_at = self._grown(after, padding)
         read = state
-        if new > 1 and out is None and self.window_k is not None and self.window_v is not None:
-            before_append = {"window_k": self.window_k.clone(), "window_v": self.window_v.clone()}
-            read = {
-                **state,
-                **before_append,
-                "fresh_k": key,
-                "fresh_v": value,
-            }  # early queries need what later tokens push out
+        if self.window_k is not None and self.window_v is not None and (self.record_past or (new > 1 and out is None)):
+            window = self.window_k.clone(), self.window_v.clone()
+            if new > 1:  # early queries need what later tokens push out
+                read = {**state, "window_k": window[0], "window_v": window[1], "fresh_k": key, "fresh_v": value}
+            if self.record_past:
+                self.past.add(before, window)
+                self.past.add_fresh(before, (key, value), window, padding)
 
-        _append(key, value, lengths, pages, table, self.plan, **state)
-        self.pages, self.block_table, self._rows, self._full_at = pages, table, rows, full_at
-        self.tokens, self.padding = after, padding
+        pages, table = self._append(key, value, lengths, state, after, padding)
+        self.tokens, self.padding, self.sliding_window = after, padding, sliding
+        if sliding and new > 1:
+            self._release()
         if out is None:
             out, _ = _attend(
                 query,
@@ -413,6 +479,43 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             out = out.transpose(1, 2).contiguous()
         return out
 
+    def _append(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        state: dict[str, torch.Tensor | None],
+        after: int,
+        padding: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the new tokens, and returns the pages and the table that hold them. A failure leaves both as they
+        were."""
+        table = self.table
+        assert table is not None
+        with table.pool.lock:
+            undo = None if after <= table.ready else self._reserve(table, after, padding)
+            try:
+                _append(key, value, lengths, table.pool.storage, table.tensor, self.plan, **state)
+            except BaseException:
+                if undo is not None:
+                    undo()
+                raise
+            return table.pool.storage, table.tensor
+
+    def _reserve(self, table: PageTable, after: int, padding: tuple[int, ...]) -> Callable[[], None]:
+        if self.sliding_window:
+            self._release()
+        undo = table.reserve(self._packed(self.tokens, padding), self._packed(after, padding))
+        exact = self.spec.sinks + self.spec.window
+        table.ready = min((len(row) * PAGE_TOKENS + exact + pad for row, pad in zip(table.rows, padding)), default=-1)
+        return undo
+
+    def _release(self) -> None:
+        """Frees the pages that no query sees any more, but for one page that `crop` may need."""
+        assert self.table is not None
+        self._released = max(self._released, self.tokens - self.sliding_window + 1 - PAGE_TOKENS)
+        self.table.release_before([self._released - pad - self.spec.sinks for pad in self.padding])
+
     def _state(self) -> dict[str, torch.Tensor | None]:
         return {
             "sink_k": self.sink_k,
@@ -425,7 +528,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             **self.calibrated,
         }
 
-    @_outside_autograd
+    @outside_autograd
     def _mean(self, key: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
         """float32 [batch, kv_heads, head_dim]: the mean of the first real tokens of each sequence, 0 where there is
         none."""
@@ -434,31 +537,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             return key[:, :, :count].to(torch.float32).mean(2)
         each = [key[b, :, pad : pad + count].to(torch.float32).mean(1) for b, pad in enumerate(padding)]
         return torch.stack(each).nan_to_num_() if max(padding) == key.shape[2] else torch.stack(each)
-
-    def _room(self, row: list[int], padding: int) -> int:
-        """Positions up to which a sequence needs no page beyond those of its row."""
-        return len(row) * PAGE_TOKENS + self.spec.sinks + self.spec.window + padding
-
-    def _table(self, rows: list[list[int]]) -> torch.Tensor:
-        width = max((len(row) for row in rows), default=0)
-        table = [row + [0] * (width - len(row)) for row in rows]
-        return torch.tensor(table, dtype=torch.int32, device=self.device).view(len(rows), width)
-
-    @_outside_autograd
-    def _grown(self, after: int, padding: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, list[list[int]], int]:
-        """Pages, block table, its rows and their room for `after` positions; the layer itself is not changed."""
-        rows = [list(row) for row in self._rows]
-        used = sum(map(len, rows))
-        for row, pad in zip(rows, padding):
-            while self._room(row, pad) < after:
-                row.append(used)
-                used += 1
-        pages, capacity = self.pages, self.pages.shape[0]
-        if used > capacity:
-            size = max(used, capacity + capacity // 64)
-            pages = torch.zeros((size, self.kv_heads, self.record_bytes), dtype=torch.uint8, device=self.device)
-            pages[:capacity].copy_(self.pages)
-        return pages, self._table(rows), rows, min(self._room(row, pad) for row, pad in zip(rows, padding))
 
     # ---- accounting ----
 
@@ -474,80 +552,17 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             for name in names:
                 if (held := getattr(self, name)) is not None:
                     yield part, held
+        yield from (("past windows", held) for _, pair in self.past.snapshots for held in pair)
         yield from (("calibration", held) for held in self.calibrated.values())
 
     def report(self) -> LayerReport:
         parts: dict[str, int] = {}
         for part, tensor in self.tensors():
             parts[part] = parts.get(part, 0) + tensor.untyped_storage().nbytes()
-        tokens = sum(self.tokens - pad for pad in self.padding)
+        released = sum(row.count(RELEASED) for row in self.table.rows) if self.table is not None else 0
+        tokens = sum(self.tokens - pad for pad in self.padding) - PAGE_TOKENS * released
         numbers = 2 * tokens * self.kv_heads * self.head_dim if tokens else 0
         return LayerReport(self.index, tokens, numbers, parts)
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """What one layer holds: tokens of all sequences (padding is not stored), numbers = keys and values, bytes by
-    part."""
-
-    layer: int
-    tokens: int
-    numbers: int
-    parts: dict[str, int]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
-class CacheReport:
-    """Bytes of a cache, all counted, and what they come to. `str` makes a table."""
-
-    layers: tuple[LayerReport, ...]
-    shared: dict[str, int]  # bytes held once for all layers
-
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers) + sum(self.shared.values())
-
-    @property
-    def numbers(self) -> int:
-        return sum(layer.numbers for layer in self.layers)
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes by part, over all layers."""
-        total = dict(self.shared)
-        for layer in self.layers:
-            for part, size in layer.parts.items():
-                total[part] = total.get(part, 0) + size
-        return total
-
-    @property
-    def effective_bits(self) -> float:
-        """Bits held per number stored."""
-        return 8 * self.nbytes / self.numbers if self.numbers else float("nan")
-
-    @property
-    def ratio_bf16(self) -> float:
-        """Bytes of the same tokens in bfloat16 over bytes held."""
-        return 2 * self.numbers / self.nbytes if self.nbytes else float("nan")
-
-    @property
-    def ratio_fp32(self) -> float:
-        return 2 * self.ratio_bf16
-
-    def __str__(self) -> str:
-        names = list(dict.fromkeys(part for layer in self.layers for part in layer.parts))
-        lines = ["".join(["layer".ljust(8), *(n.rjust(13) for n in ("tokens", *names, "bytes"))])]
-        for layer in self.layers:
-            cells = (layer.tokens, *(layer.parts.get(n, 0) for n in names), layer.nbytes)
-            lines.append("".join([str(layer.layer).ljust(8), *(f"{cell:,}".rjust(13) for cell in cells)]))
-        lines += [f"{part + ' (all layers)':<21}{size:,}" for part, size in self.shared.items()]
-        smaller = f"{self.ratio_bf16:.2f} times smaller than bfloat16, {self.ratio_fp32:.2f} than float32"
-        lines.append(f"{self.nbytes:,} bytes: {self.effective_bits:.3f} bits per number, {smaller}")
-        return "\n".join(lines)
 
 
 def checked_config(config: Any) -> Any:
@@ -591,10 +606,21 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         found = None if calibration is None else Calibration.of(calibration)
         if found is not None:
             found.check(describe(text))
-        specs = layer_specs(self.spec, found, text.num_hidden_layers)
-        self._shared = _Shared(found)
-        self._shared.layers = [PackedLayer(i, s, self._shared) for i, s in enumerate(specs)]
-        super().__init__(layers=self._shared.layers)
+        self._set_up(found, describe(text), layer_specs(self.spec, found, text.num_hidden_layers))
+
+    def _set_up(self, calibration: Calibration | None, fingerprint: dict[str, Any], specs: Sequence[CacheSpec]) -> None:
+        """fingerprint: of the model's configuration (`calibration.measure.describe`). specs: of each layer."""
+        self.fingerprint = fingerprint
+        self._shared = _Shared(calibration)
+        self._hold([PackedLayer(i, spec, self._shared) for i, spec in enumerate(specs)])
+
+    def _hold(self, layers: list[PackedLayer]) -> None:
+        super().__init__(layers=layers)
+        self._shared.layers = layers
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._shared.layers = self.layers
 
     def __repr__(self) -> str:
         size = f"layers={len(self.layers)}, tokens={self.get_seq_length()}, nbytes={self.nbytes}"
@@ -604,23 +630,73 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PackedLayer.update`."""
-        if not 0 <= layer_idx < len(self._shared.layers):
+        if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
                 f"`layer_idx` must be in 0..{len(self.layers) - 1}, got {layer_idx}: is this cache of another model?"
             )
-        return self._shared.layers[layer_idx].update(key_states, value_states)
+        layer: PackedLayer = self.layers[layer_idx]
+        return layer.update(key_states, value_states)
+
+    def fork(self) -> TurboQuantCache:
+        """Another cache that begins with all that this one holds, such as a system prompt encoded once for many chats.
+
+        Both go their own way from here. Packed pages are shared until one of them writes to a page, which is then the
+        last, part-filled one alone; sinks, window and centre are copied. What is shared counts in `nbytes` of both, and
+        is freed with the last of them. On CUDA, forks are to be used on one stream.
+        """
+        other = TurboQuantCache.__new__(TurboQuantCache)
+        other.spec, other.fingerprint = self.spec, self.fingerprint
+        other._shared = self._shared.fork()
+        other._hold([layer.fork(other._shared) for layer in self.layers])
+        return other
+
+    def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
+        """Writes the cache to a file (`docs/format.md`), whole or not at all, for `load` on any machine and device.
+
+        model   the model, or None. With it the file gets a sample of its weights, so that `load` can tell it from
+                another one of the same configuration.
+        Raises RuntimeError for a cache that an earlier forward left unusable.
+        """
+        from .persistence import save
+
+        save(self, path, model)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: Any = None,
+        calibration: Calibration | str | os.PathLike[str] | None = None,
+        device: torch.device | str | None = None,
+    ) -> TurboQuantCache:
+        """The cache that `save` wrote: the same bytes on any device.
+
+        model         the model that will use it, or its configuration: the file must be of it. None: not compared
+        calibration   for a spec that uses one; None: that of a patched `model`
+        device        where to put it; None: where the layers of `model` are, or else the CPU
+        Raises FileNotFoundError; ValueError, with what is wrong, for a file that is truncated, damaged, foreign, of
+        another version or another model. Never holds more memory than the file has bytes (docs/security.md).
+        """
+        from .persistence import load
+
+        return load(path, model, calibration, device)
 
     def crop(self, tokens: int) -> None:
         """See `PackedLayer.crop`. If one layer cannot be cropped, none is."""
         keep = self.get_seq_length() + tokens if tokens <= 0 else tokens
-        for layer in self._shared.layers:
+        for layer in self.layers:
             if keep > 0 and not layer.can_crop_to(keep):
                 layer.crop(tokens)  # raises
         super().crop(tokens)
 
+    def activate_past_recording(self) -> None:
+        """See `PackedLayer.activate_past_recording`."""
+        for layer in self.layers:
+            layer.activate_past_recording()
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(part, tensor) of everything the cache holds."""
-        for layer in self._shared.layers:
+        for layer in self.layers:
             yield from layer.tensors()
         yield from self._shared.tensors()
 
@@ -634,4 +710,4 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         shared: dict[str, int] = {}
         for part, tensor in self._shared.tensors():
             shared[part] = shared.get(part, 0) + tensor.untyped_storage().nbytes()
-        return CacheReport(tuple(layer.report() for layer in self._shared.layers), shared)
+        return CacheReport(tuple(layer.report() for layer in self.layers), shared)

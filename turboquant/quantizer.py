@@ -8,7 +8,6 @@ bytes are a cache's pages without values (csrc/include/turboquant.h), with 32 ve
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
+from .files import write_whole
 from .plan import GROUP, MAX_BITS, MAX_DIM, Codebook, Plan, Rotation, Scale, group_bits, member, plan_words
 
 __all__ = ["Codes", "Quantizer"]
@@ -103,21 +103,9 @@ class Codes:
         A file at `path` is replaced as one step once everything is on the disk, so no reader sees half of one.
         Raises OSError.
         """
-        target = os.fsdecode(path)
-        temporary = f"{target}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         payload = self.pages.reshape(-1).data
         header = _core.file_header_write(self.plan, self.vectors, payload.nbytes, _core.checksum(payload))
-        try:
-            with open(temporary, "xb") as file:
-                file.write(header)
-                file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
-            raise
+        write_whole(path, [header, payload])
 
     @classmethod
     def load(cls, path: Path) -> Codes:

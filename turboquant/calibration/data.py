@@ -21,13 +21,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from ..files import write_whole
 from ..plan import GROUP, MAX_BITS, Codebook, plan_words
 from ..spec import CacheSpec, group_bits_of
 
@@ -155,17 +155,9 @@ class Calibration:
         return min(average, float(MAX_BITS))
 
     def check(self, fingerprint: Mapping[str, Any]) -> None:
-        """ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on.
-
-        Only what both have is compared: a configuration alone has no weights. Weights are samples: they may differ by
-        what rounding to bfloat16 does, so that a model may be calibrated in one dtype and run in another.
-        """
-        differs = [f"{name} {fingerprint[name]!r} instead of {was!r}" for name, was in self.fingerprint.items()
-                   if name != "weights" and name in fingerprint and fingerprint[name] != was]  # fmt: skip
-        if not differs and "weights" in fingerprint and "weights" in self.fingerprint:
-            a, b = (np.asarray(f["weights"], np.float64) for f in (fingerprint, self.fingerprint))
-            if a.shape != b.shape or not np.allclose(a, b, rtol=2**-7, atol=1e-3 * float(np.abs(b).max(initial=0))):
-                differs.append("other weights")
+        """ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on; see
+        `differences`."""
+        differs = differences(self.fingerprint, fingerprint)
         if differs:
             raise ValueError(
                 f"`calibration` must be of this model, got one of another: this model has {', '.join(differs)}"
@@ -181,14 +173,7 @@ class Calibration:
             version=FILE_VERSION, checksums={name: f"{_core.checksum(array):016x}" for name, array in arrays.items()}
         )
         data = save(arrays, {"format": _FORMAT, "calibration": json.dumps(described, sort_keys=True)})
-        target = Path(path)
-        temporary = target.with_name(f"{target.name}.{os.getpid()}.new")
-        try:
-            temporary.write_bytes(data)
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(path, [data])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
@@ -224,6 +209,21 @@ class Calibration:
         if isinstance(given, (str, os.PathLike)):
             return cls.load(given)
         raise TypeError(f"`calibration` must be a Calibration or the path of a file, got {given!r}")
+
+
+def differences(was: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+    """In what a model's fingerprint differs from an earlier one, in words; empty if it is the same model.
+
+    Only what both have is compared: a configuration alone has no weights. Weights are samples: they may differ by what
+    rounding to bfloat16 does, so that a model may be calibrated in one dtype and run in another.
+    """
+    found = [f"{name} {model[name]!r} instead of {x!r}" for name, x in was.items()
+             if name != "weights" and name in model and model[name] != x]  # fmt: skip
+    if not found and "weights" in model and "weights" in was:
+        a, b = (np.asarray(mark["weights"], np.float64) for mark in (model, was))
+        if a.shape != b.shape or not np.allclose(a, b, rtol=2**-7, atol=1e-3 * float(np.abs(b).max(initial=0))):
+            found.append("other weights")
+    return found
 
 
 _ARRAYS = ("centre", "axes", "eigenvalues", "sensitivity")

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from transformers.generation.configuration_utils import GenerationMode
 
 from ..attention import NAME
 from ..cache import TurboQuantCache, checked_config
@@ -127,8 +128,14 @@ def _prepare_cache_for_generation(
     wanted = (
         getattr(generation_config, "cache_implementation", None) is None and generation_config.use_cache is not False
     )
-    if wanted and model_kwargs.get("past_key_values") is None:
+    made = wanted and model_kwargs.get("past_key_values") is None
+    if made:
         model_kwargs["past_key_values"] = _new_cache(self)
+    cache = model_kwargs.get("past_key_values")
+    assisted = any(argument == GenerationMode.ASSISTED_GENERATION for argument in (*args, *kwargs.values()))
+    if isinstance(cache, TurboQuantCache) and (assisted or getattr(generation_config, "is_assistant", False)):
+        cache.activate_past_recording()  # transformers 4.57 leaves that to the cache
+    if made:
         return None
     return getattr(type(self), _METHOD)(self, generation_config, model_kwargs, *args, **kwargs)
 

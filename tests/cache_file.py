@@ -1,0 +1,118 @@
+"""A cache file read from docs/format.md and the comment at the head of turboquant.h alone: NumPy, nothing of ours.
+
+Slow and obvious. It stands for another implementation: decoding what `TurboQuantCache.save` wrote with it proves that
+the page says enough. Hadamard rotations only; from the reference it takes the codebooks and that rotation.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import reference
+
+DTYPES = {"uint8": "<u1", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+
+
+def checksum(data: bytes) -> int:
+    h = 0xCBF29CE484222325
+    for word in np.frombuffer(data + bytes(-len(data) % 8), "<u8").tolist():
+        h = ((h ^ word) * 0x100000001B3) % 2**64
+        h ^= h >> 32
+    return h
+
+
+def sections(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    data = path.read_bytes()
+    magic, version, header_bytes, file_bytes, found = struct.unpack_from("<8sIIQQ", data)
+    assert (magic, version, file_bytes) == (b"TQCACHE\0", 1, len(data))
+    assert checksum(data[:24] + data[32 : 32 + header_bytes]) == found
+    header = json.loads(data[32 : 32 + header_bytes])
+    tensors = {}
+    for section in header["sections"]:
+        assert section["offset"] % 64 == 0
+        dtype = np.dtype(DTYPES[section["dtype"]])
+        count = int(np.prod(section["shape"]))
+        array = np.frombuffer(data, dtype, count, section["offset"]).reshape(section["shape"])
+        parts = array if section["name"].endswith("pages") else [array]
+        assert [f"{checksum(part.tobytes()):016x}" for part in parts] == section["checksums"]
+        if section["dtype"] == "bfloat16":
+            array = (array.astype("<u4") << 16).view("<f4")
+        tensors[section["name"]] = array
+    return header, tensors
+
+
+def code(words: np.ndarray, bits: int, r: int, n: int) -> int:
+    """c(r, n) of a lane from its words (turboquant.h, "Bits of the words of a lane")."""
+    w = [int(word) for word in words]
+    if bits == 5:
+        return code(words[:4], 4, r, n) | code(words[4:], 1, r, n) << 4
+    if bits == 4:
+        return w[r] >> 4 * n & 15
+    if bits == 3:
+        return w[r] >> 4 * n & 7 if r < 3 else sum((w[i] >> (4 * n + 3) & 1) << i for i in range(3))
+    if bits == 2:
+        return w[n // 4] >> (8 * (n % 4) + 2 * r) & 3
+    return w[0] >> (8 * (n % 4) + r + 4 * (n // 4)) & 1
+
+
+def tile(words: np.ndarray, bits: int) -> np.ndarray:
+    """Codes [32 rows][32 columns] of one tile, uint32 [bits][32]."""
+    out = np.zeros((32, 32), np.int64)
+    for lane in range(32):
+        g, t = divmod(lane, 4)
+        for r in range(4):
+            for n in range(8):
+                column = 4 * t + n if n < 4 else 16 + 4 * t + n - 4
+                out[g + 8 * r, column] = code(words[:, lane], bits, r, n)
+    return out
+
+
+def decode(record: np.ndarray, head_dim: int, spec: dict[str, Any], side: str) -> np.ndarray:
+    """Decoded vectors [128, head_dim] of one record: key codes, value codes, key scales, value scales."""
+    groups = -(-head_dim // 32)
+    sizes = {name: 128 * spec[f"{name}_bits"] * groups for name in ("key", "value")}  # bytes of one token tile
+    start = 0 if side == "key" else 4 * sizes["key"]
+    bits = spec[f"{side}_bits"]
+    book = reference.codebook(reference.NORMAL, head_dim, bits)
+    levels = book.levels * np.float64(book.step)
+    scales_at = 4 * (sizes["key"] + sizes["value"]) + (256 if side == "value" else 0)
+    scales = record[scales_at : scales_at + 256].view("<f2").astype(np.float64)
+    out = np.zeros((128, 32 * groups))
+    for i in range(4):
+        for group in range(groups):
+            at = start + i * sizes[side] + 128 * bits * group
+            codes = tile(record[at : at + 128 * bits].view("<u4").reshape(bits, 32), bits)
+            vectors = levels[codes if side == "key" else codes.T]  # [token or column, channel]
+            for token in range(32):
+                column = 4 * (token % 8) + token // 8
+                row = token if side == "key" else column
+                out[32 * i + token, 32 * group : 32 * group + 32] = vectors[row] * scales[32 * i + column]
+    return reference.hadamard(spec["seed"], out[:, :head_dim].astype(np.float32), inverse=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Of each layer: packed_k and packed_v, a list of [kv_heads, tokens, head_dim] per sequence; sinks and window."""
+    header, tensors = sections(path)
+    out = []
+    for i in range(header["n_layers"]):
+        spec, pages = header["spec"], tensors[f"layers.{i}.pages"]
+        layer: dict[str, Any] = {"packed_k": [], "packed_v": []}
+        for b, row in enumerate(header["rows"][i]):
+            tokens = max(0, header["positions"] - header["padding"][b] - spec["sinks"] - spec["window"])
+            for side in ("key", "value"):
+                heads = [np.concatenate([np.zeros((0, header["head_dim"])),
+                         *(decode(pages[p][h], header["head_dim"], spec, side) for p in row)])[:tokens]
+                         for h in range(header["kv_heads"])]  # fmt: skip
+                vectors = np.stack(heads)
+                if side == "key" and spec["centre"] == "prompt":
+                    vectors = vectors + tensors[f"layers.{i}.centre"][b][:, None]
+                layer[f"packed_{side[0]}"].append(vectors)
+        for name in ("sink_k", "sink_v", "window_k", "window_v"):
+            if f"layers.{i}.{name}" in tensors:
+                layer[name] = tensors[f"layers.{i}.{name}"]
+        out.append(layer)
+    return out

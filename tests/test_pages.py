@@ -1,0 +1,372 @@
+"""Pages shared, given back and rewound: forks, beams, sliding windows and crop, each against a cache without."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from test_cache import CONFIG, KV_HEADS, PACKED, SHAPES, Stream, close, forward, packed_bytes, rows
+
+from turboquant import CacheSpec, TurboQuantCache
+from turboquant.pages import RELEASED, PagePool, PageTable
+
+
+def storage_bytes(*caches):
+    """Bytes of all caches together, what they share counted once."""
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for c in caches for _, t in c.tensors()}
+    return sum(held.values())
+
+
+def check_references(*tables):
+    """A page has as many references as rows name it, over all tables of its pool, and is free if there is none."""
+    for pool in {id(t.pool): t.pool for t in tables}.values():
+        named = [page for t in tables if t.pool is pool for row in t.rows for page in row if page != RELEASED]
+        assert [pool.references(page) for page in range(len(pool.storage))] == [
+            named.count(page) for page in range(len(pool.storage))
+        ]
+        assert sorted(pool._free) == sorted(set(range(len(pool.storage))) - set(named))
+        assert not pool.storage[sorted(set(pool._free) - pool._used_before)].any()
+
+
+def check(*caches):
+    for i in range(len(caches[0].layers)):
+        check_references(*(cache.layers[i].table for cache in caches if cache.layers[i].table is not None))
+
+
+def same(a, b):
+    for one, other in zip(packed_bytes(a), packed_bytes(b)):
+        assert all(map(torch.equal, one, other))
+
+
+# ---- forks ----
+
+
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_forks_share_what_they_have_in_common(fields):
+    spec, prefix = PACKED.with_(**fields), Stream(batch=2, tokens=700)
+    streams = [prefix, Stream(batch=2, tokens=700, seed=1), Stream(batch=2, tokens=700, seed=2)]
+    parent = TurboQuantCache(CONFIG, spec)
+    forward(parent, prefix.piece(0, 500))
+    held = storage_bytes(parent)
+    forks = [parent, parent.fork(), parent.fork().fork()]
+    exact = held - sum(layer.pages.numel() for layer in parent.layers)
+    assert storage_bytes(*forks) <= held + 2 * exact
+    check(*forks)
+    for start, stop in [(500, 501), (501, 530), (530, 700)]:
+        for cache, stream in zip(forks, streams):
+            forward(cache, stream.piece(start, stop))
+            check(*forks)
+    for cache, stream in zip(forks, streams):
+        alone = TurboQuantCache(CONFIG, spec)
+        forward(alone, prefix.piece(0, 500))
+        for piece in [(500, 501), (501, 530), (530, 700)]:
+            forward(alone, stream.piece(*piece))
+        same(cache, alone)
+        assert torch.equal(forward(cache, stream.piece(0, 3)), forward(alone, stream.piece(0, 3)))
+
+
+def test_only_the_last_page_is_copied():
+    parent, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=500)
+    forward(parent, stream.piece(0, 400))
+    fork = parent.fork()
+    before = fork.layers[0].table.rows[0]
+    assert fork.layers[0].pages.data_ptr() == parent.layers[0].pages.data_ptr()
+    forward(fork, stream.piece(400, 401))
+    after = fork.layers[0].table.rows[0]
+    assert after[:3] == before[:3] and after[3] != before[3] and len(fork.layers[0].pages) == 5
+    forward(parent, stream.piece(400, 401))  # the other one needs no copy any more
+    assert parent.layers[0].table.rows[0] == before and len(parent.layers[0].pages) == 5
+
+
+def test_what_a_fork_held_is_free_again():
+    parent, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=700)
+    forward(parent, stream.piece(0, 400))
+    fork = parent.fork()
+    forward(fork, stream.piece(400, 700))
+    del fork
+    check(parent)
+    pages = len(parent.layers[0].pages)
+    forward(parent, stream.piece(400, 700))
+    assert len(parent.layers[0].pages) == pages  # the fork's pages, zeroed and used again
+    whole = TurboQuantCache(CONFIG, PACKED)
+    forward(whole, stream.piece(0, 700))
+    same(parent, whole)
+
+
+def test_a_parent_may_go_first():
+    stream = Stream(tokens=500)
+    cache = TurboQuantCache(CONFIG, PACKED)
+    forward(cache, stream.piece(0, 300))
+    cache = cache.fork()
+    whole = TurboQuantCache(CONFIG, PACKED)
+    forward(whole, stream.piece(0, 300))
+    close(forward(cache, stream.piece(300, 500)), forward(whole, stream.piece(300, 500)), 1e-6)
+    check(cache)
+
+
+@pytest.mark.parametrize("of", ["copy", "reset", "crop"])
+def test_forks_do_not_feel_each_other(of):
+    stream, parent = Stream(tokens=500), TurboQuantCache(CONFIG, PACKED)
+    forward(parent, stream.piece(0, 300))
+    fork, other = parent.fork(), Stream(tokens=500, seed=1)
+    if of == "copy":
+        fork = copy.deepcopy(fork)
+        assert len(fork.layers[0].pages) == 3 and fork.layers[0].pages.data_ptr() != parent.layers[0].pages.data_ptr()
+    elif of == "reset":
+        fork.reset()
+    else:
+        fork.crop(-100)
+    forward(fork, other.piece(fork.get_seq_length(), 400))
+    whole = TurboQuantCache(CONFIG, PACKED)
+    forward(whole, stream.piece(0, 300))
+    same(parent, whole)
+    close(forward(parent, stream.piece(300, 500)), forward(whole, stream.piece(300, 500)), 1e-6)
+
+
+def test_forks_in_threads():
+    """They share storage, which one of them replaces when it grows: nobody's tokens are lost."""
+    spec, streams = PACKED.with_(window=16), [Stream(tokens=900, seed=seed) for seed in range(4)]
+    parent = TurboQuantCache(CONFIG, spec)
+    forward(parent, streams[0].piece(0, 200))
+    forks = [parent.fork() for _ in streams]
+
+    def run(cache, stream):
+        for t in range(200, 900, 7):
+            forward(cache, stream.piece(t, t + 7))
+
+    threads = [threading.Thread(target=run, args=each) for each in zip(forks, streams)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    check(parent, *forks)
+    for cache, stream in zip(forks, streams):
+        alone = TurboQuantCache(CONFIG, spec)
+        forward(alone, streams[0].piece(0, 200))
+        run(alone, stream)
+        same(cache, alone)
+
+
+def test_a_dropped_cache_is_freed_at_once():
+    gc.disable()
+    try:
+        cache = TurboQuantCache(CONFIG, "default")
+        forward(cache, Stream().piece(0, 200))
+        pages, layer = weakref.ref(cache.layers[0].pages), weakref.ref(cache.layers[0])
+        del cache
+        assert layer() is None and pages() is None
+    finally:
+        gc.enable()
+
+
+# ---- beams ----
+
+
+def test_beams_move_no_full_page():
+    """200 steps of four beams that take each other's place, against caches that are built alone."""
+    stream, torch_rng = Stream(batch=4, tokens=600), torch.Generator().manual_seed(0)
+    cache = TurboQuantCache(CONFIG, PACKED)
+    forward(cache, rows(stream, [0, 0, 0, 0]).piece(0, 290))
+    cache.reorder_cache(torch.tensor([0, 0, 0, 0]))
+    layer = cache.layers[0]
+    assert len(layer.pages) - layer.table.pool.free == 3  # one prompt, held once
+    history = [torch.zeros(290, dtype=torch.int64) for _ in range(4)]  # which stream each token came from
+    copies, take = [], PagePool.copies
+    try:
+        PagePool.copies = lambda pool, pages: copies.append(len(pages)) or take(pool, pages)
+        for t in range(290, 490):
+            forward(cache, stream.piece(t, t + 1))
+            history = [torch.cat([h, torch.tensor([b])]) for b, h in enumerate(history)]
+            order = torch.randint(0, 4, (4,), generator=torch_rng)
+            cache.reorder_cache(order)
+            history = [history[b] for b in order]
+            check(cache)
+    finally:
+        PagePool.copies = take
+    assert max(copies) == 1 and sum(copies) <= 200 * 3 * 2  # at most three beams a step give up a page, in two layers
+    for b in range(4):
+        mixed = Stream(tokens=490)
+        for name in "qkv":
+            whole = getattr(stream, name)
+            setattr(mixed, name, torch.stack([whole[:, h, :, t] for t, h in enumerate(history[b])], 2).unsqueeze(1))
+        alone = TurboQuantCache(CONFIG, PACKED)
+        forward(alone, mixed.piece(0, 490))
+        for ours, theirs in zip(packed_bytes(cache), packed_bytes(alone)):
+            assert torch.equal(ours[b], theirs[0])
+
+
+def test_few_sequences_give_the_room_of_many_back():
+    cache = TurboQuantCache(CONFIG, PACKED)
+    forward(cache, Stream(batch=8).piece(0, 300))
+    whole = cache.nbytes
+    cache.batch_select_indices(torch.tensor([3]))
+    assert cache.nbytes <= whole / 7
+    check(cache)
+
+
+# ---- sliding windows ----
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(sinks=4, window=32), dict(window=200)], ids=str)
+def test_pages_that_fell_out_of_the_window_are_freed(fields, monkeypatch):
+    spec, stream, window = PACKED.with_(**fields), Stream(batch=2, tokens=1000), 150
+    mask = torch.arange(300)[None, :] >= torch.tensor([0, 170])[:, None]
+    freeing, keeping = TurboQuantCache(CONFIG, spec), TurboQuantCache(CONFIG, spec)
+    most = -(-(window + 128) // 128) + 1
+    for start, stop in [(0, 300), (300, 450), *((t, t + 1) for t in range(450, 700)), (700, 1000)]:
+        piece, seen = stream.piece(start, stop), mask if start == 0 else None
+        got = forward(freeing, piece, seen, local_size=window)
+        with monkeypatch.context() as patched:
+            patched.setattr("turboquant.cache.PackedLayer._release", lambda layer: None)
+            assert torch.equal(got, forward(keeping, piece, seen, local_size=window))
+        check(freeing)
+        if stop - start == 1 and stop > 600:
+            for row in freeing.layers[0].table.rows:
+                assert sum(page != RELEASED for page in row) <= most
+    assert freeing.report().numbers < keeping.report().numbers
+    assert len(freeing.layers[0].pages) < len(keeping.layers[0].pages)
+    if not spec.window:
+        freeing.crop(-60), keeping.crop(-60)
+        piece = stream.piece(940, 945)
+        assert torch.equal(forward(freeing, piece, local_size=window), forward(keeping, piece, local_size=window))
+
+
+def test_a_window_that_grows_and_a_crop_too_far():
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=800)
+    forward(cache, stream.piece(0, 700), local_size=100)
+    with pytest.raises(
+        ValueError, match="layer 0: the sliding window must be the one of earlier forwards, 100, got 300"
+    ):
+        forward(cache, stream.piece(700, 701), local_size=300)
+    with pytest.raises(
+        NotImplementedError, match="crop: layer 0 has freed positions that fell out of its sliding window"
+    ):
+        cache.crop(-400)
+    assert cache.get_seq_length() == 700
+    forward(cache, stream.piece(700, 701), local_size=100)
+
+
+# ---- crop across the window's edge ----
+
+
+REWINDS = {  # forwards after a text of 90 positions (the longer sequence), then how many to forget
+    "a token": ([1], 1),
+    "a draft": ([6], 4),
+    "a draft, all of it": ([6], 6),
+    "drafts token by token": ([1] * 9, 7),
+    "drafts of several kinds": ([1, 4, 1, 11], 16),
+    "more than the window at once": ([50], 30),
+    "a chunk and a draft": ([70, 5], 3),
+}
+
+
+@pytest.mark.parametrize("pieces, forget", REWINDS.values(), ids=REWINDS)
+@pytest.mark.parametrize("padding", [(0,), (0, 33)], ids=["", "padded"])
+@pytest.mark.parametrize("fields", [dict(window=32), dict(window=32, sinks=4, centre="prompt"), dict()], ids=str)
+def test_crop_brings_tokens_back_into_the_window(fields, padding, pieces, forget):
+    spec, batch = PACKED.with_(**fields), len(padding)
+    stream, drafts = Stream(batch=batch, tokens=400), Stream(batch=batch, tokens=400, seed=1)
+    mask = torch.arange(90)[None, :] >= torch.tensor(padding)[:, None]
+    cropped = TurboQuantCache(CONFIG, spec)
+    forward(cropped, stream.piece(0, 90), mask)
+    cropped.activate_past_recording()
+    plain = copy.deepcopy(cropped)
+    at, keep = 90, 90 + sum(pieces) - forget
+    for tokens in pieces:
+        mixed = copy.deepcopy(drafts)
+        for name in "qkv":
+            getattr(mixed, name)[:, :, :, :keep] = getattr(stream, name)[:, :, :, :keep]
+        forward(cropped, mixed.piece(at, at + tokens))
+        at += tokens
+    cropped.crop(-forget)
+    assert cropped.get_seq_length() == keep
+    if keep > 90:
+        forward(plain, stream.piece(90, keep))
+    for start, stop in [(keep, keep + 1), (keep + 1, keep + 20), (keep + 20, 400)]:
+        close(forward(cropped, stream.piece(start, stop)), forward(plain, stream.piece(start, stop)), 1e-6)
+    same(cropped, plain)
+    check(cropped)
+
+
+def test_recording_ends_with_a_crop_and_counts():
+    cache, stream = TurboQuantCache(CONFIG, PACKED.with_(window=16)), Stream(tokens=300)
+    cache.activate_past_recording()
+    forward(cache, stream.piece(0, 50))
+    for t in range(50, 200):
+        forward(cache, stream.piece(t, t + 1))
+    held = cache.report().parts["past windows"]
+    assert held == 64 * 2 * 2 * KV_HEADS * 16 * 32 * 4  # 64 forwards, two layers, keys and values
+    with pytest.raises(NotImplementedError, match="crop: layer 0 has a window of 16 tokens.*activate_past_recording"):
+        cache.crop(-100)
+    assert cache.get_seq_length() == 200 and cache.is_croppable
+    cache.crop(0)
+    assert cache.report().parts["past windows"] <= held / 64
+
+
+# ---- elsewhere ----
+
+
+def test_offload_and_prefetch_on_a_cpu():
+    stream, cache = Stream(tokens=300), TurboQuantCache(CONFIG, "default")
+    forward(cache, stream.piece(0, 200))
+    fork = cache.fork()
+    for layer in cache.layers:
+        layer.offload()
+    got = forward(cache, stream.piece(200, 210))
+    for layer in TurboQuantCache(CONFIG).layers:
+        layer.offload(), layer.prefetch()  # nothing to move
+    assert torch.equal(got, forward(fork, stream.piece(200, 210)))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_offload_and_prefetch():
+    stream, cache = Stream(tokens=300), TurboQuantCache(CONFIG, CacheSpec(3, 3, sinks=2, window=16, centre="prompt"))
+
+    def piece(start, stop):
+        return [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]
+
+    forward(cache, piece(0, 200))
+    fork = cache.fork()
+    before = torch.cuda.memory_allocated()
+    for layer in cache.layers:
+        layer.offload()
+    assert torch.cuda.memory_allocated() < before and {t.device.type for _, t in cache.layers[0].tensors()} == {"cpu"}
+    assert torch.equal(forward(cache, piece(200, 210)), forward(fork, piece(200, 210)))
+    assert {t.device.type for _, t in cache.tensors()} == {"cuda"}
+
+
+def test_reserve_that_runs_out_of_memory_changes_nothing(monkeypatch):
+    stream, cache = Stream(tokens=700), TurboQuantCache(CONFIG, PACKED)
+    forward(cache, stream.piece(0, 300))
+    fork = cache.fork()
+    rows_before = [list(row) for row in fork.layers[0].table.rows]
+
+    def no_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for where in ("_grow", "copies"):
+        with monkeypatch.context() as patched:
+            patched.setattr(PagePool, where, no_memory)
+            with pytest.raises(torch.OutOfMemoryError, match="layer 0: CUDA out of memory"):
+                forward(fork, stream.piece(300, 700))
+        assert fork.layers[0].table.rows == rows_before and fork.get_seq_length() == 300
+        check(cache, fork)
+    close(forward(fork, stream.piece(300, 700)), forward(cache, stream.piece(300, 700)), 1e-6)
+
+
+def test_a_table_of_its_own():
+    table = PageTable.empty(2, 1, 64, torch.device("cpu"))
+    table.reserve([0, 0], [130, 5])
+    assert table.rows == [[0, 1], [2]] and table.tensor.tolist() == [[0, 1], [2, 0]]
+    table.truncate([10, 0])
+    assert table.rows == [[0], []] and table.pool.free == 2
+    other = table.fork()
+    other.pool.storage[0] = 7
+    other.reserve([100, 0], [140, 0])
+    assert other.rows == [[1, 2], []] and table.rows == [[0], []]
+    assert other.pool.storage[:3, 0, 0].tolist() == [7, 7, 0]
+    check_references(table, other)
+    del other
+    check_references(table)

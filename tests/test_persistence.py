@@ -1,0 +1,296 @@
+"""Caches in files: the same bytes come back, on any model of the same kind, and damage is found before it does harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+import tracemalloc
+
+import models
+import numpy as np
+import pytest
+import torch
+from cache_file import read as independent_read
+from test_cache import CONFIG, PACKED, Stream, forward
+
+import turboquant
+from turboquant import CacheSpec, Codes, Quantizer, TurboQuantCache, _core
+from turboquant.persistence import MAGIC
+
+SPECS = {
+    "all packed": PACKED,
+    "sinks, window and centre": PACKED.with_(sinks=3, window=40, centre="prompt"),
+    "layers that differ": CacheSpec(2, 3, rotation="haar", overrides={1: {"key_bits": 5, "window": 8}}),
+    "nothing packed": CacheSpec(window=512),
+}
+
+
+def filled(spec, batch=2, dtype=torch.float32, padding=(0, 60)):
+    cache, stream = TurboQuantCache(CONFIG, spec), Stream(batch=batch, tokens=300, dtype=dtype)
+    mask = torch.arange(200)[None, :] >= torch.tensor(padding[:batch])[:, None]
+    forward(cache, stream.piece(0, 200), mask)
+    return cache, stream
+
+
+def same_tensors(a, b):
+    for one, other in zip(a.layers, b.layers):
+        assert torch.equal(one.table.packed()[0], other.table.packed()[0])
+        for name in ("sink_k", "sink_v", "window_k", "window_v", "centre", "rotation"):
+            x, y = getattr(one, name), getattr(other, name)
+            assert (x is None) == (y is None) and (x is None or torch.equal(x, y)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_cache_goes_on_after_loading(tmp_path, spec, dtype):
+    cache, stream = filled(spec, dtype=dtype)
+    cache.save(tmp_path / "c.tqc")
+    other = TurboQuantCache.load(tmp_path / "c.tqc", CONFIG)
+    same_tensors(cache, other)
+    assert other.spec == cache.spec and other.get_seq_length() == 200 and other.nbytes <= cache.nbytes
+    for start, stop in [(200, 201), (201, 260)]:
+        piece = stream.piece(start, stop)
+        assert torch.equal(forward(other, piece), forward(cache, piece))
+    same_tensors(cache, other)
+    assert os.listdir(tmp_path) == ["c.tqc"]
+
+
+def test_saving_twice_gives_the_same_file(tmp_path):
+    cache, _ = filled(SPECS["sinks, window and centre"])
+    cache.save(tmp_path / "a")
+    TurboQuantCache.load(tmp_path / "a").save(tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_an_empty_cache(tmp_path):
+    TurboQuantCache(CONFIG, "default").save(tmp_path / "c")
+    cache = TurboQuantCache.load(tmp_path / "c")
+    assert cache.get_seq_length() == 0 and cache.spec == turboquant.preset("default")
+    forward(cache, Stream().piece(0, 5))
+
+
+def test_shared_pages_are_written_once(tmp_path):
+    cache, stream = filled(PACKED, batch=1)
+    cache.save(tmp_path / "one")
+    cache.batch_repeat_interleave(4)
+    cache.save(tmp_path / "four")
+    pages = cache.layers[0].record_bytes * 2
+    assert (tmp_path / "four").stat().st_size - (tmp_path / "one").stat().st_size < pages
+    other = TurboQuantCache.load(tmp_path / "four")
+    piece = [tuple(x.repeat(4, 1, 1, 1) for x in layer) for layer in stream.piece(200, 280)]
+    assert torch.equal(forward(other, piece), forward(cache, piece))
+
+
+def test_layers_whose_pages_left_the_window(tmp_path):
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=700)
+    forward(cache, stream.piece(0, 600), local_size=50)
+    cache.save(tmp_path / "c")
+    other = TurboQuantCache.load(tmp_path / "c")
+    assert len(other.layers[0].pages) == 2 and other.layers[0].table.rows == [[-1, -1, -1, 0, 1]]
+    got = forward(other, stream.piece(600, 640), local_size=50)
+    assert torch.equal(got, forward(cache, stream.piece(600, 640), local_size=50))
+    with pytest.raises(ValueError, match="the sliding window must be the one of earlier forwards, 50, got none"):
+        forward(other, stream.piece(640, 641))
+
+
+def test_a_prefix_serves_a_model_again(tmp_path):
+    model = turboquant.patch(models.tiny(), "paper-mse-3")
+    prompt, more = models.prompts(1, 150)["input_ids"], models.prompts(1, 9, seed=1)["input_ids"]
+    with torch.no_grad():
+        cache = model(prompt).past_key_values
+        cache.save(tmp_path / "prefix", model)
+        loaded = TurboQuantCache.load(tmp_path / "prefix", model)
+        want = model(more, past_key_values=cache).logits
+        assert torch.equal(model(more, past_key_values=loaded).logits, want)
+    for other, says in [
+        (models.tiny(seed=1), "this one has other weights"),
+        (models.tiny(num_hidden_layers=4), "this one has layers 4 instead of 3"),
+        (models.tiny("qwen3").config, "model_type 'qwen3' instead of 'llama'"),
+    ]:
+        with pytest.raises(ValueError, match=f"`path` must be a cache file.*{says}"):
+            TurboQuantCache.load(tmp_path / "prefix", other)
+    TurboQuantCache.load(tmp_path / "prefix", model.to(torch.bfloat16))  # rounding is not another model
+
+
+def test_a_cache_that_failed_is_not_saved(tmp_path):
+    cache, _ = filled(PACKED)
+    cache.layers[1].damaged = True
+    with pytest.raises(RuntimeError, match="save: an earlier forward failed"):
+        cache.save(tmp_path / "c")
+    assert not os.listdir(tmp_path)
+
+
+# ---- the page of docs/format.md, read by a program that shares nothing with ours ----
+
+
+@pytest.mark.parametrize("spec", [PACKED, PACKED.with_(sinks=3, window=40, centre="prompt"), CacheSpec(5, 2)], ids=str)
+def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
+    """cache_file.py decodes keys and values to what the operator decodes, to a rounding."""
+    cache, _ = filled(spec, dtype=torch.bfloat16)
+    cache.save(tmp_path / "c")
+    for layer, found in zip(cache.layers, independent_read(tmp_path / "c")):
+        counts = torch.tensor(layer._packed(200, layer.padding), dtype=torch.int32)
+        most = int(counts.max())
+        k, v = torch.ops.turboquant.dequantize(layer.pages, layer.block_table, counts, most, layer.plan)
+        for side, want in (("k", k), ("v", v)):
+            for b, count in enumerate(counts.tolist()):
+                got = found["packed_" + side][b]
+                assert got.shape == (2, count, 32)
+                if side == "k" and layer.centre is not None:
+                    got = got - layer.centre[b].numpy()[:, None]
+                np.testing.assert_allclose(got, want[b, :, :count].numpy(), rtol=2e-5, atol=2e-5)
+        for name in ("sink_k", "window_v"):
+            held = getattr(layer, name)
+            assert (name in found) == (held is not None)
+            if held is not None:
+                np.testing.assert_array_equal(found[name], held.float().numpy())
+
+
+# ---- damage ----
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A whole file of few bytes: one layer's worth of tokens, sinks, window and centre."""
+    cache = TurboQuantCache(CONFIG, CacheSpec(1, 1, sinks=1, window=2, centre="prompt"))
+    stream = Stream(tokens=9, dim=8, kv_heads=1)
+    forward(cache, stream.piece(0, 9))
+    path = tmp_path_factory.mktemp("small") / "c"
+    cache.save(path)
+    return path.read_bytes()
+
+
+def refuses(tmp_path, data, says="", model=None):
+    path = tmp_path / "damaged"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f"`path` must be a cache file, got .*damaged': .*{says}"):
+        TurboQuantCache.load(path, model)
+
+
+def test_every_byte_is_watched(tmp_path, small):
+    """A bit flipped anywhere is an error; and so is any truncation."""
+    rng = random.Random(0)
+    for at in range(len(small)):
+        data = bytearray(small)
+        data[at] ^= 1 << rng.randrange(8)
+        refuses(tmp_path, bytes(data))
+    for size in range(0, len(small), 7):
+        refuses(tmp_path, small[:size])
+    refuses(tmp_path, small + b"\0")
+
+
+def test_files_of_others(tmp_path, small):
+    for data in (b"", b"TQCACHE", b"\x80\x04K\x01.", b"PK\x03\x04" + bytes(60), small[1:], os.urandom(5000)):
+        refuses(tmp_path, data, "it is not one that turboquant wrote|it is truncated")
+    Codes.save(Quantizer(32, 3).quantize(np.ones((3, 32), np.float32)), tmp_path / "codes")
+    refuses(tmp_path, (tmp_path / "codes").read_bytes(), "it is not one that turboquant wrote")
+    refuses(tmp_path, small[:8] + struct.pack("<I", 2) + small[12:], "its version must be 1, got 2")
+    with pytest.raises(FileNotFoundError, match="`path` must be a cache file, got 'absent'"):
+        TurboQuantCache.load("absent")
+
+
+def forged(data, change):
+    """The file with its header changed by somebody who makes checksums fit; sections stay where they are."""
+    size = struct.unpack_from("<I", data, 12)[0]
+    header = json.loads(data[32 : 32 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    text = text.ljust(max(size, (len(text) + 95) // 64 * 64 - 32))
+    whole = len(data) - size + len(text)
+    opening = MAGIC + struct.pack("<IIQ", 1, len(text), whole)
+    return opening + _core.checksum(opening + text).to_bytes(8, "little") + text + data[32 + size :]
+
+
+FORGED = {
+    "no list of sections": lambda h: h.pop("sections"),
+    "sections of others": lambda h: h["sections"].pop(),
+    "a larger tensor": lambda h: h["sections"][0]["shape"].__setitem__(0, 2**40),
+    "an offset elsewhere": lambda h: h["sections"][1].__setitem__("offset", 0),
+    "another dtype": lambda h: h.__setitem__("dtype", "float64"),
+    "2^31 heads": lambda h: h.__setitem__("kv_heads", 2**31),
+    "65,536 heads": lambda h: h.__setitem__("kv_heads", 2**16),
+    "no heads": lambda h: h.__setitem__("kv_heads", 0),
+    "odd heads": lambda h: h.__setitem__("head_dim", 9),
+    "2^31 - 1 positions": lambda h: h.__setitem__("positions", 2**31 - 1),
+    "positions that are no number": lambda h: h.__setitem__("positions", "9"),
+    "true positions": lambda h: h.__setitem__("positions", True),
+    "negative padding": lambda h: h.__setitem__("padding", [-1]),
+    "padding of another batch": lambda h: h.__setitem__("padding", [0] * 1000),
+    "no padding": lambda h: h.__setitem__("padding", []),
+    "a page that is not there": lambda h: h["rows"][0][0].__setitem__(0, 1),
+    "a page below": lambda h: h["rows"][0][0].__setitem__(0, -2),
+    "a page given back": lambda h: h["rows"][0][0].__setitem__(0, -1),
+    "rows of fewer layers": lambda h: h["rows"].pop(),
+    "a longer row": lambda h: h["rows"][0][0].append(0),
+    "2^16 layers": lambda h: h.__setitem__("n_layers", 2**16),
+    "10^12 layers": lambda h: (h.__setitem__("n_layers", 10**12), h["fingerprint"].__setitem__("layers", 10**12)),
+    "an unknown field of the spec": lambda h: h["spec"].__setitem__("bits", 3),
+    "bits out of range": lambda h: h["spec"].__setitem__("key_bits", 99),
+    "another spec": lambda h: h["spec"].__setitem__("window", 3),
+    "a budget": lambda h: h["spec"].__setitem__("budget", 3.0),
+    "a spec that is a list": lambda h: h.__setitem__("spec", []),
+    "a calibration": lambda h: h.__setitem__("calibration", "00"),
+    "a fingerprint that is a list": lambda h: h.__setitem__("fingerprint", []),
+    "checksums that are no list": lambda h: h["sections"][0].__setitem__("checksums", 3),
+    "checksums that are numbers": lambda h: h["sections"][0].__setitem__("checksums", [3]),
+    "another byte format": lambda h: h.__setitem__("byte_format", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)
+def test_forged_headers(tmp_path, small, change):
+    data = forged(small, change)
+    tracemalloc.start()
+    refuses(tmp_path, data)
+    assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    tracemalloc.stop()
+
+
+def test_the_forger_can_make_a_good_file(tmp_path, small):
+    """So that the refusals above are for what was changed."""
+    (tmp_path / "c").write_bytes(forged(small, lambda header: None))
+    assert TurboQuantCache.load(tmp_path / "c").get_seq_length() == 9
+
+
+def test_headers_that_are_no_header(tmp_path, small):
+    for text in (b"", b"[]", b"3", b"{", b"\xff" * 64, b"[" * 100_000, b"1" * 10_000, b'{"byte_format": NaN}'):
+        opening = MAGIC + struct.pack("<IIQ", 1, len(text), 32 + len(text))
+        refuses(tmp_path, opening + _core.checksum(opening + text).to_bytes(8, "little") + text)
+
+
+def test_numbers_forged_into_pages_are_only_wrong_numbers(tmp_path, small):
+    """Checksums made to fit over random pages, window and centre: loading works, and attention does not crash."""
+    rng = random.Random(1)
+    for _ in range(20):
+        data, size = bytearray(small), struct.unpack_from("<I", small, 12)[0]
+        header = json.loads(small[32 : 32 + size])
+        for section in header["sections"]:
+            start = section["offset"]
+            itemsize = {"uint8": 1, "float32": 4}[section["dtype"]]
+            nbytes = int(np.prod(section["shape"])) * itemsize
+            data[start : start + nbytes] = rng.randbytes(nbytes)
+            section["checksums"] = [f"{_core.checksum(bytes(data[start : start + nbytes])):016x}"]
+
+        def put(h, new=header):
+            h.update(new)
+
+        (tmp_path / "c").write_bytes(forged(bytes(data), put))
+        cache = TurboQuantCache.load(tmp_path / "c")
+        try:
+            forward(cache, Stream(tokens=20, dim=8, kv_heads=1).piece(9, 20))
+        except ValueError as error:
+            assert "layer" in str(error)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    cache, _ = filled(PACKED)
+    cache.save(tmp_path / "c")
+    before = (tmp_path / "c").read_bytes()
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+            with pytest.raises(OSError, match="disk full"):
+                cache.save(tmp_path / "c")
+        assert os.listdir(tmp_path) == ["c"] and (tmp_path / "c").read_bytes() == before

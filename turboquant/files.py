@@ -1,0 +1,27 @@
+"""Writing a file whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable
+
+__all__ = ["write_whole"]
+
+
+def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts: Iterable[bytes | memoryview]) -> None:
+    """Writes `parts`, one after the other, to a file beside `path` and moves it there: a crash, a full disk or an
+    exception leaves what was at `path` as it was."""
+    target = os.fsdecode(path)
+    temporary = f"{target}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,250 @@
+"""Pages of one layer, shared by reference: what lets a cache be forked and its beams change places without copying.
+
+A `PagePool` is the storage and counts who refers to each of its pages; a `PageTable` is the rows of page indices of
+some sequences. Rows that come from one another (a fork, a beam, a repeated sequence) name the same pages. A page is
+written by one row only: `reserve`, before an append, gives a row its own copy of a shared page that it is about to
+write, which is never more than the last, part-filled one (copy-on-write). Nothing is decoded or quantised again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from .plan import PAGE_TOKENS
+
+__all__ = ["RELEASED", "PagePool", "PageTable", "outside_autograd"]
+
+RELEASED = -1  # in a row: the page fell out of a sliding window and was given back
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def outside_autograd(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """What it allocates is neither part of a graph nor an inference tensor: those cannot be written outside inference
+    mode."""
+
+    def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class PagePool:
+    """Storage, uint8 [n_pages, kv_heads, record_bytes], and how many rows refer to each page; 0 is a free page.
+
+    storage   all its pages are somebody's: whoever makes a pool shares every one of them
+
+    Growth replaces `storage`: whoever writes holds `lock` from reading it to the end of the write, so that forks may be
+    used by several threads. (On CUDA they must use one stream.)
+    """
+
+    def __init__(self, storage: torch.Tensor) -> None:
+        self.storage = storage
+        self.tables = 0  # PageTables that refer to pages of it
+        self.lock = threading.RLock()
+        self._references = [0] * len(storage)
+        self._free: list[int] = []  # a heap: low pages first, so that what is used lies together
+        self._used_before: set[int] = set()  # free pages that are not zeros
+
+    @property
+    def free(self) -> int:
+        """Pages that nothing refers to."""
+        return len(self._free)
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def held(self) -> tuple[Any, ...]:
+        """What `restore` goes back to."""
+        return self.storage, list(self._references), list(self._free), set(self._used_before)
+
+    def restore(self, held: tuple[Any, ...]) -> None:
+        self.storage, self._references, self._free, self._used_before = held
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages, zeroed, with one reference each; the storage grows by what is missing or a 64th of it."""
+        missing = count - len(self._free)
+        if missing > 0:
+            self._grow(max(missing, len(self.storage) // 64))
+        pages = [heapq.heappop(self._free) for _ in range(count)]
+        if stale := [page for page in pages if page in self._used_before]:
+            self.storage.index_fill_(0, torch.tensor(stale, device=self.storage.device), 0)
+            self._used_before.difference_update(stale)
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def _grow(self, by: int) -> None:
+        before = self.storage
+        grown = torch.zeros((len(before) + by, *before.shape[1:]), dtype=before.dtype, device=before.device)
+        grown[: len(before)].copy_(before)
+        self.storage = grown
+        self._free += range(len(before), len(grown))  # larger than all others: still a heap
+        self._references += [0] * by
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if page != RELEASED:
+                self._references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if page != RELEASED:
+                self._references[page] -= 1
+                if not self._references[page]:
+                    self._used_before.add(page)
+                    heapq.heappush(self._free, page)
+
+    def copies(self, pages: Sequence[int]) -> list[int]:
+        """Copies of shared pages, of which each gives one reference up."""
+        own = self.take(len(pages))
+        device = self.storage.device
+        self.storage.index_copy_(0, torch.tensor(own, device=device), self.storage[torch.tensor(pages, device=device)])
+        self.release(pages)
+        return own
+
+
+class PageTable:
+    """The pages of each sequence of a layer.
+
+    rows     for each sequence the pages of its packed tokens, in order; `RELEASED` for those it gave back
+    tensor   int32 [sequences, longest row], the same for the operators; 0 where there is no page
+    ready    positions up to which an append needs no `reserve`: its pages are there, and no other row refers to them
+    """
+
+    def __init__(self, pool: PagePool, rows: Sequence[Sequence[int]]) -> None:
+        self.pool = pool
+        self.rows = [list(row) for row in rows]
+        self.tensor = self._tensor(self.rows)
+        self.ready = -1
+        with pool.lock:
+            pool.tables += 1
+            for row in self.rows:
+                pool.share(row)
+
+    @classmethod
+    @outside_autograd
+    def empty(cls, sequences: int, kv_heads: int, record_bytes: int, device: torch.device) -> PageTable:
+        storage = torch.empty((0, kv_heads, record_bytes), dtype=torch.uint8, device=device)
+        return cls(PagePool(storage), [[] for _ in range(sequences)])
+
+    def __del__(self) -> None:
+        if (pool := getattr(self, "pool", None)) is not None:
+            with pool.lock:
+                pool.tables -= 1
+                for row in self.rows:
+                    pool.release(row)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: its own pages alone, whatever else is in the pool."""
+        pages, rows = self.packed()
+        return {"pages": pages, "rows": rows, "ready": -1}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(PagePool(state["pages"]), state["rows"])  # type: ignore[misc]
+
+    @outside_autograd
+    def packed(self) -> tuple[torch.Tensor, list[list[int]]]:
+        """(pages, rows): a copy of the pages that the rows refer to, each once, and the rows renumbered to them."""
+        with self.pool.lock:
+            used = list(dict.fromkeys(page for row in self.rows for page in row if page != RELEASED))
+            pages = self.pool.storage[torch.tensor(used, dtype=torch.int64, device=self.pool.storage.device)]
+        number = {page: i for i, page in enumerate(used)} | {RELEASED: RELEASED}
+        return pages, [[number[page] for page in row] for row in self.rows]
+
+    def _tensor(self, rows: list[list[int]]) -> torch.Tensor:
+        width = max(map(len, rows), default=0)
+        table = [[max(page, 0) for page in row] + [0] * (width - len(row)) for row in rows]
+        return torch.tensor(table, dtype=torch.int32, device=self.pool.storage.device).view(len(rows), width)
+
+    def move(self, device: torch.device) -> None:
+        """Moves pages and table; other tables of the pool keep theirs where it is, and follow when they are used."""
+        with self.pool.lock:
+            self.pool.storage, self.tensor = self.pool.storage.to(device), self.tensor.to(device)
+
+    @outside_autograd
+    def fork(self) -> PageTable:
+        """Another table of the same pages."""
+        self.ready = -1
+        return PageTable(self.pool, self.rows)
+
+    @outside_autograd
+    def reserve(self, first: Sequence[int], packed: Sequence[int]) -> Callable[[], None]:
+        """Makes each row b ready for its packed tokens first[b] .. packed[b] - 1 to be written, and returns what takes
+        that back. `pool.lock` is held. Nothing is changed if memory runs out.
+
+        The caller sets `ready`.
+        """
+        pool, before = self.pool, (self.rows, self.tensor, self.ready, self.pool.held())
+        rows = [list(row) for row in self.rows]
+
+        def undo() -> None:
+            self.rows, self.tensor, self.ready, held = before
+            pool.restore(held)
+
+        try:
+            shared = [
+                (row, i)
+                for row, start in zip(rows, first)
+                for i in range(max(start, 0) // PAGE_TOKENS, len(row))
+                if row[i] != RELEASED and pool.references(row[i]) > 1
+            ]
+            for row, i in shared:  # one by one: the last reference that remains need not be copied
+                if pool.references(row[i]) > 1:
+                    row[i] = pool.copies([row[i]])[0]
+            missing = [max(0, -(-count // PAGE_TOKENS) - len(row)) for row, count in zip(rows, packed)]
+            fresh = iter(pool.take(sum(missing)))
+            for row, count in zip(rows, missing):
+                row += [next(fresh) for _ in range(count)]
+            self.rows, self.tensor = rows, self._tensor(rows)
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    @outside_autograd
+    def select(self, sequences: Sequence[int]) -> None:
+        """Row b becomes what row sequences[b] was. No page is copied, unless more than a 64th of the pool has become
+        free: then the rest moves together."""
+        pool, before = self.pool, self.rows
+        rows = [list(before[b]) for b in sequences]
+        with pool.lock:
+            for row in rows:
+                pool.share(row)
+            for row in before:
+                pool.release(row)
+            self.rows, self.ready = rows, -1
+            if pool.tables == 1 and pool.free > len(pool.storage) // 64 + len(rows):
+                pages, rows = self.packed()
+                pool.release(page for row in self.rows for page in row)
+                pool.tables -= 1
+                self.__init__(PagePool(pages), rows)  # type: ignore[misc]
+        self.tensor = self._tensor(self.rows)
+
+    @outside_autograd
+    def truncate(self, packed: Sequence[int]) -> None:
+        """Gives back the pages of row b behind its first packed[b] tokens."""
+        with self.pool.lock:
+            for row, count in zip(self.rows, packed):
+                keep = -(-max(count, 0) // PAGE_TOKENS)
+                self.pool.release(row[keep:])
+                del row[keep:]
+        self.ready = -1
+
+    def release_before(self, packed: Sequence[int]) -> None:
+        """Gives back the pages of row b that hold nothing but tokens before packed[b]. The tensor keeps their numbers:
+        nothing reads them any more."""
+        with self.pool.lock:
+            for row, count in zip(self.rows, packed):
+                for i in range(min(count // PAGE_TOKENS, len(row)) - 1, -1, -1):
+                    if row[i] == RELEASED:
+                        break
+                    self.pool.release([row[i]])
+                    row[i] = RELEASED

@@ -1,0 +1,72 @@
+"""What a cache holds, in bytes, and what that comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CacheReport", "LayerReport"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer holds: tokens of all sequences (padding is not stored), numbers = keys and values, bytes by
+    part."""
+
+    layer: int
+    tokens: int
+    numbers: int
+    parts: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """Bytes of a cache, all counted, and what they come to. `str` makes a table."""
+
+    layers: tuple[LayerReport, ...]
+    shared: dict[str, int]  # bytes held once for all layers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers) + sum(self.shared.values())
+
+    @property
+    def numbers(self) -> int:
+        return sum(layer.numbers for layer in self.layers)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part, over all layers."""
+        total = dict(self.shared)
+        for layer in self.layers:
+            for part, size in layer.parts.items():
+                total[part] = total.get(part, 0) + size
+        return total
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits held per number stored."""
+        return 8 * self.nbytes / self.numbers if self.numbers else float("nan")
+
+    @property
+    def ratio_bf16(self) -> float:
+        """Bytes of the same tokens in bfloat16 over bytes held."""
+        return 2 * self.numbers / self.nbytes if self.nbytes else float("nan")
+
+    @property
+    def ratio_fp32(self) -> float:
+        return 2 * self.ratio_bf16
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(part for layer in self.layers for part in layer.parts))
+        lines = ["".join(["layer".ljust(8), *(n.rjust(13) for n in ("tokens", *names, "bytes"))])]
+        for layer in self.layers:
+            cells = (layer.tokens, *(layer.parts.get(n, 0) for n in names), layer.nbytes)
+            lines.append("".join([str(layer.layer).ljust(8), *(f"{cell:,}".rjust(13) for cell in cells)]))
+        lines += [f"{part + ' (all layers)':<21}{size:,}" for part, size in self.shared.items()]
+        smaller = f"{self.ratio_bf16:.2f} times smaller than bfloat16, {self.ratio_fp32:.2f} than float32"
+        lines.append(f"{self.nbytes:,} bytes: {self.effective_bits:.3f} bits per number, {smaller}")
+        return "\n".join(lines)

@@ -1,0 +1,75 @@
+"""What `crop` needs to bring tokens back into a window that they have left: the window as it was before.
+
+A window is a ring (turboquant.h, "the cache"): position p of a sequence of length n lies in row p % window while
+n - window <= p < n. While a layer records, every forward leaves a snapshot of the ring as it found it; a crop builds
+the ring of the shorter text from those. Positions count padding here: sequence b's own are padding[b] less.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["PastWindows"]
+
+_MOST = 64  # snapshots: forwards between two crops, such as the drafts of an assistant
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class PastWindows:
+    """Snapshots of one layer's window, keys and values, each [batch, kv_heads, window, head_dim]."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[tuple[int, _Pair]] = []  # (positions then, ring), oldest first
+
+    def add(self, positions: int, ring: _Pair) -> None:
+        """A copy of the ring at so many positions, which nothing else may write."""
+        self.snapshots = [*self.snapshots, (positions, ring)][-_MOST:]
+
+    def add_fresh(self, before: int, fresh: _Pair, ring: _Pair, padding: tuple[int, ...]) -> None:
+        """What a forward of more tokens than the window is about to push straight through it.
+
+        fresh   its keys and values, [batch, kv_heads, tokens, head_dim], of positions `before` and on
+        ring    the window before it
+        """
+        tokens, window = fresh[0].shape[2], ring[0].shape[2]
+        after = before + tokens - window
+        if after <= before:
+            return
+        held = _held(after, padding, window, ring[0].device)
+        index = held - (before - torch.tensor(padding, device=held.device).view(-1, 1))
+        taken = (index >= 0)[:, None, :, None]
+        where = index.clamp(0, tokens - 1)[:, None, :, None].expand_as(ring[0])
+        self.add(after, tuple(torch.where(taken, new.gather(2, where), old) for new, old in zip(fresh, ring)))  # type: ignore[arg-type]
+
+    def reaches(self, keep: int, positions: int, window: int, first: int) -> bool:
+        """Whether the ring of `keep` positions can be had from that of `positions` and the snapshots.
+
+        first   the first position that would have to be in it: those before are sinks or padding
+        """
+        lowest = keep
+        for then in [positions, *(then for then, _ in reversed(self.snapshots))]:
+            if then >= lowest:
+                lowest = min(lowest, then - window)
+        return lowest <= max(keep - window, first)
+
+    def ring(self, keep: int, positions: int, now: _Pair, padding: tuple[int, ...]) -> _Pair:
+        """The ring of `keep` positions; `reaches` said that there is one."""
+        window, device = now[0].shape[2], now[0].device
+        held, pad = _held(keep, padding, window, device), torch.tensor(padding, device=device).view(-1, 1)
+        keys, values = now
+        for then, (past_keys, past_values) in self.snapshots:
+            inside = ((held >= then - pad - window) & (held < then - pad))[:, None, :, None]
+            keys, values = torch.where(inside, past_keys, keys), torch.where(inside, past_values, values)
+        inside = ((held >= positions - pad - window) & (held < positions - pad))[:, None, :, None]
+        return torch.where(inside, now[0], keys), torch.where(inside, now[1], values)
+
+    def cropped(self, keep: int) -> None:
+        """Forgets what is newer than `keep`, and all but the last of what is older."""
+        self.snapshots = [(then, ring) for then, ring in self.snapshots if then <= keep][-1:]
+
+
+def _held(positions: int, padding: tuple[int, ...], window: int, device: torch.device) -> torch.Tensor:
+    """[batch, window]: the position of each sequence, its padding not counted, that row r holds; negative for none."""
+    last = positions - 1 - torch.tensor(padding, device=device).view(-1, 1)
+    return last - (last - torch.arange(window, device=device)) % window
