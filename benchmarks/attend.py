@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from turboquant import ops
 from turboquant.plan import Plan, plan_words
 
-ROTATE_BYTES = 200_000_000  # more than three times the L2 of an H200
+ROTATE_BYTES = 2_000_000_000  # thirty times the L2 of an H200: what one call leaves there helps the next by 3 % at most
 SHAPES = [
     (16, 8, 4, 32768, 128),
     (8, 32, 1, 16384, 128),
@@ -52,7 +52,7 @@ def tensors(shape: Shape, seed: int, dtype: torch.dtype = torch.bfloat16) -> tup
 
 
 def copies(nbytes: int) -> int:
-    return max(1, min(64, -(-ROTATE_BYTES // nbytes)))
+    return max(1, min(256, -(-ROTATE_BYTES // nbytes)))
 
 
 def baseline(shape: Shape) -> dict[str, Any]:

@@ -146,8 +146,15 @@ KernelChoice choose_kernel(const tq_plan *plan, int rows, int tiles, bool bulk)
     return k.kernel ? k : attend_kernel_mixed(plan->groups, blocks, tiles, bulk);
 }
 
-void copy_side(const tq_side &from, int page_tokens, const tq_codebook *books, const KernelChoice &k, bool keys,
-               SideArgs *to)
+/** Token tiles of a unit, as measured on an H200: whole pages pay off once every multiprocessor has some, but for 4 bits at head_dim
+ *  128, where 16 warps on half pages are faster. */
+int choose_tiles(const tq_plan *plan, int64_t pages, const Device &device)
+{
+    bool wide = uniform_bits(plan) == 4 && plan->groups == 4;
+    return pages >= 3 * (int64_t)device.processors && !wide ? 4 : 2;
+}
+
+void copy_side(const tq_side &from, const tq_codebook *books, const KernelChoice &k, bool keys, SideArgs *to)
 {
     for (int g = 0; g < GROUPS_MAX; g++) {
         to->bits[g] = from.bits[g];
@@ -156,12 +163,6 @@ void copy_side(const tq_side &from, int page_tokens, const tq_codebook *books, c
     to->tile_bytes = from.tile_bytes;
     to->codes_offset = (int32_t)from.codes_offset;
     to->scales_offset = (int32_t)from.scales_offset;
-    for (int second = 0; second < 2; second++) {
-        int tiles = page_tokens / TQ_TILE - second * k.tiles;
-        tiles = tiles < 0 ? 0 : tiles < k.tiles ? tiles : k.tiles;
-        to->code_bytes[second] = tiles * from.tile_bytes;
-        to->scale_bytes[second] = tiles * 2 * TQ_TILE;
-    }
     for (int b = 1; b <= TQ_MAX_BITS; b++) {
         float step = books[b].step; /* of a level; uniform levels are 2 code - (2^b - 1) */
         bool plus_128 = b == 5 || (b == 4 && !k.two_products), scaled = b <= 2 && keys && !k.key_bits;
@@ -192,6 +193,8 @@ tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tabl
     memcpy(tables->minus4, minus4, 8);
     memcpy(tables->magnitude4, magnitude4, 8);
     memcpy(tables->magnitude5, magnitude5, 16);
+    const uint32_t right[4] = {1u << 31, 1u << 30, 1u << 29, 1u << 16};
+    memcpy(tables->right, right, sizeof right);
     return TQ_OK;
 }
 
@@ -212,8 +215,34 @@ int64_t take(int64_t *at, int64_t bytes)
     return start;
 }
 
-/** Rows, warps and stages of pages. */
-tq_status cut_pages(const tq_plan *plan, const Device &device, Launch *l, tq_error *error)
+/** Where the sides of a unit are in a stage, and what is copied there. */
+void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
+{
+    AttendArgs &a = *args;
+    int page_tiles = plan->page_tokens / TQ_TILE;
+    a.key.at_codes = 0;
+    a.value.at_codes = tiles * plan->key.tile_bytes;
+    a.key.at_scales = a.value.at_codes + tiles * plan->value.tile_bytes;
+    a.value.at_scales = a.key.at_scales + (a.page_units == 1 ? 2 * plan->page_tokens : tiles * 2 * TQ_TILE);
+    a.stage_bytes = a.key.at_scales + 2 * tiles * 2 * TQ_TILE;
+    a.last_is_short = page_tiles != a.page_units * tiles;
+    for (int second = 0; second < a.page_units; second++) {
+        CopyArgs *copies = a.copies[second];
+        int here = page_tiles - second * tiles < tiles ? page_tiles - second * tiles : tiles;
+        int scales = a.key.scales_offset + second * tiles * 2 * TQ_TILE, scale_bytes = here * 2 * TQ_TILE;
+        copies[COPY_KEYS] = {a.key.codes_offset + second * tiles * a.key.tile_bytes, a.key.at_codes,
+                             here * a.key.tile_bytes};
+        copies[COPY_VALUES] = {a.value.codes_offset + second * tiles * a.value.tile_bytes, a.value.at_codes,
+                               here * a.value.tile_bytes};
+        /* the scales of a whole page are one piece */
+        copies[COPY_SCALES] = {scales, a.key.at_scales, (a.page_units == 1 ? 2 : 1) * scale_bytes};
+        if (a.page_units > 1)
+            copies[COPY_VALUE_SCALES] = {scales + 2 * plan->page_tokens, a.value.at_scales, scale_bytes};
+    }
+}
+
+/** Rows, warps and stages of pages; `pages`: how many there may be to read, over all sequences and heads. */
+tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, Launch *l, tq_error *error)
 {
     AttendArgs &a = l->args;
     int row_blocks = (a.rows + 3) / 4;
@@ -222,14 +251,10 @@ tq_status cut_pages(const tq_plan *plan, const Device &device, Launch *l, tq_err
     a.tile_rows = 4 * l->kernel.blocks * a.team_warps;
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
     a.pitch = TQ_TILE * plan->groups + 8;
-    int tiles = l->kernel.tiles;
-    a.key.at_codes = 0;
-    a.value.at_codes = tiles * plan->key.tile_bytes;
-    a.key.at_scales = a.value.at_codes + tiles * plan->value.tile_bytes;
-    a.value.at_scales = a.key.at_scales + (a.page_units == 1 ? 2 * plan->page_tokens : tiles * 2 * TQ_TILE);
-    a.stage_bytes = a.key.at_scales + 2 * tiles * 2 * TQ_TILE;
+    lay_out_stage(plan, l->kernel.tiles, &a);
     l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
-    int warps = l->kernel.max_threads > 384 ? 12 : l->kernel.max_threads / 32; /* more leave no room for prepare */
+    int warps = l->kernel.max_threads / 32;
+    if (warps > 12 && pages < 64 * (int64_t)device.processors) warps = 12; /* leaves room for prepare beside */
     int most_stages =
         l->kernel.tiles == 4 ? 1 : 3; /* a second stage of whole pages was measured to cost 5 % at 2 bits */
     int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* a block of prepare fits beside */
@@ -250,19 +275,37 @@ tq_status cut_pages(const tq_plan *plan, const Device &device, Launch *l, tq_err
     return TQ_OK;
 }
 
+/** Warps that share the parts of a row: enough for all parts to be on their way at once. Dense rotations want all there can be. */
+int combine_ways(const Launch &l, bool dense)
+{
+    const AttendArgs &a = l.args;
+    int most = 16 / a.combine_rows, at_once = a.groups > 4 ? 3 : 6;
+    if (dense) return most;
+    if (a.combine_rows > 1) return 1;
+    int64_t units = (int64_t)a.p.max_pages * a.page_units, pieces = (int64_t)l.blocks * a.teams;
+    int64_t parts = (pieces + l.segments - 1) / l.segments + 1;
+    if (parts > units) parts = units;
+    if (parts < a.exact_parts) parts = a.exact_parts;
+    int64_t ways = (parts + at_once - 1) / at_once;
+    return ways < 1 ? 1 : ways < most ? (int)ways : most;
+}
+
 /** Blocks and shared memory of prepare and combine. */
 tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
 {
     AttendArgs &a = l->args;
     bool dense = a.rotation == TQ_ROTATION_DENSE;
     int most = a.tile_rows <= END_ROWS ? a.tile_rows : a.tile_rows % END_ROWS ? END_ROWS / 2 : END_ROWS;
-    a.prepare_rows = most;
     int64_t rows = l->segments * a.tile_rows;
-    a.combine_rows = rows < 2 * device.processors ? 1 : most < 4 ? most : 4; /* few rows: all warps of a block on one */
+    a.prepare_rows = rows <= 16 * device.processors && most > 4 && !dense
+                         ? 4
+                         : most; /* rather many blocks than much to do for each */
+    a.combine_rows = rows < 8 * device.processors ? 1 : most < 4 ? most : 4; /* few rows: all warps of a block on one */
     int64_t sets = rows / a.prepare_rows, row_bytes = (int64_t)a.pitch * sizeof(float);
     int64_t exact_tokens = a.p.window ? (int64_t)a.p.sinks + a.p.window + (a.p.query_tokens - 1) : a.p.sinks;
-    a.exact_tokens = 32;
-    while (exact_tokens > (int64_t)16 * a.exact_tokens) a.exact_tokens *= 2;
+    bool few = sets * ((exact_tokens + 7) / 8) <= 2 * device.processors;
+    a.exact_tokens = few ? 8 : 32;
+    while (exact_tokens > (int64_t)(few ? 32 : 16) * a.exact_tokens) a.exact_tokens *= 2;
     a.exact_parts = (int32_t)((exact_tokens + a.exact_tokens - 1) / a.exact_tokens);
     int64_t blocks = sets * (1 + a.exact_parts);
     if (blocks > INT32_MAX) return fail(error, TQ_E_VALUE, "query_tokens", -1, a.p.query_tokens, "fewer");
@@ -275,7 +318,7 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
         exact_ways * a.prepare_rows * row_bytes + 32 * 24 + (int64_t)a.prepare_rows * 35 * sizeof(float);
     int64_t row_space = (dense ? END_ROWS + a.prepare_rows + 3 : a.prepare_rows) * row_bytes;
     l->prepare_bytes = (int)(a.exact_parts && exact_bytes > row_space ? exact_bytes : row_space);
-    int ways = a.combine_rows == 1 || dense ? 16 / a.combine_rows : 1;
+    int ways = combine_ways(*l, dense);
     l->combine_blocks = (int)(rows / a.combine_rows);
     l->combine_threads = 32 * a.combine_rows * ways;
     row_space = ((a.exact_parts ? 2 : 1) * ways * a.combine_rows) * row_bytes;
@@ -288,7 +331,7 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
 size_t lay_out_workspace(Launch *l, char *base)
 {
     AttendArgs &a = l->args;
-    int64_t at = TQ_CUDA_WORKSPACE_ZERO, rows = l->segments * a.tile_rows,
+    int64_t at = 0, rows = l->segments * a.tile_rows,
             slots = ((int64_t)l->blocks * a.teams + l->segments) * a.tile_rows, width = TQ_TILE * a.groups;
     int64_t exact_rows = (int64_t)a.p.batch * a.p.kv_heads * a.exact_parts * a.row_tiles * a.tile_rows,
             f = sizeof(float);
@@ -326,15 +369,15 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.rows = (int32_t)rows;
     if (!p->batch || !rows) return TQ_OK;
     int64_t pages = (int64_t)p->batch * p->kv_heads * a.p.max_pages;
-    l->kernel = choose_kernel(plan, a.rows, pages >= 8 * (int64_t)device.processors ? 4 : 2, device.bulk);
+    l->kernel = choose_kernel(plan, a.rows, choose_tiles(plan, pages, device), device.bulk);
     a.unit_tokens = l->kernel.tiles * TQ_TILE;
     a.page_units = (plan->page_tokens + a.unit_tokens - 1) / a.unit_tokens;
     tq_codebook books[TQ_MAX_BITS + 1];
     TQ_CUDA_TRY(fill_tables(plan, books, &a.tables, error));
-    copy_side(plan->key, plan->page_tokens, books, l->kernel, true, &a.key);
-    copy_side(plan->value, plan->page_tokens, books, l->kernel, false, &a.value);
+    copy_side(plan->key, books, l->kernel, true, &a.key);
+    copy_side(plan->value, books, l->kernel, false, &a.value);
     a.signs = signs_of(*plan);
-    TQ_CUDA_TRY(cut_pages(plan, device, l, error));
+    TQ_CUDA_TRY(cut_pages(plan, pages, device, l, error));
     return cut_ends(device, l, error);
 }
 

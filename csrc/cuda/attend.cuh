@@ -60,11 +60,18 @@ struct SideArgs {
     int32_t bits[GROUPS_MAX], offset[GROUPS_MAX];
     int32_t tile_bytes, codes_offset, scales_offset;
     int32_t at_codes, at_scales;            /* of this side in a stage */
-    int32_t code_bytes[2], scale_bytes[2];  /* of a page's first and second unit */
     float factor[TQ_MAX_BITS + 1];          /* of a code byte, by width */
     float offset_factor[TQ_MAX_BITS + 1];   /* values: of the sum of weights */
     int32_t offset_levels[TQ_MAX_BITS + 1]; /* keys: of the sum of the query */
 };
+
+/** A piece of a record on its way into a stage; bytes 0: none. */
+struct CopyArgs {
+    int32_t from, to, bytes, unused;
+};
+
+/** What fills a stage: first key codes and all scales, for one barrier, then value codes, for another. */
+enum Copies { COPY_KEYS, COPY_SCALES, COPY_VALUE_SCALES, COPY_VALUES, COPIES };
 
 /** The pieces that hold a segment's units, for combine. Piece p's part of segment s is in slot p + s: along the line one of the two
  *  grows from part to part, so that no two share a slot. */
@@ -92,11 +99,13 @@ struct AttendArgs {
     int32_t head_dim, groups, page_tokens, rotation;
     int64_t record_bytes;
     SideArgs key, value;
+    CopyArgs copies[2][COPIES]; /* of a page's first and second unit */
     HadamardSigns signs;
     LevelTables tables;
     /* the cut */
     int32_t capacity;                /* a sequence's tokens at most */
     int32_t unit_tokens, page_units; /* units of a page: 1 or 2 */
+    bool last_is_short;              /* the last unit of a page has fewer tiles than the others, or than its kernel's */
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
     int32_t exact_parts, exact_tokens;  /* parts of each KV head, tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows that a block takes of a tile; they divide tile_rows */

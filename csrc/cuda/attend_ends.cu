@@ -62,20 +62,30 @@ struct MergedRow {
     float max, sum, packed_sum, rounded_sum;
 };
 
+/** Each lane merges every 32nd part, AT_ONCE of them on their way together, then the lanes merge. */
+template <int AT_ONCE>
 __device__ __forceinline__ MergedRow merge_totals(const RowParts &packed, const RowParts &exact, int lane)
 {
     MergedRow m = {-INFINITY, 0, 0, 0};
 #pragma unroll 1
-    for (int32_t first = 0; first < packed.n + exact.n; first += 32) {
-        int32_t i = first + lane;
-        bool is_packed = i < packed.n;
-        float4 t = make_float4(-INFINITY, 0, 0, 0);
-        if (i < packed.n + exact.n) t = is_packed ? packed.total(i) : exact.total(i - packed.n);
-        float max = fmaxf(m.max, warp_max(t.x)), before = moved(m.max, max), f = moved(t.x, max);
-        m = {max, m.sum * before + warp_sum(f * t.y), m.packed_sum * before + warp_sum(is_packed ? f * t.y : 0),
-             m.rounded_sum * before + warp_sum(is_packed ? f * t.z : 0)};
+    for (int32_t first = lane; first < packed.n + exact.n; first += 32 * AT_ONCE) {
+        float4 t[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            int32_t i = first + 32 * j;
+            t[j] = make_float4(-INFINITY, 0, 0, 0);
+            if (i < packed.n + exact.n) t[j] = i < packed.n ? packed.total(i) : exact.total(i - packed.n);
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            bool is_packed = first + 32 * j < packed.n;
+            float max = fmaxf(m.max, t[j].x), before = moved(m.max, max), f = moved(t[j].x, max);
+            m = {max, fmaf(m.sum, before, f * t[j].y), fmaf(m.packed_sum, before, is_packed ? f * t[j].y : 0),
+                 fmaf(m.rounded_sum, before, is_packed ? f * t[j].z : 0)};
+        }
     }
-    return m;
+    float max = warp_max(m.max), f = moved(m.max, max);
+    return {max, warp_sum(f * m.sum), warp_sum(f * m.packed_sum), warp_sum(f * m.rounded_sum)};
 }
 
 /** A batch of a row's parts on their way: parts first, first + step, .. */
@@ -215,7 +225,8 @@ __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_const
     if (output.row < 0) packed.n = exact.n = 0;
     PartLoads<GROUPS> loads;
     loads.load(packed, way, ways, width, lane);
-    MergedRow m = merge_totals(packed, exact, lane);
+    MergedRow m =
+        packed.n + exact.n <= 32 ? merge_totals<1>(packed, exact, lane) : merge_totals<4>(packed, exact, lane);
     LaneRow<GROUPS> sum, exact_sum;
     add_parts<GROUPS>(packed, loads, way, ways, width, m.max, sum, lane);
     clear(exact_sum);

@@ -80,17 +80,17 @@ __device__ __forceinline__ float dot_quads(float4 x, float4 y, float sum)
     return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
 }
 
-/** Base-2 logits of n <= EXACT_CHUNK tokens for all rows; -inf for what a row does not see. A warp takes a row and 16 tokens, eight
- *  lanes a token. */
+/** Base-2 logits of n <= EXACT_CHUNK tokens for all rows; -inf for what a row does not see. A warp takes a row and 4 to 16 tokens, so
+ *  that no warp is idle, eight lanes a token. */
 template <int GROUPS>
 __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t n,
                                              const ExactState &x)
 {
-    constexpr int TOKENS = 16;
-    int warps = blockDim.x / 32, lane = threadIdx.x & 31, piece = lane % 8;
+    int warps = blockDim.x / 32, lane = threadIdx.x & 31, piece = lane % 8, chunk = min(a.exact_tokens, EXACT_CHUNK),
+        tokens = min(16, max(4, chunk * a.prepare_rows / warps));
 #pragma unroll 1
-    for (int item = threadIdx.x / 32; item < a.prepare_rows * (EXACT_CHUNK / TOKENS); item += warps) {
-        int row = item % a.prepare_rows, first = item / a.prepare_rows * TOKENS;
+    for (int item = threadIdx.x / 32; item * tokens < a.prepare_rows * chunk; item += warps) {
+        int row = item % a.prepare_rows, first = item / a.prepare_rows * tokens;
         int64_t at = query_at(a, s, row);
         Quad raw[GROUPS];
         float4 q[GROUPS];
@@ -108,7 +108,7 @@ __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &
         Range visible = seen(a, seq, p);
         if (!real) visible.hi = visible.lo;
 #pragma unroll 1
-        for (int i = first + lane / 8; i < first + TOKENS; i += 4) {
+        for (int i = first + lane / 8; i < first + tokens; i += 4) {
             ExactToken token = x.tokens[min(i, n - 1)];
             Quad k[GROUPS];
 #pragma unroll

@@ -8,10 +8,12 @@
  *   width  reading         bytes                                       as u8 or s8      costs per tile, beside the loads
  *   1, 2   ROW_FACTOR      code * 2^(bits r): a mask, no look-up       u8               8 to 9 operations, 2 products
  *   1, 2   SCALED          code << (8 - bits)                          u8               about 15, 2
- *   3      any             level                                       s8               21, 2
- *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               28, 4
+ *   3      any             level                                       s8               14 + 7 shifts, 2
+ *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               24 + 4 shifts, 4
  *                          (level, or -1 if not negative)
  *   4, 5   otherwise       128 + level                                 u8               36 or 80, 2
+ * Look-ups and masks are what limits the whole kernel: they share a pipe of half the issue rate. Right shifts would be on it too, so
+ * they are the high words of products, which go to the multipliers.
  * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, each
  * times the sum of the other factor. SCALED bytes are as large as those of other widths, so that in a mixed plan no group costs
  * the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126, which holds for every 4-bit codebook. */
@@ -29,7 +31,16 @@ struct LevelTables {
     uint32_t minus4[2]; /* - magnitude */
     uint32_t magnitude4[2];
     uint32_t magnitude5[4]; /* words 2, 3: magnitudes 8..15 */
+    uint32_t right
+        [4]; /* 2^31, 2^30, 2^29, 2^16: what to multiply by, to shift right by 1, 2, 3, 16; not known to the compiler, which
+                             * would make shifts of them */
 };
+
+/** x >> 1, 2, 3, 16 for by = 0, 1, 2, 3. */
+__device__ __forceinline__ uint32_t shift_right(const LevelTables &tables, uint32_t x, int by)
+{
+    return __umulhi(x, tables.right[by]);
+}
 
 enum class Reading { ROW_FACTOR, SCALED };
 
@@ -47,11 +58,12 @@ template <int BITS> __device__ __forceinline__ TileWords<BITS> load_tile(const u
 }
 
 /** Four selector words, one per row r, whose nibbles are 3-bit codes; the spare bits of three rows hold the fourth. */
-__device__ __forceinline__ void selectors3(const TileWords<3> &t, uint32_t (&s)[4])
+__device__ __forceinline__ void selectors3(const LevelTables &tables, const TileWords<3> &t, uint32_t (&s)[4])
 {
 #pragma unroll
     for (int r = 0; r < 3; r++) s[r] = t.w[r] & 0x77777777u;
-    s[3] = (t.w[0] >> 3 & 0x11111111u) | (t.w[1] >> 2 & 0x22222222u) | (t.w[2] >> 1 & 0x44444444u);
+    s[3] = (shift_right(tables, t.w[0], 2) & 0x11111111u) | (shift_right(tables, t.w[1], 1) & 0x22222222u) |
+           (shift_right(tables, t.w[2], 0) & 0x44444444u);
 }
 
 __device__ __forceinline__ uint32_t magnitudes5(const LevelTables &tables, uint32_t selectors, uint32_t high)
@@ -97,18 +109,18 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
         }
     } else if constexpr (BITS == 3) {
         uint32_t s[4];
-        selectors3(t, s);
+        selectors3(tables, t, s);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             a[i] = prmt(tables.level3[0], tables.level3[1], s[2 * half + i]);
-            a[2 + i] = prmt(tables.level3[0], tables.level3[1], s[2 * half + i] >> 16);
+            a[2 + i] = prmt(tables.level3[0], tables.level3[1], shift_right(tables, s[2 * half + i], 3));
         }
     } else {
         /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for the others */
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int r = 2 * half + (i & 1), h = i >> 1;
-            uint32_t plus = t.w[r] >> 16 * h, minus = (t.w[r] ^ 0x88888888u) >> 16 * h;
+            uint32_t plus = h ? shift_right(tables, t.w[r], 3) : t.w[r], minus = plus ^ 0x88888888u;
             if constexpr (BITS == 4) {
                 a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
                        prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
@@ -128,9 +140,9 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int hal
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         uint32_t word = t.w[2 * half + (i & 1)];
-        int shift = 16 * (i >> 1);
-        plus[i] = prmt(tables.plus4[0], tables.plus4[1], word >> shift);
-        minus[i] = prmt(tables.minus4[0], tables.minus4[1], (word ^ 0x88888888u) >> shift);
+        if (i >> 1) word = shift_right(tables, word, 3);
+        plus[i] = prmt(tables.plus4[0], tables.plus4[1], word);
+        minus[i] = prmt(tables.minus4[0], tables.minus4[1], word ^ 0x88888888u);
     }
 }
 

@@ -13,7 +13,29 @@ namespace tq
 /** A side of a unit in shared memory. A stage is |key codes|value codes|key scales|value scales|. */
 struct StageView {
     const uint8_t *codes;
-    const __half *scales; /* in column order: those of tokens g + 8 r, r = 0..3, of a tile stand side by side at 4 g */
+    const uint8_t
+        *scales; /* fp16, in column order: those of tokens g + 8 r, r = 0..3, of a tile stand side by side at 4 g */
+};
+
+/** The scales of the tokens of a lane: word i has those of 2 i and 2 i + 1. */
+template <class V> struct LaneScales {
+    uint32_t pair[2 * V::TILES];
+
+    __device__ __forceinline__ void load(StageView side, int lane)
+    {
+#pragma unroll
+        for (int tile = 0; tile < V::TILES; tile++) {
+            uint2 four = *reinterpret_cast<const uint2 *>(side.scales + 2 * (tile * TQ_TILE + (lane & ~3)));
+            pair[2 * tile] = four.x;
+            pair[2 * tile + 1] = four.y;
+        }
+    }
+    __device__ __forceinline__ float operator[](int i) const
+    {
+        __half2 h = *reinterpret_cast<const __half2 *>(&pair[i / 2]);
+        return i % 2 ? __high2float(h) : __low2float(h);
+    }
+    __device__ __forceinline__ void clear(int i) { pair[i / 2] &= i % 2 ? 0x0000ffffu : 0xffff0000u; }
 };
 
 /** A team's ring of stages. Key codes with all scales, and value codes, have barriers of their own: the keys of a unit to come are
@@ -36,13 +58,13 @@ template <class V> struct Ring {
     __device__ __forceinline__ StageView view(const AttendArgs &a, const SideArgs &side) const
     {
         const uint8_t *at = shared_bytes + (stages - shared_address(shared_bytes)) + stage * a.stage_bytes;
-        return {at + side.at_codes, reinterpret_cast<const __half *>(at + side.at_scales)};
+        return {at + side.at_codes, at + side.at_scales};
     }
 
     __device__ __forceinline__ void copy(const AttendArgs &a, uint32_t to, const uint8_t *from, int bytes,
                                          uint32_t full, int thread) const
     {
-        if constexpr (V::BULK) copy_bulk(to, from, bytes, full);
+        if constexpr (V::BULK) copy_bulk(to, from, bytes, full, a.row_tiles == 1);
         else
             for (int i = 16 * thread; i < bytes; i += 16 * 32 * a.team_warps) copy_16(to + i, from + i);
     }
@@ -52,21 +74,18 @@ template <class V> struct Ring {
                                          int32_t unit, int thread) const
     {
         uint32_t to = stages + stage_ * a.stage_bytes, full = barrier(stage_, which);
-        int second = unit & (a.page_units - 1);
-        const SideArgs &side = which ? a.value : a.key;
-        int code_bytes = side.code_bytes[second], scale_bytes = which ? 0 : a.key.scale_bytes[second];
-        if (V::BULK) barrier_expect(full, code_bytes + 2 * scale_bytes);
-        copy(a, to + side.at_codes, record + side.codes_offset + second * V::TILES * side.tile_bytes, code_bytes, full,
-             thread);
-        if (which == 0) {
-            const uint8_t *scales = record + a.key.scales_offset + second * V::TILES * 2 * TQ_TILE;
-            if (a.page_units == 1) { /* keys' and values' are one piece */
-                copy(a, to + a.key.at_scales, scales, 2 * scale_bytes, full, thread);
-            } else {
-                copy(a, to + a.key.at_scales, scales, scale_bytes, full, thread);
-                copy(a, to + a.value.at_scales, scales + 2 * a.page_tokens, scale_bytes, full, thread);
-            }
+        const CopyArgs *c = a.copies[unit & (a.page_units - 1)];
+        int first = which ? COPY_VALUES : COPY_KEYS, end = which ? COPIES : COPY_VALUES;
+        if (V::BULK) {
+            int bytes = 0;
+#pragma unroll
+            for (int i = first; i < end; i++) bytes += c[i].bytes;
+            barrier_expect(full, bytes);
         }
+#pragma unroll
+        for (int i = first; i < end; i++)
+            if (i != COPY_VALUE_SCALES || a.page_units > 1)
+                copy(a, to + c[i].to, record + c[i].from, c[i].bytes, full, thread);
         if (!V::BULK) barrier_arrive_after_copies(full);
     }
 
@@ -157,11 +176,10 @@ __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, 
             with_width(a.key.bits[g], both_tiles);
         }
     }
+    LaneScales<V> scales;
+    scales.load(keys, lane);
 #pragma unroll
     for (int tile = 0; tile < V::TILES; tile++) {
-        const __half2 *k = reinterpret_cast<const __half2 *>(keys.scales + tile * TQ_TILE + (lane & ~3));
-        float2 k01 = __half22float2(k[0]), k23 = __half22float2(k[1]);
-        const float scale[4] = {k01.x, k01.y, k23.x, k23.y};
 #pragma unroll
         for (int n = 0; n < B; n++)
 #pragma unroll
@@ -169,28 +187,31 @@ __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, 
                 const int *row = &c[tile][r >> 1][n][2 * (r & 1)];
                 float x = (float)(row[0] * QUERY_BASE + row[1]);
                 if constexpr (V::KEY_ROW_FACTOR) x = fmaf(x, 1.0f / (1 << V::KEY_BITS * r), rows.offset[n]);
-                s[n][4 * tile + r] = x * scale[r];
+                s[n][4 * tile + r] = x * scales[4 * tile + r];
             }
     }
 }
 
-/** For a unit that some row sees in part: tokens a row does not see get -inf; bit i of seen says which it does. */
+/** For a unit that some row sees in part: tokens a row does not see get -inf. Where no token may lie the value scale may be anything,
+ *  and becomes 0. */
 template <class V>
 __device__ __forceinline__ void hide_tokens(const RowArgs *rows, int32_t first, int32_t end, int lane,
-                                            float (&s)[V::BLOCKS][4 * V::TILES], uint32_t (&seen)[V::BLOCKS])
+                                            float (&s)[V::BLOCKS][4 * V::TILES], LaneScales<V> &value_scales)
 {
+    uint32_t seen = 0;
 #pragma unroll
     for (int n = 0; n < V::BLOCKS; n++) {
-        seen[n] = 0;
         int32_t lo = rows[4 * n + (lane & 3)].packed_lo, hi = min(rows[4 * n + (lane & 3)].packed_hi, end);
 #pragma unroll
         for (int i = 0; i < 4 * V::TILES; i++) {
             int32_t token = first + TQ_TILE * (i / 4) + 8 * (i % 4) + lane / 4;
-            bool visible = token >= lo && token < hi;
-            if (visible) seen[n] |= 1u << i;
+            if (token >= lo && token < hi) seen |= 1u << i;
             else s[n][i] = -INFINITY;
         }
     }
+#pragma unroll
+    for (int i = 0; i < 4 * V::TILES; i++)
+        if (!(seen >> i & 1)) value_scales.clear(i);
 }
 
 /** tanh to 2e-7 absolute, which is what a logit needs. */
@@ -208,22 +229,34 @@ __device__ __forceinline__ void cap_scores(const AttendArgs &a, const RowArgs *r
     for (int n = 0; n < V::BLOCKS; n++) {
         float scale = rows[4 * n + (lane & 3)].scale * inverse, bias = rows[4 * n + (lane & 3)].bias * inverse;
 #pragma unroll
-        for (int i = 0; i < 4 * V::TILES; i++)
-            if (s[n][i] != -INFINITY) s[n][i] = cap * tanh_fast(fmaf(s[n][i], scale, bias));
+        for (int i = 0; i < 4 * V::TILES; i++) {
+            float capped = cap * tanh_fast(fmaf(s[n][i], scale, bias));
+            s[n][i] = s[n][i] == -INFINITY ? s[n][i] : capped;
+        }
     }
+}
+
+/** The largest of N numbers, in the fewest steps one after the other. */
+template <int N> __device__ __forceinline__ float largest_of(const float (&x)[N])
+{
+    float y[(N + 1) / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) y[i] = fmaxf(x[2 * i], x[2 * i + 1]);
+    if constexpr (N % 2) y[N / 2] = x[N - 1];
+    if constexpr (N <= 2) return y[0];
+    else return largest_of(y);
 }
 
 /** Moves a row's reference up to the largest score, over all lanes that share the row. */
 template <class V>
-__device__ __forceinline__ void raise_reference(Sums<V> &sums, const float (&top)[V::BLOCKS],
-                                                const float (&scale)[V::BLOCKS])
+__device__ __forceinline__ void raise_reference(const LaneRows<V> &rows, Sums<V> &sums, const float (&top)[V::BLOCKS])
 {
 #pragma unroll
     for (int n = 0; n < V::BLOCKS; n++) {
         float largest = top[n];
 #pragma unroll
         for (int k = 4; k < 32; k *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, k));
-        float reference = largest == -INFINITY ? sums.reference[n] : fminf(sums.reference[n], -largest * scale[n]);
+        float reference = largest == -INFINITY ? sums.reference[n] : fminf(sums.reference[n], -largest * rows.scale[n]);
         float factor = exp2_fast(reference - sums.reference[n]);
         sums.reference[n] = reference;
         sums.weights[n] *= factor;
@@ -238,9 +271,8 @@ __device__ __forceinline__ void raise_reference(Sums<V> &sums, const float (&top
 /** Scores to weights times value scales, as 16-bit fixed point relative to the unit's largest, in the products' column order.
  *  b[tile][block]: the operand; unit_scale[block]: what one step of it is worth. */
 template <class V>
-__device__ __forceinline__ void weigh_unit(const __half2 (&value_scales)[2 * V::TILES], bool partial,
-                                           const uint32_t (&seen)[V::BLOCKS], const float (&scale)[V::BLOCKS],
-                                           float (&s)[V::BLOCKS][4 * V::TILES], Sums<V> &sums, int lane,
+__device__ __forceinline__ void weigh_unit(const LaneRows<V> &rows, const LaneScales<V> &value_scales,
+                                           const float (&s)[V::BLOCKS][4 * V::TILES], int lane, Sums<V> &sums,
                                            uint2 (&b)[V::TILES][V::BLOCKS], float (&unit_scale)[V::BLOCKS])
 {
     constexpr int B = V::BLOCKS;
@@ -248,19 +280,11 @@ __device__ __forceinline__ void weigh_unit(const __half2 (&value_scales)[2 * V::
     bool above = false;
 #pragma unroll
     for (int n = 0; n < B; n++) {
-        top[n] = s[n][0];
-#pragma unroll
-        for (int i = 1; i < 4 * V::TILES; i++) top[n] = fmaxf(top[n], s[n][i]);
-        above |= fmaf(top[n], scale[n], sums.reference[n]) > HEADROOM;
+        top[n] = largest_of(s[n]);
+        above |= fmaf(top[n], rows.scale[n], sums.reference[n]) > HEADROOM;
     }
-    if (__any_sync(ALL_LANES, above)) raise_reference<V>(sums, top, scale);
+    if (__any_sync(ALL_LANES, above)) raise_reference<V>(rows, sums, top);
 
-    float value_scale[4 * V::TILES];
-#pragma unroll
-    for (int i = 0; i < 2 * V::TILES; i++) {
-        float2 v = __half22float2(value_scales[i]);
-        value_scale[2 * i] = v.x, value_scale[2 * i + 1] = v.y;
-    }
     /* a lane publishes the high plane of two columns' worth of tokens and the low plane of the others, in two rounds, so that every
      * word travels once: even columns want the high plane, odd ones the low */
     bool low_half = lane < 16, even = !(lane & 4);
@@ -268,15 +292,15 @@ __device__ __forceinline__ void weigh_unit(const __half2 (&value_scales)[2 * V::
     int from = 4 * (lane & 3) + (lane >> 3) + (even ? 0 : 16);
 #pragma unroll
     for (int n = 0; n < B; n++) {
-        float weight[4 * V::TILES], largest = 1e-30f;
+        float weight[4 * V::TILES], sum[4] = {};
 #pragma unroll
         for (int i = 0; i < 4 * V::TILES; i++) {
-            float w = exp2_fast(fmaf(s[n][i], scale[n], sums.reference[n]));
-            sums.weights[n] += w;
-            weight[i] = w * value_scale[i];
-            if (partial && !(seen[n] >> i & 1)) weight[i] = 0; /* the scale may be whatever lay there */
-            largest = fmaxf(largest, weight[i]);
+            float w = exp2_fast(fmaf(s[n][i], rows.scale[n], sums.reference[n]));
+            sum[i % 4] += w;
+            weight[i] = w * value_scales[i];
         }
+        sums.weights[n] += (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        float largest = fmaxf(largest_of(weight), 1e-30f);
 #pragma unroll
         for (int k = 4; k < 32; k *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, k));
         float steps = __fdividef(65535.0f, largest);
@@ -408,7 +432,8 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const Segment &s
 #pragma unroll
     for (int n = 0; n < V::BLOCKS; n++) {
         RowArgs row = row_args[4 * n + (lane & 3)];
-        rows.scale[n] = row.scale;
+        rows.scale[n] =
+            a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
         rows.offset_hi[n] = row.offset_hi;
         rows.offset_lo[n] = row.offset_lo;
         rows.offset[n] = 0.5f * (float)(row.offset_hi * QUERY_BASE + row.offset_lo); /* a byte is half a level there */
@@ -439,37 +464,34 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring,
     LaneRows<V> rows;
     start_rows<V>(a, now, first_block, lane, rows, sums);
     Pages pages(a, now), pages_after(a, ahead.after);
-    int32_t page_tokens = a.page_tokens, page_shift = a.page_units - 1;
+    Range whole = whole_units(a, now.common);
+    bool capped = a.p.softcap > 0;
+    int32_t page_shift = a.page_units - 1, unit = ahead.unit(ahead.position);
 #pragma unroll 1
-    for (; ahead.position < ahead.now_end; ahead.position++) {
-        int32_t next = ahead.position + a.stages, unit = ahead.unit(ahead.position), next_unit = ahead.unit(next),
-                next_page = 0;
+    for (; ahead.position < ahead.now_end; ahead.position++, unit++) {
+        int32_t next = ahead.position + a.stages, next_unit = ahead.unit(next), next_page = 0;
         bool more = next < ahead.after_end, is_now = ahead.is_now(next);
         if (more)
             next_page =
                 is_now ? pages.page(a, next_unit) : pages_after.page(a, next_unit); /* long before it is needed */
-        float s[B][4 * V::TILES], scale[B], unit_scale[B];
+        float s[B][4 * V::TILES], unit_scale[B];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_unit<V>(a, ring.view(a, a.key), query, rows, lane, s);
         StageView values = ring.view(a, a.value);
-        __half2 value_scales[2 * V::TILES]; /* they came with the keys, and go with them */
-#pragma unroll
-        for (int i = 0; i < 2 * V::TILES; i++)
-            value_scales[i] = reinterpret_cast<const __half2 *>(values.scales + i / 2 * TQ_TILE + (lane & ~3))[i % 2];
+        LaneScales<V> value_scales; /* they came with the keys, and go with them */
+        value_scales.load(values, lane);
         const uint8_t *next_record = is_now ? pages.record(a, next_page) : pages_after.record(a, next_page);
         refill(a, ring, 0, more, next_record, next_unit, thread);
 
-        int32_t page = unit >> page_shift, first = page * page_tokens + (unit & page_shift) * V::TILES * TQ_TILE;
-        int32_t end = min(first + V::TILES * TQ_TILE, (page + 1) * page_tokens);
-        bool partial = first < now.common.lo || first + V::TILES * TQ_TILE > min(now.common.hi, end);
-        uint32_t visible[B];
-        if (partial) hide_tokens<V>(row_args, first, end, lane, s, visible);
-#pragma unroll
-        for (int n = 0; n < B; n++) scale[n] = a.p.softcap > 0 ? 1.0f : rows.scale[n];
-        if (a.p.softcap > 0) cap_scores<V>(a, row_args, lane, s);
+        if (unit < whole.lo || unit >= whole.hi || (a.last_is_short && (unit & page_shift) == page_shift)) {
+            int32_t page = unit >> page_shift, first = page * a.page_tokens + (unit & page_shift) * V::TILES * TQ_TILE;
+            hide_tokens<V>(row_args, first, min(first + V::TILES * TQ_TILE, (page + 1) * a.page_tokens), lane, s,
+                           value_scales);
+        }
+        if (capped) cap_scores<V>(a, row_args, lane, s);
 
         uint2 b[V::TILES][B];
-        weigh_unit<V>(value_scales, partial, visible, scale, s, sums, lane, b, unit_scale);
+        weigh_unit<V>(rows, value_scales, s, lane, sums, b, unit_scale);
         barrier_wait(ring.barrier(ring.stage, 1), ring.parity);
         add_values<V>(a, values, b, unit_scale, lane, sums);
         refill(a, ring, 1, more, next_record, next_unit, thread);

@@ -67,6 +67,14 @@ __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Seq
     return v;
 }
 
+/** The units whose every token is in the range, as long as all units have the same tiles. */
+__device__ __forceinline__ Range whole_units(const AttendArgs &a, Range tokens)
+{
+    int32_t lo = unit_of(a, max(tokens.lo, 0)), page = lo >> (a.page_units - 1);
+    int32_t first = page * a.page_tokens + (lo & (a.page_units - 1)) * a.unit_tokens;
+    return {first < tokens.lo ? lo + 1 : lo, tokens.hi > 0 ? unit_of(a, tokens.hi) : 0};
+}
+
 /* ---- the line of units ---- */
 
 /** x / y for x >= 0, y > 0 and a quotient below 2^22. Integer division takes four times as long. */

@@ -296,12 +296,18 @@ __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes)
 #endif
 }
 
-__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t bar)
+/** read_once: the bytes leave the L2 cache first, so that a cache that streams by does not drive out code and results. */
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t bar, bool read_once)
 {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(bar)
-                 : "memory");
+    uint64_t first, normal;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(bar), "l"(read_once ? first : normal)
+        : "memory");
 #endif
 }
 

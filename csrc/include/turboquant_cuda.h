@@ -15,9 +15,8 @@
  *     cudaError_t). After an error nothing was queued.
  *   - `threads` of params is not looked at.
  *
- * Workspaces: bytes from the matching _workspace_bytes, 256-byte aligned, on the device. Their first TQ_CUDA_WORKSPACE_ZERO bytes
- * must be 0 before the first call and are 0 again after each; the rest may hold anything. One workspace may serve calls of any
- * shape and kind that it is large enough for, one after another (one stream, or streams ordered by events).
+ * Workspaces: bytes from the matching _workspace_bytes, 256-byte aligned, on the device, of any contents. One workspace may serve
+ * calls of any shape and kind that it is large enough for, one after another (one stream, or streams ordered by events).
  */
 #ifndef TURBOQUANT_CUDA_H
 #define TURBOQUANT_CUDA_H
@@ -26,8 +25,6 @@
 #if defined(__cplusplus)
 extern "C" {
 #endif
-
-#define TQ_CUDA_WORKSPACE_ZERO 8192
 
 /** The kernels that would run for an operation ("rotate", "append", "attend", "dequantize", "merge") of a plan on the current
  *  device, e.g. "attend_hopper_3x3"; NULL for an unknown operation or where no device can run it. The environment variable

@@ -99,14 +99,7 @@ public:
     /** Memory for the call. Torch's allocators align to 64 bytes on a CPU and to 512 on CUDA, and know the stream. */
     Tensor scratch(size_t bytes) const
     {
-        Tensor t = call_.allocate({std::max<int64_t>(static_cast<int64_t>(bytes), 64)}, aoti_torch_dtype_uint8());
-#if defined(TURBOQUANT_WITH_CUDA)
-        if (call_.on_cuda()) {
-            Tensor counters = torch::stable::narrow(t, 0, 0, std::min<int64_t>(t.size(0), TQ_CUDA_WORKSPACE_ZERO));
-            torch::stable::zero_(counters);
-        }
-#endif
-        return t;
+        return call_.allocate({std::max<int64_t>(static_cast<int64_t>(bytes), 64)}, aoti_torch_dtype_uint8());
     }
 
 private:
