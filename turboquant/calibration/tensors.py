@@ -7,12 +7,14 @@ import weakref
 import numpy as np
 import torch
 
+from ..plan import Plan, group_bits
 from ..spec import CacheSpec
 from .data import SIDES, Calibration
 
 __all__ = ["transforms"]
 
-_made: weakref.WeakKeyDictionary[Calibration, dict[tuple[int, torch.device], dict[str, torch.Tensor]]]
+_Of = tuple[int, Plan, Plan, torch.device]
+_made: weakref.WeakKeyDictionary[Calibration, dict[_Of, dict[str, torch.Tensor]]]
 _made = weakref.WeakKeyDictionary()
 
 
@@ -23,11 +25,14 @@ def transforms(calibration: Calibration, spec: CacheSpec, layer: int, device: to
     *_centre [kv_heads, head_dim] for centre="calibrated".  Not to be written to.
     """
     held = _made.setdefault(calibration, {})
-    if (layer, device) not in held:
-        rotation, steps, centre = calibration.rotation(layer), calibration.steps()[layer], calibration.centre[layer]
-        made = {f"{side}_{name}": np.ascontiguousarray(whole[i]) for i, side in enumerate(SIDES)
-                for name, whole in (("rotation", rotation), ("steps", steps), ("centre", centre))}  # fmt: skip
-        held[layer, device] = {name: torch.from_numpy(array).clone().to(device) for name, array in made.items()}
+    bits = [group_bits(getattr(spec, f"{side}_bits"), calibration.head_dim, f"{side}_bits") for side in SIDES]
+    where = layer, bits[0], bits[1], device
+    if where not in held:
+        made = {}
+        for i, side in enumerate(SIDES):
+            made[f"{side}_rotation"], made[f"{side}_steps"] = calibration.merged(layer, i, bits[i])
+            made[f"{side}_centre"] = calibration.centre[layer, i]
+        held[where] = {name: torch.from_numpy(np.ascontiguousarray(x)).clone().to(device) for name, x in made.items()}
     taken = {"rotation": spec.rotation == "calibrated", "steps": spec.rotation == "calibrated"}
     taken["centre"] = spec.centre == "calibrated"
-    return {name: tensor for name, tensor in held[layer, device].items() if taken[name.partition("_")[2]]}
+    return {name: tensor for name, tensor in held[where].items() if taken[name.partition("_")[2]]}
