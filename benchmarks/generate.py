@@ -1,21 +1,26 @@
 """End to end on a GPU: decoding speed and memory of a Llama of the 8B shape with random weights, bf16 cache and packed.
 
-    python benchmarks/generate.py [--case BATCH,TOKENS ...] [--out benchmarks/results/h200]
+    python benchmarks/generate.py [--case BATCH,TOKENS ...] [--compile] [--out benchmarks/results/h200]
 
 The prompt is not computed: caches are filled with random keys and values, since only the speed of decoding is asked.
-Both run the same model eagerly, one forward a token; the full cache is transformers' DynamicCache with SDPA, as
-`generate` has it by default.
+
+    bf16           transformers' DynamicCache with SDPA, one forward a token, as `generate` has it by default
+    bf16 graph     transformers' StaticCache with room for 64 tokens more, its step recorded as a CUDA graph
+    bf16 compiled  the same cache, the step compiled by torch.compile(mode="reduce-overhead") (--compile)
+    4, 3, 2        packed, one forward a token
+    4 graph, ..    packed, patch(model, spec, cuda_graphs=True)
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from timing import RESULTS, Report
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import turboquant
 from turboquant.attention import attention
@@ -30,7 +35,7 @@ CONFIG = LlamaConfig(
     vocab_size=128256,
     max_position_embeddings=131072,
 )
-STEPS, WARM = 12, 4
+STEPS, WARM = 12, 5
 
 
 def fill(model: Any, cache: Any, batch: int, tokens: int) -> None:
@@ -38,7 +43,7 @@ def fill(model: Any, cache: Any, batch: int, tokens: int) -> None:
     shape = (batch, CONFIG.num_key_value_heads, tokens, CONFIG.head_dim)
     k = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     for i, layer in enumerate(model.model.layers):
-        if isinstance(cache, DynamicCache):
+        if not isinstance(cache, turboquant.TurboQuantCache):
             cache.update(k.clone(), k.clone(), i)
             continue
         keys, values = cache.update(k, k, i)
@@ -48,48 +53,82 @@ def fill(model: Any, cache: Any, batch: int, tokens: int) -> None:
         attention(layer.self_attn, query, keys, values, None, scaling=CONFIG.head_dim**-0.5)
 
 
-@torch.inference_mode()
-def decode(model: Any, cache: Any, batch: int, tokens: int) -> dict[str, Any]:
+def stepper(model: Any, cache: Any, ids: torch.Tensor, name: str) -> Callable[[], Any]:
+    """One decoding step, as the name of the cache says."""
+
+    def step() -> Any:
+        return model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+
+    if name == "bf16 compiled":
+        return torch.compile(step, mode="reduce-overhead")
+    if name != "bf16 graph":
+        return step
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph.replay
+
+
+@torch.inference_mode()
+def decode(model: Any, cache: Any, batch: int, tokens: int, name: str) -> dict[str, Any]:
+    torch.cuda.synchronize()
     fill(model, cache, batch, tokens)
     held = cache.nbytes if hasattr(cache, "nbytes") else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
-    ids = torch.ones(batch, 1, dtype=torch.long, device="cuda")
+    step = stepper(model, cache, torch.ones(batch, 1, dtype=torch.long, device="cuda"), name)
+    torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(WARM + STEPS):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    step = sorted(times[WARM:])[STEPS // 2]
-    return {"tokens_per_s": round(batch / step, 1), "ms_per_step": round(step * 1e3, 3), "cache_bytes": held}
+    took = sorted(times[WARM:])[STEPS // 2]
+    peak = torch.cuda.max_memory_allocated()
+    return {
+        "tokens_per_s": round(batch / took, 1),
+        "ms_per_step": round(took * 1e3, 3),
+        "cache_bytes": held,
+        "peak_bytes": peak,
+    }
+
+
+def cache_of(model: Any, name: str, tokens: int) -> Any:
+    """A cache of that name, and the model prepared for it."""
+    turboquant.unpatch(model)
+    if name == "bf16":
+        return DynamicCache(config=CONFIG)
+    if name.startswith("bf16"):
+        return StaticCache(config=CONFIG, max_cache_len=tokens + 64)
+    bits, *graph = name.split()
+    spec = turboquant.CacheSpec(key_bits=int(bits), value_bits=int(bits), centre="prompt", sinks=4, window=128)
+    turboquant.patch(model, spec, cuda_graphs=bool(graph))
+    return turboquant.TurboQuantCache(CONFIG, spec)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", default=["1,4096", "1,32768", "8,32768", "32,4096", "16,32768"])
+    parser.add_argument("--case", nargs="+", default=["1,4096", "1,32768", "8,4096", "8,32768", "32,4096", "16,32768"])
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
     report = Report("generate", "cuda")
     torch.backends.cuda.enable_cudnn_sdp(False)  # slower than flash here: it plans anew for every length
     with torch.device("cuda"):
         model = LlamaForCausalLM(CONFIG).to(torch.bfloat16).eval()
+    names = ["bf16", "bf16 graph", *(["bf16 compiled"] if args.compile else [])]
+    names += [f"{bits}{graph}" for bits in "432" for graph in ("", " graph")]
     for case in args.case:
         batch, tokens = map(int, case.split(","))
-        for name in ("bf16", "4", "3", "2"):
+        for name in names:
             torch.cuda.empty_cache()
-            if name == "bf16":
-                turboquant.unpatch(model)
-                cache: Any = DynamicCache(config=CONFIG)
-            else:
-                spec = turboquant.CacheSpec(
-                    key_bits=int(name), value_bits=int(name), centre="prompt", sinks=4, window=128
-                )
-                turboquant.patch(model, spec)
-                cache = turboquant.TurboQuantCache(CONFIG, spec)
+            cache = cache_of(model, name, tokens)
             try:
-                metrics = decode(model, cache, batch, tokens)
+                metrics = decode(model, cache, batch, tokens, name)
             except torch.cuda.OutOfMemoryError:
                 metrics = {"tokens_per_s": None, "out_of_memory": True}
             del cache

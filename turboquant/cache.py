@@ -92,17 +92,34 @@ class _Shared:
         self._layers = [weakref.ref(layer) for layer in layers]
 
     def lengths(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Lengths of all sequences at `after` positions, int32 [batch]: made by the first layer of a forward, used by
-        all."""
+        """Lengths of all sequences at `after` positions, int32 [batch]: brought up to date by the first layer of a
+        forward, used by all. From step to step it is the same tensor, so that a step can be replayed as a CUDA graph.
+        """
         held = self._lengths.get(device)
+        if held is None or held[:2] != (after, padding):
+            held = self._lengths[device] = (after, padding, self._moved_lengths(held, after, padding, device))
+        return held[2]
+
+    @outside_autograd
+    def _moved_lengths(
+        self,
+        held: tuple[int, tuple[int, ...], torch.Tensor] | None,
+        after: int,
+        padding: tuple[int, ...],
+        device: torch.device,
+    ) -> torch.Tensor:
         if held is not None and held[1] == padding:
-            if held[0] == after:
-                return held[2]
-            lengths = held[2] + (after - held[0])
-        else:
-            lengths = torch.tensor([after - p for p in padding], dtype=torch.int32, device=device)
-        self._lengths[device] = (after, padding, lengths)
-        return lengths
+            return held[2].add_(after - held[0])
+        return torch.tensor([after - p for p in padding], dtype=torch.int32, device=device)
+
+    def held(self, device: torch.device) -> torch.Tensor | None:
+        found = self._lengths.get(device)
+        return None if found is None else found[2]
+
+    def replayed(self, device: torch.device) -> None:
+        """The lengths of a device have grown by one, without this class."""
+        after, padding, lengths = self._lengths[device]
+        self._lengths[device] = after + 1, padding, lengths
 
     @outside_autograd
     def rotation(self, seed: int, head_dim: int, device: torch.device) -> torch.Tensor:
@@ -170,6 +187,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.sliding_window = 0  # of the last forward
         self._released = 0  # positions before this one are in no page any more
         self.sink_k = self.sink_v = self.window_k = self.window_v = self.centre = self.rotation = _NONE
+        self.flag = _NONE  # of `append` on CUDA, int64 [1]
         self.calibrated: dict[str, torch.Tensor] = {}  # arguments of the operators
 
     @property
@@ -210,6 +228,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             for which in "kv" if count else "":
                 shape = (batch, kv_heads, count, head_dim)
                 setattr(self, f"{side}_{which}", torch.zeros(shape, dtype=self.dtype, device=self.device))
+        if self.device.type == "cuda":
+            self.flag = torch.zeros(1, dtype=torch.int64, device=self.device)
         if self.spec.rotation == "haar":
             self.rotation = self._shared.rotation(self.spec.seed, head_dim, self.device)
         if found is not None:
@@ -273,7 +293,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.table is None or self.pages.device == self.block_table.device == device:
             return
         self.table.move(device)
-        for name in _STATE:
+        for name in (*_STATE, "flag"):
             if (held := getattr(self, name)) is not None:
                 setattr(self, name, held.to(device))
 
@@ -373,7 +393,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         other = PackedLayer(self.index, self.spec, shared)
         if self.table is not None:
             other.__dict__.update(self.__dict__, _shared=shared, table=self.table.fork(), past=PastWindows())
-            other.__dict__.update({name: held.clone() for name in _STATE if (held := getattr(self, name)) is not None})
+            own = {name: held.clone() for name in (*_STATE, "flag") if (held := getattr(self, name)) is not None}
+            other.__dict__.update(own)
         return other
 
     # ---- attention ----
@@ -495,12 +516,20 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         with table.pool.lock:
             undo = None if after <= table.ready else self._reserve(table, after, padding)
             try:
-                _append(key, value, lengths, table.pool.storage, table.tensor, self.plan, **state)
+                _append(key, value, lengths, table.pool.storage, table.tensor, self.plan, flag=self.flag, **state)
             except BaseException:
                 if undo is not None:
                     undo()
                 raise
             return table.pool.storage, table.tensor
+
+    def reserve(self, positions: int) -> None:
+        """Makes room for that many positions of each sequence, so that no forward up to there has to allocate pages.
+        The layer holds tokens already."""
+        assert self.table is not None
+        with self.table.pool.lock:
+            if positions > self.table.ready:
+                self._reserve(self.table, positions, self.padding)
 
     def _reserve(self, table: PageTable, after: int, padding: tuple[int, ...]) -> Callable[[], None]:
         if self.sliding_window:
@@ -546,7 +575,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(part, tensor) of all that this layer alone holds."""
-        parts = {"pages": ("pages",), "block_table": ("block_table",), "centre": ("centre",),
+        parts = {"pages": ("pages",), "block_table": ("block_table",), "centre": ("centre",), "flag": ("flag",),
                  "sinks": ("sink_k", "sink_v"), "window": ("window_k", "window_v")}  # fmt: skip
         for part, names in parts.items():
             for name in names:
@@ -563,6 +592,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         tokens = sum(self.tokens - pad for pad in self.padding) - PAGE_TOKENS * released
         numbers = 2 * tokens * self.kv_heads * self.head_dim if tokens else 0
         return LayerReport(self.index, tokens, numbers, parts)
+
+
+def describe_flag(flag: int) -> str:
+    """What the `flag` of `append` says, if it is not 0 (turboquant_cuda.h)."""
+    side = "value" if flag >> 62 & 1 else "key"
+    sequence, position = flag >> 32 & 0x3FFFFFFF, (flag & 0xFFFFFFFF) - 1
+    return f"the {side} of position {position} of sequence {sequence} held a number that is not finite or above 16384"
 
 
 def checked_config(config: Any) -> Any:
@@ -688,6 +724,28 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
             if keep > 0 and not layer.can_crop_to(keep):
                 layer.crop(tokens)  # raises
         super().crop(tokens)
+
+    def lengths_on(self, device: torch.device) -> torch.Tensor | None:
+        """int32 [batch], the lengths that the last forward used on a device; None if there was none."""
+        return self._shared.held(device)
+
+    def replayed(self, device: torch.device) -> None:
+        """Says that the last forward, of one token, has run once more on the device alone (`graph.DecodeGraph`)."""
+        self._shared.replayed(device)
+
+    def check(self) -> None:
+        """Raises ValueError if a key or value stored on CUDA since the cache was empty was not finite or exceeded
+        16384; the message names the layer, sequence and position of the first one of a layer.
+
+        Waits for the device: no forward calls it. Such a number was stored as 0 or as the limit, and no other token
+        noticed. On the CPU the forward itself raises.
+        """
+        flagged = [layer for layer in self.layers if layer.flag is not None]
+        for device in {layer.flag.device for layer in flagged}:
+            here = [layer for layer in flagged if layer.flag.device == device]
+            for layer, flag in zip(here, torch.cat([layer.flag for layer in here]).tolist()):
+                if flag:
+                    raise ValueError(f"layer {layer.index}: {describe_flag(flag)}")
 
     def activate_past_recording(self) -> None:
         """See `PackedLayer.activate_past_recording`."""

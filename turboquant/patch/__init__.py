@@ -26,6 +26,8 @@ def patch(
     model: _Model,
     spec: CacheSpec | str = "default",
     calibration: Calibration | str | os.PathLike[str] | None = None,
+    *,
+    cuda_graphs: bool = False,
 ) -> _Model:
     """Prepares `model`, in place, and returns it: ``patch(model).generate(**inputs)`` works as before, on a packed
     cache.
@@ -34,6 +36,9 @@ def patch(
             (Llama, Mistral, Qwen2, Qwen3, ...)
     spec    a CacheSpec or the name of a preset
     calibration   a Calibration or its file, for a spec that uses one, such as "calibrated-3"
+    cuda_graphs   replay decoding steps as CUDA graphs (`graph.DecodeGraph`): on a GPU a small batch is then as fast as
+                  its kernels. For models on one device, whose forward of one token depends on nothing but its tokens,
+                  positions and cache
 
     From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
     they are given `past_key_values`, which may be a `TurboQuantCache` made by hand or carried over from an earlier
@@ -49,7 +54,7 @@ def patch(
         raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}")
     if model.config.model_type == "esm":
         raise NotImplementedError(f"{type(model).__name__}: ESM-2 is not supported yet, only causal decoders are")
-    llama.patch(model, chosen, None if calibration is None else Calibration.of(calibration))
+    llama.patch(model, chosen, None if calibration is None else Calibration.of(calibration), cuda_graphs)
     return model
 
 

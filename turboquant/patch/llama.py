@@ -20,6 +20,7 @@ from ..attention import NAME
 from ..cache import TurboQuantCache, checked_config
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
+from ..graph import with_graphs
 from ..spec import CacheSpec
 
 __all__ = ["patch", "unpatch"]
@@ -36,16 +37,31 @@ class _Patch:
     calibration: Calibration | None
     previous: list[tuple[Any, str | None]]  # configurations of the model, and the attention that each named before
     cache_argument: int  # position of past_key_values among the arguments of forward
+    cuda_graphs: bool  # model.forward is `graph.with_graphs` of its class's
     handle: Any  # of the forward pre-hook
 
 
-def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -> None:
+def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None, cuda_graphs: bool = False) -> None:
     """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
     _check(model, spec, calibration)
     state = getattr(model, "_turboquant", None)
-    if state is not None:
-        state.spec, state.calibration = spec, calibration
-        return
+    if cuda_graphs and "forward" in model.__dict__ and not (state and state.cuda_graphs):
+        raise NotImplementedError(
+            f"{type(model).__name__}: `cuda_graphs` needs a model on one device whose `forward` nobody has replaced "
+            "(as device_map does)"
+        )
+    if state is None:
+        _prepare(model, spec, calibration)
+        state = model._turboquant
+    state.spec, state.calibration = spec, calibration
+    if cuda_graphs and not state.cuda_graphs:
+        model.forward = MethodType(with_graphs(type(model).forward), model)  # a MethodType follows a deepcopy
+    elif state.cuda_graphs and not cuda_graphs:
+        del model.forward
+    state.cuda_graphs = cuda_graphs
+
+
+def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
     configs = {
         id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
     }
@@ -54,7 +70,7 @@ def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -
         config._attn_implementation = NAME
     arguments = list(inspect.signature(model.forward).parameters)
     handle = model.register_forward_pre_hook(_give_cache, with_kwargs=True)
-    model._turboquant = _Patch(spec, calibration, previous, arguments.index("past_key_values"), handle)
+    model._turboquant = _Patch(spec, calibration, previous, arguments.index("past_key_values"), False, handle)
     if hasattr(model, _METHOD):
         setattr(model, _METHOD, MethodType(_prepare_cache_for_generation, model))  # a MethodType survives deepcopy
     _patched.add(model)
@@ -71,6 +87,8 @@ def unpatch(model: Any) -> None:
         if id(config) not in shared:
             config._attn_implementation = before
     state.handle.remove()
+    if state.cuda_graphs:
+        del model.forward
     del model._turboquant
     model.__dict__.pop(_METHOD, None)
 

@@ -1,0 +1,131 @@
+"""Decoding steps as CUDA graphs: the same text as without, whatever happens to the cache in between."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import tiny  # noqa: E402
+
+import turboquant  # noqa: E402
+from turboquant.graph import DecodeGraph  # noqa: E402
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+SPEC = turboquant.CacheSpec(key_bits=4, value_bits=4, sinks=4, window=32, centre="prompt")
+
+
+def generated(model: Any, **inputs: Any) -> Any:
+    return model.generate(**inputs, max_new_tokens=40, min_new_tokens=40, do_sample=False)
+
+
+def prompt(batch: int, tokens: int) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, 90, (batch, tokens), generator=generator)
+
+
+def test_a_cache_on_the_cpu_is_never_replayed() -> None:
+    model = turboquant.patch(tiny(), SPEC, cuda_graphs=True)
+    ids = prompt(1, 50)
+    with_graphs = generated(model, input_ids=ids)
+    turboquant.patch(model, SPEC)
+    assert "forward" not in model.__dict__
+    assert torch.equal(with_graphs, generated(model, input_ids=ids))
+
+
+def test_unpatch_and_copies_take_the_graphs_along() -> None:
+    model = turboquant.patch(tiny(), SPEC, cuda_graphs=True)
+    other = copy.deepcopy(model)
+    assert other.forward.__self__ is other
+    turboquant.unpatch(model)
+    assert "forward" not in model.__dict__
+
+
+def test_a_replaced_forward_is_refused() -> None:
+    model = tiny()
+    model.forward = model.forward
+    with pytest.raises(NotImplementedError, match="cuda_graphs"):
+        turboquant.patch(model, SPEC, cuda_graphs=True)
+    assert not hasattr(model, "_turboquant")
+
+
+def test_steps_need_a_filled_cache() -> None:
+    model = turboquant.patch(tiny(), SPEC)
+    cache = turboquant.TurboQuantCache(model.config, SPEC)
+    with pytest.raises(ValueError, match="`ids` must be int64"):
+        DecodeGraph(cache, model.forward).step(torch.zeros(1, 1, dtype=torch.int64))
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_text_is_that_of_plain_steps(batch: int) -> None:
+    model = turboquant.patch(tiny().cuda(), SPEC)
+    ids = prompt(batch, 120).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :17] = 0  # padding on the left
+    plain = generated(model, input_ids=ids, attention_mask=mask)
+    turboquant.patch(model, SPEC, cuda_graphs=True)
+    assert torch.equal(generated(model, input_ids=ids, attention_mask=mask), plain)
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+def test_replays_notice_what_moves_the_cache() -> None:
+    """Growth into new pages, a crop, a fork and other rows; against plain steps over the same tokens."""
+    model = turboquant.patch(tiny().cuda(), turboquant.CacheSpec(key_bits=4, value_bits=4, sinks=0, window=0))
+    config, spec = model.config, model._turboquant.spec
+    ids = prompt(2, 200).cuda()
+
+    def run(step: Any, cache: Any) -> list[Any]:
+        logits = []
+        model(input_ids=ids[:, :100], past_key_values=cache)
+        for i in range(100, 110):
+            logits.append(step(cache, ids[:, i : i + 1]))
+        cache.crop(104)
+        for i in range(104, 108):
+            logits.append(step(cache, ids[:, i : i + 1]))
+        cache.reorder_cache(torch.tensor([1, 0], device="cuda"))
+        fork = cache.fork()
+        for i in range(108, 114):
+            logits.append(step(cache, ids[:, i : i + 1]))
+        logits.append(step(fork, ids[:, 150:151]))
+        return logits
+
+    graphs: dict[Any, DecodeGraph] = {}
+
+    def replayed(cache: Any, token: Any) -> Any:
+        return graphs.setdefault(cache, DecodeGraph(cache, model.forward)).step(token)
+
+    def plain(cache: Any, token: Any) -> Any:
+        return model(input_ids=token, past_key_values=cache).logits
+
+    with torch.no_grad():
+        ours = run(replayed, turboquant.TurboQuantCache(config, spec))
+        want = run(plain, turboquant.TurboQuantCache(config, spec))
+    for a, b in zip(ours, want, strict=True):  # room made ahead cuts the work otherwise: equal to rounding
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3 * float(b.abs().max()))
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+def test_check_names_what_was_not_finite() -> None:
+    model = turboquant.patch(tiny().cuda(), SPEC)
+    cache = turboquant.TurboQuantCache(model.config, SPEC)
+    k = torch.randn(2, model.config.num_key_value_heads, 20, model.config.head_dim, device="cuda")
+    with torch.no_grad():
+        model(input_ids=prompt(2, 20).cuda(), past_key_values=cache)
+    cache.check()
+    layer = cache.layers[1]
+    k[1, 0, 3, 5] = float("nan")
+    torch.ops.turboquant.append(
+        k, torch.zeros_like(k), torch.full((2,), 20, dtype=torch.int32, device="cuda"), layer.pages, layer.block_table,
+        layer.plan, flag=layer.flag, window_k=layer.window_k, window_v=layer.window_v, sink_k=layer.sink_k,
+        sink_v=layer.sink_v,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="layer 1: the key of position 3 of sequence 1 "):
+        cache.check()

@@ -1,0 +1,154 @@
+"""Decoding steps as one CUDA graph: what a step costs is then what its kernels cost, not what Python does between them.
+
+A step of a patched model reads nothing back, and the cache's own tensors keep their place from step to step, so a step
+that was recorded once can be replayed: lengths grow on the device, and the host's counts follow here. Whatever moves a
+tensor (new pages, `crop`, other beams) is noticed before a replay, and the step is recorded anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .cache import TurboQuantCache
+
+__all__ = ["DecodeGraph", "with_graphs"]
+
+AHEAD = 512  # positions that room is made for at once: recording takes some milliseconds a layer
+
+# Arguments of a forward that a replay follows, or that do not change its logits.
+_FOLLOWED = {"input_ids", "position_ids", "past_key_values"}
+_HARMLESS = {"attention_mask", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
+
+
+class DecodeGraph:
+    """Steps of one token on a cache, replayed as a CUDA graph.
+
+    cache     a TurboQuantCache on one CUDA device that holds tokens (after the prompt), without sliding windows
+    forward   the `forward` of a patched model
+
+    A step runs as usual when something has changed since the last one, is recorded the next time, and replayed from
+    then on. Room for `AHEAD` positions is made at once. Other forwards may use the cache between steps.
+    """
+
+    def __init__(self, cache: TurboQuantCache, forward: Callable[..., Any]) -> None:
+        self._cache, self._forward = weakref.ref(cache), forward
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._tokens: list[int] = []  # of each layer after the last step
+        self._places: list[torch.Tensor | None] = []  # the tensors that the last step used
+        self._ids = self._positions = self._logits = torch.empty(0)
+
+    @staticmethod
+    def takes(cache: TurboQuantCache, ids: torch.Tensor) -> bool:
+        """Whether a step on ids [batch, tokens] can be replayed."""
+        return (
+            ids.is_cuda
+            and ids.shape[1] == 1
+            and not torch.is_grad_enabled()
+            and all(
+                layer.tokens
+                and layer.pages.device == ids.device
+                and not layer.sliding_window
+                and not layer.record_past
+                and len(layer.padding) == len(ids)
+                for layer in cache.layers
+            )
+        )
+
+    def step(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [batch, 1, vocabulary] after one more token of each sequence; stores its keys and values.
+
+        ids         int64 [batch, 1] on the model's device
+        positions   int64 [batch, 1], of the rotary embedding; None: those behind what is stored
+        Raises ValueError for ids of another shape, dtype or device, a cache that is empty or has sliding windows, and
+        while gradients are on.
+        """
+        cache = self._cache()
+        if cache is None:
+            raise RuntimeError("the cache of this graph no longer exists")
+        if ids.dtype != torch.int64 or ids.dim() != 2 or not self.takes(cache, ids):
+            raise ValueError(
+                "`ids` must be int64 [batch, 1] on the CUDA device of a cache that holds tokens of as many sequences "
+                f"and has no sliding windows, under torch.no_grad(); got {tuple(ids.shape)} {ids.dtype} on {ids.device}"
+            )
+        layer = cache.layers[0]
+        steady = self._is_as_left(cache) and layer.tokens < layer.table.ready
+        if positions is None:
+            positions = self._next_positions(layer) if self._graph is None or not steady else self._positions + 1
+        if not steady:
+            self._graph = None
+            for layer in cache.layers:
+                layer.reserve(layer.tokens + AHEAD)
+            logits = self._run(cache, ids, positions)
+        elif self._graph is None:
+            logits = self._record(cache, ids, positions)
+        else:
+            logits = self._replay(cache, ids, positions)
+        self._tokens, self._places = [layer.tokens for layer in cache.layers], self._places_of(cache)
+        return logits
+
+    @staticmethod
+    def _next_positions(layer: Any) -> torch.Tensor:
+        return torch.tensor([[layer.tokens - pad] for pad in layer.padding], device=layer.device)
+
+    def _run(self, cache: TurboQuantCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        out = self._forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        logits: torch.Tensor = out.logits
+        return logits
+
+    def _record(self, cache: TurboQuantCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self._ids, self._positions = ids.clone(), positions.clone()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = self._run(cache, self._ids, self._positions)
+        self._graph.replay()  # recording counted the token, but ran nothing
+        return self._logits.clone()
+
+    def _replay(self, cache: TurboQuantCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        assert self._graph is not None
+        self._ids.copy_(ids)
+        self._positions.copy_(positions)
+        self._graph.replay()
+        for layer in cache.layers:
+            layer.tokens += 1
+        cache.replayed(ids.device)
+        return self._logits.clone()
+
+    def _is_as_left(self, cache: TurboQuantCache) -> bool:
+        return self._tokens == [layer.tokens for layer in cache.layers] and all(
+            a is b for a, b in zip(self._places, self._places_of(cache), strict=True)
+        )
+
+    @staticmethod
+    def _places_of(cache: TurboQuantCache) -> list[torch.Tensor | None]:
+        places = [cache.lengths_on(cache.layers[0].device)]
+        for layer in cache.layers:
+            places += [layer.table.tensor, layer.table.pool.storage, layer.window_k, layer.centre]
+        return places
+
+
+def with_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model class's `forward`, with decoding steps on a TurboQuantCache replayed; all other calls are as before."""
+    graphs: weakref.WeakKeyDictionary[TurboQuantCache, DecodeGraph] = weakref.WeakKeyDictionary()
+    defaults = {name: p.default for name, p in inspect.signature(forward).parameters.items()}
+
+    @wraps(forward)
+    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        given = {name for name, x in kwargs.items() if x is not None and x is not defaults.get(name)}
+        plain = not args and given <= _FOLLOWED | _HARMLESS and kwargs.get("return_dict") is not False
+        if not plain or ids is None or not isinstance(cache, TurboQuantCache) or not DecodeGraph.takes(cache, ids):
+            return forward(self, *args, **kwargs)
+        graph = graphs.get(cache)
+        if graph is None:
+            graph = graphs[cache] = DecodeGraph(cache, partial(forward, self))
+        logits = graph.step(ids, kwargs.get("position_ids"))
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    return stepping
