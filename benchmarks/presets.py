@@ -24,18 +24,41 @@ the same token's in bfloat16 and float32. Sinks and window stay in the model's d
 KL divergence is of the next token's distribution from the full cache's, in nats per token, mean over the text, measured
 by `benchmarks/quality.py` with everything packed (no sinks, no window, each query's own token included), and after the
 slash with 4 sinks and a window of 128. A dash: not measured yet.
+
+Presets of byte format 2 (blocks, tables, sketches: `csrc/include/turboquant.h`) do not fit the fast kernels. They
+attend from the packed bytes all the same: a tile of 32 tokens is decoded at a time, never the history.
 """
 
 SOURCES = {
     "default": "EDEN scale (arXiv 2108.08842), keys centred by the mean of the first 128 tokens; needs no data.",
-    "paper-mse": "TurboQuant mse as published (arXiv 2504.19874): norms, no centre, no token kept exact.",
+    "paper-mse": "TurboQuant mse as published (arXiv 2504.19874, Algorithm 1): norms, no centre, no token kept exact. "
+    "At 3.5 and 2.5 bits half of the channels, those of largest magnitude among the first 128 tokens, "
+    "have one bit more, a rotation and a scale of their own (section 4.3).",
+    "paper-prod": "TurboQuant prod (Algorithm 2): keys in one bit less, and the signs of a Gaussian projection of "
+    "what is left over (QJL, arXiv 2406.03482): score = <q, k'> + sqrt(pi/2) / m * |r| * <S q, sign(S r)>, m = "
+    "head_dim. Values, which meet no query, as in mse.",
+    "turboesm": "TurboESM as published (arXiv 2603.26110): right singular vectors per head as the keys' rotation, "
+    "8-level K-means tables for rotated keys and plain values, sign(r) times the mean |r| of a head on "
+    "the keys. 3 + 1 bits and 3 bits; no number per token. Needs a calibration.",
+    "mlx-v2": "TurboQuant-MLX V2 (github.com/sharpner/turboquant-mlx): affine, groups of 64, scale (max - min) / "
+    "(2^b - 1) and zero point min in 16 bits each: plain, after a Haar rotation, and with a QJL sketch on "
+    "the keys besides. (MLX itself moves the grid so that 0 is on it; this is plain min-max.)",
+    "mlx-v3": "TurboQuant-MLX V3: Haar rotation, Lloyd-Max levels, norms; at fractional bits the first channels "
+    "after the rotation have one bit more.",
+    "skainet": "SKaiNET (github.com/SKaiNET-developers/SKaiNET): groups of 32 with a 16-bit scale max |z| / (2^(b-1) "
+    "- 1), after a random-sign Hadamard; the keys of safe-lowbit are q8_0, not rotated.",
+    "polarquant": "Uniform levels after a rotation, norms, and a sketch of d/4 signs on the keys: 3-bit keys, 2-bit "
+    "values.",
     "calibrated": "Principal axes, fixed steps and widths of 0 to 5 bits per group of 32 channels, shared over all "
-    "layers by measured sensitivity; after TurboESM's head-wise SVD. Needs a calibration: `turboquant calibrate`.",
+    "layers by measured sensitivity; after TurboESM's head-wise SVD. Needs a calibration: `turboquant "
+    "calibrate`.",
 }
 KERNELS = {
     "hadamard": "fast Hadamard on the way in; all packed kernels",
+    "haar": "a dense matrix on the way in; all packed kernels",
     "calibrated": "a dense matrix per KV head on the way in; all packed kernels",
 }
+PORTABLE = "portable code on the CPU, a tile of 32 tokens at a time (byte format 2); no CUDA"
 
 
 def results() -> dict[tuple[str, str, bool], tuple[float, dict[str, Any]]]:
@@ -67,7 +90,7 @@ def page() -> str:
             f"{16 / bits:.2f}",
             f"{32 / bits:.2f}",
             *divergences,
-            KERNELS[spec.rotation],
+            PORTABLE if spec.blocked else KERNELS[spec.rotation],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")

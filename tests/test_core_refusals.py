@@ -119,8 +119,8 @@ BAD = [
     Bad("append", "plan", None, TypeError, WORDS + "NoneType"),
     Bad("append", "plan", {1: 2}, TypeError, WORDS + "dict"),
     Bad("append", "plan", "plan", TypeError, "[0]` must be an integer, got str"),
-    Bad("append", "plan", (0,) * 300, ValueError, "at most 263 words, got 300"),
-    Bad("append", "plan", (2, *PLAN[1:]), ValueError, "[0]` must be format version 1, got 2"),
+    Bad("append", "plan", (0,) * 300, ValueError, "at most 271 words, got 300"),
+    Bad("append", "plan", (3, *PLAN[1:]), ValueError, "[0]` must be format version 1 or 2, got 3"),
     Bad("append", "plan", (2**63, *PLAN[1:]), ValueError, "[0]` must be in -2**63..2**63 - 1, got a number of"),
     Bad("append", "plan", (1.0, *PLAN[1:]), TypeError, "[0]` must be an integer, got float"),
     Bad("append", "plan", (*PLAN[:7], 9, *PLAN[8:]), ValueError, "[7]` must be bits of a group, 0..5, got 9"),
@@ -257,7 +257,7 @@ def test_arguments_are_named() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: _core.codebook(2, 64, 3), ValueError, "codebook: `law` must be in 0..1, got 2"),
+        (lambda: _core.codebook(3, 64, 3), ValueError, "codebook: `law` must be in 0..2, got 3"),
         (lambda: _core.codebook(0, 64, 0), ValueError, "codebook: `bits` must be in 1..5, got 0"),
         (lambda: _core.codebook(0, 64, 9), ValueError, "codebook: `bits` must be in 1..5, got 9"),
         (lambda: _core.codebook(1, -8, 3), ValueError, "codebook: `head_dim` must be "),

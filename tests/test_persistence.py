@@ -37,8 +37,10 @@ def filled(spec, batch=2, dtype=torch.float32, padding=(0, 60)):
 def same_tensors(a, b):
     for one, other in zip(a.layers, b.layers):
         assert torch.equal(one.table.packed()[0], other.table.packed()[0])
-        for name in ("sink_k", "sink_v", "window_k", "window_v", "centre", "rotation"):
-            x, y = getattr(one, name), getattr(other, name)
+        exact = ("sink_k", "sink_v", "window_k", "window_v", "centre")
+        pairs = [(name, getattr(one, name), getattr(other, name)) for name in exact]
+        pairs += [(side, one.rotations[side], other.rotations[side]) for side in ("key", "value")]
+        for name, x, y in pairs:
             assert (x is None) == (y is None) and (x is None or torch.equal(x, y)), name
 
 

@@ -247,7 +247,7 @@ NO_SPHERE = "`codebook` must be 'normal' above 256 channels, got 'sphere' for 26
         (dict(rotation=1), TypeError, "Quantizer: `rotation` must be one of hadamard, haar, none, got 1"),
         (dict(scale="max"), ValueError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got 'max'"),
         (dict(scale=None), TypeError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got None"),
-        (dict(codebook="kmeans"), ValueError, "`codebook` must be one of normal, sphere, got 'kmeans'"),
+        (dict(codebook="kmeans"), ValueError, "`codebook` must be one of normal, sphere, uniform, got 'kmeans'"),
         (dict(dim=264, codebook="sphere"), ValueError, NO_SPHERE),
         (dict(seed=-1), ValueError, "`seed` must be in 0..2**63 - 1, got -1"),
         (dict(seed=2**63), ValueError, "`seed` must be in 0..2**63 - 1, got 9223372036854775808"),
@@ -443,11 +443,11 @@ def test_forged_headers_are_refused(saved: tuple[Path, Codes]) -> None:
     refuses(path, forged(codes.plan, 100, len(payload), total, version=2) + payload, "version")
     refuses(path, forged(codes.plan, 100, len(payload), total, magic=b"TQCACHE\0") + payload, "magic")
     refuses(path, forged(codes.plan, 100, len(payload), total ^ 1) + payload, "checksum")
-    refuses(path, forged((2, *codes.plan[1:]), 100, len(payload), total) + payload, "version 1")
+    refuses(path, forged((3, *codes.plan[1:]), 100, len(payload), total) + payload, "version 1 or 2")
     refuses(path, forged(codes.plan[:-1], 100, len(payload), total) + payload)
     refuses(path, forged((), 100, len(payload), total) + payload)
     refuses(path, forged((*codes.plan[:7], 6, *codes.plan[8:]), 100, len(payload), total) + payload, "0..5")
-    refuses(path, forged((0,) * 300, 100, len(payload), total) + payload, "263")
+    refuses(path, forged((0,) * 300, 100, len(payload), total) + payload, "271")
     for vectors in (0, 96, 129, 2**32, 2**63, 2**64 - 1):
         refuses(path, forged(codes.plan, vectors, len(payload), total) + payload, "payload_bytes")
     record = _core.record_bytes(codes.plan)

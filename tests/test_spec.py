@@ -13,13 +13,41 @@ from turboquant.spec import resolve
 core = pytest.importorskip("turboquant._core")
 
 REFUSED = {  # fields, what the message must contain: the field, what it was, what it should be
-    "bits 0": (dict(key_bits=0), "`key_bits` must be in 1..5, got 0"),
-    "bits 9": (dict(value_bits=9), "`value_bits` must be in 1..5, got 9"),
+    "bits 0": (dict(key_bits=0), "`key_bits` must be in 1..5 or 8, got 0"),
+    "bits 9": (dict(value_bits=9), "`value_bits` must be in 1..5 or 8, got 9"),
     "bits of a group": (dict(key_bits=(4, 6)), r"`key_bits\[1\]` must be in 0..5, got 6"),
     "no bits in any group": (dict(value_bits=(0, 0)), "`value_bits` must give bits to at least one group"),
     "groups that differ": (dict(key_bits=(4, 2), value_bits=(4, 2, 2)), "same number of groups, got 2 and 3"),
     "rotation": (dict(rotation="hadamrd"), "`rotation` must be one of hadamard, haar, none, .*got 'hadamrd'"),
-    "codebook": (dict(codebook="beta"), "`codebook` must be one of normal, sphere"),
+    "codebook": (dict(codebook="beta"), "`codebook` must be one of normal, sphere, uniform"),
+    "thirds": (dict(key_bits=3.3), "`key_bits` must be whole or a number of quarters between 1 and 5, got 3.3"),
+    "8 bits of a codebook": (dict(key_bits=8), "`key_bits` must be in 1..5 unless `key_levels` are affine or absmax"),
+    "1 bit on both sides of 0": (dict(value_bits=1, value_levels="absmax"), "`value_bits` must be at least 2"),
+    "a table of 4 bits": (dict(key_levels="table"), "`key_bits` must be 3 where `key_levels` are a table, got 4"),
+    "affine split": (
+        dict(key_bits=2.5, key_levels="affine"),
+        "`key_bits` must be one integer where `key_levels` are affine",
+    ),
+    "block": (dict(key_block=48), "`key_block` must be 0 or a multiple of 32 channels, got 48"),
+    "blocks and outliers": (
+        dict(key_bits=2.5, key_block=32, outliers="prompt"),
+        "`key_block` must be 0 with a table, and with outliers",
+    ),
+    "outliers of whole bits": (dict(outliers="prompt"), "`outliers` must be 'none' where no side has a fractional"),
+    "outliers along principal axes": (
+        dict(key_bits=2.5, outliers="prompt", rotation="svd"),
+        "`outliers` must be 'none'",
+    ),
+    "a scale that nothing has": (
+        dict(key_levels="affine", value_levels="absmax", scale="norm"),
+        "`scale` must be left alone where no side has the levels of a codebook, got 'norm'",
+    ),
+    "a sketch of a calibrated plan": (dict(budget=3, sketch="qjl"), "`rotation` must be another one"),
+    "sketch": (dict(sketch="jl"), "`sketch` must be one of none, qjl, qjl/4, sign, got 'jl'"),
+    "no bits in a group, and a sketch": (
+        dict(key_bits=(3, 0), value_bits=(3, 3), sketch="qjl"),
+        "above 0 in every group",
+    ),
     "scale": (dict(scale="max"), "`scale` must be one of eden, norm, norm_corrected, least_squares"),
     "centre": (dict(centre="mean"), "`centre` must be one of none, prompt, calibrated"),
     "prefill": (dict(prefill="fast"), "`prefill` must be one of exact, packed"),
@@ -36,7 +64,7 @@ REFUSED = {  # fields, what the message must contain: the field, what it was, wh
 }
 WRONG_TYPES = {
     "bits": dict(key_bits="4"),
-    "bits, half": dict(key_bits=3.5),
+    "bits, a list of a half": dict(key_bits=[3.5]),
     "bits, bool": dict(value_bits=True),
     "scale": dict(scale=1),
     "sinks": dict(sinks=1.0),
@@ -102,6 +130,55 @@ def test_bytes_of_mixed_groups_and_overrides():
     )  # padded to 64 channels, and it says so
 
 
+EFFECTIVE = {  # bits per number at 128 channels, counted by hand: codes, signs, 16 bits for each number per token
+    "paper-mse-3.5": (64 * 4 + 64 * 3 + 32) / 128,
+    "paper-mse-2.5": (64 * 3 + 64 * 2 + 32) / 128,
+    "paper-prod-3": (2 + 1 + 32 / 128 + 3 + 16 / 128) / 2,
+    "turboesm": (3 + 1 + 3) / 2,
+    "mlx-v2-4-lean": 4 + 32 / 64,
+    "mlx-v2-3-rotated-qjl": (3 + 32 / 64 + 1 + 16 / 128 + 3 + 32 / 64) / 2,
+    "mlx-v3-3.25": (32 * 4 + 96 * 3 + 16) / 128,
+    "mlx-v3-2.75": (96 * 3 + 32 * 2 + 16) / 128,
+    "skainet-safe-lowbit": (8.5 + 4.5) / 2,
+    "skainet-experimental-max": 3.5,
+    "polarquant-3-2": (3 + 1 / 4 + 32 / 128 + 2 + 16 / 128) / 2,
+}
+
+
+@pytest.mark.parametrize("name", EFFECTIVE)
+def test_effective_bits_of_the_field(name):
+    spec = preset(name)
+    assert spec.effective_bits(128) == EFFECTIVE[name]
+    assert 128 * spec.bytes_per_token(128, 3, 5) == 15 * core.record_bytes(spec.plan(128))
+
+
+def test_what_fits_the_fast_kernels_is_a_plan_of_version_1():
+    fast = {name for name, spec in presets().items() if spec.budget is None and spec.plan(128)[0] == 1}
+    assert fast == {
+        "default",
+        *(f"paper-mse-{b}" for b in (4, 3, 2)),
+        *(f"mlx-v3-{b}" for b in (4, 3.5, 3.25, 3, 2.75, 2.5, 2)),
+    }
+    assert preset("mlx-v3-3.25").plan(128)[7:] == (4, 3, 3, 3) * 2
+    assert preset("mlx-v3-2.75").plan(64)[7:] == (3, 2) * 2  # whole groups: a half is the nearest to three quarters
+    with pytest.raises(ValueError, match="bits of 2.5 must be whole for heads of at most 32 channels, got 32"):
+        preset("mlx-v3-2.5").plan(32)
+
+
+def test_boundary_layers():
+    spec = CacheSpec(3, 3, overrides={1: {"window": 8}}).with_boundary(2, key_bits=5, value_bits=4)
+    layers = [spec.for_layer(i, 6) for i in range(6)]
+    assert [s.key_bits for s in layers] == [5, 5, 3, 3, 5, 5] and [s.value_bits for s in layers] == [4, 4, 3, 3, 4, 4]
+    assert [s.window for s in layers] == [0, 8, 0, 0, 0, 0]
+    assert spec.with_boundary(0) == spec
+    with pytest.raises(ValueError, match="layer 1 as 1 and -2"):
+        spec.for_layer(0, 3)  # of three layers the first two and the last two overlap
+    with pytest.raises(ValueError, match="`layers` must be in 0"):
+        spec.with_boundary(-1)
+    with pytest.raises(ValueError, match=r"`overrides\[-2\]`: `key_bits`"):
+        spec.with_boundary(2, key_bits=9)
+
+
 @pytest.mark.parametrize("head_dim", [0, 12, 264])
 def test_plan_refuses_a_head_dim(head_dim):
     with pytest.raises(ValueError, match=f"`head_dim` .*got {head_dim}"):
@@ -131,5 +208,7 @@ def test_unknown_presets():
         preset("defalt")
     with pytest.raises(ValueError, match="got 'xyz': there are default, paper-mse-4"):
         preset("xyz")
+    with pytest.raises(ValueError, match="did you mean .*'skainet-balanced'"):
+        preset("SKaiNET-balance")
     with pytest.raises(TypeError, match="`spec` must be a CacheSpec or the name of a preset"):
         resolve({"key_bits": 4})

@@ -18,6 +18,7 @@ pages        uint8 [n_pages, kv_heads, record_bytes], 64-byte aligned: `new_page
 block_table  int32 [batch, max_pages];  lengths, starts, counts  int32 [batch].
 transforms   float32:  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim];
              *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
+             Plans of version 2: matrix_rows instead of head_dim rows, step_columns instead of groups (`plan_info`).
 threads      at most so many; 0: num_threads().
 """
 
@@ -38,6 +39,7 @@ class CodebookTables(TypedDict):
     code_of_rank: NDArray[np.uint8]  # [n_levels]
 
 class PlanInfo(TypedDict):
+    version: int
     head_dim: int
     groups: int
     page_tokens: int
@@ -58,6 +60,12 @@ class PlanInfo(TypedDict):
     value_scales_offset: int
     key_coded_channels: int
     value_coded_channels: int
+    key_scales: int  # binary16 numbers of a token
+    value_scales: int
+    key_matrix_rows: int  # of key_rotation: head_dim if it is dense, and those of a sketch
+    value_matrix_rows: int
+    key_step_columns: int  # of key_steps: groups, or the entries of a table
+    value_step_columns: int
 
 class FileHeader(TypedDict):
     plan: tuple[int, ...]
@@ -75,6 +83,7 @@ def status_message(status: int) -> str: ...
 def codebook(law: int, head_dim: int, bits: int) -> CodebookTables: ...
 def random(seed: int, stream: int, block: int) -> NDArray[np.uint32]: ...
 def haar(seed: int, dim: int) -> NDArray[np.float32]: ...
+def gaussian(seed: int, rows: int, dim: int) -> NDArray[np.float32]: ...
 def record_bytes(plan: Sequence[int]) -> int: ...
 def plan_info(plan: Sequence[int]) -> PlanInfo: ...
 def new_pages(plan: Sequence[int], n_pages: int, kv_heads: int) -> NDArray[np.uint8]: ...

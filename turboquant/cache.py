@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -36,6 +37,7 @@ from .attention import FreshKeys, MaskRequest, own_attention
 from .calibration import Calibration, layer_specs
 from .calibration.measure import describe
 from .calibration.tensors import transforms
+from .modes import is_split, side_matrix, split_rotation
 from .pages import RELEASED, PageTable, outside_autograd
 from .plan import PAGE_TOKENS
 from .report import CacheReport, LayerReport
@@ -78,7 +80,7 @@ class _Shared:
         self.calibration = calibration
         self._layers: list[weakref.ref[PackedLayer]] = []  # weak: a cache that is dropped is freed there and then
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
-        self._rotations: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layers": []}
@@ -122,13 +124,16 @@ class _Shared:
         self._lengths[device] = after + 1, padding, lengths
 
     @outside_autograd
-    def rotation(self, seed: int, head_dim: int, device: torch.device) -> torch.Tensor:
-        """The Haar matrix of a seed, float32 [1, head_dim, head_dim], one for all layers of a device."""
-        from . import _core
-
-        where = (seed, head_dim, device)
+    def rotation(self, spec: CacheSpec, side: str, head_dim: int, device: torch.device) -> torch.Tensor | None:
+        """The random matrix of a side, float32 [1, rows, head_dim], one for all layers of a device: Haar, a sketch, or
+        one above the other. None where the plan needs none."""
+        rows = spec.sketch_rows(head_dim) if side == "key" else 0
+        where = (spec.rotation_of(side) == "haar", rows, spec.seed, head_dim, device)
         if where not in self._rotations:
-            self._rotations[where] = torch.from_numpy(_core.haar(seed, head_dim)).to(device).unsqueeze(0)
+            matrix = side_matrix(spec, side, head_dim)
+            if matrix is None:
+                return None
+            self._rotations[where] = torch.from_numpy(np.ascontiguousarray(matrix)).to(device)
         return self._rotations[where]
 
     def fork(self) -> _Shared:
@@ -186,7 +191,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.past = PastWindows()
         self.sliding_window = 0  # of the last forward
         self._released = 0  # positions before this one are in no page any more
-        self.sink_k = self.sink_v = self.window_k = self.window_v = self.centre = self.rotation = _NONE
+        self.sink_k = self.sink_v = self.window_k = self.window_v = self.centre = _NONE
+        self.rotations: dict[str, torch.Tensor | None] = {"key": None, "value": None}
+        self.split: dict[str, torch.Tensor] = {}  # rotations that sort out the prompt's outlier channels
         self.flag = _NONE  # of `append` on CUDA, int64 [1]
         self.calibrated: dict[str, torch.Tensor] = {}  # arguments of the operators
 
@@ -230,8 +237,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 setattr(self, f"{side}_{which}", torch.zeros(shape, dtype=self.dtype, device=self.device))
         if self.device.type == "cuda":
             self.flag = torch.zeros(1, dtype=torch.int64, device=self.device)
-        if self.spec.rotation == "haar":
-            self.rotation = self._shared.rotation(self.spec.seed, head_dim, self.device)
+        for side in ("key", "value"):
+            if not is_split(self.spec, side) and self.spec.rotation_of(side) != "svd":
+                self.rotations[side] = self._shared.rotation(self.spec, side, head_dim, self.device)
         if found is not None:
             self.calibrated = transforms(found, self.spec, self.index, self.device)
         self._signature = (batch, kv_heads, head_dim, self.dtype, self.device)
@@ -471,6 +479,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         lengths = self._shared.lengths(after, padding, self.device)
         if first and spec.centre == "prompt":
             self.centre = self._mean(key, padding)  # undone by reset, which a failed first forward ends in
+        if first and spec.outliers == "prompt":
+            self.split = self._sorted_out(key, value, padding)
         state = self._state()
         read = state
         if self.window_k is not None and self.window_v is not None and (self.record_past or (new > 1 and out is None)):
@@ -551,9 +561,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             "sink_v": self.sink_v,
             "window_k": self.window_k,
             "window_v": self.window_v,
-            "key_rotation": self.rotation,
-            "value_rotation": self.rotation,
+            "key_rotation": self.rotations["key"],
+            "value_rotation": self.rotations["value"],
             "key_centre": self.centre,
+            **self.split,
             **self.calibrated,
         }
 
@@ -566,6 +577,21 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             return key[:, :, :count].to(torch.float32).mean(2)
         each = [key[b, :, pad : pad + count].to(torch.float32).mean(1) for b, pad in enumerate(padding)]
         return torch.stack(each).nan_to_num_() if max(padding) == key.shape[2] else torch.stack(each)
+
+    @outside_autograd
+    def _sorted_out(self, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """Rotations of the sides whose channels are split, by their mean squares over the first real tokens of all
+        sequences: arguments of the operators."""
+        made = {}
+        for side, x in (("key", key), ("value", value)):
+            if not is_split(self.spec, side):
+                continue
+            squares = [x[b, :, pad : pad + self.spec.centre_tokens].to(torch.float32).square().sum(1)
+                       for b, pad in enumerate(padding)]  # fmt: skip
+            rotation = split_rotation(self.spec, side, torch.stack(squares).sum(0).cpu().numpy())
+            matrix = side_matrix(self.spec, side, self.head_dim, rotation)
+            made[f"{side}_rotation"] = torch.from_numpy(np.ascontiguousarray(matrix)).to(self.device)
+        return made
 
     # ---- accounting ----
 
@@ -582,6 +608,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 if (held := getattr(self, name)) is not None:
                     yield part, held
         yield from (("past windows", held) for _, pair in self.past.snapshots for held in pair)
+        yield from (("rotation", held) for held in self.split.values())
         yield from (("calibration", held) for held in self.calibrated.values())
 
     def report(self) -> LayerReport:

@@ -207,8 +207,9 @@ def _shown(steps: Sequence[Any], progress: bool) -> Iterator[Any]:
 def _pieces(spec: CacheSpec, prefill: str, tokens: int, chunk: int) -> list[tuple[int, int]]:
     """(start, stop) of each forward."""
     size = {"packed": tokens, "chunked": chunk, "decode": 1}[prefill]
-    centred = spec.centre == "prompt" or any(dict(changed).get("centre") == "prompt" for _, changed in spec.overrides)
-    first = min(tokens, max(size, spec.centre_tokens if centred else 1))
+    each = [{"centre": spec.centre, "outliers": spec.outliers}, *(dict(changed) for _, changed in spec.overrides)]
+    asks = any("prompt" in (fields.get("centre"), fields.get("outliers")) for fields in each)
+    first = min(tokens, max(size, spec.centre_tokens if asks else 1))
     return [(0, first), *((start, min(start + size, tokens)) for start in range(first, tokens, size))]
 
 

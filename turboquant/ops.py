@@ -26,6 +26,7 @@ Arguments that several operators share (contracts and the byte format: ``csrc/in
     transforms   float32, how vectors become what is coded, z = R (x - centre) / step:
                  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim], of plans with a dense rotation;
                  *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
+                 Plans of version 2: a sketch is more rows of *_rotation, a table stands in *_steps (turboquant.h).
 
 Errors: ValueError for anything about an argument, its dtype and device included ("attend: `block_table[3]` must be in
 0..n_pages - 1, got 8"); MemoryError; RuntimeError for the machine (CUDA, an instruction set, memory that torch could
@@ -226,7 +227,7 @@ def _dequantize(
     behind them; v is [batch, kv_heads, 0, head_dim] for a plan without values. `attend` needs none of it.
     counts: int32 [batch], at most max_tokens, which is at most ``max_pages * page_tokens``.
     """
-    has_values = any(plan[7 + (len(plan) - 7) // 2 :])
+    has_values = any(_core.plan_info(plan)["value_bits"])
     shape = (block_table.shape[0], pages.shape[1], max_tokens, plan[1])
     k = torch.empty(shape, dtype=torch.float32, device=pages.device)
     return k, torch.empty(shape if has_values else (*shape[:2], 0, shape[3]), dtype=torch.float32, device=pages.device)

@@ -27,6 +27,7 @@ from .calibration import Calibration, layer_specs
 from .calibration.data import differences
 from .calibration.measure import describe, fingerprint
 from .files import write_whole
+from .modes import is_split
 from .pages import RELEASED, PagePool, PageTable, outside_autograd
 from .plan import FORMAT_VERSION, PAGE_TOKENS
 from .spec import CacheSpec
@@ -100,6 +101,10 @@ def _sections(
                 yield section(f"layers.{i}.{name}", dtype, (batch, kv_heads, tokens, head_dim))
         if spec.centre == "prompt":
             yield section(f"layers.{i}.centre", "float32", (batch, kv_heads, head_dim))
+        for side in ("key", "value") if spec.outliers == "prompt" else ():
+            if is_split(spec, side):
+                rows = head_dim + (spec.sketch_rows(head_dim) if side == "key" else 0)
+                yield section(f"layers.{i}.{side}_rotation", "float32", (kv_heads, rows, head_dim))
 
 
 # ---- writing ----
@@ -113,8 +118,16 @@ def _calibration_mark(calibration: Calibration | None) -> str | None:
     """A checksum of what a calibration does to keys and values."""
     if calibration is None:
         return None
-    arrays = (calibration.centre, calibration.axes, calibration.eigenvalues, calibration.sensitivity)
-    sums = b"".join(_core.checksum(np.ascontiguousarray(array)).to_bytes(8, "little") for array in arrays)
+    arrays = (
+        calibration.centre,
+        calibration.axes,
+        calibration.eigenvalues,
+        calibration.sensitivity,
+        calibration.tables,
+    )
+    sums = b"".join(
+        _core.checksum(np.ascontiguousarray(array)).to_bytes(8, "little") for array in arrays if array is not None
+    )
     return _checksum(sums + calibration.seed.to_bytes(8, "little"))
 
 
@@ -148,8 +161,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
             pages.append(len(held))
             parts.append(_bytes(held))
             sums.append(_checksums(parts[-1], len(held)))
-            for name in (*_EXACT, "centre"):
-                tensor = getattr(layer, name)
+            for tensor in (*(getattr(layer, name) for name in (*_EXACT, "centre")), *layer.split.values()):
                 if tensor is not None:
                     parts.append(_bytes(tensor))
                     sums.append(_checksums(parts[-1], 1))
@@ -311,6 +323,9 @@ class _Reader:
             for name in (*_EXACT, "centre"):
                 if (held := tensors.pop(f"layers.{i}.{name}", None)) is not None:
                     setattr(layer, name, held.to(devices[i]))
+            for side in ("key", "value"):
+                if (held := tensors.pop(f"layers.{i}.{side}_rotation", None)) is not None:
+                    layer.split[f"{side}_rotation"] = held.to(devices[i])
             layer.tokens, layer.padding = positions, tuple(padding)
             layer._released, layer.sliding_window = released[i], sliding[i]
 

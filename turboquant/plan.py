@@ -6,11 +6,14 @@ The words are defined in ``csrc/include/turboquant.h`` ("A plan as integers"); o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from operator import index
 from typing import TypeVar
 
 FORMAT_VERSION = 1
+BLOCKED_VERSION = 2  # of plans with blocks, tables and sketches, which run on the CPU by portable code
+NEW_BLOCK = 16  # added to the bits of the group that a block begins with
 GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
 MAX_BITS = 5
 MAX_HEAD_DIM = 256  # of a plan with values
@@ -33,6 +36,7 @@ class Codebook(IntEnum):
 
     NORMAL = 0  # N(0, 1)
     SPHERE = 1  # sqrt(d) times a coordinate of a uniform unit vector, d = head_dim <= 256
+    UNIFORM = 2  # N(0, 1) again, but equally spaced levels (Max 1960, Table II)
 
 
 class Scale(IntEnum):
@@ -42,6 +46,23 @@ class Scale(IntEnum):
     NORM = 1  # ||z|| / sqrt(d), TurboQuant mse (arXiv 2504.19874, Algorithm 1)
     NORM_CORRECTED = 2  # the decoded vector has the norm of z
     LEAST_SQUARES = 3  # rms(z) <c, u> / <c, c>: least squared error
+
+
+class Levels(IntEnum):
+    """What the codes of one side of a plan of version 2 stand for (``tq_levels``)."""
+
+    CODEBOOK = 0  # a scale per token and block, times a level of the codebook
+    AFFINE = 1  # a zero point and a scale, from the block's smallest and largest number
+    ABSMAX = 2  # a scale, from its largest magnitude; levels on both sides of 0 (q8_0)
+    TABLE = 3  # levels that come with each call; nothing is stored per token
+
+
+class Sketch(IntEnum):
+    """The signs that are kept of what the codes leave over (``tq_sketch``)."""
+
+    NONE = 0
+    GAUSSIAN = 1  # of S r with Gaussian S, and the norm of r (QJL, arXiv 2406.03482)
+    SIGN = 2  # of r itself, and its mean magnitude
 
 
 _Member = TypeVar("_Member", bound=IntEnum)
@@ -131,3 +152,66 @@ def plan_words(
         raise ValueError(f"`page_tokens` must be 32, 64, 96 or 128, got {page_tokens}")
     turn, scaling = member(Rotation, rotation, "rotation"), member(Scale, scale, "scale")
     return (FORMAT_VERSION, head_dim, page_tokens, int(turn), int(law), int(scaling), seed, *keys, *values)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values in a plan of version 2.
+
+    bits: 1..5, or 8 with affine and absmax levels; one integer, or one per group of 32 channels.
+    block: channels that share their per-token numbers, a multiple of 32; 0: all of them; a tuple: the groups that
+        blocks begin with, the first of them 0.
+    rotation, levels, sketch: members or their names.
+    sketch_rows: of a Gaussian sketch, 1..head_dim.
+    """
+
+    bits: int | Sequence[int]
+    block: int | tuple[int, ...] = 0
+    rotation: Rotation | str = Rotation.HADAMARD
+    levels: Levels | str = Levels.CODEBOOK
+    sketch: Sketch | str = Sketch.NONE
+    sketch_rows: int = 0
+
+    def words(self, head_dim: int) -> tuple[Plan, Plan]:
+        """Those of the header, and those of the groups."""
+        groups = -(-head_dim // GROUP)
+        bits = tuple(self.bits) if isinstance(self.bits, Iterable) else (_integer(self.bits, "bits"),) * groups
+        if len(bits) != groups:
+            raise ValueError(f"`bits` must be an integer or one per group, {groups} of them, got {len(bits)}")
+        if isinstance(self.block, tuple):
+            begins = set(self.block)
+        elif _integer(self.block, "block") % GROUP or self.block < 0:
+            raise ValueError(f"`block` must be 0 or a multiple of {GROUP} channels, got {self.block}")
+        else:
+            begins = set(range(0, groups, self.block // GROUP or groups))
+        head = (member(Rotation, self.rotation, "rotation"), member(Levels, self.levels, "levels"),
+                member(Sketch, self.sketch, "sketch"), self.sketch_rows)  # fmt: skip
+        return tuple(map(int, head)), tuple(b + NEW_BLOCK * (g in begins) for g, b in enumerate(bits))
+
+
+def blocked_plan_words(
+    head_dim: int,
+    key: Side,
+    value: Side | None = None,
+    *,
+    codebook: Codebook | str = Codebook.NORMAL,
+    scale: Scale | str = Scale.EDEN,
+    seed: int = 0,
+    page_tokens: int = PAGE_TOKENS,
+) -> Plan:
+    """The words of a plan of version 2, checked by the core. value: None for vectors alone. Others as `plan_words`.
+
+    Raises TypeError or ValueError; the message names the field, or the word as ``plan[i]``.
+    """
+    from . import _core
+
+    head_dim, seed, page_tokens = (
+        _integer(n, name) for n, name in ((head_dim, "head_dim"), (seed, "seed"), (page_tokens, "page_tokens"))
+    )
+    law, scaling = member(Codebook, codebook, "codebook"), member(Scale, scale, "scale")
+    key_head, key_groups = key.words(head_dim)
+    value_head, value_groups = ((0,) * 4, (0,) * len(key_groups)) if value is None else value.words(head_dim)
+    common = (BLOCKED_VERSION, head_dim, page_tokens, 0, int(law), int(scaling), seed)
+    words = (*common, *key_head, *value_head, *key_groups, *value_groups)
+    _core.record_bytes(words)
+    return words

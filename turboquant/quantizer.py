@@ -18,13 +18,31 @@ from numpy.typing import NDArray
 
 from . import _core
 from .files import write_whole
-from .plan import GROUP, MAX_BITS, MAX_DIM, Codebook, Plan, Rotation, Scale, group_bits, member, plan_words
+from .plan import (
+    BLOCKED_VERSION,
+    GROUP,
+    MAX_BITS,
+    MAX_DIM,
+    Codebook,
+    Levels,
+    Plan,
+    Rotation,
+    Scale,
+    Side,
+    Sketch,
+    blocked_plan_words,
+    group_bits,
+    member,
+    plan_words,
+)
 
 __all__ = ["Codes", "Quantizer"]
 
 _PAGE = 32  # vectors of a page
 _RUN = 256  # vectors that one thread quantises at a time
 _ROTATIONS = {"hadamard": Rotation.HADAMARD, "haar": Rotation.DENSE, "none": Rotation.NONE}
+_LEVELS = ("codebook", "affine", "absmax")  # a table needs data
+_SKETCHES = ("none", "gaussian", "sign")
 
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
@@ -145,10 +163,17 @@ class Quantizer:
         "least_squares": least squared error; "norm": that of TurboQuant mse; "norm_corrected": decoded vectors keep
         their norm.
     codebook: "normal": levels for N(0, 1), right for all but small dims; "sphere": levels for the exact law of a
-        coordinate of a random unit vector, dim <= 256.
+        coordinate of a random unit vector, dim <= 256; "uniform": equally spaced, best for N(0, 1).
     seed: 0 .. 2**63 - 1, of the rotation. Equal arguments make equal bytes on every machine.
     centre: float32 ``[dim]`` or None; subtracted before and added after. It is not part of the codes: a Quantizer that
         reads them must be given the same one.
+    levels: "codebook"; "affine": from the smallest to the largest number; "absmax": both sides of 0 up to the largest
+        magnitude; these two also in 8 bits.
+    block: numbers that share a scale, a multiple of 32; 0: all.
+    sketch: signs kept of what the codes leave over: "gaussian": of `sketch_rows` Gaussian projections (dim of them by
+        default; with scale="norm" this is TurboQuant prod of bits + 1, whose inner products are unbiased); "sign": its
+        own.
+    Levels other than a codebook's, blocks and sketches are read by slower, portable code.
 
     Raises TypeError or ValueError; the message names the argument.
     """
@@ -162,6 +187,10 @@ class Quantizer:
         codebook: Codebook | str = "normal",
         seed: int = 0,
         centre: NDArray[np.float32] | None = None,
+        levels: str = "codebook",
+        block: int = 0,
+        sketch: str = "none",
+        sketch_rows: int | None = None,
     ) -> None:
         try:
             dim = index(dim)
@@ -173,6 +202,17 @@ class Quantizer:
             raise TypeError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {rotation!r}")
         if rotation not in _ROTATIONS:
             raise ValueError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {rotation!r}")
+        for name, given, choices in (("levels", levels, _LEVELS), ("sketch", sketch, _SKETCHES)):
+            if given not in choices:
+                raise ValueError(f"Quantizer: `{name}` must be one of {', '.join(choices)}, got {given!r}")
+        if sketch_rows is not None and sketch != "gaussian":
+            raise ValueError(f"Quantizer: `sketch_rows` must be None unless `sketch` is gaussian, got {sketch_rows!r}")
+        if levels != "codebook" or block or sketch != "none":
+            rows = (dim if sketch_rows is None else sketch_rows) if sketch == "gaussian" else 0
+            side = Side(bits, block, _ROTATIONS[rotation], levels, sketch, rows)
+            given_plan = blocked_plan_words(dim, side, codebook=codebook, scale=scale, seed=seed, page_tokens=_PAGE)
+            self._setup(given_plan, centre)
+            return
         widths = group_bits(bits, dim, "bits")
         if not any(widths):
             raise ValueError(f"Quantizer: `bits` must be in 1..{MAX_BITS}, or more than 0 in one group, got {bits!r}")
@@ -207,8 +247,14 @@ class Quantizer:
         self._bits = info["key_bits"]
         self._centre: NDArray[np.float32] | None = None
         self._transform: _Transform = {}
-        if info["rotation"] == Rotation.DENSE:
-            self._transform["key_rotation"] = _core.haar(info["seed"], self._dim)
+        if info["key_step_columns"] and info["version"] == BLOCKED_VERSION:
+            raise ValueError("Quantizer: `plan` must have no table, got one of a cache")
+        matrices = [_core.haar(info["seed"], self._dim)] if info["rotation"] == Rotation.DENSE else []
+        if info["key_matrix_rows"] > len(matrices) * self._dim:
+            rows = info["key_matrix_rows"] - len(matrices) * self._dim
+            matrices.append(_core.gaussian(info["seed"], rows, self._dim))
+        if matrices:
+            self._transform["key_rotation"] = np.concatenate(matrices)
         if centre is not None:
             self._check("Quantizer", "centre", centre)
             if not np.isfinite(centre).all():
@@ -219,10 +265,15 @@ class Quantizer:
 
     def __repr__(self) -> str:
         bits = self._bits[0] if len(set(self._bits)) == 1 else list(self._bits)
-        rotation = next(name for name, kind in _ROTATIONS.items() if kind == self._plan[3])
+        blocked = self._plan[0] == BLOCKED_VERSION
+        rotation = next(name for name, kind in _ROTATIONS.items() if kind == self._plan[7 if blocked else 3])
+        mode = ""
+        if blocked:
+            levels, sketch = Levels(self._plan[8]).name.lower(), Sketch(self._plan[9]).name.lower()
+            mode = f", levels={levels!r}, sketch={sketch!r}"
         return (
             f"Quantizer({self._dim}, {bits}, rotation={rotation!r}, scale={Scale(self._plan[5]).name.lower()!r}, "
-            f"codebook={Codebook(self._plan[4]).name.lower()!r}, seed={self._plan[6]}"
+            f"codebook={Codebook(self._plan[4]).name.lower()!r}, seed={self._plan[6]}{mode}"
             f"{'' if self._centre is None else ', centre=...'})"
         )
 
@@ -331,4 +382,5 @@ class Quantizer:
         """A plan with names, to say how two differ."""
         names = ("format version", "dim", "page_tokens", "rotation", "codebook", "scale", "seed")
         groups = -(-plan[1] // GROUP)
-        return {**dict(zip(names, plan)), "bits": list(plan[7 : 7 + groups])}
+        start = 15 if plan[0] == BLOCKED_VERSION else 7
+        return {**dict(zip(names, plan)), "mode": plan[7:start], "bits": list(plan[start : start + groups])}

@@ -8,41 +8,61 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
 from typing import Any
 
-from .plan import GROUP, MAX_BITS, PAGE_TOKENS, Plan, plan_words
+from .plan import GROUP, MAX_BITS, PAGE_TOKENS, Plan, Side, blocked_plan_words, plan_words
 
 __all__ = ["CacheSpec", "preset", "presets", "resolve"]
 
-Bits = int | tuple[int, ...]
+Bits = int | float | tuple[int, ...]
 Overrides = tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]
 
 _CHOICES = {
-    "rotation": ("hadamard", "haar", "none", "calibrated"),
-    "codebook": ("normal", "sphere"),
+    "rotation": ("hadamard", "haar", "none", "calibrated", "svd"),
+    "value_rotation": ("same", "hadamard", "haar", "none", "svd"),
+    "codebook": ("normal", "sphere", "uniform"),
+    "key_levels": ("codebook", "affine", "absmax", "table"),
+    "value_levels": ("codebook", "affine", "absmax", "table"),
+    "sketch": ("none", "qjl", "qjl/4", "sign"),
+    "outliers": ("none", "prompt", "calibrated"),
     "scale": ("eden", "norm", "norm_corrected", "least_squares"),
     "centre": ("none", "prompt", "calibrated"),
     "prefill": ("exact", "packed"),
 }
-_RANGES = {"centre_tokens": (1, 2**31 - 1), "sinks": (0, 2**24), "window": (0, 2**24), "seed": (0, 2**63 - 1)}
+_SIDES = ("key", "value")
+_RANGES = {
+    "key_block": (0, 2**12),
+    "value_block": (0, 2**12),
+    "centre_tokens": (1, 2**31 - 1),
+    "sinks": (0, 2**24),
+    "window": (0, 2**24),
+    "seed": (0, 2**63 - 1),
+}
 _WHOLE_CACHE = ("prefill", "overrides", "budget")  # the same for all layers: an override may not set them
 
 
 def _bits(value: Any, field: str) -> Bits:
-    """An integer in 1..5, or a tuple of integers in 0..5, one per group, not all 0."""
+    """An integer in 1..5 or 8, a number of quarters between 1 and 5, or a tuple of integers in 0..5, one per group, not
+    all 0."""
     if isinstance(value, (bool, str, bytes)):
         raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {value!r}")
+    if isinstance(value, float) and not value.is_integer():
+        if not (1 < value < MAX_BITS and (4 * value).is_integer()):
+            raise ValueError(f"`{field}` must be whole or a number of quarters between 1 and {MAX_BITS}, got {value}")
+        return value
     if not isinstance(value, Iterable):
+        value = int(value) if isinstance(value, float) else value
         try:
             bits = index(value)
         except TypeError:
             raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {value!r}") from None
-        if not 1 <= bits <= MAX_BITS:
-            raise ValueError(f"`{field}` must be in 1..{MAX_BITS}, got {bits}")
+        if not 1 <= bits <= MAX_BITS and bits != 8:
+            raise ValueError(f"`{field}` must be in 1..{MAX_BITS} or 8, got {bits}")
         return bits
     widths = tuple(_integer(b, f"{field}[{i}]", 0, MAX_BITS) for i, b in enumerate(value))
     if not any(widths):
@@ -62,24 +82,48 @@ def _integer(value: Any, field: str, low: int, high: int) -> int:
     return number
 
 
-def _token_bytes(bits: Bits, head_dim: int) -> int:
-    """Bytes of one token of one head and side: 4 per bit and group of 32 channels, the last one padded, and a scale."""
+def first_part(bits: float, head_dim: int) -> int:
+    """How many groups have one bit more in a split such as 2.5 bits: the nearest number, at least one and not all."""
     groups = -(-head_dim // GROUP)
-    total = sum(bits) if isinstance(bits, tuple) else bits * groups
-    return 4 * total + (2 if total else 0)
+    if groups < 2:
+        raise ValueError(f"bits of {bits} must be whole for heads of at most {GROUP} channels, got {head_dim} channels")
+    return min(max(1, round((bits - math.floor(bits)) * groups)), groups - 1)
+
+
+def group_widths(bits: Bits, head_dim: int) -> tuple[int, ...]:
+    """Bits of each group of 32 channels; where some groups have one bit more, the first ones."""
+    groups = -(-head_dim // GROUP)
+    if isinstance(bits, tuple):
+        return bits
+    low, first = math.floor(bits), first_part(bits, head_dim) if isinstance(bits, float) else 0
+    return (low + 1,) * first + (low,) * (groups - first)
 
 
 @dataclass(frozen=True)
 class CacheSpec:
     """How the keys and values of a model's layers are stored. Frozen, hashable; `with_` makes a changed copy.
 
-    key_bits, value_bits   bits of a code: 1..5 for all channels, or a tuple with one entry in 0..5 per group of 32
-                           rotated channels.
+    key_bits, value_bits   bits of a code: 1..5 for all channels, 8 with affine or absmax levels; quarters such as 2.5:
+                           so much of the groups has one bit more (see `outliers`); or a tuple with one entry in 0..5
+                           per group of 32 rotated channels.
     rotation        "hadamard": random signs and Walsh-Hadamard, nothing is stored; "haar": a dense random matrix;
                     "none"; "calibrated": per KV head, keys and values apart, the principal axes of a calibration, each
-                    group of 32 divided by its fixed step.
+                    group of 32 divided by its fixed step; "svd": per KV head, the right singular vectors of the
+                    calibration's vectors, not centred (TurboESM).
+    value_rotation  that of the values, if it is another than "same".
     codebook        "normal": levels for N(0, 1); "sphere": for the exact law of a coordinate of a unit vector (matters
-                    below 64 channels).
+                    below 64 channels); "uniform": equally spaced, best for N(0, 1).
+    key_levels, value_levels   what codes stand for: "codebook"; "affine": a zero point and a scale from the smallest
+                    and the largest number; "absmax": a scale from the largest magnitude (q8_0); "table": 8 levels per
+                    head, K-means of a calibration (3 bits), nothing stored per token.
+    key_block, value_block   channels that share those numbers, a multiple of 32; 0: all.
+    sketch          of what the codes of a key leave over: "none"; "qjl": the signs of as many Gaussian projections as
+                    there are channels, and the norm (TurboQuant prod, QJL); "qjl/4": of a quarter as many; "sign": its
+                    own signs, times the mean magnitude (TurboESM).
+    outliers        which channels get the extra bit of 2.5 or 3.25 bits. "none": the first after the rotation, which
+                    makes all alike; else those of largest magnitude before it, per KV head, and the two parts are
+                    rotated and scaled apart: "prompt": in the first `centre_tokens` tokens of the first forward, over
+                    its sequences; "calibrated": in a calibration.
     scale           the one number kept per token, head and side: "eden" makes inner products unbiased (arXiv
                     2108.08842), "norm" is TurboQuant's mse mode (arXiv 2504.19874), "norm_corrected" keeps the norm,
                     "least_squares" the least error.
@@ -92,7 +136,7 @@ class CacheSpec:
                     would; "packed": every query reads what was stored.
     overrides       layer index (negative counts from the last layer) -> fields that differ in it, such as {0:
                     {"key_bits": 5}}. Given as a mapping, held as sorted tuples.
-    seed            of the rotation; 0..2**63 - 1. (A calibration has its own.)
+    seed            of the rotation and the sketch; 0..2**63 - 1. (A calibration has its own.)
     budget          average code bits, above 0 and at most 5, that a calibration shares among the groups of all layers,
                     keys and values; then key_bits and value_bits are not looked at and must be left alone, and rotation
                     and centre become "calibrated". None: key_bits and value_bits hold.
@@ -113,6 +157,13 @@ class CacheSpec:
     overrides: Overrides = ()
     seed: int = 0
     budget: float | None = None
+    value_rotation: str = "same"
+    key_levels: str = "codebook"
+    value_levels: str = "codebook"
+    key_block: int = 0
+    value_block: int = 0
+    sketch: str = "none"
+    outliers: str = "none"
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -135,7 +186,54 @@ class CacheSpec:
         ):
             groups = f"{len(self.key_bits)} and {len(self.value_bits)}"
             raise ValueError(f"`key_bits` and `value_bits` must have the same number of groups, got {groups}")
+        self._check_modes()
         put(self, "overrides", self._checked_overrides())
+
+    def _check_modes(self) -> None:
+        """Fields that contradict each other."""
+
+        def refuse(field: str, wants: str) -> None:
+            raise ValueError(f"`{field}` must be {wants}, got {getattr(self, field)!r}")
+
+        split = [isinstance(getattr(self, f"{side}_bits"), float) for side in _SIDES]
+        for side in _SIDES:
+            levels, bits, block = (getattr(self, f"{side}_{name}") for name in ("levels", "bits", "block"))
+            if bits == 8 and levels not in ("affine", "absmax"):
+                refuse(f"{side}_bits", f"in 1..{MAX_BITS} unless `{side}_levels` are affine or absmax")
+            if bits == 1 and levels == "absmax":
+                refuse(f"{side}_bits", f"at least 2 where `{side}_levels` are absmax")
+            if levels == "table" and bits != 3:
+                refuse(f"{side}_bits", f"3 where `{side}_levels` are a table")
+            if levels != "codebook" and not isinstance(bits, int):
+                refuse(f"{side}_bits", f"one integer where `{side}_levels` are {levels}")
+            if block % GROUP:
+                refuse(f"{side}_block", f"0 or a multiple of {GROUP} channels")
+            if block and (levels == "table" or self.outliers != "none"):
+                refuse(f"{side}_block", "0 with a table, and with outliers, which are blocks of their own")
+        if self.outliers != "none":
+            if not any(split):
+                refuse("outliers", "'none' where no side has a fractional number of bits")
+            if (self.key_levels, self.value_levels) != ("codebook", "codebook") or self.value_rotation != "same":
+                refuse("outliers", "'none' unless both sides have the levels of a codebook and one kind of rotation")
+            if self.rotation not in ("hadamard", "haar", "none"):
+                refuse("outliers", f"'none' where `rotation` is {self.rotation!r}")
+        if "codebook" not in (self.key_levels, self.value_levels):
+            for name, left in (("scale", "eden"), ("codebook", "normal")):
+                if getattr(self, name) != left:
+                    refuse(name, "left alone where no side has the levels of a codebook")
+        if self.rotation == "calibrated" and self.blocked:
+            what = "blocks, tables, sketches, outliers and `value_rotation`"
+            refuse("rotation", f"another one (or `budget` None) with {what}: its steps are for plans without them")
+        if self.blocked and any(isinstance(b, tuple) and 0 in b for b in (self.key_bits, self.value_bits)):
+            refuse("key_bits", "above 0 in every group, as `value_bits`, with blocks, tables, sketches and outliers")
+
+    @property
+    def blocked(self) -> bool:
+        """Whether its plans are of version 2 (turboquant.h), which portable code on the CPU alone runs. Overrides are
+        not looked at."""
+        plain = ("same", "codebook", "codebook", 0, 0, "none", "none")
+        return plain != (self.value_rotation, self.key_levels, self.value_levels, self.key_block, self.value_block,
+                         self.sketch, self.outliers)  # fmt: skip
 
     def _check_budget(self) -> None:
         put = object.__setattr__
@@ -159,7 +257,8 @@ class CacheSpec:
     @property
     def calibrated(self) -> bool:
         """Whether it cannot be used without a calibration. Overrides are not looked at."""
-        return self.rotation == "calibrated" or self.centre == "calibrated"
+        taken = (self.rotation, self.value_rotation, self.centre, self.outliers, self.key_levels, self.value_levels)
+        return any(field in ("calibrated", "svd", "table") for field in taken)
 
     def _checked_overrides(self) -> Overrides:
         given: Any = self.overrides
@@ -186,6 +285,15 @@ class CacheSpec:
     def with_(self, **fields: Any) -> CacheSpec:
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **fields)
+
+    def with_boundary(self, layers: int, **fields: Any) -> CacheSpec:
+        """A copy whose first and last `layers` layers differ in some fields: ``spec.with_boundary(2, key_bits=5)``.
+        What `overrides` already says of those layers stays, but for these fields."""
+        count = _integer(layers, "layers", 0, 2**15)
+        held = {layer: dict(changed) for layer, changed in self.overrides}
+        for layer in (*range(count), *range(-count, 0)):
+            held[layer] = {**held.get(layer, {}), **fields}
+        return self.with_(overrides=held)
 
     def for_layer(self, layer: int, n_layers: int) -> CacheSpec:
         """The spec of one layer of `n_layers`: its overrides applied, and none left.
@@ -220,16 +328,41 @@ class CacheSpec:
             raise ValueError(
                 "`budget` must be None in the spec of a layer: a calibration turns it into the bits of each group"
             )
+        if self.blocked:
+            return self._blocked_plan(head_dim)
         return plan_words(
             head_dim,
-            self.key_bits,
-            self.value_bits,
-            rotation="dense" if self.rotation in ("haar", "calibrated") else self.rotation,
+            group_widths(self.key_bits, head_dim),
+            group_widths(self.value_bits, head_dim),
+            rotation="dense" if self.rotation in ("haar", "calibrated", "svd") else self.rotation,
             codebook=self.codebook,
             scale=self.scale,
             seed=self.seed,
             page_tokens=PAGE_TOKENS,
         )
+
+    def rotation_of(self, side: str) -> str:
+        """That of "key" or "value"."""
+        return self.rotation if side == "key" or self.value_rotation == "same" else self.value_rotation
+
+    def sketch_rows(self, head_dim: int) -> int:
+        """Rows of the Gaussian sketch of keys; 0 without one."""
+        return {"qjl": head_dim, "qjl/4": head_dim // 4}.get(self.sketch, 0)
+
+    def _blocked_plan(self, head_dim: int) -> Plan:
+        sides = []
+        for side in _SIDES:
+            bits, block = getattr(self, f"{side}_bits"), getattr(self, f"{side}_block")
+            rotation = self.rotation_of(side)
+            dense = rotation in ("haar", "svd") or (self.outliers != "none" and isinstance(bits, float))
+            rows = self.sketch_rows(head_dim) if side == "key" else 0
+            sketch = "gaussian" if rows else "sign" if side == "key" and self.sketch == "sign" else "none"
+            blocks = block
+            if self.outliers != "none" and isinstance(bits, float):
+                blocks = (0, first_part(bits, head_dim))
+            sides.append(Side(group_widths(bits, head_dim), blocks, "dense" if dense else rotation,
+                              getattr(self, f"{side}_levels"), sketch, rows))  # fmt: skip
+        return blocked_plan_words(head_dim, *sides, codebook=self.codebook, scale=self.scale, seed=self.seed)
 
     def bytes_per_token(self, head_dim: int, kv_heads: int = 1, n_layers: int = 1) -> int:
         """Bytes of one packed token, keys and values, scales and channel padding included, over `kv_heads` heads of
@@ -240,9 +373,12 @@ class CacheSpec:
             groups = -(-head_dim // GROUP)
             self.with_(budget=None, overrides=()).plan(head_dim)
             return kv_heads * (4 * group_bits_of(self.budget, n_layers, groups) + 2 * 2 * n_layers)
-        self.plan(head_dim)
-        layers = (self.for_layer(i, n_layers) for i in range(n_layers)) if self.overrides else [self] * n_layers
-        return kv_heads * sum(_token_bytes(s.key_bits, head_dim) + _token_bytes(s.value_bits, head_dim) for s in layers)
+        from . import _core
+
+        if not self.overrides:
+            return kv_heads * n_layers * (_core.record_bytes(self.plan(head_dim)) // PAGE_TOKENS)
+        plans = (self.for_layer(i, n_layers).plan(head_dim) for i in range(n_layers))
+        return kv_heads * sum(_core.record_bytes(plan) // PAGE_TOKENS for plan in plans)
 
     def effective_bits(self, head_dim: int, n_layers: int = 1) -> float:
         """Bits per number of a packed token, keys and values averaged, every byte of `bytes_per_token` counted."""
@@ -254,23 +390,48 @@ def group_bits_of(average: float, n_layers: int, groups: int) -> int:
     return int(average * n_layers * 2 * groups + 1e-6)
 
 
-def _paper(bits: int) -> CacheSpec:
-    return CacheSpec(key_bits=bits, value_bits=bits, scale="norm")
+def _paper(bits: float) -> CacheSpec:
+    outliers = "none" if isinstance(bits, int) else "prompt"
+    return CacheSpec(key_bits=bits, value_bits=bits, scale="norm", outliers=outliers)
+
+
+def _affine(bits: int, rotation: str, sketch: str = "none") -> CacheSpec:
+    return CacheSpec(bits, bits, rotation=rotation, key_levels="affine", value_levels="affine", key_block=64,
+                     value_block=64, sketch=sketch)  # fmt: skip
+
+
+def _absmax(key_bits: int, value_bits: int, **rotations: str) -> CacheSpec:
+    return CacheSpec(key_bits, value_bits, key_levels="absmax", value_levels="absmax", key_block=32, value_block=32,
+                     **rotations)  # type: ignore[arg-type]  # fmt: skip
 
 
 _PRESETS: dict[str, CacheSpec] = {
     # The method that measures best without calibration.
     "default": CacheSpec(key_bits=4, value_bits=4, centre="prompt", sinks=4, window=128),
-    # TurboQuant mse as published (arXiv 2504.19874): norms, no centre, no token kept exact.
-    "paper-mse-4": _paper(4),
-    "paper-mse-3": _paper(3),
-    "paper-mse-2": _paper(2),
+    # TurboQuant mse as published (arXiv 2504.19874, Algorithm 1): norms, no centre, no token kept exact; in between,
+    # outlier channels apart (section 4.3).
+    **{f"paper-mse-{bits}": _paper(bits) for bits in (4, 3.5, 3, 2.5, 2)},
+    # TurboQuant prod (Algorithm 2): one bit of the keys is a sketch; values, which meet no query, as in mse.
+    **{f"paper-prod-{bits}": CacheSpec(bits - 1, bits, scale="norm", sketch="qjl") for bits in (4, 3, 2)},
     # The calibrated plan, by its average of code bits; all of them take the same calibration.
     **{
         f"calibrated-{bits}": CacheSpec(budget=float(bits), sinks=4, window=128)
         for bits in ("4", "3.5", "3", "2.5", "2")
     },
-}
+    "turboesm": CacheSpec(3, 3, rotation="svd", value_rotation="none", key_levels="table", value_levels="table",
+                          sketch="sign"),
+    "mlx-v2-4-lean": _affine(4, "none"),
+    "mlx-v2-4-rotated": _affine(4, "haar"),
+    "mlx-v2-3-rotated-qjl": _affine(3, "haar", "qjl"),
+    **{
+        f"mlx-v3-{bits}": CacheSpec(bits, bits, rotation="haar", scale="norm")
+        for bits in (4, 3.5, 3.25, 3, 2.75, 2.5, 2)
+    },
+    "skainet-safe-lowbit": _absmax(8, 4, rotation="none", value_rotation="hadamard"),
+    "skainet-balanced": _absmax(4, 4),
+    "skainet-experimental-max": _absmax(3, 3),
+    "polarquant-3-2": CacheSpec(3, 2, codebook="uniform", scale="norm", sketch="qjl/4"),
+}  # fmt: skip
 
 
 def presets() -> dict[str, CacheSpec]:

@@ -2,7 +2,7 @@
  *
  * Work is shared by (sequence, KV head). Within one, tokens are encoded a token tile at a time: codes and scales of up to 32
  * tokens first, then each 32 x 32 tile is unpacked, merged and packed again, or only packed when all 32 tokens are new. */
-#include "tiles.h"
+#include "blocks.h"
 #include <math.h>
 #include <string.h>
 
@@ -20,15 +20,18 @@ typedef struct {
 /** Scratch of a worker. */
 typedef struct {
     float *x, *y;     /* [head_dim] each */
-    uint8_t *codes;   /* [32 tokens][groups * 32] */
+    uint8_t *codes;   /* [32 tokens][tiles * 32] */
     uint8_t *tile;    /* [32][32] */
-    uint16_t *scales; /* [32] */
+    uint16_t *scales; /* [scales][32] */
 } worker;
+
+static int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 
 static int64_t worker_bytes(const tq_plan *plan)
 {
-    return tq_round_up(
-        2 * tq_round_up(4 * plan->head_dim, 64) + TQ_TILE * TQ_TILE * (int64_t)plan->groups + TQ_TILE_CODES + 64, 64);
+    int64_t codes = TQ_TILE_CODES * (int64_t)larger(plan->key.tiles, plan->value.tiles);
+    int64_t scales = 2 * TQ_TILE * (int64_t)larger(plan->key.scales, plan->value.scales);
+    return tq_round_up(2 * tq_round_up(4 * plan->head_dim, 64) + codes + TQ_TILE_CODES + scales, 64);
 }
 
 static worker carve(const tq_plan *plan, uint8_t *at)
@@ -38,7 +41,7 @@ static worker carve(const tq_plan *plan, uint8_t *at)
     w.x = (float *)at;
     w.y = (float *)(at + row);
     w.codes = at + 2 * row;
-    w.tile = w.codes + TQ_TILE * TQ_TILE * plan->groups;
+    w.tile = w.codes + TQ_TILE_CODES * larger(plan->key.tiles, plan->value.tiles);
     w.scales = (uint16_t *)(w.tile + TQ_TILE_CODES);
     return w;
 }
@@ -214,7 +217,7 @@ tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *p
 
 /* ---- one token, one tile ---- */
 
-/** Loads, centres, rotates, scales and encodes one vector. */
+/** Loads, centres, rotates, scales and encodes one vector; its numbers go to scale[32 * i]. */
 static void encode_token(const append_job *job, worker *w, int is_key, int32_t b, int32_t h, const void *x,
                          uint8_t *codes, uint16_t *scale)
 {
@@ -223,7 +226,12 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     const float *centre = tq_transform_centre(t, plan, b, h), *steps = tq_transform_steps(t, plan, h);
     job->kernels->load(job->p->dtype, x, w->x, plan->head_dim);
     for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= centre[i];
-    tq_rotate_vector(job->kernels, plan, tq_transform_matrix(t, h), 0, w->x, w->y);
+    if (tq_is_blocked(plan)) {
+        tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->books, t, is_key, h);
+        tq_block_encode(&coder, w->x, w->y, codes, scale);
+        return;
+    }
+    tq_rotate_vector(job->kernels, plan, plan->rotation, tq_transform_matrix(t, h), 0, w->x, w->y);
     for (int32_t g = 0; steps && g < plan->groups; g++) {
         float inverse = 1.0f / steps[g];
         for (int32_t i = TQ_TILE * g; i < TQ_TILE * (g + 1) && i < plan->head_dim; i++) w->y[i] *= inverse;
@@ -244,27 +252,29 @@ static void transpose_codes(const uint8_t *codes, int32_t stride, uint8_t *tile)
     }
 }
 
-/** Writes tokens first .. last - 1 (of 0..31) of one token tile; codes [32][groups * 32] by token. */
+/** Writes tokens first .. last - 1 (of 0..31) of one token tile; codes [32][tiles * 32] by token. */
 static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *record, int32_t token_tile, int32_t first,
                        int32_t last)
 {
     const tq_plan *plan = job->plan;
     const tq_side *side = is_key ? &plan->key : &plan->value;
-    int32_t stride = TQ_TILE * plan->groups;
-    for (int32_t g = 0; g < plan->groups; g++) {
+    int32_t stride = TQ_TILE * side->tiles;
+    for (int32_t g = 0; g < side->tiles; g++) {
         if (!side->bits[g]) continue;
         uint32_t *words = (uint32_t *)(record + tq_tile_offset(side, token_tile, g));
-        if (last - first < TQ_TILE) job->kernels->unpack(side->bits[g], words, w->tile);
+        if (last - first < TQ_TILE) tq_unpack_tile(job->kernels, side->bits[g], words, w->tile);
         const uint8_t *codes = w->codes + TQ_TILE * g;
         if (!is_key && last - first == TQ_TILE) transpose_codes(codes, stride, w->tile);
         for (int32_t i = first; i < last && (is_key || last - first < TQ_TILE); i++)
             if (is_key) memcpy(w->tile + TQ_TILE * i, codes + i * stride, TQ_TILE);
             else
                 for (int32_t c = 0; c < TQ_TILE; c++) w->tile[TQ_TILE * c + tq_column(i)] = codes[i * stride + c];
-        job->kernels->pack(side->bits[g], w->tile, words);
+        tq_pack_tile(job->kernels, side->bits[g], w->tile, words);
     }
-    for (int32_t i = first; i < last; i++)
-        memcpy(record + tq_scale_offset(side, TQ_TILE * token_tile + i), &w->scales[i], sizeof(uint16_t));
+    for (int32_t k = 0; k < side->scales; k++, record += 2 * plan->page_tokens)
+        for (int32_t i = first; i < last; i++)
+            memcpy(record + tq_scale_offset(side, TQ_TILE * token_tile + i), &w->scales[TQ_TILE * k + i],
+                   sizeof(uint16_t));
 }
 
 /* ---- one sequence and head ---- */
@@ -288,6 +298,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
 {
     const tq_plan *plan = job->plan;
     const tq_append_params *p = job->p;
+    int32_t stride = TQ_TILE * (is_key ? plan->key.tiles : plan->value.tiles);
     int64_t position, last;
     packed_range(p, b, &position, &last);
     while (position < last) {
@@ -296,7 +307,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
         if (last - position < end - begin) end = begin + (int32_t)(last - position);
         for (int32_t i = begin; i < end; i++)
             encode_token(job, w, is_key, b, h, token_source(job, is_key, b, h, position + i - begin),
-                         w->codes + i * TQ_TILE * plan->groups, &w->scales[i]);
+                         w->codes + i * stride, &w->scales[i]);
         int64_t page = p->block_table[(int64_t)b * p->max_pages + index / plan->page_tokens];
         uint8_t *record = p->pages + (page * p->kv_heads + h) * plan->record_bytes;
         store_tile(job, w, is_key, record, (int32_t)(index % plan->page_tokens / TQ_TILE), begin, end);

@@ -68,23 +68,41 @@ static const char *query_row(const attend_job *job, int32_t b, int32_t h, int64_
     return (const char *)a->q + at * tq_dtype_bytes(a->dtype);
 }
 
+static tq_block_coder coder_of(const attend_job *job, const attend_task *t, int is_key)
+{
+    return tq_block_coder_of(job->kernels, job->plan, job->books, is_key ? &job->a->key : &job->a->value, is_key, t->h);
+}
+
+/** Rotates a query into what meets the codes of keys. */
+static void prepare_operand(const attend_job *job, const attend_task *t, attend_work *w, const float *q, void *operand)
+{
+    const tq_plan *plan = job->plan;
+    const tq_transform *key = &job->a->key;
+    if (tq_is_blocked(plan)) {
+        tq_block_coder coder = coder_of(job, t, 1);
+        tq_block_project(&coder, q, operand);
+        return;
+    }
+    const float *steps = tq_transform_steps(key, plan, t->h);
+    memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
+    tq_rotate_vector(job->kernels, plan, plan->rotation, tq_transform_matrix(key, t->h), 0, q, w->rotated);
+    for (int32_t i = 0; i < job->key_groups.n; i++) {
+        int32_t g = job->key_groups.group[i];
+        for (int32_t c = 0; c < TQ_TILE; c++)
+            w->coded[TQ_TILE * i + c] = w->rotated[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
+    }
+    job->kernels->prepare(w->coded, TQ_TILE * job->key_groups.n, job->precise, operand);
+}
+
 static void prepare_rows(const attend_job *job, const attend_task *t, attend_work *w)
 {
     const tq_plan *plan = job->plan;
     const tq_transform *key = &job->a->key;
-    const float *centre = tq_transform_centre(key, plan, t->b, t->h), *steps = tq_transform_steps(key, plan, t->h);
+    const float *centre = tq_transform_centre(key, plan, t->b, t->h);
     for (int32_t r = 0; r < t->rows; r++) {
         float *q = w->q + (int64_t)r * plan->head_dim;
         job->kernels->load(job->a->dtype, query_row(job, t->b, t->h, t->first_row + r), q, plan->head_dim);
-        memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
-        tq_rotate_vector(job->kernels, plan, tq_transform_matrix(key, t->h), 0, q, w->rotated);
-        for (int32_t i = 0; i < job->key_groups.n; i++) {
-            int32_t g = job->key_groups.group[i];
-            for (int32_t c = 0; c < TQ_TILE; c++)
-                w->coded[TQ_TILE * i + c] = w->rotated[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
-        }
-        job->kernels->prepare(w->coded, TQ_TILE * job->key_groups.n, job->precise,
-                              w->query_operands + r * job->query_operand_bytes);
+        prepare_operand(job, t, w, q, w->query_operands + r * job->query_operand_bytes);
         float scale = job->a->softmax_scale;
         w->logits[r] =
             (tq_logit){scale, centre ? scale * job->kernels->dot(q, centre, plan->head_dim) : 0.0f, job->a->softcap};
@@ -115,6 +133,55 @@ static const uint8_t *record_of(const attend_job *job, const attend_task *t, int
     return job->a->pages + (id * job->a->kv_heads + t->h) * job->plan->record_bytes;
 }
 
+/** The packed tokens of a page that a row sees: what mark_visible returns, in column order. */
+static int mark_page(const attend_job *job, const attend_task *t, attend_work *w, int32_t r, int64_t page, range common)
+{
+    int32_t tokens = job->plan->page_tokens;
+    if (common.lo <= page * tokens && common.hi >= (page + 1) * tokens) return 2;
+    return mark_visible(seen_packed(job->a, t->b, row_position(job, t->b, t->first_row + r)), page * tokens, tokens, 1,
+                        w->visible);
+}
+
+/** attend_page for plans of version 2: each token tile is decoded to rows, keys first, and met as it stands. Numbers of rows carry
+ *  their scales, so the softmax step is told ones. */
+static void attend_blocked_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, range common)
+{
+    const tq_kernels *kernels = job->kernels;
+    const uint8_t *record = record_of(job, t, page);
+    int32_t tokens = job->plan->page_tokens, key_row = TQ_TILE * job->key_groups.n,
+            value_row = TQ_TILE * job->value_groups.n;
+    tq_block_coder keys = coder_of(job, t, 1), values = coder_of(job, t, 0);
+    for (int32_t i = 0; i < tokens; i++) w->scales[i] = 1.0f;
+    for (int32_t tile = 0; tile < tokens / TQ_TILE; tile++) {
+        tq_block_decode(&keys, record, tile, 0, TQ_TILE, w->decoded);
+        for (int32_t r = 0; r < t->rows; r++) {
+            const float *query = (const float *)(w->query_operands + r * job->query_operand_bytes);
+            for (int32_t i = 0; i < TQ_TILE; i++)
+                w->scores[(int64_t)r * tokens + TQ_TILE * tile + tq_column(i)] =
+                    kernels->dot(query, w->decoded + (int64_t)i * key_row, key_row);
+        }
+    }
+    for (int32_t r = 0; r < t->rows; r++) {
+        float *scores = w->scores + (int64_t)r * tokens;
+        int some = mark_page(job, t, w, r, page, common);
+        if (some)
+            rescale_row(job, w, r,
+                        kernels->softmax(scores, w->scales, w->scales, some == 2 ? NULL : w->visible, tokens,
+                                         &w->logits[r], &w->states[r]));
+        else memset(scores, 0, sizeof(float) * (size_t)tokens);
+    }
+    for (int32_t tile = 0; tile < tokens / TQ_TILE; tile++) {
+        tq_block_decode(&values, record, tile, 0, TQ_TILE, w->decoded);
+        for (int32_t r = 0; r < t->rows; r++)
+            for (int32_t i = 0; i < TQ_TILE; i++) {
+                float weight = w->scores[(int64_t)r * tokens + TQ_TILE * tile + tq_column(i)];
+                if (weight != 0.0f) /* what is not seen may be bytes of anything */
+                    kernels->axpy(weight, w->decoded + (int64_t)i * value_row, w->packed + (int64_t)r * value_row,
+                                  value_row);
+            }
+    }
+}
+
 /** One page for all rows of the task: scores, softmax step, weighted values. While it is read the same part
  *  of the `next` one (NULL after the last) is brought into the cache. All rows see the tokens in `common`. */
 static void attend_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, const uint8_t *next,
@@ -138,10 +205,7 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
     kernels->load(TQ_F16, record + plan->value.scales_offset, value_scales, tokens);
     for (int32_t r = 0; r < t->rows; r++) {
         float *scores = w->scores + (int64_t)r * tokens;
-        int some = 2;
-        if (common.lo > page * tokens || common.hi < (page + 1) * tokens)
-            some = mark_visible(seen_packed(job->a, t->b, row_position(job, t->b, t->first_row + r)), page * tokens,
-                                tokens, 1, w->visible);
+        int some = mark_page(job, t, w, r, page, common);
         const uint8_t *visible = some == 2 ? NULL : w->visible;
         if (some)
             rescale_row(
@@ -166,7 +230,8 @@ static void attend_packed(const attend_job *job, const attend_task *t, attend_wo
     int64_t first = all.lo / job->plan->page_tokens, n = (all.hi - 1) / job->plan->page_tokens + 1 - first;
     int64_t last = first + n * (t->split + 1) / job->splits;
     for (int64_t page = first + n * t->split / job->splits; page < last; page++)
-        attend_page(job, t, w, page, page + 1 < last ? record_of(job, t, page + 1) : NULL, common);
+        if (tq_is_blocked(job->plan)) attend_blocked_page(job, t, w, page, common);
+        else attend_page(job, t, w, page, page + 1 < last ? record_of(job, t, page + 1) : NULL, common);
 }
 
 /* ---- exact tokens ---- */
@@ -278,24 +343,38 @@ static void store_row(int32_t dtype, const float *x, void *out, int64_t at, int3
     for (int32_t i = 0; i < n && dtype == TQ_BF16; i++) ((uint16_t *)out)[at + i] = tq_bf16_from_f32(x[i]);
 }
 
-/** Un-rotates and stores one row; packed [value groups * 32] in column order, exact [head_dim]. */
-static void finish_row(const attend_job *job, const attend_task *t, attend_work *w, int32_t r,
-                       const tq_softmax_state *state, const float *packed, const float *exact)
+/** Back from the weighted sum of codes to the space of values: out [head_dim]. */
+static void restore_values(const attend_job *job, const attend_task *t, attend_work *w, const float *packed, float *out)
 {
     const tq_plan *plan = job->plan;
-    const tq_attend_params *a = job->a;
-    const float *centre = tq_transform_centre(&a->value, plan, t->b, t->h),
-                *steps = tq_transform_steps(&a->value, plan, t->h);
-    int64_t row = t->first_row + r, head = (int64_t)t->h * job->group + row % job->group;
-    int64_t at = ((int64_t)t->b * a->query_heads + head) * a->query_tokens + row / job->group;
-    float *out = w->coded;
+    const tq_transform *value = &job->a->value;
+    if (tq_is_blocked(plan)) {
+        tq_block_coder coder = coder_of(job, t, 0);
+        memcpy(w->decoded, packed, sizeof(float) * TQ_TILE * (size_t)job->value_groups.n);
+        tq_block_restore(&coder, w->decoded, out);
+        return;
+    }
+    const float *steps = tq_transform_steps(value, plan, t->h);
     memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
     for (int32_t i = 0; i < job->value_groups.n; i++) {
         int32_t g = job->value_groups.group[i];
         for (int32_t c = 0; c < TQ_TILE; c++)
             w->rotated[TQ_TILE * g + c] = packed[TQ_TILE * i + tq_column(c)] * (steps ? steps[g] : 1.0f);
     }
-    tq_rotate_vector(job->kernels, plan, tq_transform_matrix(&a->value, t->h), 1, w->rotated, out);
+    tq_rotate_vector(job->kernels, plan, plan->rotation, tq_transform_matrix(value, t->h), 1, w->rotated, out);
+}
+
+/** Un-rotates and stores one row; packed [value groups * 32] in column order, exact [head_dim]. */
+static void finish_row(const attend_job *job, const attend_task *t, attend_work *w, int32_t r,
+                       const tq_softmax_state *state, const float *packed, const float *exact)
+{
+    const tq_plan *plan = job->plan;
+    const tq_attend_params *a = job->a;
+    const float *centre = tq_transform_centre(&a->value, plan, t->b, t->h);
+    int64_t row = t->first_row + r, head = (int64_t)t->h * job->group + row % job->group;
+    int64_t at = ((int64_t)t->b * a->query_heads + head) * a->query_tokens + row / job->group;
+    float *out = w->coded;
+    restore_values(job, t, w, packed, out);
     float inverse = state->max == -INFINITY ? 0.0f : 1.0f / state->sum;
     for (int32_t i = 0; i < plan->head_dim; i++)
         out[i] = (out[i] + exact[i] + (centre ? centre[i] * state->packed_sum : 0.0f)) * inverse;
@@ -384,12 +463,16 @@ void tq_attend_lay_out(attend_job *job)
     int32_t wanted = tasks ? ceil_div(job->threads, tasks) : 1,
             possible = a->max_pages / SPLIT_PAGES > 1 ? a->max_pages / SPLIT_PAGES : 1;
     job->splits = wanted < possible ? wanted : possible;
-    tq_list_groups(job->plan, &job->plan->key, &job->key_groups);
-    tq_list_groups(job->plan, &job->plan->value, &job->value_groups);
-    job->query_operand_bytes = (int64_t)job->kernels->operand_bytes(TQ_TILE * job->key_groups.n);
-    job->weight_operand_bytes = (int64_t)job->kernels->operand_bytes(job->plan->page_tokens);
-    tq_key_tiles(job->plan, &job->key_groups, job->key_tiles);
-    tq_value_tiles(job->plan, &job->value_groups, job->value_tiles);
+    tq_list_groups(&job->plan->key, &job->key_groups);
+    tq_list_groups(&job->plan->value, &job->value_groups);
+    if (tq_is_blocked(job->plan)) {
+        job->query_operand_bytes = (int64_t)sizeof(float) * TQ_TILE * job->key_groups.n;
+    } else {
+        job->query_operand_bytes = (int64_t)job->kernels->operand_bytes(TQ_TILE * job->key_groups.n);
+        job->weight_operand_bytes = (int64_t)job->kernels->operand_bytes(job->plan->page_tokens);
+        tq_key_tiles(job->plan, &job->key_groups, job->key_tiles);
+        tq_value_tiles(job->plan, &job->value_groups, job->value_tiles);
+    }
     job->precise = a->dtype == TQ_F32;
     int64_t rows = (int64_t)job->group * a->query_tokens;
     job->chunk_rows = rows < CHUNK_ROWS ? (int32_t)rows : CHUNK_ROWS;

@@ -1,7 +1,7 @@
 /* What attend.c (the algorithm) and attend_args.c (checks and scratch) share. */
 #ifndef TQ_ATTEND_H
 #define TQ_ATTEND_H
-#include "tiles.h"
+#include "blocks.h"
 
 typedef struct {
     const tq_plan *plan;
@@ -25,14 +25,14 @@ typedef struct {
 
 /* Scratch:  | worker 0 | worker 1 | ..  each:
  *              | query operands | weight operands | q | scores | packed | exact | tile_k | tile_v | rotated | coded | merged |
- *              | scales | logits | states | visible |
+ *              | scales | logits | states | visible | decoded |
  *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits > 1 */
 typedef struct {
     uint8_t *query_operands, *weight_operands;
-    float *q;                 /* [rows][head_dim], not rotated */
-    float *scores;            /* [rows][page_tokens]; weights after the softmax step */
-    float *packed;            /* [rows][32 * value groups], rotated sums, each group in column order */
-    float *exact;             /* [rows][head_dim] */
+    float *q;      /* [rows][head_dim], not rotated */
+    float *scores; /* [rows][page_tokens]; weights after the softmax step */
+    float *packed; /* [rows][32 * value groups], rotated sums, each group in column order (version 2: as they are) */
+    float *exact;  /* [rows][head_dim] */
     float *tile_k, *tile_v;   /* [32][head_dim] */
     float *rotated, *coded;   /* [32 * groups] */
     float *merged;            /* [32 * value groups + head_dim] */
@@ -40,6 +40,7 @@ typedef struct {
     tq_logit *logits;         /* [rows] */
     tq_softmax_state *states; /* [rows] */
     uint8_t *visible;         /* [page_tokens] */
+    float *decoded;           /* [32][32 * tiles], rows of a token tile; version 2 alone, whose operands are rows too */
 } attend_work;
 
 /** Scratch bytes that need nothing but sizes. */

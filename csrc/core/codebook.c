@@ -9,6 +9,18 @@ static const tq_codebook_row *codebook_row(int32_t law, int32_t head_dim, int32_
     return &tq_codebook_normal[bits - 1];
 }
 
+/* Half the distance between levels of the best uniform quantisers of N(0, 1) with 8, 16 and 32 levels (Max 1960, Table II); with 2
+ * and 4 levels they are those of the normal law, which are uniform. tests/test_codebook.py finds them again. */
+static const float uniform_half_steps[TQ_MAX_BITS + 1] = {0, 0, 0, 0.293009721f, 0.167600307f, 0.0940693967f};
+
+static tq_codebook_row row_of(int32_t law, int32_t head_dim, int32_t bits)
+{
+    if (law != TQ_CODEBOOK_UNIFORM || bits <= 2) return *codebook_row(law, head_dim, bits);
+    tq_codebook_row row = {uniform_half_steps[bits], {0}};
+    for (int32_t m = 0; m < 1 << (bits - 1); m++) row.magnitudes[m] = (int8_t)(2 * m + 1);
+    return row;
+}
+
 /* turboquant.h, "Codes": ranks themselves up to 3 bits, sign and magnitude above. */
 static uint8_t code_of_rank(int32_t bits, int32_t rank)
 {
@@ -36,18 +48,21 @@ static void expand(const tq_codebook_row *row, int32_t bits, tq_codebook *out)
 
 tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out, tq_error *error)
 {
-    if (law != TQ_CODEBOOK_NORMAL && law != TQ_CODEBOOK_SPHERE)
-        return tq_fail(error, TQ_E_VALUE, "law", -1, law, "0 (normal) or 1 (sphere)");
+    if (law != TQ_CODEBOOK_NORMAL && law != TQ_CODEBOOK_SPHERE && law != TQ_CODEBOOK_UNIFORM)
+        return tq_fail(error, TQ_E_VALUE, "law", -1, law, "0 (normal), 1 (sphere) or 2 (uniform)");
     if (bits < 1 || bits > TQ_MAX_BITS) return tq_fail(error, TQ_E_VALUE, "bits", -1, bits, "in 1..5");
     if (law == TQ_CODEBOOK_SPHERE && (head_dim < 8 || head_dim > TQ_MAX_HEAD_DIM || head_dim % 8))
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "a multiple of 8 in 8..256 for the sphere law");
     if (!out) return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "a pointer, not NULL");
-    expand(codebook_row(law, head_dim, bits), bits, out);
+    tq_codebook_row row = row_of(law, head_dim, bits);
+    expand(&row, bits, out);
     return TQ_OK;
 }
 
 void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_MAX_BITS + 1])
 {
-    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++)
-        expand(codebook_row(plan->codebook, plan->head_dim, bits), bits, &books[bits]);
+    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++) {
+        tq_codebook_row row = row_of(plan->codebook, plan->head_dim, bits);
+        expand(&row, bits, &books[bits]);
+    }
 }

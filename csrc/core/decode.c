@@ -1,5 +1,5 @@
 /* Decoding without attention: tq_dequantize for debugging and NumPy, tq_dot for inner products with packed vectors. */
-#include "tiles.h"
+#include "blocks.h"
 #include <math.h>
 #include <string.h>
 
@@ -47,8 +47,33 @@ static void restore_token(const decode_side *s, const uint8_t *record, int32_t t
     memcpy(&half, record + tq_scale_offset(side, token), sizeof half);
     float scale = tq_f32_from_f16(half);
     for (int32_t i = 0; i < plan->head_dim; i++) y[i] = x[i] * scale;
-    tq_rotate_vector(s->kernels, plan, tq_transform_matrix(s->transform, s->h), 1, y, x);
+    tq_rotate_vector(s->kernels, plan, plan->rotation, tq_transform_matrix(s->transform, s->h), 1, y, x);
     for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += centre[i];
+}
+
+#define ROWS_AT_ONCE (4 * TQ_MAX_DIM) /* numbers of rows of version 2 that wait on the stack */
+
+/** How many tokens' rows fit: 2 to 32. */
+static int32_t tokens_at_once(const tq_side *side)
+{
+    int32_t n = ROWS_AT_ONCE / (TQ_TILE * side->tiles);
+    return n < TQ_TILE ? n : TQ_TILE;
+}
+
+/** decode_tile and restore_token for plans of version 2. */
+static void decode_blocked_tile(const decode_side *s, const uint8_t *record, int32_t token_tile, int32_t count,
+                                float *x)
+{
+    tq_block_coder coder = tq_block_coder_of(s->kernels, s->plan, s->books, s->transform, s->is_key, s->h);
+    const float *centre = tq_transform_centre(s->transform, s->plan, s->b, s->h);
+    int32_t step = tokens_at_once(coder.side), d = s->plan->head_dim;
+    float rows[ROWS_AT_ONCE];
+    for (int32_t i = 0; i < count; i++) {
+        int32_t last = i + step < count ? i + step : count;
+        if (i % step == 0) tq_block_decode(&coder, record, token_tile, i, last, rows);
+        tq_block_restore(&coder, rows + i % step * TQ_TILE * coder.side->tiles, x + (int64_t)i * d);
+        for (int32_t c = 0; centre && c < d; c++) x[(int64_t)i * d + c] += centre[c];
+    }
 }
 
 tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
@@ -94,6 +119,10 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
                     const uint8_t *record = pages + (page * kv_heads + h) * plan->record_bytes;
                     int32_t n = counts[b] - i < TQ_TILE ? counts[b] - i : TQ_TILE, first = i % plan->page_tokens;
                     float *x = out + (int64_t)i * plan->head_dim;
+                    if (tq_is_blocked(plan)) {
+                        decode_blocked_tile(&s, record, first / TQ_TILE, n, x);
+                        continue;
+                    }
                     decode_tile(&s, record, first / TQ_TILE, n, x);
                     for (int32_t j = 0; j < n; j++)
                         restore_token(&s, record, first + j, x + (int64_t)j * plan->head_dim);
@@ -113,6 +142,7 @@ typedef struct {
     const tq_coded_groups *groups;
     const tq_tile *tiles;
     const uint8_t *operands;
+    const tq_transform *key;
     const float *biases; /* <q, mu> of each query */
     int64_t operand_bytes, n_queries, n;
     const uint8_t *pages;
@@ -152,10 +182,34 @@ static void dot_page(void *context, int64_t page, int32_t worker_index)
     }
 }
 
+/** dot_page for plans of version 2: rows decoded a few tokens at a time meet the projected queries. */
+static void dot_blocked_page(void *context, int64_t page, int32_t worker_index)
+{
+    const dot_job *job = context;
+    const tq_plan *plan = job->plan;
+    tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->books, job->key, 1, 0);
+    const uint8_t *record = job->pages + page * plan->record_bytes;
+    int64_t first = page * plan->page_tokens;
+    int32_t count = job->n - first < plan->page_tokens ? (int32_t)(job->n - first) : plan->page_tokens;
+    int32_t row = TQ_TILE * coder.side->tiles, step = tokens_at_once(coder.side);
+    float rows[ROWS_AT_ONCE];
+    (void)worker_index;
+    for (int32_t i = 0; i < count; i++) {
+        int32_t in_tile = i % TQ_TILE, last = in_tile + step < TQ_TILE ? in_tile + step : TQ_TILE;
+        if (in_tile % step == 0) tq_block_decode(&coder, record, i / TQ_TILE, in_tile, last, rows);
+        for (int64_t q = 0; q < job->n_queries; q++) {
+            const float *query = (const float *)(job->operands + q * job->operand_bytes);
+            job->out[q * job->n + first + i] =
+                job->kernels->dot(query, rows + in_tile % step * row, row) + job->biases[q];
+        }
+    }
+}
+
 static int64_t dot_operand_bytes(const tq_kernels *kernels, const tq_plan *plan)
 {
+    if (tq_is_blocked(plan)) return (int64_t)sizeof(float) * TQ_TILE * plan->key.tiles;
     tq_coded_groups groups;
-    tq_list_groups(plan, &plan->key, &groups);
+    tq_list_groups(&plan->key, &groups);
     return (int64_t)kernels->operand_bytes(TQ_TILE * groups.n);
 }
 
@@ -177,14 +231,20 @@ static float dot_operand(const dot_job *job, const tq_transform *key, const floa
 {
     const tq_plan *plan = job->plan;
     const float *centre = tq_transform_centre(key, plan, 0, 0), *steps = tq_transform_steps(key, plan, 0);
-    float x[TQ_MAX_DIM + TQ_TILE] = {0}, coded[TQ_MAX_DIM];
-    tq_rotate_vector(job->kernels, plan, key->rotation, 0, query, x);
+    float x[TQ_MAX_DIM + TQ_TILE] = {0}, coded[TQ_MAX_DIM], bias = 0.0f;
+    if (centre) bias = job->kernels->dot(query, centre, plan->head_dim);
+    if (tq_is_blocked(plan)) {
+        tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->books, key, 1, 0);
+        tq_block_project(&coder, query, operand);
+        return bias;
+    }
+    tq_rotate_vector(job->kernels, plan, plan->rotation, key->rotation, 0, query, x);
     for (int32_t i = 0; i < job->groups->n; i++) {
         int32_t g = job->groups->group[i];
         for (int32_t c = 0; c < TQ_TILE; c++) coded[TQ_TILE * i + c] = x[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
     }
     job->kernels->prepare(coded, TQ_TILE * job->groups->n, 1, operand);
-    return centre ? job->kernels->dot(query, centre, plan->head_dim) : 0.0f;
+    return bias;
 }
 
 tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries,
@@ -208,14 +268,15 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     tq_codebook books[TQ_MAX_BITS + 1];
     tq_coded_groups groups;
     tq_plan_codebooks(plan, books);
-    tq_list_groups(plan, &plan->key, &groups);
+    tq_list_groups(&plan->key, &groups);
     tq_tile tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_GROUPS];
-    tq_key_tiles(plan, &groups, tiles);
+    if (!tq_is_blocked(plan)) tq_key_tiles(plan, &groups, tiles);
     const tq_kernels *kernels = tq_get_kernels(error);
     dot_job job = {.kernels = kernels,
                    .plan = plan,
                    .books = books,
                    .groups = &groups,
+                   .key = key,
                    .tiles = tiles,
                    .operands = scratch,
                    .n_queries = n_queries,
@@ -227,6 +288,7 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     job.biases = biases;
     for (int64_t q = 0; q < n_queries; q++)
         biases[q] = dot_operand(&job, key, queries + q * plan->head_dim, (uint8_t *)scratch + q * job.operand_bytes);
-    tq_parallel((n + plan->page_tokens - 1) / plan->page_tokens, tq_effective_threads(threads), dot_page, &job);
+    tq_parallel((n + plan->page_tokens - 1) / plan->page_tokens, tq_effective_threads(threads),
+                tq_is_blocked(plan) ? dot_blocked_page : dot_page, &job);
     return TQ_OK;
 }

@@ -143,6 +143,12 @@ const char *tq_kernel_name(const char *operation, const tq_plan *plan)
 {
     const tq_kernels *kernels = tq_get_kernels(NULL);
     if (!kernels || !operation || !plan) return NULL;
+    static const char *const blocked[][2] = {{"append", "append_blocks"},
+                                             {"attend", "attend_blocks"},
+                                             {"dequantize", "dequantize_blocks"},
+                                             {"dot", "dot_blocks"}};
+    for (size_t i = 0; tq_is_blocked(plan) && i < sizeof blocked / sizeof *blocked; i++)
+        if (strcmp(operation, blocked[i][0]) == 0) return blocked[i][1];
     const char *names[][2] = {{"rotate", kernels->names.rotate},
                               {"append", kernels->names.append},
                               {"attend", kernels->names.attend},

@@ -1,10 +1,11 @@
-/* Haar-distributed rotations (Stewart, SIAM J. Numer. Anal. 17, 1980): a product of Householder reflections of Gaussian vectors.
+/* Gaussian matrices, and Haar-distributed rotations made of them (Stewart, SIAM J. Numer. Anal. 17, 1980): a product of Householder reflections of Gaussian vectors.
  * Everything is float64 +, -, *, /, sqrt and frexp in a fixed order, so that a seed is the same matrix on every machine; libm's
  * log would not be. */
 #include "internal.h"
 #include <math.h>
 
-#define HAAR_STREAM ((uint64_t)1 << 32) /* apart from the streams of the Hadamard signs */
+#define HAAR_STREAM ((uint64_t)1 << 32)   /* apart from the streams of the Hadamard signs */
+#define SKETCH_STREAM ((uint64_t)1 << 33) /* and a sketch apart from the rotation of its seed */
 
 /* ln r = 2 artanh((m - 1) / (m + 1)) + e ln 2 with r = m 2^e, sqrt(1/2) <= m < sqrt(2); the series to t^41 is exact to rounding. */
 static double fixed_log(double r)
@@ -22,7 +23,7 @@ static double fixed_log(double r)
 
 /** Gaussians by Marsaglia's polar method, in pairs from the words of tq_random. */
 typedef struct {
-    uint64_t seed, block;
+    uint64_t seed, stream, block;
     uint32_t words[4];
     int next_word; /* 0, 2, or 4: draw the next block */
     double spare;
@@ -39,7 +40,7 @@ static double next_gaussian(gaussian_source *s)
     }
     for (;;) {
         if (s->next_word == 4) {
-            tq_random(s->seed, HAAR_STREAM, s->block++, s->words);
+            tq_random(s->seed, s->stream, s->block++, s->words);
             s->next_word = 0;
         }
         double a = signed_unit(s->words[s->next_word]), b = signed_unit(s->words[s->next_word + 1]), r = a * a + b * b;
@@ -76,9 +77,19 @@ tq_status tq_haar(uint64_t seed, int32_t dim, float *matrix, double *scratch, tq
         return tq_fail(error, TQ_E_VALUE, matrix ? "scratch" : "matrix", -1, 0, "a pointer, not NULL");
     int64_t n = dim;
     double *m = scratch, *v = scratch + n * n, *w = v + n;
-    gaussian_source source = {.seed = seed, .next_word = 4};
+    gaussian_source source = {.seed = seed, .stream = HAAR_STREAM, .next_word = 4};
     for (int64_t i = 0; i < n * n; i++) m[i] = i % (n + 1) == 0;
     for (int32_t k = 1; k <= dim; k++) reflect_block(m + (n - k) * (n + 1), n, k, &source, v, w);
     for (int64_t i = 0; i < n * n; i++) matrix[i] = (float)m[i];
+    return TQ_OK;
+}
+
+tq_status tq_gaussian(uint64_t seed, int32_t rows, int32_t dim, float *matrix, tq_error *error)
+{
+    if (rows < 1 || rows > TQ_MAX_DIM) return tq_fail(error, TQ_E_VALUE, "rows", -1, rows, "in 1..4096");
+    if (dim < 1 || dim > TQ_MAX_DIM) return tq_fail(error, TQ_E_VALUE, "dim", -1, dim, "in 1..4096");
+    if (!matrix) return tq_fail(error, TQ_E_VALUE, "matrix", -1, 0, "a pointer, not NULL");
+    gaussian_source source = {.seed = seed, .stream = SKETCH_STREAM, .next_word = 4};
+    for (int64_t i = 0; i < (int64_t)rows * dim; i++) matrix[i] = (float)next_gaussian(&source);
     return TQ_OK;
 }

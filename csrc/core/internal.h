@@ -20,8 +20,13 @@ const tq_kernels *tq_get_kernels(tq_error *error);
 void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_MAX_BITS + 1]);
 
 /* ---- plan.c ---- */
-int32_t tq_scale_bytes(const tq_plan *plan,
-                       const tq_side *side); /* of one record: 2 per token, 0 for a side without codes */
+int32_t tq_scale_bytes(const tq_plan *plan, const tq_side *side); /* of one record: 2 per token and number */
+/** Version 2 of a plan's words (plan_blocked.c), after what both versions share has been read into *plan. */
+tq_status tq_plan_read_blocked(tq_plan *plan, const int64_t *words, tq_error *error);
+/** The table of a side of version 2: TQ_E_VALUE unless it is there as it should be. */
+tq_status tq_table_check(const tq_side *side, const tq_transform *transform, int32_t kv_heads, const char *name,
+                         tq_error *error);
+static inline int tq_is_blocked(const tq_plan *plan) { return plan->version == TQ_FORMAT_BLOCKED; }
 /** TQ_E_VALUE unless the plan looks like one that tq_plan_init made. */
 tq_status tq_plan_check(const tq_plan *plan, tq_error *error);
 /** Checks a transform against a plan (`rotation` there iff dense, no NaN steps); `name` is "key" or "value". */
@@ -29,9 +34,10 @@ tq_status tq_transform_check(const tq_plan *plan, const tq_transform *transform,
                              tq_error *error);
 
 /* ---- rotation.c ---- */
-/** y = R x or R^T x for one vector of head_dim floats; matrix NULL: the plan's Hadamard or none. y may be x unless dense. */
-void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, const float *matrix, int inverse, const float *x,
-                      float *y);
+/** y = R x or R^T x for one vector of head_dim floats; matrix NULL: the plan's Hadamard or none, as `rotation` says (tq_side's).
+ *  y may be x unless dense. */
+void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, int32_t rotation, const float *matrix,
+                      int inverse, const float *x, float *y);
 
 static inline const float *tq_transform_matrix(const tq_transform *t, int32_t head)
 {

@@ -22,15 +22,15 @@ static void rotate_hadamard(const tq_kernels *kernels, const tq_plan *plan, int 
     }
 }
 
-void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, const float *matrix, int inverse, const float *x,
-                      float *y)
+void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, int32_t rotation, const float *matrix,
+                      int inverse, const float *x, float *y)
 {
     if (matrix) {
         kernels->matvec(matrix, inverse, x, y, plan->head_dim);
         return;
     }
     if (y != x) memcpy(y, x, sizeof(float) * (size_t)plan->head_dim);
-    if (plan->rotation == TQ_ROTATION_HADAMARD) rotate_hadamard(kernels, plan, inverse, y);
+    if (rotation == TQ_ROTATION_HADAMARD) rotate_hadamard(kernels, plan, inverse, y);
 }
 
 tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y, int64_t rows,
@@ -40,8 +40,11 @@ tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const
     const tq_kernels *kernels = tq_get_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
     if (rows < 0) return tq_fail(error, TQ_E_VALUE, "rows", -1, (double)rows, "at least 0");
-    tq_transform transform = {.rotation = matrix};
-    TQ_TRY(tq_transform_check(plan, &transform, 0, 1, error));
+    int dense = plan->rotation == TQ_ROTATION_DENSE;
+    if (dense != (matrix != NULL))
+        return tq_fail(error, TQ_E_VALUE, "matrix", -1, plan->rotation,
+                       dense ? "given, because the plan's rotation is dense"
+                             : "absent, because the plan's rotation is not dense");
     int64_t bytes;
     TQ_TRY(tq_product(rows, (int64_t)sizeof(float) * plan->head_dim, &bytes, "rows", error));
     if (rows && (!x || !y)) return tq_fail(error, TQ_E_VALUE, x ? "y" : "x", -1, 0, "a pointer, not NULL");
@@ -50,7 +53,7 @@ tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const
     float row[TQ_MAX_DIM]; /* a dense product cannot work in place */
     for (int64_t i = 0; i < rows; i++) {
         memcpy(row, x + i * plan->head_dim, sizeof(float) * (size_t)plan->head_dim);
-        tq_rotate_vector(kernels, plan, matrix, inverse, row, y + i * plan->head_dim);
+        tq_rotate_vector(kernels, plan, plan->rotation, matrix, inverse, row, y + i * plan->head_dim);
     }
     return TQ_OK;
 }

@@ -16,17 +16,43 @@ static inline int64_t tq_scale_offset(const tq_side *side, int32_t token)
     return side->scales_offset + 2 * (TQ_TILE * (token / TQ_TILE) + tq_column(token % TQ_TILE));
 }
 
-/** The groups of a side that have bits, for a row of tiles that a product sums over. */
+/** A tile of any width of a plan; turboquant.h, "8 bits". */
+static inline void tq_pack_tile(const tq_kernels *kernels, int32_t bits, const uint8_t *codes, uint32_t *words)
+{
+    if (bits <= TQ_MAX_BITS) {
+        kernels->pack(bits, codes, words);
+        return;
+    }
+    uint8_t half[TQ_TILE_CODES];
+    for (int32_t k = 0; k < 2; k++) {
+        for (int32_t i = 0; i < TQ_TILE_CODES; i++) half[i] = codes[i] >> 4 * k & 15;
+        kernels->pack(4, half, words + 4 * TQ_TILE * k);
+    }
+}
+
+static inline void tq_unpack_tile(const tq_kernels *kernels, int32_t bits, const uint32_t *words, uint8_t *codes)
+{
+    if (bits <= TQ_MAX_BITS) {
+        kernels->unpack(bits, words, codes);
+        return;
+    }
+    uint8_t high[TQ_TILE_CODES];
+    kernels->unpack(4, words, codes);
+    kernels->unpack(4, words + 4 * TQ_TILE, high);
+    for (int32_t i = 0; i < TQ_TILE_CODES; i++) codes[i] = (uint8_t)(codes[i] | high[i] << 4);
+}
+
+/** The tiles of a side that have bits (groups, and in version 2 a sketch), for a row of tiles that a product sums over. */
 typedef struct {
     int32_t n;
-    int32_t group[TQ_MAX_GROUPS], offset[TQ_MAX_GROUPS];
-    uint8_t bits[TQ_MAX_GROUPS];
+    int32_t group[TQ_MAX_TILES], offset[TQ_MAX_TILES];
+    uint8_t bits[TQ_MAX_TILES];
 } tq_coded_groups;
 
-static inline void tq_list_groups(const tq_plan *plan, const tq_side *side, tq_coded_groups *out)
+static inline void tq_list_groups(const tq_side *side, tq_coded_groups *out)
 {
     out->n = 0;
-    for (int32_t g = 0; g < plan->groups; g++) {
+    for (int32_t g = 0; g < side->tiles; g++) {
         if (!side->bits[g]) continue;
         out->group[out->n] = g;
         out->offset[out->n] = side->offset[g];

@@ -12,6 +12,9 @@ inline tq_status check_plan(const tq_plan *plan, tq_error *error)
 {
     if (!plan || plan->head_dim < 8 || plan->groups != (plan->head_dim + TQ_TILE - 1) / TQ_TILE || !plan->record_bytes)
         return fail(error, TQ_E_VALUE, "plan", -1, plan ? plan->head_dim : 0, "made by tq_plan_init");
+    if (plan->version != TQ_FORMAT_VERSION)
+        return fail(error, TQ_E_UNSUPPORTED, "plan", -1, plan->version,
+                    "of format version 1 on CUDA: blocks, tables and sketches run on the CPU only");
     if (plan->head_dim > TQ_MAX_HEAD_DIM)
         return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan->head_dim, "at most 256 on CUDA");
     return TQ_OK;

@@ -34,6 +34,14 @@
  *     4, 5 bits     magnitude m = k - L/2 and sign 0 if k >= L/2, else m = L/2 - 1 - k and sign 1 (negative);
  *                   code = (m & 7) | sign << 3 | (m >> 3) << 4.
  *
+ * Version 2, for the schemes that version 1 cannot hold (a plan's first word says which). The same pages, records, tiles and columns, and
+ *   8 bits   two tiles of 4 bits: code & 15, then code >> 4. In version 2 every group has bits (or the whole side has none).
+ *   block    consecutive groups that share their per-token numbers: one scale, or a scale and then a zero point (TQ_LEVELS_AFFINE).
+ *   sketch   one sign for each row of a matrix S applied to what the codes leave over, r = z - decoded z: tiles of 1 bit behind the
+ *            groups' tiles, 32 rows each, code 1 for (S r) >= 0; and one number per token, the norm of r or its mean magnitude.
+ *   scales   | numbers of block 0 | of block 1 | .. | of the sketch |, each [page_tokens] binary16 in column order.
+ * These plans run on the CPU by the portable code of csrc/core/blocks.c, a token tile at a time, and not on CUDA.
+ *
  * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first parallel
  * call, which start worker threads; nothing is kept after a call; a failed call has written nothing to any output unless its
  * comment says otherwise; `error` may be NULL. Pointers are to host memory. Dense means C-contiguous.
@@ -55,12 +63,14 @@ extern "C" {
 
 #define TQ_VERSION "0.1.0"
 #define TQ_FORMAT_VERSION 1
-#define TQ_TILE 32         /* tokens and channels of a tile */
-#define TQ_PAGE_TOKENS 128 /* tokens of a page in a cache */
+#define TQ_FORMAT_BLOCKED 2 /* of a plan: version 2 */
+#define TQ_TILE 32          /* tokens and channels of a tile */
+#define TQ_PAGE_TOKENS 128  /* tokens of a page in a cache */
 #define TQ_MAX_BITS 5
 #define TQ_MAX_HEAD_DIM 256 /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
 #define TQ_MAX_DIM 4096
 #define TQ_MAX_GROUPS (TQ_MAX_DIM / TQ_TILE)
+#define TQ_MAX_TILES (2 * TQ_MAX_GROUPS) /* of a token tile: groups, and rows of a sketch */
 #define TQ_MAX_INPUT 16384.0f /* largest magnitude accepted in keys, values and vectors; scales are binary16 */
 
 /* ---- status ---- Numbers are written once and never reused. 1..9 the caller's arguments, 10..19 the machine, 20..29 files. */
@@ -93,7 +103,8 @@ typedef enum { TQ_F32 = 0, TQ_F16 = 1, TQ_BF16 = 2 } tq_dtype;
 typedef enum {
     TQ_CODEBOOK_NORMAL = 0, /* levels for N(0, 1) */
     TQ_CODEBOOK_SPHERE =
-        1 /* levels for a coordinate of sqrt(d) times a uniform unit vector of d dimensions, d = head_dim <= 256 */
+        1, /* levels for a coordinate of sqrt(d) times a uniform unit vector of d dimensions, d = head_dim <= 256 */
+    TQ_CODEBOOK_UNIFORM = 2 /* equally spaced levels, the step that is best for N(0, 1) (Max 1960, Table II) */
 } tq_codebook_law;
 
 /** Levels are int8 times one step, so that every backend looks them up as bytes; Lloyd-Max (Max 1960, Lloyd 1982) at 3, 4 and
@@ -134,6 +145,10 @@ typedef enum {
  *  scratch  dim * (dim + 2) doubles, 8-byte aligned; contents lost.  dim: a multiple of 8 in 8..TQ_MAX_DIM. */
 TQ_API tq_status tq_haar(uint64_t seed, int32_t dim, float *matrix, double *scratch, tq_error *error);
 
+/** Fills matrix [rows, dim] float32 row-major with independent draws of N(0, 1), the same on every machine: the sketch S of a
+ *  quantised Johnson-Lindenstrauss transform (QJL, arXiv 2406.03482).  rows: 1..TQ_MAX_DIM; dim: 1..TQ_MAX_DIM. */
+TQ_API tq_status tq_gaussian(uint64_t seed, int32_t rows, int32_t dim, float *matrix, tq_error *error);
+
 /* ---- plans ---- */
 typedef enum {
     TQ_SCALE_EDEN = 0,           /* rms(z) <u,u> / <c,u>: makes <q, s c> unbiased (EDEN, arXiv 2108.08842) */
@@ -144,29 +159,64 @@ typedef enum {
 /* u = z / rms(z) over the channels that have bits, c its decoded levels. With steps, products count in the units of x: <a,b> is the
  * sum of (step a)(step b), so that the coarse codes of quiet channels do not stretch the loud ones. */
 
+/** Version 2: what the codes of a side stand for; z is the rotated vector, s and o are stored per token and block. */
+typedef enum {
+    TQ_LEVELS_CODEBOOK = 0, /* s * level of the plan's codebook law, s by tq_scale over the block's channels alone */
+    TQ_LEVELS_AFFINE =
+        1, /* o + s * code: o = min z, s = (max z - min z) / (2^bits - 1); code = round to even (z - o) / s */
+    TQ_LEVELS_ABSMAX =
+        2, /* s * (code - 2^(bits-1)): s = max |z| / (2^(bits-1) - 1); z / s rounded half away from 0 (q8_0) */
+    TQ_LEVELS_TABLE =
+        3 /* table[code], in the units of z: ascending levels that come with each call; nothing stored per token */
+} tq_levels;
+
+/** Version 2: the signs that are kept of the residual r, a vector of d = head_dim, with m = sketch_rows. */
+typedef enum {
+    TQ_SKETCH_NONE = 0,
+    TQ_SKETCH_GAUSSIAN =
+        1, /* signs of S r, S [m, d] comes with each call; r is decoded as sqrt(pi/2) / m * ||r|| * S^T sign(S r),
+                               which makes <q, z> unbiased over a Gaussian S (QJL; TurboQuant prod, arXiv 2504.19874, Algorithm 2) */
+    TQ_SKETCH_SIGN = 2 /* m = d signs of r itself, times the mean |r| of the token, or of a table's last entry */
+} tq_sketch;
+
 /* A plan as integers, the form that files, operators and Python carry:
  *   words[0] TQ_FORMAT_VERSION
  *   words[1] head_dim      a multiple of 8; 8..256, or 8..4096 if no group has value bits
  *   words[2] page_tokens   32, 64, 96 or 128
  *   words[3] tq_rotation   words[4] tq_codebook_law   words[5] tq_scale   words[6] seed, 0..2^63 - 1
  *   words[7 ..]            key bits of each group, then value bits of each group, 0..5; groups = ceil(head_dim / 32);
- *                          at least one key group has bits; the last group counts like any other. */
+ *                          at least one key group has bits; the last group counts like any other.
+ * Version 2:
+ *   words[0] TQ_FORMAT_BLOCKED;  words[1], [2], [4], [5], [6] as above;  words[3] 0, each side has a rotation of its own
+ *   words[7 .. 10]         of keys: tq_rotation, tq_levels, tq_sketch, sketch_rows (1..head_dim; 0 unless Gaussian)
+ *   words[11 .. 14]        of values; all 0 if they have no bits
+ *   words[15 ..]           of each group of keys, then of values: bits, 1..5 or 8 (8 with affine and absmax alone), plus 16 where a
+ *                          block begins, which it does at group 0. A table has one width and one block. Values without bits: all 0. */
 #define TQ_PLAN_HEADER_WORDS 7
-#define TQ_PLAN_MAX_WORDS (TQ_PLAN_HEADER_WORDS + 2 * TQ_MAX_GROUPS)
+#define TQ_PLAN_BLOCKED_HEADER_WORDS 15
+#define TQ_PLAN_NEW_BLOCK 16
+#define TQ_PLAN_MAX_WORDS (TQ_PLAN_BLOCKED_HEADER_WORDS + 2 * TQ_MAX_GROUPS)
 
 /** One side (keys or values) of a plan, read-only for callers. */
 typedef struct {
-    uint8_t bits[TQ_MAX_GROUPS]; /* by group */
-    int32_t offset
-        [TQ_MAX_GROUPS];    /* bytes from a token tile's start to the group's tile; groups in order, 0 bits skipped */
-    int32_t tile_bytes;     /* of one token tile: 128 * sum of bits */
-    int32_t coded_channels; /* real channels (below head_dim) in groups with bits */
+    uint8_t bits[TQ_MAX_TILES]; /* by tile: groups, then the sketch's, of 1 bit */
+    int32_t
+        offset[TQ_MAX_TILES]; /* bytes from a token tile's start to the group's tile; groups in order, 0 bits skipped */
+    int32_t tile_bytes;       /* of one token tile: 128 * sum of bits */
+    int32_t coded_channels;   /* real channels (below head_dim) in groups with bits */
+    int32_t rotation;         /* tq_rotation; in version 1 the plan's */
+    int32_t levels, sketch, sketch_rows; /* version 2, else 0 */
+    int32_t tiles;                       /* of a token tile: groups + ceil(sketch_rows / 32) */
+    int32_t scales;                      /* binary16 numbers of a token */
+    int32_t matrix_rows;                 /* of tq_transform.rotation: head_dim if dense, and the Gaussian sketch's */
+    int32_t step_columns;                /* of tq_transform.steps: groups, or the table's entries */
+    uint8_t begins[TQ_MAX_GROUPS];       /* 1 where a block begins */
     int64_t codes_offset, scales_offset; /* bytes from a record's start */
 } tq_side;
 
 /** A checked plan: plain data without pointers, made by tq_plan_init and copied freely. Same for every KV head of a layer. */
 typedef struct {
-    int32_t head_dim, groups, page_tokens, rotation, codebook, scale;
+    int32_t version, head_dim, groups, page_tokens, rotation, codebook, scale; /* rotation: in version 2 the keys' */
     uint64_t seed;
     int64_t record_bytes; /* of one page of one KV head; a multiple of 64 (of 256 at 128 tokens) */
     tq_side key, value;
@@ -179,14 +229,18 @@ TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_word
 /** How the vectors of one side are transformed. Zero-initialised: the plan's Hadamard, no centre, steps of 1.
  *  z = (R (x - centre)) / step, per group; float32, dense but for the named strides (in elements). */
 typedef struct {
-    const float *rotation; /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL */
+    const float *rotation; /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL.
+                              Version 2: [.., matrix_rows, head_dim], R if it is dense and below it S if it is Gaussian */
     int64_t rotation_stride_head; /* 0 when one matrix serves all heads */
     const float *centre;          /* [batch or 1, kv_heads, head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
     int64_t centre_stride_batch;  /* 0 when one centre serves all sequences */
-    const float *steps;           /* [kv_heads, groups], in 2^-40..2^40; NULL: 1 */
+    const float *steps;           /* [kv_heads, groups], in 2^-40..2^40; NULL: 1. Version 2: NULL, or the table of
+                                     TQ_LEVELS_TABLE [kv_heads, step_columns]: levels, finite and ascending, and with TQ_SKETCH_SIGN
+                                     what its signs are multiplied by, at least 0 */
 } tq_transform;
 
-/** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none).
+/** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none). Version 2: the
+ *  keys' rotation, and no sketch below it.
  *  matrix [head_dim, head_dim]. x and y may be the same array, otherwise they must not overlap. */
 TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y,
                            int64_t rows, tq_error *error);
@@ -333,8 +387,8 @@ TQ_API const char *tq_isa(void);
 /** Forces a level by name; NULL: back to the default. TQ_E_UNSUPPORTED (wants lists the levels) if it is misspelt or absent. Not
  *  safe beside other calls. A TURBOQUANT_ISA that names no available level makes this and every call that runs a kernel fail so. */
 TQ_API tq_status tq_set_isa(const char *name, tq_error *error);
-/** What would run for an operation ("rotate", "append", "attend", "dequantize", "dot") of a plan, e.g. "attend_avx2"; NULL for an
- *  unknown operation. */
+/** What would run for an operation ("rotate", "append", "attend", "dequantize", "dot") of a plan, e.g. "attend_avx2", or
+ *  "attend_blocks" for the portable code of version 2; NULL for an unknown operation. */
 TQ_API const char *tq_kernel_name(const char *operation, const tq_plan *plan);
 
 /** Threads used at most: TURBOQUANT_NUM_THREADS, else the CPUs this process may run on. */

@@ -189,13 +189,20 @@ int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch
             }
         return 0;
     }
-    if ((plan->rotation == TQ_ROTATION_DENSE) != (objects[0] != Py_None)) {
-        raise_value(op, name[0], objects[0] == Py_None ? DENSE_NEEDS_MATRIX : OTHERS_HAVE_NONE);
+    const tq_side *of = side == KEY ? &plan->key : &plan->value;
+    if ((of->matrix_rows > 0) != (objects[0] != Py_None)) {
+        int is_dense = of->rotation == TQ_ROTATION_DENSE || !of->matrix_rows;
+        const char *missing = is_dense ? DENSE_NEEDS_MATRIX : "an array: the plan's sketch, got None";
+        raise_value(op, name[0], objects[0] == Py_None ? missing : OTHERS_HAVE_NONE);
         return -1;
     }
-    npy_intp square[2] = {plan->head_dim, plan->head_dim}, centre[2] = {kv_heads, plan->head_dim};
-    npy_intp steps[2] = {kv_heads, plan->groups};
-    if (read_shared(op, name[0], objects[0], kv_heads, square, &out->rotation, &out->rotation_stride_head) < 0 ||
+    if (!of->step_columns && objects[2] != Py_None) {
+        raise_value(op, name[2], "None, because the plan has no table, got an argument");
+        return -1;
+    }
+    npy_intp matrix[2] = {of->matrix_rows, plan->head_dim}, centre[2] = {kv_heads, plan->head_dim};
+    npy_intp steps[2] = {kv_heads, of->step_columns};
+    if (read_shared(op, name[0], objects[0], kv_heads, matrix, &out->rotation, &out->rotation_stride_head) < 0 ||
         read_shared(op, name[1], objects[1], batch, centre, &out->centre, &out->centre_stride_batch) < 0)
         return -1;
     if (objects[2] == Py_None) return 0;

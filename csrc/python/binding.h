@@ -81,6 +81,7 @@ BINDING(status_message);
 BINDING(codebook);
 BINDING(random);
 BINDING(haar);
+BINDING(gaussian);
 BINDING(record_bytes);
 BINDING(plan_info);
 BINDING(new_pages);

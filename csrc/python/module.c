@@ -5,29 +5,12 @@
 
 #define ROW(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_VARARGS | METH_KEYWORDS, doc_##name}
 static PyMethodDef methods[] = {
-    ROW(status_message),
-    ROW(codebook),
-    ROW(random),
-    ROW(haar),
-    ROW(record_bytes),
-    ROW(plan_info),
-    ROW(new_pages),
-    ROW(rotate),
-    ROW(append),
-    ROW(attend),
-    ROW(merge),
-    ROW(dequantize),
-    ROW(dot),
-    ROW(checksum),
-    ROW(file_header_write),
-    ROW(file_header_read),
-    ROW(isa),
-    ROW(isa_available),
-    ROW(set_isa),
-    ROW(kernel_name),
-    ROW(num_threads),
-    ROW(set_num_threads),
-    {NULL, NULL, 0, NULL},
+    ROW(status_message),   ROW(codebook),     ROW(random),          ROW(haar),
+    ROW(gaussian),         ROW(record_bytes), ROW(plan_info),       ROW(new_pages),
+    ROW(rotate),           ROW(append),       ROW(attend),          ROW(merge),
+    ROW(dequantize),       ROW(dot),          ROW(checksum),        ROW(file_header_write),
+    ROW(file_header_read), ROW(isa),          ROW(isa_available),   ROW(set_isa),
+    ROW(kernel_name),      ROW(num_threads),  ROW(set_num_threads), {NULL, NULL, 0, NULL},
 };
 
 static int execute(PyObject *module)

@@ -25,7 +25,7 @@ PyObject *py_codebook(PyObject *module, PyObject *args, PyObject *kwargs)
     (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:codebook", names, &law_object, &dim_object, &bits_object))
         return NULL;
-    if (read_i32(op, "law", law_object, 0, TQ_CODEBOOK_SPHERE, &law) < 0 ||
+    if (read_i32(op, "law", law_object, 0, TQ_CODEBOOK_UNIFORM, &law) < 0 ||
         read_i32(op, "head_dim", dim_object, INT32_MIN, INT32_MAX, &head_dim) < 0 ||
         read_i32(op, "bits", bits_object, 1, TQ_MAX_BITS, &bits) < 0)
         return NULL;
@@ -63,6 +63,33 @@ PyObject *py_random(PyObject *module, PyObject *args, PyObject *kwargs)
         if (read_u64("random", names[i], objects[i], &numbers[i]) < 0) return NULL;
     tq_random(numbers[0], numbers[1], numbers[2], words);
     return copied(NPY_UINT32, 4, words);
+}
+
+const char doc_gaussian[] =
+    PyDoc_STR("gaussian(seed, rows, dim)\n--\n\n"
+              "Independent draws of N(0, 1), float32 [rows, dim], the same on every machine: the sketch of a quantised "
+              "Johnson-\nLindenstrauss transform. rows and dim are in 1..4096.");
+PyObject *py_gaussian(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"seed", "rows", "dim", NULL};
+    PyObject *seed_object, *rows_object, *dim_object, *matrix;
+    uint64_t seed;
+    int32_t rows, dim;
+    const char *op = "gaussian";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:gaussian", names, &seed_object, &rows_object, &dim_object))
+        return NULL;
+    if (read_u64(op, "seed", seed_object, &seed) < 0 || read_i32(op, "rows", rows_object, 1, TQ_MAX_DIM, &rows) < 0 ||
+        read_i32(op, "dim", dim_object, 1, TQ_MAX_DIM, &dim) < 0)
+        return NULL;
+    npy_intp dims[2] = {rows, dim};
+    matrix = new_array(NPY_FLOAT32, 2, dims);
+    if (!matrix) return NULL;
+    tq_error error = {0};
+    tq_status status = tq_gaussian(seed, rows, dim, PyArray_DATA((PyArrayObject *)matrix), &error);
+    if (status == TQ_OK) return matrix;
+    Py_DECREF(matrix);
+    return raise_status(op, status, &error, NULL);
 }
 
 const char doc_haar[] =

@@ -122,20 +122,25 @@ void check_head_dim(const Call &call, const char *name, const Tensor &t)
                     join(t.sizes().data(), t.sizes().size()));
 }
 
-/** rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim]; centre [kv_heads, head_dim] or
- *  [batch or 1, kv_heads, head_dim]; steps [kv_heads, groups]; all float32. */
+constexpr const char *KEY[3] = {"key_rotation", "key_centre", "key_steps"};
+constexpr const char *VALUE[3] = {"value_rotation", "value_centre", "value_steps"};
+
+/** rotation [rows, head_dim] or [kv_heads or 1, rows, head_dim], rows = matrix_rows of the side, or head_dim where it has
+ *  none (the core refuses it then); centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim]; steps
+ *  [kv_heads, step_columns]; all float32. */
 tq_transform read_transform(const Call &call, const char *const (&names)[3], int64_t batch, int64_t kv_heads,
                             const Maybe &rotation, const Maybe &centre, const Maybe &steps)
 {
     tq_transform out{};
-    int64_t dim = call.plan.head_dim;
+    const tq_side &side = &names == &KEY ? call.plan.key : call.plan.value;
+    int64_t dim = call.plan.head_dim, rows = side.matrix_rows ? side.matrix_rows : dim;
     int32_t f32 = aoti_torch_dtype_float32();
     if (given(rotation)) {
         bool per_head = rotation->dim() == 3 && rotation->size(0) != 1;
-        if (rotation->dim() == 2) call.tensor(names[0], *rotation, f32, {dim, dim}, Strides::DENSE);
-        else call.tensor(names[0], *rotation, f32, {per_head ? kv_heads : 1, dim, dim}, Strides::DENSE);
+        if (rotation->dim() == 2) call.tensor(names[0], *rotation, f32, {rows, dim}, Strides::DENSE);
+        else call.tensor(names[0], *rotation, f32, {per_head ? kv_heads : 1, rows, dim}, Strides::DENSE);
         out.rotation = data_as<float>(*rotation);
-        out.rotation_stride_head = per_head ? dim * dim : 0;
+        out.rotation_stride_head = per_head ? rows * dim : 0;
     }
     if (given(centre)) {
         bool per_sequence = centre->dim() == 3 && centre->size(0) != 1;
@@ -145,14 +150,11 @@ tq_transform read_transform(const Call &call, const char *const (&names)[3], int
         out.centre_stride_batch = per_sequence ? kv_heads * dim : 0;
     }
     if (given(steps)) {
-        call.tensor(names[2], *steps, f32, {kv_heads, call.plan.groups}, Strides::DENSE);
+        call.tensor(names[2], *steps, f32, {kv_heads, side.step_columns}, Strides::DENSE);
         out.steps = data_as<float>(*steps);
     }
     return out;
 }
-
-constexpr const char *KEY[3] = {"key_rotation", "key_centre", "key_steps"};
-constexpr const char *VALUE[3] = {"value_rotation", "value_centre", "value_steps"};
 
 /** How many tokens a pair such as sink_k, sink_v holds: [batch, kv_heads, tokens, head_dim], dense, or both absent. */
 int32_t read_exact(const Call &call, const char *k_name, const char *v_name, const Maybe &k, const Maybe &v,

@@ -481,8 +481,8 @@ static void check_plans_refused(void)
     const struct {
         int word;
         int64_t value;
-    } bad[] = {{0, 0}, {0, 2},  {1, 12}, {1, 0}, {1, -8}, {1, 8192}, {1, INT64_MAX}, {2, 16}, {2, 127},  {2, 256},
-               {3, 3}, {3, -1}, {4, 2},  {5, 4}, {6, -1}, {7, 6},    {7, -1},        {10, 6}, {1, 4096}, {1, 128}};
+    } bad[] = {{0, 0}, {0, 3},  {1, 12}, {1, 0}, {1, -8}, {1, 8192}, {1, INT64_MAX}, {2, 16}, {2, 127},  {2, 256},
+               {3, 3}, {3, -1}, {4, 3},  {5, 4}, {6, -1}, {7, 6},    {7, -1},        {10, 6}, {1, 4096}, {1, 128}};
     tq_plan plan, untouched;
     memset(&plan, 7, sizeof plan);
     memset(&untouched, 7, sizeof untouched);
@@ -625,7 +625,7 @@ static void check_others_refused(void)
     CHECK(refused(tq_get_codebook(TQ_CODEBOOK_NORMAL, 64, 0, &book, &e), TQ_E_VALUE, &e, "bits"));
     CHECK(refused(tq_get_codebook(TQ_CODEBOOK_NORMAL, 64, 6, &book, &e), TQ_E_VALUE, &e, "bits"));
     CHECK(refused(tq_get_codebook(TQ_CODEBOOK_SPHERE, 264, 4, &book, &e), TQ_E_VALUE, &e, "head_dim"));
-    CHECK(refused(tq_get_codebook((tq_codebook_law)2, 64, 4, &book, &e), TQ_E_VALUE, &e, "law"));
+    CHECK(refused(tq_get_codebook((tq_codebook_law)3, 64, 4, &book, &e), TQ_E_VALUE, &e, "law"));
     float *matrix = zeros(24 * 24 * 4);
     double *scratch = zeros(24 * 26 * 8);
     CHECK(refused(tq_haar(0, 20, matrix, scratch, &e), TQ_E_VALUE, &e, "dim"));

@@ -31,6 +31,7 @@ from .. import _core
 from ..files import write_whole
 from ..plan import GROUP, MAX_BITS, Codebook, plan_words
 from ..spec import CacheSpec, group_bits_of
+from .tables import COLUMNS, singular_axes
 
 __all__ = ["Calibration", "allocate", "layer_specs"]
 
@@ -54,6 +55,8 @@ class Calibration:
     fingerprint   of the model (`measure.fingerprint`): a calibration serves the model it was made on.
     tokens        how many were measured.  seed  of the Hadamard signs inside groups.
     source        what text they were, in the words of whoever calibrated.
+    tables        [layers, 2, kv_heads, 9] (`tables.kmeans_table`): of keys along their singular axes, and of plain
+                  values; None in files of older versions.
 
     Raises ValueError that names what is wrong: a shape, a dtype, a number that is not finite, a negative variance.
     """
@@ -66,12 +69,15 @@ class Calibration:
     tokens: int
     seed: int = 0
     source: str = ""
+    tables: F32 | None = None
 
     def __post_init__(self) -> None:
         shape = self.centre.shape
         if len(shape) != 4 or shape[1] != 2 or 0 in shape:
             raise ValueError(f"`centre` must be [layers, 2, kv_heads, head_dim], got shape {shape}")
         wanted = {"centre": shape, "axes": (*shape, shape[-1]), "eigenvalues": shape, "sensitivity": shape[:2]}
+        if self.tables is not None:
+            wanted["tables"] = (*shape[:3], COLUMNS)
         for name, expected in wanted.items():
             array = getattr(self, name)
             if array.shape != expected:
@@ -142,6 +148,17 @@ class Calibration:
         turned: F32 = np.matmul(mix, self.axes[layer, side])
         return turned, steps.astype(np.float32)
 
+    def singular_axes(self, layer: int) -> F32:
+        """[2, kv_heads, head_dim, head_dim]: the right singular vectors of a layer's keys and values, not centred."""
+        return singular_axes(self.centre[layer], self.axes[layer], self.eigenvalues[layer])
+
+    def second_moment(self, layer: int) -> NDArray[np.float64]:
+        """[2, kv_heads, head_dim]: the mean square of each channel of a layer."""
+        axes = self.axes[layer].astype(np.float64)
+        variance = (axes**2 * self.eigenvalues[layer][..., None]).sum(-2)
+        moment: NDArray[np.float64] = variance + self.centre[layer].astype(np.float64) ** 2
+        return moment
+
     def bits(self, average: float) -> NDArray[np.int64]:
         """Bits of each group, [layers, 2, groups], for an average of at most `average` code bits over all groups of all
         layers.
@@ -185,7 +202,8 @@ class Calibration:
         """Writes a safetensors file, whole or not at all."""
         from safetensors.numpy import save
 
-        arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS}
+        held = {name: getattr(self, name) for name in (*_ARRAYS, "tables")}
+        arrays = {name: np.ascontiguousarray(array) for name, array in held.items() if array is not None}
         described = {name: getattr(self, name) for name in _DESCRIBED}
         described.update(
             version=FILE_VERSION, checksums={name: f"{_core.checksum(array):016x}" for name, array in arrays.items()}
@@ -210,7 +228,8 @@ class Calibration:
                 described = json.loads(metadata["calibration"])
                 if described["version"] != FILE_VERSION:
                     raise ValueError(f"its version must be {FILE_VERSION}, got {described['version']}")
-                arrays = {array: file.get_tensor(array) for array in _ARRAYS}
+                names = (*_ARRAYS, *(["tables"] if "tables" in described["checksums"] else []))
+                arrays = {array: file.get_tensor(array) for array in names}
             for array, sum_ in described["checksums"].items():
                 if f"{_core.checksum(arrays[array]):016x}" != sum_:
                     raise ValueError(f"`{array}` is damaged")
@@ -246,7 +265,7 @@ def differences(was: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
 
 _ARRAYS = ("centre", "axes", "eigenvalues", "sensitivity")
 _DESCRIBED = ("fingerprint", "tokens", "seed", "source")
-assert {*_ARRAYS, *_DESCRIBED} == {field.name for field in fields(Calibration)}
+assert {*_ARRAYS, *_DESCRIBED, "tables"} == {field.name for field in fields(Calibration)}
 
 
 def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int) -> list[CacheSpec]:
@@ -258,7 +277,7 @@ def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int)
     each = [spec.for_layer(i, n_layers) for i in range(n_layers)]
     if calibration is None:
         if any(s.calibrated for s in each):
-            fields_ = "a budget, rotation='calibrated' or centre='calibrated'"
+            fields_ = "a budget, or anything that is calibrated, a table or rotation='svd'"
             needs = f"`calibration` must be a Calibration or its file for a spec with {fields_}"
             raise ValueError(f"{needs}, got None: make one with turboquant.calibrate, or `turboquant calibrate`")
         return each

@@ -26,6 +26,7 @@ from .. import ops as _ops  # noqa: F401  registers torch.ops.turboquant
 from ..attention import own_attention, request_mask
 from ..plan import PAGE_TOKENS, plan_words
 from .data import Calibration
+from .tables import kmeans_table
 
 __all__ = ["calibrate", "describe", "fingerprint", "token_divergence"]
 
@@ -250,6 +251,29 @@ class _Sensitivities:
         return np.maximum(weights, floor).astype(np.float32)
 
 
+# ---- tables of levels ----
+
+
+def _measure_tables(model: Any, tap: _Tap, batch: Batch, plain: Calibration) -> np.ndarray:
+    """[layers, 2, kv_heads, 9] of one batch: K-means of keys along their singular axes and of plain values."""
+    tables: dict[tuple[int, int], np.ndarray] = {}
+    real = _real(batch)
+
+    def hook(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for side, x in enumerate((key, value)):
+            rows = x.transpose(1, 2)[real.to(x.device)] if real is not None else x.transpose(1, 2).flatten(0, 1)
+            heads = rows.transpose(0, 1).float().cpu().numpy()  # [kv_heads, tokens, head_dim]
+            if side == 0:
+                heads = heads @ plain.singular_axes(layer)[0].swapaxes(-1, -2)
+            tables[layer, side] = np.stack([kmeans_table(head) for head in heads])
+        return key, value
+
+    tap.hook = hook
+    _forward(model, batch)
+    tap.hook = None
+    return np.stack([np.stack([tables[layer, side] for side in range(2)]) for layer in range(plain.layers)])
+
+
 # ---- the whole ----
 
 
@@ -338,11 +362,13 @@ def calibrate(
         centre, axes, eigenvalues = run.moments.finish(layers)
         ones = np.ones(centre.shape[:2], np.float32)
         plain = Calibration(centre, axes, eigenvalues, ones, mark, run.moments.tokens, seed, source)
+        tables = _measure_tables(model, tap, given[0], plain)
         step(2 * layers * run.sensitivities.batches)
         for batch in probes[run.sensitivities.batches :]:
             run.sensitivities.add(model, tap, batch, plain, step)
             run.save()
-    found = Calibration(centre, axes, eigenvalues, run.sensitivities.finish(), mark, run.moments.tokens, seed, source)
+    found = Calibration(centre, axes, eigenvalues, run.sensitivities.finish(), mark, run.moments.tokens, seed, source,
+                        tables)  # fmt: skip
     if checkpoint is not None:
         Path(checkpoint).unlink(missing_ok=True)
     return found

@@ -7,9 +7,11 @@ import weakref
 import numpy as np
 import torch
 
-from ..plan import Plan, group_bits
-from ..spec import CacheSpec
+from ..modes import is_split, side_matrix, split_rotation
+from ..plan import Plan
+from ..spec import CacheSpec, group_widths
 from .data import SIDES, Calibration
+from .tables import LEVELS
 
 __all__ = ["transforms"]
 
@@ -22,10 +24,11 @@ def transforms(calibration: Calibration, spec: CacheSpec, layer: int, device: to
     """Of what `spec` takes from a calibration, keyword arguments of the operators: float32, each with its own storage.
 
     *_rotation [kv_heads, head_dim, head_dim] and *_steps [kv_heads, groups] for rotation="calibrated";
-    *_centre [kv_heads, head_dim] for centre="calibrated".  Not to be written to.
+    *_centre [kv_heads, head_dim] for centre="calibrated"; *_rotation for rotation="svd" and outliers="calibrated", with
+    the rows of a sketch; *_steps [kv_heads, 8 or 9] for a table.  Not to be written to.
     """
     held = _made.setdefault(calibration, {})
-    bits = [group_bits(getattr(spec, f"{side}_bits"), calibration.head_dim, f"{side}_bits") for side in SIDES]
+    bits = [group_widths(getattr(spec, f"{side}_bits"), calibration.head_dim) for side in SIDES]
     where = layer, bits[0], bits[1], device
     if where not in held:
         made = {}
@@ -35,4 +38,26 @@ def transforms(calibration: Calibration, spec: CacheSpec, layer: int, device: to
         held[where] = {name: torch.from_numpy(np.ascontiguousarray(x)).clone().to(device) for name, x in made.items()}
     taken = {"rotation": spec.rotation == "calibrated", "steps": spec.rotation == "calibrated"}
     taken["centre"] = spec.centre == "calibrated"
-    return {name: tensor for name, tensor in held[where].items() if taken[name.partition("_")[2]]}
+    plain = {name: tensor for name, tensor in held[where].items() if taken[name.partition("_")[2]]}
+    return {**plain, **{name: torch.from_numpy(a).to(device) for name, a in _modes(calibration, spec, layer).items()}}
+
+
+def _modes(calibration: Calibration, spec: CacheSpec, layer: int) -> dict[str, np.ndarray]:
+    """What the modes of a spec take from a calibration, made anew for each cache."""
+    made: dict[str, np.ndarray] = {}
+    for i, side in enumerate(SIDES):
+        rotation = None
+        if spec.rotation_of(side) == "svd":
+            rotation = calibration.singular_axes(layer)[i]
+        elif is_split(spec, side) and spec.outliers == "calibrated":
+            rotation = split_rotation(spec, side, calibration.second_moment(layer)[i])
+        if rotation is not None:
+            made[f"{side}_rotation"] = np.ascontiguousarray(side_matrix(spec, side, calibration.head_dim, rotation))
+        if getattr(spec, f"{side}_levels") == "table":
+            if calibration.tables is None:
+                raise ValueError(
+                    "`calibration` must have tables of levels for this spec, got one made without: calibrate again"
+                )
+            columns = LEVELS + (side == "key" and spec.sketch == "sign")
+            made[f"{side}_steps"] = calibration.tables[layer, i, :, :columns].copy()
+    return made

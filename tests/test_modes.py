@@ -1,0 +1,297 @@
+"""Plans of version 2 (blocks, tables, sketches): bit-exact bytes, attention and inner products against
+tests/reference_modes.py, and the laws that the schemes promise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import reference as ref
+import reference_modes as modes
+from cases import aligned_pages, awkward_rows, orthogonal
+from reference_modes import ABSMAX, AFFINE, CODEBOOK, GAUSSIAN, SIGN, TABLE, Side, Transform
+
+import turboquant
+from turboquant.plan import Levels, Sketch, blocked_plan_words
+from turboquant.plan import Side as PlanSide
+
+core = pytest.importorskip("turboquant._core")
+
+f32 = np.float32
+HEADS = 2
+
+
+def side(head_dim: int, bits: int | tuple[int, ...], block: int = 0, **rest: int) -> Side:
+    groups = -(-head_dim // 32)
+    widths = (bits,) * groups if isinstance(bits, int) else bits
+    return Side(widths, tuple(range(0, groups, block or groups)), **rest)
+
+
+def qjl(head_dim: int, part: int = 1) -> dict[str, int]:
+    return dict(sketch=GAUSSIAN, sketch_rows=head_dim // part)
+
+
+# name -> head_dim -> plan; what the presets of turboquant.spec ask for, and what they do not
+PLANS = {
+    "prod": lambda d: modes.Plan(d, side(d, 3, **qjl(d)), side(d, 4), scale=ref.NORM),
+    "prod of 1 bit": lambda d: modes.Plan(d, side(d, 1, **qjl(d)), side(d, 2, **qjl(d, 2))),
+    "blocks of 32": lambda d: modes.Plan(d, side(d, 3, 1), side(d, 2, 1), scale=ref.LEAST_SQUARES),
+    "split": lambda d: modes.Plan(
+        d,
+        Side((4, *(2,) * (-(-d // 32) - 1)), (0, 1) if d > 32 else (0,), ref.DENSE),
+        side(d, 3, rotation=ref.DENSE),
+        scale=ref.NORM_CORRECTED,
+    ),
+    "affine, plain": lambda d: modes.Plan(
+        d, side(d, 4, 2, rotation=ref.NONE, levels=AFFINE), side(d, 8, 2, rotation=ref.NONE, levels=AFFINE)
+    ),
+    "affine, dense, qjl": lambda d: modes.Plan(
+        d,
+        side(d, 3, 2, rotation=ref.DENSE, levels=AFFINE, **qjl(d)),
+        side(d, 3, 2, rotation=ref.DENSE, levels=AFFINE),
+    ),
+    "q8_0 keys": lambda d: modes.Plan(d, side(d, 8, 1, rotation=ref.NONE, levels=ABSMAX), side(d, 4, 1, levels=ABSMAX)),
+    "absmax, 2 and 5 bits, sign": lambda d: modes.Plan(
+        d, side(d, 2, 1, levels=ABSMAX, sketch=SIGN), side(d, 5, 0, levels=ABSMAX)
+    ),
+    "uniform, quarter sketch": lambda d: modes.Plan(
+        d, side(d, 3, **qjl(d, 4)), side(d, 5), codebook=modes.UNIFORM, scale=ref.NORM
+    ),
+    "tables, sign": lambda d: modes.Plan(
+        d,
+        side(d, 3, rotation=ref.DENSE, levels=TABLE, sketch=SIGN),
+        side(d, 3, rotation=ref.NONE, levels=TABLE),
+    ),
+    "table, qjl": lambda d: modes.Plan(d, side(d, 2, levels=TABLE, **qjl(d, 2)), side(d, 4, levels=TABLE)),
+}
+HEAD_DIMS = (8, 64, 80, 128)
+
+
+def transforms(rng: np.random.Generator, p: modes.Plan, name: str) -> list[Transform]:
+    """One for each head, with a centre."""
+    s, made = p.side(name), []
+    for head in range(HEADS):
+        rows = [orthogonal(p.head_dim, head)] if s.rotation == ref.DENSE else []
+        if s.sketch == GAUSSIAN:
+            rows.append(modes.gaussian(p.seed, s.sketch_rows, p.head_dim))
+        table = None
+        if s.levels == TABLE:
+            table = np.sort(2 * rng.standard_normal(2 ** s.bits[0])).astype(f32)
+            table = np.append(table, f32(0.25)) if s.sketch == SIGN else table
+        centre = rng.standard_normal(p.head_dim).astype(f32)
+        made.append(Transform(np.concatenate(rows) if rows else None, centre, table))
+    return made
+
+
+def keywords(**sides: list[Transform]) -> dict[str, np.ndarray]:
+    """The transforms as `turboquant._core` takes them."""
+    given = {}
+    for name, by_head in sides.items():
+        for ours, theirs in (("matrix", "rotation"), ("centre", "centre"), ("table", "steps")):
+            if getattr(by_head[0], ours) is not None:
+                given[f"{name}_{theirs}"] = np.stack([getattr(t, ours) for t in by_head])
+    return given
+
+
+def filled(p, rng, k, v, by_side, pieces):
+    """Pages of a cache to which k and v were appended in pieces."""
+    batch, heads, tokens, _ = k.shape
+    n = -(-tokens // p.page_tokens)
+    pages, table = core.new_pages(p.words, batch * n, heads), np.arange(batch * n, dtype=np.int32).reshape(batch, n)
+    for first, last in zip([0, *pieces], [*pieces, tokens]):
+        lengths = np.full(batch, last, np.int32)
+        core.append(p.words, k[:, :, first:last], v[:, :, first:last], lengths, pages, table, **keywords(**by_side))
+    return pages, table
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", PLANS)
+def test_bytes_and_numbers(name, head_dim, rng):
+    """The bytes of the reference, whatever pieces they come in; what they decode to; attention over them."""
+    p = PLANS[name](head_dim)
+    tokens = 150
+    k, v = (np.stack([np.stack([awkward_rows(rng, tokens, head_dim) for _ in range(HEADS)])] * 1) for _ in range(2))
+    by_side = {side: transforms(rng, p, side) for side in ("key", "value")}
+    pages, table = filled(p, rng, k, v, by_side, [1, 37, 64])
+    info = core.plan_info(p.words)
+    assert info["record_bytes"] == p.record_bytes and info["version"] == 2
+    assert (info["key_scales"], info["value_scales"]) == (p.numbers("key"), p.numbers("value"))
+    np.testing.assert_array_equal(pages, modes.pages_of(p, k, v, by_side["key"], by_side["value"]))
+
+    got = core.dequantize(p.words, pages, table, np.array([tokens], np.int32), tokens, **keywords(**by_side))
+    for one, side, x in zip(got, ("key", "value"), (k, v)):
+        want = modes.round_trip(p, side, x, by_side[side])
+        assert np.abs(one - want).max() <= 2e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("head_dim", (64, 80))
+@pytest.mark.parametrize("name", PLANS)
+def test_attend_matches_fp64(name, head_dim, rng):
+    """Grouped causal queries over shuffled pages, poisoned where nothing may be read; the tested code runs first."""
+    p = PLANS[name](head_dim)
+    tokens, queries = 150, 3
+    k, v = (rng.standard_normal((2, HEADS, tokens, head_dim)).astype(f32) for _ in range(2))
+    by_side = {side: transforms(rng, p, side) for side in ("key", "value")}
+    pages, table = filled(p, rng, k, v, by_side, [])
+    order = rng.permutation(len(pages) + 1)
+    shuffled = aligned_pages(len(pages) + 1, HEADS, p.record_bytes, 0xFF)
+    shuffled[order[: len(pages)]] = pages
+    table = np.concatenate([order[: len(pages)].reshape(table.shape), np.full((2, 1), 2**30)], 1).astype(np.int32)
+    q = 2 * rng.standard_normal((2, 2 * HEADS, queries, head_dim)).astype(f32)
+    lengths, starts = np.array([tokens, 140], np.int32), np.array([0, 33], np.int32)
+    out, lse = core.attend(p.words, q, shuffled, table, lengths, starts=starts, **keywords(**by_side))
+    assert core.kernel_name("attend", p.words) == "attend_blocks"
+    keys, values = (modes.round_trip(p, side, x, by_side[side]) for side, x in (("key", k), ("value", v)))
+    for b, h, i in np.ndindex(2, 2 * HEADS, queries):
+        seen = slice(starts[b], lengths[b] - queries + i + 1)
+        logits = keys[b, h // 2, seen] @ q[b, h, i].astype(np.float64) * head_dim**-0.5
+        want, want_lse = ref.softmax(logits[None], values[b, h // 2, seen], 0.0)
+        assert np.abs(out[b, h, i] - want[0]).max() <= 2e-5 * max(1, np.abs(want).max())
+        assert abs(lse[b, h, i] - want_lse[0]) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ("prod", "affine, dense, qjl", "tables, sign", "blocks of 32"))
+def test_window_and_sinks_leave_the_same_bytes(name, rng):
+    """A token is quantised alike when it leaves a window; float16 keys are those numbers."""
+    p = PLANS[name](64)
+    k, v = (rng.standard_normal((1, HEADS, 80, 64)).astype(np.float16) for _ in range(2))
+    by_side = {side: transforms(rng, p, side) for side in ("key", "value")}
+    pages = core.new_pages(p.words, 1, HEADS)
+    exact = {
+        f"{part}_{x}": np.zeros((1, HEADS, n, 64), np.float16)
+        for part, n in (("sink", 3), ("window", 20))
+        for x in "kv"
+    }
+    for first, last in ((0, 10), (10, 45), (45, 80)):
+        core.append(p.words, k[:, :, first:last], v[:, :, first:last], np.array([last], np.int32), pages,
+                    np.zeros((1, 1), np.int32), **exact, **keywords(**by_side))  # fmt: skip
+    want = modes.pages_of(p, k[:, :, 3:60].astype(f32), v[:, :, 3:60].astype(f32), by_side["key"], by_side["value"])
+    np.testing.assert_array_equal(pages, want)
+    np.testing.assert_array_equal(exact["sink_k"], k[:, :, :3])
+
+
+VECTORS = {
+    "prod": dict(bits=2, scale="norm", sketch="gaussian"),
+    "quarter sketch, haar": dict(bits=3, codebook="uniform", rotation="haar", sketch="gaussian", sketch_rows=96),
+    "affine": dict(bits=4, levels="affine", block=64, rotation="none"),
+    "q8_0": dict(bits=8, levels="absmax", block=32, rotation="none"),
+    "sign": dict(bits=3, sketch="sign"),
+}
+
+
+@pytest.mark.parametrize("fields", VECTORS.values(), ids=VECTORS)
+def test_vectors(fields, rng, tmp_path):
+    """A Quantizer's inner products are those of what it decodes to, and its files are read again."""
+    q = turboquant.Quantizer(384, seed=5, **fields)
+    x, queries = (rng.standard_normal((n, 384)).astype(f32) for n in (70, 4))
+    codes = q.quantize(x)
+    decoded = q.dequantize(codes)
+    np.testing.assert_allclose(q.dot(queries, codes), queries @ decoded.T, atol=2e-4 * 384**0.5)
+    assert np.square(decoded - x).sum() < 0.4 * np.square(x).sum()
+    codes.save(tmp_path / "codes")
+    again = turboquant.Codes.load(tmp_path / "codes")
+    assert again.plan == q.plan and np.array_equal(again.pages, codes.pages)
+    twin = turboquant.Quantizer.from_plan(again.plan)
+    assert np.array_equal(twin.dequantize(again), decoded) and repr(twin) == repr(q)
+
+
+def test_large_vectors(rng):
+    """4,096 numbers and as many signs: rows that fill what waits on the stack."""
+    q = turboquant.Quantizer(4096, 2, block=32, sketch="gaussian", sketch_rows=4096)
+    x = rng.standard_normal((33, 4096)).astype(f32)
+    codes = q.quantize(x)
+    decoded = q.dequantize(codes)
+    np.testing.assert_allclose(q.dot(x[:2], codes), x[:2] @ decoded.T, atol=2e-2)
+
+
+def test_gaussian(rng):
+    np.testing.assert_array_equal(core.gaussian(7, 13, 21), modes.gaussian(7, 13, 21))
+    draws = core.gaussian(1, 400, 500).astype(np.float64)
+    assert abs(draws.mean()) < 3 / 447 and abs(draws.var() - 1) < 0.01 and abs((draws**4).mean() - 3) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", (2, 4))
+def test_prod_is_unbiased_over_sketches(bits, rng):
+    """TurboQuant prod (arXiv 2504.19874, Theorem 2): over rotations and sketches the mean of its estimate is <q, x>,
+    and the variance at most sqrt(3) pi^2 |q|^2 / d * 4^-b for a unit x."""
+    dim, n = 64, 10_000
+    x = rng.standard_normal((1, dim)).astype(f32)
+    x /= np.linalg.norm(x)
+    query = (x + 0.1 * rng.standard_normal((1, dim))).astype(f32)
+    exact = float((query.astype(np.float64) @ x.astype(np.float64).T).item())
+    found = np.empty(n)
+    for seed in range(n):
+        q = turboquant.Quantizer(dim, bits - 1, scale="norm", seed=seed, sketch="gaussian")
+        found[seed] = q.dot(query, q.quantize(x)).item()
+    error, bound = found - exact, math.sqrt(3) * math.pi**2 * float(np.square(query).sum()) / dim * 4.0**-bits
+    print(f"bias {error.mean():+.6f} +- {error.std() / n**0.5:.6f}, variance {error.var():.6f}, bound {bound:.6f}")
+    assert abs(error.mean()) <= 3 * error.std() / n**0.5
+    assert error.var() <= bound
+
+
+BAD_WORDS = {  # (word, value) of the plan below -> what the message says
+    "plain rotation word": ((3, 1), "0 in format version 2"),
+    "rotation": ((7, 3), "a rotation: 0 none"),
+    "levels": ((8, 4), "levels: 0 codebook"),
+    "sketch": ((9, 3), "a sketch: 0 none"),
+    "no rows": ((10, 0), "sketch rows in 1..head_dim"),
+    "many rows": ((10, 65), "sketch rows in 1..head_dim"),
+    "rows without a sketch": ((14, 8), "0 without a Gaussian sketch"),
+    "no block begins": ((15, 3), "the beginning of a block"),
+    "0 bits": ((16, 0), "bits 1..5"),
+    "8 bits of a codebook": ((16, 8), "8 with affine or absmax"),
+    "6 bits": ((16, 6), "bits 1..5"),
+    "more than a flag": ((16, 35), "bits 1..5"),
+    "values without bits": ((17, 0), "bits 1..5"),
+    "width inside a block": ((18, 3), "the width of the group before it"),
+}
+
+
+@pytest.mark.parametrize("change, message", BAD_WORDS.values(), ids=BAD_WORDS)
+def test_refused_words(change, message):
+    p = modes.Plan(64, side(64, 3, **qjl(64)), side(64, 4, levels=ABSMAX))
+    words = list(p.words)
+    assert core.record_bytes(words) == p.record_bytes
+    words[change[0]] = change[1]
+    with pytest.raises(ValueError, match=rf"`plan\[\d+\]` must be .*{message}"):
+        core.record_bytes(words)
+
+
+def test_refused_tables(rng):
+    p = PLANS["tables, sign"](64)
+    by_side = {side: transforms(rng, p, side) for side in ("key", "value")}
+    k = rng.standard_normal((1, HEADS, 4, 64)).astype(f32)
+    given = keywords(**by_side)
+
+    def call(**changes):
+        pages, table = core.new_pages(p.words, 1, HEADS), np.zeros((1, 1), np.int32)
+        core.append(p.words, k, k, np.array([4], np.int32), pages, table,
+                    **{**given, **changes})  # fmt: skip
+
+    call()
+    falling = given["key_steps"].copy()
+    falling[1, 3] = falling[1, 1] - 1
+    negative = given["key_steps"] * np.append(np.ones(8), -1).astype(f32)
+    for message, changes in {
+        r"`key_steps\[12\]` must be finite and not below": dict(key_steps=falling),
+        r"`key_steps\[8\]` must be finite": dict(key_steps=negative),
+        "`value_steps` must be given: the plan's table": dict(value_steps=None),
+        r"`key_steps` must be of shape \[2, 9\]": dict(key_steps=given["value_steps"]),
+        "`key_rotation` must be an array": dict(key_rotation=None),
+        "`value_rotation` must be None": dict(value_rotation=given["key_rotation"]),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call(**changes)
+
+
+def test_python_words_are_the_reference_s():
+    p = PLANS["affine, dense, qjl"](128)
+    key = PlanSide(3, 64, "dense", Levels.AFFINE, Sketch.GAUSSIAN, 128)
+    assert blocked_plan_words(128, key, PlanSide(3, 64, "dense", "affine")) == p.words
+    with pytest.raises(ValueError, match="`block` must be 0 or a multiple of 32 channels, got 48"):
+        blocked_plan_words(128, PlanSide(3, 48))
+    with pytest.raises(ValueError, match="`bits` must be an integer or one per group, 4 of them, got 2"):
+        blocked_plan_words(128, PlanSide((3, 3)))
+    assert CODEBOOK == Levels.CODEBOOK and TABLE == Levels.TABLE and SIGN == Sketch.SIGN
