@@ -5,7 +5,7 @@
 Data: SIFT descriptors (128), sentence embeddings (384), and the keys of a trained transformer with loud channels (32,
 layer 2, after RoPE, met by its queries). Of x and its decoded x', over all vectors and 5 seeds:
 
-    distortion           mean |x - x'|^2 / |x|^2                      paper: 4^-b at least, sqrt(3) pi / 2 * 4^-b at most
+    distortion           mean |x - x'|^2 / |x|^2                      paper: 4^-b at least, sqrt(3) pi / 2 4^-b at most
     inner_product_error  mean (<q, x> - estimate)^2 d / (|q| |x|)^2   paper, prod: at most sqrt(3) pi^2 * 4^-b
     inner_product_slope  of estimates over true ones, by least squares  1: unbiased
     bits                 of all bytes kept, per number; FAISS is given unit vectors and keeps no norm, ours counts one
