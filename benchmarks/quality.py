@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quality_plot import plot
 from timing import RESULTS, Report
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--model", default="reference", help="a folder of the shared models, or demo")
     parser.add_argument("--texts", nargs="+", default=["books", "wikitext2"])
     parser.add_argument("--specs", nargs="+", help="of the presets and extras; all of them unless said")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
@@ -111,8 +113,10 @@ def main() -> None:
         print(f"calibrated in {time.perf_counter() - start:.1f} s")
     for text, ids in windows.items():
         report = Report(f"quality_{args.model}_{text}", torch.device(args.device).type)
-        for variant, exact in VARIANTS.items():
-            found = evaluate_all(model, ids, specs, calibration=calibration, batch=args.batch, progress=True, **exact)
+        for variant in args.variants:
+            found = evaluate_all(
+                model, ids, specs, calibration=calibration, batch=args.batch, progress=True, **VARIANTS[variant]
+            )
             print(f"\n{text}, {variant}\n\n{markdown(found)}\n")
             for name, one in found.items():
                 used = calibration.source if specs[name].calibrated else None
@@ -132,32 +136,7 @@ def main() -> None:
             add_recall(report, model, ids, specs, calibration, args.batch)
         print(report.save(args.out))
         if args.plot:
-            print(plot(report, Path(args.out) / f"{report.name}.svg"))
-
-
-def plot(report: Report, path: Path) -> Path:
-    """Quality against bytes, everything packed: a point for each spec, a line through each family."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    rows = [row for row in report.rows if row["bench"] == "quality" and row["params"]["exact"] == "everything packed"]
-    families: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        point = row["metrics"]["effective_bits"], row["metrics"]["kl_divergence"]
-        family = row["params"]["spec"].split(",")[0].rstrip("0123456789.-")
-        families.setdefault(family, []).append(point)
-    for family, points in families.items():
-        axes.plot(*zip(*sorted(points)), marker="o", markersize=4, label=family)
-    axes.set(xlabel="bits per number, scales included", ylabel="KL divergence, nats per token", yscale="log")
-    axes.grid(which="both", alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-    return path
+            print(plot(report.rows, Path(args.out) / f"{report.name}.svg"))
 
 
 def add_recall(report: Report, model: Any, ids: Any, specs: Any, calibration: Calibration, batch: int) -> None:
