@@ -106,10 +106,23 @@ def fingerprint(model: Any) -> dict[str, Any]:
     named = sorted((n, t) for n, t in model.state_dict().items() if t.is_floating_point() and t.numel())
     sample: list[float] = []
     for i in sorted({round(x) for x in np.linspace(0, len(named) - 1, SAMPLED_TENSORS)}):
-        flat = named[i][1].detach().reshape(-1)
+        flat = _loaded(model, *named[i]).detach().reshape(-1)
         where = torch.linspace(0, flat.numel() - 1, SAMPLED_WEIGHTS, dtype=torch.float64).long()
         sample += [float(f"{x:.6g}") for x in flat[where.to(flat.device)].to("cpu", torch.float64).tolist()]
     return {**describe(model.config), "weights": sample}
+
+
+def _loaded(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A weight where it is: a model that a `device_map` spread over memory and disk has some in its hooks alone."""
+    if not tensor.is_meta:
+        return tensor
+    path, _, leaf = name.rpartition(".")
+    hook = getattr(model.get_submodule(path), "_hf_hook", None)
+    for each in getattr(hook, "hooks", [hook]):
+        if (held := getattr(each, "weights_map", None)) is not None and leaf in held:
+            weight: torch.Tensor = held[leaf]
+            return weight
+    raise ValueError(f"`model` must have its weights loaded, got {name} on the meta device")
 
 
 # ---- first pass: moments ----
