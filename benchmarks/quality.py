@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import turboquant
 from turboquant import CacheSpec, Calibration
-from turboquant.evaluate import evaluate_all, markdown, recall, text_windows
+from turboquant.evaluate import evaluate_all, markdown, recall, recall_table, text_windows
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
@@ -143,7 +143,9 @@ def add_recall(report: Report, model: Any, ids: Any, specs: Any, calibration: Ca
     lengths = [n for n in (512, 1024, 2048, 4096) if n <= ids.shape[1]]
     for name, spec in specs.items():
         used = calibration if spec.calibrated else None
-        for one in recall(model, ids, spec, calibration=used, lengths=lengths, batch=batch):
+        found = recall(model, ids, spec, calibration=used, lengths=lengths, batch=batch)
+        print(f"\nrecall, {name}\n\n{recall_table(found)}\n")
+        for one in found:
             metrics = {key: round(x, 5) for key, x in vars(one).items() if key not in ("length", "depth")}
             report.add("recall", {"spec": name, "length": one.length, "depth": one.depth}, metrics)
 

@@ -267,7 +267,7 @@ def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, m
 
 
 def test_a_model_that_a_device_map_spread_out(tmp_path):
-    """Layers in memory and on disk, dispatched by accelerate's hooks: the same calibration, and a cache that takes it."""
+    """Layers in memory and on disk, by accelerate's hooks: the same calibration, and a cache that takes it."""
     pytest.importorskip("accelerate")
     from transformers import AutoModelForCausalLM
 

@@ -14,7 +14,7 @@ from models import prompts, tiny
 import turboquant
 from turboquant import CacheSpec, TurboQuantCache
 from turboquant.cli import main
-from turboquant.evaluate import evaluate_all, markdown, recall, text_windows
+from turboquant.evaluate import evaluate_all, markdown, recall, recall_table, text_windows
 
 torch = pytest.importorskip("torch")
 
@@ -69,6 +69,8 @@ MODES = {
     "centred by the prompt": CacheSpec(3, 3, centre="prompt", centre_tokens=48),
     "calibrated": CacheSpec(budget=3),
     "sinks and window": CacheSpec(2, 2, sinks=3, window=20),
+    "blocks and a sketch": CacheSpec(3, 3, key_levels="affine", value_levels="affine", key_block=32, sketch="qjl"),
+    "overrides of boundary layers": CacheSpec(2, 2).with_boundary(1, key_bits=8, key_levels="absmax", key_block=32),
 }
 
 
@@ -156,6 +158,11 @@ def test_recall_measures_copying(model, windows):
     assert all(0 <= r.accuracy <= 1 and r.log_likelihood < 0 for r in found)
     again = recall(model, windows, "paper-mse-4", lengths=(96, 150), depths=(0, 0.5, 1), needle=16, cue=4, batch=2)
     assert again == found
+    lines = recall_table(found[:5]).splitlines()
+    assert lines[0] == "| depth | 96 tokens | 150 tokens |" and len(lines) == 5 and lines[-1].endswith("| - |")
+    one = found[3]  # 150 tokens, depth 0
+    cell = f"{one.accuracy:.2f} / {one.reference_accuracy:.2f} ({one.unplanted_accuracy:.2f})"
+    assert lines[2].startswith("| 0.00 |") and lines[2].endswith(f"| {cell} |")
     with pytest.raises(ValueError, match="at least two windows"):
         recall(model, windows[:1], "default")
     with pytest.raises(ValueError, match=r"`lengths` must be in 48\.\.200, what `windows` hold, got 201"):

@@ -28,7 +28,7 @@ from .calibration.measure import fingerprint, token_divergence
 from .patch import patch, unpatch
 from .spec import CacheSpec, resolve
 
-__all__ = ["Evaluation", "Recall", "evaluate", "evaluate_all", "markdown", "recall", "text_windows"]
+__all__ = ["Evaluation", "Recall", "evaluate", "evaluate_all", "markdown", "recall", "recall_table", "text_windows"]
 
 PREFILLS = ("packed", "chunked", "decode")
 _PER_TOKEN = ("pages", "sinks", "window")  # parts of a cache that grow with it, or hold its tokens
@@ -379,6 +379,19 @@ def recall(
             mean = [sum(column) / len(scores) for column in zip(*scores)]
             results.append(Recall(length, depth, *mean))
     return results
+
+
+def recall_table(found: Sequence[Recall]) -> str:
+    """Accuracies as a Markdown table of depth (rows) by length (columns), each with that of the full cache after a
+    slash, and with what the model guesses without the passage in brackets."""
+    lengths, depths = sorted({one.length for one in found}), sorted({one.depth for one in found})
+    at = {(one.depth, one.length): one for one in found}
+    lines = [f"| depth | {' | '.join(f'{n:,} tokens' for n in lengths)} |", f"| ---: |{' ---: |' * len(lengths)}"]
+    for depth in depths:
+        cells = [f"{one.accuracy:.2f} / {one.reference_accuracy:.2f} ({one.unplanted_accuracy:.2f})"
+                 if (one := at.get((depth, n))) else "-" for n in lengths]  # fmt: skip
+        lines.append(f"| {depth:.2f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _copied(logits: torch.Tensor, ids: torch.Tensor, count: int) -> tuple[list[float], list[float]]:
