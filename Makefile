@@ -41,7 +41,7 @@ test-gpu: build
 	$(RUN) -m pytest -m cuda $(PYTEST_ARGS)
 
 # The suite runs on the best level the CPU has; this runs what depends on it on each of the others.
-LEVEL_TESTS := $(wildcard $(foreach name,append attend merge_dot rotation quantizer format,tests/test_$(name).py))
+LEVEL_TESTS := $(wildcard $(foreach name,append attend merge_dot rotation quantizer format modes,tests/test_$(name).py))
 OTHER_LEVELS = from turboquant import _core; print(*(name for name in _core.isa_available() if name != _core.isa()))
 test-levels: build
 	for level in $$($(RUN) -c '$(OTHER_LEVELS)'); do \
