@@ -275,11 +275,12 @@ tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, La
     return TQ_OK;
 }
 
-/** Warps that share the parts of a row: enough for all parts to be on their way at once. Dense rotations want all there can be. */
-int combine_ways(const Launch &l, bool dense)
+/** Warps that share the parts of a row: about four parts each where there are few rows, eight where there are many. Dense rotations
+ *  want all there can be. */
+int combine_ways(const Launch &l, const Device &device, bool dense)
 {
     const AttendArgs &a = l.args;
-    int most = 16 / a.combine_rows, at_once = a.groups > 4 ? 3 : 6;
+    int most = 16 / a.combine_rows, at_once = l.segments * a.tile_rows < 2 * device.processors ? 4 : 8;
     if (dense) return most;
     if (a.combine_rows > 1) return 1;
     int64_t units = (int64_t)a.p.max_pages * a.page_units, pieces = (int64_t)l.blocks * a.teams;
@@ -318,7 +319,7 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
         exact_ways * a.prepare_rows * row_bytes + 32 * 24 + (int64_t)a.prepare_rows * 35 * sizeof(float);
     int64_t row_space = (dense ? END_ROWS + a.prepare_rows + 3 : a.prepare_rows) * row_bytes;
     l->prepare_bytes = (int)(a.exact_parts && exact_bytes > row_space ? exact_bytes : row_space);
-    int ways = combine_ways(*l, dense);
+    int ways = combine_ways(*l, device, dense);
     l->combine_blocks = (int)(rows / a.combine_rows);
     l->combine_threads = 32 * a.combine_rows * ways;
     row_space = ((a.exact_parts ? 2 : 1) * ways * a.combine_rows) * row_bytes;

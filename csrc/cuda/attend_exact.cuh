@@ -141,6 +141,7 @@ __device__ __forceinline__ void exact_softmax(const AttendArgs &a, const ExactSt
         float score = lane < n ? x.scores[row * EXACT_CHUNK + lane] : -INFINITY;
         float before = x.max[row], largest = fmaxf(before, warp_max(score)), shift = largest == -INFINITY ? 0 : largest;
         float weight = exp2_fast(score - shift), factor = exp2_fast(before - shift), sum = warp_sum(weight);
+        __syncwarp(); /* all lanes have read the maximum */
         x.scores[row * EXACT_CHUNK + lane] = weight;
         if (lane) continue;
         x.max[row] = largest;

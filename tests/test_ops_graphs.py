@@ -1,0 +1,98 @@
+"""Operators on CUDA without the host: graphs whose lengths grow between replays, compiled steps, streams, devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", minversion="2.10")
+
+from turboquant import ops  # noqa: E402
+from turboquant.plan import plan_words  # noqa: E402
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+tq = torch.ops.turboquant
+KV_HEADS, GROUP, DIM = 2, 4, 64
+
+
+class Decoder:
+    """One layer's cache after 300 and 120 tokens, and steps of one token in place."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(heads: int, tokens: int) -> Any:
+            return torch.randn(2, heads, tokens, DIM, generator=generator).to(device, torch.bfloat16)
+
+        k, v = draw(KV_HEADS, 300), draw(KV_HEADS, 300)
+        self.pages, self.table, self.lengths, self.plan = ops.pack(k, v, plan_words(DIM, 4, 3), max_tokens=1024)
+        self.lengths[1] = 120
+        self.steps = [(draw(KV_HEADS * GROUP, 1), draw(KV_HEADS, 1), draw(KV_HEADS, 1)) for _ in range(6)]
+
+    def step(self, q: Any, k: Any, v: Any) -> Any:
+        self.lengths.add_(1)
+        tq.append(k, v, self.lengths, self.pages, self.table, self.plan)
+        return tq.attend(q, self.pages, self.table, self.lengths, self.plan)[0]
+
+
+def want(device: str = "cuda") -> tuple[list[Any], Any]:
+    plain = Decoder(device)
+    return [plain.step(*one) for one in plain.steps], plain.pages
+
+
+def test_a_graph_follows_the_lengths() -> None:
+    decoder = Decoder()
+    static = [x.clone() for x in decoder.steps[0]]
+    before = decoder.lengths.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decoder.step(*static)
+    assert torch.equal(decoder.lengths, before)  # recording ran nothing
+    outs, pages = want()
+    for one, expected in zip(decoder.steps, outs):
+        for to, x in zip(static, one):
+            to.copy_(x)
+        graph.replay()
+        assert torch.equal(out, expected)
+    assert torch.equal(decoder.pages, pages)
+
+
+def test_a_compiled_step_follows_the_lengths() -> None:
+    decoder = Decoder()
+    for x in (decoder.pages, decoder.table, decoder.lengths):
+        torch._dynamo.mark_static_address(x)
+    compiled = torch.compile(decoder.step, mode="reduce-overhead", fullgraph=True)
+    outs, pages = want()
+    with torch.no_grad():
+        for one, expected in zip(decoder.steps, outs):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(*one).clone(), expected)
+    assert torch.equal(decoder.pages, pages)
+
+
+def test_calls_go_to_the_current_stream() -> None:
+    outs, pages = want()
+    decoder = Decoder()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # what would be queued elsewhere would run before this
+        ours = [decoder.step(*one) for one in decoder.steps]
+    assert not stream.query()
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(ours, outs, strict=True))
+    assert torch.equal(decoder.pages, pages)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
+def test_a_call_runs_on_the_device_of_its_tensors() -> None:
+    outs, pages = want()
+    decoder = Decoder("cuda:1")
+    ours = [decoder.step(*one) for one in decoder.steps]
+    assert torch.cuda.current_device() == 0
+    assert all(a.device.index == 1 and torch.equal(a.cpu(), b.cpu()) for a, b in zip(ours, outs, strict=True))
+    assert torch.equal(decoder.pages.cpu(), pages.cpu())
