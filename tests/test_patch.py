@@ -203,10 +203,10 @@ UNSUPPORTED = {
         "encoder-decoder",
     ),
     "BERT": ("BertForMaskedLM", HEADS, ""),
-    "ESM-2": (
+    "ESM with absolute positions": (
         "EsmForMaskedLM",
-        {**HEADS, "pad_token_id": 1, "position_embedding_type": "rotary"},
-        "ESM-2 is not supported yet",
+        {**HEADS, "pad_token_id": 1, "position_embedding_type": "absolute"},
+        "positions must be rotary",
     ),
     "BLOOM": ("BloomForCausalLM", dict(hidden_size=16, n_layer=1, n_head=2, vocab_size=16), "AttentionInterface"),
     "Mamba": ("MambaForCausalLM", dict(hidden_size=16, num_hidden_layers=1, vocab_size=16), ""),

@@ -7,6 +7,7 @@
     evaluate                 what a spec costs in quality, on text                needs transformers
     patch, unpatch           make a model's `generate` use one                    needs transformers
     ops                      `torch.ops.turboquant.*`, loaded by importing it     needs torch
+    esm                      ESM-2: context caches, variant scans                 needs transformers
 
 Names are imported on first use: `import turboquant` imports neither torch nor NumPy.
 """
@@ -36,6 +37,7 @@ __all__ = [
     "Quantizer",
     "TurboQuantCache",
     "calibrate",
+    "esm",
     "evaluate",
     "ops",
     "patch",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from . import esm as esm
     from . import ops as ops
     from .cache import TurboQuantCache as TurboQuantCache
     from .calibration import Calibration as Calibration
@@ -60,8 +63,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":
-        return import_module(".ops", __name__)
+    if name in ("ops", "esm"):
+        return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,4 +1,4 @@
-"""The command line, also as ``python -m turboquant``: info, demo, calibrate, eval."""
+"""The command line, also as ``python -m turboquant``: info, demo, calibrate, eval, esm-scan."""
 
 from __future__ import annotations
 
@@ -84,15 +84,23 @@ def demo(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def _checked_output(path: str, option: str) -> None:
+    if path and not os.access(Path(path).absolute().parent, os.W_OK):
+        raise ValueError(f"{option} must be a file in a folder that can be written to, got {path!r}")
+
+
 def _checked_files(chosen: argparse.Namespace, output: str, option: str) -> str:
-    """The text, once it is known that it can be read, that the result can be written, and that there is a model."""
-    if chosen.fasta is not None:
-        raise ValueError("--fasta: ESM-2 is not supported yet, only causal decoders and --text are")
-    if output and not os.access(Path(output).absolute().parent, os.W_OK):
-        raise ValueError(f"{option} must be a file in a folder that can be written to, got {output!r}")
+    """The text, or "" for proteins, once it is known that it can be read, that the result can be written, and that
+    there is a model."""
+    _checked_output(output, option)
     local = chosen.model.startswith((".", "/", "~")) or chosen.model.endswith("/")
     if local and not os.path.isdir(chosen.model):
         raise ValueError(f"MODEL must be a folder or a name on the Hugging Face hub, got {chosen.model!r}")
+    if chosen.fasta is not None:
+        from .esm import read_fasta
+
+        read_fasta(chosen.fasta)
+        return ""
     try:
         return Path(chosen.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -107,9 +115,10 @@ def _tokenizer(name: str) -> Any:
 
 def _model(chosen: argparse.Namespace) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=getattr(torch, chosen.dtype)).eval()
+    family = AutoModelForCausalLM if chosen.fasta is None else AutoModelForMaskedLM
+    model = family.from_pretrained(chosen.model, dtype=getattr(torch, chosen.dtype)).eval()
     return model.to(_device(chosen.device))
 
 
@@ -124,11 +133,27 @@ def _device(wanted: str | None) -> str:
 
 
 def calibrate(chosen: argparse.Namespace) -> int:
-    """Measure a model's keys and values on text, and write what calibrated specs need."""
+    """Measure a model's keys and values on text or proteins, and write what calibrated specs need."""
+    text = _checked_files(chosen, chosen.out, "--out")
+    checkpoint = f"{chosen.out}.part"
+    if chosen.fasta is None:
+        found = _calibrated_on_text(chosen, text, checkpoint)
+    else:
+        from .esm.commands import calibrated
+
+        tokens = CALIBRATION_TOKENS if chosen.tokens is None else chosen.tokens
+        found = calibrated(_model(chosen), chosen.fasta, tokens, chosen.seed, checkpoint)
+    found.save(chosen.out)
+    size = Path(chosen.out).stat().st_size
+    print(f"{chosen.out}: {found.tokens:,} tokens, {found.layers} layers, {found.kv_heads} KV heads of "
+          f"{found.head_dim} channels, {size:,} bytes")  # fmt: skip
+    return 0
+
+
+def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) -> Any:
     from .calibration import measure
     from .evaluate import text_windows
 
-    text = _checked_files(chosen, chosen.out, "--out")
     tokenizer = _tokenizer(chosen.model)
     wanted = chosen.tokens
     if wanted is None:
@@ -140,8 +165,7 @@ def calibrate(chosen: argparse.Namespace) -> int:
     count = max(1, wanted // CALIBRATION_WINDOW)
     windows = text_windows(text, tokenizer, count, wanted // count)
     model = _model(chosen)
-    checkpoint = f"{chosen.out}.part"
-    found = measure.calibrate(
+    return measure.calibrate(
         model,
         [window[None] for window in windows],
         seed=chosen.seed,
@@ -149,11 +173,6 @@ def calibrate(chosen: argparse.Namespace) -> int:
         progress=True,
         checkpoint=checkpoint,
     )
-    found.save(chosen.out)
-    size = Path(chosen.out).stat().st_size
-    print(f"{chosen.out}: {found.tokens:,} tokens, {found.layers} layers, {found.kv_heads} KV heads of "
-          f"{found.head_dim} channels, {size:,} bytes")  # fmt: skip
-    return 0
 
 
 def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -176,9 +195,8 @@ def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def evaluate(chosen: argparse.Namespace) -> int:
-    """Measure what specs cost in quality on a text, through the packed path."""
+    """Measure what specs cost in quality on a text or on proteins, through the packed path."""
     from .calibration import Calibration
-    from .evaluate import evaluate_all, markdown, text_windows
 
     specs = _specs(chosen)
     if not specs:
@@ -188,30 +206,38 @@ def evaluate(chosen: argparse.Namespace) -> int:
         raise ValueError(f"--calibration must name a file for {', '.join(missing)}; `turboquant calibrate` makes one")
     found = None if chosen.calibration is None else Calibration.load(chosen.calibration)
     text = _checked_files(chosen, chosen.json or "", "--json")
-    windows = text_windows(text, _tokenizer(chosen.model), chosen.windows, chosen.length)
-    model = _model(chosen)
-    results = evaluate_all(
-        model, windows, specs, calibration=found, prefill=chosen.prefill, sinks=None, window=None, progress=True
-    )
-    print(markdown(results))
+    if chosen.fasta is None:
+        from .evaluate import evaluate_all, markdown, text_windows
+
+        windows = text_windows(text, _tokenizer(chosen.model), chosen.windows, chosen.length)
+        model, bench = _model(chosen), "quality"
+        named: tuple[str, ...] = ("exact", "windows", "length", "prefill")
+        results: Any = evaluate_all(
+            model, windows, specs, calibration=found, prefill=chosen.prefill, sinks=None, window=None, progress=True
+        )
+        print(markdown(results))
+    else:
+        from .esm import commands
+
+        if any(spec.window for spec in specs.values()):
+            raise ValueError("--set window: does not apply to proteins, which an encoder reads at once")
+        model, bench, named = _model(chosen), "esm-quality", ("proteins", "residues", "masked")
+        results = commands.evaluated(model, chosen.fasta, specs, found, chosen.proteins)
+        print(commands.markdown(results))
     if chosen.json:
         rows = []
         for name, one in results.items():
-            used = found.source if found is not None and specs[name].calibrated else None
             params = {
                 "spec": name,
                 "fields": dataclasses.asdict(one.spec),
-                "exact": one.exact,
                 "model": Path(chosen.model).name,
-                "text": Path(chosen.text).name,
-                "windows": one.windows,
-                "length": one.length,
-                "prefill": one.prefill,
+                "text": Path(chosen.text or chosen.fasta).name,
+                **{field: getattr(one, field) for field in named},
                 "device": model.device.type,
                 "dtype": chosen.dtype,
-                "calibrated_on": used,
+                "calibrated_on": found.source if found is not None and specs[name].calibrated else None,
             }
-            rows.append({"bench": "quality", "params": params, "metrics": one.metrics()})
+            rows.append({"bench": bench, "params": params, "metrics": one.metrics()})
         machine = {"system": f"{platform.system()} {platform.machine()}", "torch": _installed("torch"),
                    "transformers": _installed("transformers"), "python": platform.python_version()}  # fmt: skip
         result = {"machine": machine, "commit": f"turboquant {turboquant.__version__}", "rows": rows}
@@ -219,11 +245,30 @@ def evaluate(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def esm_scan(chosen: argparse.Namespace) -> int:
+    """Masked marginals of proteins: what a model expects at each position while it is hidden."""
+    from .esm import commands
+    from .spec import preset
+
+    for path, option in ((chosen.csv, "--csv"), (chosen.heatmap or "", "--heatmap")):
+        _checked_output(path, option)
+    if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
+    if preset(chosen.spec).calibrated and chosen.calibration is None and not chosen.exact:
+        raise ValueError(f"--calibration must name a file for {chosen.spec}; `turboquant calibrate` makes one")
+    _checked_files(chosen, chosen.csv, "--csv")
+    return commands.scan(_model(chosen), chosen)
+
+
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", metavar="FILE", help="UTF-8 text")
-    source.add_argument("--fasta", metavar="FILE", help="proteins (not supported yet)")
+    source.add_argument("--text", metavar="FILE", help="UTF-8 text, for a causal language model")
+    source.add_argument("--fasta", metavar="FILE", help="proteins, for an ESM-2 model")
+    _add_device_options(parser)
+
+
+def _add_device_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="such as cpu or cuda:0; the default is a GPU if there is one")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
                         help="of the model; float32, the default, adds no rounding of its own")  # fmt: skip
@@ -234,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="turboquant", description="KV-cache quantisation and attention on packed bytes."
     )
     parser.add_argument("--version", action="version", version=turboquant.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,demo,calibrate,eval}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,demo,calibrate,eval,esm-scan}")
     commands.add_parser("info", help="versions, instruction set, threads, CUDA build and device")
     # No help of its own: `demo --help` is answered by the demo.
     commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits", add_help=False)
@@ -253,11 +298,23 @@ def _parser() -> argparse.ArgumentParser:
         "--set", metavar="FIELD=VALUE", action="append", default=[], help="a field of the spec, such as sinks=4"
     )
     one.add_argument("--calibration", metavar="FILE", help="for calibrated presets")
-    one.add_argument("--windows", type=int, default=12)
+    one.add_argument("--proteins", type=int, default=60, metavar="N", help="of --fasta, spread over it")
+    one.add_argument("--windows", type=int, default=12, help="of --text, spread over it")
     one.add_argument("--length", type=int, default=2048, help="tokens of a window")
     one.add_argument("--prefill", choices=("packed", "chunked", "decode"), default="packed")
     one.add_argument("--json", metavar="OUT")
     one.set_defaults(run=evaluate)
+    one = commands.add_parser("esm-scan", help="score every mutation of proteins with an ESM-2 model")
+    one.add_argument("fasta", metavar="FASTA", help="proteins")
+    one.add_argument("--model", metavar="MODEL", required=True, help="a folder, or a name on the Hugging Face hub")
+    one.add_argument("--csv", metavar="FILE", required=True, help="the scores: one line per position and amino acid")
+    one.add_argument("--heatmap", metavar="FILE", help="a picture, .png, .svg or .pdf; of several proteins FILE-1, ...")
+    one.add_argument("--exact", action="store_true", help="a full pass for each position, nothing shared or packed")
+    one.add_argument("--spec", metavar="NAME", default="default", help="preset of the shared context")
+    one.add_argument("--calibration", metavar="FILE", help="for calibrated presets")
+    one.add_argument("--batch", type=int, default=32, help="masked copies that run together")
+    _add_device_options(one)
+    one.set_defaults(run=esm_scan)
     return parser
 
 

@@ -4,7 +4,8 @@ Two passes over the sequences. The first adds up, per layer, side and KV head, t
 outer products (float64, constant memory) and makes centres and principal axes of them. The second, over
 `sensitivity_batches` of the batches, quantises one layer's keys (or values) at a time, to `PROBE_BITS` bits by the
 operators themselves, and sets the divergence of the model's output from its own against the squared error: one
-evaluation per layer and side.
+evaluation per layer and side. The output of a language model is the distribution of the next token; that of ESM-2 is
+the last hidden states, whose divergence is 1 minus their cosine.
 """
 
 from __future__ import annotations
@@ -101,9 +102,15 @@ def describe(config: Any) -> dict[str, Any]:
     }
 
 
+def _is_esm(model: Any) -> bool:
+    return bool(model.config.model_type == "esm")
+
+
 def fingerprint(model: Any) -> dict[str, Any]:
     """What tells a model from another one: `describe`, and a sample of a few of its weights, to six digits."""
-    named = sorted((n, t) for n, t in model.state_dict().items() if t.is_floating_point() and t.numel())
+    # All ESM-2 models of one encoder, whatever their head, may share a calibration.
+    tensors = model.base_model.encoder.named_parameters() if _is_esm(model) else model.state_dict().items()
+    named = sorted((n, t) for n, t in tensors if t.is_floating_point() and t.numel())
     sample: list[float] = []
     for i in sorted({round(x) for x in np.linspace(0, len(named) - 1, SAMPLED_TENSORS)}):
         flat = _loaded(model, *named[i]).detach().reshape(-1)
@@ -178,11 +185,22 @@ def _real(batch: Batch) -> torch.Tensor | None:
 
 
 def _forward(model: Any, batch: Batch) -> torch.Tensor:
+    """[batch, tokens, ...]: what `_divergence` compares."""
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    if _is_esm(model):
+        states: torch.Tensor = model.base_model(**inputs).last_hidden_state
+        return states
     if _real(batch) is not None and "position_ids" not in inputs:  # as `generate` numbers the tokens of padded batches
         inputs["position_ids"] = (inputs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)
     logits: torch.Tensor = model(**inputs, use_cache=False).logits
     return logits
+
+
+def _divergence(model: Any, reference: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """float32 [batch, tokens], of two results of `_forward`."""
+    if not _is_esm(model):
+        return token_divergence(reference, output)
+    return 1 - torch.cosine_similarity(reference.double(), output.double(), dim=-1).float()
 
 
 def token_divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -235,7 +253,7 @@ class _Sensitivities:
             for side in range(2):
                 transform = rotation[side], plain.centre[layer, side], steps[layer, side]
                 tap.hook = self._quantise_one(layer, side, transform, real, error)
-                divergence[layer, side] = _mean(token_divergence(reference, _forward(model, batch)), real)
+                divergence[layer, side] = _mean(_divergence(model, reference, _forward(model, batch)), real)
                 step()
         tap.hook = None
         self.divergence += divergence
@@ -342,7 +360,8 @@ def calibrate(
     """Measures what a calibrated plan needs; good for every budget afterwards.
 
     model    a causal language model of transformers with rotary keys whose attention goes through AttentionInterface,
-             patched or not; float32, float16 or bfloat16; on any device or spread over several. It is left as it was.
+             or an ESM-2 model (`turboquant.esm.protein_batches` makes batches); patched or not; float32, float16 or
+             bfloat16; on any device or spread over several. It is left as it was.
     batches  token ids [batch, tokens], or mappings with `input_ids` and perhaps `attention_mask`, as the model takes
              them. Text like that which the cache will see, but not what it will be tested on; tens of thousands of
              tokens are plenty. Padding is not counted.
@@ -406,8 +425,11 @@ def _checked_model(model: Any) -> dict[str, Any]:
     name = type(model).__name__
     if not hasattr(getattr(model, "config", None), "model_type"):
         raise TypeError(f"`model` must be a transformers model, got {name}")
-    if model.config.model_type == "esm":
-        raise NotImplementedError(f"{name} cannot be calibrated: ESM-2 is not supported yet, only causal decoders are")
+    if _is_esm(model):
+        from ..esm.model import checked_model
+
+        checked_model(model)
+        return fingerprint(model)
     if not any("RotaryEmbedding" in type(m).__name__ for m in model.modules()):
         raise NotImplementedError(f"{name} cannot be calibrated: its keys are not rotary")
     if not getattr(model, "_supports_attention_backend", False):

@@ -1,7 +1,7 @@
 """`patch(model)` makes a transformers model keep its keys and values packed; `unpatch(model)` takes that back.
 
-One module per family of architectures: `llama` for decoders with rotary keys. The module itself may be called as well
-as the function, because ``import turboquant.patch`` binds that name to it.
+One module per family of architectures: `llama` for decoders with rotary keys, `esm` for ESM-2. The module itself may be
+called as well as the function, because ``import turboquant.patch`` binds that name to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import transformers
 
 from ..calibration import Calibration
 from ..spec import CacheSpec, resolve
-from . import llama
+from . import esm, llama
 
 __all__ = ["patch", "unpatch"]
 
@@ -33,7 +33,7 @@ def patch(
     cache.
 
     model   a causal language model of transformers with rotary keys whose attention goes through its AttentionInterface
-            (Llama, Mistral, Qwen2, Qwen3, ...)
+            (Llama, Mistral, Qwen2, Qwen3, ...), or an ESM-2 model
     spec    a CacheSpec or the name of a preset
     calibration   a Calibration or its file, for a spec that uses one, such as "calibrated-3"
     cuda_graphs   replay decoding steps as CUDA graphs (`graph.DecodeGraph`): on a GPU a small batch is then as fast as
@@ -46,15 +46,27 @@ def patch(
     SDPA. Patching again replaces the spec; caches that exist keep theirs. Models that share one configuration object
     share its attention setting, but not the spec.
 
+    An ESM-2 model (EsmModel and those with a head) has no cache to carry over: in each forward every layer's keys and
+    values are packed, and all queries read the packed bytes, both ways. That measures what quantisation does;
+    `turboquant.esm.ContextCache` is what saves. All tokens but the spec's sinks are packed: `window` and `prefill` are
+    about tokens that arrive one after the other, and an encoder's come at once. Inference only: a backward pass
+    raises RuntimeError.
+
     Raises TypeError for anything but a transformers model and NotImplementedError, naming the class, for one that
     cannot be patched; the model is unchanged then.
     """
     chosen = resolve(spec)
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}")
-    if model.config.model_type == "esm":
-        raise NotImplementedError(f"{type(model).__name__}: ESM-2 is not supported yet, only causal decoders are")
-    llama.patch(model, chosen, None if calibration is None else Calibration.of(calibration), cuda_graphs)
+    found = None if calibration is None else Calibration.of(calibration)
+    if _family(model) is esm:
+        if cuda_graphs:
+            raise NotImplementedError(
+                f"{type(model).__name__}: `cuda_graphs` is for decoders, ESM-2 has no decoding step"
+            )
+        esm.patch(model, chosen, found)
+    else:
+        llama.patch(model, chosen, found, cuda_graphs)
     return model
 
 
@@ -63,8 +75,12 @@ def unpatch(model: _Model) -> _Model:
 
     A `TurboQuantCache` cannot be used with it any more: its next forward raises RuntimeError.
     """
-    llama.unpatch(model)
+    _family(model).unpatch(model)
     return model
+
+
+def _family(model: Any) -> Any:
+    return esm if getattr(getattr(model, "config", None), "model_type", None) == "esm" else llama
 
 
 class _CallableModule(ModuleType):

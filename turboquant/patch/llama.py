@@ -8,7 +8,6 @@ and one forward pre-hook, all kept in `model._turboquant`. Nothing is patched in
 from __future__ import annotations
 
 import inspect
-import weakref
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -21,12 +20,12 @@ from ..cache import TurboQuantCache, checked_config
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
 from ..graph import with_graphs
+from ..routing import Previous, restore, route
 from ..spec import CacheSpec
 
 __all__ = ["patch", "unpatch"]
 
 _METHOD = "_prepare_cache_for_generation"
-_patched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass
@@ -35,7 +34,7 @@ class _Patch:
 
     spec: CacheSpec
     calibration: Calibration | None
-    previous: list[tuple[Any, str | None]]  # configurations of the model, and the attention that each named before
+    previous: Previous
     cache_argument: int  # position of past_key_values among the arguments of forward
     cuda_graphs: bool  # model.forward is `graph.with_graphs` of its class's
     handle: Any  # of the forward pre-hook
@@ -62,18 +61,12 @@ def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None, c
 
 
 def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
-    configs = {
-        id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
-    }
-    previous = [(config, _attention_before(config)) for config in configs.values()]
-    for config, _ in previous:
-        config._attn_implementation = NAME
     arguments = list(inspect.signature(model.forward).parameters)
     handle = model.register_forward_pre_hook(_give_cache, with_kwargs=True)
+    previous = route(model, NAME)
     model._turboquant = _Patch(spec, calibration, previous, arguments.index("past_key_values"), False, handle)
     if hasattr(model, _METHOD):
         setattr(model, _METHOD, MethodType(_prepare_cache_for_generation, model))  # a MethodType survives deepcopy
-    _patched.add(model)
 
 
 def unpatch(model: Any) -> None:
@@ -81,25 +74,12 @@ def unpatch(model: Any) -> None:
     state = getattr(model, "_turboquant", None)
     if state is None:
         return
-    _patched.discard(model)
-    shared = {id(config) for other in _patched for config, _ in other._turboquant.previous}
-    for config, before in state.previous:
-        if id(config) not in shared:
-            config._attn_implementation = before
+    restore(model)
     state.handle.remove()
     if state.cuda_graphs:
         del model.forward
     del model._turboquant
     model.__dict__.pop(_METHOD, None)
-
-
-def _attention_before(config: Any) -> str | None:
-    """What a configuration named before any patch: another patched model may share the object."""
-    for other in _patched:
-        for theirs, before in other._turboquant.previous:
-            if theirs is config:
-                return before  # type: ignore[no-any-return]
-    return config._attn_implementation  # type: ignore[no-any-return]
 
 
 def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:

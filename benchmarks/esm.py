@@ -1,0 +1,300 @@
+"""ESM-2: quality of packed full passes, scans from a shared context, decoding speed and bytes.
+
+    python benchmarks/esm.py quality families ablation scan memory --out benchmarks/results/zen4-2core
+    python benchmarks/esm.py decode scan memory --device cuda --out benchmarks/results/h200
+
+    quality    every preset and width, proteins_val.fasta, calibrated on proteins_train.fasta
+    families   final cosine by SCOP class, proteins of proteins_val.fasta
+    ablation   the default method without each of its parts
+    scan       masked marginals from a shared context against the exact scan: time, correlation, error by position
+    decode     one changed residue a protein: packed context against a full one in the model's dtype, by SDPA
+    memory     bytes that a context of the 650M shape holds
+
+quality, families, ablation and scan run models/esm-reference in float32, unless `--device cuda`: there scan times the
+650M shape. That shape has random weights in bfloat16 (on a CPU, memory alone, and without its feed-forward layers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from timing import RESULTS, Report
+from transformers import EsmConfig, EsmForMaskedLM
+
+import turboquant
+from turboquant import CacheSpec, Calibration, esm
+from turboquant.esm.attention import NAME
+from turboquant.routing import routed
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
+
+SPECS = {
+    **{f"default-{b}": CacheSpec(b, b, centre="prompt") for b in (5, 4, 3, 2)},
+    **{f"calibrated-{b:g}": CacheSpec(budget=b) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
+    **{f"paper-mse-{b}": CacheSpec(b, b, scale="norm") for b in (4, 3, 2)},
+    "keys 4, values 3": CacheSpec(4, 3, centre="prompt"),
+    "calibrated-3, 1 sink": CacheSpec(budget=3.0, sinks=1),
+    "default-4, whole-protein centre": CacheSpec(4, 4, centre="prompt", centre_tokens=2048),
+}
+WITHOUT = {
+    "all parts": CacheSpec(3, 3, centre="prompt"),
+    "no centre": CacheSpec(3, 3),
+    "no rotation": CacheSpec(3, 3, centre="prompt", rotation="none"),
+    "Haar in place of Hadamard": CacheSpec(3, 3, centre="prompt", rotation="haar"),
+    "norm in place of EDEN": CacheSpec(3, 3, centre="prompt", scale="norm"),
+    "none of them": CacheSpec(3, 3, rotation="none", scale="norm"),
+}
+CLASSES = {"a": "all alpha", "b": "all beta", "c": "alpha/beta", "d": "alpha + beta", "f": "membrane", "g": "small"}
+CASES = [(1, 256), (1, 1022), (1, 4094), (8, 256), (8, 1022), (8, 4094), (64, 256), (64, 1022), (64, 4094)]
+
+
+def reference() -> Any:
+    return EsmForMaskedLM.from_pretrained(SHARED / "models/esm-reference", dtype=torch.float32).eval()
+
+
+def shape_650m(device: str, intermediate: int = 5120) -> Any:
+    config = EsmConfig(
+        vocab_size=33, hidden_size=1280, num_hidden_layers=33, num_attention_heads=20, intermediate_size=intermediate,
+        max_position_embeddings=4100, pad_token_id=1, mask_token_id=32, position_embedding_type="rotary",
+        token_dropout=True, emb_layer_norm_before=False,
+    )  # fmt: skip
+    with torch.device(device):
+        return EsmForMaskedLM(config).eval().to(torch.bfloat16)
+
+
+def proteins(name: str, longest: int = 1022) -> list[esm.Protein]:
+    return [p for p in esm.read_fasta(SHARED / "data" / name) if len(p.sequence) <= longest]
+
+
+def spread(items: list[Any], count: int) -> list[Any]:
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def calibrated(model: Any, args: argparse.Namespace) -> Calibration:
+    if args.calibration:
+        return Calibration.load(args.calibration)
+    chosen = [p.sequence for p in spread(proteins("proteins_train.fasta"), 200)]
+    batches = esm.protein_batches(model, chosen)
+    return turboquant.calibrate(model, batches, source="proteins_train.fasta, 200 proteins", progress=True)
+
+
+def quality(report: Report, args: argparse.Namespace) -> None:
+    model = reference()
+    calibration = calibrated(model, args)
+    chosen = [p.sequence for p in spread(proteins("proteins_val.fasta"), args.proteins)]
+    found = esm.evaluate(model, chosen, SPECS, calibration=calibration, progress=True)
+    for name, one in found.items():
+        source = calibration.source if SPECS[name].calibrated else None
+        params = {"spec": name, "proteins": one.proteins, "residues": one.residues, "calibrated_on": source}
+        report.add("quality", params, rounded(one.metrics()))
+        print(f"{name:34} {one}")
+
+
+def plot(report: Report, path: str) -> None:
+    """Final cosine and divergence against bits, scales included: a line through each family of specs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    shown = {"final_cosine_mean": "1 - final cosine, mean", "masked_kl_divergence": "KL divergence, nats"}
+    for axes, (metric, label) in zip(figure.subplots(1, 2), shown.items()):
+        for family in ("default", "calibrated", "paper-mse"):
+            rows = [row for row in report.rows if row["params"]["spec"] in SPECS
+                    and row["params"]["spec"].rpartition("-")[0] == family]  # fmt: skip
+            points = sorted((row["metrics"]["packed_bits"], row["metrics"][metric]) for row in rows)
+            points = [(bits, 1 - y if "cosine" in metric else y) for bits, y in points]
+            axes.plot(*zip(*points), marker="o", markersize=3, label=family)
+        axes.set(xlabel="bits per number, scales included", ylabel=label, yscale="log")
+        axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def families(report: Report, args: argparse.Namespace) -> None:
+    """Proteins with domains of one class only."""
+    model = reference()
+    calibration = calibrated(model, args)
+    lines = (SHARED / "data/proteins_scop.tsv").read_text().splitlines()
+    of = {chain: {domain[0] for domain in classes.split(",")} for chain, classes in (line.split() for line in lines)}
+    held_out = proteins("proteins_val.fasta")
+    specs = {name: SPECS[name] for name in ("default-4", "calibrated-3")}
+    for letter, described in CLASSES.items():
+        mine = [p.sequence for p in held_out if of.get(p.name.rpartition("|")[2]) == {letter}][: args.family]
+        for name, one in esm.evaluate(model, mine, specs, calibration=calibration).items():
+            params = {"class": f"{letter}: {described}", "spec": name, "proteins": one.proteins}
+            report.add("families", params, rounded(one.metrics()))
+            print(f"{letter}: {described:14} {name:14} {one}")
+
+
+def ablation(report: Report, args: argparse.Namespace) -> None:
+    chosen = [p.sequence for p in spread(proteins("proteins_val.fasta", 400), args.proteins // 2)]
+    for name, one in esm.evaluate(reference(), chosen, WITHOUT, progress=True).items():
+        report.add("ablation", {"parts": name, "proteins": one.proteins}, rounded(one.metrics()))
+        print(f"{name:28} {one}")
+
+
+def rounded(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{x:.6g}") for name, x in metrics.items()}
+
+
+def scan(report: Report, args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        return scan_one(report, shape_650m("cuda"), "650M shape, random weights", "random", random_protein(512), 128)
+    model = reference()
+    long = next(p for p in proteins("proteins_val.fasta") if len(p.sequence) >= 512)
+    scan_one(report, model, "esm-reference", f"{long.name}, first 512", long.sequence[:512], 32)
+    for p in spread([p for p in proteins("proteins_val.fasta", 200) if len(p.sequence) >= 60], args.scans):
+        scan_one(report, model, "esm-reference", p.name, p.sequence, 32)
+
+
+def scan_one(report: Report, model: Any, name: str, protein: str, sequence: str, batch: int) -> None:
+    """Both scans of one protein; packed and exact contexts tell the error of packing from that of reuse."""
+    runs = {"exact": dict(shared_context=False), "shared": {}, "shared, unpacked": dict(spec=esm.EXACT)}
+    found, seconds = {}, {}
+    for run, options in runs.items():
+        esm.masked_marginals(model, sequence[:16], **options)  # the first call pays for what is loaded once
+        wait(model)
+        start = time.perf_counter()
+        found[run] = esm.masked_marginals(model, sequence, batch_size=batch, **options)
+        wait(model)
+        seconds[run] = time.perf_counter() - start
+    exact = found["exact"]
+    for run in ("shared", "shared, unpacked"):
+        error = np.abs(found[run].scores - exact.scores).mean(1)  # of each position
+        metrics = {
+            "exact_s": seconds["exact"],
+            "shared_s": seconds[run],
+            "speedup": seconds["exact"] / seconds[run],
+            "spearman": spearman(exact.scores, found[run].scores),
+            "error_mean": error.mean(),
+            "error_p90": np.quantile(error, 0.9),
+            "error_max": error.max(),
+            "packing_error_mean": np.abs(found[run].scores - found["shared, unpacked"].scores).mean(),
+        }
+        params = {"model": name, "protein": protein, "residues": len(sequence), "run": run}
+        report.add("scan", params, rounded({key: float(x) for key, x in metrics.items()}))
+        print(params, report.rows[-1]["metrics"], flush=True)
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Rank correlation; ties, which only wild types have, in the order of their places."""
+    ranks = [np.argsort(np.argsort(x.ravel(), kind="stable")) for x in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def wait(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def random_protein(length: int, seed: int = 0) -> str:
+    return "".join(np.random.default_rng(seed).choice(list(esm.AMINO_ACIDS), length))
+
+
+class FullContext:
+    """The baseline of `decode`: one protein's keys and values a row in the model's dtype, the new row written in place,
+    attention by SDPA over all of them."""
+
+    def __init__(self, model: Any, batch: int, tokens: int, at: int) -> None:
+        heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
+        shape = (layers, 2, batch, heads, tokens, model.config.hidden_size // heads)
+        self.held, self.at, self.layer = torch.randn(shape, device=model.device, dtype=model.dtype), at, 0
+
+    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> torch.Tensor:
+        k, v = self.held[self.layer]
+        self.layer = (self.layer + 1) % len(self.held)
+        k[:, :, self.at], v[:, :, self.at] = key[:, :, 0], value[:, :, 0]
+        out = torch.nn.functional.scaled_dot_product_attention(query, k, v, scale=scaling)
+        return out.transpose(1, 2)
+
+
+@torch.no_grad()
+def decode(report: Report, args: argparse.Namespace) -> None:
+    model = shape_650m(args.device)
+    for batch, residues in CASES:
+        at = residues // 2
+        full = FullContext(model, batch, residues + 2, at + 1)
+        ids = torch.full((batch, 1), 5, device=model.device)
+
+        def full_step(context: FullContext = full, ids: torch.Tensor = ids) -> None:
+            with routed(model.esm, NAME):
+                states = model.esm(inputs_embeds=model.esm.embeddings.word_embeddings(ids), turboquant_context=context)
+                model.lm_head(states.last_hidden_state)
+
+        common = {"batch": batch, "context": residues, "model": "650M shape, random weights"}
+        report.add("decode", {**common, "context_kept_as": str(model.dtype).removeprefix("torch.")},
+                   {"ms": timed(full_step, model), "bytes": full.held.nbytes})  # fmt: skip
+        del full, full_step
+        for bits in (4, 3, 2):
+            cache = esm.ContextCache(model, CacheSpec(bits, bits))
+            cache.encode([random_protein(residues, i) for i in range(batch)])
+
+            def step(cache: Any = cache, batch: int = batch, at: int = at) -> None:
+                cache.decode(["A"] * batch, [[at]] * batch, batch_size=batch)
+
+            report.add("decode", {**common, "context_kept_as": f"{bits} bits"},
+                       {"ms": timed(step, model), "bytes": cache.nbytes})  # fmt: skip
+            del cache, step
+        for row in report.rows[-4:]:
+            print(row["params"], row["metrics"], flush=True)
+
+
+def timed(step: Any, model: Any, repeats: int = 12) -> float:
+    """Median wall time of a step in milliseconds, Python included."""
+    times = []
+    for _ in range(repeats + 3):
+        wait(model)
+        start = time.perf_counter()
+        step()
+        wait(model)
+        times.append((time.perf_counter() - start) * 1e3)
+    return round(float(np.median(times[3:])), 3)
+
+
+def memory(report: Report, args: argparse.Namespace) -> None:
+    """Of the shape's attention only what it holds matters: without feed-forward layers a CPU can fill it."""
+    model = shape_650m(args.device, intermediate=5120 if args.device == "cuda" else 16)
+    for residues in (254, 1022):
+        for name in ("default-4", "default-3", "default-2", "exact"):
+            cache = esm.ContextCache(model, esm.EXACT if name == "exact" else SPECS[name])
+            cache.encode([random_protein(residues)])
+            numbers = 2 * 33 * 1280 * (residues + 2)
+            size = cache.nbytes
+            metrics = {"bytes": size, "bits": 8 * size / numbers, "ratio_bf16": 2 * numbers / size,
+                       "ratio_fp32": 4 * numbers / size}  # fmt: skip
+            report.add("memory", {"spec": name, "residues": residues, "shape": "650M"}, rounded(metrics))
+            print(report.rows[-1])
+
+
+BENCHES = {"quality": quality, "families": families, "ablation": ablation, "scan": scan, "decode": decode,
+           "memory": memory}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("benches", nargs="+", choices=BENCHES, metavar="BENCH", help=", ".join(BENCHES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--proteins", type=int, default=60, help="of proteins_val.fasta")
+    parser.add_argument("--family", type=int, default=12, help="at most so many proteins of a class")
+    parser.add_argument("--scans", type=int, default=8, help="proteins of 60 to 200 residues to scan")
+    parser.add_argument("--calibration", help="a file, instead of calibrating")
+    parser.add_argument("--plot", metavar="FILE", help="quality as a picture: docs/esm_quality.svg")
+    parser.add_argument("--out", default=RESULTS / "local")
+    args = parser.parse_args()
+    for name in args.benches:
+        report = Report(f"esm_{name}", args.device)
+        BENCHES[name](report, args)
+        print(report.save(args.out))
+        if args.plot and name == "quality":
+            plot(report, args.plot)
+
+
+if __name__ == "__main__":
+    main()

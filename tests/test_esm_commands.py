@@ -1,0 +1,214 @@
+"""Proteins on the command line: files, evaluation against its definitions, calibration, scans, bad inputs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, shared_file
+from esm_models import protein, tiny_esm, torch
+
+import turboquant
+from turboquant import CacheSpec, esm
+from turboquant.cli import main
+from turboquant.esm import masked_marginals, protein_batches, read_fasta
+from turboquant.esm.model import MASK, padded, tokenise
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_esm(head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    return [protein(n, i) for i, n in enumerate((60, 21, 130, 45, 80))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved model and two files of proteins; the tiny model has 66 positions: 62 residues."""
+    where = tmp_path_factory.mktemp("esm")
+    tiny_esm(max_position_embeddings=66).save_pretrained(where / "model")
+    for name, lengths in (("train", [30] * 8 + [63]), ("test", (12, 20))):
+        lines = [f">{name}{i} of {n}\n{protein(n, i)}\n" for i, n in enumerate(lengths)]
+        (where / f"{name}.fasta").write_text("".join(lines))
+    return where
+
+
+def test_fasta(tmp_path):
+    file = tmp_path / "a.fasta"
+    file.write_text("\n>one of them\nMKV\nacd ef\n\n>\nWW\n")
+    assert read_fasta(file) == [("one", "MKVACDEF"), ("protein-2", "WW")]
+    for text, message in (("", "at least one protein"), ("MKV\n", "a.fasta:1: must be a FASTA header"),
+                          (">a\nM\n>b\n>c\nM\n", "a.fasta:3: 'b' must have a sequence")):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_fasta(file)
+
+
+def test_evaluation_is_what_it_says(model, sequences):
+    spec = CacheSpec(2, 3, sinks=2)
+    found = esm.evaluate(model, sequences, {"a": spec, "b": "default"}, batch_size=2, seed=3)
+    again = esm.evaluate(model, sequences, {"a": spec}, batch_size=2, seed=3)["a"]
+    a = found["a"]
+    assert a == again and not hasattr(model.base_model, "_turboquant")
+    cosines, kl, masked, losses = {}, 0.0, 0, [0.0, 0.0]
+    masks = esm.quality._masked_batches(model, sequences, 0.15, 3, 2)
+    with torch.no_grad():
+        for batch in masks:
+            for row, i in enumerate(batch.proteins):
+                n = len(sequences[i])
+                plain = torch.tensor([tokenise(sequences[i], model.config)])
+                hidden = batch.masked[row, : n + 2]
+                assert torch.equal(batch.masked_ids[row, : n + 2], plain[0].masked_fill(hidden, MASK))
+                want = model.esm(plain).last_hidden_state[0], model(batch.masked_ids[row : row + 1, : n + 2]).logits[0]
+                turboquant.patch(model, spec)
+                got = model.esm(plain).last_hidden_state[0], model(batch.masked_ids[row : row + 1, : n + 2]).logits[0]
+                turboquant.unpatch(model)
+                for r, cosine in enumerate(torch.cosine_similarity(want[0], got[0], dim=-1)[1:-1].tolist()):
+                    cosines[i, r] = cosine
+                p, q = (x[1].double().log_softmax(-1)[hidden] for x in (want, got))
+                kl += float((p.exp() * (p - q)).sum())
+                for which, x in enumerate((p, q)):
+                    losses[which] -= float(x.gather(1, plain[0, hidden][:, None]).sum())
+                masked += int(hidden.sum())
+    assert (a.proteins, a.residues, a.masked) == (5, 336, masked) and masked > 20
+    assert a.final_cosine_mean == pytest.approx(sum(cosines.values()) / 336, abs=2e-3)
+    assert a.final_cosine_min == pytest.approx(min(cosines.values()), abs=0.05)
+    assert a.masked_kl_divergence == pytest.approx(kl / masked, rel=0.05)
+    assert a.reference_perplexity == pytest.approx(math.exp(losses[0] / masked), rel=1e-4)
+    assert a.masked_perplexity == pytest.approx(math.exp(losses[1] / masked), rel=0.02)
+    cache = esm.ContextCache(model, spec)
+    cache.encode(sequences)
+    assert a.bytes_per_token == cache.bytes_per_token and a.effective_bits == pytest.approx(cache.effective_bits)
+    assert a.packed_bits == pytest.approx(spec.effective_bits(32))
+    assert found["b"].final_cosine_mean > a.final_cosine_mean
+
+
+def test_calibration_is_for_every_head_of_an_encoder(model, sequences):
+    before = model.config._attn_implementation
+    found = turboquant.calibrate(model, protein_batches(model, sequences), sensitivity_batches=1)
+    assert model.config._attn_implementation == before and found.sensitivity.min() > 0
+    inner = tiny_esm("EsmModel", head_dim=32)
+    inner.load_state_dict(model.esm.state_dict(), strict=False)
+    turboquant.patch(inner, "calibrated-3", found)
+    turboquant.unpatch(inner)
+    for other in (tiny_esm(head_dim=32, seed=1), tiny_esm(head_dim=64)):
+        with pytest.raises(ValueError, match="`calibration` must be of this model"):
+            turboquant.patch(other, "calibrated-3", found)
+    results = esm.evaluate(model, sequences, {"p": CacheSpec(3, 3), "c": CacheSpec(budget=3)}, calibration=found)
+    assert results["c"].masked_kl_divergence < results["p"].masked_kl_divergence
+
+
+def test_groups_of_equal_bits_are_mixed_as_one():
+    """One Hadamard and one step for neighbours with the same bits, their own for others; always orthogonal."""
+    import numpy as np
+
+    from turboquant.calibration.tensors import transforms
+
+    big = tiny_esm(head_dim=64)
+    found = turboquant.calibrate(big, protein_batches(big, [protein(100, i) for i in range(4)]), sensitivity_batches=1)
+    for bits, merged in (((4, 4), True), ((4, 3), False)):
+        spec = CacheSpec(bits, 3, rotation="calibrated", centre="calibrated")
+        made = transforms(found, spec, 1, torch.device("cpu"))
+        steps, rotation = made["key_steps"].numpy(), made["key_rotation"].numpy()
+        assert (steps[:, 0] == steps[:, 1]).all() == merged
+        mixed = np.einsum("hij,hkj->hik", rotation, found.axes[1, 0])  # of which principal axes is a row made?
+        assert (np.abs(mixed[:, :32, 32:]).max() > 0.1) == merged
+        np.testing.assert_allclose(np.einsum("hij,hkj->hik", rotation, rotation), np.eye(64)[None].repeat(2, 0),
+                                   atol=1e-5)  # fmt: skip
+        assert (made["value_steps"][:, 0] == made["value_steps"][:, 1]).all()
+        np.testing.assert_allclose(np.square(steps).sum(1), np.square(found.steps()[1, 0]).sum(1), rtol=1e-5)
+
+
+def test_command_lines(folder, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    model, train, test = (str(folder / name) for name in ("model", "train.fasta", "test.fasta"))
+    assert main(["calibrate", model, "--fasta", train, "--out", "c.safetensors", "--tokens", "200"]) == 0
+    shown = capsys.readouterr()
+    assert "1 of 9 proteins have more than 62 residues" in shown.err and "224 tokens, 3 layers" in shown.out
+    options = ["--calibration", "c.safetensors", "--proteins", "2", "--json", "q.json"]
+    assert main(["eval", model, "--fasta", test, "--spec", "default,calibrated-3", *options]) == 0
+    assert "| calibrated-3 |" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    names = "final_cosine_mean final_cosine_min masked_kl_divergence masked_perplexity effective_bits bytes_per_token"
+    assert [row["params"]["spec"] for row in rows] == ["default", "calibrated-3"]
+    assert all(set(names.split()) <= set(row["metrics"]) and row["bench"] == "esm-quality" for row in rows)
+    assert rows[1]["params"]["calibrated_on"] == "train.fasta, 7 proteins"
+
+
+def test_scan_command(folder, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    model, test = str(folder / "model"), str(folder / "test.fasta")
+    for extra in ([], ["--exact"]):
+        assert main(["esm-scan", test, "--model", model, "--csv", "s.csv", "--heatmap", "h.svg", *extra]) == 0
+        with open("s.csv") as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == (12 + 20) * 20 and "<svg" in (tmp_path / "h-2.svg").read_text()
+        tiny = tiny_esm(max_position_embeddings=66)
+        want = masked_marginals(tiny, protein(12, 0), shared_context=not extra).scores
+        got = torch.tensor([float(row["score"]) for row in rows if row["protein"] == "test0"]).view(12, 20)
+        assert torch.allclose(got, torch.from_numpy(want), atol=1e-3)
+        assert [rows[20][n] for n in ("position", "wild_type", "mutation")] == ["2", protein(12, 0)[1], "A"]
+
+
+BAD = {
+    "letters": (["esm-scan", "WRONG", "--model", "MODEL", "--csv", "s.csv"], "must be a letter of the ESM-2 alphabet"),
+    "too long": (["esm-scan", "TRAIN", "--model", "MODEL", "--csv", "s.csv"], "at most 62 residues"),
+    "no file": (["esm-scan", "none.fasta", "--model", "MODEL", "--csv", "s.csv"], "none.fasta"),
+    "no model": (["esm-scan", "TEST", "--model", "./none", "--csv", "s.csv"], "MODEL must be a folder"),
+    "csv in no folder": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "no/s.csv"], "--csv"),
+    "a picture": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--heatmap", "x.txt"], "--heatmap"),
+    "no calibration": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--spec", "calibrated-3"],
+                       "--calibration"),
+    "too many": (["eval", "MODEL", "--fasta", "TEST", "--spec", "default", "--proteins", "3"], "3 proteins that"),
+    "a window": (["eval", "MODEL", "--fasta", "TEST", "--spec", "default", "--set", "window=8"], "--set window"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD)
+def test_bad_command_lines_write_nothing(arguments, message, folder, capsys, tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    (tmp_path / "wrong.fasta").write_text(">a\nMKV\n>b\nMJ\n")
+    named = {"MODEL": folder / "model", "TRAIN": folder / "train.fasta", "TEST": folder / "test.fasta",
+             "WRONG": tmp_path / "wrong.fasta"}  # fmt: skip
+    with pytest.raises(SystemExit) as left:
+        main([str(named.get(a, a)) for a in arguments])
+    assert left.value.code == 2 and message in capsys.readouterr().err and not list(work.iterdir())
+
+
+def test_without_transformers():
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import turboquant\n"
+        "try: turboquant.esm.ContextCache\n"
+        "except ImportError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("turboquant.esm needs transformers: pip install"), done.stderr
+
+
+def test_padded():
+    ids, real = padded([[0, 5, 2], [0, 5, 6, 7, 2]], "cpu")
+    assert ids.tolist() == [[0, 5, 2, 1, 1], [0, 5, 6, 7, 2]] and real.sum(1).tolist() == [3, 5]
+
+
+@pytest.mark.slow
+def test_quality_of_the_reference_model():
+    """Near the figures of docs/esm.md, on fewer proteins."""
+    import transformers
+
+    folder = shared_file("models/esm-reference/config.json").parent
+    model = transformers.EsmForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
+    held_out = [p.sequence for p in read_fasta(shared_file("data/proteins_val.fasta")) if len(p.sequence) < 300][:8]
+    found = esm.evaluate(model, held_out, {"4": CacheSpec(4, 4, centre="prompt"), "2": CacheSpec(2, 2)})
+    assert found["4"].final_cosine_mean > 0.998 and found["4"].masked_kl_divergence < 4e-4
+    assert found["2"].final_cosine_mean < 0.995

@@ -1,0 +1,262 @@
+"""ContextCache: that decoding reads what it says, exactly, and from packed bytes; errors that change nothing."""
+
+from __future__ import annotations
+
+import pytest
+from esm_models import LETTERS, protein, tiny_esm, torch
+
+import turboquant
+from turboquant import CacheSpec
+from turboquant.esm import EXACT, ContextCache
+from turboquant.esm.attention import plain_attention
+from turboquant.esm.model import attentions, tokenise
+
+PROTEINS = [protein(40, 0), protein(7, 1), protein(131, 2), protein(126, 3)]
+
+
+def ids_of(model, sequence):
+    return torch.tensor([tokenise(sequence, model.config)])
+
+
+def full(model, sequence):
+    with torch.no_grad():
+        return model(ids_of(model, sequence)).logits[0, 1:-1]
+
+
+def test_encode_is_the_exact_pass():
+    for model in (tiny_esm(), turboquant.patch(tiny_esm(), CacheSpec(1, 1)), tiny_esm(token_dropout=False)):
+        cache = ContextCache(model, CacheSpec(2, 2))
+        said = cache.encode(PROTEINS, batch_size=3)
+        turboquant.unpatch(model)
+        assert cache.lengths == [40, 7, 131, 126]
+        for got, sequence in zip(said.logits, PROTEINS):
+            assert torch.allclose(got, full(model, sequence), atol=1e-4)
+
+
+def test_masked_residues_in_what_is_read():
+    """Their share scales the other embeddings (token dropout)."""
+    model = tiny_esm()
+    masked = list(PROTEINS[0])
+    masked[3] = masked[9] = masked[10] = "<mask>"
+    said = ContextCache(model, EXACT).encode([masked, PROTEINS[1]])
+    assert torch.allclose(said.logits[0], full(model, masked), atol=1e-4)
+
+
+def test_all_residues_anew_are_a_full_pass():
+    """Nothing of the stored protein but its two end tokens is left to read; these see the old residues."""
+    model = tiny_esm(num_hidden_layers=1)
+    other = [protein(len(p), 9 + i) for i, p in enumerate(PROTEINS)]
+    for spec in (EXACT, CacheSpec(3, 3, sinks=1)):
+        cache = ContextCache(model, spec)
+        cache.encode(PROTEINS)
+        said = cache.decode(other, [range(len(p)) for p in other], batch_size=3)
+        for got, sequence in zip(said.logits, other):
+            want = full(model, sequence)
+            assert torch.allclose(got, want, atol=1e-3) == (spec == EXACT)
+            assert (got - want).norm() < 0.2 * want.norm()
+
+
+def replaced(model, sequence, letters, positions):
+    """The oracle: a full pass over the changed protein in which every other residue's keys and values, in every layer,
+    are those of the protein as it was, by SDPA. Logits of the changed residues; `letters` may continue the protein."""
+    old = tokenise(sequence, model.config)
+    new = old[:-1]
+    for letter, p in zip(letters, positions):
+        token = tokenise([letter], model.config)[1]
+        new[p + 1 : p + 2] = [token]
+    new += [2]
+    grown = len(new) > len(old)
+    fresh = [p + 1 for p in positions] + ([len(new) - 1] if grown else [])
+    kept = []
+
+    class Record:
+        def attend(self, module, query, key, value, mask, scaling):
+            kept.append((key, value))
+            return plain_attention(module, query, key, value, mask, scaling)
+
+    class Replay:
+        layer = 0
+
+        def attend(self, module, query, key, value, mask, scaling):
+            k, v = kept[self.layer]
+            self.layer += 1
+            k, v = (torch.cat([x, x[:, :, -1:].expand(-1, -1, len(new) - len(old), -1)], 2).clone() for x in (k, v))
+            k[:, :, fresh], v[:, :, fresh] = key[:, :, fresh], value[:, :, fresh]
+            return plain_attention(module, query, k, v, mask, scaling)
+
+    from turboquant.esm.model import dropout_factor, embed
+    from turboquant.routing import routed
+
+    with torch.no_grad(), routed(model.esm, "turboquant_esm"):
+        ids = torch.tensor([old])
+        factor = dropout_factor(ids, torch.ones_like(ids, dtype=torch.bool))
+        model.esm(inputs_embeds=embed(model.esm, ids, factor), turboquant_context=Record())
+        states = model.esm(inputs_embeds=embed(model.esm, torch.tensor([new]), factor), turboquant_context=Replay())
+        return model.lm_head(states.last_hidden_state[0, [p + 1 for p in positions]])
+
+
+COPIES = {  # protein, letters, positions
+    "one": (0, ["W"], [3]),
+    "masked": (1, ["<mask>"], [6]),
+    "first and last": (2, ["W", "K"], [130, 0]),
+    "neighbours": (3, ["A", "C", "<mask>", "D"], [4, 5, 6, 90]),
+    "continued": (0, ["A", "C", "D"], [40, 41, 42]),
+    "changed and continued": (1, ["W", "K"], [7, 2]),
+    "the same again": (0, ["G"], [3]),
+}
+
+
+@pytest.mark.parametrize("heads, head_dim", [(2, 16), (3, 24), (1, 64)])
+def test_decode_in_batches_is_replacement(heads, head_dim):
+    """Against an oracle that replaces keys and values in full passes, nothing quantised."""
+    model = tiny_esm(heads=heads, head_dim=head_dim)
+    cache = ContextCache(model, EXACT)
+    cache.encode(PROTEINS)
+    which, letters, positions = zip(*COPIES.values())
+    for batch_size in (1, 3, 64):
+        said = cache.decode(letters, positions, which, batch_size=batch_size)
+        for name, got in zip(COPIES, said.logits):
+            protein, residues, at = COPIES[name]
+            want = replaced(model, PROTEINS[protein], residues, at)
+            assert (got - want).abs().max() < 2e-3 * want.abs().max(), name
+
+
+@pytest.mark.parametrize("spec", [EXACT, CacheSpec(3, 3, sinks=3), CacheSpec(4, 4, centre="prompt")],
+                         ids=["exact", "sinks", "centred"])  # fmt: skip
+def test_copies_of_one_protein_read_together_what_they_share(spec):
+    """The same from one batch of copies, which share ranges, as from batches of one, which do not."""
+    model = tiny_esm(heads=3, head_dim=24)
+    cache = ContextCache(model, spec)
+    cache.encode(PROTEINS)
+    for positions in ([[5], [1], [9, 3]], [[0], [130]], [[60], [61, 62, 64], [90]], [[131, 132], [100]], [[2], [2]]):
+        letters = [["<mask>"] * len(at) for at in positions]
+        together = cache.decode(letters, positions, [2] * len(positions))
+        for got, at, residues in zip(together.logits, positions, letters):
+            alone = cache.decode([residues], [at], [2]).logits[0]
+            assert (got - alone).abs().max() < 1e-3 * alone.abs().max()
+
+
+def test_packed_context_is_near_the_exact_one():
+    model = tiny_esm(head_dim=32, initializer_range=0.1)
+    which, letters, positions = zip(*COPIES.values())
+    exact = ContextCache(model, EXACT)
+    exact.encode(PROTEINS)
+    want = torch.cat(exact.decode(letters, positions, which).logits)
+    errors = []
+    for spec in (CacheSpec(2, 2), CacheSpec(4, 4, centre="prompt"), CacheSpec(5, 5, sinks=3)):
+        cache = ContextCache(model, spec)
+        cache.encode(PROTEINS)
+        errors.append(float((torch.cat(cache.decode(letters, positions, which).logits) - want).norm() / want.norm()))
+    assert 0.5 > errors[0] > errors[1] > errors[2] > 1e-4
+
+
+def test_bytes_are_counted():
+    model = tiny_esm(head_dim=32)
+    cache = ContextCache(model, CacheSpec(3, 3))
+    assert cache.nbytes == 0
+    cache.encode(PROTEINS)
+    tokens = sum(len(p) + 2 for p in PROTEINS)
+    record = 128 * 2 * (3 * 4 + 2)
+    pages = 1 + 1 + 2 + 1
+    assert cache.bytes_per_token == pages * record * 2 * 3 / tokens
+    assert cache.effective_bits == pytest.approx(8 * pages * record / (tokens * 2 * 32))
+    assert cache.nbytes == pages * record * 2 * 3 + 4 * (4 * 2 + 4 + 4)
+    exact = ContextCache(model, EXACT)
+    exact.encode(PROTEINS)
+    assert exact.effective_bits == pytest.approx(32 * 4 * 133 / tokens)
+
+
+def test_decoding_leaves_the_context_alone():
+    cache = ContextCache(tiny_esm(), CacheSpec(3, 3))
+    cache.encode(PROTEINS)
+    before = [t.clone() for layer in cache._store.layers for t in layer.tensors()]
+    first = cache.decode(["W"], [[3]], [2]).logits[0]
+    assert all(map(torch.equal, before, [t for layer in cache._store.layers for t in layer.tensors()]))
+    assert torch.equal(cache.decode(["W"], [[3]], [2]).logits[0], first)
+
+
+def test_other_kinds_of_models_and_nothing_to_decode():
+    cache = ContextCache(tiny_esm("EsmModel"), CacheSpec(3, 3))
+    said = cache.encode(PROTEINS[:2])
+    assert said.logits is None and [h.shape for h in said.hidden] == [(40, 32), (7, 32)]
+    assert cache.decode(["WK"], [[3, 1]]).hidden[0].shape == (2, 32)
+    assert cache.decode([], []).hidden == []
+
+
+def test_a_model_in_half():
+    model = tiny_esm(head_dim=32, initializer_range=0.1)
+    want = ContextCache(model, EXACT)
+    want.encode(PROTEINS)
+    want = want.decode(["W"], [[3]], [2]).logits[0]
+    cache = ContextCache(model.half(), CacheSpec(5, 5, sinks=2))
+    cache.encode(PROTEINS)
+    got = cache.decode(["W"], [[3]], [2]).logits[0]
+    assert got.dtype == torch.float16 and torch.cosine_similarity(got.float(), want).item() > 0.98
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        cache = ContextCache(tiny_esm(), CacheSpec(3, 3, centre="prompt"))
+        cache.encode(PROTEINS)
+        inside = cache.decode(["W"], [[3]], [2]).logits[0]
+    assert torch.equal(cache.decode(["W"], [[3]], [2]).logits[0], inside)
+
+
+WRONG = {
+    "a letter": (dict(residues=["J"], positions=[[1]]), ValueError, r"`residues\[0\]\[0\]` must be .*got 'J'"),
+    "outside": (dict(residues=["A"], positions=[[-1]]), IndexError, r"`positions\[0\]` must be in 0\.\.39"),
+    "a gap": (dict(residues=["AA"], positions=[[40, 42]]), IndexError, r"continue it from 40, got 42"),
+    "twice": (dict(residues=["AA"], positions=[[4, 4]]), ValueError, "each position once"),
+    "too few": (dict(residues=["AA"], positions=[[4]]), ValueError, "one entry per residue, 2, got 1"),
+    "no protein": (dict(residues=["A"], positions=[[4]], proteins=[4]), IndexError, r"must be in 0\.\.3.*got 4"),
+    "copies": (dict(residues=["A", "A"], positions=[[4]]), ValueError, "one entry per copy, got 2, 1 and 2"),
+    "batch": (dict(residues=["A"], positions=[[4]], batch_size=0), ValueError, "`batch_size`"),
+}
+
+
+@pytest.mark.parametrize("arguments, error, message", WRONG.values(), ids=WRONG)
+def test_wrong_arguments_of_decode(arguments, error, message):
+    cache = ContextCache(tiny_esm(), CacheSpec(3, 3))
+    with pytest.raises(RuntimeError, match="call encode first"):
+        cache.decode(["A"], [[0]])
+    cache.encode(PROTEINS)
+    with pytest.raises(error, match=message):
+        cache.decode(**arguments)
+
+
+@pytest.mark.parametrize(
+    "proteins, message",
+    [
+        ([], "at least one protein"),
+        ("MKV", "must be a list"),
+        (["MKV", ""], r"`proteins\[1\]` must have at least one residue"),
+        (["MKV", "mkv"], r"`proteins\[1\]\[0\]` must be a letter of the ESM-2 alphabet.*got 'm'"),
+        ([LETTERS * 52], r"at most 1022 residues.*got 1040"),
+    ],
+)
+def test_wrong_proteins_leave_what_was_stored(proteins, message):
+    cache = ContextCache(tiny_esm(), CacheSpec(3, 3))
+    cache.encode(PROTEINS)
+    with pytest.raises(ValueError, match=message):
+        cache.encode(proteins)
+    assert cache.lengths == [40, 7, 131, 126]
+
+
+def test_another_model_or_changed_weights():
+    model = tiny_esm()
+    cache = ContextCache(model, CacheSpec(3, 3))
+    cache.encode(PROTEINS)
+    with torch.no_grad():
+        attentions(model)[1].key.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="weights, dtype or device changed"):
+        cache.decode(["W"], [[3]])
+    cache.encode(PROTEINS)
+    model.half()
+    with pytest.raises(RuntimeError, match="weights, dtype or device changed"):
+        cache.decode(["W"], [[3]])
+    with pytest.raises(ValueError, match="eval mode"):
+        ContextCache(tiny_esm().train()).encode(PROTEINS)
+    with pytest.raises(NotImplementedError, match="rotary"):
+        ContextCache(tiny_esm(position_embedding_type="absolute"))
+    with pytest.raises(ValueError, match="`calibration` must be"):
+        ContextCache(tiny_esm(), "calibrated-3")

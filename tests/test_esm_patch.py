@@ -1,0 +1,257 @@
+"""patch and unpatch of ESM-2: attention through packed bytes both ways, and nothing else changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from conftest import shared_file
+from esm_models import protein, tiny_esm, torch, transformers
+
+import turboquant
+from turboquant import CacheSpec, esm
+from turboquant.esm.attention import NAME
+from turboquant.esm.model import ALPHABET, attentions, padded, tokenise
+
+EXACT = CacheSpec(sinks=2**20)  # every token in the model's dtype: what is not quantised must be the model's own
+LENGTHS = (40, 7, 131, 128)
+
+
+def batch(model, lengths=LENGTHS, side="right"):
+    ids, real = padded([tokenise(protein(n, i), model.config) for i, n in enumerate(lengths)], "cpu")
+    if side == "left":
+        pad = ~real.flip(1)
+        ids = torch.full_like(ids, 1).masked_scatter(~pad, ids[real])
+        real = ~pad
+    return dict(input_ids=ids, attention_mask=real.long())
+
+
+def state(model):
+    found = model.config._attn_implementation, [m.layer_idx for m in attentions(model)]
+    return found, [sorted(vars(m)) for m in (model, model.base_model, *attentions(model))]
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])  # of the models with 8M, 35M, 150M, 650M and 3B, 15B
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_equals_the_model_where_nothing_is_quantised(head_dim, side):
+    model = tiny_esm(head_dim=head_dim)
+    inputs = batch(model, side=side)
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        turboquant.patch(model, EXACT)
+        got = model(**inputs).logits
+        turboquant.unpatch(model)
+        want = model(**inputs).logits
+    assert (got - want)[real].abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])
+def test_more_bits_are_nearer(head_dim):
+    model = tiny_esm(head_dim=head_dim)
+    inputs = batch(model)
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        want = model(**inputs).logits[real]
+        errors = []
+        for bits in (2, 3, 4, 5):
+            turboquant.patch(model, CacheSpec(bits, bits))
+            errors.append((model(**inputs).logits[real] - want).square().mean().item())
+    assert errors == sorted(errors, reverse=True) and 0 < 4 * errors[3] < errors[0]
+
+
+def oracle(model, inputs, spec):
+    """The full pass with keys and values decoded to floats and attended to by SDPA: none of `attend`."""
+    from turboquant.esm.attention import plain_attention
+
+    class Decoded:
+        def attend(self, module, query, key, value, mask, scaling):
+            plan, tokens = spec.plan(key.shape[-1]), key.shape[2]
+            pages = torch.ops.turboquant.quantize(key, value, plan)
+            count = pages.shape[0] // key.shape[0]
+            table = torch.arange(pages.shape[0], dtype=torch.int32).view(-1, count)
+            lengths = torch.full((key.shape[0],), tokens, dtype=torch.int32)
+            k, v = torch.ops.turboquant.dequantize(pages, table, lengths, tokens, plan)
+            return plain_attention(module, query, k, v, mask, scaling)
+
+    return model(**inputs, turboquant_context=Decoded()).logits
+
+
+@pytest.mark.parametrize("spec", [CacheSpec(3, 3), CacheSpec(4, 2, scale="norm")], ids=["eden", "norm"])
+def test_what_is_attended_to_is_what_was_packed(spec):
+    model = tiny_esm(head_dim=32)
+    inputs = batch(model)
+    real = inputs["attention_mask"].bool()
+    turboquant.patch(model, spec)
+    with torch.no_grad():
+        got, want = model(**inputs).logits, oracle(model, inputs, spec)
+        turboquant.unpatch(model)
+        plain = model(**inputs).logits
+    away = (want - plain)[real].norm()
+    assert (got - want)[real].norm() < 0.02 * away  # a key near a threshold may fall to its other side by rounding
+
+
+@pytest.mark.parametrize("spec", [CacheSpec(3, 3, centre="prompt", centre_tokens=16), CacheSpec(3, 3, sinks=5),
+                                  CacheSpec(3, 3, rotation="haar")], ids=["centred", "sinks", "haar"])  # fmt: skip
+def test_padding_changes_nothing(spec):
+    model = tiny_esm(head_dim=32, num_hidden_layers=1)  # one layer: rounding that moves a code is not carried on
+    with torch.no_grad():
+        plain = model(**batch(model)).logits
+        turboquant.patch(model, spec)
+        together = model(**batch(model)).logits
+        for i, n in enumerate(LENGTHS):
+            alone = model(torch.tensor([tokenise(protein(n, i), model.config)])).logits[0]
+            assert (together[i, : n + 2] - alone).norm() < 0.1 * (plain[i, : n + 2] - alone).norm()
+
+
+def test_modes_of_others():
+    """TurboESM's own, and one with a sketch, as presets: through the same operators; coarser than 5 bits."""
+    model = tiny_esm(head_dim=32, initializer_range=0.1)
+    inputs = batch(model)
+    real = inputs["attention_mask"].bool()
+    found = turboquant.calibrate(model, esm.protein_batches(model, [protein(90, i) for i in range(6)]))
+    with torch.no_grad():
+        want = model(**inputs).logits[real]
+        errors = []
+        for spec, calibration in ((CacheSpec(5, 5), None), ("turboesm", found), ("paper-prod-3", None)):
+            turboquant.patch(model, spec, calibration)
+            errors.append((model(**inputs).logits[real] - want).norm() / want.norm())
+        cache = esm.ContextCache(model, "turboesm", found)
+        cache.encode([protein(30)])
+        assert torch.isfinite(cache.decode(["W"], [[3]]).logits[0]).all()
+    assert 0 < errors[0] < min(errors[1:]) and max(errors) < 0.5
+    with pytest.raises(NotImplementedError, match="outliers='prompt' is for decoders"):
+        turboquant.patch(model, CacheSpec(2.5, 2.5, outliers="prompt"))
+
+
+def test_all_kinds_of_models():
+    ids = torch.tensor([tokenise(protein(30), tiny_esm().config)])
+    for kind in ("EsmModel", "EsmForMaskedLM", "EsmForSequenceClassification", "EsmForTokenClassification"):
+        model = tiny_esm(kind)
+        before = state(model)
+        with torch.no_grad():
+            want = model(ids)[0]
+            got = turboquant.patch(model, EXACT)(ids)[0]
+            coarse = turboquant.patch(model, CacheSpec(1, 1))(ids)[0]
+        assert torch.allclose(got, want, atol=1e-4) and not torch.allclose(coarse, want, atol=1e-3)
+        assert [m.layer_idx for m in attentions(model)] == [0, 1, 2] and model.config._attn_implementation == NAME
+        turboquant.unpatch(model)
+        assert state(model) == before
+
+
+def test_twice_inner_and_two_models():
+    model, other = tiny_esm(), tiny_esm(seed=1)
+    ids = torch.tensor([tokenise(protein(30), model.config)])
+    before = state(model)
+    with torch.no_grad():
+        plain, others = model(ids).logits, other(ids).logits
+        turboquant.patch(model, CacheSpec(1, 1))
+        coarse = model(ids).logits
+        turboquant.patch(model, EXACT)
+        turboquant.patch(other, CacheSpec(1, 1))
+        assert torch.allclose(model(ids).logits, plain, atol=1e-4)
+        assert not torch.allclose(other(ids).logits, others, atol=1e-3)
+        turboquant.unpatch(other)
+        assert torch.equal(other(ids).logits, others)
+        turboquant.patch(model.esm, CacheSpec(1, 1))  # the model within is the same model
+        assert torch.equal(model(ids).logits, coarse)
+        twin = copy.deepcopy(model)
+        turboquant.unpatch(model.esm)
+        assert state(model) == before and torch.equal(model(ids).logits, plain)
+        assert torch.equal(twin(ids).logits, coarse)
+        turboquant.unpatch(model)  # not patched any more: nothing happens
+        assert state(model) == before
+
+
+def test_models_that_share_a_configuration():
+    model = tiny_esm()
+    other = type(model)(model.config).eval()
+    before = model.config._attn_implementation
+    turboquant.patch(model, EXACT)
+    turboquant.patch(other, EXACT)
+    turboquant.unpatch(model)
+    assert other.config._attn_implementation == NAME
+    turboquant.unpatch(other)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_another_dtype_after_patching(dtype):
+    model = turboquant.patch(tiny_esm(head_dim=32, initializer_range=0.1), CacheSpec(5, 5, rotation="haar"))
+    ids = torch.tensor([tokenise(protein(60), model.config)])
+    with torch.no_grad():
+        want = model(ids).logits
+        got = model.to(dtype)(ids).logits
+    assert got.dtype == dtype
+    assert torch.cosine_similarity(got.float(), want, dim=-1).min() > 0.98
+
+
+def test_inference_only():
+    model = turboquant.patch(tiny_esm(), CacheSpec(3, 3))
+    ids = torch.tensor([tokenise(protein(30), model.config)])
+    loss = model(ids, labels=ids).loss  # a forward alone is fine
+    with pytest.raises(RuntimeError, match="inference only"):
+        loss.backward()
+    turboquant.unpatch(model)
+    model(ids, labels=ids).loss.backward()
+
+
+@pytest.mark.slow
+def test_compile():
+    model = turboquant.patch(tiny_esm(), CacheSpec(3, 3, centre="prompt"))
+    inputs = batch(model)
+    with torch.no_grad():
+        want = model.esm(**inputs).last_hidden_state
+        got = torch.compile(model.esm, backend="aot_eager")(**inputs).last_hidden_state
+    assert torch.allclose(got, want, atol=1e-4)
+
+
+def test_attention_weights_are_refused():
+    model = turboquant.patch(tiny_esm(), CacheSpec(3, 3))
+    inputs = batch(model)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="attention weights|output_attentions"):
+        model.predict_contacts(inputs["input_ids"], inputs["attention_mask"])
+
+
+def test_masks_that_differ_between_queries():
+    model = turboquant.patch(tiny_esm(), CacheSpec(3, 3))
+    mask = torch.ones(1, 32, 32).tril()
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        mask = mask[:, None]  # as these take a mask that is ready-made
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="`attention_mask` must be"):
+        model.esm(inputs_embeds=torch.zeros(1, 32, 32), attention_mask=mask)
+
+
+REFUSED = {
+    "absolute positions": dict(position_embedding_type="absolute"),
+    "ESM-1b": dict(position_embedding_type="absolute", emb_layer_norm_before=True),
+    "decoder": dict(is_decoder=True),
+}
+
+
+@pytest.mark.parametrize("fields", REFUSED.values(), ids=REFUSED)
+def test_other_models_are_refused(fields):
+    model = tiny_esm(**fields)
+    before = state(model)
+    with pytest.raises(NotImplementedError, match="EsmForMaskedLM cannot be used as an ESM-2 model: .*"):
+        turboquant.patch(model)
+    assert state(model) == before
+
+
+def test_wrong_arguments_leave_the_model_alone():
+    model = tiny_esm()
+    before = state(model)
+    for error, message, arguments in [
+        (ValueError, "`head_dim` .*got 12", (tiny_esm(head_dim=12),)),
+        (ValueError, "`overrides` must name layers", (model, CacheSpec(overrides={7: {"sinks": 1}}))),
+        (ValueError, "`calibration` must be", (model, "calibrated-3")),
+    ]:
+        with pytest.raises(error, match=message):
+            turboquant.patch(*arguments)
+    with pytest.raises(NotImplementedError, match="`cuda_graphs` is for decoders"):
+        turboquant.patch(model, cuda_graphs=True)
+    assert state(model) == before
+
+
+def test_alphabet_is_that_of_the_model():
+    vocabulary = shared_file("models/esm-reference/vocab.txt").read_text().split()
+    assert tuple(vocabulary) == ALPHABET

@@ -1,0 +1,97 @@
+"""Masked marginals: the exact scan against its definition, the shared one against decoding by hand, errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import shared_file
+from esm_models import protein, tiny_esm, torch, transformers
+
+import turboquant
+from turboquant import CacheSpec
+from turboquant.esm import AMINO_ACIDS, EXACT, ContextCache, masked_marginals, read_fasta
+from turboquant.esm.model import ALPHABET, MASK, tokenise
+
+SEQUENCE = protein(33)
+
+
+def by_definition(model, sequence, positions):
+    ids = torch.tensor([tokenise(sequence, model.config)])
+    rows = []
+    for p in positions:
+        masked = ids.clone()
+        masked[0, p + 1] = MASK
+        with torch.no_grad():
+            log_p = model(masked).logits[0, p + 1].double().log_softmax(-1)
+        rows.append([log_p[ALPHABET.index(a)] - log_p[ids[0, p + 1]] for a in AMINO_ACIDS])
+    return np.array(rows)
+
+
+def test_exact_scan():
+    for model in (tiny_esm(), turboquant.patch(tiny_esm(), CacheSpec(1, 1))):
+        scan = masked_marginals(model, SEQUENCE, shared_context=False, batch_size=5)
+        turboquant.unpatch(model)
+        assert scan.sequence == SEQUENCE and scan.positions == tuple(range(33)) and scan.scores.shape == (33, 20)
+        np.testing.assert_allclose(scan.scores, by_definition(model, SEQUENCE, range(33)), atol=2e-4)
+        wild = [AMINO_ACIDS.index(letter) for letter in SEQUENCE]
+        assert (scan.scores[np.arange(33), wild] == 0).all()
+
+
+def test_shared_scan_is_exact_at_one_layer():
+    """Stored keys and values of layer 0 do not know what is masked elsewhere, but for the factor of token dropout."""
+    model = tiny_esm(num_hidden_layers=1, token_dropout=False)
+    scan = masked_marginals(model, SEQUENCE, [4, 0, 32], spec=EXACT)
+    np.testing.assert_allclose(scan.scores, by_definition(model, SEQUENCE, [4, 0, 32]), atol=2e-3)
+
+
+def test_shared_scan_is_decoding():
+    model = tiny_esm()
+    cache = ContextCache(model, CacheSpec(3, 3))
+    cache.encode([protein(9, 5), SEQUENCE])
+    scan = masked_marginals(model, SEQUENCE, [7, 30, 2], context=cache, batch_size=2)
+    again = masked_marginals(model, SEQUENCE, [7, 30, 2], spec=CacheSpec(3, 3))
+    np.testing.assert_allclose(scan.scores, again.scores, atol=1e-3)
+    logits = torch.cat(cache.decode([["<mask>"]] * 3, [[7], [30], [2]], [1] * 3).logits).log_softmax(-1)
+    np.testing.assert_allclose(scan.log_probabilities, logits[:, [ALPHABET.index(a) for a in AMINO_ACIDS]], atol=1e-5)
+
+
+def test_lone_masks_are_finite():
+    """A lone <mask> as a sequence of its own would have token dropout divide 0 by 0."""
+    scan = masked_marginals(tiny_esm(), "W", spec=CacheSpec(4, 4))
+    assert np.isfinite(scan.log_probabilities).all()
+
+
+def test_errors():
+    model, other = tiny_esm(), tiny_esm(seed=1)
+    cache = ContextCache(other, CacheSpec(3, 3))
+    cache.encode([SEQUENCE])
+    mine = ContextCache(model, CacheSpec(3, 3))
+    mine.encode([SEQUENCE])
+    for error, message, arguments in [
+        (ValueError, "at least one residue", dict(sequence="")),
+        (ValueError, r"`sequence\[2\]` must be a letter", dict(sequence="MKJ")),
+        (ValueError, "at least one position", dict(sequence="MK", positions=[])),
+        (IndexError, r"`positions\[1\]` must be in 0\.\.1, got 2", dict(sequence="MK", positions=[0, 2])),
+        (ValueError, "`context` must be of this model", dict(sequence=SEQUENCE, context=cache)),
+        (ValueError, "must have read this sequence", dict(sequence=SEQUENCE[1:], context=mine)),
+        (ValueError, "`context` must be None", dict(sequence=SEQUENCE, context=mine, shared_context=False)),
+        (ValueError, "`batch_size`", dict(sequence=SEQUENCE, batch_size=0)),
+    ]:
+        with pytest.raises(error, match=message):
+            masked_marginals(model, **arguments)
+    with pytest.raises(NotImplementedError, match="no masked-language head"):
+        masked_marginals(tiny_esm("EsmModel"), SEQUENCE)
+    with pytest.raises(ValueError, match="eval mode"):
+        masked_marginals(tiny_esm().train(), SEQUENCE)
+
+
+@pytest.mark.slow
+def test_the_two_scans_agree_on_held_out_proteins():
+    scipy_stats = pytest.importorskip("scipy.stats")
+    folder = shared_file("models/esm-reference/config.json").parent
+    proteins = [p for p in read_fasta(shared_file("data/proteins_val.fasta")) if len(p.sequence) < 130][:2]
+    model = transformers.EsmForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for p in proteins:
+        exact = masked_marginals(model, p.sequence, shared_context=False).scores
+        shared = masked_marginals(model, p.sequence).scores
+        assert scipy_stats.spearmanr(exact.ravel(), shared.ravel())[0] > 0.95

@@ -1,0 +1,218 @@
+"""How the attention of an ESM-2 model reaches packed keys and values: the attention function "turboquant_esm".
+
+Every layer of a patched model holds a `PackedAttention` in `module._turboquant`: its keys and values of a forward are
+packed, and all queries attend to the packed bytes, both ways. A forward that brings a `turboquant_context` (extra
+keyword arguments of the model flow down to here) gives its keys and values to that instead. Without either, attention
+is the model's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from .. import _core
+from .. import ops as _ops  # noqa: F401  registers torch.ops.turboquant
+from ..attention import own_attention
+from ..calibration import Calibration
+from ..calibration.data import SIDES
+from ..calibration.tensors import transforms
+from ..modes import is_split, side_matrix
+from ..plan import PAGE_TOKENS
+from ..spec import CacheSpec
+
+__all__ = ["NAME", "Context", "PackedAttention", "attention", "centre_of", "real_last", "real_tokens"]
+
+NAME = "turboquant_esm"
+
+_append = torch.ops.turboquant.append.default
+_attend = torch.ops.turboquant.attend.default
+
+
+class Context(Protocol):
+    """What a forward may bring as `turboquant_context`."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """query, key, value [batch, heads, tokens, head_dim], after RoPE -> [batch, tokens, heads, head_dim]."""
+
+
+class _InferenceOnly(torch.autograd.Function):
+    """Passes a result on; a backward pass that comes through it is an error instead of a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "attention over packed keys and values has no gradient (inference only): train after turboquant.unpatch"
+        )
+
+
+class PackedAttention:
+    """How one layer packs: the specification as plan words and tensors, ready for the operators."""
+
+    def __init__(self, layer: int, head_dim: int, spec: CacheSpec, calibration: Calibration | None) -> None:
+        if spec.outliers == "prompt":
+            raise NotImplementedError("outliers='prompt' is for decoders: an encoder's proteins have no common prompt")
+        self.layer, self.spec, self.calibration = layer, spec, calibration
+        self.head_dim, self.plan = head_dim, spec.plan(head_dim)
+        self.record_bytes = int(_core.record_bytes(self.plan))
+        self.transforms: dict[str, torch.Tensor] = {}
+        self._device: torch.device | None = None
+
+    def on(self, device: torch.device) -> PackedAttention:
+        """Itself, with its random matrices and what it takes from a calibration on `device`."""
+        if device != self._device:
+            self.transforms = {}
+            for side in SIDES:
+                if not is_split(self.spec, side) and self.spec.rotation_of(side) != "svd":
+                    matrix = side_matrix(self.spec, side, self.head_dim)
+                    if matrix is not None:
+                        made = torch.from_numpy(np.ascontiguousarray(matrix)).to(device)
+                        self.transforms[f"{side}_rotation"] = made
+            if self.calibration is not None:
+                self.transforms |= transforms(self.calibration, self.spec, self.layer, device)
+            self._device = device
+        return self
+
+    def pages(self, count: int, heads: int, device: torch.device) -> torch.Tensor:
+        """Empty ones, uint8 [count, heads, record_bytes]."""
+        return torch.zeros((count, heads, self.record_bytes), dtype=torch.uint8, device=device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Packs all real keys and values and attends to them from every query; the pages live as long as this call."""
+        self.on(key.device)
+        batch, heads, tokens, head_dim = key.shape
+        key, value, lengths = real_last(key, value, real_tokens(mask, batch, tokens))
+        arguments: dict[str, torch.Tensor | None] = dict(self.transforms)
+        if self.spec.centre == "prompt":
+            arguments["key_centre"] = centre_of(key, lengths, self.spec.centre_tokens)
+        sinks = min(self.spec.sinks, tokens)
+        if sinks:
+            arguments["sink_k"], arguments["sink_v"] = (key.new_zeros(batch, heads, sinks, head_dim) for _ in "kv")
+        count = -(-(tokens - sinks) // PAGE_TOKENS)
+        table = torch.arange(batch * count, dtype=torch.int32, device=key.device).view(batch, count)
+        pages = self.pages(batch * count, heads, key.device)
+        _append(key, value, lengths, pages, table, self.plan, **arguments)
+        scale = head_dim**-0.5 if scaling is None else scaling
+        out, _ = _attend(query, pages, table, lengths, self.plan, softmax_scale=scale, causal=False, **arguments)
+        dense: torch.Tensor = out.transpose(1, 2).contiguous()
+        return dense
+
+
+def real_tokens(mask: torch.Tensor | None, batch: int, tokens: int) -> torch.Tensor | None:
+    """bool [batch, tokens], True for real ones; None where there is no padding at all.
+
+    mask   as it comes to the attention function: what `padding_mask` returned, or transformers 4.57's own, 0 for real
+           tokens, [batch, 1, 1, tokens].
+
+    NotImplementedError for a mask that is not the same for all queries.
+    """
+    if mask is None:
+        return None
+    if mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1:
+        mask = mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0
+    if mask.dim() != 2 or mask.dtype != torch.bool or mask.shape != (batch, tokens):
+        raise NotImplementedError(
+            f"`attention_mask` must be [batch, tokens], {(batch, tokens)} here, got {tuple(mask.shape)}: masks that "
+            "differ between queries are not supported over packed keys"
+        )
+    return mask
+
+
+def real_last(
+    key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values [batch, heads, tokens, head_dim] with padding, wherever it was, in front, where `append` skips
+    it; and lengths, int32 [batch]. Attention that looks both ways does not mind the order of keys."""
+    batch, _, tokens, _ = key.shape
+    if real is None:
+        return key, value, torch.full((batch,), tokens, dtype=torch.int32, device=key.device)
+    order = real.to(key.device).sort(dim=1, stable=True).indices[:, None, :, None]
+    lengths = real.sum(1, dtype=torch.int32).to(key.device)
+    return key.take_along_dim(order, 2), value.take_along_dim(order, 2), lengths
+
+
+def centre_of(key: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
+    """float32 [batch, heads, head_dim]: the mean of the first `count` of the last `lengths` keys of each sequence."""
+    tokens = key.shape[2]
+    place = torch.arange(tokens, device=key.device) - (tokens - lengths.long())[:, None]
+    chosen = ((place >= 0) & (place < count)).float()
+    total = torch.einsum("bhtd,bt->bhd", key.float(), chosen)
+    return total / chosen.sum(1).clamp(min=1)[:, None, None]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    turboquant_context: Context | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attention function "turboquant_esm".
+
+    query, key, value   [batch, heads, tokens, head_dim], after RoPE; ESM-2 scales queries before it, and has scaling 1
+    returns             [batch, tokens, heads, head_dim], dense, in the dtype of query, and no weights
+    """
+    packed: PackedAttention | Context | None = turboquant_context or getattr(module, "_turboquant", None)
+    if packed is None:
+        return plain_attention(module, query, key, value, attention_mask, scaling), None
+    for name in ("output_attentions", "head_mask"):
+        if options.get(name) is not None and options[name] is not False:
+            raise NotImplementedError(f"`{name}` is not supported over packed keys and values: no weights are formed")
+    with torch.no_grad():
+        if isinstance(packed, PackedAttention):
+            out = packed.attend(query, key, value, attention_mask, scaling)
+        else:
+            out = packed.attend(module, query, key, value, attention_mask, scaling)
+    if torch.is_grad_enabled() and query.requires_grad:
+        return _InferenceOnly.apply(out, query), None  # type: ignore[no-untyped-call]
+    return out, None
+
+
+def plain_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """The model's own attention, by SDPA: [batch, tokens, heads, head_dim]."""
+    if mask is not None and mask.dim() == 2:
+        mask = mask[:, None, None, :]
+    return own_attention(module, query, key, value, mask, scaling, 0.0, {})[0]
+
+
+def padding_mask(**arguments: Any) -> torch.Tensor | None:
+    """The mask function: what the model was given, [batch, tokens] bool, or None."""
+    return arguments.get("attention_mask")
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, padding_mask)  # always both: a name missing there drops padding in silence

@@ -1,0 +1,110 @@
+"""What the command line does with proteins: `calibrate --fasta`, `eval --fasta`, `esm-scan`."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..calibration import Calibration, measure
+from ..spec import CacheSpec
+from .context import ContextCache
+from .fasta import Protein, read_fasta
+from .heatmap import heat_map
+from .model import AMINO_ACIDS, checked_model, tokenise
+from .quality import ProteinEvaluation, evaluate, protein_batches
+from .scan import Scan, masked_marginals
+
+__all__ = ["calibrated", "evaluated", "markdown", "scan"]
+
+
+def _chosen(proteins: Sequence[Protein], model: Any, *, count: int = 0, tokens: int = 0) -> list[Protein]:
+    """Proteins spaced evenly over a file, among those for which the model has positions: `count` of them, or so many
+    that they have `tokens` tokens. Says how many were too long."""
+    most = model.config.max_position_embeddings - 4
+    fitting = [p for p in proteins if len(p.sequence) <= most]
+    if len(fitting) < len(proteins):
+        print(f"{len(proteins) - len(fitting)} of {len(proteins)} proteins have more than {most} residues and are "
+              "left out", file=sys.stderr)  # fmt: skip
+    if not fitting:
+        raise ValueError(f"--fasta must have a protein of at most {most} residues, for which the model has positions")
+    if tokens:
+        count = -(-tokens * len(fitting) // sum(len(p.sequence) + 2 for p in fitting))
+    if count > len(fitting):
+        raise ValueError(f"--fasta must have what is asked for, {count} proteins that fit, got {len(fitting)}")
+    return [fitting[i * len(fitting) // count] for i in range(count)]
+
+
+def calibrated(model: Any, fasta: str, tokens: int, seed: int, checkpoint: str) -> Calibration:
+    """A calibration of `model` on about `tokens` tokens of the proteins in a file."""
+    checked_model(model)
+    proteins = _chosen(read_fasta(fasta), model, tokens=tokens)
+    batches = protein_batches(model, [p.sequence for p in proteins], seed=seed)
+    source = f"{Path(fasta).name}, {len(proteins)} proteins"
+    return measure.calibrate(model, batches, seed=seed, source=source, progress=True, checkpoint=checkpoint)
+
+
+def evaluated(
+    model: Any, fasta: str, specs: Mapping[str, CacheSpec], calibration: Calibration | None, count: int
+) -> dict[str, ProteinEvaluation]:
+    """Each spec on `count` proteins of a file."""
+    checked_model(model)
+    proteins = _chosen(read_fasta(fasta), model, count=count)
+    return evaluate(model, [p.sequence for p in proteins], specs, calibration=calibration, progress=True)
+
+
+def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
+    """A table of results, and below it what they were measured on."""
+    head = ("spec", "final cosine", "worst residue", "KL divergence", "perplexity", "bits", "bytes per token")
+    rows = [head, ("---", *["---:"] * (len(head) - 1))]
+    for name, e in found.items():
+        rows.append((name, f"{e.final_cosine_mean:.5f}", f"{e.final_cosine_min:.4f}", f"{e.masked_kl_divergence:.5f}",
+                     f"{e.masked_perplexity:.3f}", f"{e.effective_bits:.3f}", f"{e.bytes_per_token:,.0f}"))  # fmt: skip
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    notes = dict.fromkeys(f"{e.proteins} proteins, {e.residues:,} residues, {e.masked:,} of them masked for divergence "
+                          f"and perplexity ({e.reference_perplexity:.3f} alone); all keys and values packed, "
+                          f"{e.packed_bits:.3f} bits without the empty places of last pages"
+                          + (f"; exact: {e.spec.sinks} sinks" if e.spec.sinks else "")
+                          for e in found.values())  # fmt: skip
+    return "\n".join([*lines, "", *(f"{note}." for note in notes)])
+
+
+def scan(model: Any, chosen: argparse.Namespace) -> int:
+    """Masked marginals of every protein of a file, as CSV and, if wanted, as pictures."""
+    checked_model(model)
+    proteins = read_fasta(chosen.fasta)
+    for protein in proteins:
+        tokenise(protein.sequence, model.config, f"{chosen.fasta}: {protein.name}")
+    calibration = None if chosen.calibration is None else Calibration.load(chosen.calibration)
+    context = None if chosen.exact else ContextCache(model, chosen.spec, calibration)
+    with open(chosen.csv, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("protein", "position", "wild_type", "mutation", "score", "log_probability"))
+        for i, protein in enumerate(proteins):
+            print(f"{protein.name}: {len(protein.sequence)} residues", file=sys.stderr)
+            if context is not None:
+                context.encode([protein.sequence])
+            found = masked_marginals(model, protein.sequence, shared_context=context is not None, context=context,
+                                     batch_size=chosen.batch, progress=True)  # fmt: skip
+            writer.writerows(_rows(protein.name, found))
+            if chosen.heatmap:
+                heat_map(found, _numbered(chosen.heatmap, i, len(proteins)), title=protein.name)
+    return 0
+
+
+def _rows(name: str, scan: Scan) -> list[tuple[Any, ...]]:
+    """One per position and amino acid; positions count from 1, as mutations are written (A12W)."""
+    return [
+        (name, p + 1, scan.sequence[p], letter, f"{scan.scores[i, a]:.5f}", f"{scan.log_probabilities[i, a]:.5f}")
+        for i, p in enumerate(scan.positions)
+        for a, letter in enumerate(AMINO_ACIDS)
+    ]
+
+
+def _numbered(path: str, i: int, count: int) -> Path:
+    """The file of picture i: "x.svg" for one protein, "x-1.svg", "x-2.svg", ... for several."""
+    target = Path(path)
+    return target if count == 1 else target.with_stem(f"{target.stem}-{i + 1}")

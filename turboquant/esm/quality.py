@@ -1,0 +1,277 @@
+"""What a spec costs an ESM-2 model in quality, with all keys and values of every layer packed in a full pass.
+
+The model runs alone and patched, over whole proteins and over proteins with some residues masked. A figure of the first
+layer hides what its users feel, so hidden states are compared behind the last one, per residue.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _core
+from ..calibration import Calibration, layer_specs
+from ..calibration.measure import fingerprint, token_divergence
+from ..plan import PAGE_TOKENS
+from ..routing import routed
+from ..spec import CacheSpec, resolve
+from .attention import NAME, PackedAttention, plain_attention
+from .model import MASK, attentions, checked_model, dropout_factor, embed, padded, tokenise
+
+__all__ = ["ProteinEvaluation", "evaluate", "protein_batches"]
+
+FIRST_RESIDUE = 4  # tokens before it are special ones
+
+
+@dataclass(frozen=True)
+class ProteinEvaluation:
+    """What was measured for one spec.
+
+    spec            as evaluated
+    proteins, residues   how many;  masked  how many residues were hidden for the last four
+    final_cosine_mean, final_cosine_min   cosine of a residue's last hidden state with the model's own: mean, and worst
+    worst           (protein, residue) of the worst, counted from 0
+    masked_kl_divergence   Kullback-Leibler, from the model's own distribution, mean over masked residues, nats
+    masked_perplexity, reference_perplexity   of what stood at masked residues, packed and alone
+    bytes_per_token   of the pages and sinks that a protein's pass makes, over its tokens; all layers and heads
+    effective_bits  the same per number;  packed_bits  of a packed token alone, without the last page's empty places
+    """
+
+    spec: CacheSpec
+    proteins: int
+    residues: int
+    masked: int
+    final_cosine_mean: float
+    final_cosine_min: float
+    worst: tuple[int, int]
+    masked_kl_divergence: float
+    masked_perplexity: float
+    reference_perplexity: float
+    bytes_per_token: float
+    effective_bits: float
+    packed_bits: float
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers by name, as `turboquant eval --json` and benchmarks write them."""
+        names = ("final_cosine_mean", "final_cosine_min", "masked_kl_divergence", "masked_perplexity",
+                 "reference_perplexity", "effective_bits", "packed_bits", "bytes_per_token")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        return (
+            f"final cosine {self.final_cosine_mean:.5f} (worst residue {self.final_cosine_min:.4f}), at masked "
+            f"residues KL divergence {self.masked_kl_divergence:.5f}, perplexity {self.masked_perplexity:.3f} (alone "
+            f"{self.reference_perplexity:.3f}), {self.effective_bits:.3f} bits per number; {self.proteins} proteins, "
+            f"{self.residues} residues"
+        )
+
+
+def evaluate(
+    model: Any,
+    sequences: Sequence[str],
+    specs: Mapping[str, CacheSpec | str],
+    *,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+    mask_share: float = 0.15,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: bool = False,
+) -> dict[str, ProteinEvaluation]:
+    """Quality of specs, by any name, on proteins that the calibration has not seen; see `ProteinEvaluation`.
+
+    model      an ESM-2 model with a masked-language head, patched or not; it is left as it was
+    sequences  upper-case letters of the ESM-2 alphabet
+    specs      CacheSpecs or names of presets; `window` does not apply to an encoder
+    calibration   for those that use one
+    mask_share, seed   of each residue's chance to be masked, and which
+
+    Raises what `turboquant.patch` raises, and ValueError or TypeError that names the argument: before anything is run.
+    """
+    base = checked_model(model)
+    if getattr(model, "lm_head", None) is None:
+        raise NotImplementedError(f"{type(model).__name__} has no masked-language head: use EsmForMaskedLM")
+    if isinstance(sequences, str) or not sequences:
+        raise ValueError(f"`sequences` must be a list of at least one protein, got {sequences!r}")
+    if not 0 < mask_share < 1:
+        raise ValueError(f"`mask_share` must be above 0 and below 1, got {mask_share}")
+    batches = _masked_batches(model, sequences, mask_share, seed, batch_size)
+    chosen = {name: resolve(spec) for name, spec in specs.items()}
+    packed = {name: _layers(model, spec, calibration) for name, spec in chosen.items()}
+    tallies = {name: _Tally() for name in chosen}
+    with _inference(model), _bar(len(batches) * (1 + len(chosen)), progress) as step:
+        for batch in batches:
+            reference = _outputs(model, base, batch, None)
+            step()
+            for name, layers in packed.items():
+                tallies[name].add(batch, reference, _outputs(model, base, batch, layers))
+                step()
+    return {name: tallies[name].result(spec, packed[name], base, batches) for name, spec in chosen.items()}
+
+
+class _Batch(NamedTuple):
+    """Proteins of similar lengths. ids, masked_ids, real, masked: [batch, tokens]."""
+
+    proteins: list[int]
+    ids: torch.Tensor
+    masked_ids: torch.Tensor
+    real: torch.Tensor
+    masked: torch.Tensor
+
+
+def protein_batches(
+    model: Any, sequences: Sequence[str], *, mask_share: float = 0.15, seed: int = 0, batch_size: int = 8
+) -> list[dict[str, torch.Tensor]]:
+    """Proteins as `turboquant.calibrate` takes them, `batch_size` of similar lengths together, in random order; each
+    residue is masked with a chance of `mask_share`, as in training. Errors as in `evaluate`."""
+    if not 0 <= mask_share < 1:
+        raise ValueError(f"`mask_share` must be at least 0 and below 1, got {mask_share}")
+    batches = _masked_batches(model, sequences, mask_share, seed, batch_size)
+    order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed))
+    return [dict(input_ids=batches[i].masked_ids, attention_mask=batches[i].real.long()) for i in order.tolist()]
+
+
+def _masked_batches(model: Any, sequences: Sequence[str], mask_share: float, seed: int, size: int) -> list[_Batch]:
+    """Proteins by length, `size` at a time, each residue masked with a chance of `mask_share`."""
+    if size < 1:
+        raise ValueError(f"`batch_size` must be at least 1, got {size}")
+    tokens = [tokenise(s, model.config, f"sequences[{i}]") for i, s in enumerate(sequences)]
+    order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        ids, real = padded([tokens[i] for i in chosen], "cpu")
+        hidden = (torch.rand(ids.shape, generator=generator) < mask_share) & (ids >= FIRST_RESIDUE)
+        masked_ids = ids.masked_fill(hidden, MASK)
+        batches.append(_Batch(chosen, *(t.to(model.device) for t in (ids, masked_ids, real, hidden))))
+    return batches
+
+
+def _layers(model: Any, spec: CacheSpec, calibration: Any) -> list[PackedAttention]:
+    """How each layer packs; a spec that uses no calibration gets none."""
+    modules = attentions(model)
+    each = [spec.for_layer(i, len(modules)) for i in range(len(modules))]
+    found = Calibration.of(calibration) if calibration is not None and any(s.calibrated for s in each) else None
+    if found is not None:
+        found.check(fingerprint(model))
+    specs = layer_specs(spec, found, len(modules))
+    return [PackedAttention(i, m.attention_head_size, s, found if s.calibrated else None)
+            for i, (m, s) in enumerate(zip(modules, specs))]  # fmt: skip
+
+
+@contextmanager
+def _inference(model: Any) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Any]:
+    if not shown:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="batch", desc="evaluate") as bar:
+        yield bar.update
+
+
+class _Packed:
+    """The context of a full pass through given layers, whatever the model is patched with; None: through none."""
+
+    def __init__(self, base: Any, layers: list[PackedAttention] | None) -> None:
+        self.at = None if layers is None else {id(m): layer for m, layer in zip(attentions(base), layers)}
+
+    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None) -> torch.Tensor:
+        if self.at is None:
+            return plain_attention(module, query, key, value, mask, scaling)
+        return self.at[id(module)].attend(query, key, value, mask, scaling)
+
+
+def _outputs(
+    model: Any, base: Any, batch: _Batch, layers: list[PackedAttention] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(last hidden states of the proteins, logits of the masked ones), each protein as it would be alone: transformers
+    4.57 has `token_dropout` count padding."""
+    states = []
+    with routed(base, NAME):
+        for ids in (batch.ids, batch.masked_ids):
+            embeddings = embed(base, ids, dropout_factor(ids, batch.real))
+            found = base(inputs_embeds=embeddings, attention_mask=batch.real.long(),
+                         turboquant_context=_Packed(base, layers))  # fmt: skip
+            states.append(found.last_hidden_state)
+    return states[0], model.lm_head(states[1])
+
+
+class _Tally:
+    """Sums over batches."""
+
+    def __init__(self) -> None:
+        self.cosines = self.divergence = self.loss = self.reference_loss = 0.0
+        self.residues = self.masked = 0
+        self.worst = (math.inf, 0, 0)
+
+    def add(self, batch: _Batch, reference: Any, packed: Any) -> None:
+        residue = batch.real & (batch.ids >= FIRST_RESIDUE)
+        cosine = torch.cosine_similarity(reference[0].double(), packed[0].double(), dim=-1)
+        self.cosines += float(cosine[residue].sum())
+        self.residues += int(residue.sum())
+        lowest = cosine.masked_fill(~residue, math.inf)
+        at = divmod(int(lowest.argmin()), lowest.shape[1])
+        self.worst = min(self.worst, (float(lowest[at]), batch.proteins[at[0]], at[1] - 1))
+        hidden = batch.masked
+        self.masked += int(hidden.sum())
+        self.divergence += float(token_divergence(reference[1], packed[1])[hidden].double().sum())
+        right = batch.ids[hidden]
+        self.reference_loss += _loss(reference[1][hidden], right)
+        self.loss += _loss(packed[1][hidden], right)
+
+    def result(
+        self, spec: CacheSpec, layers: list[PackedAttention], base: Any, batches: Sequence[_Batch]
+    ) -> ProteinEvaluation:
+        lengths = [int(n) for batch in batches for n in batch.real.sum(1)]
+        width = base.config.hidden_size
+        held = sum(_held_bytes(layer, n, base) for layer in layers for n in lengths)
+        alone = sum(_core.record_bytes(layer.plan) / PAGE_TOKENS for layer in layers) * base.config.num_attention_heads
+        numbers = 2 * width * len(layers)
+        if not self.masked:
+            raise ValueError("`mask_share` must mask at least one residue, got none: another `seed`, or more proteins")
+        return ProteinEvaluation(
+            spec=spec,
+            proteins=len(lengths),
+            residues=self.residues,
+            masked=self.masked,
+            final_cosine_mean=self.cosines / self.residues,
+            final_cosine_min=self.worst[0],
+            worst=self.worst[1:],
+            masked_kl_divergence=self.divergence / self.masked,
+            masked_perplexity=math.exp(self.loss / self.masked),
+            reference_perplexity=math.exp(self.reference_loss / self.masked),
+            bytes_per_token=held / sum(lengths),
+            effective_bits=8 * held / (sum(lengths) * numbers),
+            packed_bits=8 * alone / numbers,
+        )
+
+
+def _held_bytes(layer: PackedAttention, tokens: int, base: Any) -> int:
+    """Bytes of pages and sinks of one protein in one layer, as `PackedAttention` and `ContextCache` allocate them."""
+    heads: int = base.config.num_attention_heads
+    item: int = base.embeddings.word_embeddings.weight.element_size()
+    sinks = min(layer.spec.sinks, tokens)
+    pages = -(-(tokens - sinks) // PAGE_TOKENS)
+    return heads * (pages * layer.record_bytes + 2 * sinks * layer.head_dim * item)
+
+
+def _loss(logits: torch.Tensor, right: torch.Tensor) -> float:
+    return float(torch.nn.functional.cross_entropy(logits.float(), right, reduction="sum"))

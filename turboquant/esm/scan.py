@@ -1,0 +1,167 @@
+"""Masked marginals: what a model expects at each position of a protein while that position is hidden from it.
+
+The variant-effect scan of Meier et al. (2021, doi 10.1101/2021.07.09.450648): position i is masked, and a mutation to
+amino acid a scores ``log p(a) - log p(wild type)``. Exactly, that is a full pass per position. With a shared context it
+is one pass that stores packed keys and values, and one row per position: the masked residue alone runs, and reads its
+own new keys and values and all stored ones but those it hides. Other residues' deeper states still know what stood
+there, so the two differ; `docs/esm.md` says by how much.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..calibration import Calibration
+from ..routing import routed
+from ..spec import CacheSpec
+from .attention import NAME, plain_attention
+from .context import ContextCache, Letters
+from .model import ALPHABET, AMINO_ACIDS, MASK, checked_model, tokenise
+
+__all__ = ["Scan", "masked_marginals"]
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The result of a scan.
+
+    sequence    letters of the protein
+    positions   which were masked, counted from 0
+    log_probabilities   float32 [positions, 20], nats: of each amino acid of `AMINO_ACIDS` at the masked position, among
+                all tokens of the alphabet
+    wild_type   float32 [positions], the same of the letter that stands there
+    """
+
+    sequence: str
+    positions: tuple[int, ...]
+    log_probabilities: NDArray[np.float32]
+    wild_type: NDArray[np.float32]
+
+    @property
+    def scores(self) -> NDArray[np.float32]:
+        """float32 [positions, 20]: ``log p(mutation) - log p(wild type)``, nats; below 0 where the model prefers what
+        stands there."""
+        return self.log_probabilities - self.wild_type[:, None]
+
+
+def masked_marginals(
+    model: Any,
+    sequence: Letters,
+    positions: Sequence[int] | None = None,
+    shared_context: bool = True,
+    *,
+    spec: CacheSpec | str = "default",
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+    context: ContextCache | None = None,
+    batch_size: int = 32,
+    progress: bool = False,
+) -> Scan:
+    """Masks each position of a protein in turn and asks the model what belongs there; see `Scan`.
+
+    model      an ESM-2 model with a masked-language head, in eval mode, patched or not: the exact scan and the pass
+               that fills the context use the model's own attention
+    sequence   upper-case letters of the ESM-2 alphabet
+    positions  counted from 0; None: all
+    shared_context   True: one pass, then one row per position over packed keys and values. False: a full pass for
+               each position
+    spec, calibration   how the shared context is packed, as in `ContextCache`; not looked at if `context` is given
+    context    a ContextCache of this model that has read this sequence, to be used again
+    batch_size masked copies that run together.  progress: a bar on stderr; needs tqdm
+
+    ValueError for wrong letters, no positions, and a context of another model or without this sequence; IndexError for
+    a position outside; RuntimeError for a context whose model has changed; NotImplementedError for a model without the
+    head.
+    """
+    base = checked_model(model)
+    if getattr(model, "lm_head", None) is None:
+        raise NotImplementedError(f"{type(model).__name__} has no masked-language head: use EsmForMaskedLM")
+    if model.training:
+        raise ValueError("`model` must be in eval mode (model.eval()), got one in training mode")
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
+    tokens = tokenise(sequence, model.config)
+    n = len(tokens) - 2
+    at = tuple(range(n)) if positions is None else tuple(positions)
+    if not at:
+        raise ValueError("`positions` must name at least one position, got none")
+    for i, position in enumerate(at):
+        if not 0 <= position < n:
+            raise IndexError(f"`positions[{i}]` must be in 0..{n - 1}, got {position}")
+    if context is not None and not shared_context:
+        raise ValueError("`context` must be None for an exact scan (shared_context=False)")
+    batches = [at[i : i + batch_size] for i in range(0, len(at), batch_size)]
+    with torch.no_grad(), routed(base, NAME):
+        if shared_context:
+            cache, protein = _filled(model, sequence, tokens, spec, calibration, context)
+            parts = [_from_context(cache, protein, batch) for batch in _shown(batches, progress)]
+        else:
+            parts = [_exactly(model, tokens, batch) for batch in _shown(batches, progress)]
+    log_p = torch.cat(parts).float().log_softmax(-1).cpu()
+    chosen = torch.tensor([ALPHABET.index(letter) for letter in AMINO_ACIDS])
+    wild = log_p.gather(1, torch.tensor([[tokens[p + 1]] for p in at]))[:, 0]
+    return Scan("".join(ALPHABET[t] for t in tokens[1:-1]), at, log_p[:, chosen].numpy(), wild.numpy())
+
+
+def _filled(
+    model: Any,
+    sequence: Letters,
+    tokens: list[int],
+    spec: CacheSpec | str,
+    calibration: Calibration | str | os.PathLike[str] | None,
+    context: ContextCache | None,
+) -> tuple[ContextCache, int]:
+    """A context that holds the sequence, and which of its proteins that is."""
+    if context is None:
+        context = ContextCache(model, spec, calibration)
+        context.encode([sequence])
+        return context, 0
+    if context.model is not model:
+        raise ValueError("`context` must be of this model, got one of another")
+    held = context.tokens
+    if tokens not in held:
+        raise ValueError(f"`context` must have read this sequence, got one that holds {len(held)} others: encode it")
+    return context, held.index(tokens)
+
+
+def _from_context(cache: ContextCache, protein: int, batch: Sequence[int]) -> torch.Tensor:
+    count = len(batch)
+    said = cache.decode([["<mask>"]] * count, [[p] for p in batch], [protein] * count, batch_size=count)
+    assert said.logits is not None
+    return torch.cat(said.logits)
+
+
+class _Plain:
+    """The context of an exact scan: attention as the model alone has it, patched or not."""
+
+    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None) -> torch.Tensor:
+        return plain_attention(module, query, key, value, mask, scaling)
+
+
+def _exactly(model: Any, tokens: list[int], batch: Sequence[int]) -> torch.Tensor:
+    ids = torch.tensor([tokens] * len(batch), device=model.device)
+    rows, where = torch.arange(len(batch)), torch.tensor(batch) + 1
+    ids[rows, where] = MASK
+    states = _states(model, ids)[rows, where]
+    logits: torch.Tensor = model.lm_head(states)
+    return logits
+
+
+def _states(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Last hidden states of the model's own full pass, [batch, tokens, hidden], of unpadded token ids."""
+    states: torch.Tensor = checked_model(model)(input_ids=ids, turboquant_context=_Plain()).last_hidden_state
+    return states
+
+
+def _shown(batches: Sequence[Any], progress: bool) -> Sequence[Any]:
+    if not progress:
+        return batches
+    from tqdm import tqdm
+
+    return tqdm(batches, unit="batch", desc="scan")  # type: ignore[no-any-return]

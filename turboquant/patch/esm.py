@@ -1,0 +1,56 @@
+"""Patching ESM-2: each layer's keys and values of a forward are packed, and attention reads the packed bytes.
+
+What changes in a model: the attention that its configuration names, `layer_idx` of each self-attention module (None in
+transformers' ESM) and `_turboquant` of these and of the EsmModel, which keeps what was there before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..calibration import Calibration, layer_specs
+from ..calibration.measure import fingerprint
+from ..esm.attention import NAME, PackedAttention
+from ..esm.model import attentions, checked_model
+from ..routing import Previous, restore, route
+from ..spec import CacheSpec
+
+__all__ = ["patch", "unpatch"]
+
+
+@dataclass
+class _Patch:
+    """The state of a patched model, in _turboquant of its EsmModel."""
+
+    previous: Previous
+    layer_idx: list[Any]
+
+
+def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -> None:
+    """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
+    base = checked_model(model)
+    modules = attentions(base)
+    if calibration is not None:
+        calibration.check(fingerprint(model))
+    specs = layer_specs(spec, calibration, len(modules))
+    layers = [
+        PackedAttention(i, module.attention_head_size, one, calibration if one.calibrated else None)
+        for i, (module, one) in enumerate(zip(modules, specs))
+    ]
+    if not hasattr(base, "_turboquant"):
+        base._turboquant = _Patch(route(base, NAME), [module.layer_idx for module in modules])
+    for module, layer in zip(modules, layers):
+        module.layer_idx, module._turboquant = layer.layer, layer
+
+
+def unpatch(model: Any) -> None:
+    """See `turboquant.unpatch`."""
+    base = getattr(model, "base_model", model)
+    if not hasattr(base, "_turboquant"):
+        return
+    restore(base)
+    for module, before in zip(attentions(base), base._turboquant.layer_idx):
+        module.layer_idx = before
+        del module._turboquant
+    del base._turboquant

@@ -1,0 +1,60 @@
+"""Which attention function the configurations of patched models name, and what they named before.
+
+Models may share one configuration object: it names its own attention again when the last patched one of them is
+unpatched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Previous", "restore", "route", "routed"]
+
+_patched: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose state, model._turboquant, has `previous`
+
+Previous = list[tuple[Any, str | None]]  # configurations of a model, and the attention that each named before
+
+
+def route(model: Any, name: str) -> Previous:
+    """Has every configuration in `model` name the attention function `name`; the caller keeps what is returned in
+    model._turboquant.previous."""
+    configs = {
+        id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
+    }
+    previous: Previous = [(config, _before(config)) for config in configs.values()]
+    for config, _ in previous:
+        config._attn_implementation = name
+    _patched.add(model)
+    return previous
+
+
+def restore(model: Any) -> None:
+    """Takes back what `route` did, while the model still has its state."""
+    _patched.discard(model)
+    shared = {id(config) for other in _patched for config, _ in other._turboquant.previous}
+    for config, before in model._turboquant.previous:
+        if id(config) not in shared:
+            config._attn_implementation = before
+
+
+@contextmanager
+def routed(model: Any, name: str) -> Iterator[None]:
+    """For the time of a call, and whether or not the model is patched: its configuration names `name`."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def _before(config: Any) -> str | None:
+    """What a configuration named before any patch: another patched model may share the object."""
+    for other in _patched:
+        for theirs, before in other._turboquant.previous:
+            if theirs is config:
+                return before  # type: ignore[no-any-return]
+    return config._attn_implementation  # type: ignore[no-any-return]
