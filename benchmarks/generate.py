@@ -72,7 +72,11 @@ def stepper(model: Any, cache: Any, ids: torch.Tensor, name: str) -> Callable[[]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         step()
-    return graph.replay
+
+    def replay(_: Any = ids) -> None:  # the graph reads the ids where they are
+        graph.replay()
+
+    return replay
 
 
 @torch.inference_mode()

@@ -1,10 +1,10 @@
 """Draws the figures of README.md from the results beside this file.
 
-    python benchmarks/plots.py
+python benchmarks/plots.py
 
-    docs/attend_roofline.svg   time of one attend against the packed bytes it reads, with the card's read speed
-    docs/attend_context.svg    time against context at batch 1, packed and bf16
-    docs/cpu_context.svg       the same on one CPU thread
+docs/attend_roofline.svg   time of one attend against the packed bytes it reads, with the card's read speed
+docs/attend_context.svg    time against context at batch 1, packed and bf16
+docs/cpu_context.svg       the same on one CPU thread
 """
 
 from __future__ import annotations

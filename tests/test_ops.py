@@ -409,7 +409,9 @@ def test_pack(device: str, rng: np.random.Generator) -> None:
     roomy = ops.pack(k[:, :, :3], v[:, :, :3], PLAN.words, max_tokens=300, key_centre=centre)
     assert roomy[0].shape[0] == 6 and roomy[1].shape == (2, 3)
     tq.append(k[:, :, 3:], v[:, :, 3:], lengths, *roomy[:2], plan, key_centre=centre)
-    assert torch.equal(tq.attend(q, *roomy[:2], lengths, plan, key_centre=centre)[0], out)
+    again = tq.attend(q, *roomy[:2], lengths, plan, key_centre=centre)[0]
+    # on CUDA the room of the block table decides how the work is cut, and with it the order of additions
+    torch.testing.assert_close(again, out, rtol=0, atol=0 if device == "cpu" else 1e-5 * float(out.abs().max()))
 
 
 def test_example() -> None:
