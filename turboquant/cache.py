@@ -37,9 +37,10 @@ from .attention import FreshKeys, MaskRequest, own_attention
 from .calibration import Calibration, layer_specs
 from .calibration.measure import describe
 from .calibration.tensors import transforms
-from .modes import is_split, side_matrix, split_rotation
+from .modes import is_split, side_matrix
 from .pages import RELEASED, PageTable, outside_autograd
 from .plan import PAGE_TOKENS
+from .prompt import prompt_mean, prompt_rotations
 from .report import CacheReport, LayerReport
 from .rewind import PastWindows
 from .spec import CacheSpec, resolve
@@ -478,9 +479,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                              f"{sliding or 'none'}: pages that fell out of it are freed")  # fmt: skip
         lengths = self._shared.lengths(after, padding, self.device)
         if first and spec.centre == "prompt":
-            self.centre = self._mean(key, padding)  # undone by reset, which a failed first forward ends in
+            self.centre = prompt_mean(
+                key, padding, spec.centre_tokens
+            )  # undone by reset, which a failed first forward ends in
         if first and spec.outliers == "prompt":
-            self.split = self._sorted_out(key, value, padding)
+            self.split = prompt_rotations(spec, key, value, padding)
         state = self._state()
         read = state
         if self.window_k is not None and self.window_v is not None and (self.record_past or (new > 1 and out is None)):
@@ -567,31 +570,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             **self.split,
             **self.calibrated,
         }
-
-    @outside_autograd
-    def _mean(self, key: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
-        """float32 [batch, kv_heads, head_dim]: the mean of the first real tokens of each sequence, 0 where there is
-        none."""
-        count = self.spec.centre_tokens
-        if not any(padding):
-            return key[:, :, :count].to(torch.float32).mean(2)
-        each = [key[b, :, pad : pad + count].to(torch.float32).mean(1) for b, pad in enumerate(padding)]
-        return torch.stack(each).nan_to_num_() if max(padding) == key.shape[2] else torch.stack(each)
-
-    @outside_autograd
-    def _sorted_out(self, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Rotations of the sides whose channels are split, by their mean squares over the first real tokens of all
-        sequences: arguments of the operators."""
-        made = {}
-        for side, x in (("key", key), ("value", value)):
-            if not is_split(self.spec, side):
-                continue
-            squares = [x[b, :, pad : pad + self.spec.centre_tokens].to(torch.float32).square().sum(1)
-                       for b, pad in enumerate(padding)]  # fmt: skip
-            rotation = split_rotation(self.spec, side, torch.stack(squares).sum(0).cpu().numpy())
-            matrix = side_matrix(self.spec, side, self.head_dim, rotation)
-            made[f"{side}_rotation"] = torch.from_numpy(np.ascontiguousarray(matrix)).to(self.device)
-        return made
 
     # ---- accounting ----
 
