@@ -6,6 +6,7 @@ python benchmarks/quality_plot.py benchmarks/results/cpu/quality_reference_books
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def _family(spec: str) -> str:
     """A preset's name without its bits."""
     if spec.startswith("skainet"):
         return "skainet"
-    return spec.split(",")[0].rstrip("0123456789.-")
+    return re.sub(r"(-\d[\d.]*)+$", "", spec.split(",")[0])
 
 
 if __name__ == "__main__":
