@@ -38,13 +38,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         dict(sliding_window=10, query_pre_attn_scalar=32, attn_logit_softcapping=20.0),
     ),
+    "gemma3, alternating": (
+        "Gemma3",
+        dict(sliding_window=10, query_pre_attn_scalar=32, layer_types=["sliding_attention", "full_attention"] * 2),
+    ),
+    "phi3, sliding": ("Phi3", dict(hidden_size=128, sliding_window=12)),
+    "phi, partial rotary": ("Phi", dict(hidden_size=128, partial_rotary_factor=0.5)),
+    "olmo2": ("Olmo2", dict(hidden_size=128)),
+    "gpt-neox, partial rotary": ("GPTNeoX", dict(hidden_size=128, rotary_pct=0.25)),
+    "mixtral": ("Mixtral", dict(num_local_experts=2, num_experts_per_tok=1)),
 }
 
 
 def tiny(kind: str = "llama", dtype: Any = None, seed: int = 0, **changes: Any) -> Any:
     """A causal language model of a kind above, in eval mode, the same on every call."""
     name, fields = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **fields, **changes})
+    fields = {**_SHAPE, **fields, **changes}
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
+    config = getattr(transformers, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(**fields)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     if "soft-cap" in kind:

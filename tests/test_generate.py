@@ -69,6 +69,29 @@ def test_a_padded_batch_is_each_sequence_alone(kind):
                 assert (ours.pages[ours.table.rows[b]] != theirs.pages).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_logits_are_close_and_sliding_layers_stay_small(kind):
+    """Every token packed, in a prompt and token by token: close to the model's own cache, closer with more bits."""
+    model, ids, error = tiny(kind, initializer_range=0.06), prompts(2, 290)["input_ids"], {}
+
+    def logits(cache):
+        pieces = [(0, 270), *((t, t + 1) for t in range(270, 280)), (280, 290)]
+        with torch.no_grad():
+            return torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in pieces], 1)
+
+    want = logits(DynamicCache(config=model.config))
+    for bits in (3, 5):
+        spec = CacheSpec(bits, bits, prefill="packed", centre="prompt")
+        cache = TurboQuantCache(turboquant.patch(model, spec).config, spec)
+        error[bits] = ((logits(cache) - want).norm() / want.norm()).item()
+    assert error[5] < 0.4 * error[3] and error[5] < 0.1, error
+    for layer in cache.layers:
+        held = [sum(page != -1 for page in row) for row in layer.table.rows]
+        assert held == ([3, 3] if not layer.sliding_window else [2, 2])
+    sliding = "sliding" in kind or "alternating" in kind
+    assert sliding == any(layer.sliding_window for layer in cache.layers)
+
+
 def test_packed_text_follows_the_full_cache():
     """With trained weights see test_quality; random ones are harder to compress and still mostly agree at 5 bits."""
     model, inputs = tiny(), prompts(4, 50)

@@ -208,6 +208,7 @@ UNSUPPORTED = {
         {**HEADS, "pad_token_id": 1, "position_embedding_type": "absolute"},
         "positions must be rotary",
     ),
+    "StableLM": ("StableLmForCausalLM", SMALL, "AttentionInterface"),
     "BLOOM": ("BloomForCausalLM", dict(hidden_size=16, n_layer=1, n_head=2, vocab_size=16), "AttentionInterface"),
     "Mamba": ("MambaForCausalLM", dict(hidden_size=16, num_hidden_layers=1, vocab_size=16), ""),
     "DeepSeek-V3": (
