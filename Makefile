@@ -28,7 +28,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-levels test-gpu lint lint-python lint-types lint-stub lint-c format sanitize cuda-check build clean
+.PHONY: demo test test-levels test-gpu test-compat fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -102,6 +102,32 @@ sanitize: $(SANITIZE)/.ready
 	    ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	    LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
 	    $(SANITIZE)/venv/bin/python -m pytest -p no:cacheprovider $(NO_NATIVE) $(NEED_TORCH:%=--ignore=%) $(PYTEST_ARGS)
+
+# The C core and the readers of files under hostile input; needs clang with libFuzzer for all but the last fuzzer.
+FUZZ_SECONDS ?= 600
+fuzz: build
+	$(RUN) tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+
+# Random lives of caches against a slow model of them.
+SOAK_MINUTES ?= 30
+soak: build
+	$(RUN) tests/soak.py --minutes $(SOAK_MINUTES)
+
+# The C consumer under memcheck, on the levels that valgrind can run; slow, so not in CI.
+valgrind: $(READY)
+	$(RUN) tests/valgrind.py
+
+# The tests of caches, patches and generation with other versions, each in an environment of its own.
+COMPAT ?= transformers==4.57.6 transformers==5.8.1 transformers
+COMPAT_TESTS := $(foreach name,cache generate patch pages persistence,tests/test_$(name).py)
+test-compat: $(READY)
+	for version in $(COMPAT); do \
+	    folder=build/compat/$$version; \
+	    $(PYTHON) -m venv --system-site-packages $$folder && \
+	    $$folder/bin/python -m pip install -q torch numpy pytest hypothesis safetensors ninja setuptools $$version && \
+	    TURBOQUANT_CUDA=0 $$folder/bin/python setup.py -q build_ext --inplace && \
+	    $$folder/bin/python -m pytest -q $(COMPAT_TESTS) $(PYTEST_ARGS) || exit 1; \
+	done
 
 cuda-check: $(READY)
 	TURBOQUANT_CUDA_ARCHS="$(CHECK_ARCHS)" $(RUN) setup.py -q build_cuda

@@ -2,54 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import os
-import platform
 import re
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
+from c_library import BASE, CSRC, ROOT, clean_environment, objects, program, run
 
-ROOT = Path(__file__).resolve().parent.parent
-CSRC = ROOT / "csrc"
 CC = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-BASE = ["-std=c11", "-O1", "-g", "-ffp-contract=off", "-fno-omit-frame-pointer", "-pthread", f"-I{CSRC / 'include'}"]
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-fsanitize=thread"],
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CC is None, reason="there is no C compiler")]
-
-
-def isa_flags() -> Any:
-    """The function of setup.py that knows each kernel's flags: there is one table of them."""
-    nodes = []
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        match node:
-            case ast.Assign() | ast.AnnAssign():
-                text = ast.unparse(node).split("=")[0]
-                wanted = "X86" in text or "ISA_UNITS" in text
-            case ast.FunctionDef(name=name):
-                wanted = name in ("isa_flags", "fail")
-            case _:
-                wanted = False
-        if wanted:
-            nodes.append(node)
-    scope: dict[str, Any] = {"platform": platform, "re": re}
-    exec(compile(ast.Module(nodes, []), "setup.py", "exec"), scope)
-    return scope["isa_flags"]
-
-
-def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
-    assert result.returncode == 0, f"{' '.join(map(str, command))}\n{result.stdout}{result.stderr}"
-    return result
 
 
 @pytest.fixture(scope="module", params=list(SANITIZERS))
@@ -64,24 +33,9 @@ def consumer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         tried = subprocess.run(step, env=clean_environment(), capture_output=True, text=True)
         if tried.returncode:
             pytest.skip(f"no {kind} sanitizer here: {tried.stderr.strip()[:200]}")
-    find_flags = isa_flags()
-    kernels = {path: find_flags(path.stem) for path in sorted(CSRC.glob("kernels/*.c"))}
-    kernels = {path: special for path, special in kernels.items() if special is not None}
-    core = [*flags, f"-I{CSRC}", *(f"-DTQ_HAVE_{path.stem.upper()}" for path in kernels)]
-    sources = dict.fromkeys(sorted(CSRC.glob("core/*.c")), core)
-    sources |= {path: [*core, *special] for path, special in kernels.items()}
-    sources[ROOT / "tests" / "c" / "consumer.c"] = [*flags, "-Wall", "-Wextra", "-Werror"]
-    objects = [folder / f"{path.stem}.o" for path in sources]
-    commands = [[CC, *options, "-c", path, "-o", out] for (path, options), out in zip(sources.items(), objects)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda command: run(*command), commands))
-    run(CC, *flags, *objects, "-lm", "-o", folder / "consumer")
+    library = objects(CC, SANITIZERS[kind], folder)
+    program(CC, SANITIZERS[kind], ROOT / "tests" / "c" / "consumer.c", library, folder / "consumer")
     return kind, folder / "consumer"
-
-
-def clean_environment(**more: str) -> dict[str, str]:
-    ours = ("TURBOQUANT_", "LD_PRELOAD", "ASAN_", "UBSAN_", "TSAN_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(ours)} | more
 
 
 def test_consumer(consumer: tuple[str, Path]) -> None:

@@ -229,6 +229,22 @@ def test_speculative_decoding(spec, kind, how):
     assert torch.equal(got.sequences, want) and got.past_key_values.get_seq_length() == want.shape[1] - 1
 
 
+@pytest.mark.slow
+def test_a_compiled_decode_step():
+    """torch.compile compiles what lies between the cache's calls; the answers are the same."""
+    spec = PACKED.with_(window=16, sinks=2)
+    model, ids = turboquant.patch(tiny(), spec), prompts(1, 60)["input_ids"]
+
+    def logits(step):
+        cache = TurboQuantCache(model.config, spec)
+        with torch.no_grad():
+            model(ids[:, :40], past_key_values=cache)
+            return torch.cat([step(ids[:, t : t + 1], past_key_values=cache).logits for t in range(40, 60)], 1)
+
+    want = logits(model)
+    assert (logits(torch.compile(model, backend="eager")) - want).abs().max() <= 1e-4 * want.abs().max()
+
+
 def test_the_same_text_every_time():
     model, inputs = turboquant.patch(tiny(), "paper-mse-2"), prompts(3, 40, (0, 9, 30))
     first, second = generate(model, inputs), generate(model, inputs)

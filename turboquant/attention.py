@@ -127,6 +127,12 @@ _METADATA = {
         getattr(torch.Tensor, name)
         for name in "size dim stride numel element_size is_floating_point get_device __len__".split()
     ),
+    # What torch.compile asks of every tensor that comes out of a function that it does not trace.
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in "is_nested is_sparse is_quantized is_mkldnn is_leaf grad _base".split()
+    ),
+    *(getattr(torch.Tensor, name) for name in "is_neg is_conj _is_view storage_offset untyped_storage".split()),
 }
 
 
@@ -198,6 +204,7 @@ def own_attention(
     return out, weights
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -213,6 +220,8 @@ def attention(
     query   [batch, query_heads, tokens, head_dim];  key, value  [batch, kv_heads, positions, head_dim], or the new
             tokens alone where key is `FreshKeys`: then the layer that it names stores them and attends to its history
     returns [batch, tokens, query_heads, head_dim], dense, in the dtype of query, and no weights
+
+    A model compiled by torch.compile calls it, and `TurboQuantCache.update`, between its graphs.
     """
     if type(key) is not FreshKeys:
         return own_attention(module, query, key, value, attention_mask, scaling, dropout, options)

@@ -667,6 +667,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         size = f"layers={len(self.layers)}, tokens={self.get_seq_length()}, nbytes={self.nbytes}"
         return f"TurboQuantCache({size}, spec={self.spec})"
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

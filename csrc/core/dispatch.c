@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(TQ_HAVE_AVX2_VNNI)
+#if defined(TQ_HAVE_AVX2)
 #include <cpuid.h>
 #elif defined(TQ_HAVE_NEON_DOT)
 #include <asm/hwcap.h>
@@ -23,14 +23,17 @@ typedef struct {
 static int always(void) { return 1; }
 
 #if defined(TQ_HAVE_AVX2)
+/* Compilers learnt the names "f16c" and "avxvnni" late: CPUID leaf 1, ECX bit 29, and leaf 7, subleaf 1, EAX bit 4. What
+ * both need of the system is what "avx2" has asked for. */
 static int has_avx2(void)
 {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    unsigned a, b, c = 0, d;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
+           c >> 29 & 1;
 }
 #endif
 
 #if defined(TQ_HAVE_AVX2_VNNI)
-/* Compilers learnt the name "avxvnni" late: CPUID leaf 7, subleaf 1, EAX bit 4. What it needs of the system is AVX2's. */
 static int has_avx2_vnni(void)
 {
     unsigned a = 0, b, c, d;

@@ -1,0 +1,81 @@
+"""Runs the fuzzers: python tests/fuzz/run.py --seconds 600 (make fuzz), or less.
+
+    codes_file   csrc: the header of a codes file                                libFuzzer, ASan and UBSan; needs clang
+    calls        csrc: append, attend and dequantize, hostile sizes and tables   the same
+    cache_file   Python: `TurboQuantCache.load`, checksums made to fit           mutations of whole files; no clang
+
+Each gets so many seconds, one after the other, and says how many inputs it ran. A crash ends the run with the input in
+build/fuzz. The corpus in tests/fuzz/corpus is where the first two begin; what they find is not written back to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from c_library import ROOT, clean_environment, objects, program
+
+FOLDER = ROOT / "build" / "fuzz"
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+IN_C = ("codes_file", "calls")
+
+
+def build(compiler: str) -> dict[str, Path]:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    # Kernels without coverage and UBSan: with them clang takes a quarter of an hour over each level.
+    flags = ["-fsanitize=fuzzer-no-link", *SANITIZERS]
+    library = objects(compiler, flags, FOLDER, ("scalar", "avx2"), ["-fsanitize=address", "-Wno-pass-failed"])
+    flags = ["-fsanitize=fuzzer", *SANITIZERS]
+    source = ROOT / "tests" / "fuzz"
+    return {name: program(compiler, flags, source / f"{name}.c", library, FOLDER / name) for name in IN_C}
+
+
+def run_in_c(name: str, binary: Path, seconds: int) -> int:
+    """Inputs run. RuntimeError with the sanitizer's words if one crashed."""
+    found = FOLDER / f"{name}.corpus"
+    found.mkdir(exist_ok=True)
+    options = [
+        f"-max_total_time={seconds}",
+        "-print_final_stats=1",
+        "-timeout=20",
+        "-rss_limit_mb=2048",
+        "-max_len=2048",
+    ]
+    command = [binary, found, ROOT / "tests" / "fuzz" / "corpus" / name, *options, f"-artifact_prefix={FOLDER}/{name}-"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=clean_environment())
+    if done.returncode:
+        raise RuntimeError(f"{name} found something:\n{done.stderr[-6000:]}")
+    return int(re.search(r"number_of_executed_units: (\d+)", done.stderr)[1])
+
+
+def run_cache_file(seconds: int) -> int:
+    from fuzz.cache_file_fuzzer import fuzz
+
+    return fuzz(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=int, default=600, help="for each fuzzer")
+    parser.add_argument("--compiler", default=shutil.which("clang"), help="a clang with libFuzzer")
+    parser.add_argument("only", nargs="*", choices=[*IN_C, "cache_file", []], help="these alone")
+    given = parser.parse_args()
+    names = given.only or [*IN_C, "cache_file"]
+    binaries = {}
+    if set(names) & set(IN_C):
+        if not given.compiler:
+            sys.exit("the fuzzers in C need clang and its libFuzzer: apt install clang libclang-rt-14-dev")
+        binaries = build(given.compiler)
+    for name in names:
+        count = run_in_c(name, binaries[name], given.seconds) if name in binaries else run_cache_file(given.seconds)
+        print(f"{name}: {count:,} inputs in {given.seconds} s, none crashed", flush=True)
+
+
+if __name__ == "__main__":
+    main()
