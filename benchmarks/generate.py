@@ -6,7 +6,8 @@ The prompt is not computed: caches are filled with random keys and values, and t
 since only the speed of decoding is asked.
 
     bf16           transformers' DynamicCache with SDPA, one forward a token, as `generate` has it by default
-    bf16 graph     transformers' StaticCache with room for 64 tokens more, its step recorded as a CUDA graph
+    bf16 graph     transformers' StaticCache with room for 64 tokens more, its step recorded as a CUDA graph; up to 32k
+                   tokens, where its masked attention takes five times as long as DynamicCache's already
     bf16 compiled  the same cache, the step compiled by torch.compile(mode="reduce-overhead") (--compile)
     4, 3, 2        packed, one forward a token
     4 graph, ..    packed, patch(model, spec, cuda_graphs=True)
@@ -131,6 +132,8 @@ def main() -> None:
     for case in args.case:
         batch, tokens = map(int, case.split(","))
         for name in names:
+            if name == "bf16 graph" and tokens > 32768:
+                continue
             torch.cuda.empty_cache()
             cache = cache_of(model, name, tokens)
             try:
