@@ -5,7 +5,7 @@
 
     quality    every preset and width, proteins_val.fasta, calibrated on proteins_train.fasta
     families   final cosine by SCOP class, proteins of proteins_val.fasta
-    ablation   the default method without each of its parts
+    ablation   the default method at 3 bits, and TurboESM's, without each of their parts
     scan       masked marginals from a shared context against the exact scan: time, correlation, error by position
     decode     one changed residue a protein: packed context against a full one in the model's dtype, by SDPA
     memory     bytes that a context of the 650M shape holds
@@ -39,6 +39,7 @@ SPECS = {
     **{f"default-{b}": CacheSpec(b, b, centre="prompt") for b in (5, 4, 3, 2)},
     **{f"calibrated-{b:g}": CacheSpec(budget=b) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
     **{f"paper-mse-{b}": CacheSpec(b, b, scale="norm") for b in (4, 3, 2)},
+    "turboesm": turboquant.preset("turboesm"),
     "keys 4, values 3": CacheSpec(4, 3, centre="prompt"),
     "calibrated-3, 1 sink": CacheSpec(budget=3.0, sinks=1),
     "default-4, whole-protein centre": CacheSpec(4, 4, centre="prompt", centre_tokens=2048),
@@ -50,6 +51,11 @@ WITHOUT = {
     "Haar in place of Hadamard": CacheSpec(3, 3, centre="prompt", rotation="haar"),
     "norm in place of EDEN": CacheSpec(3, 3, centre="prompt", scale="norm"),
     "none of them": CacheSpec(3, 3, rotation="none", scale="norm"),
+    "turboesm": SPECS["turboesm"],
+    "turboesm, no rotation": SPECS["turboesm"].with_(rotation="none"),
+    "turboesm, Haar in place of SVD": SPECS["turboesm"].with_(rotation="haar"),
+    "turboesm, no tables": SPECS["turboesm"].with_(key_levels="codebook", value_levels="codebook"),
+    "turboesm, no residual": SPECS["turboesm"].with_(sketch="none"),
 }
 CLASSES = {"a": "all alpha", "b": "all beta", "c": "alpha/beta", "d": "alpha + beta", "f": "membrane", "g": "small"}
 CASES = [(1, 256), (1, 1022), (1, 4094), (8, 256), (8, 1022), (8, 4094), (64, 256), (64, 1022), (64, 4094)]
@@ -134,8 +140,10 @@ def families(report: Report, args: argparse.Namespace) -> None:
 
 
 def ablation(report: Report, args: argparse.Namespace) -> None:
+    model = reference()
+    calibration = calibrated(model, args)
     chosen = [p.sequence for p in spread(proteins("proteins_val.fasta", 400), args.proteins // 2)]
-    for name, one in esm.evaluate(reference(), chosen, WITHOUT, progress=True).items():
+    for name, one in esm.evaluate(model, chosen, WITHOUT, calibration=calibration, progress=True).items():
         report.add("ablation", {"parts": name, "proteins": one.proteins}, rounded(one.metrics()))
         print(f"{name:28} {one}")
 

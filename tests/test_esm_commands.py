@@ -126,6 +126,18 @@ def test_groups_of_equal_bits_are_mixed_as_one():
         np.testing.assert_allclose(np.square(steps).sum(1), np.square(found.steps()[1, 0]).sum(1), rtol=1e-5)
 
 
+def test_keys_of_esm_get_a_bit_in_every_group():
+    import numpy as np
+
+    from turboquant.calibration import allocate
+
+    energy = np.array([[[8.0, 1e-9], [4.0, 1e-9]], [[2.0, 1e-9], [1.0, 1e-9]]])
+    plain, whole = allocate(energy, 12), allocate(energy, 12, whole_keys=True)
+    assert plain.sum() == whole.sum() == 12 and (plain[..., 1] == 0).all()
+    assert (whole[:, 0, 1] == 1).all() and (whole[:, 1, 1] == 0).all()
+    assert (allocate(energy, 4, whole_keys=True) == allocate(energy, 4)).all()  # too few for that
+
+
 def test_command_lines(folder, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     model, train, test = (str(folder / name) for name in ("model", "train.fasta", "test.fasta"))

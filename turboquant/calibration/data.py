@@ -174,7 +174,9 @@ class Calibration:
         if not sides <= sides * self.groups * average <= sides * self.groups * MAX_BITS:  # a NaN is refused as well
             raise ValueError(f"`average` must be in {1 / self.groups:.4g}..{MAX_BITS} bits for heads of "
                              f"{self.head_dim} channels, got {average}")  # fmt: skip
-        return allocate(energy, group_bits_of(average, self.layers, self.groups))
+        # Rare keys of ESM-2 lie far out, at 8 steps, along axes of little variance; zero bits would lose them.
+        whole_keys = self.fingerprint.get("model_type") == "esm"
+        return allocate(energy, group_bits_of(average, self.layers, self.groups), whole_keys)
 
     def average_of_bytes(self, bytes_per_token: float) -> float:
         """The `average` of a budget in bytes: of one packed token, all layers and heads, keys and values, scales
@@ -317,12 +319,13 @@ def errors() -> tuple[float, ...]:
     return tuple(unbiased)
 
 
-def allocate(energy: NDArray[np.float64], budget: int) -> NDArray[np.int64]:
+def allocate(energy: NDArray[np.float64], budget: int, whole_keys: bool = False) -> NDArray[np.int64]:
     """Shares `budget` group-bits, one at a time, each to where it takes most from sum(energy * E(bits)).
 
     energy: [layers, 2, groups], what a group costs at 0 bits.  Returns bits of the same shape, 0..5, summing to
     `budget`. Every layer's keys and values get at least one group with a bit, because a side without any cannot be
-    attended to. No bit of a group gains more than the one before it, so the greedy sharing is the best one.
+    attended to; with `whole_keys`, every group of keys gets one, if there are enough. No bit of a group gains more than
+    the one before it, so the greedy sharing is the best one.
     ValueError if the budget cannot be met.
     """
     least, most = energy[..., 0].size, energy.size * MAX_BITS
@@ -333,9 +336,11 @@ def allocate(energy: NDArray[np.float64], budget: int) -> NDArray[np.int64]:
     error = errors()
     bits = np.zeros(energy.shape, np.int64)
     np.put_along_axis(bits, energy.argmax(-1)[..., None], 1, -1)
+    if whole_keys and energy[:, 0].size + len(energy) <= budget:
+        bits[:, 0] = 1
     queue = [(-energy[at] * (error[bits[at]] - error[bits[at] + 1]), at) for at in np.ndindex(energy.shape)]
     heapq.heapify(queue)
-    for _ in range(budget - least):
+    for _ in range(budget - int(bits.sum())):
         _, at = heapq.heappop(queue)
         bits[at] += 1
         if bits[at] < MAX_BITS:
