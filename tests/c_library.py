@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,8 +18,8 @@ CSRC = ROOT / "csrc"
 BASE = ["-std=c11", "-O1", "-g", "-ffp-contract=off", "-fno-omit-frame-pointer", "-pthread", f"-I{CSRC / 'include'}"]
 
 
-def isa_flags() -> Any:
-    """The function of setup.py that knows each kernel's flags: there is one table of them."""
+def isa_flags(machine: str) -> Any:
+    """The function of setup.py that knows each kernel's flags: there is one table of them. machine: as in `platform`."""
     nodes = []
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         match node:
@@ -31,7 +32,7 @@ def isa_flags() -> Any:
                 wanted = False
         if wanted:
             nodes.append(node)
-    scope: dict[str, Any] = {"platform": platform, "re": re}
+    scope: dict[str, Any] = {"platform": SimpleNamespace(machine=lambda: machine), "re": re}
     exec(compile(ast.Module(nodes, []), "setup.py", "exec"), scope)
     return scope["isa_flags"]
 
@@ -53,12 +54,14 @@ def objects(
     folder: Path,
     levels: Sequence[str] = ("*",),
     kernel_flags: Sequence[str] | None = None,
+    machine: str = platform.machine(),
 ) -> list[Path]:
     """The library, compiled with BASE and `flags` into `folder`.
 
     levels   patterns of the instruction sets that it has kernels of;  kernel_flags   theirs, instead of `flags`
+    machine  what `compiler` compiles for
     """
-    find_flags = isa_flags()
+    find_flags = isa_flags(machine)
     kernels = {path: find_flags(path.stem) for level in levels for path in sorted(CSRC.glob(f"kernels/{level}.c"))}
     kernels = {path: special for path, special in kernels.items() if special is not None}
     common = [*BASE, f"-I{CSRC}", *(f"-DTQ_HAVE_{path.stem.upper()}" for path in kernels)]
