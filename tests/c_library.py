@@ -19,7 +19,7 @@ BASE = ["-std=c11", "-O1", "-g", "-ffp-contract=off", "-fno-omit-frame-pointer",
 
 
 def isa_flags(machine: str) -> Any:
-    """The function of setup.py that knows each kernel's flags: there is one table of them. machine: as in `platform`."""
+    """The function of setup.py that knows each kernel's flags on a machine, as in `platform`: there is one table."""
     nodes = []
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         match node:
