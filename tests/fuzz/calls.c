@@ -61,9 +61,17 @@ static tq_status read_plan(stream *s, tq_plan *plan)
     words[1] = head_dim;
     words[2] = 32 * (1 + size(s, 3));
     for (int i = 3; i < 7; i++) words[i] = number(s, i == 6 ? 200 : 3);
-    for (int i = 0; i < 2 * groups; i++) words[7 + i] = number(s, 5);
+    int first = TQ_PLAN_HEADER_WORDS, blocked = words[3] == 3; /* no rotation: a plan of version 2 */
+    if (blocked) {
+        words[0] = TQ_FORMAT_BLOCKED, words[3] = 0, first = TQ_PLAN_BLOCKED_HEADER_WORDS;
+        for (int i = 0; i < 8; i++) words[7 + i] = number(s, i % 4 == 3 ? head_dim : i % 4 == 1 ? 3 : 2);
+    }
+    for (int i = 0; i < 2 * groups; i++) {
+        words[first + i] = number(s, blocked ? 31 : 5);
+        if (blocked && i % groups == 0) words[first + i] |= TQ_PLAN_NEW_BLOCK;
+    }
     tq_error error = {0};
-    return tq_plan_init(plan, words, 7 + 2 * (size_t)groups, &error);
+    return tq_plan_init(plan, words, (size_t)(first + 2 * groups), &error);
 }
 
 typedef struct {
@@ -72,7 +80,7 @@ typedef struct {
     int64_t element;
     int32_t *lengths, *table, *starts;
     uint8_t *pages;
-    void *k, *v, *sink_k, *sink_v, *window_k, *window_v, *matrix, *centre, *steps;
+    void *k, *v, *sink_k, *sink_v, *window_k, *window_v, *matrix[2], *centre, *steps[2]; /* of keys, of values */
 } cache;
 
 static void *exact(stream *s, const cache *c, int64_t heads, int64_t tokens)
@@ -94,20 +102,31 @@ static void read_cache(stream *s, cache *c)
     c->sink_k = exact(s, c, c->kv_heads, c->sinks), c->sink_v = has_values ? exact(s, c, c->kv_heads, c->sinks) : NULL;
     c->window_k = exact(s, c, c->kv_heads, c->window);
     c->window_v = has_values ? exact(s, c, c->kv_heads, c->window) : NULL;
-    c->matrix =
-        c->plan.rotation == TQ_ROTATION_DENSE ? block(s, 4 * (int64_t)c->plan.head_dim * c->plan.head_dim, 1) : NULL;
+    const tq_side *sides[2] = {&c->plan.key, &c->plan.value};
+    for (int i = 0; i < 2; i++)
+        c->matrix[i] =
+            sides[i]->matrix_rows ? block(s, 4 * (int64_t)sides[i]->matrix_rows * c->plan.head_dim, 1) : NULL;
     c->centre = size(s, 1) ? block(s, 4 * (int64_t)c->kv_heads * c->plan.head_dim, size(s, 3) > 0) : NULL;
-    c->steps = size(s, 1) ? block(s, 4 * (int64_t)c->kv_heads * c->plan.groups, size(s, 3) > 0) : NULL;
+    int given = size(s, 1);
+    for (int i = 0; i < 2; i++) {
+        int64_t n = (int64_t)c->kv_heads * sides[i]->step_columns;
+        int ordinary = given && size(s, 3) > 0, is_table = sides[i]->levels == TQ_LEVELS_TABLE;
+        c->steps[i] = given && (n || c->plan.version == TQ_FORMAT_VERSION) ? block(s, 4 * n, ordinary) : NULL;
+        for (int64_t k = 0; is_table && ordinary && k < n; k++) ((float *)c->steps[i])[k] = (float)k;
+    }
 }
 
 static void free_cache(cache *c)
 {
-    void *all[] = {c->lengths, c->table,    c->starts,   c->pages,  c->k,      c->v,    c->sink_k,
-                   c->sink_v,  c->window_k, c->window_v, c->matrix, c->centre, c->steps};
+    void *all[] = {c->lengths,  c->table,    c->starts,    c->pages,     c->k,      c->v,        c->sink_k,  c->sink_v,
+                   c->window_k, c->window_v, c->matrix[0], c->matrix[1], c->centre, c->steps[0], c->steps[1]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-static tq_transform transform(const cache *c) { return (tq_transform){c->matrix, 0, c->centre, 0, c->steps}; }
+static tq_transform transform(const cache *c, int side)
+{
+    return (tq_transform){c->matrix[side], 0, c->centre, 0, c->steps[side]};
+}
 
 static void check(tq_status status, const tq_error *error)
 {
@@ -135,8 +154,8 @@ static void try_append(stream *s, cache *c)
                           .window_k = c->window_k,
                           .window_v = c->window_v,
                           .pages = c->pages,
-                          .key = transform(c),
-                          .value = transform(c)};
+                          .key = transform(c, 0),
+                          .value = transform(c, 1)};
     p.k_stride_batch = p.v_stride_batch = c->kv_heads * row, p.k_stride_head = p.v_stride_head = row;
     p.k_stride_token = p.v_stride_token = d;
     if (!c->v) p.v_stride_batch = p.v_stride_head = p.v_stride_token = 0;
@@ -185,8 +204,8 @@ static void try_attend(stream *s, cache *c)
                           .sink_v = c->sink_v,
                           .window_k = c->window_k,
                           .window_v = c->window_v,
-                          .key = transform(c),
-                          .value = transform(c)};
+                          .key = transform(c, 0),
+                          .value = transform(c, 1)};
     f.kv_heads = heads;
     void *q = block(s, n * d * c->element, 1), *out = block(s, n * d * c->element, 0);
     float *lse = block(s, n * 4, 0);
@@ -216,10 +235,10 @@ static void try_dequantize(stream *s, cache *c)
     int32_t most = size(s, 80);
     int64_t n = (int64_t)c->batch * c->kv_heads * most * c->plan.head_dim;
     float *k = block(s, n * 4, 0), *v = c->plan.value.tile_bytes ? block(s, n * 4, 0) : NULL;
-    tq_transform t = transform(c);
+    tq_transform key = transform(c, 0), value = transform(c, 1);
     tq_error error = {0};
     check(tq_dequantize(&c->plan, c->pages, c->n_pages, c->kv_heads, c->table, c->batch, c->max_pages, c->lengths, most,
-                        &t, &t, k, v, &error),
+                        &key, &value, k, v, &error),
           &error);
     free(k), free(v);
 }
