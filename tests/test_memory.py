@@ -159,3 +159,34 @@ def test_a_failed_forward_leaves_nothing_behind():
         with pytest.raises((ValueError, RuntimeError), match="layer 0"):
             model(inputs_embeds=bad, past_key_values=cache)
     assert cache.nbytes == held == bytes_of(reachable(cache))
+
+
+@pytest.mark.slow
+def test_ten_thousand_lives_leave_nothing():
+    """Caches made, filled, forked and dropped: the process holds what it held after the first thousand, to 1 %."""
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    spec, k = CacheSpec(3, 3, sinks=1, window=4), torch.randn(1, 1, 20, 8)
+
+    def life():
+        cache = TurboQuantCache(config, spec)
+        layer = cache.layers[0]
+        layer.lazy_initialization(k)
+        lengths = layer._shared.lengths(20, layer.padding, layer.device)
+        state = {name: getattr(layer, name) for name in ("sink_k", "sink_v", "window_k", "window_v")}
+        layer._append(k, k, lengths, state, 20, layer.padding)
+        layer.tokens = 20
+        fork = cache.fork()
+        fork.reorder_cache(torch.tensor([0, 0]))
+        assert cache.nbytes and fork.get_seq_length() == 20
+
+    def resident():
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1])
+
+    for _ in range(1000):
+        life()
+    before = resident()
+    for _ in range(9000):
+        life()
+    assert resident() <= 1.01 * before

@@ -299,7 +299,7 @@ def test_recording_ends_with_a_crop_and_counts():
     assert held == 64 * 2 * 2 * KV_HEADS * 16 * 32 * 4  # 64 forwards, two layers, keys and values
     with pytest.raises(NotImplementedError, match="crop: layer 0 has a window of 16 tokens.*activate_past_recording"):
         cache.crop(-100)
-    assert cache.get_seq_length() == 200 and cache.is_croppable
+    assert cache.get_seq_length() == 200 and cache.layers[0].is_croppable
     cache.crop(0)
     assert cache.report().parts["past windows"] <= held / 64
 
@@ -370,3 +370,20 @@ def test_a_table_of_its_own():
     check_references(table, other)
     del other
     check_references(table)
+
+
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_the_same_bits_on_any_number_of_threads(fields):
+    before, outs, caches = torch.get_num_threads(), [], []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            caches.append(TurboQuantCache(CONFIG, PACKED.with_(**fields)))
+            stream = Stream(batch=3, tokens=400)
+            pieces = [(0, 380), (380, 381), (381, 400)]
+            outs.append(torch.cat([forward(caches[-1], stream.piece(*piece)) for piece in pieces], 2))
+    finally:
+        torch.set_num_threads(before)
+    for cache, out in zip(caches[1:], outs[1:]):
+        assert torch.equal(out, outs[0])
+        same(cache, caches[0])

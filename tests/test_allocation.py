@@ -1,0 +1,49 @@
+"""Memory that cannot be had, at every place in turn: MemoryError, and nothing is changed.
+
+`_testcapi.set_nomemory` makes the n-th allocation of the interpreter's allocators fail, which the binding takes its
+scratch and its objects from; the C core itself allocates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_errors import OPERATIONS, snapshot
+
+from turboquant import _core
+
+_testcapi = pytest.importorskip("_testcapi", reason="this Python was built without its test modules")
+
+
+def failing(n: int, call: Callable[[], Any]) -> bool:
+    """Whether `call` ended in MemoryError when the n-th allocation from here on failed."""
+    _testcapi.set_nomemory(n, n + 1)
+    try:
+        call()
+    except MemoryError:
+        return True
+    finally:
+        _testcapi.remove_mem_hooks()
+    return False
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_allocation_of_a_call_may_fail(op: str) -> None:
+    arguments = OPERATIONS[op][0]()
+    function, before, failed = getattr(_core, op), snapshot(arguments), 0
+    for n in range(200):
+        if failing(n, lambda: function(**arguments)):
+            failed += 1
+            assert snapshot(arguments) == before, n
+        else:
+            before = snapshot(arguments)  # it worked: what it writes is written
+    assert failed >= 2
+    function(**OPERATIONS[op][0]())
+
+
+def test_files_of_codes() -> None:
+    header = _core.file_header_write((1, 64, 32, 1, 0, 0, 0, 3, 3, 0, 0), 0, 0, 0)
+    assert any(failing(n, lambda: _core.file_header_read(header, len(header))) for n in range(30))
+    assert _core.file_header_read(header, len(header))["vectors"] == 0
