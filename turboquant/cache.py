@@ -753,6 +753,10 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
                 if flag:
                     raise ValueError(f"layer {layer.index}: {describe_flag(flag)}")
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """See `PackedLayer.reorder_cache`."""
+        super().reorder_cache(beam_idx.cpu())  # read back once, not by every layer
+
     def activate_past_recording(self) -> None:
         """See `PackedLayer.activate_past_recording`."""
         for layer in self.layers:
