@@ -264,6 +264,21 @@ def test_prod_is_unbiased_over_sketches(bits, rng):
     assert error.var() <= bound
 
 
+def test_a_matrix_of_nan_spoils_its_own_head_alone(rng):
+    """No call looks at a matrix's numbers; affine codes of what it makes are 0 (a NaN is no code)."""
+    p = PLANS["affine, dense, qjl"](64)
+    k = rng.standard_normal((1, HEADS, 40, 64)).astype(f32)
+    by_side = {side: transforms(rng, p, side) for side in ("key", "value")}
+    want, _ = filled(p, rng, k, k, by_side, [])
+    spoiled = by_side["value"][0]
+    by_side["value"][0] = Transform(np.full_like(spoiled.matrix, np.nan), spoiled.centre, spoiled.table)
+    got, _ = filled(p, rng, k, k, by_side, [])
+    first = core.plan_info(p.words)["value_codes_offset"]
+    codes = slice(first, first + 4 * core.plan_info(p.words)["value_tile_bytes"])
+    assert np.array_equal(got[:, 1], want[:, 1]) and np.array_equal(got[:, 0, :first], want[:, 0, :first])
+    assert want[0, 0, codes].any() and not got[0, 0, codes].any()
+
+
 BAD_WORDS = {  # (word, value) of the plan below -> what the message says
     "plain rotation word": ((3, 1), "0 in format version 2"),
     "rotation": ((7, 3), "a rotation: 0 none"),

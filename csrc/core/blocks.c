@@ -121,7 +121,7 @@ static void encode_affine(int32_t bits, int32_t n, const float *z, uint8_t *code
     float s = tq_f32_from_f16(*scale), o = tq_f32_from_f16(*zero);
     for (int32_t i = 0; i < n; i++) {
         float code = s > 0.0f ? rintf((z[i] - o) / s) : 0.0f;
-        codes[i] = (uint8_t)(code < 0.0f ? 0.0f : code > top ? top : code);
+        codes[i] = (uint8_t)(code > 0.0f ? (code < top ? code : top) : 0.0f); /* 0 for a NaN, which a matrix may make */
     }
 }
 

@@ -36,8 +36,9 @@ def build(compiler: str) -> dict[str, Path]:
     return {name: program(compiler, flags, source / f"{name}.c", library, FOLDER / name) for name in IN_C}
 
 
-def run_in_c(name: str, binary: Path, seconds: int) -> int:
-    """Inputs run. RuntimeError with the sanitizer's words if one crashed."""
+def run_in_c(name: str, binary: Path, seconds: int) -> str:
+    """Inputs run, and the edges of the core's control flow that they took. RuntimeError with the sanitizer's words if
+    one crashed."""
     found = FOLDER / f"{name}.corpus"
     found.mkdir(exist_ok=True)
     options = [
@@ -51,13 +52,15 @@ def run_in_c(name: str, binary: Path, seconds: int) -> int:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=clean_environment())
     if done.returncode:
         raise RuntimeError(f"{name} found something:\n{done.stderr[-6000:]}")
-    return int(re.search(r"number_of_executed_units: (\d+)", done.stderr)[1])
+    inputs, edges = (int(re.search(what, done.stderr)[1]) for what in (r"executed_units: (\d+)", r"\((\d+) inline"))
+    covered = int(re.findall(r"cov: (\d+)", done.stderr)[-1])
+    return f"{inputs:,} inputs, {covered:,} of {edges:,} edges"
 
 
-def run_cache_file(seconds: int) -> int:
+def run_cache_file(seconds: int) -> str:
     from fuzz.cache_file_fuzzer import fuzz
 
-    return fuzz(seconds)
+    return f"{fuzz(seconds):,} inputs"
 
 
 def main() -> None:
@@ -73,8 +76,8 @@ def main() -> None:
             sys.exit("the fuzzers in C need clang and its libFuzzer: apt install clang libclang-rt-14-dev")
         binaries = build(given.compiler)
     for name in names:
-        count = run_in_c(name, binaries[name], given.seconds) if name in binaries else run_cache_file(given.seconds)
-        print(f"{name}: {count:,} inputs in {given.seconds} s, none crashed", flush=True)
+        found = run_in_c(name, binaries[name], given.seconds) if name in binaries else run_cache_file(given.seconds)
+        print(f"{name}: {found} in {given.seconds} s, none crashed", flush=True)
 
 
 if __name__ == "__main__":
