@@ -17,7 +17,7 @@
 
 typedef struct {
     const tq_kernels *kernels;
-    int (*supported)(void);
+    int (*ask)(void); /* whether this CPU has it */
 } level;
 
 static int always(void) { return 1; }
@@ -87,17 +87,35 @@ static const level levels[] = {
 
 static const tq_kernels *forced; /* by tq_set_isa */
 
-static const level *best_level(void)
+/* CPUID takes microseconds in a virtual machine: asked once. */
+static struct {
+    int has[N_LEVELS];
+    const tq_kernels *best;
+    char names[16 * N_LEVELS];
+} machine;
+
+static void look_at_machine(void)
 {
-    for (size_t i = 0; i < N_LEVELS; i++)
-        if (levels[i].supported()) return &levels[i];
-    return &levels[N_LEVELS - 1];
+    for (size_t i = N_LEVELS; i-- > 0;)
+        if ((machine.has[i] = levels[i].ask())) machine.best = levels[i].kernels;
+    for (size_t i = 0; i < N_LEVELS; i++) {
+        if (!machine.has[i]) continue;
+        if (*machine.names) strcat(machine.names, " ");
+        strcat(machine.names, levels[i].kernels->isa);
+    }
+}
+
+static void know_machine(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, look_at_machine);
 }
 
 static const tq_kernels *find(const char *name, const char *argument, tq_error *error)
 {
+    know_machine();
     for (size_t i = 0; i < N_LEVELS; i++)
-        if (levels[i].supported() && strcmp(levels[i].kernels->isa, name) == 0) return levels[i].kernels;
+        if (machine.has[i] && strcmp(levels[i].kernels->isa, name) == 0) return levels[i].kernels;
     tq_fail(error, TQ_E_UNSUPPORTED, argument, -1, 0, tq_isa_available());
     return NULL;
 }
@@ -107,25 +125,14 @@ const tq_kernels *tq_get_kernels(tq_error *error)
     if (forced) return forced;
     const char *name = getenv("TURBOQUANT_ISA");
     if (name && *name) return find(name, "TURBOQUANT_ISA", error);
-    return best_level()->kernels;
-}
-
-static char available[16 * N_LEVELS];
-
-static void list_levels(void)
-{
-    for (size_t i = 0; i < N_LEVELS; i++) {
-        if (!levels[i].supported()) continue;
-        if (*available) strcat(available, " ");
-        strcat(available, levels[i].kernels->isa);
-    }
+    know_machine();
+    return machine.best;
 }
 
 const char *tq_isa_available(void)
 {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, list_levels);
-    return available;
+    know_machine();
+    return machine.names;
 }
 
 const char *tq_isa(void)
