@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from esm_models import LETTERS, protein, tiny_esm, torch
 
@@ -121,8 +123,11 @@ def test_decode_in_batches_is_replacement(heads, head_dim):
             assert (got - want).abs().max() < 2e-3 * want.abs().max(), name
 
 
-@pytest.mark.parametrize("spec", [EXACT, CacheSpec(3, 3, sinks=3), CacheSpec(4, 4, centre="prompt")],
-                         ids=["exact", "sinks", "centred"])  # fmt: skip
+MIXED = CacheSpec(3, 3, centre="prompt", sinks=2, overrides={1: {"centre": "none", "sinks": 0}})
+
+
+@pytest.mark.parametrize("spec", [EXACT, CacheSpec(3, 3, sinks=3), CacheSpec(4, 4, centre="prompt"), MIXED],
+                         ids=["exact", "sinks", "centred", "layers that differ"])  # fmt: skip
 def test_copies_of_one_protein_read_together_what_they_share(spec):
     """The same from one batch of copies, which share ranges, as from batches of one, which do not."""
     model = tiny_esm(heads=3, head_dim=24)
@@ -248,6 +253,10 @@ def test_another_model_or_changed_weights():
     cache.encode(PROTEINS)
     with torch.no_grad():
         attentions(model)[1].key.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="weights, dtype or device changed"):
+        cache.decode(["W"], [[3]])
+    cache.encode(PROTEINS)
+    attentions(model)[0].query = copy.deepcopy(attentions(model)[0].query)
     with pytest.raises(RuntimeError, match="weights, dtype or device changed"):
         cache.decode(["W"], [[3]])
     cache.encode(PROTEINS)

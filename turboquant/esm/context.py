@@ -68,7 +68,7 @@ class _Layer:
     pages: torch.Tensor
     sink_k: torch.Tensor | None = None
     sink_v: torch.Tensor | None = None
-    centre: torch.Tensor | None = None
+    centre: torch.Tensor | None = None  # of the store's `centres`
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (t for t in (self.pages, self.sink_k, self.sink_v, self.centre) if t is not None)
@@ -84,6 +84,7 @@ class _Store:
     table: torch.Tensor
     factor: torch.Tensor  # of token dropout, float32 [n]
     layers: list[_Layer]
+    centres: torch.Tensor  # float32 [layers, n, heads, head_dim]; of no layers where no spec is centred by the prompt
     stamp: tuple[Any, ...]  # of the weights that made it
 
 
@@ -112,7 +113,7 @@ class ContextCache:
         modules = attentions(base)
         specs = layer_specs(chosen, found, len(modules))
         self.model, self.spec = model, chosen
-        self._base = base
+        self._base, self._modules = base, modules
         self._packed = [
             PackedAttention(i, module.attention_head_size, one, found if one.calibrated else None)
             for i, (module, one) in enumerate(zip(modules, specs))
@@ -157,7 +158,7 @@ class ContextCache:
     @property
     def effective_bits(self) -> float:
         """The same per number held."""
-        numbers: int = 2 * sum(module.all_head_size for module in attentions(self._base))
+        numbers: int = 2 * sum(module.all_head_size for module in self._modules)
         return 8 * self.bytes_per_token / numbers
 
     def _held(self) -> _Store:
@@ -202,7 +203,10 @@ class ContextCache:
         weights = self._base.embeddings.word_embeddings.weight
         device, n = weights.device, len(tokens)
         layers, counts = [], []
-        for packed, module in zip(self._packed, attentions(self._base)):
+        first, centred = self._modules[0], any(p.spec.centre == "prompt" for p in self._packed)
+        shape = (len(self._packed) if centred else 0, n, first.num_attention_heads, first.attention_head_size)
+        centres = torch.zeros(shape, device=device)
+        for packed, module in zip(self._packed, self._modules):
             heads, head_dim, sinks = module.num_attention_heads, packed.head_dim, packed.spec.sinks
             counts = [-(-max(len(row) - sinks, 0) // PAGE_TOKENS) for row in tokens]
             layer = _Layer(packed.on(device).pages(sum(counts), heads, device))
@@ -210,11 +214,11 @@ class ContextCache:
                 shape = (n, heads, min(sinks, max(map(len, tokens))), head_dim)
                 layer.sink_k, layer.sink_v = (torch.zeros(shape, dtype=weights.dtype, device=device) for _ in "kv")
             if packed.spec.centre == "prompt":
-                layer.centre = torch.zeros((n, heads, head_dim), device=device)
+                layer.centre = centres[packed.layer]
             layers.append(layer)
         ids, real = padded(tokens, device)
         lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int32, device=device)
-        return _Store(tokens, row_of, lengths, _table(counts, device), dropout_factor(ids, real), layers,
+        return _Store(tokens, row_of, lengths, _table(counts, device), dropout_factor(ids, real), layers, centres,
                       _stamp(self._base))  # fmt: skip
 
     # ---- running residues against them ----
@@ -286,7 +290,7 @@ class ContextCache:
         self, embeddings: torch.Tensor, real: torch.Tensor | None, positions: torch.Tensor | None, context: Any
     ) -> torch.Tensor:
         mask = None if real is None or bool(real.all()) else real.long()
-        with routed(self._base, NAME), positioned(self._base, positions) as arguments:
+        with routed(self._base, NAME), positioned(self._modules, positions) as arguments:
             found = self._base(inputs_embeds=embeddings, attention_mask=mask, turboquant_context=context, **arguments)
         return found.last_hidden_state  # type: ignore[no-any-return]
 
@@ -299,9 +303,14 @@ class ContextCache:
 
 def _stamp(base: Any) -> tuple[Any, ...]:
     """Changes whenever a weight does, in place or by another one."""
-    weights = list(base.parameters())
-    versions = (w._version for w in weights if not w.is_inference())  # the others cannot be changed in place
-    return sum(versions), hash(tuple(w.data_ptr() for w in weights)), weights[0].dtype
+    modules, held = [base], []
+    for module in modules:  # `base.parameters()` names what it walks, which takes seven times as long
+        if module is not None:
+            modules += module._modules.values()
+            held += module._parameters.values()
+    weights = [weight for weight in held if weight is not None]
+    versions = [w._version for w in weights if not w.is_inference()]  # the others cannot be changed in place
+    return sum(versions), hash(tuple([w.data_ptr() for w in weights])), base.embeddings.word_embeddings.weight.dtype
 
 
 def _table(counts: list[int], device: Any) -> torch.Tensor:
@@ -389,35 +398,35 @@ class _Reading:
     The new ones go in front of the stored as sinks of the operator, so that one softmax runs over both; what lies
     between the stored tokens that a copy replaces is read in several ranges, whose results are merged. Copies of one
     protein read together, once for all of them, what stands in front of the first token that any of them replaces and
-    behind the last.
+    behind the last. All that is the same in every layer is made here, before the first.
 
     ids, positions   [copies, m]: tokens that run, padded in front to the most that a copy has
     """
 
     def __init__(self, cache: ContextCache, store: _Store, copies: list[_Copy]) -> None:
-        self.cache, self.store = cache, store
+        self.cache, self.store, self.copies = cache, store, len(copies)
         device = store.lengths.device
-        self.around: torch.Tensor | None = None  # int32 [2, 2]: starts, and stops, of what all copies see
+        self.common: _Common | None = None
         if len({c.row for c in copies}) == 1 < len(copies):
             start, stop = min(c.replaced[0] for c in copies), max(c.replaced[-1] for c in copies) + 1
-            self.around = torch.tensor([[0, stop], [start, copies[0].length]], dtype=torch.int32, device=device)
+            self.common = _Common(store, copies[0], start, stop)
             pieces = [c.ranges(start, stop) for c in copies]
         else:
             pieces = [c.ranges(0, c.length) for c in copies]
         m, self.parts = max(len(c.tokens) for c in copies), max(map(len, pieces))
-        self.ids = torch.tensor([[PAD] * (m - len(c.tokens)) + c.tokens for c in copies], device=device)
-        self.positions = torch.tensor([[0] * (m - len(c.tokens)) + c.positions for c in copies], device=device)
+        tokens = [[[PAD] * (m - len(c.tokens)) + c.tokens for c in copies],
+                  [[0] * (m - len(c.tokens)) + c.positions for c in copies]]  # fmt: skip
+        self.ids, self.positions = torch.tensor(tokens, device=device)
         self.rows = torch.tensor([c.row for c in copies], device=device)
         ranges = []
         for copy, (first, *others) in zip(copies, pieces):
-            ranges += [(m - len(copy.tokens), m + first[1]), *((m + a, m + b) for a, b in others)]
-            ranges += [(0, 0)] * (self.parts - 1 - len(others))
-        self.starts, self.stops = torch.tensor(ranges, dtype=torch.int32, device=device).T.contiguous()
-        self.table = self._each(store.table)
-
-    def _each(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of the store -> one per copy and part."""
-        return x[self.rows].repeat_interleave(self.parts, 0)
+            unused = [(0, 0)] * (self.parts - 1 - len(others))
+            ranges.append([(m - len(copy.tokens), m + first[1]), *((m + a, m + b) for a, b in others), *unused])
+        bounds = torch.tensor(ranges, dtype=torch.int32, device=device).permute(2, 1, 0).flatten(1)
+        self.starts, self.stops = bounds.contiguous()  # [parts * copies], as rows of all that `attend` takes
+        each = self.rows.repeat(self.parts)
+        self.table, self.centres = store.table[each], store.centres[:, each].unbind()
+        self.room: dict[int, _Room] = {}  # by how many sinks are stored: layers may differ in that
 
     def attend(
         self,
@@ -431,10 +440,11 @@ class _Reading:
         index = self.cache._layer_of[id(module)]
         packed, layer = self.cache._packed[index], self.store.layers[index]
         scale = packed.head_dim**-0.5 if scaling is None else scaling
-        parts = [self._own(packed, layer, query, key, value, scale)]
-        if self.around is not None:
-            parts.append(self._common(packed, layer, query, scale))
-        out, lse = (torch.cat(x) for x in zip(*parts))
+        centre = None if layer.centre is None else self.centres[index]
+        out, lse = self._own(packed, layer, query, key, value, centre, scale)
+        if self.common is not None:
+            common = self.common.attend(packed, layer, query, scale)
+            out, lse = torch.cat([out, common[0]]), torch.cat([lse, common[1]])
         dense: torch.Tensor = _merge(out, lse)[0].transpose(1, 2).contiguous()
         return dense
 
@@ -445,16 +455,76 @@ class _Reading:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        centre: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each copy, its new tokens and its ranges: (out, lse) [parts, copies, heads, m, ..]."""
-        sinks = {}
-        for name, new, held in (("sink_k", key, layer.sink_k), ("sink_v", value, layer.sink_v)):
-            new = new.repeat_interleave(self.parts, 0)
-            sinks[name] = (new if held is None else torch.cat([new, self._each(held)], 2)).contiguous()
-        centre = {} if layer.centre is None else {"key_centre": self._each(layer.centre)}
+        sinks = 0 if layer.sink_k is None else layer.sink_k.shape[2]
+        room = self.room.get(sinks)
+        if room is None:
+            room = self.room[sinks] = _Room(query, self.parts, sinks)
+        room.fill(query, key, value, layer, self.rows)
+        out, lse = _attend(
+            room.query,
+            layer.pages,
+            self.table,
+            self.stops,
+            packed.plan,
+            starts=self.starts,
+            sink_k=room.sink_k,
+            sink_v=room.sink_v,
+            softmax_scale=scale,
+            causal=False,
+            **(packed.transforms if centre is None else {**packed.transforms, "key_centre": centre}),
+        )
+        shape = (self.parts, self.copies, *lse.shape[1:])
+        return out.view(*shape, -1), lse.view(shape)
+
+
+class _Room:
+    """Queries, and new keys and values in front of stored sinks, once for every part, as `attend` takes them: made once
+    for a step, filled anew by each layer.
+
+    query          [parts * copies, heads, m, head_dim]
+    sink_k, sink_v  [parts * copies, heads, m + sinks, head_dim]
+    """
+
+    def __init__(self, like: torch.Tensor, parts: int, sinks: int) -> None:
+        copies, heads, m, head_dim = like.shape
+        each = [like.new_empty((parts, copies, heads, m + more, head_dim)) for more in (0, sinks, sinks)]
+        self.query, self.sink_k, self.sink_v = (x.flatten(0, 1) for x in each)
+        self._new = [x[..., :m, :] for x in each]
+        self._held = [x[..., m:, :] for x in each[1:]]
+
+    def fill(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: _Layer, rows: torch.Tensor
+    ) -> None:
+        """Of one layer: query, key, value [copies, heads, m, head_dim], and the sinks of these rows of the store."""
+        for room, new in zip(self._new, (query, key, value)):
+            room.copy_(new)
+        for room, held in zip(self._held, (layer.sink_k, layer.sink_v)):
+            if held is not None:
+                room.copy_(held.index_select(0, rows))
+
+
+class _Common:
+    """Stored tokens of one protein that all its copies see: those in front of `start` and those from `stop` on, read
+    once, the rows of all copies being queries of one sequence."""
+
+    def __init__(self, store: _Store, copy: _Copy, start: int, stop: int) -> None:
+        device = store.lengths.device
+        self.starts, self.stops = torch.tensor([[0, stop], [start, copy.length]], dtype=torch.int32, device=device)
+        self.rows = slice(copy.row, copy.row + 1)
+        self.table = store.table[self.rows].repeat(2, 1)
+
+    def attend(
+        self, packed: PackedAttention, layer: _Layer, query: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [copies, heads, m, head_dim] -> (out, lse) [2, copies, heads, m, ..]."""
+        copies, _, m, _ = query.shape
+        held = {"sink_k": layer.sink_k, "sink_v": layer.sink_v, "key_centre": layer.centre}
         found = _attend(
-            query.repeat_interleave(self.parts, 0),
+            query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1),
             layer.pages,
             self.table,
             self.stops,
@@ -462,33 +532,8 @@ class _Reading:
             starts=self.starts,
             softmax_scale=scale,
             causal=False,
-            **sinks,
             **packed.transforms,
-            **centre,
-        )
-        out, lse = (x.unflatten(0, (-1, self.parts)).transpose(0, 1) for x in found)
-        return out, lse
-
-    def _common(
-        self, packed: PackedAttention, layer: _Layer, query: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What all copies of the one protein see, read once, the rows of all copies being queries of one sequence:
-        (out, lse) [2, copies, heads, m, ..]."""
-        assert self.around is not None
-        copies, _, m, _ = query.shape
-        row = self.rows[:1].expand(2)
-        held = {"sink_k": layer.sink_k, "sink_v": layer.sink_v, "key_centre": layer.centre}
-        found = _attend(
-            query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1),
-            layer.pages,
-            self.store.table[row],
-            self.around[1],
-            packed.plan,
-            starts=self.around[0],
-            softmax_scale=scale,
-            causal=False,
-            **packed.transforms,
-            **{name: x[row] for name, x in held.items() if x is not None},
+            **{name: x[self.rows].repeat(2, *[1] * (x.dim() - 1)) for name, x in held.items() if x is not None},
         )
         out, lse = (x.unflatten(2, (copies, m)).transpose(1, 2) for x in found)
         return out, lse

@@ -130,13 +130,14 @@ def dropout_factor(ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def positioned(base: Any, positions: torch.Tensor | None) -> Iterator[dict[str, torch.Tensor]]:
-    """Has the rotary embedding see `positions` [batch, tokens]; yields what to pass to the model's forward.
+def positioned(modules: Sequence[Any], positions: torch.Tensor | None) -> Iterator[dict[str, torch.Tensor]]:
+    """Has the rotary embedding of the `attentions` of a model see `positions` [batch, tokens]; yields what to pass to
+    the model's forward.
 
     Transformers 5 takes position_ids. 4.57 rotates inside of each layer and always counts from 0: there a hook on each
     layer's rotary embedding rotates instead. None: positions are 0, 1, ... and nothing is to be done.
     """
-    rotary = [m for m in (getattr(a, "rotary_embeddings", None) for a in attentions(base)) if m is not None]
+    rotary = [m for m in (getattr(a, "rotary_embeddings", None) for a in modules) if m is not None]
     if positions is None:
         yield {}
     elif not rotary:
