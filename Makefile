@@ -28,7 +28,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-levels test-gpu test-compat fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize cuda-check build clean
+.PHONY: demo test test-levels test-gpu test-compat test-upstream fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -128,6 +128,11 @@ test-compat: $(READY)
 	    TURBOQUANT_CUDA=0 $$folder/bin/python setup.py -q build_ext --inplace && \
 	    $$folder/bin/python tests/compatibility.py || exit 1; \
 	done
+
+# transformers' own tests of caches and generation for Llama on ours; TREE is a checkout of transformers, and the
+# environment has what its tests import.
+test-upstream: build
+	$(RUN) tests/upstream/run.py $(TREE)
 
 cuda-check: $(READY)
 	TURBOQUANT_CUDA_ARCHS="$(CHECK_ARCHS)" $(RUN) setup.py -q build_cuda

@@ -8,6 +8,7 @@ failed, "-" if they could not run.
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -74,7 +75,8 @@ def main() -> int:
     versions = sorted(table, key=lambda name: [int(part) for part in name.split()[1].strip(",").split(".")[:3]])
     lines = ["| | " + " | ".join(versions) + " |", "|---" * (1 + len(versions)) + "|"]
     lines += [f"| {f} | " + " | ".join(table[v].get(f, "-") for v in versions) + " |" for f in FEATURES]
-    FILE.write_text(HEAD + "\n".join(lines) + "\n")
+    behind = re.search(r"(?ms)^## .*", FILE.read_text()) if FILE.exists() else None  # tests/upstream writes that
+    FILE.write_text(HEAD + "\n".join(lines) + "\n" + (f"\n{behind[0]}" if behind else ""))
     return int("no" in table[version].values())
 
 

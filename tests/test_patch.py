@@ -117,6 +117,39 @@ def test_without_a_cache_the_model_attends_as_before(kind):
         assert (with_dynamic.logits - want)[real].abs().max() < 1e-4
 
 
+def test_attention_weights_without_a_cache():
+    model, inputs = tiny(), prompts(2, 12, (0, 5))
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        want = model(**inputs, use_cache=False, output_attentions=True).attentions
+        turboquant.patch(model, EXACT)
+        got = model(**inputs, use_cache=False, output_attentions=True).attentions
+        for a, b in zip(got, want, strict=True):
+            assert torch.allclose(a.transpose(1, 2)[real], b.transpose(1, 2)[real], atol=1e-5)
+        with pytest.raises(NotImplementedError, match="layer 0: `output_attentions` is not supported with"):
+            model(**inputs, output_attentions=True)
+
+
+@pytest.mark.parametrize("how", ["set", "shared"])
+def test_attention_changed_after_patching(how):
+    """By the user, or by a model that is made from the same configuration: said so, and patched again on request."""
+    model = tiny()
+    before = state(model)
+    turboquant.patch(model, EXACT)
+    want = generate(model).sequences
+    if how == "set":
+        model.set_attn_implementation("eager")
+    else:
+        type(model)._from_config(model.config, attn_implementation="eager")
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM: attention is 'eager' since .*patch\(model\) again"):
+        generate(model)
+    assert type(generate(model, past_key_values=DynamicCache()).past_key_values) is DynamicCache
+    assert torch.equal(generate(turboquant.patch(model, EXACT)).sequences, want)
+    turboquant.unpatch(model)
+    assert state(model) == before
+
+
 def test_training_as_before():
     model, inputs = tiny().train(), prompts(2, 16, (0, 5))
     gradients = []

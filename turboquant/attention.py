@@ -183,9 +183,9 @@ def own_attention(
     dropout: float,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as the model does without this package: SDPA, or its eager function where there is a soft-cap, which
-    SDPA lacks."""
-    kind = "sdpa" if options.get("softcap") is None else "eager"
+    """Attention as the model does without this package: SDPA, or its eager function where there is a soft-cap, or
+    weights are asked for, which SDPA lacks."""
+    kind = "eager" if options.get("softcap") is not None or options.get("output_attentions") else "sdpa"
     if isinstance(attention_mask, MaskRequest):
         attention_mask = attention_mask.made(kind)
     if attention_mask is not None:

@@ -52,6 +52,8 @@ def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None, c
     if state is None:
         _prepare(model, spec, calibration)
         state = model._turboquant
+    elif model.config._attn_implementation != NAME:
+        state.previous = route(model, NAME)
     state.spec, state.calibration = spec, calibration
     if cuda_graphs and not state.cuda_graphs:
         model.forward = MethodType(with_graphs(type(model).forward), model)  # a MethodType follows a deepcopy
@@ -116,6 +118,11 @@ def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None
 
 
 def _new_cache(model: Any) -> TurboQuantCache:
+    if (found := model.config._attn_implementation) != NAME:
+        raise RuntimeError(
+            f"{type(model).__name__}: attention is {found!r} since the model was patched (by set_attn_implementation, "
+            "or because another model was made from its configuration): call turboquant.patch(model) again"
+        )
     return TurboQuantCache(model.config, model._turboquant.spec, model._turboquant.calibration)
 
 
