@@ -518,7 +518,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         key: torch.Tensor,
         value: torch.Tensor,
         lengths: torch.Tensor,
-        state: dict[str, torch.Tensor | None],
+        state: dict[str, torch.Tensor],
         after: int,
         padding: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -558,8 +558,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._released = max(self._released, self.tokens - self.sliding_window + 1 - PAGE_TOKENS)
         self.table.release_before([self._released - pad - self.spec.sinks for pad in self.padding])
 
-    def _state(self) -> dict[str, torch.Tensor | None]:
-        return {
+    def _state(self) -> dict[str, torch.Tensor]:
+        """The operators' arguments beside pages and plan; those that are None are left out, which is quicker."""
+        state = {
             "sink_k": self.sink_k,
             "sink_v": self.sink_v,
             "window_k": self.window_k,
@@ -570,6 +571,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             **self.split,
             **self.calibrated,
         }
+        return {name: tensor for name, tensor in state.items() if tensor is not None}
 
     # ---- accounting ----
 
