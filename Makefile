@@ -120,11 +120,13 @@ valgrind: $(READY)
 # The tests of caches, patches and generation with other versions, each in an environment of its own; what they say goes
 # into docs/compatibility.md.
 COMPAT ?= transformers==4.57.6 transformers==5.8.1 transformers
+# By their pins: an unpinned torch is gigabytes of another version, the other pins are those of one transformers.
+COMPAT_REST = $(shell grep -E '^(torch|numpy|pytest|hypothesis|safetensors|ninja|setuptools|scipy)==' $(CONSTRAINTS))
 test-compat: $(READY)
 	for version in $(COMPAT); do \
 	    folder=build/compat/$$version; \
 	    $(PYTHON) -m venv $$folder && \
-	    $$folder/bin/python -m pip install -q torch numpy pytest hypothesis safetensors ninja setuptools $$version && \
+	    $$folder/bin/python -m pip install -q $(COMPAT_REST) $$version && \
 	    TURBOQUANT_CUDA=0 $$folder/bin/python setup.py -q build_ext --inplace && \
 	    $$folder/bin/python tests/compatibility.py || exit 1; \
 	done

@@ -40,13 +40,19 @@ FEATURES = {
     "float16, bfloat16": "test_half_precision",
     "fork, shared prefixes": "test_forks or test_only_the_last_page",
     "save and load": "test_a_cache_goes_on_after_loading or test_a_prefix_serves",
+    "offload and prefetch of layers": "test_offload_and_prefetch",
+    "packed position_ids": "test_packed_positions",
+    "torch.inference_mode": "test_inference_mode or test_prefill_and_decode_in_different_modes",
     "torch.compile of the decode step": "test_a_compiled_decode_step",
+    "CUDA graphs of the decode step (needs a GPU)": "test_the_text_is_that_of_plain_steps or test_replays_notice",
+    "layers on two GPUs": "test_layers_on_two_devices",
+    "same text over threads, runs and processes": "test_the_same",
     "patch twice, two models, copies, threads": "test_patch_twice or test_two_models or test_a_copy_of or test_threads",
-    "training and use_cache=False as before": "test_training_as_before or test_without_a_cache",
+    "training, use_cache=False, output_attentions as before": "test_training or test_without_a_cache or test_attention_w",
     "custom masks, right padding, gradients: a clear error": "test_custom_masks or test_masks or test_there_is_no",
     "other architectures: a clear error": "test_unsupported_models",
 }
-TESTS = [f"test_{name}.py" for name in ("generate", "cache", "pages", "patch", "persistence")]
+TESTS = [f"test_{name}.py" for name in ("generate", "cache", "pages", "patch", "persistence", "graph")]
 
 
 def outcome(expression: str) -> str:

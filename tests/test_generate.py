@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -230,7 +233,8 @@ def test_speculative_decoding(spec, kind, how):
 
 
 @pytest.mark.slow
-def test_a_compiled_decode_step():
+@pytest.mark.parametrize("dynamic", [None, False], ids=["", "static shapes"])
+def test_a_compiled_decode_step(dynamic):
     """torch.compile compiles what lies between the cache's calls; the answers are the same."""
     spec = PACKED.with_(window=16, sinks=2)
     model, ids = turboquant.patch(tiny(), spec), prompts(1, 60)["input_ids"]
@@ -242,7 +246,93 @@ def test_a_compiled_decode_step():
             return torch.cat([step(ids[:, t : t + 1], past_key_values=cache).logits for t in range(40, 60)], 1)
 
     want = logits(model)
-    assert (logits(torch.compile(model, backend="eager")) - want).abs().max() <= 1e-4 * want.abs().max()
+    assert (
+        logits(torch.compile(model, backend="eager", dynamic=dynamic)) - want
+    ).abs().max() <= 1e-4 * want.abs().max()
+
+
+def test_inference_mode():
+    """A cache that was filled in inference mode goes on outside of it, and the other way round."""
+    model, inputs = turboquant.patch(tiny(), PACKED.with_(window=16, sinks=2)), prompts(2, 40, (0, 7))
+    want = generate(model, inputs)
+    with torch.inference_mode():
+        inside = generate(model, inputs)
+    assert_same(inside, want, 0)
+    tokens = torch.tensor([[5], [6]])
+    with torch.no_grad():
+        outside = model(tokens, past_key_values=inside.past_key_values).logits
+    with torch.inference_mode():
+        assert torch.equal(model(tokens, past_key_values=want.past_key_values).logits, outside)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_positions(use_cache):
+    """Several texts in one row, told apart by their positions alone: as the model does with its own cache, which keeps
+    them apart without a cache and not with one."""
+    model, ids = tiny(), prompts(1, 30)["input_ids"]
+    where = torch.cat([torch.arange(12), torch.arange(18)])[None]
+    with torch.no_grad():
+        want = model(ids, position_ids=where, use_cache=use_cache).logits
+        turboquant.patch(model, WIDE)
+        got = model(ids, position_ids=where, use_cache=use_cache)
+        assert use_cache == (type(got.past_key_values) is TurboQuantCache)
+        assert (got.logits - want).abs().max() <= 1e-4 * want.abs().max()
+        apart = torch.cat([model(part, use_cache=False).logits for part in (ids[:, :12], ids[:, 12:])], 1)
+    assert ((want - apart).abs().max() < 1e-3) == (not use_cache)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
+def test_layers_on_two_devices(tmp_path):
+    """Each layer's pages lie where the layer is, and the lengths on both."""
+    pytest.importorskip("accelerate")
+    tiny(num_hidden_layers=4).save_pretrained(tmp_path)
+    devices = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    devices |= {f"model.layers.{i}": i // 2 for i in range(4)}
+    inputs = {name: x.to(0) for name, x in prompts(2, 40, (0, 7)).items()}
+    outs = []
+    for device_map in ({"": 0}, devices):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, device_map=device_map).eval()
+        outs.append(generate(turboquant.patch(model, PACKED), inputs))
+    assert [layer.pages.device.index for layer in outs[1].past_key_values.layers] == [0, 0, 1, 1]
+    assert_same(outs[1], outs[0], 1e-3)
+
+
+DIGEST = """
+import hashlib, torch
+from test_generate import generate, prompts, tiny, turboquant
+out = generate(turboquant.patch(tiny(), "paper-mse-3"), prompts(3, 40, (0, 9, 30)))
+held = hashlib.sha256(out.sequences.numpy().tobytes())
+for layer in out.past_key_values.layers:
+    held.update(layer.pages.numpy().tobytes())
+print(held.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_the_same_bytes_in_every_process():
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", DIGEST], cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONPATH": str(Path(turboquant.__file__).parent.parent), "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in "12"
+    ]  # fmt: skip
+    assert len(digests[0]) == 65 and digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_same_text_on_any_number_of_threads(sampled):
+    model, inputs, before = turboquant.patch(tiny(), "paper-mse-3"), prompts(3, 40, (0, 9, 30)), torch.get_num_threads()
+    texts = []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            torch.manual_seed(4)
+            texts.append(generate(model, inputs, do_sample=sampled, temperature=1.3).sequences)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(text, texts[0]) for text in texts)
 
 
 def test_the_same_text_every_time():

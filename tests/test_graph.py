@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -37,10 +39,31 @@ def test_a_cache_on_the_cpu_is_never_replayed() -> None:
     assert torch.equal(with_graphs, generated(model, input_ids=ids))
 
 
-def test_unpatch_and_copies_take_the_graphs_along() -> None:
+def test_every_step_after_the_prompt_is_for_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which forwards of `generate` would be replayed, with the device's part left out."""
+    steps = []
+
+    def step(self: DecodeGraph, ids: Any, positions: Any = None) -> Any:
+        steps.append(tuple(ids.shape))
+        return self._forward(
+            input_ids=ids, position_ids=positions, past_key_values=self._cache(), use_cache=True
+        ).logits
+
+    monkeypatch.setattr(DecodeGraph, "takes", staticmethod(lambda cache, ids: ids.shape[1] == 1))
+    monkeypatch.setattr(DecodeGraph, "step", step)
     model = turboquant.patch(tiny(), SPEC, cuda_graphs=True)
-    other = copy.deepcopy(model)
-    assert other.forward.__self__ is other
+    text = generated(model, input_ids=prompt(2, 50))
+    assert steps == [(2, 1)] * 39
+    assert torch.equal(text, generated(turboquant.patch(model, SPEC), input_ids=prompt(2, 50)))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_unpatch_and_copies_take_the_graphs_along(copied: Any) -> None:
+    model = turboquant.patch(tiny(), SPEC, cuda_graphs=True)
+    other = copied(model)
+    assert type(other.forward) is type(model.forward) and other.forward.__self__ is other
+    assert inspect.signature(other.forward) == inspect.signature(tiny().forward)
+    assert torch.equal(generated(other, input_ids=prompt(1, 50)), generated(model, input_ids=prompt(1, 50)))
     turboquant.unpatch(model)
     assert "forward" not in model.__dict__
 

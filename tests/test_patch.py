@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def state(model):
         "attention": model.config._attn_implementation,
         "attributes": {name: id(value) for name, value in vars(model).items()},
         "hooks": dict(model._forward_pre_hooks),
-        "method": model._prepare_cache_for_generation.__func__,
+        "method": getattr(model._prepare_cache_for_generation, "__func__", None),
     }
 
 
@@ -86,9 +87,10 @@ def test_two_models_two_specs(shared):
     assert first.config._attn_implementation == second.config._attn_implementation == "sdpa"
 
 
-def test_a_copy_of_a_patched_model_is_patched():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_a_patched_model_is_patched(copied):
     model = turboquant.patch(tiny(), EXACT)
-    other = copy.deepcopy(model)
+    other = copied(model)
     turboquant.patch(other, "paper-mse-4")
     assert generate(model).past_key_values.spec == EXACT
     assert generate(other).past_key_values.spec == turboquant.preset("paper-mse-4")

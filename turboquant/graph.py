@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache import TurboQuantCache
 
-__all__ = ["DecodeGraph", "with_graphs"]
+__all__ = ["DecodeGraph", "ForwardWithGraphs"]
 
 AHEAD = 512  # positions that room is made for at once: recording takes some milliseconds a layer
 
@@ -133,22 +133,31 @@ class DecodeGraph:
         return places
 
 
-def with_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model class's `forward`, with decoding steps on a TurboQuantCache replayed; all other calls are as before."""
-    graphs: weakref.WeakKeyDictionary[TurboQuantCache, DecodeGraph] = weakref.WeakKeyDictionary()
-    defaults = {name: p.default for name, p in inspect.signature(forward).parameters.items()}
+class ForwardWithGraphs:
+    """The `forward` of a model with decoding steps on a TurboQuantCache replayed; all other calls are as before.
 
-    @wraps(forward)
-    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+    Like a bound method it has a `__self__`, the model, and unlike one it is still there after a pickle of the model;
+    graphs are not copied.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.__self__ = model
+        self.__signature__ = inspect.signature(partial(type(model).forward, model))
+        self._defaults = {name: p.default for name, p in self.__signature__.parameters.items()}
+        self._graphs: weakref.WeakKeyDictionary[TurboQuantCache, DecodeGraph] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.__self__,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = partial(type(self.__self__).forward, self.__self__)
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
-        given = {name for name, x in kwargs.items() if x is not None and x is not defaults.get(name)}
+        given = {name for name, x in kwargs.items() if x is not None and x is not self._defaults.get(name)}
         plain = not args and given <= _FOLLOWED | _HARMLESS and kwargs.get("return_dict") is not False
         if not plain or ids is None or not isinstance(cache, TurboQuantCache) or not DecodeGraph.takes(cache, ids):
-            return forward(self, *args, **kwargs)
-        graph = graphs.get(cache)
+            return forward(*args, **kwargs)
+        graph = self._graphs.get(cache)
         if graph is None:
-            graph = graphs[cache] = DecodeGraph(cache, partial(forward, self))
+            graph = self._graphs[cache] = DecodeGraph(cache, forward)
         logits = graph.step(ids, kwargs.get("position_ids"))
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-
-    return stepping

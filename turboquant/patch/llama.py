@@ -1,7 +1,7 @@
 """Patching decoders with rotary keys: Llama, Mistral, Qwen2, Qwen3 and all others that use transformers'
 AttentionInterface alike.
 
-What changes in a model: the attention that its configuration names, one bound method (`_prepare_cache_for_generation`)
+What changes in a model: the attention that its configuration names, one method (`_prepare_cache_for_generation`)
 and one forward pre-hook, all kept in `model._turboquant`. Nothing is patched in a class or in transformers.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..attention import NAME
 from ..cache import TurboQuantCache, checked_config
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
-from ..graph import with_graphs
+from ..graph import ForwardWithGraphs
 from ..routing import Previous, restore, route
 from ..spec import CacheSpec
 
@@ -56,7 +56,7 @@ def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None, c
         state.previous = route(model, NAME)
     state.spec, state.calibration = spec, calibration
     if cuda_graphs and not state.cuda_graphs:
-        model.forward = MethodType(with_graphs(type(model).forward), model)  # a MethodType follows a deepcopy
+        model.forward = ForwardWithGraphs(model)
     elif state.cuda_graphs and not cuda_graphs:
         del model.forward
     state.cuda_graphs = cuda_graphs
@@ -68,7 +68,9 @@ def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> No
     previous = route(model, NAME)
     model._turboquant = _Patch(spec, calibration, previous, arguments.index("past_key_values"), False, handle)
     if hasattr(model, _METHOD):
-        setattr(model, _METHOD, MethodType(_prepare_cache_for_generation, model))  # a MethodType survives deepcopy
+        setattr(
+            model, _METHOD, partial(_prepare_cache_for_generation, model)
+        )  # pickle makes a method the class's again
 
 
 def unpatch(model: Any) -> None:
