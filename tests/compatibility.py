@@ -48,7 +48,7 @@ FEATURES = {
     "layers on two GPUs": "test_layers_on_two_devices",
     "same text over threads, runs and processes": "test_the_same",
     "patch twice, two models, copies, threads": "test_patch_twice or test_two_models or test_a_copy_of or test_threads",
-    "training, use_cache=False, output_attentions as before": "test_training or test_without_a_cache or test_attention_w",
+    "training, no cache, attention weights: as before": "test_training or without_a_cache",
     "custom masks, right padding, gradients: a clear error": "test_custom_masks or test_masks or test_there_is_no",
     "other architectures: a clear error": "test_unsupported_models",
 }
