@@ -3,11 +3,12 @@
     python benchmarks/esm.py quality families ablation scan memory --out benchmarks/results/zen4-2core
     python benchmarks/esm.py decode scan memory --device cuda --out benchmarks/results/h200
 
-    quality    every preset and width, proteins_val.fasta, calibrated on proteins_train.fasta
+    quality    int8, presets and widths, proteins_val.fasta, calibrated on proteins_train.fasta
     families   final cosine by SCOP class, proteins of proteins_val.fasta
     ablation   the default method at 3 bits, and TurboESM's, without each of their parts
     scan       masked marginals from a shared context against the exact scan: time, correlation, error by position
     decode     one changed residue a protein: packed context against a full one in the model's dtype, by SDPA
+    overhead   CPU time of a decoding step beyond the model, a layer: 33 layers of 20 heads, narrow, one short protein
     memory     bytes that a context of the 650M shape holds
 
 quality, families, ablation and scan run models/esm-reference in float32, unless `--device cuda`: there scan times the
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -35,15 +37,19 @@ from turboquant.routing import routed
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
 
+PRESET = turboquant.preset("esm-default")
 SPECS = {
+    "int8": CacheSpec(8, 8, rotation="none", key_levels="absmax", value_levels="absmax", key_block=32,
+                             value_block=32),
+    "esm-default": PRESET,
+    **{f"esm-{b}": PRESET.with_(key_bits=b, value_bits=b, sinks=0) for b in (4, 3, 2)},
     **{f"default-{b}": CacheSpec(b, b, centre="prompt") for b in (5, 4, 3, 2)},
     **{f"calibrated-{b:g}": CacheSpec(budget=b) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
     **{f"paper-mse-{b}": CacheSpec(b, b, scale="norm") for b in (4, 3, 2)},
     "turboesm": turboquant.preset("turboesm"),
     "keys 4, values 3": CacheSpec(4, 3, centre="prompt"),
     "calibrated-3, 1 sink": CacheSpec(budget=3.0, sinks=1),
-    "default-4, whole-protein centre": CacheSpec(4, 4, centre="prompt", centre_tokens=2048),
-}
+}  # fmt: skip
 WITHOUT = {
     "all parts": CacheSpec(3, 3, centre="prompt"),
     "no centre": CacheSpec(3, 3),
@@ -94,11 +100,12 @@ def calibrated(model: Any, args: argparse.Namespace) -> Calibration:
 
 def quality(report: Report, args: argparse.Namespace) -> None:
     model = reference()
-    calibration = calibrated(model, args)
     chosen = [p.sequence for p in spread(proteins("proteins_val.fasta"), args.proteins)]
-    found = esm.evaluate(model, chosen, SPECS, calibration=calibration, progress=True)
+    specs = {name: spec for name, spec in SPECS.items() if not args.specs or name in args.specs}
+    calibration = calibrated(model, args) if any(spec.calibrated for spec in specs.values()) else None
+    found = esm.evaluate(model, chosen, specs, calibration=calibration, progress=True)
     for name, one in found.items():
-        source = calibration.source if SPECS[name].calibrated else None
+        source = calibration.source if calibration and SPECS[name].calibrated else None
         params = {"spec": name, "proteins": one.proteins, "residues": one.residues, "calibrated_on": source}
         report.add("quality", params, rounded(one.metrics()))
         print(f"{name:34} {one}")
@@ -111,9 +118,10 @@ def plot(report: Report, path: str) -> None:
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     shown = {"final_cosine_mean": "1 - final cosine, mean", "masked_kl_divergence": "KL divergence, nats"}
     for axes, (metric, label) in zip(figure.subplots(1, 2), shown.items()):
-        for family in ("default", "calibrated", "paper-mse"):
-            rows = [row for row in report.rows if row["params"]["spec"] in SPECS
-                    and row["params"]["spec"].rpartition("-")[0] == family]  # fmt: skip
+        for family in ("esm", "default", "calibrated", "paper-mse", "int8", "turboesm"):
+            rows = [row for row in report.rows if re.fullmatch(rf"{family}(-[\d.]+)?", row["params"]["spec"])]
+            if not rows:
+                continue
             points = sorted((row["metrics"]["packed_bits"], row["metrics"][metric]) for row in rows)
             points = [(bits, 1 - y if "cosine" in metric else y) for bits, y in points]
             axes.plot(*zip(*points), marker="o", markersize=3, label=family)
@@ -207,8 +215,8 @@ def random_protein(length: int, seed: int = 0) -> str:
 
 
 class FullContext:
-    """The baseline of `decode`: one protein's keys and values a row in the model's dtype, the new row written in place,
-    attention by SDPA over all of them."""
+    """The baseline of `decode` and `overhead`: one protein's keys and values a row in the model's dtype, the new row
+    written in place, attention by SDPA over all of them."""
 
     def __init__(self, model: Any, batch: int, tokens: int, at: int) -> None:
         heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
@@ -266,6 +274,49 @@ def timed(step: Any, model: Any, repeats: int = 12) -> float:
     return round(float(np.median(times[3:])), 3)
 
 
+class NoContext:
+    """Attention that does nothing: what a step costs then is the model's."""
+
+    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> torch.Tensor:
+        return query.transpose(1, 2)
+
+
+@torch.no_grad()
+def overhead(report: Report, args: argparse.Namespace) -> None:
+    """Runs take turns and the least time of a thread counts, so that a busy machine hardly matters. Attention of the
+    few tokens is in it."""
+    torch.set_num_threads(1)
+    layers, residues = 33, 30
+    config = EsmConfig(
+        vocab_size=33, hidden_size=320, num_hidden_layers=layers, num_attention_heads=20, intermediate_size=32,
+        max_position_embeddings=1026, pad_token_id=1, mask_token_id=32, position_embedding_type="rotary",
+        token_dropout=True, emb_layer_norm_before=False,
+    )  # fmt: skip
+    model = EsmForMaskedLM(config).eval()
+
+    def own(context: Any) -> None:
+        with routed(model.esm, NAME):
+            embeddings = model.esm.embeddings.word_embeddings(torch.full((1, 1), 5))
+            model.lm_head(model.esm(inputs_embeds=embeddings, turboquant_context=context).last_hidden_state)
+
+    full = FullContext(model, 1, residues + 2, residues // 2)
+    steps: dict[str, Any] = {"none": lambda: own(NoContext()), "SDPA": lambda: own(full)}
+    for name, spec in {"4 bits": CacheSpec(4, 4), "default-4": SPECS["default-4"], "esm-default": PRESET}.items():
+        cache = esm.ContextCache(model, spec)
+        cache.encode([random_protein(residues)])
+        steps[name] = lambda cache=cache: cache.decode(["A"], [[residues // 2]])
+    least = dict.fromkeys(steps, float("inf"))
+    for _ in range(100):
+        for name, step in steps.items():
+            start = time.thread_time()
+            step()
+            least[name] = min(least[name], time.thread_time() - start)
+    for name, seconds in least.items():
+        beyond = (seconds - least["none"]) / layers * 1e6
+        report.add("overhead", {"attention": name}, {"step_us": seconds * 1e6, "beyond_model_us_per_layer": beyond})
+        print(f"{name:12} {seconds * 1e6:8.0f} us a step, {beyond:6.1f} us a layer beyond the model")
+
+
 def memory(report: Report, args: argparse.Namespace) -> None:
     """Of the shape's attention only what it holds matters: without feed-forward layers a CPU can fill it."""
     model = shape_650m(args.device, intermediate=5120 if args.device == "cuda" else 16)
@@ -282,7 +333,7 @@ def memory(report: Report, args: argparse.Namespace) -> None:
 
 
 BENCHES = {"quality": quality, "families": families, "ablation": ablation, "scan": scan, "decode": decode,
-           "memory": memory}  # fmt: skip
+           "overhead": overhead, "memory": memory}  # fmt: skip
 
 
 def main() -> None:
@@ -290,6 +341,7 @@ def main() -> None:
     parser.add_argument("benches", nargs="+", choices=BENCHES, metavar="BENCH", help=", ".join(BENCHES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--proteins", type=int, default=60, help="of proteins_val.fasta")
+    parser.add_argument("--specs", nargs="+", choices=SPECS, metavar="SPEC", help="of quality; all if none are named")
     parser.add_argument("--family", type=int, default=12, help="at most so many proteins of a class")
     parser.add_argument("--scans", type=int, default=8, help="proteins of 60 to 200 residues to scan")
     parser.add_argument("--calibration", help="a file, instead of calibrating")

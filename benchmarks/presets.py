@@ -33,6 +33,8 @@ attend from the packed bytes all the same: a tile of 32 tokens is decoded at a t
 
 SOURCES = {
     "default": "EDEN scale (arXiv 2108.08842), keys centred by the mean of the first 128 tokens; needs no data.",
+    "esm-default": "For ESM-2: as `default`, with the levels for coordinates of unit vectors of the head's own size "
+    "and keys centred by the mean of the whole protein (docs/esm.md).",
     "paper-mse": "TurboQuant mse as published (arXiv 2504.19874, Algorithm 1): norms, no centre, no token kept exact. "
     "At 3.5 and 2.5 bits half of the channels, those of largest magnitude among the first 128 tokens, "
     "have one bit more, a rotation and a scale of their own (section 4.3).",

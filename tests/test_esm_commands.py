@@ -10,12 +10,12 @@ import sys
 
 import pytest
 from conftest import ROOT, shared_file
-from esm_models import protein, tiny_esm, torch
+from esm_models import protein, tiny_esm, torch, transformers
 
 import turboquant
 from turboquant import CacheSpec, esm
 from turboquant.cli import main
-from turboquant.esm import masked_marginals, protein_batches, read_fasta
+from turboquant.esm import commands, masked_marginals, protein_batches, read_fasta
 from turboquant.esm.model import MASK, padded, tokenise
 
 
@@ -31,9 +31,14 @@ def sequences():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A saved model and two files of proteins; the tiny model has 66 positions: 62 residues."""
+    """A saved model and two files of proteins; the tiny model has 66 positions: 62 residues. And a calibration and a
+    configuration of other models."""
     where = tmp_path_factory.mktemp("esm")
     tiny_esm(max_position_embeddings=66).save_pretrained(where / "model")
+    other = tiny_esm(head_dim=32)
+    batches = protein_batches(other, [protein(60, i) for i in range(4)])
+    turboquant.calibrate(other, batches, sensitivity_batches=1).save(where / "other")
+    transformers.LlamaConfig().save_pretrained(where / "llama")
     for name, lengths in (("train", [30] * 8 + [63]), ("test", (12, 20))):
         lines = [f">{name}{i} of {n}\n{protein(n, i)}\n" for i, n in enumerate(lengths)]
         (where / f"{name}.fasta").write_text("".join(lines))
@@ -42,7 +47,7 @@ def folder(tmp_path_factory):
 
 def test_fasta(tmp_path):
     file = tmp_path / "a.fasta"
-    file.write_text("\n>one of them\nMKV\nacd ef\n\n>\nWW\n")
+    file.write_text("\n>one of them\nMKV\nacd ef\n\n>\nWW*\n")
     assert read_fasta(file) == [("one", "MKVACDEF"), ("protein-2", "WW")]
     for text, message in (("", "at least one protein"), ("MKV\n", "a.fasta:1: must be a FASTA header"),
                           (">a\nM\n>b\n>c\nM\n", "a.fasta:3: 'b' must have a sequence")):  # fmt: skip
@@ -170,6 +175,23 @@ def test_scan_command(folder, monkeypatch, tmp_path):
         assert [rows[20][n] for n in ("position", "wild_type", "mutation")] == ["2", protein(12, 0)[1], "A"]
 
 
+def test_a_scan_that_fails_leaves_the_file_of_the_last(folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.csv").write_text("old")
+    real = commands.masked_marginals
+
+    def full_at_the_second(model, sequence, **options):
+        if len(sequence) == 20:
+            raise OSError("no space left")
+        return real(model, sequence, **options)
+
+    monkeypatch.setattr(commands, "masked_marginals", full_at_the_second)
+    with pytest.raises(SystemExit):
+        main(["esm-scan", str(folder / "test.fasta"), "--model", str(folder / "model"), "--csv", "s.csv"])
+    assert (tmp_path / "s.csv").read_text() == "old"
+    assert len((tmp_path / "s.csv.part").read_text().splitlines()) == 1 + 12 * 20
+
+
 BAD = {
     "letters": (["esm-scan", "WRONG", "--model", "MODEL", "--csv", "s.csv"], "must be a letter of the ESM-2 alphabet"),
     "too long": (["esm-scan", "TRAIN", "--model", "MODEL", "--csv", "s.csv"], "at most 62 residues"),
@@ -179,7 +201,22 @@ BAD = {
     "a picture": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--heatmap", "x.txt"], "--heatmap"),
     "no calibration": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--spec", "calibrated-3"],
                        "--calibration"),
-    "too many": (["eval", "MODEL", "--fasta", "TEST", "--spec", "default", "--proteins", "3"], "3 proteins that"),
+    "too many": (["eval", "MODEL", "--fasta", "TEST", "--spec", "default", "--proteins", "3"],
+                 "--proteins must be in 1..2"),
+    "no tokens": (["calibrate", "MODEL", "--fasta", "TEST", "--out", "c", "--tokens", "0"],
+                  "--tokens must be in 1..36"),
+    "letters of eval": (["eval", "MODEL", "--fasta", "WRONG", "--spec", "default"],
+                        "wrong.fasta: b[1]` must be a letter"),
+    "no proteins file": (["eval", "MODEL", "--fasta", "none", "--spec", "default"], "must be one of text, got 'none'"),
+    "a batch": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--batch", "0"],
+                "--batch must be at least 1"),
+    "a device": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--device", "gpu"],
+                 "--device must be one"),
+    "a decoder": (["esm-scan", "TEST", "--model", "LLAMA", "--csv", "s.csv"], "MODEL must be an ESM-2 model"),
+    "text for proteins": (["eval", "MODEL", "--text", "TEST", "--spec", "default"], "which is of type 'esm'"),
+    "a calibration of another shape": (
+        ["eval", "MODEL", "--fasta", "TEST", "--spec", "calibrated-3", "--calibration", "OTHER"],
+        "must be of this model"),
     "a window": (["eval", "MODEL", "--fasta", "TEST", "--spec", "default", "--set", "window=8"], "--set window"),
 }  # fmt: skip
 
@@ -191,7 +228,7 @@ def test_bad_command_lines_write_nothing(arguments, message, folder, capsys, tmp
     monkeypatch.chdir(work)
     (tmp_path / "wrong.fasta").write_text(">a\nMKV\n>b\nMJ\n")
     named = {"MODEL": folder / "model", "TRAIN": folder / "train.fasta", "TEST": folder / "test.fasta",
-             "WRONG": tmp_path / "wrong.fasta"}  # fmt: skip
+             "WRONG": tmp_path / "wrong.fasta", "LLAMA": folder / "llama", "OTHER": folder / "other"}  # fmt: skip
     with pytest.raises(SystemExit) as left:
         main([str(named.get(a, a)) for a in arguments])
     assert left.value.code == 2 and message in capsys.readouterr().err and not list(work.iterdir())

@@ -156,6 +156,7 @@ def test_what_fits_the_fast_kernels_is_a_plan_of_version_1():
     fast = {name for name, spec in presets().items() if spec.budget is None and spec.plan(128)[0] == 1}
     assert fast == {
         "default",
+        "esm-default",
         *(f"paper-mse-{b}" for b in (4, 3, 2)),
         *(f"mlx-v3-{b}" for b in (4, 3.5, 3.25, 3, 2.75, 2.5, 2)),
     }
@@ -206,7 +207,7 @@ def test_presets():
 def test_unknown_presets():
     with pytest.raises(ValueError, match="got 'defalt': did you mean 'default'"):
         preset("defalt")
-    with pytest.raises(ValueError, match="got 'xyz': there are default, paper-mse-4"):
+    with pytest.raises(ValueError, match="got 'xyz': there are default, esm-default, paper-mse-4"):
         preset("xyz")
     with pytest.raises(ValueError, match="did you mean .*'skainet-balanced'"):
         preset("SKaiNET-balance")

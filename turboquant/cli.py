@@ -17,6 +17,7 @@ from typing import Any
 import turboquant
 
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 32768, 1024
+EVALUATED_PROTEINS = 60
 
 
 def _installed(distribution: str) -> str:
@@ -99,12 +100,28 @@ def _checked_files(chosen: argparse.Namespace, output: str, option: str) -> str:
     if chosen.fasta is not None:
         from .esm import read_fasta
 
-        read_fasta(chosen.fasta)
+        try:
+            read_fasta(chosen.fasta)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the FASTA file must be one of text, got {chosen.fasta!r}: {error}") from None
+        _check_kind(chosen.model, proteins=True)
         return ""
     try:
-        return Path(chosen.text).read_text(encoding="utf-8")
+        text = Path(chosen.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text must be a file of UTF-8 text, got {chosen.text!r}: {error}") from None
+    _check_kind(chosen.model, proteins=False)
+    return text
+
+
+def _check_kind(name: str, proteins: bool) -> None:
+    """That a model is one for proteins, or one for text."""
+    from transformers import AutoConfig
+
+    kind = AutoConfig.from_pretrained(name).model_type
+    if proteins != (kind == "esm"):
+        wants = "an ESM-2 model, for proteins" if proteins else "a causal language model, for text"
+        raise ValueError(f"MODEL must be {wants}, got {name!r}, which is of type {kind!r}")
 
 
 def _tokenizer(name: str) -> Any:
@@ -117,9 +134,10 @@ def _model(chosen: argparse.Namespace) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
+    device = _device(chosen.device)
     family = AutoModelForCausalLM if chosen.fasta is None else AutoModelForMaskedLM
     model = family.from_pretrained(chosen.model, dtype=getattr(torch, chosen.dtype)).eval()
-    return model.to(_device(chosen.device))
+    return model.to(device)
 
 
 def _device(wanted: str | None) -> str:
@@ -127,6 +145,11 @@ def _device(wanted: str | None) -> str:
     import torch
 
     if wanted is not None:
+        try:
+            torch.empty(1, device=wanted)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
+            said = str(error).partition("\n")[0]
+            raise ValueError(f"--device must be one that this torch can use, got {wanted!r}: {said}") from None
         return wanted
     built = next(Path(__file__).parent.glob("_torch*.so"), None)
     return "cuda" if built and torch.cuda.is_available() and _has_device_code(built) else "cpu"
@@ -141,8 +164,8 @@ def calibrate(chosen: argparse.Namespace) -> int:
     else:
         from .esm.commands import calibrated
 
-        tokens = CALIBRATION_TOKENS if chosen.tokens is None else chosen.tokens
-        found = calibrated(_model(chosen), chosen.fasta, tokens, chosen.seed, checkpoint)
+        amount = chosen.tokens, CALIBRATION_TOKENS
+        found = calibrated(_model(chosen), chosen.fasta, amount, chosen.seed, checkpoint)
     found.save(chosen.out)
     size = Path(chosen.out).stat().st_size
     print(f"{chosen.out}: {found.tokens:,} tokens, {found.layers} layers, {found.kv_heads} KV heads of "
@@ -222,7 +245,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
         if any(spec.window for spec in specs.values()):
             raise ValueError("--set window: does not apply to proteins, which an encoder reads at once")
         model, bench, named = _model(chosen), "esm-quality", ("proteins", "residues", "masked")
-        results = commands.evaluated(model, chosen.fasta, specs, found, chosen.proteins)
+        results = commands.evaluated(model, chosen.fasta, specs, found, (chosen.proteins, EVALUATED_PROTEINS))
         print(commands.markdown(results))
     if chosen.json:
         rows = []
@@ -252,6 +275,8 @@ def esm_scan(chosen: argparse.Namespace) -> int:
 
     for path, option in ((chosen.csv, "--csv"), (chosen.heatmap or "", "--heatmap")):
         _checked_output(path, option)
+    if chosen.batch < 1:
+        raise ValueError(f"--batch must be at least 1, got {chosen.batch}")
     if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
     if preset(chosen.spec).calibrated and chosen.calibration is None and not chosen.exact:
@@ -287,18 +312,28 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(one)
     one.add_argument("--out", metavar="FILE", required=True, help="the calibration; FILE.part while it runs, to resume")
     one.add_argument(
-        "--tokens", type=int, metavar="N", help=f"of the text, spread over it (default {CALIBRATION_TOKENS})"
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"of the text or proteins, spread over it (default {CALIBRATION_TOKENS})",
     )
     one.add_argument("--seed", type=int, default=0, help="of the rotation inside groups")
     one.set_defaults(run=calibrate)
-    one = commands.add_parser("eval", help="quality and bytes of specs on a text, everything packed unless --set")
+    one = commands.add_parser(
+        "eval", help="quality and bytes of specs on a text or proteins, everything packed unless --set"
+    )
     _add_model_options(one)
     one.add_argument("--spec", metavar="NAME[,NAME...]", required=True, help="presets")
     one.add_argument(
         "--set", metavar="FIELD=VALUE", action="append", default=[], help="a field of the spec, such as sinks=4"
     )
     one.add_argument("--calibration", metavar="FILE", help="for calibrated presets")
-    one.add_argument("--proteins", type=int, default=60, metavar="N", help="of --fasta, spread over it")
+    one.add_argument(
+        "--proteins",
+        type=int,
+        metavar="N",
+        help=f"of --fasta, spread over it (default {EVALUATED_PROTEINS}, or all if there are fewer)",
+    )
     one.add_argument("--windows", type=int, default=12, help="of --text, spread over it")
     one.add_argument("--length", type=int, default=2048, help="tokens of a window")
     one.add_argument("--prefill", choices=("packed", "chunked", "decode"), default="packed")
@@ -307,10 +342,17 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("esm-scan", help="score every mutation of proteins with an ESM-2 model")
     one.add_argument("fasta", metavar="FASTA", help="proteins")
     one.add_argument("--model", metavar="MODEL", required=True, help="a folder, or a name on the Hugging Face hub")
-    one.add_argument("--csv", metavar="FILE", required=True, help="the scores: one line per position and amino acid")
+    one.add_argument(
+        "--csv",
+        metavar="FILE",
+        required=True,
+        help="the scores: one line per position and amino acid; FILE.part while it runs",
+    )
     one.add_argument("--heatmap", metavar="FILE", help="a picture, .png, .svg or .pdf; of several proteins FILE-1, ...")
     one.add_argument("--exact", action="store_true", help="a full pass for each position, nothing shared or packed")
-    one.add_argument("--spec", metavar="NAME", default="default", help="preset of the shared context")
+    one.add_argument(
+        "--spec", metavar="NAME", default="esm-default", help="preset of the shared context (default esm-default)"
+    )
     one.add_argument("--calibration", metavar="FILE", help="for calibrated presets")
     one.add_argument("--batch", type=int, default=32, help="masked copies that run together")
     _add_device_options(one)

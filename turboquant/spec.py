@@ -408,6 +408,9 @@ def _absmax(key_bits: int, value_bits: int, **rotations: str) -> CacheSpec:
 _PRESETS: dict[str, CacheSpec] = {
     # The method that measures best without calibration.
     "default": CacheSpec(key_bits=4, value_bits=4, centre="prompt", sinks=4, window=128),
+    # The same for an encoder of proteins, whose heads are small: it reads all tokens at once, so the centre is that of
+    # them all, and no token is recent.
+    "esm-default": CacheSpec(4, 4, codebook="sphere", centre="prompt", centre_tokens=2**14, sinks=4),
     # TurboQuant mse as published (arXiv 2504.19874, Algorithm 1): norms, no centre, no token kept exact; in between,
     # outlier channels apart (section 4.3).
     **{f"paper-mse-{bits}": _paper(bits) for bits in (4, 3.5, 3, 2.5, 2)},

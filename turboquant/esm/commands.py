@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..calibration import Calibration, measure
 from ..spec import CacheSpec
 from .context import ContextCache
 from .fasta import Protein, read_fasta
-from .heatmap import heat_map
+from .heatmap import figure_class, heat_map
 from .model import AMINO_ACIDS, checked_model, tokenise
 from .quality import ProteinEvaluation, evaluate, protein_batches
 from .scan import Scan, masked_marginals
@@ -21,39 +22,52 @@ from .scan import Scan, masked_marginals
 __all__ = ["calibrated", "evaluated", "markdown", "scan"]
 
 
-def _chosen(proteins: Sequence[Protein], model: Any, *, count: int = 0, tokens: int = 0) -> list[Protein]:
-    """Proteins spaced evenly over a file, among those for which the model has positions: `count` of them, or so many
-    that they have `tokens` tokens. Says how many were too long."""
-    most = model.config.max_position_embeddings - 4
+Amount = tuple[int | None, int]  # what was asked for, if anything, and what is usual
+
+
+def _fitting(path: str, model: Any) -> list[Protein]:
+    """The proteins of a file for which the model has positions. Says how many were too long."""
+    proteins, most = read_fasta(path), model.config.max_position_embeddings - 4
     fitting = [p for p in proteins if len(p.sequence) <= most]
     if len(fitting) < len(proteins):
         print(f"{len(proteins) - len(fitting)} of {len(proteins)} proteins have more than {most} residues and are "
               "left out", file=sys.stderr)  # fmt: skip
     if not fitting:
         raise ValueError(f"--fasta must have a protein of at most {most} residues, for which the model has positions")
-    if tokens:
-        count = -(-tokens * len(fitting) // sum(len(p.sequence) + 2 for p in fitting))
-    if count > len(fitting):
-        raise ValueError(f"--fasta must have what is asked for, {count} proteins that fit, got {len(fitting)}")
-    return [fitting[i * len(fitting) // count] for i in range(count)]
+    return fitting
 
 
-def calibrated(model: Any, fasta: str, tokens: int, seed: int, checkpoint: str) -> Calibration:
-    """A calibration of `model` on about `tokens` tokens of the proteins in a file."""
+def _spread(path: str, model: Any, option: str, amount: Amount, sizes: Callable[[Protein], int]) -> list[str]:
+    """Sequences spaced evenly over a file, whose sizes come to what was asked for, or to what is usual or all there
+    is."""
+    proteins = _fitting(path, model)
+    wanted, usual = amount
+    there = sum(map(sizes, proteins))
+    if wanted is not None and not 1 <= wanted <= there:
+        raise ValueError(f"{option} must be in 1..{there}, which the proteins of --fasta have, got {wanted}")
+    count = -(-min(wanted or usual, there) * len(proteins) // there)
+    chosen = [proteins[i * len(proteins) // count] for i in range(count)]
+    for protein in chosen:
+        tokenise(protein.sequence, model.config, f"{path}: {protein.name}")
+    return [protein.sequence for protein in chosen]
+
+
+def calibrated(model: Any, fasta: str, tokens: Amount, seed: int, checkpoint: str) -> Calibration:
+    """A calibration of `model` on about so many tokens of the proteins in a file."""
     checked_model(model)
-    proteins = _chosen(read_fasta(fasta), model, tokens=tokens)
-    batches = protein_batches(model, [p.sequence for p in proteins], seed=seed)
-    source = f"{Path(fasta).name}, {len(proteins)} proteins"
+    sequences = _spread(fasta, model, "--tokens", tokens, lambda protein: len(protein.sequence) + 2)
+    batches = protein_batches(model, sequences, seed=seed)
+    source = f"{Path(fasta).name}, {len(sequences)} proteins"
     return measure.calibrate(model, batches, seed=seed, source=source, progress=True, checkpoint=checkpoint)
 
 
 def evaluated(
-    model: Any, fasta: str, specs: Mapping[str, CacheSpec], calibration: Calibration | None, count: int
+    model: Any, fasta: str, specs: Mapping[str, CacheSpec], calibration: Calibration | None, count: Amount
 ) -> dict[str, ProteinEvaluation]:
-    """Each spec on `count` proteins of a file."""
+    """Each spec on so many proteins of a file."""
     checked_model(model)
-    proteins = _chosen(read_fasta(fasta), model, count=count)
-    return evaluate(model, [p.sequence for p in proteins], specs, calibration=calibration, progress=True)
+    sequences = _spread(fasta, model, "--proteins", count, lambda protein: 1)
+    return evaluate(model, sequences, specs, calibration=calibration, progress=True)
 
 
 def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
@@ -73,18 +87,22 @@ def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
 
 
 def scan(model: Any, chosen: argparse.Namespace) -> int:
-    """Masked marginals of every protein of a file, as CSV and, if wanted, as pictures."""
+    """Masked marginals of every protein of a file, as CSV and, if wanted, as pictures. What is there at the CSV's place
+    stays until all is done."""
     checked_model(model)
+    if chosen.heatmap:
+        figure_class()
     proteins = read_fasta(chosen.fasta)
     for protein in proteins:
         tokenise(protein.sequence, model.config, f"{chosen.fasta}: {protein.name}")
     calibration = None if chosen.calibration is None else Calibration.load(chosen.calibration)
     context = None if chosen.exact else ContextCache(model, chosen.spec, calibration)
-    with open(chosen.csv, "w", newline="", encoding="utf-8") as file:
+    unfinished = f"{chosen.csv}.part"
+    with open(unfinished, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("protein", "position", "wild_type", "mutation", "score", "log_probability"))
         for i, protein in enumerate(proteins):
-            print(f"{protein.name}: {len(protein.sequence)} residues", file=sys.stderr)
+            print(f"{i + 1} of {len(proteins)}, {protein.name}: {len(protein.sequence)} residues", file=sys.stderr)
             if context is not None:
                 context.encode([protein.sequence])
             found = masked_marginals(model, protein.sequence, shared_context=context is not None, context=context,
@@ -92,6 +110,7 @@ def scan(model: Any, chosen: argparse.Namespace) -> int:
             writer.writerows(_rows(protein.name, found))
             if chosen.heatmap:
                 heat_map(found, _numbered(chosen.heatmap, i, len(proteins)), title=protein.name)
+    os.replace(unfinished, chosen.csv)
     return 0
 
 

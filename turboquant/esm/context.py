@@ -1,6 +1,6 @@
 """ContextCache: proteins read once by the model's exact pass, their packed keys and values read ever after.
 
-    cache = ContextCache(model, "default")
+    cache = ContextCache(model)
     cache.encode(["MKTAYIAKQR", "GGSHHHHHH"])        # exact; stores every layer's keys and values, packed
     cache.decode([["W"], ["<mask>", "A"]], [[3], [0, 8]])  # protein 0 with W at residue 3, 1 with two changes
 
@@ -103,7 +103,7 @@ class ContextCache:
     def __init__(
         self,
         model: Any,
-        spec: CacheSpec | str = "default",
+        spec: CacheSpec | str = "esm-default",
         calibration: Calibration | str | os.PathLike[str] | None = None,
     ) -> None:
         base, chosen = checked_model(model), resolve(spec)

@@ -17,8 +17,8 @@ class Protein(NamedTuple):
 
 
 def read_fasta(path: str | os.PathLike[str]) -> list[Protein]:
-    """All entries of a file, in order. Lower-case letters (soft masking) become upper-case; whether letters are of a
-    model's alphabet is for the model to say.
+    """All entries of a file, in order. Lower-case letters (soft masking) become upper-case, and the "*" of a stop codon
+    at the end is left out; whether letters are of a model's alphabet is for the model to say.
 
     ValueError, naming the line, for a file without entries, text in front of the first, or an entry without a sequence.
     """
@@ -35,7 +35,8 @@ def read_fasta(path: str | os.PathLike[str]) -> list[Protein]:
             found[-1][2].append("".join(text.split()).upper())
     if not found:
         raise ValueError(f"{name}: must be a FASTA file with at least one protein, got none")
-    for number, header, parts in found:
-        if not parts:
+    proteins = [Protein(header, "".join(parts).removesuffix("*")) for _, header, parts in found]
+    for (number, header, _), protein in zip(found, proteins):
+        if not protein.sequence:
             raise ValueError(f"{name}:{number}: {header!r} must have a sequence, got none")
-    return [Protein(header, "".join(parts)) for _, header, parts in found]
+    return proteins

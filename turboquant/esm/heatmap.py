@@ -16,6 +16,15 @@ __all__ = ["heat_map"]
 COLUMNS = 60  # positions in one strip
 
 
+def figure_class() -> Any:
+    """matplotlib's; ImportError that says how to get it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a heat map needs matplotlib: pip install 'turboquant-attention[plot]'") from error
+    return Figure
+
+
 def heat_map(scan: Scan, path: str | os.PathLike[str], *, title: str = "") -> None:
     """Draws the scores of a scan to a PNG, SVG or PDF file, by its ending; the wild type of each position is a dot.
 
@@ -23,14 +32,10 @@ def heat_map(scan: Scan, path: str | os.PathLike[str], *, title: str = "") -> No
     """
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"`path` must end in .png, .svg or .pdf, got {os.fspath(path)!r}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a heat map needs matplotlib: pip install 'turboquant-attention[plot]'") from error
     scores = scan.scores
     strips = -(-len(scan.positions) // COLUMNS)
     widest = min(COLUMNS, len(scan.positions))
-    figure = Figure(figsize=(2 + 0.16 * max(widest, 20), 0.6 + 3.1 * strips), layout="constrained")
+    figure = figure_class()(figsize=(2 + 0.16 * max(widest, 20), 0.6 + 3.1 * strips), layout="constrained")
     limit = float(np.abs(scores).max(initial=1e-6))
     image: Any = None
     for strip, axes in enumerate(figure.subplots(strips, 1, squeeze=False)[:, 0]):

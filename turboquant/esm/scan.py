@@ -57,7 +57,7 @@ def masked_marginals(
     positions: Sequence[int] | None = None,
     shared_context: bool = True,
     *,
-    spec: CacheSpec | str = "default",
+    spec: CacheSpec | str = "esm-default",
     calibration: Calibration | str | os.PathLike[str] | None = None,
     context: ContextCache | None = None,
     batch_size: int = 32,
