@@ -52,7 +52,7 @@ def fill(model: Any, cache: Any, batch: int, tokens: int) -> None:
             continue
         keys, values = cache.update(k, k, i)
         query = k[:, :1].expand(-1, CONFIG.num_attention_heads, -1, -1)
-        with patch("turboquant.cache.own_attention", lambda _, query, *rest: (query, None)):
+        with patch("turboquant.layer.own_attention", lambda _, query, *rest: (query, None)):
             attention(layer.self_attn, query, keys, values, None, scaling=CONFIG.head_dim**-0.5)
 
 

@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 if TYPE_CHECKING:
-    from .cache import PackedLayer
+    from .layer import PackedLayer
 
 __all__ = ["NAME", "FreshKeys", "MaskRequest", "attention", "own_attention", "request_mask"]
 

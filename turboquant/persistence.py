@@ -33,7 +33,8 @@ from .plan import FORMAT_VERSION, PAGE_TOKENS
 from .spec import CacheSpec
 
 if TYPE_CHECKING:
-    from .cache import PackedLayer, TurboQuantCache
+    from .cache import TurboQuantCache
+    from .layer import PackedLayer
 
 __all__ = ["MAGIC", "VERSION", "load", "save"]
 

@@ -1,0 +1,112 @@
+"""What the layers of one TurboQuantCache have in common, counted once:
+
+lengths      int32 [batch] of each device: one tensor for all its layers
+rotation     the random matrices of a spec (Haar, sketches) on each device
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .calibration import Calibration
+from .modes import side_matrix
+from .pages import outside_autograd
+from .spec import CacheSpec
+
+if TYPE_CHECKING:
+    from .layer import PackedLayer
+
+__all__ = ["Common"]
+
+
+class Common:
+    """calibration   of all layers, or None;  layers   those of the cache"""
+
+    def __init__(self, calibration: Calibration | None) -> None:
+        self.calibration = calibration
+        self._layers: list[weakref.ref[PackedLayer]] = []  # weak: a cache that is dropped is freed there and then
+        self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
+        self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_layers": []}
+
+    @property
+    def layers(self) -> list[PackedLayer]:
+        return [layer for reference in self._layers if (layer := reference()) is not None]
+
+    @layers.setter
+    def layers(self, layers: Iterable[PackedLayer]) -> None:
+        self._layers = [weakref.ref(layer) for layer in layers]
+
+    def lengths(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Lengths of all sequences at `after` positions, int32 [batch]: brought up to date by the first layer of a
+        forward, used by all. From step to step it is the same tensor, so that a step can be replayed as a CUDA graph.
+        """
+        held = self._lengths.get(device)
+        if held is None or held[:2] != (after, padding):
+            held = self._lengths[device] = (after, padding, self._moved_lengths(held, after, padding, device))
+        return held[2]
+
+    @outside_autograd
+    def _moved_lengths(
+        self,
+        held: tuple[int, tuple[int, ...], torch.Tensor] | None,
+        after: int,
+        padding: tuple[int, ...],
+        device: torch.device,
+    ) -> torch.Tensor:
+        if held is not None and held[1] == padding:
+            return held[2].add_(after - held[0])
+        return torch.tensor([after - p for p in padding], dtype=torch.int32, device=device)
+
+    def held(self, device: torch.device) -> torch.Tensor | None:
+        found = self._lengths.get(device)
+        return None if found is None else found[2]
+
+    def replayed(self, device: torch.device) -> None:
+        """The lengths of a device have grown by one, without this class."""
+        after, padding, lengths = self._lengths[device]
+        self._lengths[device] = after + 1, padding, lengths
+
+    @outside_autograd
+    def rotation(self, spec: CacheSpec, side: str, head_dim: int, device: torch.device) -> torch.Tensor | None:
+        """The random matrix of a side, float32 [1, rows, head_dim], one for all layers of a device: Haar, a sketch, or
+        one above the other. None where the plan needs none."""
+        rows = spec.sketch_rows(head_dim) if side == "key" else 0
+        where = (spec.rotation_of(side) == "haar", rows, spec.seed, head_dim, device)
+        if where not in self._rotations:
+            matrix = side_matrix(spec, side, head_dim)
+            if matrix is None:
+                return None
+            self._rotations[where] = torch.from_numpy(np.ascontiguousarray(matrix)).to(device)
+        return self._rotations[where]
+
+    def fork(self) -> Common:
+        other = Common(self.calibration)
+        other._rotations = dict(self._rotations)
+        return other
+
+    def undo(self, before: int) -> None:
+        """Back to `before` positions in every layer, after a forward that failed; a layer that cannot is marked."""
+        for layer in self.layers:
+            if before == 0:
+                layer.reset()
+            elif layer.tokens > before:
+                if layer.can_crop_to(before):
+                    layer.crop_to(before)
+                else:
+                    layer.damaged = True
+        held, self._lengths = self._lengths, {}
+        for device, (_, padding, _) in held.items():
+            if before:
+                self.lengths(before, padding, device)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from (("lengths", held[2]) for held in self._lengths.values())
+        yield from (("rotation", matrix) for matrix in self._rotations.values())

@@ -1,0 +1,515 @@
+"""One layer of a TurboQuantCache: [ sinks | packed pages | window ] (turboquant.h, "the cache").
+
+Each sequence has its own length. Padding on the left of a batch is never stored: token i of sequence b has position
+i - padding[b], and none if that is negative.
+
+    pages        uint8 [n_pages, kv_heads, record_bytes], zeros where nothing is stored
+    block_table  int32 [batch, max_pages]: the page of each 128 packed tokens of a sequence
+    sinks        keys and values in the model's dtype, each [batch, kv_heads, sinks, head_dim]
+    window       the same, a ring of [batch, kv_heads, window, head_dim]
+    centre       float32 [batch, kv_heads, head_dim], or none
+    calibration  rotations, steps and centres of keys and values (`calibration.tensors`): shared by all caches of a
+                 calibration on a device, and counted in each
+
+Growth: pages are added when a sequence fills its last one, as many as are needed or 1/64 of those there are, whichever
+is more: at most 1/64 lies idle. Adding copies the layer's packed bytes. A sequence needs a page every 128 tokens, and
+every step reads all its packed bytes anyway: while the sequences of a batch are in step, the copies add less than 2 %
+to the memory traffic of attention. Forks, beams and repeated sequences share pages (`pages.PageTable`). A layer with a
+sliding window gives pages back that no query can see any more, but for one in reserve for `crop`.
+
+A step reads no device tensor back: lengths and pages are counted on the host, from the padding of the first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from . import ops as _ops  # noqa: F401  registers torch.ops.turboquant
+from .attention import FreshKeys, MaskRequest, own_attention
+from .calibration.tensors import transforms
+from .common import Common
+from .modes import is_split
+from .pages import RELEASED, PageTable, outside_autograd
+from .plan import PAGE_TOKENS
+from .prompt import prompt_mean, prompt_rotations
+from .report import LayerReport
+from .rewind import PastWindows
+from .spec import CacheSpec
+
+__all__ = ["PackedLayer", "describe_flag"]
+
+_append = torch.ops.turboquant.append.default  # the overload itself: nothing is looked up in a decode step
+_attend = torch.ops.turboquant.attend.default
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NOTHING = torch.empty(0)  # where a layer that holds nothing has no pages yet
+_NONE: torch.Tensor | None = None
+
+# Keywords of attention functions that change the weights in ways that `attend` does not know.
+_UNKNOWN_OPTIONS = ("s_aux", "position_bias", "head_mask", "output_attentions")
+
+# What a layer holds for each sequence beside its pages: attributes, tensors [batch, ..], or None.
+_STATE = ("sink_k", "sink_v", "window_k", "window_v", "centre")
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes a result on; a backward pass that comes through it is an error instead of a gradient without the keys and
+    values."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("attention through a TurboQuantCache has no gradient: train with use_cache=False")
+
+
+class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a TurboQuantCache. Models reach it through the cache; `attend` is called by the attention function.
+
+    tokens    positions seen, padding included: what transformers calls the sequence length
+    padding   of those, how many in front of each sequence are not stored
+    """
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
+        super().__init__()
+        self.index, self.spec, self._shared = index, spec, shared
+        self.record_past = False
+        self.reset()
+
+    def __repr__(self) -> str:
+        return f"PackedLayer({self.index}, tokens={self.tokens})"
+
+    def reset(self) -> None:
+        """Empties the layer and gives its memory back: it may then be used with another batch size, dtype or device."""
+        self.tokens = 0
+        self.padding: tuple[int, ...] = ()
+        self.damaged = False
+        self.is_initialized = False
+        self._signature: tuple[Any, ...] | None = None
+        self.table: PageTable | None = None
+        self.past = PastWindows()
+        self.sliding_window = 0  # of the last forward
+        self._released = 0  # positions before this one are in no page any more
+        self.sink_k = self.sink_v = self.window_k = self.window_v = self.centre = _NONE
+        self.rotations: dict[str, torch.Tensor | None] = {"key": None, "value": None}
+        self.split: dict[str, torch.Tensor] = {}  # rotations that sort out the prompt's outlier channels
+        self.flag = _NONE  # of `append` on CUDA, int64 [1]
+        self.calibrated: dict[str, torch.Tensor] = {}  # arguments of the operators
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """uint8 [n_pages, kv_heads, record_bytes]; forks and beams may share it."""
+        return _NOTHING if self.table is None else self.table.pool.storage
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        return _NOTHING if self.table is None else self.table.tensor
+
+    # ---- what transformers calls ----
+
+    @outside_autograd
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        """Fixes batch, heads, head_dim, dtype and device to those of key_states [batch, kv_heads, any, head_dim]."""
+        value_states = key_states if value_states is None else value_states
+        if key_states.dim() != 4 or key_states.shape != value_states.shape:
+            raise ValueError(f"layer {self.index}: keys and values must both be [batch, kv_heads, tokens, head_dim], "
+                             f"got {tuple(key_states.shape)} and {tuple(value_states.shape)}")  # fmt: skip
+        if key_states.dtype not in _DTYPES or value_states.dtype != key_states.dtype:
+            raise TypeError(f"layer {self.index}: keys and values must be float32, float16 or bfloat16 alike, got "
+                            f"{key_states.dtype} and {value_states.dtype}")  # fmt: skip
+        batch, kv_heads, _, head_dim = key_states.shape
+        plan = self.spec.plan(head_dim)
+        found = self._shared.calibration
+        if found is not None and (found.kv_heads, found.head_dim) != (kv_heads, head_dim):
+            raise ValueError(f"layer {self.index}: keys must have the {found.kv_heads} KV heads of {found.head_dim} "
+                             f"channels of the calibration, got {kv_heads} of {head_dim}")  # fmt: skip
+        self.reset()
+        self.plan, self.dtype, self.device, self.batch_size = plan, key_states.dtype, key_states.device, batch
+        self.max_batch_size = batch
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.record_bytes = PAGE_TOKENS * self.spec.bytes_per_token(head_dim)
+        self.padding = (0,) * batch
+        self.table = PageTable.empty(batch, kv_heads, self.record_bytes, self.device)
+        for side, count in (("sink", self.spec.sinks), ("window", self.spec.window)):
+            for which in "kv" if count else "":
+                shape = (batch, kv_heads, count, head_dim)
+                setattr(self, f"{side}_{which}", torch.zeros(shape, dtype=self.dtype, device=self.device))
+        if self.device.type == "cuda":
+            self.flag = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for side in ("key", "value"):
+            if not is_split(self.spec, side) and self.spec.rotation_of(side) != "svd":
+                self.rotations[side] = self._shared.rotation(self.spec, side, head_dim, self.device)
+        if found is not None:
+            self.calibrated = transforms(found, self.spec, self.index, self.device)
+        self._signature = (batch, kv_heads, head_dim, self.dtype, self.device)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes the new keys and values of a forward, [batch, kv_heads, tokens, head_dim], on to its attention.
+
+        Nothing is stored yet. Returns the keys as `FreshKeys`, which only this package's attention function accepts,
+        and the values. Raises ValueError or TypeError for another shape, dtype or device than that of the tokens
+        already stored.
+        """
+        shape = key_states.shape
+        signature = (shape[0], shape[1], shape[-1], key_states.dtype, key_states.device)
+        if signature != self._signature or value_states.shape != shape:
+            if self.tokens:
+                raise ValueError(
+                    f"layer {self.index}: the cache holds {self._described()}, got keys {tuple(shape)} "
+                    f"{key_states.dtype} on {key_states.device} and values {tuple(value_states.shape)}: use a new "
+                    "cache, or cache.reset()"
+                )
+            self.lazy_initialization(key_states, value_states)
+        if self.pages.device != self.device:
+            self.prefetch()
+        if self.damaged:
+            raise RuntimeError(
+                f"layer {self.index}: an earlier forward failed after it had stored tokens: call cache.reset()"
+            )
+        return FreshKeys.of(key_states, self), value_states
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        """(positions, offset) of the mask of a forward that is about to add `query_length` (4.57: a tensor of them)."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.tokens + new, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def offload(self) -> None:
+        """Moves all that the layer holds to the CPU. `prefetch`, or the next forward, brings it back; forks that share
+        its pages bring them back as well."""
+        self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Brings an offloaded layer back to its device."""
+        if self.is_initialized:
+            self._move(self.device)
+
+    @outside_autograd
+    def _move(self, device: torch.device) -> None:
+        if self.table is None or self.pages.device == self.block_table.device == device:
+            return
+        self.table.move(device)
+        for name in (*_STATE, "flag"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, held.to(device))
+
+    def activate_past_recording(self) -> None:
+        """From now on keeps, until the next `crop`, what leaves the window, so that crop can bring it back: a copy of
+        the window for each forward. transformers calls it before assisted decoding."""
+        self.record_past = True
+
+    is_croppable = True
+
+    def can_crop_to(self, tokens: int) -> bool:
+        """Whether going back is exact: every token that the next query sees is where it would be."""
+        window, first = self.spec.window, self.spec.sinks + min(self.padding, default=0)
+        if tokens >= self.tokens:
+            return True
+        if self.sliding_window and tokens - self.sliding_window + 1 < self._released:
+            return False
+        inside = window == 0 or self.tokens <= first + window
+        return inside or self.past.reaches(tokens, self.tokens, window, first)
+
+    def crop(self, tokens: int) -> None:
+        """Forgets the last -tokens positions; a positive number is how many to keep (transformers 4.57).
+
+        Exact: what stays is what a shorter text would have left. Raises NotImplementedError where tokens would have to
+        come back that have left the window (unless they were recorded, see `activate_past_recording`) or fallen out of
+        a sliding window.
+        """
+        keep = self.tokens + tokens if tokens <= 0 else min(tokens, self.tokens)
+        if keep <= 0:
+            if self.tokens:
+                self.reset()
+            return
+        if not self.can_crop_to(keep):
+            raise NotImplementedError(self._uncroppable(keep))
+        if keep < max(self.padding, default=0):
+            raise NotImplementedError("crop: keeping less than the padding of a left-padded batch is not supported")
+        self.crop_to(keep)
+
+    def _uncroppable(self, keep: int) -> str:
+        if self.sliding_window and keep - self.sliding_window + 1 < self._released:
+            return f"crop: layer {self.index} has freed positions that fell out of its sliding window"
+        return (
+            f"crop: layer {self.index} has a window of {self.spec.window} tokens and older ones are quantised already: "
+            "use a spec with window=0, or call cache.activate_past_recording() before the forward that is to be undone"
+        )
+
+    @outside_autograd
+    def crop_to(self, keep: int) -> None:
+        """`crop` to `keep` positions, 0 < keep; `can_crop_to(keep)` is true."""
+        if keep < self.tokens:
+            if self.window_k is not None and self.window_v is not None and self.past.snapshots:
+                window = self.past.ring(keep, self.tokens, (self.window_k, self.window_v), self.padding)
+                self.window_k, self.window_v = window
+            if self.table is not None:
+                self.table.truncate(self._packed(keep, self.padding))
+            self.tokens = keep
+        self.past.cropped(keep)
+
+    def _packed(self, positions: int, padding: Sequence[int]) -> list[int]:
+        """Packed tokens of each sequence at so many positions."""
+        exact = self.spec.sinks + self.spec.window
+        return [max(0, positions - pad - exact) for pad in padding]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence b becomes what sequence beam_idx[b] was. Full pages are shared, not copied; see `pages`."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times, one after the other."""
+        self._select([b for b in range(len(self.padding)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the sequences `indices` (integers, or a bool for each sequence)."""
+        chosen = indices.nonzero().view(-1) if indices.dtype == torch.bool else indices
+        self._select(chosen.tolist())
+
+    @outside_autograd
+    def _select(self, sequences: Sequence[int]) -> None:
+        if self.table is None:
+            return
+        batch = len(self.padding)
+        if not all(0 <= b < batch for b in sequences):
+            raise IndexError(f"layer {self.index}: sequences must be in 0..{batch - 1}, got {list(sequences)}")
+        where = torch.tensor(list(sequences), device=self.device)
+        state = {name: held.index_select(0, where) for name in _STATE if (held := getattr(self, name)) is not None}
+        self.table.select(sequences)
+        self.__dict__.update(state)
+        self.past = PastWindows()
+        self.padding = tuple(self.padding[b] for b in sequences)
+        self.batch_size = self.max_batch_size = len(sequences)
+        self._signature = (len(sequences), self.kv_heads, self.head_dim, self.dtype, self.device)
+
+    @outside_autograd
+    def fork(self, shared: Common) -> PackedLayer:
+        """The same layer for another cache, whose layers have `shared` in common. Pages are shared, sinks and window
+        copied."""
+        other = PackedLayer(self.index, self.spec, shared)
+        if self.table is not None:
+            other.__dict__.update(self.__dict__, _shared=shared, table=self.table.fork(), past=PastWindows())
+            own = {name: held.clone() for name in (*_STATE, "flag") if (held := getattr(self, name)) is not None}
+            other.__dict__.update(own)
+        return other
+
+    # ---- attention ----
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: MaskRequest | torch.Tensor | None,
+        scaling: float | None,
+        dropout: float,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Stores the new tokens and attends from their queries to all that is stored.
+
+        query [batch, query_heads, tokens, head_dim];  key, value [batch, kv_heads, tokens, head_dim], checked by
+                                                       `update`
+        Returns [batch, tokens, query_heads, head_dim], dense.
+        A failure leaves the cache as it was, and its message names the layer.
+        """
+        before = self.tokens
+        try:
+            if torch.is_grad_enabled() and query.requires_grad:
+                with torch.no_grad():
+                    query_, key, value = query.detach(), key.detach(), value.detach()
+                    out = self._attend(module, query_, key, value, mask, scaling, dropout, options)
+                return _NoGradient.apply(out, query)  # type: ignore[no-any-return,no-untyped-call]
+            return self._attend(module, query, key, value, mask, scaling, dropout, options)
+        except Exception as error:
+            self._shared.undo(before)
+            if error.args and isinstance(error.args[0], str):
+                error.args = (f"layer {self.index}: {error.args[0]}", *error.args[1:])
+            raise
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: MaskRequest | torch.Tensor | None,
+        scaling: float | None,
+        dropout: float,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        before, new, spec = self.tokens, key.shape[2], self.spec
+        after = before + new
+        for name in _UNKNOWN_OPTIONS:
+            if options.get(name) is not None and options[name] is not False:
+                raise NotImplementedError(f"`{name}` is not supported with a TurboQuantCache")
+        if type(mask) is MaskRequest:
+            if mask.positions != after:
+                raise RuntimeError(
+                    f"the cache holds {before} positions here and {mask.positions - new} in its first layer: an "
+                    "earlier forward was cut off; call cache.reset()"
+                )
+            padding, sliding = mask.padding(before, new, self.padding), mask.local_size
+        elif mask is None:
+            padding, sliding = self.padding, int(options.get("sliding_window") or 0)
+        else:
+            shape = tuple(getattr(mask, "shape", ()))
+            raise NotImplementedError(f"`attention_mask` must be [batch, positions], got {shape}: custom masks are not "
+                                      "supported with a TurboQuantCache")  # fmt: skip
+
+        first = before == 0
+        out = None
+        if first and spec.prefill == "exact":
+            out, _ = own_attention(module, query, key, value, mask, scaling, dropout, options)
+        if self._released and not 0 < sliding <= after - new + 1 - self._released:
+            raise ValueError(f"the sliding window must be the one of earlier forwards, {self.sliding_window}, got "
+                             f"{sliding or 'none'}: pages that fell out of it are freed")  # fmt: skip
+        lengths = self._shared.lengths(after, padding, self.device)
+        if first and spec.centre == "prompt":
+            self.centre = prompt_mean(
+                key, padding, spec.centre_tokens
+            )  # undone by reset, which a failed first forward ends in
+        if first and spec.outliers == "prompt":
+            self.split = prompt_rotations(spec, key, value, padding)
+        state = self._state()
+        read = state
+        if self.window_k is not None and self.window_v is not None and (self.record_past or (new > 1 and out is None)):
+            window = self.window_k.clone(), self.window_v.clone()
+            if new > 1:  # early queries need what later tokens push out
+                read = {**state, "window_k": window[0], "window_v": window[1], "fresh_k": key, "fresh_v": value}
+            if self.record_past:
+                self.past.add(before, window)
+                self.past.add_fresh(before, (key, value), window, padding)
+
+        pages, table = self._append(key, value, lengths, state, after, padding)
+        self.tokens, self.padding, self.sliding_window = after, padding, sliding
+        if sliding and new > 1:
+            self._release()
+        if out is None:
+            out, _ = _attend(
+                query,
+                pages,
+                table,
+                lengths,
+                self.plan,
+                softmax_scale=self.head_dim**-0.5 if scaling is None else scaling,
+                sliding_window=sliding,
+                softcap=options.get("softcap") or 0.0,
+                **read,
+            )
+            out = out.transpose(1, 2).contiguous()
+        return out
+
+    def _append(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        after: int,
+        padding: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the new tokens, and returns the pages and the table that hold them. A failure leaves both as they
+        were."""
+        table = self.table
+        assert table is not None
+        with table.pool.lock:
+            undo = None if after <= table.ready else self._reserve(table, after, padding)
+            try:
+                _append(key, value, lengths, table.pool.storage, table.tensor, self.plan, flag=self.flag, **state)
+            except BaseException:
+                if undo is not None:
+                    undo()
+                raise
+            return table.pool.storage, table.tensor
+
+    def reserve(self, positions: int) -> None:
+        """Makes room for that many positions of each sequence, so that no forward up to there has to allocate pages.
+        The layer holds tokens already."""
+        assert self.table is not None
+        with self.table.pool.lock:
+            if positions > self.table.ready:
+                self._reserve(self.table, positions, self.padding)
+
+    def _reserve(self, table: PageTable, after: int, padding: tuple[int, ...]) -> Callable[[], None]:
+        if self.sliding_window:
+            self._release()
+        undo = table.reserve(self._packed(self.tokens, padding), self._packed(after, padding))
+        exact = self.spec.sinks + self.spec.window
+        table.ready = min((len(row) * PAGE_TOKENS + exact + pad for row, pad in zip(table.rows, padding)), default=-1)
+        return undo
+
+    def _release(self) -> None:
+        """Frees the pages that no query sees any more, but for one page that `crop` may need."""
+        assert self.table is not None
+        self._released = max(self._released, self.tokens - self.sliding_window + 1 - PAGE_TOKENS)
+        self.table.release_before([self._released - pad - self.spec.sinks for pad in self.padding])
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """The operators' arguments beside pages and plan; those that are None are left out, which is quicker."""
+        state = {
+            "sink_k": self.sink_k,
+            "sink_v": self.sink_v,
+            "window_k": self.window_k,
+            "window_v": self.window_v,
+            "key_rotation": self.rotations["key"],
+            "value_rotation": self.rotations["value"],
+            "key_centre": self.centre,
+            **self.split,
+            **self.calibrated,
+        }
+        return {name: tensor for name, tensor in state.items() if tensor is not None}
+
+    # ---- accounting ----
+
+    def _described(self) -> str:
+        heads = f"{self.kv_heads} KV heads of {self.head_dim} channels"
+        return f"{self.tokens} positions of {self.batch_size} sequences with {heads} in {self.dtype} on {self.device}"
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(part, tensor) of all that this layer alone holds."""
+        parts = {"pages": ("pages",), "block_table": ("block_table",), "centre": ("centre",), "flag": ("flag",),
+                 "sinks": ("sink_k", "sink_v"), "window": ("window_k", "window_v")}  # fmt: skip
+        for part, names in parts.items():
+            for name in names:
+                if (held := getattr(self, name)) is not None:
+                    yield part, held
+        yield from (("past windows", held) for _, pair in self.past.snapshots for held in pair)
+        yield from (("rotation", held) for held in self.split.values())
+        yield from (("calibration", held) for held in self.calibrated.values())
+
+    def report(self) -> LayerReport:
+        parts: dict[str, int] = {}
+        for part, tensor in self.tensors():
+            parts[part] = parts.get(part, 0) + tensor.untyped_storage().nbytes()
+        released = sum(row.count(RELEASED) for row in self.table.rows) if self.table is not None else 0
+        tokens = sum(self.tokens - pad for pad in self.padding) - PAGE_TOKENS * released
+        numbers = 2 * tokens * self.kv_heads * self.head_dim if tokens else 0
+        return LayerReport(self.index, tokens, numbers, parts)
+
+
+def describe_flag(flag: int) -> str:
+    """What the `flag` of `append` says, if it is not 0 (turboquant_cuda.h)."""
+    side = "value" if flag >> 62 & 1 else "key"
+    sequence, position = flag >> 32 & 0x3FFFFFFF, (flag & 0xFFFFFFFF) - 1
+    return f"the {side} of position {position} of sequence {sequence} held a number that is not finite or above 16384"
