@@ -15,7 +15,7 @@ NO_NATIVE := $(foreach name,layering stub c_consumer,--ignore=tests/test_$(name)
 CHECK_ARCHS ?= 80 86 89 90a 100 120
 
 CONSTRAINTS := .ci/constraints.txt
-C_FILES = $(filter-out %_tables.h,$(shell find csrc tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'))
+C_FILES = $(filter-out %_tables.h,$(shell find csrc tests benchmarks -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'))
 SANITIZE := build/sanitize
 
 ifeq ($(VENV),none)

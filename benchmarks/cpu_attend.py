@@ -1,12 +1,16 @@
 """Decode attention on a CPU: one query token over a packed cache, against torch's SDPA in bfloat16.
 
-    python benchmarks/cpu_attend.py [--quick] [--out benchmarks/results/<machine>]
+    python benchmarks/cpu_attend.py [--quick] [--ggml FOLDER] [--out benchmarks/results/<machine>]
 
 One sequence, 8 KV heads, no sinks and no window: every token is packed. Three formulations of torch's side:
 
     grouped     the query heads of a KV head as rows of one query: the best that torch can be asked for
     enable_gqa  scaled_dot_product_attention(..., enable_gqa=True)
     repeated    keys and values repeated for every query head first: what Hugging Face runs
+
+and, if a folder is given with ggml's sources and in its `build` a static build of them (cmake -B build
+-DBUILD_SHARED_LIBS=OFF -DGGML_OPENMP=OFF && make -C build ggml), its attention with q4_0 and with float16 caches:
+benchmarks/ggml_attend.c, compiled against it.
 
 Codes are those of random vectors, caches are rotated so that they never come from the last-level cache, and each case
 is checked against float32 SDPA over the decoded tokens before it is timed. `read_share` is against a plain read by as
@@ -17,7 +21,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
+import subprocess
+import tempfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +40,7 @@ from turboquant.plan import plan_words
 KV_HEADS = 8
 ROTATE_BYTES = 150e6  # of caches that take turns: well beyond a last-level cache
 FORMULATIONS = ("grouped", "enable_gqa", "repeated")
+GGML_TYPES = ("q4_0", "f16")
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,22 @@ def time_torch(case: Case, formulation: str) -> dict[str, Any]:
     return {**times, "bytes": n_bytes, "gb_per_s": round(n_bytes / times["us"] / 1e3, 2)}
 
 
+def compile_ggml(folder: Path, program: Path) -> None:
+    archives = sorted(map(str, folder.glob("build/src/**/*.a")))
+    if not archives:
+        raise SystemExit(f"--ggml: there is no static build in {folder / 'build'}")
+    source, compiler = Path(__file__).with_name("ggml_attend.c"), os.environ.get("CC", "cc")
+    libraries = ["-Wl,--start-group", *archives, "-Wl,--end-group", "-lstdc++", "-lm", "-lpthread"]
+    subprocess.run([compiler, "-O2", f"-I{folder / 'include'}", source, "-o", program, *libraries], check=True)
+
+
+def time_ggml(program: Path, case: Case, kind: str) -> dict[str, Any]:
+    numbers = (KV_HEADS, case.group, case.tokens, case.head_dim, case.threads)
+    done = subprocess.run([program, kind, *map(str, numbers)], check=True, capture_output=True, text=True)
+    metrics: dict[str, Any] = json.loads(done.stdout)
+    return {**metrics, "gb_per_s": round(metrics["bytes"] / metrics["us"] / 1e3, 2)}
+
+
 def read_gb_per_s() -> float:
     """A plain read by torch's threads: the best of many, because it is what the others are measured against."""
     x = torch.ones(2**27, dtype=torch.int8).view(torch.int64)
@@ -131,13 +157,22 @@ def read_gb_per_s() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the headline on one thread only")
+    parser.add_argument("--ggml", type=Path, help="a folder with ggml's sources and a build of them")
     parser.add_argument("--out", default=RESULTS / "local", help="folder for cpu_attend.json")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "ggml_attend" if args.ggml else None
+        if program:
+            compile_ggml(args.ggml, program)
+        print(run(args.quick, program).save(args.out))
+
+
+def run(quick: bool, ggml: Path | None) -> Report:
     report, rng = Report("cpu_attend", "cpu"), np.random.default_rng(0)
     torch.manual_seed(0)
     baselines: dict[tuple[Any, ...], float] = {}
     reads: dict[int, float] = {}
-    for case in cases(args.quick, sorted({1, _core.num_threads()})):
+    for case in cases(quick, sorted({1, _core.num_threads()})):
         torch.set_num_threads(case.threads)
         params = {**asdict(case), "kv_heads": KV_HEADS, "isa": _core.isa()}
         if case.threads not in reads:
@@ -152,14 +187,20 @@ def main() -> None:
                 report.add(
                     "torch " + formulation, {k: v for k, v in params.items() if k not in ("bits", "isa")}, metrics
                 )
+        for kind in GGML_TYPES:
+            key = (kind, case.tokens, case.group, case.head_dim, case.threads)
+            if ggml and key not in baselines:
+                metrics = time_ggml(ggml, case, kind)
+                baselines[key] = metrics["us"]
+                report.add("ggml " + kind, {k: v for k, v in params.items() if k not in ("bits", "isa")}, metrics)
         metrics = time_ours(case, rng)
         shape = (case.tokens, case.group, case.head_dim, case.threads)
-        keys = {f: (f, *shape) for f in FORMULATIONS}
+        keys = {f: (f, *shape) for f in (*FORMULATIONS, *GGML_TYPES)}
         ratios = {f"x_{f}": round(baselines[k] / metrics["us"], 2) for f, k in keys.items() if k in baselines}
         metrics |= {"read_share": round(metrics["gb_per_s"] / reads[case.threads], 3), **ratios}
         report.add("attend", params, metrics)
         print(*(f"{k}={v}" for k, v in {**asdict(case), **metrics}.items()), flush=True)
-    print(report.save(args.out))
+    return report
 
 
 if __name__ == "__main__":

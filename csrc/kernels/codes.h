@@ -90,13 +90,14 @@ TQ_INLINE float tree_dot(const float *a, const float *b, int32_t n)
     if (n <= TQ_LANES) {
         v[0] = tq_load_floats(a) * tq_load_floats(b);
     } else {
-        int32_t half = n / 2 / TQ_LANES, i = 0;
-        do
+        int32_t half = n / 2 / TQ_LANES;
+        TQ_UNROLL
+        for (int32_t i = 0; i < half; i++)
             v[i] = tq_load_floats(a + TQ_LANES * i) * tq_load_floats(b + TQ_LANES * i) +
                    tq_load_floats(a + n / 2 + TQ_LANES * i) * tq_load_floats(b + n / 2 + TQ_LANES * i);
-        while (++i < half);
-        for (int32_t h = half / 2; h; h /= 2)
-            for (int32_t i = 0; i < h; i++) v[i] = v[i] + v[i + h];
+        TQ_UNROLL
+        for (int32_t h = half / 2; h; h /= 2) TQ_UNROLL
+        for (int32_t i = 0; i < h; i++) v[i] = v[i] + v[i + h];
     }
 #if TQ_LANES >= 16
     if (n >= 16) v[0] += tq_swap(v[0], 8);
@@ -109,17 +110,28 @@ TQ_INLINE float tree_dot(const float *a, const float *b, int32_t n)
     return v[0][0];
 }
 
-/** Codes and decoded levels of the 32 channels of one group. By symmetry only magnitudes are searched: m counts the positive
- *  thresholds t <= u, or t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. */
-TQ_INLINE void encode_group(const tq_codebook *book, const float magnitudes[16], const float *u, uint8_t *codes,
-                            float *c)
+/** Positive levels in ascending order: their codes are neighbours, eight by eight (turboquant.h, "Codes"). */
+static inline void list_magnitudes(const tq_codebook *book, float magnitudes[16])
 {
-    int32_t half = book->n_levels / 2;
+    int8_t levels[16];
+    memcpy(levels, book->levels + (book->bits <= 3 ? book->n_levels / 2 : 0), 8);
+    memcpy(levels + 8, book->levels + 16, 8);
+    for (int32_t m = 0; m < 16; m++) magnitudes[m] = (float)levels[m] * book->step;
+}
+
+/** Codes and decoded levels of the 32 channels of one group. By symmetry only magnitudes are searched: m counts the positive
+ *  thresholds t <= u, or t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. (A search by
+ *  halves is slower: each step waits for the one before.) */
+TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const float magnitudes[16], const float *u,
+                             uint8_t *codes, float *c)
+{
+    TQ_UNROLL
     for (int32_t i = 0; i < TQ_TILE; i += TQ_LANES) {
         tq_floats x = tq_load_floats(u + i);
         tq_ints negative = x < 0.0f, m = {0}, key = tq_magnitude_bits(x) + negative;
+        TQ_UNROLL
         for (int32_t k = 0; k + 1 < half; k++) m -= key >= (int32_t)tq_bits_of(book->thresholds[half + k]);
-        tq_ints code = book->bits > 3 ? (m & 7) | (negative & 8) | (m >> 3) << 4 : half + (m ^ negative);
+        tq_ints code = half > 4 ? (m & 7) | (negative & 8) | (m >> 3) << 4 : half + (m ^ negative);
         tq_floats level = (tq_floats)((tq_ints)tq_pick(magnitudes, m) | (negative & INT32_MIN));
         tq_store_floats(c + i, level);
         tq_bytes bytes = __builtin_convertvector(code, tq_bytes);
@@ -127,11 +139,16 @@ TQ_INLINE void encode_group(const tq_codebook *book, const float magnitudes[16],
     }
 }
 
-/** Positive levels in ascending order. */
-static inline void list_magnitudes(const tq_codebook *book, float magnitudes[16])
+TQ_INLINE void encode_group(const tq_codebook *book, const float magnitudes[16], const float *u, uint8_t *codes,
+                            float *c)
 {
-    int32_t half = book->n_levels / 2;
-    for (int32_t m = 0; m < half; m++) magnitudes[m] = (float)book->levels[book->code_of_rank[half + m]] * book->step;
+    switch (book->bits) {
+    case 1: encode_levels(1, book, magnitudes, u, codes, c); return;
+    case 2: encode_levels(2, book, magnitudes, u, codes, c); return;
+    case 3: encode_levels(4, book, magnitudes, u, codes, c); return;
+    case 4: encode_levels(8, book, magnitudes, u, codes, c); return;
+    default: encode_levels(16, book, magnitudes, u, codes, c);
+    }
 }
 
 /** scalar.c: scale_factor. */
@@ -145,16 +162,16 @@ TQ_INLINE float scale_factor(int32_t scale, const float *u, const float *c, int3
     }
 }
 
-/** scalar.c: encode_scalar. */
-static void encode_vector(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale)
+/** scalar.c: encode_scalar, for `groups` groups of which head_dim channels are real, in n numbers, a power of two; loops are
+ *  unrolled where these are constants. */
+TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale, int32_t head_dim,
+                         int32_t groups, int32_t n)
 {
     float u[TQ_MAX_DIM], c[TQ_MAX_DIM], magnitudes[16] = {0};
     const tq_codebook *listed = NULL;
-    int32_t n = TQ_LANES, groups = (e->head_dim + TQ_TILE - 1) / TQ_TILE;
-    while (n < e->head_dim) n *= 2;
-    memset(u + e->head_dim, 0, sizeof(float) * (size_t)((n < TQ_TILE * groups ? TQ_TILE * groups : n) - e->head_dim));
+    memset(u + head_dim, 0, sizeof(float) * (size_t)((n < TQ_TILE * groups ? TQ_TILE * groups : n) - head_dim));
     memset(c + TQ_TILE * groups, 0, n > TQ_TILE * groups ? sizeof(float) * (size_t)(n - TQ_TILE * groups) : 0);
-    memcpy(u, z, sizeof(float) * (size_t)e->head_dim);
+    memcpy(u, z, sizeof(float) * (size_t)head_dim);
     for (int32_t g = 0; g < groups; g++)
         if (!e->side->bits[g]) memset(u + TQ_TILE * g, 0, sizeof(float) * TQ_TILE);
     float ss = tree_dot(u, u, n);
@@ -163,9 +180,10 @@ static void encode_vector(const tq_encoder *e, const float *z, uint8_t *codes, u
         return;
     }
     float s0 = sqrtf(ss / (float)e->side->coded_channels), r = 1.0f / s0;
+    TQ_UNROLL
     for (int32_t i = 0; i < TQ_TILE * groups; i += TQ_LANES) tq_store_floats(u + i, tq_load_floats(u + i) * r);
     for (int32_t g = 0; g < groups; g++) {
-        int32_t at = TQ_TILE * g, real = e->head_dim - at;
+        int32_t at = TQ_TILE * g, real = head_dim - at;
         if (e->side->bits[g]) {
             const tq_codebook *book = &e->books[e->side->bits[g]];
             if (book != listed) list_magnitudes(listed = book, magnitudes);
@@ -178,12 +196,21 @@ static void encode_vector(const tq_encoder *e, const float *z, uint8_t *codes, u
         memset(codes + at + real, 0, (size_t)(TQ_TILE - real)); /* padding */
         memset(c + at + real, 0, sizeof(float) * (size_t)(TQ_TILE - real));
     }
-    for (int32_t i = 0; e->steps && i < e->head_dim; i++) {
+    for (int32_t i = 0; e->steps && i < head_dim; i++) {
         u[i] *= e->steps[i / TQ_TILE];
         c[i] *= e->steps[i / TQ_TILE];
     }
     float s = s0 * scale_factor(e->scale, u, c, n);
     *scale = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);
+}
+
+static void encode_vector(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale)
+{
+    int32_t n = TQ_LANES;
+    while (n < e->head_dim) n *= 2;
+    if (e->head_dim == 128) encode_in(e, z, codes, scale, 128, 4, 128);
+    else if (e->head_dim == 64) encode_in(e, z, codes, scale, 64, 2, 64);
+    else encode_in(e, z, codes, scale, e->head_dim, (e->head_dim + TQ_TILE - 1) / TQ_TILE, n);
 }
 
 /* ---- tiles ---- A row of codes is eight little-endian words: word t has columns 4 t .. 4 t + 3, word 4 + t columns 16 + 4 t ..,
