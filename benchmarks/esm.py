@@ -6,7 +6,7 @@
     quality    int8, presets and widths, proteins_val.fasta, calibrated on proteins_train.fasta
     families   final cosine by SCOP class, proteins of proteins_val.fasta
     ablation   the default method at 3 bits, and TurboESM's, without each of their parts
-    scan       masked marginals from a shared context against the exact scan: time, correlation, error by position
+    scan       masked marginals from a shared context against the exact one: time, memory, correlation, errors
     decode     one changed residue a protein: packed context against a full one in the model's dtype, by SDPA
     overhead   CPU time of a decoding step beyond the model, a layer: 33 layers of 20 heads, narrow, one short protein
     memory     bytes that a context of the 650M shape holds
@@ -18,6 +18,7 @@ quality, families, ablation and scan run models/esm-reference in float32, unless
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import re
 import time
@@ -173,7 +174,7 @@ def scan(report: Report, args: argparse.Namespace) -> None:
 def scan_one(report: Report, model: Any, name: str, protein: str, sequence: str, batch: int) -> None:
     """Both scans of one protein; packed and exact contexts tell the error of packing from that of reuse."""
     runs = {"exact": dict(shared_context=False), "shared": {}, "shared, unpacked": dict(spec=esm.EXACT)}
-    found, seconds = {}, {}
+    found, seconds, peaks = {}, {}, {}
     for run, options in runs.items():
         esm.masked_marginals(model, sequence[:16], **options)  # the first call pays for what is loaded once
         wait(model)
@@ -181,6 +182,9 @@ def scan_one(report: Report, model: Any, name: str, protein: str, sequence: str,
         found[run] = esm.masked_marginals(model, sequence, batch_size=batch, **options)
         wait(model)
         seconds[run] = time.perf_counter() - start
+    for run, options in runs.items():  # every batch takes what the first does
+        peaks[run] = peak_bytes(model, lambda options=options: esm.masked_marginals(
+            model, sequence, range(min(batch, len(sequence))), batch_size=batch, **options))  # fmt: skip
     exact = found["exact"]
     for run in ("shared", "shared, unpacked"):
         error = np.abs(found[run].scores - exact.scores).mean(1)  # of each position
@@ -192,6 +196,8 @@ def scan_one(report: Report, model: Any, name: str, protein: str, sequence: str,
             "error_mean": error.mean(),
             "error_p90": np.quantile(error, 0.9),
             "error_max": error.max(),
+            "exact_peak_bytes": peaks["exact"],
+            "shared_peak_bytes": peaks[run],
             "packing_error_mean": np.abs(found[run].scores - found["shared, unpacked"].scores).mean(),
         }
         params = {"model": name, "protein": protein, "residues": len(sequence), "run": run}
@@ -203,6 +209,25 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Rank correlation; ties, which only wild types have, in the order of their places."""
     ranks = [np.argsort(np.argsort(x.ravel(), kind="stable")) for x in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
+
+
+def peak_bytes(model: Any, run: Any) -> int:
+    """The most memory that a run takes beyond what is held before: of torch's on CUDA, of the process on Linux."""
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
+    before = resident_bytes("VmRSS")
+    run()
+    return resident_bytes("VmHWM") - before
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def wait(model: Any) -> None:

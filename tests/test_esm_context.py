@@ -8,7 +8,7 @@ import pytest
 from esm_models import LETTERS, protein, tiny_esm, torch
 
 import turboquant
-from turboquant import CacheSpec
+from turboquant import CacheSpec, esm
 from turboquant.esm import EXACT, ContextCache
 from turboquant.esm.attention import plain_attention
 from turboquant.esm.model import attentions, tokenise
@@ -171,6 +171,23 @@ def test_bytes_are_counted():
     assert exact.effective_bits == pytest.approx(32 * 4 * 133 / tokens)
 
 
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])  # of the models with 8M, 35M, 150M, 650M and 3B, 15B
+def test_long_proteins_and_short_ones_of_every_shape(head_dim):
+    """Whole pages and parts of one, in one batch of changes, against full-precision decoding."""
+    model = tiny_esm(heads=1, head_dim=head_dim, num_hidden_layers=2, max_position_embeddings=2100)
+    proteins, at = [protein(2000), protein(5), protein(300)], [[1999, 3], [4], [150]]
+    letters = [["W", "<mask>"], ["K"], ["<mask>"]]
+    said = []
+    for spec in (EXACT, CacheSpec(5, 5, centre="prompt"), CacheSpec(2, 2)):
+        cache = ContextCache(model, spec)
+        cache.encode(proteins, batch_size=2)
+        said.append(torch.cat(cache.decode(letters, at).logits))
+    errors = [float((x - said[0]).norm() / said[0].norm()) for x in said[1:]]
+    assert 0 < 2 * errors[0] < errors[1] < 1
+    want = [replaced(model, *case) for case in zip(proteins, letters, at)]
+    assert (said[0] - torch.cat(want)).abs().max() < 2e-3 * said[0].abs().max()
+
+
 def test_decoding_leaves_the_context_alone():
     cache = ContextCache(tiny_esm(), CacheSpec(3, 3))
     cache.encode(PROTEINS)
@@ -269,3 +286,8 @@ def test_another_model_or_changed_weights():
         ContextCache(tiny_esm(position_embedding_type="absolute"))
     with pytest.raises(ValueError, match="`calibration` must be"):
         ContextCache(tiny_esm(), "calibrated-3")
+    other = tiny_esm(head_dim=32)
+    batches = esm.protein_batches(other, [protein(60, i) for i in range(4)])
+    found = turboquant.calibrate(other, batches, sensitivity_batches=1)
+    with pytest.raises(ValueError, match="`calibration` must be of this model"):
+        ContextCache(tiny_esm(), "calibrated-3", found)

@@ -45,6 +45,21 @@ def test_equals_the_model_where_nothing_is_quantised(head_dim, side):
     assert (got - want)[real].abs().max() < 1e-4 * want.abs().max()
 
 
+@pytest.mark.parametrize("residues", [1022, 4094])
+def test_long_proteins(residues):
+    """Longer than what an ESM-2 model was trained on, beside a short one."""
+    model = tiny_esm(head_dim=32, num_hidden_layers=2, max_position_embeddings=4100)
+    inputs = batch(model, (residues, 40))
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        want = model(**inputs).logits[real]
+        errors = []
+        for spec in (EXACT, CacheSpec(5, 5, centre="prompt"), CacheSpec(2, 2)):
+            turboquant.patch(model, spec)
+            errors.append(float((model(**inputs).logits[real] - want).norm() / want.norm()))
+    assert errors[0] < 1e-4 < errors[1] < errors[2] < 1
+
+
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])
 def test_more_bits_are_nearer(head_dim):
     model = tiny_esm(head_dim=head_dim)
