@@ -121,14 +121,15 @@ valgrind: $(READY)
 # into docs/compatibility.md.
 COMPAT ?= transformers==4.57.6 transformers==5.8.1 transformers
 # By their pins: an unpinned torch is gigabytes of another version, the other pins are those of one transformers.
-COMPAT_REST = $(shell grep -E '^(torch|numpy|pytest|hypothesis|safetensors|ninja|setuptools|scipy)==' $(CONSTRAINTS))
+COMPAT_TORCH ?= $(shell grep '^torch==' $(CONSTRAINTS))
+COMPAT_REST := $(shell grep -E '^(numpy|pytest|hypothesis|safetensors|ninja|setuptools|scipy)==' $(CONSTRAINTS))
 test-compat: $(READY)
 	for version in $(COMPAT); do \
-	    folder=build/compat/$$version; \
+	    folder=build/compat/$$version-$(COMPAT_TORCH); \
 	    $(PYTHON) -m venv $$folder && \
-	    $$folder/bin/python -m pip install -q $(COMPAT_REST) $$version && \
+	    $$folder/bin/python -m pip install -q $(COMPAT_TORCH) $(COMPAT_REST) $$version && \
 	    TURBOQUANT_CUDA=0 $$folder/bin/python setup.py -q build_ext --inplace && \
-	    $$folder/bin/python tests/compatibility.py || exit 1; \
+	    PYTHONPATH=. $$folder/bin/python tests/compatibility.py || exit 1; \
 	done
 
 # transformers' own tests of caches and generation for Llama on ours; TREE is a checkout of transformers, and the

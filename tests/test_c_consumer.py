@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CC is None, reason="there is 
 
 @pytest.fixture(scope="module", params=list(SANITIZERS))
 def consumer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """The program, built with one kind of sanitizer."""
+    """The program, built with one kind of sanitizer; `threads` lies beside it."""
     kind = request.param
     folder = tmp_path_factory.mktemp(f"consumer-{kind}")
     flags = [*BASE, *SANITIZERS[kind]]
@@ -34,7 +34,8 @@ def consumer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if tried.returncode:
             pytest.skip(f"no {kind} sanitizer here: {tried.stderr.strip()[:200]}")
     library = objects(CC, SANITIZERS[kind], folder)
-    program(CC, SANITIZERS[kind], ROOT / "tests" / "c" / "consumer.c", library, folder / "consumer")
+    for name in ("consumer", "threads"):
+        program(CC, SANITIZERS[kind], ROOT / "tests" / "c" / f"{name}.c", library, folder / name)
     return kind, folder / "consumer"
 
 
@@ -50,6 +51,11 @@ def test_consumer(consumer: tuple[str, Path]) -> None:
     assert len({line.split(":")[1] for line in out[:-1]}) == 1  # the same bytes on every level
     forced = run(program, "default-isa", env=clean_environment(TURBOQUANT_ISA="scalar")).stdout.splitlines()
     assert forced == [out[-2], "ok"]
+
+
+def test_several_callers_at_once(consumer: tuple[str, Path]) -> None:
+    """The thread pool between callers, each of which gets its own right answer, with no data race."""
+    assert run(consumer[1].parent / "threads", env=clean_environment()).stdout == "ok\n"
 
 
 def test_a_level_that_is_not_there_is_an_error(consumer: tuple[str, Path]) -> None:
@@ -81,7 +87,7 @@ def test_everything_declared_is_defined(consumer: tuple[str, Path]) -> None:
     )
     defined = set()
     for file in consumer[1].parent.glob("*.o"):
-        if file.stem != "consumer":
+        if file.stem not in ("consumer", "threads"):
             lines = run("nm", "--defined-only", "--extern-only", file).stdout.splitlines()
             defined |= {line.split()[-1] for line in lines if " T " in line}
     assert declared <= defined
