@@ -21,7 +21,9 @@ FILE = ROOT / "docs" / "compatibility.md"
 HEAD = """# What works with which version
 
 Written by `python tests/compatibility.py` from the tests named in it; `make test-compat` fills in a column for each
-version.
+version. "-" is a feature whose tests could not run, for want of a GPU most often. Another torch, from 2.10 on:
+`make test-compat COMPAT_TORCH=torch==2.10.0`.
+Diverse beam search, contrastive search and DoLa are not in transformers since 4.57, but code on the hub.
 What does not work says so in an error that [troubleshooting.md](troubleshooting.md) lists.
 
 """

@@ -59,6 +59,26 @@ def test_a_cache_goes_on_after_loading(tmp_path, spec, dtype):
     assert os.listdir(tmp_path) == ["c.tqc"]
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_prefix_from_a_gpu_goes_on_on_a_cpu(tmp_path, spec, device="cuda"):
+    cache, stream = TurboQuantCache(CONFIG, spec), Stream(batch=2, tokens=300)
+
+    def gpu_piece(start, stop):
+        return [tuple(x.to(device) for x in layer) for layer in stream.piece(start, stop)]
+
+    forward(cache, gpu_piece(0, 200))
+    cache.save(tmp_path / "gpu")
+    other = TurboQuantCache.load(tmp_path / "gpu", CONFIG, device="cpu")
+    assert {t.device.type for _, t in other.tensors()} == {"cpu"}
+    other.save(tmp_path / "cpu")
+    assert (tmp_path / "cpu").read_bytes() == (tmp_path / "gpu").read_bytes()
+    for start, stop in [(200, 201), (201, 260)]:
+        got, want = forward(other, stream.piece(start, stop)), forward(cache, gpu_piece(start, stop)).cpu()
+        assert (got - want).abs().max() <= 2e-3 * want.abs().max()
+
+
 def test_saving_twice_gives_the_same_file(tmp_path):
     cache, _ = filled(SPECS["sinks, window and centre"])
     cache.save(tmp_path / "a")
