@@ -1,11 +1,14 @@
 """Quality of every preset: KL divergence, perplexity, top-1 agreement and bytes, through the packed path.
 
     python benchmarks/quality.py --device cuda --batch 4 --out benchmarks/results/h200    the whole table
-    python benchmarks/quality.py --guard                                                  tests/golden/quality_demo.json
+    python benchmarks/quality.py --ship      the demo model's calibration, turboquant/data/demo/calibration.safetensors
+    python benchmarks/quality.py --guard     tests/golden/quality_demo.json
 
 Each text is measured with everything packed and again with 4 sinks and a window of 128. Calibrated presets use one
 calibration, made here on the first half of books_val.txt; "books" is its second half: neither text was calibrated on.
-The model runs in float32: what differs is the cache alone. Files: quality_<model>_<text>.json.
+The model runs in float32: what differs is the cache alone. Files: quality_<model>_<text>.json for 12 x 2048 tokens, and
+of another size quality_<model>_<text>_<size>.json. `--add` measures some specs and keeps the rows of others that a file
+has, so that a table can be made in parts.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 import torch
 from quality_plot import plot
-from timing import RESULTS, Report
+from timing import RESULTS, Report, commit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import turboquant
@@ -39,6 +42,7 @@ EXTRAS = {
     "eden-4": CacheSpec(4, 4),
     "eden-3": CacheSpec(3, 3),
     "eden-2": CacheSpec(2, 2),
+    "norm-corrected-4": CacheSpec(4, 4, scale="norm_corrected"),
     "norm-corrected-3": CacheSpec(3, 3, scale="norm_corrected"),
     "eden-3, calibrated centres": CacheSpec(3, 3, centre="calibrated"),
     "keys 4, values 3": CacheSpec(4, 3, centre="prompt"),
@@ -59,9 +63,9 @@ def halves(name: str = "books_val.txt") -> tuple[str, str]:
     return text[: len(text) // 2], text[len(text) // 2 :]
 
 
-def calibrated(model: Any, tokenizer: Any, tokens: int, batch: int) -> Calibration:
-    windows = text_windows(halves()[0], tokenizer, tokens // 1024, 1024)
-    source = f"the first half of books_val.txt, {len(windows)} x 1024 tokens"
+def calibrated(model: Any, tokenizer: Any, tokens: int, length: int, batch: int, half: int = 0) -> Calibration:
+    windows = text_windows(halves()[half], tokenizer, tokens // length, length)
+    source = f"the {('first', 'second')[half]} half of books_val.txt, {len(windows)} x {length} tokens"
     batches = list(windows.split(batch))
     return turboquant.calibrate(model, batches, sensitivity_batches=max(1, 4 // batch), source=source, progress=True)
 
@@ -87,12 +91,19 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--calibration", help="a file, instead of calibrating")
-    parser.add_argument("--calibration-tokens", type=int, default=65536)
+    parser.add_argument("--calibration-tokens", type=int, default=32768)
+    parser.add_argument("--calibration-length", type=int, default=1024, help="of a window")
     parser.add_argument("--recall", action="store_true", help="needle in a haystack as well")
+    parser.add_argument("--add", action="store_true", help="keep other rows of the file")
     parser.add_argument("--plot", action="store_true", help="quality against bytes, beside the JSON")
     parser.add_argument("--out", default=RESULTS / "local")
+    parser.add_argument("--ship", action="store_true", help="calibrate the demo model, and nothing else")
     parser.add_argument("--guard", action="store_true", help="write the figures of the guard test, and nothing else")
     args = parser.parse_args()
+    if args.ship:
+        found = calibrated(*load(DEMO), args.calibration_tokens, args.calibration_length, 1, half=1)
+        found.save(DEMO / "calibration.safetensors")
+        return
     if args.guard:
         what = "KL divergence in nats per token; turboquant/data/demo on its passage, 2 x 512 tokens, everything packed"
         figures = {name: round(kl, 6) for name, kl in demo_guard().items()}
@@ -105,21 +116,21 @@ def main() -> None:
     model, tokenizer = load(SHARED / "models" / args.model, args.device)
     texts = {"books": lambda: halves()[1], "wikitext2": lambda: "".join(halves("wikitext2_test.txt"))}
     windows = {name: text_windows(texts[name](), tokenizer, args.windows, args.length) for name in args.texts}
-    if args.calibration:
-        calibration = Calibration.load(args.calibration)
-    else:
+    calibration = Calibration.load(args.calibration) if args.calibration else None
+    if calibration is None and any(spec.calibrated for spec in specs.values()):
         start = time.perf_counter()
-        calibration = calibrated(model, tokenizer, args.calibration_tokens, args.batch)
+        calibration = calibrated(model, tokenizer, args.calibration_tokens, args.calibration_length, args.batch)
         print(f"calibrated in {time.perf_counter() - start:.1f} s")
     for text, ids in windows.items():
-        report = Report(f"quality_{args.model}_{text}", torch.device(args.device).type)
+        size = "" if (args.windows, args.length) == (12, 2048) else f"_{args.windows}x{args.length}"
+        report = Report(f"quality_{args.model}_{text}{size}", torch.device(args.device).type)
         for variant in args.variants:
             found = evaluate_all(
                 model, ids, specs, calibration=calibration, batch=args.batch, progress=True, **VARIANTS[variant]
             )
             print(f"\n{text}, {variant}\n\n{markdown(found)}\n")
             for name, one in found.items():
-                used = calibration.source if specs[name].calibrated else None
+                used = calibration.source if calibration is not None and specs[name].calibrated else None
                 params = {
                     "spec": name,
                     "exact": one.exact,
@@ -130,16 +141,31 @@ def main() -> None:
                     "prefill": one.prefill,
                     "dtype": "float32",
                     "calibrated_on": used,
+                    "commit": commit(),
                 }
                 report.add("quality", params, {key: float(f"{x:.6g}") for key, x in one.metrics().items()})
         if args.recall:
             add_recall(report, model, ids, specs, calibration, args.batch)
+        if args.add:
+            report.rows = others(Path(args.out) / f"{report.name}.json", report.rows) + report.rows
         print(report.save(args.out))
         if args.plot:
             print(plot(report.rows, Path(args.out) / f"{report.name}.svg"))
 
 
-def add_recall(report: Report, model: Any, ids: Any, specs: Any, calibration: Calibration, batch: int) -> None:
+def others(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a file that `rows` do not measure again."""
+    held = json.loads(file.read_text())["rows"] if file.exists() else []
+    named = ("spec", "exact", "length", "depth")
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["bench"], *(row["params"].get(name) for name in named)
+
+    measured = {key(row) for row in rows}
+    return [row for row in held if key(row) not in measured]
+
+
+def add_recall(report: Report, model: Any, ids: Any, specs: Any, calibration: Calibration | None, batch: int) -> None:
     lengths = [n for n in (512, 1024, 2048, 4096) if n <= ids.shape[1]]
     for name, spec in specs.items():
         used = calibration if spec.calibrated else None

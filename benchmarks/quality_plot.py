@@ -1,6 +1,6 @@
 """Quality against bytes, as an SVG.
 
-python benchmarks/quality_plot.py benchmarks/results/cpu/quality_reference_books.json docs/quality.svg
+python benchmarks/quality_plot.py benchmarks/results/cpu/quality_reference_books_4x1024.json docs/quality.svg
 """
 
 from __future__ import annotations

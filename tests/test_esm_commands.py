@@ -123,7 +123,7 @@ def test_groups_of_equal_bits_are_mixed_as_one():
         made = transforms(found, spec, 1, torch.device("cpu"))
         steps, rotation = made["key_steps"].numpy(), made["key_rotation"].numpy()
         assert (steps[:, 0] == steps[:, 1]).all() == merged
-        mixed = np.einsum("hij,hkj->hik", rotation, found.axes[1, 0])  # of which principal axes is a row made?
+        mixed = np.einsum("hij,hkj->hik", rotation, found.axes[1, 0])  # of which axes is a row made?
         assert (np.abs(mixed[:, :32, 32:]).max() > 0.1) == merged
         np.testing.assert_allclose(np.einsum("hij,hkj->hik", rotation, rotation), np.eye(64)[None].repeat(2, 0),
                                    atol=1e-5)  # fmt: skip

@@ -55,7 +55,9 @@ def test_methods_are_ordered_and_near_the_design(reference, bits, best):
     print({name: round(kl, 5) for name, kl in found.items()})
     norm, corrected, eden, centred = found.values()
     assert norm > max(corrected, eden) and min(corrected, eden) > centred
-    if bits == 2:  # with more bits these two are closer than the noise of so short a text
+    # Over 12 x 2,048 tokens of books at 4 bits (benchmarks/quality.py): norm .0094, norm-corrected .0079, EDEN .0078,
+    # centred .0060. Between the middle two lies less than the noise of this short text, but for 2 bits.
+    if bits == 2:
         assert corrected > eden
     assert 0.75 * best < found["EDEN centred"] < 1.35 * best
 

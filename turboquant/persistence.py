@@ -121,8 +121,9 @@ def _calibration_mark(calibration: Calibration | None) -> str | None:
         return None
     arrays = (
         calibration.centre,
+        calibration.covariance,
         calibration.axes,
-        calibration.eigenvalues,
+        calibration.variance,
         calibration.sensitivity,
         calibration.tables,
     )

@@ -107,7 +107,7 @@ class CacheSpec:
                            so much of the groups has one bit more (see `outliers`); or a tuple with one entry in 0..5
                            per group of 32 rotated channels.
     rotation        "hadamard": random signs and Walsh-Hadamard, nothing is stored; "haar": a dense random matrix;
-                    "none"; "calibrated": per KV head, keys and values apart, the principal axes of a calibration, each
+                    "none"; "calibrated": per KV head, keys and values apart, the axes of a calibration, each
                     group of 32 divided by its fixed step; "svd": per KV head, the right singular vectors of the
                     calibration's vectors, not centred (TurboESM).
     value_rotation  that of the values, if it is another than "same".

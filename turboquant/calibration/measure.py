@@ -1,11 +1,13 @@
 """`calibrate`: measures a model's keys and values on a few sequences.
 
-Two passes over the sequences. The first adds up, per layer, side and KV head, the sum of the vectors and of their
-outer products (float64, constant memory) and makes centres and principal axes of them. The second, over
-`sensitivity_batches` of the batches, quantises one layer's keys (or values) at a time, to `PROBE_BITS` bits by the
-operators themselves, and sets the divergence of the model's output from its own against the squared error: one
-evaluation per layer and side. The output of a language model is the distribution of the next token; that of ESM-2 is
-the last hidden states, whose divergence is 1 minus their cosine.
+Two passes over the sequences, both in constant memory. The first adds up, per layer, side and KV head, the sum of the
+vectors and of their outer products (float64): centres and covariances. The second, over `sensitivity_batches` of the
+batches, does the same with gradients, and finds what errors cost. Small errors e move a distribution p by a
+Kullback-Leibler divergence of e^T F e / 2, with the Fisher information F, the mean of g g^T over gradients g of
+log p(y) for y drawn from p itself. One token y is drawn at each place; one backward pass gives g for the keys and
+values of all layers. Thus F counts what queries, softmax, output projection and everything behind do to an error,
+whichever layer it is in, by direction. The output of a language model is the distribution of the next token; that of
+ESM-2 is the last hidden states, whose divergence is 1 minus their cosine.
 """
 
 from __future__ import annotations
@@ -23,16 +25,14 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from .. import ops as _ops  # noqa: F401  registers torch.ops.turboquant
 from ..attention import own_attention, request_mask
-from ..plan import PAGE_TOKENS, plan_words
+from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
 from .tables import kmeans_table
 
 __all__ = ["calibrate", "describe", "fingerprint", "token_divergence"]
 
 NAME = "turboquant_calibrate"
-PROBE_BITS = 2  # coarse enough to move the output above rounding, fine enough for the error to act like a small one
 SAMPLED_TENSORS, SAMPLED_WEIGHTS = 8, 16  # of a fingerprint
 
 Batch = Mapping[str, torch.Tensor]
@@ -138,8 +138,8 @@ def _loaded(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 class _Moments:
     """Sums of vectors and of their outer products, float64, one entry per layer and side on that layer's device."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
+    def __init__(self, what: str) -> None:
+        self.what, self.tokens = what, 0
         self.sums: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add(self, layer: int, side: int, x: torch.Tensor, real: torch.Tensor | None) -> None:
@@ -152,26 +152,19 @@ class _Moments:
             first, second = held[0].to(first.device) + first, held[1].to(first.device) + second
         self.sums[layer, side] = first, second
 
-    def finish(self, layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(centre, axes, eigenvalues) as `Calibration` holds them."""
-        centre, axes, values = [], [], []
+    def means(self, layers: int) -> tuple[np.ndarray, np.ndarray]:
+        """([layers, 2, kv_heads, head_dim], [.., head_dim, head_dim]): means of vectors and of outer products."""
+        first, second = [], []
         for at in ((layer, side) for layer in range(layers) for side in range(2)):
-            first, second = (t.cpu().numpy() for t in self.sums[at])
-            if not np.isfinite(second).all():
-                raise ValueError(f"`model` must give finite keys and values, got others in layer {at[0]}")
-            mean = first / self.tokens
-            covariance = second / self.tokens - mean[:, :, None] * mean[:, None, :]
-            eigenvalues, vectors = np.linalg.eigh(covariance)  # rising
-            vectors = vectors.swapaxes(-1, -2)[:, ::-1]
-            # An axis has no direction of its own: its largest entry is made positive, on every machine.
-            largest = np.take_along_axis(vectors, np.abs(vectors).argmax(-1)[..., None], -1)
-            axes.append(vectors * np.sign(largest))
-            values.append(np.maximum(eigenvalues[:, ::-1], 0))
-            centre.append(mean)
-        if len({x.shape for x in axes}) > 1:
+            one, two = (t.cpu().numpy() for t in self.sums[at])
+            if not np.isfinite(two).all():
+                raise ValueError(f"`model` must give finite {self.what}, got others in layer {at[0]}")
+            first.append(one / self.tokens)
+            second.append(two / self.tokens)
+        if len({x.shape for x in second}) > 1:
             raise NotImplementedError("layers whose heads differ in number or channels cannot be calibrated")
-        parts = [np.stack(x).reshape(layers, 2, *x[0].shape).astype(np.float32) for x in (centre, axes, values)]
-        return parts[0], parts[1], parts[2]
+        shape = layers, 2, *first[0].shape
+        return np.stack(first).reshape(shape), np.stack(second).reshape(*shape, shape[-1])
 
 
 def _count(batch: Batch) -> int:
@@ -196,13 +189,6 @@ def _forward(model: Any, batch: Batch) -> torch.Tensor:
     return logits
 
 
-def _divergence(model: Any, reference: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """float32 [batch, tokens], of two results of `_forward`."""
-    if not _is_esm(model):
-        return token_divergence(reference, output)
-    return 1 - torch.cosine_similarity(reference.double(), output.double(), dim=-1).float()
-
-
 def token_divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Kullback-Leibler divergence of each next-token distribution from the reference's, in nats: float32 [batch,
     tokens] of two tensors of logits [batch, tokens, vocabulary]. In slices: it needs no third tensor of that size."""
@@ -215,78 +201,67 @@ def token_divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Ten
     return out
 
 
-# ---- second pass: sensitivities ----
+# ---- second pass: what errors cost ----
 
 
-def _probe(x: torch.Tensor, rotation: torch.Tensor, centre: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """x [batch, kv_heads, tokens, head_dim] quantised to PROBE_BITS and back, by the operators."""
-    batch, _, tokens, head_dim = x.shape
-    plan = plan_words(head_dim, PROBE_BITS, 0, rotation="dense")
-    transform = {"key_rotation": rotation, "key_centre": centre, "key_steps": steps}
-    pages = torch.ops.turboquant.quantize(x, None, plan, **transform)
-    n = -(-tokens // PAGE_TOKENS)
-    table = torch.arange(batch * n, dtype=torch.int32, device=x.device).view(batch, n)
-    counts = torch.full((batch,), tokens, dtype=torch.int32, device=x.device)
-    decoded: torch.Tensor = torch.ops.turboquant.dequantize(pages, table, counts, tokens, plan, **transform)[0]
-    return decoded.to(x.dtype)
+def _score(model: Any, output: torch.Tensor, real: torch.Tensor | None, seed: int) -> torch.Tensor:
+    """A random number whose gradient g has E[g g^T] / 2 = the quadratic form that errors cost; a sum over real tokens.
+
+    output: of `_forward`. A language model: log p(y), y drawn from p. ESM-2: <r, h> / |h| with r ~ N(0, 1) across h:
+    1 - cos(h, h + e) is half the square of what e has across h, over |h|^2.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if _is_esm(model):
+        fixed = output.detach().float()
+        length = fixed.norm(dim=-1, keepdim=True)
+        random = torch.randn(fixed.shape, generator=generator).to(fixed.device)
+        across = random - (random * fixed).sum(-1, keepdim=True) / length.square() * fixed
+        scores = (output.float() * across / length).sum(-1)
+    else:
+        log_p = output.float().log_softmax(-1)
+        drawn = torch.multinomial(log_p.detach().exp().flatten(0, 1).cpu(), 1, generator=generator)
+        scores = log_p.gather(-1, drawn.view(*log_p.shape[:2], 1).to(log_p.device))[..., 0]
+    total: torch.Tensor = scores.sum() if real is None else scores[real.to(scores.device)].sum()
+    return total
 
 
-def _mean(per_token: torch.Tensor, real: torch.Tensor | None) -> float:
-    """Over the real tokens of [batch, tokens]."""
-    return float((per_token if real is None else per_token[real.to(per_token.device)]).double().mean())
+def _measure_costs(model: Any, tap: _Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any]) -> None:
+    weights = [p for p in model.parameters() if p.requires_grad]
+    step(run.probed)
+    try:
+        for weight in weights:  # of which no gradient is wanted: nothing is kept for one
+            weight.requires_grad_(False)
+        for i, batch in enumerate(batches[run.probed :], run.probed):
+            errors: dict[tuple[int, int], torch.Tensor] = {}
 
+            def hook(
+                layer: int, key: torch.Tensor, value: torch.Tensor, errors: dict[tuple[int, int], torch.Tensor] = errors
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                errors[layer, 0], errors[layer, 1] = (torch.zeros_like(x, requires_grad=True) for x in (key, value))
+                return key + errors[layer, 0], value + errors[layer, 1]
 
-class _Sensitivities:
-    """Sums of divergences and squared errors over batches, [layers, 2]."""
-
-    def __init__(self, layers: int) -> None:
-        self.batches = 0
-        self.divergence, self.error = np.zeros((layers, 2)), np.zeros((layers, 2))
-
-    def add(self, model: Any, tap: _Tap, batch: Batch, plain: Calibration, step: Callable[[], Any]) -> None:
+            tap.hook, real = hook, _real(batch)
+            with torch.enable_grad():
+                score = _score(model, _forward(model, batch), real, run.seed + i)
+                gradients = torch.autograd.grad(score, list(errors.values()))
+            for (layer, side), gradient in zip(errors, gradients):
+                run.costs.add(layer, side, gradient, real)
+            run.costs.tokens += _count(batch)
+            run.probed += 1
+            run.save()
+            step()
+    finally:
         tap.hook = None
-        reference, real = _forward(model, batch), _real(batch)
-        steps = plain.steps()
-        divergence, error = np.zeros_like(self.divergence), np.zeros_like(self.error)
-        for layer in range(plain.layers):
-            rotation = plain.rotation(layer)
-            for side in range(2):
-                transform = rotation[side], plain.centre[layer, side], steps[layer, side]
-                tap.hook = self._quantise_one(layer, side, transform, real, error)
-                divergence[layer, side] = _mean(_divergence(model, reference, _forward(model, batch)), real)
-                step()
-        tap.hook = None
-        self.divergence += divergence
-        self.error += error
-        self.batches += 1
-
-    @staticmethod
-    def _quantise_one(
-        layer: int, side: int, transform: tuple[np.ndarray, ...], real: torch.Tensor | None, errors: np.ndarray
-    ) -> Hook:
-        def hook(at: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if at != layer:
-                return key, value
-            sides = [key, value]
-            x = sides[side]
-            sides[side] = _probe(x, *(torch.from_numpy(np.ascontiguousarray(t)).to(x.device) for t in transform))
-            errors[layer, side] = _mean((sides[side].float() - x.float()).square().sum((1, 3)), real)
-            return sides[0], sides[1]
-
-        return hook
-
-    def finish(self) -> np.ndarray:
-        """Divergence per squared error. A side whose error is 0 costs nothing, whatever bits it gets."""
-        weights = np.where(self.error > 0, np.maximum(self.divergence, 0) / np.maximum(self.error, 1e-30), 0)
-        floor = 1e-3 * weights.max() if weights.max() > 0 else 1.0  # rounding may hide an effect, not abolish it
-        return np.maximum(weights, floor).astype(np.float32)
+        for weight in weights:
+            weight.requires_grad_(True)
 
 
 # ---- tables of levels ----
 
 
-def _measure_tables(model: Any, tap: _Tap, batch: Batch, plain: Calibration) -> np.ndarray:
-    """[layers, 2, kv_heads, 9] of one batch: K-means of keys along their singular axes and of plain values."""
+def _measure_tables(model: Any, tap: _Tap, batch: Batch, axes: np.ndarray) -> np.ndarray:
+    """[layers, 2, kv_heads, 9] of one batch: K-means of keys along their singular axes [layers, kv_heads, head_dim,
+    head_dim], and of plain values."""
     tables: dict[tuple[int, int], np.ndarray] = {}
     real = _real(batch)
 
@@ -295,14 +270,14 @@ def _measure_tables(model: Any, tap: _Tap, batch: Batch, plain: Calibration) -> 
             rows = x.transpose(1, 2)[real.to(x.device)] if real is not None else x.transpose(1, 2).flatten(0, 1)
             heads = rows.transpose(0, 1).float().cpu().numpy()  # [kv_heads, tokens, head_dim]
             if side == 0:
-                heads = heads @ plain.singular_axes(layer)[0].swapaxes(-1, -2)
+                heads = heads @ axes[layer].swapaxes(-1, -2)
             tables[layer, side] = np.stack([kmeans_table(head) for head in heads])
         return key, value
 
     tap.hook = hook
     _forward(model, batch)
     tap.hook = None
-    return np.stack([np.stack([tables[layer, side] for side in range(2)]) for layer in range(plain.layers)])
+    return np.stack([np.stack([tables[layer, side] for side in range(2)]) for layer in range(len(axes))])
 
 
 # ---- the whole ----
@@ -311,9 +286,10 @@ def _measure_tables(model: Any, tap: _Tap, batch: Batch, plain: Calibration) -> 
 class _Run:
     """What one calibration has found so far, kept in a file if it has one."""
 
-    def __init__(self, layers: int, identity: str, file: str | os.PathLike[str] | None) -> None:
-        self.moments, self.sensitivities, self.done = _Moments(), _Sensitivities(layers), 0
-        self.identity, self.file = identity, None if file is None else Path(file)
+    def __init__(self, identity: str, seed: int, file: str | os.PathLike[str] | None) -> None:
+        self.moments, self.costs = _Moments("keys and values"), _Moments("gradients")
+        self.done = self.probed = 0  # batches of each pass
+        self.identity, self.seed, self.file = identity, seed, None if file is None else Path(file)
         if self.file is not None and self.file.exists():
             self._load(self.file)
 
@@ -323,24 +299,18 @@ class _Run:
             held = torch.load(file, weights_only=True, map_location="cpu")
             if held["identity"] != self.identity:
                 raise ValueError("it is of others")
-            self.done, self.moments.tokens, self.moments.sums = held["done"], held["tokens"], held["sums"]
-            self.sensitivities.batches = held["probed"]
-            self.sensitivities.divergence, self.sensitivities.error = (held[n].numpy() for n in ("divergence", "error"))
+            self.done, self.moments.tokens, self.moments.sums = held["moments"]
+            self.probed, self.costs.tokens, self.costs.sums = held["costs"]
         except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{wrong}: remove it to start again ({error})") from error
 
     def save(self) -> None:
         if self.file is None:
             return
-        found = self.sensitivities
         state = {
             "identity": self.identity,
-            "done": self.done,
-            "tokens": self.moments.tokens,
-            "sums": self.moments.sums,
-            "probed": found.batches,
-            "divergence": torch.from_numpy(found.divergence),
-            "error": torch.from_numpy(found.error),
+            "moments": (self.done, self.moments.tokens, self.moments.sums),
+            "costs": (self.probed, self.costs.tokens, self.costs.sums),
         }
         new = self.file.with_name(self.file.name + ".new")
         torch.save(state, new)
@@ -351,7 +321,7 @@ def calibrate(
     model: Any,
     batches: Sequence[Batch | torch.Tensor],
     *,
-    sensitivity_batches: int = 2,
+    sensitivity_batches: int = 4,
     seed: int = 0,
     source: str = "",
     progress: bool = False,
@@ -365,10 +335,12 @@ def calibrate(
     batches  token ids [batch, tokens], or mappings with `input_ids` and perhaps `attention_mask`, as the model takes
              them. Text like that which the cache will see, but not what it will be tested on; tens of thousands of
              tokens are plenty. Padding is not counted.
-    sensitivity_batches  of these, from the front, measure sensitivities: 2 * layers forwards each.
-    seed     of the Hadamard signs inside groups. The same model, batches and seed give the same calibration.
+    sensitivity_batches  of these, from the front, measure sensitivities, by a forward and a backward pass each; a batch
+             needs the memory of a training step without the optimiser.
+    seed     of the Hadamard signs inside groups, and of what is drawn for sensitivities. The same model, batches and
+             seed give the same calibration.
     source   what text it was, in words; kept in the file.
-    progress   a bar on stderr, one step per forward; needs tqdm.
+    progress   a bar on stderr, one step per batch and pass; needs tqdm.
     checkpoint  a file that keeps what was found while calibration runs, after every batch, so that an interrupted one
              goes on where it was; removed at the end.
 
@@ -388,19 +360,19 @@ def calibrate(
     if sensitivity_batches < 1:
         raise ValueError(f"`sensitivity_batches` must be at least 1, got {sensitivity_batches}")
     probes, layers = given[:sensitivity_batches], mark["layers"]
-    run = _Run(layers, _identity(mark, given, len(probes), seed), checkpoint)
-    with _bar(len(given) + 2 * layers * len(probes), progress) as step, _tapped(model) as tap:
+    run = _Run(_identity(mark, given, len(probes), seed), seed, checkpoint)
+    with _bar(len(given) + len(probes), progress) as step, _tapped(model) as tap:
         _measure_moments(model, tap, given, run, step, layers)
-        centre, axes, eigenvalues = run.moments.finish(layers)
-        ones = np.ones(centre.shape[:2], np.float32)
-        plain = Calibration(centre, axes, eigenvalues, ones, mark, run.moments.tokens, seed, source)
-        tables = _measure_tables(model, tap, given[0], plain)
-        step(2 * layers * run.sensitivities.batches)
-        for batch in probes[run.sensitivities.batches :]:
-            run.sensitivities.add(model, tap, batch, plain, step)
-            run.save()
-    found = Calibration(centre, axes, eigenvalues, run.sensitivities.finish(), mark, run.moments.tokens, seed, source,
-                        tables)  # fmt: skip
+        mean, second = run.moments.means(layers)
+        covariance = second - mean[..., :, None] * mean[..., None, :]
+        tables = _measure_tables(model, tap, given[0], singular_axes(mean[:, 0], covariance[:, 0]))
+        _measure_costs(model, tap, probes, run, step)
+    cost = run.costs.means(layers)[1] / 2
+    axes = plan_axes(covariance, cost)
+    made = (mean, covariance, axes, variance_along(axes, covariance), variance_along(axes, cost), tables)
+    parts = dict(zip(("centre", "covariance", "axes", "variance", "sensitivity", "tables"), made))
+    found = Calibration(**{name: x.astype(np.float32) for name, x in parts.items()}, fingerprint=mark,
+                        tokens=run.moments.tokens, seed=seed, source=source)  # fmt: skip
     if checkpoint is not None:
         Path(checkpoint).unlink(missing_ok=True)
     return found
@@ -453,7 +425,7 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[..., Any]]:
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, unit="forward", desc="calibrate") as bar:
+    with tqdm(total=total, unit="batch", desc="calibrate") as bar:
         yield bar.update
 
 

@@ -1,35 +1,17 @@
-"""Tables of 8 levels per head, made by K-means of a calibration's numbers, and the axes they belong to: TurboESM (arXiv
-2603.26110), which takes the right singular vectors of post-RoPE keys as their rotation, quantises rotated keys and
-plain values to the nearest of 8 K-means centres each, and adds sign(residual) times its mean magnitude to the keys."""
+"""Tables of 8 levels per head, made by K-means of a calibration's numbers: TurboESM (arXiv 2603.26110), which takes the
+right singular vectors of post-RoPE keys as their rotation, quantises rotated keys and plain values to the nearest of 8
+K-means centres each, and adds sign(residual) times its mean magnitude to the keys."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["COLUMNS", "LEVELS", "kmeans_table", "singular_axes"]
+__all__ = ["COLUMNS", "LEVELS", "kmeans_table"]
 
 LEVELS = 8
 COLUMNS = LEVELS + 1  # and the mean magnitude of what is left over
 _MOST_ITERATIONS = 200
-
-
-def singular_axes(
-    centre: NDArray[np.floating], axes: NDArray[np.floating], eigenvalues: NDArray[np.floating]
-) -> NDArray[np.float32]:
-    """Right singular vectors of the vectors that these moments describe, rows by falling singular value.
-
-    centre, eigenvalues [.., head_dim], axes [.., head_dim, head_dim] as in `Calibration`: the second moment is
-    axes^T diag(eigenvalues) axes + centre centre^T. float32 of the shape of axes; the largest entry of a row is
-    positive.
-    """
-    wide = axes.astype(np.float64)
-    moment = (wide.swapaxes(-1, -2) * eigenvalues[..., None, :]) @ wide
-    moment = moment + centre.astype(np.float64)[..., :, None] * centre.astype(np.float64)[..., None, :]
-    vectors = np.linalg.eigh(moment)[1].swapaxes(-1, -2)[..., ::-1, :]
-    largest = np.take_along_axis(vectors, np.abs(vectors).argmax(-1)[..., None], -1)
-    result: NDArray[np.float32] = (vectors * np.sign(largest)).astype(np.float32)
-    return result
 
 
 def kmeans_table(numbers: NDArray[np.floating]) -> NDArray[np.float32]:
