@@ -327,10 +327,10 @@ def test_the_same_text_on_any_number_of_threads(sampled):
     model, inputs, before = turboquant.patch(tiny(), "paper-mse-3"), prompts(3, 40, (0, 9, 30)), torch.get_num_threads()
     texts = []
     try:
-        for threads in (1, 2, 3, 8):
+        for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             torch.manual_seed(4)
-            texts.append(generate(model, inputs, do_sample=sampled, temperature=1.3).sequences)
+            texts.append(generate(model, inputs, 15, do_sample=sampled, temperature=1.3).sequences)
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(text, texts[0]) for text in texts)
