@@ -79,6 +79,9 @@ def cpu() -> None:
         line = sorted((r["params"]["tokens"], r["metrics"]["us"] / 1e3) for r in of if r["bench"] == bench)
         label = "bf16 SDPA, " + bench.removeprefix("torch ").replace("grouped", "heads as query rows")
         ax.plot(*zip(*line), linestyle=style, marker="s", markersize=3, color="black", label=label)
+    for bench, style in {"ggml q4_0": "--", "ggml f16": ":"}.items():
+        line = sorted((r["params"]["tokens"], r["metrics"]["us"] / 1e3) for r in of if r["bench"] == bench)
+        ax.plot(*zip(*line), linestyle=style, marker="^", markersize=3, color="grey", label=bench)
     save(figure, ax, "cpu_context.svg")
 
 
