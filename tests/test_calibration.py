@@ -193,31 +193,51 @@ def test_sensitivity_predicts_the_divergence(kind, model, measured):
         batches = [prompts(2, 160, seed=s)["input_ids"] for s in range(9, 13)]
         batches = [{"input_ids": ids} for ids in batches]
     generator = torch.Generator().manual_seed(1)
+
+    def noise_of(layer, side, ids, shape):
+        noise = torch.randn(shape, generator=generator)
+        if (layer, side) != (0, 1):
+            return noise
+        first = (ids[:, :, None] == ids[:, None]).int().argmax(-1)  # equal tokens have equal errors there
+        return torch.take_along_dim(noise, first[:, None, :, None], 2)
+
     ratios = []
     for layer, side, group in np.ndindex(measured.layers, 2, measured.groups):
         at = slice(32 * group, 32 * group + 32)
         axes = torch.from_numpy(measured.axes[layer, side][:, at])
         size = 0.05 * float(measured.variance[layer, side][:, at].mean()) ** 0.5
-
-        def hook(i, key, value, layer=layer, side=side, axes=axes, size=size):
-            both = [key, value]
-            if i == layer:
-                noise = torch.randn(*key.shape[:3], axes.shape[1], generator=generator) * size
-                both[side] = both[side] + torch.einsum("bhtn,hnd->bhtd", noise, axes)
-            return both
-
-        found = 0.0
+        found = []
         with measure._tapped(model) as tap:
-            for batch in batches:
+            for batch in 3 * batches:
+
+                def hook(i, key, value, here=(layer, side), ids=batch["input_ids"], axes=axes, size=size):
+                    both = [key, value]
+                    if i == here[0]:
+                        noise = size * noise_of(*here, ids, (*key.shape[:3], axes.shape[1]))
+                        both[here[1]] = both[here[1]] + torch.einsum("bhtn,hnd->bhtd", noise, axes)
+                    return both
+
                 tap.hook = None
                 want = measure._forward(model, batch)
                 tap.hook = hook
                 got = measure._forward(model, batch)
                 each = token_divergence(want, got) if kind is None else 1 - torch.cosine_similarity(
                     want.double(), got.double(), dim=-1)  # fmt: skip
-                found += float(each.double().mean()) / len(batches)
-        ratios.append(found / (size**2 * measured.sensitivity[layer, side][:, at].sum()))
-    assert min(ratios) > 0.7 and max(ratios) < 1.4, ratios
+                found.append(float(each.double().mean()))
+        ratios.append(np.mean(found) / (size**2 * measured.sensitivity[layer, side][:, at].sum()))
+    # Axes were chosen by the same sample of costs, which flatters the quiet ones.
+    assert min(ratios) > 0.7 and max(ratios) < 1.6, ratios
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_equal_tokens_share_the_errors_of_first_values(padded, rng):
+    gradient = torch.from_numpy(rng.standard_normal((2, 3, 5, 4)))
+    ids = torch.tensor([[7, 2, 7, 7, 2], [1, 2, 3, 4, 7]])
+    real = torch.tensor([[False, True, True, True, True], [True] * 5]) if padded else None
+    found = measure._of_tokens(gradient, ids, real)
+    two, seven = gradient[0][:, [1, 4]].sum(1), gradient[0][:, [2, 3] if padded else [0, 2, 3]].sum(1)
+    want = torch.stack([two, seven, *gradient[1].unbind(1)], 1)[None]
+    torch.testing.assert_close(found, want)
 
 
 def same(a, b):

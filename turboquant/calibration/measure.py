@@ -225,6 +225,19 @@ def _score(model: Any, output: torch.Tensor, real: torch.Tensor | None, seed: in
     return total
 
 
+def _of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """[1, kv_heads, n, head_dim] of a gradient [batch, kv_heads, tokens, head_dim]: summed over equal tokens of a
+    sequence. Values of the first layer know neither position nor neighbours: those of equal tokens are equal, and so
+    are their errors, which then do not average out."""
+    sums = []
+    for i, row in enumerate(ids.to(gradient.device)):
+        kept = slice(None) if real is None else real[i].to(gradient.device)
+        kinds, which = row[kept].unique(return_inverse=True)
+        rows = gradient[i][:, kept].double()
+        sums.append(rows.new_zeros(len(rows), len(kinds), rows.shape[-1]).index_add_(1, which, rows))
+    return torch.cat(sums, 1)[None]
+
+
 def _measure_costs(model: Any, tap: _Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any]) -> None:
     weights = [p for p in model.parameters() if p.requires_grad]
     step(run.probed)
@@ -245,7 +258,10 @@ def _measure_costs(model: Any, tap: _Tap, batches: Sequence[Batch], run: _Run, s
                 score = _score(model, _forward(model, batch), real, run.seed + i)
                 gradients = torch.autograd.grad(score, list(errors.values()))
             for (layer, side), gradient in zip(errors, gradients):
-                run.costs.add(layer, side, gradient, real)
+                if (layer, side) == (0, 1):
+                    run.costs.add(layer, side, _of_tokens(gradient, batch["input_ids"], real), None)
+                else:
+                    run.costs.add(layer, side, gradient, real)
             run.costs.tokens += _count(batch)
             run.probed += 1
             run.save()
