@@ -105,8 +105,9 @@ sanitize: $(SANITIZE)/.ready
 
 # The C core and the readers of files under hostile input; needs clang with libFuzzer for all but the last fuzzer.
 FUZZ_SECONDS ?= 600
+FUZZ_SEED ?= 0
 fuzz: build
-	$(RUN) tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+	$(RUN) tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 # Random lives of caches against a slow model of them.
 SOAK_MINUTES ?= 30

@@ -36,13 +36,14 @@ def build(compiler: str) -> dict[str, Path]:
     return {name: program(compiler, flags, source / f"{name}.c", library, FOLDER / name) for name in IN_C}
 
 
-def run_in_c(name: str, binary: Path, seconds: int) -> str:
+def run_in_c(name: str, binary: Path, seconds: int, seed: int) -> str:
     """Inputs run, and the edges of the core's control flow that they took. RuntimeError with the sanitizer's words if
     one crashed."""
     found = FOLDER / f"{name}.corpus"
     found.mkdir(exist_ok=True)
     options = [
         f"-max_total_time={seconds}",
+        f"-seed={seed}",
         "-print_final_stats=1",
         "-timeout=20",
         "-rss_limit_mb=2048",
@@ -66,6 +67,7 @@ def run_cache_file(seconds: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=600, help="for each fuzzer")
+    parser.add_argument("--seed", type=int, default=0, help="of the fuzzers in C; 0: another one each time")
     parser.add_argument("--compiler", default=shutil.which("clang"), help="a clang with libFuzzer")
     parser.add_argument("only", nargs="*", choices=[*IN_C, "cache_file", []], help="these alone")
     given = parser.parse_args()
@@ -76,7 +78,8 @@ def main() -> None:
             sys.exit("the fuzzers in C need clang and its libFuzzer: apt install clang libclang-rt-14-dev")
         binaries = build(given.compiler)
     for name in names:
-        found = run_in_c(name, binaries[name], given.seconds) if name in binaries else run_cache_file(given.seconds)
+        in_c = name in binaries
+        found = run_in_c(name, binaries[name], given.seconds, given.seed) if in_c else run_cache_file(given.seconds)
         print(f"{name}: {found} in {given.seconds} s, none crashed", flush=True)
 
 

@@ -36,7 +36,7 @@ Written by `python tests/upstream/run.py TREE`, TREE being a checkout of transfo
 and a window that holds everything. Tests that want models from the hub or a GPU cannot run there, and tests of other
 classes of caches never meet ours.
 
-Looked at one by one, none of those below fails for a wrong number. They ask for attention weights beside a cache; pad
+By their messages none of those below fails for a wrong number. They ask for attention weights beside a cache; pad
 on the right; compare `layer.keys`, full-precision tensors that a packed layer does not have ("NoneType"; in
 `test_generate_continue_*` after texts and scores agreed); demand the class `DynamicCache` ("False is not true"); or set
 `config._attn_implementation`.
