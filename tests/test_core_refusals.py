@@ -323,6 +323,27 @@ def test_an_unknown_isa_lists_the_levels() -> None:
 MEASURES_MEMORY = os.environ.get("PYTHONMALLOC") != "malloc"
 
 
+def grown_in_200_rounds(run_all: Callable[[], None]) -> int:
+    """Bytes of Python's memory: the least of three attempts, since threads that other tests left behind allocate as
+    well, now and then; a leak is there each time."""
+    attempts = []
+    for _ in range(3):
+        tracemalloc.start()
+        try:
+            for round_ in range(250):
+                run_all()
+                if round_ == 49:
+                    gc.collect()
+                    first = tracemalloc.get_traced_memory()[0]
+            gc.collect()
+            attempts.append(tracemalloc.get_traced_memory()[0] - first)
+        finally:
+            tracemalloc.stop()
+        if attempts[-1] < 200 * 16:
+            break
+    return min(attempts)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_leaks(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Good and bad calls leave no reference and no memory behind."""
@@ -346,18 +367,11 @@ def test_nothing_leaks(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_all()
     gc.collect()
     before = [sys.getrefcount(thing) for thing in objects]
-    tracemalloc.start()
-    try:
-        for round_ in range(250):
-            run_all()
-            if round_ == 49:  # by then every cache is as large as it gets
-                first = tracemalloc.get_traced_memory()[0]
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - first
-    finally:
-        tracemalloc.stop()
     if MEASURES_MEMORY:
-        assert grown < 200 * 16, f"{grown} bytes after 200 rounds"  # the smallest object has more than 16
+        assert grown_in_200_rounds(run_all) < 200 * 16  # the smallest object has more than 16 bytes
+    else:
+        for _ in range(250):
+            run_all()
     immortal = 2**20  # None and small integers count, or are immortal
     after = [sys.getrefcount(thing) for thing in objects]
     changed = [(type(thing), a, b) for thing, a, b in zip(objects, before, after) if a < immortal and abs(a - b) > 200]
@@ -391,15 +405,9 @@ def test_nothing_leaks_elsewhere() -> None:
 
     run_all()
     references = sys.getrefcount(header)
-    tracemalloc.start()
-    try:
-        for round_ in range(300):
-            run_all()
-            if round_ == 99:
-                first = tracemalloc.get_traced_memory()[0]
-        grown = tracemalloc.get_traced_memory()[0] - first
-    finally:
-        tracemalloc.stop()
     if MEASURES_MEMORY:
-        assert grown < 200 * 16
+        assert grown_in_200_rounds(run_all) < 200 * 16
+    else:
+        for _ in range(250):
+            run_all()
     assert sys.getrefcount(header) == references
