@@ -12,7 +12,6 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from esm_models import tiny_esm
 from models import prompts, tiny
 
@@ -319,26 +318,6 @@ def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, m
     assert same(found, measured) and not file.exists()
     whole = len(batches) + 1 + len(batches)  # moments, tables, sensitivities
     assert len(calls) == after + 1 + whole - (min(after, 3) + max(after - 4, 0))
-
-
-def test_a_model_that_a_device_map_spread_out(tmp_path):
-    """Layers in memory and on disk, by accelerate's hooks: the same calibration, and a cache that takes it."""
-    pytest.importorskip("accelerate")
-    from transformers import AutoModelForCausalLM
-
-    folder = ROOT / "turboquant" / "data" / "demo"
-    rest = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    where = {**{f"model.layers.{i}": "cpu" if i < 2 else "disk" for i in range(4)}, **rest}
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    spread = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, device_map=where, offload_folder=tmp_path
-    ).eval()
-    assert any(p.is_meta for p in spread.parameters())
-    ids = torch.arange(200).view(1, 200) * 7 % 4000
-    a, b = (turboquant.calibrate(model, [ids], sensitivity_batches=1) for model in (whole, spread))
-    assert same(a, b) and a.fingerprint == b.fingerprint
-    out = [turboquant.patch(m, "calibrated-3", a).generate(ids, max_new_tokens=4) for m in (whole, spread)]
-    assert torch.equal(*out)
 
 
 def test_a_checkpoint_of_something_else(model, batches, tmp_path):

@@ -26,6 +26,7 @@ from .cache import TurboQuantCache, checked_config
 from .calibration import Calibration, layer_specs
 from .calibration.measure import fingerprint, token_divergence
 from .patch import patch, unpatch
+from .placement import device_of
 from .spec import CacheSpec, resolve
 
 __all__ = ["Evaluation", "Recall", "evaluate", "evaluate_all", "markdown", "recall", "recall_table", "text_windows"]
@@ -149,7 +150,7 @@ def evaluate_all(
         steps = [(start, name) for start in range(0, len(windows), batch) for name in ("", *chosen)]
         reference = None
         for start, name in _shown(steps, progress):
-            ids = windows[start : start + batch].to(model.device)
+            ids = windows[start : start + batch].to(device_of(model))
             if not name:
                 reference = None  # the one of the last windows goes before another is made
                 reference = model(input_ids=ids, use_cache=False).logits
@@ -371,8 +372,8 @@ def recall(
                 text, others = windows[rows].cpu(), windows[(rows + 1) % len(windows)].cpu()
                 first = int(torch.randint(windows.shape[1] - needle + 1, (1,), generator=generator))
                 passage = others[:, first : first + needle]
-                planted = torch.cat([text[:, :at], passage, text[:, at:hay], passage], 1).to(model.device)
-                unplanted = torch.cat([text[:, : hay + needle], passage], 1).to(model.device)
+                planted = torch.cat([text[:, :at], passage, text[:, at:hay], passage], 1).to(device_of(model))
+                unplanted = torch.cat([text[:, : hay + needle], passage], 1).to(device_of(model))
                 each = [_run(model, planted, caches("spec"), [(0, length)])]
                 each += [model(input_ids=x, use_cache=False).logits for x in (planted, unplanted)]
                 scores += zip(*(column for logits in each for column in _copied(logits, planted, needle - cue)))

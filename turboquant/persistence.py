@@ -29,6 +29,7 @@ from .calibration.measure import describe, fingerprint
 from .files import write_whole
 from .modes import is_split
 from .pages import RELEASED, PagePool, PageTable, outside_autograd
+from .placement import device_of
 from .plan import FORMAT_VERSION, PAGE_TOKENS
 from .spec import CacheSpec
 
@@ -362,11 +363,11 @@ class _Reader:
 
 
 def _devices(model: Any, n_layers: int) -> list[torch.device]:
-    """Where each layer of a model is: the device of its attention's weights. The CPU for no model."""
+    """Where each layer of a model computes: with its attention's weights. The CPU for no model."""
     devices = [torch.device("cpu")] * n_layers
     if hasattr(model, "modules"):
         for module in model.modules():
             i = getattr(module, "layer_idx", None)
-            if isinstance(i, int) and i < n_layers and (weight := next(module.parameters(), None)) is not None:
-                devices[i] = weight.device
+            if isinstance(i, int) and i < n_layers and any(True for _ in module.parameters()):
+                devices[i] = device_of(module)
     return devices

@@ -16,7 +16,7 @@ import hashlib
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..attention import own_attention, request_mask
+from ..placement import device_of, is_offloaded, loaded
 from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
 from .tables import kmeans_table
@@ -113,23 +114,10 @@ def fingerprint(model: Any) -> dict[str, Any]:
     named = sorted((n, t) for n, t in tensors if t.is_floating_point() and t.numel())
     sample: list[float] = []
     for i in sorted({round(x) for x in np.linspace(0, len(named) - 1, SAMPLED_TENSORS)}):
-        flat = _loaded(model, *named[i]).detach().reshape(-1)
+        flat = loaded(model, *named[i]).detach().reshape(-1)
         where = torch.linspace(0, flat.numel() - 1, SAMPLED_WEIGHTS, dtype=torch.float64).long()
         sample += [float(f"{x:.6g}") for x in flat[where.to(flat.device)].to("cpu", torch.float64).tolist()]
     return {**describe(model.config), "weights": sample}
-
-
-def _loaded(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A weight where it is: a model that a `device_map` spread over memory and disk has some in its hooks alone."""
-    if not tensor.is_meta:
-        return tensor
-    path, _, leaf = name.rpartition(".")
-    hook = getattr(model.get_submodule(path), "_hf_hook", None)
-    for each in getattr(hook, "hooks", [hook]):
-        if (held := getattr(each, "weights_map", None)) is not None and leaf in held:
-            weight: torch.Tensor = held[leaf]
-            return weight
-    raise ValueError(f"`model` must have its weights loaded, got {name} on the meta device")
 
 
 # ---- first pass: moments ----
@@ -179,7 +167,8 @@ def _real(batch: Batch) -> torch.Tensor | None:
 
 def _forward(model: Any, batch: Batch) -> torch.Tensor:
     """[batch, tokens, ...]: what `_divergence` compares."""
-    inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    device = device_of(model)
+    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
     if _is_esm(model):
         states: torch.Tensor = model.base_model(**inputs).last_hidden_state
         return states
@@ -239,11 +228,12 @@ def _of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | N
 
 
 def _measure_costs(model: Any, tap: _Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any]) -> None:
-    weights = [p for p in model.parameters() if p.requires_grad]
+    # By name: hooks that offload weights make new parameters in each forward.
+    trained = [name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad]
     step(run.probed)
     try:
-        for weight in weights:  # of which no gradient is wanted: nothing is kept for one
-            weight.requires_grad_(False)
+        for name in trained:  # of which no gradient is wanted: nothing is kept for one
+            model.get_parameter(name).requires_grad_(False)
         for i, batch in enumerate(batches[run.probed :], run.probed):
             errors: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -254,7 +244,7 @@ def _measure_costs(model: Any, tap: _Tap, batches: Sequence[Batch], run: _Run, s
                 return key + errors[layer, 0], value + errors[layer, 1]
 
             tap.hook, real = hook, _real(batch)
-            with torch.enable_grad():
+            with torch.enable_grad(), _kept(model):
                 score = _score(model, _forward(model, batch), real, run.seed + i)
                 gradients = torch.autograd.grad(score, list(errors.values()))
             for (layer, side), gradient in zip(errors, gradients):
@@ -268,8 +258,14 @@ def _measure_costs(model: Any, tap: _Tap, batches: Sequence[Batch], run: _Run, s
             step()
     finally:
         tap.hook = None
-        for weight in weights:
-            weight.requires_grad_(True)
+        for name in trained:
+            model.get_parameter(name).requires_grad_(True)
+
+
+def _kept(model: Any) -> AbstractContextManager[Any]:
+    """What a backward pass needs is kept where it was made, but in main memory if weights are offloaded: they are part
+    of it, and would all come together on their device."""
+    return torch.autograd.graph.save_on_cpu() if is_offloaded(model) else nullcontext()
 
 
 # ---- tables of levels ----
@@ -347,12 +343,13 @@ def calibrate(
 
     model    a causal language model of transformers with rotary keys whose attention goes through AttentionInterface,
              or an ESM-2 model (`turboquant.esm.protein_batches` makes batches); patched or not; float32, float16 or
-             bfloat16; on any device or spread over several. It is left as it was.
+             bfloat16; on any device, spread over several, or with weights that a `device_map` keeps off them. It is
+             left as it was.
     batches  token ids [batch, tokens], or mappings with `input_ids` and perhaps `attention_mask`, as the model takes
              them. Text like that which the cache will see, but not what it will be tested on; tens of thousands of
              tokens are plenty. Padding is not counted.
     sensitivity_batches  of these, from the front, measure sensitivities, by a forward and a backward pass each; a batch
-             needs the memory of a training step without the optimiser.
+             needs the memory of a training step without the optimiser, which is main memory if weights are offloaded.
     seed     of the Hadamard signs inside groups, and of what is drawn for sensitivities. The same model, batches and
              seed give the same calibration.
     source   what text it was, in words; kept in the file.

@@ -18,6 +18,7 @@ import torch
 from .. import _core
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint, token_divergence
+from ..placement import device_of
 from ..plan import PAGE_TOKENS
 from ..routing import routed
 from ..spec import CacheSpec, resolve
@@ -142,14 +143,14 @@ def _masked_batches(model: Any, sequences: Sequence[str], mask_share: float, see
         raise ValueError(f"`batch_size` must be at least 1, got {size}")
     tokens = [tokenise(s, model.config, f"sequences[{i}]") for i, s in enumerate(sequences)]
     order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
-    generator = torch.Generator().manual_seed(seed)
+    generator, device = torch.Generator().manual_seed(seed), device_of(model)
     batches = []
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
         ids, real = padded([tokens[i] for i in chosen], "cpu")
         hidden = (torch.rand(ids.shape, generator=generator) < mask_share) & (ids >= FIRST_RESIDUE)
         masked_ids = ids.masked_fill(hidden, MASK)
-        batches.append(_Batch(chosen, *(t.to(model.device) for t in (ids, masked_ids, real, hidden))))
+        batches.append(_Batch(chosen, *(t.to(device) for t in (ids, masked_ids, real, hidden))))
     return batches
 
 

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..calibration import Calibration
+from ..placement import device_of
 from ..routing import routed
 from ..spec import CacheSpec
 from .attention import NAME, plain_attention
@@ -145,7 +146,7 @@ class _Plain:
 
 
 def _exactly(model: Any, tokens: list[int], batch: Sequence[int]) -> torch.Tensor:
-    ids = torch.tensor([tokens] * len(batch), device=model.device)
+    ids = torch.tensor([tokens] * len(batch), device=device_of(model))
     rows, where = torch.arange(len(batch)), torch.tensor(batch) + 1
     ids[rows, where] = MASK
     states = _states(model, ids)[rows, where]

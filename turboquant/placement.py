@@ -1,0 +1,49 @@
+"""Where the weights of a model are: on one device, on several, or, loaded with a `device_map`, in main memory or on
+disk. The last lie on the meta device; accelerate's hooks bring each to its device for one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["device_of", "is_offloaded", "loaded"]
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """The device on which a module's first weights are used, which is where its inputs go.
+
+    ValueError for a module without weights, or whose weights are on the meta device and in no hook.
+    """
+    for part in module.modules():
+        for weight in part.parameters(recurse=False):
+            if not weight.is_meta:
+                return weight.device
+            for hook in _hooks(part):
+                if (device := getattr(hook, "execution_device", None)) is not None:
+                    return torch.device(device)
+    raise ValueError(f"`model` must have its weights loaded, got {type(module).__name__} with none")
+
+
+def is_offloaded(model: torch.nn.Module) -> bool:
+    """Whether some weights are on their device for the time of a forward only."""
+    return any(weight.is_meta for weight in model.parameters())
+
+
+def loaded(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The weight `tensor` of this name, from wherever it is. ValueError if it is nowhere."""
+    if not tensor.is_meta:
+        return tensor
+    path, _, leaf = name.rpartition(".")
+    for hook in _hooks(model.get_submodule(path)):
+        if (held := getattr(hook, "weights_map", None)) is not None and leaf in held:
+            weight: torch.Tensor = held[leaf]
+            return weight
+    raise ValueError(f"`model` must have its weights loaded, got {name} on the meta device")
+
+
+def _hooks(module: torch.nn.Module) -> Iterator[Any]:
+    """Accelerate's hooks of a module."""
+    if (hook := getattr(module, "_hf_hook", None)) is not None:
+        yield from getattr(hook, "hooks", [hook])
