@@ -1,6 +1,7 @@
 """Quality of every preset: KL divergence, perplexity, top-1 agreement and bytes, through the packed path.
 
-    python benchmarks/quality.py --device cuda --batch 4 --out benchmarks/results/h200    the whole table
+    python benchmarks/quality.py --device cuda --batch 4 --out benchmarks/results/h200    what CUDA takes
+    python benchmarks/quality.py --windows 4 --length 1024 --out benchmarks/results/cpu   everything
     python benchmarks/quality.py --ship      the demo model's calibration, turboquant/data/demo/calibration.safetensors
     python benchmarks/quality.py --guard     tests/golden/quality_demo.json
 
@@ -27,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import turboquant
 from turboquant import CacheSpec, Calibration
-from turboquant.evaluate import evaluate_all, markdown, recall, recall_table, text_windows
+from turboquant.evaluate import evaluate_all, markdown, text_windows
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
@@ -48,6 +49,7 @@ EXTRAS = {
     "keys 4, values 3": CacheSpec(4, 3, centre="prompt"),
     "keys 3, values 4": CacheSpec(3, 4, centre="prompt"),
 }
+TEXTS = ["books", "wikitext2"]
 VARIANTS = {"packed": dict(sinks=0, window=0), "sinks and window": dict(sinks=4, window=128)}
 
 
@@ -61,6 +63,11 @@ def load(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
 def halves(name: str = "books_val.txt") -> tuple[str, str]:
     text = (SHARED / "data" / name).read_text(encoding="utf-8")
     return text[: len(text) // 2], text[len(text) // 2 :]
+
+
+def held_out(name: str) -> str:
+    """A text that no calibration saw: books or wikitext2."""
+    return halves()[1] if name == "books" else "".join(halves(f"{name}_test.txt"))
 
 
 def calibrated(model: Any, tokenizer: Any, tokens: int, length: int, batch: int, half: int = 0) -> Calibration:
@@ -84,8 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="reference", help="a folder of the shared models, or demo")
-    parser.add_argument("--texts", nargs="+", default=["books", "wikitext2"])
-    parser.add_argument("--specs", nargs="+", help="of the presets and extras; all of them unless said")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
+    parser.add_argument("--specs", nargs="+", help="of the presets and extras; all that the device takes unless said")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--length", type=int, default=2048)
@@ -93,7 +100,6 @@ def main() -> None:
     parser.add_argument("--calibration", help="a file, instead of calibrating")
     parser.add_argument("--calibration-tokens", type=int, default=32768)
     parser.add_argument("--calibration-length", type=int, default=2048, help="of a window")
-    parser.add_argument("--recall", action="store_true", help="needle in a haystack as well")
     parser.add_argument("--add", action="store_true", help="keep other rows of the file")
     parser.add_argument("--plot", action="store_true", help="quality against bytes, beside the JSON")
     parser.add_argument("--out", default=RESULTS / "local")
@@ -112,10 +118,10 @@ def main() -> None:
         return
 
     every = {**turboquant.presets(), **EXTRAS}
-    specs = {name: every[name] for name in args.specs or every}
+    taken = [name for name, spec in every.items() if args.device == "cpu" or not spec.blocked]
+    specs = {name: every[name] for name in args.specs or taken}
     model, tokenizer = load(SHARED / "models" / args.model, args.device)
-    texts = {"books": lambda: halves()[1], "wikitext2": lambda: "".join(halves("wikitext2_test.txt"))}
-    windows = {name: text_windows(texts[name](), tokenizer, args.windows, args.length) for name in args.texts}
+    windows = {name: text_windows(held_out(name), tokenizer, args.windows, args.length) for name in args.texts}
     calibration = Calibration.load(args.calibration) if args.calibration else None
     if calibration is None and any(spec.calibrated for spec in specs.values()):
         start = time.perf_counter()
@@ -144,8 +150,6 @@ def main() -> None:
                     "commit": commit(),
                 }
                 report.add("quality", params, {key: float(f"{x:.6g}") for key, x in one.metrics().items()})
-        if args.recall:
-            add_recall(report, model, ids, specs, calibration, args.batch)
         if args.add:
             report.rows = others(Path(args.out) / f"{report.name}.json", report.rows) + report.rows
         print(report.save(args.out))
@@ -156,24 +160,12 @@ def main() -> None:
 def others(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a file that `rows` do not measure again."""
     held = json.loads(file.read_text())["rows"] if file.exists() else []
-    named = ("spec", "exact", "length", "depth")
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["bench"], *(row["params"].get(name) for name in named)
+        return row["params"]["spec"], row["params"]["exact"]
 
     measured = {key(row) for row in rows}
     return [row for row in held if key(row) not in measured]
-
-
-def add_recall(report: Report, model: Any, ids: Any, specs: Any, calibration: Calibration | None, batch: int) -> None:
-    lengths = [n for n in (512, 1024, 2048, 4096) if n <= ids.shape[1]]
-    for name, spec in specs.items():
-        used = calibration if spec.calibrated else None
-        found = recall(model, ids, spec, calibration=used, lengths=lengths, batch=batch)
-        print(f"\nrecall, {name}\n\n{recall_table(found)}\n")
-        for one in found:
-            metrics = {key: round(x, 5) for key, x in vars(one).items() if key not in ("length", "depth")}
-            report.add("recall", {"spec": name, "length": one.length, "depth": one.depth}, metrics)
 
 
 if __name__ == "__main__":

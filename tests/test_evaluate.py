@@ -14,7 +14,16 @@ from models import prompts, tiny
 import turboquant
 from turboquant import CacheSpec, TurboQuantCache
 from turboquant.cli import main
-from turboquant.evaluate import evaluate_all, markdown, recall, recall_table, text_windows
+from turboquant.evaluate import (
+    _haystacks,
+    _needles,
+    evaluate_all,
+    markdown,
+    recall,
+    recall_all,
+    recall_table,
+    text_windows,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -156,8 +165,13 @@ def test_recall_measures_copying(model, windows):
     found = recall(model, windows, "paper-mse-4", lengths=(96, 150), depths=(0, 0.5, 1), needle=16, cue=4, batch=2)
     assert [(r.length, r.depth) for r in found] == [(n, d) for n in (96, 150) for d in (0, 0.5, 1)]
     assert all(0 <= r.accuracy <= 1 and r.log_likelihood < 0 for r in found)
-    again = recall(model, windows, "paper-mse-4", lengths=(96, 150), depths=(0, 0.5, 1), needle=16, cue=4, batch=2)
-    assert again == found
+    both = recall_all(
+        model, windows, {"a": "paper-mse-4", "b": "paper-mse-2"}, lengths=(150,), depths=(0,), needle=16, cue=4
+    )
+    for name in ("accuracy", "log_likelihood", "reference_log_likelihood", "unplanted_log_likelihood"):
+        assert getattr(both["a"][0], name) == pytest.approx(getattr(found[3], name), rel=1e-4)  # in other batches
+    assert both["b"][0].reference_log_likelihood == both["a"][0].reference_log_likelihood
+    assert both["b"][0].log_likelihood != both["a"][0].log_likelihood
     lines = recall_table(found[:5]).splitlines()
     assert lines[0] == "| depth | 96 tokens | 150 tokens |" and len(lines) == 5 and lines[-1].endswith("| - |")
     one = found[3]  # 150 tokens, depth 0
@@ -169,6 +183,19 @@ def test_recall_measures_copying(model, windows):
         recall(model, windows, "default", lengths=(201,), needle=16, cue=4)
     with pytest.raises(ValueError, match=r"`cue` must be in 1\.\.15, got 16"):
         recall(model, windows, "default", lengths=(150,), needle=16, cue=16)
+    with pytest.raises(ValueError, match="`batch` must be at least 1, got 0"):
+        recall(model, windows, "default", lengths=(150,), needle=16, cue=4, batch=0)
+
+
+def test_haystacks_hold_the_needle_where_they_should():
+    text = torch.arange(300).view(3, 100)
+    needles = _needles(text, 8, seed=1)
+    assert all((needle.diff() == 1).all() and needle[0] // 100 == (i + 1) % 3 for i, needle in enumerate(needles))
+    for depth, at in ((0, 0), (0.5, 22), (1, 44)):
+        ids = _haystacks(text, needles, 60, depth)
+        assert ids.shape == (3, 60) and torch.equal(ids[:, at : at + 8], needles) and torch.equal(ids[:, 52:], needles)
+        assert torch.equal(torch.cat([ids[:, :at], ids[:, at + 8 : 52]], 1), text[:, :44])
+    assert torch.equal(_haystacks(text, needles, 60, None), torch.cat([text[:, :52], needles], 1))
 
 
 # ---- the command lines, on the shipped model ----

@@ -29,7 +29,17 @@ from .patch import patch, unpatch
 from .placement import device_of
 from .spec import CacheSpec, resolve
 
-__all__ = ["Evaluation", "Recall", "evaluate", "evaluate_all", "markdown", "recall", "recall_table", "text_windows"]
+__all__ = [
+    "Evaluation",
+    "Recall",
+    "evaluate",
+    "evaluate_all",
+    "markdown",
+    "recall",
+    "recall_all",
+    "recall_table",
+    "text_windows",
+]
 
 PREFILLS = ("packed", "chunked", "decode")
 _PER_TOKEN = ("pages", "sinks", "window")  # parts of a cache that grow with it, or hold its tokens
@@ -346,7 +356,29 @@ def recall(
     needle, cue   tokens of the passage, and of these how many are shown at the end.
     Others as in `evaluate`.  Returns one result per length and depth.
     """
-    windows = _checked(windows)
+    given = {"spec": spec}
+    found = recall_all(model, windows, given, calibration=calibration, lengths=lengths, depths=depths, needle=needle,
+                       cue=cue, sinks=sinks, window=window, batch=batch, seed=seed)  # fmt: skip
+    return found["spec"]
+
+
+def recall_all(
+    model: Any,
+    windows: torch.Tensor,
+    specs: Mapping[str, CacheSpec | str],
+    *,
+    calibration: AnyCalibration = None,
+    lengths: Sequence[int] = (512, 1024, 2048),
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    needle: int = 32,
+    cue: int = 16,
+    sinks: int | None = 0,
+    window: int | None = 0,
+    batch: int = 1,
+    seed: int = 0,
+) -> dict[str, list[Recall]]:
+    """`recall` for several specs by any name; the model alone runs once for all."""
+    windows = _checked(windows).cpu()
     if len(windows) < 2:
         raise ValueError("`windows` must hold at least two windows, passages come from another one: got 1")
     if not 1 <= cue < needle:
@@ -358,28 +390,48 @@ def recall(
             )
     if not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(f"`depths` must be in 0..1, got {list(depths)}")
+    if batch < 1:
+        raise ValueError(f"`batch` must be at least 1, got {batch}")
     changed = {name: value for name, value in (("sinks", sinks), ("window", window)) if value is not None}
-    chosen = resolve(spec).with_(prefill="packed", **changed)
-    generator = torch.Generator().manual_seed(seed)
-    results = []
-    with _ready(model, {"spec": chosen}, calibration) as caches:
-        for length, depth in ((length, depth) for length in lengths for depth in depths):
-            hay = length - 2 * needle
-            at = round(depth * hay)
-            scores: list[tuple[float, ...]] = []
-            for start in range(0, len(windows), batch):
-                rows = torch.arange(start, min(start + batch, len(windows)))
-                text, others = windows[rows].cpu(), windows[(rows + 1) % len(windows)].cpu()
-                first = int(torch.randint(windows.shape[1] - needle + 1, (1,), generator=generator))
-                passage = others[:, first : first + needle]
-                planted = torch.cat([text[:, :at], passage, text[:, at:hay], passage], 1).to(device_of(model))
-                unplanted = torch.cat([text[:, : hay + needle], passage], 1).to(device_of(model))
-                each = [_run(model, planted, caches("spec"), [(0, length)])]
-                each += [model(input_ids=x, use_cache=False).logits for x in (planted, unplanted)]
-                scores += zip(*(column for logits in each for column in _copied(logits, planted, needle - cue)))
-            mean = [sum(column) / len(scores) for column in zip(*scores)]
-            results.append(Recall(length, depth, *mean))
+    chosen = {name: resolve(spec).with_(prefill="packed", **changed) for name, spec in specs.items()}
+    needles, device = _needles(windows, needle, seed), device_of(model)
+    scores: dict[tuple[str, int, float], list[tuple[float, ...]]] = {
+        (name, length, depth): [] for name in chosen for length in lengths for depth in depths
+    }
+    with _ready(model, chosen, calibration) as caches:
+        for length, start in ((length, start) for length in lengths for start in range(0, len(windows), batch)):
+            rows = slice(start, start + batch)
+            text, passages, asked = windows[rows], needles[rows], needles[rows, cue:]
+            ids = _haystacks(text, passages, length, None).to(device)
+            guessed = _copied(model(input_ids=ids, use_cache=False).logits, asked)
+            for depth in depths:
+                ids = _haystacks(text, passages, length, depth).to(device)
+                plain = _copied(model(input_ids=ids, use_cache=False).logits, asked)
+                for name in chosen:
+                    packed = _copied(_run(model, ids, caches(name), [(0, length)]), asked)
+                    scores[name, length, depth] += zip(*packed, *plain, *guessed)
+    results: dict[str, list[Recall]] = {name: [] for name in chosen}
+    for (name, length, depth), each in scores.items():
+        results[name].append(Recall(length, depth, *(sum(column) / len(each) for column in zip(*each))))
     return results
+
+
+def _needles(windows: torch.Tensor, tokens: int, seed: int) -> torch.Tensor:
+    """[windows, tokens]: for each window a passage of the next one, the same for all lengths and depths."""
+    starts = torch.randint(
+        windows.shape[1] - tokens + 1, (len(windows), 1), generator=torch.Generator().manual_seed(seed)
+    )
+    return windows.roll(-1, 0).gather(1, starts + torch.arange(tokens))
+
+
+def _haystacks(text: torch.Tensor, needles: torch.Tensor, length: int, depth: float | None) -> torch.Tensor:
+    """[rows, length]: text that ends with the needle, which also stands at `depth`; None: nowhere else."""
+    hay = length - needles.shape[1]
+    if depth is None:
+        return torch.cat([text[:, :hay], needles], 1)
+    hay -= needles.shape[1]
+    at = round(depth * hay)
+    return torch.cat([text[:, :at], needles, text[:, at:hay], needles], 1)
 
 
 def recall_table(found: Sequence[Recall]) -> str:
@@ -395,10 +447,10 @@ def recall_table(found: Sequence[Recall]) -> str:
     return "\n".join(lines)
 
 
-def _copied(logits: torch.Tensor, ids: torch.Tensor, count: int) -> tuple[list[float], list[float]]:
-    """Of the last `count` tokens of each sequence: share called likeliest, and mean log-likelihood."""
-    right = ids[:, -count:].to(logits.device)
-    log_p = torch.log_softmax(logits[:, -count - 1 : -1].float(), -1)
+def _copied(logits: torch.Tensor, right: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Of each sequence's last tokens, which are `right` [rows, count]: share called likeliest, mean log-likelihood."""
+    right = right.to(logits.device)
+    log_p = torch.log_softmax(logits[:, -right.shape[1] - 1 : -1].float(), -1)
     hit = (log_p.argmax(-1) == right).double().mean(1)
     return hit.tolist(), log_p.gather(-1, right[..., None]).double().mean((1, 2)).tolist()
 
