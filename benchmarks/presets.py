@@ -1,15 +1,17 @@
-"""Writes docs/presets.md from the presets and from the results of benchmarks/quality.py. tests/test_evaluate.py says
-when the page is not current."""
+"""Writes docs/presets.md from the presets and from the results of benchmarks/quality.py and benchmarks/recall.py.
+tests/test_evaluate.py says when the page is not current."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from turboquant import CacheSpec, presets
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "presets.md"
 HEAD_DIM, LAYERS = 128, 32  # of the bits and ratios on the page
 
@@ -57,6 +59,14 @@ SOURCES = {
     "layers by what errors along each axis cost; after TurboESM's head-wise SVD. Needs a calibration: `turboquant "
     "calibrate`. [What they are made of](calibration.md).",
 }
+RECALL_HEAD = """## Needle in a haystack
+
+A passage of {needle} tokens stands at some depth of a text from elsewhere (0: its start, 1: its end); the text closes
+with the passage's first {cue} tokens, and the model has to go on with the other {asked}. In the tables: the share of
+them that is called likeliest, and what the passage is worth, in nats per token above a text without it. All is packed.
+A model this small copies little of a passage even with a full cache, so that nats tell more than shares.
+"""
+RECALL_ALONE = {"full cache, no passage": "unplanted_", "full cache": "reference_"}
 KERNELS = {
     "hadamard": "fast Hadamard on the way in; all packed kernels",
     "haar": "a dense matrix on the way in; all packed kernels",
@@ -65,21 +75,29 @@ KERNELS = {
 PORTABLE = "portable code on the CPU, a tile of 32 tokens at a time (byte format 2); no CUDA"
 
 
-def results() -> dict[tuple[str, str, bool], tuple[float, dict[str, Any]]]:
-    """(preset, text, whether everything was packed) -> (KL divergence, parameters), over most tokens if several."""
-    found: dict[tuple[str, str, bool], tuple[float, dict[str, Any]]] = {}
-    for file in sorted((ROOT / "benchmarks" / "results").glob("*/quality_reference_*.json")):
-        for row in json.loads(file.read_text())["rows"]:
-            if row["bench"] == "quality":
-                params = row["params"]
-                key = params["spec"], params["text"], params["exact"] == "everything packed"
-                if key not in found or _tokens(params) > _tokens(found[key][1]):
-                    found[key] = row["metrics"]["kl_divergence"], params
+Row = dict[str, Any]
+
+
+def rows(kind: str) -> Iterator[Row]:
+    """Of the reference model's result files of a kind: each row, and what it was measured on."""
+    for file in sorted(RESULTS.glob(f"*/{kind}_reference_*.json")):
+        held = json.loads(file.read_text())
+        yield from ({**row, "machine": held["machine"]} for row in held["rows"])
+
+
+def results() -> dict[tuple[str, str, bool], Row]:
+    """(preset, text, whether everything was packed) -> the row over most tokens, of equal ones that of a GPU."""
+    found: dict[tuple[str, str, bool], Row] = {}
+    for row in rows("quality"):
+        params = row["params"]
+        key = params["spec"], params["text"], params["exact"] == "everything packed"
+        if key not in found or _rank(row) > _rank(found[key]):
+            found[key] = row
     return found
 
 
-def _tokens(params: dict[str, Any]) -> int:
-    return int(params["windows"] * params["length"])
+def _rank(row: Row) -> tuple[int, bool]:
+    return row["params"]["windows"] * row["params"]["length"], "gpu" in row["machine"]
 
 
 def page() -> str:
@@ -106,21 +124,83 @@ def page() -> str:
     for family, source in SOURCES.items():
         members = [name for name in presets() if name == family or name.startswith(f"{family}-")]
         lines.append(f"**{', '.join(members)}**: {source}{_exact(presets()[members[0]])}\n")
-    how = {
-        f"{p['text']}: {p['windows']} x {p['length']} tokens, {p['model']} model, {p['dtype']}"
-        for _, p in measured.values()
-    }
-    how |= {f"calibrated on {p['calibrated_on']}" for _, p in measured.values() if p["calibrated_on"]}
-    lines += [f"Measured: {'; '.join(sorted(how))}.\n"] if how else []
+    lines += ["## How it was measured\n", *sorted({_how(row) for row in measured.values()}), "", *agreement(), ""]
+    lines += recall_section(list(rows("recall")))
     return "\n".join(lines)
 
 
-def _figure(found: tuple[float, Any] | None) -> str:
+def _how(row: Row) -> str:
+    """What a figure was measured on, as an item of a list."""
+    params, machine = row["params"], row["machine"]
+    what = "calibrated presets" if params["calibrated_on"] else "others"
+    source = f", calibrated there on {params['calibrated_on']}" if params["calibrated_on"] else ""
+    model = f"{params['model']} model in {params['dtype']} on {machine.get('gpu', machine['cpu'])}"
+    return f"- {params['text']}, {_size(params)}, {what}: {model}{source}"
+
+
+def agreement() -> list[str]:
+    """Lines on how figures of a CPU and of a GPU differ, where both measured the same."""
+    by_place: dict[bool, dict[tuple[Any, ...], Row]] = {False: {}, True: {}}
+    for row in rows("quality"):
+        params = row["params"]
+        by_place["gpu" in row["machine"]][params["spec"], params["text"], params["exact"], _size(params)] = row
+    apart: dict[bool, list[float]] = {False: [], True: []}
+    for key in by_place[False].keys() & by_place[True].keys():
+        cpu, gpu = (by_place[place][key] for place in (False, True))
+        ratio = gpu["metrics"]["kl_divergence"] / cpu["metrics"]["kl_divergence"]
+        apart[gpu["params"]["calibrated_on"] is not None].append(abs(ratio - 1))
+    words = {
+        False: "figures without a calibration were measured on a CPU and on a GPU and differ",
+        True: "figures with one, calibrated anew on each (calibration.md says why that matters), differ",
+    }
+    return [f"{len(each)} {words[kind]} by at most {100 * max(each):.1f} %." for kind, each in apart.items() if each]
+
+
+def _size(params: dict[str, Any]) -> str:
+    return f"{params['windows']} x {params['length']:,} tokens"
+
+
+def _figure(found: Row | None) -> str:
+    """Three digits, and the star of a short text; another size is not in the page's words: a KeyError."""
     if found is None:
         return "-"
-    size = found[1]["windows"], found[1]["length"]
-    marks = {(12, 2048): "", (4, 1024): "\\*"}  # another size is not in the page's words: a KeyError
-    return f"{found[0]:.4f}{marks[size]}"
+    mark = {"12 x 2,048 tokens": "", "4 x 1,024 tokens": "\\*"}[_size(found["params"])]
+    return f"{found['metrics']['kl_divergence']:#.3g}{mark}"
+
+
+def recall_section(measured: list[Row]) -> list[str]:
+    """Lines on needles in haystacks, from rows of benchmarks/recall.py; none of no rows."""
+    if not measured:
+        return []
+    lengths, depths = (sorted({row["params"][name] for row in measured}) for name in ("length", "depth"))
+    specs = list(dict.fromkeys(row["params"]["spec"] for row in measured))
+    params, longest = measured[0]["params"], lengths[-1]
+    head = RECALL_HEAD.format(asked=params["needle"] - params["cue"], **params)
+    lines = [head, *_recall_table("tokens", lengths, measured, specs, "length")]
+    at_longest = [row for row in measured if row["params"]["length"] == longest]
+    lines += [f"\nBy depth, {longest:,} tokens:\n", *_recall_table("depth", depths, at_longest, specs, "depth"), ""]
+    machine = measured[0]["machine"]
+    return [*lines, f"{params['windows']} haystacks of {params['text']} on {machine.get('gpu', machine['cpu'])}, "
+            f"`python benchmarks/recall.py`.\n"]  # fmt: skip
+
+
+def _recall_table(name: str, columns: list[Any], measured: list[Row], specs: list[str], by: str) -> list[str]:
+    """A row for the model alone and for each spec, a column for each length or depth: means over the other."""
+
+    def mean(spec: str, column: Any, metric: str) -> float:
+        each = [r["metrics"][metric] for r in measured if r["params"]["spec"] == spec and r["params"][by] == column]
+        return sum(each) / len(each)
+
+    def cells(spec: str, which: str) -> str:
+        shown = []
+        for column in columns:
+            gain = mean(spec, column, f"{which}log_likelihood") - mean(spec, column, "unplanted_log_likelihood")
+            shown.append(f"{mean(spec, column, f'{which}accuracy'):.3f}, {gain:+.3f}")
+        return " | ".join(shown)
+
+    lines = [f"| {name} | {' | '.join(f'{c:,}' for c in columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+    lines += [f"| {label} | {cells(specs[0], which)} |" for label, which in RECALL_ALONE.items()]
+    return [*lines, *(f"| `{spec}` | {cells(spec, '')} |" for spec in specs)]
 
 
 def _exact(spec: CacheSpec) -> str:

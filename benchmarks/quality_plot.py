@@ -1,35 +1,38 @@
-"""Quality against bytes, as an SVG.
+"""Quality against bytes, as an SVG: docs/quality.svg, from the rows that docs/presets.md shows.
 
-python benchmarks/quality_plot.py benchmarks/results/cpu/quality_reference_books_4x1024.json docs/quality.svg
+python benchmarks/quality_plot.py
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+from presets import ROOT, results
+
 
 def plot(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Every spec of a result file with everything packed: a point each, a line through each family."""
+    """Every spec of these rows with everything packed: a point each, a line through each family; hollow and dashed if
+    measured over fewer tokens than others."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    families: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        params, metrics = row["params"], row["metrics"]
-        if row["bench"] == "quality" and params["exact"] == "everything packed":
-            point = metrics["effective_bits"], metrics["kl_divergence"]
-            families.setdefault(_family(params["spec"]), []).append(point)
+    packed = [r for r in rows if r["params"]["exact"] == "everything packed"]
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in packed:
+        families.setdefault(_family(row["params"]["spec"]), []).append(row)
+    most = max(map(_tokens, packed))
     plt.rcParams["svg.hashsalt"] = "turboquant"  # the same file for the same numbers
     figure, axes = plt.subplots(figsize=(7.5, 5))
-    for i, (family, points) in enumerate(sorted(families.items())):
-        style = dict(marker="osD^v"[i // 10 % 5], color=f"C{i % 10}", markersize=4.5, linewidth=1.2)
-        axes.plot(*zip(*sorted(points)), label=family, **style)
+    for i, (family, members) in enumerate(sorted(families.items())):
+        for whole in sorted({_tokens(row) == most for row in members}, reverse=True):
+            points = sorted(_point(row) for row in members if (_tokens(row) == most) == whole)
+            style = dict(marker="osD^v"[i // 10 % 5], color=f"C{i % 10}", markersize=4.5, linewidth=1.2)
+            style |= {} if whole else dict(fillstyle="none", linestyle="--")
+            axes.plot(*zip(*points), label=family + ("" if whole else ", short text"), **style)
     axes.set(
         xlabel="bits per number, every byte of a page counted", ylabel="KL divergence, nats per token", yscale="log"
     )
@@ -41,6 +44,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> Path:
     return path
 
 
+def _point(row: dict[str, Any]) -> tuple[float, float]:
+    return row["metrics"]["effective_bits"], row["metrics"]["kl_divergence"]
+
+
+def _tokens(row: dict[str, Any]) -> int:
+    return int(row["params"]["windows"] * row["params"]["length"])
+
+
 def _family(spec: str) -> str:
     """A preset's name without its bits."""
     if spec.startswith("skainet"):
@@ -49,4 +60,4 @@ def _family(spec: str) -> str:
 
 
 if __name__ == "__main__":
-    print(plot(json.loads(Path(sys.argv[1]).read_text())["rows"], Path(sys.argv[2])))
+    print(plot([row for (_, text, _), row in results().items() if text == "books"], ROOT / "docs" / "quality.svg"))

@@ -300,6 +300,28 @@ def test_the_page_of_presets_is_current(benchmarks):
     assert pages.PAGE.read_text(encoding="utf-8") == pages.page(), "run: python benchmarks/presets.py"
 
 
+def test_the_page_of_presets_takes_needles(benchmarks):
+    """The part on recall, of made-up rows: means over depths or lengths, and gains over a text without the passage."""
+    params = dict(text="books", windows=3, needle=32, cue=16)
+    rows = [
+        dict(
+            params={**params, "spec": spec, "length": length, "depth": depth},
+            metrics=dict(accuracy=accuracy, log_likelihood=-3.0 + depth / 4, reference_accuracy=0.5,
+                         reference_log_likelihood=-2.5, unplanted_accuracy=0.25, unplanted_log_likelihood=-4.0),
+            machine={"cpu": "Some CPU"},
+        )
+        for spec, accuracy in (("default", 0.4), ("paper-mse-2", 0.3)) for length in (512, 1024) for depth in (0.0, 1.0)
+    ]  # fmt: skip
+    page = benchmarks("presets").recall_section(rows)
+    assert page[0].startswith("## Needle in a haystack") and "first 16 tokens" in page[0] and "other 16" in page[0]
+    assert page[1:3] == ["| tokens | 512 | 1,024 |", "| --- | ---: | ---: |"]
+    assert "| full cache, no passage | 0.250, +0.000 | 0.250, +0.000 |" in page
+    assert "| full cache | 0.500, +1.500 | 0.500, +1.500 |" in page
+    assert "| `paper-mse-2` | 0.300, +1.125 | 0.300, +1.125 |" in page
+    assert "| `default` | 0.400, +1.000 | 0.400, +1.250 |" in page[page.index("| depth | 0.0 | 1.0 |") :]
+    assert page[-1].startswith("3 haystacks of books on Some CPU") and benchmarks("presets").recall_section([]) == []
+
+
 @pytest.mark.slow
 def test_calibration_halves_the_divergence(benchmarks):
     """The reference model: calibrated on the first half of the books, tested on the second, near the design."""
