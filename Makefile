@@ -19,16 +19,18 @@ C_FILES = $(filter-out %_tables.h,$(shell find csrc tests benchmarks -name '*.[c
 SANITIZE := build/sanitize
 
 ifeq ($(VENV),none)
+INTERPRETER := $(PYTHON)
 RUN := PYTHONPATH=. $(PYTHON)
 CLANG_FORMAT := clang-format
 READY :=
 else
-RUN := $(VENV)/bin/python
+INTERPRETER := $(VENV)/bin/python
+RUN := $(INTERPRETER)
 CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-levels test-gpu test-compat test-upstream fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize cuda-check build clean
+.PHONY: demo test test-levels test-gpu test-compat test-upstream fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -84,24 +86,40 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
-# The suite under AddressSanitizer and UBSan: the C core and its Python binding, in an environment without torch, so this
-# is also the test that the package does without. Leaks are looked for by tests/c, which has no interpreter in it.
+# AddressSanitizer and UBSan, in libraries of their own. Leaks are looked for by tests/c, which has no interpreter in it.
+# (--capture=sys: with the process, pytest's file of what a sanitizer said would be gone.)
+SANITIZING = TURBOQUANT_SANITIZE=1 TURBOQUANT_CUDA=0
+SANITIZED = PYTHONSAFEPATH=1 PYTHONMALLOC=malloc \
+    ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+    LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)"
+sanitize: sanitize-core
+	$(MAKE) sanitize-torch  # not beside it: they share objects
+
+# The suite on the C core and its Python binding, in an environment without torch, so this is also the test that the
+# package does without.
 $(SANITIZE)/.ready: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(SANITIZE)/venv
 	$(SANITIZE)/venv/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy pytest hypothesis scipy
 	@touch $@
 
 NEED_TORCH = $(shell grep -lE '^(import|from) (torch|transformers|safetensors)' tests/test_*.py)
-sanitize: export TURBOQUANT_SANITIZE = 1
-sanitize: export TURBOQUANT_TORCH = 0
-sanitize: $(SANITIZE)/.ready
-	rm -rf $(SANITIZE)/lib
-	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/lib
-	$(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/lib
-	PYTHONPATH=$(abspath $(SANITIZE)/lib) PYTHONSAFEPATH=1 PYTHONMALLOC=malloc \
-	    ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
-	    LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
-	    $(SANITIZE)/venv/bin/python -m pytest -p no:cacheprovider $(NO_NATIVE) $(NEED_TORCH:%=--ignore=%) $(PYTEST_ARGS)
+sanitize-core: $(SANITIZE)/.ready
+	rm -rf $(SANITIZE)/core
+	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/core
+	$(SANITIZING) TURBOQUANT_TORCH=0 $(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/core
+	PYTHONPATH=$(abspath $(SANITIZE)/core) $(SANITIZED) \
+	    $(SANITIZE)/venv/bin/python -m pytest -p no:cacheprovider --capture=sys $(NO_NATIVE) $(NEED_TORCH:%=--ignore=%) $(PYTEST_ARGS)
+
+# The operators: csrc/torch and what it calls, inside a torch that knows nothing of sanitizers. Any tests run so:
+#   make sanitize-torch SANITIZE_TESTS='tests/test_cache.py tests/test_pages.py'
+# By default the operators' own, without those in which torch traces or other processes start: slow, and the same calls.
+SANITIZE_TESTS ?= tests/test_ops.py tests/test_ops_errors.py -k 'not (compile or opcheck or tracing or example or import or threads)'
+sanitize-torch: $(READY)
+	rm -rf $(SANITIZE)/torch
+	$(INTERPRETER) setup.py -q build_py --build-lib $(SANITIZE)/torch
+	$(SANITIZING) TURBOQUANT_TORCH=1 $(INTERPRETER) setup.py -q build_ext --build-lib $(SANITIZE)/torch
+	PYTHONPATH=$(abspath $(SANITIZE)/torch) $(SANITIZED) \
+	    $(INTERPRETER) -m pytest -p no:cacheprovider --capture=sys $(SANITIZE_TESTS) $(PYTEST_ARGS)
 
 # The C core and the readers of files under hostile input; needs clang with libFuzzer for all but the last fuzzer.
 FUZZ_SECONDS ?= 600

@@ -357,9 +357,8 @@ class BuildNative(build_ext):
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)
             self.copy_file(str(ROOT / build.folder / f"{name}.so"), str(target))
-        if not self.torch:  # one from an earlier build would be packed or loaded with a newer core
-            for folder in (Path(self.build_lib), ROOT):
-                (folder / "turboquant" / "_torch.so").unlink(missing_ok=True)
+        if not self.torch:  # one from an earlier build there would be packed or loaded with a newer core
+            Path(self.get_ext_fullpath("turboquant._torch")).unlink(missing_ok=True)
 
 
 class BuildCuda(Command):

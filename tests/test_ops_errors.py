@@ -329,5 +329,7 @@ def test_import_errors(name: str, tmp_path: Path) -> None:
     if library:
         (package / "_torch.so").write_bytes(library)
     code = f"{prelude}\ntry:\n    import turboquant.ops\nexcept ImportError as error:\n    print(error)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert message in done.stdout, done.stdout + done.stderr
