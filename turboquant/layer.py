@@ -160,8 +160,17 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Nothing is stored yet. Returns the keys as `FreshKeys`, which only this package's attention function accepts,
         and the values. Raises ValueError or TypeError for another shape, dtype or device than that of the tokens
-        already stored.
+        already stored; what earlier layers have stored of the forward is forgotten then.
         """
+        try:
+            self._prepare(key_states, value_states)
+        except Exception:
+            self._shared.undo(self.tokens)
+            raise
+        return FreshKeys.of(key_states, self), value_states
+
+    def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """All that `update` checks and allocates."""
         shape = key_states.shape
         signature = (shape[0], shape[1], shape[-1], key_states.dtype, key_states.device)
         if signature != self._signature or value_states.shape != shape:
@@ -178,7 +187,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise RuntimeError(
                 f"layer {self.index}: an earlier forward failed after it had stored tokens: call cache.reset()"
             )
-        return FreshKeys.of(key_states, self), value_states
 
     def get_seq_length(self) -> int:
         return self.tokens
@@ -208,10 +216,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _move(self, device: torch.device) -> None:
         if self.table is None or self.pages.device == self.block_table.device == device:
             return
+        moved = {name: held.to(device) for name in (*_STATE, "flag") if (held := getattr(self, name)) is not None}
         self.table.move(device)
-        for name in (*_STATE, "flag"):
-            if (held := getattr(self, name)) is not None:
-                setattr(self, name, held.to(device))
+        self.__dict__.update(moved)
 
     def activate_past_recording(self) -> None:
         """From now on keeps, until the next `crop`, what leaves the window, so that crop can bring it back: a copy of

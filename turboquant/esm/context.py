@@ -195,8 +195,9 @@ class ContextCache:
             context = _Storing(self, store, rows)
             states = self._run(embed(self._base, ids, store.factor[rows]), real, None, context)
             hidden += [states[b, 1 : len(row) - 1] for b, row in enumerate(store.tokens[rows])]
+        said = self._said([hidden[row] for row in store.row_of])
         self._store = store
-        return self._said([hidden[row] for row in store.row_of])
+        return said
 
     def _empty(self, tokens: list[list[int]], row_of: list[int]) -> _Store:
         """Room for proteins whose token ids these are."""
