@@ -133,25 +133,22 @@ int uniform_bits(const tq_plan *plan)
     return bits;
 }
 
-/** tiles: 4 where there are pages enough for every team, 2 where they have to be shared out. */
-KernelChoice choose_kernel(const tq_plan *plan, int rows, int tiles, bool bulk)
+/** The choices below are as measured on an H200. */
+KernelChoice choose_kernel(const tq_plan *plan, int rows, int64_t pages, const Device &device)
 {
-    int max_blocks = plan->groups > 4 ? 2 : 4, blocks = rows <= 4 ? 1 : rows <= 8 ? 2 : max_blocks;
+    int bits = uniform_bits(plan);
+    bool narrow =
+        plan->groups <= 4; /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
+    int blocks = rows <= 4 ? 1 : rows <= 8 || !narrow || bits == 2 ? 2 : 4;
+    bool whole = pages >= 3 * (int64_t)device.processors; /* pays off once every multiprocessor has some */
+    int tiles = whole && takes_whole_pages(bits, plan->groups, blocks) ? 4 : 2;
     KernelChoice k = {};
-    switch (uniform_bits(plan)) {
-    case 2: k = attend_kernel_2(plan->groups, blocks, tiles, bulk); break;
-    case 3: k = attend_kernel_3(plan->groups, blocks, tiles, bulk); break;
-    case 4: k = attend_kernel_4(plan->groups, blocks, tiles, bulk); break;
+    switch (bits) {
+    case 2: k = attend_kernel_2(plan->groups, blocks, tiles, device.bulk); break;
+    case 3: k = attend_kernel_3(plan->groups, blocks, tiles, device.bulk); break;
+    case 4: k = attend_kernel_4(plan->groups, blocks, tiles, device.bulk); break;
     }
-    return k.kernel ? k : attend_kernel_mixed(plan->groups, blocks, tiles, bulk);
-}
-
-/** Token tiles of a unit, as measured on an H200: whole pages pay off once every multiprocessor has some, but for 4 bits at head_dim
- *  128, where 16 warps on half pages are faster. */
-int choose_tiles(const tq_plan *plan, int64_t pages, const Device &device)
-{
-    bool wide = uniform_bits(plan) == 4 && plan->groups == 4;
-    return pages >= 3 * (int64_t)device.processors && !wide ? 4 : 2;
+    return k.kernel ? k : attend_kernel_mixed(plan->groups, blocks, tiles, device.bulk);
 }
 
 void copy_side(const tq_side &from, const tq_codebook *books, const KernelChoice &k, bool keys, SideArgs *to)
@@ -231,13 +228,15 @@ void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
         int here = page_tiles - second * tiles < tiles ? page_tiles - second * tiles : tiles;
         int scales = a.key.scales_offset + second * tiles * 2 * TQ_TILE, scale_bytes = here * 2 * TQ_TILE;
         copies[COPY_KEYS] = {a.key.codes_offset + second * tiles * a.key.tile_bytes, a.key.at_codes,
-                             here * a.key.tile_bytes};
+                             here * a.key.tile_bytes, 0};
         copies[COPY_VALUES] = {a.value.codes_offset + second * tiles * a.value.tile_bytes, a.value.at_codes,
-                               here * a.value.tile_bytes};
+                               here * a.value.tile_bytes, 0};
         /* the scales of a whole page are one piece */
-        copies[COPY_SCALES] = {scales, a.key.at_scales, (a.page_units == 1 ? 2 : 1) * scale_bytes};
+        copies[COPY_SCALES] = {scales, a.key.at_scales, (a.page_units == 1 ? 2 : 1) * scale_bytes, 0};
         if (a.page_units > 1)
-            copies[COPY_VALUE_SCALES] = {scales + 2 * plan->page_tokens, a.value.at_scales, scale_bytes};
+            copies[COPY_VALUE_SCALES] = {scales + 2 * plan->page_tokens, a.value.at_scales, scale_bytes, 0};
+        a.copy_bytes[second][1] = copies[COPY_VALUES].bytes;
+        a.copy_bytes[second][0] = copies[COPY_KEYS].bytes + copies[COPY_SCALES].bytes + copies[COPY_VALUE_SCALES].bytes;
     }
 }
 
@@ -255,16 +254,16 @@ tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, La
     l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
     int warps = l->kernel.max_threads / 32;
     if (warps > 12 && pages < 64 * (int64_t)device.processors) warps = 12; /* leaves room for prepare beside */
-    int most_stages =
-        l->kernel.tiles == 4 ? 1 : 3; /* a second stage of whole pages was measured to cost 5 % at 2 bits */
-    int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* a block of prepare fits beside */
+    int room = device.shared_bytes_per_processor - 6 * 1024 - 1024;        /* a block of prepare fits beside */
     if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
     for (a.teams = warps / a.team_warps; a.teams > 0; a.teams--) {
         a.stages = room / (a.teams * (a.stage_bytes + 32));
         if (a.stages) break;
     }
-    if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
+    /* Measured: more stages cost up to 5 % where they are whole pages, and up to 9 % where twelve warps hide what one waits for. */
+    int most_stages = l->kernel.tiles == 4 || a.teams * a.team_warps >= 12 ? 1 : 3;
     if (a.stages > most_stages) a.stages = most_stages;
+    if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
     a.at_barriers = a.teams * a.stages * a.stage_bytes;
     l->shared_bytes = a.teams * a.stages * (a.stage_bytes + 32);
     l->threads = 32 * a.teams * a.team_warps;
@@ -370,7 +369,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.rows = (int32_t)rows;
     if (!p->batch || !rows) return TQ_OK;
     int64_t pages = (int64_t)p->batch * p->kv_heads * a.p.max_pages;
-    l->kernel = choose_kernel(plan, a.rows, choose_tiles(plan, pages, device), device.bulk);
+    l->kernel = choose_kernel(plan, a.rows, pages, device);
     a.unit_tokens = l->kernel.tiles * TQ_TILE;
     a.page_units = (plan->page_tokens + a.unit_tokens - 1) / a.unit_tokens;
     tq_codebook books[TQ_MAX_BITS + 1];
@@ -428,7 +427,7 @@ const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan)
     for (const char *name : plain)
         if (!strcmp(operation, name)) return name;
     if (strcmp(operation, "attend")) return nullptr;
-    switch (choose_kernel(plan, 4, 4, device.bulk).key_bits) {
+    switch (choose_kernel(plan, 4, 0, device).key_bits) {
     case 2: return device.bulk ? "attend_hopper_2" : "attend_portable_2";
     case 3: return device.bulk ? "attend_hopper_3" : "attend_portable_3";
     case 4: return device.bulk ? "attend_hopper_4" : "attend_portable_4";

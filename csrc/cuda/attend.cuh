@@ -100,6 +100,7 @@ struct AttendArgs {
     int64_t record_bytes;
     SideArgs key, value;
     CopyArgs copies[2][COPIES]; /* of a page's first and second unit */
+    int32_t copy_bytes[2][2];   /* the same: key codes and all scales, value codes */
     HadamardSigns signs;
     LevelTables tables;
     /* the cut */

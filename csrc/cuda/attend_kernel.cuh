@@ -25,7 +25,8 @@ template <class V> __global__ void __maxnreg__(V::MAX_REGISTERS) attend_kernel(c
     int thread = 32 * member + lane, first_row = 4 * V::BLOCKS * member;
     let_next_start();
     Ring<V> ring = {shared_address(shared_bytes) + team * a.stages * a.stage_bytes,
-                    shared_address(shared_bytes) + a.at_barriers + team * a.stages * 32, 0, 0};
+                    shared_address(shared_bytes) + a.at_barriers + team * a.stages * 32, 0, 0,
+                    copy_policy(a.row_tiles == 1)};
     if (thread == 0) init_barriers<V>(a, ring);
     if (a.team_warps > 1) __syncthreads();
     else __syncwarp();

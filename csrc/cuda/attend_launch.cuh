@@ -21,7 +21,11 @@ struct KernelChoice {
     bool bulk, two_products;
 };
 
-/** The kernel for units of `tiles` token tiles (4 only for one block of rows), keys and values of that many bits throughout; head_dim of 32 groups, or a little less. */
+/** Whether there is a kernel for whole pages. At 4 bits of 128 channels 16 warps on half pages are faster for few rows, and the sums of
+ *  many rows need the registers. */
+constexpr bool takes_whole_pages(int bits, int groups, int blocks) { return bits != 4 || groups != 4 || blocks == 2; }
+
+/** The kernel for units of `tiles` token tiles, 2 or 4, and 1, 2 or 4 blocks of rows a warp, keys and values of that many bits throughout; head_dim of 32 groups, or a little less. */
 KernelChoice attend_kernel_2(int groups, int blocks, int tiles, bool bulk);
 KernelChoice attend_kernel_3(int groups, int blocks, int tiles, bool bulk);
 KernelChoice attend_kernel_4(int groups, int blocks, int tiles, bool bulk);

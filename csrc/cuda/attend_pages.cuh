@@ -17,15 +17,15 @@ struct StageView {
         *scales; /* fp16, in column order: those of tokens g + 8 r, r = 0..3, of a tile stand side by side at 4 g */
 };
 
-/** The scales of the tokens of a lane: word i has those of 2 i and 2 i + 1. */
-template <class V> struct LaneScales {
-    uint32_t pair[2 * V::TILES];
+/** The scales of a lane's tokens in TILES tiles: word i has those of 2 i and 2 i + 1. */
+template <int TILES> struct LaneScales {
+    uint32_t pair[2 * TILES];
 
-    __device__ __forceinline__ void load(StageView side, int lane)
+    __device__ __forceinline__ void load(StageView side, int first, int lane)
     {
 #pragma unroll
-        for (int tile = 0; tile < V::TILES; tile++) {
-            uint2 four = *reinterpret_cast<const uint2 *>(side.scales + 2 * (tile * TQ_TILE + (lane & ~3)));
+        for (int tile = 0; tile < TILES; tile++) {
+            uint2 four = *reinterpret_cast<const uint2 *>(side.scales + 2 * ((first + tile) * TQ_TILE + (lane & ~3)));
             pair[2 * tile] = four.x;
             pair[2 * tile + 1] = four.y;
         }
@@ -44,12 +44,8 @@ template <class V> struct LaneScales {
 template <class V> struct Ring {
     uint32_t stages, barriers; /* of the team */
     int stage, parity;         /* of the unit at work */
+    uint64_t policy;           /* of its copies */
 
-    /** The ring of a team, from that of team 0. */
-    __device__ __forceinline__ Ring of_team(const AttendArgs &a, int team) const
-    {
-        return {stages + team * a.stages * a.stage_bytes, barriers + team * a.stages * 32, stage, parity};
-    }
     __device__ __forceinline__ uint32_t barrier(int stage_, int which) const
     {
         return barriers + 32 * stage_ + 8 * which;
@@ -61,32 +57,31 @@ template <class V> struct Ring {
         return {at + side.at_codes, at + side.at_scales};
     }
 
-    __device__ __forceinline__ void copy(const AttendArgs &a, uint32_t to, const uint8_t *from, int bytes,
-                                         uint32_t full, int thread) const
-    {
-        if constexpr (V::BULK) copy_bulk(to, from, bytes, full, a.row_tiles == 1);
-        else
-            for (int i = 16 * thread; i < bytes; i += 16 * 32 * a.team_warps) copy_16(to + i, from + i);
-    }
+    /** Those of the team that send for pages: of bulk copies a lane of its first warp sends each, of others all threads a share. */
+    __device__ __forceinline__ static bool sends(int thread) { return !V::BULK || thread < 32; }
 
-    /** Half of a stage: key codes and all scales, or value codes. Bulk: one thread of the team calls; portable: all of them. */
+    /** Half of a stage: key codes and all scales, or value codes. By all that send. */
     __device__ __forceinline__ void fill(const AttendArgs &a, int stage_, int which, const uint8_t *record,
                                          int32_t unit, int thread) const
     {
         uint32_t to = stages + stage_ * a.stage_bytes, full = barrier(stage_, which);
-        const CopyArgs *c = a.copies[unit & (a.page_units - 1)];
-        int first = which ? COPY_VALUES : COPY_KEYS, end = which ? COPIES : COPY_VALUES;
-        if (V::BULK) {
-            int bytes = 0;
-#pragma unroll
-            for (int i = first; i < end; i++) bytes += c[i].bytes;
-            barrier_expect(full, bytes);
+        int second = V::TILES == 4 ? 0 : unit & (a.page_units - 1); /* four tiles are a page at least */
+        const CopyArgs *c = a.copies[second];
+        int first = which ? COPY_VALUES : COPY_KEYS, n = which                                ? 1
+                                                         : V::TILES == 4 || a.page_units == 1 ? COPY_VALUE_SCALES
+                                                                                              : COPY_VALUES;
+        if constexpr (V::BULK) {
+            if (thread == 0) barrier_expect(full, a.copy_bytes[second][which]);
+            if (thread < n) {
+                CopyArgs mine = c[first + thread];
+                copy_bulk(to + mine.to, record + mine.from, mine.bytes, full, policy);
+            }
+        } else {
+            for (int k = first; k < first + n; k++)
+                for (int i = 16 * thread; i < c[k].bytes; i += 16 * 32 * a.team_warps)
+                    copy_16(to + c[k].to + i, record + c[k].from + i);
+            barrier_arrive_after_copies(full);
         }
-#pragma unroll
-        for (int i = first; i < end; i++)
-            if (i != COPY_VALUE_SCALES || a.page_units > 1)
-                copy(a, to + c[i].to, record + c[i].from, c[i].bytes, full, thread);
-        if (!V::BULK) barrier_arrive_after_copies(full);
     }
 
     __device__ __forceinline__ void advance(const AttendArgs &a)
@@ -131,15 +126,18 @@ template <class V> struct LaneRows {
     uint2 query[V::GROUPS]; /* if QUERY_IN_REGISTERS */
 };
 
-/** s[block][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale. */
-template <class V>
-__device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, const uint2 *query,
-                                           const LaneRows<V> &rows, int lane, float (&s)[V::BLOCKS][4 * V::TILES])
+/** s[block][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale; tiles first .. first + N - 1. */
+template <class V, int N>
+__device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys, const uint2 *query,
+                                            const LaneRows<V> &rows, int first, int lane,
+                                            float (&s)[V::BLOCKS][4 * V::TILES])
 {
     constexpr int B = V::BLOCKS;
-    int c[V::TILES][2][B][4];
+    LaneScales<N> scales;
+    if (B > 1) scales.load(keys, first, lane); /* there are few warps then to hide what they wait for */
+    int c[N][2][B][4];
 #pragma unroll
-    for (int tile = 0; tile < V::TILES; tile++)
+    for (int tile = 0; tile < N; tile++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -156,9 +154,9 @@ __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, 
             for (int n = 0; n < B; n++)
                 b[n] = V::QUERY_IN_REGISTERS ? rows.query[g] : query[(n * V::GROUPS + g) * 32 + lane];
 #pragma unroll
-            for (int tile = 0; tile < V::TILES; tile++)
+            for (int tile = 0; tile < N; tile++)
                 multiply_tile<V::KEY_BITS, V::KEY_READING, V::TWO_PRODUCTS, false, B>(
-                    codes + (tile * V::GROUPS + g) * 128 * V::KEY_BITS, a.tables, b, c[tile]);
+                    codes + ((first + tile) * V::GROUPS + g) * 128 * V::KEY_BITS, a.tables, b, c[tile]);
         }
     } else {
 #pragma unroll 1
@@ -166,20 +164,19 @@ __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, 
             uint2 b[B];
 #pragma unroll
             for (int n = 0; n < B; n++) b[n] = query[(n * a.groups + g) * 32 + lane];
-            const uint8_t *at = codes + a.key.offset[g];
-            auto both_tiles = [&](auto width) {
+            const uint8_t *at = codes + a.key.offset[g] + first * a.key.tile_bytes;
+            auto all_tiles = [&](auto width) {
 #pragma unroll
-                for (int tile = 0; tile < V::TILES; tile++)
+                for (int tile = 0; tile < N; tile++)
                     multiply_tile<decltype(width)::value, Reading::SCALED, false, false, B>(
                         at + tile * a.key.tile_bytes, a.tables, b, c[tile]);
             };
-            with_width(a.key.bits[g], both_tiles);
+            with_width(a.key.bits[g], all_tiles);
         }
     }
-    LaneScales<V> scales;
-    scales.load(keys, lane);
+    if (B == 1) scales.load(keys, first, lane);
 #pragma unroll
-    for (int tile = 0; tile < V::TILES; tile++) {
+    for (int tile = 0; tile < N; tile++) {
 #pragma unroll
         for (int n = 0; n < B; n++)
 #pragma unroll
@@ -187,16 +184,26 @@ __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, 
                 const int *row = &c[tile][r >> 1][n][2 * (r & 1)];
                 float x = (float)(row[0] * QUERY_BASE + row[1]);
                 if constexpr (V::KEY_ROW_FACTOR) x = fmaf(x, 1.0f / (1 << V::KEY_BITS * r), rows.offset[n]);
-                s[n][4 * tile + r] = x * scales[4 * tile + r];
+                s[n][4 * (first + tile) + r] = x * scales[4 * tile + r];
             }
     }
+}
+
+/** The scores of a unit. With many rows two tiles at a time: the products of four would take the registers of the scores. */
+template <class V>
+__device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, const uint2 *query,
+                                           const LaneRows<V> &rows, int lane, float (&s)[V::BLOCKS][4 * V::TILES])
+{
+    constexpr int N = V::BLOCKS == 1 ? V::TILES : 2;
+#pragma unroll
+    for (int first = 0; first < V::TILES; first += N) score_tiles<V, N>(a, keys, query, rows, first, lane, s);
 }
 
 /** For a unit that some row sees in part: tokens a row does not see get -inf. Where no token may lie the value scale may be anything,
  *  and becomes 0. */
 template <class V>
 __device__ __forceinline__ void hide_tokens(const RowArgs *rows, int32_t first, int32_t end, int lane,
-                                            float (&s)[V::BLOCKS][4 * V::TILES], LaneScales<V> &value_scales)
+                                            float (&s)[V::BLOCKS][4 * V::TILES], LaneScales<V::TILES> &value_scales)
 {
     uint32_t seen = 0;
 #pragma unroll
@@ -271,7 +278,7 @@ __device__ __forceinline__ void raise_reference(const LaneRows<V> &rows, Sums<V>
 /** Scores to weights times value scales, as 16-bit fixed point relative to the unit's largest, in the products' column order.
  *  b[tile][block]: the operand; unit_scale[block]: what one step of it is worth. */
 template <class V>
-__device__ __forceinline__ void weigh_unit(const LaneRows<V> &rows, const LaneScales<V> &value_scales,
+__device__ __forceinline__ void weigh_unit(const LaneRows<V> &rows, const LaneScales<V::TILES> &value_scales,
                                            const float (&s)[V::BLOCKS][4 * V::TILES], int lane, Sums<V> &sums,
                                            uint2 (&b)[V::TILES][V::BLOCKS], float (&unit_scale)[V::BLOCKS])
 {
@@ -373,9 +380,9 @@ __device__ __forceinline__ void refill(const AttendArgs &a, const Ring<V> &ring,
     if (a.team_warps > 1) {
         uint32_t empty = ring.barrier(ring.stage, 2 + which);
         if (thread % 32 == 0) barrier_arrive(empty);
-        if (!V::BULK || thread == 0) barrier_wait(empty, ring.parity);
+        if (!V::BULK || thread < 32) barrier_wait(empty, ring.parity);
     }
-    if (more && (!V::BULK || thread == 0)) ring.fill(a, ring.stage, which, record, unit, thread);
+    if (more && ring.sends(thread)) ring.fill(a, ring.stage, which, record, unit, thread);
 }
 
 /** What a team does next and after: two segments, and how far the ring has run ahead of the work in them. Positions count units along
@@ -411,7 +418,7 @@ __device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring,
 {
 #pragma unroll 1
     while (ahead.fetched < min(ahead.position + a.stages, ahead.after_end)) {
-        if (!V::BULK || thread == 0) {
+        if (ring.sends(thread)) {
             Pages pages(a, ahead.is_now(ahead.fetched) ? ahead.now : ahead.after);
             int32_t unit = ahead.unit(ahead.fetched), stage = ring.stage + ahead.fetched - ahead.position;
             const uint8_t *record = pages.record(a, pages.page(a, unit));
@@ -478,8 +485,8 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring,
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_unit<V>(a, ring.view(a, a.key), query, rows, lane, s);
         StageView values = ring.view(a, a.value);
-        LaneScales<V> value_scales; /* they came with the keys, and go with them */
-        value_scales.load(values, lane);
+        LaneScales<V::TILES> value_scales; /* they came with the keys, and go with them */
+        value_scales.load(values, 0, lane);
         const uint8_t *next_record = is_now ? pages.record(a, next_page) : pages_after.record(a, next_page);
         refill(a, ring, 0, more, next_record, next_unit, thread);
 

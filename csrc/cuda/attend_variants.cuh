@@ -13,13 +13,18 @@ template <class V> KernelChoice choice()
             V::TILES,         V::MAX_THREADS, V::BULK,       V::TWO_PRODUCTS};
 }
 
+template <int BITS, int GROUPS, int BLOCKS, bool BULK> KernelChoice choice_of_tiles(int tiles)
+{
+    if constexpr (takes_whole_pages(BITS, GROUPS, BLOCKS))
+        if (tiles == 4) return choice<Variant<BITS, BITS, GROUPS, BLOCKS, 4, BULK>>();
+    return choice<Variant<BITS, BITS, GROUPS, BLOCKS, 2, BULK>>();
+}
+
 template <int BITS, int GROUPS, bool BULK> KernelChoice choice_of_shape(int blocks, int tiles)
 {
-    if (blocks == 1)
-        return tiles == 4 ? choice<Variant<BITS, BITS, GROUPS, 1, 4, BULK>>()
-                          : choice<Variant<BITS, BITS, GROUPS, 1, 2, BULK>>();
-    if (blocks == 2) return choice<Variant<BITS, BITS, GROUPS, 2, 2, BULK>>();
-    if constexpr (GROUPS <= 4) return choice<Variant<BITS, BITS, GROUPS, 4, 2, BULK>>();
+    if (blocks == 1) return choice_of_tiles<BITS, GROUPS, 1, BULK>(tiles);
+    if (blocks == 2) return choice_of_tiles<BITS, GROUPS, 2, BULK>(tiles);
+    if constexpr (GROUPS <= 4 && BITS != 2) return choice_of_tiles<BITS, GROUPS, 4, BULK>(tiles);
     else return {};
 }
 

@@ -296,17 +296,25 @@ __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes)
 #endif
 }
 
-/** read_once: the bytes leave the L2 cache first, so that a cache that streams by does not drive out code and results. */
-__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t bar, bool read_once)
+/** What copy_bulk leaves in the L2 cache. read_once: the bytes go first, so that a cache that streams by does not drive out code and
+ *  results. */
+__device__ __forceinline__ uint64_t copy_policy(bool read_once)
+{
+    uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 900
+    if (read_once) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    else asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    return policy;
+}
+
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t bar, uint64_t policy)
 {
 #if __CUDA_ARCH__ >= 900
-    uint64_t first, normal;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
             "r"(to),
-        "l"(from), "r"(bytes), "r"(bar), "l"(read_once ? first : normal)
+        "l"(from), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
 #endif
 }
