@@ -72,7 +72,7 @@ KERNELS = {
     "haar": "a dense matrix on the way in; all packed kernels",
     "calibrated": "a dense matrix per KV head on the way in; all packed kernels",
 }
-PORTABLE = "portable code on the CPU, a tile of 32 tokens at a time (byte format 2); no CUDA"
+PORTABLE = "portable code on the CPU, plain kernels on CUDA, a tile of 32 tokens at a time (byte format 2)"
 
 
 Row = dict[str, Any]

@@ -225,12 +225,23 @@ def test_table_keys_are_coded_by_their_own_axes_and_levels(model, calibration):
         np.testing.assert_allclose(got_v[head], levels[np.abs(v[head][..., None] - levels).argmin(-1)], atol=1e-6)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to be refused by")
-def test_cuda_says_that_it_has_no_such_kernels(model):
-    turboquant.patch(model.to("cuda"), "paper-prod-3")
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("name", BLOCKED)
+def test_a_model_on_cuda_reads_what_it_packed_there(name, model, calibration):
+    """A prompt and steps of one token: the logits of the same model on a CPU, but for what rounding does to codes."""
+    spec, ids = turboquant.preset(name).with_(prefill="packed", sinks=2, window=8), prompts(2, 60)["input_ids"]
+    logits = {}
     try:
-        with torch.no_grad(), pytest.raises(RuntimeError, match="`plan` must be of format version 1 on CUDA"):
-            model(prompts(1, 40)["input_ids"].to("cuda"))
+        for device in ("cpu", "cuda"):
+            turboquant.patch(model.to(device), spec, calibration if spec.calibrated else None)
+            with torch.no_grad():
+                cache = TurboQuantCache(model.config, spec, calibration if spec.calibrated else None)
+                parts = [model(ids[:, :50].to(device), past_key_values=cache).logits]
+                parts += [model(ids[:, i : i + 1].to(device), past_key_values=cache).logits for i in range(50, 60)]
+            logits[device] = torch.cat(parts, 1).cpu()
+            turboquant.unpatch(model)
     finally:
-        turboquant.unpatch(model)
         model.to("cpu")
+    spread = logits["cpu"].std()
+    assert (logits["cuda"] - logits["cpu"]).abs().mean() < 0.02 * spread

@@ -86,18 +86,6 @@ tq_status check_pointers(const tq_plan &plan, const tq_append_params &p, tq_erro
     return TQ_OK;
 }
 
-tq_status check_transforms(const tq_plan &plan, const tq_append_params &p, tq_error *error)
-{
-    const bool dense = plan.rotation == TQ_ROTATION_DENSE;
-    if (dense != (p.key.rotation != nullptr))
-        return fail(error, TQ_E_VALUE, "key_rotation", -1, plan.rotation,
-                    "given if and only if the plan's rotation is dense");
-    if (plan.value.tile_bytes && dense != (p.value.rotation != nullptr))
-        return fail(error, TQ_E_VALUE, "value_rotation", -1, plan.rotation,
-                    "given if and only if the plan's rotation is dense");
-    return TQ_OK;
-}
-
 tq_status check_overlap(const tq_plan &plan, const tq_append_params &p, tq_error *error)
 {
     const int64_t bytes = p.dtype == TQ_F32 ? 4 : 2, d = plan.head_dim, row = (int64_t)p.batch * p.kv_heads * d * bytes;
@@ -239,13 +227,19 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
     TQ_CUDA_TRY(check_sizes(p, error));
     if (!p.batch || !p.kv_heads || !p.tokens) return TQ_OK;
     TQ_CUDA_TRY(check_pointers(*plan, p, error));
-    TQ_CUDA_TRY(check_transforms(*plan, p, error));
+    TQ_CUDA_TRY(check_transform(*plan, &p.key, false, error));
+    TQ_CUDA_TRY(check_transform(*plan, &p.value, true, error));
     TQ_CUDA_TRY(check_overlap(*plan, p, error));
     AppendArgs args;
     TQ_CUDA_TRY(make_args(*plan, p, flag, &args, error));
     const cudaStream_t stream = (cudaStream_t)stream_pointer;
+    const bool few = p.tokens <= FEW_TOKENS;
+    if (is_blocked(*plan)) {
+        TQ_CUDA_TRY(launch_append_blocks(args, *plan, p, few, stream, error));
+        return few ? TQ_OK : launch_copy_exact(args, stream, error);
+    }
     if (p.tokens == 1 && plan->rotation != TQ_ROTATION_DENSE) return launch_append_step(args, stream, error);
-    if (p.tokens <= FEW_TOKENS) return launch_append_warp(args, true, stream, error);
+    if (few) return launch_append_warp(args, true, stream, error);
     if (append_tile_takes(*plan) && rows_suit_tiles(p)) TQ_CUDA_TRY(launch_append_tile(args, *plan, stream, error));
     else TQ_CUDA_TRY(launch_append_warp(args, false, stream, error));
     return launch_copy_exact(args, stream, error);

@@ -2,6 +2,7 @@
 //
 //   append_step.cu   one token a sequence (decode): a warp a (side, sequence, head), everything in one launch
 //   append_warp.cu   anything: a block a token tile, a warp a token; few tokens in one launch, many with copy_exact behind it
+//   append_blocks.cu the same for plans of version 2
 //   append_tile.cuh  many tokens, usual shapes (prefill): a warp a token tile, a lane or a few a token; copy_exact behind it
 //   append.cu        the choice between them, copy_exact, and the launcher
 //
@@ -51,6 +52,9 @@ struct AppendArgs {
 tq_status launch_append_step(const AppendArgs &args, cudaStream_t stream, tq_error *error);
 /** one_block: of each (side, sequence, head), which then copies what stays exact too; otherwise copy_exact has to follow. */
 tq_status launch_append_warp(const AppendArgs &args, bool one_block, cudaStream_t stream, tq_error *error);
+/** The same of plans of version 2. */
+tq_status launch_append_blocks(const AppendArgs &args, const tq_plan &plan, const tq_append_params &params,
+                               bool one_block, cudaStream_t stream, tq_error *error);
 /** Whether append_tile takes a plan; besides, rows have to be of 16 bits, aligned to 16 bytes, and without steps. */
 bool append_tile_takes(const tq_plan &plan);
 tq_status launch_append_tile(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream, tq_error *error);
@@ -228,6 +232,24 @@ __device__ __forceinline__ void report_bad(int64_t *flag, const Work &w, int pos
         1ull + position + ((unsigned long long)w.b << 32) + ((unsigned long long)w.side << 62);
     if (flag) atomicCAS(reinterpret_cast<unsigned long long *>(flag), 0ull, value);
 }
+
+/** Row of packed index `index`, mended and centred; a bad number is reported. */
+template <int PER_LANE>
+__device__ __forceinline__ void load_row(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
+                                         int index, float (&x)[PER_LANE], int lane)
+{
+    const int position = index + a.sinks;
+    uint32_t bits[PER_LANE];
+    load_bits(a, source_row(a, work, head, span, position), bits, lane);
+    numbers_of_bits(a, bits, x);
+    if (mend_numbers(a, x, bits) && lane == 0) report_bad(a.flag, work, position);
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++)
+        if (head.centre && lane + 32 * k < a.head_dim) x[k] = __fsub_rn(x[k], head.centre[lane + 32 * k]);
+}
+
+/** Bytes between the codes of two tokens: 16 modulo 128 for an even number of tiles, so that packing finds no bank twice. */
+__host__ __device__ __forceinline__ int code_stride(int tiles) { return 32 * tiles + 16; }
 
 // ---- tokens that stay exact ----
 

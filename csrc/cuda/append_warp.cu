@@ -18,9 +18,6 @@ namespace
 
 constexpr int WARPS = 8;
 
-/** Bytes between the codes of two tokens: 16 modulo 128 for an even number of groups, so that step 4 finds no bank twice. */
-__host__ __device__ __forceinline__ int code_stride(int groups) { return 32 * groups + 16; }
-
 struct Shared {
     uint8_t *codes;
     float *rows, *y, *matrix;
@@ -41,60 +38,6 @@ size_t shared_bytes(const AppendArgs &a)
     size_t floats = (size_t)TQ_TILE * a.head_dim;
     if (a.rotation == TQ_ROTATION_DENSE) floats += floats + WARPS * MATRIX_BLOCK;
     return TQ_TILE * code_stride(a.groups) + sizeof(float) * floats;
-}
-
-/** Row of packed index `index`, mended and centred; a bad number is reported. */
-template <int PER_LANE>
-__device__ __forceinline__ void load_row(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
-                                         int index, float (&x)[PER_LANE], int lane)
-{
-    const int position = index + a.sinks;
-    uint32_t bits[PER_LANE];
-    load_bits(a, source_row(a, work, head, span, position), bits, lane);
-    numbers_of_bits(a, bits, x);
-    if (mend_numbers(a, x, bits) && lane == 0) report_bad(a.flag, work, position);
-#pragma unroll
-    for (int k = 0; k < PER_LANE; k++)
-        if (head.centre && lane + 32 * k < a.head_dim) x[k] = __fsub_rn(x[k], head.centre[lane + 32 * k]);
-}
-
-/** Codes of the tile to the words of lane 4 g + t; tokens begin .. end - 1 of the tile are given. */
-template <bool WHOLE>
-__device__ __forceinline__ void pack_group(const AppendArgs &a, const Work &work, uint8_t *record, int token_tile,
-                                           int group, const uint8_t *codes, int begin, int end, int lane)
-{
-    const AppendSide &side = a.side[work.side];
-    const int g = lane / 4, t = lane % 4, stride = code_stride(a.groups);
-    Rows rows = {};
-    uint32_t marked[4] = {};
-    codes += TQ_TILE * group;
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-        uint32_t x = 0, y = 0; // columns 0..3 and 4..7, a byte each
-        if (work.side == 0) {
-            const int token = g + 8 * r;
-            if (WHOLE || (token >= begin && token < end)) {
-                x = *reinterpret_cast<const uint32_t *>(codes + stride * token + 4 * t);
-                y = *reinterpret_cast<const uint32_t *>(codes + stride * token + 16 + 4 * t);
-                marked[r] = 0xffffffffu;
-            }
-        } else {
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const int token = token_of_column(column_of_lane(t, n));
-                if (!WHOLE && (token < begin || token >= end)) continue;
-                const uint32_t code = codes[stride * token + g + 8 * r];
-                if (n < 4) x |= code << 8 * n;
-                else y |= code << 8 * (n - 4);
-                marked[r] |= 15u << 4 * n;
-            }
-        }
-        rows.low[r] = row_of_bytes(x & 0x0f0f0f0fu, y & 0x0f0f0f0fu);
-        rows.high[r] = row_of_bytes(x >> 4 & 0x01010101u, y >> 4 & 0x01010101u);
-    }
-    uint32_t *words = reinterpret_cast<uint32_t *>(tiles_of(side, record, token_tile) + side.offset[group]) + lane;
-    if constexpr (WHOLE) store_whole(words, side.bits[group], rows);
-    else store_marked(words, side.bits[group], rows, marked);
 }
 
 /** Packed tokens 32 tile .. 32 tile + 31, as far as they are in the span. */
@@ -135,9 +78,13 @@ __device__ __forceinline__ void append_tile(const AppendArgs &a, const Work &wor
     __syncthreads();
     for (int group = warp; record && group < a.groups; group += WARPS) {
         if (!side.bits[group]) continue;
+        uint32_t *words =
+            reinterpret_cast<uint32_t *>(tiles_of(side, record, page_token / TQ_TILE) + side.offset[group]);
+        const uint8_t *codes = shared.codes + TQ_TILE * group;
+        const int stride = code_stride(a.groups);
         if (end - begin == TQ_TILE)
-            pack_group<true>(a, work, record, page_token / TQ_TILE, group, shared.codes, begin, end, lane);
-        else pack_group<false>(a, work, record, page_token / TQ_TILE, group, shared.codes, begin, end, lane);
+            pack_tile<true>(words, side.bits[group], work.side == 0, codes, stride, begin, end, lane);
+        else pack_tile<false>(words, side.bits[group], work.side == 0, codes, stride, begin, end, lane);
     }
     __syncthreads();
 }

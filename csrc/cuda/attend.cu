@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "attend_launch.cuh"
-#include "launch.cuh"
+#include "blocks.cuh"
 
 namespace tq
 {
@@ -80,7 +80,7 @@ tq_status check_sizes(const tq_plan *plan, const tq_attend_params *p, tq_error *
 
 tq_status check_pointers(const tq_plan *plan, const tq_attend_params *p, tq_error *error)
 {
-    bool queries = p->batch && p->query_heads && p->query_tokens, dense = plan->rotation == TQ_ROTATION_DENSE;
+    bool queries = p->batch && p->query_heads && p->query_tokens;
     const struct {
         const char *name;
         const void *at;
@@ -94,13 +94,13 @@ tq_status check_pointers(const tq_plan *plan, const tq_attend_params *p, tq_erro
                     {"sink_v", p->sink_v, p->sinks > 0, p->sinks > 0},
                     {"window_k", p->window_k, p->window > 0, p->window > 0},
                     {"window_v", p->window_v, p->window > 0, p->window > 0},
-                    {"fresh_v", p->fresh_v, p->fresh_k != nullptr, p->fresh_k != nullptr},
-                    {"key_rotation", p->key.rotation, dense, dense},
-                    {"value_rotation", p->value.rotation, dense, dense}};
+                    {"fresh_v", p->fresh_v, p->fresh_k != nullptr, p->fresh_k != nullptr}};
     for (auto &x : pointers) {
         if (x.needed && !x.at) return fail(error, TQ_E_VALUE, x.name, -1, 0, "a pointer, not NULL");
         if (!x.may && x.at) return fail(error, TQ_E_VALUE, x.name, -1, 1, "NULL, because there is nothing of it");
     }
+    TQ_CUDA_TRY(check_transform(*plan, &p->key, false, error));
+    TQ_CUDA_TRY(check_transform(*plan, &p->value, true, error));
     int64_t bytes = p->dtype == TQ_F32 ? 4 : 2;
     const struct {
         const char *name;
@@ -348,7 +348,6 @@ size_t lay_out_workspace(Launch *l, char *base)
 tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_error *error)
 {
     Device device;
-    TQ_CUDA_TRY(check_sizes(plan, p, error));
     TQ_CUDA_TRY(look_at_device(&device, error));
     memset(l, 0, sizeof *l);
     AttendArgs &a = l->args;
@@ -390,8 +389,10 @@ tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_pa
                                          tq_error *error)
 {
     Launch l;
-    TQ_CUDA_TRY(prepare(plan, params, &l, error));
+    TQ_CUDA_TRY(check_sizes(plan, params, error));
     if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    if (is_blocked(*plan)) return attend_blocks_bytes(*plan, *params, bytes, error);
+    TQ_CUDA_TRY(prepare(plan, params, &l, error));
     *bytes = l.blocks ? lay_out_workspace(&l, nullptr) : 0;
     return TQ_OK;
 }
@@ -400,8 +401,11 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
                          void *stream, tq_error *error)
 {
     Launch l;
-    TQ_CUDA_TRY(prepare(plan, params, &l, error));
+    TQ_CUDA_TRY(check_sizes(plan, params, error));
     TQ_CUDA_TRY(check_pointers(plan, params, error));
+    if (is_blocked(*plan))
+        return attend_blocks(*plan, *params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream), error);
+    TQ_CUDA_TRY(prepare(plan, params, &l, error));
     if (!l.blocks) return TQ_OK;
     if (!workspace || (uintptr_t)workspace % 256 ||
         workspace_bytes < lay_out_workspace(&l, static_cast<char *>(workspace)))
@@ -423,6 +427,10 @@ const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan)
 {
     Device device;
     if (!operation || !plan || look_at_device(&device, nullptr) != TQ_OK) return nullptr;
+    const char *const blocked[][2] = {
+        {"append", "append_blocks"}, {"attend", "attend_blocks"}, {"dequantize", "dequantize_blocks"}};
+    for (auto &names : blocked)
+        if (is_blocked(*plan) && !strcmp(operation, names[0])) return names[1];
     const char *plain[] = {"rotate", "append", "dequantize", "merge"};
     for (const char *name : plain)
         if (!strcmp(operation, name)) return name;

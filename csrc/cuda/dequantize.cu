@@ -1,13 +1,11 @@
-// tq_cuda_dequantize: packed tokens back to float32, for debugging. A block a token tile of one (side, sequence, KV head):
+// tq_cuda_dequantize: packed tokens back to float32, for debugging (plans of version 2: dequantize_blocks.cu). A block a token tile of one (side, sequence, KV head):
 //
 //   1  codes -> step * level * scale, rows of tokens in shared memory    a warp a group of channels
 //   2  R^T                                                               a warp a token, or for a matrix all of them at once
 //   3  + centre, and out                                                 a warp a token
 //
 // The operations and their order are those of the C core, so that the numbers are the same too.
-#include "launch.cuh"
-#include "matrix.cuh"
-#include "pack.cuh"
+#include "blocks.cuh"
 
 namespace tq
 {
@@ -34,23 +32,6 @@ struct DequantizeArgs {
     int8_t levels[TQ_MAX_BITS + 1][32]; // by code
 };
 
-/** Code (r, n) of a lane whose words are words[32 w]: what pack_lane is the inverse of. */
-__device__ __forceinline__ uint32_t unpack_code(int bits, const uint32_t *words, int r, int n)
-{
-    const int bit = 8 * (n % 4) + r + 4 * (n / 4); // of a row of bits
-    switch (bits) {
-    case 1: return words[0] >> bit & 1;
-    case 2: return words[32 * (n / 4)] >> (8 * (n % 4) + 2 * r) & 3;
-    case 3: {
-        if (r < 3) return words[32 * r] >> 4 * n & 7;
-        const int at = 4 * n + 3;
-        return (words[0] >> at & 1) | (words[32] >> at & 1) << 1 | (words[64] >> at & 1) << 2;
-    }
-    case 4: return words[32 * r] >> 4 * n & 15;
-    default: return (words[32 * r] >> 4 * n & 15) | (words[128] >> bit & 1) << 4;
-    }
-}
-
 /** rows [32 tokens][head_dim]: group `group` of one tile. */
 __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_index, int h, const uint8_t *record,
                                              int token_tile, int group, float *rows, int lane)
@@ -61,6 +42,7 @@ __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_i
     const float step = bits ? __fmul_rn(a.step[bits], steps ? steps[(int64_t)h * a.groups + group] : 1.0f) : 0.0f;
     const uint32_t *words = reinterpret_cast<const uint32_t *>(record + side.codes_offset +
                                                                token_tile * side.tile_bytes + side.offset[group]);
+    const Rows codes = bits ? unpack_lane(bits, words + lane) : Rows{};
     const __half *scales = reinterpret_cast<const __half *>(record + side.scales_offset) + TQ_TILE * token_tile;
     for (int r = 0; r < 4; r++)
         for (int n = 0; n < 8; n++) {
@@ -70,7 +52,7 @@ __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_i
             if (channel >= a.head_dim) continue;
             float x = 0.0f;
             if (bits) {
-                const float level = (float)a.levels[bits][unpack_code(bits, words + lane, r, n)];
+                const float level = (float)a.levels[bits][code_of(codes, r, n)];
                 x = __fmul_rn(__fmul_rn(step, level), __half2float(scales[column_of_token(token)]));
             }
             rows[token * a.head_dim + channel] = x;
@@ -154,10 +136,15 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     if (!k || !counts || !block_table || !pages)
         return fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL, as counts, block_table and pages");
     if (!n_pages) return fail(error, TQ_E_VALUE, "n_pages", -1, 0, "at least 1");
+    TQ_CUDA_TRY(check_transform(*plan, key, false, error));
+    TQ_CUDA_TRY(check_transform(*plan, value, true, error));
+    if (is_blocked(*plan)) {
+        BlockPlan blocks;
+        TQ_CUDA_TRY(
+            block_plan_of(*plan, key, value, {pages, block_table, n_pages, kv_heads, max_pages}, &blocks, error));
+        return dequantize_blocks(*plan, blocks, batch, counts, max_tokens, k, v, (cudaStream_t)stream, error);
+    }
     const bool dense = plan->rotation == TQ_ROTATION_DENSE;
-    if (dense != (key && key->rotation) || (values && dense != (value && value->rotation)))
-        return fail(error, TQ_E_VALUE, "key_rotation", -1, plan->rotation,
-                    "given, as value_rotation, if and only if the plan's is dense");
 
     DequantizeArgs args = {};
     args.pages = pages;

@@ -12,11 +12,25 @@ inline tq_status check_plan(const tq_plan *plan, tq_error *error)
 {
     if (!plan || plan->head_dim < 8 || plan->groups != (plan->head_dim + TQ_TILE - 1) / TQ_TILE || !plan->record_bytes)
         return fail(error, TQ_E_VALUE, "plan", -1, plan ? plan->head_dim : 0, "made by tq_plan_init");
-    if (plan->version != TQ_FORMAT_VERSION)
-        return fail(error, TQ_E_UNSUPPORTED, "plan", -1, plan->version,
-                    "of format version 1 on CUDA: blocks, tables and sketches run on the CPU only");
     if (plan->head_dim > TQ_MAX_HEAD_DIM)
         return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan->head_dim, "at most 256 on CUDA");
+    return TQ_OK;
+}
+
+/** Plans with blocks, tables or sketches have kernels of their own (blocks.cuh). */
+inline bool is_blocked(const tq_plan &plan) { return plan.version == TQ_FORMAT_BLOCKED; }
+
+/** What the host can see of one side's transform. */
+inline tq_status check_transform(const tq_plan &plan, const tq_transform *t, bool is_value, tq_error *error)
+{
+    const tq_side &side = is_value ? plan.value : plan.key;
+    if (is_value && !side.tile_bytes) return TQ_OK;
+    if ((side.matrix_rows != 0) != (t && t->rotation))
+        return fail(error, TQ_E_VALUE, is_value ? "value_rotation" : "key_rotation", -1, side.rotation,
+                    "given if and only if the plan's rotation is dense or its sketch Gaussian");
+    if (is_blocked(plan) && (side.step_columns != 0) != (t && t->steps))
+        return fail(error, TQ_E_VALUE, is_value ? "value_steps" : "key_steps", -1, t && t->steps,
+                    "given if and only if the plan has a table, in format version 2");
     return TQ_OK;
 }
 

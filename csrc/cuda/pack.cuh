@@ -1,5 +1,5 @@
 // Codes to the words of a tile: turboquant.h, "tile". Lane l = 4 g + t of a warp has rows g + 8 r (r = 0..3) with eight columns
-// each; here a row is a word of eight nibbles, nibble n = the low four bits of c(r, n), and the fifth bits are rows of their own.
+// each; here a row is a word of eight nibbles, nibble n = the low four bits of c(r, n), and the bits above those are rows of their own.
 #ifndef TQ_CUDA_PACK_CUH
 #define TQ_CUDA_PACK_CUH
 #include "device.cuh"
@@ -8,7 +8,7 @@ namespace tq
 {
 
 struct Rows {
-    uint32_t low[4], high[4]; // high: only at 5 bits
+    uint32_t low[4], high[4]; // high: only at 5 and 8 bits
 };
 
 struct Words {
@@ -105,6 +105,84 @@ __device__ __forceinline__ int token_of_column(int c) { return 8 * (c % 4) + c /
 
 /** Column n (0..7) of lane 4 g + t in a tile. */
 __device__ __forceinline__ int column_of_lane(int t, int n) { return 16 * (n / 4) + 4 * t + n % 4; }
+
+/** Tokens begin .. end - 1 of a tile to the words of lane 4 g + t; codes: of token 0 and the tile's first channel, a byte each, tokens
+ *  `stride` bytes apart, from bit `shift` on. WHOLE: begin 0, end 32; otherwise the words are merged with the tile's other tokens.
+ *  Codes of 8 bits are two tiles of 4. */
+template <bool WHOLE>
+__device__ __forceinline__ void pack_tile(uint32_t *words, int bits, bool is_key, const uint8_t *codes, int stride,
+                                          int begin, int end, int lane, int shift = 0)
+{
+    const int g = lane / 4, t = lane % 4;
+    Rows rows = {};
+    uint32_t marked[4] = {};
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        uint32_t x = 0, y = 0; // columns 0..3 and 4..7, a byte each
+        if (is_key) {
+            const int token = g + 8 * r;
+            if (WHOLE || (token >= begin && token < end)) {
+                x = *reinterpret_cast<const uint32_t *>(codes + stride * token + 4 * t);
+                y = *reinterpret_cast<const uint32_t *>(codes + stride * token + 16 + 4 * t);
+                marked[r] = 0xffffffffu;
+            }
+        } else {
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const int token = token_of_column(column_of_lane(t, n));
+                if (!WHOLE && (token < begin || token >= end)) continue;
+                const uint32_t code = codes[stride * token + g + 8 * r];
+                if (n < 4) x |= code << 8 * n;
+                else y |= code << 8 * (n - 4);
+                marked[r] |= 15u << 4 * n;
+            }
+        }
+        x >>= shift, y >>= shift;
+        rows.low[r] = row_of_bytes(x & LOW_NIBBLES, y & LOW_NIBBLES);
+        rows.high[r] = row_of_bytes(x >> 4 & 0x01010101u, y >> 4 & 0x01010101u);
+    }
+    if constexpr (WHOLE) store_whole(words + lane, bits, rows);
+    else store_marked(words + lane, bits, rows, marked);
+}
+
+/** The rows of a lane whose words are words[32 w]: what pack_lane is the inverse of, and of 8 bits the same. */
+__device__ __forceinline__ Rows unpack_lane(int bits, const uint32_t *words)
+{
+    Rows rows = {};
+    uint32_t plane = 0; // single bits as pack_bit packs them
+    if (bits == 1) {
+        plane = words[0];
+    } else if (bits == 2) {
+        const uint32_t low = words[0], high = words[TQ_TILE];
+#pragma unroll
+        for (int r = 0; r < 4; r++) rows.low[r] = row_of_bytes(low >> 2 * r & 0x03030303u, high >> 2 * r & 0x03030303u);
+    } else if (bits == 3) {
+        const uint32_t w[3] = {words[0], words[TQ_TILE], words[2 * TQ_TILE]};
+#pragma unroll
+        for (int r = 0; r < 3; r++) rows.low[r] = w[r] & 0x77777777u;
+        rows.low[3] = (w[0] >> 3 & 0x11111111u) | (w[1] >> 2 & 0x22222222u) | (w[2] >> 1 & 0x44444444u);
+    } else {
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            rows.low[r] = words[TQ_TILE * r];
+            if (bits == 8) rows.high[r] = words[TQ_TILE * (4 + r)];
+        }
+        if (bits == 5) plane = words[TQ_TILE * 4];
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const uint32_t row = row_of_bytes(plane >> r & 0x01010101u, plane >> (r + 4) & 0x01010101u);
+        if (bits == 1) rows.low[r] = row;
+        if (bits == 5) rows.high[r] = row;
+    }
+    return rows;
+}
+
+/** Code (r, n) of a lane. */
+__device__ __forceinline__ uint32_t code_of(const Rows &rows, int r, int n)
+{
+    return (rows.low[r] >> 4 * n & 15) | (rows.high[r] >> 4 * n & 15) << 4;
+}
 
 } // namespace tq
 #endif

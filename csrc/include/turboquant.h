@@ -40,7 +40,8 @@
  *   sketch   one sign for each row of a matrix S applied to what the codes leave over, r = z - decoded z: tiles of 1 bit behind the
  *            groups' tiles, 32 rows each, code 1 for (S r) >= 0; and one number per token, the norm of r or its mean magnitude.
  *   scales   | numbers of block 0 | of block 1 | .. | of the sketch |, each [page_tokens] binary16 in column order.
- * These plans run on the CPU by the portable code of csrc/core/blocks.c, a token tile at a time, and not on CUDA.
+ * These plans run by portable code on the CPU (csrc/core/blocks.c) and by plain kernels on CUDA (csrc/cuda/blocks.cuh), a token tile
+ * of 32 decoded at a time.
  *
  * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first parallel
  * call, which start worker threads; nothing is kept after a call; a failed call has written nothing to any output unless its

@@ -3,8 +3,8 @@
 //   gcc -O2 -ffp-contract=off -Icsrc -Icsrc/include -c csrc/core/*.c csrc/kernels/scalar.c
 //   nvcc -O3 -std=c++17 -arch=native -Icsrc -Icsrc/include tests/cuda/append_harness.cu csrc/cuda/{append*,rotate,merge,dequantize}.cu *.o
 //   ./a.out [check] [time]
+#include "blocked_plans.h"
 #include "cuda/quantize.cuh"
-#include "harness.h"
 
 static int failures = 0, checks = 0;
 
@@ -28,6 +28,7 @@ struct Case {
     int dim = 128, batch = 2, heads = 2, sinks = 4, window = 16, page_tokens = 128, max_pages = 3;
     int rotation = TQ_ROTATION_HADAMARD, law = TQ_CODEBOOK_NORMAL, scale = TQ_SCALE_EDEN, dtype = TQ_BF16;
     std::vector<int> key_bits = {4}, value_bits = {4}, appends = {70, 1, 1, 5, 33, 1};
+    const BlockedPlan *blocked = nullptr; // a plan of version 2, in place of rotation, law, scale and bits
     std::vector<int> padding = {0, 3};
     bool tokens_first = false; // k and v are [batch, tokens, heads, dim], as projections make them
     bool centred = false, stepped = false, shared_matrix = false;
@@ -35,11 +36,20 @@ struct Case {
     bool bad_pages = false, bad_lengths = false;
 };
 
+static tq_plan plan_of(const Case &c)
+{
+    if (c.blocked) return plan_of(words_of(*c.blocked, c.dim, c.page_tokens));
+    return make_plan(c.dim, c.page_tokens, c.rotation, c.law, c.scale, c.key_bits, c.value_bits);
+}
+
 struct Side {
+    const tq_side &plan;
     Array<uint8_t> sinks, ring;
     Array<float> matrix, centre, steps;
-    Side(size_t sinks_bytes, size_t ring_bytes, size_t matrix_floats, size_t centre_floats, size_t steps_floats)
-        : sinks(sinks_bytes), ring(ring_bytes), matrix(matrix_floats), centre(centre_floats), steps(steps_floats)
+    Side(const tq_side &side, size_t sinks_bytes, size_t ring_bytes, size_t matrix_floats, size_t centre_floats,
+         size_t steps_floats)
+        : plan(side), sinks(sinks_bytes), ring(ring_bytes), matrix(matrix_floats), centre(centre_floats),
+          steps(steps_floats)
     {
     }
 };
@@ -48,7 +58,7 @@ static tq_transform transform_of(Side &side, const Case &c, bool device)
 {
     tq_transform t = {};
     t.rotation = device ? side.matrix.or_null() : side.matrix.host_or_null();
-    t.rotation_stride_head = c.shared_matrix ? 0 : (int64_t)c.dim * c.dim;
+    t.rotation_stride_head = c.shared_matrix ? 0 : (int64_t)side.plan.matrix_rows * c.dim;
     t.centre = device ? side.centre.or_null() : side.centre.host_or_null();
     t.centre_stride_batch = (int64_t)c.heads * c.dim;
     t.steps = device ? side.steps.or_null() : side.steps.host_or_null();
@@ -57,14 +67,13 @@ static tq_transform transform_of(Side &side, const Case &c, bool device)
 
 static void fill_side(Side &side, const Case &c, int64_t rows_of_state, Random &random)
 {
-    for (size_t i = 0; i < side.matrix.host.size() / ((size_t)c.dim * c.dim); i++) {
-        std::vector<double> scratch((size_t)c.dim * (c.dim + 2));
-        tq_error error;
-        check(tq_haar(random.word(), c.dim, &side.matrix.host[i * c.dim * c.dim], scratch.data(), &error), error,
-              "tq_haar");
-    }
+    const size_t matrix = (size_t)side.plan.matrix_rows * c.dim, table = c.blocked ? side.plan.step_columns : 0;
+    for (size_t i = 0; i < side.matrix.host.size(); i += matrix)
+        fill_matrix(&side.matrix.host[i], side.plan, c.dim, random);
     for (float &x : side.centre.host) x = random.normal();
     for (float &x : side.steps.host) x = expf(random.normal());
+    for (size_t i = 0; table && i < side.steps.host.size(); i += table)
+        fill_table(&side.steps.host[i], side.plan, random);
     (void)rows_of_state;
     for (uint8_t &x : side.sinks.host) x = 0;
     for (uint8_t &x : side.ring.host) x = 0;
@@ -95,16 +104,17 @@ static int64_t spoil(Array<uint8_t> &x, int count, const Case &c, int tokens, co
 static void run(const Case &c)
 {
     Random random(c.dim * 1000003 + c.scale * 101 + c.key_bits[0] * 7 + c.window + c.appends[0]);
-    const tq_plan plan = make_plan(c.dim, c.page_tokens, c.rotation, c.law, c.scale, c.key_bits, c.value_bits);
-    const bool values = plan.value.tile_bytes, dense = c.rotation == TQ_ROTATION_DENSE;
+    const tq_plan plan = plan_of(c);
+    const bool values = plan.value.tile_bytes;
     const int64_t bytes = dtype_size(c.dtype), row = c.dim * bytes, rows = (int64_t)c.batch * c.heads;
     const int64_t n_pages = (int64_t)c.batch * c.max_pages + 2,
                   capacity = c.sinks + c.window + c.max_pages * c.page_tokens;
     auto make_side = [&](bool is_value) {
         const bool any = !is_value || values;
-        return new Side(any ? rows * c.sinks * row : 0, any ? rows * c.window * row : 0,
-                        dense && any ? (size_t)c.dim * c.dim * (c.shared_matrix ? 1 : c.heads) : 0,
-                        c.centred ? rows * c.dim : 0, c.stepped ? (size_t)c.heads * plan.groups : 0);
+        const tq_side &side = is_value ? plan.value : plan.key;
+        return new Side(side, any ? rows * c.sinks * row : 0, any ? rows * c.window * row : 0,
+                        (size_t)side.matrix_rows * c.dim * (c.shared_matrix ? 1 : c.heads),
+                        c.centred ? rows * c.dim : 0, c.stepped || c.blocked ? (size_t)c.heads * side.step_columns : 0);
     };
     Side *sides[2] = {make_side(false), make_side(true)};
     for (Side *side : sides) fill_side(*side, c, rows, random);
@@ -279,12 +289,47 @@ static void check_appends(int thin)
         }
 }
 
+/** Every plan of version 2 x head_dim, and what else can differ. */
+static void check_blocked_appends(int thin)
+{
+    static std::vector<BlockedPlan> plans = blocked_plans();
+    plans.push_back({"keys alone", {{3}, 1, TQ_ROTATION_DENSE, TQ_LEVELS_AFFINE, TQ_SKETCH_GAUSSIAN}, {{}}});
+    int n = 0;
+    auto go = [&](Case c, const BlockedPlan &plan, const std::string &name) {
+        c.blocked = &plan, c.max_pages = 1 + 400 / c.page_tokens;
+        c.name = name + " \"" + plan.name + "\", dim " + std::to_string(c.dim) + ", dtype " + std::to_string(c.dtype) +
+                 ", sinks " + std::to_string(c.sinks) + ", window " + std::to_string(c.window);
+        if (n++ % thin == 0) run(c);
+    };
+    for (const BlockedPlan &plan : plans) {
+        for (int dim : DIMS) {
+            Case c;
+            c.dim = dim, c.dtype = (dim / 8 + (int)plan.name.size()) % 3, c.tokens_first = dim % 3 == 0;
+            c.centred = dim % 16 == 0, c.shared_matrix = dim == 64, c.appends = {61, 1, 36, 3, 1};
+            go(c, plan, "plan x dim");
+        }
+        for (int window : {0, 7, 100}) {
+            Case c;
+            c.dim = window ? 80 : 128, c.heads = 1, c.batch = 4, c.sinks = window % 5, c.window = window;
+            c.page_tokens = window == 7 ? 96 : 32, c.padding = {0, 1, 29, 150};
+            c.appends = {40, 1, 1, 31, 130, 1, 32, 64, 1};
+            go(c, plan, "geometry");
+        }
+        for (int i = 0; i < 3; i++) {
+            Case c;
+            c.dim = 64, c.bad_numbers = 2 * (i == 0), c.bad_pages = i == 1, c.bad_lengths = i == 2, c.centred = true;
+            c.appends = i == 1 ? std::vector<int>{300} : std::vector<int>{50, 1, 9, 70};
+            go(c, plan, i == 0 ? "bad numbers" : i == 1 ? "bad pages" : "bad length");
+        }
+    }
+}
+
 // ---- the others ----
 
 /** Every codebook has cells, and up to 4 bits one comparison decides (append_tile relies on it): ranks at and beside thresholds. */
 static void check_books()
 {
-    for (int law = 0; law < 2; law++)
+    for (int law = 0; law < 3; law++)
         for (int dim = 8; dim <= 256; dim += 8)
             for (int bits = 1; bits <= TQ_MAX_BITS; bits++) {
                 tq_codebook from;
@@ -438,6 +483,7 @@ int main(int argc, char **argv)
     for (int i = 1; i < argc || all; i++, all = false) {
         if (argc < 2 || !strcmp(argv[i], "check")) {
             check_appends(thin);
+            check_blocked_appends(thin);
             const int after_append = checks;
             check_books();
             check_rotations();

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -86,6 +87,14 @@ inline float load(const std::vector<uint8_t> &from, size_t i, int dtype)
     return dtype == TQ_F16 ? tq_f32_from_f16(half) : tq_f32_from_bf16(half);
 }
 
+inline tq_plan plan_of(const std::vector<int64_t> &words)
+{
+    tq_plan plan;
+    tq_error error;
+    check(tq_plan_init(&plan, words.data(), words.size(), &error), error, "tq_plan_init");
+    return plan;
+}
+
 inline tq_plan make_plan(int dim, int page_tokens, int rotation, int law, int scale, const std::vector<int> &key_bits,
                          const std::vector<int> &value_bits)
 {
@@ -93,10 +102,27 @@ inline tq_plan make_plan(int dim, int page_tokens, int rotation, int law, int sc
     const int groups = (dim + 31) / 32;
     for (int g = 0; g < groups; g++) words.push_back(key_bits[g % key_bits.size()]);
     for (int g = 0; g < groups; g++) words.push_back(value_bits[g % value_bits.size()]);
-    tq_plan plan;
+    return plan_of(words);
+}
+
+/** R, if the side's rotation is dense, and below it S, if its sketch is Gaussian: [matrix_rows][dim]. */
+inline void fill_matrix(float *matrix, const tq_side &side, int dim, Random &random)
+{
+    const int rotation = side.rotation == TQ_ROTATION_DENSE ? dim : 0;
+    std::vector<double> scratch((size_t)dim * (dim + 2));
     tq_error error;
-    check(tq_plan_init(&plan, words.data(), words.size(), &error), error, "tq_plan_init");
-    return plan;
+    if (rotation) check(tq_haar(random.word(), dim, matrix, scratch.data(), &error), error, "tq_haar");
+    if (side.matrix_rows > rotation)
+        check(tq_gaussian(random.word(), side.matrix_rows - rotation, dim, matrix + (size_t)rotation * dim, &error),
+              error, "tq_gaussian");
+}
+
+/** Levels of one head in ascending order, and what the signs of a residual are multiplied by. */
+inline void fill_table(float *table, const tq_side &side, Random &random)
+{
+    const int levels = 1 << side.bits[0];
+    for (int i = 0; i < side.step_columns; i++) table[i] = i < levels ? 2 * random.normal() : 0.25f;
+    std::sort(table, table + levels);
 }
 
 /** Rows of a model: every channel its own spread, a few large ones, and now and then a row of zeros or of tiny or huge numbers. */

@@ -1,0 +1,376 @@
+// Attention and dequantising on the device for plans of version 2, over pages that the C core wrote: against float64 over what the
+// core decodes from them, and against the core's own attention.
+//
+//   gcc -O2 -std=gnu11 -ffp-contract=off -Icsrc -Icsrc/include -c csrc/core/*.c csrc/kernels/scalar.c
+//   nvcc -O3 -std=c++17 -arch=native -Icsrc -Icsrc/include tests/cuda/attend_blocks_harness.cu \
+//       csrc/cuda/{attend*,dequantize*}.cu *.o
+//   ./a.out [filter]
+#include <functional>
+
+#include "blocked_plans.h"
+
+struct Case {
+    std::string name;
+    const BlockedPlan *plan = nullptr;
+    int dim = 64, page_tokens = 128, heads = 2, group = 2, tokens = 1, dtype = TQ_F32;
+    std::vector<int> lengths = {150}, starts = {};
+    int sinks = 0, window = 0, sliding = 0, causal = 1, spare_pages = 0;
+    bool fresh = false, centred = true, hostile = false, shared_matrix = false;
+    float softcap = 0, scale = 0; // 0: head_dim^-1/2
+};
+
+static int failures = 0, checks = 0;
+static double worst_of_all = 0;
+
+static bool expect(bool good, const std::string &name, const char *what, double got)
+{
+    checks++;
+    if (!good && failures++ < 30) printf("FAILED: %s: %s, %g\n", name.c_str(), what, got);
+    return good;
+}
+
+/** Memory that the core takes, and its copy on the device. */
+struct Aligned {
+    size_t bytes;
+    uint8_t *host, *device;
+
+    Aligned(size_t n, int fill) : bytes((n + 255) / 256 * 256), host((uint8_t *)aligned_alloc(256, bytes + 256))
+    {
+        check(cudaMalloc((void **)&device, bytes + 256), "cudaMalloc");
+        memset(host, fill, bytes);
+    }
+    ~Aligned() { free(host), cudaFree(device); }
+    Aligned(const Aligned &) = delete;
+    Aligned &operator=(const Aligned &) = delete;
+    void up() { check(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice), "copy to the device"); }
+};
+
+/** One side of everything a call is given: numbers, transform, the exact tokens. */
+struct Side {
+    Array<float> matrix, centre, table;
+    Array<uint8_t> x, sinks, ring, fresh; // x: all tokens [batch, heads, most, dim], at the right
+    std::vector<float> decoded;           // of packed tokens [batch, heads, packed, dim], by the core
+    tq_transform host = {}, device = {};
+
+    Side(const tq_side &plan, const Case &c, int most, Random &random)
+        : matrix((size_t)plan.matrix_rows * c.dim * (c.shared_matrix ? 1 : c.heads)),
+          centre(c.centred ? c.lengths.size() * c.heads * c.dim : 0), table((size_t)plan.step_columns * c.heads),
+          x(numbers(c, most)), sinks(numbers(c, c.sinks)), ring(numbers(c, c.window)),
+          fresh(numbers(c, c.fresh ? c.tokens : 0))
+    {
+        const size_t one = (size_t)plan.matrix_rows * c.dim;
+        for (size_t i = 0; i < matrix.host.size(); i += one) fill_matrix(&matrix.host[i], plan, c.dim, random);
+        for (size_t i = 0; i < table.host.size(); i += plan.step_columns) fill_table(&table.host[i], plan, random);
+        for (float &one_centre : centre.host) one_centre = 0.5f * random.normal();
+        for (size_t i = 0; i < x.host.size() / dtype_size(c.dtype); i++) store(x.host, i, c.dtype, random.normal());
+        for (Array<uint8_t> *exact : {&sinks, &ring}) std::fill(exact->host.begin(), exact->host.end(), 0xff);
+        const int64_t stride = c.shared_matrix ? 0 : (int64_t)one, by_batch = (int64_t)c.heads * c.dim;
+        host = {matrix.host_or_null(), stride, centre.host_or_null(), by_batch, table.host_or_null()};
+        device = {matrix.or_null(), stride, centre.or_null(), by_batch, table.or_null()};
+        matrix.up(), centre.up(), table.up();
+    }
+    static size_t numbers(const Case &c, int tokens)
+    {
+        return c.lengths.size() * c.heads * tokens * c.dim * (size_t)dtype_size(c.dtype);
+    }
+};
+
+/** A cache that the core filled, and a question to ask of it. */
+struct World {
+    const Case &c;
+    tq_plan plan;
+    int batch, most, packed, used_pages, max_pages, n_pages;
+    Random random;
+    Side key, value;
+    Aligned pages;
+    Array<int32_t> table, lengths, starts;
+    Array<uint8_t> q;
+
+    explicit World(const Case &case_)
+        : c(case_), plan(plan_of(words_of(*c.plan, c.dim, c.page_tokens))), batch((int)c.lengths.size()),
+          most(std::max(c.tokens, *std::max_element(c.lengths.begin(), c.lengths.end()))),
+          packed(std::max(0, most - c.sinks - c.window)), used_pages((packed + c.page_tokens - 1) / c.page_tokens),
+          max_pages(used_pages + c.spare_pages), n_pages(batch * used_pages + 2),
+          random(c.dim + c.window + 7 * c.group), key(plan.key, c, most, random), value(plan.value, c, most, random),
+          pages((size_t)n_pages * c.heads * plan.record_bytes, 0xff), table((size_t)batch * max_pages), lengths(batch),
+          starts(c.starts.size()), q((size_t)batch * c.heads * c.group * c.tokens * c.dim * dtype_size(c.dtype))
+    {
+        std::vector<int32_t> order(n_pages);
+        for (int i = 0; i < n_pages; i++) order[i] = i;
+        for (int i = n_pages; i > 1; i--) std::swap(order[i - 1], order[random.below(i)]);
+        for (int b = 0; b < batch; b++)
+            for (int i = 0; i < max_pages; i++)
+                table.host[b * max_pages + i] = i < used_pages ? order[b * used_pages + i] : 0x40000000;
+        starts.host.assign(c.starts.begin(), c.starts.end());
+        for (size_t i = 0; i < q.host.size() / dtype_size(c.dtype); i++) store(q.host, i, c.dtype, 2 * random.normal());
+        const int old = c.fresh ? most - c.tokens : most;
+        append(0, old, c.fresh ? c.tokens : 0);
+        if (!c.fresh) return;
+        const std::vector<uint8_t> before[2] = {key.ring.host, value.ring.host};
+        append(old, c.tokens, 0);
+        key.ring.host = before[0], value.ring.host = before[1];
+    }
+
+    /** Appends columns first .. first + n - 1 of x with the core: lengths are those of the end, less `missing`. */
+    void append(int first, int n, int missing)
+    {
+        tq_append_params p = {};
+        for (int b = 0; b < batch; b++) lengths.host[b] = std::max(0, c.lengths[b] - missing);
+        p.batch = batch, p.tokens = n, p.kv_heads = c.heads, p.sinks = c.sinks, p.window = c.window;
+        p.max_pages = max_pages, p.dtype = c.dtype, p.threads = 1, p.n_pages = n_pages;
+        const size_t at = (size_t)first * c.dim * dtype_size(c.dtype);
+        p.k = key.x.host.data() + at, p.v = value.x.host.data() + at;
+        p.k_stride_token = p.v_stride_token = c.dim;
+        p.k_stride_head = p.v_stride_head = (int64_t)most * c.dim;
+        p.k_stride_batch = p.v_stride_batch = (int64_t)c.heads * most * c.dim;
+        p.lengths = lengths.host.data(), p.block_table = table.host.data(), p.pages = pages.host;
+        p.sink_k = key.sinks.host_or_null(), p.sink_v = value.sinks.host_or_null();
+        p.window_k = key.ring.host_or_null(), p.window_v = value.ring.host_or_null();
+        p.key = key.host, p.value = value.host;
+        tq_error error;
+        size_t bytes;
+        check(tq_append_scratch_bytes(&plan, &p, &bytes, &error), error, "tq_append_scratch_bytes");
+        Aligned scratch(bytes, 0);
+        check(tq_append(&plan, &p, scratch.host, bytes, &error), error, (c.name + ": tq_append").c_str());
+    }
+
+    /** What the packed tokens of each sequence are, by the core; and whether the device decodes the same. */
+    void decode()
+    {
+        Array<int32_t> counts(batch);
+        for (int b = 0; b < batch; b++) counts.host[b] = std::max(0, c.lengths[b] - c.sinks - c.window);
+        const size_t numbers = (size_t)batch * c.heads * packed * c.dim;
+        Array<float> k(numbers), v(numbers);
+        key.decoded.resize(numbers), value.decoded.resize(numbers);
+        counts.up(), k.up(), v.up(), pages.up(), table.up();
+        tq_error error;
+        check(tq_dequantize(&plan, pages.host, n_pages, c.heads, table.host.data(), batch, max_pages,
+                            counts.host.data(), packed, &key.host, &value.host, key.decoded.data(),
+                            value.decoded.data(), &error),
+              error, "tq_dequantize");
+        check(tq_cuda_dequantize(&plan, pages.device, n_pages, c.heads, table.device, batch, max_pages, counts.device,
+                                 packed, &key.device, &value.device, k.device, v.device, nullptr, &error),
+              error, "tq_cuda_dequantize");
+        check(cudaDeviceSynchronize(), "dequantize");
+        const std::pair<std::vector<float>, std::vector<float> *> sides[] = {{k.down(), &key.decoded},
+                                                                             {v.down(), &value.decoded}};
+        for (const auto &[got, want] : sides) {
+            double largest = 0, error_of = 0;
+            for (size_t i = 0; i < numbers; i++) {
+                largest = std::max(largest, fabs((double)(*want)[i]));
+                error_of = std::max(error_of, fabs((double)got[i] - (*want)[i]));
+                if (got[i] != got[i]) error_of = HUGE_VAL;
+            }
+            expect(error_of <= 2e-6 * largest, c.name, "dequantize is off by", error_of);
+        }
+    }
+};
+
+/** One row in float64: positions it sees, exact or packed. */
+struct Answer {
+    std::vector<double> out;
+    double lse = -HUGE_VAL;
+};
+
+static Answer answer(const World &w, int b, int head, int token)
+{
+    const Case &c = w.c;
+    const int d = c.dim, length = c.lengths[b], position = length - c.tokens + token, h = head / c.group,
+              start = c.starts.empty() ? 0 : c.starts[b], end = c.causal ? position + 1 : length,
+              newest = end - c.window, oldest = std::max(start, c.sliding ? position - c.sliding + 1 : 0);
+    const size_t kv = (size_t)b * c.heads + h, row = (((size_t)b * c.heads * c.group + head) * c.tokens + token) * d;
+    auto number = [&](const Side &side, int j, int i) -> double {
+        if (j < c.sinks || j >= newest) return load(side.x.host, (kv * w.most + w.most - length + j) * d + i, c.dtype);
+        return side.decoded[(kv * w.packed + j - c.sinks) * d + i];
+    };
+    Answer a;
+    std::vector<double> logits, sums(d, 0.0);
+    double top = -HUGE_VAL, sum = 0;
+    for (int j = oldest; j < end; j++) {
+        double logit = 0;
+        for (int i = 0; i < d; i++) logit += load(w.q.host, row + i, c.dtype) * number(w.key, j, i);
+        logit *= c.scale ? c.scale : 1 / sqrt((double)d);
+        if (c.softcap > 0) logit = c.softcap * tanh(logit / c.softcap);
+        logits.push_back(logit);
+        top = std::max(top, logit);
+    }
+    for (int j = oldest; j < end; j++) {
+        const double weight = exp(logits[j - oldest] - top);
+        sum += weight;
+        for (int i = 0; i < d; i++) sums[i] += weight * number(w.value, j, i);
+    }
+    for (double x : sums) a.out.push_back(sum > 0 ? x / sum : 0);
+    if (sum > 0) a.lse = top + log(sum);
+    return a;
+}
+
+static tq_attend_params params_of(World &w, bool device, void *out, float *lse)
+{
+    const Case &c = w.c;
+    tq_attend_params p = {};
+    auto at = [&](auto &array) { return device ? array.or_null() : array.host_or_null(); };
+    p.batch = w.batch, p.query_tokens = c.tokens, p.query_heads = c.heads * c.group, p.kv_heads = c.heads;
+    p.sinks = c.sinks, p.window = c.window, p.max_pages = w.max_pages, p.dtype = c.dtype, p.causal = c.causal;
+    p.sliding_window = c.sliding, p.threads = 1, p.softmax_scale = c.scale ? c.scale : 1 / sqrtf((float)c.dim);
+    p.softcap = c.softcap, p.n_pages = w.n_pages, p.q = at(w.q), p.q_stride_token = c.dim;
+    p.q_stride_head = (int64_t)c.tokens * c.dim, p.q_stride_batch = p.q_stride_head * p.query_heads;
+    p.pages = device ? w.pages.device : w.pages.host, p.block_table = at(w.table), p.lengths = at(w.lengths);
+    p.starts = at(w.starts), p.sink_k = at(w.key.sinks), p.sink_v = at(w.value.sinks);
+    p.window_k = at(w.key.ring), p.window_v = at(w.value.ring), p.fresh_k = at(w.key.fresh);
+    p.fresh_v = at(w.value.fresh), p.fresh_k_stride_token = p.fresh_v_stride_token = c.dim;
+    p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)c.tokens * c.dim;
+    p.fresh_k_stride_batch = p.fresh_v_stride_batch = p.fresh_k_stride_head * c.heads;
+    p.key = device ? w.key.device : w.key.host, p.value = device ? w.value.device : w.value.host;
+    p.out = out, p.lse = lse;
+    return p;
+}
+
+/** The new tokens as fresh_k and fresh_v. */
+static void copy_fresh(World &w)
+{
+    const size_t row = w.c.dim * (size_t)dtype_size(w.c.dtype), tokens = w.c.tokens;
+    for (Side *side : {&w.key, &w.value})
+        for (size_t i = 0; side->fresh.bytes() && i < (size_t)w.batch * w.c.heads; i++)
+            memcpy(&side->fresh.host[i * tokens * row], &side->x.host[(i * w.most + w.most - tokens) * row],
+                   tokens * row);
+}
+
+/** out and lse of the device against float64 and against the core. */
+static void compare(World &w, const std::vector<uint8_t> &got, const std::vector<float> &lse,
+                    const std::vector<uint8_t> &core, const std::vector<float> &core_lse)
+{
+    const Case &c = w.c;
+    double worst = 0, worst_lse = 0, apart = 0, largest = 0;
+    bool pattern = true;
+    for (int b = 0; b < w.batch; b++)
+        for (int head = 0; head < c.heads * c.group; head++)
+            for (int token = 0; token < c.tokens; token++) {
+                const size_t row = ((size_t)b * c.heads * c.group + head) * c.tokens + token;
+                const Answer want = answer(w, b, head, token);
+                pattern &= std::isinf(want.lse) == (lse[row] == -INFINITY);
+                if (!std::isinf(want.lse)) {
+                    worst_lse = std::max(worst_lse, fabs(lse[row] - want.lse));
+                    apart = std::max(apart, (double)fabsf(lse[row] - core_lse[row]));
+                }
+                for (int i = 0; i < c.dim; i++) {
+                    const double x = load(got, row * c.dim + i, c.dtype), y = want.out[i],
+                                 rounding = c.dtype == TQ_F32 ? 0 : fabs(y) * (c.dtype == TQ_F16 ? 0x1p-11 : 0x1p-8);
+                    largest = std::max(largest, fabs(y));
+                    worst = std::max(worst, fabs(x - y) - rounding);
+                    apart = std::max(apart, fabs(x - load(core, row * c.dim + i, c.dtype)) - 2 * rounding);
+                    if (x != x) worst = HUGE_VAL;
+                }
+            }
+    const double scale = largest > 0 ? largest : 1;
+    worst_of_all = std::max(worst_of_all, worst / scale);
+    expect(pattern, c.name, "another row attended nothing", 0);
+    expect(worst <= 2e-5 * scale, c.name, "attend is off float64 by, of the largest output", worst / scale);
+    expect(worst_lse <= 1e-4, c.name, "lse is off float64 by", worst_lse);
+    // the core keeps 16-bit queries in full in this format, so both are float32 sums of the same numbers
+    expect(apart <= 4e-5 * scale + 1e-4, c.name, "attend is off the C core by", apart);
+}
+
+static void run(const Case &c)
+{
+    World w(c);
+    w.decode();
+    copy_fresh(w);
+    for (Side *side : {&w.key, &w.value}) side->sinks.up(), side->ring.up(), side->fresh.up();
+    w.q.up(), w.starts.up(), w.lengths.up();
+    if (c.hostile)
+        for (size_t i = 0; i < w.table.host.size(); i++) w.table.host[i] = i % 3 ? (int32_t)(i * 2654435761u) : -1;
+    w.table.up();
+    const size_t rows = w.q.host.size() / dtype_size(c.dtype) / c.dim;
+    Array<uint8_t> out(w.q.host.size()), core(w.q.host.size());
+    Array<float> lse(rows), core_lse(rows);
+    tq_attend_params p = params_of(w, true, out.or_null(), lse.or_null());
+    tq_error error;
+    size_t bytes;
+    check(tq_cuda_attend_workspace_bytes(&w.plan, &p, &bytes, &error), error, "tq_cuda_attend_workspace_bytes");
+    Aligned workspace(bytes, 0xff);
+    workspace.up();
+    std::vector<uint8_t> first;
+    for (int i = 0; i < 2; i++) { // twice: the workspace is left usable, and results repeat
+        std::fill(out.host.begin(), out.host.end(), 0xff);
+        out.up();
+        check(tq_cuda_attend(&w.plan, &p, workspace.device, bytes, nullptr, &error), error, c.name.c_str());
+        check(cudaDeviceSynchronize(), c.name.c_str());
+        if (i == 0) first = out.down();
+    }
+    const std::vector<uint8_t> got = out.down();
+    expect(got == first, c.name, "does not repeat", 0);
+    if (c.hostile) return; // nothing was read or written outside
+    tq_attend_params on_host = params_of(w, false, core.host_or_null(), core_lse.host_or_null());
+    check(tq_attend_scratch_bytes(&w.plan, &on_host, &bytes, &error), error, "tq_attend_scratch_bytes");
+    Aligned scratch(bytes, 0);
+    check(tq_attend(&w.plan, &on_host, scratch.host, bytes, &error), error, "tq_attend");
+    compare(w, got, lse.down(), core.host, core_lse.host);
+}
+
+static std::vector<Case> all_cases(const std::vector<BlockedPlan> &plans)
+{
+    std::vector<Case> cases;
+    auto add = [&](const BlockedPlan &plan, const std::string &name, const std::function<void(Case &)> &change) {
+        Case c;
+        c.plan = &plan;
+        change(c);
+        c.name = name + ", \"" + plan.name + "\", dim " + std::to_string(c.dim) + ", dtype " + std::to_string(c.dtype);
+        cases.push_back(c);
+    };
+    for (const BlockedPlan &plan : plans) { // every plan x head_dim, some tokens packed, some exact
+        for (int d : {8, 24, 64, 80, 96, 128, 200, 256})
+            add(plan, "dim", [&](Case &c) {
+                c.dim = d, c.lengths = {97, 300}, c.sinks = 2, c.window = d / 8 % 2 * 10, c.dtype = d / 8 % 3;
+                c.shared_matrix = d == 96, c.centred = d != 80, c.page_tokens = d == 24 ? 32 : 128;
+            });
+        add(plan, "several queries, fresh", [](Case &c) {
+            c.tokens = 5, c.group = 3, c.fresh = true, c.sinks = 4, c.window = 16, c.lengths = {3, 70, 200};
+        });
+        add(plan, "starts", [](Case &c) { c.lengths = {64, 64, 290}, c.starts = {37, 64, 130}, c.window = 5; });
+        add(plan, "long", [](Case &c) { c.heads = 1, c.lengths = {2500}, c.page_tokens = 96; });
+    }
+    for (size_t i : {0u, 2u, 5u, 8u, 12u}) { // every shape, with plans of each kind
+        const BlockedPlan &plan = plans[i];
+        for (int n : {0, 1, 31, 32, 33, 127, 128, 129})
+            add(plan, "length " + std::to_string(n), [&](Case &c) { c.lengths = {n, 65}; });
+        for (int n : {0, 1, 4, 20, 21, 52, 53})
+            add(plan, "sinks, window, length " + std::to_string(n),
+                [&](Case &c) { c.lengths = {n, 100}, c.sinks = 4, c.window = 16; });
+        for (int group : {1, 3, 8, 9, 16}) add(plan, "group", [&](Case &c) { c.group = group, c.heads = 1; });
+        for (int tokens : {2, 8, 33}) {
+            add(plan, "queries", [&](Case &c) { c.tokens = tokens, c.lengths = {140, 20}; });
+            add(plan, "queries, fresh", [&](Case &c) {
+                c.tokens = tokens, c.fresh = true, c.window = 40, c.sinks = 3, c.lengths = {190, 50, 20};
+            });
+        }
+        for (int dtype : {TQ_F16, TQ_BF16})
+            add(plan, "16 bits", [&](Case &c) { c.dtype = dtype, c.sinks = 4, c.window = 32, c.lengths = {170, 30}; });
+        add(plan, "sliding window, softcap",
+            [](Case &c) { c.sliding = 33, c.softcap = 15, c.sinks = 2, c.window = 8, c.lengths = {40, 150}; });
+        add(plan, "sliding inside the window",
+            [](Case &c) { c.sliding = 5, c.sinks = 2, c.window = 8, c.lengths = {40, 7}; });
+        add(plan, "queries, sliding, starts", [](Case &c) {
+            c.tokens = 8, c.fresh = true, c.sinks = 4, c.window = 64, c.sliding = 100, c.lengths = {400, 90};
+            c.starts = {250, 3};
+        });
+        add(plan, "not causal", [](Case &c) { c.causal = 0, c.tokens = 3, c.lengths = {9, 100}; });
+        add(plan, "not causal, window",
+            [](Case &c) { c.causal = 0, c.tokens = 3, c.window = 20, c.sinks = 1, c.lengths = {9, 100}; });
+        add(plan, "negative scale", [](Case &c) { c.scale = -0.3f, c.lengths = {100}; });
+        add(plan, "room to grow", [](Case &c) { c.spare_pages = 40, c.lengths = {300}; });
+        add(plan, "pages of 32 and 96", [](Case &c) { c.page_tokens = 96, c.lengths = {500, 31, 97}; });
+        add(plan, "hostile block table", [](Case &c) { c.hostile = true, c.lengths = {300, 100}; });
+    }
+    return cases;
+}
+
+int main(int argc, char **argv)
+{
+    const std::vector<BlockedPlan> plans = blocked_plans();
+    int run_cases = 0;
+    for (const Case &c : all_cases(plans))
+        if (argc < 2 || c.name.find(argv[1]) != std::string::npos) run(c), run_cases++;
+    printf("%s: %d comparisons in %d cases, %d failed; worst output %.1e of the largest\n",
+           failures ? "FAILED" : "passed", checks, run_cases, failures, worst_of_all);
+    return failures != 0;
+}
