@@ -1,16 +1,19 @@
-"""Decode attention over packed pages against bf16 SDPA, on a GPU: times in a CUDA graph, correctness first, one run.
+"""Decode attention over packed pages against bf16 attention, on a GPU: timed in a CUDA graph, correctness first.
 
     python benchmarks/attend.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
 
 Shapes are (batch, KV heads, group, tokens, head_dim). Codes are those of random normal keys and values. A shape smaller
-than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the faster of PyTorch's cuDNN and flash
-attention on the same tokens in bf16, also with the group's heads as query rows of one KV head (decoding needs no mask).
+than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the fastest on the same tokens in bf16
+of PyTorch's cuDNN and flash attention, also with the group's heads as query rows of one KV head (decoding needs no
+mask), and of FlashInfer's paged decoding where it is installed (it compiles on first use). FlashInfer on fp8 keys and
+values is timed as well, as a peer.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -79,6 +82,34 @@ def baseline(shape: Shape) -> dict[str, Any]:
     return out
 
 
+def flashinfer(shape: Shape) -> dict[str, Any]:
+    """Times of FlashInfer on bf16 and on fp8 keys and values, at head_dim 128; {} where it is not installed."""
+    batch, kv_heads, group, tokens, d = shape
+    if find_spec("flashinfer") is None or d != 128:
+        return {}
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    page = 16
+    each = tokens // page
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * each
+    pages = torch.arange(batch * each, dtype=torch.int32, device="cuda")
+    last = torch.full((batch,), page, dtype=torch.int32, device="cuda")
+    out = {}
+    for name, dtype in (("flashinfer_us", torch.bfloat16), ("flashinfer_fp8_us", torch.float8_e4m3fn)):
+        n = copies(2 * dtype.itemsize * batch * kv_heads * tokens * d)
+        size = (batch * each, kv_heads, page, d)
+        q = torch.randn(batch, kv_heads * group, d, device="cuda", dtype=torch.bfloat16)
+        caches = [[torch.randn(size, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in "kv"] for _ in range(n)]
+        workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True, backend="fa2")
+        wrapper.plan(
+            starts, pages, last, kv_heads * group, kv_heads, d, page, q_data_type=torch.bfloat16, kv_data_type=dtype
+        )
+        calls = [lambda kv=kv, q=q, wrapper=wrapper: wrapper.run(q, tuple(kv)) for kv in caches]
+        out[name] = microseconds(calls, "cuda")["us"]
+    return out
+
+
 def check(shape: Shape, plan: Plan) -> float:
     """Largest error relative to the largest output, against float64 over the same decoded bytes; on a cut of it."""
     batch, kv_heads, group, tokens, d = shape
@@ -119,8 +150,8 @@ def main() -> None:
         if not ",".join(map(str, shape)).startswith(args.only):
             continue
         torch.cuda.empty_cache()
-        base = baseline(shape)
-        best = min(base.values(), default=float("nan"))
+        base = baseline(shape) | flashinfer(shape)
+        best = min((us for name, us in base.items() if "fp8" not in name), default=float("nan"))
         for bits in args.bits:
             widths = tuple(map(int, bits.split(",")))
             if len(widths) > 1 and len(widths) != -(-shape[4] // 32):

@@ -9,6 +9,7 @@ since only the speed of decoding is asked.
     bf16 graph     transformers' StaticCache with room for 64 tokens more, its step recorded as a CUDA graph; up to 32k
                    tokens, where its masked attention takes five times as long as DynamicCache's already
     bf16 compiled  the same cache, the step compiled by torch.compile(mode="reduce-overhead") (--compile)
+    quanto 4       transformers' QuantizedCache, where optimum-quanto is installed; up to 131,072 tokens in all
     4, 3, 2        packed, one forward a token
     4 graph, ..    packed, patch(model, spec, cuda_graphs=True)
 """
@@ -18,12 +19,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from timing import RESULTS, Report
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 import turboquant
 from turboquant.attention import attention
@@ -83,8 +85,12 @@ def stepper(model: Any, cache: Any, ids: torch.Tensor, name: str) -> Callable[[]
 @torch.inference_mode()
 def decode(model: Any, cache: Any, batch: int, tokens: int, name: str) -> dict[str, Any]:
     torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
     fill(model, cache, batch, tokens)
-    held = cache.nbytes if hasattr(cache, "nbytes") else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+    if name.startswith("quanto"):
+        held = torch.cuda.memory_allocated() - before
+    else:
+        held = cache.nbytes if hasattr(cache, "nbytes") else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
     step = stepper(model, cache, torch.ones(batch, 1, dtype=torch.long, device="cuda"), name)
     torch.cuda.reset_peak_memory_stats()
     times = []
@@ -109,6 +115,8 @@ def cache_of(model: Any, name: str, tokens: int) -> Any:
     turboquant.unpatch(model)
     if name == "bf16":
         return DynamicCache(config=CONFIG)
+    if name.startswith("quanto"):
+        return QuantizedCache("quanto", CONFIG, nbits=int(name.split()[1]))
     if name.startswith("bf16"):
         return StaticCache(config=CONFIG, max_cache_len=tokens + 64)
     bits, *graph = name.split()
@@ -128,11 +136,12 @@ def main() -> None:
     with torch.device("cuda"):
         model = LlamaForCausalLM(CONFIG).to(torch.bfloat16).eval()
     names = ["bf16", "bf16 graph", *(["bf16 compiled"] if args.compile else [])]
+    names += ["quanto 4"] if find_spec("optimum") and find_spec("optimum.quanto") else []
     names += [f"{bits}{graph}" for bits in "432" for graph in ("", " graph")]
     for case in args.case:
         batch, tokens = map(int, case.split(","))
         for name in names:
-            if name == "bf16 graph" and tokens > 32768:
+            if (name == "bf16 graph" and tokens > 32768) or (name.startswith("quanto") and batch * tokens > 131072):
                 continue
             torch.cuda.empty_cache()
             cache = cache_of(model, name, tokens)
