@@ -198,7 +198,7 @@ def test_presets_are_the_same_on_cuda(name: str, dtype: str, device: str, rng: n
             for where, cached in reversed(caches.items())
         )
         torch.testing.assert_close(lse.cpu(), want_lse, rtol=1e-4, atol=1e-4)
-        limit = (1e-4 + ROUNDING[dtype]) * float(want.float().abs().max())
+        limit = (1e-4 + 2 * ROUNDING[dtype]) * float(want.float().abs().max())  # both are rounded
         assert float((out.cpu().float() - want.float()).abs().max()) <= limit
 
 
