@@ -413,16 +413,13 @@ __global__ void __launch_bounds__(32 * WARPS, S::BLOCKS)
 template <class S>
 tq_status launch_shape(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream, tq_error *error)
 {
-    int device = 0, multiprocessors = 0, room = 0;
-    TQ_CUDA_TRY(check_cuda(cudaGetDevice(&device), "device", error));
-    TQ_CUDA_TRY(
-        check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "device", error));
-    TQ_CUDA_TRY(
-        check_cuda(cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "device", error));
+    DeviceFacts device;
+    TQ_CUDA_TRY(current_device(&device, error));
     // head_dim 256 wants 107 KB of shared memory, more than compute capability 8.6, 8.9 and 12.0 have.
-    if (WARPS * S::WARP_BYTES + (int)sizeof(Tables<S>) > room) return launch_append_warp(args, false, stream, error);
+    if (WARPS * S::WARP_BYTES + (int)sizeof(Tables<S>) > device.shared_bytes_per_block)
+        return launch_append_warp(args, false, stream, error);
     const int64_t heads = (int64_t)args.sides * args.batch * args.kv_heads, tiles = append_tiles(args);
-    const int64_t waves = heads * tiles / (S::BLOCKS * WARPS * (int64_t)multiprocessors); // of a tile a warp
+    const int64_t waves = heads * tiles / (S::BLOCKS * WARPS * (int64_t)device.processors); // of a tile a warp
     const int tiles_per_warp = waves >= 4 ? 2 : 1;
     const int64_t blocks = (tiles + WARPS * tiles_per_warp - 1) / (WARPS * tiles_per_warp);
     return launch(append_tile<S>, heads * blocks, 32 * WARPS, WARPS * S::WARP_BYTES, stream, error, args,

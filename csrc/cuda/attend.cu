@@ -13,25 +13,13 @@ namespace
 
 /* ---- the device ---- */
 
-struct Device {
-    int processors, shared_bytes_per_processor, shared_bytes_per_block, major;
+struct Device : DeviceFacts {
     bool bulk;
 };
 
 tq_status look_at_device(Device *d, tq_error *error)
 {
-    int id;
-    TQ_CUDA_TRY(check_cuda(cudaGetDevice(&id), "device", error));
-    const struct {
-        int *to;
-        cudaDeviceAttr attribute;
-    } wanted[] = {{&d->processors, cudaDevAttrMultiProcessorCount},
-                  {&d->shared_bytes_per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
-                  {&d->shared_bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-                  {&d->major, cudaDevAttrComputeCapabilityMajor}};
-    for (auto &w : wanted) TQ_CUDA_TRY(check_cuda(cudaDeviceGetAttribute(w.to, w.attribute, id), "device", error));
-    if (d->major < 8)
-        return fail(error, TQ_E_UNSUPPORTED, "device", -1, d->major, "a GPU of compute capability 8.0 or newer");
+    TQ_CUDA_TRY(current_device(d, error));
     d->bulk = d->major == 9;
     const char *path = getenv("TURBOQUANT_CUDA_PATH");
     if (!path || !*path) return TQ_OK;
@@ -413,10 +401,10 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
                     "at least tq_cuda_attend_workspace_bytes, 256-byte aligned");
     EndKernels ends = attend_end_kernels(l.args.groups);
     /* A multiprocessor divides its memory into cache and shared memory anew only when it is empty: ask for the same division thrice. */
+    DeviceFacts device;
+    TQ_CUDA_TRY(current_device(&device, error));
     for (auto kernel : {ends.prepare, l.kernel.kernel, ends.combine})
-        TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                                    cudaSharedmemCarveoutMaxShared),
-                               "device", error));
+        TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device.id, 0, true, error));
     cudaStream_t s = static_cast<cudaStream_t>(stream);
     TQ_CUDA_TRY(launch(ends.prepare, l.prepare_blocks, l.prepare_threads, l.prepare_bytes, s, error, l.args));
     TQ_CUDA_TRY(launch(l.kernel.kernel, l.blocks, l.threads, l.shared_bytes, s, error, l.args));

@@ -428,12 +428,10 @@ __global__ void __launch_bounds__(THREADS) combine_kernel(const __grid_constant_
 tq_status count_splits(AttendBlocksArgs *args, int64_t sets, tq_error *error)
 {
     const tq_attend_params &p = args->attend.p;
-    int device = 0, processors = 0;
-    TQ_CUDA_TRY(check_cuda(cudaGetDevice(&device), "device", error));
-    TQ_CUDA_TRY(
-        check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "device", error));
+    DeviceFacts device;
+    TQ_CUDA_TRY(current_device(&device, error));
     const int64_t tokens = (int64_t)args->attend.capacity + ROWS, tiles = tokens / TQ_TILE + 2,
-                  wanted = (4 * (int64_t)processors + sets - 1) / sets;
+                  wanted = (4 * (int64_t)device.processors + sets - 1) / sets;
     int64_t splits = wanted < tiles / LEAST_TILES ? wanted : tiles / LEAST_TILES;
     if (splits > MOST_SPLITS) splits = MOST_SPLITS;
     args->splits = splits < 1 || !p.batch ? 1 : (int32_t)splits;

@@ -79,6 +79,64 @@ __device__ __forceinline__ void wait_for_stream()
 #endif
 }
 
+// What the runtime says of a device, and what it was told of a kernel, are remembered in each thread: every question costs the CPU
+// up to a microsecond, and of a decoding step without graphs it is the CPU's time that counts.
+
+struct DeviceFacts {
+    int id, major, processors, shared_bytes_per_processor, shared_bytes_per_block;
+};
+
+/** Of the current device, which must be of compute capability 8.0 or newer. */
+inline tq_status current_device(DeviceFacts *facts, tq_error *error)
+{
+    static thread_local DeviceFacts known = {-1, 0, 0, 0, 0};
+    int id;
+    TQ_CUDA_TRY(check_cuda(cudaGetDevice(&id), "device", error));
+    if (id != known.id) {
+        DeviceFacts now = {id, 0, 0, 0, 0};
+        const struct {
+            int *to;
+            cudaDeviceAttr attribute;
+        } wanted[] = {{&now.major, cudaDevAttrComputeCapabilityMajor},
+                      {&now.processors, cudaDevAttrMultiProcessorCount},
+                      {&now.shared_bytes_per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
+                      {&now.shared_bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin}};
+        for (auto &w : wanted) TQ_CUDA_TRY(check_cuda(cudaDeviceGetAttribute(w.to, w.attribute, id), "device", error));
+        if (now.major < 8)
+            return fail(error, TQ_E_UNSUPPORTED, "device", -1, now.major, "of compute capability 8.0 or newer");
+        known = now;
+    }
+    *facts = known;
+    return TQ_OK;
+}
+
+/** Lets a kernel take that much dynamic shared memory, and with `most_shared` asks for the largest division of a multiprocessor's
+ *  memory in favour of shared memory. */
+inline tq_status allow_shared(const void *kernel, int device, int shared_bytes, bool most_shared, tq_error *error)
+{
+    struct Told {
+        const void *kernel;
+        int device, shared_bytes;
+        bool most_shared;
+    };
+    static thread_local Told told[64];
+    Told &t = told[((uintptr_t)kernel >> 4) % 64];
+    if (t.kernel != kernel || t.device != device)
+        t = {kernel, device, 40 * 1024, false}; // 48 KB with what is of fixed size
+    if (shared_bytes > t.shared_bytes) {
+        TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+                               "shared memory", error));
+        t.shared_bytes = shared_bytes;
+    }
+    if (most_shared && !t.most_shared) {
+        TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                    cudaSharedmemCarveoutMaxShared),
+                               "device", error));
+        t.most_shared = true;
+    }
+    return TQ_OK;
+}
+
 /** Queues a kernel that calls wait_for_stream first. */
 template <class... Params, class... Args>
 tq_status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes, cudaStream_t stream,
@@ -87,14 +145,9 @@ tq_status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t 
     if (!blocks) return TQ_OK;
     if (blocks > INT32_MAX)
         return fail(error, TQ_E_VALUE, "batch", -1, (double)blocks, "small enough for a grid of 2^31 - 1 blocks");
-    int device = 0, major = 0;
-    TQ_CUDA_TRY(check_cuda(cudaGetDevice(&device), "device", error));
-    TQ_CUDA_TRY(check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device", error));
-    if (major < 8) return fail(error, TQ_E_UNSUPPORTED, "device", -1, major, "of compute capability 8.0 or newer");
-    if (shared_bytes > 40 * 1024) // 48 KB together with what the kernel has of fixed size
-        TQ_CUDA_TRY(
-            check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes),
-                       "shared memory", error));
+    DeviceFacts device;
+    TQ_CUDA_TRY(current_device(&device, error));
+    TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device.id, (int)shared_bytes, false, error));
     cudaLaunchAttribute overlap;
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -104,7 +157,7 @@ tq_status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t 
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = &overlap;
-    config.numAttrs = major >= 9 ? 1 : 0;
+    config.numAttrs = device.major >= 9 ? 1 : 0;
     return check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "kernel", error);
 }
 
