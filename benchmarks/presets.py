@@ -63,8 +63,9 @@ RECALL_HEAD = """## Needle in a haystack
 
 A passage of {needle} tokens stands at some depth of a text from elsewhere (0: its start, 1: its end); the text closes
 with the passage's first {cue} tokens, and the model has to go on with the other {asked}. In the tables: the share of
-them that is called likeliest, and what the passage is worth, in nats per token above a text without it. All is packed.
-A model this small copies little of a passage even with a full cache, so that nats tell more than shares.
+them that is called likeliest, and what the passage is worth, in nats per token above the full cache without it: below 0
+where a scheme costs more than the passage gives. All is packed. A model this small copies little of a passage even with
+a full cache, so that nats tell more than shares.
 """
 RECALL_ALONE = {"full cache, no passage": "unplanted_", "full cache": "reference_"}
 KERNELS = {
