@@ -1,7 +1,6 @@
 """Quality of every preset: KL divergence, perplexity, top-1 agreement and bytes, through the packed path.
 
-    python benchmarks/quality.py --device cuda --batch 4 --out benchmarks/results/h200    what CUDA takes
-    python benchmarks/quality.py --windows 4 --length 1024 --out benchmarks/results/cpu   everything
+    python benchmarks/quality.py --device cuda --batch 4 --out benchmarks/results/h200    the whole table
     python benchmarks/quality.py --ship      the demo model's calibration, turboquant/data/demo/calibration.safetensors
     python benchmarks/quality.py --guard     tests/golden/quality_demo.json
 
@@ -92,7 +91,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="reference", help="a folder of the shared models, or demo")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
-    parser.add_argument("--specs", nargs="+", help="of the presets and extras; all that the device takes unless said")
+    parser.add_argument("--specs", nargs="+", help="of the presets and extras; all of them unless said")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--length", type=int, default=2048)
@@ -118,8 +117,7 @@ def main() -> None:
         return
 
     every = {**turboquant.presets(), **EXTRAS}
-    taken = [name for name, spec in every.items() if args.device == "cpu" or not spec.blocked]
-    specs = {name: every[name] for name in args.specs or taken}
+    specs = {name: every[name] for name in args.specs or every}
     model, tokenizer = load(SHARED / "models" / args.model, args.device)
     windows = {name: text_windows(held_out(name), tokenizer, args.windows, args.length) for name in args.texts}
     calibration = Calibration.load(args.calibration) if args.calibration else None
