@@ -141,6 +141,17 @@ def test_copies_of_one_protein_read_together_what_they_share(spec):
             assert (got - alone).abs().max() < 1e-3 * alone.abs().max()
 
 
+def test_layers_that_need_different_numbers_of_pages():
+    """129 tokens are two pages, and one where two of them are sinks."""
+    cache = ContextCache(tiny_esm(head_dim=32, initializer_range=0.1), MIXED)
+    exact = ContextCache(cache.model, EXACT)
+    for one in (cache, exact):
+        one.encode([protein(127), protein(20)])
+    for at in (0, 60, 126):
+        got, want = (one.decode(["W", "W"], [[at], [3]]).logits for one in (cache, exact))
+        assert all((a - b).norm() < 0.2 * b.norm() for a, b in zip(got, want))
+
+
 def test_packed_context_is_near_the_exact_one():
     model = tiny_esm(head_dim=32, initializer_range=0.1)
     which, letters, positions = zip(*COPIES.values())

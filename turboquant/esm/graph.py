@@ -1,0 +1,64 @@
+"""Decoding steps of a ContextCache as CUDA graphs: what a step costs is then what its kernels cost, not what Python
+does between them.
+
+A step is a function of its shape and of one tensor of numbers (`reading`), the store and the weights, none of which is
+looked at on the way. So a step of a shape that was recorded once is replayed for other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..pages import outside_autograd
+from .reading import Shape
+
+__all__ = ["KEPT", "StepGraphs"]
+
+KEPT = 4  # shapes whose graphs are kept: each has memory of its own for all that the step computes
+
+Step = Callable[[Shape, torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+@dataclass
+class _Recorded:
+    """A step that can be replayed: reads `numbers`, writes `results`."""
+
+    replay: Callable[[], None]
+    numbers: torch.Tensor
+    results: tuple[torch.Tensor, ...]
+
+
+class StepGraphs:
+    """Steps of one store, replayed. The first of a shape runs as usual, which also warms up what its kernels need; the
+    second is recorded, and all later ones are replayed. The KEPT shapes used last are kept."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Shape, _Recorded | None] = {}  # the shape used last comes last
+
+    def run(self, step: Step, shape: Shape, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`step(shape, numbers)`, as tensors that no later step overwrites. `step` is the same function each time."""
+        if shape not in self._seen:
+            results = step(shape, numbers)
+            self._keep(shape, None)
+            return results
+        recorded = self._seen.pop(shape) or self._record(step, shape, numbers)
+        self._keep(shape, recorded)
+        recorded.numbers.copy_(numbers)
+        recorded.replay()
+        return tuple(result.clone() for result in recorded.results)
+
+    def _keep(self, shape: Shape, recorded: _Recorded | None) -> None:
+        self._seen[shape] = recorded
+        if len(self._seen) > KEPT:
+            del self._seen[next(iter(self._seen))]
+
+    @staticmethod
+    @outside_autograd
+    def _record(step: Step, shape: Shape, numbers: torch.Tensor) -> _Recorded:
+        graph, own = torch.cuda.CUDAGraph(), numbers.clone()
+        with torch.cuda.graph(graph):
+            results = step(shape, own)
+        return _Recorded(graph.replay, own, results)

@@ -1,0 +1,250 @@
+"""A decoding step of a ContextCache: what its copies are, and how their attention reads what is stored.
+
+A step is two things. Its `Shape`, which with the store decides every tensor's size and every kernel; and its numbers,
+one int32 tensor that says which tokens run where. All else is computed from these on the device, without looking at a
+number, so that a step that was recorded once as a CUDA graph is replayed for any other of its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from .attention import PackedAttention
+from .model import EOS, PAD
+from .store import Layer, Store
+
+__all__ = ["Copy", "Reading", "Shape", "described"]
+
+_attend = torch.ops.turboquant.attend.default
+_merge = torch.ops.turboquant.merge.default
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One entry of `decode`."""
+
+    row: int  # of the store
+    tokens: list[int]  # ids of what runs: `asked` residues, and the end token if it moves
+    positions: list[int]  # of these tokens
+    asked: int
+    replaced: list[int]  # stored tokens whose places these take, rising; at least one
+    length: int  # of the stored protein
+
+    @classmethod
+    def of(cls, i: int, row: int, n: int, tokens: list[int], at: list[int], config: Any) -> Copy:
+        """`tokens` at residues `at` of a protein of n residues; i is what errors call it."""
+        if len(tokens) != len(at):
+            raise ValueError(f"`positions[{i}]` must have one entry per residue, {len(tokens)}, got {len(at)}")
+        if len(set(at)) != len(at):
+            raise ValueError(f"`positions[{i}]` must name each position once, got {at}")
+        new = sorted(p for p in at if p >= n)
+        for p in at:
+            if p < 0 or p >= n + len(new):
+                further = f", or continue it from {n}" if p >= n else ""
+                raise IndexError(f"`positions[{i}]` must be in 0..{n - 1}{further}, got {p}")
+        most = config.max_position_embeddings - 4
+        if n + len(new) > most:
+            raise ValueError(f"`positions[{i}]` must keep the protein within {most} residues, got {n + len(new)}")
+        tokens, where = list(tokens), [p + 1 for p in at]
+        if new:
+            tokens.append(EOS)
+            where.append(n + len(new) + 1)
+        replaced = sorted(p for p in where if p < n + 2)
+        return cls(row, tokens, where, len(at), replaced, n + 2)
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Of stored tokens start to stop, what it sees, in pieces. The first begins at 0 and may be empty."""
+        edges = [start - 1, *self.replaced, stop]
+        found = [(before + 1, after) for before, after in pairwise(edges) if after > before + 1]
+        return found if found and found[0][0] == 0 else [(0, 0), *found]
+
+
+class Shape(NamedTuple):
+    copies: int
+    m: int  # tokens of the copy that has most
+    parts: int  # ranges of the copy that has most
+    common: bool  # whether all are of one protein and read together what none of them replaces
+
+
+def described(copies: Sequence[Copy]) -> tuple[Shape, list[int]]:
+    """The shape of a step, and its numbers:
+
+    ids, positions    [copies, m] each: tokens that run, padded in front
+    rows              [copies], of the store
+    starts, stops     [parts, copies] each: of what each copy reads by itself, its m new tokens in front
+    starts, stops     [2] each, if `common`: of what all read, in front of and behind it
+    """
+    common = len({c.row for c in copies}) == 1 < len(copies)
+    start = min(c.replaced[0] for c in copies) if common else 0
+    stop = max(c.replaced[-1] for c in copies) + 1 if common else 0
+    pieces = [c.ranges(start, stop if common else c.length) for c in copies]
+    m, parts = max(len(c.tokens) for c in copies), max(map(len, pieces))
+    ranges = []
+    for copy, (first, *others) in zip(copies, pieces):
+        unused = [(0, 0)] * (parts - 1 - len(others))
+        ranges.append([(m - len(copy.tokens), m + first[1]), *((m + a, m + b) for a, b in others), *unused])
+    numbers = [x for c in copies for x in [PAD] * (m - len(c.tokens)) + c.tokens]
+    numbers += [x for c in copies for x in [0] * (m - len(c.tokens)) + c.positions]
+    numbers += [c.row for c in copies]
+    numbers += [own[part][edge] for edge in (0, 1) for part in range(parts) for own in ranges]
+    if common:
+        numbers += [0, stop, start, copies[0].length]
+    return Shape(len(copies), m, parts, common), numbers
+
+
+class Reading:
+    """The context of `decode`: rows attend to their copy's own new keys and values and to stored ranges.
+
+    The new ones go in front of the stored as sinks of the operator, so that one softmax runs over both; what lies
+    between the stored tokens that a copy replaces is read in several ranges, whose results are merged. Copies of one
+    protein read together, once for all of them, what stands in front of the first token that any of them replaces and
+    behind the last. All that is the same in every layer is made here, before the first.
+
+    numbers   int32, as `described` has them, on the device of the store
+    layers    of each attention module's id, how it packs and what is stored of it
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layers: Mapping[int, tuple[PackedAttention, Layer]],
+        shape: Shape,
+        numbers: torch.Tensor,
+    ) -> None:
+        copies, m, parts, common = shape
+        self.layers, self.shape = layers, shape
+        sizes = [2 * copies * m, copies, 2 * parts * copies, 4 if common else 0]
+        tokens, self.rows, ranges, shared = numbers.split_with_sizes(sizes)
+        self.ids, self.positions = tokens.view(2, copies, m)
+        self.starts, self.stops = ranges.view(2, parts * copies)  # as rows of all that `attend` takes
+        each = self.rows.repeat(parts)
+        self.table, self.centres = store.table.index_select(0, each), _centres(store, each)
+        self.factor = store.factor.index_select(0, self.rows)
+        self.common = _Common(store, self.rows, shared) if common else None
+        self.room: dict[int, _Room] = {}  # by how many sinks are stored: layers may differ in that
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        packed, layer = self.layers[id(module)]
+        scale = packed.head_dim**-0.5 if scaling is None else scaling
+        out, lse = self._own(packed, layer, query, key, value, scale)
+        if self.common is not None:
+            common = self.common.attend(packed, layer, query, scale)
+            out, lse = torch.cat([out, common[0]]), torch.cat([lse, common[1]])
+        dense: torch.Tensor = _merge(out, lse)[0].transpose(1, 2).contiguous()
+        return dense
+
+    def _own(
+        self,
+        packed: PackedAttention,
+        layer: Layer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each copy, its new tokens and its ranges: (out, lse) [parts, copies, heads, m, ..]."""
+        sinks = 0 if layer.sinks is None else layer.sinks.shape[3]
+        room = self.room.get(sinks)
+        if room is None:
+            room = self.room[sinks] = _Room(query, self.shape.parts, sinks)
+        room.fill(query, key, value, layer, self.rows)
+        centre = {} if layer.centre is None else {"key_centre": self.centres[packed.layer]}
+        out, lse = _attend(
+            room.query,
+            layer.pages,
+            self.table,
+            self.stops,
+            packed.plan,
+            starts=self.starts,
+            sink_k=room.sink_k,
+            sink_v=room.sink_v,
+            softmax_scale=scale,
+            causal=False,
+            **packed.transforms,
+            **centre,
+        )
+        each = (self.shape.parts, self.shape.copies, *lse.shape[1:])
+        return out.view(*each, -1), lse.view(each)
+
+
+def _centres(store: Store, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of each layer, float32 [rows, heads, head_dim]; none where no layer is centred by the prompt."""
+    return store.centres.index_select(1, rows).unbind() if len(store.centres) else ()
+
+
+class _Room:
+    """Queries, and new keys and values in front of stored sinks, once for every part, as `attend` takes them: made once
+    for a step, filled anew by each layer.
+
+    query          [parts * copies, heads, m, head_dim]
+    sink_k, sink_v  [parts * copies, heads, m + sinks, head_dim]
+    """
+
+    def __init__(self, like: torch.Tensor, parts: int, sinks: int) -> None:
+        copies, heads, m, head_dim = like.shape
+        self._query = like.new_empty((parts, copies, heads, m, head_dim))
+        both = like.new_empty((2, parts, copies, heads, m + sinks, head_dim))
+        self.query, (self.sink_k, self.sink_v) = self._query.flatten(0, 1), both.flatten(1, 2)
+        self._key, self._value = both[..., :m, :]
+        self._sinks = both[..., m:, :]
+
+    def fill(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer, rows: torch.Tensor
+    ) -> None:
+        """Of one layer: query, key, value [copies, heads, m, head_dim], and the sinks of these rows of the store."""
+        self._query.copy_(query)
+        self._key.copy_(key)
+        self._value.copy_(value)
+        if layer.sinks is not None:
+            self._sinks.copy_(layer.sinks.index_select(1, rows).unsqueeze(1))
+
+
+class _Common:
+    """Stored tokens of one protein that all its copies see, in two ranges, read once: the rows of all copies are
+    queries of one sequence.
+
+    rows     int32 [copies], of the store, all the same;  bounds   int32 [4]: starts and stops
+    """
+
+    def __init__(self, store: Store, rows: torch.Tensor, bounds: torch.Tensor) -> None:
+        self.starts, self.stops = bounds.view(2, 2)
+        self.rows = rows[:2]
+        self.table, self.centres = store.table.index_select(0, self.rows), _centres(store, self.rows)
+
+    def attend(
+        self, packed: PackedAttention, layer: Layer, query: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [copies, heads, m, head_dim] -> (out, lse) [2, copies, heads, m, ..]."""
+        copies, _, m, _ = query.shape
+        held = {}
+        if layer.sinks is not None:
+            held["sink_k"], held["sink_v"] = layer.sinks.index_select(1, self.rows)
+        if layer.centre is not None:
+            held["key_centre"] = self.centres[packed.layer]
+        found = _attend(
+            query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1),
+            layer.pages,
+            self.table,
+            self.stops,
+            packed.plan,
+            starts=self.starts,
+            softmax_scale=scale,
+            causal=False,
+            **packed.transforms,
+            **held,
+        )
+        out, lse = (x.view(2, -1, copies, m, *x.shape[3:]).transpose(1, 2) for x in found)
+        return out, lse

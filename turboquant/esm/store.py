@@ -1,0 +1,98 @@
+"""What a ContextCache keeps of proteins: packed keys and values of every layer, and what all layers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..plan import PAGE_TOKENS
+from .attention import PackedAttention
+from .model import dropout_factor, padded
+
+__all__ = ["Layer", "Store", "empty", "stamp"]
+
+
+@dataclass
+class Layer:
+    """What is held of one layer.
+
+    pages    uint8 [pages, heads, record_bytes]
+    sinks    [2, n, heads, sinks, head_dim], keys and values; None: the spec has none
+    centre   float32 [n, heads, head_dim], of the store's `centres`; None: not centred by the prompt
+    """
+
+    pages: torch.Tensor
+    sinks: torch.Tensor | None = None
+    centre: torch.Tensor | None = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from (t for t in (self.pages, self.sinks, self.centre) if t is not None)
+
+
+@dataclass
+class Store:
+    """What `encode` keeps. Row r of every tensor is the protein `tokens[r]`."""
+
+    tokens: list[list[int]]
+    row_of: list[int]  # of each protein, in the order in which they were given
+    lengths: torch.Tensor  # int32 [n]
+    table: torch.Tensor  # int32 [n, most pages]
+    factor: torch.Tensor  # of token dropout, float32 [n]
+    layers: list[Layer]
+    centres: torch.Tensor  # float32 [layers, n, heads, head_dim]; of no layers where no spec is centred by the prompt
+    stamp: tuple[Any, ...]  # of the weights that made it
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from (self.lengths, self.table, self.factor)
+        for layer in self.layers:
+            yield from layer.tensors()
+
+
+def empty(base: Any, modules: Sequence[Any], specs: Sequence[PackedAttention], tokens: list[list[int]],
+          row_of: list[int]) -> Store:  # fmt: skip
+    """Room for proteins whose token ids these are, in the layers whose attention `modules` are. Layers share one
+    table, so that each has the pages of the one with the fewest sinks."""
+    weights = base.embeddings.word_embeddings.weight
+    device, n, layers = weights.device, len(tokens), []
+    fewest = min(packed.spec.sinks for packed in specs)
+    counts = [-(-max(len(row) - fewest, 0) // PAGE_TOKENS) for row in tokens]
+    first, centred = modules[0], any(p.spec.centre == "prompt" for p in specs)
+    shape = (len(specs) if centred else 0, n, first.num_attention_heads, first.attention_head_size)
+    centres = torch.zeros(shape, device=device)
+    for packed, module in zip(specs, modules):
+        heads, head_dim, sinks = module.num_attention_heads, packed.head_dim, packed.spec.sinks
+        layer = Layer(packed.on(device).pages(sum(counts), heads, device))
+        if sinks:
+            held = (2, n, heads, min(sinks, max(map(len, tokens))), head_dim)
+            layer.sinks = torch.zeros(held, dtype=weights.dtype, device=device)
+        if packed.spec.centre == "prompt":
+            layer.centre = centres[packed.layer]
+        layers.append(layer)
+    ids, real = padded(tokens, device)
+    lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int32, device=device)
+    factor = dropout_factor(ids, real)
+    return Store(tokens, row_of, lengths, _table(counts, device), factor, layers, centres, stamp(base))
+
+
+def _table(counts: list[int], device: Any) -> torch.Tensor:
+    """int32 [n, most]: pages 0, 1, 2, ... dealt out, counts[r] to row r."""
+    rows, first = [], 0
+    for count in counts:
+        rows.append([*range(first, first + count), *[0] * (max(counts) - count)])
+        first += count
+    return torch.tensor(rows, dtype=torch.int32, device=device).view(len(counts), max(counts, default=0))
+
+
+def stamp(base: Any) -> tuple[Any, ...]:
+    """Changes whenever a weight does, in place or by another one."""
+    modules, held = [base], []
+    for module in modules:  # `base.parameters()` names what it walks, which takes seven times as long
+        if module is not None:
+            modules += module._modules.values()
+            held += module._parameters.values()
+    weights = [weight for weight in held if weight is not None]
+    versions = [w._version for w in weights if not w.is_inference()]  # the others cannot be changed in place
+    return sum(versions), hash(tuple([w.data_ptr() for w in weights])), base.embeddings.word_embeddings.weight.dtype
