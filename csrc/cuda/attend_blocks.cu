@@ -1,77 +1,28 @@
-// tq_cuda_attend for plans of version 2, in float32 throughout. Three kernels, one behind the other:
-//
-//   prepare   queries to rows [R q | S R q]                                a block the rows of a set
-//   attend    those rows and one split of the tokens that they see, a tile of 32 at a time in shared memory
-//   combine   merges the splits, takes the weighted sums back, writes      a block the rows of a set
-//
-// A set is eight rows (query token, query head) of one (sequence, KV head). The tokens that some of its rows see stand in one line,
-// packed ones by token tile, then exact ones, cut into as many equal splits for every set; how many follows from upper bounds alone.
-// A tile costs four steps with a barrier behind each:
+// tq_cuda_attend for plans of version 2 (attend_blocks.cuh): the kernel that meets the tokens, and the launches. A tile of tokens costs
+// four steps with a barrier behind each:
 //
 //   keys      decode the tile's keys, or load exact ones      scores    eight threads a token, then a thread a (token, row)
 //   softmax   a warp a row; and decode the tile's values      values    a thread a channel, for all rows
 #include <math.h>
 
-#include "attend_exact.cuh"
-#include "blocks.cuh"
+#include "attend_blocks.cuh"
 
 namespace tq
 {
 namespace
 {
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = WARPS, PIECES = THREADS / TQ_TILE;
-static_assert(PIECES == ROWS, "the threads of a token finish the score of a row each");
-constexpr int COLUMNS = BLOCK_TILES * TQ_TILE / THREADS; // of a value row that a thread sums at most
-constexpr int MOST_SPLITS = 32, LEAST_TILES = 4;         // of a split
-
-/** AttendArgs: p, the sizes and how rows are cut, for what attend_schedule and attend_exact know. */
-struct AttendBlocksArgs {
-    AttendArgs attend;
-    BlockPlan plan;
-    int32_t splits, key_width, value_width, part_floats;
-    float *queries; // [sets][ROWS][key_width]
-    float *biases;  // [sets][ROWS]: <q, key centre>
-    float *parts;   // [sets][splits][ROWS][part_floats]: RowTotals | packed sums [value_width] | exact sums [head_dim]
-};
-static_assert(sizeof(AttendBlocksArgs) <= 4096, "kernel parameters");
-
-// ---- prepare ----
-
-/** Shared memory: | rows [MATRIX_TOKENS][key_width] | BlockRows' |. */
-__global__ void __launch_bounds__(THREADS) prepare_kernel(const __grid_constant__ AttendBlocksArgs args)
-{
-    const AttendArgs &a = args.attend;
-    const BlockSide &side = args.plan.side[0];
-    const int row = threadIdx.x / 32, lane = threadIdx.x % 32, width = args.key_width;
-    float *rows = reinterpret_cast<float *>(shared_bytes);
-    const BlockRows x(args.plan, rows, width, ROWS, rows + MATRIX_TOKENS * width);
-    wait_for_stream();
-    const RowSet s = find_rows(a, blockIdx.x, ROWS);
-    const int64_t at = query_at(a, s, row);
-    const float *centre = centre_of(side, a.head_dim, s.b, s.h);
-    float *to = side.rotation == TQ_ROTATION_DENSE ? x.spare + row * a.head_dim : rows + row * width, bias = 0.0f;
-    for (int c = lane; c < width; c += 32) rows[row * width + c] = 0.0f;
-    __syncwarp();
-    for (int c = lane; c < a.head_dim; c += 32) {
-        to[c] = at < 0 ? 0.0f : load_number(a.p.q, at + c, a.p.dtype);
-        if (centre) bias += to[c] * centre[c];
-    }
-    bias = warp_sum(bias);
-    if (lane == 0) args.biases[blockIdx.x * ROWS + row] = bias;
-    project_rows(args.plan, side, s.h, x);
-    for (int i = threadIdx.x; i < ROWS * width; i += THREADS)
-        args.queries[(int64_t)blockIdx.x * ROWS * width + i] = rows[i];
-}
-
-// ---- attend ----
+constexpr int PIECES = SET_THREADS / TQ_TILE;
+static_assert(PIECES == SET_ROWS, "the threads of a token finish the score of a row each");
+constexpr int COLUMNS = BLOCK_TILES * TQ_TILE / SET_THREADS; // of a value row that a thread sums at most
+constexpr int MOST_SPLITS = 32, LEAST_TILES = 4;             // of a split
 
 /** In shared memory. Rows are 16-byte aligned. */
 struct AttendShared {
     float *tile;                // [32][tile_stride]: keys, then values
-    float *projected, *queries; // [ROWS][key_width], [ROWS][32 groups]: what packed and exact keys meet
-    float *scores;              // [ROWS][32], then weights
-    float *factors;             // [ROWS], of the sums so far
+    float *projected, *queries; // [SET_ROWS][key_width], [SET_ROWS][32 groups]: what packed and exact keys meet
+    float *scores;              // [SET_ROWS][32], then weights
+    float *factors;             // [SET_ROWS], of the sums so far
     float *levels[2];           // load_levels
     ExactToken *tokens;         // [32]
 };
@@ -88,7 +39,7 @@ __host__ __device__ __forceinline__ int tile_floats(int key_width, int value_wid
 size_t attend_bytes(const AttendBlocksArgs &args)
 {
     const size_t floats = tile_floats(args.key_width, args.value_width) +
-                          ROWS * ((size_t)args.key_width + TQ_TILE * args.attend.groups + TQ_TILE + 4) +
+                          SET_ROWS * ((size_t)args.key_width + TQ_TILE * args.attend.groups + TQ_TILE + 4) +
                           2 * LEVEL_TABLE;
     return sizeof(float) * floats + TQ_TILE * sizeof(ExactToken);
 }
@@ -98,10 +49,10 @@ __device__ __forceinline__ AttendShared shared_of(const AttendBlocksArgs &args)
     AttendShared s;
     s.tile = reinterpret_cast<float *>(shared_bytes);
     s.projected = s.tile + tile_floats(args.key_width, args.value_width);
-    s.queries = s.projected + ROWS * args.key_width;
-    s.scores = s.queries + ROWS * TQ_TILE * args.attend.groups;
-    s.factors = s.scores + ROWS * TQ_TILE;
-    s.levels[0] = s.factors + ROWS * 4;
+    s.queries = s.projected + SET_ROWS * args.key_width;
+    s.scores = s.queries + SET_ROWS * TQ_TILE * args.attend.groups;
+    s.factors = s.scores + SET_ROWS * TQ_TILE;
+    s.levels[0] = s.factors + SET_ROWS * 4;
     s.levels[1] = s.levels[0] + LEVEL_TABLE;
     s.tokens = reinterpret_cast<ExactToken *>(s.levels[1] + LEVEL_TABLE);
     return s;
@@ -117,7 +68,7 @@ struct SetView {
 /** Positions of the set's first and last row. */
 __device__ __forceinline__ Range positions_of(const AttendArgs &a, const RowSet &s, const Sequence &seq)
 {
-    const int first = s.row_tile * ROWS, last = min(first + ROWS, a.rows) - 1;
+    const int first = s.row_tile * SET_ROWS, last = min(first + SET_ROWS, a.rows) - 1;
     return {seq.first_position + first / a.group, seq.first_position + last / a.group};
 }
 
@@ -152,7 +103,7 @@ struct RowView {
         packed = seen_packed(a, seq, p), seen = tq::seen(a, seq, p);
         if (!real) packed.hi = packed.lo, seen.hi = seen.lo;
         recent_lo = a.p.causal ? max(seen.lo, p - a.p.window + 1) : seen.lo;
-        bias = args.biases[s.segment * ROWS + row];
+        bias = args.biases[s.segment * SET_ROWS + row];
     }
     __device__ __forceinline__ bool sees_packed(int32_t index) const { return index >= packed.lo && index < packed.hi; }
     __device__ __forceinline__ bool sees_exact(int32_t position, int32_t sinks) const
@@ -166,15 +117,15 @@ __device__ __forceinline__ float product(const float *tile, int stride, const fl
 {
     const int piece = threadIdx.x % PIECES;
     const float *key = tile + threadIdx.x / PIECES * stride;
-    float sums[ROWS] = {}, mine = 0.0f;
+    float sums[SET_ROWS] = {}, mine = 0.0f;
     for (int c = 4 * piece; c < width; c += 4 * PIECES) {
         const float4 k = *reinterpret_cast<const float4 *>(key + c);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++)
+        for (int r = 0; r < SET_ROWS; r++)
             sums[r] = dot_quads(k, *reinterpret_cast<const float4 *>(queries + r * width + c), sums[r]);
     }
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < SET_ROWS; r++) {
 #pragma unroll
         for (int h = 1; h < PIECES; h *= 2) sums[r] += __shfl_xor_sync(ALL_LANES, sums[r], h);
         if (r == piece) mine = sums[r];
@@ -203,13 +154,13 @@ __device__ __forceinline__ void softmax(const AttendShared &shared, RowTotals &t
 
 /** Adds the weighted tokens of column c of the tile to a thread's sums. */
 __device__ __forceinline__ void add_column(const AttendShared &shared, const float *column, int stride,
-                                           float (&sums)[ROWS])
+                                           float (&sums)[SET_ROWS])
 {
     for (int i = 0; i < TQ_TILE; i += 4) {
         const float v[4] = {column[i * stride], column[(i + 1) * stride], column[(i + 2) * stride],
                             column[(i + 3) * stride]};
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < SET_ROWS; r++) {
             const float4 w = *reinterpret_cast<const float4 *>(shared.scores + r * TQ_TILE + i);
             sums[r] = dot_quads(w, make_float4(v[0], v[1], v[2], v[3]), sums[r]);
         }
@@ -218,12 +169,12 @@ __device__ __forceinline__ void add_column(const AttendShared &shared, const flo
 
 /** A thread's part of the weighted sums of all rows. */
 struct ColumnSums {
-    float packed[COLUMNS][ROWS], exact[ROWS];
+    float packed[COLUMNS][SET_ROWS], exact[SET_ROWS];
 
     __device__ __forceinline__ void rescale(const AttendShared &shared)
     {
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < SET_ROWS; r++) {
             const float factor = shared.factors[r];
 #pragma unroll
             for (int k = 0; k < COLUMNS; k++) packed[k][r] *= factor;
@@ -234,7 +185,7 @@ struct ColumnSums {
     {
 #pragma unroll
         for (int k = 0; k < COLUMNS; k++) {
-            const int c = threadIdx.x + THREADS * k;
+            const int c = threadIdx.x + SET_THREADS * k;
             if (c < width) add_column(shared, shared.tile + c, width + VALUE_PAD, packed[k]);
         }
     }
@@ -272,7 +223,7 @@ __device__ __forceinline__ void load_exact(const AttendArgs &a, const AttendShar
                                            int stride)
 {
     const int quads = TQ_TILE / 4 * a.groups;
-    for (int i = threadIdx.x; i < TQ_TILE * quads; i += THREADS) {
+    for (int i = threadIdx.x; i < TQ_TILE * quads; i += SET_THREADS) {
         const int token = i / quads, c = 4 * (i % quads);
         float4 x = make_float4(0, 0, 0, 0);
         if (token < n && c < a.head_dim)
@@ -305,11 +256,6 @@ __device__ __forceinline__ void attend_exact_tile(const AttendArgs &a, const Row
     __syncthreads();
 }
 
-__device__ __forceinline__ float *part_at(const AttendBlocksArgs &args, int64_t set, int split, int row)
-{
-    return args.parts + ((set * args.splits + split) * ROWS + row) * args.part_floats;
-}
-
 __device__ __forceinline__ void leave_part(const AttendBlocksArgs &args, const RowSet &s, int split,
                                            const RowTotals &totals, const ColumnSums &sums)
 {
@@ -317,32 +263,32 @@ __device__ __forceinline__ void leave_part(const AttendBlocksArgs &args, const R
         *reinterpret_cast<float4 *>(part_at(args, s.segment, split, threadIdx.x / 32)) =
             make_float4(totals.max, totals.sum, totals.rounded_sum, 0);
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < SET_ROWS; r++) {
         float *to = part_at(args, s.segment, split, r) + 4;
 #pragma unroll
         for (int k = 0; k < COLUMNS; k++) {
-            const int c = threadIdx.x + THREADS * k;
+            const int c = threadIdx.x + SET_THREADS * k;
             if (c < args.value_width) to[c] = sums.packed[k][r];
         }
         if ((int)threadIdx.x < args.attend.head_dim) to[args.value_width + threadIdx.x] = sums.exact[r];
     }
 }
 
-__global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__ AttendBlocksArgs args)
+__global__ void __launch_bounds__(SET_THREADS) attend_kernel(const __grid_constant__ AttendBlocksArgs args)
 {
     const AttendArgs &a = args.attend;
     const int split = blockIdx.x % args.splits, width = TQ_TILE * a.groups;
     const AttendShared shared = shared_of(args);
     wait_for_stream();
-    const RowSet s = find_rows(a, blockIdx.x / args.splits, ROWS);
+    const RowSet s = find_rows(a, blockIdx.x / args.splits, SET_ROWS);
     const Sequence seq = load_sequence(a, s.b);
     const SetView view = view_of(a, s, seq);
     const RowView row(args, s, seq, threadIdx.x % PIECES);
     const int from = (int)((int64_t)view.tiles * split / args.splits),
               upto = (int)((int64_t)view.tiles * (split + 1) / args.splits);
-    for (int i = threadIdx.x; i < ROWS * args.key_width; i += THREADS)
-        shared.projected[i] = args.queries[(int64_t)s.segment * ROWS * args.key_width + i];
-    for (int i = threadIdx.x; i < ROWS * width; i += THREADS) {
+    for (int i = threadIdx.x; i < SET_ROWS * args.key_width; i += SET_THREADS)
+        shared.projected[i] = args.queries[(int64_t)s.segment * SET_ROWS * args.key_width + i];
+    for (int i = threadIdx.x; i < SET_ROWS * width; i += SET_THREADS) {
         const int64_t at = query_at(a, s, i / width);
         shared.queries[i] = at >= 0 && i % width < a.head_dim ? load_number(a.p.q, at + i % width, a.p.dtype) : 0.0f;
     }
@@ -356,72 +302,6 @@ __global__ void __launch_bounds__(THREADS) attend_kernel(const __grid_constant__
     leave_part(args, s, split, totals, sums);
 }
 
-// ---- combine ----
-
-__device__ __forceinline__ float4 totals_of(const AttendBlocksArgs &args, const RowSet &s, int split)
-{
-    return *reinterpret_cast<const float4 *>(part_at(args, s.segment, split, threadIdx.x / 32));
-}
-
-/** A row's totals over all splits, by a warp. Whatever is NaN makes the sum NaN. */
-__device__ __forceinline__ RowTotals merge_totals(const AttendBlocksArgs &args, const RowSet &s)
-{
-    float max = -INFINITY, sum = 0, packed_sum = 0;
-    for (int i = 0; i < args.splits; i++) max = fmaxf(max, totals_of(args, s, i).x);
-    const float shift = max == -INFINITY ? 0.0f : max;
-    for (int i = 0; i < args.splits; i++) {
-        const float4 t = totals_of(args, s, i);
-        const float factor = exp2_fast(t.x - shift);
-        sum += factor * t.y;
-        packed_sum += factor * t.z;
-    }
-    return {max, sum, packed_sum, 0};
-}
-
-/** Shared memory: | rows [MATRIX_TOKENS][value_width] | BlockRows' |; a warp a row but for matrices. */
-__global__ void __launch_bounds__(THREADS) combine_kernel(const __grid_constant__ AttendBlocksArgs args)
-{
-    const AttendArgs &a = args.attend;
-    const BlockSide &side = args.plan.side[1];
-    const int row = threadIdx.x / 32, lane = threadIdx.x % 32, width = args.value_width;
-    float *rows = reinterpret_cast<float *>(shared_bytes), exact[BLOCK_GROUPS] = {}, packed[BLOCK_TILES] = {};
-    wait_for_stream();
-    const RowSet s = find_rows(a, blockIdx.x, ROWS);
-    const RowTotals totals = merge_totals(args, s);
-    for (int split = 0; split < args.splits; split++) {
-        const float4 t = totals_of(args, s, split);
-        if (t.y == 0.0f) continue; // it attended nothing
-        const float factor = exp2_fast(t.x - (totals.max == -INFINITY ? 0.0f : totals.max));
-        const float *part = part_at(args, s.segment, split, row) + 4;
-#pragma unroll
-        for (int k = 0; k < BLOCK_TILES; k++)
-            if (32 * k < width) packed[k] = fmaf(factor, part[lane + 32 * k], packed[k]);
-#pragma unroll
-        for (int k = 0; k < BLOCK_GROUPS; k++)
-            if (lane + 32 * k < a.head_dim) exact[k] = fmaf(factor, part[width + lane + 32 * k], exact[k]);
-    }
-#pragma unroll
-    for (int k = 0; k < BLOCK_TILES; k++)
-        if (32 * k < width) rows[row * width + lane + 32 * k] = packed[k];
-    const RestoredRows restored =
-        restore_rows(args.plan, side, s.h, BlockRows(args.plan, rows, width, ROWS, rows + MATRIX_TOKENS * width));
-    int32_t token, head;
-    if (!find_row(a, s, row, token, head)) return;
-    const int64_t at = ((int64_t)s.b * a.p.query_heads + head) * a.p.query_tokens + token;
-    const float *centre = centre_of(side, a.head_dim, s.b, s.h);
-    const bool nothing = totals.sum == 0.0f;
-    const float inverse = nothing ? 0.0f : 1.0f / totals.sum;
-#pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++) {
-        const int c = lane + 32 * k;
-        if (c >= a.head_dim) continue;
-        const float x =
-            restored.result[row * restored.stride + c] + exact[k] + (centre ? centre[c] * totals.rounded_sum : 0.0f);
-        store_number(a.p.out, at * a.head_dim + c, a.p.dtype, nothing ? 0.0f : x * inverse);
-    }
-    if (a.p.lse && lane == 0) a.p.lse[at] = nothing ? -INFINITY : (totals.max + log2f(totals.sum)) * LN_2;
-}
-
 // ---- host ----
 
 /** Splits: four blocks for each multiprocessor, as far as there may be tiles for them. */
@@ -430,7 +310,7 @@ tq_status count_splits(AttendBlocksArgs *args, int64_t sets, tq_error *error)
     const tq_attend_params &p = args->attend.p;
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
-    const int64_t tokens = (int64_t)args->attend.capacity + ROWS, tiles = tokens / TQ_TILE + 2,
+    const int64_t tokens = (int64_t)args->attend.capacity + SET_ROWS, tiles = tokens / TQ_TILE + 2,
                   wanted = (4 * (int64_t)device.processors + sets - 1) / sets;
     int64_t splits = wanted < tiles / LEAST_TILES ? wanted : tiles / LEAST_TILES;
     if (splits > MOST_SPLITS) splits = MOST_SPLITS;
@@ -458,8 +338,8 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
     a.capacity = (int32_t)capacity;
     a.rows = (int32_t)rows;
-    a.tile_rows = ROWS;
-    a.row_tiles = (a.rows + ROWS - 1) / ROWS;
+    a.tile_rows = SET_ROWS;
+    a.row_tiles = (a.rows + SET_ROWS - 1) / SET_ROWS;
     if (!p.batch || !rows) return TQ_OK;
     *sets = (int64_t)p.batch * p.kv_heads * a.row_tiles;
     TQ_CUDA_TRY(block_plan_of(plan, &p.key, &p.value, {p.pages, p.block_table, p.n_pages, p.kv_heads, a.p.max_pages},
@@ -469,7 +349,7 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     args->key_width = TQ_TILE * plan.key.tiles;
     args->value_width = TQ_TILE * plan.value.tiles;
     args->part_floats = 4 + args->value_width + (plan.head_dim + 3) / 4 * 4;
-    const int64_t set_rows = *sets * ROWS, queries = set_rows * args->key_width, biases = (set_rows + 63) / 64 * 64;
+    const int64_t set_rows = *sets * SET_ROWS, queries = set_rows * args->key_width, biases = (set_rows + 63) / 64 * 64;
     args->queries = reinterpret_cast<float *>(base);
     args->biases = args->queries + queries;
     args->parts = args->biases + biases;
@@ -497,12 +377,13 @@ tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, voi
     if (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < bytes)
         return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
                     "at least tq_cuda_attend_workspace_bytes, 256-byte aligned");
+    const BlockEndKernels ends = attend_blocks_ends();
     auto rows_bytes = [&](const tq_side &side) {
-        return sizeof(float) * MATRIX_TOKENS * TQ_TILE * side.tiles + matrix_bytes(side, plan.head_dim, WARPS);
+        return sizeof(float) * MATRIX_TOKENS * TQ_TILE * side.tiles + matrix_bytes(side, plan.head_dim, SET_WARPS);
     };
-    TQ_CUDA_TRY(launch(prepare_kernel, sets, THREADS, rows_bytes(plan.key), stream, error, args));
-    TQ_CUDA_TRY(launch(attend_kernel, sets * args.splits, THREADS, attend_bytes(args), stream, error, args));
-    return launch(combine_kernel, sets, THREADS, rows_bytes(plan.value), stream, error, args);
+    TQ_CUDA_TRY(launch(ends.prepare, sets, SET_THREADS, rows_bytes(plan.key), stream, error, args));
+    TQ_CUDA_TRY(launch(attend_kernel, sets * args.splits, SET_THREADS, attend_bytes(args), stream, error, args));
+    return launch(ends.combine, sets, SET_THREADS, rows_bytes(plan.value), stream, error, args);
 }
 
 } // namespace tq

@@ -4,7 +4,7 @@
 // sum of rows is un-rotated once.
 //
 //   append_blocks.cu      vectors to codes       encode_blocks.cuh: one of them by one warp
-//   attend_blocks.cu      queries meet a token tile's rows in shared memory
+//   attend_blocks.cuh     queries meet a token tile's rows in shared memory
 //   dequantize_blocks.cu  rows back to vectors
 #ifndef TQ_CUDA_BLOCKS_CUH
 #define TQ_CUDA_BLOCKS_CUH
