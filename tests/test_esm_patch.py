@@ -10,6 +10,7 @@ from esm_models import protein, tiny_esm, torch, transformers
 
 import turboquant
 from turboquant import CacheSpec, esm
+from turboquant.esm import attention as attention_module
 from turboquant.esm.attention import NAME
 from turboquant.esm.model import ALPHABET, attentions, padded, tokenise
 
@@ -28,7 +29,8 @@ def batch(model, lengths=LENGTHS, side="right"):
 
 def state(model):
     found = model.config._attn_implementation, [m.layer_idx for m in attentions(model)]
-    return found, [sorted(vars(m)) for m in (model, model.base_model, *attentions(model))]
+    hooks = len(model.base_model._forward_pre_hooks)
+    return found, hooks, [sorted(vars(m)) for m in (model, model.base_model, *attentions(model))]
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])  # of the models with 8M, 35M, 150M, 650M and 3B, 15B
@@ -173,6 +175,8 @@ def test_twice_inner_and_two_models():
         turboquant.unpatch(model.esm)
         assert state(model) == before and torch.equal(model(ids).logits, plain)
         assert torch.equal(twin(ids).logits, coarse)
+        turboquant.unpatch(twin)
+        assert not twin.esm._forward_pre_hooks and torch.equal(twin(ids).logits, plain)
         turboquant.unpatch(model)  # not patched any more: nothing happens
         assert state(model) == before
 
@@ -208,6 +212,16 @@ def test_inference_only():
         loss.backward()
     turboquant.unpatch(model)
     model(ids, labels=ids).loss.backward()
+
+
+def test_padding_is_sorted_out_once_for_all_layers(monkeypatch):
+    model = turboquant.patch(tiny_esm(), CacheSpec(3, 3, overrides={1: {"sinks": 2}}))
+    inputs, passes = batch(model), []
+    found = attention_module._real
+    monkeypatch.setattr(attention_module, "_real", lambda *given: passes.append(1) or found(*given))
+    with torch.no_grad():
+        first, second = model(**inputs).logits, model(**inputs).logits
+    assert len(passes) == 2 and torch.equal(first, second)
 
 
 @pytest.mark.slow

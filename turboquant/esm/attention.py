@@ -1,9 +1,9 @@
 """How the attention of an ESM-2 model reaches packed keys and values: the attention function "turboquant_esm".
 
 Every layer of a patched model holds a `PackedAttention` in `module._turboquant`: its keys and values of a forward are
-packed, and all queries attend to the packed bytes, both ways. A forward that brings a `turboquant_context` (extra
-keyword arguments of the model flow down to here) gives its keys and values to that instead. Without either, attention
-is the model's own.
+packed, and all queries attend to the packed bytes, both ways. A forward that brings a `turboquant_context` gives its
+keys and values to that instead; `turboquant_pass` is what its layers share. (Extra keyword arguments of the model flow
+down to here.) Without any of them, attention is the model's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..modes import is_split, side_matrix
 from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec
 
-__all__ = ["NAME", "Context", "PackedAttention", "attention", "centre_of", "real_last", "real_tokens"]
+__all__ = ["NAME", "Context", "PackedAttention", "Pass", "attention", "centre_of"]
 
 NAME = "turboquant_esm"
 
@@ -100,11 +100,15 @@ class PackedAttention:
         value: torch.Tensor,
         mask: torch.Tensor | None,
         scaling: float | None,
+        shared: Pass,
     ) -> torch.Tensor:
-        """Packs all real keys and values and attends to them from every query; the pages live as long as this call."""
+        """Packs all real keys and values and attends to them from every query; the pages live as long as this call.
+
+        shared   by all layers of a forward
+        """
         self.on(key.device)
         batch, heads, tokens, head_dim = key.shape
-        key, value, lengths = real_last(key, value, real_tokens(mask, batch, tokens))
+        key, value, lengths = shared.real_last(key, value, mask)
         arguments: dict[str, torch.Tensor | None] = dict(self.transforms)
         if self.spec.centre == "prompt":
             arguments["key_centre"] = centre_of(key, lengths, self.spec.centre_tokens)
@@ -112,7 +116,7 @@ class PackedAttention:
         if sinks:
             arguments["sink_k"], arguments["sink_v"] = (key.new_zeros(batch, heads, sinks, head_dim) for _ in "kv")
         count = -(-(tokens - sinks) // PAGE_TOKENS)
-        table = torch.arange(batch * count, dtype=torch.int32, device=key.device).view(batch, count)
+        table = shared.table(batch, count, key.device)
         pages = self.pages(batch * count, heads, key.device)
         _append(key, value, lengths, pages, table, self.plan, **arguments)
         scale = head_dim**-0.5 if scaling is None else scaling
@@ -141,17 +145,42 @@ def real_tokens(mask: torch.Tensor | None, batch: int, tokens: int) -> torch.Ten
     return mask
 
 
-def real_last(
-    key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values [batch, heads, tokens, head_dim] with padding, wherever it was, in front, where `append` skips
-    it; and lengths, int32 [batch]. Attention that looks both ways does not mind the order of keys."""
+class Pass:
+    """What the layers of one forward have in common, made by the first that asks: which tokens are real, and the block
+    tables of pages that lie in order."""
+
+    def __init__(self) -> None:
+        self._real: tuple[torch.Tensor, torch.Tensor | None] | None = None  # lengths; order, real tokens last
+        self._tables: dict[int, torch.Tensor] = {}
+
+    def real_last(
+        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys and values [batch, heads, tokens, head_dim] with padding, wherever it was, in front, where `append`
+        skips it; and lengths, int32 [batch]. Attention that looks both ways does not mind the order of keys."""
+        if self._real is None:
+            self._real = _real(mask, key)
+        lengths, order = self._real
+        if order is None:
+            return key, value, lengths
+        return key.take_along_dim(order, 2), value.take_along_dim(order, 2), lengths
+
+    def table(self, batch: int, count: int, device: torch.device) -> torch.Tensor:
+        """int32 [batch, count]: page j of sequence b is page b * count + j."""
+        if count not in self._tables:
+            numbers = torch.arange(batch * count, dtype=torch.int32, device=device)
+            self._tables[count] = numbers.view(batch, count)
+        return self._tables[count]
+
+
+def _real(mask: torch.Tensor | None, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Lengths, int32 [batch], and indices [batch, 1, tokens, 1] that put real tokens last, None without padding."""
     batch, _, tokens, _ = key.shape
+    real = real_tokens(mask, batch, tokens)
     if real is None:
-        return key, value, torch.full((batch,), tokens, dtype=torch.int32, device=key.device)
-    order = real.to(key.device).sort(dim=1, stable=True).indices[:, None, :, None]
-    lengths = real.sum(1, dtype=torch.int32).to(key.device)
-    return key.take_along_dim(order, 2), value.take_along_dim(order, 2), lengths
+        return torch.full((batch,), tokens, dtype=torch.int32, device=key.device), None
+    real = real.to(key.device)
+    return real.sum(1, dtype=torch.int32), real.sort(dim=1, stable=True).indices[:, None, :, None]
 
 
 def centre_of(key: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
@@ -172,6 +201,7 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     turboquant_context: Context | None = None,
+    turboquant_pass: Pass | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The attention function "turboquant_esm".
@@ -187,7 +217,7 @@ def attention(
             raise NotImplementedError(f"`{name}` is not supported over packed keys and values: no weights are formed")
     with torch.no_grad():
         if isinstance(packed, PackedAttention):
-            out = packed.attend(query, key, value, attention_mask, scaling)
+            out = packed.attend(query, key, value, attention_mask, scaling, turboquant_pass or Pass())
         else:
             out = packed.attend(module, query, key, value, attention_mask, scaling)
     if torch.is_grad_enabled() and query.requires_grad:

@@ -27,7 +27,7 @@ from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
 from ..routing import routed
 from ..spec import CacheSpec, resolve
-from .attention import NAME, PackedAttention, centre_of, plain_attention, real_last, real_tokens
+from .attention import NAME, PackedAttention, Pass, centre_of, plain_attention
 from .graph import StepGraphs
 from .model import attentions, checked_model, embed, padded, positioned, tokenise
 from .reading import Copy, Reading, Shape, described
@@ -272,7 +272,7 @@ class _Storing:
     store."""
 
     def __init__(self, cache: ContextCache, store: Store, rows: slice) -> None:
-        self.cache, self.store, self.rows = cache, store, rows
+        self.cache, self.store, self.rows, self.shared = cache, store, rows, Pass()
 
     def attend(
         self,
@@ -285,7 +285,7 @@ class _Storing:
     ) -> torch.Tensor:
         index = self.cache._layer_of[id(module)]
         packed, layer, rows = self.cache._packed[index], self.store.layers[index], self.rows
-        k, v, lengths = real_last(key, value, real_tokens(mask, key.shape[0], key.shape[2]))
+        k, v, lengths = self.shared.real_last(key, value, mask)
         centre = {}
         if layer.centre is not None:
             layer.centre[rows] = centre_of(k, lengths, packed.spec.centre_tokens)

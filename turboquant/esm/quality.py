@@ -22,7 +22,7 @@ from ..placement import device_of
 from ..plan import PAGE_TOKENS
 from ..routing import routed
 from ..spec import CacheSpec, resolve
-from .attention import NAME, PackedAttention, plain_attention
+from .attention import NAME, PackedAttention, Pass, plain_attention
 from .model import MASK, attentions, checked_model, dropout_factor, embed, padded, tokenise
 
 __all__ = ["ProteinEvaluation", "evaluate", "protein_batches"]
@@ -193,11 +193,12 @@ class _Packed:
 
     def __init__(self, base: Any, layers: list[PackedAttention] | None) -> None:
         self.at = None if layers is None else {id(m): layer for m, layer in zip(attentions(base), layers)}
+        self.shared = Pass()
 
     def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None) -> torch.Tensor:
         if self.at is None:
             return plain_attention(module, query, key, value, mask, scaling)
-        return self.at[id(module)].attend(query, key, value, mask, scaling)
+        return self.at[id(module)].attend(query, key, value, mask, scaling, self.shared)
 
 
 def _outputs(

@@ -1,7 +1,8 @@
 """Patching ESM-2: each layer's keys and values of a forward are packed, and attention reads the packed bytes.
 
 What changes in a model: the attention that its configuration names, `layer_idx` of each self-attention module (None in
-transformers' ESM) and `_turboquant` of these and of the EsmModel, which keeps what was there before.
+transformers' ESM) and `_turboquant` of these and of the EsmModel, which keeps what was there before. A hook gives every
+forward of the EsmModel the `Pass` that its layers share.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
-from ..esm.attention import NAME, PackedAttention
+from ..esm.attention import NAME, PackedAttention, Pass
 from ..esm.model import attentions, checked_model
 from ..routing import Previous, restore, route
 from ..spec import CacheSpec
@@ -25,6 +26,7 @@ class _Patch:
 
     previous: Previous
     layer_idx: list[Any]
+    hook: Any  # handle of `_with_pass`
 
 
 def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -> None:
@@ -39,9 +41,14 @@ def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -
         for i, (module, one) in enumerate(zip(modules, specs))
     ]
     if not hasattr(base, "_turboquant"):
-        base._turboquant = _Patch(route(base, NAME), [module.layer_idx for module in modules])
+        hook = base.register_forward_pre_hook(_with_pass, with_kwargs=True)
+        base._turboquant = _Patch(route(base, NAME), [module.layer_idx for module in modules], hook)
     for module, layer in zip(modules, layers):
         module.layer_idx, module._turboquant = layer.layer, layer
+
+
+def _with_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {**kwargs, "turboquant_pass": Pass()}
 
 
 def unpatch(model: Any) -> None:
@@ -50,6 +57,7 @@ def unpatch(model: Any) -> None:
     if not hasattr(base, "_turboquant"):
         return
     restore(base)
+    base._turboquant.hook.remove()
     for module, before in zip(attentions(base), base._turboquant.layer_idx):
         module.layer_idx = before
         del module._turboquant
