@@ -404,7 +404,7 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
     for (auto kernel : {ends.prepare, l.kernel.kernel, ends.combine})
-        TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device.id, 0, true, error));
+        TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, 0, true, error));
     cudaStream_t s = static_cast<cudaStream_t>(stream);
     TQ_CUDA_TRY(launch(ends.prepare, l.prepare_blocks, l.prepare_threads, l.prepare_bytes, s, error, l.args));
     TQ_CUDA_TRY(launch(l.kernel.kernel, l.blocks, l.threads, l.shared_bytes, s, error, l.args));

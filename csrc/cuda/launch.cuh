@@ -110,23 +110,26 @@ inline tq_status current_device(DeviceFacts *facts, tq_error *error)
     return TQ_OK;
 }
 
-/** Lets a kernel take that much dynamic shared memory, and with `most_shared` asks for the largest division of a multiprocessor's
- *  memory in favour of shared memory. */
-inline tq_status allow_shared(const void *kernel, int device, int shared_bytes, bool most_shared, tq_error *error)
+/** Lets a kernel take all the dynamic shared memory of the current device if it wants much of it, and with `most_shared` asks for the
+ *  largest division of a multiprocessor's memory in favour of shared memory. Both hold for all threads: none may ask for less. */
+inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, size_t shared_bytes, bool most_shared,
+                              tq_error *error)
 {
     struct Told {
         const void *kernel;
-        int device, shared_bytes;
-        bool most_shared;
+        int device;
+        bool much, most_shared;
     };
     static thread_local Told told[64];
     Told &t = told[((uintptr_t)kernel >> 4) % 64];
-    if (t.kernel != kernel || t.device != device)
-        t = {kernel, device, 40 * 1024, false}; // 48 KB with what is of fixed size
-    if (shared_bytes > t.shared_bytes) {
-        TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+    if (t.kernel != kernel || t.device != device.id) t = {kernel, device.id, false, false};
+    if (shared_bytes > 40 * 1024 && !t.much) { // 48 KB together with what the kernel has of fixed size
+        cudaFuncAttributes fixed;
+        TQ_CUDA_TRY(check_cuda(cudaFuncGetAttributes(&fixed, kernel), "kernel", error));
+        TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                    device.shared_bytes_per_block - (int)fixed.sharedSizeBytes),
                                "shared memory", error));
-        t.shared_bytes = shared_bytes;
+        t.much = true;
     }
     if (most_shared && !t.most_shared) {
         TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -147,7 +150,7 @@ tq_status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t 
         return fail(error, TQ_E_VALUE, "batch", -1, (double)blocks, "small enough for a grid of 2^31 - 1 blocks");
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
-    TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device.id, (int)shared_bytes, false, error));
+    TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, shared_bytes, false, error));
     cudaLaunchAttribute overlap;
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
