@@ -91,7 +91,7 @@ static void prepare_operand(const attend_job *job, const attend_task *t, attend_
         for (int32_t c = 0; c < TQ_TILE; c++)
             w->coded[TQ_TILE * i + c] = w->rotated[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
     }
-    job->kernels->prepare(w->coded, TQ_TILE * job->key_groups.n, job->precise, operand);
+    job->kernels->prepare(w->coded, TQ_TILE * job->key_groups.n, 1, job->precise, operand);
 }
 
 static void prepare_rows(const attend_job *job, const attend_task *t, attend_work *w)
@@ -123,6 +123,14 @@ static void rescale_row(const attend_job *job, attend_work *w, int32_t r, float 
     if (factor == 1.0f) return;
     rescale(w->packed + (int64_t)r * TQ_TILE * job->value_groups.n, TQ_TILE * job->value_groups.n, factor);
     rescale(w->exact + (int64_t)r * job->plan->head_dim, job->plan->head_dim, factor);
+}
+
+/** Scores of n tokens to weights in place. */
+static void softmax_step(const attend_job *job, attend_work *w, int32_t r, float *scores, const float *key_scales,
+                         const float *value_scales, const uint8_t *visible, int32_t n, const tq_logit *logit)
+{
+    float max = job->kernels->logits(scores, key_scales, visible, n, logit, w->states[r].max);
+    rescale_row(job, w, r, job->kernels->weights(scores, value_scales, visible != NULL, n, max, &w->states[r]));
 }
 
 /* ---- packed tokens ---- */
@@ -165,9 +173,7 @@ static void attend_blocked_page(const attend_job *job, const attend_task *t, att
         float *scores = w->scores + (int64_t)r * tokens;
         int some = mark_page(job, t, w, r, page, common);
         if (some)
-            rescale_row(job, w, r,
-                        kernels->softmax(scores, w->scales, w->scales, some == 2 ? NULL : w->visible, tokens,
-                                         &w->logits[r], &w->states[r]));
+            softmax_step(job, w, r, scores, w->scales, w->scales, some == 2 ? NULL : w->visible, tokens, &w->logits[r]);
         else memset(scores, 0, sizeof(float) * (size_t)tokens);
     }
     for (int32_t tile = 0; tile < tokens / TQ_TILE; tile++) {
@@ -180,6 +186,29 @@ static void attend_blocked_page(const attend_job *job, const attend_task *t, att
                                   value_row);
             }
     }
+}
+
+/** Scores of a page to weights and their operands. Each step runs over all rows before the next one: the steps of a row wait for
+ *  each other, rows do not. */
+static void weigh_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, range common)
+{
+    const tq_kernels *kernels = job->kernels;
+    int32_t tokens = job->plan->page_tokens;
+    float max[CHUNK_ROWS];
+    int some[CHUNK_ROWS];
+    for (int32_t r = 0; r < t->rows; r++) {
+        some[r] = mark_page(job, t, w, r, page, common);
+        if (some[r])
+            max[r] = kernels->logits(w->scores + (int64_t)r * tokens, w->scales, some[r] == 2 ? NULL : w->visible,
+                                     tokens, &w->logits[r], w->states[r].max);
+        else memset(w->scores + (int64_t)r * tokens, 0, sizeof(float) * (size_t)tokens);
+    }
+    for (int32_t r = 0; r < t->rows; r++)
+        if (some[r])
+            rescale_row(job, w, r,
+                        kernels->weights(w->scores + (int64_t)r * tokens, w->scales + tokens, some[r] == 1, tokens,
+                                         max[r], &w->states[r]));
+    kernels->prepare(w->scores, tokens, t->rows, job->precise, w->weight_operands);
 }
 
 /** One page for all rows of the task: scores, softmax step, weighted values. While it is read the same part
@@ -203,17 +232,7 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
     kernels->multiply(&keys, w->query_operands, t->rows, job->precise, 0, w->scores, tokens);
     kernels->load(TQ_F16, record + plan->key.scales_offset, key_scales, tokens);
     kernels->load(TQ_F16, record + plan->value.scales_offset, value_scales, tokens);
-    for (int32_t r = 0; r < t->rows; r++) {
-        float *scores = w->scores + (int64_t)r * tokens;
-        int some = mark_page(job, t, w, r, page, common);
-        const uint8_t *visible = some == 2 ? NULL : w->visible;
-        if (some)
-            rescale_row(
-                job, w, r,
-                kernels->softmax(scores, key_scales, value_scales, visible, tokens, &w->logits[r], &w->states[r]));
-        else memset(scores, 0, sizeof(float) * (size_t)tokens);
-        kernels->prepare(scores, tokens, job->precise, w->weight_operands + r * job->weight_operand_bytes);
-    }
+    weigh_page(job, t, w, page, common);
     kernels->multiply(&values, w->weight_operands, t->rows, job->precise, 1, w->packed, TQ_TILE * job->value_groups.n);
 }
 
@@ -276,7 +295,7 @@ static void attend_exact_tile(const attend_job *job, const attend_task *t, atten
         if (in.lo == first && in.hi == first + TQ_TILE) memset(w->visible, 1, TQ_TILE);
         for (int64_t i = in.lo - first; i < in.hi - first; i++)
             scores[i] = job->kernels->dot(w->q + (int64_t)r * d, w->tile_k + i * d, d);
-        rescale_row(job, w, r, job->kernels->softmax(scores, NULL, NULL, w->visible, TQ_TILE, &logit, &w->states[r]));
+        softmax_step(job, w, r, scores, NULL, NULL, w->visible, TQ_TILE, &logit);
         for (int64_t i = in.lo - first; i < in.hi - first; i++)
             job->kernels->axpy(scores[i], w->tile_v + i * d, w->exact + (int64_t)r * d, d);
     }

@@ -243,7 +243,7 @@ static float dot_operand(const dot_job *job, const tq_transform *key, const floa
         int32_t g = job->groups->group[i];
         for (int32_t c = 0; c < TQ_TILE; c++) coded[TQ_TILE * i + c] = x[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
     }
-    job->kernels->prepare(coded, TQ_TILE * job->groups->n, 1, operand);
+    job->kernels->prepare(coded, TQ_TILE * job->groups->n, 1, 1, operand);
     return bias;
 }
 

@@ -57,19 +57,25 @@ typedef struct {
     void (*unpack)(int32_t bits, const uint32_t *words, uint8_t *codes);
     /** Bytes of an operand of `columns` (a multiple of 32) numbers, a multiple of 64; the layout is the kernel's own secret. */
     size_t (*operand_bytes)(int32_t columns);
-    /** x [columns] float32 -> operand, 64-byte aligned. Kept to 22 bits of the largest if precise, else to 15. */
-    void (*prepare)(const float *x, int32_t columns, int precise, void *operand);
+    /** x [rows][columns] float32 -> operands, operand_bytes(columns) apart, 64-byte aligned. Each row is kept to 22 bits of its
+     *  largest number if precise, else to 15. */
+    void (*prepare)(const float *x, int32_t columns, int32_t rows, int precise, void *operands);
     /** out[q * out_stride + 32 i + tq_column(row)] (= or, if accumulate, +=) the sum over tiles k and columns c of block i of
      *  level(tile, row, c) * step(bits) * x_q[32 k + c]   for operands q = 0 .. rows - 1 at operands + q * operand_bytes(32 n),
      *  all prepared alike. An operand that held a number that is not finite gives NaN. Column order is the order of scales and
      *  of value columns, so that scores become an operand as they stand. */
     void (*multiply)(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate,
                      float *out, int32_t out_stride);
-    /** One softmax step over n tokens (a multiple of 32): scores -> weights exp(logit - max) * value_scale in place; returns
-     *  what earlier sums must be multiplied by. visible [n] bytes, NULL: all; what is not visible gets weight 0 whatever its
-     *  score and scales hold. value_scales NULL: 1, and the tokens are not packed ones. key_scales NULL: 1. */
-    float (*softmax)(float *scores, const float *key_scales, const float *value_scales, const uint8_t *visible,
-                     int32_t n, const tq_logit *logit, tq_softmax_state *state);
+    /** A softmax step over n tokens (a multiple of 32) in two parts, so that one may run over several rows before the other.
+     *  Scores -> logits in place; returns the largest of them and `max`. What is not visible [n] (bytes, NULL: all) becomes -inf,
+     *  whatever its score and scale hold. key_scales NULL: 1. */
+    float (*logits)(float *scores, const float *key_scales, const uint8_t *visible, int32_t n, const tq_logit *logit,
+                    float max);
+    /** Logits -> weights exp(logit - max) * value_scale in place, with the `max` that `logits` returned; returns what earlier
+     *  sums must be multiplied by. `hidden` if some were not visible: their weight is 0 whatever their scale holds. value_scales
+     *  NULL: 1, and the tokens are not packed ones. */
+    float (*weights)(float *logits, const float *value_scales, int hidden, int32_t n, float max,
+                     tq_softmax_state *state);
     /** n numbers of a dtype to float32. */
     void (*load)(int32_t dtype, const void *x, float *y, int64_t n);
     float (*dot)(const float *x, const float *y, int32_t n);

@@ -9,7 +9,8 @@
  *   vpaddd ymm               1cy @ p15    1cy @ p015   1cy @ p0123
  *   vbroadcasti128 ymm, mem  loads only
  *
- * A vector of 4-bit words (64 codes, two rows) costs five operations to bytes, four to 16 bits, and eight per operand. */
+ * A vector of 4-bit words (64 codes, two rows) costs five operations to bytes, two to be transposed, four to 16 bits,
+ * and eight per operand. */
 #include "avx2.h"
 
 #define PARTS 4
@@ -21,9 +22,9 @@ typedef struct {
 } parts;
 
 /** Even and odd bytes of both vectors as 16-bit numbers. */
-TQ_INLINE parts levels(int bits, const __m256i *w, int r, const tables *t)
+TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
-    bytes_u8x32 l = levels_u8x32(bits, w, r, t);
+    bytes_u8x32 l = levels_u8x32(bits, by_lane, words, m, t);
     const __m256i mask = _mm256_set1_epi16(255);
     return (parts){{_mm256_and_si256(l.even, mask), _mm256_srli_epi16(l.even, 8), _mm256_and_si256(l.odd, mask),
                     _mm256_srli_epi16(l.odd, 8)}};
@@ -31,7 +32,9 @@ TQ_INLINE parts levels(int bits, const __m256i *w, int r, const tables *t)
 
 static inline __m256i multiply_add(__m256i sum, __m256i level_s16x16, __m256i x_s16x16)
 {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(level_s16x16, x_s16x16));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(level_s16x16, x_s16x16));
+    __asm__("" : "+x"(sum)); /* or gcc reorders the sums of a whole tile, and keeps its products in memory */
+    return sum;
 }
 
 #include "codes.h"
@@ -48,7 +51,8 @@ const tq_kernels tq_kernels_avx2 = {
     .operand_bytes = operand_bytes_vector,
     .prepare = prepare_vector,
     .multiply = multiply_vector,
-    .softmax = tq_softmax_step,
+    .logits = tq_logits,
+    .weights = tq_weights,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

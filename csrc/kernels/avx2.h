@@ -34,19 +34,23 @@ static inline tables tables_of(const tq_codebook *book)
  *            w[0]           | h bit 0 | row g      |   h: code n of row g + 24, one bit in each spare place
  *            w[1]           | h bit 1 | row g + 8  |
  *            w[2]           | h bit 2 | row g + 16 |   r < 3 needs no mask: the table repeats */
-static inline __m256i nibbles_3_u8x32(const __m256i *w, int r)
+static inline __m256i fourth_row_3_u8x32(const __m256i *w)
 {
-    if (r < 3) return w[r];
     return _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(w[0], 3), _mm256_set1_epi8(0x11)),
                            _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(w[1], 2), _mm256_set1_epi8(0x22)),
                                            _mm256_and_si256(_mm256_srli_epi32(w[2], 1), _mm256_set1_epi8(0x44))));
 }
 
-static inline bytes_u8x32 look_up_u8x32(__m256i nibbles, __m256i table)
+/* Words by row to words by lane, in each 128-bit lane (and sums likewise):
+ *   v[r]  | t = 3 | t = 2 | t = 1 | t = 0 |   ->   v[t]  | r = 3 | r = 2 | r = 1 | r = 0 |  */
+static inline void vec_transpose(__m256i v[4])
 {
-    const __m256i mask = _mm256_set1_epi8(15);
-    return (bytes_u8x32){_mm256_shuffle_epi8(table, _mm256_and_si256(nibbles, mask)),
-                         _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), mask))};
+    __m256i t01_r01 = _mm256_unpacklo_epi32(v[0], v[1]), t23_r01 = _mm256_unpackhi_epi32(v[0], v[1]);
+    __m256i t01_r23 = _mm256_unpacklo_epi32(v[2], v[3]), t23_r23 = _mm256_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm256_unpacklo_epi64(t01_r01, t01_r23);
+    v[1] = _mm256_unpackhi_epi64(t01_r01, t01_r23);
+    v[2] = _mm256_unpacklo_epi64(t23_r01, t23_r23);
+    v[3] = _mm256_unpackhi_epi64(t23_r01, t23_r23);
 }
 
 /* Bytes to nibble order:   w0 | c3 c2 c1 c0 |  w1 | c7 c6 c5 c4 |  ->  even | c6 c4 c2 c0 |  odd | c7 c5 c3 c1 |
@@ -61,41 +65,66 @@ static inline bytes_u8x32 interleave_u8x32(__m256i w0, __m256i w1)
                          _mm256_blend_epi16(_mm256_srli_epi32(w0, 16), w1, 0xaa)};
 }
 
-/* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 2 r */
-static inline bytes_u8x32 levels_2_u8x32(const __m256i *w, int r)
+/** Words of two g of a tile before the look-up: nibbles (3 to 5 bits) by row r or by lane t, and bytes in nibble order that hold
+ *  bits of all four rows (1, 2 and 5 bits). */
+typedef struct {
+    __m256i nibbles[4];
+    bytes_u8x32 bytes;
+} tile_words;
+
+TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
 {
-    bytes_u8x32 all = interleave_u8x32(w[0], w[1]);
-    const __m256i mask = _mm256_set1_epi8((char)(3 << 2 * r));
-    return (bytes_u8x32){_mm256_and_si256(all.even, mask), _mm256_and_si256(all.odd, mask)};
+    tile_words words;
+    __m256i w[TQ_MAX_BITS];
+    TQ_UNROLL
+    for (int i = 0; i < bits; i++) w[i] = _mm256_loadu_si256((const __m256i *)(at + 128 * i));
+    if (bits == 1) words.bytes = interleave_u8x32(w[0], _mm256_srli_epi32(w[0], 4));
+    if (bits == 2) words.bytes = interleave_u8x32(w[0], w[1]);
+    if (bits == 5) words.bytes = interleave_u8x32(w[4], _mm256_srli_epi32(w[4], 4));
+    if (bits == 3) w[3] = fourth_row_3_u8x32(w);
+    if (bits >= 3 && by_lane) vec_transpose(w);
+    TQ_UNROLL
+    for (int i = 0; i < 4 && bits >= 3; i++) words.nibbles[i] = w[i];
+    return words;
 }
 
-/* 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r */
-static inline bytes_u8x32 levels_1_u8x32(__m256i w, int r)
+static inline bytes_u8x32 look_up_u8x32(__m256i nibbles, __m256i table)
 {
-    bytes_u8x32 all = interleave_u8x32(w, _mm256_srli_epi32(w, 4));
-    const __m256i mask = _mm256_set1_epi8((char)(1 << r));
-    return (bytes_u8x32){_mm256_and_si256(all.even, mask), _mm256_and_si256(all.odd, mask)};
+    const __m256i mask = _mm256_set1_epi8(15);
+    return (bytes_u8x32){_mm256_shuffle_epi8(table, _mm256_and_si256(nibbles, mask)),
+                         _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), mask))};
 }
 
-/* 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
-static inline bytes_u8x32 levels_5_u8x32(const __m256i *w, int r, const tables *t)
+/** Word t of each 128-bit lane, four times. */
+TQ_INLINE __m256i repeat_u32x8(__m256i x, int t)
 {
-    bytes_u8x32 low = look_up_u8x32(w[r], t->low_u8x32), high = look_up_u8x32(w[r], t->high_u8x32),
-                fifth = levels_1_u8x32(w[4], r);
-    const __m256i bit = _mm256_set1_epi8((char)(1 << r));
-    return (bytes_u8x32){_mm256_blendv_epi8(low.even, high.even, _mm256_cmpeq_epi8(fifth.even, bit)),
-                         _mm256_blendv_epi8(low.odd, high.odd, _mm256_cmpeq_epi8(fifth.odd, bit))};
-}
-
-TQ_INLINE bytes_u8x32 levels_u8x32(int bits, const __m256i *w, int r, const tables *t)
-{
-    switch (bits) {
-    case 1: return levels_1_u8x32(w[0], r);
-    case 2: return levels_2_u8x32(w, r);
-    case 3: return look_up_u8x32(nibbles_3_u8x32(w, r), t->low_u8x32);
-    case 4: return look_up_u8x32(w[r], t->low_u8x32);
-    default: return levels_5_u8x32(w, r, t);
+    switch (t) {
+    case 0: return _mm256_shuffle_epi32(x, 0x00);
+    case 1: return _mm256_shuffle_epi32(x, 0x55);
+    case 2: return _mm256_shuffle_epi32(x, 0xaa);
+    default: return _mm256_shuffle_epi32(x, 0xff);
     }
+}
+
+/* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 2 r
+ * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
+ * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
+TQ_INLINE bytes_u8x32 levels_u8x32(int bits, int by_lane, const tile_words *words, int m, const tables *t)
+{
+    if (bits == 3 || bits == 4) return look_up_u8x32(words->nibbles[m], t->low_u8x32);
+    const __m128i twos = _mm_setr_epi32(0x03030303, 0x0c0c0c0c, 0x30303030, (int)0xc0c0c0c0),
+                  ones = _mm_setr_epi32(0x01010101, 0x02020202, 0x04040404, 0x08080808);
+    const __m256i mask = by_lane     ? _mm256_broadcastsi128_si256(bits == 2 ? twos : ones)
+                         : bits == 2 ? _mm256_set1_epi8((char)(3 << 2 * m))
+                                     : _mm256_set1_epi8((char)(1 << m));
+    __m256i even = words->bytes.even, odd = words->bytes.odd;
+    if (by_lane) even = repeat_u32x8(even, m), odd = repeat_u32x8(odd, m);
+    even = _mm256_and_si256(even, mask), odd = _mm256_and_si256(odd, mask);
+    if (bits <= 2) return (bytes_u8x32){even, odd};
+    bytes_u8x32 low = look_up_u8x32(words->nibbles[m], t->low_u8x32),
+                high = look_up_u8x32(words->nibbles[m], t->high_u8x32);
+    return (bytes_u8x32){_mm256_blendv_epi8(low.even, high.even, _mm256_cmpeq_epi8(even, mask)),
+                         _mm256_blendv_epi8(low.odd, high.odd, _mm256_cmpeq_epi8(odd, mask))};
 }
 
 /* ---- what product.h asks for ---- */
@@ -108,21 +137,20 @@ typedef __m256i vec;
 
 static inline __m256i vec_load(const void *at) { return _mm256_loadu_si256(at); }
 
-static inline __m256i vec_broadcast(const void *at) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(at)); }
+static inline __m256i vec_broadcast_u32x4(const void *at) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(at)); }
+
+static inline __m256i vec_broadcast_u32(const void *at)
+{
+    int32_t word;
+    memcpy(&word, at, sizeof word);
+    return _mm256_set1_epi32(word);
+}
 
 static inline __m256i vec_zero(void) { return _mm256_setzero_si256(); }
 
 static inline __m256i vec_add(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
 
 static inline __m256i vec_times_256(__m256i a) { return _mm256_slli_epi32(a, 8); }
-
-/* | v0: t3 t2 t1 t0 | .. | v3: t3 t2 t1 t0 |  ->  | sum v3 | sum v2 | sum v1 | sum v0 |, in each 128-bit lane */
-static inline __m256i add_lanes(const __m256i v[4])
-{
-    __m256i v01 = _mm256_add_epi32(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
-    __m256i v23 = _mm256_add_epi32(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
-    return _mm256_add_epi32(_mm256_unpacklo_epi64(v01, v23), _mm256_unpackhi_epi64(v01, v23));
-}
 
 /* ---- what codes.h asks for ---- */
 

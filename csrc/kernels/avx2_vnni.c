@@ -8,7 +8,8 @@
  *   vpdpbusd ymm             5cy @ p01      4cy @ p01
  *   vbroadcasti128 ymm, mem  loads only
  *
- * A vector of 4-bit words (64 codes, two rows) costs five operations to bytes and four per operand (six if precise). */
+ * A vector of 4-bit words (64 codes, two rows) costs five operations to bytes, two to be transposed, and four per operand
+ * (six if precise). */
 #include "avx2.h"
 
 #define PARTS 2
@@ -19,9 +20,9 @@ typedef struct {
     __m256i part[PARTS];
 } parts;
 
-TQ_INLINE parts levels(int bits, const __m256i *w, int r, const tables *t)
+TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
-    bytes_u8x32 l = levels_u8x32(bits, w, r, t);
+    bytes_u8x32 l = levels_u8x32(bits, by_lane, words, m, t);
     return (parts){{l.even, l.odd}};
 }
 
@@ -44,7 +45,8 @@ const tq_kernels tq_kernels_avx2_vnni = {
     .operand_bytes = operand_bytes_vector,
     .prepare = prepare_vector,
     .multiply = multiply_vector,
-    .softmax = tq_softmax_step,
+    .logits = tq_logits,
+    .weights = tq_weights,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

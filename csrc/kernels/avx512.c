@@ -8,7 +8,8 @@
  *   vpaddd zmm                 1cy @ p05
  *   vbroadcasti32x4 zmm, mem   loads only
  *
- * A vector of 4-bit words (128 codes, four rows) costs five operations to bytes, four to 16 bits, and eight per operand. */
+ * A vector of 4-bit words (128 codes, four rows) costs five operations to bytes, two to be transposed, four to 16 bits,
+ * and eight per operand. */
 #include "avx512.h"
 
 #define PARTS 4
@@ -19,9 +20,9 @@ typedef struct {
 } parts;
 
 /** Even and odd bytes of both vectors as 16-bit numbers. */
-TQ_INLINE parts levels(int bits, const __m512i *w, int r, const tables *t)
+TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
-    bytes_u8x64 l = levels_u8x64(bits, w, r, t);
+    bytes_u8x64 l = levels_u8x64(bits, by_lane, words, m, t);
     const __m512i mask = _mm512_set1_epi16(255);
     return (parts){{_mm512_and_si512(l.even, mask), _mm512_srli_epi16(l.even, 8), _mm512_and_si512(l.odd, mask),
                     _mm512_srli_epi16(l.odd, 8)}};
@@ -29,7 +30,9 @@ TQ_INLINE parts levels(int bits, const __m512i *w, int r, const tables *t)
 
 static inline __m512i multiply_add(__m512i sum, __m512i level_s16x32, __m512i x_s16x32)
 {
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(level_s16x32, x_s16x32));
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(level_s16x32, x_s16x32));
+    __asm__("" : "+v"(sum)); /* or gcc reorders the sums of a whole tile, and keeps its products in memory */
+    return sum;
 }
 
 #include "codes.h"
@@ -46,7 +49,8 @@ const tq_kernels tq_kernels_avx512 = {
     .operand_bytes = operand_bytes_vector,
     .prepare = prepare_vector,
     .multiply = multiply_vector,
-    .softmax = tq_softmax_step,
+    .logits = tq_logits,
+    .weights = tq_weights,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

@@ -9,8 +9,9 @@
  *   vpdpbusd zmm               5cy @ p0     5cy @ p05         4cy @ p01
  *   vbroadcasti32x4 zmm, mem   loads only
  *
- * A vector of 4-bit words (128 codes, four rows) costs three operations to bytes and four per operand (six if precise): two
- * operands and more are bound by vpdpbusd, one a cycle on Zen 4. */
+ * A vector of 4-bit words (128 codes, four rows) costs three operations to bytes, two to be transposed, and four per
+ * operand (six if precise): two operands and more are bound by vpdpbusd, one a cycle on Zen 4; 32 shuffles beside 64 of them
+ * cost nothing. */
 #include "avx512.h"
 
 #define PARTS 2
@@ -20,9 +21,9 @@ typedef struct {
     __m512i part[PARTS];
 } parts;
 
-TQ_INLINE parts levels(int bits, const __m512i *w, int r, const tables *t)
+TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
-    bytes_u8x64 l = levels_u8x64(bits, w, r, t);
+    bytes_u8x64 l = levels_u8x64(bits, by_lane, words, m, t);
     return (parts){{l.even, l.odd}};
 }
 
@@ -66,7 +67,8 @@ const tq_kernels tq_kernels_avx512_vnni = {
     .operand_bytes = operand_bytes_vector,
     .prepare = prepare_vector,
     .multiply = multiply_vector,
-    .softmax = tq_softmax_step,
+    .logits = tq_logits,
+    .weights = tq_weights,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

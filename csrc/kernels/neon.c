@@ -1,21 +1,23 @@
-/* NEON of every 64-bit Arm: signed bytes by signed bytes to 16 bits, two products deep (127 * 128 * 2 fits), then pairwise to
- * 32 bits. Which of the four sums of a row a product lands in does not matter: product.h adds them all.
+/* NEON of every 64-bit Arm: signed bytes by signed bytes to 16 bits, pairwise to sums of two (127 * 128 * 2 fits), then
+ * pairwise to 32 bits.
  *
  *   instruction     Cortex-A72     Neoverse N1
  *   tbl, 1 register 3cy @ v01      2cy @ v01
  *   and, orr        3cy @ v01      2cy @ v01
  *   ushr            3cy @ v1       2cy @ v1
- *   smull, smlal    4cy @ v0       4cy @ v0
+ *   smull           4cy @ v0       4cy @ v0
+ *   addp            3cy @ v01      2cy @ v01
  *   sadalp          4cy @ v1       4cy @ v1
  *
- * A vector of 4-bit words (32 codes, one row) costs four operations to bytes and twelve per operand (18 if precise). */
+ * A vector of 4-bit words (32 codes, one row) costs four operations to bytes, two to be transposed, and sixteen per operand
+ * (24 if precise). */
 #include "neon.h"
 
 static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, uint8x16_t x_s8x16)
 {
     int8x16_t level = vreinterpretq_s8_u8(level_s8x16), x = vreinterpretq_s8_u8(x_s8x16);
-    int16x8_t products = vmlal_high_s8(vmull_s8(vget_low_s8(level), vget_low_s8(x)), level, x);
-    return vreinterpretq_u8_s32(vpadalq_s16(vreinterpretq_s32_u8(sum), products));
+    int16x8_t low = vmull_s8(vget_low_s8(level), vget_low_s8(x)), high = vmull_high_s8(level, x);
+    return vreinterpretq_u8_s32(vpadalq_s16(vreinterpretq_s32_u8(sum), vpaddq_s16(low, high)));
 }
 
 #include "codes.h"
@@ -32,7 +34,8 @@ const tq_kernels tq_kernels_neon = {
     .operand_bytes = operand_bytes_vector,
     .prepare = prepare_vector,
     .multiply = multiply_vector,
-    .softmax = tq_softmax_step,
+    .logits = tq_logits,
+    .weights = tq_weights,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

@@ -32,18 +32,24 @@ static inline tables tables_of(const tq_codebook *book)
  *            w[0]           | h bit 0 | row g      |   h: code n of row g + 24, one bit in each spare place
  *            w[1]           | h bit 1 | row g + 8  |
  *            w[2]           | h bit 2 | row g + 16 |   r < 3 needs no mask: the table repeats */
-static inline uint8x16_t nibbles_3_u8x16(const uint8x16_t *w, int r)
+static inline uint8x16_t fourth_row_3_u8x16(const uint8x16_t *w)
 {
-    if (r < 3) return w[r];
     return vorrq_u8(
         vandq_u8(vshrq_n_u8(w[0], 3), vdupq_n_u8(0x11)),
         vorrq_u8(vandq_u8(vshrq_n_u8(w[1], 2), vdupq_n_u8(0x22)), vandq_u8(vshrq_n_u8(w[2], 1), vdupq_n_u8(0x44))));
 }
 
-static inline bytes_u8x16 look_up_u8x16(uint8x16_t nibbles, uint8x16_t table)
+/* Words by row to words by lane (and sums likewise):
+ *   v[r]  | t = 3 | t = 2 | t = 1 | t = 0 |   ->   v[t]  | r = 3 | r = 2 | r = 1 | r = 0 |  */
+static inline void vec_transpose(uint8x16_t v[4])
 {
-    return (bytes_u8x16){vqtbl1q_u8(table, vandq_u8(nibbles, vdupq_n_u8(15))),
-                         vqtbl1q_u8(table, vshrq_n_u8(nibbles, 4))};
+    uint32x4x2_t r01 = vtrnq_u32(vreinterpretq_u32_u8(v[0]), vreinterpretq_u32_u8(v[1])); /* t = 0 and 2, t = 1 and 3 */
+    uint32x4x2_t r23 = vtrnq_u32(vreinterpretq_u32_u8(v[2]), vreinterpretq_u32_u8(v[3]));
+    for (int t = 0; t < 2; t++) {
+        uint64x2_t low = vreinterpretq_u64_u32(r01.val[t]), high = vreinterpretq_u64_u32(r23.val[t]);
+        v[t] = vreinterpretq_u8_u64(vtrn1q_u64(low, high));
+        v[t + 2] = vreinterpretq_u8_u64(vtrn2q_u64(low, high));
+    }
 }
 
 /* Bytes to nibble order:   w0 | c3 c2 c1 c0 |  w1 | c7 c6 c5 c4 |  ->  even | c6 c4 c2 c0 |  odd | c7 c5 c3 c1 |
@@ -56,41 +62,68 @@ static inline bytes_u8x16 interleave_u8x16(uint8x16_t w0, uint8x16_t w1)
     return (bytes_u8x16){vqtbl2q_u8(both, order), vqtbl2q_u8(both, vaddq_u8(order, vdupq_n_u8(1)))};
 }
 
-/* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 0, 2, 4, 4: a signed byte */
-static inline bytes_u8x16 levels_2_u8x16(const uint8x16_t *w, int r)
+/** Words of one g of a tile before the look-up: nibbles (3 to 5 bits) by row r or by lane t, and bytes in nibble order that hold
+ *  bits of all four rows (1, 2 and 5 bits). */
+typedef struct {
+    uint8x16_t nibbles[4];
+    bytes_u8x16 bytes;
+} tile_words;
+
+TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
 {
-    bytes_u8x16 all = interleave_u8x16(w[0], w[1]);
-    const uint8x16_t mask = vdupq_n_u8((uint8_t)(3 << (r < 3 ? 2 * r : 4)));
-    if (r < 3) return (bytes_u8x16){vandq_u8(all.even, mask), vandq_u8(all.odd, mask)};
-    return (bytes_u8x16){vandq_u8(vshrq_n_u8(all.even, 2), mask), vandq_u8(vshrq_n_u8(all.odd, 2), mask)};
+    tile_words words;
+    uint8x16_t w[TQ_MAX_BITS];
+    TQ_UNROLL
+    for (int i = 0; i < bits; i++) w[i] = vld1q_u8(at + 128 * i);
+    if (bits == 1) words.bytes = interleave_u8x16(w[0], vshrq_n_u8(w[0], 4));
+    if (bits == 2) words.bytes = interleave_u8x16(w[0], w[1]);
+    if (bits == 5) words.bytes = interleave_u8x16(w[4], vshrq_n_u8(w[4], 4));
+    if (bits == 3) w[3] = fourth_row_3_u8x16(w);
+    if (bits >= 3 && by_lane) vec_transpose(w);
+    TQ_UNROLL
+    for (int i = 0; i < 4 && bits >= 3; i++) words.nibbles[i] = w[i];
+    return words;
 }
 
-/* 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r */
-static inline bytes_u8x16 levels_1_u8x16(uint8x16_t w, int r)
+static inline bytes_u8x16 look_up_u8x16(uint8x16_t nibbles, uint8x16_t table)
 {
-    bytes_u8x16 all = interleave_u8x16(w, vshrq_n_u8(w, 4));
-    const uint8x16_t mask = vdupq_n_u8((uint8_t)(1 << r));
-    return (bytes_u8x16){vandq_u8(all.even, mask), vandq_u8(all.odd, mask)};
+    return (bytes_u8x16){vqtbl1q_u8(table, vandq_u8(nibbles, vdupq_n_u8(15))),
+                         vqtbl1q_u8(table, vshrq_n_u8(nibbles, 4))};
 }
 
-/* 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
-static inline bytes_u8x16 levels_5_u8x16(const uint8x16_t *w, int r, const tables *t)
+/** Word t four times. */
+TQ_INLINE uint8x16_t repeat_u32x4(uint8x16_t x, int t)
 {
-    bytes_u8x16 low = look_up_u8x16(w[r], t->low_s8x16), high = look_up_u8x16(w[r], t->high_s8x16),
-                fifth = levels_1_u8x16(w[4], r);
-    return (bytes_u8x16){vbslq_u8(vtstq_u8(fifth.even, fifth.even), high.even, low.even),
-                         vbslq_u8(vtstq_u8(fifth.odd, fifth.odd), high.odd, low.odd)};
-}
-
-TQ_INLINE bytes_u8x16 levels_u8x16(int bits, const uint8x16_t *w, int r, const tables *t)
-{
-    switch (bits) {
-    case 1: return levels_1_u8x16(w[0], r);
-    case 2: return levels_2_u8x16(w, r);
-    case 3: return look_up_u8x16(nibbles_3_u8x16(w, r), t->low_s8x16);
-    case 4: return look_up_u8x16(w[r], t->low_s8x16);
-    default: return levels_5_u8x16(w, r, t);
+    uint32x4_t words = vreinterpretq_u32_u8(x);
+    switch (t) {
+    case 0: return vreinterpretq_u8_u32(vdupq_laneq_u32(words, 0));
+    case 1: return vreinterpretq_u8_u32(vdupq_laneq_u32(words, 1));
+    case 2: return vreinterpretq_u8_u32(vdupq_laneq_u32(words, 2));
+    default: return vreinterpretq_u8_u32(vdupq_laneq_u32(words, 3));
     }
+}
+
+/* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 0, 2, 4, 4: a signed byte
+ * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
+ * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
+TQ_INLINE bytes_u8x16 levels_u8x16(int bits, int by_lane, const tile_words *words, int m, const tables *t)
+{
+    if (bits == 3 || bits == 4) return look_up_u8x16(words->nibbles[m], t->low_s8x16);
+    uint8x16_t even = words->bytes.even, odd = words->bytes.odd;
+    if (by_lane) even = repeat_u32x4(even, m), odd = repeat_u32x4(odd, m);
+    if (bits == 2) {
+        const uint32x4_t twos = {0x03030303, 0x0c0c0c0c, 0x30303030, 0x30303030}, row_3 = {0, 0, 0, 0xfefefefe};
+        const uint8x16_t mask = by_lane ? vreinterpretq_u8_u32(twos) : vdupq_n_u8((uint8_t)(3 << (m < 3 ? 2 * m : 4)));
+        const int8x16_t shift = by_lane ? vreinterpretq_s8_u32(row_3) : vdupq_n_s8(m < 3 ? 0 : -2);
+        return (bytes_u8x16){vandq_u8(vshlq_u8(even, shift), mask), vandq_u8(vshlq_u8(odd, shift), mask)};
+    }
+    const uint32x4_t ones = {0x01010101, 0x02020202, 0x04040404, 0x08080808};
+    const uint8x16_t mask = by_lane ? vreinterpretq_u8_u32(ones) : vdupq_n_u8((uint8_t)(1 << m));
+    if (bits == 1) return (bytes_u8x16){vandq_u8(even, mask), vandq_u8(odd, mask)};
+    bytes_u8x16 low = look_up_u8x16(words->nibbles[m], t->low_s8x16),
+                high = look_up_u8x16(words->nibbles[m], t->high_s8x16);
+    return (bytes_u8x16){vbslq_u8(vtstq_u8(even, mask), high.even, low.even),
+                         vbslq_u8(vtstq_u8(odd, mask), high.odd, low.odd)};
 }
 
 /* ---- what product.h asks for ---- Words and bytes are uint8x16_t, and so are sums, which are four integers inside. */
@@ -108,15 +141,22 @@ typedef struct {
     uint8x16_t part[PARTS];
 } parts;
 
-TQ_INLINE parts levels(int bits, const uint8x16_t *w, int r, const tables *t)
+TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
-    bytes_u8x16 l = levels_u8x16(bits, w, r, t);
+    bytes_u8x16 l = levels_u8x16(bits, by_lane, words, m, t);
     return (parts){{l.even, l.odd}};
 }
 
 static inline uint8x16_t vec_load(const void *at) { return vld1q_u8(at); }
 
-static inline uint8x16_t vec_broadcast(const void *at) { return vld1q_u8(at); }
+static inline uint8x16_t vec_broadcast_u32x4(const void *at) { return vld1q_u8(at); }
+
+static inline uint8x16_t vec_broadcast_u32(const void *at)
+{
+    uint32_t word;
+    memcpy(&word, at, sizeof word);
+    return vreinterpretq_u8_u32(vdupq_n_u32(word));
+}
 
 static inline uint8x16_t vec_zero(void) { return vdupq_n_u8(0); }
 
@@ -128,12 +168,6 @@ static inline uint8x16_t vec_add(uint8x16_t a, uint8x16_t b)
 static inline uint8x16_t vec_times_256(uint8x16_t a)
 {
     return vreinterpretq_u8_s32(vshlq_n_s32(vreinterpretq_s32_u8(a), 8));
-}
-
-static inline uint8x16_t add_lanes(const uint8x16_t v[4])
-{
-    int32x4_t v01 = vpaddq_s32(vreinterpretq_s32_u8(v[0]), vreinterpretq_s32_u8(v[1]));
-    return vreinterpretq_u8_s32(vpaddq_s32(v01, vpaddq_s32(vreinterpretq_s32_u8(v[2]), vreinterpretq_s32_u8(v[3]))));
 }
 
 /* ---- what codes.h asks for ---- */

@@ -8,7 +8,8 @@
  *   ushr            2cy @ v1        2cy @ v13      2cy @ v0123
  *   sdot            2cy @ v01       3cy @ v0123    3cy @ v0123
  *
- * A vector of 4-bit words (32 codes, one row) costs four operations to bytes and four per operand (six if precise). */
+ * A vector of 4-bit words (32 codes, one row) costs four operations to bytes, two to be transposed, and four per operand
+ * (six if precise). */
 #include "neon.h"
 
 static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, uint8x16_t x_s8x16)
@@ -31,7 +32,8 @@ const tq_kernels tq_kernels_neon_dot = {
     .operand_bytes = operand_bytes_vector,
     .prepare = prepare_vector,
     .multiply = multiply_vector,
-    .softmax = tq_softmax_step,
+    .logits = tq_logits,
+    .weights = tq_weights,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

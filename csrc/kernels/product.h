@@ -3,36 +3,45 @@
  * Four words t = 0..3 of one g are 16 bytes of one row of the tile (turboquant.h, "tile"), so a vector of 16 G bytes holds G
  * rows, and every width turns it into levels in the same order of columns, the nibbles' own:
  *   byte 4 t + i of a 16-byte lane      even: column n = 2 i of lane 4 g + t      odd: column n = 2 i + 1
- * An operand holds its numbers as integers in that order, once, and is broadcast to all lanes. A unit has PARTS vectors of levels
- * for a vector of words (bytes: even, odd; 16 bits: even and odd bytes of both) and a `multiply_add` that sums products over
- * the 32-bit words; the sums over t are left to the end.
+ * An operand holds its numbers as integers in that order, once. A unit has PARTS vectors of levels for a vector of words
+ * (bytes: even, odd; 16 bits: even and odd bytes of both) and a `multiply_add` that sums products within each 32-bit word.
+ *
+ * The four words of a row still have to be added. Where several operands meet a tile it is taken by lane: words of rows g,
+ * g + 8, g + 16, g + 24 are transposed once, before the look-up, so that word r of a vector is row r of lane t, meets the
+ * operand's word t in all places, and sums come as they are stored (column order). It costs little beside the products and
+ * leaves next to nothing to do after them, when the multipliers would wait. A lone operand takes the tile by row: sums by
+ * row, transposed and added at the end.
  *
  * An operand of n tiles:
- *   | scale float, 60 bytes unused | sums int32 [n + 1][2]: of low and upper integers before tile k, padded to 64 |
+ *   | scale float, 60 bytes unused | sums int32 [n + 1][2][4]: of low and upper integers before tile k, in four parts |
  *   | integers [n tiles][low planes, then the upper one][PARTS][16 bytes] |
- * x = scale * (low + UPPER_UNIT * upper), low = plane 0 + 256 * plane 1; the upper plane is there only in precise operands.
+ * The sums are padded to 64 bytes. x = scale * (low + UPPER_UNIT * upper), low = plane 0 + 256 * plane 1; the upper plane is
+ * there only in precise operands.
  *
  * A unit defines before it includes this file:
  *   vec, VEC_BYTES                  its register
  *   PARTS, LOW_PLANES               2 and 2 (bytes) or 4 and 1 (16 bits)
- *   SUM_REGISTERS                   registers for sums, 8 or 16; an operand takes four a plane
+ *   SUM_REGISTERS                   registers for sums, 8 or 16
  *   LEVEL_OFFSET                    128 if looked-up levels come as level + 128, else 0
  *   SHIFT_2, SHIFT_1                0, 2 ..: 2- and 1-bit codes of row r come as code << SHIFT[r]
- *   vec_load, vec_broadcast (16 bytes), vec_zero, multiply_add
- *   tables, tables_of(book)         a codebook in registers;   parts, levels(bits, words, r, tables)
- *   UNIT_STORES_PLANES              if it has its own store_planes, below
- *   add_lanes(v)                    number r of 16-byte lane g = the sum over t of 32-bit word t of 16-byte lane g of v[r]:
- *                                   column order, and as many numbers as there are in tq_floats */
+ *   vec_zero, vec_add, vec_times_256, multiply_add, vec_broadcast_u32x4 (16 bytes), vec_broadcast_u32 (4 bytes)
+ *   vec_transpose(v)                4 x 4 words in each 16-byte lane: word t of v[r] becomes word r of v[t]
+ *   tile_words, load_words(bits, by_lane, at)      the words of one vector, ready for the look-up
+ *   tables, tables_of(book)                        a codebook in registers
+ *   parts, levels(bits, by_lane, words, m, tables) levels of lane t = m, word r being row r; or of row r = m, word t being lane t
+ *   UNIT_STORES_PLANES              if it has its own store_planes, below */
 #ifndef TQ_KERNELS_PRODUCT_H
 #define TQ_KERNELS_PRODUCT_H
 #include "vector.h"
 #include <math.h>
 
 #define VEC_GS (VEC_BYTES / 16) /* rows of a vector */
+#define MAX_ROWS 4              /* operands that share a look-up */
 #define UPPER_UNIT (LOW_PLANES == 2 ? 65536.0f : 256.0f)
 #define PLANES(precise) (LOW_PLANES + ((precise) ? 1 : 0))
+#define LIMIT(precise) ((precise) ? 4177920.0f : 32639.0f) /* 127.5 * 2^15, and what two balanced bytes hold */
 
-static int64_t planes_at(int32_t n) { return 64 + (8 * ((int64_t)n + 1) + 63) / 64 * 64; }
+static int64_t planes_at(int32_t n) { return 64 + (32 * ((int64_t)n + 1) + 63) / 64 * 64; }
 
 static size_t operand_bytes_vector(int32_t columns)
 {
@@ -99,24 +108,30 @@ TQ_INLINE void store_planes(const tq_ints *v, int precise, char *planes)
 }
 #endif
 
-TQ_INLINE void prepare_planes(const float *x, int32_t columns, int precise, void *operand)
+/** Of n numbers, a multiple of 32; infinite if one is not finite. */
+TQ_INLINE float largest_magnitude(const float *x, int32_t n)
 {
-    int32_t n = columns / TQ_TILE, *sums = (int32_t *)((char *)operand + 64);
-    char *planes = (char *)operand + planes_at(n);
-    int32_t most = 0; /* as integers: what is not finite is largest */
-    for (int32_t i = 0; i < TQ_TILE * n; i++) {
-        int32_t magnitude = (int32_t)(tq_bits_of(x[i]) & 0x7fffffff);
-        most = magnitude > most ? magnitude : most;
+    tq_ints even = {0}, odd = {0}; /* as integers: what is NaN is largest */
+    for (int32_t i = 0; i < n; i += 2 * TQ_LANES) {
+        even = tq_max_ints(even, tq_magnitude_bits(tq_load_floats(x + i)));
+        odd = tq_max_ints(odd, tq_magnitude_bits(tq_load_floats(x + i + TQ_LANES)));
     }
-    float limit = precise ? 4177920.0f : 32639.0f; /* 127.5 * 2^15, and what two balanced bytes hold */
-    float max = tq_float_of((uint32_t)most), inverse = limit / max;
-    *(float *)operand = max / limit;
+    tq_ints largest = tq_max_ints(even, odd), infinite = (tq_ints)tq_all(INFINITY);
+    return tq_max_lanes(tq_select(largest > infinite, (tq_floats)infinite, (tq_floats)largest));
+}
+
+/** Row x of n tiles with the largest magnitude `max` to an operand; inverse = LIMIT(precise) / max. */
+TQ_INLINE void prepare_planes(const float *x, float max, float inverse, int32_t n, int precise, void *operand)
+{
+    tq_ints4 *sums = (tq_ints4 *)((char *)operand + 64);
+    char *planes = (char *)operand + planes_at(n);
+    *(float *)operand = max * (1 / LIMIT(precise));
     if (!(max >= 0x1p-100f && max <= 0x1.fffffep127f)) { /* nothing, or not finite */
         *(float *)operand = max < 1 ? 0.0f : NAN;
         memset(sums, 0, (size_t)(planes - (char *)sums) + (size_t)n * PLANES(precise) * PARTS * 16);
         return;
     }
-    sums[0] = sums[1] = 0;
+    sums[0] = sums[1] = (tq_ints4){0};
     for (int32_t k = 0; k < n; k++) {
         tq_ints v[TQ_TILE / TQ_LANES], all = {0}, uppers = {0};
         for (int32_t i = 0; i < TQ_TILE / TQ_LANES; i++) {
@@ -125,18 +140,32 @@ TQ_INLINE void prepare_planes(const float *x, int32_t columns, int precise, void
             all += v[i];
             uppers += LOW_PLANES == 2 ? (v[i] + 0x8080) >> 16 : (v[i] + 0x80) >> 8;
         }
-        int32_t upper_sum = precise ? tq_sum_lanes_int(uppers) : 0;
-        sums[2 * k + 2] = sums[2 * k] + tq_sum_lanes_int(all) - upper_sum * (int32_t)UPPER_UNIT;
-        sums[2 * k + 3] = sums[2 * k + 1] + upper_sum;
+        tq_ints4 upper = precise ? tq_fold_ints(uppers) : (tq_ints4){0};
+        sums[2 * k + 2] = sums[2 * k] + tq_fold_ints(all) - upper * (int32_t)UPPER_UNIT;
+        sums[2 * k + 3] = sums[2 * k + 1] + upper;
         store_planes(v, precise, planes);
         planes += PLANES(precise) * PARTS * 16;
     }
 }
 
-static void prepare_vector(const float *x, int32_t columns, int precise, void *operand)
+/** A few rows at a time, and first all their largest: what is computed from one number waits, other rows do not. */
+static void prepare_vector(const float *x, int32_t columns, int32_t rows, int precise, void *operands)
 {
-    if (precise) prepare_planes(x, columns, 1, operand);
-    else prepare_planes(x, columns, 0, operand);
+    int64_t stride = (int64_t)operand_bytes_vector(columns);
+    for (int32_t first = 0; first < rows; first += MAX_ROWS) {
+        int32_t n = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
+        float max[MAX_ROWS], inverse[MAX_ROWS];
+        for (int32_t i = 0; i < n; i++) {
+            max[i] = largest_magnitude(x + (int64_t)(first + i) * columns, columns);
+            inverse[i] = LIMIT(precise) / max[i];
+        }
+        for (int32_t i = 0; i < n; i++) {
+            const float *row = x + (int64_t)(first + i) * columns;
+            void *operand = (char *)operands + (first + i) * stride;
+            if (precise) prepare_planes(row, max[i], inverse[i], columns / TQ_TILE, 1, operand);
+            else prepare_planes(row, max[i], inverse[i], columns / TQ_TILE, 0, operand);
+        }
+    }
 }
 
 /* ---- multiplying ---- */
@@ -165,18 +194,18 @@ typedef struct {
 TQ_INLINE product_end end_of(int bits, const product_run *run, int32_t q)
 {
     const char *operand = run->operands + q * run->operand_stride;
-    const int32_t *before = (const int32_t *)(operand + 64) + 2 * run->first, *behind = before + 2 * run->n;
+    const tq_ints4 *before = (const tq_ints4 *)(operand + 64) + 2 * run->first, *behind = before + 2 * run->n;
     int32_t offset = bits == 1 ? 1 : bits == 2 ? 3 : LEVEL_OFFSET; /* level = 2 code - 1 or - 3 for one and two bits */
     return (product_end){tq_all(*(const float *)operand * run->book->step),
-                         (tq_ints){0} + offset * (behind[0] - before[0]),
-                         (tq_ints){0} + offset * (behind[1] - before[1])};
+                         (tq_ints){0} + offset * tq_sum_ints4(behind[0] - before[0]),
+                         (tq_ints){0} + offset * tq_sum_ints4(behind[1] - before[1])};
 }
 
-/** Sums over t in column order, to codes times operand, to levels times operand. */
-TQ_INLINE tq_floats level_sums(int bits, const vec sums[4], tq_ints offset)
+/** Sums of codes times operand to levels times operand. */
+TQ_INLINE tq_floats level_sums(int bits, vec sums, tq_ints offset)
 {
     static const int32_t shifts[2][16] = {{SHIFT_1, SHIFT_1, SHIFT_1, SHIFT_1}, {SHIFT_2, SHIFT_2, SHIFT_2, SHIFT_2}};
-    tq_ints v = (tq_ints)add_lanes(sums), shift;
+    tq_ints v = (tq_ints)sums, shift;
     if (bits <= 2) {
         memcpy(&shift, shifts[bits - 1], sizeof shift);
         v = (v >> shift) * 2;
@@ -184,7 +213,7 @@ TQ_INLINE tq_floats level_sums(int bits, const vec sums[4], tq_ints offset)
     return __builtin_convertvector(v - offset, tq_floats);
 }
 
-/** A step: `vectors` vectors of rows of one block times `rows` operands. Sums are registers once all of it is inlined. */
+/** A step: `vectors` vectors of rows of one block times `rows` operands. */
 typedef struct {
     const product_run *run;
     const tables *t;
@@ -195,121 +224,121 @@ typedef struct {
     const uint8_t *ahead;
 } product_step;
 
-/** Adds the products with planes first .. first + planes - 1: sums[vector][operand][plane - first][r]. */
-TQ_INLINE void add_products(int bits, int precise, int rows, int vectors, int first, int planes,
-                            const product_step *step, vec sums[2][2][2][4])
+/** By operand, plane and row r (or 0), for each vector: registers once all of it is inlined. */
+typedef vec (*product_sums)[MAX_ROWS][3][4];
+
+/** Words of `vectors` vectors of one tile times its numbers x in `rows` operands. */
+TQ_INLINE void add_tile(int bits, int precise, int rows, int vectors, int by_lane, const tile_words *words,
+                        const char *x, const product_step *step, product_sums sums)
 {
-    const char *x = step->operands + 16 * PARTS * first;
+    const int planes = PLANES(precise);
+    TQ_UNROLL
+    for (int m = 0; m < 4; m++) { /* lane t or row r */
+        parts level[2];
+        TQ_UNROLL
+        for (int h = 0; h < vectors; h++) level[h] = levels(bits, by_lane, &words[h], m, step->t);
+        TQ_UNROLL
+        for (int j = 0; j < PARTS; j++) TQ_UNROLL
+        for (int i = 0; i < rows; i++) TQ_UNROLL
+        for (int p = 0; p < planes; p++) {
+            const char *part = x + i * step->run->operand_stride + 16 * (p * PARTS + j);
+            vec numbers = by_lane ? vec_broadcast_u32(part + 4 * m) : vec_broadcast_u32x4(part);
+            TQ_UNROLL
+            for (int h = 0; h < vectors; h++) {
+                vec *sum = &sums[h][i][p][by_lane ? 0 : m];
+                *sum = multiply_add(*sum, level[h].part[j], numbers);
+            }
+        }
+    }
+}
+
+TQ_INLINE void add_products(int bits, int precise, int rows, int vectors, int by_lane, const product_step *step,
+                            product_sums sums)
+{
+    const char *x = step->operands;
     const uint8_t *ahead = step->ahead;
     int32_t k = 0;
     do {
+        const uint8_t *tile = step->run->base + step->tiles[k].offset + 16 * step->g;
+        tile_words words[2];
         TQ_UNROLL
         for (int h = 0; h < vectors; h++) {
-            const uint8_t *tile = step->run->base + step->tiles[k].offset + 16 * (step->g + h * VEC_GS);
-            vec words[TQ_MAX_BITS];
-            TQ_UNROLL
-            for (int i = 0; i < bits; i++) words[i] = vec_load(tile + 128 * i);
+            words[h] = load_words(bits, by_lane, tile + 16 * VEC_GS * h);
             for (int32_t i = 0; i < step->lines; i++, ahead += 64)
                 __builtin_prefetch(ahead, 0, 2); /* to L2: more can be under way */
-            TQ_UNROLL
-            for (int r = 0; r < 4; r++) {
-                parts level = levels(bits, words, r, step->t);
-                TQ_UNROLL
-                for (int i = 0; i < rows; i++) TQ_UNROLL
-                for (int p = 0; p < planes; p++) TQ_UNROLL
-                for (int j = 0; j < PARTS; j++) {
-                    vec numbers = vec_broadcast(x + i * step->run->operand_stride + 16 * (p * PARTS + j));
-                    sums[h][i][p][r] = multiply_add(sums[h][i][p][r], level.part[j], numbers);
-                }
-            }
+            if (!by_lane) add_tile(bits, precise, rows, 1, by_lane, words + h, x, step, sums + h);
         }
+        if (by_lane) add_tile(bits, precise, rows, vectors, by_lane, words, x, step, sums);
         x += 16 * PARTS * PLANES(precise);
     } while (++k < step->run->n);
 }
 
-TQ_INLINE void clear(int rows, int vectors, int planes, vec sums[2][2][2][4])
+/** The sums of one plane in column order. */
+TQ_INLINE vec gather_sums(int by_lane, vec *sums)
 {
-    TQ_UNROLL
-    for (int h = 0; h < vectors; h++) TQ_UNROLL
-    for (int i = 0; i < rows; i++) TQ_UNROLL
-    for (int p = 0; p < planes; p++) TQ_UNROLL
-    for (int r = 0; r < 4; r++) sums[h][i][p][r] = vec_zero();
+    if (by_lane) return sums[0];
+    vec_transpose(sums);
+    return vec_add(vec_add(sums[0], sums[1]), vec_add(sums[2], sums[3]));
 }
 
-/** One block times `rows` operands from q on. Two low planes are taken together if registers allow: that saves the second look-up;
- *  otherwise one after the other, which saves registers. */
+/** One block times `rows` operands from q on. */
 TQ_INLINE void multiply_block(int bits, int precise, int rows, const product_run *run, const tables *t,
                               const product_end *ends, int32_t block, int32_t q)
 {
-    const int together = LOW_PLANES * rows * 4 <= SUM_REGISTERS ? LOW_PLANES : 1;
-    const int vectors =
-        2 * together * rows * 4 <= SUM_REGISTERS && VEC_GS < 8 ? 2 : 1; /* lone rows have registers to spare */
-    int32_t lines = q ? 0 : run->lines;                                 /* once is enough */
+    const int planes = PLANES(precise);
+    const int by_lane = rows > 1 || 4 * planes > SUM_REGISTERS, sums_each = rows * planes * (by_lane ? 1 : 4);
+    const int vectors = 2 * sums_each <= SUM_REGISTERS ? 2 : 1; /* share a broadcast, if registers allow */
+    int32_t lines = q ? 0 : run->lines;                         /* once is enough */
     float *out = run->out + (int64_t)q * run->out_stride + TQ_TILE * block;
     product_step step = {run,
                          t,
                          run->tiles + (int64_t)block * run->of,
                          run->operands + q * run->operand_stride + planes_at(run->of) +
-                             16 * PARTS * PLANES(precise) * (int64_t)run->first,
+                             16 * PARTS * planes * (int64_t)run->first,
                          0,
                          lines,
                          run->ahead + 64 * (int64_t)lines * (8 / VEC_GS) * run->n * block};
     for (step.g = 0; step.g < 8; step.g += vectors * VEC_GS) {
-        vec sums[2][2][2][4];
-        tq_floats y[2][2];
-        clear(rows, vectors, together, sums);
-        add_products(bits, precise, rows, vectors, LOW_PLANES - together, together, &step, sums);
-        step.ahead += 64 * (int64_t)step.lines * vectors * run->n;
-        if (together < LOW_PLANES) {
-            TQ_UNROLL
-            for (int h = 0; h < vectors; h++) TQ_UNROLL
-            for (int i = 0; i < rows; i++) TQ_UNROLL
-            for (int r = 0; r < 4; r++) sums[h][i][0][r] = vec_times_256(sums[h][i][0][r]);
-            step.lines = 0;
-            add_products(bits, precise, rows, vectors, 0, 1, &step, sums);
-        }
+        vec sums[2][MAX_ROWS][3][4];
         TQ_UNROLL
         for (int h = 0; h < vectors; h++) TQ_UNROLL
-        for (int i = 0; i < rows; i++) {
-            vec low[4];
-            TQ_UNROLL
-            for (int r = 0; r < 4; r++)
-                low[r] = together == 2 ? vec_add(vec_times_256(sums[h][i][1][r]), sums[h][i][0][r]) : sums[h][i][0][r];
-            y[h][i] = level_sums(bits, low, ends[i].low_offset);
-        }
-        step.lines = 0;
-        if (precise) {
-            clear(rows, vectors, 1, sums);
-            add_products(bits, precise, rows, vectors, LOW_PLANES, 1, &step, sums);
-        }
+        for (int i = 0; i < rows; i++) TQ_UNROLL
+        for (int p = 0; p < planes; p++) TQ_UNROLL
+        for (int r = 0; r < 4; r++) sums[h][i][p][r] = vec_zero();
+        add_products(bits, precise, rows, vectors, by_lane, &step, sums);
+        step.ahead += 64 * (int64_t)lines * vectors * run->n;
         TQ_UNROLL
         for (int h = 0; h < vectors; h++) TQ_UNROLL
         for (int i = 0; i < rows; i++) {
             float *to = out + (int64_t)i * run->out_stride + 4 * (step.g + h * VEC_GS);
-            vec upper[4];
+            vec(*plane)[4] = sums[h][i];
             TQ_UNROLL
-            for (int r = 0; r < 4; r++) upper[r] = sums[h][i][0][r];
-            if (precise) y[h][i] = tq_fused(level_sums(bits, upper, ends[i].upper_offset), tq_all(UPPER_UNIT), y[h][i]);
+            for (int r = 0; r < 4; r++)
+                if (LOW_PLANES == 2) plane[0][r] = vec_add(vec_times_256(plane[1][r]), plane[0][r]);
+            tq_floats y = level_sums(bits, gather_sums(by_lane, plane[0]), ends[i].low_offset);
+            if (precise)
+                y = tq_fused(level_sums(bits, gather_sums(by_lane, plane[LOW_PLANES]), ends[i].upper_offset),
+                             tq_all(UPPER_UNIT), y);
             tq_floats sum = run->accumulate ? tq_load_floats(to) : tq_all(0);
-            tq_store_floats(to, tq_fused(y[h][i], ends[i].unit, sum));
+            tq_store_floats(to, tq_fused(y, ends[i].unit, sum));
         }
-        step.lines = lines;
     }
 }
 
 /** All blocks times `rows` operands from q on. */
 TQ_INLINE void multiply_rows(int bits, int precise, int rows, const product_run *run, const tables *t, int32_t q)
 {
-    product_end ends[2];
+    product_end ends[MAX_ROWS];
     for (int i = 0; i < rows; i++) ends[i] = end_of(bits, run, q + i);
     for (int32_t block = 0; block < run->blocks; block++) multiply_block(bits, precise, rows, run, t, ends, block, q);
 }
 
-/** All blocks and all operands, two at a time: the look-up is shared, and sums still fit in registers. */
+/** All blocks and all operands, four at a time: they share the look-up, and their sums still fit in registers. */
 TQ_INLINE void multiply_width(int bits, int precise, const product_run *run)
 {
     const tables t = tables_of(run->book);
     int32_t q = 0;
+    for (; q + 4 <= run->rows; q += 4) multiply_rows(bits, precise, 4, run, &t, q);
     for (; q + 2 <= run->rows; q += 2) multiply_rows(bits, precise, 2, run, &t, q);
     if (q < run->rows) multiply_rows(bits, precise, 1, run, &t, q);
 }

@@ -155,10 +155,12 @@ static void unpack_scalar(int32_t bits, const uint32_t *words, uint8_t *codes)
 
 static size_t operand_bytes_scalar(int32_t columns) { return (size_t)(columns * 4 + 63) / 64 * 64; }
 
-static void prepare_scalar(const float *x, int32_t columns, int precise, void *operand)
+static void prepare_scalar(const float *x, int32_t columns, int32_t rows, int precise, void *operands)
 {
     (void)precise;
-    memcpy(operand, x, sizeof(float) * (size_t)columns);
+    for (int32_t q = 0; q < rows; q++)
+        memcpy((char *)operands + (size_t)q * operand_bytes_scalar(columns), x + (int64_t)q * columns,
+               sizeof(float) * (size_t)columns);
 }
 
 /** Adds one tile's 32 products for one operand. */
@@ -227,7 +229,8 @@ const tq_kernels tq_kernels_scalar = {
     .operand_bytes = operand_bytes_scalar,
     .prepare = prepare_scalar,
     .multiply = multiply_scalar,
-    .softmax = tq_softmax_step,
+    .logits = tq_logits,
+    .weights = tq_weights,
     .load = load_scalar,
     .dot = dot_scalar,
     .axpy = axpy_scalar,

@@ -78,6 +78,19 @@ TQ_INLINE tq_floats tq_max(tq_floats a, tq_floats b)
 #endif
 }
 
+TQ_INLINE tq_ints tq_max_ints(tq_ints a, tq_ints b)
+{
+#if defined(__AVX512F__)
+    return (tq_ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX__)
+    return (tq_ints)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#elif defined(__ARM_NEON)
+    return vmaxq_s32(a, b);
+#else
+    return (tq_ints)tq_select(a > b, (tq_floats)a, (tq_floats)b);
+#endif
+}
+
 /* Over all lanes, by halves: a chain of sixteen sums would cost more than what it sums. */
 
 typedef float tq_floats4 __attribute__((vector_size(16)));
@@ -92,14 +105,17 @@ TQ_INLINE float tq_sum_lanes(tq_floats x)
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-TQ_INLINE int32_t tq_sum_lanes_int(tq_ints x)
+/** Lanes i of the four-lane quarters summed. */
+TQ_INLINE tq_ints4 tq_fold_ints(tq_ints x)
 {
     tq_ints4 quarters[TQ_LANES / 4], sum;
     memcpy(quarters, &x, sizeof x);
     sum = quarters[0];
     for (int i = 1; i < TQ_LANES / 4; i++) sum += quarters[i];
-    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+    return sum;
 }
+
+TQ_INLINE int32_t tq_sum_ints4(tq_ints4 x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
 /** The largest of numbers without NaN. */
 TQ_INLINE float tq_max_lanes(tq_floats x)
