@@ -25,7 +25,7 @@ the same token's in bfloat16 and float32. Sinks and window stay in the model's d
 
 KL divergence is of the next token's distribution from the full cache's, in nats per token, mean over the text, measured
 by `benchmarks/quality.py` with everything packed (no sinks, no window, each query's own token included), and after the
-slash with 4 sinks and a window of 128. A star: over 4 x 1,024 tokens; others over 12 x 2,048. A dash: not measured.
+slash with 4 sinks and a window of 128. A dash: not measured.
 
 Presets of byte format 2 (blocks, tables, sketches: `csrc/include/turboquant.h`) do not fit the fast kernels. They
 attend from the packed bytes all the same: a tile of 32 tokens is decoded at a time, never the history.
@@ -162,11 +162,7 @@ def _size(params: dict[str, Any]) -> str:
 
 
 def _figure(found: Row | None) -> str:
-    """Three digits, and the star of a short text; another size is not in the page's words: a KeyError."""
-    if found is None:
-        return "-"
-    mark = {"12 x 2,048 tokens": "", "4 x 1,024 tokens": "\\*"}[_size(found["params"])]
-    return f"{found['metrics']['kl_divergence']:#.3g}{mark}"
+    return "-" if found is None else f"{found['metrics']['kl_divergence']:#.3g}"
 
 
 def recall_section(measured: list[Row]) -> list[str]:

@@ -13,8 +13,7 @@ from presets import ROOT, results
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Every spec of these rows with everything packed: a point each, a line through each family; hollow and dashed if
-    measured over fewer tokens than others."""
+    """Every spec of these rows with everything packed: a point each, a line through each family."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,15 +23,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> Path:
     families: dict[str, list[dict[str, Any]]] = {}
     for row in packed:
         families.setdefault(_family(row["params"]["spec"]), []).append(row)
-    most = max(map(_tokens, packed))
     plt.rcParams["svg.hashsalt"] = "turboquant"  # the same file for the same numbers
     figure, axes = plt.subplots(figsize=(7.5, 5))
     for i, (family, members) in enumerate(sorted(families.items())):
-        for whole in sorted({_tokens(row) == most for row in members}, reverse=True):
-            points = sorted(_point(row) for row in members if (_tokens(row) == most) == whole)
-            style = dict(marker="osD^v"[i // 10 % 5], color=f"C{i % 10}", markersize=4.5, linewidth=1.2)
-            style |= {} if whole else dict(fillstyle="none", linestyle="--")
-            axes.plot(*zip(*points), label=family + ("" if whole else ", short text"), **style)
+        points = sorted(map(_point, members))
+        style = dict(marker="osD^v"[i // 10 % 5], color=f"C{i % 10}", markersize=4.5, linewidth=1.2)
+        axes.plot(*zip(*points), label=family, **style)
     axes.set(
         xlabel="bits per number, every byte of a page counted", ylabel="KL divergence, nats per token", yscale="log"
     )
@@ -46,10 +42,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> Path:
 
 def _point(row: dict[str, Any]) -> tuple[float, float]:
     return row["metrics"]["effective_bits"], row["metrics"]["kl_divergence"]
-
-
-def _tokens(row: dict[str, Any]) -> int:
-    return int(row["params"]["windows"] * row["params"]["length"])
 
 
 def _family(spec: str) -> str:
