@@ -31,7 +31,7 @@ from .attention import NAME, PackedAttention, Pass, centre_of, plain_attention
 from .graph import StepGraphs
 from .model import attentions, checked_model, embed, padded, positioned, tokenise
 from .reading import Copy, Reading, Shape, described
-from .store import Store, empty, stamp
+from .store import Store, empty
 
 __all__ = ["EXACT", "ContextCache", "Letters", "Residues"]
 
@@ -134,7 +134,7 @@ class ContextCache:
     def _held(self) -> Store:
         if self._store is None:
             raise RuntimeError("nothing is stored yet: call encode first")
-        if self._store.stamp != stamp(self._base):
+        if not self._store.weights.unchanged():
             raise RuntimeError("the model's weights, dtype or device changed since encode: encode again")
         return self._store
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from ..plan import PAGE_TOKENS
 from .attention import PackedAttention
 from .model import dropout_factor, padded
 
-__all__ = ["Layer", "Store", "empty", "stamp"]
+__all__ = ["Layer", "Store", "Weights", "empty"]
+
+_DATA_PTR, _VERSION = torch.Tensor.data_ptr, torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -32,6 +35,27 @@ class Layer:
         yield from (t for t in (self.pages, self.sinks, self.centre) if t is not None)
 
 
+class Weights:
+    """Those of a model, to see whether one has changed since: in place, for another tensor, or with its module. Every
+    step asks, so all loops run in C."""
+
+    def __init__(self, base: Any) -> None:
+        self._modules = list(base.modules())
+        self._members = [held for module in self._modules for held in (module._modules, module._parameters)]
+        self._held = list(base.parameters())
+        self._versioned = [weight for weight in self._held if not weight.is_inference()]  # others cannot be written
+        self._before = self._now()
+
+    def unchanged(self) -> bool:
+        return self._now() == self._before
+
+    def _now(self) -> tuple[list[Any], ...]:
+        """Which objects there are (all are kept alive, so that none gets another's id), where their numbers lie, how
+        often these were written."""
+        members = list(map(id, chain.from_iterable(map(dict.values, self._members))))
+        return members, list(map(_DATA_PTR, self._held)), list(map(_VERSION, self._versioned)), [self._held[0].dtype]
+
+
 @dataclass
 class Store:
     """What `encode` keeps. Row r of every tensor is the protein `tokens[r]`."""
@@ -43,7 +67,7 @@ class Store:
     factor: torch.Tensor  # of token dropout, float32 [n]
     layers: list[Layer]
     centres: torch.Tensor  # float32 [layers, n, heads, head_dim]; of no layers where no spec is centred by the prompt
-    stamp: tuple[Any, ...]  # of the weights that made it
+    weights: Weights  # that made it
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.lengths, self.table, self.factor)
@@ -74,7 +98,7 @@ def empty(base: Any, modules: Sequence[Any], specs: Sequence[PackedAttention], t
     ids, real = padded(tokens, device)
     lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int32, device=device)
     factor = dropout_factor(ids, real)
-    return Store(tokens, row_of, lengths, _table(counts, device), factor, layers, centres, stamp(base))
+    return Store(tokens, row_of, lengths, _table(counts, device), factor, layers, centres, Weights(base))
 
 
 def _table(counts: list[int], device: Any) -> torch.Tensor:
@@ -84,15 +108,3 @@ def _table(counts: list[int], device: Any) -> torch.Tensor:
         rows.append([*range(first, first + count), *[0] * (max(counts) - count)])
         first += count
     return torch.tensor(rows, dtype=torch.int32, device=device).view(len(counts), max(counts, default=0))
-
-
-def stamp(base: Any) -> tuple[Any, ...]:
-    """Changes whenever a weight does, in place or by another one."""
-    modules, held = [base], []
-    for module in modules:  # `base.parameters()` names what it walks, which takes seven times as long
-        if module is not None:
-            modules += module._modules.values()
-            held += module._parameters.values()
-    weights = [weight for weight in held if weight is not None]
-    versions = [w._version for w in weights if not w.is_inference()]  # the others cannot be changed in place
-    return sum(versions), hash(tuple([w.data_ptr() for w in weights])), base.embeddings.word_embeddings.weight.dtype
