@@ -26,9 +26,9 @@ tq_status look_at_device(Device *d, tq_error *error)
     if (strcmp(path, "hopper") && strcmp(path, "portable"))
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, 0, "\"hopper\" or \"portable\"");
     d->bulk = !strcmp(path, "hopper");
-    if (d->bulk && d->major < 9)
+    if (d->bulk && d->major != 9)
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, d->major,
-                    "\"portable\" below compute capability 9.0");
+                    "\"portable\" but on compute capability 9.0");
     return TQ_OK;
 }
 

@@ -18,7 +18,18 @@ template <class V> __device__ __forceinline__ void init_barriers(const AttendArg
     barrier_init_fence();
 }
 
-template <class V> __global__ void __maxnreg__(V::MAX_REGISTERS) attend_kernel(const __grid_constant__ AttendArgs a)
+/** Whether a device of this code runs the kernel: bulk copies are for compute capability 9.0 (look_at_device). Others would only be
+ *  compiled in vain. */
+template <class V> __device__ constexpr bool is_for_this_device()
+{
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1000)
+    return !V::BULK;
+#else
+    return true;
+#endif
+}
+
+template <class V> __device__ __forceinline__ void attend_pages(const AttendArgs &a)
 {
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, team = warp / a.team_warps,
         member = warp - team * a.team_warps;
@@ -47,6 +58,11 @@ template <class V> __global__ void __maxnreg__(V::MAX_REGISTERS) attend_kernel(c
         if (!ahead.now.there) return;
         top_up(a, ring, ahead, thread);
     }
+}
+
+template <class V> __global__ void __maxnreg__(V::MAX_REGISTERS) attend_kernel(const __grid_constant__ AttendArgs a)
+{
+    if constexpr (is_for_this_device<V>()) attend_pages<V>(a);
 }
 
 } // namespace tq

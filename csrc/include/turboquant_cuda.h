@@ -29,7 +29,7 @@ extern "C" {
 /** The kernels that would run for an operation ("rotate", "append", "attend", "dequantize", "merge") of a plan on the current
  *  device, e.g. "attend_hopper_3x3", or "attend_blocks" for one of version 2; NULL for an unknown operation or where no device
  *  can run it. The environment variable TURBOQUANT_CUDA_PATH=hopper|portable, read at each call, forces one of the two ways in
- *  which pages of version 1 reach the multiprocessors (bulk copies, compute capability 9.0 and newer; cp.async, 8.0 and newer);
+ *  which pages of version 1 reach the multiprocessors (bulk copies, compute capability 9.x; cp.async, 8.0 and newer);
  *  without it, hopper on 9.x and portable elsewhere. */
 TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan);
 
