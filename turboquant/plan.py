@@ -12,7 +12,7 @@ from operator import index
 from typing import TypeVar
 
 FORMAT_VERSION = 1
-BLOCKED_VERSION = 2  # of plans with blocks, tables and sketches, which run on the CPU by portable code
+BLOCKED_VERSION = 2  # of plans with blocks, tables and sketches, which plain kernels run
 NEW_BLOCK = 16  # added to the bits of the group that a block begins with
 GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
 MAX_BITS = 5

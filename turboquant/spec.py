@@ -229,7 +229,7 @@ class CacheSpec:
 
     @property
     def blocked(self) -> bool:
-        """Whether its plans are of version 2 (turboquant.h), which portable code on the CPU alone runs. Overrides are
+        """Whether its plans are of version 2 (turboquant.h), which plain kernels run, not the fast ones. Overrides are
         not looked at."""
         plain = ("same", "codebook", "codebook", 0, 0, "none", "none")
         return plain != (self.value_rotation, self.key_levels, self.value_levels, self.key_block, self.value_block,
