@@ -3,9 +3,9 @@
 //   attend: `pages` must be on cuda:0 like `q`, got cpu
 //   attend: `block_table[3]` must be in 0..n_pages - 1, got 8
 // A tensor's dtype, shape, device, strides and requires_grad are checked here; numbers and sizes by the core, which knows the
-// limits. What Python sees (the dispatcher turns C++ exceptions into these, the stable ABI has no other way):
-//   ValueError   anything about an argument, its dtype included      std::invalid_argument
-//   MemoryError  no memory                                           std::bad_alloc
+// limits. What Python sees (errors.h says how):
+//   ValueError   anything about an argument, its dtype included      ArgumentError
+//   MemoryError  no memory                                           MemoryFailure
 //   RuntimeError the machine: CUDA, an instruction set, the build    std::runtime_error
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
@@ -19,13 +19,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
-#include <new>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "errors.h"
 #include "turboquant.h"
 
 namespace turboquant
@@ -40,16 +39,6 @@ enum class Strides {
     DENSE, // contiguous
     ROWS,  // only the last dimension must be
     FREE
-};
-
-class MemoryFailure : public std::bad_alloc
-{
-public:
-    explicit MemoryFailure(std::string what) : what_(std::move(what)) {}
-    const char *what() const noexcept override { return what_.c_str(); }
-
-private:
-    std::string what_;
 };
 
 /** For calls into libtorch, which has printed its own words to stderr: the stable ABI of 2.10 does not hand them over. */
@@ -126,7 +115,7 @@ public:
 
     [[noreturn]] void refuse(const std::string &name, const std::string &wants, const std::string &got) const
     {
-        throw std::invalid_argument(std::string(op) + ": `" + name + "` must be " + wants + ", got " + got);
+        throw ArgumentError(std::string(op) + ": `" + name + "` must be " + wants + ", got " + got);
     }
 
     /** Turns a status into an exception. `error` is the one that was passed to the core. */
@@ -147,7 +136,7 @@ public:
         }
         if (status == TQ_E_MEMORY) throw MemoryFailure(text);
         if (status == TQ_E_UNSUPPORTED || status == TQ_E_CUDA) throw std::runtime_error(text);
-        throw std::invalid_argument(text);
+        throw ArgumentError(text);
     }
 
     /** The model's dtype of a call, from its first tensor. */
