@@ -356,6 +356,48 @@ def test_reserve_that_runs_out_of_memory_changes_nothing(monkeypatch):
     close(forward(fork, stream.piece(300, 700)), forward(cache, stream.piece(300, 700)), 1e-6)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_gpu_without_memory_changes_nothing():
+    """Torch may take no more of the GPU, and what it has is full; then a little is given back at a time."""
+    stream, cache = Stream(tokens=910), TurboQuantCache(CONFIG, CacheSpec(3, 3, sinks=2, centre="prompt"))
+
+    def piece(start, stop):
+        return [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]
+
+    forward(cache, piece(0, 300))
+    fork, more = cache.fork(), piece(300, 900)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(
+        torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    )
+    filling, failures = [], 0
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            while True:
+                filling.append(torch.empty(512, dtype=torch.uint8, device="cuda"))
+        while fork.get_seq_length() == 300:
+            try:
+                forward(fork, more)
+            except RuntimeError as error:  # OutOfMemoryError is one; operators raise the plain kind
+                assert "out of memory" in str(error)
+                if fork.get_seq_length() != 300:
+                    break  # it was the output that found no room
+                failures += 1
+                assert all(not x.damaged and [len(row) for row in x.table.rows] == [3] for x in fork.layers)
+            if not filling:  # what comes in large blocks needs more
+                torch.cuda.set_per_process_memory_fraction(1.0)
+            del filling[-max(1, len(filling) // 32) :]
+    finally:
+        filling.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert failures >= 5
+    forward(cache, more)
+    assert torch.equal(forward(fork, piece(900, 910)), forward(cache, piece(900, 910)))
+    check(cache, fork)
+
+
 def test_a_table_of_its_own():
     table = PageTable.empty(2, 1, 64, torch.device("cpu"))
     table.reserve([0, 0], [130, 5])

@@ -102,10 +102,10 @@ class Common:
                     layer.crop_to(before)
                 else:
                     layer.damaged = True
-        held, self._lengths = self._lengths, {}
-        for device, (_, padding, _) in held.items():
-            if before:
-                self.lengths(before, padding, device)
+        if before == 0:
+            self._lengths = {}
+        for device, (_, padding, _) in list(self._lengths.items()):
+            self.lengths(before, padding, device)  # in place: there may be no memory for more
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("lengths", held[2]) for held in self._lengths.values())
