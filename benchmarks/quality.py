@@ -4,8 +4,9 @@
     python benchmarks/quality.py --ship      the demo model's calibration, turboquant/data/demo/calibration.safetensors
     python benchmarks/quality.py --guard     tests/golden/quality_demo.json
 
-Each text is measured with everything packed and again with 4 sinks and a window of 128. Calibrated presets use one
-calibration, made here on the first half of books_val.txt; "books" is its second half: neither text was calibrated on.
+Each text is measured with everything packed, with all but each query's own token, and with 4 sinks and a window of 128.
+Calibrated presets use one calibration, made here on the first half of books_val.txt; "books" is its second half:
+neither text was calibrated on.
 The model runs in float32: what differs is the cache alone. Files: quality_<model>_<text>.json for 12 x 2048 tokens, and
 of another size quality_<model>_<text>_<size>.json. `--add` measures some specs and keeps the rows of others that a file
 has, so that a table can be made in parts.
@@ -37,8 +38,9 @@ GUARDED = ("default", "calibrated-3", "paper-mse-3")
 
 # Beside the presets: the default method at other widths, and each of its parts.
 EXTRAS = {
-    "default-3": CacheSpec(3, 3, centre="prompt", sinks=4, window=128),
-    "default-2": CacheSpec(2, 2, centre="prompt", sinks=4, window=128),
+    "default-3": CacheSpec(3, 3, centre="prompt", centre_tokens=1024, sinks=4, window=128),
+    "default-2": CacheSpec(2, 2, centre="prompt", centre_tokens=1024, sinks=4, window=128),
+    "default, 128 tokens": CacheSpec(4, 4, centre="prompt", sinks=4, window=128),
     "eden-4": CacheSpec(4, 4),
     "eden-3": CacheSpec(3, 3),
     "eden-2": CacheSpec(2, 2),
@@ -49,7 +51,11 @@ EXTRAS = {
     "keys 3, values 4": CacheSpec(3, 4, centre="prompt"),
 }
 TEXTS = ["books", "wikitext2"]
-VARIANTS = {"packed": dict(sinks=0, window=0), "sinks and window": dict(sinks=4, window=128)}
+VARIANTS = {
+    "packed": dict(sinks=0, window=0),
+    "own token exact": dict(sinks=0, window=1),
+    "sinks and window": dict(sinks=4, window=128),
+}
 
 
 def load(folder: Path, device: str = "cpu") -> tuple[Any, Any]:

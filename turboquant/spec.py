@@ -407,7 +407,7 @@ def _absmax(key_bits: int, value_bits: int, **rotations: str) -> CacheSpec:
 
 _PRESETS: dict[str, CacheSpec] = {
     # The method that measures best without calibration.
-    "default": CacheSpec(key_bits=4, value_bits=4, centre="prompt", sinks=4, window=128),
+    "default": CacheSpec(key_bits=4, value_bits=4, centre="prompt", centre_tokens=1024, sinks=4, window=128),
     # The same for an encoder of proteins, whose heads are small: it reads all tokens at once, so the centre is that of
     # them all, and no token is recent.
     "esm-default": CacheSpec(4, 4, codebook="sphere", centre="prompt", centre_tokens=2**14, sinks=4),
