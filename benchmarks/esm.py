@@ -1,9 +1,10 @@
 """ESM-2: quality of packed full passes, scans from a shared context, decoding speed and bytes.
 
     python benchmarks/esm.py quality families ablation scan memory --out benchmarks/results/zen4-2core
-    python benchmarks/esm.py decode scan memory --device cuda --out benchmarks/results/h200
+    python benchmarks/esm.py decode scan memory full quality families --device cuda --out benchmarks/results/h200
 
     quality    int8, presets and widths, proteins_val.fasta, calibrated on proteins_train.fasta
+    full       one packed full pass of 64 x 1,022 residues of the 650M shape, against the model's own
     families   final cosine by SCOP class, proteins of proteins_val.fasta
     ablation   the default method at 3 bits, and TurboESM's, without each of their parts
     scan       masked marginals from a shared context against the exact one: time, memory, correlation, errors
@@ -12,7 +13,7 @@
     overhead   CPU time of a decoding step beyond the model, a layer: 33 layers of 20 heads, narrow, one short protein
     memory     bytes that a context of the 650M shape holds
 
-quality, families, ablation and scan run models/esm-reference in float32, unless `--device cuda`: there scan times the
+quality, families and ablation run models/esm-reference in float32, and so does scan on a CPU; on a GPU it times the
 650M shape. That shape has random weights in bfloat16 (on a CPU, memory alone, and without its feed-forward layers).
 """
 
@@ -70,8 +71,9 @@ CLASSES = {"a": "all alpha", "b": "all beta", "c": "alpha/beta", "d": "alpha + b
 CASES = [(1, 256), (1, 1022), (1, 4094), (8, 256), (8, 1022), (8, 4094), (64, 256), (64, 1022), (64, 4094)]
 
 
-def reference() -> Any:
-    return EsmForMaskedLM.from_pretrained(SHARED / "models/esm-reference", dtype=torch.float32).eval()
+def reference(device: str = "cpu") -> Any:
+    model = EsmForMaskedLM.from_pretrained(SHARED / "models/esm-reference", dtype=torch.float32).eval()
+    return model.to(device)
 
 
 def shape_650m(device: str, intermediate: int = 5120) -> Any:
@@ -102,7 +104,7 @@ def calibrated(model: Any, args: argparse.Namespace) -> Calibration:
 
 
 def quality(report: Report, args: argparse.Namespace) -> None:
-    model = reference()
+    model = reference(args.device)
     chosen = [p.sequence for p in spread(proteins("proteins_val.fasta"), args.proteins)]
     specs = {name: spec for name, spec in SPECS.items() if not args.specs or name in args.specs}
     calibration = calibrated(model, args) if any(spec.calibrated for spec in specs.values()) else None
@@ -136,7 +138,7 @@ def plot(report: Report, path: str) -> None:
 
 def families(report: Report, args: argparse.Namespace) -> None:
     """Proteins with domains of one class only."""
-    model = reference()
+    model = reference(args.device)
     calibration = calibrated(model, args)
     lines = (SHARED / "data/proteins_scop.tsv").read_text().splitlines()
     of = {chain: {domain[0] for domain in classes.split(",")} for chain, classes in (line.split() for line in lines)}
@@ -150,8 +152,23 @@ def families(report: Report, args: argparse.Namespace) -> None:
             print(f"{letter}: {described:14} {name:14} {one}")
 
 
+@torch.no_grad()
+def full(report: Report, args: argparse.Namespace) -> None:
+    model = shape_650m(args.device)
+    batch = esm.protein_batches(model, [random_protein(1022, seed) for seed in range(64)], batch_size=64)[0]
+    for name in ("the model's own", "default-4", "default-3", "default-2"):
+        if name in SPECS:
+            turboquant.patch(model, SPECS[name])
+        metrics = {
+            "ms": timed(lambda: model(**batch), model, 3),
+            "peak_bytes": peak_bytes(model, lambda: model(**batch)),
+        }
+        report.add("full", {"spec": name, "proteins": 64, "residues": 1022, "shape": "650M"}, metrics)
+        print(report.rows[-1], flush=True)
+
+
 def ablation(report: Report, args: argparse.Namespace) -> None:
-    model = reference()
+    model = reference(args.device)
     calibration = calibrated(model, args)
     chosen = [p.sequence for p in spread(proteins("proteins_val.fasta", 400), args.proteins // 2)]
     for name, one in esm.evaluate(model, chosen, WITHOUT, calibration=calibration, progress=True).items():
@@ -371,7 +388,7 @@ def memory(report: Report, args: argparse.Namespace) -> None:
             print(report.rows[-1])
 
 
-BENCHES = {"quality": quality, "families": families, "ablation": ablation, "scan": scan, "decode": decode,
+BENCHES = {"quality": quality, "full": full, "families": families, "ablation": ablation, "scan": scan, "decode": decode,
            "overhead": overhead, "memory": memory}  # fmt: skip
 
 
