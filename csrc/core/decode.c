@@ -149,6 +149,14 @@ typedef struct {
     float *out;
 } dot_job;
 
+/** product * scale + bias of a tile's columns, in the order of its tokens. */
+static void scale_tile(const float *products, const float *scales, float bias, float *in_order)
+{
+    float by_column[TQ_TILE];
+    for (int32_t c = 0; c < TQ_TILE; c++) by_column[c] = scales[c] * products[c] + bias;
+    for (int32_t i = 0; i < TQ_TILE; i++) in_order[i] = by_column[tq_column(i)];
+}
+
 /* One page of vectors against all queries; the next page is brought into the cache meanwhile. */
 static void dot_page(void *context, int64_t page, int32_t worker_index)
 {
@@ -173,10 +181,11 @@ static void dot_page(void *context, int64_t page, int32_t worker_index)
         job->kernels->multiply(&grid, job->operands + q * job->operand_bytes, rows, 1, 0, products, tokens);
         grid.ahead_bytes = 0;
         for (int32_t r = 0; r < rows; r++) {
-            float *out = job->out + (q + r) * job->n + first;
-            for (int32_t i = 0; i < count; i++) {
-                int32_t column = i / TQ_TILE * TQ_TILE + tq_column(i % TQ_TILE);
-                out[i] = scales[column] * products[tokens * r + column] + job->biases[q + r];
+            for (int32_t tile = 0; tile < count; tile += TQ_TILE) {
+                int32_t here = count - tile < TQ_TILE ? count - tile : TQ_TILE;
+                float in_order[TQ_TILE];
+                scale_tile(products + tokens * r + tile, scales + tile, job->biases[q + r], in_order);
+                memcpy(job->out + (q + r) * job->n + first + tile, in_order, sizeof(float) * (size_t)here);
             }
         }
     }
