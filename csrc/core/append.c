@@ -13,6 +13,7 @@ typedef struct {
     const tq_append_params *p;
     const tq_kernels *kernels;
     tq_codebook books[TQ_MAX_BITS + 1];
+    tq_cells cells[TQ_MAX_BITS + 1];
     uint8_t *scratch; /* [threads] of worker_bytes */
     int64_t worker_bytes;
 } append_job;
@@ -245,13 +246,16 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
         tq_block_encode(&coder, w->x, w->y, codes, scale);
         return;
     }
-    tq_rotate_vector(job->kernels, plan, plan->rotation, tq_transform_matrix(t, h), 0, w->x, w->y);
+    const float *matrix = tq_transform_matrix(t, h);
+    float *z = matrix ? w->y : w->x; /* without a matrix in place */
+    tq_rotate_vector(job->kernels, plan, plan->rotation, matrix, 0, w->x, z);
     for (int32_t g = 0; steps && g < plan->groups; g++) {
         float inverse = 1.0f / steps[g];
-        for (int32_t i = TQ_TILE * g; i < TQ_TILE * (g + 1) && i < plan->head_dim; i++) w->y[i] *= inverse;
+        for (int32_t i = TQ_TILE * g; i < TQ_TILE * (g + 1) && i < plan->head_dim; i++) z[i] *= inverse;
     }
-    tq_encoder encoder = {is_key ? &plan->key : &plan->value, job->books, plan->head_dim, plan->scale, steps};
-    job->kernels->encode(&encoder, w->y, codes, scale);
+    const tq_side *side = is_key ? &plan->key : &plan->value;
+    tq_encoder encoder = {side, job->books, job->cells, plan->head_dim, plan->scale, steps};
+    job->kernels->encode(&encoder, z, codes, scale);
 }
 
 /** Codes of 32 tokens, 32 channels each, to rows of channels in column order. Tokens j, j + 8, j + 16 and j + 24 are neighbours. */
@@ -384,6 +388,7 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
         TQ_TRY(check_numbers(&job, params->v, params->v_stride_batch, params->v_stride_head, params->v_stride_token,
                              "v", error));
     tq_plan_codebooks(plan, job.books);
+    tq_codebook_cells(job.books, job.cells);
     tq_parallel((int64_t)params->batch * params->kv_heads, thread_count(params), append_head, &job);
     return TQ_OK;
 }

@@ -1,6 +1,7 @@
 /* Codebooks from their tables: int8 magnitudes and a step, expanded to levels by code and thresholds by rank. */
 #include "codebook_tables.h"
 #include "internal.h"
+#include <math.h>
 
 static const tq_codebook_row *codebook_row(int32_t law, int32_t head_dim, int32_t bits)
 {
@@ -65,4 +66,25 @@ void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_MAX_BITS + 1])
         tq_codebook_row row = row_of(plan->codebook, plan->head_dim, bits);
         expand(&row, bits, &books[bits]);
     }
+}
+
+static tq_cells cells_of(const tq_codebook *book)
+{
+    int32_t half = book->n_levels / 2, count[16] = {0};
+    const float *thresholds = book->thresholds + half; /* the positive ones; before them is 0 */
+    tq_cells cells = {.factor = 15.0f / thresholds[half - 2]};
+    for (int32_t i = 0; i < 16; i++) cells.own[0][i] = cells.own[1][i] = INFINITY;
+    for (int32_t k = 0; k + 1 < half; k++) {
+        int32_t cell = (int32_t)(thresholds[k] * cells.factor);
+        if (cell > 15) cell = 15;
+        if (count[cell] == (book->bits == 4 ? 1 : 2)) return (tq_cells){0};
+        cells.own[count[cell]++][cell] = thresholds[k];
+        for (int32_t i = cell + 1; i < 16; i++) cells.below[i]++;
+    }
+    return cells;
+}
+
+void tq_codebook_cells(const tq_codebook books[TQ_MAX_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1])
+{
+    for (int32_t bits = 4; bits <= TQ_MAX_BITS; bits++) cells[bits] = cells_of(&books[bits]);
 }

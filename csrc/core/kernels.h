@@ -6,10 +6,20 @@
 #include "convert.h"
 #include "turboquant.h"
 
+/** The positive thresholds of a codebook of 4 or 5 bits, by cell: cell(x) = min(15, (int)(x * factor)), x >= 0. Products and their
+ *  integers never fall as x grows, so what lies below a threshold is in no higher cell: of the cell's own thresholds alone it has to
+ *  be asked whether they are <= x. */
+typedef struct {
+    float factor;     /* 0: some cell would have more than one, at 4 bits, or two */
+    float below[16];  /* thresholds in lower cells */
+    float own[2][16]; /* of the cell, infinite where there are fewer */
+} tq_cells;
+
 /** What encoding a vector of one side needs, beside the vector. */
 typedef struct {
     const tq_side *side;
     const tq_codebook *books; /* [TQ_MAX_BITS + 1], by bits; entry 0 unused */
+    const tq_cells *cells;    /* [TQ_MAX_BITS + 1], of those of 4 and 5 bits */
     int32_t head_dim, scale;  /* scale: tq_scale */
     const float *steps;       /* [groups], or NULL: 1; z is divided by them already */
 } tq_encoder;

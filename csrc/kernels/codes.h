@@ -119,18 +119,32 @@ static inline void list_magnitudes(const tq_codebook *book, float magnitudes[16]
     for (int32_t m = 0; m < 16; m++) magnitudes[m] = (float)levels[m] * book->step;
 }
 
-/** Codes and decoded levels of the 32 channels of one group. By symmetry only magnitudes are searched: m counts the positive
- *  thresholds t <= u, or t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. (A search by
- *  halves is slower: each step waits for the one before.) */
-TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const float magnitudes[16], const float *u,
-                             uint8_t *codes, float *c)
+/** How many of the `half` - 1 positive thresholds are <= the float whose bits `key` are, which is not negative. (A search by halves is
+ *  slower: each step waits for the one before.) */
+TQ_INLINE tq_ints thresholds_below(int32_t half, const tq_codebook *book, const tq_cells *cells, tq_ints key)
 {
+    tq_ints m = {0};
+    if (half > 4 && cells->factor != 0) {
+        tq_ints cell = __builtin_convertvector((tq_floats)key * cells->factor, tq_ints);
+        cell = tq_min_ints(cell, (tq_ints){0} + 15);
+        m = __builtin_convertvector(tq_pick(cells->below, cell), tq_ints);
+        m -= key >= (tq_ints)tq_pick(cells->own[0], cell);
+        return half > 8 ? m - (key >= (tq_ints)tq_pick(cells->own[1], cell)) : m;
+    }
     TQ_UNROLL
-    for (int32_t i = 0; i < TQ_TILE; i += TQ_LANES) {
+    for (int32_t k = 0; k + 1 < half; k++) m -= key >= (int32_t)tq_bits_of(book->thresholds[half + k]);
+    return m;
+}
+
+/** Codes and decoded levels of n channels. By symmetry only magnitudes are searched: m counts the positive thresholds t <= u, or
+ *  t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. */
+TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const tq_cells *its_cells,
+                             const float magnitudes[16], const float *u, uint8_t *codes, float *c, int32_t n)
+{
+    const tq_cells cells = half > 4 ? *its_cells : (tq_cells){0}; /* a copy, which writing to codes cannot change */
+    for (int32_t i = 0; i < n; i += TQ_LANES) {
         tq_floats x = tq_load_floats(u + i);
-        tq_ints negative = x < 0.0f, m = {0}, key = tq_magnitude_bits(x) + negative;
-        TQ_UNROLL
-        for (int32_t k = 0; k + 1 < half; k++) m -= key >= (int32_t)tq_bits_of(book->thresholds[half + k]);
+        tq_ints negative = x < 0.0f, m = thresholds_below(half, book, &cells, tq_magnitude_bits(x) + negative);
         tq_ints code = half > 4 ? (m & 7) | (negative & 8) | (m >> 3) << 4 : half + (m ^ negative);
         tq_floats level = (tq_floats)((tq_ints)tq_pick(magnitudes, m) | (negative & INT32_MIN));
         tq_store_floats(c + i, level);
@@ -139,15 +153,18 @@ TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const float 
     }
 }
 
-TQ_INLINE void encode_group(const tq_codebook *book, const float magnitudes[16], const float *u, uint8_t *codes,
-                            float *c)
+/** n channels, in groups with the same codebook. */
+TQ_INLINE void encode_groups(const tq_codebook *book, const tq_cells *cells, const float *u, uint8_t *codes, float *c,
+                             int32_t n)
 {
+    float magnitudes[16] = {0};
+    list_magnitudes(book, magnitudes);
     switch (book->bits) {
-    case 1: encode_levels(1, book, magnitudes, u, codes, c); return;
-    case 2: encode_levels(2, book, magnitudes, u, codes, c); return;
-    case 3: encode_levels(4, book, magnitudes, u, codes, c); return;
-    case 4: encode_levels(8, book, magnitudes, u, codes, c); return;
-    default: encode_levels(16, book, magnitudes, u, codes, c);
+    case 1: encode_levels(1, book, cells, magnitudes, u, codes, c, n); return;
+    case 2: encode_levels(2, book, cells, magnitudes, u, codes, c, n); return;
+    case 3: encode_levels(4, book, cells, magnitudes, u, codes, c, n); return;
+    case 4: encode_levels(8, book, cells, magnitudes, u, codes, c, n); return;
+    default: encode_levels(16, book, cells, magnitudes, u, codes, c, n);
     }
 }
 
@@ -167,8 +184,7 @@ TQ_INLINE float scale_factor(int32_t scale, const float *u, const float *c, int3
 TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale, int32_t head_dim,
                          int32_t groups, int32_t n)
 {
-    float u[TQ_MAX_DIM], c[TQ_MAX_DIM], magnitudes[16] = {0};
-    const tq_codebook *listed = NULL;
+    float u[TQ_MAX_DIM], c[TQ_MAX_DIM];
     memset(u + head_dim, 0, sizeof(float) * (size_t)((n < TQ_TILE * groups ? TQ_TILE * groups : n) - head_dim));
     memset(c + TQ_TILE * groups, 0, n > TQ_TILE * groups ? sizeof(float) * (size_t)(n - TQ_TILE * groups) : 0);
     memcpy(u, z, sizeof(float) * (size_t)head_dim);
@@ -182,20 +198,19 @@ TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, ui
     float s0 = sqrtf(ss / (float)e->side->coded_channels), r = 1.0f / s0;
     TQ_UNROLL
     for (int32_t i = 0; i < TQ_TILE * groups; i += TQ_LANES) tq_store_floats(u + i, tq_load_floats(u + i) * r);
-    for (int32_t g = 0; g < groups; g++) {
-        int32_t at = TQ_TILE * g, real = head_dim - at;
-        if (e->side->bits[g]) {
-            const tq_codebook *book = &e->books[e->side->bits[g]];
-            if (book != listed) list_magnitudes(listed = book, magnitudes);
-            encode_group(book, magnitudes, u + at, codes + at, c + at);
+    for (int32_t g = 0, next; g < groups; g = next) {
+        int32_t at = TQ_TILE * g, bits = e->side->bits[g];
+        for (next = g + 1; next < groups && e->side->bits[next] == bits;) next++;
+        int32_t run = TQ_TILE * next - at;
+        if (bits) {
+            encode_groups(&e->books[bits], &e->cells[bits], u + at, codes + at, c + at, run);
         } else {
-            memset(codes + at, 0, TQ_TILE);
-            memset(c + at, 0, sizeof(float) * TQ_TILE);
+            memset(codes + at, 0, (size_t)run);
+            memset(c + at, 0, sizeof(float) * (size_t)run);
         }
-        if (real >= TQ_TILE) continue;
-        memset(codes + at + real, 0, (size_t)(TQ_TILE - real)); /* padding */
-        memset(c + at + real, 0, sizeof(float) * (size_t)(TQ_TILE - real));
     }
+    memset(codes + head_dim, 0, (size_t)(TQ_TILE * groups - head_dim)); /* padding */
+    memset(c + head_dim, 0, sizeof(float) * (size_t)(TQ_TILE * groups - head_dim));
     for (int32_t i = 0; e->steps && i < head_dim; i++) {
         u[i] *= e->steps[i / TQ_TILE];
         c[i] *= e->steps[i / TQ_TILE];

@@ -91,6 +91,19 @@ TQ_INLINE tq_ints tq_max_ints(tq_ints a, tq_ints b)
 #endif
 }
 
+TQ_INLINE tq_ints tq_min_ints(tq_ints a, tq_ints b)
+{
+#if defined(__AVX512F__)
+    return (tq_ints)_mm512_min_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX__)
+    return (tq_ints)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#elif defined(__ARM_NEON)
+    return vminq_s32(a, b);
+#else
+    return (tq_ints)tq_select(a < b, (tq_floats)a, (tq_floats)b);
+#endif
+}
+
 /* Over all lanes, by halves: a chain of sixteen sums would cost more than what it sums. */
 
 typedef float tq_floats4 __attribute__((vector_size(16)));
