@@ -311,10 +311,11 @@ print(held.hexdigest())
 
 @pytest.mark.slow
 def test_the_same_bytes_in_every_process():
-    paths = [str(Path(turboquant.__file__).parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    here, package = Path(__file__).parent, Path(turboquant.__file__).parent.parent
+    paths = [str(here), str(package), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     digests = [
         subprocess.run(
-            [sys.executable, "-c", DIGEST], cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
+            [sys.executable, "-c", DIGEST], cwd=here, capture_output=True, text=True, check=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": seed},
         ).stdout
         for seed in "12"
