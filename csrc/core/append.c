@@ -388,7 +388,7 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
         TQ_TRY(check_numbers(&job, params->v, params->v_stride_batch, params->v_stride_head, params->v_stride_token,
                              "v", error));
     tq_plan_codebooks(plan, job.books);
-    tq_codebook_cells(job.books, job.cells);
+    if (!tq_is_blocked(plan)) tq_plan_cells(plan, job.books, job.cells);
     tq_parallel((int64_t)params->batch * params->kv_heads, thread_count(params), append_head, &job);
     return TQ_OK;
 }

@@ -79,12 +79,20 @@ static tq_cells cells_of(const tq_codebook *book)
         if (cell > 15) cell = 15;
         if (count[cell] == (book->bits == 4 ? 1 : 2)) return (tq_cells){0};
         cells.own[count[cell]++][cell] = thresholds[k];
-        for (int32_t i = cell + 1; i < 16; i++) cells.below[i]++;
     }
+    for (int32_t i = 1; i < 16; i++) cells.below[i] = cells.below[i - 1] + (float)count[i - 1];
     return cells;
 }
 
-void tq_codebook_cells(const tq_codebook books[TQ_MAX_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1])
+static int has_width(const tq_plan *plan, int32_t bits)
 {
-    for (int32_t bits = 4; bits <= TQ_MAX_BITS; bits++) cells[bits] = cells_of(&books[bits]);
+    for (int32_t g = 0; g < plan->groups; g++)
+        if (plan->key.bits[g] == bits || plan->value.bits[g] == bits) return 1;
+    return 0;
+}
+
+void tq_plan_cells(const tq_plan *plan, const tq_codebook books[TQ_MAX_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1])
+{
+    for (int32_t bits = 4; bits <= TQ_MAX_BITS; bits++)
+        if (has_width(plan, bits)) cells[bits] = cells_of(&books[bits]);
 }

@@ -19,8 +19,8 @@ const tq_kernels *tq_get_kernels(tq_error *error);
 /** Codebooks of 1..TQ_MAX_BITS bits for a plan into books[1..TQ_MAX_BITS]; cannot fail for a checked plan. */
 void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_MAX_BITS + 1]);
 
-/** The thresholds of books[4] and books[5] by cell, into cells[4] and cells[5]. */
-void tq_codebook_cells(const tq_codebook books[TQ_MAX_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1]);
+/** The thresholds of books[4] and books[5] by cell, of those of the two that the plan has groups for, into cells[4] and cells[5]. */
+void tq_plan_cells(const tq_plan *plan, const tq_codebook books[TQ_MAX_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1]);
 
 /* ---- plan.c ---- */
 int32_t tq_scale_bytes(const tq_plan *plan, const tq_side *side); /* of one record: 2 per token and number */

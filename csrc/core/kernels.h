@@ -19,7 +19,7 @@ typedef struct {
 typedef struct {
     const tq_side *side;
     const tq_codebook *books; /* [TQ_MAX_BITS + 1], by bits; entry 0 unused */
-    const tq_cells *cells;    /* [TQ_MAX_BITS + 1], of those of 4 and 5 bits */
+    const tq_cells *cells;    /* [TQ_MAX_BITS + 1]: 4 and 5, where a group has so many bits */
     int32_t head_dim, scale;  /* scale: tq_scale */
     const float *steps;       /* [groups], or NULL: 1; z is divided by them already */
 } tq_encoder;

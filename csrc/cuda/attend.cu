@@ -368,29 +368,6 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     return cut_ends(device, l, error);
 }
 
-/** What a thread's last question for a workspace was cut into: the call that it was for comes next, and need not be cut again. */
-struct LastCut {
-    int device = -1;
-    tq_plan plan;
-    tq_attend_params params;
-    Launch launch;
-
-    bool is_of(int id, const tq_plan &p, const tq_attend_params &a) const
-    {
-        return id == device && !memcmp(&p, &plan, sizeof plan) && !memcmp(&a, &params, sizeof params);
-    }
-};
-thread_local LastCut last_cut;
-
-tq_status prepare_once(const tq_plan *plan, const tq_attend_params *params, Launch *l, tq_error *error)
-{
-    DeviceFacts device;
-    TQ_CUDA_TRY(current_device(&device, error));
-    if (!last_cut.is_of(device.id, *plan, *params)) return prepare(plan, params, l, error);
-    *l = last_cut.launch;
-    return TQ_OK;
-}
-
 } // namespace
 } // namespace tq
 
@@ -405,9 +382,6 @@ tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_pa
     if (is_blocked(*plan)) return attend_blocks_bytes(*plan, *params, bytes, error);
     TQ_CUDA_TRY(prepare(plan, params, &l, error));
     *bytes = l.blocks ? lay_out_workspace(&l, nullptr) : 0;
-    DeviceFacts device;
-    TQ_CUDA_TRY(current_device(&device, error));
-    last_cut.device = device.id, last_cut.plan = *plan, last_cut.params = *params, last_cut.launch = l;
     return TQ_OK;
 }
 
@@ -419,7 +393,7 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
     TQ_CUDA_TRY(check_pointers(plan, params, error));
     if (is_blocked(*plan))
         return attend_blocks(*plan, *params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream), error);
-    TQ_CUDA_TRY(prepare_once(plan, params, &l, error));
+    TQ_CUDA_TRY(prepare(plan, params, &l, error));
     if (!l.blocks) return TQ_OK;
     if (!workspace || (uintptr_t)workspace % 256 ||
         workspace_bytes < lay_out_workspace(&l, static_cast<char *>(workspace)))

@@ -326,14 +326,14 @@ std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &pages, const Te
     p.window_v = data_of(window_v);
     p.fresh_k = data_of(fresh_k), p.fresh_v = data_of(fresh_v);
 
-    Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
-    Tensor lse = call.allocate({p.batch, p.query_heads, p.query_tokens}, aoti_torch_dtype_float32());
-    p.out = out.mutable_data_ptr();
-    p.lse = static_cast<float *>(lse.mutable_data_ptr()); // p is complete: the CUDA kernels are cut for it once
     Launch launch(call);
     size_t bytes = 0;
     call.check(launch->attend_scratch_bytes(&call.plan, &p, &bytes, &call.error));
     Tensor scratch = launch.scratch(bytes);
+    Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
+    Tensor lse = call.allocate({p.batch, p.query_heads, p.query_tokens}, aoti_torch_dtype_float32());
+    p.out = out.mutable_data_ptr();
+    p.lse = static_cast<float *>(lse.mutable_data_ptr());
     call.check(launch->attend(launch.stream, &call.plan, &p, scratch.mutable_data_ptr(), bytes, &call.error));
     return {out, lse};
 }
