@@ -190,6 +190,8 @@ def cuda_arch_flags() -> list[str]:
         if not match:
             raise fail(f"TURBOQUANT_CUDA_ARCHS must be a list like '80+PTX 90a', got {arch!r}")
         number, ptx = match.groups()
+        if number == "90":  # the kernels for 9.0 use what only its own code has; and PTX of that is for no other device
+            number, ptx = "90a", None
         code = f"[sm_{number},compute_{number}]" if ptx else f"sm_{number}"
         flags += ["-gencode", f"arch=compute_{number},code={code}"]
     return flags

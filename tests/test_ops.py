@@ -239,6 +239,34 @@ def test_parts_merge_to_the_whole(device: str, rng: np.random.Generator) -> None
     torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["append_attend, plain", "append_attend, full"])
+def test_append_attend_is_append_then_attend(name: str, device: str, rng: np.random.Generator) -> None:
+    _, (q, k, v, lengths, pages, table, plan), options = samples(rng, device)[name]
+    how = {key: options.pop(key) for key in ("softmax_scale", "sliding_window", "softcap") if key in options}
+    twice = [{key: x.clone() for key, x in (options | {"pages": pages}).items()} for _ in range(2)]
+    for at in range(3):  # tokens one after the other: what one call has stored the next one reads
+        both, apart = (state | {"lengths": lengths + at, "block_table": table, "plan": plan} for state in twice)
+        got = tq.append_attend(q, k * (at + 1), v, **both, **how)
+        tq.append(k * (at + 1), v, **apart)
+        want, _ = tq.attend(q, **apart, **how)
+        assert torch.equal(got, want) and want.abs().sum() > 0
+        assert all(torch.equal(twice[0][key], twice[1][key]) for key in twice[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_append_attend_flags_bad_numbers(device: str, rng: np.random.Generator) -> None:
+    _, (q, k, v, *rest), options = samples(rng, device)["append_attend, full"]
+    flag = torch.zeros(1, dtype=torch.int64, device=device)
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"append_attend: `v\[.*` must be finite"):
+            tq.append_attend(q, k, v / 0, *rest, flag=flag, **options)
+        assert not rest[1].any() and not options["sink_k"].any()
+    else:
+        tq.append_attend(q, k, v / 0, *rest, flag=flag, **options)
+        assert flag.item() >> 62 & 1
+
+
 # ---- torch's own checks ----
 
 
@@ -276,6 +304,16 @@ def samples(rng: np.random.Generator, device: str) -> dict[str, Sample]:
             tq.append.default,
             (k[:1], None, counts[:1], narrow, table.new_zeros(1, 1), KEYS_ONLY.words),
             {name: x[:1] for name, x in exact.items() if name.endswith("k")},
+        ),
+        "append_attend, plain": (
+            tq.append_attend.default,
+            (k.repeat(1, 2, 1, 1), k, k, counts, pages, table, PLAN.words),
+            dict(sliding_window=20, softcap=3.0),
+        ),
+        "append_attend, full": (
+            tq.append_attend.default,
+            (k[:, :, :1].repeat(1, 3, 1, 1), k[:, :, :1], k[:, :, 1:2], counts, pages, table, PLAN.words),
+            exact | centre | dict(softmax_scale=0.3),
         ),
         "rotate": (tq.rotate.default, (k, PLAN.words), {}),
         "rotate, strided half": (tq.rotate.default, (k.half().transpose(1, 2), PLAN.words), dict(inverse=True)),
@@ -386,7 +424,7 @@ def test_inference_mode(device: str, rng: np.random.Generator) -> None:
 
 
 def test_documented() -> None:
-    for name in ("rotate", "append", "attend", "quantize", "dequantize", "merge"):
+    for name in ("rotate", "append", "attend", "append_attend", "quantize", "dequantize", "merge"):
         text = getattr(tq, name).__doc__
         schema = getattr(tq, name).default._schema
         assert text.startswith(f"{name}(")

@@ -23,7 +23,7 @@ GRAD = (
     "without requires_grad (inference only: call under torch.no_grad() or detach it), got a tensor that requires grad"
 )
 # The operator, the arguments that are replaced in its sample "full", the message.
-REFUSED: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
+REFUSED: dict[str, tuple[str, str | tuple[str, ...], Callable[[Any], Any], str]] = {
     "integer q": ("attend", "q", Tensor.int, "`q` must be float32, float16 or bfloat16, got int32"),
     "double q": ("attend", "q", Tensor.double, "`q` must be float32, float16 or bfloat16, got float64"),
     "q of three dimensions": (
@@ -151,6 +151,31 @@ REFUSED: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
     "an infinite scale": ("attend", "softmax_scale", lambda _: float("inf"), "`softmax_scale` must be "),
     "a negative sliding window": ("attend", "sliding_window", lambda _: -1, "`sliding_window` must be "),
     "a huge sliding window": ("attend", "sliding_window", lambda _: 2**40, "`sliding_window` must be "),
+    "append_attend, q of another batch": (
+        "append_attend",
+        "q",
+        lambda q: q[:1],
+        "`k` must be float32 [1, *, 1, 64], got float32 [2, 2, 1, 64]",
+    ),
+    "append_attend, half keys": (
+        "append_attend",
+        "k",
+        Tensor.half,
+        "`k` must be float32 [2, *, 1, 64], got float16 [2, 2, 1, 64]",
+    ),
+    "append_attend, an infinite scale": (
+        "append_attend",
+        "softmax_scale",
+        lambda _: float("inf"),
+        "`softmax_scale` must be ",
+    ),
+    "append_attend, lengths past the table": ("append_attend", "lengths", lambda x: x + 10**6, "`lengths[0]` must be "),
+    "append_attend, several tokens over a window": (
+        "append_attend",
+        ("q", "k", "v"),
+        lambda x: x.repeat(1, 1, 2, 1),
+        "`q` must be of one token, because there is a window, got 2 tokens",
+    ),
     "fresh but not causal": (
         "attend",
         "causal",
@@ -166,7 +191,8 @@ def test_refusals(name: str, rng: np.random.Generator) -> None:
     _, args, kwargs = samples(rng, "cpu")[f"{op}, full"]
     names = [a.name for a in getattr(tq, op).default._schema.arguments]
     arguments = dict(zip(names, args)) | kwargs
-    arguments[changed] = change(arguments.get(changed))
+    for each in (changed,) if isinstance(changed, str) else changed:
+        arguments[each] = change(arguments.get(each))
     tensors = {key: x for key, x in arguments.items() if isinstance(x, Tensor) and x.device.type == "cpu"}
     before = {key: x.detach().clone() for key, x in tensors.items()}
     with pytest.raises(ValueError) as caught:

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 __all__ = ["Common"]
 
 
+@outside_autograd
+def _new_lengths(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+@outside_autograd
+def _add(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
+    return lengths.add_(tokens)
+
+
 class Common:
     """calibration   of all layers, or None;  layers   those of the cache"""
 
@@ -49,21 +59,25 @@ class Common:
         forward, used by all. From step to step it is the same tensor, so that a step can be replayed as a CUDA graph.
         """
         held = self._lengths.get(device)
-        if held is None or held[:2] != (after, padding):
+        if held is None or held[0] != after or held[1] != padding:
             held = self._lengths[device] = (after, padding, self._moved_lengths(held, after, padding, device))
         return held[2]
 
-    @outside_autograd
+    @staticmethod
     def _moved_lengths(
-        self,
         held: tuple[int, tuple[int, ...], torch.Tensor] | None,
         after: int,
         padding: tuple[int, ...],
         device: torch.device,
     ) -> torch.Tensor:
-        if held is not None and held[1] == padding:
-            return held[2].add_(after - held[0])
-        return torch.tensor([after - p for p in padding], dtype=torch.int32, device=device)
+        if held is None or held[1] != padding:
+            return _new_lengths([after - p for p in padding], device)
+        if device.type == "cpu":  # in every step: torch's and NumPy's sums take several times as long
+            numbers = held[2].numpy().data
+            for i, pad in enumerate(padding):
+                numbers[i] = after - pad
+            return held[2]
+        return _add(held[2], after - held[0])
 
     def held(self, device: torch.device) -> torch.Tensor | None:
         found = self._lengths.get(device)

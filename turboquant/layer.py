@@ -23,7 +23,7 @@ A step reads no device tensor back: lengths and pages are counted on the host, f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -44,7 +44,9 @@ __all__ = ["PackedLayer", "describe_flag"]
 
 _append = torch.ops.turboquant.append.default  # the overload itself: nothing is looked up in a decode step
 _attend = torch.ops.turboquant.attend.default
+_append_attend = torch.ops.turboquant.append_attend.default
 
+_Result = TypeVar("_Result")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NOTHING = torch.empty(0)  # where a layer that holds nothing has no pages yet
 _NONE: torch.Tensor | None = None
@@ -366,10 +368,63 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         options: dict[str, Any],
     ) -> torch.Tensor:
         before, new, spec = self.tokens, key.shape[2], self.spec
-        after = before + new
+        after, first = before + new, before == 0
+        padding, sliding = self._visible(mask, options, before, new)
+        exact = first and spec.prefill == "exact"
+        if exact:
+            out, _ = own_attention(module, query, key, value, mask, scaling, dropout, options)
+        lengths = self._shared.lengths(after, padding, self.device)
+        if first and spec.centre == "prompt":  # undone by reset, which a failed first forward ends in
+            self.centre = prompt_mean(key, padding, spec.centre_tokens)
+        if first and spec.outliers == "prompt":
+            self.split = prompt_rotations(spec, key, value, padding)
+        state, fresh = self._state(), self._fresh(key, value, before, padding, new > 1 and not exact)
+        how = {
+            "softmax_scale": self.head_dim**-0.5 if scaling is None else scaling,
+            "sliding_window": sliding,
+            "softcap": options.get("softcap") or 0.0,
+        }
+        attended: torch.Tensor | None = None
+        if exact or fresh:
+            pages, rows = self._append(key, value, lengths, state, after, padding)
+        else:
+            attended = self._with_room(after, padding, lambda table: _append_attend(
+                query, key, value, lengths, table.pool.storage, table.tensor, self.plan, flag=self.flag, **how, **state
+            ))  # fmt: skip
+        self.tokens, self.padding, self.sliding_window = after, padding, sliding
+        if sliding and new > 1:
+            self._release()
+        if exact:
+            return out
+        if attended is None:
+            attended, _ = _attend(query, pages, rows, lengths, self.plan, **how, **{**state, **fresh})
+        return attended.transpose(1, 2).contiguous()
+
+    def _append(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        after: int,
+        padding: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the new tokens, and returns the pages and the table that hold them."""
+
+        def append(table: PageTable) -> tuple[torch.Tensor, torch.Tensor]:
+            _append(key, value, lengths, table.pool.storage, table.tensor, self.plan, flag=self.flag, **state)
+            return table.pool.storage, table.tensor
+
+        return self._with_room(after, padding, append)
+
+    def _visible(
+        self, mask: MaskRequest | torch.Tensor | None, options: dict[str, Any], before: int, new: int
+    ) -> tuple[tuple[int, ...], int]:
+        """The padding of each sequence and the sliding window of a forward; raises for what `attend` does not know."""
         for name in _UNKNOWN_OPTIONS:
             if options.get(name) is not None and options[name] is not False:
                 raise NotImplementedError(f"`{name}` is not supported with a TurboQuantCache")
+        after = before + new
         if type(mask) is MaskRequest:
             if mask.positions != after:
                 raise RuntimeError(
@@ -383,72 +438,40 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             shape = tuple(getattr(mask, "shape", ()))
             raise NotImplementedError(f"`attention_mask` must be [batch, positions], got {shape}: custom masks are not "
                                       "supported with a TurboQuantCache")  # fmt: skip
-
-        first = before == 0
-        out = None
-        if first and spec.prefill == "exact":
-            out, _ = own_attention(module, query, key, value, mask, scaling, dropout, options)
-        if self._released and not 0 < sliding <= after - new + 1 - self._released:
+        if self._released and not 0 < sliding <= before + 1 - self._released:
             raise ValueError(f"the sliding window must be the one of earlier forwards, {self.sliding_window}, got "
                              f"{sliding or 'none'}: pages that fell out of it are freed")  # fmt: skip
-        lengths = self._shared.lengths(after, padding, self.device)
-        if first and spec.centre == "prompt":
-            self.centre = prompt_mean(
-                key, padding, spec.centre_tokens
-            )  # undone by reset, which a failed first forward ends in
-        if first and spec.outliers == "prompt":
-            self.split = prompt_rotations(spec, key, value, padding)
-        state = self._state()
-        read = state
-        if self.window_k is not None and self.window_v is not None and (self.record_past or (new > 1 and out is None)):
-            window = self.window_k.clone(), self.window_v.clone()
-            if new > 1:  # early queries need what later tokens push out
-                read = {**state, "window_k": window[0], "window_v": window[1], "fresh_k": key, "fresh_v": value}
-            if self.record_past:
-                self.past.add(before, window)
-                self.past.add_fresh(before, (key, value), window, padding)
+        return padding, sliding
 
-        pages, table = self._append(key, value, lengths, state, after, padding)
-        self.tokens, self.padding, self.sliding_window = after, padding, sliding
-        if sliding and new > 1:
-            self._release()
-        if out is None:
-            out, _ = _attend(
-                query,
-                pages,
-                table,
-                lengths,
-                self.plan,
-                softmax_scale=self.head_dim**-0.5 if scaling is None else scaling,
-                sliding_window=sliding,
-                softcap=options.get("softcap") or 0.0,
-                **read,
-            )
-            out = out.transpose(1, 2).contiguous()
-        return out
+    def _fresh(
+        self, key: torch.Tensor, value: torch.Tensor, before: int, padding: tuple[int, ...], several: bool
+    ) -> dict[str, torch.Tensor]:
+        """What `attend` is to read instead of the stored window, for several queries: the earlier ones need what later
+        tokens push out. Keeps it for `crop` as well, if that was asked for."""
+        if self.window_k is None or self.window_v is None or not (self.record_past or several):
+            return {}
+        window = self.window_k.clone(), self.window_v.clone()
+        if self.record_past:
+            self.past.add(before, window)
+            self.past.add_fresh(before, (key, value), window, padding)
+        if not several:
+            return {}
+        return {"window_k": window[0], "window_v": window[1], "fresh_k": key, "fresh_v": value}
 
-    def _append(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lengths: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        after: int,
-        padding: tuple[int, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the new tokens, and returns the pages and the table that hold them. A failure leaves both as they
-        were."""
+    def _with_room(self, after: int, padding: tuple[int, ...], write: Callable[[PageTable], _Result]) -> _Result:
+        """write(table) once there are pages for `after` positions. A failure leaves the table as it was."""
         table = self.table
         assert table is not None
         with table.pool.lock:
             undo = None if after <= table.ready else self._reserve(table, after, padding)
             try:
-                _append(key, value, lengths, table.pool.storage, table.tensor, self.plan, flag=self.flag, **state)
-            except BaseException:
+                return write(table)
+            except BaseException as error:
                 if undo is not None:
                     undo()
+                if self.window_k is not None and "stored the tokens" in str(error):
+                    self.damaged = True  # what they pushed out of the window is gone
                 raise
-            return table.pool.storage, table.tensor
 
     def reserve(self, positions: int) -> None:
         """Makes room for that many positions of each sequence, so that no forward up to there has to allocate pages.

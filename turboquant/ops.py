@@ -3,6 +3,7 @@
     rotate      vectors into and out of the rotated space of a plan
     append      new tokens of one layer into its cache: sinks, window and packed pages
     attend      attention of queries over that cache, straight from the packed bytes
+    append_attend  both in one call, which is what a decode step wants
     quantize    whole sequences into fresh pages
     dequantize  packed tokens back into floats, for debugging
     merge       partial attention results over disjoint tokens into one
@@ -182,6 +183,44 @@ def _attend(
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
 
 
+def _append_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    plan: Sequence[int],
+    *,
+    sink_k: Tensor | None = None,
+    sink_v: Tensor | None = None,
+    window_k: Tensor | None = None,
+    window_v: Tensor | None = None,
+    key_rotation: Tensor | None = None,
+    value_rotation: Tensor | None = None,
+    key_centre: Tensor | None = None,
+    value_centre: Tensor | None = None,
+    key_steps: Tensor | None = None,
+    value_steps: Tensor | None = None,
+    flag: Tensor | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """append_attend(q, k, v, lengths, pages, block_table, plan, *, sink_k=None, sink_v=None, window_k=None,
+    window_v=None, ..transforms, flag=None, softmax_scale=None, sliding_window=0, softcap=0.0) -> out
+
+    ``append(k, v, ..)``, then ``attend(q, ..)[0]`` from the queries of the same tokens, in one call: a decode step of
+    one layer. Results are the same bit for bit. For a plan with values; over a cache with a window, for one token.
+
+    q: [batch, query_heads, tokens, head_dim];  k, v: [batch, kv_heads, tokens, head_dim].
+    out: like q, contiguous.
+    An error that says "stored the tokens" came after `append` was done; any other has changed nothing.
+    """
+    _check("append_attend", locals())
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
 def _quantize(
     k: Tensor,
     v: Tensor | None,
@@ -248,7 +287,7 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _register() -> None:
-    for kernel in (_rotate, _append, _attend, _quantize, _dequantize, _merge):
+    for kernel in (_rotate, _append, _attend, _append_attend, _quantize, _dequantize, _merge):
         name = kernel.__name__[1:]
         torch.library.register_fake(f"turboquant::{name}", kernel)
         getattr(torch.ops.turboquant, name).__doc__ = kernel.__doc__

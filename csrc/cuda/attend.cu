@@ -17,18 +17,37 @@ struct Device : DeviceFacts {
     bool bulk;
 };
 
+/** Whether the kernels' code for the current device was compiled for compute capability 9.0, and not translated from older PTX, in which
+ *  those for 9.0 are empty. Remembered as in current_device. */
+tq_status is_hopper_code(int device, bool *is, tq_error *error)
+{
+    static thread_local int known = -1;
+    static thread_local bool known_is;
+    if (device != known) {
+        cudaFuncAttributes attributes;
+        TQ_CUDA_TRY(check_cuda(
+            cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(attend_end_kernels(4).prepare)), "device",
+            error));
+        known_is = attributes.ptxVersion >= 90;
+        known = device;
+    }
+    *is = known_is;
+    return TQ_OK;
+}
+
 tq_status look_at_device(Device *d, tq_error *error)
 {
     TQ_CUDA_TRY(current_device(d, error));
-    d->bulk = d->major == 9;
+    d->bulk = false;
+    if (d->major == 9) TQ_CUDA_TRY(is_hopper_code(d->id, &d->bulk, error));
     const char *path = getenv("TURBOQUANT_CUDA_PATH");
     if (!path || !*path) return TQ_OK;
     if (strcmp(path, "hopper") && strcmp(path, "portable"))
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, 0, "\"hopper\" or \"portable\"");
-    d->bulk = !strcmp(path, "hopper");
-    if (d->bulk && d->major != 9)
+    if (!strcmp(path, "hopper") && !d->bulk)
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, d->major,
-                    "\"portable\" but on compute capability 9.0");
+                    "\"portable\" but on compute capability 9.0, with kernels compiled for it");
+    d->bulk = !strcmp(path, "hopper");
     return TQ_OK;
 }
 
@@ -122,9 +141,12 @@ int uniform_bits(const tq_plan *plan)
 }
 
 /** The choices below are as measured on an H200. */
-KernelChoice choose_kernel(const tq_plan *plan, int rows, int64_t pages, const Device &device)
+KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pages, const Device &device)
 {
     int bits = uniform_bits(plan);
+    /* weights are rounded to fp16 there; for 8 rows it is no faster */
+    if (device.bulk && dtype != TQ_F32 && rows > 8 && plan->groups == 4 && plan->page_tokens == 4 * TQ_TILE)
+        return attend_kernel_wide(bits, rows);
     bool narrow =
         plan->groups <= 4; /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
     int blocks = rows <= 4 ? 1 : rows <= 8 || !narrow || bits == 2 ? 2 : 4;
@@ -148,10 +170,15 @@ void copy_side(const tq_side &from, const tq_codebook *books, const KernelChoice
     to->tile_bytes = from.tile_bytes;
     to->codes_offset = (int32_t)from.codes_offset;
     to->scales_offset = (int32_t)from.scales_offset;
+    to->row_factor = !k.wide_rows;
     for (int b = 1; b <= TQ_MAX_BITS; b++) {
         float step = books[b].step; /* of a level; uniform levels are 2 code - (2^b - 1) */
         bool plus_128 = b == 5 || (b == 4 && !k.two_products), scaled = b <= 2 && keys && !k.key_bits;
         int top = (1 << b) - 1;
+        if (k.wide_rows && !keys) { /* multiplies exact levels */
+            to->factor[b] = b > 2 ? step : 2 * step;
+            continue;
+        }
         to->factor[b] = b > 2 ? step : scaled ? 2 * step / (1 << (8 - b)) : 2 * step;
         to->offset_levels[b] = b <= 2 ? (scaled ? -top * (1 << (7 - b)) : -top) : plus_128 ? -128 : 0;
         to->offset_factor[b] = b <= 2 ? -top * step : plus_128 ? -128 * step : 0;
@@ -160,11 +187,12 @@ void copy_side(const tq_side &from, const tq_codebook *books, const KernelChoice
 
 tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tables, tq_error *error)
 {
-    uint8_t level3[8], plus4[8], minus4[8], magnitude4[8], magnitude5[16];
+    uint8_t level3[8], offset3[8], plus4[8], minus4[8], magnitude4[8], magnitude5[16];
     for (int b = 1; b <= TQ_MAX_BITS; b++)
         TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan->codebook, plan->head_dim, b, &books[b], error));
     for (int m = 0; m < 8; m++) {
         level3[m] = (uint8_t)books[3].levels[m];
+        offset3[m] = (uint8_t)(128 + books[3].levels[m]);
         magnitude4[m] = (uint8_t)books[4].levels[m];
         plus4[m] = (uint8_t)(magnitude4[m] + 1);
         minus4[m] = (uint8_t)-magnitude4[m];
@@ -174,11 +202,12 @@ tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tabl
         magnitude5[8 + m] = (uint8_t)books[5].levels[16 + m];
     }
     memcpy(tables->level3, level3, 8);
+    memcpy(tables->offset3, offset3, 8);
     memcpy(tables->plus4, plus4, 8);
     memcpy(tables->minus4, minus4, 8);
     memcpy(tables->magnitude4, magnitude4, 8);
     memcpy(tables->magnitude5, magnitude5, 16);
-    const uint32_t right[4] = {1u << 31, 1u << 30, 1u << 29, 1u << 16};
+    const uint32_t right[5] = {1u << 31, 1u << 30, 1u << 29, 1u << 16, 1u << 24};
     memcpy(tables->right, right, sizeof right);
     return TQ_OK;
 }
@@ -232,10 +261,16 @@ void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
 tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, Launch *l, tq_error *error)
 {
     AttendArgs &a = l->args;
-    int row_blocks = (a.rows + 3) / 4;
-    a.team_warps = (row_blocks + l->kernel.blocks - 1) / l->kernel.blocks;
-    if (a.team_warps > 8) a.team_warps = 8;
-    a.tile_rows = 4 * l->kernel.blocks * a.team_warps;
+    a.wide_rows = l->kernel.wide_rows;
+    if (a.wide_rows) {
+        a.team_warps = 4;
+        a.tile_rows = a.wide_rows;
+    } else {
+        int row_blocks = (a.rows + 3) / 4;
+        a.team_warps = (row_blocks + l->kernel.blocks - 1) / l->kernel.blocks;
+        if (a.team_warps > 8) a.team_warps = 8;
+        a.tile_rows = 4 * l->kernel.blocks * a.team_warps;
+    }
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
     a.pitch = TQ_TILE * plan->groups + 8;
     lay_out_stage(plan, l->kernel.tiles, &a);
@@ -245,15 +280,16 @@ tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, La
     int room = device.shared_bytes_per_processor - 6 * 1024 - 1024;        /* a block of prepare fits beside */
     if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
     for (a.teams = warps / a.team_warps; a.teams > 0; a.teams--) {
-        a.stages = room / (a.teams * (a.stage_bytes + 32));
-        if (a.stages) break;
+        a.stages = (room / a.teams - l->kernel.team_bytes) / (a.stage_bytes + 32);
+        if (a.stages > 0) break;
     }
     /* Measured: more stages cost up to 5 % where they are whole pages, and up to 9 % where twelve warps hide what one waits for. */
-    int most_stages = l->kernel.tiles == 4 || a.teams * a.team_warps >= 12 ? 1 : 3;
+    int most_stages = a.wide_rows ? 2 : l->kernel.tiles == 4 || a.teams * a.team_warps >= 12 ? 1 : 3;
     if (a.stages > most_stages) a.stages = most_stages;
     if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
-    a.at_barriers = a.teams * a.stages * a.stage_bytes;
-    l->shared_bytes = a.teams * a.stages * (a.stage_bytes + 32);
+    a.at_teams = (a.teams * a.stages * a.stage_bytes + 127) / 128 * 128;
+    a.at_barriers = a.at_teams + a.teams * l->kernel.team_bytes;
+    l->shared_bytes = a.at_barriers + a.teams * a.stages * 32;
     l->threads = 32 * a.teams * a.team_warps;
     int64_t units = l->segments * ((int64_t)a.p.max_pages * a.page_units + 1);
     if (units > INT32_MAX)
@@ -356,7 +392,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.rows = (int32_t)rows;
     if (!p->batch || !rows) return TQ_OK;
     int64_t pages = (int64_t)p->batch * p->kv_heads * a.p.max_pages;
-    l->kernel = choose_kernel(plan, a.rows, pages, device);
+    l->kernel = choose_kernel(plan, a.rows, p->dtype, pages, device);
     a.unit_tokens = l->kernel.tiles * TQ_TILE;
     a.page_units = (plan->page_tokens + a.unit_tokens - 1) / a.unit_tokens;
     tq_codebook books[TQ_MAX_BITS + 1];
@@ -423,7 +459,7 @@ const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan)
     for (const char *name : plain)
         if (!strcmp(operation, name)) return name;
     if (strcmp(operation, "attend")) return nullptr;
-    switch (choose_kernel(plan, 4, 0, device).key_bits) {
+    switch (choose_kernel(plan, 4, TQ_BF16, 0, device).key_bits) {
     case 2: return device.bulk ? "attend_hopper_2" : "attend_portable_2";
     case 3: return device.bulk ? "attend_hopper_3" : "attend_portable_3";
     case 4: return device.bulk ? "attend_hopper_4" : "attend_portable_4";

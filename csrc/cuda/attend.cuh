@@ -63,6 +63,7 @@ struct SideArgs {
     float factor[TQ_MAX_BITS + 1];          /* of a code byte, by width */
     float offset_factor[TQ_MAX_BITS + 1];   /* values: of the sum of weights */
     int32_t offset_levels[TQ_MAX_BITS + 1]; /* keys: of the sum of the query */
+    bool row_factor;                        /* values: sums of 1 and 2 bits have the factor of Reading::ROW_FACTOR */
 };
 
 /** A piece of a record on its way into a stage; bytes 0: none. */
@@ -110,12 +111,13 @@ struct AttendArgs {
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
     int32_t exact_parts, exact_tokens;  /* parts of each KV head, tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows that a block takes of a tile; they divide tile_rows */
+    int32_t wide_rows, at_teams;        /* attend_wide: rows of a team or 0; in shared memory, its teams' own part */
     int32_t at_barriers,
         pitch; /* shared memory: of pages, in bytes; floats from one row to the next in prepare and combine */
     /* workspace */
     SegmentParts *segments;
     RowArgs *row_args;       /* [segments][tile_rows] */
-    uint2 *queries;          /* [segments][tile_rows / 4][groups][32 lanes]: B operands */
+    uint2 *queries;          /* [segments][tile_rows / 4][groups][32 lanes]: B operands; attend_wide: QueryPlace */
     RowTotals *totals;       /* [slots][tile_rows] */
     float *sums;             /* [slots][tile_rows][32 groups] */
     RowTotals *exact_totals; /* [batch][kv_heads][exact_parts][row_tiles * tile_rows] */

@@ -158,7 +158,7 @@ template <int GROUPS> struct ValueScale {
             float step = !bits ? 0 : a.p.value.steps ? a.p.value.steps[s.h * a.groups + g] : 1.0f;
             offset[k] = step * a.value.offset_factor[bits];
             factor[k] = step * a.value.factor[bits] *
-                        (bits <= 2 ? 1.0f / (1 << bits * (c % TQ_TILE / 8)) : 1.0f); /* ROW_FACTOR */
+                        (bits <= 2 && a.value.row_factor ? 1.0f / (1 << bits * (c % TQ_TILE / 8)) : 1.0f);
         }
     }
     __device__ __forceinline__ void apply(LaneRow<GROUPS> &row, float rounded_sum) const

@@ -8,7 +8,8 @@
  *   width  reading         bytes                                       as u8 or s8      costs per tile, beside the loads
  *   1, 2   ROW_FACTOR      code * 2^(bits r): a mask, no look-up       u8               8 to 9 operations, 2 products
  *   1, 2   SCALED          code << (8 - bits)                          u8               about 15, 2
- *   3      any             level                                       s8               14 + 7 shifts, 2
+ *   3      these two       level                                       s8               14 + 7 shifts, 2
+ *   3      OFFSET          128 + level                                 u8               the same
  *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               24 + 4 shifts, 4
  *                          (level, or -1 if not negative)
  *   4, 5   otherwise       128 + level                                 u8               36 or 80, 2
@@ -26,23 +27,24 @@ namespace tq
 
 /** Codebook levels as prmt look-up tables: byte m of words 0, 1 is for selector m. */
 struct LevelTables {
-    uint32_t level3[2]; /* by code */
-    uint32_t plus4[2];  /* magnitude + 1 */
-    uint32_t minus4[2]; /* - magnitude */
+    uint32_t level3[2];  /* by code */
+    uint32_t offset3[2]; /* 128 + level */
+    uint32_t plus4[2];   /* magnitude + 1 */
+    uint32_t minus4[2];  /* - magnitude */
     uint32_t magnitude4[2];
     uint32_t magnitude5[4]; /* words 2, 3: magnitudes 8..15 */
     uint32_t right
-        [4]; /* 2^31, 2^30, 2^29, 2^16: what to multiply by, to shift right by 1, 2, 3, 16; not known to the compiler, which
-                             * would make shifts of them */
+        [5]; /* 2^31, 2^30, 2^29, 2^16, 2^24: what to multiply by, to shift right by 1, 2, 3, 16, 8; not known to the compiler,
+                             * which would make shifts of them */
 };
 
-/** x >> 1, 2, 3, 16 for by = 0, 1, 2, 3. */
+/** x >> 1, 2, 3, 16, 8 for by = 0, 1, 2, 3, 4. */
 __device__ __forceinline__ uint32_t shift_right(const LevelTables &tables, uint32_t x, int by)
 {
     return __umulhi(x, tables.right[by]);
 }
 
-enum class Reading { ROW_FACTOR, SCALED };
+enum class Reading { ROW_FACTOR, SCALED, OFFSET };
 
 template <int BITS> struct TileWords {
     uint32_t w[BITS];
@@ -109,18 +111,20 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
         }
     } else if constexpr (BITS == 3) {
         uint32_t s[4];
+        const uint32_t (&table)[2] = READING == Reading::OFFSET ? tables.offset3 : tables.level3;
         selectors3(tables, t, s);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            a[i] = prmt(tables.level3[0], tables.level3[1], s[2 * half + i]);
-            a[2 + i] = prmt(tables.level3[0], tables.level3[1], shift_right(tables, s[2 * half + i], 3));
+            a[i] = prmt(table[0], table[1], s[2 * half + i]);
+            a[2 + i] = prmt(table[0], table[1], shift_right(tables, s[2 * half + i], 3));
         }
     } else {
         /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for the others */
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int r = 2 * half + (i & 1), h = i >> 1;
-            uint32_t plus = h ? shift_right(tables, t.w[r], 3) : t.w[r], minus = plus ^ 0x88888888u;
+            uint32_t plus = t.w[r], minus = plus ^ 0x88888888u;
+            if (h) plus = shift_right(tables, plus, 3), minus = shift_right(tables, minus, 3);
             if constexpr (BITS == 4) {
                 a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
                        prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
@@ -143,6 +147,62 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int hal
         if (i >> 1) word = shift_right(tables, word, 3);
         plus[i] = prmt(tables.plus4[0], tables.plus4[1], word);
         minus[i] = prmt(tables.minus4[0], tables.minus4[1], word ^ 0x88888888u);
+    }
+}
+
+/* ---- fp16 operands, for products of many rows ---- */
+
+/** Two small integers at the bottom of fp16 numbers from 1024 on: MAGIC above them. `magic` has it twice and is not known to the
+ *  compiler, so that it stays in a register and an operation has room for a mask. */
+constexpr uint32_t MAGIC = 0x64006400;
+
+__device__ __forceinline__ uint32_t magic_register()
+{
+    uint32_t magic;
+    asm volatile("mov.b32 %0, %1;" : "=r"(magic) : "n"(MAGIC));
+    return magic;
+}
+
+__device__ __forceinline__ __half2 as_halves(uint32_t x) { return *reinterpret_cast<__half2 *>(&x); }
+__device__ __forceinline__ uint32_t as_word(__half2 x) { return *reinterpret_cast<uint32_t *>(&x); }
+
+/** x holds 1024 + 2^p code twice: exactly code - (2^BITS - 1) / 2. All constants are fp16 numbers for p >= 1. */
+template <int BITS> __device__ __forceinline__ uint32_t centre_codes(uint32_t x, int p)
+{
+    float half_range = 0.5f * ((1 << BITS) - 1), down = 1.0f / (1 << p);
+    return as_word(__hfma2(as_halves(x), __float2half2_rn(down), __float2half2_rn(-1024 * down - half_range)));
+}
+
+/** The fragments a of a half for two steps of k16, exact: codes - (2^bits - 1) / 2 of 1 and 2 bits, levels of the others. Step j is
+ *  columns 16 j .. of the tile: of a lane's four there, k 2 t and 2 t + 1 are 0 and 2, and eight further 1 and 3. */
+template <int BITS>
+__device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, int half, const LevelTables &tables,
+                                                    uint32_t magic, uint32_t (&a)[2][4])
+{
+    if constexpr (BITS <= 2) {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            uint32_t word = BITS == 2 ? t.w[j * (BITS - 1)] : t.w[0], odd = shift_right(tables, word, 4);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int r = 2 * half + i, p = BITS == 2 ? 2 * r : r + 4 * j, up = p ? 0 : 1; /* 2^0 code has no half */
+                uint32_t mask = (BITS == 2 ? 0x00030003u : 0x00010001u) << (p + up);
+                a[j][i] = centre_codes<BITS>(word << up & mask | magic, p + up);
+                a[j][2 + i] = centre_codes<BITS>(odd << up & mask | magic, p + up);
+            }
+        }
+    } else { /* 128 + level in each byte */
+        uint32_t bytes[4];
+        unpack_half<BITS, Reading::OFFSET>(t, half, tables, bytes);
+        __half2 offset = __float2half2_rn(-1024 - 128);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                uint32_t x = bytes[2 * j + i];
+                a[j][i] = as_word(__hadd2(as_halves(prmt(x, magic, 0x7250)), offset));
+                a[j][2 + i] = as_word(__hadd2(as_halves(prmt(x, magic, 0x7351)), offset));
+            }
     }
 }
 

@@ -19,6 +19,7 @@ struct KernelChoice {
     void (*kernel)(AttendArgs); /* NULL: not compiled */
     int key_bits, value_bits, groups, blocks, tiles, max_threads;
     bool bulk, two_products;
+    int wide_rows, team_bytes; /* attend_wide: rows and shared memory of a team, beside the stages; 0 otherwise */
 };
 
 /** Whether there is a kernel for whole pages. At 4 bits of 128 channels 16 warps on half pages are faster for few rows, and the sums of
@@ -31,6 +32,8 @@ KernelChoice attend_kernel_3(int groups, int blocks, int tiles, bool bulk);
 KernelChoice attend_kernel_4(int groups, int blocks, int tiles, bool bulk);
 /** The kernel for every plan. */
 KernelChoice attend_kernel_mixed(int groups, int blocks, int tiles, bool bulk);
+/** The kernel for many rows: 16 or 32 of them at once, of plans with four groups and four tiles a page; bits 0: of any widths. */
+KernelChoice attend_kernel_wide(int bits, int rows);
 
 } // namespace tq
 #endif

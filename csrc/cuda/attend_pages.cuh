@@ -35,6 +35,13 @@ template <int TILES> struct LaneScales {
         __half2 h = *reinterpret_cast<const __half2 *>(&pair[i / 2]);
         return i % 2 ? __high2float(h) : __low2float(h);
     }
+    __device__ __forceinline__ bool any_zero() const
+    {
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < 4 * TILES; i++) any |= !(pair[i / 2] & (i % 2 ? 0xffff0000u : 0x0000ffffu));
+        return any;
+    }
     __device__ __forceinline__ void clear(int i) { pair[i / 2] &= i % 2 ? 0x0000ffffu : 0xffff0000u; }
 };
 

@@ -200,8 +200,25 @@ __device__ __forceinline__ float load_query(const AttendArgs &a, const RowSet &s
     return warp_sum(dot);
 }
 
-/** Rounds a rotated row to two planes, in the order in which a lane of the products wants them: word 0 of lane 4 g + t of a group
- *  is channels 4 t .., word 1 channels 16 + 4 t .., of column g. One warp. */
+/** The place of four channels' word, 4 place .. of group g, in the queries of a tile of rows, and how far the low plane is behind the
+ *  high one. attend_pages: in the order in which a lane wants them, word 0 of lane 4 n + t of a group being channels 4 t .. of column
+ *  n, word 1 channels 16 + 4 t ... attend_wide: as a B of warpgroup.cuh for each group. */
+struct QueryPlace {
+    int32_t word, to_low;
+
+    __device__ __forceinline__ QueryPlace(const AttendArgs &a, int row, int g, int place)
+    {
+        if (a.wide_rows) {
+            word = (2 * g + place / 4) * 8 * a.tile_rows + 8 * row + place % 4;
+            to_low = 4;
+        } else {
+            word = ((row / 4 * a.groups + g) * 32 + 8 * (row % 4) + place % 4) * 2 + place / 4;
+            to_low = 8; /* the next column: four lanes on */
+        }
+    }
+};
+
+/** Rounds a rotated row to two planes. One warp. */
 template <int GROUPS>
 __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s, int i, const LaneRow<GROUPS> &rotated,
                                             float bias, int lane)
@@ -224,8 +241,8 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
     for (int j = 0; j < 4 * QUADS; j++) largest = fmaxf(largest, fabsf(number[j]));
     largest = warp_max(largest);
     float inverse = QUERY_LIMIT / largest;
-    int offset_hi = 0, offset_lo = 0, row = s.first + i, block = row / 4, column = 2 * (row % 4);
-    uint32_t *words = reinterpret_cast<uint32_t *>(a.queries + (s.segment * (a.tile_rows / 4) + block) * a.groups * 32);
+    int offset_hi = 0, offset_lo = 0, row = s.first + i;
+    uint32_t *words = reinterpret_cast<uint32_t *>(a.queries + s.segment * (a.tile_rows / 4) * a.groups * 32);
 #pragma unroll
     for (int k = 0; k < QUADS; k++) { /* four channels: one word of each plane */
         int c = rotated.channel(k, lane), g = c / TQ_TILE, place = c % TQ_TILE / 4;
@@ -240,9 +257,9 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
             offset_lo += levels[k] * lo;
         }
         if (g >= a.groups) continue;
-        uint32_t *fragment = words + (g * 32 + 4 * column + place % 4) * 2 + place / 4;
-        fragment[0] = hi_word;
-        fragment[8] = lo_word; /* the next column: four lanes on */
+        QueryPlace at(a, row, g, place);
+        words[at.word] = hi_word;
+        words[at.word + at.to_low] = lo_word;
     }
     offset_hi = warp_sum(offset_hi);
     offset_lo = warp_sum(offset_lo);

@@ -95,7 +95,15 @@ public:
 
     Call(const char *op_name, const Words &words, const Tensor &like, const char *name) : Call(op_name, like, name)
     {
-        check(tq_plan_init(&plan, words.data(), words.size(), &error));
+        // All layers of a cache have one plan, and in a decode step every microsecond counts: each thread remembers its last.
+        static thread_local Words known_words;
+        static thread_local tq_plan known;
+        if (known_words.empty() || words != known_words) {
+            known_words.clear();
+            check(tq_plan_init(&known, words.data(), words.size(), &error));
+            known_words = words;
+        }
+        plan = known;
     }
 
     /** For an operator without a plan. */
@@ -118,11 +126,11 @@ public:
         throw ArgumentError(std::string(op) + ": `" + name + "` must be " + wants + ", got " + got);
     }
 
-    /** Turns a status into an exception. `error` is the one that was passed to the core. */
-    void check(tq_status status) const
+    /** Turns a status into an exception. `error` is the one that was passed to the core; before: what the caller should know. */
+    void check(tq_status status, const char *before = "") const
     {
         if (status == TQ_OK) return;
-        std::string text = std::string(op) + ": ";
+        std::string text = std::string(op) + ": " + before;
         if (error.status == status && error.argument && error.wants) {
             std::string name = error.argument; // the core's names are the operator's, but for the plan
             if (name == "words") name = "plan";

@@ -253,12 +253,13 @@ Tensor rotate(const Tensor &x, const Words &words, const Maybe &matrix, bool inv
     return dtype_of(x) == dtype_of(y) ? y : converted(call, y, dtype_of(x));
 }
 
-void append(const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor &pages, const Tensor &block_table,
-            const Words &words, const Maybe &sink_k, const Maybe &sink_v, const Maybe &window_k, const Maybe &window_v,
-            const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-            const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag)
+/** What `append` gets beside the plan, checked. */
+tq_append_params read_append(const Call &call, const Tensor &k, const Maybe &v, const Tensor &lengths,
+                             const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
+                             const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
+                             const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
+                             const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag)
 {
-    Call call("append", words, k, "k");
     tq_append_params p = read_new_tokens(call, k, v);
     check_integers(call, "lengths", lengths, {p.batch});
     check_integers(call, "block_table", block_table, {p.batch, ANY});
@@ -276,7 +277,38 @@ void append(const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor
     p.sink_k = writable(sink_k), p.sink_v = writable(sink_v);
     p.window_k = writable(window_k), p.window_v = writable(window_v);
     p.pages = static_cast<uint8_t *>(pages.mutable_data_ptr());
-    run_append(call, p, static_cast<int64_t *>(writable(flag)));
+    return p;
+}
+
+int64_t *flag_of(const Maybe &flag) { return given(flag) ? static_cast<int64_t *>(flag->mutable_data_ptr()) : nullptr; }
+
+void append(const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor &pages, const Tensor &block_table,
+            const Words &words, const Maybe &sink_k, const Maybe &sink_v, const Maybe &window_k, const Maybe &window_v,
+            const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
+            const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag)
+{
+    Call call("append", words, k, "k");
+    tq_append_params p =
+        read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
+                    value_rotation, key_centre, value_centre, key_steps, value_steps, flag);
+    run_append(call, p, flag_of(flag));
+}
+
+/** The queries of an attention and how they are weighed. */
+tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<double> softmax_scale, bool causal,
+                              int64_t sliding_window, double softcap)
+{
+    tq_attend_params p{};
+    int64_t dim = call.plan.head_dim;
+    p.dtype = call.read_dtype(q);
+    call.tensor("q", q, dtype_of(q), {ANY, ANY, ANY, dim}, Strides::ROWS);
+    p.batch = call.length("q", q, 0), p.query_heads = call.length("q", q, 1), p.query_tokens = call.length("q", q, 2);
+    p.causal = causal, p.sliding_window = call.narrow("sliding_window", sliding_window), p.threads = call.threads();
+    p.softmax_scale = static_cast<float>(softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(dim))));
+    p.softcap = static_cast<float>(softcap);
+    p.q = q.const_data_ptr();
+    p.q_stride_batch = q.stride(0), p.q_stride_head = q.stride(1), p.q_stride_token = q.stride(2);
+    return p;
 }
 
 std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &pages, const Tensor &block_table,
@@ -288,12 +320,9 @@ std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &pages, const Te
                                   bool causal, int64_t sliding_window, double softcap)
 {
     Call call("attend", words, q, "q");
-    tq_attend_params p{};
-    p.dtype = call.read_dtype(q);
+    tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap);
     int32_t dtype = dtype_of(q);
     int64_t dim = call.plan.head_dim;
-    call.tensor("q", q, dtype, {ANY, ANY, ANY, dim}, Strides::ROWS);
-    p.batch = call.length("q", q, 0), p.query_heads = call.length("q", q, 1), p.query_tokens = call.length("q", q, 2);
     check_pages(call, pages, ANY);
     p.kv_heads = call.length("pages", pages, 1);
     check_integers(call, "block_table", block_table, {p.batch, ANY});
@@ -314,11 +343,6 @@ std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &pages, const Te
     p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
 
     p.n_pages = pages.size(0), p.max_pages = call.length("block_table", block_table, 1);
-    p.causal = causal, p.sliding_window = call.narrow("sliding_window", sliding_window), p.threads = call.threads();
-    p.softmax_scale = static_cast<float>(softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(dim))));
-    p.softcap = static_cast<float>(softcap);
-    p.q = q.const_data_ptr();
-    p.q_stride_batch = q.stride(0), p.q_stride_head = q.stride(1), p.q_stride_token = q.stride(2);
     p.pages = data_as<uint8_t>(pages), p.block_table = data_as<int32_t>(block_table),
     p.lengths = data_as<int32_t>(lengths);
     p.starts = starts ? data_as<int32_t>(*starts) : nullptr;
@@ -336,6 +360,44 @@ std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &pages, const Te
     p.lse = static_cast<float *>(lse.mutable_data_ptr());
     call.check(launch->attend(launch.stream, &call.plan, &p, scratch.mutable_data_ptr(), bytes, &call.error));
     return {out, lse};
+}
+
+/** Both in one call, for decode steps: what torch does around an operator takes longer there than the operator. */
+Tensor append_attend(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &lengths, const Tensor &pages,
+                     const Tensor &block_table, const Words &words, const Maybe &sink_k, const Maybe &sink_v,
+                     const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
+                     const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
+                     const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag,
+                     std::optional<double> softmax_scale, int64_t sliding_window, double softcap)
+{
+    Call call("append_attend", words, q, "q");
+    int32_t dtype = dtype_of(q);
+    int64_t dim = call.plan.head_dim;
+    tq_attend_params p = read_queries(call, q, softmax_scale, true, sliding_window, softcap);
+    call.tensor("k", k, dtype, {p.batch, ANY, p.query_tokens, dim}, Strides::ROWS);
+    tq_append_params a =
+        read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
+                    value_rotation, key_centre, value_centre, key_steps, value_steps, flag);
+    if (a.window && a.tokens > 1)
+        call.refuse("q", "of one token, because there is a window", std::to_string(a.tokens) + " tokens");
+    p.kv_heads = a.kv_heads, p.sinks = a.sinks, p.window = a.window;
+    p.n_pages = a.n_pages, p.max_pages = a.max_pages;
+    p.pages = a.pages, p.block_table = a.block_table, p.lengths = a.lengths;
+    p.sink_k = a.sink_k, p.sink_v = a.sink_v, p.window_k = a.window_k, p.window_v = a.window_v;
+    p.key = a.key, p.value = a.value;
+
+    Launch launch(call);
+    size_t append_bytes = 0, attend_bytes = 0;
+    call.check(launch->append_scratch_bytes(&call.plan, &a, &append_bytes, &call.error));
+    call.check(launch->attend_scratch_bytes(&call.plan, &p, &attend_bytes, &call.error));
+    Tensor scratch = launch.scratch(std::max(append_bytes, attend_bytes));
+    Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
+    p.out = out.mutable_data_ptr();
+    void *at = scratch.mutable_data_ptr();
+    call.check(launch->append(launch.stream, &call.plan, &a, flag_of(flag), append_bytes ? at : nullptr, append_bytes,
+                              &call.error));
+    call.check(launch->attend(launch.stream, &call.plan, &p, at, attend_bytes, &call.error), "stored the tokens; ");
+    return out;
 }
 
 /** An int32 tensor on the call's device; from host memory, so CUDA waits for it. */
@@ -431,6 +493,7 @@ void implement(torch::stable::detail::StableLibrary &m)
     m.impl("rotate", TORCH_BOX(&rotate));
     m.impl("append", TORCH_BOX(&append));
     m.impl("attend", TORCH_BOX(&attend));
+    m.impl("append_attend", TORCH_BOX(&append_attend));
     m.impl("quantize", TORCH_BOX(&quantize));
     m.impl("dequantize", TORCH_BOX(&dequantize));
     m.impl("merge", TORCH_BOX(&merge));
@@ -454,6 +517,10 @@ STABLE_TORCH_LIBRARY(turboquant, m)
         "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, Tensor? fresh_k=None, "
         "Tensor? fresh_v=None, " TRANSFORMS ", float? softmax_scale=None, bool causal=True, int sliding_window=0, "
         "float softcap=0.0) -> (Tensor out, Tensor lse)");
+    m.def(
+        "append_attend(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor(a!) pages, Tensor block_table, int[] plan, *, "
+        "Tensor(b!)? sink_k=None, Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None, " TRANSFORMS
+        ", Tensor(f!)? flag=None, float? softmax_scale=None, int sliding_window=0, float softcap=0.0) -> Tensor");
     m.def("quantize(Tensor k, Tensor? v, int[] plan, *, " TRANSFORMS ") -> Tensor");
     m.def("dequantize(Tensor pages, Tensor block_table, Tensor counts, SymInt max_tokens, int[] plan, *, " TRANSFORMS
           ") -> (Tensor k, Tensor v)");

@@ -51,6 +51,7 @@ struct Case {
     float softcap = 0, query_size = 3, scale_sign = 1;
     int spare_pages = 0;                   /* extra columns of the block table, as if the cache could grow */
     std::function<double(int, int)> boost; /* (position, length) -> factor on the key */
+    std::function<double(int, int)> value_boost;
 };
 
 static int bits_of(const std::string &digits, int g) { return digits[std::min<size_t>(g, digits.size() - 1)] - '0'; }
@@ -231,7 +232,8 @@ static bool run_case(const Case &c)
                     int position = c.sinks + j, token = j % pt, tile = token / 32, i = token % 32;
                     if (position < start) continue; /* never stored */
                     uint8_t *record = &pages[((size_t)order[b * used_pages + j / pt] * H + h) * plan.record_bytes];
-                    double boost = side == 0 && c.boost ? c.boost(position, n) : 1;
+                    auto &boosts = side == 0 ? c.boost : c.value_boost;
+                    double boost = boosts ? boosts(position, n) : 1;
                     __half scale = __float2half((float)(uniform(random) * boost));
                     memcpy(record + layout.scales_offset + 2 * (tile * 32 + column_of(i)), &scale, 2);
                     double *x = &packed[side].back()[(size_t)position * d];
@@ -470,6 +472,39 @@ static std::vector<Case> all_cases()
         [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 40.0 : 1.0; }, c.lengths = {2000}; });
     add("all equal", [](Case &c) { c.query_size = 0, c.lengths = {2000}, c.dtype = TQ_F32; });
     add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.lengths = {500}; });
+    /* many rows have a kernel of their own, but for float32 */
+    for (int g : {9, 12, 16, 17, 32, 33, 64})
+        for (const char *bits : {"1", "2", "3", "4", "5", "5310"})
+            add("group " + std::to_string(g) + " bits " + bits + " bf16",
+                [&](Case &c) { c.group = g, c.key_bits = bits, c.heads = 1, c.lengths = {300, 1000, 0, 128}; });
+    for (int t : {3, 4, 8, 32})
+        add("many rows: " + std::to_string(t) + " queries, everything", [&](Case &c) {
+            c.tokens = t, c.key_bits = "5430", c.value_bits = "0214", c.fresh = c.centres = c.steps = true, c.sinks = 4,
+            c.window = 64, c.sliding = 300, c.lengths = {1000, 90, 2500}, c.starts = {750, 3, 0}, c.dtype = TQ_F16;
+        });
+    auto add_wide = [&](std::string name, auto change) {
+        for (const char *bits : {"2", "3", "4", "5310"})
+            add("many rows: " + name + ", bits " + bits, [&](Case &c) {
+                c.group = 16, c.heads = 1, c.key_bits = bits, c.lengths = {2000, 77};
+                change(c);
+            });
+    };
+    add_wide("one dominant token", [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 20.0 : 1.0; }; });
+    add_wide("all equal", [](Case &c) { c.query_size = 0; });
+    add_wide("logits of +-1e4", [](Case &c) { c.query_size = 3000; });
+    add_wide("softcap", [](Case &c) { c.softcap = 5, c.sinks = 4, c.window = 16; });
+    add_wide("dense rotation", [](Case &c) { c.rotation = TQ_ROTATION_DENSE, c.centres = c.steps = true; });
+    add_wide("head_dim 104", [](Case &c) { c.head_dim = 104; });
+    add_wide("negative softmax scale", [](Case &c) { c.scale_sign = -1, c.centres = true; });
+    add_wide("rising logits", [](Case &c) { c.boost = [](int i, int) { return 1 + i / 100.0; }; });
+    add_wide("values of all sizes", [](Case &c) { c.value_boost = [](int i, int) { return exp2(i % 29 - 14); }; });
+    add_wide("some values zero", [](Case &c) { c.value_boost = [](int i, int) { return i % 3 ? 1.0 : 0.0; }; });
+    add_wide("the dominant value zero", [](Case &c) {
+        c.boost = [](int i, int n) { return i == n / 2 ? 20.0 : 1.0; };
+        c.value_boost = [](int i, int n) { return i == n / 2 ? 0.0 : 1.0; };
+    });
+    add_wide("room to grow, hostile block table",
+             [](Case &c) { c.hostile = true, c.spare_pages = 300, c.lengths = {1000, 300}; });
     add("hostile block table", [](Case &c) { c.hostile = true, c.lengths = {1000, 300}; });
     return cases;
 }
@@ -613,6 +648,8 @@ static void time_all(const char *filter)
     }
     shapes.push_back({"5430", 16, 8, 4, 32768, 128, 1, 0, 0});
     shapes.push_back({"4332", 16, 8, 4, 32768, 128, 1, 0, 0});
+    shapes.push_back({"4332", 16, 8, 4, 32768, 128, 8, 0, 0});
+    shapes.push_back({"4332", 16, 1, 16, 32768, 128, 1, 0, 0});
     for (auto &s : shapes) {
         char name[100];
         snprintf(name, sizeof name, "%d,%d,%d,%d bits %s T%d w%d d%d", s.batch, s.heads, s.group, s.length, s.bits,

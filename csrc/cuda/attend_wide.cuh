@@ -1,0 +1,463 @@
+/* The kernel on pages for many rows of one KV head (compute capability 9.0, four groups, whole pages of four tiles): a team is four
+ * warps that share the pages and the rows, so that each code is unpacked once for 16 or 32 rows. It is unpacked to fp16, exactly,
+ * and stays in registers as the first factor of products that the four warps do together; the second one is in shared memory.
+ *
+ *   scores   (128 tokens x rows) = keys x queries. Warp w has token tile w. A query is two fp16 planes, together as exact as float32.
+ *   weights  exp2(score - reference) times value scale, rounded to fp16, go to shared memory for all four warps: the only meeting
+ *            of a page. There they also ask whether a weight is too large for fp16, and if so move the references (seldom).
+ *   sums     (128 channels x rows) += values x weights, in fp16, which holds levels exactly. Warp w has channel group w.
+ *
+ * A lane 4 g + t owns, of each four rows, row t: the scores of tokens g + 8 r of its warp's tile, r = 0..3, and the
+ * sums of channels g + 8 r of its warp's group. */
+#ifndef TQ_CUDA_ATTEND_WIDE_CUH
+#define TQ_CUDA_ATTEND_WIDE_CUH
+#include "attend_kernel.cuh"
+#include "warpgroup.cuh"
+
+namespace tq
+{
+
+template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
+    static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_; /* 0: any plan */
+    static constexpr int ROWS = ROWS_;                                   /* of a team */
+    static constexpr int COLUMNS = ROWS / 4;                             /* rows of a lane: 4 c + t */
+    static constexpr int GROUPS = 4, TILES = 4;
+    static constexpr bool BULK = true, UNIFORM = KEY_BITS != 0;
+    static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
+    /* A batch of products reads its first factors from registers until it has ended. Unrolled, the next one has registers of its own,
+     * and a batch may run while that is unpacked; in a loop they would be the same. */
+    static constexpr int BATCHES_LEFT = UNIFORM ? 1 : 0;
+    static constexpr int MAX_REGISTERS = 168, MAX_THREADS = 384;
+    /* Shared memory of a team: queries, two buffers of weights, which pages use in turn, and four numbers a row. The steps of the
+     * weights are 16 bytes further apart than they need be, so that a warp's stores go to different banks. */
+    static constexpr int WEIGHT_STEP = STEP_BYTES<ROWS> + 16, WEIGHT_BYTES = 8 * WEIGHT_STEP; /* 16 tokens; a page */
+    static constexpr int QUERY_STEP = STEP_BYTES<2 * ROWS>, QUERY_BYTES = GROUPS * QUERY_STEP;
+    static constexpr int AT_WEIGHTS = QUERY_BYTES, AT_NUMBERS = AT_WEIGHTS + 2 * WEIGHT_BYTES;
+    static constexpr int AT_SCALES = AT_NUMBERS + 4 * ROWS * 4, TEAM_BYTES = AT_SCALES + 2 * ROWS * 4;
+};
+
+/** Where a team's own shared memory is. */
+struct TeamSpace {
+    uint8_t *at;
+    uint32_t address, magic;
+    int team;
+
+    __device__ __forceinline__ TeamSpace(const AttendArgs &a, int team_, int bytes)
+        : at(shared_bytes + a.at_teams + team_ * bytes),
+          address(shared_address(shared_bytes) + a.at_teams + team_ * bytes), magic(magic_register()), team(team_)
+    {
+    }
+    template <class V> __device__ __forceinline__ float *numbers() const
+    {
+        return reinterpret_cast<float *>(at + V::AT_NUMBERS);
+    }
+    /** By row: scale of the scores, then offset of the key codes, to add to the product. */
+    template <class V> __device__ __forceinline__ float *scales() const
+    {
+        return reinterpret_cast<float *>(at + V::AT_SCALES);
+    }
+};
+
+template <class V> struct WideSums {
+    float o[2][V::ROWS / 2]; /* by half of the channel group, as the products leave them */
+    float reference[V::COLUMNS], weights[V::COLUMNS];
+};
+
+/** The place in o[half] of a lane's channel r = 2 half, 2 half + 1 for its row c. */
+__device__ __forceinline__ constexpr int sum_at(int r, int c) { return 4 * (c / 2) + 2 * (r & 1) + c % 2; }
+
+__device__ __forceinline__ int row_of(int c, int lane) { return 4 * c + (lane & 3); }
+
+/** Queues c (32 tokens of each warp's tile, by half; both planes of each row) += a group's keys x queries. */
+template <class V, int BITS>
+__device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int half, const LevelTables &tables,
+                                           uint64_t queries, bool add, int (&c)[V::ROWS])
+{
+    uint32_t x[4];
+    unpack_half<BITS, V::KEY_READING>(words, half, tables, x);
+    order_products();
+    queue_product<BITS != 3, 2 * V::ROWS>(c, x, queries, add);
+    end_batch();
+    wait_for_batches<V::BATCHES_LEFT>();
+}
+
+/** The same of half a token tile, for all groups. */
+template <class V>
+__device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t *codes, uint64_t queries, int warp,
+                                              int half, int (&c)[V::ROWS])
+{
+    if constexpr (V::UNIFORM) {
+        codes += warp * V::GROUPS * 128 * V::KEY_BITS;
+        TileWords<V::KEY_BITS> words = load_tile<V::KEY_BITS>(codes);
+#pragma unroll
+        for (int g = 0; g < V::GROUPS; g++) {
+            TileWords<V::KEY_BITS> now = words;
+            if (g + 1 < V::GROUPS) words = load_tile<V::KEY_BITS>(codes + (g + 1) * 128 * V::KEY_BITS);
+            queue_keys<V>(now, half, a.tables, queries + g * V::QUERY_STEP / 16, g > 0, c);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < V::ROWS; i++) c[i] = 0;
+#pragma unroll 1
+        for (int g = 0; g < V::GROUPS; g++) {
+            auto queue = [&](auto width) {
+                constexpr int BITS = decltype(width)::value;
+                queue_keys<V>(load_tile<BITS>(codes + a.key.offset[g] + warp * a.key.tile_bytes), half, a.tables,
+                              queries + g * V::QUERY_STEP / 16, true, c);
+            };
+            with_width(a.key.bits[g], queue);
+        }
+    }
+    wait_for_batches<0>();
+    take_results(c);
+}
+
+/** s[c][r] = score of the lane's token r for its row c: product times key scale. */
+template <class V>
+__device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, const TeamSpace &space, int warp,
+                                           int lane, float (&s)[V::COLUMNS][4])
+{
+    const float *offsets = space.scales<V>() + V::ROWS;
+    uint64_t queries = describe_b<2 * V::ROWS>(space.address);
+    LaneScales<1> scales;
+    scales.load(keys, warp, lane);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int c[V::ROWS];
+        multiply_keys<V>(a, keys.codes + 4 * lane, queries, warp, half, c);
+#pragma unroll
+        for (int n = 0; n < V::COLUMNS; n++) {
+            float offset = V::KEY_BITS == 3 ? 0 : offsets[row_of(n, lane)];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int r = 2 * half + i;
+                float x = (float)(c[4 * n + 2 * i] * QUERY_BASE + c[4 * n + 2 * i + 1]);
+                if constexpr (V::UNIFORM && V::KEY_BITS <= 2) x = fmaf(x, 1.0f / (1 << V::KEY_BITS * r), offset);
+                else if constexpr (V::KEY_BITS != 3) x += offset;
+                s[n][r] = x * scales[r];
+            }
+        }
+    }
+}
+
+/** For a page that some row sees in part; first: its first token, end: behind its last. */
+template <class V>
+__device__ __forceinline__ void hide_tokens_of_page(const RowArgs *rows, int32_t first, int32_t end, int lane,
+                                                    float (&s)[V::COLUMNS][4], LaneScales<1> &value_scales)
+{
+    uint32_t seen = 0;
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        const RowArgs &row = rows[row_of(c, lane)];
+        int32_t lo = row.packed_lo, hi = min(row.packed_hi, end);
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            int32_t token = first + 8 * r + lane / 4;
+            if (token >= lo && token < hi) seen |= 1u << r;
+            else s[c][r] = -INFINITY;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+        if (!(seen >> r & 1)) value_scales.clear(r);
+}
+
+template <class V>
+__device__ __forceinline__ void cap_page(const AttendArgs &a, const RowArgs *rows, int lane, float (&s)[V::COLUMNS][4])
+{
+    float cap = a.p.softcap * LOG2_E, inverse = 1.0f / cap;
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        const RowArgs &row = rows[row_of(c, lane)];
+        float scale = row.scale * inverse, bias = row.bias * inverse;
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            float &x = s[c][r], capped = cap * tanh_fast(fmaf(x, scale, bias));
+            x = x == -INFINITY ? x : capped;
+        }
+    }
+}
+
+/** Whether a weight is no number for float32 although fp16 could hold what becomes of it: that of a token whose value scale is 0. */
+template <class V>
+__device__ __forceinline__ bool is_above_unseen(const TeamSpace &space, const WideSums<V> &sums,
+                                                const LaneScales<1> &value_scales, const float (&s)[V::COLUMNS][4],
+                                                int lane)
+{
+    float most = 0;
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+        if (value_scales[r] == 0)
+#pragma unroll
+            for (int c = 0; c < V::COLUMNS; c++)
+                most = fmaxf(most, fmaf(s[c][r], space.scales<V>()[row_of(c, lane)], sums.reference[c]));
+    return most > 64;
+}
+
+/** Scores to weights times value scales in `to`, the lane's place in a buffer, and the sums of the weights. Returns whether one is too
+ *  large: they are kept below 2^HEADROOM by the product with the value scale, since that is what fp16 has to hold. */
+template <class V>
+__device__ __forceinline__ bool weigh_page(const TeamSpace &space, const WideSums<V> &sums,
+                                           const LaneScales<1> &value_scales, const float (&s)[V::COLUMNS][4], int lane,
+                                           uint8_t *to, float (&weights)[V::COLUMNS])
+{
+    float v[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) v[r] = value_scales[r];
+    __half2 top = __float2half2_rn(0);
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        float w[4], scale = space.scales<V>()[row_of(c, lane)];
+#pragma unroll
+        for (int r = 0; r < 4; r++) w[r] = exp2_fast(fmaf(s[c][r], scale, sums.reference[c]));
+        weights[c] = (w[0] + w[1]) + (w[2] + w[3]);
+        __half2 even = __floats2half2_rn(w[0] * v[0], w[2] * v[2]), odd = __floats2half2_rn(w[1] * v[1], w[3] * v[3]);
+        top = __hmax2(top, __hmax2(even, odd));
+        uint8_t *piece = to + c / 2 * PIECE_BYTES + c % 2 * 16;
+        *reinterpret_cast<__half2 *>(piece) = even;
+        *reinterpret_cast<__half2 *>(piece + STEP_BYTES<V::ROWS> / 2) = odd;
+    }
+    float most = fmaxf(__low2float(top), __high2float(top));
+    return most > (float)(1 << (int)HEADROOM);
+}
+
+/** Moves the rows' references up to the largest weights. By the whole team. */
+template <class V>
+__device__ __forceinline__ void raise_references(const TeamSpace &space, const LaneScales<1> &value_scales,
+                                                 const float (&s)[V::COLUMNS][4], int warp, int lane, WideSums<V> &sums)
+{
+    float *tops = space.numbers<V>(), v[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) v[r] = log2f(fmaxf(value_scales[r], 0x1p-24f)); /* the least fp16 number */
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        float top = -INFINITY, scale = space.scales<V>()[row_of(c, lane)];
+#pragma unroll
+        for (int r = 0; r < 4; r++) top = fmaxf(top, fmaf(s[c][r], scale, v[r]));
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, k));
+        if (lane < 4) tops[V::ROWS * warp + row_of(c, lane)] = top;
+    }
+    meet(space.team);
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        const float *row = tops + row_of(c, lane);
+        float largest = fmaxf(fmaxf(row[0], row[V::ROWS]), fmaxf(row[2 * V::ROWS], row[3 * V::ROWS]));
+        float reference = largest == -INFINITY ? sums.reference[c] : fminf(sums.reference[c], -largest);
+        float factor = exp2_fast(reference - sums.reference[c]);
+        sums.reference[c] = reference;
+        sums.weights[c] *= factor;
+#pragma unroll
+        for (int r = 0; r < 4; r++) sums.o[r / 2][sum_at(r, c)] *= factor;
+    }
+}
+
+/** Queues the sums' part of a token tile; weights: its first step. x: the tile's fragments by half and step. */
+template <class V>
+__device__ __forceinline__ void queue_values(const uint32_t (&x)[2][2][4], uint64_t weights, WideSums<V> &sums)
+{
+    order_products();
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            queue_product<V::ROWS>(sums.o[half], x[half][j], weights + j * V::WEIGHT_STEP / 16, true);
+    end_batch();
+    wait_for_batches<V::BATCHES_LEFT>();
+}
+
+/** Adds the page's weighted values to the sums. */
+template <class V>
+__device__ __forceinline__ void add_values_of_page(const AttendArgs &a, StageView values, const TeamSpace &space,
+                                                   uint32_t weights_at, int warp, int lane, WideSums<V> &sums)
+{
+    const uint8_t *codes = values.codes + 4 * lane;
+    uint64_t weights = describe_b<V::ROWS>(space.address + weights_at);
+    uint32_t x[2][2][4];
+    if constexpr (V::UNIFORM) {
+        constexpr int BITS = V::VALUE_BITS;
+        codes += warp * 128 * BITS;
+        TileWords<BITS> words = load_tile<BITS>(codes);
+#pragma unroll
+        for (int tile = 0; tile < V::TILES; tile++) {
+            TileWords<BITS> now = words;
+            if (tile + 1 < V::TILES) words = load_tile<BITS>(codes + (tile + 1) * V::GROUPS * 128 * BITS);
+#pragma unroll
+            for (int half = 0; half < 2; half++) unpack_half_exactly(now, half, a.tables, space.magic, x[half]);
+            queue_values<V>(x, weights + 2 * tile * V::WEIGHT_STEP / 16, sums);
+        }
+    } else {
+        codes += a.value.offset[warp];
+#pragma unroll 1
+        for (int tile = 0; tile < V::TILES; tile++) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) x[i / 8][i / 4 % 2][i % 4] = 0; /* a group of 0 bits */
+            auto unpack = [&](auto width) {
+                auto words = load_tile<decltype(width)::value>(codes + tile * a.value.tile_bytes);
+#pragma unroll
+                for (int half = 0; half < 2; half++) unpack_half_exactly(words, half, a.tables, space.magic, x[half]);
+            };
+            with_width(a.value.bits[warp], unpack);
+            queue_values<V>(x, weights + 2 * tile * V::WEIGHT_STEP / 16, sums);
+        }
+    }
+    wait_for_batches<0>();
+#pragma unroll
+    for (int half = 0; half < 2; half++) take_results(sums.o[half]);
+}
+
+/** The segment's queries into shared memory, and empty sums. */
+template <class V>
+__device__ __forceinline__ void start_segment(const AttendArgs &a, const Segment &s, const TeamSpace &space, int thread,
+                                              WideSums<V> &sums)
+{
+    const uint4 *from = reinterpret_cast<const uint4 *>(reinterpret_cast<const uint8_t *>(a.queries) +
+                                                        (int64_t)s.index * V::QUERY_BYTES);
+    uint4 *to = reinterpret_cast<uint4 *>(space.at);
+#pragma unroll
+    for (int i = 0; i < V::QUERY_BYTES / 16 / 128; i++) to[128 * i + thread] = __ldcg(from + 128 * i + thread);
+    shared_writes_before_copies();
+    if (thread < V::ROWS) {
+        RowArgs row = a.row_args[s.index * V::ROWS + thread];
+        float byte = V::UNIFORM && V::KEY_BITS <= 2 ? 0.5f : 1.0f; /* what a byte is of a level */
+        space.scales<V>()[thread] =
+            a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
+        space.scales<V>()[V::ROWS + thread] = byte * (float)(row.offset_hi * QUERY_BASE + row.offset_lo);
+    }
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        sums.reference[c] = NO_REFERENCE;
+        sums.weights[c] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < V::ROWS; i++) sums.o[i % 2][i / 2] = 0;
+    meet(space.team);
+}
+
+/** The team's part of a segment into its slot. */
+template <class V>
+__device__ __forceinline__ void leave_part_of_team(const AttendArgs &a, const Segment &s, int32_t piece,
+                                                   const TeamSpace &space, int warp, int lane, const WideSums<V> &sums)
+{
+    int64_t slot = (int64_t)(piece + s.index) * V::ROWS;
+    float *totals = space.numbers<V>();
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        float weights = sums.weights[c];
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) weights += __shfl_xor_sync(ALL_LANES, weights, k);
+        if (lane < 4) totals[V::ROWS * warp + row_of(c, lane)] = weights;
+        float *to = a.sums + (slot + row_of(c, lane)) * TQ_TILE * V::GROUPS + TQ_TILE * warp + lane / 4;
+#pragma unroll
+        for (int r = 0; r < 4; r++) to[8 * r] = sums.o[r / 2][sum_at(r, c)];
+    }
+    meet(space.team);
+    if (warp || lane >= 4) return;
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        int row = row_of(c, lane);
+        const float *x = totals + row;
+        float bias =
+            a.p.softcap > 0 ? 0 : a.row_args[s.index * V::ROWS + row].bias; /* with a cap it is in the scores */
+        a.totals[slot + row] = {sums.reference[c] == NO_REFERENCE ? -INFINITY : bias - sums.reference[c],
+                                (x[0] + x[V::ROWS]) + (x[2 * V::ROWS] + x[3 * V::ROWS]), 0, 0};
+    }
+}
+
+/** The pages of the segment at work; thread counts within the team. */
+template <class V>
+__device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &ring, Lookahead &ahead, int32_t piece,
+                                               const TeamSpace &space, int thread)
+{
+    int warp = __shfl_sync(ALL_LANES, thread / 32, 0), lane = thread & 31, g = lane / 4;
+    const Segment &now = ahead.now;
+    const RowArgs *rows = a.row_args + now.index * V::ROWS;
+    WideSums<V> sums;
+    start_segment<V>(a, now, space, thread, sums);
+    Pages pages(a, now), pages_after(a, ahead.after);
+    Range whole = whole_units(a, now.common);
+    bool capped = a.p.softcap > 0;
+    int32_t page = ahead.unit(ahead.position), buffer = 0;
+    int place =
+        (2 * warp + g / 4) * V::WEIGHT_STEP + 32 * (lane & 3) + 4 * (g % 4); /* of the lane's weights in a buffer */
+#pragma unroll 1
+    for (; ahead.position < ahead.now_end; ahead.position++, page++) {
+        int32_t next = ahead.position + a.stages, next_unit = ahead.unit(next), next_page = 0;
+        bool more = next < ahead.after_end, is_now = ahead.is_now(next);
+        if (more)
+            next_page =
+                is_now ? pages.page(a, next_unit) : pages_after.page(a, next_unit); /* long before it is needed */
+        float s[V::COLUMNS][4], weights[V::COLUMNS];
+        barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
+        score_page<V>(a, ring.view(a, a.key), space, warp, lane, s);
+        StageView values = ring.view(a, a.value);
+        LaneScales<1> value_scales; /* they came with the keys, and go with them */
+        value_scales.load(values, warp, lane);
+        const uint8_t *next_record = is_now ? pages.record(a, next_page) : pages_after.record(a, next_page);
+        refill(a, ring, 0, more, next_record, next_unit, thread);
+
+        if (page < whole.lo || page >= whole.hi)
+            hide_tokens_of_page<V>(rows, page * a.page_tokens + TQ_TILE * warp, (page + 1) * a.page_tokens, lane, s,
+                                   value_scales);
+        if (capped) cap_page<V>(a, rows, lane, s);
+
+        uint32_t weights_at =
+            __shfl_sync(ALL_LANES, V::AT_WEIGHTS + buffer * V::WEIGHT_BYTES, 0); /* the compiler's sake */
+        bool above = weigh_page<V>(space, sums, value_scales, s, lane, space.at + weights_at + place, weights);
+        if (value_scales.any_zero()) above |= is_above_unseen<V>(space, sums, value_scales, s, lane);
+        shared_writes_before_copies();
+        if (meet_any(space.team, above)) {
+            raise_references<V>(space, value_scales, s, warp, lane, sums);
+            weigh_page<V>(space, sums, value_scales, s, lane, space.at + weights_at + place, weights);
+            shared_writes_before_copies();
+            meet(space.team);
+        }
+#pragma unroll
+        for (int c = 0; c < V::COLUMNS; c++) sums.weights[c] += weights[c];
+        barrier_wait(ring.barrier(ring.stage, 1), ring.parity);
+        add_values_of_page<V>(a, values, space, weights_at, warp, lane, sums);
+        refill(a, ring, 1, more, next_record, next_unit, thread);
+        ring.advance(a);
+        buffer ^= 1;
+        if (more) ahead.fetched = next + 1;
+    }
+    leave_part_of_team<V>(a, now, piece, space, warp, lane, sums);
+}
+
+template <class V> __device__ __forceinline__ void attend_pages_wide(const AttendArgs &a)
+{
+    int lane = threadIdx.x & 31, thread = threadIdx.x % 128;
+    int team =
+        __shfl_sync(ALL_LANES, threadIdx.x / 128, 0); /* so that the compiler knows it is the same for all lanes */
+    let_next_start();
+    Ring<V> ring = {shared_address(shared_bytes) + team * a.stages * a.stage_bytes,
+                    shared_address(shared_bytes) + a.at_barriers + team * a.stages * 32, 0, 0,
+                    copy_policy(a.row_tiles == 1)};
+    if (thread == 0) init_barriers<V>(a, ring);
+    __syncthreads();
+    Cursor cursor(a, team * gridDim.x + blockIdx.x, a.teams * gridDim.x, lane);
+    bool tell = thread == 0;
+    Lookahead ahead(a, cursor, tell);
+    if (!ahead.now.there) return;
+    top_up(a, ring, ahead, thread);
+    wait_for_previous(); /* the queries */
+    TeamSpace space(a, team, V::TEAM_BYTES);
+#pragma unroll 1
+    for (;;) {
+        attend_segment<V>(a, ring, ahead, cursor.piece, space, thread);
+        ahead.step(a, cursor, tell);
+        if (!ahead.now.there) return;
+        top_up(a, ring, ahead, thread);
+    }
+}
+
+template <class V>
+__global__ void __maxnreg__(V::MAX_REGISTERS) attend_wide_kernel(const __grid_constant__ AttendArgs a)
+{
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    attend_pages_wide<V>(a);
+#endif
+}
+
+} // namespace tq
+#endif
