@@ -2,7 +2,8 @@
 
     python benchmarks/attend.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
 
-Shapes are (batch, KV heads, group, tokens, head_dim). Codes are those of random normal keys and values. A shape smaller
+Shapes are (batch, KV heads, group, tokens, head_dim). The first is also timed with several query tokens a sequence, as in
+speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape smaller
 than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the fastest on the same tokens in bf16
 of PyTorch's cuDNN and flash attention, also with the group's heads as query rows of one KV head (decoding needs no
 mask), and of FlashInfer's paged decoding where it is installed (it compiles on first use). FlashInfer on fp8 keys and
@@ -39,37 +40,42 @@ SHAPES = [
     (1, 8, 4, 4096, 128),
     (1, 8, 4, 2048, 128),
 ]
+QUERY_TOKENS = (2, 4, 8, 16)
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 Shape = tuple[int, int, int, int, int]
 
 
-def tensors(shape: Shape, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
-    """q [batch, heads, 1, d], k and v [batch, kv_heads, tokens, d]; some keys stand out, as in a model."""
+def tensors(
+    shape: Shape, seed: int, dtype: torch.dtype = torch.bfloat16, query_tokens: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """q [batch, heads, query_tokens, d], k and v [batch, kv_heads, tokens, d]; some keys stand out, as in a model."""
     batch, kv_heads, group, tokens, d = shape
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, device="cuda", dtype=dtype, generator=generator)
 
-    return draw(batch, kv_heads * group, 1, d), draw(batch, kv_heads, tokens, d), draw(batch, kv_heads, tokens, d)
+    q = draw(batch, kv_heads * group, query_tokens, d)
+    return q, draw(batch, kv_heads, tokens, d), draw(batch, kv_heads, tokens, d)
 
 
 def copies(nbytes: int) -> int:
     return max(1, min(256, -(-ROTATE_BYTES // nbytes)))
 
 
-def baseline(shape: Shape) -> dict[str, Any]:
+def baseline(shape: Shape, query_tokens: int = 1) -> dict[str, Any]:
     """Times of bf16 SDPA by backend: with query rows or with enable_gqa, whichever is faster."""
     batch, kv_heads, group, tokens, d = shape
     n = copies(4 * batch * kv_heads * tokens * d)
-    sets = [tensors(shape, seed) for seed in range(n)]
+    sets = [tensors(shape, seed, query_tokens=query_tokens) for seed in range(n)]
+    rows = group * query_tokens
     out: dict[str, Any] = {}
     for name, backend in BACKENDS.items():
         forms: list[Callable[..., Any]] = [
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=group > 1)
         ]
         if group > 1:
-            forms.append(lambda q, k, v: F.scaled_dot_product_attention(q.view(batch, kv_heads, group, d), k, v))
+            forms.append(lambda q, k, v: F.scaled_dot_product_attention(q.view(batch, kv_heads, rows, d), k, v))
         times = []
         for form in forms:
             try:
@@ -110,28 +116,29 @@ def flashinfer(shape: Shape) -> dict[str, Any]:
     return out
 
 
-def check(shape: Shape, plan: Plan) -> float:
+def check(shape: Shape, plan: Plan, query_tokens: int = 1) -> float:
     """Largest error relative to the largest output, against float64 over the same decoded bytes; on a cut of it."""
     batch, kv_heads, group, tokens, d = shape
     cut = (min(batch, 2), min(kv_heads, 2), group, min(tokens, 4096) - 5, d)
-    q, k, v = tensors(cut, 99)
+    q, k, v = tensors(cut, 99, query_tokens=query_tokens)
     packed = ops.pack(k, v, plan)
-    out = torch.ops.turboquant.attend(q, *packed)[0].double()
+    out = torch.ops.turboquant.attend(q, *packed, causal=False)[0].double()
     k, v = (x.double() for x in torch.ops.turboquant.dequantize(*packed[:3], cut[3], plan))
     exact = F.scaled_dot_product_attention(q.double(), k, v, enable_gqa=True)
     return float((out - exact).abs().max() / exact.abs().max())
 
 
-def ours(shape: Shape, plan: Plan) -> dict[str, Any]:
-    error = check(shape, plan)
+def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
+    error = check(shape, plan, query_tokens)
     if not error < 5e-3:  # bf16 outputs round at 4e-3
         raise AssertionError(f"{shape}: attend is off by {error}")
-    q, k, v = tensors(shape, 0)
+    q, k, v = tensors(shape, 0, query_tokens=query_tokens)
     first = ops.pack(k, v, plan)
     nbytes = first[0].nbytes
     del k, v
     sets = [(q, *first)] + [(q, first[0].clone(), *first[1:]) for _ in range(copies(nbytes) - 1)]
-    metrics: dict[str, Any] = microseconds([lambda s=s: torch.ops.turboquant.attend(*s) for s in sets], "cuda")
+    attend = torch.ops.turboquant.attend
+    metrics: dict[str, Any] = microseconds([lambda s=s: attend(*s, causal=query_tokens == 1) for s in sets], "cuda")
     return metrics | {"bytes": nbytes, "tbps": round(nbytes / metrics["us"] / 1e6, 3), "error": error}
 
 
@@ -146,11 +153,13 @@ def main() -> None:
     report = Report("attend", "cuda")
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)
-    for shape in SHAPES:
+    work = [(shape, 1) for shape in SHAPES] + [(SHAPES[0], n) for n in QUERY_TOKENS]
+    for shape, query_tokens in work:
         if not ",".join(map(str, shape)).startswith(args.only):
             continue
         torch.cuda.empty_cache()
-        base = baseline(shape) | flashinfer(shape)
+        several = {"query_tokens": query_tokens} if query_tokens > 1 else {}
+        base = baseline(shape, query_tokens) | ({} if several else flashinfer(shape))
         best = min((us for name, us in base.items() if "fp8" not in name), default=float("nan"))
         for bits in args.bits:
             widths = tuple(map(int, bits.split(",")))
@@ -159,15 +168,26 @@ def main() -> None:
             plan = plan_words(
                 shape[4], widths[0] if len(widths) == 1 else widths, widths[0] if len(widths) == 1 else widths
             )
-            metrics = ours(shape, plan) | base
+            metrics = ours(shape, plan, query_tokens) | base
             metrics["speedup"] = round(best / metrics["us"], 3)
             metrics["of_read_ceiling"] = round(metrics["tbps"] / ceiling["read_tbps"], 3)
             report.add(
-                "attend",
-                dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape)) | {"bits": bits},
+                "attend_queries" if several else "attend",
+                dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape)) | several | {"bits": bits},
                 metrics,
             )
-            print(shape, bits, metrics["us"], "us", metrics["tbps"], "TB/s", metrics["speedup"], "x", flush=True)
+            print(
+                shape,
+                query_tokens,
+                bits,
+                metrics["us"],
+                "us",
+                metrics["tbps"],
+                "TB/s",
+                metrics["speedup"],
+                "x",
+                flush=True,
+            )
     print(report.save(args.out))
 
 

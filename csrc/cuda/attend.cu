@@ -144,8 +144,9 @@ int uniform_bits(const tq_plan *plan)
 KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pages, const Device &device)
 {
     int bits = uniform_bits(plan);
-    /* weights are rounded to fp16 there; for 8 rows it is no faster */
-    if (device.bulk && dtype != TQ_F32 && rows > 8 && plan->groups == 4 && plan->page_tokens == 4 * TQ_TILE)
+    /* weights are rounded to fp16 there; for fewer rows it is no faster */
+    if (device.bulk && dtype != TQ_F32 && rows > (bits ? 8 : 16) && plan->groups == 4 &&
+        plan->page_tokens == 4 * TQ_TILE)
         return attend_kernel_wide(bits, rows);
     bool narrow =
         plan->groups <= 4; /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */

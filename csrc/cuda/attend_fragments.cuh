@@ -123,8 +123,7 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int r = 2 * half + (i & 1), h = i >> 1;
-            uint32_t plus = t.w[r], minus = plus ^ 0x88888888u;
-            if (h) plus = shift_right(tables, plus, 3), minus = shift_right(tables, minus, 3);
+            uint32_t plus = h ? shift_right(tables, t.w[r], 3) : t.w[r], minus = plus ^ 0x88888888u;
             if constexpr (BITS == 4) {
                 a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
                        prmt(tables.magnitude4[0], tables.magnitude4[1], minus);

@@ -32,7 +32,8 @@ KernelChoice attend_kernel_3(int groups, int blocks, int tiles, bool bulk);
 KernelChoice attend_kernel_4(int groups, int blocks, int tiles, bool bulk);
 /** The kernel for every plan. */
 KernelChoice attend_kernel_mixed(int groups, int blocks, int tiles, bool bulk);
-/** The kernel for many rows: 16 or 32 of them at once, of plans with four groups and four tiles a page; bits 0: of any widths. */
+/** The kernel for many rows: 16 or 32 of them at once, of plans with four groups and four tiles a page; bits 0: 32 rows of any
+ *  widths. */
 KernelChoice attend_kernel_wide(int bits, int rows);
 
 } // namespace tq

@@ -30,7 +30,7 @@ KernelChoice attend_kernel_wide(int bits, int rows)
     case 3: return choice_of_rows<3>(rows);
     case 4: return choice_of_rows<4>(rows);
     }
-    return choice_of_rows<0>(rows);
+    return choice<0, 32>();
 }
 
 } // namespace tq
