@@ -2,12 +2,12 @@
 
     python benchmarks/attend.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
 
-Shapes are (batch, KV heads, group, tokens, head_dim). The first is also timed with several query tokens a sequence, as in
-speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape smaller
-than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the fastest on the same tokens in bf16
-of PyTorch's cuDNN and flash attention, also with the group's heads as query rows of one KV head (decoding needs no
-mask), and of FlashInfer's paged decoding where it is installed (it compiles on first use). FlashInfer on fp8 keys and
-values is timed as well, as a peer.
+Shapes are (batch, KV heads, group, tokens, head_dim). The first is also timed with several query tokens a sequence,
+as in speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape
+smaller than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the fastest on the same
+tokens in bf16 of PyTorch's cuDNN and flash attention, also with the group's heads as query rows of one KV head
+(decoding needs no mask), and of FlashInfer's paged decoding where it is installed (it compiles on first use).
+FlashInfer on fp8 keys and values is timed as well, as a peer.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@
  *   attend_fragments  codes to tensor-core operands         attend_query, attend_exact   the halves of prepare
  *   attend_schedule   who does which units                  attend_ends                  prepare and combine
  *   attend_pages      the loop over units                   attend_kernel                pages
+ *   attend_wide       the same for many rows, on Hopper     warpgroup                    its products
  *   attend.cu         checks, choices, launches */
 #ifndef TQ_CUDA_ATTEND_CUH
 #define TQ_CUDA_ATTEND_CUH
