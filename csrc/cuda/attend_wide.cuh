@@ -1,8 +1,8 @@
 /* The kernel on pages for many rows of one KV head (compute capability 9.0, four groups, whole pages of four tiles): a team is four
- * warps that share the pages and the rows, so that each code is unpacked once for 16 or 32 rows. It is unpacked to fp16, exactly,
- * and stays in registers as the first factor of products that the four warps do together; the second one is in shared memory.
+ * warps that share the pages and the rows, so that each code is unpacked once for 16 or 32 rows. It stays in registers as the first
+ * factor of products that the four warps do together; the second one is in shared memory.
  *
- *   scores   (128 tokens x rows) = keys x queries. Warp w has token tile w. A query is two fp16 planes, together as exact as float32.
+ *   scores   (128 tokens x rows) = keys x queries, in bytes, two planes of them a query, as in attend_pages. Warp w has token tile w.
  *   weights  exp2(score - reference) times value scale, rounded to fp16, go to shared memory for all four warps: the only meeting
  *            of a page. There they also ask whether a weight is too large for fp16, and if so move the references (seldom).
  *   sums     (128 channels x rows) += values x weights, in fp16, which holds levels exactly. Warp w has channel group w.
@@ -28,8 +28,9 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
      * and a batch may run while that is unpacked; in a loop they would be the same. */
     static constexpr int BATCHES_LEFT = UNIFORM ? 1 : 0;
     static constexpr int MAX_REGISTERS = 168, MAX_THREADS = 384;
-    /* Shared memory of a team: queries, two buffers of weights, which pages use in turn, and four numbers a row. The steps of the
-     * weights are 16 bytes further apart than they need be, so that a warp's stores go to different banks. */
+    /* Shared memory of a team: queries, two buffers of weights, which pages use in turn, four numbers a row, and what a row's products
+     * are scaled by, which would take too many registers. The steps of the weights are 16 bytes further apart than they need be, so
+     * that a warp's stores go to different banks. */
     static constexpr int WEIGHT_STEP = STEP_BYTES<ROWS> + 16, WEIGHT_BYTES = 8 * WEIGHT_STEP; /* 16 tokens; a page */
     static constexpr int QUERY_STEP = STEP_BYTES<2 * ROWS>, QUERY_BYTES = GROUPS * QUERY_STEP;
     static constexpr int AT_WEIGHTS = QUERY_BYTES, AT_NUMBERS = AT_WEIGHTS + 2 * WEIGHT_BYTES;
@@ -68,7 +69,7 @@ __device__ __forceinline__ constexpr int sum_at(int r, int c) { return 4 * (c / 
 
 __device__ __forceinline__ int row_of(int c, int lane) { return 4 * c + (lane & 3); }
 
-/** Queues c (32 tokens of each warp's tile, by half; both planes of each row) += a group's keys x queries. */
+/** Queues c (half of each warp's token tile x both planes of each row) += a group's keys x queries. */
 template <class V, int BITS>
 __device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int half, const LevelTables &tables,
                                            uint64_t queries, bool add, int (&c)[V::ROWS])
@@ -81,7 +82,8 @@ __device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int hal
     wait_for_batches<V::BATCHES_LEFT>();
 }
 
-/** The same of half a token tile, for all groups. */
+/** c = the keys of half of each warp's token tile x queries, over all groups: in c[4 n + 2 i], the high plane, and the number behind it
+ *  the lane's token 2 half + i for its row n. */
 template <class V>
 __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t *codes, uint64_t queries, int warp,
                                               int half, int (&c)[V::ROWS])
@@ -401,8 +403,8 @@ __device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &rin
                                    value_scales);
         if (capped) cap_page<V>(a, rows, lane, s);
 
-        uint32_t weights_at =
-            __shfl_sync(ALL_LANES, V::AT_WEIGHTS + buffer * V::WEIGHT_BYTES, 0); /* the compiler's sake */
+        /* so that the compiler knows it is the same for all lanes */
+        uint32_t weights_at = __shfl_sync(ALL_LANES, V::AT_WEIGHTS + buffer * V::WEIGHT_BYTES, 0);
         bool above = weigh_page<V>(space, sums, value_scales, s, lane, space.at + weights_at + place, weights);
         if (value_scales.any_zero()) above |= is_above_unseen<V>(space, sums, value_scales, s, lane);
         shared_writes_before_copies();
