@@ -26,17 +26,18 @@
 extern "C" {
 #endif
 
-/** The kernels that would run for an operation ("rotate", "append", "attend", "dequantize", "merge") of a plan on the current
- *  device, e.g. "attend_hopper_3x3", or "attend_blocks" for one of version 2; NULL for an unknown operation or where no device
- *  can run it. The environment variable TURBOQUANT_CUDA_PATH=hopper|portable, read at each call, forces one of the two ways in
+/** The kernels that would run for an operation ("rotate", "append", "attend" of one query token, "dequantize", "merge") of a plan on
+ *  the current device, e.g. "attend_hopper_3", or "attend_blocks" for one of version 2; NULL for an unknown operation or where no
+ *  device can run it. The environment variable TURBOQUANT_CUDA_PATH=hopper|portable, read at each call, forces one of the two ways in
  *  which pages of version 1 reach the multiprocessors (bulk copies, compute capability 9.x; cp.async, 8.0 and newer);
- *  without it, hopper on 9.x and portable elsewhere. */
+ *  without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
 TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan);
 
 /** tq_attend on the device.
  *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 2e-4 for float32, relative to the largest output, for
  *             logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so that an error in proportion to the largest
- *             |logit| (2.5e-5 of it) takes over above that. Plans of version 2: float32 throughout, within 2e-5.
+ *             |logit| (2.5e-5 of it) takes over above that. On 9.x, for many 16-bit query rows a KV head (attend_wide.cuh), weights are
+ *             rounded to fp16, and values to nothing coarser than their levels. Plans of version 2: float32 throughout, within 2e-5.
  *  Cost:      three kernels that overlap, with launch shapes that depend on the sizes in params alone; the work follows the lengths
  *             found on the device. Only the last one waits for all of the exact and packed tokens.
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
