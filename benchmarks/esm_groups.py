@@ -159,7 +159,11 @@ def main() -> None:
                     "final_cosine_min": tally.worst[0],
                     "masked_kl_divergence": tally.divergence / tally.masked,
                 }
-                report.add("groups", {"bits": average, "channels": size, "proteins": args.proteins}, rounded(metrics))
+                report.add(
+                    "groups",
+                    {"bits": average, "channels": size, "proteins": args.proteins, "calibrated_on": calibration.source},
+                    rounded(metrics),
+                )
                 print(average, size, rounded(metrics), flush=True)
     print(report.save(args.out))
 
