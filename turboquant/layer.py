@@ -385,7 +385,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             "softcap": options.get("softcap") or 0.0,
         }
         attended: torch.Tensor | None = None
-        if exact or fresh:
+        assert self.table is not None
+        if exact or fresh or self.table.pool.tables > 1:  # forks may attend at the same time, but not write
             pages, rows = self._append(key, value, lengths, state, after, padding)
         else:
             attended = self._with_room(after, padding, lambda table: _append_attend(
