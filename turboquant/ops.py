@@ -1,12 +1,12 @@
 """``torch.ops.turboquant.*``: importing this module loads the operators; they are torch's own from then on.
 
-    rotate      vectors into and out of the rotated space of a plan
-    append      new tokens of one layer into its cache: sinks, window and packed pages
-    attend      attention of queries over that cache, straight from the packed bytes
+    rotate         vectors into and out of the rotated space of a plan
+    append         new tokens of one layer into its cache: sinks, window and packed pages
+    attend         attention of queries over that cache, straight from the packed bytes
     append_attend  both in one call, which is what a decode step wants
-    quantize    whole sequences into fresh pages
-    dequantize  packed tokens back into floats, for debugging
-    merge       partial attention results over disjoint tokens into one
+    quantize       whole sequences into fresh pages
+    dequantize     packed tokens back into floats, for debugging
+    merge          partial attention results over disjoint tokens into one
 
 Each operator's own words: ``print(torch.ops.turboquant.attend.__doc__)``. They run on the CPU and, in a build with
 CUDA, on CUDA, from one schema and into the same bytes; under `torch.compile(fullgraph=True)`, `torch.export` and
