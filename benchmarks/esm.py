@@ -49,10 +49,10 @@ SPECS = {
     **{f"esm-{b}": PRESET.with_(key_bits=b, value_bits=b, sinks=0) for b in (4, 3, 2)},
     **{f"default-{b}": CacheSpec(b, b, centre="prompt") for b in (5, 4, 3, 2)},
     **{f"calibrated-{b:g}": CacheSpec(budget=b) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
+    **{f"calibrated-fine-{b:g}": CacheSpec(budget=b, group=16) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
     **{f"paper-mse-{b}": CacheSpec(b, b, scale="norm") for b in (4, 3, 2)},
     "turboesm": turboquant.preset("turboesm"),
     "keys 4, values 3": CacheSpec(4, 3, centre="prompt"),
-    "calibrated-3, 1 sink": CacheSpec(budget=3.0, sinks=1),
 }  # fmt: skip
 WITHOUT = {
     "all parts": CacheSpec(3, 3, centre="prompt"),
@@ -123,7 +123,7 @@ def plot(report: Report, path: str) -> None:
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     shown = {"final_cosine_mean": "1 - final cosine, mean", "masked_kl_divergence": "KL divergence, nats"}
     for axes, (metric, label) in zip(figure.subplots(1, 2), shown.items()):
-        for family in ("esm", "default", "calibrated", "paper-mse", "int8", "turboesm"):
+        for family in ("esm", "default", "calibrated", "calibrated-fine", "paper-mse", "int8", "turboesm"):
             rows = [row for row in report.rows if re.fullmatch(rf"{family}(-[\d.]+)?", row["params"]["spec"])]
             if not rows:
                 continue
@@ -143,13 +143,13 @@ def families(report: Report, args: argparse.Namespace) -> None:
     lines = (SHARED / "data/proteins_scop.tsv").read_text().splitlines()
     of = {chain: {domain[0] for domain in classes.split(",")} for chain, classes in (line.split() for line in lines)}
     held_out = proteins("proteins_val.fasta")
-    specs = {name: SPECS[name] for name in ("default-4", "calibrated-3")}
+    specs = {name: SPECS[name] for name in ("default-4", "calibrated-fine-3")}
     for letter, described in CLASSES.items():
         mine = [p.sequence for p in held_out if of.get(p.name.rpartition("|")[2]) == {letter}][: args.family]
         for name, one in esm.evaluate(model, mine, specs, calibration=calibration).items():
             params = {"class": f"{letter}: {described}", "spec": name, "proteins": one.proteins}
             report.add("families", params, rounded(one.metrics()))
-            print(f"{letter}: {described:14} {name:14} {one}")
+            print(f"{letter}: {described:14} {name:18} {one}")
 
 
 @torch.no_grad()

@@ -72,7 +72,8 @@ def tile(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def decode(record: np.ndarray, head_dim: int, spec: dict[str, Any], side: str) -> np.ndarray:
-    """Decoded vectors [128, head_dim] of one record: key codes, value codes, key scales, value scales."""
+    """Decoded vectors [128, head_dim] of one record: key codes, value codes, key scales, value scales. For specs with
+    one number of bits a side, in groups of 32."""
     groups = -(-head_dim // 32)
     sizes = {name: 128 * spec[f"{name}_bits"] * groups for name in ("key", "value")}  # bytes of one token tile
     start = 0 if side == "key" else 4 * sizes["key"]

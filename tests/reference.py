@@ -43,7 +43,7 @@ Array = NDArray[Any]
 
 TILE = 32
 PAGE_TOKENS = 128
-PLAN_VERSION = 1
+PLAN_VERSION, FINE_VERSION = 1, 3
 NONE, HADAMARD, DENSE = 0, 1, 2  # tq_rotation
 NORMAL, SPHERE = 0, 1  # tq_codebook_law
 EDEN, NORM, NORM_CORRECTED, LEAST_SQUARES = 0, 1, 2, 3  # tq_scale
@@ -133,6 +133,11 @@ class Codebook:
     code_of_rank: NDArray[np.uint8]
     levels: NDArray[np.int8]  # by code
 
+    def rank(self, u: F32) -> Array:
+        if self.bits == WIDE:
+            return np.rint(np.clip(u / WIDE_STEP, np.float32(-127), np.float32(127))).astype(int) + 128
+        return sum((u >= t).astype(int) for t in self.thresholds)
+
 
 @cache
 def table_rows() -> list[tuple[str, list[int]]]:
@@ -151,9 +156,15 @@ def code_of(rank: int, bits: int) -> int:
     return (magnitude & 7) | sign << 3 | (magnitude >> 3) << 4
 
 
+WIDE, WIDE_STEP = 8, np.float32(0.03125)
+
+
 @cache
 def codebook(law: int, head_dim: int, bits: int) -> Codebook:
-    """tq_get_codebook."""
+    """tq_get_codebook, and the levels of 8 bits."""
+    if bits == WIDE:
+        ranked = np.arange(-128, 128)
+        return Codebook(8, WIDE_STEP, ranked, np.zeros(0, np.float32), np.arange(256, dtype=np.uint8), ranked)
     text, magnitudes = table_rows()[bits - 1 if law == NORMAL else 5 + (head_dim // 8 - 1) * 5 + bits - 1]
     assert len(magnitudes) == 2 ** (bits - 1)
     step, ranked = np.float32(text), np.array([-m for m in magnitudes[::-1]] + magnitudes)
@@ -179,15 +190,21 @@ class Plan:
     scale: int = EDEN
     seed: int = 0
     page_tokens: int = PAGE_TOKENS
+    group: int = TILE  # channels; 16 in version 3
 
     @property
     def words(self) -> tuple[int, ...]:
-        head = (PLAN_VERSION, self.head_dim, self.page_tokens, self.rotation, self.codebook, self.scale, self.seed)
+        version = FINE_VERSION if self.group == 16 else PLAN_VERSION
+        head = (version, self.head_dim, self.page_tokens, self.rotation, self.codebook, self.scale, self.seed)
         return (*head, *self.key_bits, *self.value_bits)
 
     @property
     def groups(self) -> int:
-        return -(-self.head_dim // TILE)
+        return -(-self.head_dim // self.group)
+
+    @property
+    def tile_tokens(self) -> int:
+        return TILE * TILE // self.group
 
     def bits(self, side: str) -> tuple[int, ...]:
         return self.key_bits if side == "key" else self.value_bits
@@ -196,7 +213,7 @@ class Plan:
         return 128 * sum(self.bits(side))
 
     def code_bytes(self, side: str) -> int:
-        return self.page_tokens // TILE * self.tile_bytes(side)
+        return self.page_tokens // self.tile_tokens * self.tile_bytes(side)
 
     def scale_bytes(self, side: str) -> int:
         return 2 * self.page_tokens if any(self.bits(side)) else 0
@@ -214,19 +231,19 @@ class Plan:
 
     def coded(self, side: str) -> NDArray[np.bool_]:
         """[head_dim]: is this channel in a group that has bits?"""
-        return np.repeat(np.array(self.bits(side)) > 0, TILE)[: self.head_dim]
+        return np.repeat(np.array(self.bits(side)) > 0, self.group)[: self.head_dim]
 
     def books(self, side: str) -> Iterator[tuple[slice, Codebook]]:
         """The real channels of each group that has bits, and its codebook."""
         for group, bits in enumerate(self.bits(side)):
             if bits:
-                channels = slice(TILE * group, min(TILE * group + TILE, self.head_dim))
+                channels = slice(self.group * group, min(self.group * (group + 1), self.head_dim))
                 yield channels, codebook(self.codebook, self.head_dim, bits)
 
 
 def plan(head_dim: int, key_bits: int | tuple[int, ...], value_bits: int | tuple[int, ...] = 0, **rest: int) -> Plan:
     """A plan from one width a side, or one per group."""
-    groups = -(-head_dim // TILE)
+    groups = -(-head_dim // rest.get("group", TILE))
     wide = [(bits,) * groups if isinstance(bits, int) else tuple(bits) for bits in (key_bits, value_bits)]
     return Plan(head_dim, *wide, **rest)
 
@@ -317,23 +334,24 @@ def tree(v: F32) -> F32:
 
 
 def encode(p: Plan, side: str, x: F32, transform: Transform) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """Codes [tokens, 32 * groups] and scales [tokens] of rows x [tokens, head_dim]; `transform` is of one head."""
+    """Codes [tokens, groups * channels of one] and scales [tokens] of rows x [tokens, head_dim]; `transform` is of one
+    head."""
     y = x if transform.centre is None else x - transform.centre
     z = rotate(p, y, transform.rotation)
     if transform.steps is not None:
-        z = z * np.repeat(np.float32(1) / transform.steps, TILE)[: p.head_dim]
+        z = z * np.repeat(np.float32(1) / transform.steps, p.group)[: p.head_dim]
     coded = p.coded(side)
     ss = tree(np.where(coded, z * z, np.float32(0)))
     alive = ss >= FLT_MIN
     s0 = np.sqrt(np.where(alive, ss, np.float32(1)) / np.float32(coded.sum()))
     u = np.where(alive[:, None] & coded, z * (np.float32(1) / s0)[:, None], np.float32(0))
-    codes, c = np.zeros((len(x), TILE * p.groups), np.uint8), np.zeros_like(u)
+    codes, c = np.zeros((len(x), p.group * p.groups), np.uint8), np.zeros_like(u)
     for channels, book in p.books(side):
-        rank = sum((u[:, channels] >= t).astype(int) for t in book.thresholds)
+        rank = book.rank(u[:, channels])
         codes[:, channels] = book.code_of_rank[rank]
         c[:, channels] = book.ranked[rank].astype(np.float32) * book.step
     if transform.steps is not None:  # the scale is found in the units of x
-        steps = np.repeat(transform.steps, TILE)[: p.head_dim]
+        steps = np.repeat(transform.steps, p.group)[: p.head_dim]
         u, c = u * steps, c * steps
     s = np.where(alive, s0 * correction(p.scale, u, c), np.float32(0))
     assert z.dtype == s0.dtype == u.dtype == c.dtype == s.dtype == np.float32
@@ -352,13 +370,13 @@ def correction(scale: int, u: F32, c: F32) -> F32:
 
 
 def decode(p: Plan, side: str, codes: Array, scales: Array, transform: Transform) -> F64:
-    """mu + R^T (s step level) of codes [tokens, 32 * groups], in float64."""
+    """mu + R^T (s step level) of codes as `encode` makes them, in float64."""
     z = np.zeros((len(codes), p.head_dim))
     for channels, book in p.books(side):
         z[:, channels] = book.levels[codes[:, channels]].astype(np.float32) * book.step
     z = z * scales.astype(np.float64)[:, None]
     if transform.steps is not None:
-        z = z * np.repeat(transform.steps.astype(np.float64), TILE)[: p.head_dim]
+        z = z * np.repeat(transform.steps.astype(np.float64), p.group)[: p.head_dim]
     x = z @ rotation_matrix(p, transform.rotation)
     return x if transform.centre is None else x + transform.centre.astype(np.float64)
 
@@ -376,6 +394,8 @@ def place(bits: int, r: int, n: int) -> list[tuple[int, int]]:
     four = [(r, 4 * n + k) for k in range(4)]
     h, i = divmod(n, 4)
     one = 8 * i + r + 4 * h
+    if bits == WIDE:
+        return [*four, *((r + 4, bit) for _, bit in four)]
     if bits == 5:
         return [*four, (4, one)]
     if bits == 4:
@@ -405,17 +425,26 @@ def code_places(p: Plan, side: str) -> list[Array | None]:
     """For each group [token of the page, channel of the group, bit of the code]: which bit of the record it is."""
     result: list[Array | None] = []
     start = p.codes_offset(side)
-    tokens = np.arange(p.page_tokens)
-    columns = np.array([column(i) for i in range(TILE)])[tokens % TILE]
+    tokens, channels = np.arange(p.page_tokens)[:, None], np.arange(p.group)[None]
     for bits in p.bits(side):
         if bits == 0:
             result.append(None)
             continue
-        tile = tile_places(bits)
-        inside = tile[tokens % TILE] if side == "key" else tile.transpose(1, 0, 2)[columns]
-        result.append(inside + 8 * (start + tokens // TILE * p.tile_bytes(side))[:, None, None])
+        inside = tile_places(bits)[cell(p, side, tokens % p.tile_tokens, channels)]
+        result.append(inside + 8 * (start + tokens // p.tile_tokens * p.tile_bytes(side))[:, :, None])
         start += 128 * bits
     return result
+
+
+def cell(p: Plan, side: str, token: Array, channel: Array) -> tuple[Array, Array]:
+    """Row and column of a token of a tile and a channel of its group."""
+    half, i = token // TILE, token % TILE  # half: 1 only in version 3
+    in_order = np.array([column(k) for k in range(TILE)])[i]
+    if p.group == TILE:
+        return (i, channel) if side == "key" else (channel, in_order)
+    if side == "key":
+        return i, (channel & 7) | half << 3 | (channel & 8) << 1
+    return channel | half << 4, in_order
 
 
 def scale_view(p: Plan, side: str, record: NDArray[np.uint8]) -> Array:
@@ -430,28 +459,28 @@ def scale_order(p: Plan) -> Array:
 
 
 def pack(p: Plan, side: str, record: NDArray[np.uint8], tokens: Array, codes: Array, scales: Array) -> None:
-    """Writes codes [n, 32 * groups] and scales [n] of the given tokens of a page into its record."""
+    """Writes codes [n, groups * channels of one] and scales [n] of the given tokens of a page into its record."""
     if not any(p.bits(side)):
         return
     string = np.unpackbits(record, bitorder="little")
     for group, where in enumerate(code_places(p, side)):
         if where is not None:
-            part = codes[:, TILE * group : TILE * group + TILE, None]
+            part = codes[:, p.group * group : p.group * (group + 1), None]
             string[where[tokens]] = part >> np.arange(where.shape[-1]) & 1
     record[:] = np.packbits(string, bitorder="little")
     scale_view(p, side, record)[scale_order(p)[tokens]] = scales
 
 
 def unpack(p: Plan, side: str, record: NDArray[np.uint8]) -> tuple[Array, Array]:
-    """Codes [page_tokens, 32 * groups] and scales [page_tokens] of a record."""
-    codes = np.zeros((p.page_tokens, TILE * p.groups), np.uint8)
+    """Codes [page_tokens, groups * channels of one] and scales [page_tokens] of a record."""
+    codes = np.zeros((p.page_tokens, p.group * p.groups), np.uint8)
     if not any(p.bits(side)):
         return codes, np.zeros(p.page_tokens, np.float16)
     string = np.unpackbits(record, bitorder="little")
     for group, where in enumerate(code_places(p, side)):
         if where is not None:
             part = (string[where] << np.arange(where.shape[-1])).sum(axis=-1)
-            codes[:, TILE * group : TILE * group + TILE] = part
+            codes[:, p.group * group : p.group * (group + 1)] = part
     return codes, scale_view(p, side, record)[scale_order(p)]
 
 

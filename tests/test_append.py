@@ -37,9 +37,9 @@ def twins(rng: np.random.Generator, p: ref.Plan, lengths: list[int], **sizes) ->
     return c, other
 
 
-def mixed_bits(rng: np.random.Generator, head_dim: int) -> tuple[int, ...]:
-    groups = -(-head_dim // 32)
-    bits = rng.integers(0, 6, groups)
+def mixed_bits(rng: np.random.Generator, head_dim: int, group: int = 32) -> tuple[int, ...]:
+    groups = -(-head_dim // group)
+    bits = rng.choice(range(6) if group == 32 else (*range(6), 8), groups)
     bits[rng.integers(groups)] = rng.integers(1, 6)
     return tuple(int(b) for b in bits)
 
@@ -62,12 +62,13 @@ def test_bytes(head_dim: int, rotation: str, rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(got.pages, want.pages, err_msg=f"{bits} bits, scale {scale}")
 
 
+@pytest.mark.parametrize("group", [32, 16])
 @pytest.mark.parametrize("head_dim", (*HEAD_DIMS, *ODD_HEAD_DIMS))
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_bytes_of_mixed_plans(head_dim: int, rotation: str, rng: np.random.Generator) -> None:
+def test_bytes_of_mixed_plans(head_dim: int, rotation: str, group: int, rng: np.random.Generator) -> None:
     for scale in SCALES:
-        bits, kind = [mixed_bits(rng, head_dim) for _ in range(2)], dict(rotation=ROTATIONS[rotation], scale=scale)
-        p = ref.plan(head_dim, *bits, **kind)
+        bits, kind = [mixed_bits(rng, head_dim, group) for _ in range(2)], dict(rotation=ROTATIONS[rotation])
+        p = ref.plan(head_dim, *bits, **kind, scale=scale, group=group)
         key, value = (random_transform(rng, p, 2, 3) for _ in range(2))
         k, v = (rng.standard_normal((3, 2, 150, head_dim)).astype(np.float32) for _ in range(2))
         got, want = twins(rng, p, [150, 97, 1], kv_heads=2)

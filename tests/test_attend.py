@@ -92,10 +92,16 @@ def test_shapes(bits: int, shape: dict, rng: np.random.Generator) -> None:
     check(make_case(rng, ref.plan(64, bits, bits), **shape))
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shapes_with_groups_of_16(shape: dict, rng: np.random.Generator) -> None:
+    check(make_case(rng, ref.plan(40, (3, 0, 4), (2, 5, 1), group=16, page_tokens=64), **shape))
+
+
+@pytest.mark.parametrize("group", [32, 16])
 @pytest.mark.parametrize("head_dim", sorted({*HEAD_DIMS, *ODD_HEAD_DIMS}))
 @pytest.mark.parametrize("bits", range(1, 6))
-def test_widths_and_sizes(head_dim: int, bits: int, rng: np.random.Generator) -> None:
-    p = ref.plan(head_dim, bits, 6 - bits, seed=int(rng.integers(2**63)))
+def test_widths_and_sizes(head_dim: int, bits: int, group: int, rng: np.random.Generator) -> None:
+    p = ref.plan(head_dim, bits, 6 - bits, seed=int(rng.integers(2**63)), group=group)
     check(make_case(rng, p, [200, 37], sinks=2, window=9))
 
 
@@ -110,6 +116,9 @@ PLANS = {
     "sphere, norm": ref.plan(64, 3, 3, codebook=ref.SPHERE, scale=ref.NORM),
     "small pages": ref.plan(64, 3, 2, page_tokens=32),
     "middling pages": ref.plan(64, 3, 2, page_tokens=96),
+    "groups of 16": ref.plan(64, (8, 4, 2, 1), (5, 3, 0, 8), group=16),
+    "groups of 16, dense": ref.plan(80, (5, 4, 0, 1, 3), (0, 3, 0, 4, 2), group=16, rotation=ref.DENSE),
+    "one group of 16": ref.plan(256, (0,) * 15 + (3,), (4,) + (0,) * 15, group=16),
 }
 
 
@@ -200,12 +209,13 @@ def test_bytes_behind_the_length_do_not_matter(rng: np.random.Generator) -> None
     np.testing.assert_array_equal(got_lse, lse)
 
 
+@pytest.mark.parametrize("group", [32, 16])
 @pytest.mark.parametrize("bits", range(1, 6))
 @pytest.mark.parametrize("head_dim", [40, 256])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_sums_at_their_largest(bits: int, head_dim: int, dtype: str) -> None:
+def test_sums_at_their_largest(bits: int, head_dim: int, dtype: str, group: int) -> None:
     """All bits set is the outermost level everywhere; queries, scales and weights are equal: no sum may overflow."""
-    p = ref.plan(head_dim, bits, bits, rotation=ref.NONE)
+    p = ref.plan(head_dim, bits, bits, rotation=ref.NONE, group=group)
     pages = aligned_pages(3, 1, p.record_bytes, 0xFF)
     for record in pages[:, 0]:
         ref.scale_view(p, "key", record)[:] = 1
@@ -226,9 +236,12 @@ def test_sums_at_their_largest(bits: int, head_dim: int, dtype: str) -> None:
 def test_any_case(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     head_dim = 8 * data.draw(st.integers(1, 20))
-    groups = -(-head_dim // 32)
-    widths = st.lists(st.integers(0, 5), min_size=groups, max_size=groups).filter(any).map(tuple)
-    p = ref.plan(head_dim, data.draw(widths), data.draw(widths), page_tokens=data.draw(st.sampled_from((32, 64, 128))))
+    group = data.draw(st.sampled_from((32, 16)))
+    groups = -(-head_dim // group)
+    width = st.sampled_from((*range(6), *((8,) if group == 16 else ())))
+    widths = st.lists(width, min_size=groups, max_size=groups).filter(any).map(tuple)
+    page = data.draw(st.sampled_from((32, 64, 128) if group == 32 else (64, 128)))
+    p = ref.plan(head_dim, data.draw(widths), data.draw(widths), page_tokens=page, group=group)
     lengths = data.draw(st.lists(st.integers(0, 180), min_size=1, max_size=3))
     starts = [data.draw(st.integers(0, n)) for n in lengths] if data.draw(st.booleans()) else None
     window, fresh = data.draw(st.integers(0, 40)), data.draw(st.booleans())

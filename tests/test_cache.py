@@ -191,6 +191,19 @@ def test_packed_is_close(rotation, bits, error):
     assert ((out - want).norm() / want.norm()).item() < error
 
 
+def test_groups_of_16():
+    """8 bits where 4 were; less room where heads are no multiple of 32."""
+    stream, errors = Stream(tokens=200), []
+    for bits in ((8, 8), (8, 2), (4, 4)):
+        cache = TurboQuantCache(CONFIG, CacheSpec(bits, bits, group=16, centre="prompt", prefill="packed"))
+        out = torch.cat([forward(cache, stream.piece(0, 150)), forward(cache, stream.piece(150, 200))], 2)
+        want = exact(stream, 0, 200)
+        errors.append(((out - want).norm() / want.norm()).item())
+    assert errors[0] < 0.02 < errors[2] < 0.15 and errors[1] < 0.55
+    room = [CacheSpec(4, 4, group=g).bytes_per_token(d) for d in (16, 24, 80) for g in (32, 16)]
+    assert room == [36, 20, 36, 36, 100, 84]
+
+
 def test_one_haar_matrix_serves_all_layers():
     cache = TurboQuantCache(CONFIG, CacheSpec(rotation="haar"))
     forward(cache, Stream().piece(0, 9))

@@ -120,7 +120,7 @@ BAD = [
     Bad("append", "plan", {1: 2}, TypeError, WORDS + "dict"),
     Bad("append", "plan", "plan", TypeError, "[0]` must be an integer, got str"),
     Bad("append", "plan", (0,) * 300, ValueError, "at most 271 words, got 300"),
-    Bad("append", "plan", (3, *PLAN[1:]), ValueError, "[0]` must be format version 1 or 2, got 3"),
+    Bad("append", "plan", (4, *PLAN[1:]), ValueError, "[0]` must be format version 1, 2 or 3, got 4"),
     Bad("append", "plan", (2**63, *PLAN[1:]), ValueError, "[0]` must be in -2**63..2**63 - 1, got a number of"),
     Bad("append", "plan", (1.0, *PLAN[1:]), TypeError, "[0]` must be an integer, got float"),
     Bad("append", "plan", (*PLAN[:7], 9, *PLAN[8:]), ValueError, "[7]` must be bits of a group, 0..5, got 9"),

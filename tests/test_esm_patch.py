@@ -93,7 +93,8 @@ def oracle(model, inputs, spec):
     return model(**inputs, turboquant_context=Decoded()).logits
 
 
-@pytest.mark.parametrize("spec", [CacheSpec(3, 3), CacheSpec(4, 2, scale="norm")], ids=["eden", "norm"])
+@pytest.mark.parametrize("spec", [CacheSpec(3, 3), CacheSpec(4, 2, scale="norm"), CacheSpec((4, 1), (8, 2), group=16)],
+                         ids=["eden", "norm", "groups of 16"])  # fmt: skip
 def test_what_is_attended_to_is_what_was_packed(spec):
     model = tiny_esm(head_dim=32)
     inputs = batch(model)

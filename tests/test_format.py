@@ -20,8 +20,9 @@ GOOD, BAD = make["CASES"], make["bad_files"]()
 @st.composite
 def plans(draw: st.DrawFn) -> ref.Plan:
     """Any plan with head_dim up to 256."""
-    head_dim = 8 * draw(st.integers(1, 32))
-    widths = st.lists(st.integers(0, 5), min_size=-(-head_dim // 32), max_size=-(-head_dim // 32)).map(tuple)
+    head_dim, group = 8 * draw(st.integers(1, 32)), draw(st.sampled_from((32, 16)))
+    width = st.sampled_from((*range(6), *((8,) if group == 16 else ())))
+    widths = st.lists(width, min_size=-(-head_dim // group), max_size=-(-head_dim // group)).map(tuple)
     return ref.Plan(
         head_dim,
         draw(widths.filter(any)),
@@ -30,16 +31,25 @@ def plans(draw: st.DrawFn) -> ref.Plan:
         codebook=draw(st.integers(0, 1)),
         scale=draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 2**63 - 1)),
-        page_tokens=draw(st.sampled_from((32, 64, 96, 128))),
+        page_tokens=draw(st.sampled_from((32, 64, 96, 128) if group == 32 else (64, 128))),
+        group=group,
     )
 
 
 # ---- places ----
 
 
-@pytest.mark.parametrize("bits", range(1, 6))
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
 def test_every_bit_of_a_tile_has_one_code(bits: int) -> None:
     assert sorted(ref.tile_places(bits).ravel()) == list(range(32 * 32 * bits))
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("group", [32, 16])
+def test_every_cell_of_a_tile_is_one_token_and_channel(side: str, group: int) -> None:
+    p = ref.plan(64, 4, 4, group=group)
+    row, column = ref.cell(p, side, np.arange(p.tile_tokens)[:, None], np.arange(group)[None])
+    assert sorted((32 * row + column).ravel()) == list(range(1024))
 
 
 def test_columns() -> None:
@@ -84,6 +94,7 @@ def test_sizes_and_offsets(p: ref.Plan) -> None:
         if any(p.bits(side)):
             assert info[f"{side}_codes_offset"] == p.codes_offset(side)
             assert info[f"{side}_scales_offset"] == p.scales_offset(side)
+    assert (info["group_channels"], info["tile_tokens"]) == (p.group, p.tile_tokens)
     names = ("head_dim", "groups", "page_tokens", "rotation", "codebook", "scale", "seed")
     assert {n: info[n] for n in names} == {n: getattr(p, n) for n in names}
     pages = _core.new_pages(p.words, 3, 2)
@@ -124,14 +135,15 @@ def test_dequantize_reads_any_bytes(p: ref.Plan, seed: int) -> None:
             assert not got[b, head, counts[b] :].any()
 
 
+@pytest.mark.parametrize("group", [32, 16])
 @pytest.mark.parametrize("bits", range(1, 6))
-def test_padding_channels_are_not_read(bits: int, rng: np.random.Generator) -> None:
-    p = ref.plan(40, bits, bits)
+def test_padding_channels_are_not_read(bits: int, group: int, rng: np.random.Generator) -> None:
+    p = ref.plan(40, bits, bits, group=group)
     pages = random_bytes(rng, p, 1, 1)
     other = realigned(pages)
     for side in ("key", "value"):
         string = np.unpackbits(other[0, 0], bitorder="little")
-        padding = ref.code_places(p, side)[1][:, 8:]
+        padding = ref.code_places(p, side)[-1][:, 8:]
         string[padding] = 1 - string[padding]
         other[0, 0] = np.packbits(string, bitorder="little")
     assert (other != pages).any()

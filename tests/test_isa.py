@@ -35,17 +35,23 @@ def adversarial(rng: np.random.Generator, tokens: int, dim: int) -> np.ndarray:
     return x[None, None]
 
 
+def mixed(dim: int, channels: int) -> tuple[int, ...]:
+    """All widths in turn, one for each group of so many channels."""
+    widths = (3, 8, 4, 5, 0, 1, 2) if channels == 16 else (3, 4, 5, 0, 1, 2)
+    return tuple(widths[g % len(widths)] for g in range(-(-dim // channels)))
+
+
 @pytest.mark.parametrize("rotation", [ref.HADAMARD, ref.NONE, ref.DENSE], ids=["hadamard", "none", "dense"])
 @pytest.mark.parametrize("dim", SIZES)
 def test_bytes_are_scalars(level: str, dim: int, rotation: int, rng: np.random.Generator) -> None:
     """Codes, scales, rotations and decoded numbers, bit for bit; whole tiles, then single tokens."""
-    table, groups = np.arange(2, dtype=np.int32)[None], -(-dim // 32)
+    table = np.arange(2, dtype=np.int32)[None]
     matrix = {"key_rotation": np.linalg.qr(rng.standard_normal((dim, dim)))[0].astype(np.float32)[None]}
     matrix = matrix | {"value_rotation": matrix["key_rotation"]} if rotation == ref.DENSE else {}
     k, v = adversarial(rng, 140, dim), adversarial(rng, 140, dim)
-    for bits in [*range(1, 6), tuple((g + 3) % 6 for g in range(groups))]:
+    for bits, channels in [*((n, 32) for n in range(1, 6)), (mixed(dim, 32), 32), (mixed(dim, 16), 16)]:
         for scale in (ref.EDEN, ref.NORM, ref.NORM_CORRECTED, ref.LEAST_SQUARES):
-            p = ref.plan(dim, bits, bits, rotation=rotation, scale=scale, seed=dim)
+            p = ref.plan(dim, bits, bits, rotation=rotation, scale=scale, seed=dim, group=channels)
             results = []
             for isa in ("scalar", level):
                 _core.set_isa(isa)
@@ -63,17 +69,20 @@ def test_bytes_are_scalars(level: str, dim: int, rotation: int, rng: np.random.G
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("dim", SIZES)
 def test_attend_is_near_float64(level: str, dim: int, group: int, dtype: str, rng: np.random.Generator) -> None:
-    groups = -(-dim // 32)
-    for bits in [*range(1, 6), tuple((g + 3) % 6 for g in range(groups))]:
-        p = ref.plan(dim, bits, bits, seed=1)
+    for bits, channels in [
+        *((n, 32) for n in range(1, 6)),
+        *((n, 16) for n in (1, 2, 3, 4, 5, 8)),
+        (mixed(dim, 32), 32),
+    ]:
+        p = ref.plan(dim, bits, bits, seed=1, group=channels)
         case = make_case(rng, p, [300, 37], group=group, sinks=2, window=5, dtype=dtype)
         _core.set_isa(level)
         out, lse = _core.attend(**case.arguments)
         assert _core.kernel_name("attend", p.words) == f"attend_{level}"
         want, want_lse = ref.attend(case.plan, case.cache, case.query)
-        tolerance, lse_tolerance = (2e-5, 1e-4) if dtype == "float32" else (2**-8 + 1e-3, 1e-3)
+        tolerance, lse_tolerance = (2e-5, 1e-5) if dtype == "float32" else (2**-8 + 1e-3, 1e-4)
         assert abs(ref.widen(out) - want).max() <= tolerance * abs(want).max()
-        np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=lse_tolerance)
+        np.testing.assert_allclose(lse, want_lse, rtol=lse_tolerance, atol=10 * lse_tolerance)
 
 
 def test_numbers_that_are_not_finite_stay_so(level: str, rng: np.random.Generator) -> None:

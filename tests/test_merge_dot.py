@@ -73,6 +73,7 @@ def test_dot_sizes(n: int, n_queries: int, rng: np.random.Generator) -> None:
 def test_dot_plans(rotation: int, threads: int, rng: np.random.Generator) -> None:
     check_dot(rng, ref.plan(104, (5, 0, 2, 1), rotation=rotation), 300, 3, threads=threads)
     check_dot(rng, ref.plan(104, (0, 0, 3, 4), rotation=rotation, page_tokens=64), 300, 3, plain=True)
+    check_dot(rng, ref.plan(104, (5, 0, 2, 1, 4, 3, 0), rotation=rotation, group=16), 300, 9, threads=threads)
 
 
 @pytest.mark.parametrize("bits", range(1, 6))

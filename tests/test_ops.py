@@ -31,8 +31,9 @@ ACCURACY = {("cpu", "float32"): 2e-5, ("cuda", "float32"): 2e-4}
 PLAN = ref.plan(64, 4, 3)
 MIXED = ref.plan(80, (5, 1, 4), (2, 0, 3), codebook=ref.SPHERE, scale=ref.LEAST_SQUARES, seed=7, page_tokens=32)
 DENSE = ref.plan(40, 3, 2, rotation=ref.DENSE)
+FINE = ref.plan(80, (8, 5, 4, 0, 1), (3, 8, 0, 2, 4), group=16)
 KEYS_ONLY = ref.plan(64, 3, 0)
-PLANS = {"4 and 3 bits": PLAN, "mixed": MIXED, "dense": DENSE}
+PLANS = {"4 and 3 bits": PLAN, "mixed": MIXED, "dense": DENSE, "groups of 16": FINE}
 
 
 def tensor(x: np.ndarray, dtype: str = "") -> Tensor:

@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[str, str | tuple[str, ...], Callable[[Any], Any], str]]
         lambda _: torch.tensor([[1.0, 1], [1, -1]]),
         "`value_steps[3]` must be in 2^-40..2^40, got -1",
     ),
-    "another version": ("append", "plan", lambda p: (3, *p[1:]), "`plan[0]` must be format version 1 or 2, got 3"),
+    "another version": ("append", "plan", lambda p: (4, *p[1:]), "`plan[0]` must be format version 1, 2 or 3, got 4"),
     "a short plan": ("append", "plan", lambda p: p[:-1], "`len(plan)` must be 7 + 2 * ceil(head_dim / 32), got 10"),
     "9 bits": ("append", "plan", lambda p: (*p[:-1], 9), "`plan[10]` must be "),
     "head_dim 12": ("append", "plan", lambda p: (p[0], 12, *p[2:]), "`head_dim` must be a multiple of 8"),

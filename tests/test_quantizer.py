@@ -443,7 +443,7 @@ def test_forged_headers_are_refused(saved: tuple[Path, Codes]) -> None:
     refuses(path, forged(codes.plan, 100, len(payload), total, version=2) + payload, "version")
     refuses(path, forged(codes.plan, 100, len(payload), total, magic=b"TQCACHE\0") + payload, "magic")
     refuses(path, forged(codes.plan, 100, len(payload), total ^ 1) + payload, "checksum")
-    refuses(path, forged((3, *codes.plan[1:]), 100, len(payload), total) + payload, "version 1 or 2")
+    refuses(path, forged((4, *codes.plan[1:]), 100, len(payload), total) + payload, "version 1, 2 or 3")
     refuses(path, forged(codes.plan[:-1], 100, len(payload), total) + payload)
     refuses(path, forged((), 100, len(payload), total) + payload)
     refuses(path, forged((*codes.plan[:7], 6, *codes.plan[8:]), 100, len(payload), total) + payload, "0..5")

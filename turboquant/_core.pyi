@@ -42,6 +42,8 @@ class PlanInfo(TypedDict):
     version: int
     head_dim: int
     groups: int
+    group_channels: int
+    tile_tokens: int
     page_tokens: int
     rotation: int
     codebook: int
@@ -50,9 +52,9 @@ class PlanInfo(TypedDict):
     record_bytes: int  # one page of one KV head
     key_bits: tuple[int, ...]  # by group
     value_bits: tuple[int, ...]
-    key_tile_bytes: int  # one token tile of 32 tokens, all groups
+    key_tile_bytes: int  # tile_tokens tokens, all groups
     value_tile_bytes: int
-    key_tile_offsets: tuple[int, ...]  # bytes from a token tile's start to each group's tile
+    key_tile_offsets: tuple[int, ...]  # bytes from the first group's tile to each
     value_tile_offsets: tuple[int, ...]
     key_codes_offset: int  # bytes from a record's start
     value_codes_offset: int

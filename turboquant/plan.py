@@ -13,9 +13,13 @@ from typing import TypeVar
 
 FORMAT_VERSION = 1
 BLOCKED_VERSION = 2  # of plans with blocks, tables and sketches, which plain kernels run
+FINE_VERSION = 3  # of plans with groups of 16 channels
 NEW_BLOCK = 16  # added to the bits of the group that a block begins with
 GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
+FINE_GROUP = 16  # the same in version 3
 MAX_BITS = 5
+WIDE_BITS = 8  # of groups of 16 channels, beside 0..5
+WIDE_STEP = 2.0**-5  # of their levels
 MAX_HEAD_DIM = 256  # of a plan with values
 MAX_DIM = 4096  # of a plan without values (vectors)
 PAGE_TOKENS = 128  # of a cache
@@ -90,24 +94,32 @@ def _integer(value: int, argument: str) -> int:
         raise TypeError(f"`{argument}` must be an integer, got {value!r}") from None
 
 
-def group_bits(bits: int | Sequence[int], head_dim: int, argument: str) -> Plan:
-    """The bits of each 32-channel group, from one integer or ``ceil(head_dim / 32)`` of them, 0 to 5 each."""
-    groups = -(-head_dim // GROUP)
+def widths_of(group: int) -> tuple[int, ...]:
+    """The bits that a group of so many channels may have, ascending."""
+    return (*range(MAX_BITS + 1), *((WIDE_BITS,) if group == FINE_GROUP else ()))
+
+
+def group_bits(bits: int | Sequence[int], head_dim: int, argument: str, group: int = GROUP) -> Plan:
+    """The bits of each group of `group` channels, from one integer or ``ceil(head_dim / group)`` of them: 0 to 5 each,
+    in groups of 16 also 8."""
+    groups = -(-head_dim // group)
+    known = widths_of(group)
+    wants = f"in 0..{MAX_BITS}" + (f" or {WIDE_BITS}" if WIDE_BITS in known else "")
     if isinstance(bits, (str, bytes)):
         raise TypeError(f"`{argument}` must be an integer or a sequence of integers, got {bits!r}")
     widths: Plan
     if isinstance(bits, Iterable):
         widths = tuple(_integer(b, f"{argument}[{i}]") for i, b in enumerate(bits))
         if len(widths) != groups:
-            wants = f"an integer or one per group of {GROUP} channels, {groups} for {head_dim} channels"
-            raise ValueError(f"`{argument}` must be {wants}, got {len(widths)} of them")
+            number = f"an integer or one per group of {group} channels, {groups} for {head_dim} channels"
+            raise ValueError(f"`{argument}` must be {number}, got {len(widths)} of them")
     else:
         widths = (_integer(bits, argument),) * groups
-        if not 0 <= widths[0] <= MAX_BITS:
-            raise ValueError(f"`{argument}` must be in 0..{MAX_BITS}, got {widths[0]}")
+        if widths[0] not in known:
+            raise ValueError(f"`{argument}` must be {wants}, got {widths[0]}")
     for i, width in enumerate(widths):
-        if not 0 <= width <= MAX_BITS:
-            raise ValueError(f"`{argument}[{i}]` must be in 0..{MAX_BITS}, got {width}")
+        if width not in known:
+            raise ValueError(f"`{argument}[{i}]` must be {wants}, got {width}")
     return widths
 
 
@@ -121,15 +133,18 @@ def plan_words(
     scale: Scale | str = Scale.EDEN,
     seed: int = 0,
     page_tokens: int = PAGE_TOKENS,
+    group: int = GROUP,
 ) -> Plan:
     """The words of a plan, checked.
 
     head_dim: channels of a vector, a multiple of 8; 8..256, or 8..4096 if there are no value bits.
-    key_bits, value_bits: bits of a code, 0..5; one integer, or one per group of 32 channels. At least one key group
-        has bits; value bits of 0 make a plan for vectors alone, which `turboquant._core.attend` refuses.
+    key_bits, value_bits: bits of a code, 0..5 (with groups of 16 also 8); one integer, or one per group. At least one
+        key group has bits; value bits of 0 make a plan for vectors alone, which `turboquant._core.attend` refuses.
     rotation, codebook, scale: members or their names. ``Codebook.SPHERE`` is for head_dim <= 256.
     seed: 0 .. 2**63 - 1, of the Hadamard signs (a dense matrix has its own).
-    page_tokens: 32, 64, 96 or 128.
+    page_tokens: 32, 64, 96 or 128; 64 or 128 with groups of 16.
+    group: channels of a group, 32, or 16 (version 3) with head_dim <= 256. The last group is padded, so heads that are
+        no multiple of 32 take less room with 16.
 
     Raises TypeError for a wrong type, ValueError for a number out of range; the message names the argument.
     """
@@ -137,7 +152,13 @@ def plan_words(
     if head_dim % 8 or not 8 <= head_dim <= MAX_DIM:
         limits = f"8..{MAX_HEAD_DIM} (8..{MAX_DIM} without values)"
         raise ValueError(f"`head_dim` must be a multiple of 8 in {limits}, got {head_dim}")
-    keys, values = group_bits(key_bits, head_dim, "key_bits"), group_bits(value_bits, head_dim, "value_bits")
+    if group not in (GROUP, FINE_GROUP):
+        raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {group!r}")
+    if group == FINE_GROUP and head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"`group` must be {GROUP} above {MAX_HEAD_DIM} channels, got {group} for {head_dim}")
+    keys, values = (
+        group_bits(b, head_dim, name, group) for b, name in ((key_bits, "key_bits"), (value_bits, "value_bits"))
+    )
     if not any(keys):
         raise ValueError(f"`key_bits` must give at least one group bits, got {key_bits!r}")
     if any(values) and head_dim > MAX_HEAD_DIM:
@@ -148,10 +169,12 @@ def plan_words(
     if not 0 <= seed < 2**63:
         raise ValueError(f"`seed` must be in 0..2**63 - 1, got {seed}")
     page_tokens = _integer(page_tokens, "page_tokens")
-    if page_tokens not in (32, 64, 96, 128):
-        raise ValueError(f"`page_tokens` must be 32, 64, 96 or 128, got {page_tokens}")
+    if page_tokens not in (32, 64, 96, 128) or (group == FINE_GROUP and page_tokens % 64):
+        wants = "64 or 128 with groups of 16" if group == FINE_GROUP else "32, 64, 96 or 128"
+        raise ValueError(f"`page_tokens` must be {wants}, got {page_tokens}")
     turn, scaling = member(Rotation, rotation, "rotation"), member(Scale, scale, "scale")
-    return (FORMAT_VERSION, head_dim, page_tokens, int(turn), int(law), int(scaling), seed, *keys, *values)
+    version = FORMAT_VERSION if group == GROUP else FINE_VERSION
+    return (version, head_dim, page_tokens, int(turn), int(law), int(scaling), seed, *keys, *values)
 
 
 @dataclass(frozen=True)

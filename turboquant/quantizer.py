@@ -20,7 +20,6 @@ from . import _core
 from .files import write_whole
 from .plan import (
     BLOCKED_VERSION,
-    GROUP,
     MAX_BITS,
     MAX_DIM,
     Codebook,
@@ -381,6 +380,6 @@ class Quantizer:
     def _words(plan: Plan) -> dict[str, object]:
         """A plan with names, to say how two differ."""
         names = ("format version", "dim", "page_tokens", "rotation", "codebook", "scale", "seed")
-        groups = -(-plan[1] // GROUP)
         start = 15 if plan[0] == BLOCKED_VERSION else 7
+        groups = (len(plan) - start) // 2
         return {**dict(zip(names, plan)), "mode": plan[7:start], "bits": list(plan[start : start + groups])}

@@ -15,7 +15,18 @@ from numbers import Real
 from operator import index
 from typing import Any
 
-from .plan import GROUP, MAX_BITS, PAGE_TOKENS, Plan, Side, blocked_plan_words, plan_words
+from .plan import (
+    FINE_GROUP,
+    GROUP,
+    MAX_BITS,
+    PAGE_TOKENS,
+    WIDE_BITS,
+    Plan,
+    Side,
+    blocked_plan_words,
+    plan_words,
+    widths_of,
+)
 
 __all__ = ["CacheSpec", "preset", "presets", "resolve"]
 
@@ -43,12 +54,12 @@ _RANGES = {
     "window": (0, 2**24),
     "seed": (0, 2**63 - 1),
 }
-_WHOLE_CACHE = ("prefill", "overrides", "budget")  # the same for all layers: an override may not set them
+_WHOLE_CACHE = ("prefill", "overrides", "budget", "group")  # the same for all layers: an override may not set them
 
 
 def _bits(value: Any, field: str) -> Bits:
-    """An integer in 1..5 or 8, a number of quarters between 1 and 5, or a tuple of integers in 0..5, one per group, not
-    all 0."""
+    """An integer in 1..5 or 8, a number of quarters between 1 and 5, or a tuple of integers in 0..5 or 8, one per
+    group, not all 0."""
     if isinstance(value, (bool, str, bytes)):
         raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {value!r}")
     if isinstance(value, float) and not value.is_integer():
@@ -64,9 +75,12 @@ def _bits(value: Any, field: str) -> Bits:
         if not 1 <= bits <= MAX_BITS and bits != 8:
             raise ValueError(f"`{field}` must be in 1..{MAX_BITS} or 8, got {bits}")
         return bits
-    widths = tuple(_integer(b, f"{field}[{i}]", 0, MAX_BITS) for i, b in enumerate(value))
+    widths = tuple(_integer(b, f"{field}[{i}]", 0, WIDE_BITS) for i, b in enumerate(value))
+    for i, width in enumerate(widths):
+        if width not in widths_of(FINE_GROUP):
+            raise ValueError(f"`{field}[{i}]` must be in 0..{MAX_BITS} or {WIDE_BITS}, got {width}")
     if not any(widths):
-        raise ValueError(f"`{field}` must give bits to at least one group of {GROUP} channels, got {widths}")
+        raise ValueError(f"`{field}` must give bits to at least one group of channels, got {widths}")
     return widths
 
 
@@ -82,20 +96,20 @@ def _integer(value: Any, field: str, low: int, high: int) -> int:
     return number
 
 
-def first_part(bits: float, head_dim: int) -> int:
+def first_part(bits: float, head_dim: int, group: int = GROUP) -> int:
     """How many groups have one bit more in a split such as 2.5 bits: the nearest number, at least one and not all."""
-    groups = -(-head_dim // GROUP)
+    groups = -(-head_dim // group)
     if groups < 2:
-        raise ValueError(f"bits of {bits} must be whole for heads of at most {GROUP} channels, got {head_dim} channels")
+        raise ValueError(f"bits of {bits} must be whole for heads of at most {group} channels, got {head_dim} channels")
     return min(max(1, round((bits - math.floor(bits)) * groups)), groups - 1)
 
 
-def group_widths(bits: Bits, head_dim: int) -> tuple[int, ...]:
-    """Bits of each group of 32 channels; where some groups have one bit more, the first ones."""
-    groups = -(-head_dim // GROUP)
+def group_widths(bits: Bits, head_dim: int, group: int = GROUP) -> tuple[int, ...]:
+    """Bits of each group of channels; where some groups have one bit more, the first ones."""
+    groups = -(-head_dim // group)
     if isinstance(bits, tuple):
         return bits
-    low, first = math.floor(bits), first_part(bits, head_dim) if isinstance(bits, float) else 0
+    low, first = math.floor(bits), first_part(bits, head_dim, group) if isinstance(bits, float) else 0
     return (low + 1,) * first + (low,) * (groups - first)
 
 
@@ -103,12 +117,14 @@ def group_widths(bits: Bits, head_dim: int) -> tuple[int, ...]:
 class CacheSpec:
     """How the keys and values of a model's layers are stored. Frozen, hashable; `with_` makes a changed copy.
 
-    key_bits, value_bits   bits of a code: 1..5 for all channels, 8 with affine or absmax levels; quarters such as 2.5:
-                           so much of the groups has one bit more (see `outliers`); or a tuple with one entry in 0..5
-                           per group of 32 rotated channels.
+    key_bits, value_bits   bits of a code: 1..5 for all channels, 8 with affine or absmax levels and with groups of 16;
+                           quarters such as 2.5: so much of the groups has one bit more (see `outliers`); or a tuple
+                           with one entry in 0..5, or 8 if groups are of 16, per group of rotated channels.
+    group           channels of a group: 32, or 16 (byte format version 3), with which a budget follows the variance
+                    more closely and may give a few groups 8 bits, and heads that are no multiple of 32 are padded less.
     rotation        "hadamard": random signs and Walsh-Hadamard, nothing is stored; "haar": a dense random matrix;
                     "none"; "calibrated": per KV head, keys and values apart, the axes of a calibration, each
-                    group of 32 divided by its fixed step; "svd": per KV head, the right singular vectors of the
+                    group divided by its fixed step; "svd": per KV head, the right singular vectors of the
                     calibration's vectors, not centred (TurboESM).
     value_rotation  that of the values, if it is another than "same".
     codebook        "normal": levels for N(0, 1); "sphere": for the exact law of a coordinate of a unit vector (matters
@@ -164,6 +180,7 @@ class CacheSpec:
     value_block: int = 0
     sketch: str = "none"
     outliers: str = "none"
+    group: int = GROUP
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -179,6 +196,8 @@ class CacheSpec:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
         for name, (low, high) in _RANGES.items():
             put(self, name, _integer(getattr(self, name), name, low, high))
+        if self.group not in (GROUP, FINE_GROUP) or not isinstance(self.group, int):
+            raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
         if (
             isinstance(self.key_bits, tuple)
             and isinstance(self.value_bits, tuple)
@@ -198,8 +217,9 @@ class CacheSpec:
         split = [isinstance(getattr(self, f"{side}_bits"), float) for side in _SIDES]
         for side in _SIDES:
             levels, bits, block = (getattr(self, f"{side}_{name}") for name in ("levels", "bits", "block"))
-            if bits == 8 and levels not in ("affine", "absmax"):
-                refuse(f"{side}_bits", f"in 1..{MAX_BITS} unless `{side}_levels` are affine or absmax")
+            whole = levels in ("affine", "absmax") or (self.group == FINE_GROUP and levels == "codebook")
+            if WIDE_BITS in (bits if isinstance(bits, tuple) else (bits,)) and not whole:
+                refuse(f"{side}_bits", f"in 1..{MAX_BITS} unless `group` is 16 or `{side}_levels` are affine or absmax")
             if bits == 1 and levels == "absmax":
                 refuse(f"{side}_bits", f"at least 2 where `{side}_levels` are absmax")
             if levels == "table" and bits != 3:
@@ -221,6 +241,8 @@ class CacheSpec:
             for name, left in (("scale", "eden"), ("codebook", "normal")):
                 if getattr(self, name) != left:
                     refuse(name, "left alone where no side has the levels of a codebook")
+        if self.group != GROUP and self.blocked:
+            refuse("group", f"{GROUP} with blocks, tables, sketches, outliers and `value_rotation`")
         if self.rotation == "calibrated" and self.blocked:
             what = "blocks, tables, sketches, outliers and `value_rotation`"
             refuse("rotation", f"another one (or `budget` None) with {what}: its steps are for plans without them")
@@ -332,13 +354,14 @@ class CacheSpec:
             return self._blocked_plan(head_dim)
         return plan_words(
             head_dim,
-            group_widths(self.key_bits, head_dim),
-            group_widths(self.value_bits, head_dim),
+            group_widths(self.key_bits, head_dim, self.group),
+            group_widths(self.value_bits, head_dim, self.group),
             rotation="dense" if self.rotation in ("haar", "calibrated", "svd") else self.rotation,
             codebook=self.codebook,
             scale=self.scale,
             seed=self.seed,
             page_tokens=PAGE_TOKENS,
+            group=self.group,
         )
 
     def rotation_of(self, side: str) -> str:
@@ -370,9 +393,10 @@ class CacheSpec:
         part empty: neither is in this number (`TurboQuantCache.nbytes` counts both). A budget is one for all layers:
         say how many there are."""
         if self.budget is not None:
-            groups = -(-head_dim // GROUP)
+            groups = -(-head_dim // self.group)
             self.with_(budget=None, overrides=()).plan(head_dim)
-            return kv_heads * (4 * group_bits_of(self.budget, n_layers, groups) + 2 * 2 * n_layers)
+            codes = self.group * group_bits_of(self.budget, n_layers, groups) // 8
+            return kv_heads * (codes + 2 * 2 * n_layers)
         from . import _core
 
         if not self.overrides:
@@ -386,7 +410,7 @@ class CacheSpec:
 
 
 def group_bits_of(average: float, n_layers: int, groups: int) -> int:
-    """What an average comes to in bits counted once per group of 32 channels; never more than it says."""
+    """What an average comes to in bits counted once per group of channels; never more than it says."""
     return int(average * n_layers * 2 * groups + 1e-6)
 
 
@@ -419,6 +443,11 @@ _PRESETS: dict[str, CacheSpec] = {
     # The calibrated plan, by its average of code bits; all of them take the same calibration.
     **{
         f"calibrated-{bits}": CacheSpec(budget=float(bits), sinks=4, window=128)
+        for bits in ("4", "3.5", "3", "2.5", "2")
+    },
+    # The same in groups of 16 channels: better at the same bytes, for ESM-2 much better, where few groups count most.
+    **{
+        f"calibrated-fine-{bits}": CacheSpec(budget=float(bits), group=16, sinks=4, window=128)
         for bits in ("4", "3.5", "3", "2.5", "2")
     },
     "turboesm": CacheSpec(3, 3, rotation="svd", value_rotation="none", key_levels="table", value_levels="table",

@@ -1,7 +1,7 @@
 /* tq_append: new tokens go to sinks and window; what no longer fits there is rotated, quantised and packed into its page.
  *
- * Work is shared by (sequence, KV head). Within one, tokens are encoded a token tile at a time: codes and scales of up to 32
- * tokens first, then each 32 x 32 tile is unpacked, merged and packed again, or only packed when all 32 tokens are new. */
+ * Work is shared by (sequence, KV head). Within one, the tokens of a tile (32, in version 3 64) are encoded at a time: codes and
+ * scales of them first, then each group's tile is unpacked, merged and packed again, or only packed when all its tokens are new. */
 #include "blocks.h"
 #include <math.h>
 #include <string.h>
@@ -12,7 +12,7 @@ typedef struct {
     const tq_plan *plan;
     const tq_append_params *p;
     const tq_kernels *kernels;
-    tq_codebook books[TQ_MAX_BITS + 1];
+    tq_codebook books[TQ_WIDE_BITS + 1];
     tq_cells cells[TQ_MAX_BITS + 1];
     uint8_t *scratch; /* [threads] of worker_bytes */
     int64_t worker_bytes;
@@ -21,9 +21,9 @@ typedef struct {
 /** Scratch of a worker. */
 typedef struct {
     float *x, *y;     /* [head_dim] each */
-    uint8_t *codes;   /* [32 tokens][tiles * 32] */
+    uint8_t *codes;   /* [tile_tokens][tiles * group_channels] */
     uint8_t *tile;    /* [32][32] */
-    uint16_t *scales; /* [scales][32] */
+    uint16_t *scales; /* [scales][tile_tokens] */
 } worker;
 
 static int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
@@ -31,7 +31,7 @@ static int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 static int64_t worker_bytes(const tq_plan *plan)
 {
     int64_t codes = TQ_TILE_CODES * (int64_t)larger(plan->key.tiles, plan->value.tiles);
-    int64_t scales = 2 * TQ_TILE * (int64_t)larger(plan->key.scales, plan->value.scales);
+    int64_t scales = 2 * plan->tile_tokens * (int64_t)larger(plan->key.scales, plan->value.scales);
     return tq_round_up(2 * tq_round_up(4 * plan->head_dim, 64) + codes + TQ_TILE_CODES + scales, 64);
 }
 
@@ -250,48 +250,69 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     float *z = matrix ? w->y : w->x; /* without a matrix in place */
     tq_rotate_vector(job->kernels, plan, plan->rotation, matrix, 0, w->x, z);
     for (int32_t g = 0; steps && g < plan->groups; g++) {
-        float inverse = 1.0f / steps[g];
-        for (int32_t i = TQ_TILE * g; i < TQ_TILE * (g + 1) && i < plan->head_dim; i++) z[i] *= inverse;
+        float inverse = 1.0f / steps[g], *of_group = z + plan->group_channels * g;
+        for (int32_t i = 0; i < tq_group_width(plan, g); i++) of_group[i] *= inverse;
     }
     const tq_side *side = is_key ? &plan->key : &plan->value;
-    tq_encoder encoder = {side, job->books, job->cells, plan->head_dim, plan->scale, steps};
+    tq_encoder encoder = {side, job->books, job->cells, plan->head_dim, plan->scale, plan->group_channels, steps};
     job->kernels->encode(&encoder, z, codes, scale);
 }
 
-/** Codes of 32 tokens, 32 channels each, to rows of channels in column order. Tokens j, j + 8, j + 16 and j + 24 are neighbours. */
-static void transpose_codes(const uint8_t *codes, int32_t stride, uint8_t *tile)
+/** Codes of 32 tokens, `channels` each (at most 32), to rows of channels in column order. Tokens j, j + 8, j + 16 and j + 24 are
+ *  neighbours. */
+static void transpose_codes(const uint8_t *codes, int32_t stride, int32_t channels, uint8_t *tile)
 {
     for (int32_t j = 0; j < 8; j++) {
         const uint8_t *a = codes + j * stride, *b = a + 8 * stride, *c = b + 8 * stride, *d = c + 8 * stride;
         uint32_t fours[TQ_TILE];
-        for (int32_t i = 0; i < TQ_TILE; i++)
+        for (int32_t i = 0; i < channels; i++)
             fours[i] = a[i] | (uint32_t)b[i] << 8 | (uint32_t)c[i] << 16 | (uint32_t)d[i] << 24;
-        for (int32_t i = 0; i < TQ_TILE; i++) memcpy(tile + TQ_TILE * i + 4 * j, &fours[i], sizeof fours[i]);
+        for (int32_t i = 0; i < channels; i++) memcpy(tile + TQ_TILE * i + 4 * j, &fours[i], sizeof fours[i]);
     }
 }
 
-/** Writes tokens first .. last - 1 (of 0..31) of one token tile; codes [32][tiles * 32] by token. */
-static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *record, int32_t token_tile, int32_t first,
+/** Codes of tokens first .. last - 1 of one group into its tile of codes; codes: of token 0. */
+static void place_keys(const tq_plan *plan, const uint8_t *codes, int32_t stride, int32_t first, int32_t last,
+                       uint8_t *tile)
+{
+    for (int32_t i = first; i < last; i++)
+        if (tq_is_fine(plan)) {
+            memcpy(tile + tq_key_cell(plan, i, 0), codes + i * stride, 8);
+            memcpy(tile + tq_key_cell(plan, i, 8), codes + i * stride + 8, 8);
+        } else {
+            memcpy(tile + TQ_TILE * i, codes + i * stride, TQ_TILE);
+        }
+}
+
+static void place_values(const tq_plan *plan, const uint8_t *codes, int32_t stride, int32_t first, int32_t last,
+                         uint8_t *tile)
+{
+    if (last - first < plan->tile_tokens)
+        for (int32_t i = first; i < last; i++)
+            for (int32_t c = 0; c < plan->group_channels; c++) tile[tq_value_cell(i, c)] = codes[i * stride + c];
+    else if (!tq_is_fine(plan)) transpose_codes(codes, stride, TQ_TILE, tile);
+    else
+        for (int32_t half = 0; half < 2; half++)
+            transpose_codes(codes + half * TQ_TILE * stride, stride, TQ_FINE_GROUP, tile + half * TQ_TILE_CODES / 2);
+}
+
+/** Writes tokens first .. last - 1 (of 0 .. tile_tokens - 1) of the page's tile `index`; codes by token. */
+static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *record, int32_t index, int32_t first,
                        int32_t last)
 {
     const tq_plan *plan = job->plan;
     const tq_side *side = is_key ? &plan->key : &plan->value;
-    int32_t stride = TQ_TILE * side->tiles;
+    int32_t stride = plan->group_channels * side->tiles;
     for (int32_t g = 0; g < side->tiles; g++) {
         if (!side->bits[g]) continue;
-        uint32_t *words = (uint32_t *)(record + tq_tile_offset(side, token_tile, g));
-        if (last - first < TQ_TILE) tq_unpack_tile(job->kernels, side->bits[g], words, w->tile);
-        const uint8_t *codes = w->codes + TQ_TILE * g;
-        if (!is_key && last - first == TQ_TILE) transpose_codes(codes, stride, w->tile);
-        for (int32_t i = first; i < last && (is_key || last - first < TQ_TILE); i++)
-            if (is_key) memcpy(w->tile + TQ_TILE * i, codes + i * stride, TQ_TILE);
-            else
-                for (int32_t c = 0; c < TQ_TILE; c++) w->tile[TQ_TILE * c + tq_column(i)] = codes[i * stride + c];
+        uint32_t *words = (uint32_t *)(record + tq_tile_offset(side, index, g));
+        if (last - first < plan->tile_tokens) tq_unpack_tile(job->kernels, side->bits[g], words, w->tile);
+        (is_key ? place_keys : place_values)(plan, w->codes + plan->group_channels * g, stride, first, last, w->tile);
         tq_pack_tile(job->kernels, side->bits[g], w->tile, words);
     }
     for (int32_t k = 0; k < side->scales; k++, record += 2 * plan->page_tokens)
         for (int32_t i = first; i < last; i++)
-            memcpy(record + tq_scale_offset(side, TQ_TILE * token_tile + i), &w->scales[TQ_TILE * k + i],
+            memcpy(record + tq_scale_offset(side, plan->tile_tokens * index + i), &w->scales[plan->tile_tokens * k + i],
                    sizeof(uint16_t));
 }
 
@@ -316,19 +337,19 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
 {
     const tq_plan *plan = job->plan;
     const tq_append_params *p = job->p;
-    int32_t stride = TQ_TILE * (is_key ? plan->key.tiles : plan->value.tiles);
+    int32_t stride = plan->group_channels * (is_key ? plan->key.tiles : plan->value.tiles);
     int64_t position, last;
     packed_range(p, b, &position, &last);
     while (position < last) {
         int64_t index = position - p->sinks;
-        int32_t begin = (int32_t)(index % TQ_TILE), end = TQ_TILE;
+        int32_t begin = (int32_t)(index % plan->tile_tokens), end = plan->tile_tokens;
         if (last - position < end - begin) end = begin + (int32_t)(last - position);
         for (int32_t i = begin; i < end; i++)
             encode_token(job, w, is_key, b, h, token_source(job, is_key, b, h, position + i - begin),
                          w->codes + i * stride, &w->scales[i]);
         int64_t page = p->block_table[(int64_t)b * p->max_pages + index / plan->page_tokens];
         uint8_t *record = p->pages + (page * p->kv_heads + h) * plan->record_bytes;
-        store_tile(job, w, is_key, record, (int32_t)(index % plan->page_tokens / TQ_TILE), begin, end);
+        store_tile(job, w, is_key, record, (int32_t)(index % plan->page_tokens / plan->tile_tokens), begin, end);
         position += end - begin;
     }
 }

@@ -86,11 +86,7 @@ static void prepare_operand(const attend_job *job, const attend_task *t, attend_
     const float *steps = tq_transform_steps(key, plan, t->h);
     memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
     tq_rotate_vector(job->kernels, plan, plan->rotation, tq_transform_matrix(key, t->h), 0, q, w->rotated);
-    for (int32_t i = 0; i < job->key_groups.n; i++) {
-        int32_t g = job->key_groups.group[i];
-        for (int32_t c = 0; c < TQ_TILE; c++)
-            w->coded[TQ_TILE * i + c] = w->rotated[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
-    }
+    tq_arrange_query(plan, &job->key_groups, steps, w->rotated, w->coded);
     job->kernels->prepare(w->coded, TQ_TILE * job->key_groups.n, 1, job->precise, operand);
 }
 
@@ -219,13 +215,22 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
     const tq_plan *plan = job->plan;
     const tq_kernels *kernels = job->kernels;
     const uint8_t *record = record_of(job, t, page);
-    int32_t tokens = plan->page_tokens, tiles = tokens / TQ_TILE, key_bytes = (int32_t)plan->value.codes_offset;
+    int32_t tokens = plan->page_tokens, tiles = tokens / plan->tile_tokens,
+            key_bytes = (int32_t)plan->value.codes_offset;
     float *key_scales = w->scales, *value_scales = w->scales + tokens;
-    tq_tile_grid keys = {record, job->key_tiles, tiles, job->key_groups.n, job->books, next, next ? key_bytes : 0};
+    tq_tile_grid keys = {record,
+                         job->key_tiles,
+                         tiles,
+                         job->key_groups.n,
+                         tq_is_fine(plan) ? TQ_HALF_COLUMNS : TQ_WHOLE_TILES,
+                         job->books,
+                         next,
+                         next ? key_bytes : 0};
     tq_tile_grid values = {record,
                            job->value_tiles,
                            job->value_groups.n,
                            tiles,
+                           tq_is_fine(plan) ? TQ_HALF_ROWS : TQ_WHOLE_TILES,
                            job->books,
                            next ? next + key_bytes : NULL,
                            next ? (int32_t)plan->record_bytes - key_bytes : 0};
@@ -377,8 +382,12 @@ static void restore_values(const attend_job *job, const attend_task *t, attend_w
     memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
     for (int32_t i = 0; i < job->value_groups.n; i++) {
         int32_t g = job->value_groups.group[i];
-        for (int32_t c = 0; c < TQ_TILE; c++)
-            w->rotated[TQ_TILE * g + c] = packed[TQ_TILE * i + tq_column(c)] * (steps ? steps[g] : 1.0f);
+        const float *sums = packed + TQ_TILE * i;
+        for (int32_t c = 0; c < plan->group_channels; c++) {
+            float sum = sums[tq_column(c)];
+            if (tq_is_fine(plan)) sum += sums[tq_column(c + TQ_FINE_GROUP)]; /* of the tiles' other tokens */
+            w->rotated[plan->group_channels * g + c] = sum * (steps ? steps[g] : 1.0f);
+        }
     }
     tq_rotate_vector(job->kernels, plan, plan->rotation, tq_transform_matrix(value, t->h), 1, w->rotated, out);
 }

@@ -60,8 +60,9 @@ tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, t
     return TQ_OK;
 }
 
-void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_MAX_BITS + 1])
+void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_WIDE_BITS + 1])
 {
+    books[TQ_WIDE_BITS] = (tq_codebook){.bits = TQ_WIDE_BITS, .n_levels = 256, .step = TQ_WIDE_STEP};
     for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++) {
         tq_codebook_row row = row_of(plan->codebook, plan->head_dim, bits);
         expand(&row, bits, &books[bits]);
@@ -91,7 +92,7 @@ static int has_width(const tq_plan *plan, int32_t bits)
     return 0;
 }
 
-void tq_plan_cells(const tq_plan *plan, const tq_codebook books[TQ_MAX_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1])
+void tq_plan_cells(const tq_plan *plan, const tq_codebook books[TQ_WIDE_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1])
 {
     for (int32_t bits = 4; bits <= TQ_MAX_BITS; bits++)
         if (has_width(plan, bits)) cells[bits] = cells_of(&books[bits]);

@@ -21,17 +21,18 @@ static void decode_tile(const decode_side *s, const uint8_t *record, int32_t tok
     const tq_side *side = s->is_key ? &plan->key : &plan->value;
     const float *steps = tq_transform_steps(s->transform, plan, s->h);
     uint8_t codes[TQ_TILE_CODES];
+    int32_t tile = TQ_TILE * token_tile / plan->tile_tokens, first = TQ_TILE * token_tile % plan->tile_tokens;
     for (int32_t g = 0; g < plan->groups; g++) {
-        int32_t real = plan->head_dim - TQ_TILE * g < TQ_TILE ? plan->head_dim - TQ_TILE * g : TQ_TILE;
         const tq_codebook *book = &s->books[side->bits[g]];
         float step = side->bits[g] ? book->step * (steps ? steps[g] : 1.0f) : 0.0f;
         if (side->bits[g])
-            s->kernels->unpack(side->bits[g], (const uint32_t *)(record + tq_tile_offset(side, token_tile, g)), codes);
+            tq_unpack_tile(s->kernels, side->bits[g], (const uint32_t *)(record + tq_tile_offset(side, tile, g)),
+                           codes);
         for (int32_t i = 0; i < count; i++)
-            for (int32_t c = 0; c < real; c++) {
-                int32_t at = s->is_key ? TQ_TILE * i + c : TQ_TILE * c + tq_column(i);
-                x[(int64_t)i * plan->head_dim + TQ_TILE * g + c] =
-                    side->bits[g] ? step * book->levels[codes[at]] : 0.0f;
+            for (int32_t c = 0; c < tq_group_width(plan, g); c++) {
+                int32_t at = s->is_key ? tq_key_cell(plan, first + i, c & ~7) + (c & 7) : tq_value_cell(first + i, c);
+                x[(int64_t)i * plan->head_dim + plan->group_channels * g + c] =
+                    side->bits[g] ? step * (float)tq_level(book, codes[at]) : 0.0f;
             }
     }
 }
@@ -106,7 +107,7 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
                 return tq_fail(error, TQ_E_VALUE, "block_table", at, block_table[at], "in 0..n_pages - 1");
         }
     }
-    tq_codebook books[TQ_MAX_BITS + 1];
+    tq_codebook books[TQ_WIDE_BITS + 1];
     tq_plan_codebooks(plan, books);
     for (int side = 0; side < 1 + has_values; side++)
         for (int32_t b = 0; b < batch; b++)
@@ -171,8 +172,9 @@ static void dot_page(void *context, int64_t page, int32_t worker_index)
     job->kernels->load(TQ_F16, record + plan->key.scales_offset, scales, tokens);
     tq_tile_grid grid = {record,
                          job->tiles,
-                         tokens / TQ_TILE,
+                         tokens / plan->tile_tokens,
                          job->groups->n,
+                         tq_is_fine(plan) ? TQ_HALF_COLUMNS : TQ_WHOLE_TILES,
                          job->books,
                          record + plan->record_bytes,
                          first + tokens < job->n ? (int32_t)plan->record_bytes : 0};
@@ -248,10 +250,7 @@ static float dot_operand(const dot_job *job, const tq_transform *key, const floa
         return bias;
     }
     tq_rotate_vector(job->kernels, plan, plan->rotation, key->rotation, 0, query, x);
-    for (int32_t i = 0; i < job->groups->n; i++) {
-        int32_t g = job->groups->group[i];
-        for (int32_t c = 0; c < TQ_TILE; c++) coded[TQ_TILE * i + c] = x[TQ_TILE * g + c] * (steps ? steps[g] : 1.0f);
-    }
+    tq_arrange_query(plan, job->groups, steps, x, coded);
     job->kernels->prepare(coded, TQ_TILE * job->groups->n, 1, 1, operand);
     return bias;
 }
@@ -274,7 +273,7 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
         return tq_fail(error, TQ_E_VALUE, "queries", -1, 0, "a pointer, not NULL, as pages and out");
     if ((uintptr_t)pages % 64)
         return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)pages % 64), "64-byte aligned");
-    tq_codebook books[TQ_MAX_BITS + 1];
+    tq_codebook books[TQ_WIDE_BITS + 1];
     tq_coded_groups groups;
     tq_plan_codebooks(plan, books);
     tq_list_groups(&plan->key, &groups);

@@ -16,11 +16,12 @@ int tq_overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes);
 const tq_kernels *tq_get_kernels(tq_error *error);
 
 /* ---- codebook.c ---- */
-/** Codebooks of 1..TQ_MAX_BITS bits for a plan into books[1..TQ_MAX_BITS]; cannot fail for a checked plan. */
-void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_MAX_BITS + 1]);
+/** Codebooks for a plan into books[1..TQ_MAX_BITS] and books[TQ_WIDE_BITS], whose levels are not listed (tq_level); cannot fail for
+ *  a checked plan. */
+void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_WIDE_BITS + 1]);
 
 /** The thresholds of books[4] and books[5] by cell, of those of the two that the plan has groups for, into cells[4] and cells[5]. */
-void tq_plan_cells(const tq_plan *plan, const tq_codebook books[TQ_MAX_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1]);
+void tq_plan_cells(const tq_plan *plan, const tq_codebook books[TQ_WIDE_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1]);
 
 /* ---- plan.c ---- */
 int32_t tq_scale_bytes(const tq_plan *plan, const tq_side *side); /* of one record: 2 per token and number */
@@ -30,6 +31,13 @@ tq_status tq_plan_read_blocked(tq_plan *plan, const int64_t *words, tq_error *er
 tq_status tq_table_check(const tq_side *side, const tq_transform *transform, int32_t kv_heads, const char *name,
                          tq_error *error);
 static inline int tq_is_blocked(const tq_plan *plan) { return plan->version == TQ_FORMAT_BLOCKED; }
+static inline int tq_is_fine(const tq_plan *plan) { return plan->version == TQ_FORMAT_FINE; }
+/** The real channels of a group. */
+static inline int32_t tq_group_width(const tq_plan *plan, int32_t g)
+{
+    int32_t real = plan->head_dim - plan->group_channels * g;
+    return real < plan->group_channels ? real : plan->group_channels;
+}
 /** TQ_E_VALUE unless the plan looks like one that tq_plan_init made. */
 tq_status tq_plan_check(const tq_plan *plan, tq_error *error);
 /** Checks a transform against a plan (`rotation` there iff dense, no NaN steps); `name` is "key" or "value". */

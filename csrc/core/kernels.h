@@ -6,6 +6,12 @@
 #include "convert.h"
 #include "turboquant.h"
 
+/** The level of a code, in steps. */
+static inline int32_t tq_level(const tq_codebook *book, uint8_t code)
+{
+    return book->bits == TQ_WIDE_BITS ? code - 128 : book->levels[code];
+}
+
 /** The positive thresholds of a codebook of 4 or 5 bits, by cell: cell(x) = min(15, (int)(x * factor)), x >= 0. Products and their
  *  integers never fall as x grows, so what lies below a threshold is in no higher cell: of the cell's own thresholds alone it has to
  *  be asked whether they are <= x. */
@@ -18,10 +24,11 @@ typedef struct {
 /** What encoding a vector of one side needs, beside the vector. */
 typedef struct {
     const tq_side *side;
-    const tq_codebook *books; /* [TQ_MAX_BITS + 1], by bits; entry 0 unused */
+    const tq_codebook *books; /* [TQ_WIDE_BITS + 1], by bits; entries 0, 6, 7 unused */
     const tq_cells *cells;    /* [TQ_MAX_BITS + 1]: 4 and 5, where a group has so many bits */
     int32_t head_dim, scale;  /* scale: tq_scale */
-    const float *steps;       /* [groups], or NULL: 1; z is divided by them already */
+    int32_t group_channels;
+    const float *steps; /* [groups], or NULL: 1; z is divided by them already */
 } tq_encoder;
 
 /** One tile of a grid: where it is and how wide; `run` tiles from here on have the same bits (1 .. TQ_MAX_RUN). */
@@ -32,13 +39,22 @@ typedef struct {
 
 #define TQ_MAX_RUN 8 /* 256 columns: what 32-bit sums of 16-bit operands and 8-bit levels hold */
 
+/** What the halves of a tile are; turboquant.h, versions 1 and 3. */
+typedef enum {
+    TQ_WHOLE_TILES, /* 32 rows and 32 columns that belong together */
+    TQ_HALF_COLUMNS, /* columns with and without bit 3 are of two token tiles: a block's product is two times 32 numbers */
+    TQ_HALF_ROWS     /* rows 0..15 and 16..31 are of two token tiles: they meet two tiles of an operand each */
+} tq_halves;
+
 /** Tiles that products are made of: tiles[n * i + k] is tile k of block i. A block's tiles lie side by side (its 32 rows times
- *  32 n columns), its product is 32 numbers. For keys a block is a token tile, for values a group of channels. */
+ *  32 n columns), its product is 32 numbers. For keys a block is a token tile, for values a group of channels; in version 3 for keys
+ *  two token tiles. */
 typedef struct {
     const uint8_t *base;
     const tq_tile *tiles;     /* [blocks][n], offsets from base */
     int32_t blocks, n;        /* n: 1 .. TQ_MAX_GROUPS */
-    const tq_codebook *books; /* [TQ_MAX_BITS + 1], by bits */
+    tq_halves halves;         /* of every tile */
+    const tq_codebook *books; /* [TQ_WIDE_BITS + 1], by bits */
     const uint8_t *ahead;     /* bytes to bring into the cache meanwhile; never dereferenced */
     int32_t ahead_bytes;
 } tq_tile_grid;
@@ -73,7 +89,9 @@ typedef struct {
     /** out[q * out_stride + 32 i + tq_column(row)] (= or, if accumulate, +=) the sum over tiles k and columns c of block i of
      *  level(tile, row, c) * step(bits) * x_q[32 k + c]   for operands q = 0 .. rows - 1 at operands + q * operand_bytes(32 n),
      *  all prepared alike. An operand that held a number that is not finite gives NaN. Column order is the order of scales and
-     *  of value columns, so that scores become an operand as they stand. */
+     *  of value columns, so that scores become an operand as they stand.
+     *  TQ_HALF_COLUMNS: out[.. + 64 i + 32 h + ..] has the sum over columns c of token tile h, where x has the same number at c and
+     *  at c ^ 8.  TQ_HALF_ROWS: operands of 64 n columns; rows of h = row / 16 meet x_q[64 k + 32 h + c]. */
     void (*multiply)(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate,
                      float *out, int32_t out_stride);
     /** A softmax step over n tokens (a multiple of 32) in two parts, so that one may run over several rows before the other.

@@ -10,13 +10,13 @@ static tq_status read_bits(const int64_t *words, int32_t first, tq_plan *plan, t
     int32_t offset = 0;
     for (int32_t g = 0; g < plan->groups; g++) {
         int64_t bits = words[first + g];
-        if (bits < 0 || bits > TQ_MAX_BITS)
-            return tq_fail(error, TQ_E_VALUE, "words", first + g, (double)bits, "bits of a group, 0..5");
+        if (bits < 0 || (bits > TQ_MAX_BITS && !(tq_is_fine(plan) && bits == TQ_WIDE_BITS)))
+            return tq_fail(error, TQ_E_VALUE, "words", first + g, (double)bits,
+                           tq_is_fine(plan) ? "bits of a group, 0..5 or 8" : "bits of a group, 0..5");
         side->bits[g] = (uint8_t)bits;
         side->offset[g] = offset;
         offset += 128 * (int32_t)bits;
-        int32_t real = plan->head_dim - TQ_TILE * g;
-        if (bits) side->coded_channels += real < TQ_TILE ? real : TQ_TILE;
+        if (bits) side->coded_channels += tq_group_width(plan, g);
     }
     side->tile_bytes = offset;
     side->tiles = side->step_columns = plan->groups;
@@ -37,7 +37,7 @@ static tq_status read_choice(const int64_t *words, int32_t i, int64_t last, int3
 /* |key codes|value codes|key scales|value scales| */
 static void lay_out_record(tq_plan *plan)
 {
-    int64_t tiles = plan->page_tokens / TQ_TILE, at = 0;
+    int64_t tiles = plan->page_tokens / plan->tile_tokens, at = 0;
     tq_side *sides[2] = {&plan->key, &plan->value};
     for (int i = 0; i < 2; i++) {
         sides[i]->codes_offset = at;
@@ -57,11 +57,12 @@ static void draw_signs(tq_plan *plan)
             tq_random(plan->seed, (uint64_t)pass, (uint64_t)block, &plan->signs[pass][4 * block]);
 }
 
-/** The words that both versions share, but for the rotation. */
+/** The words that all versions share, but for the rotation. */
 static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
 {
-    if (words[2] < TQ_TILE || words[2] > TQ_PAGE_TOKENS || words[2] % TQ_TILE)
-        return tq_fail(error, TQ_E_VALUE, "page_tokens", -1, (double)words[2], "32, 64, 96 or 128");
+    if (words[2] < p->tile_tokens || words[2] > TQ_PAGE_TOKENS || words[2] % p->tile_tokens)
+        return tq_fail(error, TQ_E_VALUE, "page_tokens", -1, (double)words[2],
+                       tq_is_fine(p) ? "64 or 128 in format version 3" : "32, 64, 96 or 128");
     p->page_tokens = (int32_t)words[2];
     TQ_TRY(read_choice(words, 4, TQ_CODEBOOK_UNIFORM, &p->codebook, "a codebook law: 0 normal, 1 sphere, 2 uniform",
                        error));
@@ -79,18 +80,24 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
     if (!plan) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "a pointer, not NULL");
     if (!words || n_words < TQ_PLAN_HEADER_WORDS + 2)
         return tq_fail(error, TQ_E_VALUE, "n_words", -1, words ? (double)n_words : 0, "7 + 2 * groups plan words");
-    if (words[0] != TQ_FORMAT_VERSION && words[0] != TQ_FORMAT_BLOCKED)
-        return tq_fail(error, TQ_E_VALUE, "words", 0, (double)words[0], "format version 1 or 2");
+    if (words[0] < TQ_FORMAT_VERSION || words[0] > TQ_FORMAT_FINE)
+        return tq_fail(error, TQ_E_VALUE, "words", 0, (double)words[0], "format version 1, 2 or 3");
     if (words[1] < 8 || words[1] > TQ_MAX_DIM || words[1] % 8)
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, (double)words[1],
                        "a multiple of 8 in 8..256 (8..4096 without values)");
     p.version = (int32_t)words[0];
     p.head_dim = (int32_t)words[1];
-    p.groups = (p.head_dim + TQ_TILE - 1) / TQ_TILE;
+    if (tq_is_fine(&p) && p.head_dim > TQ_MAX_HEAD_DIM)
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 in format version 3");
+    p.group_channels = tq_is_fine(&p) ? TQ_FINE_GROUP : TQ_TILE;
+    p.tile_tokens = TQ_TILE * TQ_TILE / p.group_channels;
+    p.groups = (p.head_dim + p.group_channels - 1) / p.group_channels;
     int32_t header = tq_is_blocked(&p) ? TQ_PLAN_BLOCKED_HEADER_WORDS : TQ_PLAN_HEADER_WORDS;
     if (n_words != (size_t)(header + 2 * p.groups))
         return tq_fail(error, TQ_E_VALUE, "n_words", -1, (double)n_words,
-                       tq_is_blocked(&p) ? "15 + 2 * ceil(head_dim / 32)" : "7 + 2 * ceil(head_dim / 32)");
+                       tq_is_blocked(&p) ? "15 + 2 * ceil(head_dim / 32)"
+                       : tq_is_fine(&p)  ? "7 + 2 * ceil(head_dim / 16)"
+                                         : "7 + 2 * ceil(head_dim / 32)");
     int32_t last_rotation = tq_is_blocked(&p) ? 0 : TQ_ROTATION_DENSE;
     TQ_TRY(read_choice(words, 3, last_rotation, &p.rotation,
                        last_rotation ? "a rotation: 0 none, 1 Hadamard, 2 dense"
@@ -117,8 +124,8 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
 tq_status tq_plan_check(const tq_plan *plan, tq_error *error)
 {
     if (!plan) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "a pointer, not NULL");
-    if (plan->head_dim < 8 || plan->head_dim > TQ_MAX_DIM || plan->groups != (plan->head_dim + TQ_TILE - 1) / TQ_TILE ||
-        !plan->record_bytes)
+    if (plan->head_dim < 8 || plan->head_dim > TQ_MAX_DIM || plan->group_channels < TQ_FINE_GROUP ||
+        plan->groups != (plan->head_dim + plan->group_channels - 1) / plan->group_channels || !plan->record_bytes)
         return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->head_dim, "made by tq_plan_init");
     return TQ_OK;
 }

@@ -6,9 +6,22 @@
 #define TQ_TILE_CODES (TQ_TILE * TQ_TILE)
 
 /** A side's part of one record: its codes by token tile, its scales by token tile and column. */
-static inline int64_t tq_tile_offset(const tq_side *side, int32_t token_tile, int32_t group)
+static inline int64_t tq_tile_offset(const tq_side *side, int32_t tile, int32_t group) /* tile: of tile_tokens tokens */
 {
-    return side->codes_offset + (int64_t)token_tile * side->tile_bytes + side->offset[group];
+    return side->codes_offset + (int64_t)tile * side->tile_bytes + side->offset[group];
+}
+
+/** Where the first of 8 channels of a key, c, c + 1 .. of a group, stands in its tile: they are neighbours. token: 0 .. tile_tokens - 1. */
+static inline int32_t tq_key_cell(const tq_plan *plan, int32_t token, int32_t c)
+{
+    int32_t column = tq_is_fine(plan) ? token / TQ_TILE << 3 | c << 1 : c;
+    return TQ_TILE * (token % TQ_TILE) + column;
+}
+
+/** Where channel c of a group of values stands in its tile. */
+static inline int32_t tq_value_cell(int32_t token, int32_t c)
+{
+    return TQ_TILE * (c | token / TQ_TILE << 4) + tq_column(token % TQ_TILE);
 }
 
 static inline int64_t tq_scale_offset(const tq_side *side, int32_t token)
@@ -69,10 +82,10 @@ static inline void tq_mark_runs(tq_tile *tiles, int32_t n)
     }
 }
 
-/** Tiles of a page's keys: a block is a token tile, summed over groups. tiles [page_tokens / 32][groups->n]. */
+/** Tiles of a page's keys: a block is summed over groups. tiles [page_tokens / tile_tokens][groups->n]. */
 static inline void tq_key_tiles(const tq_plan *plan, const tq_coded_groups *groups, tq_tile *tiles)
 {
-    for (int32_t i = 0; i < plan->page_tokens / TQ_TILE; i++, tiles += groups->n) {
+    for (int32_t i = 0; i < plan->page_tokens / plan->tile_tokens; i++, tiles += groups->n) {
         for (int32_t k = 0; k < groups->n; k++)
             tiles[k] = (tq_tile){(int32_t)plan->key.codes_offset + i * plan->key.tile_bytes + groups->offset[k],
                                  groups->bits[k], 1};
@@ -80,15 +93,31 @@ static inline void tq_key_tiles(const tq_plan *plan, const tq_coded_groups *grou
     }
 }
 
-/** Tiles of a page's values: a block is a group, summed over token tiles. tiles [groups->n][page_tokens / 32]. */
+/** Tiles of a page's values: a block is a group, summed over tokens. tiles [groups->n][page_tokens / tile_tokens]. */
 static inline void tq_value_tiles(const tq_plan *plan, const tq_coded_groups *groups, tq_tile *tiles)
 {
-    int32_t n = plan->page_tokens / TQ_TILE;
+    int32_t n = plan->page_tokens / plan->tile_tokens;
     for (int32_t i = 0; i < groups->n; i++, tiles += n) {
         for (int32_t k = 0; k < n; k++)
             tiles[k] = (tq_tile){(int32_t)plan->value.codes_offset + k * plan->value.tile_bytes + groups->offset[i],
                                  groups->bits[i], 1};
         tq_mark_runs(tiles, n);
+    }
+}
+
+/** A rotated query to what meets the coded groups of keys: times the steps (NULL: 1), 32 columns a group. rotated: zero behind
+ *  head_dim, up to a whole group. */
+static inline void tq_arrange_query(const tq_plan *plan, const tq_coded_groups *groups, const float *steps,
+                                    const float *rotated, float *columns)
+{
+    for (int32_t i = 0; i < groups->n; i++) {
+        int32_t g = groups->group[i];
+        for (int32_t c = 0; c < plan->group_channels; c++) {
+            float x = rotated[plan->group_channels * g + c] * (steps ? steps[g] : 1.0f);
+            int32_t at = TQ_TILE * i + tq_key_cell(plan, 0, c & ~7) + (c & 7);
+            columns[at] = x;
+            if (tq_is_fine(plan)) columns[at + 8] = x; /* of the other token tile */
+        }
     }
 }
 #endif

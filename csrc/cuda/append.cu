@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(32 * COPY_WARPS) copy_exact(const __grid_const
     wait_for_stream();
     const Span span = span_of(a, work.b);
     const int position = exact_position(a, span, (int)(blockIdx.x % (unsigned)blocks * COPY_WARPS + threadIdx.x / 32));
-    if (position >= 0) copy_exact_row<APPEND_GROUPS>(a, work, head_of(a, work), span, position, threadIdx.x % 32);
+    if (position >= 0)
+        copy_exact_row<TQ_MAX_HEAD_DIM / 32>(a, work, head_of(a, work), span, position, threadIdx.x % 32);
 }
 
 tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_error *error)
@@ -136,7 +137,7 @@ AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value
         side.bits[group] = from.bits[group];
         side.offset[group] = from.offset[group];
     }
-    side.one_width = plan.head_dim % TQ_TILE || transform.steps ? 0 : from.bits[0];
+    side.one_width = plan.head_dim % TQ_TILE || transform.steps || from.bits[0] == TQ_WIDE_BITS ? 0 : from.bits[0];
     for (int group = 1; group < plan.groups; group++)
         if (from.bits[group] != from.bits[0]) side.one_width = 0;
     side.tile_bytes = from.tile_bytes;
@@ -158,6 +159,7 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     args->dtype = p.dtype;
     args->head_dim = plan.head_dim;
     args->groups = plan.groups;
+    args->tile_tokens = plan.tile_tokens;
     args->rotation = plan.rotation;
     args->scale = plan.scale;
     args->sides = plan.value.tile_bytes ? 2 : 1;

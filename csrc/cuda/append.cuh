@@ -3,7 +3,7 @@
 //   append_step.cu   one token a sequence (decode): a warp a (side, sequence, head), everything in one launch
 //   append_warp.cu   anything: a block a token tile, a warp a token; few tokens in one launch, many with copy_exact behind it
 //   append_blocks.cu the same for plans of version 2
-//   append_tile.cuh  many tokens, usual shapes (prefill): a warp a token tile, a lane or a few a token; copy_exact behind it
+//   append_tile.cuh  many tokens, usual shapes of version 1 (prefill): a warp a token tile, a lane or a few a token; copy_exact behind it
 //   append.cu        the choice between them, copy_exact, and the launcher
 //
 // A token is encoded from the ring if it was stored before this append, from k or v if not, and the ring slot it leaves is taken
@@ -18,7 +18,10 @@
 namespace tq
 {
 
-constexpr int APPEND_GROUPS = TQ_MAX_HEAD_DIM / TQ_TILE;
+constexpr int APPEND_GROUPS = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
+
+/** Of a tile. FINE: in version 3. */
+template <bool FINE> constexpr int TILE_TOKENS = FINE ? TQ_TILE * TQ_TILE / TQ_FINE_GROUP : TQ_TILE;
 
 /** Keys or values: tq_side, tq_transform and the arrays of tq_append_params. Strides in bytes. */
 struct AppendSide {
@@ -29,7 +32,7 @@ struct AppendSide {
     int64_t rotation_stride_head, centre_stride_batch; // elements
     int32_t bits[APPEND_GROUPS], offset[APPEND_GROUPS];
     int32_t tile_bytes, codes_offset, scales_offset;
-    int32_t one_width; // the bits of all groups, if they are the same, without padding and steps; else 0
+    int32_t one_width; // the bits of all groups, if they are the same and at most 5, without padding and steps; else 0
     float coded_channels;
 };
 
@@ -38,6 +41,7 @@ struct AppendArgs {
     int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;
     int32_t head_dim, groups, rotation, scale, sides; // sides: 1 without values
     int32_t capacity;                                 // the largest length
+    int32_t tile_tokens;                              // 32, or 64 in version 3
     float hadamard_factor;
     Divisor heads, batches, window_slots, page_tokens;
     int64_t n_pages, record_bytes, row_bytes;
@@ -59,8 +63,11 @@ tq_status launch_append_blocks(const AppendArgs &args, const tq_plan &plan, cons
 bool append_tile_takes(const tq_plan &plan);
 tq_status launch_append_tile(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream, tq_error *error);
 
-/** How many token tiles of a sequence an append can touch: its tokens are packed in one range that may start anywhere. */
-inline int64_t append_tiles(const AppendArgs &args) { return ((int64_t)args.tokens + TQ_TILE - 2) / TQ_TILE + 1; }
+/** How many tiles along the tokens of a sequence an append can touch: its tokens are packed in one range that may start anywhere. */
+inline int64_t append_tiles(const AppendArgs &args)
+{
+    return ((int64_t)args.tokens + args.tile_tokens - 2) / args.tile_tokens + 1;
+}
 
 // ---- one sequence: which tokens ----
 
@@ -139,10 +146,10 @@ __device__ __forceinline__ uint8_t *record_of(const AppendArgs &a, const Work &w
     return a.pages + ((int64_t)page * a.kv_heads + w.h) * a.record_bytes;
 }
 
-/** Tiles of a token tile: that of a group lies side.offset[group] bytes further. */
-__device__ __forceinline__ uint8_t *tiles_of(const AppendSide &side, uint8_t *record, int token_tile)
+/** Tiles of a page's tokens tile_tokens * tile ..: that of a group lies side.offset[group] bytes further. */
+__device__ __forceinline__ uint8_t *tiles_of(const AppendSide &side, uint8_t *record, int tile)
 {
-    return record + side.codes_offset + token_tile * side.tile_bytes;
+    return record + side.codes_offset + tile * side.tile_bytes;
 }
 
 /** `token` of a page. */

@@ -9,6 +9,7 @@ tq_status launch_append_tile_2(const AppendArgs &args, const tq_plan &plan, cuda
 bool append_tile_takes(const tq_plan &plan)
 {
     const int d = plan.head_dim;
+    if (is_fine(plan)) return false;
     if (d != 64 && d != 80 && d != 96 && d != 128 && d != 256) return false;
     for (const tq_side *side : {&plan.key, &plan.value})
         for (int group = 0; side->tile_bytes && group < plan.groups; group++)

@@ -1,12 +1,13 @@
 // Appending in the general case: any head_dim up to 256, dtype, rotation, widths and scale. A block takes the token tiles of a
-// (side, sequence, KV head), one or all of them:
+// (side, sequence, KV head), one or all of them; in version 3 always both of a pair, which share their words, one after the other
+// up to step 3:
 //
 //   1  rows to shared memory, centred                        a warp a token       only for dense rotations
 //   2  y = R x for all tokens of the tile                    a warp 32 channels of 16 tokens, only then
 //   3  row -> rotation -> codes, and the scale               a warp a token
 //   4  codes -> words, merged with the tile's other tokens   a warp a group of channels
 //
-// Shared memory: | codes [32][code_stride] | rows [32][head_dim] | only dense: y [32][head_dim] | matrix blocks [warps] |
+// Shared memory: | codes [tile_tokens][code_stride] | rows [32][head_dim] | only dense: y, like rows | matrix blocks [warps] |
 #include "encode_warp.cuh"
 #include "matrix.cuh"
 #include "pack.cuh"
@@ -20,14 +21,21 @@ constexpr int WARPS = 8;
 
 struct Shared {
     uint8_t *codes;
+    int stride; // of codes
     float *rows, *y, *matrix;
 };
 
-__device__ __forceinline__ Shared shared_of(const AppendArgs &a, uint8_t *memory)
+__host__ __device__ __forceinline__ int stride_of_codes(const AppendArgs &a)
+{
+    return code_stride((a.head_dim + TQ_TILE - 1) / TQ_TILE);
+}
+
+__device__ __forceinline__ Shared shared_of(const AppendArgs &a, int tokens, uint8_t *memory)
 {
     Shared s;
     s.codes = memory;
-    s.rows = reinterpret_cast<float *>(memory + TQ_TILE * code_stride(a.groups));
+    s.stride = stride_of_codes(a);
+    s.rows = reinterpret_cast<float *>(memory + tokens * s.stride);
     s.y = s.rows + TQ_TILE * a.head_dim;
     s.matrix = s.y + TQ_TILE * a.head_dim;
     return s;
@@ -37,20 +45,19 @@ size_t shared_bytes(const AppendArgs &a)
 {
     size_t floats = (size_t)TQ_TILE * a.head_dim;
     if (a.rotation == TQ_ROTATION_DENSE) floats += floats + WARPS * MATRIX_BLOCK;
-    return TQ_TILE * code_stride(a.groups) + sizeof(float) * floats;
+    return a.tile_tokens * stride_of_codes(a) + sizeof(float) * floats;
 }
 
-/** Packed tokens 32 tile .. 32 tile + 31, as far as they are in the span. */
-template <int PER_LANE>
-__device__ __forceinline__ void append_tile(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
-                                            int tile, const Shared &shared, int warp, int lane)
+/** Steps 1 to 3: packed tokens base .. base + 31, as far as they are in the span. codes: of token base. */
+template <int PER_LANE, bool FINE>
+__device__ __forceinline__ void encode_tile(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
+                                            int base, const SliceBooks<FINE> &books, const Shared &shared,
+                                            uint8_t *codes, uint8_t *record, int warp, int lane)
 {
     const AppendSide &side = a.side[work.side];
-    const int base = tile * TQ_TILE, begin = max(0, span.first - base), end = min(TQ_TILE, span.last - base);
-    uint8_t *record = record_of(a, work, base);
+    const int begin = max(0, span.first - base), end = min(TQ_TILE, span.last - base);
     const int page_token = (int)a.page_tokens.remainder((uint32_t)base);
     const bool dense = a.rotation == TQ_ROTATION_DENSE;
-    const LaneBook book = lane_book(a.books[side.bits[0]], lane);
     float x[PER_LANE];
 
     if (dense) {
@@ -72,37 +79,56 @@ __device__ __forceinline__ void append_tile(const AppendArgs &a, const Work &wor
         if (dense)
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
-        const __half scale = encode_warp(a, side, head.steps, book, x, shared.codes + i * code_stride(a.groups), lane);
+        const __half scale = encode_warp(a, side, head.steps, books, x, codes + i * shared.stride, lane);
         if (record && lane == 0) *scale_at(side, record, page_token + i) = scale;
     }
+}
+
+/** Packed tokens base .. base + TOKENS - 1, as far as they are in the span. */
+template <int PER_LANE, bool FINE>
+__device__ __forceinline__ void append_tile(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
+                                            int base, const Shared &shared, int warp, int lane)
+{
+    constexpr int TOKENS = TILE_TOKENS<FINE>, CHANNELS = TQ_TILE * TQ_TILE / TOKENS;
+    const AppendSide &side = a.side[work.side];
+    const int begin = max(0, span.first - base), end = min(TOKENS, span.last - base);
+    uint8_t *record = record_of(a, work, base);
+    const SliceBooks<FINE> books(a, side, lane);
+    // Without FINE once, which the compiler has to see: it allots twice the registers otherwise.
+    for (int token = FINE ? begin / TQ_TILE * TQ_TILE : 0; token < (FINE ? end : TQ_TILE); token += TQ_TILE)
+        encode_tile<PER_LANE, FINE>(a, work, head, span, base + token, books, shared,
+                                    shared.codes + token * shared.stride, record, warp, lane);
     __syncthreads();
-    for (int group = warp; record && group < a.groups; group += WARPS) {
-        if (!side.bits[group]) continue;
-        uint32_t *words =
-            reinterpret_cast<uint32_t *>(tiles_of(side, record, page_token / TQ_TILE) + side.offset[group]);
-        const uint8_t *codes = shared.codes + TQ_TILE * group;
-        const int stride = code_stride(a.groups);
-        if (end - begin == TQ_TILE)
-            pack_tile<true>(words, side.bits[group], work.side == 0, codes, stride, begin, end, lane);
-        else pack_tile<false>(words, side.bits[group], work.side == 0, codes, stride, begin, end, lane);
+    for (int i = warp; record && i < (FINE ? 2 : 1) * a.groups; i += WARPS) {
+        const int plane = FINE && i >= a.groups, group = i - plane * a.groups; // 8 bits: two planes of 4
+        const bool wide = FINE && side.bits[group] == TQ_WIDE_BITS, is_key = work.side == 0;
+        if (!side.bits[group] || (plane && !wide)) continue;
+        const int bits = wide ? 4 : side.bits[group];
+        uint8_t *tiles = tiles_of(side, record, (int)a.page_tokens.remainder((uint32_t)base) / TOKENS);
+        uint32_t *words = reinterpret_cast<uint32_t *>(tiles + side.offset[group]) + 4 * TQ_TILE * plane;
+        const uint8_t *codes = shared.codes + CHANNELS * group;
+        if (end - begin == TOKENS)
+            pack_tile<true, FINE>(words, bits, is_key, codes, shared.stride, begin, end, lane, 4 * plane);
+        else pack_tile<false, FINE>(words, bits, is_key, codes, shared.stride, begin, end, lane, 4 * plane);
     }
     __syncthreads();
 }
 
 /** `blocks` blocks for each (side, sequence, head); a single one also copies what stays exact. */
-template <int PER_LANE>
+template <int PER_LANE, bool FINE>
 __global__ void __launch_bounds__(32 * WARPS) append_warp(const __grid_constant__ AppendArgs a, int blocks)
 {
     extern __shared__ __align__(16) uint8_t memory[];
+    constexpr int TOKENS = TILE_TOKENS<FINE>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Work work = work_of(a, blockIdx.x / (unsigned)blocks);
     const Head head = head_of(a, work);
     wait_for_stream();
     const Span span = span_of(a, work.b);
-    const Shared shared = shared_of(a, memory);
-    for (int tile = span.first / TQ_TILE + (int)(blockIdx.x % (unsigned)blocks); tile * TQ_TILE < span.last;
+    const Shared shared = shared_of(a, TOKENS, memory);
+    for (int tile = span.first / TOKENS + (int)(blockIdx.x % (unsigned)blocks); tile * TOKENS < span.last;
          tile += blocks)
-        append_tile<PER_LANE>(a, work, head, span, tile, shared, warp, lane);
+        append_tile<PER_LANE, FINE>(a, work, head, span, tile * TOKENS, shared, warp, lane);
     if (blocks > 1) return;
     for (int r = warp;; r += WARPS) {
         const int position = exact_position(a, span, r);
@@ -116,9 +142,9 @@ __global__ void __launch_bounds__(32 * WARPS) append_warp(const __grid_constant_
 tq_status launch_append_warp(const AppendArgs &args, bool one_block, cudaStream_t stream, tq_error *error)
 {
     const int blocks = one_block ? 1 : (int)append_tiles(args);
-    return with_channels_per_lane(args.head_dim, [&](auto per_lane) {
-        return launch(append_warp<per_lane()>, (int64_t)args.sides * args.batch * args.kv_heads * blocks, 32 * WARPS,
-                      shared_bytes(args), stream, error, args, blocks);
+    return with_channels_per_lane(args, [&](auto per_lane, auto fine) {
+        return launch(append_warp<per_lane(), fine()>, (int64_t)args.sides * args.batch * args.kv_heads * blocks,
+                      32 * WARPS, shared_bytes(args), stream, error, args, blocks);
     });
 }
 

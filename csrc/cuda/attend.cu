@@ -134,7 +134,7 @@ tq_status check_pointers(const tq_plan *plan, const tq_attend_params *p, tq_erro
 
 int uniform_bits(const tq_plan *plan)
 {
-    int bits = plan->key.bits[0];
+    int bits = is_fine(*plan) ? 0 : plan->key.bits[0];
     for (int g = 0; g < plan->groups; g++)
         if (plan->key.bits[g] != bits || plan->value.bits[g] != bits) return 0;
     return bits;
@@ -143,38 +143,42 @@ int uniform_bits(const tq_plan *plan)
 /** The choices below are as measured on an H200. */
 KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pages, const Device &device)
 {
-    int bits = uniform_bits(plan);
-    /* weights are rounded to fp16 there; for fewer rows it is no faster */
-    if (device.bulk && dtype != TQ_F32 && rows > (bits ? 8 : 16) && plan->groups == 4 &&
-        plan->page_tokens == 4 * TQ_TILE)
-        return attend_kernel_wide(bits, rows);
-    bool narrow =
-        plan->groups <= 4; /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
-    int blocks = rows <= 4 ? 1 : rows <= 8 || !narrow || bits == 2 ? 2 : 4;
+    int bits = uniform_bits(plan), groups = (plan->head_dim + TQ_TILE - 1) / TQ_TILE;
     bool whole = pages >= 3 * (int64_t)device.processors; /* pays off once every multiprocessor has some */
-    int tiles = whole && takes_whole_pages(bits, plan->groups, blocks) ? 4 : 2;
+    if (is_fine(*plan))
+        return attend_kernel_fine(groups, rows <= 4 ? 1 : 2, whole && plan->page_tokens == 4 * TQ_TILE ? 4 : 2,
+                                  device.bulk);
+    /* weights are rounded to fp16 there; for fewer rows it is no faster */
+    if (device.bulk && dtype != TQ_F32 && rows > (bits ? 8 : 16) && groups == 4 && plan->page_tokens == 4 * TQ_TILE)
+        return attend_kernel_wide(bits, rows);
+    bool narrow = groups <= 4; /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
+    int blocks = rows <= 4 ? 1 : rows <= 8 || !narrow || bits == 2 ? 2 : 4;
+    int tiles = whole && takes_whole_pages(bits, groups, blocks) ? 4 : 2;
     KernelChoice k = {};
     switch (bits) {
-    case 2: k = attend_kernel_2(plan->groups, blocks, tiles, device.bulk); break;
-    case 3: k = attend_kernel_3(plan->groups, blocks, tiles, device.bulk); break;
-    case 4: k = attend_kernel_4(plan->groups, blocks, tiles, device.bulk); break;
+    case 2: k = attend_kernel_2(groups, blocks, tiles, device.bulk); break;
+    case 3: k = attend_kernel_3(groups, blocks, tiles, device.bulk); break;
+    case 4: k = attend_kernel_4(groups, blocks, tiles, device.bulk); break;
     }
-    return k.kernel ? k : attend_kernel_mixed(plan->groups, blocks, tiles, device.bulk);
+    return k.kernel ? k : attend_kernel_mixed(groups, blocks, tiles, device.bulk);
 }
 
-void copy_side(const tq_side &from, const tq_codebook *books, const KernelChoice &k, bool keys, SideArgs *to)
+/** books: [TQ_WIDE_BITS + 1], by width. */
+void copy_side(const tq_plan &plan, const tq_side &from, const tq_codebook *books, const KernelChoice &k, bool keys,
+               SideArgs *to)
 {
+    bool fine = is_fine(plan);
     for (int g = 0; g < GROUPS_MAX; g++) {
         to->bits[g] = from.bits[g];
         to->offset[g] = from.offset[g];
     }
-    to->tile_bytes = from.tile_bytes;
+    to->tile_bytes = from.tile_bytes * TQ_TILE / plan.tile_tokens;
     to->codes_offset = (int32_t)from.codes_offset;
     to->scales_offset = (int32_t)from.scales_offset;
-    to->row_factor = !k.wide_rows;
-    for (int b = 1; b <= TQ_MAX_BITS; b++) {
+    to->row_factor = !k.wide_rows && !fine;
+    for (int b = 1; b <= TQ_WIDE_BITS; b++) {
         float step = books[b].step; /* of a level; uniform levels are 2 code - (2^b - 1) */
-        bool plus_128 = b == 5 || (b == 4 && !k.two_products), scaled = b <= 2 && keys && !k.key_bits;
+        bool plus_128 = b >= 5 || (b == 4 && !k.two_products), scaled = b <= 2 && (fine || (keys && !k.key_bits));
         int top = (1 << b) - 1;
         if (k.wide_rows && !keys) { /* multiplies exact levels */
             to->factor[b] = b > 2 ? step : 2 * step;
@@ -189,6 +193,8 @@ void copy_side(const tq_side &from, const tq_codebook *books, const KernelChoice
 tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tables, tq_error *error)
 {
     uint8_t level3[8], offset3[8], plus4[8], minus4[8], magnitude4[8], magnitude5[16];
+    memset(books, 0, (TQ_WIDE_BITS + 1) * sizeof *books);
+    books[TQ_WIDE_BITS].step = TQ_WIDE_STEP;
     for (int b = 1; b <= TQ_MAX_BITS; b++)
         TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan->codebook, plan->head_dim, b, &books[b], error));
     for (int m = 0; m < 8; m++) {
@@ -236,8 +242,8 @@ void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
     AttendArgs &a = *args;
     int page_tiles = plan->page_tokens / TQ_TILE;
     a.key.at_codes = 0;
-    a.value.at_codes = tiles * plan->key.tile_bytes;
-    a.key.at_scales = a.value.at_codes + tiles * plan->value.tile_bytes;
+    a.value.at_codes = tiles * a.key.tile_bytes;
+    a.key.at_scales = a.value.at_codes + tiles * a.value.tile_bytes;
     a.value.at_scales = a.key.at_scales + (a.page_units == 1 ? 2 * plan->page_tokens : tiles * 2 * TQ_TILE);
     a.stage_bytes = a.key.at_scales + 2 * tiles * 2 * TQ_TILE;
     a.last_is_short = page_tiles != a.page_units * tiles;
@@ -273,7 +279,7 @@ tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, La
         a.tile_rows = 4 * l->kernel.blocks * a.team_warps;
     }
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
-    a.pitch = TQ_TILE * plan->groups + 8;
+    a.pitch = TQ_TILE * a.groups + 8;
     lay_out_stage(plan, l->kernel.tiles, &a);
     l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
     int warps = l->kernel.max_threads / 32;
@@ -379,7 +385,9 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.p = *p;
     if (!p->n_pages) a.p.max_pages = 0;
     a.head_dim = plan->head_dim;
-    a.groups = plan->groups;
+    a.groups = (plan->head_dim + TQ_TILE - 1) / TQ_TILE;
+    a.plan_groups = plan->groups;
+    a.group_channels = plan->group_channels;
     int64_t capacity = (int64_t)p->sinks + p->window + (int64_t)a.p.max_pages * plan->page_tokens;
     if (capacity > INT32_MAX / 2)
         return fail(error, TQ_E_VALUE, "max_pages", -1, p->max_pages, "fewer: positions are 32-bit");
@@ -396,10 +404,10 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     l->kernel = choose_kernel(plan, a.rows, p->dtype, pages, device);
     a.unit_tokens = l->kernel.tiles * TQ_TILE;
     a.page_units = (plan->page_tokens + a.unit_tokens - 1) / a.unit_tokens;
-    tq_codebook books[TQ_MAX_BITS + 1];
+    tq_codebook books[TQ_WIDE_BITS + 1];
     TQ_CUDA_TRY(fill_tables(plan, books, &a.tables, error));
-    copy_side(plan->key, books, l->kernel, true, &a.key);
-    copy_side(plan->value, books, l->kernel, false, &a.value);
+    copy_side(*plan, plan->key, books, l->kernel, true, &a.key);
+    copy_side(*plan, plan->value, books, l->kernel, false, &a.value);
     a.signs = signs_of(*plan);
     TQ_CUDA_TRY(cut_pages(plan, pages, device, l, error));
     return cut_ends(device, l, error);
@@ -465,5 +473,6 @@ const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan)
     case 3: return device.bulk ? "attend_hopper_3" : "attend_portable_3";
     case 4: return device.bulk ? "attend_hopper_4" : "attend_portable_4";
     }
+    if (is_fine(*plan)) return device.bulk ? "attend_hopper_fine" : "attend_portable_fine";
     return device.bulk ? "attend_hopper_mixed" : "attend_portable_mixed";
 }

@@ -26,19 +26,20 @@
 namespace tq
 {
 
-constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_TILE;
+constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
 constexpr int END_ROWS = 16;    /* of a block of prepare or combine at most */
 constexpr int QUERY_BASE = 254; /* a query number is hi * 254 + lo, both in -127..127 */
 constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
-/** One compiled kernel. KEY_BITS = VALUE_BITS = 0: any plan, the width of each group looked up as it goes. */
-template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_> struct Variant {
+/** One compiled kernel. KEY_BITS = VALUE_BITS = 0: any plan, the width of each group looked up as it goes; of version 3, or others. */
+template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false>
+struct Variant {
     static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_;
     static constexpr int GROUPS = GROUPS_; /* of 32 channels; the most there may be, if the plan is any */
     static constexpr int BLOCKS = BLOCKS_; /* of four rows, in one warp */
     static constexpr int TILES = TILES_;   /* token tiles of a unit: more for throughput, fewer for latency */
-    static constexpr bool BULK = BULK_;
+    static constexpr bool BULK = BULK_, FINE = FINE_;
     static constexpr bool UNIFORM = KEY_BITS != 0;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
     static constexpr bool TWO_PRODUCTS = UNIFORM && BLOCKS == 1;
@@ -49,7 +50,8 @@ template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, 
     static constexpr bool WEIGHT_SUMS = !UNIFORM || VALUE_BITS <= 2 || (VALUE_BITS == 4 && !TWO_PRODUCTS);
     static constexpr bool QUERY_IN_REGISTERS = UNIFORM && BLOCKS == 1 && GROUPS <= 4;
     /* so many that 12 warps (8 for more rows) fit a multiprocessor, with room beside them for a block of prepare */
-    static constexpr int MAX_REGISTERS = BLOCKS == 1                  ? (GROUPS > 4   ? 168
+    static constexpr int MAX_REGISTERS = FINE                         ? (BLOCKS == 1 ? 168 : 255)
+                                         : BLOCKS == 1                ? (GROUPS > 4   ? 168
                                                                          : TILES == 4 ? 144
                                                                                       : 128)
                                          : BLOCKS == 2 && GROUPS <= 4 ? 168
@@ -59,12 +61,12 @@ template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, 
 
 struct SideArgs {
     int32_t bits[GROUPS_MAX], offset[GROUPS_MAX];
-    int32_t tile_bytes, codes_offset, scales_offset;
-    int32_t at_codes, at_scales;            /* of this side in a stage */
-    float factor[TQ_MAX_BITS + 1];          /* of a code byte, by width */
-    float offset_factor[TQ_MAX_BITS + 1];   /* values: of the sum of weights */
-    int32_t offset_levels[TQ_MAX_BITS + 1]; /* keys: of the sum of the query */
-    bool row_factor;                        /* values: sums of 1 and 2 bits have the factor of Reading::ROW_FACTOR */
+    int32_t tile_bytes, codes_offset, scales_offset; /* tile_bytes: of 32 tokens */
+    int32_t at_codes, at_scales;                     /* of this side in a stage */
+    float factor[TQ_WIDE_BITS + 1];                  /* of a code byte, by width */
+    float offset_factor[TQ_WIDE_BITS + 1];           /* values: of the sum of weights */
+    int32_t offset_levels[TQ_WIDE_BITS + 1];         /* keys: of the sum of the query */
+    bool row_factor; /* values: sums of 1 and 2 bits have the factor of Reading::ROW_FACTOR */
 };
 
 /** A piece of a record on its way into a stage; bytes 0: none. */
@@ -98,7 +100,8 @@ struct RowTotals {
 struct AttendArgs {
     tq_attend_params p;
     /* of the plan */
-    int32_t head_dim, groups, page_tokens, rotation;
+    int32_t head_dim, groups, page_tokens, rotation; /* groups: of 32 channels; version 3 has two of its own in each */
+    int32_t plan_groups, group_channels;             /* the plan's own */
     int64_t record_bytes;
     SideArgs key, value;
     CopyArgs copies[2][COPIES]; /* of a page's first and second unit */

@@ -154,8 +154,9 @@ template <int GROUPS> struct ValueScale {
     {
 #pragma unroll
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
-            int c = LaneRow<GROUPS>::channel(k, lane), g = c / TQ_TILE, bits = g < a.groups ? a.value.bits[g] : 0;
-            float step = !bits ? 0 : a.p.value.steps ? a.p.value.steps[s.h * a.groups + g] : 1.0f;
+            int c = LaneRow<GROUPS>::channel(k, lane), g = c / a.group_channels,
+                bits = g < a.plan_groups ? a.value.bits[g] : 0;
+            float step = !bits ? 0 : a.p.value.steps ? a.p.value.steps[s.h * a.plan_groups + g] : 1.0f;
             offset[k] = step * a.value.offset_factor[bits];
             factor[k] = step * a.value.factor[bits] *
                         (bits <= 2 && a.value.row_factor ? 1.0f / (1 << bits * (c % TQ_TILE / 8)) : 1.0f);

@@ -13,10 +13,12 @@
  *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               24 + 4 shifts, 4
  *                          (level, or -1 if not negative)
  *   4, 5   otherwise       128 + level                                 u8               36 or 80, 2
+ *   8      SCALED          128 + level                                 u8               some 40, 2
  * Look-ups and masks are what limits the whole kernel: they share a pipe of half the issue rate. Right shifts would be on it too, so
  * they are the high words of products, which go to the multipliers.
  * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, each
- * times the sum of the other factor. SCALED bytes are as large as those of other widths, so that in a mixed plan no group costs
+ * times the sum of the other factor. In version 3 the lanes or the rows of a tile are of two token tiles; two products then take what
+ * they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other widths, so that in a mixed plan no group costs
  * the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126, which holds for every 4-bit codebook. */
 #ifndef TQ_CUDA_ATTEND_FRAGMENTS_CUH
 #define TQ_CUDA_ATTEND_FRAGMENTS_CUH
@@ -78,7 +80,7 @@ template <int BITS> struct Width {
     static constexpr int value = BITS;
 };
 
-/** f(Width<bits>()), or nothing for 0 bits. */
+/** f(Width<bits>()), or nothing for 0 bits; bits: 0..5. */
 template <class F> __device__ __forceinline__ void with_width(int bits, F f)
 {
     switch (bits) {
@@ -88,6 +90,13 @@ template <class F> __device__ __forceinline__ void with_width(int bits, F f)
     case 4: f(Width<4>()); break;
     case 5: f(Width<5>()); break;
     }
+}
+
+/** The same with the widths of version 3. */
+template <class F> __device__ __forceinline__ void with_fine_width(int bits, F f)
+{
+    if (bits == TQ_WIDE_BITS) f(Width<TQ_WIDE_BITS>());
+    else with_width(bits, f);
 }
 
 /** The fragment a of a half, for widths and readings with one product. */
@@ -117,6 +126,15 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
         for (int i = 0; i < 2; i++) {
             a[i] = prmt(table[0], table[1], s[2 * half + i]);
             a[2 + i] = prmt(table[0], table[1], shift_right(tables, s[2 * half + i], 3));
+        }
+    } else if constexpr (BITS == TQ_WIDE_BITS) { /* nibbles of two tiles of 4 bits, even and odd columns, to bytes */
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            uint32_t low = t.w[2 * half + i], high = t.w[4 + 2 * half + i];
+            uint32_t even = (low & 0x0f0f0f0fu) | (high << 4 & 0xf0f0f0f0u),
+                     odd = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
+            a[i] = prmt(even, odd, 0x5140);
+            a[2 + i] = prmt(even, odd, 0x7362);
         }
     } else {
         /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for the others */
@@ -225,6 +243,39 @@ __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTa
 #pragma unroll
         for (int n = 0; n < BLOCKS; n++)
             mma<BITS != 3 && !(BITS == 4 && TWO_PRODUCTS), B_UNSIGNED>(c[half][n], a, b[n].x, b[n].y);
+    }
+}
+
+/** Version 3, keys: lanes t = 0, 1 of a tile are tokens of its first token tile, others of its second. b[token tile] is the query where
+ *  those lanes are and 0 elsewhere. c[token tile][half][block] += keys x b. */
+template <int BITS, int BLOCKS>
+__device__ __forceinline__ void multiply_fine_keys(const uint8_t *tile, const LevelTables &tables,
+                                                   const uint2 (&b)[2][BLOCKS], int (*c)[2][BLOCKS][4])
+{
+    TileWords<BITS> t = load_tile<BITS>(tile);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t a[4];
+        unpack_half<BITS, Reading::SCALED>(t, half, tables, a);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int n = 0; n < BLOCKS; n++) mma<BITS != 3, false>(c[h][half][n], a, b[h][n].x, b[h][n].y);
+    }
+}
+
+/** Version 3, values: a half of a tile is a token tile of the same channels. c[block] += values x weights of both token tiles. */
+template <int BITS, int BLOCKS>
+__device__ __forceinline__ void multiply_fine_values(const uint8_t *tile, const LevelTables &tables,
+                                                     const uint2 (*weights)[BLOCKS], int (&c)[BLOCKS][4])
+{
+    TileWords<BITS> t = load_tile<BITS>(tile);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t a[4];
+        unpack_half<BITS, Reading::SCALED>(t, half, tables, a);
+#pragma unroll
+        for (int n = 0; n < BLOCKS; n++) mma<BITS != 3, true>(c[n], a, weights[half][n].x, weights[half][n].y);
     }
 }
 

@@ -165,6 +165,26 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
                 multiply_tile<V::KEY_BITS, V::KEY_READING, V::TWO_PRODUCTS, false, B>(
                     codes + ((first + tile) * V::GROUPS + g) * 128 * V::KEY_BITS, a.tables, b, c[tile]);
         }
+    } else if constexpr (V::FINE) {
+#pragma unroll 1
+        for (int g = 0; g < a.plan_groups; g++) {
+            uint2 b
+                [2]
+                [B]; /* of the lanes of both token tiles: even groups of the plan stand in lanes t = 0, 1, odd ones in 2, 3 */
+#pragma unroll
+            for (int n = 0; n < B; n++) {
+                uint2 own = query[(n * a.groups + g / 2) * 32 + ((lane & ~2) | (g & 1) << 1)], none = {0, 0};
+                b[0][n] = lane & 2 ? none : own;
+                b[1][n] = lane & 2 ? own : none;
+            }
+            const uint8_t *at = codes + a.key.offset[g] + first * a.key.tile_bytes;
+            auto all_tiles = [&](auto width) {
+#pragma unroll
+                for (int tile = 0; tile < N; tile += 2)
+                    multiply_fine_keys<decltype(width)::value, B>(at + tile * a.key.tile_bytes, a.tables, b, c + tile);
+            };
+            with_fine_width(a.key.bits[g], all_tiles);
+        }
     } else {
 #pragma unroll 1
         for (int g = 0; g < a.groups; g++) {
@@ -357,6 +377,19 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
             for (int tile = 0; tile < V::TILES; tile++)
                 multiply_tile<V::VALUE_BITS, Reading::ROW_FACTOR, V::TWO_PRODUCTS, true, B>(
                     codes + (tile * V::GROUPS + g) * 128 * V::VALUE_BITS, a.tables, b[tile], c);
+        } else if constexpr (V::FINE) {
+            if (g >= a.groups) continue;
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const uint8_t *at = codes + a.value.offset[2 * g + k];
+                auto all_tiles = [&](auto width) {
+#pragma unroll
+                    for (int tile = 0; tile < V::TILES; tile += 2)
+                        multiply_fine_values<decltype(width)::value, B>(at + tile * a.value.tile_bytes, a.tables,
+                                                                        b + tile, c[k]);
+                };
+                with_fine_width(a.value.bits[2 * g + k], all_tiles);
+            }
         } else {
             if (g >= a.groups || !a.value.bits[g]) continue;
             const uint8_t *at = codes + a.value.offset[g];

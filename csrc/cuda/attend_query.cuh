@@ -202,7 +202,8 @@ __device__ __forceinline__ float load_query(const AttendArgs &a, const RowSet &s
 
 /** The place of four channels' word, 4 place .. of group g, in the queries of a tile of rows, and how far the low plane is behind the
  *  high one. attend_pages: in the order in which a lane wants them, word 0 of lane 4 n + t of a group being channels 4 t .. of column
- *  n, word 1 channels 16 + 4 t ... attend_wide: as a B of warpgroup.cuh for each group. */
+ *  n, word 1 channels 16 + 4 t ... In version 3 lanes t = 0, 1 have those of the first group of 16, as its tiles do, others those of
+ *  the second: bits 3 and 4 of the channel change places. attend_wide: as a B of warpgroup.cuh for each group. */
 struct QueryPlace {
     int32_t word, to_low;
 
@@ -212,6 +213,7 @@ struct QueryPlace {
             word = (2 * g + place / 4) * 8 * a.tile_rows + 8 * row + place % 4;
             to_low = 4;
         } else {
+            if (a.group_channels == TQ_FINE_GROUP) place = (place & 1) | (place & 2) << 1 | (place & 4) >> 1;
             word = ((row / 4 * a.groups + g) * 32 + 8 * (row % 4) + place % 4) * 2 + place / 4;
             to_low = 8; /* the next column: four lanes on */
         }
@@ -224,13 +226,13 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
                                             float bias, int lane)
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
-    const float *steps = a.p.key.steps ? a.p.key.steps + (int64_t)s.h * a.groups : nullptr;
+    const float *steps = a.p.key.steps ? a.p.key.steps + (int64_t)s.h * a.plan_groups : nullptr;
     float sign = a.p.softmax_scale < 0 ? -1.0f : 1.0f; /* so that the row's scale is positive and maxima stay maxima */
     float number[4 * QUADS], largest = 1e-30f;
     int levels[QUADS];
 #pragma unroll
     for (int k = 0; k < QUADS; k++) {
-        int g = rotated.channel(k, lane) / TQ_TILE, bits = g < a.groups ? a.key.bits[g] : 0;
+        int g = rotated.channel(k, lane) / a.group_channels, bits = g < a.plan_groups ? a.key.bits[g] : 0;
         float factor = bits ? sign * a.key.factor[bits] * (steps ? steps[g] : 1.0f) : 0;
         levels[k] = a.key.offset_levels[bits];
         const float4 &y = rotated.quad[k];

@@ -12,10 +12,10 @@ namespace tq
 namespace
 {
 
-constexpr int WARPS = 8;
+constexpr int WARPS = 8, GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
 
 struct DequantizeSide {
-    int32_t bits[TQ_MAX_HEAD_DIM / TQ_TILE], offset[TQ_MAX_HEAD_DIM / TQ_TILE];
+    int32_t bits[GROUPS_MAX], offset[GROUPS_MAX];
     int32_t tile_bytes, codes_offset, scales_offset;
     tq_transform transform;
     float *out; // [batch, kv_heads, max_tokens, head_dim]
@@ -25,14 +25,14 @@ struct DequantizeArgs {
     const uint8_t *pages;
     const int32_t *block_table, *counts;
     int64_t n_pages, record_bytes;
-    int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, page_tokens, rotation, tiles;
+    int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, group_channels, page_tokens, rotation, tiles;
     DequantizeSide side[2];
     HadamardSigns signs;
-    float step[TQ_MAX_BITS + 1];
+    float step[TQ_WIDE_BITS + 1];
     int8_t levels[TQ_MAX_BITS + 1][32]; // by code
 };
 
-/** rows [32 tokens][head_dim]: group `group` of one tile. */
+/** rows [32 tokens][head_dim]: group `group` of one token tile, which has half a tile to itself in version 3. */
 __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_index, int h, const uint8_t *record,
                                              int token_tile, int group, float *rows, int lane)
 {
@@ -40,20 +40,21 @@ __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_i
     const int bits = side.bits[group];
     const float *steps = side.transform.steps;
     const float step = bits ? __fmul_rn(a.step[bits], steps ? steps[(int64_t)h * a.groups + group] : 1.0f) : 0.0f;
-    const uint32_t *words = reinterpret_cast<const uint32_t *>(record + side.codes_offset +
-                                                               token_tile * side.tile_bytes + side.offset[group]);
+    const bool fine = a.group_channels == TQ_FINE_GROUP;
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(
+        record + side.codes_offset + (fine ? token_tile / 2 : token_tile) * side.tile_bytes + side.offset[group]);
     const Rows codes = bits ? unpack_lane(bits, words + lane) : Rows{};
     const __half *scales = reinterpret_cast<const __half *>(record + side.scales_offset) + TQ_TILE * token_tile;
     for (int r = 0; r < 4; r++)
         for (int n = 0; n < 8; n++) {
-            const int row = lane / 4 + 8 * r, column = column_of_lane(lane % 4, n);
-            const int token = side_index ? token_of_column(column) : row,
-                      channel = TQ_TILE * group + (side_index ? row : column);
-            if (channel >= a.head_dim) continue;
+            const Place place = place_of(fine, side_index == 0, lane, r, n);
+            const int token = place.token % TQ_TILE, channel = a.group_channels * group + place.channel;
+            if (channel >= a.head_dim || (fine && place.token / TQ_TILE != token_tile % 2)) continue;
             float x = 0.0f;
             if (bits) {
-                const float level = (float)a.levels[bits][code_of(codes, r, n)];
-                x = __fmul_rn(__fmul_rn(step, level), __half2float(scales[column_of_token(token)]));
+                const int code = (int)code_of(codes, r, n),
+                          level = bits == TQ_WIDE_BITS ? code - 128 : a.levels[bits][code];
+                x = __fmul_rn(__fmul_rn(step, (float)level), __half2float(scales[column_of_token(token)]));
             }
             rows[token * a.head_dim + channel] = x;
         }
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
 DequantizeSide side_of(const tq_side &from, const tq_transform *transform, float *out)
 {
     DequantizeSide side = {};
-    for (int group = 0; group < TQ_MAX_HEAD_DIM / TQ_TILE; group++) {
+    for (int group = 0; group < GROUPS_MAX; group++) {
         side.bits[group] = from.bits[group];
         side.offset[group] = from.offset[group];
     }
@@ -158,12 +159,14 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     args.max_tokens = max_tokens;
     args.head_dim = plan->head_dim;
     args.groups = plan->groups;
+    args.group_channels = plan->group_channels;
     args.page_tokens = plan->page_tokens;
     args.rotation = plan->rotation;
     args.tiles = (max_tokens + TQ_TILE - 1) / TQ_TILE;
     args.side[0] = side_of(plan->key, key, k);
     args.side[1] = side_of(plan->value, value, v);
     args.signs = signs_of(*plan);
+    args.step[TQ_WIDE_BITS] = TQ_WIDE_STEP;
     for (int bits = 1; bits <= TQ_MAX_BITS; bits++) {
         tq_codebook book;
         TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan->codebook, plan->head_dim, bits, &book, error));

@@ -1,4 +1,5 @@
-// One vector encoded by one warp: lane l has channels l, l + 32, l + 64, ..
+// One vector encoded by one warp: lane l has channels l, l + 32, l + 64, .. So a slice, channels 32 k .. 32 k + 31, is a group of
+// version 1; of version 3 (FINE) it is two, one for each half of the warp.
 #ifndef TQ_CUDA_ENCODE_WARP_CUH
 #define TQ_CUDA_ENCODE_WARP_CUH
 #include <type_traits>
@@ -72,40 +73,116 @@ __device__ __forceinline__ __half scale_warp(const AppendArgs &a, float rms, con
     return scale_of(a.scale, rms, sums);
 }
 
-/** z, rotated but not divided by the steps yet -> codes [32 * groups] in shared memory, one byte each; the scale to every lane.
- *  first: the book of group 0, as it is wanted early. Any plan: widths by group, padding, steps. */
-template <int PER_LANE>
+/** The group of a lane's channel in slice k. */
+template <bool FINE> __device__ __forceinline__ int group_of(int k, int lane) { return FINE ? 2 * k + lane / 16 : k; }
+
+/** A rank and its level. */
+struct Ranked {
+    int rank;
+    float level;
+};
+
+__device__ __forceinline__ Ranked ranked(float u, const LaneBook &book)
+{
+    const int rank = rank_of<true>(u, book);
+    return {rank, __shfl_sync(ALL_LANES, book.level, rank)};
+}
+
+/** A code and its level. */
+struct Coded {
+    uint32_t code;
+    float level;
+};
+
+/** turboquant.h, "8 bits". Limits are integers and may follow the rounding, which saturates and makes NaN 0. */
+__device__ __forceinline__ Coded wide_coded(float u)
+{
+    const int level = max(-127, min(127, __float2int_rn(__fmul_rn(u, 1 / TQ_WIDE_STEP))));
+    return {(uint32_t)(128 + level), __fmul_rn((float)level, TQ_WIDE_STEP)};
+}
+
+/** The books of a slice's groups. Each lies across the whole warp, so that of two both halves look up in both. */
+template <bool FINE> struct SliceBooks {
+    static constexpr int GROUPS = FINE ? 2 : 1;
+    LaneBook book[GROUPS];
+    int bits[GROUPS]; // of the book: a group that needs none leaves that of a slice before it
+
+    /** Of the book that a group needs; 0: of none. */
+    static __device__ __forceinline__ int book_bits(const AppendSide &side, int group)
+    {
+        return FINE && side.bits[group] == TQ_WIDE_BITS ? 0 : side.bits[group];
+    }
+
+    __device__ __forceinline__ SliceBooks(const AppendArgs &a, const AppendSide &side, int lane)
+    {
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            bits[i] = book_bits(side, i);
+            book[i] = lane_book(a.books[bits[i]], lane);
+        }
+    }
+
+    /** Whether slice k has bits, and then its books. */
+    __device__ __forceinline__ bool take(const AppendArgs &a, const AppendSide &side, int k, int lane)
+    {
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            const int wanted = book_bits(side, GROUPS * k + i);
+            if (wanted && wanted != bits[i]) {
+                bits[i] = wanted;
+                book[i] = lane_book(a.books[wanted], lane);
+            }
+            any |= side.bits[GROUPS * k + i] != 0;
+        }
+        return any;
+    }
+
+    __device__ __forceinline__ Ranked look_up(float u, int lane) const
+    {
+        Ranked found = ranked(u, book[0]);
+        if constexpr (FINE) {
+            if (bits[1] == bits[0]) return found;
+            const Ranked high = ranked(u, book[1]);
+            if (lane >= 16) found = high;
+        }
+        return found;
+    }
+};
+
+/** z, rotated but not divided by the steps yet -> codes of whole slices in shared memory, a byte each; the scale to every lane.
+ *  books: of slice 0, as they are wanted early. Any plan: widths by group, padding, steps. */
+template <int PER_LANE, bool FINE>
 __device__ __forceinline__ __half encode_any(const AppendArgs &a, const AppendSide &side, const float *steps,
-                                             const LaneBook &first, float (&z)[PER_LANE], uint8_t *codes, int lane)
+                                             SliceBooks<FINE> books, float (&z)[PER_LANE], uint8_t *codes, int lane)
 {
     float squares[1][PER_LANE], u[PER_LANE], c[PER_LANE];
     bool coded[PER_LANE];
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
-        coded[k] = k < a.groups && side.bits[k] && lane + 32 * k < a.head_dim;
-        if (steps && k < a.groups) z[k] = __fmul_rn(z[k], __fdiv_rn(1.0f, steps[k]));
+        const int group = group_of<FINE>(k, lane);
+        coded[k] = group < a.groups && side.bits[group] && lane + 32 * k < a.head_dim;
+        if (steps && group < a.groups) z[k] = __fmul_rn(z[k], __fdiv_rn(1.0f, steps[group]));
         squares[0][k] = coded[k] ? __fmul_rn(z[k], z[k]) : 0.0f;
     }
     warp_trees(squares);
     const Norm norm = norm_of(squares[0][0], __fdiv_rn(squares[0][0], side.coded_channels));
-    LaneBook book = first;
-    int bits_of_book = side.bits[0];
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
         u[k] = c[k] = 0.0f;
-        if (k >= a.groups) continue;
-        const int bits = side.bits[k];
+        if (32 * k >= a.head_dim) continue;
         uint32_t code = 0;
-        if (bits) {
-            if (bits != bits_of_book) book = lane_book(a.books[bits], lane);
-            bits_of_book = bits;
+        if (books.take(a, side, k, lane)) {
             const float scaled = __fmul_rn(z[k], norm.inverse);
-            const int rank = rank_of<true>(scaled, book);
-            const float level = __shfl_sync(ALL_LANES, book.level, rank), step = steps ? steps[k] : 1.0f;
+            const Ranked found = books.look_up(scaled, lane);
             if (coded[k]) { // with steps the scale is found in the units of x
+                const int group = group_of<FINE>(k, lane), bits = side.bits[group];
+                const float step = steps ? steps[group] : 1.0f;
+                const Coded one = FINE && bits == TQ_WIDE_BITS ? wide_coded(scaled)
+                                                               : Coded{code_of_rank(found.rank, bits), found.level};
                 u[k] = __fmul_rn(scaled, step);
-                c[k] = __fmul_rn(level, step);
-                code = code_of_rank(rank, bits);
+                c[k] = __fmul_rn(one.level, step);
+                code = one.code;
             }
         }
         codes[lane + 32 * k] = (uint8_t)code;
@@ -113,7 +190,7 @@ __device__ __forceinline__ __half encode_any(const AppendArgs &a, const AppendSi
     return scale_warp(a, norm.rms, u, c);
 }
 
-/** The same where all groups have one width and no padding, and there are no steps. */
+/** The same where all groups have one width, no slice has padding, and there are no steps. */
 template <int PER_LANE>
 __device__ __forceinline__ __half encode_one_width(const AppendArgs &a, const AppendSide &side, const LaneBook &book,
                                                    const float (&z)[PER_LANE], uint8_t *codes, int lane)
@@ -132,27 +209,31 @@ __device__ __forceinline__ __half encode_one_width(const AppendArgs &a, const Ap
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
         c[k] = __shfl_sync(ALL_LANES, book.level, ranks[k]);
-        if (k < a.groups) codes[lane + 32 * k] = (uint8_t)code_of_rank(ranks[k], side.one_width);
+        if (32 * k < a.head_dim) codes[lane + 32 * k] = (uint8_t)code_of_rank(ranks[k], side.one_width);
         else c[k] = 0.0f;
     }
     return scale_warp(a, norm.rms, u, c);
 }
 
-template <int PER_LANE>
+template <int PER_LANE, bool FINE>
 __device__ __forceinline__ __half encode_warp(const AppendArgs &a, const AppendSide &side, const float *steps,
-                                              const LaneBook &first, float (&z)[PER_LANE], uint8_t *codes, int lane)
+                                              const SliceBooks<FINE> &books, float (&z)[PER_LANE], uint8_t *codes,
+                                              int lane)
 {
-    return side.one_width ? encode_one_width(a, side, first, z, codes, lane)
-                          : encode_any(a, side, steps, first, z, codes, lane);
+    return side.one_width ? encode_one_width(a, side, books.book[0], z, codes, lane)
+                          : encode_any(a, side, steps, books, z, codes, lane);
 }
 
-/** f with as many channels a lane as the plan needs, as std::integral_constant. */
-template <class F> tq_status with_channels_per_lane(int head_dim, const F &f)
+/** f with as many channels a lane as the plan needs, and with whether it is of version 3, as std::integral_constant. */
+template <class F> tq_status with_channels_per_lane(const AppendArgs &args, const F &f)
 {
-    if (head_dim <= 32) return f(std::integral_constant<int, 1>());
-    if (head_dim <= 64) return f(std::integral_constant<int, 2>());
-    if (head_dim <= 128) return f(std::integral_constant<int, 4>());
-    return f(std::integral_constant<int, 8>());
+    const auto with = [&](auto fine) {
+        if (args.head_dim <= 32) return f(std::integral_constant<int, 1>(), fine);
+        if (args.head_dim <= 64) return f(std::integral_constant<int, 2>(), fine);
+        if (args.head_dim <= 128) return f(std::integral_constant<int, 4>(), fine);
+        return f(std::integral_constant<int, 8>(), fine);
+    };
+    return args.tile_tokens == TQ_TILE ? with(std::false_type()) : with(std::true_type());
 }
 
 } // namespace tq

@@ -10,7 +10,8 @@ namespace tq
 
 inline tq_status check_plan(const tq_plan *plan, tq_error *error)
 {
-    if (!plan || plan->head_dim < 8 || plan->groups != (plan->head_dim + TQ_TILE - 1) / TQ_TILE || !plan->record_bytes)
+    if (!plan || plan->head_dim < 8 || plan->group_channels < TQ_FINE_GROUP ||
+        plan->groups != (plan->head_dim + plan->group_channels - 1) / plan->group_channels || !plan->record_bytes)
         return fail(error, TQ_E_VALUE, "plan", -1, plan ? plan->head_dim : 0, "made by tq_plan_init");
     if (plan->head_dim > TQ_MAX_HEAD_DIM)
         return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan->head_dim, "at most 256 on CUDA");
@@ -19,6 +20,9 @@ inline tq_status check_plan(const tq_plan *plan, tq_error *error)
 
 /** Plans with blocks, tables or sketches have kernels of their own (blocks.cuh). */
 inline bool is_blocked(const tq_plan &plan) { return plan.version == TQ_FORMAT_BLOCKED; }
+
+/** Groups of 16 channels, tiles of 64 tokens. */
+inline bool is_fine(const tq_plan &plan) { return plan.version == TQ_FORMAT_FINE; }
 
 /** What the host can see of one side's transform. */
 inline tq_status check_transform(const tq_plan &plan, const tq_transform *t, bool is_value, tq_error *error)

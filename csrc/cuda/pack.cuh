@@ -106,32 +106,46 @@ __device__ __forceinline__ int token_of_column(int c) { return 8 * (c % 4) + c /
 /** Column n (0..7) of lane 4 g + t in a tile. */
 __device__ __forceinline__ int column_of_lane(int t, int n) { return 16 * (n / 4) + 4 * t + n % 4; }
 
-/** Tokens begin .. end - 1 of a tile to the words of lane 4 g + t; codes: of token 0 and the tile's first channel, a byte each, tokens
- *  `stride` bytes apart, from bit `shift` on. WHOLE: begin 0, end 32; otherwise the words are merged with the tile's other tokens.
- *  Codes of 8 bits are two tiles of 4. */
-template <bool WHOLE>
+/** A token and a channel of a tile. */
+struct Place {
+    int token, channel;
+};
+
+/** What code (r, n) of a lane belongs to. fine: in a tile of version 3, 64 tokens x 16 channels. */
+__device__ __forceinline__ Place place_of(bool fine, bool is_key, int lane, int r, int n)
+{
+    const int row = lane / 4 + 8 * r, column = column_of_lane(lane % 4, n);
+    if (!fine) return is_key ? Place{row, column} : Place{token_of_column(column), row};
+    if (is_key) return {row | (column & 8) << 2, (column & 7) | (column & 16) >> 1};
+    return {token_of_column(column) | (row & 16) << 1, row & 15};
+}
+
+/** Tokens begin .. end - 1 of a tile to the words of a lane; codes: of token 0 and the tile's first channel, a byte each,
+ *  tokens `stride` bytes apart, from bit `shift` on. WHOLE: all tokens of the tile; otherwise the words are merged with those
+ *  of the others. FINE: as of place_of. Codes of 8 bits are two tiles of 4. */
+template <bool WHOLE, bool FINE = false>
 __device__ __forceinline__ void pack_tile(uint32_t *words, int bits, bool is_key, const uint8_t *codes, int stride,
                                           int begin, int end, int lane, int shift = 0)
 {
-    const int g = lane / 4, t = lane % 4;
     Rows rows = {};
     uint32_t marked[4] = {};
 #pragma unroll
     for (int r = 0; r < 4; r++) {
         uint32_t x = 0, y = 0; // columns 0..3 and 4..7, a byte each
         if (is_key) {
-            const int token = g + 8 * r;
-            if (WHOLE || (token >= begin && token < end)) {
-                x = *reinterpret_cast<const uint32_t *>(codes + stride * token + 4 * t);
-                y = *reinterpret_cast<const uint32_t *>(codes + stride * token + 16 + 4 * t);
+            const Place four = place_of(FINE, true, lane, r, 0);
+            const uint8_t *at = codes + stride * four.token + four.channel;
+            if (WHOLE || (four.token >= begin && four.token < end)) {
+                x = *reinterpret_cast<const uint32_t *>(at);
+                y = *reinterpret_cast<const uint32_t *>(at + (FINE ? 8 : 16));
                 marked[r] = 0xffffffffu;
             }
         } else {
 #pragma unroll
             for (int n = 0; n < 8; n++) {
-                const int token = token_of_column(column_of_lane(t, n));
-                if (!WHOLE && (token < begin || token >= end)) continue;
-                const uint32_t code = codes[stride * token + g + 8 * r];
+                const Place one = place_of(FINE, false, lane, r, n);
+                if (!WHOLE && (one.token < begin || one.token >= end)) continue;
+                const uint32_t code = codes[stride * one.token + one.channel];
                 if (n < 4) x |= code << 8 * n;
                 else y |= code << 8 * (n - 4);
                 marked[r] |= 15u << 4 * n;

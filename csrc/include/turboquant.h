@@ -43,6 +43,17 @@
  * These plans run by portable code on the CPU (csrc/core/blocks.c) and by plain kernels on CUDA (csrc/cuda/blocks.cuh), a token tile
  * of 32 decoded at a time.
  *
+ * Version 3: version 1 with groups of 16 channels, for widths that follow the variance more closely and heads that are no multiple of
+ * 32. head_dim is at most 256 and padded to a multiple of 16, page_tokens 64 or 128. What differs:
+ *   tile     64 tokens (token tiles h = 0, 1 of 32) x 16 channels of one group. Words, rows and columns as above, and in them
+ *              keys     row i is token i of both token tiles; channel c of h is column (c & 7) | h << 3 | (c & 8) << 1
+ *              values   row c | h << 4 is channel c of h; column tq_column(i) is token i of both
+ *            so that lanes t = 2 h, 2 h + 1 have the keys of token tile h, and r = 2 h, 2 h + 1 its values: products of tiles keep
+ *            their shape, and two token tiles never meet in one sum.
+ *   codes    [page_tokens / 64], each [groups with bits > 0] tiles.  Scales as in version 1.
+ *   8 bits   are a width too, stored as in version 2: for the few groups whose errors count most. Equally spaced levels of any law:
+ *            level (code - 128) * TQ_WIDE_STEP; code = 128 + u / TQ_WIDE_STEP rounded half to even, at least 1 and at most 255.
+ *
  * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first parallel
  * call, which start worker threads; nothing is kept after a call; a failed call has written nothing to any output unless its
  * comment says otherwise; `error` may be NULL. Pointers are to host memory. Dense means C-contiguous.
@@ -65,9 +76,13 @@ extern "C" {
 #define TQ_VERSION "0.1.0"
 #define TQ_FORMAT_VERSION 1
 #define TQ_FORMAT_BLOCKED 2 /* of a plan: version 2 */
-#define TQ_TILE 32          /* tokens and channels of a tile */
+#define TQ_FORMAT_FINE 3    /* of a plan: version 3 */
+#define TQ_TILE 32          /* rows and columns of a tile; tokens of a token tile */
+#define TQ_FINE_GROUP 16    /* channels of a group in version 3 */
 #define TQ_PAGE_TOKENS 128  /* tokens of a page in a cache */
 #define TQ_MAX_BITS 5
+#define TQ_WIDE_BITS 8 /* of groups in version 3, beside 0..5 */
+#define TQ_WIDE_STEP 0.03125f
 #define TQ_MAX_HEAD_DIM 256 /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
 #define TQ_MAX_DIM 4096
 #define TQ_MAX_GROUPS (TQ_MAX_DIM / TQ_TILE)
@@ -187,6 +202,8 @@ typedef enum {
  *   words[3] tq_rotation   words[4] tq_codebook_law   words[5] tq_scale   words[6] seed, 0..2^63 - 1
  *   words[7 ..]            key bits of each group, then value bits of each group, 0..5; groups = ceil(head_dim / 32);
  *                          at least one key group has bits; the last group counts like any other.
+ * Version 3: the same with words[0] TQ_FORMAT_FINE, head_dim 8..256, page_tokens 64 or 128, groups = ceil(head_dim / 16) and bits
+ *   0..5 or 8.
  * Version 2:
  *   words[0] TQ_FORMAT_BLOCKED;  words[1], [2], [4], [5], [6] as above;  words[3] 0, each side has a rotation of its own
  *   words[7 .. 10]         of keys: tq_rotation, tq_levels, tq_sketch, sketch_rows (1..head_dim; 0 unless Gaussian)
@@ -202,12 +219,12 @@ typedef enum {
 typedef struct {
     uint8_t bits[TQ_MAX_TILES]; /* by tile: groups, then the sketch's, of 1 bit */
     int32_t
-        offset[TQ_MAX_TILES]; /* bytes from a token tile's start to the group's tile; groups in order, 0 bits skipped */
-    int32_t tile_bytes;       /* of one token tile: 128 * sum of bits */
+        offset[TQ_MAX_TILES]; /* bytes from the first group's tile to the group's; groups in order, 0 bits skipped */
+    int32_t tile_bytes;       /* of the tiles of tile_tokens tokens: 128 * sum of bits */
     int32_t coded_channels;   /* real channels (below head_dim) in groups with bits */
     int32_t rotation;         /* tq_rotation; in version 1 the plan's */
     int32_t levels, sketch, sketch_rows; /* version 2, else 0 */
-    int32_t tiles;                       /* of a token tile: groups + ceil(sketch_rows / 32) */
+    int32_t tiles;                       /* of tile_tokens tokens: groups + ceil(sketch_rows / 32) */
     int32_t scales;                      /* binary16 numbers of a token */
     int32_t matrix_rows;                 /* of tq_transform.rotation: head_dim if dense, and the Gaussian sketch's */
     int32_t step_columns;                /* of tq_transform.steps: groups, or the table's entries */
@@ -218,6 +235,7 @@ typedef struct {
 /** A checked plan: plain data without pointers, made by tq_plan_init and copied freely. Same for every KV head of a layer. */
 typedef struct {
     int32_t version, head_dim, groups, page_tokens, rotation, codebook, scale; /* rotation: in version 2 the keys' */
+    int32_t group_channels, tile_tokens; /* of a tile: 32 and 32, in version 3 16 and 64 */
     uint64_t seed;
     int64_t record_bytes; /* of one page of one KV head; a multiple of 64 (of 256 at 128 tokens) */
     tq_side key, value;

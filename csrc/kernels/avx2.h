@@ -65,17 +65,17 @@ static inline bytes_u8x32 interleave_u8x32(__m256i w0, __m256i w1)
                          _mm256_blend_epi16(_mm256_srli_epi32(w0, 16), w1, 0xaa)};
 }
 
-/** Words of two g of a tile before the look-up: nibbles (3 to 5 bits) by row r or by lane t, and bytes in nibble order that hold
- *  bits of all four rows (1, 2 and 5 bits). */
+/** Words of two g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane t, and bytes in nibble
+ *  order that hold bits of all four rows (1, 2 and 5 bits). */
 typedef struct {
-    __m256i nibbles[4];
+    __m256i nibbles[4], high[4];
     bytes_u8x32 bytes;
 } tile_words;
 
 TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
 {
     tile_words words;
-    __m256i w[TQ_MAX_BITS];
+    __m256i w[TQ_WIDE_BITS];
     TQ_UNROLL
     for (int i = 0; i < bits; i++) w[i] = _mm256_loadu_si256((const __m256i *)(at + 128 * i));
     if (bits == 1) words.bytes = interleave_u8x32(w[0], _mm256_srli_epi32(w[0], 4));
@@ -83,8 +83,11 @@ TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
     if (bits == 5) words.bytes = interleave_u8x32(w[4], _mm256_srli_epi32(w[4], 4));
     if (bits == 3) w[3] = fourth_row_3_u8x32(w);
     if (bits >= 3 && by_lane) vec_transpose(w);
+    if (bits == TQ_WIDE_BITS && by_lane) vec_transpose(w + 4);
     TQ_UNROLL
     for (int i = 0; i < 4 && bits >= 3; i++) words.nibbles[i] = w[i];
+    TQ_UNROLL
+    for (int i = 0; i < 4 && bits == TQ_WIDE_BITS; i++) words.high[i] = w[4 + i];
     return words;
 }
 
@@ -108,10 +111,17 @@ TQ_INLINE __m256i repeat_u32x8(__m256i x, int t)
 
 /* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 2 r
  * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
- * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
+ * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table
+ * 8 bits   the low four and the upper four as 4 bits: level + 128 itself */
 TQ_INLINE bytes_u8x32 levels_u8x32(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
     if (bits == 3 || bits == 4) return look_up_u8x32(words->nibbles[m], t->low_u8x32);
+    if (bits == TQ_WIDE_BITS) {
+        const __m256i low = words->nibbles[m], high = words->high[m], first = _mm256_set1_epi8(15);
+        return (bytes_u8x32){
+            _mm256_or_si256(_mm256_and_si256(low, first), _mm256_andnot_si256(first, _mm256_slli_epi16(high, 4))),
+            _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(low, 4), first), _mm256_andnot_si256(first, high))};
+    }
     const __m128i twos = _mm_setr_epi32(0x03030303, 0x0c0c0c0c, 0x30303030, (int)0xc0c0c0c0),
                   ones = _mm_setr_epi32(0x01010101, 0x02020202, 0x04040404, 0x08080808);
     const __m256i mask = by_lane     ? _mm256_broadcastsi128_si256(bits == 2 ? twos : ones)
@@ -144,6 +154,11 @@ static inline __m256i vec_broadcast_u32(const void *at)
     int32_t word;
     memcpy(&word, at, sizeof word);
     return _mm256_set1_epi32(word);
+}
+
+static inline __m256i vec_broadcast_u32_twice(const void *a, const void *b)
+{
+    return _mm256_blend_epi32(vec_broadcast_u32(a), vec_broadcast_u32(b), 0xcc);
 }
 
 static inline __m256i vec_zero(void) { return _mm256_setzero_si256(); }

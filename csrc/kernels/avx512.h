@@ -75,17 +75,17 @@ static inline bytes_u8x64 interleave_u8x64(__m512i w0, __m512i w1)
                          _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(w0, odd), upper, w1, odd)};
 }
 
-/** Words of four g of a tile before the look-up: nibbles (3 to 5 bits) by row r or by lane t, and bytes in nibble order that hold
- *  bits of all four rows (1, 2 and 5 bits). */
+/** Words of four g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane t, and bytes in nibble
+ *  order that hold bits of all four rows (1, 2 and 5 bits). */
 typedef struct {
-    __m512i nibbles[4];
+    __m512i nibbles[4], high[4];
     bytes_u8x64 bytes;
 } tile_words;
 
 TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
 {
     tile_words words;
-    __m512i w[TQ_MAX_BITS];
+    __m512i w[TQ_WIDE_BITS];
     TQ_UNROLL
     for (int i = 0; i < bits; i++) w[i] = _mm512_loadu_si512(at + 128 * i);
     if (bits == 1) words.bytes = interleave_u8x64(w[0], _mm512_srli_epi32(w[0], 4));
@@ -93,8 +93,11 @@ TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
     if (bits == 5) words.bytes = interleave_u8x64(w[4], _mm512_srli_epi32(w[4], 4));
     if (bits == 3) w[3] = fourth_row_3_u8x64(w);
     if (bits >= 3 && by_lane) vec_transpose(w);
+    if (bits == TQ_WIDE_BITS && by_lane) vec_transpose(w + 4);
     TQ_UNROLL
     for (int i = 0; i < 4 && bits >= 3; i++) words.nibbles[i] = w[i];
+    TQ_UNROLL
+    for (int i = 0; i < 4 && bits == TQ_WIDE_BITS; i++) words.high[i] = w[4 + i];
     return words;
 }
 
@@ -116,10 +119,16 @@ TQ_INLINE __m512i repeat_u32x16(__m512i x, int t)
 
 /* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 2 r
  * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
- * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
+ * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table
+ * 8 bits   the low four and the upper four as 4 bits: level + 128 itself */
 TQ_INLINE bytes_u8x64 levels_u8x64(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
     if (bits == 3 || bits == 4) return look_up_nibbles_u8x64(words->nibbles[m], t->low_u8x64);
+    if (bits == TQ_WIDE_BITS) {
+        const __m512i low = words->nibbles[m], high = words->high[m], first = _mm512_set1_epi8(15); /* first ? a : b */
+        return (bytes_u8x64){_mm512_ternarylogic_epi32(low, _mm512_slli_epi16(high, 4), first, 0xe4),
+                             _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 4), high, first, 0xe4)};
+    }
     const __m512i twos = _mm512_broadcast_i32x4(_mm_setr_epi32(0x03030303, 0x0c0c0c0c, 0x30303030, (int)0xc0c0c0c0)),
                   ones = _mm512_broadcast_i32x4(_mm_setr_epi32(0x01010101, 0x02020202, 0x04040404, 0x08080808));
     const __m512i mask = by_lane     ? bits == 2 ? twos : ones
@@ -152,6 +161,13 @@ static inline __m512i vec_broadcast_u32(const void *at)
     int32_t word;
     memcpy(&word, at, sizeof word);
     return _mm512_set1_epi32(word);
+}
+
+static inline __m512i vec_broadcast_u32_twice(const void *a, const void *b)
+{
+    int32_t word;
+    memcpy(&word, b, sizeof word);
+    return _mm512_mask_set1_epi32(vec_broadcast_u32(a), 0xcccc, word);
 }
 
 static inline __m512i vec_zero(void) { return _mm512_setzero_si512(); }

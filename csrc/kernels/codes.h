@@ -153,11 +153,28 @@ TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const tq_cel
     }
 }
 
+/** scalar.c: wide_code, of n channels. */
+TQ_INLINE void encode_wide(const float *u, uint8_t *codes, float *c, int32_t n)
+{
+    for (int32_t i = 0; i < n; i += TQ_LANES) {
+        tq_floats x = tq_load_floats(u + i) * (1 / TQ_WIDE_STEP), most = tq_all(127.0f);
+        x = tq_select(x > most, most, tq_select(x < -most, -most, x));
+        tq_floats level = (x + 12582912.0f) - 12582912.0f;
+        tq_store_floats(c + i, level * TQ_WIDE_STEP);
+        tq_bytes bytes = __builtin_convertvector(__builtin_convertvector(level, tq_ints) + 128, tq_bytes);
+        memcpy(codes + i, &bytes, sizeof bytes);
+    }
+}
+
 /** n channels, in groups with the same codebook. */
 TQ_INLINE void encode_groups(const tq_codebook *book, const tq_cells *cells, const float *u, uint8_t *codes, float *c,
                              int32_t n)
 {
     float magnitudes[16] = {0};
+    if (book->bits == TQ_WIDE_BITS) {
+        encode_wide(u, codes, c, n);
+        return;
+    }
     list_magnitudes(book, magnitudes);
     switch (book->bits) {
     case 1: encode_levels(1, book, cells, magnitudes, u, codes, c, n); return;
@@ -179,17 +196,18 @@ TQ_INLINE float scale_factor(int32_t scale, const float *u, const float *c, int3
     }
 }
 
-/** scalar.c: encode_scalar, for `groups` groups of which head_dim channels are real, in n numbers, a power of two; loops are
- *  unrolled where these are constants. */
+/** scalar.c: encode_scalar, for head_dim channels in groups of `channels`, in n numbers, a power of two; loops are unrolled where
+ *  these are constants. */
 TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale, int32_t head_dim,
-                         int32_t groups, int32_t n)
+                         int32_t channels, int32_t n)
 {
     float u[TQ_MAX_DIM], c[TQ_MAX_DIM];
-    memset(u + head_dim, 0, sizeof(float) * (size_t)((n < TQ_TILE * groups ? TQ_TILE * groups : n) - head_dim));
-    memset(c + TQ_TILE * groups, 0, n > TQ_TILE * groups ? sizeof(float) * (size_t)(n - TQ_TILE * groups) : 0);
+    const int32_t groups = (head_dim + channels - 1) / channels, padded = channels * groups;
+    memset(u + head_dim, 0, sizeof(float) * (size_t)((n < padded ? padded : n) - head_dim));
+    memset(c + padded, 0, n > padded ? sizeof(float) * (size_t)(n - padded) : 0);
     memcpy(u, z, sizeof(float) * (size_t)head_dim);
     for (int32_t g = 0; g < groups; g++)
-        if (!e->side->bits[g]) memset(u + TQ_TILE * g, 0, sizeof(float) * TQ_TILE);
+        if (!e->side->bits[g]) memset(u + channels * g, 0, sizeof(float) * (size_t)channels);
     float ss = tree_dot(u, u, n);
     if (!(ss >= FLT_MIN && ss <= FLT_MAX)) { /* nothing to normalise, or numbers out of all bounds */
         tq_kernels_scalar.encode(e, z, codes, scale);
@@ -197,23 +215,23 @@ TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, ui
     }
     float s0 = sqrtf(ss / (float)e->side->coded_channels), r = 1.0f / s0;
     TQ_UNROLL
-    for (int32_t i = 0; i < TQ_TILE * groups; i += TQ_LANES) tq_store_floats(u + i, tq_load_floats(u + i) * r);
+    for (int32_t i = 0; i < padded; i += TQ_LANES) tq_store_floats(u + i, tq_load_floats(u + i) * r);
     for (int32_t g = 0, next; g < groups; g = next) {
-        int32_t at = TQ_TILE * g, bits = e->side->bits[g];
+        int32_t at = channels * g, bits = e->side->bits[g];
         for (next = g + 1; next < groups && e->side->bits[next] == bits;) next++;
-        int32_t run = TQ_TILE * next - at;
+        int32_t run = channels * next - at;
         if (bits) {
-            encode_groups(&e->books[bits], &e->cells[bits], u + at, codes + at, c + at, run);
+            encode_groups(&e->books[bits], &e->cells[bits % TQ_WIDE_BITS], u + at, codes + at, c + at, run);
         } else {
             memset(codes + at, 0, (size_t)run);
             memset(c + at, 0, sizeof(float) * (size_t)run);
         }
     }
-    memset(codes + head_dim, 0, (size_t)(TQ_TILE * groups - head_dim)); /* padding */
-    memset(c + head_dim, 0, sizeof(float) * (size_t)(TQ_TILE * groups - head_dim));
+    memset(codes + head_dim, 0, (size_t)(padded - head_dim));
+    memset(c + head_dim, 0, sizeof(float) * (size_t)(padded - head_dim));
     for (int32_t i = 0; e->steps && i < head_dim; i++) {
-        u[i] *= e->steps[i / TQ_TILE];
-        c[i] *= e->steps[i / TQ_TILE];
+        u[i] *= e->steps[i / channels];
+        c[i] *= e->steps[i / channels];
     }
     float s = s0 * scale_factor(e->scale, u, c, n);
     *scale = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);
@@ -223,9 +241,10 @@ static void encode_vector(const tq_encoder *e, const float *z, uint8_t *codes, u
 {
     int32_t n = TQ_LANES;
     while (n < e->head_dim) n *= 2;
-    if (e->head_dim == 128) encode_in(e, z, codes, scale, 128, 4, 128);
-    else if (e->head_dim == 64) encode_in(e, z, codes, scale, 64, 2, 64);
-    else encode_in(e, z, codes, scale, e->head_dim, (e->head_dim + TQ_TILE - 1) / TQ_TILE, n);
+    if (e->group_channels != TQ_TILE) encode_in(e, z, codes, scale, e->head_dim, TQ_FINE_GROUP, n);
+    else if (e->head_dim == 128) encode_in(e, z, codes, scale, 128, TQ_TILE, 128);
+    else if (e->head_dim == 64) encode_in(e, z, codes, scale, 64, TQ_TILE, 64);
+    else encode_in(e, z, codes, scale, e->head_dim, TQ_TILE, n);
 }
 
 /* ---- tiles ---- A row of codes is eight little-endian words: word t has columns 4 t .. 4 t + 3, word 4 + t columns 16 + 4 t ..,

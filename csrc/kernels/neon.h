@@ -62,17 +62,17 @@ static inline bytes_u8x16 interleave_u8x16(uint8x16_t w0, uint8x16_t w1)
     return (bytes_u8x16){vqtbl2q_u8(both, order), vqtbl2q_u8(both, vaddq_u8(order, vdupq_n_u8(1)))};
 }
 
-/** Words of one g of a tile before the look-up: nibbles (3 to 5 bits) by row r or by lane t, and bytes in nibble order that hold
- *  bits of all four rows (1, 2 and 5 bits). */
+/** Words of one g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane t, and bytes in nibble
+ *  order that hold bits of all four rows (1, 2 and 5 bits). */
 typedef struct {
-    uint8x16_t nibbles[4];
+    uint8x16_t nibbles[4], high[4];
     bytes_u8x16 bytes;
 } tile_words;
 
 TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
 {
     tile_words words;
-    uint8x16_t w[TQ_MAX_BITS];
+    uint8x16_t w[TQ_WIDE_BITS];
     TQ_UNROLL
     for (int i = 0; i < bits; i++) w[i] = vld1q_u8(at + 128 * i);
     if (bits == 1) words.bytes = interleave_u8x16(w[0], vshrq_n_u8(w[0], 4));
@@ -80,8 +80,11 @@ TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
     if (bits == 5) words.bytes = interleave_u8x16(w[4], vshrq_n_u8(w[4], 4));
     if (bits == 3) w[3] = fourth_row_3_u8x16(w);
     if (bits >= 3 && by_lane) vec_transpose(w);
+    if (bits == TQ_WIDE_BITS && by_lane) vec_transpose(w + 4);
     TQ_UNROLL
     for (int i = 0; i < 4 && bits >= 3; i++) words.nibbles[i] = w[i];
+    TQ_UNROLL
+    for (int i = 0; i < 4 && bits == TQ_WIDE_BITS; i++) words.high[i] = w[4 + i];
     return words;
 }
 
@@ -105,10 +108,15 @@ TQ_INLINE uint8x16_t repeat_u32x4(uint8x16_t x, int t)
 
 /* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 0, 2, 4, 4: a signed byte
  * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
- * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table */
+ * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table
+ * 8 bits   the low four and the upper four as 4 bits: level + 128, the sign bit flipped */
 TQ_INLINE bytes_u8x16 levels_u8x16(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
     if (bits == 3 || bits == 4) return look_up_u8x16(words->nibbles[m], t->low_s8x16);
+    if (bits == TQ_WIDE_BITS) {
+        const uint8x16_t low = words->nibbles[m], high = words->high[m], sign = vdupq_n_u8(128);
+        return (bytes_u8x16){veorq_u8(vsliq_n_u8(low, high, 4), sign), veorq_u8(vsriq_n_u8(high, low, 4), sign)};
+    }
     uint8x16_t even = words->bytes.even, odd = words->bytes.odd;
     if (by_lane) even = repeat_u32x4(even, m), odd = repeat_u32x4(odd, m);
     if (bits == 2) {
@@ -156,6 +164,11 @@ static inline uint8x16_t vec_broadcast_u32(const void *at)
     uint32_t word;
     memcpy(&word, at, sizeof word);
     return vreinterpretq_u8_u32(vdupq_n_u32(word));
+}
+
+static inline uint8x16_t vec_broadcast_u32_twice(const void *a, const void *b)
+{
+    return vcombine_u8(vget_low_u8(vec_broadcast_u32(a)), vget_low_u8(vec_broadcast_u32(b)));
 }
 
 static inline uint8x16_t vec_zero(void) { return vdupq_n_u8(0); }

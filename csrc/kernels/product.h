@@ -12,6 +12,9 @@
  * leaves next to nothing to do after them, when the multipliers would wait. A lone operand takes the tile by row: sums by
  * row, transposed and added at the end.
  *
+ * Halves of tiles (kernels.h) keep to words: lanes t and rows r are of one token tile or the other, so a word of levels meets one
+ * operand number or the other (TQ_HALF_ROWS) and goes to one sum or the other (TQ_HALF_COLUMNS), and nothing is computed twice.
+ *
  * An operand of n tiles:
  *   | scale float, 60 bytes unused | sums int32 [n + 1][2][4]: of low and upper integers before tile k, in four parts |
  *   | integers [n tiles][low planes, then the upper one][PARTS][16 bytes] |
@@ -25,6 +28,7 @@
  *   LEVEL_OFFSET                    128 if looked-up levels come as level + 128, else 0
  *   SHIFT_2, SHIFT_1                0, 2 ..: 2- and 1-bit codes of row r come as code << SHIFT[r]
  *   vec_zero, vec_add, vec_times_256, multiply_add, vec_broadcast_u32x4 (16 bytes), vec_broadcast_u32 (4 bytes)
+ *   vec_broadcast_u32_twice(a, b)   4 bytes of a, a, of b, b in each 16-byte lane
  *   vec_transpose(v)                4 x 4 words in each 16-byte lane: word t of v[r] becomes word r of v[t]
  *   tile_words, load_words(bits, by_lane, at)      the words of one vector, ready for the look-up
  *   tables, tables_of(book)                        a codebook in registers
@@ -179,6 +183,7 @@ typedef struct {
     const char *operands;
     int64_t operand_stride;
     int32_t rows, first, of; /* the run's first tile in its block, tiles of the block */
+    int32_t operand_tiles;   /* of an operand */
     const uint8_t *ahead;    /* prefetched at `lines` of 64 bytes a step */
     int32_t lines;
     float *out;
@@ -191,14 +196,30 @@ typedef struct {
     tq_ints low_offset, upper_offset; /* levels' offset times the sum of the operand */
 } product_end;
 
-TQ_INLINE product_end end_of(int bits, const product_run *run, int32_t q)
+/** What is met by each word of sums, of an operand's plane: `before` its first tile in the run; by row r of column order. */
+TQ_INLINE tq_ints met_sums(tq_halves halves, const tq_ints4 *before, int32_t n)
+{
+    if (halves == TQ_HALF_ROWS) { /* rows r = 0, 1 every other tile, r = 2, 3 the others */
+        int32_t even = 0, odd = 0;
+        for (int32_t k = 0; k < n; k++, before += 4) {
+            even += tq_sum_ints4(before[2] - before[0]);
+            odd += tq_sum_ints4(before[4] - before[2]);
+        }
+        tq_ints by_row;
+        for (int32_t i = 0; i < TQ_LANES; i++) by_row[i] = i & 2 ? odd : even;
+        return by_row;
+    }
+    int32_t sum = tq_sum_ints4(before[2 * n] - before[0]);
+    return (tq_ints){0} + (halves == TQ_HALF_COLUMNS ? sum / 2 : sum); /* each number stands there twice */
+}
+
+TQ_INLINE product_end end_of(int bits, tq_halves halves, const product_run *run, int32_t q)
 {
     const char *operand = run->operands + q * run->operand_stride;
-    const tq_ints4 *before = (const tq_ints4 *)(operand + 64) + 2 * run->first, *behind = before + 2 * run->n;
+    const tq_ints4 *before = (const tq_ints4 *)(operand + 64) + 2 * (run->first << (halves == TQ_HALF_ROWS));
     int32_t offset = bits == 1 ? 1 : bits == 2 ? 3 : LEVEL_OFFSET; /* level = 2 code - 1 or - 3 for one and two bits */
-    return (product_end){tq_all(*(const float *)operand * run->book->step),
-                         (tq_ints){0} + offset * tq_sum_ints4(behind[0] - before[0]),
-                         (tq_ints){0} + offset * tq_sum_ints4(behind[1] - before[1])};
+    return (product_end){tq_all(*(const float *)operand * run->book->step), offset * met_sums(halves, before, run->n),
+                         offset * met_sums(halves, before + 1, run->n)};
 }
 
 /** Sums of codes times operand to levels times operand. */
@@ -224,14 +245,22 @@ typedef struct {
     const uint8_t *ahead;
 } product_step;
 
-/** By operand, plane and row r (or 0), for each vector: registers once all of it is inlined. */
+/** By operand, plane and row r (or 0), for each vector, or by token tile: registers once all of it is inlined. */
 typedef vec (*product_sums)[MAX_ROWS][3][4];
 
-/** Words of `vectors` vectors of one tile times its numbers x in `rows` operands. */
-TQ_INLINE void add_tile(int bits, int precise, int rows, int vectors, int by_lane, const tile_words *words,
-                        const char *x, const product_step *step, product_sums sums)
+/** The numbers that levels of lane t = m (or row r = m) meet; the operand's next tile is `next` bytes further. */
+TQ_INLINE vec met_numbers(tq_halves halves, int by_lane, int m, const char *part, int next)
 {
-    const int planes = PLANES(precise);
+    if (halves != TQ_HALF_ROWS) return by_lane ? vec_broadcast_u32(part + 4 * m) : vec_broadcast_u32x4(part);
+    return by_lane ? vec_broadcast_u32_twice(part + 4 * m, part + next + 4 * m)
+                   : vec_broadcast_u32x4(m < 2 ? part : part + next);
+}
+
+/** Words of `vectors` vectors of one tile times its numbers x in `rows` operands. */
+TQ_INLINE void add_tile(int bits, tq_halves halves, int precise, int rows, int vectors, int by_lane,
+                        const tile_words *words, const char *x, const product_step *step, product_sums sums)
+{
+    const int planes = PLANES(precise), of_lanes = halves == TQ_HALF_COLUMNS && by_lane;
     TQ_UNROLL
     for (int m = 0; m < 4; m++) { /* lane t or row r */
         parts level[2];
@@ -242,18 +271,18 @@ TQ_INLINE void add_tile(int bits, int precise, int rows, int vectors, int by_lan
         for (int i = 0; i < rows; i++) TQ_UNROLL
         for (int p = 0; p < planes; p++) {
             const char *part = x + i * step->run->operand_stride + 16 * (p * PARTS + j);
-            vec numbers = by_lane ? vec_broadcast_u32(part + 4 * m) : vec_broadcast_u32x4(part);
+            vec numbers = met_numbers(halves, by_lane, m, part, 16 * PARTS * planes);
             TQ_UNROLL
             for (int h = 0; h < vectors; h++) {
-                vec *sum = &sums[h][i][p][by_lane ? 0 : m];
+                vec *sum = &sums[of_lanes ? m / 2 : h][i][p][by_lane ? 0 : m];
                 *sum = multiply_add(*sum, level[h].part[j], numbers);
             }
         }
     }
 }
 
-TQ_INLINE void add_products(int bits, int precise, int rows, int vectors, int by_lane, const product_step *step,
-                            product_sums sums)
+TQ_INLINE void add_products(int bits, tq_halves halves, int precise, int rows, int vectors, int by_lane,
+                            const product_step *step, product_sums sums)
 {
     const char *x = step->operands;
     const uint8_t *ahead = step->ahead;
@@ -266,59 +295,60 @@ TQ_INLINE void add_products(int bits, int precise, int rows, int vectors, int by
             words[h] = load_words(bits, by_lane, tile + 16 * VEC_GS * h);
             for (int32_t i = 0; i < step->lines; i++, ahead += 64)
                 __builtin_prefetch(ahead, 0, 2); /* to L2: more can be under way */
-            if (!by_lane) add_tile(bits, precise, rows, 1, by_lane, words + h, x, step, sums + h);
+            if (!by_lane) add_tile(bits, halves, precise, rows, 1, by_lane, words + h, x, step, sums + h);
         }
-        if (by_lane) add_tile(bits, precise, rows, vectors, by_lane, words, x, step, sums);
-        x += 16 * PARTS * PLANES(precise);
+        if (by_lane) add_tile(bits, halves, precise, rows, vectors, by_lane, words, x, step, sums);
+        x += 16 * PARTS * PLANES(precise) << (halves == TQ_HALF_ROWS);
     } while (++k < step->run->n);
 }
 
-/** The sums of one plane in column order. */
-TQ_INLINE vec gather_sums(int by_lane, vec *sums)
+/** The sums of one plane, of the first vector by row, to column order: for both token tiles, or the one. */
+TQ_INLINE void gather_sums(tq_halves halves, vec *first, vec *second)
 {
-    if (by_lane) return sums[0];
-    vec_transpose(sums);
-    return vec_add(vec_add(sums[0], sums[1]), vec_add(sums[2], sums[3]));
+    vec_transpose(first);
+    vec low = vec_add(first[0], first[1]), high = vec_add(first[2], first[3]);
+    first[0] = halves == TQ_HALF_COLUMNS ? low : vec_add(low, high);
+    if (halves == TQ_HALF_COLUMNS) second[0] = high;
 }
 
 /** One block times `rows` operands from q on. */
-TQ_INLINE void multiply_block(int bits, int precise, int rows, const product_run *run, const tables *t,
-                              const product_end *ends, int32_t block, int32_t q)
+TQ_INLINE void multiply_block(int bits, tq_halves halves, int precise, int rows, const product_run *run,
+                              const tables *t, const product_end *ends, int32_t block, int32_t q)
 {
-    const int planes = PLANES(precise);
+    const int planes = PLANES(precise), two = halves == TQ_HALF_COLUMNS;
     const int by_lane = rows > 1 || 4 * planes > SUM_REGISTERS, sums_each = rows * planes * (by_lane ? 1 : 4);
-    const int vectors = 2 * sums_each <= SUM_REGISTERS ? 2 : 1; /* share a broadcast, if registers allow */
-    int32_t lines = q ? 0 : run->lines;                         /* once is enough */
-    float *out = run->out + (int64_t)q * run->out_stride + TQ_TILE * block;
+    const int vectors = !two && 2 * sums_each <= SUM_REGISTERS ? 2 : 1; /* share a broadcast, if registers allow */
+    int32_t lines = q ? 0 : run->lines;                                 /* once is enough */
+    float *out = run->out + (int64_t)q * run->out_stride + (TQ_TILE << two) * block;
     product_step step = {run,
                          t,
                          run->tiles + (int64_t)block * run->of,
-                         run->operands + q * run->operand_stride + planes_at(run->of) +
-                             16 * PARTS * planes * (int64_t)run->first,
+                         run->operands + q * run->operand_stride + planes_at(run->operand_tiles) +
+                             16 * PARTS * planes * ((int64_t)run->first << (halves == TQ_HALF_ROWS)),
                          0,
                          lines,
                          run->ahead + 64 * (int64_t)lines * (8 / VEC_GS) * run->n * block};
     for (step.g = 0; step.g < 8; step.g += vectors * VEC_GS) {
         vec sums[2][MAX_ROWS][3][4];
         TQ_UNROLL
-        for (int h = 0; h < vectors; h++) TQ_UNROLL
+        for (int h = 0; h < vectors << two; h++) TQ_UNROLL
         for (int i = 0; i < rows; i++) TQ_UNROLL
         for (int p = 0; p < planes; p++) TQ_UNROLL
         for (int r = 0; r < 4; r++) sums[h][i][p][r] = vec_zero();
-        add_products(bits, precise, rows, vectors, by_lane, &step, sums);
+        add_products(bits, halves, precise, rows, vectors, by_lane, &step, sums);
         step.ahead += 64 * (int64_t)lines * vectors * run->n;
         TQ_UNROLL
-        for (int h = 0; h < vectors; h++) TQ_UNROLL
+        for (int h = 0; h < vectors && !by_lane; h++) TQ_UNROLL
+        for (int p = 0; p < planes; p++) gather_sums(halves, sums[h][0][p], sums[1][0][p]);
+        TQ_UNROLL
+        for (int h = 0; h < vectors << two; h++) TQ_UNROLL
         for (int i = 0; i < rows; i++) {
-            float *to = out + (int64_t)i * run->out_stride + 4 * (step.g + h * VEC_GS);
-            vec(*plane)[4] = sums[h][i];
-            TQ_UNROLL
-            for (int r = 0; r < 4; r++)
-                if (LOW_PLANES == 2) plane[0][r] = vec_add(vec_times_256(plane[1][r]), plane[0][r]);
-            tq_floats y = level_sums(bits, gather_sums(by_lane, plane[0]), ends[i].low_offset);
+            float *to = out + (int64_t)i * run->out_stride + 4 * step.g + h * (two ? TQ_TILE : 4 * VEC_GS);
+            vec(*plane)[4] = sums[h][i], low = plane[0][0];
+            if (LOW_PLANES == 2) low = vec_add(vec_times_256(plane[1][0]), low);
+            tq_floats y = level_sums(bits, low, ends[i].low_offset);
             if (precise)
-                y = tq_fused(level_sums(bits, gather_sums(by_lane, plane[LOW_PLANES]), ends[i].upper_offset),
-                             tq_all(UPPER_UNIT), y);
+                y = tq_fused(level_sums(bits, plane[LOW_PLANES][0], ends[i].upper_offset), tq_all(UPPER_UNIT), y);
             tq_floats sum = run->accumulate ? tq_load_floats(to) : tq_all(0);
             tq_store_floats(to, tq_fused(y, ends[i].unit, sum));
         }
@@ -326,34 +356,39 @@ TQ_INLINE void multiply_block(int bits, int precise, int rows, const product_run
 }
 
 /** All blocks times `rows` operands from q on. */
-TQ_INLINE void multiply_rows(int bits, int precise, int rows, const product_run *run, const tables *t, int32_t q)
+TQ_INLINE void multiply_rows(int bits, tq_halves halves, int precise, int rows, const product_run *run, const tables *t,
+                             int32_t q)
 {
     product_end ends[MAX_ROWS];
-    for (int i = 0; i < rows; i++) ends[i] = end_of(bits, run, q + i);
-    for (int32_t block = 0; block < run->blocks; block++) multiply_block(bits, precise, rows, run, t, ends, block, q);
+    for (int i = 0; i < rows; i++) ends[i] = end_of(bits, halves, run, q + i);
+    for (int32_t block = 0; block < run->blocks; block++)
+        multiply_block(bits, halves, precise, rows, run, t, ends, block, q);
 }
 
 /** All blocks and all operands, four at a time: they share the look-up, and their sums still fit in registers. */
-TQ_INLINE void multiply_width(int bits, int precise, const product_run *run)
+TQ_INLINE void multiply_width(int bits, tq_halves halves, int precise, const product_run *run)
 {
     const tables t = tables_of(run->book);
     int32_t q = 0;
-    for (; q + 4 <= run->rows; q += 4) multiply_rows(bits, precise, 4, run, &t, q);
-    for (; q + 2 <= run->rows; q += 2) multiply_rows(bits, precise, 2, run, &t, q);
-    if (q < run->rows) multiply_rows(bits, precise, 1, run, &t, q);
+    for (; q + 4 <= run->rows; q += 4) multiply_rows(bits, halves, precise, 4, run, &t, q);
+    for (; halves == TQ_WHOLE_TILES && q + 2 <= run->rows; q += 2) multiply_rows(bits, halves, precise, 2, run, &t, q);
+    for (; q < run->rows; q++) multiply_rows(bits, halves, precise, 1, run, &t, q);
 }
 
-#define WIDTH(bits)                                                                                                    \
-    static void multiply_##bits(const product_run *run, int precise)                                                   \
+#define WIDTH(bits, halves)                                                                                            \
+    static void multiply_##bits##_##halves(const product_run *run, int precise)                                        \
     {                                                                                                                  \
-        if (precise) multiply_width(bits, 1, run);                                                                     \
-        else multiply_width(bits, 0, run);                                                                             \
+        if (precise) multiply_width(bits, TQ_##halves, 1, run);                                                        \
+        else multiply_width(bits, TQ_##halves, 0, run);                                                                \
     }
-WIDTH(1)
-WIDTH(2)
-WIDTH(3)
-WIDTH(4)
-WIDTH(5)
+#define WIDTHS(halves) WIDTH(1, halves) WIDTH(2, halves) WIDTH(3, halves) WIDTH(4, halves) WIDTH(5, halves)
+WIDTHS(WHOLE_TILES)
+WIDTHS(HALF_COLUMNS)
+WIDTH(8, HALF_COLUMNS)
+WIDTHS(HALF_ROWS)
+WIDTH(8, HALF_ROWS)
+#define WIDTHS_LISTED(halves)                                                                                          \
+    NULL, multiply_1_##halves, multiply_2_##halves, multiply_3_##halves, multiply_4_##halves, multiply_5_##halves
 
 /** Blocks from the first on whose tiles have the first one's widths. */
 static int32_t blocks_alike(const tq_tile_grid *grid, int32_t first)
@@ -369,12 +404,16 @@ static int32_t blocks_alike(const tq_tile_grid *grid, int32_t first)
 static void multiply_vector(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate,
                             float *out, int32_t out_stride)
 {
-    static void (*const widths[])(const product_run *, int) = {NULL,       multiply_1, multiply_2,
-                                                               multiply_3, multiply_4, multiply_5};
+    static void (*const widths[][TQ_WIDE_BITS + 1])(const product_run *, int) = {
+        {WIDTHS_LISTED(WHOLE_TILES)},
+        {WIDTHS_LISTED(HALF_COLUMNS), NULL, NULL, multiply_8_HALF_COLUMNS},
+        {WIDTHS_LISTED(HALF_ROWS), NULL, NULL, multiply_8_HALF_ROWS}};
     int32_t steps = grid->blocks * grid->n * (8 / VEC_GS), lines = ((grid->ahead_bytes + 63) / 64 + steps - 1) / steps;
+    int32_t operand_tiles = grid->n << (grid->halves == TQ_HALF_ROWS);
     product_run run = {.base = grid->base,
                        .operands = operands,
-                       .operand_stride = (int64_t)operand_bytes_vector(TQ_TILE * grid->n),
+                       .operand_stride = (int64_t)operand_bytes_vector(TQ_TILE * operand_tiles),
+                       .operand_tiles = operand_tiles,
                        .rows = rows,
                        .of = grid->n,
                        .ahead = grid->ahead,
@@ -382,13 +421,13 @@ static void multiply_vector(const tq_tile_grid *grid, const void *operands, int3
                        .out_stride = out_stride};
     for (int32_t i = 0; i < grid->blocks; i += run.blocks) {
         run.blocks = blocks_alike(grid, i);
-        run.out = out + TQ_TILE * i;
+        run.out = out + (TQ_TILE << (grid->halves == TQ_HALF_COLUMNS)) * i;
         for (run.first = 0; run.first < grid->n; run.first += run.n) {
             run.tiles = grid->tiles + (int64_t)grid->n * i + run.first;
             run.n = run.tiles->run;
             run.book = &grid->books[run.tiles->bits];
             run.accumulate = accumulate || run.first;
-            widths[run.tiles->bits](&run, precise);
+            widths[grid->halves][run.tiles->bits](&run, precise);
             run.ahead += 64 * (int64_t)lines * (8 / VEC_GS) * run.n * run.blocks;
         }
     }

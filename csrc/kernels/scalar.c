@@ -50,8 +50,16 @@ static float coded_dot(const tq_encoder *e, const float *a, const float *b)
     float products[TQ_MAX_DIM];
     int32_t n = 1;
     while (n < e->head_dim) n *= 2;
-    for (int32_t i = 0; i < n; i++) products[i] = i < e->head_dim && e->side->bits[i / TQ_TILE] ? a[i] * b[i] : 0.0f;
+    for (int32_t i = 0; i < n; i++)
+        products[i] = i < e->head_dim && e->side->bits[i / e->group_channels] ? a[i] * b[i] : 0.0f;
     return tree_sum(products, n);
+}
+
+static uint8_t wide_code(float u)
+{
+    float x = u * (1 / TQ_WIDE_STEP);
+    x = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x;
+    return (uint8_t)(128 + (int32_t)((x + 12582912.0f) - 12582912.0f)); /* rounds: 1.5 * 2^23 */
 }
 
 static int32_t rank_of(const tq_codebook *book, float u)
@@ -78,19 +86,19 @@ static void encode_scalar(const tq_encoder *e, const float *z, uint8_t *codes, u
     float ss = coded_dot(e, z, z);
     int is_zero = ss < 0x1p-126f; /* FLT_MIN: nothing to normalise */
     float s0 = sqrtf(ss / (float)e->side->coded_channels), r = 1.0f / s0;
-    memset(codes, 0, (size_t)((e->head_dim + TQ_TILE - 1) / TQ_TILE * TQ_TILE));
+    memset(codes, 0, (size_t)((e->head_dim + e->group_channels - 1) / e->group_channels * e->group_channels));
     for (int32_t i = 0; i < e->head_dim; i++) {
         u[i] = is_zero ? 0.0f : z[i] * r;
         c[i] = 0.0f;
-        int32_t bits = e->side->bits[i / TQ_TILE];
+        int32_t bits = e->side->bits[i / e->group_channels];
         if (!bits) continue;
         const tq_codebook *book = &e->books[bits];
-        codes[i] = book->code_of_rank[rank_of(book, u[i])];
-        c[i] = (float)book->levels[codes[i]] * book->step;
+        codes[i] = bits == TQ_WIDE_BITS ? wide_code(u[i]) : book->code_of_rank[rank_of(book, u[i])];
+        c[i] = (float)tq_level(book, codes[i]) * book->step;
     }
     for (int32_t i = 0; e->steps && i < e->head_dim; i++) { /* the scale is found in the units of x */
-        u[i] *= e->steps[i / TQ_TILE];
-        c[i] *= e->steps[i / TQ_TILE];
+        u[i] *= e->steps[i / e->group_channels];
+        c[i] *= e->steps[i / e->group_channels];
     }
     float s = is_zero ? 0.0f : s0 * scale_factor(e, u, c);
     *scale = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);
@@ -151,6 +159,16 @@ static void unpack_scalar(int32_t bits, const uint32_t *words, uint8_t *codes)
             codes[tile_index(lane, i / 8, i % 8)] = unpack_code(bits, words + lane, i / 8, i % 8);
 }
 
+/** Of any width; 8 bits are two tiles of 4. */
+static void unpack_any(int32_t bits, const uint32_t *words, uint8_t *codes)
+{
+    uint8_t high[TQ_TILE * TQ_TILE];
+    unpack_scalar(bits == TQ_WIDE_BITS ? 4 : bits, words, codes);
+    if (bits != TQ_WIDE_BITS) return;
+    unpack_scalar(4, words + 4 * TQ_TILE, high);
+    for (int32_t i = 0; i < TQ_TILE * TQ_TILE; i++) codes[i] = (uint8_t)(codes[i] | high[i] << 4);
+}
+
 /* ---- attention ---- An operand is the row itself. */
 
 static size_t operand_bytes_scalar(int32_t columns) { return (size_t)(columns * 4 + 63) / 64 * 64; }
@@ -163,13 +181,16 @@ static void prepare_scalar(const float *x, int32_t columns, int32_t rows, int pr
                sizeof(float) * (size_t)columns);
 }
 
-/** Adds one tile's 32 products for one operand. */
-static void multiply_tile(const float levels[32], const uint8_t *codes, const float *x, float *out)
+/** Adds one tile's products for one operand; x: what its columns meet, out: 32 numbers, or two times 32 (kernels.h, tq_halves). */
+static void multiply_tile(tq_halves halves, const float levels[256], const uint8_t *codes, const float *x, float *out)
 {
     for (int32_t row = 0; row < TQ_TILE; row++) {
-        float sum = 0;
-        for (int32_t c = 0; c < TQ_TILE; c++) sum += levels[codes[TQ_TILE * row + c]] * x[c];
-        out[tq_column(row)] += sum;
+        const float *numbers = halves == TQ_HALF_ROWS ? x + row / 16 * TQ_TILE : x;
+        float sums[2] = {0};
+        for (int32_t c = 0; c < TQ_TILE; c++)
+            sums[halves == TQ_HALF_COLUMNS && c & 8] += levels[codes[TQ_TILE * row + c]] * numbers[c];
+        out[tq_column(row)] += sums[0];
+        if (halves == TQ_HALF_COLUMNS) out[TQ_TILE + tq_column(row)] += sums[1];
     }
 }
 
@@ -177,20 +198,24 @@ static void multiply_scalar(const tq_tile_grid *grid, const void *operands, int3
                             float *out, int32_t out_stride)
 {
     (void)precise;
+    int32_t block_numbers = TQ_TILE << (grid->halves == TQ_HALF_COLUMNS),
+            tile_columns = TQ_TILE << (grid->halves == TQ_HALF_ROWS);
     for (int32_t q = 0; q < rows && !accumulate; q++)
-        memset(out + (int64_t)q * out_stride, 0, sizeof(float) * TQ_TILE * (size_t)grid->blocks);
-    size_t operand_stride = operand_bytes_scalar(TQ_TILE * grid->n);
+        memset(out + (int64_t)q * out_stride, 0, sizeof(float) * (size_t)(block_numbers * grid->blocks));
+    size_t operand_stride = operand_bytes_scalar(tile_columns * grid->n);
     for (int32_t i = 0; i < grid->blocks * grid->n; i++) {
         uint8_t codes[TQ_TILE * TQ_TILE];
-        float levels[32];
+        float levels[256];
         const tq_tile *tile = &grid->tiles[i];
         const tq_codebook *book = &grid->books[tile->bits];
-        for (int32_t code = 0; code < book->n_levels; code++) levels[code] = (float)book->levels[code] * book->step;
-        unpack_scalar(tile->bits, (const uint32_t *)(grid->base + tile->offset), codes);
+        for (int32_t code = 0; code < book->n_levels; code++)
+            levels[code] = (float)tq_level(book, (uint8_t)code) * book->step;
+        unpack_any(tile->bits, (const uint32_t *)(grid->base + tile->offset), codes);
         for (int32_t q = 0; q < rows; q++) {
             const float *x =
-                (const float *)((const char *)operands + (size_t)q * operand_stride) + TQ_TILE * (i % grid->n);
-            multiply_tile(levels, codes, x, out + (int64_t)q * out_stride + TQ_TILE * (i / grid->n));
+                (const float *)((const char *)operands + (size_t)q * operand_stride) + tile_columns * (i % grid->n);
+            multiply_tile(grid->halves, levels, codes, x,
+                          out + (int64_t)q * out_stride + block_numbers * (i / grid->n));
         }
     }
 }

@@ -86,22 +86,30 @@ typedef struct {
     float *sink_k, *sink_v, *window_k, *window_v;
 } cache;
 
-static tq_plan make_plan_with(int32_t rotation, int32_t head_dim, int32_t key_bits, int32_t value_bits,
-                              int32_t page_tokens)
+/* Groups of 32 or 16 channels; with 16, every third has 8 bits. */
+static tq_plan make_plan_of(int32_t group, int32_t rotation, int32_t head_dim, int32_t key_bits, int32_t value_bits,
+                            int32_t page_tokens)
 {
-    int32_t groups = (head_dim + 31) / 32;
+    int32_t groups = (head_dim + group - 1) / group, version = group == 16 ? TQ_FORMAT_FINE : TQ_FORMAT_VERSION;
     size_t n = (size_t)(TQ_PLAN_HEADER_WORDS + 2 * groups);
     int64_t *words = zeros(n * sizeof *words);
-    int64_t header[TQ_PLAN_HEADER_WORDS] = {TQ_FORMAT_VERSION, head_dim, page_tokens, rotation, 0, TQ_SCALE_EDEN, 42};
+    int64_t header[TQ_PLAN_HEADER_WORDS] = {version, head_dim, page_tokens, rotation, 0, TQ_SCALE_EDEN, 42};
     memcpy(words, header, sizeof header);
     for (int32_t g = 0; g < groups; g++) {
-        words[TQ_PLAN_HEADER_WORDS + g] = key_bits;
-        words[TQ_PLAN_HEADER_WORDS + groups + g] = value_bits;
+        int other = group == 16 && g % 3 == 1;
+        words[TQ_PLAN_HEADER_WORDS + g] = other ? 8 : key_bits;
+        words[TQ_PLAN_HEADER_WORDS + groups + g] = other ? 8 : value_bits;
     }
     tq_plan plan;
     OK(tq_plan_init(&plan, words, n, error));
     free(words);
     return plan;
+}
+
+static tq_plan make_plan_with(int32_t rotation, int32_t head_dim, int32_t key_bits, int32_t value_bits,
+                              int32_t page_tokens)
+{
+    return make_plan_of(32, rotation, head_dim, key_bits, value_bits, page_tokens);
 }
 
 static tq_plan make_plan(int32_t head_dim, int32_t key_bits, int32_t value_bits, int32_t page_tokens)
@@ -282,11 +290,10 @@ static void check_quantise(void)
         }
 }
 
-static void check_attend(int32_t head_dim, int32_t key_bits, int32_t value_bits, int32_t sinks, int32_t window,
-                         int32_t query_tokens)
+static void check_attend(tq_plan plan, int32_t sinks, int32_t window, int32_t query_tokens)
 {
-    int32_t batch = 2, heads = 2, query_heads = 6, tokens = 150;
-    cache c = new_cache(make_plan(head_dim, key_bits, value_bits, 64), batch, heads, tokens, sinks, window);
+    int32_t batch = 2, heads = 2, query_heads = 6, tokens = 150, head_dim = plan.head_dim;
+    cache c = new_cache(plan, batch, heads, tokens, sinks, window);
     size_t d = (size_t)head_dim, n = (size_t)(batch * query_heads * query_tokens),
            all = (size_t)(batch * heads * tokens) * d;
     float *q = random_floats(n * d), *out = zeros(n * d * 4), *lse = zeros(n * 4), *want = zeros(n * d * 4);
@@ -481,7 +488,7 @@ static void check_plans_refused(void)
     const struct {
         int word;
         int64_t value;
-    } bad[] = {{0, 0}, {0, 3},  {1, 12}, {1, 0}, {1, -8}, {1, 8192}, {1, INT64_MAX}, {2, 16}, {2, 127},  {2, 256},
+    } bad[] = {{0, 0}, {0, 4},  {1, 12}, {1, 0}, {1, -8}, {1, 8192}, {1, INT64_MAX}, {2, 16}, {2, 127},  {2, 256},
                {3, 3}, {3, -1}, {4, 3},  {5, 4}, {6, -1}, {7, 6},    {7, -1},        {10, 6}, {1, 4096}, {1, 128}};
     tq_plan plan, untouched;
     memset(&plan, 7, sizeof plan);
@@ -499,6 +506,14 @@ static void check_plans_refused(void)
         CHECK(tq_plan_init(&plan, words, n, NULL) == TQ_E_VALUE);
         free(words);
     }
+    const int64_t fine[][15] = {{3, 64, 128, 1, 0, 0, 0, 4, 3, 2, 1, 4, 3, 2, 1},
+                                {3, 64, 96, 1, 0, 0, 0, 4, 3, 2, 1, 4, 3, 2, 1},
+                                {3, 264, 128, 1, 0, 0, 0, 4, 3, 2, 1, 4, 3, 2, 1},
+                                {3, 64, 128, 1, 0, 0, 0, 4, 3, 2, 6, 4, 3, 2, 1}};
+    for (int i = 1; i < 4; i++) CHECK(tq_plan_init(&plan, fine[i], 15, NULL) == TQ_E_VALUE);
+    CHECK(tq_plan_init(&plan, fine[0], 11, NULL) == TQ_E_VALUE);
+    tq_plan kept;
+    CHECK(tq_plan_init(&kept, fine[0], 15, NULL) == TQ_OK && kept.groups == 4 && kept.record_bytes == 128 * 44);
     const int64_t no_keys[] = {1, 64, 128, 1, 0, 0, 0, 0, 0, 3, 3};
     CHECK(tq_plan_init(&plan, no_keys, 11, NULL) == TQ_E_VALUE);
     CHECK(tq_plan_init(&plan, NULL, 11, NULL) == TQ_E_VALUE);
@@ -659,17 +674,32 @@ static uint64_t bytes_of_everything(void)
             sum = 31 * sum + tq_checksum(c.window_v, (size_t)(3 * 2 * 5 * head_dim) * 4);
             free_cache(&c);
         }
+    for (int32_t head_dim = 8; head_dim <= 256; head_dim += 24) {
+        int32_t bits = 1 + head_dim % 5;
+        cache c = new_cache(make_plan_of(16, TQ_ROTATION_HADAMARD, head_dim, bits, 6 - bits, 128), 2, 2, 211, 3, 5);
+        append(&c, 50);
+        for (int i = 0; i < 40; i++) append(&c, 1);
+        append(&c, 121);
+        sum = 31 * sum + tq_checksum(c.pages, (size_t)(c.n_pages * c.heads * c.plan.record_bytes));
+        free_cache(&c);
+    }
     return sum;
 }
 
 static void check_everything_attended(void)
 {
-    for (int32_t bits = 1; bits <= 5; bits++) check_attend(8 * (5 * bits + 3), bits, 6 - bits, 2, 16, 1);
-    check_attend(128, 4, 4, 4, 0, 1);
-    check_attend(64, 3, 2, 0, 0, 5);
-    check_attend(200, 2, 5, 0, 32, 1);
-    check_attend(256, 5, 1, 150, 0, 2);
-    check_attend(80, 1, 1, 0, 150, 1);
+    for (int32_t bits = 1; bits <= 5; bits++) {
+        int32_t head_dim = 8 * (5 * bits + 3);
+        check_attend(make_plan(head_dim, bits, 6 - bits, 64), 2, 16, 1);
+        check_attend(make_plan_of(16, TQ_ROTATION_HADAMARD, head_dim, bits, 6 - bits, 64), 2, 16, 1);
+    }
+    check_attend(make_plan(128, 4, 4, 64), 4, 0, 1);
+    check_attend(make_plan(64, 3, 2, 64), 0, 0, 5);
+    check_attend(make_plan(200, 2, 5, 64), 0, 32, 1);
+    check_attend(make_plan(256, 5, 1, 64), 150, 0, 2);
+    check_attend(make_plan(80, 1, 1, 64), 0, 150, 1);
+    check_attend(make_plan_of(16, TQ_ROTATION_HADAMARD, 16, 4, 3, 128), 0, 0, 5);
+    check_attend(make_plan_of(16, TQ_ROTATION_NONE, 256, 2, 1, 128), 0, 9, 1);
 }
 
 int main(int argc, char **argv)

@@ -27,6 +27,7 @@ struct Case {
     std::string name;
     int dim = 128, batch = 2, heads = 2, sinks = 4, window = 16, page_tokens = 128, max_pages = 3;
     int rotation = TQ_ROTATION_HADAMARD, law = TQ_CODEBOOK_NORMAL, scale = TQ_SCALE_EDEN, dtype = TQ_BF16;
+    int group = TQ_TILE; // or 16: version 3
     std::vector<int> key_bits = {4}, value_bits = {4}, appends = {70, 1, 1, 5, 33, 1};
     const BlockedPlan *blocked = nullptr; // a plan of version 2, in place of rotation, law, scale and bits
     std::vector<int> padding = {0, 3};
@@ -39,7 +40,7 @@ struct Case {
 static tq_plan plan_of(const Case &c)
 {
     if (c.blocked) return plan_of(words_of(*c.blocked, c.dim, c.page_tokens));
-    return make_plan(c.dim, c.page_tokens, c.rotation, c.law, c.scale, c.key_bits, c.value_bits);
+    return make_plan(c.dim, c.page_tokens, c.rotation, c.law, c.scale, c.key_bits, c.value_bits, c.group);
 }
 
 struct Side {
@@ -226,6 +227,15 @@ static std::vector<int> mixed_bits(int groups, bool five, Random &random)
     return bits;
 }
 
+/** The same of version 3. */
+static std::vector<int> fine_bits(int groups, Random &random)
+{
+    std::vector<int> bits = mixed_bits(groups, true, random);
+    for (int &b : bits)
+        if (!random.below(4)) b = TQ_WIDE_BITS;
+    return bits;
+}
+
 static void check_appends(int thin)
 {
     Random random(5);
@@ -287,6 +297,53 @@ static void check_appends(int thin)
                   : i == 6 ? "bad length"
                            : "plain");
         }
+}
+
+/** Version 3: widths of groups of 16 channels; what fills tiles, pairs of token tiles and pages in part. */
+static void check_fine_appends(int thin)
+{
+    static const int one_width[][2] = {{1, 8}, {2, 5}, {3, 4}, {4, 3}, {8, 8}, {5, 2}, {8, 1}};
+    Random random(7);
+    int n = 0;
+    auto go = [&](Case c, const std::string &name) {
+        c.group = TQ_FINE_GROUP;
+        c.name = "version 3, " + name + ", dim " + std::to_string(c.dim) + ", scale " + std::to_string(c.scale) +
+                 ", dtype " + std::to_string(c.dtype) + ", rotation " + std::to_string(c.rotation) + ", sinks " +
+                 std::to_string(c.sinks) + ", window " + std::to_string(c.window);
+        if (n++ % thin == 0) run(c);
+    };
+    for (int dim : DIMS)
+        for (int i = 0; i < 14; i++) { // one width, then mixed ones
+            Case c;
+            const int groups = (dim + 15) / 16;
+            c.dim = dim, c.rotation = i % 4 == 3   ? (int)TQ_ROTATION_DENSE
+                                      : i % 4 == 2 ? (int)TQ_ROTATION_NONE
+                                                   : (int)TQ_ROTATION_HADAMARD;
+            c.key_bits = i < 7 ? std::vector<int>{one_width[i][0]} : fine_bits(groups, random);
+            c.value_bits = i < 7 ? std::vector<int>{one_width[i][1]} : fine_bits(groups, random);
+            c.centred = i % 2, c.stepped = i % 3 == 2, c.shared_matrix = i == 7, c.dtype = (i + dim / 8) % 3;
+            c.scale = i % 5 % 4, c.law = i % 2, c.tokens_first = i % 4 == 1, c.page_tokens = i % 2 ? 64 : 128;
+            c.appends = {61, 1, 36, 3, 1, 65, 1};
+            go(c, "plan x dim");
+        }
+    for (int window : {0, 7, 32, 100}) // every token by itself through two tiles, then many at once
+        for (int page_tokens : {64, 128}) {
+            Case c;
+            c.dim = window % 2 ? 128 : 80, c.heads = 1, c.batch = 4, c.sinks = window % 3, c.window = window;
+            c.page_tokens = page_tokens, c.max_pages = 1 + 700 / page_tokens, c.padding = {0, 1, 29, 150};
+            c.key_bits = {3, 8, 5, 0, 1, 2}, c.value_bits = {1, 5, 0, 8, 2, 4};
+            c.appends = {150, 31, 64, 2, 130, 33, 128};
+            c.appends.insert(c.appends.begin() + 1, 130, 1);
+            go(c, "geometry");
+        }
+    for (int i = 0; i < 5; i++) {
+        Case c;
+        c.dim = 80, c.key_bits = {3, 4, 8}, c.value_bits = i == 0 ? std::vector<int>{0} : std::vector<int>{8, 2, 5};
+        c.bad_numbers = i == 1 ? 2 : 0, c.bad_pages = i == 2, c.bad_lengths = i == 3, c.centred = i == 4;
+        c.max_pages = 1 + 400 / c.page_tokens;
+        c.appends = i == 2 ? std::vector<int>{300} : std::vector<int>{50, 1, 9, 70};
+        go(c, i == 0 ? "keys alone" : i == 1 ? "bad numbers" : i == 2 ? "bad pages" : i == 3 ? "bad length" : "plain");
+    }
 }
 
 /** Every plan of version 2 x head_dim, and what else can differ. */
@@ -392,11 +449,13 @@ static void check_dequantize()
 {
     Random random(11);
     for (int dim : DIMS)
-        for (int i = 0; i < 6; i++) {
-            const int rotation = i % 3, groups = (dim + 31) / 32, heads = 2, batch = 2, max_pages = 2, max_tokens = 150;
-            const bool values = i != 4;
-            const tq_plan plan = make_plan(dim, 96, rotation, i % 2, 0, mixed_bits(groups, true, random),
-                                           values ? mixed_bits(groups, true, random) : std::vector<int>{0});
+        for (int i = 0; i < 12; i++) { // from 6 on version 3
+            const int rotation = i % 3, group = i < 6 ? TQ_TILE : TQ_FINE_GROUP, groups = (dim + group - 1) / group;
+            const int page_tokens = i < 6 ? 96 : 128, heads = 2, batch = 2, max_pages = 2, max_tokens = 150;
+            const bool values = i % 6 != 4;
+            const auto bits = [&] { return i < 6 ? mixed_bits(groups, true, random) : fine_bits(groups, random); };
+            const tq_plan plan =
+                make_plan(dim, page_tokens, rotation, i % 2, 0, bits(), values ? bits() : std::vector<int>{0}, group);
             const std::string name = "dequantize, dim " + std::to_string(dim) + ", case " + std::to_string(i);
             Array<uint8_t> pages(5 * heads * plan.record_bytes);
             for (uint8_t &x : pages.host) x = (uint8_t)random.word();
@@ -410,7 +469,7 @@ static void check_dequantize()
             table.host = {3, 0, 4, 1};
             counts.host = {i == 0 ? 0 : 97 + i, 150};
             Array<float> matrix(rotation == 2 ? (size_t)heads * dim * dim : 0), centre(i % 2 ? heads * dim : 0),
-                steps(i > 2 ? heads * groups : 0);
+                steps(i % 6 > 2 ? heads * groups : 0);
             for (Array<float> *a : {&matrix, &centre, &steps}) {
                 for (float &x : a->host) x = expf(random.normal());
                 a->up();
@@ -483,6 +542,7 @@ int main(int argc, char **argv)
     for (int i = 1; i < argc || all; i++, all = false) {
         if (argc < 2 || !strcmp(argv[i], "check")) {
             check_appends(thin);
+            check_fine_appends(thin);
             check_blocked_appends(thin);
             const int after_append = checks;
             check_books();

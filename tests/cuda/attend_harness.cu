@@ -43,6 +43,7 @@ struct Case {
     std::string name;
     std::string key_bits = "4",
                 value_bits = ""; /* one digit per group, the last one repeated; value_bits empty: as keys */
+    bool fine = false;           /* groups of 16 channels */
     int head_dim = 128, page_tokens = 128, heads = 2, group = 4, tokens = 1, dtype = TQ_BF16,
         rotation = TQ_ROTATION_HADAMARD, codebook = 0;
     std::vector<int> lengths = {300}, starts = {};
@@ -58,8 +59,9 @@ static int bits_of(const std::string &digits, int g) { return digits[std::min<si
 
 static tq_plan make_plan(const Case &c)
 {
-    int groups = (c.head_dim + 31) / 32;
-    std::vector<int64_t> words = {TQ_FORMAT_VERSION, c.head_dim, c.page_tokens, c.rotation, c.codebook, 0, 7};
+    int channels = c.fine ? TQ_FINE_GROUP : TQ_TILE, groups = (c.head_dim + channels - 1) / channels;
+    std::vector<int64_t> words = {
+        c.fine ? TQ_FORMAT_FINE : TQ_FORMAT_VERSION, c.head_dim, c.page_tokens, c.rotation, c.codebook, 0, 7};
     for (int g = 0; g < groups; g++) words.push_back(bits_of(c.key_bits, g));
     for (int g = 0; g < groups; g++) words.push_back(bits_of(c.value_bits.empty() ? c.key_bits : c.value_bits, g));
     tq_plan plan;
@@ -81,6 +83,7 @@ static void put_code(uint8_t *tile, int bits, int row, int column, uint32_t code
     uint32_t *words = (uint32_t *)tile;
     int g = row % 8, r = row / 8, t = column % 16 / 4, n = column % 4 + 4 * (column / 16), lane = 4 * g + t;
     switch (bits) {
+    case 8: put_bits(words, 4 + r, lane, 4 * n, code >> 4, 15), put_bits(words, r, lane, 4 * n, code & 15, 15); break;
     case 1: put_bits(words, 0, lane, 8 * (n % 4) + r + 4 * (n / 4), code, 1); break;
     case 2: put_bits(words, n / 4, lane, 8 * (n % 4) + 2 * r, code, 3); break;
     case 3:
@@ -94,6 +97,17 @@ static void put_code(uint8_t *tile, int bits, int row, int column, uint32_t code
 }
 
 static int column_of(int token) { return 4 * (token % 8) + token / 8; }
+
+/** The code of a token of a page and a channel of group g. */
+static void put_token_code(const tq_plan &plan, uint8_t *record, int side, int token, int g, int channel, uint32_t code)
+{
+    const tq_side &layout = side ? plan.value : plan.key;
+    int i = token % 32, half = token / 32 % 2;
+    bool fine = plan.version == TQ_FORMAT_FINE;
+    uint8_t *at = record + layout.codes_offset + token / plan.tile_tokens * layout.tile_bytes + layout.offset[g];
+    if (side == 0) put_code(at, layout.bits[g], i, fine ? channel % 8 + 8 * half + channel / 8 * 16 : channel, code);
+    else put_code(at, layout.bits[g], fine ? channel + 16 * half : channel, column_of(i), code);
+}
 
 /* ---- numbers of the model's dtype ---- */
 
@@ -194,7 +208,10 @@ static bool run_case(const Case &c)
     std::uniform_real_distribution<float> uniform(0.5f, 1.5f);
     int d = c.head_dim, H = c.heads, B = (int)c.lengths.size(), T = c.tokens, groups = plan.groups, pt = c.page_tokens,
         G = c.group;
-    tq_codebook books[6];
+    tq_codebook books[6] = {};
+    auto level_of = [&](int bits, uint32_t code) {
+        return bits == TQ_WIDE_BITS ? ((int)code - 128) * TQ_WIDE_STEP : books[bits].levels[code] * books[bits].step;
+    };
     for (int b = 1; b <= 5; b++) TQ(tq_get_codebook((tq_codebook_law)plan.codebook, d, b, &books[b], &error));
     int max_packed = 0;
     for (int n : c.lengths) max_packed = std::max(max_packed, n - c.sinks - c.window);
@@ -237,16 +254,14 @@ static bool run_case(const Case &c)
                     __half scale = __float2half((float)(uniform(random) * boost));
                     memcpy(record + layout.scales_offset + 2 * (tile * 32 + column_of(i)), &scale, 2);
                     double *x = &packed[side].back()[(size_t)position * d];
-                    for (int ch = 0; ch < 32 * groups; ch++) {
-                        int g = ch / 32, bits = layout.bits[g];
+                    for (int ch = 0; ch < plan.group_channels * groups; ch++) {
+                        int g = ch / plan.group_channels, bits = layout.bits[g];
                         if (ch < d) x[ch] = 0;
                         if (!bits) continue;
                         uint32_t code = random() & ((1u << bits) - 1);
-                        uint8_t *at = record + layout.codes_offset + tile * layout.tile_bytes + layout.offset[g];
-                        if (side == 0) put_code(at, bits, i, ch % 32, code);
-                        else put_code(at, bits, ch % 32, column_of(i), code);
+                        put_token_code(plan, record, side, token, g, ch % plan.group_channels, code);
                         if (ch < d)
-                            x[ch] = (double)(books[bits].levels[code] * books[bits].step) * __half2float(scale) *
+                            x[ch] = (double)level_of(bits, code) * __half2float(scale) *
                                     (c.steps ? steps[side][h * groups + g] : 1);
                     }
                     unrotate(plan, matrix[side], x);
@@ -482,6 +497,26 @@ static std::vector<Case> all_cases()
             c.tokens = t, c.key_bits = "5430", c.value_bits = "0214", c.fresh = c.centres = c.steps = true, c.sinks = 4,
             c.window = 64, c.sliding = 300, c.lengths = {1000, 90, 2500}, c.starts = {750, 3, 0}, c.dtype = TQ_F16;
         });
+    for (int d : {8, 16, 24, 40, 64, 80, 96, 128, 200, 256})
+        for (const char *bits : {"1", "2", "3", "4", "5", "8", "8532100000000014"})
+            for (int dtype : {TQ_BF16, TQ_F32})
+                add(std::string("fine ") + bits + " dim " + std::to_string(d), [&](Case &c) {
+                    c.fine = true, c.key_bits = bits, c.head_dim = d, c.lengths = {300, 1000, 65}, c.dtype = dtype;
+                });
+    for (int g : {1, 3, 8, 9, 16, 33})
+        add("fine, group " + std::to_string(g), [&](Case &c) {
+            c.fine = true, c.group = g, c.key_bits = "85321", c.value_bits = "1480352", c.lengths = {500, 0, 128, 64},
+            c.page_tokens = g % 2 ? 64 : 128, c.dtype = TQ_F32;
+        });
+    for (int t : {1, 4, 9})
+        add("fine, everything, queries " + std::to_string(t), [&](Case &c) {
+            c.fine = true, c.tokens = t, c.key_bits = "85430012", c.value_bits = "02148", c.fresh = t > 1,
+            c.centres = c.steps = true, c.sinks = 4, c.window = 64, c.sliding = 300, c.lengths = {1000, 90, 2500},
+            c.starts = {750, 3, 0}, c.dtype = TQ_F16, c.rotation = t == 4 ? TQ_ROTATION_DENSE : c.rotation;
+        });
+    add("fine, not causal, softcap", [](Case &c) {
+        c.fine = true, c.key_bits = "8421", c.causal = 0, c.tokens = 5, c.softcap = 5, c.lengths = {700, 31};
+    });
     auto add_wide = [&](std::string name, auto change) {
         for (const char *bits : {"2", "3", "4", "5310"})
             add("many rows: " + name + ", bits " + bits, [&](Case &c) {
@@ -523,7 +558,7 @@ __global__ void fill_pages(uint32_t *words, int64_t n, int64_t record_words, int
 }
 
 struct Shape {
-    const char *bits;
+    const char *bits; /* "f..": of groups of 16 channels */
     int batch, heads, group, length, head_dim, tokens, window;
     double baseline_us; /* the best bf16 attention seen, 0: unknown */
 };
@@ -531,7 +566,8 @@ struct Shape {
 static void time_shape(const Shape &s, int rotation)
 {
     Case c;
-    c.key_bits = s.bits, c.head_dim = s.head_dim, c.rotation = rotation;
+    c.fine = s.bits[0] == 'f';
+    c.key_bits = s.bits + c.fine, c.head_dim = s.head_dim, c.rotation = rotation;
     tq_plan plan = make_plan(c);
     tq_error error;
     int B = s.batch, H = s.heads, G = s.group, T = s.tokens, d = s.head_dim,
@@ -650,6 +686,12 @@ static void time_all(const char *filter)
     shapes.push_back({"4332", 16, 8, 4, 32768, 128, 1, 0, 0});
     shapes.push_back({"4332", 16, 8, 4, 32768, 128, 8, 0, 0});
     shapes.push_back({"4332", 16, 1, 16, 32768, 128, 1, 0, 0});
+    for (const char *bits : {"f4", "f3", "f2", "f54322222", "f85422111"}) {
+        shapes.push_back({bits, 16, 8, 4, 32768, 128, 1, 0, 0});
+        shapes.push_back({bits, 64, 20, 1, 1024, 64, 1, 0, 0});
+    }
+    shapes.push_back({"f85422111", 1, 8, 4, 8192, 128, 1, 0, 0});
+    shapes.push_back({"f85422111", 16, 8, 4, 32768, 128, 8, 0, 0});
     for (auto &s : shapes) {
         char name[100];
         snprintf(name, sizeof name, "%d,%d,%d,%d bits %s T%d w%d d%d", s.batch, s.heads, s.group, s.length, s.bits,

@@ -95,11 +95,12 @@ inline tq_plan plan_of(const std::vector<int64_t> &words)
     return plan;
 }
 
+/** group: channels, 32 or (version 3) 16. */
 inline tq_plan make_plan(int dim, int page_tokens, int rotation, int law, int scale, const std::vector<int> &key_bits,
-                         const std::vector<int> &value_bits)
+                         const std::vector<int> &value_bits, int group = TQ_TILE)
 {
-    std::vector<int64_t> words = {TQ_FORMAT_VERSION, dim, page_tokens, rotation, law, scale, 1234567 + dim};
-    const int groups = (dim + 31) / 32;
+    const int version = group == TQ_TILE ? TQ_FORMAT_VERSION : TQ_FORMAT_FINE, groups = (dim + group - 1) / group;
+    std::vector<int64_t> words = {version, dim, page_tokens, rotation, law, scale, 1234567 + dim};
     for (int g = 0; g < groups; g++) words.push_back(key_bits[g % key_bits.size()]);
     for (int g = 0; g < groups; g++) words.push_back(value_bits[g % value_bits.size()]);
     return plan_of(words);
@@ -129,6 +130,7 @@ inline void fill_table(float *table, const tq_side &side, Random &random)
 inline void fill_rows(std::vector<uint8_t> &to, size_t rows, int dim, int dtype, Random &random)
 {
     std::vector<float> spread(dim);
+    static const float ties[] = {3, -17, 51, -55, 61, 63, -77, 115};
     for (float &s : spread) s = expf(random.normal()) * (random.below(16) ? 1.0f : 10.0f);
     for (size_t row = 0; row < rows; row++) {
         const int kind = random.below(24);
@@ -137,6 +139,7 @@ inline void fill_rows(std::vector<uint8_t> &to, size_t rows, int dim, int dtype,
             float x = random.normal() * spread[c] * factor;
             if (kind == 4) x = random.below(8) ? 0.0f : x; // sparse: sums of equal numbers and of zeros, ties
             if (kind == 5) x = random.below(2) ? 1.0f : -1.0f;
+            if (kind == 6) x = ties[c % 8] / 64; // their rms is 1, and without rotation codes of 8 bits are ties
             store(to, row * dim + c, dtype, fminf(fmaxf(x, -TQ_MAX_INPUT), TQ_MAX_INPUT));
         }
     }

@@ -61,7 +61,12 @@ static tq_status read_plan(stream *s, tq_plan *plan)
     words[1] = head_dim;
     words[2] = 32 * (1 + size(s, 3));
     for (int i = 3; i < 7; i++) words[i] = number(s, i == 6 ? 200 : 3);
-    int first = TQ_PLAN_HEADER_WORDS, blocked = words[3] == 3; /* no rotation: a plan of version 2 */
+    if (words[4] == 3) { /* no codebook: a plan of version 3 */
+        words[0] = TQ_FORMAT_FINE, words[4] = 0, words[2] = 128;
+        groups = (head_dim + 15) / 16;
+    }
+    int first = TQ_PLAN_HEADER_WORDS,
+        blocked = words[3] == 3 && words[0] == TQ_FORMAT_VERSION; /* no rotation: a plan of version 2 */
     if (blocked) {
         words[0] = TQ_FORMAT_BLOCKED, words[3] = 0, first = TQ_PLAN_BLOCKED_HEADER_WORDS;
         for (int i = 0; i < 8; i++) words[7 + i] = number(s, i % 4 == 3 ? head_dim : i % 4 == 1 ? 3 : 2);

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[Plan, int, bool]] = {
     "mixed-centred-steps": (ref.plan(104, (5, 0, 3, 1), (2, 4, 0, 5), seed=2**62 + 1, **SMALL), 33, True),
     "whole-page": (ref.plan(8, 2, 3, seed=17), 128, False),
     "empty": (ref.plan(8, 4), 0, False),
+    "groups-of-16-centred-steps": (ref.plan(40, (5, 8, 3), (8, 0, 1), seed=18, page_tokens=64, group=16), 77, True),
 }
 
 

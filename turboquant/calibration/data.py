@@ -1,9 +1,9 @@
 """Calibration: what a model's own keys and values say about how to store them, measured once and good for any budget.
 
 The calibrated plan (after TurboESM's head-wise principal axes): per layer, side and KV head, a centre and axes
-(`axes.plan_axes`) of the centred vectors; 32 axes at a time form a group, mixed by a random-sign Hadamard and scaled by
-a fixed step (the root of the group's mean variance). Bits go to groups over all layers, keys and values at once,
-greedily, each to where
+(`axes.plan_axes`) of the centred vectors; 32 axes at a time, or 16 (`CacheSpec.group`), form a group, mixed by a
+random-sign Hadamard and scaled by a fixed step (the root of the group's mean variance). Bits go to groups over all
+layers, keys and values at once, greedily, each to where
 
     sum over heads of (sum of sensitivity over the group's axes) * (mean variance of the group) * (E(b) - E(b + 1))
 
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..files import write_whole
-from ..plan import GROUP, MAX_BITS, Codebook, plan_words
+from ..plan import GROUP, MAX_BITS, WIDE_BITS, WIDE_STEP, Codebook, plan_words, widths_of
 from ..spec import CacheSpec, group_bits_of
 from .axes import singular_axes
 from .tables import COLUMNS
@@ -108,23 +108,22 @@ class Calibration:
     def head_dim(self) -> int:
         return int(self.centre.shape[-1])
 
-    @property
-    def groups(self) -> int:
-        return -(-self.head_dim // GROUP)
+    def groups(self, group: int = GROUP) -> int:
+        return -(-self.head_dim // group)
 
-    def group_variance(self) -> NDArray[np.float64]:
+    def group_variance(self, group: int = GROUP) -> NDArray[np.float64]:
         """Mean variance of each group, [layers, 2, kv_heads, groups]; a short last one counts what it has."""
-        starts = np.arange(0, self.head_dim, GROUP)
-        return self._sums(self.variance) / np.minimum(GROUP, self.head_dim - starts)
+        starts = np.arange(0, self.head_dim, group)
+        return self._sums(self.variance, group) / np.minimum(group, self.head_dim - starts)
 
-    def _sums(self, of_axes: F32) -> NDArray[np.float64]:
+    def _sums(self, of_axes: F32, group: int) -> NDArray[np.float64]:
         """[.., head_dim] -> [.., groups], each over the axes of a group."""
-        return np.add.reduceat(of_axes.astype(np.float64), np.arange(0, self.head_dim, GROUP), axis=-1)
+        return np.add.reduceat(of_axes.astype(np.float64), np.arange(0, self.head_dim, group), axis=-1)
 
-    def steps(self) -> F32:
+    def steps(self, group: int = GROUP) -> F32:
         """The fixed step of each group, [layers, 2, kv_heads, groups]: the root of its variance; never 0, so that a
         channel that never moved can be divided by it."""
-        variance = self.group_variance()
+        variance = self.group_variance(group)
         floor = np.maximum(variance.max(-1, keepdims=True) * 1e-10, 1e-12)
         steps: F32 = np.sqrt(np.maximum(variance, floor)).astype(np.float32)
         return steps
@@ -138,17 +137,17 @@ class Calibration:
         turned: F32 = np.matmul(group_mix(self.head_dim, self.seed), self.axes[layer])
         return turned
 
-    def merged(self, layer: int, side: int, bits: Sequence[int]) -> tuple[F32, F32]:
+    def merged(self, layer: int, side: int, bits: Sequence[int], group: int = GROUP) -> tuple[F32, F32]:
         """(rotation [kv_heads, head_dim, head_dim], steps [kv_heads, groups]) of one side of a layer whose groups have
         these bits: neighbours with the same bits are mixed by one Hadamard and share a step.
 
         Apart they gain nothing in squared error. Together a vector that is large in the axes of one group alone spreads
         over both, and the error lies evenly on all their axes instead of where variance, and most of the query, is.
         """
-        edges = [g for g in range(self.groups + 1) if g in (0, self.groups) or bits[g - 1] != bits[g]]
-        mix, steps = np.zeros((self.head_dim, self.head_dim), np.float32), self.steps()[layer, side].astype(np.float64)
-        for start, stop in pairwise(edges):
-            at = slice(start * GROUP, min(stop * GROUP, self.head_dim))
+        steps = self.steps(group)[layer, side].astype(np.float64)
+        mix = np.zeros((self.head_dim, self.head_dim), np.float32)
+        for start, stop in runs(bits):
+            at = slice(start * group, min(stop * group, self.head_dim))
             mix[at, at] = _signed_hadamard(at.stop - at.start, self.seed + at.start)
             steps[:, start:stop] = np.sqrt(np.square(steps[:, start:stop]).mean(-1, keepdims=True))
         turned: F32 = np.matmul(mix, self.axes[layer, side])
@@ -164,33 +163,34 @@ class Calibration:
         moment: NDArray[np.float64] = variance + self.centre[layer].astype(np.float64) ** 2
         return moment
 
-    def bits(self, average: float) -> NDArray[np.int64]:
-        """Bits of each group, [layers, 2, groups], for an average of at most `average` code bits over all groups of all
-        layers.
+    def bits(self, average: float, group: int = GROUP) -> NDArray[np.int64]:
+        """Bits of each group of `group` channels, [layers, 2, groups], for an average of at most `average` code bits
+        over all groups of all layers.
 
         Scales come on top: 16 bits per token, head and side. ValueError for an average that no plan of this model can
         have.
         """
         # The Hadamard of a group spreads its error evenly: every axis has the mean of its variances times E(bits).
-        energy = (self.group_variance() * self._sums(self.sensitivity)).sum(2)
-        sides = 2 * self.layers
-        if not sides <= sides * self.groups * average <= sides * self.groups * MAX_BITS:  # a NaN is refused as well
-            raise ValueError(f"`average` must be in {1 / self.groups:.4g}..{MAX_BITS} bits for heads of "
+        energy = (self.group_variance(group) * self._sums(self.sensitivity, group)).sum(2)
+        sides, groups = 2 * self.layers, self.groups(group)
+        if not sides <= sides * groups * average <= sides * groups * MAX_BITS:  # a NaN is refused as well
+            raise ValueError(f"`average` must be in {1 / groups:.4g}..{MAX_BITS} bits for heads of "
                              f"{self.head_dim} channels, got {average}")  # fmt: skip
         # Rare keys of ESM-2 lie far out, at 8 steps, along axes of little variance; zero bits would lose them.
         whole_keys = self.fingerprint.get("model_type") == "esm"
-        return allocate(energy, group_bits_of(average, self.layers, self.groups), whole_keys)
+        return allocate(energy, group_bits_of(average, self.layers, groups), whole_keys, widths_of(group))
 
-    def average_of_bytes(self, bytes_per_token: float) -> float:
+    def average_of_bytes(self, bytes_per_token: float, group: int = GROUP) -> float:
         """The `average` of a budget in bytes: of one packed token, all layers and heads, keys and values, scales
         included.
 
         ValueError if there is no plan that small.
         """
         scales = 2 * 2 * self.layers * self.kv_heads
-        average = (bytes_per_token - scales) / (4 * self.kv_heads * 2 * self.layers * self.groups)
-        least = scales + 4 * self.kv_heads * 2 * self.layers
-        if not average * self.groups >= 1:
+        bit = group // 8 * self.kv_heads * 2 * self.layers  # bytes of one bit of one group in all of them
+        average = (bytes_per_token - scales) / (bit * self.groups(group))
+        least = scales + bit
+        if not average * self.groups(group) >= 1:
             raise ValueError(f"`bytes_per_token` must be at least {least} for this model, got {bytes_per_token}")
         return min(average, float(MAX_BITS))
 
@@ -294,46 +294,60 @@ def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int)
                          f"{n_layers} layers instead of {calibration.layers}")  # fmt: skip
     if spec.budget is None:
         return each
-    bits = calibration.bits(spec.budget).tolist()
+    bits = calibration.bits(spec.budget, spec.group).tolist()
     return [s.with_(budget=None, key_bits=tuple(b[0]), value_bits=tuple(b[1])) for s, b in zip(each, bits)]
 
 
 @cache
-def _distortions() -> tuple[float, ...]:
-    """D(b) for b = 0..5: mean squared error of the codebook for N(0, 1), by Simpson's rule over each level's cell."""
-    out = [1.0]
-    for bits in range(1, MAX_BITS + 1):
-        book = _core.codebook(Codebook.NORMAL, 128, bits)
-        levels = np.sort(book["levels"].astype(np.float64)) * book["step"]
+def _distortions() -> dict[int, float]:
+    """D(b) for b = 0..5 and 8: mean squared error of the codebook for N(0, 1), by Simpson's rule over each level's
+    cell."""
+    out = {0: 1.0}
+    for bits in (*range(1, MAX_BITS + 1), WIDE_BITS):
+        if bits == WIDE_BITS:
+            levels = np.arange(-127, 128) * WIDE_STEP
+        else:
+            book = _core.codebook(Codebook.NORMAL, 128, bits)
+            levels = np.sort(book["levels"].astype(np.float64)) * book["step"]
         x = np.linspace(-9, 9, 36001)
         error = (x - levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x)]) ** 2
-        out.append(float(np.trapezoid(error * np.exp(-x * x / 2) / np.sqrt(2 * np.pi), x)))
-    return tuple(out)
+        out[bits] = float(np.trapezoid(error * np.exp(-x * x / 2) / np.sqrt(2 * np.pi), x))
+    return out
 
 
 @cache
-def errors() -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """E(b) for b = 0..5, of keys and of values: what a coordinate of unit variance at b bits costs, with D its mean
-    squared error.
+def errors() -> tuple[dict[int, float], dict[int, float]]:
+    """E(b) for b = 0..5 and 8, of keys and of values: what a coordinate of unit variance at b bits costs, with D its
+    mean squared error.
 
     Values: D. Keys: D + D^2, in which the part of the error that all tokens share counts twice: a decoded key is on
     average 1 - D of the true one, and keys that are all too short by that flatten a softmax more than noise of that
     size would. Without it plans of few bits leave groups of keys empty (reference model, 2 bits: .034 nats, not .031).
     """
     values = _distortions()
-    return tuple(d + d * d for d in values), values
+    return {b: d + d * d for b, d in values.items()}, values
 
 
-def allocate(energy: NDArray[np.float64], budget: int, whole_keys: bool = False) -> NDArray[np.int64]:
-    """Shares `budget` group-bits, one at a time, each to where it takes most from sum(energy * E(bits)).
+def runs(bits: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbouring groups with equal bits, together: the first and the one behind the last."""
+    edges = [g for g in range(len(bits) + 1) if g in (0, len(bits)) or bits[g - 1] != bits[g]]
+    return list(pairwise(edges))
 
-    energy: [layers, 2, groups], what a group costs for E = 1.  Returns bits of the same shape, 0..5, summing to
-    `budget`. Every layer's keys and values get at least one group with a bit, because a side without any cannot be
-    attended to; with `whole_keys`, every group of keys gets one, if there are enough. No bit of a group gains more than
-    the one before it, so the greedy sharing is the best one.
+
+def allocate(
+    energy: NDArray[np.float64], budget: int, whole_keys: bool = False, widths: Sequence[int] = range(MAX_BITS + 1)
+) -> NDArray[np.int64]:
+    """Shares `budget` group-bits, a width at a time, each to where it takes most from sum(energy * E(bits)) for a bit.
+
+    energy: [layers, 2, groups], what a group costs for E = 1.  Returns bits of the same shape, each one of `widths`,
+    which start with 0 and 1; they sum to `budget`, or to a bit or two less where a group's next width is further away.
+    Every layer's keys and values get at least one group with a bit, because a side without any cannot be attended to;
+    with `whole_keys`, every group of keys gets one, if there are enough. No bit of a group gains more than the one
+    before it, so the greedy sharing is the best one, but for the last bits where a width costs several.
     ValueError if the budget cannot be met.
     """
-    least, most = energy[..., 0].size, energy.size * MAX_BITS
+    least, most = energy[..., 0].size, energy.size * widths[-1]
+    wider = dict(pairwise(widths))
     if not least <= budget <= most:
         raise ValueError(
             f"`budget` must be in {least}..{most} group-bits (each side of each layer needs one), got {budget}"
@@ -344,15 +358,20 @@ def allocate(energy: NDArray[np.float64], budget: int, whole_keys: bool = False)
         bits[:, 0] = 1
 
     def gain(at: tuple[int, ...]) -> float:
-        error = errors()[at[1]]
-        return float(energy[at] * (error[bits[at]] - error[bits[at] + 1]))
+        error, now = errors()[at[1]], int(bits[at])
+        return float(energy[at] * (error[now] - error[wider[now]])) / (wider[now] - now)
 
     queue = [(-gain(at), at) for at in np.ndindex(energy.shape)]
     heapq.heapify(queue)
-    for _ in range(budget - int(bits.sum())):
+    left = budget - int(bits.sum())
+    while left and queue:
         _, at = heapq.heappop(queue)
-        bits[at] += 1
-        if bits[at] < MAX_BITS:
+        price = wider[int(bits[at])] - int(bits[at])
+        if price > left:
+            continue
+        bits[at] += price
+        left -= price
+        if int(bits[at]) in wider:
             heapq.heappush(queue, (-gain(at), at))
     return bits
 

@@ -15,7 +15,7 @@ from .tables import LEVELS
 
 __all__ = ["transforms"]
 
-_Of = tuple[int, Plan, Plan, torch.device]
+_Of = tuple[int, Plan, Plan, int, torch.device]
 _made: weakref.WeakKeyDictionary[Calibration, dict[_Of, dict[str, torch.Tensor]]]
 _made = weakref.WeakKeyDictionary()
 
@@ -28,12 +28,12 @@ def transforms(calibration: Calibration, spec: CacheSpec, layer: int, device: to
     the rows of a sketch; *_steps [kv_heads, 8 or 9] for a table.  Not to be written to.
     """
     held = _made.setdefault(calibration, {})
-    bits = [group_widths(getattr(spec, f"{side}_bits"), calibration.head_dim) for side in SIDES]
-    where = layer, bits[0], bits[1], device
+    bits = [group_widths(getattr(spec, f"{side}_bits"), calibration.head_dim, spec.group) for side in SIDES]
+    where = layer, bits[0], bits[1], spec.group, device
     if where not in held:
         made = {}
         for i, side in enumerate(SIDES):
-            made[f"{side}_rotation"], made[f"{side}_steps"] = calibration.merged(layer, i, bits[i])
+            made[f"{side}_rotation"], made[f"{side}_steps"] = calibration.merged(layer, i, bits[i], spec.group)
             made[f"{side}_centre"] = calibration.centre[layer, i]
         held[where] = {name: torch.from_numpy(np.ascontiguousarray(x)).clone().to(device) for name, x in made.items()}
     taken = {"rotation": spec.rotation == "calibrated", "steps": spec.rotation == "calibrated"}
