@@ -69,11 +69,7 @@ def test_bytes_are_scalars(level: str, dim: int, rotation: int, rng: np.random.G
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("dim", SIZES)
 def test_attend_is_near_float64(level: str, dim: int, group: int, dtype: str, rng: np.random.Generator) -> None:
-    for bits, channels in [
-        *((n, 32) for n in range(1, 6)),
-        *((n, 16) for n in (1, 2, 3, 4, 5, 8)),
-        (mixed(dim, 32), 32),
-    ]:
+    for bits, channels in [*((n, 32) for n in range(1, 6)), (8, 16), (mixed(dim, 32), 32), (mixed(dim, 16), 16)]:
         p = ref.plan(dim, bits, bits, seed=1, group=channels)
         case = make_case(rng, p, [300, 37], group=group, sinks=2, window=5, dtype=dtype)
         _core.set_isa(level)

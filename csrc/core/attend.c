@@ -501,7 +501,7 @@ void tq_attend_lay_out(attend_job *job)
         tq_key_tiles(job->plan, &job->key_groups, job->key_tiles);
         tq_value_tiles(job->plan, &job->value_groups, job->value_tiles);
     }
-    job->precise = a->dtype == TQ_F32;
+    job->precise = a->dtype == TQ_F32 || tq_is_fine(job->plan);
     int64_t rows = (int64_t)job->group * a->query_tokens;
     job->chunk_rows = rows < CHUNK_ROWS ? (int32_t)rows : CHUNK_ROWS;
     int64_t tasks_in_flight = tasks * job->splits;

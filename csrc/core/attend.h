@@ -12,7 +12,7 @@ typedef struct {
     tq_tile key_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE],
         value_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE];
     int64_t query_operand_bytes, weight_operand_bytes; /* of one row */
-    int precise;                                       /* operands for float32 queries */
+    int precise;                                       /* operands for float32 queries, and of version 3 */
     int32_t group, chunks, chunk_rows, splits, threads;
     uint8_t *scratch;
 } attend_job;

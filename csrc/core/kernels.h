@@ -39,7 +39,7 @@ typedef struct {
 
 #define TQ_MAX_RUN 8 /* 256 columns: what 32-bit sums of 16-bit operands and 8-bit levels hold */
 
-/** What the halves of a tile are; turboquant.h, versions 1 and 3. */
+/** What the halves of a tile are; turboquant.h, versions 1 and 3. Where they are apart operands are precise. */
 typedef enum {
     TQ_WHOLE_TILES, /* 32 rows and 32 columns that belong together */
     TQ_HALF_COLUMNS, /* columns with and without bit 3 are of two token tiles: a block's product is two times 32 numbers */

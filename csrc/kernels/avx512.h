@@ -84,8 +84,8 @@ typedef struct {
 
 TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
 {
-    tile_words words;
-    __m512i w[TQ_WIDE_BITS];
+    tile_words words = {0};
+    __m512i w[TQ_WIDE_BITS] = {{0}};
     TQ_UNROLL
     for (int i = 0; i < bits; i++) w[i] = _mm512_loadu_si512(at + 128 * i);
     if (bits == 1) words.bytes = interleave_u8x64(w[0], _mm512_srli_epi32(w[0], 4));

@@ -71,8 +71,8 @@ typedef struct {
 
 TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
 {
-    tile_words words;
-    uint8x16_t w[TQ_WIDE_BITS];
+    tile_words words = {0};
+    uint8x16_t w[TQ_WIDE_BITS] = {{0}};
     TQ_UNROLL
     for (int i = 0; i < bits; i++) w[i] = vld1q_u8(at + 128 * i);
     if (bits == 1) words.bytes = interleave_u8x16(w[0], vshrq_n_u8(w[0], 4));

@@ -234,6 +234,31 @@ TQ_INLINE tq_floats level_sums(int bits, vec sums, tq_ints offset)
     return __builtin_convertvector(v - offset, tq_floats);
 }
 
+/** load_words, also where `bits` is no constant. */
+TQ_INLINE tile_words words_of(int bits, int by_lane, const uint8_t *at)
+{
+    switch (bits) {
+    case 1: return load_words(1, by_lane, at);
+    case 2: return load_words(2, by_lane, at);
+    case 3: return load_words(3, by_lane, at);
+    case 4: return load_words(4, by_lane, at);
+    case 5: return load_words(5, by_lane, at);
+    default: return load_words(TQ_WIDE_BITS, by_lane, at);
+    }
+}
+
+TQ_INLINE parts levels_of(int bits, int by_lane, const tile_words *words, int m, const tables *t)
+{
+    switch (bits) {
+    case 1: return levels(1, by_lane, words, m, t);
+    case 2: return levels(2, by_lane, words, m, t);
+    case 3: return levels(3, by_lane, words, m, t);
+    case 4: return levels(4, by_lane, words, m, t);
+    case 5: return levels(5, by_lane, words, m, t);
+    default: return levels(TQ_WIDE_BITS, by_lane, words, m, t);
+    }
+}
+
 /** A step: `vectors` vectors of rows of one block times `rows` operands. */
 typedef struct {
     const product_run *run;
@@ -265,7 +290,7 @@ TQ_INLINE void add_tile(int bits, tq_halves halves, int precise, int rows, int v
     for (int m = 0; m < 4; m++) { /* lane t or row r */
         parts level[2];
         TQ_UNROLL
-        for (int h = 0; h < vectors; h++) level[h] = levels(bits, by_lane, &words[h], m, step->t);
+        for (int h = 0; h < vectors; h++) level[h] = levels_of(bits, by_lane, &words[h], m, step->t);
         TQ_UNROLL
         for (int j = 0; j < PARTS; j++) TQ_UNROLL
         for (int i = 0; i < rows; i++) TQ_UNROLL
@@ -292,7 +317,7 @@ TQ_INLINE void add_products(int bits, tq_halves halves, int precise, int rows, i
         tile_words words[2];
         TQ_UNROLL
         for (int h = 0; h < vectors; h++) {
-            words[h] = load_words(bits, by_lane, tile + 16 * VEC_GS * h);
+            words[h] = words_of(bits, by_lane, tile + 16 * VEC_GS * h);
             for (int32_t i = 0; i < step->lines; i++, ahead += 64)
                 __builtin_prefetch(ahead, 0, 2); /* to L2: more can be under way */
             if (!by_lane) add_tile(bits, halves, precise, rows, 1, by_lane, words + h, x, step, sums + h);
@@ -318,6 +343,7 @@ TQ_INLINE void multiply_block(int bits, tq_halves halves, int precise, int rows,
     const int planes = PLANES(precise), two = halves == TQ_HALF_COLUMNS;
     const int by_lane = rows > 1 || 4 * planes > SUM_REGISTERS, sums_each = rows * planes * (by_lane ? 1 : 4);
     const int vectors = !two && 2 * sums_each <= SUM_REGISTERS ? 2 : 1; /* share a broadcast, if registers allow */
+    const int outputs = two ? 2 : vectors;                              /* vectors of sums */
     int32_t lines = q ? 0 : run->lines;                                 /* once is enough */
     float *out = run->out + (int64_t)q * run->out_stride + (TQ_TILE << two) * block;
     product_step step = {run,
@@ -331,7 +357,7 @@ TQ_INLINE void multiply_block(int bits, tq_halves halves, int precise, int rows,
     for (step.g = 0; step.g < 8; step.g += vectors * VEC_GS) {
         vec sums[2][MAX_ROWS][3][4];
         TQ_UNROLL
-        for (int h = 0; h < vectors << two; h++) TQ_UNROLL
+        for (int h = 0; h < outputs; h++) TQ_UNROLL
         for (int i = 0; i < rows; i++) TQ_UNROLL
         for (int p = 0; p < planes; p++) TQ_UNROLL
         for (int r = 0; r < 4; r++) sums[h][i][p][r] = vec_zero();
@@ -341,7 +367,7 @@ TQ_INLINE void multiply_block(int bits, tq_halves halves, int precise, int rows,
         for (int h = 0; h < vectors && !by_lane; h++) TQ_UNROLL
         for (int p = 0; p < planes; p++) gather_sums(halves, sums[h][0][p], sums[1][0][p]);
         TQ_UNROLL
-        for (int h = 0; h < vectors << two; h++) TQ_UNROLL
+        for (int h = 0; h < outputs; h++) TQ_UNROLL
         for (int i = 0; i < rows; i++) {
             float *to = out + (int64_t)i * run->out_stride + 4 * step.g + h * (two ? TQ_TILE : 4 * VEC_GS);
             vec(*plane)[4] = sums[h][i], low = plane[0][0];
@@ -375,20 +401,30 @@ TQ_INLINE void multiply_width(int bits, tq_halves halves, int precise, const pro
     for (; q < run->rows; q++) multiply_rows(bits, halves, precise, 1, run, &t, q);
 }
 
-#define WIDTH(bits, halves)                                                                                            \
-    static void multiply_##bits##_##halves(const product_run *run, int precise)                                        \
+#define WIDTH(bits)                                                                                                    \
+    static void multiply_##bits(const product_run *run, int precise)                                                   \
     {                                                                                                                  \
-        if (precise) multiply_width(bits, TQ_##halves, 1, run);                                                        \
-        else multiply_width(bits, TQ_##halves, 0, run);                                                                \
+        if (precise) multiply_width(bits, TQ_WHOLE_TILES, 1, run);                                                     \
+        else multiply_width(bits, TQ_WHOLE_TILES, 0, run);                                                             \
     }
-#define WIDTHS(halves) WIDTH(1, halves) WIDTH(2, halves) WIDTH(3, halves) WIDTH(4, halves) WIDTH(5, halves)
-WIDTHS(WHOLE_TILES)
-WIDTHS(HALF_COLUMNS)
-WIDTH(8, HALF_COLUMNS)
-WIDTHS(HALF_ROWS)
-WIDTH(8, HALF_ROWS)
-#define WIDTHS_LISTED(halves)                                                                                          \
-    NULL, multiply_1_##halves, multiply_2_##halves, multiply_3_##halves, multiply_4_##halves, multiply_5_##halves
+WIDTH(1)
+WIDTH(2)
+WIDTH(3)
+WIDTH(4)
+WIDTH(5)
+
+/* Any width, and precise operands: runs of version 3 are short, and kernels for each width would be most of what is compiled. */
+static void multiply_half_columns(const product_run *run, int precise)
+{
+    (void)precise;
+    multiply_width(run->tiles->bits, TQ_HALF_COLUMNS, 1, run);
+}
+
+static void multiply_half_rows(const product_run *run, int precise)
+{
+    (void)precise;
+    multiply_width(run->tiles->bits, TQ_HALF_ROWS, 1, run);
+}
 
 /** Blocks from the first on whose tiles have the first one's widths. */
 static int32_t blocks_alike(const tq_tile_grid *grid, int32_t first)
@@ -404,10 +440,8 @@ static int32_t blocks_alike(const tq_tile_grid *grid, int32_t first)
 static void multiply_vector(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate,
                             float *out, int32_t out_stride)
 {
-    static void (*const widths[][TQ_WIDE_BITS + 1])(const product_run *, int) = {
-        {WIDTHS_LISTED(WHOLE_TILES)},
-        {WIDTHS_LISTED(HALF_COLUMNS), NULL, NULL, multiply_8_HALF_COLUMNS},
-        {WIDTHS_LISTED(HALF_ROWS), NULL, NULL, multiply_8_HALF_ROWS}};
+    static void (*const widths[])(const product_run *, int) = {NULL,       multiply_1, multiply_2,
+                                                               multiply_3, multiply_4, multiply_5};
     int32_t steps = grid->blocks * grid->n * (8 / VEC_GS), lines = ((grid->ahead_bytes + 63) / 64 + steps - 1) / steps;
     int32_t operand_tiles = grid->n << (grid->halves == TQ_HALF_ROWS);
     product_run run = {.base = grid->base,
@@ -427,7 +461,9 @@ static void multiply_vector(const tq_tile_grid *grid, const void *operands, int3
             run.n = run.tiles->run;
             run.book = &grid->books[run.tiles->bits];
             run.accumulate = accumulate || run.first;
-            widths[grid->halves][run.tiles->bits](&run, precise);
+            if (grid->halves == TQ_HALF_COLUMNS) multiply_half_columns(&run, precise);
+            else if (grid->halves == TQ_HALF_ROWS) multiply_half_rows(&run, precise);
+            else widths[run.tiles->bits](&run, precise);
             run.ahead += 64 * (int64_t)lines * (8 / VEC_GS) * run.n * run.blocks;
         }
     }

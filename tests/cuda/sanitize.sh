@@ -1,0 +1,47 @@
+#!/bin/bash
+# compute-sanitizer over the CUDA harnesses on a small matrix of cases, from the repository's root:
+#
+#   tests/cuda/sanitize.sh [ARCH] > benchmarks/results/h200/sanitizer.log
+#
+# ARCH: native unless said, such as 90a. Ends with an error if any run finds anything.
+set -u -o pipefail
+arch=${1:-native}
+[ "$arch" = native ] || arch=sm_$arch
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+flags=(-std=c++17 -O2 -lineinfo -arch="$arch" -Icsrc -Icsrc/include)
+
+for source in csrc/core/*.c csrc/kernels/scalar.c; do
+    gcc -O2 -std=gnu11 -ffp-contract=off -Icsrc -Icsrc/include -c "$source" -o "$build/core_$(basename "$source").o" &
+done
+for source in csrc/cuda/*.cu; do nvcc "${flags[@]}" -c "$source" -o "$build/cuda_$(basename "$source").o" & done
+for name in attend attend_blocks append; do
+    nvcc "${flags[@]}" -c "tests/cuda/${name}_harness.cu" -o "$build/$name.o" 2> /dev/null &
+done
+wait
+for name in attend attend_blocks append; do
+    nvcc -arch="$arch" "$build/$name.o" "$build"/core_*.o "$build"/cuda_*.o -lpthread -o "$build/${name}_harness" || exit 1
+done
+
+failures=0
+run() { # tool, harness, its arguments
+    echo "== $1 $2: ${*:3}${TURBOQUANT_CUDA_PATH:+ ($TURBOQUANT_CUDA_PATH)}"
+    compute-sanitizer --error-exitcode 1 --tool "$1" "$build/$2_harness" "${@:3}" | tail -n 2 || failures=$((failures + 1))
+}
+
+echo "compute-sanitizer, $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
+for tool in memcheck racecheck synccheck; do
+    for path in hopper portable; do
+        for filter in "bits 4 dim 128" "bits 3 dim 80" "bits 2 dim 64" "window" "mixed" "dense" "group 16 bits 3" "ragged" \
+            "fine, everything" "fine, group" "fine 85321" "fine, not causal"; do
+            TURBOQUANT_CUDA_PATH=$path run "$tool" attend check "$filter"
+        done
+    done
+    run "$tool" attend check "many rows: some values zero" # wgmma: Hopper alone
+    run "$tool" attend check "many rows: 4 queries"
+    run "$tool" attend check "many rows: rising logits"
+    for filter in "length 33" "queries, fresh, \"tables"; do run "$tool" attend_blocks "$filter"; done
+    TQ_THIN=400 run "$tool" append check
+done
+echo "$failures runs failed"
+exit $((failures > 0))
