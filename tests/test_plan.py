@@ -82,6 +82,11 @@ def test_both_refuse_the_same(given: dict[str, Any], data: st.DataObject) -> Non
         (dict(rotation="haar"), ValueError, "`rotation` must be one of none, hadamard, dense, got 'haar'"),
         (dict(rotation=1), TypeError, "`rotation` must be one of none, hadamard, dense, got 1"),
         (dict(scale=Rotation.NONE), TypeError, "`scale` must be one of eden, norm, norm_corrected, least_"),
+        (dict(group=16.0), TypeError, "`group` must be an integer, got 16.0"),
+        (dict(group=8), ValueError, "`group` must be 32 or 16 channels, got 8"),
+        (dict(group=16, page_tokens=96), ValueError, "`page_tokens` must be 64 or 128 with groups of 16, got 96"),
+        (dict(group=16, key_bits=6), ValueError, "`key_bits` must be in 0..5 or 8, got 6"),
+        (dict(group=16, key_bits=[4, 4]), ValueError, "`key_bits` must be an integer or one per group of 16 channels"),
         (dict(seed=2**63), ValueError, "`seed` must be in 0..2**63 - 1, got 9223372036854775808"),
     ],
 )  # fmt: skip

@@ -152,6 +152,7 @@ def plan_words(
     if head_dim % 8 or not 8 <= head_dim <= MAX_DIM:
         limits = f"8..{MAX_HEAD_DIM} (8..{MAX_DIM} without values)"
         raise ValueError(f"`head_dim` must be a multiple of 8 in {limits}, got {head_dim}")
+    group = _integer(group, "group")
     if group not in (GROUP, FINE_GROUP):
         raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {group!r}")
     if group == FINE_GROUP and head_dim > MAX_HEAD_DIM:

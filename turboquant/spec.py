@@ -196,7 +196,8 @@ class CacheSpec:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
         for name, (low, high) in _RANGES.items():
             put(self, name, _integer(getattr(self, name), name, low, high))
-        if self.group not in (GROUP, FINE_GROUP) or not isinstance(self.group, int):
+        put(self, "group", _integer(self.group, "group", 0, 2**12))
+        if self.group not in (GROUP, FINE_GROUP):
             raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
         if (
             isinstance(self.key_bits, tuple)

@@ -414,17 +414,9 @@ WIDTH(4)
 WIDTH(5)
 
 /* Any width, and precise operands: runs of version 3 are short, and kernels for each width would be most of what is compiled. */
-static void multiply_half_columns(const product_run *run, int precise)
-{
-    (void)precise;
-    multiply_width(run->tiles->bits, TQ_HALF_COLUMNS, 1, run);
-}
+static void multiply_half_columns(const product_run *run) { multiply_width(run->tiles->bits, TQ_HALF_COLUMNS, 1, run); }
 
-static void multiply_half_rows(const product_run *run, int precise)
-{
-    (void)precise;
-    multiply_width(run->tiles->bits, TQ_HALF_ROWS, 1, run);
-}
+static void multiply_half_rows(const product_run *run) { multiply_width(run->tiles->bits, TQ_HALF_ROWS, 1, run); }
 
 /** Blocks from the first on whose tiles have the first one's widths. */
 static int32_t blocks_alike(const tq_tile_grid *grid, int32_t first)
@@ -461,8 +453,8 @@ static void multiply_vector(const tq_tile_grid *grid, const void *operands, int3
             run.n = run.tiles->run;
             run.book = &grid->books[run.tiles->bits];
             run.accumulate = accumulate || run.first;
-            if (grid->halves == TQ_HALF_COLUMNS) multiply_half_columns(&run, precise);
-            else if (grid->halves == TQ_HALF_ROWS) multiply_half_rows(&run, precise);
+            if (grid->halves == TQ_HALF_COLUMNS) multiply_half_columns(&run);
+            else if (grid->halves == TQ_HALF_ROWS) multiply_half_rows(&run);
             else widths[run.tiles->bits](&run, precise);
             run.ahead += 64 * (int64_t)lines * (8 / VEC_GS) * run.n * run.blocks;
         }
