@@ -1,6 +1,6 @@
 """Decode attention on a CPU: one query token over a packed cache, against torch's SDPA in bfloat16.
 
-    python benchmarks/cpu_attend.py [--quick] [--ggml FOLDER] [--out benchmarks/results/<machine>]
+    python benchmarks/cpu_attend.py [--quick] [--groups 16 32] [--ggml FOLDER] [--out benchmarks/results/<machine>]
 
 One sequence, 8 KV heads, no sinks and no window: every token is packed. Three formulations of torch's side:
 
@@ -57,8 +57,9 @@ def cases(quick: bool, threads: list[int]) -> list[Case]:
     if quick:
         return headline[:6]
     contexts = [Case(tokens=t, bits=b) for t, b in itertools.product((512, 2048, 8192, 131072), (4, 3, 2))]
-    others = [Case(group=8), Case(group=16), Case(head_dim=64), Case(head_dim=64, group=1), Case(bits=5), Case(bits=1)]
-    return headline + contexts + others
+    others = [Case(group=8), Case(head_dim=64), Case(head_dim=64, group=1), Case(bits=5), Case(bits=1)]
+    many = [Case(group=g, threads=t) for t, g in itertools.product(threads, (16, 32))]
+    return headline + contexts + others + many
 
 
 def packed(case: Case, rng: np.random.Generator) -> dict[str, Any]:
@@ -157,6 +158,7 @@ def read_gb_per_s() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the headline on one thread only")
+    parser.add_argument("--groups", type=int, nargs="+", help="cases of these groups only")
     parser.add_argument("--ggml", type=Path, help="a folder with ggml's sources and a build of them")
     parser.add_argument("--out", default=RESULTS / "local", help="folder for cpu_attend.json")
     args = parser.parse_args()
@@ -164,15 +166,17 @@ def main() -> None:
         program = Path(folder) / "ggml_attend" if args.ggml else None
         if program:
             compile_ggml(args.ggml, program)
-        print(run(args.quick, program).save(args.out))
+        print(run(args.quick, args.groups, program).save(args.out))
 
 
-def run(quick: bool, ggml: Path | None) -> Report:
+def run(quick: bool, groups: list[int] | None, ggml: Path | None) -> Report:
     report, rng = Report("cpu_attend", "cpu"), np.random.default_rng(0)
     torch.manual_seed(0)
     baselines: dict[tuple[Any, ...], float] = {}
     reads: dict[int, float] = {}
     for case in cases(quick, sorted({1, _core.num_threads()})):
+        if groups and case.group not in groups:
+            continue
         torch.set_num_threads(case.threads)
         params = {**asdict(case), "kv_heads": KV_HEADS, "isa": _core.isa()}
         if case.threads not in reads:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIBC = (
     "assert.h errno.h float.h inttypes.h limits.h math.h pthread.h sched.h stdalign.h stdatomic.h stdbool.h stddef.h "
-    "stdint.h stdlib.h string.h time.h unistd.h cpuid.h sys/auxv.h asm/hwcap.h"
+    "stdint.h stdlib.h string.h time.h unistd.h cpuid.h sys/auxv.h sys/syscall.h asm/hwcap.h"
 ).split()
 CXX_STD = (
     "algorithm array atomic climits cmath cstddef cstdint cstdlib cstring exception functional initializer_list limits "

@@ -18,7 +18,7 @@ from test_attend import check, core_attend
 from turboquant import _core
 
 OPERATIONS = ("rotate", "append", "attend", "dequantize", "dot")
-LEVELS = {"scalar", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "neon", "neon_dot"}
+LEVELS = {"scalar", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_amx", "neon", "neon_dot"}
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 /* Which table runs: the best this CPU supports, or the level that TURBOQUANT_ISA or tq_set_isa names. A level that is not there
  * is an error, never a silent second choice. Adding one: csrc/kernels/<isa>.c, a row here, a row in setup.py. */
+#define _DEFAULT_SOURCE /* syscall */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,6 +9,10 @@
 #elif defined(TQ_HAVE_NEON_DOT)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#endif
+#if defined(TQ_HAVE_AVX512_AMX) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #include "internal.h"
 
@@ -56,12 +61,31 @@ static int has_avx512_vnni(void)
 }
 #endif
 
+#if defined(TQ_HAVE_AVX512_AMX)
+/* Tiles and their byte products: CPUID leaf 7, EDX bits 24 and 25. Linux wants to be asked for their registers, once for all threads
+ * of a process, since they make its signal frames larger; it refuses where an alternate signal stack is too small for them. */
+static int has_avx512_amx(void)
+{
+    unsigned a, b, c, d = 0;
+    if (!has_avx512_vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return 0;
+#if defined(__linux__)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return 0;
+#endif
+}
+#endif
+
 #if defined(TQ_HAVE_NEON_DOT)
 static int has_neon_dot(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 #endif
 
 static const level levels[] = {
 /* best first */
+#if defined(TQ_HAVE_AVX512_AMX)
+    {&tq_kernels_avx512_amx, has_avx512_amx},
+#endif
 #if defined(TQ_HAVE_AVX512_VNNI)
     {&tq_kernels_avx512_vnni, has_avx512_vnni},
 #endif

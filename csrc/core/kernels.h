@@ -115,7 +115,7 @@ typedef struct {
 } tq_kernels;
 
 extern const tq_kernels tq_kernels_scalar, tq_kernels_avx2, tq_kernels_avx2_vnni, tq_kernels_avx512,
-    tq_kernels_avx512_vnni, tq_kernels_neon,
+    tq_kernels_avx512_vnni, tq_kernels_avx512_amx, tq_kernels_neon,
     tq_kernels_neon_dot; /* scalar always, the others where setup.py says TQ_HAVE_<ISA> */
 
 /** Row i of a token tile in column order, and back: turboquant.h, "column". */

@@ -33,7 +33,8 @@
  *   tile_words, load_words(bits, by_lane, at)      the words of one vector, ready for the look-up
  *   tables, tables_of(book)                        a codebook in registers
  *   parts, levels(bits, by_lane, words, m, tables) levels of lane t = m, word r being row r; or of row r = m, word t being lane t
- *   UNIT_STORES_PLANES              if it has its own store_planes, below */
+ *   UNIT_STORES_PLANES              if it has its own store_planes, below
+ *   UNIT_MANY_ROWS                  operands from which on it has a product of its own of whole tiles: multiply_many */
 #ifndef TQ_KERNELS_PRODUCT_H
 #define TQ_KERNELS_PRODUCT_H
 #include "vector.h"
@@ -234,6 +235,17 @@ TQ_INLINE tq_floats level_sums(int bits, vec sums, tq_ints offset)
     return __builtin_convertvector(v - offset, tq_floats);
 }
 
+/** A vector of integer sums, by plane (the last one: upper), to numbers at `to`. */
+TQ_INLINE void store_product(int bits, int precise, const vec plane[3], const product_end *end, int accumulate,
+                             float *to)
+{
+    vec low = LOW_PLANES == 2 ? vec_add(vec_times_256(plane[1]), plane[0]) : plane[0];
+    tq_floats y = level_sums(bits, low, end->low_offset);
+    if (precise) y = tq_fused(level_sums(bits, plane[2], end->upper_offset), tq_all(UPPER_UNIT), y);
+    tq_floats sum = accumulate ? tq_load_floats(to) : tq_all(0);
+    tq_store_floats(to, tq_fused(y, end->unit, sum));
+}
+
 /** load_words, also where `bits` is no constant. */
 TQ_INLINE tile_words words_of(int bits, int by_lane, const uint8_t *at)
 {
@@ -369,14 +381,10 @@ TQ_INLINE void multiply_block(int bits, tq_halves halves, int precise, int rows,
         TQ_UNROLL
         for (int h = 0; h < outputs; h++) TQ_UNROLL
         for (int i = 0; i < rows; i++) {
-            float *to = out + (int64_t)i * run->out_stride + 4 * step.g + h * (two ? TQ_TILE : 4 * VEC_GS);
-            vec(*plane)[4] = sums[h][i], low = plane[0][0];
-            if (LOW_PLANES == 2) low = vec_add(vec_times_256(plane[1][0]), low);
-            tq_floats y = level_sums(bits, low, ends[i].low_offset);
-            if (precise)
-                y = tq_fused(level_sums(bits, plane[LOW_PLANES][0], ends[i].upper_offset), tq_all(UPPER_UNIT), y);
-            tq_floats sum = run->accumulate ? tq_load_floats(to) : tq_all(0);
-            tq_store_floats(to, tq_fused(y, ends[i].unit, sum));
+            vec(*plane)[4] = sums[h][i];
+            store_product(bits, precise, (vec[]){plane[0][0], plane[1][0], plane[PLANES(precise) - 1][0]}, &ends[i],
+                          run->accumulate,
+                          out + (int64_t)i * run->out_stride + 4 * step.g + h * (two ? TQ_TILE : 4 * VEC_GS));
         }
     }
 }
@@ -391,11 +399,22 @@ TQ_INLINE void multiply_rows(int bits, tq_halves halves, int precise, int rows, 
         multiply_block(bits, halves, precise, rows, run, t, ends, block, q);
 }
 
+#if defined(UNIT_MANY_ROWS)
+/** All blocks of whole tiles and all operands, UNIT_MANY_ROWS or more of them. */
+TQ_INLINE void multiply_many(int bits, int precise, const product_run *run, const tables *t);
+#endif
+
 /** All blocks and all operands, four at a time: they share the look-up, and their sums still fit in registers. */
 TQ_INLINE void multiply_width(int bits, tq_halves halves, int precise, const product_run *run)
 {
     const tables t = tables_of(run->book);
     int32_t q = 0;
+#if defined(UNIT_MANY_ROWS)
+    if (halves == TQ_WHOLE_TILES && run->rows >= UNIT_MANY_ROWS) {
+        multiply_many(bits, precise, run, &t);
+        return;
+    }
+#endif
     for (; q + 4 <= run->rows; q += 4) multiply_rows(bits, halves, precise, 4, run, &t, q);
     for (; halves == TQ_WHOLE_TILES && q + 2 <= run->rows; q += 2) multiply_rows(bits, halves, precise, 2, run, &t, q);
     for (; q < run->rows; q++) multiply_rows(bits, halves, precise, 1, run, &t, q);
