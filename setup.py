@@ -40,14 +40,14 @@ HEADER = ROOT / CSRC / "include" / "turboquant.h"
 # One row per instruction set: file name in csrc/kernels, machines, flags. A row also holds for <name>_<anything>.c, and
 # the longest name wins. Everything outside this table is compiled for the plainest CPU of the machine's kind.
 X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
-AVX512_VNNI = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni"
+X86_VNNI = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni"
 ISA_UNITS: list[tuple[str, tuple[str, ...], str]] = [
     ("scalar", X86 + ARM, ""),
     ("avx2", X86, "-mavx2 -mfma -mf16c"),
     ("avx2_vnni", X86, "-mavx2 -mfma -mf16c -mavxvnni"),
     ("avx512", X86, "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq"),
-    ("avx512_vnni", X86, AVX512_VNNI),
-    ("avx512_amx", X86, AVX512_VNNI + " -mamx-tile -mamx-int8"),
+    ("avx512_vnni", X86, X86_VNNI),
+    ("avx512_amx", X86, X86_VNNI + " -mamx-tile -mamx-int8"),
     ("neon", ARM, "-march=armv8-a"),
     ("neon_dot", ARM, "-march=armv8.2-a+dotprod"),
 ]
