@@ -81,8 +81,8 @@ def test_attend_is_near_float64(level: str, dim: int, group: int, dtype: str, rn
         np.testing.assert_allclose(lse, want_lse, rtol=lse_tolerance, atol=10 * lse_tolerance)
 
 
-@pytest.mark.parametrize(("group", "tokens"), [(16, 1), (3, 7), (1, 50)])
-@pytest.mark.parametrize("dim", [24, 96, 128, 256])
+@pytest.mark.parametrize(("group", "tokens"), [(16, 1), (3, 7)])
+@pytest.mark.parametrize("dim", [24, 128])
 def test_many_rows_are_near_float64(level: str, dim: int, group: int, tokens: int, rng: np.random.Generator) -> None:
     """From 16 rows of a KV head on some levels have another product."""
     for widths in (1, 2, 3, 4, 5, mixed(dim, 32)):

@@ -51,7 +51,7 @@ static int64_t planes_at(int32_t n) { return 64 + (32 * ((int64_t)n + 1) + 63) /
 static size_t operand_bytes_vector(int32_t columns)
 {
     int32_t n = columns / TQ_TILE;
-    return (size_t)(planes_at(n) + (int64_t)n * PLANES(1) * PARTS * 16);
+    return (size_t)(planes_at(n) + ((int64_t)n * PLANES(1) * PARTS * 16 + 63) / 64 * 64);
 }
 
 /* ---- preparing ---- */
@@ -382,8 +382,8 @@ TQ_INLINE void multiply_block(int bits, tq_halves halves, int precise, int rows,
         for (int h = 0; h < outputs; h++) TQ_UNROLL
         for (int i = 0; i < rows; i++) {
             vec(*plane)[4] = sums[h][i];
-            store_product(bits, precise, (vec[]){plane[0][0], plane[1][0], plane[PLANES(precise) - 1][0]}, &ends[i],
-                          run->accumulate,
+            store_product(bits, precise, (vec[]){plane[0][0], plane[LOW_PLANES - 1][0], plane[PLANES(precise) - 1][0]},
+                          &ends[i], run->accumulate,
                           out + (int64_t)i * run->out_stride + 4 * step.g + h * (two ? TQ_TILE : 4 * VEC_GS));
         }
     }
