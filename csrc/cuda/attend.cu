@@ -144,7 +144,11 @@ int uniform_bits(const tq_plan *plan)
 KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pages, const Device &device)
 {
     int bits = uniform_bits(plan), groups = (plan->head_dim + TQ_TILE - 1) / TQ_TILE;
-    bool whole = pages >= 3 * (int64_t)device.processors; /* pays off once every multiprocessor has some */
+    /* Whole pages pay off once every multiprocessor has some; not where a warp has a few, if half pages cost it little. */
+    int64_t processors = device.processors;
+    bool a_few =
+        (bits == 2 || bits == 3) && groups == 4 && rows <= 4 && pages >= 12 * processors && pages < 128 * processors;
+    bool whole = pages >= 3 * processors && !a_few;
     if (is_fine(*plan))
         return attend_kernel_fine(groups, rows <= 4 ? 1 : 2, whole && plan->page_tokens == 4 * TQ_TILE ? 4 : 2,
                                   device.bulk);
@@ -153,7 +157,7 @@ KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pag
         return attend_kernel_wide(bits, rows);
     bool narrow = groups <= 4; /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
     int blocks = rows <= 4 ? 1 : rows <= 8 || !narrow || bits == 2 ? 2 : 4;
-    int tiles = whole && takes_whole_pages(bits, groups, blocks) ? 4 : 2;
+    int tiles = whole && takes_whole_pages(bits, groups) ? 4 : 2;
     KernelChoice k = {};
     switch (bits) {
     case 2: k = attend_kernel_2(groups, blocks, tiles, device.bulk); break;
@@ -214,8 +218,9 @@ tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tabl
     memcpy(tables->minus4, minus4, 8);
     memcpy(tables->magnitude4, magnitude4, 8);
     memcpy(tables->magnitude5, magnitude5, 16);
-    const uint32_t right[5] = {1u << 31, 1u << 30, 1u << 29, 1u << 16, 1u << 24};
+    const uint32_t right[4] = {1u << 31, 1u << 30, 1u << 29, 1u << 16};
     memcpy(tables->right, right, sizeof right);
+    tables->magic = MAGIC;
     return TQ_OK;
 }
 
@@ -286,8 +291,9 @@ tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, La
     if (warps > 12 && pages < 64 * (int64_t)device.processors) warps = 12; /* leaves room for prepare beside */
     int room = device.shared_bytes_per_processor - 6 * 1024 - 1024;        /* a block of prepare fits beside */
     if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
+    int team_bytes = l->kernel.own_bytes * (a.wide_rows ? 1 : a.team_warps);
     for (a.teams = warps / a.team_warps; a.teams > 0; a.teams--) {
-        a.stages = (room / a.teams - l->kernel.team_bytes) / (a.stage_bytes + 32);
+        a.stages = (room / a.teams - team_bytes) / (a.stage_bytes + 32);
         if (a.stages > 0) break;
     }
     /* Measured: more stages cost up to 5 % where they are whole pages, and up to 9 % where twelve warps hide what one waits for. */
@@ -295,7 +301,7 @@ tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, La
     if (a.stages > most_stages) a.stages = most_stages;
     if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
     a.at_teams = (a.teams * a.stages * a.stage_bytes + 127) / 128 * 128;
-    a.at_barriers = a.at_teams + a.teams * l->kernel.team_bytes;
+    a.at_barriers = a.at_teams + a.teams * team_bytes;
     l->shared_bytes = a.at_barriers + a.teams * a.stages * 32;
     l->threads = 32 * a.teams * a.team_warps;
     int64_t units = l->segments * ((int64_t)a.p.max_pages * a.page_units + 1);
@@ -341,7 +347,7 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
     int64_t blocks = sets * (1 + a.exact_parts);
     if (blocks > INT32_MAX) return fail(error, TQ_E_VALUE, "query_tokens", -1, a.p.query_tokens, "fewer");
     l->prepare_blocks = (int)blocks;
-    l->prepare_threads = dense ? 512 : a.exact_parts ? 256 : 128;
+    l->prepare_threads = dense ? 512 : a.exact_parts ? 256 : 32 * (a.rows < 4 ? a.rows : 4);
     int exact_ways = l->prepare_threads / (a.prepare_rows * 8 * a.groups) > 1
                          ? l->prepare_threads / (a.prepare_rows * 8 * a.groups)
                          : 1;
@@ -395,6 +401,8 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.page_tokens = plan->page_tokens;
     a.rotation = plan->rotation;
     a.record_bytes = plan->record_bytes;
+    a.page_limit = p->n_pages < INT32_MAX ? (uint32_t)p->n_pages : INT32_MAX;
+    a.page_bytes = p->kv_heads * a.record_bytes;
     a.group = p->kv_heads ? p->query_heads / p->kv_heads : 0;
     int64_t rows = (int64_t)a.group * p->query_tokens;
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p->query_tokens, "fewer");

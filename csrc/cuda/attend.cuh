@@ -42,7 +42,7 @@ struct Variant {
     static constexpr bool BULK = BULK_, FINE = FINE_;
     static constexpr bool UNIFORM = KEY_BITS != 0;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
-    static constexpr bool TWO_PRODUCTS = UNIFORM && BLOCKS == 1;
+    static constexpr bool TWO_PRODUCTS = !FINE && BLOCKS == 1; /* of 4 bits */
     static constexpr bool KEY_ROW_FACTOR = UNIFORM && KEY_BITS <= 2;
     static constexpr bool KEY_OFFSETS =
         !UNIFORM || (KEY_BITS == 4 && !TWO_PRODUCTS); /* ROW_FACTOR codes: after the product */
@@ -54,7 +54,7 @@ struct Variant {
                                          : BLOCKS == 1                ? (GROUPS > 4   ? 168
                                                                          : TILES == 4 ? 144
                                                                                       : 128)
-                                         : BLOCKS == 2 && GROUPS <= 4 ? 168
+                                         : BLOCKS == 2 && GROUPS <= 4 ? (TILES == 4 ? 168 : 144)
                                                                       : 255;
     static constexpr int MAX_THREADS = MAX_REGISTERS > 168 ? 256 : MAX_REGISTERS > 128 ? 384 : 512;
 };
@@ -112,10 +112,13 @@ struct AttendArgs {
     int32_t capacity;                /* a sequence's tokens at most */
     int32_t unit_tokens, page_units; /* units of a page: 1 or 2 */
     bool last_is_short;              /* the last unit of a page has fewer tiles than the others, or than its kernel's */
+    uint32_t page_limit;             /* pages that an entry of a block table can name */
+    int64_t page_bytes;              /* from one to the next */
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
     int32_t exact_parts, exact_tokens;  /* parts of each KV head, tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows that a block takes of a tile; they divide tile_rows */
-    int32_t wide_rows, at_teams;        /* attend_wide: rows of a team or 0; in shared memory, its teams' own part */
+    int32_t wide_rows,
+        at_teams; /* attend_wide: rows of a team or 0; in shared memory: what warps and teams have beside the stages */
     int32_t at_barriers,
         pitch; /* shared memory: of pages, in bytes; floats from one row to the next in prepare and combine */
     /* workspace */

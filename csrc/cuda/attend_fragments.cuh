@@ -10,12 +10,13 @@
  *   1, 2   SCALED          code << (8 - bits)                          u8               about 15, 2
  *   3      these two       level                                       s8               14 + 7 shifts, 2
  *   3      OFFSET          128 + level                                 u8               the same
- *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               24 + 4 shifts, 4
+ *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               24, 4
  *                          (level, or -1 if not negative)
- *   4, 5   otherwise       128 + level                                 u8               36 or 80, 2
+ *   4, 5   otherwise       128 + level                                 u8               32 or 76, 2
  *   8      SCALED          128 + level                                 u8               some 40, 2
  * Look-ups and masks are what limits the whole kernel: they share a pipe of half the issue rate. Right shifts would be on it too, so
- * they are the high words of products, which go to the multipliers.
+ * with few rows they are the high words of products, which go to the multipliers; with many rows latency limits, and shifts are sooner
+ * done. At 4 and 5 bits a second load does what a shift would.
  * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, each
  * times the sum of the other factor. In version 3 the lanes or the rows of a tile are of two token tiles; two products then take what
  * they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other widths, so that in a mixed plan no group costs
@@ -36,20 +37,23 @@ struct LevelTables {
     uint32_t magnitude4[2];
     uint32_t magnitude5[4]; /* words 2, 3: magnitudes 8..15 */
     uint32_t right
-        [5]; /* 2^31, 2^30, 2^29, 2^16, 2^24: what to multiply by, to shift right by 1, 2, 3, 16, 8; not known to the compiler,
-                             * which would make shifts of them */
+        [4]; /* 2^31, 2^30, 2^29, 2^16: what to multiply by, to shift right by 1, 2, 3, 16; not known to the compiler, which
+                        * would make shifts of them */
+    uint32_t magic; /* MAGIC; not known to the compiler either, so that an operation with it has room for a mask */
 };
 
-/** x >> 1, 2, 3, 16, 8 for by = 0, 1, 2, 3, 4. */
-__device__ __forceinline__ uint32_t shift_right(const LevelTables &tables, uint32_t x, int by)
+/** x >> 1, 2, 3, 16 for by = 0, 1, 2, 3. MULTIPLY: on the multipliers, where the other pipe is the limit; it takes longer. */
+template <bool MULTIPLY> __device__ __forceinline__ uint32_t shift_right(const LevelTables &tables, uint32_t x, int by)
 {
-    return __umulhi(x, tables.right[by]);
+    return MULTIPLY ? __umulhi(x, tables.right[by]) : x >> (by == 3 ? 16 : by + 1);
 }
 
 enum class Reading { ROW_FACTOR, SCALED, OFFSET };
 
+/** A lane's words of a tile. At 4 and 5 bits also the high halves of those with nibbles, which are selectors as they stand: loaded a
+ *  second time, since shifts are slower. */
 template <int BITS> struct TileWords {
-    uint32_t w[BITS];
+    uint32_t w[BITS], high[BITS == 4 || BITS == 5 ? 4 : 1];
 };
 
 /** tile: the lane's first word, in shared memory. */
@@ -58,16 +62,21 @@ template <int BITS> __device__ __forceinline__ TileWords<BITS> load_tile(const u
     TileWords<BITS> t;
 #pragma unroll
     for (int i = 0; i < BITS; i++) t.w[i] = *reinterpret_cast<const uint32_t *>(tile + 128 * i);
+    if constexpr (BITS == 4 || BITS == 5)
+#pragma unroll
+        for (int r = 0; r < 4; r++) t.high[r] = *reinterpret_cast<const uint16_t *>(tile + 128 * r + 2);
     return t;
 }
 
 /** Four selector words, one per row r, whose nibbles are 3-bit codes; the spare bits of three rows hold the fourth. */
+template <bool MULTIPLY>
 __device__ __forceinline__ void selectors3(const LevelTables &tables, const TileWords<3> &t, uint32_t (&s)[4])
 {
 #pragma unroll
     for (int r = 0; r < 3; r++) s[r] = t.w[r] & 0x77777777u;
-    s[3] = (shift_right(tables, t.w[0], 2) & 0x11111111u) | (shift_right(tables, t.w[1], 1) & 0x22222222u) |
-           (shift_right(tables, t.w[2], 0) & 0x44444444u);
+    s[3] = (shift_right<MULTIPLY>(tables, t.w[0], 2) & 0x11111111u) |
+           (shift_right<MULTIPLY>(tables, t.w[1], 1) & 0x22222222u) |
+           (shift_right<MULTIPLY>(tables, t.w[2], 0) & 0x44444444u);
 }
 
 __device__ __forceinline__ uint32_t magnitudes5(const LevelTables &tables, uint32_t selectors, uint32_t high)
@@ -99,8 +108,8 @@ template <class F> __device__ __forceinline__ void with_fine_width(int bits, F f
     else with_width(bits, f);
 }
 
-/** The fragment a of a half, for widths and readings with one product. */
-template <int BITS, Reading READING>
+/** The fragment a of a half, for widths and readings with one product. MULTIPLY: as of shift_right. */
+template <int BITS, Reading READING, bool MULTIPLY = false>
 __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, const LevelTables &tables,
                                             uint32_t (&a)[4])
 {
@@ -121,11 +130,11 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
     } else if constexpr (BITS == 3) {
         uint32_t s[4];
         const uint32_t (&table)[2] = READING == Reading::OFFSET ? tables.offset3 : tables.level3;
-        selectors3(tables, t, s);
+        selectors3<MULTIPLY>(tables, t, s);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             a[i] = prmt(table[0], table[1], s[2 * half + i]);
-            a[2 + i] = prmt(table[0], table[1], shift_right(tables, s[2 * half + i], 3));
+            a[2 + i] = prmt(table[0], table[1], shift_right<MULTIPLY>(tables, s[2 * half + i], 3));
         }
     } else if constexpr (BITS == TQ_WIDE_BITS) { /* nibbles of two tiles of 4 bits, even and odd columns, to bytes */
 #pragma unroll
@@ -141,7 +150,7 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int r = 2 * half + (i & 1), h = i >> 1;
-            uint32_t plus = h ? shift_right(tables, t.w[r], 3) : t.w[r], minus = plus ^ 0x88888888u;
+            uint32_t plus = h ? t.high[r] : t.w[r], minus = plus ^ 0x88888888u;
             if constexpr (BITS == 4) {
                 a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
                        prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
@@ -160,8 +169,8 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int hal
 {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        uint32_t word = t.w[2 * half + (i & 1)];
-        if (i >> 1) word = shift_right(tables, word, 3);
+        int r = 2 * half + (i & 1);
+        uint32_t word = i >> 1 ? t.high[r] : t.w[r];
         plus[i] = prmt(tables.plus4[0], tables.plus4[1], word);
         minus[i] = prmt(tables.minus4[0], tables.minus4[1], word ^ 0x88888888u);
     }
@@ -169,16 +178,8 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int hal
 
 /* ---- fp16 operands, for products of many rows ---- */
 
-/** Two small integers at the bottom of fp16 numbers from 1024 on: MAGIC above them. `magic` has it twice and is not known to the
- *  compiler, so that it stays in a register and an operation has room for a mask. */
+/** Two small integers at the bottom of fp16 numbers from 1024 on: MAGIC above them. */
 constexpr uint32_t MAGIC = 0x64006400;
-
-__device__ __forceinline__ uint32_t magic_register()
-{
-    uint32_t magic;
-    asm volatile("mov.b32 %0, %1;" : "=r"(magic) : "n"(MAGIC));
-    return magic;
-}
 
 __device__ __forceinline__ __half2 as_halves(uint32_t x) { return *reinterpret_cast<__half2 *>(&x); }
 __device__ __forceinline__ uint32_t as_word(__half2 x) { return *reinterpret_cast<uint32_t *>(&x); }
@@ -194,12 +195,13 @@ template <int BITS> __device__ __forceinline__ uint32_t centre_codes(uint32_t x,
  *  columns 16 j .. of the tile: of a lane's four there, k 2 t and 2 t + 1 are 0 and 2, and eight further 1 and 3. */
 template <int BITS>
 __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, int half, const LevelTables &tables,
-                                                    uint32_t magic, uint32_t (&a)[2][4])
+                                                    uint32_t (&a)[2][4])
 {
+    const uint32_t magic = tables.magic;
     if constexpr (BITS <= 2) {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            uint32_t word = BITS == 2 ? t.w[j * (BITS - 1)] : t.w[0], odd = shift_right(tables, word, 4);
+            uint32_t word = BITS == 2 ? t.w[j * (BITS - 1)] : t.w[0], odd = word >> 8;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 int r = 2 * half + i, p = BITS == 2 ? 2 * r : r + 4 * j, up = p ? 0 : 1; /* 2^0 code has no half */
@@ -238,7 +240,7 @@ __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTa
 #pragma unroll
             for (int n = 0; n < BLOCKS; n++) mma<false, B_UNSIGNED>(c[half][n], minus, b[n].x, b[n].y);
         } else {
-            unpack_half<BITS, READING>(t, half, tables, a);
+            unpack_half<BITS, READING, BLOCKS == 1>(t, half, tables, a);
         }
 #pragma unroll
         for (int n = 0; n < BLOCKS; n++)

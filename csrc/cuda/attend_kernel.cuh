@@ -45,16 +45,17 @@ template <class V> __device__ __forceinline__ void attend_pages(const AttendArgs
      * Lengths and pages are complete: prepare has waited for all kernels in front before it let this one start. */
     Cursor cursor(a, team * gridDim.x + blockIdx.x, a.teams * gridDim.x, lane);
     bool tell = thread == 0;
-    Lookahead ahead(a, cursor, tell);
+    WarpSpace<V> space(a, warp);
+    Lookahead ahead(a, cursor, tell, space.between(), lane);
     if (!ahead.now.there) return;
     top_up(a, ring, ahead, thread);
     wait_for_previous(); /* the queries */
 #pragma unroll 1
     for (;;) {
         Sums<V> sums;
-        attend_units<V>(a, ring, ahead, thread, sums);
-        leave_part<V>(a, ahead.now, cursor.piece, first_row, lane, sums);
-        ahead.step(a, cursor, tell);
+        attend_units<V>(a, ring, ahead, space, thread, sums);
+        leave_part<V>(a, ahead.now, space.between()->cursor.piece, first_row, lane, sums);
+        ahead.step(a, tell, lane);
         if (!ahead.now.there) return;
         top_up(a, ring, ahead, thread);
     }

@@ -19,12 +19,13 @@ struct KernelChoice {
     void (*kernel)(AttendArgs); /* NULL: not compiled */
     int key_bits, value_bits, groups, blocks, tiles, max_threads;
     bool bulk, two_products;
-    int wide_rows, team_bytes; /* attend_wide: rows and shared memory of a team, beside the stages; 0 otherwise */
+    int own_bytes; /* shared memory beside the stages: of a warp, in attend_wide of a team */
+    int wide_rows; /* attend_wide: rows of a team; 0 otherwise */
 };
 
-/** Whether there is a kernel for whole pages. At 4 bits of 128 channels 16 warps on half pages are faster for few rows, and the sums of
- *  many rows need the registers. */
-constexpr bool takes_whole_pages(int bits, int groups, int blocks) { return bits != 4 || groups != 4 || blocks == 2; }
+/** Whether there is a kernel for whole pages. At 4 bits of 128 channels half pages are faster: 16 warps of few rows, and of more rows
+ *  a loop that fits the instruction cache. */
+constexpr bool takes_whole_pages(int bits, int groups) { return bits != 4 || groups != 4; }
 
 /** The kernel for units of `tiles` token tiles, 2 or 4, and 1, 2 or 4 blocks of rows a warp, keys and values of that many bits throughout; head_dim of 32 groups, or a little less. */
 KernelChoice attend_kernel_2(int groups, int blocks, int tiles, bool bulk);

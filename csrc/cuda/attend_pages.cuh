@@ -64,7 +64,7 @@ template <class V> struct Ring {
         return {at + side.at_codes, at + side.at_scales};
     }
 
-    /** Those of the team that send for pages: of bulk copies a lane of its first warp sends each, of others all threads a share. */
+    /** Those of the team that send for pages: of bulk copies a lane of its first warp sends all, of others all threads a share. */
     __device__ __forceinline__ static bool sends(int thread) { return !V::BULK || thread < 32; }
 
     /** Half of a stage: key codes and all scales, or value codes. By all that send. */
@@ -74,17 +74,17 @@ template <class V> struct Ring {
         uint32_t to = stages + stage_ * a.stage_bytes, full = barrier(stage_, which);
         int second = V::TILES == 4 ? 0 : unit & (a.page_units - 1); /* four tiles are a page at least */
         const CopyArgs *c = a.copies[second];
-        int first = which ? COPY_VALUES : COPY_KEYS, n = which                                ? 1
-                                                         : V::TILES == 4 || a.page_units == 1 ? COPY_VALUE_SCALES
-                                                                                              : COPY_VALUES;
+        int first = which ? COPY_VALUES : COPY_KEYS, last = which                                ? COPY_VALUES
+                                                            : V::TILES == 4 || a.page_units == 1 ? COPY_SCALES
+                                                                                                 : COPY_VALUE_SCALES;
         if constexpr (V::BULK) {
-            if (thread == 0) barrier_expect(full, a.copy_bytes[second][which]);
-            if (thread < n) {
-                CopyArgs mine = c[first + thread];
-                copy_bulk(to + mine.to, record + mine.from, mine.bytes, full, policy);
-            }
+            if (!elect_lane()) return;
+            barrier_expect(full, a.copy_bytes[second][which]);
+#pragma unroll
+            for (int k = 0; k < COPIES; k++)
+                if (k >= first && k <= last) copy_bulk(to + c[k].to, record + c[k].from, c[k].bytes, full, policy);
         } else {
-            for (int k = first; k < first + n; k++)
+            for (int k = first; k <= last; k++)
                 for (int i = 16 * thread; i < c[k].bytes; i += 16 * 32 * a.team_warps)
                     copy_16(to + c[k].to + i, record + c[k].from + i);
             barrier_arrive_after_copies(full);
@@ -94,26 +94,6 @@ template <class V> struct Ring {
     __device__ __forceinline__ void advance(const AttendArgs &a)
     {
         if (++stage == a.stages) stage = 0, parity ^= 1;
-    }
-};
-
-/** Where the records of a segment are. */
-struct Pages {
-    const int32_t *table;
-    const uint8_t *head; /* the KV head's record in page 0 */
-
-    __device__ __forceinline__ Pages(const AttendArgs &a, const Segment &s)
-        : table(a.p.block_table + (int64_t)s.b * a.p.max_pages), head(a.p.pages + s.h * a.record_bytes)
-    {
-    }
-    __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
-    {
-        if ((uint64_t)(int64_t)page >= (uint64_t)a.p.n_pages) page = 0; /* a foreign index must not fault */
-        return head + page * (a.p.kv_heads * a.record_bytes);
-    }
-    __device__ __forceinline__ int32_t page(const AttendArgs &a, int32_t unit) const
-    {
-        return table[unit >> (a.page_units - 1)];
     }
 };
 
@@ -195,7 +175,7 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
             auto all_tiles = [&](auto width) {
 #pragma unroll
                 for (int tile = 0; tile < N; tile++)
-                    multiply_tile<decltype(width)::value, Reading::SCALED, false, false, B>(
+                    multiply_tile<decltype(width)::value, Reading::SCALED, V::TWO_PRODUCTS, false, B>(
                         at + tile * a.key.tile_bytes, a.tables, b, c[tile]);
             };
             with_width(a.key.bits[g], all_tiles);
@@ -396,7 +376,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
             auto both_tiles = [&](auto width) {
 #pragma unroll
                 for (int tile = 0; tile < V::TILES; tile++)
-                    multiply_tile<decltype(width)::value, Reading::ROW_FACTOR, false, true, B>(
+                    multiply_tile<decltype(width)::value, Reading::ROW_FACTOR, V::TWO_PRODUCTS, true, B>(
                         at + tile * a.value.tile_bytes, a.tables, b[tile], c);
             };
             with_width(a.value.bits[g], both_tiles);
@@ -425,30 +405,68 @@ __device__ __forceinline__ void refill(const AttendArgs &a, const Ring<V> &ring,
     if (more && ring.sends(thread)) ring.fill(a, ring.stage, which, record, unit, thread);
 }
 
+/** What a warp needs between segments alone. In shared memory: as local variables it would be spilled, and be read again from a memory
+ *  that is busy with pages. */
+struct Between {
+    Cursor cursor;
+    Segment after; /* the one at work */
+};
+
 /** What a team does next and after: two segments, and how far the ring has run ahead of the work in them. Positions count units along
  *  the team's piece. */
 struct Lookahead {
-    Segment now, after;
+    Segment now;
+    Between *between;
     int32_t position, now_end, after_end, fetched;
+    /* of unit `fetched`: its number in its sequence, and where that sequence's pages and that KV head's record in page 0 are */
+    int32_t unit;
+    const int32_t *table;
+    const uint8_t *head;
 
-    __device__ __forceinline__ Lookahead(const AttendArgs &a, Cursor &cursor, bool tell)
-        : now(cursor.next(a, tell)), after(cursor.next(a, tell))
+    /** By a whole warp; tell: as in Cursor::next. */
+    __device__ __forceinline__ Lookahead(const AttendArgs &a, Cursor &cursor, bool tell, Between *between_, int lane)
+        : now(cursor.next(a, tell)), between(between_), position(0), now_end(now.count), fetched(0)
     {
-        position = fetched = 0;
-        now_end = now.count;
-        after_end = now_end + after.count;
+        look_on(a, cursor, tell, lane);
     }
-    __device__ __forceinline__ void step(const AttendArgs &a, Cursor &cursor, bool tell)
+    __device__ __forceinline__ void step(const AttendArgs &a, bool tell, int lane)
     {
-        now = after;
-        after = cursor.next(a, tell);
+        Cursor cursor = between->cursor;
+        now = between->after;
         now_end = after_end;
-        after_end += after.count;
+        look_on(a, cursor, tell, lane);
     }
-    __device__ __forceinline__ bool is_now(int32_t at) const { return at < now_end; }
-    __device__ __forceinline__ int32_t unit(int32_t at) const
+    __device__ __forceinline__ void look_on(const AttendArgs &a, Cursor &cursor, bool tell, int lane)
     {
-        return is_now(at) ? now.first + now.count - now_end + at : after.first + at - now_end;
+        Segment after = cursor.next(a, tell);
+        after_end = now_end + after.count;
+        __syncwarp();
+        if (lane == 0) *between = {cursor, after};
+        __syncwarp();
+        locate(a);
+    }
+    __device__ __forceinline__ void locate(const AttendArgs &a)
+    {
+        bool is_now = fetched < now_end;
+        Segment s = now;
+        if (!is_now) s = between->after;
+        unit = s.first + fetched - (is_now ? now_end - now.count : now_end);
+        table = a.p.block_table + (int64_t)s.b * a.p.max_pages;
+        head = a.p.pages + s.h * a.record_bytes;
+    }
+    /** Whether there is a unit to send for. */
+    __device__ __forceinline__ bool more() const { return fetched < after_end; }
+    __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return table[unit >> (a.page_units - 1)]; }
+    __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
+    {
+        if ((uint32_t)page >= a.page_limit) page = 0; /* a foreign index must not fault */
+        return head + page * a.page_bytes;
+    }
+    /** Unit `fetched` was sent for. */
+    __device__ __forceinline__ void advance(const AttendArgs &a)
+    {
+        fetched++, unit++;
+        if (fetched == now_end) locate(a);
     }
 };
 
@@ -459,21 +477,34 @@ __device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring,
 #pragma unroll 1
     while (ahead.fetched < min(ahead.position + a.stages, ahead.after_end)) {
         if (ring.sends(thread)) {
-            Pages pages(a, ahead.is_now(ahead.fetched) ? ahead.now : ahead.after);
-            int32_t unit = ahead.unit(ahead.fetched), stage = ring.stage + ahead.fetched - ahead.position;
-            const uint8_t *record = pages.record(a, pages.page(a, unit));
+            int stage = ring.stage + ahead.fetched - ahead.position;
+            const uint8_t *record = ahead.record(a, ahead.page(a));
             if (stage >= a.stages) stage -= a.stages;
 #pragma unroll 1
-            for (int which = 0; which < 2; which++) ring.fill(a, stage, which, record, unit, thread);
+            for (int which = 0; which < 2; which++) ring.fill(a, stage, which, record, ahead.unit, thread);
         }
-        ahead.fetched++;
+        ahead.advance(a);
     }
 }
+
+/** A warp's shared memory beside the stages of its team: |Between|queries, if they are not in registers|. */
+template <class V> struct WarpSpace {
+    static constexpr int AT_QUERIES = 128,
+                         BYTES = AT_QUERIES + (V::QUERY_IN_REGISTERS ? 0 : V::BLOCKS * V::GROUPS * 256);
+    static_assert(sizeof(Between) <= AT_QUERIES);
+    uint8_t *at;
+
+    __device__ __forceinline__ WarpSpace(const AttendArgs &a, int warp) : at(shared_bytes + a.at_teams + warp * BYTES)
+    {
+    }
+    __device__ __forceinline__ Between *between() const { return reinterpret_cast<Between *>(at); }
+    __device__ __forceinline__ uint2 *queries() const { return reinterpret_cast<uint2 *>(at + AT_QUERIES); }
+};
 
 /** What a lane knows of its rows, and empty sums. */
 template <class V>
 __device__ __forceinline__ void start_rows(const AttendArgs &a, const Segment &s, int first_block, int lane,
-                                           LaneRows<V> &rows, Sums<V> &sums)
+                                           const WarpSpace<V> &space, LaneRows<V> &rows, Sums<V> &sums)
 {
     const RowArgs *row_args = a.row_args + s.index * a.tile_rows + 4 * first_block;
 #pragma unroll
@@ -492,45 +523,47 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const Segment &s
 #pragma unroll
             for (int r = 0; r < 4; r++) sums.o[g][r][n] = 0;
     }
-    if constexpr (V::QUERY_IN_REGISTERS)
+    const uint2 *query = a.queries + (s.index * (a.tile_rows / 4) + first_block) * a.groups * 32 + lane;
+    if constexpr (V::QUERY_IN_REGISTERS) {
 #pragma unroll
-        for (int g = 0; g < V::GROUPS; g++)
-            rows.query[g] = a.queries[(s.index * (a.tile_rows / 4) + first_block) * a.groups * 32 + g * 32 + lane];
+        for (int g = 0; g < V::GROUPS; g++) rows.query[g] = query[32 * g];
+    } else {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < V::BLOCKS * V::GROUPS; i++)
+            if (V::UNIFORM || i < V::BLOCKS * a.groups) space.queries()[32 * i + lane] = query[32 * i];
+        __syncwarp();
+    }
 }
 
 /** The units of the segment at work; thread counts within the team. */
 template <class V>
-__device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring, Lookahead &ahead, int thread,
-                                             Sums<V> &sums)
+__device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring, Lookahead &ahead,
+                                             const WarpSpace<V> &space, int thread, Sums<V> &sums)
 {
     constexpr int B = V::BLOCKS;
     int lane = thread & 31, first_block = thread / 32 * B;
     const Segment &now = ahead.now;
     const RowArgs *row_args = a.row_args + now.index * a.tile_rows + 4 * first_block;
-    const uint2 *query = a.queries + (now.index * (a.tile_rows / 4) + first_block) * a.groups * 32;
     LaneRows<V> rows;
-    start_rows<V>(a, now, first_block, lane, rows, sums);
-    Pages pages(a, now), pages_after(a, ahead.after);
+    start_rows<V>(a, now, first_block, lane, space, rows, sums);
     Range whole = whole_units(a, now.common);
     bool capped = a.p.softcap > 0;
-    int32_t page_shift = a.page_units - 1, unit = ahead.unit(ahead.position);
+    int32_t page_shift = a.page_units - 1, unit = now.first + now.count - ahead.now_end + ahead.position;
 #pragma unroll 1
     for (; ahead.position < ahead.now_end; ahead.position++, unit++) {
-        int32_t next = ahead.position + a.stages, next_unit = ahead.unit(next), next_page = 0;
-        bool more = next < ahead.after_end, is_now = ahead.is_now(next);
-        if (more)
-            next_page =
-                is_now ? pages.page(a, next_unit) : pages_after.page(a, next_unit); /* long before it is needed */
+        bool more = ahead.more();
+        int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
-        score_unit<V>(a, ring.view(a, a.key), query, rows, lane, s);
+        score_unit<V>(a, ring.view(a, a.key), space.queries(), rows, lane, s);
         StageView values = ring.view(a, a.value);
         LaneScales<V::TILES> value_scales; /* they came with the keys, and go with them */
         value_scales.load(values, 0, lane);
-        const uint8_t *next_record = is_now ? pages.record(a, next_page) : pages_after.record(a, next_page);
-        refill(a, ring, 0, more, next_record, next_unit, thread);
+        const uint8_t *next_record = ahead.record(a, next_page);
+        refill(a, ring, 0, more, next_record, ahead.unit, thread);
 
-        if (unit < whole.lo || unit >= whole.hi || (a.last_is_short && (unit & page_shift) == page_shift)) {
+        if (unit < whole.lo || unit >= whole.hi) {
             int32_t page = unit >> page_shift, first = page * a.page_tokens + (unit & page_shift) * V::TILES * TQ_TILE;
             hide_tokens<V>(row_args, first, min(first + V::TILES * TQ_TILE, (page + 1) * a.page_tokens), lane, s,
                            value_scales);
@@ -541,9 +574,9 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring,
         weigh_unit<V>(rows, value_scales, s, lane, sums, b, unit_scale);
         barrier_wait(ring.barrier(ring.stage, 1), ring.parity);
         add_values<V>(a, values, b, unit_scale, lane, sums);
-        refill(a, ring, 1, more, next_record, next_unit, thread);
+        refill(a, ring, 1, more, next_record, ahead.unit, thread);
         ring.advance(a);
-        if (more) ahead.fetched = next + 1;
+        if (more) ahead.advance(a);
     }
 }
 

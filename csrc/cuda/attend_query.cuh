@@ -267,12 +267,28 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
     offset_lo = warp_sum(offset_lo);
     if (lane) return;
     int32_t token, head;
-    bool real = find_row(a, s, i, token, head);
+    find_row(a, s, i, token, head);
     Sequence seq = load_sequence(a, s.b);
     Range packed = seen_packed(a, seq, seq.first_position + token);
     float scale = fmaxf(largest * fabsf(a.p.softmax_scale) * LOG2_E / QUERY_LIMIT, 1e-35f);
-    a.row_args[s.segment * a.tile_rows + row] = {scale,     bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo,
-                                                 packed.lo, real ? packed.hi : packed.lo};
+    a.row_args[s.segment * a.tile_rows + row] = {
+        scale, bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo, packed.lo, packed.hi};
+}
+
+/** A row that only fills the tile: zeros, of which nothing is seen. One warp. */
+template <int GROUPS>
+__device__ __forceinline__ void leave_row_empty(const AttendArgs &a, const RowSet &s, int i, int lane)
+{
+    int row = s.first + i;
+    uint32_t *words = reinterpret_cast<uint32_t *>(a.queries + s.segment * (a.tile_rows / 4) * a.groups * 32);
+#pragma unroll
+    for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
+        int c = LaneRow<GROUPS>::channel(k, lane);
+        if (c / TQ_TILE >= a.groups) continue;
+        QueryPlace at(a, row, c / TQ_TILE, c % TQ_TILE / 4);
+        words[at.word] = words[at.word + at.to_low] = 0;
+    }
+    if (lane == 0) a.row_args[s.segment * a.tile_rows + row] = {1e-35f};
 }
 
 /** The set's rows, by a whole block. */
@@ -293,6 +309,10 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
 #pragma unroll 1
     for (int i = warp; i < s.n; i += warps) {
         float bias;
+        if (s.row_tile * a.tile_rows + s.first + i >= a.rows) {
+            leave_row_empty<GROUPS>(a, s, i, lane);
+            continue;
+        }
         if (dense) {
             bias = biases[i];
             row.load(shared_row(a, i), TQ_TILE * a.groups, lane);

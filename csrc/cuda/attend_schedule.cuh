@@ -67,9 +67,10 @@ __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Seq
     return v;
 }
 
-/** The units whose every token is in the range, as long as all units have the same tiles. */
+/** The units whose every token is in the range; none where some units of a page have fewer tiles than others. */
 __device__ __forceinline__ Range whole_units(const AttendArgs &a, Range tokens)
 {
+    if (a.last_is_short) return {0, 0};
     int32_t lo = unit_of(a, max(tokens.lo, 0)), page = lo >> (a.page_units - 1);
     int32_t first = page * a.page_tokens + (lo & (a.page_units - 1)) * a.unit_tokens;
     return {first < tokens.lo ? lo + 1 : lo, tokens.hi > 0 ? unit_of(a, tokens.hi) : 0};
@@ -95,7 +96,7 @@ struct Line {
     }
     __device__ __forceinline__ int32_t start(int32_t piece) const
     {
-        return each * piece + (int32_t)((int64_t)longer * piece / pieces);
+        return each * piece + divide(longer * piece, pieces); /* there are a few thousand pieces at most */
     }
     __device__ __forceinline__ int32_t piece_of(int32_t at) const
     {

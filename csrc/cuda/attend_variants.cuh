@@ -9,13 +9,13 @@ namespace tq
 
 template <class V> KernelChoice choice()
 {
-    return {attend_kernel<V>, V::KEY_BITS, V::VALUE_BITS,   V::GROUPS, V::BLOCKS, V::TILES,
-            V::MAX_THREADS,   V::BULK,     V::TWO_PRODUCTS, 0,         0};
+    return {attend_kernel<V>, V::KEY_BITS, V::VALUE_BITS,   V::GROUPS,           V::BLOCKS, V::TILES,
+            V::MAX_THREADS,   V::BULK,     V::TWO_PRODUCTS, WarpSpace<V>::BYTES, 0};
 }
 
 template <int BITS, int GROUPS, int BLOCKS, bool BULK> KernelChoice choice_of_tiles(int tiles)
 {
-    if constexpr (takes_whole_pages(BITS, GROUPS, BLOCKS))
+    if constexpr (takes_whole_pages(BITS, GROUPS))
         if (tiles == 4) return choice<Variant<BITS, BITS, GROUPS, BLOCKS, 4, BULK>>();
     return choice<Variant<BITS, BITS, GROUPS, BLOCKS, 2, BULK>>();
 }

@@ -12,7 +12,7 @@ template <int BITS, int ROWS> KernelChoice choice()
     using V = Wide<BITS, BITS, ROWS>;
     KernelChoice k = {attend_wide_kernel<V>, BITS, BITS, V::GROUPS, 0, V::TILES, V::MAX_THREADS, true, false};
     k.wide_rows = ROWS;
-    k.team_bytes = V::TEAM_BYTES;
+    k.own_bytes = V::TEAM_BYTES;
     return k;
 }
 

@@ -22,6 +22,8 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
     static constexpr int ROWS = ROWS_;                                   /* of a team */
     static constexpr int COLUMNS = ROWS / 4;                             /* rows of a lane: 4 c + t */
     static constexpr int GROUPS = 4, TILES = 4;
+    static constexpr int HALVES =
+        ROWS == 16 ? 2 : 1; /* of a token tile whose scores are multiplied together, by registers */
     static constexpr bool BULK = true, UNIFORM = KEY_BITS != 0;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
     /* A batch of products reads its first factors from registers until it has ended. Unrolled, the next one has registers of its own,
@@ -34,18 +36,20 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
     static constexpr int WEIGHT_STEP = STEP_BYTES<ROWS> + 16, WEIGHT_BYTES = 8 * WEIGHT_STEP; /* 16 tokens; a page */
     static constexpr int QUERY_STEP = STEP_BYTES<2 * ROWS>, QUERY_BYTES = GROUPS * QUERY_STEP;
     static constexpr int AT_WEIGHTS = QUERY_BYTES, AT_NUMBERS = AT_WEIGHTS + 2 * WEIGHT_BYTES;
-    static constexpr int AT_SCALES = AT_NUMBERS + 4 * ROWS * 4, TEAM_BYTES = AT_SCALES + 2 * ROWS * 4;
+    static constexpr int AT_SCALES = AT_NUMBERS + 4 * ROWS * 4, AT_BETWEEN = AT_SCALES + 2 * ROWS * 4,
+                         TEAM_BYTES = AT_BETWEEN + 4 * 128; /* 128: of a warp */
+    static_assert(sizeof(Between) <= 128);
 };
 
 /** Where a team's own shared memory is. */
 struct TeamSpace {
     uint8_t *at;
-    uint32_t address, magic;
+    uint32_t address;
     int team;
 
     __device__ __forceinline__ TeamSpace(const AttendArgs &a, int team_, int bytes)
         : at(shared_bytes + a.at_teams + team_ * bytes),
-          address(shared_address(shared_bytes) + a.at_teams + team_ * bytes), magic(magic_register()), team(team_)
+          address(shared_address(shared_bytes) + a.at_teams + team_ * bytes), team(team_)
     {
     }
     template <class V> __device__ __forceinline__ float *numbers() const
@@ -69,24 +73,26 @@ __device__ __forceinline__ constexpr int sum_at(int r, int c) { return 4 * (c / 
 
 __device__ __forceinline__ int row_of(int c, int lane) { return 4 * c + (lane & 3); }
 
-/** Queues c (half of each warp's token tile x both planes of each row) += a group's keys x queries. */
+/** Queues c[i] (half first + i of each warp's token tile x both planes of each row) += a group's keys x queries. */
 template <class V, int BITS>
-__device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int half, const LevelTables &tables,
-                                           uint64_t queries, bool add, int (&c)[V::ROWS])
+__device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int first, const LevelTables &tables,
+                                           uint64_t queries, bool add, int (&c)[V::HALVES][V::ROWS])
 {
-    uint32_t x[4];
-    unpack_half<BITS, V::KEY_READING>(words, half, tables, x);
+    uint32_t x[V::HALVES][4];
+#pragma unroll
+    for (int i = 0; i < V::HALVES; i++) unpack_half<BITS, V::KEY_READING>(words, first + i, tables, x[i]);
     order_products();
-    queue_product<BITS != 3, 2 * V::ROWS>(c, x, queries, add);
+#pragma unroll
+    for (int i = 0; i < V::HALVES; i++) queue_product<BITS != 3, 2 * V::ROWS>(c[i], x[i], queries, add);
     end_batch();
     wait_for_batches<V::BATCHES_LEFT>();
 }
 
-/** c = the keys of half of each warp's token tile x queries, over all groups: in c[4 n + 2 i], the high plane, and the number behind it
- *  the lane's token 2 half + i for its row n. */
+/** c = the keys of HALVES halves of each warp's token tile x queries, over all groups: in c[i][4 n + 2 j], the high plane, and the number
+ *  behind it the lane's token 2 (first + i) + j for its row n. */
 template <class V>
 __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t *codes, uint64_t queries, int warp,
-                                              int half, int (&c)[V::ROWS])
+                                              int first, int (&c)[V::HALVES][V::ROWS])
 {
     if constexpr (V::UNIFORM) {
         codes += warp * V::GROUPS * 128 * V::KEY_BITS;
@@ -95,23 +101,24 @@ __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t
         for (int g = 0; g < V::GROUPS; g++) {
             TileWords<V::KEY_BITS> now = words;
             if (g + 1 < V::GROUPS) words = load_tile<V::KEY_BITS>(codes + (g + 1) * 128 * V::KEY_BITS);
-            queue_keys<V>(now, half, a.tables, queries + g * V::QUERY_STEP / 16, g > 0, c);
+            queue_keys<V>(now, first, a.tables, queries + g * V::QUERY_STEP / 16, g > 0, c);
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < V::ROWS; i++) c[i] = 0;
+        for (int i = 0; i < V::HALVES * V::ROWS; i++) c[i / V::ROWS][i % V::ROWS] = 0;
 #pragma unroll 1
         for (int g = 0; g < V::GROUPS; g++) {
             auto queue = [&](auto width) {
                 constexpr int BITS = decltype(width)::value;
-                queue_keys<V>(load_tile<BITS>(codes + a.key.offset[g] + warp * a.key.tile_bytes), half, a.tables,
+                queue_keys<V>(load_tile<BITS>(codes + a.key.offset[g] + warp * a.key.tile_bytes), first, a.tables,
                               queries + g * V::QUERY_STEP / 16, true, c);
             };
             with_width(a.key.bits[g], queue);
         }
     }
     wait_for_batches<0>();
-    take_results(c);
+#pragma unroll
+    for (int i = 0; i < V::HALVES; i++) take_results(c[i]);
 }
 
 /** s[c][r] = score of the lane's token r for its row c: product times key scale. */
@@ -124,16 +131,17 @@ __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, 
     LaneScales<1> scales;
     scales.load(keys, warp, lane);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        int c[V::ROWS];
-        multiply_keys<V>(a, keys.codes + 4 * lane, queries, warp, half, c);
+    for (int first = 0; first < 2; first += V::HALVES) {
+        int c[V::HALVES][V::ROWS];
+        multiply_keys<V>(a, keys.codes + 4 * lane, queries, warp, first, c);
 #pragma unroll
         for (int n = 0; n < V::COLUMNS; n++) {
             float offset = V::KEY_BITS == 3 ? 0 : offsets[row_of(n, lane)];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                int r = 2 * half + i;
-                float x = (float)(c[4 * n + 2 * i] * QUERY_BASE + c[4 * n + 2 * i + 1]);
+            for (int i = 0; i < 2 * V::HALVES; i++) {
+                int r = 2 * first + i;
+                const int *planes = &c[i / 2][4 * n + 2 * (i % 2)];
+                float x = (float)(planes[0] * QUERY_BASE + planes[1]);
                 if constexpr (V::UNIFORM && V::KEY_BITS <= 2) x = fmaf(x, 1.0f / (1 << V::KEY_BITS * r), offset);
                 else if constexpr (V::KEY_BITS != 3) x += offset;
                 s[n][r] = x * scales[r];
@@ -203,15 +211,17 @@ __device__ __forceinline__ bool weigh_page(const TeamSpace &space, const WideSum
                                            const LaneScales<1> &value_scales, const float (&s)[V::COLUMNS][4], int lane,
                                            uint8_t *to, float (&weights)[V::COLUMNS])
 {
-    float v[4];
+    float v[4], scale[V::COLUMNS];
 #pragma unroll
     for (int r = 0; r < 4; r++) v[r] = value_scales[r];
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) scale[c] = space.scales<V>()[row_of(c, lane)]; /* none waits for a store */
     __half2 top = __float2half2_rn(0);
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
-        float w[4], scale = space.scales<V>()[row_of(c, lane)];
+        float w[4];
 #pragma unroll
-        for (int r = 0; r < 4; r++) w[r] = exp2_fast(fmaf(s[c][r], scale, sums.reference[c]));
+        for (int r = 0; r < 4; r++) w[r] = exp2_fast(fmaf(s[c][r], scale[c], sums.reference[c]));
         weights[c] = (w[0] + w[1]) + (w[2] + w[3]);
         __half2 even = __floats2half2_rn(w[0] * v[0], w[2] * v[2]), odd = __floats2half2_rn(w[1] * v[1], w[3] * v[3]);
         top = __hmax2(top, __hmax2(even, odd));
@@ -285,7 +295,7 @@ __device__ __forceinline__ void add_values_of_page(const AttendArgs &a, StageVie
             TileWords<BITS> now = words;
             if (tile + 1 < V::TILES) words = load_tile<BITS>(codes + (tile + 1) * V::GROUPS * 128 * BITS);
 #pragma unroll
-            for (int half = 0; half < 2; half++) unpack_half_exactly(now, half, a.tables, space.magic, x[half]);
+            for (int half = 0; half < 2; half++) unpack_half_exactly(now, half, a.tables, x[half]);
             queue_values<V>(x, weights + 2 * tile * V::WEIGHT_STEP / 16, sums);
         }
     } else {
@@ -297,7 +307,7 @@ __device__ __forceinline__ void add_values_of_page(const AttendArgs &a, StageVie
             auto unpack = [&](auto width) {
                 auto words = load_tile<decltype(width)::value>(codes + tile * a.value.tile_bytes);
 #pragma unroll
-                for (int half = 0; half < 2; half++) unpack_half_exactly(words, half, a.tables, space.magic, x[half]);
+                for (int half = 0; half < 2; half++) unpack_half_exactly(words, half, a.tables, x[half]);
             };
             with_width(a.value.bits[warp], unpack);
             queue_values<V>(x, weights + 2 * tile * V::WEIGHT_STEP / 16, sums);
@@ -368,7 +378,7 @@ __device__ __forceinline__ void leave_part_of_team(const AttendArgs &a, const Se
 
 /** The pages of the segment at work; thread counts within the team. */
 template <class V>
-__device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &ring, Lookahead &ahead, int32_t piece,
+__device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &ring, Lookahead &ahead,
                                                const TeamSpace &space, int thread)
 {
     int warp = __shfl_sync(ALL_LANES, thread / 32, 0), lane = thread & 31, g = lane / 4;
@@ -376,27 +386,23 @@ __device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &rin
     const RowArgs *rows = a.row_args + now.index * V::ROWS;
     WideSums<V> sums;
     start_segment<V>(a, now, space, thread, sums);
-    Pages pages(a, now), pages_after(a, ahead.after);
     Range whole = whole_units(a, now.common);
     bool capped = a.p.softcap > 0;
-    int32_t page = ahead.unit(ahead.position), buffer = 0;
+    int32_t page = now.first + now.count - ahead.now_end + ahead.position, buffer = 0;
     int place =
         (2 * warp + g / 4) * V::WEIGHT_STEP + 32 * (lane & 3) + 4 * (g % 4); /* of the lane's weights in a buffer */
 #pragma unroll 1
     for (; ahead.position < ahead.now_end; ahead.position++, page++) {
-        int32_t next = ahead.position + a.stages, next_unit = ahead.unit(next), next_page = 0;
-        bool more = next < ahead.after_end, is_now = ahead.is_now(next);
-        if (more)
-            next_page =
-                is_now ? pages.page(a, next_unit) : pages_after.page(a, next_unit); /* long before it is needed */
+        bool more = ahead.more();
+        int32_t next_page = more && warp == 0 ? ahead.page(a) : 0; /* long before it is needed */
         float s[V::COLUMNS][4], weights[V::COLUMNS];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_page<V>(a, ring.view(a, a.key), space, warp, lane, s);
         StageView values = ring.view(a, a.value);
         LaneScales<1> value_scales; /* they came with the keys, and go with them */
         value_scales.load(values, warp, lane);
-        const uint8_t *next_record = is_now ? pages.record(a, next_page) : pages_after.record(a, next_page);
-        refill(a, ring, 0, more, next_record, next_unit, thread);
+        const uint8_t *next_record = ahead.record(a, next_page);
+        refill(a, ring, 0, more, next_record, ahead.unit, thread);
 
         if (page < whole.lo || page >= whole.hi)
             hide_tokens_of_page<V>(rows, page * a.page_tokens + TQ_TILE * warp, (page + 1) * a.page_tokens, lane, s,
@@ -418,12 +424,12 @@ __device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &rin
         for (int c = 0; c < V::COLUMNS; c++) sums.weights[c] += weights[c];
         barrier_wait(ring.barrier(ring.stage, 1), ring.parity);
         add_values_of_page<V>(a, values, space, weights_at, warp, lane, sums);
-        refill(a, ring, 1, more, next_record, next_unit, thread);
+        refill(a, ring, 1, more, next_record, ahead.unit, thread);
         ring.advance(a);
         buffer ^= 1;
-        if (more) ahead.fetched = next + 1;
+        if (more) ahead.advance(a);
     }
-    leave_part_of_team<V>(a, now, piece, space, warp, lane, sums);
+    leave_part_of_team<V>(a, now, ahead.between->cursor.piece, space, warp, lane, sums);
 }
 
 template <class V> __device__ __forceinline__ void attend_pages_wide(const AttendArgs &a)
@@ -439,15 +445,15 @@ template <class V> __device__ __forceinline__ void attend_pages_wide(const Atten
     __syncthreads();
     Cursor cursor(a, team * gridDim.x + blockIdx.x, a.teams * gridDim.x, lane);
     bool tell = thread == 0;
-    Lookahead ahead(a, cursor, tell);
+    TeamSpace space(a, team, V::TEAM_BYTES);
+    Lookahead ahead(a, cursor, tell, reinterpret_cast<Between *>(space.at + V::AT_BETWEEN + thread / 32 * 128), lane);
     if (!ahead.now.there) return;
     top_up(a, ring, ahead, thread);
     wait_for_previous(); /* the queries */
-    TeamSpace space(a, team, V::TEAM_BYTES);
 #pragma unroll 1
     for (;;) {
-        attend_segment<V>(a, ring, ahead, cursor.piece, space, thread);
-        ahead.step(a, cursor, tell);
+        attend_segment<V>(a, ring, ahead, space, thread);
+        ahead.step(a, tell, lane);
         if (!ahead.now.there) return;
         top_up(a, ring, ahead, thread);
     }

@@ -98,6 +98,19 @@ __device__ __forceinline__ float warp_max(float x)
     return x;
 }
 
+/** True in one lane of a whole warp, of which the compiler knows that it is one: in what follows it needs no loop over lanes where an
+ *  instruction takes its operands from registers that a warp shares. */
+__device__ __forceinline__ bool elect_lane()
+{
+#if __CUDA_ARCH__ >= 900
+    uint32_t elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+    return elected;
+#else
+    return threadIdx.x % 32 == 0;
+#endif
+}
+
 template <class T> __device__ __forceinline__ T warp_sum(T x)
 {
 #pragma unroll
