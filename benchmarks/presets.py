@@ -59,7 +59,8 @@ SOURCES = {
     "values.",
     "calibrated-fine": "As `calibrated`, in groups of 16 channels of 0 to 5 or 8 bits (byte format 3): bits follow the "
     "variance more closely, and the few groups whose errors count most have 8. On a GPU with one query token nearly as "
-    "fast as `calibrated`, with many slower. By far the best for ESM-2 (docs/esm.md). The same calibration serves both.",
+    "fast as `calibrated`, with many slower. By far the best for ESM-2 (docs/esm.md). The same calibration serves "
+    "both.",
     "calibrated": "Axes per head, fixed steps and widths of 0 to 5 bits per group of 32 channels, shared over all "
     "layers by what errors along each axis cost; after TurboESM's head-wise SVD. Needs a calibration: `turboquant "
     "calibrate`. [What they are made of](calibration.md).",

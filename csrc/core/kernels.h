@@ -122,4 +122,32 @@ extern const tq_kernels tq_kernels_scalar, tq_kernels_avx2, tq_kernels_avx2_vnni
 static inline int32_t tq_column(int32_t i) { return 4 * (i % 8) + i / 8; }
 
 static inline int32_t tq_token(int32_t c) { return 8 * (c % 4) + c / 4; }
+
+#define TQ_TILE_CODES (TQ_TILE * TQ_TILE)
+
+/** pack and unpack for any width of a plan; turboquant.h, "8 bits". */
+static inline void tq_pack_tile(const tq_kernels *kernels, int32_t bits, const uint8_t *codes, uint32_t *words)
+{
+    if (bits <= TQ_MAX_BITS) {
+        kernels->pack(bits, codes, words);
+        return;
+    }
+    uint8_t half[TQ_TILE_CODES];
+    for (int32_t k = 0; k < 2; k++) {
+        for (int32_t i = 0; i < TQ_TILE_CODES; i++) half[i] = codes[i] >> 4 * k & 15;
+        kernels->pack(4, half, words + 4 * TQ_TILE * k);
+    }
+}
+
+static inline void tq_unpack_tile(const tq_kernels *kernels, int32_t bits, const uint32_t *words, uint8_t *codes)
+{
+    if (bits <= TQ_MAX_BITS) {
+        kernels->unpack(bits, words, codes);
+        return;
+    }
+    uint8_t high[TQ_TILE_CODES];
+    kernels->unpack(4, words, codes);
+    kernels->unpack(4, words + 4 * TQ_TILE, high);
+    for (int32_t i = 0; i < TQ_TILE_CODES; i++) codes[i] = (uint8_t)(codes[i] | high[i] << 4);
+}
 #endif

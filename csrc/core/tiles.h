@@ -3,8 +3,6 @@
 #define TQ_TILES_H
 #include "internal.h"
 
-#define TQ_TILE_CODES (TQ_TILE * TQ_TILE)
-
 /** A side's part of one record: its codes by token tile, its scales by token tile and column. */
 static inline int64_t tq_tile_offset(const tq_side *side, int32_t tile, int32_t group) /* tile: of tile_tokens tokens */
 {
@@ -27,32 +25,6 @@ static inline int32_t tq_value_cell(int32_t token, int32_t c)
 static inline int64_t tq_scale_offset(const tq_side *side, int32_t token)
 {
     return side->scales_offset + 2 * (TQ_TILE * (token / TQ_TILE) + tq_column(token % TQ_TILE));
-}
-
-/** A tile of any width of a plan; turboquant.h, "8 bits". */
-static inline void tq_pack_tile(const tq_kernels *kernels, int32_t bits, const uint8_t *codes, uint32_t *words)
-{
-    if (bits <= TQ_MAX_BITS) {
-        kernels->pack(bits, codes, words);
-        return;
-    }
-    uint8_t half[TQ_TILE_CODES];
-    for (int32_t k = 0; k < 2; k++) {
-        for (int32_t i = 0; i < TQ_TILE_CODES; i++) half[i] = codes[i] >> 4 * k & 15;
-        kernels->pack(4, half, words + 4 * TQ_TILE * k);
-    }
-}
-
-static inline void tq_unpack_tile(const tq_kernels *kernels, int32_t bits, const uint32_t *words, uint8_t *codes)
-{
-    if (bits <= TQ_MAX_BITS) {
-        kernels->unpack(bits, words, codes);
-        return;
-    }
-    uint8_t high[TQ_TILE_CODES];
-    kernels->unpack(4, words, codes);
-    kernels->unpack(4, words + 4 * TQ_TILE, high);
-    for (int32_t i = 0; i < TQ_TILE_CODES; i++) codes[i] = (uint8_t)(codes[i] | high[i] << 4);
 }
 
 /** The tiles of a side that have bits (groups, and in version 2 a sketch), for a row of tiles that a product sums over. */

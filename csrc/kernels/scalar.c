@@ -159,16 +159,6 @@ static void unpack_scalar(int32_t bits, const uint32_t *words, uint8_t *codes)
             codes[tile_index(lane, i / 8, i % 8)] = unpack_code(bits, words + lane, i / 8, i % 8);
 }
 
-/** Of any width; 8 bits are two tiles of 4. */
-static void unpack_any(int32_t bits, const uint32_t *words, uint8_t *codes)
-{
-    uint8_t high[TQ_TILE * TQ_TILE];
-    unpack_scalar(bits == TQ_WIDE_BITS ? 4 : bits, words, codes);
-    if (bits != TQ_WIDE_BITS) return;
-    unpack_scalar(4, words + 4 * TQ_TILE, high);
-    for (int32_t i = 0; i < TQ_TILE * TQ_TILE; i++) codes[i] = (uint8_t)(codes[i] | high[i] << 4);
-}
-
 /* ---- attention ---- An operand is the row itself. */
 
 static size_t operand_bytes_scalar(int32_t columns) { return (size_t)(columns * 4 + 63) / 64 * 64; }
@@ -210,7 +200,7 @@ static void multiply_scalar(const tq_tile_grid *grid, const void *operands, int3
         const tq_codebook *book = &grid->books[tile->bits];
         for (int32_t code = 0; code < book->n_levels; code++)
             levels[code] = (float)tq_level(book, (uint8_t)code) * book->step;
-        unpack_any(tile->bits, (const uint32_t *)(grid->base + tile->offset), codes);
+        tq_unpack_tile(&tq_kernels_scalar, tile->bits, (const uint32_t *)(grid->base + tile->offset), codes);
         for (int32_t q = 0; q < rows; q++) {
             const float *x =
                 (const float *)((const char *)operands + (size_t)q * operand_stride) + tile_columns * (i % grid->n);
