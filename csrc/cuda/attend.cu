@@ -144,7 +144,7 @@ int uniform_bits(const tq_plan *plan)
 KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pages, const Device &device)
 {
     int bits = uniform_bits(plan), groups = (plan->head_dim + TQ_TILE - 1) / TQ_TILE;
-    /* Whole pages pay off once every multiprocessor has some; not where a warp has a few, if half pages cost it little. */
+    /* Whole pages pay off once every multiprocessor has some; at 2 and 3 bits not where a warp has 1 to 10. */
     int64_t processors = device.processors;
     bool a_few =
         (bits == 2 || bits == 3) && groups == 4 && rows <= 4 && pages >= 12 * processors && pages < 128 * processors;
@@ -401,7 +401,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.page_tokens = plan->page_tokens;
     a.rotation = plan->rotation;
     a.record_bytes = plan->record_bytes;
-    a.page_limit = p->n_pages < INT32_MAX ? (uint32_t)p->n_pages : INT32_MAX;
+    a.page_limit = p->n_pages <= INT32_MAX ? (uint32_t)p->n_pages : 1u << 31;
     a.page_bytes = p->kv_heads * a.record_bytes;
     a.group = p->kv_heads ? p->query_heads / p->kv_heads : 0;
     int64_t rows = (int64_t)a.group * p->query_tokens;

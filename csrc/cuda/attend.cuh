@@ -48,8 +48,11 @@ struct Variant {
         !UNIFORM || (KEY_BITS == 4 && !TWO_PRODUCTS); /* ROW_FACTOR codes: after the product */
     /* the sum of the weights is needed beside the sum of weighted codes; otherwise the codes have no offset */
     static constexpr bool WEIGHT_SUMS = !UNIFORM || VALUE_BITS <= 2 || (VALUE_BITS == 4 && !TWO_PRODUCTS);
+    /* where a warp reads its queries; of wide heads from global memory, since shared memory is what limits the warps there */
     static constexpr bool QUERY_IN_REGISTERS = UNIFORM && BLOCKS == 1 && GROUPS <= 4;
-    /* so many that 12 warps (8 for more rows) fit a multiprocessor, with room beside them for a block of prepare */
+    static constexpr bool QUERY_IN_SHARED = !QUERY_IN_REGISTERS && GROUPS <= 4;
+    /* so many that 12 warps (16 with 128 registers, 8 with 255) fit a multiprocessor, if they can with room beside them for a block of
+     * prepare */
     static constexpr int MAX_REGISTERS = FINE                         ? (BLOCKS == 1 ? 168 : 255)
                                          : BLOCKS == 1                ? (GROUPS > 4   ? 168
                                                                          : TILES == 4 ? 144
@@ -117,10 +120,10 @@ struct AttendArgs {
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
     int32_t exact_parts, exact_tokens;  /* parts of each KV head, tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows that a block takes of a tile; they divide tile_rows */
-    int32_t wide_rows,
-        at_teams; /* attend_wide: rows of a team or 0; in shared memory: what warps and teams have beside the stages */
-    int32_t at_barriers,
-        pitch; /* shared memory: of pages, in bytes; floats from one row to the next in prepare and combine */
+    int32_t wide_rows;                  /* attend_wide: rows of a team; 0 otherwise */
+    int32_t at_teams;    /* shared memory of pages, in bytes: what warps and teams have beside the stages */
+    int32_t at_barriers; /* the same: barriers */
+    int32_t pitch;       /* floats from one row to the next in shared memory of prepare and combine */
     /* workspace */
     SegmentParts *segments;
     RowArgs *row_args;       /* [segments][tile_rows] */

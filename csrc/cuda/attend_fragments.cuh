@@ -15,12 +15,13 @@
  *   4, 5   otherwise       128 + level                                 u8               32 or 76, 2
  *   8      SCALED          128 + level                                 u8               some 40, 2
  * Look-ups and masks are what limits the whole kernel: they share a pipe of half the issue rate. Right shifts would be on it too, so
- * with few rows they are the high words of products, which go to the multipliers; with many rows latency limits, and shifts are sooner
- * done. At 4 and 5 bits a second load does what a shift would.
+ * in multiply_tile for one block of rows they are the high words of products, which go to the multipliers; elsewhere latency limits,
+ * and shifts are sooner done. At 4 and 5 bits a second load does what a shift would.
  * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, each
  * times the sum of the other factor. In version 3 the lanes or the rows of a tile are of two token tiles; two products then take what
- * they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other widths, so that in a mixed plan no group costs
- * the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126, which holds for every 4-bit codebook. */
+ * they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other widths, so that in a mixed
+ * plan no group costs the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126, which holds for every 4-bit
+ * codebook. */
 #ifndef TQ_CUDA_ATTEND_FRAGMENTS_CUH
 #define TQ_CUDA_ATTEND_FRAGMENTS_CUH
 #include "device.cuh"
@@ -36,10 +37,9 @@ struct LevelTables {
     uint32_t minus4[2];  /* - magnitude */
     uint32_t magnitude4[2];
     uint32_t magnitude5[4]; /* words 2, 3: magnitudes 8..15 */
-    uint32_t right
-        [4]; /* 2^31, 2^30, 2^29, 2^16: what to multiply by, to shift right by 1, 2, 3, 16; not known to the compiler, which
-                        * would make shifts of them */
-    uint32_t magic; /* MAGIC; not known to the compiler either, so that an operation with it has room for a mask */
+    /* Not known to the compiler, which would make shifts of the ones, and constants in operations that need room for a mask of the
+     * other. right: 2^31, 2^30, 2^29, 2^16, what to multiply by, to shift right by 1, 2, 3, 16. magic: MAGIC. */
+    uint32_t right[4], magic;
 };
 
 /** x >> 1, 2, 3, 16 for by = 0, 1, 2, 3. MULTIPLY: on the multipliers, where the other pipe is the limit; it takes longer. */
@@ -50,8 +50,8 @@ template <bool MULTIPLY> __device__ __forceinline__ uint32_t shift_right(const L
 
 enum class Reading { ROW_FACTOR, SCALED, OFFSET };
 
-/** A lane's words of a tile. At 4 and 5 bits also the high halves of those with nibbles, which are selectors as they stand: loaded a
- *  second time, since shifts are slower. */
+/** A lane's words of a tile. At 4 and 5 bits also the high halves of those with nibbles, which are selectors as they stand: a load costs
+ *  less than a shift, which is on the pipe of the look-ups. */
 template <int BITS> struct TileWords {
     uint32_t w[BITS], high[BITS == 4 || BITS == 5 ? 4 : 1];
 };
@@ -108,7 +108,7 @@ template <class F> __device__ __forceinline__ void with_fine_width(int bits, F f
     else with_width(bits, f);
 }
 
-/** The fragment a of a half, for widths and readings with one product. MULTIPLY: as of shift_right. */
+/** The fragment a of a half, for widths and readings with one product. MULTIPLY: as of shift_right, at 3 bits. */
 template <int BITS, Reading READING, bool MULTIPLY = false>
 __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, const LevelTables &tables,
                                             uint32_t (&a)[4])
@@ -146,7 +146,8 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
             a[2 + i] = prmt(even, odd, 0x7362);
         }
     } else {
-        /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for the others */
+        /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for the
+         * others */
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int r = 2 * half + (i & 1), h = i >> 1;

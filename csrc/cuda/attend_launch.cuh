@@ -27,7 +27,8 @@ struct KernelChoice {
  *  a loop that fits the instruction cache. */
 constexpr bool takes_whole_pages(int bits, int groups) { return bits != 4 || groups != 4; }
 
-/** The kernel for units of `tiles` token tiles, 2 or 4, and 1, 2 or 4 blocks of rows a warp, keys and values of that many bits throughout; head_dim of 32 groups, or a little less. */
+/** The kernel for units of `tiles` token tiles, 2 or 4, and 1, 2 or 4 blocks of rows a warp, keys and values of that many bits throughout;
+ *  head_dim 32 * groups or a little less. */
 KernelChoice attend_kernel_2(int groups, int blocks, int tiles, bool bulk);
 KernelChoice attend_kernel_3(int groups, int blocks, int tiles, bool bulk);
 KernelChoice attend_kernel_4(int groups, int blocks, int tiles, bool bulk);

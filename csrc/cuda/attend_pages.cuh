@@ -67,16 +67,15 @@ template <class V> struct Ring {
     /** Those of the team that send for pages: of bulk copies a lane of its first warp sends all, of others all threads a share. */
     __device__ __forceinline__ static bool sends(int thread) { return !V::BULK || thread < 32; }
 
-    /** Half of a stage: key codes and all scales, or value codes. By all that send. */
+    /** Half of a stage: key codes and all scales, or value codes. By whole warps: all that send. */
     __device__ __forceinline__ void fill(const AttendArgs &a, int stage_, int which, const uint8_t *record,
                                          int32_t unit, int thread) const
     {
         uint32_t to = stages + stage_ * a.stage_bytes, full = barrier(stage_, which);
         int second = V::TILES == 4 ? 0 : unit & (a.page_units - 1); /* four tiles are a page at least */
         const CopyArgs *c = a.copies[second];
-        int first = which ? COPY_VALUES : COPY_KEYS, last = which                                ? COPY_VALUES
-                                                            : V::TILES == 4 || a.page_units == 1 ? COPY_SCALES
-                                                                                                 : COPY_VALUE_SCALES;
+        int first = COPY_KEYS, last = V::TILES == 4 || a.page_units == 1 ? COPY_SCALES : COPY_VALUE_SCALES;
+        if (which) first = last = COPY_VALUES;
         if constexpr (V::BULK) {
             if (!elect_lane()) return;
             barrier_expect(full, a.copy_bytes[second][which]);
@@ -411,6 +410,8 @@ struct Between {
     Cursor cursor;
     Segment after; /* the one at work */
 };
+constexpr int BETWEEN_BYTES = 128; /* of a warp */
+static_assert(sizeof(Between) <= BETWEEN_BYTES);
 
 /** What a team does next and after: two segments, and how far the ring has run ahead of the work in them. Positions count units along
  *  the team's piece. */
@@ -487,21 +488,19 @@ __device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring,
     }
 }
 
-/** A warp's shared memory beside the stages of its team: |Between|queries, if they are not in registers|. */
+/** A warp's shared memory beside the stages of its team: |Between|queries, if they are there|. */
 template <class V> struct WarpSpace {
-    static constexpr int AT_QUERIES = 128,
-                         BYTES = AT_QUERIES + (V::QUERY_IN_REGISTERS ? 0 : V::BLOCKS * V::GROUPS * 256);
-    static_assert(sizeof(Between) <= AT_QUERIES);
+    static constexpr int BYTES = BETWEEN_BYTES + (V::QUERY_IN_SHARED ? V::BLOCKS * V::GROUPS * 256 : 0);
     uint8_t *at;
 
     __device__ __forceinline__ WarpSpace(const AttendArgs &a, int warp) : at(shared_bytes + a.at_teams + warp * BYTES)
     {
     }
     __device__ __forceinline__ Between *between() const { return reinterpret_cast<Between *>(at); }
-    __device__ __forceinline__ uint2 *queries() const { return reinterpret_cast<uint2 *>(at + AT_QUERIES); }
+    __device__ __forceinline__ uint2 *queries() const { return reinterpret_cast<uint2 *>(at + BETWEEN_BYTES); }
 };
 
-/** What a lane knows of its rows, and empty sums. */
+/** What a lane knows of its rows, empty sums, and the queries to where they are read. */
 template <class V>
 __device__ __forceinline__ void start_rows(const AttendArgs &a, const Segment &s, int first_block, int lane,
                                            const WarpSpace<V> &space, LaneRows<V> &rows, Sums<V> &sums)
@@ -527,7 +526,7 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const Segment &s
     if constexpr (V::QUERY_IN_REGISTERS) {
 #pragma unroll
         for (int g = 0; g < V::GROUPS; g++) rows.query[g] = query[32 * g];
-    } else {
+    } else if constexpr (V::QUERY_IN_SHARED) {
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < V::BLOCKS * V::GROUPS; i++)
@@ -547,16 +546,18 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring,
     const RowArgs *row_args = a.row_args + now.index * a.tile_rows + 4 * first_block;
     LaneRows<V> rows;
     start_rows<V>(a, now, first_block, lane, space, rows, sums);
+    const uint2 *query = V::QUERY_IN_SHARED ? space.queries()
+                                            : a.queries + (now.index * (a.tile_rows / 4) + first_block) * a.groups * 32;
     Range whole = whole_units(a, now.common);
     bool capped = a.p.softcap > 0;
-    int32_t page_shift = a.page_units - 1, unit = now.first + now.count - ahead.now_end + ahead.position;
+    int32_t page_shift = a.page_units - 1, unit = now.first;
 #pragma unroll 1
     for (; ahead.position < ahead.now_end; ahead.position++, unit++) {
         bool more = ahead.more();
         int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
-        score_unit<V>(a, ring.view(a, a.key), space.queries(), rows, lane, s);
+        score_unit<V>(a, ring.view(a, a.key), query, rows, lane, s);
         StageView values = ring.view(a, a.value);
         LaneScales<V::TILES> value_scales; /* they came with the keys, and go with them */
         value_scales.load(values, 0, lane);

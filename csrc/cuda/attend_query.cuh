@@ -267,7 +267,7 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
     offset_lo = warp_sum(offset_lo);
     if (lane) return;
     int32_t token, head;
-    find_row(a, s, i, token, head);
+    find_row(a, s, i, token, head); /* true: prepare_queries leaves the others out */
     Sequence seq = load_sequence(a, s.b);
     Range packed = seen_packed(a, seq, seq.first_position + token);
     float scale = fmaxf(largest * fabsf(a.p.softmax_scale) * LOG2_E / QUERY_LIMIT, 1e-35f);
@@ -308,11 +308,11 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
     }
 #pragma unroll 1
     for (int i = warp; i < s.n; i += warps) {
-        float bias;
         if (s.row_tile * a.tile_rows + s.first + i >= a.rows) {
             leave_row_empty<GROUPS>(a, s, i, lane);
             continue;
         }
+        float bias;
         if (dense) {
             bias = biases[i];
             row.load(shared_row(a, i), TQ_TILE * a.groups, lane);

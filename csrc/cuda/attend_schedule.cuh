@@ -67,7 +67,7 @@ __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Seq
     return v;
 }
 
-/** The units whose every token is in the range; none where some units of a page have fewer tiles than others. */
+/** The units whose every token is in the range; none where a unit may have fewer tiles than its kernel's. */
 __device__ __forceinline__ Range whole_units(const AttendArgs &a, Range tokens)
 {
     if (a.last_is_short) return {0, 0};

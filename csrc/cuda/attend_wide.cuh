@@ -22,23 +22,22 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
     static constexpr int ROWS = ROWS_;                                   /* of a team */
     static constexpr int COLUMNS = ROWS / 4;                             /* rows of a lane: 4 c + t */
     static constexpr int GROUPS = 4, TILES = 4;
-    static constexpr int HALVES =
-        ROWS == 16 ? 2 : 1; /* of a token tile whose scores are multiplied together, by registers */
+    /* of a token tile whose scores are multiplied together: as the registers allow */
+    static constexpr int HALVES = ROWS == 16 ? 2 : 1;
     static constexpr bool BULK = true, UNIFORM = KEY_BITS != 0;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
     /* A batch of products reads its first factors from registers until it has ended. Unrolled, the next one has registers of its own,
      * and a batch may run while that is unpacked; in a loop they would be the same. */
     static constexpr int BATCHES_LEFT = UNIFORM ? 1 : 0;
     static constexpr int MAX_REGISTERS = 168, MAX_THREADS = 384;
-    /* Shared memory of a team: queries, two buffers of weights, which pages use in turn, four numbers a row, and what a row's products
-     * are scaled by, which would take too many registers. The steps of the weights are 16 bytes further apart than they need be, so
-     * that a warp's stores go to different banks. */
+    /* Shared memory of a team: queries, two buffers of weights, which pages use in turn, four numbers a row, what a row's products are
+     * scaled by, which would take too many registers, and the Between of each warp. The steps of the weights are 16 bytes further apart
+     * than they need be, so that a warp's stores go to different banks. */
     static constexpr int WEIGHT_STEP = STEP_BYTES<ROWS> + 16, WEIGHT_BYTES = 8 * WEIGHT_STEP; /* 16 tokens; a page */
     static constexpr int QUERY_STEP = STEP_BYTES<2 * ROWS>, QUERY_BYTES = GROUPS * QUERY_STEP;
     static constexpr int AT_WEIGHTS = QUERY_BYTES, AT_NUMBERS = AT_WEIGHTS + 2 * WEIGHT_BYTES;
     static constexpr int AT_SCALES = AT_NUMBERS + 4 * ROWS * 4, AT_BETWEEN = AT_SCALES + 2 * ROWS * 4,
-                         TEAM_BYTES = AT_BETWEEN + 4 * 128; /* 128: of a warp */
-    static_assert(sizeof(Between) <= 128);
+                         TEAM_BYTES = AT_BETWEEN + 4 * BETWEEN_BYTES;
 };
 
 /** Where a team's own shared memory is. */
@@ -388,7 +387,7 @@ __device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &rin
     start_segment<V>(a, now, space, thread, sums);
     Range whole = whole_units(a, now.common);
     bool capped = a.p.softcap > 0;
-    int32_t page = now.first + now.count - ahead.now_end + ahead.position, buffer = 0;
+    int32_t page = now.first, buffer = 0;
     int place =
         (2 * warp + g / 4) * V::WEIGHT_STEP + 32 * (lane & 3) + 4 * (g % 4); /* of the lane's weights in a buffer */
 #pragma unroll 1
@@ -446,7 +445,8 @@ template <class V> __device__ __forceinline__ void attend_pages_wide(const Atten
     Cursor cursor(a, team * gridDim.x + blockIdx.x, a.teams * gridDim.x, lane);
     bool tell = thread == 0;
     TeamSpace space(a, team, V::TEAM_BYTES);
-    Lookahead ahead(a, cursor, tell, reinterpret_cast<Between *>(space.at + V::AT_BETWEEN + thread / 32 * 128), lane);
+    Lookahead ahead(a, cursor, tell,
+                    reinterpret_cast<Between *>(space.at + V::AT_BETWEEN + thread / 32 * BETWEEN_BYTES), lane);
     if (!ahead.now.there) return;
     top_up(a, ring, ahead, thread);
     wait_for_previous(); /* the queries */

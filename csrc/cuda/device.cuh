@@ -98,8 +98,8 @@ __device__ __forceinline__ float warp_max(float x)
     return x;
 }
 
-/** True in one lane of a whole warp, of which the compiler knows that it is one: in what follows it needs no loop over lanes where an
- *  instruction takes its operands from registers that a warp shares. */
+/** True in one lane; all 32 must call it. The compiler knows that it is one: for instructions that take operands from registers of the
+ *  whole warp, such as copy_bulk, it makes no loop over lanes. */
 __device__ __forceinline__ bool elect_lane()
 {
 #if __CUDA_ARCH__ >= 900
