@@ -48,9 +48,10 @@ struct Variant {
         !UNIFORM || (KEY_BITS == 4 && !TWO_PRODUCTS); /* ROW_FACTOR codes: after the product */
     /* the sum of the weights is needed beside the sum of weighted codes; otherwise the codes have no offset */
     static constexpr bool WEIGHT_SUMS = !UNIFORM || VALUE_BITS <= 2 || (VALUE_BITS == 4 && !TWO_PRODUCTS);
-    /* where a warp reads its queries; of wide heads from global memory, since shared memory is what limits the warps there */
+    /* where a warp reads its queries; from global memory with wide heads and on devices that may have little shared memory, where that
+     * is what limits the warps */
     static constexpr bool QUERY_IN_REGISTERS = UNIFORM && BLOCKS == 1 && GROUPS <= 4;
-    static constexpr bool QUERY_IN_SHARED = !QUERY_IN_REGISTERS && GROUPS <= 4;
+    static constexpr bool QUERY_IN_SHARED = !QUERY_IN_REGISTERS && GROUPS <= 4 && BULK;
     /* so many that 12 warps (16 with 128 registers, 8 with 255) fit a multiprocessor, if they can with room beside them for a block of
      * prepare */
     static constexpr int MAX_REGISTERS = FINE                         ? (BLOCKS == 1 ? 168 : 255)
