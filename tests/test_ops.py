@@ -111,6 +111,37 @@ def test_attend_matches_fp64(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_even_lengths_change_speed_alone(plan: ref.Plan, group: int, device: str, rng: np.random.Generator) -> None:
+    """Whether or not they are, in both entries; long enough that a GPU works otherwise than without."""
+    batch, heads, tokens, dim = 2, 2, 17_000 if device == "cuda" else 300, plan.head_dim
+    key, value = (random_transform(rng, plan, batch, heads) for _ in range(2))
+    transforms = on(device, keywords(key, value))
+
+    def draw(*size: int) -> Tensor:
+        return torch.from_numpy(rng.standard_normal(size).astype(np.float32)).to(device, torch.bfloat16)
+
+    k, v, q = draw(batch, heads, tokens, dim), draw(batch, heads, tokens, dim), draw(batch, heads * group, 1, dim)
+    pages = tq.quantize(k, v, plan.words, **transforms)
+    table = torch.arange(len(pages), dtype=torch.int32, device=device).view(batch, -1)
+    for lengths in ([tokens, tokens], [tokens - 1, 70]):
+        packed = (pages, table, torch.tensor(lengths, dtype=torch.int32, device=device), plan.words)
+        want, want_lse = tq.attend(q, *packed, **transforms)
+        out, lse = tq.attend(q, *packed, **transforms, even_lengths=True)
+        torch.testing.assert_close(out, want, rtol=0.008, atol=0.004 * want.abs().max().item())
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=2e-3)
+        if device == "cpu":
+            assert torch.equal(out, want) and torch.equal(lse, want_lse)
+        new = draw(batch, heads, 1, dim)
+        both = tq.append_attend(
+            q, new, new, *(packed[2], pages.clone(), table), plan.words, **transforms, even_lengths=True
+        )
+        tq.append(new, new, packed[2], pages, table, plan.words, **transforms)
+        assert torch.equal(both, tq.attend(q, *packed, **transforms, even_lengths=True)[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_append_writes_the_bytes_of_the_reference(

@@ -383,6 +383,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             "softmax_scale": self.head_dim**-0.5 if scaling is None else scaling,
             "sliding_window": sliding,
             "softcap": options.get("softcap") or 0.0,
+            "even_lengths": not padding or 8 * max(padding) <= after,
         }
         attended: torch.Tensor | None = None
         assert self.table is not None

@@ -157,10 +157,11 @@ def _attend(
     causal: bool = True,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    even_lengths: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """attend(q, pages, block_table, lengths, plan, *, starts=None, sink_k=None, sink_v=None, window_k=None,
     window_v=None, fresh_k=None, fresh_v=None, ..transforms, softmax_scale=None, causal=True, sliding_window=0,
-    softcap=0.0) -> (out, lse)
+    softcap=0.0, even_lengths=False) -> (out, lse)
 
     Attention over sinks, packed tokens and window in one softmax; nothing is decoded to memory.
 
@@ -174,6 +175,8 @@ def _attend(
     tokens, with window_* as they were *before* these were appended. None otherwise.
     softmax_scale: None: ``head_dim ** -0.5``.
     softcap: logits become ``softcap * tanh(logit / softcap)``; 0: as they are.
+    even_lengths: whether the sequences are about equally long. Results are as accurate either way; on a GPU, work on
+    long caches is then cut by sequence, which is 5 to 15 % faster if it is true, and slow if it is not.
 
     out: like q, contiguous; 0 where nothing was seen.  lse: float32 [batch, query_heads, query_tokens], the natural
     logarithm of the softmax's denominator, -inf where nothing was seen.
@@ -206,9 +209,11 @@ def _append_attend(
     softmax_scale: float | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    even_lengths: bool = False,
 ) -> Tensor:
     """append_attend(q, k, v, lengths, pages, block_table, plan, *, sink_k=None, sink_v=None, window_k=None,
-    window_v=None, ..transforms, flag=None, softmax_scale=None, sliding_window=0, softcap=0.0) -> out
+    window_v=None, ..transforms, flag=None, softmax_scale=None, sliding_window=0, softcap=0.0,
+    even_lengths=False) -> out
 
     ``append(k, v, ..)``, then ``attend(q, ..)[0]`` from the queries of the same tokens, in one call: a decode step of
     one layer. Results are the same bit for bit. For a plan with values; over a cache with a window, for one token.

@@ -14,7 +14,7 @@ namespace
 /* ---- the device ---- */
 
 struct Device : DeviceFacts {
-    bool bulk;
+    bool bulk, line; /* line: never attend_few, for tests */
 };
 
 /** Whether the kernels' code for the current device was compiled for compute capability 9.0, and not translated from older PTX, in which
@@ -38,16 +38,19 @@ tq_status is_hopper_code(int device, bool *is, tq_error *error)
 tq_status look_at_device(Device *d, tq_error *error)
 {
     TQ_CUDA_TRY(current_device(d, error));
-    d->bulk = false;
+    d->bulk = d->line = false;
     if (d->major == 9) TQ_CUDA_TRY(is_hopper_code(d->id, &d->bulk, error));
     const char *path = getenv("TURBOQUANT_CUDA_PATH");
     if (!path || !*path) return TQ_OK;
-    if (strcmp(path, "hopper") && strcmp(path, "portable"))
-        return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, 0, "\"hopper\" or \"portable\"");
-    if (!strcmp(path, "hopper") && !d->bulk)
+    bool portable = !strcmp(path, "portable");
+    d->line = !strcmp(path, "hopper-line");
+    if (!portable && !d->line && strcmp(path, "hopper"))
+        return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, 0,
+                    "\"hopper\", \"hopper-line\" or \"portable\"");
+    if (!portable && !d->bulk)
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, d->major,
                     "\"portable\" but on compute capability 9.0, with kernels compiled for it");
-    d->bulk = !strcmp(path, "hopper");
+    d->bulk = !portable;
     return TQ_OK;
 }
 
@@ -167,11 +170,8 @@ KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pag
     return k.kernel ? k : attend_kernel_mixed(groups, blocks, tiles, device.bulk);
 }
 
-/** books: [TQ_WIDE_BITS + 1], by width. */
-void copy_side(const tq_plan &plan, const tq_side &from, const tq_codebook *books, const KernelChoice &k, bool keys,
-               SideArgs *to)
+void copy_side(const tq_plan &plan, const tq_side &from, SideArgs *to)
 {
-    bool fine = is_fine(plan);
     for (int g = 0; g < GROUPS_MAX; g++) {
         to->bits[g] = from.bits[g];
         to->offset[g] = from.offset[g];
@@ -179,6 +179,12 @@ void copy_side(const tq_plan &plan, const tq_side &from, const tq_codebook *book
     to->tile_bytes = from.tile_bytes * TQ_TILE / plan.tile_tokens;
     to->codes_offset = (int32_t)from.codes_offset;
     to->scales_offset = (int32_t)from.scales_offset;
+}
+
+/** What bytes mean to a kernel. books: [TQ_WIDE_BITS + 1], by width. */
+void set_factors(const tq_plan &plan, const tq_codebook *books, const KernelChoice &k, bool keys, SideArgs *to)
+{
+    bool fine = is_fine(plan);
     to->row_factor = !k.wide_rows && !fine;
     for (int b = 1; b <= TQ_WIDE_BITS; b++) {
         float step = books[b].step; /* of a level; uniform levels are 2 code - (2^b - 1) */
@@ -246,6 +252,8 @@ void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
 {
     AttendArgs &a = *args;
     int page_tiles = plan->page_tokens / TQ_TILE;
+    a.unit_tokens = tiles * TQ_TILE;
+    a.page_units = (plan->page_tokens + a.unit_tokens - 1) / a.unit_tokens;
     a.key.at_codes = 0;
     a.value.at_codes = tiles * a.key.tile_bytes;
     a.key.at_scales = a.value.at_codes + tiles * a.value.tile_bytes;
@@ -269,6 +277,109 @@ void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
     }
 }
 
+/* ---- the cut of attend_few ---- */
+
+/** Blocks of a multiprocessor that takes `warps` warps of them: so many that all segments are at work at once, if that is possible,
+ *  because otherwise some wait for a turn of their own. Blocks have two warps at least. */
+int blocks_at_once(int64_t segments, int warps, const Device &device)
+{
+    int blocks = 1;
+    for (int n = 2; 2 * n <= warps && blocks * (int64_t)device.processors < segments; n++)
+        if (warps % n == 0) blocks = n;
+    return blocks;
+}
+
+/** Blocks that share a segment of so many units at most, and whether as a cluster; returns how many a warp may have. blocks: all that
+ *  are at work at once. */
+int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const Device &device, FewArgs *f)
+{
+    int processors = device.processors,
+        in_clusters = processors * 10 / 11; /* some are in no cluster of four or eight */
+    f->cluster = 8;                         /* every GPU takes those */
+    while (f->cluster > 1 && segments * f->cluster > (f->cluster > 2 ? in_clusters : processors)) f->cluster /= 2;
+    int64_t parts = blocks / segments;
+    auto rounds = [&](int64_t sharing) { return (units + sharing * f->warps - 1) / (sharing * f->warps); };
+    bool split = parts > 1 && rounds(f->cluster) > rounds(parts); /* merge_parts costs a little less than a round */
+    f->sharing = split ? (int)parts : f->cluster;
+    if (split) f->cluster = 1;
+    return rounds(f->sharing);
+}
+
+/** Shared memory of attend_few's blocks; returns their bytes. */
+int lay_out_few(const KernelChoice &kernel, AttendArgs *args)
+{
+    AttendArgs &a = *args;
+    FewArgs &f = a.few;
+    int64_t row_bytes = a.pitch * (int64_t)sizeof(float), sums = a.tile_rows * row_bytes, f4 = 4 * sizeof(float);
+    int64_t sent = (a.rows + f.cluster - 1) / f.cluster * f.cluster, at = 0;
+    f.warp_bytes = (int32_t)(a.stage_bytes > sums ? a.stage_bytes : sums);
+    const struct {
+        int32_t *behind;
+        int64_t bytes;
+    } places[] = {{&f.rows, (int64_t)f.warps * f.warp_bytes},
+                  {&f.queries, a.tile_rows * (int64_t)sizeof(RowArgs)},
+                  {&f.spare, kernel.blocks * a.groups * 32 * (int64_t)sizeof(uint2)},
+                  {&f.totals, sums},
+                  {&f.exact, 2 * f.warps * a.tile_rows * f4},
+                  {&f.slots, a.exact_parts ? f.warps * sums : 0},
+                  {&a.at_barriers, sent * (1 + TQ_TILE / 2 * a.groups) * f4}};
+    for (auto &p : places) {
+        take(&at, p.bytes);
+        *p.behind = (int32_t)at;
+    }
+    return a.at_barriers + f.warps * 32;
+}
+
+/** Cuts the work for the kernel for few rows, or leaves l->kernel empty where that is not possible or would not do. */
+void cut_few(const tq_plan *plan, const Device &device, Launch *l)
+{
+    AttendArgs &a = l->args;
+    int processors = device.processors;
+    l->segments = (int64_t)a.p.batch * a.p.kv_heads;
+    if (!device.bulk || device.line || a.rows > 8 || a.groups > 4 || is_fine(*plan) ||
+        a.rotation == TQ_ROTATION_DENSE || l->segments > INT32_MAX / 8)
+        return;
+    /* whole pages pay off where there are many, and not many segments: then there are few warps for each */
+    bool whole = l->segments <= 2 * processors && l->segments * a.p.max_pages >= 2 * processors;
+    KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, a.rows <= 4 ? 1 : 2, whole ? 4 : 2);
+    if (!kernel.kernel) return;
+    lay_out_stage(plan, kernel.tiles, &a);
+    a.team_warps = a.row_tiles = a.stages = 1;
+    a.tile_rows = 4 * kernel.blocks;
+    a.exact_parts = (a.p.window ? (int64_t)a.p.sinks + a.p.window + (a.p.query_tokens - 1) : a.p.sinks) > 0;
+    FewArgs &f = a.few;
+    int most = kernel.max_threads / 32, blocks = blocks_at_once(l->segments, most, device);
+    int room = device.shared_bytes_per_processor / blocks - 1024;
+    if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
+    int64_t rounds;
+    f.warps = most / blocks < FEW_WARPS ? most / blocks : FEW_WARPS;
+    for (;; f.warps--) { /* whole pages of 5 bits take more memory than there is for all */
+        rounds = share_segments(l->segments, (int64_t)a.p.max_pages * a.page_units, blocks * (int64_t)processors,
+                                device, &f);
+        l->shared_bytes = lay_out_few(kernel, &a);
+        if (l->shared_bytes <= room || f.warps == 1) break;
+    }
+    bool even = a.p.batch == 1 || a.p.even_lengths || rounds <= 2; /* one long sequence must not keep all waiting */
+    if (!even || l->shared_bytes > room) {
+        a.few = {};
+        return;
+    }
+    l->kernel = kernel;
+    l->blocks = a.few.sharing * (int)l->segments;
+    l->threads = 32 * a.few.warps;
+}
+
+/** The parts of attend_few's blocks; returns their bytes. */
+size_t lay_out_parts(Launch *l, char *base)
+{
+    AttendArgs &a = l->args;
+    if (a.few.sharing == a.few.cluster) return 0;
+    int64_t at = 0, rows = (int64_t)l->blocks * a.rows;
+    a.totals = reinterpret_cast<RowTotals *>(base + take(&at, rows * sizeof(RowTotals)));
+    a.sums = reinterpret_cast<float *>(base + take(&at, rows * TQ_TILE * a.groups * sizeof(float)));
+    return (size_t)at;
+}
+
 /** Rows, warps and stages of pages; `pages`: how many there may be to read, over all sequences and heads. */
 tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, Launch *l, tq_error *error)
 {
@@ -284,7 +395,6 @@ tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, La
         a.tile_rows = 4 * l->kernel.blocks * a.team_warps;
     }
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
-    a.pitch = TQ_TILE * a.groups + 8;
     lay_out_stage(plan, l->kernel.tiles, &a);
     l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
     int warps = l->kernel.max_threads / 32;
@@ -392,6 +502,8 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     if (!p->n_pages) a.p.max_pages = 0;
     a.head_dim = plan->head_dim;
     a.groups = (plan->head_dim + TQ_TILE - 1) / TQ_TILE;
+    a.pitch = TQ_TILE * a.groups + 8;
+    a.rotation_factor = (float)(1 / sqrt((double)plan->head_dim));
     a.plan_groups = plan->groups;
     a.group_channels = plan->group_channels;
     int64_t capacity = (int64_t)p->sinks + p->window + (int64_t)a.p.max_pages * plan->page_tokens;
@@ -409,14 +521,16 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.rows = (int32_t)rows;
     if (!p->batch || !rows) return TQ_OK;
     int64_t pages = (int64_t)p->batch * p->kv_heads * a.p.max_pages;
-    l->kernel = choose_kernel(plan, a.rows, p->dtype, pages, device);
-    a.unit_tokens = l->kernel.tiles * TQ_TILE;
-    a.page_units = (plan->page_tokens + a.unit_tokens - 1) / a.unit_tokens;
+    copy_side(*plan, plan->key, &a.key);
+    copy_side(*plan, plan->value, &a.value);
+    cut_few(plan, device, l);
+    if (!l->kernel.few) l->kernel = choose_kernel(plan, a.rows, p->dtype, pages, device);
     tq_codebook books[TQ_WIDE_BITS + 1];
     TQ_CUDA_TRY(fill_tables(plan, books, &a.tables, error));
-    copy_side(*plan, plan->key, books, l->kernel, true, &a.key);
-    copy_side(*plan, plan->value, books, l->kernel, false, &a.value);
+    set_factors(*plan, books, l->kernel, true, &a.key);
+    set_factors(*plan, books, l->kernel, false, &a.value);
     a.signs = signs_of(*plan);
+    if (l->kernel.few) return TQ_OK;
     TQ_CUDA_TRY(cut_pages(plan, pages, device, l, error));
     return cut_ends(device, l, error);
 }
@@ -434,7 +548,7 @@ tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_pa
     if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
     if (is_blocked(*plan)) return attend_blocks_bytes(*plan, *params, bytes, error);
     TQ_CUDA_TRY(prepare(plan, params, &l, error));
-    *bytes = l.blocks ? lay_out_workspace(&l, nullptr) : 0;
+    *bytes = !l.blocks ? 0 : l.kernel.few ? lay_out_parts(&l, nullptr) : lay_out_workspace(&l, nullptr);
     return TQ_OK;
 }
 
@@ -448,17 +562,27 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
         return attend_blocks(*plan, *params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream), error);
     TQ_CUDA_TRY(prepare(plan, params, &l, error));
     if (!l.blocks) return TQ_OK;
-    if (!workspace || (uintptr_t)workspace % 256 ||
-        workspace_bytes < lay_out_workspace(&l, static_cast<char *>(workspace)))
+    char *base = static_cast<char *>(workspace);
+    size_t needed = l.kernel.few ? lay_out_parts(&l, base) : lay_out_workspace(&l, base);
+    if (needed && (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < needed))
         return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
                     "at least tq_cuda_attend_workspace_bytes, 256-byte aligned");
-    EndKernels ends = attend_end_kernels(l.args.groups);
-    /* A multiprocessor divides its memory into cache and shared memory anew only when it is empty: ask for the same division thrice. */
+    cudaStream_t s = static_cast<cudaStream_t>(stream);
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
+    if (l.kernel.few) {
+        TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(l.kernel.kernel), device, 0, true, error));
+        TQ_CUDA_TRY(launch_clusters(l.kernel.kernel, l.blocks, l.args.few.cluster, l.threads, l.shared_bytes, s, error,
+                                    l.args));
+        if (!needed) return TQ_OK;
+        MergeKernel merge = attend_merge_parts();
+        TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(merge.kernel), device, 0, true, error));
+        return launch(merge.kernel, l.segments * l.args.rows, merge.threads, 0, s, error, l.args);
+    }
+    EndKernels ends = attend_end_kernels(l.args.groups);
+    /* A multiprocessor divides its memory into cache and shared memory anew only when it is empty: ask for the same division thrice. */
     for (auto kernel : {ends.prepare, l.kernel.kernel, ends.combine})
         TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, 0, true, error));
-    cudaStream_t s = static_cast<cudaStream_t>(stream);
     TQ_CUDA_TRY(launch(ends.prepare, l.prepare_blocks, l.prepare_threads, l.prepare_bytes, s, error, l.args));
     TQ_CUDA_TRY(launch(l.kernel.kernel, l.blocks, l.threads, l.shared_bytes, s, error, l.args));
     return launch(ends.combine, l.combine_blocks, l.combine_threads, l.combine_bytes, s, error, l.args);

@@ -1,15 +1,17 @@
-/* Attention over packed pages on CUDA: what its files share. Three kernels, one behind the other:
+/* Attention over packed pages on CUDA: what its files share. In general three kernels, one behind the other:
  *
  *   prepare   rotates the queries and rounds them to tensor-core operands; attends to the exact tokens
  *   pages     attends to the packed pages; starts on the pages while prepare still runs
  *   combine   merges the parts that the other two left in the workspace, un-rotates, writes
+ *
+ * For few rows, on Hopper, where sequences are about equally long or short, one kernel does all of that in shared memory: attend_few.
  *
  * How the work on pages is cut:
  *   row       (query token, query head) that reads one KV head: row = token * group + head. Row r of a tile of rows is column pair
  *             (2 (r % 4), 2 (r % 4) + 1) of block r / 4 of the tensor-core products: its high and its low 8 bits.
  *   unit      half a page or a page: two or four token tiles (fewer where a page has no more)
  *   segment   (sequence, KV head, tile of rows): the units that some of its rows see
- * All units of all segments stand in one line, cut into as many equal pieces as there are teams of warps: equal work whatever the
+ * In the three kernels all units of all segments stand in one line, cut into as many equal pieces as there are teams of warps: equal work whatever the
  * lengths are, all of it found from the lengths on the device. A team works through its piece alone, through a ring of stages in
  * shared memory of its own, each warp of it with its own rows, and leaves a part in the workspace for each segment it meets. Mostly
  * a team is one warp; where there are many rows, several share the pages.
@@ -18,6 +20,7 @@
  *   attend_schedule   who does which units                  attend_ends                  prepare and combine
  *   attend_pages      the loop over units                   attend_kernel                pages
  *   attend_wide       the same for many rows, on Hopper     warpgroup                    its products
+ *   attend_few        all of it for few rows, on Hopper     attend_output                sums to results, for both
  *   attend.cu         checks, choices, launches */
 #ifndef TQ_CUDA_ATTEND_CUH
 #define TQ_CUDA_ATTEND_CUH
@@ -27,6 +30,7 @@ namespace tq
 {
 
 constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
+constexpr int FEW_WARPS = 16;   /* of a block of attend_few at most: two parts of each for the lanes of one */
 constexpr int END_ROWS = 16;    /* of a block of prepare or combine at most */
 constexpr int QUERY_BASE = 254; /* a query number is hi * 254 + lo, both in -127..127 */
 constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
@@ -100,10 +104,20 @@ struct RowTotals {
     float max, sum, rounded_sum, unused;
 };
 
+/** attend_few; all 0 for other kernels. */
+struct FewArgs {
+    int32_t warps;      /* of a block */
+    int32_t sharing;    /* blocks that share a segment */
+    int32_t cluster;    /* as many, if they are a cluster; otherwise 1: each leaves a part for merge_parts */
+    int32_t warp_bytes; /* shared memory of a warp: its stage, then its sums */
+    int32_t rows, queries, spare, totals, exact, slots; /* where things are behind those, in bytes */
+};
+
 /** Everything a block knows when it starts; in constant memory. Segment s = ((sequence * kv_heads) + head) * row_tiles + tile. */
 struct AttendArgs {
     tq_attend_params p;
     /* of the plan */
+    float rotation_factor;                           /* head_dim^-1/2 */
     int32_t head_dim, groups, page_tokens, rotation; /* groups: of 32 channels; version 3 has two of its own in each */
     int32_t plan_groups, group_channels;             /* the plan's own */
     int64_t record_bytes;
@@ -124,7 +138,8 @@ struct AttendArgs {
     int32_t wide_rows;                  /* attend_wide: rows of a team; 0 otherwise */
     int32_t at_teams;    /* shared memory of pages, in bytes: what warps and teams have beside the stages */
     int32_t at_barriers; /* the same: barriers */
-    int32_t pitch;       /* floats from one row to the next in shared memory of prepare and combine */
+    FewArgs few;
+    int32_t pitch; /* floats from one row to the next in shared memory of prepare and combine */
     /* workspace */
     SegmentParts *segments;
     RowArgs *row_args;       /* [segments][tile_rows] */

@@ -2,6 +2,7 @@
  * repeat bit for bit. */
 #include "attend_exact.cuh"
 #include "attend_launch.cuh"
+#include "attend_output.cuh"
 
 namespace tq
 {
@@ -23,14 +24,6 @@ __global__ void __launch_bounds__(END_THREADS, 2) prepare_kernel(const __grid_co
 }
 
 /* ---- combine ---- */
-
-__device__ __forceinline__ void add_scaled(float4 &sum, float f, float4 x)
-{
-    sum = make_float4(fmaf(f, x.x, sum.x), fmaf(f, x.y, sum.y), fmaf(f, x.z, sum.z), fmaf(f, x.w, sum.w));
-}
-
-/** A weight's factor when its row's maximum moves from `from` to `to`. */
-__device__ __forceinline__ float moved(float from, float to) { return from == -INFINITY ? 0 : exp2_fast(from - to); }
 
 /** Parts of a row in one of the two kinds, `stride` rows apart. */
 struct RowParts {
@@ -56,11 +49,6 @@ __device__ __forceinline__ RowParts exact_parts(const AttendArgs &a, const RowSe
     int64_t row = ((int64_t)s.b * a.p.kv_heads + s.h) * a.exact_parts * rows + s.row_tile * a.tile_rows + s.first + i;
     return {a.exact_totals + row, a.exact_sums + row * TQ_TILE * a.groups, a.exact_parts, rows};
 }
-
-/** A row's totals over all parts. */
-struct MergedRow {
-    float max, sum, packed_sum, rounded_sum;
-};
 
 /** Each lane merges every 32nd part, AT_ONCE of them on their way together, then the lanes merge. */
 template <int AT_ONCE>
@@ -125,12 +113,6 @@ template <int GROUPS> struct PartLoads {
     }
 };
 
-template <int GROUPS> __device__ __forceinline__ void clear(LaneRow<GROUPS> &row)
-{
-#pragma unroll
-    for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) row.quad[k] = make_float4(0, 0, 0, 0);
-}
-
 /** Weighted sum of parts way, way + ways, ..; `loads` holds the first batch. */
 template <int GROUPS>
 __device__ __forceinline__ void add_parts(const RowParts &parts, PartLoads<GROUPS> &loads, int way, int ways, int width,
@@ -145,69 +127,6 @@ __device__ __forceinline__ void add_parts(const RowParts &parts, PartLoads<GROUP
         loads.load(parts, first, ways, width, lane);
     }
 }
-
-/** What turns a lane's packed sums into rotated numbers: factor * sum + offset * rounded_sum. Known before the sums are. */
-template <int GROUPS> struct ValueScale {
-    float factor[LaneRow<GROUPS>::QUADS], offset[LaneRow<GROUPS>::QUADS];
-
-    __device__ __forceinline__ ValueScale(const AttendArgs &a, const RowSet &s, int lane)
-    {
-#pragma unroll
-        for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
-            int c = LaneRow<GROUPS>::channel(k, lane), g = c / a.group_channels,
-                bits = g < a.plan_groups ? a.value.bits[g] : 0;
-            float step = !bits ? 0 : a.p.value.steps ? a.p.value.steps[s.h * a.plan_groups + g] : 1.0f;
-            offset[k] = step * a.value.offset_factor[bits];
-            factor[k] = step * a.value.factor[bits] *
-                        (bits <= 2 && a.value.row_factor ? 1.0f / (1 << bits * (c % TQ_TILE / 8)) : 1.0f);
-        }
-    }
-    __device__ __forceinline__ void apply(LaneRow<GROUPS> &row, float rounded_sum) const
-    {
-#pragma unroll
-        for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
-            float4 &x = row.quad[k];
-            float f = factor[k], y = offset[k] * rounded_sum;
-            x = f == 0 ? make_float4(0, 0, 0, 0)
-                       : make_float4(fmaf(f, x.x, y), fmaf(f, x.y, y), fmaf(f, x.z, y), fmaf(f, x.w, y));
-        }
-    }
-};
-
-/** Where a row's results go. */
-struct Output {
-    int64_t row; /* of out and lse; -1 for rows that only fill the tile */
-    const float *centre;
-
-    __device__ __forceinline__ Output(const AttendArgs &a, const RowSet &s, int i) : row(-1), centre(a.p.value.centre)
-    {
-        int32_t token, head;
-        if (find_row(a, s, i, token, head)) row = ((int64_t)s.b * a.p.query_heads + head) * a.p.query_tokens + token;
-        if (centre) centre += s.b * a.p.value.centre_stride_batch + (int64_t)s.h * a.head_dim;
-    }
-
-    /** Un-rotated row, value centre and exact sums. */
-    template <int GROUPS>
-    __device__ __forceinline__ void write(const AttendArgs &a, const LaneRow<GROUPS> &x, const LaneRow<GROUPS> &exact,
-                                          const MergedRow &m, int lane) const
-    {
-        if (row < 0) return;
-        float inverse = m.sum > 0 ? 1.0f / m.sum : 0;
-#pragma unroll
-        for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
-            int c = x.channel(k, lane);
-            if (c >= a.head_dim) continue;
-            float4 y = x.quad[k];
-            if (centre)
-                add_scaled(y, m.packed_sum, make_float4(centre[c], centre[c + 1], centre[c + 2], centre[c + 3]));
-            add_scaled(y, 1, exact.quad[k]);
-            if (!(m.sum > 0)) y = make_float4(0, 0, 0, 0);
-            store_quad(a.p.out, row * a.head_dim + c, a.p.dtype,
-                       make_float4(y.x * inverse, y.y * inverse, y.z * inverse, y.w * inverse));
-        }
-        if (a.p.lse && lane == 0) a.p.lse[row] = m.sum > 0 ? (m.max + log2f(m.sum)) * LN_2 : -INFINITY;
-    }
-};
 
 /** A block takes combine_rows rows, a warp a row and every `ways`-th part. Shared rows: packed sums of each way, then exact ones. */
 template <int GROUPS>
@@ -259,7 +178,9 @@ __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_const
     } else if (way == 0) {
         rotate_lanes<GROUPS>(a, sum, shared_row(a, i), true, lane);
     }
-    if (way == 0) output.write<GROUPS>(a, sum, exact_sum, m, lane);
+    if (way) return;
+    output.complete<GROUPS>(a, sum, exact_sum, m, lane);
+    output.write<GROUPS>(a, sum, m, lane);
 }
 
 } // namespace

@@ -80,6 +80,28 @@ __device__ __forceinline__ float dot_quads(float4 x, float4 y, float sum)
     return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
 }
 
+/** Positions that query token `token` may see; of the ring's tokens it sees the last `window` alone. */
+struct ExactSight {
+    Range visible;
+    int32_t recent_lo;
+
+    __device__ __forceinline__ ExactSight(const AttendArgs &a, const Sequence &seq, int32_t token, bool real)
+    {
+        int32_t p = seq.first_position + token;
+        visible = seen(a, seq, p);
+        if (!real) visible.hi = visible.lo;
+        recent_lo = a.p.causal ? max(visible.lo, p - a.p.window + 1) : visible.lo;
+    }
+    /** The token's base-2 logit from its product with the query; -inf if the query does not see it. */
+    __device__ __forceinline__ float logit(const AttendArgs &a, int32_t position, float dot) const
+    {
+        float x = dot * a.p.softmax_scale;
+        if (a.p.softcap > 0) x = a.p.softcap * tanhf(x / a.p.softcap);
+        return position >= (position >= a.p.sinks ? recent_lo : visible.lo) && position < visible.hi ? x * LOG2_E
+                                                                                                     : -INFINITY;
+    }
+};
+
 /** Base-2 logits of n <= EXACT_CHUNK tokens for all rows; -inf for what a row does not see. A warp takes a row and 4 to 16 tokens, so
  *  that no warp is idle, eight lanes a token. */
 template <int GROUPS>
@@ -104,9 +126,7 @@ __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &
         for (int g = 0; g < GROUPS; g++) q[g] = to_float4(raw[g], a.p.dtype);
         int32_t query_token, head;
         bool real = find_row(a, s, row, query_token, head);
-        int32_t p = seq.first_position + query_token;
-        Range visible = seen(a, seq, p);
-        if (!real) visible.hi = visible.lo;
+        ExactSight sight(a, seq, query_token, real);
 #pragma unroll 1
         for (int i = first + lane / 8; i < first + tokens; i += 4) {
             ExactToken token = x.tokens[min(i, n - 1)];
@@ -123,11 +143,7 @@ __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &
 #pragma unroll
             for (int d = 1; d < 8; d *= 2) dot += __shfl_xor_sync(ALL_LANES, dot, d);
             if (piece) continue;
-            int32_t lo = a.p.causal && token.position >= a.p.sinks ? max(visible.lo, p - a.p.window + 1) : visible.lo;
-            float logit = dot * a.p.softmax_scale;
-            if (a.p.softcap > 0) logit = a.p.softcap * tanhf(logit / a.p.softcap);
-            x.scores[row * EXACT_CHUNK + i] =
-                i < n && token.position >= lo && token.position < visible.hi ? logit * LOG2_E : -INFINITY;
+            x.scores[row * EXACT_CHUNK + i] = i < n ? sight.logit(a, token.position, dot) : -INFINITY;
         }
     }
 }

@@ -53,7 +53,8 @@ template <class V> __device__ __forceinline__ void attend_pages(const AttendArgs
 #pragma unroll 1
     for (;;) {
         Sums<V> sums;
-        attend_units<V>(a, ring, ahead, space, thread, sums);
+        WarpRows rows = find_rows_of_warp<V>(a, ahead.now, first_row / 4, lane, space);
+        attend_units<V>(a, ring, ahead, rows, thread, sums);
         leave_part<V>(a, ahead.now, space.between()->cursor.piece, first_row, lane, sums);
         ahead.step(a, tell, lane);
         if (!ahead.now.there) return;

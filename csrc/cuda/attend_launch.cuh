@@ -21,6 +21,7 @@ struct KernelChoice {
     bool bulk, two_products;
     int own_bytes; /* shared memory beside the stages: of a warp, in attend_wide of a team */
     int wide_rows; /* attend_wide: rows of a team; 0 otherwise */
+    bool few;      /* attend_few */
 };
 
 /** Whether there is a kernel for whole pages. At 4 bits of 128 channels half pages are faster: 16 warps of few rows, and of more rows
@@ -39,6 +40,16 @@ KernelChoice attend_kernel_fine(int groups, int blocks, int tiles, bool bulk);
 /** The kernel for many rows: 16 or 32 of them at once, of plans with four groups and four tiles a page; bits 0: 32 rows of any
  *  widths. */
 KernelChoice attend_kernel_wide(int bits, int rows);
+/** The kernel for few rows, 1 or 2 blocks of them, of at most four groups; bits 0: of any widths. Four tiles: of 1 block, where
+ *  takes_whole_pages. */
+KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles);
+
+/** Adds up the parts of its blocks where they are not clusters: a block of `threads` per row. */
+struct MergeKernel {
+    void (*kernel)(AttendArgs);
+    int threads;
+};
+MergeKernel attend_merge_parts();
 
 } // namespace tq
 #endif

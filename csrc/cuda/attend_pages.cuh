@@ -413,20 +413,37 @@ struct Between {
 constexpr int BETWEEN_BYTES = 128; /* of a warp */
 static_assert(sizeof(Between) <= BETWEEN_BYTES);
 
+/** Where the next unit to send for is. */
+struct UnitPlace {
+    int32_t unit; /* in its sequence */
+    const int32_t *table;
+    const uint8_t *head; /* that KV head's record in page 0 */
+
+    UnitPlace() = default;
+    __device__ __forceinline__ UnitPlace(const AttendArgs &a, int32_t unit_, int32_t b, int32_t h)
+        : unit(unit_), table(a.p.block_table + (int64_t)b * a.p.max_pages), head(a.p.pages + h * a.record_bytes)
+    {
+    }
+    __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return table[unit >> (a.page_units - 1)]; }
+    __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
+    {
+        if ((uint32_t)page >= a.page_limit) page = 0; /* a foreign index must not fault */
+        return head + page * a.page_bytes;
+    }
+};
+
 /** What a team does next and after: two segments, and how far the ring has run ahead of the work in them. Positions count units along
- *  the team's piece. */
-struct Lookahead {
+ *  the team's piece; the place is of unit `fetched`. */
+struct Lookahead : UnitPlace {
+    static constexpr int STEP = 1; /* from one unit of a segment to the next */
     Segment now;
     Between *between;
     int32_t position, now_end, after_end, fetched;
-    /* of unit `fetched`: its number in its sequence, and where that sequence's pages and that KV head's record in page 0 are */
-    int32_t unit;
-    const int32_t *table;
-    const uint8_t *head;
 
     /** By a whole warp; tell: as in Cursor::next. */
     __device__ __forceinline__ Lookahead(const AttendArgs &a, Cursor &cursor, bool tell, Between *between_, int lane)
-        : now(cursor.next(a, tell)), between(between_), position(0), now_end(now.count), fetched(0)
+        : UnitPlace(a, 0, 0, 0), now(cursor.next(a, tell)), between(between_), position(0), now_end(now.count),
+          fetched(0)
     {
         look_on(a, cursor, tell, lane);
     }
@@ -451,18 +468,11 @@ struct Lookahead {
         bool is_now = fetched < now_end;
         Segment s = now;
         if (!is_now) s = between->after;
-        unit = s.first + fetched - (is_now ? now_end - now.count : now_end);
-        table = a.p.block_table + (int64_t)s.b * a.p.max_pages;
-        head = a.p.pages + s.h * a.record_bytes;
+        static_cast<UnitPlace &>(*this) =
+            UnitPlace(a, s.first + fetched - (is_now ? now_end - now.count : now_end), s.b, s.h);
     }
     /** Whether there is a unit to send for. */
     __device__ __forceinline__ bool more() const { return fetched < after_end; }
-    __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return table[unit >> (a.page_units - 1)]; }
-    __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
-    {
-        if ((uint32_t)page >= a.page_limit) page = 0; /* a foreign index must not fault */
-        return head + page * a.page_bytes;
-    }
     /** Unit `fetched` was sent for. */
     __device__ __forceinline__ void advance(const AttendArgs &a)
     {
@@ -472,8 +482,8 @@ struct Lookahead {
 };
 
 /** Sends for units until the ring is full or nothing more is known. */
-template <class V>
-__device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring, Lookahead &ahead, int thread)
+template <class V, class Ahead>
+__device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring, Ahead &ahead, int thread)
 {
 #pragma unroll 1
     while (ahead.fetched < min(ahead.position + a.stages, ahead.after_end)) {
@@ -500,15 +510,38 @@ template <class V> struct WarpSpace {
     __device__ __forceinline__ uint2 *queries() const { return reinterpret_cast<uint2 *>(at + BETWEEN_BYTES); }
 };
 
-/** What a lane knows of its rows, empty sums, and the queries to where they are read. */
+/** A warp's rows as prepared: what is known of them, and their queries where they are read. */
+struct WarpRows {
+    const RowArgs *args;
+    const uint2 *queries;
+};
+
+/** Those of a segment in the workspace, the queries copied to where they are read. */
 template <class V>
-__device__ __forceinline__ void start_rows(const AttendArgs &a, const Segment &s, int first_block, int lane,
-                                           const WarpSpace<V> &space, LaneRows<V> &rows, Sums<V> &sums)
+__device__ __forceinline__ WarpRows find_rows_of_warp(const AttendArgs &a, const Segment &s, int first_block, int lane,
+                                                      const WarpSpace<V> &space)
 {
-    const RowArgs *row_args = a.row_args + s.index * a.tile_rows + 4 * first_block;
+    WarpRows r = {a.row_args + s.index * a.tile_rows + 4 * first_block,
+                  a.queries + (s.index * (a.tile_rows / 4) + first_block) * a.groups * 32};
+    if constexpr (V::QUERY_IN_SHARED) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < V::BLOCKS * V::GROUPS; i++)
+            if (V::UNIFORM || i < V::BLOCKS * a.groups) space.queries()[32 * i + lane] = r.queries[32 * i + lane];
+        __syncwarp();
+        r.queries = space.queries();
+    }
+    return r;
+}
+
+/** What a lane knows of its rows, and empty sums. */
+template <class V>
+__device__ __forceinline__ void start_rows(const AttendArgs &a, const WarpRows &given, int lane, LaneRows<V> &rows,
+                                           Sums<V> &sums)
+{
 #pragma unroll
     for (int n = 0; n < V::BLOCKS; n++) {
-        RowArgs row = row_args[4 * n + (lane & 3)];
+        RowArgs row = given.args[4 * n + (lane & 3)];
         rows.scale[n] =
             a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
         rows.offset_hi[n] = row.offset_hi;
@@ -522,42 +555,31 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const Segment &s
 #pragma unroll
             for (int r = 0; r < 4; r++) sums.o[g][r][n] = 0;
     }
-    const uint2 *query = a.queries + (s.index * (a.tile_rows / 4) + first_block) * a.groups * 32 + lane;
-    if constexpr (V::QUERY_IN_REGISTERS) {
+    if constexpr (V::QUERY_IN_REGISTERS)
 #pragma unroll
-        for (int g = 0; g < V::GROUPS; g++) rows.query[g] = query[32 * g];
-    } else if constexpr (V::QUERY_IN_SHARED) {
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < V::BLOCKS * V::GROUPS; i++)
-            if (V::UNIFORM || i < V::BLOCKS * a.groups) space.queries()[32 * i + lane] = query[32 * i];
-        __syncwarp();
-    }
+        for (int g = 0; g < V::GROUPS; g++) rows.query[g] = given.queries[32 * g + lane];
 }
 
 /** The units of the segment at work; thread counts within the team. */
-template <class V>
-__device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring, Lookahead &ahead,
-                                             const WarpSpace<V> &space, int thread, Sums<V> &sums)
+template <class V, class Ahead>
+__device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring, Ahead &ahead, const WarpRows &given,
+                                             int thread, Sums<V> &sums)
 {
     constexpr int B = V::BLOCKS;
-    int lane = thread & 31, first_block = thread / 32 * B;
+    int lane = thread & 31;
     const Segment &now = ahead.now;
-    const RowArgs *row_args = a.row_args + now.index * a.tile_rows + 4 * first_block;
     LaneRows<V> rows;
-    start_rows<V>(a, now, first_block, lane, space, rows, sums);
-    const uint2 *query = V::QUERY_IN_SHARED ? space.queries()
-                                            : a.queries + (now.index * (a.tile_rows / 4) + first_block) * a.groups * 32;
+    start_rows<V>(a, given, lane, rows, sums);
     Range whole = whole_units(a, now.common);
     bool capped = a.p.softcap > 0;
     int32_t page_shift = a.page_units - 1, unit = now.first;
 #pragma unroll 1
-    for (; ahead.position < ahead.now_end; ahead.position++, unit++) {
+    for (; ahead.position < ahead.now_end; ahead.position++, unit += ahead.STEP) {
         bool more = ahead.more();
         int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
-        score_unit<V>(a, ring.view(a, a.key), query, rows, lane, s);
+        score_unit<V>(a, ring.view(a, a.key), given.queries, rows, lane, s);
         StageView values = ring.view(a, a.value);
         LaneScales<V::TILES> value_scales; /* they came with the keys, and go with them */
         value_scales.load(values, 0, lane);
@@ -566,10 +588,10 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring,
 
         if (unit < whole.lo || unit >= whole.hi) {
             int32_t page = unit >> page_shift, first = page * a.page_tokens + (unit & page_shift) * V::TILES * TQ_TILE;
-            hide_tokens<V>(row_args, first, min(first + V::TILES * TQ_TILE, (page + 1) * a.page_tokens), lane, s,
+            hide_tokens<V>(given.args, first, min(first + V::TILES * TQ_TILE, (page + 1) * a.page_tokens), lane, s,
                            value_scales);
         }
-        if (capped) cap_scores<V>(a, row_args, lane, s);
+        if (capped) cap_scores<V>(a, given.args, lane, s);
 
         uint2 b[V::TILES][B];
         weigh_unit<V>(rows, value_scales, s, lane, sums, b, unit_scale);

@@ -23,7 +23,7 @@ __device__ __forceinline__ RowSet find_rows(const AttendArgs &a, int32_t block, 
 __device__ __forceinline__ bool find_row(const AttendArgs &a, const RowSet &s, int i, int32_t &token, int32_t &head)
 {
     int32_t row = s.row_tile * a.tile_rows + s.first + i;
-    token = row / a.group;
+    token = a.p.query_tokens == 1 ? 0 : row / a.group; /* a division costs as much as all the rest here */
     head = s.h * a.group + row - token * a.group;
     return row < a.rows;
 }
@@ -106,13 +106,13 @@ template <int GROUPS> struct LaneRow {
     }
 };
 
-/** hadamard_row for head_dim a power of two, in registers; lanes behind it take part with zeros. */
+/** hadamard_row for head_dim a power of two, in registers; lanes behind it take part with zeros. factor: head_dim^-1/2. */
 template <int GROUPS>
-__device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, const HadamardSigns &signs, bool inverse,
-                                               int lane)
+__device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, float factor, const HadamardSigns &signs,
+                                               bool inverse, int lane)
 {
     constexpr int N = 4 * LaneRow<GROUPS>::QUADS;
-    float x[N], factor = __frsqrt_rn((float)dim);
+    float x[N];
     uint32_t flip = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -131,8 +131,9 @@ __device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, co
                 x[i] = a + b;
                 x[i + d] = a - b;
             }
-#pragma unroll 1
-    for (int d = 1; d < 32 && 4 * d < dim; d *= 2) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        if (4 * d >= dim) break;
         float sign = lane & d ? -1.0f : 1.0f;
 #pragma unroll
         for (int i = 0; i < N; i++) x[i] = fmaf(sign, x[i], __shfl_xor_sync(ALL_LANES, x[i], d));
@@ -162,7 +163,7 @@ __device__ __forceinline__ void rotate_lanes(const AttendArgs &a, LaneRow<GROUPS
 {
     if (a.rotation != TQ_ROTATION_HADAMARD) return;
     if ((a.head_dim & (a.head_dim - 1)) == 0) {
-        hadamard_lanes<GROUPS>(row, a.head_dim, a.signs, inverse, lane);
+        hadamard_lanes<GROUPS>(row, a.head_dim, a.rotation_factor, a.signs, inverse, lane);
         return;
     }
     row.store(spare, TQ_TILE * a.groups, lane);
@@ -171,21 +172,30 @@ __device__ __forceinline__ void rotate_lanes(const AttendArgs &a, LaneRow<GROUPS
     row.load(spare, TQ_TILE * a.groups, lane);
 }
 
-/** Loads row i of the set, zeros behind head_dim; returns <q, key centre>. One warp. */
+/** Row i of the set on its way to a warp's registers, zeros behind head_dim. */
+template <int GROUPS> struct QueryLoad {
+    Quad raw[LaneRow<GROUPS>::QUADS];
+
+    __device__ __forceinline__ QueryLoad(const AttendArgs &a, const RowSet &s, int i, int lane)
+    {
+        int64_t at = query_at(a, s, i);
+#pragma unroll
+        for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
+            int c = LaneRow<GROUPS>::channel(k, lane);
+            raw[k].raw = make_uint4(0, 0, 0, 0);
+            if (at >= 0 && c < a.head_dim) raw[k] = load_quad(a.p.q, at + c, a.p.dtype);
+        }
+    }
+};
+
+/** A loaded query as numbers; returns <q, key centre>. One warp. */
 template <int GROUPS>
-__device__ __forceinline__ float load_query(const AttendArgs &a, const RowSet &s, int i, LaneRow<GROUPS> &row, int lane)
+__device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s, const QueryLoad<GROUPS> &load,
+                                            LaneRow<GROUPS> &row, int lane)
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
-    int64_t at = query_at(a, s, i);
-    Quad raw[QUADS];
 #pragma unroll
-    for (int k = 0; k < QUADS; k++) {
-        int c = row.channel(k, lane);
-        raw[k].raw = make_uint4(0, 0, 0, 0);
-        if (at >= 0 && c < a.head_dim) raw[k] = load_quad(a.p.q, at + c, a.p.dtype);
-    }
-#pragma unroll
-    for (int k = 0; k < QUADS; k++) row.quad[k] = to_float4(raw[k], a.p.dtype);
+    for (int k = 0; k < QUADS; k++) row.quad[k] = to_float4(load.raw[k], a.p.dtype);
     const float *centre = a.p.key.centre;
     if (!centre) return 0;
     centre += s.b * a.p.key.centre_stride_batch + (int64_t)s.h * a.head_dim;
@@ -220,10 +230,23 @@ struct QueryPlace {
     }
 };
 
+/** Where the prepared rows of a segment go. */
+struct PreparedRows {
+    uint32_t *queries; /* QueryPlace */
+    RowArgs *args;
+};
+
+__device__ __forceinline__ PreparedRows rows_in_workspace(const AttendArgs &a, int segment)
+{
+    return {reinterpret_cast<uint32_t *>(a.queries + segment * (a.tile_rows / 4) * a.groups * 32),
+            a.row_args + segment * a.tile_rows};
+}
+
 /** Rounds a rotated row to two planes. One warp. */
 template <int GROUPS>
-__device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s, int i, const LaneRow<GROUPS> &rotated,
-                                            float bias, int lane)
+__device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s, const Sequence &seq, int i,
+                                            const LaneRow<GROUPS> &rotated, float bias, const PreparedRows &to,
+                                            int lane)
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
     const float *steps = a.p.key.steps ? a.p.key.steps + (int64_t)s.h * a.plan_groups : nullptr;
@@ -242,9 +265,8 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
 #pragma unroll
     for (int j = 0; j < 4 * QUADS; j++) largest = fmaxf(largest, fabsf(number[j]));
     largest = warp_max(largest);
-    float inverse = QUERY_LIMIT / largest;
+    float inverse = __fdividef(QUERY_LIMIT, largest);
     int offset_hi = 0, offset_lo = 0, row = s.first + i;
-    uint32_t *words = reinterpret_cast<uint32_t *>(a.queries + s.segment * (a.tile_rows / 4) * a.groups * 32);
 #pragma unroll
     for (int k = 0; k < QUADS; k++) { /* four channels: one word of each plane */
         int c = rotated.channel(k, lane), g = c / TQ_TILE, place = c % TQ_TILE / 4;
@@ -260,35 +282,31 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
         }
         if (g >= a.groups) continue;
         QueryPlace at(a, row, g, place);
-        words[at.word] = hi_word;
-        words[at.word + at.to_low] = lo_word;
+        to.queries[at.word] = hi_word;
+        to.queries[at.word + at.to_low] = lo_word;
     }
     offset_hi = warp_sum(offset_hi);
     offset_lo = warp_sum(offset_lo);
     if (lane) return;
     int32_t token, head;
     find_row(a, s, i, token, head); /* true: prepare_queries leaves the others out */
-    Sequence seq = load_sequence(a, s.b);
     Range packed = seen_packed(a, seq, seq.first_position + token);
     float scale = fmaxf(largest * fabsf(a.p.softmax_scale) * LOG2_E / QUERY_LIMIT, 1e-35f);
-    a.row_args[s.segment * a.tile_rows + row] = {
-        scale, bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo, packed.lo, packed.hi};
+    to.args[row] = {scale, bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo, packed.lo, packed.hi};
 }
 
 /** A row that only fills the tile: zeros, of which nothing is seen. One warp. */
 template <int GROUPS>
-__device__ __forceinline__ void leave_row_empty(const AttendArgs &a, const RowSet &s, int i, int lane)
+__device__ __forceinline__ void leave_row_empty(const AttendArgs &a, int row, const PreparedRows &to, int lane)
 {
-    int row = s.first + i;
-    uint32_t *words = reinterpret_cast<uint32_t *>(a.queries + s.segment * (a.tile_rows / 4) * a.groups * 32);
 #pragma unroll
     for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
         int c = LaneRow<GROUPS>::channel(k, lane);
         if (c / TQ_TILE >= a.groups) continue;
         QueryPlace at(a, row, c / TQ_TILE, c % TQ_TILE / 4);
-        words[at.word] = words[at.word + at.to_low] = 0;
+        to.queries[at.word] = to.queries[at.word + at.to_low] = 0;
     }
-    if (lane == 0) a.row_args[s.segment * a.tile_rows + row] = {1e-35f};
+    if (lane == 0) to.args[row] = {1e-35f};
 }
 
 /** The set's rows, by a whole block. */
@@ -297,10 +315,11 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
     __shared__ float biases[END_ROWS];
     int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x & 31;
     bool dense = a.rotation == TQ_ROTATION_DENSE;
+    PreparedRows to = rows_in_workspace(a, s.segment);
     LaneRow<GROUPS> row;
     if (dense) { /* the whole block rotates all rows, in shared memory */
         for (int i = warp; i < s.n; i += warps) {
-            float bias = load_query<GROUPS>(a, s, i, row, lane);
+            float bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
             row.store(shared_row(a, i), TQ_TILE * a.groups, lane);
             biases[i] = bias;
         }
@@ -309,7 +328,7 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
 #pragma unroll 1
     for (int i = warp; i < s.n; i += warps) {
         if (s.row_tile * a.tile_rows + s.first + i >= a.rows) {
-            leave_row_empty<GROUPS>(a, s, i, lane);
+            leave_row_empty<GROUPS>(a, s.first + i, to, lane);
             continue;
         }
         float bias;
@@ -317,10 +336,10 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
             bias = biases[i];
             row.load(shared_row(a, i), TQ_TILE * a.groups, lane);
         } else {
-            bias = load_query<GROUPS>(a, s, i, row, lane);
+            bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
             rotate_lanes<GROUPS>(a, row, shared_row(a, i), false, lane);
         }
-        round_query<GROUPS>(a, s, i, row, bias, lane);
+        round_query<GROUPS>(a, s, load_sequence(a, s.b), i, row, bias, to, lane);
     }
 }
 

@@ -89,13 +89,48 @@ __device__ __forceinline__ void let_next_start()
 #endif
 }
 
+/* ---- clusters of blocks (compute capability 9.0) ---- */
+
+/** By all threads of all blocks of a cluster: what they wrote before cluster_arrive is seen after cluster_wait. */
+__device__ __forceinline__ void cluster_arrive()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/** A shared address of this block as that of block `rank` of its cluster. */
+__device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t rank)
+{
+    uint32_t address = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+#endif
+    return address;
+}
+
+__device__ __forceinline__ void store_cluster(uint32_t to, float x)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+#endif
+}
+
 /* ---- warps ---- */
 
+/** Not of NaNs. As integers whose order is that of the numbers: a warp has an instruction for theirs. */
 __device__ __forceinline__ float warp_max(float x)
 {
-#pragma unroll
-    for (int k = 16; k; k >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, k));
-    return x;
+    int bits = __float_as_int(x);
+    bits = __reduce_max_sync(ALL_LANES, bits ^ (bits >> 31 & 0x7fffffff));
+    return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff));
 }
 
 /** True in one lane; all 32 must call it. The compiler knows that it is one: for instructions that take operands from registers of the
@@ -111,7 +146,9 @@ __device__ __forceinline__ bool elect_lane()
 #endif
 }
 
-template <class T> __device__ __forceinline__ T warp_sum(T x)
+__device__ __forceinline__ int warp_sum(int x) { return __reduce_add_sync(ALL_LANES, x); }
+
+__device__ __forceinline__ float warp_sum(float x)
 {
 #pragma unroll
     for (int k = 16; k; k >>= 1) x += __shfl_xor_sync(ALL_LANES, x, k);

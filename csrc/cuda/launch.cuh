@@ -144,10 +144,10 @@ inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, siz
     return TQ_OK;
 }
 
-/** Queues a kernel that calls wait_for_stream first. */
+/** Queues a kernel that calls wait_for_stream first. cluster: blocks of a cluster. */
 template <class... Params, class... Args>
-tq_status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes, cudaStream_t stream,
-                 tq_error *error, const Args &...args)
+tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int cluster, int threads, size_t shared_bytes,
+                          cudaStream_t stream, tq_error *error, const Args &...args)
 {
     if (!blocks) return TQ_OK;
     if (blocks > INT32_MAX)
@@ -155,17 +155,26 @@ tq_status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t 
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
     TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, shared_bytes, false, error));
-    cudaLaunchAttribute overlap;
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {(unsigned)cluster, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)blocks);
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &overlap;
-    config.numAttrs = device.major >= 9 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = device.major < 9 ? 0 : cluster > 1 ? 2 : 1;
     return check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "kernel", error);
+}
+
+template <class... Params, class... Args>
+tq_status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes, cudaStream_t stream,
+                 tq_error *error, const Args &...args)
+{
+    return launch_clusters(kernel, blocks, 1, threads, shared_bytes, stream, error, args...);
 }
 
 } // namespace tq

@@ -319,6 +319,7 @@ typedef struct {
     int32_t dtype;                /* tq_dtype of q, sinks, window, fresh and out */
     int32_t causal;               /* 0: all queries see all tokens; then fresh must be NULL */
     int32_t sliding_window;       /* positions, 0: none */
+    int32_t even_lengths;         /* not 0: the sequences are about equally long; a hint that CUDA cuts its work by */
     int32_t threads;              /* at most so many; 0: tq_num_threads() */
     float softmax_scale, softcap; /* softcap 0: none */
     int64_t n_pages;

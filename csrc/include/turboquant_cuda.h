@@ -28,9 +28,9 @@ extern "C" {
 
 /** The kernels that would run for an operation ("rotate", "append", "attend" of one query token, "dequantize", "merge") of a plan on
  *  the current device, e.g. "attend_hopper_3", or "attend_blocks" for one of version 2; NULL for an unknown operation or where no
- *  device can run it. The environment variable TURBOQUANT_CUDA_PATH=hopper|portable, read at each call, forces one of the two ways in
- *  which pages of version 1 reach the multiprocessors (bulk copies, compute capability 9.x; cp.async, 8.0 and newer);
- *  without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
+ *  device can run it. The environment variable TURBOQUANT_CUDA_PATH=hopper|hopper-line|portable, read at each call, forces one of the
+ *  ways in which pages of version 1 reach the multiprocessors (bulk copies, compute capability 9.x; the same, but never the one kernel
+ *  for few rows; cp.async, 8.0 and newer); without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
 TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan);
 
 /** tq_attend on the device.
@@ -38,8 +38,11 @@ TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *pla
  *             logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so that an error in proportion to the largest
  *             |logit| (2.5e-5 of it) takes over above that. On 9.x, for many 16-bit query rows a KV head (attend_wide.cuh), weights are
  *             rounded to fp16, and values to nothing coarser than their levels. Plans of version 2: float32 throughout, within 2e-5.
- *  Cost:      three kernels that overlap, with launch shapes that depend on the sizes in params alone; the work follows the lengths
- *             found on the device. Only the last one waits for all of the exact and packed tokens.
+ *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In general three
+ *             kernels that overlap, the work cut into equal pieces whatever the lengths are. On 9.x, for up to 8 query rows a KV head
+ *             and head_dim 33..64 or 97..128 (any up to 128 of mixed widths), where batch is 1, even_lengths is set, or max_pages is
+ *             small, one kernel, in which each sequence and KV head has as many blocks as any other, and for long caches of few
+ *             heads a second one that merges: 1.1 to 1.6 times as fast, if sequences are about equally long.
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
 TQ_API tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
                                                 tq_error *error);

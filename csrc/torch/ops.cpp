@@ -296,7 +296,7 @@ void append(const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor
 
 /** The queries of an attention and how they are weighed. */
 tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<double> softmax_scale, bool causal,
-                              int64_t sliding_window, double softcap)
+                              int64_t sliding_window, double softcap, bool even_lengths)
 {
     tq_attend_params p{};
     int64_t dim = call.plan.head_dim;
@@ -305,7 +305,7 @@ tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<d
     p.batch = call.length("q", q, 0), p.query_heads = call.length("q", q, 1), p.query_tokens = call.length("q", q, 2);
     p.causal = causal, p.sliding_window = call.narrow("sliding_window", sliding_window), p.threads = call.threads();
     p.softmax_scale = static_cast<float>(softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(dim))));
-    p.softcap = static_cast<float>(softcap);
+    p.softcap = static_cast<float>(softcap), p.even_lengths = even_lengths;
     p.q = q.const_data_ptr();
     p.q_stride_batch = q.stride(0), p.q_stride_head = q.stride(1), p.q_stride_token = q.stride(2);
     return p;
@@ -317,10 +317,10 @@ std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &pages, const Te
                                   const Maybe &fresh_k, const Maybe &fresh_v, const Maybe &key_rotation,
                                   const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
                                   const Maybe &key_steps, const Maybe &value_steps, std::optional<double> softmax_scale,
-                                  bool causal, int64_t sliding_window, double softcap)
+                                  bool causal, int64_t sliding_window, double softcap, bool even_lengths)
 {
     Call call("attend", words, q, "q");
-    tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap);
+    tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, even_lengths);
     int32_t dtype = dtype_of(q);
     int64_t dim = call.plan.head_dim;
     check_pages(call, pages, ANY);
@@ -368,12 +368,12 @@ Tensor append_attend(const Tensor &q, const Tensor &k, const Tensor &v, const Te
                      const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
                      const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
                      const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag,
-                     std::optional<double> softmax_scale, int64_t sliding_window, double softcap)
+                     std::optional<double> softmax_scale, int64_t sliding_window, double softcap, bool even_lengths)
 {
     Call call("append_attend", words, q, "q");
     int32_t dtype = dtype_of(q);
     int64_t dim = call.plan.head_dim;
-    tq_attend_params p = read_queries(call, q, softmax_scale, true, sliding_window, softcap);
+    tq_attend_params p = read_queries(call, q, softmax_scale, true, sliding_window, softcap, even_lengths);
     call.tensor("k", k, dtype, {p.batch, ANY, p.query_tokens, dim}, Strides::ROWS);
     tq_append_params a =
         read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
@@ -516,11 +516,12 @@ STABLE_TORCH_LIBRARY(turboquant, m)
         "attend(Tensor q, Tensor pages, Tensor block_table, Tensor lengths, int[] plan, *, Tensor? starts=None, "
         "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, Tensor? fresh_k=None, "
         "Tensor? fresh_v=None, " TRANSFORMS ", float? softmax_scale=None, bool causal=True, int sliding_window=0, "
-        "float softcap=0.0) -> (Tensor out, Tensor lse)");
+        "float softcap=0.0, bool even_lengths=False) -> (Tensor out, Tensor lse)");
     m.def(
         "append_attend(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor(a!) pages, Tensor block_table, int[] plan, *, "
         "Tensor(b!)? sink_k=None, Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None, " TRANSFORMS
-        ", Tensor(f!)? flag=None, float? softmax_scale=None, int sliding_window=0, float softcap=0.0) -> Tensor");
+        ", Tensor(f!)? flag=None, float? softmax_scale=None, int sliding_window=0, float softcap=0.0, "
+        "bool even_lengths=False) -> Tensor");
     m.def("quantize(Tensor k, Tensor? v, int[] plan, *, " TRANSFORMS ") -> Tensor");
     m.def("dequantize(Tensor pages, Tensor block_table, Tensor counts, SymInt max_tokens, int[] plan, *, " TRANSFORMS
           ") -> (Tensor k, Tensor v)");

@@ -1,7 +1,8 @@
 /* Checks and times tq_cuda_attend without Python: random caches written by turboquant.h's bit layout, answers in float64.
  *   attend_harness check [filter]      every case whose name contains the filter; exit status 1 if one fails
  *   attend_harness time [filter]       median times of decode shapes, inputs rotated beyond the L2 cache, in a CUDA graph; pages are
- *                                      shuffled unless TQ_HARNESS_IN_ORDER is set */
+ *                                      shuffled unless TQ_HARNESS_IN_ORDER is set; TQ_HARNESS_UNEVEN: as if
+ *                                      lengths might differ */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -311,7 +312,7 @@ static bool run_case(const Case &c)
     tq_attend_params p = {};
     p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.sinks = c.sinks, p.window = c.window,
     p.max_pages = max_pages;
-    p.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding,
+    p.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding, p.even_lengths = 1,
     p.softmax_scale = c.scale_sign / sqrtf((float)d), p.softcap = c.softcap;
     p.n_pages = n_pages, p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d,
     p.q_stride_token = d;
@@ -434,6 +435,25 @@ static std::vector<Case> all_cases()
     add("batch of 100", [](Case &c) {
         for (int i = 0; i < 100; i++) c.lengths.resize(i + 1, i * 37 % 400);
     });
+    /* what shares a segment: eight, four, two blocks or one, of 16 to 2 warps; many with a merge behind them */
+    for (int batch : {1, 3, 12, 26, 50, 100, 200, 400})
+        for (const char *bits : {"2", "3", "4", "5310"}) {
+            std::string tag = std::to_string(batch) + " sequences, bits " + bits;
+            auto lengths = [=](Case &c) {
+                for (int i = 0; i < batch; i++) c.lengths.resize(i + 1, i * 37 % 400 + (batch < 20 ? 600 : 0));
+                c.key_bits = bits, c.heads = 1;
+            };
+            add(tag, lengths);
+            add(tag + ", everything", [=](Case &c) {
+                lengths(c);
+                c.group = 7, c.sinks = 4, c.window = 48, c.centres = c.steps = true, c.dtype = TQ_F16, c.sliding = 500;
+                c.head_dim = batch % 2 ? 104 : 64;
+            });
+        }
+    add("long, group 8, window", [](Case &c) {
+        c.lengths = {20000}, c.heads = 1, c.group = 8, c.sinks = 4, c.window = 100, c.centres = true, c.dtype = TQ_F32;
+    });
+    add("two long ones of different lengths", [](Case &c) { c.lengths = {9000, 2000}, c.heads = 3, c.key_bits = "2"; });
     add("starts", [](Case &c) { c.lengths = {300, 64, 640, 64}, c.starts = {17, 63, 300, 64}; });
     add("room to grow", [](Case &c) { c.lengths = {300}, c.spare_pages = 500; });
     add("long", [](Case &c) { c.lengths = {20000}, c.heads = 1; });
@@ -596,7 +616,7 @@ static void time_shape(const Shape &s, int rotation)
         d_out(std::vector<uint8_t>(q.size())), d_matrix(matrix);
     tq_attend_params p = {};
     p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.window = s.window,
-    p.max_pages = pages_each, p.dtype = TQ_BF16, p.causal = 1;
+    p.max_pages = pages_each, p.dtype = TQ_BF16, p.causal = 1, p.even_lengths = !getenv("TQ_HARNESS_UNEVEN");
     p.softmax_scale = 1 / sqrtf((float)d), p.n_pages = n_pages;
     p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d, p.q_stride_token = d;
     p.pages = (uint8_t *)pages, p.lengths = d_lengths.as<int32_t>(), p.out = d_out.at,

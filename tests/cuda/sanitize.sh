@@ -31,7 +31,10 @@ run() { # tool, harness, its arguments
 
 echo "compute-sanitizer, $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
 for tool in memcheck racecheck synccheck; do
-    for path in hopper portable; do
+    for filter in "1 sequences" "26 sequences, bits 3" "50 sequences, bits 4" "400 sequences, bits 5310"; do
+        run "$tool" attend check "$filter" # of few rows, in one kernel: Hopper alone
+    done
+    for path in hopper hopper-line portable; do
         for filter in "bits 4 dim 128" "bits 3 dim 80" "bits 2 dim 64" "window" "mixed" "dense" "group 16 bits 3" "ragged" \
             "fine, everything" "fine, group" "fine 85321" "fine, not causal"; do
             TURBOQUANT_CUDA_PATH=$path run "$tool" attend check "$filter"

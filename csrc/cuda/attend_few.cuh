@@ -1,0 +1,343 @@
+/* Attention of few rows with everything in one kernel: what prepare, pages and combine leave in the workspace for each other stays in
+ * shared memory.
+ *
+ * A segment is shared by some blocks. Each of them
+ *   - prepares all the segment's queries, a warp per row, while the first pages are on their way,
+ *   - attends: of the segment's n warps each takes every n-th unit, and such exact tokens while it waits for its first unit,
+ *   - merges the parts of its warps, un-rotates, writes.
+ * Where they are a cluster, each block finishes some of the rows: the others send it their parts. Otherwise, if there are several, all
+ * finish their parts of all rows, and a second kernel, merge_parts, adds them up.
+ *
+ * The work is cut by segments, however long they are: for sequences that are about equally long, or short. */
+#ifndef TQ_CUDA_ATTEND_FEW_CUH
+#define TQ_CUDA_ATTEND_FEW_CUH
+#include "attend_exact.cuh"
+#include "attend_kernel.cuh"
+#include "attend_output.cuh"
+
+namespace tq
+{
+
+/** The units of one warp: every `STEP`-th of a segment. */
+struct Stride : UnitPlace {
+    Segment now;
+    int32_t STEP, position, now_end, fetched;
+
+    __device__ __forceinline__ Stride(const AttendArgs &a, const PackedView &view, int32_t b, int32_t h, int32_t turn,
+                                      int32_t step)
+        : UnitPlace(a, view.units.lo + turn, b, h), STEP(step), position(0), fetched(0)
+    {
+        int32_t left = view.units.count() - turn;
+        now_end = left > 0 ? (left + step - 1) / step : 0;
+        now = {b, h, 0, unit, now_end, view.common, true};
+    }
+    __device__ __forceinline__ bool more() const { return fetched < now_end; }
+    __device__ __forceinline__ void advance(const AttendArgs &) { fetched++, unit += STEP; }
+};
+
+/** A block's shared memory behind the stages of its warps, which hold their packed sums, [rows][pitch], once they have done their
+ *  units. */
+template <class V> struct FewSpace {
+    static constexpr int ROWS = 4 * V::BLOCKS;
+    const AttendArgs &a;
+
+    template <class T> __device__ __forceinline__ T *at(int32_t bytes) const
+    {
+        return reinterpret_cast<T *>(shared_bytes + bytes);
+    }
+    __device__ __forceinline__ RowArgs *rows() const { return at<RowArgs>(a.few.rows); }
+    __device__ __forceinline__ uint2 *queries() const { return at<uint2>(a.few.queries); }
+    __device__ __forceinline__ float *spare_row(int row) const { return at<float>(a.few.spare) + row * a.pitch; }
+    __device__ __forceinline__ float *packed_sums(int warp, int row) const
+    {
+        return at<float>(warp * a.few.warp_bytes) + row * a.pitch;
+    }
+    __device__ __forceinline__ float *exact_sums(int warp, int row) const
+    {
+        return at<float>(a.few.exact) + (warp * ROWS + row) * a.pitch;
+    }
+    /** Of a warp's part of a row: {max, sum, sum of packed tokens, rounded_sum}. Parts of packed tokens come first, then exact ones. */
+    __device__ __forceinline__ float4 *totals(int part, int row) const
+    {
+        return at<float4>(a.few.totals) + part * ROWS + row;
+    }
+    /** What block `rank` of the cluster knows of a row that this block finishes: totals as above, packed sums, exact sums. */
+    __device__ __forceinline__ float *slot(int row, int rank) const
+    {
+        return at<float>(a.few.slots) + (row / a.few.cluster * a.few.cluster + rank) * (4 + 2 * TQ_TILE * a.groups);
+    }
+};
+
+/** A warp's exact tokens: every `step`-th from `turn` on, for rows first .. first + 3. Lane l has channels 4 l .. of every row. */
+template <class V>
+__device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const RowSet &s, const Sequence &seq,
+                                                     int first, int32_t turn, int32_t step, const FewSpace<V> &space,
+                                                     int warp, int lane)
+{
+    constexpr int ROWS = 4;
+    ExactView view = view_exact(a, seq);
+    int32_t n = view.sinks.count() + view.recent.count();
+    float top[ROWS], sum[ROWS];
+    float4 q[ROWS], o[ROWS];
+    if (turn < n) {
+        Quad raw[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) raw[r] = QueryLoad<4>(a, s, first + r, lane).raw[0];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) q[r] = to_float4(raw[r], a.p.dtype);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) top[r] = -INFINITY, sum[r] = 0, o[r] = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int32_t i = turn; i < n; i += step) {
+        ExactToken token = exact_token(a, s, seq, view, i);
+        Quad k, v;
+        k.raw = v.raw = make_uint4(0, 0, 0, 0);
+        if (4 * lane < a.head_dim) {
+            k = load_quad(token.k, 4 * lane, a.p.dtype);
+            v = load_quad(token.v, 4 * lane, a.p.dtype);
+        }
+        float4 key = to_float4(k, a.p.dtype), value = to_float4(v, a.p.dtype);
+        float dot[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) dot[r] = dot_quads(q[r], key, 0);
+#pragma unroll
+        for (int d = 16; d; d /= 2)
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) dot[r] += __shfl_xor_sync(ALL_LANES, dot[r], d);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            int32_t query_token, head;
+            bool real = find_row(a, s, first + r, query_token, head);
+            float logit = ExactSight(a, seq, query_token, real).logit(a, token.position, dot[r]);
+            float before = top[r], factor, weight;
+            top[r] = fmaxf(before, logit);
+            factor = moved(before, top[r]), weight = moved(logit, top[r]);
+            sum[r] = fmaf(sum[r], factor, weight);
+            o[r] = make_float4(fmaf(o[r].x, factor, weight * value.x), fmaf(o[r].y, factor, weight * value.y),
+                               fmaf(o[r].z, factor, weight * value.z), fmaf(o[r].w, factor, weight * value.w));
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        if (lane == r) *space.totals(a.few.warps + warp, first + r) = make_float4(top[r], sum[r], 0, 0);
+        if (turn < n && 4 * lane < TQ_TILE * a.groups)
+            *reinterpret_cast<float4 *>(space.exact_sums(warp, first + r) + 4 * lane) = o[r];
+    }
+}
+
+/** A warp's part of the packed tokens to where the block merges. */
+template <class V>
+__device__ __forceinline__ void leave_part_in_block(const AttendArgs &a, const FewSpace<V> &space, int warp, int lane,
+                                                    const Sums<V> &sums)
+{
+#pragma unroll
+    for (int n = 0; n < V::BLOCKS; n++) {
+        int row = 4 * n + (lane & 3);
+        float weights = sums.weights[n];
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) weights += __shfl_xor_sync(ALL_LANES, weights, k);
+        if (lane < 4)
+            *space.totals(warp, row) =
+                make_float4(sums.reference[n] == NO_REFERENCE ? -INFINITY : sums.bias[n] - sums.reference[n], weights,
+                            weights, sums.rounded[n]);
+        float *to = space.packed_sums(warp, row) + lane / 4;
+#pragma unroll
+        for (int g = 0; g < V::GROUPS; g++) {
+            if (!V::UNIFORM && g >= a.groups) break;
+#pragma unroll
+            for (int r = 0; r < 4; r++) to[TQ_TILE * g + 8 * r] = sums.o[g][r][n];
+        }
+    }
+}
+
+/** The sum of factor(w) * sums(w) over parts w < n of the block's warps; factor(w) is that of lane first + w. A part of factor 0 may
+ *  never have been written. */
+template <class Sums> __device__ __forceinline__ float add_parts_of_warps(int n, float factor, int first, Sums sums)
+{
+    float sum = 0;
+#pragma unroll 4
+    for (int w = 0; w < n; w++) {
+        float f = __shfl_sync(ALL_LANES, factor, first + w), x = sums(w);
+        sum = fmaf(f, f == 0 ? 0 : x, sum);
+    }
+    return sum;
+}
+
+/** Merges the parts of the block's warps, of which the first `active` have had units, and sends each row's to the block that finishes
+ *  it. A warp takes a row and 32 channels. */
+template <class V>
+__device__ __forceinline__ void send_rows(const AttendArgs &a, const FewSpace<V> &space, int rank, int active, int warp,
+                                          int lane)
+{
+    constexpr int LOG = V::GROUPS > 2 ? 2 : 1;
+    int warps = a.few.warps, width = TQ_TILE * a.groups;
+    bool exact = a.exact_parts;
+#pragma unroll 1
+    for (int item = warp; item < a.rows << LOG; item += warps) {
+        int row = item >> LOG, g = item & ((1 << LOG) - 1), c = TQ_TILE * g + lane;
+        if (g >= a.groups) continue;
+        float4 t = make_float4(-INFINITY, 0, 0, 0);
+        if (lane < (exact ? 2 * warps : active)) t = *space.totals(lane, row);
+        float top = warp_max(t.x), f = moved(t.x, top);
+        bool in_cluster = a.few.cluster > 1;
+        uint32_t to = shared_address(space.slot(row, in_cluster ? rank : 0));
+        if (in_cluster) to = cluster_address(to, row & (a.few.cluster - 1));
+        store_cluster(to + 4 * (4 + c),
+                      add_parts_of_warps(active, f, 0, [&](int w) { return space.packed_sums(w, row)[c]; }));
+        if (exact)
+            store_cluster(to + 4 * (4 + width + c),
+                          add_parts_of_warps(warps, f, warps, [&](int w) { return space.exact_sums(w, row)[c]; }));
+        if (g) continue;
+        float sum = warp_sum(f * t.y), packed_sum = warp_sum(f * t.z), rounded_sum = warp_sum(f * t.w);
+        if (lane < 4)
+            store_cluster(to + 4 * lane, lane == 0 ? top : lane == 1 ? sum : lane == 2 ? packed_sum : rounded_sum);
+    }
+}
+
+/** Merges what the cluster's blocks sent of a row that this one finishes, and writes results, or this block's part of them. One warp. */
+template <class V>
+__device__ __forceinline__ void finish_row(const AttendArgs &a, int row, const ValueScale<4> &scale,
+                                           const Output &output, const FewSpace<V> &space, int lane)
+{
+    int width = TQ_TILE * a.groups, blocks = a.few.cluster;
+    float4 t = make_float4(-INFINITY, 0, 0, 0);
+    if (lane < blocks) t = *reinterpret_cast<const float4 *>(space.slot(row, lane));
+    float top = warp_max(t.x), f = moved(t.x, top);
+    MergedRow m = {top, f * t.y, f * t.z, f * t.w};
+#pragma unroll 1
+    for (int k = 1; k < blocks; k *= 2) { /* as many lanes have numbers */
+        m.sum += __shfl_xor_sync(ALL_LANES, m.sum, k);
+        m.packed_sum += __shfl_xor_sync(ALL_LANES, m.packed_sum, k);
+        m.rounded_sum += __shfl_xor_sync(ALL_LANES, m.rounded_sum, k);
+    }
+    m.sum = __shfl_sync(ALL_LANES, m.sum, 0);
+    m.packed_sum = __shfl_sync(ALL_LANES, m.packed_sum, 0);
+    m.rounded_sum = __shfl_sync(ALL_LANES, m.rounded_sum, 0);
+    LaneRow<4> sum, exact_sum, part;
+    clear(sum), clear(exact_sum);
+#pragma unroll 4
+    for (int k = 0; k < blocks; k++) {
+        float factor = __shfl_sync(ALL_LANES, f, k);
+        part.load(space.slot(row, k) + 4, width, lane);
+        add_scaled(sum.quad[0], factor, part.quad[0]);
+        if (!a.exact_parts) continue;
+        part.load(space.slot(row, k) + 4 + width, width, lane);
+        add_scaled(exact_sum.quad[0], factor, part.quad[0]);
+    }
+    scale.apply(sum, m.rounded_sum);
+    rotate_lanes<4>(a, sum, space.spare_row(row), true, lane);
+    output.complete<4>(a, sum, exact_sum, m, lane);
+    if (a.few.cluster == a.few.sharing) {
+        output.write<4>(a, sum, m, lane);
+    } else {
+        int64_t part = (int64_t)blockIdx.x * a.rows + row;
+        sum.store(a.sums + part * width, width, lane);
+        if (lane == 0) a.totals[part] = {m.max, m.sum, 0, 0};
+    }
+}
+
+/** Prepares the rows of a segment in shared memory. load: row `warp`, on its way. */
+template <class V>
+__device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &s, const Sequence &seq,
+                                             QueryLoad<4> load, const FewSpace<V> &space, int warp, int lane)
+{
+    PreparedRows to = {reinterpret_cast<uint32_t *>(space.queries()), space.rows()};
+#pragma unroll 1
+    for (int i = warp; i < FewSpace<V>::ROWS; i += a.few.warps) {
+        if (i >= a.rows) {
+            leave_row_empty<4>(a, i, to, lane);
+            continue;
+        }
+        LaneRow<4> row;
+        if (i != warp) load = QueryLoad<4>(a, s, i, lane);
+        float bias = take_query<4>(a, s, load, row, lane);
+        rotate_lanes<4>(a, row, space.spare_row(i), false, lane);
+        round_query<4>(a, s, seq, i, row, bias, to, lane);
+    }
+}
+
+/** Brings the arguments into the caches of constants, some lines each warp: otherwise the first to need one waits for it. */
+__device__ __forceinline__ void touch_arguments(const AttendArgs &a, int warp)
+{
+    constexpr int LINE_WORDS = 16;
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(&a);
+    uint32_t all = 0;
+#pragma unroll 1
+    for (int i = LINE_WORDS * warp; i < (int)(sizeof a / 4); i += LINE_WORDS * a.few.warps) all |= words[i];
+    if (all == 0xdeadbeefu) __nanosleep(0); /* never, but the compiler does not know */
+}
+
+template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &a)
+{
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, cluster = a.few.cluster, sharing = a.few.sharing,
+        segment = blockIdx.x / sharing, rank = blockIdx.x - segment * sharing, b = segment / a.p.kv_heads,
+        h = segment - b * a.p.kv_heads;
+    int turn = rank + warp * sharing, step = a.few.warps * sharing; /* of the segment's warps */
+    Ring<V> ring = {shared_address(shared_bytes) + warp * a.few.warp_bytes,
+                    shared_address(shared_bytes) + a.at_barriers + warp * 32, 0, 0, copy_policy(true)};
+    FewSpace<V> space = {a};
+    RowSet set = {b, h, 0, segment, 0, a.rows};
+    touch_arguments(a, warp);
+    if (lane == 0) init_barriers<V>(a, ring);
+    __syncwarp();
+    if (cluster > 1) cluster_arrive(); /* others may write into this block's memory after this */
+    let_next_start();
+    wait_for_previous();
+
+    UnitPlace guess(a, min(turn, a.p.max_pages * a.page_units - 1), b, h); /* of the first unit, if none is skipped */
+    int32_t page = a.p.max_pages ? guess.page(a) : 0; /* on its way together with the lengths and the queries */
+    QueryLoad<4> load(a, set, warp, lane);
+    Sequence seq = load_sequence(a, b);
+    PackedView view = view_packed(a, seq);
+    Stride ahead(a, view, b, h, turn, step);
+    if (ahead.more()) {
+        if (ahead.unit != turn) page = ahead.page(a);
+        const uint8_t *record = ahead.record(a, page);
+#pragma unroll
+        for (int which = 0; which < 2; which++) ring.fill(a, 0, which, record, ahead.unit, lane);
+        ahead.advance(a);
+    }
+    int active = min(a.few.warps, (max(view.units.count() - rank, 0) + sharing - 1) / sharing);
+    prepare_rows<V>(a, set, seq, load, space, warp, lane);
+#pragma unroll 1
+    for (int first = 0; first < FewSpace<V>::ROWS && a.exact_parts; first += 4)
+        attend_exact_of_warp<V>(a, set, seq, first, turn, step, space, warp, lane);
+    __syncthreads();
+    if (ahead.now.count) {
+        Sums<V> sums;
+        attend_units<V>(a, ring, ahead, {space.rows(), space.queries()}, lane, sums);
+        __syncwarp();
+        leave_part_in_block<V>(a, space, warp, lane, sums);
+    } else if (lane < FewSpace<V>::ROWS) {
+        *space.totals(warp, lane) = make_float4(-INFINITY, 0, 0, 0);
+    }
+    int row = (cluster > 1 ? rank : 0) + warp * cluster;
+    ValueScale<4> scale(a, set, lane);
+    Output output(a, set, row);
+    __syncthreads();
+    if (cluster > 1) cluster_wait(); /* all blocks have started */
+    send_rows<V>(a, space, rank, active, warp, lane);
+    if (cluster > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
+#pragma unroll 1
+    for (; row < a.rows; row += a.few.warps * cluster) {
+        finish_row<V>(a, row, scale, output, space, lane);
+        output = Output(a, set, row + a.few.warps * cluster);
+    }
+}
+
+/** So many that 16 warps fit a multiprocessor, 12 with twice the rows or tokens, 20 with half the channels. */
+template <class V> constexpr int FEW_REGISTERS = V::BLOCKS > 1 || V::TILES > 2 ? 168 : V::GROUPS > 2 ? 128 : 96;
+
+template <class V> __global__ void __maxnreg__(FEW_REGISTERS<V>) attend_few_kernel(const __grid_constant__ AttendArgs a)
+{
+    if constexpr (is_for_this_device<V>()) attend_few<V>(a);
+}
+
+} // namespace tq
+#endif
