@@ -330,19 +330,20 @@ int lay_out_few(const KernelChoice &kernel, AttendArgs *args)
     return a.at_barriers + f.warps * 32;
 }
 
-/** Cuts the work for the kernel for few rows, or leaves l->kernel empty where that is not possible or would not do. */
-void cut_few(const tq_plan *plan, const Device &device, Launch *l)
+/** Cuts the work for the kernel for few rows; false, and nothing done, where that is not possible or would not do. */
+bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
 {
+    Launch cut = *launch, *l = &cut;
     AttendArgs &a = l->args;
     int processors = device.processors;
     l->segments = (int64_t)a.p.batch * a.p.kv_heads;
     if (!device.bulk || device.line || a.rows > 8 || a.groups > 4 || is_fine(*plan) ||
         a.rotation == TQ_ROTATION_DENSE || l->segments > INT32_MAX / 8)
-        return;
+        return false;
     /* whole pages pay off where there are many, and not many segments: then there are few warps for each */
     bool whole = l->segments <= 2 * processors && l->segments * a.p.max_pages >= 2 * processors;
     KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, a.rows <= 4 ? 1 : 2, whole ? 4 : 2);
-    if (!kernel.kernel) return;
+    if (!kernel.kernel) return false;
     lay_out_stage(plan, kernel.tiles, &a);
     a.team_warps = a.row_tiles = a.stages = 1;
     a.tile_rows = 4 * kernel.blocks;
@@ -360,13 +361,12 @@ void cut_few(const tq_plan *plan, const Device &device, Launch *l)
         if (l->shared_bytes <= room || f.warps == 1) break;
     }
     bool even = a.p.batch == 1 || a.p.even_lengths || rounds <= 2; /* one long sequence must not keep all waiting */
-    if (!even || l->shared_bytes > room) {
-        a.few = {};
-        return;
-    }
+    if (!even || l->shared_bytes > room) return false;
     l->kernel = kernel;
-    l->blocks = a.few.sharing * (int)l->segments;
-    l->threads = 32 * a.few.warps;
+    l->blocks = f.sharing * (int)l->segments;
+    l->threads = 32 * f.warps;
+    *launch = cut;
+    return true;
 }
 
 /** The parts of attend_few's blocks; returns their bytes. */
@@ -523,14 +523,14 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     int64_t pages = (int64_t)p->batch * p->kv_heads * a.p.max_pages;
     copy_side(*plan, plan->key, &a.key);
     copy_side(*plan, plan->value, &a.value);
-    cut_few(plan, device, l);
-    if (!l->kernel.few) l->kernel = choose_kernel(plan, a.rows, p->dtype, pages, device);
+    bool few = cut_few(plan, device, l);
+    if (!few) l->kernel = choose_kernel(plan, a.rows, p->dtype, pages, device);
     tq_codebook books[TQ_WIDE_BITS + 1];
     TQ_CUDA_TRY(fill_tables(plan, books, &a.tables, error));
     set_factors(*plan, books, l->kernel, true, &a.key);
     set_factors(*plan, books, l->kernel, false, &a.value);
     a.signs = signs_of(*plan);
-    if (l->kernel.few) return TQ_OK;
+    if (few) return TQ_OK;
     TQ_CUDA_TRY(cut_pages(plan, pages, device, l, error));
     return cut_ends(device, l, error);
 }

@@ -51,6 +51,7 @@ struct Case {
     int sinks = 0, window = 0, sliding = 0, causal = 1;
     bool fresh = false, centres = false, steps = false, hostile = false;
     float softcap = 0, query_size = 3, scale_sign = 1;
+    int even = 1;                          /* what is said of the lengths */
     int spare_pages = 0;                   /* extra columns of the block table, as if the cache could grow */
     std::function<double(int, int)> boost; /* (position, length) -> factor on the key */
     std::function<double(int, int)> value_boost;
@@ -312,7 +313,7 @@ static bool run_case(const Case &c)
     tq_attend_params p = {};
     p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.sinks = c.sinks, p.window = c.window,
     p.max_pages = max_pages;
-    p.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding, p.even_lengths = 1,
+    p.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding, p.even_lengths = c.even,
     p.softmax_scale = c.scale_sign / sqrtf((float)d), p.softcap = c.softcap;
     p.n_pages = n_pages, p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d,
     p.q_stride_token = d;
@@ -453,6 +454,11 @@ static std::vector<Case> all_cases()
     add("long, group 8, window", [](Case &c) {
         c.lengths = {20000}, c.heads = 1, c.group = 8, c.sinks = 4, c.window = 100, c.centres = true, c.dtype = TQ_F32;
     });
+    for (const char *bits : {"2", "3", "4", "5310"}) /* from one kernel's choice to another's, of other units */
+        for (int heads : {3, 300})
+            add("uneven, bits " + std::string(bits) + ", heads " + std::to_string(heads), [=](Case &c) {
+                c.key_bits = bits, c.heads = heads, c.group = 1, c.even = 0, c.spare_pages = 300, c.lengths = {900, 70};
+            });
     add("two long ones of different lengths", [](Case &c) { c.lengths = {9000, 2000}, c.heads = 3, c.key_bits = "2"; });
     add("starts", [](Case &c) { c.lengths = {300, 64, 640, 64}, c.starts = {17, 63, 300, 64}; });
     add("room to grow", [](Case &c) { c.lengths = {300}, c.spare_pages = 500; });
