@@ -360,8 +360,10 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
         l->shared_bytes = lay_out_few(kernel, &a);
         if (l->shared_bytes <= room || f.warps == 1) break;
     }
-    bool even = a.p.batch == 1 || a.p.even_lengths || rounds <= 2; /* one long sequence must not keep all waiting */
-    if (!even || l->shared_bytes > room) return false;
+    bool even = a.p.batch == 1 || a.p.even_lengths; /* otherwise one long sequence would keep all waiting */
+    /* where whole pages are worth more: they are not compiled for two blocks, and are too few for many blocks of mixed plans */
+    bool slower = kernel.key_bits ? kernel.blocks == 2 && kernel.key_bits != 4 && rounds > 24 : blocks > 1;
+    if ((rounds > 2 && (!even || slower)) || l->shared_bytes > room) return false;
     l->kernel = kernel;
     l->blocks = f.sharing * (int)l->segments;
     l->threads = 32 * f.warps;

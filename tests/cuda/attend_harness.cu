@@ -455,9 +455,9 @@ static std::vector<Case> all_cases()
         c.lengths = {20000}, c.heads = 1, c.group = 8, c.sinks = 4, c.window = 100, c.centres = true, c.dtype = TQ_F32;
     });
     for (const char *bits : {"2", "3", "4", "5310"}) /* from one kernel's choice to another's, of other units */
-        for (int heads : {3, 300})
+        for (int heads : {3, 140})
             add("uneven, bits " + std::string(bits) + ", heads " + std::to_string(heads), [=](Case &c) {
-                c.key_bits = bits, c.heads = heads, c.group = 1, c.even = 0, c.spare_pages = 300, c.lengths = {900, 70};
+                c.key_bits = bits, c.heads = heads, c.group = 1, c.even = 0, c.spare_pages = 300, c.lengths = {260, 70};
             });
     add("two long ones of different lengths", [](Case &c) { c.lengths = {9000, 2000}, c.heads = 3, c.key_bits = "2"; });
     add("starts", [](Case &c) { c.lengths = {300, 64, 640, 64}, c.starts = {17, 63, 300, 64}; });
