@@ -87,13 +87,23 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, pytest.param("cuda, three kernels", marks=needs_cuda)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_attend_matches_fp64(
-    shape: dict[str, Any], plan: ref.Plan, dtype: str, device: str, rng: np.random.Generator
+    shape: dict[str, Any],
+    plan: ref.Plan,
+    dtype: str,
+    device: str,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if device == "cuda, three kernels":
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("only on compute capability 9.x is there anything else")
+        monkeypatch.setenv("TURBOQUANT_CUDA_PATH", "hopper-line")
+        device = "cuda"
     case = make_case(rng, plan, dtype=dtype, **shape)
     want, want_lse = ref.attend(case.plan, case.cache, case.query)
     out, lse = tq.attend(**attend_arguments(case, device))

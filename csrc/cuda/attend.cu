@@ -310,24 +310,42 @@ int lay_out_few(const KernelChoice &kernel, AttendArgs *args)
 {
     AttendArgs &a = *args;
     FewArgs &f = a.few;
-    int64_t row_bytes = a.pitch * (int64_t)sizeof(float), sums = a.tile_rows * row_bytes, f4 = 4 * sizeof(float);
-    int64_t sent = (a.rows + f.cluster - 1) / f.cluster * f.cluster, at = 0;
+    int64_t row_bytes = a.pitch * (int64_t)sizeof(float), sums = a.tile_rows * row_bytes, at = 0;
+    int64_t sent = (a.rows + f.cluster - 1) / f.cluster * f.cluster,
+            slot = (4 + 2 * TQ_TILE * a.groups) * sizeof(float);
     f.warp_bytes = (int32_t)(a.stage_bytes > sums ? a.stage_bytes : sums);
-    const struct {
-        int32_t *behind;
-        int64_t bytes;
-    } places[] = {{&f.rows, (int64_t)f.warps * f.warp_bytes},
-                  {&f.queries, a.tile_rows * (int64_t)sizeof(RowArgs)},
-                  {&f.spare, kernel.blocks * a.groups * 32 * (int64_t)sizeof(uint2)},
-                  {&f.totals, sums},
-                  {&f.exact, 2 * f.warps * a.tile_rows * f4},
-                  {&f.slots, a.exact_parts ? f.warps * sums : 0},
-                  {&a.at_barriers, sent * (1 + TQ_TILE / 2 * a.groups) * f4}};
-    for (auto &p : places) {
-        take(&at, p.bytes);
-        *p.behind = (int32_t)at;
-    }
+    take(&at, (int64_t)f.warps * f.warp_bytes);
+    f.rows = (int32_t)take(&at, a.tile_rows * sizeof(RowArgs));
+    f.queries = (int32_t)take(&at, (int64_t)kernel.blocks * a.groups * 32 * sizeof(uint2));
+    f.spare = (int32_t)take(&at, sums);
+    f.totals = (int32_t)take(&at, 2 * f.warps * a.tile_rows * sizeof(float4));
+    f.exact = (int32_t)take(&at, a.exact_parts ? f.warps * sums : 0);
+    f.slots = (int32_t)take(&at, sent * slot);
+    a.at_barriers = (int32_t)at;
     return a.at_barriers + f.warps * 32;
+}
+
+/** Exact tokens of a sequence at most. */
+int64_t most_exact_tokens(const tq_attend_params &p)
+{
+    return p.window ? (int64_t)p.sinks + p.window + (p.query_tokens - 1) : p.sinks;
+}
+
+/** Whether the cut would do: as measured on an H200. at_once: blocks of a multiprocessor; rounds: as of share_segments. */
+bool few_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segments, int at_once, int64_t rounds,
+                  const Device &device)
+{
+    const FewArgs &f = a.few;
+    if (most_exact_tokens(a.p) > (int64_t)10 * f.warps * f.sharing) return false; /* a warp takes them one by one */
+    if (rounds <= 2) return true;
+    if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
+    /* every block works as long as the longest: idle multiprocessors count */
+    int64_t room = (int64_t)at_once * device.processors, blocks = segments * f.sharing,
+            turns = (blocks + room - 1) / room;
+    if (blocks * 20 < turns * room * 17) return false;
+    /* whole pages are worth more to long caches; they are not compiled for two blocks of rows, and 4 bits go without anyway */
+    if (kernel.blocks == 2 && kernel.key_bits != 4 && rounds > 24) return false;
+    return kernel.key_bits || at_once == 1;
 }
 
 /** Cuts the work for the kernel for few rows; false, and nothing done, where that is not possible or would not do. */
@@ -335,7 +353,8 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
 {
     Launch cut = *launch, *l = &cut;
     AttendArgs &a = l->args;
-    int processors = device.processors;
+    FewArgs &f = a.few;
+    int64_t processors = device.processors;
     l->segments = (int64_t)a.p.batch * a.p.kv_heads;
     if (!device.bulk || device.line || a.rows > 8 || a.groups > 4 || is_fine(*plan) ||
         a.rotation == TQ_ROTATION_DENSE || l->segments > INT32_MAX / 8)
@@ -347,28 +366,25 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
     lay_out_stage(plan, kernel.tiles, &a);
     a.team_warps = a.row_tiles = a.stages = 1;
     a.tile_rows = 4 * kernel.blocks;
-    a.exact_parts = (a.p.window ? (int64_t)a.p.sinks + a.p.window + (a.p.query_tokens - 1) : a.p.sinks) > 0;
-    FewArgs &f = a.few;
-    int most = kernel.max_threads / 32, blocks = blocks_at_once(l->segments, most, device);
-    int room = device.shared_bytes_per_processor / blocks - 1024;
-    if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
-    int64_t rounds;
-    f.warps = most / blocks < FEW_WARPS ? most / blocks : FEW_WARPS;
-    for (;; f.warps--) { /* whole pages of 5 bits take more memory than there is for all */
-        rounds = share_segments(l->segments, (int64_t)a.p.max_pages * a.page_units, blocks * (int64_t)processors,
-                                device, &f);
-        l->shared_bytes = lay_out_few(kernel, &a);
-        if (l->shared_bytes <= room || f.warps == 1) break;
+    a.exact_parts = most_exact_tokens(a.p) > 0;
+    int most = kernel.max_threads / 32;
+    for (int at_once = blocks_at_once(l->segments, most, device); at_once; at_once--) {
+        int room = device.shared_bytes_per_processor / at_once - 1024;
+        if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
+        for (f.warps = most / at_once < FEW_WARPS ? most / at_once : FEW_WARPS; f.warps >= 2; f.warps--) {
+            int64_t rounds =
+                share_segments(l->segments, (int64_t)a.p.max_pages * a.page_units, at_once * processors, device, &f);
+            l->shared_bytes = lay_out_few(kernel, &a);
+            if (l->shared_bytes > room) continue;
+            l->kernel = kernel;
+            l->blocks = f.sharing * (int)l->segments;
+            l->threads = 32 * f.warps;
+            if (!few_would_do(a, kernel, l->segments, at_once, rounds, device)) return false;
+            *launch = cut;
+            return true;
+        }
     }
-    bool even = a.p.batch == 1 || a.p.even_lengths; /* otherwise one long sequence would keep all waiting */
-    /* where whole pages are worth more: they are not compiled for two blocks, and are too few for many blocks of mixed plans */
-    bool slower = kernel.key_bits ? kernel.blocks == 2 && kernel.key_bits != 4 && rounds > 24 : blocks > 1;
-    if ((rounds > 2 && (!even || slower)) || l->shared_bytes > room) return false;
-    l->kernel = kernel;
-    l->blocks = f.sharing * (int)l->segments;
-    l->threads = 32 * f.warps;
-    *launch = cut;
-    return true;
+    return false;
 }
 
 /** The parts of attend_few's blocks; returns their bytes. */
@@ -451,7 +467,7 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
                          : most; /* rather many blocks than much to do for each */
     a.combine_rows = rows < 8 * device.processors ? 1 : most < 4 ? most : 4; /* few rows: all warps of a block on one */
     int64_t sets = rows / a.prepare_rows, row_bytes = (int64_t)a.pitch * sizeof(float);
-    int64_t exact_tokens = a.p.window ? (int64_t)a.p.sinks + a.p.window + (a.p.query_tokens - 1) : a.p.sinks;
+    int64_t exact_tokens = most_exact_tokens(a.p);
     bool few = sets * ((exact_tokens + 7) / 8) <= 2 * device.processors;
     a.exact_tokens = few ? 8 : 32;
     while (exact_tokens > (int64_t)(few ? 32 : 16) * a.exact_tokens) a.exact_tokens *= 2;
@@ -573,12 +589,12 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
     if (l.kernel.few) {
-        TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(l.kernel.kernel), device, 0, true, error));
+        MergeKernel merge = attend_merge_parts();
+        for (auto kernel : {l.kernel.kernel, merge.kernel})
+            TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, 0, true, error));
         TQ_CUDA_TRY(launch_clusters(l.kernel.kernel, l.blocks, l.args.few.cluster, l.threads, l.shared_bytes, s, error,
                                     l.args));
         if (!needed) return TQ_OK;
-        MergeKernel merge = attend_merge_parts();
-        TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(merge.kernel), device, 0, true, error));
         return launch(merge.kernel, l.segments * l.args.rows, merge.threads, 0, s, error, l.args);
     }
     EndKernels ends = attend_end_kernels(l.args.groups);

@@ -133,19 +133,21 @@ struct AttendArgs {
     uint32_t page_limit;             /* pages that an entry of a block table can name */
     int64_t page_bytes;              /* from one to the next */
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
-    int32_t exact_parts, exact_tokens;  /* parts of each KV head, tokens of a part */
+    int32_t exact_parts,
+        exact_tokens; /* parts of each KV head (attend_few: whether there may be any), tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows that a block takes of a tile; they divide tile_rows */
     int32_t wide_rows;                  /* attend_wide: rows of a team; 0 otherwise */
     int32_t at_teams;    /* shared memory of pages, in bytes: what warps and teams have beside the stages */
     int32_t at_barriers; /* the same: barriers */
     FewArgs few;
-    int32_t pitch; /* floats from one row to the next in shared memory of prepare and combine */
+    int32_t pitch; /* floats from one row to the next in shared memory of prepare, combine and attend_few */
     /* workspace */
     SegmentParts *segments;
-    RowArgs *row_args;       /* [segments][tile_rows] */
-    uint2 *queries;          /* [segments][tile_rows / 4][groups][32 lanes]: B operands; attend_wide: QueryPlace */
-    RowTotals *totals;       /* [slots][tile_rows] */
-    float *sums;             /* [slots][tile_rows][32 groups] */
+    RowArgs *row_args; /* [segments][tile_rows] */
+    uint2 *queries;    /* [segments][tile_rows / 4][groups][32 lanes]: B operands; attend_wide: QueryPlace */
+    RowTotals *totals; /* [slots][tile_rows]; attend_few: [blocks][rows], of its results */
+    float
+        *sums; /* [slots][tile_rows][32 groups]; attend_few: as totals, un-rotated and complete but for the division */
     RowTotals *exact_totals; /* [batch][kv_heads][exact_parts][row_tiles * tile_rows] */
     float *exact_sums;       /* the same, [32 groups]: not rotated */
 };

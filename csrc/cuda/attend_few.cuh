@@ -18,21 +18,21 @@
 namespace tq
 {
 
-/** The units of one warp: every `STEP`-th of a segment. */
+/** The units of one warp: every `stride`-th of a segment. */
 struct Stride : UnitPlace {
     Segment now;
-    int32_t STEP, position, now_end, fetched;
+    int32_t stride, position, now_end, fetched;
 
     __device__ __forceinline__ Stride(const AttendArgs &a, const PackedView &view, int32_t b, int32_t h, int32_t turn,
                                       int32_t step)
-        : UnitPlace(a, view.units.lo + turn, b, h), STEP(step), position(0), fetched(0)
+        : UnitPlace(a, view.units.lo + turn, b, h), stride(step), position(0), fetched(0)
     {
         int32_t left = view.units.count() - turn;
         now_end = left > 0 ? (left + step - 1) / step : 0;
         now = {b, h, 0, unit, now_end, view.common, true};
     }
     __device__ __forceinline__ bool more() const { return fetched < now_end; }
-    __device__ __forceinline__ void advance(const AttendArgs &) { fetched++, unit += STEP; }
+    __device__ __forceinline__ void advance(const AttendArgs &) { fetched++, unit += stride; }
 };
 
 /** A block's shared memory behind the stages of its warps, which hold their packed sums, [rows][pitch], once they have done their
@@ -231,9 +231,9 @@ __device__ __forceinline__ void finish_row(const AttendArgs &a, int row, const V
     if (a.few.cluster == a.few.sharing) {
         output.write<4>(a, sum, m, lane);
     } else {
-        int64_t part = (int64_t)blockIdx.x * a.rows + row;
-        sum.store(a.sums + part * width, width, lane);
-        if (lane == 0) a.totals[part] = {m.max, m.sum, 0, 0};
+        int64_t at = (int64_t)blockIdx.x * a.rows + row;
+        sum.store(a.sums + at * width, width, lane);
+        if (lane == 0) a.totals[at] = {m.max, m.sum, 0, 0};
     }
 }
 

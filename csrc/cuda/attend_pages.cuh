@@ -419,7 +419,6 @@ struct UnitPlace {
     const int32_t *table;
     const uint8_t *head; /* that KV head's record in page 0 */
 
-    UnitPlace() = default;
     __device__ __forceinline__ UnitPlace(const AttendArgs &a, int32_t unit_, int32_t b, int32_t h)
         : unit(unit_), table(a.p.block_table + (int64_t)b * a.p.max_pages), head(a.p.pages + h * a.record_bytes)
     {
@@ -435,7 +434,7 @@ struct UnitPlace {
 /** What a team does next and after: two segments, and how far the ring has run ahead of the work in them. Positions count units along
  *  the team's piece; the place is of unit `fetched`. */
 struct Lookahead : UnitPlace {
-    static constexpr int STEP = 1; /* from one unit of a segment to the next */
+    static constexpr int stride = 1; /* from one unit of a segment to the next */
     Segment now;
     Between *between;
     int32_t position, now_end, after_end, fetched;
@@ -482,8 +481,8 @@ struct Lookahead : UnitPlace {
 };
 
 /** Sends for units until the ring is full or nothing more is known. */
-template <class V, class Ahead>
-__device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring, Ahead &ahead, int thread)
+template <class V>
+__device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring, Lookahead &ahead, int thread)
 {
 #pragma unroll 1
     while (ahead.fetched < min(ahead.position + a.stages, ahead.after_end)) {
@@ -574,7 +573,7 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring,
     bool capped = a.p.softcap > 0;
     int32_t page_shift = a.page_units - 1, unit = now.first;
 #pragma unroll 1
-    for (; ahead.position < ahead.now_end; ahead.position++, unit += ahead.STEP) {
+    for (; ahead.position < ahead.now_end; ahead.position++, unit += ahead.stride) {
         bool more = ahead.more();
         int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];

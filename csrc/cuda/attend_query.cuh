@@ -265,7 +265,7 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
 #pragma unroll
     for (int j = 0; j < 4 * QUADS; j++) largest = fmaxf(largest, fabsf(number[j]));
     largest = warp_max(largest);
-    float inverse = __fdividef(QUERY_LIMIT, largest);
+    float inverse = QUERY_LIMIT / largest;
     int offset_hi = 0, offset_lo = 0, row = s.first + i;
 #pragma unroll
     for (int k = 0; k < QUADS; k++) { /* four channels: one word of each plane */
@@ -289,7 +289,7 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
     offset_lo = warp_sum(offset_lo);
     if (lane) return;
     int32_t token, head;
-    find_row(a, s, i, token, head); /* true: prepare_queries leaves the others out */
+    find_row(a, s, i, token, head); /* true: whoever prepares leaves the others out */
     Range packed = seen_packed(a, seq, seq.first_position + token);
     float scale = fmaxf(largest * fabsf(a.p.softmax_scale) * LOG2_E / QUERY_LIMIT, 1e-35f);
     to.args[row] = {scale, bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo, packed.lo, packed.hi};

@@ -327,7 +327,7 @@ typedef struct {
                                           query head h reads KV head h / (query_heads / kv_heads) */
     int64_t q_stride_batch, q_stride_head, q_stride_token;
     const uint8_t *pages;            /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
-    const int32_t *block_table;      /* [batch, max_pages]; entries past the last packed token are never read */
+    const int32_t *block_table;      /* [batch, max_pages]; entries past the last packed token may be anything */
     const int32_t *lengths;          /* [batch]: stored tokens, the queries' own included */
     const int32_t *starts;           /* [batch], or NULL: 0 */
     const void *sink_k, *sink_v;     /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */

@@ -436,8 +436,8 @@ static std::vector<Case> all_cases()
     add("batch of 100", [](Case &c) {
         for (int i = 0; i < 100; i++) c.lengths.resize(i + 1, i * 37 % 400);
     });
-    /* what shares a segment: eight, four, two blocks or one, of 16 to 2 warps; many with a merge behind them */
-    for (int batch : {1, 3, 12, 26, 50, 100, 200, 400})
+    /* what shares a segment: eight, four, two blocks or one, of 16 to 2 warps */
+    for (int batch : {1, 3, 12, 26, 50, 100, 200, 400, 600, 1300})
         for (const char *bits : {"2", "3", "4", "5310"}) {
             std::string tag = std::to_string(batch) + " sequences, bits " + bits;
             auto lengths = [=](Case &c) {
