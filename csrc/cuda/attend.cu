@@ -331,7 +331,8 @@ int64_t most_exact_tokens(const tq_attend_params &p)
     return p.window ? (int64_t)p.sinks + p.window + (p.query_tokens - 1) : p.sinks;
 }
 
-/** Whether the cut would do: as measured on an H200. at_once: blocks of a multiprocessor; rounds: as of share_segments. */
+/** Whether the cut is faster than that of the three kernels, as measured on an H200. at_once: blocks of a multiprocessor; rounds: as of
+ *  share_segments. */
 bool few_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segments, int at_once, int64_t rounds,
                   const Device &device)
 {

@@ -11,10 +11,10 @@
  *             (2 (r % 4), 2 (r % 4) + 1) of block r / 4 of the tensor-core products: its high and its low 8 bits.
  *   unit      half a page or a page: two or four token tiles (fewer where a page has no more)
  *   segment   (sequence, KV head, tile of rows): the units that some of its rows see
- * In the three kernels all units of all segments stand in one line, cut into as many equal pieces as there are teams of warps: equal work whatever the
- * lengths are, all of it found from the lengths on the device. A team works through its piece alone, through a ring of stages in
- * shared memory of its own, each warp of it with its own rows, and leaves a part in the workspace for each segment it meets. Mostly
- * a team is one warp; where there are many rows, several share the pages.
+ * In the three kernels all units of all segments stand in one line, cut into as many equal pieces as there are teams of warps: equal
+ * work whatever the lengths are, all of it found from the lengths on the device. A team works through its piece alone, through a ring
+ * of stages in shared memory of its own, each warp of it with its own rows, and leaves a part in the workspace for each segment it
+ * meets. Mostly a team is one warp; where there are many rows, several share the pages.
  *
  *   attend_fragments  codes to tensor-core operands         attend_query, attend_exact   the halves of prepare
  *   attend_schedule   who does which units                  attend_ends                  prepare and combine
@@ -133,8 +133,7 @@ struct AttendArgs {
     uint32_t page_limit;             /* pages that an entry of a block table can name */
     int64_t page_bytes;              /* from one to the next */
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
-    int32_t exact_parts,
-        exact_tokens; /* parts of each KV head (attend_few: whether there may be any), tokens of a part */
+    int32_t exact_parts, exact_tokens;  /* parts of each KV head (attend_few: 1 if any), tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows that a block takes of a tile; they divide tile_rows */
     int32_t wide_rows;                  /* attend_wide: rows of a team; 0 otherwise */
     int32_t at_teams;    /* shared memory of pages, in bytes: what warps and teams have beside the stages */
@@ -145,9 +144,8 @@ struct AttendArgs {
     SegmentParts *segments;
     RowArgs *row_args; /* [segments][tile_rows] */
     uint2 *queries;    /* [segments][tile_rows / 4][groups][32 lanes]: B operands; attend_wide: QueryPlace */
-    RowTotals *totals; /* [slots][tile_rows]; attend_few: [blocks][rows], of its results */
-    float
-        *sums; /* [slots][tile_rows][32 groups]; attend_few: as totals, un-rotated and complete but for the division */
+    RowTotals *totals; /* [slots][tile_rows] */
+    float *sums; /* [slots][tile_rows][32 groups]; attend_few: both [blocks][rows], of results before the division */
     RowTotals *exact_totals; /* [batch][kv_heads][exact_parts][row_tiles * tile_rows] */
     float *exact_sums;       /* the same, [32 groups]: not rotated */
 };
