@@ -567,7 +567,7 @@ tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_pa
     if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
     if (is_blocked(*plan)) return attend_blocks_bytes(*plan, *params, bytes, error);
     TQ_CUDA_TRY(prepare(plan, params, &l, error));
-    *bytes = !l.blocks ? 0 : l.kernel.few ? lay_out_parts(&l, nullptr) : lay_out_workspace(&l, nullptr);
+    *bytes = !l.blocks ? 0 : l.args.few.warps ? lay_out_parts(&l, nullptr) : lay_out_workspace(&l, nullptr);
     return TQ_OK;
 }
 
@@ -582,14 +582,14 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
     TQ_CUDA_TRY(prepare(plan, params, &l, error));
     if (!l.blocks) return TQ_OK;
     char *base = static_cast<char *>(workspace);
-    size_t needed = l.kernel.few ? lay_out_parts(&l, base) : lay_out_workspace(&l, base);
+    size_t needed = l.args.few.warps ? lay_out_parts(&l, base) : lay_out_workspace(&l, base);
     if (needed && (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < needed))
         return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
                     "at least tq_cuda_attend_workspace_bytes, 256-byte aligned");
     cudaStream_t s = static_cast<cudaStream_t>(stream);
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
-    if (l.kernel.few) {
+    if (l.args.few.warps) {
         MergeKernel merge = attend_merge_parts();
         for (auto kernel : {l.kernel.kernel, merge.kernel})
             TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, 0, true, error));

@@ -9,19 +9,8 @@ namespace
 
 template <class V> KernelChoice choice()
 {
-    KernelChoice k = {attend_few_kernel<V>,
-                      V::KEY_BITS,
-                      V::VALUE_BITS,
-                      V::GROUPS,
-                      V::BLOCKS,
-                      V::TILES,
-                      65536 / FEW_REGISTERS<V> / 128 * 128,
-                      V::BULK,
-                      V::TWO_PRODUCTS,
-                      0,
-                      0};
-    k.few = true;
-    return k;
+    constexpr int MAX_THREADS = 65536 / FEW_REGISTERS<V> / 128 * 128;
+    return {attend_few_kernel<V>, V::KEY_BITS, V::BLOCKS, V::TILES, MAX_THREADS, V::TWO_PRODUCTS, 0, 0};
 }
 
 template <int BITS, int GROUPS> KernelChoice choice_of_rows(int blocks, int tiles)

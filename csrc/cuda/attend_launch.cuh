@@ -14,14 +14,13 @@ struct EndKernels {
 
 EndKernels attend_end_kernels(int groups);
 
-/** What a compiled kernel is; key_bits 0: any plan of at most `groups` groups. */
+/** What a compiled kernel is; key_bits 0: any plan, of the groups it was asked for. */
 struct KernelChoice {
     void (*kernel)(AttendArgs); /* NULL: not compiled */
-    int key_bits, value_bits, groups, blocks, tiles, max_threads;
-    bool bulk, two_products;
+    int key_bits, blocks, tiles, max_threads;
+    bool two_products;
     int own_bytes; /* shared memory beside the stages: of a warp, in attend_wide of a team */
     int wide_rows; /* attend_wide: rows of a team; 0 otherwise */
-    bool few;      /* attend_few */
 };
 
 /** Whether there is a kernel for whole pages. At 4 bits of 128 channels half pages are faster: 16 warps of few rows, and of more rows

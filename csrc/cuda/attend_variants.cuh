@@ -9,8 +9,8 @@ namespace tq
 
 template <class V> KernelChoice choice()
 {
-    return {attend_kernel<V>, V::KEY_BITS, V::VALUE_BITS,   V::GROUPS,           V::BLOCKS, V::TILES,
-            V::MAX_THREADS,   V::BULK,     V::TWO_PRODUCTS, WarpSpace<V>::BYTES, 0};
+    return {attend_kernel<V>, V::KEY_BITS,     V::BLOCKS,           V::TILES,
+            V::MAX_THREADS,   V::TWO_PRODUCTS, WarpSpace<V>::BYTES, 0};
 }
 
 template <int BITS, int GROUPS, int BLOCKS, bool BULK> KernelChoice choice_of_tiles(int tiles)

@@ -10,10 +10,7 @@ namespace
 template <int BITS, int ROWS> KernelChoice choice()
 {
     using V = Wide<BITS, BITS, ROWS>;
-    KernelChoice k = {attend_wide_kernel<V>, BITS, BITS, V::GROUPS, 0, V::TILES, V::MAX_THREADS, true, false};
-    k.wide_rows = ROWS;
-    k.own_bytes = V::TEAM_BYTES;
-    return k;
+    return {attend_wide_kernel<V>, BITS, 0, V::TILES, V::MAX_THREADS, false, V::TEAM_BYTES, ROWS};
 }
 
 template <int BITS> KernelChoice choice_of_rows(int rows)
