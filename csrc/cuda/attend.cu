@@ -313,11 +313,13 @@ int lay_out_few(const KernelChoice &kernel, AttendArgs *args)
     int64_t row_bytes = a.pitch * (int64_t)sizeof(float), sums = a.tile_rows * row_bytes, at = 0;
     int64_t sent = (a.rows + f.cluster - 1) / f.cluster * f.cluster,
             slot = (4 + 2 * TQ_TILE * a.groups) * sizeof(float);
+    f.stride = f.warps * f.sharing;
     f.warp_bytes = (int32_t)(a.stage_bytes > sums ? a.stage_bytes : sums);
     take(&at, (int64_t)f.warps * f.warp_bytes);
     f.rows = (int32_t)take(&at, a.tile_rows * sizeof(RowArgs));
     f.queries = (int32_t)take(&at, (int64_t)kernel.blocks * a.groups * 32 * sizeof(uint2));
     f.spare = (int32_t)take(&at, sums);
+    f.value_scale = (int32_t)take(&at, 32 * sizeof(float2));
     f.totals = (int32_t)take(&at, 2 * f.warps * a.tile_rows * sizeof(float4));
     f.exact = (int32_t)take(&at, a.exact_parts ? f.warps * sums : 0);
     f.slots = (int32_t)take(&at, sent * slot);
@@ -337,7 +339,7 @@ bool few_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segme
                   const Device &device)
 {
     const FewArgs &f = a.few;
-    if (most_exact_tokens(a.p) > (int64_t)10 * f.warps * f.sharing) return false; /* a warp takes them one by one */
+    if (most_exact_tokens(a.p) > (int64_t)11 * f.warps * f.sharing) return false; /* a warp takes them one by one */
     if (rounds <= 2) return true;
     if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
     /* every block works as long as the longest: idle multiprocessors count */
@@ -358,7 +360,7 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
     int64_t processors = device.processors;
     l->segments = (int64_t)a.p.batch * a.p.kv_heads;
     if (!device.bulk || device.line || a.rows > 8 || a.groups > 4 || is_fine(*plan) ||
-        a.rotation == TQ_ROTATION_DENSE || l->segments > INT32_MAX / 8)
+        a.rotation == TQ_ROTATION_DENSE || l->segments >= 1 << 22)
         return false;
     /* whole pages pay off where there are many, and not many segments: then there are few warps for each */
     bool whole = l->segments <= 2 * processors && l->segments * a.p.max_pages >= 2 * processors;
@@ -372,9 +374,12 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
     for (int at_once = blocks_at_once(l->segments, most, device); at_once; at_once--) {
         int room = device.shared_bytes_per_processor / at_once - 1024;
         if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
-        for (f.warps = most / at_once < FEW_WARPS ? most / at_once : FEW_WARPS; f.warps >= 2; f.warps--) {
-            int64_t rounds =
-                share_segments(l->segments, (int64_t)a.p.max_pages * a.page_units, at_once * processors, device, &f);
+        const int first = most / at_once < FEW_WARPS ? most / at_once : FEW_WARPS;
+        for (f.warps = first; f.warps >= 2; f.warps--) {
+            int64_t units = (int64_t)a.p.max_pages * a.page_units,
+                    rounds = share_segments(l->segments, units, at_once * processors, device, &f);
+            /* where each has one unit at most, more warps make a block's start and end shorter */
+            if (f.warps > BUSY_WARPS && (f.warps < first || units > BUSY_WARPS * f.sharing)) continue;
             l->shared_bytes = lay_out_few(kernel, &a);
             if (l->shared_bytes > room) continue;
             l->kernel = kernel;
@@ -399,8 +404,8 @@ size_t lay_out_parts(Launch *l, char *base)
     return (size_t)at;
 }
 
-/** Rows, warps and stages of pages; `pages`: how many there may be to read, over all sequences and heads. */
-tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, Launch *l, tq_error *error)
+/** Rows, warps and stages of pages. */
+tq_status cut_pages(const tq_plan *plan, const Device &device, Launch *l, tq_error *error)
 {
     AttendArgs &a = l->args;
     a.wide_rows = l->kernel.wide_rows;
@@ -417,8 +422,8 @@ tq_status cut_pages(const tq_plan *plan, int64_t pages, const Device &device, La
     lay_out_stage(plan, l->kernel.tiles, &a);
     l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
     int warps = l->kernel.max_threads / 32;
-    if (warps > 12 && pages < 64 * (int64_t)device.processors) warps = 12; /* leaves room for prepare beside */
-    int room = device.shared_bytes_per_processor - 6 * 1024 - 1024;        /* a block of prepare fits beside */
+    if (warps > BUSY_WARPS) warps = BUSY_WARPS;                     /* which also leaves room for prepare beside */
+    int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* a block of prepare fits beside */
     if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
     int team_bytes = l->kernel.own_bytes * (a.wide_rows ? 1 : a.team_warps);
     for (a.teams = warps / a.team_warps; a.teams > 0; a.teams--) {
@@ -524,7 +529,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.pitch = TQ_TILE * a.groups + 8;
     a.rotation_factor = (float)(1 / sqrt((double)plan->head_dim));
     a.plan_groups = plan->groups;
-    a.group_channels = plan->group_channels;
+    a.fine = is_fine(*plan);
     int64_t capacity = (int64_t)p->sinks + p->window + (int64_t)a.p.max_pages * plan->page_tokens;
     if (capacity > INT32_MAX / 2)
         return fail(error, TQ_E_VALUE, "max_pages", -1, p->max_pages, "fewer: positions are 32-bit");
@@ -533,7 +538,11 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.rotation = plan->rotation;
     a.record_bytes = plan->record_bytes;
     a.page_limit = p->n_pages <= INT32_MAX ? (uint32_t)p->n_pages : 1u << 31;
-    a.page_bytes = p->kv_heads * a.record_bytes;
+    if (p->kv_heads * a.record_bytes > UINT32_MAX)
+        return fail(error, TQ_E_VALUE, "kv_heads", -1, p->kv_heads, "fewer: a page has 4 GiB at most");
+    if ((int64_t)p->batch * p->max_pages > UINT32_MAX)
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p->max_pages, "fewer: a block table has 2^32 entries at most");
+    a.page_bytes = (uint32_t)(p->kv_heads * a.record_bytes);
     a.group = p->kv_heads ? p->query_heads / p->kv_heads : 0;
     int64_t rows = (int64_t)a.group * p->query_tokens;
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p->query_tokens, "fewer");
@@ -550,7 +559,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     set_factors(*plan, books, l->kernel, false, &a.value);
     a.signs = signs_of(*plan);
     if (few) return TQ_OK;
-    TQ_CUDA_TRY(cut_pages(plan, pages, device, l, error));
+    TQ_CUDA_TRY(cut_pages(plan, device, l, error));
     return cut_ends(device, l, error);
 }
 

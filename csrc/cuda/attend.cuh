@@ -31,6 +31,7 @@ namespace tq
 
 constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
 constexpr int FEW_WARPS = 16;   /* of a block of attend_few at most: two parts of each for the lanes of one */
+constexpr int BUSY_WARPS = 12;  /* of a multiprocessor that has one block: with 16, long caches took up to 5 % longer */
 constexpr int END_ROWS = 16;    /* of a block of prepare or combine at most */
 constexpr int QUERY_BASE = 254; /* a query number is hi * 254 + lo, both in -127..127 */
 constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
@@ -109,8 +110,9 @@ struct FewArgs {
     int32_t warps;      /* of a block */
     int32_t sharing;    /* blocks that share a segment */
     int32_t cluster;    /* as many, if they are a cluster; otherwise 1: each leaves a part for merge_parts */
+    int32_t stride;     /* warps of a segment: each takes every stride-th unit */
     int32_t warp_bytes; /* shared memory of a warp: its stage, then its sums */
-    int32_t rows, queries, spare, totals, exact, slots; /* where things are behind those, in bytes */
+    int32_t rows, queries, spare, value_scale, totals, exact, slots; /* where things are behind those, in bytes */
 };
 
 /** Everything a block knows when it starts; in constant memory. Segment s = ((sequence * kv_heads) + head) * row_tiles + tile. */
@@ -119,7 +121,8 @@ struct AttendArgs {
     /* of the plan */
     float rotation_factor;                           /* head_dim^-1/2 */
     int32_t head_dim, groups, page_tokens, rotation; /* groups: of 32 channels; version 3 has two of its own in each */
-    int32_t plan_groups, group_channels;             /* the plan's own */
+    int32_t plan_groups;                             /* the plan's own */
+    bool fine;                                       /* version 3: groups of 16 channels */
     int64_t record_bytes;
     SideArgs key, value;
     CopyArgs copies[2][COPIES]; /* of a page's first and second unit */
@@ -131,7 +134,7 @@ struct AttendArgs {
     int32_t unit_tokens, page_units; /* units of a page: 1 or 2 */
     bool last_is_short;              /* the last unit of a page has fewer tiles than the others, or than its kernel's */
     uint32_t page_limit;             /* pages that an entry of a block table can name */
-    int64_t page_bytes;              /* from one to the next */
+    uint32_t page_bytes;             /* from one to the next */
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
     int32_t exact_parts, exact_tokens;  /* parts of each KV head (attend_few: 1 if any), tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows that a block takes of a tile; they divide tile_rows */
@@ -149,6 +152,12 @@ struct AttendArgs {
     RowTotals *exact_totals; /* [batch][kv_heads][exact_parts][row_tiles * tile_rows] */
     float *exact_sums;       /* the same, [32 groups]: not rotated */
 };
+
+/** The plan's group that a channel is in. */
+__device__ __forceinline__ int group_of(const AttendArgs &a, int channel)
+{
+    return channel / (a.fine ? TQ_FINE_GROUP : TQ_TILE); /* of constants: shifts */
+}
 
 extern __shared__ __align__(128) uint8_t shared_bytes[];
 

@@ -18,21 +18,21 @@
 namespace tq
 {
 
-/** The units of one warp: every `stride`-th of a segment. */
+/** The units of one warp: every few.stride-th of a segment, `unit` being the next to send for and the one before at work. As few numbers
+ *  as can be: where a kernel has 96 or 128 registers, more were spilled. */
 struct Stride : UnitPlace {
-    Segment now;
-    int32_t stride, position, now_end, fetched;
+    Range seen_by_all; /* packed indices */
+    int32_t end;       /* of the segment's units */
 
-    __device__ __forceinline__ Stride(const AttendArgs &a, const PackedView &view, int32_t b, int32_t h, int32_t turn,
-                                      int32_t step)
-        : UnitPlace(a, view.units.lo + turn, b, h), stride(step), position(0), fetched(0)
+    __device__ __forceinline__ Stride(const AttendArgs &a, const PackedView &view, int32_t b, int32_t h, int32_t turn)
+        : UnitPlace(a, view.units.lo + turn, b, h), seen_by_all(view.common), end(view.units.hi)
     {
-        int32_t left = view.units.count() - turn;
-        now_end = left > 0 ? (left + step - 1) / step : 0;
-        now = {b, h, 0, unit, now_end, view.common, true};
     }
-    __device__ __forceinline__ bool more() const { return fetched < now_end; }
-    __device__ __forceinline__ void advance(const AttendArgs &) { fetched++, unit += stride; }
+    __device__ __forceinline__ Range common() const { return seen_by_all; }
+    __device__ __forceinline__ bool more() const { return unit < end; }
+    __device__ __forceinline__ bool works(const AttendArgs &a) const { return at_work(a) < end; }
+    __device__ __forceinline__ int32_t at_work(const AttendArgs &a) const { return unit - a.few.stride; }
+    __device__ __forceinline__ void step_on(const AttendArgs &a, bool) { unit += a.few.stride; }
 };
 
 /** A block's shared memory behind the stages of its warps, which hold their packed sums, [rows][pitch], once they have done their
@@ -47,6 +47,7 @@ template <class V> struct FewSpace {
     }
     __device__ __forceinline__ RowArgs *rows() const { return at<RowArgs>(a.few.rows); }
     __device__ __forceinline__ uint2 *queries() const { return at<uint2>(a.few.queries); }
+    __device__ __forceinline__ float2 *value_scale() const { return at<float2>(a.few.value_scale); }
     __device__ __forceinline__ float *spare_row(int row) const { return at<float>(a.few.spare) + row * a.pitch; }
     __device__ __forceinline__ float *packed_sums(int warp, int row) const
     {
@@ -64,7 +65,7 @@ template <class V> struct FewSpace {
     /** What block `rank` of the cluster knows of a row that this block finishes: totals as above, packed sums, exact sums. */
     __device__ __forceinline__ float *slot(int row, int rank) const
     {
-        return at<float>(a.few.slots) + (row / a.few.cluster * a.few.cluster + rank) * (4 + 2 * TQ_TILE * a.groups);
+        return at<float>(a.few.slots) + ((row & -a.few.cluster) + rank) * (4 + 2 * TQ_TILE * a.groups);
     }
 };
 
@@ -201,19 +202,15 @@ __device__ __forceinline__ void finish_row(const AttendArgs &a, int row, const V
                                            const Output &output, const FewSpace<V> &space, int lane)
 {
     int width = TQ_TILE * a.groups, blocks = a.few.cluster;
-    float4 t = make_float4(-INFINITY, 0, 0, 0);
-    if (lane < blocks) t = *reinterpret_cast<const float4 *>(space.slot(row, lane));
+    float4 t = *reinterpret_cast<const float4 *>(space.slot(row, lane & (blocks - 1))); /* each has all sums then */
     float top = warp_max(t.x), f = moved(t.x, top);
     MergedRow m = {top, f * t.y, f * t.z, f * t.w};
 #pragma unroll 1
-    for (int k = 1; k < blocks; k *= 2) { /* as many lanes have numbers */
+    for (int k = 1; k < blocks; k *= 2) {
         m.sum += __shfl_xor_sync(ALL_LANES, m.sum, k);
         m.packed_sum += __shfl_xor_sync(ALL_LANES, m.packed_sum, k);
         m.rounded_sum += __shfl_xor_sync(ALL_LANES, m.rounded_sum, k);
     }
-    m.sum = __shfl_sync(ALL_LANES, m.sum, 0);
-    m.packed_sum = __shfl_sync(ALL_LANES, m.packed_sum, 0);
-    m.rounded_sum = __shfl_sync(ALL_LANES, m.rounded_sum, 0);
     LaneRow<4> sum, exact_sum, part;
     clear(sum), clear(exact_sum);
 #pragma unroll 4
@@ -271,40 +268,47 @@ __device__ __forceinline__ void touch_arguments(const AttendArgs &a, int warp)
 template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &a)
 {
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, cluster = a.few.cluster, sharing = a.few.sharing,
-        segment = blockIdx.x / sharing, rank = blockIdx.x - segment * sharing, b = segment / a.p.kv_heads,
+        segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing, b = divide(segment, a.p.kv_heads),
         h = segment - b * a.p.kv_heads;
-    int turn = rank + warp * sharing, step = a.few.warps * sharing; /* of the segment's warps */
-    Ring<V> ring = {shared_address(shared_bytes) + warp * a.few.warp_bytes,
-                    shared_address(shared_bytes) + a.at_barriers + warp * 32, 0, 0, copy_policy(true)};
+    int turn = rank + warp * sharing, step = a.few.stride; /* of the segment's warps */
+    Ring<V, true> ring = {shared_address(shared_bytes) + warp * a.few.warp_bytes,
+                          shared_address(shared_bytes) + a.at_barriers + warp * 32, 0, 0, copy_policy(true)};
     FewSpace<V> space = {a};
     RowSet set = {b, h, 0, segment, 0, a.rows};
     touch_arguments(a, warp);
-    if (lane == 0) init_barriers<V>(a, ring);
+    if (elect_lane()) {
+#pragma unroll
+        for (int which = 0; which < 2; which++) barrier_init(ring.barrier(0, which), 1);
+        barrier_init_fence();
+    }
     __syncwarp();
-    if (cluster > 1) cluster_arrive(); /* others may write into this block's memory after this */
+    if (cluster > 1) cluster_arrive_empty_handed(); /* others may write into this block's memory after this */
     let_next_start();
     wait_for_previous();
 
     UnitPlace guess(a, min(turn, a.p.max_pages * a.page_units - 1), b, h); /* of the first unit, if none is skipped */
     int32_t page = a.p.max_pages ? guess.page(a) : 0; /* on its way together with the lengths and the queries */
-    QueryLoad<4> load(a, set, warp, lane);
     Sequence seq = load_sequence(a, b);
+    QueryLoad<4> load(a, set, warp, lane);
     PackedView view = view_packed(a, seq);
-    Stride ahead(a, view, b, h, turn, step);
-    if (ahead.more()) {
+    Stride ahead(a, view, b, h, turn);
+    bool works = ahead.more();
+    if (works) {
         if (ahead.unit != turn) page = ahead.page(a);
         const uint8_t *record = ahead.record(a, page);
 #pragma unroll
         for (int which = 0; which < 2; which++) ring.fill(a, 0, which, record, ahead.unit, lane);
-        ahead.advance(a);
     }
-    int active = min(a.few.warps, (max(view.units.count() - rank, 0) + sharing - 1) / sharing);
+    ahead.step_on(a, works);
+    int active = min(a.few.warps, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
     prepare_rows<V>(a, set, seq, load, space, warp, lane);
+    if (warp == a.few.warps - 1) /* it has the fewest rows */
+        space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
 #pragma unroll 1
     for (int first = 0; first < FewSpace<V>::ROWS && a.exact_parts; first += 4)
         attend_exact_of_warp<V>(a, set, seq, first, turn, step, space, warp, lane);
     __syncthreads();
-    if (ahead.now.count) {
+    if (works) {
         Sums<V> sums;
         attend_units<V>(a, ring, ahead, {space.rows(), space.queries()}, lane, sums);
         __syncwarp();
@@ -313,8 +317,8 @@ template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &
         *space.totals(warp, lane) = make_float4(-INFINITY, 0, 0, 0);
     }
     int row = (cluster > 1 ? rank : 0) + warp * cluster;
-    ValueScale<4> scale(a, set, lane);
     Output output(a, set, row);
+    ValueScale<4> scale(space.value_scale()[lane]);
     __syncthreads();
     if (cluster > 1) cluster_wait(); /* all blocks have started */
     send_rows<V>(a, space, rank, active, warp, lane);

@@ -7,14 +7,14 @@ namespace tq
 {
 
 /** A team's barriers, by its first thread. */
-template <class V> __device__ __forceinline__ void init_barriers(const AttendArgs &a, const Ring<V> &ring)
+template <class R> __device__ __forceinline__ void init_barriers(const AttendArgs &a, const R &ring)
 {
     int used = a.team_warps > 1 ? 4 : 2; /* a warp alone never waits for an empty stage */
 #pragma unroll 1
     for (int i = 0; i < a.stages; i++)
 #pragma unroll 1
         for (int k = 0; k < used; k++)
-            barrier_init(ring.barrier(i, k), k >= 2 ? a.team_warps : V::BULK ? 1 : 32 * a.team_warps);
+            barrier_init(ring.barrier(i, k), k >= 2 ? a.team_warps : R::BULK ? 1 : 32 * a.team_warps);
     barrier_init_fence();
 }
 
@@ -38,7 +38,7 @@ template <class V> __device__ __forceinline__ void attend_pages(const AttendArgs
     Ring<V> ring = {shared_address(shared_bytes) + team * a.stages * a.stage_bytes,
                     shared_address(shared_bytes) + a.at_barriers + team * a.stages * 32, 0, 0,
                     copy_policy(a.row_tiles == 1)};
-    if (thread == 0) init_barriers<V>(a, ring);
+    if (thread == 0) init_barriers(a, ring);
     if (a.team_warps > 1) __syncthreads();
     else __syncwarp();
     /* Neighbouring pieces go to different blocks, so that few units still reach all multiprocessors.

@@ -29,11 +29,14 @@ template <int GROUPS> __device__ __forceinline__ void clear(LaneRow<GROUPS> &row
 template <int GROUPS> struct ValueScale {
     float factor[LaneRow<GROUPS>::QUADS], offset[LaneRow<GROUPS>::QUADS];
 
+    /** Those of up to 128 channels, to and from shared memory. */
+    __device__ __forceinline__ explicit ValueScale(float2 pair) : factor{pair.x}, offset{pair.y} {}
+    __device__ __forceinline__ float2 pair() const { return make_float2(factor[0], offset[0]); }
     __device__ __forceinline__ ValueScale(const AttendArgs &a, const RowSet &s, int lane)
     {
 #pragma unroll
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
-            int c = LaneRow<GROUPS>::channel(k, lane), g = c / a.group_channels,
+            int c = LaneRow<GROUPS>::channel(k, lane), g = group_of(a, c),
                 bits = g < a.plan_groups ? a.value.bits[g] : 0;
             float step = !bits ? 0 : a.p.value.steps ? a.p.value.steps[s.h * a.plan_groups + g] : 1.0f;
             offset[k] = step * a.value.offset_factor[bits];

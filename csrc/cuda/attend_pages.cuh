@@ -47,20 +47,22 @@ template <int TILES> struct LaneScales {
 
 /** A team's ring of stages. Key codes with all scales, and value codes, have barriers of their own: the keys of a unit to come are
  *  on their way while the values of this one are at work. Addresses are shared ones; a stage has barriers full keys, full values,
- *  empty keys, empty values. */
-template <class V> struct Ring {
+ *  empty keys, empty values. ALONE: it has one stage, and the team is one warp. */
+template <class V, bool ALONE_ = false> struct Ring {
+    static constexpr bool ALONE = ALONE_, BULK = V::BULK;
     uint32_t stages, barriers; /* of the team */
     int stage, parity;         /* of the unit at work */
     uint64_t policy;           /* of its copies */
 
     __device__ __forceinline__ uint32_t barrier(int stage_, int which) const
     {
-        return barriers + 32 * stage_ + 8 * which;
+        return barriers + (ALONE ? 0 : 32 * stage_) + 8 * which;
     }
 
     __device__ __forceinline__ StageView view(const AttendArgs &a, const SideArgs &side) const
     {
-        const uint8_t *at = shared_bytes + (stages - shared_address(shared_bytes)) + stage * a.stage_bytes;
+        const uint8_t *at =
+            shared_bytes + (stages - shared_address(shared_bytes)) + (ALONE ? 0 : stage * a.stage_bytes);
         return {at + side.at_codes, at + side.at_scales};
     }
 
@@ -71,7 +73,7 @@ template <class V> struct Ring {
     __device__ __forceinline__ void fill(const AttendArgs &a, int stage_, int which, const uint8_t *record,
                                          int32_t unit, int thread) const
     {
-        uint32_t to = stages + stage_ * a.stage_bytes, full = barrier(stage_, which);
+        uint32_t to = stages + (ALONE ? 0 : stage_ * a.stage_bytes), full = barrier(stage_, which);
         int second = V::TILES == 4 ? 0 : unit & (a.page_units - 1); /* four tiles are a page at least */
         const CopyArgs *c = a.copies[second];
         int first = COPY_KEYS, last = V::TILES == 4 || a.page_units == 1 ? COPY_SCALES : COPY_VALUE_SCALES;
@@ -92,7 +94,7 @@ template <class V> struct Ring {
 
     __device__ __forceinline__ void advance(const AttendArgs &a)
     {
-        if (++stage == a.stages) stage = 0, parity ^= 1;
+        if (ALONE || ++stage == a.stages) stage = 0, parity ^= 1;
     }
 };
 
@@ -108,9 +110,26 @@ template <class V> struct Sums {
 
 template <class V> struct LaneRows {
     float scale[V::BLOCKS], offset[V::BLOCKS]; /* offset: of ROW_FACTOR codes */
-    int offset_hi[V::BLOCKS], offset_lo[V::BLOCKS];
-    uint2 query[V::GROUPS]; /* if QUERY_IN_REGISTERS */
+    int start[V::BLOCKS][2];                   /* what products of keys start from, by plane: START, and KEY_OFFSETS */
+    uint2 query[V::GROUPS];                    /* if QUERY_IN_REGISTERS */
 };
+
+/** The bits of 1.5 2^23. With an integer n added, |n| < 2^22, they are those of 1.5 2^23 + n: a product that starts from them ends as a
+ *  float, without a conversion, which would be on the pipe of the look-ups. */
+constexpr int FLOAT_BITS = 0x4b400000;
+
+/** What products start from. With two blocks of rows at 3 and 4 bits float bits were 1 to 2 % faster, elsewhere conversions. */
+template <class V>
+constexpr int START = V::UNIFORM && V::KEY_BITS > 2 && V::BLOCKS == 2 && V::TILES == 2 ? FLOAT_BITS : 0;
+static_assert(8 * TQ_TILE * 127 * 127 < 1 << 22 && 2 * TQ_TILE * 255 * 255 < 1 << 22,
+              "keys x queries, values x weights");
+
+/** hi * BASE + lo, of products that started from START. */
+template <class V, int BASE> __device__ __forceinline__ float join_planes(int hi, int lo)
+{
+    if constexpr (START<V> == 0) return (float)(hi * BASE + lo);
+    return fmaf(__int_as_float(hi), (float)BASE, -12582912.0f * (BASE + 1)) + __int_as_float(lo);
+}
 
 /** s[block][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale; tiles first .. first + N - 1. */
 template <class V, int N>
@@ -128,8 +147,8 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int n = 0; n < B; n++) {
-                c[tile][half][n][0] = c[tile][half][n][2] = V::KEY_OFFSETS ? rows.offset_hi[n] : 0;
-                c[tile][half][n][1] = c[tile][half][n][3] = V::KEY_OFFSETS ? rows.offset_lo[n] : 0;
+                c[tile][half][n][0] = c[tile][half][n][2] = V::KEY_OFFSETS ? rows.start[n][0] : START<V>;
+                c[tile][half][n][1] = c[tile][half][n][3] = V::KEY_OFFSETS ? rows.start[n][1] : START<V>;
             }
     const uint8_t *codes = keys.codes + 4 * lane;
     if constexpr (V::UNIFORM) {
@@ -188,7 +207,7 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 const int *row = &c[tile][r >> 1][n][2 * (r & 1)];
-                float x = (float)(row[0] * QUERY_BASE + row[1]);
+                float x = join_planes<V, QUERY_BASE>(row[0], row[1]);
                 if constexpr (V::KEY_ROW_FACTOR) x = fmaf(x, 1.0f / (1 << V::KEY_BITS * r), rows.offset[n]);
                 s[n][4 * (first + tile) + r] = x * scales[4 * tile + r];
             }
@@ -305,18 +324,18 @@ __device__ __forceinline__ void weigh_unit(const LaneRows<V> &rows, const LaneSc
     int from = 4 * (lane & 3) + (lane >> 3) + (even ? 0 : 16);
 #pragma unroll
     for (int n = 0; n < B; n++) {
-        float weight[4 * V::TILES], sum[4] = {};
+        float weight[4 * V::TILES], sum[4];
 #pragma unroll
         for (int i = 0; i < 4 * V::TILES; i++) {
             float w = exp2_fast(fmaf(s[n][i], rows.scale[n], sums.reference[n]));
-            sum[i % 4] += w;
+            sum[i % 4] = i < 4 ? w : sum[i % 4] + w;
             weight[i] = w * value_scales[i];
         }
         sums.weights[n] += (sum[0] + sum[1]) + (sum[2] + sum[3]);
         float largest = fmaxf(largest_of(weight), 1e-30f);
 #pragma unroll
         for (int k = 4; k < 32; k *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, k));
-        float steps = __fdividef(65535.0f, largest);
+        float steps = 65535.0f * reciprocal(largest);
         unit_scale[n] = largest * (1.0f / 65535);
 #pragma unroll
         for (int tile = 0; tile < V::TILES; tile++) {
@@ -350,7 +369,9 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
     }
 #pragma unroll
     for (int g = 0; g < V::GROUPS; g++) {
-        int c[2][B][4] = {};
+        int c[2][B][4];
+#pragma unroll
+        for (int i = 0; i < 8 * B; i++) c[i / (4 * B)][i / 4 % B][i % 4] = START<V>;
         if constexpr (V::UNIFORM) {
 #pragma unroll
             for (int tile = 0; tile < V::TILES; tile++)
@@ -385,21 +406,21 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
 #pragma unroll
             for (int n = 0; n < B; n++) {
                 const int *row = &c[r >> 1][n][2 * (r & 1)];
-                sums.o[g][r][n] = fmaf((float)(row[0] * 256 + row[1]), unit_scale[n], sums.o[g][r][n]);
+                sums.o[g][r][n] = fmaf(join_planes<V, 256>(row[0], row[1]), unit_scale[n], sums.o[g][r][n]);
             }
     }
 }
 
 /** Gives half of the unit's stage back and, if there is more, has it filled anew. */
-template <class V>
-__device__ __forceinline__ void refill(const AttendArgs &a, const Ring<V> &ring, int which, bool more,
-                                       const uint8_t *record, int32_t unit, int thread)
+template <class R>
+__device__ __forceinline__ void refill(const AttendArgs &a, const R &ring, int which, bool more, const uint8_t *record,
+                                       int32_t unit, int thread)
 {
     __syncwarp();
-    if (a.team_warps > 1) {
+    if (!R::ALONE && a.team_warps > 1) {
         uint32_t empty = ring.barrier(ring.stage, 2 + which);
         if (thread % 32 == 0) barrier_arrive(empty);
-        if (!V::BULK || thread < 32) barrier_wait(empty, ring.parity);
+        if (R::sends(thread)) barrier_wait(empty, ring.parity);
     }
     if (more && ring.sends(thread)) ring.fill(a, ring.stage, which, record, unit, thread);
 }
@@ -415,29 +436,30 @@ static_assert(sizeof(Between) <= BETWEEN_BYTES);
 
 /** Where the next unit to send for is. */
 struct UnitPlace {
-    int32_t unit; /* in its sequence */
-    const int32_t *table;
-    const uint8_t *head; /* that KV head's record in page 0 */
+    int32_t unit;         /* in its sequence */
+    uint32_t table, head; /* the sequence's first entry in the block table; where a page has that KV head's record */
 
     __device__ __forceinline__ UnitPlace(const AttendArgs &a, int32_t unit_, int32_t b, int32_t h)
-        : unit(unit_), table(a.p.block_table + (int64_t)b * a.p.max_pages), head(a.p.pages + h * a.record_bytes)
+        : unit(unit_), table((uint32_t)b * (uint32_t)a.p.max_pages), head(h * (uint32_t)a.record_bytes)
     {
     }
-    __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return table[unit >> (a.page_units - 1)]; }
+    __device__ __forceinline__ int32_t page(const AttendArgs &a) const
+    {
+        return a.p.block_table[table + (uint32_t)(unit >> (a.page_units - 1))];
+    }
     __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
     {
         if ((uint32_t)page >= a.page_limit) page = 0; /* a foreign index must not fault */
-        return head + page * a.page_bytes;
+        return a.p.pages + ((uint64_t)(uint32_t)page * a.page_bytes + head);
     }
 };
 
 /** What a team does next and after: two segments, and how far the ring has run ahead of the work in them. Positions count units along
  *  the team's piece; the place is of unit `fetched`. */
 struct Lookahead : UnitPlace {
-    static constexpr int stride = 1; /* from one unit of a segment to the next */
     Segment now;
     Between *between;
-    int32_t position, now_end, after_end, fetched;
+    int32_t position, now_end, after_end, fetched, working;
 
     /** By a whole warp; tell: as in Cursor::next. */
     __device__ __forceinline__ Lookahead(const AttendArgs &a, Cursor &cursor, bool tell, Between *between_, int lane)
@@ -455,6 +477,7 @@ struct Lookahead : UnitPlace {
     }
     __device__ __forceinline__ void look_on(const AttendArgs &a, Cursor &cursor, bool tell, int lane)
     {
+        working = now.first;
         Segment after = cursor.next(a, tell);
         after_end = now_end + after.count;
         __syncwarp();
@@ -469,6 +492,16 @@ struct Lookahead : UnitPlace {
         if (!is_now) s = between->after;
         static_cast<UnitPlace &>(*this) =
             UnitPlace(a, s.first + fetched - (is_now ? now_end - now.count : now_end), s.b, s.h);
+    }
+    __device__ __forceinline__ Range common() const { return now.common; }
+    /** Whether there is a unit at work, and which of the segment's sequence. */
+    __device__ __forceinline__ bool works(const AttendArgs &) const { return position < now_end; }
+    __device__ __forceinline__ int32_t at_work(const AttendArgs &) const { return working; }
+    /** It is done; more: the next one was sent for. */
+    __device__ __forceinline__ void step_on(const AttendArgs &a, bool more)
+    {
+        position++, working++;
+        if (more) advance(a);
     }
     /** Whether there is a unit to send for. */
     __device__ __forceinline__ bool more() const { return fetched < after_end; }
@@ -543,8 +576,8 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const WarpRows &
         RowArgs row = given.args[4 * n + (lane & 3)];
         rows.scale[n] =
             a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
-        rows.offset_hi[n] = row.offset_hi;
-        rows.offset_lo[n] = row.offset_lo;
+        rows.start[n][0] = START<V> + row.offset_hi;
+        rows.start[n][1] = START<V> + row.offset_lo;
         rows.offset[n] = 0.5f * (float)(row.offset_hi * QUERY_BASE + row.offset_lo); /* a byte is half a level there */
         sums.bias[n] = a.p.softcap > 0 ? 0 : row.bias; /* with a cap it is in the scores already */
         sums.reference[n] = NO_REFERENCE;
@@ -560,21 +593,20 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const WarpRows &
 }
 
 /** The units of the segment at work; thread counts within the team. */
-template <class V, class Ahead>
-__device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring, Ahead &ahead, const WarpRows &given,
+template <class V, class R, class Ahead>
+__device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead &ahead, const WarpRows &given,
                                              int thread, Sums<V> &sums)
 {
     constexpr int B = V::BLOCKS;
     int lane = thread & 31;
-    const Segment &now = ahead.now;
     LaneRows<V> rows;
     start_rows<V>(a, given, lane, rows, sums);
-    Range whole = whole_units(a, now.common);
+    Range whole = whole_units(a, ahead.common());
     bool capped = a.p.softcap > 0;
-    int32_t page_shift = a.page_units - 1, unit = now.first;
 #pragma unroll 1
-    for (; ahead.position < ahead.now_end; ahead.position++, unit += ahead.stride) {
+    while (ahead.works(a)) {
         bool more = ahead.more();
+        int32_t unit = ahead.at_work(a);
         int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
@@ -586,7 +618,8 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring,
         refill(a, ring, 0, more, next_record, ahead.unit, thread);
 
         if (unit < whole.lo || unit >= whole.hi) {
-            int32_t page = unit >> page_shift, first = page * a.page_tokens + (unit & page_shift) * V::TILES * TQ_TILE;
+            int32_t page_shift = a.page_units - 1, page = unit >> page_shift,
+                    first = page * a.page_tokens + (unit & page_shift) * V::TILES * TQ_TILE;
             hide_tokens<V>(given.args, first, min(first + V::TILES * TQ_TILE, (page + 1) * a.page_tokens), lane, s,
                            value_scales);
         }
@@ -598,7 +631,7 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, Ring<V> &ring,
         add_values<V>(a, values, b, unit_scale, lane, sums);
         refill(a, ring, 1, more, next_record, ahead.unit, thread);
         ring.advance(a);
-        if (more) ahead.advance(a);
+        ahead.step_on(a, more);
     }
 }
 

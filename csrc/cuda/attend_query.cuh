@@ -223,7 +223,7 @@ struct QueryPlace {
             word = (2 * g + place / 4) * 8 * a.tile_rows + 8 * row + place % 4;
             to_low = 4;
         } else {
-            if (a.group_channels == TQ_FINE_GROUP) place = (place & 1) | (place & 2) << 1 | (place & 4) >> 1;
+            if (a.fine) place = (place & 1) | (place & 2) << 1 | (place & 4) >> 1;
             word = ((row / 4 * a.groups + g) * 32 + 8 * (row % 4) + place % 4) * 2 + place / 4;
             to_low = 8; /* the next column: four lanes on */
         }
@@ -249,13 +249,16 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
                                             int lane)
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
+    int32_t token, head;
+    find_row(a, s, i, token, head); /* true: whoever prepares leaves the others out */
+    Range packed = seen_packed(a, seq, seq.first_position + token);
     const float *steps = a.p.key.steps ? a.p.key.steps + (int64_t)s.h * a.plan_groups : nullptr;
     float sign = a.p.softmax_scale < 0 ? -1.0f : 1.0f; /* so that the row's scale is positive and maxima stay maxima */
     float number[4 * QUADS], largest = 1e-30f;
     int levels[QUADS];
 #pragma unroll
     for (int k = 0; k < QUADS; k++) {
-        int g = rotated.channel(k, lane) / a.group_channels, bits = g < a.plan_groups ? a.key.bits[g] : 0;
+        int g = group_of(a, rotated.channel(k, lane)), bits = g < a.plan_groups ? a.key.bits[g] : 0;
         float factor = bits ? sign * a.key.factor[bits] * (steps ? steps[g] : 1.0f) : 0;
         levels[k] = a.key.offset_levels[bits];
         const float4 &y = rotated.quad[k];
@@ -288,9 +291,6 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
     offset_hi = warp_sum(offset_hi);
     offset_lo = warp_sum(offset_lo);
     if (lane) return;
-    int32_t token, head;
-    find_row(a, s, i, token, head); /* true: whoever prepares leaves the others out */
-    Range packed = seen_packed(a, seq, seq.first_position + token);
     float scale = fmaxf(largest * fabsf(a.p.softmax_scale) * LOG2_E / QUERY_LIMIT, 1e-35f);
     to.args[row] = {scale, bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo, packed.lo, packed.hi};
 }

@@ -45,6 +45,7 @@ __device__ __forceinline__ Range seen_packed(const AttendArgs &a, const Sequence
 /** The unit of a packed token; a page has 1 to 4 tiles. */
 __device__ __forceinline__ int32_t unit_of(const AttendArgs &a, int32_t packed_index)
 {
+    if (!a.last_is_short) return packed_index >> (a.unit_tokens == 4 * TQ_TILE ? 7 : 6);
     uint32_t tile = packed_index / TQ_TILE, tiles = a.page_tokens / TQ_TILE;
     uint32_t page = tiles == 3 ? __umulhi(tile, 0xAAAAAAABu) >> 1 : tile >> (tiles >> 1); /* tile / tiles */
     return a.page_units == 1 ? page : 2 * page + (tile - tiles * page) / 2;
@@ -71,9 +72,8 @@ __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Seq
 __device__ __forceinline__ Range whole_units(const AttendArgs &a, Range tokens)
 {
     if (a.last_is_short) return {0, 0};
-    int32_t lo = unit_of(a, max(tokens.lo, 0)), page = lo >> (a.page_units - 1);
-    int32_t first = page * a.page_tokens + (lo & (a.page_units - 1)) * a.unit_tokens;
-    return {first < tokens.lo ? lo + 1 : lo, tokens.hi > 0 ? unit_of(a, tokens.hi) : 0};
+    int32_t lo = unit_of(a, max(tokens.lo, 0));
+    return {lo * a.unit_tokens < tokens.lo ? lo + 1 : lo, tokens.hi > 0 ? unit_of(a, tokens.hi) : 0};
 }
 
 /* ---- the line of units ---- */

@@ -440,7 +440,7 @@ template <class V> __device__ __forceinline__ void attend_pages_wide(const Atten
     Ring<V> ring = {shared_address(shared_bytes) + team * a.stages * a.stage_bytes,
                     shared_address(shared_bytes) + a.at_barriers + team * a.stages * 32, 0, 0,
                     copy_policy(a.row_tiles == 1)};
-    if (thread == 0) init_barriers<V>(a, ring);
+    if (thread == 0) init_barriers(a, ring);
     __syncthreads();
     Cursor cursor(a, team * gridDim.x + blockIdx.x, a.teams * gridDim.x, lane);
     bool tell = thread == 0;

@@ -64,6 +64,13 @@ __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], uint32_
 #undef TQ_MMA
 }
 
+__device__ __forceinline__ float reciprocal(float x) /* 1 ulp; x is normal, and 1 / x too */
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float exp2_fast(float x) /* 2 ulp; exp2(-inf) = 0 */
 {
     float y;
@@ -91,11 +98,19 @@ __device__ __forceinline__ void let_next_start()
 
 /* ---- clusters of blocks (compute capability 9.0) ---- */
 
-/** By all threads of all blocks of a cluster: what they wrote before cluster_arrive is seen after cluster_wait. */
+/** By all threads of all blocks of a cluster: behind cluster_wait all have come to cluster_arrive, and what they wrote before is seen. */
 __device__ __forceinline__ void cluster_arrive()
 {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+/** The same where nothing was written that others read: without a fence, which is one for the whole GPU. */
+__device__ __forceinline__ void cluster_arrive_empty_handed()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
@@ -347,15 +362,11 @@ __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes)
 }
 
 /** What copy_bulk leaves in the L2 cache. read_once: the bytes go first, so that a cache that streams by does not drive out code and
- *  results. */
+ *  results. These are createpolicy's words (evict_first and evict_normal, all bytes); with the instruction itself the compiler would make
+ *  them again, of ten operations, at each copy. */
 __device__ __forceinline__ uint64_t copy_policy(bool read_once)
 {
-    uint64_t policy = 0;
-#if __CUDA_ARCH__ >= 900
-    if (read_once) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    else asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-#endif
-    return policy;
+    return read_once ? 0x12f0000000000000 : 0x1000000000000000;
 }
 
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t bar, uint64_t policy)
