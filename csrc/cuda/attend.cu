@@ -360,7 +360,7 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
     int64_t processors = device.processors;
     l->segments = (int64_t)a.p.batch * a.p.kv_heads;
     if (!device.bulk || device.line || a.rows > 8 || a.groups > 4 || is_fine(*plan) ||
-        a.rotation == TQ_ROTATION_DENSE || l->segments >= 1 << 22)
+        a.rotation == TQ_ROTATION_DENSE || l->segments >= 1 << 22) /* more than `divide` takes */
         return false;
     /* whole pages pay off where there are many, and not many segments: then there are few warps for each */
     bool whole = l->segments <= 2 * processors && l->segments * a.p.max_pages >= 2 * processors;
@@ -378,7 +378,8 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
         for (f.warps = first; f.warps >= 2; f.warps--) {
             int64_t units = (int64_t)a.p.max_pages * a.page_units,
                     rounds = share_segments(l->segments, units, at_once * processors, device, &f);
-            /* where each has one unit at most, more warps make a block's start and end shorter */
+            /* More warps make a block's start and end shorter: all there can be if each has one unit at most, otherwise no more
+             * than are good for reading. */
             if (f.warps > BUSY_WARPS && (f.warps < first || units > BUSY_WARPS * f.sharing)) continue;
             l->shared_bytes = lay_out_few(kernel, &a);
             if (l->shared_bytes > room) continue;
@@ -422,7 +423,6 @@ tq_status cut_pages(const tq_plan *plan, const Device &device, Launch *l, tq_err
     lay_out_stage(plan, l->kernel.tiles, &a);
     l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
     int warps = l->kernel.max_threads / 32;
-    if (warps > BUSY_WARPS) warps = BUSY_WARPS;                     /* which also leaves room for prepare beside */
     int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* a block of prepare fits beside */
     if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
     int team_bytes = l->kernel.own_bytes * (a.wide_rows ? 1 : a.team_warps);
@@ -540,7 +540,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.page_limit = p->n_pages <= INT32_MAX ? (uint32_t)p->n_pages : 1u << 31;
     if (p->kv_heads * a.record_bytes > UINT32_MAX)
         return fail(error, TQ_E_VALUE, "kv_heads", -1, p->kv_heads, "fewer: a page has 4 GiB at most");
-    if ((int64_t)p->batch * p->max_pages > UINT32_MAX)
+    if ((int64_t)p->batch * a.p.max_pages > UINT32_MAX)
         return fail(error, TQ_E_VALUE, "max_pages", -1, p->max_pages, "fewer: a block table has 2^32 entries at most");
     a.page_bytes = (uint32_t)(p->kv_heads * a.record_bytes);
     a.group = p->kv_heads ? p->query_heads / p->kv_heads : 0;

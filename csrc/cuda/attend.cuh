@@ -31,7 +31,7 @@ namespace tq
 
 constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
 constexpr int FEW_WARPS = 16;   /* of a block of attend_few at most: two parts of each for the lanes of one */
-constexpr int BUSY_WARPS = 12;  /* of a multiprocessor that has one block: with 16, long caches took up to 5 % longer */
+constexpr int BUSY_WARPS = 12;  /* the same where warps have many units: 16 took up to 5 % longer */
 constexpr int END_ROWS = 16;    /* of a block of prepare or combine at most */
 constexpr int QUERY_BASE = 254; /* a query number is hi * 254 + lo, both in -127..127 */
 constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
@@ -57,15 +57,15 @@ struct Variant {
      * is what limits the warps */
     static constexpr bool QUERY_IN_REGISTERS = UNIFORM && BLOCKS == 1 && GROUPS <= 4;
     static constexpr bool QUERY_IN_SHARED = !QUERY_IN_REGISTERS && GROUPS <= 4 && BULK;
-    /* so many that 12 warps (16 with 128 registers, 8 with 255) fit a multiprocessor, if they can with room beside them for a block of
-     * prepare */
+    /* so many that 12 warps (8 with 255) fit a multiprocessor, if they can with room beside them for a block of prepare; 16, which 128
+     * registers would let in, took 1 to 3 % longer (H200) */
     static constexpr int MAX_REGISTERS = FINE                         ? (BLOCKS == 1 ? 168 : 255)
                                          : BLOCKS == 1                ? (GROUPS > 4   ? 168
                                                                          : TILES == 4 ? 144
                                                                                       : 128)
                                          : BLOCKS == 2 && GROUPS <= 4 ? (TILES == 4 ? 168 : 144)
                                                                       : 255;
-    static constexpr int MAX_THREADS = MAX_REGISTERS > 168 ? 256 : MAX_REGISTERS > 128 ? 384 : 512;
+    static constexpr int MAX_THREADS = MAX_REGISTERS > 168 ? 256 : 384;
 };
 
 struct SideArgs {

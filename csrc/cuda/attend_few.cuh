@@ -300,6 +300,7 @@ template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &
         for (int which = 0; which < 2; which++) ring.fill(a, 0, which, record, ahead.unit, lane);
     }
     ahead.step_on(a, works);
+    /* of the block's warps those with units (divide may be off at its largest quotients, far above `warps`) */
     int active = min(a.few.warps, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
     prepare_rows<V>(a, set, seq, load, space, warp, lane);
     if (warp == a.few.warps - 1) /* it has the fewest rows */

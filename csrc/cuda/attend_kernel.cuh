@@ -7,14 +7,14 @@ namespace tq
 {
 
 /** A team's barriers, by its first thread. */
-template <class R> __device__ __forceinline__ void init_barriers(const AttendArgs &a, const R &ring)
+template <class V> __device__ __forceinline__ void init_barriers(const AttendArgs &a, const Ring<V> &ring)
 {
     int used = a.team_warps > 1 ? 4 : 2; /* a warp alone never waits for an empty stage */
 #pragma unroll 1
     for (int i = 0; i < a.stages; i++)
 #pragma unroll 1
         for (int k = 0; k < used; k++)
-            barrier_init(ring.barrier(i, k), k >= 2 ? a.team_warps : R::BULK ? 1 : 32 * a.team_warps);
+            barrier_init(ring.barrier(i, k), k >= 2 ? a.team_warps : V::BULK ? 1 : 32 * a.team_warps);
     barrier_init_fence();
 }
 

@@ -23,8 +23,8 @@ struct KernelChoice {
     int wide_rows; /* attend_wide: rows of a team; 0 otherwise */
 };
 
-/** Whether there is a kernel for whole pages. At 4 bits of 128 channels half pages are faster: 16 warps of few rows, and of more rows
- *  a loop that fits the instruction cache. */
+/** Whether there is a kernel for whole pages. At 4 bits of 128 channels half pages were faster: with few rows when there were 16 warps (not
+ *  measured again with 12), with more because the loop fits the instruction cache. */
 constexpr bool takes_whole_pages(int bits, int groups) { return bits != 4 || groups != 4; }
 
 /** The kernel for units of `tiles` token tiles, 2 or 4, and 1, 2 or 4 blocks of rows a warp, keys and values of that many bits throughout;

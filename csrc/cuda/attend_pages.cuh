@@ -49,7 +49,7 @@ template <int TILES> struct LaneScales {
  *  on their way while the values of this one are at work. Addresses are shared ones; a stage has barriers full keys, full values,
  *  empty keys, empty values. ALONE: it has one stage, and the team is one warp. */
 template <class V, bool ALONE_ = false> struct Ring {
-    static constexpr bool ALONE = ALONE_, BULK = V::BULK;
+    static constexpr bool ALONE = ALONE_;
     uint32_t stages, barriers; /* of the team */
     int stage, parity;         /* of the unit at work */
     uint64_t policy;           /* of its copies */
