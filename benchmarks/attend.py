@@ -2,7 +2,7 @@
 
     python benchmarks/attend.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
 
-Shapes are (batch, KV heads, group, tokens, head_dim). The first is also timed with several query tokens a sequence,
+Shapes are (batch, KV heads, group, tokens, head_dim). Two of them are also timed with several query tokens a sequence,
 as in speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape
 smaller than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the fastest on the same
 tokens in bf16 of PyTorch's cuDNN and flash attention, also with the group's heads as query rows of one KV head
@@ -41,6 +41,7 @@ SHAPES = [
     (1, 8, 4, 2048, 128),
 ]
 QUERY_TOKENS = (2, 4, 8, 16)
+QUERY_SHAPES = [(16, 8, 4, 32768, 128), (1, 8, 4, 8192, 128)]
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 Shape = tuple[int, int, int, int, int]
 
@@ -159,7 +160,7 @@ def main() -> None:
     report = Report("attend", "cuda")
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)
-    work = [(shape, 1) for shape in SHAPES] + [(SHAPES[0], n) for n in QUERY_TOKENS]
+    work = [(shape, 1) for shape in SHAPES] + [(shape, n) for shape in QUERY_SHAPES for n in QUERY_TOKENS]
     for shape, query_tokens in work:
         if not ",".join(map(str, shape)).startswith(args.only):
             continue

@@ -121,7 +121,7 @@ def test_attend_matches_fp64(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("group", [4, 8, 24])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_even_lengths_change_speed_alone(plan: ref.Plan, group: int, device: str, rng: np.random.Generator) -> None:
     """Whether or not they are, in both entries; long enough that a GPU works otherwise than without."""

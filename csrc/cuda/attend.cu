@@ -311,7 +311,7 @@ int lay_out_few(const KernelChoice &kernel, AttendArgs *args)
     AttendArgs &a = *args;
     FewArgs &f = a.few;
     int64_t row_bytes = a.pitch * (int64_t)sizeof(float), sums = a.tile_rows * row_bytes, at = 0;
-    int64_t sent = (a.rows + f.cluster - 1) / f.cluster * f.cluster,
+    int64_t rows = a.row_tiles > 1 ? a.tile_rows : a.rows, sent = (rows + f.cluster - 1) / f.cluster * f.cluster,
             slot = (4 + 2 * TQ_TILE * a.groups) * sizeof(float);
     f.stride = f.warps * f.sharing;
     f.warp_bytes = (int32_t)(a.stage_bytes > sums ? a.stage_bytes : sums);
@@ -339,7 +339,8 @@ bool few_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segme
                   const Device &device)
 {
     const FewArgs &f = a.few;
-    if (most_exact_tokens(a.p) > (int64_t)11 * f.warps * f.sharing) return false; /* a warp takes them one by one */
+    if (kernel.blocks == 4 && rounds > (a.row_tiles > 1 ? 8 : 16))
+        return false; /* attend_wide unpacks a code once for 32 rows */
     if (rounds <= 2) return true;
     if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
     /* every block works as long as the longest: idle multiprocessors count */
@@ -358,17 +359,19 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
     AttendArgs &a = l->args;
     FewArgs &f = a.few;
     int64_t processors = device.processors;
-    l->segments = (int64_t)a.p.batch * a.p.kv_heads;
-    if (!device.bulk || device.line || a.rows > 8 || a.groups > 4 || is_fine(*plan) ||
+    int row_blocks = a.rows <= 4 ? 1 : a.rows <= 8 ? 2 : 4;
+    a.tile_rows = 4 * row_blocks;
+    a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
+    l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
+    if (!device.bulk || device.line || a.rows > FEW_ROWS || a.groups > 4 || is_fine(*plan) ||
         a.rotation == TQ_ROTATION_DENSE || l->segments >= 1 << 22) /* more than `divide` takes */
         return false;
     /* whole pages pay off where there are many, and not many segments: then there are few warps for each */
     bool whole = l->segments <= 2 * processors && l->segments * a.p.max_pages >= 2 * processors;
-    KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, a.rows <= 4 ? 1 : 2, whole ? 4 : 2);
+    KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, row_blocks, whole ? 4 : 2);
     if (!kernel.kernel) return false;
     lay_out_stage(plan, kernel.tiles, &a);
-    a.team_warps = a.row_tiles = a.stages = 1;
-    a.tile_rows = 4 * kernel.blocks;
+    a.team_warps = a.stages = 1;
     a.exact_parts = most_exact_tokens(a.p) > 0;
     int most = kernel.max_threads / 32;
     for (int at_once = blocks_at_once(l->segments, most, device); at_once; at_once--) {
@@ -384,7 +387,7 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
             l->shared_bytes = lay_out_few(kernel, &a);
             if (l->shared_bytes > room) continue;
             l->kernel = kernel;
-            l->blocks = f.sharing * (int)l->segments;
+            l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
             l->threads = 32 * f.warps;
             if (!few_would_do(a, kernel, l->segments, at_once, rounds, device)) return false;
             *launch = cut;
@@ -544,6 +547,8 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
         return fail(error, TQ_E_VALUE, "max_pages", -1, p->max_pages, "fewer: a block table has 2^32 entries at most");
     a.page_bytes = (uint32_t)(p->kv_heads * a.record_bytes);
     a.group = p->kv_heads ? p->query_heads / p->kv_heads : 0;
+    a.by_group = divisor_of(a.group);
+    a.by_window = divisor_of(p->window);
     int64_t rows = (int64_t)a.group * p->query_tokens;
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p->query_tokens, "fewer");
     a.rows = (int32_t)rows;
@@ -602,10 +607,10 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
         MergeKernel merge = attend_merge_parts();
         for (auto kernel : {l.kernel.kernel, merge.kernel})
             TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, 0, true, error));
-        TQ_CUDA_TRY(launch_clusters(l.kernel.kernel, l.blocks, l.args.few.cluster, l.threads, l.shared_bytes, s, error,
-                                    l.args));
+        TQ_CUDA_TRY(launch_clusters(l.kernel.kernel, l.blocks, l.args.row_tiles, l.args.few.cluster, l.threads,
+                                    l.shared_bytes, s, error, l.args));
         if (!needed) return TQ_OK;
-        return launch(merge.kernel, l.segments * l.args.rows, merge.threads, 0, s, error, l.args);
+        return launch(merge.kernel, l.segments / l.args.row_tiles * l.args.rows, merge.threads, 0, s, error, l.args);
     }
     EndKernels ends = attend_end_kernels(l.args.groups);
     /* A multiprocessor divides its memory into cache and shared memory anew only when it is empty: ask for the same division thrice. */

@@ -25,11 +25,13 @@
 #ifndef TQ_CUDA_ATTEND_CUH
 #define TQ_CUDA_ATTEND_CUH
 #include "attend_fragments.cuh"
+#include "launch.cuh"
 
 namespace tq
 {
 
 constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
+constexpr int FEW_ROWS = 128;   /* of a segment of attend_few at most */
 constexpr int FEW_WARPS = 16;   /* of a block of attend_few at most: two parts of each for the lanes of one */
 constexpr int BUSY_WARPS = 12;  /* the same where warps have many units: 16 took up to 5 % longer */
 constexpr int END_ROWS = 16;    /* of a block of prepare or combine at most */
@@ -135,6 +137,7 @@ struct AttendArgs {
     bool last_is_short;              /* the last unit of a page has fewer tiles than the others, or than its kernel's */
     uint32_t page_limit;             /* pages that an entry of a block table can name */
     uint32_t page_bytes;             /* from one to the next */
+    Divisor by_group, by_window; /* query heads of a KV head, slots of a ring: what rows and positions are divided by */
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
     int32_t exact_parts, exact_tokens;  /* parts of each KV head (attend_few: 1 if any), tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows that a block takes of a tile; they divide tile_rows */

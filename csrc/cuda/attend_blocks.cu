@@ -331,6 +331,8 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     a.groups = plan.groups;
     a.page_tokens = plan.page_tokens;
     a.group = p.kv_heads ? p.query_heads / p.kv_heads : 0;
+    a.by_group = divisor_of(a.group);
+    a.by_window = divisor_of(p.window);
     const int64_t capacity = (int64_t)p.sinks + p.window + (int64_t)a.p.max_pages * plan.page_tokens,
                   rows = (int64_t)a.group * p.query_tokens;
     if (capacity > INT32_MAX / 2)

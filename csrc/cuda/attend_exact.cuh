@@ -69,7 +69,7 @@ __device__ __forceinline__ ExactToken exact_token(const AttendArgs &a, const Row
             at_v = s.b * a.p.fresh_v_stride_batch + s.h * a.p.fresh_v_stride_head + token * a.p.fresh_v_stride_token;
         } else {
             k = a.p.window_k, v = a.p.window_v;
-            at_k = at_v = (head * a.p.window + position % a.p.window) * a.head_dim;
+            at_k = at_v = (head * a.p.window + a.by_window.remainder(position)) * a.head_dim;
         }
     }
     return {static_cast<const char *>(k) + at_k * bytes, static_cast<const char *>(v) + at_v * bytes, position, 0};

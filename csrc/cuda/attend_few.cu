@@ -15,6 +15,7 @@ template <class V> KernelChoice choice()
 
 template <int BITS, int GROUPS> KernelChoice choice_of_rows(int blocks, int tiles)
 {
+    if (blocks > 2) return choice<Variant<BITS, BITS, GROUPS, 4, 2, true>>();
     if (blocks > 1) return choice<Variant<BITS, BITS, GROUPS, 2, 2, true>>();
     if constexpr (takes_whole_pages(BITS, GROUPS))
         if (tiles == 4) return choice<Variant<BITS, BITS, GROUPS, 1, 4, true>>();

@@ -8,6 +8,8 @@
  * Where they are a cluster, each block finishes some of the rows: the others send it their parts. Otherwise, if there are several, all
  * finish their parts of all rows, and a second kernel, merge_parts, adds them up.
  *
+ * More than 16 rows are several tiles of rows, each with blocks of its own, in the grid's second dimension.
+ *
  * The work is cut by segments, however long they are: for sequences that are about equally long, or short. */
 #ifndef TQ_CUDA_ATTEND_FEW_CUH
 #define TQ_CUDA_ATTEND_FEW_CUH
@@ -69,62 +71,104 @@ template <class V> struct FewSpace {
     }
 };
 
-/** A warp's exact tokens: every `step`-th from `turn` on, for rows first .. first + 3. Lane l has channels 4 l .. of every row. */
+/** The exact tokens of one warp of a segment: every few.stride-th, the next of them on its way. Of rows and tokens a lane has channels
+ *  4 lane .. */
+struct ExactTokens {
+    ExactView view;
+    int32_t next, end, position; /* of those that the sequence's rows see */
+    Quad k, v;
+
+    __device__ __forceinline__ ExactTokens(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t turn,
+                                           int lane)
+        : next(turn), end(0)
+    {
+        if (!a.exact_parts) return;
+        view = view_exact(a, seq);
+        end = view.sinks.count() + view.recent.count();
+        load(a, s, seq, lane);
+    }
+    __device__ __forceinline__ bool more() const { return next < end; }
+    __device__ __forceinline__ void step_on(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
+    {
+        next += a.few.stride;
+        load(a, s, seq, lane);
+    }
+    __device__ __forceinline__ void load(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
+    {
+        k.raw = v.raw = make_uint4(0, 0, 0, 0);
+        if (!more()) return;
+        ExactToken token = exact_token(a, s, seq, view, next);
+        position = token.position;
+        if (4 * lane >= a.head_dim) return;
+        k = load_quad(token.k, 4 * lane, a.p.dtype);
+        v = load_quad(token.v, 4 * lane, a.p.dtype);
+    }
+};
+
+/** x[i] of the first N, summed over all lanes, to lanes 32 / N * i ..: halves change hands until each lane has one of them. */
+template <int N, int D = 16, int SIZE> __device__ __forceinline__ float sum_to_lanes(float (&x)[SIZE], int lane)
+{
+    if constexpr (N > 1) {
+        bool upper = lane & D;
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+            float sent = upper ? x[i] : x[i + N / 2], kept = upper ? x[i + N / 2] : x[i];
+            x[i] = kept + __shfl_xor_sync(ALL_LANES, sent, D);
+        }
+        return sum_to_lanes<N / 2, D / 2>(x, lane);
+    } else {
+#pragma unroll
+        for (int d = D; d; d /= 2) x[0] += __shfl_xor_sync(ALL_LANES, x[0], d);
+        return x[0];
+    }
+}
+
+/** A warp's part of the exact tokens. What is one number a row is in the lanes of sum_to_lanes. Inlined, although some loops over
+ *  units would be 1 to 4 % faster without: called, it made attention with a window 3 to 25 % slower. */
 template <class V>
 __device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const RowSet &s, const Sequence &seq,
-                                                     int first, int32_t turn, int32_t step, const FewSpace<V> &space,
-                                                     int warp, int lane)
+                                                     ExactTokens &tokens, const FewSpace<V> &space, int warp, int lane)
 {
-    constexpr int ROWS = 4;
-    ExactView view = view_exact(a, seq);
-    int32_t n = view.sinks.count() + view.recent.count();
-    float top[ROWS], sum[ROWS];
-    float4 q[ROWS], o[ROWS];
-    if (turn < n) {
+    constexpr int ROWS = FewSpace<V>::ROWS, LANES = 32 / ROWS;
+    int own = lane / LANES;
+    bool any = tokens.more();
+    float top = -INFINITY, sum = 0;
+    float4 o[ROWS];
+    if (any) {
+        int32_t query_token, head;
+        bool real = find_row(a, s, own, query_token, head);
+        int64_t at = query_at(a, s, own);
+        ExactSight sight(a, seq, query_token, real);
         Quad raw[ROWS];
+        float4 q[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) raw[r] = QueryLoad<4>(a, s, first + r, lane).raw[0];
+        for (int r = 0; r < ROWS; r++) raw[r] = QueryLoad<4>(a, __shfl_sync(ALL_LANES, at, LANES * r), lane).raw[0];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) q[r] = to_float4(raw[r], a.p.dtype);
-    }
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) top[r] = -INFINITY, sum[r] = 0, o[r] = make_float4(0, 0, 0, 0);
+        for (int r = 0; r < ROWS; r++) q[r] = to_float4(raw[r], a.p.dtype), o[r] = make_float4(0, 0, 0, 0);
 #pragma unroll 1
-    for (int32_t i = turn; i < n; i += step) {
-        ExactToken token = exact_token(a, s, seq, view, i);
-        Quad k, v;
-        k.raw = v.raw = make_uint4(0, 0, 0, 0);
-        if (4 * lane < a.head_dim) {
-            k = load_quad(token.k, 4 * lane, a.p.dtype);
-            v = load_quad(token.v, 4 * lane, a.p.dtype);
-        }
-        float4 key = to_float4(k, a.p.dtype), value = to_float4(v, a.p.dtype);
-        float dot[ROWS];
+        do {
+            float4 key = to_float4(tokens.k, a.p.dtype), value = to_float4(tokens.v, a.p.dtype);
+            int32_t position = tokens.position;
+            tokens.step_on(a, s, seq, lane);
+            float dot[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) dot[r] = dot_quads(q[r], key, 0);
+            for (int r = 0; r < ROWS; r++) dot[r] = dot_quads(q[r], key, 0);
+            float logit = sight.logit(a, position, sum_to_lanes<ROWS>(dot, lane)), before = top;
+            top = fmaxf(before, logit);
+            float factor = moved(before, top), weight = moved(logit, top);
+            sum = fmaf(sum, factor, weight);
 #pragma unroll
-        for (int d = 16; d; d /= 2)
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) dot[r] += __shfl_xor_sync(ALL_LANES, dot[r], d);
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            int32_t query_token, head;
-            bool real = find_row(a, s, first + r, query_token, head);
-            float logit = ExactSight(a, seq, query_token, real).logit(a, token.position, dot[r]);
-            float before = top[r], factor, weight;
-            top[r] = fmaxf(before, logit);
-            factor = moved(before, top[r]), weight = moved(logit, top[r]);
-            sum[r] = fmaf(sum[r], factor, weight);
-            o[r] = make_float4(fmaf(o[r].x, factor, weight * value.x), fmaf(o[r].y, factor, weight * value.y),
-                               fmaf(o[r].z, factor, weight * value.z), fmaf(o[r].w, factor, weight * value.w));
-        }
+            for (int r = 0; r < ROWS; r++) {
+                float f = __shfl_sync(ALL_LANES, factor, LANES * r), w = __shfl_sync(ALL_LANES, weight, LANES * r);
+                o[r] = make_float4(fmaf(o[r].x, f, w * value.x), fmaf(o[r].y, f, w * value.y),
+                                   fmaf(o[r].z, f, w * value.z), fmaf(o[r].w, f, w * value.w));
+            }
+        } while (tokens.more());
     }
+    if (lane % LANES == 0) *space.totals(a.few.warps + warp, own) = make_float4(top, sum, 0, 0);
+    if (any && 4 * lane < TQ_TILE * a.groups)
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        if (lane == r) *space.totals(a.few.warps + warp, first + r) = make_float4(top[r], sum[r], 0, 0);
-        if (turn < n && 4 * lane < TQ_TILE * a.groups)
-            *reinterpret_cast<float4 *>(space.exact_sums(warp, first + r) + 4 * lane) = o[r];
-    }
+        for (int r = 0; r < ROWS; r++) *reinterpret_cast<float4 *>(space.exact_sums(warp, r) + 4 * lane) = o[r];
 }
 
 /** A warp's part of the packed tokens to where the block merges. */
@@ -152,53 +196,51 @@ __device__ __forceinline__ void leave_part_in_block(const AttendArgs &a, const F
     }
 }
 
-/** The sum of factor(w) * sums(w) over parts w < n of the block's warps; factor(w) is that of lane first + w. A part of factor 0 may
- *  never have been written. */
-template <class Sums> __device__ __forceinline__ float add_parts_of_warps(int n, float factor, int first, Sums sums)
+/** The sum of factor(w) * row(w) over parts w < n of the block's warps, a lane the channels from `c` on; factor(w) is that of lane
+ *  first + w. A part of factor 0 may never have been written. */
+template <class Row>
+__device__ __forceinline__ float4 add_parts_of_warps(int n, float factor, int first, int c, Row row)
 {
-    float sum = 0;
+    float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 4
     for (int w = 0; w < n; w++) {
-        float f = __shfl_sync(ALL_LANES, factor, first + w), x = sums(w);
-        sum = fmaf(f, f == 0 ? 0 : x, sum);
+        float f = __shfl_sync(ALL_LANES, factor, first + w);
+        float4 x = *reinterpret_cast<const float4 *>(row(w) + c);
+        add_scaled(sum, f, f == 0 ? make_float4(0, 0, 0, 0) : x);
     }
     return sum;
 }
 
 /** Merges the parts of the block's warps, of which the first `active` have had units, and sends each row's to the block that finishes
- *  it. A warp takes a row and 32 channels. */
+ *  it: a warp a row, a lane four channels. */
 template <class V>
-__device__ __forceinline__ void send_rows(const AttendArgs &a, const FewSpace<V> &space, int rank, int active, int warp,
-                                          int lane)
+__device__ __forceinline__ void send_rows(const AttendArgs &a, const FewSpace<V> &space, int rows, int rank, int active,
+                                          int warp, int lane)
 {
-    constexpr int LOG = V::GROUPS > 2 ? 2 : 1;
-    int warps = a.few.warps, width = TQ_TILE * a.groups;
-    bool exact = a.exact_parts;
+    int warps = a.few.warps, width = TQ_TILE * a.groups, c = 4 * lane;
+    bool exact = a.exact_parts, has = c < width, in_cluster = a.few.cluster > 1;
+    if (!has) c = 0;
 #pragma unroll 1
-    for (int item = warp; item < a.rows << LOG; item += warps) {
-        int row = item >> LOG, g = item & ((1 << LOG) - 1), c = TQ_TILE * g + lane;
-        if (g >= a.groups) continue;
+    for (int row = warp; row < rows; row += warps) {
         float4 t = make_float4(-INFINITY, 0, 0, 0);
         if (lane < (exact ? 2 * warps : active)) t = *space.totals(lane, row);
         float top = warp_max(t.x), f = moved(t.x, top);
-        bool in_cluster = a.few.cluster > 1;
         uint32_t to = shared_address(space.slot(row, in_cluster ? rank : 0));
         if (in_cluster) to = cluster_address(to, row & (a.few.cluster - 1));
-        store_cluster(to + 4 * (4 + c),
-                      add_parts_of_warps(active, f, 0, [&](int w) { return space.packed_sums(w, row)[c]; }));
-        if (exact)
-            store_cluster(to + 4 * (4 + width + c),
-                          add_parts_of_warps(warps, f, warps, [&](int w) { return space.exact_sums(w, row)[c]; }));
-        if (g) continue;
-        float sum = warp_sum(f * t.y), packed_sum = warp_sum(f * t.z), rounded_sum = warp_sum(f * t.w);
-        if (lane < 4)
-            store_cluster(to + 4 * lane, lane == 0 ? top : lane == 1 ? sum : lane == 2 ? packed_sum : rounded_sum);
+        float4 sum = add_parts_of_warps(active, f, 0, c, [&](int w) { return space.packed_sums(w, row); });
+        if (has) store_cluster(to + 4 * (4 + c), sum);
+        if (exact) {
+            sum = add_parts_of_warps(warps, f, warps, c, [&](int w) { return space.exact_sums(w, row); });
+            if (has) store_cluster(to + 4 * (4 + width + c), sum);
+        }
+        sum = make_float4(top, warp_sum(f * t.y), warp_sum(f * t.z), warp_sum(f * t.w));
+        if (lane == 0) store_cluster(to, sum);
     }
 }
 
 /** Merges what the cluster's blocks sent of a row that this one finishes, and writes results, or this block's part of them. One warp. */
 template <class V>
-__device__ __forceinline__ void finish_row(const AttendArgs &a, int row, const ValueScale<4> &scale,
+__device__ __forceinline__ void finish_row(const AttendArgs &a, const RowSet &s, int row, const ValueScale<4> &scale,
                                            const Output &output, const FewSpace<V> &space, int lane)
 {
     int width = TQ_TILE * a.groups, blocks = a.few.cluster;
@@ -228,7 +270,7 @@ __device__ __forceinline__ void finish_row(const AttendArgs &a, int row, const V
     if (a.few.cluster == a.few.sharing) {
         output.write<4>(a, sum, m, lane);
     } else {
-        int64_t at = (int64_t)blockIdx.x * a.rows + row;
+        int64_t at = (int64_t)blockIdx.x * a.rows + s.row_tile * FewSpace<V>::ROWS + row;
         sum.store(a.sums + at * width, width, lane);
         if (lane == 0) a.totals[at] = {m.max, m.sum, 0, 0};
     }
@@ -242,7 +284,7 @@ __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &
     PreparedRows to = {reinterpret_cast<uint32_t *>(space.queries()), space.rows()};
 #pragma unroll 1
     for (int i = warp; i < FewSpace<V>::ROWS; i += a.few.warps) {
-        if (i >= a.rows) {
+        if (i >= s.n) {
             leave_row_empty<4>(a, i, to, lane);
             continue;
         }
@@ -270,11 +312,13 @@ template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, cluster = a.few.cluster, sharing = a.few.sharing,
         segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing, b = divide(segment, a.p.kv_heads),
         h = segment - b * a.p.kv_heads;
-    int turn = rank + warp * sharing, step = a.few.stride; /* of the segment's warps */
+    int turn = rank + warp * sharing; /* of the segment's warps */
     Ring<V, true> ring = {shared_address(shared_bytes) + warp * a.few.warp_bytes,
-                          shared_address(shared_bytes) + a.at_barriers + warp * 32, 0, 0, copy_policy(true)};
+                          shared_address(shared_bytes) + a.at_barriers + warp * 32, 0, 0,
+                          copy_policy(V::BLOCKS < 4 || a.row_tiles == 1)};
     FewSpace<V> space = {a};
     RowSet set = {b, h, 0, segment, 0, a.rows};
+    if (V::BLOCKS == 4) set.row_tile = blockIdx.y, set.n = min(a.rows - set.row_tile * space.ROWS, space.ROWS);
     touch_arguments(a, warp);
     if (elect_lane()) {
 #pragma unroll
@@ -300,14 +344,14 @@ template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &
         for (int which = 0; which < 2; which++) ring.fill(a, 0, which, record, ahead.unit, lane);
     }
     ahead.step_on(a, works);
+    /* the last warps, which have no rows to prepare, come first */
+    ExactTokens exact(a, set, seq, a.few.stride - 1 - turn, lane);
     /* of the block's warps those with units (divide may be off at its largest quotients, far above `warps`) */
     int active = min(a.few.warps, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
     prepare_rows<V>(a, set, seq, load, space, warp, lane);
     if (warp == a.few.warps - 1) /* it has the fewest rows */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
-#pragma unroll 1
-    for (int first = 0; first < FewSpace<V>::ROWS && a.exact_parts; first += 4)
-        attend_exact_of_warp<V>(a, set, seq, first, turn, step, space, warp, lane);
+    if (a.exact_parts) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);
     __syncthreads();
     if (works) {
         Sums<V> sums;
@@ -322,7 +366,7 @@ template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &
     ValueScale<4> scale(space.value_scale()[lane]);
     __syncthreads();
     if (cluster > 1) cluster_wait(); /* all blocks have started */
-    send_rows<V>(a, space, rank, active, warp, lane);
+    send_rows<V>(a, space, set.n, rank, active, warp, lane);
     if (cluster > 1) {
         cluster_arrive();
         cluster_wait();
@@ -330,14 +374,18 @@ template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &
         __syncthreads();
     }
 #pragma unroll 1
-    for (; row < a.rows; row += a.few.warps * cluster) {
-        finish_row<V>(a, row, scale, output, space, lane);
+    for (; row < set.n; row += a.few.warps * cluster) {
+        finish_row<V>(a, set, row, scale, output, space, lane);
         output = Output(a, set, row + a.few.warps * cluster);
     }
 }
 
-/** So many that 16 warps fit a multiprocessor, 12 with twice the rows or tokens, 20 with half the channels. */
-template <class V> constexpr int FEW_REGISTERS = V::BLOCKS > 1 || V::TILES > 2 ? 168 : V::GROUPS > 2 ? 128 : 96;
+/** So many that 16 warps fit a multiprocessor, 12 with twice the rows or tokens, 8 with four times the rows, 20 with half the channels. */
+template <class V>
+constexpr int FEW_REGISTERS = V::BLOCKS > 2                   ? 255
+                              : V::BLOCKS > 1 || V::TILES > 2 ? 168
+                              : V::GROUPS > 2                 ? 128
+                                                              : 96;
 
 template <class V> __global__ void __maxnreg__(FEW_REGISTERS<V>) attend_few_kernel(const __grid_constant__ AttendArgs a)
 {

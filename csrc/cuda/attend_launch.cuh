@@ -39,7 +39,7 @@ KernelChoice attend_kernel_fine(int groups, int blocks, int tiles, bool bulk);
 /** The kernel for many rows: 16 or 32 of them at once, of plans with four groups and four tiles a page; bits 0: 32 rows of any
  *  widths. */
 KernelChoice attend_kernel_wide(int bits, int rows);
-/** The kernel for few rows, 1 or 2 blocks of them, of at most four groups; bits 0: of any widths. Four tiles: of 1 block, where
+/** The kernel for few rows, 1, 2 or 4 blocks of them, of at most four groups; bits 0: of any widths. Four tiles: of 1 block, where
  *  takes_whole_pages. */
 KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles);
 

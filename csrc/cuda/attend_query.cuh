@@ -23,7 +23,7 @@ __device__ __forceinline__ RowSet find_rows(const AttendArgs &a, int32_t block, 
 __device__ __forceinline__ bool find_row(const AttendArgs &a, const RowSet &s, int i, int32_t &token, int32_t &head)
 {
     int32_t row = s.row_tile * a.tile_rows + s.first + i;
-    token = a.p.query_tokens == 1 ? 0 : row / a.group; /* a division costs as much as all the rest here */
+    token = a.p.query_tokens == 1 ? 0 : a.by_group.quotient(row);
     head = s.h * a.group + row - token * a.group;
     return row < a.rows;
 }
@@ -177,8 +177,12 @@ template <int GROUPS> struct QueryLoad {
     Quad raw[LaneRow<GROUPS>::QUADS];
 
     __device__ __forceinline__ QueryLoad(const AttendArgs &a, const RowSet &s, int i, int lane)
+        : QueryLoad(a, query_at(a, s, i), lane)
     {
-        int64_t at = query_at(a, s, i);
+    }
+    /** at: as of query_at. */
+    __device__ __forceinline__ QueryLoad(const AttendArgs &a, int64_t at, int lane)
+    {
 #pragma unroll
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
             int c = LaneRow<GROUPS>::channel(k, lane);

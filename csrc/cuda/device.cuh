@@ -131,10 +131,11 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t ra
     return address;
 }
 
-__device__ __forceinline__ void store_cluster(uint32_t to, float x)
+__device__ __forceinline__ void store_cluster(uint32_t to, float4 x)
 {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                 : "memory");
 #endif
 }
 

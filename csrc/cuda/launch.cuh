@@ -144,10 +144,10 @@ inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, siz
     return TQ_OK;
 }
 
-/** Queues a kernel that calls wait_for_stream first. cluster: blocks of a cluster. */
+/** Queues a kernel that calls wait_for_stream first, for a grid of blocks x layers. cluster: blocks of a cluster. */
 template <class... Params, class... Args>
-tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int cluster, int threads, size_t shared_bytes,
-                          cudaStream_t stream, tq_error *error, const Args &...args)
+tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int layers, int cluster, int threads,
+                          size_t shared_bytes, cudaStream_t stream, tq_error *error, const Args &...args)
 {
     if (!blocks) return TQ_OK;
     if (blocks > INT32_MAX)
@@ -161,7 +161,7 @@ tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int cluster
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {(unsigned)cluster, 1, 1};
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)blocks);
+    config.gridDim = dim3((unsigned)blocks, layers);
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
@@ -174,7 +174,7 @@ template <class... Params, class... Args>
 tq_status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes, cudaStream_t stream,
                  tq_error *error, const Args &...args)
 {
-    return launch_clusters(kernel, blocks, 1, threads, shared_bytes, stream, error, args...);
+    return launch_clusters(kernel, blocks, 1, 1, threads, shared_bytes, stream, error, args...);
 }
 
 } // namespace tq

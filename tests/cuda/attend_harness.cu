@@ -505,6 +505,14 @@ static std::vector<Case> all_cases()
                 c.heads = 1;
             });
         }
+    for (const char *bits :
+         {"2", "3", "4", "5310"}) /* tiles of rows, each with blocks of its own, whose parts are merged */
+        for (int d : {64, 128})
+            for (bool exact : {false, true})
+                add("tiles of rows, bits " + std::string(bits) + (exact ? ", exact tokens" : ""), [&](Case &c) {
+                    c.tokens = 9, c.heads = 3, c.key_bits = bits, c.head_dim = d, c.lengths = {6000};
+                    if (exact) c.sinks = 4, c.window = 300, c.fresh = true;
+                });
     add("8 queries, window, sliding, starts", [](Case &c) {
         c.tokens = 8, c.fresh = true, c.sinks = 4, c.window = 64, c.sliding = 300, c.lengths = {1000, 90},
         c.starts = {750, 3}, c.dtype = TQ_F32;
