@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+REST_SECONDS = 0.2
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -107,6 +108,8 @@ def _cuda_times(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
+    torch.cuda.synchronize()
+    time.sleep(REST_SECONDS)  # a GPU near its power limit lowers its clocks, also for what runs next
     times = []
     for i in range(repeats + 3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
