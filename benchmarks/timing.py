@@ -2,7 +2,7 @@
 
 A result file is {"machine": {..}, "commit": "..", "rows": [{"bench", "params", "metrics"}]}; times are medians in
 microseconds with the 10th and 90th percentile beside them. Inputs are rotated so that no call finds its own in a cache;
-on CUDA the calls are timed inside a CUDA graph, so that launch gaps of Python do not count.
+on CUDA the calls are timed inside a CUDA graph, so that launch gaps of Python do not count, after a rest.
 """
 
 from __future__ import annotations

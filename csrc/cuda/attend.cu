@@ -339,8 +339,8 @@ bool few_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segme
                   const Device &device)
 {
     const FewArgs &f = a.few;
-    if (kernel.blocks == 4 && rounds > (a.row_tiles > 1 ? 8 : 16))
-        return false; /* attend_wide unpacks a code once for 32 rows */
+    /* mostly attend_wide is the alternative, which unpacks a code once for up to 32 rows */
+    if (kernel.blocks == 4 && rounds > (a.row_tiles > 1 ? 8 : 16)) return false;
     if (rounds <= 2) return true;
     if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
     /* every block works as long as the longest: idle multiprocessors count */

@@ -31,7 +31,7 @@ namespace tq
 {
 
 constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
-constexpr int FEW_ROWS = 128;   /* of a segment of attend_few at most */
+constexpr int FEW_ROWS = 128;   /* of a KV head at most that attend_few takes */
 constexpr int FEW_WARPS = 16;   /* of a block of attend_few at most: two parts of each for the lanes of one */
 constexpr int BUSY_WARPS = 12;  /* the same where warps have many units: 16 took up to 5 % longer */
 constexpr int END_ROWS = 16;    /* of a block of prepare or combine at most */

@@ -2,7 +2,7 @@
  * shared memory.
  *
  * A segment is shared by some blocks. Each of them
- *   - prepares all the segment's queries, a warp per row, while the first pages are on their way,
+ *   - prepares all the tile's queries, a warp per row, while the first pages are on their way,
  *   - attends: of the segment's n warps each takes every n-th unit, and such exact tokens while it waits for its first unit,
  *   - merges the parts of its warps, un-rotates, writes.
  * Where they are a cluster, each block finishes some of the rows: the others send it their parts. Otherwise, if there are several, all
@@ -344,12 +344,12 @@ template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &
         for (int which = 0; which < 2; which++) ring.fill(a, 0, which, record, ahead.unit, lane);
     }
     ahead.step_on(a, works);
-    /* the last warps, which have no rows to prepare, come first */
+    /* the last warps, which have the fewest rows to prepare, come first */
     ExactTokens exact(a, set, seq, a.few.stride - 1 - turn, lane);
     /* of the block's warps those with units (divide may be off at its largest quotients, far above `warps`) */
     int active = min(a.few.warps, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
     prepare_rows<V>(a, set, seq, load, space, warp, lane);
-    if (warp == a.few.warps - 1) /* it has the fewest rows */
+    if (warp == a.few.warps - 1) /* it has the fewest rows, if they differ */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
     if (a.exact_parts) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);
     __syncthreads();

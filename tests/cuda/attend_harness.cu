@@ -522,7 +522,7 @@ static std::vector<Case> all_cases()
         [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 40.0 : 1.0; }, c.lengths = {2000}; });
     add("all equal", [](Case &c) { c.query_size = 0, c.lengths = {2000}, c.dtype = TQ_F32; });
     add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.lengths = {500}; });
-    /* many rows have a kernel of their own, but for float32 */
+    /* many rows have a kernel of their own, but for float32, where TURBOQUANT_CUDA_PATH=hopper-line or the caches are large */
     for (int g : {9, 12, 16, 17, 32, 33, 64})
         for (const char *bits : {"1", "2", "3", "4", "5", "5310"})
             add("group " + std::to_string(g) + " bits " + bits + " bf16",
@@ -716,6 +716,10 @@ static void time_all(const char *filter)
         shapes.push_back({bits, 1, 8, 4, 2048, 128, 1, 128, 0});
         shapes.push_back({bits, 16, 8, 4, 32768, 128, 1, 128, 488});
         shapes.push_back({bits, 16, 8, 4, 32768, 128, 8, 0, 0});
+        shapes.push_back({bits, 1, 8, 4, 8192, 128, 4, 0, 0});
+        shapes.push_back({bits, 4, 8, 4, 2048, 128, 8, 0, 0});
+        shapes.push_back({bits, 64, 8, 4, 4096, 128, 1, 128, 0});
+        shapes.push_back({bits, 1, 8, 4, 32768, 128, 1, 4096, 0});
     }
     shapes.push_back({"5430", 16, 8, 4, 32768, 128, 1, 0, 0});
     shapes.push_back({"4332", 16, 8, 4, 32768, 128, 1, 0, 0});
