@@ -339,40 +339,35 @@ bool few_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segme
                   const Device &device)
 {
     const FewArgs &f = a.few;
-    /* mostly attend_wide is the alternative, which unpacks a code once for up to 32 rows */
-    if (kernel.blocks == 4 && rounds > (a.row_tiles > 1 ? 8 : 16)) return false;
+    bool whole_pages = kernel.tiles == 4;
+    int64_t half_pages = whole_pages ? 2 * rounds : rounds;
+    /* attend_wide, for four groups, unpacks a code once for up to 32 rows */
+    bool wide = kernel.blocks == 4 && a.groups == 4;
+    if (wide && a.row_tiles > 1 && half_pages > 8) return false;
+    if (wide && kernel.key_bits == 4 && half_pages > 24) return false;
     if (rounds <= 2) return true;
     if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
     /* every block works as long as the longest: idle multiprocessors count */
     int64_t room = (int64_t)at_once * device.processors, blocks = segments * f.sharing,
             turns = (blocks + room - 1) / room;
     if (blocks * 20 < turns * room * 17) return false;
-    /* whole pages are worth more to long caches; they are not compiled for two blocks of rows, and 4 bits go without anyway */
-    if (kernel.blocks == 2 && kernel.key_bits != 4 && rounds > 24) return false;
+    /* the three kernels would take whole pages, which long caches gain more from */
+    if (kernel.blocks == 2 && !whole_pages && kernel.key_bits != 4 && half_pages > 24) return false;
     return kernel.key_bits || at_once == 1;
 }
 
-/** Cuts the work for the kernel for few rows; false, and nothing done, where that is not possible or would not do. */
-bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
+/* What a warp has for half a page, for a page and, of at most 64 channels, for that, and what merge_parts takes, as measured. */
+constexpr int HALF_COST = 10, PAGE_COST = 18, NARROW_PAGE_COST = 15, MERGE_COST = 10;
+
+/** Cuts the work for the kernel of so many tiles a unit; returns about what it costs, or 0 where there is no such kernel, or no room, or
+ *  the three kernels are faster. */
+int64_t cut_units(const tq_plan *plan, const Device &device, int tiles, Launch *l)
 {
-    Launch cut = *launch, *l = &cut;
     AttendArgs &a = l->args;
     FewArgs &f = a.few;
-    int64_t processors = device.processors;
-    int row_blocks = a.rows <= 4 ? 1 : a.rows <= 8 ? 2 : 4;
-    a.tile_rows = 4 * row_blocks;
-    a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
-    l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
-    if (!device.bulk || device.line || a.rows > FEW_ROWS || a.groups > 4 || is_fine(*plan) ||
-        a.rotation == TQ_ROTATION_DENSE || l->segments >= 1 << 22) /* more than `divide` takes */
-        return false;
-    /* whole pages pay off where there are many, and not many segments: then there are few warps for each */
-    bool whole = l->segments <= 2 * processors && l->segments * a.p.max_pages >= 2 * processors;
-    KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, row_blocks, whole ? 4 : 2);
-    if (!kernel.kernel) return false;
-    lay_out_stage(plan, kernel.tiles, &a);
-    a.team_warps = a.stages = 1;
-    a.exact_parts = most_exact_tokens(a.p) > 0;
+    KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, a.tile_rows / 4, tiles);
+    if (!kernel.kernel) return 0;
+    lay_out_stage(plan, tiles, &a);
     int most = kernel.max_threads / 32;
     for (int at_once = blocks_at_once(l->segments, most, device); at_once; at_once--) {
         int room = device.shared_bytes_per_processor / at_once - 1024;
@@ -380,7 +375,7 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
         const int first = most / at_once < FEW_WARPS ? most / at_once : FEW_WARPS;
         for (f.warps = first; f.warps >= 2; f.warps--) {
             int64_t units = (int64_t)a.p.max_pages * a.page_units,
-                    rounds = share_segments(l->segments, units, at_once * processors, device, &f);
+                    rounds = share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &f);
             /* More warps make a block's start and end shorter: all there can be if each has one unit at most, otherwise no more
              * than are good for reading. */
             if (f.warps > BUSY_WARPS && (f.warps < first || units > BUSY_WARPS * f.sharing)) continue;
@@ -389,12 +384,39 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
             l->kernel = kernel;
             l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
             l->threads = 32 * f.warps;
-            if (!few_would_do(a, kernel, l->segments, at_once, rounds, device)) return false;
-            *launch = cut;
-            return true;
+            if (!few_would_do(a, kernel, l->segments, at_once, rounds, device)) return 0;
+            int unit = tiles == 2 ? HALF_COST : a.groups > 2 ? PAGE_COST : NARROW_PAGE_COST;
+            return (rounds ? rounds : 1) * unit + (f.sharing == f.cluster ? 0 : MERGE_COST);
         }
     }
-    return false;
+    return 0;
+}
+
+/** Cuts the work for the kernel for few rows; false, and nothing done, where that is not possible or would not do. */
+bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
+{
+    Launch halves = *launch;
+    AttendArgs &a = halves.args;
+    int row_blocks = a.rows <= 4 ? 1 : a.rows <= 8 ? 2 : 4;
+    a.tile_rows = 4 * row_blocks;
+    a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
+    a.exact_parts = most_exact_tokens(a.p) > 0;
+    int64_t segments = halves.segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
+    if (!device.bulk || device.line || a.rows > FEW_ROWS || a.groups > 4 || is_fine(*plan) ||
+        a.rotation == TQ_ROTATION_DENSE || segments >= 1 << 22) /* more than `divide` takes */
+        return false;
+    Launch wholes = halves;
+    int64_t by_half = cut_units(plan, device, 2, &halves), by_page = 0;
+    /* Whole pages pay off where there are many. For few rows not with many segments, which leave few warps for each; with more than four
+     * rows if warps are about as evenly at work, and have two pages each of a mixed plan, or four where segments are many. */
+    bool many = segments > 2 * device.processors;
+    if (plan->page_tokens > 2 * TQ_TILE && (many ? row_blocks > 1 : segments * a.p.max_pages >= 2 * device.processors))
+        by_page = cut_units(plan, device, 4, &wholes);
+    int least = PAGE_COST * (many ? 4 : wholes.kernel.key_bits ? 0 : 2);
+    if (by_half && row_blocks > 1 && (by_page > by_half || by_page < least)) by_page = 0;
+    if (!by_half && !by_page) return false;
+    *launch = by_page ? wholes : halves;
+    return true;
 }
 
 /** The parts of attend_few's blocks; returns their bytes. */

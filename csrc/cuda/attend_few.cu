@@ -13,20 +13,27 @@ template <class V> KernelChoice choice()
     return {attend_few_kernel<V>, V::KEY_BITS, V::BLOCKS, V::TILES, MAX_THREADS, V::TWO_PRODUCTS, 0, 0};
 }
 
-template <int BITS, int GROUPS> KernelChoice choice_of_rows(int blocks, int tiles)
+template <int BITS, int GROUPS, int TILES> KernelChoice choice_of_rows(int blocks)
 {
-    if (blocks > 2) return choice<Variant<BITS, BITS, GROUPS, 4, 2, true>>();
-    if (blocks > 1) return choice<Variant<BITS, BITS, GROUPS, 2, 2, true>>();
-    if constexpr (takes_whole_pages(BITS, GROUPS))
-        if (tiles == 4) return choice<Variant<BITS, BITS, GROUPS, 1, 4, true>>();
-    return choice<Variant<BITS, BITS, GROUPS, 1, 2, true>>();
+    switch (blocks) {
+    case 1: return choice<Variant<BITS, BITS, GROUPS, 1, TILES, true>>();
+    case 2: return choice<Variant<BITS, BITS, GROUPS, 2, TILES, true>>();
+    default: return choice<Variant<BITS, BITS, GROUPS, 4, TILES, true>>();
+    }
+}
+
+template <int BITS, int GROUPS> KernelChoice choice_of_tiles(int blocks, int tiles)
+{
+    if (tiles == 2) return choice_of_rows<BITS, GROUPS, 2>(blocks);
+    if constexpr (takes_whole_pages(BITS, GROUPS)) return choice_of_rows<BITS, GROUPS, 4>(blocks);
+    else return {};
 }
 
 template <int BITS> KernelChoice choice_of_shape(int groups, int blocks, int tiles)
 {
     switch (groups) {
-    case 2: return choice_of_rows<BITS, 2>(blocks, tiles);
-    case 4: return choice_of_rows<BITS, 4>(blocks, tiles);
+    case 2: return choice_of_tiles<BITS, 2>(blocks, tiles);
+    case 4: return choice_of_tiles<BITS, 4>(blocks, tiles);
     }
     return {};
 }
@@ -108,7 +115,7 @@ KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles)
     case 3: return choice_of_shape<3>(groups, blocks, tiles);
     case 4: return choice_of_shape<4>(groups, blocks, tiles);
     }
-    return choice_of_rows<0, 4>(blocks, tiles);
+    return choice_of_tiles<0, 4>(blocks, tiles);
 }
 
 MergeKernel attend_merge_parts() { return {merge_parts_kernel, 32 * MERGE_WARPS}; }

@@ -132,7 +132,7 @@ template <class V, int BASE> __device__ __forceinline__ float join_planes(int hi
 }
 
 /** s[block][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale; tiles first .. first + N - 1. */
-template <class V, int N>
+template <class V, int N, int GROUPS_AT_ONCE>
 __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys, const uint2 *query,
                                             const LaneRows<V> &rows, int first, int lane,
                                             float (&s)[V::BLOCKS][4 * V::TILES])
@@ -152,7 +152,7 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
             }
     const uint8_t *codes = keys.codes + 4 * lane;
     if constexpr (V::UNIFORM) {
-#pragma unroll
+#pragma unroll GROUPS_AT_ONCE
         for (int g = 0; g < V::GROUPS; g++) {
             uint2 b[B];
 #pragma unroll
@@ -215,13 +215,14 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
 }
 
 /** The scores of a unit. With many rows two tiles at a time: the products of four would take the registers of the scores. */
-template <class V>
+template <class V, int GROUPS_AT_ONCE>
 __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, const uint2 *query,
                                            const LaneRows<V> &rows, int lane, float (&s)[V::BLOCKS][4 * V::TILES])
 {
     constexpr int N = V::BLOCKS == 1 ? V::TILES : 2;
 #pragma unroll
-    for (int first = 0; first < V::TILES; first += N) score_tiles<V, N>(a, keys, query, rows, first, lane, s);
+    for (int first = 0; first < V::TILES; first += N)
+        score_tiles<V, N, GROUPS_AT_ONCE>(a, keys, query, rows, first, lane, s);
 }
 
 /** For a unit that some row sees in part: tokens a row does not see get -inf. Where no token may lie the value scale may be anything,
@@ -598,6 +599,9 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
                                              int thread, Sums<V> &sums)
 {
     constexpr int B = V::BLOCKS;
+    /* In attend_few more groups of 4-bit keys took up to 7 % longer at batch 1: their code does not fit the nearest instruction cache
+     * beside that of the values. At large batches, and in attend_kernel, two at once took 1 to 2 % longer. */
+    constexpr int KEY_GROUPS = R::ALONE && V::KEY_BITS == 4 && B > 1 ? 2 : V::GROUPS;
     int lane = thread & 31;
     LaneRows<V> rows;
     start_rows<V>(a, given, lane, rows, sums);
@@ -610,7 +614,7 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
-        score_unit<V>(a, ring.view(a, a.key), given.queries, rows, lane, s);
+        score_unit<V, KEY_GROUPS>(a, ring.view(a, a.key), given.queries, rows, lane, s);
         StageView values = ring.view(a, a.value);
         LaneScales<V::TILES> value_scales; /* they came with the keys, and go with them */
         value_scales.load(values, 0, lane);

@@ -513,6 +513,22 @@ static std::vector<Case> all_cases()
                     c.tokens = 9, c.heads = 3, c.key_bits = bits, c.head_dim = d, c.lengths = {6000};
                     if (exact) c.sinks = 4, c.window = 300, c.fresh = true;
                 });
+    for (const char *bits : {"2", "3", "5310"}) /* whole pages of more rows than four */
+        for (int group : {5, 12})
+            for (int d : {64, 128})
+                for (bool exact : {false, true})
+                    add(std::to_string(group) + " rows, whole pages, bits " + bits + (exact ? ", exact tokens" : ""),
+                        [&](Case &c) {
+                            c.group = group, c.heads = 4, c.key_bits = bits, c.head_dim = d;
+                            c.lengths = {6100, 0, 33, 130, 257, 6001, 700, 1, 64, 4000, 128, 127, 129, 900, 3000, 5};
+                            if (exact) c.sinks = 4, c.window = 40;
+                        });
+    for (const char *bits : {"2", "3"})
+        for (int group : {5, 12})
+            add(std::to_string(group) + " rows, whole pages, 350 segments, bits " + bits, [&](Case &c) {
+                c.group = group, c.heads = 5, c.key_bits = bits, c.lengths = {2040};
+                for (int i = 1; i < 70; i++) c.lengths.push_back(37 * i % 300);
+            });
     add("8 queries, window, sliding, starts", [](Case &c) {
         c.tokens = 8, c.fresh = true, c.sinks = 4, c.window = 64, c.sliding = 300, c.lengths = {1000, 90},
         c.starts = {750, 3}, c.dtype = TQ_F32;
