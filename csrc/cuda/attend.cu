@@ -356,8 +356,9 @@ bool few_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segme
     return kernel.key_bits || at_once == 1;
 }
 
-/* What a warp has for half a page, for a page and, of at most 64 channels, for that, and what merge_parts takes, as measured. */
-constexpr int HALF_COST = 10, PAGE_COST = 18, NARROW_PAGE_COST = 15, MERGE_COST = 10;
+/* What a warp takes for half a page and for a page, and what merge_parts takes, as measured. */
+constexpr int HALF_COST = 10, MERGE_COST = 10;
+int page_cost(const AttendArgs &a) { return a.groups > 2 ? 18 : 15; }
 
 /** Cuts the work for the kernel of so many tiles a unit; returns about what it costs, or 0 where there is no such kernel, or no room, or
  *  the three kernels are faster. */
@@ -365,7 +366,8 @@ int64_t cut_units(const tq_plan *plan, const Device &device, int tiles, Launch *
 {
     AttendArgs &a = l->args;
     FewArgs &f = a.few;
-    KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, a.tile_rows / 4, tiles);
+    bool crowd = l->segments > 8 * device.processors && l->segments <= 10 * device.processors; /* of two warps each */
+    KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, a.tile_rows / 4, tiles, crowd);
     if (!kernel.kernel) return 0;
     lay_out_stage(plan, tiles, &a);
     int most = kernel.max_threads / 32;
@@ -385,8 +387,8 @@ int64_t cut_units(const tq_plan *plan, const Device &device, int tiles, Launch *
             l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
             l->threads = 32 * f.warps;
             if (!few_would_do(a, kernel, l->segments, at_once, rounds, device)) return 0;
-            int unit = tiles == 2 ? HALF_COST : a.groups > 2 ? PAGE_COST : NARROW_PAGE_COST;
-            return (rounds ? rounds : 1) * unit + (f.sharing == f.cluster ? 0 : MERGE_COST);
+            return (rounds ? rounds : 1) * (tiles == 2 ? HALF_COST : page_cost(a)) +
+                   (f.sharing == f.cluster ? 0 : MERGE_COST);
         }
     }
     return 0;
@@ -407,13 +409,14 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
         return false;
     Launch wholes = halves;
     int64_t by_half = cut_units(plan, device, 2, &halves), by_page = 0;
-    /* Whole pages pay off where there are many. For few rows not with many segments, which leave few warps for each; with more than four
-     * rows if warps are about as evenly at work, and have two pages each of a mixed plan, or four where segments are many. */
-    bool many = segments > 2 * device.processors;
-    if (plan->page_tokens > 2 * TQ_TILE && (many ? row_blocks > 1 : segments * a.p.max_pages >= 2 * device.processors))
+    /* Whole pages pay off where there are many. With four rows and four groups not for many segments, which leave few warps for each; with
+     * more rows or fewer groups if warps are about as evenly at work, and have two pages each of a mixed plan, or four where segments
+     * are many. */
+    bool many = segments > 2 * device.processors, large = row_blocks > 1 || a.groups < 4;
+    if (plan->page_tokens > 2 * TQ_TILE && (many ? large : segments * a.p.max_pages >= 2 * device.processors))
         by_page = cut_units(plan, device, 4, &wholes);
-    int least = PAGE_COST * (many ? 4 : wholes.kernel.key_bits ? 0 : 2);
-    if (by_half && row_blocks > 1 && (by_page > by_half || by_page < least)) by_page = 0;
+    int least = page_cost(a) * (many ? 4 : wholes.kernel.key_bits ? 0 : 2);
+    if (by_half && (many || row_blocks > 1) && (by_page > by_half || by_page < least)) by_page = 0;
     if (!by_half && !by_page) return false;
     *launch = by_page ? wholes : halves;
     return true;

@@ -7,10 +7,10 @@ namespace tq
 namespace
 {
 
-template <class V> KernelChoice choice()
+template <class V, int REGISTERS = few_registers<V>()> KernelChoice choice()
 {
-    constexpr int MAX_THREADS = 65536 / FEW_REGISTERS<V> / 128 * 128;
-    return {attend_few_kernel<V>, V::KEY_BITS, V::BLOCKS, V::TILES, MAX_THREADS, V::TWO_PRODUCTS, 0, 0};
+    constexpr int MAX_THREADS = 65536 / REGISTERS / 128 * 128;
+    return {attend_few_kernel<V, REGISTERS>, V::KEY_BITS, V::BLOCKS, V::TILES, MAX_THREADS, V::TWO_PRODUCTS, 0, 0};
 }
 
 template <int BITS, int GROUPS, int TILES> KernelChoice choice_of_rows(int blocks)
@@ -29,10 +29,21 @@ template <int BITS, int GROUPS> KernelChoice choice_of_tiles(int blocks, int til
     else return {};
 }
 
-template <int BITS> KernelChoice choice_of_shape(int groups, int blocks, int tiles)
+/** For 20 warps, of two groups. The three kernels took 15 to 35 % longer; with fewer segments more registers are worth more. */
+template <int BITS> KernelChoice choice_for_crowds(int blocks, int tiles)
+{
+    if (blocks == 1 && tiles == 2) return choice<Variant<BITS, BITS, 2, 1, 2, true>>();
+    if (blocks == 2 && tiles == 2) return choice<Variant<BITS, BITS, 2, 2, 2, true>, FOR_20_WARPS>();
+    if constexpr (BITS != 4) /* 4 bits were slower by whole pages */
+        if (blocks == 1 && tiles == 4) return choice<Variant<BITS, BITS, 2, 1, 4, true>, FOR_20_WARPS>();
+    return {};
+}
+
+template <int BITS> KernelChoice choice_of_shape(int groups, int blocks, int tiles, bool crowd)
 {
     switch (groups) {
-    case 2: return choice_of_tiles<BITS, 2>(blocks, tiles);
+    case 2:
+        return crowd && blocks <= 2 ? choice_for_crowds<BITS>(blocks, tiles) : choice_of_tiles<BITS, 2>(blocks, tiles);
     case 4: return choice_of_tiles<BITS, 4>(blocks, tiles);
     }
     return {};
@@ -108,12 +119,12 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
 
 } // namespace
 
-KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles)
+KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles, bool crowd)
 {
     switch (bits) {
-    case 2: return choice_of_shape<2>(groups, blocks, tiles);
-    case 3: return choice_of_shape<3>(groups, blocks, tiles);
-    case 4: return choice_of_shape<4>(groups, blocks, tiles);
+    case 2: return choice_of_shape<2>(groups, blocks, tiles, crowd);
+    case 3: return choice_of_shape<3>(groups, blocks, tiles, crowd);
+    case 4: return choice_of_shape<4>(groups, blocks, tiles, crowd);
     }
     return choice_of_tiles<0, 4>(blocks, tiles);
 }

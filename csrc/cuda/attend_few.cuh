@@ -380,14 +380,19 @@ template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &
     }
 }
 
-/** So many that 16 warps fit a multiprocessor, 12 with twice the rows or tokens, 8 with four times the rows, 20 with half the channels. */
-template <class V>
-constexpr int FEW_REGISTERS = V::BLOCKS > 2                   ? 255
-                              : V::BLOCKS > 1 || V::TILES > 2 ? 168
-                              : V::GROUPS > 2                 ? 128
-                                                              : 96;
+/* Registers for 20, 16, 12 and 8 warps of a multiprocessor. */
+constexpr int FOR_20_WARPS = 96, FOR_16_WARPS = 128, FOR_12_WARPS = 168, FOR_8_WARPS = 255;
 
-template <class V> __global__ void __maxnreg__(FEW_REGISTERS<V>) attend_few_kernel(const __grid_constant__ AttendArgs a)
+/** What a kernel has if not for a crowd (attend_launch.cuh). */
+template <class V> constexpr int few_registers()
+{
+    if (V::BLOCKS > 1) return V::BLOCKS > 2 ? FOR_8_WARPS : FOR_12_WARPS;
+    if (V::GROUPS > 2) return V::TILES > 2 ? FOR_12_WARPS : FOR_16_WARPS;
+    return V::TILES > 2 ? FOR_16_WARPS : FOR_20_WARPS;
+}
+
+template <class V, int REGISTERS>
+__global__ void __maxnreg__(REGISTERS) attend_few_kernel(const __grid_constant__ AttendArgs a)
 {
     if constexpr (is_for_this_device<V>()) attend_few<V>(a);
 }

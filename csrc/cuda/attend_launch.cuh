@@ -39,9 +39,9 @@ KernelChoice attend_kernel_fine(int groups, int blocks, int tiles, bool bulk);
 /** The kernel for many rows: 16 or 32 of them at once, of plans with four groups and four tiles a page; bits 0: 32 rows of any
  *  widths. */
 KernelChoice attend_kernel_wide(int bits, int rows);
-/** The kernel for few rows, 1, 2 or 4 blocks of them, of at most four groups; bits 0: of any widths. Four tiles: of 1 block, where
- *  takes_whole_pages. */
-KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles);
+/** The kernel for few rows, 1, 2 or 4 blocks of them, of at most four groups; bits 0: of any widths. Four tiles: where
+ *  takes_whole_pages. crowd: for so many segments that 20 warps of each multiprocessor take all at once, but not 16. */
+KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles, bool crowd);
 
 /** Adds up the parts of its blocks where they are not clusters: a block of `threads` per row. */
 struct MergeKernel {

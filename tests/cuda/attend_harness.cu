@@ -529,6 +529,12 @@ static std::vector<Case> all_cases()
                 c.group = group, c.heads = 5, c.key_bits = bits, c.lengths = {2040};
                 for (int i = 1; i < 70; i++) c.lengths.push_back(37 * i % 300);
             });
+    for (const char *bits : {"2", "3", "4"})
+        for (int group : {1, 5})
+            add("1140 segments, group " + std::to_string(group) + ", bits " + bits, [&](Case &c) {
+                c.group = group, c.heads = 20, c.key_bits = bits, c.head_dim = 64, c.lengths = {1000};
+                for (int i = 1; i < 57; i++) c.lengths.push_back(37 * i % 300);
+            });
     add("8 queries, window, sliding, starts", [](Case &c) {
         c.tokens = 8, c.fresh = true, c.sinks = 4, c.window = 64, c.sliding = 300, c.lengths = {1000, 90},
         c.starts = {750, 3}, c.dtype = TQ_F32;
