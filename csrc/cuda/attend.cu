@@ -299,7 +299,7 @@ int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const De
     while (f->cluster > 1 && segments * f->cluster > (f->cluster > 2 ? in_clusters : processors)) f->cluster /= 2;
     int64_t parts = blocks / segments;
     auto rounds = [&](int64_t sharing) { return (units + sharing * f->warps - 1) / (sharing * f->warps); };
-    bool split = parts > 1 && rounds(f->cluster) > rounds(parts); /* merge_parts costs a little less than a round */
+    bool split = parts > 1 && rounds(f->cluster) > rounds(parts); /* merge_parts costs no more than a round */
     f->sharing = split ? (int)parts : f->cluster;
     if (split) f->cluster = 1;
     return rounds(f->sharing);
@@ -339,35 +339,35 @@ bool few_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segme
                   const Device &device)
 {
     const FewArgs &f = a.few;
-    bool whole_pages = kernel.tiles == 4;
-    int64_t half_pages = whole_pages ? 2 * rounds : rounds;
-    /* attend_wide, for four groups, unpacks a code once for up to 32 rows */
-    bool wide = kernel.blocks == 4 && a.groups == 4;
-    if (wide && a.row_tiles > 1 && half_pages > 8) return false;
-    if (wide && kernel.key_bits == 4 && half_pages > 24) return false;
-    if (rounds <= 2) return true;
+    int64_t half_pages = rounds * kernel.tiles / 2;
+    /* Mostly attend_wide is the alternative with four groups, which unpacks a code once for up to 32 rows; with two it is teams of warps
+     * that share the pages. */
+    if (kernel.blocks == 4 && half_pages > 8 && a.row_tiles > (a.groups == 4 ? 1 : 2)) return false;
+    if (kernel.blocks == 4 && half_pages > 24 && a.groups == 4 && kernel.key_bits == 4) return false;
+    if ((kernel.blocks == 1 ? rounds : half_pages) <= 2) return true;
     if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
     /* every block works as long as the longest: idle multiprocessors count */
     int64_t room = (int64_t)at_once * device.processors, blocks = segments * f.sharing,
             turns = (blocks + room - 1) / room;
     if (blocks * 20 < turns * room * 17) return false;
-    /* the three kernels would take whole pages, which long caches gain more from */
-    if (kernel.blocks == 2 && !whole_pages && kernel.key_bits != 4 && half_pages > 24) return false;
+    /* by whole pages, here or by the three kernels, long caches are faster */
+    if (kernel.blocks == 2 && kernel.tiles == 2 && kernel.key_bits != 4 && half_pages > 24) return false;
     return kernel.key_bits || at_once == 1;
 }
 
-/* What a warp takes for half a page and for a page, and what merge_parts takes, as measured. */
+/* What a warp takes for half a page and for a page, and what merge_parts takes, as measured: tenths of the first. */
 constexpr int HALF_COST = 10, MERGE_COST = 10;
 int page_cost(const AttendArgs &a) { return a.groups > 2 ? 18 : 15; }
 
-/** Cuts the work for the kernel of so many tiles a unit; returns about what it costs, or 0 where there is no such kernel, or no room, or
- *  the three kernels are faster. */
+/** Cuts the work for the kernel of so many tiles a unit; returns about what it costs. 0, and *l good for nothing, where there is no such
+ *  kernel, or no room, or the three kernels are faster. */
 int64_t cut_units(const tq_plan *plan, const Device &device, int tiles, Launch *l)
 {
     AttendArgs &a = l->args;
     FewArgs &f = a.few;
-    bool crowd = l->segments > 8 * device.processors && l->segments <= 10 * device.processors; /* of two warps each */
-    KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, a.tile_rows / 4, tiles, crowd);
+    /* a segment takes two warps at least */
+    bool high_occupancy = l->segments > 16 / 2 * device.processors && l->segments <= 20 / 2 * device.processors;
+    KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, a.tile_rows / 4, tiles, high_occupancy);
     if (!kernel.kernel) return 0;
     lay_out_stage(plan, tiles, &a);
     int most = kernel.max_threads / 32;
@@ -409,14 +409,15 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
         return false;
     Launch wholes = halves;
     int64_t by_half = cut_units(plan, device, 2, &halves), by_page = 0;
-    /* Whole pages pay off where there are many. With four rows and four groups not for many segments, which leave few warps for each; with
-     * more rows or fewer groups if warps are about as evenly at work, and have two pages each of a mixed plan, or four where segments
-     * are many. */
-    bool many = segments > 2 * device.processors, large = row_blocks > 1 || a.groups < 4;
-    if (plan->page_tokens > 2 * TQ_TILE && (many ? large : segments * a.p.max_pages >= 2 * device.processors))
+    /* Whole pages pay off where there are many. With up to four rows that is all, but for four groups there may not be many segments, which
+     * leave few warps for each. With more rows, or many segments, whole pages may not cost more, and a warp is to have two of a mixed
+     * plan, or four where segments are many: `least` is what those cost. */
+    bool many = segments > 2 * device.processors, compare = many || row_blocks > 1;
+    if (plan->page_tokens > 2 * TQ_TILE &&
+        (many ? row_blocks > 1 || a.groups < 4 : segments * a.p.max_pages >= 2 * device.processors))
         by_page = cut_units(plan, device, 4, &wholes);
     int least = page_cost(a) * (many ? 4 : wholes.kernel.key_bits ? 0 : 2);
-    if (by_half && (many || row_blocks > 1) && (by_page > by_half || by_page < least)) by_page = 0;
+    if (compare && (by_page < least || (by_half && by_page > by_half))) by_page = 0;
     if (!by_half && !by_page) return false;
     *launch = by_page ? wholes : halves;
     return true;

@@ -29,21 +29,23 @@ template <int BITS, int GROUPS> KernelChoice choice_of_tiles(int blocks, int til
     else return {};
 }
 
-/** For 20 warps, of two groups. The three kernels took 15 to 35 % longer; with fewer segments more registers are worth more. */
-template <int BITS> KernelChoice choice_for_crowds(int blocks, int tiles)
+/** Of two groups, 20 warps a multiprocessor; four tiles where they were faster by whole pages. One block of rows and two tiles have so
+ *  many anyway. The three kernels took 15 to 75 % longer; with fewer segments more registers are worth more. */
+template <int BITS> KernelChoice choice_of_high_occupancy(int blocks, int tiles)
 {
     if (blocks == 1 && tiles == 2) return choice<Variant<BITS, BITS, 2, 1, 2, true>>();
     if (blocks == 2 && tiles == 2) return choice<Variant<BITS, BITS, 2, 2, 2, true>, FOR_20_WARPS>();
-    if constexpr (BITS != 4) /* 4 bits were slower by whole pages */
+    if constexpr (BITS != 4)
         if (blocks == 1 && tiles == 4) return choice<Variant<BITS, BITS, 2, 1, 4, true>, FOR_20_WARPS>();
     return {};
 }
 
-template <int BITS> KernelChoice choice_of_shape(int groups, int blocks, int tiles, bool crowd)
+template <int BITS> KernelChoice choice_of_shape(int groups, int blocks, int tiles, bool high_occupancy)
 {
     switch (groups) {
     case 2:
-        return crowd && blocks <= 2 ? choice_for_crowds<BITS>(blocks, tiles) : choice_of_tiles<BITS, 2>(blocks, tiles);
+        return high_occupancy && blocks <= 2 ? choice_of_high_occupancy<BITS>(blocks, tiles)
+                                             : choice_of_tiles<BITS, 2>(blocks, tiles);
     case 4: return choice_of_tiles<BITS, 4>(blocks, tiles);
     }
     return {};
@@ -119,12 +121,12 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
 
 } // namespace
 
-KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles, bool crowd)
+KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles, bool high_occupancy)
 {
     switch (bits) {
-    case 2: return choice_of_shape<2>(groups, blocks, tiles, crowd);
-    case 3: return choice_of_shape<3>(groups, blocks, tiles, crowd);
-    case 4: return choice_of_shape<4>(groups, blocks, tiles, crowd);
+    case 2: return choice_of_shape<2>(groups, blocks, tiles, high_occupancy);
+    case 3: return choice_of_shape<3>(groups, blocks, tiles, high_occupancy);
+    case 4: return choice_of_shape<4>(groups, blocks, tiles, high_occupancy);
     }
     return choice_of_tiles<0, 4>(blocks, tiles);
 }

@@ -383,7 +383,7 @@ template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &
 /* Registers for 20, 16, 12 and 8 warps of a multiprocessor. */
 constexpr int FOR_20_WARPS = 96, FOR_16_WARPS = 128, FOR_12_WARPS = 168, FOR_8_WARPS = 255;
 
-/** What a kernel has if not for a crowd (attend_launch.cuh). */
+/** What a kernel has if not of high occupancy (attend_launch.cuh). */
 template <class V> constexpr int few_registers()
 {
     if (V::BLOCKS > 1) return V::BLOCKS > 2 ? FOR_8_WARPS : FOR_12_WARPS;

@@ -39,9 +39,10 @@ KernelChoice attend_kernel_fine(int groups, int blocks, int tiles, bool bulk);
 /** The kernel for many rows: 16 or 32 of them at once, of plans with four groups and four tiles a page; bits 0: 32 rows of any
  *  widths. */
 KernelChoice attend_kernel_wide(int bits, int rows);
-/** The kernel for few rows, 1, 2 or 4 blocks of them, of at most four groups; bits 0: of any widths. Four tiles: where
- *  takes_whole_pages. crowd: for so many segments that 20 warps of each multiprocessor take all at once, but not 16. */
-KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles, bool crowd);
+/** The kernel for few rows, 1, 2 or 4 blocks of them, of at most four groups; bits 0: of any widths. Four tiles: where takes_whole_pages.
+ *  high_occupancy: for so many segments that 20 warps of each multiprocessor take all at once, but not 16; two groups and up to two
+ *  blocks have kernels of their own for that (whole pages: of one block at 2 and 3 bits), others are the same. */
+KernelChoice attend_kernel_few(int bits, int groups, int blocks, int tiles, bool high_occupancy);
 
 /** Adds up the parts of its blocks where they are not clusters: a block of `threads` per row. */
 struct MergeKernel {

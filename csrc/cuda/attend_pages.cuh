@@ -131,7 +131,8 @@ template <class V, int BASE> __device__ __forceinline__ float join_planes(int hi
     return fmaf(__int_as_float(hi), (float)BASE, -12582912.0f * (BASE + 1)) + __int_as_float(lo);
 }
 
-/** s[block][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale; tiles first .. first + N - 1. */
+/** s[block][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale; tiles first .. first + N - 1.
+ *  GROUPS_AT_ONCE: how far the loop over groups is unrolled, of uniform plans. */
 template <class V, int N, int GROUPS_AT_ONCE>
 __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys, const uint2 *query,
                                             const LaneRows<V> &rows, int first, int lane,
@@ -599,9 +600,10 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
                                              int thread, Sums<V> &sums)
 {
     constexpr int B = V::BLOCKS;
-    /* In attend_few more groups of 4-bit keys took up to 7 % longer at batch 1: their code does not fit the nearest instruction cache
-     * beside that of the values. At large batches, and in attend_kernel, two at once took 1 to 2 % longer. */
-    constexpr int KEY_GROUPS = R::ALONE && V::KEY_BITS == 4 && B > 1 ? 2 : V::GROUPS;
+    /* With more than four rows more groups of 4-bit keys took attend_few up to 7 % longer at batch 1: their code does not fit the nearest
+     * instruction cache beside that of the values. At large batches, and in attend_kernel, two at once took up to 3 % longer, and with
+     * four rows, whose code is short, up to 8 %. */
+    constexpr int KEY_GROUPS_AT_ONCE = R::ALONE && V::KEY_BITS == 4 && B > 1 ? 2 : V::GROUPS;
     int lane = thread & 31;
     LaneRows<V> rows;
     start_rows<V>(a, given, lane, rows, sums);
@@ -614,7 +616,7 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
-        score_unit<V, KEY_GROUPS>(a, ring.view(a, a.key), given.queries, rows, lane, s);
+        score_unit<V, KEY_GROUPS_AT_ONCE>(a, ring.view(a, a.key), given.queries, rows, lane, s);
         StageView values = ring.view(a, a.value);
         LaneScales<V::TILES> value_scales; /* they came with the keys, and go with them */
         value_scales.load(values, 0, lane);
