@@ -513,6 +513,12 @@ static std::vector<Case> all_cases()
                     c.tokens = 9, c.heads = 3, c.key_bits = bits, c.head_dim = d, c.lengths = {12000};
                     if (exact) c.sinks = 4, c.window = 300, c.fresh = true;
                 });
+    const std::vector<int> mixed_lengths = {6100, 0, 33, 130, 257, 6001, 700, 1, 64, 4000, 128, 127, 129, 900, 3000, 5};
+    auto one_long = [](int longest, int sequences) {
+        std::vector<int> lengths = {longest};
+        for (int i = 1; i < sequences; i++) lengths.push_back(37 * i % 300);
+        return lengths;
+    };
     for (const char *bits : {"2", "3", "4", "5310"}) /* whole pages in the one kernel */
         for (int rows : {3, 5, 12})
             for (int d : {64, 128})
@@ -522,7 +528,7 @@ static std::vector<Case> all_cases()
                             (exact ? ", exact tokens" : ""),
                         [&](Case &c) {
                             c.group = rows, c.heads = 4, c.key_bits = bits, c.head_dim = d;
-                            c.lengths = {6100, 0, 33, 130, 257, 6001, 700, 1, 64, 4000, 128, 127, 129, 900, 3000, 5};
+                            c.lengths = mixed_lengths;
                             if (exact) c.sinks = 4, c.window = 40;
                         });
                 }
@@ -531,19 +537,17 @@ static std::vector<Case> all_cases()
             add(std::to_string(rows) + " rows, whole pages of 96 tokens, bits " + bits, [&](Case &c) {
                 c.group = rows, c.heads = 4, c.key_bits = bits, c.page_tokens = 96,
                 c.head_dim = *bits == '3' ? 128 : 80;
-                c.lengths = {6100, 0, 33, 130, 257, 6001, 700, 1, 64, 4000, 128, 127, 129, 900, 3000, 5};
+                c.lengths = mixed_lengths;
             });
     for (const char *bits : {"2", "3"})
         for (int rows : {5, 12})
             add(std::to_string(rows) + " rows, whole pages, many segments, bits " + bits, [&](Case &c) {
-                c.group = rows, c.heads = 5, c.key_bits = bits, c.lengths = {2040};
-                for (int i = 1; i < (rows == 5 ? 70 : 95); i++) c.lengths.push_back(37 * i % 300);
+                c.group = rows, c.heads = 5, c.key_bits = bits, c.lengths = one_long(2040, rows == 5 ? 70 : 95);
             });
     for (const char *bits : {"2", "3", "4"})
         for (int group : {1, 5})
             add("1140 segments, group " + std::to_string(group) + ", bits " + bits, [&](Case &c) {
-                c.group = group, c.heads = 20, c.key_bits = bits, c.head_dim = 64, c.lengths = {1000};
-                for (int i = 1; i < 57; i++) c.lengths.push_back(37 * i % 300);
+                c.group = group, c.heads = 20, c.key_bits = bits, c.head_dim = 64, c.lengths = one_long(1000, 57);
             });
     add("8 queries, window, sliding, starts", [](Case &c) {
         c.tokens = 8, c.fresh = true, c.sinks = 4, c.window = 64, c.sliding = 300, c.lengths = {1000, 90},
@@ -554,7 +558,8 @@ static std::vector<Case> all_cases()
         [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 40.0 : 1.0; }, c.lengths = {2000}; });
     add("all equal", [](Case &c) { c.query_size = 0, c.lengths = {2000}, c.dtype = TQ_F32; });
     add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.lengths = {500}; });
-    /* many rows have a kernel of their own, but for float32, where the one kernel does not take them: TURBOQUANT_CUDA_PATH=hopper-line, uneven lengths or large caches */
+    /* many rows have a kernel of their own, but for float32, where the one kernel does not take them: by
+     * TURBOQUANT_CUDA_PATH=hopper-line, for uneven lengths, in large caches */
     for (int g : {9, 12, 16, 17, 32, 33, 64})
         for (const char *bits : {"1", "2", "3", "4", "5", "5310"})
             add("group " + std::to_string(g) + " bits " + bits + " bf16",
