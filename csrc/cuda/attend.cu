@@ -188,21 +188,22 @@ void set_factors(const tq_plan &plan, const tq_codebook *books, const KernelChoi
     to->row_factor = !k.wide_rows && !fine;
     for (int b = 1; b <= TQ_WIDE_BITS; b++) {
         float step = books[b].step; /* of a level; uniform levels are 2 code - (2^b - 1) */
-        bool plus_128 = b >= 5 || (b == 4 && !k.two_products), scaled = b <= 2 && (fine || (keys && !k.key_bits));
+        int offset = b == 5 && k.two_products ? 255 : b >= 5 || (b == 4 && !k.two_products) ? 128 : 0;
+        bool scaled = b <= 2 && (fine || (keys && !k.key_bits));
         int top = (1 << b) - 1;
         if (k.wide_rows && !keys) { /* multiplies exact levels */
             to->factor[b] = b > 2 ? step : 2 * step;
             continue;
         }
         to->factor[b] = b > 2 ? step : scaled ? 2 * step / (1 << (8 - b)) : 2 * step;
-        to->offset_levels[b] = b <= 2 ? (scaled ? -top * (1 << (7 - b)) : -top) : plus_128 ? -128 : 0;
-        to->offset_factor[b] = b <= 2 ? -top * step : plus_128 ? -128 * step : 0;
+        to->offset_levels[b] = b <= 2 ? (scaled ? -top * (1 << (7 - b)) : -top) : -offset;
+        to->offset_factor[b] = b <= 2 ? -top * step : -offset * step;
     }
 }
 
 tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tables, tq_error *error)
 {
-    uint8_t level3[8], offset3[8], plus4[8], minus4[8], magnitude4[8], magnitude5[16];
+    uint8_t level3[8], offset3[8], plus4[8], minus4[8], magnitude4[8], complement5[16];
     memset(books, 0, (TQ_WIDE_BITS + 1) * sizeof *books);
     books[TQ_WIDE_BITS].step = TQ_WIDE_STEP;
     for (int b = 1; b <= TQ_MAX_BITS; b++)
@@ -215,15 +216,15 @@ tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tabl
         minus4[m] = (uint8_t)-magnitude4[m];
         if (plus4[m] > 127)
             return fail(error, TQ_E_VALUE, "plan", -1, magnitude4[m], "one whose 4-bit levels are at most 126");
-        magnitude5[m] = (uint8_t)books[5].levels[m];
-        magnitude5[8 + m] = (uint8_t)books[5].levels[16 + m];
+        complement5[m] = (uint8_t)(255 - books[5].levels[m]);
+        complement5[8 + m] = (uint8_t)(255 - books[5].levels[16 + m]);
     }
     memcpy(tables->level3, level3, 8);
     memcpy(tables->offset3, offset3, 8);
     memcpy(tables->plus4, plus4, 8);
     memcpy(tables->minus4, minus4, 8);
     memcpy(tables->magnitude4, magnitude4, 8);
-    memcpy(tables->magnitude5, magnitude5, 16);
+    memcpy(tables->complement5, complement5, 16);
     const uint32_t right[4] = {1u << 31, 1u << 30, 1u << 29, 1u << 16};
     memcpy(tables->right, right, sizeof right);
     tables->magic = MAGIC;

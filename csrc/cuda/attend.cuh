@@ -49,7 +49,8 @@ struct Variant {
     static constexpr bool BULK = BULK_, FINE = FINE_;
     static constexpr bool UNIFORM = KEY_BITS != 0;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
-    static constexpr bool TWO_PRODUCTS = !FINE && BLOCKS == 1; /* of 4 bits */
+    static constexpr bool TWO_PRODUCTS = !FINE && BLOCKS == 1; /* of 4 and 5 bits */
+    static constexpr bool MULTIPLY = UNIFORM && BLOCKS == 1;   /* instead of right shifts */
     static constexpr bool KEY_ROW_FACTOR = UNIFORM && KEY_BITS <= 2;
     static constexpr bool KEY_OFFSETS =
         !UNIFORM || (KEY_BITS == 4 && !TWO_PRODUCTS); /* ROW_FACTOR codes: after the product */

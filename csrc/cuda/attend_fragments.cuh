@@ -12,13 +12,15 @@
  *   3      OFFSET          128 + level                                 u8               the same
  *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               24, 4
  *                          (level, or -1 if not negative)
- *   4, 5   otherwise       128 + level                                 u8               32 or 76, 2
+ *   5      TWO_PRODUCTS    (128 + level, or 255 + level if negative),  u8               56 + 8 shifts, 4
+ *                          then (127, or 0 if negative)
+ *   4, 5   otherwise       128 + level                                 u8               32, or 64 + 8 shifts, 2
  *   8      SCALED          128 + level                                 u8               some 40, 2
  * Look-ups and masks are what limits the whole kernel: they share a pipe of half the issue rate. Right shifts would be on it too, so
- * in multiply_tile for one block of rows they are the high words of products, which go to the multipliers; elsewhere latency limits,
- * and shifts are sooner done. At 4 and 5 bits a second load does what a shift would.
- * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, each
- * times the sum of the other factor. In version 3 the lanes or the rows of a tile are of two token tiles; two products then take what
+ * for one block of rows of uniform plans they are the high words of products, which go to the multipliers; elsewhere latency limits,
+ * and shifts are sooner done (mixed plans: by up to 8 %). At 4 and 5 bits a second load does what a shift would.
+ * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, 255 of the two
+ * at 5 bits, each times the sum of the other factor. In version 3 the lanes or the rows of a tile are of two token tiles; two products then take what
  * they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other widths, so that in a mixed
  * plan no group costs the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126, which holds for every 4-bit
  * codebook. */
@@ -36,7 +38,7 @@ struct LevelTables {
     uint32_t plus4[2];   /* magnitude + 1 */
     uint32_t minus4[2];  /* - magnitude */
     uint32_t magnitude4[2];
-    uint32_t magnitude5[4]; /* words 2, 3: magnitudes 8..15 */
+    uint32_t complement5[4]; /* 255 - magnitude; words 2, 3: of magnitudes 8..15 */
     /* Not known to the compiler, which would make shifts of the ones, and constants in operations that need room for a mask of the
      * other. right: 2^31, 2^30, 2^29, 2^16, what to multiply by, to shift right by 1, 2, 3, 16. magic: MAGIC. */
     uint32_t right[4], magic;
@@ -79,10 +81,16 @@ __device__ __forceinline__ void selectors3(const LevelTables &tables, const Tile
            (shift_right<MULTIPLY>(tables, t.w[2], 0) & 0x44444444u);
 }
 
-__device__ __forceinline__ uint32_t magnitudes5(const LevelTables &tables, uint32_t selectors, uint32_t high)
+/** Four 5-bit codes, of row r and columns 4 h .. of the lane's: two numbers a byte whose sum is 255 + level. */
+__device__ __forceinline__ void unpack5(const LevelTables &tables, const TileWords<5> &t, int r, int h, uint32_t &first,
+                                        uint32_t &second)
 {
-    return (prmt(tables.magnitude5[0], tables.magnitude5[1], selectors) & ~high) |
-           (prmt(tables.magnitude5[2], tables.magnitude5[3], selectors) & high);
+    uint32_t word = h ? t.high[r] : t.w[r], selectors = word & 0x77777777u;
+    uint32_t high = prmt(t.w[4] << (7 - r - 4 * h), 0, 0xba98); /* bit r + 4 h of each byte, as a mask of the byte */
+    uint32_t complement = (prmt(tables.complement5[0], tables.complement5[1], selectors) & ~high) |
+                          (prmt(tables.complement5[2], tables.complement5[3], selectors) & high);
+    second = prmt(0x7f7f7f7fu, 0x7f7f7f7fu, word); /* bit 3 of a nibble replicates the sign bit: 0 for negative codes */
+    first = complement ^ second;
 }
 
 template <int BITS> struct Width {
@@ -146,19 +154,19 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
             a[2 + i] = prmt(even, odd, 0x7362);
         }
     } else {
-        /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for the
-         * others */
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int r = 2 * half + (i & 1), h = i >> 1;
-            uint32_t plus = h ? t.high[r] : t.w[r], minus = plus ^ 0x88888888u;
             if constexpr (BITS == 4) {
+                /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for
+                 * the others */
+                uint32_t plus = h ? t.high[r] : t.w[r], minus = plus ^ 0x88888888u;
                 a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
                        prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
             } else {
-                uint32_t high =
-                    prmt(t.w[4] << (7 - r - 4 * h), 0, 0xba98); /* bit r + 4 h of each byte, as a mask of the byte */
-                a[i] = 0x80808080u + magnitudes5(tables, plus, high) - magnitudes5(tables, minus, high);
+                uint32_t first, second;
+                unpack5(tables, t, r, h, first, second);
+                a[i] = first + second - 0x7f7f7f7fu;
             }
         }
     }
@@ -175,6 +183,14 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int hal
         plus[i] = prmt(tables.plus4[0], tables.plus4[1], word);
         minus[i] = prmt(tables.minus4[0], tables.minus4[1], word ^ 0x88888888u);
     }
+}
+
+/** 5 bits, TWO_PRODUCTS: 255 + level is the sum of the two fragments' bytes. */
+__device__ __forceinline__ void unpack_half_twice(const TileWords<5> &t, int half, const LevelTables &tables,
+                                                  uint32_t (&first)[4], uint32_t (&second)[4])
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) unpack5(tables, t, 2 * half + (i & 1), i >> 1, first[i], second[i]);
 }
 
 /* ---- fp16 operands, for products of many rows ---- */
@@ -226,8 +242,8 @@ __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, in
     }
 }
 
-/** c[half][block] += tile x b[block], both halves of one tile, for BLOCKS column blocks. */
-template <int BITS, Reading READING, bool TWO_PRODUCTS, bool B_UNSIGNED, int BLOCKS>
+/** c[half][block] += tile x b[block], both halves of one tile, for BLOCKS column blocks. MULTIPLY: as of shift_right. */
+template <int BITS, Reading READING, bool TWO_PRODUCTS, bool MULTIPLY, bool B_UNSIGNED, int BLOCKS>
 __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTables &tables, const uint2 (&b)[BLOCKS],
                                               int (&c)[2][BLOCKS][4])
 {
@@ -235,13 +251,13 @@ __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTa
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         uint32_t a[4];
-        if constexpr (BITS == 4 && TWO_PRODUCTS) {
-            uint32_t minus[4];
-            unpack_half_twice(t, half, tables, a, minus);
+        if constexpr ((BITS == 4 || BITS == 5) && TWO_PRODUCTS) {
+            uint32_t second[4];
+            unpack_half_twice(t, half, tables, a, second);
 #pragma unroll
-            for (int n = 0; n < BLOCKS; n++) mma<false, B_UNSIGNED>(c[half][n], minus, b[n].x, b[n].y);
+            for (int n = 0; n < BLOCKS; n++) mma<BITS == 5, B_UNSIGNED>(c[half][n], second, b[n].x, b[n].y);
         } else {
-            unpack_half<BITS, READING, BLOCKS == 1>(t, half, tables, a);
+            unpack_half<BITS, READING, MULTIPLY>(t, half, tables, a);
         }
 #pragma unroll
         for (int n = 0; n < BLOCKS; n++)

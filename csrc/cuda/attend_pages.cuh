@@ -161,7 +161,7 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
                 b[n] = V::QUERY_IN_REGISTERS ? rows.query[g] : query[(n * V::GROUPS + g) * 32 + lane];
 #pragma unroll
             for (int tile = 0; tile < N; tile++)
-                multiply_tile<V::KEY_BITS, V::KEY_READING, V::TWO_PRODUCTS, false, B>(
+                multiply_tile<V::KEY_BITS, V::KEY_READING, V::TWO_PRODUCTS, V::MULTIPLY, false, B>(
                     codes + ((first + tile) * V::GROUPS + g) * 128 * V::KEY_BITS, a.tables, b, c[tile]);
         }
     } else if constexpr (V::FINE) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
             auto all_tiles = [&](auto width) {
 #pragma unroll
                 for (int tile = 0; tile < N; tile++)
-                    multiply_tile<decltype(width)::value, Reading::SCALED, V::TWO_PRODUCTS, false, B>(
+                    multiply_tile<decltype(width)::value, Reading::SCALED, V::TWO_PRODUCTS, V::MULTIPLY, false, B>(
                         at + tile * a.key.tile_bytes, a.tables, b, c[tile]);
             };
             with_width(a.key.bits[g], all_tiles);
@@ -377,7 +377,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
         if constexpr (V::UNIFORM) {
 #pragma unroll
             for (int tile = 0; tile < V::TILES; tile++)
-                multiply_tile<V::VALUE_BITS, Reading::ROW_FACTOR, V::TWO_PRODUCTS, true, B>(
+                multiply_tile<V::VALUE_BITS, Reading::ROW_FACTOR, V::TWO_PRODUCTS, V::MULTIPLY, true, B>(
                     codes + (tile * V::GROUPS + g) * 128 * V::VALUE_BITS, a.tables, b[tile], c);
         } else if constexpr (V::FINE) {
             if (g >= a.groups) continue;
@@ -398,7 +398,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
             auto both_tiles = [&](auto width) {
 #pragma unroll
                 for (int tile = 0; tile < V::TILES; tile++)
-                    multiply_tile<decltype(width)::value, Reading::ROW_FACTOR, V::TWO_PRODUCTS, true, B>(
+                    multiply_tile<decltype(width)::value, Reading::ROW_FACTOR, V::TWO_PRODUCTS, V::MULTIPLY, true, B>(
                         at + tile * a.value.tile_bytes, a.tables, b[tile], c);
             };
             with_width(a.value.bits[g], both_tiles);
