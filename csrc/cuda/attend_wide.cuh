@@ -17,6 +17,13 @@
 namespace tq
 {
 
+/** What makes exponents of a row's products: by half of a token tile, as it is read, x scale, y and z what is added then for the offset of
+ *  the key codes, of the lane's tokens 2 half and 2 half + 1. half[0].w: reference, as in attend_pages. */
+struct RowScales {
+    float4 half[2];
+};
+constexpr int ROW_SCALES_BYTES = sizeof(RowScales);
+
 template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
     static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_; /* 0: any plan */
     static constexpr int ROWS = ROWS_;                                   /* of a team */
@@ -29,14 +36,17 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
     /* A batch of products reads its first factors from registers until it has ended. Unrolled, the next one has registers of its own,
      * and a batch may run while that is unpacked; in a loop they would be the same. */
     static constexpr int BATCHES_LEFT = UNIFORM ? 1 : 0;
-    static constexpr int MAX_REGISTERS = 168, MAX_THREADS = 384;
-    /* Shared memory of a team: queries, two buffers of weights, which pages use in turn, four numbers a row, what a row's products are
-     * scaled by, which would take too many registers, and the Between of each warp. The steps of the weights are 16 bytes further apart
+    /* For 16 warps of a multiprocessor, with which mixed plans took 10 to 12 % less and 16 rows 4 to 8 % (in caches too small for all
+     * warps up to 4 % more), or 12: 32 rows of uniform plans gained nothing. */
+    static constexpr int MAX_REGISTERS = ROWS == 16 || !UNIFORM ? 128 : 168,
+                         MAX_THREADS = 65536 / MAX_REGISTERS / 128 * 128;
+    /* Shared memory of a team: queries, two buffers of weights, which pages use in turn, four numbers a row, RowScales, which would take
+     * too many registers, and the Between of each warp. The steps of the weights are 16 bytes further apart
      * than they need be, so that a warp's stores go to different banks. */
     static constexpr int WEIGHT_STEP = STEP_BYTES<ROWS> + 16, WEIGHT_BYTES = 8 * WEIGHT_STEP; /* 16 tokens; a page */
     static constexpr int QUERY_STEP = STEP_BYTES<2 * ROWS>, QUERY_BYTES = GROUPS * QUERY_STEP;
     static constexpr int AT_WEIGHTS = QUERY_BYTES, AT_NUMBERS = AT_WEIGHTS + 2 * WEIGHT_BYTES;
-    static constexpr int AT_SCALES = AT_NUMBERS + 4 * ROWS * 4, AT_BETWEEN = AT_SCALES + 2 * ROWS * 4,
+    static constexpr int AT_SCALES = AT_NUMBERS + 4 * ROWS * 4, AT_BETWEEN = AT_SCALES + ROWS * ROW_SCALES_BYTES,
                          TEAM_BYTES = AT_BETWEEN + 4 * BETWEEN_BYTES;
 };
 
@@ -55,16 +65,15 @@ struct TeamSpace {
     {
         return reinterpret_cast<float *>(at + V::AT_NUMBERS);
     }
-    /** By row: scale of the scores, then offset of the key codes, to add to the product. */
-    template <class V> __device__ __forceinline__ float *scales() const
+    template <class V> __device__ __forceinline__ RowScales *rows() const
     {
-        return reinterpret_cast<float *>(at + V::AT_SCALES);
+        return reinterpret_cast<RowScales *>(at + V::AT_SCALES);
     }
 };
 
 template <class V> struct WideSums {
     float o[2][V::ROWS / 2]; /* by half of the channel group, as the products leave them */
-    float reference[V::COLUMNS], weights[V::COLUMNS];
+    float weights[V::COLUMNS];
 };
 
 /** The place in o[half] of a lane's channel r = 2 half, 2 half + 1 for its row c. */
@@ -120,12 +129,12 @@ __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t
     for (int i = 0; i < V::HALVES; i++) take_results(c[i]);
 }
 
-/** s[c][r] = score of the lane's token r for its row c: product times key scale. */
+/** The scores of the lane's token r for its row c are s[c][r] * k[r]. */
 template <class V>
 __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, const TeamSpace &space, int warp,
-                                           int lane, float (&s)[V::COLUMNS][4])
+                                           int lane, float (&s)[V::COLUMNS][4], float (&k)[4])
 {
-    const float *offsets = space.scales<V>() + V::ROWS;
+    constexpr bool SMALLER = V::UNIFORM && V::KEY_BITS <= 2; /* bytes of token r are codes * 2^(bits r) */
     uint64_t queries = describe_b<2 * V::ROWS>(space.address);
     LaneScales<1> scales;
     scales.load(keys, warp, lane);
@@ -135,24 +144,28 @@ __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, 
         multiply_keys<V>(a, keys.codes + 4 * lane, queries, warp, first, c);
 #pragma unroll
         for (int n = 0; n < V::COLUMNS; n++) {
-            float offset = V::KEY_BITS == 3 ? 0 : offsets[row_of(n, lane)];
 #pragma unroll
-            for (int i = 0; i < 2 * V::HALVES; i++) {
-                int r = 2 * first + i;
-                const int *planes = &c[i / 2][4 * n + 2 * (i % 2)];
-                float x = (float)(planes[0] * QUERY_BASE + planes[1]);
-                if constexpr (V::UNIFORM && V::KEY_BITS <= 2) x = fmaf(x, 1.0f / (1 << V::KEY_BITS * r), offset);
-                else if constexpr (V::KEY_BITS != 3) x += offset;
-                s[n][r] = x * scales[r];
+            for (int i = 0; i < V::HALVES; i++) {
+                float4 f = space.rows<V>()[row_of(n, lane)].half[SMALLER ? first + i : 0];
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const int *planes = &c[i][4 * n + 2 * j];
+                    float x = (float)(planes[0] * QUERY_BASE + planes[1]);
+                    s[n][2 * (first + i) + j] =
+                        V::KEY_BITS == 3 ? x * f.x : fmaf(x, f.x, SMALLER && j == 1 ? f.z : f.y);
+                }
             }
         }
     }
+#pragma unroll
+    for (int r = 0; r < 4; r++) k[r] = SMALLER ? scales[r] * (1.0f / (1 << V::KEY_BITS * r)) : scales[r];
 }
 
 /** For a page that some row sees in part; first: its first token, end: behind its last. */
 template <class V>
 __device__ __forceinline__ void hide_tokens_of_page(const RowArgs *rows, int32_t first, int32_t end, int lane,
-                                                    float (&s)[V::COLUMNS][4], LaneScales<1> &value_scales)
+                                                    float (&s)[V::COLUMNS][4], float (&k)[4],
+                                                    LaneScales<1> &value_scales)
 {
     uint32_t seen = 0;
 #pragma unroll
@@ -162,17 +175,21 @@ __device__ __forceinline__ void hide_tokens_of_page(const RowArgs *rows, int32_t
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             int32_t token = first + 8 * r + lane / 4;
-            if (token >= lo && token < hi) seen |= 1u << r;
-            else s[c][r] = -INFINITY;
+            bool sees = token >= lo && token < hi;
+            seen |= sees << r;
+            s[c][r] = sees ? s[c][r] * k[r] : -INFINITY;
         }
     }
 #pragma unroll
-    for (int r = 0; r < 4; r++)
+    for (int r = 0; r < 4; r++) {
+        k[r] = 1; /* -inf times a key scale of 0 would be no number */
         if (!(seen >> r & 1)) value_scales.clear(r);
+    }
 }
 
 template <class V>
-__device__ __forceinline__ void cap_page(const AttendArgs &a, const RowArgs *rows, int lane, float (&s)[V::COLUMNS][4])
+__device__ __forceinline__ void cap_page(const AttendArgs &a, const RowArgs *rows, int lane, float (&s)[V::COLUMNS][4],
+                                         float (&k)[4])
 {
     float cap = a.p.softcap * LOG2_E, inverse = 1.0f / cap;
 #pragma unroll
@@ -181,46 +198,33 @@ __device__ __forceinline__ void cap_page(const AttendArgs &a, const RowArgs *row
         float scale = row.scale * inverse, bias = row.bias * inverse;
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            float &x = s[c][r], capped = cap * tanh_fast(fmaf(x, scale, bias));
-            x = x == -INFINITY ? x : capped;
+            float x = s[c][r] * k[r], capped = cap * tanh_fast(fmaf(x, scale, bias));
+            s[c][r] = x == -INFINITY ? x : capped;
         }
     }
-}
-
-/** Whether a weight is no number for float32 although fp16 could hold what becomes of it: that of a token whose value scale is 0. */
-template <class V>
-__device__ __forceinline__ bool is_above_unseen(const TeamSpace &space, const WideSums<V> &sums,
-                                                const LaneScales<1> &value_scales, const float (&s)[V::COLUMNS][4],
-                                                int lane)
-{
-    float most = 0;
 #pragma unroll
-    for (int r = 0; r < 4; r++)
-        if (value_scales[r] == 0)
-#pragma unroll
-            for (int c = 0; c < V::COLUMNS; c++)
-                most = fmaxf(most, fmaf(s[c][r], space.scales<V>()[row_of(c, lane)], sums.reference[c]));
-    return most > 64;
+    for (int r = 0; r < 4; r++) k[r] = 1;
 }
 
 /** Scores to weights times value scales in `to`, the lane's place in a buffer, and the sums of the weights. Returns whether one is too
  *  large: they are kept below 2^HEADROOM by the product with the value scale, since that is what fp16 has to hold. */
 template <class V>
-__device__ __forceinline__ bool weigh_page(const TeamSpace &space, const WideSums<V> &sums,
-                                           const LaneScales<1> &value_scales, const float (&s)[V::COLUMNS][4], int lane,
-                                           uint8_t *to, float (&weights)[V::COLUMNS])
+__device__ __forceinline__ bool weigh_page(const TeamSpace &space, const LaneScales<1> &value_scales,
+                                           const float (&s)[V::COLUMNS][4], const float (&k)[4], int lane, uint8_t *to,
+                                           float (&weights)[V::COLUMNS])
 {
-    float v[4], scale[V::COLUMNS];
+    float v[4], reference[V::COLUMNS];
 #pragma unroll
     for (int r = 0; r < 4; r++) v[r] = value_scales[r];
 #pragma unroll
-    for (int c = 0; c < V::COLUMNS; c++) scale[c] = space.scales<V>()[row_of(c, lane)]; /* none waits for a store */
+    for (int c = 0; c < V::COLUMNS; c++)
+        reference[c] = space.rows<V>()[row_of(c, lane)].half[0].w; /* none waits for a store */
     __half2 top = __float2half2_rn(0);
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
         float w[4];
 #pragma unroll
-        for (int r = 0; r < 4; r++) w[r] = exp2_fast(fmaf(s[c][r], scale[c], sums.reference[c]));
+        for (int r = 0; r < 4; r++) w[r] = exp2_fast(fmaf(s[c][r], k[r], reference[c]));
         weights[c] = (w[0] + w[1]) + (w[2] + w[3]);
         __half2 even = __floats2half2_rn(w[0] * v[0], w[2] * v[2]), odd = __floats2half2_rn(w[1] * v[1], w[3] * v[3]);
         top = __hmax2(top, __hmax2(even, odd));
@@ -235,18 +239,20 @@ __device__ __forceinline__ bool weigh_page(const TeamSpace &space, const WideSum
 /** Moves the rows' references up to the largest weights. By the whole team. */
 template <class V>
 __device__ __forceinline__ void raise_references(const TeamSpace &space, const LaneScales<1> &value_scales,
-                                                 const float (&s)[V::COLUMNS][4], int warp, int lane, WideSums<V> &sums)
+                                                 const float (&s)[V::COLUMNS][4], const float (&k)[4], int warp,
+                                                 int lane, WideSums<V> &sums)
 {
-    float *tops = space.numbers<V>(), v[4];
+    float *tops = space.numbers<V>(), v[4], before[V::COLUMNS];
 #pragma unroll
     for (int r = 0; r < 4; r++) v[r] = log2f(fmaxf(value_scales[r], 0x1p-24f)); /* the least fp16 number */
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
-        float top = -INFINITY, scale = space.scales<V>()[row_of(c, lane)];
+        float top = -INFINITY;
+        before[c] = space.rows<V>()[row_of(c, lane)].half[0].w;
 #pragma unroll
-        for (int r = 0; r < 4; r++) top = fmaxf(top, fmaf(s[c][r], scale, v[r]));
+        for (int r = 0; r < 4; r++) top = fmaxf(top, fmaf(s[c][r], k[r], v[r]));
 #pragma unroll
-        for (int k = 4; k < 32; k *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, k));
+        for (int i = 4; i < 32; i *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, i));
         if (lane < 4) tops[V::ROWS * warp + row_of(c, lane)] = top;
     }
     meet(space.team);
@@ -254,13 +260,14 @@ __device__ __forceinline__ void raise_references(const TeamSpace &space, const L
     for (int c = 0; c < V::COLUMNS; c++) {
         const float *row = tops + row_of(c, lane);
         float largest = fmaxf(fmaxf(row[0], row[V::ROWS]), fmaxf(row[2 * V::ROWS], row[3 * V::ROWS]));
-        float reference = largest == -INFINITY ? sums.reference[c] : fminf(sums.reference[c], -largest);
-        float factor = exp2_fast(reference - sums.reference[c]);
-        sums.reference[c] = reference;
+        float reference = largest == -INFINITY ? before[c] : fminf(before[c], -largest);
+        float factor = exp2_fast(reference - before[c]);
+        if (warp == 0 && lane < 4) space.rows<V>()[row_of(c, lane)].half[0].w = reference;
         sums.weights[c] *= factor;
 #pragma unroll
         for (int r = 0; r < 4; r++) sums.o[r / 2][sum_at(r, c)] *= factor;
     }
+    meet(space.team);
 }
 
 /** Queues the sums' part of a token tile; weights: its first step. x: the tile's fragments by half and step. */
@@ -331,15 +338,14 @@ __device__ __forceinline__ void start_segment(const AttendArgs &a, const Segment
     if (thread < V::ROWS) {
         RowArgs row = a.row_args[s.index * V::ROWS + thread];
         float byte = V::UNIFORM && V::KEY_BITS <= 2 ? 0.5f : 1.0f; /* what a byte is of a level */
-        space.scales<V>()[thread] =
-            a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
-        space.scales<V>()[V::ROWS + thread] = byte * (float)(row.offset_hi * QUERY_BASE + row.offset_lo);
+        float scale = a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
+        float offset = scale * byte * (float)(row.offset_hi * QUERY_BASE + row.offset_lo);
+        constexpr float TIMES = 1 << V::KEY_BITS;
+        space.rows<V>()[thread] = {{{scale, offset, TIMES * offset, NO_REFERENCE},
+                                    {scale, TIMES * TIMES * offset, TIMES * TIMES * TIMES * offset, 0}}};
     }
 #pragma unroll
-    for (int c = 0; c < V::COLUMNS; c++) {
-        sums.reference[c] = NO_REFERENCE;
-        sums.weights[c] = 0;
-    }
+    for (int c = 0; c < V::COLUMNS; c++) sums.weights[c] = 0;
 #pragma unroll
     for (int i = 0; i < V::ROWS; i++) sums.o[i % 2][i / 2] = 0;
     meet(space.team);
@@ -370,7 +376,8 @@ __device__ __forceinline__ void leave_part_of_team(const AttendArgs &a, const Se
         const float *x = totals + row;
         float bias =
             a.p.softcap > 0 ? 0 : a.row_args[s.index * V::ROWS + row].bias; /* with a cap it is in the scores */
-        a.totals[slot + row] = {sums.reference[c] == NO_REFERENCE ? -INFINITY : bias - sums.reference[c],
+        float reference = space.rows<V>()[row].half[0].w;
+        a.totals[slot + row] = {reference == NO_REFERENCE ? -INFINITY : bias - reference,
                                 (x[0] + x[V::ROWS]) + (x[2 * V::ROWS] + x[3 * V::ROWS]), 0, 0};
     }
 }
@@ -394,28 +401,32 @@ __device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &rin
     for (; ahead.position < ahead.now_end; ahead.position++, page++) {
         bool more = ahead.more();
         int32_t next_page = more && warp == 0 ? ahead.page(a) : 0; /* long before it is needed */
-        float s[V::COLUMNS][4], weights[V::COLUMNS];
+        float s[V::COLUMNS][4], k[4], weights[V::COLUMNS];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
-        score_page<V>(a, ring.view(a, a.key), space, warp, lane, s);
+        score_page<V>(a, ring.view(a, a.key), space, warp, lane, s, k);
         StageView values = ring.view(a, a.value);
         LaneScales<1> value_scales; /* they came with the keys, and go with them */
         value_scales.load(values, warp, lane);
         const uint8_t *next_record = ahead.record(a, next_page);
         refill(a, ring, 0, more, next_record, ahead.unit, thread);
 
-        if (page < whole.lo || page >= whole.hi)
-            hide_tokens_of_page<V>(rows, page * a.page_tokens + TQ_TILE * warp, (page + 1) * a.page_tokens, lane, s,
-                                   value_scales);
-        if (capped) cap_page<V>(a, rows, lane, s);
+        bool part = page < whole.lo || page >= whole.hi;
+        if (part || capped) { /* one jump over both */
+            if (part)
+                hide_tokens_of_page<V>(rows, page * a.page_tokens + TQ_TILE * warp, (page + 1) * a.page_tokens, lane, s,
+                                       k, value_scales);
+            if (capped) cap_page<V>(a, rows, lane, s, k);
+        }
 
         /* so that the compiler knows it is the same for all lanes */
         uint32_t weights_at = __shfl_sync(ALL_LANES, V::AT_WEIGHTS + buffer * V::WEIGHT_BYTES, 0);
-        bool above = weigh_page<V>(space, sums, value_scales, s, lane, space.at + weights_at + place, weights);
-        if (value_scales.any_zero()) above |= is_above_unseen<V>(space, sums, value_scales, s, lane);
+        bool above = weigh_page<V>(space, value_scales, s, k, lane, space.at + weights_at + place, weights);
+        /* a weight may be no number for float32 although fp16 can hold what becomes of it: that of a token whose value scale is 0 */
+        above |= value_scales.any_zero();
         shared_writes_before_copies();
         if (meet_any(space.team, above)) {
-            raise_references<V>(space, value_scales, s, warp, lane, sums);
-            weigh_page<V>(space, sums, value_scales, s, lane, space.at + weights_at + place, weights);
+            raise_references<V>(space, value_scales, s, k, warp, lane, sums);
+            weigh_page<V>(space, value_scales, s, k, lane, space.at + weights_at + place, weights);
             shared_writes_before_copies();
             meet(space.team);
         }
