@@ -4,7 +4,8 @@
  *
  *   scores   (128 tokens x rows) = keys x queries, in bytes, two planes of them a query, as in attend_pages. Warp w has token tile w.
  *   weights  exp2(score - reference) times value scale, rounded to fp16, go to shared memory for all four warps: the only meeting
- *            of a page. There they also ask whether a weight is too large for fp16, and if so move the references (seldom).
+ *            of a page. There they also ask whether a weight is too large for fp16, and if so move the references (seldom; also
+ *            where a value scale is 0, because such a token's weight may be too large for float32).
  *   sums     (128 channels x rows) += values x weights, in fp16, which holds levels exactly. Warp w has channel group w.
  *
  * A lane 4 g + t owns, of each four rows, row t: the scores of tokens g + 8 r of its warp's tile, r = 0..3, and the
@@ -421,8 +422,7 @@ __device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &rin
         /* so that the compiler knows it is the same for all lanes */
         uint32_t weights_at = __shfl_sync(ALL_LANES, V::AT_WEIGHTS + buffer * V::WEIGHT_BYTES, 0);
         bool above = weigh_page<V>(space, value_scales, s, k, lane, space.at + weights_at + place, weights);
-        /* a weight may be no number for float32 although fp16 can hold what becomes of it: that of a token whose value scale is 0 */
-        above |= value_scales.any_zero();
+        above |= value_scales.any_zero(); /* infinity times 0 is no number */
         shared_writes_before_copies();
         if (meet_any(space.team, above)) {
             raise_references<V>(space, value_scales, s, k, warp, lane, sums);

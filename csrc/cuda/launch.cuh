@@ -77,10 +77,8 @@ inline Divisor divisor_of(int64_t divisor)
  *  before this. Every block has to come here, also one with nothing to do. */
 __device__ __forceinline__ void wait_for_stream()
 {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    let_next_start();
+    wait_for_previous();
 }
 
 // What the runtime says of a device, and what it was told of a kernel, are remembered in each thread: every question costs the CPU
