@@ -188,7 +188,7 @@ void set_factors(const tq_plan &plan, const tq_codebook *books, const KernelChoi
     to->row_factor = !k.wide_rows && !fine;
     for (int b = 1; b <= TQ_WIDE_BITS; b++) {
         float step = books[b].step; /* of a level; uniform levels are 2 code - (2^b - 1) */
-        int offset = b == 5 && k.two_products ? 255 : b >= 5 || (b == 4 && !k.two_products) ? 128 : 0;
+        int offset = b < 4 ? 0 : !k.two_products ? 128 : b == 5 ? -1 : 0; /* of bytes above levels (attend_fragments) */
         bool scaled = b <= 2 && (fine || (keys && !k.key_bits));
         int top = (1 << b) - 1;
         if (k.wide_rows && !keys) { /* multiplies exact levels */
@@ -458,8 +458,9 @@ tq_status cut_pages(const tq_plan *plan, const Device &device, Launch *l, tq_err
     int team_bytes = l->kernel.own_bytes * (a.wide_rows ? 1 : a.team_warps);
     for (a.teams = warps / a.team_warps; a.teams > 0; a.teams--) {
         a.stages = (room / a.teams - team_bytes) / (a.stage_bytes + 32);
-        /* a second stage is worth more to attend_wide than a fourth team: 5 % with 32 rows at 4 bits */
-        if (a.stages > (a.wide_rows && a.teams > 3)) break;
+        /* a second stage is worth more to attend_wide than a fourth team: where pages had 4 bits and 32 rows 5 % */
+        int least_stages = a.wide_rows && a.teams > 3 ? 2 : 1;
+        if (a.stages >= least_stages) break;
     }
     /* Measured: more stages cost up to 5 % where they are whole pages, and up to 9 % where twelve warps hide what one waits for. */
     int most_stages = a.wide_rows ? 2 : l->kernel.tiles == 4 || a.teams * a.team_warps >= 12 ? 1 : 3;

@@ -12,18 +12,18 @@
  *   3      OFFSET          128 + level                                 u8               the same
  *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               24, 4
  *                          (level, or -1 if not negative)
- *   5      TWO_PRODUCTS    (128 + level, or 255 + level if negative),  u8               56 + 8 shifts, 4
+ *   5      TWO_PRODUCTS    (level - 128, or level - 1 if negative),    s8               56 + 7 shifts, 4
  *                          then (127, or 0 if negative)
- *   4, 5   otherwise       128 + level                                 u8               32, or 64 + 8 shifts, 2
+ *   4, 5   otherwise       128 + level                                 u8               32, or 64 + 7 shifts, 2
  *   8      SCALED          128 + level                                 u8               some 40, 2
  * Look-ups and masks are what limits the whole kernel: they share a pipe of half the issue rate. Right shifts would be on it too, so
  * for one block of rows of uniform plans they are the high words of products, which go to the multipliers; elsewhere latency limits,
  * and shifts are sooner done (mixed plans: by up to 8 %). At 4 and 5 bits a second load does what a shift would.
- * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, 255 of the two
- * at 5 bits, each times the sum of the other factor. In version 3 the lanes or the rows of a tile are of two token tiles; two products then take what
- * they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other widths, so that in a mixed
- * plan no group costs the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126, which holds for every 4-bit
- * codebook. */
+ * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, -1 of the two
+ * products of 5 bits, each times the sum of the other factor. In version 3 the lanes or the rows of a tile are of two token tiles; two
+ * products then take what they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other
+ * widths, so that in a mixed plan no group costs the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126 at 4
+ * bits and 127 at 5, which holds for every codebook. */
 #ifndef TQ_CUDA_ATTEND_FRAGMENTS_CUH
 #define TQ_CUDA_ATTEND_FRAGMENTS_CUH
 #include "device.cuh"
@@ -81,7 +81,7 @@ __device__ __forceinline__ void selectors3(const LevelTables &tables, const Tile
            (shift_right<MULTIPLY>(tables, t.w[2], 0) & 0x44444444u);
 }
 
-/** Four 5-bit codes, of row r and columns 4 h .. of the lane's: two numbers a byte whose sum is 255 + level. */
+/** Four 5-bit codes, of row r and columns 4 h .. of the lane's: two signed bytes each, whose sum is level - 1. */
 __device__ __forceinline__ void unpack5(const LevelTables &tables, const TileWords<5> &t, int r, int h, uint32_t &first,
                                         uint32_t &second)
 {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
             } else {
                 uint32_t first, second;
                 unpack5(tables, t, r, h, first, second);
-                a[i] = first + second - 0x7f7f7f7fu;
+                a[i] = first + second - 0x7f7f7f7fu; /* 255 + level - 127, of bytes without a sign */
             }
         }
     }
@@ -185,7 +185,7 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int hal
     }
 }
 
-/** 5 bits, TWO_PRODUCTS: 255 + level is the sum of the two fragments' bytes. */
+/** 5 bits, TWO_PRODUCTS: level - 1 is the sum of the two fragments' bytes. */
 __device__ __forceinline__ void unpack_half_twice(const TileWords<5> &t, int half, const LevelTables &tables,
                                                   uint32_t (&first)[4], uint32_t (&second)[4])
 {
@@ -251,17 +251,17 @@ __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTa
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         uint32_t a[4];
-        if constexpr ((BITS == 4 || BITS == 5) && TWO_PRODUCTS) {
+        constexpr bool TWICE = TWO_PRODUCTS && (BITS == 4 || BITS == 5);
+        if constexpr (TWICE) {
             uint32_t second[4];
             unpack_half_twice(t, half, tables, a, second);
 #pragma unroll
-            for (int n = 0; n < BLOCKS; n++) mma<BITS == 5, B_UNSIGNED>(c[half][n], second, b[n].x, b[n].y);
+            for (int n = 0; n < BLOCKS; n++) mma<false, B_UNSIGNED>(c[half][n], second, b[n].x, b[n].y);
         } else {
             unpack_half<BITS, READING, MULTIPLY>(t, half, tables, a);
         }
 #pragma unroll
-        for (int n = 0; n < BLOCKS; n++)
-            mma<BITS != 3 && !(BITS == 4 && TWO_PRODUCTS), B_UNSIGNED>(c[half][n], a, b[n].x, b[n].y);
+        for (int n = 0; n < BLOCKS; n++) mma<BITS != 3 && !TWICE, B_UNSIGNED>(c[half][n], a, b[n].x, b[n].y);
     }
 }
 

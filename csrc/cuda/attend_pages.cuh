@@ -123,6 +123,7 @@ template <class V>
 constexpr int START = V::UNIFORM && V::KEY_BITS > 2 && V::BLOCKS == 2 && V::TILES == 2 ? FLOAT_BITS : 0;
 static_assert(8 * TQ_TILE * 127 * 127 < 1 << 22 && 2 * TQ_TILE * 255 * 255 < 1 << 22,
               "keys x queries, values x weights");
+static_assert(4LL * TQ_TILE * 255 * 65535 <= INT32_MAX, "values x weights of a unit, both planes joined");
 
 /** hi * BASE + lo, of products that started from START. */
 template <class V, int BASE> __device__ __forceinline__ float join_planes(int hi, int lo)

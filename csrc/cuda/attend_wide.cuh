@@ -18,8 +18,8 @@
 namespace tq
 {
 
-/** What makes exponents of a row's products: by half of a token tile, as it is read, x scale, y and z what is added then for the offset of
- *  the key codes, of the lane's tokens 2 half and 2 half + 1. half[0].w: reference, as in attend_pages. */
+/** What makes exponents of a row's products. x: scale; y: what is added then for the offset of the key codes; half[0].w: reference, as in
+ *  attend_pages. At 1 and 2 bits, whose bytes are of four sizes, y and z are for the lane's tokens 2 half and 2 half + 1. */
 struct RowScales {
     float4 half[2];
 };
@@ -37,7 +37,7 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
     /* A batch of products reads its first factors from registers until it has ended. Unrolled, the next one has registers of its own,
      * and a batch may run while that is unpacked; in a loop they would be the same. */
     static constexpr int BATCHES_LEFT = UNIFORM ? 1 : 0;
-    /* For 16 warps of a multiprocessor, with which mixed plans took 10 to 12 % less and 16 rows 4 to 8 % (in caches too small for all
+    /* For 16 warps of a multiprocessor, with which mixed plans took 9 to 12 % less and 16 rows 4 to 8 % (in caches too small for all
      * warps up to 4 % more), or 12: 32 rows of uniform plans gained nothing. */
     static constexpr int MAX_REGISTERS = ROWS == 16 || !UNIFORM ? 128 : 168,
                          MAX_THREADS = 65536 / MAX_REGISTERS / 128 * 128;

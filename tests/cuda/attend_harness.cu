@@ -50,6 +50,7 @@ struct Case {
     std::vector<int> lengths = {300}, starts = {};
     int sinks = 0, window = 0, sliding = 0, causal = 1;
     bool fresh = false, centres = false, steps = false, hostile = false;
+    bool same_values = false; /* all of the largest level, with a scale of 1 */
     float softcap = 0, query_size = 3, scale_sign = 1;
     int even = 1;                          /* what is said of the lengths */
     int spare_pages = 0;                   /* extra columns of the block table, as if the cache could grow */
@@ -215,6 +216,12 @@ static bool run_case(const Case &c)
         return bits == TQ_WIDE_BITS ? ((int)code - 128) * TQ_WIDE_STEP : books[bits].levels[code] * books[bits].step;
     };
     for (int b = 1; b <= 5; b++) TQ(tq_get_codebook((tq_codebook_law)plan.codebook, d, b, &books[b], &error));
+    auto largest_code = [&](int bits) {
+        uint32_t largest = 0;
+        for (uint32_t code = 1; code < 1u << bits; code++)
+            if (level_of(bits, code) > level_of(bits, largest)) largest = code;
+        return largest;
+    };
     int max_packed = 0;
     for (int n : c.lengths) max_packed = std::max(max_packed, n - c.sinks - c.window);
     int used_pages = (max_packed + pt - 1) / pt, max_pages = used_pages + c.spare_pages, n_pages = B * used_pages + 3;
@@ -253,14 +260,15 @@ static bool run_case(const Case &c)
                     uint8_t *record = &pages[((size_t)order[b * used_pages + j / pt] * H + h) * plan.record_bytes];
                     auto &boosts = side == 0 ? c.boost : c.value_boost;
                     double boost = boosts ? boosts(position, n) : 1;
-                    __half scale = __float2half((float)(uniform(random) * boost));
+                    bool same = c.same_values && side;
+                    __half scale = __float2half(same ? 1.0f : (float)(uniform(random) * boost));
                     memcpy(record + layout.scales_offset + 2 * (tile * 32 + column_of(i)), &scale, 2);
                     double *x = &packed[side].back()[(size_t)position * d];
                     for (int ch = 0; ch < plan.group_channels * groups; ch++) {
                         int g = ch / plan.group_channels, bits = layout.bits[g];
                         if (ch < d) x[ch] = 0;
                         if (!bits) continue;
-                        uint32_t code = random() & ((1u << bits) - 1);
+                        uint32_t code = same ? largest_code(bits) : random() & ((1u << bits) - 1);
                         put_token_code(plan, record, side, token, g, ch % plan.group_channels, code);
                         if (ch < d)
                             x[ch] = (double)level_of(bits, code) * __half2float(scale) *
@@ -557,6 +565,12 @@ static std::vector<Case> all_cases()
     add("one dominant token",
         [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 40.0 : 1.0; }, c.lengths = {2000}; });
     add("all equal", [](Case &c) { c.query_size = 0, c.lengths = {2000}, c.dtype = TQ_F32; });
+    for (const char *bits : {"1", "2", "3", "4", "5", "5310"}) /* the largest sums of products, by whole pages too */
+        for (int group : {1, 8, 12})
+            add("all values the largest, group " + std::to_string(group) + ", bits " + bits, [&](Case &c) {
+                c.same_values = true, c.query_size = 0, c.group = group, c.heads = 4, c.key_bits = bits;
+                c.lengths = {9000};
+            });
     add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.lengths = {500}; });
     /* many rows have a kernel of their own, but for float32, where the one kernel does not take them: by
      * TURBOQUANT_CUDA_PATH=hopper-line, for uneven lengths, in large caches */
