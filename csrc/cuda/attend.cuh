@@ -31,11 +31,12 @@ namespace tq
 {
 
 constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
-constexpr int FEW_ROWS = 128;   /* of a KV head at most that attend_few takes */
-constexpr int FEW_WARPS = 16;   /* of a block of attend_few at most: two parts of each for the lanes of one */
-constexpr int BUSY_WARPS = 12;  /* the same where warps have many units: 16 took up to 5 % longer */
-constexpr int END_ROWS = 16;    /* of a block of prepare or combine at most */
-constexpr int QUERY_BASE = 254; /* a query number is hi * 254 + lo, both in -127..127 */
+constexpr int FEW_ROWS = 128;     /* of a KV head at most that attend_few takes */
+constexpr int LARGE_CLUSTER = 16; /* blocks that share a segment of attend_few where segments are few */
+constexpr int FEW_WARPS = 16;     /* of a block of attend_few at most: two parts of each for the lanes of one */
+constexpr int BUSY_WARPS = 12;    /* the same where warps have many units: 16 took up to 5 % longer */
+constexpr int END_ROWS = 16;      /* of a block of prepare or combine at most */
+constexpr int QUERY_BASE = 254;   /* a query number is hi * 254 + lo, both in -127..127 */
 constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 

@@ -112,19 +112,27 @@ inline tq_status current_device(DeviceFacts *facts, tq_error *error)
     return TQ_OK;
 }
 
+/** What a kernel was told on a device. */
+struct Told {
+    const void *kernel;
+    int device;
+    bool much, most_shared, large_clusters;
+};
+
+inline Told &told(const void *kernel, const DeviceFacts &device)
+{
+    static thread_local Told kernels[64];
+    Told &t = kernels[((uintptr_t)kernel >> 4) % 64];
+    if (t.kernel != kernel || t.device != device.id) t = {kernel, device.id, false, false, false};
+    return t;
+}
+
 /** Lets a kernel take all the dynamic shared memory of the current device if it wants much of it, and with `most_shared` asks for the
  *  largest division of a multiprocessor's memory in favour of shared memory. Both hold for all threads: none may ask for less. */
 inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, size_t shared_bytes, bool most_shared,
                               tq_error *error)
 {
-    struct Told {
-        const void *kernel;
-        int device;
-        bool much, most_shared;
-    };
-    static thread_local Told told[64];
-    Told &t = told[((uintptr_t)kernel >> 4) % 64];
-    if (t.kernel != kernel || t.device != device.id) t = {kernel, device.id, false, false};
+    Told &t = told(kernel, device);
     if (shared_bytes > 40 * 1024 && !t.much) { // 48 KB together with what the kernel has of fixed size
         cudaFuncAttributes fixed;
         TQ_CUDA_TRY(check_cuda(cudaFuncGetAttributes(&fixed, kernel), "kernel", error));
@@ -142,6 +150,19 @@ inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, siz
     return TQ_OK;
 }
 
+constexpr int PORTABLE_CLUSTER = 8; // blocks of a cluster that every GPU takes, if it takes clusters at all
+
+/** Lets a kernel be launched in larger clusters, for all threads. */
+inline tq_status allow_large_clusters(const void *kernel, const DeviceFacts &device, tq_error *error)
+{
+    Told &t = told(kernel, device);
+    if (t.large_clusters) return TQ_OK;
+    TQ_CUDA_TRY(
+        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cluster", error));
+    t.large_clusters = true;
+    return TQ_OK;
+}
+
 /** Queues a kernel that calls wait_for_stream first, for a grid of blocks x layers. cluster: blocks of a cluster. */
 template <class... Params, class... Args>
 tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int layers, int cluster, int threads,
@@ -153,6 +174,8 @@ tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int layers,
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
     TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, shared_bytes, false, error));
+    if (cluster > PORTABLE_CLUSTER)
+        TQ_CUDA_TRY(allow_large_clusters(reinterpret_cast<const void *>(kernel), device, error));
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;

@@ -552,6 +552,17 @@ static std::vector<Case> all_cases()
             add(std::to_string(rows) + " rows, whole pages, many segments, bits " + bits, [&](Case &c) {
                 c.group = rows, c.heads = 5, c.key_bits = bits, c.lengths = one_long(2040, rows == 5 ? 70 : 95);
             });
+    for (const char *bits : {"2", "3", "4", "5310"}) /* few segments, which clusters of 16 share */
+        for (int heads : {1, 7})
+            for (int group : {1, 4, 8, 12})
+                for (bool exact : {false, true})
+                    add(std::to_string(heads) + " heads of " + std::to_string(group) + ", bits " + bits +
+                            (exact ? ", exact tokens" : ""),
+                        [&](Case &c) {
+                            c.heads = heads, c.group = group, c.key_bits = bits;
+                            c.lengths = {heads == 1 ? 11000 : 14000}; /* by half pages, and by pages but for 4 bits */
+                            if (exact) c.sinks = 4, c.window = 40;
+                        });
     for (const char *bits : {"2", "3", "4"})
         for (int group : {1, 5})
             add("1140 segments, group " + std::to_string(group) + ", bits " + bits, [&](Case &c) {
