@@ -15,7 +15,7 @@ namespace
 
 struct Device : DeviceFacts {
     bool bulk, line;    /* line: never attend_few, for tests */
-    int large_clusters; /* as count_large_clusters says */
+    int large_clusters; /* as count_large_clusters says, for those who ask it */
 };
 
 /** Whether the kernels' code for the current device was compiled for compute capability 9.0, and not translated from older PTX, in which
@@ -36,33 +36,31 @@ tq_status is_hopper_code(int device, bool *is, tq_error *error)
     return TQ_OK;
 }
 
-/** How many clusters of LARGE_CLUSTER blocks the current device can have at work, a block a multiprocessor: an H200 7. Remembered as in
- *  current_device. */
-tq_status count_large_clusters(const DeviceFacts &device, int *count, tq_error *error)
+/** How many clusters of LARGE_CLUSTER blocks the current device can have at work, a block a multiprocessor: an H200 7. 0 where it cannot
+ *  say. Remembered as in current_device. */
+int count_large_clusters(const DeviceFacts &device)
 {
-    static thread_local int known = -1, known_count;
-    if (device.id != known) {
-        void (*kernel)(AttendArgs) = attend_kernel_few(4, 4, 1, 2, false).kernel;
-        const void *function = reinterpret_cast<const void *>(kernel);
-        cudaLaunchAttribute attribute = {};
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim = {LARGE_CLUSTER, 1, 1};
-        cudaLaunchConfig_t config = {};
-        config.gridDim = dim3(LARGE_CLUSTER);
-        config.blockDim = dim3(32 * FEW_WARPS);
-        config.dynamicSmemBytes = device.shared_bytes_per_block / 4 * 3; /* so that no two share a multiprocessor */
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-        TQ_CUDA_TRY(allow_shared(function, device, config.dynamicSmemBytes, true, error));
-        TQ_CUDA_TRY(allow_large_clusters(function, device, error));
-        if (cudaOccupancyMaxActiveClusters(&known_count, kernel, &config) != cudaSuccess) {
-            cudaGetLastError(); /* it has none */
-            known_count = 0;
-        }
-        known = device.id;
+    static thread_local int known = -1, count;
+    if (device.id == known) return count;
+    void (*kernel)(AttendArgs) = attend_kernel_few(4, 4, 1, 2, false).kernel;
+    const void *function = reinterpret_cast<const void *>(kernel);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {LARGE_CLUSTER, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(LARGE_CLUSTER);
+    config.blockDim = dim3(32 * FEW_WARPS);
+    config.dynamicSmemBytes = device.shared_bytes_per_block / 4 * 3; /* so that no two share a multiprocessor */
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (allow_shared(function, device, config.dynamicSmemBytes, true, nullptr) != TQ_OK ||
+        allow_large_clusters(function, device, nullptr) != TQ_OK ||
+        cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+        cudaGetLastError();
+        count = 0;
     }
-    *count = known_count;
-    return TQ_OK;
+    known = device.id;
+    return count;
 }
 
 tq_status look_at_device(Device *d, tq_error *error)
@@ -71,7 +69,6 @@ tq_status look_at_device(Device *d, tq_error *error)
     d->bulk = d->line = false;
     d->large_clusters = 0;
     if (d->major == 9) TQ_CUDA_TRY(is_hopper_code(d->id, &d->bulk, error));
-    if (d->bulk) TQ_CUDA_TRY(count_large_clusters(*d, &d->large_clusters, error));
     const char *path = getenv("TURBOQUANT_CUDA_PATH");
     if (!path || !*path) return TQ_OK;
     bool portable = !strcmp(path, "portable");
@@ -330,9 +327,11 @@ int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const De
         in_clusters = processors * 10 / 11; /* some are in no cluster of four or eight */
     f->cluster = PORTABLE_CLUSTER;
     while (f->cluster > 1 && segments * f->cluster > (f->cluster > 2 ? in_clusters : processors)) f->cluster /= 2;
-    /* A large cluster where that takes all units at once and another one does not: 1 to 7 segments took up to 38 % less. */
+    /* A large cluster where that takes all units at once, and one of eight would keep more than BUSY_WARPS of its warps busy: 1 to 7
+     * segments took up to 38 % less. */
     int busy = f->warps < BUSY_WARPS ? f->warps : BUSY_WARPS;
-    if (segments <= device.large_clusters && units > PORTABLE_CLUSTER * busy && units <= LARGE_CLUSTER * f->warps)
+    if (segments <= device.large_clusters && segments * LARGE_CLUSTER <= processors &&
+        units > PORTABLE_CLUSTER * busy && units <= LARGE_CLUSTER * f->warps)
         f->cluster = LARGE_CLUSTER;
     int64_t parts = blocks / segments;
     auto rounds = [&](int64_t sharing) { return (units + sharing * f->warps - 1) / (sharing * f->warps); };
@@ -622,6 +621,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     int64_t pages = (int64_t)p->batch * p->kv_heads * a.p.max_pages;
     copy_side(*plan, plan->key, &a.key);
     copy_side(*plan, plan->value, &a.value);
+    if (device.bulk && !device.line) device.large_clusters = count_large_clusters(device);
     bool few = cut_few(plan, device, l);
     if (!few) l->kernel = choose_kernel(plan, a.rows, p->dtype, pages, device);
     tq_codebook books[TQ_WIDE_BITS + 1];

@@ -9,7 +9,7 @@
  *   - The host cannot see the arrays, so what turboquant.h reports as an error of their contents is made harmless instead: a length
  *     is clamped to 0..capacity, a start to 0..length, and a page index outside 0..n_pages-1 reads page 0 (attend, dequantize) or
  *     drops the write (append). No contents can make a kernel read outside the named arrays or write outside its outputs.
- *   - Results are the same from run to run on one kind of device; they do not depend on other streams.
+ *   - Results are the same from run to run on one device; they do not depend on other streams.
  *   - Errors: TQ_E_VALUE and TQ_E_TYPE for what the host can see, as in turboquant.h; TQ_E_UNSUPPORTED for a device below compute
  *     capability 8.0 or for a TURBOQUANT_CUDA_PATH the device cannot run; TQ_E_CUDA when the runtime fails (`got` is its
  *     cudaError_t). After an error nothing was queued.

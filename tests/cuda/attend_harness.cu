@@ -559,10 +559,24 @@ static std::vector<Case> all_cases()
                     add(std::to_string(heads) + " heads of " + std::to_string(group) + ", bits " + bits +
                             (exact ? ", exact tokens" : ""),
                         [&](Case &c) {
+                            bool by_half = heads == 1 || (group > 4 && strlen(bits) > 1) || *bits == '4';
                             c.heads = heads, c.group = group, c.key_bits = bits;
-                            c.lengths = {heads == 1 ? 11000 : 14000}; /* by half pages, and by pages but for 4 bits */
+                            c.lengths = {!by_half ? 14000 : group > 8 ? 7000 : 11000}; /* more fit no cluster */
                             if (exact) c.sinks = 4, c.window = 40;
                         });
+    for (const char *bits : {"3", "4"}) {
+        std::string tag = std::string(", bits ") + bits;
+        add("6 segments of different lengths" + tag,
+            [&](Case &c) { c.heads = 2, c.key_bits = bits, c.lengths = {11000, 0, 33}; });
+        add("6 segments, tiles of rows" + tag, [&](Case &c) {
+            c.heads = 2, c.tokens = 9, c.key_bits = bits, c.lengths = {7000}, c.sinks = 4, c.window = 300,
+            c.fresh = true;
+        });
+        add("6 segments, sliding window" + tag,
+            [&](Case &c) { c.heads = 6, c.key_bits = bits, c.sliding = 500, c.lengths = {11000}, c.starts = {10000}; });
+        add("4 heads of 64 channels" + tag,
+            [&](Case &c) { c.heads = 4, c.head_dim = 64, c.key_bits = bits, c.lengths = {20000}; });
+    }
     for (const char *bits : {"2", "3", "4"})
         for (int group : {1, 5})
             add("1140 segments, group " + std::to_string(group) + ", bits " + bits, [&](Case &c) {
@@ -782,6 +796,8 @@ static void time_all(const char *filter)
         shapes.push_back({bits, 4, 8, 4, 2048, 128, 8, 0, 0});
         shapes.push_back({bits, 64, 8, 4, 4096, 128, 1, 128, 0});
         shapes.push_back({bits, 1, 8, 4, 32768, 128, 1, 4096, 0});
+        for (int heads : {1, 4, 7})
+            for (int length : {8192, 12288, 16384}) shapes.push_back({bits, 1, heads, 4, length, 128, 1, 0, 0});
     }
     shapes.push_back({"5430", 16, 8, 4, 32768, 128, 1, 0, 0});
     shapes.push_back({"4332", 16, 8, 4, 32768, 128, 1, 0, 0});

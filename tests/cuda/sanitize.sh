@@ -33,7 +33,8 @@ echo "compute-sanitizer, $(nvidia-smi --query-gpu=name --format=csv,noheader | h
 for tool in memcheck racecheck synccheck; do
     for filter in "1 sequences" "26 sequences, bits 3" "50 sequences, bits 4" "400 sequences, bits 5310" \
         "tiles of rows, bits 4" "tiles of rows, bits 5310" "12 rows, whole pages, bits 3" "5 rows, whole pages, bits 5310" \
-        "1 heads of 4, bits 4" "7 heads of 12, bits 3" "many segments, bits 3" "1140 segments, group 1, bits 2" "1140 segments, group 5, bits 3"; do
+        "1 heads of 4, bits 4" "7 heads of 12, bits 3" "many segments, bits 3" "1140 segments, group 1, bits 2" \
+        "1140 segments, group 5, bits 3"; do
         run "$tool" attend check "$filter" # in one kernel: Hopper alone
     done
     for path in hopper hopper-line portable; do
