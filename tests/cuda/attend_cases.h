@@ -1,0 +1,280 @@
+/* The cases of attend_harness: what Case says, where a case does not say otherwise. */
+#ifndef TQ_TESTS_ATTEND_CASES_H
+#define TQ_TESTS_ATTEND_CASES_H
+#include <math.h>
+#include <string.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "turboquant_cuda.h"
+
+struct Case {
+    std::string name;
+    std::string key_bits = "4",
+                value_bits = ""; /* one digit per group, the last one repeated; value_bits empty: as keys */
+    bool fine = false;           /* groups of 16 channels */
+    int head_dim = 128, page_tokens = 128, heads = 2, group = 4, tokens = 1, dtype = TQ_BF16,
+        rotation = TQ_ROTATION_HADAMARD, codebook = 0;
+    std::vector<int> lengths = {300}, starts = {};
+    int sinks = 0, window = 0, sliding = 0, causal = 1;
+    bool fresh = false, centres = false, steps = false, hostile = false;
+    bool same_values = false; /* all of the largest level, with a scale of 1 */
+    float softcap = 0, query_size = 3, scale_sign = 1;
+    int even = 1;                          /* what is said of the lengths */
+    int spare_pages = 0;                   /* extra columns of the block table, as if the cache could grow */
+    std::function<double(int, int)> boost; /* (position, length) -> factor on the key */
+    std::function<double(int, int)> value_boost;
+};
+
+static std::vector<Case> all_cases()
+{
+    std::vector<Case> cases;
+    auto add = [&](std::string name, auto change) {
+        Case c;
+        change(c);
+        c.name = name;
+        cases.push_back(c);
+    };
+    for (const char *bits : {"2", "3", "4", "1", "5"})
+        for (int d : {128, 64, 80, 96, 256}) {
+            std::string tag = std::string("bits ") + bits + " dim " + std::to_string(d);
+            add(tag, [&](Case &c) { c.key_bits = bits, c.head_dim = d, c.lengths = {300, 1000}; });
+            add(tag + " f32",
+                [&](Case &c) { c.key_bits = bits, c.head_dim = d, c.dtype = TQ_F32, c.lengths = {129, 0, 777}; });
+        }
+    for (int d : {8, 16, 24, 32, 40, 72, 112, 136, 160, 200, 224, 248})
+        add("dim " + std::to_string(d), [&](Case &c) { c.head_dim = d, c.key_bits = "3", c.dtype = TQ_F32; });
+    for (int g : {1, 2, 3, 5, 7, 8, 12, 16, 17, 32, 48, 64})
+        for (const char *bits : {"2", "3", "4", "5310"})
+            add("group " + std::to_string(g) + " bits " + bits,
+                [&](Case &c) { c.group = g, c.key_bits = bits, c.heads = 1, c.dtype = TQ_F32; });
+    add("group 16 dim 256", [&](Case &c) { c.group = 16, c.head_dim = 256, c.heads = 1, c.dtype = TQ_F32; });
+    add("mixed 5430/4321", [&](Case &c) { c.key_bits = "5430", c.value_bits = "4321", c.dtype = TQ_F32; });
+    add("mixed 0035/1205", [&](Case &c) { c.key_bits = "0035", c.value_bits = "1205", c.dtype = TQ_F32; });
+    add("mixed dim 256",
+        [&](Case &c) { c.head_dim = 256, c.key_bits = "54433210", c.value_bits = "12345022", c.dtype = TQ_F32; });
+    add("keys 4 values 2", [&](Case &c) { c.value_bits = "2"; });
+    add("keys 3 values 4", [&](Case &c) { c.key_bits = "3", c.value_bits = "4"; });
+    for (int n : {0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257})
+        add("length " + std::to_string(n), [&](Case &c) { c.lengths = {n}, c.key_bits = "3"; });
+    for (int pt : {32, 64, 96})
+        add("page of " + std::to_string(pt),
+            [&](Case &c) { c.page_tokens = pt, c.lengths = {500, 31, 97}, c.key_bits = "3"; });
+    add("ragged batch", [](Case &c) { c.lengths = {0, 1, 5000, 128, 0, 129, 700, 64}, c.key_bits = "2"; });
+    add("batch of 100", [](Case &c) {
+        for (int i = 0; i < 100; i++) c.lengths.resize(i + 1, i * 37 % 400);
+    });
+    /* what shares a segment: eight, four, two blocks or one, of 16 to 2 warps */
+    for (int batch : {1, 3, 12, 26, 50, 100, 200, 400, 600, 1300})
+        for (const char *bits : {"2", "3", "4", "5310"}) {
+            std::string tag = std::to_string(batch) + " sequences, bits " + bits;
+            auto lengths = [=](Case &c) {
+                for (int i = 0; i < batch; i++)
+                    c.lengths.resize(i + 1, i * 37 % (batch < 400 ? 400 : 100) + (batch < 20 ? 600 : 0));
+                c.key_bits = bits, c.heads = 1;
+            };
+            add(tag, lengths);
+            add(tag + ", everything", [=](Case &c) {
+                lengths(c);
+                c.group = 7, c.sinks = 4, c.window = 48, c.centres = c.steps = true, c.dtype = TQ_F16, c.sliding = 500;
+                c.head_dim = batch % 2 ? 104 : 64;
+            });
+        }
+    add("long, group 8, window", [](Case &c) {
+        c.lengths = {20000}, c.heads = 1, c.group = 8, c.sinks = 4, c.window = 100, c.centres = true, c.dtype = TQ_F32;
+    });
+    for (const char *bits : {"2", "3", "4", "5310"}) /* from one kernel's choice to another's, of other units */
+        for (int heads : {3, 140})
+            add("uneven, bits " + std::string(bits) + ", heads " + std::to_string(heads), [=](Case &c) {
+                c.key_bits = bits, c.heads = heads, c.group = 1, c.even = 0, c.spare_pages = 300, c.lengths = {260, 70};
+            });
+    add("two long ones of different lengths", [](Case &c) { c.lengths = {9000, 2000}, c.heads = 3, c.key_bits = "2"; });
+    add("starts", [](Case &c) { c.lengths = {300, 64, 640, 64}, c.starts = {17, 63, 300, 64}; });
+    add("room to grow", [](Case &c) { c.lengths = {300}, c.spare_pages = 500; });
+    add("long", [](Case &c) { c.lengths = {20000}, c.heads = 1; });
+    add("long 3 bits f32", [](Case &c) { c.lengths = {20000}, c.heads = 1, c.key_bits = "3", c.dtype = TQ_F32; });
+    for (int dtype : {TQ_F32, TQ_F16, TQ_BF16}) {
+        std::string tag = dtype == TQ_F32 ? " f32" : dtype == TQ_F16 ? " f16" : " bf16";
+        add("sinks and window" + tag,
+            [&](Case &c) { c.sinks = 4, c.window = 128, c.lengths = {1000, 3, 4, 100, 132, 133, 0}, c.dtype = dtype; });
+        add("sinks, window, starts" + tag, [&](Case &c) {
+            c.sinks = 4, c.window = 50, c.lengths = {1000, 90, 90}, c.starts = {2, 5, 88}, c.dtype = dtype;
+        });
+        add("window only, not causal" + tag,
+            [&](Case &c) { c.window = 40, c.causal = 0, c.tokens = 3, c.lengths = {500, 20}, c.dtype = dtype; });
+    }
+    add("sliding window", [](Case &c) { c.sliding = 200, c.lengths = {1000, 100}, c.dtype = TQ_F32; });
+    add("sliding window, sinks, window",
+        [](Case &c) { c.sliding = 200, c.sinks = 4, c.window = 64, c.lengths = {1000, 100, 150}; });
+    add("sliding inside window", [](Case &c) { c.sliding = 20, c.sinks = 4, c.window = 64, c.lengths = {1000, 10}; });
+    add("softcap", [](Case &c) { c.softcap = 5, c.dtype = TQ_F32, c.sinks = 4, c.window = 16; });
+    add("softcap, centres", [](Case &c) { c.softcap = 5, c.dtype = TQ_F32, c.centres = true; });
+    add("centres", [](Case &c) { c.centres = true, c.sinks = 2, c.window = 30, c.dtype = TQ_F32; });
+    add("centres and steps, mixed",
+        [](Case &c) { c.centres = c.steps = true, c.key_bits = "5321", c.value_bits = "4420", c.dtype = TQ_F32; });
+    for (int d : {128, 80, 64})
+        add("dense rotation dim " + std::to_string(d), [&](Case &c) {
+            c.rotation = TQ_ROTATION_DENSE, c.head_dim = d, c.centres = c.steps = true, c.key_bits = "4321",
+            c.dtype = TQ_F32, c.window = 16, c.lengths = {900};
+        });
+    add("dense rotation, group 16",
+        [](Case &c) { c.rotation = TQ_ROTATION_DENSE, c.group = 16, c.heads = 1, c.dtype = TQ_F32; });
+    add("no rotation", [](Case &c) { c.rotation = TQ_ROTATION_NONE, c.dtype = TQ_F32; });
+    add("sphere codebook", [](Case &c) { c.codebook = 1, c.dtype = TQ_F32; });
+    add("negative softmax scale", [](Case &c) { c.scale_sign = -1, c.centres = true, c.dtype = TQ_F32; });
+    for (int t : {2, 5, 8, 33, 128})
+        for (const char *bits : {"2", "3", "4"}) {
+            std::string tag = std::to_string(t) + " queries, bits " + bits;
+            add(tag, [&](Case &c) {
+                c.tokens = t, c.key_bits = bits, c.lengths = {500, 130, 20}, c.heads = 1, c.dtype = TQ_F32;
+            });
+            add(tag + ", fresh, window", [&](Case &c) {
+                c.tokens = t, c.key_bits = bits, c.fresh = true, c.sinks = 3, c.window = 40, c.lengths = {500, 190, 20},
+                c.heads = 1;
+            });
+        }
+    for (const char *bits :
+         {"2", "3", "4", "5310"}) /* tiles of rows, each with blocks of its own, whose parts are merged */
+        for (int d : {64, 128})
+            for (bool exact : {false, true})
+                add("tiles of rows, bits " + std::string(bits) + (exact ? ", exact tokens" : ""), [&](Case &c) {
+                    c.tokens = 9, c.heads = 3, c.key_bits = bits, c.head_dim = d, c.lengths = {12000};
+                    if (exact) c.sinks = 4, c.window = 300, c.fresh = true;
+                });
+    const std::vector<int> mixed_lengths = {6100, 0, 33, 130, 257, 6001, 700, 1, 64, 4000, 128, 127, 129, 900, 3000, 5};
+    auto one_long = [](int longest, int sequences) {
+        std::vector<int> lengths = {longest};
+        for (int i = 1; i < sequences; i++) lengths.push_back(37 * i % 300);
+        return lengths;
+    };
+    for (const char *bits : {"2", "3", "4", "5310"}) /* whole pages in the one kernel */
+        for (int rows : {3, 5, 12})
+            for (int d : {64, 128})
+                for (bool exact : {false, true}) {
+                    if (*bits == '4' && d == 128) continue; /* takes_whole_pages */
+                    add(std::to_string(rows) + " rows, whole pages, bits " + bits + " dim " + std::to_string(d) +
+                            (exact ? ", exact tokens" : ""),
+                        [&](Case &c) {
+                            c.group = rows, c.heads = 4, c.key_bits = bits, c.head_dim = d;
+                            c.lengths = mixed_lengths;
+                            if (exact) c.sinks = 4, c.window = 40;
+                        });
+                }
+    for (int rows : {3, 5, 12})
+        for (const char *bits : {"3", "5310"})
+            add(std::to_string(rows) + " rows, whole pages of 96 tokens, bits " + bits, [&](Case &c) {
+                c.group = rows, c.heads = 4, c.key_bits = bits, c.page_tokens = 96,
+                c.head_dim = *bits == '3' ? 128 : 80;
+                c.lengths = mixed_lengths;
+            });
+    for (const char *bits : {"2", "3"})
+        for (int rows : {5, 12})
+            add(std::to_string(rows) + " rows, whole pages, many segments, bits " + bits, [&](Case &c) {
+                c.group = rows, c.heads = 5, c.key_bits = bits, c.lengths = one_long(2040, rows == 5 ? 70 : 95);
+            });
+    for (const char *bits : {"2", "3", "4", "5310"}) /* few segments, which clusters of 16 share */
+        for (int heads : {1, 7})
+            for (int group : {1, 4, 8, 12})
+                for (bool exact : {false, true})
+                    add(std::to_string(heads) + " heads of " + std::to_string(group) + ", bits " + bits +
+                            (exact ? ", exact tokens" : ""),
+                        [&](Case &c) {
+                            bool by_half = heads == 1 || (group > 4 && strlen(bits) > 1) || *bits == '4';
+                            c.heads = heads, c.group = group, c.key_bits = bits;
+                            c.lengths = {!by_half ? 14000 : group > 8 ? 7000 : 11000}; /* more fit no cluster */
+                            if (exact) c.sinks = 4, c.window = 40;
+                        });
+    for (const char *bits : {"3", "4"}) {
+        std::string tag = std::string(", bits ") + bits;
+        add("6 segments of different lengths" + tag,
+            [&](Case &c) { c.heads = 2, c.key_bits = bits, c.lengths = {11000, 0, 33}; });
+        add("6 segments, tiles of rows" + tag, [&](Case &c) {
+            c.heads = 2, c.tokens = 9, c.key_bits = bits, c.lengths = {7000}, c.sinks = 4, c.window = 300,
+            c.fresh = true;
+        });
+        add("6 segments, sliding window" + tag,
+            [&](Case &c) { c.heads = 6, c.key_bits = bits, c.sliding = 500, c.lengths = {11000}, c.starts = {10000}; });
+        add("4 heads of 64 channels" + tag,
+            [&](Case &c) { c.heads = 4, c.head_dim = 64, c.key_bits = bits, c.lengths = {20000}; });
+    }
+    for (const char *bits : {"2", "3", "4"})
+        for (int group : {1, 5})
+            add("1140 segments, group " + std::to_string(group) + ", bits " + bits, [&](Case &c) {
+                c.group = group, c.heads = 20, c.key_bits = bits, c.head_dim = 64, c.lengths = one_long(1000, 57);
+            });
+    add("8 queries, window, sliding, starts", [](Case &c) {
+        c.tokens = 8, c.fresh = true, c.sinks = 4, c.window = 64, c.sliding = 300, c.lengths = {1000, 90},
+        c.starts = {750, 3}, c.dtype = TQ_F32;
+    });
+    add("6 queries dim 256", [](Case &c) { c.tokens = 6, c.head_dim = 256, c.lengths = {600}, c.heads = 1; });
+    add("one dominant token",
+        [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 40.0 : 1.0; }, c.lengths = {2000}; });
+    add("all equal", [](Case &c) { c.query_size = 0, c.lengths = {2000}, c.dtype = TQ_F32; });
+    for (const char *bits : {"1", "2", "3", "4", "5", "5310"}) /* the largest sums of products, by whole pages too */
+        for (int group : {1, 8, 12})
+            add("all values the largest, group " + std::to_string(group) + ", bits " + bits, [&](Case &c) {
+                c.same_values = true, c.query_size = 0, c.group = group, c.heads = 4, c.key_bits = bits;
+                c.lengths = {9000};
+            });
+    add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.lengths = {500}; });
+    /* many rows have a kernel of their own, but for float32, where the one kernel does not take them: by
+     * TURBOQUANT_CUDA_PATH=hopper-line, for uneven lengths, in large caches */
+    for (int g : {9, 12, 16, 17, 32, 33, 64})
+        for (const char *bits : {"1", "2", "3", "4", "5", "5310"})
+            add("group " + std::to_string(g) + " bits " + bits + " bf16",
+                [&](Case &c) { c.group = g, c.key_bits = bits, c.heads = 1, c.lengths = {300, 1000, 0, 128}; });
+    for (int t : {3, 4, 8, 32})
+        add("many rows: " + std::to_string(t) + " queries, everything", [&](Case &c) {
+            c.tokens = t, c.key_bits = "5430", c.value_bits = "0214", c.fresh = c.centres = c.steps = true, c.sinks = 4,
+            c.window = 64, c.sliding = 300, c.lengths = {1000, 90, 2500}, c.starts = {750, 3, 0}, c.dtype = TQ_F16;
+        });
+    for (int d : {8, 16, 24, 40, 64, 80, 96, 128, 200, 256})
+        for (const char *bits : {"1", "2", "3", "4", "5", "8", "8532100000000014"})
+            for (int dtype : {TQ_BF16, TQ_F32})
+                add(std::string("fine ") + bits + " dim " + std::to_string(d), [&](Case &c) {
+                    c.fine = true, c.key_bits = bits, c.head_dim = d, c.lengths = {300, 1000, 65}, c.dtype = dtype;
+                });
+    for (int g : {1, 3, 8, 9, 16, 33})
+        add("fine, group " + std::to_string(g), [&](Case &c) {
+            c.fine = true, c.group = g, c.key_bits = "85321", c.value_bits = "1480352", c.lengths = {500, 0, 128, 64},
+            c.page_tokens = g % 2 ? 64 : 128, c.dtype = TQ_F32;
+        });
+    for (int t : {1, 4, 9})
+        add("fine, everything, queries " + std::to_string(t), [&](Case &c) {
+            c.fine = true, c.tokens = t, c.key_bits = "85430012", c.value_bits = "02148", c.fresh = t > 1,
+            c.centres = c.steps = true, c.sinks = 4, c.window = 64, c.sliding = 300, c.lengths = {1000, 90, 2500},
+            c.starts = {750, 3, 0}, c.dtype = TQ_F16, c.rotation = t == 4 ? TQ_ROTATION_DENSE : c.rotation;
+        });
+    add("fine, not causal, softcap", [](Case &c) {
+        c.fine = true, c.key_bits = "8421", c.causal = 0, c.tokens = 5, c.softcap = 5, c.lengths = {700, 31};
+    });
+    auto add_wide = [&](std::string name, auto change) {
+        for (const char *bits : {"2", "3", "4", "5310"})
+            add("many rows: " + name + ", bits " + bits, [&](Case &c) {
+                c.group = 16, c.heads = 1, c.key_bits = bits, c.lengths = {2000, 77};
+                change(c);
+            });
+    };
+    add_wide("one dominant token", [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 20.0 : 1.0; }; });
+    add_wide("all equal", [](Case &c) { c.query_size = 0; });
+    add_wide("logits of +-1e4", [](Case &c) { c.query_size = 3000; });
+    add_wide("softcap", [](Case &c) { c.softcap = 5, c.sinks = 4, c.window = 16; });
+    add_wide("dense rotation", [](Case &c) { c.rotation = TQ_ROTATION_DENSE, c.centres = c.steps = true; });
+    add_wide("head_dim 104", [](Case &c) { c.head_dim = 104; });
+    add_wide("negative softmax scale", [](Case &c) { c.scale_sign = -1, c.centres = true; });
+    add_wide("rising logits", [](Case &c) { c.boost = [](int i, int) { return 1 + i / 100.0; }; });
+    add_wide("values of all sizes", [](Case &c) { c.value_boost = [](int i, int) { return exp2(i % 29 - 14); }; });
+    add_wide("some values zero", [](Case &c) { c.value_boost = [](int i, int) { return i % 3 ? 1.0 : 0.0; }; });
+    add_wide("the dominant value zero", [](Case &c) {
+        c.boost = [](int i, int n) { return i == n / 2 ? 20.0 : 1.0; };
+        c.value_boost = [](int i, int n) { return i == n / 2 ? 0.0 : 1.0; };
+    });
+    add_wide("room to grow, hostile block table",
+             [](Case &c) { c.hostile = true, c.spare_pages = 300, c.lengths = {1000, 300}; });
+    add("hostile block table", [](Case &c) { c.hostile = true, c.lengths = {1000, 300}; });
+    return cases;
+}
+
+#endif
