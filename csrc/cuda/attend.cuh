@@ -40,6 +40,9 @@ constexpr int QUERY_BASE = 254;   /* a query number is hi * 254 + lo, both in -1
 constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
+/** Threads that a multiprocessor has registers for, in whole warps of each of its four parts. */
+constexpr int most_threads(int registers) { return 65536 / registers / 128 * 128; }
+
 /** One compiled kernel. KEY_BITS = VALUE_BITS = 0: any plan, the width of each group looked up as it goes; of version 3, or others. */
 template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false>
 struct Variant {

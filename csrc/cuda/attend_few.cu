@@ -9,8 +9,8 @@ namespace
 
 template <class V, int REGISTERS = few_registers<V>()> KernelChoice choice()
 {
-    constexpr int MAX_THREADS = 65536 / REGISTERS / 128 * 128;
-    return {attend_few_kernel<V, REGISTERS>, V::KEY_BITS, V::BLOCKS, V::TILES, MAX_THREADS, V::TWO_PRODUCTS, 0, 0};
+    return {attend_few_kernel<V, REGISTERS>, V::KEY_BITS,     V::BLOCKS, V::TILES,
+            most_threads(REGISTERS),         V::TWO_PRODUCTS, 0,         0};
 }
 
 template <int BITS, int GROUPS, int TILES> KernelChoice choice_of_rows(int blocks)

@@ -39,11 +39,10 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
     static constexpr int BATCHES_LEFT = UNIFORM ? 1 : 0;
     /* For 16 warps of a multiprocessor, with which mixed plans took 9 to 12 % less and 16 rows 4 to 8 % (in caches too small for all
      * warps up to 4 % more), or 12: 32 rows of uniform plans gained nothing. */
-    static constexpr int MAX_REGISTERS = ROWS == 16 || !UNIFORM ? 128 : 168,
-                         MAX_THREADS = 65536 / MAX_REGISTERS / 128 * 128;
+    static constexpr int MAX_REGISTERS = ROWS == 16 || !UNIFORM ? 128 : 168, MAX_THREADS = most_threads(MAX_REGISTERS);
     /* Shared memory of a team: queries, two buffers of weights, which pages use in turn, four numbers a row, RowScales, which would take
-     * too many registers, and the Between of each warp. The steps of the weights are 16 bytes further apart
-     * than they need be, so that a warp's stores go to different banks. */
+     * too many registers, and the Between of each warp. The steps of the weights are 16 bytes further apart than they need be, so that
+     * a warp's stores go to different banks. */
     static constexpr int WEIGHT_STEP = STEP_BYTES<ROWS> + 16, WEIGHT_BYTES = 8 * WEIGHT_STEP; /* 16 tokens; a page */
     static constexpr int QUERY_STEP = STEP_BYTES<2 * ROWS>, QUERY_BYTES = GROUPS * QUERY_STEP;
     static constexpr int AT_WEIGHTS = QUERY_BYTES, AT_NUMBERS = AT_WEIGHTS + 2 * WEIGHT_BYTES;
