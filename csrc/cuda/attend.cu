@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "attend_launch.cuh"
+#include "attend_cut.cuh"
 #include "blocks.cuh"
 
 namespace tq
@@ -12,11 +12,6 @@ namespace
 {
 
 /* ---- the device ---- */
-
-struct Device : DeviceFacts {
-    bool bulk, line;    /* line: never attend_few, for tests */
-    int large_clusters; /* as count_large_clusters says, for those who ask it */
-};
 
 /** Whether the kernels' code for the current device was compiled for compute capability 9.0, and not translated from older PTX, in which
  *  those for 9.0 are empty. Remembered as in current_device. */
@@ -164,14 +159,6 @@ tq_status check_pointers(const tq_plan *plan, const tq_attend_params *p, tq_erro
 
 /* ---- the plan ---- */
 
-int uniform_bits(const tq_plan *plan)
-{
-    int bits = is_fine(*plan) ? 0 : plan->key.bits[0];
-    for (int g = 0; g < plan->groups; g++)
-        if (plan->key.bits[g] != bits || plan->value.bits[g] != bits) return 0;
-    return bits;
-}
-
 /** The choices below are as measured on an H200. */
 KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pages, const Device &device)
 {
@@ -184,9 +171,7 @@ KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pag
     if (is_fine(*plan))
         return attend_kernel_fine(groups, rows <= 4 ? 1 : 2, whole && plan->page_tokens == 4 * TQ_TILE ? 4 : 2,
                                   device.bulk);
-    /* weights are rounded to fp16 there; for fewer rows it is no faster */
-    if (device.bulk && dtype != TQ_F32 && rows > (bits ? 8 : 16) && groups == 4 && plan->page_tokens == 4 * TQ_TILE)
-        return attend_kernel_wide(bits, rows);
+    if (rows > (bits ? 8 : 16) && is_for_wide(plan, dtype, device)) return attend_kernel_wide(bits, rows);
     bool narrow = groups <= 4; /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
     int blocks = rows <= 4 ? 1 : rows <= 8 || !narrow || bits == 2 ? 2 : 4;
     int tiles = whole && takes_whole_pages(bits, groups) ? 4 : 2;
@@ -262,222 +247,13 @@ tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tabl
 
 /* ---- the cut ---- */
 
-struct Launch {
-    KernelChoice kernel;
-    AttendArgs args;
-    int blocks, threads, shared_bytes;
-    int prepare_blocks, prepare_threads, prepare_bytes, combine_blocks, combine_threads, combine_bytes;
-    int64_t segments;
-};
-
-int64_t take(int64_t *at, int64_t bytes)
-{
-    int64_t start = *at;
-    *at += (bytes + 255) / 256 * 256;
-    return start;
-}
-
-/** Where the sides of a unit are in a stage, and what is copied there. */
-void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
-{
-    AttendArgs &a = *args;
-    int page_tiles = plan->page_tokens / TQ_TILE;
-    a.unit_tokens = tiles * TQ_TILE;
-    a.page_units = (plan->page_tokens + a.unit_tokens - 1) / a.unit_tokens;
-    a.key.at_codes = 0;
-    a.value.at_codes = tiles * a.key.tile_bytes;
-    a.key.at_scales = a.value.at_codes + tiles * a.value.tile_bytes;
-    a.value.at_scales = a.key.at_scales + (a.page_units == 1 ? 2 * plan->page_tokens : tiles * 2 * TQ_TILE);
-    a.stage_bytes = a.key.at_scales + 2 * tiles * 2 * TQ_TILE;
-    a.last_is_short = page_tiles != a.page_units * tiles;
-    for (int second = 0; second < a.page_units; second++) {
-        CopyArgs *copies = a.copies[second];
-        int here = page_tiles - second * tiles < tiles ? page_tiles - second * tiles : tiles;
-        int scales = a.key.scales_offset + second * tiles * 2 * TQ_TILE, scale_bytes = here * 2 * TQ_TILE;
-        copies[COPY_KEYS] = {a.key.codes_offset + second * tiles * a.key.tile_bytes, a.key.at_codes,
-                             here * a.key.tile_bytes, 0};
-        copies[COPY_VALUES] = {a.value.codes_offset + second * tiles * a.value.tile_bytes, a.value.at_codes,
-                               here * a.value.tile_bytes, 0};
-        /* the scales of a whole page are one piece */
-        copies[COPY_SCALES] = {scales, a.key.at_scales, (a.page_units == 1 ? 2 : 1) * scale_bytes, 0};
-        if (a.page_units > 1)
-            copies[COPY_VALUE_SCALES] = {scales + 2 * plan->page_tokens, a.value.at_scales, scale_bytes, 0};
-        a.copy_bytes[second][1] = copies[COPY_VALUES].bytes;
-        a.copy_bytes[second][0] = copies[COPY_KEYS].bytes + copies[COPY_SCALES].bytes + copies[COPY_VALUE_SCALES].bytes;
-    }
-}
-
-/* ---- the cut of attend_few ---- */
-
-/** Blocks of a multiprocessor that takes `warps` warps of them: so many that all segments are at work at once, if that is possible,
- *  because otherwise some wait for a turn of their own. Blocks have two warps at least. */
-int blocks_at_once(int64_t segments, int warps, const Device &device)
-{
-    int blocks = 1;
-    for (int n = 2; 2 * n <= warps && blocks * (int64_t)device.processors < segments; n++)
-        if (warps % n == 0) blocks = n;
-    return blocks;
-}
-
-/** Blocks that share a segment of so many units at most, and whether as a cluster; returns how many a warp may have. blocks: all that
- *  are at work at once. */
-int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const Device &device, FewArgs *f)
-{
-    int processors = device.processors,
-        in_clusters = processors * 10 / 11; /* some are in no cluster of four or eight */
-    f->cluster = PORTABLE_CLUSTER;
-    while (f->cluster > 1 && segments * f->cluster > (f->cluster > 2 ? in_clusters : processors)) f->cluster /= 2;
-    /* A large cluster where that takes all units at once, and one of eight would keep more than BUSY_WARPS of its warps busy: 1 to 7
-     * segments took up to 38 % less. */
-    int busy = f->warps < BUSY_WARPS ? f->warps : BUSY_WARPS;
-    if (segments <= device.large_clusters && segments * LARGE_CLUSTER <= processors &&
-        units > PORTABLE_CLUSTER * busy && units <= LARGE_CLUSTER * f->warps)
-        f->cluster = LARGE_CLUSTER;
-    int64_t parts = blocks / segments;
-    auto rounds = [&](int64_t sharing) { return (units + sharing * f->warps - 1) / (sharing * f->warps); };
-    bool split = parts > 1 && rounds(f->cluster) > rounds(parts); /* merge_parts costs no more than a round */
-    f->sharing = split ? (int)parts : f->cluster;
-    if (split) f->cluster = 1;
-    return rounds(f->sharing);
-}
-
-/** Shared memory of attend_few's blocks; returns their bytes. */
-int lay_out_few(const KernelChoice &kernel, AttendArgs *args)
-{
-    AttendArgs &a = *args;
-    FewArgs &f = a.few;
-    int64_t row_bytes = a.pitch * (int64_t)sizeof(float), sums = a.tile_rows * row_bytes, at = 0;
-    int64_t rows = a.row_tiles > 1 ? a.tile_rows : a.rows, sent = (rows + f.cluster - 1) / f.cluster * f.cluster,
-            slot = (4 + 2 * TQ_TILE * a.groups) * sizeof(float);
-    f.stride = f.warps * f.sharing;
-    f.warp_bytes = (int32_t)(a.stage_bytes > sums ? a.stage_bytes : sums);
-    take(&at, (int64_t)f.warps * f.warp_bytes);
-    f.rows = (int32_t)take(&at, a.tile_rows * sizeof(RowArgs));
-    f.queries = (int32_t)take(&at, (int64_t)kernel.blocks * a.groups * 32 * sizeof(uint2));
-    f.spare = (int32_t)take(&at, sums);
-    f.value_scale = (int32_t)take(&at, 32 * sizeof(float2));
-    f.totals = (int32_t)take(&at, 2 * f.warps * a.tile_rows * sizeof(float4));
-    f.exact = (int32_t)take(&at, a.exact_parts ? f.warps * sums : 0);
-    f.slots = (int32_t)take(&at, sent * slot);
-    a.at_barriers = (int32_t)at;
-    return a.at_barriers + f.warps * 32;
-}
-
-/** Exact tokens of a sequence at most. */
-int64_t most_exact_tokens(const tq_attend_params &p)
-{
-    return p.window ? (int64_t)p.sinks + p.window + (p.query_tokens - 1) : p.sinks;
-}
-
-/** Whether the cut is faster than that of the three kernels, as measured on an H200. at_once: blocks of a multiprocessor; rounds: as of
- *  share_segments. */
-bool few_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segments, int at_once, int64_t rounds,
-                  const Device &device)
-{
-    const FewArgs &f = a.few;
-    int64_t half_pages = rounds * kernel.tiles / 2;
-    /* Mostly attend_wide is the alternative with four groups, which unpacks a code once for up to 32 rows; with two it is teams of warps
-     * that share the pages. */
-    if (kernel.blocks == 4 && half_pages > 8 && a.row_tiles > (a.groups == 4 ? 1 : 2)) return false;
-    if (kernel.blocks == 4 && half_pages > 24 && a.groups == 4 && kernel.key_bits == 4) return false;
-    if ((kernel.blocks == 1 ? rounds : half_pages) <= 2) return true;
-    if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
-    /* every block works as long as the longest: idle multiprocessors count */
-    int64_t room = (int64_t)at_once * device.processors, blocks = segments * f.sharing,
-            turns = (blocks + room - 1) / room;
-    if (blocks * 20 < turns * room * 17) return false;
-    /* by whole pages, here or by the three kernels, long caches are faster */
-    if (kernel.blocks == 2 && kernel.tiles == 2 && kernel.key_bits != 4 && half_pages > 24) return false;
-    return kernel.key_bits || at_once == 1;
-}
-
-/* What a warp takes for half a page and for a page, and what merge_parts takes, as measured: tenths of the first. */
-constexpr int HALF_COST = 10, MERGE_COST = 10;
-int page_cost(const AttendArgs &a) { return a.groups > 2 ? 18 : 15; }
-
-/** Cuts the work for the kernel of so many tiles a unit; returns about what it costs. 0, and *l good for nothing, where there is no such
- *  kernel, or no room, or the three kernels are faster. */
-int64_t cut_units(const tq_plan *plan, const Device &device, int tiles, Launch *l)
-{
-    AttendArgs &a = l->args;
-    FewArgs &f = a.few;
-    /* a segment takes two warps at least */
-    bool high_occupancy = l->segments > 16 / 2 * device.processors && l->segments <= 20 / 2 * device.processors;
-    KernelChoice kernel = attend_kernel_few(uniform_bits(plan), a.groups, a.tile_rows / 4, tiles, high_occupancy);
-    if (!kernel.kernel) return 0;
-    lay_out_stage(plan, tiles, &a);
-    int most = kernel.max_threads / 32;
-    for (int at_once = blocks_at_once(l->segments, most, device); at_once; at_once--) {
-        int room = device.shared_bytes_per_processor / at_once - 1024;
-        if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
-        const int first = most / at_once < FEW_WARPS ? most / at_once : FEW_WARPS;
-        for (f.warps = first; f.warps >= 2; f.warps--) {
-            int64_t units = (int64_t)a.p.max_pages * a.page_units,
-                    rounds = share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &f);
-            /* More warps make a block's start and end shorter: all there can be if no more than BUSY_WARPS of them have a unit, or
-             * if that saves a large cluster a round; otherwise no more than are good for reading. */
-            int busy = f.cluster == LARGE_CLUSTER ? f.warps : BUSY_WARPS;
-            if (f.warps > BUSY_WARPS && (f.warps < first || units > busy * f.sharing)) continue;
-            l->shared_bytes = lay_out_few(kernel, &a);
-            if (l->shared_bytes > room) continue;
-            l->kernel = kernel;
-            l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
-            l->threads = 32 * f.warps;
-            if (!few_would_do(a, kernel, l->segments, at_once, rounds, device)) return 0;
-            return (rounds ? rounds : 1) * (tiles == 2 ? HALF_COST : page_cost(a)) +
-                   (f.sharing == f.cluster ? 0 : MERGE_COST);
-        }
-    }
-    return 0;
-}
-
-/** Cuts the work for the kernel for few rows; false, and nothing done, where that is not possible or would not do. */
-bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
-{
-    Launch halves = *launch;
-    AttendArgs &a = halves.args;
-    int row_blocks = a.rows <= 4 ? 1 : a.rows <= 8 ? 2 : 4;
-    a.tile_rows = 4 * row_blocks;
-    a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
-    a.exact_parts = most_exact_tokens(a.p) > 0;
-    int64_t segments = halves.segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
-    if (!device.bulk || device.line || a.rows > FEW_ROWS || a.groups > 4 || is_fine(*plan) ||
-        a.rotation == TQ_ROTATION_DENSE || segments >= 1 << 22) /* more than `divide` takes */
-        return false;
-    Launch wholes = halves;
-    int64_t by_half = cut_units(plan, device, 2, &halves), by_page = 0;
-    /* Whole pages pay off where there are many. With up to four rows that is all, but for four groups there may not be many segments, which
-     * leave few warps for each. With more rows, or many segments, whole pages may not cost more, and a warp is to have two of a mixed
-     * plan, or four where segments are many: `least` is what those cost. */
-    bool many = segments > 2 * device.processors, compare = many || row_blocks > 1;
-    if (plan->page_tokens > 2 * TQ_TILE &&
-        (many ? row_blocks > 1 || a.groups < 4 : segments * a.p.max_pages >= 2 * device.processors))
-        by_page = cut_units(plan, device, 4, &wholes);
-    int least = page_cost(a) * (many ? 4 : wholes.kernel.key_bits ? 0 : 2);
-    if (compare && (by_page < least || (by_half && by_page > by_half))) by_page = 0;
-    if (!by_half && !by_page) return false;
-    *launch = by_page ? wholes : halves;
-    return true;
-}
-
-/** The parts of attend_few's blocks; returns their bytes. */
-size_t lay_out_parts(Launch *l, char *base)
-{
-    AttendArgs &a = l->args;
-    if (a.few.sharing == a.few.cluster) return 0;
-    int64_t at = 0, rows = (int64_t)l->blocks * a.rows;
-    a.totals = reinterpret_cast<RowTotals *>(base + take(&at, rows * sizeof(RowTotals)));
-    a.sums = reinterpret_cast<float *>(base + take(&at, rows * TQ_TILE * a.groups * sizeof(float)));
-    return (size_t)at;
-}
-
 /** Rows, warps and stages of pages. */
 tq_status cut_pages(const tq_plan *plan, const Device &device, Launch *l, tq_error *error)
 {
     AttendArgs &a = l->args;
     a.wide_rows = l->kernel.wide_rows;
     if (a.wide_rows) {
-        a.team_warps = 4;
+        a.team_warps = WIDE_WARPS;
         a.tile_rows = a.wide_rows;
     } else {
         int row_blocks = (a.rows + 3) / 4;

@@ -4,7 +4,8 @@
  *   pages     attends to the packed pages; starts on the pages while prepare still runs
  *   combine   merges the parts that the other two left in the workspace, un-rotates, writes
  *
- * For few rows, on Hopper, where sequences are about equally long or short, one kernel does all of that in shared memory: attend_few.
+ * On Hopper, where sequences are about equally long or short, one kernel does all of that in shared memory: attend_few, which takes up to
+ * 128 rows.
  *
  * How the work on pages is cut:
  *   row       (query token, query head) that reads one KV head: row = token * group + head. Row r of a tile of rows is column pair
@@ -20,7 +21,8 @@
  *   attend_schedule   who does which units                  attend_ends                  prepare and combine
  *   attend_pages      the loop over units                   attend_kernel                pages
  *   attend_wide       the same for many rows, on Hopper     warpgroup                    its products
- *   attend_few        all of it for few rows, on Hopper     attend_output                sums to results, for both
+ *   attend_few        all of it in one, on Hopper           attend_few_wide              the same for many rows
+ *   attend_output     sums to results, for both             attend_cut_few               who does which units there
  *   attend.cu         checks, choices, launches */
 #ifndef TQ_CUDA_ATTEND_CUH
 #define TQ_CUDA_ATTEND_CUH
@@ -35,8 +37,12 @@ constexpr int FEW_ROWS = 128;     /* of a KV head at most that attend_few takes 
 constexpr int LARGE_CLUSTER = 16; /* blocks that share a segment of attend_few where segments are few */
 constexpr int FEW_WARPS = 16;     /* of a block of attend_few at most: two parts of each for the lanes of one */
 constexpr int BUSY_WARPS = 12;    /* the same where warps have many units: 16 took up to 5 % longer */
-constexpr int END_ROWS = 16;      /* of a block of prepare or combine at most */
-constexpr int QUERY_BASE = 254;   /* a query number is hi * 254 + lo, both in -127..127 */
+constexpr int WIDE_WARPS = 4;     /* of a team of attend_wide */
+/** Sets of rows of a tile for which warps of attend_few_wide take exact tokens: of 8 each; 1 in attend_few, where wide_rows is 0. */
+constexpr int exact_sets(int wide_rows) { return wide_rows ? wide_rows / 8 : 1; }
+constexpr int FEW_BLOCK_BYTES = 64; /* what a block of attend_few knows of its segment */
+constexpr int END_ROWS = 16;        /* of a block of prepare or combine at most */
+constexpr int QUERY_BASE = 254;     /* a query number is hi * 254 + lo, both in -127..127 */
 constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
@@ -49,7 +55,8 @@ struct Variant {
     static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_;
     static constexpr int GROUPS = GROUPS_; /* of 32 channels; the most there may be, if the plan is any */
     static constexpr int BLOCKS = BLOCKS_; /* of four rows, in one warp */
-    static constexpr int TILES = TILES_;   /* token tiles of a unit: more for throughput, fewer for latency */
+    static constexpr int ROWS = 4 * BLOCKS, TEAM_WARPS = 1;
+    static constexpr int TILES = TILES_; /* token tiles of a unit: more for throughput, fewer for latency */
     static constexpr bool BULK = BULK_, FINE = FINE_;
     static constexpr bool UNIFORM = KEY_BITS != 0;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
@@ -114,12 +121,15 @@ struct RowTotals {
 
 /** attend_few; all 0 for other kernels. */
 struct FewArgs {
-    int32_t warps;      /* of a block */
-    int32_t sharing;    /* blocks that share a segment */
-    int32_t cluster;    /* as many, if they are a cluster; otherwise 1: each leaves a part for merge_parts */
-    int32_t stride;     /* warps of a segment: each takes every stride-th unit */
-    int32_t warp_bytes; /* shared memory of a warp: its stage, then its sums */
-    int32_t rows, queries, spare, value_scale, totals, exact, slots; /* where things are behind those, in bytes */
+    int32_t warps;       /* of a block */
+    int32_t teams;       /* of a block: as many, or in attend_few_wide a quarter */
+    int32_t sharing;     /* blocks that share a segment */
+    int32_t cluster;     /* as many, if they are a cluster; otherwise 1: each leaves a part for merge_parts */
+    int32_t stride;      /* teams of a segment: each takes every stride-th unit */
+    int32_t exact_warps; /* of a block that share exact tokens for the same rows */
+    int32_t team_bytes;  /* shared memory of a team: its stage, then its sums */
+    int32_t rows, queries, spare, value_scale, totals, exact, slots,
+        block; /* where things are behind those, in bytes */
 };
 
 /** Everything a block knows when it starts; in constant memory. Segment s = ((sequence * kv_heads) + head) * row_tiles + tile. */
@@ -146,8 +156,8 @@ struct AttendArgs {
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
     int32_t exact_parts, exact_tokens;  /* parts of each KV head (attend_few: 1 if any), tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows that a block takes of a tile; they divide tile_rows */
-    int32_t wide_rows;                  /* attend_wide: rows of a team; 0 otherwise */
-    int32_t at_teams;    /* shared memory of pages, in bytes: what warps and teams have beside the stages */
+    int32_t wide_rows;                  /* attend_wide, attend_few_wide: rows of a team; 0 otherwise */
+    int32_t at_teams;    /* shared memory, in bytes: what warps and teams have beside the stages (not in attend_few) */
     int32_t at_barriers; /* the same: barriers */
     FewArgs few;
     int32_t pitch; /* floats from one row to the next in shared memory of prepare, combine and attend_few */

@@ -1,14 +1,15 @@
-/* Attention of few rows with everything in one kernel: what prepare, pages and combine leave in the workspace for each other stays in
+/* Attention of up to 128 rows with everything in one kernel: what prepare, pages and combine leave in the workspace for each other stays in
  * shared memory.
  *
  * A segment is shared by some blocks. Each of them
  *   - prepares all the tile's queries, a warp per row, while the first pages are on their way,
- *   - attends: of the segment's n warps each takes every n-th unit, and such exact tokens while it waits for its first unit,
- *   - merges the parts of its warps, un-rotates, writes.
+ *   - attends: of the segment's n teams (a warp each, or as in attend_wide four) each takes every n-th unit, and its warps such exact
+ *     tokens while they wait for their first unit,
+ *   - merges the parts of its teams, un-rotates, writes.
  * Where they are a cluster, each block finishes some of the rows: the others send it their parts. Otherwise, if there are several, all
  * finish their parts of all rows, and a second kernel, merge_parts, adds them up.
  *
- * More than 16 rows are several tiles of rows, each with blocks of its own, in the grid's second dimension.
+ * Rows that are too many for one tile are several tiles, each with blocks of its own, in the grid's second dimension.
  *
  * The work is cut by segments, however long they are: for sequences that are about equally long, or short. */
 #ifndef TQ_CUDA_ATTEND_FEW_CUH
@@ -20,7 +21,7 @@
 namespace tq
 {
 
-/** The units of one warp: every few.stride-th of a segment, `unit` being the next to send for and the one before at work. As few numbers
+/** The units of one team: every few.stride-th of a segment, `unit` being the next to send for and the one before at work. As few numbers
  *  as can be: where a kernel has 96 or 128 registers, more were spilled. */
 struct Stride : UnitPlace {
     Range seen_by_all; /* packed indices */
@@ -37,10 +38,19 @@ struct Stride : UnitPlace {
     __device__ __forceinline__ void step_on(const AttendArgs &a, bool) { unit += a.few.stride; }
 };
 
-/** A block's shared memory behind the stages of its warps, which hold their packed sums, [rows][pitch], once they have done their
- *  units. */
+/** What a block knows of its segment. */
+struct FewBlock {
+    RowSet set;
+    int32_t rank, active; /* among the blocks that share the segment; teams with units */
+    PackedView view;
+};
+static_assert(sizeof(FewBlock) <= FEW_BLOCK_BYTES);
+
+/** A block's shared memory behind the stages of its teams, which hold their packed sums, [rows][pitch], once they have done their
+ *  units. A warp takes exact tokens for one set of rows, so that SETS warps side by side have the same tokens. */
 template <class V> struct FewSpace {
-    static constexpr int ROWS = 4 * V::BLOCKS;
+    static constexpr int ROWS = V::ROWS, SETS = exact_sets(V::TEAM_WARPS > 1 ? ROWS : 0), ROWS_OF_SET = ROWS / SETS;
+    static_assert(V::TEAM_WARPS % SETS == 0, "every set has as many warps of a block");
     const AttendArgs &a;
 
     template <class T> __device__ __forceinline__ T *at(int32_t bytes) const
@@ -50,16 +60,19 @@ template <class V> struct FewSpace {
     __device__ __forceinline__ RowArgs *rows() const { return at<RowArgs>(a.few.rows); }
     __device__ __forceinline__ uint2 *queries() const { return at<uint2>(a.few.queries); }
     __device__ __forceinline__ float2 *value_scale() const { return at<float2>(a.few.value_scale); }
+    __device__ __forceinline__ FewBlock *block() const { return at<FewBlock>(a.few.block); }
     __device__ __forceinline__ float *spare_row(int row) const { return at<float>(a.few.spare) + row * a.pitch; }
-    __device__ __forceinline__ float *packed_sums(int warp, int row) const
+    __device__ __forceinline__ float *packed_sums(int team, int row) const
     {
-        return at<float>(warp * a.few.warp_bytes) + row * a.pitch;
+        return at<float>(team * a.few.team_bytes) + row * a.pitch;
     }
-    __device__ __forceinline__ float *exact_sums(int warp, int row) const
+    /** Of the part-th warp with exact tokens for the row. */
+    __device__ __forceinline__ float *exact_sums(int part, int row) const
     {
-        return at<float>(a.few.exact) + (warp * ROWS + row) * a.pitch;
+        return at<float>(a.few.exact) + (part * ROWS + row) * a.pitch;
     }
-    /** Of a warp's part of a row: {max, sum, sum of packed tokens, rounded_sum}. Parts of packed tokens come first, then exact ones. */
+    /** Of a part of a row: {max, sum, sum of packed tokens, rounded_sum}. Parts of packed tokens come first, one of each team, then exact
+     *  ones. */
     __device__ __forceinline__ float4 *totals(int part, int row) const
     {
         return at<float4>(a.few.totals) + part * ROWS + row;
@@ -71,8 +84,8 @@ template <class V> struct FewSpace {
     }
 };
 
-/** The exact tokens of one warp of a segment: every few.stride-th, the next of them on its way. Of rows and tokens a lane has channels
- *  4 lane .. */
+/** The exact tokens of one warp, which shares those of the segment with few.exact_warps of each block; the next of them on its way. Of rows
+ *  and tokens a lane has channels 4 lane .. */
 struct ExactTokens {
     ExactView view;
     int32_t next, end, position; /* of those that the sequence's rows see */
@@ -90,7 +103,7 @@ struct ExactTokens {
     __device__ __forceinline__ bool more() const { return next < end; }
     __device__ __forceinline__ void step_on(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
     {
-        next += a.few.stride;
+        next += a.few.exact_warps * a.few.sharing;
         load(a, s, seq, lane);
     }
     __device__ __forceinline__ void load(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
@@ -129,8 +142,8 @@ template <class V>
 __device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const RowSet &s, const Sequence &seq,
                                                      ExactTokens &tokens, const FewSpace<V> &space, int warp, int lane)
 {
-    constexpr int ROWS = FewSpace<V>::ROWS, LANES = 32 / ROWS;
-    int own = lane / LANES;
+    constexpr int ROWS = FewSpace<V>::ROWS_OF_SET, SETS = FewSpace<V>::SETS, LANES = 32 / ROWS;
+    int part = warp / SETS, first_row = ROWS * (warp % SETS), own = first_row + lane / LANES;
     bool any = tokens.more();
     float top = -INFINITY, sum = 0;
     float4 o[ROWS];
@@ -165,10 +178,11 @@ __device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const 
             }
         } while (tokens.more());
     }
-    if (lane % LANES == 0) *space.totals(a.few.warps + warp, own) = make_float4(top, sum, 0, 0);
+    if (lane % LANES == 0) *space.totals(a.few.teams + part, own) = make_float4(top, sum, 0, 0);
     if (any && 4 * lane < TQ_TILE * a.groups)
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) *reinterpret_cast<float4 *>(space.exact_sums(warp, r) + 4 * lane) = o[r];
+        for (int r = 0; r < ROWS; r++)
+            *reinterpret_cast<float4 *>(space.exact_sums(part, first_row + r) + 4 * lane) = o[r];
 }
 
 /** A warp's part of the packed tokens to where the block merges. */
@@ -196,10 +210,9 @@ __device__ __forceinline__ void leave_part_in_block(const AttendArgs &a, const F
     }
 }
 
-/** The sum of factor(w) * row(w) over parts w < n of the block's warps, a lane the channels from `c` on; factor(w) is that of lane
+/** The sum of factor(w) * row(w) over parts w < n of the block, a lane the channels from `c` on; factor(w) is that of lane
  *  first + w. A part of factor 0 may never have been written. */
-template <class Row>
-__device__ __forceinline__ float4 add_parts_of_warps(int n, float factor, int first, int c, Row row)
+template <class Row> __device__ __forceinline__ float4 add_parts(int n, float factor, int first, int c, Row row)
 {
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 4
@@ -211,26 +224,27 @@ __device__ __forceinline__ float4 add_parts_of_warps(int n, float factor, int fi
     return sum;
 }
 
-/** Merges the parts of the block's warps, of which the first `active` have had units, and sends each row's to the block that finishes
+/** Merges the parts of the block's teams, of which the first `active` have had units, and sends each row's to the block that finishes
  *  it: a warp a row, a lane four channels. */
 template <class V>
 __device__ __forceinline__ void send_rows(const AttendArgs &a, const FewSpace<V> &space, int rows, int rank, int active,
                                           int warp, int lane)
 {
-    int warps = a.few.warps, width = TQ_TILE * a.groups, c = 4 * lane;
+    int warps = a.few.warps, teams = a.few.teams, exact_parts = a.few.exact_warps, width = TQ_TILE * a.groups,
+        c = 4 * lane;
     bool exact = a.exact_parts, has = c < width, in_cluster = a.few.cluster > 1;
     if (!has) c = 0;
 #pragma unroll 1
     for (int row = warp; row < rows; row += warps) {
         float4 t = make_float4(-INFINITY, 0, 0, 0);
-        if (lane < (exact ? 2 * warps : active)) t = *space.totals(lane, row);
+        if (lane < (exact ? teams + exact_parts : active)) t = *space.totals(lane, row);
         float top = warp_max(t.x), f = moved(t.x, top);
         uint32_t to = shared_address(space.slot(row, in_cluster ? rank : 0));
         if (in_cluster) to = cluster_address(to, row & (a.few.cluster - 1));
-        float4 sum = add_parts_of_warps(active, f, 0, c, [&](int w) { return space.packed_sums(w, row); });
+        float4 sum = add_parts(active, f, 0, c, [&](int w) { return space.packed_sums(w, row); });
         if (has) store_cluster(to + 4 * (4 + c), sum);
         if (exact) {
-            sum = add_parts_of_warps(warps, f, warps, c, [&](int w) { return space.exact_sums(w, row); });
+            sum = add_parts(exact_parts, f, teams, c, [&](int w) { return space.exact_sums(w, row); });
             if (has) store_cluster(to + 4 * (4 + width + c), sum);
         }
         sum = make_float4(top, warp_sum(f * t.y), warp_sum(f * t.z), warp_sum(f * t.w));
@@ -307,26 +321,64 @@ __device__ __forceinline__ void touch_arguments(const AttendArgs &a, int warp)
     if (all == 0xdeadbeefu) __nanosleep(0); /* never, but the compiler does not know */
 }
 
-template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &a)
+/** A warp's units, to its part in the block. attend_few_wide has its own, for a team's. */
+template <class V>
+__device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<V, true> &ring, Stride &ahead,
+                                             const FewSpace<V> &space, int warp, int lane)
 {
-    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, cluster = a.few.cluster, sharing = a.few.sharing,
+    Sums<V> sums;
+    attend_units<V>(a, ring, ahead, {space.rows(), space.queries()}, lane, sums);
+    __syncwarp();
+    leave_part_in_block<V>(a, space, warp, lane, sums);
+}
+
+/** Merges what the block's teams know, and finishes its rows. */
+template <class V>
+__device__ __forceinline__ void finish_block(const AttendArgs &a, const FewSpace<V> &space, const FewBlock &block)
+{
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, cluster = a.few.cluster;
+    int row = (cluster > 1 ? block.rank : 0) + warp * cluster;
+    Output output(a, block.set, row);
+    ValueScale<4> scale(space.value_scale()[lane]);
+    __syncthreads();
+    if (cluster > 1) cluster_wait(); /* all blocks have started */
+    send_rows<V>(a, space, block.set.n, block.rank, block.active, warp, lane);
+    if (cluster > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
+#pragma unroll 1
+    for (; row < block.set.n; row += a.few.warps * cluster) {
+        finish_row<V>(a, block.set, row, scale, output, space, lane);
+        output = Output(a, block.set, row + a.few.warps * cluster);
+    }
+}
+
+/** A block before its units: what it knows of its segment, and a team's way through it. */
+struct FewStart {
+    FewBlock block;
+    Stride ahead;
+    bool works;
+};
+
+/** Finds the block's segment while the kernel in front still works, then sends for the first pages and prepares everything else while they
+ *  are on their way. FRUGAL: as of attend_few. */
+template <class V, bool FRUGAL>
+__device__ __forceinline__ FewStart start_block(const AttendArgs &a, const FewSpace<V> &space,
+                                                const Ring<V, true> &ring, int team, int thread)
+{
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, sharing = a.few.sharing,
         segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing, b = divide(segment, a.p.kv_heads),
         h = segment - b * a.p.kv_heads;
-    int turn = rank + warp * sharing; /* of the segment's warps */
-    Ring<V, true> ring = {shared_address(shared_bytes) + warp * a.few.warp_bytes,
-                          shared_address(shared_bytes) + a.at_barriers + warp * 32, 0, 0,
-                          copy_policy(V::BLOCKS < 4 || a.row_tiles == 1)};
-    FewSpace<V> space = {a};
+    int turn = rank + team * sharing; /* of the segment's teams */
     RowSet set = {b, h, 0, segment, 0, a.rows};
-    if (V::BLOCKS == 4) set.row_tile = blockIdx.y, set.n = min(a.rows - set.row_tile * space.ROWS, space.ROWS);
+    if (V::ROWS >= 16) set.row_tile = blockIdx.y, set.n = min(a.rows - set.row_tile * space.ROWS, space.ROWS);
     touch_arguments(a, warp);
-    if (elect_lane()) {
-#pragma unroll
-        for (int which = 0; which < 2; which++) barrier_init(ring.barrier(0, which), 1);
-        barrier_init_fence();
-    }
+    if (ring.sends(thread) && elect_lane()) init_barriers(a, ring);
     __syncwarp();
-    if (cluster > 1) cluster_arrive_empty_handed(); /* others may write into this block's memory after this */
+    if (a.few.cluster > 1) cluster_arrive_empty_handed(); /* others may write into this block's memory after this */
     let_next_start();
     wait_for_previous();
 
@@ -337,47 +389,53 @@ template <class V> __device__ __forceinline__ void attend_few(const AttendArgs &
     PackedView view = view_packed(a, seq);
     Stride ahead(a, view, b, h, turn);
     bool works = ahead.more();
-    if (works) {
+    if (works && ring.sends(thread)) {
         if (ahead.unit != turn) page = ahead.page(a);
         const uint8_t *record = ahead.record(a, page);
 #pragma unroll
-        for (int which = 0; which < 2; which++) ring.fill(a, 0, which, record, ahead.unit, lane);
+        for (int which = 0; which < 2; which++) ring.fill(a, 0, which, record, ahead.unit, thread);
     }
     ahead.step_on(a, works);
     /* the last warps, which have the fewest rows to prepare, come first */
-    ExactTokens exact(a, set, seq, a.few.stride - 1 - turn, lane);
-    /* of the block's warps those with units (divide may be off at its largest quotients, far above `warps`) */
-    int active = min(a.few.warps, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
+    int exact_turn = rank + warp / FewSpace<V>::SETS * sharing;
+    ExactTokens exact(a, set, seq, a.few.exact_warps * sharing - 1 - exact_turn, lane);
+    /* teams with units (divide may be off at its largest quotients, far above `teams`) */
+    int active = min(a.few.teams, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
+    FewBlock block = {set, rank, active, view};
+    if (FRUGAL && threadIdx.x == 0) *space.block() = block;
     prepare_rows<V>(a, set, seq, load, space, warp, lane);
     if (warp == a.few.warps - 1) /* it has the fewest rows, if they differ */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
     if (a.exact_parts) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);
+    return {block, ahead, works};
+}
+
+/** FRUGAL, for kernels that are short of registers: what a block knows of its segment waits in shared memory from step to step. It would be
+ *  spilled, to a memory that is busy with pages (with 96 registers 2 to 4 % longer); elsewhere, reading it back costs .2 us. */
+template <class V, bool FRUGAL> __device__ __forceinline__ void attend_few(const AttendArgs &a)
+{
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, thread = threadIdx.x % (32 * V::TEAM_WARPS);
+    int team = V::TEAM_WARPS == 1
+                   ? warp
+                   : __shfl_sync(ALL_LANES, warp / V::TEAM_WARPS, 0); /* the compiler is to know that lanes agree */
+    Ring<V, true> ring = {shared_address(shared_bytes) + team * a.few.team_bytes,
+                          shared_address(shared_bytes) + a.at_barriers + team * 32, 0, 0,
+                          copy_policy(V::ROWS < 16 || a.row_tiles == 1)};
+    FewSpace<V> space = {a};
+    FewStart start = start_block<V, FRUGAL>(a, space, ring, team, thread);
+    if (V::TEAM_WARPS > 1) shared_writes_before_copies(); /* its products read queries as copies do */
     __syncthreads();
-    if (works) {
-        Sums<V> sums;
-        attend_units<V>(a, ring, ahead, {space.rows(), space.queries()}, lane, sums);
-        __syncwarp();
-        leave_part_in_block<V>(a, space, warp, lane, sums);
-    } else if (lane < FewSpace<V>::ROWS) {
-        *space.totals(warp, lane) = make_float4(-INFINITY, 0, 0, 0);
+    if (FRUGAL) {
+        start.block = *space.block();
+        const FewBlock &block = start.block;
+        start.ahead = Stride(a, block.view, block.set.b, block.set.h, block.rank + team * a.few.sharing);
+        start.works = start.ahead.more();
+        start.ahead.step_on(a, start.works);
     }
-    int row = (cluster > 1 ? rank : 0) + warp * cluster;
-    Output output(a, set, row);
-    ValueScale<4> scale(space.value_scale()[lane]);
-    __syncthreads();
-    if (cluster > 1) cluster_wait(); /* all blocks have started */
-    send_rows<V>(a, space, set.n, rank, active, warp, lane);
-    if (cluster > 1) {
-        cluster_arrive();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
-#pragma unroll 1
-    for (; row < set.n; row += a.few.warps * cluster) {
-        finish_row<V>(a, set, row, scale, output, space, lane);
-        output = Output(a, set, row + a.few.warps * cluster);
-    }
+    if (start.works) attend_share(a, ring, start.ahead, space, warp, lane);
+    else if (thread < FewSpace<V>::ROWS) *space.totals(team, thread) = make_float4(-INFINITY, 0, 0, 0);
+    if (FRUGAL) start.block = *space.block();
+    finish_block<V>(a, space, start.block);
 }
 
 /* Registers for 20, 16, 12 and 8 warps of a multiprocessor. */
@@ -394,7 +452,7 @@ template <class V> constexpr int few_registers()
 template <class V, int REGISTERS>
 __global__ void __maxnreg__(REGISTERS) attend_few_kernel(const __grid_constant__ AttendArgs a)
 {
-    if constexpr (is_for_this_device<V>()) attend_few<V>(a);
+    if constexpr (is_for_this_device<V>()) attend_few<V, REGISTERS <= FOR_20_WARPS>(a);
 }
 
 } // namespace tq

@@ -6,15 +6,16 @@
 namespace tq
 {
 
-/** A team's barriers, by its first thread. */
-template <class V> __device__ __forceinline__ void init_barriers(const AttendArgs &a, const Ring<V> &ring)
+/** A team's barriers, by one of its threads. */
+template <class V, bool ONE_STAGE>
+__device__ __forceinline__ void init_barriers(const AttendArgs &a, const Ring<V, ONE_STAGE> &ring)
 {
-    int used = a.team_warps > 1 ? 4 : 2; /* a warp alone never waits for an empty stage */
+    int stages = ONE_STAGE ? 1 : a.stages, team_warps = ring.team_warps(a), used = team_warps > 1 ? 4 : 2;
 #pragma unroll 1
-    for (int i = 0; i < a.stages; i++)
-#pragma unroll 1
+    for (int i = 0; i < stages; i++)
+#pragma unroll(ONE_STAGE ? 4 : 1)
         for (int k = 0; k < used; k++)
-            barrier_init(ring.barrier(i, k), k >= 2 ? a.team_warps : V::BULK ? 1 : 32 * a.team_warps);
+            barrier_init(ring.barrier(i, k), k >= 2 ? team_warps : V::BULK ? 1 : 32 * team_warps);
     barrier_init_fence();
 }
 

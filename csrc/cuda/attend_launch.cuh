@@ -19,8 +19,8 @@ struct KernelChoice {
     void (*kernel)(AttendArgs); /* NULL: not compiled */
     int key_bits, blocks, tiles, max_threads;
     bool two_products;
-    int own_bytes; /* shared memory beside the stages: of a warp, in attend_wide of a team */
-    int wide_rows; /* attend_wide: rows of a team; 0 otherwise */
+    int own_bytes; /* shared memory beside the stages: of a warp, in attend_wide and attend_few_wide of a team */
+    int wide_rows; /* of those two: rows of a team; 0 otherwise */
 };
 
 /** Whether there is a kernel for whole pages. At 4 bits of 128 channels half pages were faster: with few rows when there were 16 warps (not
@@ -39,6 +39,8 @@ KernelChoice attend_kernel_fine(int groups, int blocks, int tiles, bool bulk);
 /** The kernel for many rows: 16 or 32 of them at once, of plans with four groups and four tiles a page; bits 0: 32 rows of any
  *  widths. */
 KernelChoice attend_kernel_wide(int bits, int rows);
+/** attend_few for many rows: of the same plans, at bits 0 also 16 rows. */
+KernelChoice attend_kernel_few_wide(int bits, int rows);
 /** The kernel for few rows, 1, 2 or 4 blocks of them, of at most four groups; bits 0: of any widths. Four tiles: where takes_whole_pages.
  *  high_occupancy: for so many segments that 20 warps of each multiprocessor take all at once, but not 16; two groups and up to two
  *  blocks have kernels of their own for that (whole pages: of one block at 2 and 3 bits), others are the same. */

@@ -47,23 +47,29 @@ template <int TILES> struct LaneScales {
 
 /** A team's ring of stages. Key codes with all scales, and value codes, have barriers of their own: the keys of a unit to come are
  *  on their way while the values of this one are at work. Addresses are shared ones; a stage has barriers full keys, full values,
- *  empty keys, empty values. ALONE: it has one stage, and the team is one warp. */
-template <class V, bool ALONE_ = false> struct Ring {
-    static constexpr bool ALONE = ALONE_;
+ *  empty keys, empty values; a warp alone never waits for an empty stage. ONE_STAGE: there is no more than one, and the team is as V
+ *  says. */
+template <class V, bool ONE_STAGE_ = false> struct Ring {
+    static constexpr bool ONE_STAGE = ONE_STAGE_;
     uint32_t stages, barriers; /* of the team */
     int stage, parity;         /* of the unit at work */
     uint64_t policy;           /* of its copies */
 
     __device__ __forceinline__ uint32_t barrier(int stage_, int which) const
     {
-        return barriers + (ALONE ? 0 : 32 * stage_) + 8 * which;
+        return barriers + (ONE_STAGE ? 0 : 32 * stage_) + 8 * which;
     }
 
     __device__ __forceinline__ StageView view(const AttendArgs &a, const SideArgs &side) const
     {
         const uint8_t *at =
-            shared_bytes + (stages - shared_address(shared_bytes)) + (ALONE ? 0 : stage * a.stage_bytes);
+            shared_bytes + (stages - shared_address(shared_bytes)) + (ONE_STAGE ? 0 : stage * a.stage_bytes);
         return {at + side.at_codes, at + side.at_scales};
+    }
+
+    __device__ __forceinline__ static int team_warps(const AttendArgs &a)
+    {
+        return ONE_STAGE || V::TEAM_WARPS > 1 ? V::TEAM_WARPS : a.team_warps;
     }
 
     /** Those of the team that send for pages: of bulk copies a lane of its first warp sends all, of others all threads a share. */
@@ -73,7 +79,7 @@ template <class V, bool ALONE_ = false> struct Ring {
     __device__ __forceinline__ void fill(const AttendArgs &a, int stage_, int which, const uint8_t *record,
                                          int32_t unit, int thread) const
     {
-        uint32_t to = stages + (ALONE ? 0 : stage_ * a.stage_bytes), full = barrier(stage_, which);
+        uint32_t to = stages + (ONE_STAGE ? 0 : stage_ * a.stage_bytes), full = barrier(stage_, which);
         int second = V::TILES == 4 ? 0 : unit & (a.page_units - 1); /* four tiles are a page at least */
         const CopyArgs *c = a.copies[second];
         int first = COPY_KEYS, last = V::TILES == 4 || a.page_units == 1 ? COPY_SCALES : COPY_VALUE_SCALES;
@@ -94,7 +100,7 @@ template <class V, bool ALONE_ = false> struct Ring {
 
     __device__ __forceinline__ void advance(const AttendArgs &a)
     {
-        if (ALONE || ++stage == a.stages) stage = 0, parity ^= 1;
+        if (ONE_STAGE || ++stage == a.stages) stage = 0, parity ^= 1;
     }
 };
 
@@ -420,7 +426,7 @@ __device__ __forceinline__ void refill(const AttendArgs &a, const R &ring, int w
                                        int32_t unit, int thread)
 {
     __syncwarp();
-    if (!R::ALONE && a.team_warps > 1) {
+    if (ring.team_warps(a) > 1) {
         uint32_t empty = ring.barrier(ring.stage, 2 + which);
         if (thread % 32 == 0) barrier_arrive(empty);
         if (R::sends(thread)) barrier_wait(empty, ring.parity);
@@ -604,7 +610,7 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
     /* With more than four rows more groups of 4-bit keys took attend_few up to 7 % longer at batch 1: their code does not fit the nearest
      * instruction cache beside that of the values. At large batches, and in attend_kernel, two at once took up to 3 % longer, and with
      * four rows, whose code is short, up to 8 %. */
-    constexpr int KEY_GROUPS_AT_ONCE = R::ALONE && V::KEY_BITS == 4 && B > 1 ? 2 : V::GROUPS;
+    constexpr int KEY_GROUPS_AT_ONCE = R::ONE_STAGE && V::KEY_BITS == 4 && B > 1 ? 2 : V::GROUPS;
     int lane = thread & 31;
     LaneRows<V> rows;
     start_rows<V>(a, given, lane, rows, sums);

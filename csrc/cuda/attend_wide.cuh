@@ -32,6 +32,7 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
     static constexpr int GROUPS = 4, TILES = 4;
     /* of a token tile whose scores are multiplied together: as the registers allow */
     static constexpr int HALVES = ROWS == 16 ? 2 : 1;
+    static constexpr int TEAM_WARPS = WIDE_WARPS;
     static constexpr bool BULK = true, UNIFORM = KEY_BITS != 0;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
     /* A batch of products reads its first factors from registers until it has ended. Unrolled, the next one has registers of its own,
@@ -40,25 +41,27 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
     /* For 16 warps of a multiprocessor, with which mixed plans took 9 to 12 % less and 16 rows 4 to 8 % (in caches too small for all
      * warps up to 4 % more), or 12: 32 rows of uniform plans gained nothing. */
     static constexpr int MAX_REGISTERS = ROWS == 16 || !UNIFORM ? 128 : 168, MAX_THREADS = most_threads(MAX_REGISTERS);
-    /* Shared memory of a team: queries, two buffers of weights, which pages use in turn, four numbers a row, RowScales, which would take
-     * too many registers, and the Between of each warp. The steps of the weights are 16 bytes further apart than they need be, so that
-     * a warp's stores go to different banks. */
+    /* Shared memory of a team: two buffers of weights, which pages use in turn, four numbers a row, and RowScales, which would take too
+     * many registers; where each team has its own segment also queries and the Between of each warp. The steps of the weights are 16
+     * bytes further apart than they need be, so that a warp's stores go to different banks. */
     static constexpr int WEIGHT_STEP = STEP_BYTES<ROWS> + 16, WEIGHT_BYTES = 8 * WEIGHT_STEP; /* 16 tokens; a page */
     static constexpr int QUERY_STEP = STEP_BYTES<2 * ROWS>, QUERY_BYTES = GROUPS * QUERY_STEP;
-    static constexpr int AT_WEIGHTS = QUERY_BYTES, AT_NUMBERS = AT_WEIGHTS + 2 * WEIGHT_BYTES;
-    static constexpr int AT_SCALES = AT_NUMBERS + 4 * ROWS * 4, AT_BETWEEN = AT_SCALES + ROWS * ROW_SCALES_BYTES,
-                         TEAM_BYTES = AT_BETWEEN + 4 * BETWEEN_BYTES;
+    static constexpr int AT_NUMBERS = 2 * WEIGHT_BYTES, AT_SCALES = AT_NUMBERS + 4 * ROWS * 4,
+                         SHARING_BYTES = AT_SCALES + ROWS * ROW_SCALES_BYTES, AT_QUERIES = SHARING_BYTES,
+                         AT_BETWEEN = AT_QUERIES + QUERY_BYTES, TEAM_BYTES = AT_BETWEEN + TEAM_WARPS * BETWEEN_BYTES;
 };
 
-/** Where a team's own shared memory is. */
+/** Where a team's own shared memory is, and where it reads queries. */
 struct TeamSpace {
     uint8_t *at;
-    uint32_t address;
+    uint32_t address, queries;
     int team;
 
-    __device__ __forceinline__ TeamSpace(const AttendArgs &a, int team_, int bytes)
+    /** at_queries: in bytes of the block's, or of the team's own. */
+    __device__ __forceinline__ TeamSpace(const AttendArgs &a, int team_, int bytes, int at_queries, bool own_queries)
         : at(shared_bytes + a.at_teams + team_ * bytes),
-          address(shared_address(shared_bytes) + a.at_teams + team_ * bytes), team(team_)
+          address(shared_address(shared_bytes) + a.at_teams + team_ * bytes),
+          queries((own_queries ? address : shared_address(shared_bytes)) + at_queries), team(team_)
     {
     }
     template <class V> __device__ __forceinline__ float *numbers() const
@@ -135,7 +138,7 @@ __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, 
                                            int lane, float (&s)[V::COLUMNS][4], float (&k)[4])
 {
     constexpr bool SMALLER = V::UNIFORM && V::KEY_BITS <= 2; /* bytes of token r are codes * 2^(bits r) */
-    uint64_t queries = describe_b<2 * V::ROWS>(space.address);
+    uint64_t queries = describe_b<2 * V::ROWS>(space.queries);
     LaneScales<1> scales;
     scales.load(keys, warp, lane);
 #pragma unroll
@@ -324,19 +327,13 @@ __device__ __forceinline__ void add_values_of_page(const AttendArgs &a, StageVie
     for (int half = 0; half < 2; half++) take_results(sums.o[half]);
 }
 
-/** The segment's queries into shared memory, and empty sums. */
+/** What a team knows of its rows, and empty sums. */
 template <class V>
-__device__ __forceinline__ void start_segment(const AttendArgs &a, const Segment &s, const TeamSpace &space, int thread,
-                                              WideSums<V> &sums)
+__device__ __forceinline__ void start_rows_of_team(const AttendArgs &a, const RowArgs *rows, const TeamSpace &space,
+                                                   int thread, WideSums<V> &sums)
 {
-    const uint4 *from = reinterpret_cast<const uint4 *>(reinterpret_cast<const uint8_t *>(a.queries) +
-                                                        (int64_t)s.index * V::QUERY_BYTES);
-    uint4 *to = reinterpret_cast<uint4 *>(space.at);
-#pragma unroll
-    for (int i = 0; i < V::QUERY_BYTES / 16 / 128; i++) to[128 * i + thread] = __ldcg(from + 128 * i + thread);
-    shared_writes_before_copies();
     if (thread < V::ROWS) {
-        RowArgs row = a.row_args[s.index * V::ROWS + thread];
+        RowArgs row = rows[thread];
         float byte = V::UNIFORM && V::KEY_BITS <= 2 ? 0.5f : 1.0f; /* what a byte is of a level */
         float scale = a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
         float offset = scale * byte * (float)(row.offset_hi * QUERY_BASE + row.offset_lo);
@@ -351,55 +348,22 @@ __device__ __forceinline__ void start_segment(const AttendArgs &a, const Segment
     meet(space.team);
 }
 
-/** The team's part of a segment into its slot. */
-template <class V>
-__device__ __forceinline__ void leave_part_of_team(const AttendArgs &a, const Segment &s, int32_t piece,
-                                                   const TeamSpace &space, int warp, int lane, const WideSums<V> &sums)
+/** The units of the segment at work; rows: its rows as prepared; warp: of the team, known to be the same for all lanes. */
+template <class V, class R, class Ahead>
+__device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &ring, Ahead &ahead, const RowArgs *rows,
+                                                     const TeamSpace &space, int warp, int lane, WideSums<V> &sums)
 {
-    int64_t slot = (int64_t)(piece + s.index) * V::ROWS;
-    float *totals = space.numbers<V>();
-#pragma unroll
-    for (int c = 0; c < V::COLUMNS; c++) {
-        float weights = sums.weights[c];
-#pragma unroll
-        for (int k = 4; k < 32; k *= 2) weights += __shfl_xor_sync(ALL_LANES, weights, k);
-        if (lane < 4) totals[V::ROWS * warp + row_of(c, lane)] = weights;
-        float *to = a.sums + (slot + row_of(c, lane)) * TQ_TILE * V::GROUPS + TQ_TILE * warp + lane / 4;
-#pragma unroll
-        for (int r = 0; r < 4; r++) to[8 * r] = sums.o[r / 2][sum_at(r, c)];
-    }
-    meet(space.team);
-    if (warp || lane >= 4) return;
-#pragma unroll
-    for (int c = 0; c < V::COLUMNS; c++) {
-        int row = row_of(c, lane);
-        const float *x = totals + row;
-        float bias =
-            a.p.softcap > 0 ? 0 : a.row_args[s.index * V::ROWS + row].bias; /* with a cap it is in the scores */
-        float reference = space.rows<V>()[row].half[0].w;
-        a.totals[slot + row] = {reference == NO_REFERENCE ? -INFINITY : bias - reference,
-                                (x[0] + x[V::ROWS]) + (x[2 * V::ROWS] + x[3 * V::ROWS]), 0, 0};
-    }
-}
-
-/** The pages of the segment at work; thread counts within the team. */
-template <class V>
-__device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &ring, Lookahead &ahead,
-                                               const TeamSpace &space, int thread)
-{
-    int warp = __shfl_sync(ALL_LANES, thread / 32, 0), lane = thread & 31, g = lane / 4;
-    const Segment &now = ahead.now;
-    const RowArgs *rows = a.row_args + now.index * V::ROWS;
-    WideSums<V> sums;
-    start_segment<V>(a, now, space, thread, sums);
-    Range whole = whole_units(a, now.common);
+    int thread = 32 * warp + lane, g = lane / 4;
+    start_rows_of_team<V>(a, rows, space, thread, sums);
+    Range whole = whole_units(a, ahead.common());
     bool capped = a.p.softcap > 0;
-    int32_t page = now.first, buffer = 0;
+    int32_t buffer = 0;
     int place =
         (2 * warp + g / 4) * V::WEIGHT_STEP + 32 * (lane & 3) + 4 * (g % 4); /* of the lane's weights in a buffer */
 #pragma unroll 1
-    for (; ahead.position < ahead.now_end; ahead.position++, page++) {
+    while (ahead.works(a)) {
         bool more = ahead.more();
+        int32_t page = ahead.at_work(a);
         int32_t next_page = more && warp == 0 ? ahead.page(a) : 0; /* long before it is needed */
         float s[V::COLUMNS][4], k[4], weights[V::COLUMNS];
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
@@ -419,7 +383,7 @@ __device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &rin
         }
 
         /* so that the compiler knows it is the same for all lanes */
-        uint32_t weights_at = __shfl_sync(ALL_LANES, V::AT_WEIGHTS + buffer * V::WEIGHT_BYTES, 0);
+        uint32_t weights_at = __shfl_sync(ALL_LANES, buffer * V::WEIGHT_BYTES, 0);
         bool above = weigh_page<V>(space, value_scales, s, k, lane, space.at + weights_at + place, weights);
         above |= value_scales.any_zero(); /* infinity times 0 is no number */
         shared_writes_before_copies();
@@ -436,16 +400,85 @@ __device__ __forceinline__ void attend_segment(const AttendArgs &a, Ring<V> &rin
         refill(a, ring, 1, more, next_record, ahead.unit, thread);
         ring.advance(a);
         buffer ^= 1;
-        if (more) ahead.advance(a);
+        ahead.step_on(a, more);
     }
-    leave_part_of_team<V>(a, now, ahead.between->cursor.piece, space, warp, lane, sums);
+}
+
+/** The team's sums of the weights to its numbers, and for all warps to see: those of row r are at r, ROWS + r, ... */
+template <class V>
+__device__ __forceinline__ void add_weights_of_team(const TeamSpace &space, int warp, int lane, const WideSums<V> &sums)
+{
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        float weights = sums.weights[c];
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) weights += __shfl_xor_sync(ALL_LANES, weights, k);
+        if (lane < 4) space.numbers<V>()[V::ROWS * warp + row_of(c, lane)] = weights;
+    }
+    meet(space.team);
+}
+
+/** The team's sums; to(row): where the row's first channel goes. */
+template <class V, class To>
+__device__ __forceinline__ void store_sums_of_team(int warp, int lane, const WideSums<V> &sums, To to)
+{
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        float *row = to(row_of(c, lane)) + TQ_TILE * warp + lane / 4;
+#pragma unroll
+        for (int r = 0; r < 4; r++) row[8 * r] = sums.o[r / 2][sum_at(r, c)];
+    }
+}
+
+/** Maximum and sum of a row's part: base 2, as of RowTotals. */
+template <class V>
+__device__ __forceinline__ float2 total_of_team(const AttendArgs &a, const RowArgs *rows, const TeamSpace &space,
+                                                int row)
+{
+    const float *x = space.numbers<V>() + row;
+    float bias = a.p.softcap > 0 ? 0 : rows[row].bias; /* with a cap it is in the scores */
+    float reference = space.rows<V>()[row].half[0].w;
+    return make_float2(reference == NO_REFERENCE ? -INFINITY : bias - reference,
+                       (x[0] + x[V::ROWS]) + (x[2 * V::ROWS] + x[3 * V::ROWS]));
+}
+
+/* ---- one of three kernels ---- */
+
+/** The segment's queries into the team's own shared memory. */
+template <class V>
+__device__ __forceinline__ void load_queries(const AttendArgs &a, const Segment &s, const TeamSpace &space, int thread)
+{
+    const uint4 *from = reinterpret_cast<const uint4 *>(reinterpret_cast<const uint8_t *>(a.queries) +
+                                                        (int64_t)s.index * V::QUERY_BYTES);
+    uint4 *to = reinterpret_cast<uint4 *>(space.at + V::AT_QUERIES);
+#pragma unroll
+    for (int i = 0; i < V::QUERY_BYTES / 16 / 128; i++) to[128 * i + thread] = __ldcg(from + 128 * i + thread);
+    shared_writes_before_copies();
+}
+
+/** The team's part of a segment into its slot. */
+template <class V>
+__device__ __forceinline__ void leave_part_of_team(const AttendArgs &a, const Segment &s, int32_t piece,
+                                                   const RowArgs *rows, const TeamSpace &space, int warp, int lane,
+                                                   const WideSums<V> &sums)
+{
+    int64_t slot = (int64_t)(piece + s.index) * V::ROWS;
+    add_weights_of_team<V>(space, warp, lane, sums);
+    store_sums_of_team<V>(warp, lane, sums, [&](int row) { return a.sums + (slot + row) * TQ_TILE * V::GROUPS; });
+    if (warp || lane >= 4) return;
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        int row = row_of(c, lane);
+        float2 total = total_of_team<V>(a, rows, space, row);
+        a.totals[slot + row] = {total.x, total.y, 0, 0};
+    }
 }
 
 template <class V> __device__ __forceinline__ void attend_pages_wide(const AttendArgs &a)
 {
     int lane = threadIdx.x & 31, thread = threadIdx.x % 128;
-    int team =
-        __shfl_sync(ALL_LANES, threadIdx.x / 128, 0); /* so that the compiler knows it is the same for all lanes */
+    /* so that the compiler knows they are the same for all lanes */
+    int team = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0), warp = __shfl_sync(ALL_LANES, thread / 32, 0);
     let_next_start();
     Ring<V> ring = {shared_address(shared_bytes) + team * a.stages * a.stage_bytes,
                     shared_address(shared_bytes) + a.at_barriers + team * a.stages * 32, 0, 0,
@@ -454,7 +487,7 @@ template <class V> __device__ __forceinline__ void attend_pages_wide(const Atten
     __syncthreads();
     Cursor cursor(a, team * gridDim.x + blockIdx.x, a.teams * gridDim.x, lane);
     bool tell = thread == 0;
-    TeamSpace space(a, team, V::TEAM_BYTES);
+    TeamSpace space(a, team, V::TEAM_BYTES, V::AT_QUERIES, true);
     Lookahead ahead(a, cursor, tell,
                     reinterpret_cast<Between *>(space.at + V::AT_BETWEEN + thread / 32 * BETWEEN_BYTES), lane);
     if (!ahead.now.there) return;
@@ -462,7 +495,11 @@ template <class V> __device__ __forceinline__ void attend_pages_wide(const Atten
     wait_for_previous(); /* the queries */
 #pragma unroll 1
     for (;;) {
-        attend_segment<V>(a, ring, ahead, space, thread);
+        WideSums<V> sums;
+        const RowArgs *rows = a.row_args + ahead.now.index * V::ROWS;
+        load_queries<V>(a, ahead.now, space, thread);
+        attend_units_of_team<V>(a, ring, ahead, rows, space, warp, lane, sums);
+        leave_part_of_team<V>(a, ahead.now, ahead.between->cursor.piece, rows, space, warp, lane, sums);
         ahead.step(a, tell, lane);
         if (!ahead.now.there) return;
         top_up(a, ring, ahead, thread);

@@ -30,7 +30,7 @@ extern "C" {
  *  the current device, e.g. "attend_hopper_3" (3 bits, whether in one kernel or in three, which depends on the sizes), or
  *  "attend_blocks" for one of version 2; NULL for an unknown operation or where no device can run it. The environment variable
  *  TURBOQUANT_CUDA_PATH=hopper|hopper-line|portable, read at each call, forces one of the ways in which pages of version 1 reach the
- *  multiprocessors (bulk copies, compute capability 9.x; the same, but never the one kernel for few rows; cp.async, 8.0 and newer);
+ *  multiprocessors (bulk copies, compute capability 9.x; the same, but always in three kernels; cp.async, 8.0 and newer);
  *  without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
 TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan);
 
@@ -43,9 +43,9 @@ TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *pla
  *             kernels that overlap, the work cut into equal pieces whatever the lengths are. On 9.x, for plans of version 1 without dense
  *             rotation, up to 128 query rows a KV head, head_dim 33..64 or 97..128 (any up to 128 of other or mixed widths), one
  *             kernel, in which every sequence and KV head has as many blocks as any other, and where few heads have long caches a
- *             second one that merges: if batch is 1, even_lengths is set or max_pages small, from 17 rows on (9 at 4
- *             bits) mostly if the caches are not too large, and it has measured faster so (few_would_do in attend.cu): 1.05 to
- *             1.8 times, with a window up to 2.7 (attend_harness time, against hopper-line).
+ *             second one that merges: if batch is 1, even_lengths is set or max_pages small, from 9 rows on if there are not many
+ *             more blocks than multiprocessors, and it has measured faster so (attend_cut_few.cu): 1.05 to 1.8 times, with a window
+ *             up to 2.7 (attend_harness time, against hopper-line).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
 TQ_API tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
                                                 tq_error *error);

@@ -219,7 +219,7 @@ static std::vector<Case> all_cases()
                 c.lengths = {9000};
             });
     add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.lengths = {500}; });
-    /* many rows have a kernel of their own, but for float32, where the one kernel does not take them: by
+    /* many rows have kernels of their own, but for float32; one of three kernels where the one does not take them: by
      * TURBOQUANT_CUDA_PATH=hopper-line, for uneven lengths, in large caches */
     for (int g : {9, 12, 16, 17, 32, 33, 64})
         for (const char *bits : {"1", "2", "3", "4", "5", "5310"})
@@ -257,6 +257,26 @@ static std::vector<Case> all_cases()
                 change(c);
             });
     };
+    /* the one kernel for many rows: tiles of 16 rows, and of 32 in the last two (any plan: in most), parts of clusters and parts that are
+     * merged, more blocks than multiprocessors */
+    for (const char *bits : {"2", "3", "4", "5", "5310"})
+        for (bool exact : {false, true}) {
+            std::string tag = std::string(", bits ") + bits + (exact ? ", exact tokens" : "");
+            auto add_few = [&](std::string name, int heads, int group, int tokens, std::vector<int> lengths) {
+                add("many rows: " + name + tag, [&](Case &c) {
+                    c.heads = heads, c.group = group, c.tokens = tokens, c.lengths = lengths, c.key_bits = bits;
+                    c.dtype = exact ? TQ_F16 : TQ_BF16;
+                    if (exact) c.sinks = 4, c.window = 40, c.fresh = tokens > 1, c.centres = true;
+                });
+            };
+            add_few("20 in long sequences", 2, 4, 5, {20000, 9000});
+            add_few("64 in a long sequence", 1, 4, 16, {30000});
+            add_few("128, uneven", 1, 16, 8, {700, 0, 33, 1500});
+            add_few("9 of 320 segments", 20, 9, 1, one_long(700, 16));
+            add_few("24 of 160 segments", 20, 8, 3, one_long(900, 8));
+            add_few("32 of 44 segments", 11, 32, 1, {4140, 2000, 1500, 1300});
+            add_few("96 of 5 segments", 5, 16, 6, {*bits == '2' ? 30800 : 15300});
+        }
     add_wide("one dominant token", [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 20.0 : 1.0; }; });
     add_wide("all equal", [](Case &c) { c.query_size = 0; });
     add_wide("logits of +-1e4", [](Case &c) { c.query_size = 3000; });

@@ -23,6 +23,8 @@ for name in attend attend_blocks append; do
     nvcc -arch="$arch" "$build/$name.o" "$build"/core_*.o "$build"/cuda_*.o -lpthread -o "$build/${name}_harness" || exit 1
 done
 
+# racecheck (2025.3) reports hazards that are none where part of a block's warps meet at named barriers and all of them at __syncthreads
+# later. So of the one kernel for many rows it gets cases in which all teams have pages.
 failures=0
 run() { # tool, harness, its arguments
     echo "== $1 $2: ${*:3}${TURBOQUANT_CUDA_PATH:+ ($TURBOQUANT_CUDA_PATH)}"
@@ -34,7 +36,7 @@ for tool in memcheck racecheck synccheck; do
     for filter in "1 sequences" "26 sequences, bits 3" "50 sequences, bits 4" "400 sequences, bits 5310" \
         "tiles of rows, bits 4" "tiles of rows, bits 5310" "12 rows, whole pages, bits 3" "5 rows, whole pages, bits 5310" \
         "1 heads of 4, bits 4" "7 heads of 12, bits 3" "many segments, bits 3" "1140 segments, group 1, bits 2" \
-        "1140 segments, group 5, bits 3"; do
+        "1140 segments, group 5, bits 3" "20 in long sequences, bits 3" "32 of 44 segments, bits 4"; do
         run "$tool" attend check "$filter" # in one kernel: Hopper alone
     done
     for path in hopper hopper-line portable; do
@@ -43,7 +45,7 @@ for tool in memcheck racecheck synccheck; do
             TURBOQUANT_CUDA_PATH=$path run "$tool" attend check "$filter"
         done
     done
-    for filter in "some values zero" "4 queries" "rising logits"; do # wgmma: Hopper alone, and few tokens go to the one kernel
+    for filter in "some values zero" "4 queries" "rising logits"; do # wgmma: Hopper alone
         TURBOQUANT_CUDA_PATH=hopper-line run "$tool" attend check "many rows: $filter"
     done
     for filter in "length 33" "queries, fresh, \"tables"; do run "$tool" attend_blocks "$filter"; done
