@@ -183,7 +183,7 @@ static std::vector<Case> all_cases()
                         [&](Case &c) {
                             bool by_half = heads == 1 || (group > 4 && strlen(bits) > 1) || *bits == '4';
                             c.heads = heads, c.group = group, c.key_bits = bits;
-                            c.lengths = {!by_half ? 14000 : group > 8 ? 7000 : 11000}; /* more fit no cluster */
+                            c.lengths = {group > 8 ? 7000 : by_half ? 11000 : 14000}; /* more fit no cluster */
                             if (exact) c.sinks = 4, c.window = 40;
                         });
     for (const char *bits : {"3", "4"}) {

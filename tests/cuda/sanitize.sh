@@ -23,8 +23,6 @@ for name in attend attend_blocks append; do
     nvcc -arch="$arch" "$build/$name.o" "$build"/core_*.o "$build"/cuda_*.o -lpthread -o "$build/${name}_harness" || exit 1
 done
 
-# racecheck (2025.3) reports hazards that are none where part of a block's warps meet at named barriers and all of them at __syncthreads
-# later. So of the one kernel for many rows it gets cases in which all teams have pages.
 failures=0
 run() { # tool, harness, its arguments
     echo "== $1 $2: ${*:3}${TURBOQUANT_CUDA_PATH:+ ($TURBOQUANT_CUDA_PATH)}"
@@ -34,11 +32,18 @@ run() { # tool, harness, its arguments
 echo "compute-sanitizer, $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
 for tool in memcheck racecheck synccheck; do
     for filter in "1 sequences" "26 sequences, bits 3" "50 sequences, bits 4" "400 sequences, bits 5310" \
-        "tiles of rows, bits 4" "tiles of rows, bits 5310" "12 rows, whole pages, bits 3" "5 rows, whole pages, bits 5310" \
+        "12 rows, whole pages, bits 3" "5 rows, whole pages, bits 5310" \
         "1 heads of 4, bits 4" "7 heads of 12, bits 3" "many segments, bits 3" "1140 segments, group 1, bits 2" \
-        "1140 segments, group 5, bits 3" "20 in long sequences, bits 3" "32 of 44 segments, bits 4"; do
+        "1140 segments, group 5, bits 3"; do
         run "$tool" attend check "$filter" # in one kernel: Hopper alone
     done
+    # Not for racecheck: it loses track where warps meet at named barriers, some more often than others, and all of them at __syncthreads
+    # later. A kernel of ten lines shows that. Where clusters share segments, as in "some values zero", it finds nothing.
+    [ "$tool" = racecheck ] ||
+        for filter in "20 in long sequences, bits 3" "32 of 44 segments, bits 4" "tiles of rows, bits 4" "tiles of rows, bits 5310"; do
+            run "$tool" attend check "$filter"
+        done
+    run "$tool" attend check "many rows: some values zero"
     for path in hopper hopper-line portable; do
         for filter in "bits 4 dim 128" "bits 3 dim 80" "bits 2 dim 64" "window" "mixed" "dense" "group 16 bits 3" "ragged" \
             "fine, everything" "fine, group" "fine 85321" "fine, not causal"; do
