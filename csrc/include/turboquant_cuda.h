@@ -44,7 +44,7 @@ TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *pla
  *             rotation, up to 128 query rows a KV head, head_dim 33..64 or 97..128 (any up to 128 of other or mixed widths), one
  *             kernel, in which every sequence and KV head has as many blocks as any other, and where few heads have long caches a
  *             second one that merges: if batch is 1, even_lengths is set or max_pages small, from 9 rows on if there are not many
- *             more blocks than multiprocessors, and it has measured faster so (attend_cut_few.cu): 1.05 to 1.8 times, with a window
+ *             more blocks than multiprocessors, and it has measured faster so (attend_cut_few.cu): 1.0 to 1.8 times, with a window
  *             up to 2.7 (attend_harness time, against hopper-line).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
 TQ_API tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
