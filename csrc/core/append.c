@@ -398,7 +398,8 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
     TQ_TRY(check_centre(plan, params, &params->value, "value_centre", error));
     TQ_TRY(check_tables(plan, params, error));
     TQ_TRY(check_overlap(plan, params, error));
-    if (scratch_bytes < (size_t)(job.worker_bytes * thread_count(params)) || !scratch)
+    int32_t threads = thread_count(params); /* once: another thread may change tq_num_threads meanwhile */
+    if (scratch_bytes < (size_t)(job.worker_bytes * threads) || !scratch)
         return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes,
                        "at least tq_append_scratch_bytes, scratch not NULL");
     if ((uintptr_t)scratch % 64)
@@ -410,6 +411,6 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
                              "v", error));
     tq_plan_codebooks(plan, job.books);
     if (!tq_is_blocked(plan)) tq_plan_cells(plan, job.books, job.cells);
-    tq_parallel((int64_t)params->batch * params->kv_heads, thread_count(params), append_head, &job);
+    tq_parallel((int64_t)params->batch * params->kv_heads, threads, append_head, &job);
     return TQ_OK;
 }
