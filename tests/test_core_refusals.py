@@ -295,20 +295,6 @@ def test_refuses_elsewhere(call: Callable[[], object], error: type[Exception], s
     assert str(caught.value).startswith(says)
 
 
-COMPUTES = [op for op in OPS if op != "merge"]
-
-
-@pytest.mark.parametrize("op", COMPUTES)
-def test_a_variable_that_names_no_isa_is_an_error(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TURBOQUANT_ISA", "sse9")
-    levels = " ".join(_core.isa_available())
-    with pytest.raises(RuntimeError, match=f"^{op}: `TURBOQUANT_ISA` must be one of: {levels}, got sse9$"):
-        sample(op)()
-    with pytest.raises(RuntimeError, match=f"^kernel_name: `TURBOQUANT_ISA` must be one of: {levels}, got sse9$"):
-        _core.kernel_name(op, PLAN)
-    assert _core.isa() == "none"
-
-
 def test_an_unknown_isa_lists_the_levels() -> None:
     with pytest.raises(RuntimeError) as caught:
         _core.set_isa("sse9")
@@ -345,22 +331,15 @@ def grown_in_200_rounds(run_all: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_nothing_leaks(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_leaks(op: str) -> None:
     """Good and bad calls leave no reference and no memory behind."""
-    good = sample(op)
-    calls = [good] + [bad.call() for bad in BAD if bad.op == op]
+    calls = [sample(op)] + [bad.call() for bad in BAD if bad.op == op]
 
     def run_all() -> None:
         for call in calls:
             try:
                 call()
             except (TypeError, ValueError):
-                pass
-        with monkeypatch.context() as patched:  # an error of the core, once everything is allocated
-            patched.setenv("TURBOQUANT_ISA", "sse9")
-            try:
-                good()
-            except RuntimeError:
                 pass
 
     objects = [value for call in calls for value in call.arguments.values()]

@@ -121,6 +121,43 @@ def test_a_level_that_is_not_there_is_an_error(level: str) -> None:
     assert " ".join(_core.isa_available()) in done.stderr
 
 
+# An error that the core reports once everything is allocated.
+EVERY_OPERATION = """
+import sys
+from binding_cases import OPS, PLAN, sample
+from turboquant import _core
+def said(call):
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+for op in [op for op in OPS if op != "merge"]:
+    good = sample(op)
+    before = [sys.getrefcount(x) for x in good.arguments.values()]
+    words = {said(good) for _ in range(250)}
+    after = [sys.getrefcount(x) for x in good.arguments.values()]
+    assert all(y - x < 200 for x, y in zip(before, after)), op
+    print(*words, said(lambda: _core.kernel_name(op, PLAN)), sep="\\n")
+"""
+
+
+def test_every_operation_says_that_the_level_is_not_there_and_leaks_nothing() -> None:
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{EVERY_OPERATION}"
+    done = in_a_process(program, TURBOQUANT_ISA="sse9")
+    assert done.returncode == 0, done.stderr
+    wants = f"`TURBOQUANT_ISA` must be one of: {' '.join(_core.isa_available())}, got sse9"
+    ops = ["append", "attend", "dequantize", "dot", "rotate"]
+    assert done.stdout.splitlines() == [f"{who}: {wants}" for op in ops for who in (op, "kernel_name")]
+
+
+def test_the_environment_counts_on_first_use() -> None:
+    """Later changes do not: another thread may be in a call, and must not read it while it changes."""
+    program = ROTATE.format(words=ref.plan(8, 3).words)
+    program += "; import os; os.environ['TURBOQUANT_ISA'] = 'sse9'; print(_core.isa())"
+    done = in_a_process(program, TURBOQUANT_ISA="scalar")
+    assert (done.returncode, done.stdout.split()) == (0, ["scalar", "scalar"]), done.stderr
+
+
 # ---- threads ----
 
 

@@ -111,12 +111,19 @@ static const level levels[] = {
 
 static const tq_kernels *forced; /* by tq_set_isa */
 
-/* CPUID takes microseconds in a virtual machine: asked once. */
+/* CPUID takes microseconds in a virtual machine, and the environment may be read by no thread while another writes it: asked once. */
 static struct {
     int has[N_LEVELS];
-    const tq_kernels *best;
+    const tq_kernels *best, *chosen; /* chosen: by TURBOQUANT_ISA, else the best; NULL: it names none */
     char names[16 * N_LEVELS];
 } machine;
+
+static const tq_kernels *level_named(const char *name)
+{
+    for (size_t i = 0; i < N_LEVELS; i++)
+        if (machine.has[i] && strcmp(levels[i].kernels->isa, name) == 0) return levels[i].kernels;
+    return NULL;
+}
 
 static void look_at_machine(void)
 {
@@ -127,6 +134,8 @@ static void look_at_machine(void)
         if (*machine.names) strcat(machine.names, " ");
         strcat(machine.names, levels[i].kernels->isa);
     }
+    const char *name = getenv("TURBOQUANT_ISA");
+    machine.chosen = name && *name ? level_named(name) : machine.best;
 }
 
 static void know_machine(void)
@@ -135,22 +144,12 @@ static void know_machine(void)
     pthread_once(&once, look_at_machine);
 }
 
-static const tq_kernels *find(const char *name, const char *argument, tq_error *error)
-{
-    know_machine();
-    for (size_t i = 0; i < N_LEVELS; i++)
-        if (machine.has[i] && strcmp(levels[i].kernels->isa, name) == 0) return levels[i].kernels;
-    tq_fail(error, TQ_E_UNSUPPORTED, argument, -1, 0, tq_isa_available());
-    return NULL;
-}
-
 const tq_kernels *tq_get_kernels(tq_error *error)
 {
     if (forced) return forced;
-    const char *name = getenv("TURBOQUANT_ISA");
-    if (name && *name) return find(name, "TURBOQUANT_ISA", error);
     know_machine();
-    return machine.best;
+    if (!machine.chosen) tq_fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_ISA", -1, 0, machine.names);
+    return machine.chosen;
 }
 
 const char *tq_isa_available(void)
@@ -167,8 +166,9 @@ const char *tq_isa(void)
 
 tq_status tq_set_isa(const char *name, tq_error *error)
 {
-    const tq_kernels *kernels = NULL;
-    if (name && !(kernels = find(name, "isa", error))) return TQ_E_UNSUPPORTED;
+    know_machine();
+    const tq_kernels *kernels = name ? level_named(name) : NULL;
+    if (name && !kernels) return tq_fail(error, TQ_E_UNSUPPORTED, "isa", -1, 0, machine.names);
     forced = kernels;
     return TQ_OK;
 }

@@ -350,7 +350,8 @@ TQ_API tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_pa
  *  0..length, several causal queries without `fresh` over a window that has overflowed, a page index outside 0..n_pages-1 among the entries needed, a softmax_scale or softcap that is not finite. The plan must have values. Hostile block tables and
  *  lengths cannot make it read outside the named arrays or write outside out, lse and scratch.
  *  Accuracy: relative to the largest output, within 2e-5 of float64 over the same bytes for float32 queries and within 1e-3 for
- *            16-bit ones, whose kernels may keep 15 bits of a query; rounding of `out` comes on top. */
+ *            16-bit ones, whose kernels may keep 15 bits of a query, for logits up to 400 in magnitude (above, in proportion to them);
+ *            rounding of `out` comes on top. */
 TQ_API tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes,
                            tq_error *error);
 
@@ -402,10 +403,11 @@ TQ_API tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uin
 /* ---- instruction sets and threads ---- */
 /** Levels compiled in and supported by this CPU, best first, as one static string such as "avx2 scalar". */
 TQ_API const char *tq_isa_available(void);
-/** The level in use: the best, or the one that the environment variable TURBOQUANT_ISA names (read on first use). */
+/** The level in use: the best, or the one that the environment variable TURBOQUANT_ISA names (read once, on first use); "none" if that
+ *  names no available level, in which case every call that runs a kernel fails. */
 TQ_API const char *tq_isa(void);
 /** Forces a level by name; NULL: back to the default. TQ_E_UNSUPPORTED (wants lists the levels) if it is misspelt or absent. Not
- *  safe beside other calls. A TURBOQUANT_ISA that names no available level makes this and every call that runs a kernel fail so. */
+ *  safe beside other calls. */
 TQ_API tq_status tq_set_isa(const char *name, tq_error *error);
 /** What would run for an operation ("rotate", "append", "attend", "dequantize", "dot") of a plan, e.g. "attend_avx2", or
  *  "attend_blocks" for the portable code of version 2; NULL for an unknown operation. */
@@ -413,7 +415,7 @@ TQ_API const char *tq_kernel_name(const char *operation, const tq_plan *plan);
 
 /** Threads used at most: TURBOQUANT_NUM_THREADS, else the CPUs this process may run on. */
 TQ_API int32_t tq_num_threads(void);
-/** n >= 1. Workers are started on first use and survive until the process ends; a forked child starts its own. */
+/** n in 1..256. Workers are started on first use and survive until the process ends; a forked child starts its own. */
 TQ_API tq_status tq_set_num_threads(int32_t n, tq_error *error);
 
 #if defined(__cplusplus)
