@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turboquant import _core
+from turboquant.plan import Side, blocked_plan_words, plan_words
 
 ROTATIONS = {"none": ref.NONE, "hadamard": ref.HADAMARD, "dense": ref.DENSE}
 SCALES = (ref.EDEN, ref.NORM, ref.NORM_CORRECTED, ref.LEAST_SQUARES)
 DTYPES = ("float32", "float16", "bfloat16")
+AFFINE = blocked_plan_words(64, Side(8, 32, "none", "affine"), Side(8, 32, "none", "affine"))
 
 
 def core_append(p, c, k, v, lengths, key, value, dtype="float32", **rest) -> None:
@@ -294,3 +296,39 @@ def test_inner_products_are_unbiased_over_rotations(rng: np.random.Generator) ->
         ratios[scale] = np.mean(found) / float(q.astype(np.float64) @ x)
     assert abs(ratios[ref.EDEN] - 1) < 0.02
     assert abs(ratios[ref.NORM] - 1) > 0.05
+
+
+# ---- where subnormal numbers are flushed to zero ----
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-5])
+@pytest.mark.parametrize("words", [AFFINE, plan_words(64, 4, 4)], ids=["affine", "4 bits"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_flushed_subnormals_change_nothing(
+    words: tuple[int, ...], dtype: type, size: float, rng: np.random.Generator
+) -> None:
+    """Scales of small rows are subnormal as binary16, and so are float16 numbers, but none is in float32."""
+    torch = pytest.importorskip("torch")
+    k, v = ((rng.standard_normal((1, 1, 64, 64)) * size).astype(dtype) for _ in range(2))
+    q = (rng.standard_normal((1, 1, 1, 64)) * 1000).astype(dtype)
+    lengths, table = np.array([64], np.int32), np.zeros((1, 1), np.int32)
+
+    def life() -> list[np.ndarray]:
+        pages = _core.new_pages(words, 1, 1)
+        _core.append(words, k, v, lengths, pages, table, threads=1)  # workers have a mode of their own
+        return [
+            pages,
+            *_core.dequantize(words, pages, table, lengths, 64),
+            *_core.attend(words, q, pages, table, lengths, threads=1),
+        ]
+
+    want = life()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormal numbers")
+    try:
+        got = life()
+    finally:
+        torch.set_flush_denormal(False)
+    for a, b in zip(got, want):
+        np.testing.assert_array_equal(a, b)
+    assert abs(want[2]).max() > 0

@@ -37,11 +37,13 @@ static inline uint16_t tq_f16_from_f32(float x)
     return (uint16_t)(sign | (half + (rest > middle || (rest == middle && (half & 1)))));
 }
 
-/** Exact: the exponent is moved by a multiplication, which subnormals survive. */
+/** Exact. Subnormal halves are counted in units of 2^-24: no number here is subnormal as a float, which a caller who has such numbers
+ *  flushed (torch.set_flush_denormal) would find to be 0. */
 static inline float tq_f32_from_f16(uint16_t half)
 {
-    uint32_t u = tq_bits_of(tq_float_of((uint32_t)(half & 0x7fff) << 13) * 0x1p112f);
-    u = (half & 0x7c00) == 0x7c00 ? u | 0x7f800000 : u;
+    uint32_t magnitude = half & 0x7fff, small = tq_bits_of((float)(int32_t)magnitude * 0x1p-24f);
+    uint32_t u = (magnitude << 13) + (magnitude < 0x7c00 ? 0x38000000 : 0x70000000);
+    u = magnitude < 0x400 ? small : u;
     return tq_float_of(u | (uint32_t)(half & 0x8000) << 16);
 }
 
