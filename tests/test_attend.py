@@ -55,6 +55,7 @@ SHAPES = {  # the name is the test's id
     ),
     "more queries than tokens, not causal": dict(lengths=[3], query_tokens=9, causal=False),
     "softcap": dict(lengths=[200, 40], sinks=2, window=16, softcap=5.0),
+    "softcap far above all logits": dict(lengths=[200, 40], sinks=2, window=16, softcap=1e6),
     "softcap, fresh": dict(lengths=[200, 40], query_tokens=5, window=16, fresh=True, softcap=2.0),
     "scale of its own": dict(lengths=[100], softmax_scale=0.4, spread=1.0),
     "scale 0": dict(lengths=[100, 7], softmax_scale=0.0),
