@@ -101,7 +101,7 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
     for (int32_t b = 0; b < batch; b++) {
         if (counts[b] < 0 || counts[b] > max_tokens)
             return tq_fail(error, TQ_E_VALUE, "counts", b, counts[b], "in 0..max_tokens");
-        for (int32_t i = 0; i < (counts[b] + plan->page_tokens - 1) / plan->page_tokens; i++) {
+        for (int64_t i = 0; i * plan->page_tokens < counts[b]; i++) {
             int64_t at = (int64_t)b * max_pages + i;
             if (block_table[at] < 0 || block_table[at] >= n_pages)
                 return tq_fail(error, TQ_E_VALUE, "block_table", at, block_table[at], "in 0..n_pages - 1");
@@ -115,11 +115,12 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
                 decode_side s = {kernels, plan, books, side ? value : key, !side, b, h};
                 float *out = (side ? v : k) + ((int64_t)b * kv_heads + h) * max_tokens * plan->head_dim;
                 if (max_tokens) memset(out, 0, sizeof(float) * (size_t)max_tokens * (size_t)plan->head_dim);
-                for (int32_t i = 0; i < counts[b]; i += TQ_TILE) {
+                for (int64_t i = 0; i < counts[b]; i += TQ_TILE) {
                     int64_t page = block_table[(int64_t)b * max_pages + i / plan->page_tokens];
                     const uint8_t *record = pages + (page * kv_heads + h) * plan->record_bytes;
-                    int32_t n = counts[b] - i < TQ_TILE ? counts[b] - i : TQ_TILE, first = i % plan->page_tokens;
-                    float *x = out + (int64_t)i * plan->head_dim;
+                    int32_t n = (int32_t)(counts[b] - i < TQ_TILE ? counts[b] - i : TQ_TILE);
+                    int32_t first = (int32_t)(i % plan->page_tokens);
+                    float *x = out + i * plan->head_dim;
                     if (tq_is_blocked(plan)) {
                         decode_blocked_tile(&s, record, first / TQ_TILE, n, x);
                         continue;

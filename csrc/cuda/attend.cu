@@ -378,6 +378,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     if (capacity > INT32_MAX / 2)
         return fail(error, TQ_E_VALUE, "max_pages", -1, p->max_pages, "fewer: positions are 32-bit");
     a.capacity = (int32_t)capacity;
+    if (p->sliding_window >= capacity) a.p.sliding_window = 0; // position - window may overflow
     a.page_tokens = plan->page_tokens;
     a.rotation = plan->rotation;
     a.record_bytes = plan->record_bytes;

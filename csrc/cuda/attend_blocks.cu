@@ -339,6 +339,7 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
         return fail(error, TQ_E_VALUE, "max_pages", -1, p.max_pages, "fewer: positions are 32-bit");
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
     a.capacity = (int32_t)capacity;
+    if (p.sliding_window >= capacity) a.p.sliding_window = 0; // as in attend.cu
     a.rows = (int32_t)rows;
     a.tile_rows = SET_ROWS;
     a.row_tiles = (a.rows + SET_ROWS - 1) / SET_ROWS;
