@@ -205,7 +205,36 @@ def test_few_sequences_give_the_room_of_many_back():
     check(cache)
 
 
+def test_a_crop_gives_the_room_back():
+    """At once, unless a fork holds the pages; and goes on as a cache that never had more."""
+    stream = Stream(tokens=1600)
+    cache, other = TurboQuantCache(CONFIG, PACKED), TurboQuantCache(CONFIG, PACKED)
+    forward(cache, stream.piece(0, 1500))
+    whole = cache.nbytes
+    fork = cache.fork()
+    cache.crop(-1300)
+    assert cache.nbytes == whole
+    del fork
+    cache.crop(-1)
+    assert cache.nbytes <= whole / 5
+    check(cache)
+    forward(other, stream.piece(0, 199))
+    for start, stop in [(199, 200), (200, 500)]:
+        assert torch.equal(forward(cache, stream.piece(start, stop)), forward(other, stream.piece(start, stop)))
+
+
 # ---- sliding windows ----
+
+
+def test_a_prompt_that_fell_out_of_the_window_leaves_no_pages():
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=1600)
+    forward(cache, stream.piece(0, 1500), local_size=100)
+    pages = [len(layer.pages) for layer in cache.layers]
+    assert max(pages) <= 3
+    for t in range(1500, 1600):
+        forward(cache, stream.piece(t, t + 1), local_size=100)
+    assert max(len(layer.pages) for layer in cache.layers) <= 4
+    check(cache)
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(sinks=4, window=32), dict(window=200)], ids=str)

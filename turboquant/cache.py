@@ -131,7 +131,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         calibration   for a spec that uses one; None: that of a patched `model`
         device        where to put it; None: where the layers of `model` are, or else the CPU
         Raises FileNotFoundError; ValueError, with what is wrong, for a file that is truncated, damaged, foreign, of
-        another version or another model. Never holds more memory than the file has bytes (docs/security.md).
+        another version or another model. Holds no more memory than a small multiple of the file's bytes
+        (docs/security.md).
         """
         from .persistence import load
 

@@ -15,7 +15,8 @@ Growth: pages are added when a sequence fills its last one, as many as are neede
 is more: at most 1/64 lies idle. Adding copies the layer's packed bytes. A sequence needs a page every 128 tokens, and
 every step reads all its packed bytes anyway: while the sequences of a batch are in step, the copies add less than 2 %
 to the memory traffic of attention. Forks, beams and repeated sequences share pages (`pages.PageTable`). A layer with a
-sliding window gives pages back that no query can see any more, but for one in reserve for `crop`.
+sliding window gives pages back that no query can see any more, but for one in reserve for `crop`: to later tokens,
+and after a prompt, as after a crop, to the allocator.
 
 A step reads no device tensor back: lengths and pages are counted on the host, from the padding of the first forward.
 """
@@ -205,8 +206,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def offload(self) -> None:
-        """Moves all that the layer holds to the CPU. `prefetch`, or the next forward, brings it back; forks that share
-        its pages bring them back as well."""
+        """Moves pages, table, sinks, window and centre to the CPU. `prefetch`, or the next forward, brings them back;
+        forks that share the pages bring those back as well."""
         self._move(torch.device("cpu"))
 
     def prefetch(self) -> None:
@@ -270,10 +271,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """`crop` to `keep` positions, 0 < keep; `can_crop_to(keep)` is true."""
         if keep < self.tokens:
             if self.window_k is not None and self.window_v is not None and self.past.snapshots:
+                self.prefetch()  # past windows have stayed where they were
                 window = self.past.ring(keep, self.tokens, (self.window_k, self.window_v), self.padding)
                 self.window_k, self.window_v = window
             if self.table is not None:
                 self.table.truncate(self._packed(keep, self.padding))
+                self.table.compact()
             self.tokens = keep
         self.past.cropped(keep)
 
@@ -396,6 +399,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.tokens, self.padding, self.sliding_window = after, padding, sliding
         if sliding and new > 1:
             self._release()
+            self.table.compact()
         if exact:
             return out
         if attended is None:

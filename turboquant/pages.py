@@ -211,8 +211,7 @@ class PageTable:
 
     @outside_autograd
     def select(self, sequences: Sequence[int]) -> None:
-        """Row b becomes what row sequences[b] was. No page is copied, unless more than a 64th of the pool has become
-        free: then the rest moves together."""
+        """Row b becomes what row sequences[b] was. No page is copied, but see `compact`."""
         pool, before = self.pool, self.rows
         rows = [list(before[b]) for b in sequences]
         with pool.lock:
@@ -221,12 +220,21 @@ class PageTable:
             for row in before:
                 pool.release(row)
             self.rows, self.ready = rows, -1
-            if pool.tables == 1 and pool.free > len(pool.storage) // 64 + len(rows):
-                pages, rows = self.packed()
-                pool.release(page for row in self.rows for page in row)
-                pool.tables -= 1
-                self.__init__(PagePool(pages), rows)  # type: ignore[misc]
+            self.compact()
         self.tensor = self._tensor(self.rows)
+
+    @outside_autograd
+    def compact(self) -> None:
+        """Moves the pages together if more than a 64th of the pool, and one for each row, has become free: the rest
+        goes back to the allocator. Not while forks share the pool."""
+        pool = self.pool
+        with pool.lock:
+            if pool.tables > 1 or pool.free <= len(pool.storage) // 64 + len(self.rows):
+                return
+            pages, rows = self.packed()
+            pool.release(page for row in self.rows for page in row)
+            pool.tables -= 1
+            self.__init__(PagePool(pages), rows)  # type: ignore[misc]
 
     @outside_autograd
     def truncate(self, packed: Sequence[int]) -> None:
