@@ -49,7 +49,7 @@ Shape = tuple[int, int, int, int, int]
 def tensors(
     shape: Shape, seed: int, dtype: torch.dtype = torch.bfloat16, query_tokens: int = 1
 ) -> tuple[torch.Tensor, ...]:
-    """q [batch, heads, query_tokens, d], k and v [batch, kv_heads, tokens, d]; some keys stand out, as in a model."""
+    """q [batch, heads, query_tokens, d], k and v [batch, kv_heads, tokens, d]."""
     batch, kv_heads, group, tokens, d = shape
     generator = torch.Generator("cuda").manual_seed(seed)
 

@@ -1,6 +1,6 @@
 """ESM-2: quality of packed full passes, scans from a shared context, decoding speed and bytes.
 
-    python benchmarks/esm.py quality families ablation scan memory --out benchmarks/results/zen4-2core
+    python benchmarks/esm.py quality families ablation scan memory --out benchmarks/results/cpu
     python benchmarks/esm.py decode scan memory full quality families --device cuda --out benchmarks/results/h200
 
     quality    int8, presets and widths, proteins_val.fasta, calibrated on proteins_train.fasta

@@ -58,9 +58,9 @@ SOURCES = {
     "polarquant": "Uniform levels after a rotation, norms, and a sketch of d/4 signs on the keys: 3-bit keys, 2-bit "
     "values.",
     "calibrated-fine": "As `calibrated`, in groups of 16 channels of 0 to 5 or 8 bits (byte format 3): bits follow the "
-    "variance more closely, and the few groups whose errors count most have 8. On a GPU with one query token nearly as "
-    "fast as `calibrated`, with many slower. By far the best for ESM-2 (docs/esm.md). The same calibration serves "
-    "both.",
+    "variance more closely, and the few groups whose errors count most have 8. On a GPU with one query token somewhat "
+    "slower than `calibrated`, with many much slower. By far the best for ESM-2 (docs/esm.md). The same calibration "
+    "serves both.",
     "calibrated": "Axes per head, fixed steps and widths of 0 to 5 bits per group of 32 channels, shared over all "
     "layers by what errors along each axis cost; after TurboESM's head-wise SVD. Needs a calibration: `turboquant "
     "calibrate`. [What they are made of](calibration.md).",
@@ -71,7 +71,7 @@ A passage of {needle} tokens stands at some depth of a text from elsewhere (0: i
 with the passage's first {cue} tokens, and the model has to go on with the other {asked}. In the tables: the share of
 them that is called likeliest, and what the passage is worth, in nats per token above the full cache without it: below 0
 where a scheme costs more than the passage gives. All is packed. A model this small copies little of a passage even with
-a full cache, so that nats tell more than shares.
+a full cache, so that nats tell more than shares. `default-3` and `default-2` are `default` at 3 and 2 bits.
 """
 RECALL_ALONE = {"full cache, no passage": "unplanted_", "full cache": "reference_"}
 KERNELS = {

@@ -27,7 +27,7 @@ for bits in (5, 4, 3, 2):
     out, lse = torch.ops.turboquant.attend(q, *packed)
     print(f"{bits} bits    {packed[0].nbytes:9,} bytes  {compare(out, exact)} with scaled_dot_product_attention")
 
-# Decoding: a cache with room to grow, stored token by token. append works in place, attend reads what is there.
+# Decoding: a cache with room to grow, stored piece by piece. append works in place, attend reads what is there.
 plan = plan_words(head_dim, key_bits=4, value_bits=4)
 cache = ops.pack(k[:, :, :0], v[:, :, :0], plan, max_tokens=tokens)
 pages, block_table, lengths, _ = cache

@@ -1,4 +1,4 @@
-"""TurboQuant: keys, values and vectors in 2 to 4 bits a number, and attention straight from the packed bytes.
+"""TurboQuant: keys, values and vectors in 1 to 5 bits a number, and attention straight from the packed bytes.
 
     Quantizer, Codes         vectors, with NumPy alone
     CacheSpec, preset(s)     how a cache quantises

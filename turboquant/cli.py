@@ -317,7 +317,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"of the text or proteins, spread over it (default {CALIBRATION_TOKENS})",
     )
-    one.add_argument("--seed", type=int, default=0, help="of the rotation inside groups")
+    one.add_argument(
+        "--seed", type=int, default=0, help="of the rotation inside groups, and of what is drawn to measure errors"
+    )
     one.set_defaults(run=calibrate)
     one = commands.add_parser(
         "eval", help="quality and bytes of specs on a text or proteins, everything packed unless --set"

@@ -175,8 +175,8 @@ def _attend(
     tokens, with window_* as they were *before* these were appended. None otherwise.
     softmax_scale: None: ``head_dim ** -0.5``.
     softcap: logits become ``softcap * tanh(logit / softcap)``; 0: as they are.
-    even_lengths: whether the sequences are about equally long. Results are as accurate either way; on a GPU, work on
-    long caches is then cut by sequence, which is 5 to 30 % faster if it is true, and slow if it is not.
+    even_lengths: whether the sequences are about equally long. Results are as accurate either way; on a GPU, work is
+    then cut by sequence: up to 1.4 times as fast if it is true (1.8 times at head_dim 64), and slow if it is not.
 
     out: like q, contiguous; 0 where nothing was seen.  lse: float32 [batch, query_heads, query_tokens], the natural
     logarithm of the softmax's denominator, -inf where nothing was seen.

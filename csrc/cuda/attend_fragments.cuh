@@ -1,4 +1,4 @@
-/* From packed words to tensor-core fragments: the only place where the CUDA attention unpacks codes.
+/* From packed words to tensor-core fragments: the only place where the CUDA attention unpacks codes (of plans of version 2: pack.cuh).
  *
  * A tile (turboquant.h) is 32 rows x 32 columns; a lane's words hold rows g + 8 r, r = 0..3. It is fed to mma.m16n8k32 as two
  * halves of 16 rows, half 0 with r = 0, 1 and half 1 with r = 2, 3: a0 and a2 come from row g + 8 (2 half), a1 and a3 from the row

@@ -347,8 +347,9 @@ TQ_API tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_pa
                                          tq_error *error);
 
 /** Errors: TQ_E_VALUE for a size, stride, alignment, a negative length, one that exceeds the capacity, a start outside
- *  0..length, several causal queries without `fresh` over a window that has overflowed, a page index outside 0..n_pages-1 among the entries needed, a softmax_scale or softcap that is not finite. The plan must have values. Hostile block tables and
- *  lengths cannot make it read outside the named arrays or write outside out, lse and scratch.
+ *  0..length, several causal queries without `fresh` over a window that has overflowed, a page index outside 0..n_pages-1 among the
+ *  entries needed, a softmax_scale or softcap that is not finite. The plan must have values. Hostile block tables and lengths cannot
+ *  make it read outside the named arrays or write outside out, lse and scratch.
  *  Accuracy: relative to the largest output, within 2e-5 of float64 over the same bytes for float32 queries and within 1e-3 for
  *            16-bit ones, whose kernels may keep 15 bits of a query, for logits up to 400 in magnitude (above, in proportion to them);
  *            rounding of `out` comes on top. */

@@ -29,8 +29,8 @@ extern "C" {
 /** The kernels that would run for an operation ("rotate", "append", "attend" of one query token, "dequantize", "merge") of a plan on
  *  the current device, e.g. "attend_hopper_3" (3 bits, whether in one kernel or in three, which depends on the sizes), or
  *  "attend_blocks" for one of version 2; NULL for an unknown operation or where no device can run it. The environment variable
- *  TURBOQUANT_CUDA_PATH=hopper|hopper-line|portable, read at each call, forces one of the ways in which pages of version 1 reach the
- *  multiprocessors (bulk copies, compute capability 9.x; the same, but always in three kernels; cp.async, 8.0 and newer);
+ *  TURBOQUANT_CUDA_PATH=hopper|hopper-line|portable, read at each call, forces one of the ways in which pages of versions 1 and 3 reach
+ *  the multiprocessors (bulk copies, compute capability 9.x; the same, but always in three kernels; cp.async, 8.0 and newer);
  *  without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
 TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan);
 

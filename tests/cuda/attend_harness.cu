@@ -508,7 +508,7 @@ static void time_shape(const Shape &s, int rotation)
 
 static void time_all(const char *filter)
 {
-    /* baselines: design.md, section 5, on an H200 */
+    /* baselines: cuDNN's SDPA in bf16 on an H200, in microseconds */
     std::vector<Shape> shapes;
     for (const char *bits : {"4", "3", "2"}) {
         shapes.push_back({bits, 16, 8, 4, 32768, 128, 1, 0, 488});
