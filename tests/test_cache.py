@@ -7,6 +7,7 @@ import pickle
 from types import SimpleNamespace
 
 import models  # noqa: F401  skips without torch and transformers
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -281,6 +282,34 @@ def test_left_padding_is_never_stored(fields, prefill):
         assert together.report().layers[0].tokens == sum(190 - p for p in padding)
 
 
+@pytest.mark.parametrize("prefill", ["exact", "packed"])
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_padding_may_be_longer_than_the_first_forward(fields, prefill):
+    """As of a short prompt beside a long one that comes in chunks: bytes and outputs are those of the prompt alone."""
+    spec, padding, pieces = CacheSpec(3, 3, prefill=prefill).with_(**fields), (0, 37, 100, 150), (100, 140, 200, 201)
+    stream = Stream(batch=4, tokens=201)
+    mask = torch.arange(201)[None, :] >= torch.tensor(padding)[:, None]
+    together, outs, start = TurboQuantCache(CONFIG, spec), [], 0
+    for stop in pieces:
+        outs.append(forward(together, stream.piece(start, stop), mask[:, :stop]))
+        start = stop
+    for b, pad in enumerate(padding):
+        one = copy.copy(stream)
+        one.q, one.k, one.v = (x[:, b : b + 1, :, pad:] for x in (stream.q, stream.k, stream.v))
+        alone, own, start = TurboQuantCache(CONFIG, spec), [], 0
+        for stop in (stop - pad for stop in pieces if stop > pad):
+            own.append(forward(alone, one.piece(start, stop)))
+            start = stop
+        if prefill == "packed" or pad == 0:
+            close(torch.cat(outs, 2)[:, b : b + 1, pad:], torch.cat(own, 2))
+        for a, w in zip(packed_bytes(together), packed_bytes(alone)):
+            assert torch.equal(a[b], w[0])
+    hidden = mask.clone()
+    hidden[3, 160] = False
+    with pytest.raises(ValueError, match="must mask the left padding of the first forward and nothing else"):
+        forward(together, stream.piece(0, 1), torch.nn.functional.pad(hidden, (0, 1), value=True))
+
+
 def test_sliding_window_and_softcap_reach_the_packed_history():
     stream = Stream(tokens=60)
     cache = TurboQuantCache(CONFIG, CacheSpec(window=64, prefill="packed"))
@@ -373,6 +402,20 @@ def test_crop_below_the_window_is_refused():
     assert_unchanged(cache, before)
 
 
+@pytest.mark.parametrize("number", [np.int64(-20), torch.tensor(-20)], ids=["NumPy", "torch"])
+def test_crop_takes_integers_of_all_kinds(number):
+    cache, other = TurboQuantCache(CONFIG, PACKED), TurboQuantCache(CONFIG, PACKED)
+    for each, forget in [(cache, number), (other, -20)]:
+        forward(each, Stream().piece(0, 50))
+        each.crop(forget)
+    assert_unchanged(cache, snapshot(other))
+    assert type(cache.layers[0].tokens) is int
+    for crop in (cache.crop, cache.layers[0].crop):
+        with pytest.raises(TypeError):
+            crop(-2.0)
+    assert_unchanged(cache, snapshot(other))
+
+
 def test_reset_gives_the_memory_back():
     cache = TurboQuantCache(CONFIG, "default")
     forward(cache, Stream(batch=2).piece(0, 300))
@@ -406,9 +449,10 @@ def test_prefill_and_decode_in_different_modes():
         close(torch.cat(outs, 2), torch.cat([forward(plain, stream.piece(*p)) for p in pieces], 2), 1e-6)
 
 
-def test_there_is_no_gradient_and_backward_says_so():
+@pytest.mark.parametrize("trained", "qkv")
+def test_there_is_no_gradient_and_backward_says_so(trained):
     stream, cache = Stream(), TurboQuantCache(CONFIG, "default")
-    stream.q.requires_grad_()
+    getattr(stream, trained).requires_grad_()
     for start, stop in [(0, 5), (5, 6)]:
         out = forward(cache, stream.piece(start, stop))
         with pytest.raises(RuntimeError, match="has no gradient: train with use_cache=False"):
@@ -601,6 +645,7 @@ def test_masks_of_a_later_forward():
         (2, later([[1, 1], [0, 1]])),
         (2, later([[1, 1], [1, 0]])),
         (1, later([[1], [0]])),
+        (1, later([[1], [1]], torch.tensor([[0, 0, 1, 1], [1, 0, 1, 1]], dtype=torch.bool))),
         (2, later([[1, 1]] * 2, ~mask)),
     ]:
         with pytest.raises(

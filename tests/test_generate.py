@@ -210,6 +210,23 @@ def test_generate_in_chunks():
     assert_same(generate(turboquant.patch(model, WIDE), inputs, 10, prefill_chunk_size=16), want)
 
 
+def test_generate_in_chunks_that_are_padding_alone():
+    model, inputs = tiny(), prompts(3, 50, (0, 30, 44))
+    turboquant.patch(model, WIDE)
+    want = generate(model, inputs, 10)
+    assert_same(generate(model, inputs, 10, prefill_chunk_size=16), want)
+
+
+def test_autocast():
+    """Rotary embeddings make queries and keys float32 again, values stay bfloat16: stored as SDPA would read them."""
+    model, inputs = tiny(), prompts(2, 20, (3, 0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = generate(model, inputs, 8).logits[0].float()
+        got = generate(turboquant.patch(model, WIDE.with_(prefill="packed")), inputs, 8)
+    assert got.past_key_values.layers[0].window_k.dtype == torch.bfloat16
+    assert (got.logits[0].float() - want).abs().max() < 0.05 * want.abs().max()
+
+
 SPECULATIVE = {"all packed": CacheSpec(5, 5), "a window": PACKED.with_(window=16, sinks=2), "default": "default"}
 
 

@@ -83,6 +83,28 @@ def test_steps_need_a_filled_cache() -> None:
         DecodeGraph(cache, model.forward).step(torch.zeros(1, 1, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_step_is_recorded_anew_when_a_weight_has_moved(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the device's part: what the third step of a graph does."""
+    done = []
+    for name in ("run", "record", "replay"):
+        monkeypatch.setattr(DecodeGraph, f"_{name}", lambda *_, name=name: done.append(name))
+    monkeypatch.setattr(DecodeGraph, "takes", staticmethod(lambda cache, ids: True))
+    monkeypatch.setattr(DecodeGraph, "_next_positions", staticmethod(lambda layer: torch.zeros(1, 1)))
+    model = turboquant.patch(tiny(), SPEC)
+    cache = turboquant.TurboQuantCache(model.config, SPEC)
+    with torch.no_grad():
+        model(input_ids=prompt(1, 20), past_key_values=cache)
+    graph, token = DecodeGraph(cache, model.forward, model.parameters()), prompt(1, 1)
+    graph.step(token)
+    graph._graph = object()  # type: ignore[assignment]
+    if moves:
+        weight = next(model.parameters())
+        weight.data = weight.data.clone()
+    graph.step(token)
+    assert done == ["run", "run" if moves else "replay"]
+
+
 @pytest.mark.cuda
 @NEEDS_CUDA
 @pytest.mark.parametrize("batch", [1, 3])

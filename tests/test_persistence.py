@@ -14,6 +14,7 @@ import pytest
 import torch
 from cache_file import read as independent_read
 from test_cache import CONFIG, PACKED, Stream, forward
+from test_calibration import made
 
 import turboquant
 from turboquant import CacheSpec, Codes, Quantizer, TurboQuantCache, _core
@@ -58,6 +59,23 @@ def test_a_cache_goes_on_after_loading(tmp_path, spec, dtype):
         assert torch.equal(forward(other, piece), forward(cache, piece))
     same_tensors(cache, other)
     assert os.listdir(tmp_path) == ["c.tqc"]
+
+
+def test_a_file_without_calibration_for_a_model_that_has_one(tmp_path, rng):
+    model = turboquant.patch(models.tiny(), "default")
+    model._turboquant.calibration = made(rng)  # as of patch(model, "calibrated-3", ..)
+    TurboQuantCache(model.config, "default").save(tmp_path / "c.tqc", model)
+    assert TurboQuantCache.load(tmp_path / "c.tqc", model).get_seq_length() == 0
+    with pytest.raises(ValueError, match="it has no `calibration`"):
+        TurboQuantCache.load(tmp_path / "c.tqc", model, made(rng))
+
+
+def test_the_default_device_is_not_where_files_are_read(tmp_path):
+    cache, _ = filled(PACKED)
+    cache.save(tmp_path / "c.tqc")
+    with torch.device("meta"):
+        other = TurboQuantCache.load(tmp_path / "c.tqc", device="cpu")
+    same_tensors(cache, other)
 
 
 @pytest.mark.cuda

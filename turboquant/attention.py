@@ -61,13 +61,15 @@ class MaskRequest:
         return self.made("sdpa")
 
     def padding(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
-        """Padding in front of each sequence, as found in the first forward (`before` is 0) or `known` since then.
+        """Padding in front of each sequence, as found in the first forward (`before` is 0) or `known` since then; that
+        of sequences of which nothing but padding was seen may go on.
 
         before, tokens   positions of each sequence before this forward, and new ones
         known            the padding of an empty cache is unknown: zeros, as many as sequences
 
-        Checked once per forward. Raises NotImplementedError for masks that are more than causal, sliding and
-        left-padded, ValueError for padding anywhere but on the left, or that contradicts what is stored.
+        Checked once per forward; in one of a single token on a GPU not at all. Raises NotImplementedError for masks
+        that are more than causal, sliding and left-padded, ValueError for padding anywhere but on the left, or that
+        contradicts what is stored.
         """
         if self._padding is None:
             if not self._arguments.get("allow_is_causal_skip", True):  # False where transformers adds another pattern
@@ -98,14 +100,14 @@ class MaskRequest:
         if mask.shape != (len(known), after):
             raise ValueError(f"`attention_mask` must cover the {before} stored positions and the {tokens} new ones, "
                              f"shape {(len(known), after)}, got {tuple(mask.shape)}")  # fmt: skip
-        if tokens == 1 and mask.device.type != "cpu":
+        begun = [pad < before for pad in known]  # of the others nothing is stored: their padding may go on
+        if tokens == 1 and mask.device.type != "cpu" and all(begun):
             return known  # reading it back would stop the queue of the device in every step
-        if tokens == 1:
-            right = bool(mask[:, -1].all())
-        else:
-            first = torch.tensor(known, device=mask.device).view(-1, 1)
-            right = torch.equal(mask, torch.arange(after, device=mask.device) >= first)
-        if not right:
+        if not all(begun):
+            masked = (~mask).sum(1).tolist()
+            known = tuple(pad if has else most for pad, has, most in zip(known, begun, masked))
+        first = torch.tensor(known, device=mask.device).view(-1, 1)
+        if not torch.equal(mask, torch.arange(after, device=mask.device) >= first):
             raise ValueError(
                 "`attention_mask` must mask the left padding of the first forward and nothing else: padding between or "
                 "after stored tokens is not supported with a TurboQuantCache"

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -140,6 +141,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens: int) -> None:
         """See `PackedLayer.crop`. If one layer cannot be cropped, none is."""
+        tokens = operator.index(tokens)
         keep = self.get_seq_length() + tokens if tokens <= 0 else tokens
         for layer in self.layers:
             if keep > 0 and not layer.can_crop_to(keep):

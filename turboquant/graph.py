@@ -2,14 +2,15 @@
 
 A step of a patched model reads nothing back, and the cache's own tensors keep their place from step to step, so a step
 that was recorded once can be replayed: lengths grow on the device, and the host's counts follow here. Whatever moves a
-tensor (new pages, `crop`, other beams) is noticed before a replay, and the step is recorded anew.
+tensor (new pages, `crop`, other beams, a model that was moved or cast) is noticed before a replay, and the step is
+recorded anew. What else a forward does by itself, such as another adapter that was switched on, is not.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -32,13 +33,17 @@ class DecodeGraph:
 
     cache     a TurboQuantCache on one CUDA device that holds tokens (after the prompt), without sliding windows
     forward   the `forward` of a patched model
+    weights   the model's parameters: a step is recorded anew when one of them lies elsewhere
 
     A step runs as usual when something has changed since the last one, is recorded the next time, and replayed from
     then on. Room for `AHEAD` positions is made at once. Other forwards may use the cache between steps.
     """
 
-    def __init__(self, cache: TurboQuantCache, forward: Callable[..., Any]) -> None:
-        self._cache, self._forward = weakref.ref(cache), forward
+    def __init__(
+        self, cache: TurboQuantCache, forward: Callable[..., Any], weights: Iterable[torch.Tensor] = ()
+    ) -> None:
+        self._cache, self._forward, self._weights = weakref.ref(cache), forward, list(weights)
+        self._addresses: list[int] = []  # of the weights in the last step
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tokens: list[int] = []  # of each layer after the last step
         self._places: list[torch.Tensor | None] = []  # the tensors that the last step used
@@ -77,8 +82,8 @@ class DecodeGraph:
                 "`ids` must be int64 [batch, 1] on the CUDA device of a cache that holds tokens of as many sequences "
                 f"and has no sliding windows, under torch.no_grad(); got {tuple(ids.shape)} {ids.dtype} on {ids.device}"
             )
-        layer = cache.layers[0]
-        steady = self._is_as_left(cache) and layer.tokens < layer.table.ready
+        layer, addresses = cache.layers[0], [weight.data_ptr() for weight in self._weights]
+        steady = addresses == self._addresses and self._is_as_left(cache) and layer.tokens < layer.table.ready
         if positions is None:
             positions = self._next_positions(layer) if self._graph is None or not steady else self._positions + 1
         if not steady:
@@ -91,6 +96,7 @@ class DecodeGraph:
         else:
             logits = self._replay(cache, ids, positions)
         self._tokens, self._places = [layer.tokens for layer in cache.layers], self._places_of(cache)
+        self._addresses = addresses
         return logits
 
     @staticmethod
@@ -158,6 +164,6 @@ class ForwardWithGraphs:
             return forward(*args, **kwargs)
         graph = self._graphs.get(cache)
         if graph is None:
-            graph = self._graphs[cache] = DecodeGraph(cache, forward)
+            graph = self._graphs[cache] = DecodeGraph(cache, forward, self.__self__.parameters())
         logits = graph.step(ids, kwargs.get("position_ids"))
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)

@@ -23,6 +23,7 @@ A step reads no device tensor back: lengths and pages are counted on the host, f
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -59,12 +60,20 @@ _UNKNOWN_OPTIONS = ("s_aux", "position_bias", "head_mask", "output_attentions")
 _STATE = ("sink_k", "sink_v", "window_k", "window_v", "centre")
 
 
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """x as SDPA would read it: under torch.autocast a rotary embedding may have made queries and keys float32 again."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
 class _NoGradient(torch.autograd.Function):
     """Passes a result on; a backward pass that comes through it is an error instead of a gradient without the keys and
     values."""
 
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, out: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
         return out.view_as(out)
 
     @staticmethod
@@ -163,8 +172,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Nothing is stored yet. Returns the keys as `FreshKeys`, which only this package's attention function accepts,
         and the values. Raises ValueError or TypeError for another shape, dtype or device than that of the tokens
-        already stored; what earlier layers have stored of the forward is forgotten then.
+        already stored; what earlier layers have stored of the forward is forgotten then. Under torch.autocast keys and
+        values are stored in its dtype, as SDPA would read them.
         """
+        key_states, value_states = _autocast(key_states), _autocast(value_states)
         try:
             self._prepare(key_states, value_states)
         except Exception:
@@ -247,6 +258,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         come back that have left the window (unless they were recorded, see `activate_past_recording`) or fallen out of
         a sliding window.
         """
+        tokens = operator.index(tokens)
         keep = self.tokens + tokens if tokens <= 0 else min(tokens, self.tokens)
         if keep <= 0:
             if self.tokens:
@@ -347,11 +359,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         before = self.tokens
         try:
-            if torch.is_grad_enabled() and query.requires_grad:
+            query = _autocast(query)
+            if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                 with torch.no_grad():
-                    query_, key, value = query.detach(), key.detach(), value.detach()
-                    out = self._attend(module, query_, key, value, mask, scaling, dropout, options)
-                return _NoGradient.apply(out, query)  # type: ignore[no-any-return,no-untyped-call]
+                    q, k, v = query.detach(), key.detach(), value.detach()
+                    out = self._attend(module, q, k, v, mask, scaling, dropout, options)
+                return _NoGradient.apply(out, query, key, value)  # type: ignore[no-any-return,no-untyped-call]
             return self._attend(module, query, key, value, mask, scaling, dropout, options)
         except Exception as error:
             self._shared.undo(before)
@@ -379,6 +392,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         lengths = self._shared.lengths(after, padding, self.device)
         if first and spec.centre == "prompt":  # undone by reset, which a failed first forward ends in
             self.centre = prompt_mean(key, padding, spec.centre_tokens)
+        elif self.centre is not None and max(self.padding, default=0) >= before:
+            self._begin_centres(key, padding, before)
         if first and spec.outliers == "prompt":
             self.split = prompt_rotations(spec, key, value, padding)
         state, fresh = self._state(), self._fresh(key, value, before, padding, new > 1 and not exact)
@@ -405,6 +420,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if attended is None:
             attended, _ = _attend(query, pages, rows, lengths, self.plan, **how, **{**state, **fresh})
         return attended.transpose(1, 2).contiguous()
+
+    @outside_autograd
+    def _begin_centres(self, key: torch.Tensor, padding: tuple[int, ...], before: int) -> None:
+        """The centres of sequences that begin in this forward: so far they were padding alone."""
+        assert self.centre is not None
+        means = prompt_mean(key, tuple(max(0, pad - before) for pad in padding), self.spec.centre_tokens)
+        begin = torch.tensor([pad >= before for pad in self.padding], device=self.device)
+        self.centre = torch.where(begin.view(-1, 1, 1), means, self.centre)
 
     def _append(
         self,

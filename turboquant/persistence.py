@@ -224,12 +224,13 @@ def load(
     name = os.fspath(path)
     if not os.path.isfile(path):
         raise FileNotFoundError(f"`path` must be a cache file, got {name!r}, which is not there")
-    if calibration is None:
-        calibration = getattr(getattr(model, "_turboquant", None), "calibration", None)
     found = None if calibration is None else Calibration.of(calibration)
     try:
         with open(path, "rb") as file:
-            return _Reader(file).cache(model, found, device)
+            reader = _Reader(file)
+            if found is None and reader.header["calibration"]:
+                found = getattr(getattr(model, "_turboquant", None), "calibration", None)
+            return reader.cache(model, found, device)
     except (_Refused, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         why = f"its header lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"`path` must be a cache file, got {name!r}: {why}") from error
@@ -353,7 +354,7 @@ class _Reader:
         """The section, which begins after no more than zeros from where the last one ended."""
         gap = self.file.read(section.offset - self.file.tell())
         _want(not any(gap), f"something is written before `{section.name}`")
-        held = torch.empty(section.nbytes, dtype=torch.uint8)
+        held = torch.empty(section.nbytes, dtype=torch.uint8, device="cpu")
         data = held.numpy().data
         _want(self.file.readinto(data) == section.nbytes, "it is truncated")
         for i, (found, claimed) in enumerate(zip(_checksums(data, section.units), sums)):

@@ -38,7 +38,7 @@ def patch(
     calibration   a Calibration or its file, for a spec that uses one, such as "calibrated-3"
     cuda_graphs   replay decoding steps as CUDA graphs (`graph.DecodeGraph`): on a GPU a small batch is then as fast as
                   its kernels. For models on one device, whose forward of one token depends on nothing but its tokens,
-                  positions and cache
+                  positions and cache; after switching adapters, use a new cache
 
     From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
     they are given `past_key_values`, which may be a `TurboQuantCache` made by hand or carried over from an earlier

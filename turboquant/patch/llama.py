@@ -27,6 +27,12 @@ __all__ = ["patch", "unpatch"]
 
 _METHOD = "_prepare_cache_for_generation"
 
+# What cannot be seen before a forward.
+_BY_TYPE = {
+    "diffllama": "its attention uses the keys of a layer twice",
+    "jetmoe": "its attention computes with the keys between cache and AttentionInterface",
+}
+
 
 @dataclass
 class _Patch:
@@ -102,6 +108,8 @@ def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None
         refuse("its attention does not go through transformers' AttentionInterface")
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         refuse("its forward takes no past_key_values")
+    if (why := _BY_TYPE.get(text.model_type)) is not None:
+        refuse(why)
     if not any("RotaryEmbedding" in type(m).__name__ for m in model.modules()):
         refuse("its keys are not rotary")
     layers = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "is_causal")]
