@@ -7,12 +7,13 @@ import dataclasses
 import itertools
 import json
 import pickle
+import resource
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from esm_models import tiny_esm
+from esm_models import protein, tiny_esm
 from models import prompts, tiny
 
 import turboquant
@@ -21,6 +22,7 @@ from turboquant.calibration import allocate, layer_specs, measure
 from turboquant.calibration.axes import plan_axes, variance_along
 from turboquant.calibration.data import _distortions, errors, group_mix
 from turboquant.calibration.measure import describe, fingerprint, token_divergence
+from turboquant.esm import protein_batches
 from turboquant.plan import widths_of
 
 torch = pytest.importorskip("torch")
@@ -285,6 +287,54 @@ def test_padding_counts_for_nothing(model):
     np.testing.assert_allclose(a.centre, apart.centre, atol=1e-4)
 
 
+def test_batches_of_padding_are_left_out(model, batches, measured):
+    empty = prompts(2, 160, padding=(160, 160))
+    found = turboquant.calibrate(model, [empty, batches[0], batches[1][:, :0], empty, *batches[1:]])
+    assert same(found, measured) and found.tokens == measured.tokens
+    assert np.array_equal(found.tables, measured.tables)
+    with pytest.raises(ValueError, match="more tokens than a head has channels .* got 0"):
+        turboquant.calibrate(model, [empty])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint32])
+def test_token_ids_may_be_of_any_integer_dtype(dtype, model, batches, measured):
+    assert same(turboquant.calibrate(model, [ids.to(dtype) for ids in batches]), measured)
+
+
+@pytest.mark.parametrize("kind", ["llama", "esm"])
+def test_defaults_of_torch_change_nothing(kind, model, batches, measured):
+    if kind == "esm":
+        model = tiny_esm(head_dim=32)
+        batches = protein_batches(model, [protein(n, i) for i, n in enumerate((60, 40, 50))])
+        measured = turboquant.calibrate(model, batches)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            found = turboquant.calibrate(model, batches)
+    finally:
+        torch.set_default_dtype(before)
+    assert same(found, measured) and found.fingerprint == measured.fingerprint
+
+
+def test_seeds_may_be_any_integers(model, batches):
+    found, want = (turboquant.calibrate(model, batches, seed=seed) for seed in (np.int64(3), 3))
+    assert same(found, want) and type(found.seed) is int
+    largest = made(np.random.default_rng(0), seed=2**63 - 1)  # the second group of 32 channels counts on from there
+    np.testing.assert_allclose(largest.rotations() @ largest.rotations().swapaxes(-1, -2),
+                               np.broadcast_to(np.eye(64), largest.covariance.shape), atol=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed, error", [
+    (True, TypeError), (np.True_, TypeError), (1.5, TypeError), ("1", TypeError), (None, TypeError),
+    (-1, ValueError), (np.int64(-1), ValueError), (2**63, ValueError),
+])  # fmt: skip
+def test_seeds_are_checked_before_anything_runs(seed, error, model, batches, monkeypatch):
+    monkeypatch.setattr(measure, "_forward", None)
+    with pytest.raises(error, match="`seed` must be (an integer|in 0..2\\*\\*63 - 1), got"):
+        turboquant.calibrate(model, batches, seed=seed)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_other_dtypes_find_the_same_and_share_files(dtype, model, batches, measured):
     half = copy.deepcopy(model).to(dtype)
@@ -327,9 +377,23 @@ def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, m
         turboquant.calibrate(model, batches, checkpoint=file)
     assert file.exists() and model.config._attn_implementation != measure.NAME
     found = turboquant.calibrate(model, batches, checkpoint=file)
-    assert same(found, measured) and not file.exists()
+    assert same(found, measured)
     whole = len(batches) + 1 + len(batches)  # moments, tables, sensitivities
     assert len(calls) == after + 1 + whole - (min(after, 3) + max(after - 4, 0))
+    calls.clear()  # the file stays until the result is saved: should that fail, all is there but the tables
+    monkeypatch.setattr(measure, "_forward", lambda *args: calls.append(1) or plain(*args))
+    assert same(turboquant.calibrate(model, batches, checkpoint=file), measured) and len(calls) == 1
+
+
+def test_a_disk_too_full_for_a_checkpoint(model, batches, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            turboquant.calibrate(model, batches, checkpoint=tmp_path / "part")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_of_something_else(model, batches, tmp_path):
@@ -352,7 +416,7 @@ def test_what_cannot_be_calibrated(model):
         turboquant.calibrate(model, [ids])
     with pytest.raises(ValueError, match="more tokens than a head"):
         turboquant.calibrate(model, [])
-    for bad in (ids[0], ids.float(), "text", {"ids": ids}):
+    for bad in (ids[0], ids.float(), ids.bool(), ids.cfloat(), "text", {"ids": ids}):
         with pytest.raises(TypeError, match=r"`batches\[0\]` must be token ids \[batch, tokens\]"):
             turboquant.calibrate(model, [bad])
     with pytest.raises(ValueError, match="attention_mask like its"):

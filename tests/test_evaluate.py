@@ -7,6 +7,7 @@ import math
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT, shared_file
 from models import prompts, tiny
@@ -130,8 +131,9 @@ def test_batches_give_the_same(model, windows, calibration):
 
 
 def test_what_it_refuses(model, windows, calibration):
-    for bad in ([[1, 2]], windows[0], windows.float()):
-        with pytest.raises(TypeError, match=r"`windows` must be token ids \[windows, tokens\]"):
+    for bad, what in (([[1, 2]], "list"), (windows[0], r"int64 \[200\]"), (windows.float(), r"float32 \[3, 200\]"),
+                      (windows.bool(), r"bool \[3, 200\]"), (windows.cfloat(), r"complex64 \[3, 200\]")):  # fmt: skip
+        with pytest.raises(TypeError, match=rf"`windows` must be token ids \[windows, tokens\], got {what}$"):
             turboquant.evaluate(model, bad, "default")
     with pytest.raises(ValueError, match="at least one window of two tokens"):
         turboquant.evaluate(model, windows[:, :1], "default")
@@ -145,6 +147,32 @@ def test_what_it_refuses(model, windows, calibration):
         turboquant.evaluate(model, windows, "calibrated-3")
     with pytest.raises(ValueError, match="got one of another: .*other weights"):
         turboquant.evaluate(tiny(seed=1), windows, "calibrated-3", calibration=calibration)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint32])
+def test_token_ids_may_be_of_any_integer_dtype(dtype, model, windows):
+    found, want = (turboquant.evaluate(model, ids[:1], "default") for ids in (windows.to(dtype), windows))
+    assert found == want
+
+
+def test_defaults_of_torch_change_nothing(model, windows, calibration):
+    def tokenizer(text, **_):
+        return {"input_ids": [ord(c) for c in text]}
+
+    def found():
+        shown = text_windows("".join(map(chr, range(100))), tokenizer, 4, 10)
+        options = dict(lengths=(96,), depths=(0.5,), needle=16, cue=4)
+        return (shown.tolist(), turboquant.evaluate(model, windows, "calibrated-3", calibration=calibration),
+                recall(model, windows, "default", **options), _needles(windows, 16, 1).tolist())  # fmt: skip
+
+    want, before = found(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            got = found()
+    finally:
+        torch.set_default_dtype(before)
+    assert got == want
 
 
 def test_windows_of_a_text():
@@ -177,6 +205,11 @@ def test_recall_measures_copying(model, windows):
     one = found[3]  # 150 tokens, depth 0
     cell = f"{one.accuracy:.2f} / {one.reference_accuracy:.2f} ({one.unplanted_accuracy:.2f})"
     assert lines[2].startswith("| 0.00 |") and lines[2].endswith(f"| {cell} |")
+    options = dict(lengths=(96,), depths=(0,), needle=16, cue=4)
+    one, other = (recall(model, windows, "default", seed=seed, **options) for seed in (np.int64(3), 3))
+    assert one == other
+    with pytest.raises(TypeError, match="`seed` must be an integer, got 1.5"):
+        recall(model, windows, "default", seed=1.5, **options)
     with pytest.raises(ValueError, match="at least two windows"):
         recall(model, windows[:1], "default")
     with pytest.raises(ValueError, match=r"`lengths` must be in 48\.\.200, what `windows` hold, got 201"):
@@ -265,6 +298,65 @@ def test_bad_command_lines_end_before_any_work(arguments, message, book, capsys,
     assert left.value.code == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+OUTPUTS = {
+    "a folder to calibrate into": (["calibrate", "DEMO", "--text", "TEXT", "--out", "folder"], "'folder' is a folder"),
+    "a folder for FILE.part": (["calibrate", "DEMO", "--text", "TEXT", "--out", "half"], "'half.part' is a folder"),
+    "a folder by its name": (["calibrate", "DEMO", "--text", "TEXT", "--out", "new/"], "'new/' is a folder"),
+    "no name": (["calibrate", "DEMO", "--text", "TEXT", "--out", ""], "--out must be a file in a folder"),
+    "a device": (["calibrate", "DEMO", "--text", "TEXT", "--out", "/dev/null"], "--out must be a file"),
+    "the text": (["calibrate", "DEMO", "--text", "TEXT", "--out", "TEXT"], "--out must be another file than --text"),
+    "the text by another name": (["calibrate", "DEMO", "--text", "TEXT", "--out", "link"], "another file than --text"),
+    "FILE.part is the text": (["calibrate", "DEMO", "--text", "t.part", "--out", "t"], "another file than --text"),
+    "proteins": (["calibrate", "DEMO", "--fasta", "one.fa", "--out", "one.fa"], "another file than --fasta"),
+    "json is a folder": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--json", "folder"],
+                         "--json must be a file in a folder that can be written to, got 'folder': 'folder' is"),
+    "json is the text": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--json", "TEXT"],
+                         "--json must be another file than --text"),
+    "json is the calibration": (
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3", "--calibration", "t.part", "--json", "t.part"],
+        "--json must be another file than --calibration"),
+    "csv is a folder": (["esm-scan", "one.fa", "--model", "DEMO", "--csv", "folder"], "--csv must be a file"),
+    "csv is the proteins": (["esm-scan", "one.fa", "--model", "DEMO", "--csv", "one.fa"],
+                            "--csv must be another file than FASTA"),
+    "FILE.part is the proteins": (["esm-scan", "t.part", "--model", "DEMO", "--csv", "t"], "another file than FASTA"),
+    "a picture is a folder": (["esm-scan", "one.fa", "--model", "DEMO", "--csv", "s", "--heatmap", "folder"],
+                              "--heatmap must be a file"),
+    "a picture is the scores": (["esm-scan", "one.fa", "--model", "DEMO", "--csv", "s.svg", "--heatmap", "./s.svg"],
+                                "--heatmap must be another file than --csv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, message", OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_are_checked_before_any_work(arguments, message, book, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("turboquant.cli._model", None)
+    for folder in ("folder", "half.part"):
+        (tmp_path / folder).mkdir()
+    for name, text in (("text", "words"), ("t.part", "words"), ("one.fa", ">a\nMKV\n")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link").hardlink_to(tmp_path / "text")
+    before = {file.name: file.read_text() for file in tmp_path.iterdir() if file.is_file()}
+    with pytest.raises(SystemExit) as left:
+        main([{"DEMO": str(DEMO), "TEXT": "text"}.get(a, a) for a in arguments])
+    assert left.value.code == 2 and message in capsys.readouterr().err
+    assert {file.name: file.read_text() for file in tmp_path.iterdir() if file.is_file()} == before
+
+
+def test_a_calibration_that_cannot_be_saved_can_be_resumed(book, tmp_path, monkeypatch, capsys):
+    out, part = tmp_path / "demo.safetensors", tmp_path / "demo.safetensors.part"
+    command = ["calibrate", str(DEMO), "--text", str(book), "--out", str(out), "--tokens", "600"]
+
+    def full(self, path):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(turboquant.Calibration, "save", full)
+        with pytest.raises(SystemExit):
+            main(command)
+    assert "No space left on device" in capsys.readouterr().err and part.exists() and not out.exists()
+    assert main(command) == 0 and out.exists() and not part.exists()
 
 
 # ---- the guard: quality may not get worse unnoticed ----

@@ -109,8 +109,8 @@ def test_layers_on_two_devices(first, second, tmp_path):
     assert {w.device for w in spread.model.layers[1].parameters()} == {torch.device(second)}
     batches = [prompts(2, 300, (0, 40), seed=s) for s in range(3)]
     found = [
-        turboquant.calibrate(model, batches, source="random tokens", checkpoint=tmp_path / "part")
-        for model in (whole, spread)
+        turboquant.calibrate(model, batches, source="random tokens", checkpoint=tmp_path / f"part{i}")
+        for i, model in enumerate((whole, spread))
     ]
     for name in ("centre", "covariance"):
         np.testing.assert_allclose(getattr(found[1], name), getattr(found[0], name), rtol=1e-2, atol=1e-3, err_msg=name)

@@ -207,6 +207,28 @@ def test_copies_keep_their_alignment(rng: np.random.Generator) -> None:
     assert "50 vectors of 64 numbers" in repr(codes)
 
 
+def test_arrays_of_other_classes_are_read_as_plain_ones(rng: np.random.Generator) -> None:
+    x = normal(rng, 300, 64)
+    q = Quantizer(64, 4, centre=np.ma.masked_array(x[0]))
+    codes = q.quantize(x)
+    assert type(q.centre) is np.ndarray
+    for other in (x.view(np.matrix), np.ma.masked_array(x), np.ma.masked_array(x, np.zeros(x.shape, bool))):
+        assert np.array_equal(q.quantize(other).pages, codes.pages)
+        found = q.dot(other[:5], codes)
+        assert type(found) is np.ndarray and np.array_equal(found, q.dot(x[:5], codes))
+    with pytest.raises(ValueError, match="dot: `queries` must have no masked numbers"):
+        q.dot(np.ma.masked_equal(x, x[0, 0]), codes)
+
+
+def test_codes_hold_a_plan_of_any_sequence(rng: np.random.Generator) -> None:
+    q = Quantizer(64, 4)
+    codes = q.quantize(normal(rng, 3, 64))
+    for plan in (list(codes.plan), np.array(codes.plan)):
+        made = Codes(plan, codes.pages, np.int64(3))  # type: ignore[arg-type]
+        assert made.plan == codes.plan and all(type(word) is int for word in (*made.plan, made.vectors))
+        assert np.array_equal(q.dequantize(made), q.dequantize(codes))
+
+
 def test_repr_and_from_plan(rng: np.random.Generator) -> None:
     q = Quantizer(80, [4, 2, 1], "haar", "norm", "sphere", 9)
     assert repr(q) == "Quantizer(80, [4, 2, 1], rotation='haar', scale='norm', codebook='sphere', seed=9)"
@@ -225,6 +247,7 @@ def test_repr_and_from_plan(rng: np.random.Generator) -> None:
 X = np.zeros((3, 64), np.float32)
 PAGES = "Codes: `pages` must be uint8 [1, 1, 1088], "
 GROUPS = "`bits` must be an integer or one per group of 32 channels, 2 for 64 channels, got 1 of them"
+CENTRE = "Quantizer: `centre[{}]` must be finite and at most 16384 in magnitude, got {}"
 NO_SPHERE = "`codebook` must be 'normal' above 256 channels, got 'sphere' for 264"
 
 
@@ -255,7 +278,17 @@ NO_SPHERE = "`codebook` must be 'normal' above 256 channels, got 'sphere' for 26
         (dict(centre=[0.0] * 64), TypeError, "Quantizer: `centre` must be float32 [64], got list"),
         (dict(centre=X), ValueError, "Quantizer: `centre` must be float32 [64], got float32 [3, 64]"),
         (dict(centre=X[0].astype(float)), TypeError, "Quantizer: `centre` must be float32 [64], got float64 [64]"),
-        (dict(centre=X[0] + np.nan), ValueError, "Quantizer: `centre` must be finite, got one that is not"),
+        (dict(centre=X[0] + np.nan), ValueError, CENTRE.format(0, "nan")),
+        (dict(centre=np.where(np.arange(64) < 9, 0, -16385).astype(np.float32)), ValueError,
+         CENTRE.format(9, "-16385.0")),
+        (dict(centre=np.ma.masked_greater(X[0], -1)), ValueError,
+         "Quantizer: `centre` must have no masked numbers, got 64 of them"),
+        (dict(sketch="gaussian", sketch_rows=6.5), TypeError,
+         "Quantizer: `sketch_rows` must be an integer, got 6.5"),
+        (dict(sketch="gaussian", sketch_rows="6"), TypeError,
+         "Quantizer: `sketch_rows` must be an integer, got '6'"),
+        (dict(sketch="gaussian", sketch_rows=0), ValueError, "Quantizer: `sketch_rows` must be in 1..64, got 0"),
+        (dict(sketch="gaussian", sketch_rows=65), ValueError, "Quantizer: `sketch_rows` must be in 1..64, got 65"),
     ],
 )  # fmt: skip
 def test_quantizer_refuses(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
@@ -272,6 +305,8 @@ def test_quantizer_refuses(arguments: dict[str, Any], error: type[Exception], sa
         (X.astype(">f4"), TypeError, "quantize: `x` must be float32 [vectors, 64], got >f4 [3, 64]"),
         (X[0], ValueError, "quantize: `x` must be float32 [vectors, 64], got float32 [64]"),
         (X[:, :32], ValueError, "quantize: `x` must be float32 [vectors, 64], got float32 [3, 32]"),
+        (np.ma.masked_array(X, np.arange(192).reshape(3, 64) == 7), ValueError,
+         "quantize: `x` must have no masked numbers, got 1 of them"),
         (X[:, ::-1], ValueError, "quantize: `x` must be an array of dense rows in ascending order, got other strides"),
         (X[::-1], ValueError, "quantize: `x` must be an array of dense rows in ascending order, got other strides"),
     ],
@@ -329,6 +364,9 @@ def test_other_calls_refuse(rng: np.random.Generator) -> None:
         (dict(plan=plan_words(64, 4, 4)), ValueError, "Codes: `plan` must have no value bits"),
         (dict(plan=(1, 2)), ValueError, "plan_info: "),
         (dict(plan=None), TypeError, "plan_info: `plan` must be a sequence"),
+        (dict(vectors=3.0), TypeError, "Codes: `vectors` must be an integer, got 3.0"),
+        (dict(pages=np.ma.masked_less(np.zeros((1, 1, 1088), np.uint8), 1)), ValueError,
+         "Codes: `pages` must have no masked numbers, got 1088 of them"),
         (dict(vectors=-1), ValueError, "Codes: `vectors` must be at least 0, got -1"),
         (dict(vectors=33), ValueError, "Codes: `pages` must be uint8 [2, 1, 1088], got uint8 [1, 1, 1088]"),
         (dict(vectors=0), ValueError, "Codes: `pages` must be uint8 [0, 1, 1088], got uint8 [1, 1, 1088]"),

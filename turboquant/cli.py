@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -85,15 +85,34 @@ def demo(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
-def _checked_output(path: str, option: str) -> None:
-    if path and not os.access(Path(path).absolute().parent, os.W_OK):
-        raise ValueError(f"{option} must be a file in a folder that can be written to, got {path!r}")
+def _check_output(path: str | None, option: str, others: Mapping[str, str | None], moved: bool = False) -> None:
+    """That a file, if one is wanted, can be written and is none of `others`, which stand under what users call them.
+
+    moved: it is written as FILE.part, which then replaces FILE: both are checked, and neither may be a device.
+    """
+    if path is None:
+        return
+    wants = f"{option} must be a file in a folder that can be written to, got {path!r}"
+    for written in (path, f"{path}.part") if moved else (path,):
+        if not path or not os.access(Path(written).absolute().parent, os.W_OK):
+            raise ValueError(wants)
+        if path.endswith(os.sep) or os.path.isdir(written):
+            raise ValueError(f"{wants}: {written!r} is a folder")
+        if os.path.exists(written) and not (os.path.isfile(written) if moved else os.access(written, os.W_OK)):
+            raise ValueError(f"{option} must be a file that can be written, got {path!r}: {written!r} is none")
+        for name, other in others.items():
+            if other is not None and _same_file(written, other):
+                raise ValueError(f"{option} must be another file than {name}, got {path!r}")
 
 
-def _checked_files(chosen: argparse.Namespace, output: str, option: str) -> str:
-    """The text, or "" for proteins, once it is known that it can be read, that the result can be written, and that
-    there is a model."""
-    _checked_output(output, option)
+def _same_file(one: str, other: str) -> bool:
+    if os.path.exists(one) and os.path.exists(other):
+        return os.path.samefile(one, other)
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _checked_files(chosen: argparse.Namespace) -> str:
+    """The text, or "" for proteins, once it is known that it can be read and that there is a model."""
     local = chosen.model.startswith((".", "/", "~")) or chosen.model.endswith("/")
     if local and not os.path.isdir(chosen.model):
         raise ValueError(f"MODEL must be a folder or a name on the Hugging Face hub, got {chosen.model!r}")
@@ -157,7 +176,8 @@ def _device(wanted: str | None) -> str:
 
 def calibrate(chosen: argparse.Namespace) -> int:
     """Measure a model's keys and values on text or proteins, and write what calibrated specs need."""
-    text = _checked_files(chosen, chosen.out, "--out")
+    _check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
+    text = _checked_files(chosen)
     checkpoint = f"{chosen.out}.part"
     if chosen.fasta is None:
         found = _calibrated_on_text(chosen, text, checkpoint)
@@ -167,6 +187,7 @@ def calibrate(chosen: argparse.Namespace) -> int:
         amount = chosen.tokens, CALIBRATION_TOKENS
         found = calibrated(_model(chosen), chosen.fasta, amount, chosen.seed, checkpoint)
     found.save(chosen.out)
+    Path(checkpoint).unlink(missing_ok=True)  # not before the result is on the disk, which may be full
     size = Path(chosen.out).stat().st_size
     print(f"{chosen.out}: {found.tokens:,} tokens, {found.layers} layers, {found.kv_heads} KV heads of "
           f"{found.head_dim} channels, {size:,} bytes")  # fmt: skip
@@ -227,8 +248,10 @@ def evaluate(chosen: argparse.Namespace) -> int:
     missing = [name for name, spec in specs.items() if spec.calibrated and chosen.calibration is None]
     if missing:
         raise ValueError(f"--calibration must name a file for {', '.join(missing)}; `turboquant calibrate` makes one")
+    read = {"--text": chosen.text, "--fasta": chosen.fasta, "--calibration": chosen.calibration}
+    _check_output(chosen.json or None, "--json", read)
     found = None if chosen.calibration is None else Calibration.load(chosen.calibration)
-    text = _checked_files(chosen, chosen.json or "", "--json")
+    text = _checked_files(chosen)
     if chosen.fasta is None:
         from .evaluate import evaluate_all, markdown, text_windows
 
@@ -273,15 +296,16 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     from .esm import commands
     from .spec import preset
 
-    for path, option in ((chosen.csv, "--csv"), (chosen.heatmap or "", "--heatmap")):
-        _checked_output(path, option)
+    read = {"FASTA": chosen.fasta, "--calibration": chosen.calibration}
+    _check_output(chosen.csv, "--csv", read, moved=True)
+    _check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": chosen.csv})
     if chosen.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {chosen.batch}")
     if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
     if preset(chosen.spec).calibrated and chosen.calibration is None and not chosen.exact:
         raise ValueError(f"--calibration must name a file for {chosen.spec}; `turboquant calibrate` makes one")
-    _checked_files(chosen, chosen.csv, "--csv")
+    _checked_files(chosen)
     return commands.scan(_model(chosen), chosen)
 
 

@@ -24,7 +24,7 @@ import torch
 
 from .cache import TurboQuantCache, checked_config
 from .calibration import Calibration, layer_specs
-from .calibration.measure import fingerprint, token_divergence
+from .calibration.measure import checked_seed, fingerprint, token_divergence, token_ids
 from .patch import patch, unpatch
 from .placement import device_of
 from .spec import CacheSpec, resolve
@@ -116,7 +116,8 @@ def evaluate(
     """Quality and bytes of one spec; see `Evaluation`.
 
     model    as `turboquant.patch` takes it, patched or not; it is left as it was. float32 measures the cache alone.
-    windows  token ids [windows, tokens], each a text of its own (`text_windows`); at least 2 tokens.
+    windows  token ids [windows, tokens] of any integer dtype, each a text of its own (`text_windows`); at least 2
+             tokens.
     spec     a CacheSpec or the name of a preset;  calibration  for a spec that uses one.
     prefill  "packed": one forward; "chunked": `chunk` tokens at a time; "decode": one by one. They agree to rounding: a
              cache whose centre comes from the prompt gets its first `centre_tokens` in one forward in all three.
@@ -173,12 +174,10 @@ def evaluate_all(
 
 
 def _checked(windows: Any) -> torch.Tensor:
-    if not isinstance(windows, torch.Tensor) or windows.dim() != 2 or windows.is_floating_point():
-        what = tuple(windows.shape) if isinstance(windows, torch.Tensor) else type(windows).__name__
-        raise TypeError(f"`windows` must be token ids [windows, tokens], got {what}")
-    if windows.shape[0] < 1 or windows.shape[1] < 2:
-        raise ValueError(f"`windows` must hold at least one window of two tokens, got shape {tuple(windows.shape)}")
-    return windows
+    ids = token_ids(windows, "`windows` must be token ids [windows, tokens]")
+    if ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise ValueError(f"`windows` must hold at least one window of two tokens, got shape {tuple(ids.shape)}")
+    return ids
 
 
 @contextmanager
@@ -280,7 +279,7 @@ def _loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
 
 
 def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.Tensor:
-    """Token ids [windows, length]: windows spaced evenly over the whole text, without overlap.
+    """Token ids [windows, length], int64 on the CPU: windows spaced evenly over the whole text, without overlap.
 
     ValueError if the text has fewer tokens than that; the message says how many windows it has.
     """
@@ -292,7 +291,7 @@ def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.
         raise ValueError(f"`text` must have {windows} x {length} tokens, got {len(ids)}: "
                          f"{len(ids) // length} windows of that length")  # fmt: skip
     starts = [i * (len(ids) - length) // max(windows - 1, 1) for i in range(windows)]
-    return torch.tensor([ids[start : start + length] for start in starts])
+    return torch.tensor([ids[start : start + length] for start in starts], dtype=torch.int64, device="cpu")
 
 
 def markdown(found: Mapping[str, Evaluation]) -> str:
@@ -354,6 +353,7 @@ def recall(
     windows  token ids [windows, tokens >= the largest length], the haystacks, at least two.
     lengths  tokens of a whole sequence.
     needle, cue   tokens of the passage, and of these how many are shown at the end.
+    seed     0..2**63 - 1, of where passages start.
     Others as in `evaluate`.  Returns one result per length and depth.
     """
     given = {"spec": spec}
@@ -394,7 +394,7 @@ def recall_all(
         raise ValueError(f"`batch` must be at least 1, got {batch}")
     changed = {name: value for name, value in (("sinks", sinks), ("window", window)) if value is not None}
     chosen = {name: resolve(spec).with_(prefill="packed", **changed) for name, spec in specs.items()}
-    needles, device = _needles(windows, needle, seed), device_of(model)
+    needles, device = _needles(windows, needle, checked_seed(seed)), device_of(model)
     scores: dict[tuple[str, int, float], list[tuple[float, ...]]] = {
         (name, length, depth): [] for name in chosen for length in lengths for depth in depths
     }
@@ -417,11 +417,11 @@ def recall_all(
 
 
 def _needles(windows: torch.Tensor, tokens: int, seed: int) -> torch.Tensor:
-    """[windows, tokens]: for each window a passage of the next one, the same for all lengths and depths."""
-    starts = torch.randint(
-        windows.shape[1] - tokens + 1, (len(windows), 1), generator=torch.Generator().manual_seed(seed)
-    )
-    return windows.roll(-1, 0).gather(1, starts + torch.arange(tokens))
+    """[windows, tokens]: for each window, all on the CPU, a passage of the next one, the same for all lengths and
+    depths."""
+    generator, most = torch.Generator("cpu").manual_seed(seed), windows.shape[1] - tokens
+    starts = torch.randint(most + 1, (len(windows), 1), generator=generator, device="cpu")
+    return windows.roll(-1, 0).gather(1, starts + torch.arange(tokens, device="cpu"))
 
 
 def _haystacks(text: torch.Tensor, needles: torch.Tensor, length: int, depth: float | None) -> torch.Tensor:

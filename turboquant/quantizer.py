@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ __all__ = ["Codes", "Quantizer"]
 _PAGE = 32  # vectors of a page
 _RUN = 256  # vectors that one thread quantises at a time
 _ROTATIONS = {"hadamard": Rotation.HADAMARD, "haar": Rotation.DENSE, "none": Rotation.NONE}
+_LIMIT = f"finite and at most {_core.MAX_INPUT:.0f} in magnitude"
 _LEVELS = ("codebook", "affine", "absmax")  # a table needs data
 _SKETCHES = ("none", "gaussian", "sign")
 
@@ -59,12 +60,27 @@ def _describe(array: object) -> str:
     return f"{array.dtype} {list(array.shape)}"
 
 
+def _integer(op: str, name: str, value: object) -> int:
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{op}: `{name}` must be an integer, got {value!r}") from None
+
+
+def _plain(op: str, name: str, array: NDArray[Any]) -> NDArray[Any]:
+    """The numbers of an array as a plain `ndarray`, not copied: a matrix keeps two dimensions whatever is done to it,
+    and what a mask hides would be read. ValueError if a mask hides anything."""
+    if np.ma.is_masked(array):
+        raise ValueError(f"{op}: `{name}` must have no masked numbers, got {np.ma.getmaskarray(array).sum()} of them")
+    return np.asarray(array)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Codes:
     """Quantised vectors: what `Quantizer.quantize` returns.
 
-    plan: how they were made (`turboquant.plan.plan_words`), which is all that `save` keeps beside the bytes: a `centre`
-        stays with its Quantizer.
+    plan: how they were made (`turboquant.plan.plan_words`), a tuple of whatever sequence is given. It is all that
+        `save` keeps beside the bytes: a `centre` stays with its Quantizer.
     pages: uint8 ``[ceil(vectors / 32), 1, record_bytes]``, 64-byte aligned; an array that is not is copied once, here.
     vectors: how many vectors there are; the rest of the last page is zero.
     """
@@ -77,14 +93,17 @@ class Codes:
         info = _core.plan_info(self.plan)
         if any(info["value_bits"]):
             raise ValueError("Codes: `plan` must have no value bits, got a plan of a cache")
-        vectors = index(self.vectors)
+        vectors = _integer("Codes", "vectors", self.vectors)
         if vectors < 0:
             raise ValueError(f"Codes: `vectors` must be at least 0, got {vectors}")
+        object.__setattr__(self, "plan", tuple(index(word) for word in self.plan))  # plans are compared
+        object.__setattr__(self, "vectors", vectors)
         shape = (-(-vectors // info["page_tokens"]), 1, info["record_bytes"])
         if not isinstance(self.pages, np.ndarray) or self.pages.dtype != np.uint8:
             raise TypeError(f"Codes: `pages` must be uint8 {list(shape)}, got {_describe(self.pages)}")
         if self.pages.shape != shape:
             raise ValueError(f"Codes: `pages` must be uint8 {list(shape)}, got {_describe(self.pages)}")
+        object.__setattr__(self, "pages", _plain("Codes", "pages", self.pages))
         if not self.pages.flags.c_contiguous or self.pages.ctypes.data % 64:
             aligned = _core.new_pages(self.plan, shape[0], 1)
             aligned[...] = self.pages
@@ -164,14 +183,14 @@ class Quantizer:
     codebook: "normal": levels for N(0, 1), right for all but small dims; "sphere": levels for the exact law of a
         coordinate of a random unit vector, dim <= 256; "uniform": equally spaced, best for N(0, 1).
     seed: 0 .. 2**63 - 1, of the rotation. Equal arguments make equal bytes on every machine.
-    centre: float32 ``[dim]`` or None; subtracted before and added after. It is not part of the codes: a Quantizer that
-        reads them must be given the same one.
+    centre: float32 ``[dim]`` or None, finite and at most 16384 in magnitude; subtracted before and added after. It is
+        not part of the codes: a Quantizer that reads them must be given the same one.
     levels: "codebook"; "affine": from the smallest to the largest number; "absmax": both sides of 0 up to the largest
         magnitude; these two also in 8 bits.
     block: numbers that share a scale, a multiple of 32; 0: all.
-    sketch: signs kept of what the codes leave over: "gaussian": of `sketch_rows` Gaussian projections (dim of them by
-        default; with scale="norm" this is TurboQuant prod of bits + 1, whose inner products are unbiased); "sign": its
-        own.
+    sketch: signs kept of what the codes leave over: "gaussian": of `sketch_rows` Gaussian projections (1..dim, by
+        default dim; with scale="norm" this is TurboQuant prod of bits + 1, whose inner products are unbiased); "sign":
+        its own.
     Levels other than a codebook's, blocks and sketches are read by slower, portable code.
 
     Raises TypeError or ValueError; the message names the argument.
@@ -191,10 +210,7 @@ class Quantizer:
         sketch: str = "none",
         sketch_rows: int | None = None,
     ) -> None:
-        try:
-            dim = index(dim)
-        except TypeError:
-            raise TypeError(f"Quantizer: `dim` must be an integer, got {dim!r}") from None
+        dim = _integer("Quantizer", "dim", dim)
         if dim % 8 or not 8 <= dim <= MAX_DIM:
             raise ValueError(f"Quantizer: `dim` must be a multiple of 8 in 8..{MAX_DIM}, got {dim}")
         if not isinstance(rotation, str):
@@ -207,7 +223,11 @@ class Quantizer:
         if sketch_rows is not None and sketch != "gaussian":
             raise ValueError(f"Quantizer: `sketch_rows` must be None unless `sketch` is gaussian, got {sketch_rows!r}")
         if levels != "codebook" or block or sketch != "none":
-            rows = (dim if sketch_rows is None else sketch_rows) if sketch == "gaussian" else 0
+            rows = dim if sketch == "gaussian" else 0
+            if sketch_rows is not None:
+                rows = _integer("Quantizer", "sketch_rows", sketch_rows)
+                if not 1 <= rows <= dim:
+                    raise ValueError(f"Quantizer: `sketch_rows` must be in 1..{dim}, got {rows}")
             side = Side(bits, block, _ROTATIONS[rotation], levels, sketch, rows)
             given_plan = blocked_plan_words(dim, side, codebook=codebook, scale=scale, seed=seed, page_tokens=_PAGE)
             self._setup(given_plan, centre)
@@ -255,9 +275,10 @@ class Quantizer:
         if matrices:
             self._transform["key_rotation"] = np.concatenate(matrices)
         if centre is not None:
-            self._check("Quantizer", "centre", centre)
-            if not np.isfinite(centre).all():
-                raise ValueError("Quantizer: `centre` must be finite, got one that is not")
+            centre = self._checked("Quantizer", "centre", centre)
+            bad = np.flatnonzero(~(np.abs(centre) <= _core.MAX_INPUT))
+            if len(bad):
+                raise ValueError(f"Quantizer: `centre[{bad[0]}]` must be {_LIMIT}, got {centre[bad[0]]}")
             self._centre = centre.copy()
             self._centre.flags.writeable = False
             self._transform["key_centre"] = self._centre[None]
@@ -301,9 +322,10 @@ class Quantizer:
 
         x: float32 ``[vectors, dim]``, rows dense; finite, at most 16384 in magnitude. The rows may lie apart.
         Returns `Codes` with ``len(codes) == vectors``.
-        Raises TypeError for another dtype, ValueError for another shape or a number out of range; names the first one.
+        Raises TypeError for another dtype, ValueError for another shape, masked numbers or a number out of range, the
+        first of which it names.
         """
-        self._check("quantize", "x", x, "vectors")
+        x = self._checked("quantize", "x", x, "vectors")
         vectors = x.shape[0]
         pages = _core.new_pages(self._plan, -(-vectors // self._page_tokens), 1)
         try:
@@ -317,8 +339,7 @@ class Quantizer:
             if not len(bad):  # the core's own words, with the name that `x` has here
                 raise ValueError(str(error).replace("append: `k`", "quantize: `x`", 1)) from None
             i, j = bad[0]
-            limit = f"finite and at most {_core.MAX_INPUT:.0f} in magnitude"
-            raise ValueError(f"quantize: `x[{i}, {j}]` must be {limit}, got {x[i, j]}") from None
+            raise ValueError(f"quantize: `x[{i}, {j}]` must be {_LIMIT}, got {x[i, j]}") from None
         return Codes(self._plan, pages, vectors)
 
     def dequantize(self, codes: Codes) -> NDArray[np.float32]:
@@ -344,7 +365,7 @@ class Quantizer:
         Raises TypeError for another dtype or object, ValueError for another shape or plan.
         """
         single = isinstance(queries, np.ndarray) and queries.ndim == 1
-        self._check("dot", "queries", queries, *([] if single else ["queries"]))
+        queries = self._checked("dot", "queries", queries, *([] if single else ["queries"]))
         self._check_codes("dot", codes)
         rows = queries[None] if single else queries
         out = _core.dot(self._plan, rows, codes.pages, codes.vectors, **self._transform)
@@ -358,14 +379,15 @@ class Quantizer:
         lengths = np.full(batch, tokens, np.int32)
         _core.append(self._plan, x, None, lengths, pages, table, **self._transform)
 
-    def _check(self, op: str, name: str, array: object, *rows: str) -> None:
-        """`array` must be float32 ``[*rows, dim]``."""
+    def _checked(self, op: str, name: str, array: object, *rows: str) -> NDArray[np.float32]:
+        """`array`, which must be float32 ``[*rows, dim]``, as a plain `ndarray`."""
         shape = ", ".join([*rows, str(self._dim)])
         message = f"{op}: `{name}` must be float32 [{shape}], got {_describe(array)}"
         if not isinstance(array, np.ndarray) or array.dtype != np.float32:
             raise TypeError(message)
         if array.ndim != 1 + len(rows) or array.shape[-1] != self._dim:
             raise ValueError(message)
+        return _plain(op, name, array)
 
     def _check_codes(self, op: str, codes: object) -> None:
         if not isinstance(codes, Codes):

@@ -387,6 +387,6 @@ def group_mix(head_dim: int, seed: int) -> F32:
 
 
 def _signed_hadamard(n: int, seed: int) -> F32:
-    plan = plan_words(n, 1, 0, rotation="hadamard", seed=seed)
+    plan = plan_words(n, 1, 0, rotation="hadamard", seed=seed % 2**63)  # callers add where a group starts
     matrix: F32 = _core.rotate(plan, np.eye(n, dtype=np.float32)).T
     return matrix

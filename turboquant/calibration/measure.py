@@ -13,10 +13,12 @@ ESM-2 is the last hidden states, whose divergence is 1 minus their cosine.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,17 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..attention import own_attention, request_mask
+from ..files import write_whole
 from ..placement import device_of, is_offloaded, loaded
 from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
 from .tables import kmeans_table
 
-__all__ = ["calibrate", "describe", "fingerprint", "token_divergence"]
+__all__ = ["calibrate", "checked_seed", "describe", "fingerprint", "token_divergence", "token_ids"]
 
 NAME = "turboquant_calibrate"
 SAMPLED_TENSORS, SAMPLED_WEIGHTS = 8, 16  # of a fingerprint
+_INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 Batch = Mapping[str, torch.Tensor]
 Hook = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -115,7 +119,7 @@ def fingerprint(model: Any) -> dict[str, Any]:
     sample: list[float] = []
     for i in sorted({round(x) for x in np.linspace(0, len(named) - 1, SAMPLED_TENSORS)}):
         flat = loaded(model, *named[i]).detach().reshape(-1)
-        where = torch.linspace(0, flat.numel() - 1, SAMPLED_WEIGHTS, dtype=torch.float64).long()
+        where = torch.linspace(0, flat.numel() - 1, SAMPLED_WEIGHTS, dtype=torch.float64, device="cpu").long()
         sample += [float(f"{x:.6g}") for x in flat[where.to(flat.device)].to("cpu", torch.float64).tolist()]
     return {**describe(model.config), "weights": sample}
 
@@ -199,11 +203,12 @@ def _score(model: Any, output: torch.Tensor, real: torch.Tensor | None, seed: in
     output: of `_forward`. A language model: log p(y), y drawn from p. ESM-2: <r, h> / |h| with r ~ N(0, 1) across h:
     1 - cos(h, h + e) is half the square of what e has across h, over |h|^2.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     if _is_esm(model):
         fixed = output.detach().float()
         length = fixed.norm(dim=-1, keepdim=True)
-        random = torch.randn(fixed.shape, generator=generator).to(fixed.device)
+        # On the CPU and in float32, whatever torch's defaults: others would draw other numbers.
+        random = torch.randn(fixed.shape, generator=generator, dtype=torch.float32, device="cpu").to(fixed.device)
         across = random - (random * fixed).sum(-1, keepdim=True) / length.square() * fixed
         scores = (output.float() * across / length).sum(-1)
     else:
@@ -324,9 +329,9 @@ class _Run:
             "moments": (self.done, self.moments.tokens, self.moments.sums),
             "costs": (self.probed, self.costs.tokens, self.costs.sums),
         }
-        new = self.file.with_name(self.file.name + ".new")
-        torch.save(state, new)
-        os.replace(new, self.file)
+        written = io.BytesIO()  # torch.save calls a full disk a RuntimeError about positions
+        torch.save(state, written)
+        write_whole(self.file, [written.getbuffer()])
 
 
 def calibrate(
@@ -345,31 +350,30 @@ def calibrate(
              or an ESM-2 model (`turboquant.esm.protein_batches` makes batches); patched or not; float32, float16 or
              bfloat16; on any device, spread over several, or with weights that a `device_map` keeps off them. It is
              left as it was.
-    batches  token ids [batch, tokens], or mappings with `input_ids` and perhaps `attention_mask`, as the model takes
-             them. Text like that which the cache will see, but not what it will be tested on; tens of thousands of
-             tokens are plenty. Padding is not counted.
+    batches  token ids [batch, tokens] of any integer dtype, or mappings with `input_ids` and perhaps `attention_mask`,
+             as the model takes them. Text like that which the cache will see, but not what it will be tested on; tens
+             of thousands of tokens are plenty. Padding is not counted; a batch of nothing else is left out.
     sensitivity_batches  of these, from the front, measure sensitivities, by a forward and a backward pass each; a batch
              needs the memory of a training step without the optimiser, which is main memory if weights are offloaded.
-    seed     of the Hadamard signs inside groups, and of what is drawn for sensitivities. The same model, batches and
-             seed give the same calibration.
+    seed     0..2**63 - 1, of the Hadamard signs inside groups, and of what is drawn for sensitivities. The same model,
+             batches and seed give the same calibration.
     source   what text it was, in words; kept in the file.
     progress   a bar on stderr, one step per batch and pass; needs tqdm.
     checkpoint  a file that keeps what was found while calibration runs, after every batch, so that an interrupted one
-             goes on where it was; removed at the end.
+             goes on where it was. It stays at the end, for the result is in memory alone: remove it once that is saved.
 
-    Raises TypeError for batches of another kind, ValueError if there are fewer tokens than channels and for a
+    Raises TypeError for batches or a seed of another kind, ValueError if there are fewer tokens than channels and for a
     checkpoint that is damaged or of another run, NotImplementedError for a model without rotary keys or whose
     attention bypasses AttentionInterface: all before anything is measured.
     """
-    given = [_checked(i, batch) for i, batch in enumerate(batches)]
+    seed = checked_seed(seed)
+    given = [batch for batch in (_checked(i, b) for i, b in enumerate(batches)) if _count(batch)]
     mark = _checked_model(model)
     tokens = sum(_count(b) for b in given)
     if tokens <= mark["head_dim"]:
         raise ValueError(
             f"`batches` must hold more tokens than a head has channels ({mark['head_dim']}), got {tokens}: more text"
         )
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"`seed` must be in 0..2**63 - 1, got {seed}")
     if sensitivity_batches < 1:
         raise ValueError(f"`sensitivity_batches` must be at least 1, got {sensitivity_batches}")
     probes, layers = given[:sensitivity_batches], mark["layers"]
@@ -384,20 +388,41 @@ def calibrate(
     axes = plan_axes(covariance, cost)
     made = (mean, covariance, axes, variance_along(axes, covariance), variance_along(axes, cost), tables)
     parts = dict(zip(("centre", "covariance", "axes", "variance", "sensitivity", "tables"), made))
-    found = Calibration(**{name: x.astype(np.float32) for name, x in parts.items()}, fingerprint=mark,
-                        tokens=run.moments.tokens, seed=seed, source=source)  # fmt: skip
-    if checkpoint is not None:
-        Path(checkpoint).unlink(missing_ok=True)
-    return found
+    return Calibration(**{name: x.astype(np.float32) for name, x in parts.items()}, fingerprint=mark,
+                       tokens=run.moments.tokens, seed=seed, source=source)  # fmt: skip
+
+
+def checked_seed(seed: Any) -> int:
+    """An integer of any type as an int. TypeError for another object, a bool included; ValueError outside
+    0..2**63 - 1."""
+    try:
+        if isinstance(seed, bool):
+            raise TypeError
+        number = index(seed)
+    except TypeError:
+        raise TypeError(f"`seed` must be an integer, got {seed!r}") from None
+    if not 0 <= number < 2**63:
+        raise ValueError(f"`seed` must be in 0..2**63 - 1, got {number}")
+    return number
+
+
+def token_ids(given: Any, wants: str) -> torch.Tensor:
+    """A tensor of two dimensions and any integer dtype as int64, which alone all operations of a model take. TypeError
+    for another object: what it should be, `wants`, and what it was."""
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{wants}, got {type(given).__name__}")
+    if given.dim() != 2 or given.dtype not in _INTEGERS:
+        raise TypeError(f"{wants}, got {str(given.dtype).removeprefix('torch.')} {list(given.shape)}")
+    return given.long()
 
 
 def _checked(i: int, batch: Batch | torch.Tensor) -> Batch:
     if isinstance(batch, torch.Tensor):
         batch = {"input_ids": batch}
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        raise TypeError(f"`batches[{i}]` must be token ids [batch, tokens] or a mapping with such input_ids, got "
-                        f"{tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(batch).__name__}")  # fmt: skip
+    held = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    wants = f"`batches[{i}]` must be token ids [batch, tokens] or a mapping with such input_ids"
+    ids = token_ids(batch if held is None else held, wants)
+    batch = {**batch, "input_ids": ids}
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(
