@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import math
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from conftest import ROOT, shared_file
@@ -54,6 +57,51 @@ def test_fasta(tmp_path):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_fasta(file)
+
+
+def test_lines_of_fasta_end_at_line_feed_and_carriage_return(tmp_path):
+    file = tmp_path / "a.fasta"
+    file.write_bytes(b"\xef\xbb\xbf>a\r\nMK\r\n\r\n>b\rAC\rDE\n>c\tof\n WW\t*")
+    assert read_fasta(file) == [("a", "MK"), ("b", "ACDE"), ("c", "WW")]
+    for end in "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029":
+        file.write_text(f">p1 foo{end}GENE\nMKTAY\n>p2{end}GENE\nMK\n", encoding="utf-8")
+        assert read_fasta(file) == [("p1", "MKTAY"), ("p2", "MK")]
+
+
+@pytest.mark.parametrize("letter", [*"\u00df\ufb01\u0131\u017f\xe9\xa0\ufeff\x0b\x0c\x1c\x85\u2028\x00\x7f"])
+def test_letters_of_fasta_are_ascii(letter, tmp_path):
+    file = tmp_path / "a.fasta"
+    for line in (f"MKT{letter}AY", f"MKT{letter}", letter):
+        file.write_text(f">p1\nMK\n>p2 of two\nmkv\n{line}\n", encoding="utf-8")
+        with pytest.raises(ValueError) as wrong:
+            read_fasta(file)
+        assert str(wrong.value) == f"{file}:5: the sequence of 'p2' must be in ASCII letters, got {letter!r}"
+
+
+def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
+    """What was read of it is passed on: at a second look it is empty."""
+    where, pipe = tmp_path / "s.csv", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = f">a\n{protein(12)}\n>b\n{protein(30)}\n"
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    read = read_fasta(pipe)
+    writer.join()
+    pipe.unlink()
+    chosen = argparse.Namespace(fasta=str(pipe), csv=str(where), heatmap=None, calibration=None, exact=False,
+                                spec="esm-default", batch=8)  # fmt: skip
+    assert commands.scan(model, chosen, read) == 0
+    assert len(where.read_text().splitlines()) == 1 + 42 * 20
+    found = commands.evaluated(model, chosen.fasta, {"a": CacheSpec(3, 3)}, None, (None, 2), read)
+    assert found["a"].residues == 42
+    made = commands.calibrated(model, chosen.fasta, (None, 10**6), 0, str(tmp_path / "part"), read)
+    assert made.tokens == 46 and made.source == "pipe, 2 proteins"
+
+
+def test_evaluation_that_masks_nothing_runs_nothing(model, monkeypatch):
+    monkeypatch.setattr(esm.quality, "_outputs", lambda *given: pytest.fail("the model ran"))
+    with pytest.raises(ValueError, match="`mask_share` must mask at least one residue, got none"):
+        esm.evaluate(model, ["M"], {"a": CacheSpec(3, 3)})
 
 
 def test_evaluation_is_what_it_says(model, sequences):

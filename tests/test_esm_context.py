@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
+import numpy as np
 import pytest
 from esm_models import LETTERS, protein, tiny_esm, torch
 
@@ -202,9 +204,9 @@ def test_long_proteins_and_short_ones_of_every_shape(head_dim):
 def test_decoding_leaves_the_context_alone():
     cache = ContextCache(tiny_esm(), CacheSpec(3, 3))
     cache.encode(PROTEINS)
-    before = [t.clone() for layer in cache._store.layers for t in layer.tensors()]
+    before = [t.clone() for t in cache._store.tensors()]
     first = cache.decode(["W"], [[3]], [2]).logits[0]
-    assert all(map(torch.equal, before, [t for layer in cache._store.layers for t in layer.tensors()]))
+    assert all(map(torch.equal, before, cache._store.tensors()))
     assert torch.equal(cache.decode(["W"], [[3]], [2]).logits[0], first)
 
 
@@ -235,6 +237,56 @@ def test_inference_mode():
     assert torch.equal(cache.decode(["W"], [[3]], [2]).logits[0], inside)
 
 
+def unpickled(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled, copy.copy])
+@pytest.mark.parametrize("spec", [CacheSpec(3, 3), MIXED], ids=["packed", "layers that differ"])
+@pytest.mark.parametrize("patched", [False, True])
+def test_copies_decode_to_the_same_numbers(copied, spec, patched):
+    model = turboquant.patch(tiny_esm(), CacheSpec(1, 1)) if patched else tiny_esm()
+    cache = ContextCache(model, spec)
+    early = copied(cache)  # of nothing
+    cache.encode(PROTEINS)
+    early.encode(PROTEINS)
+    which, letters, positions = zip(*COPIES.values())
+    want = cache.decode(letters, positions, which)
+    for other in (early, copied(cache), copied(copied(cache))):
+        assert (other.model is model) == (copied is copy.copy)
+        got = other.decode(letters, positions, which)
+        assert all(map(torch.equal, [*got.hidden, *got.logits], [*want.hidden, *want.logits]))
+        assert (other.lengths, other.nbytes) == (cache.lengths, cache.nbytes)
+        said = other.encode(PROTEINS[:1])
+        assert torch.equal(said.logits[0], cache.encode(PROTEINS[:1]).logits[0])
+        cache.encode(PROTEINS)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
+def test_copies_watch_the_weights_of_their_own_model(copied):
+    model = tiny_esm()
+    cache = ContextCache(model, CacheSpec(3, 3))
+    cache.encode(PROTEINS)
+    model.cache = cache  # a copy of the model then has a copy of the cache, made before the model's own is complete
+    other = copied(model).cache
+    with torch.inference_mode():
+        frozen = copied(cache)
+    with torch.no_grad():
+        attentions(model)[1].key.weight.mul_(2)
+    late = copied(cache)
+    for stale in (cache, late, copied(late)):
+        with pytest.raises(RuntimeError, match="weights, dtype or device changed"):
+            stale.decode(["W"], [[3]])
+    assert torch.equal(other.decode(["W"], [[3]]).logits[0], frozen.decode(["W"], [[3]]).logits[0])
+    with torch.no_grad():
+        attentions(other.model)[1].key.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="weights, dtype or device changed"):
+        other.decode(["W"], [[3]])
+    late.encode(PROTEINS)
+    cache.encode(PROTEINS)
+    assert torch.equal(late.decode(["W"], [[3]]).logits[0], cache.decode(["W"], [[3]]).logits[0])
+
+
 WRONG = {
     "a letter": (dict(residues=["J"], positions=[[1]]), ValueError, r"`residues\[0\]\[0\]` must be .*got 'J'"),
     "outside": (dict(residues=["A"], positions=[[-1]]), IndexError, r"`positions\[0\]` must be in 0\.\.39"),
@@ -242,6 +294,9 @@ WRONG = {
     "twice": (dict(residues=["AA"], positions=[[4, 4]]), ValueError, "each position once"),
     "too few": (dict(residues=["AA"], positions=[[4]]), ValueError, "one entry per residue, 2, got 1"),
     "no protein": (dict(residues=["A"], positions=[[4]], proteins=[4]), IndexError, r"must be in 0\.\.3.*got 4"),
+    "half a place": (dict(residues=["A"], positions=[[0.5]]), TypeError, r"`positions\[0\]\[0\]` must be .*got 0\.5"),
+    "a letter for a place": (dict(residues=["AA"], positions=[[0, "1"]]), TypeError, r"must be an integer, got '1'"),
+    "half a protein": (dict(residues=["A"], positions=[[0]], proteins=[1.0]), TypeError, r"`proteins\[0\]` must be"),
     "copies": (dict(residues=["A", "A"], positions=[[4]]), ValueError, "one entry per copy, got 2, 1 and 2"),
     "batch": (dict(residues=["A"], positions=[[4]], batch_size=0), ValueError, "`batch_size`"),
 }
@@ -255,6 +310,14 @@ def test_wrong_arguments_of_decode(arguments, error, message):
     cache.encode(PROTEINS)
     with pytest.raises(error, match=message):
         cache.decode(**arguments)
+
+
+def test_places_of_other_kinds_of_integers():
+    cache = ContextCache(tiny_esm(), CacheSpec(3, 3))
+    cache.encode(PROTEINS)
+    want = cache.decode(["WA"], [[3, 5]], [2]).logits[0]
+    for positions, proteins in ((np.array([[3, 5]]), np.array([2])), (torch.tensor([[3, 5]]), torch.tensor([2]))):
+        assert torch.equal(cache.decode(["WA"], positions, proteins).logits[0], want)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +98,19 @@ def test_a_recording_serves_all_steps_of_its_shape(spec: CacheSpec, monkeypatch:
     assert replaying._graphs is None  # those of other proteins are gone
 
 
+def test_copies_record_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    replaying, _ = caches(SPECS["packed"])
+    step = STEPS["two proteins"][0]
+    for _ in range(2):
+        want = replaying.decode(**step).hidden
+    assert any(replaying._graphs._seen.values())
+    for other in (copy.deepcopy(replaying), pickle.loads(pickle.dumps(replaying)), copy.copy(replaying)):
+        assert other._graphs is None and other._cuda_graphs
+        assert all(map(torch.equal, other.decode(**step).hidden, want))
+    assert any(replaying._graphs._seen.values())
+
+
 def test_few_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     device, (replaying, plain) = Device(monkeypatch), caches(SPECS["packed"])
     for copies in (1, 2, 3, 4, 5, 2, 3, 4, 5, 1, 5):
@@ -143,6 +158,9 @@ def test_cuda_graphs_say_what_plain_steps_say(inference: bool, spec: CacheSpec) 
         compare(replaying, plain, tolerance=1e-4)
     compare(replaying, plain, tolerance=1e-4)
     assert all(replaying._graphs._seen.values()) and len(replaying._graphs._seen) == len(STEPS)
+    twin = copy.deepcopy(replaying)
+    compare(twin, plain, tolerance=1e-4)
+    assert all(twin._graphs._seen.values())
     replaying.encode(PROTEINS[:1])  # another store: nothing old is replayed
     plain.encode(PROTEINS[:1])
     for at in (3, 4, 5):

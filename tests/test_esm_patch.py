@@ -215,6 +215,20 @@ def test_inference_only():
     model(ids, labels=ids).loss.backward()
 
 
+@pytest.mark.parametrize("trained", [".key.", ".value."])
+def test_no_gradient_where_keys_or_values_alone_are_trained(trained):
+    model = tiny_esm()
+    ids = torch.tensor([tokenise(protein(30), model.config)])
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(trained in name or name.startswith("lm_head"))
+    model(ids, labels=ids).loss.backward()
+    assert attentions(model)[0].get_submodule(trained.strip(".")).weight.grad.abs().sum() > 0
+    turboquant.patch(model, CacheSpec(3, 3))
+    loss = model(ids, labels=ids).loss
+    with pytest.raises(RuntimeError, match="inference only"):
+        loss.backward()
+
+
 def test_padding_is_sorted_out_once_for_all_layers(monkeypatch):
     model = turboquant.patch(tiny_esm(), CacheSpec(3, 3, overrides={1: {"sinks": 2}}))
     inputs, passes = batch(model), []

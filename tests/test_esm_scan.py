@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from conftest import shared_file
@@ -9,7 +11,15 @@ from esm_models import protein, tiny_esm, torch, transformers
 
 import turboquant
 from turboquant import CacheSpec
-from turboquant.esm import AMINO_ACIDS, EXACT, ContextCache, masked_marginals, read_fasta
+from turboquant.esm import (
+    AMINO_ACIDS,
+    EXACT,
+    ContextCache,
+    evaluate,
+    masked_marginals,
+    protein_batches,
+    read_fasta,
+)
 from turboquant.esm.model import ALPHABET, MASK, tokenise
 
 SEQUENCE = protein(33)
@@ -61,6 +71,32 @@ def test_lone_masks_are_finite():
     assert np.isfinite(scan.log_probabilities).all()
 
 
+@pytest.mark.parametrize("default", [torch.device("meta"), torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_defaults_of_torch_change_nothing(default):
+    model, proteins = tiny_esm(), [SEQUENCE, protein(50, 1)]
+    spec = CacheSpec(3, 3, centre="prompt", sinks=2)
+
+    def said():
+        options = ({}, dict(spec=spec), dict(spec="paper-prod-3"), dict(shared_context=False))
+        scans = [masked_marginals(model, SEQUENCE, [4, 0, 32], **chosen) for chosen in options]
+        arrays = [array for scan in scans for array in (scan.log_probabilities, scan.wild_type)]
+        batches = protein_batches(model, proteins, seed=3, batch_size=1)
+        arrays += [tensor.numpy() for batch in batches for tensor in batch.values()]
+        return arrays, evaluate(model, proteins, {"a": spec})
+
+    want = said()
+    before = torch.get_default_dtype()
+    try:
+        if isinstance(default, torch.dtype):
+            torch.set_default_dtype(default)
+        with default if isinstance(default, torch.device) else nullcontext():
+            got = said()
+    finally:
+        torch.set_default_dtype(before)
+    assert got[1] == want[1] and all(map(np.array_equal, got[0], want[0]))
+    assert [array.dtype for array in got[0]] == [array.dtype for array in want[0]]
+
+
 def test_errors():
     model, other = tiny_esm(), tiny_esm(seed=1)
     cache = ContextCache(other, CacheSpec(3, 3))
@@ -72,6 +108,7 @@ def test_errors():
         (ValueError, r"`sequence\[2\]` must be a letter", dict(sequence="MKJ")),
         (ValueError, "at least one position", dict(sequence="MK", positions=[])),
         (IndexError, r"`positions\[1\]` must be in 0\.\.1, got 2", dict(sequence="MK", positions=[0, 2])),
+        (TypeError, r"`positions\[0\]` must be an integer, got 0\.5", dict(sequence="MK", positions=[0.5])),
         (ValueError, "`context` must be of this model", dict(sequence=SEQUENCE, context=cache)),
         (ValueError, "must have read this sequence", dict(sequence=SEQUENCE[1:], context=mine)),
         (ValueError, "`context` must be None", dict(sequence=SEQUENCE, context=mine, shared_context=False)),

@@ -169,6 +169,7 @@ def test_training_as_before():
 def test_a_plain_forward_makes_its_cache():
     model, ids = turboquant.patch(tiny(), EXACT), prompts(1, 10)["input_ids"]
     assert type(model(ids, use_cache=True).past_key_values) is TurboQuantCache
+    assert type(model(ids, None, None, None, use_cache=True).past_key_values) is TurboQuantCache  # by position
     assert type(model(ids).past_key_values) is DynamicCache  # gradients are on: it might be trained
     with torch.no_grad():
         out = model(ids)

@@ -12,9 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import turboquant
+
+if TYPE_CHECKING:
+    from .esm import Protein
 
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 32768, 2048
 EVALUATED_PROTEINS = 60
@@ -111,8 +114,9 @@ def _same_file(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def _checked_files(chosen: argparse.Namespace) -> str:
-    """The text, or "" for proteins, once it is known that it can be read and that there is a model."""
+def _checked_files(chosen: argparse.Namespace) -> tuple[str, list[Protein]]:
+    """The text, or the proteins, once it is known that there is a model for it. Nothing is read again: it may be a
+    pipe."""
     local = chosen.model.startswith((".", "/", "~")) or chosen.model.endswith("/")
     if local and not os.path.isdir(chosen.model):
         raise ValueError(f"MODEL must be a folder or a name on the Hugging Face hub, got {chosen.model!r}")
@@ -120,17 +124,17 @@ def _checked_files(chosen: argparse.Namespace) -> str:
         from .esm import read_fasta
 
         try:
-            read_fasta(chosen.fasta)
+            proteins = read_fasta(chosen.fasta)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"the FASTA file must be one of text, got {chosen.fasta!r}: {error}") from None
         _check_kind(chosen.model, proteins=True)
-        return ""
+        return "", proteins
     try:
         text = Path(chosen.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text must be a file of UTF-8 text, got {chosen.text!r}: {error}") from None
     _check_kind(chosen.model, proteins=False)
-    return text
+    return text, []
 
 
 def _check_kind(name: str, proteins: bool) -> None:
@@ -177,7 +181,7 @@ def _device(wanted: str | None) -> str:
 def calibrate(chosen: argparse.Namespace) -> int:
     """Measure a model's keys and values on text or proteins, and write what calibrated specs need."""
     _check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
-    text = _checked_files(chosen)
+    text, proteins = _checked_files(chosen)
     checkpoint = f"{chosen.out}.part"
     if chosen.fasta is None:
         found = _calibrated_on_text(chosen, text, checkpoint)
@@ -185,7 +189,7 @@ def calibrate(chosen: argparse.Namespace) -> int:
         from .esm.commands import calibrated
 
         amount = chosen.tokens, CALIBRATION_TOKENS
-        found = calibrated(_model(chosen), chosen.fasta, amount, chosen.seed, checkpoint)
+        found = calibrated(_model(chosen), chosen.fasta, amount, chosen.seed, checkpoint, proteins)
     found.save(chosen.out)
     Path(checkpoint).unlink(missing_ok=True)  # not before the result is on the disk, which may be full
     size = Path(chosen.out).stat().st_size
@@ -251,7 +255,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
     read = {"--text": chosen.text, "--fasta": chosen.fasta, "--calibration": chosen.calibration}
     _check_output(chosen.json or None, "--json", read)
     found = None if chosen.calibration is None else Calibration.load(chosen.calibration)
-    text = _checked_files(chosen)
+    text, proteins = _checked_files(chosen)
     if chosen.fasta is None:
         from .evaluate import evaluate_all, markdown, text_windows
 
@@ -268,7 +272,8 @@ def evaluate(chosen: argparse.Namespace) -> int:
         if any(spec.window for spec in specs.values()):
             raise ValueError("--set window: does not apply to proteins, which an encoder reads at once")
         model, bench, named = _model(chosen), "esm-quality", ("proteins", "residues", "masked")
-        results = commands.evaluated(model, chosen.fasta, specs, found, (chosen.proteins, EVALUATED_PROTEINS))
+        count = chosen.proteins, EVALUATED_PROTEINS
+        results = commands.evaluated(model, chosen.fasta, specs, found, count, proteins)
         print(commands.markdown(results))
     if chosen.json:
         rows = []
@@ -305,8 +310,8 @@ def esm_scan(chosen: argparse.Namespace) -> int:
         raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
     if preset(chosen.spec).calibrated and chosen.calibration is None and not chosen.exact:
         raise ValueError(f"--calibration must name a file for {chosen.spec}; `turboquant calibrate` makes one")
-    _checked_files(chosen)
-    return commands.scan(_model(chosen), chosen)
+    _, proteins = _checked_files(chosen)
+    return commands.scan(_model(chosen), chosen, proteins)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -52,7 +52,7 @@ class _InferenceOnly(torch.autograd.Function):
     """Passes a result on; a backward pass that comes through it is an error instead of a wrong gradient."""
 
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, out: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
         return out.view_as(out)
 
     @staticmethod
@@ -220,8 +220,9 @@ def attention(
             out = packed.attend(query, key, value, attention_mask, scaling, turboquant_pass or Pass())
         else:
             out = packed.attend(module, query, key, value, attention_mask, scaling)
-    if torch.is_grad_enabled() and query.requires_grad:
-        return _InferenceOnly.apply(out, query), None  # type: ignore[no-untyped-call]
+    given = query, key, value
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return _InferenceOnly.apply(out, *given), None  # type: ignore[no-untyped-call]
     return out, None
 
 

@@ -6,7 +6,7 @@ import argparse
 import csv
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ __all__ = ["calibrated", "evaluated", "markdown", "scan"]
 
 
 Amount = tuple[int | None, int]  # what was asked for, if anything, and what is usual
+Read = Sequence[Protein] | None  # what a file holds, if it was read before: a pipe can be read but once
 
 
-def _fitting(path: str, model: Any) -> list[Protein]:
-    """The proteins of a file for which the model has positions. Says how many were too long."""
-    proteins, most = read_fasta(path), model.config.max_position_embeddings - 4
+def _fitting(proteins: Sequence[Protein], model: Any) -> list[Protein]:
+    """The proteins for which the model has positions. Says how many were too long."""
+    most = model.config.max_position_embeddings - 4
     fitting = [p for p in proteins if len(p.sequence) <= most]
     if len(fitting) < len(proteins):
         print(f"{len(proteins) - len(fitting)} of {len(proteins)} proteins have more than {most} residues and are "
@@ -37,10 +38,12 @@ def _fitting(path: str, model: Any) -> list[Protein]:
     return fitting
 
 
-def _spread(path: str, model: Any, option: str, amount: Amount, sizes: Callable[[Protein], int]) -> list[str]:
+def _spread(
+    path: str, read: Read, model: Any, option: str, amount: Amount, sizes: Callable[[Protein], int]
+) -> list[str]:
     """Sequences spaced evenly over a file, whose sizes come to what was asked for, or to what is usual or all there
     is."""
-    proteins = _fitting(path, model)
+    proteins = _fitting(read_fasta(path) if read is None else read, model)
     wanted, usual = amount
     there = sum(map(sizes, proteins))
     if wanted is not None and not 1 <= wanted <= there:
@@ -52,21 +55,26 @@ def _spread(path: str, model: Any, option: str, amount: Amount, sizes: Callable[
     return [protein.sequence for protein in chosen]
 
 
-def calibrated(model: Any, fasta: str, tokens: Amount, seed: int, checkpoint: str) -> Calibration:
+def calibrated(model: Any, fasta: str, tokens: Amount, seed: int, checkpoint: str, read: Read = None) -> Calibration:
     """A calibration of `model` on about so many tokens of the proteins in a file."""
     checked_model(model)
-    sequences = _spread(fasta, model, "--tokens", tokens, lambda protein: len(protein.sequence) + 2)
+    sequences = _spread(fasta, read, model, "--tokens", tokens, lambda protein: len(protein.sequence) + 2)
     batches = protein_batches(model, sequences, seed=seed)
     source = f"{Path(fasta).name}, {len(sequences)} proteins"
     return measure.calibrate(model, batches, seed=seed, source=source, progress=True, checkpoint=checkpoint)
 
 
 def evaluated(
-    model: Any, fasta: str, specs: Mapping[str, CacheSpec], calibration: Calibration | None, count: Amount
+    model: Any,
+    fasta: str,
+    specs: Mapping[str, CacheSpec],
+    calibration: Calibration | None,
+    count: Amount,
+    read: Read = None,
 ) -> dict[str, ProteinEvaluation]:
     """Each spec on so many proteins of a file."""
     checked_model(model)
-    sequences = _spread(fasta, model, "--proteins", count, lambda protein: 1)
+    sequences = _spread(fasta, read, model, "--proteins", count, lambda protein: 1)
     return evaluate(model, sequences, specs, calibration=calibration, progress=True)
 
 
@@ -86,13 +94,13 @@ def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
     return "\n".join([*lines, "", *(f"{note}." for note in notes)])
 
 
-def scan(model: Any, chosen: argparse.Namespace) -> int:
+def scan(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
     """Masked marginals of every protein of a file, as CSV and, if wanted, as pictures. What is there at the CSV's place
     stays until all is done."""
     checked_model(model)
     if chosen.heatmap:
         figure_class()
-    proteins = read_fasta(chosen.fasta)
+    proteins = read_fasta(chosen.fasta) if read is None else read
     for protein in proteins:
         tokenise(protein.sequence, model.config, f"{chosen.fasta}: {protein.name}")
     calibration = None if chosen.calibration is None else Calibration.load(chosen.calibration)

@@ -29,7 +29,7 @@ from ..routing import routed
 from ..spec import CacheSpec, resolve
 from .attention import NAME, PackedAttention, Pass, centre_of, plain_attention
 from .graph import StepGraphs
-from .model import attentions, checked_model, embed, padded, positioned, tokenise
+from .model import attentions, checked_model, embed, integers, padded, positioned, tokenise
 from .reading import Copy, Reading, Shape, described
 from .store import Store, empty
 
@@ -88,10 +88,19 @@ class ContextCache:
             PackedAttention(i, module.attention_head_size, one, found if one.calibrated else None)
             for i, (module, one) in enumerate(zip(modules, specs))
         ]
-        self._layer_of = {id(module): i for i, module in enumerate(modules)}
+        self._layer_of = _numbered(modules)
         self._store: Store | None = None
         self._cuda_graphs = cuda_graphs
         self._graphs: StepGraphs | None = None  # of what is stored
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: with the model, without recorded steps, which are of the original's memory."""
+        return {**self.__dict__, "_layer_of": {}, "_graphs": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._layer_of = _numbered(self._modules)
+        self._graphs = self._new_graphs()
 
     def __repr__(self) -> str:
         held = f"{len(self.lengths)} proteins, {sum(self.lengths)} residues, {self.nbytes} bytes"
@@ -138,6 +147,10 @@ class ContextCache:
             raise RuntimeError("the model's weights, dtype or device changed since encode: encode again")
         return self._store
 
+    def _new_graphs(self) -> StepGraphs | None:
+        recordable = self._cuda_graphs and self._store is not None and self._store.lengths.is_cuda
+        return StepGraphs() if recordable else None
+
     # ---- reading proteins ----
 
     @torch.no_grad()
@@ -168,7 +181,7 @@ class ContextCache:
             hidden += [states[b, 1 : len(row) - 1] for b, row in enumerate(store.tokens[rows])]
         said = self._said([hidden[row] for row in store.row_of])
         self._store = store
-        self._graphs = StepGraphs() if self._cuda_graphs and store.lengths.is_cuda else None
+        self._graphs = self._new_graphs()
         return said
 
     # ---- running residues against them ----
@@ -191,8 +204,8 @@ class ContextCache:
         batch_size   copies that run together. Any number of residues each: shorter ones are padded.
 
         Returns what the model says of these residues. The stored proteins stay as they were.
-        IndexError for a position or protein outside, ValueError for other wrong arguments, RuntimeError where nothing
-        is stored or the model has changed since.
+        IndexError for a position or protein outside, TypeError for one that is no integer, ValueError for other wrong
+        arguments, RuntimeError where nothing is stored or the model has changed since.
         """
         self._check_mode()
         store = self._held()
@@ -230,7 +243,7 @@ class ContextCache:
     ) -> list[Copy]:
         """The arguments of `decode`, checked."""
         count, held = len(residues), len(store.row_of)
-        chosen = range(count) if proteins is None else proteins
+        chosen = list(range(count)) if proteins is None else integers(proteins, "proteins")
         if len(positions) != count or len(chosen) != count:
             raise ValueError(f"`residues`, `positions` and `proteins` must have one entry per copy, got {count}, "
                              f"{len(positions)} and {len(chosen)}")  # fmt: skip
@@ -239,8 +252,8 @@ class ContextCache:
             if not 0 <= protein < held:
                 raise IndexError(f"`proteins[{i}]` must be in 0..{held - 1}, which are stored, got {protein}")
             tokens = tokenise(letters, self.model.config, f"residues[{i}]")[1:-1]
-            row = store.row_of[protein]
-            copies.append(Copy.of(i, row, len(store.tokens[row]) - 2, tokens, list(at), self.model.config))
+            row, where = store.row_of[protein], integers(at, f"positions[{i}]")
+            copies.append(Copy.of(i, row, len(store.tokens[row]) - 2, tokens, where, self.model.config))
         return copies
 
     # ---- the model ----
@@ -267,6 +280,11 @@ class ContextCache:
         return Residues(hidden, logits)
 
 
+def _numbered(modules: Sequence[Any]) -> dict[int, int]:
+    """Of each attention module's id, its layer."""
+    return {id(module): i for i, module in enumerate(modules)}
+
+
 class _Storing:
     """The context of `encode`: attention is the model's own, and its keys and values are packed into rows of a
     store."""
@@ -287,9 +305,9 @@ class _Storing:
         packed, layer, rows = self.cache._packed[index], self.store.layers[index], self.rows
         k, v, lengths = self.shared.real_last(key, value, mask)
         centre = {}
-        if layer.centre is not None:
-            layer.centre[rows] = centre_of(k, lengths, packed.spec.centre_tokens)
-            centre["key_centre"] = layer.centre[rows]
+        if layer.centred:
+            own = self.store.centres[index, rows]
+            centre["key_centre"] = own.copy_(centre_of(k, lengths, packed.spec.centre_tokens))
         sinks = {} if layer.sinks is None else dict(zip(("sink_k", "sink_v"), layer.sinks[:, rows]))
         table = self.store.table[rows]
         _append(k, v, lengths, layer.pages, table, packed.plan, **sinks, **packed.transforms, **centre)

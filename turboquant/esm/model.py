@@ -6,8 +6,9 @@ the model has decides, not the version.
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "checked_model",
     "dropout_factor",
     "embed",
+    "integers",
     "padded",
     "positioned",
     "tokenise",
@@ -99,6 +101,17 @@ def tokenise(sequence: str | Sequence[str], config: Any, argument: str = "sequen
             allowed = "".join(sorted(token for token in _LETTERS if len(token) == 1))
             raise ValueError(f"`{argument}[{i}]` must be a letter of the ESM-2 alphabet, {allowed}, got {letter!r}")
     return [CLS, *(_LETTERS[letter] for letter in sequence), EOS]
+
+
+def integers(numbers: Iterable[Any], argument: str) -> list[int]:
+    """Whatever counts as an integer (NumPy's, tensors of one), as int. TypeError for anything else."""
+    found = []
+    for i, number in enumerate(numbers):
+        try:
+            found.append(operator.index(number))
+        except TypeError:
+            raise TypeError(f"`{argument}[{i}]` must be an integer, got {number!r}") from None
+    return found
 
 
 def padded(tokens: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:

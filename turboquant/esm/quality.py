@@ -102,6 +102,8 @@ def evaluate(
     if not 0 < mask_share < 1:
         raise ValueError(f"`mask_share` must be above 0 and below 1, got {mask_share}")
     batches = _masked_batches(model, sequences, mask_share, seed, batch_size)
+    if not any(batch.masked.any() for batch in batches):
+        raise ValueError("`mask_share` must mask at least one residue, got none: another `seed`, or more proteins")
     chosen = {name: resolve(spec) for name, spec in specs.items()}
     packed = {name: _layers(model, spec, calibration) for name, spec in chosen.items()}
     tallies = {name: _Tally() for name in chosen}
@@ -133,7 +135,7 @@ def protein_batches(
     if not 0 <= mask_share < 1:
         raise ValueError(f"`mask_share` must be at least 0 and below 1, got {mask_share}")
     batches = _masked_batches(model, sequences, mask_share, seed, batch_size)
-    order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed), device="cpu")
     return [dict(input_ids=batches[i].masked_ids, attention_mask=batches[i].real.long()) for i in order.tolist()]
 
 
@@ -148,7 +150,8 @@ def _masked_batches(model: Any, sequences: Sequence[str], mask_share: float, see
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
         ids, real = padded([tokens[i] for i in chosen], "cpu")
-        hidden = (torch.rand(ids.shape, generator=generator) < mask_share) & (ids >= FIRST_RESIDUE)
+        chance = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
+        hidden = (chance < mask_share) & (ids >= FIRST_RESIDUE)
         masked_ids = ids.masked_fill(hidden, MASK)
         batches.append(_Batch(chosen, *(t.to(device) for t in (ids, masked_ids, real, hidden))))
     return batches
@@ -247,8 +250,6 @@ class _Tally:
         held = sum(_held_bytes(layer, n, base) for layer in layers for n in lengths)
         alone = sum(_core.record_bytes(layer.plan) / PAGE_TOKENS for layer in layers) * base.config.num_attention_heads
         numbers = 2 * width * len(layers)
-        if not self.masked:
-            raise ValueError("`mask_share` must mask at least one residue, got none: another `seed`, or more proteins")
         return ProteinEvaluation(
             spec=spec,
             proteins=len(lengths),

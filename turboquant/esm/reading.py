@@ -161,7 +161,7 @@ class Reading:
         if room is None:
             room = self.room[sinks] = _Room(query, self.shape.parts, sinks)
         room.fill(query, key, value, layer, self.rows)
-        centre = {} if layer.centre is None else {"key_centre": self.centres[packed.layer]}
+        centre = {"key_centre": self.centres[packed.layer]} if layer.centred else {}
         out, lse = _attend(
             room.query,
             layer.pages,
@@ -232,7 +232,7 @@ class _Common:
         held = {}
         if layer.sinks is not None:
             held["sink_k"], held["sink_v"] = layer.sinks.index_select(1, self.rows)
-        if layer.centre is not None:
+        if layer.centred:
             held["key_centre"] = self.centres[packed.layer]
         found = _attend(
             query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1),

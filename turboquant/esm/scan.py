@@ -24,7 +24,7 @@ from ..routing import routed
 from ..spec import CacheSpec
 from .attention import NAME, plain_attention
 from .context import ContextCache, Letters
-from .model import ALPHABET, AMINO_ACIDS, MASK, checked_model, tokenise
+from .model import ALPHABET, AMINO_ACIDS, MASK, checked_model, integers, tokenise
 
 __all__ = ["Scan", "masked_marginals"]
 
@@ -77,8 +77,8 @@ def masked_marginals(
     batch_size masked copies that run together.  progress: a bar on stderr; needs tqdm
 
     ValueError for wrong letters, no positions, and a context of another model or without this sequence; IndexError for
-    a position outside; RuntimeError for a context whose model has changed; NotImplementedError for a model without the
-    head.
+    a position outside, TypeError for one that is no integer; RuntimeError for a context whose model has changed;
+    NotImplementedError for a model without the head.
     """
     base = checked_model(model)
     if getattr(model, "lm_head", None) is None:
@@ -89,7 +89,7 @@ def masked_marginals(
         raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
     tokens = tokenise(sequence, model.config)
     n = len(tokens) - 2
-    at = tuple(range(n)) if positions is None else tuple(positions)
+    at = tuple(range(n) if positions is None else integers(positions, "positions"))
     if not at:
         raise ValueError("`positions` must name at least one position, got none")
     for i, position in enumerate(at):
@@ -104,10 +104,10 @@ def masked_marginals(
             parts = [_from_context(cache, protein, batch) for batch in _shown(batches, progress)]
         else:
             parts = [_exactly(model, tokens, batch) for batch in _shown(batches, progress)]
-    log_p = torch.cat(parts).float().log_softmax(-1).cpu()
-    chosen = torch.tensor([ALPHABET.index(letter) for letter in AMINO_ACIDS])
-    wild = log_p.gather(1, torch.tensor([[tokens[p + 1]] for p in at]))[:, 0]
-    return Scan("".join(ALPHABET[t] for t in tokens[1:-1]), at, log_p[:, chosen].numpy(), wild.numpy())
+    log_p = torch.cat(parts).float().log_softmax(-1).cpu().numpy()
+    chosen = [ALPHABET.index(letter) for letter in AMINO_ACIDS]
+    wild = log_p[np.arange(len(at)), [tokens[p + 1] for p in at]]
+    return Scan("".join(ALPHABET[t] for t in tokens[1:-1]), at, log_p.take(chosen, axis=1), wild)
 
 
 def _filled(
@@ -146,8 +146,9 @@ class _Plain:
 
 
 def _exactly(model: Any, tokens: list[int], batch: Sequence[int]) -> torch.Tensor:
-    ids = torch.tensor([tokens] * len(batch), device=device_of(model))
-    rows, where = torch.arange(len(batch)), torch.tensor(batch) + 1
+    device = device_of(model)
+    ids = torch.tensor([tokens] * len(batch), device=device)
+    rows, where = torch.arange(len(batch), device=device), torch.tensor(batch, device=device) + 1
     ids[rows, where] = MASK
     states = _states(model, ids)[rows, where]
     logits: torch.Tensor = model.lm_head(states)

@@ -24,25 +24,41 @@ class Layer:
 
     pages    uint8 [pages, heads, record_bytes]
     sinks    [2, n, heads, sinks, head_dim], keys and values; None: the spec has none
-    centre   float32 [n, heads, head_dim], of the store's `centres`; None: not centred by the prompt
+    centred  whether by the prompt: the store's `centres` then hold its own
     """
 
     pages: torch.Tensor
     sinks: torch.Tensor | None = None
-    centre: torch.Tensor | None = None
+    centred: bool = False
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield from (t for t in (self.pages, self.sinks, self.centre) if t is not None)
+        yield from (t for t in (self.pages, self.sinks) if t is not None)
 
 
 class Weights:
     """Those of a model, to see whether one has changed since: in place, for another tensor, or with its module. Every
-    step asks, so all loops run in C."""
+    step asks, so all loops run in C. A copy is of the copied model's, and as unchanged as what it was made of."""
+
+    _before: tuple[list[Any], ...] | None  # None: changed before this was copied
 
     def __init__(self, base: Any) -> None:
         self._modules = list(base.modules())
         self._members = [held for module in self._modules for held in (module._modules, module._parameters)]
         self._held = list(base.parameters())
+        self._look()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("_modules", "_members", "_held")}  # a copy has ids of its own
+        return {**kept, "unchanged": self.unchanged()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        unchanged = state.pop("unchanged")
+        self.__dict__.update(state)
+        self._look()
+        if not unchanged:
+            self._before = None
+
+    def _look(self) -> None:
         self._versioned = [weight for weight in self._held if not weight.is_inference()]  # others cannot be written
         self._before = self._now()
 
@@ -70,7 +86,7 @@ class Store:
     weights: Weights  # that made it
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield from (self.lengths, self.table, self.factor)
+        yield from (self.lengths, self.table, self.factor, self.centres)
         for layer in self.layers:
             yield from layer.tensors()
 
@@ -85,15 +101,13 @@ def empty(base: Any, modules: Sequence[Any], specs: Sequence[PackedAttention], t
     counts = [-(-max(len(row) - fewest, 0) // PAGE_TOKENS) for row in tokens]
     first, centred = modules[0], any(p.spec.centre == "prompt" for p in specs)
     shape = (len(specs) if centred else 0, n, first.num_attention_heads, first.attention_head_size)
-    centres = torch.zeros(shape, device=device)
+    centres = torch.zeros(shape, dtype=torch.float32, device=device)
     for packed, module in zip(specs, modules):
         heads, head_dim, sinks = module.num_attention_heads, packed.head_dim, packed.spec.sinks
-        layer = Layer(packed.on(device).pages(sum(counts), heads, device))
+        layer = Layer(packed.on(device).pages(sum(counts), heads, device), centred=packed.spec.centre == "prompt")
         if sinks:
             held = (2, n, heads, min(sinks, max(map(len, tokens))), head_dim)
             layer.sinks = torch.zeros(held, dtype=weights.dtype, device=device)
-        if packed.spec.centre == "prompt":
-            layer.centre = centres[packed.layer]
         layers.append(layer)
     ids, real = padded(tokens, device)
     lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int32, device=device)

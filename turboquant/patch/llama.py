@@ -160,11 +160,14 @@ def _give_cache(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A forward without a cache gets one if it asks to, or if it would make its own and no gradient is wanted."""
     state = model._turboquant
-    if model.training or len(args) > state.cache_argument or kwargs.get("past_key_values") is not None:
+    at = state.cache_argument
+    if model.training or any(x is not None for x in (*args[at : at + 1], kwargs.get("past_key_values"))):
         return None
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
         use_cache = getattr(model.config, "use_cache", False) and not torch.is_grad_enabled()
     if not use_cache:
         return None
+    if len(args) > at:
+        return (*args[:at], _new_cache(model), *args[at + 1 :]), kwargs
     return args, {**kwargs, "past_key_values": _new_cache(model)}
