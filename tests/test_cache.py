@@ -346,6 +346,7 @@ CHANGES = {
     "reorder": (lambda c: c.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
     "repeat": (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
     "select": (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
+    "select by list": (lambda c: c.batch_select_indices([2, 1]), [2, 1]),
     "select by mask": (lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
 }
 
@@ -372,6 +373,9 @@ def test_a_sequence_that_is_not_there():
     forward(cache, Stream(batch=2).piece(0, 5))
     with pytest.raises(IndexError, match=r"layer 0: sequences must be in 0\.\.1, got \[0, 2\]"):
         cache.reorder_cache(torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match="layer 0: at least one sequence must stay, got none"):
+        cache.batch_select_indices([])
+    assert cache.layers[0].batch_size == 2
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,16 @@ def test_a_file_without_calibration_for_a_model_that_has_one(tmp_path, rng):
         TurboQuantCache.load(tmp_path / "c.tqc", model, made(rng))
 
 
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "c.tqc").symlink_to(tmp_path / "elsewhere" / "real")
+    cache, _ = filled(PACKED)
+    for _ in range(2):
+        cache.save(tmp_path / "c.tqc")
+    same_tensors(cache, TurboQuantCache.load(tmp_path / "elsewhere" / "real"))
+    assert (tmp_path / "c.tqc").is_symlink() and os.listdir(tmp_path / "elsewhere") == ["real"]
+
+
 def test_the_default_device_is_not_where_files_are_read(tmp_path):
     cache, _ = filled(PACKED)
     cache.save(tmp_path / "c.tqc")

@@ -305,10 +305,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Each sequence `repeats` times, one after the other."""
         self._select([b for b in range(len(self.padding)) for _ in range(repeats)])
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keeps the sequences `indices` (integers, or a bool for each sequence)."""
-        chosen = indices.nonzero().view(-1) if indices.dtype == torch.bool else indices
-        self._select(chosen.tolist())
+        given = torch.as_tensor(indices)
+        self._select((given.nonzero().view(-1) if given.dtype == torch.bool else given).tolist())
 
     @outside_autograd
     def _select(self, sequences: Sequence[int]) -> None:
@@ -317,6 +317,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         batch = len(self.padding)
         if not all(0 <= b < batch for b in sequences):
             raise IndexError(f"layer {self.index}: sequences must be in 0..{batch - 1}, got {list(sequences)}")
+        if not sequences:
+            raise ValueError(f"layer {self.index}: at least one sequence must stay, got none; reset() forgets all")
         where = torch.tensor(list(sequences), device=self.device)
         state = {name: held.index_select(0, where) for name in _STATE if (held := getattr(self, name)) is not None}
         self.table.select(sequences)
