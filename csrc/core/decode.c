@@ -91,6 +91,8 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
     int has_values = plan->value.tile_bytes != 0;
     if (has_values != (v != NULL) && (has_values ? batch && kv_heads && max_tokens : 1))
         return tq_fail(error, TQ_E_VALUE, "v", -1, v != NULL, "NULL if and only if the plan has no values");
+    if (batch && kv_heads && max_tokens && (!k || !counts || !block_table || (n_pages && !pages)))
+        return tq_fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL, as counts, block_table and pages");
     const tq_kernels *kernels = tq_get_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
     static const tq_transform plain;

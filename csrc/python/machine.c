@@ -105,7 +105,7 @@ PyObject *py_num_threads(PyObject *module, PyObject *args, PyObject *kwargs)
 
 const char doc_set_num_threads[] =
     PyDoc_STR("set_num_threads(n)\n--\n\n"
-              "Sets the most threads that one call uses, n >= 1, for the whole process.");
+              "Sets the most threads that one call uses, 1 to 256, for the whole process.");
 PyObject *py_set_num_threads(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"n", NULL};

@@ -3,7 +3,8 @@
 //
 // Every operator is the same five steps on one screen: checks, device guard and stream, scratch, call, status to error. A Call
 // (checks.h) checks and throws; a Backend is what a device has under one set of names, so that no operator branches on it.
-// Layout is [batch, heads, tokens, head_dim] everywhere, as in SDPA. An optional tensor may also be empty, which is the same.
+// Layout is [batch, heads, tokens, head_dim] everywhere, as in SDPA. An optional tensor may also be empty, which is the same
+// but for starts, flag, and v of a plan without values.
 #include "checks.h"
 #if defined(TURBOQUANT_WITH_CUDA)
 #include "turboquant_cuda.h"
