@@ -362,8 +362,8 @@ static void check_vectors(void)
         memcpy(pages + (table[i] = i) * c.plan.record_bytes, c.pages + c.table[i] * c.plan.record_bytes,
                (size_t)c.plan.record_bytes);
     OK(tq_dequantize(&c.plan, pages, c.max_pages, 1, table, 1, c.max_pages, counts, N, NULL, NULL, x, NULL, error));
-    CHECK(tq_dequantize(&c.plan, pages, c.max_pages, 1, table, 1, c.max_pages, counts, N, NULL, NULL, NULL, NULL, NULL) ==
-          TQ_E_VALUE);
+    CHECK(tq_dequantize(&c.plan, pages, c.max_pages, 1, table, 1, c.max_pages, counts, N, NULL, NULL, NULL, NULL,
+                        NULL) == TQ_E_VALUE);
     CHECK(tq_dequantize(&c.plan, NULL, c.max_pages, 1, table, 1, c.max_pages, counts, N, NULL, NULL, x, NULL, NULL) ==
           TQ_E_VALUE);
     size_t bytes = 0;
