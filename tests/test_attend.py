@@ -172,6 +172,33 @@ def test_threads(threads: int, rng: np.random.Generator) -> None:
     check(make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [900], kv_heads=1, sinks=2, window=17), threads=threads)
 
 
+SPLIT = {  # long enough for a thread each, few tasks: sequences are cut, and the parts merged
+    "all parts": dict(lengths=[1800], query_tokens=9, sinks=2, window=17, fresh=True),
+    "parts that see nothing": dict(lengths=[1800, 700], query_tokens=9, sliding_window=300, starts=[900, 0]),
+    "softcap": dict(lengths=[1800], query_tokens=9, softcap=5.0),
+}
+
+
+@pytest.mark.parametrize("threads", [5, 7, 16])
+@pytest.mark.parametrize("shape", SPLIT.values(), ids=SPLIT)
+def test_splits(shape: dict, threads: int, rng: np.random.Generator) -> None:
+    case = make_case(rng, ref.plan(64, 3, 4, page_tokens=32), kv_heads=1, group=4, **shape)
+    check(case, threads=threads)
+    whole, parts = core_attend(case, threads=1), core_attend(case, threads=threads)
+    assert not np.array_equal(whole[0], parts[0])  # other sums: it was split
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+def test_a_nan_stays_in_its_query(threads: int, rng: np.random.Generator) -> None:
+    case = make_case(rng, ref.plan(64, 3, 4, page_tokens=32), [1800], kv_heads=1, group=4, query_tokens=9)
+    case.query.q[0, 2, 5, 7] = np.nan
+    out, lse = core_attend(case, threads=threads)
+    wrong = np.zeros((1, 4, 9), bool)
+    wrong[0, 2, 5] = True
+    assert (np.isnan(out).all(-1) == wrong).all() and (np.isnan(out).any(-1) == wrong).all()
+    assert (np.isnan(lse) == wrong).all()
+
+
 def test_strides(rng: np.random.Generator) -> None:
     """q and fresh as views of [batch, tokens, heads, head_dim]."""
     case = make_case(rng, ref.plan(64, 3, 3), [90, 20], query_tokens=6, sinks=2, window=16, fresh=True)

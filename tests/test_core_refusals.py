@@ -203,6 +203,7 @@ BAD = [
     Bad("dequantize", "counts", edited(1, 41), ValueError, "[1]` must be in 0..max_tokens, got 41"),
     Bad("dequantize", "counts", edited(1, -1), ValueError, "[1]` must be in 0..max_tokens, got -1"),
     Bad("dequantize", "block_table", edited((2, 1), 8), ValueError, "[5]` must be in 0..n_pages - 1, got 8"),
+    Bad("dequantize", "value_steps", to(np.zeros((HEADS, 2), f32)), ValueError, "[0]` must be in 2^-40..2^40, got 0"),
     Bad("dot", "n", 257, ValueError, "in 0..256, what the pages hold, got 257"),
     Bad("dot", "n", -1, ValueError, "in 0..2**63 - 1, got -1"),
 ]  # fmt: skip
@@ -235,6 +236,15 @@ def test_append_refuses_overlap(name: str) -> None:
     call = sample("append")
     with pytest.raises(ValueError, match=f"append: `{name}` must be apart from k and v"):
         call.with_(k=call.arguments[name][:, :, :1], v=call.arguments[name][:, :, :1])()
+
+
+@pytest.mark.parametrize("fresh", ["k", "v"])
+def test_append_refuses_overlap_of_either(fresh: str) -> None:
+    call = sample("append")
+    with pytest.raises(ValueError, match="append: `sink_k` must be apart from k and v"):
+        call.with_(k=rows(BATCH, HEADS, 1, DIM), v=rows(BATCH, HEADS, 1, DIM)).with_(
+            **{fresh: call.arguments["sink_k"][:, :, :1]}
+        )()
 
 
 NEEDS_AN_ALLOCATOR_THAT_FAILS = pytest.mark.skipif(

@@ -412,11 +412,28 @@ def test_centres_are_looked_at(name: str) -> None:
         _core.append(**append_arguments(), **{name: centre})
 
 
-def test_the_largest_input_is_accepted() -> None:
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("dtype", "largest", "next_one"),
+    [("float32", 16384, 16384.002), ("float16", 16384, 16400), ("bfloat16", 0x4680, 0x4681)],
+)
+def test_the_largest_input_is_accepted(dtype: str, largest: float, next_one: float, sign: int) -> None:
+    """bfloat16 by its bits."""
     arguments = append_arguments()
-    arguments["k"][...] = 16384
     assert _core.MAX_INPUT == 16384
+    kind = np.uint16 if dtype == "bfloat16" else dtype
+    for name in ("k", "v", "sink_k", "sink_v", "window_k", "window_v"):
+        arguments[name] = np.zeros(arguments[name].shape, kind)
+    arguments["dtype"] = dtype
+
+    def signed(x: float) -> float:
+        return int(x) | (sign < 0) << 15 if dtype == "bfloat16" else sign * x
+
+    arguments["k"][...] = signed(largest)
     _core.append(**arguments)
+    arguments["k"][0, 1, 3, 2] = signed(next_one)
+    with pytest.raises(ValueError, match="must be finite and at most 16384 in magnitude, got -?16"):
+        _core.append(**arguments)
 
 
 OTHERS = {

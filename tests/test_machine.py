@@ -161,6 +161,35 @@ def test_the_environment_counts_on_first_use() -> None:
 # ---- threads ----
 
 
+THREADS_OF_A_CALL = """
+import os, sys
+import numpy as np
+from turboquant import _core
+from turboquant.plan import plan_words
+_core.set_num_threads(4)
+threads, floats = int(sys.argv[1]), np.random.default_rng(0).standard_normal
+if sys.argv[2] == "attend":
+    words = plan_words(64, 4, 4)
+    pages, table = _core.new_pages(words, 32, 8), np.arange(32, dtype=np.int32)[None]
+    q = floats((1, 8, 16, 64)).astype("f4")
+    call = lambda: _core.attend(words, q, pages, table, np.array([4096], np.int32), threads=threads)
+else:
+    words = plan_words(64, 4)
+    pages, q = _core.new_pages(words, 64, 1), floats((8, 64)).astype("f4")
+    call = lambda: _core.dot(words, q, pages, 64 * 128, threads=threads)
+before = len(os.listdir("/proc/self/task"))
+call()
+print(len(os.listdir("/proc/self/task")) - before + 1)
+"""
+
+
+@pytest.mark.parametrize("op", ["attend", "dot"])
+@pytest.mark.parametrize(("threads", "used"), [(0, 4), (1, 1), (3, 3), (99, 4)])
+def test_threads_of_a_call(op: str, threads: int, used: int) -> None:
+    done = in_a_process(f"import sys; sys.argv = ['', '{threads}', '{op}']\n{THREADS_OF_A_CALL}")
+    assert (done.returncode, done.stdout.strip()) == (0, str(used)), done.stderr
+
+
 def test_threads_from_the_environment() -> None:
     program = "from turboquant import _core; print(_core.num_threads())"
     for text, want in (("3", 3), ("1", 1), ("0", None), ("many", None), ("", None)):

@@ -125,6 +125,23 @@ def test_bytes_and_numbers(name, head_dim, rng):
         assert np.abs(one - want).max() <= 2e-5 * np.abs(want).max()
 
 
+def test_ties():
+    """Absmax codes halfway between two go away from 0, tables take the lower of two entries that are equally near."""
+    p = modes.Plan(32, side(32, 4, rotation=ref.NONE, levels=ABSMAX), side(32, 2, rotation=ref.NONE, levels=TABLE))
+    k, v = np.zeros((1, HEADS, 8, 32), f32), np.zeros((1, HEADS, 8, 32), f32)
+    k[..., :9] = 7, 0.5, 1.5, 2.5, 6.5, -0.5, -1.5, -2.5, -6.5
+    v[..., :5] = -2, 0, 2, 5, -5
+    by_side = {
+        "key": [Transform() for _ in range(HEADS)],
+        "value": [Transform(table=np.array([-3, -1, 1, 3], f32)) for _ in range(HEADS)],
+    }
+    pages, table = filled(p, None, k, v, by_side, [3])
+    np.testing.assert_array_equal(pages, modes.pages_of(p, k, v, by_side["key"], by_side["value"]))
+    got = core.dequantize(p.words, pages, table, np.array([8], np.int32), 8, **keywords(**by_side))
+    np.testing.assert_array_equal(got[0][0, 0, 0, :9], [7, 1, 2, 3, 7, -1, -2, -3, -7])
+    np.testing.assert_array_equal(got[1][0, 0, 0, :5], [-3, -1, 1, 3, -3])
+
+
 GOLDEN = {
     "prod": "08191e5f1f4e5d5a",
     "prod of 1 bit": "9ebc42cde162ff2f",
