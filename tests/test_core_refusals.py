@@ -198,6 +198,11 @@ BAD = [
     Bad("attend", "softmax_scale", np.nan, ValueError, "finite in float32, got nan"),
     Bad("attend", "softmax_scale", 1e300, ValueError, "finite in float32, got 1e+300"),
     Bad("attend", "softcap", np.inf, ValueError, "finite in float32, got inf"),
+    Bad("attend", "block_table", edited((2, 0), -1), ValueError, "[4]` must be in 0..n_pages - 1, got -1",
+        dict(starts=np.array([0, 1, 33], np.int32))),  # 33 is the last position of the page
+    Bad("attend", "block_table", edited((2, 0), -1), ValueError, "[4]` must be in 0..n_pages - 1, got -1",
+        dict(sliding_window=3)),
+    Bad("append", "key_steps", lambda x: x * f32(2**41), ValueError, "[0]` must be in 2^-40..2^40, got 2"),
     Bad("dequantize", "max_tokens", 65, ValueError, "in 0..64, what the block table holds, got 65"),
     Bad("dequantize", "max_tokens", -1, ValueError, "in 0..2147483647, got -1"),
     Bad("dequantize", "counts", edited(1, 41), ValueError, "[1]` must be in 0..max_tokens, got 41"),
@@ -221,6 +226,24 @@ def test_refuses(bad: Bad) -> None:
     says = bad.says if bad.says.startswith("[") else f"` must be {bad.says}"
     assert message.startswith(f"{bad.op}: `{bad.name}{says}"), message
     assert before == {name: value.tobytes() for name, value in arrays.items()}, "a failed call has written something"
+
+
+@pytest.mark.parametrize("unseen", [dict(starts=np.array([0, 1, 34], np.int32)), dict(sliding_window=2)], ids=str)
+def test_pages_that_nothing_reads_may_be_anything(unseen: dict[str, Any]) -> None:
+    call = sample("attend").with_(**unseen)
+    want = call()
+    table = call.arguments["block_table"].copy()
+    table[2, 0] = -1
+    for got, one in zip(call.with_(block_table=table)(), want):
+        np.testing.assert_array_equal(got, one)
+
+
+def test_attend_refuses_to_write_into_pages() -> None:
+    call = sample("attend")
+    shape = call.arguments["q"].shape
+    out = call.arguments["pages"].reshape(-1)[: 4 * np.prod(shape)].view(f32).reshape(shape)
+    with pytest.raises(ValueError, match="attend: `out` must be apart from pages"):
+        call.with_(out=out)()
 
 
 def test_attend_refuses_a_plan_without_values() -> None:
@@ -293,6 +316,8 @@ def test_arguments_are_named() -> None:
         (lambda: _core.set_isa(3), TypeError, "set_isa: `name` must be a str or None, got int"),
         (lambda: _core.set_isa("sse\u00e9"), RuntimeError, "set_isa: `name` must be one of: "),
         (lambda: _core.set_num_threads(0), ValueError, "set_num_threads: `n` must be in 1..2147483647, got 0"),
+        (lambda: _core.record_bytes((1, 512, 32, 1, 1, 0, 0, *[4] * 16, *[0] * 16)), ValueError,
+         "record_bytes: `head_dim` must be at most 256 with the sphere codebook, got 512"),
         (lambda: _core.record_bytes(()), ValueError, "record_bytes: `len(plan)` must be 7 + 2 * "),
         (lambda: _core.record_bytes(PLAN[:-1]), ValueError, "record_bytes: `len(plan)` must be 7 + 2 * "),
         (lambda: _core.record_bytes((1, 12, *PLAN[2:])), ValueError, "record_bytes: `head_dim` must be a multiple"),

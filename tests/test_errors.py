@@ -400,6 +400,9 @@ def test_an_overflowed_window_needs_the_fresh_tokens() -> None:
         _core.attend(**arguments)
     arguments["lengths"] = np.array([10, 9], np.int32)  # two sinks and a window of eight still hold everything
     assert np.isfinite(_core.attend(**arguments)[0]).all()
+    arguments["lengths"] = np.array([11, 9], np.int32)
+    with pytest.raises(ValueError, match="`fresh_k` must be given"):
+        _core.attend(**arguments)
 
 
 @pytest.mark.parametrize("name", ["key_centre", "value_centre"])

@@ -218,6 +218,12 @@ def test_bad_files_are_refused(name: str) -> None:
         _core.file_header_read(data, len(data))
 
 
+def test_more_bytes_than_the_file_has_are_refused() -> None:
+    data = golden("good", next(iter(GOOD)))
+    with pytest.raises(ValueError, match=r"file_header_read: `file_bytes` must be at least a header's, got"):
+        _core.file_header_read(data, len(data) - 1)
+
+
 # ---- headers and checksums ----
 
 

@@ -7,11 +7,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import reference as ref
-from cases import make_case
+from cases import Case, make_case
 from conftest import ODD_HEAD_DIMS
 from test_attend import check, core_attend
 
@@ -150,6 +151,15 @@ def test_every_operation_says_that_the_level_is_not_there_and_leaks_nothing() ->
     assert done.stdout.splitlines() == [f"{who}: {wants}" for op in ops for who in (op, "kernel_name")]
 
 
+def test_no_level_is_the_default_and_set_isa_comes_first() -> None:
+    best = _core.isa_available()[0]
+    program = "from turboquant import _core; print(_core.isa()); _core.set_isa({0!r}); print(_core.isa())"
+    done = in_a_process(program.format("scalar"), TURBOQUANT_ISA="")
+    assert (done.returncode, done.stdout.split()) == (0, [best, "scalar"]), done.stderr
+    done = in_a_process(program.format(best), TURBOQUANT_ISA="scalar")
+    assert (done.returncode, done.stdout.split()) == (0, ["scalar", best]), done.stderr
+
+
 def test_the_environment_counts_on_first_use() -> None:
     """Later changes do not: another thread may be in a call, and must not read it while it changes."""
     program = ROTATE.format(words=ref.plan(8, 3).words)
@@ -195,6 +205,13 @@ def test_threads_from_the_environment() -> None:
     for text, want in (("3", 3), ("1", 1), ("0", None), ("many", None), ("", None)):
         done = in_a_process(program, TURBOQUANT_NUM_THREADS=text)
         assert int(done.stdout) == (want or len(os.sched_getaffinity(0)))
+    assert int(in_a_process(program, TURBOQUANT_NUM_THREADS="9999").stdout) == 256
+
+
+def large_case(rng: np.random.Generator, lengths: list[int], kv_heads: int, **rest: Any) -> Case:
+    """Enough work for several threads: 2^18 products each."""
+    p = ref.plan(64, 3, 3, page_tokens=32)
+    return make_case(rng, p, lengths, kv_heads=kv_heads, group=4, query_tokens=9, **rest)
 
 
 @pytest.mark.usefixtures("restore_threads")
@@ -202,16 +219,16 @@ def test_number_of_threads_does_not_matter(rng: np.random.Generator) -> None:
     """More threads than cores, few tasks, many pages: sequences are split."""
     _core.set_num_threads(7)
     assert _core.num_threads() == 7
-    p = ref.plan(32, 3, 3, page_tokens=32)
-    for lengths, kv_heads in (([900], 1), ([900, 10, 0, 333], 2)):
+    for lengths, kv_heads in (([1800], 1), ([900, 10, 9, 333], 2)):
+        case = large_case(rng, lengths, kv_heads, sinks=2, window=17, fresh=True)
         for threads in (0, 1, 2, 3, 5, 7, 100):
-            check(make_case(rng, p, lengths, kv_heads=kv_heads, sinks=2, window=17), threads=threads)
+            check(case, threads=threads)
 
 
 @pytest.mark.usefixtures("restore_threads")
 def test_same_numbers_whatever_thread_comes_first(rng: np.random.Generator) -> None:
     _core.set_num_threads(4)
-    case = make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [900, 700], kv_heads=1)
+    case = large_case(rng, [900, 700], 1)
     first = core_attend(case)  # into NaN: a call that returns before its threads are done is seen
     for _ in range(50):
         for got, want in zip(core_attend(case), first):
@@ -222,7 +239,7 @@ def test_same_numbers_whatever_thread_comes_first(rng: np.random.Generator) -> N
 def test_calls_from_many_threads(rng: np.random.Generator) -> None:
     """The GIL is released: calls overlap, each has its own answer."""
     _core.set_num_threads(3)
-    cases = [make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [300 + i], kv_heads=2) for i in range(6)]
+    cases = [large_case(rng, [300 + i], 2) for i in range(6)]
     wanted, wrong = [_core.attend(**case.arguments)[0] for case in cases], []
 
     def work(i: int) -> None:
@@ -244,8 +261,10 @@ def test_calls_from_many_threads(rng: np.random.Generator) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_has_threads_of_its_own(rng: np.random.Generator) -> None:
     _core.set_num_threads(3)
-    case = make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [300, 200], kv_heads=2)
-    want = _core.attend(**case.arguments)[0]  # the pool is running now
+    case = large_case(rng, [300, 200], 2)
+    before = len(os.listdir("/proc/self/task"))
+    want = _core.attend(**case.arguments)[0]
+    assert len(os.listdir("/proc/self/task")) >= max(3, before)  # the pool is running now
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     child = context.Process(target=lambda: queue.put(_core.attend(**case.arguments)[0]))

@@ -336,6 +336,9 @@ def test_refused_tables(rng):
                     **{**given, **changes})  # fmt: skip
 
     call()
+    equal = given["key_steps"].copy()
+    equal[1, 3] = equal[1, 2]
+    call(key_steps=equal)
     falling = given["key_steps"].copy()
     falling[1, 3] = falling[1, 1] - 1
     negative = given["key_steps"] * np.append(np.ones(8), -1).astype(f32)
