@@ -440,6 +440,18 @@ def test_a_copy_goes_its_own_way(copied):
     close(forward(cache, stream.piece(150, 160)), forward(fresh, stream.piece(150, 160)), 1e-6)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
+def test_a_copy_takes_a_failed_forward_back(copied):
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream()
+    forward(cache, stream.piece(0, 150))
+    other, poisoned = copied(cache), copy.deepcopy(stream)
+    poisoned.k[1, 0, 0, 155, 0] = float("nan")
+    with pytest.raises((ValueError, RuntimeError), match="layer 1: "):
+        forward(other, poisoned.piece(150, 160))
+    assert [layer.tokens for layer in other.layers] == [150] * LAYERS
+    close(forward(other, stream.piece(150, 160)), forward(cache, stream.piece(150, 160)), 1e-6)
+
+
 def test_prefill_and_decode_in_different_modes():
     stream, cache, plain = Stream(), TurboQuantCache(CONFIG, "default"), TurboQuantCache(CONFIG, "default")
     with torch.inference_mode():

@@ -33,6 +33,14 @@ def test_merge_of_one_part_is_that_part(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(lse, lses[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("other", [-np.inf, 0.0, np.nan])
+def test_a_nan_of_one_part_is_not_lost(other: float) -> None:
+    outs, lses = np.ones((2, 2, 8), np.float32), np.zeros((2, 2), np.float32)
+    lses[:, 1] = np.nan, other
+    out, lse = _core.merge(outs, lses)
+    assert np.isnan(lse[1]) and np.isnan(out[1]).all() and np.isfinite(out[0]).all()
+
+
 def test_merge_of_far_apart_parts(rng: np.random.Generator) -> None:
     """exp(1000) overflows; the difference does not."""
     outs = rng.standard_normal((2, 3, 8)).astype(np.float32)
