@@ -35,6 +35,7 @@ struct Case {
     bool centred = false, stepped = false, shared_matrix = false;
     int bad_numbers = 0; // in each append
     bool bad_pages = false, bad_lengths = false;
+    int rows = -1; // which of fill_hard_rows; -1: fill_rows
 };
 
 static tq_plan plan_of(const Case &c)
@@ -153,8 +154,11 @@ static void run(const Case &c)
         std::swap(lengths.host, device_lengths), std::swap(table.host, device_table);
 
         Array<uint8_t> k(rows * tokens * row), v(values ? rows * tokens * row : 0);
-        fill_rows(k.host, rows * tokens, c.dim, c.dtype, random);
-        if (values) fill_rows(v.host, rows * tokens, c.dim, c.dtype, random);
+        for (Array<uint8_t> *x : {&k, &v}) {
+            if (x->host.empty()) continue;
+            if (c.rows < 0) fill_rows(x->host, rows * tokens, c.dim, c.dtype, random);
+            else fill_hard_rows(x->host, rows * tokens, c.dim, c.dtype, c.rows, random);
+        }
         k.up(), v.up();
         std::vector<int64_t> flags;
         if (c.bad_numbers) spoil(k, c.bad_numbers, c, tokens, true_lengths.data(), false, random, flags);
@@ -297,6 +301,32 @@ static void check_appends(int thin)
                   : i == 6 ? "bad length"
                            : "plain");
         }
+}
+
+/** Thousands of tokens, as prompts have, so that warps take many tiles each: widths x laws, scales, dtypes, and what a tile can have
+ *  in part; then rows of which sums are rounded, cancel, tie or are exact. */
+static void check_many_appends(int thin)
+{
+    for (int i = 0; i < 24; i += thin) {
+        Case c;
+        c.batch = 3, c.heads = 4, c.key_bits = {1 + i % 4}, c.value_bits = {1 + (i + i / 4) % 4};
+        c.scale = i % 5 == 4 ? TQ_SCALE_NORM : TQ_SCALE_EDEN, c.law = i / 2 % 2, c.dtype = i % 3 ? TQ_BF16 : TQ_F16;
+        c.centred = i % 4 == 1, c.sinks = i % 4 == 3 ? 5 : 0, c.window = i % 5 == 2 ? 33 : 0, c.tokens_first = i % 2;
+        c.page_tokens = i % 3 == 1 ? 96 : 128, c.padding = {0, 3, 1150}, c.bad_numbers = i % 7 == 6 ? 3 : 0;
+        c.appends = {50 + 13 * i, 5000, 3};
+        c.max_pages = 6000 / c.page_tokens;
+        c.name = "many tokens, bits " + std::to_string(c.key_bits[0]) + "/" + std::to_string(c.value_bits[0]) +
+                 ", case " + std::to_string(i);
+        run(c);
+    }
+    for (int i = 0; i < HARD_ROWS * 4; i += thin) {
+        Case c;
+        c.batch = 2, c.heads = 4, c.key_bits = {1 + i % 4}, c.value_bits = {1 + i % 4}, c.rows = i / 4;
+        c.dtype = i / 2 % 2 ? TQ_F16 : TQ_BF16, c.law = i % 2, c.centred = i % 3 == 2, c.appends = {6000};
+        c.sinks = c.window = 0, c.max_pages = 47;
+        c.name = "hard rows " + std::to_string(c.rows) + ", bits " + std::to_string(c.key_bits[0]);
+        run(c);
+    }
 }
 
 /** Version 3: widths of groups of 16 channels; what fills tiles, pairs of token tiles and pages in part. */
@@ -542,6 +572,7 @@ int main(int argc, char **argv)
     for (int i = 1; i < argc || all; i++, all = false) {
         if (argc < 2 || !strcmp(argv[i], "check")) {
             check_appends(thin);
+            check_many_appends(thin);
             check_fine_appends(thin);
             check_blocked_appends(thin);
             const int after_append = checks;

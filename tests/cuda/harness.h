@@ -145,4 +145,36 @@ inline void fill_rows(std::vector<uint8_t> &to, size_t rows, int dim, int dtype,
     }
 }
 
+constexpr int HARD_ROWS = 10;
+
+/** Rows of one kind: normal, of any size, with one or few large numbers, of few different numbers, tiny, of wide range, with a mean. */
+inline void fill_hard_rows(std::vector<uint8_t> &to, size_t rows, int dim, int dtype, int kind, Random &random)
+{
+    for (size_t row = 0; row < rows; row++) {
+        const int hot = random.below(dim);
+        const float size = kind == 1   ? expf(3 * random.normal())
+                           : kind == 4 ? 1e-12f
+                           : kind == 8 ? 3 + 20 * random.normal()
+                                       : 1;
+        for (int c = 0; c < dim; c++) {
+            float x = random.normal();
+            const bool is_hot = c == hot, in_column = c % 16 == hot % 16;
+            switch (kind) {
+            case 1:
+            case 4: x *= size; break;
+            case 2: x = is_hot ? 50 : x * 0.01f; break;
+            case 3: x = (float)random.below(3) - 1; break;
+            case 5: x = in_column ? 1.0f : ldexpf(1.99f, -24); break; // below the last bit of sums of 16
+            case 6: x *= expf(2 * random.normal()); break;
+            case 7: x = is_hot ? 3.0f : 0; break;
+            case 8: x += size; break;
+            case 9:
+                x = in_column ? 1 + fabsf(x) : ldexpf(1 + fabsf(x), -random.below(26)) * (c % 32 > 15 ? 0.5f : 1.0f);
+                break;
+            }
+            store(to, row * dim + c, dtype, fminf(fmaxf(x, -TQ_MAX_INPUT), TQ_MAX_INPUT));
+        }
+    }
+}
+
 #endif
