@@ -406,6 +406,17 @@ def test_crop_below_the_window_is_refused():
     assert_unchanged(cache, before)
 
 
+def test_crop_below_the_window_of_one_sequence_is_refused():
+    """The sequence without padding has overflowed its window, the other one has not."""
+    cache, mask = TurboQuantCache(CONFIG, PACKED.with_(window=32)), torch.ones(2, 60, dtype=torch.bool)
+    mask[1, :33] = False
+    forward(cache, Stream(batch=2).piece(0, 60), mask)
+    before = snapshot(cache)
+    with pytest.raises(NotImplementedError, match="has a window of 32 tokens"):
+        cache.crop(-5)
+    assert_unchanged(cache, before)
+
+
 @pytest.mark.parametrize("number", [np.int64(-20), torch.tensor(-20)], ids=["NumPy", "torch"])
 def test_crop_takes_integers_of_all_kinds(number):
     cache, other = TurboQuantCache(CONFIG, PACKED), TurboQuantCache(CONFIG, PACKED)

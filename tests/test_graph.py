@@ -158,6 +158,25 @@ def test_replays_notice_what_moves_the_cache() -> None:
 
 @pytest.mark.cuda
 @NEEDS_CUDA
+def test_replays_notice_weights_that_moved() -> None:
+    model = turboquant.patch(tiny().cuda(), SPEC)
+    ids = prompt(1, 120).cuda()
+    cache, other = (turboquant.TurboQuantCache(model.config, SPEC) for _ in range(2))
+    graph = DecodeGraph(cache, model.forward, model.parameters())
+    with torch.no_grad():
+        for each in (cache, other):
+            model(input_ids=ids[:, :100], past_key_values=each)
+        for i in range(100, 110):
+            if i == 105:  # the third step and later ones were replays
+                assert graph._graph is not None
+                model.lm_head.weight.data = 2 * model.lm_head.weight.data
+            got = graph.step(ids[:, i : i + 1])
+            want = model(input_ids=ids[:, i : i + 1], past_key_values=other).logits
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-3 * float(want.abs().max()))
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
 def test_check_names_what_was_not_finite() -> None:
     model = turboquant.patch(tiny().cuda(), SPEC)
     cache = turboquant.TurboQuantCache(model.config, SPEC)

@@ -125,6 +125,20 @@ def test_bytes_and_numbers(name, head_dim, rng):
         assert np.abs(one - want).max() <= 2e-5 * np.abs(want).max()
 
 
+def test_zeros_without_a_centre():
+    """The scale of a zero vector is 0, not 0 / 0."""
+    p = modes.Plan(64, side(64, 3, 1, rotation=ref.NONE), side(64, 2, 1, rotation=ref.NONE))
+    k, v = np.zeros((1, HEADS, 8, 64), f32), np.zeros((1, HEADS, 8, 64), f32)
+    k[:, :, ::2, :32], v[:, :, 1::2, 32:] = 1, 1  # a block of each token is zeros, or both are
+    by_side = {name: [Transform() for _ in range(HEADS)] for name in ("key", "value")}
+    pages, table = filled(p, None, k, v, by_side, [3])
+    np.testing.assert_array_equal(pages, modes.pages_of(p, k, v, by_side["key"], by_side["value"]))
+    got = core.dequantize(p.words, pages, table, np.array([8], np.int32), 8, **keywords(**by_side))
+    for one, x in zip(got, (k, v)):
+        assert np.isfinite(one).all()
+        np.testing.assert_array_equal(one != 0, x != 0)
+
+
 def test_ties():
     """Absmax codes halfway between two go away from 0, tables take the lower of two entries that are equally near."""
     p = modes.Plan(32, side(32, 4, rotation=ref.NONE, levels=ABSMAX), side(32, 2, rotation=ref.NONE, levels=TABLE))

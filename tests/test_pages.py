@@ -318,6 +318,19 @@ def test_crop_brings_tokens_back_into_the_window(fields, padding, pieces, forget
     check(cropped)
 
 
+def test_a_sliding_window_goes_back_and_widens_as_far_as_its_pages_reach():
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=720)
+    forward(cache, stream.piece(0, 700), local_size=100)
+    layer = cache.layers[0]
+    first = layer._released  # position of the first token that is still in a page
+    assert 0 < first < 601
+    assert layer.can_crop_to(first + 99) and not layer.can_crop_to(first + 98)
+    widest = 701 - first  # of the next token: itself and all that is left
+    with pytest.raises(ValueError, match="the sliding window must be the one of earlier forwards, 100, got"):
+        forward(cache, stream.piece(700, 701), local_size=widest + 1)
+    forward(cache, stream.piece(700, 701), local_size=widest)
+
+
 def test_recording_ends_with_a_crop_and_counts():
     cache, stream = TurboQuantCache(CONFIG, PACKED.with_(window=16)), Stream(tokens=300)
     cache.activate_past_recording()
@@ -364,6 +377,41 @@ def test_offload_and_prefetch():
     assert torch.cuda.memory_allocated() < before and {t.device.type for _, t in cache.layers[0].tensors()} == {"cpu"}
     assert torch.equal(forward(cache, piece(200, 210)), forward(fork, piece(200, 210)))
     assert {t.device.type for _, t in cache.tensors()} == {"cuda"}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_offloaded_layers_are_cropped_across_the_window():
+    stream, cache = Stream(tokens=300), TurboQuantCache(CONFIG, CacheSpec(3, 3, sinks=2, window=16, centre="prompt"))
+
+    def piece(start, stop):
+        return [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]
+
+    forward(cache, piece(0, 200))
+    cache.activate_past_recording()
+    for t in range(200, 210):
+        forward(cache, piece(t, t + 1))
+    other = copy.deepcopy(cache)
+    for layer in cache.layers:
+        layer.offload()
+    cache.crop(-5), other.crop(-5)
+    assert torch.equal(forward(cache, piece(205, 215)), forward(other, piece(205, 215)))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_huge_sliding_window_hides_nothing_on_a_gpu():
+    stream, spec = Stream(batch=2, tokens=200), PACKED.with_(sinks=2, window=16)
+    mask = (torch.arange(100)[None, :] >= torch.tensor([0, 33])[:, None]).cuda()
+
+    def outputs(local_size):
+        cache = TurboQuantCache(CONFIG, spec)
+        for start, stop in [(0, 100), (100, 101), (101, 130)]:
+            piece = [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]
+            yield forward(cache, piece, mask if start == 0 else None, local_size=local_size)[:, :, -1]
+
+    for with_window, without in zip(outputs(2**31 - 1), outputs(None)):
+        close(with_window, without, 1e-6)
 
 
 def test_reserve_that_runs_out_of_memory_changes_nothing(monkeypatch):

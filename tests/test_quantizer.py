@@ -105,6 +105,15 @@ def test_dot_is_that_of_the_decoded_vectors(dim: int, rotation: str, rng: np.ran
     assert np.array_equal(one, got[3])
 
 
+def test_dot_of_long_vectors_in_blocks(rng: np.random.Generator) -> None:
+    """So long that the 32 vectors of a tile are decoded a few at a time, the last of them fewer."""
+    q = Quantizer(800, 3, block=32)
+    x, queries = normal(rng, 70, 800), normal(rng, 3, 800)
+    codes = q.quantize(x)
+    want = queries.astype(float) @ q.dequantize(codes).astype(float).T
+    assert abs(q.dot(queries, codes) - want).max() <= 2e-5 * abs(want).max()
+
+
 def test_dimensions_up_to_4096(rng: np.random.Generator) -> None:
     x = normal(rng, 40, 4096)
     q = Quantizer(4096, 4)

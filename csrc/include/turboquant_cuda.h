@@ -37,8 +37,9 @@ TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *pla
 /** tq_attend on the device.
  *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 2e-4 for float32, relative to the largest output, for
  *             logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so that an error in proportion to the largest
- *             |logit| (2.5e-5 of it) takes over above that, and with a soft-cap another of 2e-7 of the cap. On 9.x, for many 16-bit query rows a KV head (attend_wide.cuh), weights are
- *             rounded to fp16, and values to nothing coarser than their levels. Plans of version 2: float32 throughout, within 2e-5.
+ *             |logit| (2.5e-5 of it) takes over above that, and with a soft-cap another of 2e-7 of the cap. On 9.x, for many 16-bit
+ *             query rows a KV head (attend_wide.cuh), weights are rounded to fp16, and values to nothing coarser than their levels.
+ *             Plans of version 2: float32 throughout, within 2e-5.
  *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In general three
  *             kernels that overlap, the work cut into equal pieces whatever the lengths are. On 9.x, for plans of version 1 without dense
  *             rotation, up to 128 query rows a KV head, head_dim 33..64 or 97..128 (any up to 128 of other or mixed widths), one
