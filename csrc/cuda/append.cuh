@@ -38,6 +38,7 @@ struct AppendSide {
 
 /** Everything a block knows when it starts; in constant memory. */
 struct AppendArgs {
+    static constexpr bool USUAL = false; // or UsualArgs
     int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;
     int32_t head_dim, groups, rotation, scale, sides; // sides: 1 without values
     int32_t capacity;                                 // the largest length
@@ -51,6 +52,15 @@ struct AppendArgs {
     AppendSide side[2]; // keys, values
     HadamardSigns signs;
     Book books[TQ_MAX_BITS + 1];
+};
+
+/** What is usual at one token a sequence, known to the compiler: what it hides has the same value in AppendArgs. Besides, all
+ *  groups of a side have one width of 2 to 4 bits. */
+template <int PER_LANE, int DTYPE> struct UsualArgs : AppendArgs {
+    static constexpr bool USUAL = true;
+    static constexpr int32_t head_dim = 32 * PER_LANE, groups = PER_LANE, dtype = DTYPE,
+                             rotation = TQ_ROTATION_HADAMARD, scale = TQ_SCALE_EDEN;
+    static constexpr int64_t row_bytes = 2 * head_dim;
 };
 
 tq_status launch_append_step(const AppendArgs &args, cudaStream_t stream, tq_error *error);
@@ -111,7 +121,7 @@ struct Head {
     const float *matrix, *centre, *steps;
 };
 
-__device__ __forceinline__ Head head_of(const AppendArgs &a, const Work &w)
+template <class Args> __device__ __forceinline__ Head head_of(const Args &a, const Work &w)
 {
     const AppendSide &side = a.side[w.side];
     const int at = w.b * a.kv_heads + w.h; // of batch * kv_heads, which the launcher keeps below 2^31
@@ -125,7 +135,7 @@ __device__ __forceinline__ Head head_of(const AppendArgs &a, const Work &w)
     return head;
 }
 
-__device__ __forceinline__ char *ring_row(const AppendArgs &a, const Head &head, int position)
+template <class Args> __device__ __forceinline__ char *ring_row(const Args &a, const Head &head, int position)
 {
     return head.ring + a.window_slots.remainder((uint32_t)position) * a.row_bytes;
 }
@@ -153,7 +163,7 @@ __device__ __forceinline__ uint8_t *tiles_of(const AppendSide &side, uint8_t *re
 }
 
 /** `token` of a page. */
-__device__ __forceinline__ __half *scale_at(const AppendSide &side, uint8_t *record, int token)
+__device__ __forceinline__ __half *scale_at(const AppendSide &side, uint8_t *record, uint32_t token)
 {
     return reinterpret_cast<__half *>(record + side.scales_offset) + (token & ~(TQ_TILE - 1)) + 4 * (token % 8) +
            token % TQ_TILE / 8;
@@ -162,8 +172,8 @@ __device__ __forceinline__ __half *scale_at(const AppendSide &side, uint8_t *rec
 // ---- rows, a lane the numbers lane, lane + 32, .. ----
 
 /** Queues all loads of a row before the first is waited for: a dtype looked at number by number would wait for each. */
-template <int PER_LANE>
-__device__ __forceinline__ void load_bits(const AppendArgs &a, const char *row, uint32_t (&bits)[PER_LANE], int lane)
+template <class Args, int PER_LANE>
+__device__ __forceinline__ void load_bits(const Args &a, const char *row, uint32_t (&bits)[PER_LANE], int lane)
 {
     if (a.dtype == TQ_F32) {
 #pragma unroll
@@ -176,8 +186,8 @@ __device__ __forceinline__ void load_bits(const AppendArgs &a, const char *row, 
     }
 }
 
-template <int PER_LANE>
-__device__ __forceinline__ void store_bits(const AppendArgs &a, char *row, const uint32_t (&bits)[PER_LANE], int lane)
+template <class Args, int PER_LANE>
+__device__ __forceinline__ void store_bits(const Args &a, char *row, const uint32_t (&bits)[PER_LANE], int lane)
 {
     if (a.dtype == TQ_F32) {
 #pragma unroll
@@ -190,9 +200,8 @@ __device__ __forceinline__ void store_bits(const AppendArgs &a, char *row, const
     }
 }
 
-template <int PER_LANE>
-__device__ __forceinline__ void numbers_of_bits(const AppendArgs &a, const uint32_t (&bits)[PER_LANE],
-                                                float (&x)[PER_LANE])
+template <class Args, int PER_LANE>
+__device__ __forceinline__ void numbers_of_bits(const Args &a, const uint32_t (&bits)[PER_LANE], float (&x)[PER_LANE])
 {
     if (a.dtype == TQ_BF16) {
 #pragma unroll
@@ -214,8 +223,8 @@ __device__ __forceinline__ bool is_bad(float x) { return !(fabsf(x) <= TQ_MAX_IN
 __device__ __forceinline__ float mended(float x) { return isfinite(x) ? copysignf(TQ_MAX_INPUT, x) : 0.0f; }
 
 /** Mends a row, the numbers and their bits; whether any lane had something to mend. */
-template <int PER_LANE>
-__device__ __forceinline__ bool mend_numbers(const AppendArgs &a, float (&x)[PER_LANE], uint32_t (&bits)[PER_LANE])
+template <class Args, int PER_LANE>
+__device__ __forceinline__ bool mend_numbers(const Args &a, float (&x)[PER_LANE], uint32_t (&bits)[PER_LANE])
 {
     bool bad = false;
 #pragma unroll

@@ -119,8 +119,12 @@ int64_t cut_units(const tq_plan *plan, const Device &device, int tiles, Launch *
             int64_t units = (int64_t)a.p.max_pages * a.page_units,
                     rounds = share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &f);
             /* More warps make a block's start and end shorter: all there can be if no more than BUSY_WARPS of them have a unit, or
-             * if that saves a large cluster a round; otherwise no more than are good for reading. */
-            int busy = f.cluster == LARGE_CLUSTER ? f.warps : BUSY_WARPS;
+             * if that saves a large cluster a round, or any cluster the kernel behind; otherwise no more than are good for reading. */
+            FewArgs fewer = f;
+            fewer.teams = BUSY_WARPS;
+            share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &fewer);
+            bool saves = f.cluster == LARGE_CLUSTER || (rounds == 1 && f.cluster > 1 && fewer.cluster == 1);
+            int busy = saves ? f.warps : BUSY_WARPS;
             if (f.warps > BUSY_WARPS && (f.warps < first || units > busy * f.sharing)) continue;
             l->shared_bytes = lay_out_few(kernel, &a);
             if (l->shared_bytes > room) continue;

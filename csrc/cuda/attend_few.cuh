@@ -21,6 +21,9 @@
 namespace tq
 {
 
+/** The head_dim for which a kernel's code is shortest. */
+template <class V> constexpr int USUAL_DIM = TQ_TILE * (V::UNIFORM ? V::GROUPS : 4);
+
 /** The units of one team: every few.stride-th of a segment, `unit` being the next to send for and the one before at work. As few numbers
  *  as can be: where a kernel has 96 or 128 registers, more were spilled. */
 struct Stride : UnitPlace {
@@ -44,7 +47,8 @@ struct FewBlock {
     int32_t rank, active; /* among the blocks that share the segment; teams with units */
     PackedView view;
 };
-static_assert(sizeof(FewBlock) <= FEW_BLOCK_BYTES);
+constexpr int AT_SENT = FEW_BLOCK_BYTES - 16; /* behind it: the barrier of what a cluster's blocks send each other */
+static_assert(sizeof(FewBlock) <= AT_SENT);
 
 /** A block's shared memory behind the stages of its teams, which hold their packed sums, [rows][pitch], once they have done their
  *  units. A warp takes exact tokens for one set of rows, so that SETS warps side by side have the same tokens. */
@@ -61,6 +65,7 @@ template <class V> struct FewSpace {
     __device__ __forceinline__ uint2 *queries() const { return at<uint2>(a.few.queries); }
     __device__ __forceinline__ float2 *value_scale() const { return at<float2>(a.few.value_scale); }
     __device__ __forceinline__ FewBlock *block() const { return at<FewBlock>(a.few.block); }
+    __device__ __forceinline__ uint32_t sent() const { return shared_address(shared_bytes) + a.few.block + AT_SENT; }
     __device__ __forceinline__ float *spare_row(int row) const { return at<float>(a.few.spare) + row * a.pitch; }
     __device__ __forceinline__ float *packed_sums(int team, int row) const
     {
@@ -210,16 +215,27 @@ __device__ __forceinline__ void leave_part_in_block(const AttendArgs &a, const F
     }
 }
 
-/** The sum of factor(w) * row(w) over parts w < n of the block, a lane the channels from `c` on; factor(w) is that of lane
- *  first + w. A part of factor 0 may never have been written. */
-template <class Row> __device__ __forceinline__ float4 add_parts(int n, float factor, int first, int c, Row row)
+/** Adds a part to a row's totals, in every lane: sooner done beside its sums than by lanes that each have a part. */
+__device__ __forceinline__ void add_totals(MergedRow &m, float factor, float4 totals)
+{
+    m.sum = fmaf(factor, totals.y, m.sum);
+    m.packed_sum = fmaf(factor, totals.z, m.packed_sum);
+    m.rounded_sum = fmaf(factor, totals.w, m.rounded_sum);
+}
+
+/** The sum of factor(w) * row(w) over n parts from `first` on of a row of the block, a lane the channels from `c` on; factor(w) is that
+ *  of lane w. A part of factor 0 may never have been written, but for its totals. */
+template <class V, class Row>
+__device__ __forceinline__ float4 add_parts(const FewSpace<V> &space, int row, int n, float factor, int first, int c,
+                                            Row at, MergedRow &m)
 {
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 4
     for (int w = 0; w < n; w++) {
         float f = __shfl_sync(ALL_LANES, factor, first + w);
-        float4 x = *reinterpret_cast<const float4 *>(row(w) + c);
+        float4 x = *reinterpret_cast<const float4 *>(at(w, row) + c);
         add_scaled(sum, f, f == 0 ? make_float4(0, 0, 0, 0) : x);
+        add_totals(m, f, *space.totals(first + w, row));
     }
     return sum;
 }
@@ -234,22 +250,56 @@ __device__ __forceinline__ void send_rows(const AttendArgs &a, const FewSpace<V>
         c = 4 * lane;
     bool exact = a.exact_parts, has = c < width, in_cluster = a.few.cluster > 1;
     if (!has) c = 0;
+    float *slot;
+    uint32_t sent_to, bar;
+    auto put = [&](int at, float4 x) {
+        if (in_cluster) send_cluster(sent_to + 4 * at, x, bar);
+        else *reinterpret_cast<float4 *>(slot + at) = x;
+    };
 #pragma unroll 1
     for (int row = warp; row < rows; row += warps) {
-        float4 t = make_float4(-INFINITY, 0, 0, 0);
-        if (lane < (exact ? teams + exact_parts : active)) t = *space.totals(lane, row);
-        float top = warp_max(t.x), f = moved(t.x, top);
-        uint32_t to = shared_address(space.slot(row, in_cluster ? rank : 0));
-        if (in_cluster) to = cluster_address(to, row & (a.few.cluster - 1));
-        float4 sum = add_parts(active, f, 0, c, [&](int w) { return space.packed_sums(w, row); });
-        if (has) store_cluster(to + 4 * (4 + c), sum);
-        if (exact) {
-            sum = add_parts(exact_parts, f, teams, c, [&](int w) { return space.exact_sums(w, row); });
-            if (has) store_cluster(to + 4 * (4 + width + c), sum);
+        float highest = lane < (exact ? teams + exact_parts : active) ? space.totals(lane, row)->x : -INFINITY;
+        float top = warp_max(highest), f = moved(highest, top);
+        MergedRow m = {top, 0, 0, 0};
+        slot = space.slot(row, in_cluster ? rank : 0);
+        if (in_cluster) {
+            sent_to = cluster_address(shared_address(slot), row & (a.few.cluster - 1));
+            bar = cluster_address(space.sent(), row & (a.few.cluster - 1));
         }
-        sum = make_float4(top, warp_sum(f * t.y), warp_sum(f * t.z), warp_sum(f * t.w));
-        if (lane == 0) store_cluster(to, sum);
+        auto packed = [&](int w, int row) { return space.packed_sums(w, row); };
+        float4 sum = add_parts(space, row, active, f, 0, c, packed, m);
+        if (has) put(4 + c, sum);
+        if (exact) {
+            auto exact_of = [&](int w, int row) { return space.exact_sums(w, row); };
+            sum = add_parts(space, row, exact_parts, f, teams, c, exact_of, m);
+            if (has) put(4 + width + c, sum);
+        }
+        if (lane == 0) put(0, make_float4(m.max, m.sum, m.packed_sum, m.rounded_sum));
     }
+}
+
+/** The sum of factor(k) * slot k of a row, a lane four channels from `first` of each slot on, behind the last nothing of use; factor(k)
+ *  is that of lane k. Four at a time, however many there are: usually eight, and code that is jumped over costs as well. WITH_TOTALS: adds
+ *  those to m. */
+template <bool WITH_TOTALS, class V>
+__device__ __forceinline__ float4 add_slots(const FewSpace<V> &space, int row, float factor, int first, int lane,
+                                            MergedRow &m)
+{
+    constexpr int AT_ONCE = 4;
+    int blocks = space.a.few.cluster, at = first + (4 * lane < TQ_TILE * space.a.groups ? 4 * lane : 0);
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int k = 0; k < blocks; k += AT_ONCE)
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            int block = min(k + j, blocks - 1);
+            float f = __shfl_sync(ALL_LANES, factor, block);
+            if (k + j >= blocks) f = 0;
+            const float *slot = space.slot(row, block);
+            add_scaled(sum, f, *reinterpret_cast<const float4 *>(slot + at));
+            if (WITH_TOTALS) add_totals(m, f, *reinterpret_cast<const float4 *>(slot));
+        }
+    return sum;
 }
 
 /** Merges what the cluster's blocks sent of a row that this one finishes, and writes results, or this block's part of them. One warp. */
@@ -257,29 +307,15 @@ template <class V>
 __device__ __forceinline__ void finish_row(const AttendArgs &a, const RowSet &s, int row, const ValueScale<4> &scale,
                                            const Output &output, const FewSpace<V> &space, int lane)
 {
-    int width = TQ_TILE * a.groups, blocks = a.few.cluster;
-    float4 t = *reinterpret_cast<const float4 *>(space.slot(row, lane & (blocks - 1))); /* each has all sums then */
-    float top = warp_max(t.x), f = moved(t.x, top);
-    MergedRow m = {top, f * t.y, f * t.z, f * t.w};
-#pragma unroll 1
-    for (int k = 1; k < blocks; k *= 2) {
-        m.sum += __shfl_xor_sync(ALL_LANES, m.sum, k);
-        m.packed_sum += __shfl_xor_sync(ALL_LANES, m.packed_sum, k);
-        m.rounded_sum += __shfl_xor_sync(ALL_LANES, m.rounded_sum, k);
-    }
-    LaneRow<4> sum, exact_sum, part;
-    clear(sum), clear(exact_sum);
-#pragma unroll 4
-    for (int k = 0; k < blocks; k++) {
-        float factor = __shfl_sync(ALL_LANES, f, k);
-        part.load(space.slot(row, k) + 4, width, lane);
-        add_scaled(sum.quad[0], factor, part.quad[0]);
-        if (!a.exact_parts) continue;
-        part.load(space.slot(row, k) + 4 + width, width, lane);
-        add_scaled(exact_sum.quad[0], factor, part.quad[0]);
-    }
+    int width = TQ_TILE * a.groups;
+    float highest = *space.slot(row, lane & (a.few.cluster - 1)), top = warp_max(highest), f = moved(highest, top);
+    MergedRow m = {top, 0, 0, 0};
+    LaneRow<4> sum, exact_sum;
+    sum.quad[0] = add_slots<true>(space, row, f, 4, lane, m);
+    clear(exact_sum);
+    if (a.exact_parts) exact_sum.quad[0] = add_slots<false>(space, row, f, 4 + width, lane, m);
     scale.apply(sum, m.rounded_sum);
-    rotate_lanes<4>(a, sum, space.spare_row(row), true, lane);
+    rotate_lanes<4, USUAL_DIM<V>>(a, sum, space.spare_row(row), true, lane);
     output.complete<4>(a, sum, exact_sum, m, lane);
     if (a.few.cluster == a.few.sharing) {
         output.write<4>(a, sum, m, lane);
@@ -305,7 +341,7 @@ __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &
         LaneRow<4> row;
         if (i != warp) load = QueryLoad<4>(a, s, i, lane);
         float bias = take_query<4>(a, s, load, row, lane);
-        rotate_lanes<4>(a, row, space.spare_row(i), false, lane);
+        rotate_lanes<4, USUAL_DIM<V>>(a, row, space.spare_row(i), false, lane);
         round_query<4>(a, s, seq, i, row, bias, to, lane);
     }
 }
@@ -334,26 +370,36 @@ __device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<V, true> 
 
 /** Merges what the block's teams know, and finishes its rows. */
 template <class V>
-__device__ __forceinline__ void finish_block(const AttendArgs &a, const FewSpace<V> &space, const FewBlock &block)
+__device__ __forceinline__ void finish_block(const AttendArgs &a, const FewSpace<V> &space, const FewBlock &block,
+                                             int warp, int lane)
 {
-    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, cluster = a.few.cluster;
+    int cluster = a.few.cluster;
     int row = (cluster > 1 ? block.rank : 0) + warp * cluster;
     Output output(a, block.set, row);
     ValueScale<4> scale(space.value_scale()[lane]);
     __syncthreads();
     if (cluster > 1) cluster_wait(); /* all blocks have started */
     send_rows<V>(a, space, block.set.n, block.rank, block.active, warp, lane);
-    if (cluster > 1) {
-        cluster_arrive();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
+    if (cluster == 1) __syncthreads();
+    if (row >= block.set.n) return;
+    if (cluster > 1) barrier_wait_cluster(space.sent());
 #pragma unroll 1
-    for (; row < block.set.n; row += a.few.warps * cluster) {
+    for (;;) {
         finish_row<V>(a, block.set, row, scale, output, space, lane);
-        output = Output(a, block.set, row + a.few.warps * cluster);
+        row += a.few.warps * cluster;
+        if (row >= block.set.n) return;
+        output = Output(a, block.set, row);
     }
+}
+
+/** Opens the barrier of what this block is sent of the rows that it finishes. One thread. */
+template <class V>
+__device__ __forceinline__ void expect_rows(const AttendArgs &a, const FewSpace<V> &space, int rows, int rank)
+{
+    int cluster = a.few.cluster, own = max(rows - rank + cluster - 1, 0) / cluster, parts = a.exact_parts ? 2 : 1;
+    barrier_init(space.sent(), 1);
+    barrier_init_fence();
+    barrier_expect(space.sent(), own * cluster * (4 + parts * TQ_TILE * a.groups) * (int)sizeof(float));
 }
 
 /** A block before its units: what it knows of its segment, and a team's way through it. */
@@ -367,18 +413,21 @@ struct FewStart {
  *  are on their way. FRUGAL: as of attend_few. */
 template <class V, bool FRUGAL>
 __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const FewSpace<V> &space,
-                                                const Ring<V, true> &ring, int team, int thread)
+                                                const Ring<V, true> &ring, int team, int thread, int warp, int lane)
 {
-    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, sharing = a.few.sharing,
-        segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing, b = divide(segment, a.p.kv_heads),
-        h = segment - b * a.p.kv_heads;
+    int sharing = a.few.sharing, segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing,
+        b = divide(segment, a.p.kv_heads), h = segment - b * a.p.kv_heads;
     int turn = rank + team * sharing; /* of the segment's teams */
     RowSet set = {b, h, 0, segment, 0, a.rows};
     if (V::ROWS >= 16) set.row_tile = blockIdx.y, set.n = min(a.rows - set.row_tile * space.ROWS, space.ROWS);
     touch_arguments(a, warp);
     if (ring.sends(thread) && elect_lane()) init_barriers(a, ring);
     __syncwarp();
-    if (a.few.cluster > 1) cluster_arrive_empty_handed(); /* others may write into this block's memory after this */
+    if (a.few.cluster > 1) {
+        if (threadIdx.x == 0) expect_rows<V>(a, space, set.n, rank);
+        __syncwarp();
+        cluster_arrive(); /* others may write into this block's memory after this */
+    }
     let_next_start();
     wait_for_previous();
 
@@ -415,15 +464,13 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const FewSp
  *  back costs .1 to .2 us. */
 template <class V, bool FRUGAL> __device__ __forceinline__ void attend_few(const AttendArgs &a)
 {
-    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, thread = threadIdx.x % (32 * V::TEAM_WARPS);
-    int team = V::TEAM_WARPS == 1
-                   ? warp
-                   : __shfl_sync(ALL_LANES, warp / V::TEAM_WARPS, 0); /* the compiler is to know that lanes agree */
+    int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0); /* so that the compiler knows that lanes agree */
+    int lane = threadIdx.x & 31, thread = threadIdx.x % (32 * V::TEAM_WARPS), team = warp / V::TEAM_WARPS;
     Ring<V, true> ring = {shared_address(shared_bytes) + team * a.few.team_bytes,
                           shared_address(shared_bytes) + a.at_barriers + team * 32, 0, 0,
                           copy_policy(V::ROWS < 16 || a.row_tiles == 1)};
     FewSpace<V> space = {a};
-    FewStart start = start_block<V, FRUGAL>(a, space, ring, team, thread);
+    FewStart start = start_block<V, FRUGAL>(a, space, ring, team, thread, warp, lane);
     if (V::TEAM_WARPS > 1) shared_writes_before_copies(); /* its products read queries as copies do */
     __syncthreads();
     if (FRUGAL) {
@@ -436,7 +483,7 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_few(const
     if (start.works) attend_share(a, ring, start.ahead, space, warp, lane);
     else if (thread < FewSpace<V>::ROWS) *space.totals(team, thread) = make_float4(-INFINITY, 0, 0, 0);
     if (FRUGAL) start.block = *space.block();
-    finish_block<V>(a, space, start.block);
+    finish_block<V>(a, space, start.block, warp, lane);
 }
 
 /* Registers for 20, 16, 12 and 8 warps of a multiprocessor. */

@@ -98,7 +98,7 @@ struct Output {
             store_quad(a.p.out, row * a.head_dim + c, a.p.dtype,
                        make_float4(y.x * inverse, y.y * inverse, y.z * inverse, y.w * inverse));
         }
-        if (a.p.lse && lane == 0) a.p.lse[row] = m.sum > 0 ? (m.max + log2f(m.sum)) * LN_2 : -INFINITY;
+        if (a.p.lse && lane == 0) a.p.lse[row] = m.sum > 0 ? (m.max + __log2f(m.sum)) * LN_2 : -INFINITY;
     }
 };
 

@@ -265,7 +265,7 @@ template <class V>
 __device__ __forceinline__ void cap_scores(const AttendArgs &a, const RowArgs *rows, int lane,
                                            float (&s)[V::BLOCKS][4 * V::TILES])
 {
-    float cap = a.p.softcap * LOG2_E, inverse = 1.0f / cap;
+    float cap = a.p.softcap * LOG2_E, inverse = reciprocal(fmaxf(cap, FLT_MIN));
 #pragma unroll
     for (int n = 0; n < V::BLOCKS; n++) {
         float scale = rows[4 * n + (lane & 3)].scale * inverse, bias = rows[4 * n + (lane & 3)].bias * inverse;

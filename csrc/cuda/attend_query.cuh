@@ -156,14 +156,15 @@ __device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, fl
     for (int k = 0; k < N / 4; k++) row.quad[k] = make_float4(x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]);
 }
 
-/** The plan's rotation of a row, unless it is dense. `spare`: a row of shared memory. */
-template <int GROUPS>
+/** The plan's rotation of a row, unless it is dense. `spare`: a row of shared memory. USUAL: a head_dim for which the code is shortest,
+ *  the other powers of two then being rotated in shared memory; 0: none. */
+template <int GROUPS, int USUAL = 0>
 __device__ __forceinline__ void rotate_lanes(const AttendArgs &a, LaneRow<GROUPS> &row, float *spare, bool inverse,
                                              int lane)
 {
     if (a.rotation != TQ_ROTATION_HADAMARD) return;
-    if ((a.head_dim & (a.head_dim - 1)) == 0) {
-        hadamard_lanes<GROUPS>(row, a.head_dim, a.rotation_factor, a.signs, inverse, lane);
+    if (USUAL ? a.head_dim == USUAL : (a.head_dim & (a.head_dim - 1)) == 0) {
+        hadamard_lanes<GROUPS>(row, USUAL ? USUAL : a.head_dim, a.rotation_factor, a.signs, inverse, lane);
         return;
     }
     row.store(spare, TQ_TILE * a.groups, lane);
@@ -272,7 +273,7 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
 #pragma unroll
     for (int j = 0; j < 4 * QUADS; j++) largest = fmaxf(largest, fabsf(number[j]));
     largest = warp_max(largest);
-    float inverse = QUERY_LIMIT / largest;
+    float step = largest * (1.0f / QUERY_LIMIT), inverse = reciprocal(step);
     int offset_hi = 0, offset_lo = 0, row = s.first + i;
 #pragma unroll
     for (int k = 0; k < QUADS; k++) { /* four channels: one word of each plane */
@@ -295,7 +296,7 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
     offset_hi = warp_sum(offset_hi);
     offset_lo = warp_sum(offset_lo);
     if (lane) return;
-    float scale = fmaxf(largest * fabsf(a.p.softmax_scale) * LOG2_E / QUERY_LIMIT, 1e-35f);
+    float scale = fmaxf(step * fabsf(a.p.softmax_scale) * LOG2_E, 1e-35f);
     to.args[row] = {scale, bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo, packed.lo, packed.hi};
 }
 

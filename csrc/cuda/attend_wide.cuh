@@ -194,7 +194,7 @@ template <class V>
 __device__ __forceinline__ void cap_page(const AttendArgs &a, const RowArgs *rows, int lane, float (&s)[V::COLUMNS][4],
                                          float (&k)[4])
 {
-    float cap = a.p.softcap * LOG2_E, inverse = 1.0f / cap;
+    float cap = a.p.softcap * LOG2_E, inverse = reciprocal(fmaxf(cap, FLT_MIN));
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
         const RowArgs &row = rows[row_of(c, lane)];

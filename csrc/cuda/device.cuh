@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <float.h>
 #include <stdint.h>
 
 #include "turboquant_cuda.h"
@@ -98,16 +99,9 @@ __device__ __forceinline__ void let_next_start()
 
 /* ---- clusters of blocks (compute capability 9.0) ---- */
 
-/** By all threads of all blocks of a cluster: behind cluster_wait all have come to cluster_arrive, and what they wrote before is seen. */
+/** By all threads of all blocks of a cluster: behind cluster_wait all have come here. Others do not see what was written before, except
+ *  barriers behind barrier_init_fence: that would take a fence for the whole GPU. */
 __device__ __forceinline__ void cluster_arrive()
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-/** The same where nothing was written that others read: without a fence, which is one for the whole GPU. */
-__device__ __forceinline__ void cluster_arrive_empty_handed()
 {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -131,10 +125,13 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t ra
     return address;
 }
 
-__device__ __forceinline__ void store_cluster(uint32_t to, float4 x)
+/** Stores into a block of the cluster and adds 16 bytes to what a barrier there has received: whoever waits for that barrier with
+ *  barrier_wait_cluster sees them. Cheaper than cluster_arrive and cluster_wait, whose fence is one for the whole GPU. */
+__device__ __forceinline__ void send_cluster(uint32_t to, float4 x, uint32_t bar)
 {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(bar)
                  : "memory");
 #endif
 }
@@ -344,6 +341,19 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, int parity)
                  "r"(parity)
                  : "memory");
 #undef TQ_TEST_WAIT
+}
+
+/** The first phase of a barrier that send_cluster completes. */
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t bar)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p;\n"
+                 "WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n"
+                 "@p bra DONE;\n"
+                 "bra WAIT;\n"
+                 "DONE: }" ::"r"(bar)
+                 : "memory");
+#endif
 }
 
 /** By each thread whose ordinary accesses to shared memory bulk copies will follow, before the barrier between the two. */

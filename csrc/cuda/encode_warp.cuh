@@ -9,25 +9,24 @@
 namespace tq
 {
 
-/** The plan's rotation in place; row: a.head_dim floats of shared memory for this warp alone, contents lost. Where one pass takes
- *  all channels they stay in registers: distances below 32 are shuffles. */
-template <int PER_LANE>
-__device__ __forceinline__ void rotate_warp(const AppendArgs &a, float (&x)[PER_LANE], float *row, int lane)
-{
-    const bool one_pass = (a.head_dim & (a.head_dim - 1)) == 0;
-    if (!one_pass) {
+/** The sign bits that a lane's numbers change before a rotation. */
+template <int PER_LANE> struct Flips {
+    uint32_t bit[PER_LANE];
+
+    __device__ __forceinline__ Flips(const HadamardSigns &signs, int lane)
+    {
 #pragma unroll
-        for (int k = 0; k < PER_LANE; k++)
-            if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
-        __syncwarp();
-        hadamard_row(row, a.head_dim, a.signs, false, lane);
-#pragma unroll
-        for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
-        return;
+        for (int k = 0; k < PER_LANE; k++) bit[k] = (signs.word[0][k] >> lane & 1u) << 31;
     }
+};
+
+/** The plan's rotation in place where one pass takes all channels. They stay in registers: distances below 32 are shuffles. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ void rotate_registers(const Args &a, const Flips<PER_LANE> &flips, float (&x)[PER_LANE],
+                                                 int lane)
+{
 #pragma unroll
-    for (int k = 0; k < PER_LANE; k++)
-        x[k] = __uint_as_float(__float_as_uint(x[k]) ^ (a.signs.word[0][k] >> lane & 1u) << 31);
+    for (int k = 0; k < PER_LANE; k++) x[k] = __uint_as_float(__float_as_uint(x[k]) ^ flips.bit[k]);
 #pragma unroll
     for (int h = 1; h < 32; h *= 2) {
         if (h >= a.head_dim) break;
@@ -52,9 +51,27 @@ __device__ __forceinline__ void rotate_warp(const AppendArgs &a, float (&x)[PER_
     for (int k = 0; k < PER_LANE; k++) x[k] = __fmul_rn(x[k], a.hadamard_factor);
 }
 
-/** The sums that the scale is made of, from u and its levels c, 0 where a channel has no code. */
+/** The plan's rotation in place; row: a.head_dim floats of shared memory for this warp alone, contents lost. */
 template <int PER_LANE>
-__device__ __forceinline__ __half scale_warp(const AppendArgs &a, float rms, const float (&u)[PER_LANE],
+__device__ __forceinline__ void rotate_warp(const AppendArgs &a, float (&x)[PER_LANE], float *row, int lane)
+{
+    const bool one_pass = (a.head_dim & (a.head_dim - 1)) == 0;
+    if (one_pass) {
+        rotate_registers(a, Flips<PER_LANE>(a.signs, lane), x, lane);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++)
+        if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
+    __syncwarp();
+    hadamard_row(row, a.head_dim, a.signs, false, lane);
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
+}
+
+/** The sums that the scale is made of, from u and its levels c, 0 where a channel has no code. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ __half scale_warp(const Args &a, float rms, const float (&u)[PER_LANE],
                                              const float (&c)[PER_LANE])
 {
     Sums sums = {};
@@ -190,26 +207,31 @@ __device__ __forceinline__ __half encode_any(const AppendArgs &a, const AppendSi
     return scale_warp(a, norm.rms, u, c);
 }
 
-/** The same where all groups have one width, no slice has padding, and there are no steps. */
-template <int PER_LANE>
-__device__ __forceinline__ __half encode_one_width(const AppendArgs &a, const AppendSide &side, const LaneBook &book,
-                                                   const float (&z)[PER_LANE], uint8_t *codes, int lane)
+/** The same where all groups have one width, `bits`, no slice has padding, and there are no steps. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ __half encode_one_width(const Args &a, const AppendSide &side, int bits,
+                                                   const LaneBook &book, const float (&z)[PER_LANE], uint8_t *codes,
+                                                   int lane)
 {
     float squares[1][PER_LANE], u[PER_LANE], c[PER_LANE];
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) squares[0][k] = __fmul_rn(z[k], z[k]); // 0 behind head_dim
     warp_trees(squares);
-    const Norm norm = norm_of(squares[0][0], __fdiv_rn(squares[0][0], side.coded_channels));
+    const float ss = squares[0][0];
+    float mean; // of a power of two by a product, which is the same
+    if constexpr (Args::USUAL) mean = __fmul_rn(ss, 1.0f / Args::head_dim);
+    else mean = __fdiv_rn(ss, side.coded_channels);
+    const Norm norm = norm_of(ss, mean);
     int ranks[PER_LANE];
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
         u[k] = __fmul_rn(z[k], norm.inverse);
-        ranks[k] = rank_of<true>(u[k], book);
+        ranks[k] = rank_of<!Args::USUAL>(u[k], book);
     }
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
         c[k] = __shfl_sync(ALL_LANES, book.level, ranks[k]);
-        if (32 * k < a.head_dim) codes[lane + 32 * k] = (uint8_t)code_of_rank(ranks[k], side.one_width);
+        if (32 * k < a.head_dim) codes[lane + 32 * k] = (uint8_t)code_of_rank(ranks[k], bits);
         else c[k] = 0.0f;
     }
     return scale_warp(a, norm.rms, u, c);
@@ -220,7 +242,7 @@ __device__ __forceinline__ __half encode_warp(const AppendArgs &a, const AppendS
                                               const SliceBooks<FINE> &books, float (&z)[PER_LANE], uint8_t *codes,
                                               int lane)
 {
-    return side.one_width ? encode_one_width(a, side, books.book[0], z, codes, lane)
+    return side.one_width ? encode_one_width(a, side, side.one_width, books.book[0], z, codes, lane)
                           : encode_any(a, side, steps, books, z, codes, lane);
 }
 

@@ -95,6 +95,7 @@ template <bool TWICE> __device__ __forceinline__ int rank_of(float u, const Lane
 __device__ __forceinline__ uint32_t code_of_rank(int rank, int bits)
 {
     if (bits <= 3) return rank;
+    if (bits == 4) return rank ^ (rank < 8 ? 15 : 8);
     int half = 1 << (bits - 1), negative = rank < half, magnitude = negative ? half - 1 - rank : rank - half;
     return (magnitude & 7) | negative << 3 | (magnitude >> 3) << 4;
 }
