@@ -329,6 +329,26 @@ static void check_many_appends(int thin)
     }
 }
 
+/** One token after the other through more than two token tiles, so that each of their places is written beside what others left: what
+ *  append_step compiles for (three of five cases), and what it does not. */
+static void check_single_appends(int thin)
+{
+    int n = 0;
+    for (int dim : {64, 128, 256})
+        for (int i = 0; i < 12; i++) {
+            Case c;
+            c.dim = dim, c.key_bits = {1 + i % 5}, c.value_bits = {i == 7 ? 0 : 2 + i % 3}, c.law = i / 2 % 2;
+            c.dtype = i % 2 ? TQ_F16 : TQ_BF16, c.centred = i % 3 == 1, c.sinks = i % 4 == 2 ? 3 : 0;
+            c.window = i % 5 == 3 ? 20 : i % 5 == 1 ? 1 : 0, c.padding = {0, 37}, c.tokens_first = i % 2;
+            c.bad_numbers = i % 6 == 5, c.page_tokens = i % 4 == 3 ? 32 : 128, c.max_pages = 4;
+            c.rows = i >= 8 ? i % HARD_ROWS : -1;
+            c.appends = std::vector<int>(80, 1);
+            c.name = "single tokens, dim " + std::to_string(dim) + ", bits " + std::to_string(c.key_bits[0]) + "/" +
+                     std::to_string(c.value_bits[0]) + ", case " + std::to_string(i);
+            if (n++ % thin == 0) run(c);
+        }
+}
+
 /** Version 3: widths of groups of 16 channels; what fills tiles, pairs of token tiles and pages in part. */
 static void check_fine_appends(int thin)
 {
@@ -573,6 +593,7 @@ int main(int argc, char **argv)
         if (argc < 2 || !strcmp(argv[i], "check")) {
             check_appends(thin);
             check_many_appends(thin);
+            check_single_appends(thin);
             check_fine_appends(thin);
             check_blocked_appends(thin);
             const int after_append = checks;
