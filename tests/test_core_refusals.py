@@ -315,6 +315,7 @@ def test_arguments_are_named() -> None:
         (lambda: _core.kernel_name("\ud800", PLAN), UnicodeEncodeError, ""),
         (lambda: _core.set_isa(3), TypeError, "set_isa: `name` must be a str or None, got int"),
         (lambda: _core.set_isa("sse\u00e9"), RuntimeError, "set_isa: `name` must be one of: "),
+        (lambda: _core.set_isa("scalar\0"), RuntimeError, "set_isa: `name` must be one of: "),
         (lambda: _core.set_num_threads(0), ValueError, "set_num_threads: `n` must be in 1..2147483647, got 0"),
         (lambda: _core.record_bytes((1, 512, 32, 1, 1, 0, 0, *[4] * 16, *[0] * 16)), ValueError,
          "record_bytes: `head_dim` must be at most 256 with the sphere codebook, got 512"),

@@ -376,4 +376,12 @@ def test_python_words_are_the_reference_s():
         blocked_plan_words(128, PlanSide(3, 48))
     with pytest.raises(ValueError, match="`bits` must be an integer or one per group, 4 of them, got 2"):
         blocked_plan_words(128, PlanSide((3, 3)))
+    for bits, levels, known in (
+        (9, "affine", "1, 2, 3, 4, 5, 8"),
+        (1, "absmax", "2, 3, 4, 5, 8"),
+        ((3, 3, 8, 3), "codebook", "1, 2, 3, 4, 5"),
+        (0, "table", "1, 2, 3, 4, 5"),
+    ):
+        with pytest.raises(ValueError, match=rf"`bits` must be one of \({known}\) with {levels} levels, got "):
+            blocked_plan_words(128, PlanSide(bits, levels=levels))
     assert CODEBOOK == Levels.CODEBOOK and TABLE == Levels.TABLE and SIGN == Sketch.SIGN

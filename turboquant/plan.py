@@ -182,7 +182,7 @@ def plan_words(
 class Side:
     """Keys or values in a plan of version 2.
 
-    bits: 1..5, or 8 with affine and absmax levels; one integer, or one per group of 32 channels.
+    bits: 1..5, with affine levels also 8, with absmax 2..5 and 8; one integer, or one per group of 32 channels.
     block: channels that share their per-token numbers, a multiple of 32; 0: all of them; a tuple: the groups that
         blocks begin with, the first of them 0.
     rotation, levels, sketch: members or their names.
@@ -198,18 +198,24 @@ class Side:
 
     def words(self, head_dim: int) -> tuple[Plan, Plan]:
         """Those of the header, and those of the groups."""
-        groups = -(-head_dim // GROUP)
+        groups, levels = -(-head_dim // GROUP), member(Levels, self.levels, "levels")
         bits = tuple(self.bits) if isinstance(self.bits, Iterable) else (_integer(self.bits, "bits"),) * groups
         if len(bits) != groups:
             raise ValueError(f"`bits` must be an integer or one per group, {groups} of them, got {len(bits)}")
+        known = (*range(2 if levels == Levels.ABSMAX else 1, MAX_BITS + 1),)
+        if levels in (Levels.AFFINE, Levels.ABSMAX):
+            known += (WIDE_BITS,)
+        for b in bits:
+            if _integer(b, "bits") not in known:
+                raise ValueError(f"`bits` must be one of {known} with {levels.name.lower()} levels, got {b}")
         if isinstance(self.block, tuple):
             begins = set(self.block)
         elif _integer(self.block, "block") % GROUP or self.block < 0:
             raise ValueError(f"`block` must be 0 or a multiple of {GROUP} channels, got {self.block}")
         else:
             begins = set(range(0, groups, self.block // GROUP or groups))
-        head = (member(Rotation, self.rotation, "rotation"), member(Levels, self.levels, "levels"),
-                member(Sketch, self.sketch, "sketch"), self.sketch_rows)  # fmt: skip
+        head = (member(Rotation, self.rotation, "rotation"), levels, member(Sketch, self.sketch, "sketch"),
+                self.sketch_rows)  # fmt: skip
         return tuple(map(int, head)), tuple(b + NEW_BLOCK * (g in begins) for g, b in enumerate(bits))
 
 

@@ -206,7 +206,7 @@ void set_factors(const tq_plan &plan, const tq_codebook *books, const KernelChoi
         bool scaled = b <= 2 && (fine || (keys && !k.key_bits));
         int top = (1 << b) - 1;
         if (k.wide_rows && !keys) { /* multiplies exact levels */
-            to->factor[b] = b > 2 ? step : 2 * step;
+            to->factor[b] = b > 3 ? step / LEVEL_UNIT : b > 2 ? step : 2 * step;
             continue;
         }
         to->factor[b] = b > 2 ? step : scaled ? 2 * step / (1 << (8 - b)) : 2 * step;
@@ -242,6 +242,7 @@ tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tabl
     const uint32_t right[4] = {1u << 31, 1u << 30, 1u << 29, 1u << 16};
     memcpy(tables->right, right, sizeof right);
     tables->magic = MAGIC;
+    tables->two = 2;
     return TQ_OK;
 }
 

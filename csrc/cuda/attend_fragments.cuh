@@ -40,8 +40,8 @@ struct LevelTables {
     uint32_t magnitude4[2];
     uint32_t complement5[4]; /* 255 - magnitude; words 2, 3: of magnitudes 8..15 */
     /* Not known to the compiler, which would make shifts of the ones, and constants in operations that need room for a mask of the
-     * other. right: 2^31, 2^30, 2^29, 2^16, what to multiply by, to shift right by 1, 2, 3, 16. magic: MAGIC. */
-    uint32_t right[4], magic;
+     * other. right: 2^31, 2^30, 2^29, 2^16, what to multiply by, to shift right by 1, 2, 3, 16. magic: MAGIC. two: 2. */
+    uint32_t right[4], magic, two;
 };
 
 /** x >> 1, 2, 3, 16 for by = 0, 1, 2, 3. MULTIPLY: on the multipliers, where the other pipe is the limit; it takes longer. */
@@ -81,16 +81,28 @@ __device__ __forceinline__ void selectors3(const LevelTables &tables, const Tile
            (shift_right<MULTIPLY>(tables, t.w[2], 0) & 0x44444444u);
 }
 
-/** Four 5-bit codes, of row r and columns 4 h .. of the lane's: two signed bytes each, whose sum is level - 1. */
+/** Of four codes, of row r and columns 4 h .. of the lane's: the word whose nibbles select; bit 3 is set in negative codes. */
+template <int BITS> __device__ __forceinline__ uint32_t nibbles(const TileWords<BITS> &t, int r, int h)
+{
+    return h ? t.high[r] : t.w[r];
+}
+
+/** Four 5-bit codes' 255 - magnitude. */
+__device__ __forceinline__ uint32_t complement_of_5(const LevelTables &tables, const TileWords<5> &t, int r, int h)
+{
+    uint32_t selectors = nibbles(t, r, h) & 0x77777777u;
+    uint32_t high = prmt(t.w[4] << (7 - r - 4 * h), 0, 0xba98); /* bit r + 4 h of each byte, as a mask of the byte */
+    return (prmt(tables.complement5[0], tables.complement5[1], selectors) & ~high) |
+           (prmt(tables.complement5[2], tables.complement5[3], selectors) & high);
+}
+
+/** Four 5-bit codes: two signed bytes each, whose sum is level - 1. */
 __device__ __forceinline__ void unpack5(const LevelTables &tables, const TileWords<5> &t, int r, int h, uint32_t &first,
                                         uint32_t &second)
 {
-    uint32_t word = h ? t.high[r] : t.w[r], selectors = word & 0x77777777u;
-    uint32_t high = prmt(t.w[4] << (7 - r - 4 * h), 0, 0xba98); /* bit r + 4 h of each byte, as a mask of the byte */
-    uint32_t complement = (prmt(tables.complement5[0], tables.complement5[1], selectors) & ~high) |
-                          (prmt(tables.complement5[2], tables.complement5[3], selectors) & high);
-    second = prmt(0x7f7f7f7fu, 0x7f7f7f7fu, word); /* bit 3 of a nibble replicates the sign bit: 0 for negative codes */
-    first = complement ^ second;
+    /* bit 3 of a nibble replicates the sign bit: 0 for negative codes */
+    second = prmt(0x7f7f7f7fu, 0x7f7f7f7fu, nibbles(t, r, h));
+    first = complement_of_5(tables, t, r, h) ^ second;
 }
 
 template <int BITS> struct Width {
@@ -160,7 +172,7 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
             if constexpr (BITS == 4) {
                 /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for
                  * the others */
-                uint32_t plus = h ? t.high[r] : t.w[r], minus = plus ^ 0x88888888u;
+                uint32_t plus = nibbles(t, r, h), minus = plus ^ 0x88888888u;
                 a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
                        prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
             } else {
@@ -179,7 +191,7 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int hal
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         int r = 2 * half + (i & 1);
-        uint32_t word = i >> 1 ? t.high[r] : t.w[r];
+        uint32_t word = nibbles(t, r, i >> 1);
         plus[i] = prmt(tables.plus4[0], tables.plus4[1], word);
         minus[i] = prmt(tables.minus4[0], tables.minus4[1], word ^ 0x88888888u);
     }
@@ -208,8 +220,12 @@ template <int BITS> __device__ __forceinline__ uint32_t centre_codes(uint32_t x,
     return as_word(__hfma2(as_halves(x), __float2half2_rn(down), __float2half2_rn(-1024 * down - half_range)));
 }
 
-/** The fragments a of a half for two steps of k16, exact: codes - (2^bits - 1) / 2 of 1 and 2 bits, levels of the others. Step j is
- *  columns 16 j .. of the tile: of a lane's four there, k 2 t and 2 t + 1 are 0 and 2, and eight further 1 and 3. */
+/** What unpack_half_exactly makes of a level of 1 at 4 and 5 bits: minus the least fp16 number. */
+constexpr float LEVEL_UNIT = -0x1p-24f;
+
+/** The fragments a of a half for two steps of k16, exact: codes - (2^bits - 1) / 2 of 1 and 2 bits, levels of 3 bits, levels * LEVEL_UNIT
+ *  of 4 and 5 bits, which in fp16 are a sign and a byte of magnitude: no arithmetic. Step j is columns 16 j .. of the tile: of a lane's
+ *  four there, k 2 t and 2 t + 1 are 0 and 2, and eight further 1 and 3. */
 template <int BITS>
 __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, int half, const LevelTables &tables,
                                                     uint32_t (&a)[2][4])
@@ -227,6 +243,21 @@ __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, in
                 a[j][2 + i] = centre_codes<BITS>(odd << up & mask | magic, p + up);
             }
         }
+    } else if constexpr (BITS >= 4) {
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int r = 2 * half + i;
+                uint32_t word = nibbles(t, r, j), magnitudes;
+                if constexpr (BITS == 4)
+                    magnitudes = prmt(tables.magnitude4[0], tables.magnitude4[1], word & 0x77777777u);
+                else magnitudes = ~complement_of_5(tables, t, r, j);
+                /* 0 of negative codes (bit 3 of a nibble replicates the sign bit), twice 0x40 of others, on the multipliers */
+                uint32_t signs = prmt(0x40404040u, 0x40404040u, word) * tables.two;
+                a[j][i] = prmt(magnitudes, signs, 0x6240);
+                a[j][2 + i] = prmt(magnitudes, signs, 0x7351);
+            }
     } else { /* 128 + level in each byte */
         uint32_t bytes[4];
         unpack_half<BITS, Reading::OFFSET>(t, half, tables, bytes);

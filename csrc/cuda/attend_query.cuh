@@ -285,9 +285,9 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
                 lo = whole - hi * QUERY_BASE;
             hi_word |= (hi & 255) << 8 * j;
             lo_word |= (lo & 255) << 8 * j;
-            offset_hi += levels[k] * hi;
-            offset_lo += levels[k] * lo;
         }
+        offset_hi += levels[k] * sum_of_bytes(hi_word);
+        offset_lo += levels[k] * sum_of_bytes(lo_word);
         if (g >= a.groups) continue;
         QueryPlace at(a, row, g, place);
         to.queries[at.word] = hi_word;

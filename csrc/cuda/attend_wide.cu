@@ -12,8 +12,8 @@ template <bool ONE, int BITS, int ROWS> KernelChoice choice()
 {
     using V = Wide<BITS, BITS, ROWS>;
     if constexpr (ONE)
-        return {attend_few_wide_kernel<V>, BITS, 0, V::TILES, V::MAX_THREADS, false, V::SHARING_BYTES, ROWS};
-    else return {attend_wide_kernel<V>, BITS, 0, V::TILES, V::MAX_THREADS, false, V::TEAM_BYTES, ROWS};
+        return {attend_few_wide_kernel<V>, BITS, 0, V::TILES, V::MAX_THREADS, V::TWO_PRODUCTS, V::SHARING_BYTES, ROWS};
+    else return {attend_wide_kernel<V>, BITS, 0, V::TILES, V::MAX_THREADS, V::TWO_PRODUCTS, V::TEAM_BYTES, ROWS};
 }
 
 template <bool ONE, int BITS> KernelChoice choice_of_rows(int rows)

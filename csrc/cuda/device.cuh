@@ -47,6 +47,9 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t s)
     return r;
 }
 
+/** Of four signed bytes. */
+__device__ __forceinline__ int sum_of_bytes(uint32_t x) { return __dp4a((int)x, 0x01010101, 0); }
+
 /** c (16 x 8, int32) += a (16 x 32) b (32 x 8), bytes signed or not. Lane 4 g + t holds a0: row g, columns 4 t ..; a1: row g + 8;
  *  a2, a3: the same with columns 16 + 4 t ..; b0, b1: rows 4 t .. and 16 + 4 t .. of column g; c0, c1: row g, columns 2 t, 2 t + 1;
  *  c2, c3: row g + 8. */

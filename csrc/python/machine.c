@@ -56,9 +56,11 @@ PyObject *py_set_isa(PyObject *module, PyObject *args, PyObject *kwargs)
     (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:set_isa", names, &object)) return NULL;
     if (object != Py_None && !PyUnicode_Check(object)) return raise_type("set_isa", "name", "a str or None", object);
-    if (object != Py_None && !(name = PyUnicode_AsUTF8(object))) return NULL;
+    Py_ssize_t bytes = 0;
+    if (object != Py_None && !(name = PyUnicode_AsUTF8AndSize(object, &bytes))) return NULL;
     tq_error error = {0};
-    tq_status status = tq_set_isa(name, &error);
+    /* a name that goes on behind a NUL is none */
+    tq_status status = tq_set_isa(name && (size_t)bytes != strlen(name) ? "" : name, &error);
     if (status == TQ_OK) Py_RETURN_NONE;
     shown = name ? PyObject_ASCII(object) : NULL;
     if (!name || shown) result = raise_status("set_isa", status, &error, shown ? PyUnicode_AsUTF8(shown) : NULL);
