@@ -34,8 +34,8 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct Wide {
     static constexpr int HALVES = ROWS == 16 ? 2 : 1;
     static constexpr int TEAM_WARPS = WIDE_WARPS;
     static constexpr bool BULK = true, UNIFORM = KEY_BITS != 0;
-    static constexpr bool TWO_PRODUCTS =
-        ROWS == 16; /* of keys of 4 and 5 bits; of 32 rows they took 8 to 12 % longer */
+    /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two took 8 to 12 % longer than one. */
+    static constexpr bool TWO_PRODUCTS = ROWS == 16;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
     /* A batch of products reads its first factors from registers until it has ended. Unrolled, the next one has registers of its own,
      * and a batch may run while that is unpacked; in a loop they would be the same. */
