@@ -188,6 +188,7 @@ void copy_side(const tq_plan &plan, const tq_side &from, SideArgs *to)
 {
     for (int g = 0; g < GROUPS_MAX; g++) {
         to->bits[g] = from.bits[g];
+        to->width[g] = 1u << from.bits[g];
         to->offset[g] = from.offset[g];
     }
     to->tile_bytes = from.tile_bytes * TQ_TILE / plan.tile_tokens;

@@ -84,6 +84,7 @@ struct Variant {
 
 struct SideArgs {
     int32_t bits[GROUPS_MAX], offset[GROUPS_MAX];
+    uint32_t width[GROUPS_MAX];                      /* 1 << bits: with_width */
     int32_t tile_bytes, codes_offset, scales_offset; /* tile_bytes: of 32 tokens */
     int32_t at_codes, at_scales;                     /* of this side in a stage */
     float factor[TQ_WIDE_BITS + 1];                  /* of a code byte, by width */

@@ -90,8 +90,10 @@ bool few_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segme
     if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors)) return false;
     /* by whole pages, here or by the three kernels, long caches are faster */
     if (kernel.blocks == 2 && kernel.tiles == 2 && kernel.key_bits != 4 && half_pages > 24) return false;
-    /* with several blocks a multiprocessor mixed plans took 2 to 40 % less up to 22 half pages, 1 to 12 % more from 43 on */
-    return kernel.key_bits || at_once == 1 || (kernel.blocks <= 2 && half_pages <= 24);
+    /* With several blocks a multiprocessor mixed plans took up to 40 % less where there are not many pages; with three or more blocks up
+     * to 7 % more from 64 half pages on, two 2 to 11 % less at any length. With more than four rows 1 to 12 % more from 43 on. */
+    if (kernel.key_bits || at_once == 1) return true;
+    return kernel.blocks == 1 ? at_once == 2 || half_pages <= 32 : kernel.blocks == 2 && half_pages <= 24;
 }
 
 /* What a warp takes for half a page and for a page, and what merge_parts takes, as measured: tenths of the first. */

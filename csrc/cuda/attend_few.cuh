@@ -490,11 +490,12 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_few(const
 /* Registers for 20, 16, 12 and 8 warps of a multiprocessor. */
 constexpr int FOR_20_WARPS = 96, FOR_16_WARPS = 128, FOR_12_WARPS = 168, FOR_8_WARPS = 255;
 
-/** What a kernel has if not of high occupancy (attend_launch.cuh). */
+/** What a kernel has if not of high occupancy (attend_launch.cuh). By whole pages 16 warps of mixed plans are for several blocks a
+ *  multiprocessor, which took up to 10 % longer with 12. */
 template <class V> constexpr int few_registers()
 {
     if (V::BLOCKS > 1) return V::BLOCKS > 2 ? FOR_8_WARPS : FOR_12_WARPS;
-    if (V::GROUPS > 2) return V::TILES > 2 ? FOR_12_WARPS : FOR_16_WARPS;
+    if (V::GROUPS > 2) return V::TILES > 2 && V::UNIFORM ? FOR_12_WARPS : FOR_16_WARPS;
     return V::TILES > 2 ? FOR_16_WARPS : FOR_20_WARPS;
 }
 

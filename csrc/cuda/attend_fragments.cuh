@@ -109,23 +109,36 @@ template <int BITS> struct Width {
     static constexpr int value = BITS;
 };
 
-/** f(Width<bits>()), or nothing for 0 bits; bits: 0..5. */
-template <class F> __device__ __forceinline__ void with_width(int bits, F f)
+/** f(Width<bits>()), or nothing for 0 bits; width: 1 << bits, bits 0..5. Comparisons of a number become a table of jumps, which is waited
+ *  for: mixed plans took 4 to 12 % longer. The order too was measured: 5 bits last, up to 7 % longer. */
+template <class F> __device__ __forceinline__ void with_width(uint32_t width, F f)
 {
-    switch (bits) {
-    case 1: f(Width<1>()); break;
-    case 2: f(Width<2>()); break;
-    case 3: f(Width<3>()); break;
-    case 4: f(Width<4>()); break;
-    case 5: f(Width<5>()); break;
+    if (width & (1 << 3 | 1 << 4)) {
+        if (width & 1 << 3) f(Width<3>());
+        else f(Width<4>());
+    } else if (width & 1 << 5) {
+        f(Width<5>());
+    } else if (width & 1 << 2) {
+        f(Width<2>());
+    } else if (width & 1 << 1) {
+        f(Width<1>());
     }
 }
 
-/** The same with the widths of version 3. */
-template <class F> __device__ __forceinline__ void with_fine_width(int bits, F f)
+/** The same with the widths of version 3, where few bits are the most usual. */
+template <class F> __device__ __forceinline__ void with_fine_width(uint32_t width, F f)
 {
-    if (bits == TQ_WIDE_BITS) f(Width<TQ_WIDE_BITS>());
-    else with_width(bits, f);
+    if (width & (1 << 1 | 1 << 2)) {
+        if (width & 1 << 2) f(Width<2>());
+        else f(Width<1>());
+    } else if (width & (1 << 3 | 1 << 4)) {
+        if (width & 1 << 3) f(Width<3>());
+        else f(Width<4>());
+    } else if (width & 1 << 5) {
+        f(Width<5>());
+    } else if (width & 1 << TQ_WIDE_BITS) {
+        f(Width<TQ_WIDE_BITS>());
+    }
 }
 
 /** The fragment a of a half, for widths and readings with one product. MULTIPLY: as of shift_right, at 3 bits. */

@@ -189,7 +189,7 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
                 for (int tile = 0; tile < N; tile += 2)
                     multiply_fine_keys<decltype(width)::value, B>(at + tile * a.key.tile_bytes, a.tables, b, c + tile);
             };
-            with_fine_width(a.key.bits[g], all_tiles);
+            with_fine_width(a.key.width[g], all_tiles);
         }
     } else {
 #pragma unroll 1
@@ -204,7 +204,7 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
                     multiply_tile<decltype(width)::value, Reading::SCALED, V::TWO_PRODUCTS, V::MULTIPLY, false, B>(
                         at + tile * a.key.tile_bytes, a.tables, b, c[tile]);
             };
-            with_width(a.key.bits[g], all_tiles);
+            with_width(a.key.width[g], all_tiles);
         }
     }
     if (B == 1) scales.load(keys, first, lane);
@@ -397,7 +397,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
                         multiply_fine_values<decltype(width)::value, B>(at + tile * a.value.tile_bytes, a.tables,
                                                                         b + tile, c[k]);
                 };
-                with_fine_width(a.value.bits[2 * g + k], all_tiles);
+                with_fine_width(a.value.width[2 * g + k], all_tiles);
             }
         } else {
             if (g >= a.groups || !a.value.bits[g]) continue;
@@ -408,7 +408,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
                     multiply_tile<decltype(width)::value, Reading::ROW_FACTOR, V::TWO_PRODUCTS, V::MULTIPLY, true, B>(
                         at + tile * a.value.tile_bytes, a.tables, b[tile], c);
             };
-            with_width(a.value.bits[g], both_tiles);
+            with_width(a.value.width[g], both_tiles);
         }
 #pragma unroll
         for (int r = 0; r < 4; r++)

@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t
                 queue_keys<V>(load_tile<BITS>(codes + a.key.offset[g] + warp * a.key.tile_bytes), first, a.tables,
                               queries + g * V::QUERY_STEP / 16, true, c);
             };
-            with_width(a.key.bits[g], queue);
+            with_width(a.key.width[g], queue);
         }
     }
     wait_for_batches<0>();
@@ -326,7 +326,7 @@ __device__ __forceinline__ void add_values_of_page(const AttendArgs &a, StageVie
 #pragma unroll
                 for (int half = 0; half < 2; half++) unpack_half_exactly(words, half, a.tables, x[half]);
             };
-            with_width(a.value.bits[warp], unpack);
+            with_width(a.value.width[warp], unpack);
             queue_values<V>(x, weights + 2 * tile * V::WEIGHT_STEP / 16, sums);
         }
     }
