@@ -292,7 +292,7 @@ REWINDS = {  # forwards after a text of 90 positions (the longer sequence), then
 
 @pytest.mark.parametrize("pieces, forget", REWINDS.values(), ids=REWINDS)
 @pytest.mark.parametrize("padding", [(0,), (0, 33)], ids=["", "padded"])
-@pytest.mark.parametrize("fields", [dict(window=32), dict(window=32, sinks=4, centre="prompt"), dict()], ids=str)
+@pytest.mark.parametrize("fields", [dict(window=32), dict(window=40, sinks=4, centre="prompt"), dict()], ids=str)
 def test_crop_brings_tokens_back_into_the_window(fields, padding, pieces, forget):
     spec, batch = PACKED.with_(**fields), len(padding)
     stream, drafts = Stream(batch=batch, tokens=400), Stream(batch=batch, tokens=400, seed=1)
@@ -489,6 +489,34 @@ def test_a_table_of_its_own():
     check_references(table, other)
     del other
     check_references(table)
+
+
+def test_what_reserve_did_is_taken_back():
+    """Pages taken, copied and given back, and the storage, as if nothing had been."""
+    table = PageTable.empty(2, 1, 64, torch.device("cpu"))
+    table.reserve([0, 0], [130, 5])
+    fork, storage = table.fork(), table.pool.storage
+    storage.fill_(7)
+    undo = table.reserve([129, 5], [700, 140])
+    assert table.rows != fork.rows and table.pool.storage is not storage
+    undo()
+    assert table.rows == fork.rows and torch.equal(table.tensor, fork.tensor)
+    assert table.pool.storage is storage and (storage == 7).all()
+    check_references(table, fork)
+
+
+def test_pages_that_forks_share_stay_where_they_are():
+    table = PageTable.empty(8, 1, 64, torch.device("cpu"))
+    table.reserve([0] * 8, [12800] * 8)
+    fork, pool = table.fork(), table.pool
+    for one in (table, fork):
+        one.select([3])
+    assert table.pool is fork.pool is pool and pool.free == 700
+    check_references(table, fork)
+    del table
+    fork.compact()
+    assert fork.pool is not pool and len(fork.pool.storage) == 100
+    check_references(fork)
 
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)

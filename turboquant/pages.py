@@ -232,8 +232,6 @@ class PageTable:
             if pool.tables > 1 or pool.free <= len(pool.storage) // 64 + len(self.rows):
                 return
             pages, rows = self.packed()
-            pool.release(page for row in self.rows for page in row)
-            pool.tables -= 1
             self.__init__(PagePool(pages), rows)  # type: ignore[misc]
 
     @outside_autograd
