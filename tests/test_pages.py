@@ -292,6 +292,7 @@ REWINDS = {  # forwards after a text of 90 positions (the longer sequence), then
 
 @pytest.mark.parametrize("pieces, forget", REWINDS.values(), ids=REWINDS)
 @pytest.mark.parametrize("padding", [(0,), (0, 33)], ids=["", "padded"])
+# 40: a window as long as head_dim, 32, hides it where one is taken for the other
 @pytest.mark.parametrize("fields", [dict(window=32), dict(window=40, sinks=4, centre="prompt"), dict()], ids=str)
 def test_crop_brings_tokens_back_into_the_window(fields, padding, pieces, forget):
     spec, batch = PACKED.with_(**fields), len(padding)
