@@ -323,6 +323,50 @@ def rotation_matrix(p: Plan, matrix: F32 | None = None) -> F64:
 # ---- encoding ----
 
 
+UNITS = np.float32(64)  # TQ_SETTLED_UNITS
+
+
+def is_settled(p: Plan) -> bool:
+    """turboquant.h, "z": does the tensor cores' order of the first butterflies have to give the same bits?"""
+    return p.rotation == HADAMARD and p.head_dim >= 64 and p.head_dim & (p.head_dim - 1) == 0
+
+
+def settle(x: F32) -> F32:
+    """Rows to numbers of which sums of 32 are exact: multiples of 2^(E - 18), none but 0 below 2^(E - 11)."""
+    _, exponent = np.frexp(abs(x).max(axis=-1, keepdims=True, initial=0))  # E + 1
+    unit, least = np.ldexp(1.0, exponent - 19), np.ldexp(1.0, exponent - 12)
+    settled = np.rint(x.astype(np.float64) / unit) * unit
+    return np.where(abs(x) < least, 0.0, settled).astype(np.float32)
+
+
+def fused(a: F32, b: F32, c: F32) -> F32:
+    """a b + c, rounded once: the float64 sum is rounded to odd, so that rounding it to float32 sees what was lost."""
+    product, addend = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + addend
+    part = total - product
+    lost = (product - (total - part)) + (addend - part)
+    bits = total.view(np.int64)
+    inexact = (lost != 0) & (bits & 1 == 0)
+    bits[inexact] += np.where((lost > 0) == (total > 0), 1, -1)[inexact]
+    return total.astype(np.float32)
+
+
+def middle_of_cell(z: F32, r: F32) -> F32:
+    """u = z r to the middle of the cell it lies in, of 1 / UNITS; of exact products."""
+    exact = z.astype(np.float64) * (r * UNITS).astype(np.float64)[:, None]
+    return ((np.floor(exact) + 0.5) / UNITS).astype(np.float32)
+
+
+def settled_sum(a: F32, b: F32) -> F32:
+    """The sum of a b over the last axis as settled rows have it."""
+    v = a[..., :32] * b[..., :32]
+    for k in range(32, a.shape[-1], 32):
+        v = fused(a[..., k : k + 32], b[..., k : k + 32], v)
+    for h in (16, 8, 2, 1, 4):
+        v = v + v[..., np.arange(32) ^ h]
+    return v[..., 0]
+
+
 def tree(v: F32) -> F32:
     """The sum over the last axis, in halves; the axis is zero-padded to a power of two."""
     size = 1 << (v.shape[-1] - 1).bit_length()
@@ -336,37 +380,66 @@ def tree(v: F32) -> F32:
 def encode(p: Plan, side: str, x: F32, transform: Transform) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
     """Codes [tokens, groups * channels of one] and scales [tokens] of rows x [tokens, head_dim]; `transform` is of one
     head."""
-    y = x if transform.centre is None else x - transform.centre
-    z = rotate(p, y, transform.rotation)
+    settled = is_settled(p)
+    z = settled_rotation(p, x, transform.centre) if settled else centred_rotation(p, x, transform)
     if transform.steps is not None:
         z = z * np.repeat(np.float32(1) / transform.steps, p.group)[: p.head_dim]
     coded = p.coded(side)
-    ss = tree(np.where(coded, z * z, np.float32(0)))
+    z, dot = np.where(coded, z, np.float32(0)), settled_sum if settled else tree_dot
+    ss = dot(z, z)
     alive = ss >= FLT_MIN
     s0 = np.sqrt(np.where(alive, ss, np.float32(1)) / np.float32(coded.sum()))
-    u = np.where(alive[:, None] & coded, z * (np.float32(1) / s0)[:, None], np.float32(0))
+    r = np.where(alive, np.float32(1) / s0, np.float32(0))
+    u = z * r[:, None]
     codes, c = np.zeros((len(x), p.group * p.groups), np.uint8), np.zeros_like(u)
     for channels, book in p.books(side):
-        rank = book.rank(u[:, channels])
+        rounds = settled and book.bits != WIDE
+        rank = book.rank(middle_of_cell(z[:, channels], r) if rounds else u[:, channels])
         codes[:, channels] = book.code_of_rank[rank]
         c[:, channels] = book.ranked[rank].astype(np.float32) * book.step
     if transform.steps is not None:  # the scale is found in the units of x
         steps = np.repeat(transform.steps, p.group)[: p.head_dim]
-        u, c = u * steps, c * steps
-    s = np.where(alive, s0 * correction(p.scale, u, c), np.float32(0))
+        z, u, c = z * steps, u * steps, c * steps
+    if settled:
+        uu = dot(z, z) * r * r if transform.steps is not None else np.full_like(r, coded.sum())
+        s = s0 * (quotient(p.scale, uu, dot(c, z) * r, dot(c, c)) * np.float32(1 / math.sqrt(p.head_dim)))
+    else:
+        s = s0 * correction(p.scale, u, c)
+    s = np.where(alive, s, np.float32(0))
     assert z.dtype == s0.dtype == u.dtype == c.dtype == s.dtype == np.float32
     return codes, np.minimum(s, np.float32(65504)).astype(np.float16)
 
 
+def centred_rotation(p: Plan, x: F32, transform: Transform) -> F32:
+    """R (x - mu)."""
+    return rotate(p, x if transform.centre is None else x - transform.centre, transform.rotation)
+
+
+def settled_rotation(p: Plan, x: F32, centre: F32 | None) -> F32:
+    """B x' - B mu, B the butterflies of flipped channels."""
+    minus = signs(p.seed, 0, p.head_dim)
+    z, mu = (None if y is None else butterflies(np.where(minus, -y, y)) for y in (settle(x), centre))
+    return z if mu is None else z - mu
+
+
+def tree_dot(a: F32, b: F32) -> F32:
+    """The sum of a b over the last axis in halves."""
+    return tree(a * b)
+
+
 def correction(scale: int, u: F32, c: F32) -> F32:
     """What the root mean square is multiplied by. (Of a token without a scale the result is not used.)"""
-    den, num, cc = tree(c * u), tree(u * u), tree(c * c)
+    return quotient(scale, tree_dot(u, u), tree_dot(c, u), tree_dot(c, c))
+
+
+def quotient(scale: int, uu: F32, cu: F32, cc: F32) -> F32:
+    """turboquant.h, tq_scale."""
     with np.errstate(divide="ignore", invalid="ignore"):
         if scale == EDEN:
-            return num / den
+            return uu / cu
         if scale == NORM_CORRECTED:
-            return np.sqrt(num / cc)
-        return den / cc if scale == LEAST_SQUARES else np.ones_like(num)
+            return np.sqrt(uu / cc)
+        return cu / cc if scale == LEAST_SQUARES else np.ones_like(cu)
 
 
 def decode(p: Plan, side: str, codes: Array, scales: Array, transform: Transform) -> F64:

@@ -79,6 +79,62 @@ def test_bytes_of_mixed_plans(head_dim: int, rotation: str, group: int, rng: np.
         assert_same(got, want)
 
 
+def rows_to_settle(rng: np.random.Generator, head_dim: int) -> ref.F32:
+    """Rows whose largest number is 1.5 (E = 0): of 2^-11 and its neighbours, of halves of 2^-18; and in other sizes."""
+    edge, unit = np.float32(2.0**-11), np.float32(2.0**-18)
+    beside = [edge, *(np.nextafter(edge, np.float32(end)) for end in (0, 1)), edge / 2, 0, np.float32(2.0**-149)]
+    rows = np.stack(
+        [
+            rng.choice(np.array(beside, np.float32), head_dim),
+            (rng.integers(-(2**16), 2**16, head_dim) + np.float32(0.5)) * unit,
+            rng.integers(-(2**12), 2**12, head_dim) * (unit / 4) + edge,
+            rng.standard_normal(head_dim) * np.exp(3 * rng.standard_normal(head_dim)) / 1e4,
+            np.where(rng.random(head_dim) < 0.5, 1.5, edge),
+        ]
+    )
+    rows = np.clip(rows, -1.5, 1.5).astype(np.float32)
+    rows *= rng.choice(np.array([-1, 1], np.float32), rows.shape)
+    rows[:, rng.integers(head_dim)] = 1.5
+    sizes = np.array([1, 2.0**-40, 2.0**-75, 2.0**12, 2.0**-14], np.float32)  # the third: its squares count as zero
+    return np.concatenate([rows * size for size in sizes])
+
+
+@pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_bytes_of_settled_rows(head_dim: int, dtype: str, centred: bool, rng: np.random.Generator) -> None:
+    for bits in (1, 2, 3, 4, 5, (3, 0, 5, 2, 1, 4, 4, 2) * (head_dim // 256 or 1)):
+        p = ref.plan(head_dim, bits if isinstance(bits, int) else bits[: head_dim // 32])
+        k = ref.widen(ref.narrow(rows_to_settle(rng, head_dim)[None, None], dtype))
+        n = k.shape[2]
+        centre = rng.standard_normal((1, 1, head_dim)).astype(np.float32) * np.float32(0.1) if centred else None
+        key = ref.Transform(centre=centre)
+        got, want = twins(rng, p, [n], kv_heads=1)
+        core_append(p, got, k, None, [n], key, ref.Transform())
+        ref.append(p, want, k, None, np.array([n]), key, ref.Transform())
+        assert_same(got, want)
+
+
+def test_sums_of_settled_rows_do_not_depend_on_their_order(rng: np.random.Generator) -> None:
+    """What tensor cores need: of 32, in float32, with any signs. Sums of those that are not settled do depend on it."""
+    rows = np.concatenate([rows_to_settle(rng, 128) for _ in range(20)])
+
+    def orders(x: ref.F32) -> int:
+        parts = x.reshape(len(x), 4, 32) * rng.choice(np.array([-1, 1], np.float32), 32)
+        sums = []
+        for _ in range(10):
+            total = np.zeros(parts.shape[:-1], np.float32)
+            for i in rng.permutation(32):
+                total = total + parts[..., i]
+            sums.append(total)
+        return int((np.ptp(sums, axis=0) > 0).sum())
+
+    assert orders(ref.settle(rows)) == 0
+    assert orders(rows) > 100
+    moved, largest = abs(ref.settle(rows) - rows).max(axis=1), abs(rows).max(axis=1)
+    assert (moved <= largest * 2.0**-11).all()
+
+
 @pytest.mark.parametrize("head_dim", [264, 768, 1048, 4096])
 def test_bytes_of_long_vectors(head_dim: int, rng: np.random.Generator) -> None:
     """Key-only plans go beyond 256 channels."""

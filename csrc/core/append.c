@@ -21,6 +21,7 @@ typedef struct {
 /** Scratch of a worker. */
 typedef struct {
     float *x, *y;     /* [head_dim] each */
+    float *centre;    /* [head_dim], settled plans: what is subtracted behind the butterflies */
     uint8_t *codes;   /* [tile_tokens][tiles * group_channels] */
     uint8_t *tile;    /* [32][32] */
     uint16_t *scales; /* [scales][tile_tokens] */
@@ -32,7 +33,7 @@ static int64_t worker_bytes(const tq_plan *plan)
 {
     int64_t codes = TQ_TILE_CODES * (int64_t)larger(plan->key.tiles, plan->value.tiles);
     int64_t scales = 2 * plan->tile_tokens * (int64_t)larger(plan->key.scales, plan->value.scales);
-    return tq_round_up(2 * tq_round_up(4 * plan->head_dim, 64) + codes + TQ_TILE_CODES + scales, 64);
+    return tq_round_up(3 * tq_round_up(4 * plan->head_dim, 64) + codes + TQ_TILE_CODES + scales, 64);
 }
 
 static worker carve(const tq_plan *plan, uint8_t *at)
@@ -41,7 +42,8 @@ static worker carve(const tq_plan *plan, uint8_t *at)
     worker w;
     w.x = (float *)at;
     w.y = (float *)(at + row);
-    w.codes = at + 2 * row;
+    w.centre = (float *)(at + 2 * row);
+    w.codes = at + 3 * row;
     w.tile = w.codes + TQ_TILE_CODES * larger(plan->key.tiles, plan->value.tiles);
     w.scales = (uint16_t *)(w.tile + TQ_TILE_CODES);
     return w;
@@ -232,6 +234,21 @@ tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *p
 
 /* ---- one token, one tile ---- */
 
+/** x [head_dim] -> z before its steps, in w->x or w->y. */
+static float *rotate_token(const append_job *job, worker *w, const float *centre, const float *matrix)
+{
+    const tq_plan *plan = job->plan;
+    if (tq_is_settled(plan)) {
+        job->kernels->settle(w->x, plan->head_dim, plan->signs[0]);
+        for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= w->centre[i];
+        return w->x;
+    }
+    for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= centre[i];
+    float *z = matrix ? w->y : w->x; /* without a matrix in place */
+    tq_rotate_vector(job->kernels, plan, plan->rotation, matrix, 0, w->x, z);
+    return z;
+}
+
 /** Loads, centres, rotates, scales and encodes one vector; its numbers go to scale[32 * i]. */
 static void encode_token(const append_job *job, worker *w, int is_key, int32_t b, int32_t h, const void *x,
                          uint8_t *codes, uint16_t *scale)
@@ -240,21 +257,27 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     const tq_transform *t = is_key ? &job->p->key : &job->p->value;
     const float *centre = tq_transform_centre(t, plan, b, h), *steps = tq_transform_steps(t, plan, h);
     job->kernels->load(job->p->dtype, x, w->x, plan->head_dim);
-    for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= centre[i];
     if (tq_is_blocked(plan)) {
+        for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= centre[i];
         tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->books, t, is_key, h);
         tq_block_encode(&coder, w->x, w->y, codes, scale);
         return;
     }
-    const float *matrix = tq_transform_matrix(t, h);
-    float *z = matrix ? w->y : w->x; /* without a matrix in place */
-    tq_rotate_vector(job->kernels, plan, plan->rotation, matrix, 0, w->x, z);
+    float *z = rotate_token(job, w, centre, tq_transform_matrix(t, h));
     for (int32_t g = 0; steps && g < plan->groups; g++) {
         float inverse = 1.0f / steps[g], *of_group = z + plan->group_channels * g;
         for (int32_t i = 0; i < tq_group_width(plan, g); i++) of_group[i] *= inverse;
     }
-    const tq_side *side = is_key ? &plan->key : &plan->value;
-    tq_encoder encoder = {side, job->books, job->cells, plan->head_dim, plan->scale, plan->group_channels, steps};
+    const int settled = tq_is_settled(plan);
+    tq_encoder encoder = {.side = is_key ? &plan->key : &plan->value,
+                          .books = job->books,
+                          .cells = job->cells,
+                          .head_dim = plan->head_dim,
+                          .scale = plan->scale,
+                          .group_channels = plan->group_channels,
+                          .settled = settled,
+                          .factor = settled ? tq_hadamard_factor(plan->head_dim) : 1.0f,
+                          .steps = steps};
     job->kernels->encode(&encoder, z, codes, scale);
 }
 
@@ -338,8 +361,13 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
     const tq_plan *plan = job->plan;
     const tq_append_params *p = job->p;
     int32_t stride = plan->group_channels * (is_key ? plan->key.tiles : plan->value.tiles);
+    const float *centre = tq_transform_centre(is_key ? &p->key : &p->value, plan, b, h);
     int64_t position, last;
     packed_range(p, b, &position, &last);
+    if (centre && tq_is_settled(plan) && position < last) {
+        memcpy(w->centre, centre, sizeof(float) * (size_t)plan->head_dim);
+        job->kernels->hadamard(w->centre, plan->head_dim, 1.0f, plan->signs[0], NULL);
+    }
     while (position < last) {
         int64_t index = position - p->sinks;
         int32_t begin = (int32_t)(index % plan->tile_tokens), end = plan->tile_tokens;

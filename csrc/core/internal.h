@@ -32,6 +32,12 @@ tq_status tq_table_check(const tq_side *side, const tq_transform *transform, int
                          tq_error *error);
 static inline int tq_is_blocked(const tq_plan *plan) { return plan->version == TQ_FORMAT_BLOCKED; }
 static inline int tq_is_fine(const tq_plan *plan) { return plan->version == TQ_FORMAT_FINE; }
+/** turboquant.h, "z". */
+static inline int tq_is_settled(const tq_plan *plan)
+{
+    return !tq_is_blocked(plan) && plan->rotation == TQ_ROTATION_HADAMARD && plan->head_dim >= 64 &&
+           (plan->head_dim & (plan->head_dim - 1)) == 0;
+}
 /** The real channels of a group. */
 static inline int32_t tq_group_width(const tq_plan *plan, int32_t g)
 {
@@ -49,6 +55,9 @@ tq_status tq_transform_check(const tq_plan *plan, const tq_transform *transform,
  *  y may be x unless dense. */
 void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, int32_t rotation, const float *matrix,
                       int inverse, const float *x, float *y);
+
+/** 1 / sqrt(p), the factor of a Hadamard pass over p channels. */
+float tq_hadamard_factor(int32_t p);
 
 static inline const float *tq_transform_matrix(const tq_transform *t, int32_t head)
 {

@@ -28,8 +28,12 @@ typedef struct {
     const tq_cells *cells;    /* [TQ_MAX_BITS + 1]: 4 and 5, where a group has so many bits */
     int32_t head_dim, scale;  /* scale: tq_scale */
     int32_t group_channels;
+    int32_t settled;    /* whether sums are those of settled rows: turboquant.h, "z" */
+    float factor;       /* of the scale; 1 unless settled */
     const float *steps; /* [groups], or NULL: 1; z is divided by them already */
 } tq_encoder;
+
+#define TQ_ROUND 12582912.0f /* 1.5 * 2^23: x + TQ_ROUND - TQ_ROUND is x rounded to an integer */
 
 /** One tile of a grid: where it is and how wide; `run` tiles from here on have the same bits (1 .. TQ_MAX_RUN). */
 typedef struct {
@@ -74,6 +78,9 @@ typedef struct {
     /** In place on n floats (a power of two, 8 or more): number i changes its sign if bit i of `before` is set (bit i % 32 of word
      *  i / 32; NULL: none), butterflies at distances 1, 2, 4 .. n/2, times factor, signs of `after`. Bit-exact. */
     void (*hadamard)(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after);
+    /** Settles n floats (a power of two, 64 or more) in place (turboquant.h, "z"); then hadamard with factor 1 and these signs
+     *  before. Bit-exact. */
+    void (*settle)(float *x, int32_t n, const uint32_t *before);
     /** y = M x (or M^T x) of n x n row-major; each y_i sums its products in ascending order. Bit-exact. y may not overlap x. */
     void (*matvec)(const float *matrix, int transposed, const float *x, float *y, int32_t n);
     /** z [head_dim] rotated -> codes [groups * 32] (0 where padded or without bits) and one binary16 scale. Bit-exact. */

@@ -137,6 +137,7 @@ AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value
         side.bits[group] = from.bits[group];
         side.offset[group] = from.offset[group];
     }
+    for (int group = 0; group < plan.groups; group++) side.widths |= 1u << from.bits[group];
     side.one_width = plan.head_dim % TQ_TILE || transform.steps || from.bits[0] == TQ_WIDE_BITS ? 0 : from.bits[0];
     for (int group = 1; group < plan.groups; group++)
         if (from.bits[group] != from.bits[0]) side.one_width = 0;
@@ -167,7 +168,7 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     args->capacity = (int32_t)(capacity < INT32_MAX ? capacity : INT32_MAX);
     int power = 8;
     while (2 * power <= plan.head_dim) power *= 2;
-    args->hadamard_factor = (float)(1.0 / sqrt((double)power));
+    args->factor = (float)(1.0 / sqrt((double)power));
     args->heads = divisor_of(p.kv_heads);
     args->batches = divisor_of(p.batch);
     args->window_slots = divisor_of(p.window);
@@ -191,7 +192,22 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     return TQ_OK;
 }
 
-/** Whether append_tile can read the rows: 16 bytes at a time, and no steps. */
+/** The kernel for many tokens of a plan: what usual shapes of version 1 have, or what takes anything. */
+enum class ManyTokens { FRAGMENTS, TILE, WARP };
+
+ManyTokens many_tokens(const tq_plan &plan)
+{
+    const int d = plan.head_dim;
+    if (is_fine(plan) || plan.rotation != TQ_ROTATION_HADAMARD) return ManyTokens::WARP;
+    if (plan.scale != TQ_SCALE_EDEN && plan.scale != TQ_SCALE_NORM) return ManyTokens::WARP;
+    for (const tq_side *side : {&plan.key, &plan.value})
+        for (int group = 0; side->tile_bytes && group < plan.groups; group++)
+            if (side->bits[group] < 1 || side->bits[group] > 4) return ManyTokens::WARP;
+    if (is_settled(plan)) return ManyTokens::FRAGMENTS;
+    return d == 80 || d == 96 ? ManyTokens::TILE : ManyTokens::WARP;
+}
+
+/** Whether rows can be read 16 bytes at a time, and have no steps. */
 bool rows_suit_tiles(const tq_append_params &p)
 {
     const int64_t strides =
@@ -203,7 +219,14 @@ bool rows_suit_tiles(const tq_append_params &p)
 } // namespace
 
 /** What many tokens of 16 bits are appended by. */
-const char *append_kernel_name(const tq_plan &plan) { return append_tile_takes(plan) ? "append_tile" : "append_warp"; }
+const char *append_kernel_name(const tq_plan &plan)
+{
+    switch (many_tokens(plan)) {
+    case ManyTokens::FRAGMENTS: return "append_fragments";
+    case ManyTokens::TILE: return "append_tile";
+    default: return "append_warp";
+    }
+}
 
 } // namespace tq
 
@@ -235,14 +258,17 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
     AppendArgs args;
     TQ_CUDA_TRY(make_args(*plan, p, flag, &args, error));
     const cudaStream_t stream = (cudaStream_t)stream_pointer;
-    const bool few = p.tokens <= FEW_TOKENS;
+    const bool few = p.tokens <= FEW_TOKENS, settled = is_settled(*plan);
     if (is_blocked(*plan)) {
         TQ_CUDA_TRY(launch_append_blocks(args, *plan, p, few, stream, error));
         return few ? TQ_OK : launch_copy_exact(args, stream, error);
     }
-    if (p.tokens == 1 && plan->rotation != TQ_ROTATION_DENSE) return launch_append_step(args, stream, error);
-    if (few) return launch_append_warp(args, true, stream, error);
-    if (append_tile_takes(*plan) && rows_suit_tiles(p)) TQ_CUDA_TRY(launch_append_tile(args, *plan, stream, error));
-    else TQ_CUDA_TRY(launch_append_warp(args, false, stream, error));
+    if (p.tokens == 1 && plan->rotation != TQ_ROTATION_DENSE) return launch_append_step(args, settled, stream, error);
+    if (few) return launch_append_warp(args, settled, true, stream, error);
+    switch (rows_suit_tiles(p) ? many_tokens(*plan) : ManyTokens::WARP) {
+    case ManyTokens::FRAGMENTS: TQ_CUDA_TRY(launch_append_fragments(args, stream, error)); break;
+    case ManyTokens::TILE: TQ_CUDA_TRY(launch_append_tile(args, *plan, stream, error)); break;
+    default: TQ_CUDA_TRY(launch_append_warp(args, settled, false, stream, error));
+    }
     return launch_copy_exact(args, stream, error);
 }

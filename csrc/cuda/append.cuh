@@ -3,7 +3,9 @@
 //   append_step.cu   one token a sequence (decode): a warp a (side, sequence, head), everything in one launch
 //   append_warp.cu   anything: a block a token tile, a warp a token; few tokens in one launch, many with copy_exact behind it
 //   append_blocks.cu the same for plans of version 2
-//   append_tile.cuh  many tokens, usual shapes of version 1 (prefill): a warp a token tile, a lane or a few a token; copy_exact behind it
+//   append_fragments.cuh  many tokens, usual shapes of version 1 (prefill): a warp a token tile, rotated by tensor cores; copy_exact
+//                    behind it
+//   append_tile.cuh  the same for head_dim 80 and 96: a warp a token tile, two lanes a token
 //   append.cu        the choice between them, copy_exact, and the launcher
 //
 // A token is encoded from the ring if it was stored before this append, from k or v if not, and the ring slot it leaves is taken
@@ -32,18 +34,19 @@ struct AppendSide {
     int64_t rotation_stride_head, centre_stride_batch; // elements
     int32_t bits[APPEND_GROUPS], offset[APPEND_GROUPS];
     int32_t tile_bytes, codes_offset, scales_offset;
+    uint32_t widths;   // bit b: some group has b bits
     int32_t one_width; // the bits of all groups, if they are the same and at most 5, without padding and steps; else 0
     float coded_channels;
 };
 
 /** Everything a block knows when it starts; in constant memory. */
 struct AppendArgs {
-    static constexpr bool USUAL = false; // or UsualArgs
+    static constexpr bool USUAL = false, SETTLED = false; // or SettledArgs, UsualArgs
     int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;
     int32_t head_dim, groups, rotation, scale, sides; // sides: 1 without values
     int32_t capacity;                                 // the largest length
     int32_t tile_tokens;                              // 32, or 64 in version 3
-    float hadamard_factor;
+    float factor; // of a rotation of one pass; of settled rows (turboquant.h, "z") of the scale
     Divisor heads, batches, window_slots, page_tokens;
     int64_t n_pages, record_bytes, row_bytes;
     const int32_t *lengths, *block_table;
@@ -54,23 +57,29 @@ struct AppendArgs {
     Book books[TQ_MAX_BITS + 1];
 };
 
+/** Of a plan of settled rows. */
+struct SettledArgs : AppendArgs {
+    static constexpr bool SETTLED = true;
+};
+
 /** What is usual at one token a sequence, known to the compiler: what it hides has the same value in AppendArgs. Besides, all
  *  groups of a side have one width of 2 to 4 bits. */
-template <int PER_LANE, int DTYPE> struct UsualArgs : AppendArgs {
+template <int PER_LANE, int DTYPE> struct UsualArgs : SettledArgs {
     static constexpr bool USUAL = true;
     static constexpr int32_t head_dim = 32 * PER_LANE, groups = PER_LANE, dtype = DTYPE,
                              rotation = TQ_ROTATION_HADAMARD, scale = TQ_SCALE_EDEN;
     static constexpr int64_t row_bytes = 2 * head_dim;
 };
 
-tq_status launch_append_step(const AppendArgs &args, cudaStream_t stream, tq_error *error);
+tq_status launch_append_step(const AppendArgs &args, bool settled, cudaStream_t stream, tq_error *error);
 /** one_block: of each (side, sequence, head), which then copies what stays exact too; otherwise copy_exact has to follow. */
-tq_status launch_append_warp(const AppendArgs &args, bool one_block, cudaStream_t stream, tq_error *error);
+tq_status launch_append_warp(const AppendArgs &args, bool settled, bool one_block, cudaStream_t stream,
+                             tq_error *error);
 /** The same of plans of version 2. */
 tq_status launch_append_blocks(const AppendArgs &args, const tq_plan &plan, const tq_append_params &params,
                                bool one_block, cudaStream_t stream, tq_error *error);
-/** Whether append_tile takes a plan; besides, rows have to be of 16 bits, aligned to 16 bytes, and without steps. */
-bool append_tile_takes(const tq_plan &plan);
+/** Rows of 16 bits, aligned to 16 bytes, without steps. Plans of settled rows, and of head_dim 80 and 96: append.cu says which. */
+tq_status launch_append_fragments(const AppendArgs &args, cudaStream_t stream, tq_error *error);
 tq_status launch_append_tile(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream, tq_error *error);
 
 /** How many tiles along the tokens of a sequence an append can touch: its tokens are packed in one range that may start anywhere. */
@@ -148,12 +157,23 @@ __device__ __forceinline__ const char *source_row(const AppendArgs &a, const Wor
                                : head.fresh + (position - s.before) * a.side[w.side].stride_token;
 }
 
-/** The record of the page that holds packed index `index`, or NULL if the block table has no page of the cache there. */
-__device__ __forceinline__ uint8_t *record_of(const AppendArgs &a, const Work &w, int index)
+/** What the block table has for packed index `index`. */
+__device__ __forceinline__ int32_t page_of(const AppendArgs &a, const Work &w, int index)
 {
-    const int32_t page = a.block_table[(int64_t)w.b * a.max_pages + a.page_tokens.quotient((uint32_t)index)];
+    return a.block_table[(int64_t)w.b * a.max_pages + a.page_tokens.quotient((uint32_t)index)];
+}
+
+/** The record of a page, or NULL if the cache has no such page. */
+__device__ __forceinline__ uint8_t *record_of_page(const AppendArgs &a, const Work &w, int32_t page)
+{
     if (page < 0 || page >= a.n_pages) return nullptr;
     return a.pages + ((int64_t)page * a.kv_heads + w.h) * a.record_bytes;
+}
+
+/** The record of the page that holds packed index `index`, or NULL. */
+__device__ __forceinline__ uint8_t *record_of(const AppendArgs &a, const Work &w, int index)
+{
+    return record_of_page(a, w, page_of(a, w, index));
 }
 
 /** Tiles of a page's tokens tile_tokens * tile ..: that of a group lies side.offset[group] bytes further. */
@@ -249,10 +269,10 @@ __device__ __forceinline__ void report_bad(int64_t *flag, const Work &w, int pos
     if (flag) atomicCAS(reinterpret_cast<unsigned long long *>(flag), 0ull, value);
 }
 
-/** Row of packed index `index`, mended and centred; a bad number is reported. */
+/** Row of packed index `index`, mended and centred (centre: [head_dim], or NULL); a bad number is reported. */
 template <int PER_LANE>
-__device__ __forceinline__ void load_row(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
-                                         int index, float (&x)[PER_LANE], int lane)
+__device__ __forceinline__ void load_row(const AppendArgs &a, const Work &work, const Head &head, const float *centre,
+                                         const Span &span, int index, float (&x)[PER_LANE], int lane)
 {
     const int position = index + a.sinks;
     uint32_t bits[PER_LANE];
@@ -261,7 +281,7 @@ __device__ __forceinline__ void load_row(const AppendArgs &a, const Work &work, 
     if (mend_numbers(a, x, bits) && lane == 0) report_bad(a.flag, work, position);
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++)
-        if (head.centre && lane + 32 * k < a.head_dim) x[k] = __fsub_rn(x[k], head.centre[lane + 32 * k]);
+        if (centre && lane + 32 * k < a.head_dim) x[k] = __fsub_rn(x[k], centre[lane + 32 * k]);
 }
 
 /** Bytes between the codes of two tokens: 16 modulo 128 for an even number of tiles, so that packing finds no bank twice. */

@@ -64,7 +64,7 @@ __device__ __forceinline__ void rotate_tile(const AppendArgs &a, const Work &wor
 {
     LaneNumbers x;
     for (int i = tile.begin + warp; i < tile.end; i += WARPS) {
-        load_row(a, work, head, span, tile.base + i, x, lane);
+        load_row(a, work, head, head.centre, span, tile.base + i, x, lane);
 #pragma unroll
         for (int k = 0; k < BLOCK_GROUPS; k++)
             if (lane + 32 * k < a.head_dim) shared.rows[(i - tile.begin) * a.head_dim + lane + 32 * k] = x[k];
@@ -87,7 +87,7 @@ __device__ __forceinline__ void encode_token(const AppendBlocksArgs &args, const
 #pragma unroll
         for (int k = 0; k < BLOCK_GROUPS; k++) z[k] = lane + 32 * k < a.head_dim ? y[lane + 32 * k] : 0.0f;
     } else {
-        load_row(a, work, head, span, tile.base + i, z, lane);
+        load_row(a, work, head, head.centre, span, tile.base + i, z, lane);
         if (side.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, z, shared.rows + (i - tile.begin) * a.head_dim, lane);
     }
     const float *table = side.levels == TQ_LEVELS_TABLE ? table_of(side, work.h) : nullptr;

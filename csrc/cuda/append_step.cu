@@ -160,19 +160,24 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     if (mend_numbers(a, x, fresh_bits) && lane == 0) report_bad(a.flag, work, position);
     if (to_sinks || to_ring) store_bits(a, slot, fresh_bits, lane);
     if (!record) return;
+    if constexpr (Args::SETTLED) // while the old row is on its way
+        if (head.centre) rotate_registers(a, flips, centre, lane);
     if (to_ring) {
         numbers_of_bits(a, old_bits, x);
         if (mend_numbers(a, x, old_bits) && lane == 0) report_bad(a.flag, work, span.first + a.sinks);
     }
-    if (head.centre)
-#pragma unroll
-        for (int k = 0; k < PER_LANE; k++) x[k] = __fsub_rn(x[k], centre[k]);
     __half scale;
+    if constexpr (Args::SETTLED) {
+        rotate_settled(a, flips, x, centre, lane);
+    } else {
+        if (head.centre)
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) x[k] = __fsub_rn(x[k], centre[k]);
+        if (a.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, x, row, lane);
+    }
     if constexpr (BITS != 0) {
-        rotate_registers(a, flips, x, lane);
         scale = encode_one_width(a, side, BITS, books, x, codes, lane);
     } else {
-        if (a.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, x, row, lane);
         scale = encode_warp(a, side, head.steps, books, x, codes, lane);
     }
     __syncwarp();
@@ -180,8 +185,8 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     if (lane == 0) *scale_at(side, record, token) = scale;
 }
 
-template <int PER_LANE, bool FINE>
-__global__ void __launch_bounds__(32) append_step(const __grid_constant__ AppendArgs a)
+template <int PER_LANE, bool FINE, class Args>
+__global__ void __launch_bounds__(32) append_step(const __grid_constant__ Args a)
 {
     __shared__ float row[32 * PER_LANE];
     __shared__ __align__(4) uint8_t codes[32 * PER_LANE];
@@ -222,7 +227,7 @@ bool is_usual(const AppendArgs &args)
 template <int PER_LANE, int DTYPE> tq_status launch_usual(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
     return launch(append_step_usual<PER_LANE, DTYPE>, warps_of(args), 32, 0, stream, error,
-                  UsualArgs<PER_LANE, DTYPE>{args});
+                  UsualArgs<PER_LANE, DTYPE>{{args}});
 }
 
 template <int PER_LANE> tq_status launch_usual_of(const AppendArgs &args, cudaStream_t stream, tq_error *error)
@@ -233,15 +238,16 @@ template <int PER_LANE> tq_status launch_usual_of(const AppendArgs &args, cudaSt
 
 } // namespace
 
-tq_status launch_append_step(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+tq_status launch_append_step(const AppendArgs &args, bool settled, cudaStream_t stream, tq_error *error)
 {
     if (is_usual(args)) {
         if (args.head_dim == 64) return launch_usual_of<2>(args, stream, error);
         if (args.head_dim == 128) return launch_usual_of<4>(args, stream, error);
         return launch_usual_of<8>(args, stream, error);
     }
-    return with_channels_per_lane(args, [&](auto per_lane, auto fine) {
-        return launch(append_step<per_lane(), fine()>, warps_of(args), 32, 0, stream, error, args);
+    return with_channels_per_lane(args, settled, [&](auto per_lane, auto fine, const auto &as_it_is) {
+        return launch(append_step<per_lane(), fine(), std::decay_t<decltype(as_it_is)>>, warps_of(args), 32, 0, stream,
+                      error, as_it_is);
     });
 }
 

@@ -1,4 +1,4 @@
-// Appending many tokens: a warp takes whole token tiles of one (side, sequence, KV head), a lane, or two or four, a token.
+// Appending many tokens of head_dim 80 and 96: a warp takes whole token tiles of one (side, sequence, KV head), two lanes a token.
 //
 //   1  rows arrive in shared memory (cp.async), one round of tokens ahead
 //   2  a token's lanes take its row into registers, rotate it there and quantise it; they meet in few stages of the rotation, in the
@@ -8,16 +8,15 @@
 //
 // What limits it is the issue of instructions, about 28 a number at 4 bits: 10 for the rotation, 6 for the three sums, 8 to quantise.
 // All of it is unrolled, since registers have no index, and the nearest instruction cache of compute capability 9.0 holds 2,048
-// instructions: measured, 3.9 instructions a cycle and multiprocessor up to there, 1.7 to 2.8 beyond. One lane a token would need the
-// fewest instructions a number, but its 3,500 of a tile are fetched again and again. So a lane has at most 64 numbers.
+// instructions: measured, 3.9 instructions a cycle and multiprocessor up to there, 1.7 to 2.8 beyond.
 //
 // Per warp in shared memory: | rows of a round, odd multiples of 16 bytes apart | nibbles | rms, <u, u>, <c, u> of 32 tokens |
-//   nibbles of keys     [groups][halves][32 tokens][4]   word t of half h: nibble n (of even n, with two halves) is column n + h of
-//                                                        lane t of the tile; the halves are the even and the odd channels
+//   nibbles of keys     [groups][halves][32 tokens][4]   word t of half h: nibble n, n even, is column n + h of lane t of the tile: the
+//                                                        halves are the even and the odd channels
 //   nibbles of values   [groups][2][32 tokens][2]        half word k of half h: nibble r is channel 2 k + h + 8 r
 #ifndef TQ_CUDA_APPEND_TILE_CUH
 #define TQ_CUDA_APPEND_TILE_CUH
-#include "append.cuh"
+#include "append_rows.cuh"
 #include "hadamard.cuh"
 #include "pack.cuh"
 
@@ -29,12 +28,12 @@ namespace tile
 constexpr int WARPS = 8;
 
 /** One compiled kernel. Every group has 1 to 4 bits. */
-template <int DIM_, int LANES_, bool BF16_, bool CENTRED_> struct Shape : Split<DIM_, LANES_> {
-    using Base = Split<DIM_, LANES_>;
-    static constexpr bool BF16 = BF16_, CENTRED = CENTRED_; // or binary16
-    static constexpr int GROUPS = (DIM_ + 31) / 32, TREE = Base::P == DIM_ ? Base::PER_LANE : 2 * Base::P / LANES_;
+template <int DIM_, bool BF16_, bool CENTRED_> struct Shape : Split<DIM_> {
+    using Base = Split<DIM_>;
+    static constexpr bool BF16 = BF16_, CENTRED = CENTRED_;         // or binary16
+    static constexpr int GROUPS = (DIM_ + 31) / 32, TREE = Base::P; // leaves of a lane
     static constexpr int PIECES = DIM_ / 8, ROW_BYTES = (PIECES | 1) * 16, ROWS_BYTES = Base::ROUND * ROW_BYTES;
-    static constexpr int HALVES = LANES_ == 1 ? 1 : 2, NIBBLE_BYTES = GROUPS * HALVES * 512;
+    static constexpr int HALVES = 2, NIBBLE_BYTES = GROUPS * HALVES * 512;
     static constexpr int WARP_BYTES = ROWS_BYTES + NIBBLE_BYTES + 3 * 128;
     static constexpr int BLOCKS = Base::PER_LANE <= 40 ? 3 : 2; // of a multiprocessor, by registers
 };
@@ -48,8 +47,6 @@ template <class S> struct Tables {
 };
 
 // ---- step 1 ----
-
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 /** Queues the copies of tokens first .. first + ROUND - 1 (packed indices) that the span has; rows of others are zeros. */
 template <class S>
@@ -68,12 +65,8 @@ __device__ __forceinline__ void load_round(const AppendArgs &a, const Work &work
             if (S::ROUND % ROWS_AT_ONCE == 0 || r + row < S::ROUND) copy_16(to + r * S::ROW_BYTES, from + r * stride);
     } else {
 #pragma unroll 1
-        for (int r = row; r < S::ROUND; r += ROWS_AT_ONCE, to += ROWS_AT_ONCE * S::ROW_BYTES) {
-            const int index = first + r;
-            if (index >= span.first && index < span.last)
-                copy_16(to, source_row(a, work, head, span, index + a.sinks) + piece * PIECE);
-            else *reinterpret_cast<uint4 *>(to) = make_uint4(0, 0, 0, 0);
-        }
+        for (int r = row; r < S::ROUND; r += ROWS_AT_ONCE, to += ROWS_AT_ONCE * S::ROW_BYTES)
+            copy_or_clear(a, work, head, span, first + r, to, piece * PIECE);
     }
 }
 
@@ -85,35 +78,24 @@ template <bool BF16> __device__ __forceinline__ float2 unpack(uint32_t two)
     else return __half22float2(*reinterpret_cast<const __half2 *>(&two));
 }
 
-/** A row to the registers of lane q, with several lanes after the first stage of the rotation. */
+/** A row to the registers of lane q, after the first stage of the rotation. */
 template <class S>
 __device__ __forceinline__ void read_row(float (&v)[S::PER_LANE], const uint8_t *row, const float *centre,
                                          const float *table, int q)
 {
-    constexpr int WORDS = S::LANES == 4 ? 2 : 4, PAIRS = S::LANES == 1 ? S::PER_LANE / 2 : S::PER_LANE;
-    if constexpr (S::LANES == 4) row += q / 2 * 8, centre += q / 2 * 4;
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; pair += WORDS) {
-        uint32_t words[WORDS];
-        if constexpr (S::LANES == 4)
-            *reinterpret_cast<uint2 *>(words) = *reinterpret_cast<const uint2 *>(row + 8 * pair);
-        else *reinterpret_cast<uint4 *>(words) = *reinterpret_cast<const uint4 *>(row + 4 * pair);
+    for (int pair = 0; pair < S::PER_LANE; pair += 4) {
+        uint32_t words[4];
+        *reinterpret_cast<uint4 *>(words) = *reinterpret_cast<const uint4 *>(row + 4 * pair);
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) {
-            const int i = pair + w, channel = S::LANES == 1 ? 2 * i : S::channel(i, 0);
+        for (int w = 0; w < 4; w++) {
+            const int i = pair + w, channel = S::channel(i, 0);
             float2 x = unpack<S::BF16>(words[w]);
             if constexpr (S::CENTRED) {
                 x.x = __fsub_rn(x.x, centre[channel]);
                 x.y = __fsub_rn(x.y, centre[channel + 1]);
             }
-            if constexpr (S::LANES == 1) {
-                v[2 * i] = x.x;
-                v[2 * i + 1] = x.y;
-            } else if (channel < S::P) {
-                v[i] = __fmaf_rn(x.y, product_of(table, i), x.x);
-            } else {
-                v[i] = q % 2 ? x.y : x.x;
-            }
+            v[i] = channel < S::P ? __fmaf_rn(x.y, product_of(table, i), x.x) : q ? x.y : x.x;
         }
     }
 }
@@ -121,19 +103,8 @@ __device__ __forceinline__ void read_row(float (&v)[S::PER_LANE], const uint8_t 
 /** The tree of turboquant.h over all channels of a token: leaf(i) in each of its lanes. */
 template <class S, class Leaf> __device__ __forceinline__ float token_tree(const Leaf &leaf)
 {
-    if constexpr (S::LANES == 4) { // channel bits from the top: i / 2, q / 2, i % 2, q % 2
-        float sum[2];
-#pragma unroll
-        for (int b = 0; b < 2; b++) {
-            sum[b] = thread_tree<S::PER_LANE / 2, S::TREE / 2>([&](int m) { return leaf(2 * m + b); });
-            sum[b] = __fadd_rn(sum[b], __shfl_xor_sync(ALL_LANES, sum[b], 16));
-        }
-        const float both = __fadd_rn(sum[0], sum[1]);
-        return __fadd_rn(both, __shfl_xor_sync(ALL_LANES, both, 8));
-    } else {
-        const float sum = thread_tree<S::PER_LANE, S::TREE>(leaf);
-        return S::LANES == 1 ? sum : __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 16));
-    }
+    const float sum = thread_tree<S::PER_LANE, S::TREE>(leaf);
+    return __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 16));
 }
 
 /** Row -> z, and its sum of squares. */
@@ -145,27 +116,6 @@ __device__ __forceinline__ float rotate_row(float (&v)[S::PER_LANE], const uint8
     return token_tree<S>([&](int i) { return __fmul_rn(v[i], v[i]); });
 }
 
-/** x, of which the compiler knows nothing. */
-__device__ __forceinline__ int opaque(int x)
-{
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
-/** Mends a row in shared memory and reports what it finds. */
-inline __device__ __noinline__ void mend_row(uint8_t *row, int dim, int dtype, int64_t *flag, Work work, int position)
-{
-    bool bad = false;
-#pragma unroll 1
-    for (int i = 0; i < dim; i++) {
-        const float x = load_number(row, i, dtype);
-        if (!is_bad(x)) continue;
-        store_number(row, i, dtype, mended(x));
-        bad = true;
-    }
-    if (bad) report_bad(flag, work, position);
-}
-
 /** u of a group -> its ranks as nibbles, to shared memory (see above); u becomes c u. nibbles: those of the token, in its group. */
 template <class S, bool IS_KEY, int GROUP>
 __device__ __forceinline__ void quantise_group(float (&v)[S::PER_LANE], const LaneBook &book, uint32_t *nibbles, int q)
@@ -174,31 +124,22 @@ __device__ __forceinline__ void quantise_group(float (&v)[S::PER_LANE], const La
     uint32_t word[4] = {};
 #pragma unroll
     for (int i = FIRST; i < LAST && i < S::PER_LANE; i++) {
-        const int c = S::channel(i, 0) % 32, g = c % 8; // with several lanes, of lane 0
+        const int c = S::channel(i, 0) % 32, g = c % 8; // of lane 0
         int w, nibble;
         if (IS_KEY) {
-            w = c % 16 / (S::LANES == 4 ? 8 : 4);
+            w = c % 16 / 4;
             nibble = c / 16 * 4 + c % 4;
         } else {
-            w = (S::LANES == 1 ? g % 2 * 2 : 0) + (S::LANES == 4 ? 0 : g / 4);
+            w = g / 4;
             nibble = g / 2 % 2 * 4 + c / 8;
         }
         const int rank = rank_of<false>(v[i], book);
         v[i] = __fmul_rn(__shfl_sync(ALL_LANES, book.level, rank), v[i]);
         word[w] += (uint32_t)rank << 4 * nibble;
     }
-    uint32_t *half = nibbles + (S::HALVES == 1 ? 0 : q % 2 * (IS_KEY ? 128 : 64));
-    if constexpr (IS_KEY && S::LANES <= 2) {
-        *reinterpret_cast<uint4 *>(half) = make_uint4(word[0], word[1], word[2], word[3]);
-    } else if constexpr (IS_KEY) {
-        half[q / 2] = word[0];
-        half[q / 2 + 2] = word[1];
-    } else if constexpr (S::LANES <= 2) {
-        *reinterpret_cast<uint2 *>(half) = make_uint2(word[0], word[1]);
-        if constexpr (S::LANES == 1) *reinterpret_cast<uint2 *>(half + 64) = make_uint2(word[2], word[3]);
-    } else {
-        half[q / 2] = word[0];
-    }
+    uint32_t *half = nibbles + q * (IS_KEY ? 128 : 64);
+    if constexpr (IS_KEY) *reinterpret_cast<uint4 *>(half) = make_uint4(word[0], word[1], word[2], word[3]);
+    else *reinterpret_cast<uint2 *>(half) = make_uint2(word[0], word[1]);
 }
 
 template <class S, bool IS_KEY, int GROUP = 0>
@@ -218,13 +159,6 @@ __device__ __forceinline__ void quantise_groups(const AppendSide &side, const Bo
 }
 
 // ---- steps 3 and 4 ----
-
-/** Eight ranks of a 4-bit group to their codes: rank 8 + m is m, rank 7 - m is 8 + m. */
-__device__ __forceinline__ uint32_t signed_codes(uint32_t ranks)
-{
-    const uint32_t negative = ~ranks & 0x88888888u;
-    return ranks ^ 0x88888888u ^ (negative - (negative >> 3));
-}
 
 /** Half words of columns 0..7 with a nibble for each of the rows 0..3 -> the rows. */
 __device__ __forceinline__ void transpose(const uint32_t (&x)[8], uint32_t (&rows)[4])
@@ -251,8 +185,7 @@ __device__ __forceinline__ Rows rows_of_lane(const uint32_t *nibbles, int group,
     if constexpr (IS_KEY) {
         nibbles += S::HALVES * 128 * group + lane;
 #pragma unroll
-        for (int r = 0; r < 4; r++)
-            rows.low[r] = S::HALVES == 1 ? nibbles[32 * r] : nibbles[32 * r] | nibbles[32 * r + 128] << 4;
+        for (int r = 0; r < 4; r++) rows.low[r] = nibbles[32 * r] | nibbles[32 * r + 128] << 4;
     } else {
         uint32_t x[8];
         const uint16_t *half = reinterpret_cast<const uint16_t *>(nibbles + 128 * group + g % 2 * 64) + 4 * t + g / 2;
@@ -278,12 +211,7 @@ __device__ __forceinline__ void store_tile(const AppendSide &side, uint8_t *tile
                                            int end, int lane)
 {
     uint32_t marked[4] = {};
-#pragma unroll
-    for (int i = 0; !WHOLE && i < 32; i++) {
-        const int r = i / 8, n = i % 8,
-                  token = IS_KEY ? lane / 4 + 8 * r : token_of_column(column_of_lane(lane % 4, n));
-        if (token >= begin && token < end) marked[r] |= 15u << 4 * n;
-    }
+    if (!WHOLE) mark_tokens(IS_KEY, begin, end, lane, marked);
 #pragma unroll 1
     for (int group = 0; group < S::GROUPS; group++) {
         const int bits = side.bits[group];
@@ -337,9 +265,7 @@ __device__ __forceinline__ void append_tiles_of_warp(const AppendArgs &a, const 
             const int next = first + S::ROUND < TQ_TILE ? base + first + S::ROUND : base + WARPS * TQ_TILE;
             if (next < end_tile * TQ_TILE) load_round<S>(a, work, head, span, next, memory, lane);
 
-            // For a power of two the product by its inverse rounds as the quotient does.
-            constexpr bool POWER_OF_TWO = (S::DIM & (S::DIM - 1)) == 0;
-            const Norm norm = norm_of(ss, POWER_OF_TWO ? __fmul_rn(ss, 1.0f / S::DIM) : __fdiv_rn(ss, (float)S::DIM));
+            const Norm norm = norm_of(ss, __fdiv_rn(ss, (float)S::DIM));
 #pragma unroll
             for (int i = 0; i < S::PER_LANE; i++) v[i] = __fmul_rn(v[i], norm.inverse);
             const float uu = token_tree<S>([&](int i) { return __fmul_rn(v[i], v[i]); });
@@ -362,7 +288,7 @@ __device__ __forceinline__ void append_tiles_of_warp(const AppendArgs &a, const 
             else store_tile<S, IS_KEY, false>(side, tiles, nibbles, begin, end, lane);
             const Sums sums = {sums_of_tile[lane + 32], sums_of_tile[lane + 64], 0.0f};
             if (lane >= begin && lane < end)
-                *scale_at(side, record, page_token + lane) = scale_of(a.scale, sums_of_tile[lane], sums);
+                *scale_at(side, record, page_token + lane) = scale_of(a.scale, sums_of_tile[lane], sums, 1.0f);
         }
         __syncwarp();
     }
@@ -415,9 +341,6 @@ tq_status launch_shape(const AppendArgs &args, const tq_plan &plan, cudaStream_t
 {
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
-    // head_dim 256 wants 107 KB of shared memory, more than compute capability 8.6, 8.9 and 12.0 have.
-    if (WARPS * S::WARP_BYTES + (int)sizeof(Tables<S>) > device.shared_bytes_per_block)
-        return launch_append_warp(args, false, stream, error);
     const int64_t heads = (int64_t)args.sides * args.batch * args.kv_heads, tiles = append_tiles(args);
     const int64_t waves = heads * tiles / (S::BLOCKS * WARPS * (int64_t)device.processors); // of a tile a warp
     const int tiles_per_warp = waves >= 4 ? 2 : 1;
@@ -426,17 +349,16 @@ tq_status launch_shape(const AppendArgs &args, const tq_plan &plan, cudaStream_t
                   sign_tables<S>(plan.signs), divisor_of(blocks), tiles_per_warp);
 }
 
-/** dim, lanes: a Split. */
-template <int DIM, int LANES>
-tq_status launch_split(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream, tq_error *error)
+template <int DIM>
+tq_status launch_dim(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream, tq_error *error)
 {
     const bool centred = args.side[0].centre || args.side[1].centre;
     if (args.dtype == TQ_BF16) {
-        if (centred) return launch_shape<Shape<DIM, LANES, true, true>>(args, plan, stream, error);
-        return launch_shape<Shape<DIM, LANES, true, false>>(args, plan, stream, error);
+        if (centred) return launch_shape<Shape<DIM, true, true>>(args, plan, stream, error);
+        return launch_shape<Shape<DIM, true, false>>(args, plan, stream, error);
     }
-    if (centred) return launch_shape<Shape<DIM, LANES, false, true>>(args, plan, stream, error);
-    return launch_shape<Shape<DIM, LANES, false, false>>(args, plan, stream, error);
+    if (centred) return launch_shape<Shape<DIM, false, true>>(args, plan, stream, error);
+    return launch_shape<Shape<DIM, false, false>>(args, plan, stream, error);
 }
 
 } // namespace tile

@@ -49,8 +49,8 @@ size_t shared_bytes(const AppendArgs &a)
 }
 
 /** Steps 1 to 3: packed tokens base .. base + 31, as far as they are in the span. codes: of token base. */
-template <int PER_LANE, bool FINE>
-__device__ __forceinline__ void encode_tile(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
+template <int PER_LANE, bool FINE, class Args>
+__device__ __forceinline__ void encode_tile(const Args &a, const Work &work, const Head &head, const Span &span,
                                             int base, const SliceBooks<FINE> &books, const Shared &shared,
                                             uint8_t *codes, uint8_t *record, int warp, int lane)
 {
@@ -58,11 +58,17 @@ __device__ __forceinline__ void encode_tile(const AppendArgs &a, const Work &wor
     const int begin = max(0, span.first - base), end = min(TQ_TILE, span.last - base);
     const int page_token = (int)a.page_tokens.remainder((uint32_t)base);
     const bool dense = a.rotation == TQ_ROTATION_DENSE;
-    float x[PER_LANE];
+    float x[PER_LANE], centre[PER_LANE]; // centre: of settled rows
+    const Flips<PER_LANE> flips(a.signs, lane);
+    if constexpr (Args::SETTLED) {
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) centre[k] = head.centre ? head.centre[lane + 32 * k] : 0.0f;
+        if (head.centre) rotate_registers(a, flips, centre, lane);
+    }
 
     if (dense) {
         for (int i = begin + warp; i < end; i += WARPS) {
-            load_row(a, work, head, span, base + i, x, lane);
+            load_row(a, work, head, head.centre, span, base + i, x, lane);
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++)
                 if (lane + 32 * k < a.head_dim) shared.rows[(i - begin) * a.head_dim + lane + 32 * k] = x[k];
@@ -74,8 +80,9 @@ __device__ __forceinline__ void encode_tile(const AppendArgs &a, const Work &wor
     }
     for (int i = begin + warp; i < end; i += WARPS) {
         float *row = (dense ? shared.y : shared.rows) + (i - begin) * a.head_dim;
-        if (!dense) load_row(a, work, head, span, base + i, x, lane);
-        if (a.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, x, row, lane);
+        if (!dense) load_row(a, work, head, Args::SETTLED ? nullptr : head.centre, span, base + i, x, lane);
+        if constexpr (Args::SETTLED) rotate_settled(a, flips, x, centre, lane);
+        else if (a.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, x, row, lane);
         if (dense)
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
@@ -85,8 +92,8 @@ __device__ __forceinline__ void encode_tile(const AppendArgs &a, const Work &wor
 }
 
 /** Packed tokens base .. base + TOKENS - 1, as far as they are in the span. */
-template <int PER_LANE, bool FINE>
-__device__ __forceinline__ void append_tile(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
+template <int PER_LANE, bool FINE, class Args>
+__device__ __forceinline__ void append_tile(const Args &a, const Work &work, const Head &head, const Span &span,
                                             int base, const Shared &shared, int warp, int lane)
 {
     constexpr int TOKENS = TILE_TOKENS<FINE>, CHANNELS = TQ_TILE * TQ_TILE / TOKENS;
@@ -114,9 +121,17 @@ __device__ __forceinline__ void append_tile(const AppendArgs &a, const Work &wor
     __syncthreads();
 }
 
+/** Of a multiprocessor, by registers; of rows that are not settled as many as the compiler makes of them. */
+template <int PER_LANE, bool FINE, class Args>
+constexpr int BLOCKS = !Args::SETTLED ? 0
+                       : PER_LANE > 4 ? 2
+                       : FINE         ? 3
+                                      : 4;
+
 /** `blocks` blocks for each (side, sequence, head); a single one also copies what stays exact. */
-template <int PER_LANE, bool FINE>
-__global__ void __launch_bounds__(32 * WARPS) append_warp(const __grid_constant__ AppendArgs a, int blocks)
+template <int PER_LANE, bool FINE, class Args>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS<PER_LANE, FINE, Args>)
+    append_warp(const __grid_constant__ Args a, int blocks)
 {
     extern __shared__ __align__(16) uint8_t memory[];
     constexpr int TOKENS = TILE_TOKENS<FINE>;
@@ -139,12 +154,13 @@ __global__ void __launch_bounds__(32 * WARPS) append_warp(const __grid_constant_
 
 } // namespace
 
-tq_status launch_append_warp(const AppendArgs &args, bool one_block, cudaStream_t stream, tq_error *error)
+tq_status launch_append_warp(const AppendArgs &args, bool settled, bool one_block, cudaStream_t stream, tq_error *error)
 {
     const int blocks = one_block ? 1 : (int)append_tiles(args);
-    return with_channels_per_lane(args, [&](auto per_lane, auto fine) {
-        return launch(append_warp<per_lane(), fine()>, (int64_t)args.sides * args.batch * args.kv_heads * blocks,
-                      32 * WARPS, shared_bytes(args), stream, error, args, blocks);
+    return with_channels_per_lane(args, settled, [&](auto per_lane, auto fine, const auto &as_it_is) {
+        return launch(append_warp<per_lane(), fine(), std::decay_t<decltype(as_it_is)>>,
+                      (int64_t)args.sides * args.batch * args.kv_heads * blocks, 32 * WARPS, shared_bytes(args), stream,
+                      error, as_it_is, blocks);
     });
 }
 

@@ -47,13 +47,14 @@ __device__ __forceinline__ void rotate_registers(const Args &a, const Flips<PER_
             x[k + h] = __fsub_rn(low, high);
         }
     }
+    if constexpr (!Args::SETTLED)
 #pragma unroll
-    for (int k = 0; k < PER_LANE; k++) x[k] = __fmul_rn(x[k], a.hadamard_factor);
+        for (int k = 0; k < PER_LANE; k++) x[k] = __fmul_rn(x[k], a.factor);
 }
 
 /** The plan's rotation in place; row: a.head_dim floats of shared memory for this warp alone, contents lost. */
-template <int PER_LANE>
-__device__ __forceinline__ void rotate_warp(const AppendArgs &a, float (&x)[PER_LANE], float *row, int lane)
+template <class Args, int PER_LANE>
+__device__ __forceinline__ void rotate_warp(const Args &a, float (&x)[PER_LANE], float *row, int lane)
 {
     const bool one_pass = (a.head_dim & (a.head_dim - 1)) == 0;
     if (one_pass) {
@@ -69,13 +70,56 @@ __device__ __forceinline__ void rotate_warp(const AppendArgs &a, float (&x)[PER_
     for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
 }
 
-/** The sums that the scale is made of, from u and its levels c, 0 where a channel has no code. */
+/** A settled row -> z, in place. centre: rotated as rows are, 0 where there is none. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ void rotate_settled(const Args &a, const Flips<PER_LANE> &flips, float (&x)[PER_LANE],
+                                               const float (&centre)[PER_LANE], int lane)
+{
+    uint32_t largest = 0;
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) largest = max(largest, __float_as_uint(x[k]) & 0x7fffffffu);
+    const Settling settling(__reduce_max_sync(ALL_LANES, largest));
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) x[k] = settling(x[k]);
+    rotate_registers(a, flips, x, lane);
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) x[k] = __fsub_rn(x[k], centre[k]);
+}
+
+/** The sum of x y over the lanes' channels, for every lane. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ float warp_dot(const float (&x)[PER_LANE], const float (&y)[PER_LANE])
+{
+    if constexpr (Args::SETTLED) {
+        float sum = __fmul_rn(x[0], y[0]);
+#pragma unroll
+        for (int k = 1; k < PER_LANE; k++) sum = __fmaf_rn(x[k], y[k], sum);
+        return settled_sum(sum);
+    } else {
+        float products[1][PER_LANE];
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) products[0][k] = __fmul_rn(x[k], y[k]);
+        warp_trees(products);
+        return products[0][0];
+    }
+}
+
+/** What thresholds are compared with. */
+template <class Args> __device__ __forceinline__ float searched(float z, const Norm &norm)
+{
+    if constexpr (!Args::SETTLED) return __fmul_rn(z, norm.inverse);
+    const float units = __fmul_rn(norm.inverse, TQ_SETTLED_UNITS);
+    const float whole = __fsub_rn(__fmaf_rd(z, units, WHOLE), WHOLE);
+    return __fmul_rn(__fadd_rn(whole, 0.5f), 1.0f / TQ_SETTLED_UNITS);
+}
+
+/** The scale from u and its levels c, 0 where a channel has no code. */
 template <class Args, int PER_LANE>
 __device__ __forceinline__ __half scale_warp(const Args &a, float rms, const float (&u)[PER_LANE],
                                              const float (&c)[PER_LANE])
 {
     Sums sums = {};
-    if (a.scale == TQ_SCALE_NORM) return scale_of(a.scale, rms, sums);
+    if (a.scale == TQ_SCALE_NORM) return scale_of(a.scale, rms, sums, 1.0f);
     float products[2][PER_LANE]; // what the scale is a quotient of: <u, u> or <c, u>, and <c, u> or <c, c>
     const bool eden = a.scale == TQ_SCALE_EDEN, least_squares = a.scale == TQ_SCALE_LEAST_SQUARES;
 #pragma unroll
@@ -87,7 +131,20 @@ __device__ __forceinline__ __half scale_warp(const Args &a, float rms, const flo
     sums.uu = products[0][0];
     sums.cu = least_squares ? products[0][0] : products[1][0];
     sums.cc = products[1][0];
-    return scale_of(a.scale, rms, sums);
+    return scale_of(a.scale, rms, sums, 1.0f);
+}
+
+/** The same of settled rows, from z. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ __half scale_settled(const Args &a, const AppendSide &side, bool steps, const Norm &norm,
+                                                const float (&z)[PER_LANE], const float (&c)[PER_LANE])
+{
+    const bool eden = a.scale == TQ_SCALE_EDEN, least_squares = a.scale == TQ_SCALE_LEAST_SQUARES;
+    Sums sums = {side.coded_channels, 0.0f, 0.0f};
+    if (eden || least_squares) sums.cu = __fmul_rn(warp_dot<Args>(c, z), norm.inverse);
+    if (steps && !least_squares) sums.uu = __fmul_rn(__fmul_rn(warp_dot<Args>(z, z), norm.inverse), norm.inverse);
+    if (!eden) sums.cc = warp_dot<Args>(c, c);
+    return scale_of(a.scale, norm.rms, sums, a.factor);
 }
 
 /** The group of a lane's channel in slice k. */
@@ -169,21 +226,21 @@ template <bool FINE> struct SliceBooks {
 
 /** z, rotated but not divided by the steps yet -> codes of whole slices in shared memory, a byte each; the scale to every lane.
  *  books: of slice 0, as they are wanted early. Any plan: widths by group, padding, steps. */
-template <int PER_LANE, bool FINE>
-__device__ __forceinline__ __half encode_any(const AppendArgs &a, const AppendSide &side, const float *steps,
+template <int PER_LANE, bool FINE, class Args>
+__device__ __forceinline__ __half encode_any(const Args &a, const AppendSide &side, const float *steps,
                                              SliceBooks<FINE> books, float (&z)[PER_LANE], uint8_t *codes, int lane)
 {
-    float squares[1][PER_LANE], u[PER_LANE], c[PER_LANE];
+    float kept[PER_LANE], u[PER_LANE], c[PER_LANE]; // u: of settled rows z
     bool coded[PER_LANE];
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
         const int group = group_of<FINE>(k, lane);
         coded[k] = group < a.groups && side.bits[group] && lane + 32 * k < a.head_dim;
         if (steps && group < a.groups) z[k] = __fmul_rn(z[k], __fdiv_rn(1.0f, steps[group]));
-        squares[0][k] = coded[k] ? __fmul_rn(z[k], z[k]) : 0.0f;
+        kept[k] = coded[k] ? z[k] : 0.0f;
     }
-    warp_trees(squares);
-    const Norm norm = norm_of(squares[0][0], __fdiv_rn(squares[0][0], side.coded_channels));
+    const float ss = warp_dot<Args>(kept, kept);
+    const Norm norm = norm_of(ss, __fdiv_rn(ss, side.coded_channels));
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
         u[k] = c[k] = 0.0f;
@@ -191,20 +248,21 @@ __device__ __forceinline__ __half encode_any(const AppendArgs &a, const AppendSi
         uint32_t code = 0;
         if (books.take(a, side, k, lane)) {
             const float scaled = __fmul_rn(z[k], norm.inverse);
-            const Ranked found = books.look_up(scaled, lane);
+            const Ranked found = books.look_up(searched<Args>(z[k], norm), lane);
             if (coded[k]) { // with steps the scale is found in the units of x
                 const int group = group_of<FINE>(k, lane), bits = side.bits[group];
                 const float step = steps ? steps[group] : 1.0f;
                 const Coded one = FINE && bits == TQ_WIDE_BITS ? wide_coded(scaled)
                                                                : Coded{code_of_rank(found.rank, bits), found.level};
-                u[k] = __fmul_rn(scaled, step);
+                u[k] = __fmul_rn(Args::SETTLED ? z[k] : scaled, step);
                 c[k] = __fmul_rn(one.level, step);
                 code = one.code;
             }
         }
         codes[lane + 32 * k] = (uint8_t)code;
     }
-    return scale_warp(a, norm.rms, u, c);
+    if constexpr (Args::SETTLED) return scale_settled(a, side, steps, norm, u, c);
+    else return scale_warp(a, norm.rms, u, c);
 }
 
 /** The same where all groups have one width, `bits`, no slice has padding, and there are no steps. */
@@ -213,19 +271,16 @@ __device__ __forceinline__ __half encode_one_width(const Args &a, const AppendSi
                                                    const LaneBook &book, const float (&z)[PER_LANE], uint8_t *codes,
                                                    int lane)
 {
-    float squares[1][PER_LANE], u[PER_LANE], c[PER_LANE];
-#pragma unroll
-    for (int k = 0; k < PER_LANE; k++) squares[0][k] = __fmul_rn(z[k], z[k]); // 0 behind head_dim
-    warp_trees(squares);
-    const float ss = squares[0][0];
-    float mean; // of a power of two by a product, which is the same
+    float u[PER_LANE], c[PER_LANE];
+    const float ss = warp_dot<Args>(z, z); // 0 behind head_dim
+    float mean;                            // of a power of two by a product, which is the same
     if constexpr (Args::USUAL) mean = __fmul_rn(ss, 1.0f / Args::head_dim);
     else mean = __fdiv_rn(ss, side.coded_channels);
     const Norm norm = norm_of(ss, mean);
     int ranks[PER_LANE];
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
-        u[k] = __fmul_rn(z[k], norm.inverse);
+        u[k] = searched<Args>(z[k], norm);
         ranks[k] = rank_of<!Args::USUAL>(u[k], book);
     }
 #pragma unroll
@@ -234,11 +289,12 @@ __device__ __forceinline__ __half encode_one_width(const Args &a, const AppendSi
         if (32 * k < a.head_dim) codes[lane + 32 * k] = (uint8_t)code_of_rank(ranks[k], bits);
         else c[k] = 0.0f;
     }
-    return scale_warp(a, norm.rms, u, c);
+    if constexpr (Args::SETTLED) return scale_settled(a, side, false, norm, z, c);
+    else return scale_warp(a, norm.rms, u, c);
 }
 
-template <int PER_LANE, bool FINE>
-__device__ __forceinline__ __half encode_warp(const AppendArgs &a, const AppendSide &side, const float *steps,
+template <int PER_LANE, bool FINE, class Args>
+__device__ __forceinline__ __half encode_warp(const Args &a, const AppendSide &side, const float *steps,
                                               const SliceBooks<FINE> &books, float (&z)[PER_LANE], uint8_t *codes,
                                               int lane)
 {
@@ -246,14 +302,21 @@ __device__ __forceinline__ __half encode_warp(const AppendArgs &a, const AppendS
                           : encode_any(a, side, steps, books, z, codes, lane);
 }
 
-/** f with as many channels a lane as the plan needs, and with whether it is of version 3, as std::integral_constant. */
-template <class F> tq_status with_channels_per_lane(const AppendArgs &args, const F &f)
+/** f with as many channels a lane as the plan needs, with whether it is of version 3, as std::integral_constant, and with the arguments
+ *  as what they are. */
+template <class F> tq_status with_channels_per_lane(const AppendArgs &args, bool settled, const F &f)
 {
     const auto with = [&](auto fine) {
-        if (args.head_dim <= 32) return f(std::integral_constant<int, 1>(), fine);
-        if (args.head_dim <= 64) return f(std::integral_constant<int, 2>(), fine);
-        if (args.head_dim <= 128) return f(std::integral_constant<int, 4>(), fine);
-        return f(std::integral_constant<int, 8>(), fine);
+        if (settled) {
+            const SettledArgs of_settled = {args};
+            if (args.head_dim == 64) return f(std::integral_constant<int, 2>(), fine, of_settled);
+            if (args.head_dim == 128) return f(std::integral_constant<int, 4>(), fine, of_settled);
+            return f(std::integral_constant<int, 8>(), fine, of_settled);
+        }
+        if (args.head_dim <= 32) return f(std::integral_constant<int, 1>(), fine, args);
+        if (args.head_dim <= 64) return f(std::integral_constant<int, 2>(), fine, args);
+        if (args.head_dim <= 128) return f(std::integral_constant<int, 4>(), fine, args);
+        return f(std::integral_constant<int, 8>(), fine, args);
     };
     return args.tile_tokens == TQ_TILE ? with(std::false_type()) : with(std::true_type());
 }

@@ -1,18 +1,14 @@
-// The Hadamard rotation with a vector in the registers of one, two or four lanes, and its signs for next to nothing.
+// The Hadamard rotation of two passes with a vector in the registers of two lanes, and its signs for next to nothing.
 //
 // A butterfly of sa a and sb b is sa (a + s b) and sa (a - s b) with s = sa sb: one rounded sum each, since products with +-1 are
 // exact. So a block of channels keeps the sign of its first channel aside, the next stage needs only the product of two such
 // signs, which a fused multiply-add takes along, and the last sign goes into the last factor. Beside the signs of zeros, which no
 // code depends on, the bits are those of turboquant.h.
 //
-// The products stand in a table for each lane of a token, in the order in which it needs them. With several lanes a token,
-//
-//   lanes 2   lane q has the channels 2 i + q
-//   lanes 4   lane q has the channels 8 (i / 2) + 4 (q / 2) + 2 (i % 2) + q % 2
-//
-// the stage of distance 1 of the first pass costs nothing more, as each lane reads both channels and keeps one of the two sums; the
-// other stages between lanes are a shuffle: t + s other in the lower lane, and in the upper one t - s other, which is minus the
-// difference, so that its sign changes too.
+// The products stand in a table for each lane of a token, in the order in which it needs them. Lane q has the channels 2 i + q: the
+// stage of distance 1 of the first pass costs nothing more, as each lane reads both channels and keeps one of the two sums; that of the
+// second pass is a shuffle: t + s other in the lower lane, and in the upper one t - s other, which is minus the difference, so that its
+// sign changes too.
 #ifndef TQ_CUDA_HADAMARD_CUH
 #define TQ_CUDA_HADAMARD_CUH
 #include <math.h>
@@ -22,37 +18,23 @@
 namespace tq
 {
 
-/** dim channels of a token in `lanes` lanes of a warp: lane q of token i is lane 32 / lanes * q + i. */
-template <int DIM_, int LANES_> struct Split {
-    static constexpr int DIM = DIM_, LANES = LANES_, PER_LANE = DIM / LANES, ROUND = 32 / LANES;
-    static constexpr int P = DIM >= 256 ? 256 : DIM >= 128 ? 128 : 64, PASSES = P < DIM ? 2 : 1;
-    static_assert(DIM >= 64 && DIM % (8 * LANES) == 0 && (LANES < 4 || PASSES == 1));
+/** dim channels of a token in two lanes of a warp: lane q of token i is lane 16 q + i. */
+template <int DIM_> struct Split {
+    static constexpr int DIM = DIM_, LANES = 2, PER_LANE = DIM / LANES, ROUND = 32 / LANES, P = 64, PASSES = 2;
+    static_assert(DIM > P && DIM < 2 * P && DIM % 16 == 0);
 
-    __host__ __device__ static constexpr int channel(int i, int q)
-    {
-        return LANES == 1 ? i : LANES == 2 ? 2 * i + q : 8 * (i / 2) + 4 * (q / 2) + 2 * (i % 2) + q % 2;
-    }
+    __host__ __device__ static constexpr int channel(int i, int q) { return 2 * i + q; }
     /** The lane in which a channel's partner at distance h is, as an xor of lane numbers; 0: the same. */
-    __host__ __device__ static constexpr int other_lane(int h)
-    {
-        return LANES == 2 && h == 1 ? 16 : LANES == 4 && h == 1 ? 8 : LANES == 4 && h == 4 ? 16 : 0;
-    }
-    /** The same as an xor of q, and of i where they share a lane. */
-    static constexpr int other_q(int h) { return other_lane(h) / ROUND; }
-    __host__ __device__ static constexpr int other_i(int h) { return LANES == 4 ? (h == 2 ? 1 : h / 4) : h / LANES; }
+    __host__ __device__ static constexpr int other_lane(int h) { return h == 1 ? 16 : 0; }
 
     /** Where in a table the product for channel i of a pass stands, in the stage of distance h; the stages start at multiples of
      *  four. After the last, h = P, stands the factor. */
     __host__ __device__ static constexpr int products(int h)
     {
-        const int n = h == 1 ? (LANES == 1 ? P / 2 : P / LANES) : LANES == 4 && h == 2 ? P / 8 : P / (2 * h);
-        return (n + 3) / 4 * 4;
+        return ((h == 1 ? P / LANES : P / (2 * h)) + 3) / 4 * 4;
     }
     __host__ __device__ static constexpr int start(int h) { return h == 1 ? 0 : start(h / 2) + products(h / 2); }
-    __host__ __device__ static constexpr int from_start(int h, int i)
-    {
-        return h == P ? 0 : h == 1 && LANES > 1 ? i : h == 2 && LANES == 4 ? i / 2 : channel(i, 0) / (2 * h);
-    }
+    __host__ __device__ static constexpr int from_start(int h, int i) { return h == P ? 0 : h == 1 ? i : i / h; }
     /** Floats of a table: an odd number of quadruples, so that the lanes of a token read different banks. */
     static constexpr int TABLE = (start(P) + 4) / 4 % 2 ? start(P) + 4 : start(P) + 8;
 };
@@ -70,12 +52,12 @@ template <class S> SignTables<S> sign_tables(const uint32_t (*signs)[TQ_MAX_DIM 
         float sign[S::P]; // what a stored channel has to be multiplied by
         for (int c = 0; c < S::P; c++) sign[c] = signs[pass][c / 32] >> (c % 32) & 1 ? -1.0f : 1.0f;
         for (int h = 1; h < S::P; h *= 2) {
-            const bool read = h == 1 && pass == 0 && S::LANES > 1;
+            const bool read = h == 1 && pass == 0;
             float after[S::P];
             for (int i = 0; i < S::P / S::LANES; i++)
                 for (int q = 0; q < S::LANES; q++) {
                     const int c = S::channel(i, q), low = c & ~h, high = c | h;
-                    const bool upper = c & h, alone = S::other_q(h) != 0;
+                    const bool upper = c & h, alone = S::other_lane(h) != 0;
                     const float product = sign[low] * sign[high];
                     tables.product[pass][q][S::start(h) + S::from_start(h, i)] = upper && alone ? -product : product;
                     after[c] = upper && alone && !read ? -sign[high] : sign[low];
@@ -109,22 +91,22 @@ template <class S, int H> __device__ __forceinline__ void hadamard_stages(float 
             const float s = product_of(table, START + S::from_start(H, i));
             if constexpr (S::other_lane(H)) {
                 v[i] = __fmaf_rn(__shfl_xor_sync(ALL_LANES, v[i], S::other_lane(H)), s, v[i]);
-            } else if (!(i & S::other_i(H))) {
-                const float low = v[i], high = v[i + S::other_i(H)];
+            } else if (!(i & H / 2)) {
+                const float low = v[i], high = v[i + H / 2];
                 v[i] = __fmaf_rn(high, s, low);
-                v[i + S::other_i(H)] = __fmaf_rn(-high, s, low);
+                v[i + H / 2] = __fmaf_rn(-high, s, low);
             }
         }
         hadamard_stages<S, 2 * H>(v, table);
     }
 }
 
-/** Everything that follows the first stage of the first pass where that was done in reading. tables: [PASSES][LANES][TABLE], at the
- *  lane's own. */
+/** Everything that follows the first stage of the first pass, which was done in reading. tables: [PASSES][LANES][TABLE], at the lane's
+ *  own. */
 template <class S> __device__ __forceinline__ void hadamard_split(float (&v)[S::PER_LANE], const float *tables)
 {
-    hadamard_stages<S, (S::LANES > 1 ? 2 : 1)>(v, tables);
-    if constexpr (S::PASSES == 2) hadamard_stages<S, 1>(v + (S::DIM - S::P) / S::LANES, tables + S::LANES * S::TABLE);
+    hadamard_stages<S, 2>(v, tables);
+    hadamard_stages<S, 1>(v + (S::DIM - S::P) / S::LANES, tables + S::LANES * S::TABLE);
 }
 
 } // namespace tq

@@ -24,6 +24,13 @@ inline bool is_blocked(const tq_plan &plan) { return plan.version == TQ_FORMAT_B
 /** Groups of 16 channels, tiles of 64 tokens. */
 inline bool is_fine(const tq_plan &plan) { return plan.version == TQ_FORMAT_FINE; }
 
+/** turboquant.h, "z". */
+inline bool is_settled(const tq_plan &plan)
+{
+    return !is_blocked(plan) && plan.rotation == TQ_ROTATION_HADAMARD && plan.head_dim >= 64 &&
+           (plan.head_dim & (plan.head_dim - 1)) == 0;
+}
+
 /** What the host can see of one side's transform. */
 inline tq_status check_transform(const tq_plan &plan, const tq_transform *t, bool is_value, tq_error *error)
 {

@@ -93,6 +93,13 @@ __device__ __forceinline__ void store_marked(uint32_t *words, int bits, const Ro
         if (w < bits && mask.at[w]) words[TQ_TILE * w] = (words[TQ_TILE * w] & ~mask.at[w]) | packed.at[w];
 }
 
+/** Eight ranks of a 4-bit group to their codes: rank 8 + m is m, rank 7 - m is 8 + m. */
+__device__ __forceinline__ uint32_t signed_codes(uint32_t ranks)
+{
+    const uint32_t negative = ~ranks & 0x88888888u;
+    return ranks ^ 0x88888888u ^ (negative - (negative >> 3));
+}
+
 /** Eight codes below 16 in the bytes of a and b (columns 0..3, 4..7) to the nibbles of a row. */
 __device__ __forceinline__ uint32_t row_of_bytes(uint32_t a, uint32_t b)
 {
@@ -118,6 +125,16 @@ __device__ __forceinline__ Place place_of(bool fine, bool is_key, int lane, int 
     if (!fine) return is_key ? Place{row, column} : Place{token_of_column(column), row};
     if (is_key) return {row | (column & 8) << 2, (column & 7) | (column & 16) >> 1};
     return {token_of_column(column) | (row & 16) << 1, row & 15};
+}
+
+/** Nibbles of ones for the codes of tokens begin .. end - 1 of a tile, in the rows of a lane. */
+__device__ __forceinline__ void mark_tokens(bool is_key, int begin, int end, int lane, uint32_t (&marked)[4])
+{
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        const int token = place_of(false, is_key, lane, i / 8, i % 8).token;
+        if (token >= begin && token < end) marked[i / 8] |= 15u << 4 * (i % 8);
+    }
 }
 
 /** Tokens begin .. end - 1 of a tile to the words of a lane; codes: of token 0 and the tile's first channel, a byte each,

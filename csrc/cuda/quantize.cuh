@@ -79,12 +79,19 @@ __device__ __forceinline__ void count_if_at_most(int &count, float threshold, fl
     asm("{ .reg .pred p; setp.le.f32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "f"(threshold), "f"(u));
 }
 
-/** All lanes of a warp, each with its own u, under one book. TWICE: whether book.compares may be 2. */
-template <bool TWICE> __device__ __forceinline__ int rank_of(float u, const LaneBook &book)
+/** The cell of u, which is the rank of its lower edge. */
+__device__ __forceinline__ int cell_of(float u, const LaneBook &book)
 {
     float share =
         __saturatef(__fmaf_rn(u, book.per_cell, 0.5f)); // NaN becomes 0, and no threshold is <= it: rank 0 as in C
-    int cell = __float_as_int(__fmul_rn(share, book.cells)), rank = cell;
+    return __float_as_int(__fmul_rn(share, book.cells));
+}
+
+/** All lanes of a warp, each with its own u, under one book. TWICE: whether book.compares may be 2. */
+template <bool TWICE> __device__ __forceinline__ int rank_of(float u, const LaneBook &book)
+{
+    const int cell = cell_of(u, book);
+    int rank = cell;
     count_if_at_most(rank, __shfl_sync(ALL_LANES, book.threshold, cell), u);
     if constexpr (TWICE)
         if (book.compares == 2) count_if_at_most(rank, __shfl_sync(ALL_LANES, book.threshold, cell + 1), u);
@@ -117,17 +124,34 @@ __device__ __forceinline__ Norm norm_of(float ss, float mean)
     return {rms, __frcp_rn(rms)};
 }
 
-__device__ __forceinline__ __half scale_of(int scale, float rms, const Sums &sums)
+/** times: what the scale is multiplied by beside that, 1 or the factor of settled rows. */
+__device__ __forceinline__ __half scale_of(int scale, float rms, const Sums &sums, float times)
 {
     float factor = 1.0f;
     if (scale == TQ_SCALE_EDEN) factor = __fdiv_rn(sums.uu, sums.cu);
     if (scale == TQ_SCALE_NORM_CORRECTED) factor = __fsqrt_rn(__fdiv_rn(sums.uu, sums.cc));
     if (scale == TQ_SCALE_LEAST_SQUARES) factor = __fdiv_rn(sums.cu, sums.cc);
-    float s = rms == 0.0f ? 0.0f : __fmul_rn(rms, factor);
+    float s = rms == 0.0f ? 0.0f : __fmul_rn(rms, __fmul_rn(factor, times));
     return __float2half_rn(s < 65504.0f ? s : 65504.0f);
 }
 
-/** The one order in which encoding adds: v[i] += v[i + h] for h = n/2 .. 1 over a power of two, padded with zeros. Lane l holds
+/** 2^(E - 11) and 1.5 * 2^(E - 18 + 23) for a row's largest magnitude, as its bits: turboquant.h, "z". */
+struct Settling {
+    float least, round;
+
+    __device__ __forceinline__ explicit Settling(uint32_t largest)
+    {
+        const int exponent = (int)(largest >> 23);
+        least = __int_as_float(max(exponent - 11, 0) << 23);
+        round = __int_as_float((exponent + 5) << 23 | 0x400000);
+    }
+    __device__ __forceinline__ float operator()(float x) const
+    {
+        return fabsf(x) < least ? 0.0f : __fsub_rn(__fadd_rn(x, round), round);
+    }
+};
+
+/** The order in which encoding adds, but for settled rows: v[i] += v[i + h] for h = n/2 .. 1 over a power of two, padded with zeros. Lane l holds
  *  v[l + 32 k] in v[k]; more zeros than needed change no sum. N trees at once, since a lane alone waits for each shuffle; every
  *  lane gets all sums, in v[..][0]. */
 template <int N, int PER_LANE> __device__ __forceinline__ void warp_trees(float (&v)[N][PER_LANE])
@@ -143,6 +167,19 @@ template <int N, int PER_LANE> __device__ __forceinline__ void warp_trees(float 
 #pragma unroll
         for (int n = 0; n < N; n++) v[n][0] = __fadd_rn(v[n][0], __shfl_xor_sync(ALL_LANES, v[n][0], h));
 }
+
+/** What a lane has of a sum of settled rows, its channels l + 32 k summed -> the sum, for every lane. */
+__device__ __forceinline__ float settled_sum(float x)
+{
+    constexpr int ORDER[] = {16, 8, 2, 1, 4};
+#pragma unroll
+    for (int i = 0; i < 5; i++) x = __fadd_rn(x, __shfl_xor_sync(ALL_LANES, x, ORDER[i]));
+    return x;
+}
+
+/** 1.5 * 2^23: the bits of x + WHOLE, rounded down, are those of WHOLE plus the whole number below x. */
+constexpr float WHOLE = 12582912.0f;
+constexpr uint32_t WHOLE_BITS = 0x4b400000u;
 
 /** The same within one thread: leaf(i) for i < N of the N2 = 2^k >= N addends. Indices are constants once inlined. */
 template <int N, int N2, int H = 1, class Leaf>

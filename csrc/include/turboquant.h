@@ -54,6 +54,19 @@
  *   8 bits   are a width too, stored as in version 2: for the few groups whose errors count most. Equally spaced levels of any law:
  *            level (code - 128) * TQ_WIDE_STEP; code = 128 + u / TQ_WIDE_STEP rounded half to even, at least 1 and at most 255.
  *
+ * z, the rotated row whose numbers u = z / rms(z) get codes, as versions 1 and 3 compute it; all in float32, each operation rounded, so
+ * that bytes are the same everywhere. In general: R (x - mu) / step; sums of a_i b_i are of rounded products, v[i] += v[i + h] for h =
+ * n/2, n/4 .. 1, n the next power of two. SETTLED rows are those of a Hadamard rotation of one pass over 64 channels or more. There,
+ * so that tensor cores may do most of the rotation and a table all of the search:
+ *   settled  x' = 0 if |x_i| < 2^(E-11), else x_i rounded to a multiple of 2^(E-18), ties to even; E = floor(log2 max |x_i|). Sums of 32
+ *            such numbers are exact, whatever their order: five stages of butterflies.
+ *   z        (B x' - B mu) / step, where B is the rotation without its last product. The scale gets that instead.
+ *   codes    of the middle of the cell that u lies in, [k, k + 1) / TQ_SETTLED_UNITS, by the exact product of z and fl(TQ_SETTLED_UNITS /
+ *            rms(z)); those of 8 bits of u as it is.
+ *   sums     of channels i, i + 32, .. by fused products and sums, one after the other, then v[i] += v[i ^ h] for h = 16, 8, 2, 1, 4;
+ *            z in place of u. <u, u> is the number of channels with codes, unless there are steps.
+ * What is read back does not depend on any of this.
+ *
  * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first parallel
  * call, which start worker threads; nothing is kept after a call; a failed call has written nothing to any output unless its
  * comment says otherwise; `error` may be NULL. Pointers are to host memory. Dense means C-contiguous.
@@ -83,7 +96,8 @@ extern "C" {
 #define TQ_MAX_BITS 5
 #define TQ_WIDE_BITS 8 /* of groups in version 3, beside 0..5 */
 #define TQ_WIDE_STEP 0.03125f
-#define TQ_MAX_HEAD_DIM 256 /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
+#define TQ_SETTLED_UNITS 64.0f /* of u, where codes of settled rows are searched */
+#define TQ_MAX_HEAD_DIM 256    /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
 #define TQ_MAX_DIM 4096
 #define TQ_MAX_GROUPS (TQ_MAX_DIM / TQ_TILE)
 #define TQ_MAX_TILES (2 * TQ_MAX_GROUPS) /* of a token tile: groups, and rows of a sketch */
@@ -246,7 +260,7 @@ TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_word
 
 /* ---- what differs from layer to layer and sequence to sequence ---- */
 /** How the vectors of one side are transformed. Zero-initialised: the plan's Hadamard, no centre, steps of 1.
- *  z = (R (x - centre)) / step, per group; float32, dense but for the named strides (in elements). */
+ *  z = (R (x - centre)) / step, per group (in which order, "z" above says); float32, dense but for the named strides (in elements). */
 typedef struct {
     const float *rotation; /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL.
                               Version 2: [.., matrix_rows, head_dim], R if it is dense and below it S if it is Gaussian */

@@ -44,6 +44,7 @@ static inline __m256i multiply_add(__m256i sum, __m256i level_s16x16, __m256i x_
 const tq_kernels tq_kernels_avx2 = {
     .isa = "avx2",
     .hadamard = hadamard_vector,
+    .settle = settle_vector,
     .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,

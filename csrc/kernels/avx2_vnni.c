@@ -38,6 +38,7 @@ static inline __m256i multiply_add(__m256i sum, __m256i level_u8x32, __m256i x_s
 const tq_kernels tq_kernels_avx2_vnni = {
     .isa = "avx2_vnni",
     .hadamard = hadamard_vector,
+    .settle = settle_vector,
     .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,

@@ -42,6 +42,7 @@ static inline __m512i multiply_add(__m512i sum, __m512i level_s16x32, __m512i x_
 const tq_kernels tq_kernels_avx512 = {
     .isa = "avx512",
     .hadamard = hadamard_vector,
+    .settle = settle_vector,
     .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,

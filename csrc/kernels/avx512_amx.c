@@ -222,6 +222,7 @@ TQ_INLINE void multiply_many(int bits, int precise, const product_run *run, cons
 const tq_kernels tq_kernels_avx512_amx = {
     .isa = "avx512_amx",
     .hadamard = hadamard_vector,
+    .settle = settle_vector,
     .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,

@@ -26,14 +26,20 @@ TQ_INLINE tq_floats flip_signs(tq_floats x, const uint32_t *signs, int32_t first
     return (tq_floats)((tq_ints)x ^ ((bits << lane) & INT32_MIN));
 }
 
-/** n floats in registers, or in v if they do not fit; the loops are unrolled where n is a constant. */
+/** x [n] to v, registers, or memory if they do not fit; the loops are unrolled where n is a constant. */
+TQ_INLINE void load_in(tq_floats *v, const float *x, int32_t n)
+{
+    TQ_UNROLL
+    for (int32_t i = 0; i < n / TQ_LANES; i++) v[i] = tq_load_floats(x + TQ_LANES * i);
+}
+
+/** scalar.c: hadamard_scalar, from v to x. */
 TQ_INLINE void hadamard_in(tq_floats *v, float *x, int32_t n, float factor, const uint32_t *before,
                            const uint32_t *after)
 {
     int32_t vectors = n / TQ_LANES;
     TQ_UNROLL
     for (int32_t i = 0; i < vectors; i++) {
-        v[i] = tq_load_floats(x + TQ_LANES * i);
         if (before) v[i] = flip_signs(v[i], before, TQ_LANES * i);
         v[i] = butterfly(butterfly(v[i], 1), 2);
 #if TQ_LANES >= 8
@@ -58,13 +64,43 @@ TQ_INLINE void hadamard_in(tq_floats *v, float *x, int32_t n, float factor, cons
     }
 }
 
-static void hadamard_vector(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after)
+TQ_INLINE void rotate_in(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after)
 {
     tq_floats v[TQ_MAX_DIM / TQ_LANES];
+    load_in(v, x, n);
+    hadamard_in(v, x, n, factor, before, after);
+}
+
+static void hadamard_vector(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after)
+{
     if (n < TQ_LANES) tq_kernels_scalar.hadamard(x, n, factor, before, after);
-    else if (n == 8 * TQ_LANES) hadamard_in(v, x, 8 * TQ_LANES, factor, before, after);
-    else if (n == 4 * TQ_LANES) hadamard_in(v, x, 4 * TQ_LANES, factor, before, after);
-    else hadamard_in(v, x, n, factor, before, after);
+    else if (n == 8 * TQ_LANES) rotate_in(x, 8 * TQ_LANES, factor, before, after);
+    else if (n == 4 * TQ_LANES) rotate_in(x, 4 * TQ_LANES, factor, before, after);
+    else rotate_in(x, n, factor, before, after);
+}
+
+/** scalar.c: settle_scalar. */
+TQ_INLINE void settle_in(float *x, int32_t n, const uint32_t *before)
+{
+    tq_floats v[TQ_MAX_DIM / TQ_LANES];
+    tq_ints largest = {0};
+    load_in(v, x, n);
+    TQ_UNROLL
+    for (int32_t i = 0; i < n / TQ_LANES; i++) largest = tq_max_ints(largest, tq_magnitude_bits(v[i]));
+    const uint32_t exponent = tq_bits_of(tq_max_lanes((tq_floats)largest)) >> 23;
+    const int32_t least = exponent > 11 ? (int32_t)((exponent - 11) << 23) : 0;
+    const tq_floats round = tq_all(tq_float_of((exponent + 5) << 23 | 0x400000));
+    TQ_UNROLL
+    for (int32_t i = 0; i < n / TQ_LANES; i++)
+        v[i] = (tq_floats)((tq_ints)((v[i] + round) - round) & (tq_magnitude_bits(v[i]) >= least));
+    hadamard_in(v, x, n, 1.0f, before, NULL);
+}
+
+static void settle_vector(float *x, int32_t n, const uint32_t *before)
+{
+    if (n == 8 * TQ_LANES) settle_in(x, 8 * TQ_LANES, before);
+    else if (n == 4 * TQ_LANES) settle_in(x, 4 * TQ_LANES, before);
+    else settle_in(x, n, before);
 }
 
 /** Eight sums at a time, each in its own order: the sums of a row may not be split, so rows are what runs side by side. */
@@ -107,6 +143,36 @@ TQ_INLINE float tree_dot(const float *a, const float *b, int32_t n)
 #endif
     v[0] += tq_swap(v[0], 2);
     v[0] += tq_swap(v[0], 1);
+    return v[0][0];
+}
+
+/** scalar.c: settled_sum. n: a multiple of 64. */
+TQ_INLINE float settled_dot(const float *a, const float *b, int32_t n)
+{
+    enum { VECTORS = TQ_TILE / TQ_LANES };
+    tq_floats v[VECTORS];
+    TQ_UNROLL
+    for (int32_t i = 0; i < VECTORS; i++) v[i] = tq_load_floats(a + TQ_LANES * i) * tq_load_floats(b + TQ_LANES * i);
+    TQ_UNROLL
+    for (int32_t k = TQ_TILE; k < n; k += TQ_TILE) TQ_UNROLL
+    for (int32_t i = 0; i < VECTORS; i++)
+        v[i] = tq_fused(tq_load_floats(a + k + TQ_LANES * i), tq_load_floats(b + k + TQ_LANES * i), v[i]);
+    TQ_UNROLL
+    for (int32_t h = VECTORS / 2; h * TQ_LANES >= 8; h /= 2) TQ_UNROLL
+    for (int32_t i = 0; i < h; i++) v[i] += v[i + h];
+#if TQ_LANES >= 16
+    v[0] += tq_swap(v[0], 8);
+#endif
+    TQ_UNROLL
+    for (int32_t i = 0; i < (TQ_LANES >= 8 ? 1 : 2); i++) {
+        v[i] += tq_swap(v[i], 2);
+        v[i] += tq_swap(v[i], 1);
+    }
+#if TQ_LANES >= 8
+    v[0] += tq_swap(v[0], 4);
+#else
+    v[0] += v[1];
+#endif
     return v[0][0];
 }
 
@@ -159,7 +225,7 @@ TQ_INLINE void encode_wide(const float *u, uint8_t *codes, float *c, int32_t n)
     for (int32_t i = 0; i < n; i += TQ_LANES) {
         tq_floats x = tq_load_floats(u + i) * (1 / TQ_WIDE_STEP), most = tq_all(127.0f);
         x = tq_select(x > most, most, tq_select(x < -most, -most, x));
-        tq_floats level = (x + 12582912.0f) - 12582912.0f;
+        tq_floats level = (x + TQ_ROUND) - TQ_ROUND;
         tq_store_floats(c + i, level * TQ_WIDE_STEP);
         tq_bytes bytes = __builtin_convertvector(__builtin_convertvector(level, tq_ints) + 128, tq_bytes);
         memcpy(codes + i, &bytes, sizeof bytes);
@@ -185,14 +251,53 @@ TQ_INLINE void encode_groups(const tq_codebook *book, const tq_cells *cells, con
     }
 }
 
-/** scalar.c: scale_factor. */
-TQ_INLINE float scale_factor(int32_t scale, const float *u, const float *c, int32_t n)
+/** scalar.c: coded_dot, of rows that are 0 where they have no code. */
+TQ_INLINE float coded_dot(const tq_encoder *e, const float *a, const float *b, int32_t n)
 {
-    switch (scale) {
-    case TQ_SCALE_EDEN: return tree_dot(u, u, n) / tree_dot(c, u, n);
-    case TQ_SCALE_NORM_CORRECTED: return sqrtf(tree_dot(u, u, n) / tree_dot(c, c, n));
-    case TQ_SCALE_LEAST_SQUARES: return tree_dot(c, u, n) / tree_dot(c, c, n);
-    default: return 1.0f;
+    return e->settled ? settled_dot(a, b, n) : tree_dot(a, b, n);
+}
+
+/** scalar.c: quotient, of the sums that the scale needs; settled rows: settled_factor. */
+TQ_INLINE float scale_factor(const tq_encoder *e, float r, const float *u, const float *c, int32_t n)
+{
+    const int least_squares = e->scale == TQ_SCALE_LEAST_SQUARES, eden = e->scale == TQ_SCALE_EDEN;
+    if (e->scale == TQ_SCALE_NORM) return e->factor;
+    float cu = least_squares || eden ? coded_dot(e, c, u, n) : 0.0f, uu = 0.0f;
+    if (e->settled && !e->steps) uu = (float)e->side->coded_channels;
+    else if (!least_squares) uu = coded_dot(e, u, u, n);
+    if (e->settled) {
+        cu *= r;
+        if (e->steps) uu = uu * r * r;
+    }
+    if (eden) return uu / cu * e->factor;
+    float cc = coded_dot(e, c, c, n);
+    return (least_squares ? cu / cc : sqrtf(uu / cc)) * e->factor;
+}
+
+/** scalar.c: middle_of_cell. */
+TQ_INLINE tq_floats middle_of_cell(tq_floats z, tq_floats units)
+{
+    const tq_floats round = tq_all(TQ_ROUND), unit = tq_all(1.0f / TQ_SETTLED_UNITS);
+#if defined(__AVX512F__)
+    tq_floats below = _mm512_fmadd_round_ps(z, units, round, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC) - round;
+    return (below + 0.5f) * unit;
+#else
+    tq_floats whole = tq_fused(z, units, round) - round;
+    tq_ints is_above = tq_fused(z, units, -whole) < 0.0f;
+    return (whole + tq_select(is_above, tq_all(-0.5f), tq_all(0.5f))) * unit;
+#endif
+}
+
+/** z -> what thresholds are compared with, in u. bits: of these n channels. */
+TQ_INLINE void search_numbers(const tq_encoder *e, int32_t bits, float r, const float *z, float *u, int32_t n)
+{
+    if (e->settled && bits != TQ_WIDE_BITS) {
+        TQ_UNROLL
+        for (int32_t i = 0; i < n; i += TQ_LANES)
+            tq_store_floats(u + i, middle_of_cell(tq_load_floats(z + i), tq_all(r * TQ_SETTLED_UNITS)));
+    } else {
+        TQ_UNROLL
+        for (int32_t i = 0; i < n; i += TQ_LANES) tq_store_floats(u + i, tq_load_floats(z + i) * r);
     }
 }
 
@@ -201,25 +306,25 @@ TQ_INLINE float scale_factor(int32_t scale, const float *u, const float *c, int3
 TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale, int32_t head_dim,
                          int32_t channels, int32_t n)
 {
-    float u[TQ_MAX_DIM], c[TQ_MAX_DIM];
+    float kept[TQ_MAX_DIM], u[TQ_MAX_DIM], c[TQ_MAX_DIM];
     const int32_t groups = (head_dim + channels - 1) / channels, padded = channels * groups;
-    memset(u + head_dim, 0, sizeof(float) * (size_t)((n < padded ? padded : n) - head_dim));
+    memset(kept + head_dim, 0, sizeof(float) * (size_t)((n < padded ? padded : n) - head_dim));
+    memset(u + padded, 0, n > padded ? sizeof(float) * (size_t)(n - padded) : 0);
     memset(c + padded, 0, n > padded ? sizeof(float) * (size_t)(n - padded) : 0);
-    memcpy(u, z, sizeof(float) * (size_t)head_dim);
+    memcpy(kept, z, sizeof(float) * (size_t)head_dim);
     for (int32_t g = 0; g < groups; g++)
-        if (!e->side->bits[g]) memset(u + channels * g, 0, sizeof(float) * (size_t)channels);
-    float ss = tree_dot(u, u, n);
+        if (!e->side->bits[g]) memset(kept + channels * g, 0, sizeof(float) * (size_t)channels);
+    float ss = coded_dot(e, kept, kept, n);
     if (!(ss >= FLT_MIN && ss <= FLT_MAX)) { /* nothing to normalise, or numbers out of all bounds */
         tq_kernels_scalar.encode(e, z, codes, scale);
         return;
     }
     float s0 = sqrtf(ss / (float)e->side->coded_channels), r = 1.0f / s0;
-    TQ_UNROLL
-    for (int32_t i = 0; i < padded; i += TQ_LANES) tq_store_floats(u + i, tq_load_floats(u + i) * r);
     for (int32_t g = 0, next; g < groups; g = next) {
         int32_t at = channels * g, bits = e->side->bits[g];
         for (next = g + 1; next < groups && e->side->bits[next] == bits;) next++;
         int32_t run = channels * next - at;
+        search_numbers(e, bits, r, kept + at, u + at, run);
         if (bits) {
             encode_groups(&e->books[bits], &e->cells[bits % TQ_WIDE_BITS], u + at, codes + at, c + at, run);
         } else {
@@ -229,11 +334,12 @@ TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, ui
     }
     memset(codes + head_dim, 0, (size_t)(padded - head_dim));
     memset(c + head_dim, 0, sizeof(float) * (size_t)(padded - head_dim));
+    float *in_units = e->settled ? kept : u;
     for (int32_t i = 0; e->steps && i < head_dim; i++) {
-        u[i] *= e->steps[i / channels];
+        in_units[i] *= e->steps[i / channels];
         c[i] *= e->steps[i / channels];
     }
-    float s = s0 * scale_factor(e->scale, u, c, n);
+    float s = s0 * scale_factor(e, r, in_units, c, n);
     *scale = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);
 }
 

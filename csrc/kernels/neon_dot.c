@@ -25,6 +25,7 @@ static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, ui
 const tq_kernels tq_kernels_neon_dot = {
     .isa = "neon_dot",
     .hadamard = hadamard_vector,
+    .settle = settle_vector,
     .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,

@@ -1,5 +1,6 @@
 /* The scalar kernels: complete, plain, and the definition that every other ISA quotes and is tested against. */
 #include "softmax.h"
+#include <math.h>
 #include <string.h>
 
 /* ---- rotation ---- */
@@ -24,6 +25,20 @@ static void hadamard_scalar(float *x, int32_t n, float factor, const uint32_t *b
     flip_signs(after, x, n);
 }
 
+static void settle_scalar(float *x, int32_t n, const uint32_t *before)
+{
+    uint32_t largest = 0; /* of the magnitudes, whose bits are in their order */
+    for (int32_t i = 0; i < n; i++) {
+        uint32_t bits = tq_bits_of(x[i]) & 0x7fffffff;
+        if (bits > largest) largest = bits;
+    }
+    uint32_t exponent = largest >> 23;
+    float least = tq_float_of(exponent > 11 ? (exponent - 11) << 23 : 0); /* 2^(E - 11) */
+    float round = tq_float_of((exponent + 5) << 23 | 0x400000);           /* 1.5 * 2^(E - 18 + 23) */
+    for (int32_t i = 0; i < n; i++) x[i] = fabsf(x[i]) < least ? 0.0f : (x[i] + round) - round;
+    hadamard_scalar(x, n, 1.0f, before, NULL);
+}
+
 static void matvec_scalar(const float *matrix, int transposed, const float *x, float *y, int32_t n)
 {
     int64_t row = transposed ? 1 : n, column = transposed ? n : 1;
@@ -44,22 +59,44 @@ static float tree_sum(float *v, int32_t n)
     return v[0];
 }
 
+/** The same of settled rows: channels i, i + 32, .. one after the other by fused multiply-adds, then v[i] += v[i ^ h] for
+ *  h = 16, 8, 2, 1, 4. n: a multiple of 64; numbers without a code are 0. */
+static float settled_sum(const float *a, const float *b, int32_t n)
+{
+    float v[TQ_TILE], sums[TQ_TILE];
+    for (int32_t i = 0; i < TQ_TILE; i++) {
+        v[i] = a[i] * b[i];
+        for (int32_t k = TQ_TILE; k < n; k += TQ_TILE) v[i] = fmaf(a[i + k], b[i + k], v[i]);
+    }
+    const int32_t order[] = {16, 8, 2, 1, 4};
+    for (int32_t k = 0; k < 5; k++) {
+        for (int32_t i = 0; i < TQ_TILE; i++) sums[i] = v[i] + v[i ^ order[k]];
+        memcpy(v, sums, sizeof v);
+    }
+    return v[0];
+}
+
 /** Sum of a_i b_i over the coded channels. */
 static float coded_dot(const tq_encoder *e, const float *a, const float *b)
 {
-    float products[TQ_MAX_DIM];
+    float x[TQ_MAX_DIM], y[TQ_MAX_DIM];
     int32_t n = 1;
     while (n < e->head_dim) n *= 2;
-    for (int32_t i = 0; i < n; i++)
-        products[i] = i < e->head_dim && e->side->bits[i / e->group_channels] ? a[i] * b[i] : 0.0f;
-    return tree_sum(products, n);
+    for (int32_t i = 0; i < n; i++) {
+        int coded = i < e->head_dim && e->side->bits[i / e->group_channels];
+        x[i] = coded ? a[i] : 0.0f;
+        y[i] = coded ? b[i] : 0.0f;
+    }
+    if (e->settled) return settled_sum(x, y, n);
+    for (int32_t i = 0; i < n; i++) x[i] *= y[i];
+    return tree_sum(x, n);
 }
 
 static uint8_t wide_code(float u)
 {
     float x = u * (1 / TQ_WIDE_STEP);
     x = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x;
-    return (uint8_t)(128 + (int32_t)((x + 12582912.0f) - 12582912.0f)); /* rounds: 1.5 * 2^23 */
+    return (uint8_t)(128 + (int32_t)((x + TQ_ROUND) - TQ_ROUND));
 }
 
 static int32_t rank_of(const tq_codebook *book, float u)
@@ -69,38 +106,57 @@ static int32_t rank_of(const tq_codebook *book, float u)
     return rank;
 }
 
-/* Scales in units of rms(z); u has rms 1, c its decoded levels. turboquant.h, tq_scale. */
-static float scale_factor(const tq_encoder *e, const float *u, const float *c)
+/** The middle of the cell, a unit wide, that z * units lies in, which is the exact product; times a unit. */
+static float middle_of_cell(float z, float units)
 {
-    switch (e->scale) {
-    case TQ_SCALE_EDEN: return coded_dot(e, u, u) / coded_dot(e, c, u);
-    case TQ_SCALE_NORM_CORRECTED: return sqrtf(coded_dot(e, u, u) / coded_dot(e, c, c));
-    case TQ_SCALE_LEAST_SQUARES: return coded_dot(e, c, u) / coded_dot(e, c, c);
+    float whole = fmaf(z, units, TQ_ROUND) - TQ_ROUND; /* the nearest number */
+    if (fmaf(z, units, -whole) < 0) whole -= 1.0f;     /* the one below */
+    return (whole + 0.5f) * (1.0f / TQ_SETTLED_UNITS);
+}
+
+/* Scales in units of rms(z); u has rms 1, c its decoded levels. turboquant.h, tq_scale. */
+static float quotient(int32_t scale, float uu, float cu, float cc)
+{
+    switch (scale) {
+    case TQ_SCALE_EDEN: return uu / cu;
+    case TQ_SCALE_NORM_CORRECTED: return sqrtf(uu / cc);
+    case TQ_SCALE_LEAST_SQUARES: return cu / cc;
     default: return 1.0f;
     }
 }
 
+/* Of settled rows; r: 1 / rms(z), z and c in the units of x. */
+static float settled_factor(const tq_encoder *e, float r, const float *z, const float *c)
+{
+    float uu = e->steps ? coded_dot(e, z, z) * r * r : (float)e->side->coded_channels;
+    return quotient(e->scale, uu, coded_dot(e, c, z) * r, coded_dot(e, c, c)) * e->factor;
+}
+
 static void encode_scalar(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale)
 {
-    float u[TQ_MAX_DIM], c[TQ_MAX_DIM];
+    float u[TQ_MAX_DIM], c[TQ_MAX_DIM]; /* settled: u is z */
     float ss = coded_dot(e, z, z);
     int is_zero = ss < 0x1p-126f; /* FLT_MIN: nothing to normalise */
-    float s0 = sqrtf(ss / (float)e->side->coded_channels), r = 1.0f / s0;
+    float s0 = sqrtf(ss / (float)e->side->coded_channels), r = is_zero ? 0.0f : 1.0f / s0;
     memset(codes, 0, (size_t)((e->head_dim + e->group_channels - 1) / e->group_channels * e->group_channels));
     for (int32_t i = 0; i < e->head_dim; i++) {
-        u[i] = is_zero ? 0.0f : z[i] * r;
+        float x = is_zero ? 0.0f : z[i] * r;
+        u[i] = e->settled ? z[i] : x;
         c[i] = 0.0f;
         int32_t bits = e->side->bits[i / e->group_channels];
         if (!bits) continue;
         const tq_codebook *book = &e->books[bits];
-        codes[i] = bits == TQ_WIDE_BITS ? wide_code(u[i]) : book->code_of_rank[rank_of(book, u[i])];
+        if (e->settled && bits != TQ_WIDE_BITS) x = middle_of_cell(z[i], r * TQ_SETTLED_UNITS);
+        codes[i] = bits == TQ_WIDE_BITS ? wide_code(x) : book->code_of_rank[rank_of(book, x)];
         c[i] = (float)tq_level(book, codes[i]) * book->step;
     }
     for (int32_t i = 0; e->steps && i < e->head_dim; i++) { /* the scale is found in the units of x */
         u[i] *= e->steps[i / e->group_channels];
         c[i] *= e->steps[i / e->group_channels];
     }
-    float s = is_zero ? 0.0f : s0 * scale_factor(e, u, c);
+    float s = 0.0f;
+    if (!is_zero && e->settled) s = s0 * settled_factor(e, r, u, c);
+    else if (!is_zero) s = s0 * quotient(e->scale, coded_dot(e, u, u), coded_dot(e, c, u), coded_dot(e, c, c));
     *scale = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);
 }
 
@@ -237,6 +293,7 @@ static void axpy_scalar(float a, const float *x, float *y, int32_t n)
 const tq_kernels tq_kernels_scalar = {
     .isa = "scalar",
     .hadamard = hadamard_scalar,
+    .settle = settle_scalar,
     .matvec = matvec_scalar,
     .encode = encode_scalar,
     .pack = pack_scalar,

@@ -49,7 +49,7 @@ TQ_INLINE tq_floats tq_select(tq_ints mask, tq_floats a, tq_floats b)
     return (tq_floats)(((tq_ints)a & mask) | ((tq_ints)b & ~mask));
 }
 
-/* Two operations that GNU C has no spelling for. Fused sums are for attention only: they would change codes. */
+/* Two operations that GNU C has no spelling for. Where a code is decided, fused sums are used as scalar.c uses fmaf. */
 
 TQ_INLINE tq_floats tq_fused(tq_floats a, tq_floats b, tq_floats c)
 {
@@ -60,7 +60,8 @@ TQ_INLINE tq_floats tq_fused(tq_floats a, tq_floats b, tq_floats c)
 #elif defined(__ARM_NEON)
     return vfmaq_f32(c, a, b);
 #else
-    return a * b + c;
+    for (int i = 0; i < TQ_LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
 #endif
 }
 

@@ -323,6 +323,8 @@ static void check_many_appends(int thin)
         Case c;
         c.batch = 2, c.heads = 4, c.key_bits = {1 + i % 4}, c.value_bits = {1 + i % 4}, c.rows = i / 4;
         c.dtype = i / 2 % 2 ? TQ_F16 : TQ_BF16, c.law = i % 2, c.centred = i % 3 == 2, c.appends = {6000};
+        c.dim = i % 7 == 2 ? 64 : i % 7 == 5 ? 256 : 128;
+        if (i % 5 == 3) c.key_bits = {4, 1, 3, 2}, c.value_bits = {2, 2, 3}; // one group after the other, and again
         c.sinks = c.window = 0, c.max_pages = 47;
         c.name = "hard rows " + std::to_string(c.rows) + ", bits " + std::to_string(c.key_bits[0]);
         run(c);

@@ -145,7 +145,7 @@ inline void fill_rows(std::vector<uint8_t> &to, size_t rows, int dim, int dtype,
     }
 }
 
-constexpr int HARD_ROWS = 10;
+constexpr int HARD_ROWS = 11;
 
 /** Rows of one kind: normal, of any size, with one or few large numbers, of few different numbers, tiny, of wide range, with a mean. */
 inline void fill_hard_rows(std::vector<uint8_t> &to, size_t rows, int dim, int dtype, int kind, Random &random)
@@ -170,6 +170,12 @@ inline void fill_hard_rows(std::vector<uint8_t> &to, size_t rows, int dim, int d
             case 8: x += size; break;
             case 9:
                 x = in_column ? 1 + fabsf(x) : ldexpf(1 + fabsf(x), -random.below(26)) * (c % 32 > 15 ? 0.5f : 1.0f);
+                break;
+            case 10: // halves of what settled numbers are multiples of, and numbers beside the least of them
+                x = is_hot       ? 1.5f
+                    : c % 3 == 0 ? ldexpf((float)(random.below(513) - 256), -19)
+                    : c % 3 == 1 ? ldexpf(1 + ldexpf((float)(random.below(5) - 2), -7), -11 - random.below(2))
+                                 : ldexpf((float)(2 * random.below(1024) - 1023), -19);
                 break;
             }
             store(to, row * dim + c, dtype, fminf(fmaxf(x, -TQ_MAX_INPUT), TQ_MAX_INPUT));

@@ -5,7 +5,8 @@
 good/<name>.tqcodes   header and pages of CASES[name], made by tests/reference.py from the vectors of `vectors(name)`
 bad/<name>.tqcodes    each has one thing wrong, named by the file
 
-The bytes are the format. A change that makes other bytes needs another TQ_FORMAT_VERSION, not another golden file.
+The bytes are the format: what they mean never changes within a TQ_FORMAT_VERSION, and whoever reads one reads all of
+its files. A change that encodes the same vectors to other bytes, if only at edges of rounding, says so in CHANGELOG.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ CASES: dict[str, tuple[Plan, int, bool]] = {
     "whole-page": (ref.plan(8, 2, 3, seed=17), 128, False),
     "empty": (ref.plan(8, 4), 0, False),
     "groups-of-16-centred-steps": (ref.plan(40, (5, 8, 3), (8, 0, 1), seed=18, page_tokens=64, group=16), 77, True),
+    "settled": (ref.plan(128, (4, 3, 2, 1), (2, 5, 0, 4), seed=19, **SMALL), 37, False),
+    "settled-centred-steps": (ref.plan(64, (3, 4), (4, 1), seed=20, **SMALL), 37, True),
 }
 
 
