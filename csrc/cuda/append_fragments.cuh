@@ -10,7 +10,8 @@
 // The other stages pair numbers of one lane; u is a whole number of units and so the place of its code in a table; codes become words
 // in the lane that stores them; and only sums go from lane to lane. 16 tokens at a time, half a tile.
 //
-// What limits it is the issue of instructions.
+// About 16 instructions a number. What limits it: by registers a multiprocessor has 16 warps (head_dim 128), too few to hide that each
+// waits for tables, levels and products; issue slots and the pipe of shared memory and shuffles are each about 60 % busy.
 //
 // Shared memory: | a table of codes for each width | of each warp: 16 rows, 8 words apart modulo 32, in the order of columns | centre |
 //                  rms, <c, u> of 32 tokens |
@@ -183,8 +184,8 @@ __device__ __forceinline__ uint32_t bits_of_half(uint32_t half)
 /** Settles two numbers of a row and flips the signs of those that `signs` says. */
 template <bool BF16> struct Settler;
 
-/** bfloat16 numbers are settled but for those below 2^(E - 11). They are compared as if they were binary16 ones, whose magnitudes are in the
- *  same order, and for which the comparison takes magnitudes. */
+/** bfloat16 numbers are settled but for those below 2^(E - 11). They are compared as if they were binary16 ones, whose magnitudes are
+ *  in the same order, and for which the comparison takes magnitudes. */
 template <> struct Settler<true> {
     __half2 least;
 
@@ -308,10 +309,10 @@ __device__ __forceinline__ void rotate_rows(const Raw<S> &raw, uint32_t largest,
 // ---- sums ----
 
 /** mine and its partner's in the lane at distance h, where each wants another: of low and high the lanes without h the low one. */
-template <class T> __device__ __forceinline__ T exchange(T low, T high, int h, int lane)
+__device__ __forceinline__ float exchange(float low, float high, int h, int lane)
 {
     const bool upper = lane & h;
-    return (upper ? high : low) + __shfl_xor_sync(ALL_LANES, upper ? low : high, h);
+    return __fadd_rn(upper ? high : low, __shfl_xor_sync(ALL_LANES, upper ? low : high, h));
 }
 
 /** Sums over channels i, i + 32, .. of a lane's numbers, at [chunk % 2][number of the chunk]. */
@@ -586,8 +587,8 @@ __device__ __forceinline__ void append_side(const FragmentsArgs &a, const Tables
                                             uint32_t turns, uint8_t *memory, uint32_t block, int lane)
 {
     // Sent from a lane to all, as `warp` is.
-    const auto place_of_turn = [&](uint32_t turn) {
-        return __shfl_sync(ALL_LANES, (uint32_t)((uint64_t)a.line * turn / turns), 0);
+    const auto place_of_turn = [&](uint32_t t) {
+        return __shfl_sync(ALL_LANES, (uint32_t)((uint64_t)a.line * t / turns), 0);
     };
     uint32_t at = place_of_turn(turn);
     const uint32_t end = place_of_turn(turn + 1);
@@ -628,7 +629,8 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
 {
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
-    FragmentsArgs a = {{args}};
+    FragmentsArgs a = {};
+    static_cast<AppendArgs &>(a) = args;
     for (int bits = 0; bits < TQ_MAX_BITS; bits++) {
         const bool has = bits && (args.side[0].widths | args.side[1].widths) >> bits & 1;
         a.table_of_width[bits] = has ? a.tables : -1;
@@ -639,9 +641,9 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
         a.table[side][group] = (uint32_t)(a.table_of_width[args.side[side].bits[group]] + S::MOST) - WHOLE_BITS;
     }
     const int bytes = a.tables + S::WARPS * S::WARP_BYTES;
-    if (bytes + (int)sizeof(Tables<S>) > device.shared_bytes_per_block)
-        return launch_append_warp(args, true, false, stream, error);
     const int64_t tiles = append_tiles(args), line = (int64_t)args.batch * args.kv_heads * tiles;
+    if (bytes + (int)sizeof(Tables<S>) > device.shared_bytes_per_block || line > INT32_MAX)
+        return launch_append_warp(args, true, false, stream, error);
     const bool few = args.sides * line <= (int64_t)S::WARPS * device.processors; // a tile for a warp
     a.tiles = divisor_of(tiles);
     a.line = (uint32_t)line;

@@ -151,9 +151,9 @@ struct Settling {
     }
 };
 
-/** The order in which encoding adds, but for settled rows: v[i] += v[i + h] for h = n/2 .. 1 over a power of two, padded with zeros. Lane l holds
- *  v[l + 32 k] in v[k]; more zeros than needed change no sum. N trees at once, since a lane alone waits for each shuffle; every
- *  lane gets all sums, in v[..][0]. */
+/** The order in which encoding adds, but for settled rows: v[i] += v[i + h] for h = n/2 .. 1 over a power of two, padded with zeros.
+ *  Lane l holds v[l + 32 k] in v[k]; more zeros than needed change no sum. N trees at once, since a lane alone waits for each shuffle;
+ *  every lane gets all sums, in v[..][0]. */
 template <int N, int PER_LANE> __device__ __forceinline__ void warp_trees(float (&v)[N][PER_LANE])
 {
 #pragma unroll
