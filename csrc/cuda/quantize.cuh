@@ -79,19 +79,12 @@ __device__ __forceinline__ void count_if_at_most(int &count, float threshold, fl
     asm("{ .reg .pred p; setp.le.f32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "f"(threshold), "f"(u));
 }
 
-/** The cell of u, which is the rank of its lower edge. */
-__device__ __forceinline__ int cell_of(float u, const LaneBook &book)
-{
-    float share =
-        __saturatef(__fmaf_rn(u, book.per_cell, 0.5f)); // NaN becomes 0, and no threshold is <= it: rank 0 as in C
-    return __float_as_int(__fmul_rn(share, book.cells));
-}
-
 /** All lanes of a warp, each with its own u, under one book. TWICE: whether book.compares may be 2. */
 template <bool TWICE> __device__ __forceinline__ int rank_of(float u, const LaneBook &book)
 {
-    const int cell = cell_of(u, book);
-    int rank = cell;
+    float share =
+        __saturatef(__fmaf_rn(u, book.per_cell, 0.5f)); // NaN becomes 0, and no threshold is <= it: rank 0 as in C
+    int cell = __float_as_int(__fmul_rn(share, book.cells)), rank = cell;
     count_if_at_most(rank, __shfl_sync(ALL_LANES, book.threshold, cell), u);
     if constexpr (TWICE)
         if (book.compares == 2) count_if_at_most(rank, __shfl_sync(ALL_LANES, book.threshold, cell + 1), u);
