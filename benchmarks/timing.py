@@ -2,12 +2,14 @@
 
 A result file is {"machine": {..}, "commit": "..", "rows": [{"bench", "params", "metrics"}]}; times are medians in
 microseconds with the 10th and 90th percentile beside them. Inputs are rotated so that no call finds its own in a cache;
-on CUDA the calls are timed inside a CUDA graph, so that launch gaps of Python do not count, after a rest.
+on CUDA the calls are timed inside a CUDA graph of a millisecond or more, so that launch gaps of Python and the start of
+the graph do not count, after a rest.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -22,6 +24,8 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 REST_SECONDS = 0.2
+# What a graph takes at least: its start takes 7, which are no call's. Not much longer, or the GPU would need its rest.
+GRAPH_MICROSECONDS = 1000
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -102,21 +106,31 @@ def _cuda_times(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]
     with torch.cuda.stream(stream):
         for call in calls:
             call()
+    graph = _graph(calls, stream)
+    _graph_microseconds(graph)
+    rounds = math.ceil(GRAPH_MICROSECONDS / _graph_microseconds(graph))
+    if rounds > 1:
+        graph = _graph(list(calls) * rounds, stream)
+    time.sleep(REST_SECONDS)  # a GPU near its power limit lowers its clocks, also for what runs next
+    times = [_graph_microseconds(graph) / (rounds * len(calls)) for _ in range(repeats + 3)]
+    return times[3:]
+
+
+def _graph(calls: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
-    calls = list(calls) * -(-8 // len(calls))  # a graph takes 7 us to start, which is nobody's time
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
     torch.cuda.synchronize()
-    time.sleep(REST_SECONDS)  # a GPU near its power limit lowers its clocks, also for what runs next
-    times = []
-    for i in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return times
+    return graph
+
+
+def _graph_microseconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds * 1e3

@@ -7,6 +7,7 @@
 set -u -o pipefail
 arch=${1:-native}
 [ "$arch" = native ] || arch=sm_$arch
+at_once=$(($(nproc) / 2 + 1))
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 flags=(-std=c++17 -O2 -lineinfo -arch="$arch" -Icsrc -Icsrc/include)
@@ -23,10 +24,17 @@ for name in attend attend_blocks append; do
     nvcc -arch="$arch" "$build/$name.o" "$build"/core_*.o "$build"/cuda_*.o -lpthread -o "$build/${name}_harness" || exit 1
 done
 
-failures=0
+# One run takes a core, and little of the GPU: several at a time, each with its own page of the log.
+count=0
 run() { # tool, harness, its arguments
-    echo "== $1 $2: ${*:3}${TURBOQUANT_CUDA_PATH:+ ($TURBOQUANT_CUDA_PATH)}"
-    compute-sanitizer --error-exitcode 1 --tool "$1" "$build/$2_harness" "${@:3}" | tail -n 2 || failures=$((failures + 1))
+    local page
+    page=$(printf '%s/page_%03d' "$build" "$count")
+    count=$((count + 1))
+    while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n; done
+    {
+        echo "== $1 $2: ${*:3}${TURBOQUANT_CUDA_PATH:+ ($TURBOQUANT_CUDA_PATH)}"
+        compute-sanitizer --error-exitcode 1 --tool "$1" "$build/$2_harness" "${@:3}" | tail -n 2 || touch "$page.failed"
+    } > "$page" 2>&1 &
 }
 
 echo "compute-sanitizer, $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
@@ -57,5 +65,8 @@ for tool in memcheck racecheck synccheck; do
     for filter in "length 33" "queries, fresh, \"tables"; do run "$tool" attend_blocks "$filter"; done
     TQ_THIN=400 run "$tool" append check
 done
-echo "$failures runs failed"
+wait
+cat "$build"/page_???
+failures=$(find "$build" -name 'page_*.failed' | wc -l)
+echo "$failures of $count runs failed"
 exit $((failures > 0))
