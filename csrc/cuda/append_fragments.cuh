@@ -11,7 +11,9 @@
 // in the lane that stores them; and only sums go from lane to lane. 16 tokens at a time, half a tile.
 //
 // About 16 instructions a number. What limits it: by registers a multiprocessor has 16 warps (head_dim 128), too few to hide that each
-// waits for tables, levels and products; issue slots and the pipe of shared memory and shuffles are each about 60 % busy.
+// waits for tables, levels and products; issue slots and the pipe of shared memory and shuffles are each about 60 % busy. Of the 59 us of a
+// prompt of 32k tokens (8 heads, K and V) 3 pass before the first rows are there, and multiprocessors end up to 5 apart, whose tiles are
+// as many. Looking up nothing at 1 and 2 bits (comparisons instead) took 2 % less there, and as much more elsewhere.
 //
 // Shared memory: | a table of codes for each width | of each warp: 16 rows, 8 words apart modulo 32, in the order of columns | centre |
 //                  rms, <c, u> of 32 tokens |
@@ -28,7 +30,8 @@ namespace tq
 namespace fragments
 {
 
-constexpr int PASS = 16; // tokens at a time
+constexpr int PASS = 16;     // tokens at a time
+constexpr int MOST_BITS = 4; // of a group
 
 /** One compiled kernel. Every group has 1 to 4 bits. */
 template <int DIM_, bool BF16_, bool CENTRED_> struct Shape {
@@ -42,21 +45,30 @@ template <int DIM_, bool BF16_, bool CENTRED_> struct Shape {
     static constexpr int MOST = DIM <= 64 ? 528 : DIM <= 128 ? 736 : 1040, TABLE_BYTES = 2 * MOST;
 };
 
+/** How the tiles of a side are shared: warp t of those that take them has `each`, and one more if t < more. */
+struct Shares {
+    uint32_t each, more;
+
+    __device__ __forceinline__ uint32_t first(uint32_t t) const { return t * each + min(t, more); }
+};
+
 struct FragmentsArgs : SettledArgs {
     /** What, added to the bits of a whole number (quantize.cuh) and to where shared memory is, is the place of its code; by side and group.
      *  Not known to the compiler, which would otherwise add a part of it on its own. */
     uint32_t table[2][TQ_MAX_HEAD_DIM / TQ_TILE];
-    int32_t table_of_width[TQ_MAX_BITS], tables; // where a width's table is, or -1; bytes of all
-    /** Token tiles of a (side, sequence, head); the line of tiles of a side, one (sequence, head) behind the other; the warp from which on
-     *  warps take tiles of values alone, those before it of keys alone, or 0: all take both. */
+    int32_t table_of_width[MOST_BITS + 1], tables;            // where a width's table is, or -1; bytes of all
+    int16_t first_place[MOST_BITS + 1][(1 << MOST_BITS) - 1]; // by width: in its table, of rank i + 1
+    /** Token tiles of a (side, sequence, head). The tiles of a side are a line, one (sequence, head) behind the other. Warps from
+     *  values_from on take tiles of values alone, those before it of keys alone; 0: all take both. */
     Divisor tiles;
-    uint32_t line, values_from;
+    Shares shares[2];
+    uint32_t values_from;
 };
 
 /** What the warps of a block share. */
 template <class S> struct Tables {
-    uint2 signs[S::CHUNKS][4];     // of a lane's channels 16 c + 4 t .. + 3: sign bits, as rows are stored
-    float levels[TQ_MAX_BITS][32]; // by width and code
+    uint2 signs[S::CHUNKS][4];       // of a lane's channels 16 c + 4 t .. + 3: sign bits, as rows are stored
+    float levels[MOST_BITS + 1][32]; // by width and code
 };
 
 /** Where a channel of the centre stands: so that a lane reads four at a time. */
@@ -152,14 +164,16 @@ template <bool BF16> __device__ __forceinline__ uint32_t larger(uint32_t a, uint
 /** The largest magnitude of row g in the low half, of row g + 8 in the high one. */
 template <class S> __device__ __forceinline__ uint32_t largest_of_rows(const Raw<S> &raw)
 {
-    uint32_t most[2] = {};
+    uint32_t most[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+        uint2 two = raw.of[h][0];
 #pragma unroll
-        for (int c = 0; c < S::CHUNKS; c++) {
-            most[h] = larger<S::BF16>(most[h], raw.of[h][c].x);
-            most[h] = larger<S::BF16>(most[h], raw.of[h][c].y);
+        for (int c = 1; c < S::CHUNKS; c++) {
+            two.x = larger<S::BF16>(two.x, raw.of[h][c].x);
+            two.y = larger<S::BF16>(two.y, raw.of[h][c].y);
         }
+        most[h] = larger<S::BF16>(two.x, two.y);
     }
     uint32_t both = larger<S::BF16>(prmt(most[0], most[1], 0x5410), prmt(most[0], most[1], 0x7632));
     both = larger<S::BF16>(both, __shfl_xor_sync(ALL_LANES, both, 1));
@@ -460,18 +474,21 @@ template <class S>
 __device__ __forceinline__ void prepare_width(const FragmentsArgs &a, int bits, uint8_t *table, Tables<S> &tables,
                                               int warp, int lane)
 {
-    const LaneBook book = lane_book(a.books[bits], lane);
     static_assert(S::TABLE_BYTES % 32 == 0);
     for (int first = 4 * 32 * warp; first < S::TABLE_BYTES; first += 4 * 32 * S::WARPS) {
+        int ranks[4] = {};
+#pragma unroll 1
+        for (int rank = 0; rank < (1 << bits) - 1; rank++) {
+            const int place = a.first_place[bits][rank];
+#pragma unroll
+            for (int i = 0; i < 4; i++) ranks[i] += first + 4 * lane + i >= place;
+        }
         uint32_t four = 0;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float u = __fmul_rn((float)(first + 4 * lane + i - S::MOST) + 0.5f, 1.0f / TQ_SETTLED_UNITS);
-            four |= code_of_rank(rank_of<false>(u, book), bits) << 8 * i;
-        }
+        for (int i = 0; i < 4; i++) four |= code_of_rank(ranks[i], bits) << 8 * i;
         if (first + 4 * lane < S::TABLE_BYTES) *reinterpret_cast<uint32_t *>(table + first + 4 * lane) = four;
     }
-    if (warp == 0 && lane < 1 << bits) tables.levels[bits][code_of_rank(lane, bits)] = book.level;
+    if (warp == 0 && lane < 1 << bits) tables.levels[bits][code_of_rank(lane, bits)] = a.books[bits].levels[lane];
 }
 
 /** The centre as it is subtracted from rotated rows, for this warp. */
@@ -547,10 +564,13 @@ __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<
     load_pass<S, IS_KEY>(a, work, head, span, tile * TQ_TILE, memory, lane);
     if constexpr (S::CENTRED)
         prepare_centre<S, IS_KEY>(a, head, reinterpret_cast<float *>(memory + S::AT_CENTRE), lane);
+    const int first_tile = tile;
+    // Of 32 tiles, a lane each: long before they are needed. One that is known to be the same for all lanes would be waited for at once.
+    int32_t pages = 0;
 #pragma unroll 1
     for (; tile < end_tile; tile++) {
-        const int base = tile * TQ_TILE;
-        const int32_t page = opaque(page_of(a, work, base)); // long before it is needed, or waited for
+        const int base = tile * TQ_TILE, turn = (tile - first_tile) % 32;
+        if (turn == 0 && tile + lane < end_tile) pages = page_of(a, work, base + lane * TQ_TILE);
         Codes<S> codes = {};
 #pragma unroll 1
         for (int token = 0; token < TQ_TILE; token += PASS) {
@@ -567,31 +587,31 @@ __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<
             });
         }
         __syncwarp();
+        const int32_t page = __shfl_sync(ALL_LANES, pages, turn);
         const int page_token = (int)a.page_tokens.remainder((uint32_t)base);
         const int begin = max(0, span.first - base), end = min(TQ_TILE, span.last - base);
         if (uint8_t *record = record_of_page(a, work, page)) {
             store_tiles<S, IS_KEY>(side, tiles_of(side, record, page_token / TQ_TILE) + 4 * lane, codes, begin, end,
                                    lane);
+            const int scale = a.scale == TQ_SCALE_EDEN ? TQ_SCALE_EDEN : TQ_SCALE_NORM; // no others come here
             if (lane >= begin && lane < end)
                 *scale_at(side, record, page_token + lane) =
-                    scale_of(a.scale, sums[lane], {side.coded_channels, sums[lane + TQ_TILE], 0.0f}, a.factor);
+                    scale_of(scale, sums[lane], {side.coded_channels, sums[lane + TQ_TILE], 0.0f}, a.factor);
         }
         __syncwarp();
     }
 }
 
-/** What warp `turn` of `turns` takes of the tiles of a side: neighbours. Warps with neighbouring turns are of different blocks, so that
+/** What warp `turn` takes of the tiles of a side: neighbours. Warps with neighbouring turns are of different blocks, so that
  *  blocks have about as many tiles also where sequences are not equally long. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void append_side(const FragmentsArgs &a, const Tables<S> &tables, uint32_t turn,
-                                            uint32_t turns, uint8_t *memory, uint32_t block, int lane)
+                                            uint8_t *memory, uint32_t block, int lane)
 {
+    const Shares &shares = a.shares[!IS_KEY];
     // Sent from a lane to all, as `warp` is.
-    const auto place_of_turn = [&](uint32_t t) {
-        return __shfl_sync(ALL_LANES, (uint32_t)((uint64_t)a.line * t / turns), 0);
-    };
-    uint32_t at = place_of_turn(turn);
-    const uint32_t end = place_of_turn(turn + 1);
+    uint32_t at = __shfl_sync(ALL_LANES, shares.first(turn), 0);
+    const uint32_t end = __shfl_sync(ALL_LANES, shares.first(turn + 1), 0);
 #pragma unroll 1
     for (int count; at < end; at += count) {
         const uint32_t item = a.tiles.quotient(at), of_item = at - item * a.tiles.divisor;
@@ -613,16 +633,17 @@ __global__ void __launch_bounds__(32 * S::WARPS, 1) append_fragments(const __gri
     __shared__ __align__(16) Tables<S> tables;
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0); // so that the compiler knows that lanes agree
     const int lane = threadIdx.x % 32;
-    for (int bits = 1; bits < TQ_MAX_BITS; bits++)
+    for (int bits = 1; bits <= MOST_BITS; bits++)
         if (a.table_of_width[bits] >= 0) prepare_width<S>(a, bits, memory + a.table_of_width[bits], tables, warp, lane);
     if (threadIdx.x < 4 * S::CHUNKS) prepare_signs(a, threadIdx.x, tables);
     __syncthreads();
     wait_for_stream();
     uint8_t *own = memory + a.tables + warp * S::WARP_BYTES;
     const uint32_t block = shared_address(memory);
-    const uint32_t turn = warp * gridDim.x + blockIdx.x, turns = S::WARPS * gridDim.x, keys = a.values_from;
-    if (turn < keys || !keys) append_side<S, true>(a, tables, turn, keys ? keys : turns, own, block, lane);
-    if (a.sides == 2 && turn >= keys) append_side<S, false>(a, tables, turn - keys, turns - keys, own, block, lane);
+    const uint32_t turn = warp * gridDim.x + blockIdx.x, turns = S::WARPS * gridDim.x, values_from = a.values_from;
+    if (turn < values_from || !values_from) append_side<S, true>(a, tables, turn, own, block, lane);
+    // Turned round, so that who had one tile more of keys has none more of values, where that is possible.
+    if (a.sides == 2 && turn >= values_from) append_side<S, false>(a, tables, turns - 1 - turn, own, block, lane);
 }
 
 template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t stream, tq_error *error)
@@ -631,10 +652,15 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
     TQ_CUDA_TRY(current_device(&device, error));
     FragmentsArgs a = {};
     static_cast<AppendArgs &>(a) = args;
-    for (int bits = 0; bits < TQ_MAX_BITS; bits++) {
+    for (int bits = 0; bits <= MOST_BITS; bits++) {
         const bool has = bits && (args.side[0].widths | args.side[1].widths) >> bits & 1;
         a.table_of_width[bits] = has ? a.tables : -1;
         a.tables += has ? S::TABLE_BYTES : 0;
+        for (int i = 0; i < (1 << bits) - 1;
+             i++) { // the least whole number of units whose middle is not below the threshold
+            const double units = ceil((double)TQ_SETTLED_UNITS * args.books[bits].thresholds[i] - 0.5);
+            a.first_place[bits][i] = (int16_t)(S::MOST + units);
+        }
     }
     for (int i = 0; i < 2 * S::GROUPS; i++) {
         const int side = i / S::GROUPS, group = i % S::GROUPS;
@@ -645,10 +671,13 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
     if (bytes + (int)sizeof(Tables<S>) > device.shared_bytes_per_block || line > INT32_MAX)
         return launch_append_warp(args, true, false, stream, error);
     const bool few = args.sides * line <= (int64_t)S::WARPS * device.processors; // a tile for a warp
-    a.tiles = divisor_of(tiles);
-    a.line = (uint32_t)line;
-    a.values_from = few && args.sides == 2 ? (uint32_t)line : 0;
     const int64_t blocks = std::min<int64_t>(few ? args.sides * line : line, device.processors);
+    const uint32_t turns = (uint32_t)(S::WARPS * blocks);
+    const auto shares = [&](uint32_t warps) { return Shares{(uint32_t)line / warps, (uint32_t)line % warps}; };
+    a.tiles = divisor_of(tiles);
+    a.values_from = few && args.sides == 2 ? (uint32_t)line : 0;
+    a.shares[0] = shares(a.values_from ? a.values_from : turns);
+    a.shares[1] = shares(turns - a.values_from);
     return launch(append_fragments<S>, blocks, 32 * S::WARPS, bytes, stream, error, a);
 }
 
