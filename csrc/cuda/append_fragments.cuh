@@ -12,8 +12,8 @@
 //
 // About 16 instructions a number. What limits it: by registers a multiprocessor has 16 warps (head_dim 128), too few to hide that each
 // waits for tables, levels and products; issue slots and the pipe of shared memory and shuffles are each about 60 % busy. Of the 59 us of a
-// prompt of 32k tokens (8 heads, K and V) 3 pass before the first rows are there, and multiprocessors end up to 5 apart, whose tiles are
-// as many. Looking up nothing at 1 and 2 bits (comparisons instead) took 2 % less there, and as much more elsewhere.
+// prompt of 32k tokens (8 heads, K and V) 3 pass before the first rows are there, and the last multiprocessor ends 4 to 5 after the average
+// one, though all have as many tiles. Comparisons in place of look-ups at 1 and 2 bits took 2 % less there, and as much more elsewhere.
 //
 // Shared memory: | a table of codes for each width | of each warp: 16 rows, 8 words apart modulo 32, in the order of columns | centre |
 //                  rms, <c, u> of 32 tokens |
@@ -45,7 +45,8 @@ template <int DIM_, bool BF16_, bool CENTRED_> struct Shape {
     static constexpr int MOST = DIM <= 64 ? 528 : DIM <= 128 ? 736 : 1040, TABLE_BYTES = 2 * MOST;
 };
 
-/** How the tiles of a side are shared: warp t of those that take them has `each`, and one more if t < more. */
+/** How the tiles of a side are shared: warp t of those that take them has `each`, and one more if t < more. Values count the warps from
+ *  the last one on, so that who has one more of keys has none more of values, where that is possible. */
 struct Shares {
     uint32_t each, more;
 
@@ -642,7 +643,6 @@ __global__ void __launch_bounds__(32 * S::WARPS, 1) append_fragments(const __gri
     const uint32_t block = shared_address(memory);
     const uint32_t turn = warp * gridDim.x + blockIdx.x, turns = S::WARPS * gridDim.x, values_from = a.values_from;
     if (turn < values_from || !values_from) append_side<S, true>(a, tables, turn, own, block, lane);
-    // Turned round, so that who had one tile more of keys has none more of values, where that is possible.
     if (a.sides == 2 && turn >= values_from) append_side<S, false>(a, tables, turns - 1 - turn, own, block, lane);
 }
 
@@ -656,8 +656,8 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
         const bool has = bits && (args.side[0].widths | args.side[1].widths) >> bits & 1;
         a.table_of_width[bits] = has ? a.tables : -1;
         a.tables += has ? S::TABLE_BYTES : 0;
-        for (int i = 0; i < (1 << bits) - 1;
-             i++) { // the least whole number of units whose middle is not below the threshold
+        for (int i = 0; i < (1 << bits) - 1; i++) {
+            // the least whole number of units whose middle is not below the threshold; exact
             const double units = ceil((double)TQ_SETTLED_UNITS * args.books[bits].thresholds[i] - 0.5);
             a.first_place[bits][i] = (int16_t)(S::MOST + units);
         }
@@ -671,7 +671,7 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
     if (bytes + (int)sizeof(Tables<S>) > device.shared_bytes_per_block || line > INT32_MAX)
         return launch_append_warp(args, true, false, stream, error);
     const bool few = args.sides * line <= (int64_t)S::WARPS * device.processors; // a tile for a warp
-    const int64_t blocks = std::min<int64_t>(few ? args.sides * line : line, device.processors);
+    const int64_t blocks = std::min<int64_t>(args.sides * line, device.processors);
     const uint32_t turns = (uint32_t)(S::WARPS * blocks);
     const auto shares = [&](uint32_t warps) { return Shares{(uint32_t)line / warps, (uint32_t)line % warps}; };
     a.tiles = divisor_of(tiles);

@@ -103,6 +103,9 @@ static int64_t spoil(Array<uint8_t> &x, int count, const Case &c, int tokens, co
     return 0;
 }
 
+/** So many rows are made; more are those again. A prime, so that no pattern of tiles repeats. */
+constexpr size_t MADE_ROWS = 65537;
+
 static void run(const Case &c)
 {
     Random random(c.dim * 1000003 + c.scale * 101 + c.key_bits[0] * 7 + c.window + c.appends[0]);
@@ -156,8 +159,11 @@ static void run(const Case &c)
         Array<uint8_t> k(rows * tokens * row), v(values ? rows * tokens * row : 0);
         for (Array<uint8_t> *x : {&k, &v}) {
             if (x->host.empty()) continue;
-            if (c.rows < 0) fill_rows(x->host, rows * tokens, c.dim, c.dtype, random);
-            else fill_hard_rows(x->host, rows * tokens, c.dim, c.dtype, c.rows, random);
+            const size_t all = x->host.size(), made = std::min<size_t>(rows * tokens, MADE_ROWS);
+            if (c.rows < 0) fill_rows(x->host, made, c.dim, c.dtype, random);
+            else fill_hard_rows(x->host, made, c.dim, c.dtype, c.rows, random);
+            for (size_t at = made * row; at < all; at += made * row)
+                memcpy(&x->host[at], x->host.data(), std::min(made * row, all - at));
         }
         k.up(), v.up();
         std::vector<int64_t> flags;
@@ -303,8 +309,8 @@ static void check_appends(int thin)
         }
 }
 
-/** Thousands of tokens, as prompts have, so that warps take many tiles each: widths x laws, scales, dtypes, and what a tile can have
- *  in part; then rows of which sums are rounded, cancel, tie or are exact. */
+/** Thousands of tokens, as prompts have: widths x laws, scales, dtypes, and what a tile can have in part; then rows of which sums are
+ *  rounded, cancel, tie or are exact. A warp of append_fragments has a tile of a side or two. */
 static void check_many_appends(int thin)
 {
     for (int i = 0; i < 24; i += thin) {
@@ -327,6 +333,25 @@ static void check_many_appends(int thin)
         if (i % 5 == 3) c.key_bits = {4, 1, 3, 2}, c.value_bits = {2, 2, 3}; // one group after the other, and again
         c.sinks = c.window = 0, c.max_pages = 47;
         c.name = "hard rows " + std::to_string(c.rows) + ", bits " + std::to_string(c.key_bits[0]);
+        run(c);
+    }
+}
+
+/** So many tokens that on up to 144 multiprocessors each warp of append_fragments takes some tiles of a side, neighbours, in the last case
+ *  more than 32. */
+static void check_long_appends(int thin)
+{
+    for (int i = 0; i < 10; i += thin) {
+        Case c;
+        c.dim = i == 9 ? 256 : 64 << i % 3, c.batch = 1, c.heads = i == 9 ? 1 : 8;
+        c.key_bits = {4 - i % 4}, c.value_bits = {1 + (i + i / 4) % 4};
+        if (i % 4 == 3) c.key_bits = {4, 3}, c.value_bits = {2, 1};
+        if (i == 9) c.value_bits = {0};
+        c.dtype = i / 3 % 2 ? TQ_F16 : TQ_BF16, c.centred = i % 2, c.tokens_first = i % 4 == 1;
+        c.padding = {i % 5}, c.sinks = i % 3, c.window = i == 4 ? 33 : 0;
+        c.appends = {i == 9 ? 1200000 : 2900000 / c.dim};
+        c.max_pages = c.appends[0] / c.page_tokens + 1;
+        c.name = "long, dim " + std::to_string(c.dim) + ", case " + std::to_string(i);
         run(c);
     }
 }
@@ -595,6 +620,7 @@ int main(int argc, char **argv)
         if (argc < 2 || !strcmp(argv[i], "check")) {
             check_appends(thin);
             check_many_appends(thin);
+            check_long_appends(thin);
             check_single_appends(thin);
             check_fine_appends(thin);
             check_blocked_appends(thin);

@@ -9,7 +9,7 @@ arch=${1:-native}
 [ "$arch" = native ] || arch=sm_$arch
 at_once=$(($(nproc) / 2 + 1))
 build=$(mktemp -d)
-trap 'rm -rf "$build"' EXIT
+trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$build"' EXIT
 flags=(-std=c++17 -O2 -lineinfo -arch="$arch" -Icsrc -Icsrc/include)
 
 for source in csrc/core/*.c csrc/kernels/scalar.c; do
@@ -28,12 +28,12 @@ done
 count=0
 run() { # tool, harness, its arguments
     local page
-    page=$(printf '%s/page_%03d' "$build" "$count")
+    page=$(printf '%s/page_%05d' "$build" "$count")
     count=$((count + 1))
     while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n; done
     {
-        echo "== $1 $2: ${*:3}${TURBOQUANT_CUDA_PATH:+ ($TURBOQUANT_CUDA_PATH)}"
-        compute-sanitizer --error-exitcode 1 --tool "$1" "$build/$2_harness" "${@:3}" | tail -n 2 || touch "$page.failed"
+        echo "== $1 $2: ${*:3}${TURBOQUANT_CUDA_PATH:+ ($TURBOQUANT_CUDA_PATH)}${TQ_THIN:+ (thin $TQ_THIN)}"
+        compute-sanitizer --error-exitcode 1 --tool "$1" "$build/$2_harness" "${@:3}" | tail -n 2 && touch "$page.passed"
     } > "$page" 2>&1 &
 }
 
@@ -66,7 +66,7 @@ for tool in memcheck racecheck synccheck; do
     TQ_THIN=400 run "$tool" append check
 done
 wait
-cat "$build"/page_???
-failures=$(find "$build" -name 'page_*.failed' | wc -l)
+cat "$build"/page_?????
+failures=$((count - $(find "$build" -name 'page_*.passed' | wc -l)))
 echo "$failures of $count runs failed"
 exit $((failures > 0))
