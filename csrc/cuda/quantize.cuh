@@ -174,7 +174,7 @@ __device__ __forceinline__ float settled_sum(float x)
 constexpr float WHOLE = 12582912.0f;
 constexpr uint32_t WHOLE_BITS = 0x4b400000u;
 
-/** The same within one thread: leaf(i) for i < N of the N2 = 2^k >= N addends. Indices are constants once inlined. */
+/** The sum of warp_trees within one thread: leaf(i) for i < N of the N2 = 2^k >= N addends. Indices are constants once inlined. */
 template <int N, int N2, int H = 1, class Leaf>
 __device__ __forceinline__ float thread_tree(const Leaf &leaf, int i = 0)
 {

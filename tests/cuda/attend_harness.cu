@@ -565,5 +565,5 @@ int main(int argc, char **argv)
     for (auto &c : all_cases())
         if (!filter || c.name.find(filter) != std::string::npos) run++, wrong += !run_case(c);
     printf("%d cases, %d wrong\n", run, wrong);
-    return wrong ? 1 : 0;
+    return wrong || !run ? 1 : 0; // a filter that names no case has checked nothing
 }
