@@ -93,13 +93,13 @@ struct SideArgs {
     bool row_factor; /* values: sums of 1 and 2 bits have the factor of Reading::ROW_FACTOR */
 };
 
-/** A piece of a record on its way into a stage; bytes 0: none. */
+/** A piece of a record on its way into a stage. */
 struct CopyArgs {
     int32_t from, to, bytes, unused;
 };
 
 /** What fills a stage: first key codes and all scales, for one barrier, then value codes, for another. */
-enum Copies { COPY_KEYS, COPY_SCALES, COPY_VALUE_SCALES, COPY_VALUES, COPIES };
+enum Copies { COPY_KEYS, COPY_SCALES, COPY_VALUES, COPIES };
 
 /** The pieces that hold a segment's units, for combine. Piece p's part of segment s is in slot p + s: along the line one of the two
  *  grows from part to part, so that no two share a slot. */
@@ -151,6 +151,7 @@ struct AttendArgs {
     int32_t capacity;                /* a sequence's tokens at most */
     int32_t unit_tokens, page_units; /* units of a page: 1 or 2 */
     bool last_is_short;              /* the last unit of a page has fewer tiles than the others, or than its kernel's */
+    bool sees_all;                   /* units are of one size, and rows see all tokens in front of them */
     uint32_t page_limit;             /* pages that an entry of a block table can name */
     uint32_t page_bytes;             /* from one to the next */
     Divisor by_group, by_window; /* query heads of a KV head, slots of a ring: what rows and positions are divided by */

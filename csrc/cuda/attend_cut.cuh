@@ -58,9 +58,10 @@ inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
     a.key.at_codes = 0;
     a.value.at_codes = tiles * a.key.tile_bytes;
     a.key.at_scales = a.value.at_codes + tiles * a.value.tile_bytes;
-    a.value.at_scales = a.key.at_scales + (a.page_units == 1 ? 2 * plan->page_tokens : tiles * 2 * TQ_TILE);
-    a.stage_bytes = a.key.at_scales + 2 * tiles * 2 * TQ_TILE;
+    a.value.at_scales = a.key.at_scales + 2 * plan->page_tokens; /* as far on as in the page: scales are one piece */
+    a.stage_bytes = a.value.at_scales + tiles * 2 * TQ_TILE;
     a.last_is_short = page_tiles != a.page_units * tiles;
+    a.sees_all = !a.last_is_short && !a.p.starts && !a.p.sliding_window;
     for (int second = 0; second < a.page_units; second++) {
         CopyArgs *copies = a.copies[second];
         int here = page_tiles - second * tiles < tiles ? page_tiles - second * tiles : tiles;
@@ -69,12 +70,9 @@ inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
                              here * a.key.tile_bytes, 0};
         copies[COPY_VALUES] = {a.value.codes_offset + second * tiles * a.value.tile_bytes, a.value.at_codes,
                                here * a.value.tile_bytes, 0};
-        /* the scales of a whole page are one piece */
-        copies[COPY_SCALES] = {scales, a.key.at_scales, (a.page_units == 1 ? 2 : 1) * scale_bytes, 0};
-        if (a.page_units > 1)
-            copies[COPY_VALUE_SCALES] = {scales + 2 * plan->page_tokens, a.value.at_scales, scale_bytes, 0};
+        copies[COPY_SCALES] = {scales, a.key.at_scales, 2 * plan->page_tokens + scale_bytes, 0};
         a.copy_bytes[second][1] = copies[COPY_VALUES].bytes;
-        a.copy_bytes[second][0] = copies[COPY_KEYS].bytes + copies[COPY_SCALES].bytes + copies[COPY_VALUE_SCALES].bytes;
+        a.copy_bytes[second][0] = copies[COPY_KEYS].bytes + copies[COPY_SCALES].bytes;
     }
 }
 

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_const
         rotate_dense(a, n, a.p.value.rotation + s.h * a.p.value.rotation_stride_head, true);
         sum.load(shared_row(a, i), width, lane);
     } else if (way == 0) {
-        rotate_lanes<GROUPS>(a, sum, shared_row(a, i), true, lane);
+        rotate_lanes<GROUPS>(a, sum, shared_row(a, i), lane_signs<GROUPS>(a, lane), true, lane);
     }
     if (way) return;
     output.complete<GROUPS>(a, sum, exact_sum, m, lane);

@@ -224,8 +224,8 @@ __device__ __forceinline__ void add_totals(MergedRow &m, float factor, float4 to
 }
 
 /** The sum of factor(w) * row(w) over n parts from `first` on of a row of the block, a lane the channels from `c` on; factor(w) is that
- *  of lane w. A part of factor 0 may never have been written, but for its totals. */
-template <class V, class Row>
+ *  of lane w. Unless ALL_WRITTEN, a part of factor 0 may never have been written, but for its totals. */
+template <bool ALL_WRITTEN, class V, class Row>
 __device__ __forceinline__ float4 add_parts(const FewSpace<V> &space, int row, int n, float factor, int first, int c,
                                             Row at, MergedRow &m)
 {
@@ -234,7 +234,7 @@ __device__ __forceinline__ float4 add_parts(const FewSpace<V> &space, int row, i
     for (int w = 0; w < n; w++) {
         float f = __shfl_sync(ALL_LANES, factor, first + w);
         float4 x = *reinterpret_cast<const float4 *>(at(w, row) + c);
-        add_scaled(sum, f, f == 0 ? make_float4(0, 0, 0, 0) : x);
+        add_scaled(sum, f, !ALL_WRITTEN && f == 0 ? make_float4(0, 0, 0, 0) : x);
         add_totals(m, f, *space.totals(first + w, row));
     }
     return sum;
@@ -267,11 +267,11 @@ __device__ __forceinline__ void send_rows(const AttendArgs &a, const FewSpace<V>
             bar = cluster_address(space.sent(), row & (a.few.cluster - 1));
         }
         auto packed = [&](int w, int row) { return space.packed_sums(w, row); };
-        float4 sum = add_parts(space, row, active, f, 0, c, packed, m);
+        float4 sum = add_parts<true>(space, row, active, f, 0, c, packed, m);
         if (has) put(4 + c, sum);
         if (exact) {
             auto exact_of = [&](int w, int row) { return space.exact_sums(w, row); };
-            sum = add_parts(space, row, exact_parts, f, teams, c, exact_of, m);
+            sum = add_parts<false>(space, row, exact_parts, f, teams, c, exact_of, m);
             if (has) put(4 + width + c, sum);
         }
         if (lane == 0) put(0, make_float4(m.max, m.sum, m.packed_sum, m.rounded_sum));
@@ -305,7 +305,7 @@ __device__ __forceinline__ float4 add_slots(const FewSpace<V> &space, int row, f
 /** Merges what the cluster's blocks sent of a row that this one finishes, and writes results, or this block's part of them. One warp. */
 template <class V>
 __device__ __forceinline__ void finish_row(const AttendArgs &a, const RowSet &s, int row, const ValueScale<4> &scale,
-                                           const Output &output, const FewSpace<V> &space, int lane)
+                                           uint32_t flip, const Output &output, const FewSpace<V> &space, int lane)
 {
     int width = TQ_TILE * a.groups;
     float highest = *space.slot(row, lane & (a.few.cluster - 1)), top = warp_max(highest), f = moved(highest, top);
@@ -315,7 +315,7 @@ __device__ __forceinline__ void finish_row(const AttendArgs &a, const RowSet &s,
     clear(exact_sum);
     if (a.exact_parts) exact_sum.quad[0] = add_slots<false>(space, row, f, 4 + width, lane, m);
     scale.apply(sum, m.rounded_sum);
-    rotate_lanes<4, USUAL_DIM<V>>(a, sum, space.spare_row(row), true, lane);
+    rotate_lanes<4, USUAL_DIM<V>>(a, sum, space.spare_row(row), flip, true, lane);
     output.complete<4>(a, sum, exact_sum, m, lane);
     if (a.few.cluster == a.few.sharing) {
         output.write<4>(a, sum, m, lane);
@@ -326,23 +326,27 @@ __device__ __forceinline__ void finish_row(const AttendArgs &a, const RowSet &s,
     }
 }
 
-/** Prepares the rows of a segment in shared memory. load: row `warp`, on its way. */
+/** Of those that a warp prepares. The last warps have them where they are few, since the first ones have the units. */
+__device__ __forceinline__ int first_row_of_warp(const AttendArgs &a, int warp) { return a.few.warps - 1 - warp; }
+
+/** Prepares the rows of a segment in shared memory. load: row first_row_of_warp, on its way; flip: lane_signs. */
 template <class V>
 __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &s, const Sequence &seq,
-                                             QueryLoad<4> load, const FewSpace<V> &space, int warp, int lane)
+                                             QueryLoad<4> load, const QueryScale<4> &scale, uint32_t flip,
+                                             const FewSpace<V> &space, int warp, int lane)
 {
     PreparedRows to = {reinterpret_cast<uint32_t *>(space.queries()), space.rows()};
 #pragma unroll 1
-    for (int i = warp; i < FewSpace<V>::ROWS; i += a.few.warps) {
+    for (int first = first_row_of_warp(a, warp), i = first; i < FewSpace<V>::ROWS; i += a.few.warps) {
         if (i >= s.n) {
             leave_row_empty<4>(a, i, to, lane);
             continue;
         }
         LaneRow<4> row;
-        if (i != warp) load = QueryLoad<4>(a, s, i, lane);
+        if (i != first) load = QueryLoad<4>(a, s, i, lane);
         float bias = take_query<4>(a, s, load, row, lane);
-        rotate_lanes<4, USUAL_DIM<V>>(a, row, space.spare_row(i), false, lane);
-        round_query<4>(a, s, seq, i, row, bias, to, lane);
+        rotate_lanes<4, USUAL_DIM<V>>(a, row, space.spare_row(i), flip, false, lane);
+        round_query<4>(a, s, seq, i, row, scale, bias, to, lane);
     }
 }
 
@@ -377,6 +381,7 @@ __device__ __forceinline__ void finish_block(const AttendArgs &a, const FewSpace
     int row = (cluster > 1 ? block.rank : 0) + warp * cluster;
     Output output(a, block.set, row);
     ValueScale<4> scale(space.value_scale()[lane]);
+    uint32_t flip = lane_signs<4>(a, lane);
     __syncthreads();
     if (cluster > 1) cluster_wait(); /* all blocks have started */
     send_rows<V>(a, space, block.set.n, block.rank, block.active, warp, lane);
@@ -385,7 +390,7 @@ __device__ __forceinline__ void finish_block(const AttendArgs &a, const FewSpace
     if (cluster > 1) barrier_wait_cluster(space.sent());
 #pragma unroll 1
     for (;;) {
-        finish_row<V>(a, block.set, row, scale, output, space, lane);
+        finish_row<V>(a, block.set, row, scale, flip, output, space, lane);
         row += a.few.warps * cluster;
         if (row >= block.set.n) return;
         output = Output(a, block.set, row);
@@ -429,16 +434,25 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const FewSp
         cluster_arrive(); /* others may write into this block's memory after this */
     }
     let_next_start();
+    /* All that does not depend on what the kernel in front writes. */
+    UnitPlace guess(a, min(turn, a.p.max_pages * a.page_units - 1), b, h); /* of the first unit, if none is skipped */
+    uint32_t flip = lane_signs<4>(a, lane), entry = guess.entry(a);
+    QueryScale<4> scale(a, lane);
+    int64_t query = query_at(a, set, first_row_of_warp(a, warp));
+    compute_here(query), compute_here(entry), compute_here(flip), compute_here(scale.factor[0]),
+        compute_here(scale.levels[0]);
     wait_for_previous();
 
-    UnitPlace guess(a, min(turn, a.p.max_pages * a.page_units - 1), b, h); /* of the first unit, if none is skipped */
-    int32_t page = a.p.max_pages ? guess.page(a) : 0; /* on its way together with the lengths and the queries */
+    /* On their way together. The queries, whose way through the kernel is the longest, first: whatever uses a number that is still on
+     * its way stops all that stands behind it. */
+    QueryLoad<4> load(a, query, lane);
+    scale.load_steps(a, h, lane);
+    int32_t page = a.p.max_pages ? a.p.block_table[entry] : 0;
     Sequence seq = load_sequence(a, b);
-    QueryLoad<4> load(a, set, warp, lane);
-    /* The last warps, which have the fewest rows to prepare, come first. These loads would wait behind those of the pages: sent for after
+    /* The first warps, which have the fewest rows to prepare, come first. These loads would wait behind those of the pages: sent for after
      * them, a window of 128 made 8,192 tokens of batch 1 take 17 % longer. */
     int exact_turn = rank + warp / FewSpace<V>::SETS * sharing;
-    ExactTokens exact(a, set, seq, a.few.exact_warps * sharing - 1 - exact_turn, lane);
+    ExactTokens exact(a, set, seq, exact_turn, lane);
     PackedView view = view_packed(a, seq);
     Stride ahead(a, view, b, h, turn);
     bool works = ahead.more();
@@ -453,8 +467,8 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const FewSp
     int active = min(a.few.teams, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
     FewBlock block = {set, rank, active, view};
     if (FRUGAL && threadIdx.x == 0) *space.block() = block;
-    prepare_rows<V>(a, set, seq, load, space, warp, lane);
-    if (warp == a.few.warps - 1) /* it has the fewest rows, if they differ */
+    prepare_rows<V>(a, set, seq, load, scale, flip, space, warp, lane);
+    if (warp == 0) /* it has the fewest rows, if they differ */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
     if (a.exact_parts) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);
     return {block, ahead, works};

@@ -82,8 +82,7 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
         uint32_t to = stages + (ONE_STAGE ? 0 : stage_ * a.stage_bytes), full = barrier(stage_, which);
         int second = V::TILES == 4 ? 0 : unit & (a.page_units - 1); /* four tiles are a page at least */
         const CopyArgs *c = a.copies[second];
-        int first = COPY_KEYS, last = V::TILES == 4 || a.page_units == 1 ? COPY_SCALES : COPY_VALUE_SCALES;
-        if (which) first = last = COPY_VALUES;
+        const int first = which ? COPY_VALUES : COPY_KEYS, last = which ? COPY_VALUES : COPY_SCALES;
         if constexpr (V::BULK) {
             if (!elect_lane()) return;
             barrier_expect(full, a.copy_bytes[second][which]);
@@ -452,10 +451,12 @@ struct UnitPlace {
         : unit(unit_), table((uint32_t)b * (uint32_t)a.p.max_pages), head(h * (uint32_t)a.record_bytes)
     {
     }
-    __device__ __forceinline__ int32_t page(const AttendArgs &a) const
+    /** Of the block table. */
+    __device__ __forceinline__ uint32_t entry(const AttendArgs &a) const
     {
-        return a.p.block_table[table + (uint32_t)(unit >> (a.page_units - 1))];
+        return table + (uint32_t)(unit >> (a.page_units - 1));
     }
+    __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return a.p.block_table[entry(a)]; }
     __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
     {
         if ((uint32_t)page >= a.page_limit) page = 0; /* a foreign index must not fault */

@@ -106,20 +106,27 @@ template <int GROUPS> struct LaneRow {
     }
 };
 
-/** hadamard_row for head_dim a power of two, in registers; lanes behind it take part with zeros. factor: head_dim^-1/2. */
+/** The signs of a lane's channels, bit i that of its i-th, for a head_dim that is a power of two. */
+template <int GROUPS> __device__ __forceinline__ uint32_t lane_signs(const AttendArgs &a, int lane)
+{
+    uint32_t flip = 0;
+#pragma unroll
+    for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++)
+        flip |= (a.signs.word[0][LaneRow<GROUPS>::channel(k, lane) / 32] >> (4 * (lane % 8)) & 15) << 4 * k;
+    return flip;
+}
+
+/** hadamard_row for head_dim a power of two, in registers; lanes behind it take part with zeros. factor: head_dim^-1/2; flip: lane_signs. */
 template <int GROUPS>
-__device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, float factor, const HadamardSigns &signs,
-                                               bool inverse, int lane)
+__device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, float factor, uint32_t flip, bool inverse,
+                                               int lane)
 {
     constexpr int N = 4 * LaneRow<GROUPS>::QUADS;
     float x[N];
-    uint32_t flip = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) {
         const float4 &q = row.quad[i / 4];
         x[i] = i % 4 == 0 ? q.x : i % 4 == 1 ? q.y : i % 4 == 2 ? q.z : q.w;
-        if (i % 4 == 0)
-            flip |= (signs.word[0][LaneRow<GROUPS>::channel(i / 4, lane) / 32] >> (4 * (lane % 8)) & 15) << i;
         if (!inverse && flip >> i & 1) x[i] = -x[i];
     }
 #pragma unroll
@@ -156,15 +163,15 @@ __device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, fl
     for (int k = 0; k < N / 4; k++) row.quad[k] = make_float4(x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]);
 }
 
-/** The plan's rotation of a row, unless it is dense. `spare`: a row of shared memory. USUAL: a head_dim for which the code is shortest,
- *  the other powers of two then being rotated in shared memory; 0: none. */
+/** The plan's rotation of a row, unless it is dense. `spare`: a row of shared memory; flip: lane_signs. USUAL: a head_dim for which the
+ *  code is shortest, the other powers of two then being rotated in shared memory; 0: none. */
 template <int GROUPS, int USUAL = 0>
-__device__ __forceinline__ void rotate_lanes(const AttendArgs &a, LaneRow<GROUPS> &row, float *spare, bool inverse,
-                                             int lane)
+__device__ __forceinline__ void rotate_lanes(const AttendArgs &a, LaneRow<GROUPS> &row, float *spare, uint32_t flip,
+                                             bool inverse, int lane)
 {
     if (a.rotation != TQ_ROTATION_HADAMARD) return;
     if (USUAL ? a.head_dim == USUAL : (a.head_dim & (a.head_dim - 1)) == 0) {
-        hadamard_lanes<GROUPS>(row, USUAL ? USUAL : a.head_dim, a.rotation_factor, a.signs, inverse, lane);
+        hadamard_lanes<GROUPS>(row, USUAL ? USUAL : a.head_dim, a.rotation_factor, flip, inverse, lane);
         return;
     }
     row.store(spare, TQ_TILE * a.groups, lane);
@@ -200,7 +207,7 @@ __device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
 #pragma unroll
-    for (int k = 0; k < QUADS; k++) row.quad[k] = to_float4(load.raw[k], a.p.dtype);
+    for (int k = 0; k < QUADS; k++) row.quad[k] = to_float4_once(load.raw[k], a.p.dtype);
     const float *centre = a.p.key.centre;
     if (!centre) return 0;
     centre += s.b * a.p.key.centre_stride_batch + (int64_t)s.h * a.head_dim;
@@ -247,25 +254,50 @@ __device__ __forceinline__ PreparedRows rows_in_workspace(const AttendArgs &a, i
             a.row_args + segment * a.tile_rows};
 }
 
+/** What a lane's channels are rounded by: known before the rows are. */
+template <int GROUPS> struct QueryScale {
+    static constexpr int QUADS = LaneRow<GROUPS>::QUADS;
+    float factor[QUADS], step[QUADS];
+    int levels[QUADS]; /* of bytes above levels */
+
+    /** Of the plan alone. */
+    __device__ __forceinline__ QueryScale(const AttendArgs &a, int lane)
+    {
+        float sign =
+            a.p.softmax_scale < 0 ? -1.0f : 1.0f; /* so that the row's scale is positive and maxima stay maxima */
+#pragma unroll
+        for (int k = 0; k < QUADS; k++) {
+            int g = group_of(a, LaneRow<GROUPS>::channel(k, lane)), bits = g < a.plan_groups ? a.key.bits[g] : 0;
+            factor[k] = bits ? sign * a.key.factor[bits] : 0;
+            step[k] = 1;
+            levels[k] = a.key.offset_levels[bits];
+        }
+    }
+    /** And the KV head's steps, if there are any. */
+    __device__ __forceinline__ void load_steps(const AttendArgs &a, int32_t h, int lane)
+    {
+#pragma unroll
+        for (int k = 0; k < QUADS; k++) {
+            int g = group_of(a, LaneRow<GROUPS>::channel(k, lane));
+            if (a.p.key.steps && factor[k] != 0) step[k] = a.p.key.steps[(int64_t)h * a.plan_groups + g];
+        }
+    }
+};
+
 /** Rounds a rotated row to two planes. One warp. */
 template <int GROUPS>
 __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s, const Sequence &seq, int i,
-                                            const LaneRow<GROUPS> &rotated, float bias, const PreparedRows &to,
-                                            int lane)
+                                            const LaneRow<GROUPS> &rotated, const QueryScale<GROUPS> &scale, float bias,
+                                            const PreparedRows &to, int lane)
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
     int32_t token, head;
     find_row(a, s, i, token, head); /* true: whoever prepares leaves the others out */
     Range packed = seen_packed(a, seq, seq.first_position + token);
-    const float *steps = a.p.key.steps ? a.p.key.steps + (int64_t)s.h * a.plan_groups : nullptr;
-    float sign = a.p.softmax_scale < 0 ? -1.0f : 1.0f; /* so that the row's scale is positive and maxima stay maxima */
     float number[4 * QUADS], largest = 1e-30f;
-    int levels[QUADS];
 #pragma unroll
     for (int k = 0; k < QUADS; k++) {
-        int g = group_of(a, rotated.channel(k, lane)), bits = g < a.plan_groups ? a.key.bits[g] : 0;
-        float factor = bits ? sign * a.key.factor[bits] * (steps ? steps[g] : 1.0f) : 0;
-        levels[k] = a.key.offset_levels[bits];
+        float factor = scale.factor[k] * scale.step[k];
         const float4 &y = rotated.quad[k];
         number[4 * k] = y.x * factor, number[4 * k + 1] = y.y * factor, number[4 * k + 2] = y.z * factor,
                    number[4 * k + 3] = y.w * factor;
@@ -286,8 +318,8 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
             hi_word |= (hi & 255) << 8 * j;
             lo_word |= (lo & 255) << 8 * j;
         }
-        offset_hi += levels[k] * sum_of_bytes(hi_word);
-        offset_lo += levels[k] * sum_of_bytes(lo_word);
+        offset_hi += scale.levels[k] * sum_of_bytes(hi_word);
+        offset_lo += scale.levels[k] * sum_of_bytes(lo_word);
         if (g >= a.groups) continue;
         QueryPlace at(a, row, g, place);
         to.queries[at.word] = hi_word;
@@ -296,8 +328,8 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
     offset_hi = warp_sum(offset_hi);
     offset_lo = warp_sum(offset_lo);
     if (lane) return;
-    float scale = fmaxf(step * fabsf(a.p.softmax_scale) * LOG2_E, 1e-35f);
-    to.args[row] = {scale, bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo, packed.lo, packed.hi};
+    float row_scale = fmaxf(step * fabsf(a.p.softmax_scale) * LOG2_E, 1e-35f);
+    to.args[row] = {row_scale, bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo, packed.lo, packed.hi};
 }
 
 /** A row that only fills the tile: zeros, of which nothing is seen. One warp. */
@@ -321,6 +353,8 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
     int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x & 31;
     bool dense = a.rotation == TQ_ROTATION_DENSE;
     PreparedRows to = rows_in_workspace(a, s.segment);
+    QueryScale<GROUPS> scale(a, lane);
+    scale.load_steps(a, s.h, lane);
     LaneRow<GROUPS> row;
     if (dense) { /* the whole block rotates all rows, in shared memory */
         for (int i = warp; i < s.n; i += warps) {
@@ -342,9 +376,9 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
             row.load(shared_row(a, i), TQ_TILE * a.groups, lane);
         } else {
             bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
-            rotate_lanes<GROUPS>(a, row, shared_row(a, i), false, lane);
+            rotate_lanes<GROUPS>(a, row, shared_row(a, i), lane_signs<GROUPS>(a, lane), false, lane);
         }
-        round_query<GROUPS>(a, s, load_sequence(a, s.b), i, row, bias, to, lane);
+        round_query<GROUPS>(a, s, load_sequence(a, s.b), i, row, scale, bias, to, lane);
     }
 }
 

@@ -42,10 +42,16 @@ __device__ __forceinline__ Range seen_packed(const AttendArgs &a, const Sequence
     return {max(r.lo - a.p.sinks, 0), r.hi - a.p.window - a.p.sinks};
 }
 
+/** The unit of a packed token where all are of one size. */
+__device__ __forceinline__ int32_t equal_unit_of(const AttendArgs &a, int32_t packed_index)
+{
+    return packed_index >> (a.unit_tokens == 4 * TQ_TILE ? 7 : 6);
+}
+
 /** The unit of a packed token; a page has 1 to 4 tiles. */
 __device__ __forceinline__ int32_t unit_of(const AttendArgs &a, int32_t packed_index)
 {
-    if (!a.last_is_short) return packed_index >> (a.unit_tokens == 4 * TQ_TILE ? 7 : 6);
+    if (!a.last_is_short) return equal_unit_of(a, packed_index);
     uint32_t tile = packed_index / TQ_TILE, tiles = a.page_tokens / TQ_TILE;
     uint32_t page = tiles == 3 ? __umulhi(tile, 0xAAAAAAABu) >> 1 : tile >> (tiles >> 1); /* tile / tiles */
     return a.page_units == 1 ? page : 2 * page + (tile - tiles * page) / 2;
@@ -62,6 +68,10 @@ struct PackedView {
 
 __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Sequence &s)
 {
+    if (a.sees_all) { /* what is below, in a fifth of the instructions, which stand between a block's start and its first page */
+        int32_t end = s.length - a.p.window - a.p.sinks;
+        return {{0, end > 0 ? equal_unit_of(a, end - 1) + 1 : 0}, {0, a.p.causal ? end - (a.p.query_tokens - 1) : end}};
+    }
     Range first = seen_packed(a, s, s.first_position), last = seen_packed(a, s, s.length - 1);
     PackedView v = {{0, 0}, {last.lo, first.hi}};
     if (first.lo < last.hi) v.units = {unit_of(a, first.lo), unit_of(a, last.hi - 1) + 1};
@@ -72,8 +82,8 @@ __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Seq
 __device__ __forceinline__ Range whole_units(const AttendArgs &a, Range tokens)
 {
     if (a.last_is_short) return {0, 0};
-    int32_t lo = unit_of(a, max(tokens.lo, 0));
-    return {lo * a.unit_tokens < tokens.lo ? lo + 1 : lo, tokens.hi > 0 ? unit_of(a, tokens.hi) : 0};
+    int32_t lo = equal_unit_of(a, max(tokens.lo, 0));
+    return {lo * a.unit_tokens < tokens.lo ? lo + 1 : lo, tokens.hi > 0 ? equal_unit_of(a, tokens.hi) : 0};
 }
 
 /* ---- the line of units ---- */
