@@ -151,7 +151,7 @@ struct AttendArgs {
     int32_t capacity;                /* a sequence's tokens at most */
     int32_t unit_tokens, page_units; /* units of a page: 1 or 2 */
     bool last_is_short;              /* the last unit of a page has fewer tiles than the others, or than its kernel's */
-    bool sees_all;                   /* units are of one size, and rows see all tokens in front of them */
+    bool sees_all;                   /* units are of one size, and nothing but causality hides tokens */
     uint32_t page_limit;             /* pages that an entry of a block table can name */
     uint32_t page_bytes;             /* from one to the next */
     Divisor by_group, by_window; /* query heads of a KV head, slots of a ring: what rows and positions are divided by */

@@ -414,8 +414,8 @@ struct FewStart {
     bool works;
 };
 
-/** Finds the block's segment while the kernel in front still works, then sends for the first pages and prepares everything else while they
- *  are on their way. FRUGAL: as of attend_few. */
+/** Finds the block's segment and all addresses while the kernel in front still works, then sends for the queries, the first exact tokens
+ *  and the first pages, and prepares everything else while those are on their way. FRUGAL: as of attend_few. */
 template <class V, bool FRUGAL>
 __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const FewSpace<V> &space,
                                                 const Ring<V, true> &ring, int team, int thread, int warp, int lane)

@@ -10,7 +10,8 @@
 namespace tq
 {
 
-/** A side of a unit in shared memory. A stage is |key codes|value codes|key scales|value scales|. */
+/** A side of a unit in shared memory. A stage is |key codes|value codes|key scales|value scales|; where a page is two units, scales of
+ *  the other one stand between. */
 struct StageView {
     const uint8_t *codes;
     const uint8_t
