@@ -162,7 +162,8 @@ __device__ __forceinline__ bool elect_lane()
 #endif
 }
 
-/** Has x computed here, and not where it is needed. */
+/** Has the compiler compute x here, and not where it is needed. The assembler, which does not see this, may still move single
+ *  instructions; chains of them it left here. */
 __device__ __forceinline__ void compute_here(int32_t &x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void compute_here(uint32_t &x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void compute_here(int64_t &x) { asm volatile("" : "+l"(x)); }
