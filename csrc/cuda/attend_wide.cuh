@@ -255,7 +255,7 @@ __device__ __forceinline__ void raise_references(const TeamSpace &space, const L
 {
     float *tops = space.numbers<V>(), v[4], before[V::COLUMNS];
 #pragma unroll
-    for (int r = 0; r < 4; r++) v[r] = log2f(fmaxf(value_scales[r], 0x1p-24f)); /* the least fp16 number */
+    for (int r = 0; r < 4; r++) v[r] = __log2f(fmaxf(value_scales[r], 0x1p-24f)); /* the least fp16 number */
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
         float top = -INFINITY;

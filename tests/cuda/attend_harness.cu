@@ -1,5 +1,7 @@
 /* Checks and times tq_cuda_attend without Python: random caches written by turboquant.h's bit layout, answers in float64.
- *   attend_harness check [filter]      every case whose name contains the filter; exit status 1 if one fails
+ *   attend_harness check [filter [k/n]]
+ *                                      every case whose name contains the filter, or of those every n-th, from the k-th on (k counts from
+ *                                      0), so that n processes share them: the answers are what takes long; exit status 1 if one fails
  *   attend_harness time [filter]       median times of decode shapes, inputs rotated beyond the L2 cache, in a CUDA graph; pages are
  *                                      shuffled unless TQ_HARNESS_IN_ORDER is set; TQ_HARNESS_UNEVEN: as if
  *                                      lengths might differ */
@@ -561,9 +563,14 @@ int main(int argc, char **argv)
         time_all(filter);
         return 0;
     }
-    int wrong = 0, run = 0;
+    int wrong = 0, run = 0, named = 0, first = 0, every = 1;
+    if (argc > 3 && (sscanf(argv[3], "%d/%d", &first, &every) != 2 || first < 0 || first >= every)) {
+        printf("k/n: %s, not such as 0/16\n", argv[3]);
+        return 2;
+    }
     for (auto &c : all_cases())
-        if (!filter || c.name.find(filter) != std::string::npos) run++, wrong += !run_case(c);
+        if ((!filter || c.name.find(filter) != std::string::npos) && named++ % every == first)
+            run++, wrong += !run_case(c);
     printf("%d cases, %d wrong\n", run, wrong);
     return wrong || !run ? 1 : 0; // a filter that names no case has checked nothing
 }
