@@ -247,7 +247,7 @@ __device__ __forceinline__ bool weigh_page(const TeamSpace &space, const LaneSca
     return most > (float)(1 << (int)HEADROOM);
 }
 
-/** Moves the rows' references up to the largest weights. By the whole team. */
+/** Moves the rows' references up to the largest weights, or nearly: they need not be exact. By the whole team. */
 template <class V>
 __device__ __forceinline__ void raise_references(const TeamSpace &space, const LaneScales<1> &value_scales,
                                                  const float (&s)[V::COLUMNS][4], const float (&k)[4], int warp,
