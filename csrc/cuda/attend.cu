@@ -139,7 +139,7 @@ tq_status check_pointers(const tq_plan *plan, const tq_attend_params *p, tq_erro
     const struct {
         const char *name;
         const void *at;
-        int64_t stride_batch, stride_head, stride_token;
+        int64_t stride_batch = 0, stride_head = 0, stride_token = 0;
     } rows[] = {{"q", p->q, p->q_stride_batch, p->q_stride_head, p->q_stride_token},
                 {"sink_k", p->sink_k},
                 {"sink_v", p->sink_v},
