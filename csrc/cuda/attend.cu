@@ -228,7 +228,7 @@ tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tabl
         offset3[m] = (uint8_t)(128 + books[3].levels[m]);
         magnitude4[m] = (uint8_t)books[4].levels[m];
         plus4[m] = (uint8_t)(magnitude4[m] + 1);
-        minus4[m] = (uint8_t)-magnitude4[m];
+        minus4[7 - m] = (uint8_t)-magnitude4[m];
         if (plus4[m] > 127)
             return fail(error, TQ_E_VALUE, "plan", -1, magnitude4[m], "one whose 4-bit levels are at most 126");
         complement5[m] = (uint8_t)(255 - books[5].levels[m]);
@@ -244,6 +244,7 @@ tq_status fill_tables(const tq_plan *plan, tq_codebook *books, LevelTables *tabl
     memcpy(tables->right, right, sizeof right);
     tables->magic = MAGIC;
     tables->two = 2;
+    tables->ones = ~0u;
     return TQ_OK;
 }
 

@@ -122,11 +122,11 @@ struct RowTotals {
 
 /** attend_few; all 0 for other kernels. */
 struct FewArgs {
-    int32_t warps;       /* of a block */
-    int32_t teams;       /* of a block: as many, or in attend_few_wide a quarter */
-    int32_t sharing;     /* blocks that share a segment */
-    int32_t cluster;     /* as many, if they are a cluster; otherwise 1: each leaves a part for merge_parts */
-    int32_t stride;      /* teams of a segment: each takes every stride-th unit */
+    int32_t warps;   /* of a block */
+    int32_t teams;   /* of a block: as many, or in attend_few_wide a quarter */
+    int32_t sharing; /* blocks that share a segment */
+    int32_t cluster; /* as many, if they are a cluster; otherwise 1: then several leave their parts for merge_parts */
+    int32_t stride;  /* teams of a segment: each takes every stride-th unit */
     int32_t exact_warps; /* of a block that share exact tokens for the same rows */
     int32_t team_bytes;  /* shared memory of a team: its stage, then its sums */
     int32_t rows, queries, spare, value_scale, totals, exact, slots,
@@ -165,13 +165,17 @@ struct AttendArgs {
     int32_t pitch; /* floats from one row to the next in shared memory of prepare, combine and attend_few */
     /* workspace */
     SegmentParts *segments;
-    RowArgs *row_args; /* [segments][tile_rows] */
-    uint2 *queries;    /* [segments][tile_rows / 4][groups][32 lanes]: B operands; attend_wide: QueryPlace */
-    RowTotals *totals; /* [slots][tile_rows] */
-    float *sums; /* [slots][tile_rows][32 groups]; attend_few: both [blocks][rows], of results before the division */
+    RowArgs *row_args;       /* [segments][tile_rows] */
+    uint2 *queries;          /* [segments][tile_rows / 4][groups][32 lanes]: B operands; attend_wide: QueryPlace */
+    RowTotals *totals;       /* [slots][tile_rows] */
+    float *sums;             /* [slots][tile_rows][32 groups]; attend_few: [blocks][rows][part_floats] */
     RowTotals *exact_totals; /* [batch][kv_heads][exact_parts][row_tiles * tile_rows] */
     float *exact_sums;       /* the same, [32 groups]: not rotated */
 };
+
+/** What attend_few passes on of a row, in floats: {max, sum, sum of packed tokens, rounded_sum} as of RowTotals, packed sums, which are
+ *  rotated, and exact sums. */
+__host__ __device__ inline int part_floats(const AttendArgs &a) { return 4 + 2 * TQ_TILE * a.groups; }
 
 /** The plan's group that a channel is in. */
 __device__ __forceinline__ int group_of(const AttendArgs &a, int channel)

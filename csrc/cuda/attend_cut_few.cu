@@ -56,7 +56,7 @@ int lay_out_few(const KernelChoice &kernel, AttendArgs *args)
     FewArgs &f = a.few;
     int64_t row_bytes = a.pitch * (int64_t)sizeof(float), sums = a.tile_rows * row_bytes, at = 0;
     int64_t rows = a.row_tiles > 1 ? a.tile_rows : a.rows, sent = (rows + f.cluster - 1) / f.cluster * f.cluster,
-            slot = (4 + 2 * TQ_TILE * a.groups) * sizeof(float);
+            slot = f.sharing == f.cluster ? part_floats(a) * (int64_t)sizeof(float) : 0;
     f.stride = f.teams * f.sharing;
     f.exact_warps = f.warps / exact_sets(kernel.wide_rows);
     f.team_bytes = (int32_t)(a.stage_bytes > sums ? a.stage_bytes : sums);
@@ -234,10 +234,8 @@ size_t lay_out_parts(Launch *l, char *base)
 {
     AttendArgs &a = l->args;
     if (a.few.sharing == a.few.cluster) return 0;
-    int64_t at = 0, rows = (int64_t)l->blocks * a.rows;
-    a.totals = reinterpret_cast<RowTotals *>(base + take(&at, rows * sizeof(RowTotals)));
-    a.sums = reinterpret_cast<float *>(base + take(&at, rows * TQ_TILE * a.groups * sizeof(float)));
-    return (size_t)at;
+    a.sums = reinterpret_cast<float *>(base);
+    return (size_t)l->blocks * a.rows * part_floats(a) * sizeof(float);
 }
 
 } // namespace tq

@@ -53,70 +53,82 @@ template <int BITS> KernelChoice choice_of_shape(int groups, int blocks, int til
 
 constexpr int MERGE_WARPS = 4; /* of a row */
 
-/** Adds up the parts of a row: a block per row, a warp every fourth part. */
+/** A part of a row, or several added up: a lane has four channels of both sums. */
+struct RowPart {
+    MergedRow m = {-INFINITY, 0, 0, 0};
+    float4 packed = {0, 0, 0, 0}, exact = {0, 0, 0, 0};
+};
+
+/** part: what a block of attend_few left. */
+__device__ __forceinline__ RowPart load_part(const AttendArgs &a, const float *part, int lane)
+{
+    const int quads = 8 * a.groups;
+    const float4 t = __ldcg(reinterpret_cast<const float4 *>(part));
+    const float4 *at = reinterpret_cast<const float4 *>(part + 4) + lane;
+    RowPart x;
+    x.m = {t.x, t.y, t.z, t.w};
+    if (lane < quads) x.packed = __ldcg(at);
+    if (lane < quads && a.exact_parts) x.exact = __ldcg(at + quads);
+    return x;
+}
+
+template <int N> __device__ __forceinline__ RowPart add_row_parts(const RowPart (&parts)[N])
+{
+    RowPart sum;
+#pragma unroll
+    for (int i = 0; i < N; i++) sum.m.max = fmaxf(sum.m.max, parts[i].m.max);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const MergedRow &m = parts[i].m;
+        const float f = moved(m.max, sum.m.max);
+        add_totals(sum.m, f, make_float4(m.max, m.sum, m.packed_sum, m.rounded_sum));
+        add_scaled(sum.packed, f, parts[i].packed);
+        add_scaled(sum.exact, f, parts[i].exact);
+    }
+    return sum;
+}
+
+/** Finishes a row from the parts of the blocks that share its segment: a block per row, a warp every fourth part. */
 __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __grid_constant__ AttendArgs a)
 {
     constexpr int AT_ONCE = 4;
-    __shared__ __align__(16) float sums[MERGE_WARPS][TQ_TILE * 4];
-    __shared__ RowTotals totals[MERGE_WARPS];
+    __shared__ __align__(16) uint8_t memory[MERGE_WARPS * 32 * sizeof(RowPart)]; /* of warps and lanes */
+    __shared__ __align__(16) float spare[TQ_TILE * 4];
+    RowPart *of_lanes = reinterpret_cast<RowPart *>(memory);
     let_next_start();
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, segment = blockIdx.x / a.rows,
-        row = blockIdx.x - segment * a.rows, width = TQ_TILE * a.groups, n = a.few.sharing, b = segment / a.p.kv_heads;
-    Output output(a, {b, segment - b * a.p.kv_heads, 0, segment, 0, a.rows}, row);
-    int64_t first = (int64_t)segment * n * a.rows + row;
-    const float *at = a.sums + first * width;
-    const RowTotals *totals_at = a.totals + first;
+        row = blockIdx.x - segment * a.rows, n = a.few.sharing, b = segment / a.p.kv_heads;
+    RowSet s = {b, segment - b * a.p.kv_heads, 0, segment, 0, a.rows};
+    Output output(a, s, row);
+    ValueScale<4> scale(a, s, lane);
+    uint32_t flip = lane_signs<4>(a, lane);
+    const float *at = a.sums + ((int64_t)segment * n * a.rows + row) * part_floats(a);
+    int64_t stride = (int64_t)a.rows * part_floats(a); /* from one part of the row to the next */
+    RowPart sum;
     wait_for_previous();
-    MergedRow m = {-INFINITY, 0, 0, 0};
-    LaneRow<4> sum;
-    clear(sum);
 #pragma unroll 1
     for (int k = warp; k < n; k += MERGE_WARPS * AT_ONCE) {
-        LaneRow<4> x[AT_ONCE];
-        float2 t[AT_ONCE];
+        RowPart parts[AT_ONCE + 1];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
             int part = k + MERGE_WARPS * j;
-            clear(x[j]);
-            t[j] = make_float2(-INFINITY, 0);
-            if (part >= n) continue;
-            t[j] = __ldcg(reinterpret_cast<const float2 *>(totals_at + (int64_t)part * a.rows));
-            if (4 * lane < width)
-                x[j].quad[0] = __ldcg(reinterpret_cast<const float4 *>(at + (int64_t)part * a.rows * width + 4 * lane));
+            if (part < n) parts[j] = load_part(a, at + part * stride, lane);
         }
-        float top = m.max;
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) top = fmaxf(top, t[j].x);
-        float before = moved(m.max, top);
-        m.sum *= before;
-        sum.quad[0] =
-            make_float4(sum.quad[0].x * before, sum.quad[0].y * before, sum.quad[0].z * before, sum.quad[0].w * before);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            float f = moved(t[j].x, top);
-            m.sum = fmaf(f, t[j].y, m.sum);
-            add_scaled(sum.quad[0], f, x[j].quad[0]);
-        }
-        m.max = top;
+        parts[AT_ONCE] = sum;
+        sum = add_row_parts(parts);
     }
-    sum.store(sums[warp], width, lane);
-    if (lane == 0) totals[warp] = {m.max, m.sum, 0, 0};
+    of_lanes[32 * warp + lane] = sum;
     __syncthreads();
     if (warp) return;
-    float top = m.max;
+    RowPart parts[MERGE_WARPS];
 #pragma unroll
-    for (int w = 1; w < MERGE_WARPS; w++) top = fmaxf(top, totals[w].max);
-    m = {top, 0, 0, 0};
-    clear(sum);
-#pragma unroll
-    for (int w = 0; w < MERGE_WARPS; w++) {
-        LaneRow<4> part;
-        part.load(sums[w], width, lane);
-        float f = moved(totals[w].max, top);
-        m.sum = fmaf(f, totals[w].sum, m.sum);
-        add_scaled(sum.quad[0], f, part.quad[0]);
-    }
-    output.write<4>(a, sum, m, lane);
+    for (int w = 0; w < MERGE_WARPS; w++) parts[w] = of_lanes[32 * w + lane];
+    sum = add_row_parts(parts);
+    LaneRow<4> packed = {{sum.packed}}, exact = {{sum.exact}};
+    scale.apply(packed, sum.m.rounded_sum);
+    rotate_lanes<4>(a, packed, spare, flip, true, lane);
+    output.complete<4>(a, packed, exact, sum.m, lane);
+    output.write<4>(a, packed, sum.m, lane);
 }
 
 } // namespace

@@ -5,9 +5,9 @@
  *   - prepares all the tile's queries, a warp per row, while the first pages are on their way,
  *   - attends: of the segment's n teams (a warp each, or as in attend_wide four) each takes every n-th unit, and its warps such exact
  *     tokens while they wait for their first unit,
- *   - merges the parts of its teams, un-rotates, writes.
- * Where they are a cluster, each block finishes some of the rows: the others send it their parts. Otherwise, if there are several, all
- * finish their parts of all rows, and a second kernel, merge_parts, adds them up.
+ *   - merges the parts of its teams.
+ * Where they are a cluster, each block finishes some of the rows, un-rotates and writes: the others send it their parts. Otherwise, if
+ * there are several, all leave their parts of all rows in the workspace, and a second kernel, merge_parts, does the rest.
  *
  * Rows that are too many for one tile are several tiles, each with blocks of its own, in the grid's second dimension.
  *
@@ -82,10 +82,10 @@ template <class V> struct FewSpace {
     {
         return at<float4>(a.few.totals) + part * ROWS + row;
     }
-    /** What block `rank` of the cluster knows of a row that this block finishes: totals as above, packed sums, exact sums. */
+    /** What block `rank` of the cluster knows of a row that this block finishes: a part of part_floats. */
     __device__ __forceinline__ float *slot(int row, int rank) const
     {
-        return at<float>(a.few.slots) + ((row & -a.few.cluster) + rank) * (4 + 2 * TQ_TILE * a.groups);
+        return at<float>(a.few.slots) + ((row & -a.few.cluster) + rank) * part_floats(a);
     }
 };
 
@@ -240,11 +240,14 @@ __device__ __forceinline__ float4 add_parts(const FewSpace<V> &space, int row, i
     return sum;
 }
 
-/** Merges the parts of the block's teams, of which the first `active` have had units, and sends each row's to the block that finishes
- *  it: a warp a row, a lane four channels. */
+/** Whether merge_parts finishes all rows. Their parts are not rotated back here: that took all blocks longer than it takes merge_parts. */
+__device__ __forceinline__ bool leaves_parts(const AttendArgs &a) { return a.few.sharing != a.few.cluster; }
+
+/** Merges the parts of the block's teams, of which the first `active` have had units, and sends each row's to whoever finishes it: a warp
+ *  a row, a lane four channels. */
 template <class V>
-__device__ __forceinline__ void send_rows(const AttendArgs &a, const FewSpace<V> &space, int rows, int rank, int active,
-                                          int warp, int lane)
+__device__ __forceinline__ void send_rows(const AttendArgs &a, const FewSpace<V> &space, const RowSet &s, int rank,
+                                          int active, int warp, int lane)
 {
     int warps = a.few.warps, teams = a.few.teams, exact_parts = a.few.exact_warps, width = TQ_TILE * a.groups,
         c = 4 * lane;
@@ -257,14 +260,17 @@ __device__ __forceinline__ void send_rows(const AttendArgs &a, const FewSpace<V>
         else *reinterpret_cast<float4 *>(slot + at) = x;
     };
 #pragma unroll 1
-    for (int row = warp; row < rows; row += warps) {
+    for (int row = warp; row < s.n; row += warps) {
         float highest = lane < (exact ? teams + exact_parts : active) ? space.totals(lane, row)->x : -INFINITY;
         float top = warp_max(highest), f = moved(highest, top);
         MergedRow m = {top, 0, 0, 0};
-        slot = space.slot(row, in_cluster ? rank : 0);
         if (in_cluster) {
-            sent_to = cluster_address(shared_address(slot), row & (a.few.cluster - 1));
+            sent_to = cluster_address(shared_address(space.slot(row, rank)), row & (a.few.cluster - 1));
             bar = cluster_address(space.sent(), row & (a.few.cluster - 1));
+        } else if (leaves_parts(a)) {
+            slot = a.sums + ((int64_t)blockIdx.x * a.rows + s.row_tile * space.ROWS + row) * part_floats(a);
+        } else {
+            slot = space.slot(row, 0);
         }
         auto packed = [&](int w, int row) { return space.packed_sums(w, row); };
         float4 sum = add_parts<true>(space, row, active, f, 0, c, packed, m);
@@ -302,10 +308,10 @@ __device__ __forceinline__ float4 add_slots(const FewSpace<V> &space, int row, f
     return sum;
 }
 
-/** Merges what the cluster's blocks sent of a row that this one finishes, and writes results, or this block's part of them. One warp. */
+/** Merges what the cluster's blocks sent of a row that this one finishes, and writes results. One warp. */
 template <class V>
-__device__ __forceinline__ void finish_row(const AttendArgs &a, const RowSet &s, int row, const ValueScale<4> &scale,
-                                           uint32_t flip, const Output &output, const FewSpace<V> &space, int lane)
+__device__ __forceinline__ void finish_row(const AttendArgs &a, int row, const ValueScale<4> &scale, uint32_t flip,
+                                           const Output &output, const FewSpace<V> &space, int lane)
 {
     int width = TQ_TILE * a.groups;
     float highest = *space.slot(row, lane & (a.few.cluster - 1)), top = warp_max(highest), f = moved(highest, top);
@@ -317,13 +323,7 @@ __device__ __forceinline__ void finish_row(const AttendArgs &a, const RowSet &s,
     scale.apply(sum, m.rounded_sum);
     rotate_lanes<4, USUAL_DIM<V>>(a, sum, space.spare_row(row), flip, true, lane);
     output.complete<4>(a, sum, exact_sum, m, lane);
-    if (a.few.cluster == a.few.sharing) {
-        output.write<4>(a, sum, m, lane);
-    } else {
-        int64_t at = (int64_t)blockIdx.x * a.rows + s.row_tile * FewSpace<V>::ROWS + row;
-        sum.store(a.sums + at * width, width, lane);
-        if (lane == 0) a.totals[at] = {m.max, m.sum, 0, 0};
-    }
+    output.write<4>(a, sum, m, lane);
 }
 
 /** Of those that a warp prepares. The last warps have them where they are few, since the first ones have the units. */
@@ -372,7 +372,7 @@ __device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<V, true> 
     leave_part_in_block<V>(a, space, warp, lane, sums);
 }
 
-/** Merges what the block's teams know, and finishes its rows. */
+/** Merges what the block's teams know, and finishes its rows, if nobody else does. */
 template <class V>
 __device__ __forceinline__ void finish_block(const AttendArgs &a, const FewSpace<V> &space, const FewBlock &block,
                                              int warp, int lane)
@@ -384,13 +384,14 @@ __device__ __forceinline__ void finish_block(const AttendArgs &a, const FewSpace
     uint32_t flip = lane_signs<4>(a, lane);
     __syncthreads();
     if (cluster > 1) cluster_wait(); /* all blocks have started */
-    send_rows<V>(a, space, block.set.n, block.rank, block.active, warp, lane);
+    send_rows<V>(a, space, block.set, block.rank, block.active, warp, lane);
+    if (leaves_parts(a)) return;
     if (cluster == 1) __syncthreads();
     if (row >= block.set.n) return;
     if (cluster > 1) barrier_wait_cluster(space.sent());
 #pragma unroll 1
     for (;;) {
-        finish_row<V>(a, block.set, row, scale, flip, output, space, lane);
+        finish_row<V>(a, row, scale, flip, output, space, lane);
         row += a.few.warps * cluster;
         if (row >= block.set.n) return;
         output = Output(a, block.set, row);

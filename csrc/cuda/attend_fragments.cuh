@@ -36,13 +36,19 @@ struct LevelTables {
     uint32_t level3[2];  /* by code */
     uint32_t offset3[2]; /* 128 + level */
     uint32_t plus4[2];   /* magnitude + 1 */
-    uint32_t minus4[2];  /* - magnitude */
+    uint32_t minus4[2];  /* - magnitude, by the complement of the selector */
     uint32_t magnitude4[2];
     uint32_t complement5[4]; /* 255 - magnitude; words 2, 3: of magnitudes 8..15 */
     /* Not known to the compiler, which would make shifts of the ones, and constants in operations that need room for a mask of the
-     * other. right: 2^31, 2^30, 2^29, 2^16, what to multiply by, to shift right by 1, 2, 3, 16. magic: MAGIC. two: 2. */
-    uint32_t right[4], magic, two;
+     * other. right: 2^31, 2^30, 2^29, 2^16, what to multiply by, to shift right by 1, 2, 3, 16. magic: MAGIC. two: 2. ones: all bits. */
+    uint32_t right[4], magic, two, ones;
 };
+
+/** ~x, on the multipliers: -1 - x. */
+__device__ __forceinline__ uint32_t complement(const LevelTables &tables, uint32_t x)
+{
+    return x * tables.ones + tables.ones;
+}
 
 /** x >> 1, 2, 3, 16 for by = 0, 1, 2, 3. MULTIPLY: on the multipliers, where the other pipe is the limit; it takes longer. */
 template <bool MULTIPLY> __device__ __forceinline__ uint32_t shift_right(const LevelTables &tables, uint32_t x, int by)
@@ -206,7 +212,7 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int hal
         int r = 2 * half + (i & 1);
         uint32_t word = nibbles(t, r, i >> 1);
         plus[i] = prmt(tables.plus4[0], tables.plus4[1], word);
-        minus[i] = prmt(tables.minus4[0], tables.minus4[1], word ^ 0x88888888u);
+        minus[i] = prmt(tables.minus4[0], tables.minus4[1], complement(tables, word));
     }
 }
 
