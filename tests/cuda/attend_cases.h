@@ -85,6 +85,16 @@ static std::vector<Case> all_cases()
     add("long, group 8, window", [](Case &c) {
         c.lengths = {20000}, c.heads = 1, c.group = 8, c.sinks = 4, c.window = 100, c.centres = true, c.dtype = TQ_F32;
     });
+    for (const char *bits : {"3", "5310"}) /* many blocks for one segment, rotated back where they are merged */
+        for (int d : {64, 104, 128})
+            for (int rotation : {TQ_ROTATION_HADAMARD, TQ_ROTATION_NONE})
+                add("long, everything, bits " + std::string(bits) + ", dim " + std::to_string(d) + ", rotation " +
+                        std::to_string(rotation),
+                    [=](Case &c) {
+                        c.lengths = {20000}, c.heads = 1, c.group = 4, c.sinks = 4, c.window = 100;
+                        c.head_dim = d, c.rotation = rotation, c.key_bits = d == 64 && bits[1] ? "53" : bits;
+                        c.centres = c.steps = true, c.dtype = TQ_F32;
+                    });
     for (const char *bits : {"2", "3", "4", "5310"}) /* from one kernel's choice to another's, of other units */
         for (int heads : {3, 140})
             add("uneven, bits " + std::string(bits) + ", heads " + std::to_string(heads), [=](Case &c) {
