@@ -92,7 +92,8 @@ template <int N> __device__ __forceinline__ RowPart add_row_parts(const RowPart 
 __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __grid_constant__ AttendArgs a)
 {
     constexpr int AT_ONCE = 4;
-    __shared__ __align__(16) uint8_t memory[MERGE_WARPS * 32 * sizeof(RowPart)]; /* of warps and lanes */
+    /* RowPart [MERGE_WARPS][32]: shared memory cannot have its initialisers */
+    __shared__ __align__(16) uint8_t memory[MERGE_WARPS * 32 * sizeof(RowPart)];
     __shared__ __align__(16) float spare[TQ_TILE * 4];
     RowPart *of_lanes = reinterpret_cast<RowPart *>(memory);
     let_next_start();
@@ -100,12 +101,12 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
         row = blockIdx.x - segment * a.rows, n = a.few.sharing, b = segment / a.p.kv_heads;
     RowSet s = {b, segment - b * a.p.kv_heads, 0, segment, 0, a.rows};
     Output output(a, s, row);
-    ValueScale<4> scale(a, s, lane);
     uint32_t flip = lane_signs<4>(a, lane);
     const float *at = a.sums + ((int64_t)segment * n * a.rows + row) * part_floats(a);
     int64_t stride = (int64_t)a.rows * part_floats(a); /* from one part of the row to the next */
     RowPart sum;
-    wait_for_previous();
+    wait_for_previous(); /* and for all kernels in front of attend_few, which lets this one start before it has waited for them */
+    ValueScale<4> scale(a, s, lane);
 #pragma unroll 1
     for (int k = warp; k < n; k += MERGE_WARPS * AT_ONCE) {
         RowPart parts[AT_ONCE + 1];
