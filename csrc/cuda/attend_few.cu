@@ -101,12 +101,13 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
         row = blockIdx.x - segment * a.rows, n = a.few.sharing, b = segment / a.p.kv_heads;
     RowSet s = {b, segment - b * a.p.kv_heads, 0, segment, 0, a.rows};
     Output output(a, s, row);
+    ValueScale<4> scale(a, lane);
     uint32_t flip = lane_signs<4>(a, lane);
     const float *at = a.sums + ((int64_t)segment * n * a.rows + row) * part_floats(a);
     int64_t stride = (int64_t)a.rows * part_floats(a); /* from one part of the row to the next */
     RowPart sum;
     wait_for_previous(); /* and for all kernels in front of attend_few, which lets this one start before it has waited for them */
-    ValueScale<4> scale(a, s, lane);
+    ValueSteps<4> steps(a, s.h, lane); /* on their way with the parts */
 #pragma unroll 1
     for (int k = warp; k < n; k += MERGE_WARPS * AT_ONCE) {
         RowPart parts[AT_ONCE + 1];
@@ -126,6 +127,7 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
     for (int w = 0; w < MERGE_WARPS; w++) parts[w] = of_lanes[32 * w + lane];
     sum = add_row_parts(parts);
     LaneRow<4> packed = {{sum.packed}}, exact = {{sum.exact}};
+    scale.multiply(steps);
     scale.apply(packed, sum.m.rounded_sum);
     rotate_lanes<4>(a, packed, spare, flip, true, lane);
     output.complete<4>(a, packed, exact, sum.m, lane);

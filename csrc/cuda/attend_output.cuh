@@ -25,6 +25,21 @@ template <int GROUPS> __device__ __forceinline__ void clear(LaneRow<GROUPS> &row
     for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) row.quad[k] = make_float4(0, 0, 0, 0);
 }
 
+/** A KV head's steps of the groups of a lane's channels; 1 where it has none, or the group no bits. */
+template <int GROUPS> struct ValueSteps {
+    float step[LaneRow<GROUPS>::QUADS];
+
+    __device__ __forceinline__ ValueSteps(const AttendArgs &a, int32_t h, int lane)
+    {
+#pragma unroll
+        for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
+            int g = group_of(a, LaneRow<GROUPS>::channel(k, lane));
+            bool has = a.p.value.steps && g < a.plan_groups && a.value.bits[g];
+            step[k] = has ? a.p.value.steps[h * a.plan_groups + g] : 1.0f;
+        }
+    }
+};
+
 /** What turns a lane's packed sums into rotated numbers: factor * sum + offset * rounded_sum. Known before the sums are. */
 template <int GROUPS> struct ValueScale {
     float factor[LaneRow<GROUPS>::QUADS], offset[LaneRow<GROUPS>::QUADS];
@@ -32,17 +47,26 @@ template <int GROUPS> struct ValueScale {
     /** Those of up to 128 channels, to and from shared memory. */
     __device__ __forceinline__ explicit ValueScale(float2 pair) : factor{pair.x}, offset{pair.y} {}
     __device__ __forceinline__ float2 pair() const { return make_float2(factor[0], offset[0]); }
-    __device__ __forceinline__ ValueScale(const AttendArgs &a, const RowSet &s, int lane)
+    /** Of the plan alone. */
+    __device__ __forceinline__ ValueScale(const AttendArgs &a, int lane)
     {
 #pragma unroll
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
             int c = LaneRow<GROUPS>::channel(k, lane), g = group_of(a, c),
                 bits = g < a.plan_groups ? a.value.bits[g] : 0;
-            float step = !bits ? 0 : a.p.value.steps ? a.p.value.steps[s.h * a.plan_groups + g] : 1.0f;
-            offset[k] = step * a.value.offset_factor[bits];
             int down = bits <= 2 && a.value.row_factor ? bits * (c % TQ_TILE / 8) : 0;
-            factor[k] = step * a.value.factor[bits] * __int_as_float(127 - down << 23); /* 2^-down */
+            factor[k] = bits ? a.value.factor[bits] * __int_as_float(127 - down << 23) : 0; /* 2^-down */
+            offset[k] = bits ? a.value.offset_factor[bits] : 0;
         }
+    }
+    __device__ __forceinline__ ValueScale(const AttendArgs &a, const RowSet &s, int lane) : ValueScale(a, lane)
+    {
+        multiply(ValueSteps<GROUPS>(a, s.h, lane));
+    }
+    __device__ __forceinline__ void multiply(const ValueSteps<GROUPS> &steps)
+    {
+#pragma unroll
+        for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) factor[k] *= steps.step[k], offset[k] *= steps.step[k];
     }
     __device__ __forceinline__ void apply(LaneRow<GROUPS> &row, float rounded_sum) const
     {
