@@ -18,7 +18,8 @@
  *   8      SCALED          128 + level                                 u8               some 40, 2
  * Look-ups and masks are what limits the whole kernel: they share a pipe of half the issue rate. Right shifts would be on it too, so
  * for one block of rows of uniform plans they are the high words of products, which go to the multipliers; elsewhere latency limits,
- * and shifts are sooner done (mixed plans: by up to 8 %). At 4 and 5 bits a second load does what a shift would.
+ * and shifts are sooner done (mixed plans: by up to 8 %). At 4 and 5 bits a second load does what a shift would, and of the 24
+ * operations at 4 bits 8 are complements, on the multipliers as well.
  * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, -1 of the two
  * products of 5 bits, each times the sum of the other factor. In version 3 the lanes or the rows of a tile are of two token tiles; two
  * products then take what they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other
