@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("transformers")
 from models import tiny  # noqa: E402
 
 import turboquant  # noqa: E402
+from turboquant.attention import attention  # noqa: E402
 from turboquant.graph import DecodeGraph  # noqa: E402
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -193,3 +195,29 @@ def test_check_names_what_was_not_finite() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="layer 1: the key of position 3 of sequence 1 "):
         cache.check()
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_bad_number_of_a_prompt_is_named_and_stays_alone(bad: float) -> None:
+    """Among those that the centre is the mean of: all other keys and values are stored as they would be without it."""
+    spec = turboquant.CacheSpec(centre="prompt", sinks=4, window=16)
+    config = tiny(head_dim=64).config
+    k = torch.randn(1, config.num_key_value_heads, 200, 64, device="cuda", dtype=torch.bfloat16)
+    caches = []
+    for number in (0.0, bad):
+        k[0, 0, 33, 5] = number
+        cache = turboquant.TurboQuantCache(config, spec)
+        for i in range(len(cache.layers)):
+            keys, values = cache.update(k, k, i)
+            query = torch.zeros(1, config.num_attention_heads, 200, 64, device="cuda", dtype=torch.bfloat16)
+            module = SimpleNamespace(layer_idx=i, is_causal=True, num_key_value_groups=query.shape[1] // k.shape[1])
+            attention(module, query, keys, values, None, scaling=0.125)
+        caches.append(cache)
+    whole, broken = caches
+    whole.check()
+    assert all(torch.equal(a.centre, b.centre) for a, b in zip(whole.layers, broken.layers))
+    assert all(torch.equal(a.pages, b.pages) for a, b in zip(whole.layers, broken.layers))
+    with pytest.raises(ValueError, match="layer 0: the (key|value) of position 33 of sequence 0 "):
+        broken.check()

@@ -180,6 +180,80 @@ def test_append_writes_the_bytes_of_the_reference(
         np.testing.assert_array_equal(array(got[name]), exact, err_msg=name)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group", [32, 16])
+@pytest.mark.parametrize(("bits", "value_bits"), [(4, 4), (3, 2), (2, 3)])
+def test_single_tokens_of_one_width_write_the_bytes_of_the_reference(
+    bits: int, value_bits: int, group: int, device: str, rng: np.random.Generator
+) -> None:
+    """Through all token tiles of a page and into the next: plans without steps, for which CUDA has code of its own."""
+    plan, tokens = ref.plan(128, bits, value_bits, group=group), 140
+    k, v = (ref.narrow(rng.standard_normal((1, 2, tokens, 128)).astype(np.float32), "bfloat16") for _ in range(2))
+    k, v = (tensor(x, "bfloat16").to(device) for x in (k, v))
+    want = tq.quantize(k.cpu(), v.cpu(), plan.words)
+    pages = torch.zeros((2, 2, plan.record_bytes), dtype=torch.uint8, device=device)
+    table = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    for i in range(tokens):
+        length = torch.tensor([i + 1], dtype=torch.int32, device=device)
+        tq.append(k[:, :, i : i + 1], v[:, :, i : i + 1], length, pages, table, plan.words)
+    assert torch.equal(pages.cpu(), want)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_centre_that_is_not_finite_spoils_its_own_head_alone(
+    bad: float, device: str, rng: np.random.Generator
+) -> None:
+    """A CPU refuses it; what CUDA makes of its head is nothing of use, but made within its arrays."""
+    plan = ref.plan(128, 4, 4)
+    k, v = (torch.from_numpy(rng.standard_normal((1, 2, 300, 128)).astype(np.float32)) for _ in range(2))
+    k, v = k.to(device, torch.bfloat16), v.to(device, torch.bfloat16)
+    centre = torch.from_numpy(rng.standard_normal((2, 128)).astype(np.float32)).to(device)
+    want = tq.quantize(k, v, plan.words, key_centre=centre)
+    centre[0, 77] = bad
+    got = tq.quantize(k, v, plan.words, key_centre=centre)
+    assert torch.equal(got[:, 1], want[:, 1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_stored_and_no_heads(device: str) -> None:
+    """A cache without pages holds zeros, and attention of no heads is empty."""
+    pages = torch.zeros((0, 2, PLAN.record_bytes), dtype=torch.uint8, device=device)
+    table, counts = (torch.zeros(size, dtype=torch.int32, device=device) for size in ((1, 1), (1,)))
+    for x in tq.dequantize(pages, table, counts, 3, PLAN.words):
+        assert x.shape == (1, 2, 3, 64) and not x.any()
+    none = torch.zeros((1, 0, 1, 64), device=device)
+    pages = torch.zeros((1, 0, PLAN.record_bytes), dtype=torch.uint8, device=device)
+    assert tq.quantize(none, none, PLAN.words).shape == (1, 0, PLAN.record_bytes)
+    out, lse = tq.attend(none, pages, table, counts, PLAN.words)
+    assert out.shape == (1, 0, 1, 64) and lse.shape == (1, 0, 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_of_single_elements_do_not_matter(device: str, rng: np.random.Generator) -> None:
+    pages = torch.zeros((1, 2, PLAN.record_bytes), dtype=torch.uint8, device=device)
+    table, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0]], [1]))
+    q = torch.empty_strided((1, 2, 1, 64), (129, 64, 1, 1), dtype=torch.bfloat16, device=device).normal_()
+    torch.testing.assert_close(tq.attend(q, pages, table, lengths, PLAN.words)[0], torch.zeros_like(q))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
+def test_refusals_of_cuda_alone(device: str) -> None:
+    pages = torch.zeros((2, 2, PLAN.record_bytes), dtype=torch.uint8, device=device)
+    table, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0], [1]], [1, 1]))
+    q = torch.zeros((2, 129), dtype=torch.bfloat16, device=device)[:, :128].view(2, 2, 1, 64)
+    with pytest.raises(ValueError, match="`q` must be of strides that are multiples of 4 on CUDA, got 129"):
+        tq.attend(q, pages, table, lengths, PLAN.words)
+    rotation = torch.eye(64, device=device)
+    with pytest.raises(ValueError, match="`key_rotation` must be absent, because .*, got a tensor"):
+        tq.attend(q.contiguous(), pages, table, lengths, PLAN.words, key_rotation=rotation)
+    keys, k = ref.plan(8, 3, 0), torch.zeros((1, 1, 1, 8), device=device)
+    pages = torch.zeros((1, 1, keys.record_bytes), dtype=torch.uint8, device=device)
+    many = torch.zeros((1, 2**23), dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="`max_pages` must be fewer: positions are 32-bit, got 8388608"):
+        tq.append(k, None, lengths[:1], pages, many, keys.words)
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
 def test_append_flags_bad_numbers_and_keeps_the_others(device: str, rng: np.random.Generator) -> None:
     """What a CPU refuses, CUDA finds later: the first of them stays in `flag`, and no other token notices."""

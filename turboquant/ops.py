@@ -18,7 +18,8 @@ Arguments that several operators share (contracts and the byte format: ``csrc/in
     floats       float32, float16 or bfloat16; all of one call alike. Their layout is [batch, heads, tokens, head_dim],
                  as in `torch.nn.functional.scaled_dot_product_attention`. k, v, q, fresh_k and fresh_v may have any
                  strides but in the last dimension, which is dense (a transposed [batch, tokens, heads, head_dim] is
-                 fine); all other tensors are contiguous, except x of `rotate` and both of `merge`.
+                 fine; on CUDA those of q and fresh_* are multiples of 4); all other tensors are contiguous, except x of
+                 `rotate` and both of `merge`.
     pages        uint8 [n_pages, kv_heads, record_bytes], zeroed when made; `turboquant._core.record_bytes(plan)`.
     block_table  int32 [batch, max_pages]: page j of sequence b is pages[block_table[b, j]].
     sink_*       [batch, kv_heads, sinks, head_dim], the first tokens, exact. None or empty: no sinks.

@@ -141,7 +141,8 @@ static tq_status check_pointers(const tq_plan *plan, const tq_append_params *p, 
     if (p->batch && !p->lengths) return tq_fail(error, TQ_E_VALUE, "lengths", -1, 0, "a pointer, not NULL");
     if (p->batch && p->max_pages && !p->block_table)
         return tq_fail(error, TQ_E_VALUE, "block_table", -1, 0, "a pointer, not NULL");
-    if (p->n_pages && !p->pages) return tq_fail(error, TQ_E_VALUE, "pages", -1, 0, "a pointer, not NULL");
+    if (p->n_pages && p->kv_heads && !p->pages)
+        return tq_fail(error, TQ_E_VALUE, "pages", -1, 0, "a pointer, not NULL");
     if ((uintptr_t)p->pages % 64)
         return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)p->pages % 64), "64-byte aligned");
     if ((p->sinks != 0) != (p->sink_k != NULL))

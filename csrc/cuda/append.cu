@@ -54,8 +54,8 @@ tq_status check_sizes(const tq_append_params &p, tq_error *error)
     const int64_t items = 2 * (int64_t)p.batch * p.kv_heads;
     if (items > INT32_MAX)
         return fail(error, TQ_E_VALUE, "batch", -1, p.batch, "such that 2 * batch * kv_heads is below 2^31");
-    if ((int64_t)p.sinks + p.window > INT32_MAX)
-        return fail(error, TQ_E_VALUE, "window", -1, p.window, "such that sinks + window is below 2^31");
+    if ((int64_t)p.sinks + p.window > INT32_MAX / 2)
+        return fail(error, TQ_E_VALUE, "window", -1, p.window, "such that sinks + window is below 2^30");
     if (p.dtype < TQ_F32 || p.dtype > TQ_BF16)
         return fail(error, TQ_E_TYPE, "dtype", -1, p.dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
     return TQ_OK;
@@ -165,7 +165,9 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     args->scale = plan.scale;
     args->sides = plan.value.tile_bytes ? 2 : 1;
     const int64_t capacity = (int64_t)p.sinks + p.window + (int64_t)p.max_pages * plan.page_tokens;
-    args->capacity = (int32_t)(capacity < INT32_MAX ? capacity : INT32_MAX);
+    if (capacity > INT32_MAX / 2) // sums of positions and tiles are 32-bit; attend refuses more as well
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p.max_pages, "fewer: positions are 32-bit");
+    args->capacity = (int32_t)capacity;
     int power = 8;
     while (2 * power <= plan.head_dim) power *= 2;
     args->factor = (float)(1.0 / sqrt((double)power));

@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(32 * WARPS) append_blocks(const __grid_constan
     wait_for_stream();
     const Span span = span_of(a, work.b);
     const Shared shared = shared_of(a, args.side[work.side], memory);
-    for (int tile = span.first / TQ_TILE + (int)(blockIdx.x % (unsigned)blocks); tile * TQ_TILE < span.last;
+    for (int tile = span.first / TQ_TILE + (int)(blockIdx.x % (unsigned)blocks); (int64_t)tile * TQ_TILE < span.last;
          tile += blocks)
         append_tile(args, work, head, span, tile * TQ_TILE, shared, warp, lane);
     if (blocks > 1) return;

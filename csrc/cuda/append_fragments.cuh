@@ -492,7 +492,8 @@ __device__ __forceinline__ void prepare_width(const FragmentsArgs &a, int bits, 
     if (warp == 0 && lane < 1 << bits) tables.levels[bits][code_of_rank(lane, bits)] = a.books[bits].levels[lane];
 }
 
-/** The centre as it is subtracted from rotated rows, for this warp. */
+/** The centre as it is subtracted from rotated rows, for this warp. A number that is not finite counts as 0: it would be looked up outside
+ *  of the table of codes. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void prepare_centre(const FragmentsArgs &a, const Head &head, float *centre, int lane)
 {
@@ -501,7 +502,7 @@ __device__ __forceinline__ void prepare_centre(const FragmentsArgs &a, const Hea
     for (int k = 0; k < S::GROUPS; k++) mu[k] = head.centre ? head.centre[lane + 32 * k] : 0.0f; // of one side only
     rotate_registers<SettledArgs>(a, Flips<S::GROUPS>(a.signs, lane), mu, lane);
 #pragma unroll
-    for (int k = 0; k < S::GROUPS; k++) centre[place_of_centre<IS_KEY>(lane + 32 * k)] = mu[k];
+    for (int k = 0; k < S::GROUPS; k++) centre[place_of_centre<IS_KEY>(lane + 32 * k)] = isfinite(mu[k]) ? mu[k] : 0.0f;
 }
 
 // ---- a warp's tiles ----

@@ -220,8 +220,8 @@ bool is_usual(const AppendArgs &args)
 {
     for (int side = 0; side < args.sides; side++)
         if (args.side[side].one_width < 2 || args.side[side].one_width > 4) return false;
-    return (args.head_dim == 64 || args.head_dim == 128 || args.head_dim == 256) && args.dtype != TQ_F32 &&
-           args.rotation == TQ_ROTATION_HADAMARD && args.scale == TQ_SCALE_EDEN;
+    return args.tile_tokens == TQ_TILE && (args.head_dim == 64 || args.head_dim == 128 || args.head_dim == 256) &&
+           args.dtype != TQ_F32 && args.rotation == TQ_ROTATION_HADAMARD && args.scale == TQ_SCALE_EDEN;
 }
 
 template <int PER_LANE, int DTYPE> tq_status launch_usual(const AppendArgs &args, cudaStream_t stream, tq_error *error)

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<PER_LANE, FINE, Args>)
     wait_for_stream();
     const Span span = span_of(a, work.b);
     const Shared shared = shared_of(a, TOKENS, memory);
-    for (int tile = span.first / TOKENS + (int)(blockIdx.x % (unsigned)blocks); tile * TOKENS < span.last;
+    for (int tile = span.first / TOKENS + (int)(blockIdx.x % (unsigned)blocks); (int64_t)tile * TOKENS < span.last;
          tile += blocks)
         append_tile<PER_LANE, FINE>(a, work, head, span, tile * TOKENS, shared, warp, lane);
     if (blocks > 1) return;

@@ -13,24 +13,6 @@ namespace
 
 /* ---- the device ---- */
 
-/** Whether the kernels' code for the current device was compiled for compute capability 9.0, and not translated from older PTX, in which
- *  those for 9.0 are empty. Remembered as in current_device. */
-tq_status is_hopper_code(int device, bool *is, tq_error *error)
-{
-    static thread_local int known = -1;
-    static thread_local bool known_is;
-    if (device != known) {
-        cudaFuncAttributes attributes;
-        TQ_CUDA_TRY(check_cuda(
-            cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(attend_end_kernels(4).prepare)), "device",
-            error));
-        known_is = attributes.ptxVersion >= 90;
-        known = device;
-    }
-    *is = known_is;
-    return TQ_OK;
-}
-
 /** How many clusters of LARGE_CLUSTER blocks the current device can have at work, a block a multiprocessor: an H200 7. 0 where it cannot
  *  say. Remembered as in current_device. */
 int count_large_clusters(const DeviceFacts &device)
@@ -63,7 +45,8 @@ tq_status look_at_device(Device *d, tq_error *error)
     TQ_CUDA_TRY(current_device(d, error));
     d->bulk = d->line = false;
     d->large_clusters = 0;
-    if (d->major == 9) TQ_CUDA_TRY(is_hopper_code(d->id, &d->bulk, error));
+    if (d->major == 9)
+        TQ_CUDA_TRY(is_hopper_code(reinterpret_cast<const void *>(attend_end_kernels(4).prepare), *d, &d->bulk, error));
     const char *path = getenv("TURBOQUANT_CUDA_PATH");
     if (!path || !*path) return TQ_OK;
     bool portable = !strcmp(path, "portable");
@@ -123,7 +106,7 @@ tq_status check_pointers(const tq_plan *plan, const tq_attend_params *p, tq_erro
                     {"out", p->out, queries, true},
                     {"lengths", p->lengths, p->batch > 0, true},
                     {"block_table", p->block_table, p->batch && p->max_pages, true},
-                    {"pages", p->pages, p->n_pages > 0, true},
+                    {"pages", p->pages, p->n_pages && p->kv_heads, true},
                     {"sink_k", p->sink_k, p->sinks > 0, p->sinks > 0},
                     {"sink_v", p->sink_v, p->sinks > 0, p->sinks > 0},
                     {"window_k", p->window_k, p->window > 0, p->window > 0},
@@ -139,19 +122,33 @@ tq_status check_pointers(const tq_plan *plan, const tq_attend_params *p, tq_erro
     const struct {
         const char *name;
         const void *at;
-        int64_t stride_batch = 0, stride_head = 0, stride_token = 0;
-    } rows[] = {{"q", p->q, p->q_stride_batch, p->q_stride_head, p->q_stride_token},
-                {"sink_k", p->sink_k},
-                {"sink_v", p->sink_v},
-                {"window_k", p->window_k},
-                {"window_v", p->window_v},
-                {"out", p->out},
-                {"fresh_k", p->fresh_k, p->fresh_k_stride_batch, p->fresh_k_stride_head, p->fresh_k_stride_token},
-                {"fresh_v", p->fresh_v, p->fresh_v_stride_batch, p->fresh_v_stride_head, p->fresh_v_stride_token}};
-    for (auto &r : rows)
-        if (r.at && ((uintptr_t)r.at % (4 * bytes) || r.stride_batch % 4 || r.stride_head % 4 || r.stride_token % 4))
-            return fail(error, TQ_E_VALUE, r.name, -1, (double)((uintptr_t)r.at % (4 * bytes)),
-                        "aligned to four of its numbers, its strides too");
+    } arrays[] = {{"q", p->q},
+                  {"sink_k", p->sink_k},
+                  {"sink_v", p->sink_v},
+                  {"window_k", p->window_k},
+                  {"window_v", p->window_v},
+                  {"out", p->out},
+                  {"fresh_k", p->fresh_k},
+                  {"fresh_v", p->fresh_v}};
+    for (auto &x : arrays)
+        if ((uintptr_t)x.at % (4 * bytes))
+            return fail(error, TQ_E_VALUE, x.name, -1, (double)((uintptr_t)x.at % (4 * bytes)),
+                        "aligned to four of its numbers (got: bytes behind)");
+    const struct {
+        const char *name;
+        int64_t stride, length; /* of a dimension: whose only element has none */
+    } strides[] = {{"q", p->q_stride_batch, p->batch},
+                   {"q", p->q_stride_head, p->query_heads},
+                   {"q", p->q_stride_token, p->query_tokens},
+                   {"fresh_k", p->fresh_k_stride_batch, p->batch},
+                   {"fresh_k", p->fresh_k_stride_head, p->kv_heads},
+                   {"fresh_k", p->fresh_k_stride_token, p->query_tokens},
+                   {"fresh_v", p->fresh_v_stride_batch, p->batch},
+                   {"fresh_v", p->fresh_v_stride_head, p->kv_heads},
+                   {"fresh_v", p->fresh_v_stride_token, p->query_tokens}};
+    for (auto &x : strides)
+        if (x.length > 1 && x.stride % 4)
+            return fail(error, TQ_E_VALUE, x.name, -1, (double)x.stride, "of strides that are multiples of 4 on CUDA");
     if ((uintptr_t)p->pages % 64)
         return fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)p->pages % 64), "64-byte aligned");
     return TQ_OK;

@@ -565,7 +565,7 @@ __device__ __forceinline__ WarpRows find_rows_of_warp(const AttendArgs &a, const
                                                       const WarpSpace<V> &space)
 {
     WarpRows r = {a.row_args + s.index * a.tile_rows + 4 * first_block,
-                  a.queries + (s.index * (a.tile_rows / 4) + first_block) * a.groups * 32};
+                  a.queries + ((int64_t)s.index * (a.tile_rows / 4) + first_block) * a.groups * 32};
     if constexpr (V::QUERY_IN_SHARED) {
         __syncwarp();
 #pragma unroll

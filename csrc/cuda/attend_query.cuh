@@ -250,7 +250,7 @@ struct PreparedRows {
 
 __device__ __forceinline__ PreparedRows rows_in_workspace(const AttendArgs &a, int segment)
 {
-    return {reinterpret_cast<uint32_t *>(a.queries + segment * (a.tile_rows / 4) * a.groups * 32),
+    return {reinterpret_cast<uint32_t *>(a.queries + (int64_t)segment * (a.tile_rows / 4) * a.groups * 32),
             a.row_args + segment * a.tile_rows};
 }
 

@@ -134,11 +134,16 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     if (!batch || !kv_heads || !max_tokens) return TQ_OK;
     if (values != (v != nullptr))
         return fail(error, TQ_E_VALUE, "v", -1, v != nullptr, "NULL if and only if the plan has no values");
-    if (!k || !counts || !block_table || !pages)
+    if (!k || !counts || !block_table || (n_pages && !pages))
         return fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL, as counts, block_table and pages");
-    if (!n_pages) return fail(error, TQ_E_VALUE, "n_pages", -1, 0, "at least 1");
     TQ_CUDA_TRY(check_transform(*plan, key, false, error));
     TQ_CUDA_TRY(check_transform(*plan, value, true, error));
+    if (!n_pages) {
+        const size_t bytes = sizeof(float) * plan->head_dim * (size_t)max_tokens * kv_heads * batch;
+        for (float *out : {k, v})
+            if (out) TQ_CUDA_TRY(check_cuda(cudaMemsetAsync(out, 0, bytes, (cudaStream_t)stream), "stream", error));
+        return TQ_OK;
+    }
     if (is_blocked(*plan)) {
         BlockPlan blocks;
         TQ_CUDA_TRY(
@@ -162,7 +167,7 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     args.group_channels = plan->group_channels;
     args.page_tokens = plan->page_tokens;
     args.rotation = plan->rotation;
-    args.tiles = (max_tokens + TQ_TILE - 1) / TQ_TILE;
+    args.tiles = (max_tokens - 1) / TQ_TILE + 1;
     args.side[0] = side_of(plan->key, key, k);
     args.side[1] = side_of(plan->value, value, v);
     args.signs = signs_of(*plan);

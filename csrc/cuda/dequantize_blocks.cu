@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
 tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, int32_t batch, const int32_t *counts,
                             int32_t max_tokens, float *k, float *v, cudaStream_t stream, tq_error *error)
 {
-    DequantizeBlocksArgs args = {blocks, counts, batch, max_tokens, (max_tokens + TOKENS - 1) / TOKENS, {k, v}};
+    DequantizeBlocksArgs args = {blocks, counts, batch, max_tokens, (max_tokens - 1) / TOKENS + 1, {k, v}};
     size_t shared_bytes = 0;
     for (const tq_side *side : {&plan.key, &plan.value}) {
         const size_t rows = sizeof(float) * (LEVEL_TABLE + TQ_TILE * ((size_t)TQ_TILE * side->tiles + 16)),

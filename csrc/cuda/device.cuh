@@ -26,9 +26,9 @@ inline tq_status fail(tq_error *error, tq_status status, const char *argument, i
 
 inline tq_status check_cuda(cudaError_t e, const char *argument, tq_error *error)
 {
-    return e == cudaSuccess ? TQ_OK
-                            : fail(error, TQ_E_CUDA, argument, -1, (double)e,
-                                   "accepted by the CUDA runtime (got is its cudaError_t)");
+    if (e == cudaSuccess) return TQ_OK;
+    cudaGetLastError(); /* it is told here: nobody else's next call should find it */
+    return fail(error, TQ_E_CUDA, argument, -1, (double)e, "accepted by the CUDA runtime (got is its cudaError_t)");
 }
 
 #define TQ_CUDA_TRY(call)                                                                                              \

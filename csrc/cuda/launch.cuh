@@ -36,12 +36,16 @@ inline tq_status check_transform(const tq_plan &plan, const tq_transform *t, boo
 {
     const tq_side &side = is_value ? plan.value : plan.key;
     if (is_value && !side.tile_bytes) return TQ_OK;
-    if ((side.matrix_rows != 0) != (t && t->rotation))
-        return fail(error, TQ_E_VALUE, is_value ? "value_rotation" : "key_rotation", -1, side.rotation,
-                    "given if and only if the plan's rotation is dense or its sketch Gaussian");
-    if (is_blocked(plan) && (side.step_columns != 0) != (t && t->steps))
-        return fail(error, TQ_E_VALUE, is_value ? "value_steps" : "key_steps", -1, t && t->steps,
-                    "given if and only if the plan has a table, in format version 2");
+    const bool rotation = t && t->rotation, steps = t && t->steps;
+    const char *wants = !side.matrix_rows                    ? "absent, because the plan's rotation is not dense"
+                        : side.rotation == TQ_ROTATION_DENSE ? "given, because the plan's rotation is dense"
+                                                             : "given: the rows of the plan's sketch";
+    if ((side.matrix_rows != 0) != rotation)
+        return fail(error, TQ_E_VALUE, is_value ? "value_rotation" : "key_rotation", -1, rotation, wants);
+    wants = side.step_columns ? "given: the plan's table"
+                              : "absent: in format version 2 steps are the table of a plan that has one";
+    if (is_blocked(plan) && (side.step_columns != 0) != steps)
+        return fail(error, TQ_E_VALUE, is_value ? "value_steps" : "key_steps", -1, steps, wants);
     return TQ_OK;
 }
 
@@ -119,10 +123,10 @@ inline tq_status current_device(DeviceFacts *facts, tq_error *error)
     return TQ_OK;
 }
 
-/** What a kernel was told on a device. */
+/** What a kernel was told on a device, and the PTX that its code came from (0: not asked yet). */
 struct Told {
     const void *kernel;
-    int device;
+    int device, ptx;
     bool much, most_shared, large_clusters;
 };
 
@@ -130,8 +134,22 @@ inline Told &told(const void *kernel, const DeviceFacts &device)
 {
     static thread_local Told kernels[64];
     Told &t = kernels[((uintptr_t)kernel >> 4) % 64];
-    if (t.kernel != kernel || t.device != device.id) t = {kernel, device.id, false, false, false};
+    if (t.kernel != kernel || t.device != device.id) t = {kernel, device.id, 0, false, false, false};
     return t;
+}
+
+/** Whether a kernel was compiled for compute capability 9.0 or newer. On such a device it may also be a translation of older PTX, in which
+ *  what needs 9.0 is left out (device.cuh): the wait for the kernel in front, and all of the kernels for Hopper. */
+inline tq_status is_hopper_code(const void *kernel, const DeviceFacts &device, bool *is, tq_error *error)
+{
+    Told &t = told(kernel, device);
+    if (!t.ptx) {
+        cudaFuncAttributes attributes;
+        TQ_CUDA_TRY(check_cuda(cudaFuncGetAttributes(&attributes, kernel), "device", error));
+        t.ptx = attributes.ptxVersion;
+    }
+    *is = t.ptx >= 90;
+    return TQ_OK;
 }
 
 /** Lets a kernel take all the dynamic shared memory of the current device if it wants much of it, and with `most_shared` asks for the
@@ -180,6 +198,8 @@ tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int layers,
         return fail(error, TQ_E_VALUE, "batch", -1, (double)blocks, "small enough for a grid of 2^31 - 1 blocks");
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
+    bool waits = false;
+    if (device.major >= 9) TQ_CUDA_TRY(is_hopper_code(reinterpret_cast<const void *>(kernel), device, &waits, error));
     TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, shared_bytes, false, error));
     if (cluster > PORTABLE_CLUSTER)
         TQ_CUDA_TRY(allow_large_clusters(reinterpret_cast<const void *>(kernel), device, error));
@@ -194,7 +214,7 @@ tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int layers,
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = device.major < 9 ? 0 : cluster > 1 ? 2 : 1;
+    config.numAttrs = !waits ? 0 : cluster > 1 ? 2 : 1; // no early start, nor clusters, of code that does not wait
     return check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "kernel", error);
 }
 

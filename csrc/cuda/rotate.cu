@@ -70,9 +70,11 @@ tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, 
     if (dtype < TQ_F32 || dtype > TQ_BF16)
         return fail(error, TQ_E_TYPE, "dtype", -1, dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
     if (rows < 0) return fail(error, TQ_E_VALUE, "rows", -1, (double)rows, "at least 0");
-    if ((plan->rotation == TQ_ROTATION_DENSE) != (matrix != nullptr))
+    const bool dense = plan->rotation == TQ_ROTATION_DENSE;
+    if (dense != (matrix != nullptr))
         return fail(error, TQ_E_VALUE, "matrix", -1, plan->rotation,
-                    "given if and only if the plan's rotation is dense");
+                    dense ? "given, because the plan's rotation is dense"
+                          : "absent, because the plan's rotation is not dense");
     if (!rows) return TQ_OK;
     if (!x || !y) return fail(error, TQ_E_VALUE, x ? "y" : "x", -1, 0, "a pointer, not NULL");
     const int64_t bytes = rows * plan->head_dim * (dtype == TQ_F32 ? 4 : 2);

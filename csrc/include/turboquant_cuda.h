@@ -13,6 +13,7 @@
  *   - Errors: TQ_E_VALUE and TQ_E_TYPE for what the host can see, as in turboquant.h; TQ_E_UNSUPPORTED for a device below compute
  *     capability 8.0 or for a TURBOQUANT_CUDA_PATH the device cannot run; TQ_E_CUDA when the runtime fails (`got` is its
  *     cudaError_t). After an error nothing was queued.
+ *   - Positions are 32-bit: append and attend refuse sinks + window + max_pages * page_tokens of 2^30 and more.
  *   - `threads` of params is not looked at.
  *
  * Workspaces: bytes from the matching _workspace_bytes, 256-byte aligned, on the device, of any contents. One workspace may serve

@@ -188,11 +188,16 @@ public:
     }
 
     /** A length as the int32 that the core counts in. */
-    int32_t length(const char *name, const Tensor &t, int64_t dim) const { return narrow(name, t.size(dim)); }
+    int32_t length(const char *name, const Tensor &t, int64_t dim) const { return length(name, t.size(dim)); }
 
-    int32_t narrow(const char *name, int64_t n) const
+    int32_t length(const char *name, int64_t n) const
     {
-        if (n < INT32_MIN || n > INT32_MAX) refuse(name, "smaller than 2^31 in every dimension", std::to_string(n));
+        return narrow(name, n, "smaller than 2^31 in every dimension");
+    }
+
+    int32_t narrow(const char *name, int64_t n, const char *wants = "in -2^31..2^31 - 1") const
+    {
+        if (n < INT32_MIN || n > INT32_MAX) refuse(name, wants, std::to_string(n));
         return static_cast<int32_t>(n);
     }
 

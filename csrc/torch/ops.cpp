@@ -423,7 +423,7 @@ Tensor quantize(const Tensor &k, const Maybe &v, const Words &words, const Maybe
     int64_t page_tokens = call.plan.page_tokens;
     p.max_pages = static_cast<int32_t>((p.tokens + page_tokens - 1) / page_tokens);
     p.n_pages = static_cast<int64_t>(p.batch) * p.max_pages;
-    std::vector<int32_t> table(static_cast<size_t>(call.narrow("k", p.n_pages)));
+    std::vector<int32_t> table(static_cast<size_t>(call.length("k", p.n_pages)));
     for (size_t i = 0; i < table.size(); i++) table[i] = static_cast<int32_t>(i);
     Tensor lengths = integers(call, {p.batch}, std::vector<int32_t>(static_cast<size_t>(p.batch), p.tokens));
     Tensor block_table = integers(call, {p.batch, p.max_pages}, table);
@@ -469,7 +469,7 @@ std::tuple<Tensor, Tensor> merge(const Tensor &outs, const Tensor &lses)
     auto sizes = outs.sizes();
     if (sizes.size() < 2)
         call.refuse("outs", "of at least two dimensions, [parts, ..., head_dim]", join(sizes.data(), sizes.size()));
-    int32_t f32 = aoti_torch_dtype_float32(), head_dim = call.narrow("outs", sizes[sizes.size() - 1]);
+    int32_t f32 = aoti_torch_dtype_float32(), head_dim = call.length("outs", sizes[sizes.size() - 1]);
     if (dtype_of(lses) != f32 || lses.dim() != outs.dim() - 1 ||
         !std::equal(sizes.begin(), sizes.end() - 1, lses.sizes().begin()))
         call.refuse("lses", "float32 " + join(sizes.data(), sizes.size() - 1) + ", `outs` without its last dimension",
@@ -483,7 +483,7 @@ std::tuple<Tensor, Tensor> merge(const Tensor &outs, const Tensor &lses)
     shape.pop_back();
     Tensor lse = call.allocate(shape, f32);
     call.check(launch->merge(launch.stream, data_as<float>(from), data_as<float>(from_lses),
-                             call.narrow("outs", sizes[0]), lse.numel(), head_dim,
+                             call.length("outs", sizes[0]), lse.numel(), head_dim,
                              static_cast<float *>(out.mutable_data_ptr()), static_cast<float *>(lse.mutable_data_ptr()),
                              &call.error));
     return {dtype_of(outs) == f32 ? out : converted(call, out, dtype_of(outs)), lse};

@@ -403,6 +403,16 @@ static void check_fine_appends(int thin)
             c.appends = {61, 1, 36, 3, 1, 65, 1};
             go(c, "plan x dim");
         }
+    int single = 0;
+    for (int dim : {64, 128, 256}) // what append_step compiles for in version 1
+        for (const auto &bits : {std::pair<int, int>{4, 4}, {3, 2}, {2, 3}, {4, 0}}) {
+            Case c;
+            c.dim = dim, c.key_bits = {bits.first}, c.value_bits = {bits.second},
+            c.dtype = single++ % 2 ? TQ_F16 : TQ_BF16;
+            c.centred = single % 3 == 1, c.window = single % 3 == 2 ? 20 : 0, c.padding = {0, 37}, c.max_pages = 2;
+            c.appends = std::vector<int>(150, 1);
+            go(c, "single tokens, bits " + std::to_string(bits.first) + "/" + std::to_string(bits.second));
+        }
     for (int window : {0, 7, 32, 100}) // every token by itself through two tiles, then many at once
         for (int page_tokens : {64, 128}) {
             Case c;
