@@ -637,8 +637,36 @@ def test_a_forward_that_was_cut_off_is_noticed():
     cache, stream = TurboQuantCache(CONFIG, PACKED), Stream()
     forward(cache, stream.piece(0, 20))
     forward(cache, stream.piece(20, 21)[:1])  # as after Ctrl-C between two layers
-    with pytest.raises(RuntimeError, match="layer 1: the cache holds 20 positions here and 21 in its first layer"):
+    says = "layer 1: the cache holds 20 positions here and 21 in its first layer: .* all layers are back at 20 now: try"
+    with pytest.raises(RuntimeError, match=says):
         forward(cache, stream.piece(21, 22))
+    assert [layer.tokens for layer in cache.layers] == [20] * len(cache.layers)
+    forward(cache, stream.piece(20, 22))
+    assert cache.get_seq_length() == 22
+
+
+def test_a_forward_that_was_cut_off_and_cannot_be_taken_back_is_noticed():
+    cache, stream = TurboQuantCache(CONFIG, PACKED.with_(window=8)), Stream()
+    forward(cache, stream.piece(0, 20))
+    forward(cache, stream.piece(20, 21)[:1])
+    with pytest.raises(RuntimeError, match=r"an earlier forward was cut off; call cache.reset\(\)"):
+        forward(cache, stream.piece(21, 22))
+
+
+def test_a_model_is_no_configuration():
+    with pytest.raises(
+        TypeError, match=r"`config` must be a model's configuration \(model.config\), got SimpleNamespace"
+    ):
+        TurboQuantCache(SimpleNamespace(config=CONFIG))
+
+
+def test_beams_may_be_a_list():
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(batch=2)
+    forward(cache, stream.piece(0, 20))
+    other = cache.fork()
+    cache.reorder_cache([1, 0])
+    other.reorder_cache(torch.tensor([1, 0]))
+    assert all(torch.equal(a.block_table, b.block_table) for a, b in zip(cache.layers, other.layers))
 
 
 MASKS = {

@@ -396,6 +396,13 @@ def test_a_disk_too_full_for_a_checkpoint(model, batches, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_calibration_in_a_notebook_is_a_line(rng):
+    calibration = made(rng, source="a book")
+    assert repr(calibration) == ("Calibration(layers=2, kv_heads=2, head_dim=64, tokens=1000, seed=0, source='a book')")
+    with pytest.raises(ValueError, match=r"`budget` must be in 0.5..5 bits for heads of 64 channels, got 0.25"):
+        layer_specs(CacheSpec(budget=0.25), calibration, 2)
+
+
 def test_a_checkpoint_of_something_else(model, batches, tmp_path):
     file = tmp_path / "half"
     for content in (b"", b"nonsense" * 40):
@@ -403,6 +410,9 @@ def test_a_checkpoint_of_something_else(model, batches, tmp_path):
         with pytest.raises(ValueError, match="`checkpoint` must be one of this model, these batches and this seed"):
             turboquant.calibrate(model, batches, checkpoint=file)
         assert file.read_bytes() == content
+        with pytest.raises(ValueError) as refused:
+            turboquant.calibrate(model, batches, checkpoint=file)
+        assert "weights_only" not in str(refused.value) and "\n" not in str(refused.value)
     torch.save({"identity": "other"}, file)
     with pytest.raises(ValueError, match=r"remove it to start again \(it is of others\)"):
         turboquant.calibrate(model, batches, checkpoint=file)
@@ -582,7 +592,7 @@ def test_specs_and_calibrations_that_do_not_go_together(model, measured):
             TurboQuantCache(model.config, spec)
     with pytest.raises(ValueError, match="`calibration` must be None for a spec that does not use one"):
         TurboQuantCache(model.config, "default", measured)
-    with pytest.raises(ValueError, match="`average` must be in 1..5 bits for heads of 32 channels, got 0.5"):
+    with pytest.raises(ValueError, match="`budget` must be in 1..5 bits for heads of 32 channels, got 0.5"):
         TurboQuantCache(model.config, CacheSpec(budget=0.5), measured)
 
 

@@ -242,6 +242,8 @@ def test_a_scan_that_fails_leaves_the_file_of_the_last(folder, monkeypatch, tmp_
 
 BAD = {
     "letters": (["esm-scan", "WRONG", "--model", "MODEL", "--csv", "s.csv"], "must be a letter of the ESM-2 alphabet"),
+    "a name twice": (["esm-scan", "TWICE", "--model", "MODEL", "--csv", "s.csv"],
+                     "--fasta must name every protein differently up to the first blank, got two 'a'"),
     "too long": (["esm-scan", "TRAIN", "--model", "MODEL", "--csv", "s.csv"], "at most 62 residues"),
     "no file": (["esm-scan", "none.fasta", "--model", "MODEL", "--csv", "s.csv"], "none.fasta"),
     "no model": (["esm-scan", "TEST", "--model", "./none", "--csv", "s.csv"], "MODEL must be a folder"),
@@ -275,8 +277,10 @@ def test_bad_command_lines_write_nothing(arguments, message, folder, capsys, tmp
     work.mkdir()
     monkeypatch.chdir(work)
     (tmp_path / "wrong.fasta").write_text(">a\nMKV\n>b\nMJ\n")
+    (tmp_path / "twice.fasta").write_text(">a wild type\nMKV\n>a variant\nMKI\n")
     named = {"MODEL": folder / "model", "TRAIN": folder / "train.fasta", "TEST": folder / "test.fasta",
-             "WRONG": tmp_path / "wrong.fasta", "LLAMA": folder / "llama", "OTHER": folder / "other"}  # fmt: skip
+             "WRONG": tmp_path / "wrong.fasta", "TWICE": tmp_path / "twice.fasta",
+             "LLAMA": folder / "llama", "OTHER": folder / "other"}  # fmt: skip
     with pytest.raises(SystemExit) as left:
         main([str(named.get(a, a)) for a in arguments])
     assert left.value.code == 2 and message in capsys.readouterr().err and not list(work.iterdir())

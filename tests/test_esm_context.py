@@ -325,6 +325,7 @@ def test_places_of_other_kinds_of_integers():
     [
         ([], "at least one protein"),
         ("MKV", "must be a list"),
+        (torch.zeros(1, 3), "must be a list"),
         (["MKV", ""], r"`proteins\[1\]` must have at least one residue"),
         (["MKV", "mkv"], r"`proteins\[1\]\[0\]` must be a letter of the ESM-2 alphabet.*got 'm'"),
         ([LETTERS * 52], r"at most 1022 residues.*got 1040"),

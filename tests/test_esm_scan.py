@@ -113,6 +113,8 @@ def test_errors():
         (ValueError, "must have read this sequence", dict(sequence=SEQUENCE[1:], context=mine)),
         (ValueError, "`context` must be None", dict(sequence=SEQUENCE, context=mine, shared_context=False)),
         (ValueError, "`batch_size`", dict(sequence=SEQUENCE, batch_size=0)),
+        (ValueError, "`batch_size` .* got 'a'", dict(sequence=SEQUENCE, batch_size="a")),
+        (TypeError, "`context` must be a ContextCache or None, got 3", dict(sequence=SEQUENCE, context=3)),
     ]:
         with pytest.raises(error, match=message):
             masked_marginals(model, **arguments)
@@ -120,6 +122,11 @@ def test_errors():
         masked_marginals(tiny_esm("EsmModel"), SEQUENCE)
     with pytest.raises(ValueError, match="eval mode"):
         masked_marginals(tiny_esm().train(), SEQUENCE)
+    with pytest.raises(TypeError, match="`specs` must be a mapping of names to specs, got 'esm-default'"):
+        evaluate(model, [SEQUENCE], "esm-default")
+    for proteins in ("MKT", []):
+        with pytest.raises(ValueError, match="`sequences` must be a list of at least one protein"):
+            protein_batches(model, proteins)
 
 
 @pytest.mark.slow

@@ -569,6 +569,17 @@ def test_pack(device: str, rng: np.random.Generator) -> None:
     torch.testing.assert_close(again, out, rtol=0, atol=0 if device == "cpu" else 1e-5 * float(out.abs().max()))
 
 
+def test_pack_says_what_is_wrong() -> None:
+    k = torch.zeros(2, 3, 140, 64)
+    for plan in ("default", 4, ()):
+        with pytest.raises((TypeError, ValueError), match="plan"):
+            ops.pack(k, k, plan)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"pack: `k` must be \[batch, kv_heads, tokens, head_dim\], got \(3, 140, 64\)"
+    ):
+        ops.pack(k[0], k[0], PLAN.words)
+
+
 def test_example() -> None:
     command = [sys.executable, str(ROOT / "examples" / "attend.py")]
     environment = os.environ | {"PYTHONPATH": str(Path(ops.__file__).parents[1])}

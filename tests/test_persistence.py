@@ -165,6 +165,30 @@ def test_a_prefix_serves_a_model_again(tmp_path):
     TurboQuantCache.load(tmp_path / "prefix", model.to(torch.bfloat16))  # rounding is not another model
 
 
+def test_save_takes_no_other_model(tmp_path):
+    cache, _ = filled(PACKED)
+    other = models.tiny(num_hidden_layers=len(cache.layers) + 1)
+    with pytest.raises(ValueError, match="`model` must be the one that filled this cache, got one with layers "):
+        cache.save(tmp_path / "x", other)
+    with pytest.raises(ValueError, match="`model` must be the one that filled this cache, got one with layers "):
+        cache.save(tmp_path / "x", other.config)
+    with pytest.raises(TypeError, match="`model` must be a model, its configuration or None, got 'x'"):
+        cache.save(tmp_path / "x", "x")
+    assert not list(tmp_path.iterdir())
+    cache.save(tmp_path / "x", CONFIG)
+    TurboQuantCache.load(tmp_path / "x", CONFIG)
+    with pytest.raises(TypeError, match="`model` must be a model, its configuration or None, got 'x'"):
+        TurboQuantCache.load(tmp_path / "x", "x")
+
+
+def test_a_file_that_others_may_not_read_stays_so(tmp_path):
+    path = tmp_path / "x"
+    path.touch(0o600)
+    path.chmod(0o600)
+    filled(PACKED)[0].save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_cache_that_failed_is_not_saved(tmp_path):
     cache, _ = filled(PACKED)
     cache.layers[1].damaged = True

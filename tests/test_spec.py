@@ -122,6 +122,20 @@ def test_bytes_are_those_of_the_format(bits, head_dim):
     assert spec.effective_bits(head_dim) == 8 * spec.bytes_per_token(head_dim) / (2 * head_dim)
 
 
+@pytest.mark.parametrize("spec", [CacheSpec(), CacheSpec(budget=3.0), CacheSpec(overrides={0: {"key_bits": 5}})])
+def test_sizes_are_checked(spec):
+    for name, wrong in {"head_dim": ("128", 128.0), "kv_heads": ("8", 2.5), "n_layers": (None, True)}.items():
+        for value in wrong:
+            with pytest.raises(TypeError, match=f"`{name}` must be an integer, got {value!r}"):
+                spec.bytes_per_token(**{"head_dim": 128, name: value})
+    for name in ("kv_heads", "n_layers"):
+        for value in (0, -8):
+            with pytest.raises(ValueError, match=f"`{name}` must be in 1..32768, got {value}"):
+                spec.bytes_per_token(**{"head_dim": 128, name: value})
+    with pytest.raises(ValueError, match="`n_layers` must be in"):
+        spec.effective_bits(128, n_layers=0)
+
+
 def test_bytes_of_mixed_groups_and_overrides():
     spec = CacheSpec((5, 3, 0, 2), (4, 0, 0, 0))
     assert 128 * spec.bytes_per_token(128) == core.record_bytes(spec.plan(128))
@@ -165,7 +179,7 @@ def test_what_fits_the_fast_kernels_is_a_plan_of_version_1():
     }
     assert preset("mlx-v3-3.25").plan(128)[7:] == (4, 3, 3, 3) * 2
     assert preset("mlx-v3-2.75").plan(64)[7:] == (3, 2) * 2  # whole groups: a half is the nearest to three quarters
-    with pytest.raises(ValueError, match="bits of 2.5 must be whole for heads of at most 32 channels, got 32"):
+    with pytest.raises(ValueError, match="`value_bits` must be whole for heads of at most 32 channels, got 2.5 for 32"):
         preset("mlx-v3-2.5").plan(32)
 
 

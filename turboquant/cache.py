@@ -23,6 +23,8 @@ __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "chec
 
 def checked_config(config: Any) -> Any:
     """The configuration of the decoder, if its layers are of a kind that can be packed."""
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"`config` must be a model's configuration (model.config), got {type(config).__name__}")
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"encoder-decoder models are not supported, got {type(config).__name__}")
     text = config.get_text_config(decoder=True)
@@ -110,9 +112,10 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
         """Writes the cache to a file (`docs/format.md`), whole or not at all, for `load` on any machine and device.
 
-        model   the model, or None. With it the file gets a sample of its weights, so that `load` can tell it from
-                another one of the same configuration.
-        Raises RuntimeError for a cache that an earlier forward left unusable.
+        model   the model, its configuration, or None. With the model the file gets a sample of its weights, so that
+                `load` can tell it from another one of the same configuration.
+        Raises RuntimeError for a cache that an earlier forward left unusable, ValueError for a model of another
+        configuration than the cache's.
         """
         from .persistence import save
 
@@ -172,7 +175,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """See `PackedLayer.reorder_cache`."""
-        super().reorder_cache(beam_idx.cpu())  # read back once, not by every layer
+        super().reorder_cache(torch.as_tensor(beam_idx).cpu())  # read back once, not by every layer
 
     def activate_past_recording(self) -> None:
         """See `PackedLayer.activate_past_recording`."""

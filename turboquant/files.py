@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterable
 
 __all__ = ["write_whole"]
@@ -18,6 +19,8 @@ def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts
     temporary = f"{target}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "xb") as file:
+            if os.path.exists(target):  # one that others may not read stays so
+                shutil.copymode(target, temporary)
             for part in parts:
                 file.write(part)
             file.flush()

@@ -458,9 +458,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         after = before + new
         if type(mask) is MaskRequest:
             if mask.positions != after:
-                raise RuntimeError(
+                back = before and all(layer.can_crop_to(before) for layer in self._shared.layers)
+                raise RuntimeError(  # `attend` takes the layers back before it passes this on
                     f"the cache holds {before} positions here and {mask.positions - new} in its first layer: an "
-                    "earlier forward was cut off; call cache.reset()"
+                    "earlier forward was cut off; "
+                    + (f"all layers are back at {before} now: try again" if back else "call cache.reset()")
                 )
             padding, sliding = mask.padding(before, new, self.padding), mask.local_size
         elif mask is None:

@@ -314,11 +314,16 @@ def pack(
     k, v: [batch, kv_heads, tokens, head_dim] floats, every token of which is quantised, into pages in sequence order.
     max_tokens: room for so many tokens of each sequence, for `append`; at least those that are there.
     transforms: key_rotation, .. as everywhere. The same must be passed to `attend`.
+
+    Raises what `append` raises, and ValueError for a plan or a k of another form.
     """
+    record_bytes = _core.record_bytes(plan)  # checks the plan
+    if k.dim() != 4:
+        raise ValueError(f"pack: `k` must be [batch, kv_heads, tokens, head_dim], got {tuple(k.shape)}")
     batch, kv_heads, tokens, _ = k.shape
     n_pages = -(-max(tokens, max_tokens) // plan[2])
     block_table = torch.arange(batch * n_pages, dtype=torch.int32, device=k.device).view(batch, n_pages)
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device=k.device)
-    pages = torch.zeros((batch * n_pages, kv_heads, _core.record_bytes(plan)), dtype=torch.uint8, device=k.device)
+    pages = torch.zeros((batch * n_pages, kv_heads, record_bytes), dtype=torch.uint8, device=k.device)
     torch.ops.turboquant.append(k, v, lengths, pages, block_table, plan, **transforms)
     return pages, block_table, lengths, tuple(plan)

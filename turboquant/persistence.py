@@ -134,12 +134,25 @@ def _calibration_mark(calibration: Calibration | None) -> str | None:
     return _checksum(sums + calibration.seed.to_bytes(8, "little"))
 
 
+def _mark(model: Any) -> dict[str, Any]:
+    """What a file says of a model, or of its configuration."""
+    if hasattr(model, "state_dict"):
+        return fingerprint(model)
+    if not hasattr(model, "num_hidden_layers") and not hasattr(model, "get_text_config"):
+        raise TypeError(f"`model` must be a model, its configuration or None, got {model!r:.80}")
+    return describe(model)
+
+
 def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None) -> None:
     """See `TurboQuantCache.save`."""
     layers: list[PackedLayer] = cache.layers
     if any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
         raise RuntimeError("save: an earlier forward failed after it had stored tokens: call cache.reset()")
-    mark = cache.fingerprint if model is None else fingerprint(model)
+    mark = cache.fingerprint
+    if model is not None:
+        mark = _mark(model)
+        if differs := differences(cache.fingerprint, mark):
+            raise ValueError(f"`model` must be the one that filled this cache, got one with {', '.join(differs)}")
     described: dict[str, Any] = {
         "byte_format": FORMAT_VERSION,
         "spec": asdict(cache.spec),
@@ -225,12 +238,14 @@ def load(
     if not os.path.isfile(path):
         raise FileNotFoundError(f"`path` must be a cache file, got {name!r}, which is not there")
     found = None if calibration is None else Calibration.of(calibration)
+    mark = None if model is None else _mark(model)
+    where = None if device is None else torch.device(device)
     try:
         with open(path, "rb") as file:
             reader = _Reader(file)
             if found is None and reader.header["calibration"]:
                 found = getattr(getattr(model, "_turboquant", None), "calibration", None)
-            return reader.cache(model, found, device)
+            return reader.cache(model, mark, found, where)
     except (_Refused, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         why = f"its header lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"`path` must be a cache file, got {name!r}: {why}") from error
@@ -268,13 +283,18 @@ class _Reader:
         _want(type(given) is int and 0 <= given <= most, f"`{name}` is out of range")
         return given  # type: ignore[no-any-return]
 
-    def cache(self, model: Any, calibration: Calibration | None, device: Any) -> TurboQuantCache:
+    def cache(
+        self,
+        model: Any,
+        mark: dict[str, Any] | None,
+        calibration: Calibration | None,
+        device: torch.device | None,
+    ) -> TurboQuantCache:
         from .cache import TurboQuantCache
 
         header = self.header
         _want(isinstance(header["fingerprint"], dict), "`fingerprint` is no mapping")
-        if model is not None:
-            mark = fingerprint(model) if hasattr(model, "state_dict") else describe(model)
+        if mark is not None:
             differs = differences(header["fingerprint"], mark)
             _want(not differs, f"it is of another model: this one has {', '.join(differs)}")
         needs = "it needs the `calibration` it was made with" if header["calibration"] else "it has no `calibration`"
@@ -290,7 +310,7 @@ class _Reader:
             layer_specs(cache.spec, calibration, n_layers),
         )
         if self.integer("positions"):
-            devices = _devices(model, n_layers) if device is None else [torch.device(device)] * n_layers
+            devices = _devices(model, n_layers) if device is None else [device] * n_layers
             self.fill(cache.layers, devices)
         else:
             _want(header["sections"] == [] and self.file_bytes == self.start, "it holds more than an empty cache")

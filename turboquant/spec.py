@@ -100,7 +100,8 @@ def first_part(bits: float, head_dim: int, group: int = GROUP) -> int:
     """How many groups have one bit more in a split such as 2.5 bits: the nearest number, at least one and not all."""
     groups = -(-head_dim // group)
     if groups < 2:
-        raise ValueError(f"bits of {bits} must be whole for heads of at most {group} channels, got {head_dim} channels")
+        raise ValueError(f"`key_bits` and `value_bits` must be whole for heads of at most {group} channels, got {bits} "
+                         f"for {head_dim} channels")  # fmt: skip
     return min(max(1, round((bits - math.floor(bits)) * groups)), groups - 1)
 
 
@@ -392,7 +393,9 @@ class CacheSpec:
         """Bytes of one packed token, keys and values, scales and channel padding included, over `kv_heads` heads of
         `n_layers` layers. Sinks and window keep their tokens in the model's dtype, and a sequence's last page may be
         part empty: neither is in this number (`TurboQuantCache.nbytes` counts both). A budget is one for all layers:
-        say how many there are."""
+        say how many there are. Raises TypeError or ValueError that names the argument."""
+        head_dim = _integer(head_dim, "head_dim", 8, 2**15)
+        kv_heads, n_layers = _integer(kv_heads, "kv_heads", 1, 2**15), _integer(n_layers, "n_layers", 1, 2**15)
         if self.budget is not None:
             groups = -(-head_dim // self.group)
             self.with_(budget=None, overrides=()).plan(head_dim)

@@ -96,6 +96,10 @@ class Calibration:
             if type(value) is not int or not 0 <= value < 2**63:
                 raise ValueError(f"`{name}` must be an integer in 0..2**63 - 1, got {value!r}")
 
+    def __repr__(self) -> str:
+        shape = f"layers={self.layers}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+        return f"Calibration({shape}, tokens={self.tokens}, seed={self.seed}, source={self.source!r})"
+
     @property
     def layers(self) -> int:
         return int(self.centre.shape[0])
@@ -163,6 +167,11 @@ class Calibration:
         moment: NDArray[np.float64] = variance + self.centre[layer].astype(np.float64) ** 2
         return moment
 
+    def _check_average(self, name: str, average: float, groups: int) -> None:
+        if not 1 <= groups * average <= groups * MAX_BITS:  # a NaN is refused as well
+            raise ValueError(f"`{name}` must be in {1 / groups:.4g}..{MAX_BITS} bits for heads of "
+                             f"{self.head_dim} channels, got {average}")  # fmt: skip
+
     def bits(self, average: float, group: int = GROUP) -> NDArray[np.int64]:
         """Bits of each group of `group` channels, [layers, 2, groups], for an average of at most `average` code bits
         over all groups of all layers.
@@ -172,10 +181,8 @@ class Calibration:
         """
         # The Hadamard of a group spreads its error evenly: every axis has the mean of its variances times E(bits).
         energy = (self.group_variance(group) * self._sums(self.sensitivity, group)).sum(2)
-        sides, groups = 2 * self.layers, self.groups(group)
-        if not sides <= sides * groups * average <= sides * groups * MAX_BITS:  # a NaN is refused as well
-            raise ValueError(f"`average` must be in {1 / groups:.4g}..{MAX_BITS} bits for heads of "
-                             f"{self.head_dim} channels, got {average}")  # fmt: skip
+        groups = self.groups(group)
+        self._check_average("average", average, groups)
         # Rare keys of ESM-2 lie far out, at 8 steps, along axes of little variance; zero bits would lose them.
         whole_keys = self.fingerprint.get("model_type") == "esm"
         return allocate(energy, group_bits_of(average, self.layers, groups), whole_keys, widths_of(group))
@@ -294,6 +301,7 @@ def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int)
                          f"{n_layers} layers instead of {calibration.layers}")  # fmt: skip
     if spec.budget is None:
         return each
+    calibration._check_average("budget", spec.budget, calibration.groups(spec.group))
     bits = calibration.bits(spec.budget, spec.group).tolist()
     return [s.with_(budget=None, key_bits=tuple(b[0]), value_bits=tuple(b[1])) for s, b in zip(each, bits)]
 

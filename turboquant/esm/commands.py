@@ -101,8 +101,14 @@ def scan(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
     if chosen.heatmap:
         figure_class()
     proteins = read_fasta(chosen.fasta) if read is None else read
+    names: set[str] = set()
     for protein in proteins:
         tokenise(protein.sequence, model.config, f"{chosen.fasta}: {protein.name}")
+        if protein.name in names:
+            raise ValueError(
+                f"--fasta must name every protein differently up to the first blank, got two {protein.name!r}"
+            )
+        names.add(protein.name)
     calibration = None if chosen.calibration is None else Calibration.load(chosen.calibration)
     context = None if chosen.exact else ContextCache(model, chosen.spec, calibration)
     unfinished = f"{chosen.csv}.part"

@@ -163,7 +163,7 @@ class ContextCache:
         Returns what the model says, unaffected by quantisation. ValueError names the protein and residue that it is
         about, and for a model in training mode; what was stored before stays then.
         """
-        if isinstance(proteins, str) or not proteins:
+        if isinstance(proteins, (str, torch.Tensor)) or not len(proteins):
             raise ValueError(f"`proteins` must be a list of at least one protein, got {proteins!r}")
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
@@ -205,7 +205,8 @@ class ContextCache:
 
         Returns what the model says of these residues. The stored proteins stay as they were.
         IndexError for a position or protein outside, TypeError for one that is no integer, ValueError for other wrong
-        arguments, RuntimeError where nothing is stored or the model has changed since.
+        arguments, RuntimeError where nothing is stored or the model has changed since (not where weights were written
+        through `.data`, which leaves no trace: encode again after that).
         """
         self._check_mode()
         store = self._held()

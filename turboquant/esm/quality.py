@@ -97,8 +97,9 @@ def evaluate(
     base = checked_model(model)
     if getattr(model, "lm_head", None) is None:
         raise NotImplementedError(f"{type(model).__name__} has no masked-language head: use EsmForMaskedLM")
-    if isinstance(sequences, str) or not sequences:
-        raise ValueError(f"`sequences` must be a list of at least one protein, got {sequences!r}")
+    _check_proteins(sequences)
+    if not isinstance(specs, Mapping):
+        raise TypeError(f"`specs` must be a mapping of names to specs, got {specs!r}")
     if not 0 < mask_share < 1:
         raise ValueError(f"`mask_share` must be above 0 and below 1, got {mask_share}")
     batches = _masked_batches(model, sequences, mask_share, seed, batch_size)
@@ -127,11 +128,17 @@ class _Batch(NamedTuple):
     masked: torch.Tensor
 
 
+def _check_proteins(sequences: Sequence[str]) -> None:
+    if isinstance(sequences, str) or not len(sequences):
+        raise ValueError(f"`sequences` must be a list of at least one protein, got {sequences!r}")
+
+
 def protein_batches(
     model: Any, sequences: Sequence[str], *, mask_share: float = 0.15, seed: int = 0, batch_size: int = 8
 ) -> list[dict[str, torch.Tensor]]:
     """Proteins as `turboquant.calibrate` takes them, `batch_size` of similar lengths together, in random order; each
     residue is masked with a chance of `mask_share`, as in training. Errors as in `evaluate`."""
+    _check_proteins(sequences)
     if not 0 <= mask_share < 1:
         raise ValueError(f"`mask_share` must be at least 0 and below 1, got {mask_share}")
     batches = _masked_batches(model, sequences, mask_share, seed, batch_size)

@@ -85,8 +85,10 @@ def masked_marginals(
         raise NotImplementedError(f"{type(model).__name__} has no masked-language head: use EsmForMaskedLM")
     if model.training:
         raise ValueError("`model` must be in eval mode (model.eval()), got one in training mode")
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"`batch_size` must be an integer of at least 1, got {batch_size!r}")
+    if context is not None and not isinstance(context, ContextCache):
+        raise TypeError(f"`context` must be a ContextCache or None, got {context!r}")
     tokens = tokenise(sequence, model.config)
     n = len(tokens) - 2
     at = tuple(range(n) if positions is None else integers(positions, "positions"))

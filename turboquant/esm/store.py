@@ -36,8 +36,9 @@ class Layer:
 
 
 class Weights:
-    """Those of a model, to see whether one has changed since: in place, for another tensor, or with its module. Every
-    step asks, so all loops run in C. A copy is of the copied model's, and as unchanged as what it was made of."""
+    """Those of a model, to see whether one has changed since: in place, for another tensor, or with its module; not by
+    a write through `.data`, which leaves no trace. Every step asks, so all loops run in C. A copy is of the copied
+    model's, and as unchanged as what it was made of."""
 
     _before: tuple[list[Any], ...] | None  # None: changed before this was copied
 
