@@ -164,11 +164,10 @@ KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pag
     int64_t processors = device.processors;
     bool a_few =
         (bits == 2 || bits == 3) && groups == 4 && rows <= 4 && pages >= 12 * processors && pages < 128 * processors;
-    bool whole = pages >= 3 * processors && !a_few;
-    if (is_fine(*plan))
-        return attend_kernel_fine(groups, rows <= 4 ? 1 : 2, whole && plan->page_tokens == 4 * TQ_TILE ? 4 : 2,
-                                  device.bulk);
-    if (rows > (bits ? 8 : 16) && is_for_wide(plan, dtype, device)) return attend_kernel_wide(bits, rows);
+    bool whole = plan->page_tokens == 4 * TQ_TILE && pages >= 3 * processors && !a_few;
+    if (is_fine(*plan)) return attend_kernel_fine(groups, rows <= 4 ? 1 : 2, whole ? 4 : 2, device.bulk);
+    bool has_own = bits >= 2 && bits <= 4; /* kernels of its width; others take those of any plan */
+    if (rows > (has_own ? 8 : 16) && is_for_wide(plan, dtype, device)) return attend_kernel_wide(bits, rows);
     bool narrow = groups <= 4; /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
     int blocks = rows <= 4 ? 1 : rows <= 8 || !narrow || bits == 2 ? 2 : 4;
     int tiles = whole && takes_whole_pages(bits, groups) ? 4 : 2;

@@ -4,6 +4,10 @@
 #define TQ_CUDA_WARPGROUP_CUH
 #include "device.cuh"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "compile for sm_90a, not sm_90, which lacks these products: the kernels of attend_wide would be empty"
+#endif
+
 namespace tq
 {
 

@@ -1,7 +1,7 @@
 // Appending, rotating, dequantising and merging on the device against the C core, byte for byte, and then their times.
 //
 //   gcc -O2 -ffp-contract=off -Icsrc -Icsrc/include -c csrc/core/*.c csrc/kernels/scalar.c
-//   nvcc -O3 -std=c++17 -arch=native -Icsrc -Icsrc/include tests/cuda/append_harness.cu csrc/cuda/{append*,rotate,merge,dequantize}.cu *.o
+//   nvcc -O3 -std=c++17 -arch=sm_90a -Icsrc -Icsrc/include tests/cuda/append_harness.cu csrc/cuda/{append*,rotate,merge,dequantize}.cu *.o
 //   ./a.out [check] [time]
 #include "blocked_plans.h"
 #include "cuda/quantize.cuh"
@@ -35,6 +35,7 @@ struct Case {
     bool centred = false, stepped = false, shared_matrix = false;
     int bad_numbers = 0; // in each append
     bool bad_pages = false, bad_lengths = false;
+    int shift = 0; // k and v start so many bytes behind where cudaMalloc puts them
     int rows = -1; // which of fill_hard_rows; -1: fill_rows
 };
 
@@ -170,6 +171,12 @@ static void run(const Case &c)
         if (c.bad_numbers) spoil(k, c.bad_numbers, c, tokens, true_lengths.data(), false, random, flags);
         if (c.bad_numbers && values) spoil(v, c.bad_numbers, c, tokens, true_lengths.data(), true, random, flags);
 
+        for (Array<uint8_t> *x : {&k, &v}) { // Array has room behind
+            const std::vector<uint8_t> numbers = x->down();
+            if (c.shift && !numbers.empty())
+                check(cudaMemcpy(x->device + c.shift, numbers.data(), numbers.size(), cudaMemcpyHostToDevice), "shift");
+        }
+
         tq_append_params p = {};
         p.batch = c.batch, p.tokens = tokens, p.kv_heads = c.heads, p.sinks = c.sinks, p.window = c.window,
         p.max_pages = c.max_pages;
@@ -186,8 +193,8 @@ static void run(const Case &c)
         void *aligned = aligned_alloc(64, (pages.bytes() + 63) / 64 * 64); // the core wants pages aligned
         memcpy(aligned, pages.host.data(), pages.bytes());
         p.pages = (uint8_t *)aligned;
-        d.k = k.or_null(), d.v = v.or_null(), d.lengths = lengths.device, d.block_table = table.device,
-        d.pages = pages.device;
+        d.k = k.device + c.shift, d.v = values ? v.device + c.shift : nullptr, d.lengths = lengths.device,
+        d.block_table = table.device, d.pages = pages.device;
         d.sink_k = sides[0]->sinks.or_null(), d.sink_v = sides[1]->sinks.or_null();
         d.window_k = sides[0]->ring.or_null(), d.window_v = sides[1]->ring.or_null();
         d.key = transform_of(*sides[0], c, true), d.value = transform_of(*sides[1], c, true);
@@ -433,6 +440,49 @@ static void check_fine_appends(int thin)
     }
 }
 
+/** Prompts so long that a warp of append_tile has two tiles of a side, levels of equal distance through every kernel, and rows that
+ *  may not be copied 16 bytes at a time. */
+static void check_other_appends(int thin)
+{
+    int n = 0;
+    auto go = [&](Case c, const std::string &name) {
+        c.name = name + ", dim " + std::to_string(c.dim) + ", bits " + std::to_string(c.key_bits[0]) + "/" +
+                 std::to_string(c.value_bits[0]) + ", dtype " + std::to_string(c.dtype) + ", group " +
+                 std::to_string(c.group) + ", pages of " + std::to_string(c.page_tokens);
+        if (n++ % thin == 0) run(c);
+    };
+    // 2 * 16 * 454 tiles: four waves of 8 warps, three blocks on each of 144 multiprocessors
+    for (int i = 0; i < 8; i++) {
+        Case c;
+        c.dim = i % 2 ? 96 : 80, c.batch = 2, c.heads = 8, c.key_bits = {1 + i / 2}, c.value_bits = {4 - i / 2};
+        if (i >= 6) c.key_bits = {4, 1, 3}, c.value_bits = {2, 3, 1};
+        c.dtype = i / 2 % 2 ? TQ_F16 : TQ_BF16, c.centred = i % 4 > 1 || i == 1, c.tokens_first = i % 3 == 1;
+        c.page_tokens = i % 3 == 0 ? 96 : i % 3 == 1 ? 128 : 32, c.sinks = i % 2, c.window = i == 4 ? 40 : 0;
+        c.rows = i >= 4 ? i % HARD_ROWS : -1, c.scale = i == 2 ? TQ_SCALE_NORM : TQ_SCALE_EDEN, c.law = i % 3;
+        c.bad_numbers = i == 3 ? 3 : 0, c.padding = {0, 1000}, c.appends = {50, 14500, 3};
+        c.max_pages = 15000 / c.page_tokens;
+        go(c, "many tokens of append_tile");
+    }
+    for (int dim : {64, 80, 96, 128, 256, 112})
+        for (int i = 0; i < 8; i++) { // through every kernel of versions 1 and 3
+            Case c;
+            c.law = TQ_CODEBOOK_UNIFORM, c.dim = dim, c.group = i < 5 ? TQ_TILE : TQ_FINE_GROUP;
+            c.key_bits = {1 + i % 5}, c.value_bits = {5 - i % 5}, c.dtype = 2 - i % 3;
+            if (i == 3) c.key_bits = {4}, c.value_bits = {3}; // of append_fragments, append_step's own
+            if (i == 7) c.key_bits = {8, 3, 5}, c.value_bits = {4, 0, 2};
+            c.scale = i == 1 ? TQ_SCALE_NORM : TQ_SCALE_EDEN, c.centred = i % 2, c.appends = {70, 1, 1, 5, 150, 1};
+            go(c, "uniform codebook");
+        }
+    for (int dim : {64, 80, 96, 128, 256})
+        for (int dtype : {TQ_F16, TQ_BF16})
+            for (int shift : {2, 8}) {
+                Case c;
+                c.dim = dim, c.dtype = dtype, c.shift = shift, c.key_bits = {4}, c.value_bits = {3};
+                c.centred = shift == 8, c.appends = {70, 1, 20, 150, 1};
+                go(c, "rows " + std::to_string(shift) + " bytes further");
+            }
+}
+
 /** Every plan of version 2 x head_dim, and what else can differ. */
 static void check_blocked_appends(int thin)
 {
@@ -633,6 +683,7 @@ int main(int argc, char **argv)
             check_long_appends(thin);
             check_single_appends(thin);
             check_fine_appends(thin);
+            check_other_appends(thin);
             check_blocked_appends(thin);
             const int after_append = checks;
             check_books();

@@ -2,7 +2,7 @@
 // core decodes from them, and against the core's own attention.
 //
 //   gcc -O2 -std=gnu11 -ffp-contract=off -Icsrc -Icsrc/include -c csrc/core/*.c csrc/kernels/scalar.c
-//   nvcc -O3 -std=c++17 -arch=native -Icsrc -Icsrc/include tests/cuda/attend_blocks_harness.cu \
+//   nvcc -O3 -std=c++17 -arch=sm_90a -Icsrc -Icsrc/include tests/cuda/attend_blocks_harness.cu \
 //       csrc/cuda/{attend*,dequantize*}.cu *.o
 //   ./a.out [filter]
 #include <functional>

@@ -20,6 +20,8 @@ struct Case {
     std::vector<int> lengths = {300}, starts = {};
     int sinks = 0, window = 0, sliding = 0, causal = 1;
     bool fresh = false, centres = false, steps = false, hostile = false;
+    bool shifted = false;     /* dense arrays start four numbers behind where cudaMalloc puts them */
+    bool no_lse = false;      /* nobody asks for the log-sum-exp */
     bool same_values = false; /* all of the largest level, with a scale of 1 */
     float softcap = 0, query_size = 3, scale_sign = 1;
     int even = 1;                          /* what is said of the lengths */
@@ -304,6 +306,85 @@ static std::vector<Case> all_cases()
     add_wide("room to grow, hostile block table",
              [](Case &c) { c.hostile = true, c.spare_pages = 300, c.lengths = {1000, 300}; });
     add("hostile block table", [](Case &c) { c.hostile = true, c.lengths = {1000, 300}; });
+    /* groups of 16 by whole pages: what every long cache of them takes on Hopper (pages: batch * heads * table columns) */
+    for (int d : {40, 80, 128, 200, 256})
+        for (int group : {3, 7, 17})
+            for (const char *bits : {"3", "8532100000000014"})
+                add("fine, whole pages, group " + std::to_string(group) + " bits " + bits + " dim " + std::to_string(d),
+                    [&](Case &c) {
+                        c.fine = true, c.key_bits = bits, c.head_dim = d, c.group = group, c.dtype = TQ_F16;
+                        c.lengths = {1100, 0, 129, 640}, c.spare_pages = d > 128 && group == 7 ? 0 : 150;
+                    });
+    for (int tokens : {1, 5}) /* as calibrated plans in groups of 16 */
+        for (int d : {80, 128})
+            add("fine, whole pages, dense, everything, queries " + std::to_string(tokens) + ", dim " +
+                    std::to_string(d),
+                [&](Case &c) {
+                    c.fine = true, c.key_bits = "85430012", c.value_bits = "02148", c.head_dim = d, c.tokens = tokens;
+                    c.rotation = TQ_ROTATION_DENSE, c.centres = c.steps = true, c.sinks = 4, c.window = 128;
+                    c.fresh = tokens > 1, c.lengths = {1500, 140, 700}, c.spare_pages = 150;
+                });
+    /* other head dims by whole pages, or with more than four rows; 256 as Gemma has it */
+    for (int d : {80, 96, 256, 200})
+        for (const char *bits : {"2", "3", "4", "53"})
+            for (int group : {3, 7, 12})
+                for (bool whole : {false, true})
+                    add("dim " + std::to_string(d) + ", bits " + bits + ", group " + std::to_string(group) +
+                            (whole ? ", whole pages" : ""),
+                        [&](Case &c) {
+                            c.head_dim = d, c.key_bits = bits, c.group = group, c.lengths = {1100, 0, 129, 640};
+                            c.spare_pages = whole ? 150 : 0;
+                            c.softcap = d == 256 ? 5 : 0, c.sliding = d == 256 ? 500 : 0;
+                            c.sinks = group == 7 ? 4 : 0, c.window = group == 7 ? 40 : 0;
+                        });
+    for (const char *bits : {"2", "3", "4", "53"})
+        for (int tokens : {3, 20})
+            for (bool causal : {false, true})
+                add("64 channels, " + std::to_string(4 * tokens) + " rows, bits " + bits +
+                        (causal ? "" : ", not causal"),
+                    [&](Case &c) {
+                        c.head_dim = 64, c.key_bits = bits, c.tokens = tokens, c.causal = causal, c.dtype = TQ_F16;
+                        c.lengths = {300, 131, 40}, c.sinks = 4, c.centres = c.steps = true;
+                    });
+    for (int d : {16, 24, 32, 64, 128}) /* whole proteins */
+        for (int tokens : {30, 200})
+            for (int dtype : {TQ_F32, TQ_BF16})
+                add("as esm-default, dim " + std::to_string(d) + ", " + std::to_string(tokens) + " queries",
+                    [&](Case &c) {
+                        c.head_dim = d, c.codebook = TQ_CODEBOOK_SPHERE, c.causal = 0, c.tokens = tokens, c.group = 1;
+                        c.heads = 5, c.sinks = 4, c.centres = true, c.lengths = {131, 7, 40, 200}, c.dtype = dtype;
+                    });
+    for (const char *bits : {"3", "4", "5", "5310"}) /* levels of equal distance: other bytes in every table */
+        for (int group : {4, 12, 33})
+            for (bool fine : {false, true})
+                add("uniform codebook, bits " + std::string(bits) + ", group " + std::to_string(group) +
+                        (fine ? ", fine" : ""),
+                    [&](Case &c) {
+                        c.codebook = TQ_CODEBOOK_UNIFORM, c.key_bits = bits, c.group = group, c.fine = fine;
+                        c.lengths = {500, 129};
+                    });
+    for (int pt :
+         {32, 64, 96}) /* pages that are less than four tiles, in caches that are large enough for units of four */
+        for (const char *bits : {"3", "5310"})
+            for (int group : {3, 7, 12})
+                add("pages of " + std::to_string(pt) + " in large caches, bits " + bits + ", group " +
+                        std::to_string(group),
+                    [&](Case &c) {
+                        c.page_tokens = pt, c.key_bits = bits, c.group = group, c.spare_pages = 150, c.even = 0;
+                        c.lengths = {500, 31, 97}, c.starts = {70, 0, 33};
+                    });
+    for (int rows : {1, 3, 8, 12, 33})
+        for (const char *bits : {"3", "5310"})
+            for (bool fresh : {false, true})
+                add("shifted, rows " + std::to_string(rows) + ", bits " + bits + (fresh ? ", fresh" : ""),
+                    [&](Case &c) {
+                        c.shifted = c.no_lse = true, c.key_bits = bits, c.heads = 1, c.lengths = {700, 150};
+                        c.group = fresh ? 1 : rows, c.tokens = fresh ? rows : 1, c.fresh = fresh, c.sinks = 3,
+                        c.window = 40, c.dtype = rows == 8 ? TQ_F32 : TQ_F16;
+                    });
+    for (const char *bits : {"1", "5"}) /* of one width, which the kernels of many rows do not have */
+        add("12 rows, three kernels, bits " + std::string(bits),
+            [&](Case &c) { c.key_bits = bits, c.group = 12, c.even = 0, c.lengths = {1500, 700, 3}; });
     return cases;
 }
 

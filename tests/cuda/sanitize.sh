@@ -3,10 +3,11 @@
 #
 #   tests/cuda/sanitize.sh [ARCH] > benchmarks/results/h200/sanitizer.log
 #
-# ARCH: native unless said, such as 90a. Ends with an error if any run finds anything.
+# ARCH: that of the GPU unless said, such as 90a. Ends with an error if any run finds anything.
 set -u -o pipefail
-arch=${1:-native}
-[ "$arch" = native ] || arch=sm_$arch
+arch=${1:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)}
+[ "$arch" = 90 ] && arch=90a # for its products; nvcc's native is plain 90
+arch=sm_$arch
 at_once=$(($(nproc) / 2 + 1))
 build=$(mktemp -d)
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$build"' EXIT
