@@ -319,9 +319,8 @@ class _Run:
             self.done, self.moments.tokens, self.moments.sums = held["moments"]
             self.probed, self.costs.tokens, self.costs.sums = held["costs"]
         except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = (
-                str(error).partition(". ")[0].partition("\n")[0]
-            )  # torch goes on with advice on unpickling anything
+            # torch's own words go on with how to unpickle anything
+            reason = str(error).partition(". ")[0].partition("\n")[0]
             raise ValueError(f"{wrong}: remove it to start again ({reason})") from error
 
     def save(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def masked_marginals(
         raise NotImplementedError(f"{type(model).__name__} has no masked-language head: use EsmForMaskedLM")
     if model.training:
         raise ValueError("`model` must be in eval mode (model.eval()), got one in training mode")
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if not isinstance(batch_size, Integral) or batch_size < 1:
         raise ValueError(f"`batch_size` must be an integer of at least 1, got {batch_size!r}")
     if context is not None and not isinstance(context, ContextCache):
         raise TypeError(f"`context` must be a ContextCache or None, got {context!r}")
