@@ -626,7 +626,7 @@ def test_a_later_forward_that_fails_half_way():
     assert plain.get_seq_length() == 200
     close(forward(plain, stream.piece(200, 210)), forward_from_scratch(PACKED, stream, 200, 210), 1e-6)
     with pytest.raises(
-        RuntimeError, match=r"layer 0: an earlier forward failed after it had stored tokens: call cache.reset\(\)"
+        RuntimeError, match=r"layer 0: an earlier call failed after it had changed the cache: call cache.reset\(\)"
     ):
         forward(ring, stream.piece(200, 210))
     ring.reset()
@@ -651,6 +651,18 @@ def test_a_forward_that_was_cut_off_and_cannot_be_taken_back_is_noticed():
     forward(cache, stream.piece(20, 21)[:1])
     with pytest.raises(RuntimeError, match=r"an earlier forward was cut off; call cache.reset\(\)"):
         forward(cache, stream.piece(21, 22))
+
+
+def test_a_model_of_more_layers_stores_nothing():
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream()
+    forward(cache, stream.piece(0, 20))
+    q, k, v = stream.piece(20, 25)[0]
+    fresh, value = cache.update(k, v, 0)
+    larger = SimpleNamespace(**vars(module()), config=SimpleNamespace(num_hidden_layers=LAYERS + 1))
+    says = f"layer 0: `past_key_values` must be a cache of this model's {LAYERS + 1} layers, got one of {LAYERS}"
+    with pytest.raises(ValueError, match=says):
+        attention(larger, q, fresh, value, None, scaling=DIM**-0.5)
+    assert [layer.tokens for layer in cache.layers] == [20] * LAYERS
 
 
 def test_a_model_is_no_configuration():

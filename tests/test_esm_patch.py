@@ -281,6 +281,19 @@ def test_other_models_are_refused(fields):
     assert state(model) == before
 
 
+def test_attention_that_was_changed_since_is_noticed_and_taken_back():
+    model, ids = tiny_esm(), torch.randint(4, 24, (1, 40))
+    with torch.no_grad():
+        plain = model(ids).logits
+        packed = turboquant.patch(model, CacheSpec(1, 1))(ids).logits
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match=r"attention is 'sdpa' since .* call turboquant.patch\(model\) again"):
+            model(ids)
+        assert torch.equal(turboquant.patch(model, CacheSpec(1, 1))(ids).logits, packed)
+        assert not torch.equal(packed, plain)
+        torch.testing.assert_close(turboquant.unpatch(model)(ids).logits, plain)
+
+
 def test_wrong_arguments_leave_the_model_alone():
     model = tiny_esm()
     before = state(model)

@@ -535,3 +535,138 @@ def test_the_same_bits_on_any_number_of_threads(fields):
     for cache, out in zip(caches[1:], outs[1:]):
         assert torch.equal(out, outs[0])
         same(cache, caches[0])
+
+
+# ---- memory that is not there, and forwards that fail ----
+
+
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def test_a_fork_without_memory_leaves_its_parent_alone(monkeypatch):
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=500)
+    forward(cache, stream.piece(0, 400))
+    with monkeypatch.context() as patched:
+        patched.setattr("turboquant.pages._tensor", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.fork()
+    gc.collect()
+    check(cache)
+    assert cache.layers[0].table.pool.tables == 1
+
+
+def test_a_crop_needs_no_memory(monkeypatch):
+    cache, other, stream = TurboQuantCache(CONFIG, PACKED), TurboQuantCache(CONFIG, PACKED), Stream(tokens=1100)
+    forward(cache, stream.piece(0, 1000))
+    forward(other, stream.piece(0, 500))
+    with monkeypatch.context() as patched:
+        patched.setattr(PageTable, "packed", no_memory)
+        cache.crop(-500)
+    assert cache.get_seq_length() == 500
+    check(cache)
+    close(forward(cache, stream.piece(500, 510)), forward(other, stream.piece(500, 510)))
+
+
+def test_a_forward_is_taken_back_without_memory(monkeypatch):
+    """A chunk that failed in the last layer, and no memory to move pages together behind it."""
+    cache, stream, bad = TurboQuantCache(CONFIG, PACKED), Stream(tokens=1600), Stream(tokens=1600)
+    bad.k[1, 0, 0, 700, 0] = float("nan")
+    forward(cache, stream.piece(0, 300))
+    before = cache.fork()
+    del before
+    with monkeypatch.context() as patched:
+        patched.setattr(PageTable, "packed", no_memory)
+        with pytest.raises(ValueError, match="layer 1: .* must be finite"):
+            forward(cache, bad.piece(300, 1500))
+    assert [layer.tokens for layer in cache.layers] == [300, 300]
+    other = TurboQuantCache(CONFIG, PACKED)
+    forward(other, stream.piece(0, 300))
+    close(forward(cache, stream.piece(300, 310)), forward(other, stream.piece(300, 310)))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_sequences_that_could_not_all_change_places(first, monkeypatch):
+    """In the first layer nothing has happened; in a later one the cache says that it is of no use any more."""
+    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(batch=2)
+    forward(cache, stream.piece(0, 200))
+    other = cache.fork()
+    make, calls = PageTable.select, []
+
+    def select(self, sequences):
+        calls.append(sequences)
+        if len(calls) == (1 if first else 2):
+            no_memory()
+        make(self, sequences)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PageTable, "select", select)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.reorder_cache(torch.tensor([1, 0]))
+    if first:
+        assert torch.equal(forward(cache, stream.piece(200, 201)), forward(other, stream.piece(200, 201)))
+    else:
+        with pytest.raises(RuntimeError, match=r"call cache.reset\(\)"):
+            forward(cache, stream.piece(200, 201))
+
+
+def test_forks_in_threads_over_sliding_windows():
+    """Early queries of a chunk see pages that the last one does not: nobody may take them before."""
+    stream, alone = Stream(tokens=1000), []
+    others = [Stream(tokens=1000, seed=seed) for seed in range(1, 4)]
+
+    def run(cache, stream, out):
+        out.append(forward(cache, stream.piece(100, 900), local_size=140))
+
+    def prefix():
+        cache = TurboQuantCache(CONFIG, PACKED)
+        forward(cache, stream.piece(0, 100), local_size=140)
+        return cache
+
+    run(prefix(), stream, alone)
+    for _ in range(10):
+        cache = prefix()
+        forks, outs = [cache, *(cache.fork() for _ in others)], [[] for _ in range(1 + len(others))]
+        threads = [threading.Thread(target=run, args=each) for each in zip(forks, [stream, *others], outs)]
+        [t.start() for t in threads], [t.join() for t in threads]
+        close(outs[0][0], alone[0])
+
+
+def test_past_windows_of_a_forward_that_failed_are_forgotten_and_others_kept():
+    stream, bad = Stream(tokens=400), Stream(tokens=400)
+    bad.k[1, 0, 0, 120, 0] = float("nan")
+    cache = TurboQuantCache(CONFIG, PACKED.with_(window=8))
+    forward(cache, stream.piece(0, 100))
+    cache.activate_past_recording()
+    for i in range(100, 120):
+        forward(cache, stream.piece(i, i + 1))
+    with pytest.raises(ValueError, match="must be finite"):
+        forward(cache, bad.piece(112, 128))
+    assert [layer.tokens for layer in cache.layers] == [120, 120]
+    assert all(layer.can_crop_to(105) for layer in cache.layers)
+    assert all(then <= 120 for layer in cache.layers for then, _ in layer.past.snapshots)
+    cache.crop(-15)
+    other = TurboQuantCache(CONFIG, PACKED.with_(window=8))
+    forward(other, stream.piece(0, 105))
+    close(forward(cache, stream.piece(105, 110)), forward(other, stream.piece(105, 110)))
+
+
+def test_padding_of_a_forward_that_failed_is_taken_back():
+    stream, bad = Stream(batch=2, tokens=100), Stream(batch=2, tokens=100)
+    bad.k[1, 0, 0, 15, 0] = float("nan")
+    mask = torch.arange(100)[None] >= torch.tensor([0, 30])[:, None]
+    cache, other = TurboQuantCache(CONFIG, PACKED), TurboQuantCache(CONFIG, PACKED)
+    for each in (cache, other):
+        forward(each, stream.piece(0, 10), mask[:, :10])
+    with pytest.raises(ValueError, match="must be finite"):
+        forward(cache, bad.piece(10, 20), mask[:, :20])
+    assert [layer.padding for layer in cache.layers] == [layer.padding for layer in other.layers]
+    for start, stop in ((10, 20), (20, 50)):
+        ours, want = (forward(each, stream.piece(start, stop), mask[:, :stop]) for each in (cache, other))
+        assert torch.equal(ours, want)
+
+
+def test_a_fork_of_an_empty_cache_records_as_it_does():
+    cache = TurboQuantCache(CONFIG, PACKED.with_(window=8))
+    cache.activate_past_recording()
+    assert all(layer.record_past for layer in cache.fork().layers)

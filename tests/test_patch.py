@@ -316,7 +316,7 @@ def test_a_cache_of_another_model():
     with pytest.raises(ValueError, match="the cache holds .* of 2 sequences"):
         model(torch.tensor([[5]]), past_key_values=cache)
     deeper = turboquant.patch(tiny(num_hidden_layers=4), EXACT)
-    with pytest.raises(ValueError, match=r"`layer_idx` must be in 0\.\.2, got 3"):
+    with pytest.raises(ValueError, match="`past_key_values` must be a cache of this model's 4 layers, got one of 3"):
         deeper(torch.tensor([[5], [6]]), past_key_values=TurboQuantCache(model.config, EXACT))
     assert cache.get_seq_length() == 20
 

@@ -165,6 +165,17 @@ def test_a_prefix_serves_a_model_again(tmp_path):
     TurboQuantCache.load(tmp_path / "prefix", model.to(torch.bfloat16))  # rounding is not another model
 
 
+def test_pages_that_were_made_ready_are_not_written(tmp_path):
+    """As a cache has them whose steps are replayed as CUDA graphs."""
+    cache, stream = filled(PACKED)
+    for layer in cache.layers:
+        layer.reserve(layer.tokens + 512)
+    cache.save(tmp_path / "x")
+    other = TurboQuantCache.load(tmp_path / "x")
+    same_tensors(filled(PACKED)[0], other)
+    assert torch.equal(forward(cache, stream.piece(200, 201)), forward(other, stream.piece(200, 201)))
+
+
 def test_save_takes_no_other_model(tmp_path):
     cache, _ = filled(PACKED)
     other = models.tiny(num_hidden_layers=len(cache.layers) + 1)
@@ -192,7 +203,7 @@ def test_a_file_that_others_may_not_read_stays_so(tmp_path):
 def test_a_cache_that_failed_is_not_saved(tmp_path):
     cache, _ = filled(PACKED)
     cache.layers[1].damaged = True
-    with pytest.raises(RuntimeError, match="save: an earlier forward failed"):
+    with pytest.raises(RuntimeError, match="save: an earlier call failed"):
         cache.save(tmp_path / "c")
     assert not os.listdir(tmp_path)
 

@@ -111,15 +111,13 @@ class Common:
         for layer in self.layers:
             if before == 0:
                 layer.reset()
-            elif layer.tokens > before:
-                if layer.can_crop_to(before):
-                    layer.crop_to(before)
-                else:
-                    layer.damaged = True
+            else:
+                layer.take_back(before)
         if before == 0:
             self._lengths = {}
         for device, (_, padding, _) in list(self._lengths.items()):
-            self.lengths(before, padding, device)  # in place: there may be no memory for more
+            padding = next((layer.padding for layer in self.layers if layer.tokens == before), padding)
+            self.lengths(before, padding, device)  # in place, as a rule: there may be no memory for more
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("lengths", held[2]) for held in self._lengths.values())

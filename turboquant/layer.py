@@ -111,6 +111,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.past = PastWindows()
         self.sliding_window = 0  # of the last forward
         self._released = 0  # positions before this one are in no page any more
+        self._earlier: tuple[Any, Any] = ((), [])  # padding and past windows before the forward at work
         self.sink_k = self.sink_v = self.window_k = self.window_v = self.centre = _NONE
         self.rotations: dict[str, torch.Tensor | None] = {"key": None, "value": None}
         self.split: dict[str, torch.Tensor] = {}  # rotations that sort out the prompt's outlier channels
@@ -199,7 +200,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.prefetch()
         if self.damaged:
             raise RuntimeError(
-                f"layer {self.index}: an earlier forward failed after it had stored tokens: call cache.reset()"
+                f"layer {self.index}: an earlier call failed after it had changed the cache: call cache.reset()"
             )
 
     def get_seq_length(self) -> int:
@@ -288,9 +289,24 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 self.window_k, self.window_v = window
             if self.table is not None:
                 self.table.truncate(self._packed(keep, self.padding))
-                self.table.compact()
             self.tokens = keep
+            if self.table is not None:
+                self.table.compact()
         self.past.cropped(keep)
+
+    def take_back(self, positions: int) -> None:
+        """Back to what the layer was at `positions`, before the forward that is at work and failed; it is damaged where
+        that cannot be had."""
+        if self.tokens <= positions:
+            return
+        padding, snapshots = self._earlier
+        try:
+            self.damaged = self.damaged or not self.can_crop_to(positions)
+            if not self.damaged:
+                self.crop_to(positions)
+                self.padding, self.past.snapshots = padding, [one for one in snapshots if one[0] <= positions]
+        except RuntimeError:  # not even memory for the window as it was
+            self.damaged = True
 
     def _packed(self, positions: int, padding: Sequence[int]) -> list[int]:
         """Packed tokens of each sequence at so many positions."""
@@ -319,9 +335,15 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise IndexError(f"layer {self.index}: sequences must be in 0..{batch - 1}, got {list(sequences)}")
         if not sequences:
             raise ValueError(f"layer {self.index}: at least one sequence must stay, got none; reset() forgets all")
-        where = torch.tensor(list(sequences), device=self.device)
-        state = {name: held.index_select(0, where) for name in _STATE if (held := getattr(self, name)) is not None}
-        self.table.select(sequences)
+        try:
+            self.prefetch()
+            where = torch.tensor(list(sequences), device=self.device)
+            state = {name: held.index_select(0, where) for name in _STATE if (held := getattr(self, name)) is not None}
+            self.table.select(sequences)
+        except RuntimeError:
+            for layer in self._shared.layers if self.index else ():  # of which the first ones have changed places
+                layer.damaged = True
+            raise
         self.__dict__.update(state)
         self.past = PastWindows()
         self.padding = tuple(self.padding[b] for b in sequences)
@@ -333,6 +355,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """The same layer for another cache, whose layers have `shared` in common. Pages are shared, sinks and window
         copied."""
         other = PackedLayer(self.index, self.spec, shared)
+        other.record_past = self.record_past
         if self.table is not None:
             other.__dict__.update(self.__dict__, _shared=shared, table=self.table.fork(), past=PastWindows())
             own = {name: held.clone() for name in (*_STATE, "flag") if (held := getattr(self, name)) is not None}
@@ -359,8 +382,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         Returns [batch, tokens, query_heads, head_dim], dense.
         A failure leaves the cache as it was, and its message names the layer.
         """
-        before = self.tokens
+        before, self._earlier = self.tokens, (self.padding, self.past.snapshots)
         try:
+            if self.index == 0:
+                self._check_model(module)
             query = _autocast(query)
             if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                 with torch.no_grad():
@@ -369,10 +394,18 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 return _NoGradient.apply(out, query, key, value)  # type: ignore[no-any-return,no-untyped-call]
             return self._attend(module, query, key, value, mask, scaling, dropout, options)
         except Exception as error:
+            if self.tokens == before:
+                self.past.snapshots = self._earlier[1]
             self._shared.undo(before)
             if error.args and isinstance(error.args[0], str):
                 error.args = (f"layer {self.index}: {error.args[0]}", *error.args[1:])
             raise
+
+    def _check_model(self, module: torch.nn.Module) -> None:
+        """Before the first layer of a forward stores anything."""
+        layers, held = getattr(getattr(module, "config", None), "num_hidden_layers", 0), len(self._shared.layers)
+        if layers > held:
+            raise ValueError(f"`past_key_values` must be a cache of this model's {layers} layers, got one of {held}")
 
     def _attend(
         self,
@@ -414,14 +447,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 query, key, value, lengths, table.pool.storage, table.tensor, self.plan, flag=self.flag, **how, **state
             ))  # fmt: skip
         self.tokens, self.padding, self.sliding_window = after, padding, sliding
-        if sliding and new > 1:
+        if attended is None and not exact:
+            attended, _ = _attend(query, pages, rows, lengths, self.plan, **how, **{**state, **fresh})
+        if sliding and new > 1:  # the earlier queries have seen them: forks may take these pages now
             self._release()
             self.table.compact()
-        if exact:
-            return out
-        if attended is None:
-            attended, _ = _attend(query, pages, rows, lengths, self.plan, **how, **{**state, **fresh})
-        return attended.transpose(1, 2).contiguous()
+        return out if attended is None else attended.transpose(1, 2).contiguous()
 
     @outside_autograd
     def _begin_centres(self, key: torch.Tensor, padding: tuple[int, ...], before: int) -> None:

@@ -111,6 +111,13 @@ class PagePool:
         return own
 
 
+def _tensor(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Rows as the operators take them."""
+    width = max(map(len, rows), default=0)
+    table = [[max(page, 0) for page in row] + [0] * (width - len(row)) for row in rows]
+    return torch.tensor(table, dtype=torch.int32, device=device).view(len(rows), width)
+
+
 class PageTable:
     """The pages of each sequence of a layer.
 
@@ -120,11 +127,11 @@ class PageTable:
     """
 
     def __init__(self, pool: PagePool, rows: Sequence[Sequence[int]]) -> None:
-        self.pool = pool
         self.rows = [list(row) for row in rows]
-        self.tensor = self._tensor(self.rows)
+        self.tensor = _tensor(self.rows, pool.storage.device)
         self.ready = -1
         with pool.lock:
+            self.pool = pool  # once there is memory: `__del__` gives back what was counted
             pool.tables += 1
             for row in self.rows:
                 pool.share(row)
@@ -151,18 +158,18 @@ class PageTable:
         self.__init__(PagePool(state["pages"]), state["rows"])  # type: ignore[misc]
 
     @outside_autograd
-    def packed(self) -> tuple[torch.Tensor, list[list[int]]]:
-        """(pages, rows): a copy of the pages that the rows refer to, each once, and the rows renumbered to them."""
+    def packed(self, counts: Sequence[int] | None = None) -> tuple[torch.Tensor, list[list[int]]]:
+        """(pages, rows): a copy of the pages that the rows refer to, each once, and the rows renumbered to them.
+
+        counts   packed tokens of each sequence: pages behind them, made ready for more, are left out
+        """
         with self.pool.lock:
-            used = list(dict.fromkeys(page for row in self.rows for page in row if page != RELEASED))
+            ends = [len(row) for row in self.rows] if counts is None else [-(-count // PAGE_TOKENS) for count in counts]
+            rows = [row[:end] for row, end in zip(self.rows, ends)]
+            used = list(dict.fromkeys(page for row in rows for page in row if page != RELEASED))
             pages = self.pool.storage[torch.tensor(used, dtype=torch.int64, device=self.pool.storage.device)]
         number = {page: i for i, page in enumerate(used)} | {RELEASED: RELEASED}
-        return pages, [[number[page] for page in row] for row in self.rows]
-
-    def _tensor(self, rows: list[list[int]]) -> torch.Tensor:
-        width = max(map(len, rows), default=0)
-        table = [[max(page, 0) for page in row] + [0] * (width - len(row)) for row in rows]
-        return torch.tensor(table, dtype=torch.int32, device=self.pool.storage.device).view(len(rows), width)
+        return pages, [[number[page] for page in row] for row in rows]
 
     def move(self, device: torch.device) -> None:
         """Moves pages and table; other tables of the pool keep theirs where it is, and follow when they are used."""
@@ -203,7 +210,7 @@ class PageTable:
             fresh = iter(pool.take(sum(missing)))
             for row, count in zip(rows, missing):
                 row += [next(fresh) for _ in range(count)]
-            self.rows, self.tensor = rows, self._tensor(rows)
+            self.rows, self.tensor = rows, _tensor(rows, pool.storage.device)
         except BaseException:
             undo()
             raise
@@ -215,24 +222,34 @@ class PageTable:
         pool, before = self.pool, self.rows
         rows = [list(before[b]) for b in sequences]
         with pool.lock:
+            self.tensor = _tensor(rows, pool.storage.device)  # for which there may be no memory
             for row in rows:
                 pool.share(row)
             for row in before:
                 pool.release(row)
             self.rows, self.ready = rows, -1
             self.compact()
-        self.tensor = self._tensor(self.rows)
 
     @outside_autograd
     def compact(self) -> None:
         """Moves the pages together if more than a 64th of the pool, and one for each row, has become free: the rest
-        goes back to the allocator. Not while forks share the pool."""
+        goes back to the allocator. Not while forks share the pool, nor where there is no memory for both: nothing
+        depends on it, and what calls it may be taking back a forward that had no memory."""
         pool = self.pool
         with pool.lock:
             if pool.tables > 1 or pool.free <= len(pool.storage) // 64 + len(self.rows):
                 return
-            pages, rows = self.packed()
-            self.__init__(PagePool(pages), rows)  # type: ignore[misc]
+            try:
+                pages, rows = self.packed()
+                tensor = _tensor(rows, pages.device)
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                    return
+                raise
+            self.pool, self.rows, self.tensor, self.ready = PagePool(pages), rows, tensor, -1
+            self.pool.tables = 1
+            for row in rows:
+                self.pool.share(row)
 
     @outside_autograd
     def truncate(self, packed: Sequence[int]) -> None:

@@ -147,7 +147,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
     """See `TurboQuantCache.save`."""
     layers: list[PackedLayer] = cache.layers
     if any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
-        raise RuntimeError("save: an earlier forward failed after it had stored tokens: call cache.reset()")
+        raise RuntimeError("save: an earlier call failed after it had changed the cache: call cache.reset()")
     mark = cache.fingerprint
     if model is not None:
         mark = _mark(model)
@@ -172,7 +172,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
                       "sliding_windows": [layer.sliding_window for layer in layers]}  # fmt: skip
         for layer in layers:
             assert layer.table is not None
-            held, rows = layer.table.packed()
+            held, rows = layer.table.packed(layer._packed(layer.tokens, layer.padding))
             described["rows"].append(rows)
             pages.append(len(held))
             parts.append(_bytes(held))

@@ -43,11 +43,18 @@ def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -
     if not hasattr(base, "_turboquant"):
         hook = base.register_forward_pre_hook(_with_pass, with_kwargs=True)
         base._turboquant = _Patch(route(base, NAME), [module.layer_idx for module in modules], hook)
+    elif base.config._attn_implementation != NAME:
+        base._turboquant.previous = route(base, NAME)
     for module, layer in zip(modules, layers):
         module.layer_idx, module._turboquant = layer.layer, layer
 
 
 def _with_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if (found := base.config._attn_implementation) != NAME:
+        raise RuntimeError(
+            f"{type(base).__name__}: attention is {found!r} since the model was patched (by set_attn_implementation, "
+            "or because another model was made from its configuration): call turboquant.patch(model) again"
+        )
     return args, {**kwargs, "turboquant_pass": Pass()}
 
 
