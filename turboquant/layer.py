@@ -293,6 +293,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             if self.table is not None:
                 self.table.compact()
         self.past.cropped(keep)
+        self._earlier = self.padding, self.past.snapshots  # or it would hold what was forgotten
 
     def take_back(self, positions: int) -> None:
         """Back to what the layer was at `positions`, before the forward that is at work and failed; it is damaged where
@@ -347,6 +348,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.__dict__.update(state)
         self.past = PastWindows()
         self.padding = tuple(self.padding[b] for b in sequences)
+        self._earlier = self.padding, self.past.snapshots
         self.batch_size = self.max_batch_size = len(sequences)
         self._signature = (len(sequences), self.kv_heads, self.head_dim, self.dtype, self.device)
 
@@ -360,6 +362,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             other.__dict__.update(self.__dict__, _shared=shared, table=self.table.fork(), past=PastWindows())
             own = {name: held.clone() for name in (*_STATE, "flag") if (held := getattr(self, name)) is not None}
             other.__dict__.update(own)
+            other._earlier = other.padding, other.past.snapshots
         return other
 
     # ---- attention ----

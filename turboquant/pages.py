@@ -111,7 +111,7 @@ class PagePool:
         return own
 
 
-def _tensor(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+def _tensor(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """Rows as the operators take them."""
     width = max(map(len, rows), default=0)
     table = [[max(page, 0) for page in row] + [0] * (width - len(row)) for row in rows]
@@ -127,11 +127,10 @@ class PageTable:
     """
 
     def __init__(self, pool: PagePool, rows: Sequence[Sequence[int]]) -> None:
-        self.rows = [list(row) for row in rows]
-        self.tensor = _tensor(self.rows, pool.storage.device)
-        self.ready = -1
+        tensor = _tensor(rows, pool.storage.device)  # for which there may be no memory: nothing is counted yet
+        self.rows, self.tensor, self.ready = [list(row) for row in rows], tensor, -1
         with pool.lock:
-            self.pool = pool  # once there is memory: `__del__` gives back what was counted
+            self.pool = pool
             pool.tables += 1
             for row in self.rows:
                 pool.share(row)
@@ -241,15 +240,11 @@ class PageTable:
                 return
             try:
                 pages, rows = self.packed()
-                tensor = _tensor(rows, pages.device)
+                self.__init__(PagePool(pages), rows)  # type: ignore[misc]
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
                     return
                 raise
-            self.pool, self.rows, self.tensor, self.ready = PagePool(pages), rows, tensor, -1
-            self.pool.tables = 1
-            for row in rows:
-                self.pool.share(row)
 
     @outside_autograd
     def truncate(self, packed: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Previous", "restore", "route", "routed"]
+__all__ = ["Previous", "check_route", "restore", "route", "routed"]
 
 _patched: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose state, model._turboquant, has `previous`
 
@@ -29,6 +29,15 @@ def route(model: Any, name: str) -> Previous:
         config._attn_implementation = name
     _patched.add(model)
     return previous
+
+
+def check_route(model: Any, name: str) -> None:
+    """RuntimeError where the configuration of a model that was routed names another attention than `name` by now."""
+    if (found := model.config._attn_implementation) != name:
+        raise RuntimeError(
+            f"{type(model).__name__}: attention is {found!r} since the model was patched (by set_attn_implementation, "
+            "or because another model was made from its configuration): call turboquant.patch(model) again"
+        )
 
 
 def restore(model: Any) -> None:

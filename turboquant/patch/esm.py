@@ -14,7 +14,7 @@ from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
 from ..esm.attention import NAME, PackedAttention, Pass
 from ..esm.model import attentions, checked_model
-from ..routing import Previous, restore, route
+from ..routing import Previous, check_route, restore, route
 from ..spec import CacheSpec
 
 __all__ = ["patch", "unpatch"]
@@ -50,11 +50,7 @@ def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -
 
 
 def _with_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    if (found := base.config._attn_implementation) != NAME:
-        raise RuntimeError(
-            f"{type(base).__name__}: attention is {found!r} since the model was patched (by set_attn_implementation, "
-            "or because another model was made from its configuration): call turboquant.patch(model) again"
-        )
+    check_route(base, NAME)
     return args, {**kwargs, "turboquant_pass": Pass()}
 
 

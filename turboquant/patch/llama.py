@@ -20,7 +20,7 @@ from ..cache import TurboQuantCache, checked_config
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
 from ..graph import ForwardWithGraphs
-from ..routing import Previous, restore, route
+from ..routing import Previous, check_route, restore, route
 from ..spec import CacheSpec
 
 __all__ = ["patch", "unpatch"]
@@ -128,11 +128,7 @@ def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None
 
 
 def _new_cache(model: Any) -> TurboQuantCache:
-    if (found := model.config._attn_implementation) != NAME:
-        raise RuntimeError(
-            f"{type(model).__name__}: attention is {found!r} since the model was patched (by set_attn_implementation, "
-            "or because another model was made from its configuration): call turboquant.patch(model) again"
-        )
+    check_route(model, NAME)
     return TurboQuantCache(model.config, model._turboquant.spec, model._turboquant.calibration)
 
 
