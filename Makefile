@@ -30,7 +30,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-levels test-gpu test-compat test-upstream fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: demo test test-levels test-gpu test-compat test-newest test-upstream fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -150,6 +150,17 @@ test-compat: $(READY)
 	    TURBOQUANT_CUDA=0 $$folder/bin/python setup.py -q build_ext --inplace && \
 	    PYTHONPATH=. $$folder/bin/python tests/compatibility.py || exit 1; \
 	done
+
+# Everything that meets transformers, with the newest release on the index; torch and NumPy stay the pinned ones.
+NEWEST := build/newest
+HF_TESTS := $(wildcard $(foreach name,cache calibration demo esm_* evaluate generate graph memory mode_presets ops_graphs \
+    patch persistence placement quality causal_types,tests/test_$(name).py))
+test-newest: build
+	rm -rf $(NEWEST) && mkdir -p $(NEWEST)
+	grep -E '^(numpy|torch)==' $(CONSTRAINTS) >$(NEWEST)/constraints.txt
+	$(INTERPRETER) -m pip install -q -c $(NEWEST)/constraints.txt --target $(NEWEST)/site --upgrade transformers
+	PYTHONPATH=$(NEWEST)/site:. $(INTERPRETER) -c 'import transformers, torch; print("transformers", transformers.__version__, "torch", torch.__version__)'
+	PYTHONPATH=$(abspath $(NEWEST))/site:. $(INTERPRETER) -m pytest -m 'not slow' $(HF_TESTS) $(PYTEST_ARGS)
 
 # transformers' own tests of caches and generation for Llama on ours; TREE is a checkout of transformers, and the
 # environment has what its tests import.

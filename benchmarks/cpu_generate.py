@@ -28,6 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 import turboquant
 from turboquant import TurboQuantCache
 from turboquant.attention import NAME, attention
+from turboquant.names import CACHE
 
 CONTEXTS = (512, 1024, 2048, 4000)
 STEPS = 32
@@ -46,7 +47,7 @@ def cache_of(model: Any, name: str) -> Any:
 def step(model: Any, cache: Any, token: torch.Tensor) -> float:
     """Seconds of one decoding step."""
     start = time.perf_counter()
-    model(input_ids=token, past_key_values=cache)
+    model(input_ids=token, **{CACHE: cache})
     return time.perf_counter() - start
 
 
@@ -58,7 +59,7 @@ def decode(model: Any, tokens: int) -> dict[str, dict[str, float]]:
     caches = {}
     for name in times:
         caches[name] = cache_of(model, name)
-        model(input_ids=prompt, past_key_values=caches[name])
+        model(input_ids=prompt, **{CACHE: caches[name]})
     for _ in range(STEPS // 8):
         for name in times:
             turboquant.unpatch(model)
@@ -86,7 +87,7 @@ def kv_bytes(model: Any, tokens: int) -> int:
 def overhead(model: Any) -> dict[str, float]:
     """What a layer's update and attention take when there are few tokens."""
     cache = cache_of(model, "4")
-    model(input_ids=torch.ones(1, 8, dtype=torch.long), past_key_values=cache)
+    model(input_ids=torch.ones(1, 8, dtype=torch.long), **{CACHE: cache})
     spent = 0.0
 
     def timed(call: Any) -> Any:
@@ -105,12 +106,12 @@ def overhead(model: Any) -> dict[str, float]:
         with patch.object(TurboQuantCache, "update", timed(TurboQuantCache.update)):
             for _ in range(100):
                 spent = 0.0
-                model(input_ids=token, past_key_values=cache)
+                model(input_ids=token, **{CACHE: cache})
                 times.append(spent / model.config.num_hidden_layers * 1e6)
     finally:
         AttentionInterface.register(NAME, attention)
     cache, module = cache_of(model, "4"), model.model.layers[0].self_attn
-    model(input_ids=torch.ones(1, 8, dtype=torch.long), past_key_values=cache)
+    model(input_ids=torch.ones(1, 8, dtype=torch.long), **{CACHE: cache})
     q, k = (torch.randn(1, n, 1, module.head_dim) for n in (model.config.num_attention_heads, cache.layers[0].kv_heads))
     alone = []
     for _ in range(100):

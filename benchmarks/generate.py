@@ -29,6 +29,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedC
 
 import turboquant
 from turboquant.attention import attention
+from turboquant.names import CACHE
 
 CONFIG = LlamaConfig(
     hidden_size=4096,
@@ -62,7 +63,7 @@ def stepper(model: Any, cache: Any, ids: torch.Tensor, name: str) -> Callable[[]
     """One decoding step, as the name of the cache says."""
 
     def step() -> Any:
-        return model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        return model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits
 
     if name == "bf16 compiled":
         return torch.compile(step, mode="reduce-overhead")

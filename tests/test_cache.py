@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from turboquant import CacheSpec, TurboQuantCache
 from turboquant.attention import FreshKeys, attention, request_mask
+from turboquant.names import CACHE
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 CONFIG = LlamaConfig(
@@ -659,7 +660,7 @@ def test_a_model_of_more_layers_stores_nothing():
     q, k, v = stream.piece(20, 25)[0]
     fresh, value = cache.update(k, v, 0)
     larger = SimpleNamespace(**vars(module()), config=SimpleNamespace(num_hidden_layers=LAYERS + 1))
-    says = f"layer 0: `past_key_values` must be a cache of this model's {LAYERS + 1} layers, got one of {LAYERS}"
+    says = f"layer 0: `{CACHE}` must be a cache of this model's {LAYERS + 1} layers, got one of {LAYERS}"
     with pytest.raises(ValueError, match=says):
         attention(larger, q, fresh, value, None, scaling=DIM**-0.5)
     assert [layer.tokens for layer in cache.layers] == [20] * LAYERS

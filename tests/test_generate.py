@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from models import KINDS, prompts, tiny
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
@@ -212,8 +213,10 @@ def test_generate_in_chunks():
 
 def test_generate_in_chunks_that_are_padding_alone():
     model, inputs = tiny(), prompts(3, 50, (0, 30, 44))
-    turboquant.patch(model, WIDE)
     want = generate(model, inputs, 10)
+    if not torch.equal(generate(model, inputs, 10, prefill_chunk_size=16).sequences, want.sequences):
+        pytest.skip(f"transformers {transformers.__version__} itself gives such chunks other positions")
+    turboquant.patch(model, WIDE)
     assert_same(generate(model, inputs, 10, prefill_chunk_size=16), want)
 
 

@@ -55,7 +55,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 TORCH_MODULES = [
     f"turboquant.{name}"
     for name in (
-        "ops cache layer common graph pages placement prompt rewind persistence attention patch patch.* evaluate "
+        "ops cache layer common graph names pages placement prompt rewind persistence attention patch patch.* evaluate "
         "calibration calibration.* demo esm esm.*"
     ).split()
 ]

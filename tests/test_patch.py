@@ -17,7 +17,7 @@ from models import KINDS, prompts, tiny
 from transformers import DynamicCache
 
 import turboquant
-from turboquant import CacheSpec, TurboQuantCache
+from turboquant import CacheSpec, TurboQuantCache, names
 
 EXACT = CacheSpec(4, 4, sinks=2, window=256)
 
@@ -278,9 +278,27 @@ UNSUPPORTED = {
 def test_unsupported_models(name, fields, message):
     model = other_model(name, **fields)
     before = model.config._attn_implementation, set(vars(model)), dict(model._forward_pre_hooks)
+    if name[:6] in ("DiffLl", "JetMoe") and not model._supports_attention_backend:  # their code of transformers 4.57
+        message = "AttentionInterface"
     with pytest.raises(NotImplementedError, match=f"{name}.*{message}"):
         turboquant.patch(model)
     assert (model.config._attn_implementation, set(vars(model)), dict(model._forward_pre_hooks)) == before
+
+
+def test_the_cache_by_each_name_that_this_transformers_has():
+    model, inputs = turboquant.patch(tiny()), prompts(1, 6)
+    taken = names.cache_argument(type(model).forward)
+    assert taken in names.NAMES and names.cache_argument(model.forward) == taken
+    for name in names.NAMES[names.NAMES.index(taken) :]:  # the newest of them, and those that it still takes
+        cache = TurboQuantCache(model.config)
+        with torch.no_grad():
+            out = model(inputs["input_ids"], **{name: cache})
+        assert out[names.CACHE] is cache and cache.get_seq_length() == 6
+        cache = TurboQuantCache(model.config)
+        assert model.generate(**inputs, max_new_tokens=2, **{name: cache}).shape == (1, 8)
+        assert cache.get_seq_length() == 7
+        other = next(one for one in names.NAMES if one != name)
+        assert names.given_cache({name: cache, other: None}) is cache and names.given_cache({other: None}) is None
 
 
 def test_other_wrong_arguments():
@@ -316,7 +334,7 @@ def test_a_cache_of_another_model():
     with pytest.raises(ValueError, match="the cache holds .* of 2 sequences"):
         model(torch.tensor([[5]]), past_key_values=cache)
     deeper = turboquant.patch(tiny(num_hidden_layers=4), EXACT)
-    with pytest.raises(ValueError, match="`past_key_values` must be a cache of this model's 4 layers, got one of 3"):
+    with pytest.raises(ValueError, match="`.*` must be a cache of this model's 4 layers, got one of 3"):
         deeper(torch.tensor([[5], [6]]), past_key_values=TurboQuantCache(model.config, EXACT))
     assert cache.get_seq_length() == 20
 

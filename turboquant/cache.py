@@ -43,7 +43,8 @@ def checked_config(config: Any) -> Any:
 
 
 class TurboQuantCache(Cache):  # type: ignore[misc]
-    """Compressed keys and values of a model, for `past_key_values=` of a model that `turboquant.patch` has prepared.
+    """Compressed keys and values of a model, for `cache=` of a model that `turboquant.patch` has prepared
+    (`past_key_values=` before transformers 5.24).
 
     config   the model's configuration; only the number and kind of its layers matter, shapes come from the tensors
     spec     a CacheSpec or the name of a preset

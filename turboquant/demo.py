@@ -33,6 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 import turboquant
 
 from .cache import TurboQuantCache
+from .names import CACHE
 from .spec import CacheSpec, preset
 
 __all__ = ["main"]
@@ -91,7 +92,7 @@ def _log_probabilities(model: Any, ids: torch.Tensor, spec: CacheSpec | None) ->
     if spec is None:
         logits = model(ids, use_cache=False).logits
     else:
-        logits = model(ids, past_key_values=TurboQuantCache(model.config, spec.with_(prefill="packed"))).logits
+        logits = model(ids, **{CACHE: TurboQuantCache(model.config, spec.with_(prefill="packed"))}).logits
     result: torch.Tensor = logits[0].float().log_softmax(-1)
     return result
 
@@ -102,7 +103,7 @@ def _measure(model: Any, ids: torch.Tensor, prompt: int, tokens: int, seed: int)
     rows = _rows()
     some = ids[:, :64]
     for cache in (DynamicCache(config=model.config), TurboQuantCache(model.config)):  # no row is to pay for warming up
-        model.generate(some, attention_mask=torch.ones_like(some), past_key_values=cache, max_new_tokens=8)
+        model.generate(some, attention_mask=torch.ones_like(some), max_new_tokens=8, **{CACHE: cache})
     with tqdm(total=len(rows) * (tokens + 2), unit="token", file=sys.stderr, leave=False) as bar:
         for row in rows:
             bar.set_description(row.name)
@@ -117,7 +118,7 @@ def _measure(model: Any, ids: torch.Tensor, prompt: int, tokens: int, seed: int)
             text = model.generate(
                 ids[:, :prompt],
                 attention_mask=torch.ones_like(ids[:, :prompt]),
-                past_key_values=cache,
+                **{CACHE: cache},
                 max_new_tokens=tokens,
                 min_new_tokens=tokens,
                 do_sample=True,

@@ -25,6 +25,7 @@ import torch
 from .cache import TurboQuantCache, checked_config
 from .calibration import Calibration, layer_specs
 from .calibration.measure import checked_seed, fingerprint, token_divergence, token_ids
+from .names import CACHE, cache_argument
 from .patch import patch, unpatch
 from .placement import device_of
 from .spec import CacheSpec, resolve
@@ -225,7 +226,8 @@ def _pieces(spec: CacheSpec, prefill: str, tokens: int, chunk: int) -> list[tupl
 
 def _run(model: Any, ids: torch.Tensor, cache: TurboQuantCache, pieces: list[tuple[int, int]]) -> torch.Tensor:
     """Logits [batch, tokens, vocabulary] of ids fed in pieces to an empty cache."""
-    parts = [model(input_ids=ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in pieces]
+    name = cache_argument(model.forward) or CACHE
+    parts = [model(input_ids=ids[:, a:b], use_cache=True, **{name: cache}).logits for a, b in pieces]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

@@ -15,16 +15,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache import TurboQuantCache
+from .names import CACHE, NAMES, cache_argument, given_cache, outputs_with
 
 __all__ = ["DecodeGraph", "ForwardWithGraphs"]
 
 AHEAD = 512  # positions that room is made for at once: recording takes some milliseconds a layer
 
 # Arguments of a forward that a replay follows, or that do not change its logits.
-_FOLLOWED = {"input_ids", "position_ids", "past_key_values"}
+_FOLLOWED = {"input_ids", "position_ids", *NAMES}
 _HARMLESS = {"attention_mask", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
 
 
@@ -43,6 +43,7 @@ class DecodeGraph:
         self, cache: TurboQuantCache, forward: Callable[..., Any], weights: Iterable[torch.Tensor] = ()
     ) -> None:
         self._cache, self._forward, self._weights = weakref.ref(cache), forward, list(weights)
+        self._argument = cache_argument(forward) or CACHE
         self._addresses: list[int] = []  # of the weights in the last step
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tokens: list[int] = []  # of each layer after the last step
@@ -104,7 +105,7 @@ class DecodeGraph:
         return torch.tensor([[layer.tokens - pad] for pad in layer.padding], device=layer.device)
 
     def _run(self, cache: TurboQuantCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        out = self._forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        out = self._forward(input_ids=ids, position_ids=positions, use_cache=True, **{self._argument: cache})
         logits: torch.Tensor = out.logits
         return logits
 
@@ -157,7 +158,7 @@ class ForwardWithGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(type(self.__self__).forward, self.__self__)
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        cache, ids = given_cache(kwargs), kwargs.get("input_ids")
         given = {name for name, x in kwargs.items() if x is not None and x is not self._defaults.get(name)}
         plain = not args and given <= _FOLLOWED | _HARMLESS and kwargs.get("return_dict") is not False
         if not plain or ids is None or not isinstance(cache, TurboQuantCache) or not DecodeGraph.takes(cache, ids):
@@ -166,4 +167,4 @@ class ForwardWithGraphs:
         if graph is None:
             graph = self._graphs[cache] = DecodeGraph(cache, forward, self.__self__.parameters())
         logits = graph.step(ids, kwargs.get("position_ids"))
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return outputs_with(logits, cache)

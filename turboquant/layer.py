@@ -35,6 +35,7 @@ from .attention import FreshKeys, MaskRequest, own_attention
 from .calibration.tensors import transforms
 from .common import Common
 from .modes import is_split
+from .names import CACHE
 from .pages import RELEASED, PageTable, outside_autograd
 from .plan import PAGE_TOKENS
 from .prompt import prompt_mean, prompt_rotations
@@ -408,7 +409,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Before the first layer of a forward stores anything."""
         layers, held = getattr(getattr(module, "config", None), "num_hidden_layers", 0), len(self._shared.layers)
         if layers > held:
-            raise ValueError(f"`past_key_values` must be a cache of this model's {layers} layers, got one of {held}")
+            raise ValueError(f"`{CACHE}` must be a cache of this model's {layers} layers, got one of {held}")
 
     def _attend(
         self,

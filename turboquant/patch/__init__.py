@@ -41,10 +41,10 @@ def patch(
                   positions and cache; after switching adapters, use a new cache
 
     From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
-    they are given `past_key_values`, which may be a `TurboQuantCache` made by hand or carried over from an earlier
-    turn. Any other cache, and a forward without one (training, use_cache=False), attends as the model alone would, by
-    SDPA. Patching again replaces the spec; caches that exist keep theirs. Models that share one configuration object
-    share its attention setting, but not the spec.
+    they are given `cache` (`past_key_values` before transformers 5.24), which may be a `TurboQuantCache` made by hand
+    or carried over from an earlier turn. Any other cache, and a forward without one (training, use_cache=False),
+    attends as the model alone would, by SDPA. Patching again replaces the spec; caches that exist keep theirs. Models
+    that share one configuration object share its attention setting, but not the spec.
 
     An ESM-2 model (EsmModel and those with a head) has no cache to carry over: in each forward every layer's keys and
     values are packed, and all queries read the packed bytes, both ways. That measures what quantisation does;

@@ -20,6 +20,7 @@ from ..cache import TurboQuantCache, checked_config
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
 from ..graph import ForwardWithGraphs
+from ..names import CACHE, NAMES, cache_argument, given_cache
 from ..routing import Previous, check_route, restore, route
 from ..spec import CacheSpec
 
@@ -41,7 +42,8 @@ class _Patch:
     spec: CacheSpec
     calibration: Calibration | None
     previous: Previous
-    cache_argument: int  # position of past_key_values among the arguments of forward
+    cache_name: str  # of the argument of forward that takes a cache
+    cache_position: int  # of that argument
     cuda_graphs: bool  # model.forward is `graph.with_graphs` of its class's
     handle: Any  # of the forward pre-hook
 
@@ -72,7 +74,8 @@ def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> No
     arguments = list(inspect.signature(model.forward).parameters)
     handle = model.register_forward_pre_hook(_give_cache, with_kwargs=True)
     previous = route(model, NAME)
-    model._turboquant = _Patch(spec, calibration, previous, arguments.index("past_key_values"), False, handle)
+    name = cache_argument(model.forward) or CACHE
+    model._turboquant = _Patch(spec, calibration, previous, name, arguments.index(name), False, handle)
     if hasattr(model, _METHOD):
         setattr(
             model, _METHOD, partial(_prepare_cache_for_generation, model)
@@ -106,8 +109,8 @@ def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None
         refuse("it has more than a text model")
     if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
         refuse("its attention does not go through transformers' AttentionInterface")
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        refuse("its forward takes no past_key_values")
+    if cache_argument(model.forward) is None:
+        refuse("its forward takes no cache")
     if (why := _BY_TYPE.get(text.model_type)) is not None:
         refuse(why)
     if not any("RotaryEmbedding" in type(m).__name__ for m in model.modules()):
@@ -139,10 +142,10 @@ def _prepare_cache_for_generation(
     wanted = (
         getattr(generation_config, "cache_implementation", None) is None and generation_config.use_cache is not False
     )
-    made = wanted and model_kwargs.get("past_key_values") is None
+    cache = given_cache(model_kwargs)
+    made = wanted and cache is None
     if made:
-        model_kwargs["past_key_values"] = _new_cache(self)
-    cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs[CACHE] = _new_cache(self)
     assisted = any(argument == GenerationMode.ASSISTED_GENERATION for argument in (*args, *kwargs.values()))
     if isinstance(cache, TurboQuantCache) and (assisted or getattr(generation_config, "is_assistant", False)):
         cache.activate_past_recording()  # transformers 4.57 leaves that to the cache
@@ -156,8 +159,8 @@ def _give_cache(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A forward without a cache gets one if it asks to, or if it would make its own and no gradient is wanted."""
     state = model._turboquant
-    at = state.cache_argument
-    if model.training or any(x is not None for x in (*args[at : at + 1], kwargs.get("past_key_values"))):
+    at = state.cache_position
+    if model.training or any(x is not None for x in (*args[at : at + 1], given_cache(kwargs))):
         return None
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
@@ -166,4 +169,5 @@ def _give_cache(
         return None
     if len(args) > at:
         return (*args[:at], _new_cache(model), *args[at + 1 :]), kwargs
-    return args, {**kwargs, "past_key_values": _new_cache(model)}
+    others = {name: x for name, x in kwargs.items() if name not in NAMES}  # a name with None: both together raise
+    return args, {**others, state.cache_name: _new_cache(model)}

@@ -1,0 +1,41 @@
+"""What transformers calls the cache: `cache` since 5.24, `past_key_values` before. The installed code is asked for it.
+
+A forward tells by its signature, so a model whose code is older than transformers (remote code) is met as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+__all__ = ["CACHE", "NAMES", "cache_argument", "given_cache", "outputs_with"]
+
+NAMES = ("cache", "past_key_values")  # the newest first
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The name of the argument of `forward` that takes a cache; None if there is none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in NAMES if name in parameters), None)
+
+
+def _installed_name() -> str:
+    """The name in `generate`'s model_kwargs and in a model's outputs."""
+    fields = CausalLMOutputWithPast.__dataclass_fields__
+    return next(name for name in NAMES if name in fields)
+
+
+CACHE = _installed_name()
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """The cache among keyword arguments, whichever name it has there; None if there is none."""
+    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
+
+
+def outputs_with(logits: Any, cache: Any) -> CausalLMOutputWithPast:
+    """The outputs of a forward."""
+    return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
