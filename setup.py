@@ -323,7 +323,8 @@ def write_ninja(torch: Path | None) -> Ninja:
     common = ["-O3", "-DNDEBUG"]
     linker = ["-Wl,-Bsymbolic", *words("LDFLAGS")]
     if sanitize:
-        checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+        checks = ["-fsanitize=address,undefined,float-cast-overflow"]
+        checks += ["-fno-sanitize-recover=undefined,float-cast-overflow"]
         common = ["-O1", "-g", "-fno-omit-frame-pointer", *checks]
         linker += checks
     common += [*words("CPPFLAGS"), "-fPIC", "-fvisibility=hidden", "-pthread", *WARNINGS]

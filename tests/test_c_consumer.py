@@ -14,7 +14,7 @@ from c_library import BASE, CSRC, ROOT, clean_environment, objects, program, run
 CC = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 SANITIZERS = {
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "address": ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"],
     "thread": ["-fsanitize=thread"],
 }
 

@@ -246,6 +246,18 @@ def test_attend_refuses_to_write_into_pages() -> None:
         call.with_(out=out)()
 
 
+@pytest.mark.parametrize("name", ["q", "sink_k", "sink_v", "window_k", "window_v", "fresh_k", "fresh_v"])
+def test_attend_refuses_to_write_into_what_it_reads(name: str) -> None:
+    call = sample("attend")
+    q, array = call.arguments["q"], call.arguments[name]
+    memory = np.concatenate([rows(q.size - 1), array.ravel()])  # one number is of both
+    own = {"out": memory[: q.size].reshape(q.shape), name: memory[q.size - 1 :].reshape(array.shape)}
+    before = memory.copy()
+    with pytest.raises(ValueError, match=f"attend: `out` must be apart from {name}"):
+        call.with_(**own)()
+    np.testing.assert_array_equal(memory, before)
+
+
 def test_attend_refuses_a_plan_without_values() -> None:
     call = sample("attend")
     pages = _core.new_pages(VECTORS, PAGES, HEADS)

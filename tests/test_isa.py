@@ -65,6 +65,22 @@ def test_bytes_are_scalars(level: str, dim: int, rotation: int, rng: np.random.G
                 np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
 
 
+@pytest.mark.parametrize("isa", _core.isa_available())
+def test_eight_bits_of_nan_are_level_0(isa: str) -> None:
+    """A matrix with NaN makes NaN of a whole row; to convert one to an integer is undefined, which sanitizers see."""
+    p = ref.plan(64, 8, 8, rotation=ref.DENSE, group=16)
+    matrix = np.eye(64, dtype=np.float32)[None]
+    matrix[0, 5, 5] = np.nan
+    pages, table, x = _core.new_pages(p.words, 1, 1), np.zeros((1, 1), np.int32), np.ones((1, 1, 3, 64), np.float32)
+    _core.set_isa(isa)
+    try:
+        _core.append(p.words, x, x, np.array([3], np.int32), pages, table, key_rotation=matrix, value_rotation=matrix)
+    finally:
+        _core.set_isa(None)
+    for side in ("key", "value"):
+        np.testing.assert_array_equal(ref.unpack(p, side, pages[0, 0])[0][:3], 128)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("dim", SIZES)

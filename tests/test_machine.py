@@ -256,6 +256,58 @@ def test_calls_from_many_threads(rng: np.random.Generator) -> None:
     assert not any(worker.is_alive() for worker in workers)
 
 
+def long_call(op: str, rng: np.random.Generator) -> dict[str, Any]:
+    """Arguments of a call that takes some 10 ms, over tables that it needs to its end."""
+    sequences, tokens, words = 256, 128, ref.plan(64, 4, 3).words
+    k, v = rng.standard_normal((2, sequences, 1, tokens, 64)).astype(np.float32)
+    rest = dict(plan=words, pages=_core.new_pages(words, 2 * sequences, 1), threads=1)
+    rest["block_table"] = 2 * np.arange(sequences, dtype=np.int32)[:, None] + 1
+    full = np.full(sequences, tokens, np.int32)
+    _core.append(k=k, v=v, lengths=full, **rest)
+    if op == "append":
+        return rest | dict(k=v, v=k, lengths=full)
+    if op == "attend":
+        q = rng.standard_normal((sequences, 8, 2, 64)).astype(np.float32)
+        return rest | dict(q=q, lengths=full, starts=np.full(sequences, 3, np.int32))
+    return {name: rest[name] for name in ("plan", "pages", "block_table")} | dict(counts=full, max_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("op", "table"),
+    [(op, table) for op in ("append", "attend") for table in ("block_table", "lengths")]
+    + [("attend", "starts"), ("dequantize", "block_table"), ("dequantize", "counts")],
+)
+def test_tables_that_another_thread_rewrites(op: str, table: str, rng: np.random.Generator) -> None:
+    """What a call has checked is what it uses. The values written are harmless: a wrong answer shows them, no crash."""
+    arguments = long_call(op, rng)
+    numbers, pages = arguments[table], arguments["pages"]
+    good, stored = numbers.copy(), pages.copy()
+
+    def outcome() -> list[np.ndarray]:
+        result = getattr(_core, op)(**arguments)
+        return [pages.copy()] if result is None else list(result)
+
+    want, go, interval = outcome(), threading.Semaphore(0), sys.getswitchinterval()
+
+    def write() -> None:
+        go.acquire()
+        numbers.fill(0)
+
+    for _ in range(3):
+        writer = threading.Thread(target=write)
+        writer.start()
+        numbers[...], pages[...] = good, stored
+        sys.setswitchinterval(100)
+        go.release()  # the writer gets the interpreter where the call gives it away, and not before
+        try:
+            got = outcome()
+        finally:
+            sys.setswitchinterval(interval)
+        writer.join()
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.usefixtures("restore_threads")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

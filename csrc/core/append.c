@@ -83,7 +83,7 @@ static tq_status check_numbers(const append_job *job, const void *x, int64_t str
                 if (!has_bad(p->dtype, from, d)) continue;
                 job->kernels->load(p->dtype, from, row, d);
                 int32_t c = 0;
-                while (!is_bad(row[c])) c++;
+                while (c < d - 1 && !is_bad(row[c])) c++; /* bounded: the caller may be writing to it meanwhile */
                 return tq_fail(error, TQ_E_VALUE, name, (((int64_t)b * p->kv_heads + h) * p->tokens + i) * d + c,
                                row[c], "finite and at most 16384 in magnitude");
             }
@@ -156,25 +156,20 @@ static tq_status check_pointers(const tq_plan *plan, const tq_append_params *p, 
     return TQ_OK;
 }
 
-/* Bytes from an array's first to its last element, given strides that may leave gaps. */
 static int64_t span_bytes(const tq_append_params *p, int32_t head_dim, int64_t sb, int64_t sh, int64_t st)
 {
-    return tq_dtype_bytes(p->dtype) * ((p->batch - 1) * sb + (p->kv_heads - 1) * sh + (p->tokens - 1) * st + head_dim);
+    return tq_span_bytes(tq_dtype_bytes(p->dtype), p->batch, p->kv_heads, p->tokens, head_dim, sb, sh, st);
 }
 
 static tq_status check_overlap(const tq_plan *plan, const tq_append_params *p, tq_error *error)
 {
     if (!p->batch || !p->kv_heads || !p->tokens) return TQ_OK;
     int64_t row = (int64_t)p->batch * p->kv_heads * plan->head_dim * tq_dtype_bytes(p->dtype);
-    struct {
-        const char *name;
-        const void *at;
-        int64_t bytes;
-    } written[5] = {{"pages", p->pages, p->n_pages * p->kv_heads * plan->record_bytes},
-                    {"sink_k", p->sink_k, row * p->sinks},
-                    {"sink_v", p->sink_v, row * p->sinks},
-                    {"window_k", p->window_k, row * p->window},
-                    {"window_v", p->window_v, row * p->window}};
+    tq_array written[5] = {{"pages", p->pages, p->n_pages * p->kv_heads * plan->record_bytes},
+                           {"sink_k", p->sink_k, row * p->sinks},
+                           {"sink_v", p->sink_v, row * p->sinks},
+                           {"window_k", p->window_k, row * p->window},
+                           {"window_v", p->window_v, row * p->window}};
     int64_t k_bytes = span_bytes(p, plan->head_dim, p->k_stride_batch, p->k_stride_head, p->k_stride_token);
     int64_t v_bytes = span_bytes(p, plan->head_dim, p->v_stride_batch, p->v_stride_head, p->v_stride_token);
     for (int i = 0; i < 5; i++) {
@@ -428,9 +423,10 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
     TQ_TRY(check_tables(plan, params, error));
     TQ_TRY(check_overlap(plan, params, error));
     int32_t threads = thread_count(params); /* once: another thread may change tq_num_threads meanwhile */
-    if (scratch_bytes < (size_t)(job.worker_bytes * threads) || !scratch)
+    TQ_NEED(error, {"scratch", scratch, 0});
+    if (scratch_bytes < (size_t)(job.worker_bytes * threads))
         return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes,
-                       "at least tq_append_scratch_bytes, scratch not NULL");
+                       "at least tq_append_scratch_bytes");
     if ((uintptr_t)scratch % 64)
         return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
     TQ_TRY(check_numbers(&job, params->k, params->k_stride_batch, params->k_stride_head, params->k_stride_token, "k",

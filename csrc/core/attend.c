@@ -515,9 +515,10 @@ tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *s
     attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error), .scratch = scratch};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
     tq_attend_lay_out(&job);
-    if (!scratch || scratch_bytes < (size_t)tq_attend_bytes(&job))
+    TQ_NEED(error, {"scratch", scratch, 0});
+    if (scratch_bytes < (size_t)tq_attend_bytes(&job))
         return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes,
-                       "at least tq_attend_scratch_bytes, scratch not NULL");
+                       "at least tq_attend_scratch_bytes");
     if ((uintptr_t)scratch % 64)
         return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
     tq_plan_codebooks(plan, job.books);

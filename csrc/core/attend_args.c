@@ -152,10 +152,40 @@ static tq_status check_pointers(const tq_plan *plan, const tq_attend_params *a, 
     }
     if ((uintptr_t)a->pages % 64)
         return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)a->pages % 64), "64-byte aligned");
-    int64_t out_bytes =
-        (int64_t)a->batch * a->query_heads * a->query_tokens * plan->head_dim * tq_dtype_bytes(a->dtype);
-    if (tq_overlap(a->out, out_bytes, a->pages, a->n_pages * a->kv_heads * plan->record_bytes))
-        return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "apart from pages");
+    return TQ_OK;
+}
+
+static tq_status check_overlap(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
+{
+    int64_t d = plan->head_dim, e = tq_dtype_bytes(a->dtype),
+            rows = (int64_t)a->batch * a->query_heads * a->query_tokens;
+    int64_t token = (int64_t)a->batch * a->kv_heads * d * e;
+    const tq_array written[] = {{"out", a->out, rows * d * e}, {"lse", a->lse, rows * (int64_t)sizeof *a->lse}};
+    const struct {
+        tq_array array;
+        const char *wants;
+    } read[] = {{{"pages", a->pages, a->n_pages * a->kv_heads * plan->record_bytes}, "apart from pages"},
+                {{"q", a->q,
+                  tq_span_bytes(e, a->batch, a->query_heads, a->query_tokens, d, a->q_stride_batch, a->q_stride_head,
+                                a->q_stride_token)},
+                 "apart from q"},
+                {{"sink_k", a->sink_k, token * a->sinks}, "apart from sink_k"},
+                {{"sink_v", a->sink_v, token * a->sinks}, "apart from sink_v"},
+                {{"window_k", a->window_k, token * a->window}, "apart from window_k"},
+                {{"window_v", a->window_v, token * a->window}, "apart from window_v"},
+                {{"fresh_k", a->fresh_k,
+                  tq_span_bytes(e, a->batch, a->kv_heads, a->query_tokens, d, a->fresh_k_stride_batch,
+                                a->fresh_k_stride_head, a->fresh_k_stride_token)},
+                 "apart from fresh_k"},
+                {{"fresh_v", a->fresh_v,
+                  tq_span_bytes(e, a->batch, a->kv_heads, a->query_tokens, d, a->fresh_v_stride_batch,
+                                a->fresh_v_stride_head, a->fresh_v_stride_token)},
+                 "apart from fresh_v"},
+                {{"out", a->out, written[0].bytes}, "apart from out"}};
+    for (int w = 0; w < 2; w++)
+        for (size_t r = 0; r < sizeof read / sizeof *read - (w == 0); r++)
+            if (tq_overlap(written[w].at, written[w].bytes, read[r].array.at, read[r].array.bytes))
+                return tq_fail(error, TQ_E_VALUE, written[w].name, -1, 0, read[r].wants);
     return TQ_OK;
 }
 
@@ -189,6 +219,7 @@ tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *a, tq_err
 {
     TQ_TRY(tq_attend_check_sizes(plan, a, error));
     TQ_TRY(check_pointers(plan, a, error));
+    TQ_TRY(check_overlap(plan, a, error));
     TQ_TRY(tq_transform_check(plan, &a->key, a->kv_heads, 1, error));
     TQ_TRY(tq_transform_check(plan, &a->value, a->kv_heads, 0, error));
     for (int32_t b = 0; b < a->batch; b++) TQ_TRY(check_sequence(plan, a, b, error));

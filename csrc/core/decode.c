@@ -83,16 +83,25 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
                         tq_error *error)
 {
     TQ_TRY(tq_plan_check(plan, error));
-    if (batch < 0 || kv_heads < 0 || max_pages < 0 || max_tokens < 0 || n_pages < 0)
-        return tq_fail(error, TQ_E_VALUE, "batch", -1, batch,
-                       "at least 0, as kv_heads, max_pages, max_tokens and n_pages");
+    const struct {
+        const char *name;
+        int64_t got;
+    } sizes[] = {{"batch", batch},
+                 {"kv_heads", kv_heads},
+                 {"max_pages", max_pages},
+                 {"max_tokens", max_tokens},
+                 {"n_pages", n_pages}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].got < 0) return tq_fail(error, TQ_E_VALUE, sizes[i].name, -1, (double)sizes[i].got, "at least 0");
     if ((int64_t)max_pages * plan->page_tokens < max_tokens)
         return tq_fail(error, TQ_E_VALUE, "max_tokens", -1, max_tokens, "at most max_pages * page_tokens");
     int has_values = plan->value.tile_bytes != 0;
     if (has_values != (v != NULL) && (has_values ? batch && kv_heads && max_tokens : 1))
         return tq_fail(error, TQ_E_VALUE, "v", -1, v != NULL, "NULL if and only if the plan has no values");
-    if (batch && kv_heads && max_tokens && (!k || !counts || !block_table || (n_pages && !pages)))
-        return tq_fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL, as counts, block_table and pages");
+    if (batch) TQ_NEED(error, {"counts", counts, 0});
+    if (batch && max_pages) TQ_NEED(error, {"block_table", block_table, 0});
+    if (n_pages && kv_heads) TQ_NEED(error, {"pages", pages, 0});
+    if (batch && kv_heads && max_tokens) TQ_NEED(error, {"k", k, 0});
     const tq_kernels *kernels = tq_get_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
     static const tq_transform plain;
@@ -269,11 +278,11 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     TQ_TRY(tq_transform_check(plan, key, 1, 1, error));
     if (n < 0) return tq_fail(error, TQ_E_VALUE, "n", -1, (double)n, "at least 0");
     if (!n || !n_queries) return TQ_OK;
-    if (!scratch || (uintptr_t)scratch % 64 || scratch_bytes < wanted)
-        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes,
-                       "at least tq_dot_scratch_bytes, 64-byte aligned");
-    if (!queries || !pages || !out)
-        return tq_fail(error, TQ_E_VALUE, "queries", -1, 0, "a pointer, not NULL, as pages and out");
+    TQ_NEED(error, {"queries", queries, 0}, {"pages", pages, 0}, {"out", out, 0}, {"scratch", scratch, 0});
+    if (scratch_bytes < wanted)
+        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes, "at least tq_dot_scratch_bytes");
+    if ((uintptr_t)scratch % 64)
+        return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
     if ((uintptr_t)pages % 64)
         return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)pages % 64), "64-byte aligned");
     tq_codebook books[TQ_WIDE_BITS + 1];

@@ -34,8 +34,7 @@ static void get(const uint8_t **at, void *to, size_t bytes)
 tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size_t data_bytes, size_t *bytes_written,
                                tq_error *error)
 {
-    if (!header || !data || !bytes_written)
-        return tq_fail(error, TQ_E_VALUE, "data", -1, 0, "a pointer, not NULL, as header and bytes_written");
+    TQ_NEED(error, {"header", header, 0}, {"data", data, 0}, {"bytes_written", bytes_written, 0});
     tq_plan plan;
     if (header->n_words > TQ_PLAN_MAX_WORDS)
         return tq_fail(error, TQ_E_VALUE, "n_words", -1, header->n_words, "at most TQ_PLAN_MAX_WORDS");
@@ -74,8 +73,7 @@ static tq_status check_payload(const tq_plan *plan, const tq_file_header *h, siz
 tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uint64_t file_bytes, tq_file_header *header,
                               size_t *header_size, tq_error *error)
 {
-    if (!data || !header || !header_size)
-        return tq_fail(error, TQ_E_VALUE, "data", -1, 0, "a pointer, not NULL, as header and header_bytes");
+    TQ_NEED(error, {"data", data, 0}, {"header", header, 0}, {"header_bytes", header_size, 0});
     if (data_bytes < 16 || file_bytes < data_bytes)
         return tq_fail(error, TQ_E_FORMAT, "file_bytes", -1, (double)file_bytes, "at least a header's");
     tq_file_header h = {0};

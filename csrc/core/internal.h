@@ -10,6 +10,24 @@ tq_status tq_fail(tq_error *error, tq_status status, const char *argument, int64
 /** a * b for sizes, TQ_E_VALUE naming `argument` if it does not fit int64. Both factors >= 0. */
 tq_status tq_product(int64_t a, int64_t b, int64_t *out, const char *argument, tq_error *error);
 int tq_overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes);
+/** An argument that is a pointer, and the bytes behind it where they matter. */
+typedef struct {
+    const char *name;
+    const void *at;
+    int64_t bytes;
+} tq_array;
+/** TQ_E_VALUE naming the first of n arrays that is NULL. */
+tq_status tq_need(const tq_array *arrays, int32_t n, tq_error *error);
+#define TQ_NEED(error, ...)                                                                                            \
+    TQ_TRY(tq_need((const tq_array[]){__VA_ARGS__}, sizeof (const tq_array[]){__VA_ARGS__} / sizeof(tq_array), error))
+/** Bytes from an array's first to its last element, [batch, heads, tokens, head_dim] with strides in elements that may leave gaps. */
+static inline int64_t tq_span_bytes(int64_t element_bytes, int64_t batch, int64_t heads, int64_t tokens,
+                                    int64_t head_dim, int64_t stride_batch, int64_t stride_head, int64_t stride_token)
+{
+    if (!batch || !heads || !tokens) return 0;
+    return element_bytes *
+           ((batch - 1) * stride_batch + (heads - 1) * stride_head + (tokens - 1) * stride_token + head_dim);
+}
 
 /* ---- dispatch.c ---- */
 /** The table in use, or NULL with *error filled if TURBOQUANT_ISA names none. */

@@ -31,8 +31,7 @@ tq_status tq_merge(const float *outs, const float *lses, int32_t parts, int64_t 
     if (rows < 0) return tq_fail(error, TQ_E_VALUE, "rows", -1, (double)rows, "at least 0");
     if (head_dim < 1) return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "at least 1");
     if (!rows) return TQ_OK;
-    if (!outs || !lses || !out || !lse)
-        return tq_fail(error, TQ_E_VALUE, "outs", -1, 0, "a pointer, not NULL, as lses, out and lse");
+    TQ_NEED(error, {"outs", outs, 0}, {"lses", lses, 0}, {"out", out, 0}, {"lse", lse, 0});
     int64_t row_bytes, bytes;
     TQ_TRY(tq_product(rows, (int64_t)sizeof(float) * head_dim, &row_bytes, "rows", error));
     TQ_TRY(tq_product(parts, row_bytes, &bytes, "parts", error));

@@ -224,7 +224,7 @@ TQ_INLINE void encode_wide(const float *u, uint8_t *codes, float *c, int32_t n)
 {
     for (int32_t i = 0; i < n; i += TQ_LANES) {
         tq_floats x = tq_load_floats(u + i) * (1 / TQ_WIDE_STEP), most = tq_all(127.0f);
-        x = tq_select(x > most, most, tq_select(x < -most, -most, x));
+        x = tq_select(x > most, most, tq_select(x < -most, -most, tq_select(x == x, x, tq_all(0.0f))));
         tq_floats level = (x + TQ_ROUND) - TQ_ROUND;
         tq_store_floats(c + i, level * TQ_WIDE_STEP);
         tq_bytes bytes = __builtin_convertvector(__builtin_convertvector(level, tq_ints) + 128, tq_bytes);

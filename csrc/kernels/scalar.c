@@ -95,7 +95,7 @@ static float coded_dot(const tq_encoder *e, const float *a, const float *b)
 static uint8_t wide_code(float u)
 {
     float x = u * (1 / TQ_WIDE_STEP);
-    x = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x;
+    x = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x == x ? x : 0.0f; /* NaN has no integer */
     return (uint8_t)(128 + (int32_t)((x + TQ_ROUND) - TQ_ROUND));
 }
 

@@ -223,6 +223,21 @@ int scratch_get(scratch_memory *scratch, size_t bytes)
     return 0;
 }
 
+int copy_tables(scratch_memory *copies, const table_argument *tables, int n)
+{
+    size_t entries = 0;
+    for (int i = 0; i < n; i++) entries += *tables[i].table ? tables[i].entries : 0;
+    if (scratch_get(copies, entries * sizeof(int32_t)) < 0) return -1;
+    int32_t *at = copies->aligned;
+    for (int i = 0; i < n; i++) {
+        if (!*tables[i].table) continue;
+        memcpy(at, *tables[i].table, tables[i].entries * sizeof(int32_t));
+        *tables[i].table = at;
+        at += tables[i].entries;
+    }
+    return 0;
+}
+
 void scratch_free(scratch_memory *scratch)
 {
     PyMem_RawFree(scratch->block);

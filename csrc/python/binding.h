@@ -64,6 +64,13 @@ typedef struct {
 } scratch_memory;
 int scratch_get(scratch_memory *scratch, size_t bytes);
 void scratch_free(scratch_memory *scratch);
+/** Copies n tables of int32, any of them NULL, into `copies` and points the arguments there: without the GIL another thread may
+ *  write to the caller's, and what the core has checked must still hold when it reads. */
+typedef struct {
+    const int32_t **table;
+    size_t entries;
+} table_argument;
+int copy_tables(scratch_memory *copies, const table_argument *tables, int n);
 
 /* ---- plans.c ---- */
 typedef struct {

@@ -68,7 +68,7 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_append_params p;
-    scratch_memory scratch = {NULL, NULL};
+    scratch_memory scratch = {NULL, NULL}, tables = {NULL, NULL};
     void *data[2];
     int type;
     const char *op = "append";
@@ -117,6 +117,8 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
     p.window_v = data[1];
     if (read_transforms(op, plan, batch, p.kv_heads, &given, &p.key, &p.value) < 0) return NULL;
 
+    const table_argument copied[] = {{&p.lengths, (size_t)batch}, {&p.block_table, (size_t)PyArray_SIZE(table)}};
+    if (copy_tables(&tables, copied, 2) < 0) goto done;
     size_t scratch_bytes = 0;
     tq_error error = {0};
     tq_status status = tq_append_scratch_bytes(plan, &p, &scratch_bytes, &error);
@@ -130,6 +132,7 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
     else result = Py_NewRef(Py_None);
 done:
     scratch_free(&scratch);
+    scratch_free(&tables);
     return result;
 }
 
@@ -179,7 +182,7 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_attend_params p;
-    scratch_memory scratch = {NULL, NULL};
+    scratch_memory scratch = {NULL, NULL}, tables = {NULL, NULL};
     void *data[2];
     int type, causal = 1;
     const char *op = "attend";
@@ -243,6 +246,9 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
     if (!lse) goto done;
     p.out = PyArray_DATA((PyArrayObject *)out);
     p.lse = PyArray_DATA((PyArrayObject *)lse);
+    const table_argument copied[] = {
+        {&p.lengths, (size_t)batch}, {&p.starts, (size_t)batch}, {&p.block_table, (size_t)PyArray_SIZE(table)}};
+    if (copy_tables(&tables, copied, 3) < 0) goto done;
     size_t scratch_bytes = 0;
     tq_error error = {0};
     tq_status status = tq_attend_scratch_bytes(plan, &p, &scratch_bytes, &error);
@@ -258,6 +264,7 @@ done:
     Py_XDECREF(out);
     Py_XDECREF(lse);
     scratch_free(&scratch);
+    scratch_free(&tables);
     return result;
 }
 
@@ -319,6 +326,7 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_transform key, value;
+    scratch_memory tables = {NULL, NULL};
     int32_t batch, kv_heads, max_pages, max_tokens;
     const char *op = "dequantize";
     (void)module;
@@ -350,6 +358,8 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     const int32_t *entries = PyArray_DATA(table), *tokens = PyArray_DATA(counts);
     int64_t n_pages = PyArray_DIM(pages, 0);
     float *to_k = PyArray_DATA((PyArrayObject *)k), *to_v = has_values(plan) ? PyArray_DATA((PyArrayObject *)v) : NULL;
+    const table_argument copied[] = {{&entries, (size_t)PyArray_SIZE(table)}, {&tokens, (size_t)batch}};
+    if (copy_tables(&tables, copied, 2) < 0) goto done;
     tq_error error = {0};
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
@@ -361,5 +371,6 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
 done:
     Py_XDECREF(k);
     Py_XDECREF(v);
+    scratch_free(&tables);
     return result;
 }

@@ -469,7 +469,7 @@ static void check_files(void)
         size_t n = 16 + (size_t)(i % 150);
         uint8_t noise[200];
         memcpy(noise, data, 16);
-        for (size_t j = i % 2 ? 16 : 12; j < n; j++) noise[j] = (uint8_t)(128 * uniform());
+        for (size_t j = i % 2 ? 16 : 12; j < n; j++) noise[j] = (uint8_t)(int32_t)(128 * uniform());
         CHECK(read_copy(noise, n, n, &back, &used, NULL) == TQ_E_FORMAT);
     }
     free(data);
@@ -616,6 +616,8 @@ static void check_attend_refused(void)
     REFUSES("out", p.out = NULL);
     REFUSES("pages", p.pages = c.pages + 1);
     REFUSES("window_k", p.window_k = NULL);
+    REFUSES("out", p.out = c.window_k);
+    REFUSES("lse", p.lse = out);
     REFUSES("softmax_scale", p.softmax_scale = NAN);
     REFUSES("softcap", p.softcap = INFINITY);
     REFUSES("lengths", c.lengths[0] = -1);
@@ -653,6 +655,33 @@ static void check_others_refused(void)
     CHECK(tq_rotate(&plan, NULL, 0, matrix, matrix + 4, 2, NULL) == TQ_E_VALUE); /* overlap */
     CHECK(tq_rotate(&plan, NULL, 0, matrix, matrix + 24 * 12, -1, NULL) == TQ_E_VALUE);
     CHECK(tq_merge(matrix, matrix, -1, 1, 24, matrix, matrix, NULL) == TQ_E_VALUE);
+    CHECK(refused(tq_merge(matrix, NULL, 1, 1, 24, matrix + 24, matrix + 48, &e), TQ_E_VALUE, &e, "lses"));
+    CHECK(refused(tq_merge(matrix, matrix, 1, 1, 24, NULL, matrix + 48, &e), TQ_E_VALUE, &e, "out"));
+    const int32_t count = 1, page = 0;
+    void *bytes = zeros((size_t)plan.record_bytes);
+#define DEQUANTIZE(heads, table, counts, k)                                                                            \
+    tq_dequantize(&plan, bytes, 1, heads, table, 1, 1, counts, 1, NULL, NULL, k, NULL, &e)
+    CHECK(DEQUANTIZE(1, &page, &count, matrix) == TQ_OK);
+    CHECK(refused(DEQUANTIZE(0, &page, NULL, matrix), TQ_E_VALUE, &e, "counts"));
+    CHECK(refused(DEQUANTIZE(0, NULL, &count, matrix), TQ_E_VALUE, &e, "block_table"));
+    CHECK(refused(DEQUANTIZE(-1, &page, &count, matrix), TQ_E_VALUE, &e, "kv_heads"));
+    CHECK(refused(DEQUANTIZE(1, &page, &count, NULL), TQ_E_VALUE, &e, "k"));
+#undef DEQUANTIZE
+    size_t room = 0;
+    CHECK(tq_dot_scratch_bytes(&plan, 1, &room, &e) == TQ_OK);
+    void *operands = zeros(room);
+#define DOT(pages, out, scratch, room) tq_dot(&plan, NULL, matrix, 1, pages, 1, out, 1, scratch, room, &e)
+    CHECK(refused(DOT(NULL, matrix + 24, operands, room), TQ_E_VALUE, &e, "pages"));
+    CHECK(refused(DOT(bytes, NULL, operands, room), TQ_E_VALUE, &e, "out"));
+    CHECK(refused(DOT(bytes, matrix + 24, NULL, room), TQ_E_VALUE, &e, "scratch"));
+    CHECK(refused(DOT(bytes, matrix + 24, operands, room - 1), TQ_E_VALUE, &e, "scratch_bytes"));
+    CHECK(DOT(bytes, matrix + 24, operands, room) == TQ_OK);
+#undef DOT
+    tq_file_header header;
+    size_t header_bytes;
+    CHECK(refused(tq_file_header_read(bytes, 16, 16, NULL, &header_bytes, &e), TQ_E_VALUE, &e, "header"));
+    CHECK(refused(tq_file_header_write(&header, NULL, 16, &header_bytes, &e), TQ_E_VALUE, &e, "data"));
+    free(bytes), free(operands);
     CHECK(refused(tq_set_num_threads(0, &e), TQ_E_VALUE, &e, "n"));
     CHECK(refused(tq_set_isa("sse9", &e), TQ_E_UNSUPPORTED, &e, "isa"));
     CHECK(strcmp(e.wants, tq_isa_available()) == 0);
