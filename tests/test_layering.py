@@ -43,7 +43,7 @@ class Ring:
 RINGS = {
     "include": Ring([], ["stddef.h", "stdint.h"]),
     "core": Ring(["include/*"], LIBC),
-    "kernels": Ring(["include/*", "core/kernels.h"], LIBC + INTRINSICS),
+    "kernels": Ring(["include/*", "core/kernels.h", "core/scan_kernels.h"], LIBC + INTRINSICS),
     "cuda": Ring(["include/*", "core/*_tables.h"], [*LIBC, "stdio.h", *CXX_STD, *CUDA]),  # stdio.h for snprintf
     "python": Ring(["include/*"], [*LIBC, "stdio.h", "Python.h", "structmember.h", "numpy/*.h"]),
     "torch": Ring(["include/*"], [*LIBC, "cstdio", *CXX_STD, *TORCH, "dlfcn.h"]),

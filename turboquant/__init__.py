@@ -1,6 +1,7 @@
 """TurboQuant: keys, values and vectors in 1 to 5 bits a number, and attention straight from the packed bytes.
 
     Quantizer, Codes         vectors, with NumPy alone
+    Index                    vector search, with NumPy alone
     CacheSpec, preset(s)     how a cache quantises
     TurboQuantCache          a `transformers.Cache`                               needs transformers
     calibrate, Calibration   measure a model once, for calibrated plans           needs transformers
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Index": "index",
     "Codes": "quantizer",
     "Quantizer": "quantizer",
     "CacheSpec": "spec",
@@ -34,6 +36,7 @@ __all__ = [
     "CacheSpec",
     "Calibration",
     "Codes",
+    "Index",
     "Quantizer",
     "TurboQuantCache",
     "calibrate",
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from .calibration import Calibration as Calibration
     from .calibration.measure import calibrate as calibrate
     from .evaluate import evaluate as evaluate
+    from .index import Index as Index
     from .patch import patch as patch
     from .patch import unpatch as unpatch
     from .quantizer import Codes as Codes

@@ -167,6 +167,42 @@ def dot(
     key_steps: NDArray[np.float32] | None = None,
     threads: int = 0,
 ) -> NDArray[np.float32]: ...
+
+# ---- the vector index: csrc/include/turboquant_index.h ----
+
+_Queries = tuple[NDArray[np.int16], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64] | None]
+_Segment = tuple[
+    NDArray[np.uint8],
+    NDArray[np.float32],
+    NDArray[np.float32] | None,
+    NDArray[np.int64] | int,
+    NDArray[np.uint8] | None,
+]
+
+def index_encode(
+    bits: NDArray[np.uint8], steps: NDArray[np.float32], z: NDArray[np.float32], threads: int = 0
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]: ...
+def index_decode(
+    bits: NDArray[np.uint8], steps: NDArray[np.float32], codes: NDArray[np.uint8], scales: NDArray[np.float32]
+) -> NDArray[np.float32]: ...
+def index_search(
+    bits: NDArray[np.uint8],
+    steps: NDArray[np.float32],
+    queries: _Queries,
+    segments: tuple[_Segment, ...],
+    k: int,
+    threads: int = 0,
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]: ...
+def index_scores(
+    bits: NDArray[np.uint8],
+    steps: NDArray[np.float32],
+    queries: _Queries,
+    segment: _Segment,
+    threads: int = 0,
+) -> NDArray[np.float32]: ...
+
+# ---- files ----
+
 def checksum(data: bytes | bytearray | memoryview | NDArray[Any]) -> int: ...
 def file_header_write(plan: Sequence[int], vectors: int, payload_bytes: int, payload_checksum: int) -> bytes: ...
 def file_header_read(data: bytes | bytearray | memoryview | NDArray[Any], file_bytes: int) -> FileHeader: ...

@@ -10,6 +10,9 @@ static const char *type_name(int type)
     case NPY_UINT16: return "uint16 (bfloat16)";
     case NPY_UINT8: return "uint8";
     case NPY_INT32: return "int32";
+    case NPY_INT16: return "int16";
+    case NPY_INT64: return "int64";
+    case NPY_FLOAT64: return "float64";
     default: return "another type";
     }
 }

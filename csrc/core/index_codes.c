@@ -1,0 +1,159 @@
+/* Rows of an index: encoding and decoding. turboquant_index.h has the layout. */
+#include "index_internal.h"
+#include <math.h>
+#include <string.h>
+
+enum { RUN = 64 }; /* rows that one task encodes */
+
+static int coded(const tq_index_layout *layout, int32_t g) { return layout->bits[g] != 0; }
+
+tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, tq_error *error)
+{
+    if (layout->groups < 1 || layout->groups > TQ_MAX_GROUPS)
+        return tq_fail(error, TQ_E_VALUE, "groups", -1, layout->groups, "in 1..128");
+    int64_t sum = 0;
+    for (int32_t g = 0; g < layout->groups; g++) {
+        if (layout->bits[g] > TQ_MAX_BITS && layout->bits[g] != TQ_WIDE_BITS)
+            return tq_fail(error, TQ_E_VALUE, "bits", g, layout->bits[g], "in 0..5 or 8");
+        if (!(layout->steps[g] > 0) || !isfinite(layout->steps[g]))
+            return tq_fail(error, TQ_E_VALUE, "steps", g, layout->steps[g], "finite and above 0");
+        sum += layout->bits[g];
+    }
+    if (!sum) return tq_fail(error, TQ_E_VALUE, "bits", -1, 0, "above 0 in some group");
+    *bytes = 4 * sum;
+    return TQ_OK;
+}
+
+void tq_index_levels(const tq_index_layout *layout, tq_scan_layout *scan)
+{
+    memset(scan, 0, sizeof *scan);
+    scan->layout = layout;
+    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++) {
+        tq_codebook book;
+        tq_get_codebook(TQ_CODEBOOK_NORMAL, 0, bits, &book, NULL); /* cannot fail for these widths */
+        for (int32_t rank = 0; rank < book.n_levels; rank++)
+            scan->levels[bits][rank] = book.levels[book.code_of_rank[rank]];
+    }
+}
+
+/* The rank of u, and its level in units of u. */
+static uint8_t quantize(const tq_codebook *book, float u, float *level)
+{
+    if (book->bits == TQ_WIDE_BITS) {
+        float code = rintf(u / TQ_WIDE_STEP) + 128.0f;
+        code = code < 1 ? 1 : code > 255 ? 255 : code;
+        *level = (code - 128.0f) * TQ_WIDE_STEP;
+        return (uint8_t)code;
+    }
+    int32_t rank = 0;
+    for (int32_t i = 0; i + 1 < book->n_levels; i++) rank += u >= book->thresholds[i];
+    *level = (float)book->levels[book->code_of_rank[rank]] * book->step;
+    return (uint8_t)rank;
+}
+
+static uint8_t *pack_field(const uint8_t codes[32], int32_t width, int32_t shift, uint8_t *bytes)
+{
+    int32_t n = 4 * width, mask = (1 << width) - 1;
+    for (int32_t i = 0; i < n; i++) {
+        int32_t byte = 0;
+        for (int32_t k = 0; k < 8 / width; k++) byte |= (codes[n * k + i] >> shift & mask) << width * k;
+        bytes[i] = (uint8_t)byte;
+    }
+    return bytes + n;
+}
+
+static uint8_t *pack(const uint8_t codes[32], int32_t bits, uint8_t *bytes)
+{
+    int32_t shift = 0;
+    for (int32_t width = 8; width; width /= 2)
+        if (bits & width) {
+            bytes = pack_field(codes, width, shift, bytes);
+            shift += width;
+        }
+    return bytes;
+}
+
+typedef struct {
+    const tq_index_layout *layout;
+    const float *z;
+    int64_t n, row_bytes;
+    uint8_t *codes;
+    float *scales;
+    tq_codebook books[TQ_WIDE_BITS + 1];
+} encode_job;
+
+static void encode_row(const encode_job *job, const float *z, uint8_t *row, float *scale)
+{
+    const tq_index_layout *layout = job->layout;
+    double sum = 0, exact = 0, product = 0;
+    int32_t channels = 0;
+    for (int32_t g = 0; g < layout->groups; g++)
+        for (int32_t i = 0; coded(layout, g) && i < 32; i++, channels++) {
+            float t = z[32 * g + i] / layout->steps[g];
+            sum += (double)t * t;
+        }
+    double rms = sqrt(sum / channels);
+    float inverse = rms > 0 ? (float)(1 / rms) : 0;
+    for (int32_t g = 0; g < layout->groups; g++) {
+        if (!coded(layout, g)) continue;
+        double weight = (double)layout->steps[g] * layout->steps[g];
+        uint8_t codes[32];
+        for (int32_t i = 0; i < 32; i++) {
+            float level, u = z[32 * g + i] / layout->steps[g] * inverse;
+            codes[i] = quantize(&job->books[layout->bits[g]], u, &level);
+            exact += weight * u * u;
+            product += weight * u * level;
+        }
+        row = pack(codes, layout->bits[g], row);
+    }
+    *scale = product > 0 ? (float)(rms * (exact / product)) : 0;
+}
+
+static void encode_run(void *context, int64_t run, int32_t worker)
+{
+    const encode_job *job = context;
+    int64_t end = RUN * (run + 1) < job->n ? RUN * (run + 1) : job->n;
+    (void)worker;
+    for (int64_t i = RUN * run; i < end; i++)
+        encode_row(job, job->z + 32 * i * job->layout->groups, job->codes + i * job->row_bytes, job->scales + i);
+}
+
+tq_status tq_index_encode(const tq_index_layout *layout, const float *z, int64_t n, uint8_t *codes, float *scales,
+                          int32_t threads, tq_error *error)
+{
+    encode_job job = {layout, z, n, 0, codes, scales, {{0}}};
+    TQ_TRY(tq_index_row_bytes(layout, &job.row_bytes, error));
+    for (int64_t i = 0; i < 32 * n * layout->groups; i++)
+        if (!isfinite(z[i])) return tq_fail(error, TQ_E_VALUE, "z", i, z[i], "finite");
+    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++)
+        tq_get_codebook(TQ_CODEBOOK_NORMAL, 0, bits, &job.books[bits], NULL);
+    job.books[TQ_WIDE_BITS].bits = TQ_WIDE_BITS;
+    tq_parallel((n + RUN - 1) / RUN, threads, encode_run, &job);
+    return TQ_OK;
+}
+
+tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, const float *scales, int64_t n, float *z,
+                          tq_error *error)
+{
+    int64_t row_bytes;
+    TQ_TRY(tq_index_row_bytes(layout, &row_bytes, error));
+    const tq_scan_kernels *kernels = tq_get_scan_kernels(error);
+    if (!kernels) return TQ_E_UNSUPPORTED;
+    tq_scan_layout scan;
+    tq_index_levels(layout, &scan);
+    float steps[TQ_MAX_GROUPS];
+    for (int32_t g = 0; g < layout->groups; g++) steps[g] = layout->steps[g] * tq_index_book_step(layout->bits[g]);
+    int16_t levels[TQ_MAX_DIM];
+    for (int64_t i = 0; i < n; i++, z += 32 * layout->groups) {
+        kernels->unpack(&scan, codes + i * row_bytes, levels);
+        for (int32_t j = 0; j < 32 * layout->groups; j++) z[j] = (float)levels[j] * steps[j / 32] * scales[i];
+    }
+    return TQ_OK;
+}
+
+float tq_index_book_step(int32_t bits)
+{
+    tq_codebook book = {.step = bits ? TQ_WIDE_STEP : 0};
+    if (bits >= 1 && bits <= TQ_MAX_BITS) tq_get_codebook(TQ_CODEBOOK_NORMAL, 0, bits, &book, NULL);
+    return book.step;
+}

@@ -1,0 +1,4 @@
+/* The scan of an index, compiled for this instruction set. */
+#include "scan.h"
+
+const tq_scan_kernels tq_scan_avx2 = {"avx2", scan_unpack, scan_products, scan_product};

@@ -1,0 +1,223 @@
+"""`turboquant.Index` against a slow index over NumPy: codes by definition, scores in float64, selection by sorting."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+import turboquant
+from turboquant import _core
+
+INDEX = turboquant.Index
+RNG = np.random.default_rng
+
+
+def clustered(n, dim, seed=0):
+    """Rows with a mean and a few strong directions, as embeddings have."""
+    rng = RNG(seed)
+    scales = 1 / np.sqrt(1 + np.arange(dim))
+    return (rng.standard_normal((n, dim)) * scales @ np.linalg.qr(rng.standard_normal((dim, dim)))[0] + 0.05).astype(
+        np.float32
+    )
+
+
+def slow_search(index, queries):
+    """Ids and scores with the vectors that `reconstruct` returns and the exact term of the mean."""
+    ids = index.ids
+    decoded = index.reconstruct(ids).astype(np.float64)
+    extra = np.zeros(len(ids))
+    mean = index._transform.mean
+    stored = (
+        {i: s for seg in index._segments for i, s in zip(seg.all_ids, seg.offsets, strict=True)}
+        if mean is not None
+        else {}
+    )
+    if mean is not None:
+        mean = mean.astype(np.float64)
+        extra = np.array([stored[i] for i in ids]) - (decoded - mean) @ mean
+    return ids, queries.astype(np.float64) @ decoded.T + extra
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("trained", [None, False, True])
+def test_search_is_the_full_sort(bits, trained):
+    x = clustered(700, 72)
+    index = INDEX(72, bits)
+    if trained is not None:
+        index.train(x[:300], axes=trained)
+    index.add(x)
+    scores, ids = index.search(x[:9], 12)
+    known, slow = slow_search(index, x[:9])
+    # Scores are those of the decoded vectors, but for the query's fixed point and float32.
+    got = np.take_along_axis(slow, ids, axis=1)
+    assert np.abs(got - scores).max() < 2e-4 * np.abs(slow).max()
+    best = -np.sort(-slow, axis=1)[:, :12]
+    assert np.abs(best - scores).max() < 2e-4 * np.abs(slow).max()
+    assert list(known) == list(range(700))
+
+
+def test_rows_by_definition():
+    """index_encode against ranks and the EDEN scale in NumPy."""
+    rng = RNG(3)
+    bits = np.array([3, 0, 5, 8, 1, 2, 4], np.uint8)
+    steps = np.array([2, 1, 0.5, 0.25, 1, 3, 0.1], np.float32)
+    z = rng.standard_normal((5, 224)).astype(np.float32) * np.repeat(steps, 32)
+    codes, scales = _core.index_encode(bits, steps, z)
+    assert codes.shape == (5, 4 * bits.sum())
+    step = np.repeat(steps, 32)
+    coded = np.repeat(bits, 32) > 0
+    t = (z / step).astype(np.float32)
+    rms = np.sqrt((t[:, coded].astype(np.float64) ** 2).mean(axis=1))
+    u = t * (1 / rms).astype(np.float32)[:, None]
+    levels = np.zeros_like(u)
+    for g, b in enumerate(bits):
+        part = np.s_[:, 32 * g : 32 * g + 32]
+        if b == 8:
+            levels[part] = (np.clip(np.rint(u[part] * 32) + 128, 1, 255) - 128) / 32
+        elif b:
+            book = _core.codebook(0, 8, int(b))
+            ranks = np.searchsorted(book["thresholds"], u[part], side="right")
+            levels[part] = book["levels"][book["code_of_rank"][ranks]] * np.float32(book["step"])
+    weight = np.where(coded, step.astype(np.float64), 0) ** 2
+    expected = rms * (weight * u * u).sum(1) / (weight * u * levels).sum(1)
+    assert np.allclose(scales, expected, rtol=1e-6)
+    assert np.allclose(_core.index_decode(bits, steps, codes, scales), levels * step * scales[:, None], rtol=1e-5)
+
+
+def test_same_on_every_isa_thread_count_and_chunking():
+    x = clustered(3000, 100)
+    results = []
+    for isa in _core.isa_available():
+        _core.set_isa(isa)
+        try:
+            for threads, chunk in ((1, 3000), (2, 77)):
+                index = INDEX(100, 3)
+                for at in range(0, 3000, chunk):
+                    index.add(x[at : at + chunk])
+                results.append(index.search(x[:7], 20, threads=threads))
+        finally:
+            _core.set_isa(None)
+    for scores, ids in results[1:]:
+        assert (scores == results[0][0]).all() and (ids == results[0][1]).all()
+
+
+@pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
+def test_metrics_find_the_true_neighbours(metric):
+    x = clustered(800, 64)
+    index = INDEX(64, 8, metric)
+    index.train(x[:400], axes=False)
+    index.add(x)
+    q = clustered(20, 64, seed=9)
+    wide, rows = q.astype(float), x.astype(float)
+    if metric == "cosine":
+        wide, rows = (a / np.linalg.norm(a, axis=1, keepdims=True) for a in (wide, rows))
+    exact = wide @ rows.T if metric != "l2" else ((wide[:, None] - rows) ** 2).sum(2)
+    scores, ids = index.search(q, 10)
+    order = np.argsort(exact if metric == "l2" else -exact, axis=1)[:, :10]
+    assert np.mean([len(np.intersect1d(a, b)) for a, b in zip(ids, order, strict=True)]) > 9
+    assert np.allclose(scores, np.take_along_axis(exact, ids, 1), atol=0.03 * np.abs(exact).max())
+    lims, found, who = index.range_search(q, float(scores[0, 4]))
+    assert set(ids[0, :5]) <= set(who[: lims[1]]) and (np.diff(lims) >= 0).all()
+    assert (found[: lims[1]][:5] == scores[0, :5]).all()
+
+
+def test_axes_help_and_are_refused_where_they_do_not():
+    x = clustered(3000, 128)
+    found = []
+    for axes in (False, True):
+        index = INDEX(128, 2)
+        index.train(x[:1000], axes=axes)
+        index.add(x[:2800])
+        truth = np.argsort(-(x[2800:] @ x[:2800].T), axis=1)[:, :10]
+        found.append(
+            np.mean([len(np.intersect1d(a, b)) for a, b in zip(index.search(x[2800:], 10)[1], truth, strict=True)])
+        )
+        assert (index.nbytes - index._transform.nbytes) / 2800 <= 128 * 2 / 8 + 8
+    assert found[1] > found[0] + 0.5
+
+
+def test_ids_filters_and_removal():
+    x = clustered(500, 40)
+    index = INDEX(40, 4)
+    index.add(x[:200])
+    index.add(x[200:400], ids=np.arange(1000, 1200, dtype=np.uint64))
+    index.add(x[400:])
+    assert index.ids[-1] == 1299 and index.ntotal == len(index) == 500 and 1000 in index and 999 not in index
+    _, all_ids = index.search(x[0], 500)
+    wanted = [3, 1001, 1250, 77777]
+    ids = index.search(x[0], 5, filter=wanted)[1]
+    assert ids.tolist() == [i for i in all_ids if i in wanted] + [-1, -1]
+    mask = np.isin(index.ids, wanted)
+    assert (index.search(x[0], 5, filter=mask)[1] == ids).all()
+    index.remove([1001, 3])
+    assert index.search(x[0], 500)[1].tolist() == [i for i in all_ids if i not in (3, 1001)] + [-1, -1]
+    with pytest.raises(ValueError, match="1001"):
+        index.remove([5, 1001])
+    assert 5 in index
+    index.remove(index.ids[:300])
+    assert sum(map(len, index._segments)) == len(index) == 198
+    index.add(x[:1])
+    assert index.ids[-1] == 1300
+
+
+def test_save_load_and_damage(tmp_path):
+    x = clustered(300, 33)
+    index = INDEX(33, 3, "l2")
+    index.train(x)
+    index.add(x)
+    index.remove([7])
+    path = tmp_path / "index.safetensors"
+    index.save(path)
+    for other in (INDEX.load(path), INDEX.load(path, mmap=False), pickle.loads(pickle.dumps(index)), index.copy()):
+        other.verify()
+        assert all((a == b).all() for a, b in zip(other.search(x[:5], 8), index.search(x[:5], 8), strict=True))
+    with pytest.raises(ValueError, match="mmap=False"):
+        INDEX.load(path).add(x)
+    changed = INDEX.load(path, mmap=False)
+    changed.add(x[:2])
+    assert changed.ids[-1] == 301
+    data = path.read_bytes()
+    rng = RNG(0)
+    for _ in range(300):
+        bad = bytearray(data[: rng.integers(len(data))] if rng.random() < 0.3 else data)
+        for _ in range(rng.integers(4)):
+            if bad:
+                bad[rng.integers(min(len(bad), 1500))] = rng.integers(256)
+        path.write_bytes(bad)
+        try:
+            INDEX.load(path).search(x[0], 3)
+        except ValueError:
+            pass
+    spoilt = bytearray(data)
+    spoilt[-100] ^= 1
+    path.write_bytes(spoilt)
+    with pytest.raises(ValueError, match="checksum"):
+        INDEX.load(path).verify()
+
+
+def test_refusals():
+    index = INDEX(8, 4, "cosine")
+    x = np.ones((2, 8), np.float32)
+    for call, error, text in [
+        (lambda: INDEX(0), ValueError, "`dim`"),
+        (lambda: INDEX(8, 7), ValueError, "`bits`"),
+        (lambda: INDEX(8, 3, "dot"), ValueError, "`metric`"),
+        (lambda: index.add(x[:, :7]), ValueError, "`x`"),
+        (lambda: index.add(x.astype(int)), TypeError, "`x`"),
+        (lambda: index.add(x * 0), ValueError, "zero"),
+        (lambda: index.add(x * np.nan), ValueError, "finite"),
+        (lambda: index.add(x, ids=[1, 1]), ValueError, "differ"),
+        (lambda: index.add(x, ids=[1]), ValueError, "`ids`"),
+        (lambda: index.add(x, ids=[-1, 1]), ValueError, "`ids`"),
+        (lambda: index.search(x, 0), ValueError, "`k`"),
+        (lambda: index.search(x, 1, filter=np.ones(3, bool)), ValueError, "`filter`"),
+        (lambda: index.reconstruct([4]), ValueError, "`ids`"),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    assert len(index) == 0
+    scores, ids = index.search(x, 2)
+    assert (ids == -1).all() and (scores == -np.inf).all()
+    assert (INDEX(8, 4, "l2").search(x, 2)[0] == np.inf).all()

@@ -1,0 +1,5 @@
+"""A flat index of quantised vectors: `Index`. NumPy only."""
+
+from .index import Index
+
+__all__ = ["Index"]
