@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -221,3 +223,28 @@ def test_refusals():
     scores, ids = index.search(x, 2)
     assert (ids == -1).all() and (scores == -np.inf).all()
     assert (INDEX(8, 4, "l2").search(x, 2)[0] == np.inf).all()
+
+
+def test_child_searches_though_another_thread_held_the_lock():
+    index = INDEX(8, 4)
+    index.add(np.eye(8, dtype=np.float32))
+    held, go = threading.Event(), threading.Event()
+
+    def hold():
+        with index._lock:
+            held.set()
+            go.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = int(index.search(np.eye(8, dtype=np.float32)[3], 1)[1][0] != 3)
+        finally:
+            os._exit(code)
+    go.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

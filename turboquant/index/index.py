@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from threading import RLock
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,18 @@ def _id_array(op: str, ids: Any) -> Ids:
     return array.astype(np.int64)
 
 
+_ALL: WeakSet[Index] = WeakSet()
+
+
+def _unlock_in_child() -> None:
+    """Threads do not survive a fork, so what they held is free in the child."""
+    for index in list(_ALL):
+        index._lock = RLock()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
+
+
 class Index:
     """A flat index of vectors in `bits` bits a number.
 
@@ -94,6 +107,7 @@ class Index:
         self._loaded: tuple[dict[str, Any], dict[str, NDArray[Any]]] | None = None
         self._lookup: tuple[Ids, Ids] | None = None  # ids ascending, and the row of each
         self._lock = RLock()
+        _ALL.add(self)
 
     # ---- what there is ----
 
@@ -438,6 +452,7 @@ class Index:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = RLock()
+        _ALL.add(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index to a safetensors file, whole or not at all. Removed vectors are left out."""
