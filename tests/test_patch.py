@@ -54,6 +54,46 @@ def test_patch_and_unpatch():
     assert state(model) == before
 
 
+@pytest.mark.parametrize("spec", ["paper-mse-2", CacheSpec(1, 1)], ids=["preset", "spec"])
+def test_log_likelihoods_see_the_quantisation_only_with_packed_prefill(spec):
+    """One forward over a whole text, as programs that measure perplexity do it."""
+    model, ids = tiny(), prompts(2, 100)["input_ids"]
+
+    def log_likelihoods():
+        with torch.no_grad():
+            scores = model(ids).logits.log_softmax(-1)
+        return scores[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+
+    want = log_likelihoods()
+    turboquant.patch(model, spec)
+    assert torch.equal(log_likelihoods(), want)
+    turboquant.patch(model, spec, prefill="packed")
+    packed = log_likelihoods()
+    assert (packed - want).abs().max() > 0.1
+    packing = model._turboquant.spec
+    assert packing.prefill == "packed"
+    turboquant.patch(model, packing)
+    assert torch.equal(log_likelihoods(), packed)
+    turboquant.patch(model, packing, prefill="exact")
+    assert torch.equal(log_likelihoods(), want)
+
+
+def test_packed_prefill_of_tokens_that_all_stay_in_the_window_is_exact():
+    model, inputs = tiny(), prompts(2, 60)
+    with torch.no_grad():
+        want = model(**inputs).logits
+        got = turboquant.patch(model, EXACT, prefill="packed")(**inputs).logits
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_an_unknown_prefill_is_refused():
+    model = tiny()
+    before = state(model)
+    with pytest.raises(ValueError, match="`prefill` must be"):
+        turboquant.patch(model, prefill="chunked")
+    assert state(model) == before
+
+
 def test_patch_twice_replaces_the_spec():
     model = tiny()
     before = state(model)

@@ -27,6 +27,7 @@ def patch(
     spec: CacheSpec | str = "default",
     calibration: Calibration | str | os.PathLike[str] | None = None,
     *,
+    prefill: str | None = None,
     cuda_graphs: bool = False,
 ) -> _Model:
     """Prepares `model`, in place, and returns it: ``patch(model).generate(**inputs)`` works as before, on a packed
@@ -36,6 +37,9 @@ def patch(
             (Llama, Mistral, Qwen2, Qwen3, ...), or an ESM-2 model
     spec    a CacheSpec or the name of a preset
     calibration   a Calibration or its file, for a spec that uses one, such as "calibrated-3"
+    prefill   "exact" or "packed" instead of the spec's own; None: the spec's. By "exact", which specs and presets have
+            unless they say otherwise, the first forward on an empty cache gives the full cache's logits: its loss says
+            nothing about quantisation. By "packed" it does
     cuda_graphs   replay decoding steps as CUDA graphs (`graph.DecodeGraph`): on a GPU a small batch is then as fast as
                   its kernels. For models on one device, whose forward of one token depends on nothing but its tokens,
                   positions and cache; after switching adapters, use a new cache
@@ -55,7 +59,7 @@ def patch(
     Raises TypeError for anything but a transformers model and NotImplementedError, naming the class, for one that
     cannot be patched; the model is unchanged then.
     """
-    chosen = resolve(spec)
+    chosen = resolve(spec) if prefill is None else resolve(spec).with_(prefill=prefill)
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}")
     found = None if calibration is None else Calibration.of(calibration)
