@@ -84,7 +84,7 @@ class DecodeGraph:
                 f"and has no sliding windows, under torch.no_grad(); got {tuple(ids.shape)} {ids.dtype} on {ids.device}"
             )
         layer, addresses = cache.layers[0], [weight.data_ptr() for weight in self._weights]
-        steady = addresses == self._addresses and self._is_as_left(cache) and layer.tokens < layer.table.ready
+        steady = addresses == self._addresses and self._is_as_left(cache) and layer.tokens < layer.ready
         if positions is None:
             positions = self._next_positions(layer) if self._graph is None or not steady else self._positions + 1
         if not steady:
@@ -136,7 +136,7 @@ class DecodeGraph:
     def _places_of(cache: TurboQuantCache) -> list[torch.Tensor | None]:
         places = [cache.lengths_on(cache.layers[0].device)]
         for layer in cache.layers:
-            places += [layer.table.tensor, layer.table.pool.storage, layer.window_k, layer.centre]
+            places += [layer.table.tensor, layer.table.pool.storage, layer.sink_k, layer.window_k, layer.centre]
         return places
 
 

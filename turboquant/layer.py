@@ -6,7 +6,8 @@ i - padding[b], and none if that is negative.
     pages        uint8 [n_pages, kv_heads, record_bytes], zeros where nothing is stored
     block_table  int32 [batch, max_pages]: the page of each 128 packed tokens of a sequence
     sinks        keys and values in the model's dtype, each [batch, kv_heads, sinks, head_dim]
-    window       the same, a ring of [batch, kv_heads, window, head_dim]
+    window       the same, a ring of [batch, kv_heads, window, head_dim]; both have fewer rows, or are None, as long as
+                 there are not so many tokens (`exact`)
     centre       float32 [batch, kv_heads, head_dim], or none
     calibration  rotations, steps and centres of keys and values (`calibration.tensors`): shared by all caches of a
                  calibration on a device, and counted in each
@@ -23,6 +24,7 @@ A step reads no device tensor back: lengths and pages are counted on the host, f
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -34,6 +36,7 @@ from . import ops as _ops  # noqa: F401  registers torch.ops.turboquant
 from .attention import FreshKeys, MaskRequest, own_attention
 from .calibration.tensors import transforms
 from .common import Common
+from .exact import exact_rows, grown_sinks, laid_out, rows_of, with_room
 from .modes import is_split
 from .names import CACHE
 from .pages import RELEASED, PageTable, outside_autograd
@@ -114,6 +117,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._released = 0  # positions before this one are in no page any more
         self._earlier: tuple[Any, Any] = ((), [])  # padding and past windows before the forward at work
         self.sink_k = self.sink_v = self.window_k = self.window_v = self.centre = _NONE
+        self.exact_ready = 0.0  # positions that sinks and window have rows for
         self.rotations: dict[str, torch.Tensor | None] = {"key": None, "value": None}
         self.split: dict[str, torch.Tensor] = {}  # rotations that sort out the prompt's outlier channels
         self.flag = _NONE  # of `append` on CUDA, int64 [1]
@@ -153,10 +157,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.record_bytes = PAGE_TOKENS * self.spec.bytes_per_token(head_dim)
         self.padding = (0,) * batch
         self.table = PageTable.empty(batch, kv_heads, self.record_bytes, self.device)
-        for side, count in (("sink", self.spec.sinks), ("window", self.spec.window)):
-            for which in "kv" if count else "":
-                shape = (batch, kv_heads, count, head_dim)
-                setattr(self, f"{side}_{which}", torch.zeros(shape, dtype=self.dtype, device=self.device))
         if self.device.type == "cuda":
             self.flag = torch.zeros(1, dtype=torch.int64, device=self.device)
         for side in ("key", "value"):
@@ -286,7 +286,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if keep < self.tokens:
             if self.window_k is not None and self.window_v is not None and self.past.snapshots:
                 self.prefetch()  # past windows have stayed where they were
-                window = self.past.ring(keep, self.tokens, (self.window_k, self.window_v), self.padding)
+                now = self.window_k, self.window_v
+                window = self.past.ring(keep, self.tokens, now, self.padding, self.spec.sinks)
                 self.window_k, self.window_v = window
             if self.table is not None:
                 self.table.truncate(self._packed(keep, self.padding))
@@ -435,6 +436,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             self._begin_centres(key, padding, before)
         if first and spec.outliers == "prompt":
             self.split = prompt_rotations(spec, key, value, padding)
+        if after > self.exact_ready:
+            self.make_exact_room(after)
         state, fresh = self._state(), self._fresh(key, value, before, padding, new > 1 and not exact)
         how = {
             "softmax_scale": self.head_dim**-0.5 if scaling is None else scaling,
@@ -542,12 +545,41 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 raise
 
     def reserve(self, positions: int) -> None:
-        """Makes room for that many positions of each sequence, so that no forward up to there has to allocate pages.
-        The layer holds tokens already."""
+        """Makes room for that many positions of each sequence, so that no forward up to there has to allocate: pages,
+        sinks and window keep their places. The layer holds tokens already."""
         assert self.table is not None
+        if positions > self.exact_ready:
+            self.make_exact_room(positions)
         with self.table.pool.lock:
             if positions > self.table.ready:
                 self._reserve(self.table, positions, self.padding)
+
+    @property
+    def ready(self) -> float:
+        """Positions that there is room for."""
+        assert self.table is not None
+        return min(self.table.ready, self.exact_ready)
+
+    @outside_autograd
+    def make_exact_room(self, positions: int) -> None:
+        """Rows of sinks and window for that many positions. A failure leaves them as they were."""
+        grown: dict[str, torch.Tensor] = {}
+        sinks, window = exact_rows(self.spec, positions)
+        nothing = torch.empty((self.batch_size, self.kv_heads, 0, self.head_dim), dtype=self.dtype, device=self.device)
+        for side, need, most in (("sink", sinks, self.spec.sinks), ("window", window, self.spec.window)):
+            for name in (f"{side}_k", f"{side}_v"):
+                held = nothing if (found := getattr(self, name)) is None else found
+                if (rows := with_room(held.shape[2], need, most)) > held.shape[2]:
+                    sink = side == "sink"
+                    grown[name] = grown_sinks(held, rows) if sink else laid_out(held, rows, self.spec.sinks)
+        self.hold_exact(grown)
+
+    def hold_exact(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes these for "sink_k", "sink_v", "window_k", "window_v"; those that are not named stay."""
+        self.__dict__.update(tensors)
+        sinks, window = rows_of(self.sink_k), rows_of(self.window_k)
+        whole = (sinks, window) == (self.spec.sinks, self.spec.window)
+        self.exact_ready = math.inf if whole else sinks + window
 
     def _reserve(self, table: PageTable, after: int, padding: tuple[int, ...]) -> Callable[[], None]:
         if self.sliding_window:

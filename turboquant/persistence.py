@@ -26,6 +26,7 @@ from . import _core
 from .calibration import Calibration, layer_specs
 from .calibration.data import differences
 from .calibration.measure import describe, fingerprint
+from .exact import exact_rows, laid_out
 from .files import write_whole
 from .modes import is_split
 from .pages import RELEASED, PagePool, PageTable, outside_autograd
@@ -85,7 +86,14 @@ class _Section:
 
 
 def _sections(
-    specs: list[CacheSpec], dtype: str, batch: int, kv_heads: int, head_dim: int, pages: list[int], start: int
+    specs: list[CacheSpec],
+    positions: int,
+    dtype: str,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    pages: list[int],
+    start: int,
 ) -> Iterator[_Section]:
     """What a cache of these sizes has in its file, in order; `pages` of each layer, from byte `start` on."""
 
@@ -99,8 +107,8 @@ def _sections(
         record_bytes = PAGE_TOKENS * spec.bytes_per_token(head_dim)
         yield section(f"layers.{i}.pages", "uint8", (n_pages, kv_heads, record_bytes), n_pages)
         for name in _EXACT:
-            if tokens := getattr(spec, name.partition("_")[0] + ("s" if name.startswith("sink") else "")):
-                yield section(f"layers.{i}.{name}", dtype, (batch, kv_heads, tokens, head_dim))
+            if rows := exact_rows(spec, positions)[name.startswith("window")]:
+                yield section(f"layers.{i}.{name}", dtype, (batch, kv_heads, rows, head_dim))
         if spec.centre == "prompt":
             yield section(f"layers.{i}.centre", "float32", (batch, kv_heads, head_dim))
         for side in ("key", "value") if spec.outliers == "prompt" else ():
@@ -177,12 +185,21 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
             pages.append(len(held))
             parts.append(_bytes(held))
             sums.append(_checksums(parts[-1], len(held)))
-            for tensor in (*(getattr(layer, name) for name in (*_EXACT, "centre")), *layer.split.values()):
+            for tensor in (*_exact_tensors(layer), layer.centre, *layer.split.values()):
                 if tensor is not None:
                     parts.append(_bytes(tensor))
                     sums.append(_checksums(parts[-1], 1))
     specs = [layer.spec for layer in layers]
     write_whole(path, _file(described, specs, pages, parts, sums))
+
+
+def _exact_tensors(layer: PackedLayer) -> Iterator[torch.Tensor]:
+    """Sinks and window with as many rows as the file has."""
+    sinks, window = exact_rows(layer.spec, layer.tokens)
+    if layer.sink_k is not None and layer.sink_v is not None:
+        yield from (held[:, :, :sinks] for held in (layer.sink_k, layer.sink_v))
+    if window and layer.window_k is not None and layer.window_v is not None:
+        yield from (laid_out(held, window, layer.spec.sinks) for held in (layer.window_k, layer.window_v))
 
 
 def _file(
@@ -191,7 +208,8 @@ def _file(
     def header(start: int) -> tuple[bytes, list[_Section]]:
         sections = []
         if pages:
-            sizes = (described["dtype"], len(described["padding"]), described["kv_heads"], described["head_dim"])
+            shape = (len(described["padding"]), described["kv_heads"], described["head_dim"])
+            sizes = (described["positions"], described["dtype"], *shape)
             sections = list(_sections(specs, *sizes, pages, start))
         whole = described | {"sections": [s.described(c) for s, c in zip(sections, sums, strict=True)]}
         text = json.dumps(whole, sort_keys=True, allow_nan=False).encode()
@@ -329,7 +347,8 @@ class _Reader:
         specs = [layer.spec for layer in layers]
         for spec in specs:
             spec.plan(head_dim)
-        sections = list(_sections(specs, header["dtype"], len(padding), kv_heads, head_dim, pages, self.start))
+        sizes = (positions, header["dtype"], len(padding), kv_heads, head_dim)
+        sections = list(_sections(specs, *sizes, pages, self.start))
         end = sections[-1].offset + sections[-1].nbytes
         _want(end == self.file_bytes, f"it must have {end} bytes for what it says it holds, got {self.file_bytes}")
         listed = header["sections"]
@@ -344,12 +363,11 @@ class _Reader:
             shape, dtype = (len(padding), kv_heads, 0, head_dim), _DTYPES[header["dtype"]]
             layer.lazy_initialization(torch.empty(shape, dtype=dtype, device=devices[i]))
             layer.table = PageTable(PagePool(tensors.pop(f"layers.{i}.pages").to(devices[i])), header["rows"][i])
-            for name in (*_EXACT, "centre"):
-                if (held := tensors.pop(f"layers.{i}.{name}", None)) is not None:
-                    setattr(layer, name, held.to(devices[i]))
+            held = {name: tensors.pop(f"layers.{i}.{name}", None) for name in (*_EXACT, "centre")}
+            layer.hold_exact({name: found.to(devices[i]) for name, found in held.items() if found is not None})
             for side in ("key", "value"):
-                if (held := tensors.pop(f"layers.{i}.{side}_rotation", None)) is not None:
-                    layer.split[f"{side}_rotation"] = held.to(devices[i])
+                if (rotation := tensors.pop(f"layers.{i}.{side}_rotation", None)) is not None:
+                    layer.split[f"{side}_rotation"] = rotation.to(devices[i])
             layer.tokens, layer.padding = positions, tuple(padding)
             layer._released, layer.sliding_window = released[i], sliding[i]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from .exact import laid_out
+
 __all__ = ["PastWindows"]
 
 _MOST = 64  # snapshots: forwards between two crops, such as the drafts of an assistant
@@ -17,7 +19,8 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class PastWindows:
-    """Snapshots of one layer's window, keys and values, each [batch, kv_heads, window, head_dim]."""
+    """Snapshots of one layer's window, keys and values, each [batch, kv_heads, window, head_dim]; older ones may have
+    fewer rows, as the window had then."""
 
     def __init__(self) -> None:
         self.snapshots: list[tuple[int, _Pair]] = []  # (positions then, ring), oldest first
@@ -53,13 +56,14 @@ class PastWindows:
                 lowest = min(lowest, then - window)
         return lowest <= max(keep - window, first)
 
-    def ring(self, keep: int, positions: int, now: _Pair, padding: tuple[int, ...]) -> _Pair:
-        """The ring of `keep` positions; `reaches` said that there is one."""
+    def ring(self, keep: int, positions: int, now: _Pair, padding: tuple[int, ...], sinks: int) -> _Pair:
+        """The ring of `keep` positions, of as many rows as now; `reaches` said that there is one."""
         window, device = now[0].shape[2], now[0].device
         held, pad = _held(keep, padding, window, device), torch.tensor(padding, device=device).view(-1, 1)
         keys, values = now
         for then, (past_keys, past_values) in self.snapshots:
             inside = ((held >= then - pad - window) & (held < then - pad))[:, None, :, None]
+            past_keys, past_values = (laid_out(past, window, sinks) for past in (past_keys, past_values))
             keys, values = torch.where(inside, past_keys, keys), torch.where(inside, past_values, values)
         inside = ((held >= positions - pad - window) & (held < positions - pad))[:, None, :, None]
         return torch.where(inside, now[0], keys), torch.where(inside, now[1], values)

@@ -1,0 +1,130 @@
+"""Sinks and window grow as tokens come; what a cache does is that of one whose sinks and window are whole from the
+start, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import prompts, tiny
+
+import turboquant
+from turboquant import CacheSpec, TurboQuantCache, layer
+
+SPECS = {
+    "sinks": CacheSpec(3, 3, sinks=50, centre="prompt"),
+    "window": CacheSpec(3, 3, window=37),
+    "both": CacheSpec(3, 3, sinks=21, window=45, prefill="packed"),
+}
+
+
+@pytest.fixture(params=SPECS)
+def spec(request):
+    return SPECS[request.param]
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Call it, and every later growth is to the full size."""
+    return lambda: monkeypatch.setattr(layer, "with_room", lambda have, need, most: most)
+
+
+def patched(spec):
+    model = turboquant.patch(tiny(), spec)
+    return model, TurboQuantCache(model.config, spec)
+
+
+def feed(model, cache, ids, pieces, padding=(0, 0)):
+    logits, at = [], cache.get_seq_length()
+    for tokens in pieces:
+        mask = torch.ones(len(ids), at + tokens, dtype=torch.int64)
+        for b, pad in enumerate(padding):
+            mask[b, :pad] = 0
+        with torch.no_grad():
+            logits.append(model(ids[:, at : at + tokens], mask, past_key_values=cache).logits)
+        at += tokens
+    return torch.cat(logits, 1)
+
+
+def long_life(spec, path):
+    """Logits of everything that can happen to a cache."""
+    model, cache = patched(spec)
+    ids = prompts(2, 300, (5, 0))["input_ids"]
+    said = [feed(model, cache, ids, [7, *[1] * 20, 3, 2, *[1] * 3], (5, 0))]
+    cache.crop(30)
+    fork = cache.fork()
+    said.append(feed(model, fork, ids, [9, 40, 1, 1], (5, 0)))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    said.append(feed(model, cache, ids, [1] * 12, (0, 5)))
+    cache.save(path)
+    read = TurboQuantCache.load(path)
+    for each in (cache, read):
+        said.append(feed(model, each, ids, [*[1] * 30, 70, 1], (0, 5)))
+    cache.layers[0].offload()
+    said.append(feed(model, cache, ids, [1, 4], (0, 5)))
+    return said, cache, path.read_bytes()
+
+
+def test_all_is_as_with_the_full_size(spec, whole, tmp_path):
+    ours, cache, file = long_life(spec, tmp_path / "a")
+    whole()
+    want, full, full_file = long_life(spec, tmp_path / "a")
+    assert all(torch.equal(a, b) for a, b in zip(ours, want, strict=True))
+    assert file == full_file
+    assert all(
+        name == other and torch.equal(a, b)
+        for (name, a), (other, b) in zip(cache.tensors(), full.tensors(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("keep", [5, 17, 22, 30, 45, 66, 67, 80])
+def test_crop_with_past_windows_of_other_sizes(spec, whole, keep):
+    ids, said = prompts(2, 120)["input_ids"], []
+    for full in (False, True):
+        if full:
+            whole()
+        model, cache = patched(spec)
+        cache.activate_past_recording()
+        feed(model, cache, ids, [5, *[1] * 25, 8, *[1] * 42, 10])
+        if not cache.layers[0].can_crop_to(keep):
+            said.append(None)
+            continue
+        cache.crop(keep)
+        said.append(feed(model, cache, ids, [1, 3, *[1] * 20]))
+    assert (said[0] is None) == (said[1] is None) and (said[0] is None or torch.equal(*said))
+
+
+def test_bytes_are_those_of_the_tokens_that_came():
+    """One row is 2 KV heads of 32 float32 channels, of keys and of values."""
+    model, cache = patched(CacheSpec(sinks=2**24, window=2**24))
+    ids, row = prompts(1, 60)["input_ids"], 2 * 2 * 32 * 4
+    for pieces, rows in (([1], 16), ([1] * 15, 16), ([1], 32), ([40], 64)):
+        feed(model, cache, ids, pieces, (0,))
+        for one in cache.layers:
+            assert one.report().parts["sinks"] == rows * row and "window" not in one.report().parts
+        assert cache.nbytes == sum(t.untyped_storage().nbytes() for _, t in cache.tensors()) < 3 * rows * row + 100
+    model, cache = patched(CacheSpec(sinks=4, window=2**24))
+    feed(model, cache, ids, [10, 20], (0,))
+    assert cache.layers[0].report().parts["sinks"] == 4 * row
+    assert cache.layers[0].report().parts["window"] == 32 * row
+
+
+def test_files_have_the_rows_that_hold_tokens(tmp_path):
+    model, cache = patched(CacheSpec(sinks=2, window=2**24))
+    feed(model, cache, prompts(1, 60)["input_ids"], [20], (0,))
+    cache.save(tmp_path / "a")
+    read = TurboQuantCache.load(tmp_path / "a").layers[0]
+    assert read.sink_k.shape[2] == 2 and read.window_k.shape[2] == 18
+    assert (tmp_path / "a").stat().st_size < 3 * 20 * 2 * 2 * 32 * 4 + 10_000
+
+
+def test_reserved_tensors_keep_their_places():
+    """What a CUDA graph of decoding steps needs."""
+    model, cache = patched(CacheSpec(sinks=40, window=100))
+    ids = prompts(1, 120)["input_ids"]
+    feed(model, cache, ids, [5], (0,))
+    for one in cache.layers:
+        one.reserve(110)
+        assert one.exact_ready >= 110 and one.ready >= 110
+    before = [tensor.data_ptr() for name, tensor in cache.tensors() if name in ("sinks", "window")]
+    feed(model, cache, ids, [1] * 105, (0,))
+    assert before == [tensor.data_ptr() for name, tensor in cache.tensors() if name in ("sinks", "window")]

@@ -1,0 +1,51 @@
+"""Sinks and window of a layer, which hold tokens in the model's dtype and grow as tokens come.
+
+A window is a ring (turboquant.h, "the cache"): position p lies in row p % rows. As long as no token has left the
+window, a ring of fewer rows holds the same tokens as the whole one, and the operators take its size from its shape.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .spec import CacheSpec
+
+__all__ = ["exact_rows", "grown_sinks", "laid_out", "rows_of", "with_room"]
+
+_LEAST = 16  # rows at once
+
+
+def exact_rows(spec: CacheSpec, positions: int) -> tuple[int, int]:
+    """Rows of sinks and of the window that sequences of so many positions need."""
+    return min(spec.sinks, positions), min(spec.window, max(0, positions - spec.sinks))
+
+
+def rows_of(held: torch.Tensor | None) -> int:
+    return 0 if held is None else held.shape[2]
+
+
+def with_room(have: int, need: int, most: int) -> int:
+    """Rows to allocate where there are `have` and `need` are wanted: twice as many, so that all copies together are
+    no more than two of the last size."""
+    return have if have >= need else min(most, max(need, 2 * have, _LEAST))
+
+
+def grown_sinks(held: torch.Tensor, rows: int) -> torch.Tensor:
+    """[batch, kv_heads, rows, head_dim]: the rows of `held`, and zeros behind them."""
+    batch, heads, have, channels = held.shape
+    out = held.new_zeros(batch, heads, rows, channels)
+    out[:, :, :have] = held
+    return out
+
+
+def laid_out(ring: torch.Tensor, rows: int, sinks: int) -> torch.Tensor:
+    """A ring [batch, kv_heads, any, head_dim] as one of `rows` rows, itself if it is of that size already.
+
+    The tokens are those of positions `sinks` and on, and both sizes hold all of them.
+    """
+    batch, heads, have, channels = ring.shape
+    if have == rows:
+        return ring
+    positions = torch.arange(sinks, sinks + min(have, rows), device=ring.device)
+    out = ring.new_zeros(batch, heads, rows, channels)
+    return out.index_copy_(2, positions % rows, ring.index_select(2, positions % have)) if len(positions) else out
