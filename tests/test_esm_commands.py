@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import json
 import math
 import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 from conftest import ROOT, shared_file
@@ -19,6 +21,7 @@ import turboquant
 from turboquant import CacheSpec, esm
 from turboquant.cli import main
 from turboquant.esm import commands, masked_marginals, protein_batches, read_fasta
+from turboquant.esm.fasta import read_entries
 from turboquant.esm.model import MASK, padded, tokenise
 
 
@@ -85,7 +88,7 @@ def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
     text = f">a\n{protein(12)}\n>b\n{protein(30)}\n"
     writer = threading.Thread(target=pipe.write_text, args=(text,))
     writer.start()
-    read = read_fasta(pipe)
+    read = read_entries(pipe)
     writer.join()
     pipe.unlink()
     chosen = argparse.Namespace(fasta=str(pipe), csv=str(where), heatmap=None, calibration=None, exact=False,
@@ -196,7 +199,7 @@ def test_command_lines(folder, monkeypatch, tmp_path, capsys):
     model, train, test = (str(folder / name) for name in ("model", "train.fasta", "test.fasta"))
     assert main(["calibrate", model, "--fasta", train, "--out", "c.safetensors", "--tokens", "200"]) == 0
     shown = capsys.readouterr()
-    assert "1 of 9 proteins have more than 62 residues" in shown.err and "224 tokens, 3 layers" in shown.out
+    assert "1 of 9 proteins are left out, the first: `" in shown.err and "224 tokens, 3 layers" in shown.out
     options = ["--calibration", "c.safetensors", "--proteins", "2", "--json", "q.json"]
     assert main(["eval", model, "--fasta", test, "--spec", "default,calibrated-3", *options]) == 0
     assert "| calibrated-3 |" in capsys.readouterr().out
@@ -223,6 +226,82 @@ def test_scan_command(folder, monkeypatch, tmp_path):
         assert [rows[20][n] for n in ("position", "wild_type", "mutation")] == ["2", protein(12, 0)[1], "A"]
 
 
+def test_a_scan_goes_on_past_what_the_model_cannot_read(folder, tmp_path, capsys, monkeypatch):
+    """A long protein, letters of no amino acid, a stop codon inside, and an entry without a sequence: the others are
+    scanned, and what was left out is said behind the last. `eval` and `calibrate` go on as well."""
+    monkeypatch.chdir(tmp_path)
+    odd = {
+        "long": "M" * 63,
+        "ambiguous": "MKTJAY",
+        "stop": "MKT*AYI",
+        "nothing": "*",
+        "foreign": "MK\xe9",
+        "dot": "M.K",
+    }
+    text = "".join(f">{name}\n{letters}\n" for name, letters in {"good": "MKTAYIAKQR", **odd, "last": "GGSH"}.items())
+    (tmp_path / "p.fa").write_text(text, encoding="utf-8")
+    model = str(folder / "model")
+    assert main(["esm-scan", "p.fa", "--model", model, "--csv", "s.csv"]) == 0
+    with open("s.csv") as file:
+        assert [row["protein"] for row in csv.DictReader(file)] == ["good"] * 200 + ["dot"] * 60 + ["last"] * 80
+    said = capsys.readouterr().err.splitlines()
+    at = said.index("left out 5 of 8 proteins:")
+    assert all("last: 4 residues" not in line for line in said[at:])
+    for name, why in (("nothing", "must have a sequence"), ("foreign", "must be in ASCII"), ("long", "at most 62"),
+                      ("ambiguous", "got 'J'"), ("stop", "got '*'")):  # fmt: skip
+        assert any(name in line and why in line for line in said[at + 1 :]), name
+    assert main(["eval", model, "--fasta", "p.fa", "--spec", "default", "--proteins", "3"]) == 0
+    assert "5 of 8 proteins are left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stdout", ["-", "/dev/stdout"])
+def test_scores_on_standard_output(stdout, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["esm-scan", str(folder / "test.fasta"), "--model", str(folder / "model"), "--csv"]
+    assert main([*command, "s.csv"]) == 0 and capsys.readouterr().out == ""
+    written = (tmp_path / "s.csv").read_text()
+    assert main([*command, stdout]) == 0
+    assert capsys.readouterr().out.splitlines() == written.splitlines() and os.listdir() == ["s.csv"]
+
+
+def test_fasta_compressed_by_gzip(tmp_path):
+    text = b"\xef\xbb\xbf>a\r\nMK\rAC\n>b\nWW*\n"
+    file = tmp_path / "a.fa"  # the content decides, not the name
+    file.write_bytes(gzip.compress(text[:12]) + gzip.compress(text[12:]))  # members, as bgzip writes them
+    assert read_fasta(file) == [("a", "MKAC"), ("b", "WW")]
+    whole = gzip.compress(text)
+    for damaged in (whole[:-5], whole[:12], whole[:-8] + bytes(8), whole[:10] + b"\xff" * 9 + whole[19:]):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.fa: must be a whole gzip file"):
+            read_fasta(file)
+
+
+def test_sequences_that_are_not_of_proteins_are_said(folder, tmp_path, capsys):
+    file = tmp_path / "a.fa"
+    for sequence in ("acgtacgtnnn", "ACGUACGUACGURACGUACGU"):
+        file.write_text(f">p\nMKTAYIAKQR\n>d\n{sequence}\n")
+        with pytest.warns(UserWarning, match="a.fa: 1 of 2 sequences look like DNA or RNA, the first 'd'"):
+            assert len(read_fasta(file)) == 2
+    file.write_text(">P1;CRAB\nalpha crystallin\nMKTAYI*\n")
+    with pytest.warns(UserWarning, match="1 of 1 headers are those of a PIR file, the first 'P1;CRAB'"):
+        read_fasta(file)
+    assert main(["esm-scan", str(file), "--model", str(folder / "model"), "--csv", str(tmp_path / "s.csv")]) == 0
+    assert "warning: " in capsys.readouterr().err
+    file.write_text(">a\nGAGAGSGAGAGSGAGAGS\n>b\nACGT\n>P1\nMKTAYIAKQR\n")  # silk, a short peptide, no PIR
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(read_fasta(file)) == 3
+
+
+def test_a_missing_matplotlib_has_one_command_that_installs_it(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    command = ["esm-scan", str(folder / "test.fasta"), "--model", str(folder / "model"), "--csv", str(tmp_path / "s")]
+    with pytest.raises(SystemExit):
+        main([*command, "--heatmap", str(tmp_path / "h.svg")])
+    said = capsys.readouterr().err
+    assert said.count("pip install") == 1 and "pip install 'turboquant-attention[plot]'" in said
+
+
 def test_a_scan_that_fails_leaves_the_file_of_the_last(folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s.csv").write_text("old")
@@ -244,7 +323,7 @@ BAD = {
     "letters": (["esm-scan", "WRONG", "--model", "MODEL", "--csv", "s.csv"], "must be a letter of the ESM-2 alphabet"),
     "a name twice": (["esm-scan", "TWICE", "--model", "MODEL", "--csv", "s.csv"],
                      "--fasta must name every protein differently up to the first blank, got two 'a'"),
-    "too long": (["esm-scan", "TRAIN", "--model", "MODEL", "--csv", "s.csv"], "at most 62 residues"),
+    "all too long": (["esm-scan", "LONG", "--model", "MODEL", "--csv", "s.csv"], "at most 62 residues"),
     "no file": (["esm-scan", "none.fasta", "--model", "MODEL", "--csv", "s.csv"], "none.fasta"),
     "no model": (["esm-scan", "TEST", "--model", "./none", "--csv", "s.csv"], "MODEL must be a folder"),
     "csv in no folder": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "no/s.csv"], "--csv"),
@@ -257,7 +336,10 @@ BAD = {
                   "--tokens must be in 1..36"),
     "letters of eval": (["eval", "MODEL", "--fasta", "WRONG", "--spec", "default"],
                         "wrong.fasta: b[1]` must be a letter"),
-    "no proteins file": (["eval", "MODEL", "--fasta", "none", "--spec", "default"], "must be one of text, got 'none'"),
+    "out is standard output": (["calibrate", "MODEL", "--fasta", "TEST", "--out", "-"], "--out must be a file"),
+    "csv in a link to an open file": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "/dev/stderr"],
+                                      "--csv must be a file"),
+    "no proteins file": (["eval", "MODEL", "--fasta", "none", "--spec", "default"], "compressed by gzip, got 'none'"),
     "a batch": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--batch", "0"],
                 "--batch must be at least 1"),
     "a device": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--device", "gpu"],
@@ -276,10 +358,11 @@ def test_bad_command_lines_write_nothing(arguments, message, folder, capsys, tmp
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
-    (tmp_path / "wrong.fasta").write_text(">a\nMKV\n>b\nMJ\n")
+    (tmp_path / "wrong.fasta").write_text(">b\nMJ\n")
+    (tmp_path / "long.fasta").write_text(f">a\n{protein(63)}\n")
     (tmp_path / "twice.fasta").write_text(">a wild type\nMKV\n>a variant\nMKI\n")
     named = {"MODEL": folder / "model", "TRAIN": folder / "train.fasta", "TEST": folder / "test.fasta",
-             "WRONG": tmp_path / "wrong.fasta", "TWICE": tmp_path / "twice.fasta",
+             "WRONG": tmp_path / "wrong.fasta", "LONG": tmp_path / "long.fasta", "TWICE": tmp_path / "twice.fasta",
              "LLAMA": folder / "llama", "OTHER": folder / "other"}  # fmt: skip
     with pytest.raises(SystemExit) as left:
         main([str(named.get(a, a)) for a in arguments])

@@ -261,7 +261,13 @@ def test_calibrate_and_eval(book, tmp_path, capsys):
     assert row["metrics"]["effective_bits"] == 3 + 16 / 64 and 0 < row["metrics"]["kl_divergence"] < 0.2
     assert main([*common, "--spec", "default", "--set", "sinks=4", "--set", "window=64", "--set", "key_bits=5"]) == 0
     shown = capsys.readouterr().out
-    assert "exact: 4 sinks, 64 window" in shown
+    assert "exact: 4 sinks, 64 window" in shown and "without its exact tokens" not in shown
+    assert main([*common, "--spec", "default", "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["rows"][0]["params"]["spec"] == "default" and "| default |" in shown.err
+    kept = turboquant.preset("default")
+    assert "default is measured without its exact tokens" in shown.err
+    assert f"with them: --set sinks={kept.sinks} --set window={kept.window}" in shown.err
 
 
 BAD = {
@@ -269,7 +275,7 @@ BAD = {
     "no text": (["eval", "DEMO", "--text", "missing.txt", "--spec", "default"], "missing.txt"),
     "short text": (
         ["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--windows", "100"],
-        "`text` must have 100 x 2048",
+        "--windows 100 of --length 2048 do not fit: `text` must have 100 x 2048",
     ),
     "unknown preset": (["eval", "DEMO", "--text", "TEXT", "--spec", "defalt"], "did you mean 'default'"),
     "unknown field": (
@@ -281,6 +287,10 @@ BAD = {
     "no calibration": (["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3"], "--calibration"),
     "text as proteins": (["eval", "DEMO", "--fasta", "TEXT", "--spec", "default"], "must be a FASTA header"),
     "proteins to calibrate": (["calibrate", "DEMO", "--fasta", "TEXT", "--out", "x"], "must be a FASTA header"),
+    "many tokens": (
+        ["calibrate", "DEMO", "--text", "TEXT", "--out", "x", "--tokens", "99999999"],
+        "--tokens must be at most what --text has, got 99999999",
+    ),
     "few tokens": (["calibrate", "DEMO", "--text", "TEXT", "--out", "x", "--tokens", "20"], "--tokens"),
     "no folder": (["calibrate", "DEMO", "--text", "TEXT", "--out", "no/such/x"], "--out"),
     "json in no folder": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--json", "no/such/x"], "--json"),

@@ -208,6 +208,17 @@ def test_threads_from_the_environment() -> None:
     assert int(in_a_process(program, TURBOQUANT_NUM_THREADS="9999").stdout) == 256
 
 
+def test_info_says_which_variable_is_wrong() -> None:
+    program = "from turboquant.cli import main; main(['info'])"
+    done = in_a_process(program, TURBOQUANT_ISA="avx1024")
+    wants = f"none: TURBOQUANT_ISA must be one of {', '.join(_core.isa_available())}, got 'avx1024'"
+    assert wants in done.stdout, done.stderr
+    for text in ("abc", "3x", "0", "-1", "9999"):
+        done = in_a_process(program, TURBOQUANT_NUM_THREADS=text)
+        assert f"TURBOQUANT_NUM_THREADS must be an integer in 1..256, got {text!r}" in done.stderr
+    assert in_a_process(program, TURBOQUANT_NUM_THREADS="3").stderr == ""
+
+
 def large_case(rng: np.random.Generator, lengths: list[int], kv_heads: int, **rest: Any) -> Case:
     """Enough work for several threads: 2^18 products each."""
     p = ref.plan(64, 3, 3, page_tokens=32)

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 import turboquant
 
 if TYPE_CHECKING:
-    from .esm import Protein
+    from .esm.fasta import Entries
 
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 32768, 2048
 EVALUATED_PROTEINS = 60
+STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+# Open files by other names. A replaced /dev/stdout would be missed by every other program.
+STREAMS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 def _installed(distribution: str) -> str:
@@ -68,7 +71,7 @@ def info() -> int:
         "numpy": _installed("numpy"),
         "torch": _installed("torch"),
         "transformers": _installed("transformers"),
-        "instruction set": f"{_core.isa()}, of {', '.join(_core.isa_available())} (TURBOQUANT_ISA)",
+        "instruction set": _instruction_set(_core.isa(), _core.isa_available()),
         "threads": f"{_core.num_threads()} at most (TURBOQUANT_NUM_THREADS)",
         "torch operators": operators,
         "CUDA": cuda,
@@ -78,12 +81,35 @@ def info() -> int:
     return 0
 
 
+def _instruction_set(used: str, available: Sequence[str]) -> str:
+    """The level in use, or that TURBOQUANT_ISA names none and every call that computes will fail."""
+    if used == "none":
+        wrong = os.environ.get("TURBOQUANT_ISA")
+        return f"none: TURBOQUANT_ISA must be one of {', '.join(available)}, got {wrong!r}"
+    return f"{used}, of {', '.join(available)} (TURBOQUANT_ISA)"
+
+
+def _warn_of_threads() -> None:
+    """Says on stderr that TURBOQUANT_NUM_THREADS is no number of threads: the core takes its default for such."""
+    given = os.environ.get("TURBOQUANT_NUM_THREADS", "")
+    if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= 256):
+        print(f"warning: TURBOQUANT_NUM_THREADS must be an integer in 1..256, got {given!r}; `turboquant info` shows "
+              "how many threads are used", file=sys.stderr)  # fmt: skip
+
+
+def _missing(error: ImportError, command: str) -> str:
+    """What is missing and how to install it: as the error says, or all that the commands need."""
+    if "pip install" in str(error):
+        return str(error)
+    return f"{error}; {command} needs: pip install 'turboquant-attention[hf,cli]'"
+
+
 def demo(arguments: Sequence[str]) -> int:
     """Run the demonstration, which has options of its own."""
     try:
         from .demo import main as run
     except ImportError as error:
-        print(f"turboquant demo: {error}; it needs: pip install 'turboquant-attention[hf,cli]'", file=sys.stderr)
+        print(f"turboquant demo: {_missing(error, 'demo')}", file=sys.stderr)
         return 1
     return run(arguments)
 
@@ -95,6 +121,8 @@ def _check_output(path: str | None, option: str, others: Mapping[str, str | None
     """
     if path is None:
         return
+    if moved and (path == "-" or os.path.abspath(path).startswith(STREAMS)):
+        raise ValueError(f"{option} must be a file, which another replaces when all is done, got {path!r}")
     wants = f"{option} must be a file in a folder that can be written to, got {path!r}"
     for written in (path, f"{path}.part") if moved else (path,):
         if not path or not os.access(Path(written).absolute().parent, os.W_OK):
@@ -114,19 +142,21 @@ def _same_file(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def _checked_files(chosen: argparse.Namespace) -> tuple[str, list[Protein]]:
+def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
     """The text, or the proteins, once it is known that there is a model for it. Nothing is read again: it may be a
     pipe."""
     local = chosen.model.startswith((".", "/", "~")) or chosen.model.endswith("/")
     if local and not os.path.isdir(chosen.model):
         raise ValueError(f"MODEL must be a folder or a name on the Hugging Face hub, got {chosen.model!r}")
     if chosen.fasta is not None:
-        from .esm import read_fasta
+        from .esm.fasta import read_entries
 
         try:
-            proteins = read_fasta(chosen.fasta)
+            proteins = read_entries(chosen.fasta)
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the FASTA file must be one of text, got {chosen.fasta!r}: {error}") from None
+            raise ValueError(
+                f"the FASTA file must be one of text, plain or compressed by gzip, got {chosen.fasta!r}: {error}"
+            ) from None
         _check_kind(chosen.model, proteins=True)
         return "", proteins
     try:
@@ -134,7 +164,7 @@ def _checked_files(chosen: argparse.Namespace) -> tuple[str, list[Protein]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text must be a file of UTF-8 text, got {chosen.text!r}: {error}") from None
     _check_kind(chosen.model, proteins=False)
-    return text, []
+    return text, None
 
 
 def _check_kind(name: str, proteins: bool) -> None:
@@ -211,7 +241,10 @@ def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) 
     if wanted < least:
         raise ValueError(f"--tokens must be at least {least}, which the text must have, got {wanted}")
     count = max(1, wanted // CALIBRATION_WINDOW)
-    windows = text_windows(text, tokenizer, count, wanted // count)
+    try:
+        windows = text_windows(text, tokenizer, count, wanted // count)
+    except ValueError as error:
+        raise ValueError(f"--tokens must be at most what --text has, got {wanted}: {error}") from None
     model = _model(chosen)
     return measure.calibrate(
         model,
@@ -242,6 +275,20 @@ def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
     return {name: preset(name).with_(**changed) for name in filter(None, chosen.spec.split(","))}
 
 
+def _packed_here(specs: Mapping[str, Any]) -> list[str]:
+    """A sentence for each preset that keeps tokens exact which were packed here."""
+    from .spec import preset
+
+    found = []
+    for name, spec in specs.items():
+        fields = [f for f in ("sinks", "window") if getattr(preset(name), f) and not getattr(spec, f)]
+        if fields:
+            kept = " ".join(f"--set {f}={getattr(preset(name), f)}" for f in fields)
+            found.append(f"{name} is measured without its exact tokens, which make short texts look better; with them: "
+                         f"{kept}")  # fmt: skip
+    return found
+
+
 def evaluate(chosen: argparse.Namespace) -> int:
     """Measure what specs cost in quality on a text or on proteins, through the packed path."""
     from .calibration import Calibration
@@ -253,19 +300,23 @@ def evaluate(chosen: argparse.Namespace) -> int:
     if missing:
         raise ValueError(f"--calibration must name a file for {', '.join(missing)}; `turboquant calibrate` makes one")
     read = {"--text": chosen.text, "--fasta": chosen.fasta, "--calibration": chosen.calibration}
-    _check_output(chosen.json or None, "--json", read)
+    if chosen.json not in STANDARD_OUTPUT:
+        _check_output(chosen.json or None, "--json", read)
     found = None if chosen.calibration is None else Calibration.load(chosen.calibration)
     text, proteins = _checked_files(chosen)
     if chosen.fasta is None:
         from .evaluate import evaluate_all, markdown, text_windows
 
-        windows = text_windows(text, _tokenizer(chosen.model), chosen.windows, chosen.length)
+        try:
+            windows = text_windows(text, _tokenizer(chosen.model), chosen.windows, chosen.length)
+        except ValueError as error:
+            raise ValueError(f"--windows {chosen.windows} of --length {chosen.length} do not fit: {error}") from None
         model, bench = _model(chosen), "quality"
         named: tuple[str, ...] = ("exact", "windows", "length", "prefill")
         results: Any = evaluate_all(
             model, windows, specs, calibration=found, prefill=chosen.prefill, sinks=None, window=None, progress=True
         )
-        print(markdown(results))
+        table = markdown(results)
     else:
         from .esm import commands
 
@@ -274,7 +325,9 @@ def evaluate(chosen: argparse.Namespace) -> int:
         model, bench, named = _model(chosen), "esm-quality", ("proteins", "residues", "masked")
         count = chosen.proteins, EVALUATED_PROTEINS
         results = commands.evaluated(model, chosen.fasta, specs, found, count, proteins)
-        print(commands.markdown(results))
+        table = commands.markdown(results)
+    to_stdout = chosen.json in STANDARD_OUTPUT
+    print("\n".join([table, *_packed_here(specs)]), file=sys.stderr if to_stdout else sys.stdout)
     if chosen.json:
         rows = []
         for name, one in results.items():
@@ -292,7 +345,11 @@ def evaluate(chosen: argparse.Namespace) -> int:
         machine = {"system": f"{platform.system()} {platform.machine()}", "torch": _installed("torch"),
                    "transformers": _installed("transformers"), "python": platform.python_version()}  # fmt: skip
         result = {"machine": machine, "commit": f"turboquant {turboquant.__version__}", "rows": rows}
-        Path(chosen.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        written = json.dumps(result, indent=1) + "\n"
+        if to_stdout:
+            sys.stdout.write(written)
+        else:
+            Path(chosen.json).write_text(written, encoding="utf-8")
     return 0
 
 
@@ -302,8 +359,11 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     from .spec import preset
 
     read = {"FASTA": chosen.fasta, "--calibration": chosen.calibration}
-    _check_output(chosen.csv, "--csv", read, moved=True)
-    _check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": chosen.csv})
+    if chosen.csv in STANDARD_OUTPUT:
+        chosen.csv = "-"
+    else:
+        _check_output(chosen.csv, "--csv", read, moved=True)
+    _check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": None if chosen.csv == "-" else chosen.csv})
     if chosen.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {chosen.batch}")
     if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -368,16 +428,16 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--windows", type=int, default=12, help="of --text, spread over it")
     one.add_argument("--length", type=int, default=2048, help="tokens of a window")
     one.add_argument("--prefill", choices=("packed", "chunked", "decode"), default="packed")
-    one.add_argument("--json", metavar="OUT")
+    one.add_argument("--json", metavar="OUT", help="a file; - for standard output, and the table on standard error")
     one.set_defaults(run=evaluate)
     one = commands.add_parser("esm-scan", help="score every mutation of proteins with an ESM-2 model")
-    one.add_argument("fasta", metavar="FASTA", help="proteins")
+    one.add_argument("fasta", metavar="FASTA", help="proteins, plain or compressed by gzip")
     one.add_argument("--model", metavar="MODEL", required=True, help="a folder, or a name on the Hugging Face hub")
     one.add_argument(
         "--csv",
         metavar="FILE",
         required=True,
-        help="the scores: one line per position and amino acid; FILE.part while it runs",
+        help="the scores: one line per position and amino acid; FILE.part while it runs; - for standard output",
     )
     one.add_argument("--heatmap", metavar="FILE", help="a picture, .png, .svg or .pdf; of several proteins FILE-1, ...")
     one.add_argument("--exact", action="store_true", help="a full pass for each position, nothing shared or packed")
@@ -396,6 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     chosen, rest = parser.parse_known_args(given)
+    _warn_of_threads()
     if chosen.command == "demo":
         return demo(rest)
     if rest:
@@ -405,6 +466,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(chosen.run(chosen))
     except ImportError as error:
-        parser.error(f"{error}; {chosen.command} needs: pip install 'turboquant-attention[hf,cli]'")
+        parser.error(_missing(error, chosen.command))
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         parser.error(f"{chosen.command}: {error}")

@@ -8,12 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..calibration import Calibration, measure
 from ..spec import CacheSpec
 from .context import ContextCache
-from .fasta import Protein, read_fasta
+from .fasta import Entries, Protein, doubts, read_entries
 from .heatmap import figure_class, heat_map
 from .model import AMINO_ACIDS, checked_model, tokenise
 from .quality import ProteinEvaluation, evaluate, protein_batches
@@ -23,36 +23,46 @@ __all__ = ["calibrated", "evaluated", "markdown", "scan"]
 
 
 Amount = tuple[int | None, int]  # what was asked for, if anything, and what is usual
-Read = Sequence[Protein] | None  # what a file holds, if it was read before: a pipe can be read but once
+Read = Entries | None  # what a file holds, if it was read before: a pipe can be read but once
 
 
-def _fitting(proteins: Sequence[Protein], model: Any) -> list[Protein]:
-    """The proteins for which the model has positions. Says how many were too long."""
-    most = model.config.max_position_embeddings - 4
-    fitting = [p for p in proteins if len(p.sequence) <= most]
-    if len(fitting) < len(proteins):
-        print(f"{len(proteins) - len(fitting)} of {len(proteins)} proteins have more than {most} residues and are "
-              "left out", file=sys.stderr)  # fmt: skip
-    if not fitting:
-        raise ValueError(f"--fasta must have a protein of at most {most} residues, for which the model has positions")
-    return fitting
+def _usable(path: str, read: Read, model: Any) -> tuple[list[Protein], list[str]]:
+    """The proteins of a file that the model can read, and for each of the others an error that says why not.
+
+    ValueError if there is none that it can read. Says on stderr what looks like DNA, or like a PIR file.
+    """
+    proteins, errors = read_entries(path) if read is None else read
+    for doubt in doubts(proteins):
+        print(f"warning: {path}: {doubt}", file=sys.stderr)
+    usable, left_out = [], list(errors)
+    for protein in proteins:
+        try:
+            tokenise(protein.sequence, model.config, f"{path}: {protein.name}")
+        except ValueError as error:
+            left_out.append(str(error))
+        else:
+            usable.append(protein)
+    if not usable:
+        raise ValueError(f"the FASTA file must have a protein that the model can read, got {path!r}, whose "
+                         f"{len(left_out)} cannot be used; the first: {left_out[0]}")  # fmt: skip
+    return usable, left_out
 
 
 def _spread(
     path: str, read: Read, model: Any, option: str, amount: Amount, sizes: Callable[[Protein], int]
 ) -> list[str]:
     """Sequences spaced evenly over a file, whose sizes come to what was asked for, or to what is usual or all there
-    is."""
-    proteins = _fitting(read_fasta(path) if read is None else read, model)
+    is. Says how many cannot be used."""
+    proteins, left_out = _usable(path, read, model)
+    if left_out:
+        print(f"{len(left_out)} of {len(proteins) + len(left_out)} proteins are left out, the first: {left_out[0]}",
+              file=sys.stderr)  # fmt: skip
     wanted, usual = amount
     there = sum(map(sizes, proteins))
     if wanted is not None and not 1 <= wanted <= there:
         raise ValueError(f"{option} must be in 1..{there}, which the proteins of --fasta have, got {wanted}")
     count = -(-min(wanted or usual, there) * len(proteins) // there)
-    chosen = [proteins[i * len(proteins) // count] for i in range(count)]
-    for protein in chosen:
-        tokenise(protein.sequence, model.config, f"{path}: {protein.name}")
-    return [protein.sequence for protein in chosen]
+    return [proteins[i * len(proteins) // count].sequence for i in range(count)]
 
 
 def calibrated(model: Any, fasta: str, tokens: Amount, seed: int, checkpoint: str, read: Read = None) -> Calibration:
@@ -95,15 +105,15 @@ def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
 
 
 def scan(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
-    """Masked marginals of every protein of a file, as CSV and, if wanted, as pictures. What is there at the CSV's place
-    stays until all is done."""
+    """Masked marginals of the proteins of a file, as CSV and, if wanted, as pictures. Goes on past proteins that the
+    model cannot read, and lists them on stderr at the end. What is there at the CSV's place stays until all is done;
+    "-" is standard output, which gets each protein's rows as they come."""
     checked_model(model)
     if chosen.heatmap:
         figure_class()
-    proteins = read_fasta(chosen.fasta) if read is None else read
+    proteins, left_out = _usable(chosen.fasta, read, model)
     names: set[str] = set()
     for protein in proteins:
-        tokenise(protein.sequence, model.config, f"{chosen.fasta}: {protein.name}")
         if protein.name in names:
             raise ValueError(
                 f"--fasta must name every protein differently up to the first blank, got two {protein.name!r}"
@@ -111,21 +121,35 @@ def scan(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
         names.add(protein.name)
     calibration = None if chosen.calibration is None else Calibration.load(chosen.calibration)
     context = None if chosen.exact else ContextCache(model, chosen.spec, calibration)
-    unfinished = f"{chosen.csv}.part"
-    with open(unfinished, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("protein", "position", "wild_type", "mutation", "score", "log_probability"))
-        for i, protein in enumerate(proteins):
-            print(f"{i + 1} of {len(proteins)}, {protein.name}: {len(protein.sequence)} residues", file=sys.stderr)
-            if context is not None:
-                context.encode([protein.sequence])
-            found = masked_marginals(model, protein.sequence, shared_context=context is not None, context=context,
-                                     batch_size=chosen.batch, progress=True)  # fmt: skip
-            writer.writerows(_rows(protein.name, found))
-            if chosen.heatmap:
-                heat_map(found, _numbered(chosen.heatmap, i, len(proteins)), title=protein.name)
-    os.replace(unfinished, chosen.csv)
+    if chosen.csv == "-":
+        _write(sys.stdout, model, chosen, proteins, context)
+        sys.stdout.flush()
+    else:
+        unfinished = f"{chosen.csv}.part"
+        with open(unfinished, "w", newline="", encoding="utf-8") as file:
+            _write(file, model, chosen, proteins, context)
+        os.replace(unfinished, chosen.csv)
+    if left_out:
+        print(f"left out {len(left_out)} of {len(proteins) + len(left_out)} proteins:", file=sys.stderr)
+        print(*(f"  {why}" for why in left_out), sep="\n", file=sys.stderr)
     return 0
+
+
+def _write(
+    file: TextIO, model: Any, chosen: argparse.Namespace, proteins: Sequence[Protein], context: ContextCache | None
+) -> None:
+    """Scans proteins; writes the rows of each to `file` and its picture, if wanted, to a file of its own."""
+    writer = csv.writer(file)
+    writer.writerow(("protein", "position", "wild_type", "mutation", "score", "log_probability"))
+    for i, protein in enumerate(proteins):
+        print(f"{i + 1} of {len(proteins)}, {protein.name}: {len(protein.sequence)} residues", file=sys.stderr)
+        if context is not None:
+            context.encode([protein.sequence])
+        found = masked_marginals(model, protein.sequence, shared_context=context is not None, context=context,
+                                 batch_size=chosen.batch, progress=True)  # fmt: skip
+        writer.writerows(_rows(protein.name, found))
+        if chosen.heatmap:
+            heat_map(found, _numbered(chosen.heatmap, i, len(proteins)), title=protein.name)
 
 
 def _rows(name: str, scan: Scan) -> list[tuple[Any, ...]]:

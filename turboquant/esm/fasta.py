@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import os
+import re
+import warnings
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Protein", "read_fasta"]
+__all__ = ["Entries", "Protein", "doubts", "read_entries", "read_fasta"]
+
+GZIP = b"\x1f\x8b"  # the first bytes of every gzip file (RFC 1952)
+# Types of entries of a PIR file (">P1;CRAB_ANAPL"), in which a title follows each header.
+PIR = re.compile(r"(P1|F1|DL|DC|RL|RC|N1|N3|XX);", re.IGNORECASE)
+NUCLEOTIDES = frozenset("ACGTUN")
+NUCLEOTIDE_CODES = frozenset("ACGTUNRYSWKMBDHV-")  # with those of IUPAC for several nucleotides
+LEAST_NUCLEOTIDES = 10  # shorter peptides may have such letters alone
 
 
 class Protein(NamedTuple):
@@ -16,18 +28,41 @@ class Protein(NamedTuple):
     sequence: str
 
 
+class Entries(NamedTuple):
+    """What a file holds: its proteins, and for each entry that is none an error that names file, line and entry."""
+
+    proteins: Sequence[Protein]
+    errors: Sequence[str]
+
+
 def read_fasta(path: str | os.PathLike[str]) -> list[Protein]:
-    """All entries of a file or pipe, in order, read once. Lower-case letters (soft masking) become upper-case, blanks
-    and the "*" of a stop codon at the end are left out; whether letters are of a model's alphabet is for the model to
-    say. Lines end with LF, CR LF or CR and nothing else; a byte order mark in front is left out.
+    """All entries of a file or pipe, plain or compressed by gzip, in order, read once. Lower-case letters (soft
+    masking) become upper-case, blanks and the "*" of a stop codon at the end are left out; whether letters are of a
+    model's alphabet is for the model to say. Lines end with LF, CR LF or CR and nothing else; a byte order mark in
+    front is left out.
 
     ValueError, naming the line, for a file without entries, text in front of the first, an entry without a sequence, or
-    one with a character that is not printable ASCII: upper case of others may be several letters.
+    one with a character that is not printable ASCII: upper case of others may be several letters. ValueError for a gzip
+    file that is damaged, and UnicodeDecodeError for text that is not UTF-8. UserWarning for sequences that look like
+    DNA or RNA, and for headers of a PIR file, whose titles would be read as residues.
+    """
+    proteins, errors = read_entries(path)
+    if errors:
+        raise ValueError(errors[0])
+    for doubt in doubts(proteins):
+        warnings.warn(f"{os.fspath(path)}: {doubt}", stacklevel=2)
+    return list(proteins)
+
+
+def read_entries(path: str | os.PathLike[str]) -> Entries:
+    """As `read_fasta`, but entries that cannot be read are among the errors and the others are there; no warnings.
+
+    ValueError for what is no FASTA file at all: no entries, text in front of the first, damaged gzip.
     """
     name = os.fspath(path)
     found: list[tuple[int, str, list[str]]] = []
-    content = Path(path).read_text(encoding="utf-8-sig")  # which has every end of a line as "\n"
-    for number, line in enumerate(content.split("\n"), 1):
+    wrong: dict[int, str] = {}  # by entry, its first error
+    for number, line in enumerate(_text(path).split("\n"), 1):
         text = line.strip(" \t")
         if text.startswith(">"):
             words = text[1:].split()
@@ -38,13 +73,47 @@ def read_fasta(path: str | os.PathLike[str]) -> list[Protein]:
             _, header, parts = found[-1]
             letters = text.replace(" ", "").replace("\t", "")
             if not (letters.isascii() and letters.isprintable()):
-                wrong = next(letter for letter in letters if not "!" <= letter <= "~")
-                raise ValueError(f"{name}:{number}: the sequence of {header!r} must be in ASCII letters, got {wrong!r}")
+                odd = next(letter for letter in letters if not "!" <= letter <= "~")
+                error = f"{name}:{number}: the sequence of {header!r} must be in ASCII letters, got {odd!r}"
+                wrong.setdefault(len(found) - 1, error)
             parts.append(letters.upper())
     if not found:
         raise ValueError(f"{name}: must be a FASTA file with at least one protein, got none")
     proteins = [Protein(header, "".join(parts).removesuffix("*")) for _, header, parts in found]
-    for (number, header, _), protein in zip(found, proteins):
-        if not protein.sequence:
-            raise ValueError(f"{name}:{number}: {header!r} must have a sequence, got none")
-    return proteins
+    for i, (number, header, _) in enumerate(found):
+        if not proteins[i].sequence:
+            wrong[i] = f"{name}:{number}: {header!r} must have a sequence, got none"
+    return Entries([p for i, p in enumerate(proteins) if i not in wrong], [wrong[i] for i in sorted(wrong)])
+
+
+def _text(path: str | os.PathLike[str]) -> str:
+    """The text of a file, with every end of a line as "\\n"."""
+    content = Path(path).read_bytes()
+    if content.startswith(GZIP):
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{os.fspath(path)}: must be a whole gzip file, got a damaged one: {error}") from None
+    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def doubts(proteins: Sequence[Protein]) -> list[str]:
+    """Sentences about sequences that are probably not those of proteins."""
+    found = []
+    titled = [p.name for p in proteins if PIR.match(p.name)]
+    if titled:
+        found.append(f"{len(titled)} of {len(proteins)} headers are those of a PIR file, the first {titled[0]!r}: the "
+                     "title in the line after each is read as residues; convert the file to FASTA")  # fmt: skip
+    nucleotides = [p.name for p in proteins if _of_nucleotides(p.sequence)]
+    if nucleotides:
+        found.append(f"{len(nucleotides)} of {len(proteins)} sequences look like DNA or RNA, the first "
+                     f"{nucleotides[0]!r}: their letters are read as amino acids; translate them first")  # fmt: skip
+    return found
+
+
+def _of_nucleotides(sequence: str) -> bool:
+    """Whether a sequence has three or more kinds of nucleotides and little else. Few proteins have: of 20 letters 5."""
+    letters = set(sequence)
+    if len(sequence) < LEAST_NUCLEOTIDES or not letters <= NUCLEOTIDE_CODES or len(letters & set("ACGTU")) < 3:
+        return False
+    return sum(map(sequence.count, NUCLEOTIDES)) >= 0.9 * len(sequence)
