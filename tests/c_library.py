@@ -62,7 +62,8 @@ def objects(
     machine  what `compiler` compiles for
     """
     find_flags = isa_flags(machine)
-    kernels = {path: find_flags(path.stem) for level in levels for path in sorted(CSRC.glob(f"kernels/{level}.c"))}
+    units = (unit for level in levels for unit in (level, f"{level}_scan"))  # those of attention and of the index
+    kernels = {path: find_flags(path.stem) for unit in units for path in sorted(CSRC.glob(f"kernels/{unit}.c"))}
     kernels = {path: special for path, special in kernels.items() if special is not None}
     common = [*BASE, f"-I{CSRC}", *(f"-DTQ_HAVE_{path.stem.upper()}" for path in kernels)]
     sources = {path: [*common, *flags] for path in sorted(CSRC.glob("core/*.c"))}
