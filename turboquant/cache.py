@@ -28,6 +28,10 @@ def checked_config(config: Any) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"encoder-decoder models are not supported, got {type(config).__name__}")
     text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        raise NotImplementedError(f"latent attention (`kv_lora_rank`) is not supported, got {type(config).__name__}")
+    if getattr(text, "cross_attention_layers", None):
+        raise NotImplementedError(f"cross-attention layers are not supported, got {type(config).__name__}")
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if getattr(text, "attention_chunk_size", None) is not None:
         kinds.add("chunked_attention")

@@ -18,9 +18,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..attention import NAME
 from ..cache import TurboQuantCache, checked_config
 from ..calibration import Calibration, layer_specs
-from ..calibration.measure import fingerprint
+from ..calibration.measure import describe, fingerprint
 from ..graph import ForwardWithGraphs
 from ..names import CACHE, NAMES, cache_argument, given_cache
+from ..plan import MAX_HEAD_DIM
 from ..routing import Previous, check_route, restore, route
 from ..spec import CacheSpec
 
@@ -120,9 +121,16 @@ def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None
         refuse("its attention is not causal")
     if any(isinstance(getattr(m, "sinks", None), torch.Tensor) for m in layers):
         refuse("its attention has learned sinks")
+    if any(getattr(m, "kv_lora_rank", None) for m in layers):
+        refuse("latent attention (`kv_lora_rank`) is not supported")
     if any(getattr(m, "v_head_dim", None) != getattr(m, "qk_head_dim", None) for m in layers):
-        refuse("its keys and values have different sizes (latent attention)")
+        refuse("its keys and values have different sizes")
     head_dims = {m.head_dim for m in layers if isinstance(getattr(m, "head_dim", None), int)}
+    if len(head_dims) > 1:
+        refuse(f"its layers have different head_dims ({', '.join(map(str, sorted(head_dims)))})")
+    head_dims = head_dims or {describe(text)["head_dim"]}
+    if max(head_dims) > MAX_HEAD_DIM:
+        refuse(f"its head_dim is {max(head_dims)}, at most {MAX_HEAD_DIM} can be packed")
     if calibration is not None:
         calibration.check(fingerprint(model))
     for one in layer_specs(spec, calibration, text.num_hidden_layers):
