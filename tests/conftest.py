@@ -17,6 +17,8 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
 
+REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", ROOT / "build" / "real-models"))
+
 ALL_HEAD_DIMS = tuple(range(8, 257, 8))
 ODD_HEAD_DIMS = (24, 40, 80, 96, 200)  # real models have them; no kernel may lose speed or correctness there
 HEAD_DIMS = (8, 64, 80, 128, 256)
@@ -73,4 +75,12 @@ def shared_file(name: str) -> Path:
     path = SHARED / name
     if not path.exists():
         pytest.skip(f"{name} is not there: set TURBOQUANT_SHARED to the folder that holds it")
+    return path
+
+
+def real_model(name: str) -> Path:
+    """The folder of smollm2 or gemma3, made by `make real-models`; the test is skipped where it is absent."""
+    path = REAL_MODELS / name
+    if not path.exists():
+        pytest.skip(f"{name} is not there: make real-models, or set TURBOQUANT_REAL_MODELS to the folder that holds it")
     return path

