@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizer
 
 import turboquant
 from turboquant import CacheSpec, TurboQuantCache
+from turboquant.names import CACHE
+from turboquant.patch import continuation
 
 WIDE = CacheSpec(2, 2, sinks=3, window=512, centre="prompt")  # nothing ever leaves the window: exact
 PACKED = CacheSpec(3, 3, prefill="packed")
@@ -209,6 +211,36 @@ def test_generate_in_chunks():
     model, inputs = tiny(), prompts(2, 50, (0, 9))
     want = generate(model, inputs, 10, prefill_chunk_size=16)
     assert_same(generate(turboquant.patch(model, WIDE), inputs, 10, prefill_chunk_size=16), want)
+
+
+def test_a_prompt_that_does_not_continue_the_cache_is_warned_of(recwarn):
+    model, inputs = turboquant.patch(tiny(), PACKED), prompts(2, 20, (0, 0))
+    cache = TurboQuantCache(model.config, PACKED)
+    ids = inputs["input_ids"]
+
+    def turn(ids: torch.Tensor, cache: TurboQuantCache = cache, **how) -> torch.Tensor:
+        mask = torch.ones_like(ids)
+        return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, **{CACHE: cache}, **how)
+
+    said = turn(ids)
+    longer = torch.cat([said, ids], 1)
+    branch = cache.fork()
+    turn(longer)
+    turn(longer, branch, num_beams=1, do_sample=True)
+    fresh = TurboQuantCache(model.config, PACKED)
+    turn(ids, fresh, num_beams=2, num_return_sequences=1)
+    assert not [w for w in recwarn if "`input_ids`" in str(w.message)]  # conversations that go on
+
+    cache.crop(23)
+    with pytest.warns(UserWarning, match="`input_ids` must be longer than the 23 positions .* got 20 tokens"):
+        continuation.check(cache, ids)
+    other = longer.clone()
+    other[1, 21] = (other[1, 21] + 1) % 50
+    with pytest.warns(UserWarning, match="begin with the 23 tokens .* others from position 21 on"):
+        turn(other)
+    cache.reset()
+    turn(other)
+    assert len([w for w in recwarn if "`input_ids`" in str(w.message)]) == 0
 
 
 def test_generate_in_chunks_that_are_padding_alone():

@@ -77,6 +77,10 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         self._shared = Common(calibration)
         self._hold([PackedLayer(i, spec, self._shared) for i, spec in enumerate(specs)])
 
+    #: int64 [batch, tokens], the tokens that the cache begins with, as far as they are known; a reference to what the
+    #: model was given, for `generate` to compare with (`patch.continuation`). None: unknown.
+    known_ids: torch.Tensor | None = None
+
     def _hold(self, layers: list[PackedLayer]) -> None:
         super().__init__(layers=layers)
         self._shared.layers = layers
@@ -112,6 +116,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         other.spec, other.fingerprint = self.spec, self.fingerprint
         other._shared = self._shared.fork()
         other._hold([layer.fork(other._shared) for layer in self.layers])
+        other.known_ids = self.known_ids
         return other
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
@@ -155,6 +160,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
             if keep > 0 and not layer.can_crop_to(keep):
                 layer.crop(tokens)  # raises
         super().crop(tokens)
+        if self.known_ids is not None:
+            self.known_ids = self.known_ids[:, : max(keep, 0)] if keep > 0 else None
 
     def lengths_on(self, device: torch.device) -> torch.Tensor | None:
         """int32 [batch], the lengths that the last forward used on a device; None if there was none."""
@@ -180,7 +187,23 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """See `PackedLayer.reorder_cache`."""
+        self.known_ids = None
         super().reorder_cache(torch.as_tensor(beam_idx).cpu())  # read back once, not by every layer
+
+    def reset(self) -> None:
+        """Empties the cache: see `PackedLayer.reset`."""
+        self.known_ids = None
+        super().reset()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """See `PackedLayer.batch_select_indices`."""
+        self.known_ids = None
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """See `PackedLayer.batch_repeat_interleave`."""
+        self.known_ids = None
+        super().batch_repeat_interleave(repeats)
 
     def activate_past_recording(self) -> None:
         """See `PackedLayer.activate_past_recording`."""

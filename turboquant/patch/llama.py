@@ -24,6 +24,7 @@ from ..names import CACHE, NAMES, cache_argument, given_cache
 from ..plan import MAX_HEAD_DIM
 from ..routing import Previous, check_route, restore, route
 from ..spec import CacheSpec
+from . import continuation
 
 __all__ = ["patch", "unpatch"]
 
@@ -81,6 +82,7 @@ def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> No
         setattr(
             model, _METHOD, partial(_prepare_cache_for_generation, model)
         )  # pickle makes a method the class's again
+        setattr(model, continuation.METHOD, partial(continuation.generate, model))
 
 
 def unpatch(model: Any) -> None:
@@ -93,7 +95,8 @@ def unpatch(model: Any) -> None:
     if state.cuda_graphs:
         del model.forward
     del model._turboquant
-    model.__dict__.pop(_METHOD, None)
+    for method in (_METHOD, continuation.METHOD):
+        model.__dict__.pop(method, None)
 
 
 def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
@@ -168,14 +171,20 @@ def _give_cache(
     """A forward without a cache gets one if it asks to, or if it would make its own and no gradient is wanted."""
     state = model._turboquant
     at = state.cache_position
-    if model.training or any(x is not None for x in (*args[at : at + 1], given_cache(kwargs))):
+    given = next((x for x in args[at : at + 1] if x is not None), given_cache(kwargs))
+    ids = args[0] if args else kwargs.get("input_ids")
+    if isinstance(given, TurboQuantCache):
+        continuation.remember_first(given, ids)
+    if model.training or given is not None:
         return None
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
         use_cache = getattr(model.config, "use_cache", False) and not torch.is_grad_enabled()
     if not use_cache:
         return None
+    cache = _new_cache(model)
+    continuation.remember_first(cache, ids)
     if len(args) > at:
-        return (*args[:at], _new_cache(model), *args[at + 1 :]), kwargs
+        return (*args[:at], cache, *args[at + 1 :]), kwargs
     others = {name: x for name, x in kwargs.items() if name not in NAMES}  # a name with None: both together raise
-    return args, {**others, state.cache_name: _new_cache(model)}
+    return args, {**others, state.cache_name: cache}

@@ -1,0 +1,62 @@
+"""Whether the prompt of a `generate` call continues what its cache holds.
+
+`generate` expects the whole conversation in `input_ids` and skips as many tokens as the cache holds, whatever they are.
+Where they are others than those that were stored, the text that follows is of neither prompt.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from ..cache import TurboQuantCache
+from ..names import given_cache
+
+__all__ = ["METHOD", "generate", "remember_first"]
+
+METHOD = "generate"
+
+
+def remember_first(cache: TurboQuantCache, ids: Any) -> None:
+    """Keeps ids [batch, tokens], the input of a forward, as what an empty cache begins with."""
+    if cache.known_ids is None and isinstance(ids, torch.Tensor) and not cache.get_seq_length():
+        cache.known_ids = ids
+
+
+def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The `generate` of a patched model: that of its class, after a look at the prompt and the cache it is given."""
+    ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+    cache = given_cache(kwargs)
+    if isinstance(cache, TurboQuantCache) and isinstance(ids, torch.Tensor) and ids.dim() == 2:
+        check(cache, ids)
+        cache.known_ids = ids
+    out = getattr(type(model), METHOD)(model, *args, **kwargs)
+    texts = out if isinstance(out, torch.Tensor) else out["sequences"]
+    held = cache if isinstance(out, torch.Tensor) else given_cache(out)
+    # None: beams were reordered; another number: several texts for each prompt.
+    if isinstance(held, TurboQuantCache) and held.known_ids is not None and len(held.known_ids) == len(texts):
+        held.known_ids = texts if isinstance(ids, torch.Tensor) else None
+    return out
+
+
+def check(cache: TurboQuantCache, ids: torch.Tensor) -> None:
+    """Warns if ids [batch, tokens] do not continue a filled cache. Reads the device once."""
+    held, known = cache.get_seq_length(), cache.known_ids
+    if not held:
+        return
+    if ids.shape[1] <= held:
+        _warn(f"must be longer than the {held} positions that the cache holds, got {ids.shape[1]} tokens")
+    elif known is not None and len(known) == len(ids):
+        length = min(held, known.shape[1])
+        others = (ids[:, :length] != known[:, :length].to(ids.device)).any(0).nonzero()
+        if len(others):
+            _warn(
+                f"must begin with the {held} tokens that the cache holds, got others from position {int(others[0])} on"
+            )
+
+
+def _warn(what: str) -> None:
+    how = "`generate` expects the whole conversation; use a new cache, or crop this one to where the texts part"
+    warnings.warn(f"`input_ids` {what}: {how}", stacklevel=4)
