@@ -20,6 +20,13 @@ from .spec import CacheSpec, resolve
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
 
+# What all layers must have alike, and how a refusal calls it.
+_UNIFORM = {
+    "head_dim": "head_dims",
+    "num_key_value_heads": "numbers of KV heads",
+    "num_attention_heads": "numbers of attention heads",
+}
+
 
 def checked_config(config: Any) -> Any:
     """The configuration of the decoder, if its layers are of a kind that can be packed."""
@@ -28,10 +35,16 @@ def checked_config(config: Any) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"encoder-decoder models are not supported, got {type(config).__name__}")
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
+    varying = set(getattr(text, "per_layer_attributes", None) or ())  # reading these from `text` itself raises
+    if "kv_lora_rank" in varying or getattr(text, "kv_lora_rank", None):
         raise NotImplementedError(f"latent attention (`kv_lora_rank`) is not supported, got {type(config).__name__}")
     if getattr(text, "cross_attention_layers", None):
         raise NotImplementedError(f"cross-attention layers are not supported, got {type(config).__name__}")
+    if getattr(text, "n_recurrent_loops", 1) > 1:
+        raise NotImplementedError(
+            f"layers that run several times in a forward (`n_recurrent_loops`) are not supported, "
+            f"got {type(config).__name__}"
+        )
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if getattr(text, "attention_chunk_size", None) is not None:
         kinds.add("chunked_attention")
@@ -43,6 +56,9 @@ def checked_config(config: Any) -> Any:
         raise NotImplementedError(
             f"keys and values shared between layers are not supported, got {type(config).__name__}"
         )
+    for name, plural in _UNIFORM.items():
+        if name in varying:
+            raise NotImplementedError(f"layers have different {plural}, got {type(config).__name__}")
     return text
 
 

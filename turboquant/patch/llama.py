@@ -119,6 +119,8 @@ def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None
         refuse(why)
     if not any("RotaryEmbedding" in type(m).__name__ for m in model.modules()):
         refuse("its keys are not rotary")
+    if any(hasattr(m, "_update_causal_mask") for m in model.modules()):
+        refuse("it makes its attention masks itself")
     layers = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "is_causal")]
     if not layers or not all(m.is_causal for m in layers):
         refuse("its attention is not causal")

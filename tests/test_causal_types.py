@@ -1,0 +1,246 @@
+"""Every causal language model type that the installed transformers has: patched and exact, or refused in a sentence.
+
+`EXACT` and `REFUSED` are the table of types, and `BEFORE` says what older transformers differ in. A type that is in
+neither fails.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from models import torch, transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
+
+import turboquant
+from turboquant import CacheSpec
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+HOLDS_ALL = CacheSpec(4, 4, sinks=0, window=64)
+PACKED = CacheSpec(4, 4, sinks=0, window=0)
+
+# Fields of a small configuration. A type is given those of them that it has; fields of its own stand in EXACT.
+SMALL: dict[str, Any] = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_experts=4,
+    n_routed_experts=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    max_position_embeddings=256,
+    initializer_range=0.15,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+GPT_J = dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=256, rotary_dim=8, bos_token_id=1)
+TOWER = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2)
+
+# Types that are patched, and fields of their small configurations beside SMALL.
+EXACT: dict[str, dict[str, Any]] = {
+    **{
+        name: {}
+        for name in """
+        afmoe apertus apertus1p5_text arcee aria_text beam bitnet code_llama cohere cohere2 cohere2_moe cwm emu3
+        ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_neox
+        granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+        iquestcoder jais2 kolibri1 laguna lfm2 llama mellum minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
+        mixtral modernbert-decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2
+        qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+        """.split()
+    },
+    "codegen": {**GPT_J, "eos_token_id": None},
+    "cohere_compass_text": dict(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "dbrx": dict(
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=256,
+        attn_config=dict(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8),
+        ffn_config=dict(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2),
+    ),
+    "dots1": dict(n_shared_experts=1),
+    "gptj": {**GPT_J, "eos_token_id": None},
+    "phi4_multimodal": dict(
+        vision_config={**TOWER, "num_hidden_layers": 2, "image_size": 28, "crop_size": 28},
+        audio_config={**TOWER, "num_blocks": 1, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
+    ),
+}
+
+# A phrase of the refusal, and the types that are refused with it.
+NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
+NOT_ROTARY = "its keys are not rotary"
+LINEAR = "layers must be full or sliding attention, got .*linear_attention"
+REFUSED: dict[str, str] = {
+    NO_INTERFACE: """
+        bart big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom blt cpmant falcon git gpt_neo
+        gpt_neox_japanese marian mbart mega megatron-bert mpt musicgen musicgen_melody mvp open-llama openai-gpt pegasus
+        plbart prophetnet qdqbert reformer rembert roformer rwkv speech_to_text_2 stablelm transfo-xl trocr whisper
+        xglm xlm xlm-prophetnet xlnet xlstm
+        """,
+    NOT_ROTARY: """
+        bert bert-generation camembert ctrl data2vec-text electra ernie gpt-sw3 gpt2 gpt_bigcode opt roberta
+        roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod
+        """,
+    r"latent attention \(`kv_lora_rank`\)": """
+        axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots3_note dots3_note_text glm4_moe_lite
+        glm_moe_dsa hy_v4 kimi_linear longcat_flash minicpm3 sarvam_mla youtu
+        """,
+    LINEAR: """
+        bamba falcon_mamba granitemoehybrid jamba lara_mini mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5
+        qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma zamba zamba2
+        """,
+    "layers must be .* got hybrid": "falcon_h1 inkling2_loop_text inkling2_text inkling_text zaya",
+    "layers must be .* got chunked_attention": "llama4 llama4_text",
+    "layers must be .* got compressed_sparse_attention": "deepseek_v4",
+    "layers must be .* got conv": "lfm2_moe lfm3",
+    "layers have different head_dims": "gemma4 gemma4_text gemma4_unified gemma4_unified_text",
+    "keys and values shared between layers": "gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant",
+    "it has more than a text model": "fuyu gemma3 got_ocr2 moss_transcribe_diarize",
+    "its attention has learned sinks": "flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
+    "its attention is not causal": "doge",
+    "its attention uses the keys of a layer twice": "diffllama",
+    "its attention computes with the keys between cache and AttentionInterface": "jetmoe",
+    "cross-attention layers are not supported": "mllama",
+    "layers that run several times in a forward": "dory",
+}
+
+# Fields of refused types that cannot be built at their default ones.
+INDEXER = dict(
+    indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=2048, indexer_compress_ratio=4
+)
+ASSISTANT = dict(
+    num_hidden_layers=2,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"],
+    hidden_size_per_layer_input=0,
+    vocab_size_per_layer_input=0,
+)
+NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": dict(text_config=ASSISTANT),
+    "gemma4_unified_assistant": dict(text_config=ASSISTANT),
+    "granitemoehybrid": dict(num_hidden_layers=2, layer_types=["mamba", "attention"]),
+    "lfm2_moe": dict(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+    "mllama": dict(rope_scaling={"rope_type": "default"}),
+    "nemotron": dict(num_key_value_heads=8),
+    "qwen4_exp": INDEXER,
+    "qwen4_exp_text": INDEXER,
+    "reformer": dict(is_decoder=True),
+}
+
+# Types that transformers cannot build here, with what it says then.
+NOT_BUILT: dict[str, str] = {
+    "gemma3n": "requires the timm library",
+    "qdqbert": "requires the pytorch-quantization library",
+    "speech_to_text_2": "has no attribute 'weight'",
+}
+if VERSION < (5, 24):  # refuses models all of whose layers share keys and values
+    sharing = "The set of layer types producing a cache"
+    NOT_BUILT.update(dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], sharing))
+
+# What versions before the one named refuse with another phrase, or at all. Most of these types have attention code
+# of their own there; persimmon makes 4-D masks, and granitemoehybrid has another name for linear attention.
+BEFORE: dict[tuple[int, int], dict[str, str]] = {
+    (5, 0): {
+        **dict.fromkeys(
+            """
+            bamba bert bert-generation camembert ctrl data2vec-text dbrx diffllama electra ernie falcon_h1 falcon_mamba
+            gpt_bigcode granitemoe granitemoeshared jamba jetmoe mamba mamba2 moshi nemotron olmoe phimoe qwen2_moe
+            recurrent_gemma roberta roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod zamba zamba2
+            """.split(),
+            NO_INTERFACE,
+        ),
+        "granitemoehybrid": "layers must be .* got attention, mamba",
+        "persimmon": "it makes its attention masks itself",
+    },
+    (5, 24): dict.fromkeys(["codegen", "gptj"], NO_INTERFACE),
+}
+
+
+def phrase_of_refusal(name: str) -> str | None:
+    """What the refusal of a type says, None for one that is patched."""
+    for version, phrases in BEFORE.items():
+        if version > VERSION and name in phrases:
+            return phrases[name]
+    phrases = [phrase for phrase, names in REFUSED.items() if name in names.split()]
+    if bool(phrases) + (name in EXACT) != 1:
+        pytest.fail(
+            f"transformers {transformers.__version__} has the causal type {name!r}, which is not in the table of "
+            f"{__name__}. Build it tiny and patch it: put it into EXACT if it agrees with the model without a patch, "
+            "else into REFUSED with the phrase of the refusal; if it patches and fails later, let "
+            "turboquant/patch/llama.py refuse it first."
+        )
+    return phrases[0] if phrases else None
+
+
+def classes(name: str) -> tuple[Any, Any]:
+    model = getattr(transformers, TYPES[name])
+    return model, model.config_class or CONFIG_MAPPING[name]
+
+
+def built(name: str) -> Any:
+    """The type at its default size, without weights."""
+    model, config = classes(name)
+    try:
+        with torch.device("meta"):
+            return model(config(**NEEDED.get(name, {})))
+    except (ImportError, AttributeError, ValueError) as error:
+        if name in NOT_BUILT and NOT_BUILT[name] in str(error):
+            pytest.skip(f"transformers cannot build it: {NOT_BUILT[name]}")
+        raise
+
+
+def tiny(name: str) -> Any:
+    model, config = classes(name)
+    renamed = getattr(config, "attribute_map", {})
+    has = config(**{k: v for k, v in EXACT[name].items() if isinstance(v, dict)})
+    fields = {key: x for key, x in SMALL.items() if key not in renamed and hasattr(has, key)} | EXACT[name]
+    if isinstance(has.__dict__.get("layer_types"), list):
+        fields.setdefault("layer_types", has.layer_types[:2])
+    torch.manual_seed(0)
+    made = model(config(**fields)).eval()
+    if getattr(made.config, "attn_logit_softcapping", None):
+        made.set_attn_implementation("eager")  # transformers 4.57 leaves the soft-cap out of SDPA in silence
+    return made
+
+
+def run(model: Any) -> tuple[torch.Tensor, list[int]]:
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    with torch.no_grad():
+        logits = model(ids, use_cache=True).logits
+        text = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return logits, text.tolist()
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_causal_type(name: str) -> None:
+    phrase = phrase_of_refusal(name)
+    if phrase is not None:
+        model = built(name)
+        with pytest.raises(
+            NotImplementedError, match=f"^{re.escape(type(model).__name__)} cannot be patched: .*{phrase}"
+        ):
+            turboquant.patch(model)
+        return
+    model = tiny(name)
+    want, text = run(model)
+    turboquant.patch(model, HOLDS_ALL)
+    got, same = run(model)
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max().clamp(min=1) and same == text
+    turboquant.patch(model, PACKED)
+    cache = turboquant.TurboQuantCache(model.config, PACKED)
+    with torch.no_grad():
+        for ids in ([[5, 6, 7, 8]], [[9]], [[10]]):
+            packed = model(torch.tensor(ids), use_cache=True, **{model._turboquant.cache_name: cache}).logits
+    assert torch.isfinite(packed).all() and cache.get_seq_length() == 6
