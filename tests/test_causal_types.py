@@ -116,7 +116,7 @@ REFUSED: dict[str, str] = {
     "layers that run several times in a forward": "dory",
 }
 
-# Fields of refused types that cannot be built at their default ones.
+# Fields of refused types that cannot be built, or not fast, at their default ones.
 INDEXER = dict(
     indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=2048, indexer_compress_ratio=4
 )
@@ -134,6 +134,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2_moe": dict(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
     "mllama": dict(rope_scaling={"rope_type": "default"}),
     "nemotron": dict(num_key_value_heads=8),
+    "qwen3_next": dict(num_hidden_layers=4),  # 24576 modules of experts in transformers 4.57
     "qwen4_exp": INDEXER,
     "qwen4_exp_text": INDEXER,
     "reformer": dict(is_decoder=True),
