@@ -60,7 +60,7 @@ def test_generates_from_packed_bytes(name, demo, ids):
         head_dim, config.num_key_value_heads, config.num_hidden_layers
     )
     assert report.layers[0].tokens == tokens
-    spare = {"pages", "block_table", "sinks", "window", "rotation", "calibration", "lengths", "centre"}
+    spare = {"pages", "block_table", "sinks", "window", "rotation", "calibration", "lengths", "centre", "token ids"}
     assert set(report.parts) <= spare  # nothing else is held: no full-precision history
 
 

@@ -93,8 +93,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         self._shared = Common(calibration)
         self._hold([PackedLayer(i, spec, self._shared) for i, spec in enumerate(specs)])
 
-    #: int64 [batch, tokens], the tokens that the cache begins with, as far as they are known; a reference to what the
-    #: model was given, for `generate` to compare with (`patch.continuation`). None: unknown.
+    #: int32 [batch, tokens], the tokens that the cache begins with, as far as they are known, for `generate` to compare
+    #: its prompt with (`patch.continuation`). None: unknown.
     known_ids: torch.Tensor | None = None
 
     def _hold(self, layers: list[PackedLayer]) -> None:
@@ -177,7 +177,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
                 layer.crop(tokens)  # raises
         super().crop(tokens)
         if self.known_ids is not None:
-            self.known_ids = self.known_ids[:, : max(keep, 0)] if keep > 0 else None
+            self.known_ids = self.known_ids[:, :keep].clone() if keep > 0 else None
 
     def lengths_on(self, device: torch.device) -> torch.Tensor | None:
         """int32 [batch], the lengths that the last forward used on a device; None if there was none."""
@@ -230,7 +230,12 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         """(part, tensor) of everything the cache holds."""
         for layer in self.layers:
             yield from layer.tensors()
+        yield from self._common_tensors()
+
+    def _common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._shared.tensors()
+        if self.known_ids is not None:
+            yield "token ids", self.known_ids
 
     @property
     def nbytes(self) -> int:
@@ -240,6 +245,6 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def report(self) -> CacheReport:
         shared: dict[str, int] = {}
-        for part, tensor in self._shared.tensors():
+        for part, tensor in self._common_tensors():
             shared[part] = shared.get(part, 0) + tensor.untyped_storage().nbytes()
         return CacheReport(tuple(layer.report() for layer in self.layers), shared)

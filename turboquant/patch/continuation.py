@@ -22,7 +22,7 @@ METHOD = "generate"
 def remember_first(cache: TurboQuantCache, ids: Any) -> None:
     """Keeps ids [batch, tokens], the input of a forward, as what an empty cache begins with."""
     if cache.known_ids is None and isinstance(ids, torch.Tensor) and not cache.get_seq_length():
-        cache.known_ids = ids
+        cache.known_ids = ids.to(torch.int32)
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,13 +31,13 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     cache = given_cache(kwargs)
     if isinstance(cache, TurboQuantCache) and isinstance(ids, torch.Tensor) and ids.dim() == 2:
         check(cache, ids)
-        cache.known_ids = ids
+        cache.known_ids = ids.to(torch.int32)
     out = getattr(type(model), METHOD)(model, *args, **kwargs)
     texts = out if isinstance(out, torch.Tensor) else out["sequences"]
     held = cache if isinstance(out, torch.Tensor) else given_cache(out)
     # None: beams were reordered; another number: several texts for each prompt.
     if isinstance(held, TurboQuantCache) and held.known_ids is not None and len(held.known_ids) == len(texts):
-        held.known_ids = texts if isinstance(ids, torch.Tensor) else None
+        held.known_ids = texts.to(torch.int32) if isinstance(ids, torch.Tensor) else None
     return out
 
 
