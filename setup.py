@@ -1,7 +1,9 @@
 """Builds the native parts; everything else about the package is in pyproject.toml.
 
-    turboquant/_core*.so    the C core under CPython and NumPy; no torch
-    turboquant/_torch.so    the C core (and CUDA) under LibTorch's stable ABI; no Python, one file for any torch >= 2.10
+    turboquant/libturboquant.so    the C core; the other two load it from beside them, so a process has it once
+    turboquant/_core*.so           its functions for CPython and NumPy; no torch
+    turboquant/_torch.so           its functions (and CUDA) under LibTorch's stable ABI; no Python, one file for
+                                   any torch >= 2.10
 
 The compile commands are written to build/<variant>/build.ninja, and ninja runs what changed.
 
@@ -55,6 +57,7 @@ ISA_UNITS: list[tuple[str, tuple[str, ...], str]] = [
 OLDEST_TORCH = (2, 10)
 TORCH_DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 WARNINGS = ["-Wall", "-Wextra"]
+BESIDE = ["-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN"]  # for what loads libturboquant.so: it lies in the same folder
 
 
 def fail(message: str) -> SystemExit:
@@ -260,13 +263,15 @@ def sources(folder: str, suffix: str) -> list[Path]:
     return [path.relative_to(ROOT) for path in sorted((ROOT / CSRC / folder).glob("*" + suffix))]
 
 
-def compile_core(build: Ninja, cc: str, common: list[str]) -> list[Path]:
-    """The objects of core/ and kernels/, which both libraries link. dispatch.c learns of each by TQ_HAVE_<ISA>."""
+def link_library(build: Ninja, cc: str, common: list[str], linker: list[str], strict: bool) -> Path:
+    """libturboquant.so: core/ and kernels/, exporting what is TQ_API. dispatch.c learns of each kernel by TQ_HAVE_."""
     c = [*common, "-std=c11", "-Icsrc/include", "-Icsrc"]
     units = [(path, flags) for path in sources("kernels", ".c") if (flags := isa_flags(path.stem)) is not None]
     c += [f"-DTQ_HAVE_{path.stem.upper()}" for path, _ in units]
     objects = [build.compile(path, cc, c) for path in sources("core", ".c")]
-    return objects + [build.compile(path, cc, c + flags) for path, flags in units]
+    objects += [build.compile(path, cc, c + flags) for path, flags in units]
+    linker = [*linker, "-Wl,-soname,libturboquant.so", *(["-Wl,-z,defs"] if strict else [])]
+    return build.link("libturboquant.so", objects, cc, [*linker, "-pthread", "-lm"])
 
 
 def compile_cuda(build: Ninja, nvcc: str) -> list[Path]:
@@ -276,32 +281,32 @@ def compile_cuda(build: Ninja, nvcc: str) -> list[Path]:
     return [build.compile(path, nvcc, flags) for path in sources("cuda", ".cu")]
 
 
-def link_core(build: Ninja, cc: str, common: list[str], linker: list[str], core: list[Path]) -> None:
+def link_core(build: Ninja, cc: str, common: list[str], linker: list[str], library: Path) -> None:
     flags = [*common, "-std=c11", "-Icsrc/include", *require_headers()]
     objects = [build.compile(path, cc, flags) for path in sources("python", ".c")]
-    build.link("_core.so", core + objects, cc, [*linker, "-pthread", "-lm"])
+    build.link("_core.so", [*objects, library], cc, [*linker, *BESIDE, "-pthread", "-lm"])
 
 
 def link_torch(
-    build: Ninja, torch: Path, nvcc: str | None, common: list[str], linker: list[str], core: list[Path], strict: bool
+    build: Ninja, torch: Path, nvcc: str | None, common: list[str], linker: list[str], library: Path, strict: bool
 ) -> None:
-    """_torch.so: operators, core and CUDA.
+    """_torch.so: operators and CUDA.
 
-    It names libtorch.so and libtorch_cpu.so as needed and is loaded after `import torch`, so no path is written into
-    it. One file serves torch with and without CUDA: what only libtorch_cuda.so has (the current stream; libtorch.so
-    brings it along where it exists) must be declared weak, and -z defs refuses any other unknown symbol here instead
-    of at a user's import.
+    It names libtorch.so and libtorch_cpu.so as needed and is loaded after `import torch`, so no path of theirs is
+    written into it. One file serves torch with and without CUDA: what only libtorch_cuda.so has (the current stream;
+    libtorch.so brings it along where it exists) must be declared weak, and -z defs refuses any other unknown symbol
+    here instead of at a user's import.
     """
     cxx = compiler("CXX", ("c++", "g++", "clang++"), "g++ (Debian, Ubuntu: build-essential), or set TURBOQUANT_TORCH=0")
     flags = [*common, *words("CXXFLAGS"), "-std=c++20", "-Icsrc/include", *TORCH_DEFINES]
     flags += ["-isystem", str(torch / "include")]
     if nvcc:
         flags += ["-DTURBOQUANT_WITH_CUDA", "-DUSE_CUDA"]
-    objects = core + [build.compile(path, cxx, flags) for path in sources("torch", ".cpp")]
-    linker = [*linker, f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
+    objects = [build.compile(path, cxx, flags) for path in sources("torch", ".cpp")]
+    linker = [*linker, *BESIDE, f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
     linker += ["-Wl,-z,defs"] if strict else []
     if not nvcc:
-        build.link("_torch.so", objects, cxx, [*linker, "-pthread", "-lm"])
+        build.link("_torch.so", [*objects, library], cxx, [*linker, "-pthread", "-lm"])
         return
     # nvcc knows where its own static runtime lies, so it links; it has its own spelling for what the linker is told.
     cuda = compile_cuda(build, nvcc)
@@ -310,7 +315,7 @@ def link_torch(
     linker = [flag.replace("-Wl,", "-Xlinker=") if flag.startswith("-Wl,") else flag for flag in linker]
     linker = [flag if flag.startswith(("-X", "-L", "-l")) else f"-Xcompiler={flag}" for flag in linker]
     linker = [*host, "--cudart=static", "--no-device-link", *linker, "-Xcompiler=-pthread", "-lm"]
-    build.link("_torch.so", objects + cuda, nvcc, linker)
+    build.link("_torch.so", [*objects, *cuda, library], nvcc, linker)
 
 
 def write_ninja(torch: Path | None) -> Ninja:
@@ -331,10 +336,10 @@ def write_ninja(torch: Path | None) -> Ninja:
     # No contraction: the codes that a number gets must not depend on whether a compiler fuses a product and a sum.
     common += ["-ffp-contract=off"]
     c = [*words("CFLAGS"), *common, "-Werror=implicit"]
-    core = compile_core(build, cc, c)
-    link_core(build, cc, c, linker, core)
+    library = link_library(build, cc, c, linker, strict=not sanitize)
+    link_core(build, cc, c, linker, library)
     if torch:
-        link_torch(build, torch, nvcc_to_build_with(), common, linker, core, strict=not sanitize)
+        link_torch(build, torch, nvcc_to_build_with(), common, linker, library, strict=not sanitize)
     return build
 
 
@@ -348,7 +353,7 @@ class BuildNative(build_ext):
             self.extensions = [ext for ext in self.extensions if not ext.name.endswith("._torch")]
 
     def get_ext_filename(self, fullname: str) -> str:
-        if fullname.endswith("_torch"):  # no Python in it, so no Python version in its name
+        if fullname.endswith(("_torch", "libturboquant")):  # no Python in it, so no Python version in its name
             return fullname.replace(".", "/") + ".so"
         return super().get_ext_filename(fullname)
 
@@ -399,7 +404,8 @@ everything = sorted(str(path.relative_to(ROOT)) for path in (ROOT / CSRC).rglob(
 setup(
     version=version(),
     ext_modules=[
-        Extension("turboquant._core", sources=[], depends=everything),
+        Extension("turboquant.libturboquant", sources=[], depends=everything),
+        Extension("turboquant._core", sources=[]),
         Extension("turboquant._torch", sources=[]),
     ],
     cmdclass={"build_ext": BuildNative, "build_cuda": BuildCuda},

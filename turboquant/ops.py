@@ -35,7 +35,8 @@ Errors: ValueError for anything about an argument, its dtype and device included
 not get). A failed call has changed nothing. On CUDA the contents of tensors cannot be looked at without waiting for
 the device: there lengths are clamped, and a page index out of range reads page 0 or drops what would be written.
 
-Threads on a CPU: the smaller of `torch.get_num_threads()` and the environment variable TURBOQUANT_NUM_THREADS.
+Threads on a CPU: the smaller of `torch.get_num_threads()` and `turboquant._core.num_threads()`. Operators and `_core`
+share one core: what `_core.set_num_threads` and `_core.set_isa` choose holds for both.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ public:
         return Tensor(handle);
     }
 
-    /** torch.get_num_threads() or TURBOQUANT_NUM_THREADS, whichever is smaller. */
+    /** torch.get_num_threads() or tq_num_threads(), whichever is smaller. */
     int32_t threads() const
     {
         uint32_t torch_threads = 1;

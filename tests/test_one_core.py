@@ -1,0 +1,105 @@
+"""A process has one core: `_core` and the torch operators share its threads and its instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from turboquant import _core, ops
+
+PACKAGE = Path(_core.__file__).parent
+LIBRARIES = [Path(_core.__file__).name, "_torch.so"]
+PLAN = (1, 64, 128, 1, 0, 0, 0, 4, 4, 4, 4)
+
+COUNT_THREADS = f"""
+import os, torch
+from turboquant import _core, ops
+torch.set_num_threads(4)
+k = torch.zeros(8, 8, 64, 64)
+def pool(n):
+    _core.set_num_threads(n)
+    torch.ops.turboquant.quantize(k, k, {PLAN})
+    return len(os.listdir("/proc/self/task"))
+before = pool(1)
+print(pool(3) - before)
+pages = _core.new_pages({PLAN}, 8, 8)
+table, lengths = torch.arange(8, dtype=torch.int32)[:, None].numpy(), torch.full((8,), 64, dtype=torch.int32).numpy()
+_core.append({PLAN}, k.numpy(), k.numpy(), lengths, pages, table)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_a_process_maps_the_library_once() -> None:
+    ops.pack(torch.zeros(1, 1, 4, 64), None, (1, 64, 128, 1, 0, 0, 0, 4, 4, 0, 0))
+    maps = Path("/proc/self/maps").read_text()
+    files = {line.split()[-1] for line in maps.splitlines() if "turboquant" in line.rpartition("/")[2]}
+    assert {Path(file).resolve() for file in files} == {(PACKAGE / "libturboquant.so").resolve()}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_both_libraries_have_no_core_of_their_own(name: str) -> None:
+    """dlsym looks in a library, then in what it needs: both find the same functions, those of libturboquant.so."""
+    mine, shared = ctypes.CDLL(str(PACKAGE / name)), ctypes.CDLL(str(PACKAGE / "libturboquant.so"))
+    for function in ("tq_num_threads", "tq_set_isa", "tq_append", "tq_index_search"):
+        found = [ctypes.cast(getattr(library, function), ctypes.c_void_p).value for library in (mine, shared)]
+        assert found[0] == found[1], function
+
+
+def test_what_one_side_sets_the_other_sees() -> None:
+    torch_side = ctypes.CDLL(str(PACKAGE / "_torch.so"))
+    torch_side.tq_isa.restype = ctypes.c_char_p
+    torch_side.tq_set_isa.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
+    threads, isa = _core.num_threads(), _core.isa()
+    try:
+        _core.set_num_threads(3)
+        assert torch_side.tq_num_threads() == 3
+        assert torch_side.tq_set_num_threads(5, None) == 0
+        assert _core.num_threads() == 5
+        for level in _core.isa_available():
+            _core.set_isa(level)
+            assert torch_side.tq_isa() == level.encode()
+        for level in _core.isa_available():
+            assert torch_side.tq_set_isa(level.encode(), None) == 0
+            assert _core.isa() == level
+    finally:
+        _core.set_num_threads(threads)
+        _core.set_isa(None)
+    assert _core.isa() == isa
+
+
+def test_operators_run_at_the_level_that_core_sets() -> None:
+    """TURBOQUANT_ISA names no level, so an operator works only where `_core.set_isa` has reached it."""
+    code = (
+        "import torch\nfrom turboquant import _core, ops\nk = torch.zeros(1, 1, 4, 64)\n"
+        f"call = lambda: torch.ops.turboquant.quantize(k, k, {PLAN})\n"
+        "try:\n    call()\nexcept RuntimeError:\n    print('refused')\n"
+        "_core.set_isa('scalar')\ncall()\nprint('scalar')"
+    )
+    environment = os.environ | {"TURBOQUANT_ISA": "sse9"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["refused", "scalar"], done.stderr
+
+
+def test_operators_and_core_share_one_pool() -> None:
+    """Threads that an operator started serve `_core`: three at most, two of them the pool's."""
+    environment = os.environ | {"TURBOQUANT_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", COUNT_THREADS], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "2"], done.stderr
+
+
+def test_the_library_exports_what_the_headers_declare() -> None:
+    shared, headers = ctypes.CDLL(str(PACKAGE / "libturboquant.so")), Path(__file__).parent.parent / "csrc/include"
+    if not headers.exists():
+        pytest.skip("there are no headers beside these tests")
+    text = "".join((headers / name).read_text() for name in ("turboquant.h", "turboquant_index.h"))
+    names = re.findall(r"^TQ_API [^;(]*?(tq_\w+)\(", text, re.MULTILINE)
+    assert len(names) > 20
+    assert not [name for name in names if not hasattr(shared, name)]
+    assert not hasattr(shared, "tq_parallel")
