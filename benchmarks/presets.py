@@ -76,7 +76,7 @@ a full cache, so that nats tell more than shares. `default-3` and `default-2` ar
 RECALL_ALONE = {"full cache, no passage": "unplanted_", "full cache": "reference_"}
 KERNELS = {
     "hadamard": "fast Hadamard on the way in; all packed kernels",
-    "haar": "a dense matrix on the way in; all packed kernels",
+    "dense": "a dense matrix on the way in; all packed kernels",
     "calibrated": "a dense matrix per KV head on the way in; all packed kernels",
 }
 PORTABLE = "portable code on the CPU, plain kernels on CUDA, a tile of 32 tokens at a time (byte format 2)"

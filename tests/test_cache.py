@@ -184,7 +184,7 @@ def test_a_window_that_holds_everything_is_exact(prefill, dtype):
 
 
 @pytest.mark.parametrize("bits, error", [(5, 0.08), (4, 0.15), (3, 0.28), (2, 0.55)])
-@pytest.mark.parametrize("rotation", ["hadamard", "haar", "none"])
+@pytest.mark.parametrize("rotation", ["hadamard", "dense", "none"])
 def test_packed_is_close(rotation, bits, error):
     stream = Stream(tokens=200)
     cache = TurboQuantCache(CONFIG, CacheSpec(bits, bits, rotation=rotation, centre="prompt", prefill="packed"))
@@ -207,7 +207,7 @@ def test_groups_of_16():
 
 
 def test_one_haar_matrix_serves_all_layers():
-    cache = TurboQuantCache(CONFIG, CacheSpec(rotation="haar"))
+    cache = TurboQuantCache(CONFIG, CacheSpec(rotation="dense"))
     forward(cache, Stream().piece(0, 9))
     assert len({id(layer.rotations[side]) for layer in cache.layers for side in ("key", "value")}) == 1
     assert [t.shape for p, t in cache.tensors() if p == "rotation"] == [(1, DIM, DIM)]
@@ -514,7 +514,7 @@ def test_pages_are_shared_out_among_uneven_sequences():
 
 
 def test_report_counts_every_byte_once():
-    cache = TurboQuantCache(CONFIG, CacheSpec(3, 3, sinks=2, window=8, centre="prompt", rotation="haar"))
+    cache = TurboQuantCache(CONFIG, CacheSpec(3, 3, sinks=2, window=8, centre="prompt", rotation="dense"))
     forward(cache, Stream(batch=2, dtype=torch.bfloat16).piece(0, 300))
     report = cache.report()
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in cache.tensors()}

@@ -109,7 +109,7 @@ def test_what_is_attended_to_is_what_was_packed(spec):
 
 
 @pytest.mark.parametrize("spec", [CacheSpec(3, 3, centre="prompt", centre_tokens=16), CacheSpec(3, 3, sinks=5),
-                                  CacheSpec(3, 3, rotation="haar")], ids=["centred", "sinks", "haar"])  # fmt: skip
+                                  CacheSpec(3, 3, rotation="dense")], ids=["centred", "sinks", "dense"])  # fmt: skip
 def test_padding_changes_nothing(spec):
     model = tiny_esm(head_dim=32, num_hidden_layers=1)  # one layer: rounding that moves a code is not carried on
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_models_that_share_a_configuration():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_another_dtype_after_patching(dtype):
-    model = turboquant.patch(tiny_esm(head_dim=32, initializer_range=0.1), CacheSpec(5, 5, rotation="haar"))
+    model = turboquant.patch(tiny_esm(head_dim=32, initializer_range=0.1), CacheSpec(5, 5, rotation="dense"))
     ids = torch.tensor([tokenise(protein(60), model.config)])
     with torch.no_grad():
         want = model(ids).logits

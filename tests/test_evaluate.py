@@ -79,7 +79,7 @@ MODES = {
     "centred by the prompt": CacheSpec(3, 3, centre="prompt", centre_tokens=48),
     "calibrated": CacheSpec(budget=3),
     "sinks and window": CacheSpec(2, 2, sinks=3, window=20),
-    "blocks and a sketch": CacheSpec(3, 3, key_levels="affine", value_levels="affine", key_block=32, sketch="qjl"),
+    "blocks and a sketch": CacheSpec(3, 3, key_levels="affine", value_levels="affine", key_block=32, sketch="gaussian"),
     "overrides of boundary layers": CacheSpec(2, 2).with_boundary(1, key_bits=8, key_levels="absmax", key_block=32),
 }
 

@@ -113,7 +113,7 @@ def test_outliers_of_the_prompt_and_of_a_calibration_are_the_loud_channels(rng):
     used = np.abs(first[:, :64]).max(1) > 0  # channels of the first part
     assert used[0, [5, 70]].all() and used[1, 100:].all() and used.sum(1).tolist() == [64, 64]
     assert side_matrix(spec, "value", 128) is None
-    both = side_matrix(spec.with_(sketch="qjl/4"), "key", 128, first)
+    both = side_matrix(spec.with_(sketch="gaussian/4"), "key", 128, first)
     assert both.shape == (2, 160, 128) and np.array_equal(both[:, :128], first)
 
 

@@ -237,7 +237,7 @@ def test_window_and_sinks_leave_the_same_bytes(name, rng):
 
 VECTORS = {
     "prod": dict(bits=2, scale="norm", sketch="gaussian"),
-    "quarter sketch, haar": dict(bits=3, codebook="uniform", rotation="haar", sketch="gaussian", sketch_rows=96),
+    "quarter sketch, haar": dict(bits=3, codebook="uniform", rotation="dense", sketch="gaussian", sketch_rows=96),
     "affine": dict(bits=4, levels="affine", block=64, rotation="none"),
     "q8_0": dict(bits=8, levels="absmax", block=32, rotation="none"),
     "sign": dict(bits=3, sketch="sign"),

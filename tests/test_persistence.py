@@ -23,7 +23,7 @@ from turboquant.persistence import MAGIC
 SPECS = {
     "all packed": PACKED,
     "sinks, window and centre": PACKED.with_(sinks=3, window=40, centre="prompt"),
-    "layers that differ": CacheSpec(2, 3, rotation="haar", overrides={1: {"key_bits": 5, "window": 8}}),
+    "layers that differ": CacheSpec(2, 3, rotation="dense", overrides={1: {"key_bits": 5, "window": 8}}),
     "nothing packed": CacheSpec(window=512),
     "groups of 16": CacheSpec((8, 1), (4, 3), group=16, sinks=2, window=16),
 }

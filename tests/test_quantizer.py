@@ -34,7 +34,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("bits", DISTORTION)
-@pytest.mark.parametrize("rotation", ["hadamard", "haar", "none"])
+@pytest.mark.parametrize("rotation", ["hadamard", "dense", "none"])
 def test_distortion_of_normal_vectors(bits: int, rotation: str, rng: np.random.Generator) -> None:
     x = normal(rng, 2000, 256)
     q = Quantizer(256, bits, rotation, scale="norm")
@@ -43,7 +43,7 @@ def test_distortion_of_normal_vectors(bits: int, rotation: str, rng: np.random.G
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("rotation", ["hadamard", "haar"])
+@pytest.mark.parametrize("rotation", ["hadamard", "dense"])
 def test_rotation_makes_distortion_independent_of_the_data(bits: int, rotation: str, rng: np.random.Generator) -> None:
     """Vectors with a few large numbers, which no rotation would ruin at once."""
     x = normal(rng, 500, 128) * 0.01
@@ -77,7 +77,7 @@ def test_eden_is_unbiased(bits: int, rng: np.random.Generator) -> None:
     query = x + normal(rng, 1, 64)  # correlated: a factor that is off shows
     exact = (query.astype(float) @ x.T).item()
     seeds = 400
-    for rotation in ("hadamard", "haar"):
+    for rotation in ("hadamard", "dense"):
         found = {}
         for scale in ("eden", "norm"):
             quantizers = (Quantizer(64, bits, rotation, scale, seed=seed) for seed in range(seeds))
@@ -89,9 +89,9 @@ def test_eden_is_unbiased(bits: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("rotation", ["hadamard", "haar", "none"])
+@pytest.mark.parametrize("rotation", ["hadamard", "dense", "none"])
 def test_dot_is_that_of_the_decoded_vectors(dim: int, rotation: str, rng: np.random.Generator) -> None:
-    if rotation == "haar" and dim > 256:
+    if rotation == "dense" and dim > 256:
         pytest.skip("the same code as below 256, but cubic time for the matrix")
     bits: Any = 3 if dim < 64 else [4, 0, 1, 5, 2, 3, 0][: -(-dim // 32)] + [2] * max(0, -(-dim // 32) - 7)
     q = Quantizer(dim, bits, rotation, centre=normal(rng, dim))
@@ -187,7 +187,7 @@ def test_effective_bits_count_everything() -> None:
 
 def test_equal_arguments_make_equal_bytes(rng: np.random.Generator) -> None:
     x = normal(rng, 33, 80)
-    for rotation in ("hadamard", "haar"):
+    for rotation in ("hadamard", "dense"):
         first, again, other = (Quantizer(80, 3, rotation, seed=seed).quantize(x).pages.tobytes() for seed in (1, 1, 2))
         assert first == again != other
 
@@ -239,8 +239,8 @@ def test_codes_hold_a_plan_of_any_sequence(rng: np.random.Generator) -> None:
 
 
 def test_repr_and_from_plan(rng: np.random.Generator) -> None:
-    q = Quantizer(80, [4, 2, 1], "haar", "norm", "sphere", 9)
-    assert repr(q) == "Quantizer(80, [4, 2, 1], rotation='haar', scale='norm', codebook='sphere', seed=9)"
+    q = Quantizer(80, [4, 2, 1], "dense", "norm", "sphere", 9)
+    assert repr(q) == "Quantizer(80, [4, 2, 1], rotation='dense', scale='norm', codebook='sphere', seed=9)"
     x = normal(rng, 10, 80)
     codes = q.quantize(x)
     same = Quantizer.from_plan(codes.plan)
@@ -275,8 +275,8 @@ NO_SPHERE = "`codebook` must be 'normal' above 256 channels, got 'sphere' for 26
         (dict(bits=[4]), ValueError, GROUPS),
         (dict(bits=[4, 6]), ValueError, "`bits[1]` must be in 0..5, got 6"),
         (dict(bits=[0, 0]), ValueError, "Quantizer: `bits` must be in 1..5, or more than 0 in one group, got [0, 0]"),
-        (dict(rotation="pca"), ValueError, "Quantizer: `rotation` must be one of hadamard, haar, none, got 'pca'"),
-        (dict(rotation=1), TypeError, "Quantizer: `rotation` must be one of hadamard, haar, none, got 1"),
+        (dict(rotation="pca"), ValueError, "Quantizer: `rotation` must be one of hadamard, dense, none, got 'pca'"),
+        (dict(rotation=1), TypeError, "Quantizer: `rotation` must be one of hadamard, dense, none, got 1"),
         (dict(scale="max"), ValueError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got 'max'"),
         (dict(scale=None), TypeError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got None"),
         (dict(codebook="kmeans"), ValueError, "`codebook` must be one of normal, sphere, uniform, got 'kmeans'"),
@@ -357,7 +357,7 @@ def test_other_calls_refuse(rng: np.random.Generator) -> None:
         (Quantizer(64, 3), r"of bits \[4, 4\], got \[3, 3\]"),
         (Quantizer(128, 4), "of dim 64, got 128"),
         (Quantizer(64, 4, seed=1), "of seed 0, got 1"),
-        (Quantizer(64, 4, "haar"), "of rotation 1, got 2"),
+        (Quantizer(64, 4, "dense"), "of rotation 1, got 2"),
         (Quantizer(64, 4, scale="norm"), "of scale 0, got 1"),
         (Quantizer(64, 4, codebook="sphere"), "of codebook 0, got 1"),
     ]:

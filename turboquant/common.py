@@ -93,7 +93,7 @@ class Common:
         """The random matrix of a side, float32 [1, rows, head_dim], one for all layers of a device: Haar, a sketch, or
         one above the other. None where the plan needs none."""
         rows = spec.sketch_rows(head_dim) if side == "key" else 0
-        where = (spec.rotation_of(side) == "haar", rows, spec.seed, head_dim, device)
+        where = (spec.rotation_of(side) == "dense", rows, spec.seed, head_dim, device)
         if where not in self._rotations:
             matrix = side_matrix(spec, side, head_dim)
             if matrix is None:

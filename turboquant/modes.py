@@ -32,7 +32,7 @@ def side_matrix(spec: CacheSpec, side: str, head_dim: int, rotation: F32 | None 
 
     rotation: [heads, head_dim, head_dim] where it comes from data (split, calibrated, svd); else made here.
     """
-    if rotation is None and spec.rotation_of(side) == "haar":
+    if rotation is None and spec.rotation_of(side) == "dense":
         rotation = _core.haar(spec.seed, head_dim)[None]
     rows = spec.sketch_rows(head_dim) if side == "key" else 0
     if not rows:
@@ -60,7 +60,7 @@ def split_rotation(spec: CacheSpec, side: str, magnitude: NDArray[np.floating]) 
 @cache
 def _plain_rotation(kind: str, dim: int, seed: int) -> F32:
     """[dim, dim]."""
-    if kind == "haar":
+    if kind == "dense":
         return _core.haar(seed, dim)
     plan = plan_words(dim, 1, 0, rotation=kind, seed=seed)
     return np.ascontiguousarray(_core.rotate(plan, np.eye(dim, dtype=np.float32)).T)

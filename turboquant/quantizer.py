@@ -39,7 +39,7 @@ __all__ = ["Codes", "Quantizer"]
 
 _PAGE = 32  # vectors of a page
 _RUN = 256  # vectors that one thread quantises at a time
-_ROTATIONS = {"hadamard": Rotation.HADAMARD, "haar": Rotation.DENSE, "none": Rotation.NONE}
+_ROTATIONS = {"hadamard": Rotation.HADAMARD, "dense": Rotation.DENSE, "none": Rotation.NONE}
 _LIMIT = f"finite and at most {_core.MAX_INPUT:.0f} in magnitude"
 _LEVELS = ("codebook", "affine", "absmax")  # a table needs data
 _SKETCHES = ("none", "gaussian", "sign")
@@ -175,7 +175,7 @@ class Quantizer:
 
     dim: numbers of a vector, a multiple of 8 in 8..4096. (Pad others with zeros: no inner product changes.)
     bits: 1..5 for all numbers, or a sequence with 0..5 for each group of 32 rotated channels.
-    rotation: "hadamard" (random signs and Walsh-Hadamard butterflies, O(dim log dim)), "haar" (a random orthogonal
+    rotation: "hadamard" (random signs and Walsh-Hadamard butterflies, O(dim log dim)), "dense" (a random orthogonal
         matrix, made here in O(dim^3): seconds from a dim of about 2,000, and O(dim^2) for every vector), or "none".
     scale: the one number kept per vector. "eden": inner products are unbiased over the random rotation;
         "least_squares": least squared error; "norm": that of TurboQuant mse; "norm_corrected": decoded vectors keep

@@ -34,12 +34,12 @@ Bits = int | float | tuple[int, ...]
 Overrides = tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]
 
 _CHOICES = {
-    "rotation": ("hadamard", "haar", "none", "calibrated", "svd"),
-    "value_rotation": ("same", "hadamard", "haar", "none", "svd"),
+    "rotation": ("hadamard", "dense", "none", "calibrated", "svd"),
+    "value_rotation": ("same", "hadamard", "dense", "none", "svd"),
     "codebook": ("normal", "sphere", "uniform"),
     "key_levels": ("codebook", "affine", "absmax", "table"),
     "value_levels": ("codebook", "affine", "absmax", "table"),
-    "sketch": ("none", "qjl", "qjl/4", "sign"),
+    "sketch": ("none", "gaussian", "gaussian/4", "sign"),
     "outliers": ("none", "prompt", "calibrated"),
     "scale": ("eden", "norm", "norm_corrected", "least_squares"),
     "centre": ("none", "prompt", "calibrated"),
@@ -123,7 +123,7 @@ class CacheSpec:
                            with one entry in 0..5, or 8 if groups are of 16, per group of rotated channels.
     group           channels of a group: 32, or 16 (byte format version 3), with which a budget follows the variance
                     more closely and may give a few groups 8 bits, and heads that are no multiple of 32 are padded less.
-    rotation        "hadamard": random signs and Walsh-Hadamard, nothing is stored; "haar": a dense random matrix;
+    rotation        "hadamard": random signs and Walsh-Hadamard, nothing is stored; "dense": a dense random matrix;
                     "none"; "calibrated": per KV head, keys and values apart, the axes of a calibration, each
                     group divided by its fixed step; "svd": per KV head, the right singular vectors of the
                     calibration's vectors, not centred (TurboESM).
@@ -134,9 +134,9 @@ class CacheSpec:
                     and the largest number; "absmax": a scale from the largest magnitude (q8_0); "table": 8 levels per
                     head, K-means of a calibration (3 bits), nothing stored per token.
     key_block, value_block   channels that share those numbers, a multiple of 32; 0: all.
-    sketch          of what the codes of a key leave over: "none"; "qjl": the signs of as many Gaussian projections as
-                    there are channels, and the norm (TurboQuant prod, QJL); "qjl/4": of a quarter as many; "sign": its
-                    own signs, times the mean magnitude (TurboESM).
+    sketch          of what the codes of a key leave over: "none"; "gaussian": the signs of as many Gaussian projections
+                    as there are channels, and the norm (TurboQuant prod, QJL); "gaussian/4": of a quarter as many;
+                    "sign": its own signs, times the mean magnitude (TurboESM).
     outliers        which channels get the extra bit of 2.5 or 3.25 bits. "none": the first after the rotation, which
                     makes all alike; else those of largest magnitude before it, per KV head, and the two parts are
                     rotated and scaled apart: "prompt": in the first `centre_tokens` tokens of the first forward, over
@@ -237,7 +237,7 @@ class CacheSpec:
                 refuse("outliers", "'none' where no side has a fractional number of bits")
             if (self.key_levels, self.value_levels) != ("codebook", "codebook") or self.value_rotation != "same":
                 refuse("outliers", "'none' unless both sides have the levels of a codebook and one kind of rotation")
-            if self.rotation not in ("hadamard", "haar", "none"):
+            if self.rotation not in ("hadamard", "dense", "none"):
                 refuse("outliers", f"'none' where `rotation` is {self.rotation!r}")
         if "codebook" not in (self.key_levels, self.value_levels):
             for name, left in (("scale", "eden"), ("codebook", "normal")):
@@ -358,7 +358,7 @@ class CacheSpec:
             head_dim,
             group_widths(self.key_bits, head_dim, self.group),
             group_widths(self.value_bits, head_dim, self.group),
-            rotation="dense" if self.rotation in ("haar", "calibrated", "svd") else self.rotation,
+            rotation="dense" if self.rotation in ("dense", "calibrated", "svd") else self.rotation,
             codebook=self.codebook,
             scale=self.scale,
             seed=self.seed,
@@ -372,14 +372,14 @@ class CacheSpec:
 
     def sketch_rows(self, head_dim: int) -> int:
         """Rows of the Gaussian sketch of keys; 0 without one."""
-        return {"qjl": head_dim, "qjl/4": head_dim // 4}.get(self.sketch, 0)
+        return {"gaussian": head_dim, "gaussian/4": head_dim // 4}.get(self.sketch, 0)
 
     def _blocked_plan(self, head_dim: int) -> Plan:
         sides = []
         for side in _SIDES:
             bits, block = getattr(self, f"{side}_bits"), getattr(self, f"{side}_block")
             rotation = self.rotation_of(side)
-            dense = rotation in ("haar", "svd") or (self.outliers != "none" and isinstance(bits, float))
+            dense = rotation in ("dense", "svd") or (self.outliers != "none" and isinstance(bits, float))
             rows = self.sketch_rows(head_dim) if side == "key" else 0
             sketch = "gaussian" if rows else "sign" if side == "key" and self.sketch == "sign" else "none"
             blocks = block
@@ -443,7 +443,7 @@ _PRESETS: dict[str, CacheSpec] = {
     # outlier channels apart (section 4.3).
     **{f"paper-mse-{bits}": _paper(bits) for bits in (4, 3.5, 3, 2.5, 2)},
     # TurboQuant prod (Algorithm 2): one bit of the keys is a sketch; values, which meet no query, as in mse.
-    **{f"paper-prod-{bits}": CacheSpec(bits - 1, bits, scale="norm", sketch="qjl") for bits in (4, 3, 2)},
+    **{f"paper-prod-{bits}": CacheSpec(bits - 1, bits, scale="norm", sketch="gaussian") for bits in (4, 3, 2)},
     # The calibrated plan, by its average of code bits; all of them take the same calibration.
     **{
         f"calibrated-{bits}": CacheSpec(budget=float(bits), sinks=4, window=128)
@@ -457,16 +457,16 @@ _PRESETS: dict[str, CacheSpec] = {
     "turboesm": CacheSpec(3, 3, rotation="svd", value_rotation="none", key_levels="table", value_levels="table",
                           sketch="sign"),
     "mlx-v2-4-lean": _affine(4, "none"),
-    "mlx-v2-4-rotated": _affine(4, "haar"),
-    "mlx-v2-3-rotated-qjl": _affine(3, "haar", "qjl"),
+    "mlx-v2-4-rotated": _affine(4, "dense"),
+    "mlx-v2-3-rotated-qjl": _affine(3, "dense", "gaussian"),
     **{
-        f"mlx-v3-{bits}": CacheSpec(bits, bits, rotation="haar", scale="norm")
+        f"mlx-v3-{bits}": CacheSpec(bits, bits, rotation="dense", scale="norm")
         for bits in (4, 3.5, 3.25, 3, 2.75, 2.5, 2)
     },
     "skainet-safe-lowbit": _absmax(8, 4, rotation="none", value_rotation="hadamard"),
     "skainet-balanced": _absmax(4, 4),
     "skainet-experimental-max": _absmax(3, 3),
-    "polarquant-3-2": CacheSpec(3, 2, codebook="uniform", scale="norm", sketch="qjl/4"),
+    "polarquant-3-2": CacheSpec(3, 2, codebook="uniform", scale="norm", sketch="gaussian/4"),
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from turboquant.persistence import MAGIC
 SPECS = (
     CacheSpec(1, 1, sinks=1, window=2, centre="prompt"),
     CacheSpec(3, 2, prefill="packed"),
-    CacheSpec(4, 4, rotation="haar", overrides={1: {"window": 4, "key_bits": 5}}),
+    CacheSpec(4, 4, rotation="dense", overrides={1: {"window": 4, "key_bits": 5}}),
 )
 ODD: tuple[Any, ...] = (0, 1, -1, 2, 7, 128, 2**31 - 1, 2**31, 2**63, 10**30, 0.5, 1e300, True, None, "", "x", "eden",
                         [], [0], [[]], {}, {"layers": 2}, [-1], "float16", "hadamard")  # fmt: skip

@@ -13,7 +13,7 @@ x64 = np.zeros((3, 64))
 
 # ---- turboquant ----
 reveal_type(turboquant.__version__)  # type: str
-q = Quantizer(64, 4, rotation="haar", scale="norm", codebook=Codebook.SPHERE, seed=1, centre=x[0])
+q = Quantizer(64, 4, rotation="dense", scale="norm", codebook=Codebook.SPHERE, seed=1, centre=x[0])
 mixed = Quantizer(64, [4, 2])
 reveal_type(q.quantize)  # type: def (x: ndarray[tuple[Any, ...], dtype[floating[_32Bit]]]) -> Codes
 codes = q.quantize(x)
