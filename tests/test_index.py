@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+from scipy import special
 
 import turboquant
 from turboquant import _core
@@ -42,7 +43,7 @@ def slow_search(index, queries):
     return ids, queries.astype(np.float64) @ decoded.T + extra
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("trained", [None, False, True])
 def test_search_is_the_full_sort(bits, trained):
     x = clustered(700, 72)
@@ -60,12 +61,21 @@ def test_search_is_the_full_sort(bits, trained):
     assert list(known) == list(range(700))
 
 
+def lloyd_max_64():
+    """Levels of N(0, 1) by Lloyd's iteration: each becomes the mean of its cell."""
+    levels = np.linspace(0.05, 3.7, 32)
+    for _ in range(20_000):
+        edges = np.concatenate([[0], (levels[1:] + levels[:-1]) / 2, [np.inf]])
+        levels = -np.diff(np.exp(-edges * edges / 2)) / np.sqrt(2 * np.pi) / -np.diff(special.ndtr(-edges))
+    return np.concatenate([-levels[::-1], levels])
+
+
 def test_rows_by_definition():
     """index_encode against ranks and the EDEN scale in NumPy."""
     rng = RNG(3)
-    bits = np.array([3, 0, 5, 8, 1, 2, 4], np.uint8)
-    steps = np.array([2, 1, 0.5, 0.25, 1, 3, 0.1], np.float32)
-    z = rng.standard_normal((5, 224)).astype(np.float32) * np.repeat(steps, 32)
+    bits = np.array([3, 0, 5, 8, 1, 2, 4, 6], np.uint8)
+    steps = np.array([2, 1, 0.5, 0.25, 1, 3, 0.1, 0.7], np.float32)
+    z = rng.standard_normal((5, 256)).astype(np.float32) * np.repeat(steps, 32)
     codes, scales = _core.index_encode(bits, steps, z)
     assert codes.shape == (5, 4 * bits.sum())
     step = np.repeat(steps, 32)
@@ -78,6 +88,13 @@ def test_rows_by_definition():
         part = np.s_[:, 32 * g : 32 * g + 32]
         if b == 8:
             levels[part] = (np.clip(np.rint(u[part] * 32) + 128, 1, 255) - 128) / 32
+        elif b == 6:
+            best = lloyd_max_64()
+            step6 = np.float32(_core.index_step(6))
+            own = np.rint(best / step6).astype(np.float32)  # Lloyd-Max levels in int8 times the step
+            assert np.abs(own).max() <= 127 and np.abs(own * step6 - best).max() <= step6 * 0.51
+            ranks = np.searchsorted((own[1:] + own[:-1]) * (np.float32(0.5) * step6), u[part], side="right")
+            levels[part] = own[ranks] * step6
         elif b:
             book = _core.codebook(0, 8, int(b))
             ranks = np.searchsorted(book["thresholds"], u[part], side="right")

@@ -47,6 +47,15 @@ static void expand(const tq_codebook_row *row, int32_t bits, tq_codebook *out)
         out->thresholds[rank] = (float)(level_of_rank[rank] + level_of_rank[rank + 1]) * half_step;
 }
 
+void tq_six_bit_levels(int8_t levels[64], float *step)
+{
+    for (int32_t i = 0; i < 32; i++) {
+        levels[31 - i] = (int8_t)-tq_codebook_6[i];
+        levels[32 + i] = tq_codebook_6[i];
+    }
+    *step = tq_codebook_6_step;
+}
+
 tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out, tq_error *error)
 {
     if (law != TQ_CODEBOOK_NORMAL && law != TQ_CODEBOOK_SPHERE && law != TQ_CODEBOOK_UNIFORM)

@@ -19,6 +19,12 @@ static const tq_codebook_row tq_codebook_normal[5] = {
     {0.0337600708f, {2, 6, 10, 14, 18, 22, 26, 31, 36, 41, 47, 53, 60, 69, 80, 97}},
 };
 
+/* N(0, 1) in 6 bits, of the vector index alone. */
+static const float tq_codebook_6_step = 0.0347709656f;
+static const int8_t tq_codebook_6[32] = {
+    1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 32,
+    34, 37, 39, 42, 45, 48, 51, 54, 58, 62, 66, 71, 77, 84, 93, 108};
+
 /* A coordinate of sqrt(d) times a uniform unit vector of d dimensions; index d / 8 - 1, bits - 1. */
 static const tq_codebook_row tq_codebook_sphere[32][5] = {
     { /* d = 8 */

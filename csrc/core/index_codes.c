@@ -13,8 +13,8 @@ tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, tq_e
         return tq_fail(error, TQ_E_VALUE, "groups", -1, layout->groups, "in 1..128");
     int64_t sum = 0;
     for (int32_t g = 0; g < layout->groups; g++) {
-        if (layout->bits[g] > TQ_MAX_BITS && layout->bits[g] != TQ_WIDE_BITS)
-            return tq_fail(error, TQ_E_VALUE, "bits", g, layout->bits[g], "in 0..5 or 8");
+        if (layout->bits[g] > TQ_SCAN_BITS && layout->bits[g] != TQ_WIDE_BITS)
+            return tq_fail(error, TQ_E_VALUE, "bits", g, layout->bits[g], "in 0..6 or 8");
         if (!(layout->steps[g] > 0) || !isfinite(layout->steps[g]))
             return tq_fail(error, TQ_E_VALUE, "steps", g, layout->steps[g], "finite and above 0");
         sum += layout->bits[g];
@@ -28,18 +28,42 @@ void tq_index_levels(const tq_index_layout *layout, tq_scan_layout *scan)
 {
     memset(scan, 0, sizeof *scan);
     scan->layout = layout;
-    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++) {
-        tq_codebook book;
-        tq_get_codebook(TQ_CODEBOOK_NORMAL, 0, bits, &book, NULL); /* cannot fail for these widths */
-        for (int32_t rank = 0; rank < book.n_levels; rank++)
-            scan->levels[bits][rank] = book.levels[book.code_of_rank[rank]];
+    for (int32_t bits = 1; bits <= TQ_SCAN_BITS; bits++) {
+        tq_index_book book;
+        tq_get_index_book(bits, &book);
+        memcpy(scan->levels[bits], book.levels, sizeof book.levels);
     }
 }
 
-/* The rank of u, and its level in units of u. */
-static uint8_t quantize(const tq_codebook *book, float u, float *level)
+void tq_get_index_book(int32_t bits, tq_index_book *out)
 {
-    if (book->bits == TQ_WIDE_BITS) {
+    memset(out, 0, sizeof *out);
+    out->n_levels = 1 << bits;
+    if (bits == TQ_SCAN_BITS) {
+        tq_six_bit_levels(out->levels, &out->step);
+        for (int32_t rank = 0; rank < 63; rank++)
+            out->thresholds[rank] = (float)(out->levels[rank] + out->levels[rank + 1]) * (0.5f * out->step);
+        return;
+    }
+    tq_codebook book;
+    tq_get_codebook(TQ_CODEBOOK_NORMAL, 0, bits, &book, NULL); /* cannot fail for these widths */
+    out->step = book.step;
+    for (int32_t rank = 0; rank < book.n_levels; rank++) out->levels[rank] = book.levels[book.code_of_rank[rank]];
+    memcpy(out->thresholds, book.thresholds, sizeof book.thresholds);
+}
+
+float tq_index_step(int32_t bits)
+{
+    if (bits < 1 || bits > TQ_SCAN_BITS) return bits == TQ_WIDE_BITS ? TQ_WIDE_STEP : 0;
+    tq_index_book book;
+    tq_get_index_book(bits, &book);
+    return book.step;
+}
+
+/* The rank of u, and its level in units of u. */
+static uint8_t quantize(const tq_index_book *book, float u, float *level)
+{
+    if (!book->n_levels) { /* 8 bits */
         float code = rintf(u / TQ_WIDE_STEP) + 128.0f;
         code = code < 1 ? 1 : code > 255 ? 255 : code;
         *level = (code - 128.0f) * TQ_WIDE_STEP;
@@ -47,7 +71,7 @@ static uint8_t quantize(const tq_codebook *book, float u, float *level)
     }
     int32_t rank = 0;
     for (int32_t i = 0; i + 1 < book->n_levels; i++) rank += u >= book->thresholds[i];
-    *level = (float)book->levels[book->code_of_rank[rank]] * book->step;
+    *level = (float)book->levels[rank] * book->step;
     return (uint8_t)rank;
 }
 
@@ -79,7 +103,7 @@ typedef struct {
     int64_t n, row_bytes;
     uint8_t *codes;
     float *scales;
-    tq_codebook books[TQ_WIDE_BITS + 1];
+    tq_index_book books[TQ_WIDE_BITS + 1];
 } encode_job;
 
 static void encode_row(const encode_job *job, const float *z, uint8_t *row, float *scale)
@@ -125,9 +149,7 @@ tq_status tq_index_encode(const tq_index_layout *layout, const float *z, int64_t
     TQ_TRY(tq_index_row_bytes(layout, &job.row_bytes, error));
     for (int64_t i = 0; i < 32 * n * layout->groups; i++)
         if (!isfinite(z[i])) return tq_fail(error, TQ_E_VALUE, "z", i, z[i], "finite");
-    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++)
-        tq_get_codebook(TQ_CODEBOOK_NORMAL, 0, bits, &job.books[bits], NULL);
-    job.books[TQ_WIDE_BITS].bits = TQ_WIDE_BITS;
+    for (int32_t bits = 1; bits <= TQ_SCAN_BITS; bits++) tq_get_index_book(bits, &job.books[bits]);
     tq_parallel((n + RUN - 1) / RUN, threads, encode_run, &job);
     return TQ_OK;
 }
@@ -142,18 +164,11 @@ tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, c
     tq_scan_layout scan;
     tq_index_levels(layout, &scan);
     float steps[TQ_MAX_GROUPS];
-    for (int32_t g = 0; g < layout->groups; g++) steps[g] = layout->steps[g] * tq_index_book_step(layout->bits[g]);
+    for (int32_t g = 0; g < layout->groups; g++) steps[g] = layout->steps[g] * tq_index_step(layout->bits[g]);
     int16_t levels[TQ_MAX_DIM];
     for (int64_t i = 0; i < n; i++, z += 32 * layout->groups) {
         kernels->unpack(&scan, codes + i * row_bytes, levels);
         for (int32_t j = 0; j < 32 * layout->groups; j++) z[j] = (float)levels[j] * steps[j / 32] * scales[i];
     }
     return TQ_OK;
-}
-
-float tq_index_book_step(int32_t bits)
-{
-    tq_codebook book = {.step = bits ? TQ_WIDE_STEP : 0};
-    if (bits >= 1 && bits <= TQ_MAX_BITS) tq_get_codebook(TQ_CODEBOOK_NORMAL, 0, bits, &book, NULL);
-    return book.step;
 }

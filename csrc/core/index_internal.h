@@ -8,6 +8,17 @@
 const tq_scan_kernels *tq_get_scan_kernels(tq_error *error);
 /** Levels by width and rank. */
 void tq_index_levels(const tq_index_layout *layout, tq_scan_layout *scan);
-/** What a level of a width counts, in units of u; 0 without bits. */
-float tq_index_book_step(int32_t bits);
+
+enum { TQ_SCAN_BITS = 6 }; /* the widest codes that are ranks */
+
+/** Levels of N(0, 1) by rank, in units of `step`, and what lies between them. */
+typedef struct {
+    int32_t n_levels;
+    float step;
+    int8_t levels[64];
+    float thresholds[63]; /* rank = how many are <= u */
+} tq_index_book;
+
+/** The book of 1..6 bits. */
+void tq_get_index_book(int32_t bits, tq_index_book *book);
 #endif

@@ -38,6 +38,9 @@ const tq_kernels *tq_get_kernels(tq_error *error);
  *  a checked plan. */
 void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_WIDE_BITS + 1]);
 
+/** The 6 bits of the vector index: 64 levels of N(0, 1) by rank, in units of step. */
+void tq_six_bit_levels(int8_t levels[64], float *step);
+
 /** The thresholds of books[4] and books[5] by cell, of those of the two that the plan has groups for, into cells[4] and cells[5]. */
 void tq_plan_cells(const tq_plan *plan, const tq_codebook books[TQ_WIDE_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1]);
 

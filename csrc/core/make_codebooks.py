@@ -4,8 +4,9 @@
     python csrc/core/make_codebooks.py --check   fails if the committed table is not what would be written
 
 The laws are N(0, 1) and one coordinate of sqrt(d) times a uniform unit vector of d dimensions, both with variance 1.
-1 and 2 bits: the best uniform quantiser. 3 to 5 bits: Lloyd-Max levels (Max 1960, Lloyd 1982), rounded to integers
-times the step of least distortion among the multiples of 2^-18 that give a largest magnitude of about 90 to 127.
+1 and 2 bits: the best uniform quantiser. 3 to 5 bits, and 6 for the vector index: Lloyd-Max levels (Max 1960, Lloyd
+1982), rounded to integers times the step of least distortion among the multiples of 2^-18 that give a largest magnitude
+of about 90 to 127.
 """
 
 import sys
@@ -101,6 +102,16 @@ def rows(moments: Moments, indent: str) -> str:
     return "".join(lines)
 
 
+def six_bits() -> str:
+    """The row of 6 bits as C."""
+    step, magnitudes = codebook(6, normal_moments)
+    first, last = (", ".join(map(str, part)) for part in (magnitudes[:16], magnitudes[16:]))
+    return (
+        f"static const float tq_codebook_6_step = {step:.9g}f;\nstatic const int8_t tq_codebook_6[32] = {{\n"
+        f"    {first},\n    {last}}};\n"
+    )
+
+
 def table() -> str:
     """The whole header."""
     parts = [
@@ -110,7 +121,9 @@ def table() -> str:
         "typedef struct {\n    float step;\n    int8_t magnitudes[16];\n} tq_codebook_row;\n\n/* clang-format off */\n",
         "/* N(0, 1); index bits - 1. */\nstatic const tq_codebook_row tq_codebook_normal[5] = {\n",
         rows(normal_moments, "    "),
-        "};\n\n/* A coordinate of sqrt(d) times a uniform unit vector of d dimensions; index d / 8 - 1, bits - 1. */\n",
+        "};\n\n/* N(0, 1) in 6 bits, of the vector index alone. */\n",
+        six_bits(),
+        "\n/* A coordinate of sqrt(d) times a uniform unit vector of d dimensions; index d / 8 - 1, bits - 1. */\n",
         "static const tq_codebook_row tq_codebook_sphere[32][5] = {\n",
     ]
     for d in range(8, 257, 8):

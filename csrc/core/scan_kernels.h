@@ -6,7 +6,7 @@
 
 typedef struct {
     const tq_index_layout *layout;
-    int8_t levels[6][32]; /* by bits, then rank; 0 behind the last */
+    int8_t levels[7][64]; /* by bits, then rank; 0 behind the last */
 } tq_scan_layout;
 
 #define TQ_SCAN_QUERIES 4 /* of one pass over a decoded row */

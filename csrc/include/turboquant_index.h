@@ -1,8 +1,9 @@
 /* Vector search: how an index stores rotated vectors, and the scan over them. Rules and errors as in turboquant.h.
  *
- * A vector is z, its rotated coordinates: groups of 32 channels, group g in bits[g] bits (0..5 or 8; 0 takes no space).
+ * A vector is z, its rotated coordinates: groups of 32 channels, group g in bits[g] bits (0..6 or 8; 0 takes no space).
  *   t = z / steps[g],  u = t / rms(t) over the channels that have bits,  code = rank of u among the levels of the normal codebook
- *   of that width (turboquant.h), at 8 bits u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255.
+ *   of that width (turboquant.h; at 6 bits 64 Lloyd-Max levels of N(0, 1), rounded to int8 times a step as the others are), at 8 bits
+ *   u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255.
  *   scale = rms(t) * sum (step u)^2 / sum (step c)(step u)  makes inner products unbiased (EDEN, arXiv 2108.08842).
  * A row holds the groups one after the other, 4 bits[g] bytes each, in fields of 8, 4, 2 and 1 bits, the widest and lowest bits first.
  * A field of w bits has 4 w bytes: bits w k .. w k + w - 1 of byte i are of channel i + 4 w k. */
@@ -16,12 +17,15 @@ extern "C" {
 
 typedef struct {
     int32_t groups;      /* 1 .. TQ_MAX_GROUPS */
-    const uint8_t *bits; /* [groups], 0..5 or 8, not all 0 */
+    const uint8_t *bits; /* [groups], 0..6 or 8, not all 0 */
     const float *steps;  /* [groups], finite and above 0 */
 } tq_index_layout;
 
 /** Bytes of a row: 4 * sum of bits. */
 TQ_API tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, tq_error *error);
+
+/** What a level of a width counts, in units of u: 0 for 0 bits and for widths that there are not. */
+TQ_API float tq_index_step(int32_t bits);
 
 /** z [n, 32 groups] float32 -> codes [n, row bytes] and scales [n]. The same bytes on every machine. z must be finite. A row whose
  *  coded channels are all 0 gets scale 0. */

@@ -42,12 +42,13 @@ static inline const uint8_t *scan_codes(const uint8_t *bytes, int32_t bits, uint
     case 3: return scan_field(scan_field(bytes, 2, 0, codes), 1, 2, codes);
     case 4: return scan_field(bytes, 4, 0, codes);
     case 5: return scan_field(scan_field(bytes, 4, 0, codes), 1, 4, codes);
+    case 6: return scan_field(scan_field(bytes, 4, 0, codes), 2, 4, codes);
     default: return scan_field(bytes, 8, 0, codes);
     }
 }
 
-/** 32 codes of 1..5 bits -> levels. The two halves of 32 levels are looked up apart. */
-static inline void scan_levels(const int8_t table[32], int32_t bits, const uint8_t codes[32], int16_t out[32])
+/** 32 codes of 1..6 bits -> levels. Each 16 of more than 16 levels are looked up apart. */
+static inline void scan_levels(const int8_t table[64], int32_t bits, const uint8_t codes[32], int16_t out[32])
 {
     int8_t levels[32];
     if (bits < 5) {
@@ -55,13 +56,13 @@ static inline void scan_levels(const int8_t table[32], int32_t bits, const uint8
         scan_look_up(table, codes + 16, levels + 16);
     } else {
         uint8_t low[32];
-        int8_t high[32];
+        int8_t part[32];
         for (int32_t i = 0; i < 32; i++) low[i] = codes[i] & 15;
-        for (int32_t i = 0; i < 32; i += 16) {
-            scan_look_up(table, low + i, levels + i);
-            scan_look_up(table + 16, low + i, high + i);
+        for (int32_t k = 0; k < 1 << (bits - 4); k++) {
+            scan_look_up(table + 16 * k, low, part);
+            scan_look_up(table + 16 * k, low + 16, part + 16);
+            for (int32_t i = 0; i < 32; i++) levels[i] = codes[i] >> 4 == k ? part[i] : levels[i];
         }
-        for (int32_t i = 0; i < 32; i++) levels[i] = codes[i] & 16 ? high[i] : levels[i];
     }
     for (int32_t i = 0; i < 32; i++) out[i] = levels[i];
 }

@@ -100,6 +100,7 @@ BINDING(dequantize);
 BINDING(dot);
 BINDING(index_encode);
 BINDING(index_decode);
+BINDING(index_step);
 BINDING(index_search);
 BINDING(index_scores);
 BINDING(checksum);

@@ -30,7 +30,7 @@ static int get_layout(const char *op, PyObject *bits_object, PyObject *steps_obj
 const char doc_index_encode[] = PyDoc_STR(
     "index_encode(bits, steps, z, threads=0)\n--\n\n"
     "(codes, scales) of rotated rows z, float32 [n, 32 groups]: uint8 [n, 4 * sum(bits)] and float32 [n]. bits: uint8 "
-    "[groups], each\n0..5 or 8; steps: float32 [groups]. turboquant_index.h has the layout.");
+    "[groups], each\n0..6 or 8; steps: float32 [groups]. turboquant_index.h has the layout.");
 PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"bits", "steps", "z", "threads", NULL};
@@ -65,6 +65,20 @@ done:
     Py_XDECREF(codes);
     Py_XDECREF(scales);
     return result;
+}
+
+const char doc_index_step[] =
+    PyDoc_STR("index_step(bits)\n--\n\nWhat a level of a width of 0..6 or 8 bits counts, in units of u.");
+PyObject *py_index_step(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"bits", NULL};
+    PyObject *object;
+    int32_t bits;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:index_step", names, &object) ||
+        read_i32("index_step", "bits", object, 0, TQ_WIDE_BITS, &bits) < 0)
+        return NULL;
+    return PyFloat_FromDouble(tq_index_step(bits));
 }
 
 const char doc_index_decode[] = PyDoc_STR("index_decode(bits, steps, codes, scales)\n--\n\n"

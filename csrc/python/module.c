@@ -11,7 +11,8 @@ static PyMethodDef methods[] = {
     ROW(dequantize),       ROW(dot),          ROW(checksum),        ROW(file_header_write),
     ROW(file_header_read), ROW(isa),          ROW(isa_available),   ROW(set_isa),
     ROW(kernel_name),      ROW(num_threads),  ROW(set_num_threads), ROW(index_encode),
-    ROW(index_decode),     ROW(index_search), ROW(index_scores),    {NULL, NULL, 0, NULL},
+    ROW(index_decode),     ROW(index_search), ROW(index_scores),    ROW(index_step),
+    {NULL, NULL, 0, NULL},
 };
 
 static int execute(PyObject *module)

@@ -17,7 +17,7 @@ from .storage import ROWS, Segment
 from .transform import Transform
 
 METRICS = ("ip", "cosine", "l2")
-_BITS = (1, 2, 3, 4, 5, 8)
+_BITS = (1, 2, 3, 4, 5, 6, 8)
 _QUERIES = 64  # of one pass over the rows
 _COMPACT = 0.5  # share of removed rows from which the rest is copied together
 
@@ -80,7 +80,7 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 class Index:
     """A flat index of vectors in `bits` bits a number.
 
-    dim: numbers of a vector, 1..4096. bits: 1..5 or 8. seed: of the random rotation, 0..2**63 - 1.
+    dim: numbers of a vector, 1..4096. bits: 1..6 or 8. seed: of the random rotation, 0..2**63 - 1.
     metric: "ip" and "cosine": scores are inner products (of unit vectors), larger first; "l2": squared distances,
         smaller first.
 
@@ -166,7 +166,7 @@ class Index:
 
     def train(self, sample: Any, axes: bool = True) -> None:
         """Learn the mean of `sample`, float32 or float16 [n, dim], and with `axes` its principal axes and
-        a width of 0..5 or 8 bits for each 32 of them. Axes are kept only if recall on held-out rows of the sample
+        a width of 0..6 or 8 bits for each 32 of them. Axes are kept only if recall on held-out rows of the sample
         rises. The index must be empty."""
         self._writable("train")
         x = _vectors("train", "sample", sample, self._dim)
@@ -351,8 +351,7 @@ class Index:
     def _fixed(self, x: Floats) -> tuple[Any, ...]:
         """Queries as 16-bit integers (tq_index_queries)."""
         t = self._transform
-        books = {8: 2.0**-5, 0: 0.0}
-        factors = [books[b] if b in books else _core.codebook(0, 8, b)["step"] for b in t.bits.tolist()]
+        factors = [_core.index_step(b) for b in t.bits.tolist()]
         z = t.apply(x).astype(np.float64) * np.repeat(t.steps.astype(np.float64) * factors, transform.GROUP)
         largest = np.abs(z).max(axis=1)
         units = np.maximum(largest / 32767, np.abs(z).sum(axis=1) / (2**24 - t.padded))
