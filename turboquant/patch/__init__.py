@@ -11,11 +11,10 @@ import sys
 from types import ModuleType
 from typing import Any, TypeVar
 
-import transformers
-
 from ..calibration import Calibration
 from ..spec import CacheSpec, resolve
 from . import esm, llama
+from .wrappers import base_model, checked_base_model
 
 __all__ = ["patch", "unpatch"]
 
@@ -34,7 +33,7 @@ def patch(
     cache.
 
     model   a causal language model of transformers with rotary keys whose attention goes through its AttentionInterface
-            (Llama, Mistral, Qwen2, Qwen3, ...), or an ESM-2 model
+            (Llama, Mistral, Qwen2, Qwen3, ...), or an ESM-2 model; or a PeftModel, whose base model is patched
     spec    a CacheSpec or the name of a preset
     calibration   a Calibration or its file, for a spec that uses one, such as "calibrated-3"
     prefill   "exact" or "packed" instead of the spec's own; None: the spec's. By "exact", which specs and presets have
@@ -60,17 +59,16 @@ def patch(
     cannot be patched; the model is unchanged then.
     """
     chosen = resolve(spec) if prefill is None else resolve(spec).with_(prefill=prefill)
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}")
+    base = checked_base_model(model)
     found = None if calibration is None else Calibration.of(calibration)
-    if _family(model) is esm:
+    if _family(base) is esm:
         if cuda_graphs:
             raise NotImplementedError(
-                f"{type(model).__name__}: `cuda_graphs` is for decoders, ESM-2 has no decoding step"
+                f"{type(base).__name__}: `cuda_graphs` is for decoders, ESM-2 has no decoding step"
             )
-        esm.patch(model, chosen, found)
+        esm.patch(base, chosen, found)
     else:
-        llama.patch(model, chosen, found, cuda_graphs)
+        llama.patch(base, chosen, found, cuda_graphs)
     return model
 
 
@@ -79,7 +77,8 @@ def unpatch(model: _Model) -> _Model:
 
     A `TurboQuantCache` cannot be used with it any more: its next forward raises RuntimeError.
     """
-    _family(model).unpatch(model)
+    base = base_model(model)
+    _family(base).unpatch(base)
     return model
 
 

@@ -1,13 +1,14 @@
 """Patching decoders with rotary keys: Llama, Mistral, Qwen2, Qwen3 and all others that use transformers'
 AttentionInterface alike.
 
-What changes in a model: the attention that its configuration names, one method (`_prepare_cache_for_generation`)
-and one forward pre-hook, all kept in `model._turboquant`. Nothing is patched in a class or in transformers.
+What changes in a model: the attention that its configuration names, methods of generation (`_METHODS`) and one
+forward pre-hook. Nothing is patched in a class or in transformers.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from ..plan import MAX_HEAD_DIM
 from ..routing import Previous, check_route, restore, route
 from ..spec import CacheSpec
 from . import continuation
+from .wrappers import refuse_prefix
 
 __all__ = ["patch", "unpatch"]
 
@@ -78,11 +80,9 @@ def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> No
     previous = route(model, NAME)
     name = cache_argument(model.forward) or CACHE
     model._turboquant = _Patch(spec, calibration, previous, name, arguments.index(name), False, handle)
-    if hasattr(model, _METHOD):
-        setattr(
-            model, _METHOD, partial(_prepare_cache_for_generation, model)
-        )  # pickle makes a method the class's again
-        setattr(model, continuation.METHOD, partial(continuation.generate, model))
+    for method, ours in _METHODS.items():
+        if hasattr(model, method):
+            setattr(model, method, partial(ours, model))  # pickle makes a method the class's again
 
 
 def unpatch(model: Any) -> None:
@@ -95,7 +95,7 @@ def unpatch(model: Any) -> None:
     if state.cuda_graphs:
         del model.forward
     del model._turboquant
-    for method in (_METHOD, continuation.METHOD):
+    for method in _METHODS:
         model.__dict__.pop(method, None)
 
 
@@ -160,11 +160,29 @@ def _prepare_cache_for_generation(
     if made:
         cache = model_kwargs[CACHE] = _new_cache(self)
     assisted = any(argument == GenerationMode.ASSISTED_GENERATION for argument in (*args, *kwargs.values()))
+    if isinstance(cache, TurboQuantCache):
+        refuse_prefix(self)
     if isinstance(cache, TurboQuantCache) and (assisted or getattr(generation_config, "is_assistant", False)):
         cache.activate_past_recording()  # transformers 4.57 leaves that to the cache
     if made:
         return None
     return getattr(type(self), _METHOD)(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _refuse_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError(
+        f"{type(self).__name__}: continuous batching (`generate_batch`) keeps keys and values in pages of its own, "
+        "which are not packed; call `generate` with a padded batch, or turboquant.unpatch(model) first"
+    )
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    _METHOD: _prepare_cache_for_generation,
+    continuation.METHOD: continuation.generate,
+    "generate_batch": _refuse_continuous_batching,
+    "init_continuous_batching": _refuse_continuous_batching,
+    "continuous_batching_context_manager": _refuse_continuous_batching,
+}
 
 
 def _give_cache(

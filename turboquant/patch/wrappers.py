@@ -1,0 +1,47 @@
+"""Models of transformers inside others: the PeftModel of peft, told by what it has: peft need not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+__all__ = ["base_model", "checked_base_model", "refuse_prefix"]
+
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # peft types that come with trained keys and values, in a cache of their own
+
+
+def base_model(model: Any) -> Any:
+    """The model whose forward a patch changes: `model`, or what its get_base_model() gives."""
+    if isinstance(model, transformers.PreTrainedModel) or not callable(getattr(model, "get_base_model", None)):
+        return model
+    return model.get_base_model()
+
+
+def checked_base_model(model: Any) -> transformers.PreTrainedModel:
+    """As `base_model`. TypeError for anything but a model of transformers, NotImplementedError for prefix tuning."""
+    base, name = base_model(model), type(model).__name__
+    if not isinstance(base, transformers.PreTrainedModel):
+        inner = model.modules() if isinstance(model, torch.nn.Module) else ()
+        held = next((type(m).__name__ for m in inner if isinstance(m, transformers.PreTrainedModel)), None)
+        hint = "" if held is None else f", which holds a {held}: patch that one"
+        raise TypeError(f"`model` must be a transformers model, got {name}{hint}")
+    if base is not model:
+        _refuse(model)
+    return base
+
+
+def refuse_prefix(model: Any) -> None:
+    """NotImplementedError where `generate` of a patched model is called by a wrapper that tunes a prefix: for the time
+    of the call the wrapper's `prepare_inputs_for_generation` takes the place of the model's own."""
+    _refuse(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None))
+
+
+def _refuse(wrapper: Any) -> None:
+    kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
+    if kind in _PREFIXES:
+        raise NotImplementedError(
+            f"{type(wrapper).__name__}: prefix tuning brings a cache of its own, which cannot be packed; use the model "
+            "without a patch (turboquant.unpatch(model))"
+        )
