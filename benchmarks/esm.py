@@ -44,23 +44,25 @@ SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
 PRESET = turboquant.preset("esm-default")
 SPECS = {
     "int8": CacheSpec(8, 8, rotation="none", key_levels="absmax", value_levels="absmax", key_block=32,
-                             value_block=32),
+                             value_block=32, centre="none", sinks=0, window=0),
     "esm-default": PRESET,
     **{f"esm-{b}": PRESET.with_(key_bits=b, value_bits=b, sinks=0) for b in (4, 3, 2)},
-    **{f"default-{b}": CacheSpec(b, b, centre="prompt") for b in (5, 4, 3, 2)},
-    **{f"calibrated-{b:g}": CacheSpec(budget=b) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
-    **{f"calibrated-fine-{b:g}": CacheSpec(budget=b, group=16) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
-    **{f"paper-mse-{b}": CacheSpec(b, b, scale="norm") for b in (4, 3, 2)},
+    **{f"default-{b}": CacheSpec(b, b, centre="prompt", centre_tokens=128, sinks=0, window=0) for b in (5, 4, 3, 2)},
+    **{f"calibrated-{b:g}": CacheSpec(budget=b, sinks=0, window=0) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
+    **{f"calibrated-fine-{b:g}": CacheSpec(budget=b, group=16, sinks=0, window=0) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
+    **{f"paper-mse-{b}": CacheSpec(b, b, scale="norm", centre="none", sinks=0, window=0) for b in (4, 3, 2)},
     "turboesm": turboquant.preset("turboesm"),
-    "keys 4, values 3": CacheSpec(4, 3, centre="prompt"),
+    "keys 4, values 3": CacheSpec(4, 3, centre="prompt", centre_tokens=128, sinks=0, window=0),
 }  # fmt: skip
 WITHOUT = {
-    "all parts": CacheSpec(3, 3, centre="prompt"),
-    "no centre": CacheSpec(3, 3),
-    "no rotation": CacheSpec(3, 3, centre="prompt", rotation="none"),
-    "Haar in place of Hadamard": CacheSpec(3, 3, centre="prompt", rotation="dense"),
-    "norm in place of EDEN": CacheSpec(3, 3, centre="prompt", scale="norm"),
-    "none of them": CacheSpec(3, 3, rotation="none", scale="norm"),
+    "all parts": CacheSpec(3, 3, centre="prompt", centre_tokens=128, sinks=0, window=0),
+    "no centre": CacheSpec(3, 3, centre="none", sinks=0, window=0),
+    "no rotation": CacheSpec(3, 3, centre="prompt", rotation="none", centre_tokens=128, sinks=0, window=0),
+    "Haar in place of Hadamard": CacheSpec(
+        3, 3, centre="prompt", rotation="dense", centre_tokens=128, sinks=0, window=0
+    ),
+    "norm in place of EDEN": CacheSpec(3, 3, centre="prompt", scale="norm", centre_tokens=128, sinks=0, window=0),
+    "none of them": CacheSpec(3, 3, rotation="none", scale="norm", centre="none", sinks=0, window=0),
     "turboesm": SPECS["turboesm"],
     "turboesm, no rotation": SPECS["turboesm"].with_(rotation="none"),
     "turboesm, Haar in place of SVD": SPECS["turboesm"].with_(rotation="dense"),
@@ -296,7 +298,7 @@ def decode(report: Report, args: argparse.Namespace) -> None:
             report.add("decode", {**common, "context_kept_as": dtype, "cuda_graphs": graphs}, metrics)
         del full, full_step
         for bits, graphs in product((4, 3, 2), ways):
-            cache = esm.ContextCache(model, CacheSpec(bits, bits), cuda_graphs=graphs)
+            cache = esm.ContextCache(model, CacheSpec(bits, bits, centre="none", sinks=0, window=0), cuda_graphs=graphs)
             cache.encode([random_protein(residues, i) for i in range(batch)])
 
             def step(cache: Any = cache, batch: int = batch, at: int = at) -> None:
@@ -357,7 +359,11 @@ def overhead(report: Report, args: argparse.Namespace) -> None:
 
     full = FullContext(model, 1, residues + 2, residues // 2)
     steps: dict[str, Any] = {"none": lambda: own(NoContext()), "SDPA": lambda: own(full)}
-    for name, spec in {"4 bits": CacheSpec(4, 4), "default-4": SPECS["default-4"], "esm-default": PRESET}.items():
+    for name, spec in {
+        "4 bits": CacheSpec(4, 4, centre="none", sinks=0, window=0),
+        "default-4": SPECS["default-4"],
+        "esm-default": PRESET,
+    }.items():
         cache = esm.ContextCache(model, spec)
         cache.encode([random_protein(residues)])
         steps[name] = lambda cache=cache: cache.decode(["A"], [[residues // 2]])

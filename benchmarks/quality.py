@@ -40,15 +40,15 @@ GUARDED = ("default", "calibrated-3", "paper-mse-3")
 EXTRAS = {
     "default-3": CacheSpec(3, 3, centre="prompt", centre_tokens=1024, sinks=4, window=128),
     "default-2": CacheSpec(2, 2, centre="prompt", centre_tokens=1024, sinks=4, window=128),
-    "default, 128 tokens": CacheSpec(4, 4, centre="prompt", sinks=4, window=128),
-    "eden-4": CacheSpec(4, 4),
-    "eden-3": CacheSpec(3, 3),
-    "eden-2": CacheSpec(2, 2),
-    "norm-corrected-4": CacheSpec(4, 4, scale="norm_corrected"),
-    "norm-corrected-3": CacheSpec(3, 3, scale="norm_corrected"),
-    "eden-3, calibrated centres": CacheSpec(3, 3, centre="calibrated"),
-    "keys 4, values 3": CacheSpec(4, 3, centre="prompt"),
-    "keys 3, values 4": CacheSpec(3, 4, centre="prompt"),
+    "default, 128 tokens": CacheSpec(4, 4, centre="prompt", sinks=4, window=128, centre_tokens=128),
+    "eden-4": CacheSpec(4, 4, centre="none", sinks=0, window=0),
+    "eden-3": CacheSpec(3, 3, centre="none", sinks=0, window=0),
+    "eden-2": CacheSpec(2, 2, centre="none", sinks=0, window=0),
+    "norm-corrected-4": CacheSpec(4, 4, scale="norm_corrected", centre="none", sinks=0, window=0),
+    "norm-corrected-3": CacheSpec(3, 3, scale="norm_corrected", centre="none", sinks=0, window=0),
+    "eden-3, calibrated centres": CacheSpec(3, 3, centre="calibrated", sinks=0, window=0),
+    "keys 4, values 3": CacheSpec(4, 3, centre="prompt", centre_tokens=128, sinks=0, window=0),
+    "keys 3, values 4": CacheSpec(3, 4, centre="prompt", centre_tokens=128, sinks=0, window=0),
 }
 TEXTS = ["books", "wikitext2"]
 VARIANTS = {

@@ -22,6 +22,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from specs import bare
 from test_cache import CONFIG, forward
 from test_pages import check
 
@@ -29,10 +30,10 @@ from turboquant import CacheSpec, TurboQuantCache
 
 TOKENS, HEADS, DIM, LAYERS = 512, 1, 8, 2
 SPECS = [
-    CacheSpec(2, 3, prefill="packed"),
-    CacheSpec(3, 3, prefill="packed", sinks=3, window=20),
-    CacheSpec(4, 1, prefill="packed", sinks=1, window=150),
-    CacheSpec(1, 1, prefill="packed", overrides={1: {"window": 9, "key_bits": 5}}),
+    bare(2, 3, prefill="packed"),
+    bare(3, 3, prefill="packed", sinks=3, window=20),
+    bare(4, 1, prefill="packed", sinks=1, window=150),
+    bare(1, 1, prefill="packed", overrides={1: {"window": 9, "key_bits": 5}}),
 ]
 done: Counter[str] = Counter()  # operations, by name
 

@@ -10,9 +10,10 @@ import models  # noqa: F401  skips without torch and transformers
 import numpy as np
 import pytest
 import torch
+from specs import bare
 from transformers import LlamaConfig
 
-from turboquant import CacheSpec, TurboQuantCache
+from turboquant import TurboQuantCache
 from turboquant.attention import FreshKeys, attention, request_mask
 from turboquant.names import CACHE
 
@@ -20,7 +21,7 @@ LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 CONFIG = LlamaConfig(
     num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HEADS * DIM
 )
-PACKED = CacheSpec(3, 3, prefill="packed")
+PACKED = bare(3, 3, prefill="packed")
 
 
 class Stream:
@@ -159,12 +160,12 @@ def test_models_that_cannot_be_packed(config, message):
     for name, value in config.items():
         object.__setattr__(made, name, value)
     with pytest.raises(NotImplementedError, match=message):
-        TurboQuantCache(made)
+        TurboQuantCache(made, "default")
 
 
 def test_calibrated_centres_need_a_calibration():
     with pytest.raises(ValueError, match="`calibration` must be a Calibration"):
-        TurboQuantCache(CONFIG, CacheSpec(centre="calibrated"))
+        TurboQuantCache(CONFIG, bare(centre="calibrated"))
 
 
 # ---- what it computes ----
@@ -174,7 +175,7 @@ def test_calibrated_centres_need_a_calibration():
 @pytest.mark.parametrize("prefill", ["exact", "packed"])
 def test_a_window_that_holds_everything_is_exact(prefill, dtype):
     stream = Stream(batch=2, tokens=40, dtype=dtype)
-    cache = TurboQuantCache(CONFIG, CacheSpec(2, 2, sinks=3, window=64, centre="prompt", prefill=prefill))
+    cache = TurboQuantCache(CONFIG, bare(2, 2, sinks=3, window=64, centre="prompt", prefill=prefill))
     tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     for start, stop in [(0, 17), (17, 18), (18, 30), (30, 31), (31, 40)]:
         out = forward(cache, stream.piece(start, stop))
@@ -187,7 +188,7 @@ def test_a_window_that_holds_everything_is_exact(prefill, dtype):
 @pytest.mark.parametrize("rotation", ["hadamard", "dense", "none"])
 def test_packed_is_close(rotation, bits, error):
     stream = Stream(tokens=200)
-    cache = TurboQuantCache(CONFIG, CacheSpec(bits, bits, rotation=rotation, centre="prompt", prefill="packed"))
+    cache = TurboQuantCache(CONFIG, bare(bits, bits, rotation=rotation, centre="prompt", prefill="packed"))
     out = torch.cat([forward(cache, stream.piece(0, 150)), forward(cache, stream.piece(150, 200))], 2)
     want = exact(stream, 0, 200)
     assert ((out - want).norm() / want.norm()).item() < error
@@ -197,17 +198,17 @@ def test_groups_of_16():
     """8 bits where 4 were; less room where heads are no multiple of 32."""
     stream, errors = Stream(tokens=200), []
     for bits in ((8, 8), (8, 2), (4, 4)):
-        cache = TurboQuantCache(CONFIG, CacheSpec(bits, bits, group=16, centre="prompt", prefill="packed"))
+        cache = TurboQuantCache(CONFIG, bare(bits, bits, group=16, centre="prompt", prefill="packed"))
         out = torch.cat([forward(cache, stream.piece(0, 150)), forward(cache, stream.piece(150, 200))], 2)
         want = exact(stream, 0, 200)
         errors.append(((out - want).norm() / want.norm()).item())
     assert errors[0] < 0.02 < errors[2] < 0.15 and errors[1] < 0.55
-    room = [CacheSpec(4, 4, group=g).bytes_per_token(d) for d in (16, 24, 80) for g in (32, 16)]
+    room = [bare(4, 4, group=g).bytes_per_token(d) for d in (16, 24, 80) for g in (32, 16)]
     assert room == [36, 20, 36, 36, 100, 84]
 
 
 def test_one_haar_matrix_serves_all_layers():
-    cache = TurboQuantCache(CONFIG, CacheSpec(rotation="dense"))
+    cache = TurboQuantCache(CONFIG, bare(rotation="dense"))
     forward(cache, Stream().piece(0, 9))
     assert len({id(layer.rotations[side]) for layer in cache.layers for side in ("key", "value")}) == 1
     assert [t.shape for p, t in cache.tensors() if p == "rotation"] == [(1, DIM, DIM)]
@@ -216,7 +217,7 @@ def test_one_haar_matrix_serves_all_layers():
 def test_the_first_forward_is_exact_or_packed():
     stream = Stream(tokens=50)
     want = exact(stream, 0, 50)
-    caches = {p: TurboQuantCache(CONFIG, CacheSpec(2, 2, prefill=p)) for p in ("exact", "packed")}
+    caches = {p: TurboQuantCache(CONFIG, bare(2, 2, prefill=p)) for p in ("exact", "packed")}
     outs = {p: forward(cache, stream.piece(0, 50)) for p, cache in caches.items()}
     close(outs["exact"], want, 2e-6)
     assert (outs["packed"] - want).norm() / want.norm() > 0.1
@@ -261,7 +262,7 @@ def test_token_by_token_makes_the_same_cache(fields):
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_left_padding_is_never_stored(fields, prefill):
     """Each sequence of a padded batch has the bytes and the outputs that it has alone."""
-    spec, padding = CacheSpec(3, 3, prefill=prefill).with_(**fields), (0, 1, 37, 150)
+    spec, padding = bare(3, 3, prefill=prefill).with_(**fields), (0, 1, 37, 150)
     stream = Stream(batch=4, tokens=190)
     mask = torch.arange(160)[None, :] >= torch.tensor(padding)[:, None]
     together = TurboQuantCache(CONFIG, spec)
@@ -287,7 +288,7 @@ def test_left_padding_is_never_stored(fields, prefill):
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_padding_may_be_longer_than_the_first_forward(fields, prefill):
     """As of a short prompt beside a long one that comes in chunks: bytes and outputs are those of the prompt alone."""
-    spec, padding, pieces = CacheSpec(3, 3, prefill=prefill).with_(**fields), (0, 37, 100, 150), (100, 140, 200, 201)
+    spec, padding, pieces = bare(3, 3, prefill=prefill).with_(**fields), (0, 37, 100, 150), (100, 140, 200, 201)
     stream = Stream(batch=4, tokens=201)
     mask = torch.arange(201)[None, :] >= torch.tensor(padding)[:, None]
     together, outs, start = TurboQuantCache(CONFIG, spec), [], 0
@@ -313,13 +314,13 @@ def test_padding_may_be_longer_than_the_first_forward(fields, prefill):
 
 def test_sliding_window_and_softcap_reach_the_packed_history():
     stream = Stream(tokens=60)
-    cache = TurboQuantCache(CONFIG, CacheSpec(window=64, prefill="packed"))
+    cache = TurboQuantCache(CONFIG, bare(window=64, prefill="packed"))
     out = torch.cat(
         [forward(cache, stream.piece(0, 50), local_size=7), forward(cache, stream.piece(50, 60), local_size=7)], 2
     )
     want = torch.stack([exact(stream, t, t + 1, first=max(0, t - 6))[:, :, 0] for t in range(60)], 2)
     close(out, want, 2e-6)
-    cache = TurboQuantCache(CONFIG, CacheSpec(window=64, prefill="packed"))
+    cache = TurboQuantCache(CONFIG, bare(window=64, prefill="packed"))
     out = forward(cache, stream.piece(0, 60), softcap=0.5)[0, 0, -1]
     k, v = (x[0, 0].double().repeat_interleave(2, 0) for x in (stream.k, stream.v))
     logits = torch.einsum("hd,htd->ht", stream.q[0, 0, :, -1].double(), k) * DIM**-0.5
@@ -327,7 +328,7 @@ def test_sliding_window_and_softcap_reach_the_packed_history():
 
 
 def test_layers_may_differ():
-    spec = CacheSpec(3, 3, overrides={-1: {"key_bits": 5, "window": 16}})
+    spec = bare(3, 3, overrides={-1: {"key_bits": 5, "window": 16}})
     cache, stream = TurboQuantCache(CONFIG, spec), Stream()
     forward(cache, stream.piece(0, 100))
     assert cache.layers[1].record_bytes - cache.layers[0].record_bytes == 128 * 2 * 4
@@ -491,7 +492,7 @@ def test_there_is_no_gradient_and_backward_says_so(trained):
 
 
 def test_room_for_tokens_to_come_is_at_most_a_64th():
-    cache, stream = TurboQuantCache(CONFIG, CacheSpec(1, 1)), Stream(tokens=128, dim=8, kv_heads=1)
+    cache, stream = TurboQuantCache(CONFIG, bare(1, 1)), Stream(tokens=128, dim=8, kv_heads=1)
     for pages in range(1, 140):
         forward(cache, stream.piece(0, 128))
         held = cache.layers[0].pages
@@ -514,7 +515,7 @@ def test_pages_are_shared_out_among_uneven_sequences():
 
 
 def test_report_counts_every_byte_once():
-    cache = TurboQuantCache(CONFIG, CacheSpec(3, 3, sinks=2, window=8, centre="prompt", rotation="dense"))
+    cache = TurboQuantCache(CONFIG, bare(3, 3, sinks=2, window=8, centre="prompt", rotation="dense"))
     forward(cache, Stream(batch=2, dtype=torch.bfloat16).piece(0, 300))
     report = cache.report()
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in cache.tensors()}
@@ -525,7 +526,7 @@ def test_report_counts_every_byte_once():
     assert report.ratio_fp32 == 2 * report.ratio_bf16 == pytest.approx(4 * report.numbers / report.nbytes)
     assert report.effective_bits == pytest.approx(16 / report.ratio_bf16)
     assert f"{report.nbytes:,} bytes" in str(report) and "float32" in str(report)
-    assert "nan" in str(TurboQuantCache(CONFIG).report())
+    assert "nan" in str(TurboQuantCache(CONFIG, "default").report())
 
 
 # ---- bad input: a clear error, nothing changed ----
@@ -576,9 +577,9 @@ def test_shapes_and_dtypes_that_no_cache_takes():
         (torch.zeros(1, 2, 3, 512), torch.zeros(1, 2, 3, 512), ValueError, "head_dim"),
     ]:
         with pytest.raises(error, match=message):
-            TurboQuantCache(CONFIG).update(cache_k, cache_v, 0)
+            TurboQuantCache(CONFIG, "default").update(cache_k, cache_v, 0)
     with pytest.raises(ValueError, match=r"`layer_idx` must be in 0\.\.1, got 2: is this cache of another model"):
-        TurboQuantCache(CONFIG).update(k, k, 2)
+        TurboQuantCache(CONFIG, "default").update(k, k, 2)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
@@ -604,7 +605,7 @@ def forward_from_scratch(spec, stream, *stops):
 
 @pytest.mark.parametrize("prefill", ["exact", "packed"])
 def test_a_first_forward_that_fails_leaves_an_empty_cache(prefill):
-    cache, stream = TurboQuantCache(CONFIG, CacheSpec(prefill=prefill, centre="prompt", window=8)), Stream()
+    cache, stream = TurboQuantCache(CONFIG, bare(prefill=prefill, centre="prompt", window=8)), Stream()
     poisoned = copy.deepcopy(stream)
     poisoned.k[1, 0, 0, 3, 0] = float("nan")
     with pytest.raises((ValueError, RuntimeError), match="layer 1: "):
@@ -668,7 +669,7 @@ def test_a_model_of_more_layers_stores_nothing():
 
 def test_a_model_is_no_configuration():
     with pytest.raises(
-        TypeError, match=r"`config` must be a model's configuration \(model.config\), got SimpleNamespace"
+        TypeError, match=r"`model` must be a model or its configuration \(model.config\), got SimpleNamespace"
     ):
         TurboQuantCache(SimpleNamespace(config=CONFIG))
 

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from esm_models import protein, tiny_esm
 from models import prompts, tiny
+from specs import bare
 
 import turboquant
-from turboquant import CacheSpec, Calibration, TurboQuantCache, _core, preset
+from turboquant import Calibration, TurboQuantCache, _core, preset
 from turboquant.calibration import allocate, layer_specs, measure
 from turboquant.calibration.axes import plan_axes, variance_along
 from turboquant.calibration.data import _distortions, errors, group_mix
@@ -101,7 +102,7 @@ def test_bits_keep_to_the_budget(head_dim, average, group, rng):
     one = made(rng, layers=3, head_dim=head_dim)
     bits = one.bits(average, group)
     assert bits.shape == (3, 2, one.groups(group)) and average - 1 / bits.size < bits.mean() <= average
-    spec = CacheSpec(budget=average, group=group)
+    spec = bare(budget=average, group=group)
     each = layer_specs(spec, one, 3)
     assert sum(s.bytes_per_token(head_dim, 2) for s in each) == spec.bytes_per_token(head_dim, 2, 3)
     assert 128 * each[1].bytes_per_token(head_dim) == _core.record_bytes(each[1].plan(head_dim))
@@ -268,9 +269,9 @@ def test_it_is_deterministic_and_leaves_the_model_alone(model, batches, measured
     model.eval()
     assert same(measured, again)
     assert not np.array_equal(turboquant.calibrate(model, batches, seed=1).rotations(), measured.rotations())
-    turboquant.patch(model, CacheSpec(2, 2))
+    turboquant.patch(model, bare(2, 2))
     patched = turboquant.calibrate(model, batches)
-    assert model.config._attn_implementation == "turboquant" and model._turboquant.spec == CacheSpec(2, 2)
+    assert model.config._attn_implementation == "turboquant" and model._turboquant.spec == bare(2, 2)
     turboquant.unpatch(model)
     assert same(measured, patched)
 
@@ -400,7 +401,7 @@ def test_a_calibration_in_a_notebook_is_a_line(rng):
     calibration = made(rng, source="a book")
     assert repr(calibration) == ("Calibration(layers=2, kv_heads=2, head_dim=64, tokens=1000, seed=0, source='a book')")
     with pytest.raises(ValueError, match=r"`budget` must be in 0.5..5 bits for heads of 64 channels, got 0.25"):
-        layer_specs(CacheSpec(budget=0.25), calibration, 2)
+        layer_specs(bare(budget=0.25), calibration, 2)
 
 
 def test_a_checkpoint_of_something_else(model, batches, tmp_path):
@@ -544,7 +545,7 @@ def test_patch_takes_a_file(model, measured, tmp_path):
 
 
 def test_a_calibrated_cache_survives_beams_and_copies(model, measured):
-    spec = CacheSpec(budget=3, window=8)
+    spec = bare(budget=3, window=8)
     turboquant.patch(model, spec, measured)
     cache = TurboQuantCache(model.config, spec, measured)
     ids = prompts(2, 60)["input_ids"]
@@ -587,28 +588,28 @@ def test_calibrations_of_other_models(model, measured, rng):
 
 
 def test_specs_and_calibrations_that_do_not_go_together(model, measured):
-    for spec in ("calibrated-3", CacheSpec(centre="calibrated"), CacheSpec(rotation="calibrated")):
+    for spec in ("calibrated-3", bare(centre="calibrated"), bare(rotation="calibrated")):
         with pytest.raises(ValueError, match="`calibration` must be a Calibration or its file for a spec with"):
             TurboQuantCache(model.config, spec)
     with pytest.raises(ValueError, match="`calibration` must be None for a spec that does not use one"):
         TurboQuantCache(model.config, "default", measured)
     with pytest.raises(ValueError, match="`budget` must be in 1..5 bits for heads of 32 channels, got 0.5"):
-        TurboQuantCache(model.config, CacheSpec(budget=0.5), measured)
+        TurboQuantCache(model.config, bare(budget=0.5), measured)
 
 
 @pytest.mark.parametrize("fields, message", [
     (dict(budget=0), "`budget` must be above 0 and at most 5 bits, got 0"),
     (dict(budget=6), "`budget` must be above 0"),
     (dict(budget=float("nan")), "`budget` must be above 0"),
-    (dict(budget=3, key_bits=3), "`key_bits` must be left alone where `budget` shares the bits, got 3"),
-    (dict(budget=3, rotation="dense"), "`rotation` must be 'calibrated' or left alone where `budget` is set"),
-    (dict(budget=3, centre="prompt"), "`centre` must be 'calibrated' or left alone"),
-    (dict(budget=3, overrides={0: {"key_bits": 5}}), r"`overrides\[0\]`: `key_bits` must be left alone"),
+    (dict(budget=3, key_bits=3), "`key_bits` must not be named where `budget` shares the bits, got 3"),
+    (dict(budget=3, rotation="dense"), "`rotation` must be 'calibrated' or not named where `budget` is set"),
+    (dict(budget=3, centre="prompt"), "`centre` must be 'calibrated' or not named"),
+    (dict(budget=3, overrides={0: {"key_bits": 5}}), r"`overrides\[0\]`: `key_bits` must not be named"),
     (dict(overrides={0: {"budget": 5}}), r"`overrides\[0\]` must name fields among"),
 ])  # fmt: skip
 def test_contradictory_specs(fields, message):
     with pytest.raises(ValueError, match=message):
-        CacheSpec(**fields)
+        bare(**fields)
 
 
 def test_specs_with_a_budget():
@@ -620,12 +621,12 @@ def test_specs_with_a_budget():
         4,
         128,
     )
-    assert spec.with_(budget=3).with_(window=0, sinks=0) == CacheSpec(budget=3)
-    assert CacheSpec(budget=3).effective_bits(128, 32) == 3.125
+    assert spec.with_(budget=3).with_(window=0, sinks=0) == bare(budget=3)
+    assert bare(budget=3).effective_bits(128, 32) == 3.125
     with pytest.raises(ValueError, match="`budget` must be None in the spec of a layer"):
         spec.plan(128)
     with pytest.raises(TypeError, match="`budget` must be a number of bits or None, got '3'"):
-        CacheSpec(budget="3")
+        bare(budget="3")
 
 
 def test_the_file_needs_no_torch(measured, tmp_path):

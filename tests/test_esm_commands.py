@@ -16,9 +16,10 @@ import warnings
 import pytest
 from conftest import ROOT, shared_file
 from esm_models import protein, tiny_esm, torch, transformers
+from specs import bare
 
 import turboquant
-from turboquant import CacheSpec, esm
+from turboquant import esm
 from turboquant.cli import main
 from turboquant.esm import commands, masked_marginals, protein_batches, read_fasta
 from turboquant.esm.fasta import read_entries
@@ -95,7 +96,7 @@ def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
                                 spec="esm-default", batch=8)  # fmt: skip
     assert commands.scan(model, chosen, read) == 0
     assert len(where.read_text().splitlines()) == 1 + 42 * 20
-    found = commands.evaluated(model, chosen.fasta, {"a": CacheSpec(3, 3)}, None, (None, 2), read)
+    found = commands.evaluated(model, chosen.fasta, {"a": bare(3, 3)}, None, (None, 2), read)
     assert found["a"].residues == 42
     made = commands.calibrated(model, chosen.fasta, (None, 10**6), 0, str(tmp_path / "part"), read)
     assert made.tokens == 46 and made.source == "pipe, 2 proteins"
@@ -104,11 +105,11 @@ def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
 def test_evaluation_that_masks_nothing_runs_nothing(model, monkeypatch):
     monkeypatch.setattr(esm.quality, "_outputs", lambda *given: pytest.fail("the model ran"))
     with pytest.raises(ValueError, match="`mask_share` must mask at least one residue, got none"):
-        esm.evaluate(model, ["M"], {"a": CacheSpec(3, 3)})
+        esm.evaluate(model, ["M"], {"a": bare(3, 3)})
 
 
 def test_evaluation_is_what_it_says(model, sequences):
-    spec = CacheSpec(2, 3, sinks=2)
+    spec = bare(2, 3, sinks=2)
     found = esm.evaluate(model, sequences, {"a": spec, "b": "default"}, batch_size=2, seed=3)
     again = esm.evaluate(model, sequences, {"a": spec}, batch_size=2, seed=3)["a"]
     a = found["a"]
@@ -157,7 +158,7 @@ def test_calibration_is_for_every_head_of_an_encoder(model, sequences):
     for other in (tiny_esm(head_dim=32, seed=1), tiny_esm(head_dim=64)):
         with pytest.raises(ValueError, match="`calibration` must be of this model"):
             turboquant.patch(other, "calibrated-3", found)
-    results = esm.evaluate(model, sequences, {"p": CacheSpec(3, 3), "c": CacheSpec(budget=3)}, calibration=found)
+    results = esm.evaluate(model, sequences, {"p": bare(3, 3), "c": bare(budget=3)}, calibration=found)
     assert results["c"].masked_kl_divergence < results["p"].masked_kl_divergence
 
 
@@ -170,7 +171,7 @@ def test_groups_of_equal_bits_are_mixed_as_one():
     big = tiny_esm(head_dim=64)
     found = turboquant.calibrate(big, protein_batches(big, [protein(100, i) for i in range(4)]), sensitivity_batches=1)
     for bits, merged in (((4, 4), True), ((4, 3), False)):
-        spec = CacheSpec(bits, 3, rotation="calibrated", centre="calibrated")
+        spec = bare(bits, 3, rotation="calibrated", centre="calibrated")
         made = transforms(found, spec, 1, torch.device("cpu"))
         steps, rotation = made["key_steps"].numpy(), made["key_rotation"].numpy()
         assert (steps[:, 0] == steps[:, 1]).all() == merged
@@ -393,6 +394,6 @@ def test_quality_of_the_reference_model():
     folder = shared_file("models/esm-reference/config.json").parent
     model = transformers.EsmForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
     held_out = [p.sequence for p in read_fasta(shared_file("data/proteins_val.fasta")) if len(p.sequence) < 300][:8]
-    found = esm.evaluate(model, held_out, {"4": CacheSpec(4, 4, centre="prompt"), "2": CacheSpec(2, 2)})
+    found = esm.evaluate(model, held_out, {"4": bare(4, 4, centre="prompt"), "2": bare(2, 2)})
     assert found["4"].final_cosine_mean > 0.998 and found["4"].masked_kl_divergence < 4e-4
     assert found["2"].final_cosine_mean < 0.995

@@ -8,9 +8,10 @@ import pickle
 import numpy as np
 import pytest
 from esm_models import LETTERS, protein, tiny_esm, torch
+from specs import bare
 
 import turboquant
-from turboquant import CacheSpec, esm
+from turboquant import esm
 from turboquant.esm import EXACT, ContextCache
 from turboquant.esm.attention import plain_attention
 from turboquant.esm.model import attentions, tokenise
@@ -28,8 +29,8 @@ def full(model, sequence):
 
 
 def test_encode_is_the_exact_pass():
-    for model in (tiny_esm(), turboquant.patch(tiny_esm(), CacheSpec(1, 1)), tiny_esm(token_dropout=False)):
-        cache = ContextCache(model, CacheSpec(2, 2))
+    for model in (tiny_esm(), turboquant.patch(tiny_esm(), bare(1, 1)), tiny_esm(token_dropout=False)):
+        cache = ContextCache(model, bare(2, 2))
         said = cache.encode(PROTEINS, batch_size=3)
         turboquant.unpatch(model)
         assert cache.lengths == [40, 7, 131, 126]
@@ -50,7 +51,7 @@ def test_all_residues_anew_are_a_full_pass():
     """Nothing of the stored protein but its two end tokens is left to read; these see the old residues."""
     model = tiny_esm(num_hidden_layers=1)
     other = [protein(len(p), 9 + i) for i, p in enumerate(PROTEINS)]
-    for spec in (EXACT, CacheSpec(3, 3, sinks=1)):
+    for spec in (EXACT, bare(3, 3, sinks=1)):
         cache = ContextCache(model, spec)
         cache.encode(PROTEINS)
         said = cache.decode(other, [range(len(p)) for p in other], batch_size=3)
@@ -125,10 +126,10 @@ def test_decode_in_batches_is_replacement(heads, head_dim):
             assert (got - want).abs().max() < 2e-3 * want.abs().max(), name
 
 
-MIXED = CacheSpec(3, 3, centre="prompt", sinks=2, overrides={1: {"centre": "none", "sinks": 0}})
+MIXED = bare(3, 3, centre="prompt", sinks=2, overrides={1: {"centre": "none", "sinks": 0}})
 
 
-@pytest.mark.parametrize("spec", [EXACT, CacheSpec(3, 3, sinks=3), CacheSpec(4, 4, centre="prompt"), MIXED],
+@pytest.mark.parametrize("spec", [EXACT, bare(3, 3, sinks=3), bare(4, 4, centre="prompt"), MIXED],
                          ids=["exact", "sinks", "centred", "layers that differ"])  # fmt: skip
 def test_copies_of_one_protein_read_together_what_they_share(spec):
     """The same from one batch of copies, which share ranges, as from batches of one, which do not."""
@@ -161,7 +162,7 @@ def test_packed_context_is_near_the_exact_one():
     exact.encode(PROTEINS)
     want = torch.cat(exact.decode(letters, positions, which).logits)
     errors = []
-    for spec in (CacheSpec(2, 2), CacheSpec(4, 4, centre="prompt"), CacheSpec(5, 5, sinks=3)):
+    for spec in (bare(2, 2), bare(4, 4, centre="prompt"), bare(5, 5, sinks=3)):
         cache = ContextCache(model, spec)
         cache.encode(PROTEINS)
         errors.append(float((torch.cat(cache.decode(letters, positions, which).logits) - want).norm() / want.norm()))
@@ -170,7 +171,7 @@ def test_packed_context_is_near_the_exact_one():
 
 def test_bytes_are_counted():
     model = tiny_esm(head_dim=32)
-    cache = ContextCache(model, CacheSpec(3, 3))
+    cache = ContextCache(model, bare(3, 3))
     assert cache.nbytes == 0
     cache.encode(PROTEINS)
     tokens = sum(len(p) + 2 for p in PROTEINS)
@@ -191,7 +192,7 @@ def test_long_proteins_and_short_ones_of_every_shape(head_dim):
     proteins, at = [protein(2000), protein(5), protein(300)], [[1999, 3], [4], [150]]
     letters = [["W", "<mask>"], ["K"], ["<mask>"]]
     said = []
-    for spec in (EXACT, CacheSpec(5, 5, centre="prompt"), CacheSpec(2, 2)):
+    for spec in (EXACT, bare(5, 5, centre="prompt"), bare(2, 2)):
         cache = ContextCache(model, spec)
         cache.encode(proteins, batch_size=2)
         said.append(torch.cat(cache.decode(letters, at).logits))
@@ -202,7 +203,7 @@ def test_long_proteins_and_short_ones_of_every_shape(head_dim):
 
 
 def test_decoding_leaves_the_context_alone():
-    cache = ContextCache(tiny_esm(), CacheSpec(3, 3))
+    cache = ContextCache(tiny_esm(), bare(3, 3))
     cache.encode(PROTEINS)
     before = [t.clone() for t in cache._store.tensors()]
     first = cache.decode(["W"], [[3]], [2]).logits[0]
@@ -211,7 +212,7 @@ def test_decoding_leaves_the_context_alone():
 
 
 def test_other_kinds_of_models_and_nothing_to_decode():
-    cache = ContextCache(tiny_esm("EsmModel"), CacheSpec(3, 3))
+    cache = ContextCache(tiny_esm("EsmModel"), bare(3, 3))
     said = cache.encode(PROTEINS[:2])
     assert said.logits is None and [h.shape for h in said.hidden] == [(40, 32), (7, 32)]
     assert cache.decode(["WK"], [[3, 1]]).hidden[0].shape == (2, 32)
@@ -223,7 +224,7 @@ def test_a_model_in_half():
     want = ContextCache(model, EXACT)
     want.encode(PROTEINS)
     want = want.decode(["W"], [[3]], [2]).logits[0]
-    cache = ContextCache(model.half(), CacheSpec(5, 5, sinks=2))
+    cache = ContextCache(model.half(), bare(5, 5, sinks=2))
     cache.encode(PROTEINS)
     got = cache.decode(["W"], [[3]], [2]).logits[0]
     assert got.dtype == torch.float16 and torch.cosine_similarity(got.float(), want).item() > 0.98
@@ -231,7 +232,7 @@ def test_a_model_in_half():
 
 def test_inference_mode():
     with torch.inference_mode():
-        cache = ContextCache(tiny_esm(), CacheSpec(3, 3, centre="prompt"))
+        cache = ContextCache(tiny_esm(), bare(3, 3, centre="prompt"))
         cache.encode(PROTEINS)
         inside = cache.decode(["W"], [[3]], [2]).logits[0]
     assert torch.equal(cache.decode(["W"], [[3]], [2]).logits[0], inside)
@@ -242,10 +243,10 @@ def unpickled(thing):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, unpickled, copy.copy])
-@pytest.mark.parametrize("spec", [CacheSpec(3, 3), MIXED], ids=["packed", "layers that differ"])
+@pytest.mark.parametrize("spec", [bare(3, 3), MIXED], ids=["packed", "layers that differ"])
 @pytest.mark.parametrize("patched", [False, True])
 def test_copies_decode_to_the_same_numbers(copied, spec, patched):
-    model = turboquant.patch(tiny_esm(), CacheSpec(1, 1)) if patched else tiny_esm()
+    model = turboquant.patch(tiny_esm(), bare(1, 1)) if patched else tiny_esm()
     cache = ContextCache(model, spec)
     early = copied(cache)  # of nothing
     cache.encode(PROTEINS)
@@ -265,7 +266,7 @@ def test_copies_decode_to_the_same_numbers(copied, spec, patched):
 @pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
 def test_copies_watch_the_weights_of_their_own_model(copied):
     model = tiny_esm()
-    cache = ContextCache(model, CacheSpec(3, 3))
+    cache = ContextCache(model, bare(3, 3))
     cache.encode(PROTEINS)
     model.cache = cache  # a copy of the model then has a copy of the cache, made before the model's own is complete
     other = copied(model).cache
@@ -304,7 +305,7 @@ WRONG = {
 
 @pytest.mark.parametrize("arguments, error, message", WRONG.values(), ids=WRONG)
 def test_wrong_arguments_of_decode(arguments, error, message):
-    cache = ContextCache(tiny_esm(), CacheSpec(3, 3))
+    cache = ContextCache(tiny_esm(), bare(3, 3))
     with pytest.raises(RuntimeError, match="call encode first"):
         cache.decode(["A"], [[0]])
     cache.encode(PROTEINS)
@@ -313,7 +314,7 @@ def test_wrong_arguments_of_decode(arguments, error, message):
 
 
 def test_places_of_other_kinds_of_integers():
-    cache = ContextCache(tiny_esm(), CacheSpec(3, 3))
+    cache = ContextCache(tiny_esm(), bare(3, 3))
     cache.encode(PROTEINS)
     want = cache.decode(["WA"], [[3, 5]], [2]).logits[0]
     for positions, proteins in ((np.array([[3, 5]]), np.array([2])), (torch.tensor([[3, 5]]), torch.tensor([2]))):
@@ -332,7 +333,7 @@ def test_places_of_other_kinds_of_integers():
     ],
 )
 def test_wrong_proteins_leave_what_was_stored(proteins, message):
-    cache = ContextCache(tiny_esm(), CacheSpec(3, 3))
+    cache = ContextCache(tiny_esm(), bare(3, 3))
     cache.encode(PROTEINS)
     with pytest.raises(ValueError, match=message):
         cache.encode(proteins)
@@ -341,7 +342,7 @@ def test_wrong_proteins_leave_what_was_stored(proteins, message):
 
 def test_another_model_or_changed_weights():
     model = tiny_esm()
-    cache = ContextCache(model, CacheSpec(3, 3))
+    cache = ContextCache(model, bare(3, 3))
     cache.encode(PROTEINS)
     with torch.no_grad():
         attentions(model)[1].key.weight.mul_(2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from esm_models import protein, tiny_esm, torch
+from specs import bare
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant import CacheSpec
@@ -18,9 +19,9 @@ from turboquant.esm.graph import KEPT, StepGraphs
 
 PROTEINS = [protein(40, 0), protein(7, 1), protein(131, 2), protein(127, 3)]
 SPECS = {
-    "packed": CacheSpec(3, 3),
-    "sinks, centred": CacheSpec(4, 4, centre="prompt", sinks=3),
-    "layers that differ": CacheSpec(3, 3, centre="prompt", sinks=2, overrides={1: {"centre": "none", "sinks": 0}}),
+    "packed": bare(3, 3),
+    "sinks, centred": bare(4, 4, centre="prompt", sinks=3),
+    "layers that differ": bare(3, 3, centre="prompt", sinks=2, overrides={1: {"centre": "none", "sinks": 0}}),
     "exact": EXACT,
 }
 # Steps of few shapes; those of one name have the same.

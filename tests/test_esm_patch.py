@@ -7,14 +7,15 @@ import copy
 import pytest
 from conftest import shared_file
 from esm_models import protein, tiny_esm, torch, transformers
+from specs import bare
 
 import turboquant
-from turboquant import CacheSpec, esm
+from turboquant import esm
 from turboquant.esm import attention as attention_module
 from turboquant.esm.attention import NAME
 from turboquant.esm.model import ALPHABET, attentions, padded, tokenise
 
-EXACT = CacheSpec(sinks=2**20)  # every token in the model's dtype: what is not quantised must be the model's own
+EXACT = bare(sinks=2**20)  # every token in the model's dtype: what is not quantised must be the model's own
 LENGTHS = (40, 7, 131, 128)
 
 
@@ -56,7 +57,7 @@ def test_long_proteins(residues):
     with torch.no_grad():
         want = model(**inputs).logits[real]
         errors = []
-        for spec in (EXACT, CacheSpec(5, 5, centre="prompt"), CacheSpec(2, 2)):
+        for spec in (EXACT, bare(5, 5, centre="prompt"), bare(2, 2)):
             turboquant.patch(model, spec)
             errors.append(float((model(**inputs).logits[real] - want).norm() / want.norm()))
     assert errors[0] < 1e-4 < errors[1] < errors[2] < 1
@@ -71,7 +72,7 @@ def test_more_bits_are_nearer(head_dim):
         want = model(**inputs).logits[real]
         errors = []
         for bits in (2, 3, 4, 5):
-            turboquant.patch(model, CacheSpec(bits, bits))
+            turboquant.patch(model, bare(bits, bits))
             errors.append((model(**inputs).logits[real] - want).square().mean().item())
     assert errors == sorted(errors, reverse=True) and 0 < 4 * errors[3] < errors[0]
 
@@ -93,7 +94,7 @@ def oracle(model, inputs, spec):
     return model(**inputs, turboquant_context=Decoded()).logits
 
 
-@pytest.mark.parametrize("spec", [CacheSpec(3, 3), CacheSpec(4, 2, scale="norm"), CacheSpec((4, 1), (8, 2), group=16)],
+@pytest.mark.parametrize("spec", [bare(3, 3), bare(4, 2, scale="norm"), bare((4, 1), (8, 2), group=16)],
                          ids=["eden", "norm", "groups of 16"])  # fmt: skip
 def test_what_is_attended_to_is_what_was_packed(spec):
     model = tiny_esm(head_dim=32)
@@ -108,8 +109,8 @@ def test_what_is_attended_to_is_what_was_packed(spec):
     assert (got - want)[real].norm() < 0.02 * away  # a key near a threshold may fall to its other side by rounding
 
 
-@pytest.mark.parametrize("spec", [CacheSpec(3, 3, centre="prompt", centre_tokens=16), CacheSpec(3, 3, sinks=5),
-                                  CacheSpec(3, 3, rotation="dense")], ids=["centred", "sinks", "dense"])  # fmt: skip
+@pytest.mark.parametrize("spec", [bare(3, 3, centre="prompt", centre_tokens=16), bare(3, 3, sinks=5),
+                                  bare(3, 3, rotation="dense")], ids=["centred", "sinks", "dense"])  # fmt: skip
 def test_padding_changes_nothing(spec):
     model = tiny_esm(head_dim=32, num_hidden_layers=1)  # one layer: rounding that moves a code is not carried on
     with torch.no_grad():
@@ -130,7 +131,7 @@ def test_modes_of_others():
     with torch.no_grad():
         want = model(**inputs).logits[real]
         errors = []
-        for spec, calibration in ((CacheSpec(5, 5), None), ("turboesm", found), ("paper-prod-3", None)):
+        for spec, calibration in ((bare(5, 5), None), ("turboesm", found), ("paper-prod-3", None)):
             turboquant.patch(model, spec, calibration)
             errors.append((model(**inputs).logits[real] - want).norm() / want.norm())
         cache = esm.ContextCache(model, "turboesm", found)
@@ -138,7 +139,7 @@ def test_modes_of_others():
         assert torch.isfinite(cache.decode(["W"], [[3]]).logits[0]).all()
     assert 0 < errors[0] < min(errors[1:]) and max(errors) < 0.5
     with pytest.raises(NotImplementedError, match="outliers='prompt' is for decoders"):
-        turboquant.patch(model, CacheSpec(2.5, 2.5, outliers="prompt"))
+        turboquant.patch(model, bare(2.5, 2.5, outliers="prompt"))
 
 
 def test_all_kinds_of_models():
@@ -149,7 +150,7 @@ def test_all_kinds_of_models():
         with torch.no_grad():
             want = model(ids)[0]
             got = turboquant.patch(model, EXACT)(ids)[0]
-            coarse = turboquant.patch(model, CacheSpec(1, 1))(ids)[0]
+            coarse = turboquant.patch(model, bare(1, 1))(ids)[0]
         assert torch.allclose(got, want, atol=1e-4) and not torch.allclose(coarse, want, atol=1e-3)
         assert [m.layer_idx for m in attentions(model)] == [0, 1, 2] and model.config._attn_implementation == NAME
         turboquant.unpatch(model)
@@ -162,15 +163,15 @@ def test_twice_inner_and_two_models():
     before = state(model)
     with torch.no_grad():
         plain, others = model(ids).logits, other(ids).logits
-        turboquant.patch(model, CacheSpec(1, 1))
+        turboquant.patch(model, bare(1, 1))
         coarse = model(ids).logits
         turboquant.patch(model, EXACT)
-        turboquant.patch(other, CacheSpec(1, 1))
+        turboquant.patch(other, bare(1, 1))
         assert torch.allclose(model(ids).logits, plain, atol=1e-4)
         assert not torch.allclose(other(ids).logits, others, atol=1e-3)
         turboquant.unpatch(other)
         assert torch.equal(other(ids).logits, others)
-        turboquant.patch(model.esm, CacheSpec(1, 1))  # the model within is the same model
+        turboquant.patch(model.esm, bare(1, 1))  # the model within is the same model
         assert torch.equal(model(ids).logits, coarse)
         twin = copy.deepcopy(model)
         turboquant.unpatch(model.esm)
@@ -196,7 +197,7 @@ def test_models_that_share_a_configuration():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_another_dtype_after_patching(dtype):
-    model = turboquant.patch(tiny_esm(head_dim=32, initializer_range=0.1), CacheSpec(5, 5, rotation="dense"))
+    model = turboquant.patch(tiny_esm(head_dim=32, initializer_range=0.1), bare(5, 5, rotation="dense"))
     ids = torch.tensor([tokenise(protein(60), model.config)])
     with torch.no_grad():
         want = model(ids).logits
@@ -206,7 +207,7 @@ def test_another_dtype_after_patching(dtype):
 
 
 def test_inference_only():
-    model = turboquant.patch(tiny_esm(), CacheSpec(3, 3))
+    model = turboquant.patch(tiny_esm(), bare(3, 3))
     ids = torch.tensor([tokenise(protein(30), model.config)])
     loss = model(ids, labels=ids).loss  # a forward alone is fine
     with pytest.raises(RuntimeError, match="inference only"):
@@ -223,14 +224,14 @@ def test_no_gradient_where_keys_or_values_alone_are_trained(trained):
         weight.requires_grad_(trained in name or name.startswith("lm_head"))
     model(ids, labels=ids).loss.backward()
     assert attentions(model)[0].get_submodule(trained.strip(".")).weight.grad.abs().sum() > 0
-    turboquant.patch(model, CacheSpec(3, 3))
+    turboquant.patch(model, bare(3, 3))
     loss = model(ids, labels=ids).loss
     with pytest.raises(RuntimeError, match="inference only"):
         loss.backward()
 
 
 def test_padding_is_sorted_out_once_for_all_layers(monkeypatch):
-    model = turboquant.patch(tiny_esm(), CacheSpec(3, 3, overrides={1: {"sinks": 2}}))
+    model = turboquant.patch(tiny_esm(), bare(3, 3, overrides={1: {"sinks": 2}}))
     inputs, passes = batch(model), []
     found = attention_module._real
     monkeypatch.setattr(attention_module, "_real", lambda *given: passes.append(1) or found(*given))
@@ -241,7 +242,7 @@ def test_padding_is_sorted_out_once_for_all_layers(monkeypatch):
 
 @pytest.mark.slow
 def test_compile():
-    model = turboquant.patch(tiny_esm(), CacheSpec(3, 3, centre="prompt"))
+    model = turboquant.patch(tiny_esm(), bare(3, 3, centre="prompt"))
     inputs = batch(model)
     with torch.no_grad():
         want = model.esm(**inputs).last_hidden_state
@@ -250,14 +251,14 @@ def test_compile():
 
 
 def test_attention_weights_are_refused():
-    model = turboquant.patch(tiny_esm(), CacheSpec(3, 3))
+    model = turboquant.patch(tiny_esm(), bare(3, 3))
     inputs = batch(model)
     with torch.no_grad(), pytest.raises(NotImplementedError, match="attention weights|output_attentions"):
         model.predict_contacts(inputs["input_ids"], inputs["attention_mask"])
 
 
 def test_masks_that_differ_between_queries():
-    model = turboquant.patch(tiny_esm(), CacheSpec(3, 3))
+    model = turboquant.patch(tiny_esm(), bare(3, 3))
     mask = torch.ones(1, 32, 32).tril()
     if int(transformers.__version__.split(".")[0]) >= 5:
         mask = mask[:, None]  # as these take a mask that is ready-made
@@ -285,11 +286,11 @@ def test_attention_that_was_changed_since_is_noticed_and_taken_back():
     model, ids = tiny_esm(), torch.randint(4, 24, (1, 40))
     with torch.no_grad():
         plain = model(ids).logits
-        packed = turboquant.patch(model, CacheSpec(1, 1))(ids).logits
+        packed = turboquant.patch(model, bare(1, 1))(ids).logits
         model.set_attn_implementation("sdpa")
         with pytest.raises(RuntimeError, match=r"attention is 'sdpa' since .* call turboquant.patch\(model\) again"):
             model(ids)
-        assert torch.equal(turboquant.patch(model, CacheSpec(1, 1))(ids).logits, packed)
+        assert torch.equal(turboquant.patch(model, bare(1, 1))(ids).logits, packed)
         assert not torch.equal(packed, plain)
         torch.testing.assert_close(turboquant.unpatch(model)(ids).logits, plain)
 
@@ -299,7 +300,7 @@ def test_wrong_arguments_leave_the_model_alone():
     before = state(model)
     for error, message, arguments in [
         (ValueError, "`head_dim` .*got 12", (tiny_esm(head_dim=12),)),
-        (ValueError, "`overrides` must name layers", (model, CacheSpec(overrides={7: {"sinks": 1}}))),
+        (ValueError, "`overrides` must name layers", (model, bare(overrides={7: {"sinks": 1}}))),
         (ValueError, "`calibration` must be", (model, "calibrated-3")),
     ]:
         with pytest.raises(error, match=message):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from conftest import shared_file
 from esm_models import protein, tiny_esm, torch, transformers
+from specs import bare
 
 import turboquant
-from turboquant import CacheSpec
 from turboquant.esm import (
     AMINO_ACIDS,
     EXACT,
@@ -38,7 +38,7 @@ def by_definition(model, sequence, positions):
 
 
 def test_exact_scan():
-    for model in (tiny_esm(), turboquant.patch(tiny_esm(), CacheSpec(1, 1))):
+    for model in (tiny_esm(), turboquant.patch(tiny_esm(), bare(1, 1))):
         scan = masked_marginals(model, SEQUENCE, shared_context=False, batch_size=5)
         turboquant.unpatch(model)
         assert scan.sequence == SEQUENCE and scan.positions == tuple(range(33)) and scan.scores.shape == (33, 20)
@@ -56,10 +56,10 @@ def test_shared_scan_is_exact_at_one_layer():
 
 def test_shared_scan_is_decoding():
     model = tiny_esm()
-    cache = ContextCache(model, CacheSpec(3, 3))
+    cache = ContextCache(model, bare(3, 3))
     cache.encode([protein(9, 5), SEQUENCE])
     scan = masked_marginals(model, SEQUENCE, [7, 30, 2], context=cache, batch_size=2)
-    again = masked_marginals(model, SEQUENCE, [7, 30, 2], spec=CacheSpec(3, 3))
+    again = masked_marginals(model, SEQUENCE, [7, 30, 2], spec=bare(3, 3))
     np.testing.assert_allclose(scan.scores, again.scores, atol=1e-3)
     logits = torch.cat(cache.decode([["<mask>"]] * 3, [[7], [30], [2]], [1] * 3).logits).log_softmax(-1)
     np.testing.assert_allclose(scan.log_probabilities, logits[:, [ALPHABET.index(a) for a in AMINO_ACIDS]], atol=1e-5)
@@ -67,14 +67,14 @@ def test_shared_scan_is_decoding():
 
 def test_lone_masks_are_finite():
     """A lone <mask> as a sequence of its own would have token dropout divide 0 by 0."""
-    scan = masked_marginals(tiny_esm(), "W", spec=CacheSpec(4, 4))
+    scan = masked_marginals(tiny_esm(), "W", spec=bare(4, 4))
     assert np.isfinite(scan.log_probabilities).all()
 
 
 @pytest.mark.parametrize("default", [torch.device("meta"), torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_defaults_of_torch_change_nothing(default):
     model, proteins = tiny_esm(), [SEQUENCE, protein(50, 1)]
-    spec = CacheSpec(3, 3, centre="prompt", sinks=2)
+    spec = bare(3, 3, centre="prompt", sinks=2)
 
     def said():
         options = ({}, dict(spec=spec), dict(spec="paper-prod-3"), dict(shared_context=False))
@@ -99,9 +99,9 @@ def test_defaults_of_torch_change_nothing(default):
 
 def test_errors():
     model, other = tiny_esm(), tiny_esm(seed=1)
-    cache = ContextCache(other, CacheSpec(3, 3))
+    cache = ContextCache(other, bare(3, 3))
     cache.encode([SEQUENCE])
-    mine = ContextCache(model, CacheSpec(3, 3))
+    mine = ContextCache(model, bare(3, 3))
     mine.encode([SEQUENCE])
     for error, message, arguments in [
         (ValueError, "at least one residue", dict(sequence="")),

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, shared_file
 from models import prompts, tiny
+from specs import bare
 
 import turboquant
-from turboquant import CacheSpec, TurboQuantCache
+from turboquant import TurboQuantCache
 from turboquant.cli import main
 from turboquant.evaluate import (
     _haystacks,
@@ -48,12 +49,12 @@ def calibration(model):
 
 def test_numbers_are_what_they_say(model, windows):
     """Against the definitions, written out over a cache filled by hand."""
-    spec = CacheSpec(2, 3, sinks=4, window=16)
+    spec = bare(2, 3, sinks=4, window=16)
     found = turboquant.evaluate(model, windows, spec, batch=2)
-    bare = spec.with_(sinks=0, window=0, prefill="packed")
-    turboquant.patch(model, bare)
+    packed = spec.with_(sinks=0, window=0, prefill="packed")
+    turboquant.patch(model, packed)
     with torch.no_grad():
-        cache = TurboQuantCache(model.config, bare)
+        cache = TurboQuantCache(model.config, packed)
         q = model(windows, past_key_values=cache).logits.double().log_softmax(-1)
         p = model(windows, use_cache=False).logits.double().log_softmax(-1)
     turboquant.unpatch(model)
@@ -65,9 +66,9 @@ def test_numbers_are_what_they_say(model, windows):
         picked = logs[:, :-1].gather(-1, windows[:, 1:, None])
         assert value == pytest.approx(math.exp(-picked.mean().item()), rel=1e-4)
     assert found.top1_agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
-    assert found.spec == bare and found.exact == "everything packed" and (found.windows, found.length) == (3, 200)
+    assert found.spec == packed and found.exact == "everything packed" and (found.windows, found.length) == (3, 200)
     # 200 tokens stand in two pages of 128; the cache counts the empty places too
-    assert found.bytes_per_token == cache.report().parts["pages"] / 600 == 256 * bare.bytes_per_token(32, 2, 3) / 200
+    assert found.bytes_per_token == cache.report().parts["pages"] / 600 == 256 * packed.bytes_per_token(32, 2, 3) / 200
     assert found.effective_bits == pytest.approx(8 * found.bytes_per_token / (2 * 2 * 32 * 3))
     assert found.fixed_bytes >= 3 * 2 * 2 * 4  # block tables of at least one batch
     assert set(found.metrics()) >= {"kl_divergence", "kl_divergence_p99", "perplexity", "top1_agreement",
@@ -75,12 +76,12 @@ def test_numbers_are_what_they_say(model, windows):
 
 
 MODES = {
-    "plain": CacheSpec(3, 3),
-    "centred by the prompt": CacheSpec(3, 3, centre="prompt", centre_tokens=48),
-    "calibrated": CacheSpec(budget=3),
-    "sinks and window": CacheSpec(2, 2, sinks=3, window=20),
-    "blocks and a sketch": CacheSpec(3, 3, key_levels="affine", value_levels="affine", key_block=32, sketch="gaussian"),
-    "overrides of boundary layers": CacheSpec(2, 2).with_boundary(1, key_bits=8, key_levels="absmax", key_block=32),
+    "plain": bare(3, 3),
+    "centred by the prompt": bare(3, 3, centre="prompt", centre_tokens=48),
+    "calibrated": bare(budget=3),
+    "sinks and window": bare(2, 2, sinks=3, window=20),
+    "blocks and a sketch": bare(3, 3, key_levels="affine", value_levels="affine", key_block=32, sketch="gaussian"),
+    "overrides of boundary layers": bare(2, 2).with_boundary(1, key_bits=8, key_levels="absmax", key_block=32),
 }
 
 
@@ -100,7 +101,7 @@ def test_three_ways_of_feeding_agree(spec, model, windows, calibration):
 
 
 def test_more_bits_are_better_and_exact_tokens_are_said(model, windows):
-    specs = {f"{b} bits": CacheSpec(b, b) for b in (2, 3, 4, 5)}
+    specs = {f"{b} bits": bare(b, b) for b in (2, 3, 4, 5)}
     found = evaluate_all(model, windows, specs, batch=3)
     kl = [e.kl_divergence for e in found.values()]
     assert kl == sorted(kl, reverse=True) and kl[-1] > 0
@@ -117,9 +118,9 @@ def test_the_model_is_left_as_it_was(model, windows):
     turboquant.evaluate(model, windows[:1], "paper-mse-3")
     assert model.training and not hasattr(model, "_turboquant") and model.config._attn_implementation == before
     model.eval()
-    turboquant.patch(model, CacheSpec(2, 2))
+    turboquant.patch(model, bare(2, 2))
     turboquant.evaluate(model, windows[:1], "paper-mse-3")
-    assert model._turboquant.spec == CacheSpec(2, 2)
+    assert model._turboquant.spec == bare(2, 2)
     turboquant.unpatch(model)
 
 
@@ -432,7 +433,7 @@ def test_calibration_halves_the_divergence(benchmarks):
     train = text_windows(text[: len(text) // 2], tokenizer, 12, 512)
     test = text_windows(text[len(text) // 2 :], tokenizer, 2, 512)
     calibration = turboquant.calibrate(model, list(train.split(1)), sensitivity_batches=1)
-    specs = {"plain": CacheSpec(3, 3, centre="prompt"), "calibrated": CacheSpec(budget=3)}
+    specs = {"plain": bare(3, 3, centre="prompt"), "calibrated": bare(budget=3)}
     found = {n: e.kl_divergence for n, e in evaluate_all(model, test, specs, calibration=calibration).items()}
     print(found)
     assert found["calibrated"] < 0.015 and found["calibrated"] < 0.65 * found["plain"]

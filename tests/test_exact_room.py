@@ -6,14 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 from models import prompts, tiny
+from specs import bare
 
 import turboquant
-from turboquant import CacheSpec, TurboQuantCache, layer
+from turboquant import TurboQuantCache, layer
 
 SPECS = {
-    "sinks": CacheSpec(3, 3, sinks=50, centre="prompt"),
-    "window": CacheSpec(3, 3, window=37),
-    "both": CacheSpec(3, 3, sinks=21, window=45, prefill="packed"),
+    "sinks": bare(3, 3, sinks=50, centre="prompt"),
+    "window": bare(3, 3, window=37),
+    "both": bare(3, 3, sinks=21, window=45, prefill="packed"),
 }
 
 
@@ -95,21 +96,21 @@ def test_crop_with_past_windows_of_other_sizes(spec, whole, keep):
 
 def test_bytes_are_those_of_the_tokens_that_came():
     """One row is 2 KV heads of 32 float32 channels, of keys and of values."""
-    model, cache = patched(CacheSpec(sinks=2**24, window=2**24))
+    model, cache = patched(bare(sinks=2**24, window=2**24))
     ids, row = prompts(1, 60)["input_ids"], 2 * 2 * 32 * 4
     for pieces, rows in (([1], 16), ([1] * 15, 16), ([1], 32), ([40], 64)):
         feed(model, cache, ids, pieces, (0,))
         for one in cache.layers:
             assert one.report().parts["sinks"] == rows * row and "window" not in one.report().parts
         assert cache.nbytes == sum(t.untyped_storage().nbytes() for _, t in cache.tensors()) < 3 * rows * row + 100
-    model, cache = patched(CacheSpec(sinks=4, window=2**24))
+    model, cache = patched(bare(sinks=4, window=2**24))
     feed(model, cache, ids, [10, 20], (0,))
     assert cache.layers[0].report().parts["sinks"] == 4 * row
     assert cache.layers[0].report().parts["window"] == 32 * row
 
 
 def test_files_have_the_rows_that_hold_tokens(tmp_path):
-    model, cache = patched(CacheSpec(sinks=2, window=2**24))
+    model, cache = patched(bare(sinks=2, window=2**24))
     feed(model, cache, prompts(1, 60)["input_ids"], [20], (0,))
     cache.save(tmp_path / "a")
     read = TurboQuantCache.load(tmp_path / "a").layers[0]
@@ -119,7 +120,7 @@ def test_files_have_the_rows_that_hold_tokens(tmp_path):
 
 def test_reserved_tensors_keep_their_places():
     """What a CUDA graph of decoding steps needs."""
-    model, cache = patched(CacheSpec(sinks=40, window=100))
+    model, cache = patched(bare(sinks=40, window=100))
     ids = prompts(1, 120)["input_ids"]
     feed(model, cache, ids, [5], (0,))
     for one in cache.layers:

@@ -11,15 +11,16 @@ import pytest
 import torch
 import transformers
 from models import KINDS, prompts, tiny
+from specs import bare
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
 import turboquant
-from turboquant import CacheSpec, TurboQuantCache
+from turboquant import TurboQuantCache
 from turboquant.names import CACHE
 from turboquant.patch import continuation
 
-WIDE = CacheSpec(2, 2, sinks=3, window=512, centre="prompt")  # nothing ever leaves the window: exact
-PACKED = CacheSpec(3, 3, prefill="packed")
+WIDE = bare(2, 2, sinks=3, window=512, centre="prompt")  # nothing ever leaves the window: exact
+PACKED = bare(3, 3, prefill="packed")
 
 
 def generate(model, inputs, tokens=40, **options):
@@ -87,7 +88,7 @@ def test_packed_logits_are_close_and_sliding_layers_stay_small(kind):
 
     want = logits(DynamicCache(config=model.config))
     for bits in (3, 5):
-        spec = CacheSpec(bits, bits, prefill="packed", centre="prompt")
+        spec = bare(bits, bits, prefill="packed", centre="prompt")
         cache = TurboQuantCache(turboquant.patch(model, spec).config, spec)
         error[bits] = ((logits(cache) - want).norm() / want.norm()).item()
     assert error[5] < 0.4 * error[3] and error[5] < 0.1, error
@@ -102,7 +103,7 @@ def test_packed_text_follows_the_full_cache():
     """With trained weights see test_quality; random ones are harder to compress and still mostly agree at 5 bits."""
     model, inputs = tiny(), prompts(4, 50)
     want = generate(model, inputs, 1).logits[0]
-    turboquant.patch(model, CacheSpec(5, 5, prefill="packed", centre="prompt"))
+    turboquant.patch(model, bare(5, 5, prefill="packed", centre="prompt"))
     got = generate(model, inputs, 1).logits[0]
     assert (got - want).norm() / want.norm() < 0.2
 
@@ -262,7 +263,7 @@ def test_autocast():
     assert (got.logits[0].float() - want).abs().max() < 0.05 * want.abs().max()
 
 
-SPECULATIVE = {"all packed": CacheSpec(5, 5), "a window": PACKED.with_(window=16, sinks=2), "default": "default"}
+SPECULATIVE = {"all packed": bare(5, 5), "a window": PACKED.with_(window=16, sinks=2), "default": "default"}
 
 
 @pytest.mark.parametrize("how", ["prompt lookup", "assistant"])

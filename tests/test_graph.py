@@ -14,13 +14,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import tiny  # noqa: E402
+from specs import bare  # noqa: E402
 
 import turboquant  # noqa: E402
 from turboquant.attention import attention  # noqa: E402
 from turboquant.graph import DecodeGraph  # noqa: E402
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-SPEC = turboquant.CacheSpec(key_bits=4, value_bits=4, sinks=4, window=32, centre="prompt")
+SPEC = bare(key_bits=4, value_bits=4, sinks=4, window=32, centre="prompt")
 
 
 def generated(model: Any, **inputs: Any) -> Any:
@@ -124,7 +125,7 @@ def test_the_text_is_that_of_plain_steps(batch: int) -> None:
 @NEEDS_CUDA
 def test_replays_notice_what_moves_the_cache() -> None:
     """Growth into new pages, a crop, a fork and other rows; against plain steps over the same tokens."""
-    model = turboquant.patch(tiny().cuda(), turboquant.CacheSpec(key_bits=4, value_bits=4, sinks=0, window=0))
+    model = turboquant.patch(tiny().cuda(), bare(key_bits=4, value_bits=4, sinks=0, window=0))
     config, spec = model.config, model._turboquant.spec
     ids = prompt(2, 200).cuda()
 
@@ -202,7 +203,7 @@ def test_check_names_what_was_not_finite() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_bad_number_of_a_prompt_is_named_and_stays_alone(bad: float) -> None:
     """Among those that the centre is the mean of: all other keys and values are stored as they would be without it."""
-    spec = turboquant.CacheSpec(centre="prompt", sinks=4, window=16)
+    spec = bare(centre="prompt", sinks=4, window=16)
     config = tiny(head_dim=64).config
     k = torch.randn(1, config.num_key_value_heads, 200, 64, device="cuda", dtype=torch.bfloat16)
     caches = []

@@ -13,10 +13,11 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 from models import tiny
+from specs import bare
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import turboquant
-from turboquant import CacheSpec, TurboQuantCache
+from turboquant import TurboQuantCache
 
 TOKENS = 1024
 DEMO = dict(
@@ -89,7 +90,7 @@ def allocated() -> int:
 def test_after_a_thousand_generated_tokens():
     """3 bits, no sinks, no window, batch 1: every token's bytes within 2 % of `bytes_per_token`, by four ways of
     counting."""
-    spec = CacheSpec(3, 3)
+    spec = bare(3, 3)
     torch.manual_seed(0)
     model = turboquant.patch(LlamaForCausalLM(LlamaConfig(**SMALL, **DEMO, max_position_embeddings=2048)).eval(), spec)
     cache = TurboQuantCache(model.config, spec)
@@ -134,7 +135,7 @@ def test_a_long_history_of_a_wide_model():
     """8 KV heads of 128 channels, 8,192 tokens in chunks of 1,024, 3 bits: malloc grows by the claimed bytes, within 2
     %."""
     spec, config = (
-        CacheSpec(3, 3),
+        bare(3, 3),
         LlamaConfig(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8, head_dim=128),
     )
     k = torch.randn(1, 8, 1024, 128)
@@ -159,7 +160,7 @@ def store(layer, k, v, before):
 
 def test_nothing_of_the_full_precision_history_stays():
     """The largest floating-point tensor that a cache reaches is its window, whatever was fed to it."""
-    model = turboquant.patch(tiny(), CacheSpec(3, 3, sinks=2, window=8, centre="prompt"))
+    model = turboquant.patch(tiny(), bare(3, 3, sinks=2, window=8, centre="prompt"))
     with torch.no_grad():
         cache = model(torch.randint(0, 96, (2, 400))).past_key_values
         model(torch.randint(0, 96, (2, 50)), past_key_values=cache)
@@ -169,7 +170,7 @@ def test_nothing_of_the_full_precision_history_stays():
 
 
 def test_a_failed_forward_leaves_nothing_behind():
-    model = turboquant.patch(tiny(), CacheSpec(3, 3))
+    model = turboquant.patch(tiny(), bare(3, 3))
     with torch.no_grad():
         cache = model(torch.randint(0, 96, (1, 300))).past_key_values
         held = cache.nbytes
@@ -184,7 +185,7 @@ def test_a_failed_forward_leaves_nothing_behind():
 def test_ten_thousand_lives_leave_nothing():
     """Caches made, filled, forked and dropped: the process holds what it held after the first thousand, to 1 %."""
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
-    spec, k = CacheSpec(3, 3, sinks=1, window=4), torch.randn(1, 1, 20, 8)
+    spec, k = bare(3, 3, sinks=1, window=4), torch.randn(1, 1, 20, 8)
 
     def life():
         cache = TurboQuantCache(config, spec)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, shared_file
 from models import prompts, tiny
+from specs import bare
 
 import turboquant
-from turboquant import CacheSpec, TurboQuantCache
+from turboquant import TurboQuantCache
 from turboquant.calibration.axes import singular_axes
 from turboquant.calibration.tables import kmeans_table
 from turboquant.modes import side_matrix, split_rotation
@@ -104,7 +105,7 @@ def test_files_and_forks_go_on_alike(name, demo, ids, tmp_path):
 
 
 def test_outliers_of_the_prompt_and_of_a_calibration_are_the_loud_channels(rng):
-    spec = CacheSpec(2.5, 3, outliers="prompt", seed=3)
+    spec = bare(2.5, 3, outliers="prompt", seed=3)
     magnitude = np.ones((2, 128))
     magnitude[0, [5, 70]] = 9
     magnitude[1, 100:] = 9
@@ -127,7 +128,7 @@ def test_a_split_by_magnitude_beats_a_fixed_one_on_real_outliers():
     )
     error = {}
     for kind in ("none", "prompt"):
-        spec = CacheSpec(2.5, 2.5, scale="norm", outliers=kind)
+        spec = bare(2.5, 2.5, scale="norm", outliers=kind)
         plan = spec.plan(64)
         given = {}
         if kind == "prompt":

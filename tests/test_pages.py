@@ -9,9 +9,10 @@ import weakref
 
 import pytest
 import torch
+from specs import bare
 from test_cache import CONFIG, KV_HEADS, PACKED, SHAPES, Stream, close, forward, packed_bytes, rows
 
-from turboquant import CacheSpec, TurboQuantCache
+from turboquant import TurboQuantCache
 from turboquant.pages import RELEASED, PagePool, PageTable
 
 
@@ -357,7 +358,7 @@ def test_offload_and_prefetch_on_a_cpu():
     for layer in cache.layers:
         layer.offload()
     got = forward(cache, stream.piece(200, 210))
-    for layer in TurboQuantCache(CONFIG).layers:
+    for layer in TurboQuantCache(CONFIG, "default").layers:
         layer.offload(), layer.prefetch()  # nothing to move
     assert torch.equal(got, forward(fork, stream.piece(200, 210)))
 
@@ -365,7 +366,7 @@ def test_offload_and_prefetch_on_a_cpu():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_offload_and_prefetch():
-    stream, cache = Stream(tokens=300), TurboQuantCache(CONFIG, CacheSpec(3, 3, sinks=2, window=16, centre="prompt"))
+    stream, cache = Stream(tokens=300), TurboQuantCache(CONFIG, bare(3, 3, sinks=2, window=16, centre="prompt"))
 
     def piece(start, stop):
         return [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]
@@ -383,7 +384,7 @@ def test_offload_and_prefetch():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_offloaded_layers_are_cropped_across_the_window():
-    stream, cache = Stream(tokens=300), TurboQuantCache(CONFIG, CacheSpec(3, 3, sinks=2, window=16, centre="prompt"))
+    stream, cache = Stream(tokens=300), TurboQuantCache(CONFIG, bare(3, 3, sinks=2, window=16, centre="prompt"))
 
     def piece(start, stop):
         return [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]
@@ -438,7 +439,7 @@ def test_reserve_that_runs_out_of_memory_changes_nothing(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_gpu_without_memory_changes_nothing():
     """Torch may take no more of the GPU, and what it has is full; then a little is given back at a time."""
-    stream, cache = Stream(tokens=910), TurboQuantCache(CONFIG, CacheSpec(3, 3, sinks=2, centre="prompt"))
+    stream, cache = Stream(tokens=910), TurboQuantCache(CONFIG, bare(3, 3, sinks=2, centre="prompt"))
 
     def piece(start, stop):
         return [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]

@@ -7,18 +7,20 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from models import KINDS, prompts, tiny
+from specs import bare
 from transformers import DynamicCache
 
 import turboquant
 from turboquant import CacheSpec, TurboQuantCache, names
 
-EXACT = CacheSpec(4, 4, sinks=2, window=256)
+EXACT = bare(4, 4, sinks=2, window=256)
 
 
 def generate(model, tokens=12, **kwargs):
@@ -53,7 +55,7 @@ def test_patch_and_unpatch():
     assert state(model) == before
 
 
-@pytest.mark.parametrize("spec", ["paper-mse-2", CacheSpec(1, 1)], ids=["preset", "spec"])
+@pytest.mark.parametrize("spec", ["paper-mse-2", bare(1, 1)], ids=["preset", "spec"])
 def test_log_likelihoods_see_the_quantisation_only_with_packed_prefill(spec):
     """One forward over a whole text, as programs that measure perplexity do it."""
     model, ids = tiny(), prompts(2, 100)["input_ids"]
@@ -359,11 +361,11 @@ def test_the_cache_by_each_name_that_this_transformers_has():
     taken = names.cache_argument(type(model).forward)
     assert taken in names.NAMES and names.cache_argument(model.forward) == taken
     for name in names.NAMES[names.NAMES.index(taken) :]:  # the newest of them, and those that it still takes
-        cache = TurboQuantCache(model.config)
+        cache = TurboQuantCache(model)
         with torch.no_grad():
             out = model(inputs["input_ids"], **{name: cache})
         assert out[names.CACHE] is cache and cache.get_seq_length() == 6
-        cache = TurboQuantCache(model.config)
+        cache = TurboQuantCache(model)
         assert model.generate(**inputs, max_new_tokens=2, **{name: cache}).shape == (1, 8)
         assert cache.get_seq_length() == 7
         other = next(one for one in names.NAMES if one != name)
@@ -377,8 +379,8 @@ def test_other_wrong_arguments():
         (TypeError, "`model` must be a transformers model, got Linear", (torch.nn.Linear(2, 2),)),
         (ValueError, "did you mean 'default'", (model, "defalt")),
         (TypeError, "`spec` must be", (model, 4)),
-        (ValueError, "`overrides` must name layers", (model, CacheSpec(overrides={7: {"sinks": 1}}))),
-        (ValueError, "`key_bits`", (model, CacheSpec(key_bits=(4, 4, 4)))),
+        (ValueError, "`overrides` must name layers", (model, bare(overrides={7: {"sinks": 1}}))),
+        (ValueError, "`key_bits`", (model, bare(key_bits=(4, 4, 4)))),
         (ValueError, "`head_dim` .*got 12", (tiny(head_dim=12),)),
     ]:
         with pytest.raises(error, match=message):
@@ -416,3 +418,29 @@ def test_custom_masks_are_refused():
         model(torch.tensor([[5, 6]]), attention_mask=torch.zeros(1, 1, 2, 2), use_cache=False)
     with pytest.raises(ValueError, match="left padding only"):
         model(torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]]), use_cache=True)
+
+
+def test_a_cache_of_the_model_has_what_it_was_patched_with():
+    model = turboquant.patch(tiny(), CacheSpec(3, 2, window=0))
+    assert TurboQuantCache(model).spec == CacheSpec(3, 2, window=0)
+    assert TurboQuantCache(model, "default").spec == TurboQuantCache(model.config, "default").spec == CacheSpec()
+    with pytest.raises(TypeError, match=r"`spec` must be given with a configuration: call TurboQuantCache\(model\)"):
+        TurboQuantCache(model.config)
+    with pytest.raises(ValueError, match="`spec` must be given where `calibration` is, got None"):
+        TurboQuantCache(model, calibration="calibration.safetensors")
+    with pytest.raises(ValueError, match=r"`model` must be patched .*call turboquant.patch\(model, spec\) first"):
+        TurboQuantCache(turboquant.unpatch(model))
+    with pytest.raises(TypeError, match="`model` must be a model or its configuration"):
+        TurboQuantCache("model")
+
+
+def test_a_cache_of_another_spec_warns_once():
+    model, ids = turboquant.patch(tiny(), CacheSpec(3, 2)), prompts(1, 6)["input_ids"]
+    other = TurboQuantCache(model, "default")
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="another spec, .* than the model was patched with"):
+            model(ids, **{names.CACHE: other})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for cache in (other, other.fork(), TurboQuantCache(model), TurboQuantCache(model, CacheSpec(3, 2))):
+                model(ids, **{names.CACHE: cache})

@@ -13,19 +13,20 @@ import numpy as np
 import pytest
 import torch
 from cache_file import read as independent_read
+from specs import bare
 from test_cache import CONFIG, PACKED, Stream, forward
 from test_calibration import made
 
 import turboquant
-from turboquant import CacheSpec, Codes, Quantizer, TurboQuantCache, _core
+from turboquant import Codes, Quantizer, TurboQuantCache, _core
 from turboquant.persistence import MAGIC
 
 SPECS = {
     "all packed": PACKED,
     "sinks, window and centre": PACKED.with_(sinks=3, window=40, centre="prompt"),
-    "layers that differ": CacheSpec(2, 3, rotation="dense", overrides={1: {"key_bits": 5, "window": 8}}),
-    "nothing packed": CacheSpec(window=512),
-    "groups of 16": CacheSpec((8, 1), (4, 3), group=16, sinks=2, window=16),
+    "layers that differ": bare(2, 3, rotation="dense", overrides={1: {"key_bits": 5, "window": 8}}),
+    "nothing packed": bare(window=512),
+    "groups of 16": bare((8, 1), (4, 3), group=16, sinks=2, window=16),
 }
 
 
@@ -211,7 +212,7 @@ def test_a_cache_that_failed_is_not_saved(tmp_path):
 # ---- the page of docs/format.md, read by a program that shares nothing with ours ----
 
 
-@pytest.mark.parametrize("spec", [PACKED, PACKED.with_(sinks=3, window=40, centre="prompt"), CacheSpec(5, 2)], ids=str)
+@pytest.mark.parametrize("spec", [PACKED, PACKED.with_(sinks=3, window=40, centre="prompt"), bare(5, 2)], ids=str)
 def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
     """cache_file.py decodes keys and values to what the operator decodes, to a rounding."""
     cache, _ = filled(spec, dtype=torch.bfloat16)
@@ -240,7 +241,7 @@ def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A whole file of few bytes: one layer's worth of tokens, sinks, window and centre."""
-    cache = TurboQuantCache(CONFIG, CacheSpec(1, 1, sinks=1, window=2, centre="prompt"))
+    cache = TurboQuantCache(CONFIG, bare(1, 1, sinks=1, window=2, centre="prompt"))
     stream = Stream(tokens=9, dim=8, kv_heads=1)
     forward(cache, stream.piece(0, 9))
     path = tmp_path_factory.mktemp("small") / "c"

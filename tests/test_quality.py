@@ -10,10 +10,10 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import shared_file
+from specs import bare
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import turboquant
-from turboquant import CacheSpec
 
 SEQUENCES, TOKENS = 2, 384
 METHODS = {
@@ -49,9 +49,7 @@ def divergence(reference, spec):
 @pytest.mark.slow
 @pytest.mark.parametrize("bits, best", [(4, 0.0052), (3, 0.0195), (2, 0.081)])
 def test_methods_are_ordered_and_near_the_design(reference, bits, best):
-    found = {
-        name: divergence(reference, CacheSpec(bits, bits, prefill="packed", **f))[0] for name, f in METHODS.items()
-    }
+    found = {name: divergence(reference, bare(bits, bits, prefill="packed", **f))[0] for name, f in METHODS.items()}
     print({name: round(kl, 5) for name, kl in found.items()})
     norm, corrected, eden, centred = found.values()
     assert norm > max(corrected, eden) and min(corrected, eden) > centred
@@ -74,7 +72,7 @@ def test_a_centre_of_one_token(reference):
     model, ids, want = reference
     losses = {}
     for centre in ("none", "prompt"):
-        spec = CacheSpec(3, 3, centre=centre, prefill="packed")
+        spec = bare(3, 3, centre=centre, prefill="packed")
         cache = turboquant.TurboQuantCache(model.config, spec)
         turboquant.patch(model, spec)
         with torch.no_grad():

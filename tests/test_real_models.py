@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from conftest import real_model
+from specs import bare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from turboquant import CacheSpec, evaluate
+from turboquant import evaluate
 from turboquant.evaluate import text_windows
 
 TEXT = """The quality of a compressed cache shows in what a model says next. A window of a few hundred tokens is enough
@@ -21,7 +22,7 @@ def test_smollm2_is_a_trained_model_and_widths_are_ordered():
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     windows = text_windows(TEXT, tokenizer, 1, 64)
-    found = [evaluate(model, windows, CacheSpec(bits, bits), sinks=4) for bits in (4, 3, 2)]
+    found = [evaluate(model, windows, bare(bits, bits), sinks=4) for bits in (4, 3, 2)]
     question = tokenizer("The capital of France is", return_tensors="pt", add_special_tokens=False)["input_ids"]
     answer = model(input_ids=question).logits[0, -1].argmax()
     assert tokenizer.decode(answer) == " Paris"  # the weights were read as they were meant

@@ -3,12 +3,15 @@ format."""
 
 from __future__ import annotations
 
+import copy
+import json
 import pickle
 
 import pytest
+from specs import bare
 
 from turboquant import CacheSpec, preset, presets
-from turboquant.spec import resolve
+from turboquant.presets import OTHERS, OURS, resolve
 
 core = pytest.importorskip("turboquant._core")
 
@@ -79,19 +82,19 @@ WRONG_TYPES = {
 @pytest.mark.parametrize("fields, message", REFUSED.values(), ids=REFUSED)
 def test_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        CacheSpec(**fields)
+        bare(**fields)
 
 
 @pytest.mark.parametrize("fields", WRONG_TYPES.values(), ids=WRONG_TYPES)
 def test_wrong_types_are_named(fields):
     with pytest.raises(TypeError, match=f"`{next(iter(fields))}"):
-        CacheSpec(**fields)
+        bare(**fields)
 
 
 def test_it_is_a_value():
-    a, b = CacheSpec(3, (2, 4), sinks=4), CacheSpec(key_bits=3, value_bits=[2, 4], sinks=4)
+    a, b = bare(3, (2, 4), sinks=4), bare(key_bits=3, value_bits=[2, 4], sinks=4)
     assert a == b and hash(a) == hash(b) and pickle.loads(pickle.dumps(a)) == a
-    assert a.with_(window=8) == CacheSpec(3, (2, 4), sinks=4, window=8) != a
+    assert a.with_(window=8) == bare(3, (2, 4), sinks=4, window=8) != a
     with pytest.raises(AttributeError):
         a.sinks = 1
     with pytest.raises(ValueError, match="sinks"):
@@ -99,30 +102,30 @@ def test_it_is_a_value():
 
 
 def test_overrides_apply_to_their_layers():
-    spec = CacheSpec(4, 4, overrides={0: {"key_bits": 5, "window": 16}, -1: {"value_bits": (2, 3)}})
-    assert spec.for_layer(0, 6) == CacheSpec(5, 4, window=16)
-    assert spec.for_layer(3, 6) == CacheSpec(4, 4)
-    assert spec.for_layer(5, 6) == CacheSpec(4, (2, 3))
+    spec = bare(4, 4, overrides={0: {"key_bits": 5, "window": 16}, -1: {"value_bits": (2, 3)}})
+    assert spec.for_layer(0, 6) == bare(5, 4, window=16)
+    assert spec.for_layer(3, 6) == bare(4, 4)
+    assert spec.for_layer(5, 6) == bare(4, (2, 3))
     assert hash(spec) == hash(spec.with_(seed=0)) and spec.with_(seed=1).for_layer(0, 6).key_bits == 5
     for layer in (-1, 6):
         with pytest.raises(ValueError, match=f"`layer` must be in 0..5, got {layer}"):
             spec.for_layer(layer, 6)
     with pytest.raises(ValueError, match="`overrides` must name layers in -2..1 of this model, got 2"):
-        CacheSpec(overrides={2: {"sinks": 1}}).for_layer(0, 2)
+        bare(overrides={2: {"sinks": 1}}).for_layer(0, 2)
     with pytest.raises(ValueError, match="layer 1 as 1 and -1"):
-        CacheSpec(overrides={1: {"sinks": 1}, -1: {"sinks": 2}}).for_layer(0, 2)
+        bare(overrides={1: {"sinks": 1}, -1: {"sinks": 2}}).for_layer(0, 2)
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 32, 64, 80, 128, 256])
 @pytest.mark.parametrize("bits", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (4, 2), (3, 5)])
 def test_bytes_are_those_of_the_format(bits, head_dim):
-    spec = CacheSpec(*bits)
+    spec = bare(*bits)
     assert 128 * spec.bytes_per_token(head_dim) == core.record_bytes(spec.plan(head_dim))
     assert spec.bytes_per_token(head_dim, kv_heads=3, n_layers=5) == 15 * spec.bytes_per_token(head_dim)
     assert spec.effective_bits(head_dim) == 8 * spec.bytes_per_token(head_dim) / (2 * head_dim)
 
 
-@pytest.mark.parametrize("spec", [CacheSpec(), CacheSpec(budget=3.0), CacheSpec(overrides={0: {"key_bits": 5}})])
+@pytest.mark.parametrize("spec", [bare(), bare(budget=3.0), bare(overrides={0: {"key_bits": 5}})])
 def test_sizes_are_checked(spec):
     for name, wrong in {"head_dim": ("128", 128.0), "kv_heads": ("8", 2.5), "n_layers": (None, True)}.items():
         for value in wrong:
@@ -137,12 +140,12 @@ def test_sizes_are_checked(spec):
 
 
 def test_bytes_of_mixed_groups_and_overrides():
-    spec = CacheSpec((5, 3, 0, 2), (4, 0, 0, 0))
+    spec = bare((5, 3, 0, 2), (4, 0, 0, 0))
     assert 128 * spec.bytes_per_token(128) == core.record_bytes(spec.plan(128))
-    spec = CacheSpec(4, 4, overrides={0: {"key_bits": 2}})
+    spec = bare(4, 4, overrides={0: {"key_bits": 2}})
     assert spec.bytes_per_token(64, 2, 3) == 2 * (3 * (32 + 2 + 32 + 2) - 16)
-    assert CacheSpec(4, 4).effective_bits(128) == 4.125 and CacheSpec(4, 4).effective_bits(64) == 4.25
-    assert CacheSpec(4, 4).effective_bits(40) == pytest.approx(
+    assert bare(4, 4).effective_bits(128) == 4.125 and bare(4, 4).effective_bits(64) == 4.25
+    assert bare(4, 4).effective_bits(40) == pytest.approx(
         8 * 2 * (32 + 2) / 80
     )  # padded to 64 channels, and it says so
 
@@ -184,7 +187,7 @@ def test_what_fits_the_fast_kernels_is_a_plan_of_version_1():
 
 
 def test_boundary_layers():
-    spec = CacheSpec(3, 3, overrides={1: {"window": 8}}).with_boundary(2, key_bits=5, value_bits=4)
+    spec = bare(3, 3, overrides={1: {"window": 8}}).with_boundary(2, key_bits=5, value_bits=4)
     layers = [spec.for_layer(i, 6) for i in range(6)]
     assert [s.key_bits for s in layers] == [5, 5, 3, 3, 5, 5] and [s.value_bits for s in layers] == [4, 4, 3, 3, 4, 4]
     assert [s.window for s in layers] == [0, 8, 0, 0, 0, 0]
@@ -200,12 +203,12 @@ def test_boundary_layers():
 @pytest.mark.parametrize("head_dim", [0, 12, 264])
 def test_plan_refuses_a_head_dim(head_dim):
     with pytest.raises(ValueError, match=f"`head_dim` .*got {head_dim}"):
-        CacheSpec().plan(head_dim)
+        bare().plan(head_dim)
 
 
 def test_plan_refuses_groups_of_another_head_dim():
     with pytest.raises(ValueError, match="key_bits"):
-        CacheSpec((4, 4), 4).plan(128)
+        bare((4, 4), 4).plan(128)
 
 
 def test_presets():
@@ -224,9 +227,63 @@ def test_presets():
 def test_unknown_presets():
     with pytest.raises(ValueError, match="got 'defalt': did you mean 'default'"):
         preset("defalt")
-    with pytest.raises(ValueError, match="got 'xyz': there are default, esm-default, paper-mse-4"):
+    with pytest.raises(ValueError, match="got 'xyz': there are default, esm-default, calibrated-4"):
         preset("xyz")
     with pytest.raises(ValueError, match="did you mean .*'skainet-balanced'"):
         preset("SKaiNET-balance")
     with pytest.raises(TypeError, match="`spec` must be a CacheSpec or the name of a preset"):
         resolve({"key_bits": 4})
+
+
+def test_fields_that_are_not_named_are_those_of_the_preset_default():
+    assert CacheSpec() == preset("default")
+    assert CacheSpec(4, 3, window=64) == preset("default").with_(value_bits=3, window=64)
+    spec = CacheSpec(3, window=0, overrides={0: {"key_bits": 5}})
+    assert (spec.centre, spec.centre_tokens, spec.sinks, spec.window) == ("prompt", 1024, 4, 0)
+    layer = spec.for_layer(0, 2)
+    assert layer == CacheSpec(5, window=0) and layer.named == {"key_bits", "window", "overrides"}
+
+
+def copies(spec):
+    yield pickle.loads(pickle.dumps(spec))
+    yield copy.copy(spec)
+    yield copy.deepcopy(spec)
+    yield spec.with_()
+    yield eval(repr(spec))
+    yield CacheSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [CacheSpec(), CacheSpec(2.5, sinks=0, overrides={-1: {"key_bits": (2, 3)}}), CacheSpec(budget=3, window=1)],
+    ids=["default", "some named", "budget"],
+)
+def test_copies_know_which_fields_were_named(spec):
+    for same in copies(spec):
+        assert same == spec and hash(same) == hash(spec)
+        assert same.named >= spec.named and same.named <= spec.named | {"rotation", "centre"}
+
+
+def test_a_budget_sets_what_was_not_named():
+    assert CacheSpec(budget=3) == preset("default").with_(budget=3)
+    assert CacheSpec(key_bits=4) == CacheSpec() and "key_bits" in CacheSpec(key_bits=4).named
+    with pytest.raises(ValueError, match="`key_bits` must not be named where `budget` shares the bits, got 4"):
+        CacheSpec(key_bits=4).with_(budget=3)
+    with pytest.raises(ValueError, match="`rotation` must be 'calibrated' or not named .* got 'hadamard'"):
+        CacheSpec(rotation="hadamard", budget=3)
+    plain = CacheSpec(budget=3).with_(budget=None, key_bits=3)
+    assert (plain.rotation, plain.centre, plain.key_bits, plain.value_bits) == ("calibrated", "calibrated", 3, 4)
+
+
+@pytest.mark.parametrize("named", [None, "sinks", ["bits"], [3]])
+def test_from_dict_refuses_names(named):
+    with pytest.raises(ValueError, match="`named` must list fields of a CacheSpec"):
+        CacheSpec.from_dict({**CacheSpec().to_dict(), "named": named})
+
+
+def test_other_schemes_name_what_they_switch_off():
+    for name, spec in OTHERS.items():
+        assert (spec.centre, spec.centre_tokens, spec.sinks, spec.window) == ("none", 128, 0, 0), name
+        assert spec.named >= {"centre", "sinks", "window", "key_bits", "value_bits"}, name
+        assert (spec.prefill, spec.seed, spec.group, spec.budget, spec.overrides) == ("exact", 0, 32, None, ()), name
+    assert not OURS.keys() & OTHERS.keys() and presets() == {**OURS, **OTHERS}

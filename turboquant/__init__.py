@@ -23,8 +23,8 @@ _HOMES = {
     "Codes": "quantizer",
     "Quantizer": "quantizer",
     "CacheSpec": "spec",
-    "preset": "spec",
-    "presets": "spec",
+    "preset": "presets",
+    "presets": "presets",
     "Calibration": "calibration",
     "calibrate": "calibration.measure",
     "evaluate": "evaluate",
@@ -59,11 +59,11 @@ if TYPE_CHECKING:
     from .index import Index as Index
     from .patch import patch as patch
     from .patch import unpatch as unpatch
+    from .presets import preset as preset
+    from .presets import presets as presets
     from .quantizer import Codes as Codes
     from .quantizer import Quantizer as Quantizer
     from .spec import CacheSpec as CacheSpec
-    from .spec import preset as preset
-    from .spec import presets as presets
 
 
 def __getattr__(name: str) -> Any:

@@ -15,8 +15,9 @@ from .calibration import Calibration, layer_specs
 from .calibration.measure import describe
 from .common import Common
 from .layer import PackedLayer, describe_flag
+from .presets import resolve
 from .report import CacheReport, LayerReport
-from .spec import CacheSpec, resolve
+from .spec import CacheSpec
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
 
@@ -31,7 +32,7 @@ _UNIFORM = {
 def checked_config(config: Any) -> Any:
     """The configuration of the decoder, if its layers are of a kind that can be packed."""
     if not hasattr(config, "get_text_config"):
-        raise TypeError(f"`config` must be a model's configuration (model.config), got {type(config).__name__}")
+        raise TypeError(f"`model` must be a model or its configuration (model.config), got {type(config).__name__}")
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"encoder-decoder models are not supported, got {type(config).__name__}")
     text = config.get_text_config(decoder=True)
@@ -62,26 +63,44 @@ def checked_config(config: Any) -> Any:
     return text
 
 
+def _patched_with(model: Any, calibration: Any) -> tuple[CacheSpec, Calibration | None]:
+    """The spec and the calibration of a patched model."""
+    if calibration is not None:
+        raise ValueError("`spec` must be given where `calibration` is, got None")
+    if not isinstance(model, torch.nn.Module):
+        right = "TurboQuantCache(model) of a patched model, or TurboQuantCache(config, spec)"
+        raise TypeError(f"`spec` must be given with a configuration: call {right}")
+    state = getattr(model, "_turboquant", None)
+    if state is None:
+        right = "call turboquant.patch(model, spec) first, or TurboQuantCache(model, spec)"
+        raise ValueError(f"`model` must be patched where no `spec` is given: {right}")
+    return state.spec, state.calibration
+
+
 class TurboQuantCache(Cache):  # type: ignore[misc]
     """Compressed keys and values of a model, for `cache=` of a model that `turboquant.patch` has prepared
     (`past_key_values=` before transformers 5.24).
 
-    config   the model's configuration; only the number and kind of its layers matter, shapes come from the tensors
-    spec     a CacheSpec or the name of a preset
-    calibration   a Calibration or its file, for a spec that uses one; None otherwise
+    model    the model, or its configuration. Only the number and kind of its layers matter, shapes come from tensors
+    spec     a CacheSpec or the name of a preset; None: what `model` was patched with, its calibration included
+    calibration   a Calibration or its file, for a given spec that uses one; None otherwise
 
+    Raises TypeError for a configuration without a spec, and ValueError without a spec for a model that is not patched.
     Raises NotImplementedError for layers that cannot be packed, and ValueError for a calibration that is missing, not
     wanted, or of a model of another configuration (its weights are compared by `turboquant.patch`, which has them).
     """
 
     def __init__(
         self,
-        config: Any,
-        spec: CacheSpec | str = "default",
+        model: Any,
+        spec: CacheSpec | str | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = None,
     ) -> None:
-        self.spec = resolve(spec)
+        config = model.config if isinstance(model, torch.nn.Module) and hasattr(model, "config") else model
         text = checked_config(config)
+        if spec is None:
+            spec, calibration = _patched_with(model, calibration)
+        self.spec = resolve(spec)
         found = None if calibration is None else Calibration.of(calibration)
         if found is not None:
             found.check(describe(text))
@@ -96,6 +115,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     #: int32 [batch, tokens], the tokens that the cache begins with, as far as they are known, for `generate` to compare
     #: its prompt with (`patch.continuation`). None: unknown.
     known_ids: torch.Tensor | None = None
+    #: The spec of a patched model that this cache was compared with: a difference is warned of once.
+    compared_with: CacheSpec | None = None
 
     def _hold(self, layers: list[PackedLayer]) -> None:
         super().__init__(layers=layers)
@@ -132,7 +153,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         other.spec, other.fingerprint = self.spec, self.fingerprint
         other._shared = self._shared.fork()
         other._hold([layer.fork(other._shared) for layer in self.layers])
-        other.known_ids = self.known_ids
+        other.known_ids, other.compared_with = self.known_ids, self.compared_with
         return other
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:

@@ -258,7 +258,8 @@ def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) 
 
 def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
     """The presets named, everything packed, and then the fields that were set."""
-    from .spec import CacheSpec, preset
+    from .presets import preset
+    from .spec import CacheSpec
 
     names = [field.name for field in dataclasses.fields(CacheSpec)]
     changed: dict[str, Any] = {"sinks": 0, "window": 0}
@@ -277,7 +278,7 @@ def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def _packed_here(specs: Mapping[str, Any]) -> list[str]:
     """A sentence for each preset that keeps tokens exact which were packed here."""
-    from .spec import preset
+    from .presets import preset
 
     found = []
     for name, spec in specs.items():
@@ -356,7 +357,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
 def esm_scan(chosen: argparse.Namespace) -> int:
     """Masked marginals of proteins: what a model expects at each position while it is hidden."""
     from .esm import commands
-    from .spec import preset
+    from .presets import preset
 
     read = {"FASTA": chosen.fasta, "--calibration": chosen.calibration}
     if chosen.csv in STANDARD_OUTPUT:

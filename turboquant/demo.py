@@ -34,7 +34,8 @@ import turboquant
 
 from .cache import TurboQuantCache
 from .names import CACHE
-from .spec import CacheSpec, preset
+from .presets import preset
+from .spec import CacheSpec
 
 __all__ = ["main"]
 
@@ -87,12 +88,18 @@ def _cache_bytes(cache: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+def _cache(model: Any, spec: CacheSpec) -> TurboQuantCache:
+    cache = TurboQuantCache(model, spec)
+    cache.compared_with = model._turboquant.spec  # one patched model serves all rows: no warning
+    return cache
+
+
 def _log_probabilities(model: Any, ids: torch.Tensor, spec: CacheSpec | None) -> torch.Tensor:
     """[tokens, vocabulary] of every next token of ids [1, tokens], in float32."""
     if spec is None:
         logits = model(ids, use_cache=False).logits
     else:
-        logits = model(ids, **{CACHE: TurboQuantCache(model.config, spec.with_(prefill="packed"))}).logits
+        logits = model(ids, **{CACHE: _cache(model, spec.with_(prefill="packed"))}).logits
     result: torch.Tensor = logits[0].float().log_softmax(-1)
     return result
 
@@ -102,7 +109,7 @@ def _measure(model: Any, ids: torch.Tensor, prompt: int, tokens: int, seed: int)
     full_bytes_per_token, measured, want = 0.0, [], None
     rows = _rows()
     some = ids[:, :64]
-    for cache in (DynamicCache(config=model.config), TurboQuantCache(model.config)):  # no row is to pay for warming up
+    for cache in (DynamicCache(config=model.config), TurboQuantCache(model)):  # no row is to pay for warming up
         model.generate(some, attention_mask=torch.ones_like(some), max_new_tokens=8, **{CACHE: cache})
     with tqdm(total=len(rows) * (tokens + 2), unit="token", file=sys.stderr, leave=False) as bar:
         for row in rows:
@@ -112,7 +119,7 @@ def _measure(model: Any, ids: torch.Tensor, prompt: int, tokens: int, seed: int)
             want = got if want is None else want
             divergence = (want.exp() * (want - got)).sum(-1).mean().item()
             same = (want.argmax(-1) == got.argmax(-1)).float().mean().item()
-            cache = DynamicCache(config=model.config) if row.spec is None else TurboQuantCache(model.config, row.spec)
+            cache = DynamicCache(config=model.config) if row.spec is None else _cache(model, row.spec)
             torch.manual_seed(seed)
             clock = _Clock(bar)
             text = model.generate(

@@ -28,7 +28,8 @@ from .calibration.measure import checked_seed, fingerprint, token_divergence, to
 from .names import CACHE, cache_argument
 from .patch import patch, unpatch
 from .placement import device_of
-from .spec import CacheSpec, resolve
+from .presets import resolve
+from .spec import CacheSpec
 
 __all__ = [
     "Evaluation",
@@ -193,6 +194,12 @@ def _ready(model: Any, specs: Mapping[str, CacheSpec], calibration: AnyCalibrati
         layer_specs(spec, used[name], text.num_hidden_layers)
     if found is not None:
         found.check(fingerprint(model))
+
+    def new_cache(name: str) -> TurboQuantCache:
+        cache = TurboQuantCache(model, specs[name], used[name])
+        cache.compared_with = model._turboquant.spec  # one patched model serves all specs: no warning
+        return cache
+
     was_patched, was_training = hasattr(model, "_turboquant"), model.training
     try:
         if not was_patched:
@@ -200,7 +207,7 @@ def _ready(model: Any, specs: Mapping[str, CacheSpec], calibration: AnyCalibrati
                 patch(model, spec, used[name])
         model.eval()
         with torch.no_grad():
-            yield lambda name: TurboQuantCache(model.config, specs[name], used[name])
+            yield new_cache
     finally:
         model.train(was_training)
         if not was_patched:

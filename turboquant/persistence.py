@@ -15,7 +15,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .cache import TurboQuantCache
     from .layer import PackedLayer
 
-__all__ = ["MAGIC", "VERSION", "load", "save"]
+__all__ = ["MAGIC", "VERSION", "calibration_mark", "load", "save"]
 
 MAGIC = b"TQCACHE\0"
 VERSION = 1
@@ -124,7 +124,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _calibration_mark(calibration: Calibration | None) -> str | None:
+def calibration_mark(calibration: Calibration | None) -> str | None:
     """A checksum of what a calibration does to keys and values."""
     if calibration is None:
         return None
@@ -163,9 +163,9 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
             raise ValueError(f"`model` must be the one that filled this cache, got one with {', '.join(differs)}")
     described: dict[str, Any] = {
         "byte_format": FORMAT_VERSION,
-        "spec": asdict(cache.spec),
+        "spec": cache.spec.to_dict(),
         "fingerprint": mark,
-        "calibration": _calibration_mark(cache._shared.calibration),
+        "calibration": calibration_mark(cache._shared.calibration),
         "n_layers": len(layers),
         "positions": layers[0].tokens,
         "padding": list(layers[0].padding),
@@ -316,12 +316,12 @@ class _Reader:
             differs = differences(header["fingerprint"], mark)
             _want(not differs, f"it is of another model: this one has {', '.join(differs)}")
         needs = "it needs the `calibration` it was made with" if header["calibration"] else "it has no `calibration`"
-        _want(header["calibration"] == _calibration_mark(calibration), needs)
+        _want(header["calibration"] == calibration_mark(calibration), needs)
         _want(isinstance(header["spec"], dict), "`spec` is no mapping")
         n_layers = self.integer("n_layers", 2**16)
         _want(n_layers == header["fingerprint"].get("layers"), "`n_layers` is not that of its fingerprint")
         cache = TurboQuantCache.__new__(TurboQuantCache)
-        cache.spec = CacheSpec(**header["spec"])
+        cache.spec = CacheSpec.from_dict(header["spec"])
         cache._set_up(
             calibration,
             {name: x for name, x in header["fingerprint"].items() if name != "weights"},

@@ -1,4 +1,4 @@
-"""CacheSpec: how a cache quantises, as one value. Presets are named specs.
+"""CacheSpec: how a cache quantises, as one value. `turboquant.presets` has the named ones.
 
 A spec is data: it is compared, hashed, stored beside a cache, and turned into a plan (the integers of
 `turboquant.plan`) for each layer when its head_dim is known. No torch here.
@@ -7,13 +7,12 @@ A spec is data: it is compared, hashed, stored beside a cache, and turned into a
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
 from .plan import (
     FINE_GROUP,
@@ -28,7 +27,7 @@ from .plan import (
     widths_of,
 )
 
-__all__ = ["CacheSpec", "preset", "presets", "resolve"]
+__all__ = ["CacheSpec"]
 
 Bits = int | float | tuple[int, ...]
 Overrides = tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]
@@ -54,6 +53,7 @@ _RANGES = {
     "window": (0, 2**24),
     "seed": (0, 2**63 - 1),
 }
+_BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre")  # unless they were named
 _WHOLE_CACHE = ("prefill", "overrides", "budget", "group")  # the same for all layers: an override may not set them
 
 
@@ -114,9 +114,13 @@ def group_widths(bits: Bits, head_dim: int, group: int = GROUP) -> tuple[int, ..
     return (low + 1,) * first + (low,) * (groups - first)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CacheSpec:
     """How the keys and values of a model's layers are stored. Frozen, hashable; `with_` makes a changed copy.
+
+    A field that is not named has the value of the preset "default". To switch a feature off, name it:
+    ``centre="none", sinks=0, window=0``. `named` holds the names of the fields that were given: a budget may set the
+    others. Equality and hash look at values alone.
 
     key_bits, value_bits   bits of a code: 1..5 for all channels, 8 with affine or absmax levels and with groups of 16;
                            quarters such as 2.5: so much of the groups has one bit more (see `outliers`); or a tuple
@@ -155,7 +159,7 @@ class CacheSpec:
                     {"key_bits": 5}}. Given as a mapping, held as sorted tuples.
     seed            of the rotation and the sketch; 0..2**63 - 1. (A calibration has its own.)
     budget          average code bits, above 0 and at most 5, that a calibration shares among the groups of all layers,
-                    keys and values; then key_bits and value_bits are not looked at and must be left alone, and rotation
+                    keys and values; then key_bits and value_bits are not looked at and may not be named, and rotation
                     and centre become "calibrated". None: key_bits and value_bits hold.
 
     Raises TypeError or ValueError that name the field, what it was and what it should be.
@@ -166,10 +170,10 @@ class CacheSpec:
     rotation: str = "hadamard"
     codebook: str = "normal"
     scale: str = "eden"
-    centre: str = "none"
-    centre_tokens: int = 128
-    sinks: int = 0
-    window: int = 0
+    centre: str = "prompt"
+    centre_tokens: int = 1024
+    sinks: int = 4
+    window: int = 128
     prefill: str = "exact"
     overrides: Overrides = ()
     seed: int = 0
@@ -182,6 +186,19 @@ class CacheSpec:
     sketch: str = "none"
     outliers: str = "none"
     group: int = GROUP
+
+    named: ClassVar[frozenset[str]] = frozenset()  # each spec has its own
+
+    def __new__(cls, *args: Any, **fields: Any) -> CacheSpec:
+        spec = super().__new__(cls)
+        given = (*(field.name for field in dataclasses.fields(cls)[: len(args)]), *fields)
+        object.__setattr__(spec, "named", frozenset(given))
+        return spec
+
+    def __repr__(self) -> str:
+        """The fields that were named: they make an equal spec."""
+        given = (f.name for f in dataclasses.fields(self) if f.name in self.named)
+        return f"CacheSpec({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -267,15 +284,14 @@ class CacheSpec:
         if not 0 < self.budget <= MAX_BITS:  # a NaN is refused as well
             raise ValueError(f"`budget` must be above 0 and at most {MAX_BITS} bits, got {self.budget}")
         for name in ("key_bits", "value_bits"):
-            if getattr(self, name) != 4:
+            if name in self.named:
                 raise ValueError(
-                    f"`{name}` must be left alone where `budget` shares the bits, got {getattr(self, name)!r}"
+                    f"`{name}` must not be named where `budget` shares the bits, got {getattr(self, name)!r}"
                 )
-        for name, left in (("rotation", "hadamard"), ("centre", "none")):
-            if getattr(self, name) not in (left, "calibrated"):
-                raise ValueError(
-                    f"`{name}` must be 'calibrated' or left alone where `budget` is set, got {getattr(self, name)!r}"
-                )
+        for name in ("rotation", "centre"):
+            if name in self.named and getattr(self, name) != "calibrated":
+                wants = "'calibrated' or not named where `budget` is set"
+                raise ValueError(f"`{name}` must be {wants}, got {getattr(self, name)!r}")
             put(self, name, "calibrated")
 
     @property
@@ -291,7 +307,7 @@ class CacheSpec:
             fields_of = {layer: dict(fields) for layer, fields in layers.items()}
         except (TypeError, ValueError):
             raise TypeError(f"`overrides` must map a layer index to a mapping of fields, got {given!r}") from None
-        plain = dataclasses.replace(self, overrides=()) if fields_of else self
+        plain = self.with_(overrides=()) if fields_of else self
         known = [f.name for f in dataclasses.fields(self) if f.name not in _WHOLE_CACHE]
         held = []
         for layer, fields in fields_of.items():
@@ -300,15 +316,38 @@ class CacheSpec:
                 if name not in known:
                     raise ValueError(f"`overrides[{number}]` must name fields among {', '.join(known)}, got {name!r}")
             try:
-                changed = dataclasses.replace(plain, **fields)
+                changed = plain.with_(**fields)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"`overrides[{number}]`: {error}") from None
             held.append((number, tuple((name, getattr(changed, name)) for name in sorted(fields))))
         return tuple(sorted(held))
 
     def with_(self, **fields: Any) -> CacheSpec:
-        """A copy with some fields changed, checked again."""
-        return dataclasses.replace(self, **fields)
+        """A copy with some fields changed, checked again. The fields named are those of both. A spec that had a budget
+        keeps its calibrated rotation and centre.
+
+        `dataclasses.replace` would name every field."""
+        kept = self.named if self.budget is None else self.named | {"rotation", "centre"}
+        return CacheSpec(**{name: getattr(self, name) for name in kept} | fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value of each field, and under "named" the names that were given: what `from_dict` takes."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**values, "named": sorted(self.named)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> CacheSpec:
+        """The spec that `to_dict` described, checked again: the values are those written, whatever defaults are now."""
+        values = dict(fields)
+        named = values.pop("named", None)
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named) or not names >= {*named}:
+            raise ValueError(f"`named` must list fields of a CacheSpec, got {named!r}")
+        if values.get("budget") is not None:
+            values = {name: x for name, x in values.items() if name in named or name not in _BUDGET_SETS}
+        spec = cls(**values)
+        object.__setattr__(spec, "named", frozenset(named))
+        return spec
 
     def with_boundary(self, layers: int, **fields: Any) -> CacheSpec:
         """A copy whose first and last `layers` layers differ in some fields: ``spec.with_boundary(2, key_bits=5)``.
@@ -340,7 +379,7 @@ class CacheSpec:
                     f"`overrides` must name each layer once, got layer {where} as {where} and {where - n_layers}"
                 )
             fields[where] = changed
-        return dataclasses.replace(self, overrides=(), **dict(fields.get(layer, ())))
+        return self.with_(overrides=(), **dict(fields.get(layer, ())))
 
     def plan(self, head_dim: int) -> Plan:
         """The integers that operators take, for heads of `head_dim` channels (a multiple of 8, 8..256). Overrides are
@@ -416,81 +455,3 @@ class CacheSpec:
 def group_bits_of(average: float, n_layers: int, groups: int) -> int:
     """What an average comes to in bits counted once per group of channels; never more than it says."""
     return int(average * n_layers * 2 * groups + 1e-6)
-
-
-def _paper(bits: float) -> CacheSpec:
-    outliers = "none" if isinstance(bits, int) else "prompt"
-    return CacheSpec(key_bits=bits, value_bits=bits, scale="norm", outliers=outliers)
-
-
-def _affine(bits: int, rotation: str, sketch: str = "none") -> CacheSpec:
-    return CacheSpec(bits, bits, rotation=rotation, key_levels="affine", value_levels="affine", key_block=64,
-                     value_block=64, sketch=sketch)  # fmt: skip
-
-
-def _absmax(key_bits: int, value_bits: int, **rotations: str) -> CacheSpec:
-    return CacheSpec(key_bits, value_bits, key_levels="absmax", value_levels="absmax", key_block=32, value_block=32,
-                     **rotations)  # type: ignore[arg-type]  # fmt: skip
-
-
-_PRESETS: dict[str, CacheSpec] = {
-    # The method that measures best without calibration.
-    "default": CacheSpec(key_bits=4, value_bits=4, centre="prompt", centre_tokens=1024, sinks=4, window=128),
-    # The same for an encoder of proteins, whose heads are small: it reads all tokens at once, so the centre is that of
-    # them all, and no token is recent.
-    "esm-default": CacheSpec(4, 4, codebook="sphere", centre="prompt", centre_tokens=2**14, sinks=4),
-    # TurboQuant mse as published (arXiv 2504.19874, Algorithm 1): norms, no centre, no token kept exact; in between,
-    # outlier channels apart (section 4.3).
-    **{f"paper-mse-{bits}": _paper(bits) for bits in (4, 3.5, 3, 2.5, 2)},
-    # TurboQuant prod (Algorithm 2): one bit of the keys is a sketch; values, which meet no query, as in mse.
-    **{f"paper-prod-{bits}": CacheSpec(bits - 1, bits, scale="norm", sketch="gaussian") for bits in (4, 3, 2)},
-    # The calibrated plan, by its average of code bits; all of them take the same calibration.
-    **{
-        f"calibrated-{bits}": CacheSpec(budget=float(bits), sinks=4, window=128)
-        for bits in ("4", "3.5", "3", "2.5", "2")
-    },
-    # The same in groups of 16 channels: better at the same bytes, for ESM-2 much better, where few groups count most.
-    **{
-        f"calibrated-fine-{bits}": CacheSpec(budget=float(bits), group=16, sinks=4, window=128)
-        for bits in ("4", "3.5", "3", "2.5", "2")
-    },
-    "turboesm": CacheSpec(3, 3, rotation="svd", value_rotation="none", key_levels="table", value_levels="table",
-                          sketch="sign"),
-    "mlx-v2-4-lean": _affine(4, "none"),
-    "mlx-v2-4-rotated": _affine(4, "dense"),
-    "mlx-v2-3-rotated-qjl": _affine(3, "dense", "gaussian"),
-    **{
-        f"mlx-v3-{bits}": CacheSpec(bits, bits, rotation="dense", scale="norm")
-        for bits in (4, 3.5, 3.25, 3, 2.75, 2.5, 2)
-    },
-    "skainet-safe-lowbit": _absmax(8, 4, rotation="none", value_rotation="hadamard"),
-    "skainet-balanced": _absmax(4, 4),
-    "skainet-experimental-max": _absmax(3, 3),
-    "polarquant-3-2": CacheSpec(3, 2, codebook="uniform", scale="norm", sketch="gaussian/4"),
-}  # fmt: skip
-
-
-def presets() -> dict[str, CacheSpec]:
-    """All named specs, by name."""
-    return dict(_PRESETS)
-
-
-def preset(name: str) -> CacheSpec:
-    """The spec of that name. ValueError for an unknown one; the message lists the names, the likeliest first."""
-    if not isinstance(name, str):
-        raise TypeError(f"`name` must be the name of a preset, got {name!r}")
-    if name not in _PRESETS:
-        near = difflib.get_close_matches(name.lower(), _PRESETS, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise ValueError(f"`name` must be a preset, got {name!r}: {hint}there are {', '.join(_PRESETS)}")
-    return _PRESETS[name]
-
-
-def resolve(spec: CacheSpec | str) -> CacheSpec:
-    """A spec as it is, or the preset of that name."""
-    if isinstance(spec, CacheSpec):
-        return spec
-    if isinstance(spec, str):
-        return preset(spec)
-    wanted = "a CacheSpec or the name of a preset"
-    raise TypeError(f"`spec` must be {wanted}, got {'a mapping' if isinstance(spec, Mapping) else repr(spec)}")

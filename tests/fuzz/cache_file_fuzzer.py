@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from specs import bare
 from test_cache import CONFIG, Stream, forward
 
-from turboquant import CacheSpec, TurboQuantCache, _core
+from turboquant import TurboQuantCache, _core
 from turboquant.persistence import MAGIC
 
 SPECS = (
-    CacheSpec(1, 1, sinks=1, window=2, centre="prompt"),
-    CacheSpec(3, 2, prefill="packed"),
-    CacheSpec(4, 4, rotation="dense", overrides={1: {"window": 4, "key_bits": 5}}),
+    bare(1, 1, sinks=1, window=2, centre="prompt"),
+    bare(3, 2, prefill="packed"),
+    bare(4, 4, rotation="dense", overrides={1: {"window": 4, "key_bits": 5}}),
 )
 ODD: tuple[Any, ...] = (0, 1, -1, 2, 7, 128, 2**31 - 1, 2**31, 2**63, 10**30, 0.5, 1e300, True, None, "", "x", "eden",
                         [], [0], [[]], {}, {"layers": 2}, [-1], "float16", "hadamard")  # fmt: skip

@@ -25,8 +25,9 @@ import torch
 
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
+from ..presets import resolve
 from ..routing import routed
-from ..spec import CacheSpec, resolve
+from ..spec import CacheSpec
 from .attention import NAME, PackedAttention, Pass, centre_of, plain_attention
 from .graph import StepGraphs
 from .model import attentions, checked_model, embed, integers, padded, positioned, tokenise
@@ -36,7 +37,7 @@ from .store import Store, empty
 __all__ = ["EXACT", "ContextCache", "Letters", "Residues"]
 
 # Keeps everything in the model's dtype: what decoding costs without quantisation.
-EXACT = CacheSpec(sinks=2**24)
+EXACT = CacheSpec(centre="none", sinks=2**24, window=0)
 
 _append = torch.ops.turboquant.append.default
 

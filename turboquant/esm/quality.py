@@ -20,8 +20,9 @@ from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint, token_divergence
 from ..placement import device_of
 from ..plan import PAGE_TOKENS
+from ..presets import resolve
 from ..routing import routed
-from ..spec import CacheSpec, resolve
+from ..spec import CacheSpec
 from .attention import NAME, PackedAttention, Pass, plain_attention
 from .model import MASK, attentions, checked_model, dropout_factor, embed, padded, tokenise
 

@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from ..calibration import Calibration
-from ..spec import CacheSpec, resolve
+from ..presets import resolve
+from ..spec import CacheSpec
 from . import esm, llama
 from .wrappers import base_model, checked_base_model
 
@@ -46,7 +47,8 @@ def patch(
     From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
     they are given `cache` (`past_key_values` before transformers 5.24), which may be a `TurboQuantCache` made by hand
     or carried over from an earlier turn. Any other cache, and a forward without one (training, use_cache=False),
-    attends as the model alone would, by SDPA. Patching again replaces the spec; caches that exist keep theirs. Models
+    attends as the model alone would, by SDPA. Patching again replaces the spec; caches that exist keep theirs,
+    and a cache of another spec or calibration than the model's warns once. Models
     that share one configuration object share its attention setting, but not the spec.
 
     An ESM-2 model (EsmModel and those with a head) has no cache to carry over: in each forward every layer's keys and

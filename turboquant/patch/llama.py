@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from ..calibration import Calibration, layer_specs
 from ..calibration.measure import describe, fingerprint
 from ..graph import ForwardWithGraphs
 from ..names import CACHE, NAMES, cache_argument, given_cache
+from ..persistence import calibration_mark
 from ..plan import MAX_HEAD_DIM
 from ..routing import Previous, check_route, restore, route
 from ..spec import CacheSpec
@@ -145,7 +147,7 @@ def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None
 
 def _new_cache(model: Any) -> TurboQuantCache:
     check_route(model, NAME)
-    return TurboQuantCache(model.config, model._turboquant.spec, model._turboquant.calibration)
+    return TurboQuantCache(model)
 
 
 def _prepare_cache_for_generation(
@@ -185,6 +187,22 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _compare(cache: TurboQuantCache, state: _Patch) -> None:
+    """Warns, once, if a cache quantises in another way than its model was patched to."""
+    if cache.compared_with is state.spec:
+        return
+    cache.compared_with = state.spec
+    theirs = cache._shared.calibration
+    if cache.spec != state.spec:
+        what = f"spec, {cache.spec} instead of {state.spec}"
+    elif theirs is not state.calibration and calibration_mark(theirs) != calibration_mark(state.calibration):
+        what = "calibration"
+    else:
+        return
+    how = "the cache keeps its own; TurboQuantCache(model) has the model's"
+    warnings.warn(f"this TurboQuantCache has another {what} than the model was patched with: {how}", stacklevel=2)
+
+
 def _give_cache(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -195,6 +213,7 @@ def _give_cache(
     ids = args[0] if args else kwargs.get("input_ids")
     if isinstance(given, TurboQuantCache):
         continuation.remember_first(given, ids)
+        _compare(given, state)
     if model.training or given is not None:
         return None
     use_cache = kwargs.get("use_cache")

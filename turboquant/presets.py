@@ -1,0 +1,103 @@
+"""Presets: CacheSpecs by name. OURS are this project's methods, OTHERS those of papers and of other tools."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from .spec import CacheSpec
+
+__all__ = ["OTHERS", "OURS", "preset", "presets", "resolve"]
+
+# What CacheSpec does by default, and no other scheme does.
+_OFF: dict[str, Any] = {"centre": "none", "centre_tokens": 128, "sinks": 0, "window": 0}
+_BUDGETS = ("4", "3.5", "3", "2.5", "2")
+
+OURS: dict[str, CacheSpec] = {
+    # The method that measures best without calibration.
+    "default": CacheSpec(),
+    # The same for an encoder of proteins, whose heads are small: it reads all tokens at once, so the centre is that of
+    # them all, and no token is recent.
+    "esm-default": CacheSpec(codebook="sphere", centre_tokens=2**14, window=0),
+    # The calibrated plan, by its average of code bits; all of them take the same calibration.
+    **{f"calibrated-{bits}": CacheSpec(budget=float(bits), centre_tokens=128) for bits in _BUDGETS},
+    # The same in groups of 16 channels: better at the same bytes, for ESM-2 much better, where few groups count most.
+    **{f"calibrated-fine-{bits}": CacheSpec(budget=float(bits), centre_tokens=128, group=16) for bits in _BUDGETS},
+}
+
+
+def _paper(bits: float) -> CacheSpec:
+    outliers = "none" if isinstance(bits, int) else "prompt"
+    return CacheSpec(key_bits=bits, value_bits=bits, scale="norm", outliers=outliers, **_OFF)
+
+
+def _affine(bits: int, rotation: str, sketch: str = "none") -> CacheSpec:
+    return CacheSpec(bits, bits, rotation=rotation, key_levels="affine", value_levels="affine", key_block=64,
+                     value_block=64, sketch=sketch, **_OFF)  # fmt: skip
+
+
+def _absmax(key_bits: int, value_bits: int, **rotations: Any) -> CacheSpec:
+    return CacheSpec(key_bits, value_bits, key_levels="absmax", value_levels="absmax", key_block=32, value_block=32,
+                     **rotations, **_OFF)  # fmt: skip
+
+
+OTHERS: dict[str, CacheSpec] = {
+    # TurboQuant mse as published (arXiv 2504.19874, Algorithm 1): norms, no centre, no token kept exact; in between,
+    # outlier channels apart (section 4.3).
+    **{f"paper-mse-{bits}": _paper(bits) for bits in (4, 3.5, 3, 2.5, 2)},
+    # TurboQuant prod (Algorithm 2): one bit of the keys is a sketch; values, which meet no query, as in mse.
+    **{f"paper-prod-{bits}": CacheSpec(bits - 1, bits, scale="norm", sketch="gaussian", **_OFF) for bits in (4, 3, 2)},
+    "turboesm": CacheSpec(3, 3, rotation="svd", value_rotation="none", key_levels="table", value_levels="table",
+                          sketch="sign", **_OFF),
+    "mlx-v2-4-lean": _affine(4, "none"),
+    "mlx-v2-4-rotated": _affine(4, "dense"),
+    "mlx-v2-3-rotated-qjl": _affine(3, "dense", "gaussian"),
+    **{
+        f"mlx-v3-{bits}": CacheSpec(bits, bits, rotation="dense", scale="norm", **_OFF)
+        for bits in (4, 3.5, 3.25, 3, 2.75, 2.5, 2)
+    },
+    "skainet-safe-lowbit": _absmax(8, 4, rotation="none", value_rotation="hadamard"),
+    "skainet-balanced": _absmax(4, 4),
+    "skainet-experimental-max": _absmax(3, 3),
+    "polarquant-3-2": CacheSpec(3, 2, codebook="uniform", scale="norm", sketch="gaussian/4", **_OFF),
+}  # fmt: skip
+_PRESETS = {**OURS, **OTHERS}
+
+
+def presets() -> dict[str, CacheSpec]:
+    """All named specs, by name."""
+    return dict(_PRESETS)
+
+
+def preset(name: str) -> CacheSpec:
+    """The spec of that name. ValueError for an unknown one; the message lists the names, the likeliest first."""
+    if not isinstance(name, str):
+        raise TypeError(f"`name` must be the name of a preset, got {name!r}")
+    if name not in _PRESETS:
+        near = difflib.get_close_matches(name.lower(), _PRESETS, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise ValueError(f"`name` must be a preset, got {name!r}: {hint}there are {', '.join(_PRESETS)}")
+    return _PRESETS[name]
+
+
+def resolve(spec: CacheSpec | str) -> CacheSpec:
+    """A spec as it is, or the preset of that name."""
+    if isinstance(spec, CacheSpec):
+        return spec
+    if isinstance(spec, str):
+        return preset(spec)
+    wanted = "a CacheSpec or the name of a preset"
+    raise TypeError(f"`spec` must be {wanted}, got {'a mapping' if isinstance(spec, Mapping) else repr(spec)}")
+
+
+class _CallableModule(ModuleType):
+    """``turboquant.presets`` is the function, whichever of this module and the function was imported first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, CacheSpec]:
+        return presets(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
