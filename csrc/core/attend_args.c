@@ -128,7 +128,7 @@ tq_status tq_attend_check_sizes(const tq_plan *plan, const tq_attend_params *a, 
     return tq_product(n, 64, &n, "batch", error); /* scratch is at most a few dozen bytes a query number */
 }
 
-static tq_status check_pointers(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
+static tq_status check_pointers(const tq_attend_params *a, tq_error *error)
 {
     const struct {
         const char *name;
@@ -218,7 +218,7 @@ static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, 
 tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
 {
     TQ_TRY(tq_attend_check_sizes(plan, a, error));
-    TQ_TRY(check_pointers(plan, a, error));
+    TQ_TRY(check_pointers(a, error));
     TQ_TRY(check_overlap(plan, a, error));
     TQ_TRY(tq_transform_check(plan, &a->key, a->kv_heads, 1, error));
     TQ_TRY(tq_transform_check(plan, &a->value, a->kv_heads, 0, error));
