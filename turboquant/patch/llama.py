@@ -8,8 +8,8 @@ forward pre-hook. Nothing is patched in a class or in transformers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
