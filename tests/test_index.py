@@ -45,7 +45,7 @@ def slow_search(index, queries):
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("trained", [None, False, True])
-def test_search_is_the_full_sort(bits, trained):
+def test_search_is_nearly_the_full_sort(bits, trained):
     x = clustered(700, 72)
     index = INDEX(72, bits)
     if trained is not None:
@@ -56,8 +56,9 @@ def test_search_is_the_full_sort(bits, trained):
     # Scores are those of the decoded vectors, but for the query's fixed point and float32.
     got = np.take_along_axis(slow, ids, axis=1)
     assert np.abs(got - scores).max() < 2e-4 * np.abs(slow).max()
-    best = -np.sort(-slow, axis=1)[:, :12]
-    assert np.abs(best - scores).max() < 2e-4 * np.abs(slow).max()
+    best = np.argsort(-slow, axis=1)[:, :12]  # of these the bound may miss few
+    assert np.mean([len(np.intersect1d(a, b)) for a, b in zip(ids, best, strict=True)]) > 11.8
+    assert (np.diff(scores, axis=1) <= 0).all()
     assert list(known) == list(range(700))
 
 
@@ -76,8 +77,8 @@ def test_rows_by_definition():
     bits = np.array([3, 0, 5, 8, 1, 2, 4, 6], np.uint8)
     steps = np.array([2, 1, 0.5, 0.25, 1, 3, 0.1, 0.7], np.float32)
     z = rng.standard_normal((5, 256)).astype(np.float32) * np.repeat(steps, 32)
-    codes, scales = _core.index_encode(bits, steps, z)
-    assert codes.shape == (5, 4 * bits.sum())
+    codes, signs, scales = _core.index_encode(bits, steps, z)
+    assert codes.shape == (5, 4 * (bits.sum() - 7)) and signs.shape == (1, 28, 64) and not signs[0, :, 5:].any()
     step = np.repeat(steps, 32)
     coded = np.repeat(bits, 32) > 0
     t = (z / step).astype(np.float32)
@@ -102,7 +103,12 @@ def test_rows_by_definition():
     weight = np.where(coded, step.astype(np.float64), 0) ** 2
     expected = rms * (weight * u * u).sum(1) / (weight * u * levels).sum(1)
     assert np.allclose(scales, expected, rtol=1e-6)
-    assert np.allclose(_core.index_decode(bits, steps, codes, scales), levels * step * scales[:, None], rtol=1e-5)
+    sign_rows = np.ascontiguousarray(signs[0, :, :5].T)
+    positive = np.unpackbits(sign_rows.reshape(5, 7, 4), axis=2, bitorder="little").reshape(5, 7, 4, 8)
+    assert (positive.transpose(0, 1, 3, 2).reshape(5, 224) == (levels[:, coded] >= 0)).all()
+    assert np.allclose(
+        _core.index_decode(bits, steps, codes, sign_rows, scales), levels * step * scales[:, None], rtol=1e-5
+    )
 
 
 def test_same_on_every_isa_thread_count_and_chunking():
@@ -120,6 +126,44 @@ def test_same_on_every_isa_thread_count_and_chunking():
             _core.set_isa(None)
     for scores, ids in results[1:]:
         assert (scores == results[0][0]).all() and (ids == results[0][1]).all()
+
+
+@pytest.mark.parametrize("trained", [None, True])
+def test_shortlist_loses_next_to_nothing(trained):
+    x = clustered(6000, 128)
+    index = INDEX(128, 3)
+    if trained:
+        index.train(x[:2000])
+    index.add(x)
+    rows, part = index._rows(None), index._fixed(x[:100])
+    every = np.concatenate(
+        [_core.index_scores(index._transform.bits, index._transform.steps, part, r) for r in rows], 1
+    )
+    full = np.argsort(-every, axis=1, kind="stable")[:, :10]
+    scores, ids = index.search(x[:100], 10)
+    assert (scores == np.take_along_axis(every, ids, 1)).all()
+    assert np.mean([len(np.intersect1d(a, b)) for a, b in zip(ids, full, strict=True)]) >= 9.97
+    few = np.arange(0, 6000, 97)  # so rare that all of them are scored
+    found = index.search(x[:100], 5, filter=few)[1]
+    assert (found == few[np.argsort(-every[:, few], axis=1, kind="stable")[:, :5]]).all()
+
+
+def test_adding_one_by_one_is_adding_together():
+    x = clustered(300, 40)
+    one, all_at_once = INDEX(40, 3, "l2"), INDEX(40, 3, "l2")
+    for i in range(200):
+        one.add(x[i])
+    copy = one.copy()
+    one.add(x[200:], ids=np.arange(500, 600))
+    copy.add(x[:50])
+    all_at_once.add(x[:200])
+    assert one.nbytes < 2 * INDEX.copy(all_at_once).nbytes + 800
+    for a, b in zip(copy.search(x[:9], 5, filter=np.arange(200)), all_at_once.search(x[:9], 5), strict=True):
+        assert (a == b).all()
+    assert one.search(x[250], 1)[1][0] == 550 and len(one) == 300 and len(copy) == 250
+    one.remove([3, 520])
+    one.compact()
+    assert one.search(x[250], 1)[1][0] == 550 and 520 not in one
 
 
 @pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
@@ -153,7 +197,7 @@ def test_axes_help_and_are_refused_where_they_do_not():
         found.append(
             np.mean([len(np.intersect1d(a, b)) for a, b in zip(index.search(x[2800:], 10)[1], truth, strict=True)])
         )
-        assert (index.nbytes - index._transform.nbytes) / 2800 <= 128 * 2 / 8 + 8
+        assert index.nbytes - index._transform.nbytes <= 2800 * 8 + 2816 * 128 * 2 / 8  # leading bits in blocks of 64
     assert found[1] > found[0] + 0.5
 
 

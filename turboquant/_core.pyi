@@ -173,6 +173,7 @@ def dot(
 _Queries = tuple[NDArray[np.int16], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64] | None]
 _Segment = tuple[
     NDArray[np.uint8],
+    NDArray[np.uint8],
     NDArray[np.float32],
     NDArray[np.float32] | None,
     NDArray[np.int64] | int,
@@ -181,10 +182,14 @@ _Segment = tuple[
 
 def index_encode(
     bits: NDArray[np.uint8], steps: NDArray[np.float32], z: NDArray[np.float32], threads: int = 0
-) -> tuple[NDArray[np.uint8], NDArray[np.float32]]: ...
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float32]]: ...
 def index_step(bits: int) -> float: ...
 def index_decode(
-    bits: NDArray[np.uint8], steps: NDArray[np.float32], codes: NDArray[np.uint8], scales: NDArray[np.float32]
+    bits: NDArray[np.uint8],
+    steps: NDArray[np.float32],
+    codes: NDArray[np.uint8],
+    signs: NDArray[np.uint8],
+    scales: NDArray[np.float32],
 ) -> NDArray[np.float32]: ...
 def index_search(
     bits: NDArray[np.uint8],

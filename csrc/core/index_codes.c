@@ -3,23 +3,24 @@
 #include <math.h>
 #include <string.h>
 
-enum { RUN = 64 }; /* rows that one task encodes */
-
 static int coded(const tq_index_layout *layout, int32_t g) { return layout->bits[g] != 0; }
 
-tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, tq_error *error)
+tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, int32_t *planes, tq_error *error)
 {
     if (layout->groups < 1 || layout->groups > TQ_MAX_GROUPS)
         return tq_fail(error, TQ_E_VALUE, "groups", -1, layout->groups, "in 1..128");
     int64_t sum = 0;
+    *planes = 0;
     for (int32_t g = 0; g < layout->groups; g++) {
         if (layout->bits[g] > TQ_SCAN_BITS && layout->bits[g] != TQ_WIDE_BITS)
             return tq_fail(error, TQ_E_VALUE, "bits", g, layout->bits[g], "in 0..6 or 8");
         if (!(layout->steps[g] > 0) || !isfinite(layout->steps[g]))
             return tq_fail(error, TQ_E_VALUE, "steps", g, layout->steps[g], "finite and above 0");
-        sum += layout->bits[g];
+        if (!layout->bits[g]) continue;
+        sum += layout->bits[g] - 1;
+        *planes += 4;
     }
-    if (!sum) return tq_fail(error, TQ_E_VALUE, "bits", -1, 0, "above 0 in some group");
+    if (!*planes) return tq_fail(error, TQ_E_VALUE, "bits", -1, 0, "above 0 in some group");
     *bytes = 4 * sum;
     return TQ_OK;
 }
@@ -101,12 +102,14 @@ typedef struct {
     const tq_index_layout *layout;
     const float *z;
     int64_t n, row_bytes;
-    uint8_t *codes;
+    int32_t planes;
+    uint8_t *codes, *signs;
     float *scales;
     tq_index_book books[TQ_WIDE_BITS + 1];
 } encode_job;
 
-static void encode_row(const encode_job *job, const float *z, uint8_t *row, float *scale)
+/** signs: the row's byte of the first plane. */
+static void encode_row(const encode_job *job, const float *z, uint8_t *row, uint8_t *signs, float *scale)
 {
     const tq_index_layout *layout = job->layout;
     double sum = 0, exact = 0, product = 0;
@@ -128,37 +131,44 @@ static void encode_row(const encode_job *job, const float *z, uint8_t *row, floa
             exact += weight * u * u;
             product += weight * u * level;
         }
-        row = pack(codes, layout->bits[g], row);
+        row = pack(codes, layout->bits[g] - 1, row);
+        uint8_t leading[4];
+        pack_field(codes, 1, layout->bits[g] - 1, leading);
+        for (int32_t i = 0; i < 4; i++, signs += TQ_INDEX_BLOCK) *signs = leading[i];
     }
     *scale = product > 0 ? (float)(rms * (exact / product)) : 0;
 }
 
-static void encode_run(void *context, int64_t run, int32_t worker)
+static void encode_block(void *context, int64_t run, int32_t worker)
 {
     const encode_job *job = context;
-    int64_t end = RUN * (run + 1) < job->n ? RUN * (run + 1) : job->n;
+    int64_t first = TQ_INDEX_BLOCK * run, end = first + TQ_INDEX_BLOCK < job->n ? first + TQ_INDEX_BLOCK : job->n;
+    uint8_t *block = job->signs + first * job->planes;
     (void)worker;
-    for (int64_t i = RUN * run; i < end; i++)
-        encode_row(job, job->z + 32 * i * job->layout->groups, job->codes + i * job->row_bytes, job->scales + i);
+    if (end < first + TQ_INDEX_BLOCK) memset(block, 0, (size_t)job->planes * TQ_INDEX_BLOCK);
+    for (int64_t i = first; i < end; i++)
+        encode_row(job, job->z + 32 * i * job->layout->groups, job->codes + i * job->row_bytes, block + (i - first),
+                   job->scales + i);
 }
 
-tq_status tq_index_encode(const tq_index_layout *layout, const float *z, int64_t n, uint8_t *codes, float *scales,
-                          int32_t threads, tq_error *error)
+tq_status tq_index_encode(const tq_index_layout *layout, const float *z, int64_t n, uint8_t *codes, uint8_t *signs,
+                          float *scales, int32_t threads, tq_error *error)
 {
-    encode_job job = {layout, z, n, 0, codes, scales, {{0}}};
-    TQ_TRY(tq_index_row_bytes(layout, &job.row_bytes, error));
+    encode_job job = {.layout = layout, .z = z, .n = n, .codes = codes, .signs = signs, .scales = scales};
+    TQ_TRY(tq_index_row_bytes(layout, &job.row_bytes, &job.planes, error));
     for (int64_t i = 0; i < 32 * n * layout->groups; i++)
         if (!isfinite(z[i])) return tq_fail(error, TQ_E_VALUE, "z", i, z[i], "finite");
     for (int32_t bits = 1; bits <= TQ_SCAN_BITS; bits++) tq_get_index_book(bits, &job.books[bits]);
-    tq_parallel((n + RUN - 1) / RUN, threads, encode_run, &job);
+    tq_parallel((n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK, threads, encode_block, &job);
     return TQ_OK;
 }
 
-tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, const float *scales, int64_t n, float *z,
-                          tq_error *error)
+tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, const uint8_t *signs,
+                          const float *scales, int64_t n, float *z, tq_error *error)
 {
     int64_t row_bytes;
-    TQ_TRY(tq_index_row_bytes(layout, &row_bytes, error));
+    int32_t planes;
+    TQ_TRY(tq_index_row_bytes(layout, &row_bytes, &planes, error));
     const tq_scan_kernels *kernels = tq_get_scan_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
     tq_scan_layout scan;
@@ -167,7 +177,7 @@ tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, c
     for (int32_t g = 0; g < layout->groups; g++) steps[g] = layout->steps[g] * tq_index_step(layout->bits[g]);
     int16_t levels[TQ_MAX_DIM];
     for (int64_t i = 0; i < n; i++, z += 32 * layout->groups) {
-        kernels->unpack(&scan, codes + i * row_bytes, levels);
+        kernels->unpack(&scan, codes + i * row_bytes, signs + i * planes, levels);
         for (int32_t j = 0; j < 32 * layout->groups; j++) z[j] = (float)levels[j] * steps[j / 32] * scales[i];
     }
     return TQ_OK;

@@ -21,4 +21,16 @@ typedef struct {
 
 /** The book of 1..6 bits. */
 void tq_get_index_book(int32_t bits, tq_index_book *book);
+
+/** A row's score, but for the query's constant, is at most scale * (sum * unit + margin) + offset, where `sum` is of table entries for
+ *  its leading bits (kernels/scan_signs.h), unless what the other bits add, taken as normal, is beyond 3 or 4 standard deviations. */
+typedef struct {
+    float unit, margin;
+} tq_sign_query;
+
+/** Tables of 64 bytes for so many planes. */
+int32_t tq_sign_tables(int32_t planes);
+/** q [32 groups] counts `unit`; tables: [tq_sign_tables(planes), 64]. */
+void tq_sign_query_make(const tq_index_layout *layout, const int16_t *q, double unit, uint8_t *tables,
+                        tq_sign_query *out);
 #endif

@@ -1,18 +1,22 @@
-/* Search: one pass over the rows, several queries at a time, the best kept in one heap a query and thread. Every allowed row is
- * scored from all its bits, so the result is the order of (score, id) alone. */
+/* Search. One pass over the leading bits of all rows; those that may be among the best are scored from all bits at once. What is kept
+ * depends on nothing but the rows (tq_index_search), so neither do the results on the order of the pass. */
 #include "index_internal.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { TILE = 32, RUN = 1024 }; /* rows that are decoded together; rows of a task */
+enum { BLOCK = TQ_SCAN_ROWS, RUN = 16, RARE = 50 }; /* blocks of a task; one allowed row in so many is rare */
 
 const tq_scan_kernels *tq_get_scan_kernels(tq_error *error)
 {
     const tq_kernels *kernels = tq_get_kernels(error);
     if (!kernels) return NULL;
+#if defined(TQ_HAVE_AVX512_VNNI_SCAN)
+    if (strcmp(kernels->isa, "avx512_vnni") == 0 || strcmp(kernels->isa, "avx512_amx") == 0)
+        return &tq_scan_avx512_vnni;
+#endif
 #if defined(TQ_HAVE_AVX512_SCAN)
-    if (strncmp(kernels->isa, "avx512", 6) == 0) return &tq_scan_avx512;
+    if (strcmp(kernels->isa, "avx512") == 0) return &tq_scan_avx512;
 #endif
 #if defined(TQ_HAVE_AVX2_SCAN)
     if (strncmp(kernels->isa, "avx2", 4) == 0) return &tq_scan_avx2;
@@ -61,82 +65,235 @@ static void keep(heap *h, int64_t k, hit new_hit)
 }
 
 typedef struct {
+    hit hit;
+    float upper;
+} candidate;
+
+/** What one thread found for one query. */
+typedef struct {
+    float *lows; /* the k largest lower bounds, the least first, as a heap */
+    int64_t n_lows, n, room;
+    candidate *candidates;
+    float limit; /* of upper bounds: the k-th largest lower bound so far */
+    int failed;  /* no memory */
+} pool;
+
+typedef struct {
     const tq_scan_kernels *kernels;
     tq_scan_layout layout;
-    int32_t channels;
-    int64_t row_bytes, k;
+    int32_t channels, planes, threads, segment; /* the segment being read */
+    int rare;
+    int64_t row_bytes, k, table_bytes;
     const tq_index_queries *queries;
-    const tq_index_rows *rows; /* of the segment being read */
-    int16_t *levels;           /* [threads][TILE][channels] */
-    heap *heaps;               /* [threads][queries], for a search */
-    float *scores;             /* [queries][rows], for scores */
+    const tq_index_rows *rows; /* all segments */
+    uint8_t *tables;           /* [queries, table_bytes] */
+    tq_sign_query *bounds;     /* [queries] */
+    pool *pools;               /* [threads, queries] */
+    hit *hits;                 /* [threads, k]: of the query that a thread finishes */
+    float *scores, *out_scores;
+    int64_t *out_ids;
 } scan_job;
 
-static float score_of(const scan_job *job, int64_t q, int64_t row, int32_t product)
+static void push_low(pool *p, int64_t k, float low)
 {
-    double v = job->queries->units[q] * job->rows->scales[row] * product;
-    if (job->rows->offsets) v += job->rows->offsets[row];
-    v += job->queries->constants[q];
+    float *lows = p->lows;
+    int64_t at = 0;
+    if (p->n_lows < k) {
+        for (at = p->n_lows++; at && lows[(at - 1) / 2] > low; at = (at - 1) / 2) lows[at] = lows[(at - 1) / 2];
+    } else {
+        if (low <= lows[0]) return;
+        for (int64_t child; (child = 2 * at + 1) < k; at = child) {
+            if (child + 1 < k && lows[child + 1] < lows[child]) child++;
+            if (low <= lows[child]) break;
+            lows[at] = lows[child];
+        }
+    }
+    lows[at] = low;
+    if (p->n_lows == k) p->limit = lows[0];
+}
+
+/** Room for one more: candidates that fell below the limit go first. */
+static int make_room(pool *p)
+{
+    int64_t n = 0;
+    for (int64_t i = 0; i < p->n; i++)
+        if (p->candidates[i].upper >= p->limit) p->candidates[n++] = p->candidates[i];
+    p->n = n;
+    if (2 * n < p->room) return 1;
+    int64_t room = p->room ? 2 * p->room : 256;
+    candidate *larger = realloc(p->candidates, (size_t)room * sizeof *larger);
+    if (!larger) {
+        p->failed = 1;
+        return 0;
+    }
+    p->candidates = larger;
+    p->room = room;
+    return 1;
+}
+
+static void push_candidate(pool *p, candidate c)
+{
+    if (p->n < p->room || make_room(p)) p->candidates[p->n++] = c;
+}
+
+/** The rows of a block that are allowed, as bits. */
+static uint64_t allowed_rows(const tq_index_rows *rows, int64_t block)
+{
+    int64_t first = BLOCK * block, n = rows->n - first;
+    uint64_t mask = n >= BLOCK ? UINT64_MAX : ((uint64_t)1 << n) - 1;
+    if (!rows->allowed) return mask;
+    uint64_t allowed = 0;
+    for (int32_t i = 0; i < (n < BLOCK ? (int32_t)n : BLOCK); i++)
+        allowed |= (uint64_t)(rows->allowed[first + i] != 0) << i;
+    return allowed & mask;
+}
+
+/** scales and offsets of a block, with as many numbers as a kernel reads. */
+typedef struct {
+    const float *scales, *offsets;
+    float padded[2][BLOCK];
+} block_factors;
+
+static void get_factors(const tq_index_rows *rows, int64_t block, block_factors *out)
+{
+    int64_t first = BLOCK * block, n = rows->n - first;
+    out->scales = rows->scales + first;
+    out->offsets = rows->offsets ? rows->offsets + first : NULL;
+    if (n >= BLOCK) return;
+    memset(out->padded, 0, sizeof out->padded);
+    memcpy(out->padded[0], out->scales, (size_t)n * sizeof(float));
+    if (out->offsets) memcpy(out->padded[1], out->offsets, (size_t)n * sizeof(float));
+    out->scales = out->padded[0];
+    out->offsets = out->offsets ? out->padded[1] : NULL;
+}
+
+static void unpack_row(const scan_job *job, const tq_index_rows *rows, int64_t row, int16_t *levels)
+{
+    uint8_t signs[TQ_MAX_DIM / 8];
+    const uint8_t *at = rows->signs + row / BLOCK * BLOCK * job->planes + row % BLOCK;
+    for (int32_t p = 0; p < job->planes; p++) signs[p] = at[p * BLOCK];
+    job->kernels->unpack(&job->layout, rows->codes + row * job->row_bytes, signs, levels);
+}
+
+/** The score but for the query's constant. */
+static double part_of_score(const scan_job *job, const tq_index_rows *rows, int64_t q, int64_t row,
+                            const int16_t *levels)
+{
+    int32_t product = job->kernels->product(levels, job->queries->q + q * job->channels, job->channels);
+    double v = job->queries->units[q] * rows->scales[row] * product;
+    return rows->offsets ? v + rows->offsets[row] : v;
+}
+
+static float score_of(const scan_job *job, int64_t q, double part)
+{
+    double v = part + job->queries->constants[q];
     if (!job->queries->squared) return (float)v;
     double distance = job->queries->squared[q] - 2 * v;
     return distance > 0 ? (float)-distance : 0.0f;
 }
 
-static void take(const scan_job *job, int32_t worker, int64_t q, int64_t row, int32_t product)
+static void take_row(const scan_job *job, int32_t worker, int64_t q, int64_t row, float upper)
 {
-    float score = score_of(job, q, row, product);
-    if (job->scores) {
-        job->scores[q * job->rows->n + row] = score;
-        return;
-    }
-    heap *h = job->heaps + worker * job->queries->n + q;
-    if (h->n == job->k && score < h->hits[0].score) return;
-    int64_t id = job->rows->ids ? job->rows->ids[row] : job->rows->first_id + row;
-    keep(h, job->k, (hit){score, id});
+    const tq_index_rows *rows = job->rows + job->segment;
+    pool *p = job->pools + worker * job->queries->n + q;
+    int16_t levels[TQ_MAX_DIM];
+    unpack_row(job, rows, row, levels);
+    double part = part_of_score(job, rows, q, row, levels);
+    int64_t id = rows->ids ? rows->ids[row] : rows->first_id + row;
+    push_candidate(p, (candidate){{score_of(job, q, part), id}, upper});
+    push_low(p, job->k, part < upper ? (float)part : upper);
 }
 
-static void scan_tile(const scan_job *job, int32_t worker, const int16_t *levels, const int64_t *rows, int32_t n)
+static void take(const scan_job *job, int32_t worker, int64_t q, int64_t block, uint64_t allowed,
+                 const block_factors *f, const uint16_t sums[BLOCK])
 {
-    int32_t channels = job->channels;
-    int64_t q = 0;
-    for (; q + TQ_SCAN_QUERIES <= job->queries->n; q += TQ_SCAN_QUERIES)
-        for (int32_t i = 0; i < n; i++) {
-            int32_t sums[TQ_SCAN_QUERIES];
-            job->kernels->products(levels + i * channels, job->queries->q + q * channels, channels, sums);
-            for (int32_t k = 0; k < TQ_SCAN_QUERIES; k++) take(job, worker, q + k, rows[i], sums[k]);
-        }
-    for (; q < job->queries->n; q++)
-        for (int32_t i = 0; i < n; i++)
-            take(job, worker, q, rows[i],
-                 job->kernels->product(levels + i * channels, job->queries->q + q * channels, channels));
+    const pool *p = job->pools + worker * job->queries->n + q;
+    const tq_sign_query *b = job->bounds + q;
+    uint64_t mask = allowed & job->kernels->above(sums, f->scales, f->offsets, b->unit, b->margin, p->limit);
+    for (; mask; mask &= mask - 1) {
+        int32_t i = __builtin_ctzll(mask);
+        float upper = ((float)sums[i] * b->unit + b->margin) * f->scales[i];
+        if (f->offsets) upper += f->offsets[i];
+        if (upper >= p->limit) take_row(job, worker, q, BLOCK * block + i, upper); /* it may have risen in this block */
+    }
+}
+
+static void take_all(const scan_job *job, int32_t worker, int64_t block, uint64_t allowed)
+{
+    for (int64_t q = 0; q < job->queries->n; q++)
+        for (uint64_t mask = allowed; mask; mask &= mask - 1)
+            take_row(job, worker, q, BLOCK * block + __builtin_ctzll(mask), INFINITY);
 }
 
 static void scan_run(void *context, int64_t run, int32_t worker)
 {
     const scan_job *job = context;
-    const tq_index_rows *segment = job->rows;
-    int64_t end = RUN * (run + 1) < segment->n ? RUN * (run + 1) : segment->n, rows[TILE];
-    int16_t *levels = job->levels + (int64_t)worker * TILE * job->channels;
-    int32_t n = 0;
-    for (int64_t i = RUN * run; i < end; i++) {
-        if (segment->allowed && !segment->allowed[i] && !job->scores) continue;
-        job->kernels->unpack(&job->layout, segment->codes + i * job->row_bytes, levels + n * job->channels);
-        rows[n++] = i;
-        if (n < TILE) continue;
-        scan_tile(job, worker, levels, rows, n);
-        n = 0;
+    const tq_index_rows *rows = job->rows + job->segment;
+    int64_t first = RUN * run, blocks = (rows->n + BLOCK - 1) / BLOCK - first, q = 0;
+    if (blocks > RUN) blocks = RUN;
+    uint64_t allowed[RUN];
+    block_factors factors[RUN];
+    for (int64_t i = 0; i < blocks; i++) {
+        allowed[i] = allowed_rows(rows, first + i);
+        if (job->rare) take_all(job, worker, first + i, allowed[i]);
+        else get_factors(rows, first + i, &factors[i]);
     }
-    scan_tile(job, worker, levels, rows, n);
+    if (job->rare) return;
+    const uint8_t *signs = rows->signs + first * job->planes * BLOCK;
+    uint16_t sums[TQ_SCAN_QUERIES][BLOCK];
+    for (; q + TQ_SCAN_QUERIES <= job->queries->n; q += TQ_SCAN_QUERIES)
+        for (int64_t i = 0; i < blocks; i++) {
+            if (!allowed[i]) continue;
+            job->kernels->sums_many(signs + i * job->planes * BLOCK, job->planes, job->tables + q * job->table_bytes,
+                                    job->table_bytes, sums);
+            for (int32_t k = 0; k < TQ_SCAN_QUERIES; k++)
+                take(job, worker, q + k, first + i, allowed[i], &factors[i], sums[k]);
+        }
+    for (; q < job->queries->n; q++)
+        for (int64_t i = 0; i < blocks; i++) {
+            if (!allowed[i]) continue;
+            job->kernels->sums(signs + i * job->planes * BLOCK, job->planes, job->tables + q * job->table_bytes,
+                               sums[0]);
+            take(job, worker, q, first + i, allowed[i], &factors[i], sums[0]);
+        }
 }
 
-static tq_status start(scan_job *job, const tq_index_layout *layout, const tq_index_queries *queries, int32_t threads,
-                       tq_error *error)
+/** Writes the best of what all threads found for query q. */
+static void finish_query(void *context, int64_t q, int32_t worker)
+{
+    const scan_job *job = context;
+    pool *all = job->pools + q;
+    heap best = {job->hits + worker * job->k, 0};
+    for (int32_t t = 1; t < job->threads; t++) {
+        const pool *other = all + t * job->queries->n;
+        for (int64_t i = 0; i < other->n_lows; i++) push_low(all, job->k, other->lows[i]);
+    }
+    for (int32_t t = 0; t < job->threads; t++) {
+        const pool *p = all + t * job->queries->n;
+        for (int64_t i = 0; i < p->n; i++)
+            if (p->candidates[i].upper >= all->limit) keep(&best, job->k, p->candidates[i].hit);
+    }
+    float *scores = job->out_scores + q * job->k;
+    int64_t *ids = job->out_ids + q * job->k;
+    for (int64_t i = job->k; i-- > 0;) {
+        scores[i] = -INFINITY;
+        ids[i] = -1;
+        if (i >= best.n) continue;
+        scores[i] = best.hits[0].score;
+        ids[i] = best.hits[0].id;
+        best.hits[0] = best.hits[--best.n];
+        sift_down(best.hits, best.n, 0);
+    }
+}
+
+static tq_status start(scan_job *job, const tq_index_layout *layout, const tq_index_queries *queries, tq_error *error)
 {
     memset(job, 0, sizeof *job);
-    TQ_TRY(tq_index_row_bytes(layout, &job->row_bytes, error));
+    TQ_TRY(tq_index_row_bytes(layout, &job->row_bytes, &job->planes, error));
     if (!(job->kernels = tq_get_scan_kernels(error))) return TQ_E_UNSUPPORTED;
     tq_index_levels(layout, &job->layout);
     job->channels = 32 * layout->groups;
+    job->table_bytes = 64 * tq_sign_tables(job->planes);
     job->queries = queries;
     for (int64_t q = 0; q < queries->n; q++) {
         int64_t sum = 0;
@@ -144,76 +301,119 @@ static tq_status start(scan_job *job, const tq_index_layout *layout, const tq_in
         if (sum > 1 << 24)
             return tq_fail(error, TQ_E_VALUE, "q", q, (double)sum, "of magnitudes that sum to at most 2^24");
     }
-    job->levels = malloc(sizeof *job->levels * TILE * (size_t)job->channels * (size_t)threads);
-    if (!job->levels) return tq_fail(error, TQ_E_MEMORY, "threads", -1, threads, "few enough for the memory there is");
     return TQ_OK;
 }
 
-static tq_status get_heaps(scan_job *job, int32_t threads, hit **hits, tq_error *error)
+static int is_rare(const tq_index_rows *segments, int64_t n_segments)
 {
-    int64_t heaps = threads * job->queries->n, n;
-    tq_status status = tq_product(heaps, job->k * (int64_t)sizeof **hits, &n, "k", error);
-    if (status != TQ_OK) return status;
-    *hits = malloc(n > 0 ? (size_t)n : 1);
-    job->heaps = calloc(heaps > 0 ? (size_t)heaps : 1, sizeof *job->heaps);
-    if (!*hits || !job->heaps)
+    int64_t all = 0, allowed = 0;
+    for (int64_t s = 0; s < n_segments; s++) {
+        all += segments[s].n;
+        if (!segments[s].allowed) allowed += segments[s].n;
+        else
+            for (int64_t i = 0; i < segments[s].n; i++) allowed += segments[s].allowed[i] != 0;
+    }
+    return allowed <= all / RARE;
+}
+
+static void free_job(scan_job *job)
+{
+    int64_t pools = job->pools ? job->threads * job->queries->n : 0;
+    for (int64_t i = 0; i < pools; i++) free(job->pools[i].candidates);
+    if (pools) free(job->pools[0].lows);
+    free(job->pools);
+    free(job->tables);
+    free(job->bounds);
+    free(job->hits);
+}
+
+static tq_status get_memory(scan_job *job, tq_error *error)
+{
+    int64_t n = job->queries->n, pools = job->threads * n, bytes, hits, tables;
+    TQ_TRY(tq_product(pools, job->k * (int64_t)sizeof(float), &bytes, "k", error));
+    TQ_TRY(tq_product(job->threads, job->k * (int64_t)sizeof(hit), &hits, "k", error));
+    TQ_TRY(tq_product(n, job->table_bytes, &tables, "queries", error));
+    job->tables = malloc((size_t)tables + 1);
+    job->bounds = malloc((size_t)n * sizeof *job->bounds + 1);
+    job->hits = malloc((size_t)hits);
+    job->pools = calloc((size_t)pools + 1, sizeof *job->pools);
+    float *lows = malloc((size_t)bytes + 1);
+    if (job->pools) job->pools[0].lows = lows;
+    else free(lows);
+    if (!job->tables || !job->bounds || !job->hits || !job->pools || !lows)
         return tq_fail(error, TQ_E_MEMORY, "k", -1, (double)job->k, "small enough for the memory there is");
-    for (int64_t i = 0; i < heaps; i++) job->heaps[i].hits = *hits + i * job->k;
+    for (int64_t i = 0; i < pools; i++) {
+        job->pools[i].lows = lows + i * job->k;
+        job->pools[i].limit = -INFINITY;
+    }
     return TQ_OK;
 }
 
-/** Merges a query's heaps into the first and empties that, worst first. */
-static void finish_query(const scan_job *job, int32_t threads, int64_t q, float *scores, int64_t *ids)
+static void make_query(void *context, int64_t q, int32_t worker)
 {
-    heap *best = job->heaps + q;
-    for (int32_t t = 1; t < threads; t++) {
-        const heap *other = best + t * job->queries->n;
-        for (int64_t i = 0; i < other->n; i++) keep(best, job->k, other->hits[i]);
+    const scan_job *job = context;
+    (void)worker;
+    tq_sign_query_make(job->layout.layout, job->queries->q + q * job->channels, job->queries->units[q],
+                       job->tables + q * job->table_bytes, &job->bounds[q]);
+}
+
+static tq_status search(scan_job *job, int64_t n_segments, tq_error *error)
+{
+    TQ_TRY(get_memory(job, error));
+    job->rare = is_rare(job->rows, n_segments);
+    tq_parallel(job->rare ? 0 : job->queries->n, job->threads, make_query, job);
+    for (job->segment = 0; job->segment < n_segments; job->segment++) {
+        int64_t blocks = (job->rows[job->segment].n + BLOCK - 1) / BLOCK;
+        tq_parallel((blocks + RUN - 1) / RUN, job->threads, scan_run, job);
     }
-    for (int64_t i = job->k; i-- > 0;) {
-        scores[i] = -INFINITY;
-        ids[i] = -1;
-        if (i >= best->n) continue;
-        scores[i] = best->hits[0].score;
-        ids[i] = best->hits[0].id;
-        best->hits[0] = best->hits[--best->n];
-        sift_down(best->hits, best->n, 0);
-    }
+    for (int64_t i = 0; i < job->threads * job->queries->n; i++)
+        if (job->pools[i].failed)
+            return tq_fail(error, TQ_E_MEMORY, "queries", -1, (double)job->queries->n,
+                           "few enough for the memory there is");
+    tq_parallel(job->queries->n, job->threads, finish_query, job);
+    return TQ_OK;
 }
 
 tq_status tq_index_search(const tq_index_layout *layout, const tq_index_queries *queries, const tq_index_rows *segments,
                           int64_t n_segments, int64_t k, float *scores, int64_t *ids, int32_t threads, tq_error *error)
 {
     scan_job job;
-    hit *hits = NULL;
     int64_t work = 0;
-    for (int64_t s = 0; s < n_segments; s++) work += segments[s].n;
     if (k < 1 || k > INT64_MAX / 64) return tq_fail(error, TQ_E_VALUE, "k", -1, (double)k, "at least 1");
-    threads = tq_effective_threads(tq_threads_for(threads, work, RUN));
-    tq_status status = start(&job, layout, queries, threads, error);
+    for (int64_t s = 0; s < n_segments; s++) work += segments[s].n;
+    TQ_TRY(start(&job, layout, queries, error));
+    job.threads = tq_effective_threads(tq_threads_for(threads, work, RUN * BLOCK));
+    job.rows = segments;
     job.k = k;
-    if (status == TQ_OK) status = get_heaps(&job, threads, &hits, error);
-    for (int64_t s = 0; s < n_segments && status == TQ_OK; s++) {
-        job.rows = segments + s;
-        tq_parallel((segments[s].n + RUN - 1) / RUN, threads, scan_run, &job);
-    }
-    for (int64_t q = 0; q < queries->n && status == TQ_OK; q++)
-        finish_query(&job, threads, q, scores + q * k, ids + q * k);
-    free(job.levels);
-    free(job.heaps);
-    free(hits);
+    job.out_scores = scores;
+    job.out_ids = ids;
+    tq_status status = search(&job, n_segments, error);
+    free_job(&job);
     return status;
+}
+
+static void score_run(void *context, int64_t run, int32_t worker)
+{
+    const scan_job *job = context;
+    int64_t n = job->rows->n, end = RUN * BLOCK * (run + 1) < n ? RUN * BLOCK * (run + 1) : n;
+    int16_t levels[TQ_MAX_DIM];
+    (void)worker;
+    for (int64_t i = RUN * BLOCK * run; i < end; i++) {
+        unpack_row(job, job->rows, i, levels);
+        for (int64_t q = 0; q < job->queries->n; q++) {
+            job->scores[q * n + i] = score_of(job, q, part_of_score(job, job->rows, q, i, levels));
+        }
+    }
 }
 
 tq_status tq_index_scores(const tq_index_layout *layout, const tq_index_queries *queries, const tq_index_rows *rows,
                           float *scores, int32_t threads, tq_error *error)
 {
     scan_job job;
-    threads = tq_effective_threads(tq_threads_for(threads, rows->n, RUN));
-    tq_status status = start(&job, layout, queries, threads, error);
+    TQ_TRY(start(&job, layout, queries, error));
     job.rows = rows;
     job.scores = scores;
-    if (status == TQ_OK) tq_parallel((rows->n + RUN - 1) / RUN, threads, scan_run, &job);
-    free(job.levels);
-    return status;
+    threads = tq_effective_threads(tq_threads_for(threads, rows->n, RUN * BLOCK));
+    tq_parallel((rows->n + RUN * BLOCK - 1) / (RUN * BLOCK), threads, score_run, &job);
+    return TQ_OK;
 }

@@ -5,8 +5,11 @@
  *   of that width (turboquant.h; at 6 bits 64 Lloyd-Max levels of N(0, 1), rounded to int8 times a step as the others are), at 8 bits
  *   u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255.
  *   scale = rms(t) * sum (step u)^2 / sum (step c)(step u)  makes inner products unbiased (EDEN, arXiv 2108.08842).
- * A row holds the groups one after the other, 4 bits[g] bytes each, in fields of 8, 4, 2 and 1 bits, the widest and lowest bits first.
- * A field of w bits has 4 w bytes: bits w k .. w k + w - 1 of byte i are of channel i + 4 w k. */
+ * The leading bit of a code is apart from the others, so that a scan can read it alone.
+ *   A row holds the other bits, 4 (bits[g] - 1) bytes a group, in fields of 4, 2 and 1 bits, the widest and lowest bits first. A field
+ *   of w bits has 4 w bytes: bits w k .. w k + w - 1 of byte i are of channel i + 4 w k.
+ *   The leading bits of a row are a field of 1 bit for each group that has bits. Byte p of all rows is plane p; blocks of 64 rows hold
+ *   them plane after plane, [rows / 64 rounded up, planes, 64] bytes, 0 behind the last row. */
 #ifndef TURBOQUANT_INDEX_H
 #define TURBOQUANT_INDEX_H
 #include "turboquant.h"
@@ -15,26 +18,28 @@
 extern "C" {
 #endif
 
+#define TQ_INDEX_BLOCK 64 /* rows whose leading bits lie together */
+
 typedef struct {
     int32_t groups;      /* 1 .. TQ_MAX_GROUPS */
     const uint8_t *bits; /* [groups], 0..6 or 8, not all 0 */
     const float *steps;  /* [groups], finite and above 0 */
 } tq_index_layout;
 
-/** Bytes of a row: 4 * sum of bits. */
-TQ_API tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, tq_error *error);
+/** Bytes of a row, 4 * sum of (bits - 1) over groups with bits, and planes of leading bits, 4 for each such group. */
+TQ_API tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, int32_t *planes, tq_error *error);
 
 /** What a level of a width counts, in units of u: 0 for 0 bits and for widths that there are not. */
 TQ_API float tq_index_step(int32_t bits);
 
-/** z [n, 32 groups] float32 -> codes [n, row bytes] and scales [n]. The same bytes on every machine. z must be finite. A row whose
+/** z [n, 32 groups] float32 -> codes [n, row bytes], signs [blocks, planes, 64] and scales [n]. The same bytes on every machine. z must be finite. A row whose
  *  coded channels are all 0 gets scale 0. */
 TQ_API tq_status tq_index_encode(const tq_index_layout *layout, const float *z, int64_t n, uint8_t *codes,
-                                 float *scales, int32_t threads, tq_error *error);
+                                 uint8_t *signs, float *scales, int32_t threads, tq_error *error);
 
-/** The numbers that codes stand for: z [n, 32 groups] float32; 0 in groups without bits. */
-TQ_API tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, const float *scales, int64_t n,
-                                 float *z, tq_error *error);
+/** The numbers that codes stand for: z [n, 32 groups] float32; 0 in groups without bits. signs: [n, planes], row after row. */
+TQ_API tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, const uint8_t *signs,
+                                 const float *scales, int64_t n, float *z, tq_error *error);
 
 /** Queries as fixed point. The score of row i is
  *      v = (units[q] * scales[i]) * sum_j query_j level_ij + offsets[i] + constants[q],   in float64, left to right,
@@ -51,6 +56,7 @@ typedef struct {
 typedef struct {
     int64_t n;
     const uint8_t *codes; /* [n, row bytes] */
+    const uint8_t *signs; /* [blocks, planes, 64] */
     const float *scales;  /* [n] */
     const float *offsets; /* [n], or NULL: 0 */
     const int64_t *ids;   /* [n], or NULL: first_id + i */
@@ -59,8 +65,11 @@ typedef struct {
 } tq_index_rows;
 
 /** The k best allowed rows of all segments for each query: scores [queries, k] float32, best first, equal ones by ascending id, and
- *  ids [queries, k]; -inf and -1 where fewer are left. The result depends on neither threads nor segments nor the instruction set.
- *  Allocates some 12 k bytes a query and thread: TQ_E_MEMORY. */
+ *  ids [queries, k]; -inf and -1 where fewer are left.
+ *  A row's leading bits bound its score from above, by 3 standard deviations of what the other bits add, 4 where widths differ. With the smaller of score
+ *  and bound as lower bound, a row takes part if its upper bound reaches the k-th largest lower bound of all allowed rows. Where at most
+ *  1 row in 50 is allowed, all of these take part. So the result depends on neither threads nor segments nor the instruction set.
+ *  Allocates some 4 k bytes a query and thread, and 24 for each row that takes part: TQ_E_MEMORY. */
 TQ_API tq_status tq_index_search(const tq_index_layout *layout, const tq_index_queries *queries,
                                  const tq_index_rows *segments, int64_t n_segments, int64_t k, float *scores,
                                  int64_t *ids, int32_t threads, tq_error *error);

@@ -1,4 +1,4 @@
 /* The scan of an index, compiled for this instruction set. */
-#include "scan.h"
+#include "scan_signs.h"
 
-const tq_scan_kernels tq_scan_avx512 = {"avx512", scan_unpack, scan_products, scan_product};
+const tq_scan_kernels tq_scan_avx512 = TQ_SCAN_TABLE("avx512");

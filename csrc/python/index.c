@@ -5,6 +5,7 @@
 typedef struct {
     tq_index_layout layout;
     int64_t row_bytes;
+    int32_t planes;
     npy_intp channels;
 } read_layout;
 
@@ -21,7 +22,7 @@ static int get_layout(const char *op, PyObject *bits_object, PyObject *steps_obj
     out->layout.steps = PyArray_DATA(steps);
     out->channels = 32 * groups;
     tq_error error = {0};
-    tq_status status = tq_index_row_bytes(&out->layout, &out->row_bytes, &error);
+    tq_status status = tq_index_row_bytes(&out->layout, &out->row_bytes, &out->planes, &error);
     if (status == TQ_OK) return 0;
     raise_status(op, status, &error, NULL);
     return -1;
@@ -29,12 +30,13 @@ static int get_layout(const char *op, PyObject *bits_object, PyObject *steps_obj
 
 const char doc_index_encode[] = PyDoc_STR(
     "index_encode(bits, steps, z, threads=0)\n--\n\n"
-    "(codes, scales) of rotated rows z, float32 [n, 32 groups]: uint8 [n, 4 * sum(bits)] and float32 [n]. bits: uint8 "
-    "[groups], each\n0..6 or 8; steps: float32 [groups]. turboquant_index.h has the layout.");
+    "(codes, signs, scales) of rotated rows z, float32 [n, 32 groups]: uint8 [n, row bytes] and [blocks, planes, 64], "
+    "float32 [n].\nbits: uint8 [groups], each 0..6 or 8; steps: float32 [groups]. turboquant_index.h has the layout.");
 PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"bits", "steps", "z", "threads", NULL};
-    PyObject *bits, *steps, *z_object, *threads_object = NULL, *codes = NULL, *scales = NULL, *result = NULL;
+    PyObject *bits, *steps, *z_object, *threads_object = NULL, *codes = NULL, *signs = NULL, *scales = NULL,
+                                       *result = NULL;
     read_layout read;
     int32_t threads = 0;
     const char *op = "index_encode";
@@ -48,21 +50,24 @@ PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
     PyArrayObject *z = read_array(op, "z", z_object, NPY_FLOAT32, DENSE, 2, dims);
     if (!z) return NULL;
     npy_intp shape[2] = {PyArray_DIM(z, 0), (npy_intp)read.row_bytes};
+    npy_intp blocks[3] = {(shape[0] + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK, read.planes, TQ_INDEX_BLOCK};
     codes = PyArray_SimpleNew(2, shape, NPY_UINT8);
     scales = PyArray_SimpleNew(1, shape, NPY_FLOAT32);
-    if (!codes || !scales) goto done;
+    signs = PyArray_SimpleNew(3, blocks, NPY_UINT8);
+    if (!codes || !signs || !scales) goto done;
     const float *from = PyArray_DATA(z);
-    uint8_t *to = PyArray_DATA((PyArrayObject *)codes);
+    uint8_t *to = PyArray_DATA((PyArrayObject *)codes), *leading = PyArray_DATA((PyArrayObject *)signs);
     float *factors = PyArray_DATA((PyArrayObject *)scales);
     tq_error error = {0};
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_encode(&read.layout, from, shape[0], to, factors, threads, &error);
+    status = tq_index_encode(&read.layout, from, shape[0], to, leading, factors, threads, &error);
     Py_END_ALLOW_THREADS;
-    if (status == TQ_OK) result = PyTuple_Pack(2, codes, scales);
+    if (status == TQ_OK) result = PyTuple_Pack(3, codes, signs, scales);
     else raise_status(op, status, &error, NULL);
 done:
     Py_XDECREF(codes);
+    Py_XDECREF(signs);
     Py_XDECREF(scales);
     return result;
 }
@@ -81,31 +86,36 @@ PyObject *py_index_step(PyObject *module, PyObject *args, PyObject *kwargs)
     return PyFloat_FromDouble(tq_index_step(bits));
 }
 
-const char doc_index_decode[] = PyDoc_STR("index_decode(bits, steps, codes, scales)\n--\n\n"
-                                          "The rotated rows that codes stand for, float32 [n, 32 groups].");
+const char doc_index_decode[] =
+    PyDoc_STR("index_decode(bits, steps, codes, signs, scales)\n--\n\n"
+              "The rotated rows that codes and their leading bits, uint8 [n, planes], stand for: "
+              "float32 [n, 32 groups].");
 PyObject *py_index_decode(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"bits", "steps", "codes", "scales", NULL};
-    PyObject *bits, *steps, *codes_object, *scales_object, *z;
+    static char *names[] = {"bits", "steps", "codes", "signs", "scales", NULL};
+    PyObject *bits, *steps, *codes_object, *signs_object, *scales_object, *z;
     read_layout read;
     const char *op = "index_decode";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO:index_decode", names, &bits, &steps, &codes_object,
-                                     &scales_object) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO:index_decode", names, &bits, &steps, &codes_object,
+                                     &signs_object, &scales_object) ||
         get_layout(op, bits, steps, &read) < 0)
         return NULL;
     npy_intp dims[2] = {ANY, (npy_intp)read.row_bytes};
     PyArrayObject *codes = read_array(op, "codes", codes_object, NPY_UINT8, DENSE, 2, dims);
     if (!codes) return NULL;
     dims[0] = PyArray_DIM(codes, 0);
+    dims[1] = read.planes;
+    PyArrayObject *signs = read_array(op, "signs", signs_object, NPY_UINT8, DENSE, 2, dims);
+    if (!signs) return NULL;
     PyArrayObject *scales = read_array(op, "scales", scales_object, NPY_FLOAT32, DENSE, 1, dims);
     if (!scales) return NULL;
     dims[1] = read.channels;
     z = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!z) return NULL;
     tq_error error = {0};
-    tq_status status = tq_index_decode(&read.layout, PyArray_DATA(codes), PyArray_DATA(scales), dims[0],
-                                       PyArray_DATA((PyArrayObject *)z), &error);
+    tq_status status = tq_index_decode(&read.layout, PyArray_DATA(codes), PyArray_DATA(signs), PyArray_DATA(scales),
+                                       dims[0], PyArray_DATA((PyArrayObject *)z), &error);
     if (status == TQ_OK) return z;
     Py_DECREF(z);
     return raise_status(op, status, &error, NULL);
@@ -139,11 +149,11 @@ static int get_queries(const char *op, PyObject *tuple, const read_layout *read,
     return 0;
 }
 
-/* (codes, scales, offsets or None, ids or first id, allowed or None) */
+/* (codes, signs, scales, offsets or None, ids or first id, allowed or None) */
 static int get_rows(const char *op, PyObject *tuple, const read_layout *read, tq_index_rows *out)
 {
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 5) {
-        raise_type(op, "segments", "tuples (codes, scales, offsets, ids, allowed)", tuple);
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 6) {
+        raise_type(op, "segments", "tuples (codes, signs, scales, offsets, ids, allowed)", tuple);
         return -1;
     }
     PyObject *const *item = PySequence_Fast_ITEMS(tuple);
@@ -151,19 +161,23 @@ static int get_rows(const char *op, PyObject *tuple, const read_layout *read, tq
     PyArrayObject *codes = read_array(op, "codes", item[0], NPY_UINT8, DENSE, 2, dims);
     if (!codes) return -1;
     npy_intp n = PyArray_DIM(codes, 0);
-    PyArrayObject *scales = read_array(op, "scales", item[1], NPY_FLOAT32, DENSE, 1, &n), *array;
+    npy_intp blocks[3] = {(n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK, read->planes, TQ_INDEX_BLOCK};
+    PyArrayObject *signs = read_array(op, "signs", item[1], NPY_UINT8, DENSE, 3, blocks);
+    if (!signs) return -1;
+    PyArrayObject *scales = read_array(op, "scales", item[2], NPY_FLOAT32, DENSE, 1, &n), *array;
     if (!scales) return -1;
-    *out = (tq_index_rows){.n = n, .codes = PyArray_DATA(codes), .scales = PyArray_DATA(scales)};
-    if (item[2] != Py_None) {
-        if (!(array = read_array(op, "offsets", item[2], NPY_FLOAT32, DENSE, 1, &n))) return -1;
+    *out = (tq_index_rows){
+        .n = n, .codes = PyArray_DATA(codes), .signs = PyArray_DATA(signs), .scales = PyArray_DATA(scales)};
+    if (item[3] != Py_None) {
+        if (!(array = read_array(op, "offsets", item[3], NPY_FLOAT32, DENSE, 1, &n))) return -1;
         out->offsets = PyArray_DATA(array);
     }
-    if (PyArray_Check(item[3])) {
-        if (!(array = read_array(op, "ids", item[3], NPY_INT64, DENSE, 1, &n))) return -1;
+    if (PyArray_Check(item[4])) {
+        if (!(array = read_array(op, "ids", item[4], NPY_INT64, DENSE, 1, &n))) return -1;
         out->ids = PyArray_DATA(array);
-    } else if (read_i64(op, "ids", item[3], 0, INT64_MAX - n, &out->first_id) < 0) return -1;
-    if (item[4] != Py_None) {
-        if (!(array = read_array(op, "allowed", item[4], NPY_UINT8, DENSE, 1, &n))) return -1;
+    } else if (read_i64(op, "ids", item[4], 0, INT64_MAX - n, &out->first_id) < 0) return -1;
+    if (item[5] != Py_None) {
+        if (!(array = read_array(op, "allowed", item[5], NPY_UINT8, DENSE, 1, &n))) return -1;
         out->allowed = PyArray_DATA(array);
     }
     return 0;
@@ -173,7 +187,7 @@ const char doc_index_search[] = PyDoc_STR(
     "index_search(bits, steps, queries, segments, k, threads=0)\n--\n\n"
     "(scores, ids) of the k best rows a query, float32 and int64 [queries, k], larger first, ties by ascending id; -inf "
     "and -1 behind\nthe last. queries: (q int16 [n, 32 groups], units, constants float64 [n], squared float64 [n] or None). "
-    "segments: a tuple of (codes,\nscales, offsets float32 or None, ids int64 or the first id, allowed uint8 or None). "
+    "segments: a tuple of (codes, signs,\nscales, offsets float32 or None, ids int64 or the first id, allowed uint8 or None). "
     "Contracts: tq_index_search.");
 PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
 {

@@ -84,8 +84,9 @@ class Index:
     metric: "ip" and "cosine": scores are inner products (of unit vectors), larger first; "l2": squared distances,
         smaller first.
 
-    Every row is scored from all its bits; equal scores go to the smaller id, so results depend on neither threads, nor
-    how rows were added, nor the instruction set. Calls of one index from several threads wait for one another while
+    The leading bit of each number bounds a row's score; rows that may be among the best are scored from all their bits.
+    Equal scores go to the smaller id. Results depend on neither threads, nor how rows were added, nor the instruction
+    set. Calls of one index from several threads wait for one another while
     they change or read what is stored; the scan itself runs without the GIL.
 
     Raises TypeError or ValueError; the message names the argument, and the index is as it was.
@@ -220,7 +221,7 @@ class Index:
 
     def _encode(self, rows: Floats, ids: Ids | int) -> Segment:
         t = self._transform
-        codes, scales = _core.index_encode(t.bits, t.steps, t.apply(rows))
+        codes, signs, scales = _core.index_encode(t.bits, t.steps, t.apply(rows))
         offsets = None
         if t.mean is not None or self._metric == "l2":
             wide = rows.astype(np.float64)
@@ -230,7 +231,7 @@ class Index:
             if self._metric == "l2":
                 sums -= (wide * wide).sum(axis=1) / 2
             offsets = sums.astype(np.float32)
-        return Segment(codes, scales, offsets, ids)
+        return Segment(codes, signs, scales, offsets, ids)
 
     def add(self, x: Any, ids: Any = None) -> None:
         """Add vectors, float32 or float16 [n, dim] or [dim]. ids: n integers in 0..2^63 - 1 that are not in the
@@ -255,7 +256,12 @@ class Index:
                 rows = self._checked("add", "x", x[at : at + ROWS])
                 own = self._next_id + at if given is None else given[at : at + ROWS]
                 new.append(self._encode(rows, own))
-            self._segments += new
+            for segment in new:
+                joined = self._segments[-1].followed_by(segment) if self._segments else None
+                if joined is None:
+                    self._segments.append(storage.with_room(segment))
+                else:
+                    self._segments[-1] = joined
             self._lookup = None
             if len(x):
                 self._next_id = self._next_id + len(x) if given is None else max(self._next_id, int(given.max()) + 1)
@@ -289,9 +295,7 @@ class Index:
                     kept.append(s)
                 elif s.allowed.any():
                     at = np.flatnonzero(s.allowed)
-                    kept.append(
-                        Segment(s.codes[at], s.scales[at], None if s.offsets is None else s.offsets[at], s.all_ids[at])
-                    )
+                    kept.append(s.take(at))
             self._segments = kept
             self._lookup = None
 
@@ -341,7 +345,8 @@ class Index:
                 chosen[rows[rows >= 0]] = 1
             allowed = [chosen[start : start + len(s)] for start, s in self._starts()]
         return tuple(
-            (s.codes, s.scales, s.offsets, s.ids, keep) for s, keep in zip(self._segments, allowed, strict=True)
+            (s.codes, s.signs, s.scales, s.offsets, s.ids, keep)
+            for s, keep in zip(self._segments, allowed, strict=True)
         )
 
     def _queries(self, op: str, queries: Any) -> tuple[bool, Floats]:
@@ -405,8 +410,8 @@ class Index:
             found: list[tuple[Floats, Ids]] = []
             for row in rows:
                 got = _core.index_scores(t.bits, t.steps, part, row, threads)[0]
-                hit = np.flatnonzero((got >= sign * limit) & (True if row[4] is None else row[4] != 0))
-                own = row[3][hit] if isinstance(row[3], np.ndarray) else row[3] + hit
+                hit = np.flatnonzero((got >= sign * limit) & (True if row[5] is None else row[5] != 0))
+                own = row[4][hit] if isinstance(row[4], np.ndarray) else row[4] + hit
                 found.append((got[hit], own.astype(np.int64)))
             scores = np.concatenate([s for s, _ in found]) if found else np.empty(0, np.float32)
             ids = np.concatenate([i for _, i in found]) if found else np.empty(0, np.int64)
@@ -429,7 +434,9 @@ class Index:
                 inside = (rows >= start) & (rows < start + len(s))
                 if inside.any():
                     at = rows[inside] - start
-                    x[inside] = t.invert(_core.index_decode(t.bits, t.steps, s.codes[at], s.scales[at]))
+                    x[inside] = t.invert(
+                        _core.index_decode(t.bits, t.steps, s.codes[at], s.sign_rows(at), s.scales[at])
+                    )
         return x[0] if np.ndim(ids) == 0 else x
 
     # ---- copies and files ----
@@ -445,7 +452,7 @@ class Index:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             state = {key: value for key, value in self.__dict__.items() if key != "_lock"}
-        segments = [Segment(s.codes, s.scales, s.offsets, s.ids, s.allowed) for s in self._segments]
+            segments = [segment.apart() for segment in self._segments]
         return {**state, "_segments": segments, "_read_only": None, "_loaded": None, "_lookup": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -471,6 +478,9 @@ class Index:
             first += len(ids)
         if segments:
             arrays["codes"] = [s.codes for s in segments]
+            arrays["signs"] = [s.signs for s in segments]
+            if any(len(s) % storage.BLOCK for s in segments[:-1]):
+                arrays["signs"] = [storage.blocks_of(np.concatenate([s.sign_rows() for s in segments]))]
             arrays["scales"] = [s.scales for s in segments]
             if segments[0].offsets is not None:
                 arrays["offsets"] = [s.offsets for s in segments if s.offsets is not None]
@@ -526,14 +536,15 @@ class Index:
         if codes is None:
             return
         n = len(codes)
-        row_bytes = 4 * int(bits.astype(int).sum())
-        get("codes", np.uint8, n, row_bytes)
+        coded = int(np.count_nonzero(bits))
+        get("codes", np.uint8, n, 4 * (int(bits.astype(int).sum()) - coded))
+        signs = get("signs", np.uint8, -(-n // storage.BLOCK), 4 * coded, storage.BLOCK)
         scales, offsets = get("scales", np.float32, n), get("offsets", np.float32, n)
-        if scales is None or (offsets is None) != (mean is None and self._metric != "l2"):
-            raise ValueError("`scales` must be there, and `offsets` with a mean or l2")
+        if signs is None or scales is None or (offsets is None) != (mean is None and self._metric != "l2"):
+            raise ValueError("`signs` and `scales` must be there, and `offsets` with a mean or l2")
         ids = get("ids", np.int64, n)
         first = _integer("load", "first_id", meta["first_id"], 0, 2**63 - 1 - n)
-        self._segments = [Segment(codes, scales, offsets, first if ids is None else ids)]
+        self._segments = [Segment(codes, signs, scales, offsets, first if ids is None else ids)]
 
     def verify(self) -> None:
         """Check every byte of a loaded index against the checksum of its file. ValueError if they differ."""

@@ -16,6 +16,7 @@ from .. import _core
 from ..files import write_whole
 
 ROWS = 16_384  # of a segment
+BLOCK = 64  # rows whose leading bits lie together
 FORMAT = "turboquant-index-1"
 _TYPES = {"U8": np.uint8, "F32": np.float32, "I64": np.int64}
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
@@ -23,16 +24,62 @@ _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 
 @dataclass
 class Segment:
-    """Rows that were added together; never changed but for `allowed`, which removal clears."""
+    """Rows of an index; never changed but for `allowed`, which removal clears. Rows that are added to it later make a
+    new segment over the same `room`."""
 
     codes: NDArray[np.uint8]  # [n, row bytes]
+    signs: NDArray[np.uint8]  # [blocks, planes, 64], leading bits
     scales: NDArray[np.float32]  # [n]
     offsets: NDArray[np.float32] | None  # [n]: <mean, x - mean>, and for l2 less half the squared norm
     ids: NDArray[np.int64] | int  # [n], or the first of consecutive ones
     allowed: NDArray[np.uint8] | None = None  # [n], 0 where removed; None: all are there
+    room: Segment | None = None  # what these are the first rows of, if more may follow there
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    def sign_rows(self, rows: NDArray[Any] | None = None) -> NDArray[np.uint8]:
+        """Leading bits row after row, [n, planes]."""
+        at = np.arange(len(self)) if rows is None else rows
+        return self.signs[at // BLOCK, :, at % BLOCK]
+
+    def take(self, rows: NDArray[Any]) -> Segment:
+        """A copy of some rows."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        signs = blocks_of(self.sign_rows(rows))
+        return Segment(self.codes[rows], signs, self.scales[rows], offsets, self.all_ids[rows])
+
+    def apart(self) -> Segment:
+        """The same rows without room: nothing that is added to this segment shows there."""
+        if self.room is None:
+            return Segment(self.codes, self.signs, self.scales, self.offsets, self.ids, self.allowed)
+        copy = self.take(np.arange(len(self)))
+        return Segment(copy.codes, copy.signs, copy.scales, copy.offsets, _own(self.ids), self.allowed)
+
+    def followed_by(self, new: Segment) -> Segment | None:
+        """These rows and new ones, which are copied behind them, or None if there is no room."""
+        room, n, m = self.room, len(self), len(new)
+        if room is None or n + m > len(room):
+            return None
+        at = np.arange(n, n + m)
+        room.codes[n : n + m] = new.codes
+        room.signs[at // BLOCK, :, at % BLOCK] = new.sign_rows()
+        room.scales[n : n + m] = new.scales
+        if room.offsets is not None:
+            room.offsets[n : n + m] = new.offsets
+        ids = self.ids
+        if isinstance(ids, np.ndarray) or isinstance(new.ids, np.ndarray) or (n and ids + n != new.ids):
+            assert isinstance(room.ids, np.ndarray)
+            if not isinstance(ids, np.ndarray):
+                room.ids[:n] = self.all_ids
+            room.ids[n : n + m] = new.all_ids
+            ids = room.ids[: n + m]
+        elif not n:
+            ids = new.ids
+        allowed = None if self.allowed is None else np.concatenate([self.allowed, np.ones(m, np.uint8)])
+        offsets = None if room.offsets is None else room.offsets[: n + m]
+        blocks = room.signs[: -(-(n + m) // BLOCK)]
+        return Segment(room.codes[: n + m], blocks, room.scales[: n + m], offsets, ids, allowed, room)
 
     @property
     def all_ids(self) -> NDArray[np.int64]:
@@ -42,8 +89,39 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.codes, self.scales, self.offsets, self.ids, self.allowed)
+        arrays = (self.codes, self.signs, self.scales, self.offsets, self.ids, self.allowed)
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
+
+def _own(ids: NDArray[np.int64] | int) -> NDArray[np.int64] | int:
+    return ids.copy() if isinstance(ids, np.ndarray) else ids
+
+
+def blocks_of(sign_rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[n, planes] -> [blocks, planes, 64]."""
+    n, planes = sign_rows.shape
+    padded = np.zeros((-(-n // BLOCK) * BLOCK, planes), np.uint8)
+    padded[:n] = sign_rows
+    return np.ascontiguousarray(padded.reshape(-1, BLOCK, planes).transpose(0, 2, 1))
+
+
+def with_room(new: Segment) -> Segment:
+    """The rows of a segment where others can follow."""
+    if len(new) > ROWS // 2:
+        return new
+    _, planes, _ = new.signs.shape
+    room = Segment(
+        np.empty((ROWS, new.codes.shape[1]), np.uint8),
+        np.zeros((ROWS // BLOCK, planes, BLOCK), np.uint8),
+        np.empty(ROWS, np.float32),
+        None if new.offsets is None else np.empty(ROWS, np.float32),
+        np.empty(ROWS, np.int64),
+    )
+    offsets = None if room.offsets is None else room.offsets[:0]
+    start = Segment(room.codes[:0], room.signs[:0], room.scales[:0], offsets, 0, None, room)
+    joined = start.followed_by(new)
+    assert joined is not None
+    return joined
 
 
 def write(path: str | os.PathLike[str], meta: dict[str, Any], arrays: dict[str, list[NDArray[Any]]]) -> None:
@@ -105,7 +183,7 @@ def read(path: str | os.PathLike[str], mapped: bool) -> tuple[dict[str, Any], di
                 count *= n
             if count * kind.itemsize != last - first or start + last > size:
                 raise ValueError(f"the size of {key!r} must be that of its shape, within the file")
-            arrays[key] = np.frombuffer(data, kind, count, start + first).reshape(shape)
+            arrays[key] = np.frombuffer(data[start + first : start + last], kind).reshape(shape)
             at = last
         if start + at != size:
             raise ValueError(f"the file must have {start + at} bytes, got {size}")
