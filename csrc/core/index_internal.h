@@ -23,7 +23,7 @@ typedef struct {
 void tq_get_index_book(int32_t bits, tq_index_book *book);
 
 /** A row's score, but for the query's constant, is at most scale * (sum * unit + margin) + offset, where `sum` is of table entries for
- *  its leading bits (kernels/scan_signs.h), unless what the other bits add, taken as normal, is beyond 3 or 4 standard deviations. */
+ *  its leading bits (kernels/scan_signs.h), unless what the other bits add, taken as normal, is beyond 2.5 or 4 standard deviations. */
 typedef struct {
     float unit, margin;
 } tq_sign_query;

@@ -10,7 +10,7 @@ static const double MEAN = 0.79788456;
 static const double KEPT[TQ_WIDE_BITS + 1] = {0,        0.63662,   0.88115, 0.96545,  0.990494,
                                               0.997481, 0.9993375, 0,       0.9999186};
 /* Of the upper bound. Rows differ in how their energy is spread over groups; where groups differ in width, that adds to the errors. */
-static const double SIGMAS = 3, SIGMAS_OF_MIXED_WIDTHS = 4;
+static const double SIGMAS = 2.5, SIGMAS_OF_MIXED_WIDTHS = 4;
 
 int32_t tq_sign_tables(int32_t planes) { return (planes + 2) / 3 * 4; }
 

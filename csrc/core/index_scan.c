@@ -5,7 +5,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BLOCK = TQ_SCAN_ROWS, RUN = 16, RARE = 50 }; /* blocks of a task; one allowed row in so many is rare */
+enum {
+    BLOCK = TQ_SCAN_ROWS,
+    RUN = 16,   /* blocks of a task */
+    RARE = 50,  /* one allowed row in so many is rare */
+    NOTED = 16, /* rows that wait for their memory */
+};
 
 const tq_scan_kernels *tq_get_scan_kernels(tq_error *error)
 {
@@ -204,18 +209,40 @@ static void take_row(const scan_job *job, int32_t worker, int64_t q, int64_t row
     push_low(p, job->k, part < upper ? (float)part : upper);
 }
 
-static void take(const scan_job *job, int32_t worker, int64_t q, int64_t block, uint64_t allowed,
-                 const block_factors *f, const uint16_t sums[BLOCK])
+/** Rows of a run whose bounds passed, before they are scored. */
+typedef struct {
+    int32_t n;
+    struct {
+        int32_t row; /* from the first of the run */
+        float upper;
+    } rows[NOTED + BLOCK];
+} pending_rows;
+
+/** Notes the rows of block `i` of a run that pass, and asks for their memory. */
+static void note(const scan_job *job, const pool *p, const tq_sign_query *b, int64_t run, int64_t i, uint64_t allowed,
+                 const block_factors *f, const uint16_t sums[BLOCK], pending_rows *out)
 {
-    const pool *p = job->pools + worker * job->queries->n + q;
-    const tq_sign_query *b = job->bounds + q;
+    const tq_index_rows *rows = job->rows + job->segment;
     uint64_t mask = allowed & job->kernels->above(sums, f->scales, f->offsets, b->unit, b->margin, p->limit);
     for (; mask; mask &= mask - 1) {
-        int32_t i = __builtin_ctzll(mask);
-        float upper = ((float)sums[i] * b->unit + b->margin) * f->scales[i];
-        if (f->offsets) upper += f->offsets[i];
-        if (upper >= p->limit) take_row(job, worker, q, BLOCK * block + i, upper); /* it may have risen in this block */
+        int32_t lane = __builtin_ctzll(mask), row = (int32_t)(BLOCK * i) + lane;
+        float upper = ((float)sums[lane] * b->unit + b->margin) * f->scales[lane];
+        if (f->offsets) upper += f->offsets[lane];
+        out->rows[out->n].row = row;
+        out->rows[out->n++].upper = upper;
+        const uint8_t *codes = rows->codes + (RUN * BLOCK * run + row) * job->row_bytes;
+        for (int64_t at = 0; at < job->row_bytes; at += 64) __builtin_prefetch(codes + at);
     }
+}
+
+/** Scores what was noted, unless the limit has risen above it. */
+static void score_noted(const scan_job *job, int32_t worker, int64_t q, int64_t run, pending_rows *noted)
+{
+    const pool *p = job->pools + worker * job->queries->n + q;
+    for (int32_t i = 0; i < noted->n; i++)
+        if (noted->rows[i].upper >= p->limit)
+            take_row(job, worker, q, RUN * BLOCK * run + noted->rows[i].row, noted->rows[i].upper);
+    noted->n = 0;
 }
 
 static void take_all(const scan_job *job, int32_t worker, int64_t block, uint64_t allowed)
@@ -240,22 +267,25 @@ static void scan_run(void *context, int64_t run, int32_t worker)
     }
     if (job->rare) return;
     const uint8_t *signs = rows->signs + first * job->planes * BLOCK;
+    const pool *pools = job->pools + worker * job->queries->n;
     uint16_t sums[TQ_SCAN_QUERIES][BLOCK];
-    for (; q + TQ_SCAN_QUERIES <= job->queries->n; q += TQ_SCAN_QUERIES)
+    pending_rows noted[TQ_SCAN_QUERIES];
+    for (int32_t n; q < job->queries->n; q += n) {
+        n = job->queries->n - q >= TQ_SCAN_QUERIES ? TQ_SCAN_QUERIES : 1;
+        const uint8_t *tables = job->tables + q * job->table_bytes;
+        for (int32_t k = 0; k < n; k++) noted[k].n = 0;
         for (int64_t i = 0; i < blocks; i++) {
+            const uint8_t *block = signs + i * job->planes * BLOCK;
             if (!allowed[i]) continue;
-            job->kernels->sums_many(signs + i * job->planes * BLOCK, job->planes, job->tables + q * job->table_bytes,
-                                    job->table_bytes, sums);
-            for (int32_t k = 0; k < TQ_SCAN_QUERIES; k++)
-                take(job, worker, q + k, first + i, allowed[i], &factors[i], sums[k]);
+            if (n > 1) job->kernels->sums_many(block, job->planes, tables, job->table_bytes, sums);
+            else job->kernels->sums(block, job->planes, tables, sums[0]);
+            for (int32_t k = 0; k < n; k++) {
+                note(job, pools + q + k, job->bounds + q + k, run, i, allowed[i], &factors[i], sums[k], &noted[k]);
+                if (noted[k].n >= NOTED) score_noted(job, worker, q + k, run, &noted[k]);
+            }
         }
-    for (; q < job->queries->n; q++)
-        for (int64_t i = 0; i < blocks; i++) {
-            if (!allowed[i]) continue;
-            job->kernels->sums(signs + i * job->planes * BLOCK, job->planes, job->tables + q * job->table_bytes,
-                               sums[0]);
-            take(job, worker, q, first + i, allowed[i], &factors[i], sums[0]);
-        }
+        for (int32_t k = 0; k < n; k++) score_noted(job, worker, q + k, run, &noted[k]);
+    }
 }
 
 /** Writes the best of what all threads found for query q. */

@@ -66,9 +66,10 @@ typedef struct {
 
 /** The k best allowed rows of all segments for each query: scores [queries, k] float32, best first, equal ones by ascending id, and
  *  ids [queries, k]; -inf and -1 where fewer are left.
- *  A row's leading bits bound its score from above, by 3 standard deviations of what the other bits add, 4 where widths differ. With the smaller of score
- *  and bound as lower bound, a row takes part if its upper bound reaches the k-th largest lower bound of all allowed rows. Where at most
- *  1 row in 50 is allowed, all of these take part. So the result depends on neither threads nor segments nor the instruction set.
+ *  A row's leading bits bound its score from above, by 2.5 standard deviations of what the other bits add, 4 where widths differ.
+ *  With the smaller of score and bound as lower bound, a row takes part if its upper bound reaches the k-th largest lower bound of all
+ *  allowed rows. Where at most 1 row in 50 is allowed, all of these take part. So the result depends on neither threads nor segments
+ *  nor the instruction set.
  *  Allocates some 4 k bytes a query and thread, and 24 for each row that takes part: TQ_E_MEMORY. */
 TQ_API tq_status tq_index_search(const tq_index_layout *layout, const tq_index_queries *queries,
                                  const tq_index_rows *segments, int64_t n_segments, int64_t k, float *scores,
