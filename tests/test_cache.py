@@ -13,9 +13,10 @@ import torch
 from specs import bare
 from transformers import LlamaConfig
 
-from turboquant import TurboQuantCache
+from turboquant import TurboQuantCache, ops
 from turboquant.attention import FreshKeys, attention, request_mask
 from turboquant.names import CACHE
+from turboquant.pages import RELEASED
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 CONFIG = LlamaConfig(
@@ -312,19 +313,42 @@ def test_padding_may_be_longer_than_the_first_forward(fields, prefill):
         forward(together, stream.piece(0, 1), torch.nn.functional.pad(hidden, (0, 1), value=True))
 
 
-def test_sliding_window_and_softcap_reach_the_packed_history():
-    stream = Stream(tokens=60)
-    cache = TurboQuantCache(CONFIG, bare(window=64, prefill="packed"))
-    out = torch.cat(
-        [forward(cache, stream.piece(0, 50), local_size=7), forward(cache, stream.piece(50, 60), local_size=7)], 2
-    )
-    want = torch.stack([exact(stream, t, t + 1, first=max(0, t - 6))[:, :, 0] for t in range(60)], 2)
-    close(out, want, 2e-6)
-    cache = TurboQuantCache(CONFIG, bare(window=64, prefill="packed"))
-    out = forward(cache, stream.piece(0, 60), softcap=0.5)[0, 0, -1]
-    k, v = (x[0, 0].double().repeat_interleave(2, 0) for x in (stream.k, stream.v))
-    logits = torch.einsum("hd,htd->ht", stream.q[0, 0, :, -1].double(), k) * DIM**-0.5
-    close(out, torch.einsum("ht,htd->hd", (0.5 * torch.tanh(logits / 0.5)).softmax(-1), v), 2e-6)
+def over_packed(stream, spec, local_size=None, softcap=None):
+    """float64 attention of every query over the last `spec.window` tokens as they are and over older ones as they
+    decode, laid out as `forward` does. For specs without a centre, where a token decodes alike in every cache."""
+    plan = spec.plan(DIM)
+    decoded = [ops.pack(stream.k[i].contiguous(), stream.v[i].contiguous(), plan) for i in range(LAYERS)]
+    decoded = [torch.ops.turboquant.dequantize(*held[:3], stream.k.shape[3], plan) for held in decoded]
+    packed_k, packed_v = (torch.stack([layer[side] for layer in decoded]) for side in (0, 1))
+    q, k, v, packed_k, packed_v = (x.double() for x in (stream.q, stream.k, stream.v, packed_k, packed_v))
+    k, v, packed_k, packed_v = (x.repeat_interleave(2, 2) for x in (k, v, packed_k, packed_v))
+    at = torch.arange(q.shape[3])
+    age = at[:, None] - at[None, :]
+    in_window = age < spec.window
+    logits = torch.where(in_window, q @ k.transpose(3, 4), q @ packed_k.transpose(3, 4)) * DIM**-0.5
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    seen = (age >= 0) & (age < (local_size or len(at)))
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    return ((weights * in_window) @ v + (weights * ~in_window) @ packed_v).transpose(2, 3)
+
+
+@pytest.mark.parametrize("options", [dict(local_size=40), dict(softcap=0.5), dict(local_size=40, softcap=0.5)], ids=str)
+def test_sliding_window_and_softcap_reach_the_packed_history(options):
+    """In a prefill, in chunks and token by token. Pages that left the sliding window are freed, all but the last."""
+    stream, spec = Stream(tokens=310), bare(3, 3, window=16, prefill="packed")
+    cache, outs, start = TurboQuantCache(CONFIG, spec), [], 0
+    for stop in (50, 150, *range(151, 161), 300, *range(301, 311)):
+        outs.append(forward(cache, stream.piece(start, stop), **options))
+        start = stop
+    for layer in cache.layers:
+        freed = [page == RELEASED for page in layer.table.rows[0]]  # 294 packed tokens are 3 pages
+        assert freed == ["local_size" in options, False, False]
+    out, want = torch.cat(outs, 2), over_packed(stream, spec, **options)
+    close(out, want)
+    without = over_packed(stream, spec.with_(window=310), **options)  # were nothing packed
+    assert (want - without).norm() / without.norm() > 0.05
+    assert (want - over_packed(stream, spec)).norm() / want.norm() > 0.05  # did an option not arrive
 
 
 def test_layers_may_differ():
