@@ -218,6 +218,9 @@ rule compile
 rule link
   command = $tool -shared -o $out $in $flags
   description = LINK $out
+rule program
+  command = $tool -o $out $in $flags
+  description = LINK $out
 """
 
     def __init__(self, folder: Path) -> None:
@@ -235,7 +238,8 @@ rule link
         return output
 
     def compile(self, source: Path, tool: str, flags: Iterable[str]) -> Path:
-        output = self.folder / source.relative_to(CSRC).with_suffix(source.suffix + ".o")
+        inside = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source
+        output = self.folder / inside.with_suffix(source.suffix + ".o")
         return self.edge("compile", output, [source], tool, flags, source.suffix[1:].upper())
 
     def link(self, output: str, objects: Iterable[Path], tool: str, flags: Iterable[str]) -> Path:
@@ -274,9 +278,9 @@ def link_library(build: Ninja, cc: str, common: list[str], linker: list[str], st
     return build.link("libturboquant.so", objects, cc, [*linker, "-pthread", "-lm"])
 
 
-def compile_cuda(build: Ninja, nvcc: str) -> list[Path]:
+def compile_cuda(build: Ninja, nvcc: str, extra: Iterable[str] = ()) -> list[Path]:
     host = [f"-ccbin={os.environ['CXX']}"] if os.environ.get("CXX") else []
-    flags = [*host, "-O3", "-std=c++17", *cuda_arch_flags(), "-Icsrc/include", "-Xfatbin=-compress-all"]
+    flags = [*host, "-O3", "-std=c++17", *cuda_arch_flags(), "-Icsrc/include", "-Xfatbin=-compress-all", *extra]
     flags += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
     return [build.compile(path, nvcc, flags) for path in sources("cuda", ".cu")]
 
@@ -376,18 +380,43 @@ class BuildCuda(Command):
 
     description = "compile csrc/cuda, link nothing"
     user_options: list[tuple[str, str | None, str]] = []  # noqa: RUF012 (setuptools' own form)
+    folder = "cuda-check"
 
     def initialize_options(self) -> None: ...
 
     def finalize_options(self) -> None: ...
 
+    def targets(self, build: Ninja, nvcc: str) -> list[Path]:
+        return compile_cuda(build, nvcc)
+
     def run(self) -> None:
         nvcc = find_nvcc()
         if not nvcc:
             raise fail("nvcc was not found. Install the CUDA toolkit and put nvcc on the PATH")
-        build = Ninja(Path("build") / "cuda-check")
-        build.alias("cuda", compile_cuda(build, nvcc))
-        build.run(["cuda"], os.cpu_count() or 1)
+        build = Ninja(Path("build") / self.folder)
+        build.alias("all", self.targets(build, nvcc))
+        build.run(["all"], os.cpu_count() or 1)
+
+
+class BuildHarness(BuildCuda):
+    """Builds the programs of tests/cuda into build/cuda-harness, with the core's scalar kernels as the reference."""
+
+    description = "build the CUDA harnesses of tests/cuda"
+    folder = "cuda-harness"
+
+    def targets(self, build: Ninja, nvcc: str) -> list[Path]:
+        cc = compiler("CC", ("cc", "gcc", "clang"), "gcc (Debian, Ubuntu: build-essential)")
+        core = sources("core", ".c") + [path for path in sources("kernels", ".c") if path.stem.startswith("scalar")]
+        flags = ["-O2", "-std=gnu11", "-ffp-contract=off", "-Icsrc", "-Icsrc/include"]
+        objects = [build.compile(path, cc, flags) for path in core]
+        objects += compile_cuda(build, nvcc, ["-lineinfo"])  # compute-sanitizer then names lines
+        flags = ["-O2", "-std=c++17", "-lineinfo", *cuda_arch_flags(), "-Icsrc", "-Icsrc/include"]
+        programs = []
+        for path in sorted((ROOT / "tests" / "cuda").glob("*_harness.cu")):
+            harness = build.compile(path.relative_to(ROOT), nvcc, flags)
+            programs.append(build.folder / path.stem)
+            build.edge("program", programs[-1], [harness, *objects], nvcc, ["-lpthread"])
+        return programs
 
 
 def version() -> str:
@@ -408,5 +437,5 @@ setup(
         Extension("turboquant._core", sources=[]),
         Extension("turboquant._torch", sources=[]),
     ],
-    cmdclass={"build_ext": BuildNative, "build_cuda": BuildCuda},
+    cmdclass={"build_ext": BuildNative, "build_cuda": BuildCuda, "build_harness": BuildHarness},
 )

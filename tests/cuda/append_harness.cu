@@ -1,8 +1,6 @@
 // Appending, rotating, dequantising and merging on the device against the C core, byte for byte, and then their times.
 //
-//   gcc -O2 -ffp-contract=off -Icsrc -Icsrc/include -c csrc/core/*.c csrc/kernels/scalar.c
-//   nvcc -O3 -std=c++17 -arch=sm_90a -Icsrc -Icsrc/include tests/cuda/append_harness.cu csrc/cuda/{append*,rotate,merge,dequantize}.cu *.o
-//   ./a.out [check] [time]
+//   make harness && build/cuda-harness/append_harness [check] [time]
 #include "blocked_plans.h"
 #include "cuda/quantize.cuh"
 

@@ -1,10 +1,7 @@
 // Attention and dequantising on the device for plans of version 2, over pages that the C core wrote: against float64 over what the
 // core decodes from them, and against the core's own attention.
 //
-//   gcc -O2 -std=gnu11 -ffp-contract=off -Icsrc -Icsrc/include -c csrc/core/*.c csrc/kernels/scalar.c
-//   nvcc -O3 -std=c++17 -arch=sm_90a -Icsrc -Icsrc/include tests/cuda/attend_blocks_harness.cu \
-//       csrc/cuda/{attend*,dequantize*}.cu *.o
-//   ./a.out [filter]
+//   make harness && build/cuda-harness/attend_blocks_harness [filter]
 #include <functional>
 
 #include "blocked_plans.h"

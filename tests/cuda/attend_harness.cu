@@ -1,4 +1,5 @@
 /* Checks and times tq_cuda_attend without Python: random caches written by turboquant.h's bit layout, answers in float64.
+ * make harness builds it into build/cuda-harness.
  *   attend_harness check [filter [k/n]]
  *                                      every case whose name contains the filter, or of those every n-th, from the k-th on (k counts from
  *                                      0), so that n processes share them: the answers are what takes long; exit status 1 if one fails

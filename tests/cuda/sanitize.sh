@@ -1,40 +1,25 @@
 #!/bin/bash
-# compute-sanitizer over the CUDA harnesses on a small matrix of cases, from the repository's root:
+# compute-sanitizer over the CUDA harnesses on a small matrix of cases: make sanitize-harness, which builds them first.
 #
-#   tests/cuda/sanitize.sh [ARCH] > benchmarks/results/h200/sanitizer.log
+#   tests/cuda/sanitize.sh FOLDER      of attend_harness, attend_blocks_harness and append_harness
 #
-# ARCH: that of the GPU unless said, such as 90a. Ends with an error if any run finds anything.
+# Prints the last lines of each run, and ends with an error if any run finds anything.
 set -u -o pipefail
-arch=${1:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)}
-[ "$arch" = 90 ] && arch=90a # for its products; nvcc's native is plain 90
-arch=sm_$arch
+harnesses=${1:?the folder of the harnesses}
 at_once=$(($(nproc) / 2 + 1))
-build=$(mktemp -d)
-trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$build"' EXIT
-flags=(-std=c++17 -O2 -lineinfo -arch="$arch" -Icsrc -Icsrc/include)
-
-for source in csrc/core/*.c csrc/kernels/scalar.c; do
-    gcc -O2 -std=gnu11 -ffp-contract=off -Icsrc -Icsrc/include -c "$source" -o "$build/core_$(basename "$source").o" &
-done
-for source in csrc/cuda/*.cu; do nvcc "${flags[@]}" -c "$source" -o "$build/cuda_$(basename "$source").o" & done
-for name in attend attend_blocks append; do
-    nvcc "${flags[@]}" -c "tests/cuda/${name}_harness.cu" -o "$build/$name.o" 2> /dev/null &
-done
-wait
-for name in attend attend_blocks append; do
-    nvcc -arch="$arch" "$build/$name.o" "$build"/core_*.o "$build"/cuda_*.o -lpthread -o "$build/${name}_harness" || exit 1
-done
+pages=$(mktemp -d)
+trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$pages"' EXIT
 
 # One run takes a core, and little of the GPU: several at a time, each with its own page of the log.
 count=0
 run() { # tool, harness, its arguments
     local page
-    page=$(printf '%s/page_%05d' "$build" "$count")
+    page=$(printf '%s/page_%05d' "$pages" "$count")
     count=$((count + 1))
     while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n; done
     {
         echo "== $1 $2: ${*:3}${TURBOQUANT_CUDA_PATH:+ ($TURBOQUANT_CUDA_PATH)}${TQ_THIN:+ (thin $TQ_THIN)}"
-        compute-sanitizer --error-exitcode 1 --tool "$1" "$build/$2_harness" "${@:3}" | tail -n 2 && touch "$page.passed"
+        compute-sanitizer --error-exitcode 1 --tool "$1" "$harnesses/$2_harness" "${@:3}" | tail -n 2 && touch "$page.passed"
     } > "$page" 2>&1 &
 }
 
@@ -67,7 +52,7 @@ for tool in memcheck racecheck synccheck; do
     TQ_THIN=400 run "$tool" append check
 done
 wait
-cat "$build"/page_?????
-failures=$((count - $(find "$build" -name 'page_*.passed' | wc -l)))
+cat "$pages"/page_?????
+failures=$((count - $(find "$pages" -name 'page_*.passed' | wc -l)))
 echo "$failures of $count runs failed"
 exit $((failures > 0))
