@@ -23,7 +23,9 @@ ALL_HEAD_DIMS = tuple(range(8, 257, 8))
 ODD_HEAD_DIMS = (24, 40, 80, 96, 200)  # real models have them; no kernel may lose speed or correctness there
 HEAD_DIMS = (8, 64, 80, 128, 256)
 
+# The same examples in every run; make soak explores, with a seed that it prints.
 settings.register_profile("turboquant", deadline=None, max_examples=40, derandomize=True, database=None)
+settings.register_profile("explore", deadline=None, max_examples=400, derandomize=False, database=None)
 settings.load_profile("turboquant")
 
 

@@ -4,7 +4,9 @@ The model of a cache is a list of token numbers for each sequence. A token's key
 does what they decode to, for a token is coded without looking at others: sinks and window must hold the table's rows
 exactly, and packed tokens must decode to the other table's, bit for bit, in order.
 
-    python tests/soak.py --minutes 30        make soak; tests/test_soak.py is a short form
+    python tests/soak.py --minutes 30 --seed 7       make soak; tests/test_soak.py is a short form
+
+Between rounds of lives it runs every other property test of the suite, with more examples and another seed each time.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ import argparse
 import copy
 import pickle
 import random
+import secrets
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from specs import bare
@@ -28,6 +34,7 @@ from test_pages import check
 
 from turboquant import CacheSpec, TurboQuantCache
 
+HERE = Path(__file__).resolve().parent
 TOKENS, HEADS, DIM, LAYERS = 512, 1, 8, 2
 SPECS = [
     bare(2, 3, prefill="packed"),
@@ -243,21 +250,29 @@ class Lives(RuleBasedStateMachine):
                     assert torch.equal(getattr(layer, f"window_{name}")[b, :, p % window], whole[text[p]])
 
 
-def soak(minutes: float, examples: int = 100, steps: int = 80) -> Counter[str]:
-    """Runs until the time is over; AssertionError with the steps that led there."""
+def soak(minutes: float, first: int, examples: int = 100, steps: int = 80) -> Counter[str]:
+    """Rounds of random lives and then of all property tests, each with the next seed, until the time is over. A failure
+    ends it and shows the smallest example; `--seed` with the last seed printed repeats that round."""
     end = time.monotonic() + 60 * minutes
-    while time.monotonic() < end:
-        checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-        run_state_machine_as_test(
-            Lives,
-            settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None,
-                              derandomize=False, suppress_health_check=checks),
-        )  # fmt: skip
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None, derandomize=False,
+                   suppress_health_check=checks)  # fmt: skip
+    properties = [sys.executable, "-m", "pytest", "-q", "-m", "hypothesis", "--hypothesis-profile=explore",
+                  f"--ignore={HERE / 'test_soak.py'}", str(HERE)]  # fmt: skip
+    for number in count(first):
+        print(f"seed {number}", flush=True)
+        run_state_machine_as_test(seed(number)(Lives), settings=how)
         print(f"{sum(done.values()):,} operations: {dict(done)}", flush=True)
-    return done
+        if time.monotonic() < end:
+            subprocess.run([*properties, f"--hypothesis-seed={number}"], check=True)
+        if time.monotonic() >= end:
+            return done
+    raise AssertionError
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
-    soak(parser.parse_args().minutes)
+    parser.add_argument("--seed", type=int, help="of the first round; by chance unless given")
+    arguments = parser.parse_args()
+    soak(arguments.minutes, secrets.randbelow(2**31) if arguments.seed is None else arguments.seed)
