@@ -30,13 +30,17 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-levels test-gpu test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
 
+# What one runs while one works. The rest, exhaustive or long, is test-slow; .ci/run runs both.
 test: build
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(RUN) -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: build
+	$(RUN) -m pytest -m slow $(PYTEST_ARGS)
 
 test-gpu: export TURBOQUANT_CUDA = 1
 test-gpu: build
@@ -127,10 +131,12 @@ FUZZ_SEED ?= 0
 fuzz: build
 	$(RUN) tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
-# Random lives of caches against a slow model of them.
+# Random lives of caches against a slow model of them, and all property tests with examples by chance. Prints the seed of
+# each round; SOAK_SEED=N repeats one.
 SOAK_MINUTES ?= 30
+SOAK_SEED ?=
 soak: build
-	$(RUN) tests/soak.py --minutes $(SOAK_MINUTES)
+	$(RUN) tests/soak.py --minutes $(SOAK_MINUTES) $(SOAK_SEED:%=--seed %)
 
 # The C consumer under memcheck, on the levels that valgrind can run; slow, so not in CI.
 valgrind: $(READY)
@@ -177,6 +183,21 @@ real-models: $(READY)
 
 cuda-check: $(READY)
 	TURBOQUANT_CUDA_ARCHS="$(CHECK_ARCHS)" $(RUN) setup.py -q build_cuda
+
+# The CUDA harnesses (tests/cuda): the kernels without Python, against the C core and float64. Needs nvcc and a GPU. The
+# answers in float64 take longest, so the cases of attend_harness are shared by as many processes as there are cores.
+HARNESS := build/cuda-harness
+HARNESS_ARCHS ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
+harness: $(READY)
+	TURBOQUANT_CUDA_ARCHS="$(HARNESS_ARCHS)" $(RUN) setup.py -q build_harness
+
+test-harness: harness
+	$(HARNESS)/append_harness check
+	$(HARNESS)/attend_blocks_harness
+	n=$$(nproc); seq 0 $$((n - 1)) | xargs -P $$n -I@ $(HARNESS)/attend_harness check '' @/$$n
+
+sanitize-harness: harness
+	tests/cuda/sanitize.sh $(HARNESS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

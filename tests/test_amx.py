@@ -14,6 +14,7 @@ from turboquant import _core
 CC = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CC is None, reason="there is no C compiler"),
     pytest.mark.skipif("avx512_vnni" not in _core.isa_available(), reason="this CPU or build has no avx512_vnni"),
 ]

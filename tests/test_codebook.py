@@ -130,6 +130,7 @@ def test_sphere_law_is_the_law_of_a_unit_vector(d: int, rng: np.random.Generator
     assert stats.kstest(x[:, 0], density(ref.SPHERE, d).cdf).pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_table_is_what_its_generator_makes() -> None:
     subprocess.run([sys.executable, ROOT / "csrc" / "core" / "make_codebooks.py", "--check"], check=True)
 

@@ -130,6 +130,7 @@ def test_after_a_thousand_generated_tokens():
         assert layer.tokens == TOKENS and layer.nbytes == pytest.approx(claimed / 4, rel=0.02)
 
 
+@pytest.mark.slow
 @in_a_process_of_its_own
 def test_a_long_history_of_a_wide_model():
     """8 KV heads of 128 channels, 8,192 tokens in chunks of 1,024, 3 bits: malloc grows by the claimed bytes, within 2
