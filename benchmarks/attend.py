@@ -123,8 +123,8 @@ def check(shape: Shape, plan: Plan, query_tokens: int = 1) -> float:
     cut = (min(batch, 2), min(kv_heads, 2), group, min(tokens, 4096) - 5, d)
     q, k, v = tensors(cut, 99, query_tokens=query_tokens)
     packed = ops.pack(k, v, plan)
-    out = torch.ops.turboquant.attend(q, *packed, causal=False, even_lengths=True)[0].double()
-    k, v = (x.double() for x in torch.ops.turboquant.dequantize(*packed[:3], cut[3], plan))
+    out = ops.attend(q, packed, causal=False, even_lengths=True).double()
+    k, v = (x.double() for x in ops.dequantize(packed))
     exact = F.scaled_dot_product_attention(q.double(), k, v, enable_gqa=True)
     return float((out - exact).abs().max() / exact.abs().max())
 
@@ -135,10 +135,11 @@ def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
     if not error < 5e-3:  # bf16 outputs round at 4e-3
         raise AssertionError(f"{shape}: attend is off by {error}")
     q, k, v = tensors(shape, 0, query_tokens=query_tokens)
-    first = ops.pack(k, v, plan)
-    nbytes = first[0].nbytes
+    p = ops.pack(k, v, plan)
+    nbytes = p.pages.nbytes
     del k, v
-    sets = [(q, *first)] + [(q, first[0].clone(), *first[1:]) for _ in range(copies(nbytes) - 1)]
+    pages = [p.pages, *(p.pages.clone() for _ in range(copies(nbytes) - 1))]
+    sets = [(q, each, p.block_table, p.lengths, plan) for each in pages]
     attend = torch.ops.turboquant.attend
     causal = query_tokens == 1
     metrics: dict[str, Any] = microseconds(

@@ -36,8 +36,8 @@ def prompt(plan: Plan) -> dict[str, Any]:
     sets = []
     for _ in range(3):
         k, v = normal(1, HEADS, PROMPT, DIM), normal(1, HEADS, PROMPT, DIM)
-        pages, table, lengths, _ = ops.pack(k, v, plan)
-        sets.append((k, v, lengths, pages, table, plan))
+        p = ops.pack(k, v, plan)
+        sets.append((k, v, p.lengths, p.pages, p.block_table, plan))
     metrics: dict[str, Any] = microseconds([lambda s=s: torch.ops.turboquant.append(*s) for s in sets], "cuda")
     moved = 2 * sets[0][0].nbytes + sets[0][3].nbytes
     return metrics | {"bytes": moved, "tbps": round(moved / metrics["us"] / 1e6, 3)}
@@ -47,13 +47,12 @@ def step(plan: Plan, batch: int, window: int) -> dict[str, Any]:
     """One new token in each sequence of 32 layers with caches of their own, in one graph; the time is of one layer."""
     layers = []
     for _ in range(LAYERS):
-        pages, table, lengths, _ = ops.pack(
-            normal(batch, HEADS, 256, DIM), normal(batch, HEADS, 256, DIM), plan, max_tokens=1024
-        )
+        p = ops.pack(normal(batch, HEADS, 256, DIM), normal(batch, HEADS, 256, DIM), plan, max_tokens=1024)
+        lengths = p.lengths + 1 + window
         rings = {f"window_{x}": normal(batch, HEADS, window, DIM) for x in "kv"} if window else {}
         layers.append(
             (
-                (normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM), lengths + 1 + window, pages, table, plan),
+                (normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM), lengths, p.pages, p.block_table, plan),
                 rings,
             )
         )

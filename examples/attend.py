@@ -6,8 +6,7 @@ Two lines of preparation, one call; beside it PyTorch's own attention over the s
 import torch
 import torch.nn.functional as F
 
-from turboquant import ops  # makes torch.ops.turboquant
-from turboquant.plan import plan_words
+from turboquant import ops
 
 torch.manual_seed(0)
 batch, kv_heads, query_heads, tokens, head_dim = 2, 4, 16, 1000, 128
@@ -22,18 +21,19 @@ def compare(out: torch.Tensor, exact: torch.Tensor) -> str:
 exact = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 print(f"bfloat16  {k.nbytes + v.nbytes:9,} bytes")
 for bits in (5, 4, 3, 2):
-    plan = plan_words(head_dim, key_bits=bits, value_bits=bits)
-    packed = ops.pack(k, v, plan)  # pages, block table, lengths and the plan again
-    out, lse = torch.ops.turboquant.attend(q, *packed)
-    print(f"{bits} bits    {packed[0].nbytes:9,} bytes  {compare(out, exact)} with scaled_dot_product_attention")
+    packed = ops.pack(k, v, bits=bits)
+    out = ops.attend(q, packed)
+    print(f"{bits} bits    {packed.nbytes:9,} bytes  {compare(out, exact)} with scaled_dot_product_attention")
 
 # Decoding: a cache with room to grow, stored piece by piece. append works in place, attend reads what is there.
-plan = plan_words(head_dim, key_bits=4, value_bits=4)
-cache = ops.pack(k[:, :, :0], v[:, :, :0], plan, max_tokens=tokens)
-pages, block_table, lengths, _ = cache
+whole = ops.pack(k, v, bits=4)
+packed = ops.pack(k[:, :, :0], v[:, :, :0], whole.plan, max_tokens=tokens)
 for start in range(0, tokens, 250):
-    new = slice(start, start + 250)
-    lengths += 250
-    torch.ops.turboquant.append(k[:, :, new], v[:, :, new], lengths, pages, block_table, plan)
-out, lse = torch.ops.turboquant.attend(q, *cache)
-print(f"appended, 4 bits: the bytes are the same: {torch.equal(pages, ops.pack(k, v, plan)[0])}, {compare(out, exact)}")
+    ops.append(packed, k[:, :, start : start + 250], v[:, :, start : start + 250])
+print(packed)
+out, lse = ops.attend(q, packed, return_lse=True)
+print(f"appended, 4 bits: the bytes are the same: {torch.equal(packed.pages, whole.pages)}, {compare(out, exact)}")
+
+# The operator below it has every tensor as an argument of its own, for engines that manage pages themselves.
+raw, _ = torch.ops.turboquant.attend(q, packed.pages, packed.block_table, packed.lengths, packed.plan)
+print(f"torch.ops.turboquant.attend: the output is the same: {torch.equal(raw, out)}")

@@ -56,14 +56,13 @@ KEYS, VALUES = table()
 
 def decoded(spec: CacheSpec) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of each layer what its tokens decode to, [TOKENS, HEADS, DIM]."""
-    from turboquant.ops import pack
+    from turboquant.ops import dequantize, pack
 
     out = []
     for i in range(LAYERS):
         plan = spec.for_layer(i, LAYERS).plan(DIM)
         k, v = (x[i].transpose(0, 1).unsqueeze(0).contiguous() for x in (KEYS, VALUES))
-        pages, blocks, lengths, _ = pack(k, v, plan)
-        both = torch.ops.turboquant.dequantize(pages, blocks, lengths, TOKENS, plan)
+        both = dequantize(pack(k, v, plan))
         out.append(tuple(x[0].transpose(0, 1) for x in both))
     return out
 

@@ -135,8 +135,7 @@ def test_a_split_by_magnitude_beats_a_fixed_one_on_real_outliers():
             rotation = split_rotation(spec, "key", np.square(x[:, :, :128]).sum((0, 2)))
             given = {f"{side}_rotation": torch.from_numpy(rotation) for side in ("key", "value")}
         k = torch.from_numpy(x)
-        pages, table, lengths, _ = ops.pack(k, k, plan, **given)
-        decoded = torch.ops.turboquant.dequantize(pages, table, lengths, 512, plan, **given)[0]
+        decoded = ops.dequantize(ops.pack(k, k, plan, **given))[0]
         error[kind] = float((decoded - k).square().sum() / k.square().sum())
     print(error)
     assert error["prompt"] < 0.8 * error["none"]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import reference as ref
 from cases import Case, keywords, make_case, orthogonal, random_transform
-from conftest import ROOT
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import Tensor  # noqa: E402
 
-from turboquant import ops  # noqa: E402  (makes torch.ops.turboquant)
+from turboquant import ops  # noqa: E402, F401  makes torch.ops.turboquant
 
 tq = torch.ops.turboquant
 NO_CUDA = "torch finds no CUDA device" if not torch.cuda.is_available() else None
@@ -546,48 +541,3 @@ def test_documented() -> None:
         assert text.startswith(f"{name}(")
         unexplained = [a.name for a in schema.arguments if a.name not in text and "_" not in a.name]
         assert not unexplained, (name, unexplained)
-
-
-# ---- for notebooks ----
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_pack(device: str, rng: np.random.Generator) -> None:
-    k, v = (torch.from_numpy(rng.standard_normal((2, 3, 140, 64)).astype(np.float32)).to(device) for _ in range(2))
-    q, centre = k[:, :, -1:].contiguous(), k.mean((0, 2))
-    pages, block_table, lengths, plan = ops.pack(k, v, PLAN.words, key_centre=centre)
-    assert torch.equal(pages, tq.quantize(k, v, PLAN.words, key_centre=centre)) and lengths.tolist() == [140, 140]
-    out, _ = tq.attend(q, pages, block_table, lengths, plan, key_centre=centre)
-    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    assert torch.nn.functional.cosine_similarity(out.flatten(), exact.flatten(), dim=0) > 0.98
-
-    roomy = ops.pack(k[:, :, :3], v[:, :, :3], PLAN.words, max_tokens=300, key_centre=centre)
-    assert roomy[0].shape[0] == 6 and roomy[1].shape == (2, 3)
-    tq.append(k[:, :, 3:], v[:, :, 3:], lengths, *roomy[:2], plan, key_centre=centre)
-    again = tq.attend(q, *roomy[:2], lengths, plan, key_centre=centre)[0]
-    # on CUDA the room of the block table decides how the work is cut, and with it the order of additions
-    torch.testing.assert_close(again, out, rtol=0, atol=0 if device == "cpu" else 1e-5 * float(out.abs().max()))
-
-
-def test_pack_says_what_is_wrong() -> None:
-    k = torch.zeros(2, 3, 140, 64)
-    for plan in ("default", 4, ()):
-        with pytest.raises((TypeError, ValueError), match="plan"):
-            ops.pack(k, k, plan)  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"pack: `k` must be \[batch, kv_heads, tokens, head_dim\], got \(3, 140, 64\)"
-    ):
-        ops.pack(k[0], k[0], PLAN.words)
-
-
-def test_example() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "attend.py")]
-    environment = os.environ | {"PYTHONPATH": str(Path(ops.__file__).parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = [line.replace(",", "") for line in done.stdout.splitlines()]
-    sizes = [int(line.partition(" bytes")[0].split()[-1]) for line in lines[:5]]
-    cosines = [float(line.partition("cosine ")[2].split()[0]) for line in lines[1:]]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 2 * 2 * 4 * 1000 * 128 * 2
-    assert cosines[:4] == sorted(cosines[:4], reverse=True) and cosines[1] > 0.99 and cosines[3] > 0.85
-    assert "the same: True" in lines[-1]

@@ -349,7 +349,8 @@ def test_import_errors(name: str, tmp_path: Path) -> None:
     prelude, library, message = IMPORTS[name]
     package = tmp_path / "turboquant"
     package.mkdir()
-    shutil.copy(ops.__file__, package / "ops.py")
+    for module in ("ops", "operators", "plan"):
+        shutil.copy(Path(ops.__file__).with_name(f"{module}.py"), package / f"{module}.py")
     for stub in ("__init__.py", "_core.py"):
         (package / stub).touch()
     if library:

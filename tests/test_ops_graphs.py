@@ -29,7 +29,8 @@ class Decoder:
             return torch.randn(2, heads, tokens, DIM, generator=generator).to(device, torch.bfloat16)
 
         k, v = draw(KV_HEADS, 300), draw(KV_HEADS, 300)
-        self.pages, self.table, self.lengths, self.plan = ops.pack(k, v, plan_words(DIM, 4, 3), max_tokens=1024)
+        packed = ops.pack(k, v, plan_words(DIM, 4, 3), max_tokens=1024)
+        self.pages, self.table, self.lengths, self.plan = packed.pages, packed.block_table, packed.lengths, packed.plan
         self.lengths[1] = 120
         self.steps = [(draw(KV_HEADS * GROUP, 1), draw(KV_HEADS, 1), draw(KV_HEADS, 1)) for _ in range(6)]
 

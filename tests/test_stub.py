@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,9 @@ def test_versions_agree() -> None:
 def test_types_are_what_a_checker_must_reveal() -> None:
     """tests/typing: behind each reveal_type stands what mypy must say, and behind each mistake its error code."""
     pytest.importorskip("mypy")
-    folder = ROOT / "tests" / "typing"
+    paths = sorted((ROOT / "tests" / "typing").glob("*.py"))
+    if find_spec("torch") is None:
+        paths = [path for path in paths if path.name != "ops_api.py"]
     environment = os.environ | {"MYPYPATH": str(ROOT)}
     command = [
         sys.executable,
@@ -124,7 +127,7 @@ def test_types_are_what_a_checker_must_reveal() -> None:
         "--hide-error-context",
         "--follow-imports=silent",
     ]
-    command += ["--config-file", str(ROOT / "pyproject.toml"), *map(str, sorted(folder.glob("*.py")))]
+    command += ["--config-file", str(ROOT / "pyproject.toml"), *map(str, paths)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     said = set()
     for line in result.stdout.splitlines():
@@ -135,7 +138,7 @@ def test_types_are_what_a_checker_must_reveal() -> None:
         else:
             assert ": note: " in line, line
     wanted = set()
-    for path in folder.glob("*.py"):
+    for path in paths:
         for number, text in enumerate(path.read_text().splitlines(), 1):
             found = re.search(r"  # (?:type: (.+)|error: ([\w-]+))$", text)
             if found:

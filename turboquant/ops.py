@@ -1,237 +1,320 @@
-"""``torch.ops.turboquant.*``: importing this module loads the operators; they are torch's own from then on.
+"""Typed functions over the registered operators: attention over a packed KV cache in plain tensors.
 
+    packed = ops.pack(k, v, bits=4)                        # quantise whole sequences
+    out = ops.attend(q, packed)                            # attention straight from the packed bytes
+    out, lse = ops.attend(q, packed, return_lse=True)
+
+    pack           whole sequences into a `PackedKV`
+    append         new tokens into a `PackedKV`, in place
+    attend         attention of queries over it
+    append_attend  both in one call: a decode step of one layer
+    dequantize     its tokens back into floats, for debugging
+    quantize       whole sequences into pages alone
     rotate         vectors into and out of the rotated space of a plan
-    append         new tokens of one layer into its cache: sinks, window and packed pages
-    attend         attention of queries over that cache, straight from the packed bytes
-    append_attend  both in one call, which is what a decode step wants
-    quantize       whole sequences into fresh pages
-    dequantize     packed tokens back into floats, for debugging
     merge          partial attention results over disjoint tokens into one
 
-Each operator's own words: ``print(torch.ops.turboquant.attend.__doc__)``. They run on the CPU and, in a build with
-CUDA, on CUDA, from one schema and into the same bytes; under `torch.compile(fullgraph=True)`, `torch.export` and
-`torch.inference_mode`. They have no gradient: a tensor that requires grad is an error while grad mode is on.
-
-Arguments that several operators share (contracts and the byte format: ``csrc/include/turboquant.h``):
-
-    plan         the integers of `turboquant.plan.plan_words`.
-    floats       float32, float16 or bfloat16; all of one call alike. Their layout is [batch, heads, tokens, head_dim],
-                 as in `torch.nn.functional.scaled_dot_product_attention`. k, v, q, fresh_k and fresh_v may have any
-                 strides but in the last dimension, which is dense (a transposed [batch, tokens, heads, head_dim] is
-                 fine; on CUDA those of q and fresh_* are multiples of 4); all other tensors are contiguous, except x of
-                 `rotate` and both of `merge`.
-    pages        uint8 [n_pages, kv_heads, record_bytes], zeroed when made; `turboquant._core.record_bytes(plan)`.
-    block_table  int32 [batch, max_pages]: page j of sequence b is pages[block_table[b, j]].
-    sink_*       [batch, kv_heads, sinks, head_dim], the first tokens, exact. None or empty: no sinks.
-    window_*     [batch, kv_heads, window, head_dim], the last tokens, exact, a ring: position p is row p % window.
-                 None or empty: no window.
-    transforms   float32, how vectors become what is coded, z = R (x - centre) / step:
-                 *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim], of plans with a dense rotation;
-                 *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
-                 Plans of version 2: a sketch is more rows of *_rotation, a table stands in *_steps (turboquant.h).
-
-Errors: ValueError for anything about an argument, its dtype and device included ("attend: `block_table[3]` must be in
-0..n_pages - 1, got 8"); MemoryError; RuntimeError for the machine (CUDA, an instruction set, memory that torch could
-not get). A failed call has changed nothing. On CUDA the contents of tensors cannot be looked at without waiting for
-the device: there lengths are clamped, and a page index out of range reads page 0 or drops what would be written.
-
-Threads on a CPU: the smaller of `torch.get_num_threads()` and `turboquant._core.num_threads()`. Operators and `_core`
-share one core: what `_core.set_num_threads` and `_core.set_isa` choose holds for both.
+Importing this module also registers the operators themselves, ``torch.ops.turboquant.*``, which take every tensor as an
+argument of its own and keep exact sinks and windows as well: `turboquant.operators` describes their arguments, devices,
+errors and threads, all of which hold here too. Tensors are [batch, heads, tokens, head_dim], as in
+`torch.nn.functional.scaled_dot_product_attention`, in float32, float16 or bfloat16. All functions are for inference: a
+tensor that requires grad is an error while grad mode is on. All but `pack` can be traced by
+``torch.compile(fullgraph=True)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Literal, overload
 
-try:
-    import torch
-except ImportError as error:
-    raise ImportError("turboquant.ops needs PyTorch: pip install 'turboquant-attention[torch]'") from error
+from . import _core, operators  # noqa: F401  registers torch.ops.turboquant, or says why it cannot
 
+# isort: split
+import torch
 from torch import Tensor
 
-from turboquant import _core
+from .plan import plan_words
 
-OLDEST_TORCH = (2, 10)
+__all__ = ["PackedKV", "append", "append_attend", "attend", "dequantize", "merge", "pack", "quantize", "rotate"]
 
-
-def _load() -> None:
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
-        raise ImportError(f"turboquant.ops needs torch >= 2.10, this is {torch.__version__}: pip install -U torch")
-    found = sorted(Path(__file__).parent.glob("_torch*.so"))
-    if not found:
-        how = "with torch installed, run: pip install --no-build-isolation --force-reinstall turboquant-attention"
-        raise ImportError(f"turboquant was built without its torch operators (there is no turboquant/_torch.so); {how}")
-    try:
-        torch.ops.load_library(found[0])  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise ImportError(
-            f"{found[0].name} does not load into torch {torch.__version__} ({error}); build turboquant again beside it"
-        ) from error
+_append = torch.ops.turboquant.append.default
+_attend = torch.ops.turboquant.attend.default
+_append_attend = torch.ops.turboquant.append_attend.default
+_dequantize = torch.ops.turboquant.dequantize.default
+_merge = torch.ops.turboquant.merge.default
+_quantize = torch.ops.turboquant.quantize.default
+_rotate = torch.ops.turboquant.rotate.default
 
 
-# ---- fake kernels: shapes and dtypes without data, for torch.compile and torch.export; with the operators' texts ----
+@dataclass(eq=False, repr=False)
+class PackedKV:
+    """The packed keys and values of one layer: what `attend` reads and `append` writes. `pack` makes one.
 
+    pages: uint8 [n_pages, kv_heads, record_bytes], zeroed before the first token.
+    block_table: int32 [batch, max_pages]; page j of sequence b is ``pages[block_table[b, j]]``.
+    lengths: int32 [batch], stored tokens of each sequence. `append` writes to it.
+    plan: the integers of `turboquant.plan.plan_words`.
+    tokens: the largest number in `lengths`, known without asking the device; ``len(packed)``.
+    transforms: key_rotation, value_rotation, key_centre, value_centre, key_steps and value_steps, those that there are.
 
-def _check(op: str, arguments: dict[str, object]) -> None:
-    """What csrc/torch/checks.h checks in a real call and tracing can see: devices and gradients."""
-    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-    like, first = next(iter(tensors.items()))
-    for name, tensor in tensors.items():
-        if tensor.device != first.device:
-            raise ValueError(f"{op}: `{name}` must be on {first.device} like `{like}`, got {tensor.device}")
-        if tensor.requires_grad and torch.is_grad_enabled():
-            wants = "without requires_grad (inference only: call under torch.no_grad() or detach it)"
-            raise ValueError(f"{op}: `{name}` must be {wants}, got a tensor that requires grad")
-
-
-def _rotate(x: Tensor, plan: Sequence[int], matrix: Tensor | None = None, inverse: bool = False) -> Tensor:
-    """rotate(x, plan, matrix=None, inverse=False) -> Tensor
-
-    ``R x`` (or ``R^T x`` if `inverse`) for every row of x, in float32, returned in x's dtype, contiguous.
-
-    x: [..., head_dim] float32, float16 or bfloat16, any strides.
-    matrix: [head_dim, head_dim] float32, for plans with a dense rotation; None: the plan's Hadamard, or none.
+    All tensors are on one device. The constructor copies nothing and looks at no tensor; each call checks what it gets.
     """
-    _check("rotate", locals())
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    pages: Tensor
+    block_table: Tensor
+    lengths: Tensor
+    plan: tuple[int, ...]
+    tokens: int
+    transforms: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of one sequence that the block table has room for."""
+        return self.block_table.shape[1] * self.plan[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors: pages, block table, lengths and transforms."""
+        return sum(t.nbytes for t in (self.pages, self.block_table, self.lengths, *self.transforms.values()))
+
+    def __len__(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.tokens
+
+    def __repr__(self) -> str:
+        info = _core.plan_info(self.plan)
+        key, value = (_width(bits) for bits in (info["key_bits"], info["value_bits"]))
+        return (
+            f"PackedKV(batch={self.block_table.shape[0]}, kv_heads={self.pages.shape[1]}, tokens={self.tokens}, "
+            f"capacity={self.capacity}, head_dim={info['head_dim']}, key_bits={key}, value_bits={value}, "
+            f"nbytes={self.nbytes}, device={str(self.pages.device)!r})"
+        )
 
 
-def _append(
+def _width(bits: tuple[int, ...]) -> str:
+    """ "4", or "(2, 4)" for groups of different widths."""
+    return str(bits[0]) if len(set(bits)) == 1 else str(bits)
+
+
+def _check(op: str, packed: object = None, **tensors: object) -> None:
+    """TypeError for arguments that are no tensor or no PackedKV; their contents are the operators' matter."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: `{name}` must be a tensor, got {type(value).__name__}")
+    if packed is not None and not isinstance(packed, PackedKV):
+        raise TypeError(f"{op}: `packed` must be a PackedKV, as `pack` returns it, got {type(packed).__name__}")
+
+
+def _after(op: str, packed: PackedKV, k: Tensor) -> tuple[int, Tensor]:
+    """Length of the longest sequence, and all lengths, once the tokens of k are stored. On CUDA the operator cannot see
+    that a table is full and would drop tokens, so that is looked at here."""
+    tokens = packed.tokens + k.shape[2]
+    if tokens > packed.capacity:
+        raise ValueError(
+            f"{op}: `packed` must have room for {tokens} tokens (pack with max_tokens), got one for {packed.capacity}"
+        )
+    return tokens, packed.lengths + k.shape[2]
+
+
+def pack(
     k: Tensor,
     v: Tensor | None,
-    lengths: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    plan: Sequence[int],
+    plan: Sequence[int] | None = None,
     *,
-    sink_k: Tensor | None = None,
-    sink_v: Tensor | None = None,
-    window_k: Tensor | None = None,
-    window_v: Tensor | None = None,
+    bits: int | None = None,
+    max_tokens: int = 0,
     key_rotation: Tensor | None = None,
     value_rotation: Tensor | None = None,
     key_centre: Tensor | None = None,
     value_centre: Tensor | None = None,
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
-    flag: Tensor | None = None,
-) -> None:
-    """append(k, v, lengths, pages, block_table, plan, *, sink_k=None, sink_v=None, window_k=None, window_v=None,
-    ..transforms, flag=None) -> None
+) -> PackedKV:
+    """Whole sequences, every token quantised, as a `PackedKV`.
 
-    Stores new tokens of one layer, in place: those of the first `sinks` and last `window` positions exactly; those
-    that no longer fit there, old or new, quantised into their pages. A token is quantised once.
+    k, v: [batch, kv_heads, tokens, head_dim], keys after RoPE; v is None for a plan without values.
+    plan: the integers of `turboquant.plan.plan_words`; or
+    bits: instead of a plan, bits of each channel of keys and values, 1 to 5, with a Hadamard rotation.
+    max_tokens: room for so many tokens of each sequence, for `append`; at least those that are there.
+    transforms (key_rotation, ..): see `turboquant.operators`; the `PackedKV` keeps them.
 
-    k, v: [batch, kv_heads, tokens, head_dim], after RoPE; v is None for a plan without values.
-    lengths: int32 [batch], of each sequence after this append. Token i has position ``lengths[b] - tokens + i``; a
-    negative position is padding and is skipped, so that left-padded batches store none.
-    pages, sink_*, window_*: written. block_table: every page that is written belongs to one sequence only.
-    flag: int64 [1] on CUDA, set once where k or v holds a number that is not finite or above 16384 (such a number is
-    stored as 0 or as the limit): ``1 + position + (sequence << 32) + (v << 62)``. On the CPU that is a ValueError.
-    transforms, and the rest: see `turboquant.ops`.
+    Raises TypeError unless there is one of plan and bits, ValueError for numbers that are not finite or above 16384
+    (on CUDA they are stored as 0 or as the limit), and what `torch.ops.turboquant.append` raises.
     """
-    _check("append", locals())
+    _check("pack", k=k)
+    if k.dim() != 4:
+        raise ValueError(f"pack: `k` must be [batch, kv_heads, tokens, head_dim], got {tuple(k.shape)}")
+    if (plan is None) == (bits is None):
+        raise TypeError(f"pack: `plan` must be given, or else `bits`, got {'neither' if plan is None else 'both'}")
+    if plan is None:
+        assert bits is not None
+        plan = plan_words(k.shape[3], bits, 0 if v is None else bits)
+    record_bytes = _core.record_bytes(plan)  # checks the plan
+    batch, kv_heads, tokens, _ = k.shape
+    n_pages = -(-max(tokens, max_tokens) // plan[2])
+    given = {
+        "key_rotation": key_rotation,
+        "value_rotation": value_rotation,
+        "key_centre": key_centre,
+        "value_centre": value_centre,
+        "key_steps": key_steps,
+        "value_steps": value_steps,
+    }
+    packed = PackedKV(
+        pages=torch.zeros((batch * n_pages, kv_heads, record_bytes), dtype=torch.uint8, device=k.device),
+        block_table=torch.arange(batch * n_pages, dtype=torch.int32, device=k.device).view(batch, n_pages),
+        lengths=torch.full((batch,), tokens, dtype=torch.int32, device=k.device),
+        plan=tuple(plan),
+        tokens=tokens,
+        transforms={name: x for name, x in given.items() if x is not None},
+    )
+    _append(k, v, packed.lengths, packed.pages, packed.block_table, packed.plan, **packed.transforms)
+    return packed
 
 
-def _attend(
+def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None = None) -> None:
+    """Stores new tokens behind those of each sequence, in place.
+
+    k, v: [batch, kv_heads, tokens, head_dim], keys after RoPE; v is None for a plan without values.
+    flag: see ``torch.ops.turboquant.append.__doc__``.
+
+    Raises ValueError where ``len(packed) + tokens`` is above ``packed.capacity``. A failed call has changed nothing.
+    """
+    _check("append", packed, k=k)
+    tokens, lengths = _after("append", packed, k)
+    _append(k, v, lengths, packed.pages, packed.block_table, packed.plan, flag=flag, **packed.transforms)
+    packed.lengths.copy_(lengths)
+    packed.tokens = tokens
+
+
+@overload
+def attend(
     q: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    plan: Sequence[int],
+    packed: PackedKV,
+    *,
+    starts: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    sliding_window: int = ...,
+    softcap: float = ...,
+    even_lengths: bool = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attend(
+    q: Tensor,
+    packed: PackedKV,
+    *,
+    starts: Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    sliding_window: int = ...,
+    softcap: float = ...,
+    even_lengths: bool = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attend(
+    q: Tensor,
+    packed: PackedKV,
     *,
     starts: Tensor | None = None,
-    sink_k: Tensor | None = None,
-    sink_v: Tensor | None = None,
-    window_k: Tensor | None = None,
-    window_v: Tensor | None = None,
-    fresh_k: Tensor | None = None,
-    fresh_v: Tensor | None = None,
-    key_rotation: Tensor | None = None,
-    value_rotation: Tensor | None = None,
-    key_centre: Tensor | None = None,
-    value_centre: Tensor | None = None,
-    key_steps: Tensor | None = None,
-    value_steps: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     sliding_window: int = 0,
     softcap: float = 0.0,
     even_lengths: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """attend(q, pages, block_table, lengths, plan, *, starts=None, sink_k=None, sink_v=None, window_k=None,
-    window_v=None, fresh_k=None, fresh_v=None, ..transforms, softmax_scale=None, causal=True, sliding_window=0,
-    softcap=0.0, even_lengths=False) -> (out, lse)
-
-    Attention over sinks, packed tokens and window in one softmax; nothing is decoded to memory.
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of queries over packed keys and values; nothing is decoded to memory.
 
     q: [batch, query_heads, query_tokens, head_dim]; query head h reads KV head ``h // (query_heads // kv_heads)``.
-    Query i stands at position ``p = lengths[b] - query_tokens + i`` and sees positions ``starts[b] .. p``; if
-    `sliding_window` is not 0, only those above ``p - sliding_window``; with ``causal=False``, every stored position
-    from starts on.
-    lengths: int32 [batch], stored tokens, the queries' own included: append first, then attend.
-    starts: int32 [batch], the first position to see; None: 0. Left padding that `append` skipped needs none.
-    fresh_k, fresh_v: [batch, kv_heads, query_tokens, head_dim]. For several queries over a cache with a window: the new
-    tokens, with window_* as they were *before* these were appended. None otherwise.
+        The queries are those of the last query_tokens tokens of each sequence: append first, then attend.
+    starts: int32 [batch], the first position to see; None: 0.
     softmax_scale: None: ``head_dim ** -0.5``.
+    causal: query i sees no token after its own; False: all of them see every token from starts on.
+    sliding_window: a query at position p sees positions above ``p - sliding_window`` alone; 0: all. Causal only.
     softcap: logits become ``softcap * tanh(logit / softcap)``; 0: as they are.
-    even_lengths: whether the sequences are about equally long. Results are as accurate either way; on a GPU, work is
-    then cut by sequence: up to 1.4 times as fast if it is true (1.8 times at head_dim 64), and slow if it is not.
+    even_lengths: whether the sequences are about equally long; speed on a GPU depends on it, results do not.
+    return_lse: also return the logarithm of the softmax's denominator, which `merge` wants.
 
-    out: like q, contiguous; 0 where nothing was seen.  lse: float32 [batch, query_heads, query_tokens], the natural
-    logarithm of the softmax's denominator, -inf where nothing was seen.
+    Returns out, like q and contiguous, 0 where nothing was seen; with return_lse ``(out, lse)``, lse float32
+    [batch, query_heads, query_tokens], the natural logarithm, -inf where nothing was seen.
     """
-    _check("attend", locals())
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
+    _check("attend", packed, q=q)
+    out, lse = _attend(
+        q,
+        packed.pages,
+        packed.block_table,
+        packed.lengths,
+        packed.plan,
+        starts=starts,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        even_lengths=even_lengths,
+        **packed.transforms,
+    )
+    return (out, lse) if return_lse else out
 
 
-def _append_attend(
+def append_attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    plan: Sequence[int],
+    packed: PackedKV,
     *,
-    sink_k: Tensor | None = None,
-    sink_v: Tensor | None = None,
-    window_k: Tensor | None = None,
-    window_v: Tensor | None = None,
-    key_rotation: Tensor | None = None,
-    value_rotation: Tensor | None = None,
-    key_centre: Tensor | None = None,
-    value_centre: Tensor | None = None,
-    key_steps: Tensor | None = None,
-    value_steps: Tensor | None = None,
-    flag: Tensor | None = None,
     softmax_scale: float | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
     even_lengths: bool = False,
+    flag: Tensor | None = None,
 ) -> Tensor:
-    """append_attend(q, k, v, lengths, pages, block_table, plan, *, sink_k=None, sink_v=None, window_k=None,
-    window_v=None, ..transforms, flag=None, softmax_scale=None, sliding_window=0, softcap=0.0,
-    even_lengths=False) -> out
+    """``append(packed, k, v)``, then ``attend(q, packed)`` from the queries of the same tokens, in one call: a decode
+    step of one layer. Results are the same bit for bit.
 
-    ``append(k, v, ..)``, then ``attend(q, ..)[0]`` from the queries of the same tokens, in one call: a decode step of
-    one layer. Results are the same bit for bit. For a plan with values; over a cache with a window, for one token.
-
-    q: [batch, query_heads, tokens, head_dim];  k, v: [batch, kv_heads, tokens, head_dim].
-    out: like q, contiguous.
-    An error that says "stored the tokens" came after `append` was done; any other has changed nothing.
+    q: [batch, query_heads, tokens, head_dim];  k, v: [batch, kv_heads, tokens, head_dim].  The rest: as in the two.
+    Returns out, like q and contiguous.
     """
-    _check("append_attend", locals())
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _check("append_attend", packed, q=q, k=k, v=v)
+    tokens, lengths = _after("append_attend", packed, k)
+    out: Tensor = _append_attend(
+        q,
+        k,
+        v,
+        lengths,
+        packed.pages,
+        packed.block_table,
+        packed.plan,
+        flag=flag,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        even_lengths=even_lengths,
+        **packed.transforms,
+    )
+    packed.lengths.copy_(lengths)
+    packed.tokens = tokens
+    return out
 
 
-def _quantize(
+def dequantize(packed: PackedKV) -> tuple[Tensor, Tensor]:
+    """The packed tokens as floats, for debugging: `attend` needs none of it.
+
+    Returns k, v: float32 [batch, kv_heads, len(packed), head_dim], zeros behind the tokens of shorter sequences;
+    v has no tokens for a plan without values.
+    """
+    _check("dequantize", packed)
+    k, v = _dequantize(
+        packed.pages, packed.block_table, packed.lengths, packed.tokens, packed.plan, **packed.transforms
+    )
+    return k, v
+
+
+def quantize(
+    plan: Sequence[int],
     k: Tensor,
     v: Tensor | None,
-    plan: Sequence[int],
     *,
     key_rotation: Tensor | None = None,
     value_rotation: Tensor | None = None,
@@ -240,91 +323,45 @@ def _quantize(
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
 ) -> Tensor:
-    """quantize(k, v, plan, *, ..transforms) -> pages
+    """Whole sequences into pages alone, every token quantised; `pack` also says where they are.
 
-    Whole sequences, every token packed: k, v [batch, kv_heads, tokens, head_dim] into uint8 pages
-    [batch * n, kv_heads, record_bytes], ``n = ceil(tokens / page_tokens)``, sequence b in pages b * n to b * n + n - 1:
-    what `append` writes with ``block_table = torch.arange(batch * n, dtype=torch.int32).view(batch, n)``.
-    v is None for a plan without values. On CUDA it waits for the device; `append` does not.
+    k, v: [batch, kv_heads, tokens, head_dim]; v is None for a plan without values.
+    Returns uint8 [batch * n, kv_heads, record_bytes], ``n = ceil(tokens / page_tokens)``; sequence b has pages b * n to
+    b * n + n - 1. On CUDA it waits for the device.
     """
-    _check("quantize", locals())
-    batch, kv_heads, tokens, _ = k.shape
-    pages = batch * (-(-tokens // plan[2]))
-    return torch.empty((pages, kv_heads, _core.record_bytes(plan)), dtype=torch.uint8, device=k.device)
+    _check("quantize", k=k)
+    pages: Tensor = _quantize(
+        k,
+        v,
+        plan,
+        key_rotation=key_rotation,
+        value_rotation=value_rotation,
+        key_centre=key_centre,
+        value_centre=value_centre,
+        key_steps=key_steps,
+        value_steps=value_steps,
+    )
+    return pages
 
 
-def _dequantize(
-    pages: Tensor,
-    block_table: Tensor,
-    counts: Tensor,
-    max_tokens: int,
-    plan: Sequence[int],
-    *,
-    key_rotation: Tensor | None = None,
-    value_rotation: Tensor | None = None,
-    key_centre: Tensor | None = None,
-    value_centre: Tensor | None = None,
-    key_steps: Tensor | None = None,
-    value_steps: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """dequantize(pages, block_table, counts, max_tokens, plan, *, ..transforms) -> (k, v)
+def rotate(plan: Sequence[int], x: Tensor, matrix: Tensor | None = None, *, inverse: bool = False) -> Tensor:
+    """``R x`` (or ``R^T x`` if `inverse`) for every row of x, in float32, returned in x's dtype, contiguous.
 
-    The first ``counts[b]`` packed tokens of each sequence as float32 [batch, kv_heads, max_tokens, head_dim], zeros
-    behind them; v is [batch, kv_heads, 0, head_dim] for a plan without values. `attend` needs none of it.
-    counts: int32 [batch], at most max_tokens, which is at most ``max_pages * page_tokens``.
+    x: [..., head_dim], any strides.
+    matrix: float32 [head_dim, head_dim], for plans with a dense rotation; None: the plan's Hadamard, or none.
     """
-    has_values = any(_core.plan_info(plan)["value_bits"])
-    shape = (block_table.shape[0], pages.shape[1], max_tokens, plan[1])
-    k = torch.empty(shape, dtype=torch.float32, device=pages.device)
-    return k, torch.empty(shape if has_values else (*shape[:2], 0, shape[3]), dtype=torch.float32, device=pages.device)
+    _check("rotate", x=x)
+    y: Tensor = _rotate(x, plan, matrix, inverse)
+    return y
 
 
-def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """merge(outs, lses) -> (out, lse)
-
-    One result from partial ones over disjoint tokens: ``lse = log(sum_i exp(lses[i]))``,
+def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """One attention result from partial ones over disjoint tokens: ``lse = log(sum_i exp(lses[i]))``,
     ``out = sum_i exp(lses[i] - lse) * outs[i]``, in float32.
 
-    outs: [parts, ..., head_dim] float32, float16 or bfloat16;  lses: [parts, ...] float32; any strides.
-    out: [..., head_dim] in the dtype of outs;  lse: [...] float32.
+    outs: [parts, ..., head_dim];  lses: float32 [parts, ...]; any strides.
+    Returns out [..., head_dim] in the dtype of outs, and lse float32 [...].
     """
-    _check("merge", locals())
-    lse = torch.empty(outs.shape[1:-1], dtype=torch.float32, device=outs.device)
-    return torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device), lse
-
-
-def _register() -> None:
-    for kernel in (_rotate, _append, _attend, _append_attend, _quantize, _dequantize, _merge):
-        name = kernel.__name__[1:]
-        torch.library.register_fake(f"turboquant::{name}", kernel)
-        getattr(torch.ops.turboquant, name).__doc__ = kernel.__doc__
-
-
-_load()
-_register()
-
-
-# ---- for notebooks ----
-
-
-def pack(
-    k: Tensor, v: Tensor | None, plan: Sequence[int], *, max_tokens: int = 0, **transforms: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """Whole sequences packed, as ``(pages, block_table, lengths, plan)``: ``attend(q, *pack(k, v, plan))``.
-
-    k, v: [batch, kv_heads, tokens, head_dim] floats, every token of which is quantised, into pages in sequence order.
-    max_tokens: room for so many tokens of each sequence, for `append`; at least those that are there.
-    transforms: key_rotation, .. as everywhere. The same must be passed to `attend`.
-
-    Raises what `append` raises, and ValueError for a plan or a k of another form.
-    """
-    record_bytes = _core.record_bytes(plan)  # checks the plan
-    if k.dim() != 4:
-        raise ValueError(f"pack: `k` must be [batch, kv_heads, tokens, head_dim], got {tuple(k.shape)}")
-    batch, kv_heads, tokens, _ = k.shape
-    n_pages = -(-max(tokens, max_tokens) // plan[2])
-    block_table = torch.arange(batch * n_pages, dtype=torch.int32, device=k.device).view(batch, n_pages)
-    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=k.device)
-    pages = torch.zeros((batch * n_pages, kv_heads, record_bytes), dtype=torch.uint8, device=k.device)
-    torch.ops.turboquant.append(k, v, lengths, pages, block_table, plan, **transforms)
-    return pages, block_table, lengths, tuple(plan)
+    _check("merge", outs=outs, lses=lses)
+    out, lse = _merge(outs, lses)
+    return out, lse

@@ -1,5 +1,5 @@
 // torch.ops.turboquant.*: the core (and CUDA) behind LibTorch's stable ABI; no Python, one binary for torch >= 2.10.
-// Contracts: turboquant.h. What each operator does, for users: turboquant/ops.py, which also has the fake kernels.
+// Contracts: turboquant.h. What each operator does, for users: turboquant/operators.py, which also has the fake kernels.
 //
 // Every operator is the same five steps on one screen: checks, device guard and stream, scratch, call, status to error. A Call
 // (checks.h) checks and throws; a Backend is what a device has under one set of names, so that no operator branches on it.

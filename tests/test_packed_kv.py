@@ -1,0 +1,193 @@
+"""turboquant.ops: its typed functions over one PackedKV are the operators, bit for bit, in eager mode and compiled."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+from test_ops import DENSE, DEVICES, KEYS_ONLY, PLAN, ops, tq  # noqa: E402
+
+Pair = tuple[Any, Any, Any, Any]
+
+
+def draw(rng: np.random.Generator, device: str, tokens: int = 140) -> Pair:
+    """q of the last token, k, v and a centre."""
+    k, v = (torch.from_numpy(rng.standard_normal((2, 3, tokens, 64)).astype(np.float32)).to(device) for _ in range(2))
+    return torch.cat([k[:, :, -1:], v[:, :, -1:]], 1).contiguous(), k, v, k.mean((0, 2))
+
+
+def raw(op: str, *args: Any, packed: Any, **kwargs: Any) -> Any:
+    """An operator with what a PackedKV holds."""
+    names = {a.name for a in getattr(tq, op).default._schema.arguments}
+    held = {n: getattr(packed, n) for n in ("pages", "block_table", "lengths", "plan") if n in names}
+    return getattr(tq, op)(**dict(zip(("q", "k", "v"), args)), **held, **packed.transforms, **kwargs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pack_and_attend(device: str, rng: np.random.Generator) -> None:
+    q, k, v, centre = draw(rng, device)
+    packed = ops.pack(k, v, PLAN.words, key_centre=centre)
+    assert torch.equal(packed.pages, tq.quantize(k=k, v=v, plan=PLAN.words, key_centre=centre))
+    assert packed.lengths.tolist() == [140, 140] and packed.plan == tuple(PLAN.words)
+    assert torch.equal(packed.pages, ops.quantize(PLAN.words, k, v, key_centre=centre))
+    out = ops.attend(q, packed)
+    options: dict[str, Any] = dict(starts=packed.lengths - 100, softmax_scale=0.1, sliding_window=60,
+                                   softcap=20.0, even_lengths=True)  # fmt: skip
+    for given in ({}, {"causal": False}, options):
+        got, expected = ops.attend(q, packed, **given, return_lse=True), raw("attend", q, packed=packed, **given)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert torch.equal(ops.attend(q, packed, return_lse=True)[0], out)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert torch.nn.functional.cosine_similarity(out.flatten(), exact.flatten(), dim=0) > 0.98
+    for got, x in zip(ops.dequantize(packed), (k, v), strict=True):
+        assert got.shape == x.shape and float((got - x).square().mean()) < 0.05
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_appending_is_packing(device: str, rng: np.random.Generator) -> None:
+    q, k, v, centre = draw(rng, device)
+    whole = ops.pack(k, v, PLAN.words, max_tokens=300, key_centre=centre)
+    packed = ops.pack(k[:, :, :3], v[:, :, :3], PLAN.words, max_tokens=300, key_centre=centre)
+    assert len(packed) == 3 and packed.capacity == 384 and packed.pages.shape[0] == 6
+    ops.append(packed, k[:, :, 3:-1], v[:, :, 3:-1])
+    out = ops.append_attend(q, k[:, :, -1:], v[:, :, -1:], packed)
+    assert len(packed) == 140 and packed.lengths.tolist() == [140, 140]
+    assert torch.equal(packed.pages, whole.pages) and torch.equal(out, ops.attend(q, whole))
+
+
+def test_what_it_says_of_itself(rng: np.random.Generator) -> None:
+    _, k, v, centre = draw(rng, "cpu")
+    packed = ops.pack(k, v, bits=4, key_centre=centre)
+    assert packed.nbytes == packed.pages.nbytes + 2 * 2 * 4 + 2 * 4 + centre.nbytes
+    assert repr(packed) == (
+        "PackedKV(batch=2, kv_heads=3, tokens=140, capacity=256, head_dim=64, key_bits=4, value_bits=4, "
+        f"nbytes={packed.nbytes}, device='cpu')"
+    )
+    assert "key_bits=(2, 4)" in repr(ops.pack(k, v, (1, 64, 128, 1, 0, 0, 0, 2, 4, 4, 4)))
+    keys = ops.pack(k, None, bits=3)
+    assert len(keys) == 140 and ops.dequantize(keys)[1].shape == (2, 3, 0, 64)
+    assert ops.pack(k, None, KEYS_ONLY.words).plan == tuple(KEYS_ONLY.words)
+
+
+def test_rotate_and_merge(rng: np.random.Generator) -> None:
+    q, k, v, _ = draw(rng, "cpu")
+    assert torch.equal(ops.rotate(PLAN.words, k), tq.rotate(x=k, plan=PLAN.words))
+    matrix = torch.linalg.qr(torch.randn(40, 40))[0].contiguous()
+    x = ops.rotate(DENSE.words, ops.rotate(DENSE.words, k[..., :40], matrix), matrix, inverse=True)
+    torch.testing.assert_close(x, k[..., :40].contiguous(), rtol=0, atol=1e-5)
+    halves = [ops.attend(q, ops.pack(k[:, :, a:b], v[:, :, a:b], PLAN.words), causal=False, return_lse=True)
+              for a, b in ((0, 128), (128, 140))]  # fmt: skip
+    out, lse = ops.merge(*(torch.stack(x) for x in zip(*halves)))
+    whole = ops.attend(q, ops.pack(k, v, PLAN.words), return_lse=True)
+    for got, expected in zip((out, lse), whole):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_steps(device: str, rng: np.random.Generator) -> None:
+    """In one graph, compiled twice at most: the number of tokens becomes symbolic."""
+    torch._dynamo.reset()
+    q, k, v, centre = draw(rng, device)
+    packed, compiled = (ops.pack(k[:, :, :100], v[:, :, :100], PLAN.words, max_tokens=140, key_centre=centre)
+                        for _ in range(2))  # fmt: skip
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def step(packed: Any, k: Any, v: Any) -> tuple[Any, ...]:
+        ops.append(packed, k, v)
+        out, lse = ops.attend(q, packed, return_lse=True)
+        return ops.rotate(packed.plan, out), lse, ops.append_attend(q, k, v, packed)
+
+    run = torch.compile(step, fullgraph=True, backend=count)
+    with torch.no_grad():
+        for i in range(100, 106):
+            one = k[:, :, i : i + 1], v[:, :, i : i + 1]
+            for got, expected in zip(run(compiled, *one), step(packed, *one), strict=True):
+                assert torch.equal(got, expected)
+    assert len(compiled) == len(packed) == 112 and torch.equal(compiled.lengths, packed.lengths)
+    assert torch.equal(compiled.pages, packed.pages) and len(graphs) <= 2
+
+
+REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
+    "a plan's name": (TypeError, lambda k, p: ops.pack(k, k, "default"), "plan"),
+    "a plan of a number": (TypeError, lambda k, p: ops.pack(k, k, 4), "plan"),
+    "an empty plan": (ValueError, lambda k, p: ops.pack(k, k, ()), "plan"),
+    "three dimensions": (
+        ValueError,
+        lambda k, p: ops.pack(k[0], k[0], PLAN.words),
+        "pack: `k` must be [batch, kv_heads, tokens, head_dim], got (3, 140, 64)",
+    ),
+    "neither": (TypeError, lambda k, p: ops.pack(k, k), "pack: `plan` must be given, or else `bits`, got neither"),
+    "both": (TypeError, lambda k, p: ops.pack(k, k, p.plan, bits=4), "must be given, or else `bits`, got both"),
+    "9 bits": (ValueError, lambda k, p: ops.pack(k, k, bits=9), "`key_bits` must be in 0..5, got 9"),
+    "bits in words": (TypeError, lambda k, p: ops.pack(k, k, bits="4"), "`key_bits` must be "),
+    "an array": (TypeError, lambda k, p: ops.pack(k.numpy(), k, bits=4), "pack: `k` must be a tensor, got ndarray"),
+    "a list": (TypeError, lambda k, p: ops.attend([1.0], p), "attend: `q` must be a tensor, got list"),
+    "pages": (
+        TypeError,
+        lambda k, p: ops.attend(k, p.pages),
+        "attend: `packed` must be a PackedKV, as `pack` returns it, got Tensor",
+    ),
+    "swapped": (TypeError, lambda k, p: ops.append(k, k, p), "append: `packed` must be a PackedKV"),
+    "a full table": (
+        ValueError,
+        lambda k, p: ops.append(p, k, k),
+        "append: `packed` must have room for 280 tokens (pack with max_tokens), got one for 256",
+    ),
+    "a full table, both": (
+        ValueError,
+        lambda k, p: ops.append_attend(k, k, k, p),
+        "append_attend: `packed` must have ",
+    ),
+    "not finite": (
+        ValueError,
+        lambda k, p: ops.append(p, k[:, :, :1] / 0, k[:, :, :1]),
+        "append: `k[0]` must be finite",
+    ),
+    "no values": (ValueError, lambda k, p: ops.append(p, k[:, :, :1], None), "append: `v` must be a tensor like `k`"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    kind, call, message = REFUSED[name]
+    k = torch.ones(2, 3, 140, 64)
+    packed = ops.pack(k, k, PLAN.words)
+    before = packed.pages.clone()
+    with pytest.raises(kind) as caught:
+        call(k, packed)
+    assert message in str(caught.value), str(caught.value)
+    assert type(caught.value) is kind
+    assert len(packed) == 140 and packed.lengths.tolist() == [140, 140] and torch.equal(packed.pages, before)
+
+
+def test_documented() -> None:
+    for name in set(ops.__all__) - {"PackedKV"}:
+        function = getattr(ops, name)
+        assert inspect.signature(function).return_annotation is not inspect.Signature.empty
+        assert len(function.__doc__) > 100, name
+
+
+def test_example() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "attend.py")]
+    environment = os.environ | {"PYTHONPATH": str(Path(ops.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line.replace(",", "") for line in done.stdout.splitlines()]
+    sizes = [int(line.partition(" bytes")[0].split()[-1]) for line in lines[:5]]
+    cosines = [float(line.partition("cosine ")[2].split()[0]) for line in lines if "cosine" in line]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 2 * 2 * 4 * 1000 * 128 * 2
+    assert cosines[:4] == sorted(cosines[:4], reverse=True) and cosines[1] > 0.99 and cosines[3] > 0.85
+    assert "the bytes are the same: True" in done.stdout and "the output is the same: True" in done.stdout

@@ -1,0 +1,305 @@
+"""``torch.ops.turboquant.*``: importing this module loads the operators; they are torch's own from then on.
+`turboquant.ops` has typed functions over them, for a cache in one object.
+
+    rotate         vectors into and out of the rotated space of a plan
+    append         new tokens of one layer into its cache: sinks, window and packed pages
+    attend         attention of queries over that cache, straight from the packed bytes
+    append_attend  both in one call, which is what a decode step wants
+    quantize       whole sequences into fresh pages
+    dequantize     packed tokens back into floats, for debugging
+    merge          partial attention results over disjoint tokens into one
+
+Each operator's own words: ``print(torch.ops.turboquant.attend.__doc__)``. They run on the CPU and, in a build with
+CUDA, on CUDA, from one schema and into the same bytes; under `torch.compile(fullgraph=True)`, `torch.export` and
+`torch.inference_mode`. They have no gradient: a tensor that requires grad is an error while grad mode is on.
+
+Arguments that several operators share (contracts and the byte format: ``csrc/include/turboquant.h``):
+
+    plan         the integers of `turboquant.plan.plan_words`.
+    floats       float32, float16 or bfloat16; all of one call alike. Their layout is [batch, heads, tokens, head_dim],
+                 as in `torch.nn.functional.scaled_dot_product_attention`. k, v, q, fresh_k and fresh_v may have any
+                 strides but in the last dimension, which is dense (a transposed [batch, tokens, heads, head_dim] is
+                 fine; on CUDA those of q and fresh_* are multiples of 4); all other tensors are contiguous, except x of
+                 `rotate` and both of `merge`.
+    pages        uint8 [n_pages, kv_heads, record_bytes], zeroed when made; `turboquant._core.record_bytes(plan)`.
+    block_table  int32 [batch, max_pages]: page j of sequence b is pages[block_table[b, j]].
+    sink_*       [batch, kv_heads, sinks, head_dim], the first tokens, exact. None or empty: no sinks.
+    window_*     [batch, kv_heads, window, head_dim], the last tokens, exact, a ring: position p is row p % window.
+                 None or empty: no window.
+    transforms   float32, how vectors become what is coded, z = R (x - centre) / step:
+                 *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim], of plans with a dense rotation;
+                 *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
+                 Plans of version 2: a sketch is more rows of *_rotation, a table stands in *_steps (turboquant.h).
+
+Errors: ValueError for anything about an argument, its dtype and device included ("attend: `block_table[3]` must be in
+0..n_pages - 1, got 8"); MemoryError; RuntimeError for the machine (CUDA, an instruction set, memory that torch could
+not get). A failed call has changed nothing. On CUDA the contents of tensors cannot be looked at without waiting for
+the device: there lengths are clamped, and a page index out of range reads page 0 or drops what would be written.
+
+Threads on a CPU: the smaller of `torch.get_num_threads()` and `turboquant._core.num_threads()`. Operators and `_core`
+share one core: what `_core.set_num_threads` and `_core.set_isa` choose holds for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("turboquant.ops needs PyTorch: pip install 'turboquant-attention[torch]'") from error
+
+from torch import Tensor
+
+from turboquant import _core
+
+OLDEST_TORCH = (2, 10)
+
+
+def _load() -> None:
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+        raise ImportError(f"turboquant.ops needs torch >= 2.10, this is {torch.__version__}: pip install -U torch")
+    found = sorted(Path(__file__).parent.glob("_torch*.so"))
+    if not found:
+        how = "with torch installed, run: pip install --no-build-isolation --force-reinstall turboquant-attention"
+        raise ImportError(f"turboquant was built without its torch operators (there is no turboquant/_torch.so); {how}")
+    try:
+        torch.ops.load_library(found[0])  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise ImportError(
+            f"{found[0].name} does not load into torch {torch.__version__} ({error}); build turboquant again beside it"
+        ) from error
+
+
+# ---- fake kernels: shapes and dtypes without data, for torch.compile and torch.export; with the operators' texts ----
+
+
+def _check(op: str, arguments: dict[str, object]) -> None:
+    """What csrc/torch/checks.h checks in a real call and tracing can see: devices and gradients."""
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    like, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor.device != first.device:
+            raise ValueError(f"{op}: `{name}` must be on {first.device} like `{like}`, got {tensor.device}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            wants = "without requires_grad (inference only: call under torch.no_grad() or detach it)"
+            raise ValueError(f"{op}: `{name}` must be {wants}, got a tensor that requires grad")
+
+
+def _rotate(x: Tensor, plan: Sequence[int], matrix: Tensor | None = None, inverse: bool = False) -> Tensor:
+    """rotate(x, plan, matrix=None, inverse=False) -> Tensor
+
+    ``R x`` (or ``R^T x`` if `inverse`) for every row of x, in float32, returned in x's dtype, contiguous.
+
+    x: [..., head_dim] float32, float16 or bfloat16, any strides.
+    matrix: [head_dim, head_dim] float32, for plans with a dense rotation; None: the plan's Hadamard, or none.
+    """
+    _check("rotate", locals())
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _append(
+    k: Tensor,
+    v: Tensor | None,
+    lengths: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    plan: Sequence[int],
+    *,
+    sink_k: Tensor | None = None,
+    sink_v: Tensor | None = None,
+    window_k: Tensor | None = None,
+    window_v: Tensor | None = None,
+    key_rotation: Tensor | None = None,
+    value_rotation: Tensor | None = None,
+    key_centre: Tensor | None = None,
+    value_centre: Tensor | None = None,
+    key_steps: Tensor | None = None,
+    value_steps: Tensor | None = None,
+    flag: Tensor | None = None,
+) -> None:
+    """append(k, v, lengths, pages, block_table, plan, *, sink_k=None, sink_v=None, window_k=None, window_v=None,
+    ..transforms, flag=None) -> None
+
+    Stores new tokens of one layer, in place: those of the first `sinks` and last `window` positions exactly; those
+    that no longer fit there, old or new, quantised into their pages. A token is quantised once.
+
+    k, v: [batch, kv_heads, tokens, head_dim], after RoPE; v is None for a plan without values.
+    lengths: int32 [batch], of each sequence after this append. Token i has position ``lengths[b] - tokens + i``; a
+    negative position is padding and is skipped, so that left-padded batches store none.
+    pages, sink_*, window_*: written. block_table: every page that is written belongs to one sequence only.
+    flag: int64 [1] on CUDA, set once where k or v holds a number that is not finite or above 16384 (such a number is
+    stored as 0 or as the limit): ``1 + position + (sequence << 32) + (v << 62)``. On the CPU that is a ValueError.
+    transforms, and the rest: see `turboquant.operators`.
+    """
+    _check("append", locals())
+
+
+def _attend(
+    q: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    plan: Sequence[int],
+    *,
+    starts: Tensor | None = None,
+    sink_k: Tensor | None = None,
+    sink_v: Tensor | None = None,
+    window_k: Tensor | None = None,
+    window_v: Tensor | None = None,
+    fresh_k: Tensor | None = None,
+    fresh_v: Tensor | None = None,
+    key_rotation: Tensor | None = None,
+    value_rotation: Tensor | None = None,
+    key_centre: Tensor | None = None,
+    value_centre: Tensor | None = None,
+    key_steps: Tensor | None = None,
+    value_steps: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    even_lengths: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """attend(q, pages, block_table, lengths, plan, *, starts=None, sink_k=None, sink_v=None, window_k=None,
+    window_v=None, fresh_k=None, fresh_v=None, ..transforms, softmax_scale=None, causal=True, sliding_window=0,
+    softcap=0.0, even_lengths=False) -> (out, lse)
+
+    Attention over sinks, packed tokens and window in one softmax; nothing is decoded to memory.
+
+    q: [batch, query_heads, query_tokens, head_dim]; query head h reads KV head ``h // (query_heads // kv_heads)``.
+    Query i stands at position ``p = lengths[b] - query_tokens + i`` and sees positions ``starts[b] .. p``; if
+    `sliding_window` is not 0, only those above ``p - sliding_window``; with ``causal=False``, every stored position
+    from starts on.
+    lengths: int32 [batch], stored tokens, the queries' own included: append first, then attend.
+    starts: int32 [batch], the first position to see; None: 0. Left padding that `append` skipped needs none.
+    fresh_k, fresh_v: [batch, kv_heads, query_tokens, head_dim]. For several queries over a cache with a window: the new
+    tokens, with window_* as they were *before* these were appended. None otherwise.
+    softmax_scale: None: ``head_dim ** -0.5``.
+    softcap: logits become ``softcap * tanh(logit / softcap)``; 0: as they are.
+    even_lengths: whether the sequences are about equally long. Results are as accurate either way; on a GPU, work is
+    then cut by sequence: up to 1.4 times as fast if it is true (1.8 times at head_dim 64), and slow if it is not.
+
+    out: like q, contiguous; 0 where nothing was seen.  lse: float32 [batch, query_heads, query_tokens], the natural
+    logarithm of the softmax's denominator, -inf where nothing was seen.
+    """
+    _check("attend", locals())
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
+
+
+def _append_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    plan: Sequence[int],
+    *,
+    sink_k: Tensor | None = None,
+    sink_v: Tensor | None = None,
+    window_k: Tensor | None = None,
+    window_v: Tensor | None = None,
+    key_rotation: Tensor | None = None,
+    value_rotation: Tensor | None = None,
+    key_centre: Tensor | None = None,
+    value_centre: Tensor | None = None,
+    key_steps: Tensor | None = None,
+    value_steps: Tensor | None = None,
+    flag: Tensor | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    even_lengths: bool = False,
+) -> Tensor:
+    """append_attend(q, k, v, lengths, pages, block_table, plan, *, sink_k=None, sink_v=None, window_k=None,
+    window_v=None, ..transforms, flag=None, softmax_scale=None, sliding_window=0, softcap=0.0,
+    even_lengths=False) -> out
+
+    ``append(k, v, ..)``, then ``attend(q, ..)[0]`` from the queries of the same tokens, in one call: a decode step of
+    one layer. Results are the same bit for bit. For a plan with values; over a cache with a window, for one token.
+
+    q: [batch, query_heads, tokens, head_dim];  k, v: [batch, kv_heads, tokens, head_dim].
+    out: like q, contiguous.
+    An error that says "stored the tokens" came after `append` was done; any other has changed nothing.
+    """
+    _check("append_attend", locals())
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _quantize(
+    k: Tensor,
+    v: Tensor | None,
+    plan: Sequence[int],
+    *,
+    key_rotation: Tensor | None = None,
+    value_rotation: Tensor | None = None,
+    key_centre: Tensor | None = None,
+    value_centre: Tensor | None = None,
+    key_steps: Tensor | None = None,
+    value_steps: Tensor | None = None,
+) -> Tensor:
+    """quantize(k, v, plan, *, ..transforms) -> pages
+
+    Whole sequences, every token packed: k, v [batch, kv_heads, tokens, head_dim] into uint8 pages
+    [batch * n, kv_heads, record_bytes], ``n = ceil(tokens / page_tokens)``, sequence b in pages b * n to b * n + n - 1:
+    what `append` writes with ``block_table = torch.arange(batch * n, dtype=torch.int32).view(batch, n)``.
+    v is None for a plan without values. On CUDA it waits for the device; `append` does not.
+    """
+    _check("quantize", locals())
+    batch, kv_heads, tokens, _ = k.shape
+    pages = batch * (-(-tokens // plan[2]))
+    return torch.empty((pages, kv_heads, _core.record_bytes(plan)), dtype=torch.uint8, device=k.device)
+
+
+def _dequantize(
+    pages: Tensor,
+    block_table: Tensor,
+    counts: Tensor,
+    max_tokens: int,
+    plan: Sequence[int],
+    *,
+    key_rotation: Tensor | None = None,
+    value_rotation: Tensor | None = None,
+    key_centre: Tensor | None = None,
+    value_centre: Tensor | None = None,
+    key_steps: Tensor | None = None,
+    value_steps: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dequantize(pages, block_table, counts, max_tokens, plan, *, ..transforms) -> (k, v)
+
+    The first ``counts[b]`` packed tokens of each sequence as float32 [batch, kv_heads, max_tokens, head_dim], zeros
+    behind them; v is [batch, kv_heads, 0, head_dim] for a plan without values. `attend` needs none of it.
+    counts: int32 [batch], at most max_tokens, which is at most ``max_pages * page_tokens``.
+    """
+    has_values = any(_core.plan_info(plan)["value_bits"])
+    shape = (block_table.shape[0], pages.shape[1], max_tokens, plan[1])
+    k = torch.empty(shape, dtype=torch.float32, device=pages.device)
+    return k, torch.empty(shape if has_values else (*shape[:2], 0, shape[3]), dtype=torch.float32, device=pages.device)
+
+
+def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """merge(outs, lses) -> (out, lse)
+
+    One result from partial ones over disjoint tokens: ``lse = log(sum_i exp(lses[i]))``,
+    ``out = sum_i exp(lses[i] - lse) * outs[i]``, in float32.
+
+    outs: [parts, ..., head_dim] float32, float16 or bfloat16;  lses: [parts, ...] float32; any strides.
+    out: [..., head_dim] in the dtype of outs;  lse: [...] float32.
+    """
+    _check("merge", locals())
+    lse = torch.empty(outs.shape[1:-1], dtype=torch.float32, device=outs.device)
+    return torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device), lse
+
+
+def _register() -> None:
+    for kernel in (_rotate, _append, _attend, _append_attend, _quantize, _dequantize, _merge):
+        name = kernel.__name__[1:]
+        torch.library.register_fake(f"turboquant::{name}", kernel)
+        getattr(torch.ops.turboquant, name).__doc__ = kernel.__doc__
+
+
+_load()
+_register()
