@@ -139,7 +139,7 @@ def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
     nbytes = p.pages.nbytes
     del k, v
     pages = [p.pages, *(p.pages.clone() for _ in range(copies(nbytes) - 1))]
-    sets = [(q, each, p.block_table, p.lengths, plan) for each in pages]
+    sets = [(plan, q, each, p.block_table, p.lengths) for each in pages]
     attend = torch.ops.turboquant.attend
     causal = query_tokens == 1
     metrics: dict[str, Any] = microseconds(

@@ -27,8 +27,8 @@ def normal(*size: int) -> torch.Tensor:
 
 def check(plan: Plan) -> None:
     k, v = normal(2, HEADS, 300, DIM), normal(2, HEADS, 300, DIM)
-    on_cpu = torch.ops.turboquant.quantize(k.cpu(), v.cpu(), plan)
-    if not torch.equal(torch.ops.turboquant.quantize(k, v, plan).cpu(), on_cpu):
+    on_cpu = torch.ops.turboquant.quantize(plan, k.cpu(), v.cpu())
+    if not torch.equal(torch.ops.turboquant.quantize(plan, k, v).cpu(), on_cpu):
         raise AssertionError("the bytes of CUDA and CPU differ")
 
 
@@ -37,9 +37,9 @@ def prompt(plan: Plan) -> dict[str, Any]:
     for _ in range(3):
         k, v = normal(1, HEADS, PROMPT, DIM), normal(1, HEADS, PROMPT, DIM)
         p = ops.pack(k, v, plan)
-        sets.append((k, v, p.lengths, p.pages, p.block_table, plan))
+        sets.append((plan, k, v, p.lengths, p.pages, p.block_table))
     metrics: dict[str, Any] = microseconds([lambda s=s: torch.ops.turboquant.append(*s) for s in sets], "cuda")
-    moved = 2 * sets[0][0].nbytes + sets[0][3].nbytes
+    moved = 2 * k.nbytes + p.pages.nbytes
     return metrics | {"bytes": moved, "tbps": round(moved / metrics["us"] / 1e6, 3)}
 
 
@@ -52,7 +52,7 @@ def step(plan: Plan, batch: int, window: int) -> dict[str, Any]:
         rings = {f"window_{x}": normal(batch, HEADS, window, DIM) for x in "kv"} if window else {}
         layers.append(
             (
-                (normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM), lengths, p.pages, p.block_table, plan),
+                (plan, normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM), lengths, p.pages, p.block_table),
                 rings,
             )
         )

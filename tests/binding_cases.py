@@ -71,7 +71,7 @@ def sample(op: str) -> Call:
             starts = np.array([0, 1, 2], np.int32)
             return Call(op, dict(q=q, lengths=lengths, starts=starts, **shared, **exact, **fresh))
         case "dequantize":
-            return Call(op, dict(counts=np.array([0, 3, 33], np.int32), max_tokens=40, **shared))
+            return Call(op, dict(lengths=np.array([0, 3, 33], np.int32), max_tokens=40, **shared))
         case "dot":
             pages = _core.new_pages(VECTORS, PAGES, 1)
             return Call(op, dict(plan=VECTORS, queries=rows(3, DIM), pages=pages, n=100, key_centre=rows(1, DIM)))

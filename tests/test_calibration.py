@@ -510,7 +510,7 @@ def test_a_cache_that_is_calibrated(model, measured):
         )
         counts = torch.full((2,), 300, dtype=torch.int32)
         decoded = torch.ops.turboquant.dequantize(
-            layer.pages, layer.block_table, counts, 300, layer.plan, **layer.calibrated
+            layer.plan, layer.pages, layer.block_table, counts, 300, **layer.calibrated
         )
         if i == 0:  # deeper layers see what the packed ones above them made
             for side, (x, true) in enumerate(zip(decoded, (plain.layers[0].keys, plain.layers[0].values))):

@@ -150,7 +150,7 @@ def test_empty_arrays() -> None:
     assert _core.dot(VECTORS, rows(0, DIM), _core.new_pages(VECTORS, 1, 1), 3).shape == (0, 3)
     assert _core.dot(VECTORS, rows(2, DIM), _core.new_pages(VECTORS, 0, 1), 0).shape == (2, 0)
     assert _core.rotate(PLAN, rows(0, 3, DIM)).shape == (0, 3, DIM)
-    k, v = sample("dequantize").with_(max_tokens=0, counts=np.zeros(BATCH, np.int32))()
+    k, v = sample("dequantize").with_(max_tokens=0, lengths=np.zeros(BATCH, np.int32))()
     assert k.shape == v.shape == (BATCH, HEADS, 0, DIM)
 
 

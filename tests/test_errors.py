@@ -59,7 +59,7 @@ def attend_arguments() -> Arguments:
 def dequantize_arguments() -> Arguments:
     table = np.array([[3, 0], [1, 99]], np.int32)
     pages, counts = aligned_pages(4, 2, PLAN.record_bytes), np.array([40, 25], np.int32)
-    return dict(plan=PLAN.words, pages=pages, block_table=table, counts=counts, max_tokens=50)
+    return dict(plan=PLAN.words, pages=pages, block_table=table, lengths=counts, max_tokens=50)
 
 
 def dot_arguments() -> Arguments:
@@ -284,10 +284,10 @@ ATTEND: Faults = {
 }
 
 DEQUANTIZE: Faults = {
-    "counts: int64": (T, "counts", lambda a: dict(counts=np.array([40, 25]))),
-    "counts: shape": (V, "counts", lambda a: dict(counts=np.zeros(3, np.int32))),
-    "counts: negative": (V, "counts[0]", lambda a: dict(counts=np.array([-1, 25], np.int32))),
-    "counts: beyond max_tokens": (V, "counts[1]", lambda a: dict(counts=np.array([40, 51], np.int32))),
+    "lengths: int64": (T, "lengths", lambda a: dict(lengths=np.array([40, 25]))),
+    "lengths: shape": (V, "lengths", lambda a: dict(lengths=np.zeros(3, np.int32))),
+    "lengths: negative": (V, "lengths[0]", lambda a: dict(lengths=np.array([-1, 25], np.int32))),
+    "lengths: beyond max_tokens": (V, "lengths[1]", lambda a: dict(lengths=np.array([40, 51], np.int32))),
     "max_tokens: beyond the table": (V, "max_tokens", lambda a: dict(max_tokens=65)),
     "max_tokens: negative": (V, "max_tokens", lambda a: dict(max_tokens=-1)),
     "block_table: page 4": (V, "block_table[1]", lambda a: dict(block_table=changed(a["block_table"], (0, 1), 4))),
@@ -440,7 +440,7 @@ def test_the_largest_input_is_accepted(dtype: str, largest: float, next_one: flo
 
 
 OTHERS = {
-    "haar: dim": (V, "haar", "dim", lambda: _core.haar(0, 12)),
+    "haar: head_dim": (V, "haar", "head_dim", lambda: _core.haar(0, 12)),
     "haar: seed": (V, "haar", "seed", lambda: _core.haar(-1, 8)),
     "random: block": (V, "random", "block", lambda: _core.random(0, 0, 2**64)),
     "new_pages: n_pages": (V, "new_pages", "n_pages", lambda: _core.new_pages(PLAN.words, -1, 1)),

@@ -84,11 +84,11 @@ def oracle(model, inputs, spec):
     class Decoded:
         def attend(self, module, query, key, value, mask, scaling):
             plan, tokens = spec.plan(key.shape[-1]), key.shape[2]
-            pages = torch.ops.turboquant.quantize(key, value, plan)
+            pages = torch.ops.turboquant.quantize(plan, key, value)
             count = pages.shape[0] // key.shape[0]
             table = torch.arange(pages.shape[0], dtype=torch.int32).view(-1, count)
             lengths = torch.full((key.shape[0],), tokens, dtype=torch.int32)
-            k, v = torch.ops.turboquant.dequantize(pages, table, lengths, tokens, plan)
+            k, v = torch.ops.turboquant.dequantize(plan, pages, table, lengths, tokens)
             return plain_attention(module, query, k, v, mask, scaling)
 
     return model(**inputs, turboquant_context=Decoded()).logits

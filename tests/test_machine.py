@@ -283,13 +283,13 @@ def long_call(op: str, rng: np.random.Generator) -> dict[str, Any]:
     if op == "attend":
         q = rng.standard_normal((sequences, 8, 2, 64)).astype(np.float32)
         return rest | dict(q=q, lengths=full, starts=np.full(sequences, 3, np.int32))
-    return {name: rest[name] for name in ("plan", "pages", "block_table")} | dict(counts=full, max_tokens=tokens)
+    return {name: rest[name] for name in ("plan", "pages", "block_table")} | dict(lengths=full, max_tokens=tokens)
 
 
 @pytest.mark.parametrize(
     ("op", "table"),
     [(op, table) for op in ("append", "attend") for table in ("block_table", "lengths")]
-    + [("attend", "starts"), ("dequantize", "block_table"), ("dequantize", "counts")],
+    + [("attend", "starts"), ("dequantize", "block_table"), ("dequantize", "lengths")],
 )
 def test_tables_that_another_thread_rewrites(op: str, table: str, rng: np.random.Generator) -> None:
     """What a call has checked is what it uses. The values written are harmless: a wrong answer shows them, no crash."""

@@ -91,11 +91,11 @@ def test_bytes_and_numbers(name: str, head_dim: int, device: str, rng: np.random
     table = torch.tensor([[1, 0]], dtype=torch.int32, device=device)
     for first, last in ((0, 1), (1, 37), (37, 64), (64, tokens)):
         new = [from_cache_layout(tensor(x[:, :, first:last]).to(device)) for x in (k, v)]
-        tq.append(*new, torch.tensor([last], dtype=torch.int32, device=device), pages, table, p.words, **given)
+        tq.append(p.words, *new, torch.tensor([last], dtype=torch.int32, device=device), pages, table, **given)
     want = modes.pages_of(p, k, v, by_side["key"], by_side["value"])
     np.testing.assert_array_equal(array(pages), want[::-1])
     counts = torch.tensor([tokens], dtype=torch.int32, device=device)
-    for side, x, got in zip(("key", "value"), (k, v), tq.dequantize(pages, table, counts, tokens, p.words, **given)):
+    for side, x, got in zip(("key", "value"), (k, v), tq.dequantize(p.words, pages, table, counts, tokens, **given)):
         decoded = modes.round_trip(p, side, x, by_side[side])
         assert np.abs(array(got) - decoded).max() <= 2e-5 * np.abs(decoded).max()
 
@@ -125,17 +125,17 @@ def test_attend_matches_fp64(
     k, v = (tensor(right(given[side], lengths, heads, dtype), dtype).to(device) for side in ("key", "value"))
     cut = k.shape[2] - queries if shape.get("fresh") else k.shape[2]
     before = np.maximum(lengths - (k.shape[2] - cut), 0)
-    tq.append(k[:, :, :cut], v[:, :, :cut], tensor(before).to(device), plan=p.words, **cached, **same)
+    tq.append(p.words, k[:, :, :cut], v[:, :, :cut], tensor(before).to(device), **cached, **same)
     asked = {name: shape[name] for name in ("sliding_window", "softcap", "causal", "softmax_scale") if name in shape}
     asked |= same
     ring = {name: x.clone() for name, x in cached.items() if name.startswith("window")}
     if shape.get("fresh"):
-        tq.append(k[:, :, cut:], v[:, :, cut:], tensor(lengths).to(device), plan=p.words, **cached, **same)
+        tq.append(p.words, k[:, :, cut:], v[:, :, cut:], tensor(lengths).to(device), **cached, **same)
         asked |= dict(fresh_k=k[:, :, cut:], fresh_v=v[:, :, cut:])
     if "starts" in shape:
         asked["starts"] = torch.tensor(shape["starts"], dtype=torch.int32, device=device)
     out, lse = tq.attend(
-        tensor(q, dtype).to(device), lengths=tensor(lengths).to(device), plan=p.words, **(cached | ring), **asked
+        p.words, tensor(q, dtype).to(device), lengths=tensor(lengths).to(device), **(cached | ring), **asked
     )
     want, want_lse = answer(name, dtype, q, shape)
     np.testing.assert_array_equal(np.isneginf(array(lse)), np.isneginf(want_lse))
@@ -173,7 +173,7 @@ def test_presets_are_the_same_on_cuda(name: str, dtype: str, device: str, rng: n
     words, batch, sinks, window = BLOCKED[name].plan(128), 2, 3, 20
     given, steps = given_of(words, HEADS), (70, 1, 1, 33, 200, 1)
     record = torch.ops.turboquant.quantize(
-        *(torch.zeros(1, HEADS, 1, 128) for _ in "kv"), words, **on("cpu", given)
+        words, *(torch.zeros(1, HEADS, 1, 128) for _ in "kv"), **on("cpu", given)
     ).shape[2]
     state = dict(
         pages=np.zeros((2 * 3, HEADS, record), np.uint8),
@@ -189,12 +189,12 @@ def test_presets_are_the_same_on_cuda(name: str, dtype: str, device: str, rng: n
             for _ in "kv"
         )  # fmt: skip
         for where, cached in caches.items():
-            tq.append(k.to(where), v.to(where), lengths.to(where), plan=words, **cached, **on(where, given))
+            tq.append(words, k.to(where), v.to(where), lengths.to(where), **cached, **on(where, given))
         for part, want in caches["cpu"].items():
             assert torch.equal(caches[device][part].cpu().view(torch.uint8), want.view(torch.uint8)), (part, i)
         q = tensor(ref.narrow(rng.standard_normal((batch, 6, 1, 128)).astype(np.float32) / 4096, dtype), dtype)
         (out, lse), (want, want_lse) = (
-            tq.attend(q.to(where), lengths=lengths.to(where), plan=words, **cached, **on(where, given))
+            tq.attend(words, q.to(where), lengths=lengths.to(where), **cached, **on(where, given))
             for where, cached in reversed(caches.items())
         )
         torch.testing.assert_close(lse.cpu(), want_lse, rtol=1e-4, atol=1e-4)
@@ -208,13 +208,13 @@ def test_bad_numbers_are_flagged_and_spoil_no_other_token(name: str, device: str
     p, given, _, by_side = stored(name, "float32")
     k, v = (tensor(given[side][:2, :, :40]).to(device) for side in ("key", "value"))
     same = on(device, keywords(**by_side))
-    want = tq.quantize(k, v, p.words, **same)
+    want = tq.quantize(p.words, k, v, **same)
     table, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0], [1]], [40, 40]))
     pages, flag = torch.zeros_like(want), torch.zeros(1, dtype=torch.int64, device=device)
     v[1, 0, 33, 5] = torch.inf
-    tq.append(k, v, lengths, pages, table, p.words, flag=flag, **same)
+    tq.append(p.words, k, v, lengths, pages, table, flag=flag, **same)
     assert flag.item() == 1 + 33 + (1 << 32) + (1 << 62)
-    for x, y in zip(*(tq.dequantize(one, table, lengths, 40, p.words, **same) for one in (pages, want))):
+    for x, y in zip(*(tq.dequantize(p.words, one, table, lengths, 40, **same) for one in (pages, want))):
         equal = (x == y).all(-1)
         equal[1, 0, 33] = True
         assert equal.all() and x.isfinite().all()
@@ -225,15 +225,15 @@ def test_a_graph_sees_the_lengths_of_each_replay(device: str) -> None:
     p, given, _, by_side = stored("affine, dense, qjl", "float32")
     k, v = (tensor(given[side][:2]).to(device) for side in ("key", "value"))
     same = on(device, keywords(**by_side))
-    pages = tq.quantize(k, v, p.words, **same)
+    pages = tq.quantize(p.words, k, v, **same)
     table = torch.arange(4, dtype=torch.int32, device=device).view(2, 2)
     lengths, q = torch.tensor([1, 1], dtype=torch.int32, device=device), k[:, :, -1:].contiguous()
-    tq.attend(q, pages, table, lengths, p.words, **same)
+    tq.attend(p.words, q, pages, table, lengths, **same)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = tq.attend(q, pages, table, lengths, p.words, **same)
+        out, lse = tq.attend(p.words, q, pages, table, lengths, **same)
     for n in ([0, 33], [128, 129], [150, 170]):
         lengths.copy_(torch.tensor(n, dtype=torch.int32))
-        want, want_lse = tq.attend(q, pages, table, lengths, p.words, **same)
+        want, want_lse = tq.attend(p.words, q, pages, table, lengths, **same)
         graph.replay()
         assert torch.equal(out, want) and torch.equal(lse, want_lse)

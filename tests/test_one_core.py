@@ -25,7 +25,7 @@ torch.set_num_threads(4)
 k = torch.zeros(8, 8, 64, 64)
 def pool(n):
     _core.set_num_threads(n)
-    torch.ops.turboquant.quantize(k, k, {PLAN})
+    torch.ops.turboquant.quantize({PLAN}, k, k)
     return len(os.listdir("/proc/self/task"))
 before = pool(1)
 print(pool(3) - before)
@@ -78,7 +78,7 @@ def test_operators_run_at_the_level_that_core_sets() -> None:
     """TURBOQUANT_ISA names no level, so an operator works only where `_core.set_isa` has reached it."""
     code = (
         "import torch\nfrom turboquant import _core, ops\nk = torch.zeros(1, 1, 4, 64)\n"
-        f"call = lambda: torch.ops.turboquant.quantize(k, k, {PLAN})\n"
+        f"call = lambda: torch.ops.turboquant.quantize({PLAN}, k, k)\n"
         "try:\n    call()\nexcept RuntimeError:\n    print('refused')\n"
         "_core.set_isa('scalar')\ncall()\nprint('scalar')"
     )

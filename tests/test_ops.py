@@ -128,22 +128,22 @@ def test_even_lengths_change_speed_alone(plan: ref.Plan, group: int, device: str
         return torch.from_numpy(rng.standard_normal(size).astype(np.float32)).to(device, torch.bfloat16)
 
     k, v, q = draw(batch, heads, tokens, dim), draw(batch, heads, tokens, dim), draw(batch, heads * group, 1, dim)
-    pages = tq.quantize(k, v, plan.words, **transforms)
+    pages = tq.quantize(plan.words, k, v, **transforms)
     table = torch.arange(len(pages), dtype=torch.int32, device=device).view(batch, -1)
     for lengths in ([tokens, tokens], [tokens - 1, 70]):
-        packed = (pages, table, torch.tensor(lengths, dtype=torch.int32, device=device), plan.words)
-        want, want_lse = tq.attend(q, *packed, **transforms)
-        out, lse = tq.attend(q, *packed, **transforms, even_lengths=True)
+        packed = (pages, table, torch.tensor(lengths, dtype=torch.int32, device=device))
+        want, want_lse = tq.attend(plan.words, q, *packed, **transforms)
+        out, lse = tq.attend(plan.words, q, *packed, **transforms, even_lengths=True)
         torch.testing.assert_close(out, want, rtol=0.008, atol=0.004 * want.abs().max().item())
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=2e-3)
         if device == "cpu":
             assert torch.equal(out, want) and torch.equal(lse, want_lse)
         new = draw(batch, heads, 1, dim)
         both = tq.append_attend(
-            q, new, new, *(packed[2], pages.clone(), table), plan.words, **transforms, even_lengths=True
+            plan.words, q, new, new, packed[2], pages.clone(), table, **transforms, even_lengths=True
         )
-        tq.append(new, new, packed[2], pages, table, plan.words, **transforms)
-        assert torch.equal(both, tq.attend(q, *packed, **transforms, even_lengths=True)[0])
+        tq.append(plan.words, new, new, packed[2], pages, table, **transforms)
+        assert torch.equal(both, tq.attend(plan.words, q, *packed, **transforms, even_lengths=True)[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -169,7 +169,7 @@ def test_append_writes_the_bytes_of_the_reference(
         k, v = (ref.narrow(x, dtype) for x in (k, v))
         ref.append(plan, want, k, v, lengths, key, value)
         new = [from_cache_layout(tensor(x, dtype).to(device)) for x in (k, v)]
-        assert tq.append(*new, tensor(lengths).to(device), plan=plan.words, **got, **transforms) is None
+        assert tq.append(plan.words, *new, tensor(lengths).to(device), **got, **transforms) is None
     np.testing.assert_array_equal(array(got["pages"]), want.pages)
     for name, exact in want.arrays().items():
         np.testing.assert_array_equal(array(got[name]), exact, err_msg=name)
@@ -185,12 +185,12 @@ def test_single_tokens_of_one_width_write_the_bytes_of_the_reference(
     plan, tokens = ref.plan(128, bits, value_bits, group=group), 140
     k, v = (ref.narrow(rng.standard_normal((1, 2, tokens, 128)).astype(np.float32), "bfloat16") for _ in range(2))
     k, v = (tensor(x, "bfloat16").to(device) for x in (k, v))
-    want = tq.quantize(k.cpu(), v.cpu(), plan.words)
+    want = tq.quantize(plan.words, k.cpu(), v.cpu())
     pages = torch.zeros((2, 2, plan.record_bytes), dtype=torch.uint8, device=device)
     table = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
     for i in range(tokens):
         length = torch.tensor([i + 1], dtype=torch.int32, device=device)
-        tq.append(k[:, :, i : i + 1], v[:, :, i : i + 1], length, pages, table, plan.words)
+        tq.append(plan.words, k[:, :, i : i + 1], v[:, :, i : i + 1], length, pages, table)
     assert torch.equal(pages.cpu(), want)
 
 
@@ -204,9 +204,9 @@ def test_a_centre_that_is_not_finite_spoils_its_own_head_alone(
     k, v = (torch.from_numpy(rng.standard_normal((1, 2, 300, 128)).astype(np.float32)) for _ in range(2))
     k, v = k.to(device, torch.bfloat16), v.to(device, torch.bfloat16)
     centre = torch.from_numpy(rng.standard_normal((2, 128)).astype(np.float32)).to(device)
-    want = tq.quantize(k, v, plan.words, key_centre=centre)
+    want = tq.quantize(plan.words, k, v, key_centre=centre)
     centre[0, 77] = bad
-    got = tq.quantize(k, v, plan.words, key_centre=centre)
+    got = tq.quantize(plan.words, k, v, key_centre=centre)
     assert torch.equal(got[:, 1], want[:, 1])
 
 
@@ -215,12 +215,12 @@ def test_nothing_stored_and_no_heads(device: str) -> None:
     """A cache without pages holds zeros, and attention of no heads is empty."""
     pages = torch.zeros((0, 2, PLAN.record_bytes), dtype=torch.uint8, device=device)
     table, counts = (torch.zeros(size, dtype=torch.int32, device=device) for size in ((1, 1), (1,)))
-    for x in tq.dequantize(pages, table, counts, 3, PLAN.words):
+    for x in tq.dequantize(PLAN.words, pages, table, counts, 3):
         assert x.shape == (1, 2, 3, 64) and not x.any()
     none = torch.zeros((1, 0, 1, 64), device=device)
     pages = torch.zeros((1, 0, PLAN.record_bytes), dtype=torch.uint8, device=device)
-    assert tq.quantize(none, none, PLAN.words).shape == (1, 0, PLAN.record_bytes)
-    out, lse = tq.attend(none, pages, table, counts, PLAN.words)
+    assert tq.quantize(PLAN.words, none, none).shape == (1, 0, PLAN.record_bytes)
+    out, lse = tq.attend(PLAN.words, none, pages, table, counts)
     assert out.shape == (1, 0, 1, 64) and lse.shape == (1, 0, 1)
 
 
@@ -229,7 +229,7 @@ def test_strides_of_single_elements_do_not_matter(device: str, rng: np.random.Ge
     pages = torch.zeros((1, 2, PLAN.record_bytes), dtype=torch.uint8, device=device)
     table, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0]], [1]))
     q = torch.empty_strided((1, 2, 1, 64), (129, 64, 1, 1), dtype=torch.bfloat16, device=device).normal_()
-    torch.testing.assert_close(tq.attend(q, pages, table, lengths, PLAN.words)[0], torch.zeros_like(q))
+    torch.testing.assert_close(tq.attend(PLAN.words, q, pages, table, lengths)[0], torch.zeros_like(q))
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
@@ -238,32 +238,32 @@ def test_refusals_of_cuda_alone(device: str) -> None:
     table, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0], [1]], [1, 1]))
     q = torch.zeros((2, 129), dtype=torch.bfloat16, device=device)[:, :128].view(2, 2, 1, 64)
     with pytest.raises(ValueError, match="`q` must be of strides that are multiples of 4 on CUDA, got 129"):
-        tq.attend(q, pages, table, lengths, PLAN.words)
+        tq.attend(PLAN.words, q, pages, table, lengths)
     rotation = torch.eye(64, device=device)
     with pytest.raises(ValueError, match="`key_rotation` must be absent, because .*, got a tensor"):
-        tq.attend(q.contiguous(), pages, table, lengths, PLAN.words, key_rotation=rotation)
+        tq.attend(PLAN.words, q.contiguous(), pages, table, lengths, key_rotation=rotation)
     keys, k = ref.plan(8, 3, 0), torch.zeros((1, 1, 1, 8), device=device)
     pages = torch.zeros((1, 1, keys.record_bytes), dtype=torch.uint8, device=device)
     many = torch.zeros((1, 2**23), dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="`max_pages` must be fewer: positions are 32-bit, got 8388608"):
-        tq.append(k, None, lengths[:1], pages, many, keys.words)
+        tq.append(keys.words, k, None, lengths[:1], pages, many)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
 def test_append_flags_bad_numbers_and_keeps_the_others(device: str, rng: np.random.Generator) -> None:
     """What a CPU refuses, CUDA finds later: the first of them stays in `flag`, and no other token notices."""
     k, v = (torch.from_numpy(rng.standard_normal((2, 2, 40, 64)).astype(np.float32)).to(device) for _ in range(2))
-    want = tq.quantize(k, v, PLAN.words)
+    want = tq.quantize(PLAN.words, k, v)
     table, lengths = torch.tensor([[0], [1]], dtype=torch.int32, device=device), torch.full((2,), 40, dtype=torch.int32)
     pages, flag = torch.zeros_like(want), torch.zeros(1, dtype=torch.int64, device=device)
-    tq.append(k, v, lengths.to(device), pages, table, PLAN.words, flag=flag)
+    tq.append(PLAN.words, k, v, lengths.to(device), pages, table, flag=flag)
     assert torch.equal(pages, want) and flag.item() == 0
     v[1, 0, 33, 5] = torch.nan
-    tq.append(k, v, lengths.to(device), pages, table, PLAN.words, flag=flag)
+    tq.append(PLAN.words, k, v, lengths.to(device), pages, table, flag=flag)
     assert flag.item() == 1 + 33 + (1 << 32) + (1 << 62)
     counts = lengths.to(device)
     for x, y in zip(
-        tq.dequantize(pages, table, counts, 40, PLAN.words), tq.dequantize(want, table, counts, 40, PLAN.words)
+        tq.dequantize(PLAN.words, pages, table, counts, 40), tq.dequantize(PLAN.words, want, table, counts, 40)
     ):
         same = (x == y).all(-1)
         same[1, 0, 33] = True
@@ -276,17 +276,17 @@ def test_quantize_and_dequantize(tokens: int, device: str, rng: np.random.Genera
     key, value = (random_transform(rng, PLAN, 3, 2) for _ in range(2))
     transforms = on(device, keywords(key, value))
     k, v = (torch.from_numpy(rng.standard_normal((2, 3, tokens, 64)).astype(np.float32)).to(device) for _ in range(2))
-    pages = tq.quantize(from_cache_layout(k), v, PLAN.words, **transforms)
+    pages = tq.quantize(PLAN.words, from_cache_layout(k), v, **transforms)
     n = -(-tokens // 128)
     table = torch.arange(2 * n, dtype=torch.int32, device=device).view(2, n)
     by_append = torch.zeros((2 * n, 3, PLAN.record_bytes), dtype=torch.uint8, device=device)
     lengths = torch.full((2,), tokens, dtype=torch.int32, device=device)
-    tq.append(k, v, lengths, by_append, table, PLAN.words, **transforms)
+    tq.append(PLAN.words, k, v, lengths, by_append, table, **transforms)
     assert torch.equal(pages, by_append) and pages.is_contiguous()
 
     cache = ref.Cache(array(pages), array(table))
     counts = torch.tensor([tokens, tokens // 2], dtype=torch.int32, device=device)
-    decoded = tq.dequantize(pages, table, counts, tokens, PLAN.words, **transforms)
+    decoded = tq.dequantize(PLAN.words, pages, table, counts, tokens, **transforms)
     for side, x, transform in zip(("key", "value"), decoded, (key, value)):
         assert x.dtype == torch.float32 and x.shape == (2, 3, tokens, 64)
         for b, count in enumerate(counts.tolist()):
@@ -299,9 +299,9 @@ def test_quantize_and_dequantize(tokens: int, device: str, rng: np.random.Genera
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_alone(device: str, rng: np.random.Generator) -> None:
     k = torch.from_numpy(rng.standard_normal((1, 2, 40, 64)).astype(np.float32)).to(device)
-    pages = tq.quantize(k, None, KEYS_ONLY.words)
+    pages = tq.quantize(KEYS_ONLY.words, k, None)
     table, counts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0]], [40]))
-    back, nothing = tq.dequantize(pages, table, counts, 40, KEYS_ONLY.words)
+    back, nothing = tq.dequantize(KEYS_ONLY.words, pages, table, counts, 40)
     assert (back - k).square().mean() < 0.05 and nothing.shape == (1, 2, 0, 64)
 
 
@@ -312,14 +312,14 @@ def test_rotate(plan: ref.Plan, dtype: str, device: str, rng: np.random.Generato
     matrix = orthogonal(plan.head_dim) if plan.rotation == ref.DENSE else None
     on_device = None if matrix is None else tensor(matrix).to(device)
     x = tensor(ref.narrow(rng.standard_normal((2, 3, 5, plan.head_dim)).astype(np.float32), dtype), dtype).to(device)
-    y = tq.rotate(from_cache_layout(x), plan.words, on_device)
+    y = tq.rotate(plan.words, from_cache_layout(x), on_device)
     want = ref.narrow(ref.rotate(plan, ref.widen(array(x)).reshape(-1, plan.head_dim), matrix), dtype)
     np.testing.assert_array_equal(array(y).reshape(want.shape), want)
     assert y.dtype == x.dtype and y.is_contiguous() and y.shape == x.shape
-    back = tq.rotate(y, plan.words, on_device, inverse=True)
+    back = tq.rotate(plan.words, y, on_device, inverse=True)
     assert (back.float() - x.float()).abs().max() <= 1e-5 + 16 * ROUNDING[dtype]
-    assert tq.rotate(x[0, 0, 0], plan.words, on_device).shape == (plan.head_dim,)
-    assert tq.rotate(x[:0], plan.words, on_device).shape == (0, 3, 5, plan.head_dim)
+    assert tq.rotate(plan.words, x[0, 0, 0], on_device).shape == (plan.head_dim,)
+    assert tq.rotate(plan.words, x[:0], on_device).shape == (0, 3, 5, plan.head_dim)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -353,28 +353,28 @@ def test_parts_merge_to_the_whole(device: str, rng: np.random.Generator) -> None
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["append_attend, plain", "append_attend, full"])
 def test_append_attend_is_append_then_attend(name: str, device: str, rng: np.random.Generator) -> None:
-    _, (q, k, v, lengths, pages, table, plan), options = samples(rng, device)[name]
+    _, (plan, q, k, v, lengths, pages, table), options = samples(rng, device)[name]
     how = {key: options.pop(key) for key in ("softmax_scale", "sliding_window", "softcap") if key in options}
     twice = [{key: x.clone() for key, x in (options | {"pages": pages}).items()} for _ in range(2)]
     for at in range(3):  # tokens one after the other: what one call has stored the next one reads
-        both, apart = (state | {"lengths": lengths + at, "block_table": table, "plan": plan} for state in twice)
-        got = tq.append_attend(q, k * (at + 1), v, **both, **how)
-        tq.append(k * (at + 1), v, **apart)
-        want, _ = tq.attend(q, **apart, **how)
+        both, apart = (state | {"lengths": lengths + at, "block_table": table} for state in twice)
+        got = tq.append_attend(plan, q, k * (at + 1), v, **both, **how)
+        tq.append(plan, k * (at + 1), v, **apart)
+        want, _ = tq.attend(plan, q, **apart, **how)
         assert torch.equal(got, want) and want.abs().sum() > 0
         assert all(torch.equal(twice[0][key], twice[1][key]) for key in twice[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_append_attend_flags_bad_numbers(device: str, rng: np.random.Generator) -> None:
-    _, (q, k, v, *rest), options = samples(rng, device)["append_attend, full"]
+    _, (plan, q, k, v, *rest), options = samples(rng, device)["append_attend, full"]
     flag = torch.zeros(1, dtype=torch.int64, device=device)
     if device == "cpu":
         with pytest.raises(ValueError, match=r"append_attend: `v\[.*` must be finite"):
-            tq.append_attend(q, k, v / 0, *rest, flag=flag, **options)
+            tq.append_attend(plan, q, k, v / 0, *rest, flag=flag, **options)
         assert not rest[1].any() and not options["sink_k"].any()
     else:
-        tq.append_attend(q, k, v / 0, *rest, flag=flag, **options)
+        tq.append_attend(plan, q, k, v / 0, *rest, flag=flag, **options)
         assert flag.item() >> 62 & 1
 
 
@@ -393,7 +393,7 @@ def samples(rng: np.random.Generator, device: str) -> dict[str, Sample]:
     }.items():
         case = make_case(rng, MIXED, **shape)
         rest = attend_arguments(case, device)
-        first = tuple(rest.pop(key) for key in ("q", "pages", "block_table", "lengths", "plan"))
+        first = tuple(rest.pop(key) for key in ("plan", "q", "pages", "block_table", "lengths"))
         found[f"attend, {name}"] = (tq.attend.default, first, rest)
     half = make_case(rng, PLAN, [33], dtype="bfloat16")
     found["attend, bfloat16"] = (tq.attend.default, (), attend_arguments(half, device))
@@ -407,33 +407,33 @@ def samples(rng: np.random.Generator, device: str) -> dict[str, Sample]:
     centre = {"key_centre": torch.ones(2, 64, device=device)}
     narrow = torch.zeros((1, 2, KEYS_ONLY.record_bytes), dtype=torch.uint8, device=device)
     found |= {
-        "append, plain": (tq.append.default, (k, k, counts, pages, table, PLAN.words), {}),
-        "append, full": (tq.append.default, (k, k, counts, pages, table, PLAN.words), exact | centre),
-        "append, empty": (tq.append.default, (k, k, counts, pages, table, PLAN.words), empty),
-        "append, no tokens": (tq.append.default, (k[:, :, :0], k[:, :, :0], counts, pages, table, PLAN.words), exact),
+        "append, plain": (tq.append.default, (PLAN.words, k, k, counts, pages, table), {}),
+        "append, full": (tq.append.default, (PLAN.words, k, k, counts, pages, table), exact | centre),
+        "append, empty": (tq.append.default, (PLAN.words, k, k, counts, pages, table), empty),
+        "append, no tokens": (tq.append.default, (PLAN.words, k[:, :, :0], k[:, :, :0], counts, pages, table), exact),
         "append, keys": (
             tq.append.default,
-            (k[:1], None, counts[:1], narrow, table.new_zeros(1, 1), KEYS_ONLY.words),
+            (KEYS_ONLY.words, k[:1], None, counts[:1], narrow, table.new_zeros(1, 1)),
             {name: x[:1] for name, x in exact.items() if name.endswith("k")},
         ),
         "append_attend, plain": (
             tq.append_attend.default,
-            (k.repeat(1, 2, 1, 1), k, k, counts, pages, table, PLAN.words),
+            (PLAN.words, k.repeat(1, 2, 1, 1), k, k, counts, pages, table),
             dict(sliding_window=20, softcap=3.0),
         ),
         "append_attend, full": (
             tq.append_attend.default,
-            (k[:, :, :1].repeat(1, 3, 1, 1), k[:, :, :1], k[:, :, 1:2], counts, pages, table, PLAN.words),
+            (PLAN.words, k[:, :, :1].repeat(1, 3, 1, 1), k[:, :, :1], k[:, :, 1:2], counts, pages, table),
             exact | centre | dict(softmax_scale=0.3),
         ),
-        "rotate": (tq.rotate.default, (k, PLAN.words), {}),
-        "rotate, strided half": (tq.rotate.default, (k.half().transpose(1, 2), PLAN.words), dict(inverse=True)),
-        "quantize": (tq.quantize.default, (k, k.transpose(0, 1), PLAN.words), centre),
-        "quantize, keys": (tq.quantize.default, (k.bfloat16(), None, KEYS_ONLY.words), {}),
-        "dequantize": (tq.dequantize.default, (pages, table, counts, 30, PLAN.words), centre),
+        "rotate": (tq.rotate.default, (PLAN.words, k), {}),
+        "rotate, strided half": (tq.rotate.default, (PLAN.words, k.half().transpose(1, 2)), dict(inverse=True)),
+        "quantize": (tq.quantize.default, (PLAN.words, k, k.transpose(0, 1)), centre),
+        "quantize, keys": (tq.quantize.default, (KEYS_ONLY.words, k.bfloat16(), None), {}),
+        "dequantize": (tq.dequantize.default, (PLAN.words, pages, table, counts, 30), centre),
         "dequantize, keys": (
             tq.dequantize.default,
-            (narrow, table.new_zeros(1, 1), counts[1:], 20, KEYS_ONLY.words),
+            (KEYS_ONLY.words, narrow, table.new_zeros(1, 1), counts[1:], 20),
             {},
         ),
         "merge": (tq.merge.default, (k, k[..., 0]), {}),
@@ -454,10 +454,10 @@ def test_opcheck(name: str, device: str, rng: np.random.Generator) -> None:
 
 def step(k: Tensor, v: Tensor, q: Tensor, lengths: Tensor, cache: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """What a model does in a layer, with torch's own work around it."""
-    tq.append(k * 2, v, lengths, cache["pages"], cache["block_table"], PLAN.words, **exact_of(cache))
-    out, lse = tq.attend(q + 1, cache["pages"], cache["block_table"], lengths, PLAN.words, **exact_of(cache))
+    tq.append(PLAN.words, k * 2, v, lengths, cache["pages"], cache["block_table"], **exact_of(cache))
+    out, lse = tq.attend(PLAN.words, q + 1, cache["pages"], cache["block_table"], lengths, **exact_of(cache))
     again, _ = tq.merge(torch.stack([out, out]), torch.stack([lse, lse]))
-    return tq.rotate(again, PLAN.words).sum(-1), lse
+    return tq.rotate(PLAN.words, again).sum(-1), lse
 
 
 def exact_of(cache: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -511,11 +511,11 @@ def test_compile_with_changing_sizes(rng: np.random.Generator) -> None:
         return graph.forward
 
     def there_and_back(k: Tensor, max_tokens: int) -> Tensor:
-        pages = tq.quantize(k, k, PLAN.words)
+        pages = tq.quantize(PLAN.words, k, k)
         batch, n = k.shape[0], pages.shape[0] // k.shape[0]
         table = torch.arange(batch * n, dtype=torch.int32).view(batch, n)
         counts = torch.full((batch,), max_tokens, dtype=torch.int32)
-        return tq.dequantize(pages, table, counts, max_tokens, PLAN.words)[0]
+        return tq.dequantize(PLAN.words, pages, table, counts, max_tokens)[0]
 
     compiled = torch.compile(there_and_back, fullgraph=True, backend=backend, dynamic=True)
     for batch, tokens in ((3, 300), (4, 200), (5, 400)):

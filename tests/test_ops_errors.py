@@ -205,48 +205,48 @@ def test_refusals(name: str, rng: np.random.Generator) -> None:
 REFUSED_ELSEWHERE: dict[str, tuple[Callable[[], Any], str]] = {
     "attend without values": (
         lambda: tq.attend(
+            KEYS_ONLY.words,
             torch.zeros(1, 2, 1, 64),
             torch.zeros(1, 2, KEYS_ONLY.record_bytes, dtype=torch.uint8),
             *(torch.zeros(shape, dtype=torch.int32) for shape in ((1, 1), (1,))),
-            KEYS_ONLY.words,
         ),
         "attend: `plan` must be ",
     ),
     "values for a plan without": (
-        lambda: tq.quantize(torch.zeros(1, 1, 4, 64), torch.zeros(1, 1, 4, 64), KEYS_ONLY.words),
+        lambda: tq.quantize(KEYS_ONLY.words, torch.zeros(1, 1, 4, 64), torch.zeros(1, 1, 4, 64)),
         "quantize: `v` must be None, because the plan has no values, got a tensor",
     ),
     "rotate another head_dim": (
-        lambda: tq.rotate(torch.zeros(3, 80), PLAN.words),
+        lambda: tq.rotate(PLAN.words, torch.zeros(3, 80)),
         "rotate: `x` must be of head_dim 64, the plan's, in its last dimension, got [3, 80]",
     ),
-    "rotate a number": (lambda: tq.rotate(torch.tensor(1.0), PLAN.words), "rotate: `x` must be of head_dim 64"),
+    "rotate a number": (lambda: tq.rotate(PLAN.words, torch.tensor(1.0)), "rotate: `x` must be of head_dim 64"),
     "rotate with a matrix of half": (
-        lambda: tq.rotate(torch.zeros(3, 40), DENSE.words, torch.eye(40).half()),
+        lambda: tq.rotate(DENSE.words, torch.zeros(3, 40), torch.eye(40).half()),
         "rotate: `matrix` must be float32 [40, 40], got float16 [40, 40]",
     ),
     "rotate without its matrix": (
-        lambda: tq.rotate(torch.zeros(3, 40), DENSE.words),
+        lambda: tq.rotate(DENSE.words, torch.zeros(3, 40)),
         "rotate: `matrix` must be given, because the plan's rotation is dense, got None",
     ),
     "rotate with a matrix for nothing": (
-        lambda: tq.rotate(torch.zeros(3, 64), PLAN.words, torch.eye(64)),
+        lambda: tq.rotate(PLAN.words, torch.zeros(3, 64), torch.eye(64)),
         "rotate: `matrix` must be None, because the plan's rotation is not dense, got a tensor",
     ),
     "decode more than there is": (
-        lambda: tq.dequantize(*decoding(counts=41), 40, PLAN.words),
-        "dequantize: `counts[0]` must be in 0..max_tokens, got 41",
+        lambda: tq.dequantize(PLAN.words, *decoding(lengths=41), 40),
+        "dequantize: `lengths[0]` must be in 0..max_tokens, got 41",
     ),
     "decode more than the table holds": (
-        lambda: tq.dequantize(*decoding(), 129, PLAN.words),
+        lambda: tq.dequantize(PLAN.words, *decoding(), 129),
         "dequantize: `max_tokens` must be at most max_pages * page_tokens, got 129",
     ),
     "decode fewer than none": (
-        lambda: tq.dequantize(*decoding(), -1, PLAN.words),
+        lambda: tq.dequantize(PLAN.words, *decoding(), -1),
         "dequantize: `max_tokens` must be at least 0, got -1",
     ),
     "decode a page outside": (
-        lambda: tq.dequantize(*decoding(page=1), 40, PLAN.words),
+        lambda: tq.dequantize(PLAN.words, *decoding(page=1), 40),
         "dequantize: `block_table[0]` must be in 0..n_pages - 1, got 1",
     ),
     "merge without parts": (
@@ -264,9 +264,9 @@ REFUSED_ELSEWHERE: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def decoding(counts: int = 40, page: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def decoding(lengths: int = 40, page: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     pages = torch.zeros(1, 2, PLAN.record_bytes, dtype=torch.uint8)
-    return pages, torch.tensor([[page]], dtype=torch.int32), torch.tensor([counts], dtype=torch.int32)
+    return pages, torch.tensor([[page]], dtype=torch.int32), torch.tensor([lengths], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("name", REFUSED_ELSEWHERE)
@@ -281,20 +281,20 @@ def test_gradients_are_refused_while_tracing() -> None:
     torch._dynamo.reset()
     x = torch.zeros(2, 64, requires_grad=True)
     with pytest.raises(Exception, match="rotate: `x` must be without requires_grad"):
-        torch.compile(lambda x: tq.rotate(x, PLAN.words), fullgraph=True, backend="aot_eager")(x)
+        torch.compile(lambda x: tq.rotate(PLAN.words, x), fullgraph=True, backend="aot_eager")(x)
     with torch.no_grad():
-        assert not tq.rotate(x, PLAN.words).requires_grad
+        assert not tq.rotate(PLAN.words, x).requires_grad
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
 def test_devices_are_not_mixed(device: str, rng: np.random.Generator) -> None:
     _, args, kwargs = samples(rng, "cpu")["append, full"]
-    before = args[3].clone()
+    before = args[4].clone()
     with pytest.raises(ValueError, match="append: `pages` must be on cpu like `k`, got cuda:0"):
-        tq.append(*args[:3], args[3].to(device), *args[4:], **kwargs)
+        tq.append(*args[:4], args[4].to(device), *args[5:], **kwargs)
     with pytest.raises(ValueError, match="append: `lengths` must be on cuda:0 like `k`, got cpu"):
-        tq.append(args[0].to(device), args[1].to(device), *args[2:], **kwargs)
-    assert torch.equal(args[3], before)
+        tq.append(args[0], args[1].to(device), args[2].to(device), *args[3:], **kwargs)
+    assert torch.equal(args[4], before)
 
 
 # ---- threads, and what `import turboquant.ops` says where it cannot ----
@@ -306,7 +306,7 @@ torch.set_num_threads(int(sys.argv[1]))
 words = (1, 64, 128, 1, 0, 0, 0, 4, 4, 4, 4)
 k = torch.zeros(8, 8, 64, 64)
 before = len(os.listdir("/proc/self/task"))
-torch.ops.turboquant.quantize(k, k, words)
+torch.ops.turboquant.quantize(words, k, k)
 print(len(os.listdir("/proc/self/task")) - before + 1)
 """
 
@@ -323,7 +323,7 @@ def test_threads(torch_threads: int, ours: str, used: int) -> None:
 def test_an_unknown_isa_is_the_machines_fault() -> None:
     code = (
         "import torch\nfrom turboquant import ops\nk = torch.zeros(1, 1, 4, 64)\n"
-        "try:\n    torch.ops.turboquant.quantize(k, k, (1, 64, 128, 1, 0, 0, 0, 4, 4, 4, 4))\n"
+        "try:\n    torch.ops.turboquant.quantize((1, 64, 128, 1, 0, 0, 0, 4, 4, 4, 4), k, k)\n"
         "except RuntimeError as error:\n    print(error)\n"
     )
     environment = os.environ | {"TURBOQUANT_ISA": "sse9"}

@@ -36,8 +36,8 @@ class Decoder:
 
     def step(self, q: Any, k: Any, v: Any) -> Any:
         self.lengths.add_(1)
-        tq.append(k, v, self.lengths, self.pages, self.table, self.plan)
-        return tq.attend(q, self.pages, self.table, self.lengths, self.plan)[0]
+        tq.append(self.plan, k, v, self.lengths, self.pages, self.table)
+        return tq.attend(self.plan, q, self.pages, self.table, self.lengths)[0]
 
 
 def want(device: str = "cuda") -> tuple[list[Any], Any]:

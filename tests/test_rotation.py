@@ -121,5 +121,5 @@ def test_gaussians_of_the_recipe() -> None:
 
 @pytest.mark.parametrize("dim", [0, -8, 12, 4104])
 def test_haar_refuses(dim: int) -> None:
-    with pytest.raises(ValueError, match=f"haar: `dim` must be .*8.*got {dim}"):
+    with pytest.raises(ValueError, match=f"haar: `head_dim` must be .*8.*got {dim}"):
         _core.haar(0, dim)

@@ -15,7 +15,7 @@ CUDA, on CUDA, from one schema and into the same bytes; under `torch.compile(ful
 
 Arguments that several operators share (contracts and the byte format: ``csrc/include/turboquant.h``):
 
-    plan         the integers of `turboquant.plan.plan_words`.
+    plan         the integers of `turboquant.plan.plan_words`; the first argument of every operator but `merge`.
     floats       float32, float16 or bfloat16; all of one call alike. Their layout is [batch, heads, tokens, head_dim],
                  as in `torch.nn.functional.scaled_dot_product_attention`. k, v, q, fresh_k and fresh_v may have any
                  strides but in the last dimension, which is dense (a transposed [batch, tokens, heads, head_dim] is
@@ -87,8 +87,8 @@ def _check(op: str, arguments: dict[str, object]) -> None:
             raise ValueError(f"{op}: `{name}` must be {wants}, got a tensor that requires grad")
 
 
-def _rotate(x: Tensor, plan: Sequence[int], matrix: Tensor | None = None, inverse: bool = False) -> Tensor:
-    """rotate(x, plan, matrix=None, inverse=False) -> Tensor
+def _rotate(plan: Sequence[int], x: Tensor, matrix: Tensor | None = None, inverse: bool = False) -> Tensor:
+    """rotate(plan, x, matrix=None, inverse=False) -> Tensor
 
     ``R x`` (or ``R^T x`` if `inverse`) for every row of x, in float32, returned in x's dtype, contiguous.
 
@@ -100,12 +100,12 @@ def _rotate(x: Tensor, plan: Sequence[int], matrix: Tensor | None = None, invers
 
 
 def _append(
+    plan: Sequence[int],
     k: Tensor,
     v: Tensor | None,
     lengths: Tensor,
     pages: Tensor,
     block_table: Tensor,
-    plan: Sequence[int],
     *,
     sink_k: Tensor | None = None,
     sink_v: Tensor | None = None,
@@ -119,7 +119,7 @@ def _append(
     value_steps: Tensor | None = None,
     flag: Tensor | None = None,
 ) -> None:
-    """append(k, v, lengths, pages, block_table, plan, *, sink_k=None, sink_v=None, window_k=None, window_v=None,
+    """append(plan, k, v, lengths, pages, block_table, *, sink_k=None, sink_v=None, window_k=None, window_v=None,
     ..transforms, flag=None) -> None
 
     Stores new tokens of one layer, in place: those of the first `sinks` and last `window` positions exactly; those
@@ -137,11 +137,11 @@ def _append(
 
 
 def _attend(
+    plan: Sequence[int],
     q: Tensor,
     pages: Tensor,
     block_table: Tensor,
     lengths: Tensor,
-    plan: Sequence[int],
     *,
     starts: Tensor | None = None,
     sink_k: Tensor | None = None,
@@ -162,7 +162,7 @@ def _attend(
     softcap: float = 0.0,
     even_lengths: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """attend(q, pages, block_table, lengths, plan, *, starts=None, sink_k=None, sink_v=None, window_k=None,
+    """attend(plan, q, pages, block_table, lengths, *, starts=None, sink_k=None, sink_v=None, window_k=None,
     window_v=None, fresh_k=None, fresh_v=None, ..transforms, softmax_scale=None, causal=True, sliding_window=0,
     softcap=0.0, even_lengths=False) -> (out, lse)
 
@@ -190,13 +190,13 @@ def _attend(
 
 
 def _append_attend(
+    plan: Sequence[int],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     lengths: Tensor,
     pages: Tensor,
     block_table: Tensor,
-    plan: Sequence[int],
     *,
     sink_k: Tensor | None = None,
     sink_v: Tensor | None = None,
@@ -214,7 +214,7 @@ def _append_attend(
     softcap: float = 0.0,
     even_lengths: bool = False,
 ) -> Tensor:
-    """append_attend(q, k, v, lengths, pages, block_table, plan, *, sink_k=None, sink_v=None, window_k=None,
+    """append_attend(plan, q, k, v, lengths, pages, block_table, *, sink_k=None, sink_v=None, window_k=None,
     window_v=None, ..transforms, flag=None, softmax_scale=None, sliding_window=0, softcap=0.0,
     even_lengths=False) -> out
 
@@ -230,9 +230,9 @@ def _append_attend(
 
 
 def _quantize(
+    plan: Sequence[int],
     k: Tensor,
     v: Tensor | None,
-    plan: Sequence[int],
     *,
     key_rotation: Tensor | None = None,
     value_rotation: Tensor | None = None,
@@ -241,7 +241,7 @@ def _quantize(
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
 ) -> Tensor:
-    """quantize(k, v, plan, *, ..transforms) -> pages
+    """quantize(plan, k, v, *, ..transforms) -> pages
 
     Whole sequences, every token packed: k, v [batch, kv_heads, tokens, head_dim] into uint8 pages
     [batch * n, kv_heads, record_bytes], ``n = ceil(tokens / page_tokens)``, sequence b in pages b * n to b * n + n - 1:
@@ -255,11 +255,11 @@ def _quantize(
 
 
 def _dequantize(
+    plan: Sequence[int],
     pages: Tensor,
     block_table: Tensor,
-    counts: Tensor,
+    lengths: Tensor,
     max_tokens: int,
-    plan: Sequence[int],
     *,
     key_rotation: Tensor | None = None,
     value_rotation: Tensor | None = None,
@@ -268,11 +268,11 @@ def _dequantize(
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dequantize(pages, block_table, counts, max_tokens, plan, *, ..transforms) -> (k, v)
+    """dequantize(plan, pages, block_table, lengths, max_tokens, *, ..transforms) -> (k, v)
 
-    The first ``counts[b]`` packed tokens of each sequence as float32 [batch, kv_heads, max_tokens, head_dim], zeros
+    The first ``lengths[b]`` packed tokens of each sequence as float32 [batch, kv_heads, max_tokens, head_dim], zeros
     behind them; v is [batch, kv_heads, 0, head_dim] for a plan without values. `attend` needs none of it.
-    counts: int32 [batch], at most max_tokens, which is at most ``max_pages * page_tokens``.
+    lengths: int32 [batch], at most max_tokens, which is at most ``max_pages * page_tokens``.
     """
     has_values = any(_core.plan_info(plan)["value_bits"])
     shape = (block_table.shape[0], pages.shape[1], max_tokens, plan[1])

@@ -168,7 +168,7 @@ def pack(
         tokens=tokens,
         transforms={name: x for name, x in given.items() if x is not None},
     )
-    _append(k, v, packed.lengths, packed.pages, packed.block_table, packed.plan, **packed.transforms)
+    _append(packed.plan, k, v, packed.lengths, packed.pages, packed.block_table, **packed.transforms)
     return packed
 
 
@@ -182,7 +182,7 @@ def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None
     """
     _check("append", packed, k=k)
     tokens, lengths = _after("append", packed, k)
-    _append(k, v, lengths, packed.pages, packed.block_table, packed.plan, flag=flag, **packed.transforms)
+    _append(packed.plan, k, v, lengths, packed.pages, packed.block_table, flag=flag, **packed.transforms)
     packed.lengths.copy_(lengths)
     packed.tokens = tokens
 
@@ -242,11 +242,11 @@ def attend(
     """
     _check("attend", packed, q=q)
     out, lse = _attend(
+        packed.plan,
         q,
         packed.pages,
         packed.block_table,
         packed.lengths,
-        packed.plan,
         starts=starts,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -279,13 +279,13 @@ def append_attend(
     _check("append_attend", packed, q=q, k=k, v=v)
     tokens, lengths = _after("append_attend", packed, k)
     out: Tensor = _append_attend(
+        packed.plan,
         q,
         k,
         v,
         lengths,
         packed.pages,
         packed.block_table,
-        packed.plan,
         flag=flag,
         softmax_scale=softmax_scale,
         sliding_window=sliding_window,
@@ -306,7 +306,7 @@ def dequantize(packed: PackedKV) -> tuple[Tensor, Tensor]:
     """
     _check("dequantize", packed)
     k, v = _dequantize(
-        packed.pages, packed.block_table, packed.lengths, packed.tokens, packed.plan, **packed.transforms
+        packed.plan, packed.pages, packed.block_table, packed.lengths, packed.tokens, **packed.transforms
     )
     return k, v
 
@@ -331,9 +331,9 @@ def quantize(
     """
     _check("quantize", k=k)
     pages: Tensor = _quantize(
+        plan,
         k,
         v,
-        plan,
         key_rotation=key_rotation,
         value_rotation=value_rotation,
         key_centre=key_centre,
@@ -351,7 +351,7 @@ def rotate(plan: Sequence[int], x: Tensor, matrix: Tensor | None = None, *, inve
     matrix: float32 [head_dim, head_dim], for plans with a dense rotation; None: the plan's Hadamard, or none.
     """
     _check("rotate", x=x)
-    y: Tensor = _rotate(x, plan, matrix, inverse)
+    y: Tensor = _rotate(plan, x, matrix, inverse)
     return y
 
 

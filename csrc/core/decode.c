@@ -78,7 +78,7 @@ static void decode_blocked_tile(const decode_side *s, const uint8_t *record, int
 }
 
 tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                        const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
+                        const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
                         int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
                         tq_error *error)
 {
@@ -98,7 +98,7 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
     int has_values = plan->value.tile_bytes != 0;
     if (has_values != (v != NULL) && (has_values ? batch && kv_heads && max_tokens : 1))
         return tq_fail(error, TQ_E_VALUE, "v", -1, v != NULL, "NULL if and only if the plan has no values");
-    if (batch) TQ_NEED(error, {"counts", counts, 0});
+    if (batch) TQ_NEED(error, {"lengths", lengths, 0});
     if (batch && max_pages) TQ_NEED(error, {"block_table", block_table, 0});
     if (n_pages && kv_heads) TQ_NEED(error, {"pages", pages, 0});
     if (batch && kv_heads && max_tokens) TQ_NEED(error, {"k", k, 0});
@@ -110,9 +110,9 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
     TQ_TRY(tq_transform_check(plan, key, kv_heads, 1, error));
     TQ_TRY(tq_transform_check(plan, value, kv_heads, 0, error));
     for (int32_t b = 0; b < batch; b++) {
-        if (counts[b] < 0 || counts[b] > max_tokens)
-            return tq_fail(error, TQ_E_VALUE, "counts", b, counts[b], "in 0..max_tokens");
-        for (int64_t i = 0; i * plan->page_tokens < counts[b]; i++) {
+        if (lengths[b] < 0 || lengths[b] > max_tokens)
+            return tq_fail(error, TQ_E_VALUE, "lengths", b, lengths[b], "in 0..max_tokens");
+        for (int64_t i = 0; i * plan->page_tokens < lengths[b]; i++) {
             int64_t at = (int64_t)b * max_pages + i;
             if (block_table[at] < 0 || block_table[at] >= n_pages)
                 return tq_fail(error, TQ_E_VALUE, "block_table", at, block_table[at], "in 0..n_pages - 1");
@@ -126,10 +126,10 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
                 decode_side s = {kernels, plan, books, side ? value : key, !side, b, h};
                 float *out = (side ? v : k) + ((int64_t)b * kv_heads + h) * max_tokens * plan->head_dim;
                 if (max_tokens) memset(out, 0, sizeof(float) * (size_t)max_tokens * (size_t)plan->head_dim);
-                for (int64_t i = 0; i < counts[b]; i += TQ_TILE) {
+                for (int64_t i = 0; i < lengths[b]; i += TQ_TILE) {
                     int64_t page = block_table[(int64_t)b * max_pages + i / plan->page_tokens];
                     const uint8_t *record = pages + (page * kv_heads + h) * plan->record_bytes;
-                    int32_t n = (int32_t)(counts[b] - i < TQ_TILE ? counts[b] - i : TQ_TILE);
+                    int32_t n = (int32_t)(lengths[b] - i < TQ_TILE ? lengths[b] - i : TQ_TILE);
                     int32_t first = (int32_t)(i % plan->page_tokens);
                     float *x = out + i * plan->head_dim;
                     if (tq_is_blocked(plan)) {

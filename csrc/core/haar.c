@@ -53,8 +53,8 @@ static double next_gaussian(gaussian_source *s)
     }
 }
 
-/** Reflects the trailing k x k block of m [dim, dim] by a fresh Gaussian vector; v and w [k] are scratch. */
-static void reflect_block(double *block, int64_t dim, int32_t k, gaussian_source *source, double *v, double *w)
+/** Reflects the trailing k x k block of m [head_dim, head_dim] by a fresh Gaussian vector; v and w [k] are scratch. */
+static void reflect_block(double *block, int64_t head_dim, int32_t k, gaussian_source *source, double *v, double *w)
 {
     double norm2 = 0.0;
     for (int32_t i = 0; i < k; i++) v[i] = next_gaussian(source);
@@ -63,33 +63,34 @@ static void reflect_block(double *block, int64_t dim, int32_t k, gaussian_source
     v[0] = v[0] + sign * norm;
     for (int32_t j = 0; j < k; j++) w[j] = 0.0;
     for (int32_t i = 0; i < k; i++)
-        for (int32_t j = 0; j < k; j++) w[j] = w[j] + v[i] * block[i * dim + j];
+        for (int32_t j = 0; j < k; j++) w[j] = w[j] + v[i] * block[i * head_dim + j];
     for (int32_t j = 0; j < k; j++) w[j] = beta * w[j];
     for (int32_t i = 0; i < k; i++)
-        for (int32_t j = 0; j < k; j++) block[i * dim + j] = sign * (v[i] * w[j] - block[i * dim + j]);
+        for (int32_t j = 0; j < k; j++) block[i * head_dim + j] = sign * (v[i] * w[j] - block[i * head_dim + j]);
 }
 
-tq_status tq_haar(uint64_t seed, int32_t dim, float *matrix, double *scratch, tq_error *error)
+tq_status tq_haar(uint64_t seed, int32_t head_dim, float *matrix, double *scratch, tq_error *error)
 {
-    if (dim < 8 || dim > TQ_MAX_DIM || dim % 8)
-        return tq_fail(error, TQ_E_VALUE, "dim", -1, dim, "a multiple of 8 in 8..4096");
+    if (head_dim < 8 || head_dim > TQ_MAX_DIM || head_dim % 8)
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "a multiple of 8 in 8..4096");
     if (!matrix || !scratch)
         return tq_fail(error, TQ_E_VALUE, matrix ? "scratch" : "matrix", -1, 0, "a pointer, not NULL");
-    int64_t n = dim;
+    int64_t n = head_dim;
     double *m = scratch, *v = scratch + n * n, *w = v + n;
     gaussian_source source = {.seed = seed, .stream = HAAR_STREAM, .next_word = 4};
     for (int64_t i = 0; i < n * n; i++) m[i] = i % (n + 1) == 0;
-    for (int32_t k = 1; k <= dim; k++) reflect_block(m + (n - k) * (n + 1), n, k, &source, v, w);
+    for (int32_t k = 1; k <= head_dim; k++) reflect_block(m + (n - k) * (n + 1), n, k, &source, v, w);
     for (int64_t i = 0; i < n * n; i++) matrix[i] = (float)m[i];
     return TQ_OK;
 }
 
-tq_status tq_gaussian(uint64_t seed, int32_t rows, int32_t dim, float *matrix, tq_error *error)
+tq_status tq_gaussian(uint64_t seed, int32_t rows, int32_t head_dim, float *matrix, tq_error *error)
 {
     if (rows < 1 || rows > TQ_MAX_DIM) return tq_fail(error, TQ_E_VALUE, "rows", -1, rows, "in 1..4096");
-    if (dim < 1 || dim > TQ_MAX_DIM) return tq_fail(error, TQ_E_VALUE, "dim", -1, dim, "in 1..4096");
+    if (head_dim < 1 || head_dim > TQ_MAX_DIM)
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "in 1..4096");
     if (!matrix) return tq_fail(error, TQ_E_VALUE, "matrix", -1, 0, "a pointer, not NULL");
     gaussian_source source = {.seed = seed, .stream = SKETCH_STREAM, .next_word = 4};
-    for (int64_t i = 0; i < (int64_t)rows * dim; i++) matrix[i] = (float)next_gaussian(&source);
+    for (int64_t i = 0; i < (int64_t)rows * head_dim; i++) matrix[i] = (float)next_gaussian(&source);
     return TQ_OK;
 }

@@ -99,7 +99,7 @@ inline tq_status block_plan_of(const tq_plan &plan, const tq_transform *key, con
 tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
 tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
                         cudaStream_t stream, tq_error *error);
-tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &args, int32_t batch, const int32_t *counts,
+tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &args, int32_t batch, const int32_t *lengths,
                             int32_t max_tokens, float *k, float *v, cudaStream_t stream, tq_error *error);
 
 // ---- what comes with each call ----

@@ -23,7 +23,7 @@ struct DequantizeSide {
 
 struct DequantizeArgs {
     const uint8_t *pages;
-    const int32_t *block_table, *counts;
+    const int32_t *block_table, *lengths;
     int64_t n_pages, record_bytes;
     int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, group_channels, page_tokens, rotation, tiles;
     DequantizeSide side[2];
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
               b = (int)(i / a.tiles / a.kv_heads % a.batch);
     const int side_index = (int)(i / a.tiles / a.kv_heads / a.batch);
     const DequantizeSide &side = a.side[side_index];
-    const int first = TQ_TILE * tile, count = max(0, min(min(a.counts[b], a.max_tokens) - first, TQ_TILE));
+    const int first = TQ_TILE * tile, count = max(0, min(min(a.lengths[b], a.max_tokens) - first, TQ_TILE));
     if (count) {
         int64_t page = a.block_table[(int64_t)b * a.max_pages + first / a.page_tokens];
         if (page < 0 || page >= a.n_pages) page = 0;
@@ -120,7 +120,7 @@ DequantizeSide side_of(const tq_side &from, const tq_transform *transform, float
 using namespace tq;
 
 tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                             const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
+                             const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
                              int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
                              void *stream, tq_error *error)
 {
@@ -134,8 +134,8 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     if (!batch || !kv_heads || !max_tokens) return TQ_OK;
     if (values != (v != nullptr))
         return fail(error, TQ_E_VALUE, "v", -1, v != nullptr, "NULL if and only if the plan has no values");
-    if (!k || !counts || !block_table || (n_pages && !pages))
-        return fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL, as counts, block_table and pages");
+    if (!k || !lengths || !block_table || (n_pages && !pages))
+        return fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL, as lengths, block_table and pages");
     TQ_CUDA_TRY(check_transform(*plan, key, false, error));
     TQ_CUDA_TRY(check_transform(*plan, value, true, error));
     if (!n_pages) {
@@ -148,14 +148,14 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
         BlockPlan blocks;
         TQ_CUDA_TRY(
             block_plan_of(*plan, key, value, {pages, block_table, n_pages, kv_heads, max_pages}, &blocks, error));
-        return dequantize_blocks(*plan, blocks, batch, counts, max_tokens, k, v, (cudaStream_t)stream, error);
+        return dequantize_blocks(*plan, blocks, batch, lengths, max_tokens, k, v, (cudaStream_t)stream, error);
     }
     const bool dense = plan->rotation == TQ_ROTATION_DENSE;
 
     DequantizeArgs args = {};
     args.pages = pages;
     args.block_table = block_table;
-    args.counts = counts;
+    args.lengths = lengths;
     args.n_pages = n_pages;
     args.record_bytes = plan->record_bytes;
     args.kv_heads = kv_heads;

@@ -11,7 +11,7 @@ constexpr int WARPS = 4, TOKENS = MATRIX_TOKENS;
 
 struct DequantizeBlocksArgs {
     BlockPlan plan;
-    const int32_t *counts;
+    const int32_t *lengths;
     int32_t batch, max_tokens, parts; // parts: of a sequence, TOKENS tokens each
     float *out[2];                    // [batch, kv_heads, max_tokens, head_dim]
 };
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
               b = blockIdx.x / a.parts / heads % a.batch, is_value = blockIdx.x / a.parts / heads / a.batch;
     const BlockSide &side = plan.side[is_value];
     const int first = TOKENS * part, d = plan.head_dim, stride = TQ_TILE * side.tiles + 16,
-              stored = max(0, min(min(a.counts[b], a.max_tokens) - first, TOKENS)),
+              stored = max(0, min(min(a.lengths[b], a.max_tokens) - first, TOKENS)),
               wanted = min(TOKENS, a.max_tokens - first);
     float *rows = memory + LEVEL_TABLE;
     RestoredRows restored = {};
@@ -51,10 +51,10 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
 
 } // namespace
 
-tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, int32_t batch, const int32_t *counts,
+tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, int32_t batch, const int32_t *lengths,
                             int32_t max_tokens, float *k, float *v, cudaStream_t stream, tq_error *error)
 {
-    DequantizeBlocksArgs args = {blocks, counts, batch, max_tokens, (max_tokens - 1) / TOKENS + 1, {k, v}};
+    DequantizeBlocksArgs args = {blocks, lengths, batch, max_tokens, (max_tokens - 1) / TOKENS + 1, {k, v}};
     size_t shared_bytes = 0;
     for (const tq_side *side : {&plan.key, &plan.value}) {
         const size_t rows = sizeof(float) * (LEVEL_TABLE + TQ_TILE * ((size_t)TQ_TILE * side->tiles + 16)),

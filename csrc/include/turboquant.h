@@ -164,20 +164,21 @@ typedef enum {
     TQ_ROTATION_DENSE = 2     /* a matrix that the caller passes with each call */
 } tq_rotation;
 
-/* The Hadamard rotation of dim channels (a multiple of 8), p = the largest power of two <= dim. Pass 0 acts on channels 0..p-1;
- * when p < dim, pass 1 then acts on channels dim-p..dim-1. A pass multiplies channel i of its p by the sign of bit i of stream
+/* The Hadamard rotation of head_dim = d channels (a multiple of 8), p = the largest power of two <= d. Pass 0 acts on channels
+ * 0..p-1; when p < d, pass 1 then acts on channels d-p..d-1. A pass multiplies channel i of its p by the sign of bit i of stream
  * `pass` (bit i of the words of tq_random(seed, pass, i / 128): word i % 128 / 32, bit i % 32; 1 is minus), runs the Walsh-
  * Hadamard butterflies (a, b) -> (a + b, a - b) at distances 1, 2, 4 .. p/2 in that order, and multiplies by fl(1 / sqrt(p)).
  * The inverse undoes the passes in reverse. All in float32, no contraction: bit-identical everywhere. */
 
-/** Fills matrix [dim, dim] float32 row-major with a Haar-distributed rotation (Stewart 1980: Householder reflections of
- *  Gaussian vectors), computed in float64 without libm's transcendentals: the same on every machine. O(dim^3), offline.
- *  scratch  dim * (dim + 2) doubles, 8-byte aligned; contents lost.  dim: a multiple of 8 in 8..TQ_MAX_DIM. */
-TQ_API tq_status tq_haar(uint64_t seed, int32_t dim, float *matrix, double *scratch, tq_error *error);
+/** Fills matrix [head_dim, head_dim] float32 row-major with a Haar-distributed rotation (Stewart 1980: Householder
+ *  reflections of Gaussian vectors), computed in float64 without libm's transcendentals: the same on every machine.
+ *  O(head_dim^3), offline.  head_dim: a multiple of 8 in 8..TQ_MAX_DIM.
+ *  scratch  head_dim * (head_dim + 2) doubles, 8-byte aligned; contents lost. */
+TQ_API tq_status tq_haar(uint64_t seed, int32_t head_dim, float *matrix, double *scratch, tq_error *error);
 
-/** Fills matrix [rows, dim] float32 row-major with independent draws of N(0, 1), the same on every machine: the sketch S of a
- *  quantised Johnson-Lindenstrauss transform (QJL, arXiv 2406.03482).  rows: 1..TQ_MAX_DIM; dim: 1..TQ_MAX_DIM. */
-TQ_API tq_status tq_gaussian(uint64_t seed, int32_t rows, int32_t dim, float *matrix, tq_error *error);
+/** Fills matrix [rows, head_dim] float32 row-major with independent draws of N(0, 1), the same on every machine: the sketch S
+ *  of a quantised Johnson-Lindenstrauss transform (QJL, arXiv 2406.03482).  rows, head_dim: 1..TQ_MAX_DIM. */
+TQ_API tq_status tq_gaussian(uint64_t seed, int32_t rows, int32_t head_dim, float *matrix, tq_error *error);
 
 /* ---- plans ---- */
 typedef enum {
@@ -376,10 +377,10 @@ TQ_API tq_status tq_merge(const float *outs, const float *lses, int32_t parts, i
                           float *out, float *lse, tq_error *error);
 
 /** Decodes packed tokens, for debugging and for NumPy users: k, v [batch, kv_heads, max_tokens, head_dim] float32 dense get
- *  mu + R^T(s step level) of packed index 0 .. counts[b] - 1 and 0 behind; v NULL iff the plan has no values.
- *  counts [batch] packed tokens, <= max_tokens <= max_pages * page_tokens. */
+ *  mu + R^T(s step level) of packed index 0 .. lengths[b] - 1 and 0 behind; v NULL iff the plan has no values.
+ *  lengths [batch] packed tokens, <= max_tokens <= max_pages * page_tokens. */
 TQ_API tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                               const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
+                               const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
                                int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k,
                                float *v, tq_error *error);
 

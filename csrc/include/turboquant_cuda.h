@@ -68,11 +68,11 @@ TQ_API tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *par
 TQ_API tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, tq_dtype dtype, const void *x,
                                 void *y, int64_t rows, void *stream, tq_error *error);
 
-/** tq_dequantize on the device; k and v float32. counts above max_tokens count as max_tokens. */
+/** tq_dequantize on the device; k and v float32. lengths above max_tokens count as max_tokens. */
 TQ_API tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                                    const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
-                                    int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k,
-                                    float *v, void *stream, tq_error *error);
+                                    const int32_t *block_table, int32_t batch, int32_t max_pages,
+                                    const int32_t *lengths, int32_t max_tokens, const tq_transform *key,
+                                    const tq_transform *value, float *k, float *v, void *stream, tq_error *error);
 
 /** tq_merge on the device. */
 TQ_API tq_status tq_cuda_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,

@@ -311,16 +311,16 @@ done:
 }
 
 const char doc_dequantize[] = PyDoc_STR(
-    "dequantize(plan, pages, block_table, counts, max_tokens, *, key_rotation=None, key_centre=None, "
+    "dequantize(plan, pages, block_table, lengths, max_tokens, *, key_rotation=None, key_centre=None, "
     "key_steps=None, value_rotation=None, value_centre=None, value_steps=None)\n--\n\n"
-    "(k, v): packed tokens decoded, float32 [batch, kv_heads, max_tokens, head_dim] each, 0 behind counts[b]; v is "
-    "None if the plan has\nno values. counts: int32 [batch], packed tokens of each sequence, <= max_tokens <= "
+    "(k, v): packed tokens decoded, float32 [batch, kv_heads, max_tokens, head_dim] each, 0 behind lengths[b]; v is "
+    "None if the plan has\nno values. lengths: int32 [batch], packed tokens of each sequence, <= max_tokens <= "
     "max_pages * page_tokens.");
 PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"plan",       "pages",     "block_table",    "counts",       "max_tokens",  "key_rotation",
+    static char *names[] = {"plan",       "pages",     "block_table",    "lengths",      "max_tokens",  "key_rotation",
                             "key_centre", "key_steps", "value_rotation", "value_centre", "value_steps", NULL};
-    PyObject *plan_object, *pages_object, *table_object, *counts_object, *max_object;
+    PyObject *plan_object, *pages_object, *table_object, *lengths_object, *max_object;
     PyObject *k = NULL, *v = NULL, *result = NULL;
     transforms given = no_transforms;
     read_plan_result read;
@@ -331,17 +331,18 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     const char *op = "dequantize";
     (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOOO:dequantize", names, &plan_object, &pages_object,
-                                     &table_object, &counts_object, &max_object, &given.key.rotation, &given.key.centre,
-                                     &given.key.steps, &given.value.rotation, &given.value.centre, &given.value.steps))
+                                     &table_object, &lengths_object, &max_object, &given.key.rotation,
+                                     &given.key.centre, &given.key.steps, &given.value.rotation, &given.value.centre,
+                                     &given.value.steps))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 || read_i32(op, "max_tokens", max_object, 0, INT32_MAX, &max_tokens) < 0)
         return NULL;
     npy_intp dims[2] = {ANY, ANY};
     PyArrayObject *pages = read_pages(op, plan, pages_object, DENSE, ANY);
     PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, dims) : NULL;
-    PyArrayObject *counts =
-        table ? read_array(op, "counts", counts_object, NPY_INT32, DENSE, 1, PyArray_DIMS(table)) : NULL;
-    if (!counts || read_length(op, "pages", pages, 1, &kv_heads) < 0 ||
+    PyArrayObject *lengths =
+        table ? read_array(op, "lengths", lengths_object, NPY_INT32, DENSE, 1, PyArray_DIMS(table)) : NULL;
+    if (!lengths || read_length(op, "pages", pages, 1, &kv_heads) < 0 ||
         read_length(op, "block_table", table, 0, &batch) < 0 ||
         read_length(op, "block_table", table, 1, &max_pages) < 0 ||
         read_transforms(op, plan, batch, kv_heads, &given, &key, &value) < 0)
@@ -355,7 +356,7 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     v = !k ? NULL : has_values(plan) ? PyArray_SimpleNew(4, shape, NPY_FLOAT32) : Py_NewRef(Py_None);
     if (!v) goto done;
     const uint8_t *bytes = pages_data(pages);
-    const int32_t *entries = PyArray_DATA(table), *tokens = PyArray_DATA(counts);
+    const int32_t *entries = PyArray_DATA(table), *tokens = PyArray_DATA(lengths);
     int64_t n_pages = PyArray_DIM(pages, 0);
     float *to_k = PyArray_DATA((PyArrayObject *)k), *to_v = has_values(plan) ? PyArray_DATA((PyArrayObject *)v) : NULL;
     const table_argument copied[] = {{&entries, (size_t)PyArray_SIZE(table)}, {&tokens, (size_t)batch}};

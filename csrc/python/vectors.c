@@ -19,14 +19,15 @@ const char doc_codebook[] = PyDoc_STR(
 PyObject *py_codebook(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"law", "head_dim", "bits", NULL};
-    PyObject *law_object, *dim_object, *bits_object, *levels = NULL, *thresholds = NULL, *codes = NULL, *result = NULL;
+    PyObject *law_object, *head_dim_object, *bits_object, *levels = NULL, *thresholds = NULL, *codes = NULL,
+                                                          *result = NULL;
     int32_t law, head_dim, bits;
     const char *op = "codebook";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:codebook", names, &law_object, &dim_object, &bits_object))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:codebook", names, &law_object, &head_dim_object, &bits_object))
         return NULL;
     if (read_i32(op, "law", law_object, 0, TQ_CODEBOOK_UNIFORM, &law) < 0 ||
-        read_i32(op, "head_dim", dim_object, INT32_MIN, INT32_MAX, &head_dim) < 0 ||
+        read_i32(op, "head_dim", head_dim_object, INT32_MIN, INT32_MAX, &head_dim) < 0 ||
         read_i32(op, "bits", bits_object, 1, TQ_MAX_BITS, &bits) < 0)
         return NULL;
     tq_codebook book;
@@ -65,58 +66,59 @@ PyObject *py_random(PyObject *module, PyObject *args, PyObject *kwargs)
     return copied(NPY_UINT32, 4, words);
 }
 
-const char doc_gaussian[] =
-    PyDoc_STR("gaussian(seed, rows, dim)\n--\n\n"
-              "Independent draws of N(0, 1), float32 [rows, dim], the same on every machine: the sketch of a quantised "
-              "Johnson-\nLindenstrauss transform. rows and dim are in 1..4096.");
+const char doc_gaussian[] = PyDoc_STR(
+    "gaussian(seed, rows, head_dim)\n--\n\n"
+    "Independent draws of N(0, 1), float32 [rows, head_dim], the same on every machine: the sketch of a quantised "
+    "Johnson-\nLindenstrauss transform. rows and head_dim are in 1..4096.");
 PyObject *py_gaussian(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"seed", "rows", "dim", NULL};
-    PyObject *seed_object, *rows_object, *dim_object, *matrix;
+    static char *names[] = {"seed", "rows", "head_dim", NULL};
+    PyObject *seed_object, *rows_object, *head_dim_object, *matrix;
     uint64_t seed;
-    int32_t rows, dim;
+    int32_t rows, head_dim;
     const char *op = "gaussian";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:gaussian", names, &seed_object, &rows_object, &dim_object))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:gaussian", names, &seed_object, &rows_object, &head_dim_object))
         return NULL;
     if (read_u64(op, "seed", seed_object, &seed) < 0 || read_i32(op, "rows", rows_object, 1, TQ_MAX_DIM, &rows) < 0 ||
-        read_i32(op, "dim", dim_object, 1, TQ_MAX_DIM, &dim) < 0)
+        read_i32(op, "head_dim", head_dim_object, 1, TQ_MAX_DIM, &head_dim) < 0)
         return NULL;
-    npy_intp dims[2] = {rows, dim};
+    npy_intp dims[2] = {rows, head_dim};
     matrix = new_array(NPY_FLOAT32, 2, dims);
     if (!matrix) return NULL;
     tq_error error = {0};
-    tq_status status = tq_gaussian(seed, rows, dim, PyArray_DATA((PyArrayObject *)matrix), &error);
+    tq_status status = tq_gaussian(seed, rows, head_dim, PyArray_DATA((PyArrayObject *)matrix), &error);
     if (status == TQ_OK) return matrix;
     Py_DECREF(matrix);
     return raise_status(op, status, &error, NULL);
 }
 
 const char doc_haar[] =
-    PyDoc_STR("haar(seed, dim)\n--\n\n"
-              "A Haar-distributed rotation, float32 [dim, dim], by Householder reflections (Stewart "
-              "1980); the same on every machine.\ndim is a multiple of 8 in 8..4096. Takes O(dim^3) "
+    PyDoc_STR("haar(seed, head_dim)\n--\n\n"
+              "A Haar-distributed rotation, float32 [head_dim, head_dim], by Householder reflections (Stewart "
+              "1980); the same on every machine.\nhead_dim is a multiple of 8 in 8..4096. Takes O(head_dim^3) "
               "time.");
 PyObject *py_haar(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"seed", "dim", NULL};
-    PyObject *seed_object, *dim_object, *matrix = NULL;
+    static char *names[] = {"seed", "head_dim", NULL};
+    PyObject *seed_object, *head_dim_object, *matrix = NULL;
     scratch_memory scratch = {NULL, NULL};
     uint64_t seed;
-    int32_t dim;
+    int32_t head_dim;
     const char *op = "haar";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:haar", names, &seed_object, &dim_object)) return NULL;
-    if (read_u64(op, "seed", seed_object, &seed) < 0 || read_i32(op, "dim", dim_object, 8, TQ_MAX_DIM, &dim) < 0)
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:haar", names, &seed_object, &head_dim_object)) return NULL;
+    if (read_u64(op, "seed", seed_object, &seed) < 0 ||
+        read_i32(op, "head_dim", head_dim_object, 8, TQ_MAX_DIM, &head_dim) < 0)
         return NULL;
-    npy_intp dims[2] = {dim, dim};
+    npy_intp dims[2] = {head_dim, head_dim};
     matrix = new_array(NPY_FLOAT32, 2, dims);
-    if (!matrix || scratch_get(&scratch, (size_t)dim * ((size_t)dim + 2) * sizeof(double)) < 0) goto done;
+    if (!matrix || scratch_get(&scratch, (size_t)head_dim * ((size_t)head_dim + 2) * sizeof(double)) < 0) goto done;
     tq_error error = {0};
     tq_status status;
     float *data = PyArray_DATA((PyArrayObject *)matrix);
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_haar(seed, dim, data, scratch.aligned, &error);
+    status = tq_haar(seed, head_dim, data, scratch.aligned, &error);
     Py_END_ALLOW_THREADS;
     scratch_free(&scratch);
     if (status == TQ_OK) return matrix;

@@ -29,7 +29,7 @@ struct Backend {
     tq_status (*attend)(void *stream, const tq_plan *, const tq_attend_params *, void *scratch, size_t bytes,
                         tq_error *);
     tq_status (*dequantize)(void *stream, const tq_plan *, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                            const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *counts,
+                            const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
                             int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
                             tq_error *);
     tq_status (*merge)(void *stream, const float *outs, const float *lses, int32_t parts, int64_t rows,
@@ -231,7 +231,7 @@ Tensor dense_f32(const Call &call, const Tensor &t)
 
 // ---- the operators ----
 
-Tensor rotate(const Tensor &x, const Words &words, const Maybe &matrix, bool inverse)
+Tensor rotate(const Words &words, const Tensor &x, const Maybe &matrix, bool inverse)
 {
     Call call("rotate", words, x, "x");
     tq_dtype dtype = call.read_dtype(x);
@@ -283,10 +283,10 @@ tq_append_params read_append(const Call &call, const Tensor &k, const Maybe &v, 
 
 int64_t *flag_of(const Maybe &flag) { return given(flag) ? static_cast<int64_t *>(flag->mutable_data_ptr()) : nullptr; }
 
-void append(const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor &pages, const Tensor &block_table,
-            const Words &words, const Maybe &sink_k, const Maybe &sink_v, const Maybe &window_k, const Maybe &window_v,
-            const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-            const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag)
+void append(const Words &words, const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor &pages,
+            const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v, const Maybe &window_k,
+            const Maybe &window_v, const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
+            const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag)
 {
     Call call("append", words, k, "k");
     tq_append_params p =
@@ -312,13 +312,13 @@ tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<d
     return p;
 }
 
-std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &pages, const Tensor &block_table,
-                                  const Tensor &lengths, const Words &words, const Maybe &starts, const Maybe &sink_k,
-                                  const Maybe &sink_v, const Maybe &window_k, const Maybe &window_v,
-                                  const Maybe &fresh_k, const Maybe &fresh_v, const Maybe &key_rotation,
-                                  const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-                                  const Maybe &key_steps, const Maybe &value_steps, std::optional<double> softmax_scale,
-                                  bool causal, int64_t sliding_window, double softcap, bool even_lengths)
+std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Tensor &pages, const Tensor &block_table,
+                                  const Tensor &lengths, const Maybe &starts, const Maybe &sink_k, const Maybe &sink_v,
+                                  const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k,
+                                  const Maybe &fresh_v, const Maybe &key_rotation, const Maybe &value_rotation,
+                                  const Maybe &key_centre, const Maybe &value_centre, const Maybe &key_steps,
+                                  const Maybe &value_steps, std::optional<double> softmax_scale, bool causal,
+                                  int64_t sliding_window, double softcap, bool even_lengths)
 {
     Call call("attend", words, q, "q");
     tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, even_lengths);
@@ -364,8 +364,8 @@ std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &pages, const Te
 }
 
 /** Both in one call, for decode steps: what torch does around an operator takes longer there than the operator. */
-Tensor append_attend(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &lengths, const Tensor &pages,
-                     const Tensor &block_table, const Words &words, const Maybe &sink_k, const Maybe &sink_v,
+Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &lengths,
+                     const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
                      const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
                      const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
                      const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag,
@@ -411,7 +411,7 @@ Tensor integers(const Call &call, const std::vector<int64_t> &shape, const std::
     return call.on_cuda() ? converted(call, t, aoti_torch_dtype_int32()) : t;
 }
 
-Tensor quantize(const Tensor &k, const Maybe &v, const Words &words, const Maybe &key_rotation,
+Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, const Maybe &key_rotation,
                 const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre, const Maybe &key_steps,
                 const Maybe &value_steps)
 {
@@ -435,8 +435,8 @@ Tensor quantize(const Tensor &k, const Maybe &v, const Words &words, const Maybe
     return pages;
 }
 
-std::tuple<Tensor, Tensor> dequantize(const Tensor &pages, const Tensor &block_table, const Tensor &counts,
-                                      int64_t max_tokens, const Words &words, const Maybe &key_rotation,
+std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, const Tensor &block_table,
+                                      const Tensor &lengths, int64_t max_tokens, const Maybe &key_rotation,
                                       const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
                                       const Maybe &key_steps, const Maybe &value_steps)
 {
@@ -445,7 +445,7 @@ std::tuple<Tensor, Tensor> dequantize(const Tensor &pages, const Tensor &block_t
     check_integers(call, "block_table", block_table, {ANY, ANY});
     int32_t kv_heads = call.length("pages", pages, 1), tokens = call.narrow("max_tokens", max_tokens);
     int32_t batch = call.length("block_table", block_table, 0), max_pages = call.length("block_table", block_table, 1);
-    check_integers(call, "counts", counts, {batch});
+    check_integers(call, "lengths", lengths, {batch});
     if (tokens < 0) call.refuse("max_tokens", "at least 0", std::to_string(tokens));
     tq_transform key = read_transform(call, KEY, batch, kv_heads, key_rotation, key_centre, key_steps);
     tq_transform value = read_transform(call, VALUE, batch, kv_heads, value_rotation, value_centre, value_steps);
@@ -456,7 +456,7 @@ std::tuple<Tensor, Tensor> dequantize(const Tensor &pages, const Tensor &block_t
     Tensor v = call.allocate({batch, kv_heads, value_tokens, call.plan.head_dim}, f32);
     call.check(launch->dequantize(
         launch.stream, &call.plan, data_as<uint8_t>(pages), pages.size(0), kv_heads, data_as<int32_t>(block_table),
-        batch, max_pages, data_as<int32_t>(counts), tokens, &key, &value, static_cast<float *>(k.mutable_data_ptr()),
+        batch, max_pages, data_as<int32_t>(lengths), tokens, &key, &value, static_cast<float *>(k.mutable_data_ptr()),
         call.has_values() ? static_cast<float *>(v.mutable_data_ptr()) : nullptr, &call.error));
     return {k, v};
 }
@@ -508,23 +508,23 @@ void implement(torch::stable::detail::StableLibrary &m)
 
 STABLE_TORCH_LIBRARY(turboquant, m)
 {
-    m.def("rotate(Tensor x, int[] plan, Tensor? matrix=None, bool inverse=False) -> Tensor");
+    m.def("rotate(int[] plan, Tensor x, Tensor? matrix=None, bool inverse=False) -> Tensor");
     m.def(
-        "append(Tensor k, Tensor? v, Tensor lengths, Tensor(a!) pages, Tensor block_table, int[] plan, *, Tensor(b!)? sink_k=None, "
+        "append(int[] plan, Tensor k, Tensor? v, Tensor lengths, Tensor(a!) pages, Tensor block_table, *, Tensor(b!)? sink_k=None, "
         "Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None, " TRANSFORMS
         ", Tensor(f!)? flag=None) -> ()");
     m.def(
-        "attend(Tensor q, Tensor pages, Tensor block_table, Tensor lengths, int[] plan, *, Tensor? starts=None, "
+        "attend(int[] plan, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, Tensor? starts=None, "
         "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, Tensor? fresh_k=None, "
         "Tensor? fresh_v=None, " TRANSFORMS ", float? softmax_scale=None, bool causal=True, int sliding_window=0, "
         "float softcap=0.0, bool even_lengths=False) -> (Tensor out, Tensor lse)");
     m.def(
-        "append_attend(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor(a!) pages, Tensor block_table, int[] plan, *, "
+        "append_attend(int[] plan, Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor(a!) pages, Tensor block_table, *, "
         "Tensor(b!)? sink_k=None, Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None, " TRANSFORMS
         ", Tensor(f!)? flag=None, float? softmax_scale=None, int sliding_window=0, float softcap=0.0, "
         "bool even_lengths=False) -> Tensor");
-    m.def("quantize(Tensor k, Tensor? v, int[] plan, *, " TRANSFORMS ") -> Tensor");
-    m.def("dequantize(Tensor pages, Tensor block_table, Tensor counts, SymInt max_tokens, int[] plan, *, " TRANSFORMS
+    m.def("quantize(int[] plan, Tensor k, Tensor? v, *, " TRANSFORMS ") -> Tensor");
+    m.def("dequantize(int[] plan, Tensor pages, Tensor block_table, Tensor lengths, SymInt max_tokens, *, " TRANSFORMS
           ") -> (Tensor k, Tensor v)");
     m.def("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)");
 }

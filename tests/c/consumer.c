@@ -649,8 +649,8 @@ static void check_others_refused(void)
     CHECK(refused(tq_get_codebook((tq_codebook_law)3, 64, 4, &book, &e), TQ_E_VALUE, &e, "law"));
     float *matrix = zeros(24 * 24 * 4);
     double *scratch = zeros(24 * 26 * 8);
-    CHECK(refused(tq_haar(0, 20, matrix, scratch, &e), TQ_E_VALUE, &e, "dim"));
-    CHECK(refused(tq_haar(0, 0, matrix, scratch, &e), TQ_E_VALUE, &e, "dim"));
+    CHECK(refused(tq_haar(0, 20, matrix, scratch, &e), TQ_E_VALUE, &e, "head_dim"));
+    CHECK(refused(tq_haar(0, 0, matrix, scratch, &e), TQ_E_VALUE, &e, "head_dim"));
     tq_plan plan = make_plan(24, 4, 0, 32);
     CHECK(tq_rotate(&plan, NULL, 0, matrix, matrix + 4, 2, NULL) == TQ_E_VALUE); /* overlap */
     CHECK(tq_rotate(&plan, NULL, 0, matrix, matrix + 24 * 12, -1, NULL) == TQ_E_VALUE);
@@ -662,7 +662,7 @@ static void check_others_refused(void)
 #define DEQUANTIZE(heads, table, counts, k)                                                                            \
     tq_dequantize(&plan, bytes, 1, heads, table, 1, 1, counts, 1, NULL, NULL, k, NULL, &e)
     CHECK(DEQUANTIZE(1, &page, &count, matrix) == TQ_OK);
-    CHECK(refused(DEQUANTIZE(0, &page, NULL, matrix), TQ_E_VALUE, &e, "counts"));
+    CHECK(refused(DEQUANTIZE(0, &page, NULL, matrix), TQ_E_VALUE, &e, "lengths"));
     CHECK(refused(DEQUANTIZE(0, NULL, &count, matrix), TQ_E_VALUE, &e, "block_table"));
     CHECK(refused(DEQUANTIZE(-1, &page, &count, matrix), TQ_E_VALUE, &e, "kv_heads"));
     CHECK(refused(DEQUANTIZE(1, &page, &count, NULL), TQ_E_VALUE, &e, "k"));

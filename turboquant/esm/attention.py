@@ -118,9 +118,9 @@ class PackedAttention:
         count = -(-(tokens - sinks) // PAGE_TOKENS)
         table = shared.table(batch, count, key.device)
         pages = self.pages(batch * count, heads, key.device)
-        _append(key, value, lengths, pages, table, self.plan, **arguments)
+        _append(self.plan, key, value, lengths, pages, table, **arguments)
         scale = head_dim**-0.5 if scaling is None else scaling
-        out, _ = _attend(query, pages, table, lengths, self.plan, softmax_scale=scale, causal=False, **arguments)
+        out, _ = _attend(self.plan, query, pages, table, lengths, softmax_scale=scale, causal=False, **arguments)
         dense: torch.Tensor = out.transpose(1, 2).contiguous()
         return dense
 

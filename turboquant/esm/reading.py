@@ -163,11 +163,11 @@ class Reading:
         room.fill(query, key, value, layer, self.rows)
         centre = {"key_centre": self.centres[packed.layer]} if layer.centred else {}
         out, lse = _attend(
+            packed.plan,
             room.query,
             layer.pages,
             self.table,
             self.stops,
-            packed.plan,
             starts=self.starts,
             sink_k=room.sink_k,
             sink_v=room.sink_v,
@@ -235,11 +235,11 @@ class _Common:
         if layer.centred:
             held["key_centre"] = self.centres[packed.layer]
         found = _attend(
+            packed.plan,
             query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1),
             layer.pages,
             self.table,
             self.stops,
-            packed.plan,
             starts=self.starts,
             softmax_scale=scale,
             causal=False,
