@@ -3,6 +3,7 @@
     python benchmarks/quality.py --device cuda --batch 4 --out benchmarks/results/h200    the whole table
     python benchmarks/quality.py --ship      the demo model's calibration, turboquant/data/demo/calibration.safetensors
     python benchmarks/quality.py --guard     tests/golden/quality_demo.json
+    python benchmarks/quality.py --real smollm2 --windows 8    beside what people use: baselines.py
 
 Each text is measured with everything packed, with all but each query's own token, and with 4 sinks and a window of 128.
 Calibrated presets use one calibration, made here on the first half of books_val.txt; "books" is its second half:
@@ -10,6 +11,10 @@ neither text was calibrated on.
 The model runs in float32: what differs is the cache alone. Files: quality_<model>_<text>.json for 12 x 2048 tokens, and
 of another size quality_<model>_<text>_<size>.json. `--add` measures some specs and keeps the rows of others that a file
 has, so that a table can be made in parts.
+
+--real measures a model of `make real-models` on windows of WikiText-2's test text, spread evenly from 30 % of it on, as
+they follow each other in its tokens; where a model's texts start with BOS, so does each window. 4 sinks are exact, and
+no window. The other formats are simulated, our specs are not. File: real_<model>.json.
 """
 
 from __future__ import annotations
@@ -22,15 +27,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baselines import BASELINES, measured
 from quality_plot import plot
 from timing import RESULTS, Report, commit
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import turboquant
 from turboquant import CacheSpec, Calibration
 from turboquant.evaluate import evaluate_all, markdown, text_windows
 
 ROOT = Path(__file__).resolve().parent.parent
+REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", ROOT / "build" / "real-models"))
+REAL_SPECS = ["default", "default-3", "default-2"]
+SINKS = 4  # of --real
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
 DEMO = ROOT / "turboquant" / "data" / "demo"
 GUARD = ROOT / "tests" / "golden" / "quality_demo.json"
@@ -87,9 +96,39 @@ def demo_guard() -> dict[str, float]:
     model, tokenizer = load(DEMO)
     text = (DEMO / "a_christmas_carol.txt").read_text(encoding="utf-8")
     windows = text_windows(text, tokenizer, 2, 512)
-    specs = {name: turboquant.preset(name) for name in GUARDED}
-    found = evaluate_all(model, windows, specs, calibration=DEMO / "calibration.safetensors")
+    specs = {name: turboquant.preset(name).with_(sinks=0, window=0) for name in GUARDED}
+    found = evaluate_all(model, windows, specs, calibration=DEMO / "calibration.safetensors", generate=0)
     return {name: one.kl_divergence for name, one in found.items()}
+
+
+def real_windows(tokenizer: Any, windows: int, length: int) -> torch.Tensor:
+    """Of all windows that follow each other in WikiText-2's test text, some from 30 % of them on."""
+    text = (SHARED / "data" / "wikitext2_test.txt").read_text(encoding="utf-8")
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    every = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    chosen = every[torch.linspace(int(0.3 * len(every)), len(every) - 1, windows).long()]
+    if tokenizer.bos_token_id in tokenizer("text")["input_ids"]:
+        chosen[:, 0] = tokenizer.bos_token_id
+    return chosen
+
+
+def real(args: argparse.Namespace) -> Report:
+    """The baselines and our specs on a real model."""
+    tokenizer = AutoTokenizer.from_pretrained(REAL_MODELS / args.real)
+    model = AutoModelForCausalLM.from_pretrained(REAL_MODELS / args.real, dtype=torch.float32).eval().to(args.device)
+    windows = real_windows(tokenizer, args.windows, args.length).to(args.device)
+    every = {**turboquant.presets(), **EXTRAS}
+    specs = {name: every[name].with_(sinks=SINKS) for name in args.specs or REAL_SPECS}
+    found = measured(model, windows, BASELINES, SINKS, args.generate)
+    ours = evaluate_all(model, windows, specs, everything_packed=True, generate=args.generate, progress=True)
+    report = Report(f"real_{args.real}", torch.device(args.device).type)
+    for name, metrics in {**found, **{name: one.metrics() for name, one in ours.items()}}.items():
+        params = {"spec": name, "simulated": name in found, "exact": f"{SINKS} sinks", "model": args.real,
+                  "text": "wikitext2", "windows": args.windows, "length": args.length, "generate": args.generate,
+                  "dtype": "float32", "commit": commit()}  # fmt: skip
+        report.add("real-quality", params, {key: float(f"{x:.6g}") for key, x in metrics.items()})
+        print(f"{name:45} {metrics['kl_divergence']:.5f}  {metrics}")
+    return report
 
 
 def main() -> None:
@@ -109,6 +148,8 @@ def main() -> None:
     parser.add_argument("--plot", action="store_true", help="quality against bytes, beside the JSON")
     parser.add_argument("--out", default=RESULTS / "local")
     parser.add_argument("--ship", action="store_true", help="calibrate the demo model, and nothing else")
+    parser.add_argument("--real", choices=("smollm2", "gemma3"), help="one of `make real-models` beside baselines")
+    parser.add_argument("--generate", type=int, default=1024, help="tokens of greedy texts, with --real")
     parser.add_argument("--guard", action="store_true", help="write the figures of the guard test, and nothing else")
     args = parser.parse_args()
     if args.ship:
@@ -122,6 +163,9 @@ def main() -> None:
         print(GUARD.read_text())
         return
 
+    if args.real:
+        print(real(args).save(args.out))
+        return
     every = {**turboquant.presets(), **EXTRAS}
     specs = {name: every[name] for name in args.specs or every}
     model, tokenizer = load(SHARED / "models" / args.model, args.device)
@@ -135,8 +179,9 @@ def main() -> None:
         size = "" if (args.windows, args.length) == (12, 2048) else f"_{args.windows}x{args.length}"
         report = Report(f"quality_{args.model}_{text}{size}", torch.device(args.device).type)
         for variant in args.variants:
+            chosen = {name: spec.with_(**VARIANTS[variant]) for name, spec in specs.items()}
             found = evaluate_all(
-                model, ids, specs, calibration=calibration, batch=args.batch, progress=True, **VARIANTS[variant]
+                model, ids, chosen, calibration=calibration, batch=args.batch, generate=0, progress=True
             )
             print(f"\n{text}, {variant}\n\n{markdown(found)}\n")
             for name, one in found.items():

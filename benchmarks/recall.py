@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
 
     every = {**turboquant.presets(), **EXTRAS}
-    specs = {name: every[name] for name in args.specs}
+    specs = {name: every[name].with_(sinks=0, window=0) for name in args.specs}
     model, tokenizer = load(SHARED / "models" / args.model, args.device)
     windows = text_windows(held_out(args.text), tokenizer, args.windows, max(args.lengths))
     needs = any(spec.calibrated for spec in specs.values())

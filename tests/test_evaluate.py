@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from importlib import import_module
@@ -15,8 +16,9 @@ from specs import bare
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.cli import main
+from turboquant.cli import _parser, main
 from turboquant.evaluate import (
+    FreeRunning,
     _haystacks,
     _needles,
     evaluate_all,
@@ -49,9 +51,9 @@ def calibration(model):
 
 def test_numbers_are_what_they_say(model, windows):
     """Against the definitions, written out over a cache filled by hand."""
-    spec = bare(2, 3, sinks=4, window=16)
-    found = turboquant.evaluate(model, windows, spec, batch=2)
-    packed = spec.with_(sinks=0, window=0, prefill="packed")
+    spec = bare(2, 3, window=16)
+    found = turboquant.evaluate(model, windows, spec, everything_packed=True, generate=0, batch=2)
+    packed = spec.with_(window=0, prefill="packed")
     turboquant.patch(model, packed)
     with torch.no_grad():
         cache = TurboQuantCache(model.config, packed)
@@ -61,6 +63,7 @@ def test_numbers_are_what_they_say(model, windows):
     kl = (p.exp() * (p - q)).sum(-1).flatten()
     assert found.kl_divergence == pytest.approx(kl.mean().item(), rel=1e-3)
     assert found.kl_divergence_p99 == pytest.approx(kl.quantile(0.99).item(), rel=1e-3)
+    assert found.kl_divergence_p999 == pytest.approx(kl.quantile(0.999).item(), rel=1e-3)
     assert found.kl_divergence_max == pytest.approx(kl.max().item(), rel=1e-3)
     for logs, value in ((q, found.perplexity), (p, found.reference_perplexity)):
         picked = logs[:, :-1].gather(-1, windows[:, 1:, None])
@@ -71,8 +74,9 @@ def test_numbers_are_what_they_say(model, windows):
     assert found.bytes_per_token == cache.report().parts["pages"] / 600 == 256 * packed.bytes_per_token(32, 2, 3) / 200
     assert found.effective_bits == pytest.approx(8 * found.bytes_per_token / (2 * 2 * 32 * 3))
     assert found.fixed_bytes >= 3 * 2 * 2 * 4  # block tables of at least one batch
-    assert set(found.metrics()) >= {"kl_divergence", "kl_divergence_p99", "perplexity", "top1_agreement",
-                                    "effective_bits", "bytes_per_token"}  # fmt: skip
+    assert set(found.metrics()) == {"kl_divergence", "kl_divergence_p99", "kl_divergence_p999", "kl_divergence_max",
+                                    "perplexity", "reference_perplexity", "top1_agreement", "effective_bits",
+                                    "bytes_per_token", "fixed_bytes"}  # fmt: skip
 
 
 MODES = {
@@ -88,8 +92,8 @@ MODES = {
 @pytest.mark.parametrize("spec", MODES.values(), ids=MODES)
 def test_three_ways_of_feeding_agree(spec, model, windows, calibration):
     used = calibration if spec.calibrated else None
-    found = [turboquant.evaluate(model, windows[:2, :150], spec, calibration=used, prefill=p, chunk=37, sinks=None,
-                                 window=None, batch=2) for p in ("packed", "chunked", "decode")]  # fmt: skip
+    found = [turboquant.evaluate(model, windows[:2, :150], spec, calibration=used, prefill=p, chunk=37,
+                                 generate=0, batch=2) for p in ("packed", "chunked", "decode")]  # fmt: skip
     first = found[0]
     assert first.kl_divergence > 1e-4
     for other in found[1:]:
@@ -102,31 +106,86 @@ def test_three_ways_of_feeding_agree(spec, model, windows, calibration):
 
 def test_more_bits_are_better_and_exact_tokens_are_said(model, windows):
     specs = {f"{b} bits": bare(b, b) for b in (2, 3, 4, 5)}
-    found = evaluate_all(model, windows, specs, batch=3)
+    found = evaluate_all(model, windows, specs, generate=0, batch=3)
     kl = [e.kl_divergence for e in found.values()]
     assert kl == sorted(kl, reverse=True) and kl[-1] > 0
-    exact = turboquant.evaluate(model, windows, "default", sinks=None, window=None)
+    exact = turboquant.evaluate(model, windows, "default", generate=0)
     assert exact.kl_divergence < kl[2] and exact.exact == "exact: 4 sinks, 128 window"
     table = markdown({**found, "default": exact})
     assert "| 3 bits |" in table and "everything packed" in table and "exact: 4 sinks, 128 window" in table
     assert "everything packed" in str(found["2 bits"]) and "exact: 4 sinks" in str(exact)
 
 
+# ---- free-running texts ----
+
+
+@pytest.mark.parametrize("spec", [bare(2, 2), bare(3, 3, sinks=4, window=16), turboquant.preset("default")])
+def test_greedy_texts_are_those_of_generate(spec, model, windows):
+    """How long they are equal, against `generate` of transformers with and without the packed cache."""
+    found = turboquant.evaluate(model, windows, spec, generate=80, batch=2).free_running
+    options = dict(max_new_tokens=80, do_sample=False, eos_token_id=None, pad_token_id=0)
+    prompt, want = windows[:, :100], []
+    full = model.generate(prompt, **options)[:, 100:]
+    turboquant.patch(model, spec)
+    packed = model.generate(prompt, **options)[:, 100:]
+    turboquant.unpatch(model)
+    for one, other in zip(full, packed):
+        differ = (one != other).nonzero()
+        want.append(int(differ[0]) if len(differ) else 80)
+    assert (found.prompt_tokens, found.tokens, found.equal) == (100, 80, tuple(want)) and 0 < min(want) < 80
+
+
+def test_shares_and_medians_of_free_running_texts():
+    found = FreeRunning(1024, 300, (0, 63, 64, 300))
+    assert [found.share(n) for n in (1, 64, 256, 300, 301)] == [0.75, 0.5, 0.25, 0.25, None]
+    assert found.metrics() == {"tokens_until_parted": 63.5, "equal_64": 0.5, "equal_256": 0.25}
+    assert "part after 63.5 of 300 tokens (median), share of equal texts 0.50 of 64 tokens, 0.25 of 256" in str(found)
+
+
+def test_texts_are_as_long_as_the_models_positions():
+    ids, narrow = prompts(2, 60, seed=2)["input_ids"], tiny(max_position_embeddings=50)
+    found = turboquant.evaluate(narrow, ids, "default", batch=2)
+    assert (found.free_running.prompt_tokens, found.free_running.tokens) == (30, 20)
+    table = markdown({"a": found, "b": turboquant.evaluate(narrow, ids, "default", generate=0)})
+    assert "| - | - | - |" in table and "Greedy texts of 20 tokens after prompts of 30" in table
+    assert "tokens_until_parted" in found.metrics() and "greedy texts part" in str(found)
+    assert turboquant.evaluate(tiny(max_position_embeddings=30), ids, "default").free_running is None
+
+
+def test_everything_packed_keeps_sinks_and_no_window_in_any_layer(model, windows):
+    spec = bare(3, 3, sinks=2, window=64, overrides={0: {"window": 128}, -1: {"sinks": 8}})
+    options = dict(everything_packed=True, generate=0)
+    found = turboquant.evaluate(model, windows[:1], spec, **options)
+    by_hand = bare(3, 3, sinks=2, overrides={0: {"window": 0}, -1: {"sinks": 8, "window": 0}})
+    assert found == turboquant.evaluate(model, windows[:1], by_hand, generate=0)
+    assert found.kl_divergence > turboquant.evaluate(model, windows[:1], spec, generate=0).kl_divergence
+
+
+def test_python_and_the_command_line_have_the_same_defaults():
+    chosen = vars(_parser().parse_args(["eval", "MODEL", "--text", "FILE", "--spec", "default"]))
+    for function in (turboquant.evaluate.evaluate, evaluate_all):
+        asked = inspect.signature(function).parameters
+        for name in ("prefill", "everything_packed", "generate", "batch"):
+            assert asked[name].default == chosen[name], name
+
+
 def test_the_model_is_left_as_it_was(model, windows):
     before = model.config._attn_implementation
     model.train()
-    turboquant.evaluate(model, windows[:1], "paper-mse-3")
+    turboquant.evaluate(model, windows[:1], "paper-mse-3", generate=8)
     assert model.training and not hasattr(model, "_turboquant") and model.config._attn_implementation == before
     model.eval()
     turboquant.patch(model, bare(2, 2))
-    turboquant.evaluate(model, windows[:1], "paper-mse-3")
+    turboquant.evaluate(model, windows[:1], "paper-mse-3", generate=8)
     assert model._turboquant.spec == bare(2, 2)
     turboquant.unpatch(model)
 
 
 def test_batches_give_the_same(model, windows, calibration):
-    found = [turboquant.evaluate(model, windows, "calibrated-3", calibration=calibration, batch=b) for b in (1, 2, 3)]
+    found = [turboquant.evaluate(model, windows, "calibrated-3", calibration=calibration, batch=b, generate=40,
+                                 everything_packed=True) for b in (1, 2, 3)]  # fmt: skip
     for other in found[1:]:
+        assert other.free_running == found[0].free_running
         assert other.kl_divergence == pytest.approx(found[0].kl_divergence, rel=5e-3)
         assert other.bytes_per_token == found[0].bytes_per_token
 
@@ -142,6 +201,8 @@ def test_what_it_refuses(model, windows, calibration):
         turboquant.evaluate(model, windows, "default", prefill="fast")
     with pytest.raises(ValueError, match="`batch` must be at least 1, got 0"):
         turboquant.evaluate(model, windows, "default", batch=0)
+    with pytest.raises(ValueError, match="`generate` must be at least 0, got -1"):
+        turboquant.evaluate(model, windows, "default", generate=-1)
     with pytest.raises(ValueError, match="did you mean 'calibrated-3'"):
         turboquant.evaluate(model, windows, "calibrated3")
     with pytest.raises(ValueError, match="`calibration` must be a Calibration or its file"):
@@ -152,7 +213,7 @@ def test_what_it_refuses(model, windows, calibration):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint32])
 def test_token_ids_may_be_of_any_integer_dtype(dtype, model, windows):
-    found, want = (turboquant.evaluate(model, ids[:1], "default") for ids in (windows.to(dtype), windows))
+    found, want = (turboquant.evaluate(model, ids[:1], "default", generate=4) for ids in (windows.to(dtype), windows))
     assert found == want
 
 
@@ -163,7 +224,8 @@ def test_defaults_of_torch_change_nothing(model, windows, calibration):
     def found():
         shown = text_windows("".join(map(chr, range(100))), tokenizer, 4, 10)
         options = dict(lengths=(96,), depths=(0.5,), needle=16, cue=4)
-        return (shown.tolist(), turboquant.evaluate(model, windows, "calibrated-3", calibration=calibration),
+        return (shown.tolist(),
+                turboquant.evaluate(model, windows, "calibrated-3", calibration=calibration, generate=20),
                 recall(model, windows, "default", **options), _needles(windows, 16, 1).tolist())  # fmt: skip
 
     want, before = found(), torch.get_default_dtype()
@@ -248,10 +310,11 @@ def test_calibrate_and_eval(book, tmp_path, capsys):
     assert main(["calibrate", str(DEMO), "--text", str(book), "--out", str(out), "--tokens", "1000"]) == 0
     assert turboquant.Calibration.load(out).source == book.name
     assert out.name in capsys.readouterr().out
-    common = ["eval", str(DEMO), "--text", str(book), "--windows", "2", "--length", "256"]
-    assert main([*common, "--spec", "calibrated-3,default", "--calibration", str(out), "--json", str(results)]) == 0
+    common = ["eval", str(DEMO), "--text", str(book), "--windows", "2", "--length", "256", "--generate", "64"]
+    assert main([*common, "--spec", "calibrated-3,default", "--calibration", str(out), "--json", str(results),
+                 "--set", "sinks=0", "--everything-packed", "--batch", "2"]) == 0  # fmt: skip
     shown = capsys.readouterr().out
-    assert "| calibrated-3 |" in shown and "everything packed" in shown
+    assert "| calibrated-3 |" in shown and "everything packed" in shown and "prompts of 128" in shown
     data = json.loads(results.read_text())
     assert set(data) == {"machine", "commit", "rows"} and [r["params"]["spec"] for r in data["rows"]] == [
         "calibrated-3",
@@ -259,16 +322,15 @@ def test_calibrate_and_eval(book, tmp_path, capsys):
     ]
     row = data["rows"][0]
     assert row["bench"] == "quality" and row["params"]["exact"] == "everything packed"
+    assert {"tokens_until_parted", "equal_64"} <= set(row["metrics"]) and "equal_256" not in row["metrics"]
     assert row["metrics"]["effective_bits"] == 3 + 16 / 64 and 0 < row["metrics"]["kl_divergence"] < 0.2
-    assert main([*common, "--spec", "default", "--set", "sinks=4", "--set", "window=64", "--set", "key_bits=5"]) == 0
-    shown = capsys.readouterr().out
-    assert "exact: 4 sinks, 64 window" in shown and "without its exact tokens" not in shown
+    assert main([*common, "--spec", "default", "--set", "window=64", "--set", "key_bits=5"]) == 0
+    assert "exact: 4 sinks, 64 window" in capsys.readouterr().out
     assert main([*common, "--spec", "default", "--json", "-"]) == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["rows"][0]["params"]["spec"] == "default" and "| default |" in shown.err
-    kept = turboquant.preset("default")
-    assert "default is measured without its exact tokens" in shown.err
-    assert f"with them: --set sinks={kept.sinks} --set window={kept.window}" in shown.err
+    row = json.loads(shown.out)["rows"][0]
+    assert row["params"]["spec"] == "default" and "| default |" in shown.err
+    assert row["params"]["exact"] == "exact: 4 sinks, 128 window"  # as it is
 
 
 BAD = {
@@ -434,7 +496,8 @@ def test_calibration_halves_the_divergence(benchmarks):
     test = text_windows(text[len(text) // 2 :], tokenizer, 2, 512)
     calibration = turboquant.calibrate(model, list(train.split(1)), sensitivity_batches=1)
     specs = {"plain": bare(3, 3, centre="prompt"), "calibrated": bare(budget=3)}
-    found = {n: e.kl_divergence for n, e in evaluate_all(model, test, specs, calibration=calibration).items()}
+    results = evaluate_all(model, test, specs, calibration=calibration, generate=0)
+    found = {name: one.kl_divergence for name, one in results.items()}
     print(found)
     assert found["calibrated"] < 0.015 and found["calibrated"] < 0.65 * found["plain"]
 

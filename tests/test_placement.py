@@ -57,7 +57,9 @@ def test_a_model_that_a_device_map_spread_out(on_disk, tmp_path):
     a, b = (turboquant.calibrate(model, [ids], sensitivity_batches=1) for model in (whole, spread))
     assert trainable(spread) >= before and not any(".3.mlp" in name or ".1.mlp" in name for name in trainable(spread))
     assert all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS) and a.fingerprint == b.fingerprint
-    divergence = [turboquant.evaluate(m, ids, "calibrated-3", calibration=a).kl_divergence for m in (whole, spread)]
+    options = dict(everything_packed=True, generate=4)
+    found = [turboquant.evaluate(m, ids, "calibrated-3", calibration=a, **options) for m in (whole, spread)]
+    divergence = [one.kl_divergence for one in found]
     assert divergence[0] == divergence[1] > 0
     out = [turboquant.patch(m, "calibrated-3", a).generate(ids, max_new_tokens=4) for m in (whole, spread)]
     assert torch.equal(*out)
@@ -118,9 +120,9 @@ def test_layers_on_two_devices(first, second, tmp_path):
     np.testing.assert_allclose(found[1].sensitivity.sum(-1), found[0].sensitivity.sum(-1), rtol=0.1)
     assert fingerprint(spread) == found[0].fingerprint and trainable(spread) == trainable(whole)
     ids = prompts(2, 200, seed=9)["input_ids"]
-    divergence = [
-        turboquant.evaluate(m, ids, "calibrated-3", calibration=found[0]).kl_divergence for m in (whole, spread)
-    ]
+    options = dict(everything_packed=True, generate=4)
+    results = [turboquant.evaluate(m, ids, "calibrated-3", calibration=found[0], **options) for m in (whole, spread)]
+    divergence = [one.kl_divergence for one in results]
     assert divergence[1] == pytest.approx(divergence[0], rel=0.05) and divergence[0] > 0
     cache = TurboQuantCache(spread.config, "calibrated-3", found[0])
     turboquant.patch(spread, "calibrated-3", found[0])

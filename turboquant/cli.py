@@ -257,12 +257,12 @@ def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) 
 
 
 def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The presets named, everything packed, and then the fields that were set."""
+    """The presets named, with the fields that were set."""
     from .presets import preset
     from .spec import CacheSpec
 
     names = [field.name for field in dataclasses.fields(CacheSpec)]
-    changed: dict[str, Any] = {"sinks": 0, "window": 0}
+    changed: dict[str, Any] = {}
     for given in chosen.set:
         field, equals, value = given.partition("=")
         if not equals:
@@ -274,20 +274,6 @@ def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             changed[field] = value
     return {name: preset(name).with_(**changed) for name in filter(None, chosen.spec.split(","))}
-
-
-def _packed_here(specs: Mapping[str, Any]) -> list[str]:
-    """A sentence for each preset that keeps tokens exact which were packed here."""
-    from .presets import preset
-
-    found = []
-    for name, spec in specs.items():
-        fields = [f for f in ("sinks", "window") if getattr(preset(name), f) and not getattr(spec, f)]
-        if fields:
-            kept = " ".join(f"--set {f}={getattr(preset(name), f)}" for f in fields)
-            found.append(f"{name} is measured without its exact tokens, which make short texts look better; with them: "
-                         f"{kept}")  # fmt: skip
-    return found
 
 
 def evaluate(chosen: argparse.Namespace) -> int:
@@ -314,21 +300,22 @@ def evaluate(chosen: argparse.Namespace) -> int:
             raise ValueError(f"--windows {chosen.windows} of --length {chosen.length} do not fit: {error}") from None
         model, bench = _model(chosen), "quality"
         named: tuple[str, ...] = ("exact", "windows", "length", "prefill")
-        results: Any = evaluate_all(
-            model, windows, specs, calibration=found, prefill=chosen.prefill, sinks=None, window=None, progress=True
-        )
+        results: Any = evaluate_all(model, windows, specs, calibration=found, prefill=chosen.prefill,
+                                    everything_packed=chosen.everything_packed, generate=chosen.generate,
+                                    batch=chosen.batch, progress=True)  # fmt: skip
         table = markdown(results)
     else:
         from .esm import commands
 
-        if any(spec.window for spec in specs.values()):
+        if any(given.partition("=")[0] == "window" for given in chosen.set):
             raise ValueError("--set window: does not apply to proteins, which an encoder reads at once")
+        specs = {name: spec.with_(window=0) for name, spec in specs.items()}
         model, bench, named = _model(chosen), "esm-quality", ("proteins", "residues", "masked")
         count = chosen.proteins, EVALUATED_PROTEINS
         results = commands.evaluated(model, chosen.fasta, specs, found, count, proteins)
         table = commands.markdown(results)
     to_stdout = chosen.json in STANDARD_OUTPUT
-    print("\n".join([table, *_packed_here(specs)]), file=sys.stderr if to_stdout else sys.stdout)
+    print(table, file=sys.stderr if to_stdout else sys.stdout)
     if chosen.json:
         rows = []
         for name, one in results.items():
@@ -411,9 +398,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=int, default=0, help="of the rotation inside groups, and of what is drawn to measure errors"
     )
     one.set_defaults(run=calibrate)
-    one = commands.add_parser(
-        "eval", help="quality and bytes of specs on a text or proteins, everything packed unless --set"
-    )
+    one = commands.add_parser("eval", help="quality and bytes of specs on a text or proteins")
     _add_model_options(one)
     one.add_argument("--spec", metavar="NAME[,NAME...]", required=True, help="presets")
     one.add_argument(
@@ -429,6 +414,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--windows", type=int, default=12, help="of --text, spread over it")
     one.add_argument("--length", type=int, default=2048, help="tokens of a window")
     one.add_argument("--prefill", choices=("packed", "chunked", "decode"), default="packed")
+    one.add_argument("--everything-packed", action="store_true", help="without the specs' windows; sinks stay exact")
+    one.add_argument("--generate", type=int, metavar="N", default=1024, help="tokens of each greedy text that is "
+                     "compared with the full cache's; 0: none")  # fmt: skip
+    one.add_argument("--batch", type=int, default=1, help="windows of --text that run together")
     one.add_argument("--json", metavar="OUT", help="a file; - for standard output, and the table on standard error")
     one.set_defaults(run=evaluate)
     one = commands.add_parser("esm-scan", help="score every mutation of proteins with an ESM-2 model")

@@ -4,8 +4,12 @@ The model runs twice over each window: alone, and with a `TurboQuantCache` from 
 every key and value, its own token's included (the spec's `prefill` is "packed" here, whatever it says). Divergence is
 that of the next token's distribution from the model's own. Nothing is simulated: what is measured is what is stored.
 
-Unless asked for, no token stays exact: `sinks` and `window` are 0, because a window of 128 hides most of what a scheme
-does to short texts. `str` of a result, and the table of `turboquant eval`, say which it was.
+Then both continue the first half of each window, each by its own likeliest tokens, and what counts is how long the two
+texts are equal. Here every field of the spec holds, `prefill` too.
+
+A spec is measured as it is, its sinks and its window included. A window of 128 exact tokens hides most of what a scheme
+does to short texts: ``everything_packed=True`` measures without it. `str` of a result, and the table of `turboquant
+eval`, say which it was.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from .cache import TurboQuantCache, checked_config
 from .calibration import Calibration, layer_specs
@@ -33,6 +38,7 @@ from .spec import CacheSpec
 
 __all__ = [
     "Evaluation",
+    "FreeRunning",
     "Recall",
     "evaluate",
     "evaluate_all",
@@ -44,9 +50,43 @@ __all__ = [
 ]
 
 PREFILLS = ("packed", "chunked", "decode")
+GENERATED = 1024  # tokens of a free-running text at most
+AGREEMENTS = (64, 256, 1024)  # first tokens whose equality is reported
 _PER_TOKEN = ("pages", "sinks", "window")  # parts of a cache that grow with it, or hold its tokens
 
 AnyCalibration = Calibration | str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class FreeRunning:
+    """Greedy texts after the same prompts, with the full cache and with the packed one. An end of sequence ends none.
+
+    prompt_tokens   of each prompt: the first half of a window
+    tokens          generated to each at most: what was asked for, or what the model's positions leave
+    equal           for each prompt, how many tokens the texts share before they part; `tokens` if they never did
+    """
+
+    prompt_tokens: int
+    tokens: int
+    equal: tuple[int, ...]
+
+    @property
+    def median(self) -> float:
+        """Tokens until the texts part, median over prompts. Those that never part count as `tokens`."""
+        return float(np.median(self.equal))
+
+    def share(self, tokens: int) -> float | None:
+        """Share of prompts whose first `tokens` tokens are all equal, 0..1. None: not so many were generated."""
+        return None if tokens > self.tokens else sum(n >= tokens for n in self.equal) / len(self.equal)
+
+    def metrics(self) -> dict[str, float]:
+        shares = {f"equal_{n}": self.share(n) for n in AGREEMENTS}
+        return {"tokens_until_parted": self.median, **{name: x for name, x in shares.items() if x is not None}}
+
+    def __str__(self) -> str:
+        shares = [f"{x:.2f} of {n:,} tokens" for n in AGREEMENTS if (x := self.share(n)) is not None]
+        alike = f", share of equal texts {', '.join(shares)}" if shares else ""
+        return f"greedy texts part after {self.median:g} of {self.tokens:,} tokens (median){alike}"
 
 
 @dataclass(frozen=True)
@@ -56,12 +96,14 @@ class Evaluation:
     spec            as evaluated: with the sinks and window that it was run with
     prefill         how tokens were fed: "packed" (one forward), "chunked" or "decode" (one by one)
     windows, length   how many texts of how many tokens
-    kl_divergence, kl_divergence_p99, kl_divergence_max   over tokens: mean, 99th percentile, largest
+    kl_divergence, kl_divergence_p99, kl_divergence_p999, kl_divergence_max   over tokens: mean, 99th and 99.9th
+                    percentile, largest
     perplexity, reference_perplexity   of the text, with the packed cache and without
     top1_agreement  share of tokens after which both call the same one likeliest, 0..1
     bytes_per_token  measured on the cache: pages, sinks and window over the tokens held; all layers and heads
     effective_bits  the same per number
     fixed_bytes     what the cache holds beside: tables, lengths, centres, rotations, calibration
+    free_running    of greedy texts; None if none was generated
     """
 
     spec: CacheSpec
@@ -70,6 +112,7 @@ class Evaluation:
     length: int
     kl_divergence: float
     kl_divergence_p99: float
+    kl_divergence_p999: float
     kl_divergence_max: float
     perplexity: float
     reference_perplexity: float
@@ -77,12 +120,15 @@ class Evaluation:
     bytes_per_token: float
     effective_bits: float
     fixed_bytes: int
+    free_running: FreeRunning | None = None
 
     def metrics(self) -> dict[str, float]:
         """The numbers by name, as `turboquant eval --json` and benchmarks write them."""
-        names = ("kl_divergence", "kl_divergence_p99", "kl_divergence_max", "perplexity", "reference_perplexity",
-                 "top1_agreement", "effective_bits", "bytes_per_token", "fixed_bytes")  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        names = ("kl_divergence", "kl_divergence_p99", "kl_divergence_p999", "kl_divergence_max", "perplexity",
+                 "reference_perplexity", "top1_agreement", "effective_bits", "bytes_per_token",
+                 "fixed_bytes")  # fmt: skip
+        free = {} if self.free_running is None else self.free_running.metrics()
+        return {name: getattr(self, name) for name in names} | free
 
     @property
     def exact(self) -> str:
@@ -93,10 +139,11 @@ class Evaluation:
         return f"exact: {', '.join(kept)}" if kept else "everything packed"
 
     def __str__(self) -> str:
+        free = "" if self.free_running is None else f"{self.free_running}, "
         return (
-            f"KL divergence {self.kl_divergence:.5f} (99 %: {self.kl_divergence_p99:.4f}, max "
-            f"{self.kl_divergence_max:.3f}), perplexity {self.perplexity:.3f} (full cache "
-            f"{self.reference_perplexity:.3f}), top-1 agreement {self.top1_agreement:.4f}, "
+            f"KL divergence {self.kl_divergence:.5f} (99 %: {self.kl_divergence_p99:.4f}, 99.9 %: "
+            f"{self.kl_divergence_p999:.4f}, max {self.kl_divergence_max:.3f}), perplexity {self.perplexity:.3f} "
+            f"(full cache {self.reference_perplexity:.3f}), top-1 agreement {self.top1_agreement:.4f}, {free}"
             f"{self.effective_bits:.3f} bits per number; {self.windows} x {self.length} tokens, "
             f"{self.exact}, prefill {self.prefill}"
         )
@@ -109,8 +156,8 @@ def evaluate(
     *,
     calibration: AnyCalibration = None,
     prefill: str = "packed",
-    sinks: int | None = 0,
-    window: int | None = 0,
+    everything_packed: bool = False,
+    generate: int = GENERATED,
     chunk: int = 128,
     batch: int = 1,
     progress: bool = False,
@@ -123,15 +170,17 @@ def evaluate(
     spec     a CacheSpec or the name of a preset;  calibration  for a spec that uses one.
     prefill  "packed": one forward; "chunked": `chunk` tokens at a time; "decode": one by one. They agree to rounding: a
              cache whose centre comes from the prompt gets its first `centre_tokens` in one forward in all three.
-    sinks, window   replace those of the spec; None: the spec's own.
+    everything_packed   without the spec's window, in any layer: all is packed but its sinks.
+    generate  tokens of each free-running text at most; 0: none. They are generated one by one, and stop where the texts
+             of a batch have all parted.
     batch    windows that run together.
 
     Raises what `turboquant.patch` and `TurboQuantCache` raise, and ValueError or TypeError that names the argument: all
     before anything is run.
     """
     given = {"spec": spec}
-    found = evaluate_all(model, windows, given, calibration=calibration, prefill=prefill, sinks=sinks, window=window,
-                         chunk=chunk, batch=batch, progress=progress)  # fmt: skip
+    found = evaluate_all(model, windows, given, calibration=calibration, prefill=prefill, chunk=chunk, batch=batch,
+                         everything_packed=everything_packed, generate=generate, progress=progress)  # fmt: skip
     return found["spec"]
 
 
@@ -142,8 +191,8 @@ def evaluate_all(
     *,
     calibration: AnyCalibration = None,
     prefill: str = "packed",
-    sinks: int | None = 0,
-    window: int | None = 0,
+    everything_packed: bool = False,
+    generate: int = GENERATED,
     chunk: int = 128,
     batch: int = 1,
     progress: bool = False,
@@ -152,12 +201,12 @@ def evaluate_all(
     none."""
     if prefill not in PREFILLS:
         raise ValueError(f"`prefill` must be one of {', '.join(PREFILLS)}, got {prefill!r}")
-    for name, number in (("chunk", chunk), ("batch", batch)):
-        if number < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {number}")
+    for name, number, least in (("chunk", chunk, 1), ("batch", batch, 1), ("generate", generate, 0)):
+        if number < least:
+            raise ValueError(f"`{name}` must be at least {least}, got {number}")
     windows = _checked(windows)
-    changed = {name: value for name, value in (("sinks", sinks), ("window", window)) if value is not None}
-    chosen = {name: resolve(spec).with_(prefill="packed", **changed) for name, spec in specs.items()}
+    chosen = _chosen(specs, everything_packed)
+    free: dict[str, FreeRunning] = {}
     with _ready(model, chosen, calibration) as caches:
         tallies = {name: _Tally() for name in chosen}
         steps = [(start, name) for start in range(0, len(windows), batch) for name in ("", *chosen)]
@@ -168,11 +217,24 @@ def evaluate_all(
                 reference = None  # the one of the last windows goes before another is made
                 reference = model(input_ids=ids, use_cache=False).logits
                 continue
-            cache = caches(name)
+            cache = caches(name, "packed")
             logits = _run(model, ids, cache, _pieces(chosen[name], prefill, ids.shape[1], chunk))
             tallies[name].add(ids, reference, logits, cache)
-    count, length = windows.shape
-    return {name: tallies[name].result(spec, prefill, count, length) for name, spec in chosen.items()}
+        del reference
+        if generate:
+            free = _free_running(model, windows, chosen, caches, generate, batch, progress)
+    measured = {name: spec.with_(prefill="packed") for name, spec in chosen.items()}
+    return {name: tallies[name].result(spec, prefill, windows, free.get(name)) for name, spec in measured.items()}
+
+
+def _chosen(specs: Mapping[str, CacheSpec | str], everything_packed: bool) -> dict[str, CacheSpec]:
+    chosen = {name: resolve(spec) for name, spec in specs.items()}
+    return {name: _without_window(spec) if everything_packed else spec for name, spec in chosen.items()}
+
+
+def _without_window(spec: CacheSpec) -> CacheSpec:
+    layers = {layer: {**dict(fields), "window": 0} for layer, fields in spec.overrides}
+    return spec.with_(window=0, **({"overrides": layers} if layers else {}))
 
 
 def _checked(windows: Any) -> torch.Tensor:
@@ -184,7 +246,8 @@ def _checked(windows: Any) -> torch.Tensor:
 
 @contextmanager
 def _ready(model: Any, specs: Mapping[str, CacheSpec], calibration: AnyCalibration) -> Iterator[Any]:
-    """The model patched, in eval mode and without gradients, and as it was afterwards; yields name -> new cache."""
+    """The model patched, in eval mode and without gradients, and as it was afterwards. Yields what makes a new cache of
+    a spec's name, and of another `prefill` than its own if one is given."""
     found = None if calibration is None else Calibration.of(calibration)
     text = checked_config(model.config)
     used: dict[str, Calibration | None] = {}
@@ -195,8 +258,9 @@ def _ready(model: Any, specs: Mapping[str, CacheSpec], calibration: AnyCalibrati
     if found is not None:
         found.check(fingerprint(model))
 
-    def new_cache(name: str) -> TurboQuantCache:
-        cache = TurboQuantCache(model, specs[name], used[name])
+    def new_cache(name: str, prefill: str | None = None) -> TurboQuantCache:
+        spec = specs[name] if prefill is None else specs[name].with_(prefill=prefill)
+        cache = TurboQuantCache(model, spec, used[name])
         cache.compared_with = model._turboquant.spec  # one patched model serves all specs: no warning
         return cache
 
@@ -214,12 +278,12 @@ def _ready(model: Any, specs: Mapping[str, CacheSpec], calibration: AnyCalibrati
             unpatch(model)
 
 
-def _shown(steps: Sequence[Any], progress: bool) -> Iterator[Any]:
+def _shown(steps: Sequence[Any], progress: bool, what: str = "evaluate") -> Iterator[Any]:
     if not progress:
         return iter(steps)
     from tqdm import tqdm
 
-    return iter(tqdm(steps, unit="run", desc="evaluate"))
+    return iter(tqdm(steps, unit="run", desc=what))
 
 
 def _pieces(spec: CacheSpec, prefill: str, tokens: int, chunk: int) -> list[tuple[int, int]]:
@@ -236,6 +300,64 @@ def _run(model: Any, ids: torch.Tensor, cache: TurboQuantCache, pieces: list[tup
     name = cache_argument(model.forward) or CACHE
     parts = [model(input_ids=ids[:, a:b], use_cache=True, **{name: cache}).logits for a, b in pieces]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+# ---- free-running texts ----
+
+
+def _free_running(
+    model: Any,
+    windows: torch.Tensor,
+    specs: Mapping[str, CacheSpec],
+    caches: Callable[[str], TurboQuantCache],
+    tokens: int,
+    batch: int,
+    progress: bool,
+) -> dict[str, FreeRunning]:
+    """How long greedy texts equal those of the full cache, by spec; nothing where the model has no positions left."""
+    prompts = windows[:, : windows.shape[1] // 2].to(device_of(model))
+    text = model.config.get_text_config(decoder=True)
+    tokens = min(tokens, getattr(text, "max_position_embeddings", 2**31) - prompts.shape[1])
+    if tokens < 1:
+        return {}
+    equal: dict[str, list[int]] = {name: [] for name in specs}
+    for start in _shown(range(0, len(prompts), batch), progress, "generate"):
+        ids = prompts[start : start + batch]
+        full = _Kept(_greedy(model, ids, DynamicCache(config=model.config)))
+        for name in specs:
+            equal[name] += _until_parted(full, _greedy(model, ids, caches(name)), len(ids), tokens)
+    return {name: FreeRunning(prompts.shape[1], tokens, tuple(each)) for name, each in equal.items()}
+
+
+def _greedy(model: Any, ids: torch.Tensor, cache: Any) -> Iterator[torch.Tensor]:
+    """The likeliest next token of each row, [batch] on the CPU, then the one after it, without end."""
+    name = cache_argument(model.forward) or CACHE
+    while True:
+        ids = model(input_ids=ids, use_cache=True, **{name: cache}).logits[:, -1:].argmax(-1).to(ids.device)
+        yield ids[:, 0].cpu()
+
+
+class _Kept:
+    """What an iterator gave, by index. It is asked for no more than is read."""
+
+    def __init__(self, source: Iterator[torch.Tensor]) -> None:
+        self.source, self.held = source, list[torch.Tensor]()
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        while len(self.held) <= i:
+            self.held.append(next(self.source))
+        return self.held[i]
+
+
+def _until_parted(full: _Kept, packed: Iterator[torch.Tensor], rows: int, tokens: int) -> list[int]:
+    """For each row, how many tokens both gave alike before they first differed, of `tokens` at most."""
+    together, equal = torch.ones(rows, dtype=torch.bool, device="cpu"), [0] * rows
+    for i in range(tokens):
+        together &= full[i] == next(packed)
+        if not together.any():
+            break
+        equal = [n + int(alike) for n, alike in zip(equal, together)]
+    return equal
 
 
 class _Tally:
@@ -259,16 +381,17 @@ class _Tally:
         self.tokens += report.layers[0].tokens
         self.numbers += report.numbers
 
-    def result(self, spec: CacheSpec, prefill: str, windows: int, length: int) -> Evaluation:
+    def result(self, spec: CacheSpec, prefill: str, windows: torch.Tensor, free: FreeRunning | None) -> Evaluation:
         divergence = np.concatenate(self.divergences)
         plain, packed = (sum(loss[i] for loss in self.losses) / self.targets for i in range(2))
         return Evaluation(
             spec=spec,
             prefill=prefill,
-            windows=windows,
-            length=length,
+            windows=windows.shape[0],
+            length=windows.shape[1],
             kl_divergence=float(divergence.mean()),
             kl_divergence_p99=float(np.quantile(divergence, 0.99)),
+            kl_divergence_p999=float(np.quantile(divergence, 0.999)),
             kl_divergence_max=float(divergence.max()),
             perplexity=math.exp(packed),
             reference_perplexity=math.exp(plain),
@@ -276,6 +399,7 @@ class _Tally:
             bytes_per_token=self.moving / self.tokens,
             effective_bits=8 * self.moving / self.numbers,
             fixed_bytes=self.fixed,
+            free_running=free,
         )
 
 
@@ -305,16 +429,32 @@ def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.
 
 def markdown(found: Mapping[str, Evaluation]) -> str:
     """A table of results, and below it how they were measured."""
-    head = ("spec", "KL divergence", "99 %", "max", "perplexity", "top-1 agreement", "bits", "bytes per token")
-    rows = [head, ("---", *["---:"] * (len(head) - 1))]
+    head = ["spec", "KL divergence", "99 %", "99.9 %", "max", "perplexity", "top-1 agreement"]
+    free = [e.free_running for e in found.values() if e.free_running is not None]
+    if free:
+        head += ["texts part after", *(f"equal {n:,}" for n in AGREEMENTS)]
+    head += ["bits", "bytes per token"]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
     for name, e in found.items():
-        rows.append((name, f"{e.kl_divergence:.5f}", f"{e.kl_divergence_p99:.4f}", f"{e.kl_divergence_max:.3f}",
-                     f"{e.perplexity:.3f}", f"{e.top1_agreement:.4f}", f"{e.effective_bits:.3f}",
-                     f"{e.bytes_per_token:,.0f}"))  # fmt: skip
+        row = [name, f"{e.kl_divergence:.5f}", f"{e.kl_divergence_p99:.4f}", f"{e.kl_divergence_p999:.4f}",
+               f"{e.kl_divergence_max:.3f}", f"{e.perplexity:.3f}", f"{e.top1_agreement:.4f}"]  # fmt: skip
+        if free:
+            row += _free_cells(e.free_running)
+        rows.append([*row, f"{e.effective_bits:.3f}", f"{e.bytes_per_token:,.0f}"])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     notes = dict.fromkeys(f"{e.windows} x {e.length} tokens, {e.exact}, prefill {e.prefill}; perplexity with the full "
                           f"cache {e.reference_perplexity:.3f}" for e in found.values())  # fmt: skip
+    for one in free[:1]:
+        notes[f"Greedy texts of {one.tokens:,} tokens after prompts of {one.prompt_tokens:,}: when they part from the "
+              "full cache's (median, in tokens), and the share whose first tokens are all equal"] = None  # fmt: skip
     return "\n".join([*lines, "", *(f"{note}." for note in notes)])
+
+
+def _free_cells(free: FreeRunning | None) -> list[str]:
+    if free is None:
+        return ["-"] * (1 + len(AGREEMENTS))
+    shares = [free.share(n) for n in AGREEMENTS]
+    return [f"{free.median:g}", *("-" if x is None else f"{x:.2f}" for x in shares)]
 
 
 # ---- recall: a needle in a haystack ----
@@ -350,8 +490,7 @@ def recall(
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     needle: int = 32,
     cue: int = 16,
-    sinks: int | None = 0,
-    window: int | None = 0,
+    everything_packed: bool = False,
     batch: int = 1,
     seed: int = 0,
 ) -> list[Recall]:
@@ -367,7 +506,7 @@ def recall(
     """
     given = {"spec": spec}
     found = recall_all(model, windows, given, calibration=calibration, lengths=lengths, depths=depths, needle=needle,
-                       cue=cue, sinks=sinks, window=window, batch=batch, seed=seed)  # fmt: skip
+                       cue=cue, everything_packed=everything_packed, batch=batch, seed=seed)  # fmt: skip
     return found["spec"]
 
 
@@ -381,8 +520,7 @@ def recall_all(
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     needle: int = 32,
     cue: int = 16,
-    sinks: int | None = 0,
-    window: int | None = 0,
+    everything_packed: bool = False,
     batch: int = 1,
     seed: int = 0,
 ) -> dict[str, list[Recall]]:
@@ -401,8 +539,7 @@ def recall_all(
         raise ValueError(f"`depths` must be in 0..1, got {list(depths)}")
     if batch < 1:
         raise ValueError(f"`batch` must be at least 1, got {batch}")
-    changed = {name: value for name, value in (("sinks", sinks), ("window", window)) if value is not None}
-    chosen = {name: resolve(spec).with_(prefill="packed", **changed) for name, spec in specs.items()}
+    chosen = _chosen(specs, everything_packed)
     needles, device = _needles(windows, needle, checked_seed(seed)), device_of(model)
     scores: dict[tuple[str, int, float], list[tuple[float, ...]]] = {
         (name, length, depth): [] for name in chosen for length in lengths for depth in depths
@@ -417,7 +554,7 @@ def recall_all(
                 ids = _haystacks(text, passages, length, depth).to(device)
                 plain = _copied(model(input_ids=ids, use_cache=False).logits, asked)
                 for name in chosen:
-                    packed = _copied(_run(model, ids, caches(name), [(0, length)]), asked)
+                    packed = _copied(_run(model, ids, caches(name, "packed"), [(0, length)]), asked)
                     scores[name, length, depth] += zip(*packed, *plain, *guessed)
     results: dict[str, list[Recall]] = {name: [] for name in chosen}
     for (name, length, depth), each in scores.items():

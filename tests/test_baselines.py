@@ -1,0 +1,98 @@
+"""benchmarks/baselines.py: each simulated format has its own levels, scales and bits, and changes what it should."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+from conftest import ROOT
+from models import prompts, tiny
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def baselines(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return import_module("baselines")
+
+
+@pytest.fixture
+def vectors():
+    return torch.randn(2, 3, 70, 64, generator=torch.Generator().manual_seed(0))
+
+
+BITS = {  # of heads of 64 channels in 30 layers
+    "fp8 e4m3": 8.0,
+    "NVFP4": 4.5,
+    "q4_0": 4.5,
+    "q4_0 after Hadamard": 4.5,
+    "int4 per token and head": 4.5,
+    "KIVI, 4 bits, groups of 32": 5.0,
+    "KIVI, 2 bits, groups of 32": 3.0,
+    "TurboQuant mse, 4 bits, 2 + 2 layers exact": (26 * 4.25 + 4 * 16) / 30,
+    "TurboQuant mse, 3 bits, 2 + 2 layers exact": (26 * 3.25 + 4 * 16) / 30,
+    "TurboQuant mse, 2 bits, 2 + 2 layers exact": (26 * 2.25 + 4 * 16) / 30,
+}
+
+
+def test_bits_count_scales_zero_points_and_exact_layers(baselines):
+    found = {name: one.mean_bits(64, 30) for name, one in baselines.BASELINES.items()}
+    assert found == pytest.approx(BITS)
+
+
+# Largest relative squared error of Gaussian numbers: a little more than each format's own.
+ERRORS = {"fp8 e4m3": 8e-4, "NVFP4": 0.010, "q4_0": 0.009, "q4_0 after Hadamard": 0.009,
+          "int4 per token and head": 0.010, "KIVI, 4 bits, groups of 32": 0.007, "KIVI, 2 bits, groups of 32": 0.17,
+          "TurboQuant mse, 4 bits, 2 + 2 layers exact": 0.0097, "TurboQuant mse, 3 bits, 2 + 2 layers exact": 0.035,
+          "TurboQuant mse, 2 bits, 2 + 2 layers exact": 0.119}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_those_of_the_format(name, baselines, vectors):
+    one = baselines.BASELINES[name]
+    for read_back in (one.keys, one.values):
+        error = ((read_back(vectors) - vectors).square().sum() / vectors.square().sum()).item()
+        assert 0.6 * ERRORS[name] < error < ERRORS[name]
+        assert torch.isfinite(read_back(torch.zeros_like(vectors))).all()
+
+
+def test_levels_by_hand(baselines):
+    x = torch.zeros(1, 1, 1, 32)
+    x[..., :4] = torch.tensor([-8.0, 7.0, 7.4, 2.6])  # a step of 1: codes of -8..7
+    assert baselines._q4_0(x)[0, 0, 0, :4].tolist() == [-8, 7, 7, 3]
+    x[..., :6] = torch.tensor([6.0, -4.0, 3.4, 2.4, 0.8, 0.2])
+    assert baselines._nvfp4(x)[0, 0, 0, :6].tolist() == pytest.approx([6, -4, 3, 2, 1, 0])
+    assert baselines._fp8(torch.tensor([500.0, 1.06, 17.0])).tolist() == [448, 1, 16]
+    # 32 tokens of a channel share a scale, the channels of a token do not
+    rows = torch.arange(64.0).view(1, 1, 64, 1).expand(1, 1, 64, 32)
+    got = baselines._kivi(4).keys(rows)[0, 0, :, 0]
+    assert got[[0, 31, 32, 63]].tolist() == pytest.approx([0, 31, 32, 63], abs=0.02)
+    assert (got - rows[0, 0, :, 0]).abs().max() == pytest.approx(31 / 15 / 2, abs=0.05)
+
+
+def test_simulated_leaves_sinks_and_exact_layers_alone(baselines):
+    model, ids = tiny(), prompts(1, 40)["input_ids"]
+    zero = baselines.Baseline(torch.zeros_like, torch.zeros_like, lambda _: 0.0)
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits
+        with baselines.simulated(model, zero, sinks=40):
+            assert torch.allclose(model(input_ids=ids, use_cache=False).logits, want, atol=1e-5)
+        with baselines.simulated(model, zero, sinks=4):
+            got = model(input_ids=ids, use_cache=False).logits
+        differ = (got - want).abs().amax((0, 2))
+        assert (differ[:4] < 1e-5).all() and (differ[5:] > 0.01).all()
+        layers = model.config.num_hidden_layers
+        kept = baselines.Baseline(torch.zeros_like, torch.zeros_like, lambda _: 0.0, exact_layers=-(-layers // 2))
+        with baselines.simulated(model, kept, sinks=0):
+            assert torch.allclose(model(input_ids=ids, use_cache=False).logits, want, atol=1e-5)
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, want)
+
+
+def test_measured_has_the_metrics_of_evaluate(baselines):
+    model, ids = tiny(), prompts(2, 60)["input_ids"]
+    chosen = {name: baselines.BASELINES[name] for name in ("fp8 e4m3", "q4_0")}
+    found = baselines.measured(model, ids, chosen, sinks=4, generate=20)
+    assert 0 < found["fp8 e4m3"]["kl_divergence"] < found["q4_0"]["kl_divergence"] / 4
+    assert found["fp8 e4m3"]["kl_divergence"] < found["fp8 e4m3"]["kl_divergence_p99"]
+    assert 0 <= found["q4_0"]["tokens_until_parted"] <= 20 and found["q4_0"]["effective_bits"] == 4.5
