@@ -101,9 +101,8 @@ def demo_guard() -> dict[str, float]:
     return {name: one.kl_divergence for name, one in found.items()}
 
 
-def real_windows(tokenizer: Any, windows: int, length: int) -> torch.Tensor:
-    """Of all windows that follow each other in WikiText-2's test text, some from 30 % of them on."""
-    text = (SHARED / "data" / "wikitext2_test.txt").read_text(encoding="utf-8")
+def real_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.Tensor:
+    """Token ids [windows, length]: of the windows that follow each other in a text, some from 30 % of them on."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     every = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     chosen = every[torch.linspace(int(0.3 * len(every)), len(every) - 1, windows).long()]
@@ -116,11 +115,15 @@ def real(args: argparse.Namespace) -> Report:
     """The baselines and our specs on a real model."""
     tokenizer = AutoTokenizer.from_pretrained(REAL_MODELS / args.real)
     model = AutoModelForCausalLM.from_pretrained(REAL_MODELS / args.real, dtype=torch.float32).eval().to(args.device)
-    windows = real_windows(tokenizer, args.windows, args.length).to(args.device)
-    every = {**turboquant.presets(), **EXTRAS}
-    specs = {name: every[name].with_(sinks=SINKS) for name in args.specs or REAL_SPECS}
-    found = measured(model, windows, BASELINES, SINKS, args.generate)
-    ours = evaluate_all(model, windows, specs, everything_packed=True, generate=args.generate, progress=True)
+    text = (SHARED / "data" / "wikitext2_test.txt").read_text(encoding="utf-8")
+    windows = real_windows(text, tokenizer, args.windows, args.length).to(args.device)
+    every, asked = {**turboquant.presets(), **EXTRAS}, args.specs or [*BASELINES, *REAL_SPECS]
+    specs = {name: every[name].with_(sinks=SINKS) for name in asked if name not in BASELINES}
+    baselines = {name: BASELINES[name] for name in asked if name in BASELINES}
+    found = measured(model, windows, baselines, SINKS, args.generate) if baselines else {}
+    ours: dict[str, Any] = {}
+    if specs:
+        ours = evaluate_all(model, windows, specs, everything_packed=True, generate=args.generate, progress=True)
     report = Report(f"real_{args.real}", torch.device(args.device).type)
     for name, metrics in {**found, **{name: one.metrics() for name, one in ours.items()}}.items():
         params = {"spec": name, "simulated": name in found, "exact": f"{SINKS} sinks", "model": args.real,
@@ -128,6 +131,8 @@ def real(args: argparse.Namespace) -> Report:
                   "dtype": "float32", "commit": commit()}  # fmt: skip
         report.add("real-quality", params, {key: float(f"{x:.6g}") for key, x in metrics.items()})
         print(f"{name:45} {metrics['kl_divergence']:.5f}  {metrics}")
+    if args.add:
+        report.rows = others(Path(args.out) / f"{report.name}.json", report.rows) + report.rows
     return report
 
 
@@ -136,7 +141,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="reference", help="a folder of the shared models, or demo")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
-    parser.add_argument("--specs", nargs="+", help="of the presets and extras; all of them unless said")
+    parser.add_argument("--specs", nargs="+", help="presets, extras and, with --real, baselines; all unless said")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--length", type=int, default=2048)

@@ -96,3 +96,23 @@ def test_measured_has_the_metrics_of_evaluate(baselines):
     assert 0 < found["fp8 e4m3"]["kl_divergence"] < found["q4_0"]["kl_divergence"] / 4
     assert found["fp8 e4m3"]["kl_divergence"] < found["fp8 e4m3"]["kl_divergence_p99"]
     assert 0 <= found["q4_0"]["tokens_until_parted"] <= 20 and found["q4_0"]["effective_bits"] == 4.5
+
+
+class Letters:
+    """A tokenizer of one token a character; texts start with BOS, 7, if it has one."""
+
+    def __init__(self, bos_token_id):
+        self.bos_token_id = bos_token_id
+
+    def __call__(self, text, add_special_tokens=True, **_):
+        start = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
+        return {"input_ids": start + [ord(c) for c in text]}
+
+
+def test_windows_of_a_real_model_start_at_30_percent(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    quality = import_module("quality")
+    text = "".join(map(chr, range(1000, 1000 + 405)))  # 101 windows of 4, and a token
+    assert quality.real_windows(text, Letters(None), 8, 4)[:, 0].tolist() == [1000 + 4 * i for i in range(30, 101, 10)]
+    found = quality.real_windows(text, Letters(7), 2, 4)
+    assert found.tolist() == [[7, 1121, 1122, 1123], [7, 1401, 1402, 1403]]
