@@ -317,8 +317,8 @@ def over_packed(stream, spec, local_size=None, softcap=None):
     """float64 attention of every query over the last `spec.window` tokens as they are and over older ones as they
     decode, laid out as `forward` does. For specs without a centre, where a token decodes alike in every cache."""
     plan = spec.plan(DIM)
-    decoded = [ops.pack(stream.k[i].contiguous(), stream.v[i].contiguous(), plan) for i in range(LAYERS)]
-    decoded = [torch.ops.turboquant.dequantize(*held[:3], stream.k.shape[3], plan) for held in decoded]
+    packed = [ops.pack(stream.k[i].contiguous(), stream.v[i].contiguous(), plan) for i in range(LAYERS)]
+    decoded = [ops.dequantize(held) for held in packed]
     packed_k, packed_v = (torch.stack([layer[side] for layer in decoded]) for side in (0, 1))
     q, k, v, packed_k, packed_v = (x.double() for x in (stream.q, stream.k, stream.v, packed_k, packed_v))
     k, v, packed_k, packed_v = (x.repeat_interleave(2, 2) for x in (k, v, packed_k, packed_v))
