@@ -7,41 +7,39 @@ the page says enough. Hadamard rotations only; from the reference it takes the c
 from __future__ import annotations
 
 import json
-import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import reference
 
-DTYPES = {"uint8": "<u1", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+DTYPES = {"U8": "<u1", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
-def checksum(data: bytes) -> int:
-    h = 0xCBF29CE484222325
-    for word in np.frombuffer(data + bytes(-len(data) % 8), "<u8").tolist():
-        h = ((h ^ word) * 0x100000001B3) % 2**64
-        h ^= h >> 32
-    return h
-
-
-def sections(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def tensors_of(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     data = path.read_bytes()
-    magic, version, header_bytes, file_bytes, found = struct.unpack_from("<8sIIQQ", data)
-    assert (magic, version, file_bytes) == (b"TQCACHE\0", 1, len(data))
-    assert checksum(data[:24] + data[32 : 32 + header_bytes]) == found
-    header = json.loads(data[32 : 32 + header_bytes])
-    tensors = {}
-    for section in header["sections"]:
-        assert section["offset"] % 64 == 0
-        dtype = np.dtype(DTYPES[section["dtype"]])
-        count = int(np.prod(section["shape"]))
-        array = np.frombuffer(data, dtype, count, section["offset"]).reshape(section["shape"])
-        parts = array if section["name"].endswith("pages") else [array]
-        assert [f"{checksum(part.tobytes()):016x}" for part in parts] == section["checksums"]
-        if section["dtype"] == "bfloat16":
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:start])
+    about = entries.pop("__metadata__")
+    assert about["format"] == "turboquant-cache-1"
+    assert about["crc32"] == f"{zlib.crc32(about['turboquant'].encode()):08x}"
+    header, tensors, at = json.loads(about["turboquant"]), {}, 0
+    for name, entry in entries.items():
+        first, last = entry["data_offsets"]
+        assert first == at
+        array = np.frombuffer(data[start + first : start + last], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        at = last
+        if name.startswith("pad."):
+            assert not array.any() and len(array) < 64
+            continue
+        assert (start + first) % 64 == 0
+        parts = array if name.endswith("pages") else [array]
+        assert [zlib.crc32(part.tobytes()) for part in parts] == header["crc32"][name]
+        if entry["dtype"] == "BF16":
             array = (array.astype("<u4") << 16).view("<f4")
-        tensors[section["name"]] = array
+        tensors[name] = array
+    assert start + at == len(data)
     return header, tensors
 
 
@@ -97,7 +95,7 @@ def decode(record: np.ndarray, head_dim: int, spec: dict[str, Any], side: str) -
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Of each layer: packed_k and packed_v, a list of [kv_heads, tokens, head_dim] per sequence; sinks and window."""
-    header, tensors = sections(path)
+    header, tensors = tensors_of(path)
     out = []
     for i in range(header["n_layers"]):
         spec, pages = header["spec"], tensors[f"layers.{i}.pages"]

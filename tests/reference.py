@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -757,27 +758,21 @@ def dot(p: Plan, queries: F32, pages: NDArray[np.uint8], n: int, transform: Tran
 # ---- files ----
 
 
-def checksum(data: bytes) -> int:
-    """tq_checksum: FNV-1a over little-endian 8-byte words, the high half folded into the low one after each."""
-    value = 0xCBF29CE484222325
-    for i in range(0, len(data), 8):
-        value = (value ^ int.from_bytes(data[i : i + 8], "little")) * 0x100000001B3 % 2**64
-        value ^= value >> 32
-    return value
-
-
 def file_header(words: tuple[int, ...], vectors: int, payload: bytes) -> bytes:
     """The header of a codes file."""
-    numbers = [*words, vectors, len(payload), checksum(payload)]
+    numbers = [*words, vectors, len(payload)]
     head = b"TQCODES\0" + (1).to_bytes(4, "little") + len(words).to_bytes(4, "little")
     head += b"".join(n.to_bytes(8, "little") for n in numbers)
-    return head + checksum(head).to_bytes(8, "little")
+    head += zlib.crc32(payload).to_bytes(4, "little")
+    return head + zlib.crc32(head).to_bytes(4, "little")
 
 
 def read_file_header(data: bytes) -> tuple[tuple[int, ...], int, int, int]:
     """Plan words, vectors, payload bytes and payload checksum of a sound header."""
     assert data[:8] == b"TQCODES\0" and int.from_bytes(data[8:12], "little") == 1
     n = int.from_bytes(data[12:16], "little")
-    numbers = [int.from_bytes(data[i : i + 8], "little") for i in range(16, 16 + 8 * (n + 4), 8)]
-    assert numbers[-1] == checksum(data[: 16 + 8 * (n + 3)])
-    return tuple(numbers[:n]), numbers[n], numbers[n + 1], numbers[n + 2]
+    numbers = [int.from_bytes(data[i : i + 8], "little") for i in range(16, 16 + 8 * (n + 2), 8)]
+    at = 16 + 8 * (n + 2)
+    payload_checksum, checksum = (int.from_bytes(data[i : i + 4], "little") for i in (at, at + 4))
+    assert checksum == zlib.crc32(data[: at + 4])
+    return tuple(numbers[:n]), numbers[n], numbers[n + 1], payload_checksum

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import json
 import pickle
 import resource
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -482,8 +482,11 @@ def test_files_that_are_not_one(measured, tmp_path):
     save_file(arrays, file)
     with pytest.raises(ValueError, match="not one that turboquant wrote"):
         Calibration.load(file)
-    for version, message in ((1, "its version must be 2, got 1: calibrate again"), (2, "is missing|does not contain")):
-        save_file(arrays, file, {"format": "turboquant-calibration", "calibration": json.dumps({"version": version})})
+    for form, message in (
+        ("turboquant-calibration-2", "its format must be turboquant-calibration-1, got 'turboquant-calibration-2'"),
+        ("turboquant-calibration-1", "is missing"),
+    ):
+        save_file(arrays, file, {"format": form, "turboquant": "{}", "crc32": f"{zlib.crc32(b'{}'):08x}"})
         with pytest.raises(ValueError, match=message):
             Calibration.load(file)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from binding_cases import BATCH, DENSE, DIM, HEADS, OPS, PLAN, VECTORS, f32, frozen, rows, sample, unaligned
+from binding_cases import BATCH, DENSE, DIM, HEADS, OPS, PLAN, VECTORS, f32, rows, sample, unaligned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,17 +176,6 @@ def test_a_plan_without_values() -> None:
     k, v = _core.dequantize(VECTORS, pages, np.zeros((1, 1), np.int32), np.array([6], np.int32), 6)
     assert v is None and k.shape == (1, HEADS, 6, DIM)
     assert np.corrcoef(k.ravel(), rows(1, HEADS, 10, DIM)[:, :, :6].ravel())[0, 1] > 0.99
-
-
-def test_checksum_takes_buffers() -> None:
-    data = np.arange(37, dtype=np.uint8)
-    sums = {
-        _core.checksum(kind)
-        for kind in (data, data.tobytes(), bytearray(data), memoryview(data.tobytes()), frozen(data))
-    }
-    assert len(sums) == 1
-    assert _core.checksum(data[:-1]) not in sums
-    assert _core.checksum(b"") == 0xCBF29CE484222325
 
 
 def test_statuses_and_threads() -> None:
@@ -359,15 +348,12 @@ def lasting(op: str, size: int) -> Callable[[], object]:
         case "merge":
             outs, lses = rows(8, n, 16), rows(8, n)
             return lambda: _core.merge(outs, lses)
-        case "checksum":
-            data = bytes(100_000 * size)
-            return lambda: _core.checksum(data)
         case "haar":
             return lambda: _core.haar(0, 8 * min(512, 4 + size // 4))
     raise AssertionError(op)
 
 
-@pytest.mark.parametrize("op", [*OPS, "checksum", "haar"])
+@pytest.mark.parametrize("op", [*OPS, "haar"])
 def test_the_gil_is_released(op: str) -> None:
     """Another thread gets on while a call runs: it is seen alive in the middle half of the call."""
     size, taken = 8, 0.0

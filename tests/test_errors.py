@@ -453,7 +453,6 @@ OTHERS = {
     "set_num_threads: text": (T, "set_num_threads", "n", lambda: _core.set_num_threads("two")),
     "set_isa: misspelt": (RuntimeError, "set_isa", "", lambda: _core.set_isa("avx3")),
     "set_isa: a number": (T, "set_isa", "name", lambda: _core.set_isa(3)),
-    "checksum: text": (T, "checksum", "data", lambda: _core.checksum("text")),
     "file_header_read: text": (T, "file_header_read", "data", lambda: _core.file_header_read("text", 4)),
     "file_header_read: size": (V, "file_header_read", "file_bytes", lambda: _core.file_header_read(b"", -1)),
     "file_header_write: vectors": (

@@ -4,6 +4,7 @@ tests/reference_modes.py, and the laws that the schemes promise."""
 from __future__ import annotations
 
 import math
+import zlib
 
 import numpy as np
 import pytest
@@ -157,17 +158,17 @@ def test_ties():
 
 
 GOLDEN = {
-    "prod": "08191e5f1f4e5d5a",
-    "prod of 1 bit": "9ebc42cde162ff2f",
-    "blocks of 32": "7a0a71a1feaacd70",
-    "split": "10a44a37e69afb26",
-    "affine, plain": "192ce6acb191ef3a",
-    "affine, dense, qjl": "f05117b14b63a025",
-    "q8_0 keys": "57aa5e767c517c22",
-    "absmax, 2 and 5 bits, sign": "3af7430ef7931e25",
-    "uniform, quarter sketch": "71fc49b378977360",
-    "tables, sign": "f5e65a81cd480568",
-    "table, qjl": "2423f97a9a748527",
+    "prod": "efc6936f",
+    "prod of 1 bit": "e465ada1",
+    "blocks of 32": "f9bb2c15",
+    "split": "60b2846f",
+    "affine, plain": "e7254cfc",
+    "affine, dense, qjl": "62f3a889",
+    "q8_0 keys": "f82fa9b3",
+    "absmax, 2 and 5 bits, sign": "39eb9f78",
+    "uniform, quarter sketch": "88ffc882",
+    "tables, sign": "4eb31142",
+    "table, qjl": "283ddfdf",
 }
 
 
@@ -186,7 +187,7 @@ def test_bytes_do_not_change(name):
             table = np.append(table, f32(0.25))
         given.append([Transform(np.concatenate(rows) if rows else None, None, table)])
     pages, _ = filled(p, None, x[0], x[1], dict(key=given[0], value=given[1]), [7])
-    assert f"{core.checksum(pages):016x}" == GOLDEN[name]
+    assert f"{zlib.crc32(pages):08x}" == GOLDEN[name]
 
 
 @pytest.mark.parametrize("head_dim", (64, 80))

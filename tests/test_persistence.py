@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import os
 import random
-import struct
 import tracemalloc
+import zlib
 
 import models
 import numpy as np
 import pytest
 import torch
 from cache_file import read as independent_read
+from safetensors.torch import load_file, save_file
 from specs import bare
 from test_cache import CONFIG, PACKED, Stream, forward
 from test_calibration import made
 
 import turboquant
-from turboquant import Codes, Quantizer, TurboQuantCache, _core
-from turboquant.persistence import MAGIC
+from turboquant import Codes, Quantizer, TurboQuantCache
+from turboquant.persistence import FORMAT
 
 SPECS = {
     "all packed": PACKED,
@@ -235,6 +236,16 @@ def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
                 np.testing.assert_array_equal(found[name], held.float().numpy())
 
 
+def test_the_library_of_safetensors_reads_a_file(tmp_path):
+    cache, _ = filled(SPECS["sinks, window and centre"], dtype=torch.bfloat16)
+    cache.save(tmp_path / "c")
+    found = load_file(tmp_path / "c")
+    for i, layer in enumerate(cache.layers):
+        assert torch.equal(found[f"layers.{i}.pages"], layer.table.packed()[0])
+        for name in ("sink_k", "window_v", "centre"):
+            assert torch.equal(found[f"layers.{i}.{name}"], getattr(layer, name))
+
+
 # ---- damage ----
 
 
@@ -269,33 +280,64 @@ def test_every_byte_is_watched(tmp_path, small):
 
 
 def test_files_of_others(tmp_path, small):
-    for data in (b"", b"TQCACHE", b"\x80\x04K\x01.", b"PK\x03\x04" + bytes(60), small[1:], os.urandom(5000)):
-        refuses(tmp_path, data, "it is not one that turboquant wrote|it is truncated")
+    for data in (b"", b"TQCODES", b"\x80\x04K\x01.", b"PK\x03\x04" + bytes(60), small[1:], os.urandom(5000)):
+        refuses(tmp_path, data, "it is not one that turboquant wrote, or it is truncated")
     Codes.save(Quantizer(32, 3).quantize(np.ones((3, 32), np.float32)), tmp_path / "codes")
     refuses(tmp_path, (tmp_path / "codes").read_bytes(), "it is not one that turboquant wrote")
-    refuses(tmp_path, small[:8] + struct.pack("<I", 2) + small[12:], "its version must be 1, got 2")
+    refuses(tmp_path, small.replace(b"cache-1", b"cache-2"), "its format must be turboquant-cache-1, got '.*cache-2'")
+    turboquant.Index(8, 4).save(tmp_path / "index")
+    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-1, got '.*index-1'")
+    save_file({"layers.0.pages": torch.zeros(1)}, tmp_path / "weights")
+    refuses(tmp_path, (tmp_path / "weights").read_bytes(), "it is not one that turboquant wrote")
     with pytest.raises(FileNotFoundError, match="`path` must be a cache file, got 'absent'"):
         TurboQuantCache.load("absent")
 
 
+def split(data):
+    """(what the file says, its tensors' entries as "tensors" among it; the tensors)."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:start])
+    return json.loads(entries.pop("__metadata__")["turboquant"]) | {"tensors": entries}, data[start:]
+
+
+def joined(header, payload):
+    """The file of somebody who makes checksums fit."""
+    header = dict(header)
+    entries = header.pop("tensors")
+    return wrapped(json.dumps(header), entries, payload)
+
+
+def wrapped(text, entries=None, payload=b""):
+    about = {"format": FORMAT, "turboquant": text, "crc32": f"{zlib.crc32(text.encode()):08x}"}
+    header = json.dumps({"__metadata__": about, **(entries or {})}).encode()
+    header += b" " * (-(len(header) + 8) % 64)
+    return len(header).to_bytes(8, "little") + header + payload
+
+
 def forged(data, change):
-    """The file with its header changed by somebody who makes checksums fit; sections stay where they are."""
-    size = struct.unpack_from("<I", data, 12)[0]
-    header = json.loads(data[32 : 32 + size])
+    header, payload = split(data)
     change(header)
-    text = json.dumps(header).encode()
-    text = text.ljust(max(size, (len(text) + 95) // 64 * 64 - 32))
-    whole = len(data) - size + len(text)
-    opening = MAGIC + struct.pack("<IIQ", 1, len(text), whole)
-    return opening + _core.checksum(opening + text).to_bytes(8, "little") + text + data[32 + size :]
+    return joined(header, payload)
+
+
+def moved(entries, name, by):
+    entries[name]["data_offsets"] = [at + by for at in entries[name]["data_offsets"]]
 
 
 FORGED = {
-    "no list of sections": lambda h: h.pop("sections"),
-    "sections of others": lambda h: h["sections"].pop(),
-    "a larger tensor": lambda h: h["sections"][0]["shape"].__setitem__(0, 2**40),
-    "an offset elsewhere": lambda h: h["sections"][1].__setitem__("offset", 0),
-    "another dtype": lambda h: h.__setitem__("dtype", "float64"),
+    "no tensors": lambda h: h.update(tensors={}),
+    "a tensor less": lambda h: h["tensors"].popitem(),
+    "a tensor of others": lambda h: h["tensors"].update(x={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
+    "a larger tensor": lambda h: h["tensors"]["layers.0.pages"]["shape"].__setitem__(0, 2**40),
+    "a shape of many numbers": lambda h: h["tensors"]["layers.0.pages"].update(shape=[2**62] * 1_000),
+    "a shape of true": lambda h: h["tensors"]["layers.0.pages"]["shape"].__setitem__(0, True),
+    "a place elsewhere": lambda h: moved(h["tensors"], "layers.0.sink_k", -64),
+    "a place outside": lambda h: moved(h["tensors"], "layers.0.pages", 2**40),
+    "a type of none": lambda h: h["tensors"]["layers.0.centre"].update(dtype="F31"),
+    "a type that is a list": lambda h: h["tensors"]["layers.0.centre"].update(dtype=[]),
+    "an entry that is a list": lambda h: h["tensors"].update({"layers.0.centre": []}),
+    "padding of another name": lambda h: h["tensors"].update(x=h["tensors"].popitem()[1]),
+    "another dtype": lambda h: h.__setitem__("dtype", "F64"),
     "2^31 heads": lambda h: h.__setitem__("kv_heads", 2**31),
     "65,536 heads": lambda h: h.__setitem__("kv_heads", 2**16),
     "no heads": lambda h: h.__setitem__("kv_heads", 0),
@@ -320,8 +362,11 @@ FORGED = {
     "a spec that is a list": lambda h: h.__setitem__("spec", []),
     "a calibration": lambda h: h.__setitem__("calibration", "00"),
     "a fingerprint that is a list": lambda h: h.__setitem__("fingerprint", []),
-    "checksums that are no list": lambda h: h["sections"][0].__setitem__("checksums", 3),
-    "checksums that are numbers": lambda h: h["sections"][0].__setitem__("checksums", [3]),
+    "checksums that are no list": lambda h: h["crc32"].__setitem__("layers.0.pages", 3),
+    "checksums of others": lambda h: h["crc32"].__setitem__("layers.0.pages", [3]),
+    "checksums that are text": lambda h: h["crc32"].__setitem__("layers.0.pages", ["3"]),
+    "a checksum less": lambda h: h["crc32"].popitem(),
+    "a page's checksum more": lambda h: h["crc32"]["layers.0.pages"].append(3),
     "another byte format": lambda h: h.__setitem__("byte_format", 2),
 }  # fmt: skip
 
@@ -343,27 +388,24 @@ def test_the_forger_can_make_a_good_file(tmp_path, small):
 
 def test_headers_that_are_no_header(tmp_path, small):
     for text in (b"", b"[]", b"3", b"{", b"\xff" * 64, b"[" * 100_000, b"1" * 10_000, b'{"byte_format": NaN}'):
-        opening = MAGIC + struct.pack("<IIQ", 1, len(text), 32 + len(text))
-        refuses(tmp_path, opening + _core.checksum(opening + text).to_bytes(8, "little") + text)
+        refuses(tmp_path, len(text).to_bytes(8, "little") + text)
+        refuses(tmp_path, wrapped(text.decode("latin-1")))
+    for about in ([], {}, {"format": FORMAT}, {"format": FORMAT, "turboquant": 3, "crc32": 3}, {"format": []}):
+        text = json.dumps({"__metadata__": about}).encode()
+        refuses(tmp_path, len(text).to_bytes(8, "little") + text)
 
 
 def test_numbers_forged_into_pages_are_only_wrong_numbers(tmp_path, small):
     """Checksums made to fit over random pages, window and centre: loading works, and attention does not crash."""
     rng = random.Random(1)
     for _ in range(20):
-        data, size = bytearray(small), struct.unpack_from("<I", small, 12)[0]
-        header = json.loads(small[32 : 32 + size])
-        for section in header["sections"]:
-            start = section["offset"]
-            itemsize = {"uint8": 1, "float32": 4}[section["dtype"]]
-            nbytes = int(np.prod(section["shape"])) * itemsize
-            data[start : start + nbytes] = rng.randbytes(nbytes)
-            section["checksums"] = [f"{_core.checksum(bytes(data[start : start + nbytes])):016x}"]
-
-        def put(h, new=header):
-            h.update(new)
-
-        (tmp_path / "c").write_bytes(forged(bytes(data), put))
+        header, payload = split(small)
+        payload = bytearray(payload)
+        for name in header["crc32"]:
+            first, last = header["tensors"][name]["data_offsets"]
+            payload[first:last] = rng.randbytes(last - first)
+            header["crc32"][name] = [zlib.crc32(payload[first:last])]
+        (tmp_path / "c").write_bytes(joined(header, payload))
         cache = TurboQuantCache.load(tmp_path / "c")
         try:
             forward(cache, Stream(tokens=20, dim=8, kv_heads=1).piece(9, 20))

@@ -1,13 +1,38 @@
-"""Writing a file whole or not at all."""
+"""Files, written whole or not at all, and the one form of all files of tensors: safetensors.
+
+    8 bytes    uint64: bytes of the header
+    header     JSON, filled up with spaces: {name: {"dtype", "shape", "data_offsets"}}, and under "__metadata__"
+               "format", "turboquant" (a JSON text with all else there is to say) and "crc32" of that text
+    tensors    little-endian, in the header's order, each from a multiple of 64 bytes on. The format allows no holes: a
+               tensor "pad.NAME" of zeros, fewer than 64, follows NAME where the next one would not be aligned
+
+A header's claims are held against each other and against the size of the file before anybody allocates.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from typing import Any
 
-__all__ = ["write_whole"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Tensor", "array_bytes", "crc32", "layout", "numpy_dtype", "read_header", "tensor", "write_tensors",
+           "write_whole"]  # fmt: skip
+
+_ALIGNMENT = 64
+_MOST_HEADER_BYTES = 100_000_000  # of safetensors
+_MOST_EXTENTS = 8  # of a shape
+_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I64": 8}
+_NUMPY: dict[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
+_NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 
 
 def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts: Iterable[bytes | memoryview]) -> None:
@@ -30,3 +55,135 @@ def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
+
+
+# ---- tensors ----
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file. dtype: in safetensors' words. start: its first byte, counted from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        size = _BYTES[self.dtype]
+        for extent in self.shape:  # of Python's integers: no claim of a file overflows
+            size *= extent
+        return size
+
+
+def tensor(array: NDArray[Any]) -> Tensor:
+    return Tensor(_NAMES[array.dtype], array.shape)
+
+
+def numpy_dtype(held: Tensor) -> np.dtype[Any]:
+    """ValueError for one that NumPy does not have, or no file of arrays."""
+    if held.dtype not in _NUMPY:
+        raise ValueError(f"its arrays must be of {', '.join(_NUMPY)}, got {held.dtype}")
+    return _NUMPY[held.dtype]
+
+
+def array_bytes(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def crc32(parts: Iterable[bytes | bytearray | memoryview]) -> int:
+    """Of the parts, one after the other."""
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part, value)
+    return value
+
+
+def layout(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with their places, and the padding between them."""
+    placed, at = {}, 0
+    for name, held in tensors.items():
+        placed[name] = Tensor(held.dtype, tuple(held.shape), at)
+        at += held.nbytes
+        if pad := -at % _ALIGNMENT:
+            placed[f"pad.{name}"] = Tensor("U8", (pad,), at)
+            at += pad
+    return placed
+
+
+def write_tensors(
+    path: str | os.PathLike[str],
+    form: str,
+    meta: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    parts: Mapping[str, Iterable[memoryview]],
+) -> None:
+    """Writes a file of the format `form`, whole or not at all. parts: the bytes of each tensor, in pieces."""
+    placed = layout(tensors)
+    text = json.dumps(meta, sort_keys=True, allow_nan=False)
+    entries: dict[str, Any] = {"__metadata__": {"format": form, "turboquant": text, "crc32": _sum_of(text)}}
+    for name, held in placed.items():
+        offsets = [held.start, held.start + held.nbytes]
+        entries[name] = {"dtype": held.dtype, "shape": list(held.shape), "data_offsets": offsets}
+    header = json.dumps(entries).encode()
+    header += b" " * (-(len(header) + 8) % _ALIGNMENT)
+
+    def pieces() -> Iterable[bytes | memoryview]:
+        yield len(header).to_bytes(8, "little") + header
+        for name, held in placed.items():
+            if name in tensors:
+                yield from parts[name]
+            else:
+                yield bytes(held.nbytes)
+
+    write_whole(path, pieces())
+
+
+def read_header(file: BufferedReader, form: str) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+    """(metadata, tensors, where the header ends) of a file that `write_tensors` made, which is left there. The tensors
+    and their padding fill the file to its end. ValueError for any other file, whatever is in it."""
+    size = os.fstat(file.fileno()).st_size
+    opening = file.read(8)
+    length = int.from_bytes(opening, "little")
+    if len(opening) < 8 or not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
+        raise ValueError("it is not one that turboquant wrote, or it is truncated")
+    try:
+        entries = json.loads(file.read(length))
+        about = entries.pop("__metadata__")
+        text, found = about["turboquant"], about["format"]
+        if found == form and about["crc32"] != _sum_of(text):
+            raise ValueError("its header is damaged")
+        meta = json.loads(text) if found == form else {}
+    except (KeyError, TypeError, AttributeError, RecursionError, UnicodeError, json.JSONDecodeError):
+        raise ValueError("it is not one that turboquant wrote, or its header is damaged") from None
+    if found != form:
+        raise ValueError(f"its format must be {form}, got {found!r:.80}")
+    if not isinstance(meta, dict):
+        raise ValueError("its header is no mapping")
+    tensors: dict[str, Tensor] = {}
+    at, last = 0, ""
+    for name, entry in entries.items():
+        held = _entry(name, entry, at)
+        if name != f"pad.{last}" or held != Tensor("U8", (-at % _ALIGNMENT,), at):
+            tensors[name] = held
+        at, last = at + held.nbytes, name
+    if 8 + length + at != size:
+        raise ValueError(f"it must have {8 + length + at} bytes, got {size}")
+    return meta, tensors, 8 + length
+
+
+def _sum_of(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _entry(name: str, entry: Any, at: int) -> Tensor:
+    """The tensor of an entry, which begins at byte `at`."""
+    try:
+        held, offsets = Tensor(entry["dtype"], tuple(entry["shape"]), at), entry["data_offsets"]
+        right = len(held.shape) <= _MOST_EXTENTS and all(type(n) is int and n >= 0 for n in held.shape)
+        right = right and offsets == [at, at + held.nbytes]
+    except (KeyError, TypeError):
+        right = False
+    if not right:
+        raise ValueError(f"`{name:.80}` must have a type, a shape and a place that agree")
+    return held

@@ -1,33 +1,29 @@
 """Caches in files: what `TurboQuantCache.save` and `load` do. `docs/format.md` defines the file for other programs.
 
-    prologue   32 bytes: magic, version, sizes, a checksum of itself and the header
-    header     JSON: the spec, the model's fingerprint, lengths, rows of page indices, and a list of sections
-    sections   the tensors as they are in memory, little-endian, each from a multiple of 64 bytes on
+A file is safetensors (`files`): the tensors as they are in memory, and a header that says the spec, the model's
+fingerprint, lengths, rows of page indices, and a checksum of every page and tensor.
 
-Nothing that a file claims is believed: the header must be the one that `save` would write for what it says, sizes are
-held against the file's own before anything is allocated, and every page and tensor has a checksum. The checksums find
-damage; they do not stop somebody who makes them fit. Such a file can hold wrong numbers, and nothing worse.
+Nothing that a file claims is believed: its tensors must be those that `save` would write for what the header says, and
+that fill the file, before anything is allocated. The checksums find damage; they do not stop somebody who makes them
+fit. Such a file can hold wrong numbers, and nothing worse.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from . import _core
 from .calibration import Calibration, layer_specs
 from .calibration.data import differences
 from .calibration.measure import describe, fingerprint
 from .exact import exact_rows, laid_out
-from .files import write_whole
+from .files import Tensor, array_bytes, crc32, layout, read_header, write_tensors
 from .modes import is_split
 from .pages import RELEASED, PagePool, PageTable, outside_autograd
 from .placement import device_of
@@ -38,83 +34,42 @@ if TYPE_CHECKING:
     from .cache import TurboQuantCache
     from .layer import PackedLayer
 
-__all__ = ["MAGIC", "VERSION", "calibration_mark", "load", "save"]
+__all__ = ["FORMAT", "calibration_mark", "load", "save"]
 
-MAGIC = b"TQCACHE\0"
-VERSION = 1
-_PROLOGUE = struct.Struct("<8sIIQQ")  # magic, version, bytes of header and file, checksum of those and the header
-_ALIGNMENT = 64
-_MOST_HEADER_BYTES = 1 << 28
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+FORMAT = "turboquant-cache-1"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _EXACT = ("sink_k", "sink_v", "window_k", "window_v")
 
 
-def _checksum(data: Any) -> str:
-    return f"{_core.checksum(data):016x}"
-
-
-def _checksums(data: memoryview, units: int) -> list[str]:
-    size = len(data) // units if units else 0
-    return [_checksum(data[i * size : (i + 1) * size]) for i in range(units)]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclass(frozen=True)
-class _Section:
-    """A tensor in the file. units: how many parts of it have a checksum of their own: its pages, or 1."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    units: int
-
-    @property
-    def nbytes(self) -> int:
-        size = torch.finfo(_DTYPES[self.dtype]).bits // 8 if self.dtype != "uint8" else 1
-        for extent in self.shape:
-            size *= extent
-        return size
-
-    def described(self, checksums: list[str]) -> dict[str, Any]:
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "offset": self.offset,
-                "checksums": checksums}  # fmt: skip
-
-
-def _sections(
-    specs: list[CacheSpec],
-    positions: int,
-    dtype: str,
-    batch: int,
-    kv_heads: int,
-    head_dim: int,
-    pages: list[int],
-    start: int,
-) -> Iterator[_Section]:
-    """What a cache of these sizes has in its file, in order; `pages` of each layer, from byte `start` on."""
-
-    def section(name: str, kind: str, shape: tuple[int, ...], units: int = 1) -> _Section:
-        nonlocal start
-        made = _Section(name, kind, shape, start, units)
-        start = _aligned(start + made.nbytes)
-        return made
-
+def _tensors(
+    specs: list[CacheSpec], positions: int, dtype: str, batch: int, kv_heads: int, head_dim: int, pages: list[int]
+) -> dict[str, Tensor]:
+    """What a cache of these sizes has in its file, in order; `pages` of each layer."""
+    found: dict[str, Tensor] = {}
     for i, (spec, n_pages) in enumerate(zip(specs, pages)):
         record_bytes = PAGE_TOKENS * spec.bytes_per_token(head_dim)
-        yield section(f"layers.{i}.pages", "uint8", (n_pages, kv_heads, record_bytes), n_pages)
+        found[f"layers.{i}.pages"] = Tensor("U8", (n_pages, kv_heads, record_bytes))
         for name in _EXACT:
             if rows := exact_rows(spec, positions)[name.startswith("window")]:
-                yield section(f"layers.{i}.{name}", dtype, (batch, kv_heads, rows, head_dim))
+                found[f"layers.{i}.{name}"] = Tensor(dtype, (batch, kv_heads, rows, head_dim))
         if spec.centre == "prompt":
-            yield section(f"layers.{i}.centre", "float32", (batch, kv_heads, head_dim))
+            found[f"layers.{i}.centre"] = Tensor("F32", (batch, kv_heads, head_dim))
         for side in ("key", "value") if spec.outliers == "prompt" else ():
             if is_split(spec, side):
                 rows = head_dim + (spec.sketch_rows(head_dim) if side == "key" else 0)
-                yield section(f"layers.{i}.{side}_rotation", "float32", (kv_heads, rows, head_dim))
+                found[f"layers.{i}.{side}_rotation"] = Tensor("F32", (kv_heads, rows, head_dim))
+    return found
+
+
+def _units(name: str, held: Tensor) -> int:
+    """How many parts of a tensor have a checksum of their own: its pages, or 1."""
+    return held.shape[0] if name.endswith(".pages") else 1
+
+
+def _checksums(data: memoryview, units: int) -> list[int]:
+    size = len(data) // units if units else 0
+    return [zlib.crc32(data[i * size : (i + 1) * size]) for i in range(units)]
 
 
 # ---- writing ----
@@ -128,18 +83,8 @@ def calibration_mark(calibration: Calibration | None) -> str | None:
     """A checksum of what a calibration does to keys and values."""
     if calibration is None:
         return None
-    arrays = (
-        calibration.centre,
-        calibration.covariance,
-        calibration.axes,
-        calibration.variance,
-        calibration.sensitivity,
-        calibration.tables,
-    )
-    sums = b"".join(
-        _core.checksum(np.ascontiguousarray(array)).to_bytes(8, "little") for array in arrays if array is not None
-    )
-    return _checksum(sums + calibration.seed.to_bytes(8, "little"))
+    sums = {name: crc32([array_bytes(array)]) for name, array in calibration.arrays().items()}
+    return f"{zlib.crc32(json.dumps([sums, calibration.seed]).encode()):08x}"
 
 
 def _mark(model: Any) -> dict[str, Any]:
@@ -170,27 +115,26 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         "positions": layers[0].tokens,
         "padding": list(layers[0].padding),
     }
+    tensors: dict[str, Tensor] = {}
     parts: list[memoryview] = []
-    sums: list[list[str]] = []
-    pages: list[int] = []
     if layers[0].tokens:
         first = layers[0]
         described |= {"dtype": _NAMES[first.dtype], "kv_heads": first.kv_heads, "head_dim": first.head_dim,
                       "rows": [], "released": [layer._released for layer in layers],
                       "sliding_windows": [layer.sliding_window for layer in layers]}  # fmt: skip
+        pages = []
         for layer in layers:
             assert layer.table is not None
             held, rows = layer.table.packed(layer._packed(layer.tokens, layer.padding))
             described["rows"].append(rows)
             pages.append(len(held))
-            parts.append(_bytes(held))
-            sums.append(_checksums(parts[-1], len(held)))
-            for tensor in (*_exact_tensors(layer), layer.centre, *layer.split.values()):
-                if tensor is not None:
-                    parts.append(_bytes(tensor))
-                    sums.append(_checksums(parts[-1], 1))
-    specs = [layer.spec for layer in layers]
-    write_whole(path, _file(described, specs, pages, parts, sums))
+            others = (*_exact_tensors(layer), layer.centre, *layer.split.values())
+            parts += [_bytes(tensor) for tensor in (held, *others) if tensor is not None]
+        shape = (len(first.padding), first.kv_heads, first.head_dim)
+        tensors = _tensors([layer.spec for layer in layers], first.tokens, described["dtype"], *shape, pages)
+    by_name = dict(zip(tensors, parts, strict=True))
+    described["crc32"] = {name: _checksums(by_name[name], _units(name, held)) for name, held in tensors.items()}
+    write_tensors(path, FORMAT, described, tensors, {name: [part] for name, part in by_name.items()})
 
 
 def _exact_tensors(layer: PackedLayer) -> Iterator[torch.Tensor]:
@@ -200,37 +144,6 @@ def _exact_tensors(layer: PackedLayer) -> Iterator[torch.Tensor]:
         yield from (held[:, :, :sinks] for held in (layer.sink_k, layer.sink_v))
     if window and layer.window_k is not None and layer.window_v is not None:
         yield from (laid_out(held, window, layer.spec.sinks) for held in (layer.window_k, layer.window_v))
-
-
-def _file(
-    described: dict[str, Any], specs: list[CacheSpec], pages: list[int], parts: list[memoryview], sums: list[list[str]]
-) -> Iterator[bytes | memoryview]:
-    def header(start: int) -> tuple[bytes, list[_Section]]:
-        sections = []
-        if pages:
-            shape = (len(described["padding"]), described["kv_heads"], described["head_dim"])
-            sizes = (described["positions"], described["dtype"], *shape)
-            sections = list(_sections(specs, *sizes, pages, start))
-        whole = described | {"sections": [s.described(c) for s, c in zip(sections, sums, strict=True)]}
-        text = json.dumps(whole, sort_keys=True, allow_nan=False).encode()
-        return text, sections
-
-    size = 0  # offsets are part of the header, whose size they depend on: longer numbers, until it fits
-    while True:
-        start = _aligned(_PROLOGUE.size + size)
-        text, sections = header(start)
-        if _PROLOGUE.size + len(text) <= start:
-            break
-        size = len(text)
-    text = text.ljust(start - _PROLOGUE.size)
-    end = sections[-1].offset + sections[-1].nbytes if sections else start
-    opening = _PROLOGUE.pack(MAGIC, VERSION, len(text), end, 0)[:-8]
-    yield opening + _core.checksum(opening + text).to_bytes(8, "little") + text
-    at = start
-    for section, part in zip(sections, parts, strict=True):
-        yield bytes(section.offset - at)
-        yield part
-        at = section.offset + section.nbytes
 
 
 # ---- reading ----
@@ -270,23 +183,11 @@ def load(
 
 
 class _Reader:
-    """One file, from its prologue to a cache."""
+    """One file, from its header to a cache."""
 
     def __init__(self, file: BufferedReader) -> None:
         self.file = file
-        self.file_bytes = os.fstat(file.fileno()).st_size
-        opening = file.read(_PROLOGUE.size)
-        _want(opening[:8] == MAGIC, "it is not one that turboquant wrote")
-        _want(len(opening) == _PROLOGUE.size, "it is truncated")
-        _, version, header_bytes, file_bytes, checksum = _PROLOGUE.unpack(opening)
-        _want(version == VERSION, f"its version must be {VERSION}, got {version}")
-        _want(file_bytes == self.file_bytes, f"it must have {file_bytes} bytes, got {self.file_bytes}")
-        _want(header_bytes <= min(self.file_bytes - _PROLOGUE.size, _MOST_HEADER_BYTES), "its header does not fit")
-        text = file.read(header_bytes)
-        _want(_core.checksum(opening[:-8] + text) == checksum, "its header is damaged")
-        self.start = _PROLOGUE.size + header_bytes
-        self.header: dict[str, Any] = json.loads(text)
-        _want(isinstance(self.header, dict), "its header is no mapping")
+        self.header, self.tensors, self.start = read_header(file, FORMAT)
         _want(self.header["byte_format"] == FORMAT_VERSION, f"its byte format must be {FORMAT_VERSION}")
 
     def integers(self, name: str, length: int | None = None, most: int = 2**31 - 1) -> list[int]:
@@ -331,11 +232,11 @@ class _Reader:
             devices = _devices(model, n_layers) if device is None else [device] * n_layers
             self.fill(cache.layers, devices)
         else:
-            _want(header["sections"] == [] and self.file_bytes == self.start, "it holds more than an empty cache")
+            _want(not self.tensors and header["crc32"] == {}, "it holds more than an empty cache")
         return cache
 
     def fill(self, layers: list[PackedLayer], devices: list[torch.device]) -> None:
-        """Sections into layers, once all that the header says of them agrees with itself and the file's size."""
+        """Tensors into layers, once all that the header says of them agrees with itself and its tensors."""
         header, positions = self.header, self.integer("positions")
         padding = self.integers("padding", most=positions)
         _want(header["dtype"] in list(_DTYPES)[:3], "`dtype` is none of a model")
@@ -348,17 +249,14 @@ class _Reader:
         for spec in specs:
             spec.plan(head_dim)
         sizes = (positions, header["dtype"], len(padding), kv_heads, head_dim)
-        sections = list(_sections(specs, *sizes, pages, self.start))
-        end = sections[-1].offset + sections[-1].nbytes
-        _want(end == self.file_bytes, f"it must have {end} bytes for what it says it holds, got {self.file_bytes}")
-        listed = header["sections"]
-        _want(isinstance(listed, list) and len(listed) == len(sections), "`sections` is not of this cache")
-        sums: list[Any] = []
-        for section, claim in zip(sections, listed):
-            sums.append(claim["checksums"] if isinstance(claim, dict) else None)
-            right = isinstance(sums[-1], list) and len(sums[-1]) == section.units
-            _want(right and claim == section.described(sums[-1]), f"`{section.name}` is not of this cache")
-        tensors = {section.name: self.tensor(section, sums[i]) for i, section in enumerate(sections)}
+        wanted = layout(_tensors(specs, *sizes, pages))
+        wanted = {name: held for name, held in wanted.items() if not name.startswith("pad.")}
+        for name in {**wanted, **self.tensors}:
+            _want(wanted.get(name) == self.tensors.get(name), f"`{name:.80}` is not of this cache")
+        sums = header["crc32"]
+        _want(isinstance(sums, dict) and sums.keys() == wanted.keys(), "`crc32` is not of this cache")
+        tensors = {name: self.tensor(name, held, sums[name]) for name, held in wanted.items()}
+        _want(not any(self.file.read()), "something is written behind its tensors")
         for i, layer in enumerate(layers):
             shape, dtype = (len(padding), kv_heads, 0, head_dim), _DTYPES[header["dtype"]]
             layer.lazy_initialization(torch.empty(shape, dtype=dtype, device=devices[i]))
@@ -388,17 +286,18 @@ class _Reader:
         return len(used)
 
     @outside_autograd
-    def tensor(self, section: _Section, sums: list[str]) -> torch.Tensor:
-        """The section, which begins after no more than zeros from where the last one ended."""
-        gap = self.file.read(section.offset - self.file.tell())
-        _want(not any(gap), f"something is written before `{section.name}`")
-        held = torch.empty(section.nbytes, dtype=torch.uint8, device="cpu")
+    def tensor(self, name: str, place: Tensor, sums: Any) -> torch.Tensor:
+        """The tensor, which begins after no more than zeros from where the last one ended."""
+        gap = self.file.read(self.start + place.start - self.file.tell())
+        _want(not any(gap), f"something is written before `{name}`")
+        held = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
         data = held.numpy().data
-        _want(self.file.readinto(data) == section.nbytes, "it is truncated")
-        for i, (found, claimed) in enumerate(zip(_checksums(data, section.units), sums)):
-            where = f"`{section.name}`" if section.units == 1 else f"page {i} of `{section.name}`"
-            _want(found == claimed, f"{where} is damaged")
-        return held.view(_DTYPES[section.dtype]).view(section.shape)
+        _want(self.file.readinto(data) == place.nbytes, "it is truncated")
+        found = _checksums(data, _units(name, place))
+        _want(isinstance(sums, list) and len(sums) == len(found), f"`crc32` has not all of `{name}`")
+        for i, (one, claimed) in enumerate(zip(found, sums)):
+            _want(one == claimed, f"`{name}` is damaged" if len(found) == 1 else f"page {i} of `{name}` is damaged")
+        return held.view(_DTYPES[place.dtype]).view(place.shape)
 
 
 def _devices(model: Any, n_layers: int) -> list[torch.device]:

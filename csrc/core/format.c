@@ -4,20 +4,36 @@
 
 static const char magic[8] = "TQCODES";
 
-uint64_t tq_checksum(const void *data, size_t bytes)
+/** table[k][b]: what byte b does to the sum when k more bytes follow it. 8 KiB, on the stack: filling it takes as long as
+ *  summing some 10 KiB, and needs no state that threads share. */
+static void fill_crc_table(uint32_t table[8][256])
 {
-    const uint8_t *at = data;
-    uint64_t hash = 0xcbf29ce484222325u;
-    for (size_t i = 0; i < bytes; i += 8) {
-        uint64_t word = 0;
-        memcpy(&word, at + i, bytes - i < 8 ? bytes - i : 8);
-        hash = (hash ^ word) * 0x100000001b3u;
-        hash ^= hash >> 32; /* FNV's low bits never hear of the high ones otherwise */
+    for (uint32_t b = 0; b < 256; b++) {
+        uint32_t sum = b;
+        for (int bit = 0; bit < 8; bit++) sum = sum >> 1 ^ (sum & 1 ? 0xedb88320u : 0);
+        table[0][b] = sum;
     }
-    return hash;
+    for (int k = 1; k < 8; k++)
+        for (uint32_t b = 0; b < 256; b++) table[k][b] = table[k - 1][b] >> 8 ^ table[0][table[k - 1][b] & 255];
 }
 
-static size_t header_bytes(uint32_t n_words) { return 8 + 4 + 4 + 8 * (size_t)n_words + 4 * 8; }
+uint32_t tq_checksum(const void *data, size_t bytes)
+{
+    uint32_t table[8][256], sum = UINT32_MAX;
+    const uint8_t *at = data;
+    fill_crc_table(table);
+    for (; bytes >= 8; bytes -= 8, at += 8) {
+        uint64_t word;
+        memcpy(&word, at, 8);
+        word ^= sum;
+        sum = 0;
+        for (int k = 0; k < 8; k++) sum ^= table[7 - k][word >> 8 * k & 255];
+    }
+    for (; bytes; bytes--, at++) sum = sum >> 8 ^ table[0][(sum ^ *at) & 255];
+    return ~sum;
+}
+
+static size_t header_bytes(uint32_t n_words) { return 8 + 4 + 4 + 8 * (size_t)n_words + 2 * 8 + 2 * 4; }
 
 static void put(uint8_t **at, const void *from, size_t bytes)
 {
@@ -50,9 +66,9 @@ tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size
     put(&at, header->words, 8 * (size_t)header->n_words);
     put(&at, &header->vectors, 8);
     put(&at, &header->payload_bytes, 8);
-    put(&at, &header->payload_checksum, 8);
-    uint64_t checksum = tq_checksum(data, bytes - 8);
-    put(&at, &checksum, 8);
+    put(&at, &header->payload_checksum, 4);
+    uint32_t checksum = tq_checksum(data, bytes - 4);
+    put(&at, &checksum, 4);
     *bytes_written = bytes;
     return TQ_OK;
 }
@@ -92,11 +108,11 @@ tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uint64_t f
     get(&at, h.words, 8 * (size_t)h.n_words);
     get(&at, &h.vectors, 8);
     get(&at, &h.payload_bytes, 8);
-    get(&at, &h.payload_checksum, 8);
-    uint64_t checksum;
-    get(&at, &checksum, 8);
-    if (checksum != tq_checksum(data, bytes - 8))
-        return tq_fail(error, TQ_E_FORMAT, "header", -1, (double)(checksum >> 32), "undamaged: its checksum differs");
+    get(&at, &h.payload_checksum, 4);
+    uint32_t checksum;
+    get(&at, &checksum, 4);
+    if (checksum != tq_checksum(data, bytes - 4))
+        return tq_fail(error, TQ_E_FORMAT, "header", -1, checksum, "undamaged: its checksum differs");
     tq_plan plan;
     if (tq_plan_init(&plan, h.words, h.n_words, error) != TQ_OK) {
         if (error) error->status = TQ_E_FORMAT;

@@ -394,19 +394,20 @@ TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const floa
 
 /* ---- files of codes ----
  *   header    "TQCODES\0" | uint32 format version | uint32 n | int64 plan words[n] | uint64 vectors | uint64 payload bytes |
- *             uint64 checksum of the payload | uint64 checksum of all header bytes before it
+ *             uint32 checksum of the payload | uint32 checksum of all header bytes before it
  *   payload   the pages, ceil(vectors / page_tokens) records of one head.
- *   checksum  h = 0xcbf29ce484222325; for each little-endian 8-byte word w (the tail zero-padded):
- *             h = (h ^ w) * 0x100000001b3, then h ^= h >> 32   (FNV-1a by words). It finds damage, not malice. */
+ *   checksum  CRC-32 as of zlib, gzip and PNG (polynomial 0xedb88320, reflected). It finds damage, not malice. */
 typedef struct {
     int64_t words[TQ_PLAN_MAX_WORDS];
     uint32_t n_words;
-    uint64_t vectors, payload_bytes, payload_checksum;
+    uint64_t vectors, payload_bytes;
+    uint32_t payload_checksum;
 } tq_file_header;
 
-#define TQ_FILE_HEADER_MAX_BYTES (8 + 4 + 4 + 8 * TQ_PLAN_MAX_WORDS + 8 * 4)
+#define TQ_FILE_HEADER_MAX_BYTES (8 + 4 + 4 + 8 * TQ_PLAN_MAX_WORDS + 2 * 8 + 2 * 4)
 
-TQ_API uint64_t tq_checksum(const void *data, size_t bytes);
+/** CRC-32 of the bytes. */
+TQ_API uint32_t tq_checksum(const void *data, size_t bytes);
 /** Writes the header; *bytes_written gets its size. `data_bytes` is the room at data, TQ_FILE_HEADER_MAX_BYTES always suffices. */
 TQ_API tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size_t data_bytes,
                                       size_t *bytes_written, tq_error *error);

@@ -103,7 +103,6 @@ BINDING(index_decode);
 BINDING(index_step);
 BINDING(index_search);
 BINDING(index_scores);
-BINDING(checksum);
 BINDING(file_header_write);
 BINDING(file_header_read);
 BINDING(isa);

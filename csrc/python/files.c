@@ -1,4 +1,4 @@
-/* Headers of codes files, and the checksum of what follows them. Owns the buffers it asks Python for. */
+/* Headers of codes files. Owns the buffers it asks Python for. */
 #include "binding.h"
 
 static int get_bytes(const char *op, PyObject *object, Py_buffer *buffer)
@@ -7,26 +7,6 @@ static int get_bytes(const char *op, PyObject *object, Py_buffer *buffer)
     PyErr_Clear();
     raise_type(op, "data", "bytes, or an object with one contiguous buffer", object);
     return -1;
-}
-
-const char doc_checksum[] =
-    PyDoc_STR("checksum(data)\n--\n\n"
-              "FNV-1a, 64 bits, over the little-endian 8-byte words of a contiguous buffer, its "
-              "tail padded with zeros.");
-PyObject *py_checksum(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"data", NULL};
-    PyObject *object;
-    Py_buffer buffer;
-    uint64_t sum;
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:checksum", names, &object)) return NULL;
-    if (get_bytes("checksum", object, &buffer) < 0) return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    sum = tq_checksum(buffer.buf, (size_t)buffer.len);
-    Py_END_ALLOW_THREADS;
-    PyBuffer_Release(&buffer);
-    return PyLong_FromUnsignedLongLong(sum);
 }
 
 const char doc_file_header_write[] =
@@ -39,7 +19,7 @@ PyObject *py_file_header_write(PyObject *module, PyObject *args, PyObject *kwarg
     read_plan_result read;
     tq_file_header header;
     uint8_t data[TQ_FILE_HEADER_MAX_BYTES];
-    uint64_t *const numbers[3] = {&header.vectors, &header.payload_bytes, &header.payload_checksum};
+    uint64_t checksum, *const numbers[3] = {&header.vectors, &header.payload_bytes, &checksum};
     size_t written = 0;
     const char *op = "file_header_write";
     (void)module;
@@ -50,6 +30,8 @@ PyObject *py_file_header_write(PyObject *module, PyObject *args, PyObject *kwarg
     if (read_plan(op, plan_object, &read) < 0) return NULL;
     for (int i = 0; i < 3; i++)
         if (read_u64(op, names[i + 1], objects[i], numbers[i]) < 0) return NULL;
+    if (checksum > UINT32_MAX) return raise_value(op, "payload_checksum", "in 0..2**32 - 1, got one outside");
+    header.payload_checksum = (uint32_t)checksum;
     memcpy(header.words, read.words, read.n_words * sizeof *read.words);
     header.n_words = (uint32_t)read.n_words;
     tq_error error = {0};
@@ -77,7 +59,7 @@ const char doc_file_header_read[] = PyDoc_STR(
     "file_header_read(data, file_bytes)\n--\n\n"
     "What the header of a codes file says, as a dict, from the first bytes of a file of file_bytes bytes; "
     "FILE_HEADER_MAX_BYTES of them\nare always enough. ValueError if it is damaged, foreign, of another version, "
-    "or claims more than file_bytes. The payload's checksum\nis the caller's to compare.");
+    "or claims more than file_bytes. The payload's checksum\n(zlib.crc32) is the caller's to compare.");
 PyObject *py_file_header_read(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"data", "file_bytes", NULL};
@@ -98,7 +80,7 @@ PyObject *py_file_header_read(PyObject *module, PyObject *args, PyObject *kwargs
     if (status != TQ_OK) return raise_status(op, status, &error, NULL);
     plan = words_tuple(&header);
     if (!plan) return NULL;
-    return Py_BuildValue("{s:N,s:K,s:K,s:K,s:n}", "plan", plan, "vectors", (unsigned long long)header.vectors,
+    return Py_BuildValue("{s:N,s:K,s:K,s:I,s:n}", "plan", plan, "vectors", (unsigned long long)header.vectors,
                          "payload_bytes", (unsigned long long)header.payload_bytes, "payload_checksum",
-                         (unsigned long long)header.payload_checksum, "header_bytes", (Py_ssize_t)header_bytes);
+                         (unsigned int)header.payload_checksum, "header_bytes", (Py_ssize_t)header_bytes);
 }

@@ -434,8 +434,21 @@ static tq_status read_copy(const uint8_t *data, size_t bytes, uint64_t file_byte
     return status;
 }
 
+static void check_checksum(void)
+{
+    CHECK(tq_checksum(NULL, 0) == 0 && tq_checksum("123456789", 9) == 0xcbf43926u);
+    uint8_t bytes[40];
+    uint32_t sum = UINT32_MAX; /* bit by bit */
+    for (size_t n = 0; n < sizeof bytes; n++) {
+        CHECK(tq_checksum(bytes, n) == ~sum);
+        sum ^= bytes[n] = (uint8_t)(37 * n * n + 11);
+        for (int bit = 0; bit < 8; bit++) sum = sum >> 1 ^ (sum & 1 ? 0xedb88320u : 0);
+    }
+}
+
 static void check_files(void)
 {
+    check_checksum();
     tq_file_header header = {.n_words = TQ_PLAN_HEADER_WORDS + 4, .vectors = 40}, back;
     int64_t words[] = {1, 64, 32, 1, 0, 0, 5, 4, 3, 0, 0};
     memcpy(header.words, words, sizeof words);
@@ -446,7 +459,7 @@ static void check_files(void)
     uint8_t *data = zeros(TQ_FILE_HEADER_MAX_BYTES);
     size_t bytes = 0, used = 0;
     OK(tq_file_header_write(&header, data, TQ_FILE_HEADER_MAX_BYTES, &bytes, error));
-    CHECK(bytes == 8 + 4 + 4 + 8 * 11 + 4 * 8 && memcmp(data, "TQCODES", 8) == 0);
+    CHECK(bytes == 8 + 4 + 4 + 8 * 11 + 2 * 8 + 2 * 4 && memcmp(data, "TQCODES", 8) == 0);
     uint64_t total = bytes + header.payload_bytes;
     OK(read_copy(data, bytes, total, &back, &used, error));
     CHECK(used == bytes && back.vectors == 40 && back.n_words == 11 && !memcmp(back.words, words, sizeof words));

@@ -7,20 +7,18 @@ next forward does not end in an answer or a clear error.
 from __future__ import annotations
 
 import copy
-import json
 import random
-import struct
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from specs import bare
 from test_cache import CONFIG, Stream, forward
+from test_persistence import joined, split
 
-from turboquant import TurboQuantCache, _core
-from turboquant.persistence import MAGIC
+from turboquant import TurboQuantCache
 
 SPECS = (
     bare(1, 1, sinks=1, window=2, centre="prompt"),
@@ -28,7 +26,7 @@ SPECS = (
     bare(4, 4, rotation="dense", overrides={1: {"window": 4, "key_bits": 5}}),
 )
 ODD: tuple[Any, ...] = (0, 1, -1, 2, 7, 128, 2**31 - 1, 2**31, 2**63, 10**30, 0.5, 1e300, True, None, "", "x", "eden",
-                        [], [0], [[]], {}, {"layers": 2}, [-1], "float16", "hadamard")  # fmt: skip
+                        [], [0], [[]], {}, {"layers": 2}, [-1], "F16", "hadamard")  # fmt: skip
 
 
 def seeds(folder: Path) -> list[bytes]:
@@ -40,18 +38,6 @@ def seeds(folder: Path) -> list[bytes]:
             cache.save(folder / f"{i}")
             made.append((folder / f"{i}").read_bytes())
     return made
-
-
-def split(data: bytes) -> tuple[Any, bytes]:
-    size = struct.unpack_from("<I", data, 12)[0]
-    return json.loads(data[32 : 32 + size]), data[32 + size :]
-
-
-def join(header: Any, payload: bytes) -> bytes:
-    text = json.dumps(header).encode()
-    text = text.ljust((len(text) + 95) // 64 * 64 - 32)
-    opening = MAGIC + struct.pack("<IIQ", 1, len(text), 32 + len(text) + len(payload))
-    return opening + _core.checksum(opening + text).to_bytes(8, "little") + text + payload
 
 
 def moved(header: Any, rng: random.Random) -> Any:
@@ -84,23 +70,18 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
         return bytes(out[: rng.randrange(len(out) + 1)] if rng.random() < 0.3 else out)
     header, payload = split(data)
     if how == 1:  # numbers of the tensors, with checksums made to fit
-        start = len(data) - len(payload)
-        section = rng.choice(header["sections"])
-        size = torch.empty(section["shape"], dtype=getattr(torch, section["dtype"])).nbytes
-        at = section["offset"] - start
-        payload = payload[:at] + rng.randbytes(size) + payload[at + size :]
-        units = len(section["checksums"])
-        parts = [payload[at + i * size // units : at + (i + 1) * size // units] for i in range(units)]
-        section["checksums"] = [f"{_core.checksum(part):016x}" for part in parts]
-        text = json.dumps(header, sort_keys=True).encode()  # as long as it was: sections stay where they are
-        text = text.ljust(start - 32)
-        opening = data[:24]
-        return opening + _core.checksum(opening + text).to_bytes(8, "little") + text + payload
+        name = rng.choice(list(header["crc32"]))
+        first, last = header["tensors"][name]["data_offsets"]
+        payload = payload[:first] + rng.randbytes(last - first) + payload[last:]
+        units = len(header["crc32"][name])
+        size = (last - first) // max(units, 1)
+        header["crc32"][name] = [zlib.crc32(payload[first + i * size :][:size]) for i in range(units)]
+        return joined(header, payload)
     for _ in range(rng.randint(1, 3)):
         header = moved(header, rng)
     if how == 3:
         payload = payload[: rng.randrange(len(payload) + 1)] + bytes(rng.randrange(200))
-    return join(header, payload)
+    return joined(header, payload) if isinstance(header.get("tensors"), dict) else data
 
 
 def check(path: Path) -> None:

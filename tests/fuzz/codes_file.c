@@ -14,18 +14,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
     memcpy(file, data, bytes);
     uint32_t n_words = 0;
     if (bytes >= 16) memcpy(&n_words, file + 12, 4);
-    size_t header = 16 + 8 * (size_t)n_words + 32;
+    size_t header = 16 + 8 * (size_t)n_words + 24;
     if (repair % 2 && header <= bytes) { /* random bytes never pass a checksum: make it fit */
-        uint64_t sum = tq_checksum(file, header - 8);
-        memcpy(file + header - 8, &sum, 8);
+        uint32_t sum = tq_checksum(file, header - 4);
+        memcpy(file + header - 4, &sum, 4);
     }
     tq_file_header read;
     tq_error error = {0};
     size_t read_bytes = 0;
     uint64_t file_bytes = repair % 4 < 2 ? bytes : bytes + claim * 8192u;
-    if (repair % 8 == 7 && bytes >= header && header >= 48) { /* a payload that is as long as it says */
+    if (repair % 8 == 7 && bytes >= header && header >= 40) { /* a payload that is as long as it says */
         uint64_t payload;
-        memcpy(&payload, file + header - 24, 8);
+        memcpy(&payload, file + header - 16, 8);
         file_bytes = header + payload;
     }
     tq_status status = tq_file_header_read(file, bytes, file_bytes, &read, &read_bytes, &error);

@@ -15,7 +15,6 @@ causes. This file is the data and the arithmetic; `measure.py` does the measurin
 from __future__ import annotations
 
 import heapq
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -27,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..files import write_whole
+from ..files import array_bytes, crc32, numpy_dtype, read_header, tensor, write_tensors
 from ..plan import GROUP, MAX_BITS, WIDE_BITS, WIDE_STEP, Codebook, plan_words, widths_of
 from ..spec import CacheSpec, group_bits_of
 from .axes import singular_axes
@@ -35,9 +34,8 @@ from .tables import COLUMNS
 
 __all__ = ["Calibration", "allocate", "layer_specs"]
 
-FILE_VERSION = 2
 SIDES = ("key", "value")
-_FORMAT = "turboquant-calibration"
+_FORMAT = "turboquant-calibration-1"
 
 F32 = NDArray[np.float32]
 
@@ -57,7 +55,7 @@ class Calibration:
     tokens        how many were measured.  seed  of the Hadamard signs inside groups.
     source        what text they were, in the words of whoever calibrated.
     tables        [layers, 2, kv_heads, 9] (`tables.kmeans_table`): of keys along their singular axes, and of plain
-                  values; None in files of older versions.
+                  values.
 
     Raises ValueError that names what is wrong: a shape, a dtype, a number that is not finite, a negative variance.
     """
@@ -212,42 +210,36 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, whole or not at all."""
-        from safetensors.numpy import save
-
-        held = {name: getattr(self, name) for name in (*_ARRAYS, "tables")}
-        arrays = {name: np.ascontiguousarray(array) for name, array in held.items() if array is not None}
+        arrays = self.arrays()
+        parts = {name: [array_bytes(array)] for name, array in arrays.items()}
         described = {name: getattr(self, name) for name in _DESCRIBED}
-        described.update(
-            version=FILE_VERSION, checksums={name: f"{_core.checksum(array):016x}" for name, array in arrays.items()}
-        )
-        data = save(arrays, {"format": _FORMAT, "calibration": json.dumps(described, sort_keys=True)})
-        write_whole(path, [data])
+        described["crc32"] = {name: crc32(pieces) for name, pieces in parts.items()}
+        write_tensors(path, _FORMAT, described, {name: tensor(array) for name, array in arrays.items()}, parts)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Those that there are, by name."""
+        held = {name: getattr(self, name) for name in (*_ARRAYS, "tables")}
+        return {name: array for name, array in held.items() if array is not None}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Reads a file that `save` wrote. FileNotFoundError if there is none, ValueError for one that is damaged,
         foreign or of another version."""
-        from safetensors import SafetensorError, safe_open
-
         name = os.fspath(path)
         if not os.path.isfile(path):
             raise FileNotFoundError(f"`path` must be a calibration file, got {name!r}, which is not there")
         try:
-            with safe_open(name, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != _FORMAT:
-                    raise ValueError("it is not one that turboquant wrote")
-                described = json.loads(metadata["calibration"])
-                if described["version"] != FILE_VERSION:
-                    wants = f"its version must be {FILE_VERSION}, got {described['version']}"
-                    raise ValueError(f"{wants}: calibrate again")
-                names = (*_ARRAYS, *(["tables"] if "tables" in described["checksums"] else []))
-                arrays = {array: file.get_tensor(array) for array in names}
-            for array, sum_ in described["checksums"].items():
-                if f"{_core.checksum(arrays[array]):016x}" != sum_:
-                    raise ValueError(f"`{array}` is damaged")
+            with open(path, "rb") as file:
+                described, tensors, start = read_header(file, _FORMAT)
+                arrays: dict[str, Any] = {}
+                for array, held in tensors.items():
+                    file.seek(start + held.start)
+                    data = bytearray(file.read(held.nbytes))
+                    if crc32([data]) != described["crc32"][array]:
+                        raise ValueError(f"`{array}` is damaged")
+                    arrays[array] = np.frombuffer(data, numpy_dtype(held)).reshape(held.shape)
             return cls(**arrays, **{key: described[key] for key in _DESCRIBED})
-        except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
+        except (AttributeError, KeyError, ValueError, TypeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"`path` must be a calibration file, got {name!r}: {why}") from error
 

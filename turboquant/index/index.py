@@ -552,8 +552,8 @@ class Index:
             return
         meta, arrays = self._loaded
         try:
-            sound = storage.checksum_of(meta, arrays) == meta["checksum"]
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            damaged = storage.damaged(meta, arrays)
+        except (KeyError, TypeError) as error:
             raise ValueError(f"verify: the file must be sound: {error!r}") from None
-        if not sound:
-            raise ValueError("verify: the bytes must be those that were saved, their checksum differs")
+        if damaged:
+            raise ValueError(f"verify: the bytes must be those that were saved, the checksum of {damaged} differs")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _core
-from ..files import write_whole
+from ..files import Tensor, array_bytes, crc32, numpy_dtype, read_header, tensor, write_tensors
 
 ROWS = 16_384  # of a segment
 BLOCK = 64  # rows whose leading bits lie together
 FORMAT = "turboquant-index-1"
-_TYPES = {"U8": np.uint8, "F32": np.float32, "I64": np.int64}
-_NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 
 
 @dataclass
@@ -125,84 +120,34 @@ def with_room(new: Segment) -> Segment:
 
 
 def write(path: str | os.PathLike[str], meta: dict[str, Any], arrays: dict[str, list[NDArray[Any]]]) -> None:
-    """A safetensors file; an array is given in parts along its first dimension, and starts at a multiple of 64."""
-    entries: dict[str, Any] = {}
-    parts: list[memoryview] = []
-    at, checksum = 0, 0
-    for name, pieces in arrays.items():
-        start = at
-        for piece in pieces:
-            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
-            checksum = (checksum * 31 + _core.checksum(data)) % 2**64
-            parts.append(data)
-            at += len(data)
-        shape = [sum(len(piece) for piece in pieces), *pieces[0].shape[1:]]
-        entries[name] = {"dtype": _NAMES[pieces[0].dtype], "shape": shape, "data_offsets": [start, at]}
-        if pad := -at % 64:  # the format allows no holes
-            entries[f"pad.{name}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [at, at + pad]}
-            parts.append(memoryview(bytes(pad)))
-            at += pad
-    sizes = {name: [len(piece) for piece in pieces] for name, pieces in arrays.items()}
-    meta = {**meta, "format": FORMAT, "checksum": str(checksum), "parts": sizes}
-    header = json.dumps({"__metadata__": {"turboquant": json.dumps(meta)}, **entries}).encode()
-    header += b" " * (-(len(header) + 8) % 64)
-    write_whole(path, [len(header).to_bytes(8, "little") + header, *parts])
-
-
-def _header(path: str, data: memoryview) -> tuple[dict[str, Any], dict[str, Any], int]:
-    size = int.from_bytes(data[:8], "little") if len(data) >= 8 else 0
-    if not 2 <= size <= min(len(data) - 8, 100_000_000):
-        raise ValueError("the header must lie within the file")
-    entries = json.loads(bytes(data[8 : 8 + size]))
-    meta = json.loads(entries.pop("__metadata__")["turboquant"])
-    if meta["format"] != FORMAT:
-        raise ValueError(f"the format must be {FORMAT}, got {meta['format']!r}")
-    return meta, entries, 8 + size
+    """A safetensors file (`files`); an array is given in parts along its first dimension."""
+    parts = {name: list(map(array_bytes, pieces)) for name, pieces in arrays.items()}
+    tensors = {
+        name: Tensor(tensor(pieces[0]).dtype, (sum(map(len, pieces)), *pieces[0].shape[1:]))
+        for name, pieces in arrays.items()
+    }
+    sums = {name: crc32(pieces) for name, pieces in parts.items()}
+    write_tensors(path, FORMAT, {**meta, "crc32": sums}, tensors, parts)
 
 
 def read(path: str | os.PathLike[str], mapped: bool) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """(metadata, arrays) of a file that `write` made. Sizes are checked against the file, bytes are not (`verify`)."""
-    name = os.fspath(path)
-    with open(name, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if mapped and size:
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        else:
-            data = memoryview(bytearray(file.read()))
+    """(metadata, arrays) of a file that `write` made. Sizes are checked against the file, bytes are not (`damaged`)."""
     try:
-        meta, entries, start = _header(name, data)
-        arrays, at = {}, 0
-        for key, entry in entries.items():
-            first, last = entry["data_offsets"]
-            kind = np.dtype(_TYPES[entry["dtype"]])
-            shape = tuple(entry["shape"])
-            if any(type(n) is not int or n < 0 for n in (*shape, first, last)) or first != at or last < first:
-                raise ValueError(f"the offsets of {key!r} must follow one another")
-            count = 1
-            for n in shape:
-                count *= n
-            if count * kind.itemsize != last - first or start + last > size:
-                raise ValueError(f"the size of {key!r} must be that of its shape, within the file")
-            arrays[key] = np.frombuffer(data[start + first : start + last], kind).reshape(shape)
-            at = last
-        if start + at != size:
-            raise ValueError(f"the file must have {start + at} bytes, got {size}")
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{name} is not a sound index file: {error}") from None
+        with open(path, "rb") as file:
+            meta, tensors, start = read_header(file, FORMAT)
+            if mapped:
+                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[start:]
+            else:
+                data = memoryview(bytearray(file.read()))
+        arrays = {
+            name: np.frombuffer(data[held.start : held.start + held.nbytes], numpy_dtype(held)).reshape(held.shape)
+            for name, held in tensors.items()
+        }
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} is not a sound index file: {error}") from None
     return meta, arrays
 
 
-def checksum_of(meta: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> str:
-    checksum = 0
-    for name, sizes in meta["parts"].items():
-        for piece in _pieces(arrays[name], sizes):
-            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
-            checksum = (checksum * 31 + _core.checksum(data)) % 2**64
-    return str(checksum)
-
-
-def _pieces(array: NDArray[Any], sizes: list[int]) -> Iterator[NDArray[Any]]:
-    at = 0
-    for size in sizes:
-        yield array[at : at + size]
-        at += size
+def damaged(meta: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> list[str]:
+    """Names of the arrays that are not those whose checksums stand in the file."""
+    return [name for name, array in arrays.items() if crc32([array_bytes(array)]) != meta["crc32"][name]]
