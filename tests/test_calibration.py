@@ -18,7 +18,7 @@ from models import prompts, tiny
 from specs import bare
 
 import turboquant
-from turboquant import Calibration, TurboQuantCache, _core, preset
+from turboquant import Calibration, TurboQuantCache, _core, preset, tap
 from turboquant.calibration import allocate, layer_specs, measure
 from turboquant.calibration.axes import plan_axes, variance_along
 from turboquant.calibration.data import _distortions, errors, group_mix
@@ -26,6 +26,7 @@ from turboquant.calibration.measure import describe, fingerprint, token_divergen
 from turboquant.esm import protein_batches
 from turboquant.evaluate import evaluate_all
 from turboquant.plan import widths_of
+from turboquant.tap import tapped
 
 torch = pytest.importorskip("torch")
 
@@ -222,19 +223,21 @@ def test_sensitivity_predicts_the_divergence(kind, model, measured):
         axes = torch.from_numpy(measured.axes[layer, side][:, at])
         size = 0.05 * float(measured.variance[layer, side][:, at].mean()) ** 0.5
         found = []
-        with measure._tapped(model) as tap:
+        with tapped(model) as tapping:
             for batch in 3 * batches:
 
-                def hook(i, key, value, here=(layer, side), ids=batch["input_ids"], axes=axes, size=size):
+                def hook(
+                    module, i, query, key, value, here=(layer, side), ids=batch["input_ids"], axes=axes, size=size
+                ):
                     both = [key, value]
                     if i == here[0]:
                         noise = size * noise_of(*here, ids, (*key.shape[:3], axes.shape[1]))
                         both[here[1]] = both[here[1]] + torch.einsum("bhtn,hnd->bhtd", noise, axes)
                     return both
 
-                tap.hook = None
+                tapping.hook = None
                 want = measure._forward(model, batch)
-                tap.hook = hook
+                tapping.hook = hook
                 got = measure._forward(model, batch)
                 each = token_divergence(want, got) if kind is None else 1 - torch.cosine_similarity(
                     want.double(), got.double(), dim=-1)  # fmt: skip
@@ -379,7 +382,7 @@ def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, m
     monkeypatch.setattr(measure, "_forward", counted)
     with pytest.raises(Interrupted):
         turboquant.calibrate(model, batches, checkpoint=file)
-    assert file.exists() and model.config._attn_implementation != measure.NAME
+    assert file.exists() and model.config._attn_implementation != tap.NAME
     found = turboquant.calibrate(model, batches, checkpoint=file)
     assert same(found, measured)
     whole = len(batches) + 1 + len(batches)  # moments, tables, sensitivities

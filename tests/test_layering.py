@@ -56,7 +56,7 @@ TORCH_MODULES = [
     f"turboquant.{name}"
     for name in (
         "operators ops cache layer common exact graph names pages placement prompt rewind persistence attention patch "
-        "patch.* evaluate calibration calibration.* demo esm esm.*"
+        "patch.* evaluate calibration calibration.* moments moments.* tap demo esm esm.*"
     ).split()
 ]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}

@@ -5,6 +5,7 @@
     CacheSpec, preset(s)     how a cache quantises
     TurboQuantCache          a `transformers.Cache`                               needs transformers
     calibrate, Calibration   measure a model once, for calibrated plans           needs transformers
+    measure, Moments         where keys lie and queries look, measured once       needs transformers
     evaluate                 what a spec costs in quality, on text                needs transformers
     patch, unpatch           make a model's `generate` use one                    needs transformers
     ops                      `torch.ops.turboquant.*`, loaded by importing it     needs torch
@@ -27,6 +28,8 @@ _HOMES = {
     "presets": "presets",
     "Calibration": "calibration",
     "calibrate": "calibration.measure",
+    "Moments": "moments",
+    "measure": "moments.measure",
     "evaluate": "evaluate",
     "TurboQuantCache": "cache",
     "patch": "patch",
@@ -37,11 +40,13 @@ __all__ = [
     "Calibration",
     "Codes",
     "Index",
+    "Moments",
     "Quantizer",
     "TurboQuantCache",
     "calibrate",
     "esm",
     "evaluate",
+    "measure",
     "ops",
     "patch",
     "preset",
@@ -57,6 +62,8 @@ if TYPE_CHECKING:
     from .calibration.measure import calibrate as calibrate
     from .evaluate import evaluate as evaluate
     from .index import Index as Index
+    from .moments import Moments as Moments
+    from .moments.measure import measure as measure
     from .patch import patch as patch
     from .patch import unpatch as unpatch
     from .presets import preset as preset

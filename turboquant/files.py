@@ -24,14 +24,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tensor", "array_bytes", "crc32", "layout", "numpy_dtype", "read_header", "tensor", "write_tensors",
-           "write_whole"]  # fmt: skip
+__all__ = ["Tensor", "array_bytes", "crc32", "layout", "numpy_dtype", "read_arrays", "read_header", "tensor",
+           "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
 
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # of safetensors
 _MOST_EXTENTS = 8  # of a shape
-_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I64": 8}
-_NUMPY: dict[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
+_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "U32": 4, "I64": 8}
+_NUMPY: dict[str, np.dtype[Any]] = {
+    name: np.dtype(kind) for name, kind in {"U8": "u1", "F32": "<f4", "I32": "<i4", "U32": "<u4", "I64": "<i8"}.items()
+}
 _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 
 
@@ -187,3 +189,35 @@ def _entry(name: str, entry: Any, at: int) -> Tensor:
     if not right:
         raise ValueError(f"`{name:.80}` must have a type, a shape and a place that agree")
     return held
+
+
+# ---- a few small arrays, held in memory whole ----
+
+
+def write_arrays(
+    path: str | os.PathLike[str], form: str, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
+) -> None:
+    """Writes a file of the format `form`, whole or not at all, with the CRC-32 of each array under "crc32"."""
+    parts = {name: [array_bytes(array)] for name, array in arrays.items()}
+    sums = {name: crc32(pieces) for name, pieces in parts.items()}
+    write_tensors(path, form, {**meta, "crc32": sums}, {name: tensor(array) for name, array in arrays.items()}, parts)
+
+
+def read_arrays(path: str | os.PathLike[str], form: str, what: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """(metadata, arrays) of a file that `write_arrays` made. FileNotFoundError, saying that `path` must be `what`, if
+    there is none; ValueError for one that is damaged or foreign."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"`path` must be {what}, got {os.fspath(path)!r}, which is not there")
+    with open(path, "rb") as file:
+        meta, tensors, start = read_header(file, form)
+        sums = meta.get("crc32")
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, held in tensors.items():
+            if not isinstance(sums, dict) or name not in sums:
+                raise ValueError(f"the checksum of `{name:.80}` is missing")
+            file.seek(start + held.start)
+            data = bytearray(file.read(held.nbytes))
+            if crc32([data]) != sums[name]:
+                raise ValueError(f"`{name}` is damaged")
+            arrays[name] = np.frombuffer(data, numpy_dtype(held)).reshape(held.shape)
+    return meta, arrays

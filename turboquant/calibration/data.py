@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..files import array_bytes, crc32, numpy_dtype, read_header, tensor, write_tensors
+from ..files import read_arrays, write_arrays
 from ..plan import GROUP, MAX_BITS, WIDE_BITS, WIDE_STEP, Codebook, plan_words, widths_of
 from ..spec import CacheSpec, group_bits_of
 from .axes import singular_axes
@@ -210,11 +210,7 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, whole or not at all."""
-        arrays = self.arrays()
-        parts = {name: [array_bytes(array)] for name, array in arrays.items()}
-        described = {name: getattr(self, name) for name in _DESCRIBED}
-        described["crc32"] = {name: crc32(pieces) for name, pieces in parts.items()}
-        write_tensors(path, _FORMAT, described, {name: tensor(array) for name, array in arrays.items()}, parts)
+        write_arrays(path, _FORMAT, {name: getattr(self, name) for name in _DESCRIBED}, self.arrays())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Those that there are, by name."""
@@ -225,23 +221,13 @@ class Calibration:
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Reads a file that `save` wrote. FileNotFoundError if there is none, ValueError for one that is damaged,
         foreign or of another version."""
-        name = os.fspath(path)
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"`path` must be a calibration file, got {name!r}, which is not there")
         try:
-            with open(path, "rb") as file:
-                described, tensors, start = read_header(file, _FORMAT)
-                arrays: dict[str, Any] = {}
-                for array, held in tensors.items():
-                    file.seek(start + held.start)
-                    data = bytearray(file.read(held.nbytes))
-                    if crc32([data]) != described["crc32"][array]:
-                        raise ValueError(f"`{array}` is damaged")
-                    arrays[array] = np.frombuffer(data, numpy_dtype(held)).reshape(held.shape)
-            return cls(**arrays, **{key: described[key] for key in _DESCRIBED})
+            described, arrays = read_arrays(path, _FORMAT, "a calibration file")
+            given: dict[str, Any] = {**arrays, **{key: described[key] for key in _DESCRIBED}}
+            return cls(**given)
         except (AttributeError, KeyError, ValueError, TypeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"`path` must be a calibration file, got {name!r}: {why}") from error
+            raise ValueError(f"`path` must be a calibration file, got {os.fspath(path)!r}: {why}") from error
 
     @classmethod
     def of(cls, given: Calibration | str | os.PathLike[str]) -> Calibration:

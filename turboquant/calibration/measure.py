@@ -24,69 +24,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
-from ..attention import own_attention, request_mask
 from ..files import write_whole
 from ..placement import device_of, is_offloaded, loaded
+from ..tap import Tap, tapped
 from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
 from .tables import kmeans_table
 
 __all__ = ["calibrate", "checked_seed", "describe", "fingerprint", "token_divergence", "token_ids"]
 
-NAME = "turboquant_calibrate"
 SAMPLED_TENSORS, SAMPLED_WEIGHTS = 8, 16  # of a fingerprint
 _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 Batch = Mapping[str, torch.Tensor]
-Hook = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-class _Tap:
-    """The attention function that lets a hook see, or replace, the keys and values of each layer."""
-
-    def __init__(self) -> None:
-        self.order: dict[int, int] = {}  # layers in the order in which they are called
-        self.hook: Hook | None = None
-
-    def attention(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        layer = self.order.setdefault(id(module), len(self.order))
-        if self.hook is not None:
-            key, value = self.hook(layer, key, value)
-        return own_attention(module, query, key, value, attention_mask, scaling, dropout, options)
-
-
-@contextmanager
-def _tapped(model: Any) -> Iterator[_Tap]:
-    """Routes the model's attention through a tap, and puts back what was there."""
-    tap = _Tap()
-    parts = (m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation"))
-    before = [(config, config._attn_implementation) for config in {id(m.config): m.config for m in parts}.values()]
-    was_training = model.training
-    AttentionInterface.register(NAME, tap.attention)
-    AttentionMaskInterface.register(NAME, request_mask)
-    try:
-        for config, _ in before:
-            config._attn_implementation = NAME
-        model.eval()
-        with torch.no_grad():
-            yield tap
-    finally:
-        for config, name in before:
-            config._attn_implementation = name
-        model.train(was_training)
 
 
 def describe(config: Any) -> dict[str, Any]:
@@ -232,7 +183,7 @@ def _of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | N
     return torch.cat(sums, 1)[None]
 
 
-def _measure_costs(model: Any, tap: _Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any]) -> None:
+def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any]) -> None:
     # By name: hooks that offload weights make new parameters in each forward.
     trained = [name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad]
     step(run.probed)
@@ -243,7 +194,12 @@ def _measure_costs(model: Any, tap: _Tap, batches: Sequence[Batch], run: _Run, s
             errors: dict[tuple[int, int], torch.Tensor] = {}
 
             def hook(
-                layer: int, key: torch.Tensor, value: torch.Tensor, errors: dict[tuple[int, int], torch.Tensor] = errors
+                module: torch.nn.Module,
+                layer: int,
+                query: torch.Tensor,
+                key: torch.Tensor,
+                value: torch.Tensor,
+                errors: dict[tuple[int, int], torch.Tensor] = errors,
             ) -> tuple[torch.Tensor, torch.Tensor]:
                 errors[layer, 0], errors[layer, 1] = (torch.zeros_like(x, requires_grad=True) for x in (key, value))
                 return key + errors[layer, 0], value + errors[layer, 1]
@@ -276,20 +232,19 @@ def _kept(model: Any) -> AbstractContextManager[Any]:
 # ---- tables of levels ----
 
 
-def _measure_tables(model: Any, tap: _Tap, batch: Batch, axes: np.ndarray) -> np.ndarray:
+def _measure_tables(model: Any, tap: Tap, batch: Batch, axes: np.ndarray) -> np.ndarray:
     """[layers, 2, kv_heads, 9] of one batch: K-means of keys along their singular axes [layers, kv_heads, head_dim,
     head_dim], and of plain values."""
     tables: dict[tuple[int, int], np.ndarray] = {}
     real = _real(batch)
 
-    def hook(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def hook(module: torch.nn.Module, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         for side, x in enumerate((key, value)):
             rows = x.transpose(1, 2)[real.to(x.device)] if real is not None else x.transpose(1, 2).flatten(0, 1)
             heads = rows.transpose(0, 1).float().cpu().numpy()  # [kv_heads, tokens, head_dim]
             if side == 0:
                 heads = heads @ axes[layer].swapaxes(-1, -2)
             tables[layer, side] = np.stack([kmeans_table(head) for head in heads])
-        return key, value
 
     tap.hook = hook
     _forward(model, batch)
@@ -380,7 +335,7 @@ def calibrate(
         raise ValueError(f"`sensitivity_batches` must be at least 1, got {sensitivity_batches}")
     probes, layers = given[:sensitivity_batches], mark["layers"]
     run = _Run(_identity(mark, given, len(probes), seed), seed, checkpoint)
-    with _bar(len(given) + len(probes), progress) as step, _tapped(model) as tap:
+    with _bar(len(given) + len(probes), progress) as step, tapped(model) as tap:
         _measure_moments(model, tap, given, run, step, layers)
         mean, second = run.moments.means(layers)
         covariance = second - mean[..., :, None] * mean[..., None, :]
@@ -470,18 +425,22 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[..., Any]]:
 
 
 def _measure_moments(
-    model: Any, tap: _Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any], layers: int
+    model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any], layers: int
 ) -> None:
     step(run.done)
     for batch in batches[run.done :]:
         real = _real(batch)
 
         def hook(
-            layer: int, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None = real
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+            module: torch.nn.Module,
+            layer: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            real: torch.Tensor | None = real,
+        ) -> None:
             run.moments.add(layer, 0, key, real)
             run.moments.add(layer, 1, value, real)
-            return key, value
 
         tap.hook = hook
         _forward(model, batch)

@@ -1,0 +1,119 @@
+"""Wave and metric in NumPy against float64: positions to 2^20, amplitudes of norm 1,000."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import reference
+import reference_moments as ref
+
+from turboquant.moments import LayerMoments
+
+FAR = np.array([0, 1, 31, 128, 4095, 2**15 + 7, 2**20 - 1, 2**20])
+
+
+def layer(rng, head_dim=64, heads=2, rank=4, size=1.0, theta=10000.0, interleaved=False) -> LayerMoments:
+    """A layer of random moments; `size` is the norm of a head's amplitudes."""
+    half = head_dim // 2
+    steps = np.arange(half)
+    pairs = np.stack([2 * steps, 2 * steps + 1] if interleaved else [steps, steps + half], 1).astype(np.int32)
+    turns = theta ** -(steps / half) / (2 * np.pi)
+    amplitudes = rng.standard_normal((heads, half, 2))
+    amplitudes *= size / np.linalg.norm(amplitudes, axis=(1, 2), keepdims=True)
+    directions = np.linalg.qr(rng.standard_normal((heads, head_dim, max(rank, 1))))[0].swapaxes(-1, -2)[:, :rank]
+    return LayerMoments(
+        "wave",
+        pairs,
+        (turns * 2**32).round().astype(np.uint32),
+        amplitudes.astype(np.float32),
+        np.zeros((heads, head_dim), np.float32),
+        rng.uniform(0.3, 3, (heads, head_dim)).astype(np.float32),
+        directions.astype(np.float32),
+        rng.uniform(-0.7, 4, (heads, rank)).astype(np.float32),
+    )
+
+
+@pytest.fixture(params=[0, 1, 4], ids=lambda rank: f"rank {rank}")
+def head(request, rng):
+    return ref.head_of(layer(rng, rank=request.param, size=1000.0), 1)
+
+
+def test_phases_lose_nothing():
+    for increment, position in [(2**32 - 1, 2**40 + 1), (683565276, 2**20), (1, 2**33), (3, 0)]:
+        turns = Fraction(increment, 2**32) * position
+        assert Fraction(ref.phase(increment, position), 2**32) == turns - int(turns)
+
+
+def test_metric_leaves_scores_alone(rng, head):
+    k, q = rng.standard_normal((2, 7, 64)) * [[[100.0]], [[1.0]]]
+    want = q @ k.T
+    got = ref.shrunk(head, q, np.float64) @ ref.stretched(head, k, np.float64).T
+    assert np.abs(got - want).max() < 1e-7 * np.abs(want).max()  # directions in float32 are orthonormal to 1e-7
+
+
+def test_what_is_added_is_what_was_subtracted(rng, head):
+    """In float32, at amplitudes of norm 1,000 and scale * |q| = 1, within 2e-3 of a logit."""
+    q = rng.standard_normal((16, 64))
+    q /= np.linalg.norm(q, axis=1, keepdims=True)
+    want = np.array([[row @ ref.centre_at(head, p, np.float64) for p in FAR] for row in q])
+    assert np.abs(want).max() > 100
+    assert np.abs(ref.added(head, q, FAR, np.float32) - want).max() < 2e-3
+    taken = np.stack([ref.centre_at(head, p, np.float32) for p in FAR]).astype(np.float64)
+    assert np.abs(q @ taken.T - want).max() < 2e-3
+
+
+def test_phases_in_float32_would_not_do(rng, head):
+    q = np.eye(64)[:4]
+    angle = FAR.astype(np.float32) * (head.increments[:, None] * np.float32(2 * np.pi / 2**32))
+    first, second = (q[:, head.pairs[:, side]] for side in range(2))
+    a, b = head.amplitudes.T
+    rough = (first * a + second * b) @ np.cos(angle) + (second * a - first * b) @ np.sin(angle)
+    assert np.abs(rough - ref.added(head, q, FAR, np.float64)).max() > 0.1
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_scores_are_those_of_decoded_keys(rng, head, bits, softcap):
+    plan = reference.plan(64, bits)
+    keys = np.stack([ref.centre_at(head, p, np.float64) for p in FAR]) + rng.standard_normal((len(FAR), 64))
+    q = rng.standard_normal((5, 64))
+    codes, scales = ref.encode(plan, head, keys.astype(np.float32), FAR)
+    logits = q @ ref.decode(plan, head, codes, scales, FAR).T / 8
+    want = softcap * np.tanh(logits / softcap) if softcap else logits
+    got = ref.scores(plan, head, q, codes, scales, FAR, 1 / 8, softcap)
+    assert np.abs(got - want).max() < 1e-9 * max(1, np.abs(want).max())
+
+
+@pytest.mark.parametrize("bits,least", [(4, 0.12), (3, 0.22), (2, 0.4)])
+def test_error_is_of_the_residual(rng, head, bits, least):
+    """Keys of norm 1,000 around their wave lose what their residual of norm 8 loses, in the metric."""
+    positions = rng.integers(0, 2**20, 64)
+    keys = np.stack([ref.centre_at(head, p, np.float64) for p in positions]) + rng.standard_normal((64, 64))
+    plan = reference.plan(64, bits)
+    codes, scales = ref.encode(plan, head, keys.astype(np.float32), positions)
+    off = ref.stretched(head, ref.decode(plan, head, codes, scales, positions) - keys, np.float64)
+    size = ref.prepared(head, keys, positions, np.float64)
+    assert np.linalg.norm(off) / np.linalg.norm(size) < least
+
+
+def test_arithmetic_in_float32_stays_near_float64(rng, head):
+    keys = np.stack([ref.centre_at(head, p, np.float64) for p in FAR]) + rng.standard_normal((len(FAR), 64))
+    keys = keys.astype(np.float32)
+    want = ref.prepared(head, keys, FAR, np.float64)
+    got = ref.prepared(head, keys, FAR, np.float32)
+    # Sixteen roundings of numbers as large as a key's largest, through the largest stretch.
+    assert np.abs(got - want).max() < 16 * 2.0**-24 * np.abs(keys).max() * 5 * 9
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_package_has_the_same_wave_and_metric(rng, interleaved):
+    made = layer(rng, size=1000.0, interleaved=interleaved)
+    centres, (there, back) = made.centre_at(FAR), made.metric()
+    x = rng.standard_normal((5, 64))
+    for index in range(2):
+        one = ref.head_of(made, index)
+        np.testing.assert_allclose(centres[index], [ref.centre_at(one, p, np.float64) for p in FAR], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(x @ there[index], ref.stretched(one, x, np.float64), rtol=0, atol=1e-9)
+        np.testing.assert_allclose(x @ back[index], ref.shrunk(one, x, np.float64), rtol=0, atol=1e-5)

@@ -1,0 +1,216 @@
+"""`Moments`: what `turboquant.measure` found about a model, as arrays and as a file.
+
+For a key k at position p of its sequence, in one KV head:
+
+    c_p = centre + sum over pairs i of (a_i, b_i) turned by the angle 2 pi * (p * increment_i mod 2^32) / 2^32
+    y   = A (k - c_p)       A = S (I + W diag(e) W^T) S       S = diag(scale), W^T = directions, e = stretch
+
+and a query q becomes A^-1 q with A^-1 = S^-1 (I + W diag(1 / (1 + e) - 1) W^T) S^-1, so that <A^-1 q, y> + <q, c_p> is
+<q, k>. Turning (a, b) by an angle t gives (a cos t - b sin t, a sin t + b cos t), in the two channels of the pair.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..calibration.data import differences
+from ..files import read_arrays, write_arrays
+
+__all__ = ["FORMAT", "MAX_RANK", "PAIR_MULTIPLE", "LayerMoments", "Moments"]
+
+FORMAT = "turboquant-moments-1"
+MAX_RANK = 4
+PAIR_MULTIPLE = 8
+
+Centre = Literal["wave", "constant", "not probed"]
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMoments:
+    """Of one layer. Two are equal if they are the same object.
+
+    kind        "wave": keys turn with their position.  "constant": they do not.  "not probed": how they turn could not
+                be found, so the centre is constant, which costs quality.
+    pairs       [pairs, 2] int32: the two channels of each pair of the wave; a multiple of 8 of them, 0 for a constant
+                centre.  Pairs of amplitude 0 fill up; no channel is in two others.
+    increments  [pairs] uint32: how far a pair turns in one position, in units of 2^-32 turns.
+    amplitudes  [kv_heads, pairs, 2] float32: the mean of the keys before they are turned, with the attention scaling of
+                the rotary embedding.
+    centre      [kv_heads, head_dim] float32: the mean in channels that do not turn, 0 in all others.
+    scale       [kv_heads, head_dim] float32, positive: S.
+    directions  [kv_heads, rank, head_dim] float32, orthonormal rows: W^T; a rank of 0 to 4.
+    stretch     [kv_heads, rank] float32, above -1: e.
+
+    Raises ValueError that names what is wrong.
+    """
+
+    kind: Centre
+    pairs: NDArray[np.int32]
+    increments: NDArray[np.uint32]
+    amplitudes: F32
+    centre: F32
+    scale: F32
+    directions: F32
+    stretch: F32
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Centre):
+            raise ValueError(f"`kind` must be one of {', '.join(map(repr, get_args(Centre)))}, got {self.kind!r}")
+        if self.centre.ndim != 2 or 0 in self.centre.shape:
+            raise ValueError(f"`centre` must be [kv_heads, head_dim], got shape {self.centre.shape}")
+        heads, channels = self.centre.shape
+        pairs, rank = (x.shape[at] if x.ndim > at else -1 for x, at in ((self.pairs, 0), (self.stretch, 1)))
+        if pairs % PAIR_MULTIPLE or pairs > channels // 2 + PAIR_MULTIPLE or (pairs > 0) != (self.kind == "wave"):
+            raise ValueError(f"`pairs` must be a multiple of {PAIR_MULTIPLE}, 0 without a wave, got {self.pairs.shape} "
+                             f"for {channels} channels and kind {self.kind!r}")  # fmt: skip
+        if not 0 <= rank <= min(MAX_RANK, channels):
+            raise ValueError(f"`stretch` must be [kv_heads, 0..{MAX_RANK}], got shape {self.stretch.shape}")
+        shapes: dict[str, tuple[tuple[int, ...], type]] = {
+            "pairs": ((pairs, 2), np.int32),
+            "increments": ((pairs,), np.uint32),
+            "amplitudes": ((heads, pairs, 2), np.float32),
+            "centre": ((heads, channels), np.float32),
+            "scale": ((heads, channels), np.float32),
+            "directions": ((heads, rank, channels), np.float32),
+            "stretch": ((heads, rank), np.float32),
+        }
+        for name, (shape, dtype) in shapes.items():
+            array = getattr(self, name)
+            if array.shape != shape or array.dtype != dtype:
+                wanted = f"{np.dtype(dtype).name} {list(shape)}"
+                raise ValueError(f"`{name}` must be {wanted}, got {array.dtype} {list(array.shape)}")
+            if not np.isfinite(array).all():
+                raise ValueError(f"`{name}` must be finite")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        channels = self.centre.shape[1]
+        if self.scale.min() <= 0:
+            raise ValueError(f"`scale` must be positive, got {self.scale.min()}")
+        if self.stretch.size and self.stretch.min() <= -1:
+            raise ValueError(f"`stretch` must be above -1, got {self.stretch.min()}")
+        gram = self.directions.astype(np.float64) @ self.directions.astype(np.float64).swapaxes(-1, -2)
+        if gram.size and np.abs(gram - np.eye(gram.shape[-1])).max() > 1e-4:
+            raise ValueError("`directions` must have orthonormal rows")
+        if self.pairs.size and (self.pairs.min() < 0 or self.pairs.max() >= channels):
+            raise ValueError(f"`pairs` must hold channels in 0..{channels - 1}, got {self.pairs.tolist()}")
+        turned = self.pairs[self.amplitudes.any((0, 2))].ravel()
+        if len(set(turned.tolist())) != turned.size:
+            raise ValueError(f"`pairs` must have each channel in one pair, got {self.pairs.tolist()}")
+
+    def centre_at(self, positions: NDArray[np.integer]) -> NDArray[np.float64]:
+        """c_p of each position, [kv_heads, positions, head_dim] float64."""
+        phase = positions.astype(np.uint64)[:, None] * self.increments & np.uint64(0xFFFFFFFF)
+        angle = phase * (2 * np.pi / 2**32)
+        a, b = (self.amplitudes[:, None, :, i].astype(np.float64) for i in range(2))
+        turned = a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)
+        out = np.repeat(self.centre.astype(np.float64)[:, None], len(positions), 1)
+        for i, pair in enumerate(self.pairs):  # pairs that fill up repeat channels
+            for side in range(2):
+                out[..., pair[side]] += turned[side][..., i]
+        return out
+
+    def metric(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(A, A^-1), [kv_heads, head_dim, head_dim] float64."""
+        scale, rows, e = (x.astype(np.float64) for x in (self.scale, self.directions, self.stretch))
+        eye = np.eye(scale.shape[-1])
+        outer, columns = scale[:, :, None] * scale[:, None, :], rows.swapaxes(-1, -2)
+        there = eye + columns * e[:, None] @ rows
+        back = eye + columns * (1 / (1 + e) - 1)[:, None] @ rows
+        return there * outer, back / outer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(getattr(self, name).nbytes for name in _ARRAYS)
+
+
+_ARRAYS = tuple(field.name for field in fields(LayerMoments) if field.name != "kind")
+_DESCRIBED = ("fingerprint", "tokens", "source")
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """What was measured on one model (`turboquant.measure`); two are equal if they are the same object.
+
+    layers       one `LayerMoments` for each layer of the model, in order.
+    fingerprint  of the model (`calibration.measure.fingerprint`): its type and shape, rotary embedding, a few weights.
+    tokens       how many were counted.
+    source       what they were, in words.
+    """
+
+    layers: tuple[LayerMoments, ...]
+    fingerprint: dict[str, Any]
+    tokens: int
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.layers or not all(isinstance(layer, LayerMoments) for layer in self.layers):
+            raise ValueError(f"`layers` must be LayerMoments, at least one, got {self.layers!r}")
+        if not isinstance(self.fingerprint, dict):
+            raise ValueError(f"`fingerprint` must be a mapping, got {self.fingerprint!r}")
+        if type(self.tokens) is not int or self.tokens < 1:
+            raise ValueError(f"`tokens` must be a positive integer, got {self.tokens!r}")
+
+    def __repr__(self) -> str:
+        shapes = sorted({layer.centre.shape for layer in self.layers})
+        pairs = sorted({len(layer.pairs) for layer in self.layers})
+        parts = [
+            f"layers={len(self.layers)}",
+            f"kv_heads={_range(sorted({heads for heads, _ in shapes}))}",
+            f"head_dim={_range(sorted({channels for _, channels in shapes}))}",
+            f"pairs={_range(pairs)}",
+            f"tokens={self.tokens}",
+            f"source={self.source!r}",
+            f"nbytes={self.nbytes}",
+        ]
+        parts += [f"not_probed={list(self.not_probed)}"] if self.not_probed else []
+        return f"Moments({', '.join(parts)})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def not_probed(self) -> tuple[int, ...]:
+        """Layers whose keys turn in a way that could not be found: they have a constant centre."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.kind == "not probed")
+
+    def check(self, fingerprint: Mapping[str, Any]) -> None:
+        """ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on."""
+        if differs := differences(self.fingerprint, fingerprint):
+            raise ValueError(
+                f"`moments` must be of this model, got those of another: this one has {', '.join(differs)}"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a safetensors file, whole or not at all."""
+        arrays = {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(self.layers) for name in _ARRAYS}
+        described = {name: getattr(self, name) for name in _DESCRIBED}
+        write_arrays(path, FORMAT, {**described, "kinds": [layer.kind for layer in self.layers]}, arrays)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Moments:
+        """Reads a file that `save` wrote. FileNotFoundError if there is none, ValueError for one that is damaged,
+        foreign or of another version."""
+        try:
+            described, arrays = read_arrays(path, FORMAT, "a file of moments")
+            layers = (
+                LayerMoments(kind, **{key: arrays[f"{i}.{key}"] for key in _ARRAYS})
+                for i, kind in enumerate(described["kinds"])
+            )
+            return cls(tuple(layers), **{key: described[key] for key in _DESCRIBED})
+        except (AttributeError, KeyError, ValueError, TypeError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"`path` must be a file of moments, got {os.fspath(path)!r}: {why}") from error
+
+
+def _range(values: list[int]) -> str:
+    return str(values[0]) if len(values) == 1 else f"{values[0]}..{values[-1]}"

@@ -1,0 +1,187 @@
+"""`measure`: one forward over about 2,048 tokens shows where a model's keys lie and where its queries look.
+
+The tap sees keys and queries after they were turned; they are turned back by the angles that `rotary` found. Of each
+layer two sums are kept: of the keys, and of the outer products of the queries, of each KV head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..calibration.measure import describe, fingerprint
+from ..patch.wrappers import checked_base_model
+from ..placement import device_of, loaded
+from ..tap import tapped
+from .data import FORMAT, LayerMoments, Moments
+from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
+from .rotary import Rotary, probe
+from .text import LEAST, TOKENS, sample
+
+__all__ = ["cache_folder", "measure"]
+
+SINKS = 4  # first tokens, which are like no others
+_SAMPLED = 16  # weights of each tensor, in the digest of a model
+
+
+def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Moments:
+    """Measures a model's moments: the mean of its keys before RoPE, and the second moment of its queries.
+
+    model      a causal language model of transformers with attention through AttentionInterface, or a PeftModel of one;
+               patched or not, of any floating dtype, quantised, on one or several devices, or with weights that a
+               `device_map` keeps off them. It is left as it was: no gradients, same training mode and random state.
+    tokenizer  of the model. None: the one at `model.name_or_path`, from local files only. Where there is none, random
+               token ids take the place of text, with a warning.
+    text       what to measure on; its first 2,048 tokens are used. None: the text that ships with the package, prose,
+               source code, German and Japanese. Fewer where the model has fewer positions.
+
+    One forward without the head, of BOS, if the tokenizer has one, and the tokens. The first 4 do not count. The result
+    is kept in a file under a digest of the model and the ids, in the folder that the environment variable
+    TURBOQUANT_CACHE names, without it in turboquant in the user's cache folder; where it is empty, nothing is kept.
+
+    Raises TypeError for anything but a transformers model, NotImplementedError for one that cannot be measured,
+    ValueError for a text that is too short, a tokenizer of another model, and keys or queries that are not finite.
+    """
+    base = checked_base_model(model)
+    name = type(base).__name__
+    if base.config.model_type == "esm" or not getattr(base, "_supports_attention_backend", False):
+        why = "it reads proteins" if base.config.model_type == "esm" else "its attention bypasses AttentionInterface"
+        raise NotImplementedError(f"{name} cannot be measured: {why}")
+    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None) or TOKENS + 1
+    if limit < LEAST:
+        raise NotImplementedError(f"{name} cannot be measured: it has {limit} positions, {LEAST} are needed")
+    ids, source = sample(base, tokenizer, text, limit)
+    mark = fingerprint(base)
+    folder = cache_folder()
+    file = None if folder is None else folder / f"moments-{_digest(base, ids)}.safetensors"
+    if file is not None and (kept := _kept(file, mark)) is not None:
+        return kept
+    moments = Moments(_measured(base, ids, limit), mark, ids.shape[1] - SINKS, source)
+    if file is not None:
+        _keep(file, moments)
+    return moments
+
+
+# ---- the forward ----
+
+
+def _measured(model: Any, ids: torch.Tensor, limit: int) -> tuple[LayerMoments, ...]:
+    body = model.base_model  # without the head
+    device = device_of(body)
+    cuda = {p.device.index for p in model.parameters() if p.device.type == "cuda"} | (
+        {device.index or 0} if device.type == "cuda" else set()
+    )
+
+    def run(**inputs: torch.Tensor) -> None:
+        options = {"use_cache": False} if "use_cache" in inspect.signature(body.forward).parameters else {}
+        try:
+            body(**{key: x.to(device) for key, x in inputs.items()}, **options)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, IndexError, KeyError, RuntimeError) as error:
+            raise NotImplementedError(
+                f"{type(model).__name__} cannot be measured: its forward of token ids failed "
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Moments.load reads moments from a file"
+            ) from error
+
+    sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each attention, in the order of calls
+    slots: list[Any] = []
+    with torch.random.fork_rng(sorted(cuda)), tapped(model) as tap:
+        found = probe(tap, body, ids, run, limit)
+        layers = describe(model.config)["layers"]
+        if len(found) != layers:
+            raise NotImplementedError(f"{type(model).__name__} cannot be measured: the attention of {len(found)} of "
+                                      f"its {layers} layers goes through AttentionInterface")  # fmt: skip
+
+        def hook(
+            module: torch.nn.Module, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> None:
+            known = found[len(sums)] or Rotary.none()
+            sums.append(_sums(query[0, :, SINKS:], key[0, :, SINKS:], known))
+            slots.append(getattr(module, "layer_idx", None))
+
+        tap.hook = hook
+        run(input_ids=ids)
+        tap.hook = None
+    order = range(layers)
+    if {*slots} == {*order}:  # in models that call a module several times, calls are in the order of layers
+        order = np.argsort(slots).tolist()
+    return tuple(_layer(i, found[call], *sums[call]) for i, call in enumerate(order))
+
+
+def _sums(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean of the keys [kv_heads, head_dim], second moment of the queries [kv_heads, head_dim, head_dim]), both before
+    RoPE, of query [heads, tokens, head_dim] and key [kv_heads, tokens, head_dim], whose first position is SINKS."""
+    positions = torch.arange(SINKS, SINKS + key.shape[1], device=key.device)
+    mean = turn_back(key, rotary, positions).mean(1)
+    rows = turn_back(query, rotary, positions).reshape(len(key), -1, key.shape[-1])
+    return mean, rows.mT @ rows / rows.shape[1]
+
+
+def _layer(index: int, rotary: Rotary | None, mean: torch.Tensor, moment: torch.Tensor) -> LayerMoments:
+    known = rotary or Rotary.none()
+    if not (torch.isfinite(mean).all() and torch.isfinite(moment).all()):
+        raise ValueError(f"`model` must give finite keys and queries, got others in layer {index}")
+    pairs, increments, amplitudes, centre = chosen_pairs(mean.cpu().numpy(), known)
+    metric = metric_of(averaged_over_positions(moment, known))
+    arrays = [np.ascontiguousarray(x.cpu().numpy(), np.float32) for x in metric]
+    kind = "not probed" if rotary is None else "wave" if len(pairs) else "constant"
+    return LayerMoments(kind, pairs, increments, amplitudes, centre, *arrays)  # type: ignore[arg-type]
+
+
+# ---- the cache folder ----
+
+
+def cache_folder() -> Path | None:
+    """Where moments are kept; None: nowhere."""
+    if (given := os.environ.get("TURBOQUANT_CACHE")) is not None:
+        return Path(given).expanduser() if given else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turboquant"
+
+
+def _digest(model: Any, ids: torch.Tensor) -> str:
+    """Of the configuration, a few weights of every tensor, and the ids: merged adapters change it."""
+    digest = hashlib.sha256(json.dumps([FORMAT, describe(model.config)], sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.numel():
+            digest.update(_few(loaded(model, name, tensor.detach())))
+    digest.update(ids.numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _few(tensor: torch.Tensor) -> bytes:
+    local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)  # of a tensor that ranks share
+    flat = (tensor if local is None else local()).reshape(-1)
+    where = torch.linspace(0, flat.numel() - 1, _SAMPLED, dtype=torch.float64, device="cpu").long()
+    return flat[where.to(flat.device)].to("cpu", torch.float64).numpy().tobytes()
+
+
+def _kept(file: Path, mark: dict[str, Any]) -> Moments | None:
+    try:
+        moments = Moments.load(file)
+        moments.check(mark)
+    except (OSError, ValueError):
+        return None  # not there, or damaged: it is measured again and written over
+    return moments
+
+
+def _keep(file: Path, moments: Moments) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        moments.save(file)
+    except OSError as error:
+        warnings.warn(
+            f"the moments of the model could not be kept in {str(file.parent)!r} ({error.strerror}): they are measured "
+            "again next time. TURBOQUANT_CACHE names another folder, or none if it is empty",
+            stacklevel=3,
+        )

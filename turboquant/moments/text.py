@@ -1,0 +1,111 @@
+"""The tokens that a model is measured on: the text that ships with the package, a user's, or random ones."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["TOKENS", "Sample", "sample"]
+
+TOKENS = 2048  # beside BOS
+LEAST = 16
+_TEXTS = Path(__file__).resolve().parents[1] / "data" / "moments"
+_PARTS = {"prose.txt": 0.34, "source.txt": 0.34, "german.txt": 0.16, "japanese.txt": 0.16}
+
+
+class Sample(NamedTuple):
+    """ids [1, tokens] int64 on the CPU, and what they are, in words."""
+
+    ids: torch.Tensor
+    source: str
+
+
+def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
+    """At most `limit` tokens for a model of transformers.
+
+    Raises TypeError for a text or tokenizer of another kind, ValueError for a text that is too short, or without a
+    tokenizer.
+    """
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"`text` must be a string or None, got {type(text).__name__}")
+    if tokenizer is not None and not callable(tokenizer):
+        raise TypeError(f"`tokenizer` must be a tokenizer of transformers or None, got {type(tokenizer).__name__}")
+    why = ""
+    if tokenizer is None:
+        tokenizer, why = _found_tokenizer(model)
+    if tokenizer is None and text is not None:
+        raise ValueError(f"`tokenizer` must be given with a `text`: {why}")
+    if tokenizer is None:
+        warnings.warn(
+            f"the model is measured on random token ids, because {why}: its cache will diverge 1.2 to 1.5 times as "
+            "much as with moments of text. Pass `tokenizer`.",
+            stacklevel=3,
+        )
+        return Sample(_random(model, limit), "random token ids")
+    bos = getattr(tokenizer, "bos_token_id", None)
+    first = [] if bos is None else [int(bos)]
+    wanted = min(TOKENS, limit - len(first))
+    ids = _shipped(tokenizer, wanted) if text is None else _tokens(tokenizer, text)[:wanted]
+    if text is not None and len(ids) < LEAST:
+        raise ValueError(f"`text` must have at least {LEAST} tokens, got {len(ids)}")
+    _check(model, first + ids)
+    return Sample(torch.tensor([first + ids]), "the text of the package" if text is None else "a text of the user")
+
+
+def _found_tokenizer(model: Any) -> tuple[Any, str]:
+    """(tokenizer, ""), or (None, why there is none)."""
+    from transformers import AutoTokenizer
+
+    name = getattr(model, "name_or_path", "") or ""
+    if not name:
+        return None, "the model's `name_or_path` is empty, so no tokenizer is known"
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True), ""
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        return None, f"no tokenizer can be read at the model's `name_or_path` {name!r} ({reason})"
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _shipped(tokenizer: Any, wanted: int) -> list[int]:
+    """The parts of the text in their proportions; one that is short of tokens leaves its room to the others."""
+    parts = {name: _tokens(tokenizer, (_TEXTS / name).read_text(encoding="utf-8")) for name in _PARTS}
+    taken = {name: min(len(parts[name]), round(share * wanted)) for name, share in _PARTS.items()}
+    for name in parts:
+        taken[name] = min(len(parts[name]), taken[name] + max(0, wanted - sum(taken.values())))
+    return [token for name, ids in parts.items() for token in ids[: taken[name]]][:wanted]
+
+
+def _vocabulary(model: Any) -> int:
+    embedding = model.get_input_embeddings()
+    count: int = getattr(embedding, "num_embeddings", None) or model.config.get_text_config().vocab_size
+    return count
+
+
+def _check(model: Any, ids: list[int]) -> None:
+    if ids and max(ids) >= (size := _vocabulary(model)):
+        raise ValueError(f"`tokenizer` must be the model's, got one with token {max(ids)} for a vocabulary of {size}")
+
+
+def _random(model: Any, limit: int) -> torch.Tensor:
+    """BOS, where the model has one, and random ids that are not special ones."""
+    special: set[int] = set()
+    for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+            value = getattr(config, name, None)
+            special |= set(value) if isinstance(value, (list, tuple)) else {value} if isinstance(value, int) else set()
+    size = _vocabulary(model)
+    plain = torch.tensor([i for i in range(size) if i not in special], dtype=torch.int64, device="cpu")
+    if not len(plain):
+        raise ValueError(f"`model` must have a vocabulary of plain tokens, got {size} of which all are special")
+    bos = getattr(model.config.get_text_config(), "bos_token_id", None)
+    first = [bos] if isinstance(bos, int) and 0 <= bos < size else []
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randint(len(plain), (min(TOKENS, limit - len(first)),), generator=generator, device="cpu")
+    return torch.cat([torch.tensor(first, dtype=torch.int64, device="cpu"), plain[drawn]])[None]

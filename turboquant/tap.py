@@ -1,0 +1,73 @@
+"""The tap: an attention function that shows the queries, keys and values of every layer to a hook while a model runs.
+
+`calibrate` and `measure` use it. The hook may replace keys and values, which is how errors are added to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from .attention import own_attention, request_mask
+
+__all__ = ["NAME", "Tap", "tapped"]
+
+NAME = "turboquant_tap"
+
+# (attention module, layer in the order of calls, query, key, value) -> None, or the key and value to go on with
+Hook = Callable[
+    [torch.nn.Module, int, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None
+]
+
+
+class Tap:
+    """The attention function that shows each layer to a hook."""
+
+    def __init__(self) -> None:
+        self.order: dict[int, int] = {}  # by id of the attention module: layers in the order in which they are called
+        self.hook: Hook | None = None
+
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layer = self.order.setdefault(id(module), len(self.order))
+        if self.hook is not None and (replaced := self.hook(module, layer, query, key, value)) is not None:
+            key, value = replaced
+        return own_attention(module, query, key, value, attention_mask, scaling, dropout, options)
+
+
+@contextmanager
+def tapped(model: Any) -> Iterator[Tap]:
+    """Routes the model's attention through a tap, in evaluation mode and without gradients. Afterwards the attention
+    and the mode of each module are what they were."""
+    tap = Tap()
+    parts = (m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation"))
+    before = [(config, config._attn_implementation) for config in {id(m.config): m.config for m in parts}.values()]
+    training = [module for module in model.modules() if module.training]
+    AttentionInterface.register(NAME, tap.attention)
+    AttentionMaskInterface.register(NAME, request_mask)
+    try:
+        for config, _ in before:
+            config._attn_implementation = NAME
+        for module in training:
+            module.training = False
+        with torch.no_grad():
+            yield tap
+    finally:
+        for config, name in before:
+            config._attn_implementation = name
+        for module in training:
+            module.training = True
