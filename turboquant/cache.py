@@ -159,8 +159,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
         """Writes the cache to a file (`docs/format.md`), whole or not at all, for `load` on any machine and device.
 
-        model   the model, its configuration, or None. With the model the file gets a sample of its weights, so that
-                `load` can tell it from another one of the same configuration.
+        model   the model, its configuration, or None. With the model the file gets a sample of every weight that keys
+                and values depend on, active adapters included, so that `load` refuses it for another fine-tune.
         Raises RuntimeError for a cache that an earlier forward left unusable, ValueError for a model of another
         configuration than the cache's.
         """

@@ -21,7 +21,7 @@ import torch
 
 from .calibration import Calibration, layer_specs
 from .calibration.data import differences
-from .calibration.measure import describe, fingerprint
+from .calibration.measure import describe
 from .exact import exact_rows, laid_out
 from .files import Tensor, array_bytes, crc32, layout, read_header, write_tensors
 from .modes import is_split
@@ -29,6 +29,7 @@ from .pages import RELEASED, PagePool, PageTable, outside_autograd
 from .placement import device_of
 from .plan import FORMAT_VERSION, PAGE_TOKENS
 from .spec import CacheSpec
+from .weights import changed_weights, weight_sums
 
 if TYPE_CHECKING:
     from .cache import TurboQuantCache
@@ -90,10 +91,22 @@ def calibration_mark(calibration: Calibration | None) -> str | None:
 def _mark(model: Any) -> dict[str, Any]:
     """What a file says of a model, or of its configuration."""
     if hasattr(model, "state_dict"):
-        return fingerprint(model)
+        return {**describe(model.config), "weights": weight_sums(model)}
     if not hasattr(model, "num_hidden_layers") and not hasattr(model, "get_text_config"):
         raise TypeError(f"`model` must be a model, its configuration or None, got {model!r:.80}")
     return describe(model)
+
+
+def _differences(was: dict[str, Any], mark: dict[str, Any]) -> list[str]:
+    """In what a model's mark differs from an earlier one; empty if it is the same model."""
+    described = ({name: x for name, x in one.items() if name != "weights"} for one in (was, mark))
+    found = differences(*described)
+    if found or "weights" not in was or "weights" not in mark:
+        return found
+    _want(isinstance(was["weights"], dict), "`weights` is no mapping")
+    changed = changed_weights(was["weights"], mark["weights"])
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    return [f"other weights ({changed[0]:.200}{more})"] if changed else []
 
 
 def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None) -> None:
@@ -104,7 +117,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
     mark = cache.fingerprint
     if model is not None:
         mark = _mark(model)
-        if differs := differences(cache.fingerprint, mark):
+        if differs := _differences(cache.fingerprint, mark):
             raise ValueError(f"`model` must be the one that filled this cache, got one with {', '.join(differs)}")
     described: dict[str, Any] = {
         "byte_format": FORMAT_VERSION,
@@ -214,7 +227,7 @@ class _Reader:
         header = self.header
         _want(isinstance(header["fingerprint"], dict), "`fingerprint` is no mapping")
         if mark is not None:
-            differs = differences(header["fingerprint"], mark)
+            differs = _differences(header["fingerprint"], mark)
             _want(not differs, f"it is of another model: this one has {', '.join(differs)}")
         needs = "it needs the `calibration` it was made with" if header["calibration"] else "it has no `calibration`"
         _want(header["calibration"] == calibration_mark(calibration), needs)

@@ -1,0 +1,135 @@
+"""Which weights the keys and values of a model were made with: a CRC-32 of a sample of every tensor they depend on.
+
+The keys of the last layer depend on the embeddings, on all layers below, and in the last layer on what stands before
+its key and value projections. Of each tensor up to 16384 numbers count, of longer ones 16 runs of 4 numbers, spread
+over it: training and merged adapters change nearly all numbers of a tensor. The bytes are compared as they are stored,
+so that CPU and GPU, whole and offloaded models agree; a model in another dtype is another one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .placement import loaded
+
+__all__ = ["changed_weights", "weight_sums"]
+
+_WHOLE = 2**14  # numbers of a tensor
+_RUNS, _RUN = 16, 4  # few places: each is a page to fetch where weights are mapped from a file
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: multiples of it modulo 2^64 are spread evenly
+
+# Words in names of weights of the last layer that its keys and values do not depend on, and of modules behind it. Any
+# name that is not known counts.
+_BEHIND_KEYS = ("q_proj", "q_norm", "o_proj", "mlp", "post_", "feedforward", "ffn", "feed_forward", "experts")
+_BEHIND_LAYERS = ("norm.", "final_layernorm.", "ln_f.", "final_norm.")
+
+
+def weight_sums(model: Any) -> dict[str, str]:
+    """CRC-32, 8 hexadecimal digits, by name, for a decoder of transformers or the PeftModel around one.
+
+    Of adapters and tuned prompts those count that are active; merged adapters are part of the weights. ValueError for
+    weights that are nowhere (on the meta device, and not offloaded).
+    """
+    from .patch.wrappers import base_model
+
+    decoder = base_model(model).base_model
+    layers, last = _last_layer(decoder)
+    idle, sums = tuple(_idle_adapters(decoder)), _scalings(decoder)
+    for name, tensor in decoder.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and not f"{name}.".startswith(idle) and _matters(name, layers, last):
+            sums[_plain(name)] = f"{_sum_of(loaded(decoder, name, tensor)):08x}"
+    for name, tensor in _tuned_prompt(model):
+        sums[name] = f"{_sum_of(tensor):08x}"
+    return sums
+
+
+def changed_weights(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Names of what differs."""
+    return [name for name in {**was, **now} if was.get(name) != now.get(name)]
+
+
+def _plain(name: str) -> str:
+    """The name that a weight has without an adapter around its module."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _last_layer(decoder: Any) -> tuple[str, str]:
+    """(what names of the list of layers begin with, and those of the last layer)."""
+    count = decoder.config.get_text_config(decoder=True).num_hidden_layers
+    lists = ((n, m) for n, m in decoder.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
+    prefix = next((name for name, _ in lists), "")
+    return f"{prefix}.", f"{prefix}.{count - 1}."
+
+
+def _matters(name: str, layers: str, last: str) -> bool:
+    if name.startswith(last):
+        return not any(word in name for word in _BEHIND_KEYS)
+    return name.startswith(layers) or not name.startswith(_BEHIND_LAYERS)
+
+
+# ---- adapters, as peft keeps them: told by what they have, peft need not be there ----
+
+
+def _adapted(decoder: Any) -> Iterator[tuple[str, Any, set[str]]]:
+    """(name, module, adapters that it computes with) of modules with adapters."""
+    for name, module in decoder.named_modules():
+        if hasattr(module, "adapter_layer_names") and hasattr(module, "active_adapters"):
+            used = set() if module.disable_adapters else {*module.active_adapters} - {*module.merged_adapters}
+            yield name, module, used
+
+
+def _idle_adapters(decoder: Any) -> Iterator[str]:
+    """What names of weights begin with that no forward uses: adapters that are off, or merged into the weights."""
+    for name, module, used in _adapted(decoder):
+        for part in module.adapter_layer_names:
+            yield from (f"{name}.{part}.{key}." for key in getattr(module, part, ()) if key not in used)
+
+
+def _tuned_prompt(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights that make the embeddings which a PeftModel puts in front of a prompt."""
+    encoders, name = getattr(model, "prompt_encoder", None), getattr(model, "active_adapter", None)
+    if isinstance(encoders, torch.nn.ModuleDict) and isinstance(name, str) and name in encoders:
+        yield from encoders[name].state_dict(prefix=f"prompt_encoder.{name}.").items()
+
+
+def _scalings(decoder: Any) -> dict[str, str]:
+    layers, last = _last_layer(decoder)
+    found = {}
+    for name, module, used in _adapted(decoder):
+        if used and _matters(f"{name}.", layers, last):
+            scaling = getattr(module, "scaling", {})
+            text = repr([(key, scaling.get(key)) for key in sorted(used)])
+            found[f"{name}.scaling"] = f"{zlib.crc32(text.encode()):08x}"
+    return found
+
+
+# ---- one tensor ----
+
+
+@lru_cache(maxsize=64)
+def _places(numbers: int) -> torch.Tensor:
+    starts = [(i * _GOLDEN % 2**64) * (numbers - _RUN) >> 64 for i in range(_RUNS)]
+    return torch.tensor([start + i for start in starts for i in range(_RUN)], device="cpu")
+
+
+@torch.no_grad()
+def _sum_of(tensor: torch.Tensor, value: int = 0) -> int:
+    """CRC-32 of type, shape and sample. A tensor made of others (quantised, or this process's part of one that several
+    share) is its parts."""
+    value = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), value)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+        for part in tensor.__tensor_flatten__()[0]:
+            value = _sum_of(getattr(tensor, part), value)
+        return value
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 0:
+        return value
+    rows = flat.view(torch.uint8).view(flat.numel(), -1)  # bytes: not every dtype can be indexed
+    if len(rows) > _WHOLE:
+        rows = rows[_places(len(rows)).to(rows.device)]
+    return zlib.crc32(rows.contiguous().cpu().numpy().data, value)
