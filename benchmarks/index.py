@@ -30,7 +30,7 @@ Built = tuple[Search, float]  # and bytes a vector
 
 def ours(x: NDArray[np.float32], bits: int, axes: bool | None) -> Built:
     index = build(x, bits, axes)
-    return lambda q: index.search(q, K, threads=1)[1], (index.nbytes - index._transform.nbytes) / len(x)
+    return lambda q: index.search(q, K, threads=1)[1], (index.nbytes - index.fixed_nbytes) / len(x)
 
 
 def faiss_index(x: NDArray[np.float32], factory: str) -> Built:

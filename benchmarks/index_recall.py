@@ -50,9 +50,9 @@ def measure(report: Report, name: str, queries: F32, x: F32, bits: list[int]) ->
         for b in bits:
             index = build(x, b, axes)
             share = recall(index.search(queries, K)[1], truth)
-            grows = (index.nbytes - index._transform.nbytes) / len(x)
+            grows = (index.nbytes - index.fixed_nbytes) / len(x)
             params = {"data": name, "bits": b, "training": training, "k": K}
-            figures = {"recall": round(share, 4), "bytes": round(grows, 2), "fixed_bytes": index._transform.nbytes}
+            figures = {"recall": round(share, 4), "bytes": round(grows, 2), "fixed_bytes": index.fixed_nbytes}
             report.add("index_recall", params, figures)
             print(
                 f"{training:10} {b} bits  " + "  ".join(f"{key} {value}" for key, value in figures.items()), flush=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,7 @@ FORMAT = "turboquant-index-1"
 
 @dataclass
 class Segment:
-    """Rows of an index; never changed but for `allowed`, which removal clears. Rows that are added to it later make a
-    new segment over the same `room`."""
+    """Rows of an index, never changed. Rows that are added to it later make a new segment over the same `room`."""
 
     codes: NDArray[np.uint8]  # [n, row bytes]
     signs: NDArray[np.uint8]  # [blocks, planes, 64], leading bits
@@ -29,9 +28,38 @@ class Segment:
     ids: NDArray[np.int64] | int  # [n], or the first of consecutive ones
     allowed: NDArray[np.uint8] | None = None  # [n], 0 where removed; None: all are there
     room: Segment | None = None  # what these are the first rows of, if more may follow there
+    _order: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # ids that are there, ascending, and their rows
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    @property
+    def n_there(self) -> int:
+        return len(self) if self.allowed is None else int(np.count_nonzero(self.allowed))
+
+    def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each id, -1 where it is not there."""
+        if not isinstance(self.ids, np.ndarray):
+            inside = (ids >= self.ids) & (ids - self.ids < len(self))
+            rows = np.where(inside, ids - self.ids, 0)
+            if self.allowed is not None:
+                inside &= self.allowed[rows] != 0
+            return np.where(inside, rows, -1)
+        if self._order is None:  # two searches that both find it missing make the same
+            rows = np.arange(len(self)) if self.allowed is None else np.flatnonzero(self.allowed)
+            order = np.argsort(self.ids[rows], kind="stable")
+            self._order = self.ids[rows][order], rows[order]
+        known, rows = self._order
+        if not len(known):
+            return np.full(len(ids), -1, np.int64)
+        at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+        return np.where(known[at] == ids, rows[at], -1)
+
+    def without(self, rows: NDArray[np.int64]) -> Segment:
+        """The same without some rows."""
+        allowed = np.ones(len(self), np.uint8) if self.allowed is None else self.allowed.copy()
+        allowed[rows] = 0
+        return replace(self, allowed=allowed, _order=None)
 
     def sign_rows(self, rows: NDArray[Any] | None = None) -> NDArray[np.uint8]:
         """Leading bits row after row, [n, planes]."""

@@ -1,0 +1,90 @@
+"""A slow index by definition: codes by counting thresholds in NumPy, scores in float64, selection by sorting."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy import special
+
+from turboquant import _core
+
+
+def lloyd_max_64():
+    """Levels of N(0, 1) by Lloyd's iteration: each becomes the mean of its cell."""
+    levels = np.linspace(0.05, 3.7, 32)
+    for _ in range(20_000):
+        edges = np.concatenate([[0], (levels[1:] + levels[:-1]) / 2, [np.inf]])
+        levels = -np.diff(np.exp(-edges * edges / 2)) / np.sqrt(2 * np.pi) / -np.diff(special.ndtr(-edges))
+    return np.concatenate([-levels[::-1], levels])
+
+
+_SIX = lloyd_max_64()
+
+
+def levels_of(u, bits):
+    """The levels of numbers u in so many bits, in units of u."""
+    if bits == 0:
+        return np.zeros_like(u)
+    if bits == 8:
+        return (np.clip(np.rint(u * 32) + 128, 1, 255) - 128) / 32
+    if bits == 6:
+        step = np.float32(_core.index_step(6))
+        own = np.rint(_SIX / step).astype(np.float32)  # Lloyd-Max levels in int8 times the step
+        assert np.abs(own).max() <= 127 and np.abs(own * step - _SIX).max() <= step * 0.51
+        return own[np.searchsorted((own[1:] + own[:-1]) * (np.float32(0.5) * step), u, side="right")] * step
+    book = _core.codebook(0, 8, int(bits))
+    ranks = np.searchsorted(book["thresholds"], u, side="right")
+    return book["levels"][book["code_of_rank"][ranks]] * np.float32(book["step"])
+
+
+def encode(bits, steps, z):
+    """(levels in units of u, scales) of rotated rows z."""
+    step, coded = np.repeat(steps, 32), np.repeat(bits, 32) > 0
+    t = (z / step).astype(np.float32)
+    rms = np.sqrt((t[:, coded].astype(np.float64) ** 2).mean(axis=1))
+    u = t * (1 / np.where(rms > 0, rms, 1)).astype(np.float32)[:, None]
+    levels = np.concatenate([levels_of(u[:, 32 * g : 32 * g + 32], b) for g, b in enumerate(bits)], axis=1)
+    weight = np.where(coded, step.astype(np.float64), 0) ** 2
+    product = (weight * u * levels).sum(1)
+    return levels, np.where(rms > 0, rms * (weight * u * u).sum(1) / np.where(product > 0, product, 1), 0)
+
+
+class SlowIndex:
+    """`turboquant.Index` with the rotation, widths and mean of an index that is empty yet."""
+
+    def __init__(self, index):
+        self.transform, self.metric = index._contents.transform, index.metric
+        self.rows = {}  # id: (decoded coordinates, offset, vector), in the order in which they were added
+        self.next_id = 0
+
+    def _prepared(self, x):
+        x = x.astype(np.float64)
+        return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32) if self.metric == "cosine" else x
+
+    def add(self, x, ids=None):
+        ids = range(self.next_id, self.next_id + len(x)) if ids is None else ids
+        t, given, x = self.transform, x, self._prepared(x)
+        levels, scales = encode(t.bits, t.steps, t.apply(x.astype(np.float32)))
+        decoded = levels * np.repeat(t.steps.astype(np.float64), 32) * scales[:, None]
+        mean = np.zeros(x.shape[1]) if t.mean is None else t.mean.astype(np.float64)
+        for i, row, own, vector in zip(ids, x, decoded, given, strict=True):
+            offset = (row - mean) @ mean - (row @ row / 2 if self.metric == "l2" else 0)
+            self.rows[int(i)] = own, offset, vector
+            self.next_id = max(self.next_id, int(i) + 1)
+
+    def remove(self, ids):
+        for i in ids:
+            del self.rows[i]
+
+    def scores(self, query):
+        """{id: score}, larger is better, but for l2."""
+        t, query = self.transform, self._prepared(query)
+        z = t.apply(query[None].astype(np.float32))[0].astype(np.float64)
+        mean = np.zeros(len(query)) if t.mean is None else t.mean.astype(np.float64)
+        own = {i: z @ decoded + offset + query @ mean for i, (decoded, offset, _) in self.rows.items()}
+        return {i: max(0, query @ query - 2 * v) for i, v in own.items()} if self.metric == "l2" else own
+
+    def search(self, query, k, allowed=None):
+        """(scores, ids) of the k best; fewer where fewer are left."""
+        found = [(s, i) for i, s in self.scores(query).items() if allowed is None or i in allowed]
+        found.sort(key=lambda one: (one[0] if self.metric == "l2" else -one[0], one[1]))
+        return [s for s, _ in found[:k]], [i for _, i in found[:k]]

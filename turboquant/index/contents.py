@@ -1,0 +1,109 @@
+"""What an index holds at one moment. It is never changed: a change makes new contents, so that a search goes on over
+those it began with and needs no lock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import storage
+from .inputs import Ids, id_array
+from .storage import Segment
+from .transform import Transform
+
+
+@dataclass(frozen=True)
+class Contents:
+    transform: Transform
+    segments: tuple[Segment, ...] = ()
+    next_id: int = 0
+
+    @property
+    def stored(self) -> int:
+        """Rows, removed ones too."""
+        return sum(map(len, self.segments))
+
+    @property
+    def ntotal(self) -> int:
+        return sum(segment.n_there for segment in self.segments)
+
+    @property
+    def ids(self) -> Ids:
+        kept = [s.all_ids if s.allowed is None else s.all_ids[s.allowed != 0] for s in self.segments]
+        return np.concatenate(kept) if kept else np.empty(0, np.int64)
+
+    def starts(self) -> Iterator[tuple[int, Segment]]:
+        """Segments, and the row that each begins with."""
+        start = 0
+        for segment in self.segments:
+            yield start, segment
+            start += len(segment)
+
+    def find(self, ids: Ids) -> Ids:
+        """The row of each id, -1 where it is not there."""
+        rows = np.full(len(ids), -1, np.int64)
+        for start, segment in self.starts():
+            inside = segment.find(ids)
+            np.copyto(rows, start + inside, where=inside >= 0)
+        return rows
+
+    def chosen(self, filter: Any) -> list[NDArray[np.uint8] | None]:
+        """For each segment which rows may be found: 0 where they may not, or None if all may."""
+        if filter is None:
+            return [segment.allowed for segment in self.segments]
+        mask = np.asarray(filter)
+        chosen = np.zeros(self.stored, np.uint8)
+        if mask.dtype == np.bool_:
+            if mask.shape != (self.ntotal,):
+                got = list(mask.shape)
+                raise ValueError(f"search: `filter` must be a mask of {self.ntotal}, one a vector, got {got}")
+            there = [np.ones(len(s), bool) if s.allowed is None else s.allowed != 0 for s in self.segments]
+            if there:
+                chosen[np.flatnonzero(np.concatenate(there))[mask]] = 1
+        else:
+            rows = self.find(id_array("search", mask))
+            chosen[rows[rows >= 0]] = 1
+        return [chosen[start : start + len(segment)] for start, segment in self.starts()]
+
+    def rows(self, filter: Any) -> tuple[tuple[Any, ...], ...]:
+        """Segments as the core takes them."""
+        return tuple(
+            (s.codes, s.signs, s.scales, s.offsets, s.ids, allowed)
+            for s, allowed in zip(self.segments, self.chosen(filter), strict=True)
+        )
+
+    # ---- other contents ----
+
+    def with_rows(self, new: list[Segment], next_id: int) -> Contents:
+        segments = list(self.segments)
+        for segment in new:
+            joined = segments[-1].followed_by(segment) if segments else None
+            if joined is None:
+                segments.append(storage.with_room(segment))
+            else:
+                segments[-1] = joined
+        return replace(self, segments=tuple(segments), next_id=next_id)
+
+    def without_rows(self, rows: Ids) -> Contents:
+        segments = []
+        for start, segment in self.starts():
+            inside = rows[(rows >= start) & (rows < start + len(segment))] - start
+            segments.append(segment.without(inside) if len(inside) else segment)
+        return replace(self, segments=tuple(segments))
+
+    def compact(self) -> Contents:
+        """Copies of what is left of segments where rows were removed."""
+        kept = [s if s.allowed is None else s.take(np.flatnonzero(s.allowed)) for s in self.segments if s.n_there]
+        return replace(self, segments=tuple(kept))
+
+    def apart(self) -> Contents:
+        """The same rows; nothing that is added to these shows there."""
+        return replace(self, segments=tuple(segment.apart() for segment in self.segments))
+
+    @property
+    def nbytes(self) -> int:
+        return self.transform.nbytes + sum(segment.nbytes for segment in self.segments)

@@ -1,0 +1,82 @@
+"""What callers hand to an index, checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _core
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+def integer(op: str, name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{op}: `{name}` must be an integer, got {value!r}")
+    number = value.__index__()
+    if not low <= number <= high:
+        raise ValueError(f"{op}: `{name}` must be in {low}..{high}, got {number}")
+    return int(number)
+
+
+def _is_torch(x: Any) -> bool:
+    return type(x).__module__.partition(".")[0] == "torch"
+
+
+def vectors(op: str, name: str, x: Any, dim: int) -> Any:
+    """x, [n, dim] or [dim]: a NumPy array of float32 or float16, or a bfloat16 tensor, which NumPy cannot view. Other
+    torch tensors are viewed, not copied. `as_float32` converts parts of either."""
+    device = getattr(x, "device", None)
+    if getattr(device, "type", "cpu") != "cpu":
+        raise TypeError(f"{op}: `{name}` must be on the CPU, got one on {device}; write {name}.cpu()")
+    if _is_torch(x):
+        x = x.detach()
+        if str(x.dtype) != "torch.bfloat16":
+            x = x.numpy()
+    elif not isinstance(x, np.ndarray):
+        raise TypeError(f"{op}: `{name}` must be an array of float32 or float16, got {type(x).__name__}")
+    if isinstance(x, np.ndarray) and x.dtype not in (np.float32, np.float16):
+        raise TypeError(f"{op}: `{name}` must be an array of float32 or float16, got {x.dtype}")
+    if x.ndim not in (1, 2) or x.shape[-1] != dim:
+        raise ValueError(f"{op}: `{name}` must be of shape [n, {dim}] or [{dim}], got {list(x.shape)}")
+    return x
+
+
+def as_float32(x: Any) -> Floats:
+    return np.asarray(x.float().numpy() if _is_torch(x) else x, np.float32, order="C")
+
+
+def id_array(op: str, ids: Any) -> Ids:
+    array = np.asarray(ids)
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{op}: `ids` must be integers, got {array.dtype}")
+    if array.ndim > 1:
+        raise ValueError(f"{op}: `ids` must have one dimension, got {array.ndim}")
+    array = array.reshape(-1)
+    wrong = array < 0 if array.dtype.kind == "i" else array >= 2**63
+    if wrong.any():
+        raise ValueError(f"{op}: `ids` must be in 0..2^63 - 1, got {array[wrong.argmax()]}")
+    return array.astype(np.int64)
+
+
+def finite_rows(op: str, name: str, x: Any, dim: int, first: int = 0) -> Floats:
+    """Rows as float32, finite and small enough. first: the row that x[0] is, for the message."""
+    rows = as_float32(x).reshape(-1, dim)
+    if len(rows) and not (rows.max() <= _core.MAX_INPUT and rows.min() >= -_core.MAX_INPUT):  # false for NaN too
+        good = np.isfinite(rows) & (np.abs(rows) <= _core.MAX_INPUT)
+        i, j = divmod(int(np.argmin(good)), dim)
+        limit = f"finite and at most {_core.MAX_INPUT:.0f} in magnitude"
+        raise ValueError(f"{op}: `{name}[{first + i}, {j}]` must be {limit}, got {rows[i, j]}")
+    return rows
+
+
+def unit_rows(op: str, name: str, rows: Floats, first: int = 0) -> Floats:
+    norms: NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+    if not norms.all():
+        raise ValueError(f"{op}: `{name}[{first + int(np.argmin(norms))}]` must not be zero with cosine")
+    return (rows / norms[:, None]).astype(np.float32)
