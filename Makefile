@@ -125,7 +125,7 @@ sanitize-torch: $(READY)
 	PYTHONPATH=$(abspath $(SANITIZE)/torch) $(SANITIZED) \
 	    $(INTERPRETER) -m pytest -p no:cacheprovider --capture=sys $(SANITIZE_TESTS) $(PYTEST_ARGS)
 
-# The C core and the readers of files under hostile input; needs clang with libFuzzer for all but the last fuzzer.
+# The C core and the readers of files under hostile input; needs clang with libFuzzer for those in C.
 FUZZ_SECONDS ?= 600
 FUZZ_SEED ?= 0
 fuzz: build

@@ -6,18 +6,15 @@ next forward does not end in an answer or a clear error.
 
 from __future__ import annotations
 
-import copy
 import random
-import tempfile
-import time
 import zlib
 from pathlib import Path
-from typing import Any
 
 from specs import bare
 from test_cache import CONFIG, Stream, forward
 from test_persistence import joined, split
 
+from fuzz.mutations import bytes_changed, fuzz_files, moved
 from turboquant import TurboQuantCache
 
 SPECS = (
@@ -25,8 +22,6 @@ SPECS = (
     bare(3, 2, prefill="packed"),
     bare(4, 4, rotation="dense", overrides={1: {"window": 4, "key_bits": 5}}),
 )
-ODD: tuple[Any, ...] = (0, 1, -1, 2, 7, 128, 2**31 - 1, 2**31, 2**63, 10**30, 0.5, 1e300, True, None, "", "x", "eden",
-                        [], [0], [[]], {}, {"layers": 2}, [-1], "F16", "hadamard")  # fmt: skip
 
 
 def seeds(folder: Path) -> list[bytes]:
@@ -40,34 +35,10 @@ def seeds(folder: Path) -> list[bytes]:
     return made
 
 
-def moved(header: Any, rng: random.Random) -> Any:
-    """One place of the header, deep or not, given another value; or a key or element lost or doubled."""
-    node = header
-    while isinstance(node, (dict, list)) and node:
-        key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
-        if isinstance(node[key], (dict, list)) and node[key] and rng.random() < 0.8:
-            node = node[key]
-            continue
-        what = rng.random()
-        if what < 0.1:
-            del node[key]
-        elif what < 0.2 and isinstance(node, list):
-            node.append(copy.deepcopy(node[key]))
-        elif what < 0.4 and type(node[key]) is int:
-            node[key] += rng.choice((-1, 1, 128, -128, 2**20))
-        else:
-            node[key] = copy.deepcopy(rng.choice(ODD))
-        break
-    return header
-
-
 def mutate(data: bytes, rng: random.Random) -> bytes:
     how = rng.randrange(4)
-    if how == 0:  # bytes, whatever the checksums say
-        out = bytearray(data)
-        for _ in range(rng.randint(1, 8)):
-            out[rng.randrange(len(out))] = rng.randrange(256)
-        return bytes(out[: rng.randrange(len(out) + 1)] if rng.random() < 0.3 else out)
+    if how == 0:
+        return bytes_changed(data, rng)
     header, payload = split(data)
     if how == 1:  # numbers of the tensors, with checksums made to fit
         name = rng.choice(list(header["crc32"]))
@@ -101,17 +72,4 @@ def check(path: Path) -> None:
 
 def fuzz(seconds: float, seed: int = 0, most: int = 10**9) -> int:
     """Inputs tried."""
-    rng, count, end = random.Random(seed), 0, time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cache"
-        originals = seeds(Path(folder))
-        while time.monotonic() < end and count < most:
-            data = mutate(rng.choice(originals), rng)
-            path.write_bytes(data)
-            try:
-                check(path)
-            except BaseException:
-                print(f"seed {seed}, input {count}")
-                raise
-            count += 1
-    return count
+    return fuzz_files(seeds, mutate, check, seconds, seed, most)

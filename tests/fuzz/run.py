@@ -3,6 +3,7 @@
     codes_file   csrc: the header of a codes file                                libFuzzer, ASan and UBSan; needs clang
     calls        csrc: append, attend and dequantize, hostile sizes and tables   the same
     cache_file   Python: `TurboQuantCache.load`, checksums made to fit           mutations of whole files; no clang
+    index_file   Python: `Index.load`, checksums made to fit                      the same; no torch
 
 Each gets so many seconds, one after the other, and says how many inputs it ran. A crash ends the run with the input in
 build/fuzz. The corpus in tests/fuzz/corpus is where the first two begin; what they find is not written back to it.
@@ -11,6 +12,7 @@ build/fuzz. The corpus in tests/fuzz/corpus is where the first two begin; what t
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import shutil
 import subprocess
@@ -23,7 +25,7 @@ from c_library import ROOT, clean_environment, objects, program
 
 FOLDER = ROOT / "build" / "fuzz"
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-IN_C = ("codes_file", "calls")
+IN_C, IN_PYTHON = ("codes_file", "calls"), ("cache_file", "index_file")
 
 
 def build(compiler: str) -> dict[str, Path]:
@@ -58,10 +60,9 @@ def run_in_c(name: str, binary: Path, seconds: int, seed: int) -> str:
     return f"{inputs:,} inputs, {covered:,} of {edges:,} edges"
 
 
-def run_cache_file(seconds: int) -> str:
-    from fuzz.cache_file_fuzzer import fuzz
-
-    return f"{fuzz(seconds):,} inputs"
+def run_in_python(name: str, seconds: int) -> str:
+    fuzzer = importlib.import_module(f"fuzz.{name}_fuzzer")
+    return f"{fuzzer.fuzz(seconds):,} inputs"
 
 
 def main() -> None:
@@ -69,9 +70,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=600, help="for each fuzzer")
     parser.add_argument("--seed", type=int, default=0, help="of the fuzzers in C; 0: another one each time")
     parser.add_argument("--compiler", default=shutil.which("clang"), help="a clang with libFuzzer")
-    parser.add_argument("only", nargs="*", choices=[*IN_C, "cache_file", []], help="these alone")
+    parser.add_argument("only", nargs="*", choices=[*IN_C, *IN_PYTHON, []], help="these alone")
     given = parser.parse_args()
-    names = given.only or [*IN_C, "cache_file"]
+    names = given.only or [*IN_C, *IN_PYTHON]
     binaries = {}
     if set(names) & set(IN_C):
         if not given.compiler:
@@ -79,7 +80,9 @@ def main() -> None:
         binaries = build(given.compiler)
     for name in names:
         in_c = name in binaries
-        found = run_in_c(name, binaries[name], given.seconds, given.seed) if in_c else run_cache_file(given.seconds)
+        found = (
+            run_in_c(name, binaries[name], given.seconds, given.seed) if in_c else run_in_python(name, given.seconds)
+        )
         print(f"{name}: {found} in {given.seconds} s, none crashed", flush=True)
 
 

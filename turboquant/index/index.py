@@ -371,15 +371,17 @@ class Index:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = True) -> Index:
-        """Read an index. With `mmap` the file is mapped and the index cannot be changed. Header and sizes are checked;
-        `verify` checks every byte. ValueError for a file that is not sound."""
+        """Read an index. With `mmap` the file is mapped and the index cannot be changed; then header, sizes and ids are
+        checked, and `verify` checks every byte. Without, every byte is. ValueError for a file that is not sound."""
         meta, arrays = storage.read(path, mmap)
         try:
             index = cls(meta["dim"], meta["bits"], meta["metric"], meta["seed"])
             index._fill(meta, arrays)
+            index._loaded = meta, arrays
+            if not mmap:
+                index.verify()
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{os.fspath(path)} is not a sound index file: {error}") from None
-        index._loaded = meta, arrays
         index._read_only = os.fspath(path) if mmap else None
         return index
 
@@ -399,9 +401,9 @@ class Index:
             raise ValueError("`bits` and `steps` must be there")
         mean = get("mean", np.float32, self._dim)
         matrix = get("matrix", np.float32, base.padded, base.padded)
-        for array in (mean, matrix):
-            if array is not None and not np.isfinite(array).all():
-                raise ValueError("`mean` and `matrix` must be finite")
+        for name, array, most in (("mean", mean, _core.MAX_INPUT), ("steps", steps, 1e30), ("matrix", matrix, 1.001)):
+            if array is not None and not (np.abs(array) <= most).all():  # false for NaN too
+                raise ValueError(f"`{name}` must be finite and at most {most:g} in magnitude")
         _core.index_encode(bits, steps, np.zeros((0, base.padded), np.float32))  # checks widths and steps
         next_id = integer("load", "next_id", meta["next_id"], 0, 2**63)
         self._contents = Contents(Transform(self._dim, self._seed, bits, steps, mean, matrix), (), next_id)
@@ -417,6 +419,9 @@ class Index:
             raise ValueError("`signs` and `scales` must be there, and `offsets` with a mean or l2")
         ids = get("ids", np.int64, n)
         first = integer("load", "first_id", meta["first_id"], 0, 2**63 - 1 - n)
+        low, after = (first, first + n) if ids is None or not n else (int(ids.min()), int(ids.max()) + 1)
+        if low < 0 or after > next_id:
+            raise ValueError(f"`ids` must be in 0..next_id - 1 = {next_id - 1}, got {low}..{after - 1}")
         segment = Segment(codes, signs, scales, offsets, first if ids is None else ids)
         self._contents = replace(self._contents, segments=(segment,))
 

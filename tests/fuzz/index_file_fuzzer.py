@@ -1,0 +1,105 @@
+"""Mutations of index files, checksums made to fit: `Index.load` must refuse each, or read wrong numbers.
+
+A refusal is a ValueError that names the file; anything else that is raised is a finding. Whatever was loaded can be
+searched, changed and saved again, or says clearly why not. Needs no torch, so it runs under sanitizers too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from fuzz.mutations import bytes_changed, fuzz_files, moved
+from turboquant import Index
+
+DIM = 40
+QUERIES = np.random.default_rng(1).standard_normal((2, DIM)).astype(np.float32)
+
+
+def seeds(folder: Path) -> list[bytes]:
+    made = []
+    x = np.random.default_rng(0).standard_normal((150, DIM)).astype(np.float32)
+    for i, (bits, metric, training) in enumerate([(1, "ip", None), (3, "l2", False), (4, "cosine", True)]):
+        index = Index(DIM, bits, metric)
+        if training is not None:
+            index.train(x / (1 + np.arange(DIM, dtype=np.float32)), axes=training)
+        for rows, ids in ((x[:0], None), (x, None), (x[:20], range(1000, 1020))):
+            index.add(rows, ids)
+            index.save(folder / f"{i}")
+            made.append((folder / f"{i}").read_bytes())
+    return made
+
+
+def split(data: bytes) -> tuple[dict, bytes]:
+    """(header, its text as a mapping too; the tensors)."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header["__metadata__"]["turboquant"] = json.loads(header["__metadata__"]["turboquant"])
+    return header, data[start:]
+
+
+def joined(header: dict, payload: bytes) -> bytes:
+    """The file of somebody who makes the checksum fit."""
+    about = header.get("__metadata__")
+    if isinstance(about, dict) and "turboquant" in about:
+        about["turboquant"] = json.dumps(about["turboquant"])
+        about["crc32"] = f"{zlib.crc32(about['turboquant'].encode()):08x}"
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    return len(text).to_bytes(8, "little") + text + payload
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    how = rng.randrange(4)
+    if how == 0:
+        return bytes_changed(data, rng)
+    header, payload = split(data)
+    if how == 1:  # numbers of the tensors
+        name = rng.choice([name for name in header if name != "__metadata__"])
+        first, last = header[name]["data_offsets"]
+        new = np.frombuffer(rng.randbytes(last - first), np.uint8)
+        if header[name]["dtype"] == "F32" and rng.random() < 0.5:
+            new = np.full((last - first) // 4, rng.choice([np.nan, np.inf, -np.inf, -1, 0, 3e38]), np.float32)
+        if rng.random() < 0.7 and name in (sums := header["__metadata__"]["turboquant"]["crc32"]):
+            sums[name] = zlib.crc32(new.tobytes())
+        return joined(header, payload[:first] + new.tobytes() + payload[last:])
+    for _ in range(rng.randint(1, 3)):
+        header = moved(header, rng)
+    if how == 3:
+        payload = payload[: rng.randrange(len(payload) + 1)] + bytes(rng.randrange(200))
+    return joined(header, payload)
+
+
+def check(path: Path) -> None:
+    for mapped in (True, False):
+        try:
+            index = Index.load(path, mmap=mapped)
+        except ValueError as error:
+            assert str(error).startswith(f"{path} is not a sound index file: "), error
+            return
+        try:
+            index.verify()
+        except ValueError as error:
+            assert str(error).startswith("verify: "), error
+        queries = np.resize(QUERIES, (2, index.d))
+        scores, ids = index.search(queries, 3)
+        assert scores.shape == ids.shape == (2, 3)
+        index.search(queries, 3, filter=[0, 1, 1005])
+        index.range_search(queries, 0.1)
+    try:
+        index.reconstruct(index.ids[:2])
+        index.add(queries)
+        index.remove(index.ids[-1:])
+    except ValueError as error:
+        assert "`ids`" in str(error) or "`x[" in str(error), error
+    index.save(path)
+    Index.load(path).verify()
+
+
+def fuzz(seconds: float, seed: int = 0, most: int = 10**9) -> int:
+    """Inputs tried."""
+    return fuzz_files(seeds, mutate, check, seconds, seed, most)
