@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -333,3 +334,26 @@ def test_a_search_is_not_kept_waiting_by_a_change():
         thread.start()
         thread.join(60)
         assert found
+
+
+SENTENCES = Path(__file__).parent / "data" / "sentences.npy"
+
+
+@pytest.mark.parametrize(
+    "bits, untrained, mean, axes",
+    [(1, 0.65, 0.70, 0.81), (2, 0.81, 0.825, 0.90), (3, 0.885, 0.89, 0.935), (4, 0.93, 0.935, 0.955)],
+)
+def test_recall_on_sentences(bits, untrained, mean, axes):
+    """Of embeddings of real sentences, tests/data: 100 search 700 others."""
+    x = np.load(SENTENCES).astype(np.float32)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    queries, x = x[:100], x[100:]
+    truth = np.argsort(-(queries @ x.T), axis=1)[:, :10]
+    for training, floor in ((None, untrained), (False, mean), (True, axes)):
+        index = INDEX(384, bits)
+        if training is not None:
+            index.train(x, axes=training)
+        index.add(x)
+        found = index.search(queries, 10)[1]
+        recall = np.mean([len(np.intersect1d(a, b)) / 10 for a, b in zip(found, truth, strict=True)])
+        assert recall >= floor
