@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_errors import OPERATIONS, snapshot
+from refusals import OPERATIONS, snapshot
 
 from turboquant import _core
 

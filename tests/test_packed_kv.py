@@ -156,7 +156,11 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
         lambda k, p: ops.append(p, k[:, :, :1] / 0, k[:, :, :1]),
         "append: `k[0]` must be finite",
     ),
-    "no values": (ValueError, lambda k, p: ops.append(p, k[:, :, :1], None), "append: `v` must be a tensor like `k`"),
+    "no values": (
+        ValueError,
+        lambda k, p: ops.append(p, k[:, :, :1], None),
+        "append: `v` must be given, because the plan has values, got None",
+    ),
 }
 
 

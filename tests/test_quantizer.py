@@ -317,8 +317,8 @@ def test_quantizer_refuses(arguments: dict[str, Any], error: type[Exception], sa
         (X[:, :32], ValueError, "quantize: `x` must be float32 [vectors, 64], got float32 [3, 32]"),
         (np.ma.masked_array(X, np.arange(192).reshape(3, 64) == 7), ValueError,
          "quantize: `x` must have no masked numbers, got 1 of them"),
-        (X[:, ::-1], ValueError, "quantize: `x` must be an array of dense rows in ascending order, got other strides"),
-        (X[::-1], ValueError, "quantize: `x` must be an array of dense rows in ascending order, got other strides"),
+        (X[:, ::-1], ValueError, "quantize: `x` must be an array of dense rows in ascending order, got strides"),
+        (X[::-1], ValueError, "quantize: `x` must be an array of dense rows in ascending order, got strides"),
     ],
 )  # fmt: skip
 def test_quantize_refuses(x: Any, error: type[Exception], says: str) -> None:

@@ -2,7 +2,8 @@
 
 Arrays are taken as they are: another dtype is a TypeError; another shape, memory order, alignment or a read-only
 output is a ValueError; nothing is copied to make an argument fit. Messages read "append: `block_table[3]` must be in
-0..7, got 8". A failed call has written nothing. Also MemoryError, and RuntimeError for an instruction set that is not
+0..7, got 8"; the exception's fields `argument` ("block_table") and `got` (8.0, None if it was no number) are for code
+to read. A failed call has written nothing. Also MemoryError, and RuntimeError for an instruction set that is not
 there. The GIL is released while the core runs; do not change an array that a call in another thread is using.
 
 plan         any sequence of integers as `turboquant.plan.plan_words` writes them.

@@ -540,7 +540,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             except BaseException as error:
                 if undo is not None:
                     undo()
-                if self.window_k is not None and "stored the tokens" in str(error):
+                if self.window_k is not None and getattr(error, "stored", False):
                     self.damaged = True  # what they pushed out of the window is gone
                 raise
 

@@ -31,10 +31,12 @@ Arguments that several operators share (contracts and the byte format: ``csrc/in
                  *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
                  Plans of version 2: a sketch is more rows of *_rotation, a table stands in *_steps (turboquant.h).
 
-Errors: ValueError for anything about an argument, its dtype and device included ("attend: `block_table[3]` must be in
-0..n_pages - 1, got 8"); MemoryError; RuntimeError for the machine (CUDA, an instruction set, memory that torch could
-not get). A failed call has changed nothing. On CUDA the contents of tensors cannot be looked at without waiting for
-the device: there lengths are clamped, and a page index out of range reads page 0 or drops what would be written.
+Errors: TypeError for a tensor of another dtype; ValueError for anything else about an argument, such as "attend:
+`block_table[3]` must be in 0..n_pages - 1, got 8"; MemoryError; RuntimeError for the machine (CUDA, an instruction
+set, memory that torch could not get). They have the fields `argument` ("block_table"), None if it is about none, and
+`got` (8.0), None if it was no number. A failed call has changed nothing. On CUDA the contents of tensors cannot be
+looked at without waiting for the device: there lengths are clamped, and a page index out of range reads page 0 or drops
+what would be written.
 
 Threads on a CPU: the smaller of `torch.get_num_threads()` and `turboquant._core.num_threads()`. Operators and `_core`
 share one core: what `_core.set_num_threads` and `_core.set_isa` choose holds for both.
@@ -223,7 +225,7 @@ def _append_attend(
 
     q: [batch, query_heads, tokens, head_dim];  k, v: [batch, kv_heads, tokens, head_dim].
     out: like q, contiguous.
-    An error that says "stored the tokens" came after `append` was done; any other has changed nothing.
+    An error whose field `stored` is true came after `append` was done; any other has changed nothing.
     """
     _check("append_attend", locals())
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)

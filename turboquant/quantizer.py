@@ -336,9 +336,12 @@ class Quantizer:
             self._append(x[:even].reshape(-1, 1, run, self._dim), pages[: even // self._page_tokens])
             self._append(x[even:].reshape(1, 1, -1, self._dim), pages[even // self._page_tokens :])
         except ValueError as error:
+            if getattr(error, "argument", None) != "k":
+                raise
             bad = np.argwhere(~(np.abs(x) <= _core.MAX_INPUT))
-            if not len(bad):  # the core's own words, with the name that `x` has here
-                raise ValueError(str(error).replace("append: `k`", "quantize: `x`", 1)) from None
+            if not len(bad):
+                wants = "an array of dense rows in ascending order"
+                raise ValueError(f"quantize: `x` must be {wants}, got strides {x.strides}") from None
             i, j = bad[0]
             raise ValueError(f"quantize: `x[{i}, {j}]` must be {_LIMIT}, got {x[i, j]}") from None
         return Codes(self._plan, pages, vectors)

@@ -131,88 +131,6 @@ static tq_status check_tables(const tq_plan *plan, const tq_append_params *p, tq
     return TQ_OK;
 }
 
-static tq_status check_pointers(const tq_plan *plan, const tq_append_params *p, tq_error *error)
-{
-    int has_values = plan->value.tile_bytes != 0, any = p->batch && p->kv_heads && p->tokens;
-    if (any && !p->k) return tq_fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL");
-    if (has_values ? any && !p->v : p->v != NULL)
-        return tq_fail(error, TQ_E_VALUE, "v", -1, p->v != NULL,
-                       has_values ? "a pointer, not NULL" : "NULL, because the plan has no values");
-    if (p->batch && !p->lengths) return tq_fail(error, TQ_E_VALUE, "lengths", -1, 0, "a pointer, not NULL");
-    if (p->batch && p->max_pages && !p->block_table)
-        return tq_fail(error, TQ_E_VALUE, "block_table", -1, 0, "a pointer, not NULL");
-    if (p->n_pages && p->kv_heads && !p->pages)
-        return tq_fail(error, TQ_E_VALUE, "pages", -1, 0, "a pointer, not NULL");
-    if ((uintptr_t)p->pages % 64)
-        return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)p->pages % 64), "64-byte aligned");
-    if ((p->sinks != 0) != (p->sink_k != NULL))
-        return tq_fail(error, TQ_E_VALUE, "sink_k", -1, p->sinks, "NULL if and only if sinks is 0");
-    if ((p->window != 0) != (p->window_k != NULL))
-        return tq_fail(error, TQ_E_VALUE, "window_k", -1, p->window, "NULL if and only if window is 0");
-    if ((p->sinks && has_values) != (p->sink_v != NULL))
-        return tq_fail(error, TQ_E_VALUE, "sink_v", -1, p->sinks, "given with sink_k and values");
-    if ((p->window && has_values) != (p->window_v != NULL))
-        return tq_fail(error, TQ_E_VALUE, "window_v", -1, p->window, "given with window_k and values");
-    return TQ_OK;
-}
-
-static int64_t span_bytes(const tq_append_params *p, int32_t head_dim, int64_t sb, int64_t sh, int64_t st)
-{
-    return tq_span_bytes(tq_dtype_bytes(p->dtype), p->batch, p->kv_heads, p->tokens, head_dim, sb, sh, st);
-}
-
-static tq_status check_overlap(const tq_plan *plan, const tq_append_params *p, tq_error *error)
-{
-    if (!p->batch || !p->kv_heads || !p->tokens) return TQ_OK;
-    int64_t row = (int64_t)p->batch * p->kv_heads * plan->head_dim * tq_dtype_bytes(p->dtype);
-    tq_array written[5] = {{"pages", p->pages, p->n_pages * p->kv_heads * plan->record_bytes},
-                           {"sink_k", p->sink_k, row * p->sinks},
-                           {"sink_v", p->sink_v, row * p->sinks},
-                           {"window_k", p->window_k, row * p->window},
-                           {"window_v", p->window_v, row * p->window}};
-    int64_t k_bytes = span_bytes(p, plan->head_dim, p->k_stride_batch, p->k_stride_head, p->k_stride_token);
-    int64_t v_bytes = span_bytes(p, plan->head_dim, p->v_stride_batch, p->v_stride_head, p->v_stride_token);
-    for (int i = 0; i < 5; i++) {
-        if (tq_overlap(written[i].at, written[i].bytes, p->k, k_bytes) ||
-            tq_overlap(written[i].at, written[i].bytes, p->v, v_bytes))
-            return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from k and v");
-        for (int j = 0; j < i; j++)
-            if (tq_overlap(written[i].at, written[i].bytes, written[j].at, written[j].bytes))
-                return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from the other arrays written");
-    }
-    return TQ_OK;
-}
-
-static tq_status check_sizes(const tq_plan *plan, const tq_append_params *p, tq_error *error)
-{
-    TQ_TRY(tq_plan_check(plan, error));
-    if (!p) return tq_fail(error, TQ_E_VALUE, "params", -1, 0, "a pointer, not NULL");
-    const struct {
-        const char *name;
-        int64_t got;
-    } sizes[] = {{"batch", p->batch},
-                 {"tokens", p->tokens},
-                 {"kv_heads", p->kv_heads},
-                 {"sinks", p->sinks},
-                 {"window", p->window},
-                 {"max_pages", p->max_pages},
-                 {"threads", p->threads},
-                 {"n_pages", p->n_pages},
-                 {"k_stride_batch", p->k_stride_batch},
-                 {"k_stride_head", p->k_stride_head},
-                 {"k_stride_token", p->k_stride_token},
-                 {"v_stride_batch", p->v_stride_batch},
-                 {"v_stride_head", p->v_stride_head},
-                 {"v_stride_token", p->v_stride_token}};
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (sizes[i].got < 0) return tq_fail(error, TQ_E_VALUE, sizes[i].name, -1, (double)sizes[i].got, "at least 0");
-    if (p->dtype < TQ_F32 || p->dtype > TQ_BF16)
-        return tq_fail(error, TQ_E_TYPE, "dtype", -1, p->dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
-    int64_t bytes;
-    TQ_TRY(tq_product(p->kv_heads, plan->record_bytes, &bytes, "kv_heads", error));
-    return tq_product(p->n_pages, bytes, &bytes, "n_pages", error);
-}
-
 static int32_t thread_count(const tq_append_params *p)
 {
     int64_t tasks = (int64_t)p->batch * p->kv_heads;
@@ -222,7 +140,7 @@ static int32_t thread_count(const tq_append_params *p)
 
 tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes, tq_error *error)
 {
-    TQ_TRY(check_sizes(plan, params, error));
+    TQ_TRY(tq_check_append_sizes(plan, params, error));
     if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
     *bytes = (size_t)(worker_bytes(plan) * thread_count(params));
     return TQ_OK;
@@ -408,20 +326,18 @@ static void append_head(void *context, int64_t i, int32_t worker_index)
 tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes,
                     tq_error *error)
 {
-    TQ_TRY(check_sizes(plan, params, error));
+    TQ_TRY(tq_check_append(plan, params, error));
     append_job job = {.plan = plan,
                       .p = params,
                       .kernels = tq_get_kernels(error),
                       .scratch = scratch,
                       .worker_bytes = worker_bytes(plan)};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
-    TQ_TRY(check_pointers(plan, params, error));
     TQ_TRY(tq_transform_check(plan, &params->key, params->kv_heads, 1, error));
     TQ_TRY(tq_transform_check(plan, &params->value, params->kv_heads, 0, error));
     TQ_TRY(check_centre(plan, params, &params->key, "key_centre", error));
     TQ_TRY(check_centre(plan, params, &params->value, "value_centre", error));
     TQ_TRY(check_tables(plan, params, error));
-    TQ_TRY(check_overlap(plan, params, error));
     int32_t threads = thread_count(params); /* once: another thread may change tq_num_threads meanwhile */
     TQ_NEED(error, {"scratch", scratch, 0});
     if (scratch_bytes < (size_t)(job.worker_bytes * threads))

@@ -530,7 +530,7 @@ tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *s
 
 tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error)
 {
-    TQ_TRY(tq_attend_check_sizes(plan, params, error));
+    TQ_TRY(tq_check_attend_sizes(plan, params, error));
     if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
     attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error)};
     if (!job.kernels) return TQ_E_UNSUPPORTED;

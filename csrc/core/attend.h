@@ -43,9 +43,7 @@ typedef struct {
     float *decoded;           /* [32][32 * tiles], rows of a token tile; version 2 alone, whose operands are rows too */
 } attend_work;
 
-/** Scratch bytes that need nothing but sizes. */
-tq_status tq_attend_check_sizes(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
-/** Everything else: pointers, tables, lengths, overlap. */
+/** tq_check_attend, and what the arrays hold: lengths, starts, block table, transforms. */
 tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
 void tq_attend_lay_out(attend_job *job);
 int64_t tq_attend_bytes(const attend_job *job);

@@ -1,6 +1,5 @@
 /* tq_attend's arguments: what is refused, and how scratch is cut. */
 #include "attend.h"
-#include <math.h>
 
 /* ---- scratch ---- */
 
@@ -80,115 +79,6 @@ float *tq_attend_partial(const attend_job *job, int64_t task, int32_t row)
 
 /* ---- checks ---- */
 
-tq_status tq_attend_check_sizes(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
-{
-    TQ_TRY(tq_plan_check(plan, error));
-    if (!a) return tq_fail(error, TQ_E_VALUE, "params", -1, 0, "a pointer, not NULL");
-    if (!plan->value.tile_bytes) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "one with value bits");
-    const struct {
-        const char *name;
-        int64_t got;
-    } sizes[] = {{"batch", a->batch},
-                 {"query_tokens", a->query_tokens},
-                 {"query_heads", a->query_heads},
-                 {"kv_heads", a->kv_heads},
-                 {"sinks", a->sinks},
-                 {"window", a->window},
-                 {"max_pages", a->max_pages},
-                 {"sliding_window", a->sliding_window},
-                 {"threads", a->threads},
-                 {"n_pages", a->n_pages},
-                 {"q_stride_batch", a->q_stride_batch},
-                 {"q_stride_head", a->q_stride_head},
-                 {"q_stride_token", a->q_stride_token},
-                 {"fresh_k_stride_batch", a->fresh_k_stride_batch},
-                 {"fresh_k_stride_head", a->fresh_k_stride_head},
-                 {"fresh_k_stride_token", a->fresh_k_stride_token},
-                 {"fresh_v_stride_batch", a->fresh_v_stride_batch},
-                 {"fresh_v_stride_head", a->fresh_v_stride_head},
-                 {"fresh_v_stride_token", a->fresh_v_stride_token}};
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (sizes[i].got < 0) return tq_fail(error, TQ_E_VALUE, sizes[i].name, -1, (double)sizes[i].got, "at least 0");
-    if (a->dtype < TQ_F32 || a->dtype > TQ_BF16)
-        return tq_fail(error, TQ_E_TYPE, "dtype", -1, a->dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
-    if (a->kv_heads ? a->query_heads % a->kv_heads : a->query_heads)
-        return tq_fail(error, TQ_E_VALUE, "query_heads", -1, a->query_heads, "a multiple of kv_heads");
-    if (!isfinite(a->softmax_scale)) return tq_fail(error, TQ_E_VALUE, "softmax_scale", -1, a->softmax_scale, "finite");
-    if (!isfinite(a->softcap) || a->softcap < 0)
-        return tq_fail(error, TQ_E_VALUE, "softcap", -1, a->softcap, "finite and at least 0");
-    if (!a->causal && a->sliding_window)
-        return tq_fail(error, TQ_E_VALUE, "sliding_window", -1, a->sliding_window, "0 when attention is not causal");
-    if (!a->causal && a->fresh_k)
-        return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "NULL when attention is not causal");
-    int64_t n;
-    TQ_TRY(tq_product(a->kv_heads, plan->record_bytes, &n, "kv_heads", error));
-    TQ_TRY(tq_product(a->n_pages, n, &n, "n_pages", error));
-    TQ_TRY(
-        tq_product((int64_t)a->batch * a->query_heads, (int64_t)a->query_tokens * plan->head_dim, &n, "batch", error));
-    return tq_product(n, 64, &n, "batch", error); /* scratch is at most a few dozen bytes a query number */
-}
-
-static tq_status check_pointers(const tq_attend_params *a, tq_error *error)
-{
-    const struct {
-        const char *name;
-        const void *at;
-        int needed, may; /* must be there; may be there */
-    } pointers[] = {{"q", a->q, a->batch && a->query_heads && a->query_tokens, 1},
-                    {"out", a->out, a->batch && a->query_heads && a->query_tokens, 1},
-                    {"lengths", a->lengths, a->batch > 0, 1},
-                    {"block_table", a->block_table, a->batch && a->max_pages, 1},
-                    {"pages", a->pages, a->n_pages && a->kv_heads, 1},
-                    {"sink_k", a->sink_k, a->sinks > 0, a->sinks > 0},
-                    {"sink_v", a->sink_v, a->sinks > 0, a->sinks > 0},
-                    {"window_k", a->window_k, a->window > 0, a->window > 0},
-                    {"window_v", a->window_v, a->window > 0, a->window > 0},
-                    {"fresh_v", a->fresh_v, a->fresh_k != NULL, a->fresh_k != NULL}};
-    for (size_t i = 0; i < sizeof pointers / sizeof *pointers; i++) {
-        if (pointers[i].needed && !pointers[i].at)
-            return tq_fail(error, TQ_E_VALUE, pointers[i].name, -1, 0, "a pointer, not NULL");
-        if (!pointers[i].may && pointers[i].at)
-            return tq_fail(error, TQ_E_VALUE, pointers[i].name, -1, 1, "NULL, because it has no tokens");
-    }
-    if ((uintptr_t)a->pages % 64)
-        return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)a->pages % 64), "64-byte aligned");
-    return TQ_OK;
-}
-
-static tq_status check_overlap(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
-{
-    int64_t d = plan->head_dim, e = tq_dtype_bytes(a->dtype),
-            rows = (int64_t)a->batch * a->query_heads * a->query_tokens;
-    int64_t token = (int64_t)a->batch * a->kv_heads * d * e;
-    const tq_array written[] = {{"out", a->out, rows * d * e}, {"lse", a->lse, rows * (int64_t)sizeof *a->lse}};
-    const struct {
-        tq_array array;
-        const char *wants;
-    } read[] = {{{"pages", a->pages, a->n_pages * a->kv_heads * plan->record_bytes}, "apart from pages"},
-                {{"q", a->q,
-                  tq_span_bytes(e, a->batch, a->query_heads, a->query_tokens, d, a->q_stride_batch, a->q_stride_head,
-                                a->q_stride_token)},
-                 "apart from q"},
-                {{"sink_k", a->sink_k, token * a->sinks}, "apart from sink_k"},
-                {{"sink_v", a->sink_v, token * a->sinks}, "apart from sink_v"},
-                {{"window_k", a->window_k, token * a->window}, "apart from window_k"},
-                {{"window_v", a->window_v, token * a->window}, "apart from window_v"},
-                {{"fresh_k", a->fresh_k,
-                  tq_span_bytes(e, a->batch, a->kv_heads, a->query_tokens, d, a->fresh_k_stride_batch,
-                                a->fresh_k_stride_head, a->fresh_k_stride_token)},
-                 "apart from fresh_k"},
-                {{"fresh_v", a->fresh_v,
-                  tq_span_bytes(e, a->batch, a->kv_heads, a->query_tokens, d, a->fresh_v_stride_batch,
-                                a->fresh_v_stride_head, a->fresh_v_stride_token)},
-                 "apart from fresh_v"},
-                {{"out", a->out, written[0].bytes}, "apart from out"}};
-    for (int w = 0; w < 2; w++)
-        for (size_t r = 0; r < sizeof read / sizeof *read - (w == 0); r++)
-            if (tq_overlap(written[w].at, written[w].bytes, read[r].array.at, read[r].array.bytes))
-                return tq_fail(error, TQ_E_VALUE, written[w].name, -1, 0, read[r].wants);
-    return TQ_OK;
-}
-
 /** Lengths, starts and the table entries that a sequence's packed tokens need. */
 static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, int32_t b, tq_error *error)
 {
@@ -217,9 +107,7 @@ static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, 
 
 tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
 {
-    TQ_TRY(tq_attend_check_sizes(plan, a, error));
-    TQ_TRY(check_pointers(a, error));
-    TQ_TRY(check_overlap(plan, a, error));
+    TQ_TRY(tq_check_attend(plan, a, error));
     TQ_TRY(tq_transform_check(plan, &a->key, a->kv_heads, 1, error));
     TQ_TRY(tq_transform_check(plan, &a->value, a->kv_heads, 0, error));
     for (int32_t b = 0; b < a->batch; b++) TQ_TRY(check_sequence(plan, a, b, error));

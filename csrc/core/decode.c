@@ -82,26 +82,9 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
                         int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
                         tq_error *error)
 {
-    TQ_TRY(tq_plan_check(plan, error));
-    const struct {
-        const char *name;
-        int64_t got;
-    } sizes[] = {{"batch", batch},
-                 {"kv_heads", kv_heads},
-                 {"max_pages", max_pages},
-                 {"max_tokens", max_tokens},
-                 {"n_pages", n_pages}};
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (sizes[i].got < 0) return tq_fail(error, TQ_E_VALUE, sizes[i].name, -1, (double)sizes[i].got, "at least 0");
-    if ((int64_t)max_pages * plan->page_tokens < max_tokens)
-        return tq_fail(error, TQ_E_VALUE, "max_tokens", -1, max_tokens, "at most max_pages * page_tokens");
+    TQ_TRY(tq_check_dequantize(plan, pages, n_pages, kv_heads, block_table, batch, max_pages, lengths, max_tokens, key,
+                               value, k, v, error));
     int has_values = plan->value.tile_bytes != 0;
-    if (has_values != (v != NULL) && (has_values ? batch && kv_heads && max_tokens : 1))
-        return tq_fail(error, TQ_E_VALUE, "v", -1, v != NULL, "NULL if and only if the plan has no values");
-    if (batch) TQ_NEED(error, {"lengths", lengths, 0});
-    if (batch && max_pages) TQ_NEED(error, {"block_table", block_table, 0});
-    if (n_pages && kv_heads) TQ_NEED(error, {"pages", pages, 0});
-    if (batch && kv_heads && max_tokens) TQ_NEED(error, {"k", k, 0});
     const tq_kernels *kernels = tq_get_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
     static const tq_transform plain;

@@ -2,6 +2,7 @@
 #ifndef TQ_INTERNAL_H
 #define TQ_INTERNAL_H
 #include "kernels.h"
+#include "turboquant_checks.h"
 
 /* ---- status.c ---- */
 /** Fills *error (may be NULL) and returns status, so that a check is one line. index -1: the argument itself. */

@@ -27,17 +27,7 @@ static void merge_row(const float *outs, const float *lses, int32_t parts, int64
 tq_status tq_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim, float *out,
                    float *lse, tq_error *error)
 {
-    if (parts < 1) return tq_fail(error, TQ_E_VALUE, "parts", -1, parts, "at least 1");
-    if (rows < 0) return tq_fail(error, TQ_E_VALUE, "rows", -1, (double)rows, "at least 0");
-    if (head_dim < 1) return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "at least 1");
-    if (!rows) return TQ_OK;
-    TQ_NEED(error, {"outs", outs, 0}, {"lses", lses, 0}, {"out", out, 0}, {"lse", lse, 0});
-    int64_t row_bytes, bytes;
-    TQ_TRY(tq_product(rows, (int64_t)sizeof(float) * head_dim, &row_bytes, "rows", error));
-    TQ_TRY(tq_product(parts, row_bytes, &bytes, "parts", error));
-    if (tq_overlap(out, row_bytes, outs, bytes)) return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "apart from outs");
-    if (tq_overlap(lse, 4 * rows, lses, 4 * rows * parts))
-        return tq_fail(error, TQ_E_VALUE, "lse", -1, 0, "apart from lses");
+    TQ_TRY(tq_check_merge(outs, lses, parts, rows, head_dim, out, lse, error));
     for (int64_t row = 0; row < rows; row++) merge_row(outs, lses, parts, rows, row, head_dim, out, lse);
     return TQ_OK;
 }

@@ -38,20 +38,9 @@ void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, int32_t ro
 tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y, int64_t rows,
                     tq_error *error)
 {
-    TQ_TRY(tq_plan_check(plan, error));
+    TQ_TRY(tq_check_rotate(plan, matrix, TQ_F32, x, y, rows, error));
     const tq_kernels *kernels = tq_get_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
-    if (rows < 0) return tq_fail(error, TQ_E_VALUE, "rows", -1, (double)rows, "at least 0");
-    int dense = plan->rotation == TQ_ROTATION_DENSE;
-    if (dense != (matrix != NULL))
-        return tq_fail(error, TQ_E_VALUE, "matrix", -1, plan->rotation,
-                       dense ? "given, because the plan's rotation is dense"
-                             : "absent, because the plan's rotation is not dense");
-    int64_t bytes;
-    TQ_TRY(tq_product(rows, (int64_t)sizeof(float) * plan->head_dim, &bytes, "rows", error));
-    if (rows && (!x || !y)) return tq_fail(error, TQ_E_VALUE, x ? "y" : "x", -1, 0, "a pointer, not NULL");
-    if (x != y && tq_overlap(x, bytes, y, bytes))
-        return tq_fail(error, TQ_E_VALUE, "y", -1, 0, "the array x itself or apart from it");
     float row[TQ_MAX_DIM]; /* a dense product cannot work in place */
     for (int64_t i = 0; i < rows; i++) {
         memcpy(row, x + i * plan->head_dim, sizeof(float) * (size_t)plan->head_dim);

@@ -365,6 +365,8 @@ TQ_API tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_pa
  *  0..length, several causal queries without `fresh` over a window that has overflowed, a page index outside 0..n_pages-1 among the
  *  entries needed, a softmax_scale or softcap that is not finite. The plan must have values. Hostile block tables and lengths cannot
  *  make it read outside the named arrays or write outside out, lse and scratch.
+ *  Aliasing: TQ_E_VALUE if out or lse overlaps the other, the pages, or one of q, sinks, window and fresh tokens. The arrays that are
+ *            only read may overlap. scratch overlaps nothing (not checked).
  *  Accuracy: relative to the largest output, within 2e-5 of float64 over the same bytes for float32 queries and within 1e-3 for
  *            16-bit ones, whose kernels may keep 15 bits of a query, for logits up to 400 in magnitude (above, in proportion to them);
  *            rounding of `out` comes on top. */
@@ -377,7 +379,7 @@ TQ_API tq_status tq_merge(const float *outs, const float *lses, int32_t parts, i
                           float *out, float *lse, tq_error *error);
 
 /** Decodes packed tokens, for debugging and for NumPy users: k, v [batch, kv_heads, max_tokens, head_dim] float32 dense get
- *  mu + R^T(s step level) of packed index 0 .. lengths[b] - 1 and 0 behind; v NULL iff the plan has no values.
+ *  mu + R^T(s step level) of packed index 0 .. lengths[b] - 1 and 0 behind; v NULL iff the plan has no values. pages: 64-byte aligned.
  *  lengths [batch] packed tokens, <= max_tokens <= max_pages * page_tokens. */
 TQ_API tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
                                const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,

@@ -62,10 +62,7 @@ PyArrayObject *read_array(const char *op, const char *name, PyObject *object, in
     PyOS_snprintf(wants, sizeof wants, "an array of %s", type_name(type));
     if (!PyArray_Check(object)) return (PyArrayObject *)raise_type(op, name, wants, object);
     PyArrayObject *array = (PyArrayObject *)object;
-    if (!is_type(array, type)) {
-        PyErr_Format(PyExc_TypeError, "%s: `%s` must be %s, got %S", op, name, wants, (PyObject *)PyArray_DESCR(array));
-        return NULL;
-    }
+    if (!is_type(array, type)) return (PyArrayObject *)raise_type(op, name, wants, (PyObject *)PyArray_DESCR(array));
     if (!same_shape(array, ndim, dims)) {
         print_shape(want_shape, sizeof want_shape, dims, ndim);
         print_shape(got_shape, sizeof got_shape, PyArray_DIMS(array), PyArray_NDIM(array));
@@ -85,11 +82,7 @@ PyArrayObject *read_array(const char *op, const char *name, PyObject *object, in
 PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object, int flags, npy_intp kv_heads)
 {
     npy_intp dims[3] = {ANY, kv_heads, (npy_intp)plan->record_bytes};
-    PyArrayObject *pages = read_array(op, "pages", object, NPY_UINT8, flags, 3, dims);
-    if (!pages) return NULL;
-    int past = (int)((uintptr_t)pages_data(pages) % 64);
-    if (!past) return pages;
-    return (PyArrayObject *)raise_value(op, "pages", "64-byte aligned as from new_pages, got %d past", past);
+    return read_array(op, "pages", object, NPY_UINT8, flags, 3, dims);
 }
 
 uint8_t *pages_data(PyArrayObject *pages) { return PyArray_DIM(pages, 0) ? PyArray_DATA(pages) : NULL; }
@@ -152,9 +145,7 @@ int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *firs
         return 0;
     }
     if (dtype != Py_None) raise_value(op, "dtype", "None, \"float32\", \"float16\" or \"bfloat16\", got %R", dtype);
-    else
-        PyErr_Format(PyExc_TypeError, "%s: `%s` must be %s, got %S", op, name, wants,
-                     (PyObject *)PyArray_DESCR((PyArrayObject *)first));
+    else raise_type(op, name, wants, (PyObject *)PyArray_DESCR((PyArrayObject *)first));
     return -1;
 }
 
@@ -184,27 +175,10 @@ int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch
     const char *const *name = names[side];
     PyObject *const objects[3] = {arguments->rotation, arguments->centre, arguments->steps};
     memset(out, 0, sizeof *out);
-    if (side == VALUE && !plan->value.tile_bytes) {
-        for (int i = 0; i < 3; i++)
-            if (objects[i] != Py_None) {
-                raise_value(op, name[i], "None, because the plan has no values, got an argument");
-                return -1;
-            }
-        return 0;
-    }
+    /* what the plan has none of is converted like the rest: the core refuses it */
     const tq_side *of = side == KEY ? &plan->key : &plan->value;
-    if ((of->matrix_rows > 0) != (objects[0] != Py_None)) {
-        int is_dense = of->rotation == TQ_ROTATION_DENSE || !of->matrix_rows;
-        const char *missing = is_dense ? DENSE_NEEDS_MATRIX : "an array: the plan's sketch, got None";
-        raise_value(op, name[0], objects[0] == Py_None ? missing : OTHERS_HAVE_NONE);
-        return -1;
-    }
-    if (!of->step_columns && objects[2] != Py_None) {
-        raise_value(op, name[2], "None, because the plan has no table, got an argument");
-        return -1;
-    }
-    npy_intp matrix[2] = {of->matrix_rows, plan->head_dim}, centre[2] = {kv_heads, plan->head_dim};
-    npy_intp steps[2] = {kv_heads, of->step_columns};
+    npy_intp matrix[2] = {of->matrix_rows ? of->matrix_rows : plan->head_dim, plan->head_dim};
+    npy_intp centre[2] = {kv_heads, plan->head_dim}, steps[2] = {kv_heads, of->step_columns ? of->step_columns : ANY};
     if (read_shared(op, name[0], objects[0], kv_heads, matrix, &out->rotation, &out->rotation_stride_head) < 0 ||
         read_shared(op, name[1], objects[1], batch, centre, &out->centre, &out->centre_stride_batch) < 0)
         return -1;

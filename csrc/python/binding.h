@@ -19,10 +19,12 @@
 #include <turboquant.h>
 
 /* ---- errors.c ---- */
-/** Raises for a status that is not TQ_OK and returns NULL; got_text stands in for error->got if it is not NULL. */
+/** Raises for a status that is not TQ_OK and returns NULL; got_text stands in for error->got if it is not NULL. All three
+ *  give the exception the fields `argument` and `got`: errors.c. */
 PyObject *raise_status(const char *op, tq_status status, const tq_error *error, const char *got_text);
 /** Raises "op: `name` must be <format ...>", for what this binding itself found; returns NULL. */
 PyObject *raise_value(const char *op, const char *name, const char *format, ...);
+/** For an object of another type; of an array, its dtype. */
 PyObject *raise_type(const char *op, const char *name, const char *wants, PyObject *got);
 
 /* ---- numbers.c: 0, or -1 with an exception set ---- */
@@ -38,7 +40,7 @@ enum { DENSE = 0, ROWS = 1, WRITE = 2 }; /* ROWS: only the last dimension must b
 /** The array behind `object` (borrowed) if it is what is asked for, else NULL and an exception. Runs no Python code. */
 PyArrayObject *read_array(const char *op, const char *name, PyObject *object, int type, int flags, int ndim,
                           const npy_intp *dims);
-/** pages [any, kv_heads or ANY, record_bytes], 64-byte aligned. */
+/** pages [any, kv_heads or ANY, record_bytes]. */
 PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object, int flags, npy_intp kv_heads);
 /** Their bytes; NULL if there are none, for NumPy aligns nothing then. */
 uint8_t *pages_data(PyArrayObject *pages);
@@ -49,8 +51,6 @@ int read_length(const char *op, const char *name, PyArrayObject *array, int dim,
 /** The tq_dtype of a call and NumPy's type of its arrays, from the keyword `dtype` or from the first array. */
 int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *first, int32_t *out, int *type);
 
-#define DENSE_NEEDS_MATRIX "an array, because the plan's rotation is dense, got None"
-#define OTHERS_HAVE_NONE "None, because the plan's rotation is not dense, got an argument"
 typedef struct {
     PyObject *rotation, *centre, *steps;
 } transform_arguments;

@@ -1,6 +1,7 @@
 /* append, attend, merge and dequantize: what works on pages of a cache. */
 #include "binding.h"
 #include <math.h>
+#include <turboquant_checks.h>
 
 /* The arguments of both sides' transforms, in the order of the keywords. */
 typedef struct {
@@ -17,30 +18,21 @@ static int read_transforms(const char *op, const tq_plan *plan, npy_intp batch, 
 
 static int has_values(const tq_plan *plan) { return plan->value.tile_bytes != 0; }
 
-/* Exact tokens [batch, kv_heads, n, head_dim] beside the pages, which are sinks or a window: their number, 0 if absent,
- * and their data, NULL if there are none. */
+/* Exact tokens [batch, kv_heads, n, head_dim] beside the pages, which are sinks or a window: their number, 0 if there are
+ * no keys, and their data, NULL where there are none. */
 static int read_exact(const char *op, const tq_plan *plan, const char *const names[2], PyObject *const objects[2],
                       int type, int flags, npy_intp batch, npy_intp kv_heads, int32_t *n, void *data[2])
 {
     npy_intp dims[4] = {batch, kv_heads, ANY, plan->head_dim};
-    int sides = has_values(plan) ? 2 : 1;
     *n = 0;
     data[0] = data[1] = NULL;
-    for (int i = 0; i < sides; i++) {
-        if ((objects[i] == Py_None) == (objects[0] == Py_None)) continue;
-        raise_value(op, names[i], "given exactly if `%s` is", names[0]);
-        return -1;
-    }
-    if (sides == 1 && objects[1] != Py_None) {
-        raise_value(op, names[1], "None, because the plan has no values, got an argument");
-        return -1;
-    }
-    if (objects[0] == Py_None) return 0;
-    for (int i = 0; i < sides; i++) {
+    for (int i = 0; i < 2; i++) {
+        if (objects[i] == Py_None) continue;
         PyArrayObject *array = read_array(op, names[i], objects[i], type, flags, 4, dims);
-        if (!array || read_length(op, names[i], array, 2, n) < 0) return -1;
-        dims[2] = *n;
-        data[i] = *n ? PyArray_DATA(array) : NULL;
+        if (!array) return -1;
+        if (i == 0 && read_length(op, names[0], array, 2, n) < 0) return -1;
+        if (i == 0) dims[2] = *n;
+        data[i] = PyArray_DIM(array, 2) ? PyArray_DATA(array) : NULL;
     }
     return 0;
 }
@@ -81,7 +73,7 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
                                      &threads_object))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 ||
-        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &p.threads) < 0) ||
+        (threads_object && read_i32(op, "threads", threads_object, INT32_MIN, INT32_MAX, &p.threads) < 0) ||
         read_dtype(op, dtype, "k", k_object, &p.dtype, &type) < 0)
         return NULL;
     if (!p.threads) p.threads = tq_num_threads(); /* so that the scratch fits if another thread changes the number */
@@ -93,12 +85,11 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
         read_strides(op, "k", k, &p.k_stride_batch, &p.k_stride_head, &p.k_stride_token) < 0)
         return NULL;
     p.k = PyArray_DATA(k);
-    if (has_values(plan)) {
+    if (v_object != Py_None) {
         PyArrayObject *v = read_array(op, "v", v_object, type, ROWS, 4, PyArray_DIMS(k));
         if (!v || read_strides(op, "v", v, &p.v_stride_batch, &p.v_stride_head, &p.v_stride_token) < 0) return NULL;
         p.v = PyArray_DATA(v);
-    } else if (v_object != Py_None)
-        return raise_value(op, "v", "None, because the plan has no values, got an argument");
+    }
 
     npy_intp batch = p.batch, table_dims[2] = {batch, ANY};
     PyArrayObject *lengths = read_array(op, "lengths", lengths_object, NPY_INT32, DENSE, 1, &batch);
@@ -136,23 +127,16 @@ done:
     return result;
 }
 
-/* The new tokens of a call with several queries, if given. */
-static int read_fresh(const char *op, const tq_plan *plan, PyObject *const objects[2], int type, tq_attend_params *p)
+/* The new tokens of a call with several queries, if given: one side. */
+static int read_fresh(const char *op, const char *name, PyObject *object, int head_dim, int type,
+                      const tq_attend_params *p, const void **data, int64_t *batch, int64_t *head, int64_t *token)
 {
-    npy_intp dims[4] = {p->batch, p->kv_heads, p->query_tokens, plan->head_dim};
-    if ((objects[0] == Py_None) != (objects[1] == Py_None)) {
-        raise_value(op, "fresh_v", "given exactly if `fresh_k` is");
-        return -1;
-    }
-    if (objects[0] == Py_None) return 0;
-    PyArrayObject *k = read_array(op, "fresh_k", objects[0], type, ROWS, 4, dims);
-    PyArrayObject *v = k ? read_array(op, "fresh_v", objects[1], type, ROWS, 4, dims) : NULL;
-    if (!v) return -1;
-    p->fresh_k = PyArray_DATA(k);
-    p->fresh_v = PyArray_DATA(v);
-    if (read_strides(op, "fresh_k", k, &p->fresh_k_stride_batch, &p->fresh_k_stride_head, &p->fresh_k_stride_token) < 0)
-        return -1;
-    return read_strides(op, "fresh_v", v, &p->fresh_v_stride_batch, &p->fresh_v_stride_head, &p->fresh_v_stride_token);
+    npy_intp dims[4] = {p->batch, p->kv_heads, p->query_tokens, head_dim};
+    if (object == Py_None) return 0;
+    PyArrayObject *array = read_array(op, name, object, type, ROWS, 4, dims);
+    if (!array) return -1;
+    *data = PyArray_DATA(array);
+    return read_strides(op, name, array, batch, head, token);
 }
 
 const char doc_attend[] = PyDoc_STR(
@@ -196,10 +180,11 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
                                      &dtype, &out_object, &threads_object))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 ||
-        (sliding_object && read_i32(op, "sliding_window", sliding_object, 0, INT32_MAX, &p.sliding_window) < 0) ||
+        (sliding_object &&
+         read_i32(op, "sliding_window", sliding_object, INT32_MIN, INT32_MAX, &p.sliding_window) < 0) ||
         (scale_object != Py_None && read_f32(op, "softmax_scale", scale_object, &p.softmax_scale) < 0) ||
         (softcap_object && read_f32(op, "softcap", softcap_object, &p.softcap) < 0) ||
-        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &p.threads) < 0) ||
+        (threads_object && read_i32(op, "threads", threads_object, INT32_MIN, INT32_MAX, &p.threads) < 0) ||
         read_dtype(op, dtype, "q", q_object, &p.dtype, &type) < 0)
         return NULL;
     if (!p.threads) p.threads = tq_num_threads(); /* so that the scratch fits if another thread changes the number */
@@ -236,7 +221,10 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
     if (read_exact(op, plan, window_names, windows, type, DENSE, batch, p.kv_heads, &p.window, data) < 0) return NULL;
     p.window_k = data[0];
     p.window_v = data[1];
-    if (read_fresh(op, plan, fresh, type, &p) < 0 ||
+    if (read_fresh(op, "fresh_k", fresh[0], plan->head_dim, type, &p, &p.fresh_k, &p.fresh_k_stride_batch,
+                   &p.fresh_k_stride_head, &p.fresh_k_stride_token) < 0 ||
+        read_fresh(op, "fresh_v", fresh[1], plan->head_dim, type, &p, &p.fresh_v, &p.fresh_v_stride_batch,
+                   &p.fresh_v_stride_head, &p.fresh_v_stride_token) < 0 ||
         read_transforms(op, plan, batch, p.kv_heads, &given, &p.key, &p.value) < 0)
         return NULL;
 
@@ -335,7 +323,8 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
                                      &given.key.centre, &given.key.steps, &given.value.rotation, &given.value.centre,
                                      &given.value.steps))
         return NULL;
-    if (read_plan(op, plan_object, &read) < 0 || read_i32(op, "max_tokens", max_object, 0, INT32_MAX, &max_tokens) < 0)
+    if (read_plan(op, plan_object, &read) < 0 ||
+        read_i32(op, "max_tokens", max_object, INT32_MIN, INT32_MAX, &max_tokens) < 0)
         return NULL;
     npy_intp dims[2] = {ANY, ANY};
     PyArrayObject *pages = read_pages(op, plan, pages_object, DENSE, ANY);
@@ -347,22 +336,19 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
         read_length(op, "block_table", table, 1, &max_pages) < 0 ||
         read_transforms(op, plan, batch, kv_heads, &given, &key, &value) < 0)
         return NULL;
-    int64_t room = (int64_t)max_pages * plan->page_tokens; /* checked before memory is asked for */
-    if (max_tokens > room)
-        return raise_value(op, "max_tokens", "in 0..%lld, what the block table holds, got %d", (long long)room,
-                           (int)max_tokens);
+    int64_t n_pages = PyArray_DIM(pages, 0);
+    tq_error error = {0};
+    tq_status status = tq_check_dequantize_sizes(plan, n_pages, kv_heads, batch, max_pages, max_tokens, &error);
+    if (status != TQ_OK) return raise_status(op, status, &error, NULL); /* before memory is asked for */
     npy_intp shape[4] = {batch, kv_heads, max_tokens, plan->head_dim};
     k = PyArray_SimpleNew(4, shape, NPY_FLOAT32);
     v = !k ? NULL : has_values(plan) ? PyArray_SimpleNew(4, shape, NPY_FLOAT32) : Py_NewRef(Py_None);
     if (!v) goto done;
     const uint8_t *bytes = pages_data(pages);
     const int32_t *entries = PyArray_DATA(table), *tokens = PyArray_DATA(lengths);
-    int64_t n_pages = PyArray_DIM(pages, 0);
     float *to_k = PyArray_DATA((PyArrayObject *)k), *to_v = has_values(plan) ? PyArray_DATA((PyArrayObject *)v) : NULL;
     const table_argument copied[] = {{&entries, (size_t)PyArray_SIZE(table)}, {&tokens, (size_t)batch}};
     if (copy_tables(&tables, copied, 2) < 0) goto done;
-    tq_error error = {0};
-    tq_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = tq_dequantize(plan, bytes, n_pages, kv_heads, entries, batch, max_pages, tokens, max_tokens, &key, &value,
                            to_k, to_v, &error);

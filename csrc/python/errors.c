@@ -33,18 +33,41 @@ static void print_number(char *text, size_t size, double x)
     else PyOS_snprintf(text, size, "%.9g", x);
 }
 
+/* Raises "op: `label` must be <wants>" with what a caller's code may read: `argument`, the label without its index or its
+ * "len(..)", and `got`, None where it was no number. Takes wants and got; NULL for either: an exception is set already. Returns NULL. */
+static PyObject *raise_argument(PyObject *type, const char *op, const char *label, PyObject *wants, PyObject *got)
+{
+    PyObject *text = wants && got ? PyUnicode_FromFormat("%s: `%s` must be %U", op, label, wants) : NULL;
+    PyObject *error = text ? PyObject_CallOneArg(type, text) : NULL;
+    const char *name = strncmp(label, "len(", 4) ? label : label + 4;
+    PyObject *argument = error ? PyUnicode_FromStringAndSize(name, (Py_ssize_t)strcspn(name, "[)")) : NULL;
+    if (argument && PyObject_SetAttrString(error, "argument", argument) == 0 &&
+        PyObject_SetAttrString(error, "got", got) == 0)
+        PyErr_SetObject(type, error);
+    Py_XDECREF(argument);
+    Py_XDECREF(error);
+    Py_XDECREF(text);
+    Py_XDECREF(got);
+    Py_XDECREF(wants);
+    return NULL;
+}
+
 PyObject *raise_status(const char *op, tq_status status, const tq_error *error, const char *got_text)
 {
     PyObject *type = exception_of(status);
     if (error->status != status || !error->argument || !error->wants)
         return PyErr_Format(type, "%s: %s", op, tq_status_message(status));
-    char got[40], index[32] = "";
+    char got[40], label[96];
     print_number(got, sizeof got, error->got);
-    if (error->index >= 0) PyOS_snprintf(index, sizeof index, "[%lld]", (long long)error->index);
-    if (!got_text && !strncmp(error->argument, "TURBOQUANT_", 11)) got_text = getenv(error->argument);
+    const char *name = python_name(error->argument);
+    if (error->index >= 0) PyOS_snprintf(label, sizeof label, "%s[%lld]", name, (long long)error->index);
+    else PyOS_snprintf(label, sizeof label, "%s", name);
+    if (!strncmp(error->argument, "TURBOQUANT_", 11)) got_text = getenv(error->argument);
+    if (!strncmp(error->wants, "given", 5)) got_text = "None";
+    if (!strncmp(error->wants, "absent", 6)) got_text = "an array";
     const char *one_of = status == TQ_E_UNSUPPORTED ? "one of: " : ""; /* the core lists what there is */
-    return PyErr_Format(type, "%s: `%s%s` must be %s%s, got %s", op, python_name(error->argument), index, one_of,
-                        error->wants, got_text ? got_text : got);
+    PyObject *wants = PyUnicode_FromFormat("%s%s, got %s", one_of, error->wants, got_text ? got_text : got);
+    return raise_argument(type, op, label, wants, got_text ? Py_NewRef(Py_None) : PyFloat_FromDouble(error->got));
 }
 
 PyObject *raise_value(const char *op, const char *name, const char *format, ...)
@@ -53,12 +76,12 @@ PyObject *raise_value(const char *op, const char *name, const char *format, ...)
     va_start(list, format);
     PyObject *wants = PyUnicode_FromFormatV(format, list);
     va_end(list);
-    if (wants) PyErr_Format(PyExc_ValueError, "%s: `%s` must be %U", op, name, wants);
-    Py_XDECREF(wants);
-    return NULL;
+    return raise_argument(PyExc_ValueError, op, name, wants, Py_NewRef(Py_None));
 }
 
 PyObject *raise_type(const char *op, const char *name, const char *wants, PyObject *got)
 {
-    return PyErr_Format(PyExc_TypeError, "%s: `%s` must be %s, got %.100s", op, name, wants, Py_TYPE(got)->tp_name);
+    PyObject *text = PyArray_DescrCheck(got) ? PyUnicode_FromFormat("%s, got %S", wants, got)
+                                             : PyUnicode_FromFormat("%s, got %.100s", wants, Py_TYPE(got)->tp_name);
+    return raise_argument(PyExc_TypeError, op, name, text, Py_NewRef(Py_None));
 }

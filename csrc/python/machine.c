@@ -117,7 +117,7 @@ PyObject *py_set_num_threads(PyObject *module, PyObject *args, PyObject *kwargs)
     tq_error error = {0};
     (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:set_num_threads", names, &object)) return NULL;
-    if (read_i32("set_num_threads", "n", object, 1, INT32_MAX, &n) < 0) return NULL;
+    if (read_i32("set_num_threads", "n", object, INT32_MIN, INT32_MAX, &n) < 0) return NULL;
     Py_BEGIN_ALLOW_THREADS;
     status = tq_set_num_threads(n, &error);
     Py_END_ALLOW_THREADS;

@@ -1,6 +1,5 @@
 /* Numbers as arguments: range checks that name the argument and what it was. They may run the caller's __index__. */
 #include "binding.h"
-#include <math.h>
 
 /* The Python integer behind an object (owned), or NULL with a TypeError. */
 static PyObject *as_integer(const char *op, const char *name, PyObject *object)
@@ -60,10 +59,6 @@ int read_f32(const char *op, const char *name, PyObject *object, float *out)
         if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
         PyErr_Clear();
         raise_type(op, name, "a number", object);
-        return -1;
-    }
-    if (!isfinite((float)value)) {
-        raise_value(op, name, "finite in float32, got %R", object);
         return -1;
     }
     *out = (float)value;

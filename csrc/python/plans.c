@@ -13,14 +13,14 @@ int read_plan(const char *op, PyObject *object, read_plan_result *out)
         goto done;
     }
     if (n > TQ_PLAN_MAX_WORDS) {
-        raise_value(op, "plan", "at most %d words, got %zd", TQ_PLAN_MAX_WORDS, n);
+        raise_value(op, "len(plan)", "at most %d, got %zd", TQ_PLAN_MAX_WORDS, n);
         goto done;
     }
     tuple = PySequence_Tuple(object);
     if (!tuple) goto done;
     out->n_words = (size_t)PyTuple_GET_SIZE(tuple);
     if (out->n_words > TQ_PLAN_MAX_WORDS) { /* it lied about its length */
-        raise_value(op, "plan", "at most %d words, got more", TQ_PLAN_MAX_WORDS);
+        raise_value(op, "len(plan)", "at most %d, got more", TQ_PLAN_MAX_WORDS);
         goto done;
     }
     for (size_t i = 0; i < out->n_words; i++) {

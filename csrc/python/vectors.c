@@ -26,9 +26,9 @@ PyObject *py_codebook(PyObject *module, PyObject *args, PyObject *kwargs)
     (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:codebook", names, &law_object, &head_dim_object, &bits_object))
         return NULL;
-    if (read_i32(op, "law", law_object, 0, TQ_CODEBOOK_UNIFORM, &law) < 0 ||
+    if (read_i32(op, "law", law_object, INT32_MIN, INT32_MAX, &law) < 0 ||
         read_i32(op, "head_dim", head_dim_object, INT32_MIN, INT32_MAX, &head_dim) < 0 ||
-        read_i32(op, "bits", bits_object, 1, TQ_MAX_BITS, &bits) < 0)
+        read_i32(op, "bits", bits_object, INT32_MIN, INT32_MAX, &bits) < 0)
         return NULL;
     tq_codebook book;
     tq_error error = {0};
@@ -154,8 +154,6 @@ PyObject *py_rotate(PyObject *module, PyObject *args, PyObject *kwargs)
     dims[ndim - 1] = read.plan.head_dim;
     PyArrayObject *x = read_array(op, "x", x_object, NPY_FLOAT32, DENSE, ndim, dims);
     if (!x) return NULL;
-    if ((read.plan.rotation == TQ_ROTATION_DENSE) != (matrix_object != Py_None))
-        return raise_value(op, "matrix", matrix_object == Py_None ? DENSE_NEEDS_MATRIX : OTHERS_HAVE_NONE);
     if (matrix_object != Py_None) {
         PyArrayObject *array = read_array(op, "matrix", matrix_object, NPY_FLOAT32, DENSE, 2, square);
         if (!array) return NULL;

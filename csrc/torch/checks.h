@@ -4,9 +4,10 @@
 //   attend: `block_table[3]` must be in 0..n_pages - 1, got 8
 // A tensor's dtype, shape, device, strides and requires_grad are checked here; numbers and sizes by the core, which knows the
 // limits. What Python sees (errors.h says how):
-//   ValueError   anything about an argument, its dtype included      ArgumentError
-//   MemoryError  no memory                                           MemoryFailure
-//   RuntimeError the machine: CUDA, an instruction set, the build    std::runtime_error
+//   TypeError    an argument of another dtype
+//   ValueError   all else about an argument
+//   MemoryError  no memory
+//   RuntimeError the machine: CUDA, an instruction set, the build, memory that torch could not get
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -121,30 +122,35 @@ public:
     bool on_cuda() const { return device_type == aoti_torch_device_type_cuda(); }
     bool has_values() const { return plan.value.tile_bytes != 0; }
 
-    [[noreturn]] void refuse(const std::string &name, const std::string &wants, const std::string &got) const
+    [[noreturn]] void refuse(const std::string &name, const std::string &wants, const std::string &got,
+                             Error::Kind kind = Error::VALUE) const
     {
-        throw ArgumentError(std::string(op) + ": `" + name + "` must be " + wants + ", got " + got);
+        throw Error(kind, std::string(op) + ": `" + name + "` must be " + wants + ", got " + got, name);
     }
 
-    /** Turns a status into an exception. `error` is the one that was passed to the core; before: what the caller should know. */
-    void check(tq_status status, const char *before = "") const
+    /** Turns a status into an exception. `error` is the one that was passed to the core. stored: whether the call had stored
+     *  its tokens before. */
+    void check(tq_status status, bool stored = false) const
     {
         if (status == TQ_OK) return;
-        std::string text = std::string(op) + ": " + before;
+        Error::Kind kind = status == TQ_E_TYPE                                 ? Error::TYPE
+                           : status == TQ_E_MEMORY                             ? Error::MEMORY
+                           : status == TQ_E_UNSUPPORTED || status == TQ_E_CUDA ? Error::MACHINE
+                                                                               : Error::VALUE;
+        std::string text = std::string(op) + (stored ? ": stored the tokens; " : ": "), name;
+        std::optional<double> number;
         if (error.status == status && error.argument && error.wants) {
-            std::string name = error.argument; // the core's names are the operator's, but for the plan
+            name = error.argument; // the core's names are the operator's, but for the plan
             if (name == "words") name = "plan";
-            if (name == "n_words") name = "len(plan)";
-            if (error.index >= 0) name += "[" + std::to_string(error.index) + "]";
-            std::string wants = error.wants;
-            if (wants.starts_with("NULL")) wants.replace(0, 4, "None");
-            text += "`" + name + "` must be " + wants + ", got " + got();
+            std::string label = error.index >= 0 ? name + "[" + std::to_string(error.index) + "]" : name;
+            if (name == "n_words") name = "plan", label = "len(plan)";
+            std::optional<std::string> words = got_words();
+            if (!words) number = error.got;
+            text += "`" + label + "` must be " + error.wants + ", got " + (words ? *words : print(error.got));
         } else {
             text += tq_status_message(status);
         }
-        if (status == TQ_E_MEMORY) throw MemoryFailure(text);
-        if (status == TQ_E_UNSUPPORTED || status == TQ_E_CUDA) throw std::runtime_error(text);
-        throw ArgumentError(text);
+        throw Error(kind, text, name, number, stored);
     }
 
     /** The model's dtype of a call, from its first tensor. */
@@ -154,7 +160,7 @@ public:
         if (dtype == aoti_torch_dtype_float32()) return TQ_F32;
         if (dtype == aoti_torch_dtype_float16()) return TQ_F16;
         if (dtype == aoti_torch_dtype_bfloat16()) return TQ_BF16;
-        refuse(like_name_, "float32, float16 or bfloat16", dtype_name(dtype));
+        refuse(like_name_, "float32, float16 or bfloat16", dtype_name(dtype), Error::TYPE);
     }
 
     /** Dtype, shape (ANY: any length), device, strides and requires_grad, each with its own message. */
@@ -167,7 +173,8 @@ public:
             fits = shape.begin()[i] == ANY || shape.begin()[i] == sizes[i];
         if (!fits)
             refuse(name, dtype_name(dtype) + " " + join(shape.begin(), shape.size()),
-                   dtype_name(dtype_of(t)) + " " + join(sizes.data(), sizes.size()));
+                   dtype_name(dtype_of(t)) + " " + join(sizes.data(), sizes.size()),
+                   dtype_of(t) == dtype ? Error::VALUE : Error::TYPE);
         placed(name, t, strides);
     }
 
@@ -227,18 +234,23 @@ public:
     }
 
 private:
-    /** What the core got, in Python's words. */
-    std::string got() const
+    /** What the core got, where that is no number. */
+    std::optional<std::string> got_words() const
     {
         std::string_view wants = error.wants;
         std::string_view name = error.argument;
         const char *set = name.starts_with("TURBOQUANT_") ? std::getenv(error.argument) : nullptr;
         if (set) return set;
         if (wants.starts_with("given")) return "None";
-        if (wants.starts_with("absent") || wants.starts_with("NULL")) return "a tensor";
-        bool whole = error.got == std::floor(error.got) && std::fabs(error.got) < 9007199254740992.0;
+        if (wants.starts_with("absent")) return "a tensor";
+        return std::nullopt;
+    }
+
+    static std::string print(double number)
+    {
+        bool whole = number == std::floor(number) && std::fabs(number) < 9007199254740992.0;
         char text[32];
-        std::snprintf(text, sizeof text, whole ? "%.0f" : "%.9g", error.got);
+        std::snprintf(text, sizeof text, whole ? "%.0f" : "%.9g", number);
         return text;
     }
 

@@ -6,6 +6,7 @@
 // Layout is [batch, heads, tokens, head_dim] everywhere, as in SDPA. An optional tensor may also be empty, which is the same
 // but for starts, flag, and v of a plan without values.
 #include "checks.h"
+#include "turboquant_checks.h"
 #if defined(TURBOQUANT_WITH_CUDA)
 #include "turboquant_cuda.h"
 // Only libtorch_cuda has it: weak, so that the same file loads into a torch without CUDA.
@@ -151,26 +152,20 @@ tq_transform read_transform(const Call &call, const char *const (&names)[3], int
         out.centre_stride_batch = per_sequence ? kv_heads * dim : 0;
     }
     if (given(steps)) {
-        call.tensor(names[2], *steps, f32, {kv_heads, side.step_columns}, Strides::DENSE);
+        call.tensor(names[2], *steps, f32, {kv_heads, side.step_columns ? side.step_columns : ANY}, Strides::DENSE);
         out.steps = data_as<float>(*steps);
     }
     return out;
 }
 
-/** How many tokens a pair such as sink_k, sink_v holds: [batch, kv_heads, tokens, head_dim], dense, or both absent. */
+/** How many tokens a pair such as sink_k, sink_v holds: [batch, kv_heads, tokens, head_dim], dense; 0 without keys. */
 int32_t read_exact(const Call &call, const char *k_name, const char *v_name, const Maybe &k, const Maybe &v,
                    int32_t dtype, int64_t batch, int64_t kv_heads)
 {
-    bool wants_v = given(k) && call.has_values();
-    if (given(v) != wants_v)
-        call.refuse(v_name,
-                    wants_v ? "a tensor like `" + std::string(k_name) + "`"
-                            : "None, like the keys or the plan's values",
-                    given(v) ? "a tensor" : "None");
-    if (!given(k)) return 0;
-    call.tensor(k_name, *k, dtype, {batch, kv_heads, ANY, call.plan.head_dim}, Strides::DENSE);
-    if (wants_v) call.tensor(v_name, *v, dtype, {batch, kv_heads, k->size(2), call.plan.head_dim}, Strides::DENSE);
-    return call.length(k_name, *k, 2);
+    int64_t dim = call.plan.head_dim;
+    if (given(k)) call.tensor(k_name, *k, dtype, {batch, kv_heads, ANY, dim}, Strides::DENSE);
+    if (given(v)) call.tensor(v_name, *v, dtype, {batch, kv_heads, given(k) ? k->size(2) : ANY, dim}, Strides::DENSE);
+    return given(k) ? call.length(k_name, *k, 2) : 0;
 }
 
 /** pages [n_pages, kv_heads, record_bytes]; kv_heads ANY: as many as there are. */
@@ -190,9 +185,6 @@ tq_append_params read_new_tokens(const Call &call, const Tensor &k, const Maybe 
     tq_append_params p{};
     p.dtype = call.read_dtype(k);
     call.tensor("k", k, dtype_of(k), {ANY, ANY, ANY, call.plan.head_dim}, Strides::ROWS);
-    if (v.has_value() != call.has_values())
-        call.refuse("v", call.has_values() ? "a tensor like `k`" : "None, because the plan has no values",
-                    v ? "a tensor" : "None");
     if (v) call.tensor("v", *v, dtype_of(k), {k.size(0), k.size(1), k.size(2), k.size(3)}, Strides::ROWS);
     p.batch = call.length("k", k, 0), p.kv_heads = call.length("k", k, 1), p.tokens = call.length("k", k, 2);
     p.threads = call.threads();
@@ -238,13 +230,7 @@ Tensor rotate(const Words &words, const Tensor &x, const Maybe &matrix, bool inv
     call.placed("x", x, Strides::FREE);
     check_head_dim(call, "x", x);
     int64_t dim = call.plan.head_dim;
-    bool dense = call.plan.rotation == TQ_ROTATION_DENSE;
-    if (given(matrix) != dense)
-        call.refuse("matrix",
-                    dense ? "given, because the plan's rotation is dense"
-                          : "None, because the plan's rotation is not dense",
-                    dense ? "None" : "a tensor");
-    if (dense) call.tensor("matrix", *matrix, aoti_torch_dtype_float32(), {dim, dim}, Strides::DENSE);
+    if (given(matrix)) call.tensor("matrix", *matrix, aoti_torch_dtype_float32(), {dim, dim}, Strides::DENSE);
 
     Launch launch(call);
     Tensor y = converted(call, x, launch->rotates_any_dtype ? dtype_of(x) : aoti_torch_dtype_float32());
@@ -331,14 +317,15 @@ std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Ten
     if (starts) check_integers(call, "starts", *starts, {p.batch});
     p.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype, p.batch, p.kv_heads);
     p.window = read_exact(call, "window_k", "window_v", window_k, window_v, dtype, p.batch, p.kv_heads);
-    if (given(fresh_k) != given(fresh_v))
-        call.refuse("fresh_v", "given if and only if `fresh_k` is", given(fresh_v) ? "a tensor" : "None");
     if (given(fresh_k)) {
         call.tensor("fresh_k", *fresh_k, dtype, {p.batch, p.kv_heads, p.query_tokens, dim}, Strides::ROWS);
+        p.fresh_k_stride_batch = fresh_k->stride(0), p.fresh_k_stride_head = fresh_k->stride(1);
+        p.fresh_k_stride_token = fresh_k->stride(2);
+    }
+    if (given(fresh_v)) {
         call.tensor("fresh_v", *fresh_v, dtype, {p.batch, p.kv_heads, p.query_tokens, dim}, Strides::ROWS);
-        p.fresh_k_stride_batch = fresh_k->stride(0), p.fresh_v_stride_batch = fresh_v->stride(0);
-        p.fresh_k_stride_head = fresh_k->stride(1), p.fresh_v_stride_head = fresh_v->stride(1);
-        p.fresh_k_stride_token = fresh_k->stride(2), p.fresh_v_stride_token = fresh_v->stride(2);
+        p.fresh_v_stride_batch = fresh_v->stride(0), p.fresh_v_stride_head = fresh_v->stride(1);
+        p.fresh_v_stride_token = fresh_v->stride(2);
     }
     p.key = read_transform(call, KEY, p.batch, p.kv_heads, key_rotation, key_centre, key_steps);
     p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
@@ -397,7 +384,7 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
     void *at = scratch.mutable_data_ptr();
     call.check(launch->append(launch.stream, &call.plan, &a, flag_of(flag), append_bytes ? at : nullptr, append_bytes,
                               &call.error));
-    call.check(launch->attend(launch.stream, &call.plan, &p, at, attend_bytes, &call.error), "stored the tokens; ");
+    call.check(launch->attend(launch.stream, &call.plan, &p, at, attend_bytes, &call.error), true);
     return out;
 }
 
@@ -446,7 +433,7 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
     int32_t kv_heads = call.length("pages", pages, 1), tokens = call.narrow("max_tokens", max_tokens);
     int32_t batch = call.length("block_table", block_table, 0), max_pages = call.length("block_table", block_table, 1);
     check_integers(call, "lengths", lengths, {batch});
-    if (tokens < 0) call.refuse("max_tokens", "at least 0", std::to_string(tokens));
+    call.check(tq_check_dequantize_sizes(&call.plan, pages.size(0), kv_heads, batch, max_pages, tokens, &call.error));
     tq_transform key = read_transform(call, KEY, batch, kv_heads, key_rotation, key_centre, key_steps);
     tq_transform value = read_transform(call, VALUE, batch, kv_heads, value_rotation, value_centre, value_steps);
 
@@ -473,7 +460,8 @@ std::tuple<Tensor, Tensor> merge(const Tensor &outs, const Tensor &lses)
     if (dtype_of(lses) != f32 || lses.dim() != outs.dim() - 1 ||
         !std::equal(sizes.begin(), sizes.end() - 1, lses.sizes().begin()))
         call.refuse("lses", "float32 " + join(sizes.data(), sizes.size() - 1) + ", `outs` without its last dimension",
-                    dtype_name(dtype_of(lses)) + " " + join(lses.sizes().data(), lses.sizes().size()));
+                    dtype_name(dtype_of(lses)) + " " + join(lses.sizes().data(), lses.sizes().size()),
+                    dtype_of(lses) == f32 ? Error::VALUE : Error::TYPE);
     call.placed("lses", lses, Strides::FREE);
 
     Launch launch(call);

@@ -1,0 +1,332 @@
+/* What is refused without reading an array: turboquant_checks.h. */
+#include "internal.h"
+#include <math.h>
+
+typedef struct {
+    const char *name;
+    int64_t got;
+} size;
+
+/** An argument that is a pointer: what it must be if it is NULL, and if it is not; NULL: it may be so. */
+typedef struct {
+    const char *name;
+    const void *at;
+    const char *given, *absent;
+} pointer;
+
+static const char a_pointer[] = "a pointer, not NULL", no_values[] = "absent, because the plan has no values";
+
+static tq_status check_sizes(const size *sizes, size_t n, tq_error *error)
+{
+    for (size_t i = 0; i < n; i++)
+        if (sizes[i].got < 0) return tq_fail(error, TQ_E_VALUE, sizes[i].name, -1, (double)sizes[i].got, "at least 0");
+    return TQ_OK;
+}
+
+static tq_status check_pointers(const pointer *pointers, size_t n, tq_error *error)
+{
+    for (size_t i = 0; i < n; i++) {
+        const char *wants = pointers[i].at ? pointers[i].absent : pointers[i].given;
+        if (wants) return tq_fail(error, TQ_E_VALUE, pointers[i].name, -1, pointers[i].at != NULL, wants);
+    }
+    return TQ_OK;
+}
+
+#define LENGTH(array) (sizeof(array) / sizeof *(array))
+
+/** A pair such as sink_k, sink_v that holds n tokens; v is there only if the plan has values. */
+static tq_status check_pair(const char *k_name, const char *v_name, const void *k, const void *v, int32_t n,
+                            int has_values, tq_error *error)
+{
+    const pointer both[] = {{k_name, k, n ? a_pointer : NULL, n ? NULL : "absent, because it has no tokens"},
+                            {v_name, v, n && has_values ? "given, because its keys are" : NULL,
+                             !has_values ? no_values
+                             : n         ? NULL
+                                         : "absent, because its keys are"}};
+    return check_pointers(both, 2, error);
+}
+
+static tq_status check_pages(const uint8_t *pages, int64_t n_pages, int32_t kv_heads, tq_error *error)
+{
+    if (n_pages && kv_heads) TQ_NEED(error, {"pages", pages, 0});
+    if (!((uintptr_t)pages % 64)) return TQ_OK;
+    return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)pages % 64),
+                   "64-byte aligned (got: bytes behind)");
+}
+
+static tq_status check_dtype(int32_t dtype, tq_error *error)
+{
+    if (dtype >= TQ_F32 && dtype <= TQ_BF16) return TQ_OK;
+    return tq_fail(error, TQ_E_TYPE, "dtype", -1, dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
+}
+
+/** Which arrays of a transform are there; NULL: none. */
+static tq_status check_transform(const tq_plan *plan, const tq_transform *t, int is_key, tq_error *error)
+{
+    static const tq_transform none;
+    static const char *const names[2][3] = {{"value_rotation", "value_centre", "value_steps"},
+                                            {"key_rotation", "key_centre", "key_steps"}};
+    const char *const *name = names[is_key];
+    const tq_side *side = is_key ? &plan->key : &plan->value;
+    if (!t) t = &none;
+    pointer arrays[3] = {
+        {name[0], t->rotation, NULL, NULL}, {name[1], t->centre, NULL, NULL}, {name[2], t->steps, NULL, NULL}};
+    if (!is_key && !side->tile_bytes) {
+        for (int i = 0; i < 3; i++) arrays[i].absent = no_values;
+        return check_pointers(arrays, 3, error);
+    }
+    if (!side->matrix_rows) arrays[0].absent = "absent, because the plan's rotation is not dense";
+    else if (side->rotation == TQ_ROTATION_DENSE) arrays[0].given = "given, because the plan's rotation is dense";
+    else arrays[0].given = "given: the rows of the plan's sketch";
+    if (!side->step_columns) arrays[2].absent = "absent, because the plan has neither steps nor a table";
+    else if (tq_is_blocked(plan)) arrays[2].given = "given: the plan's table";
+    return check_pointers(arrays, 3, error);
+}
+
+/* ---- rotate ---- */
+
+tq_status tq_check_rotate(const tq_plan *plan, const float *matrix, int32_t dtype, const void *x, const void *y,
+                          int64_t rows, tq_error *error)
+{
+    TQ_TRY(tq_plan_check(plan, error));
+    TQ_TRY(check_dtype(dtype, error));
+    int dense = plan->rotation == TQ_ROTATION_DENSE;
+    int64_t bytes;
+    TQ_TRY(check_sizes(&(size){"rows", rows}, 1, error));
+    TQ_TRY(tq_product(rows, (int64_t)tq_dtype_bytes(dtype) * plan->head_dim, &bytes, "rows", error));
+    const pointer pointers[] = {{"matrix", matrix, dense ? "given, because the plan's rotation is dense" : NULL,
+                                 dense ? NULL : "absent, because the plan's rotation is not dense"},
+                                {"x", x, rows ? a_pointer : NULL, NULL},
+                                {"y", y, rows ? a_pointer : NULL, NULL}};
+    TQ_TRY(check_pointers(pointers, LENGTH(pointers), error));
+    if (x != y && tq_overlap(x, bytes, y, bytes))
+        return tq_fail(error, TQ_E_VALUE, "y", -1, 0, "the array x itself or apart from it");
+    return TQ_OK;
+}
+
+/* ---- append ---- */
+
+tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *p, tq_error *error)
+{
+    TQ_TRY(tq_plan_check(plan, error));
+    TQ_NEED(error, {"params", p, 0});
+    const size sizes[] = {{"batch", p->batch},
+                          {"tokens", p->tokens},
+                          {"kv_heads", p->kv_heads},
+                          {"sinks", p->sinks},
+                          {"window", p->window},
+                          {"max_pages", p->max_pages},
+                          {"threads", p->threads},
+                          {"n_pages", p->n_pages},
+                          {"k_stride_batch", p->k_stride_batch},
+                          {"k_stride_head", p->k_stride_head},
+                          {"k_stride_token", p->k_stride_token},
+                          {"v_stride_batch", p->v_stride_batch},
+                          {"v_stride_head", p->v_stride_head},
+                          {"v_stride_token", p->v_stride_token}};
+    TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
+    TQ_TRY(check_dtype(p->dtype, error));
+    int64_t bytes;
+    TQ_TRY(tq_product(p->kv_heads, plan->record_bytes, &bytes, "kv_heads", error));
+    return tq_product(p->n_pages, bytes, &bytes, "n_pages", error);
+}
+
+static int64_t append_span(const tq_append_params *p, int32_t head_dim, int64_t sb, int64_t sh, int64_t st)
+{
+    return tq_span_bytes(tq_dtype_bytes(p->dtype), p->batch, p->kv_heads, p->tokens, head_dim, sb, sh, st);
+}
+
+static tq_status check_append_overlap(const tq_plan *plan, const tq_append_params *p, tq_error *error)
+{
+    if (!p->batch || !p->kv_heads || !p->tokens) return TQ_OK;
+    int64_t row = (int64_t)p->batch * p->kv_heads * plan->head_dim * tq_dtype_bytes(p->dtype);
+    tq_array written[5] = {{"pages", p->pages, p->n_pages * p->kv_heads * plan->record_bytes},
+                           {"sink_k", p->sink_k, row * p->sinks},
+                           {"sink_v", p->sink_v, row * p->sinks},
+                           {"window_k", p->window_k, row * p->window},
+                           {"window_v", p->window_v, row * p->window}};
+    int64_t k_bytes = append_span(p, plan->head_dim, p->k_stride_batch, p->k_stride_head, p->k_stride_token);
+    int64_t v_bytes = append_span(p, plan->head_dim, p->v_stride_batch, p->v_stride_head, p->v_stride_token);
+    for (int i = 0; i < 5; i++) {
+        if (tq_overlap(written[i].at, written[i].bytes, p->k, k_bytes) ||
+            tq_overlap(written[i].at, written[i].bytes, p->v, v_bytes))
+            return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from k and v");
+        for (int j = 0; j < i; j++)
+            if (tq_overlap(written[i].at, written[i].bytes, written[j].at, written[j].bytes))
+                return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from the other arrays written");
+    }
+    return TQ_OK;
+}
+
+tq_status tq_check_append(const tq_plan *plan, const tq_append_params *p, tq_error *error)
+{
+    TQ_TRY(tq_check_append_sizes(plan, p, error));
+    int has_values = plan->value.tile_bytes != 0, any = p->batch && p->kv_heads && p->tokens;
+    const pointer pointers[] = {
+        {"k", p->k, any ? a_pointer : NULL, NULL},
+        {"v", p->v, any && has_values ? "given, because the plan has values" : NULL, has_values ? NULL : no_values},
+        {"lengths", p->lengths, p->batch ? a_pointer : NULL, NULL},
+        {"block_table", p->block_table, p->batch && p->max_pages ? a_pointer : NULL, NULL}};
+    TQ_TRY(check_pointers(pointers, LENGTH(pointers), error));
+    TQ_TRY(check_pages(p->pages, p->n_pages, p->kv_heads, error));
+    TQ_TRY(check_pair("sink_k", "sink_v", p->sink_k, p->sink_v, p->sinks, has_values, error));
+    TQ_TRY(check_pair("window_k", "window_v", p->window_k, p->window_v, p->window, has_values, error));
+    TQ_TRY(check_transform(plan, &p->key, 1, error));
+    TQ_TRY(check_transform(plan, &p->value, 0, error));
+    return check_append_overlap(plan, p, error);
+}
+
+/* ---- attend ---- */
+
+tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
+{
+    TQ_TRY(tq_plan_check(plan, error));
+    TQ_NEED(error, {"params", a, 0});
+    if (!plan->value.tile_bytes) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "one with value bits");
+    const size sizes[] = {{"batch", a->batch},
+                          {"query_tokens", a->query_tokens},
+                          {"query_heads", a->query_heads},
+                          {"kv_heads", a->kv_heads},
+                          {"sinks", a->sinks},
+                          {"window", a->window},
+                          {"max_pages", a->max_pages},
+                          {"sliding_window", a->sliding_window},
+                          {"threads", a->threads},
+                          {"n_pages", a->n_pages},
+                          {"q_stride_batch", a->q_stride_batch},
+                          {"q_stride_head", a->q_stride_head},
+                          {"q_stride_token", a->q_stride_token},
+                          {"fresh_k_stride_batch", a->fresh_k_stride_batch},
+                          {"fresh_k_stride_head", a->fresh_k_stride_head},
+                          {"fresh_k_stride_token", a->fresh_k_stride_token},
+                          {"fresh_v_stride_batch", a->fresh_v_stride_batch},
+                          {"fresh_v_stride_head", a->fresh_v_stride_head},
+                          {"fresh_v_stride_token", a->fresh_v_stride_token}};
+    TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
+    TQ_TRY(check_dtype(a->dtype, error));
+    if (a->kv_heads ? a->query_heads % a->kv_heads : a->query_heads)
+        return tq_fail(error, TQ_E_VALUE, "query_heads", -1, a->query_heads, "a multiple of kv_heads");
+    if (!isfinite(a->softmax_scale)) return tq_fail(error, TQ_E_VALUE, "softmax_scale", -1, a->softmax_scale, "finite");
+    if (!isfinite(a->softcap) || a->softcap < 0)
+        return tq_fail(error, TQ_E_VALUE, "softcap", -1, a->softcap, "finite and at least 0");
+    if (!a->causal && a->sliding_window)
+        return tq_fail(error, TQ_E_VALUE, "sliding_window", -1, a->sliding_window, "0 when attention is not causal");
+    if (!a->causal && a->fresh_k)
+        return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "absent when attention is not causal");
+    int64_t n;
+    TQ_TRY(tq_product(a->kv_heads, plan->record_bytes, &n, "kv_heads", error));
+    TQ_TRY(tq_product(a->n_pages, n, &n, "n_pages", error));
+    TQ_TRY(
+        tq_product((int64_t)a->batch * a->query_heads, (int64_t)a->query_tokens * plan->head_dim, &n, "batch", error));
+    return tq_product(n, 64, &n, "batch", error); /* scratch is at most a few dozen bytes a query number */
+}
+
+static tq_status check_attend_overlap(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
+{
+    int64_t d = plan->head_dim, e = tq_dtype_bytes(a->dtype),
+            rows = (int64_t)a->batch * a->query_heads * a->query_tokens;
+    int64_t token = (int64_t)a->batch * a->kv_heads * d * e;
+    const tq_array written[] = {{"out", a->out, rows * d * e}, {"lse", a->lse, rows * (int64_t)sizeof *a->lse}};
+    const struct {
+        tq_array array;
+        const char *wants;
+    } read[] = {{{"pages", a->pages, a->n_pages * a->kv_heads * plan->record_bytes}, "apart from pages"},
+                {{"q", a->q,
+                  tq_span_bytes(e, a->batch, a->query_heads, a->query_tokens, d, a->q_stride_batch, a->q_stride_head,
+                                a->q_stride_token)},
+                 "apart from q"},
+                {{"sink_k", a->sink_k, token * a->sinks}, "apart from sink_k"},
+                {{"sink_v", a->sink_v, token * a->sinks}, "apart from sink_v"},
+                {{"window_k", a->window_k, token * a->window}, "apart from window_k"},
+                {{"window_v", a->window_v, token * a->window}, "apart from window_v"},
+                {{"fresh_k", a->fresh_k,
+                  tq_span_bytes(e, a->batch, a->kv_heads, a->query_tokens, d, a->fresh_k_stride_batch,
+                                a->fresh_k_stride_head, a->fresh_k_stride_token)},
+                 "apart from fresh_k"},
+                {{"fresh_v", a->fresh_v,
+                  tq_span_bytes(e, a->batch, a->kv_heads, a->query_tokens, d, a->fresh_v_stride_batch,
+                                a->fresh_v_stride_head, a->fresh_v_stride_token)},
+                 "apart from fresh_v"},
+                {{"out", a->out, written[0].bytes}, "apart from out"}};
+    for (int w = 0; w < 2; w++)
+        for (size_t r = 0; r < LENGTH(read) - (w == 0); r++)
+            if (tq_overlap(written[w].at, written[w].bytes, read[r].array.at, read[r].array.bytes))
+                return tq_fail(error, TQ_E_VALUE, written[w].name, -1, 0, read[r].wants);
+    return TQ_OK;
+}
+
+tq_status tq_check_attend(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
+{
+    TQ_TRY(tq_check_attend_sizes(plan, a, error));
+    int queries = a->batch && a->query_heads && a->query_tokens;
+    const pointer pointers[] = {{"q", a->q, queries ? a_pointer : NULL, NULL},
+                                {"out", a->out, queries ? a_pointer : NULL, NULL},
+                                {"lengths", a->lengths, a->batch ? a_pointer : NULL, NULL},
+                                {"block_table", a->block_table, a->batch && a->max_pages ? a_pointer : NULL, NULL},
+                                {"fresh_v", a->fresh_v, a->fresh_k ? "given, because its keys are" : NULL,
+                                 a->fresh_k ? NULL : "absent, because its keys are"}};
+    TQ_TRY(check_pointers(pointers, LENGTH(pointers), error));
+    TQ_TRY(check_pages(a->pages, a->n_pages, a->kv_heads, error));
+    TQ_TRY(check_pair("sink_k", "sink_v", a->sink_k, a->sink_v, a->sinks, 1, error));
+    TQ_TRY(check_pair("window_k", "window_v", a->window_k, a->window_v, a->window, 1, error));
+    TQ_TRY(check_transform(plan, &a->key, 1, error));
+    TQ_TRY(check_transform(plan, &a->value, 0, error));
+    return check_attend_overlap(plan, a, error);
+}
+
+/* ---- dequantize ---- */
+
+tq_status tq_check_dequantize_sizes(const tq_plan *plan, int64_t n_pages, int32_t kv_heads, int32_t batch,
+                                    int32_t max_pages, int32_t max_tokens, tq_error *error)
+{
+    TQ_TRY(tq_plan_check(plan, error));
+    const size sizes[] = {{"batch", batch},
+                          {"kv_heads", kv_heads},
+                          {"max_pages", max_pages},
+                          {"max_tokens", max_tokens},
+                          {"n_pages", n_pages}};
+    TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
+    if ((int64_t)max_pages * plan->page_tokens < max_tokens)
+        return tq_fail(error, TQ_E_VALUE, "max_tokens", -1, max_tokens, "at most max_pages * page_tokens");
+    int64_t n;
+    TQ_TRY(tq_product(kv_heads, plan->record_bytes, &n, "kv_heads", error));
+    TQ_TRY(tq_product(n_pages, n, &n, "n_pages", error));
+    TQ_TRY(tq_product((int64_t)batch * kv_heads, (int64_t)max_tokens * plan->head_dim, &n, "max_tokens", error));
+    return tq_product(n, sizeof(float), &n, "max_tokens", error);
+}
+
+tq_status tq_check_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
+                              const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
+                              int32_t max_tokens, const tq_transform *key, const tq_transform *value, const float *k,
+                              const float *v, tq_error *error)
+{
+    TQ_TRY(tq_check_dequantize_sizes(plan, n_pages, kv_heads, batch, max_pages, max_tokens, error));
+    int any = batch && kv_heads && max_tokens, has_values = plan->value.tile_bytes != 0;
+    const pointer pointers[] = {{"lengths", lengths, batch ? a_pointer : NULL, NULL},
+                                {"block_table", block_table, batch && max_pages ? a_pointer : NULL, NULL},
+                                {"k", k, any ? a_pointer : NULL, NULL},
+                                {"v", v, any && has_values ? a_pointer : NULL, has_values ? NULL : no_values}};
+    TQ_TRY(check_pointers(pointers, LENGTH(pointers), error));
+    TQ_TRY(check_pages(pages, n_pages, kv_heads, error));
+    TQ_TRY(check_transform(plan, key, 1, error));
+    return check_transform(plan, value, 0, error);
+}
+
+/* ---- merge ---- */
+
+tq_status tq_check_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,
+                         const float *out, const float *lse, tq_error *error)
+{
+    if (parts < 1) return tq_fail(error, TQ_E_VALUE, "parts", -1, parts, "at least 1");
+    if (head_dim < 1) return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "at least 1");
+    TQ_TRY(check_sizes(&(size){"rows", rows}, 1, error));
+    if (!rows) return TQ_OK;
+    TQ_NEED(error, {"outs", outs, 0}, {"lses", lses, 0}, {"out", out, 0}, {"lse", lse, 0});
+    int64_t row_bytes, bytes;
+    TQ_TRY(tq_product(rows, (int64_t)sizeof(float) * head_dim, &row_bytes, "rows", error));
+    TQ_TRY(tq_product(parts, row_bytes, &bytes, "parts", error));
+    if (tq_overlap(out, row_bytes, outs, bytes)) return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "apart from outs");
+    if (tq_overlap(lse, 4 * rows, lses, 4 * rows * parts))
+        return tq_fail(error, TQ_E_VALUE, "lse", -1, 0, "apart from lses");
+    return TQ_OK;
+}

@@ -1,0 +1,37 @@
+/* What the CPU and CUDA refuse alike: everything about a call's arguments that shows without reading an array, so pointers may be to
+ * either memory. tq_append, tq_cuda_append and the others call these first; a binding calls one of them only to know before it
+ * allocates. Rules and errors as in turboquant.h.
+ *
+ * `wants` begins with "given" or "absent" for an argument that may be NULL: a caller's optional argument. */
+#ifndef TURBOQUANT_CHECKS_H
+#define TURBOQUANT_CHECKS_H
+#include "turboquant.h"
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+/** x and y: rows of dtype. */
+TQ_API tq_status tq_check_rotate(const tq_plan *plan, const float *matrix, int32_t dtype, const void *x, const void *y,
+                                 int64_t rows, tq_error *error);
+
+/** The plan, the numbers and the strides alone: what sizes of scratch follow from. */
+TQ_API tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *params, tq_error *error);
+TQ_API tq_status tq_check_append(const tq_plan *plan, const tq_append_params *params, tq_error *error);
+TQ_API tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
+TQ_API tq_status tq_check_attend(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
+
+TQ_API tq_status tq_check_dequantize_sizes(const tq_plan *plan, int64_t n_pages, int32_t kv_heads, int32_t batch,
+                                           int32_t max_pages, int32_t max_tokens, tq_error *error);
+TQ_API tq_status tq_check_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
+                                     const int32_t *block_table, int32_t batch, int32_t max_pages,
+                                     const int32_t *lengths, int32_t max_tokens, const tq_transform *key,
+                                     const tq_transform *value, const float *k, const float *v, tq_error *error);
+
+TQ_API tq_status tq_check_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,
+                                const float *out, const float *lse, tq_error *error);
+
+#if defined(__cplusplus)
+}
+#endif
+#endif
