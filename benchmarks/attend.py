@@ -24,7 +24,7 @@ from timing import RESULTS, Report, microseconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turboquant import ops
-from turboquant.plan import Plan, plan_words
+from turboquant.plan import Plan
 
 ROTATE_BYTES = 2_000_000_000  # thirty times the L2 of an H200: what one call leaves there helps the next by 3 % at most
 SHAPES = [
@@ -139,7 +139,7 @@ def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
     nbytes = p.pages.nbytes
     del k, v
     pages = [p.pages, *(p.pages.clone() for _ in range(copies(nbytes) - 1))]
-    sets = [(plan, q, each, p.block_table, p.lengths) for each in pages]
+    sets = [(plan.words, q, each, p.block_table, p.lengths) for each in pages]
     attend = torch.ops.turboquant.attend
     causal = query_tokens == 1
     metrics: dict[str, Any] = microseconds(
@@ -173,9 +173,7 @@ def main() -> None:
             widths = tuple(map(int, bits.split(",")))
             if len(widths) > 1 and len(widths) != -(-shape[4] // 32):
                 continue
-            plan = plan_words(
-                shape[4], widths[0] if len(widths) == 1 else widths, widths[0] if len(widths) == 1 else widths
-            )
+            plan = Plan(shape[4], *2 * (widths[0] if len(widths) == 1 else widths,))
             metrics = ours(shape, plan, query_tokens) | base
             metrics["speedup"] = round(best / metrics["us"], 3)
             metrics["of_read_ceiling"] = round(metrics["tbps"] / ceiling["read_tbps"], 3)

@@ -35,7 +35,7 @@ from timing import RESULTS, Report, microseconds
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from turboquant import _core
-from turboquant.plan import plan_words
+from turboquant.plan import Plan
 
 KV_HEADS = 8
 ROTATE_BYTES = 150e6  # of caches that take turns: well beyond a last-level cache
@@ -64,7 +64,7 @@ def cases(quick: bool, threads: list[int]) -> list[Case]:
 
 def packed(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     """A cache as the core takes it; pages shuffled."""
-    words = plan_words(case.head_dim, case.bits, case.bits)
+    words = Plan(case.head_dim, case.bits, case.bits).words
     n_pages = -(-case.tokens // 128)
     pages, table = _core.new_pages(words, n_pages, KV_HEADS), rng.permutation(n_pages).astype(np.int32)[None]
     length, step = 0, 8192

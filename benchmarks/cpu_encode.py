@@ -14,7 +14,7 @@ import numpy as np
 from timing import RESULTS, Report, microseconds
 
 from turboquant import _core
-from turboquant.plan import plan_words
+from turboquant.plan import Plan
 
 KV_HEADS, HEAD_DIM, TOKENS, VECTORS = 8, 128, 16384, 1_000_000
 
@@ -27,10 +27,10 @@ def time_append(report: Report, rng: np.random.Generator) -> None:
     copy = 2 * microseconds([lambda: np.copyto(target, k), lambda: np.copyto(target, v)], "cpu", 20)["us"]
     table = np.arange(TOKENS // 128, dtype=np.int32)[None]
     for bits in range(1, 6):
-        words = plan_words(HEAD_DIM, bits, bits)
+        words = Plan(HEAD_DIM, bits, bits).words
         pages = _core.new_pages(words, TOKENS // 128, KV_HEADS)
 
-        def append(words: list[int] = words, pages: np.ndarray = pages) -> None:
+        def append(words: tuple[int, ...] = words, pages: np.ndarray = pages) -> None:
             _core.append(words, k, v, lengths, pages, table, dtype="bfloat16", threads=1)
 
         times = microseconds([append], "cpu", 10)
@@ -47,7 +47,7 @@ def time_dot(report: Report, rng: np.random.Generator) -> None:
     n_pages = -(-VECTORS // 128)
     table, lengths = np.arange(n_pages, dtype=np.int32)[None], np.array([VECTORS], np.int32)
     for bits in range(1, 6):
-        words = plan_words(HEAD_DIM, bits, 0)
+        words = Plan(HEAD_DIM, bits).words
         pages = _core.new_pages(words, n_pages, 1)
         _core.append(words, x[None, None], None, lengths, pages, table)
         decoded = _core.dequantize(words, pages, table, np.array([1000], np.int32), 1000)[0][0, 0]

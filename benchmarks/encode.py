@@ -16,7 +16,7 @@ from ceilings import ceilings
 from timing import RESULTS, Report, microseconds
 
 from turboquant import ops
-from turboquant.plan import Plan, plan_words
+from turboquant.plan import Plan
 
 HEADS, DIM, PROMPT, LAYERS = 8, 128, 32768, 32
 
@@ -27,8 +27,8 @@ def normal(*size: int) -> torch.Tensor:
 
 def check(plan: Plan) -> None:
     k, v = normal(2, HEADS, 300, DIM), normal(2, HEADS, 300, DIM)
-    on_cpu = torch.ops.turboquant.quantize(plan, k.cpu(), v.cpu())
-    if not torch.equal(torch.ops.turboquant.quantize(plan, k, v).cpu(), on_cpu):
+    on_cpu = torch.ops.turboquant.quantize(plan.words, k.cpu(), v.cpu())
+    if not torch.equal(torch.ops.turboquant.quantize(plan.words, k, v).cpu(), on_cpu):
         raise AssertionError("the bytes of CUDA and CPU differ")
 
 
@@ -37,7 +37,7 @@ def prompt(plan: Plan) -> dict[str, Any]:
     for _ in range(3):
         k, v = normal(1, HEADS, PROMPT, DIM), normal(1, HEADS, PROMPT, DIM)
         p = ops.pack(k, v, plan)
-        sets.append((plan, k, v, p.lengths, p.pages, p.block_table))
+        sets.append((plan.words, k, v, p.lengths, p.pages, p.block_table))
     metrics: dict[str, Any] = microseconds([lambda s=s: torch.ops.turboquant.append(*s) for s in sets], "cuda")
     moved = 2 * k.nbytes + p.pages.nbytes
     return metrics | {"bytes": moved, "tbps": round(moved / metrics["us"] / 1e6, 3)}
@@ -47,15 +47,11 @@ def step(plan: Plan, batch: int, window: int) -> dict[str, Any]:
     """One new token in each sequence of 32 layers with caches of their own, in one graph; the time is of one layer."""
     layers = []
     for _ in range(LAYERS):
+        k, v = normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM)
         p = ops.pack(normal(batch, HEADS, 256, DIM), normal(batch, HEADS, 256, DIM), plan, max_tokens=1024)
         lengths = p.lengths + 1 + window
         rings = {f"window_{x}": normal(batch, HEADS, window, DIM) for x in "kv"} if window else {}
-        layers.append(
-            (
-                (plan, normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM), lengths, p.pages, p.block_table),
-                rings,
-            )
-        )
+        layers.append(((plan.words, k, v, lengths, p.pages, p.block_table), rings))
     return microseconds([lambda a=a, r=r: torch.ops.turboquant.append(*a, **r) for a, r in layers], "cuda")
 
 
@@ -67,7 +63,7 @@ def main() -> None:
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)
     for bits in (4, 3, 2):
-        plan = plan_words(DIM, bits, bits)
+        plan = Plan(DIM, bits, bits)
         check(plan)
         metrics = prompt(plan)
         metrics["of_copy_ceiling"] = round(metrics["tbps"] / ceiling["copy_tbps"], 3)

@@ -28,8 +28,8 @@ KL divergence is of the next token's distribution from the full cache's, in nats
 by `benchmarks/quality.py`: with everything packed (no sinks, no window, each query's own token included) / with all but
 each query's own token packed (a window of 1) / with 4 sinks and a window of 128. A dash: not measured.
 
-Presets of byte format 2 (blocks, tables, sketches: `csrc/include/turboquant.h`) do not fit the fast kernels. They
-attend from the packed bytes all the same: a tile of 32 tokens is decoded at a time, never the history.
+Presets whose plans are not plain ([glossary.md](glossary.md)) do not fit the fast kernels. They attend from the packed
+bytes all the same: a tile of 32 tokens is decoded at a time, never the history.
 
 ![KL divergence against bits per number](quality.svg)
 """
@@ -57,7 +57,7 @@ SOURCES = {
     "- 1), after a random-sign Hadamard; the keys of safe-lowbit are q8_0, not rotated.",
     "polarquant": "Uniform levels after a rotation, norms, and a sketch of d/4 signs on the keys: 3-bit keys, 2-bit "
     "values.",
-    "calibrated-fine": "As `calibrated`, in groups of 16 channels of 0 to 5 or 8 bits (byte format 3): bits follow the "
+    "calibrated-fine": "As `calibrated`, in groups of 16 channels of 0 to 5 or 8 bits: bits follow the "
     "variance more closely, and the few groups whose errors count most have 8. On a GPU with one query token somewhat "
     "slower than `calibrated`, with many much slower. By far the best for ESM-2 (docs/esm.md). The same calibration "
     "serves both.",
@@ -79,7 +79,7 @@ KERNELS = {
     "dense": "a dense matrix on the way in; all packed kernels",
     "calibrated": "a dense matrix per KV head on the way in; all packed kernels",
 }
-PORTABLE = "portable code on the CPU, plain kernels on CUDA, a tile of 32 tokens at a time (byte format 2)"
+PORTABLE = "portable code on the CPU, plain kernels on CUDA, a tile of 32 tokens at a time"
 
 
 Row = dict[str, Any]

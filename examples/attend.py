@@ -35,5 +35,5 @@ out, lse = ops.attend(q, packed, return_lse=True)
 print(f"appended, 4 bits: the bytes are the same: {torch.equal(packed.pages, whole.pages)}, {compare(out, exact)}")
 
 # The operator below it has every tensor as an argument of its own, for engines that manage pages themselves.
-raw, _ = torch.ops.turboquant.attend(packed.plan, q, packed.pages, packed.block_table, packed.lengths)
+raw, _ = torch.ops.turboquant.attend(packed.plan.words, q, packed.pages, packed.block_table, packed.lengths)
 print(f"torch.ops.turboquant.attend: the output is the same: {torch.equal(raw, out)}")

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from turboquant import _core
-from turboquant.plan import plan_words
+from turboquant.plan import Plan, Side
 
 DIM, HEADS, BATCH, TOKENS, PAGES, MAX_PAGES = 64, 2, 3, 5, 8, 2
-PLAN = plan_words(DIM, 4, 3, page_tokens=32)
-DENSE = plan_words(DIM, 4, 3, rotation="dense", page_tokens=32)
-VECTORS = plan_words(DIM, 4, page_tokens=32)
+PLAN = Plan(DIM, 4, 3, page_tokens=32).words
+DENSE = Plan(DIM, Side(4, "dense"), 3, page_tokens=32).words
+VECTORS = Plan(DIM, 4, page_tokens=32).words
 f32 = np.float32
 
 

@@ -44,7 +44,7 @@ Array = NDArray[Any]
 
 TILE = 32
 PAGE_TOKENS = 128
-PLAN_VERSION, FINE_VERSION = 1, 3
+PLAN_VERSION = 1
 NONE, HADAMARD, DENSE = 0, 1, 2  # tq_rotation
 NORMAL, SPHERE = 0, 1  # tq_codebook_law
 EDEN, NORM, NORM_CORRECTED, LEAST_SQUARES = 0, 1, 2, 3  # tq_scale
@@ -179,6 +179,11 @@ def codebook(law: int, head_dim: int, bits: int) -> Codebook:
 # ---- plans ----
 
 
+def block(bits: tuple[int, ...]) -> tuple[int, ...]:
+    """The words of a side's groups, which are one block; 0 if it has no bits."""
+    return (16 + bits[0], *bits[1:]) if any(bits) else bits
+
+
 @dataclass(frozen=True)
 class Plan:
     """A plan and where everything lies in its records."""
@@ -191,13 +196,14 @@ class Plan:
     scale: int = EDEN
     seed: int = 0
     page_tokens: int = PAGE_TOKENS
-    group: int = TILE  # channels; 16 in version 3
+    group: int = TILE  # channels, 32 or 16
 
     @property
     def words(self) -> tuple[int, ...]:
-        version = FINE_VERSION if self.group == 16 else PLAN_VERSION
-        head = (version, self.head_dim, self.page_tokens, self.rotation, self.codebook, self.scale, self.seed)
-        return (*head, *self.key_bits, *self.value_bits)
+        common = (self.head_dim, self.page_tokens, self.group, self.codebook, self.scale, self.seed)
+        value = self.rotation if any(self.value_bits) else 0
+        sides = (self.rotation, 0, 0, 0, value, 0, 0, 0)
+        return (PLAN_VERSION, *common, *sides, 0, 0, *block(self.key_bits), *block(self.value_bits))
 
     @property
     def groups(self) -> int:
@@ -512,7 +518,7 @@ def code_places(p: Plan, side: str) -> list[Array | None]:
 
 def cell(p: Plan, side: str, token: Array, channel: Array) -> tuple[Array, Array]:
     """Row and column of a token of a tile and a channel of its group."""
-    half, i = token // TILE, token % TILE  # half: 1 only in version 3
+    half, i = token // TILE, token % TILE  # half: 1 only with groups of 16
     in_order = np.array([column(k) for k in range(TILE)])[i]
     if p.group == TILE:
         return (i, channel) if side == "key" else (channel, in_order)

@@ -1,8 +1,8 @@
-"""The slow, obvious reference of plans of version 2 (blocks, tables, sketches): turboquant.h in NumPy, sharing no code
-with C.
+"""The slow, obvious reference of plans that are not plain (blocks, tables, sketches): turboquant.h in NumPy, sharing no
+code with C.
 
 Encoding is float32, one IEEE operation at a time; decoding for attention is float64. Bytes made here are the bytes that
-the core must make. What both versions share (Philox, rotations, codebooks, the tile) is tests/reference.py's.
+the core must make. What all plans share (Philox, rotations, codebooks, the tile) is tests/reference.py's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def words(self) -> tuple[int, ...]:
-        common = (2, self.head_dim, self.page_tokens, 0, self.codebook, self.scale, self.seed)
+        common = (1, self.head_dim, self.page_tokens, TILE, self.codebook, self.scale, self.seed)
         heads, tails = [], []
         for side in (self.key, self.value):
             if side is None:
@@ -59,7 +59,7 @@ class Plan:
             else:
                 heads += [side.rotation, side.levels, side.sketch, side.sketch_rows]
                 tails += [bits + 16 * (g in side.begins) for g, bits in enumerate(side.bits)]
-        return (*common, *heads, *tails)
+        return (*common, *heads, 0, 0, *tails)
 
     def side(self, name: str) -> Side | None:
         return self.key if name == "key" else self.value

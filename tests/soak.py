@@ -229,7 +229,7 @@ class Lives(RuleBasedStateMachine):
         packed = [max(0, len(text) - sinks - window) for text in texts]
         counts = torch.tensor(packed, dtype=torch.int32)
         k, v = (
-            torch.ops.turboquant.dequantize(layer.plan, layer.pages, layer.block_table, counts, max(packed))
+            torch.ops.turboquant.dequantize(layer.plan.words, layer.pages, layer.block_table, counts, max(packed))
             if max(packed)
             else (None, None)
         )

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turboquant import _core
-from turboquant.plan import Side, blocked_plan_words, plan_words
+from turboquant.plan import Plan, Side
 
 ROTATIONS = {"none": ref.NONE, "hadamard": ref.HADAMARD, "dense": ref.DENSE}
 SCALES = (ref.EDEN, ref.NORM, ref.NORM_CORRECTED, ref.LEAST_SQUARES)
 DTYPES = ("float32", "float16", "bfloat16")
-AFFINE = blocked_plan_words(64, Side(8, 32, "none", "affine"), Side(8, 32, "none", "affine"))
+AFFINE = Plan(64, *2 * (Side(8, "none", "affine", 32),)).words
 
 
 def core_append(p, c, k, v, lengths, key, value, dtype="float32", **rest) -> None:
@@ -358,7 +358,7 @@ def test_inner_products_are_unbiased_over_rotations(rng: np.random.Generator) ->
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-5])
-@pytest.mark.parametrize("words", [AFFINE, plan_words(64, 4, 4)], ids=["affine", "4 bits"])
+@pytest.mark.parametrize("words", [AFFINE, Plan(64, 4, 4).words], ids=["affine", "4 bits"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_flushed_subnormals_change_nothing(
     words: tuple[int, ...], dtype: type, size: float, rng: np.random.Generator

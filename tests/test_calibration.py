@@ -18,7 +18,7 @@ from models import prompts, tiny
 from specs import bare
 
 import turboquant
-from turboquant import Calibration, TurboQuantCache, _core, preset, tap
+from turboquant import Calibration, TurboQuantCache, preset, tap
 from turboquant.calibration import allocate, layer_specs, measure
 from turboquant.calibration.axes import plan_axes, variance_along
 from turboquant.calibration.data import _distortions, errors, group_mix
@@ -107,7 +107,7 @@ def test_bits_keep_to_the_budget(head_dim, average, group, rng):
     spec = bare(budget=average, group=group)
     each = layer_specs(spec, one, 3)
     assert sum(s.bytes_per_token(head_dim, 2) for s in each) == spec.bytes_per_token(head_dim, 2, 3)
-    assert 128 * each[1].bytes_per_token(head_dim) == _core.record_bytes(each[1].plan(head_dim))
+    assert 128 * each[1].bytes_per_token(head_dim) == each[1].plan(head_dim).record_bytes
     assert (one.bits(one.average_of_bytes(spec.bytes_per_token(head_dim, 2, 3), group), group) == bits).all()
 
 
@@ -510,7 +510,7 @@ def test_a_cache_that_is_calibrated(model, measured):
     bits, counted = measured.bits(3), 0
     for i, layer in enumerate(cache.layers):
         assert layer.spec.key_bits == tuple(bits[i, 0]) and layer.spec.value_bits == tuple(bits[i, 1])
-        assert layer.pages.shape[0] == 6 and layer.pages.shape[2] == _core.record_bytes(layer.plan)
+        assert layer.pages.shape[0] == 6 and layer.pages.shape[2] == layer.plan.record_bytes
         np.testing.assert_array_equal(layer.calibrated["value_rotation"].numpy(), measured.rotation(i)[1])
         np.testing.assert_array_equal(layer.calibrated["key_steps"].numpy(), measured.steps()[i, 0])
         counted += sum(t.nbytes for t in layer.calibrated.values())
@@ -519,7 +519,7 @@ def test_a_cache_that_is_calibrated(model, measured):
         )
         counts = torch.full((2,), 300, dtype=torch.int32)
         decoded = torch.ops.turboquant.dequantize(
-            layer.plan, layer.pages, layer.block_table, counts, 300, **layer.calibrated
+            layer.plan.words, layer.pages, layer.block_table, counts, 300, **layer.calibrated
         )
         if i == 0:  # deeper layers see what the packed ones above them made
             for side, (x, true) in enumerate(zip(decoded, (plain.layers[0].keys, plain.layers[0].values))):

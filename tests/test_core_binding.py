@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turboquant import _core
-from turboquant.plan import plan_words
+from turboquant.plan import Plan, Side
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -39,7 +39,7 @@ def test_new_pages() -> None:
 
 
 def test_plan_info_adds_up() -> None:
-    plan = plan_words(80, (5, 0, 2), (1, 3, 0), rotation="none", codebook="sphere", scale="norm", seed=2**63 - 1)
+    plan = Plan(80, Side((5, 0, 2), "none"), (1, 3, 0), codebook="sphere", scale="norm", seed=2**63 - 1).words
     info = _core.plan_info(plan)
     assert info["record_bytes"] == _core.record_bytes(plan) == 128 * 7 * 4 + 128 * 4 * 4 + 2 * 2 * 128
     assert info["key_bits"] == (5, 0, 2) and info["value_bits"] == (1, 3, 0)
@@ -48,8 +48,8 @@ def test_plan_info_adds_up() -> None:
     assert (info["key_coded_channels"], info["value_coded_channels"]) == (48, 64)
     assert (info["key_codes_offset"], info["value_codes_offset"]) == (0, 3584)
     assert (info["key_scales_offset"], info["value_scales_offset"]) == (5632, 5888)
-    given_words = [info[name] for name in ("head_dim", "page_tokens", "rotation", "codebook", "scale", "seed")]
-    assert (1, *given_words, *info["key_bits"], *info["value_bits"]) == plan
+    common = [info[name] for name in ("head_dim", "page_tokens", "group_channels", "codebook", "scale", "seed")]
+    assert plan == (1, *common, *[0] * 10, 16 + 5, 0, 2, 16 + 1, 3, 0) and info["rotation"] == 0
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array, lambda plan: [np.int64(word) for word in plan]])
@@ -122,7 +122,7 @@ def test_attend_with_strides_and_out() -> None:
 
 
 def test_one_element_dimensions_may_have_any_stride() -> None:
-    plan = plan_words(DIM, 4, page_tokens=32)
+    plan = Plan(DIM, 4, page_tokens=32).words
     k = rows(1, 1, 1, DIM)
     odd = np.lib.stride_tricks.as_strided(k, k.shape, (-12, 7 * 4, 10**15 * 4, 4))
     results = []
@@ -290,9 +290,9 @@ ODD = [
     PLAN,
     DENSE,
     VECTORS,
-    plan_words(8, 1),
-    plan_words(256, 5, 5),
-    plan_words(4096, 1),
+    Plan(8, 1).words,
+    Plan(256, 5, 5).words,
+    Plan(4096, 1).words,
     "bfloat16",
     "float16",
     rows(DIM, DIM),
@@ -326,7 +326,7 @@ def test_odd_arguments_give_errors_not_crashes(data: st.DataObject) -> None:
 def lasting(op: str, size: int) -> Callable[[], object]:
     """A call whose time grows with size; 1 is about a millisecond or less."""
     n = 32 * size
-    plan = plan_words(128, 4, 4 if op in ("append", "attend", "dequantize") else 0, page_tokens=32)
+    plan = Plan(128, 4, 4 if op in ("append", "attend", "dequantize") else 0, page_tokens=32).words
     table = np.arange(size, dtype=np.int32)[None]
     counts = np.array([n], np.int32)
     pages = _core.new_pages(plan, size, 1)

@@ -83,7 +83,7 @@ def oracle(model, inputs, spec):
 
     class Decoded:
         def attend(self, module, query, key, value, mask, scaling):
-            plan, tokens = spec.plan(key.shape[-1]), key.shape[2]
+            plan, tokens = spec.plan(key.shape[-1]).words, key.shape[2]
             pages = torch.ops.turboquant.quantize(plan, key, value)
             count = pages.shape[0] // key.shape[0]
             table = torch.arange(pages.shape[0], dtype=torch.int32).view(-1, count)

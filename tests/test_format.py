@@ -6,6 +6,7 @@ import zlib
 import numpy as np
 import pytest
 import reference as ref
+import reference_modes as modes
 from cases import aligned_pages, keywords, random_transform, realigned
 from conftest import ROOT
 from hypothesis import given
@@ -15,7 +16,7 @@ from turboquant import _core
 
 GOLDEN = ROOT / "tests" / "golden"
 make = runpy.run_path(str(GOLDEN / "make.py"))
-GOOD, BAD = make["CASES"], make["bad_files"]()
+GOOD, MODES, BAD = make["CASES"], make["MODES"], make["bad_files"]()
 
 
 @st.composite
@@ -167,7 +168,7 @@ def golden(folder: str, name: str) -> bytes:
     return (GOLDEN / folder / f"{name}.tqcodes").read_bytes()
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("name", [*GOOD, *MODES])
 def test_golden_files_are_what_the_reference_makes(name: str) -> None:
     assert golden("good", name) == make["build"](name)
 
@@ -206,9 +207,36 @@ def test_core_reads_golden_files(name: str) -> None:
             np.testing.assert_allclose(got[0, 0], want, rtol=0, atol=2e-6 * abs(want).max(initial=0))
 
 
+@pytest.mark.parametrize("name", MODES)
+def test_core_writes_and_reads_golden_pages_that_are_not_plain(name: str) -> None:
+    (p, n), data = MODES[name], golden("good", name)
+    header = _core.file_header_read(data, len(data))
+    payload = np.frombuffer(data[header["header_bytes"] :], np.uint8).reshape(-1, 1, p.record_bytes)
+    assert (header["plan"], header["vectors"]) == (p.words, n)
+    (k, v), sides = make["vectors"](name), dict(zip(("key", "value"), make["mode_transforms"](name)))
+    transform = {}
+    for side, t in sides.items():
+        for field, array in (
+            () if p.side(side) is None else (("rotation", t.matrix), ("centre", t.centre), ("steps", t.table))
+        ):
+            if array is not None:
+                transform[f"{side}_{field}"] = array[None]
+    table, counts = np.arange(len(payload), dtype=np.int32)[None], np.array([n], np.int32)
+    pages = _core.new_pages(p.words, len(payload), 1)
+    values = None if v is None else v[None, None]
+    _core.append(p.words, k[None, None], values, counts, pages, table, **transform)
+    np.testing.assert_array_equal(pages, payload)
+    back = _core.dequantize(p.words, realigned(payload), table, counts, n, **transform)
+    for side, x, got in zip(sides, (k, v), back):
+        if x is None:
+            continue
+        want = modes.decode(p, side, *modes.encode(p, side, x, sides[side]), sides[side])
+        np.testing.assert_allclose(got[0, 0], want, rtol=0, atol=4e-6 * abs(want).max())
+
+
 def test_bad_files_are_the_committed_ones() -> None:
     assert {path.stem for path in (GOLDEN / "bad").glob("*.tqcodes")} == set(BAD)
-    assert {path.stem for path in (GOLDEN / "good").glob("*.tqcodes")} == set(GOOD)
+    assert {path.stem for path in (GOLDEN / "good").glob("*.tqcodes")} == {*GOOD, *MODES}
     assert all(golden("bad", name) == data for name, data in BAD.items())
 
 

@@ -190,7 +190,7 @@ def test_check_names_what_was_not_finite() -> None:
     layer = cache.layers[1]
     k[1, 0, 3, 5] = float("nan")
     torch.ops.turboquant.append(
-        layer.plan, k, torch.zeros_like(k), torch.full((2,), 20, dtype=torch.int32, device="cuda"), layer.pages,
+        layer.plan.words, k, torch.zeros_like(k), torch.full((2,), 20, dtype=torch.int32, device="cuda"), layer.pages,
         layer.block_table, flag=layer.flag, window_k=layer.window_k, window_v=layer.window_v, sink_k=layer.sink_k,
         sink_v=layer.sink_v,
     )  # fmt: skip

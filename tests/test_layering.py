@@ -44,7 +44,7 @@ RINGS = {
     "include": Ring([], ["stddef.h", "stdint.h"]),
     "core": Ring(["include/*"], LIBC),
     "kernels": Ring(["include/*", "core/kernels.h", "core/scan_kernels.h"], LIBC + INTRINSICS),
-    "cuda": Ring(["include/*", "core/*_tables.h"], [*LIBC, "stdio.h", *CXX_STD, *CUDA]),  # stdio.h for snprintf
+    "cuda": Ring(["include/*", "core/plan_kind.h"], [*LIBC, "stdio.h", *CXX_STD, *CUDA]),  # stdio.h for snprintf
     "python": Ring(["include/*"], [*LIBC, "stdio.h", "Python.h", "structmember.h", "numpy/*.h"]),
     "torch": Ring(["include/*"], [*LIBC, "cstdio", *CXX_STD, *TORCH, "dlfcn.h"]),
 }
@@ -255,11 +255,11 @@ SOUND = {
     "csrc/include/turboquant.h": "#include <stdint.h>\n",
     "csrc/core/kernels.h": '#include "turboquant.h"\n',
     "csrc/core/internal.h": "#include <stddef.h>\n",
-    "csrc/core/book_tables.h": "#include <stdint.h>\n",
+    "csrc/core/plan_kind.h": "#include <stdint.h>\n",
     "csrc/core/plan.c": '#include "internal.h"\n#include <math.h>\n/* #include <stdio.h> prints: printf("x") */\n',
     "csrc/kernels/avx2.c": '#include "core/kernels.h"\n#include <immintrin.h>\n',
     "csrc/cuda/attend.cuh": "#include <cuda_fp16.h>\n",
-    "csrc/cuda/attend.cu": '#include "attend.cuh"\n#include "../core/book_tables.h"\n#include "turboquant.h"\n',
+    "csrc/cuda/attend.cu": '#include "attend.cuh"\n#include "../core/plan_kind.h"\n#include "turboquant.h"\n',
     "csrc/python/module.c": '#include <Python.h>\n#include <numpy/arrayobject.h>\n#include "turboquant.h"\n',
     "csrc/torch/ops.cpp": '#include <torch/csrc/stable/library.h>\n#include <vector>\n#include "turboquant.h"\n',
     "turboquant/__init__.py": "from .plan import x\ndef f():\n    from . import ops\n    import torch\n",

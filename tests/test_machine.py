@@ -176,16 +176,16 @@ THREADS_OF_A_CALL = """
 import os, sys
 import numpy as np
 from turboquant import _core
-from turboquant.plan import plan_words
+from turboquant.plan import Plan
 _core.set_num_threads(4)
 threads, floats = int(sys.argv[1]), np.random.default_rng(0).standard_normal
 if sys.argv[2] == "attend":
-    words = plan_words(64, 4, 4)
+    words = Plan(64, 4, 4).words
     pages, table = _core.new_pages(words, 32, 8), np.arange(32, dtype=np.int32)[None]
     q = floats((1, 8, 16, 64)).astype("f4")
     call = lambda: _core.attend(words, q, pages, table, np.array([4096], np.int32), threads=threads)
 else:
-    words = plan_words(64, 4)
+    words = Plan(64, 4).words
     pages, q = _core.new_pages(words, 64, 1), floats((8, 64)).astype("f4")
     call = lambda: _core.dot(words, q, pages, 64 * 128, threads=threads)
 before = len(os.listdir("/proc/self/task"))

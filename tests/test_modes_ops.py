@@ -1,4 +1,4 @@
-"""Plans of version 2 (blocks, tables, sketches) through torch.ops.turboquant, on a CPU and on CUDA: the bytes of
+"""Plans that are not plain (blocks, tables, sketches) through torch.ops.turboquant, on a CPU and on CUDA: the bytes of
 tests/reference_modes.py, and attention in float64 over them."""
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def test_attend_matches_fp64(
 
 
 def given_of(words: tuple[int, ...], heads: int) -> dict[str, np.ndarray]:
-    """Matrices, centres and tables that a plan of version 2 may ask for."""
+    """Matrices, centres and tables that a plan that is not plain may ask for."""
     rng, dim, given = np.random.default_rng(5), words[1], {}
     for name, first, bits in (("key", 7, words[15] % 16), ("value", 11, words[15 + -(-dim // 32)] % 16)):
         rotation, levels, sketch, rows = words[first : first + 4]
@@ -169,8 +169,8 @@ def given_of(words: tuple[int, ...], heads: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", BLOCKED)
 def test_presets_are_the_same_on_cuda(name: str, dtype: str, device: str, rng: np.random.Generator) -> None:
-    """Every preset of version 2: bytes, sinks and window are the CPU's after each append, attention is close to it."""
-    words, batch, sinks, window = BLOCKED[name].plan(128), 2, 3, 20
+    """Presets whose plans are not plain: bytes, sinks and window are the CPU's after an append, attention is close."""
+    words, batch, sinks, window = BLOCKED[name].plan(128).words, 2, 3, 20
     given, steps = given_of(words, HEADS), (70, 1, 1, 33, 200, 1)
     record = torch.ops.turboquant.quantize(
         words, *(torch.zeros(1, HEADS, 1, 128) for _ in "kv"), **on("cpu", given)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from turboquant import _core, ops
+from turboquant import Plan, _core, ops
 
 PACKAGE = Path(_core.__file__).parent
 LIBRARIES = [Path(_core.__file__).name, "_torch.so"]
-PLAN = (1, 64, 128, 1, 0, 0, 0, 4, 4, 4, 4)
+PLAN = Plan(64, 4, 4).words
 
 COUNT_THREADS = f"""
 import os, torch
@@ -37,7 +37,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 def test_a_process_maps_the_library_once() -> None:
-    ops.pack(torch.zeros(1, 1, 4, 64), None, (1, 64, 128, 1, 0, 0, 0, 4, 4, 0, 0))
+    ops.pack(torch.zeros(1, 1, 4, 64), None, Plan(64, 4))
     maps = Path("/proc/self/maps").read_text()
     files = {line.split()[-1] for line in maps.splitlines() if "turboquant" in line.rpartition("/")[2]}
     assert {Path(file).resolve() for file in files} == {(PACKAGE / "libturboquant.so").resolve()}

@@ -164,9 +164,9 @@ def test_devices_are_not_mixed(device: str, rng: np.random.Generator) -> None:
 
 COUNT_THREADS = """
 import os, sys, torch
-from turboquant import ops
+from turboquant import Plan, ops
 torch.set_num_threads(int(sys.argv[1]))
-words = (1, 64, 128, 1, 0, 0, 0, 4, 4, 4, 4)
+words = Plan(64, 4, 4).words
 k = torch.zeros(8, 8, 64, 64)
 before = len(os.listdir("/proc/self/task"))
 torch.ops.turboquant.quantize(words, k, k)
@@ -185,8 +185,8 @@ def test_threads(torch_threads: int, ours: str, used: int) -> None:
 
 def test_an_unknown_isa_is_the_machines_fault() -> None:
     code = (
-        "import torch\nfrom turboquant import ops\nk = torch.zeros(1, 1, 4, 64)\n"
-        "try:\n    torch.ops.turboquant.quantize((1, 64, 128, 1, 0, 0, 0, 4, 4, 4, 4), k, k)\n"
+        "import torch\nfrom turboquant import Plan, ops\nk = torch.zeros(1, 1, 4, 64)\n"
+        "try:\n    torch.ops.turboquant.quantize(Plan(64, 4, 4).words, k, k)\n"
         "except RuntimeError as error:\n    print(error)\n"
     )
     environment = os.environ | {"TURBOQUANT_ISA": "sse9"}

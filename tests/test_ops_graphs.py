@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", minversion="2.10")
 
 from turboquant import ops  # noqa: E402
-from turboquant.plan import plan_words  # noqa: E402
+from turboquant.plan import Plan  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,
@@ -29,8 +29,13 @@ class Decoder:
             return torch.randn(2, heads, tokens, DIM, generator=generator).to(device, torch.bfloat16)
 
         k, v = draw(KV_HEADS, 300), draw(KV_HEADS, 300)
-        packed = ops.pack(k, v, plan_words(DIM, 4, 3), max_tokens=1024)
-        self.pages, self.table, self.lengths, self.plan = packed.pages, packed.block_table, packed.lengths, packed.plan
+        packed = ops.pack(k, v, Plan(DIM, 4, 3), max_tokens=1024)
+        self.pages, self.table, self.lengths, self.plan = (
+            packed.pages,
+            packed.block_table,
+            packed.lengths,
+            packed.plan.words,
+        )
         self.lengths[1] = 120
         self.steps = [(draw(KV_HEADS * GROUP, 1), draw(KV_HEADS, 1), draw(KV_HEADS, 1)) for _ in range(6)]
 

@@ -14,7 +14,12 @@ import pytest
 from conftest import ROOT
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from test_ops import DENSE, DEVICES, KEYS_ONLY, PLAN, ops, tq  # noqa: E402
+import test_ops  # noqa: E402
+from test_ops import DEVICES, ops, tq  # noqa: E402
+
+from turboquant import Plan  # noqa: E402
+
+PLAN, DENSE, KEYS_ONLY = (Plan.from_words(p.words) for p in (test_ops.PLAN, test_ops.DENSE, test_ops.KEYS_ONLY))
 
 Pair = tuple[Any, Any, Any, Any]
 
@@ -28,17 +33,18 @@ def draw(rng: np.random.Generator, device: str, tokens: int = 140) -> Pair:
 def raw(op: str, *args: Any, packed: Any, **kwargs: Any) -> Any:
     """An operator with what a PackedKV holds."""
     names = {a.name for a in getattr(tq, op).default._schema.arguments}
-    held = {n: getattr(packed, n) for n in ("pages", "block_table", "lengths", "plan") if n in names}
+    held = {n: getattr(packed, n) for n in ("pages", "block_table", "lengths") if n in names}
+    held["plan"] = packed.plan.words
     return getattr(tq, op)(**dict(zip(("q", "k", "v"), args)), **held, **packed.transforms, **kwargs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_pack_and_attend(device: str, rng: np.random.Generator) -> None:
     q, k, v, centre = draw(rng, device)
-    packed = ops.pack(k, v, PLAN.words, key_centre=centre)
+    packed = ops.pack(k, v, PLAN, key_centre=centre)
     assert torch.equal(packed.pages, tq.quantize(k=k, v=v, plan=PLAN.words, key_centre=centre))
-    assert packed.lengths.tolist() == [140, 140] and packed.plan == tuple(PLAN.words)
-    assert torch.equal(packed.pages, ops.quantize(PLAN.words, k, v, key_centre=centre))
+    assert packed.lengths.tolist() == [140, 140] and packed.plan == PLAN
+    assert torch.equal(packed.pages, ops.quantize(PLAN, k, v, key_centre=centre))
     out = ops.attend(q, packed)
     options: dict[str, Any] = dict(starts=packed.lengths - 100, softmax_scale=0.1, sliding_window=60,
                                    softcap=20.0, even_lengths=True)  # fmt: skip
@@ -55,8 +61,8 @@ def test_pack_and_attend(device: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_appending_is_packing(device: str, rng: np.random.Generator) -> None:
     q, k, v, centre = draw(rng, device)
-    whole = ops.pack(k, v, PLAN.words, max_tokens=300, key_centre=centre)
-    packed = ops.pack(k[:, :, :3], v[:, :, :3], PLAN.words, max_tokens=300, key_centre=centre)
+    whole = ops.pack(k, v, PLAN, max_tokens=300, key_centre=centre)
+    packed = ops.pack(k[:, :, :3], v[:, :, :3], PLAN, max_tokens=300, key_centre=centre)
     assert len(packed) == 3 and packed.capacity == 384 and packed.pages.shape[0] == 6
     ops.append(packed, k[:, :, 3:-1], v[:, :, 3:-1])
     out = ops.append_attend(q, k[:, :, -1:], v[:, :, -1:], packed)
@@ -72,22 +78,22 @@ def test_what_it_says_of_itself(rng: np.random.Generator) -> None:
         "PackedKV(batch=2, kv_heads=3, tokens=140, capacity=256, head_dim=64, key_bits=4, value_bits=4, "
         f"nbytes={packed.nbytes}, device='cpu')"
     )
-    assert "key_bits=(2, 4)" in repr(ops.pack(k, v, (1, 64, 128, 1, 0, 0, 0, 2, 4, 4, 4)))
+    assert "key_bits=(2, 4)" in repr(ops.pack(k, v, Plan(64, (2, 4), 4)))
     keys = ops.pack(k, None, bits=3)
     assert len(keys) == 140 and ops.dequantize(keys)[1].shape == (2, 3, 0, 64)
-    assert ops.pack(k, None, KEYS_ONLY.words).plan == tuple(KEYS_ONLY.words)
+    assert ops.pack(k, None, KEYS_ONLY).plan == KEYS_ONLY
 
 
 def test_rotate_and_merge(rng: np.random.Generator) -> None:
     q, k, v, _ = draw(rng, "cpu")
-    assert torch.equal(ops.rotate(PLAN.words, k), tq.rotate(x=k, plan=PLAN.words))
+    assert torch.equal(ops.rotate(PLAN, k), tq.rotate(x=k, plan=PLAN.words))
     matrix = torch.linalg.qr(torch.randn(40, 40))[0].contiguous()
-    x = ops.rotate(DENSE.words, ops.rotate(DENSE.words, k[..., :40], matrix), matrix, inverse=True)
+    x = ops.rotate(DENSE, ops.rotate(DENSE, k[..., :40], matrix), matrix, inverse=True)
     torch.testing.assert_close(x, k[..., :40].contiguous(), rtol=0, atol=1e-5)
-    halves = [ops.attend(q, ops.pack(k[:, :, a:b], v[:, :, a:b], PLAN.words), causal=False, return_lse=True)
+    halves = [ops.attend(q, ops.pack(k[:, :, a:b], v[:, :, a:b], PLAN), causal=False, return_lse=True)
               for a, b in ((0, 128), (128, 140))]  # fmt: skip
     out, lse = ops.merge(*(torch.stack(x) for x in zip(*halves)))
-    whole = ops.attend(q, ops.pack(k, v, PLAN.words), return_lse=True)
+    whole = ops.attend(q, ops.pack(k, v, PLAN), return_lse=True)
     for got, expected in zip((out, lse), whole):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
@@ -97,7 +103,7 @@ def test_compiled_steps(device: str, rng: np.random.Generator) -> None:
     """In one graph, compiled twice at most: the number of tokens becomes symbolic."""
     torch._dynamo.reset()
     q, k, v, centre = draw(rng, device)
-    packed, compiled = (ops.pack(k[:, :, :100], v[:, :, :100], PLAN.words, max_tokens=140, key_centre=centre)
+    packed, compiled = (ops.pack(k[:, :, :100], v[:, :, :100], PLAN, max_tokens=140, key_centre=centre)
                         for _ in range(2))  # fmt: skip
     graphs: list[Any] = []
 
@@ -123,15 +129,15 @@ def test_compiled_steps(device: str, rng: np.random.Generator) -> None:
 REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
     "a plan's name": (TypeError, lambda k, p: ops.pack(k, k, "default"), "plan"),
     "a plan of a number": (TypeError, lambda k, p: ops.pack(k, k, 4), "plan"),
-    "an empty plan": (ValueError, lambda k, p: ops.pack(k, k, ()), "plan"),
+    "the words of a plan": (TypeError, lambda k, p: ops.pack(k, k, PLAN.words), "must be a turboquant.Plan"),
     "three dimensions": (
         ValueError,
-        lambda k, p: ops.pack(k[0], k[0], PLAN.words),
+        lambda k, p: ops.pack(k[0], k[0], PLAN),
         "pack: `k` must be [batch, kv_heads, tokens, head_dim], got (3, 140, 64)",
     ),
     "neither": (TypeError, lambda k, p: ops.pack(k, k), "pack: `plan` must be given, or else `bits`, got neither"),
     "both": (TypeError, lambda k, p: ops.pack(k, k, p.plan, bits=4), "must be given, or else `bits`, got both"),
-    "9 bits": (ValueError, lambda k, p: ops.pack(k, k, bits=9), "`key_bits` must be in 0..5, got 9"),
+    "9 bits": (ValueError, lambda k, p: ops.pack(k, k, bits=9), "`key_bits[0]` must be 0..5"),
     "bits in words": (TypeError, lambda k, p: ops.pack(k, k, bits="4"), "`key_bits` must be "),
     "an array": (TypeError, lambda k, p: ops.pack(k.numpy(), k, bits=4), "pack: `k` must be a tensor, got ndarray"),
     "a list": (TypeError, lambda k, p: ops.attend([1.0], p), "attend: `q` must be a tensor, got list"),
@@ -168,7 +174,7 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
 def test_refusals(name: str) -> None:
     kind, call, message = REFUSED[name]
     k = torch.ones(2, 3, 140, 64)
-    packed = ops.pack(k, k, PLAN.words)
+    packed = ops.pack(k, k, PLAN)
     before = packed.pages.clone()
     with pytest.raises(kind) as caught:
         call(k, packed)

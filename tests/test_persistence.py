@@ -220,7 +220,7 @@ def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
     for layer, found in zip(cache.layers, independent_read(tmp_path / "c")):
         counts = torch.tensor(layer._packed(200, layer.padding), dtype=torch.int32)
         most = int(counts.max())
-        k, v = torch.ops.turboquant.dequantize(layer.plan, layer.pages, layer.block_table, counts, most)
+        k, v = torch.ops.turboquant.dequantize(layer.plan.words, layer.pages, layer.block_table, counts, most)
         for side, want in (("k", k), ("v", v)):
             for b, count in enumerate(counts.tolist()):
                 got = found["packed_" + side][b]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import turboquant
 from turboquant import Codes, Quantizer, _core
-from turboquant.plan import plan_words
+from turboquant.plan import Plan
 
 # E (u - level)^2 of N(0, 1): Lloyd-Max at 3 to 5 bits, uniform at 1 and 2 (design: arXiv 2504.19874, Theorem 1)
 DISTORTION = {1: 0.3634, 2: 0.1188, 3: 0.0345, 4: 0.0095, 5: 0.0025}
@@ -164,7 +164,7 @@ def test_vectors_do_not_depend_on_their_company(
     q = Quantizer(dim, bits, rotation, scale, seed=seed)
     codes = q.quantize(x)
     assert len(codes) == codes.vectors == vectors
-    assert codes.pages.shape == (-(-vectors // 32), 1, _core.record_bytes(q.plan))
+    assert codes.pages.shape == (-(-vectors // 32), 1, q.plan.record_bytes)
     assert codes.nbytes == codes.pages.nbytes
     y = q.dequantize(codes)
     assert y.shape == x.shape and y.dtype == np.float32 and np.isfinite(y).all()
@@ -230,15 +230,6 @@ def test_arrays_of_other_classes_are_read_as_plain_ones(rng: np.random.Generator
         q.dot(np.ma.masked_equal(x, x[0, 0]), codes)
 
 
-def test_codes_hold_a_plan_of_any_sequence(rng: np.random.Generator) -> None:
-    q = Quantizer(64, 4)
-    codes = q.quantize(normal(rng, 3, 64))
-    for plan in (list(codes.plan), np.array(codes.plan)):
-        made = Codes(plan, codes.pages, np.int64(3))  # type: ignore[arg-type]
-        assert made.plan == codes.plan and all(type(word) is int for word in (*made.plan, made.vectors))
-        assert np.array_equal(q.dequantize(made), q.dequantize(codes))
-
-
 def test_repr_and_from_plan(rng: np.random.Generator) -> None:
     q = Quantizer(80, [4, 2, 1], "dense", "norm", "sphere", 9)
     assert repr(q) == "Quantizer(80, [4, 2, 1], rotation='dense', scale='norm', codebook='sphere', seed=9)"
@@ -249,16 +240,16 @@ def test_repr_and_from_plan(rng: np.random.Generator) -> None:
     assert np.array_equal(same.dequantize(codes), q.dequantize(codes))
     assert repr(Quantizer(8, 4, centre=x[0, :8])).endswith("seed=0, centre=...)")
     with pytest.raises(ValueError, match="Quantizer: `plan` must have no value bits"):
-        Quantizer.from_plan(plan_words(64, 4, 4))
+        Quantizer.from_plan(Plan(64, 4, 4))
 
 
 # ---- refusals ----
 
 X = np.zeros((3, 64), np.float32)
 PAGES = "Codes: `pages` must be uint8 [1, 1, 1088], "
-GROUPS = "`bits` must be an integer or one per group of 32 channels, 2 for 64 channels, got 1 of them"
+GROUPS = "`bits` must be an integer or one per group, 2 of them, got 1"
 CENTRE = "Quantizer: `centre[{}]` must be finite and at most 16384 in magnitude, got {}"
-NO_SPHERE = "`codebook` must be 'normal' above 256 channels, got 'sphere' for 264"
+NO_SPHERE = "`head_dim` must be at most 256 with the sphere codebook, got 264"
 
 
 @pytest.mark.parametrize(
@@ -270,11 +261,11 @@ NO_SPHERE = "`codebook` must be 'normal' above 256 channels, got 'sphere' for 26
         (dict(dim=4104), ValueError, "Quantizer: `dim` must be a multiple of 8 in 8..4096, got 4104"),
         (dict(dim=64.0), TypeError, "Quantizer: `dim` must be an integer, got 64.0"),
         (dict(bits=0), ValueError, "Quantizer: `bits` must be in 1..5, or more than 0 in one group, got 0"),
-        (dict(bits=9), ValueError, "`bits` must be in 0..5, got 9"),
+        (dict(bits=9), ValueError, "Quantizer: `bits[0]` must be in 0..5 or 8, got 9"),
         (dict(bits=2.5), TypeError, "`bits` must be an integer, got 2.5"),
         (dict(bits="4"), TypeError, "`bits` must be an integer or a sequence of integers, got '4'"),
         (dict(bits=[4]), ValueError, GROUPS),
-        (dict(bits=[4, 6]), ValueError, "`bits[1]` must be in 0..5, got 6"),
+        (dict(bits=[4, 6]), ValueError, "Quantizer: `bits[1]` must be in 0..5 or 8, got 6"),
         (dict(bits=[0, 0]), ValueError, "Quantizer: `bits` must be in 1..5, or more than 0 in one group, got [0, 0]"),
         (dict(rotation="pca"), ValueError, "Quantizer: `rotation` must be one of hadamard, dense, none, got 'pca'"),
         (dict(rotation=1), TypeError, "Quantizer: `rotation` must be one of hadamard, dense, none, got 1"),
@@ -282,8 +273,8 @@ NO_SPHERE = "`codebook` must be 'normal' above 256 channels, got 'sphere' for 26
         (dict(scale=None), TypeError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got None"),
         (dict(codebook="kmeans"), ValueError, "`codebook` must be one of normal, sphere, uniform, got 'kmeans'"),
         (dict(dim=264, codebook="sphere"), ValueError, NO_SPHERE),
-        (dict(seed=-1), ValueError, "`seed` must be in 0..2**63 - 1, got -1"),
-        (dict(seed=2**63), ValueError, "`seed` must be in 0..2**63 - 1, got 9223372036854775808"),
+        (dict(seed=-1), ValueError, "`seed` must be in 0..2^63 - 1, got -1"),
+        (dict(seed=2**63), ValueError, "`seed` must fit in 64 bits, got 9223372036854775808"),
         (dict(seed="x"), TypeError, "`seed` must be an integer, got 'x'"),
         (dict(centre=[0.0] * 64), TypeError, "Quantizer: `centre` must be float32 [64], got list"),
         (dict(centre=X), ValueError, "Quantizer: `centre` must be float32 [64], got float32 [3, 64]"),
@@ -355,12 +346,12 @@ def test_other_calls_refuse(rng: np.random.Generator) -> None:
         with pytest.raises(ValueError, match=r"^dot: `queries` must be C-contiguous"):
             q.dot(strided, codes)
     for other, says in [
-        (Quantizer(64, 3), r"of bits \[4, 4\], got \[3, 3\]"),
-        (Quantizer(128, 4), "of dim 64, got 128"),
+        (Quantizer(64, 3), r"of key Side\(4\), got Side\(3\)"),
+        (Quantizer(128, 4), "of head_dim 64, got 128"),
         (Quantizer(64, 4, seed=1), "of seed 0, got 1"),
-        (Quantizer(64, 4, "dense"), "of rotation 1, got 2"),
-        (Quantizer(64, 4, scale="norm"), "of scale 0, got 1"),
-        (Quantizer(64, 4, codebook="sphere"), "of codebook 0, got 1"),
+        (Quantizer(64, 4, "dense"), r"of key Side\(4\), got Side\(4, rotation='dense'\)"),
+        (Quantizer(64, 4, scale="norm"), "of scale eden, got norm"),
+        (Quantizer(64, 4, codebook="sphere"), "of codebook normal, got sphere"),
     ]:
         foreign = other.quantize(normal(rng, 3, other.dim))
         for call in (lambda codes: q.dot(X, codes), q.dequantize):
@@ -371,9 +362,9 @@ def test_other_calls_refuse(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        (dict(plan=plan_words(64, 4, 4)), ValueError, "Codes: `plan` must have no value bits"),
-        (dict(plan=(1, 2)), ValueError, "plan_info: "),
-        (dict(plan=None), TypeError, "plan_info: `plan` must be a sequence"),
+        (dict(plan=Plan(64, 4, 4)), ValueError, "Codes: `plan` must have no value bits"),
+        (dict(plan=(1, 2)), TypeError, "Codes: `plan` must be a turboquant.Plan, got tuple"),
+        (dict(plan=None), TypeError, "Codes: `plan` must be a turboquant.Plan, got NoneType"),
         (dict(vectors=3.0), TypeError, "Codes: `vectors` must be an integer, got 3.0"),
         (dict(pages=np.ma.masked_less(np.zeros((1, 1, 1088), np.uint8), 1)), ValueError,
          "Codes: `pages` must have no masked numbers, got 1088 of them"),
@@ -486,27 +477,29 @@ def test_forged_headers_are_refused(saved: tuple[Path, Codes]) -> None:
     path, codes = saved
     payload = codes.pages.tobytes()
     total = zlib.crc32(payload)
-    good = forged(codes.plan, 100, len(payload), total) + payload
+    good = forged(codes.plan.words, 100, len(payload), total) + payload
     assert path.read_bytes() == good
-    refuses(path, forged(codes.plan, 100, len(payload), total, version=2) + payload, "version")
-    refuses(path, forged(codes.plan, 100, len(payload), total, magic=b"TQCACHE\0") + payload, "magic")
-    refuses(path, forged(codes.plan, 100, len(payload), total ^ 1) + payload, "checksum")
-    refuses(path, forged((4, *codes.plan[1:]), 100, len(payload), total) + payload, "version 1, 2 or 3")
-    refuses(path, forged(codes.plan[:-1], 100, len(payload), total) + payload)
+    refuses(path, forged(codes.plan.words, 100, len(payload), total, version=2) + payload, "version")
+    refuses(path, forged(codes.plan.words, 100, len(payload), total, magic=b"TQCACHE\0") + payload, "magic")
+    refuses(path, forged(codes.plan.words, 100, len(payload), total ^ 1) + payload, "checksum")
+    refuses(path, forged((4, *codes.plan.words[1:]), 100, len(payload), total) + payload, "format version 1")
+    refuses(path, forged(codes.plan.words[:-1], 100, len(payload), total) + payload)
     refuses(path, forged((), 100, len(payload), total) + payload)
-    refuses(path, forged((*codes.plan[:7], 6, *codes.plan[8:]), 100, len(payload), total) + payload, "0..5")
-    refuses(path, forged((0,) * 300, 100, len(payload), total) + payload, "271")
+    refuses(
+        path, forged((*codes.plan.words[:17], 22, *codes.plan.words[18:]), 100, len(payload), total) + payload, "0..5"
+    )
+    refuses(path, forged((0,) * 300, 100, len(payload), total) + payload, "273")
     for vectors in (0, 96, 129, 2**32, 2**63, 2**64 - 1):
-        refuses(path, forged(codes.plan, vectors, len(payload), total) + payload, "payload_bytes")
-    record = _core.record_bytes(codes.plan)
+        refuses(path, forged(codes.plan.words, vectors, len(payload), total) + payload, "payload_bytes")
+    record = codes.plan.record_bytes
     for pages in (5, 2**20, 2**50):  # claims that agree with themselves but not with the file
-        refuses(path, forged(codes.plan, 32 * pages, record * pages, total) + payload, "file_bytes")
+        refuses(path, forged(codes.plan.words, 32 * pages, record * pages, total) + payload, "file_bytes")
     wide = (2**64 // record + 1) * 32  # vectors whose bytes wrap around
-    refuses(path, forged(codes.plan, wide, wide // 32 * record % 2**64, total) + payload)
-    cache = plan_words(64, 4, 3, page_tokens=32)
-    record = _core.record_bytes(cache)
+    refuses(path, forged(codes.plan.words, wide, wide // 32 * record % 2**64, total) + payload)
+    cache = Plan(64, 4, 3, page_tokens=32)
+    record = cache.record_bytes
     body = bytes(record)
-    refuses(path, forged(cache, 32, record, zlib.crc32(body)) + body, "`plan` must have no value bits")
+    refuses(path, forged(cache.words, 32, record, zlib.crc32(body)) + body, "`plan` must have no value bits")
 
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
@@ -523,7 +516,7 @@ def test_loading_asks_for_no_more_memory_than_the_file_is_long(saved: tuple[Path
     import tracemalloc
 
     path, codes = saved
-    claims = forged(codes.plan, 32 * 2**30, 2**30 * _core.record_bytes(codes.plan), 0) + codes.pages.tobytes()
+    claims = forged(codes.plan.words, 32 * 2**30, 2**30 * codes.plan.record_bytes, 0) + codes.pages.tobytes()
     for data, fails in ((claims, True), (path.read_bytes(), False)):
         path.write_bytes(data)
         tracemalloc.start()

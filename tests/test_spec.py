@@ -120,7 +120,7 @@ def test_overrides_apply_to_their_layers():
 @pytest.mark.parametrize("bits", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (4, 2), (3, 5)])
 def test_bytes_are_those_of_the_format(bits, head_dim):
     spec = bare(*bits)
-    assert 128 * spec.bytes_per_token(head_dim) == core.record_bytes(spec.plan(head_dim))
+    assert 128 * spec.bytes_per_token(head_dim) == spec.plan(head_dim).record_bytes
     assert spec.bytes_per_token(head_dim, kv_heads=3, n_layers=5) == 15 * spec.bytes_per_token(head_dim)
     assert spec.effective_bits(head_dim) == 8 * spec.bytes_per_token(head_dim) / (2 * head_dim)
 
@@ -141,7 +141,7 @@ def test_sizes_are_checked(spec):
 
 def test_bytes_of_mixed_groups_and_overrides():
     spec = bare((5, 3, 0, 2), (4, 0, 0, 0))
-    assert 128 * spec.bytes_per_token(128) == core.record_bytes(spec.plan(128))
+    assert 128 * spec.bytes_per_token(128) == spec.plan(128).record_bytes
     spec = bare(4, 4, overrides={0: {"key_bits": 2}})
     assert spec.bytes_per_token(64, 2, 3) == 2 * (3 * (32 + 2 + 32 + 2) - 16)
     assert bare(4, 4).effective_bits(128) == 4.125 and bare(4, 4).effective_bits(64) == 4.25
@@ -169,19 +169,19 @@ EFFECTIVE = {  # bits per number at 128 channels, counted by hand: codes, signs,
 def test_effective_bits_of_the_field(name):
     spec = preset(name)
     assert spec.effective_bits(128) == EFFECTIVE[name]
-    assert 128 * spec.bytes_per_token(128, 3, 5) == 15 * core.record_bytes(spec.plan(128))
+    assert 128 * spec.bytes_per_token(128, 3, 5) == 15 * spec.plan(128).record_bytes
 
 
-def test_what_fits_the_fast_kernels_is_a_plan_of_version_1():
-    fast = {name for name, spec in presets().items() if spec.budget is None and spec.plan(128)[0] == 1}
+def test_which_presets_have_plain_plans():
+    fast = {name for name, spec in presets().items() if spec.budget is None and spec.plan(128).is_plain}
     assert fast == {
         "default",
         "esm-default",
         *(f"paper-mse-{b}" for b in (4, 3, 2)),
         *(f"mlx-v3-{b}" for b in (4, 3.5, 3.25, 3, 2.75, 2.5, 2)),
     }
-    assert preset("mlx-v3-3.25").plan(128)[7:] == (4, 3, 3, 3) * 2
-    assert preset("mlx-v3-2.75").plan(64)[7:] == (3, 2) * 2  # whole groups: a half is the nearest to three quarters
+    assert preset("mlx-v3-3.25").plan(128).key_bits == (4, 3, 3, 3)
+    assert preset("mlx-v3-2.75").plan(64).value_bits == (3, 2)  # whole groups: a half is the nearest to three quarters
     with pytest.raises(ValueError, match="`value_bits` must be whole for heads of at most 32 channels, got 2.5 for 32"):
         preset("mlx-v3-2.5").plan(32)
 

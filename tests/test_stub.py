@@ -17,7 +17,7 @@ import pytest
 
 import turboquant
 from turboquant import _core
-from turboquant.plan import plan_words
+from turboquant.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ast.parse((ROOT / "turboquant" / "_core.pyi").read_text())
@@ -92,7 +92,7 @@ def test_constants_agree(name: str) -> None:
 
 
 def test_dictionaries_agree() -> None:
-    plan = plan_words(64, 4, page_tokens=32)
+    plan = Plan(64, 4, page_tokens=32).words
     payload = _core.record_bytes(plan)
     header = _core.file_header_write(plan, 1, payload, 0)
     real = {

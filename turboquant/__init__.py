@@ -3,6 +3,7 @@
     Quantizer, Codes         vectors, with NumPy alone
     Index                    vector search, with NumPy alone
     CacheSpec, preset(s)     how a cache quantises
+    Plan                     how one layer's vectors become bytes
     TurboQuantCache          a `transformers.Cache`                               needs transformers
     calibrate, Calibration   measure a model once, for calibrated plans           needs transformers
     measure, Moments         where keys lie and queries look, measured once       needs transformers
@@ -26,6 +27,7 @@ _HOMES = {
     "CacheSpec": "spec",
     "preset": "presets",
     "presets": "presets",
+    "Plan": "plan",
     "Calibration": "calibration",
     "calibrate": "calibration.measure",
     "Moments": "moments",
@@ -41,6 +43,7 @@ __all__ = [
     "Codes",
     "Index",
     "Moments",
+    "Plan",
     "Quantizer",
     "TurboQuantCache",
     "calibrate",
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
     from .moments.measure import measure as measure
     from .patch import patch as patch
     from .patch import unpatch as unpatch
+    from .plan import Plan as Plan
     from .presets import preset as preset
     from .presets import presets as presets
     from .quantizer import Codes as Codes

@@ -6,7 +6,7 @@ output is a ValueError; nothing is copied to make an argument fit. Messages read
 to read. A failed call has written nothing. Also MemoryError, and RuntimeError for an instruction set that is not
 there. The GIL is released while the core runs; do not change an array that a call in another thread is using.
 
-plan         any sequence of integers as `turboquant.plan.plan_words` writes them.
+plan         any sequence of integers, the `words` of a `turboquant.Plan`.
 floats       float32 or float16; bfloat16 is a uint16 array of its bits together with dtype="bfloat16". All arrays of
              the model's dtype (k, v, q, sinks, window, fresh, out) of one call have the same one. dtype=None: that of
              k or q. k, v, q, fresh_k and fresh_v may have any strides but in the last dimension, which is dense; all
@@ -19,7 +19,7 @@ pages        uint8 [n_pages, kv_heads, record_bytes], 64-byte aligned: `new_page
 block_table  int32 [batch, max_pages];  lengths, starts  int32 [batch].
 transforms   float32:  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim];
              *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
-             Plans of version 2: matrix_rows instead of head_dim rows, step_columns instead of groups (`plan_info`).
+             Of a plan that is not plain: matrix_rows rows, not head_dim, and step_columns, not groups (`plan_info`).
 threads      at most so many; 0: num_threads().
 """
 
@@ -40,7 +40,7 @@ class CodebookTables(TypedDict):
     code_of_rank: NDArray[np.uint8]  # [n_levels]
 
 class PlanInfo(TypedDict):
-    version: int
+    is_plain: int
     head_dim: int
     groups: int
     group_channels: int

@@ -451,11 +451,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             pages, rows = self._append(key, value, lengths, state, after, padding)
         else:
             attended = self._with_room(after, padding, lambda table: _append_attend(
-                self.plan, query, key, value, lengths, table.pool.storage, table.tensor, flag=self.flag, **how, **state
+                self.plan.words, query, key, value, lengths, table.pool.storage, table.tensor, flag=self.flag, **how,
+                **state,
             ))  # fmt: skip
         self.tokens, self.padding, self.sliding_window = after, padding, sliding
         if attended is None and not exact:
-            attended, _ = _attend(self.plan, query, pages, rows, lengths, **how, **{**state, **fresh})
+            attended, _ = _attend(self.plan.words, query, pages, rows, lengths, **how, **{**state, **fresh})
         if sliding and new > 1:  # the earlier queries have seen them: forks may take these pages now
             self._release()
             self.table.compact()
@@ -481,7 +482,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Stores the new tokens, and returns the pages and the table that hold them."""
 
         def append(table: PageTable) -> tuple[torch.Tensor, torch.Tensor]:
-            _append(self.plan, key, value, lengths, table.pool.storage, table.tensor, flag=self.flag, **state)
+            _append(self.plan.words, key, value, lengths, table.pool.storage, table.tensor, flag=self.flag, **state)
             return table.pool.storage, table.tensor
 
         return self._with_room(after, padding, append)

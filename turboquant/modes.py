@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from .plan import GROUP, plan_words
+from .plan import GROUP, Plan, Side
 from .spec import CacheSpec, first_part
 
 __all__ = ["is_split", "side_matrix", "split_rotation"]
@@ -62,5 +62,5 @@ def _plain_rotation(kind: str, dim: int, seed: int) -> F32:
     """[dim, dim]."""
     if kind == "dense":
         return _core.haar(seed, dim)
-    plan = plan_words(dim, 1, 0, rotation=kind, seed=seed)
-    return np.ascontiguousarray(_core.rotate(plan, np.eye(dim, dtype=np.float32)).T)
+    plan = Plan(dim, Side(1, kind), seed=seed)
+    return np.ascontiguousarray(_core.rotate(plan.words, np.eye(dim, dtype=np.float32)).T)

@@ -15,13 +15,13 @@ CUDA, on CUDA, from one schema and into the same bytes; under `torch.compile(ful
 
 Arguments that several operators share (contracts and the byte format: ``csrc/include/turboquant.h``):
 
-    plan         the integers of `turboquant.plan.plan_words`; the first argument of every operator but `merge`.
+    plan         the words of a `turboquant.Plan`; the first argument of every operator but `merge`.
     floats       float32, float16 or bfloat16; all of one call alike. Their layout is [batch, heads, tokens, head_dim],
                  as in `torch.nn.functional.scaled_dot_product_attention`. k, v, q, fresh_k and fresh_v may have any
                  strides but in the last dimension, which is dense (a transposed [batch, tokens, heads, head_dim] is
                  fine; on CUDA those of q and fresh_* are multiples of 4); all other tensors are contiguous, except x of
                  `rotate` and both of `merge`.
-    pages        uint8 [n_pages, kv_heads, record_bytes], zeroed when made; `turboquant._core.record_bytes(plan)`.
+    pages        uint8 [n_pages, kv_heads, record_bytes], zeroed when made; `Plan.record_bytes`.
     block_table  int32 [batch, max_pages]: page j of sequence b is pages[block_table[b, j]].
     sink_*       [batch, kv_heads, sinks, head_dim], the first tokens, exact. None or empty: no sinks.
     window_*     [batch, kv_heads, window, head_dim], the last tokens, exact, a ring: position p is row p % window.
@@ -29,7 +29,7 @@ Arguments that several operators share (contracts and the byte format: ``csrc/in
     transforms   float32, how vectors become what is coded, z = R (x - centre) / step:
                  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim], of plans with a dense rotation;
                  *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
-                 Plans of version 2: a sketch is more rows of *_rotation, a table stands in *_steps (turboquant.h).
+                 A sketch is more rows of *_rotation, a table stands in *_steps (turboquant.h).
 
 Errors: TypeError for a tensor of another dtype; ValueError for anything else about an argument, such as "attend:
 `block_table[3]` must be in 0..n_pages - 1, got 8"; MemoryError; RuntimeError for the machine (CUDA, an instruction
@@ -252,8 +252,9 @@ def _quantize(
     """
     _check("quantize", locals())
     batch, kv_heads, tokens, _ = k.shape
-    pages = batch * (-(-tokens // plan[2]))
-    return torch.empty((pages, kv_heads, _core.record_bytes(plan)), dtype=torch.uint8, device=k.device)
+    info = _core.plan_info(plan)
+    pages = batch * (-(-tokens // info["page_tokens"]))
+    return torch.empty((pages, kv_heads, info["record_bytes"]), dtype=torch.uint8, device=k.device)
 
 
 def _dequantize(
@@ -276,8 +277,9 @@ def _dequantize(
     behind them; v is [batch, kv_heads, 0, head_dim] for a plan without values. `attend` needs none of it.
     lengths: int32 [batch], at most max_tokens, which is at most ``max_pages * page_tokens``.
     """
-    has_values = any(_core.plan_info(plan)["value_bits"])
-    shape = (block_table.shape[0], pages.shape[1], max_tokens, plan[1])
+    info = _core.plan_info(plan)
+    has_values = any(info["value_bits"])
+    shape = (block_table.shape[0], pages.shape[1], max_tokens, info["head_dim"])
     k = torch.empty(shape, dtype=torch.float32, device=pages.device)
     return k, torch.empty(shape if has_values else (*shape[:2], 0, shape[3]), dtype=torch.float32, device=pages.device)
 

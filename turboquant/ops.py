@@ -23,7 +23,6 @@ tensor that requires grad is an error while grad mode is on. All but `pack` can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, overload
 
@@ -33,7 +32,7 @@ from . import _core, operators  # noqa: F401  registers torch.ops.turboquant, or
 import torch
 from torch import Tensor
 
-from .plan import plan_words
+from .plan import Plan
 
 __all__ = ["PackedKV", "append", "append_attend", "attend", "dequantize", "merge", "pack", "quantize", "rotate"]
 
@@ -53,7 +52,7 @@ class PackedKV:
     pages: uint8 [n_pages, kv_heads, record_bytes], zeroed before the first token.
     block_table: int32 [batch, max_pages]; page j of sequence b is ``pages[block_table[b, j]]``.
     lengths: int32 [batch], stored tokens of each sequence. `append` writes to it.
-    plan: the integers of `turboquant.plan.plan_words`.
+    plan: how the pages store them, a `turboquant.Plan`.
     tokens: the largest number in `lengths`, known without asking the device; ``len(packed)``.
     transforms: key_rotation, value_rotation, key_centre, value_centre, key_steps and value_steps, those that there are.
 
@@ -63,14 +62,14 @@ class PackedKV:
     pages: Tensor
     block_table: Tensor
     lengths: Tensor
-    plan: tuple[int, ...]
+    plan: Plan
     tokens: int
     transforms: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def capacity(self) -> int:
         """Tokens of one sequence that the block table has room for."""
-        return self.block_table.shape[1] * self.plan[2]
+        return self.block_table.shape[1] * self.plan.page_tokens
 
     @property
     def nbytes(self) -> int:
@@ -82,11 +81,10 @@ class PackedKV:
         return self.tokens
 
     def __repr__(self) -> str:
-        info = _core.plan_info(self.plan)
-        key, value = (_width(bits) for bits in (info["key_bits"], info["value_bits"]))
+        key, value = _width(self.plan.key_bits), _width(self.plan.value_bits)
         return (
             f"PackedKV(batch={self.block_table.shape[0]}, kv_heads={self.pages.shape[1]}, tokens={self.tokens}, "
-            f"capacity={self.capacity}, head_dim={info['head_dim']}, key_bits={key}, value_bits={value}, "
+            f"capacity={self.capacity}, head_dim={self.plan.head_dim}, key_bits={key}, value_bits={value}, "
             f"nbytes={self.nbytes}, device={str(self.pages.device)!r})"
         )
 
@@ -105,6 +103,11 @@ def _check(op: str, packed: object = None, **tensors: object) -> None:
         raise TypeError(f"{op}: `packed` must be a PackedKV, as `pack` returns it, got {type(packed).__name__}")
 
 
+def _check_plan(op: str, plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{op}: `plan` must be a turboquant.Plan, got {plan!r}")
+
+
 def _after(op: str, packed: PackedKV, k: Tensor) -> tuple[int, Tensor]:
     """Length of the longest sequence, and all lengths, once the tokens of k are stored. On CUDA the operator cannot see
     that a table is full and would drop tokens, so that is looked at here."""
@@ -119,7 +122,7 @@ def _after(op: str, packed: PackedKV, k: Tensor) -> tuple[int, Tensor]:
 def pack(
     k: Tensor,
     v: Tensor | None,
-    plan: Sequence[int] | None = None,
+    plan: Plan | None = None,
     *,
     bits: int | None = None,
     max_tokens: int = 0,
@@ -133,7 +136,7 @@ def pack(
     """Whole sequences, every token quantised, as a `PackedKV`.
 
     k, v: [batch, kv_heads, tokens, head_dim], keys after RoPE; v is None for a plan without values.
-    plan: the integers of `turboquant.plan.plan_words`; or
+    plan: how the pages store them; or
     bits: instead of a plan, bits of each channel of keys and values, 1 to 5, with a Hadamard rotation.
     max_tokens: room for so many tokens of each sequence, for `append`; at least those that are there.
     transforms (key_rotation, ..): see `turboquant.operators`; the `PackedKV` keeps them.
@@ -148,10 +151,10 @@ def pack(
         raise TypeError(f"pack: `plan` must be given, or else `bits`, got {'neither' if plan is None else 'both'}")
     if plan is None:
         assert bits is not None
-        plan = plan_words(k.shape[3], bits, 0 if v is None else bits)
-    record_bytes = _core.record_bytes(plan)  # checks the plan
+        plan = Plan(k.shape[3], bits, None if v is None else bits)
+    _check_plan("pack", plan)
     batch, kv_heads, tokens, _ = k.shape
-    n_pages = -(-max(tokens, max_tokens) // plan[2])
+    n_pages = -(-max(tokens, max_tokens) // plan.page_tokens)
     given = {
         "key_rotation": key_rotation,
         "value_rotation": value_rotation,
@@ -161,14 +164,14 @@ def pack(
         "value_steps": value_steps,
     }
     packed = PackedKV(
-        pages=torch.zeros((batch * n_pages, kv_heads, record_bytes), dtype=torch.uint8, device=k.device),
+        pages=torch.zeros((batch * n_pages, kv_heads, plan.record_bytes), dtype=torch.uint8, device=k.device),
         block_table=torch.arange(batch * n_pages, dtype=torch.int32, device=k.device).view(batch, n_pages),
         lengths=torch.full((batch,), tokens, dtype=torch.int32, device=k.device),
-        plan=tuple(plan),
+        plan=plan,
         tokens=tokens,
         transforms={name: x for name, x in given.items() if x is not None},
     )
-    _append(packed.plan, k, v, packed.lengths, packed.pages, packed.block_table, **packed.transforms)
+    _append(packed.plan.words, k, v, packed.lengths, packed.pages, packed.block_table, **packed.transforms)
     return packed
 
 
@@ -182,7 +185,7 @@ def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None
     """
     _check("append", packed, k=k)
     tokens, lengths = _after("append", packed, k)
-    _append(packed.plan, k, v, lengths, packed.pages, packed.block_table, flag=flag, **packed.transforms)
+    _append(packed.plan.words, k, v, lengths, packed.pages, packed.block_table, flag=flag, **packed.transforms)
     packed.lengths.copy_(lengths)
     packed.tokens = tokens
 
@@ -242,7 +245,7 @@ def attend(
     """
     _check("attend", packed, q=q)
     out, lse = _attend(
-        packed.plan,
+        packed.plan.words,
         q,
         packed.pages,
         packed.block_table,
@@ -279,7 +282,7 @@ def append_attend(
     _check("append_attend", packed, q=q, k=k, v=v)
     tokens, lengths = _after("append_attend", packed, k)
     out: Tensor = _append_attend(
-        packed.plan,
+        packed.plan.words,
         q,
         k,
         v,
@@ -306,13 +309,13 @@ def dequantize(packed: PackedKV) -> tuple[Tensor, Tensor]:
     """
     _check("dequantize", packed)
     k, v = _dequantize(
-        packed.plan, packed.pages, packed.block_table, packed.lengths, packed.tokens, **packed.transforms
+        packed.plan.words, packed.pages, packed.block_table, packed.lengths, packed.tokens, **packed.transforms
     )
     return k, v
 
 
 def quantize(
-    plan: Sequence[int],
+    plan: Plan,
     k: Tensor,
     v: Tensor | None,
     *,
@@ -330,8 +333,9 @@ def quantize(
     b * n + n - 1. On CUDA it waits for the device.
     """
     _check("quantize", k=k)
+    _check_plan("quantize", plan)
     pages: Tensor = _quantize(
-        plan,
+        plan.words,
         k,
         v,
         key_rotation=key_rotation,
@@ -344,14 +348,15 @@ def quantize(
     return pages
 
 
-def rotate(plan: Sequence[int], x: Tensor, matrix: Tensor | None = None, *, inverse: bool = False) -> Tensor:
+def rotate(plan: Plan, x: Tensor, matrix: Tensor | None = None, *, inverse: bool = False) -> Tensor:
     """``R x`` (or ``R^T x`` if `inverse`) for every row of x, in float32, returned in x's dtype, contiguous.
 
     x: [..., head_dim], any strides.
     matrix: float32 [head_dim, head_dim], for plans with a dense rotation; None: the plan's Hadamard, or none.
     """
     _check("rotate", x=x)
-    y: Tensor = _rotate(plan, x, matrix, inverse)
+    _check_plan("rotate", plan)
+    y: Tensor = _rotate(plan.words, x, matrix, inverse)
     return y
 
 

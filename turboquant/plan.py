@@ -1,22 +1,21 @@
-"""Plans: how the vectors of one layer become bytes, as the integers that files, operators and `turboquant._core` carry.
+"""Plans: how the vectors of one layer become bytes.
 
-The words are defined in ``csrc/include/turboquant.h`` ("A plan as integers"); only this file writes them in Python.
+`Plan` gives names to what files, operators and `turboquant._core` carry as integers, ``Plan.words``. Their order and
+their meaning are in ``csrc/include/turboquant.h`` ("A plan as integers"); the core alone decides what is a plan.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import index
-from typing import TypeVar
+from typing import Any, TypeVar
 
 FORMAT_VERSION = 1
-BLOCKED_VERSION = 2  # of plans with blocks, tables and sketches, which plain kernels run
-FINE_VERSION = 3  # of plans with groups of 16 channels
-NEW_BLOCK = 16  # added to the bits of the group that a block begins with
 GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
-FINE_GROUP = 16  # the same in version 3
+FINE_GROUP = 16  # the other choice
 MAX_BITS = 5
 WIDE_BITS = 8  # of groups of 16 channels, beside 0..5
 WIDE_STEP = 2.0**-5  # of their levels
@@ -24,7 +23,8 @@ MAX_HEAD_DIM = 256  # of a plan with values
 MAX_DIM = 4096  # of a plan without values (vectors)
 PAGE_TOKENS = 128  # of a cache
 
-Plan = tuple[int, ...]
+_HEADER = 17  # words before those of the groups
+_NEW_BLOCK = 16  # added to the bits of the group that a block begins with
 
 
 class Rotation(IntEnum):
@@ -53,7 +53,7 @@ class Scale(IntEnum):
 
 
 class Levels(IntEnum):
-    """What the codes of one side of a plan of version 2 stand for (``tq_levels``)."""
+    """What the codes of one side stand for (``tq_levels``)."""
 
     CODEBOOK = 0  # a scale per token and block, times a level of the codebook
     AFFINE = 1  # a zero point and a scale, from the block's smallest and largest number
@@ -87,11 +87,29 @@ def member(kind: type[_Member], value: _Member | str, argument: str) -> _Member:
     return kind[value.upper()]
 
 
-def _integer(value: int, argument: str) -> int:
+def _shown(value: object) -> str:
+    return repr(value.name.lower() if isinstance(value, IntEnum) else value)
+
+
+def _integer(value: Any, argument: str) -> int:
     try:
-        return index(value)
+        number = index(value)
     except TypeError:
         raise TypeError(f"`{argument}` must be an integer, got {value!r}") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"`{argument}` must fit in 64 bits, got {number}")
+    return number
+
+
+def _record_bytes(words: Sequence[int]) -> int:
+    """Of a plan's words, which the core checks. ValueError or TypeError that names the field."""
+    from . import _core
+
+    try:
+        return _core.record_bytes(words)
+    except (TypeError, ValueError) as error:
+        error.args = (str(error).removeprefix("record_bytes: "),)  # its fields stay
+        raise
 
 
 def widths_of(group: int) -> tuple[int, ...]:
@@ -99,149 +117,187 @@ def widths_of(group: int) -> tuple[int, ...]:
     return (*range(MAX_BITS + 1), *((WIDE_BITS,) if group == FINE_GROUP else ()))
 
 
-def group_bits(bits: int | Sequence[int], head_dim: int, argument: str, group: int = GROUP) -> Plan:
-    """The bits of each group of `group` channels, from one integer or ``ceil(head_dim / group)`` of them: 0 to 5 each,
-    in groups of 16 also 8."""
-    groups = -(-head_dim // group)
-    known = widths_of(group)
-    wants = f"in 0..{MAX_BITS}" + (f" or {WIDE_BITS}" if WIDE_BITS in known else "")
+def group_bits(bits: int | Sequence[int], groups: int, argument: str) -> tuple[int, ...]:
+    """The bits of each of `groups` groups, from one integer or as many as there are groups; TypeError or ValueError."""
     if isinstance(bits, (str, bytes)):
         raise TypeError(f"`{argument}` must be an integer or a sequence of integers, got {bits!r}")
-    widths: Plan
-    if isinstance(bits, Iterable):
-        widths = tuple(_integer(b, f"{argument}[{i}]") for i, b in enumerate(bits))
-        if len(widths) != groups:
-            number = f"an integer or one per group of {group} channels, {groups} for {head_dim} channels"
-            raise ValueError(f"`{argument}` must be {number}, got {len(widths)} of them")
-    else:
-        widths = (_integer(bits, argument),) * groups
-        if widths[0] not in known:
-            raise ValueError(f"`{argument}` must be {wants}, got {widths[0]}")
-    for i, width in enumerate(widths):
-        if width not in known:
-            raise ValueError(f"`{argument}[{i}]` must be {wants}, got {width}")
+    if not isinstance(bits, Iterable):
+        return (_integer(bits, argument),) * groups
+    widths = tuple(_integer(b, f"{argument}[{i}]") for i, b in enumerate(bits))
+    if len(widths) != groups:
+        raise ValueError(f"`{argument}` must be an integer or one per group, {groups} of them, got {len(widths)}")
     return widths
-
-
-def plan_words(
-    head_dim: int,
-    key_bits: int | Sequence[int],
-    value_bits: int | Sequence[int] = 0,
-    *,
-    rotation: Rotation | str = Rotation.HADAMARD,
-    codebook: Codebook | str = Codebook.NORMAL,
-    scale: Scale | str = Scale.EDEN,
-    seed: int = 0,
-    page_tokens: int = PAGE_TOKENS,
-    group: int = GROUP,
-) -> Plan:
-    """The words of a plan, checked.
-
-    head_dim: channels of a vector, a multiple of 8; 8..256, or 8..4096 if there are no value bits.
-    key_bits, value_bits: bits of a code, 0..5 (with groups of 16 also 8); one integer, or one per group. At least one
-        key group has bits; value bits of 0 make a plan for vectors alone, which `turboquant._core.attend` refuses.
-    rotation, codebook, scale: members or their names. ``Codebook.SPHERE`` is for head_dim <= 256.
-    seed: 0 .. 2**63 - 1, of the Hadamard signs (a dense matrix has its own).
-    page_tokens: 32, 64, 96 or 128; 64 or 128 with groups of 16.
-    group: channels of a group, 32, or 16 (version 3) with head_dim <= 256. The last group is padded, so heads that are
-        no multiple of 32 take less room with 16.
-
-    Raises TypeError for a wrong type, ValueError for a number out of range; the message names the argument.
-    """
-    head_dim, seed = _integer(head_dim, "head_dim"), _integer(seed, "seed")
-    if head_dim % 8 or not 8 <= head_dim <= MAX_DIM:
-        limits = f"8..{MAX_HEAD_DIM} (8..{MAX_DIM} without values)"
-        raise ValueError(f"`head_dim` must be a multiple of 8 in {limits}, got {head_dim}")
-    group = _integer(group, "group")
-    if group not in (GROUP, FINE_GROUP):
-        raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {group!r}")
-    if group == FINE_GROUP and head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"`group` must be {GROUP} above {MAX_HEAD_DIM} channels, got {group} for {head_dim}")
-    keys, values = (
-        group_bits(b, head_dim, name, group) for b, name in ((key_bits, "key_bits"), (value_bits, "value_bits"))
-    )
-    if not any(keys):
-        raise ValueError(f"`key_bits` must give at least one group bits, got {key_bits!r}")
-    if any(values) and head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"`head_dim` must be in 8..{MAX_HEAD_DIM} for a plan with values, got {head_dim}")
-    law = member(Codebook, codebook, "codebook")
-    if law == Codebook.SPHERE and head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"`codebook` must be 'normal' above {MAX_HEAD_DIM} channels, got 'sphere' for {head_dim}")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"`seed` must be in 0..2**63 - 1, got {seed}")
-    page_tokens = _integer(page_tokens, "page_tokens")
-    if page_tokens not in (32, 64, 96, 128) or (group == FINE_GROUP and page_tokens % 64):
-        wants = "64 or 128 with groups of 16" if group == FINE_GROUP else "32, 64, 96 or 128"
-        raise ValueError(f"`page_tokens` must be {wants}, got {page_tokens}")
-    turn, scaling = member(Rotation, rotation, "rotation"), member(Scale, scale, "scale")
-    version = FORMAT_VERSION if group == GROUP else FINE_VERSION
-    return (version, head_dim, page_tokens, int(turn), int(law), int(scaling), seed, *keys, *values)
 
 
 @dataclass(frozen=True)
 class Side:
-    """Keys or values in a plan of version 2.
+    """Keys or values in a `Plan`.
 
-    bits: 1..5, with affine levels also 8, with absmax 2..5 and 8; one integer, or one per group of 32 channels.
-    block: channels that share their per-token numbers, a multiple of 32; 0: all of them; a tuple: the groups that
-        blocks begin with, the first of them 0.
+    bits: 0..5 of a code; 8 too with groups of 16 channels, and with affine and absmax levels. One integer, or one per
+        group of channels.
     rotation, levels, sketch: members or their names.
+    blocks: channels that share their per-token numbers, a multiple of 32 (0: all of them); or the groups that blocks
+        begin with, a tuple whose first is 0.
     sketch_rows: of a Gaussian sketch, 1..head_dim.
     """
 
     bits: int | Sequence[int]
-    block: int | tuple[int, ...] = 0
     rotation: Rotation | str = Rotation.HADAMARD
     levels: Levels | str = Levels.CODEBOOK
+    blocks: int | tuple[int, ...] = 0
     sketch: Sketch | str = Sketch.NONE
     sketch_rows: int = 0
 
-    def words(self, head_dim: int) -> tuple[Plan, Plan]:
-        """Those of the header, and those of the groups."""
-        groups, levels = -(-head_dim // GROUP), member(Levels, self.levels, "levels")
-        bits = tuple(self.bits) if isinstance(self.bits, Iterable) else (_integer(self.bits, "bits"),) * groups
-        if len(bits) != groups:
-            raise ValueError(f"`bits` must be an integer or one per group, {groups} of them, got {len(bits)}")
-        known = (*range(2 if levels == Levels.ABSMAX else 1, MAX_BITS + 1),)
-        if levels in (Levels.AFFINE, Levels.ABSMAX):
-            known += (WIDE_BITS,)
-        for b in bits:
-            if _integer(b, "bits") not in known:
-                raise ValueError(f"`bits` must be one of {known} with {levels.name.lower()} levels, got {b}")
-        if isinstance(self.block, tuple):
-            begins = set(self.block)
-        elif _integer(self.block, "block") % GROUP or self.block < 0:
-            raise ValueError(f"`block` must be 0 or a multiple of {GROUP} channels, got {self.block}")
-        else:
-            begins = set(range(0, groups, self.block // GROUP or groups))
-        head = (member(Rotation, self.rotation, "rotation"), levels, member(Sketch, self.sketch, "sketch"),
-                self.sketch_rows)  # fmt: skip
-        return tuple(map(int, head)), tuple(b + NEW_BLOCK * (g in begins) for g, b in enumerate(bits))
+    def _of(self, name: str, groups: int, group: int) -> Side:
+        """The same with a tuple for bits and blocks, and members for names. name: "key" or "value"."""
+        blocks = self.blocks
+        if not isinstance(blocks, tuple):
+            channels = _integer(blocks, f"{name}_blocks")
+            if channels < 0 or channels % group:
+                raise ValueError(f"`{name}_blocks` must be 0 or a multiple of {group} channels, got {channels}")
+            blocks = tuple(range(0, groups, channels // group or groups))
+        return Side(
+            group_bits(self.bits, groups, f"{name}_bits"),
+            member(Rotation, self.rotation, f"{name}_rotation"),
+            member(Levels, self.levels, f"{name}_levels"),
+            blocks,
+            member(Sketch, self.sketch, f"{name}_sketch"),
+            _integer(self.sketch_rows, f"{name}_sketch_rows"),
+        )
+
+    def _head(self) -> tuple[int, int, int, int]:
+        return int(self.rotation), int(self.levels), int(self.sketch), self.sketch_rows
+
+    def _groups(self, name: str) -> list[int]:
+        bits: tuple[int, ...] = self.bits  # type: ignore[assignment]
+        for i, b in enumerate(bits):
+            if not 0 <= b < _NEW_BLOCK:  # it would be another word
+                raise ValueError(f"`{name}_bits[{i}]` must be in 0..{MAX_BITS} or {WIDE_BITS}, got {b}")
+        return [b + _NEW_BLOCK * (g in self.blocks) for g, b in enumerate(bits)]  # type: ignore[operator]
+
+    def __repr__(self) -> str:
+        bits = self.bits[0] if isinstance(self.bits, tuple) and len(set(self.bits)) == 1 else self.bits
+        said = [repr(bits)]
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default and not (field.name == "blocks" and value == (0,)):
+                said.append(f"{field.name}={_shown(value)}")
+        return f"Side({', '.join(said)})"
 
 
-def blocked_plan_words(
-    head_dim: int,
-    key: Side,
-    value: Side | None = None,
-    *,
-    codebook: Codebook | str = Codebook.NORMAL,
-    scale: Scale | str = Scale.EDEN,
-    seed: int = 0,
-    page_tokens: int = PAGE_TOKENS,
-) -> Plan:
-    """The words of a plan of version 2, checked by the core. value: None for vectors alone. Others as `plan_words`.
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """How the vectors of one layer become bytes; immutable, compared and hashed by its fields.
 
-    Raises TypeError or ValueError; the message names the field, or the word as ``plan[i]``.
+    head_dim: channels of a vector, a multiple of 8; 8..256, or 8..4096 if there are no values.
+    key, value: a `Side`, or its bits alone: ``Plan(128, 4, 3)``. No values (None, or no bits) make a plan for vectors.
+    page_tokens: 32, 64, 96 or 128; 64 or 128 with groups of 16.
+    group: channels of a group, 32, or 16 with head_dim <= 256. The last group is padded.
+    codebook, scale: members or their names. ``Codebook.SPHERE`` is for head_dim <= 256.
+    seed: 0 .. 2**63 - 1, of the Hadamard signs (a dense matrix has its own).
+    wave_pairs, metric: of keys, 0 to head_dim / 2, and a rank of 0 to 4 or None. They have their place in the format;
+        what asks for them is refused until the kernels know them.
+
+    words: what the operators of `torch.ops.turboquant`, `turboquant._core` and files of codes take.
+    record_bytes: of one page of one KV head.
+
+    Raises TypeError for a wrong type, ValueError for what the core refuses; the message names the field.
     """
-    from . import _core
 
-    head_dim, seed, page_tokens = (
-        _integer(n, name) for n, name in ((head_dim, "head_dim"), (seed, "seed"), (page_tokens, "page_tokens"))
-    )
-    law, scaling = member(Codebook, codebook, "codebook"), member(Scale, scale, "scale")
-    key_head, key_groups = key.words(head_dim)
-    value_head, value_groups = ((0,) * 4, (0,) * len(key_groups)) if value is None else value.words(head_dim)
-    common = (BLOCKED_VERSION, head_dim, page_tokens, 0, int(law), int(scaling), seed)
-    words = (*common, *key_head, *value_head, *key_groups, *value_groups)
-    _core.record_bytes(words)
-    return words
+    head_dim: int
+    key: Side | int | Sequence[int]
+    value: Side | int | Sequence[int] | None = None
+    page_tokens: int = PAGE_TOKENS
+    group: int = GROUP
+    codebook: Codebook | str = Codebook.NORMAL
+    scale: Scale | str = Scale.EDEN
+    seed: int = 0
+    wave_pairs: int = 0
+    metric: int | None = None
+    words: tuple[int, ...] = dataclasses.field(init=False, compare=False)
+    record_bytes: int = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = {n: _integer(getattr(self, n), n) for n in ("head_dim", "page_tokens", "group", "seed", "wave_pairs")}
+        law, scaling = member(Codebook, self.codebook, "codebook"), member(Scale, self.scale, "scale")
+        metric = None if self.metric is None else _integer(self.metric, "metric")
+        group = numbers["group"] if numbers["group"] in (GROUP, FINE_GROUP) else GROUP  # the core refuses others
+        groups = max(1, -(-min(numbers["head_dim"], MAX_DIM) // group))
+        sides = {}
+        for name in ("key", "value"):
+            given = getattr(self, name)
+            side = given if isinstance(given, Side) else None if given is None else self._side(name, given)
+            side = None if side is None else side._of(name, groups, group)
+            sides[name] = side if name == "key" or (side and any(side.bits)) else None  # type: ignore[arg-type]
+        key, value = sides["key"], sides["value"]
+        if key is None:
+            raise TypeError("`key` must be a Side or its bits, got None")
+        words = (
+            *(FORMAT_VERSION, numbers["head_dim"], numbers["page_tokens"], numbers["group"], int(law), int(scaling)),
+            *(numbers["seed"], *key._head(), *(value._head() if value else (0,) * 4)),
+            *(numbers["wave_pairs"], 0 if metric is None else 1 + metric),
+            *(*key._groups("key"), *(value._groups("value") if value else (0,) * groups)),
+        )
+        fields = {**numbers, **sides, "codebook": law, "scale": scaling, "metric": metric, "words": words}
+        for name, checked in {**fields, "record_bytes": _record_bytes(words)}.items():
+            object.__setattr__(self, name, checked)
+
+    def _side(self, name: str, bits: Any) -> Side:
+        """A side from its bits alone: values take the rotation of the keys."""
+        rotation = self.key.rotation if name == "value" and isinstance(self.key, Side) else Rotation.HADAMARD
+        return Side(bits, rotation)
+
+    @classmethod
+    def from_words(cls, words: Sequence[int]) -> Plan:
+        """The plan whose `words` these are. ValueError or TypeError for others."""
+        words = tuple(words)
+        _record_bytes(words)  # refuses what is no plan
+        groups = (len(words) - _HEADER) // 2
+
+        def side(head: int, first: int) -> Side | None:
+            of_groups = words[first : first + groups]
+            blocks = tuple(g for g, word in enumerate(of_groups) if word >= _NEW_BLOCK)
+            rotation, levels, sketch, rows = words[head : head + 4]
+            bits = [word % _NEW_BLOCK for word in of_groups]
+            return Side(bits, Rotation(rotation), Levels(levels), blocks, Sketch(sketch), rows) if blocks else None
+
+        key = side(7, _HEADER)
+        assert key is not None
+        metric = words[16] - 1 if words[16] else None
+        laws = Codebook(words[4]), Scale(words[5])
+        head_dim, page_tokens, group = words[1:4]
+        return cls(head_dim, key, side(11, _HEADER + groups), page_tokens, group, *laws, words[6], words[15], metric)
+
+    @property
+    def groups(self) -> int:
+        """Groups of a vector's channels."""
+        return -(-self.head_dim // self.group)
+
+    @property
+    def key_bits(self) -> tuple[int, ...]:
+        """By group."""
+        return self.key.bits  # type: ignore[union-attr, return-value]
+
+    @property
+    def value_bits(self) -> tuple[int, ...]:
+        """By group; 0 for a plan without values."""
+        return (0,) * self.groups if self.value is None else self.value.bits  # type: ignore[union-attr, return-value]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the fast kernels run it: both sides have codebook levels, one block, no sketch and one rotation."""
+        from . import _core
+
+        return bool(_core.plan_info(self.words)["is_plain"])
+
+    def nbytes(self, tokens: int, kv_heads: int = 1) -> int:
+        """Bytes of the pages that `tokens` packed tokens of one sequence fill, the last page whole."""
+        return -(-tokens // self.page_tokens) * kv_heads * self.record_bytes
+
+    def __repr__(self) -> str:
+        said = [str(self.head_dim)]
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if field.init and value != field.default:
+                said.append(f"{field.name}={_shown(value)}")
+        return f"Plan({', '.join(said)})"

@@ -7,10 +7,12 @@ bytes are a cache's pages without values (csrc/include/turboquant.h), with 32 ve
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from operator import index
 from typing import Any, TypedDict
 
@@ -20,9 +22,10 @@ from numpy.typing import NDArray
 from . import _core
 from .files import write_whole
 from .plan import (
-    BLOCKED_VERSION,
+    GROUP,
     MAX_BITS,
     MAX_DIM,
+    WIDE_BITS,
     Codebook,
     Levels,
     Plan,
@@ -30,10 +33,8 @@ from .plan import (
     Scale,
     Side,
     Sketch,
-    blocked_plan_words,
     group_bits,
     member,
-    plan_words,
 )
 
 __all__ = ["Codes", "Quantizer"]
@@ -53,6 +54,17 @@ class _Transform(TypedDict, total=False):
 
     key_rotation: NDArray[np.float32]
     key_centre: NDArray[np.float32]
+
+
+def _said(field: object) -> str:
+    return field.name.lower() if isinstance(field, IntEnum) else repr(field)
+
+
+def _without_values(op: str, plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{op}: `plan` must be a turboquant.Plan, got {type(plan).__name__}")
+    if plan.value is not None:
+        raise ValueError(f"{op}: `plan` must have no value bits, got a plan of a cache")
 
 
 def _describe(array: object) -> str:
@@ -80,7 +92,7 @@ def _plain(op: str, name: str, array: NDArray[Any]) -> NDArray[Any]:
 class Codes:
     """Quantised vectors: what `Quantizer.quantize` returns.
 
-    plan: how they were made (`turboquant.plan.plan_words`), a tuple of whatever sequence is given. It is all that
+    plan: how they were made, without values. It is all that
         `save` keeps beside the bytes: a `centre` stays with its Quantizer.
     pages: uint8 ``[ceil(vectors / 32), 1, record_bytes]``, 64-byte aligned; an array that is not is copied once, here.
     vectors: how many vectors there are; the rest of the last page is zero.
@@ -91,22 +103,19 @@ class Codes:
     vectors: int
 
     def __post_init__(self) -> None:
-        info = _core.plan_info(self.plan)
-        if any(info["value_bits"]):
-            raise ValueError("Codes: `plan` must have no value bits, got a plan of a cache")
+        _without_values("Codes", self.plan)
         vectors = _integer("Codes", "vectors", self.vectors)
         if vectors < 0:
             raise ValueError(f"Codes: `vectors` must be at least 0, got {vectors}")
-        object.__setattr__(self, "plan", tuple(index(word) for word in self.plan))  # plans are compared
         object.__setattr__(self, "vectors", vectors)
-        shape = (-(-vectors // info["page_tokens"]), 1, info["record_bytes"])
+        shape = (-(-vectors // self.plan.page_tokens), 1, self.plan.record_bytes)
         if not isinstance(self.pages, np.ndarray) or self.pages.dtype != np.uint8:
             raise TypeError(f"Codes: `pages` must be uint8 {list(shape)}, got {_describe(self.pages)}")
         if self.pages.shape != shape:
             raise ValueError(f"Codes: `pages` must be uint8 {list(shape)}, got {_describe(self.pages)}")
         object.__setattr__(self, "pages", _plain("Codes", "pages", self.pages))
         if not self.pages.flags.c_contiguous or self.pages.ctypes.data % 64:
-            aligned = _core.new_pages(self.plan, shape[0], 1)
+            aligned = _core.new_pages(self.plan.words, shape[0], 1)
             aligned[...] = self.pages
             object.__setattr__(self, "pages", aligned)
 
@@ -122,7 +131,7 @@ class Codes:
     @property
     def dim(self) -> int:
         """Numbers of a vector."""
-        return self.plan[1]
+        return self.plan.head_dim
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +150,7 @@ class Codes:
         Raises OSError.
         """
         payload = self.pages.reshape(-1).data
-        header = _core.file_header_write(self.plan, self.vectors, payload.nbytes, zlib.crc32(payload))
+        header = _core.file_header_write(self.plan.words, self.vectors, payload.nbytes, zlib.crc32(payload))
         write_whole(path, [header, payload])
 
     @classmethod
@@ -155,8 +164,8 @@ class Codes:
             size = os.fstat(file.fileno()).st_size
             try:
                 header = _core.file_header_read(file.read(min(size, _core.FILE_HEADER_MAX_BYTES)), size)
-                page_tokens = _core.plan_info(header["plan"])["page_tokens"]
-                pages = _core.new_pages(header["plan"], -(-header["vectors"] // page_tokens), 1)
+                plan = Plan.from_words(header["plan"])
+                pages = _core.new_pages(plan.words, -(-header["vectors"] // plan.page_tokens), 1)
                 payload = pages.reshape(-1).data
                 file.seek(header["header_bytes"])
                 got = 0
@@ -166,7 +175,7 @@ class Codes:
                     raise ValueError(f"load: `payload_bytes` must be {header['payload_bytes']}, got {got}")
                 if zlib.crc32(payload) != header["payload_checksum"]:
                     raise ValueError("load: the payload must be undamaged, its checksum differs")
-                return cls(header["plan"], pages, header["vectors"])
+                return cls(plan, pages, header["vectors"])
             except ValueError as error:
                 raise ValueError(f"{os.fsdecode(path)} is not a sound codes file: {error}") from None
 
@@ -223,56 +232,40 @@ class Quantizer:
                 raise ValueError(f"Quantizer: `{name}` must be one of {', '.join(choices)}, got {given!r}")
         if sketch_rows is not None and sketch != "gaussian":
             raise ValueError(f"Quantizer: `sketch_rows` must be None unless `sketch` is gaussian, got {sketch_rows!r}")
-        if levels != "codebook" or block or sketch != "none":
-            rows = dim if sketch == "gaussian" else 0
-            if sketch_rows is not None:
-                rows = _integer("Quantizer", "sketch_rows", sketch_rows)
-                if not 1 <= rows <= dim:
-                    raise ValueError(f"Quantizer: `sketch_rows` must be in 1..{dim}, got {rows}")
-            side = Side(bits, block, _ROTATIONS[rotation], levels, sketch, rows)
-            given_plan = blocked_plan_words(dim, side, codebook=codebook, scale=scale, seed=seed, page_tokens=_PAGE)
-            self._setup(given_plan, centre)
-            return
-        widths = group_bits(bits, dim, "bits")
+        rows = dim if sketch == "gaussian" else 0
+        if sketch_rows is not None:
+            rows = _integer("Quantizer", "sketch_rows", sketch_rows)
+            if not 1 <= rows <= dim:
+                raise ValueError(f"Quantizer: `sketch_rows` must be in 1..{dim}, got {rows}")
+        widths = group_bits(bits, -(-dim // GROUP), "bits")
+        for i, width in enumerate(widths):
+            if width not in (*range(MAX_BITS + 1), WIDE_BITS):
+                raise ValueError(f"Quantizer: `bits[{i}]` must be in 0..{MAX_BITS} or {WIDE_BITS}, got {width}")
         if not any(widths):
             raise ValueError(f"Quantizer: `bits` must be in 1..{MAX_BITS}, or more than 0 in one group, got {bits!r}")
-        self._setup(
-            plan_words(
-                dim,
-                widths,
-                rotation=_ROTATIONS[rotation],
-                codebook=member(Codebook, codebook, "codebook"),
-                scale=member(Scale, scale, "scale"),
-                seed=seed,
-                page_tokens=_PAGE,
-            ),
-            centre,
-        )
+        side = Side(widths, _ROTATIONS[rotation], levels, block, sketch, rows)
+        law, scaling = member(Codebook, codebook, "codebook"), member(Scale, scale, "scale")
+        self._setup(Plan(dim, side, codebook=law, scale=scaling, seed=seed, page_tokens=_PAGE), centre)
 
     @classmethod
     def from_plan(cls, plan: Plan, centre: NDArray[np.float32] | None = None) -> Quantizer:
         """The Quantizer that made codes with this plan, as in ``Quantizer.from_plan(codes.plan)``."""
-        info = _core.plan_info(plan)
-        if any(info["value_bits"]):
-            raise ValueError("Quantizer: `plan` must have no value bits, got a plan of a cache")
+        _without_values("Quantizer", plan)
         quantizer = cls.__new__(cls)
-        quantizer._setup(tuple(index(word) for word in plan), centre)
+        quantizer._setup(plan, centre)
         return quantizer
 
     def _setup(self, plan: Plan, centre: NDArray[np.float32] | None) -> None:
-        info = _core.plan_info(plan)
-        self._plan = plan
-        self._page_tokens = info["page_tokens"]
-        self._dim = info["head_dim"]
-        self._bits = info["key_bits"]
+        side: Side = plan.key  # type: ignore[assignment]
+        self._plan, self._words, self._side = plan, plan.words, side
+        self._page_tokens, self._dim, self._bits = plan.page_tokens, plan.head_dim, plan.key_bits
         self._centre: NDArray[np.float32] | None = None
         self._transform: _Transform = {}
-        if info["key_step_columns"] and info["version"] == BLOCKED_VERSION:
+        if side.levels == Levels.TABLE:
             raise ValueError("Quantizer: `plan` must have no table, got one of a cache")
-        matrices = [_core.haar(info["seed"], self._dim)] if info["rotation"] == Rotation.DENSE else []
-        if info["key_matrix_rows"] > len(matrices) * self._dim:
-            rows = info["key_matrix_rows"] - len(matrices) * self._dim
-            matrices.append(_core.gaussian(info["seed"], rows, self._dim))
+        matrices = [_core.haar(plan.seed, self._dim)] if side.rotation == Rotation.DENSE else []
+        if side.sketch == Sketch.GAUSSIAN:
+            matrices.append(_core.gaussian(plan.seed, side.sketch_rows, self._dim))
         if matrices:
             self._transform["key_rotation"] = np.concatenate(matrices)
         if centre is not None:
@@ -285,22 +278,21 @@ class Quantizer:
             self._transform["key_centre"] = self._centre[None]
 
     def __repr__(self) -> str:
+        plan, side = self._plan, self._side
         bits = self._bits[0] if len(set(self._bits)) == 1 else list(self._bits)
-        blocked = self._plan[0] == BLOCKED_VERSION
-        rotation = next(name for name, kind in _ROTATIONS.items() if kind == self._plan[7 if blocked else 3])
-        mode = ""
-        if blocked:
-            levels, sketch = Levels(self._plan[8]).name.lower(), Sketch(self._plan[9]).name.lower()
-            mode = f", levels={levels!r}, sketch={sketch!r}"
-        return (
-            f"Quantizer({self._dim}, {bits}, rotation={rotation!r}, scale={Scale(self._plan[5]).name.lower()!r}, "
-            f"codebook={Codebook(self._plan[4]).name.lower()!r}, seed={self._plan[6]}{mode}"
-            f"{'' if self._centre is None else ', centre=...'})"
-        )
+        names = {"rotation": side.rotation, "scale": plan.scale, "codebook": plan.codebook}
+        said = [f"{name}={kind.name.lower()!r}" for name, kind in names.items()]  # type: ignore[union-attr]
+        said.append(f"seed={plan.seed}")
+        if not plan.is_plain:
+            kinds = {"levels": side.levels, "sketch": side.sketch}
+            said += [f"{name}={kind.name.lower()!r}" for name, kind in kinds.items()]  # type: ignore[union-attr]
+        if self._centre is not None:
+            said.append("centre=...")
+        return f"Quantizer({self._dim}, {bits}, {', '.join(said)})"
 
     @property
     def plan(self) -> Plan:
-        """The integers that describe this quantiser's bytes, those of its codes and files."""
+        """What describes this quantiser's bytes, and those of its codes and files."""
         return self._plan
 
     @property
@@ -309,7 +301,7 @@ class Quantizer:
         return self._dim
 
     @property
-    def bits(self) -> Plan:
+    def bits(self) -> tuple[int, ...]:
         """Bits of each group of 32 rotated channels."""
         return self._bits
 
@@ -328,7 +320,7 @@ class Quantizer:
         """
         x = self._checked("quantize", "x", x, "vectors")
         vectors = x.shape[0]
-        pages = _core.new_pages(self._plan, -(-vectors // self._page_tokens), 1)
+        pages = _core.new_pages(self._words, -(-vectors // self._page_tokens), 1)
         try:
             # Runs are sequences of one batch, which threads share; what is left over is one more.
             run = _RUN if _RUN % self._page_tokens == 0 else self._page_tokens
@@ -354,7 +346,7 @@ class Quantizer:
         self._check_codes("dequantize", codes)
         table = np.arange(len(codes.pages), dtype=np.int32)[None]
         counts = np.array([codes.vectors], np.int32)
-        x, _ = _core.dequantize(self._plan, codes.pages, table, counts, codes.vectors, **self._transform)
+        x, _ = _core.dequantize(self._words, codes.pages, table, counts, codes.vectors, **self._transform)
         return x.reshape(codes.vectors, self._dim)
 
     def dot(self, queries: NDArray[np.float32], codes: Codes) -> NDArray[np.float32]:
@@ -372,7 +364,7 @@ class Quantizer:
         queries = self._checked("dot", "queries", queries, *([] if single else ["queries"]))
         self._check_codes("dot", codes)
         rows = queries[None] if single else queries
-        out = _core.dot(self._plan, rows, codes.pages, codes.vectors, **self._transform)
+        out = _core.dot(self._words, rows, codes.pages, codes.vectors, **self._transform)
         return out.reshape(-1) if single else out
 
     def _append(self, x: NDArray[np.float32], pages: NDArray[np.uint8]) -> None:
@@ -381,7 +373,7 @@ class Quantizer:
         batch, _, tokens, _ = x.shape
         table = np.arange(len(pages), dtype=np.int32).reshape(batch, -1)
         lengths = np.full(batch, tokens, np.int32)
-        _core.append(self._plan, x, None, lengths, pages, table, **self._transform)
+        _core.append(self._words, x, None, lengths, pages, table, **self._transform)
 
     def _checked(self, op: str, name: str, array: object, *rows: str) -> NDArray[np.float32]:
         """`array`, which must be float32 ``[*rows, dim]``, as a plain `ndarray`."""
@@ -397,15 +389,7 @@ class Quantizer:
         if not isinstance(codes, Codes):
             raise TypeError(f"{op}: `codes` must be Codes, got {type(codes).__name__}")
         if codes.plan != self._plan:
-            made = Quantizer._words(codes.plan)
-            mine = Quantizer._words(self._plan)
-            name = next((n for n in mine if mine[n] != made.get(n)), "plan")
-            raise ValueError(f"{op}: `codes` must be of {name} {mine.get(name)}, got {made.get(name)}")
-
-    @staticmethod
-    def _words(plan: Plan) -> dict[str, object]:
-        """A plan with names, to say how two differ."""
-        names = ("format version", "dim", "page_tokens", "rotation", "codebook", "scale", "seed")
-        start = 15 if plan[0] == BLOCKED_VERSION else 7
-        groups = (len(plan) - start) // 2
-        return {**dict(zip(names, plan)), "mode": plan[7:start], "bits": list(plan[start : start + groups])}
+            names = (field.name for field in dataclasses.fields(Plan) if field.compare)
+            name = next(name for name in names if getattr(codes.plan, name) != getattr(self._plan, name))
+            mine, made = (_said(getattr(plan, name)) for plan in (self._plan, codes.plan))
+            raise ValueError(f"{op}: `codes` must be of {name} {mine}, got {made}")

@@ -22,8 +22,6 @@ from .plan import (
     WIDE_BITS,
     Plan,
     Side,
-    blocked_plan_words,
-    plan_words,
     widths_of,
 )
 
@@ -107,7 +105,7 @@ def first_part(bits: float, head_dim: int, group: int = GROUP) -> int:
 
 def group_widths(bits: Bits, head_dim: int, group: int = GROUP) -> tuple[int, ...]:
     """Bits of each group of channels; where some groups have one bit more, the first ones."""
-    groups = -(-head_dim // group)
+    groups = max(1, -(-head_dim // group))  # a plan refuses head_dim 0
     if isinstance(bits, tuple):
         return bits
     low, first = math.floor(bits), first_part(bits, head_dim, group) if isinstance(bits, float) else 0
@@ -125,7 +123,7 @@ class CacheSpec:
     key_bits, value_bits   bits of a code: 1..5 for all channels, 8 with affine or absmax levels and with groups of 16;
                            quarters such as 2.5: so much of the groups has one bit more (see `outliers`); or a tuple
                            with one entry in 0..5, or 8 if groups are of 16, per group of rotated channels.
-    group           channels of a group: 32, or 16 (byte format version 3), with which a budget follows the variance
+    group           channels of a group: 32, or 16, with which a budget follows the variance
                     more closely and may give a few groups 8 bits, and heads that are no multiple of 32 are padded less.
     rotation        "hadamard": random signs and Walsh-Hadamard, nothing is stored; "dense": a dense random matrix;
                     "none"; "calibrated": per KV head, keys and values apart, the axes of a calibration, each
@@ -270,7 +268,7 @@ class CacheSpec:
 
     @property
     def blocked(self) -> bool:
-        """Whether its plans are of version 2 (turboquant.h), which plain kernels run, not the fast ones. Overrides are
+        """Whether its plans are not plain (turboquant.h), so that the fast kernels do not run them. Overrides are
         not looked at."""
         plain = ("same", "codebook", "codebook", 0, 0, "none", "none")
         return plain != (self.value_rotation, self.key_levels, self.value_levels, self.key_block, self.value_block,
@@ -382,7 +380,7 @@ class CacheSpec:
         return self.with_(overrides=(), **dict(fields.get(layer, ())))
 
     def plan(self, head_dim: int) -> Plan:
-        """The integers that operators take, for heads of `head_dim` channels (a multiple of 8, 8..256). Overrides are
+        """How a layer is stored, for heads of `head_dim` channels (a multiple of 8, 8..256). Overrides are
         not looked at.
 
         ValueError for a spec with a budget: `turboquant.calibration.layer_specs` tells what it means for each layer.
@@ -391,19 +389,8 @@ class CacheSpec:
             raise ValueError(
                 "`budget` must be None in the spec of a layer: a calibration turns it into the bits of each group"
             )
-        if self.blocked:
-            return self._blocked_plan(head_dim)
-        return plan_words(
-            head_dim,
-            group_widths(self.key_bits, head_dim, self.group),
-            group_widths(self.value_bits, head_dim, self.group),
-            rotation="dense" if self.rotation in ("dense", "calibrated", "svd") else self.rotation,
-            codebook=self.codebook,
-            scale=self.scale,
-            seed=self.seed,
-            page_tokens=PAGE_TOKENS,
-            group=self.group,
-        )
+        key, value = self._side("key", head_dim), self._side("value", head_dim)
+        return Plan(head_dim, key, value, group=self.group, codebook=self.codebook, scale=self.scale, seed=self.seed)
 
     def rotation_of(self, side: str) -> str:
         """That of "key" or "value"."""
@@ -413,20 +400,18 @@ class CacheSpec:
         """Rows of the Gaussian sketch of keys; 0 without one."""
         return {"gaussian": head_dim, "gaussian/4": head_dim // 4}.get(self.sketch, 0)
 
-    def _blocked_plan(self, head_dim: int) -> Plan:
-        sides = []
-        for side in _SIDES:
-            bits, block = getattr(self, f"{side}_bits"), getattr(self, f"{side}_block")
-            rotation = self.rotation_of(side)
-            dense = rotation in ("dense", "svd") or (self.outliers != "none" and isinstance(bits, float))
-            rows = self.sketch_rows(head_dim) if side == "key" else 0
-            sketch = "gaussian" if rows else "sign" if side == "key" and self.sketch == "sign" else "none"
-            blocks = block
-            if self.outliers != "none" and isinstance(bits, float):
-                blocks = (0, first_part(bits, head_dim))
-            sides.append(Side(group_widths(bits, head_dim), blocks, "dense" if dense else rotation,
-                              getattr(self, f"{side}_levels"), sketch, rows))  # fmt: skip
-        return blocked_plan_words(head_dim, *sides, codebook=self.codebook, scale=self.scale, seed=self.seed)
+    def _side(self, side: str, head_dim: int) -> Side:
+        bits, rotation = getattr(self, f"{side}_bits"), self.rotation_of(side)
+        split = self.outliers != "none" and isinstance(bits, float)
+        rows = self.sketch_rows(head_dim) if side == "key" else 0
+        return Side(
+            group_widths(bits, head_dim, self.group),
+            "dense" if split or rotation in ("dense", "calibrated", "svd") else rotation,
+            getattr(self, f"{side}_levels"),
+            (0, first_part(bits, head_dim)) if split else getattr(self, f"{side}_block"),
+            "gaussian" if rows else "sign" if side == "key" and self.sketch == "sign" else "none",
+            rows,
+        )
 
     def bytes_per_token(self, head_dim: int, kv_heads: int = 1, n_layers: int = 1) -> int:
         """Bytes of one packed token, keys and values, scales and channel padding included, over `kv_heads` heads of
@@ -440,12 +425,10 @@ class CacheSpec:
             self.with_(budget=None, overrides=()).plan(head_dim)
             codes = self.group * group_bits_of(self.budget, n_layers, groups) // 8
             return kv_heads * (codes + 2 * 2 * n_layers)
-        from . import _core
-
         if not self.overrides:
-            return kv_heads * n_layers * (_core.record_bytes(self.plan(head_dim)) // PAGE_TOKENS)
+            return kv_heads * n_layers * (self.plan(head_dim).record_bytes // PAGE_TOKENS)
         plans = (self.for_layer(i, n_layers).plan(head_dim) for i in range(n_layers))
-        return kv_heads * sum(_core.record_bytes(plan) // PAGE_TOKENS for plan in plans)
+        return kv_heads * sum(plan.record_bytes // PAGE_TOKENS for plan in plans)
 
     def effective_bits(self, head_dim: int, n_layers: int = 1) -> float:
         """Bits per number of a packed token, keys and values averaged, every byte of `bytes_per_token` counted."""

@@ -1,6 +1,6 @@
 /* tq_append: new tokens go to sinks and window; what no longer fits there is rotated, quantised and packed into its page.
  *
- * Work is shared by (sequence, KV head). Within one, the tokens of a tile (32, in version 3 64) are encoded at a time: codes and
+ * Work is shared by (sequence, KV head). Within one, the tokens of a tile (32, or 64 with tiles of 16 channels) are encoded at a time: codes and
  * scales of them first, then each group's tile is unpacked, merged and packed again, or only packed when all its tokens are new. */
 #include "blocks.h"
 #include <math.h>
@@ -171,7 +171,7 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     const tq_transform *t = is_key ? &job->p->key : &job->p->value;
     const float *centre = tq_transform_centre(t, plan, b, h), *steps = tq_transform_steps(t, plan, h);
     job->kernels->load(job->p->dtype, x, w->x, plan->head_dim);
-    if (tq_is_blocked(plan)) {
+    if (!tq_is_plain(plan)) {
         for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= centre[i];
         tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->books, t, is_key, h);
         tq_block_encode(&coder, w->x, w->y, codes, scale);
@@ -213,7 +213,7 @@ static void place_keys(const tq_plan *plan, const uint8_t *codes, int32_t stride
                        uint8_t *tile)
 {
     for (int32_t i = first; i < last; i++)
-        if (tq_is_fine(plan)) {
+        if (tq_tile_is_16(plan)) {
             memcpy(tile + tq_key_cell(plan, i, 0), codes + i * stride, 8);
             memcpy(tile + tq_key_cell(plan, i, 8), codes + i * stride + 8, 8);
         } else {
@@ -227,7 +227,7 @@ static void place_values(const tq_plan *plan, const uint8_t *codes, int32_t stri
     if (last - first < plan->tile_tokens)
         for (int32_t i = first; i < last; i++)
             for (int32_t c = 0; c < plan->group_channels; c++) tile[tq_value_cell(i, c)] = codes[i * stride + c];
-    else if (!tq_is_fine(plan)) transpose_codes(codes, stride, TQ_TILE, tile);
+    else if (!tq_tile_is_16(plan)) transpose_codes(codes, stride, TQ_TILE, tile);
     else
         for (int32_t half = 0; half < 2; half++)
             transpose_codes(codes + half * TQ_TILE * stride, stride, TQ_FINE_GROUP, tile + half * TQ_TILE_CODES / 2);
@@ -351,7 +351,7 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
         TQ_TRY(check_numbers(&job, params->v, params->v_stride_batch, params->v_stride_head, params->v_stride_token,
                              "v", error));
     tq_plan_codebooks(plan, job.books);
-    if (!tq_is_blocked(plan)) tq_plan_cells(plan, job.books, job.cells);
+    if (tq_is_plain(plan)) tq_plan_cells(plan, job.books, job.cells);
     tq_parallel((int64_t)params->batch * params->kv_heads, threads, append_head, &job);
     return TQ_OK;
 }

@@ -78,7 +78,7 @@ static void prepare_operand(const attend_job *job, const attend_task *t, attend_
 {
     const tq_plan *plan = job->plan;
     const tq_transform *key = &job->a->key;
-    if (tq_is_blocked(plan)) {
+    if (!tq_is_plain(plan)) {
         tq_block_coder coder = coder_of(job, t, 1);
         tq_block_project(&coder, q, operand);
         return;
@@ -146,7 +146,7 @@ static int mark_page(const attend_job *job, const attend_task *t, attend_work *w
                         w->visible);
 }
 
-/** attend_page for plans of version 2: each token tile is decoded to rows, keys first, and met as it stands. Numbers of rows carry
+/** attend_page for plans that are not plain: each token tile is decoded to rows, keys first, and met as it stands. Numbers of rows carry
  *  their scales, so the softmax step is told ones. */
 static void attend_blocked_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, range common)
 {
@@ -222,7 +222,7 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
                          job->key_tiles,
                          tiles,
                          job->key_groups.n,
-                         tq_is_fine(plan) ? TQ_HALF_COLUMNS : TQ_WHOLE_TILES,
+                         tq_tile_is_16(plan) ? TQ_HALF_COLUMNS : TQ_WHOLE_TILES,
                          job->books,
                          next,
                          next ? key_bytes : 0};
@@ -230,7 +230,7 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
                            job->value_tiles,
                            job->value_groups.n,
                            tiles,
-                           tq_is_fine(plan) ? TQ_HALF_ROWS : TQ_WHOLE_TILES,
+                           tq_tile_is_16(plan) ? TQ_HALF_ROWS : TQ_WHOLE_TILES,
                            job->books,
                            next ? next + key_bytes : NULL,
                            next ? (int32_t)plan->record_bytes - key_bytes : 0};
@@ -254,7 +254,7 @@ static void attend_packed(const attend_job *job, const attend_task *t, attend_wo
     int64_t first = all.lo / job->plan->page_tokens, n = (all.hi - 1) / job->plan->page_tokens + 1 - first;
     int64_t last = first + n * (t->split + 1) / job->splits;
     for (int64_t page = first + n * t->split / job->splits; page < last; page++)
-        if (tq_is_blocked(job->plan)) attend_blocked_page(job, t, w, page, common);
+        if (!tq_is_plain(job->plan)) attend_blocked_page(job, t, w, page, common);
         else attend_page(job, t, w, page, page + 1 < last ? record_of(job, t, page + 1) : NULL, common);
 }
 
@@ -372,7 +372,7 @@ static void restore_values(const attend_job *job, const attend_task *t, attend_w
 {
     const tq_plan *plan = job->plan;
     const tq_transform *value = &job->a->value;
-    if (tq_is_blocked(plan)) {
+    if (!tq_is_plain(plan)) {
         tq_block_coder coder = coder_of(job, t, 0);
         memcpy(w->decoded, packed, sizeof(float) * TQ_TILE * (size_t)job->value_groups.n);
         tq_block_restore(&coder, w->decoded, out);
@@ -385,7 +385,7 @@ static void restore_values(const attend_job *job, const attend_task *t, attend_w
         const float *sums = packed + TQ_TILE * i;
         for (int32_t c = 0; c < plan->group_channels; c++) {
             float sum = sums[tq_column(c)];
-            if (tq_is_fine(plan)) sum += sums[tq_column(c + TQ_FINE_GROUP)]; /* of the tiles' other tokens */
+            if (tq_tile_is_16(plan)) sum += sums[tq_column(c + TQ_FINE_GROUP)]; /* of the tiles' other tokens */
             w->rotated[plan->group_channels * g + c] = sum * (steps ? steps[g] : 1.0f);
         }
     }
@@ -493,7 +493,7 @@ void tq_attend_lay_out(attend_job *job)
     job->splits = wanted < possible ? wanted : possible;
     tq_list_groups(&job->plan->key, &job->key_groups);
     tq_list_groups(&job->plan->value, &job->value_groups);
-    if (tq_is_blocked(job->plan)) {
+    if (!tq_is_plain(job->plan)) {
         job->query_operand_bytes = (int64_t)sizeof(float) * TQ_TILE * job->key_groups.n;
     } else {
         job->query_operand_bytes = (int64_t)job->kernels->operand_bytes(TQ_TILE * job->key_groups.n);
@@ -501,7 +501,7 @@ void tq_attend_lay_out(attend_job *job)
         tq_key_tiles(job->plan, &job->key_groups, job->key_tiles);
         tq_value_tiles(job->plan, &job->value_groups, job->value_tiles);
     }
-    job->precise = a->dtype == TQ_F32 || tq_is_fine(job->plan);
+    job->precise = a->dtype == TQ_F32 || tq_tile_is_16(job->plan);
     int64_t rows = (int64_t)job->group * a->query_tokens;
     job->chunk_rows = rows < CHUNK_ROWS ? (int32_t)rows : CHUNK_ROWS;
     int64_t tasks_in_flight = tasks * job->splits;

@@ -12,7 +12,7 @@ typedef struct {
     tq_tile key_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE],
         value_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE];
     int64_t query_operand_bytes, weight_operand_bytes; /* of one row */
-    int precise;                                       /* operands for float32 queries, and of version 3 */
+    int precise;                                       /* operands for float32 queries, and with tiles of 16 */
     int32_t group, chunks, chunk_rows, splits, threads;
     uint8_t *scratch;
 } attend_job;
@@ -31,7 +31,7 @@ typedef struct {
     uint8_t *query_operands, *weight_operands;
     float *q;      /* [rows][head_dim], not rotated */
     float *scores; /* [rows][page_tokens]; weights after the softmax step */
-    float *packed; /* [rows][32 * value groups], rotated sums, each group in column order (version 2: as they are) */
+    float *packed; /* [rows][32 * value groups], rotated sums, each group in column order (not plain: as they are) */
     float *exact;  /* [rows][head_dim] */
     float *tile_k, *tile_v;   /* [32][head_dim] */
     float *rotated, *coded;   /* [32 * groups] */
@@ -40,7 +40,8 @@ typedef struct {
     tq_logit *logits;         /* [rows] */
     tq_softmax_state *states; /* [rows] */
     uint8_t *visible;         /* [page_tokens] */
-    float *decoded;           /* [32][32 * tiles], rows of a token tile; version 2 alone, whose operands are rows too */
+    float
+        *decoded; /* [32][32 * tiles], rows of a token tile; of plans that are not plain, whose operands are rows too */
 } attend_work;
 
 /** tq_check_attend, and what the arrays hold: lengths, starts, block table, transforms. */

@@ -31,7 +31,7 @@ static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
                           take(&at, rows * (int64_t)sizeof(tq_logit)),
                           take(&at, rows * (int64_t)sizeof(tq_softmax_state)),
                           take(&at, job->plan->page_tokens),
-                          take(&at, tq_is_blocked(job->plan) ? TQ_TILE * TQ_TILE * tiles * f : 0)};
+                          take(&at, tq_is_plain(job->plan) ? 0 : TQ_TILE * TQ_TILE * tiles * f)};
     if (!base) return at;
     *w = (attend_work){base + starts[0],
                        base + starts[1],

@@ -1,4 +1,4 @@
-/* The arithmetic of plans of version 2: portable, the same on every machine. turboquant.h has the formulas (tq_levels, tq_sketch). */
+/* The arithmetic of plans that are not plain: portable, the same on every machine. turboquant.h has the formulas (tq_levels, tq_sketch). */
 #include "blocks.h"
 #include <math.h>
 #include <string.h>

@@ -1,11 +1,11 @@
-/* Plans of version 2 at work: one vector at a time in, one token tile at a time out. What a token is made of, behind its rotation, is
+/* Plans that are not plain at work: one vector at a time in, one token tile at a time out. What a token is made of, behind its rotation, is
  * one row of 32 * side->tiles numbers: the decoded channels, then the decoded signs of its sketch. A query becomes such a row too,
  * [R q | S R q], and an inner product is that of two rows; a weighted sum of rows is un-rotated once. */
 #ifndef TQ_BLOCKS_H
 #define TQ_BLOCKS_H
 #include "tiles.h"
 
-/** One side of a plan of version 2 for one KV head, with what its arithmetic needs. */
+/** One side of such a plan for one KV head, with what its arithmetic needs. */
 typedef struct {
     const tq_kernels *kernels;
     const tq_plan *plan;

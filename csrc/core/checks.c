@@ -79,7 +79,7 @@ static tq_status check_transform(const tq_plan *plan, const tq_transform *t, int
     else if (side->rotation == TQ_ROTATION_DENSE) arrays[0].given = "given, because the plan's rotation is dense";
     else arrays[0].given = "given: the rows of the plan's sketch";
     if (!side->step_columns) arrays[2].absent = "absent, because the plan has neither steps nor a table";
-    else if (tq_is_blocked(plan)) arrays[2].given = "given: the plan's table";
+    else if (!tq_is_plain(plan)) arrays[2].given = "given: the plan's table";
     return check_pointers(arrays, 3, error);
 }
 

@@ -52,7 +52,7 @@ static void restore_token(const decode_side *s, const uint8_t *record, int32_t t
     for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += centre[i];
 }
 
-#define ROWS_AT_ONCE (4 * TQ_MAX_DIM) /* numbers of rows of version 2 that wait on the stack */
+#define ROWS_AT_ONCE (4 * TQ_MAX_DIM) /* numbers of decoded rows that wait on the stack */
 
 /** How many tokens' rows fit: 2 to 32. */
 static int32_t tokens_at_once(const tq_side *side)
@@ -61,7 +61,7 @@ static int32_t tokens_at_once(const tq_side *side)
     return n < TQ_TILE ? n : TQ_TILE;
 }
 
-/** decode_tile and restore_token for plans of version 2. */
+/** decode_tile and restore_token for plans that are not plain. */
 static void decode_blocked_tile(const decode_side *s, const uint8_t *record, int32_t token_tile, int32_t count,
                                 float *x)
 {
@@ -115,7 +115,7 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
                     int32_t n = (int32_t)(lengths[b] - i < TQ_TILE ? lengths[b] - i : TQ_TILE);
                     int32_t first = (int32_t)(i % plan->page_tokens);
                     float *x = out + i * plan->head_dim;
-                    if (tq_is_blocked(plan)) {
+                    if (!tq_is_plain(plan)) {
                         decode_blocked_tile(&s, record, first / TQ_TILE, n, x);
                         continue;
                     }
@@ -169,7 +169,7 @@ static void dot_page(void *context, int64_t page, int32_t worker_index)
                          job->tiles,
                          tokens / plan->tile_tokens,
                          job->groups->n,
-                         tq_is_fine(plan) ? TQ_HALF_COLUMNS : TQ_WHOLE_TILES,
+                         tq_tile_is_16(plan) ? TQ_HALF_COLUMNS : TQ_WHOLE_TILES,
                          job->books,
                          record + plan->record_bytes,
                          first + tokens < job->n ? (int32_t)plan->record_bytes : 0};
@@ -188,7 +188,7 @@ static void dot_page(void *context, int64_t page, int32_t worker_index)
     }
 }
 
-/** dot_page for plans of version 2: rows decoded a few tokens at a time meet the projected queries. */
+/** dot_page for plans that are not plain: rows decoded a few tokens at a time meet the projected queries. */
 static void dot_blocked_page(void *context, int64_t page, int32_t worker_index)
 {
     const dot_job *job = context;
@@ -213,7 +213,7 @@ static void dot_blocked_page(void *context, int64_t page, int32_t worker_index)
 
 static int64_t dot_operand_bytes(const tq_kernels *kernels, const tq_plan *plan)
 {
-    if (tq_is_blocked(plan)) return (int64_t)sizeof(float) * TQ_TILE * plan->key.tiles;
+    if (!tq_is_plain(plan)) return (int64_t)sizeof(float) * TQ_TILE * plan->key.tiles;
     tq_coded_groups groups;
     tq_list_groups(&plan->key, &groups);
     return (int64_t)kernels->operand_bytes(TQ_TILE * groups.n);
@@ -239,7 +239,7 @@ static float dot_operand(const dot_job *job, const tq_transform *key, const floa
     const float *centre = tq_transform_centre(key, plan, 0, 0), *steps = tq_transform_steps(key, plan, 0);
     float x[TQ_MAX_DIM + TQ_TILE] = {0}, coded[TQ_MAX_DIM], bias = 0.0f;
     if (centre) bias = job->kernels->dot(query, centre, plan->head_dim);
-    if (tq_is_blocked(plan)) {
+    if (!tq_is_plain(plan)) {
         tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->books, key, 1, 0);
         tq_block_project(&coder, query, operand);
         return bias;
@@ -273,7 +273,7 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     tq_plan_codebooks(plan, books);
     tq_list_groups(&plan->key, &groups);
     tq_tile tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_GROUPS];
-    if (!tq_is_blocked(plan)) tq_key_tiles(plan, &groups, tiles);
+    if (tq_is_plain(plan)) tq_key_tiles(plan, &groups, tiles);
     const tq_kernels *kernels = tq_get_kernels(error);
     dot_job job = {.kernels = kernels,
                    .plan = plan,
@@ -292,6 +292,6 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     for (int64_t q = 0; q < n_queries; q++)
         biases[q] = dot_operand(&job, key, queries + q * plan->head_dim, (uint8_t *)scratch + q * job.operand_bytes);
     tq_parallel((n + plan->page_tokens - 1) / plan->page_tokens, tq_effective_threads(threads),
-                tq_is_blocked(plan) ? dot_blocked_page : dot_page, &job);
+                tq_is_plain(plan) ? dot_page : dot_blocked_page, &job);
     return TQ_OK;
 }

@@ -181,7 +181,7 @@ const char *tq_kernel_name(const char *operation, const tq_plan *plan)
                                              {"attend", "attend_blocks"},
                                              {"dequantize", "dequantize_blocks"},
                                              {"dot", "dot_blocks"}};
-    for (size_t i = 0; tq_is_blocked(plan) && i < sizeof blocked / sizeof *blocked; i++)
+    for (size_t i = 0; !tq_is_plain(plan) && i < sizeof blocked / sizeof *blocked; i++)
         if (strcmp(operation, blocked[i][0]) == 0) return blocked[i][1];
     const char *names[][2] = {{"rotate", kernels->names.rotate},
                               {"append", kernels->names.append},

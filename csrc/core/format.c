@@ -101,7 +101,7 @@ tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uint64_t f
     get(&at, &version, 4);
     get(&at, &h.n_words, 4);
     if (version != TQ_FORMAT_VERSION) return tq_fail(error, TQ_E_FORMAT, "version", -1, version, "1");
-    if (h.n_words > TQ_PLAN_MAX_WORDS) return tq_fail(error, TQ_E_FORMAT, "n_words", -1, h.n_words, "at most 271");
+    if (h.n_words > TQ_PLAN_MAX_WORDS) return tq_fail(error, TQ_E_FORMAT, "n_words", -1, h.n_words, "at most 273");
     size_t bytes = header_bytes(h.n_words);
     if (data_bytes < bytes)
         return tq_fail(error, TQ_E_FORMAT, "file_bytes", -1, (double)file_bytes, "at least its header's");

@@ -2,6 +2,7 @@
 #ifndef TQ_INTERNAL_H
 #define TQ_INTERNAL_H
 #include "kernels.h"
+#include "plan_kind.h"
 #include "turboquant_checks.h"
 
 /* ---- status.c ---- */
@@ -47,19 +48,6 @@ void tq_plan_cells(const tq_plan *plan, const tq_codebook books[TQ_WIDE_BITS + 1
 
 /* ---- plan.c ---- */
 int32_t tq_scale_bytes(const tq_plan *plan, const tq_side *side); /* of one record: 2 per token and number */
-/** Version 2 of a plan's words (plan_blocked.c), after what both versions share has been read into *plan. */
-tq_status tq_plan_read_blocked(tq_plan *plan, const int64_t *words, tq_error *error);
-/** The table of a side of version 2: TQ_E_VALUE unless it is there as it should be. */
-tq_status tq_table_check(const tq_side *side, const tq_transform *transform, int32_t kv_heads, const char *name,
-                         tq_error *error);
-static inline int tq_is_blocked(const tq_plan *plan) { return plan->version == TQ_FORMAT_BLOCKED; }
-static inline int tq_is_fine(const tq_plan *plan) { return plan->version == TQ_FORMAT_FINE; }
-/** turboquant.h, "z". */
-static inline int tq_is_settled(const tq_plan *plan)
-{
-    return !tq_is_blocked(plan) && plan->rotation == TQ_ROTATION_HADAMARD && plan->head_dim >= 64 &&
-           (plan->head_dim & (plan->head_dim - 1)) == 0;
-}
 /** The real channels of a group. */
 static inline int32_t tq_group_width(const tq_plan *plan, int32_t g)
 {

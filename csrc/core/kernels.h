@@ -43,7 +43,7 @@ typedef struct {
 
 #define TQ_MAX_RUN 8 /* 256 columns: what 32-bit sums of 16-bit operands and 8-bit levels hold */
 
-/** What the halves of a tile are; turboquant.h, versions 1 and 3. Where they are apart operands are precise. */
+/** What the halves of a tile are; turboquant.h, "tile". Where they are apart operands are precise. */
 typedef enum {
     TQ_WHOLE_TILES, /* 32 rows and 32 columns that belong together */
     TQ_HALF_COLUMNS, /* columns with and without bit 3 are of two token tiles: a block's product is two times 32 numbers */
@@ -51,8 +51,8 @@ typedef enum {
 } tq_halves;
 
 /** Tiles that products are made of: tiles[n * i + k] is tile k of block i. A block's tiles lie side by side (its 32 rows times
- *  32 n columns), its product is 32 numbers. For keys a block is a token tile, for values a group of channels; in version 3 for keys
- *  two token tiles. */
+ *  32 n columns), its product is 32 numbers. For keys a block is a token tile (two with tiles of 16), for values a
+ *  group of channels. */
 typedef struct {
     const uint8_t *base;
     const tq_tile *tiles;     /* [blocks][n], offsets from base */

@@ -1,37 +1,170 @@
-/* Plans: integers checked once, turned into sizes and offsets that every other file trusts. */
+/* Plans: integers checked once, turned into sizes and offsets that every other file trusts. turboquant.h has their order. */
 #include "internal.h"
 #include <math.h>
 #include <string.h>
 
 int32_t tq_scale_bytes(const tq_plan *plan, const tq_side *side) { return 2 * plan->page_tokens * side->scales; }
 
-static tq_status read_bits(const int64_t *words, int32_t first, tq_plan *plan, tq_side *side, tq_error *error)
+/* ---- one side ---- */
+
+enum { KEY_WORDS = 7, VALUE_WORDS = 11 }; /* where those of a side begin: rotation, levels, sketch, sketch_rows */
+
+/** Where the words of a side are and what they are called. */
+typedef struct {
+    int32_t at, groups_at;
+    const char *rotation, *levels, *sketch, *sketch_rows, *bits;
+} side_words;
+
+static tq_status read_choice(int64_t word, int64_t last, int32_t *out, const char *name, const char *wants,
+                             tq_error *error)
 {
-    int32_t offset = 0;
-    for (int32_t g = 0; g < plan->groups; g++) {
-        int64_t bits = words[first + g];
-        if (bits < 0 || (bits > TQ_MAX_BITS && !(tq_is_fine(plan) && bits == TQ_WIDE_BITS)))
-            return tq_fail(error, TQ_E_VALUE, "words", first + g, (double)bits,
-                           tq_is_fine(plan) ? "bits of a group, 0..5 or 8" : "bits of a group, 0..5");
-        side->bits[g] = (uint8_t)bits;
-        side->offset[g] = offset;
-        offset += 128 * (int32_t)bits;
-        if (bits) side->coded_channels += tq_group_width(plan, g);
-    }
-    side->tile_bytes = offset;
-    side->tiles = side->step_columns = plan->groups;
-    side->scales = offset ? 1 : 0;
-    side->rotation = plan->rotation;
-    side->matrix_rows = plan->rotation == TQ_ROTATION_DENSE ? plan->head_dim : 0;
+    if (word < 0 || word > last) return tq_fail(error, TQ_E_VALUE, name, -1, (double)word, wants);
+    *out = (int32_t)word;
     return TQ_OK;
 }
 
-static tq_status read_choice(const int64_t *words, int32_t i, int64_t last, int32_t *out, const char *wants,
+/** The bits of a group by themselves; those of a block with its neighbours are looked at in read_groups. */
+static tq_status check_bits(int64_t bits, const tq_plan *plan, const tq_side *side, const char *name, int32_t g,
+                            tq_error *error)
+{
+    int is_codebook = side->levels == TQ_LEVELS_CODEBOOK, is_wide = bits == TQ_WIDE_BITS;
+    if (bits > TQ_MAX_BITS && !(is_wide && (is_codebook ? tq_tile_is_16(plan) : side->levels != TQ_LEVELS_TABLE)))
+        return tq_fail(error, TQ_E_VALUE, name, g, (double)bits, "0..5 (8 too with tiles of 16, affine and absmax)");
+    if (side->levels == TQ_LEVELS_ABSMAX && bits == 1)
+        return tq_fail(error, TQ_E_VALUE, name, g, 1, "at least 2 with absmax levels");
+    return TQ_OK;
+}
+
+/** Bits and block starts of the groups of a side. */
+static tq_status read_groups(const int64_t *words, const char *name, const tq_plan *plan, tq_side *side,
                              tq_error *error)
 {
-    if (words[i] < 0 || words[i] > last) return tq_fail(error, TQ_E_VALUE, "words", i, (double)words[i], wants);
-    *out = (int32_t)words[i];
+    int is_codebook = side->levels == TQ_LEVELS_CODEBOOK, is_table = side->levels == TQ_LEVELS_TABLE;
+    for (int32_t g = 0; g < plan->groups; g++) {
+        int64_t bits = words[g] & (TQ_PLAN_NEW_BLOCK - 1);
+        int begins = words[g] >= TQ_PLAN_NEW_BLOCK;
+        if (words[g] < 0 || words[g] >= 2 * TQ_PLAN_NEW_BLOCK)
+            return tq_fail(error, TQ_E_VALUE, name, g, (double)words[g], "bits, plus 16 where a block begins");
+        TQ_TRY(check_bits(bits, plan, side, name, g, error));
+        if (!g && !begins)
+            return tq_fail(error, TQ_E_VALUE, name, 0, (double)bits, "the beginning of a block: 16 + bits");
+        if (g && begins && is_table)
+            return tq_fail(error, TQ_E_VALUE, name, g, (double)words[g], "without 16: a table has one block");
+        if (g && !is_codebook && !begins && bits != side->bits[g - 1])
+            return tq_fail(error, TQ_E_VALUE, name, g, (double)bits,
+                           "the bits of the group before it, in a block without a codebook");
+        side->bits[g] = (uint8_t)bits;
+        side->begins[g] = (uint8_t)begins;
+    }
     return TQ_OK;
+}
+
+/** Sizes that follow from rotation, levels, sketch and groups, but for step_columns. */
+static void lay_out_side(const tq_plan *plan, tq_side *side)
+{
+    int32_t blocks = 0, is_dense = side->rotation == TQ_ROTATION_DENSE, is_sign = side->sketch == TQ_SKETCH_SIGN;
+    side->tiles = plan->groups + (side->sketch_rows + TQ_TILE - 1) / TQ_TILE;
+    side->one_width = 1;
+    for (int32_t t = 0; t < side->tiles; t++) {
+        if (t >= plan->groups) side->bits[t] = 1;
+        else if (side->bits[t]) side->coded_channels += tq_group_width(plan, t);
+        blocks += t < plan->groups && side->begins[t];
+        side->one_width &= t >= plan->groups || side->bits[t] == side->bits[0];
+        side->offset[t] = side->tile_bytes;
+        side->tile_bytes += 128 * side->bits[t];
+    }
+    int is_table = side->levels == TQ_LEVELS_TABLE;
+    side->scales = is_table ? 0 : side->levels == TQ_LEVELS_AFFINE ? 2 * blocks : blocks;
+    side->scales += side->sketch && !(is_table && is_sign);
+    side->step_columns = is_table ? (1 << side->bits[0]) + is_sign : 0;
+    side->matrix_rows = (is_dense ? plan->head_dim : 0) + (side->sketch == TQ_SKETCH_GAUSSIAN ? side->sketch_rows : 0);
+}
+
+static tq_status read_side(const int64_t *words, const side_words *where, const tq_plan *plan, tq_side *side,
+                           tq_error *error)
+{
+    const int64_t *head = words + where->at, *groups = words + where->groups_at;
+    TQ_TRY(read_choice(head[0], TQ_ROTATION_DENSE, &side->rotation, where->rotation,
+                       "a rotation: 0 none, 1 Hadamard, 2 dense", error));
+    TQ_TRY(read_choice(head[1], TQ_LEVELS_TABLE, &side->levels, where->levels,
+                       "levels: 0 codebook, 1 affine, 2 absmax, 3 table", error));
+    TQ_TRY(read_choice(head[2], TQ_SKETCH_SIGN, &side->sketch, where->sketch, "a sketch: 0 none, 1 Gaussian, 2 sign",
+                       error));
+    int is_gaussian = side->sketch == TQ_SKETCH_GAUSSIAN;
+    if (head[3] < is_gaussian || head[3] > (is_gaussian ? plan->head_dim : 0))
+        return tq_fail(error, TQ_E_VALUE, where->sketch_rows, -1, (double)head[3],
+                       is_gaussian ? "in 1..head_dim" : "0 without a Gaussian sketch");
+    side->sketch_rows = side->sketch == TQ_SKETCH_SIGN ? plan->head_dim : (int32_t)head[3];
+    TQ_TRY(read_groups(groups, where->bits, plan, side, error));
+    lay_out_side(plan, side);
+    return TQ_OK;
+}
+
+/** Whether values have no codes, which is said by words of 0 alone. */
+static tq_status read_absence(const int64_t *words, const side_words *where, int32_t groups, int *absent,
+                              tq_error *error)
+{
+    int64_t bits = 0, any = 0;
+    const char *names[4] = {where->rotation, where->levels, where->sketch, where->sketch_rows};
+    for (int32_t g = 0; g < groups; g++) {
+        bits |= words[where->groups_at + g] & ~(int64_t)TQ_PLAN_NEW_BLOCK;
+        any |= words[where->groups_at + g];
+    }
+    *absent = !bits;
+    if (bits) return TQ_OK;
+    if (any) return tq_fail(error, TQ_E_VALUE, where->bits, 0, (double)any, "0, because no group of values has bits");
+    for (int32_t i = 0; i < 4; i++)
+        if (words[where->at + i])
+            return tq_fail(error, TQ_E_VALUE, names[i], -1, (double)words[where->at + i],
+                           "0, because no group of values has bits");
+    return TQ_OK;
+}
+
+/* ---- both sides together ---- */
+
+static int is_plain_side(const tq_plan *plan, const tq_side *side)
+{
+    for (int32_t g = 1; g < plan->groups; g++)
+        if (side->begins[g]) return 0;
+    return side->levels == TQ_LEVELS_CODEBOOK && side->sketch == TQ_SKETCH_NONE;
+}
+
+/** A plan that is not plain has neither groups without bits nor tiles of 16. */
+static tq_status check_kind(const tq_plan *plan, tq_error *error)
+{
+    if (plan->is_plain) return TQ_OK;
+    if (tq_tile_is_16(plan))
+        return tq_fail(error, TQ_E_VALUE, "group", -1, plan->group_channels,
+                       "32 where there are blocks, levels without a codebook, sketches or two rotations");
+    for (int32_t g = 0; g < plan->groups; g++)
+        for (int i = 0; i < 1 + (plan->value.tile_bytes != 0); i++)
+            if (!(i ? &plan->value : &plan->key)->bits[g])
+                return tq_fail(
+                    error, TQ_E_VALUE, i ? "value_bits" : "key_bits", g, 0,
+                    "at least 1 where there are blocks, levels without a codebook, sketches or two rotations");
+    return TQ_OK;
+}
+
+static tq_status read_sides(const int64_t *words, tq_plan *p, tq_error *error)
+{
+    const side_words key = {KEY_WORDS,    TQ_PLAN_HEADER_WORDS, "key_rotation", "key_levels",
+                            "key_sketch", "key_sketch_rows",    "key_bits"};
+    const side_words value = {VALUE_WORDS,      TQ_PLAN_HEADER_WORDS + p->groups,
+                              "value_rotation", "value_levels",
+                              "value_sketch",   "value_sketch_rows",
+                              "value_bits"};
+    int no_values;
+    TQ_TRY(read_side(words, &key, p, &p->key, error));
+    if (!p->key.tile_bytes) return tq_fail(error, TQ_E_VALUE, "key_bits", -1, 0, "more than 0 in at least one group");
+    TQ_TRY(read_absence(words, &value, p->groups, &no_values, error));
+    if (!no_values) TQ_TRY(read_side(words, &value, p, &p->value, error));
+    p->rotation = p->key.rotation;
+    p->is_plain =
+        is_plain_side(p, &p->key) && (no_values || (is_plain_side(p, &p->value) && p->value.rotation == p->rotation));
+    if (p->is_plain) p->key.step_columns = p->value.step_columns = p->groups;
+    if (no_values) p->value.tiles = p->groups, p->value.rotation = p->rotation;
+    if (p->is_plain && no_values) p->value.matrix_rows = p->key.matrix_rows;
+    return check_kind(p, error);
 }
 
 /* |key codes|value codes|key scales|value scales| */
@@ -57,19 +190,36 @@ static void draw_signs(tq_plan *plan)
             tq_random(plan->seed, (uint64_t)pass, (uint64_t)block, &plan->signs[pass][4 * block]);
 }
 
-/** The words that all versions share, but for the rotation. */
+/** words[1 .. 6], and the two that nothing is built for yet. */
 static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
 {
+    if (words[1] < 8 || words[1] > TQ_MAX_DIM || words[1] % 8)
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, (double)words[1],
+                       "a multiple of 8 in 8..256 (8..4096 without values)");
+    if (words[3] != TQ_TILE && words[3] != TQ_FINE_GROUP)
+        return tq_fail(error, TQ_E_VALUE, "group", -1, (double)words[3], "32 or 16 channels");
+    p->head_dim = (int32_t)words[1];
+    p->group_channels = (int32_t)words[3];
+    p->tile_tokens = TQ_TILE * TQ_TILE / p->group_channels;
+    p->groups = (p->head_dim + p->group_channels - 1) / p->group_channels;
+    if (tq_tile_is_16(p) && p->head_dim > TQ_MAX_HEAD_DIM)
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p->head_dim, "at most 256 with tiles of 16 channels");
     if (words[2] < p->tile_tokens || words[2] > TQ_PAGE_TOKENS || words[2] % p->tile_tokens)
         return tq_fail(error, TQ_E_VALUE, "page_tokens", -1, (double)words[2],
-                       tq_is_fine(p) ? "64 or 128 in format version 3" : "32, 64, 96 or 128");
+                       tq_tile_is_16(p) ? "64 or 128 with tiles of 16 channels" : "32, 64, 96 or 128");
     p->page_tokens = (int32_t)words[2];
-    TQ_TRY(read_choice(words, 4, TQ_CODEBOOK_UNIFORM, &p->codebook, "a codebook law: 0 normal, 1 sphere, 2 uniform",
-                       error));
-    TQ_TRY(read_choice(words, 5, TQ_SCALE_LEAST_SQUARES, &p->scale,
+    TQ_TRY(read_choice(words[4], TQ_CODEBOOK_UNIFORM, &p->codebook, "codebook",
+                       "a codebook law: 0 normal, 1 sphere, 2 uniform", error));
+    TQ_TRY(read_choice(words[5], TQ_SCALE_LEAST_SQUARES, &p->scale, "scale",
                        "a scale: 0 eden, 1 norm, 2 norm_corrected, 3 least_squares", error));
     if (words[6] < 0) return tq_fail(error, TQ_E_VALUE, "seed", -1, (double)words[6], "in 0..2^63 - 1");
     p->seed = (uint64_t)words[6];
+    if (words[15] < 0 || words[15] > p->head_dim / 2)
+        return tq_fail(error, TQ_E_VALUE, "wave_pairs", -1, (double)words[15], "in 0..head_dim / 2");
+    if (words[16] < 0 || words[16] > 1 + TQ_MAX_METRIC_RANK)
+        return tq_fail(error, TQ_E_VALUE, "metric", -1, (double)words[16], "0 (none) or 1 + a rank in 0..4");
+    if (words[15]) return tq_fail(error, TQ_E_VALUE, "wave_pairs", -1, (double)words[15], "0: not built yet");
+    if (words[16]) return tq_fail(error, TQ_E_VALUE, "metric", -1, (double)words[16], "0: not built yet");
     return TQ_OK;
 }
 
@@ -79,38 +229,13 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
     memset(&p, 0, sizeof p);
     if (!plan) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "a pointer, not NULL");
     if (!words || n_words < TQ_PLAN_HEADER_WORDS + 2)
-        return tq_fail(error, TQ_E_VALUE, "n_words", -1, words ? (double)n_words : 0, "7 + 2 * groups plan words");
-    if (words[0] < TQ_FORMAT_VERSION || words[0] > TQ_FORMAT_FINE)
-        return tq_fail(error, TQ_E_VALUE, "words", 0, (double)words[0], "format version 1, 2 or 3");
-    if (words[1] < 8 || words[1] > TQ_MAX_DIM || words[1] % 8)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, (double)words[1],
-                       "a multiple of 8 in 8..256 (8..4096 without values)");
-    p.version = (int32_t)words[0];
-    p.head_dim = (int32_t)words[1];
-    if (tq_is_fine(&p) && p.head_dim > TQ_MAX_HEAD_DIM)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 in format version 3");
-    p.group_channels = tq_is_fine(&p) ? TQ_FINE_GROUP : TQ_TILE;
-    p.tile_tokens = TQ_TILE * TQ_TILE / p.group_channels;
-    p.groups = (p.head_dim + p.group_channels - 1) / p.group_channels;
-    int32_t header = tq_is_blocked(&p) ? TQ_PLAN_BLOCKED_HEADER_WORDS : TQ_PLAN_HEADER_WORDS;
-    if (n_words != (size_t)(header + 2 * p.groups))
-        return tq_fail(error, TQ_E_VALUE, "n_words", -1, (double)n_words,
-                       tq_is_blocked(&p) ? "15 + 2 * ceil(head_dim / 32)"
-                       : tq_is_fine(&p)  ? "7 + 2 * ceil(head_dim / 16)"
-                                         : "7 + 2 * ceil(head_dim / 32)");
-    int32_t last_rotation = tq_is_blocked(&p) ? 0 : TQ_ROTATION_DENSE;
-    TQ_TRY(read_choice(words, 3, last_rotation, &p.rotation,
-                       last_rotation ? "a rotation: 0 none, 1 Hadamard, 2 dense"
-                                     : "0 in format version 2, where each side has its own rotation",
-                       error));
+        return tq_fail(error, TQ_E_VALUE, "n_words", -1, words ? (double)n_words : 0, "17 + 2 * groups plan words");
+    if (words[0] != TQ_FORMAT_VERSION)
+        return tq_fail(error, TQ_E_VALUE, "words", 0, (double)words[0], "format version 1");
     TQ_TRY(read_common(words, &p, error));
-    if (tq_is_blocked(&p)) {
-        TQ_TRY(tq_plan_read_blocked(&p, words, error));
-    } else {
-        TQ_TRY(read_bits(words, TQ_PLAN_HEADER_WORDS, &p, &p.key, error));
-        TQ_TRY(read_bits(words, TQ_PLAN_HEADER_WORDS + p.groups, &p, &p.value, error));
-    }
-    if (!p.key.tile_bytes) return tq_fail(error, TQ_E_VALUE, "key_bits", -1, 0, "more than 0 in at least one group");
+    if (n_words != (size_t)(TQ_PLAN_HEADER_WORDS + 2 * p.groups))
+        return tq_fail(error, TQ_E_VALUE, "n_words", -1, (double)n_words, "17 + 2 * ceil(head_dim / group)");
+    TQ_TRY(read_sides(words, &p, error));
     if (p.head_dim > TQ_MAX_HEAD_DIM && p.value.tile_bytes)
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 in a plan with values");
     if (p.head_dim > TQ_MAX_HEAD_DIM && p.codebook == TQ_CODEBOOK_SPHERE)
@@ -130,6 +255,26 @@ tq_status tq_plan_check(const tq_plan *plan, tq_error *error)
     return TQ_OK;
 }
 
+/* ---- what comes with calls ---- */
+
+/** The table of a side of a plan that is not plain: there as it should be, or absent. */
+static tq_status check_table(const tq_side *side, const tq_transform *t, int32_t kv_heads, const char *name,
+                             tq_error *error)
+{
+    int32_t n = side->step_columns, levels = n - (side->sketch == TQ_SKETCH_SIGN);
+    if (!n && t->steps)
+        return tq_fail(error, TQ_E_VALUE, name, -1, 1, "absent: this plan has neither steps nor a table");
+    if (n && !t->steps) return tq_fail(error, TQ_E_VALUE, name, -1, 0, "given: the plan's table");
+    for (int64_t i = 0; i < (int64_t)kv_heads * n; i++) {
+        float x = t->steps[i];
+        int32_t column = (int32_t)(i % n);
+        int ordered = column == levels ? x >= 0 : column == 0 || x >= t->steps[i - 1];
+        if (!(fabsf(x) <= TQ_MAX_INPUT * 16) || !ordered)
+            return tq_fail(error, TQ_E_VALUE, name, i, x, "finite and not below the level before it");
+    }
+    return TQ_OK;
+}
+
 tq_status tq_transform_check(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, int is_key, tq_error *error)
 {
     const tq_side *side = is_key ? &plan->key : &plan->value;
@@ -142,7 +287,7 @@ tq_status tq_transform_check(const tq_plan *plan, const tq_transform *t, int32_t
         if (!side->matrix_rows && t->rotation)
             return tq_fail(error, TQ_E_VALUE, rotation, -1, side->rotation,
                            "absent, because the plan's rotation is not dense");
-        if (tq_is_blocked(plan)) return tq_table_check(side, t, kv_heads, steps, error);
+        if (!tq_is_plain(plan)) return check_table(side, t, kv_heads, steps, error);
     }
     for (int64_t i = 0; t->steps && i < (int64_t)kv_heads * plan->groups; i++)
         if (!(t->steps[i] >= 0x1p-40f && t->steps[i] <= 0x1p40f))

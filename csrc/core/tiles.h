@@ -12,7 +12,7 @@ static inline int64_t tq_tile_offset(const tq_side *side, int32_t tile, int32_t 
 /** Where the first of 8 channels of a key, c, c + 1 .. of a group, stands in its tile: they are neighbours. token: 0 .. tile_tokens - 1. */
 static inline int32_t tq_key_cell(const tq_plan *plan, int32_t token, int32_t c)
 {
-    int32_t column = tq_is_fine(plan) ? token / TQ_TILE << 3 | c << 1 : c;
+    int32_t column = tq_tile_is_16(plan) ? token / TQ_TILE << 3 | c << 1 : c;
     return TQ_TILE * (token % TQ_TILE) + column;
 }
 
@@ -27,7 +27,7 @@ static inline int64_t tq_scale_offset(const tq_side *side, int32_t token)
     return side->scales_offset + 2 * (TQ_TILE * (token / TQ_TILE) + tq_column(token % TQ_TILE));
 }
 
-/** The tiles of a side that have bits (groups, and in version 2 a sketch), for a row of tiles that a product sums over. */
+/** The tiles of a side that have bits (groups, and a sketch), for a row of tiles that a product sums over. */
 typedef struct {
     int32_t n;
     int32_t group[TQ_MAX_TILES], offset[TQ_MAX_TILES];
@@ -88,7 +88,7 @@ static inline void tq_arrange_query(const tq_plan *plan, const tq_coded_groups *
             float x = rotated[plan->group_channels * g + c] * (steps ? steps[g] : 1.0f);
             int32_t at = TQ_TILE * i + tq_key_cell(plan, 0, c & ~7) + (c & 7);
             columns[at] = x;
-            if (tq_is_fine(plan)) columns[at + 8] = x; /* of the other token tile */
+            if (tq_tile_is_16(plan)) columns[at + 8] = x; /* of the other token tile */
         }
     }
 }

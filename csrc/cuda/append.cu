@@ -138,9 +138,8 @@ AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value
         side.offset[group] = from.offset[group];
     }
     for (int group = 0; group < plan.groups; group++) side.widths |= 1u << from.bits[group];
-    side.one_width = plan.head_dim % TQ_TILE || transform.steps || from.bits[0] == TQ_WIDE_BITS ? 0 : from.bits[0];
-    for (int group = 1; group < plan.groups; group++)
-        if (from.bits[group] != from.bits[0]) side.one_width = 0;
+    const bool varies = plan.head_dim % TQ_TILE || transform.steps || !tq_has_one_width(&from);
+    side.one_width = varies || from.bits[0] > TQ_MAX_BITS ? 0 : from.bits[0];
     side.tile_bytes = from.tile_bytes;
     side.codes_offset = (int32_t)from.codes_offset;
     side.scales_offset = (int32_t)from.scales_offset;
@@ -194,18 +193,18 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     return TQ_OK;
 }
 
-/** The kernel for many tokens of a plan: what usual shapes of version 1 have, or what takes anything. */
+/** The kernel for many tokens of a plan: what usual shapes with tiles of 32 have, or what takes anything. */
 enum class ManyTokens { FRAGMENTS, TILE, WARP };
 
 ManyTokens many_tokens(const tq_plan &plan)
 {
     const int d = plan.head_dim;
-    if (is_fine(plan) || plan.rotation != TQ_ROTATION_HADAMARD) return ManyTokens::WARP;
+    if (tq_tile_is_16(&plan) || plan.rotation != TQ_ROTATION_HADAMARD) return ManyTokens::WARP;
     if (plan.scale != TQ_SCALE_EDEN && plan.scale != TQ_SCALE_NORM) return ManyTokens::WARP;
     for (const tq_side *side : {&plan.key, &plan.value})
         for (int group = 0; side->tile_bytes && group < plan.groups; group++)
             if (side->bits[group] < 1 || side->bits[group] > 4) return ManyTokens::WARP;
-    if (is_settled(plan)) return ManyTokens::FRAGMENTS;
+    if (tq_is_settled(&plan)) return ManyTokens::FRAGMENTS;
     return d == 80 || d == 96 ? ManyTokens::TILE : ManyTokens::WARP;
 }
 
@@ -260,8 +259,8 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
     AppendArgs args;
     TQ_CUDA_TRY(make_args(*plan, p, flag, &args, error));
     const cudaStream_t stream = (cudaStream_t)stream_pointer;
-    const bool few = p.tokens <= FEW_TOKENS, settled = is_settled(*plan);
-    if (is_blocked(*plan)) {
+    const bool few = p.tokens <= FEW_TOKENS, settled = tq_is_settled(plan);
+    if (!tq_is_plain(plan)) {
         TQ_CUDA_TRY(launch_append_blocks(args, *plan, p, few, stream, error));
         return few ? TQ_OK : launch_copy_exact(args, stream, error);
     }

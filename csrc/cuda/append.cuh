@@ -2,8 +2,8 @@
 //
 //   append_step.cu   one token a sequence (decode): a warp a (side, sequence, head), everything in one launch
 //   append_warp.cu   anything: a block a token tile, a warp a token; few tokens in one launch, many with copy_exact behind it
-//   append_blocks.cu the same for plans of version 2
-//   append_fragments.cuh  many tokens, usual shapes of version 1 (prefill): a warp a token tile, rotated by tensor cores; copy_exact
+//   append_blocks.cu the same for plans that are not plain
+//   append_fragments.cuh  many tokens, usual shapes with tiles of 32 (prefill): a warp a token tile, rotated by tensor cores; copy_exact
 //                    behind it
 //   append_tile.cuh  the same for head_dim 80 and 96: a warp a token tile, two lanes a token
 //   append.cu        the choice between them, copy_exact, and the launcher
@@ -22,7 +22,7 @@ namespace tq
 
 constexpr int APPEND_GROUPS = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
 
-/** Of a tile. FINE: in version 3. */
+/** Of a tile. FINE: of 16 channels. */
 template <bool FINE> constexpr int TILE_TOKENS = FINE ? TQ_TILE * TQ_TILE / TQ_FINE_GROUP : TQ_TILE;
 
 /** Keys or values: tq_side, tq_transform and the arrays of tq_append_params. Strides in bytes. */
@@ -45,7 +45,7 @@ struct AppendArgs {
     int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;
     int32_t head_dim, groups, rotation, scale, sides; // sides: 1 without values
     int32_t capacity;                                 // the largest length
-    int32_t tile_tokens;                              // 32, or 64 in version 3
+    int32_t tile_tokens;                              // 32, or 64 with groups of 16
     float factor; // of a rotation of one pass; of settled rows (turboquant.h, "z") of the scale
     Divisor heads, batches, window_slots, page_tokens;
     int64_t n_pages, record_bytes, row_bytes;
@@ -75,7 +75,7 @@ tq_status launch_append_step(const AppendArgs &args, bool settled, cudaStream_t 
 /** one_block: of each (side, sequence, head), which then copies what stays exact too; otherwise copy_exact has to follow. */
 tq_status launch_append_warp(const AppendArgs &args, bool settled, bool one_block, cudaStream_t stream,
                              tq_error *error);
-/** The same of plans of version 2. */
+/** The same of plans that are not plain. */
 tq_status launch_append_blocks(const AppendArgs &args, const tq_plan &plan, const tq_append_params &params,
                                bool one_block, cudaStream_t stream, tq_error *error);
 /** Rows of 16 bits, aligned to 16 bytes, without steps. Plans of settled rows, and of head_dim 80 and 96: append.cu says which. */

@@ -1,4 +1,4 @@
-// Appending for plans of version 2. A block takes the token tiles of a (side, sequence, KV head), one or all of them:
+// Appending for plans that are not plain. A block takes the token tiles of a (side, sequence, KV head), one or all of them:
 //
 //   1  rows to shared memory, centred                        a warp a token       only for dense rotations
 //   2  y = R x for all tokens of the tile                    a warp 32 channels of 16 tokens, only then

@@ -1,5 +1,5 @@
 // Appending in the general case: any head_dim up to 256, dtype, rotation, widths and scale. A block takes the token tiles of a
-// (side, sequence, KV head), one or all of them; in version 3 always both of a pair, which share their words, one after the other
+// (side, sequence, KV head), one or all of them; with tiles of 16 always both of a pair, which share their words, one after the other
 // up to step 3:
 //
 //   1  rows to shared memory, centred                        a warp a token       only for dense rotations

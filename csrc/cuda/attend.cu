@@ -165,7 +165,7 @@ KernelChoice choose_kernel(const tq_plan *plan, int rows, int dtype, int64_t pag
     bool a_few =
         (bits == 2 || bits == 3) && groups == 4 && rows <= 4 && pages >= 12 * processors && pages < 128 * processors;
     bool whole = plan->page_tokens == 4 * TQ_TILE && pages >= 3 * processors && !a_few;
-    if (is_fine(*plan)) return attend_kernel_fine(groups, rows <= 4 ? 1 : 2, whole ? 4 : 2, device.bulk);
+    if (tq_tile_is_16(plan)) return attend_kernel_fine(groups, rows <= 4 ? 1 : 2, whole ? 4 : 2, device.bulk);
     bool has_own = bits >= 2 && bits <= 4; /* kernels of its width; others take those of any plan */
     if (rows > (has_own ? 8 : 16) && is_for_wide(plan, dtype, device)) return attend_kernel_wide(bits, rows);
     bool narrow = groups <= 4; /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
@@ -195,7 +195,7 @@ void copy_side(const tq_plan &plan, const tq_side &from, SideArgs *to)
 /** What bytes mean to a kernel. books: [TQ_WIDE_BITS + 1], by width. */
 void set_factors(const tq_plan &plan, const tq_codebook *books, const KernelChoice &k, bool keys, SideArgs *to)
 {
-    bool fine = is_fine(plan);
+    bool fine = tq_tile_is_16(&plan);
     to->row_factor = !k.wide_rows && !fine;
     for (int b = 1; b <= TQ_WIDE_BITS; b++) {
         float step = books[b].step; /* of a level; uniform levels are 2 code - (2^b - 1) */
@@ -372,7 +372,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     a.pitch = TQ_TILE * a.groups + 8;
     a.rotation_factor = (float)(1 / sqrt((double)plan->head_dim));
     a.plan_groups = plan->groups;
-    a.fine = is_fine(*plan);
+    a.fine = tq_tile_is_16(plan);
     int64_t capacity = (int64_t)p->sinks + p->window + (int64_t)a.p.max_pages * plan->page_tokens;
     if (capacity > INT32_MAX / 2)
         return fail(error, TQ_E_VALUE, "max_pages", -1, p->max_pages, "fewer: positions are 32-bit");
@@ -421,7 +421,7 @@ tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_pa
     Launch l;
     TQ_CUDA_TRY(check_sizes(plan, params, error));
     if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
-    if (is_blocked(*plan)) return attend_blocks_bytes(*plan, *params, bytes, error);
+    if (!tq_is_plain(plan)) return attend_blocks_bytes(*plan, *params, bytes, error);
     TQ_CUDA_TRY(prepare(plan, params, &l, error));
     *bytes = !l.blocks ? 0 : l.args.few.warps ? lay_out_parts(&l, nullptr) : lay_out_workspace(&l, nullptr);
     return TQ_OK;
@@ -433,7 +433,7 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
     Launch l;
     TQ_CUDA_TRY(check_sizes(plan, params, error));
     TQ_CUDA_TRY(check_pointers(plan, params, error));
-    if (is_blocked(*plan))
+    if (!tq_is_plain(plan))
         return attend_blocks(*plan, *params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream), error);
     TQ_CUDA_TRY(prepare(plan, params, &l, error));
     if (!l.blocks) return TQ_OK;
@@ -470,7 +470,7 @@ const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan)
     const char *const blocked[][2] = {
         {"append", "append_blocks"}, {"attend", "attend_blocks"}, {"dequantize", "dequantize_blocks"}};
     for (auto &names : blocked)
-        if (is_blocked(*plan) && !strcmp(operation, names[0])) return names[1];
+        if (!tq_is_plain(plan) && !strcmp(operation, names[0])) return names[1];
     const char *plain[] = {"rotate", "append", "dequantize", "merge"};
     for (const char *name : plain)
         if (!strcmp(operation, name)) return name;
@@ -480,6 +480,6 @@ const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan)
     case 3: return device.bulk ? "attend_hopper_3" : "attend_portable_3";
     case 4: return device.bulk ? "attend_hopper_4" : "attend_portable_4";
     }
-    if (is_fine(*plan)) return device.bulk ? "attend_hopper_fine" : "attend_portable_fine";
+    if (tq_tile_is_16(plan)) return device.bulk ? "attend_hopper_fine" : "attend_portable_fine";
     return device.bulk ? "attend_hopper_mixed" : "attend_portable_mixed";
 }

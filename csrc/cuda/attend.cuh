@@ -49,7 +49,7 @@ constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 /** Threads that a multiprocessor has registers for, in whole warps of each of its four parts. */
 constexpr int most_threads(int registers) { return 65536 / registers / 128 * 128; }
 
-/** One compiled kernel. KEY_BITS = VALUE_BITS = 0: any plan, the width of each group looked up as it goes; of version 3, or others. */
+/** One compiled kernel. KEY_BITS = VALUE_BITS = 0: any plan, the width of each group looked up as it goes; tiles of 16, or of 32. */
 template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false>
 struct Variant {
     static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_;
@@ -137,10 +137,11 @@ struct FewArgs {
 struct AttendArgs {
     tq_attend_params p;
     /* of the plan */
-    float rotation_factor;                           /* head_dim^-1/2 */
-    int32_t head_dim, groups, page_tokens, rotation; /* groups: of 32 channels; version 3 has two of its own in each */
-    int32_t plan_groups;                             /* the plan's own */
-    bool fine;                                       /* version 3: groups of 16 channels */
+    float rotation_factor; /* head_dim^-1/2 */
+    int32_t head_dim, groups, page_tokens,
+        rotation;        /* groups: of 32 channels; tiles of 16 have two of their own in each */
+    int32_t plan_groups; /* the plan's own */
+    bool fine;           /* groups of 16 channels */
     int64_t record_bytes;
     SideArgs key, value;
     CopyArgs copies[2][COPIES]; /* of a page's first and second unit */

@@ -1,4 +1,4 @@
-// tq_cuda_attend for plans of version 2 (attend_blocks.cuh): the kernel that meets the tokens, and the launches. A tile of tokens costs
+// tq_cuda_attend for plans that are not plain (attend_blocks.cuh): the kernel that meets the tokens, and the launches. A tile of tokens costs
 // four steps with a barrier behind each:
 //
 //   keys      decode the tile's keys, or load exact ones      scores    eight threads a token, then a thread a (token, row)

@@ -1,4 +1,4 @@
-// Attention for plans of version 2: what its two files share. In float32 throughout. Three kernels, one behind the other:
+// Attention for plans that are not plain: what its two files share. In float32 throughout. Three kernels, one behind the other:
 //
 //   prepare   queries to rows [R q | S R q]                              a block a set             attend_blocks_ends.cu
 //   attend    those rows and a split of the tokens that they see         a block a set and split   attend_blocks.cu

@@ -1,4 +1,4 @@
-// The kernels around the one that meets the tokens, for plans of version 2: prepare and combine. A warp a row, but for matrices.
+// The kernels around the one that meets the tokens, for plans that are not plain: prepare and combine. A warp a row, but for matrices.
 #include <math.h>
 
 #include "attend_blocks.cuh"

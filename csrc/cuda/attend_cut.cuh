@@ -30,16 +30,16 @@ inline int64_t take(int64_t *at, int64_t bytes)
 /** The width of all groups, keys and values; 0 where they differ. */
 inline int uniform_bits(const tq_plan *plan)
 {
-    int bits = is_fine(*plan) ? 0 : plan->key.bits[0];
-    for (int g = 0; g < plan->groups; g++)
-        if (plan->key.bits[g] != bits || plan->value.bits[g] != bits) return 0;
-    return bits;
+    bool same =
+        tq_has_one_width(&plan->key) && tq_has_one_width(&plan->value) && plan->key.bits[0] == plan->value.bits[0];
+    return same && !tq_tile_is_16(plan) ? plan->key.bits[0] : 0;
 }
 
 /** Whether the kernels for many rows take this; they round weights to fp16. */
 inline bool is_for_wide(const tq_plan *plan, int dtype, const Device &device)
 {
-    return device.bulk && dtype != TQ_F32 && !is_fine(*plan) && plan->groups == 4 && plan->page_tokens == 4 * TQ_TILE;
+    return device.bulk && dtype != TQ_F32 && !tq_tile_is_16(plan) && plan->groups == 4 &&
+           plan->page_tokens == 4 * TQ_TILE;
 }
 
 /** Exact tokens of a sequence at most. */

@@ -207,7 +207,7 @@ bool cut_few(const tq_plan *plan, const Device &device, Launch *launch)
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
     a.exact_parts = most_exact_tokens(a.p) > 0;
     int64_t segments = halves.segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
-    if (!device.bulk || device.line || a.rows > FEW_ROWS || a.groups > 4 || is_fine(*plan) ||
+    if (!device.bulk || device.line || a.rows > FEW_ROWS || a.groups > 4 || tq_tile_is_16(plan) ||
         a.rotation == TQ_ROTATION_DENSE || segments >= 1 << 22) /* more than `divide` takes */
         return false;
     if (a.rows > 8 && is_for_wide(plan, a.p.dtype, device) && cut_few_wide(plan, device, &halves)) {

@@ -1,4 +1,4 @@
-/* Attention kernels for plans of version 3. */
+/* Attention kernels for plans with tiles of 16 channels. */
 #include "attend_variants.cuh"
 
 namespace tq

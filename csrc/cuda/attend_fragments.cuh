@@ -1,4 +1,4 @@
-/* From packed words to tensor-core fragments: the only place where the CUDA attention unpacks codes (of plans of version 2: pack.cuh).
+/* From packed words to tensor-core fragments: the only place where the CUDA attention unpacks codes (of plans that are not plain: pack.cuh).
  *
  * A tile (turboquant.h) is 32 rows x 32 columns; a lane's words hold rows g + 8 r, r = 0..3. It is fed to mma.m16n8k32 as two
  * halves of 16 rows, half 0 with r = 0, 1 and half 1 with r = 2, 3: a0 and a2 come from row g + 8 (2 half), a1 and a3 from the row
@@ -21,7 +21,7 @@
  * and shifts are sooner done (mixed plans: by up to 8 %). At 4 and 5 bits a second load does what a shift would, and of the 24
  * operations at 4 bits 8 are complements, on the multipliers as well.
  * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, -1 of the two
- * products of 5 bits, each times the sum of the other factor. In version 3 the lanes or the rows of a tile are of two token tiles; two
+ * products of 5 bits, each times the sum of the other factor. With tiles of 16 the lanes or the rows of a tile are of two token tiles; two
  * products then take what they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other
  * widths, so that in a mixed plan no group costs the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126 at 4
  * bits and 127 at 5, which holds for every codebook. */
@@ -132,7 +132,7 @@ template <class F> __device__ __forceinline__ void with_width(uint32_t width, F 
     }
 }
 
-/** The same with the widths of version 3, where few bits are the most usual. */
+/** The same with the widths of tiles of 16, where few bits are the most usual. */
 template <class F> __device__ __forceinline__ void with_fine_width(uint32_t width, F f)
 {
     if (width & (1 << 1 | 1 << 2)) {
@@ -316,7 +316,7 @@ __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTa
     }
 }
 
-/** Version 3, keys: lanes t = 0, 1 of a tile are tokens of its first token tile, others of its second. b[token tile] is the query where
+/** Tiles of 16, keys: lanes t = 0, 1 of a tile are tokens of its first token tile, others of its second. b[token tile] is the query where
  *  those lanes are and 0 elsewhere. c[token tile][half][block] += keys x b. */
 template <int BITS, int BLOCKS>
 __device__ __forceinline__ void multiply_fine_keys(const uint8_t *tile, const LevelTables &tables,
@@ -334,7 +334,7 @@ __device__ __forceinline__ void multiply_fine_keys(const uint8_t *tile, const Le
     }
 }
 
-/** Version 3, values: a half of a tile is a token tile of the same channels. c[block] += values x weights of both token tiles. */
+/** Tiles of 16, values: a half of a tile is a token tile of the same channels. c[block] += values x weights of both token tiles. */
 template <int BITS, int BLOCKS>
 __device__ __forceinline__ void multiply_fine_values(const uint8_t *tile, const LevelTables &tables,
                                                      const uint2 (*weights)[BLOCKS], int (&c)[BLOCKS][4])

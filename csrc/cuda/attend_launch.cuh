@@ -32,9 +32,9 @@ constexpr bool takes_whole_pages(int bits, int groups) { return bits != 4 || gro
 KernelChoice attend_kernel_2(int groups, int blocks, int tiles, bool bulk);
 KernelChoice attend_kernel_3(int groups, int blocks, int tiles, bool bulk);
 KernelChoice attend_kernel_4(int groups, int blocks, int tiles, bool bulk);
-/** The kernel for every plan of version 1. */
+/** The kernel for every plain plan with tiles of 32. */
 KernelChoice attend_kernel_mixed(int groups, int blocks, int tiles, bool bulk);
-/** The kernel for every plan of version 3; groups of 32 channels, 1 or 2 blocks. */
+/** The kernel for every plan with tiles of 16; groups of 32 channels, 1 or 2 blocks. */
 KernelChoice attend_kernel_fine(int groups, int blocks, int tiles, bool bulk);
 /** The kernel for many rows: 16 or 32 of them at once, of plans with four groups and four tiles a page; bits 0: 32 rows of any
  *  widths. */

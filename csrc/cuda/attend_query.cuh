@@ -224,7 +224,7 @@ __device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s
 
 /** The place of four channels' word, 4 place .. of group g, in the queries of a tile of rows, and how far the low plane is behind the
  *  high one. attend_pages: in the order in which a lane wants them, word 0 of lane 4 n + t of a group being channels 4 t .. of column
- *  n, word 1 channels 16 + 4 t ... In version 3 lanes t = 0, 1 have those of the first group of 16, as its tiles do, others those of
+ *  n, word 1 channels 16 + 4 t ... With tiles of 16 lanes t = 0, 1 have those of the first group of 16, as its tiles do, others those of
  *  the second: bits 3 and 4 of the channel change places. attend_wide: as a B of warpgroup.cuh for each group. */
 struct QueryPlace {
     int32_t word, to_low;

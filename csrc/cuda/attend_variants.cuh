@@ -41,7 +41,7 @@ template <int BITS> KernelChoice uniform_kernel(int groups, int blocks, int tile
     return {};
 }
 
-/** Version 3: at most eight rows a warp. Without bulk copies half pages alone: one kernel less for each architecture. */
+/** Tiles of 16: at most eight rows a warp. Without bulk copies half pages alone: one kernel less for each architecture. */
 template <int GROUPS, bool BULK> KernelChoice fine_kernel(int blocks, int tiles)
 {
     if constexpr (BULK)

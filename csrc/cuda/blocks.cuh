@@ -1,4 +1,4 @@
-// Plans of version 2 on the device: what their kernels share. The formulas are in turboquant.h (tq_levels, tq_sketch); the host's
+// Plans that are not plain on the device: what their kernels share. The formulas are in turboquant.h (tq_levels, tq_sketch); the host's
 // csrc/core/blocks.c does the same. Behind its rotation a token is one row of 32 * tiles numbers: its decoded channels, then the
 // decoded signs of its sketch. A query becomes such a row too, [R q | S R q], and an inner product is that of two rows; a weighted
 // sum of rows is un-rotated once.
@@ -94,7 +94,7 @@ inline tq_status block_plan_of(const tq_plan &plan, const tq_transform *key, con
     return TQ_OK;
 }
 
-// ---- the launchers, behind the checks of both versions ----
+// ---- the launchers, behind the checks of all plans ----
 
 tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
 tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,

@@ -1,4 +1,4 @@
-// tq_cuda_dequantize: packed tokens back to float32, for debugging (plans of version 2: dequantize_blocks.cu). A block a token tile of one (side, sequence, KV head):
+// tq_cuda_dequantize: packed tokens back to float32, for debugging (plans that are not plain: dequantize_blocks.cu). A block a token tile of one (side, sequence, KV head):
 //
 //   1  codes -> step * level * scale, rows of tokens in shared memory    a warp a group of channels
 //   2  R^T                                                               a warp a token, or for a matrix all of them at once
@@ -32,7 +32,7 @@ struct DequantizeArgs {
     int8_t levels[TQ_MAX_BITS + 1][32]; // by code
 };
 
-/** rows [32 tokens][head_dim]: group `group` of one token tile, which has half a tile to itself in version 3. */
+/** rows [32 tokens][head_dim]: group `group` of one token tile, which has half a tile to itself if groups have 16 channels. */
 __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_index, int h, const uint8_t *record,
                                              int token_tile, int group, float *rows, int lane)
 {
@@ -144,7 +144,7 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
             if (out) TQ_CUDA_TRY(check_cuda(cudaMemsetAsync(out, 0, bytes, (cudaStream_t)stream), "stream", error));
         return TQ_OK;
     }
-    if (is_blocked(*plan)) {
+    if (!tq_is_plain(plan)) {
         BlockPlan blocks;
         TQ_CUDA_TRY(
             block_plan_of(*plan, key, value, {pages, block_table, n_pages, kv_heads, max_pages}, &blocks, error));

@@ -1,4 +1,4 @@
-// tq_cuda_dequantize for plans of version 2. A block half a token tile of one (side, sequence, KV head): decoded to rows in shared
+// tq_cuda_dequantize for plans that are not plain. A block half a token tile of one (side, sequence, KV head): decoded to rows in shared
 // memory, restored, centred, written.
 #include "blocks.cuh"
 

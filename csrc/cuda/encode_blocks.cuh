@@ -1,4 +1,4 @@
-// One vector of a plan of version 2 encoded by one warp, bit for bit as in csrc/core/blocks.c: lane l has channels l, l + 32, l + 64, ..,
+// One vector of a plan that is not plain encoded by one warp, bit for bit as in csrc/core/blocks.c: lane l has channels l, l + 32, l + 64, ..,
 // so that group k is z[k] of all lanes.
 #ifndef TQ_CUDA_ENCODE_BLOCKS_CUH
 #define TQ_CUDA_ENCODE_BLOCKS_CUH

@@ -1,5 +1,5 @@
 // One vector encoded by one warp: lane l has channels l, l + 32, l + 64, .. So a slice, channels 32 k .. 32 k + 31, is a group of
-// version 1; of version 3 (FINE) it is two, one for each half of the warp.
+// 32 channels; with groups of 16 (FINE) it is two, one for each half of the warp.
 #ifndef TQ_CUDA_ENCODE_WARP_CUH
 #define TQ_CUDA_ENCODE_WARP_CUH
 #include <type_traits>
@@ -302,7 +302,7 @@ __device__ __forceinline__ __half encode_warp(const Args &a, const AppendSide &s
                           : encode_any(a, side, steps, books, z, codes, lane);
 }
 
-/** f with as many channels a lane as the plan needs, with whether it is of version 3, as std::integral_constant, and with the arguments
+/** f with as many channels a lane as the plan needs, with whether its groups have 16 channels, as std::integral_constant, and with the arguments
  *  as what they are. */
 template <class F> tq_status with_channels_per_lane(const AppendArgs &args, bool settled, const F &f)
 {

@@ -1,6 +1,7 @@
 // What launchers share: checks, and launching one kernel behind the other without the gap between them, where the device can.
 #ifndef TQ_CUDA_LAUNCH_CUH
 #define TQ_CUDA_LAUNCH_CUH
+#include "../core/plan_kind.h"
 #include "device.cuh"
 
 namespace tq
@@ -18,19 +19,6 @@ inline tq_status check_plan(const tq_plan *plan, tq_error *error)
     return TQ_OK;
 }
 
-/** Plans with blocks, tables or sketches have kernels of their own (blocks.cuh). */
-inline bool is_blocked(const tq_plan &plan) { return plan.version == TQ_FORMAT_BLOCKED; }
-
-/** Groups of 16 channels, tiles of 64 tokens. */
-inline bool is_fine(const tq_plan &plan) { return plan.version == TQ_FORMAT_FINE; }
-
-/** turboquant.h, "z". */
-inline bool is_settled(const tq_plan &plan)
-{
-    return !is_blocked(plan) && plan.rotation == TQ_ROTATION_HADAMARD && plan.head_dim >= 64 &&
-           (plan.head_dim & (plan.head_dim - 1)) == 0;
-}
-
 /** What the host can see of one side's transform. */
 inline tq_status check_transform(const tq_plan &plan, const tq_transform *t, bool is_value, tq_error *error)
 {
@@ -42,9 +30,8 @@ inline tq_status check_transform(const tq_plan &plan, const tq_transform *t, boo
                                                              : "given: the rows of the plan's sketch";
     if ((side.matrix_rows != 0) != rotation)
         return fail(error, TQ_E_VALUE, is_value ? "value_rotation" : "key_rotation", -1, rotation, wants);
-    wants = side.step_columns ? "given: the plan's table"
-                              : "absent: in format version 2 steps are the table of a plan that has one";
-    if (is_blocked(plan) && (side.step_columns != 0) != steps)
+    wants = side.step_columns ? "given: the plan's table" : "absent: this plan has neither steps nor a table";
+    if (!tq_is_plain(&plan) && (side.step_columns != 0) != steps)
         return fail(error, TQ_E_VALUE, is_value ? "value_steps" : "key_steps", -1, steps, wants);
     return TQ_OK;
 }

@@ -118,7 +118,7 @@ struct Place {
     int token, channel;
 };
 
-/** What code (r, n) of a lane belongs to. fine: in a tile of version 3, 64 tokens x 16 channels. */
+/** What code (r, n) of a lane belongs to. fine: in a tile of 64 tokens x 16 channels. */
 __device__ __forceinline__ Place place_of(bool fine, bool is_key, int lane, int r, int n)
 {
     const int row = lane / 4 + 8 * r, column = column_of_lane(lane % 4, n);

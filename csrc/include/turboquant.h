@@ -9,11 +9,14 @@
  *   page     page_tokens (128 in a cache) consecutive tokens of one layer, all KV heads:  uint8 [kv_heads, record_bytes]
  *   record   one page of one KV head:
  *            | key codes | value codes | key scales | value scales |
- *              key codes     [page_tokens / 32] token tiles, each [groups with bits > 0] tiles           key.tile_bytes per token tile
- *              value codes   the same with the value bits                                              value.tile_bytes per token tile
- *              scales        [page_tokens] binary16, in the column order of each token tile; absent for a side without codes
- *   group    32 consecutive rotated channels; 0 to 5 bits a code; a group of 0 bits takes no space. head_dim is padded to a
- *            multiple of 32: a padding channel has code 0 and is never read.
+ *              codes         [token tiles of the page], each the tiles of the groups with bits > 0, then of the sketch: tile_bytes
+ *              scales        | numbers of block 0 | of block 1 | .. | of the sketch |, each [page_tokens] binary16 in column order;
+ *                            absent for a side without codes. A plain side has one block and one number: s.
+ *   group    32 (or 16: below) consecutive rotated channels with one width; a group of 0 bits takes no space. head_dim is padded to
+ *            whole groups: a padding channel has code 0 and is never read.
+ *   block    consecutive groups that share their per-token numbers: one scale, or a scale and then a zero point (TQ_LEVELS_AFFINE).
+ *   sketch   one sign for each row of a matrix S applied to what the codes leave over, r = z - decoded z: tiles of 1 bit behind the
+ *            groups' tiles, 32 rows each, code 1 for (S r) >= 0; and one number per token, the norm of r or its mean magnitude.
  *   tile     32 tokens x 32 channels of one group at b bits: uint32 [b][32], word w of lane l at index 32 w + l.
  *            Rows are tokens for keys and channels for values; columns are channels for keys and tokens for values.
  *            Lane l = 4 g + t holds rows g, g + 8, g + 16, g + 24 (r = 0..3, row = g + 8 r) and eight columns of each:
@@ -28,33 +31,24 @@
  *     2 bits   word h:        byte i, bits 2 r and 2 r + 1 = c(r, 4 h + i)                h = 0, 1;  i = 0..3;  r = 0..3
  *     1 bit    word 0:        byte i, bit r + 4 h = c(r, 4 h + i)
  *     5 bits   words 0..3:    c & 15 as 4 bits;  word 4: c >> 4 as 1 bit
+ *     8 bits   words 0..3:    c & 15 as 4 bits;  words 4..7: c >> 4 as 4 bits
  *
- *   Codes: rank k (0 = most negative level) of 2^b levels, L = 2^b:
+ *   Codes of a codebook: rank k (0 = most negative level) of 2^b levels, L = 2^b:
  *     1, 2, 3 bits  the code is the rank.
  *     4, 5 bits     magnitude m = k - L/2 and sign 0 if k >= L/2, else m = L/2 - 1 - k and sign 1 (negative);
  *                   code = (m & 7) | sign << 3 | (m >> 3) << 4.
+ *     8 bits        equally spaced levels of any law: level (code - 128) * TQ_WIDE_STEP; code = 128 + u / TQ_WIDE_STEP rounded half
+ *                   to even, at least 1 and at most 255.
  *
- * Version 2, for the schemes that version 1 cannot hold (a plan's first word says which). The same pages, records, tiles and columns, and
- *   8 bits   two tiles of 4 bits: code & 15, then code >> 4. In version 2 every group has bits (or the whole side has none).
- *   block    consecutive groups that share their per-token numbers: one scale, or a scale and then a zero point (TQ_LEVELS_AFFINE).
- *   sketch   one sign for each row of a matrix S applied to what the codes leave over, r = z - decoded z: tiles of 1 bit behind the
- *            groups' tiles, 32 rows each, code 1 for (S r) >= 0; and one number per token, the norm of r or its mean magnitude.
- *   scales   | numbers of block 0 | of block 1 | .. | of the sketch |, each [page_tokens] binary16 in column order.
- * These plans run by portable code on the CPU (csrc/core/blocks.c) and by plain kernels on CUDA (csrc/cuda/blocks.cuh), a token tile
- * of 32 decoded at a time.
- *
- * Version 3: version 1 with groups of 16 channels, for widths that follow the variance more closely and heads that are no multiple of
- * 32. head_dim is at most 256 and padded to a multiple of 16, page_tokens 64 or 128. What differs:
+ * Groups of 16 channels are for widths that follow the variance more closely, and heads that are no multiple of 32. What differs:
  *   tile     64 tokens (token tiles h = 0, 1 of 32) x 16 channels of one group. Words, rows and columns as above, and in them
  *              keys     row i is token i of both token tiles; channel c of h is column (c & 7) | h << 3 | (c & 8) << 1
  *              values   row c | h << 4 is channel c of h; column tq_column(i) is token i of both
  *            so that lanes t = 2 h, 2 h + 1 have the keys of token tile h, and r = 2 h, 2 h + 1 its values: products of tiles keep
  *            their shape, and two token tiles never meet in one sum.
- *   codes    [page_tokens / 64], each [groups with bits > 0] tiles.  Scales as in version 1.
- *   8 bits   are a width too, stored as in version 2: for the few groups whose errors count most. Equally spaced levels of any law:
- *            level (code - 128) * TQ_WIDE_STEP; code = 128 + u / TQ_WIDE_STEP rounded half to even, at least 1 and at most 255.
+ *   codes    [page_tokens / 64], each [groups with bits > 0] tiles.
  *
- * z, the rotated row whose numbers u = z / rms(z) get codes, as versions 1 and 3 compute it; all in float32, each operation rounded, so
+ * z, the rotated row whose numbers u = z / rms(z) get codes, as plain plans compute it; all in float32, each operation rounded, so
  * that bytes are the same everywhere. In general: R (x - mu) / step; sums of a_i b_i are of rounded products, v[i] += v[i + h] for h =
  * n/2, n/4 .. 1, n the next power of two. SETTLED rows are those of a Hadamard rotation of one pass over 64 channels or more. There,
  * so that tensor cores may do most of the rotation and a table all of the search:
@@ -88,13 +82,11 @@ extern "C" {
 
 #define TQ_VERSION "0.1.0"
 #define TQ_FORMAT_VERSION 1
-#define TQ_FORMAT_BLOCKED 2 /* of a plan: version 2 */
-#define TQ_FORMAT_FINE 3    /* of a plan: version 3 */
-#define TQ_TILE 32          /* rows and columns of a tile; tokens of a token tile */
-#define TQ_FINE_GROUP 16    /* channels of a group in version 3 */
-#define TQ_PAGE_TOKENS 128  /* tokens of a page in a cache */
+#define TQ_TILE 32         /* rows and columns of a tile; tokens of a token tile */
+#define TQ_FINE_GROUP 16   /* channels of a group, where they are not 32 */
+#define TQ_PAGE_TOKENS 128 /* tokens of a page in a cache */
 #define TQ_MAX_BITS 5
-#define TQ_WIDE_BITS 8 /* of groups in version 3, beside 0..5 */
+#define TQ_WIDE_BITS 8 /* beside 0..5 */
 #define TQ_WIDE_STEP 0.03125f
 #define TQ_SETTLED_UNITS 64.0f /* of u, where codes of settled rows are searched */
 #define TQ_MAX_HEAD_DIM 256    /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
@@ -190,7 +182,7 @@ typedef enum {
 /* u = z / rms(z) over the channels that have bits, c its decoded levels. With steps, products count in the units of x: <a,b> is the
  * sum of (step a)(step b), so that the coarse codes of quiet channels do not stretch the loud ones. */
 
-/** Version 2: what the codes of a side stand for; z is the rotated vector, s and o are stored per token and block. */
+/** What the codes of a side stand for; z is the rotated vector, s and o are stored per token and block. */
 typedef enum {
     TQ_LEVELS_CODEBOOK = 0, /* s * level of the plan's codebook law, s by tq_scale over the block's channels alone */
     TQ_LEVELS_AFFINE =
@@ -201,7 +193,7 @@ typedef enum {
         3 /* table[code], in the units of z: ascending levels that come with each call; nothing stored per token */
 } tq_levels;
 
-/** Version 2: the signs that are kept of the residual r, a vector of d = head_dim, with m = sketch_rows. */
+/** The signs that are kept of the residual r, a vector of d = head_dim, with m = sketch_rows. */
 typedef enum {
     TQ_SKETCH_NONE = 0,
     TQ_SKETCH_GAUSSIAN =
@@ -210,25 +202,28 @@ typedef enum {
     TQ_SKETCH_SIGN = 2 /* m = d signs of r itself, times the mean |r| of the token, or of a table's last entry */
 } tq_sketch;
 
-/* A plan as integers, the form that files, operators and Python carry:
- *   words[0] TQ_FORMAT_VERSION
- *   words[1] head_dim      a multiple of 8; 8..256, or 8..4096 if no group has value bits
- *   words[2] page_tokens   32, 64, 96 or 128
- *   words[3] tq_rotation   words[4] tq_codebook_law   words[5] tq_scale   words[6] seed, 0..2^63 - 1
- *   words[7 ..]            key bits of each group, then value bits of each group, 0..5; groups = ceil(head_dim / 32);
- *                          at least one key group has bits; the last group counts like any other.
- * Version 3: the same with words[0] TQ_FORMAT_FINE, head_dim 8..256, page_tokens 64 or 128, groups = ceil(head_dim / 16) and bits
- *   0..5 or 8.
- * Version 2:
- *   words[0] TQ_FORMAT_BLOCKED;  words[1], [2], [4], [5], [6] as above;  words[3] 0, each side has a rotation of its own
- *   words[7 .. 10]         of keys: tq_rotation, tq_levels, tq_sketch, sketch_rows (1..head_dim; 0 unless Gaussian)
- *   words[11 .. 14]        of values; all 0 if they have no bits
- *   words[15 ..]           of each group of keys, then of values: bits, 1..5 or 8 (8 with affine and absmax alone), plus 16 where a
- *                          block begins, which it does at group 0. A table has one width and one block. Values without bits: all 0. */
-#define TQ_PLAN_HEADER_WORDS 7
-#define TQ_PLAN_BLOCKED_HEADER_WORDS 15
+/* A plan as integers, the form that files and operators carry (turboquant.Plan in Python):
+ *   words[0]  TQ_FORMAT_VERSION
+ *   words[1]  head_dim       a multiple of 8; 8..256, or 8..4096 if no group has value bits and tiles have 32 channels
+ *   words[2]  page_tokens    32, 64, 96 or 128; with tiles of 16 channels 64 or 128
+ *   words[3]  group          channels of a group and of a tile, 32 or 16; groups = ceil(head_dim / group)
+ *   words[4]  tq_codebook_law          words[5]  tq_scale          words[6]  seed, 0..2^63 - 1
+ *   words[7 .. 10]           of keys: tq_rotation, tq_levels, tq_sketch, sketch_rows (1..head_dim; 0 unless Gaussian)
+ *   words[11 .. 14]          the same of values
+ *   words[15] wave_pairs     of keys, 0..head_dim / 2: pairs of channels whose centre turns with the position
+ *   words[16] metric         of keys: 0 none, else 1 + its rank, 0..4
+ *   words[17 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as it does at group 0.
+ *                            At least one group of keys has bits. Values without bits: all their words are 0.
+ * A plan is PLAIN if both sides have codebook levels, one block, no sketch and the same rotation: those are what the fast kernels run.
+ *   bits      0..5; 8 too with tiles of 16, and with affine and absmax levels (which have one width a block; absmax at least 2).
+ *             A plan that is not plain has bits in every group, or in none of the values.
+ *   group     16 in plain plans alone.
+ *   table     one block.
+ *   wave_pairs and metric have their place here; plans that ask for them are refused until the kernels know them. */
+#define TQ_PLAN_HEADER_WORDS 17
 #define TQ_PLAN_NEW_BLOCK 16
-#define TQ_PLAN_MAX_WORDS (TQ_PLAN_BLOCKED_HEADER_WORDS + 2 * TQ_MAX_GROUPS)
+#define TQ_MAX_METRIC_RANK 4
+#define TQ_PLAN_MAX_WORDS (TQ_PLAN_HEADER_WORDS + 2 * TQ_MAX_GROUPS)
 
 /** One side (keys or values) of a plan, read-only for callers. */
 typedef struct {
@@ -237,20 +232,21 @@ typedef struct {
         offset[TQ_MAX_TILES]; /* bytes from the first group's tile to the group's; groups in order, 0 bits skipped */
     int32_t tile_bytes;       /* of the tiles of tile_tokens tokens: 128 * sum of bits */
     int32_t coded_channels;   /* real channels (below head_dim) in groups with bits */
-    int32_t rotation;         /* tq_rotation; in version 1 the plan's */
-    int32_t levels, sketch, sketch_rows; /* version 2, else 0 */
+    int32_t rotation, levels, sketch;    /* tq_rotation, tq_levels, tq_sketch */
+    int32_t sketch_rows;                 /* signs of a token: head_dim for TQ_SKETCH_SIGN */
+    int32_t one_width;                   /* 1 if all groups have the same bits */
     int32_t tiles;                       /* of tile_tokens tokens: groups + ceil(sketch_rows / 32) */
     int32_t scales;                      /* binary16 numbers of a token */
     int32_t matrix_rows;                 /* of tq_transform.rotation: head_dim if dense, and the Gaussian sketch's */
-    int32_t step_columns;                /* of tq_transform.steps: groups, or the table's entries */
+    int32_t step_columns;                /* of tq_transform.steps: groups in a plain plan, else the table's entries */
     uint8_t begins[TQ_MAX_GROUPS];       /* 1 where a block begins */
     int64_t codes_offset, scales_offset; /* bytes from a record's start */
 } tq_side;
 
 /** A checked plan: plain data without pointers, made by tq_plan_init and copied freely. Same for every KV head of a layer. */
 typedef struct {
-    int32_t version, head_dim, groups, page_tokens, rotation, codebook, scale; /* rotation: in version 2 the keys' */
-    int32_t group_channels, tile_tokens; /* of a tile: 32 and 32, in version 3 16 and 64 */
+    int32_t is_plain, head_dim, groups, page_tokens, rotation, codebook, scale; /* rotation: the keys' */
+    int32_t group_channels, tile_tokens;                                        /* of a tile: 32 and 32, or 16 and 64 */
     uint64_t seed;
     int64_t record_bytes; /* of one page of one KV head; a multiple of 64 (of 256 at 128 tokens) */
     tq_side key, value;
@@ -264,17 +260,17 @@ TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_word
  *  z = (R (x - centre)) / step, per group (in which order, "z" above says); float32, dense but for the named strides (in elements). */
 typedef struct {
     const float *rotation; /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL.
-                              Version 2: [.., matrix_rows, head_dim], R if it is dense and below it S if it is Gaussian */
+                              With a Gaussian sketch [.., matrix_rows, head_dim]: R if it is dense, and S below it */
     int64_t rotation_stride_head; /* 0 when one matrix serves all heads */
     const float *centre;          /* [batch or 1, kv_heads, head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
     int64_t centre_stride_batch;  /* 0 when one centre serves all sequences */
-    const float *steps;           /* [kv_heads, groups], in 2^-40..2^40; NULL: 1. Version 2: NULL, or the table of
+    const float *steps; /* of a plain plan [kv_heads, groups], in 2^-40..2^40; NULL: 1. Of others NULL, or the table of
                                      TQ_LEVELS_TABLE [kv_heads, step_columns]: levels, finite and ascending, and with TQ_SKETCH_SIGN
                                      what its signs are multiplied by, at least 0 */
 } tq_transform;
 
-/** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none). Version 2: the
- *  keys' rotation, and no sketch below it.
+/** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none). The
+ *  keys' rotation where values have another, and no sketch below it.
  *  matrix [head_dim, head_dim]. x and y may be the same array, otherwise they must not overlap. */
 TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y,
                            int64_t rows, tq_error *error);
@@ -429,7 +425,7 @@ TQ_API const char *tq_isa(void);
  *  safe beside other calls. */
 TQ_API tq_status tq_set_isa(const char *name, tq_error *error);
 /** What would run for an operation ("rotate", "append", "attend", "dequantize", "dot") of a plan, e.g. "attend_avx2", or
- *  "attend_blocks" for the portable code of version 2; NULL for an unknown operation. */
+ *  "attend_blocks" for the portable code of plans that are not plain; NULL for an unknown operation. */
 TQ_API const char *tq_kernel_name(const char *operation, const tq_plan *plan);
 
 /** Threads used at most: TURBOQUANT_NUM_THREADS, else the CPUs this process may run on. */

@@ -29,8 +29,8 @@ extern "C" {
 
 /** The kernels that would run for an operation ("rotate", "append", "attend" of one query token, "dequantize", "merge") of a plan on
  *  the current device, e.g. "attend_hopper_3" (3 bits, whether in one kernel or in three, which depends on the sizes), or
- *  "attend_blocks" for one of version 2; NULL for an unknown operation or where no device can run it. The environment variable
- *  TURBOQUANT_CUDA_PATH=hopper|hopper-line|portable, read at each call, forces one of the ways in which pages of versions 1 and 3 reach
+ *  "attend_blocks" for one that is not plain; NULL for an unknown operation or where no device can run it. The environment variable
+ *  TURBOQUANT_CUDA_PATH=hopper|hopper-line|portable, read at each call, forces one of the ways in which pages of plain plans reach
  *  the multiprocessors (bulk copies, compute capability 9.x; the same, but always in three kernels; cp.async, 8.0 and newer);
  *  without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
 TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan);
@@ -40,9 +40,9 @@ TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *pla
  *             logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so that an error in proportion to the largest
  *             |logit| (2.5e-5 of it) takes over above that, and with a soft-cap another of 2e-7 of the cap. On 9.x, for many 16-bit
  *             query rows a KV head (attend_wide.cuh), weights are rounded to fp16, and values to nothing coarser than their levels.
- *             Plans of version 2: float32 throughout, within 2e-5.
+ *             Plans that are not plain: float32 throughout, within 2e-5.
  *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In general three
- *             kernels that overlap, the work cut into equal pieces whatever the lengths are. On 9.x, for plans of version 1 without dense
+ *             kernels that overlap, the work cut into equal pieces whatever the lengths are. On 9.x, for plain plans with tiles of 32 and without dense
  *             rotation, up to 128 query rows a KV head, head_dim 33..64 or 97..128 (any up to 128 of other or mixed widths), one
  *             kernel, in which every sequence and KV head has as many blocks as any other, and where few heads have long caches a
  *             second one that merges: if batch is 1, even_lengths is set or max_pages small, from 9 rows on if there are not many

@@ -432,7 +432,7 @@ WIDTH(3)
 WIDTH(4)
 WIDTH(5)
 
-/* Any width, and precise operands: runs of version 3 are short, and kernels for each width would be most of what is compiled. */
+/* Any width, and precise operands: runs of mixed widths are short, and kernels for each width would be most of what is compiled. */
 static void multiply_half_columns(const product_run *run) { multiply_width(run->tiles->bits, TQ_HALF_COLUMNS, 1, run); }
 
 static void multiply_half_rows(const product_run *run) { multiply_width(run->tiles->bits, TQ_HALF_ROWS, 1, run); }

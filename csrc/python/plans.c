@@ -9,7 +9,7 @@ int read_plan(const char *op, PyObject *object, read_plan_result *out)
     Py_ssize_t n = PySequence_Check(object) ? PySequence_Size(object) : -1;
     if (n < 0) {
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) goto done;
-        raise_type(op, "plan", "a sequence of integers as from turboquant.plan.plan_words", object);
+        raise_type(op, "plan", "a sequence of integers, the words of a turboquant.Plan", object);
         goto done;
     }
     if (n > TQ_PLAN_MAX_WORDS) {
@@ -88,7 +88,7 @@ PyObject *py_plan_info(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     result = Py_BuildValue(
         "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:K,s:L,s:O,s:O,s:i,s:i,s:O,s:O,s:L,s:L,s:L,s:L,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}",
-        "version", plan->version, "head_dim", plan->head_dim, "groups", plan->groups, "group_channels",
+        "is_plain", plan->is_plain, "head_dim", plan->head_dim, "groups", plan->groups, "group_channels",
         plan->group_channels, "tile_tokens", plan->tile_tokens, "page_tokens", plan->page_tokens, "rotation",
         plan->rotation, "codebook", plan->codebook, "scale", plan->scale, "seed", (unsigned long long)plan->seed,
         "record_bytes", (long long)plan->record_bytes, "key_bits", bits[KEY], "value_bits", bits[VALUE],

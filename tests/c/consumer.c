@@ -90,16 +90,19 @@ typedef struct {
 static tq_plan make_plan_of(int32_t group, int32_t rotation, int32_t head_dim, int32_t key_bits, int32_t value_bits,
                             int32_t page_tokens)
 {
-    int32_t groups = (head_dim + group - 1) / group, version = group == 16 ? TQ_FORMAT_FINE : TQ_FORMAT_VERSION;
+    int32_t groups = (head_dim + group - 1) / group;
     size_t n = (size_t)(TQ_PLAN_HEADER_WORDS + 2 * groups);
     int64_t *words = zeros(n * sizeof *words);
-    int64_t header[TQ_PLAN_HEADER_WORDS] = {version, head_dim, page_tokens, rotation, 0, TQ_SCALE_EDEN, 42};
+    int64_t header[TQ_PLAN_HEADER_WORDS] = {TQ_FORMAT_VERSION, head_dim, page_tokens, group, 0, TQ_SCALE_EDEN, 42};
     memcpy(words, header, sizeof header);
+    words[7] = rotation, words[11] = value_bits || group == 16 ? rotation : 0;
     for (int32_t g = 0; g < groups; g++) {
         int other = group == 16 && g % 3 == 1;
         words[TQ_PLAN_HEADER_WORDS + g] = other ? 8 : key_bits;
         words[TQ_PLAN_HEADER_WORDS + groups + g] = other ? 8 : value_bits;
     }
+    words[TQ_PLAN_HEADER_WORDS] += TQ_PLAN_NEW_BLOCK;
+    if (value_bits) words[TQ_PLAN_HEADER_WORDS + groups] += TQ_PLAN_NEW_BLOCK;
     tq_plan plan;
     OK(tq_plan_init(&plan, words, n, error));
     free(words);
@@ -450,7 +453,7 @@ static void check_files(void)
 {
     check_checksum();
     tq_file_header header = {.n_words = TQ_PLAN_HEADER_WORDS + 4, .vectors = 40}, back;
-    int64_t words[] = {1, 64, 32, 1, 0, 0, 5, 4, 3, 0, 0};
+    int64_t words[] = {1, 64, 32, 32, 0, 0, 5, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 20, 3, 0, 0};
     memcpy(header.words, words, sizeof words);
     tq_plan plan;
     OK(tq_plan_init(&plan, words, header.n_words, error));
@@ -459,10 +462,10 @@ static void check_files(void)
     uint8_t *data = zeros(TQ_FILE_HEADER_MAX_BYTES);
     size_t bytes = 0, used = 0;
     OK(tq_file_header_write(&header, data, TQ_FILE_HEADER_MAX_BYTES, &bytes, error));
-    CHECK(bytes == 8 + 4 + 4 + 8 * 11 + 2 * 8 + 2 * 4 && memcmp(data, "TQCODES", 8) == 0);
+    CHECK(bytes == 8 + 4 + 4 + 8 * 21 + 2 * 8 + 2 * 4 && memcmp(data, "TQCODES", 8) == 0);
     uint64_t total = bytes + header.payload_bytes;
     OK(read_copy(data, bytes, total, &back, &used, error));
-    CHECK(used == bytes && back.vectors == 40 && back.n_words == 11 && !memcmp(back.words, words, sizeof words));
+    CHECK(used == bytes && back.vectors == 40 && back.n_words == 21 && !memcmp(back.words, words, sizeof words));
     CHECK(back.payload_bytes == header.payload_bytes && back.payload_checksum == header.payload_checksum);
     for (size_t room = 0; room < bytes; room++) {
         uint8_t *small = zeros(room);
@@ -479,8 +482,8 @@ static void check_files(void)
     CHECK(read_copy(data, bytes, total - 1, &back, &used, NULL) == TQ_E_FORMAT);
     CHECK(read_copy(data, bytes, total + 1, &back, &used, NULL) == TQ_E_FORMAT);
     for (int i = 0; i < 20000; i++) { /* noise behind a right beginning */
-        size_t n = 16 + (size_t)(i % 150);
-        uint8_t noise[200];
+        size_t n = 16 + (size_t)(i % 230);
+        uint8_t noise[260];
         memcpy(noise, data, 16);
         for (size_t j = i % 2 ? 16 : 12; j < n; j++) noise[j] = (uint8_t)(int32_t)(128 * uniform());
         CHECK(read_copy(noise, n, n, &back, &used, NULL) == TQ_E_FORMAT);
@@ -499,42 +502,37 @@ static int refused(tq_status status, tq_status wanted, const tq_error *e, const 
     return 0;
 }
 
+typedef int64_t change[2]; /* a word's index, its value */
+
+/* Plans of good words with one of them changed, and those of too few words, are refused. */
+static void check_words_refused(const int64_t *good, size_t n, const change *bad, size_t n_bad, tq_plan *plan)
+{
+    for (size_t i = 0; i < n + n_bad; i++) {
+        size_t given = i < n ? i : n;
+        int64_t *words = memcpy(zeros(given * 8), good, given * 8);
+        if (i >= n) words[bad[i - n][0]] = bad[i - n][1];
+        CHECK(tq_plan_init(plan, words, given, NULL) == TQ_E_VALUE);
+        free(words);
+    }
+}
+
 static void check_plans_refused(void)
 {
-    const int64_t good[] = {1, 64, 128, 1, 0, 0, 0, 4, 4, 3, 3};
-    const struct {
-        int word;
-        int64_t value;
-    } bad[] = {{0, 0}, {0, 4},  {1, 12}, {1, 0}, {1, -8}, {1, 8192}, {1, INT64_MAX}, {2, 16}, {2, 127},  {2, 256},
-               {3, 3}, {3, -1}, {4, 3},  {5, 4}, {6, -1}, {7, 6},    {7, -1},        {10, 6}, {1, 4096}, {1, 128}};
-    tq_plan plan, untouched;
+    const int64_t good[] = {1, 64, 128, 32, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 20, 4, 19, 3};
+    const int64_t fine[] = {1, 64, 128, 16, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 20, 3, 2, 1, 20, 3, 2, 1};
+    const change bad[] = {{0, 0},    {0, 2},   {0, 3},  {1, 12},  {1, 0},   {1, -8},        {1, 8192}, {1, INT64_MAX},
+                          {1, 4096}, {1, 128}, {2, 16}, {2, 127}, {2, 256}, {3, 16},        {3, 0},    {3, 64},
+                          {4, 3},    {5, 4},   {6, -1}, {7, 3},   {7, -1},  {8, 4},         {9, 3},    {10, 1},
+                          {12, 4},   {14, 1},  {15, 1}, {15, 33}, {16, 1},  {16, 6},        {17, 4},   {17, 22},
+                          {17, 24},  {17, 32}, {18, 7}, {18, -1}, {20, 6},  {20, INT64_MIN}};
+    const change no_fine[] = {{2, 96}, {1, 264}, {11, 0}, {9, 2}, {8, 1}, {18, 19}, {18, 6}};
+    tq_plan kept, plan;
     memset(&plan, 7, sizeof plan);
-    memset(&untouched, 7, sizeof untouched);
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        int64_t *words = zeros(sizeof good);
-        memcpy(words, good, sizeof good);
-        words[bad[i].word] = bad[i].value;
-        CHECK(tq_plan_init(&plan, words, 11, NULL) == TQ_E_VALUE);
-        free(words);
-    }
-    for (size_t n = 0; n < 11; n++) {
-        int64_t *words = zeros(n * 8);
-        memcpy(words, good, n * 8);
-        CHECK(tq_plan_init(&plan, words, n, NULL) == TQ_E_VALUE);
-        free(words);
-    }
-    const int64_t fine[][15] = {{3, 64, 128, 1, 0, 0, 0, 4, 3, 2, 1, 4, 3, 2, 1},
-                                {3, 64, 96, 1, 0, 0, 0, 4, 3, 2, 1, 4, 3, 2, 1},
-                                {3, 264, 128, 1, 0, 0, 0, 4, 3, 2, 1, 4, 3, 2, 1},
-                                {3, 64, 128, 1, 0, 0, 0, 4, 3, 2, 6, 4, 3, 2, 1}};
-    for (int i = 1; i < 4; i++) CHECK(tq_plan_init(&plan, fine[i], 15, NULL) == TQ_E_VALUE);
-    CHECK(tq_plan_init(&plan, fine[0], 11, NULL) == TQ_E_VALUE);
-    tq_plan kept;
-    CHECK(tq_plan_init(&kept, fine[0], 15, NULL) == TQ_OK && kept.groups == 4 && kept.record_bytes == 128 * 44);
-    const int64_t no_keys[] = {1, 64, 128, 1, 0, 0, 0, 0, 0, 3, 3};
-    CHECK(tq_plan_init(&plan, no_keys, 11, NULL) == TQ_E_VALUE);
-    CHECK(tq_plan_init(&plan, NULL, 11, NULL) == TQ_E_VALUE);
-    CHECK(memcmp(&plan, &untouched, sizeof plan) == 0);
+    const tq_plan untouched = plan;
+    check_words_refused(good, sizeof good / sizeof *good, bad, sizeof bad / sizeof *bad, &plan);
+    check_words_refused(fine, sizeof fine / sizeof *fine, no_fine, sizeof no_fine / sizeof *no_fine, &plan);
+    CHECK(tq_plan_init(&kept, fine, 25, NULL) == TQ_OK && kept.groups == 4 && kept.record_bytes == 128 * 44);
+    CHECK(tq_plan_init(&plan, NULL, 21, NULL) == TQ_E_VALUE && !memcmp(&plan, &untouched, sizeof plan));
 }
 
 /* Each change to a good append fails, names its argument and leaves all memory as it was. */

@@ -50,8 +50,9 @@ static float *numbers(size_t n, uint32_t state)
 
 static tq_plan make_plan(int32_t bits)
 {
-    int64_t words[TQ_PLAN_HEADER_WORDS + 4] = {TQ_FORMAT_VERSION, DIM, PAGE, TQ_ROTATION_HADAMARD, 0, TQ_SCALE_EDEN, 7};
-    for (int i = 0; i < 4; i++) words[TQ_PLAN_HEADER_WORDS + i] = bits;
+    int64_t words[TQ_PLAN_HEADER_WORDS + 4] = {TQ_FORMAT_VERSION, DIM, PAGE, TQ_TILE, 0, TQ_SCALE_EDEN, 7};
+    words[7] = words[11] = TQ_ROTATION_HADAMARD;
+    for (int i = 0; i < 4; i++) words[TQ_PLAN_HEADER_WORDS + i] = bits + (i % 2 ? 0 : TQ_PLAN_NEW_BLOCK);
     tq_plan plan;
     tq_error error = {0};
     CHECK(tq_plan_init(&plan, words, TQ_PLAN_HEADER_WORDS + 4, &error) == TQ_OK);

@@ -25,9 +25,9 @@ struct Case {
     std::string name;
     int dim = 128, batch = 2, heads = 2, sinks = 4, window = 16, page_tokens = 128, max_pages = 3;
     int rotation = TQ_ROTATION_HADAMARD, law = TQ_CODEBOOK_NORMAL, scale = TQ_SCALE_EDEN, dtype = TQ_BF16;
-    int group = TQ_TILE; // or 16: version 3
+    int group = TQ_TILE; // or 16
     std::vector<int> key_bits = {4}, value_bits = {4}, appends = {70, 1, 1, 5, 33, 1};
-    const BlockedPlan *blocked = nullptr; // a plan of version 2, in place of rotation, law, scale and bits
+    const BlockedPlan *blocked = nullptr; // a plan that is not plain, in place of rotation, law, scale and bits
     std::vector<int> padding = {0, 3};
     bool tokens_first = false; // k and v are [batch, tokens, heads, dim], as projections make them
     bool centred = false, stepped = false, shared_matrix = false;
@@ -242,7 +242,7 @@ static std::vector<int> mixed_bits(int groups, bool five, Random &random)
     return bits;
 }
 
-/** The same of version 3. */
+/** The same with groups of 16. */
 static std::vector<int> fine_bits(int groups, Random &random)
 {
     std::vector<int> bits = mixed_bits(groups, true, random);
@@ -381,7 +381,7 @@ static void check_single_appends(int thin)
         }
 }
 
-/** Version 3: widths of groups of 16 channels; what fills tiles, pairs of token tiles and pages in part. */
+/** Widths of groups of 16 channels; what fills tiles, pairs of token tiles and pages in part. */
 static void check_fine_appends(int thin)
 {
     static const int one_width[][2] = {{1, 8}, {2, 5}, {3, 4}, {4, 3}, {8, 8}, {5, 2}, {8, 1}};
@@ -389,7 +389,7 @@ static void check_fine_appends(int thin)
     int n = 0;
     auto go = [&](Case c, const std::string &name) {
         c.group = TQ_FINE_GROUP;
-        c.name = "version 3, " + name + ", dim " + std::to_string(c.dim) + ", scale " + std::to_string(c.scale) +
+        c.name = "groups of 16, " + name + ", dim " + std::to_string(c.dim) + ", scale " + std::to_string(c.scale) +
                  ", dtype " + std::to_string(c.dtype) + ", rotation " + std::to_string(c.rotation) + ", sinks " +
                  std::to_string(c.sinks) + ", window " + std::to_string(c.window);
         if (n++ % thin == 0) run(c);
@@ -409,7 +409,7 @@ static void check_fine_appends(int thin)
             go(c, "plan x dim");
         }
     int single = 0;
-    for (int dim : {64, 128, 256}) // what append_step compiles for in version 1
+    for (int dim : {64, 128, 256}) // what append_step compiles for with groups of 32
         for (const auto &bits : {std::pair<int, int>{4, 4}, {3, 2}, {2, 3}, {4, 0}}) {
             Case c;
             c.dim = dim, c.key_bits = {bits.first}, c.value_bits = {bits.second},
@@ -481,7 +481,7 @@ static void check_other_appends(int thin)
             }
 }
 
-/** Every plan of version 2 x head_dim, and what else can differ. */
+/** Every plan that is not plain x head_dim, and what else can differ. */
 static void check_blocked_appends(int thin)
 {
     static std::vector<BlockedPlan> plans = blocked_plans();
@@ -584,7 +584,7 @@ static void check_dequantize()
 {
     Random random(11);
     for (int dim : DIMS)
-        for (int i = 0; i < 12; i++) { // from 6 on version 3
+        for (int i = 0; i < 12; i++) { // from 6 on groups of 16
             const int rotation = i % 3, group = i < 6 ? TQ_TILE : TQ_FINE_GROUP, groups = (dim + group - 1) / group;
             const int page_tokens = i < 6 ? 96 : 128, heads = 2, batch = 2, max_pages = 2, max_tokens = 150;
             const bool values = i % 6 != 4;

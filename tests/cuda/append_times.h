@@ -102,7 +102,7 @@ struct Layer {
     }
 };
 
-/** Of version 3 neighbouring groups differ, as encoding likes it least. */
+/** Of 16 channels neighbouring groups differ, as encoding likes it least. */
 static std::vector<int> widths(int bits, int group)
 {
     return group == TQ_TILE ? std::vector<int>{bits} : std::vector<int>{bits, bits - 1};
@@ -145,7 +145,7 @@ static void time_encode(double ceiling, cudaStream_t stream, const std::vector<u
         const double rate = layers[0]->packed_bytes() / us * 1e-6;
         printf("dim %3d, %d bits, scale %d, rotation %d, dtype %d, %5d tokens%s%s %8.1f %7.3f %6.1f %%\n", r.dim,
                r.bits, r.scale, r.rotation, r.dtype, r.tokens, r.tokens_first ? " (tokens first)" : "",
-               r.group == TQ_TILE ? "" : " (version 3)", us, rate, 100 * rate / ceiling);
+               r.group == TQ_TILE ? "" : " (groups of 16)", us, rate, 100 * rate / ceiling);
     }
 }
 
@@ -177,7 +177,7 @@ static void time_steps(cudaStream_t stream, const std::vector<uint8_t> &rows)
         check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
         const double us = median_us(stream, 20, [&](int) { check(cudaGraphLaunch(exec, stream), "launch"); });
         printf("batch %2d, %3d tokens, dim %3d, %d bits, window %3d%s %12.2f\n", r.batch, r.tokens, r.dim, r.bits,
-               r.window, r.group == TQ_TILE ? "" : " (version 3)", us / 32);
+               r.window, r.group == TQ_TILE ? "" : " (groups of 16)", us / 32);
         cudaGraphExecDestroy(exec);
         cudaGraphDestroy(graph);
     }

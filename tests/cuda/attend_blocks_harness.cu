@@ -1,4 +1,4 @@
-// Attention and dequantising on the device for plans of version 2, over pages that the C core wrote: against float64 over what the
+// Attention and dequantising on the device for plans that are not plain, over pages that the C core wrote: against float64 over what the
 // core decodes from them, and against the core's own attention.
 //
 //   make harness && build/cuda-harness/attend_blocks_harness [filter]

@@ -48,10 +48,11 @@ static int bits_of(const std::string &digits, int g) { return digits[std::min<si
 static tq_plan make_plan(const Case &c)
 {
     int channels = c.fine ? TQ_FINE_GROUP : TQ_TILE, groups = (c.head_dim + channels - 1) / channels;
-    std::vector<int64_t> words = {
-        c.fine ? TQ_FORMAT_FINE : TQ_FORMAT_VERSION, c.head_dim, c.page_tokens, c.rotation, c.codebook, 0, 7};
-    for (int g = 0; g < groups; g++) words.push_back(bits_of(c.key_bits, g));
-    for (int g = 0; g < groups; g++) words.push_back(bits_of(c.value_bits.empty() ? c.key_bits : c.value_bits, g));
+    std::vector<int64_t> words = {TQ_FORMAT_VERSION, c.head_dim, c.page_tokens, channels, c.codebook, 0, 7};
+    for (int side = 0; side < 2; side++) words.insert(words.end(), {c.rotation, 0, 0, 0});
+    words.insert(words.end(), {0, 0}); /* wave_pairs and metric */
+    for (const std::string &bits : {c.key_bits, c.value_bits.empty() ? c.key_bits : c.value_bits})
+        for (int g = 0; g < groups; g++) words.push_back(bits_of(bits, g) + (g ? 0 : TQ_PLAN_NEW_BLOCK));
     tq_plan plan;
     tq_error error;
     TQ(tq_plan_init(&plan, words.data(), words.size(), &error));
@@ -91,7 +92,7 @@ static void put_token_code(const tq_plan &plan, uint8_t *record, int side, int t
 {
     const tq_side &layout = side ? plan.value : plan.key;
     int i = token % 32, half = token / 32 % 2;
-    bool fine = plan.version == TQ_FORMAT_FINE;
+    bool fine = plan.group_channels == TQ_FINE_GROUP;
     uint8_t *at = record + layout.codes_offset + token / plan.tile_tokens * layout.tile_bytes + layout.offset[g];
     if (side == 0) put_code(at, layout.bits[g], i, fine ? channel % 8 + 8 * half + channel / 8 * 16 : channel, code);
     else put_code(at, layout.bits[g], fine ? channel + 16 * half : channel, column_of(i), code);

@@ -1,4 +1,4 @@
-// Plans of version 2 for the CUDA harnesses, of any head_dim: what the presets ask for, and what they do not.
+// Plans that are not plain for the CUDA harnesses, of any head_dim: what the presets ask for, and what they do not.
 #ifndef TQ_TESTS_CUDA_BLOCKED_PLANS_H
 #define TQ_TESTS_CUDA_BLOCKED_PLANS_H
 #include "harness.h"
@@ -47,12 +47,13 @@ inline std::vector<BlockedPlan> blocked_plans()
 inline std::vector<int64_t> words_of(const BlockedPlan &plan, int dim, int page_tokens)
 {
     const int groups = (dim + 31) / 32;
-    std::vector<int64_t> words = {TQ_FORMAT_BLOCKED, dim, page_tokens, 0, plan.law, plan.scale, 1234567 + dim};
+    std::vector<int64_t> words = {TQ_FORMAT_VERSION, dim, page_tokens, TQ_TILE, plan.law, plan.scale, 1234567 + dim};
     for (const BlockedSide *side : {&plan.key, &plan.value}) {
         const int rows = side->sketch == TQ_SKETCH_GAUSSIAN ? std::max(1, dim / side->sketch_part) : 0;
         const bool absent = side->bits.empty();
         for (int word : {side->rotation, side->levels, side->sketch, rows}) words.push_back(absent ? 0 : word);
     }
+    words.insert(words.end(), {0, 0}); // wave_pairs and metric
     for (const BlockedSide *side : {&plan.key, &plan.value})
         for (int group = 0; group < groups; group++) {
             if (side->bits.empty()) {

@@ -56,27 +56,25 @@ static int32_t *integers(stream *s, int64_t n, int32_t most)
 static tq_status read_plan(stream *s, tq_plan *plan)
 {
     int64_t words[TQ_PLAN_MAX_WORDS];
-    int32_t head_dim = 8 * (1 + size(s, 11)), groups = (head_dim + 31) / 32;
+    int32_t head_dim = 8 * (1 + size(s, 11)), fine = size(s, 3) == 3, groups = (head_dim + 31) / 32;
+    if (fine) groups = (head_dim + 15) / 16;
     words[0] = TQ_FORMAT_VERSION;
     words[1] = head_dim;
-    words[2] = 32 * (1 + size(s, 3));
-    for (int i = 3; i < 7; i++) words[i] = number(s, i == 6 ? 200 : 3);
-    if (words[4] == 3) { /* no codebook: a plan of version 3 */
-        words[0] = TQ_FORMAT_FINE, words[4] = 0, words[2] = 128;
-        groups = (head_dim + 15) / 16;
-    }
-    int first = TQ_PLAN_HEADER_WORDS,
-        blocked = words[3] == 3 && words[0] == TQ_FORMAT_VERSION; /* no rotation: a plan of version 2 */
-    if (blocked) {
-        words[0] = TQ_FORMAT_BLOCKED, words[3] = 0, first = TQ_PLAN_BLOCKED_HEADER_WORDS;
-        for (int i = 0; i < 8; i++) words[7 + i] = number(s, i % 4 == 3 ? head_dim : i % 4 == 1 ? 3 : 2);
-    }
+    words[2] = fine ? 128 : 32 * (1 + size(s, 3));
+    words[3] = fine ? 16 : 32;
+    for (int i = 4; i < 7; i++) words[i] = number(s, i == 6 ? 200 : 3);
+    int is_plain = fine || size(s, 1);
+    words[7] = words[11] = number(s, 2);
+    for (int i = 8; i < 15; i++)
+        if (!is_plain) words[i] = number(s, i % 4 == 2 ? head_dim : i % 4 == 0 ? 3 : 2);
+        else if (i != 11) words[i] = 0;
+    words[15] = words[16] = 0;
     for (int i = 0; i < 2 * groups; i++) {
-        words[first + i] = number(s, blocked ? 31 : 5);
-        if (blocked && i % groups == 0) words[first + i] |= TQ_PLAN_NEW_BLOCK;
+        words[TQ_PLAN_HEADER_WORDS + i] = number(s, is_plain ? 5 : 31);
+        if (i % groups == 0) words[TQ_PLAN_HEADER_WORDS + i] |= TQ_PLAN_NEW_BLOCK;
     }
     tq_error error = {0};
-    return tq_plan_init(plan, words, (size_t)(first + 2 * groups), &error);
+    return tq_plan_init(plan, words, (size_t)(TQ_PLAN_HEADER_WORDS + 2 * groups), &error);
 }
 
 typedef struct {
@@ -116,7 +114,7 @@ static void read_cache(stream *s, cache *c)
     for (int i = 0; i < 2; i++) {
         int64_t n = (int64_t)c->kv_heads * sides[i]->step_columns;
         int ordinary = given && size(s, 3) > 0, is_table = sides[i]->levels == TQ_LEVELS_TABLE;
-        c->steps[i] = given && (n || c->plan.version == TQ_FORMAT_VERSION) ? block(s, 4 * n, ordinary) : NULL;
+        c->steps[i] = given && (n || c->plan.is_plain) ? block(s, 4 * n, ordinary) : NULL;
         for (int64_t k = 0; is_table && ordinary && k < n; k++) ((float *)c->steps[i])[k] = (float)k;
     }
 }

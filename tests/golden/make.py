@@ -2,12 +2,11 @@
 
     python tests/golden/make.py
 
-good/<name>.tqcodes   header and pages of CASES[name], made by tests/reference.py from the vectors of `vectors(name)`
+good/<name>.tqcodes   header and pages of CASES[name] (plain plans, by tests/reference.py) or MODES[name] (others, by
+                      tests/reference_modes.py), made from the vectors of `vectors(name)`
 bad/<name>.tqcodes    each has one thing wrong, named by the file
 
-The bytes are the format. A change that makes other bytes needs another TQ_FORMAT_VERSION, not another golden file. One
-exception has been made: Hadamard rows of 64 channels or more, of which there was no file then, are encoded to other
-codes at edges of rounding since they are settled (turboquant.h, "z"); what bytes mean, and these files, did not change.
+The bytes are the format. A change that makes other bytes needs another TQ_FORMAT_VERSION, not another golden file.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import reference as ref  # noqa: E402
+import reference_modes as modes  # noqa: E402
 from reference import Plan, Transform  # noqa: E402
 
 SMALL = dict(page_tokens=32)
@@ -40,6 +40,55 @@ CASES: dict[str, tuple[Plan, int, bool]] = {
     "settled": (ref.plan(128, (4, 3, 2, 1), (2, 5, 0, 4), seed=19, **SMALL), 37, False),
     "settled-centred-steps": (ref.plan(64, (3, 4), (4, 1), seed=20, **SMALL), 37, True),
 }
+# the others: plan and number of vectors
+MODES: dict[str, tuple[modes.Plan, int]] = {
+    "blocks-mixed-widths": (modes.Plan(104, modes.Side((5, 2, 4, 1), (0, 1, 3)), seed=31, **SMALL), 37),
+    "two-rotations": (
+        modes.Plan(40, modes.Side((3, 4), rotation=ref.NONE), modes.Side((2, 5), rotation=ref.DENSE), **SMALL),
+        37,
+    ),
+    "affine-gaussian-sketch": (
+        modes.Plan(
+            40,
+            modes.Side((3, 3), (0,), ref.DENSE, modes.AFFINE, modes.GAUSSIAN, 24),
+            modes.Side((8, 5), (0, 1), ref.NONE, modes.AFFINE),
+            seed=33,
+            **SMALL,
+        ),
+        37,
+    ),
+    "absmax-sign-sketch": (
+        modes.Plan(
+            40,
+            modes.Side((8, 8), (0, 1), ref.NONE, modes.ABSMAX),
+            modes.Side((2, 2), (0,), ref.HADAMARD, modes.ABSMAX, modes.SIGN),
+            seed=34,
+            **SMALL,
+        ),
+        37,
+    ),
+    "table-sign-sketch": (
+        modes.Plan(
+            40,
+            modes.Side((3, 3), (0,), ref.DENSE, modes.TABLE, modes.SIGN),
+            modes.Side((2, 2), (0,), ref.NONE, modes.TABLE),
+            **SMALL,
+        ),
+        37,
+    ),
+    "uniform-least-squares-sketch": (
+        modes.Plan(
+            64,
+            modes.Side((3, 3), (0,), ref.HADAMARD, modes.CODEBOOK, modes.GAUSSIAN, 16),
+            modes.Side((4, 4)),
+            codebook=modes.UNIFORM,
+            scale=ref.LEAST_SQUARES,
+            seed=36,
+            page_tokens=64,
+        ),
+        70,
+    ),
+}
 
 
 def numbers(stream: int, *shape: int) -> ref.F32:
@@ -52,9 +101,10 @@ def numbers(stream: int, *shape: int) -> ref.F32:
 
 def vectors(name: str) -> tuple[ref.F32, ref.F32 | None]:
     """Keys and values [vectors, head_dim]; the third is zero."""
-    p, n, _ = CASES[name]
-    stream = 10 * list(CASES).index(name)
-    k, v = numbers(stream, n, p.head_dim), numbers(stream + 1, n, p.head_dim) if any(p.value_bits) else None
+    p, n = (CASES | MODES)[name][:2]
+    stream = 10 * [*CASES, *MODES].index(name)
+    has_values = p.value is not None if name in MODES else any(p.value_bits)
+    k, v = numbers(stream, n, p.head_dim), numbers(stream + 1, n, p.head_dim) if has_values else None
     for x in (k, v):
         if x is not None:
             x[2:3] = 0
@@ -73,8 +123,32 @@ def transforms(name: str) -> tuple[Transform, Transform]:
     )
 
 
+def mode_transforms(name: str) -> tuple[modes.Transform, modes.Transform]:
+    """Of keys and values of one of MODES."""
+    p, _ = MODES[name]
+    made = []
+    for i, side in enumerate((p.key, p.value)):
+        rows, table = [], None
+        if side is not None and side.rotation == ref.DENSE:
+            rows.append(ref.haar(19, p.head_dim))
+        if side is not None and side.sketch == modes.GAUSSIAN:
+            rows.append(modes.gaussian(23, side.sketch_rows, p.head_dim))
+        if side is not None and side.levels == modes.TABLE:
+            levels = np.arange(2 ** side.bits[0], dtype=np.float32) / 2 - (2 ** side.bits[0] - 1) / np.float32(4)
+            table = np.append(levels, np.float32(0.25)) if side.sketch == modes.SIGN else levels
+        centre = numbers(5 + i, p.head_dim) / 8
+        made.append(modes.Transform(np.concatenate(rows) if rows else None, centre, table))
+    return tuple(made)
+
+
 def build(name: str) -> bytes:
     """The file, by the reference."""
+    if name in MODES:
+        p, n = MODES[name]
+        (k, v), (key, value) = vectors(name), mode_transforms(name)
+        values = None if v is None else v[None, None]
+        payload = modes.pages_of(p, k[None, None], values, [key], [value]).tobytes()
+        return ref.file_header(p.words, n, payload) + payload
     p, n, _ = CASES[name]
     (k, v), (key, value) = vectors(name), transforms(name)
     pages = -(-n // p.page_tokens)
@@ -98,7 +172,7 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 def bad_files() -> dict[str, bytes]:
-    """Refused by the header's reader. The sound file has a header of 112 bytes and a page of 320."""
+    """Refused by the header's reader. The sound file has a header of 192 bytes and a page of 320."""
     p = ref.plan(8, 2, page_tokens=32)
     payload = np.arange(p.record_bytes, dtype=np.uint16).astype(np.uint8).tobytes()
     good = ref.file_header(p.words, 20, payload) + payload
@@ -124,13 +198,16 @@ def bad_files() -> dict[str, bytes]:
         "words-beyond-reason": header(words, 2**32 - 1, 20, size) + payload,
         "words-one-more": header((*words, 0), len(words) + 1, 20, size) + payload,
         "plan-version": replaced(0, 2),
+        "plan-group": replaced(3, 16),
+        "plan-wave": replaced(15, 1),
+        "plan-metric": replaced(16, 1),
         "plan-head-dim-12": replaced(1, 12),
         "plan-head-dim-huge": replaced(1, 2**62),
         "plan-page-tokens-0": replaced(2, 0),
-        "plan-rotation": replaced(3, 3),
+        "plan-rotation": replaced(7, 3),
         "plan-seed-negative": replaced(6, -1),
-        "plan-bits-9": replaced(7, 9),
-        "plan-bits-none": replaced(7, 0),
+        "plan-bits-9": replaced(17, 25),
+        "plan-bits-none": replaced(17, 16),
         "vectors-too-many": header(words, len(words), 33, size) + payload,
         "vectors-none": header(words, len(words), 0, size) + payload,
         "vectors-overflow": header(words, len(words), 2**64 - 1, size) + payload,
@@ -140,7 +217,9 @@ def bad_files() -> dict[str, bytes]:
 
 
 def main() -> None:
-    makers: dict[str, Callable[[], bytes]] = {f"good/{name}": lambda name=name: build(name) for name in CASES}
+    makers: dict[str, Callable[[], bytes]] = {
+        f"good/{name}": lambda name=name: build(name) for name in [*CASES, *MODES]
+    }
     makers |= {f"bad/{name}": lambda data=data: data for name, data in bad_files().items()}
     for folder in ("good", "bad"):
         (HERE / folder).mkdir(exist_ok=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 import turboquant
 from turboquant import Codes, Quantizer, _core
-from turboquant.plan import Codebook, Rotation, Scale, member, plan_words
+from turboquant.plan import Codebook, Plan, Rotation, Scale, Side, member
 
 x = np.zeros((3, 64), np.float32)
 x64 = np.zeros((3, 64))
@@ -19,7 +19,7 @@ reveal_type(q.quantize)  # type: def (x: ndarray[tuple[Any, ...], dtype[floating
 codes = q.quantize(x)
 reveal_type(codes)  # type: Codes
 reveal_type(codes.pages)  # type: ndarray[tuple[Any, ...], dtype[unsignedinteger[_8Bit]]]
-reveal_type(codes.plan)  # type: tuple[int, ...]
+reveal_type(codes.plan)  # type: Plan
 reveal_type(len(codes))  # type: int
 reveal_type(codes.nbytes)  # type: int
 reveal_type(codes.effective_bits)  # type: float
@@ -36,11 +36,16 @@ codes.vectors = 3  # error: misc
 q.dim = 3  # error: misc
 
 # ---- turboquant.plan ----
-plan = plan_words(64, 4, [3, 2], rotation="none", scale=Scale.NORM)
+named = Plan(64, Side(4, "none"), [3, 2], scale=Scale.NORM)
+plan = named.words
 reveal_type(plan)  # type: tuple[int, ...]
+reveal_type(named.record_bytes)  # type: int
+reveal_type(named.nbytes(100))  # type: int
+reveal_type(named.key_bits)  # type: tuple[int, ...]
+named.seed = 3  # error: misc
 reveal_type(member(Rotation, "dense", "rotation"))  # type: Rotation
-plan_words(64)  # error: call-arg
-plan_words(64, 4, 3, "none")  # error: call-arg
+Plan(64)  # error: call-arg
+Plan(64, 4, 3, "none")  # error: arg-type
 
 # ---- turboquant._core ----
 pages = _core.new_pages(plan, 2, 1)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..files import read_arrays, write_arrays
-from ..plan import GROUP, MAX_BITS, WIDE_BITS, WIDE_STEP, Codebook, plan_words, widths_of
+from ..plan import GROUP, MAX_BITS, WIDE_BITS, WIDE_STEP, Codebook, Plan, widths_of
 from ..spec import CacheSpec, group_bits_of
 from .axes import singular_axes
 from .tables import COLUMNS
@@ -373,6 +373,6 @@ def group_mix(head_dim: int, seed: int) -> F32:
 
 
 def _signed_hadamard(n: int, seed: int) -> F32:
-    plan = plan_words(n, 1, 0, rotation="hadamard", seed=seed % 2**63)  # callers add where a group starts
-    matrix: F32 = _core.rotate(plan, np.eye(n, dtype=np.float32)).T
+    plan = Plan(n, 1, seed=seed % 2**63)  # callers add where a group starts
+    matrix: F32 = _core.rotate(plan.words, np.eye(n, dtype=np.float32)).T
     return matrix

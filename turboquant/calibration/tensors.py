@@ -8,14 +8,13 @@ import numpy as np
 import torch
 
 from ..modes import is_split, side_matrix, split_rotation
-from ..plan import Plan
 from ..spec import CacheSpec, group_widths
 from .data import SIDES, Calibration
 from .tables import LEVELS
 
 __all__ = ["transforms"]
 
-_Of = tuple[int, Plan, Plan, int, torch.device]
+_Of = tuple[int, tuple[int, ...], tuple[int, ...], int, torch.device]
 _made: weakref.WeakKeyDictionary[Calibration, dict[_Of, dict[str, torch.Tensor]]]
 _made = weakref.WeakKeyDictionary()
 

@@ -15,7 +15,6 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from .. import _core
 from .. import ops as _ops  # noqa: F401  registers torch.ops.turboquant
 from ..attention import own_attention
 from ..calibration import Calibration
@@ -63,14 +62,14 @@ class _InferenceOnly(torch.autograd.Function):
 
 
 class PackedAttention:
-    """How one layer packs: the specification as plan words and tensors, ready for the operators."""
+    """How one layer packs: the specification as a plan and tensors, ready for the operators."""
 
     def __init__(self, layer: int, head_dim: int, spec: CacheSpec, calibration: Calibration | None) -> None:
         if spec.outliers == "prompt":
             raise NotImplementedError("outliers='prompt' is for decoders: an encoder's proteins have no common prompt")
         self.layer, self.spec, self.calibration = layer, spec, calibration
         self.head_dim, self.plan = head_dim, spec.plan(head_dim)
-        self.record_bytes = int(_core.record_bytes(self.plan))
+        self.record_bytes = self.plan.record_bytes
         self.transforms: dict[str, torch.Tensor] = {}
         self._device: torch.device | None = None
 
@@ -118,9 +117,9 @@ class PackedAttention:
         count = -(-(tokens - sinks) // PAGE_TOKENS)
         table = shared.table(batch, count, key.device)
         pages = self.pages(batch * count, heads, key.device)
-        _append(self.plan, key, value, lengths, pages, table, **arguments)
+        _append(self.plan.words, key, value, lengths, pages, table, **arguments)
         scale = head_dim**-0.5 if scaling is None else scaling
-        out, _ = _attend(self.plan, query, pages, table, lengths, softmax_scale=scale, causal=False, **arguments)
+        out, _ = _attend(self.plan.words, query, pages, table, lengths, softmax_scale=scale, causal=False, **arguments)
         dense: torch.Tensor = out.transpose(1, 2).contiguous()
         return dense
 

@@ -312,5 +312,5 @@ class _Storing:
             centre["key_centre"] = own.copy_(centre_of(k, lengths, packed.spec.centre_tokens))
         sinks = {} if layer.sinks is None else dict(zip(("sink_k", "sink_v"), layer.sinks[:, rows]))
         table = self.store.table[rows]
-        _append(packed.plan, k, v, lengths, layer.pages, table, **sinks, **packed.transforms, **centre)
+        _append(packed.plan.words, k, v, lengths, layer.pages, table, **sinks, **packed.transforms, **centre)
         return plain_attention(module, query, key, value, mask, scaling)

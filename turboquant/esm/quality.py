@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _core
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint, token_divergence
 from ..placement import device_of
@@ -256,7 +255,7 @@ class _Tally:
         lengths = [int(n) for batch in batches for n in batch.real.sum(1)]
         width = base.config.hidden_size
         held = sum(_held_bytes(layer, n, base) for layer in layers for n in lengths)
-        alone = sum(_core.record_bytes(layer.plan) / PAGE_TOKENS for layer in layers) * base.config.num_attention_heads
+        alone = sum(layer.plan.record_bytes / PAGE_TOKENS for layer in layers) * base.config.num_attention_heads
         numbers = 2 * width * len(layers)
         return ProteinEvaluation(
             spec=spec,

@@ -163,7 +163,7 @@ class Reading:
         room.fill(query, key, value, layer, self.rows)
         centre = {"key_centre": self.centres[packed.layer]} if layer.centred else {}
         out, lse = _attend(
-            packed.plan,
+            packed.plan.words,
             room.query,
             layer.pages,
             self.table,
@@ -235,7 +235,7 @@ class _Common:
         if layer.centred:
             held["key_centre"] = self.centres[packed.layer]
         found = _attend(
-            packed.plan,
+            packed.plan.words,
             query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1),
             layer.pages,
             self.table,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..plan import Codebook, Plan, Rotation, Scale, plan_words
+from ..plan import Plan, Rotation, Side
 
 GROUP = 32
 SAMPLE = 20_000  # rows of a sample that are used, spread evenly
@@ -53,24 +53,15 @@ class Transform:
 
     def _plan(self) -> Plan:
         rotation = Rotation.HADAMARD if self.matrix is None else Rotation.DENSE
-        widths = [1] * len(self.bits)  # a rotation does not depend on them
-        return plan_words(
-            self.padded,
-            widths,
-            rotation=rotation,
-            codebook=Codebook.NORMAL,
-            scale=Scale.EDEN,
-            seed=self.seed,
-            page_tokens=32,
-        )
+        return Plan(self.padded, Side(1, rotation), seed=self.seed)  # a rotation does not depend on the rest
 
     def apply(self, x: Floats) -> Floats:
         z = np.zeros((len(x), self.padded), np.float32)
         z[:, : self.dim] = x if self.mean is None else x - self.mean
-        return _core.rotate(self._plan(), z, self.matrix)
+        return _core.rotate(self._plan().words, z, self.matrix)
 
     def invert(self, z: Floats) -> Floats:
-        x = _core.rotate(self._plan(), z, self.matrix, inverse=True)[:, : self.dim]
+        x = _core.rotate(self._plan().words, z, self.matrix, inverse=True)[:, : self.dim]
         return np.ascontiguousarray(x if self.mean is None else x + self.mean)
 
 

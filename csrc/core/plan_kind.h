@@ -1,0 +1,19 @@
+/* What kernels ask of a plan, on the host and on CUDA. */
+#ifndef TQ_PLAN_KIND_H
+#define TQ_PLAN_KIND_H
+#include "../include/turboquant.h"
+
+/** Whether the fast kernels run it: both sides have the levels of a codebook, one block, no sketch, and the same rotation. Others
+ *  are encoded and met one vector at a time (csrc/core/blocks.c, csrc/cuda/blocks.cuh). */
+static inline int tq_is_plain(const tq_plan *plan) { return plan->is_plain; }
+/** Tiles of 64 tokens x 16 channels; otherwise 32 x 32. */
+static inline int tq_tile_is_16(const tq_plan *plan) { return plan->group_channels == 16; }
+/** Whether all groups of a side have the same number of bits. */
+static inline int tq_has_one_width(const tq_side *side) { return side->one_width; }
+/** turboquant.h, "z". */
+static inline int tq_is_settled(const tq_plan *plan)
+{
+    return plan->is_plain && plan->rotation == TQ_ROTATION_HADAMARD && plan->head_dim >= 64 &&
+           (plan->head_dim & (plan->head_dim - 1)) == 0;
+}
+#endif
