@@ -31,86 +31,15 @@ tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_erro
 
 // ---- checks ----
 
-tq_status check_sizes(const tq_append_params &p, tq_error *error)
+/** What CUDA alone asks for: its indices are 32-bit. */
+tq_status check_limits(const tq_plan &plan, const tq_append_params &p, tq_error *error)
 {
-    const struct {
-        const char *name;
-        int64_t got;
-    } sizes[] = {{"batch", p.batch},
-                 {"tokens", p.tokens},
-                 {"kv_heads", p.kv_heads},
-                 {"sinks", p.sinks},
-                 {"window", p.window},
-                 {"max_pages", p.max_pages},
-                 {"n_pages", p.n_pages},
-                 {"k_stride_batch", p.k_stride_batch},
-                 {"k_stride_head", p.k_stride_head},
-                 {"k_stride_token", p.k_stride_token},
-                 {"v_stride_batch", p.v_stride_batch},
-                 {"v_stride_head", p.v_stride_head},
-                 {"v_stride_token", p.v_stride_token}};
-    for (const auto &size : sizes)
-        if (size.got < 0) return fail(error, TQ_E_VALUE, size.name, -1, (double)size.got, "at least 0");
+    TQ_CUDA_TRY(check_plan(plan, error));
     const int64_t items = 2 * (int64_t)p.batch * p.kv_heads;
     if (items > INT32_MAX)
         return fail(error, TQ_E_VALUE, "batch", -1, p.batch, "such that 2 * batch * kv_heads is below 2^31");
     if ((int64_t)p.sinks + p.window > INT32_MAX / 2)
         return fail(error, TQ_E_VALUE, "window", -1, p.window, "such that sinks + window is below 2^30");
-    if (p.dtype < TQ_F32 || p.dtype > TQ_BF16)
-        return fail(error, TQ_E_TYPE, "dtype", -1, p.dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
-    return TQ_OK;
-}
-
-tq_status check_pointers(const tq_plan &plan, const tq_append_params &p, tq_error *error)
-{
-    const bool values = plan.value.tile_bytes;
-    const struct {
-        const char *name;
-        const void *got;
-        bool given, absent; // must be
-    } pointers[] = {{"k", p.k, true, false},
-                    {"v", p.v, values, !values},
-                    {"lengths", p.lengths, true, false},
-                    {"block_table", p.block_table, p.max_pages > 0, false},
-                    {"pages", p.pages, p.n_pages > 0, false},
-                    {"sink_k", p.sink_k, p.sinks > 0, p.sinks == 0},
-                    {"sink_v", p.sink_v, p.sinks > 0 && values, !p.sinks || !values},
-                    {"window_k", p.window_k, p.window > 0, p.window == 0},
-                    {"window_v", p.window_v, p.window > 0 && values, !p.window || !values}};
-    for (const auto &pointer : pointers) {
-        if (pointer.given && !pointer.got) return fail(error, TQ_E_VALUE, pointer.name, -1, 0, "a pointer, not NULL");
-        if (pointer.absent && pointer.got)
-            return fail(error, TQ_E_VALUE, pointer.name, -1, 1, "NULL for this plan, sinks and window");
-    }
-    if ((uintptr_t)p.pages % 64)
-        return fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)p.pages % 64), "64-byte aligned");
-    return TQ_OK;
-}
-
-tq_status check_overlap(const tq_plan &plan, const tq_append_params &p, tq_error *error)
-{
-    const int64_t bytes = p.dtype == TQ_F32 ? 4 : 2, d = plan.head_dim, row = (int64_t)p.batch * p.kv_heads * d * bytes;
-    const struct {
-        const char *name;
-        const void *at;
-        int64_t bytes;
-    } written[] = {{"pages", p.pages, p.n_pages * p.kv_heads * plan.record_bytes},
-                   {"sink_k", p.sink_k, row * p.sinks},
-                   {"sink_v", p.sink_v, row * p.sinks},
-                   {"window_k", p.window_k, row * p.window},
-                   {"window_v", p.window_v, row * p.window}};
-    auto span = [&](int64_t b, int64_t h, int64_t t) {
-        return bytes * ((p.batch - 1) * b + (p.kv_heads - 1) * h + (p.tokens - 1) * t + d);
-    };
-    const int64_t k_bytes = span(p.k_stride_batch, p.k_stride_head, p.k_stride_token);
-    const int64_t v_bytes = span(p.v_stride_batch, p.v_stride_head, p.v_stride_token);
-    for (const auto &one : written) {
-        if (overlap(one.at, one.bytes, p.k, k_bytes) || overlap(one.at, one.bytes, p.v, v_bytes))
-            return fail(error, TQ_E_VALUE, one.name, -1, 0, "apart from k and v");
-        for (const auto *other = written; other != &one; other++)
-            if (overlap(one.at, one.bytes, other->at, other->bytes))
-                return fail(error, TQ_E_VALUE, one.name, -1, 0, "apart from the other arrays written");
-    }
     return TQ_OK;
 }
 
@@ -236,9 +165,8 @@ using namespace tq;
 tq_status tq_cuda_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
                                          tq_error *error)
 {
-    TQ_CUDA_TRY(check_plan(plan, error));
-    if (!params) return fail(error, TQ_E_VALUE, "params", -1, 0, "a pointer, not NULL");
-    TQ_CUDA_TRY(check_sizes(*params, error));
+    TQ_CUDA_TRY(tq_check_append_sizes(plan, params, error));
+    TQ_CUDA_TRY(check_limits(*plan, *params, error));
     if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
     *bytes = 0; // everything happens in registers and shared memory
     return TQ_OK;
@@ -247,15 +175,10 @@ tq_status tq_cuda_append_workspace_bytes(const tq_plan *plan, const tq_append_pa
 tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, int64_t *flag, void *, size_t,
                          void *stream_pointer, tq_error *error)
 {
-    TQ_CUDA_TRY(check_plan(plan, error));
-    if (!params) return fail(error, TQ_E_VALUE, "params", -1, 0, "a pointer, not NULL");
+    TQ_CUDA_TRY(tq_check_append(plan, params, error));
     const tq_append_params &p = *params;
-    TQ_CUDA_TRY(check_sizes(p, error));
+    TQ_CUDA_TRY(check_limits(*plan, p, error));
     if (!p.batch || !p.kv_heads || !p.tokens) return TQ_OK;
-    TQ_CUDA_TRY(check_pointers(*plan, p, error));
-    TQ_CUDA_TRY(check_transform(*plan, &p.key, false, error));
-    TQ_CUDA_TRY(check_transform(*plan, &p.value, true, error));
-    TQ_CUDA_TRY(check_overlap(*plan, p, error));
     AppendArgs args;
     TQ_CUDA_TRY(make_args(*plan, p, flag, &args, error));
     const cudaStream_t stream = (cudaStream_t)stream_pointer;

@@ -63,61 +63,9 @@ tq_status look_at_device(Device *d, tq_error *error)
 
 /* ---- checks ---- */
 
-tq_status check_sizes(const tq_plan *plan, const tq_attend_params *p, tq_error *error)
+/** What CUDA alone asks for: rows are read four numbers at a time. */
+tq_status check_alignment(const tq_attend_params *p, tq_error *error)
 {
-    TQ_CUDA_TRY(check_plan(plan, error));
-    if (!plan->value.tile_bytes) return fail(error, TQ_E_VALUE, "plan", -1, 0, "one with value bits");
-    if (!p) return fail(error, TQ_E_VALUE, "params", -1, 0, "a pointer, not NULL");
-    const struct {
-        const char *name;
-        int64_t got;
-    } sizes[] = {{"batch", p->batch},
-                 {"query_tokens", p->query_tokens},
-                 {"query_heads", p->query_heads},
-                 {"kv_heads", p->kv_heads},
-                 {"sinks", p->sinks},
-                 {"window", p->window},
-                 {"max_pages", p->max_pages},
-                 {"sliding_window", p->sliding_window},
-                 {"n_pages", p->n_pages}};
-    for (auto &s : sizes)
-        if (s.got < 0) return fail(error, TQ_E_VALUE, s.name, -1, (double)s.got, "at least 0");
-    if (p->dtype < TQ_F32 || p->dtype > TQ_BF16)
-        return fail(error, TQ_E_TYPE, "dtype", -1, p->dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
-    if (p->kv_heads ? p->query_heads % p->kv_heads : p->query_heads)
-        return fail(error, TQ_E_VALUE, "query_heads", -1, p->query_heads, "a multiple of kv_heads");
-    if (!isfinite(p->softmax_scale)) return fail(error, TQ_E_VALUE, "softmax_scale", -1, p->softmax_scale, "finite");
-    if (!isfinite(p->softcap) || p->softcap < 0)
-        return fail(error, TQ_E_VALUE, "softcap", -1, p->softcap, "finite and at least 0");
-    if (!p->causal && p->sliding_window)
-        return fail(error, TQ_E_VALUE, "sliding_window", -1, p->sliding_window, "0 when attention is not causal");
-    if (!p->causal && p->fresh_k) return fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "NULL when attention is not causal");
-    return TQ_OK;
-}
-
-tq_status check_pointers(const tq_plan *plan, const tq_attend_params *p, tq_error *error)
-{
-    bool queries = p->batch && p->query_heads && p->query_tokens;
-    const struct {
-        const char *name;
-        const void *at;
-        bool needed, may;
-    } pointers[] = {{"q", p->q, queries, true},
-                    {"out", p->out, queries, true},
-                    {"lengths", p->lengths, p->batch > 0, true},
-                    {"block_table", p->block_table, p->batch && p->max_pages, true},
-                    {"pages", p->pages, p->n_pages && p->kv_heads, true},
-                    {"sink_k", p->sink_k, p->sinks > 0, p->sinks > 0},
-                    {"sink_v", p->sink_v, p->sinks > 0, p->sinks > 0},
-                    {"window_k", p->window_k, p->window > 0, p->window > 0},
-                    {"window_v", p->window_v, p->window > 0, p->window > 0},
-                    {"fresh_v", p->fresh_v, p->fresh_k != nullptr, p->fresh_k != nullptr}};
-    for (auto &x : pointers) {
-        if (x.needed && !x.at) return fail(error, TQ_E_VALUE, x.name, -1, 0, "a pointer, not NULL");
-        if (!x.may && x.at) return fail(error, TQ_E_VALUE, x.name, -1, 1, "NULL, because there is nothing of it");
-    }
-    TQ_CUDA_TRY(check_transform(*plan, &p->key, false, error));
-    TQ_CUDA_TRY(check_transform(*plan, &p->value, true, error));
     int64_t bytes = p->dtype == TQ_F32 ? 4 : 2;
     const struct {
         const char *name;
@@ -149,8 +97,6 @@ tq_status check_pointers(const tq_plan *plan, const tq_attend_params *p, tq_erro
     for (auto &x : strides)
         if (x.length > 1 && x.stride % 4)
             return fail(error, TQ_E_VALUE, x.name, -1, (double)x.stride, "of strides that are multiples of 4 on CUDA");
-    if ((uintptr_t)p->pages % 64)
-        return fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)p->pages % 64), "64-byte aligned");
     return TQ_OK;
 }
 
@@ -419,7 +365,8 @@ tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_pa
                                          tq_error *error)
 {
     Launch l;
-    TQ_CUDA_TRY(check_sizes(plan, params, error));
+    TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
+    TQ_CUDA_TRY(check_plan(*plan, error));
     if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
     if (!tq_is_plain(plan)) return attend_blocks_bytes(*plan, *params, bytes, error);
     TQ_CUDA_TRY(prepare(plan, params, &l, error));
@@ -431,8 +378,9 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
                          void *stream, tq_error *error)
 {
     Launch l;
-    TQ_CUDA_TRY(check_sizes(plan, params, error));
-    TQ_CUDA_TRY(check_pointers(plan, params, error));
+    TQ_CUDA_TRY(tq_check_attend(plan, params, error));
+    TQ_CUDA_TRY(check_plan(*plan, error));
+    TQ_CUDA_TRY(check_alignment(params, error));
     if (!tq_is_plain(plan))
         return attend_blocks(*plan, *params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream), error);
     TQ_CUDA_TRY(prepare(plan, params, &l, error));

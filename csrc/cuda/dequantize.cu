@@ -124,20 +124,10 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
                              int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
                              void *stream, tq_error *error)
 {
-    TQ_CUDA_TRY(check_plan(plan, error));
-    if (batch < 0 || kv_heads < 0 || max_pages < 0 || max_tokens < 0 || n_pages < 0)
-        return fail(error, TQ_E_VALUE, "batch", -1, batch,
-                    "at least 0, as kv_heads, max_pages, max_tokens and n_pages");
-    if ((int64_t)max_pages * plan->page_tokens < max_tokens)
-        return fail(error, TQ_E_VALUE, "max_tokens", -1, max_tokens, "at most max_pages * page_tokens");
-    const bool values = plan->value.tile_bytes;
+    TQ_CUDA_TRY(tq_check_dequantize(plan, pages, n_pages, kv_heads, block_table, batch, max_pages, lengths, max_tokens,
+                                    key, value, k, v, error));
+    TQ_CUDA_TRY(check_plan(*plan, error));
     if (!batch || !kv_heads || !max_tokens) return TQ_OK;
-    if (values != (v != nullptr))
-        return fail(error, TQ_E_VALUE, "v", -1, v != nullptr, "NULL if and only if the plan has no values");
-    if (!k || !lengths || !block_table || (n_pages && !pages))
-        return fail(error, TQ_E_VALUE, "k", -1, 0, "a pointer, not NULL, as lengths, block_table and pages");
-    TQ_CUDA_TRY(check_transform(*plan, key, false, error));
-    TQ_CUDA_TRY(check_transform(*plan, value, true, error));
     if (!n_pages) {
         const size_t bytes = sizeof(float) * plan->head_dim * (size_t)max_tokens * kv_heads * batch;
         for (float *out : {k, v})
@@ -180,6 +170,6 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     }
     const size_t shared_bytes =
         sizeof(float) * (TQ_TILE * plan->head_dim * (dense ? 2 : 1) + (dense ? WARPS * MATRIX_BLOCK : 0));
-    return launch(dequantize, (int64_t)(values ? 2 : 1) * batch * kv_heads * args.tiles, 32 * WARPS, shared_bytes,
-                  (cudaStream_t)stream, error, args);
+    return launch(dequantize, (int64_t)(plan->value.tile_bytes ? 2 : 1) * batch * kv_heads * args.tiles, 32 * WARPS,
+                  shared_bytes, (cudaStream_t)stream, error, args);
 }

@@ -3,43 +3,18 @@
 #define TQ_CUDA_LAUNCH_CUH
 #include "../core/plan_kind.h"
 #include "device.cuh"
+#include "turboquant_checks.h"
 
 namespace tq
 {
 
 // ---- checks ----
 
-inline tq_status check_plan(const tq_plan *plan, tq_error *error)
+/** What CUDA alone asks of a plan, behind tq_check_.. of turboquant_checks.h. */
+inline tq_status check_plan(const tq_plan &plan, tq_error *error)
 {
-    if (!plan || plan->head_dim < 8 || plan->group_channels < TQ_FINE_GROUP ||
-        plan->groups != (plan->head_dim + plan->group_channels - 1) / plan->group_channels || !plan->record_bytes)
-        return fail(error, TQ_E_VALUE, "plan", -1, plan ? plan->head_dim : 0, "made by tq_plan_init");
-    if (plan->head_dim > TQ_MAX_HEAD_DIM)
-        return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan->head_dim, "at most 256 on CUDA");
-    return TQ_OK;
-}
-
-/** What the host can see of one side's transform. */
-inline tq_status check_transform(const tq_plan &plan, const tq_transform *t, bool is_value, tq_error *error)
-{
-    const tq_side &side = is_value ? plan.value : plan.key;
-    if (is_value && !side.tile_bytes) return TQ_OK;
-    const bool rotation = t && t->rotation, steps = t && t->steps;
-    const char *wants = !side.matrix_rows                    ? "absent, because the plan's rotation is not dense"
-                        : side.rotation == TQ_ROTATION_DENSE ? "given, because the plan's rotation is dense"
-                                                             : "given: the rows of the plan's sketch";
-    if ((side.matrix_rows != 0) != rotation)
-        return fail(error, TQ_E_VALUE, is_value ? "value_rotation" : "key_rotation", -1, rotation, wants);
-    wants = side.step_columns ? "given: the plan's table" : "absent: this plan has neither steps nor a table";
-    if (!tq_is_plain(&plan) && (side.step_columns != 0) != steps)
-        return fail(error, TQ_E_VALUE, is_value ? "value_steps" : "key_steps", -1, steps, wants);
-    return TQ_OK;
-}
-
-inline bool overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes)
-{
-    const uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
-    return a && b && a_bytes && b_bytes && x < y + b_bytes && y < x + a_bytes;
+    if (plan.head_dim <= TQ_MAX_HEAD_DIM) return TQ_OK;
+    return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim, "at most 256 on CUDA");
 }
 
 inline HadamardSigns signs_of(const tq_plan &plan)

@@ -50,16 +50,8 @@ using namespace tq;
 tq_status tq_cuda_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim, float *out,
                         float *lse, void *stream, tq_error *error)
 {
-    if (parts < 1) return fail(error, TQ_E_VALUE, "parts", -1, parts, "at least 1");
-    if (rows < 0) return fail(error, TQ_E_VALUE, "rows", -1, (double)rows, "at least 0");
-    if (head_dim < 1) return fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "at least 1");
+    TQ_CUDA_TRY(tq_check_merge(outs, lses, parts, rows, head_dim, out, lse, error));
     if (!rows) return TQ_OK;
-    if (!outs || !lses || !out || !lse)
-        return fail(error, TQ_E_VALUE, "outs", -1, 0, "a pointer, not NULL, as lses, out and lse");
-    const int64_t row_bytes = 4 * rows * head_dim;
-    if (overlap(out, row_bytes, outs, row_bytes * parts))
-        return fail(error, TQ_E_VALUE, "out", -1, 0, "apart from outs");
-    if (overlap(lse, 4 * rows, lses, 4 * rows * parts)) return fail(error, TQ_E_VALUE, "lse", -1, 0, "apart from lses");
     const MergeArgs args = {outs, lses, out, lse, rows, parts, head_dim};
     return launch(merge, (rows + WARPS - 1) / WARPS, 32 * WARPS, 0, (cudaStream_t)stream, error, args);
 }

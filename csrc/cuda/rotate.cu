@@ -66,20 +66,9 @@ using namespace tq;
 tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, tq_dtype dtype, const void *x, void *y,
                          int64_t rows, void *stream_pointer, tq_error *error)
 {
-    TQ_CUDA_TRY(check_plan(plan, error));
-    if (dtype < TQ_F32 || dtype > TQ_BF16)
-        return fail(error, TQ_E_TYPE, "dtype", -1, dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
-    if (rows < 0) return fail(error, TQ_E_VALUE, "rows", -1, (double)rows, "at least 0");
-    const bool dense = plan->rotation == TQ_ROTATION_DENSE;
-    if (dense != (matrix != nullptr))
-        return fail(error, TQ_E_VALUE, "matrix", -1, plan->rotation,
-                    dense ? "given, because the plan's rotation is dense"
-                          : "absent, because the plan's rotation is not dense");
+    TQ_CUDA_TRY(tq_check_rotate(plan, matrix, dtype, x, y, rows, error));
+    TQ_CUDA_TRY(check_plan(*plan, error));
     if (!rows) return TQ_OK;
-    if (!x || !y) return fail(error, TQ_E_VALUE, x ? "y" : "x", -1, 0, "a pointer, not NULL");
-    const int64_t bytes = rows * plan->head_dim * (dtype == TQ_F32 ? 4 : 2);
-    if (x != y && overlap(x, bytes, y, bytes))
-        return fail(error, TQ_E_VALUE, "y", -1, 0, "the array x itself or apart from it");
 
     RotateArgs args = {
         x, y, matrix, rows, plan->head_dim, dtype, plan->rotation == TQ_ROTATION_HADAMARD, inverse, signs_of(*plan)};
