@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -36,3 +39,11 @@ def test_demo(capsys):
 def test_demo_refuses_what_the_passage_has_not():
     with pytest.raises(SystemExit):
         main(["demo", "--prompt-tokens", "100000"])
+
+
+@pytest.mark.parametrize("variable", ["TURBOQUANT_NUM_THREADS", "TURBOQUANT_ISA"])
+def test_commands_name_a_variable_that_is_wrong(variable):
+    command = [sys.executable, "-m", "turboquant", "demo"]
+    done = subprocess.run(command, env=os.environ | {variable: "3x"}, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and f"error: demo: layer 0: append: `{variable}` must be " in last and "3x" in last

@@ -17,7 +17,6 @@ from conftest import ODD_HEAD_DIMS
 from test_attend import check, core_attend
 
 from turboquant import _core
-from turboquant.cli import main
 
 OPERATIONS = ("rotate", "append", "attend", "dequantize", "dot")
 LEVELS = {"scalar", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_amx", "neon", "neon_dot"}
@@ -203,23 +202,41 @@ def test_threads_of_a_call(op: str, threads: int, used: int) -> None:
 
 def test_threads_from_the_environment() -> None:
     program = "from turboquant import _core; print(_core.num_threads())"
-    for text, want in (("3", 3), ("1", 1), ("0", None), ("many", None), ("", None)):
-        done = in_a_process(program, TURBOQUANT_NUM_THREADS=text)
-        assert int(done.stdout) == (want or len(os.sched_getaffinity(0)))
-    assert int(in_a_process(program, TURBOQUANT_NUM_THREADS="9999").stdout) == 256
+    for text, want in (("3", 3), ("1", 1), ("256", 256), ("", len(os.sched_getaffinity(0)))):
+        assert int(in_a_process(program, TURBOQUANT_NUM_THREADS=text).stdout) == want
 
 
-def test_info_says_which_variable_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+WITHOUT_A_NUMBER = """
+from binding_cases import OPS, sample
+from turboquant import _core
+assert _core.num_threads() == 0 and _core.isa() != "none"
+for op in OPS:
+    try:
+        sample(op)()
+    except RuntimeError as error:
+        print(op, error.argument, error.got, error)
+_core.set_num_threads(2)
+for op in OPS:
+    sample(op)()
+"""
+
+
+@pytest.mark.parametrize("text", ["many", "3x", "0", "-1", "257", "1.5"])
+def test_a_number_of_threads_that_is_none_is_refused(text: str) -> None:
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{WITHOUT_A_NUMBER}"
+    done = in_a_process(program, TURBOQUANT_NUM_THREADS=text)
+    assert done.returncode == 0, done.stderr
+    wants = f"`TURBOQUANT_NUM_THREADS` must be an integer in 1..256, got {text}"
+    ops = ["append", "attend", "dequantize", "dot", "rotate"]
+    assert done.stdout.splitlines() == [f"{op} TURBOQUANT_NUM_THREADS None {op}: {wants}" for op in ops]
+
+
+def test_info_says_which_variable_is_wrong() -> None:
     done = in_a_process("from turboquant.cli import main; main(['info'])", TURBOQUANT_ISA="avx1024")
     wants = f"none: TURBOQUANT_ISA must be one of {', '.join(_core.isa_available())}, got 'avx1024'"
     assert wants in done.stdout, done.stderr
-    for text in ("abc", "3x", "0", "-1", "9999"):
-        monkeypatch.setenv("TURBOQUANT_NUM_THREADS", text)
-        main(["info"])
-        assert f"TURBOQUANT_NUM_THREADS must be an integer in 1..256, got {text!r}" in capsys.readouterr().err
-    monkeypatch.setenv("TURBOQUANT_NUM_THREADS", "3")
-    main(["info"])
-    assert capsys.readouterr().err == ""
+    done = in_a_process("from turboquant.cli import main; main(['info'])", TURBOQUANT_NUM_THREADS="3x")
+    assert "none: TURBOQUANT_NUM_THREADS must be an integer in 1..256, got '3x'" in done.stdout, done.stderr
 
 
 def large_case(rng: np.random.Generator, lengths: list[int], kv_heads: int, **rest: Any) -> Case:

@@ -72,7 +72,7 @@ def info() -> int:
         "torch": _installed("torch"),
         "transformers": _installed("transformers"),
         "instruction set": _instruction_set(_core.isa(), _core.isa_available()),
-        "threads": f"{_core.num_threads()} at most (TURBOQUANT_NUM_THREADS)",
+        "threads": _threads(_core.num_threads()),
         "torch operators": operators,
         "CUDA": cuda,
     }
@@ -89,28 +89,25 @@ def _instruction_set(used: str, available: Sequence[str]) -> str:
     return f"{used}, of {', '.join(available)} (TURBOQUANT_ISA)"
 
 
-def _warn_of_threads() -> None:
-    """Says on stderr that TURBOQUANT_NUM_THREADS is no number of threads: the core takes its default for such."""
-    given = os.environ.get("TURBOQUANT_NUM_THREADS", "")
-    if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= 256):
-        print(f"warning: TURBOQUANT_NUM_THREADS must be an integer in 1..256, got {given!r}; `turboquant info` shows "
-              "how many threads are used", file=sys.stderr)  # fmt: skip
+def _threads(most: int) -> str:
+    """How many are used, or that TURBOQUANT_NUM_THREADS is no number and every call that computes will fail."""
+    if not most:
+        wrong = os.environ.get("TURBOQUANT_NUM_THREADS")
+        return f"none: TURBOQUANT_NUM_THREADS must be an integer in 1..256, got {wrong!r}"
+    return f"{most} at most (TURBOQUANT_NUM_THREADS)"
 
 
 def _missing(error: ImportError, command: str) -> str:
     """What is missing and how to install it: as the error says, or all that the commands need."""
-    if "pip install" in str(error):
+    if error.name is None:  # ours
         return str(error)
     return f"{error}; {command} needs: pip install 'turboquant-attention[hf,cli]'"
 
 
 def demo(arguments: Sequence[str]) -> int:
     """Run the demonstration, which has options of its own."""
-    try:
-        from .demo import main as run
-    except ImportError as error:
-        print(f"turboquant demo: {_missing(error, 'demo')}", file=sys.stderr)
-        return 1
+    from .demo import main as run
+
     return run(arguments)
 
 
@@ -446,16 +443,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     chosen, rest = parser.parse_known_args(given)
-    _warn_of_threads()
-    if chosen.command == "demo":
-        return demo(rest)
-    if rest:
+    if rest and chosen.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if chosen.command == "info":
         return info()
     try:
-        return int(chosen.run(chosen))
+        return demo(rest) if chosen.command == "demo" else int(chosen.run(chosen))
     except ImportError as error:
         parser.error(_missing(error, chosen.command))
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         parser.error(f"{chosen.command}: {error}")
+    except RuntimeError as error:
+        if not str(getattr(error, "argument", "")).startswith("TURBOQUANT_"):
+            raise
+        parser.error(f"{chosen.command}: {error}")  # a variable of the environment

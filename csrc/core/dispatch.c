@@ -115,8 +115,10 @@ static const tq_kernels *forced; /* by tq_set_isa */
 static struct {
     int has[N_LEVELS];
     const tq_kernels *best, *chosen; /* chosen: by TURBOQUANT_ISA, else the best; NULL: it names none */
-    char names[16 * N_LEVELS];
+    char names[8 + 16 * N_LEVELS];   /* "one of: " and what there is */
 } machine;
+
+#define ONE_OF "one of: "
 
 static const tq_kernels *level_named(const char *name)
 {
@@ -129,9 +131,10 @@ static void look_at_machine(void)
 {
     for (size_t i = N_LEVELS; i-- > 0;)
         if ((machine.has[i] = levels[i].ask())) machine.best = levels[i].kernels;
-    for (size_t i = 0; i < N_LEVELS; i++) {
+    strcpy(machine.names, ONE_OF);
+    for (size_t i = 0, n = 0; i < N_LEVELS; i++) {
         if (!machine.has[i]) continue;
-        if (*machine.names) strcat(machine.names, " ");
+        if (n++) strcat(machine.names, " ");
         strcat(machine.names, levels[i].kernels->isa);
     }
     const char *name = getenv("TURBOQUANT_ISA");
@@ -144,23 +147,31 @@ static void know_machine(void)
     pthread_once(&once, look_at_machine);
 }
 
-const tq_kernels *tq_get_kernels(tq_error *error)
+static const tq_kernels *chosen_kernels(void)
 {
     if (forced) return forced;
     know_machine();
-    if (!machine.chosen) tq_fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_ISA", -1, 0, machine.names);
     return machine.chosen;
+}
+
+const tq_kernels *tq_get_kernels(tq_error *error)
+{
+    const tq_kernels *kernels = chosen_kernels();
+    if (!kernels) tq_fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_ISA", -1, 0, machine.names);
+    if (tq_num_threads()) return kernels;
+    tq_fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_NUM_THREADS", -1, 0, "an integer in 1..256");
+    return NULL;
 }
 
 const char *tq_isa_available(void)
 {
     know_machine();
-    return machine.names;
+    return machine.names + strlen(ONE_OF);
 }
 
 const char *tq_isa(void)
 {
-    const tq_kernels *kernels = tq_get_kernels(NULL);
+    const tq_kernels *kernels = chosen_kernels();
     return kernels ? kernels->isa : "none";
 }
 
@@ -175,7 +186,7 @@ tq_status tq_set_isa(const char *name, tq_error *error)
 
 const char *tq_kernel_name(const char *operation, const tq_plan *plan)
 {
-    const tq_kernels *kernels = tq_get_kernels(NULL);
+    const tq_kernels *kernels = chosen_kernels();
     if (!kernels || !operation || !plan) return NULL;
     static const char *const blocked[][2] = {{"append", "append_blocks"},
                                              {"attend", "attend_blocks"},

@@ -32,7 +32,8 @@ static inline int64_t tq_span_bytes(int64_t element_bytes, int64_t batch, int64_
 }
 
 /* ---- dispatch.c ---- */
-/** The table in use, or NULL with *error filled if TURBOQUANT_ISA names none. */
+/** The table in use, or NULL with *error filled (TQ_E_UNSUPPORTED) if TURBOQUANT_ISA names none, or TURBOQUANT_NUM_THREADS is no
+ *  number of threads. */
 const tq_kernels *tq_get_kernels(tq_error *error);
 
 /* ---- codebook.c ---- */

@@ -29,7 +29,7 @@ static struct {
 
 static pthread_mutex_t job_mutex = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
 static atomic_llong next_task;
-static atomic_int configured_threads; /* 0: not yet known */
+static atomic_int configured_threads; /* 0: not yet known; -1: the environment says no number of threads */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
 /* Threads do not survive a fork, and the parent may have held a lock: the child begins afresh. */
@@ -109,14 +109,15 @@ void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t
     pthread_mutex_unlock(&job_mutex);
 }
 
+/** -1 if TURBOQUANT_NUM_THREADS is no number of threads. */
 static int32_t default_threads(void)
 {
     const char *text = getenv("TURBOQUANT_NUM_THREADS");
-    long n = text ? strtol(text, NULL, 10) : 0;
-    if (n < 1) {
-        cpu_set_t cpus;
-        n = sched_getaffinity(0, sizeof cpus, &cpus) ? sysconf(_SC_NPROCESSORS_ONLN) : CPU_COUNT(&cpus);
-    }
+    char *end = NULL;
+    cpu_set_t cpus;
+    long n = text && *text ? strtol(text, &end, 10) : 0;
+    if (end) return *end || n < 1 || n > MAX_THREADS ? -1 : (int32_t)n;
+    n = sched_getaffinity(0, sizeof cpus, &cpus) ? sysconf(_SC_NPROCESSORS_ONLN) : CPU_COUNT(&cpus);
     return n < 1 ? 1 : n > MAX_THREADS ? MAX_THREADS : (int32_t)n;
 }
 
@@ -124,7 +125,7 @@ int32_t tq_num_threads(void)
 {
     int n = atomic_load(&configured_threads);
     if (!n) atomic_store(&configured_threads, n = default_threads());
-    return n;
+    return n < 0 ? 0 : n;
 }
 
 tq_status tq_set_num_threads(int32_t n, tq_error *error)
@@ -137,6 +138,7 @@ tq_status tq_set_num_threads(int32_t n, tq_error *error)
 int32_t tq_effective_threads(int32_t requested)
 {
     int32_t most = tq_num_threads();
+    if (most < 1) return 1; /* the call will fail */
     return requested > 0 && requested < most ? requested : most;
 }
 
@@ -144,5 +146,5 @@ int32_t tq_threads_for(int32_t requested, int64_t work, int64_t least)
 {
     int32_t threads = requested <= 0 ? tq_num_threads() : requested < MAX_THREADS ? requested : MAX_THREADS;
     int64_t useful = work / least > 1 ? work / least : 1;
-    return useful < threads ? (int32_t)useful : threads;
+    return threads < 1 ? 1 : useful < threads ? (int32_t)useful : threads;
 }

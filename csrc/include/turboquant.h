@@ -428,7 +428,8 @@ TQ_API tq_status tq_set_isa(const char *name, tq_error *error);
  *  "attend_blocks" for the portable code of plans that are not plain; NULL for an unknown operation. */
 TQ_API const char *tq_kernel_name(const char *operation, const tq_plan *plan);
 
-/** Threads used at most: TURBOQUANT_NUM_THREADS, else the CPUs this process may run on. */
+/** Threads used at most: the environment variable TURBOQUANT_NUM_THREADS (read once, on first use), else the CPUs this process may run
+ *  on; 0 if the variable is no integer in 1..256, in which case every call that runs a kernel fails until tq_set_num_threads. */
 TQ_API int32_t tq_num_threads(void);
 /** n in 1..256. Workers are started on first use and survive until the process ends; a forked child starts its own. */
 TQ_API tq_status tq_set_num_threads(int32_t n, tq_error *error);

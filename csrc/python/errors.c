@@ -65,8 +65,7 @@ PyObject *raise_status(const char *op, tq_status status, const tq_error *error, 
     if (!strncmp(error->argument, "TURBOQUANT_", 11)) got_text = getenv(error->argument);
     if (!strncmp(error->wants, "given", 5)) got_text = "None";
     if (!strncmp(error->wants, "absent", 6)) got_text = "an array";
-    const char *one_of = status == TQ_E_UNSUPPORTED ? "one of: " : ""; /* the core lists what there is */
-    PyObject *wants = PyUnicode_FromFormat("%s%s, got %s", one_of, error->wants, got_text ? got_text : got);
+    PyObject *wants = PyUnicode_FromFormat("%s, got %s", error->wants, got_text ? got_text : got);
     return raise_argument(type, op, label, wants, got_text ? Py_NewRef(Py_None) : PyFloat_FromDouble(error->got));
 }
 

@@ -94,9 +94,11 @@ PyObject *py_kernel_name(PyObject *module, PyObject *args, PyObject *kwargs)
     return raise_value(op, "operation", "rotate, append, attend, dequantize or dot, got %A", operation_object);
 }
 
-const char doc_num_threads[] = PyDoc_STR("num_threads()\n--\n\n"
-                                         "Threads used at most by one call: set_num_threads, else "
-                                         "TURBOQUANT_NUM_THREADS, else the CPUs this process may run on.");
+const char doc_num_threads[] =
+    PyDoc_STR("num_threads()\n--\n\n"
+              "Threads used at most by one call: set_num_threads, else "
+              "TURBOQUANT_NUM_THREADS, else the CPUs this process may run on.\n0 if that variable is no integer in "
+              "1..256: every call that computes fails until set_num_threads.");
 PyObject *py_num_threads(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {NULL};
