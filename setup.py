@@ -139,7 +139,7 @@ def torch_to_build_with() -> tuple[Path | None, str]:
 def nvcc_to_build_with() -> str | None:
     """nvcc, or None where CUDA is left out; says why."""
     wanted = switch("TURBOQUANT_CUDA")
-    sources = list((ROOT / CSRC / "cuda").glob("*.cu"))
+    sources = list((ROOT / CSRC / "cuda").rglob("*.cu"))
     nvcc = find_nvcc()
     if wanted == "0" or (wanted == "auto" and not sources):
         return None
@@ -264,7 +264,7 @@ rule program
 
 
 def sources(folder: str, suffix: str) -> list[Path]:
-    return [path.relative_to(ROOT) for path in sorted((ROOT / CSRC / folder).glob("*" + suffix))]
+    return [path.relative_to(ROOT) for path in sorted((ROOT / CSRC / folder).rglob("*" + suffix))]
 
 
 def link_library(build: Ninja, cc: str, common: list[str], linker: list[str], strict: bool) -> Path:
@@ -280,8 +280,8 @@ def link_library(build: Ninja, cc: str, common: list[str], linker: list[str], st
 
 def compile_cuda(build: Ninja, nvcc: str, extra: Iterable[str] = ()) -> list[Path]:
     host = [f"-ccbin={os.environ['CXX']}"] if os.environ.get("CXX") else []
-    flags = [*host, "-O3", "-std=c++17", *cuda_arch_flags(), "-Icsrc/include", "-Xfatbin=-compress-all", *extra]
-    flags += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+    flags = [*host, "-O3", "-std=c++17", *cuda_arch_flags(), "-Icsrc", "-Icsrc/include", *extra]
+    flags += ["-Xfatbin=-compress-all", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
     return [build.compile(path, nvcc, flags) for path in sources("cuda", ".cu")]
 
 

@@ -106,7 +106,7 @@ def include_faults(root: Path) -> Iterator[str]:
             yield f"csrc/{name}: belongs to no ring"
             continue
         # As the compiler looks: beside the file, then where -I points for its ring.
-        places = [csrc / "include"] + ([csrc] if folder in ("core", "kernels") else [])
+        places = [csrc / "include"] + ([csrc] if folder in ("core", "kernels", "cuda") else [])
         text = strip_comments(path.read_text())
         for match in INCLUDE.finditer(text):
             line = text.count("\n", 0, match.start(match.lastindex or 0)) + 1
@@ -258,8 +258,8 @@ SOUND = {
     "csrc/core/plan_kind.h": "#include <stdint.h>\n",
     "csrc/core/plan.c": '#include "internal.h"\n#include <math.h>\n/* #include <stdio.h> prints: printf("x") */\n',
     "csrc/kernels/avx2.c": '#include "core/kernels.h"\n#include <immintrin.h>\n',
-    "csrc/cuda/attend.cuh": "#include <cuda_fp16.h>\n",
-    "csrc/cuda/attend.cu": '#include "attend.cuh"\n#include "../core/plan_kind.h"\n#include "turboquant.h"\n',
+    "csrc/cuda/attend/pages.cuh": "#include <cuda_fp16.h>\n",
+    "csrc/cuda/attend/attend.cu": '#include "cuda/attend/pages.cuh"\n#include "core/plan_kind.h"\n',
     "csrc/python/module.c": '#include <Python.h>\n#include <numpy/arrayobject.h>\n#include "turboquant.h"\n',
     "csrc/torch/ops.cpp": '#include <torch/csrc/stable/library.h>\n#include <vector>\n#include "turboquant.h"\n',
     "turboquant/__init__.py": "from .plan import x\ndef f():\n    from . import ops\n    import torch\n",
@@ -279,7 +279,7 @@ PLANTED = {  # file, its content, the check that must find it
     "kernel with core's inside": ("csrc/kernels/bad.c", '#include "core/internal.h"\n', include_faults),
     "kernel with core's inside, by path": ("csrc/kernels/bad.c", '#include "../core/internal.h"\n', include_faults),
     "cuda with torch": ("csrc/cuda/bad.cu", "#include <torch/csrc/stable/tensor.h>\n", include_faults),
-    "cuda with core": ("csrc/cuda/bad.cuh", '#include "../core/kernels.h"\n', include_faults),
+    "cuda with core": ("csrc/cuda/tile/bad.cuh", '#include "core/kernels.h"\n', include_faults),
     "python with core": ("csrc/python/bad.c", '#include "../core/kernels.h"\n', include_faults),
     "python with torch": ("csrc/python/bad.c", '#include "../torch/ops.cpp"\n', include_faults),
     "torch with python": ("csrc/torch/bad.cpp", "#include <Python.h>\n", include_faults),

@@ -8,6 +8,7 @@
     quantize       whole sequences into fresh pages
     dequantize     packed tokens back into floats, for debugging
     merge          partial attention results over disjoint tokens into one
+    append_kernel, attend_kernel  the name of the kernel that `append` and `attend` run for the same arguments
 
 Each operator's own words: ``print(torch.ops.turboquant.attend.__doc__)``. They run on the CPU and, in a build with
 CUDA, on CUDA, from one schema and into the same bytes; under `torch.compile(fullgraph=True)`, `torch.export` and
@@ -298,7 +299,17 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device), lse
 
 
+KERNEL_TEXT = """{0}_kernel(the arguments of {0}) -> str
+
+The name of the kernel that ``{0}`` would run for these arguments on their device; nothing runs. On a GPU it depends on
+the plan, the sizes, dtypes and alignment, not on what the tensors hold; "" where there is nothing to do.
+csrc/cuda/README.md lists the names of CUDA kernels. It cannot be traced.
+"""
+
+
 def _register() -> None:
+    for name in ("append", "attend"):
+        getattr(torch.ops.turboquant, f"{name}_kernel").__doc__ = KERNEL_TEXT.format(name)
     for kernel in (_rotate, _append, _attend, _append_attend, _quantize, _dequantize, _merge):
         name = kernel.__name__[1:]
         torch.library.register_fake(f"turboquant::{name}", kernel)

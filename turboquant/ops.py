@@ -8,6 +8,7 @@
     append         new tokens into a `PackedKV`, in place
     attend         attention of queries over it
     append_attend  both in one call: a decode step of one layer
+    attend_kernel  the name of the kernel that `attend` runs
     dequantize     its tokens back into floats, for debugging
     quantize       whole sequences into pages alone
     rotate         vectors into and out of the rotated space of a plan
@@ -34,10 +35,22 @@ from torch import Tensor
 
 from .plan import Plan
 
-__all__ = ["PackedKV", "append", "append_attend", "attend", "dequantize", "merge", "pack", "quantize", "rotate"]
+__all__ = [
+    "PackedKV",
+    "append",
+    "append_attend",
+    "attend",
+    "attend_kernel",
+    "dequantize",
+    "merge",
+    "pack",
+    "quantize",
+    "rotate",
+]
 
 _append = torch.ops.turboquant.append.default
 _attend = torch.ops.turboquant.attend.default
+_attend_kernel = torch.ops.turboquant.attend_kernel.default
 _append_attend = torch.ops.turboquant.append_attend.default
 _dequantize = torch.ops.turboquant.dequantize.default
 _merge = torch.ops.turboquant.merge.default
@@ -259,6 +272,29 @@ def attend(
         **packed.transforms,
     )
     return (out, lse) if return_lse else out
+
+
+def attend_kernel(
+    q: Tensor, packed: PackedKV, *, causal: bool = True, sliding_window: int = 0, even_lengths: bool = False
+) -> str:
+    """The name of the kernel that `attend` would run for these arguments on their device; nothing runs.
+
+    For example "attend_fused_3bit_d128_4x64" on an H200, or "attend_avx2" on a CPU. csrc/cuda/README.md lists those of
+    CUDA.
+    """
+    _check("attend_kernel", packed, q=q)
+    name: str = _attend_kernel(
+        packed.plan.words,
+        q,
+        packed.pages,
+        packed.block_table,
+        packed.lengths,
+        causal=causal,
+        sliding_window=sliding_window,
+        even_lengths=even_lengths,
+        **packed.transforms,
+    )
+    return name
 
 
 def append_attend(

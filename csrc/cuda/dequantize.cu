@@ -1,11 +1,11 @@
-// tq_cuda_dequantize: packed tokens back to float32, for debugging (plans that are not plain: dequantize_blocks.cu). A block a token tile of one (side, sequence, KV head):
+// tq_cuda_dequantize: packed tokens back to float32, for debugging (plans that are not plain: baselines/dequantize.cu). A block a token tile of one (side, sequence, KV head):
 //
 //   1  codes -> step * level * scale, rows of tokens in shared memory    a warp a group of channels
 //   2  R^T                                                               a warp a token, or for a matrix all of them at once
 //   3  + centre, and out                                                 a warp a token
 //
 // The operations and their order are those of the C core, so that the numbers are the same too.
-#include "blocks.cuh"
+#include "cuda/baselines/blocks.cuh"
 
 namespace tq
 {

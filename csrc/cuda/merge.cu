@@ -1,5 +1,5 @@
 // tq_cuda_merge: partial attention results over disjoint tokens. A warp a row; the parts in order, as in the C core.
-#include "launch.cuh"
+#include "cuda/device/launch.cuh"
 
 namespace tq
 {

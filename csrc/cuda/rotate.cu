@@ -1,7 +1,7 @@
 // tq_cuda_rotate: rows of head_dim numbers times the plan's rotation, or a matrix, or their inverses. A warp a row, or for a matrix
 // a block 16 rows, since they share the matrix.
-#include "launch.cuh"
-#include "matrix.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/tile/matrix.cuh"
 
 namespace tq
 {

@@ -27,26 +27,34 @@
 extern "C" {
 #endif
 
-/** The kernels that would run for an operation ("rotate", "append", "attend" of one query token, "dequantize", "merge") of a plan on
- *  the current device, e.g. "attend_hopper_3" (3 bits, whether in one kernel or in three, which depends on the sizes), or
- *  "attend_blocks" for one that is not plain; NULL for an unknown operation or where no device can run it. The environment variable
- *  TURBOQUANT_CUDA_PATH=hopper|hopper-line|portable, read at each call, forces one of the ways in which pages of plain plans reach
- *  the multiprocessors (bulk copies, compute capability 9.x; the same, but always in three kernels; cp.async, 8.0 and newer);
+#define TQ_CUDA_KERNEL_NAME_BYTES 64
+
+/** The name of the kernel that tq_cuda_attend, or tq_cuda_append, runs for a plan and sizes on the current device, e.g.
+ *  "attend_fused_3bit_d128_4x64": strategy, width, head_dim that its code is for, rows it takes at once x tokens of a unit. "" if there is
+ *  nothing to do. csrc/cuda/README.md lists the names. Kernels beside it (prepare, combine, merge_parts, copy_exact) have no name here.
+ *  params   as for the call; of pointers only those are read whose alignment matters to append (k, v, window_k, window_v), and whether steps
+ *           are NULL. Nothing is queued.
+ *  name     TQ_CUDA_KERNEL_NAME_BYTES bytes, written, with a final 0
+ *  The environment variable TURBOQUANT_CUDA_PATH=hopper|hopper-line|portable, read at each call, forces one of the ways in which pages of
+ *  plain plans reach the multiprocessors (bulk copies, compute capability 9.x; the same, but never fused; cp.async, 8.0 and newer);
  *  without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
-TQ_API const char *tq_cuda_kernel_name(const char *operation, const tq_plan *plan);
+TQ_API tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *params, char *name,
+                                       tq_error *error);
+TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_params *params, char *name,
+                                       tq_error *error);
 
 /** tq_attend on the device.
  *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 2e-4 for float32, relative to the largest output, for
  *             logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so that an error in proportion to the largest
  *             |logit| (2.5e-5 of it) takes over above that, and with a soft-cap another of 2e-7 of the cap. On 9.x, for many 16-bit
- *             query rows a KV head (attend_wide.cuh), weights are rounded to fp16, and values to nothing coarser than their levels.
+ *             query rows a KV head (attend/many_rows/pages.cuh), weights are rounded to fp16, and values to nothing coarser than their levels.
  *             Plans that are not plain: float32 throughout, within 2e-5.
  *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In general three
  *             kernels that overlap, the work cut into equal pieces whatever the lengths are. On 9.x, for plain plans with tiles of 32 and without dense
  *             rotation, up to 128 query rows a KV head, head_dim 33..64 or 97..128 (any up to 128 of other or mixed widths), one
  *             kernel, in which every sequence and KV head has as many blocks as any other, and where few heads have long caches a
  *             second one that merges: if batch is 1, even_lengths is set or max_pages small, from 9 rows on if there are not many
- *             more blocks than multiprocessors, and it has measured faster so (attend_cut_few.cu): 1.0 to 1.8 times, with a window
+ *             more blocks than multiprocessors, and it has measured faster so (attend/fused/cut.cu): 1.0 to 1.8 times, with a window
  *             up to 2.7 (attend_harness time, against hopper-line).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
 TQ_API tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,

@@ -29,6 +29,8 @@ struct Backend {
     decltype(&tq_attend_scratch_bytes) attend_scratch_bytes;
     tq_status (*attend)(void *stream, const tq_plan *, const tq_attend_params *, void *scratch, size_t bytes,
                         tq_error *);
+    tq_status (*append_kernel)(const tq_plan *, const tq_append_params *, char *name, tq_error *);
+    tq_status (*attend_kernel)(const tq_plan *, const tq_attend_params *, char *name, tq_error *);
     tq_status (*dequantize)(void *stream, const tq_plan *, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
                             const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
                             int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
@@ -42,6 +44,15 @@ template <auto function, class... Arguments> tq_status on_cpu(void *, Arguments.
     return function(arguments...);
 }
 
+constexpr size_t NAME_BYTES = 64; // of a kernel, with a final 0
+
+/** On a CPU the kernel depends on the plan alone. */
+tq_status name_of(const char *operation, const tq_plan *plan, char *name)
+{
+    std::snprintf(name, NAME_BYTES, "%s", tq_kernel_name(operation, plan));
+    return TQ_OK;
+}
+
 const Backend cpu = {
     false,
     [](void *, auto plan, auto matrix, bool inverse, tq_dtype, auto x, auto y, int64_t rows, auto error) {
@@ -53,11 +64,15 @@ const Backend cpu = {
     },
     tq_attend_scratch_bytes,
     on_cpu<tq_attend>,
+    [](auto plan, auto, char *name, auto) { return name_of("append", plan, name); },
+    [](auto plan, auto, char *name, auto) { return name_of("attend", plan, name); },
     on_cpu<tq_dequantize>,
     on_cpu<tq_merge>,
 };
 
 #if defined(TURBOQUANT_WITH_CUDA)
+static_assert(NAME_BYTES == TQ_CUDA_KERNEL_NAME_BYTES);
+
 /** The launchers have the stream before the error. */
 template <auto function, class... Arguments> tq_status on_stream(void *stream, Arguments... arguments)
 {
@@ -75,6 +90,8 @@ const Backend cuda = {
     on_stream<tq_cuda_append>,
     tq_cuda_attend_workspace_bytes,
     on_stream<tq_cuda_attend>,
+    tq_cuda_append_kernel,
+    tq_cuda_attend_kernel,
     on_stream<tq_cuda_dequantize>,
     on_stream<tq_cuda_merge>,
 };
@@ -281,6 +298,21 @@ void append(const Words &words, const Tensor &k, const Maybe &v, const Tensor &l
     run_append(call, p, flag_of(flag));
 }
 
+std::string append_kernel(const Words &words, const Tensor &k, const Maybe &v, const Tensor &lengths,
+                          const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
+                          const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
+                          const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
+                          const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag)
+{
+    Call call("append_kernel", words, k, "k");
+    tq_append_params p =
+        read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
+                    value_rotation, key_centre, value_centre, key_steps, value_steps, flag);
+    char name[NAME_BYTES];
+    call.check(Launch(call)->append_kernel(&call.plan, &p, name, &call.error));
+    return name;
+}
+
 /** The queries of an attention and how they are weighed. */
 tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<double> softmax_scale, bool causal,
                               int64_t sliding_window, double softcap, bool even_lengths)
@@ -298,15 +330,15 @@ tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<d
     return p;
 }
 
-std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Tensor &pages, const Tensor &block_table,
-                                  const Tensor &lengths, const Maybe &starts, const Maybe &sink_k, const Maybe &sink_v,
-                                  const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k,
-                                  const Maybe &fresh_v, const Maybe &key_rotation, const Maybe &value_rotation,
-                                  const Maybe &key_centre, const Maybe &value_centre, const Maybe &key_steps,
-                                  const Maybe &value_steps, std::optional<double> softmax_scale, bool causal,
-                                  int64_t sliding_window, double softcap, bool even_lengths)
+/** What `attend` gets beside the plan, checked. */
+tq_attend_params read_attend(const Call &call, const Tensor &q, const Tensor &pages, const Tensor &block_table,
+                             const Tensor &lengths, const Maybe &starts, const Maybe &sink_k, const Maybe &sink_v,
+                             const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k, const Maybe &fresh_v,
+                             const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
+                             const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps,
+                             std::optional<double> softmax_scale, bool causal, int64_t sliding_window, double softcap,
+                             bool even_lengths)
 {
-    Call call("attend", words, q, "q");
     tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, even_lengths);
     int32_t dtype = dtype_of(q);
     int64_t dim = call.plan.head_dim;
@@ -337,7 +369,24 @@ std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Ten
     p.sink_k = data_of(sink_k), p.sink_v = data_of(sink_v), p.window_k = data_of(window_k),
     p.window_v = data_of(window_v);
     p.fresh_k = data_of(fresh_k), p.fresh_v = data_of(fresh_v);
+    return p;
+}
 
+std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Tensor &pages, const Tensor &block_table,
+                                  const Tensor &lengths, const Maybe &starts, const Maybe &sink_k, const Maybe &sink_v,
+                                  const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k,
+                                  const Maybe &fresh_v, const Maybe &key_rotation, const Maybe &value_rotation,
+                                  const Maybe &key_centre, const Maybe &value_centre, const Maybe &key_steps,
+                                  const Maybe &value_steps, std::optional<double> softmax_scale, bool causal,
+                                  int64_t sliding_window, double softcap, bool even_lengths)
+{
+    Call call("attend", words, q, "q");
+    tq_attend_params p =
+        read_attend(call, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k, window_v, fresh_k, fresh_v,
+                    key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, softmax_scale,
+                    causal, sliding_window, softcap, even_lengths);
+    const int32_t dtype = dtype_of(q);
+    const int64_t dim = call.plan.head_dim;
     Launch launch(call);
     size_t bytes = 0;
     call.check(launch->attend_scratch_bytes(&call.plan, &p, &bytes, &call.error));
@@ -348,6 +397,24 @@ std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Ten
     p.lse = static_cast<float *>(lse.mutable_data_ptr());
     call.check(launch->attend(launch.stream, &call.plan, &p, scratch.mutable_data_ptr(), bytes, &call.error));
     return {out, lse};
+}
+
+std::string attend_kernel(const Words &words, const Tensor &q, const Tensor &pages, const Tensor &block_table,
+                          const Tensor &lengths, const Maybe &starts, const Maybe &sink_k, const Maybe &sink_v,
+                          const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k, const Maybe &fresh_v,
+                          const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
+                          const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps,
+                          std::optional<double> softmax_scale, bool causal, int64_t sliding_window, double softcap,
+                          bool even_lengths)
+{
+    Call call("attend_kernel", words, q, "q");
+    tq_attend_params p =
+        read_attend(call, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k, window_v, fresh_k, fresh_v,
+                    key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, softmax_scale,
+                    causal, sliding_window, softcap, even_lengths);
+    char name[NAME_BYTES];
+    call.check(Launch(call)->attend_kernel(&call.plan, &p, name, &call.error));
+    return name;
 }
 
 /** Both in one call, for decode steps: what torch does around an operator takes longer there than the operator. */
@@ -482,6 +549,8 @@ void implement(torch::stable::detail::StableLibrary &m)
     m.impl("rotate", TORCH_BOX(&rotate));
     m.impl("append", TORCH_BOX(&append));
     m.impl("attend", TORCH_BOX(&attend));
+    m.impl("append_kernel", TORCH_BOX(&append_kernel));
+    m.impl("attend_kernel", TORCH_BOX(&attend_kernel));
     m.impl("append_attend", TORCH_BOX(&append_attend));
     m.impl("quantize", TORCH_BOX(&quantize));
     m.impl("dequantize", TORCH_BOX(&dequantize));
@@ -511,6 +580,14 @@ STABLE_TORCH_LIBRARY(turboquant, m)
         "Tensor(b!)? sink_k=None, Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None, " TRANSFORMS
         ", Tensor(f!)? flag=None, float? softmax_scale=None, int sliding_window=0, float softcap=0.0, "
         "bool even_lengths=False) -> Tensor");
+    m.def(
+        "append_kernel(int[] plan, Tensor k, Tensor? v, Tensor lengths, Tensor pages, Tensor block_table, *, Tensor? sink_k=None, "
+        "Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, " TRANSFORMS ", Tensor? flag=None) -> str");
+    m.def(
+        "attend_kernel(int[] plan, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, Tensor? starts=None, "
+        "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, Tensor? fresh_k=None, "
+        "Tensor? fresh_v=None, " TRANSFORMS ", float? softmax_scale=None, bool causal=True, int sliding_window=0, "
+        "float softcap=0.0, bool even_lengths=False) -> str");
     m.def("quantize(int[] plan, Tensor k, Tensor? v, *, " TRANSFORMS ") -> Tensor");
     m.def("dequantize(int[] plan, Tensor pages, Tensor block_table, Tensor lengths, SymInt max_tokens, *, " TRANSFORMS
           ") -> (Tensor k, Tensor v)");

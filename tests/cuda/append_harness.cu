@@ -2,7 +2,7 @@
 //
 //   make harness && build/cuda-harness/append_harness [check] [time]
 #include "blocked_plans.h"
-#include "cuda/quantize.cuh"
+#include "cuda/tile/quantize.cuh"
 
 static int failures = 0, checks = 0;
 
@@ -315,7 +315,7 @@ static void check_appends(int thin)
 }
 
 /** Thousands of tokens, as prompts have: widths x laws, scales, dtypes, and what a tile can have in part; then rows of which sums are
- *  rounded, cancel, tie or are exact. A warp of append_fragments has a tile of a side or two. */
+ *  rounded, cancel, tie or are exact. A warp of append_prefill has a tile of a side or two. */
 static void check_many_appends(int thin)
 {
     for (int i = 0; i < 24; i += thin) {
@@ -342,7 +342,7 @@ static void check_many_appends(int thin)
     }
 }
 
-/** So many tokens that on up to 144 multiprocessors each warp of append_fragments takes some tiles of a side, neighbours, in the last case
+/** So many tokens that on up to 144 multiprocessors each warp of append_prefill takes some tiles of a side, neighbours, in the last case
  *  more than 32. */
 static void check_long_appends(int thin)
 {
@@ -362,7 +362,7 @@ static void check_long_appends(int thin)
 }
 
 /** One token after the other through more than two token tiles, so that each of their places is written beside what others left: what
- *  append_step compiles for (three of five cases), and what it does not. */
+ *  append_one_token compiles for (three of five cases), and what it does not. */
 static void check_single_appends(int thin)
 {
     int n = 0;
@@ -409,7 +409,7 @@ static void check_fine_appends(int thin)
             go(c, "plan x dim");
         }
     int single = 0;
-    for (int dim : {64, 128, 256}) // what append_step compiles for with groups of 32
+    for (int dim : {64, 128, 256}) // what append_one_token compiles for with groups of 32
         for (const auto &bits : {std::pair<int, int>{4, 4}, {3, 2}, {2, 3}, {4, 0}}) {
             Case c;
             c.dim = dim, c.key_bits = {bits.first}, c.value_bits = {bits.second},
@@ -438,7 +438,7 @@ static void check_fine_appends(int thin)
     }
 }
 
-/** Prompts so long that a warp of append_tile has two tiles of a side, levels of equal distance through every kernel, and rows that
+/** Prompts so long that a warp of append_prefill_80_96 has two tiles of a side, levels of equal distance through every kernel, and rows that
  *  may not be copied 16 bytes at a time. */
 static void check_other_appends(int thin)
 {
@@ -459,14 +459,14 @@ static void check_other_appends(int thin)
         c.rows = i >= 4 ? i % HARD_ROWS : -1, c.scale = i == 2 ? TQ_SCALE_NORM : TQ_SCALE_EDEN, c.law = i % 3;
         c.bad_numbers = i == 3 ? 3 : 0, c.padding = {0, 1000}, c.appends = {50, 14500, 3};
         c.max_pages = 15000 / c.page_tokens;
-        go(c, "many tokens of append_tile");
+        go(c, "many tokens of append_prefill_80_96");
     }
     for (int dim : {64, 80, 96, 128, 256, 112})
         for (int i = 0; i < 8; i++) { // through every kernel of versions 1 and 3
             Case c;
             c.law = TQ_CODEBOOK_UNIFORM, c.dim = dim, c.group = i < 5 ? TQ_TILE : TQ_FINE_GROUP;
             c.key_bits = {1 + i % 5}, c.value_bits = {5 - i % 5}, c.dtype = 2 - i % 3;
-            if (i == 3) c.key_bits = {4}, c.value_bits = {3}; // of append_fragments, append_step's own
+            if (i == 3) c.key_bits = {4}, c.value_bits = {3}; // of append_prefill, append_one_token's own
             if (i == 7) c.key_bits = {8, 3, 5}, c.value_bits = {4, 0, 2};
             c.scale = i == 1 ? TQ_SCALE_NORM : TQ_SCALE_EDEN, c.centred = i % 2, c.appends = {70, 1, 1, 5, 150, 1};
             go(c, "uniform codebook");
@@ -518,7 +518,7 @@ static void check_blocked_appends(int thin)
 
 // ---- the others ----
 
-/** Every codebook has cells, and up to 4 bits one comparison decides (append_tile relies on it): ranks at and beside thresholds. */
+/** Every codebook has cells, and up to 4 bits one comparison decides (append_prefill_80_96 relies on it): ranks at and beside thresholds. */
 static void check_books()
 {
     for (int law = 0; law < 3; law++)

@@ -1,0 +1,208 @@
+// tq_cuda_append: checks, the choice of kernels, and the copies of tokens that stay exact. The kernels: append/params.cuh says which.
+#include <math.h>
+#include <stdio.h>
+
+#include "cuda/append/params.cuh"
+
+namespace tq
+{
+namespace
+{
+
+constexpr int FEW_TOKENS = 32; // so many are appended by one block a (side, sequence, head), in one launch
+constexpr int COPY_WARPS = 4;
+
+/** A warp a row: those new tokens that go to sinks and ring. Runs when everything that leaves the ring has been packed. */
+__global__ void __launch_bounds__(32 * COPY_WARPS) copy_exact(const __grid_constant__ AppendArgs a, int blocks)
+{
+    const Work work = work_of(a, blockIdx.x / (unsigned)blocks);
+    wait_for_stream();
+    const Span span = span_of(a, work.b);
+    const int position = exact_position(a, span, (int)(blockIdx.x % (unsigned)blocks * COPY_WARPS + threadIdx.x / 32));
+    if (position >= 0)
+        copy_exact_row<TQ_MAX_HEAD_DIM / 32>(a, work, head_of(a, work), span, position, threadIdx.x % 32);
+}
+
+tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+{
+    const int64_t blocks = (exact_rows(args) + COPY_WARPS - 1) / COPY_WARPS;
+    return launch(copy_exact, (int64_t)args.sides * args.batch * args.kv_heads * blocks, 32 * COPY_WARPS, 0, stream,
+                  error, args, (int)blocks);
+}
+
+// ---- checks ----
+
+/** What CUDA alone asks for: its indices are 32-bit. */
+tq_status check_limits(const tq_plan &plan, const tq_append_params &p, tq_error *error)
+{
+    TQ_CUDA_TRY(check_plan(plan, error));
+    const int64_t items = 2 * (int64_t)p.batch * p.kv_heads;
+    if (items > INT32_MAX)
+        return fail(error, TQ_E_VALUE, "batch", -1, p.batch, "such that 2 * batch * kv_heads is below 2^31");
+    if ((int64_t)p.sinks + p.window > INT32_MAX / 2)
+        return fail(error, TQ_E_VALUE, "window", -1, p.window, "such that sinks + window is below 2^30");
+    return TQ_OK;
+}
+
+// ---- arguments ----
+
+AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value)
+{
+    const tq_side &from = is_value ? plan.value : plan.key;
+    const tq_transform &transform = is_value ? p.value : p.key;
+    const int64_t bytes = p.dtype == TQ_F32 ? 4 : 2;
+    AppendSide side = {};
+    side.fresh = (const char *)(is_value ? p.v : p.k);
+    side.ring = (char *)(is_value ? p.window_v : p.window_k);
+    side.sinks = (char *)(is_value ? p.sink_v : p.sink_k);
+    side.stride_batch = bytes * (is_value ? p.v_stride_batch : p.k_stride_batch);
+    side.stride_head = bytes * (is_value ? p.v_stride_head : p.k_stride_head);
+    side.stride_token = bytes * (is_value ? p.v_stride_token : p.k_stride_token);
+    side.rotation = transform.rotation;
+    side.rotation_stride_head = transform.rotation_stride_head;
+    side.centre = transform.centre;
+    side.centre_stride_batch = transform.centre_stride_batch;
+    side.steps = transform.steps;
+    for (int group = 0; group < APPEND_GROUPS; group++) {
+        side.bits[group] = from.bits[group];
+        side.offset[group] = from.offset[group];
+    }
+    for (int group = 0; group < plan.groups; group++) side.widths |= 1u << from.bits[group];
+    const bool varies = plan.head_dim % TQ_TILE || transform.steps || !tq_has_one_width(&from);
+    side.one_width = varies || from.bits[0] > TQ_MAX_BITS ? 0 : from.bits[0];
+    side.tile_bytes = from.tile_bytes;
+    side.codes_offset = (int32_t)from.codes_offset;
+    side.scales_offset = (int32_t)from.scales_offset;
+    side.coded_channels = (float)from.coded_channels;
+    return side;
+}
+
+tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *flag, AppendArgs *args, tq_error *error)
+{
+    *args = {};
+    args->batch = p.batch;
+    args->tokens = p.tokens;
+    args->kv_heads = p.kv_heads;
+    args->sinks = p.sinks;
+    args->window = p.window;
+    args->max_pages = p.max_pages;
+    args->dtype = p.dtype;
+    args->head_dim = plan.head_dim;
+    args->groups = plan.groups;
+    args->tile_tokens = plan.tile_tokens;
+    args->rotation = plan.rotation;
+    args->scale = plan.scale;
+    args->sides = plan.value.tile_bytes ? 2 : 1;
+    const int64_t capacity = (int64_t)p.sinks + p.window + (int64_t)p.max_pages * plan.page_tokens;
+    if (capacity > INT32_MAX / 2) // sums of positions and tiles are 32-bit; attend refuses more as well
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p.max_pages, "fewer: positions are 32-bit");
+    args->capacity = (int32_t)capacity;
+    int power = 8;
+    while (2 * power <= plan.head_dim) power *= 2;
+    args->factor = (float)(1.0 / sqrt((double)power));
+    args->heads = divisor_of(p.kv_heads);
+    args->batches = divisor_of(p.batch);
+    args->window_slots = divisor_of(p.window);
+    args->page_tokens = divisor_of(plan.page_tokens);
+    args->n_pages = p.n_pages;
+    args->record_bytes = plan.record_bytes;
+    args->row_bytes = (int64_t)plan.head_dim * (p.dtype == TQ_F32 ? 4 : 2);
+    args->lengths = p.lengths;
+    args->block_table = p.block_table;
+    args->pages = p.pages;
+    args->flag = flag;
+    args->side[0] = side_of(plan, p, false);
+    args->side[1] = side_of(plan, p, true);
+    args->signs = signs_of(plan);
+    for (int bits = 1; bits <= TQ_MAX_BITS; bits++) {
+        tq_codebook book;
+        TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan.codebook, plan.head_dim, bits, &book, error));
+        if (!make_book(book, &args->books[bits]))
+            return fail(error, TQ_E_VALUE, "plan", -1, bits, "made by tq_plan_init");
+    }
+    return TQ_OK;
+}
+
+// ---- the choice ----
+
+enum class Kernel { BLOCKS, ONE_TOKEN, GENERAL, PREFILL, PREFILL_80_96 };
+const char *const NAMES[] = {"append_blocks", "append_one_token", "append_general", "append_prefill",
+                             "append_prefill_80_96"};
+
+/** Whether rows can be read 16 bytes at a time, and have no steps. */
+bool rows_suit_tiles(const tq_append_params &p)
+{
+    const int64_t strides =
+        p.k_stride_batch | p.k_stride_head | p.k_stride_token | p.v_stride_batch | p.v_stride_head | p.v_stride_token;
+    const uintptr_t pointers = (uintptr_t)p.k | (uintptr_t)p.v | (uintptr_t)p.window_k | (uintptr_t)p.window_v;
+    return p.dtype != TQ_F32 && !p.key.steps && !p.value.steps && strides % 8 == 0 && pointers % 16 == 0;
+}
+
+/** Whether the kernels for many tokens have the plan's rotation, scale and widths. */
+bool plan_suits_tiles(const tq_plan &plan)
+{
+    if (tq_tile_is_16(&plan) || plan.rotation != TQ_ROTATION_HADAMARD) return false;
+    if (plan.scale != TQ_SCALE_EDEN && plan.scale != TQ_SCALE_NORM) return false;
+    for (const tq_side *side : {&plan.key, &plan.value})
+        for (int group = 0; side->tile_bytes && group < plan.groups; group++)
+            if (side->bits[group] < 1 || side->bits[group] > 4) return false;
+    return true;
+}
+
+/** The kernel that packs tokens; README.md has these lines as a table. */
+Kernel choose_kernel(const tq_plan &plan, const tq_append_params &p)
+{
+    const int d = plan.head_dim;
+    if (!tq_is_plain(&plan)) return Kernel::BLOCKS;
+    if (p.tokens == 1 && plan.rotation != TQ_ROTATION_DENSE) return Kernel::ONE_TOKEN;
+    if (p.tokens <= FEW_TOKENS || !rows_suit_tiles(p) || !plan_suits_tiles(plan)) return Kernel::GENERAL;
+    return tq_is_settled(&plan) ? Kernel::PREFILL : d == 80 || d == 96 ? Kernel::PREFILL_80_96 : Kernel::GENERAL;
+}
+
+} // namespace
+} // namespace tq
+
+using namespace tq;
+
+tq_status tq_cuda_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
+                                         tq_error *error)
+{
+    TQ_CUDA_TRY(tq_check_append_sizes(plan, params, error));
+    TQ_CUDA_TRY(check_limits(*plan, *params, error));
+    if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    *bytes = 0; // everything happens in registers and shared memory
+    return TQ_OK;
+}
+
+tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, int64_t *flag, void *, size_t,
+                         void *stream_pointer, tq_error *error)
+{
+    TQ_CUDA_TRY(tq_check_append(plan, params, error));
+    const tq_append_params &p = *params;
+    TQ_CUDA_TRY(check_limits(*plan, p, error));
+    if (!p.batch || !p.kv_heads || !p.tokens) return TQ_OK;
+    AppendArgs args;
+    TQ_CUDA_TRY(make_args(*plan, p, flag, &args, error));
+    const cudaStream_t stream = (cudaStream_t)stream_pointer;
+    const bool few = p.tokens <= FEW_TOKENS,
+               settled = tq_is_settled(plan); // few: what stays exact is copied in the same launch
+    const Kernel kernel = choose_kernel(*plan, p);
+    switch (kernel) {
+    case Kernel::BLOCKS: TQ_CUDA_TRY(launch_append_blocks(args, *plan, p, few, stream, error)); break;
+    case Kernel::ONE_TOKEN: return launch_append_one_token(args, settled, stream, error);
+    case Kernel::GENERAL: TQ_CUDA_TRY(launch_append_general(args, settled, few, stream, error)); break;
+    case Kernel::PREFILL: TQ_CUDA_TRY(launch_append_prefill(args, stream, error)); break;
+    case Kernel::PREFILL_80_96: TQ_CUDA_TRY(launch_append_prefill_80_96(args, *plan, stream, error)); break;
+    }
+    return few ? TQ_OK : launch_copy_exact(args, stream, error);
+}
+
+tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_params *params, char *name, tq_error *error)
+{
+    TQ_CUDA_TRY(tq_check_append_sizes(plan, params, error));
+    TQ_CUDA_TRY(check_limits(*plan, *params, error));
+    if (!name) return fail(error, TQ_E_VALUE, "name", -1, 0, "a pointer, not NULL");
+    const bool any = params->batch && params->kv_heads && params->tokens;
+    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s", any ? NAMES[(int)choose_kernel(*plan, *params)] : "");
+    return TQ_OK;
+}

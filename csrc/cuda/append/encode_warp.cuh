@@ -1,0 +1,325 @@
+// One vector encoded by one warp: lane l has channels l, l + 32, l + 64, .. So a slice, channels 32 k .. 32 k + 31, is a group of
+// 32 channels; with groups of 16 (FINE) it is two, one for each half of the warp.
+#ifndef TQ_CUDA_APPEND_ENCODE_WARP_CUH
+#define TQ_CUDA_APPEND_ENCODE_WARP_CUH
+#include <type_traits>
+
+#include "cuda/append/params.cuh"
+
+namespace tq
+{
+
+/** The sign bits that a lane's numbers change before a rotation. */
+template <int PER_LANE> struct Flips {
+    uint32_t bit[PER_LANE];
+
+    __device__ __forceinline__ Flips(const HadamardSigns &signs, int lane)
+    {
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) bit[k] = (signs.word[0][k] >> lane & 1u) << 31;
+    }
+};
+
+/** The plan's rotation in place where one pass takes all channels. They stay in registers: distances below 32 are shuffles. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ void rotate_registers(const Args &a, const Flips<PER_LANE> &flips, float (&x)[PER_LANE],
+                                                 int lane)
+{
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) x[k] = __uint_as_float(__float_as_uint(x[k]) ^ flips.bit[k]);
+#pragma unroll
+    for (int h = 1; h < 32; h *= 2) {
+        if (h >= a.head_dim) break;
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) {
+            const float other = __shfl_xor_sync(ALL_LANES, x[k], h);
+            x[k] = __fadd_rn(other, lane & h ? -x[k] : x[k]);
+        }
+    }
+#pragma unroll
+    for (int h = 1; h < PER_LANE; h *= 2) {
+        if (32 * h >= a.head_dim) break;
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) {
+            if (k & h) continue;
+            const float low = x[k], high = x[k + h];
+            x[k] = __fadd_rn(low, high);
+            x[k + h] = __fsub_rn(low, high);
+        }
+    }
+    if constexpr (!Args::SETTLED)
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) x[k] = __fmul_rn(x[k], a.factor);
+}
+
+/** The plan's rotation in place; row: a.head_dim floats of shared memory for this warp alone, contents lost. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ void rotate_warp(const Args &a, float (&x)[PER_LANE], float *row, int lane)
+{
+    const bool one_pass = (a.head_dim & (a.head_dim - 1)) == 0;
+    if (one_pass) {
+        rotate_registers(a, Flips<PER_LANE>(a.signs, lane), x, lane);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++)
+        if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
+    __syncwarp();
+    hadamard_row(row, a.head_dim, a.signs, false, lane);
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
+}
+
+/** A settled row -> z, in place. centre: rotated as rows are, 0 where there is none. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ void rotate_settled(const Args &a, const Flips<PER_LANE> &flips, float (&x)[PER_LANE],
+                                               const float (&centre)[PER_LANE], int lane)
+{
+    uint32_t largest = 0;
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) largest = max(largest, __float_as_uint(x[k]) & 0x7fffffffu);
+    const Settling settling(__reduce_max_sync(ALL_LANES, largest));
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) x[k] = settling(x[k]);
+    rotate_registers(a, flips, x, lane);
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) x[k] = __fsub_rn(x[k], centre[k]);
+}
+
+/** The sum of x y over the lanes' channels, for every lane. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ float warp_dot(const float (&x)[PER_LANE], const float (&y)[PER_LANE])
+{
+    if constexpr (Args::SETTLED) {
+        float sum = __fmul_rn(x[0], y[0]);
+#pragma unroll
+        for (int k = 1; k < PER_LANE; k++) sum = __fmaf_rn(x[k], y[k], sum);
+        return settled_sum(sum);
+    } else {
+        float products[1][PER_LANE];
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) products[0][k] = __fmul_rn(x[k], y[k]);
+        warp_trees(products);
+        return products[0][0];
+    }
+}
+
+/** What thresholds are compared with. */
+template <class Args> __device__ __forceinline__ float searched(float z, const Norm &norm)
+{
+    if constexpr (!Args::SETTLED) return __fmul_rn(z, norm.inverse);
+    const float units = __fmul_rn(norm.inverse, TQ_SETTLED_UNITS);
+    const float whole = __fsub_rn(__fmaf_rd(z, units, WHOLE), WHOLE);
+    return __fmul_rn(__fadd_rn(whole, 0.5f), 1.0f / TQ_SETTLED_UNITS);
+}
+
+/** The scale from u and its levels c, 0 where a channel has no code. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ __half scale_warp(const Args &a, float rms, const float (&u)[PER_LANE],
+                                             const float (&c)[PER_LANE])
+{
+    Sums sums = {};
+    if (a.scale == TQ_SCALE_NORM) return scale_of(a.scale, rms, sums, 1.0f);
+    float products[2][PER_LANE]; // what the scale is a quotient of: <u, u> or <c, u>, and <c, u> or <c, c>
+    const bool eden = a.scale == TQ_SCALE_EDEN, least_squares = a.scale == TQ_SCALE_LEAST_SQUARES;
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) {
+        products[0][k] = __fmul_rn(least_squares ? c[k] : u[k], u[k]);
+        products[1][k] = __fmul_rn(c[k], eden ? u[k] : c[k]);
+    }
+    warp_trees(products);
+    sums.uu = products[0][0];
+    sums.cu = least_squares ? products[0][0] : products[1][0];
+    sums.cc = products[1][0];
+    return scale_of(a.scale, rms, sums, 1.0f);
+}
+
+/** The same of settled rows, from z. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ __half scale_settled(const Args &a, const AppendSide &side, bool steps, const Norm &norm,
+                                                const float (&z)[PER_LANE], const float (&c)[PER_LANE])
+{
+    const bool eden = a.scale == TQ_SCALE_EDEN, least_squares = a.scale == TQ_SCALE_LEAST_SQUARES;
+    Sums sums = {side.coded_channels, 0.0f, 0.0f};
+    if (eden || least_squares) sums.cu = __fmul_rn(warp_dot<Args>(c, z), norm.inverse);
+    if (steps && !least_squares) sums.uu = __fmul_rn(__fmul_rn(warp_dot<Args>(z, z), norm.inverse), norm.inverse);
+    if (!eden) sums.cc = warp_dot<Args>(c, c);
+    return scale_of(a.scale, norm.rms, sums, a.factor);
+}
+
+/** The group of a lane's channel in slice k. */
+template <bool FINE> __device__ __forceinline__ int group_of(int k, int lane) { return FINE ? 2 * k + lane / 16 : k; }
+
+/** A rank and its level. */
+struct Ranked {
+    int rank;
+    float level;
+};
+
+__device__ __forceinline__ Ranked ranked(float u, const LaneBook &book)
+{
+    const int rank = rank_of<true>(u, book);
+    return {rank, __shfl_sync(ALL_LANES, book.level, rank)};
+}
+
+/** A code and its level. */
+struct Coded {
+    uint32_t code;
+    float level;
+};
+
+/** turboquant.h, "8 bits". Limits are integers and may follow the rounding, which saturates and makes NaN 0. */
+__device__ __forceinline__ Coded wide_coded(float u)
+{
+    const int level = max(-127, min(127, __float2int_rn(__fmul_rn(u, 1 / TQ_WIDE_STEP))));
+    return {(uint32_t)(128 + level), __fmul_rn((float)level, TQ_WIDE_STEP)};
+}
+
+/** The books of a slice's groups. Each lies across the whole warp, so that of two both halves look up in both. */
+template <bool FINE> struct SliceBooks {
+    static constexpr int GROUPS = FINE ? 2 : 1;
+    LaneBook book[GROUPS];
+    int bits[GROUPS]; // of the book: a group that needs none leaves that of a slice before it
+
+    /** Of the book that a group needs; 0: of none. */
+    static __device__ __forceinline__ int book_bits(const AppendSide &side, int group)
+    {
+        return FINE && side.bits[group] == TQ_WIDE_BITS ? 0 : side.bits[group];
+    }
+
+    __device__ __forceinline__ SliceBooks(const AppendArgs &a, const AppendSide &side, int lane)
+    {
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            bits[i] = book_bits(side, i);
+            book[i] = lane_book(a.books[bits[i]], lane);
+        }
+    }
+
+    /** Whether slice k has bits, and then its books. */
+    __device__ __forceinline__ bool take(const AppendArgs &a, const AppendSide &side, int k, int lane)
+    {
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            const int wanted = book_bits(side, GROUPS * k + i);
+            if (wanted && wanted != bits[i]) {
+                bits[i] = wanted;
+                book[i] = lane_book(a.books[wanted], lane);
+            }
+            any |= side.bits[GROUPS * k + i] != 0;
+        }
+        return any;
+    }
+
+    __device__ __forceinline__ Ranked look_up(float u, int lane) const
+    {
+        Ranked found = ranked(u, book[0]);
+        if constexpr (FINE) {
+            if (bits[1] == bits[0]) return found;
+            const Ranked high = ranked(u, book[1]);
+            if (lane >= 16) found = high;
+        }
+        return found;
+    }
+};
+
+/** z, rotated but not divided by the steps yet -> codes of whole slices in shared memory, a byte each; the scale to every lane.
+ *  books: of slice 0, as they are wanted early. Any plan: widths by group, padding, steps. */
+template <int PER_LANE, bool FINE, class Args>
+__device__ __forceinline__ __half encode_any(const Args &a, const AppendSide &side, const float *steps,
+                                             SliceBooks<FINE> books, float (&z)[PER_LANE], uint8_t *codes, int lane)
+{
+    float kept[PER_LANE], u[PER_LANE], c[PER_LANE]; // u: of settled rows z
+    bool coded[PER_LANE];
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) {
+        const int group = group_of<FINE>(k, lane);
+        coded[k] = group < a.groups && side.bits[group] && lane + 32 * k < a.head_dim;
+        if (steps && group < a.groups) z[k] = __fmul_rn(z[k], __fdiv_rn(1.0f, steps[group]));
+        kept[k] = coded[k] ? z[k] : 0.0f;
+    }
+    const float ss = warp_dot<Args>(kept, kept);
+    const Norm norm = norm_of(ss, __fdiv_rn(ss, side.coded_channels));
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) {
+        u[k] = c[k] = 0.0f;
+        if (32 * k >= a.head_dim) continue;
+        uint32_t code = 0;
+        if (books.take(a, side, k, lane)) {
+            const float scaled = __fmul_rn(z[k], norm.inverse);
+            const Ranked found = books.look_up(searched<Args>(z[k], norm), lane);
+            if (coded[k]) { // with steps the scale is found in the units of x
+                const int group = group_of<FINE>(k, lane), bits = side.bits[group];
+                const float step = steps ? steps[group] : 1.0f;
+                const Coded one = FINE && bits == TQ_WIDE_BITS ? wide_coded(scaled)
+                                                               : Coded{code_of_rank(found.rank, bits), found.level};
+                u[k] = __fmul_rn(Args::SETTLED ? z[k] : scaled, step);
+                c[k] = __fmul_rn(one.level, step);
+                code = one.code;
+            }
+        }
+        codes[lane + 32 * k] = (uint8_t)code;
+    }
+    if constexpr (Args::SETTLED) return scale_settled(a, side, steps, norm, u, c);
+    else return scale_warp(a, norm.rms, u, c);
+}
+
+/** The same where all groups have one width, `bits`, no slice has padding, and there are no steps. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ __half encode_one_width(const Args &a, const AppendSide &side, int bits,
+                                                   const LaneBook &book, const float (&z)[PER_LANE], uint8_t *codes,
+                                                   int lane)
+{
+    float u[PER_LANE], c[PER_LANE];
+    const float ss = warp_dot<Args>(z, z); // 0 behind head_dim
+    float mean;                            // of a power of two by a product, which is the same
+    if constexpr (Args::USUAL) mean = __fmul_rn(ss, 1.0f / Args::head_dim);
+    else mean = __fdiv_rn(ss, side.coded_channels);
+    const Norm norm = norm_of(ss, mean);
+    int ranks[PER_LANE];
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) {
+        u[k] = searched<Args>(z[k], norm);
+        ranks[k] = rank_of<!Args::USUAL>(u[k], book);
+    }
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) {
+        c[k] = __shfl_sync(ALL_LANES, book.level, ranks[k]);
+        if (32 * k < a.head_dim) codes[lane + 32 * k] = (uint8_t)code_of_rank(ranks[k], bits);
+        else c[k] = 0.0f;
+    }
+    if constexpr (Args::SETTLED) return scale_settled(a, side, false, norm, z, c);
+    else return scale_warp(a, norm.rms, u, c);
+}
+
+template <int PER_LANE, bool FINE, class Args>
+__device__ __forceinline__ __half encode_warp(const Args &a, const AppendSide &side, const float *steps,
+                                              const SliceBooks<FINE> &books, float (&z)[PER_LANE], uint8_t *codes,
+                                              int lane)
+{
+    return side.one_width ? encode_one_width(a, side, side.one_width, books.book[0], z, codes, lane)
+                          : encode_any(a, side, steps, books, z, codes, lane);
+}
+
+/** f with as many channels a lane as the plan needs, with whether its groups have 16 channels, as std::integral_constant, and with the arguments
+ *  as what they are. */
+template <class F> tq_status with_channels_per_lane(const AppendArgs &args, bool settled, const F &f)
+{
+    const auto with = [&](auto fine) {
+        if (settled) {
+            const SettledArgs of_settled = {args};
+            if (args.head_dim == 64) return f(std::integral_constant<int, 2>(), fine, of_settled);
+            if (args.head_dim == 128) return f(std::integral_constant<int, 4>(), fine, of_settled);
+            return f(std::integral_constant<int, 8>(), fine, of_settled);
+        }
+        if (args.head_dim <= 32) return f(std::integral_constant<int, 1>(), fine, args);
+        if (args.head_dim <= 64) return f(std::integral_constant<int, 2>(), fine, args);
+        if (args.head_dim <= 128) return f(std::integral_constant<int, 4>(), fine, args);
+        return f(std::integral_constant<int, 8>(), fine, args);
+    };
+    return args.tile_tokens == TQ_TILE ? with(std::false_type()) : with(std::true_type());
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,169 @@
+// Appending in the general case: any head_dim up to 256, dtype, rotation, widths and scale. A block takes the token tiles of a
+// (side, sequence, KV head), one or all of them; with tiles of 16 always both of a pair, which share their words, one after the other
+// up to step 3:
+//
+//   1  rows to shared memory, centred                        a warp a token       only for dense rotations
+//   2  y = R x for all tokens of the tile                    a warp 32 channels of 16 tokens, only then
+//   3  row -> rotation -> codes, and the scale               a warp a token
+//   4  codes -> words, merged with the tile's other tokens   a warp a group of channels
+//
+// Shared memory: | codes [tile_tokens][code_stride] | rows [32][head_dim] | only dense: y, like rows | matrix blocks [warps] |
+#include "cuda/append/encode_warp.cuh"
+#include "cuda/tile/matrix.cuh"
+#include "cuda/tile/pack.cuh"
+
+namespace tq
+{
+namespace
+{
+
+constexpr int WARPS = 8;
+
+struct Shared {
+    uint8_t *codes;
+    int stride; // of codes
+    float *rows, *y, *matrix;
+};
+
+__host__ __device__ __forceinline__ int stride_of_codes(const AppendArgs &a)
+{
+    return code_stride((a.head_dim + TQ_TILE - 1) / TQ_TILE);
+}
+
+__device__ __forceinline__ Shared shared_of(const AppendArgs &a, int tokens, uint8_t *memory)
+{
+    Shared s;
+    s.codes = memory;
+    s.stride = stride_of_codes(a);
+    s.rows = reinterpret_cast<float *>(memory + tokens * s.stride);
+    s.y = s.rows + TQ_TILE * a.head_dim;
+    s.matrix = s.y + TQ_TILE * a.head_dim;
+    return s;
+}
+
+size_t shared_bytes(const AppendArgs &a)
+{
+    size_t floats = (size_t)TQ_TILE * a.head_dim;
+    if (a.rotation == TQ_ROTATION_DENSE) floats += floats + WARPS * MATRIX_BLOCK;
+    return a.tile_tokens * stride_of_codes(a) + sizeof(float) * floats;
+}
+
+/** Steps 1 to 3: packed tokens base .. base + 31, as far as they are in the span. codes: of token base. */
+template <int PER_LANE, bool FINE, class Args>
+__device__ __forceinline__ void encode_tile(const Args &a, const Work &work, const Head &head, const Span &span,
+                                            int base, const SliceBooks<FINE> &books, const Shared &shared,
+                                            uint8_t *codes, uint8_t *record, int warp, int lane)
+{
+    const AppendSide &side = a.side[work.side];
+    const int begin = max(0, span.first - base), end = min(TQ_TILE, span.last - base);
+    const int page_token = (int)a.page_tokens.remainder((uint32_t)base);
+    const bool dense = a.rotation == TQ_ROTATION_DENSE;
+    float x[PER_LANE], centre[PER_LANE]; // centre: of settled rows
+    const Flips<PER_LANE> flips(a.signs, lane);
+    if constexpr (Args::SETTLED) {
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) centre[k] = head.centre ? head.centre[lane + 32 * k] : 0.0f;
+        if (head.centre) rotate_registers(a, flips, centre, lane);
+    }
+
+    if (dense) {
+        for (int i = begin + warp; i < end; i += WARPS) {
+            load_row(a, work, head, head.centre, span, base + i, x, lane);
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++)
+                if (lane + 32 * k < a.head_dim) shared.rows[(i - begin) * a.head_dim + lane + 32 * k] = x[k];
+        }
+        __syncthreads();
+        multiply_rows<false>(head.matrix, a.head_dim, shared.rows, shared.y, end - begin,
+                             shared.matrix + warp * MATRIX_BLOCK, warp, WARPS, lane);
+        __syncthreads();
+    }
+    for (int i = begin + warp; i < end; i += WARPS) {
+        float *row = (dense ? shared.y : shared.rows) + (i - begin) * a.head_dim;
+        if (!dense) load_row(a, work, head, Args::SETTLED ? nullptr : head.centre, span, base + i, x, lane);
+        if constexpr (Args::SETTLED) rotate_settled(a, flips, x, centre, lane);
+        else if (a.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, x, row, lane);
+        if (dense)
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
+        const __half scale = encode_warp(a, side, head.steps, books, x, codes + i * shared.stride, lane);
+        if (record && lane == 0) *scale_at(side, record, page_token + i) = scale;
+    }
+}
+
+/** Packed tokens base .. base + TOKENS - 1, as far as they are in the span. */
+template <int PER_LANE, bool FINE, class Args>
+__device__ __forceinline__ void append_prefill_80_96(const Args &a, const Work &work, const Head &head,
+                                                     const Span &span, int base, const Shared &shared, int warp,
+                                                     int lane)
+{
+    constexpr int TOKENS = TILE_TOKENS<FINE>, CHANNELS = TQ_TILE * TQ_TILE / TOKENS;
+    const AppendSide &side = a.side[work.side];
+    const int begin = max(0, span.first - base), end = min(TOKENS, span.last - base);
+    uint8_t *record = record_of(a, work, base);
+    const SliceBooks<FINE> books(a, side, lane);
+    // Without FINE once, which the compiler has to see: it allots twice the registers otherwise.
+    for (int token = FINE ? begin / TQ_TILE * TQ_TILE : 0; token < (FINE ? end : TQ_TILE); token += TQ_TILE)
+        encode_tile<PER_LANE, FINE>(a, work, head, span, base + token, books, shared,
+                                    shared.codes + token * shared.stride, record, warp, lane);
+    __syncthreads();
+    for (int i = warp; record && i < (FINE ? 2 : 1) * a.groups; i += WARPS) {
+        const int plane = FINE && i >= a.groups, group = i - plane * a.groups; // 8 bits: two planes of 4
+        const bool wide = FINE && side.bits[group] == TQ_WIDE_BITS, is_key = work.side == 0;
+        if (!side.bits[group] || (plane && !wide)) continue;
+        const int bits = wide ? 4 : side.bits[group];
+        uint8_t *tiles = tiles_of(side, record, (int)a.page_tokens.remainder((uint32_t)base) / TOKENS);
+        uint32_t *words = reinterpret_cast<uint32_t *>(tiles + side.offset[group]) + 4 * TQ_TILE * plane;
+        const uint8_t *codes = shared.codes + CHANNELS * group;
+        if (end - begin == TOKENS)
+            pack_tile<true, FINE>(words, bits, is_key, codes, shared.stride, begin, end, lane, 4 * plane);
+        else pack_tile<false, FINE>(words, bits, is_key, codes, shared.stride, begin, end, lane, 4 * plane);
+    }
+    __syncthreads();
+}
+
+/** Of a multiprocessor, by registers; of rows that are not settled as many as the compiler makes of them. */
+template <int PER_LANE, bool FINE, class Args>
+constexpr int BLOCKS = !Args::SETTLED ? 0
+                       : PER_LANE > 4 ? 2
+                       : FINE         ? 3
+                                      : 4;
+
+/** `blocks` blocks for each (side, sequence, head); a single one also copies what stays exact. */
+template <int PER_LANE, bool FINE, class Args>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS<PER_LANE, FINE, Args>)
+    append_general(const __grid_constant__ Args a, int blocks)
+{
+    extern __shared__ __align__(16) uint8_t memory[];
+    constexpr int TOKENS = TILE_TOKENS<FINE>;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Work work = work_of(a, blockIdx.x / (unsigned)blocks);
+    const Head head = head_of(a, work);
+    wait_for_stream();
+    const Span span = span_of(a, work.b);
+    const Shared shared = shared_of(a, TOKENS, memory);
+    for (int tile = span.first / TOKENS + (int)(blockIdx.x % (unsigned)blocks); (int64_t)tile * TOKENS < span.last;
+         tile += blocks)
+        append_prefill_80_96<PER_LANE, FINE>(a, work, head, span, tile * TOKENS, shared, warp, lane);
+    if (blocks > 1) return;
+    for (int r = warp;; r += WARPS) {
+        const int position = exact_position(a, span, r);
+        if (position < 0) break;
+        copy_exact_row<PER_LANE>(a, work, head, span, position, lane);
+    }
+}
+
+} // namespace
+
+tq_status launch_append_general(const AppendArgs &args, bool settled, bool one_block, cudaStream_t stream,
+                                tq_error *error)
+{
+    const int blocks = one_block ? 1 : (int)append_tiles(args);
+    return with_channels_per_lane(args, settled, [&](auto per_lane, auto fine, const auto &as_it_is) {
+        return launch(append_general<per_lane(), fine(), std::decay_t<decltype(as_it_is)>>,
+                      (int64_t)args.sides * args.batch * args.kv_heads * blocks, 32 * WARPS, shared_bytes(args), stream,
+                      error, as_it_is, blocks);
+    });
+}
+
+} // namespace tq

@@ -1,0 +1,254 @@
+// One new token a sequence. A warp takes a (side, sequence, KV head): it puts the new row where it belongs and packs the one that
+// this pushes out. All of it is latency, so whatever can be loaded before it is needed is: tables before the kernel in front has
+// ended, the new row at once, the old row and the words to merge with as soon as the length and the page are known. Then it is
+// instructions, most of which wait for the one before: where the compiler knows what is usual (UsualArgs) half of 900 are left,
+// which took 2.1 us a layer instead of 3.4.
+#include "cuda/append/encode_warp.cuh"
+#include "cuda/tile/pack.cuh"
+
+namespace tq
+{
+namespace
+{
+
+/** Bits of a word that belong to the token, and their new values. */
+struct Change {
+    uint32_t mask, bits;
+};
+
+/** Word w of the lane of a key tile that has row r = i / 8 of its four; x, y: the row's codes of columns 0..3 and 4..7, in bytes.
+ *  8 bits are a width where FINE. */
+template <bool FINE> __device__ __forceinline__ Change key_change(int bits, int w, int r, uint32_t x, uint32_t y)
+{
+    const uint32_t row = row_of_bytes(x & LOW_NIBBLES, y & LOW_NIBBLES), every = 0x11111111u;
+    if (bits == 2) return {0x03030303u << 2 * r, (w ? y : x) << 2 * r};
+    if (bits == 1) return {every << r, (x | y << 4) << r};
+    if (bits == 3) return r < 3 ? Change{w == r ? 0x77777777u : 0, row} : Change{0x88888888u, (row >> w & every) << 3};
+    if (w < 4) return {w == r ? 0xffffffffu : 0, row};
+    if (FINE && bits == TQ_WIDE_BITS)
+        return {w - 4 == r ? 0xffffffffu : 0, row_of_bytes(x >> 4 & LOW_NIBBLES, y >> 4 & LOW_NIBBLES)};
+    return {every << r, (x >> 4 & 0x01010101u | (y & 0x10101010u)) << r};
+}
+
+/** The same for the lane of a value tile that has the token as column n of its eight; c: the codes of its four rows. */
+template <bool FINE> __device__ __forceinline__ Change value_change(int bits, int w, int n, const uint32_t (&c)[4])
+{
+    const int byte = 8 * (n % 4), nibble = 4 * n, bit = byte + 4 * (n / 4);
+    const uint32_t row = w % 4 == 0 ? c[0] : w % 4 == 1 ? c[1] : w % 4 == 2 ? c[2] : c[3];
+    if (bits == 2) return {w == n / 4 ? 0xffu << byte : 0, (c[0] | c[1] << 2 | c[2] << 4 | c[3] << 6) << byte};
+    if (bits == 1) return {0xfu << bit, (c[0] | c[1] << 1 | c[2] << 2 | c[3] << 3) << bit};
+    if (bits == 3) return {0xfu << nibble, (row | (c[3] >> w & 1) << 3) << nibble};
+    if (w < 4) return {0xfu << nibble, (row & 15) << nibble};
+    if (FINE && bits == TQ_WIDE_BITS) return {0xfu << nibble, row >> 4 << nibble};
+    return {0xfu << bit, (c[0] >> 4 | c[1] >> 4 << 1 | c[2] >> 4 << 2 | c[3] >> 4 << 3) << bit};
+}
+
+/** The words that a token has bits in: loaded early, merged with its codes and stored late. An item is a group and a lane of its
+ *  tile that has such words, for token i: lanes 4 (i % 8) .. of four for keys (the token is a row), 4 g + i % 4 for values (a
+ *  column). FINE, for token i of token tile h: of those four lanes two, from 2 h on; of a lane's four rows two, from 2 h on.
+ *  BITS: of all groups, which then stand side by side; 0 if they may differ. */
+template <int PER_LANE, bool FINE, bool IS_KEY, int BITS> struct OneToken {
+    static constexpr int TOKENS = TILE_TOKENS<FINE>, CHANNELS = TQ_TILE * TQ_TILE / TOKENS;
+    static constexpr int LANES = !IS_KEY ? 8 : FINE ? 2 : 4, NEEDED = 32 * PER_LANE / CHANNELS * LANES;
+    static constexpr int ITEMS = NEEDED > 32 ? NEEDED / 32 : 1, WORDS = BITS ? BITS : FINE ? TQ_WIDE_BITS : TQ_MAX_BITS;
+    static constexpr bool MERGES = !(IS_KEY && BITS == 4); // otherwise every word is the token's alone
+    uint32_t *words[ITEMS];
+    uint32_t old[ITEMS][WORDS];
+
+    static __device__ __forceinline__ int bits_of(const AppendSide &side, int group)
+    {
+        return BITS ? BITS : side.bits[group];
+    }
+
+    template <class Args>
+    __device__ __forceinline__ void load(const Args &a, const AppendSide &side, uint8_t *record, uint32_t token,
+                                         uint32_t lane)
+    {
+        const uint32_t i = token % TQ_TILE, h = token % TOKENS / TQ_TILE, sub = lane % LANES;
+        uint8_t *tiles =
+            tiles_of(side, record, token / TOKENS) + 4 * (IS_KEY ? 4 * (i % 8) + 2 * h + sub : 4 * sub + i % 4);
+#pragma unroll
+        for (int item = 0; item < ITEMS; item++) {
+            const int group = lane / LANES + 32 / LANES * item, bits = group < a.groups ? bits_of(side, group) : 0,
+                      offset = BITS ? 4 * TQ_TILE * BITS * group : side.offset[group];
+            words[item] = bits ? reinterpret_cast<uint32_t *>(tiles + offset) : nullptr;
+#pragma unroll
+            for (int w = 0; w < WORDS; w++)
+                if (MERGES && w < bits) old[item][w] = words[item][TQ_TILE * w];
+        }
+    }
+
+    __device__ __forceinline__ void store(const AppendSide &side, const uint8_t *codes, uint32_t token, uint32_t lane)
+    {
+        const uint32_t i = token % TQ_TILE, h = token % TOKENS / TQ_TILE, sub = lane % LANES,
+                       column = column_of_token(i);
+#pragma unroll
+        for (int item = 0; item < ITEMS; item++) {
+            if (!words[item]) continue;
+            const int group = lane / LANES + 32 / LANES * item, bits = bits_of(side, group);
+            const uint8_t *of_group = codes + CHANNELS * group;
+            uint32_t c[4], full[4], x, y; // full: all bits of the rows that are the token's
+            if constexpr (IS_KEY) {
+                x = *reinterpret_cast<const uint32_t *>(of_group + 4 * sub);
+                y = *reinterpret_cast<const uint32_t *>(of_group + CHANNELS / 2 + 4 * sub);
+            } else {
+#pragma unroll
+                for (int r = 0; r < 4; r++) {
+                    c[r] = of_group[(sub + 8 * r) % CHANNELS];
+                    full[r] = !FINE || r / 2 == h ? (1u << bits) - 1 : 0;
+                }
+            }
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) {
+                if (w >= bits) break;
+                Change change;
+                if constexpr (IS_KEY) change = key_change<FINE>(bits, w, i / 8, x, y);
+                else change = value_change<FINE>(bits, w, column / 16 * 4 + column % 4, c);
+                if constexpr (!IS_KEY && FINE)
+                    change.mask &= value_change<FINE>(bits, w, column / 16 * 4 + column % 4, full).bits;
+                if (!change.mask) continue;
+                words[item][TQ_TILE * w] =
+                    MERGES ? (old[item][w] & ~change.mask) | (change.bits & change.mask) : change.bits;
+            }
+        }
+    }
+};
+
+/** The compiler computes x no later than here. */
+__device__ __forceinline__ void by_now(float &x) { asm volatile("" : "+f"(x)); }
+__device__ __forceinline__ void by_now(uint32_t &x) { asm volatile("" : "+r"(x)); }
+
+template <bool FINE, int BITS>
+__device__ __forceinline__ auto books_of(const AppendArgs &a, const AppendSide &side, int lane)
+{
+    if constexpr (BITS != 0) return lane_book(a.books[BITS], lane);
+    else return SliceBooks<FINE>(a, side, lane);
+}
+
+template <int PER_LANE, bool FINE, bool IS_KEY, int BITS, class Args>
+__device__ __forceinline__ void append_one(const Args &a, const Work &work, float *row, uint8_t *codes, int lane)
+{
+    const AppendSide &side = a.side[!IS_KEY];
+    const Head head = head_of(a, work);
+    auto books = books_of<FINE, BITS>(a, side, lane);
+    Flips<PER_LANE> flips(a.signs, lane);
+    if constexpr (BITS != 0) { // of constant memory, slow where lanes differ, while the kernel in front is at work
+        by_now(books.threshold), by_now(books.level);
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) by_now(flips.bit[k]);
+    }
+    wait_for_stream();
+
+    const Span span = span_of(a, work.b);
+    uint32_t fresh_bits[PER_LANE], old_bits[PER_LANE];
+    float x[PER_LANE], centre[PER_LANE];
+    load_bits(a, head.fresh, fresh_bits, lane);
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++)
+        centre[k] = head.centre && lane + 32 * k < a.head_dim ? head.centre[lane + 32 * k] : 0.0f;
+    if (!span.length) return; // padding
+    const int position = span.length - 1;
+    const bool to_sinks = position < a.sinks, to_ring = !to_sinks && a.window, packs = span.first < span.last;
+    char *slot = to_sinks ? head.sinks + position * a.row_bytes : ring_row(a, head, position);
+    uint8_t *record = packs ? record_of(a, work, span.first) : nullptr;
+    if (packs && to_ring) load_bits(a, slot, old_bits, lane);
+    const uint32_t token = a.page_tokens.remainder((uint32_t)span.first);
+    OneToken<PER_LANE, FINE, IS_KEY, BITS> one;
+    if (record) one.load(a, side, record, token, lane);
+
+    numbers_of_bits(a, fresh_bits, x);
+    if (mend_numbers(a, x, fresh_bits) && lane == 0) report_bad(a.flag, work, position);
+    if (to_sinks || to_ring) store_bits(a, slot, fresh_bits, lane);
+    if (!record) return;
+    if constexpr (Args::SETTLED) // while the old row is on its way
+        if (head.centre) rotate_registers(a, flips, centre, lane);
+    if (to_ring) {
+        numbers_of_bits(a, old_bits, x);
+        if (mend_numbers(a, x, old_bits) && lane == 0) report_bad(a.flag, work, span.first + a.sinks);
+    }
+    __half scale;
+    if constexpr (Args::SETTLED) {
+        rotate_settled(a, flips, x, centre, lane);
+    } else {
+        if (head.centre)
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) x[k] = __fsub_rn(x[k], centre[k]);
+        if (a.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, x, row, lane);
+    }
+    if constexpr (BITS != 0) {
+        scale = encode_one_width(a, side, BITS, books, x, codes, lane);
+    } else {
+        scale = encode_warp(a, side, head.steps, books, x, codes, lane);
+    }
+    __syncwarp();
+    one.store(side, codes, token, lane);
+    if (lane == 0) *scale_at(side, record, token) = scale;
+}
+
+template <int PER_LANE, bool FINE, class Args>
+__global__ void __launch_bounds__(32) append_one_token(const __grid_constant__ Args a)
+{
+    __shared__ float row[32 * PER_LANE];
+    __shared__ __align__(4) uint8_t codes[32 * PER_LANE];
+    const Work work = work_of(a, blockIdx.x);
+    if (work.side == 0) append_one<PER_LANE, FINE, true, 0>(a, work, row, codes, threadIdx.x % 32);
+    else append_one<PER_LANE, FINE, false, 0>(a, work, row, codes, threadIdx.x % 32);
+}
+
+template <int PER_LANE, bool IS_KEY, class Args>
+__device__ __forceinline__ void append_usual_one(const Args &a, const Work &work, uint8_t *codes)
+{
+    switch (a.side[!IS_KEY].one_width) {
+    case 2: return append_one<PER_LANE, false, IS_KEY, 2>(a, work, nullptr, codes, threadIdx.x % 32);
+    case 3: return append_one<PER_LANE, false, IS_KEY, 3>(a, work, nullptr, codes, threadIdx.x % 32);
+    case 4: return append_one<PER_LANE, false, IS_KEY, 4>(a, work, nullptr, codes, threadIdx.x % 32);
+    }
+}
+
+template <int PER_LANE, int DTYPE>
+__global__ void __launch_bounds__(32) append_one_token_usual(const __grid_constant__ UsualArgs<PER_LANE, DTYPE> a)
+{
+    __shared__ __align__(4) uint8_t codes[32 * PER_LANE];
+    const Work work = work_of(a, blockIdx.x);
+    if (work.side == 0) append_usual_one<PER_LANE, true>(a, work, codes);
+    else append_usual_one<PER_LANE, false>(a, work, codes);
+}
+
+int64_t warps_of(const AppendArgs &args) { return (int64_t)args.sides * args.batch * args.kv_heads; }
+
+bool is_usual(const AppendArgs &args)
+{
+    for (int side = 0; side < args.sides; side++)
+        if (args.side[side].one_width < 2 || args.side[side].one_width > 4) return false;
+    return args.tile_tokens == TQ_TILE && (args.head_dim == 64 || args.head_dim == 128 || args.head_dim == 256) &&
+           args.dtype != TQ_F32 && args.rotation == TQ_ROTATION_HADAMARD && args.scale == TQ_SCALE_EDEN;
+}
+
+template <int PER_LANE, int DTYPE> tq_status launch_usual(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+{
+    return launch(append_one_token_usual<PER_LANE, DTYPE>, warps_of(args), 32, 0, stream, error,
+                  UsualArgs<PER_LANE, DTYPE>{{args}});
+}
+
+template <int PER_LANE> tq_status launch_usual_of(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+{
+    return args.dtype == TQ_BF16 ? launch_usual<PER_LANE, TQ_BF16>(args, stream, error)
+                                 : launch_usual<PER_LANE, TQ_F16>(args, stream, error);
+}
+
+} // namespace
+
+tq_status launch_append_one_token(const AppendArgs &args, bool settled, cudaStream_t stream, tq_error *error)
+{
+    if (is_usual(args)) {
+        if (args.head_dim == 64) return launch_usual_of<2>(args, stream, error);
+        if (args.head_dim == 128) return launch_usual_of<4>(args, stream, error);
+        return launch_usual_of<8>(args, stream, error);
+    }
+    return with_channels_per_lane(args, settled, [&](auto per_lane, auto fine, const auto &as_it_is) {
+        return launch(append_one_token<per_lane(), fine(), std::decay_t<decltype(as_it_is)>>, warps_of(args), 32, 0,
+                      stream, error, as_it_is);
+    });
+}
+
+} // namespace tq

@@ -1,0 +1,697 @@
+// Appending many tokens of settled plans (turboquant.h, "z"): a warp takes whole token tiles of one (side, sequence, KV head), and a
+// lane makes the words of the tile that are its own.
+//
+// Sums of 32 settled numbers are exact in any order, so the first five stages of the rotation are products by tensor cores, of 32
+// channels each. What they leave in the registers of lane 4 g + t is what the tile wants there, once columns are named well:
+//
+//   keys     tokens g and g + 8, of every 16 channels 4 t .. 4 t + 3             rows x H
+//   values   tokens t + 4 k, k = 0 .. 3, of every 16 channels g and g + 8        H x rows
+//
+// The other stages pair numbers of one lane; u is a whole number of units and so the place of its code in a table; codes become words
+// in the lane that stores them; and only sums go from lane to lane. 16 tokens at a time, half a tile.
+//
+// About 16 instructions a number. What limits it: by registers a multiprocessor has 16 warps (head_dim 128), too few to hide that each
+// waits for tables, levels and products; issue slots and the pipe of shared memory and shuffles are each about 60 % busy. Of the 59 us of a
+// prompt of 32k tokens (8 heads, K and V) 3 pass before the first rows are there, and the last multiprocessor ends 4 to 5 after the average
+// one, though all have as many tiles. Comparisons in place of look-ups at 1 and 2 bits took 2 % less there, and as much more elsewhere.
+//
+// Shared memory: | a table of codes for each width | of each warp: 16 rows, 8 words apart modulo 32, in the order of columns | centre |
+//                  rms, <c, u> of 32 tokens |
+#ifndef TQ_CUDA_APPEND_PREFILL_CUH
+#define TQ_CUDA_APPEND_PREFILL_CUH
+#include <algorithm>
+
+#include "cuda/append/encode_warp.cuh"
+#include "cuda/append/rows.cuh"
+#include "cuda/tile/pack.cuh"
+
+namespace tq
+{
+namespace fragments
+{
+
+constexpr int PASS = 16;     // tokens at a time
+constexpr int MOST_BITS = 4; // of a group
+
+/** One compiled kernel. Every group has 1 to 4 bits. */
+template <int DIM_, bool BF16_, bool CENTRED_> struct Shape {
+    static constexpr int DIM = DIM_, GROUPS = DIM / 32, CHUNKS = DIM / 16;
+    static constexpr bool BF16 = BF16_, CENTRED = CENTRED_; // or binary16
+    static constexpr int PIECES = DIM / 8, ROW_BYTES = 2 * DIM + 32, ROWS_BYTES = PASS * ROW_BYTES,
+                         AT_CENTRE = ROWS_BYTES, AT_SUMS = AT_CENTRE + (CENTRED ? 4 * DIM : 0),
+                         WARP_BYTES = AT_SUMS + 2 * 4 * TQ_TILE;
+    static constexpr int WARPS = DIM <= 64 ? 24 : DIM <= 128 ? 16 : 8; // of a multiprocessor, by registers
+    /* Units of the largest u, sqrt(DIM) but for rounding; a table has entries for -MOST .. MOST - 1. */
+    static constexpr int MOST = DIM <= 64 ? 528 : DIM <= 128 ? 736 : 1040, TABLE_BYTES = 2 * MOST;
+};
+
+/** How the tiles of a side are shared: warp t of those that take them has `each`, and one more if t < more. Values count the warps from
+ *  the last one on, so that who has one more of keys has none more of values, where that is possible. */
+struct Shares {
+    uint32_t each, more;
+
+    __device__ __forceinline__ uint32_t first(uint32_t t) const { return t * each + min(t, more); }
+};
+
+struct FragmentsArgs : SettledArgs {
+    /** What, added to the bits of a whole number (tile/quantize.cuh) and to where shared memory is, is the place of its code; by side and group.
+     *  Not known to the compiler, which would otherwise add a part of it on its own. */
+    uint32_t table[2][TQ_MAX_HEAD_DIM / TQ_TILE];
+    int32_t table_of_width[MOST_BITS + 1], tables;            // where a width's table is, or -1; bytes of all
+    int16_t first_place[MOST_BITS + 1][(1 << MOST_BITS) - 1]; // by width: in its table, of rank i + 1
+    /** Token tiles of a (side, sequence, head). The tiles of a side are a line, one (sequence, head) behind the other. Warps from
+     *  values_from on take tiles of values alone, those before it of keys alone; 0: all take both. */
+    Divisor tiles;
+    Shares shares[2];
+    uint32_t values_from;
+};
+
+/** What the warps of a block share. */
+template <class S> struct Tables {
+    uint2 signs[S::CHUNKS][4];       // of a lane's channels 16 c + 4 t .. + 3: sign bits, as rows are stored
+    float levels[MOST_BITS + 1][32]; // by width and code
+};
+
+/** Where a channel of the centre stands: so that a lane reads four at a time. */
+template <bool IS_KEY> __device__ __forceinline__ int place_of_centre(int channel)
+{
+    return IS_KEY ? channel : channel / 32 * 32 + channel % 8 * 4 + channel / 8 % 4;
+}
+
+/** The row in shared memory, which is a column of the products, of token i of a pass. */
+template <bool IS_KEY> __device__ __forceinline__ int row_of_token(int i)
+{
+    return IS_KEY ? i : (i & 8) | (i & 3) << 1 | (i >> 2 & 1);
+}
+
+/** A lane's numbers: x[c][4 i + d] is what product i of chunk c, 16 channels, leaves in register d. */
+template <class S> struct Numbers {
+    float x[S::CHUNKS][8];
+};
+
+/** Which of the lane's tokens number 4 i + d belongs to, and which of the token's numbers of the chunk it is: channel 4 t + n of keys,
+ *  g + 8 n of values. */
+template <bool IS_KEY> struct Lane {
+    static constexpr int TOKENS = IS_KEY ? 2 : 4;
+    __device__ static constexpr int token(int e) { return IS_KEY ? e / 2 % 2 : e / 4 * 2 + e % 2; }
+    __device__ static constexpr int n(int e) { return IS_KEY ? e / 4 * 2 + e % 2 : e / 2 % 2; }
+
+    /** Of the lane's tokens, the one whose sums it ends up with. */
+    __device__ static int own(int lane) { return IS_KEY ? lane / 2 % 2 : lane / 4 % 4; }
+    /** A lane that has the sums of this lane's token k. */
+    __device__ static int lane_of(int lane, int k) { return IS_KEY ? (lane & ~3) | 2 * k : 4 * k + lane % 4; }
+    /** Whether no lane before has the same token of its own. */
+    __device__ static bool first(int lane) { return IS_KEY ? lane % 2 == 0 : lane < 16; }
+    /** The lane's token k as a token of the pass. */
+    __device__ static int in_pass(int lane, int k) { return IS_KEY ? lane / 4 + 8 * k : lane % 4 + 4 * k; }
+};
+
+// ---- rows ----
+
+/** Queues the copies of tokens first .. first + 15 (packed indices) that the span has; rows of others are zeros. */
+template <class S, bool IS_KEY>
+__device__ __forceinline__ void load_pass(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
+                                          int first, uint8_t *rows, int lane)
+{
+    constexpr int AT_ONCE = 32 / S::PIECES;
+    const int token = lane / S::PIECES, piece = lane % S::PIECES * 16, fresh = first + a.sinks - span.before;
+    const bool all_new = fresh >= 0 && first >= span.first && first + PASS <= span.last; // the usual case
+    const int64_t stride = a.side[!IS_KEY].stride_token;
+    const char *from = head.fresh + (fresh + token) * stride + piece;
+    if (all_new) {
+#pragma unroll
+        for (int r = 0; r < PASS; r += AT_ONCE)
+            copy_16(rows + row_of_token<IS_KEY>(r + token) * S::ROW_BYTES + piece, from + r * stride);
+        return;
+    }
+#pragma unroll 1
+    for (int i = token; i < PASS; i += AT_ONCE)
+        copy_or_clear(a, work, head, span, first + i, rows + row_of_token<IS_KEY>(i) * S::ROW_BYTES + piece, piece);
+}
+
+/** Rows g and g + 8: of each chunk channels 4 t .. 4 t + 3. */
+template <class S> struct Raw {
+    uint2 of[2][S::CHUNKS];
+
+    __device__ __forceinline__ void load(const uint8_t *rows, int lane)
+    {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int c = 0; c < S::CHUNKS; c++)
+                of[h][c] = *reinterpret_cast<const uint2 *>(rows + (lane / 4 + 8 * h) * S::ROW_BYTES + 32 * c +
+                                                            8 * (lane % 4));
+    }
+};
+
+/** Two numbers of 16 bits as magnitudes. */
+__device__ __forceinline__ uint32_t magnitudes(uint32_t x) { return x & 0x7fff7fffu; }
+
+/** The number of each two that has the larger magnitude, with some sign; where one is NaN, something that is_too_large. */
+template <bool BF16> __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b)
+{
+    uint32_t most;
+#if __CUDA_ARCH__ >= 860
+    if constexpr (BF16) asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    else asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+#else
+    a = magnitudes(a), b = magnitudes(b);
+    if constexpr (BF16) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    else asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+#endif
+    return most;
+}
+
+/** The largest magnitude of row g in the low half, of row g + 8 in the high one. */
+template <class S> __device__ __forceinline__ uint32_t largest_of_rows(const Raw<S> &raw)
+{
+    uint32_t most[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        uint2 two = raw.of[h][0];
+#pragma unroll
+        for (int c = 1; c < S::CHUNKS; c++) {
+            two.x = larger<S::BF16>(two.x, raw.of[h][c].x);
+            two.y = larger<S::BF16>(two.y, raw.of[h][c].y);
+        }
+        most[h] = larger<S::BF16>(two.x, two.y);
+    }
+    uint32_t both = larger<S::BF16>(prmt(most[0], most[1], 0x5410), prmt(most[0], most[1], 0x7632));
+    both = larger<S::BF16>(both, __shfl_xor_sync(ALL_LANES, both, 1));
+    return magnitudes(larger<S::BF16>(both, __shfl_xor_sync(ALL_LANES, both, 2)));
+}
+
+/** Whether a magnitude exceeds TQ_MAX_INPUT or is no number. */
+template <bool BF16> __device__ __forceinline__ bool is_too_large(uint32_t two)
+{
+    constexpr uint32_t LIMIT = BF16 ? 0x4680 : 0x7400; // 2^14
+    return (two & 0xffffu) > LIMIT || two >> 16 > LIMIT;
+}
+
+// ---- settling ----
+
+/** A binary16 number as the bits of a float. */
+__device__ __forceinline__ uint32_t bits_of_half(uint32_t half)
+{
+    return __float_as_uint(__half2float(__ushort_as_half((unsigned short)half)));
+}
+
+/** Settles two numbers of a row and flips the signs of those that `signs` says. */
+template <bool BF16> struct Settler;
+
+/** bfloat16 numbers are settled but for those below 2^(E - 11). They are compared as if they were binary16 ones, whose magnitudes are
+ *  in the same order, and for which the comparison takes magnitudes. */
+template <> struct Settler<true> {
+    __half2 least;
+
+    __device__ __forceinline__ explicit Settler(uint32_t largest)
+    {
+        const uint32_t bits = (uint32_t)max((int)(largest & 0x7f80u) - (11 << 7), 0) * 0x10001u;
+        least = *reinterpret_cast<const __half2 *>(&bits);
+    }
+    __device__ __forceinline__ uint32_t operator()(uint32_t two, uint32_t signs) const
+    {
+        return (two & __hge2_mask(__habs2(*reinterpret_cast<const __half2 *>(&two)), least)) ^ signs;
+    }
+};
+
+template <> struct Settler<false> {
+    Settling settling;
+
+    __device__ __forceinline__ explicit Settler(uint32_t largest) : settling(bits_of_half(largest)) {}
+    __device__ __forceinline__ uint32_t operator()(uint32_t two, uint32_t signs) const
+    {
+        const float2 x = __half22float2(*reinterpret_cast<const __half2 *>(&two));
+        const __half2 settled = __floats2half2_rn(settling(x.x), settling(x.y)); // exact
+        return *reinterpret_cast<const uint32_t *>(&settled) ^ signs;
+    }
+};
+
+// ---- rotation ----
+
+/** Entries of the Hadamard matrix of 16 for inputs `in` and in + 1 (in is even) and an output, as two numbers of 16 bits. */
+template <bool BF16> __device__ __forceinline__ uint32_t hadamard_pair(int in, int out)
+{
+    const uint32_t one = BF16 ? 0x3f803f80u : 0x3c003c00u;
+    const uint32_t low = __popc(in & out) & 1, high = __popc((in + 1) & out) & 1;
+    return one ^ low << 15 ^ high << 31;
+}
+
+/** c += a b, tensor cores' layouts: a 16 x 16, b 16 x 8. */
+template <bool BF16>
+__device__ __forceinline__ void multiply(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1)
+{
+#define TQ_MULTIPLY(type)                                                                                              \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "          \
+        "{%0,%1,%2,%3};"                                                                                               \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                               \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+    if constexpr (BF16) TQ_MULTIPLY("bf16");
+    else TQ_MULTIPLY("f16");
+#undef TQ_MULTIPLY
+}
+
+/** The matrix and its negative, as the second factor for keys, [product][k / 8], and as the first for values. */
+template <bool BF16, bool IS_KEY> struct Matrix {
+    uint32_t h[2][4];
+
+    __device__ __forceinline__ explicit Matrix(int lane)
+    {
+        const int g = lane / 4, in = 4 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            h[0][i] = IS_KEY ? hadamard_pair<BF16>(in + 2 * (i % 2), 4 * (g / 2) + g % 2 + 2 * (i / 2))
+                             : hadamard_pair<BF16>(in + 2 * (i / 2), g + 8 * (i % 2));
+            h[1][i] = h[0][i] ^ 0x80008000u;
+        }
+    }
+    /** x += a chunk of rows g (low) and g + 8 (high), times the matrix or its negative. */
+    __device__ __forceinline__ void multiply_chunk(float (&x)[8], uint2 low, uint2 high, int negative) const
+    {
+        const uint32_t (&m)[4] = h[negative];
+        if constexpr (IS_KEY) {
+            multiply<BF16>(x, low.x, high.x, low.y, high.y, m[0], m[1]);
+            multiply<BF16>(x + 4, low.x, high.x, low.y, high.y, m[2], m[3]);
+        } else {
+            multiply<BF16>(x, m[0], m[1], m[2], m[3], low.x, low.y);
+            multiply<BF16>(x + 4, m[0], m[1], m[2], m[3], high.x, high.y);
+        }
+    }
+};
+
+/** Rows -> z. largest: of largest_of_rows. */
+template <class S, bool IS_KEY>
+__device__ __forceinline__ void rotate_rows(const Raw<S> &raw, uint32_t largest, const Matrix<S::BF16, IS_KEY> &matrix,
+                                            const Tables<S> &tables, const float *centre, int lane, Numbers<S> &z)
+{
+    const Settler<S::BF16> low(largest & 0xffffu), high(largest >> 16);
+#pragma unroll
+    for (int i = 0; i < 8 * S::CHUNKS; i++) z.x[i / 8][i % 8] = 0;
+#pragma unroll
+    for (int c = 0; c < S::CHUNKS; c++) {
+        const uint2 signs = tables.signs[c][lane % 4], x = raw.of[0][c], y = raw.of[1][c];
+        const uint2 settled_x = make_uint2(low(x.x, signs.x), low(x.y, signs.y)),
+                    settled_y = make_uint2(high(y.x, signs.x), high(y.y, signs.y));
+        matrix.multiply_chunk(z.x[c & ~1], settled_x, settled_y, 0);
+        matrix.multiply_chunk(z.x[c | 1], settled_x, settled_y, c & 1);
+    }
+#pragma unroll
+    for (int h = 2; h < S::CHUNKS; h *= 2)
+#pragma unroll
+        for (int c = 0; c < S::CHUNKS; c++)
+#pragma unroll
+            for (int e = 0; e < 8 && !(c & h); e++) {
+                const float a = z.x[c][e], b = z.x[c + h][e];
+                z.x[c][e] = __fadd_rn(a, b);
+                z.x[c + h][e] = __fsub_rn(a, b);
+            }
+    if constexpr (S::CENTRED) {
+        constexpr int AT_ONCE = IS_KEY ? 1 : 2; // chunks
+#pragma unroll
+        for (int k = 0; k < S::CHUNKS; k += AT_ONCE) {
+            const float4 four = *reinterpret_cast<const float4 *>(centre + 16 * k + 4 * (IS_KEY ? lane % 4 : lane / 4));
+            const float mu[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int e = 0; e < 8 * AT_ONCE; e++) {
+                float &x = z.x[k + e / 8][e % 8];
+                x = __fsub_rn(x, mu[Lane<IS_KEY>::n(e % 8) + 2 * (e / 8)]);
+            }
+        }
+    }
+}
+
+// ---- sums ----
+
+/** mine and its partner's in the lane at distance h, where each wants another: of low and high the lanes without h the low one. */
+__device__ __forceinline__ float exchange(float low, float high, int h, int lane)
+{
+    const bool upper = lane & h;
+    return __fadd_rn(upper ? high : low, __shfl_xor_sync(ALL_LANES, upper ? low : high, h));
+}
+
+/** Sums over channels i, i + 32, .. of a lane's numbers, at [chunk % 2][number of the chunk]. */
+struct Chains {
+    float of[2][8];
+
+    __device__ __forceinline__ void add(int c, int e, float x, float y)
+    {
+        of[c % 2][e] = c < 2 ? __fmul_rn(x, y) : __fmaf_rn(x, y, of[c % 2][e]);
+    }
+};
+
+/** The sum of the lane's own token, in turboquant.h's order: 16, 8, 2, 1, 4. */
+template <bool IS_KEY> __device__ __forceinline__ float sum_of_own(const Chains &chains, int lane)
+{
+    float s[8], x[4], sum;
+#pragma unroll
+    for (int e = 0; e < 8; e++) s[e] = __fadd_rn(chains.of[0][e], chains.of[1][e]);
+    if constexpr (IS_KEY) { // s[4 i + 2 token + j]: channel 4 t + 2 i + j
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = exchange(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2], 2, lane);
+        sum = __fadd_rn(__fadd_rn(x[0], x[2]), __fadd_rn(x[1], x[3]));
+        return __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 1));
+    } else { // s[4 i + 2 n + j]: token 2 i + j, channel g + 8 n
+#pragma unroll
+        for (int k = 0; k < 4; k++) x[k] = __fadd_rn(s[k / 2 * 4 + k % 2], s[k / 2 * 4 + 2 + k % 2]);
+        sum = exchange(exchange(x[0], x[2], 8, lane), exchange(x[1], x[3], 8, lane), 4, lane);
+        return __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 16));
+    }
+}
+
+// ---- codes ----
+
+/** Codes of a tile, by pass and group. Keys: the rows of the pass's two tokens (tile/pack.cuh). Values: of chunk h of the group bytes of rows
+ *  2 h and 2 h + 1, nibbles 4 p, 4 p + 1 of each, then 4 p + 2, 4 p + 3, and so with fewer registers at a time than as rows. */
+template <class S> struct Codes {
+    uint32_t of[2][S::GROUPS][2];
+
+    __device__ __forceinline__ Rows rows(bool is_key, int group) const
+    {
+        Rows rows = {};
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+            rows.low[r] = is_key ? of[r / 2][group][r % 2]
+                                 : prmt(of[0][group][r / 2], of[1][group][r / 2], r % 2 ? 0x7362 : 0x5140);
+        return rows;
+    }
+};
+
+__device__ __forceinline__ uint32_t load_byte(uint32_t address)
+{
+    uint32_t x;
+    asm("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
+
+/** z -> codes of a pass, and sums of <c, z>. times: units of u in z, by token. Codes are looked up a chunk ahead: a level waits for its
+ *  code, and a sum for its level. */
+template <class S, bool IS_KEY>
+__device__ __forceinline__ void quantise(const FragmentsArgs &a, const Tables<S> &tables, const Numbers<S> &z,
+                                         const float (&times)[Lane<IS_KEY>::TOKENS], uint32_t (&codes)[S::GROUPS][2],
+                                         Chains &cz, uint32_t memory, int lane)
+{
+    using L = Lane<IS_KEY>;
+    uint32_t next[8];
+    const auto look_up = [&](int c) {
+        const uint32_t table = memory + a.table[!IS_KEY][c / 2];
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            next[e] = load_byte(__float_as_uint(__fmaf_rd(z.x[c][e], times[L::token(e)], WHOLE)) + table);
+    };
+    look_up(0);
+    float level_of_lane;
+#pragma unroll
+    for (int c = 0; c < S::CHUNKS; c++) {
+        const int group = c / 2;
+        uint32_t code[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) code[e] = next[e];
+        if (c + 1 < S::CHUNKS) look_up(c + 1);
+        if (c % 2 == 0) level_of_lane = tables.levels[a.side[!IS_KEY].bits[group]][lane];
+        float level[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) level[e] = __shfl_sync(ALL_LANES, level_of_lane, code[e]);
+        __syncwarp(); // so that the compiler, which would have fewer registers at work, leaves it so
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const int token = L::token(e), n = L::n(e);
+            cz.add(c, e, level[e], z.x[c][e]);
+            if constexpr (IS_KEY) codes[group][token] += code[e] << 4 * (4 * (c % 2) + n);
+            else codes[group][c % 2] += code[e] << (16 * n + 8 * (token % 2) + 4 * (token / 2));
+        }
+    }
+}
+
+/** A lane's words of one tile, of tokens begin .. end - 1. */
+inline __device__ __noinline__ void store_part(uint32_t *words, int bits, bool is_key, Rows rows, int begin, int end,
+                                               int lane)
+{
+    uint32_t marked[4] = {};
+    mark_tokens(is_key, begin, end, lane, marked);
+#pragma unroll
+    for (int r = 0; r < 4; r++) rows.low[r] &= marked[r];
+    store_marked(words, bits, rows, marked);
+}
+
+/** The words of whole tiles of one width. */
+template <class S, bool IS_KEY, int BITS>
+__device__ __forceinline__ void store_whole_tiles(uint8_t *tiles, const Codes<S> &codes)
+{
+#pragma unroll
+    for (int group = 0; group < S::GROUPS; group++)
+        store_whole(reinterpret_cast<uint32_t *>(tiles + 128 * BITS * group), BITS, codes.rows(IS_KEY, group));
+}
+
+/** tiles: of this token tile, at the lane's first word. */
+template <class S, bool IS_KEY>
+__device__ __forceinline__ void store_tiles(const AppendSide &side, uint8_t *tiles, const Codes<S> &codes, int begin,
+                                            int end, int lane)
+{
+    switch (end - begin == TQ_TILE ? side.one_width : 0) {
+    case 4: return store_whole_tiles<S, IS_KEY, 4>(tiles, codes);
+    case 3: return store_whole_tiles<S, IS_KEY, 3>(tiles, codes);
+    case 2: return store_whole_tiles<S, IS_KEY, 2>(tiles, codes);
+    case 1: return store_whole_tiles<S, IS_KEY, 1>(tiles, codes);
+    }
+#pragma unroll
+    for (int group = 0; group < S::GROUPS; group++)
+        store_part(reinterpret_cast<uint32_t *>(tiles + side.offset[group]), side.bits[group], IS_KEY,
+                   codes.rows(IS_KEY, group), begin, end, lane);
+}
+
+// ---- what is prepared ----
+
+/** Entry i = 4 c + t of the signs. */
+template <class S> __device__ __forceinline__ void prepare_signs(const FragmentsArgs &a, int i, Tables<S> &tables)
+{
+    const uint32_t bits = a.signs.word[0][i / 8] >> 4 * (i % 8);
+    tables.signs[i / 4][i % 4] =
+        make_uint2((bits & 1) << 15 | (bits >> 1 & 1) << 31, (bits >> 2 & 1) << 15 | (bits >> 3 & 1) << 31);
+}
+
+/** The codes of -MOST .. MOST - 1 units and the levels of codes, of one width. */
+template <class S>
+__device__ __forceinline__ void prepare_width(const FragmentsArgs &a, int bits, uint8_t *table, Tables<S> &tables,
+                                              int warp, int lane)
+{
+    static_assert(S::TABLE_BYTES % 32 == 0);
+    for (int first = 4 * 32 * warp; first < S::TABLE_BYTES; first += 4 * 32 * S::WARPS) {
+        int ranks[4] = {};
+#pragma unroll 1
+        for (int rank = 0; rank < (1 << bits) - 1; rank++) {
+            const int place = a.first_place[bits][rank];
+#pragma unroll
+            for (int i = 0; i < 4; i++) ranks[i] += first + 4 * lane + i >= place;
+        }
+        uint32_t four = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) four |= code_of_rank(ranks[i], bits) << 8 * i;
+        if (first + 4 * lane < S::TABLE_BYTES) *reinterpret_cast<uint32_t *>(table + first + 4 * lane) = four;
+    }
+    if (warp == 0 && lane < 1 << bits) tables.levels[bits][code_of_rank(lane, bits)] = a.books[bits].levels[lane];
+}
+
+/** The centre as it is subtracted from rotated rows, for this warp. A number that is not finite counts as 0: it would be looked up outside
+ *  of the table of codes. */
+template <class S, bool IS_KEY>
+__device__ __forceinline__ void prepare_centre(const FragmentsArgs &a, const Head &head, float *centre, int lane)
+{
+    float mu[S::GROUPS];
+#pragma unroll
+    for (int k = 0; k < S::GROUPS; k++) mu[k] = head.centre ? head.centre[lane + 32 * k] : 0.0f; // of one side only
+    rotate_registers<SettledArgs>(a, Flips<S::GROUPS>(a.signs, lane), mu, lane);
+#pragma unroll
+    for (int k = 0; k < S::GROUPS; k++) centre[place_of_centre<IS_KEY>(lane + 32 * k)] = isfinite(mu[k]) ? mu[k] : 0.0f;
+}
+
+// ---- a warp's tiles ----
+
+/** A pass: rows that are in shared memory -> codes, and rms and <c, u> to sums. first: packed index of its first token. memory: the
+ *  warp's; block: where the block's is. next: queues the copies of the pass behind. */
+template <class S, bool IS_KEY, class Next>
+__device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &work, const Tables<S> &tables,
+                                            const Matrix<S::BF16, IS_KEY> &matrix, int first, uint8_t *memory,
+                                            uint32_t block, uint32_t (&codes)[S::GROUPS][2], int lane, Next next)
+{
+    using L = Lane<IS_KEY>;
+    Raw<S> raw;
+    uint32_t largest;
+    int again, mended = 0;
+    // Once; twice in the rare case that a number is bad. Of a `mended` known to be 1 then, the compiler would make a second copy.
+#pragma unroll 1
+    do {
+        raw.load(memory, lane);
+        largest = largest_of_rows(raw);
+        again = __any_sync(ALL_LANES, is_too_large<S::BF16>(largest)) && !mended;
+        if (again && lane < PASS)
+            mend_row(memory + row_of_token<IS_KEY>(lane) * S::ROW_BYTES, S::DIM, S::BF16 ? TQ_BF16 : TQ_F16, a.flag,
+                     work, first + lane + a.sinks);
+        mended = opaque(1);
+        __syncwarp();
+    } while (again);
+    next();
+    Numbers<S> z;
+    rotate_rows<S, IS_KEY>(raw, largest, matrix, tables, reinterpret_cast<const float *>(memory + S::AT_CENTRE), lane,
+                           z);
+    Chains chains;
+#pragma unroll
+    for (int i = 0; i < 8 * S::CHUNKS; i++) chains.add(i / 8, i % 8, z.x[i / 8][i % 8], z.x[i / 8][i % 8]);
+    const float ss = sum_of_own<IS_KEY>(chains, lane);
+    const Norm norm = norm_of(ss, __fmul_rn(ss, 1.0f / S::DIM)); // of a power of two as the quotient
+    const float own_times = __fmul_rn(norm.inverse, TQ_SETTLED_UNITS);
+    float times[L::TOKENS];
+#pragma unroll
+    for (int k = 0; k < L::TOKENS; k++) times[k] = __shfl_sync(ALL_LANES, own_times, L::lane_of(lane, k));
+
+    const int token = first % TQ_TILE;
+    quantise<S, IS_KEY>(a, tables, z, times, codes, chains, block, lane);
+    const float cz = sum_of_own<IS_KEY>(chains, lane);
+    float *sums = reinterpret_cast<float *>(memory + S::AT_SUMS) + token + L::in_pass(lane, L::own(lane));
+    if (L::first(lane)) {
+        sums[0] = norm.rms;
+        sums[TQ_TILE] = __fmul_rn(cz, norm.inverse);
+    }
+}
+
+/** Token tiles tile .. end_tile - 1 of a (side, sequence, head). */
+template <class S, bool IS_KEY>
+__device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<S> &tables, const Work &work,
+                                           const Head &head, const Span &span, int tile, int end_tile, uint8_t *memory,
+                                           uint32_t block, int lane)
+{
+    const AppendSide &side = a.side[!IS_KEY];
+    const float *sums = reinterpret_cast<const float *>(memory + S::AT_SUMS);
+    const Matrix<S::BF16, IS_KEY> matrix(lane);
+    load_pass<S, IS_KEY>(a, work, head, span, tile * TQ_TILE, memory, lane);
+    if constexpr (S::CENTRED)
+        prepare_centre<S, IS_KEY>(a, head, reinterpret_cast<float *>(memory + S::AT_CENTRE), lane);
+    const int first_tile = tile;
+    // Of 32 tiles, a lane each: long before they are needed. One that is known to be the same for all lanes would be waited for at once.
+    int32_t pages = 0;
+#pragma unroll 1
+    for (; tile < end_tile; tile++) {
+        const int base = tile * TQ_TILE, turn = (tile - first_tile) % 32;
+        if (turn == 0 && tile + lane < end_tile) pages = page_of(a, work, base + lane * TQ_TILE);
+        Codes<S> codes = {};
+#pragma unroll 1
+        for (int token = 0; token < TQ_TILE; token += PASS) {
+            wait_for_copies();
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 2 * S::GROUPS; i++) {
+                codes.of[0][i / 2][i % 2] = codes.of[1][i / 2][i % 2];
+                codes.of[1][i / 2][i % 2] = 0;
+            }
+            const int next = base + token + PASS;
+            encode_pass<S, IS_KEY>(a, work, tables, matrix, base + token, memory, block, codes.of[1], lane, [&] {
+                if (next < end_tile * TQ_TILE) load_pass<S, IS_KEY>(a, work, head, span, next, memory, lane);
+            });
+        }
+        __syncwarp();
+        const int32_t page = __shfl_sync(ALL_LANES, pages, turn);
+        const int page_token = (int)a.page_tokens.remainder((uint32_t)base);
+        const int begin = max(0, span.first - base), end = min(TQ_TILE, span.last - base);
+        if (uint8_t *record = record_of_page(a, work, page)) {
+            store_tiles<S, IS_KEY>(side, tiles_of(side, record, page_token / TQ_TILE) + 4 * lane, codes, begin, end,
+                                   lane);
+            const int scale = a.scale == TQ_SCALE_EDEN ? TQ_SCALE_EDEN : TQ_SCALE_NORM; // no others come here
+            if (lane >= begin && lane < end)
+                *scale_at(side, record, page_token + lane) =
+                    scale_of(scale, sums[lane], {side.coded_channels, sums[lane + TQ_TILE], 0.0f}, a.factor);
+        }
+        __syncwarp();
+    }
+}
+
+/** What warp `turn` takes of the tiles of a side: neighbours. Warps with neighbouring turns are of different blocks, so that
+ *  blocks have about as many tiles also where sequences are not equally long. */
+template <class S, bool IS_KEY>
+__device__ __forceinline__ void append_side(const FragmentsArgs &a, const Tables<S> &tables, uint32_t turn,
+                                            uint8_t *memory, uint32_t block, int lane)
+{
+    const Shares &shares = a.shares[!IS_KEY];
+    // Sent from a lane to all, as `warp` is.
+    uint32_t at = __shfl_sync(ALL_LANES, shares.first(turn), 0);
+    const uint32_t end = __shfl_sync(ALL_LANES, shares.first(turn + 1), 0);
+#pragma unroll 1
+    for (int count; at < end; at += count) {
+        const uint32_t item = a.tiles.quotient(at), of_item = at - item * a.tiles.divisor;
+        count = (int)min(end - at, a.tiles.divisor - of_item);
+        const Work work = work_of(a, item + (IS_KEY ? 0 : a.batch * a.kv_heads));
+        const Span span = span_of(a, work.b);
+        const int first = __shfl_sync(ALL_LANES, span.first / TQ_TILE + (int)of_item, 0);
+        const int end_of_span = span.first < span.last ? (span.last + TQ_TILE - 1) / TQ_TILE : first;
+        const int last = min(first + count, __shfl_sync(ALL_LANES, end_of_span, 0));
+        if (first >= last) continue;
+        append_run<S, IS_KEY>(a, tables, work, head_of(a, work), span, first, last, memory, block, lane);
+    }
+}
+
+template <class S>
+__global__ void __launch_bounds__(32 * S::WARPS, 1) append_prefill(const __grid_constant__ FragmentsArgs a)
+{
+    extern __shared__ __align__(16) uint8_t memory[];
+    __shared__ __align__(16) Tables<S> tables;
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0); // so that the compiler knows that lanes agree
+    const int lane = threadIdx.x % 32;
+    for (int bits = 1; bits <= MOST_BITS; bits++)
+        if (a.table_of_width[bits] >= 0) prepare_width<S>(a, bits, memory + a.table_of_width[bits], tables, warp, lane);
+    if (threadIdx.x < 4 * S::CHUNKS) prepare_signs(a, threadIdx.x, tables);
+    __syncthreads();
+    wait_for_stream();
+    uint8_t *own = memory + a.tables + warp * S::WARP_BYTES;
+    const uint32_t block = shared_address(memory);
+    const uint32_t turn = warp * gridDim.x + blockIdx.x, turns = S::WARPS * gridDim.x, values_from = a.values_from;
+    if (turn < values_from || !values_from) append_side<S, true>(a, tables, turn, own, block, lane);
+    if (a.sides == 2 && turn >= values_from) append_side<S, false>(a, tables, turns - 1 - turn, own, block, lane);
+}
+
+template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+{
+    DeviceFacts device;
+    TQ_CUDA_TRY(current_device(&device, error));
+    FragmentsArgs a = {};
+    static_cast<AppendArgs &>(a) = args;
+    for (int bits = 0; bits <= MOST_BITS; bits++) {
+        const bool has = bits && (args.side[0].widths | args.side[1].widths) >> bits & 1;
+        a.table_of_width[bits] = has ? a.tables : -1;
+        a.tables += has ? S::TABLE_BYTES : 0;
+        for (int i = 0; i < (1 << bits) - 1; i++) {
+            // the least whole number of units whose middle is not below the threshold; exact
+            const double units = ceil((double)TQ_SETTLED_UNITS * args.books[bits].thresholds[i] - 0.5);
+            a.first_place[bits][i] = (int16_t)(S::MOST + units);
+        }
+    }
+    for (int i = 0; i < 2 * S::GROUPS; i++) {
+        const int side = i / S::GROUPS, group = i % S::GROUPS;
+        a.table[side][group] = (uint32_t)(a.table_of_width[args.side[side].bits[group]] + S::MOST) - WHOLE_BITS;
+    }
+    const int bytes = a.tables + S::WARPS * S::WARP_BYTES;
+    const int64_t tiles = append_tiles(args), line = (int64_t)args.batch * args.kv_heads * tiles;
+    if (bytes + (int)sizeof(Tables<S>) > device.shared_bytes_per_block || line > INT32_MAX)
+        return launch_append_general(args, true, false, stream, error);
+    const bool few = args.sides * line <= (int64_t)S::WARPS * device.processors; // a tile for a warp
+    const int64_t blocks = std::min<int64_t>(args.sides * line, device.processors);
+    const uint32_t turns = (uint32_t)(S::WARPS * blocks);
+    const auto shares = [&](uint32_t warps) { return Shares{(uint32_t)line / warps, (uint32_t)line % warps}; };
+    a.tiles = divisor_of(tiles);
+    a.values_from = few && args.sides == 2 ? (uint32_t)line : 0;
+    a.shares[0] = shares(a.values_from ? a.values_from : turns);
+    a.shares[1] = shares(turns - a.values_from);
+    return launch(append_prefill<S>, blocks, 32 * S::WARPS, bytes, stream, error, a);
+}
+
+template <int DIM> tq_status launch_dim(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+{
+    const bool centred = args.side[0].centre || args.side[1].centre;
+    if (args.dtype == TQ_BF16)
+        return centred ? launch_shape<Shape<DIM, true, true>>(args, stream, error)
+                       : launch_shape<Shape<DIM, true, false>>(args, stream, error);
+    return centred ? launch_shape<Shape<DIM, false, true>>(args, stream, error)
+                   : launch_shape<Shape<DIM, false, false>>(args, stream, error);
+}
+
+} // namespace fragments
+} // namespace tq
+#endif

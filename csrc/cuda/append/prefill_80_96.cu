@@ -1,0 +1,13 @@
+// append_prefill_80_96 for head_dim 80 and 96.
+#include "cuda/append/prefill_80_96.cuh"
+
+namespace tq
+{
+
+tq_status launch_append_prefill_80_96(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream, tq_error *error)
+{
+    if (args.head_dim == 80) return tile::launch_dim<80>(args, plan, stream, error);
+    return tile::launch_dim<96>(args, plan, stream, error);
+}
+
+} // namespace tq

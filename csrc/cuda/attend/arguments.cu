@@ -1,0 +1,129 @@
+/* The arguments of the attention kernels that follow from plan, sizes and the kernel chosen. */
+#include <math.h>
+#include <string.h>
+
+#include "cuda/attend/cut.h"
+
+namespace tq
+{
+namespace
+{
+
+void copy_side(const tq_plan &plan, const tq_side &from, SideArgs *to)
+{
+    for (int g = 0; g < GROUPS_MAX; g++) {
+        to->bits[g] = from.bits[g];
+        to->width[g] = 1u << from.bits[g];
+        to->offset[g] = from.offset[g];
+    }
+    to->tile_bytes = from.tile_bytes * TQ_TILE / plan.tile_tokens;
+    to->codes_offset = (int32_t)from.codes_offset;
+    to->scales_offset = (int32_t)from.scales_offset;
+}
+
+/** What bytes mean to a kernel. books: [TQ_WIDE_BITS + 1], by width. */
+void set_factors(const tq_plan &plan, const tq_codebook *books, const KernelChoice &k, bool keys, SideArgs *to)
+{
+    bool fine = tq_tile_is_16(&plan);
+    to->row_factor = !k.team_rows && !fine;
+    for (int b = 1; b <= TQ_WIDE_BITS; b++) {
+        float step = books[b].step; /* of a level; uniform levels are 2 code - (2^b - 1) */
+        int offset = b < 4             ? 0
+                     : !k.two_products ? 128
+                     : b == 5          ? -1
+                                       : 0; /* of bytes above levels (tile/fragments.cuh) */
+        bool scaled = b <= 2 && (fine || (keys && !k.key_bits));
+        int top = (1 << b) - 1;
+        if (k.team_rows && !keys) { /* multiplies exact levels */
+            to->factor[b] = b > 3 ? step / LEVEL_UNIT : b > 2 ? step : 2 * step;
+            continue;
+        }
+        to->factor[b] = b > 2 ? step : scaled ? 2 * step / (1 << (8 - b)) : 2 * step;
+        to->offset_levels[b] = b <= 2 ? (scaled ? -top * (1 << (7 - b)) : -top) : -offset;
+        to->offset_factor[b] = b <= 2 ? -top * step : -offset * step;
+    }
+}
+
+tq_status fill_tables(const tq_plan &plan, tq_codebook *books, LevelTables *tables, tq_error *error)
+{
+    uint8_t level3[8], offset3[8], plus4[8], minus4[8], magnitude4[8], complement5[16];
+    memset(books, 0, (TQ_WIDE_BITS + 1) * sizeof *books);
+    books[TQ_WIDE_BITS].step = TQ_WIDE_STEP;
+    for (int b = 1; b <= TQ_MAX_BITS; b++)
+        TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan.codebook, plan.head_dim, b, &books[b], error));
+    for (int m = 0; m < 8; m++) {
+        level3[m] = (uint8_t)books[3].levels[m];
+        offset3[m] = (uint8_t)(128 + books[3].levels[m]);
+        magnitude4[m] = (uint8_t)books[4].levels[m];
+        plus4[m] = (uint8_t)(magnitude4[m] + 1);
+        minus4[7 - m] = (uint8_t)-magnitude4[m];
+        if (plus4[m] > 127)
+            return fail(error, TQ_E_VALUE, "plan", -1, magnitude4[m], "one whose 4-bit levels are at most 126");
+        complement5[m] = (uint8_t)(255 - books[5].levels[m]);
+        complement5[8 + m] = (uint8_t)(255 - books[5].levels[16 + m]);
+    }
+    memcpy(tables->level3, level3, 8);
+    memcpy(tables->offset3, offset3, 8);
+    memcpy(tables->plus4, plus4, 8);
+    memcpy(tables->minus4, minus4, 8);
+    memcpy(tables->magnitude4, magnitude4, 8);
+    memcpy(tables->complement5, complement5, 16);
+    const uint32_t right[4] = {1u << 31, 1u << 30, 1u << 29, 1u << 16};
+    memcpy(tables->right, right, sizeof right);
+    tables->magic = MAGIC;
+    tables->two = 2;
+    tables->ones = ~0u;
+    return TQ_OK;
+}
+
+} // namespace
+
+tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, tq_error *error)
+{
+    memset(l, 0, sizeof *l);
+    AttendArgs &a = l->args;
+    a.p = p;
+    if (!p.n_pages) a.p.max_pages = 0;
+    a.head_dim = plan.head_dim;
+    a.groups = (plan.head_dim + TQ_TILE - 1) / TQ_TILE;
+    a.pitch = TQ_TILE * a.groups + 8;
+    a.rotation_factor = (float)(1 / sqrt((double)plan.head_dim));
+    a.plan_groups = plan.groups;
+    a.fine = tq_tile_is_16(&plan);
+    int64_t capacity = (int64_t)p.sinks + p.window + (int64_t)a.p.max_pages * plan.page_tokens;
+    if (capacity > INT32_MAX / 2)
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p.max_pages, "fewer: positions are 32-bit");
+    a.capacity = (int32_t)capacity;
+    if (p.sliding_window >= capacity) a.p.sliding_window = 0; // position - window may overflow
+    a.page_tokens = plan.page_tokens;
+    a.rotation = plan.rotation;
+    a.record_bytes = plan.record_bytes;
+    a.page_limit = p.n_pages <= INT32_MAX ? (uint32_t)p.n_pages : 1u << 31;
+    if (p.kv_heads * a.record_bytes > UINT32_MAX)
+        return fail(error, TQ_E_VALUE, "kv_heads", -1, p.kv_heads, "fewer: a page has 4 GiB at most");
+    if ((int64_t)p.batch * a.p.max_pages > UINT32_MAX)
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p.max_pages, "fewer: a block table has 2^32 entries at most");
+    a.page_bytes = (uint32_t)(p.kv_heads * a.record_bytes);
+    a.group = p.kv_heads ? p.query_heads / p.kv_heads : 0;
+    a.by_group = divisor_of(a.group);
+    a.by_window = divisor_of(p.window);
+    int64_t rows = (int64_t)a.group * p.query_tokens;
+    if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
+    a.rows = (int32_t)rows;
+    if (!p.batch) a.rows = 0;
+    copy_side(plan, plan.key, &a.key);
+    copy_side(plan, plan.value, &a.value);
+    return TQ_OK;
+}
+
+tq_status fill_factors(const tq_plan &plan, Launch *launch, tq_error *error)
+{
+    AttendArgs &a = launch->args;
+    tq_codebook books[TQ_WIDE_BITS + 1];
+    TQ_CUDA_TRY(fill_tables(plan, books, &a.tables, error));
+    set_factors(plan, books, launch->kernel, true, &a.key);
+    set_factors(plan, books, launch->kernel, false, &a.value);
+    return TQ_OK;
+}
+
+} // namespace tq

@@ -1,0 +1,194 @@
+/* tq_cuda_attend: checks what the host can see, has a kernel chosen and its work cut, queues it. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/attend/cut.h"
+#include "cuda/attend/kernels.h"
+#include "cuda/baselines/blocks.cuh"
+
+namespace tq
+{
+namespace
+{
+
+/* ---- the device ---- */
+
+/** How many clusters of LARGE_CLUSTER blocks the current device can have at work, a block a multiprocessor: an H200 7. 0 where it cannot
+ *  say. Remembered as in current_device. */
+int count_large_clusters(const DeviceFacts &device)
+{
+    static thread_local int known = -1, count;
+    if (device.id == known) return count;
+    void (*kernel)(AttendArgs) = find_kernel(find_row(Strategy::FUSED, true, 4, false, 4, false), 1, 2).kernel;
+    const void *function = reinterpret_cast<const void *>(kernel);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {LARGE_CLUSTER, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(LARGE_CLUSTER);
+    config.blockDim = dim3(32 * FUSED_WARPS);
+    config.dynamicSmemBytes = device.shared_bytes_per_block / 4 * 3; /* so that no two share a multiprocessor */
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (allow_shared(function, device, config.dynamicSmemBytes, true, nullptr) != TQ_OK ||
+        allow_large_clusters(function, device, nullptr) != TQ_OK ||
+        cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+        cudaGetLastError();
+        count = 0;
+    }
+    known = device.id;
+    return count;
+}
+
+tq_status look_at_device(Device *d, tq_error *error)
+{
+    TQ_CUDA_TRY(current_device(d, error));
+    d->bulk = d->line = false;
+    d->large_clusters = 0;
+    d->rules = &rules_of(*d);
+    if (d->major == 9)
+        TQ_CUDA_TRY(is_hopper_code(reinterpret_cast<const void *>(attend_end_kernels(4).prepare), *d, &d->bulk, error));
+    const char *path = getenv("TURBOQUANT_CUDA_PATH");
+    if (!path || !*path) return TQ_OK;
+    bool portable = !strcmp(path, "portable");
+    d->line = !strcmp(path, "hopper-line");
+    if (!portable && !d->line && strcmp(path, "hopper"))
+        return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, 0,
+                    "\"hopper\", \"hopper-line\" or \"portable\"");
+    if (!portable && !d->bulk)
+        return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, d->major,
+                    "\"portable\" but on compute capability 9.0, with kernels compiled for it");
+    d->bulk = !portable;
+    return TQ_OK;
+}
+
+/* ---- checks ---- */
+
+/** What CUDA alone asks for: rows are read four numbers at a time. */
+tq_status check_alignment(const tq_attend_params *p, tq_error *error)
+{
+    int64_t bytes = p->dtype == TQ_F32 ? 4 : 2;
+    const struct {
+        const char *name;
+        const void *at;
+    } arrays[] = {{"q", p->q},
+                  {"sink_k", p->sink_k},
+                  {"sink_v", p->sink_v},
+                  {"window_k", p->window_k},
+                  {"window_v", p->window_v},
+                  {"out", p->out},
+                  {"fresh_k", p->fresh_k},
+                  {"fresh_v", p->fresh_v}};
+    for (auto &x : arrays)
+        if ((uintptr_t)x.at % (4 * bytes))
+            return fail(error, TQ_E_VALUE, x.name, -1, (double)((uintptr_t)x.at % (4 * bytes)),
+                        "aligned to four of its numbers (got: bytes behind)");
+    const struct {
+        const char *name;
+        int64_t stride, length; /* of a dimension: whose only element has none */
+    } strides[] = {{"q", p->q_stride_batch, p->batch},
+                   {"q", p->q_stride_head, p->query_heads},
+                   {"q", p->q_stride_token, p->query_tokens},
+                   {"fresh_k", p->fresh_k_stride_batch, p->batch},
+                   {"fresh_k", p->fresh_k_stride_head, p->kv_heads},
+                   {"fresh_k", p->fresh_k_stride_token, p->query_tokens},
+                   {"fresh_v", p->fresh_v_stride_batch, p->batch},
+                   {"fresh_v", p->fresh_v_stride_head, p->kv_heads},
+                   {"fresh_v", p->fresh_v_stride_token, p->query_tokens}};
+    for (auto &x : strides)
+        if (x.length > 1 && x.stride % 4)
+            return fail(error, TQ_E_VALUE, x.name, -1, (double)x.stride, "of strides that are multiples of 4 on CUDA");
+    return TQ_OK;
+}
+
+/* ---- the choice ---- */
+
+bool is_fused(const Launch &launch) { return is_fused(KERNELS[launch.kernel.row].strategy); }
+
+/** The workspace at `base`, NULL for only its size; returns its bytes. */
+size_t lay_out(Launch *launch, char *base)
+{
+    return is_fused(*launch) ? lay_out_fused_workspace(launch, base) : lay_out_split_workspace(launch, base);
+}
+
+tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_error *error)
+{
+    Device device;
+    TQ_CUDA_TRY(look_at_device(&device, error));
+    TQ_CUDA_TRY(fill_args(*plan, *p, l, error));
+    if (!l->args.rows) return TQ_OK;
+    if (device.bulk && !device.line) device.large_clusters = count_large_clusters(device);
+    choose_kernel(*plan, device, l);
+    TQ_CUDA_TRY(fill_factors(*plan, l, error));
+    return is_fused(*l) ? TQ_OK : cut_split(*plan, device, l, error);
+}
+
+} // namespace
+} // namespace tq
+
+using namespace tq;
+
+tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
+                                         tq_error *error)
+{
+    Launch l;
+    TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
+    TQ_CUDA_TRY(check_plan(*plan, error));
+    if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    if (!tq_is_plain(plan)) return attend_blocks_bytes(*plan, *params, bytes, error);
+    TQ_CUDA_TRY(prepare(plan, params, &l, error));
+    *bytes = !l.blocks ? 0 : lay_out(&l, nullptr);
+    return TQ_OK;
+}
+
+tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
+                         void *stream, tq_error *error)
+{
+    Launch l;
+    TQ_CUDA_TRY(tq_check_attend(plan, params, error));
+    TQ_CUDA_TRY(check_plan(*plan, error));
+    TQ_CUDA_TRY(check_alignment(params, error));
+    if (!tq_is_plain(plan))
+        return attend_blocks(*plan, *params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream), error);
+    TQ_CUDA_TRY(prepare(plan, params, &l, error));
+    if (!l.blocks) return TQ_OK;
+    char *base = static_cast<char *>(workspace);
+    size_t needed = lay_out(&l, base);
+    if (needed && (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < needed))
+        return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
+                    "at least tq_cuda_attend_workspace_bytes, 256-byte aligned");
+    cudaStream_t s = static_cast<cudaStream_t>(stream);
+    DeviceFacts device;
+    TQ_CUDA_TRY(current_device(&device, error));
+    if (is_fused(l)) {
+        MergeKernel merge = attend_merge_parts();
+        for (auto kernel : {l.kernel.kernel, merge.kernel})
+            TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, 0, true, error));
+        TQ_CUDA_TRY(launch_clusters(l.kernel.kernel, l.blocks, l.args.row_tiles, l.args.fused.cluster, l.threads,
+                                    l.shared_bytes, s, error, l.args));
+        if (!needed) return TQ_OK;
+        return launch(merge.kernel, l.segments / l.args.row_tiles * l.args.rows, merge.threads, 0, s, error, l.args);
+    }
+    EndKernels ends = attend_end_kernels(l.args.groups);
+    /* A multiprocessor divides its memory into cache and shared memory anew only when it is empty: ask for the same division thrice. */
+    for (auto kernel : {ends.prepare, l.kernel.kernel, ends.combine})
+        TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, 0, true, error));
+    TQ_CUDA_TRY(launch(ends.prepare, l.prepare_blocks, l.prepare_threads, l.prepare_bytes, s, error, l.args));
+    TQ_CUDA_TRY(launch(l.kernel.kernel, l.blocks, l.threads, l.shared_bytes, s, error, l.args));
+    return launch(ends.combine, l.combine_blocks, l.combine_threads, l.combine_bytes, s, error, l.args);
+}
+
+tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *params, char *name, tq_error *error)
+{
+    Launch l;
+    TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
+    TQ_CUDA_TRY(check_plan(*plan, error));
+    if (!name) return fail(error, TQ_E_VALUE, "name", -1, 0, "a pointer, not NULL");
+    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s", tq_is_plain(plan) ? "" : "attend_blocks");
+    if (!tq_is_plain(plan)) return TQ_OK;
+    TQ_CUDA_TRY(prepare(plan, params, &l, error));
+    if (l.blocks) name_kernel(l.kernel, name);
+    return TQ_OK;
+}

@@ -1,0 +1,83 @@
+/* How attention's work is cut into thread blocks, from what the host knows: plan, sizes and device. */
+#ifndef TQ_CUDA_ATTEND_CUT_H
+#define TQ_CUDA_ATTEND_CUT_H
+#include "cuda/attend/dispatch.h"
+
+namespace tq
+{
+
+/** The next `bytes` behind *at, 256-byte aligned. */
+inline int64_t take(int64_t *at, int64_t bytes)
+{
+    int64_t start = *at;
+    *at += (bytes + 255) / 256 * 256;
+    return start;
+}
+
+/** The width of all groups, keys and values; 0 where they differ. */
+inline int uniform_bits(const tq_plan *plan)
+{
+    bool same =
+        tq_has_one_width(&plan->key) && tq_has_one_width(&plan->value) && plan->key.bits[0] == plan->value.bits[0];
+    return same && !tq_tile_is_16(plan) ? plan->key.bits[0] : 0;
+}
+
+/** The `width` of KERNELS. */
+inline int width_of(const tq_plan &plan)
+{
+    int bits = uniform_bits(&plan);
+    return bits >= 2 && bits <= 4 ? bits : 0;
+}
+
+/** Exact tokens of a sequence at most. */
+inline int64_t most_exact_tokens(const tq_attend_params &p)
+{
+    return p.window ? (int64_t)p.sinks + p.window + (p.query_tokens - 1) : p.sinks;
+}
+
+/** Where the sides of a unit are in a stage, and what is copied there. */
+inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
+{
+    AttendArgs &a = *args;
+    int page_tiles = plan->page_tokens / TQ_TILE;
+    a.unit_tokens = tiles * TQ_TILE;
+    a.page_units = (plan->page_tokens + a.unit_tokens - 1) / a.unit_tokens;
+    a.key.at_codes = 0;
+    a.value.at_codes = tiles * a.key.tile_bytes;
+    a.key.at_scales = a.value.at_codes + tiles * a.value.tile_bytes;
+    a.value.at_scales = a.key.at_scales + 2 * plan->page_tokens; /* as far on as in the page: scales are one piece */
+    a.stage_bytes = a.value.at_scales + tiles * 2 * TQ_TILE;
+    a.last_is_short = page_tiles != a.page_units * tiles;
+    a.sees_all = !a.last_is_short && !a.p.starts && !a.p.sliding_window;
+    for (int second = 0; second < a.page_units; second++) {
+        CopyArgs *copies = a.copies[second];
+        int here = page_tiles - second * tiles < tiles ? page_tiles - second * tiles : tiles;
+        int scales = a.key.scales_offset + second * tiles * 2 * TQ_TILE, scale_bytes = here * 2 * TQ_TILE;
+        copies[COPY_KEYS] = {a.key.codes_offset + second * tiles * a.key.tile_bytes, a.key.at_codes,
+                             here * a.key.tile_bytes, 0};
+        copies[COPY_VALUES] = {a.value.codes_offset + second * tiles * a.value.tile_bytes, a.value.at_codes,
+                               here * a.value.tile_bytes, 0};
+        copies[COPY_SCALES] = {scales, a.key.at_scales, 2 * plan->page_tokens + scale_bytes, 0};
+        a.copy_bytes[second][1] = copies[COPY_VALUES].bytes;
+        a.copy_bytes[second][0] = copies[COPY_KEYS].bytes + copies[COPY_SCALES].bytes;
+    }
+}
+
+/** Choose a kernel of the strategy and cut the work for it. False, and nothing done, where there is none for the plan, it has no room, or
+ *  another strategy is faster. */
+bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch);
+bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *launch);
+/** Cuts the work for launch->kernel, which is SPLIT or MANY_ROWS. */
+tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error);
+
+/** The arguments that depend on plan and sizes alone; sets launch->args.rows to 0 where there is nothing to do. */
+tq_status fill_args(const tq_plan &plan, const tq_attend_params &params, Launch *launch, tq_error *error);
+/** Those that depend on the kernel: what bytes mean to it. */
+tq_status fill_factors(const tq_plan &plan, Launch *launch, tq_error *error);
+
+/** Where workspace is, at `base`, NULL for only its size; returns its bytes. fused: parts of blocks that are no clusters. */
+size_t lay_out_fused_workspace(Launch *launch, char *base);
+size_t lay_out_split_workspace(Launch *launch, char *base);
+
+} // namespace tq
+#endif

@@ -1,0 +1,132 @@
+/* Which attention kernel runs: conditions -> strategy -> a row of KERNELS (dispatch.h). README.md says it in words. */
+#include <stdio.h>
+
+#include "cuda/attend/cut.h"
+
+namespace tq
+{
+namespace
+{
+
+constexpr Rules H200 = {
+    "H200",
+    /* whole_from */ 3,
+    /* not_whole_from */ 12,
+    /* not_whole_upto */ 128,
+    /* clusters_of_11 */ 10,
+    /* busy_warps */ 12,
+    /* busy_of_20 */ 17,
+    /* most_16_rows */ 8,
+    /* most_16_rows_4_bits */ 24,
+    /* most_8_rows */ 24,
+    /* most_any_4_rows */ 32,
+    /* most_any_8_rows */ 24,
+    /* half_cost */ 10,
+    /* merge_cost */ 10,
+    /* page_cost */ {15, 18},
+    /* most_turns */ 3,
+    /* most_pages_any_16_rows */ 16,
+    /* longer_32_rows */ {0, 4, 2},
+};
+
+/** When a strategy is considered. Rows are query tokens * query heads per KV head. */
+struct Condition {
+    Strategy strategy;
+    bool hopper;                    /* only on 9.x */
+    int first_rows, first_rows_any; /* of plans whose width has its own kernels, and of others */
+    int last_rows;
+    int first_groups, last_groups;
+    bool
+        whole_pages_of_16_bits; /* only pages of 128 tokens, and queries in fp16 or bf16, because weights are rounded to fp16 */
+    bool dense, tile_16; /* whether it takes dense rotations, and tiles of 16 channels */
+    bool (*cut)(const tq_plan &plan, const Device &device, Launch *launch); /* false: not after all */
+};
+
+bool cut_many_rows(const tq_plan &plan, const Device &device, Launch *launch);
+bool choose_split(const tq_plan &plan, const Device &device, Launch *launch);
+
+/** The first strategy whose conditions hold, and which can be cut, runs. */
+constexpr Condition CONDITIONS[] = {
+    /* strategy                hopper rows (own, any widths)  groups  128 tokens, 16 bits  dense  tile_16 */
+    {Strategy::FUSED_MANY_ROWS, true, 9, 9, FUSED_ROWS, 4, 4, true, false, false, cut_fused_many_rows},
+    {Strategy::FUSED, true, 1, 1, FUSED_ROWS, 1, 4, false, false, false, cut_fused},
+    {Strategy::MANY_ROWS, true, 9, 17, INT32_MAX, 4, 4, true, true, false, cut_many_rows},
+    {Strategy::SPLIT, false, 1, 1, INT32_MAX, 1, 8, false, true, true, choose_split},
+};
+
+bool holds(const Condition &c, const tq_plan &plan, const Device &device, const AttendArgs &a)
+{
+    if (c.hopper && !device.bulk) return false;
+    if (is_fused(c.strategy) && device.line) return false;
+    if (a.rows < (width_of(plan) ? c.first_rows : c.first_rows_any) || a.rows > c.last_rows) return false;
+    if (a.groups < c.first_groups || a.groups > c.last_groups) return false;
+    if (c.whole_pages_of_16_bits && (plan.page_tokens != 4 * TQ_TILE || a.p.dtype == TQ_F32)) return false;
+    return (c.dense || plan.rotation != TQ_ROTATION_DENSE) && (c.tile_16 || !tq_tile_is_16(&plan));
+}
+
+bool cut_many_rows(const tq_plan &plan, const Device &, Launch *launch)
+{
+    int row = find_row(Strategy::MANY_ROWS, true, width_of(plan), false, launch->args.groups, false);
+    launch->kernel = find_kernel(row, launch->args.rows <= 16 ? 4 : 8, 4);
+    if (!launch->kernel.kernel) launch->kernel = find_kernel(row, 8, 4);
+    return true;
+}
+
+bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
+{
+    const AttendArgs &a = launch->args;
+    const Rules &r = *device.rules;
+    const int64_t pages = (int64_t)a.p.batch * a.p.kv_heads * a.p.max_pages, processors = device.processors;
+    const int bits = width_of(plan);
+    int row = find_row(Strategy::SPLIT, device.bulk, bits, tq_tile_is_16(&plan), a.groups, false);
+    /* 2 bits cost so little to unpack that more warps are worth more than rows a warp; tiles of 16 and long rows lack the registers */
+    bool upto_8 = a.groups > 4 || bits == 2 || tq_tile_is_16(&plan);
+    int blocks = a.rows <= 4 ? 1 : a.rows <= 8 || upto_8 ? 2 : 4;
+    /* Whole pages pay off once every multiprocessor has some; at 2 and 3 bits not where a warp has 1 to 10. */
+    bool a_few = (bits == 2 || bits == 3) && a.groups == 4 && a.rows <= 4 && pages >= r.not_whole_from * processors &&
+                 pages < r.not_whole_upto * processors;
+    bool whole = plan.page_tokens == 4 * TQ_TILE && pages >= r.whole_from * processors && !a_few;
+    launch->kernel = find_kernel(row, blocks, whole && KERNELS[row].whole_pages ? 4 : 2);
+    return true;
+}
+
+} // namespace
+
+const Rules &rules_of(const DeviceFacts &) { return H200; }
+
+int find_row(Strategy strategy, bool hopper, int width, bool tile_16, int groups, bool crowded)
+{
+    for (int wanted : {width, 0})
+        for (int row = 0; row < KERNEL_ROWS && (wanted == width || strategy == Strategy::SPLIT); row++) {
+            const KernelRow &r = KERNELS[row];
+            if (r.strategy == strategy && r.hopper == hopper && r.width == wanted && r.tile_16 == tile_16 &&
+                r.first_groups <= groups && groups <= r.last_groups && r.crowded == crowded)
+                return row;
+        }
+    return -1;
+}
+
+KernelChoice find_kernel(int row, int blocks, int tiles)
+{
+    return row < 0 ? KernelChoice{} : KERNELS[row].kernels(row, blocks, tiles);
+}
+
+void choose_kernel(const tq_plan &plan, const Device &device, Launch *launch)
+{
+    for (const Condition &c : CONDITIONS)
+        if (holds(c, plan, device, launch->args) && c.cut(plan, device, launch)) return;
+}
+
+void name_kernel(const KernelChoice &kernel, char *name)
+{
+    const KernelRow &r = KERNELS[kernel.row];
+    const char *const strategies[] = {"split", "many_rows", "fused", "fused_many_rows"};
+    char width[16];
+    if (r.width) snprintf(width, sizeof width, "%dbit", r.width);
+    else snprintf(width, sizeof width, r.tile_16 ? "tile16" : "any");
+    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_%s_%s_d%d_%dx%d%s%s", strategies[(int)r.strategy], width,
+             TQ_TILE * r.last_groups, kernel.rows, TQ_TILE * kernel.tiles, r.crowded ? "_crowded" : "",
+             r.hopper ? "" : "_portable");
+}
+
+} // namespace tq

@@ -1,0 +1,242 @@
+/* The table of all attention kernels, and what the choice between them reads. dispatch.cu chooses. Nothing here needs CUDA. */
+#ifndef TQ_CUDA_ATTEND_DISPATCH_H
+#define TQ_CUDA_ATTEND_DISPATCH_H
+#include <type_traits>
+#include <utility>
+
+#include "core/plan_kind.h"
+#include "cuda/attend/variant.h"
+
+namespace tq
+{
+
+/* ---- kernels ---- */
+
+enum class Strategy {
+    SPLIT,     /* prepare, pages, combine: all pages of all sequences in one line, cut into equal pieces (split/) */
+    MANY_ROWS, /* the same, where four warps share a page and unpack it once for 16 or 32 rows (many_rows/) */
+    FUSED,     /* one kernel; every (sequence, KV head) has equally many thread blocks (fused/) */
+    FUSED_MANY_ROWS, /* the same with the loop of MANY_ROWS (many_rows/) */
+};
+constexpr bool has_many_rows(Strategy s) { return s == Strategy::MANY_ROWS || s == Strategy::FUSED_MANY_ROWS; }
+constexpr bool is_fused(Strategy s) { return s == Strategy::FUSED || s == Strategy::FUSED_MANY_ROWS; }
+
+/** A compiled kernel. */
+struct KernelChoice {
+    void (*kernel)(AttendArgs); /* NULL: there is none */
+    int key_bits;               /* 0: any widths */
+    int blocks;                 /* of four rows a warp; 0 with many rows */
+    int tiles;                  /* token tiles of a unit: 2 (half a page) or 4 (a page) */
+    int max_threads;
+    bool two_products;
+    int own_bytes; /* shared memory beside the stages: of a warp, with many rows of a team */
+    int team_rows; /* with many rows: rows of a team; 0 otherwise */
+    int row;       /* of KERNELS */
+    int rows;      /* that it takes at once */
+};
+
+/** The kernel of a row of KERNELS for 4 * blocks rows and units of so many tiles. One function for each file that compiles some. */
+using Kernels = KernelChoice (*)(int row, int blocks, int tiles);
+KernelChoice split_2_kernels(int row, int blocks, int tiles);
+KernelChoice split_3_kernels(int row, int blocks, int tiles);
+KernelChoice split_4_kernels(int row, int blocks, int tiles);
+KernelChoice split_any_kernels(int row, int blocks, int tiles);
+KernelChoice split_tile_16_kernels(int row, int blocks, int tiles);
+KernelChoice fused_kernels(int row, int blocks, int tiles);
+KernelChoice many_rows_kernels(int row, int blocks, int tiles);
+
+constexpr unsigned R4 = 1, R8 = 2, R16 = 4, R32 = 8; /* sets of numbers of rows, in units of four */
+
+/** Kernels that differ only in the rows they take at once and in the size of their units. */
+struct KernelRow {
+    Strategy strategy;
+    bool hopper;                      /* bulk copies (TMA), for 9.x; otherwise cp.async, for 8.0 and newer */
+    int width;                        /* of all groups of keys and values; 0: any widths, looked up for each group */
+    bool tile_16;                     /* tiles of 16 channels, of any widths */
+    int first_groups, last_groups;    /* head_dim / 32, rounded up; code is for the last */
+    unsigned half_pages, whole_pages; /* numbers of rows with such units */
+    bool crowded;                     /* registers for 20 warps of a multiprocessor */
+    Kernels kernels;
+};
+
+/** All attention kernels of plain plans. Adding one, or taking one away, is a change here alone: the files below compile what is listed.
+ *  No two rows are for one case (tests/test_dispatch.py). A plan whose width has no row in its strategy runs in SPLIT's row of width 0. */
+constexpr KernelRow KERNELS[] = {
+    /* strategy     hopper width tile_16 groups  half pages      whole pages    crowded */
+    {Strategy::SPLIT, true, 2, false, 2, 2, R4 | R8, R4 | R8, false, split_2_kernels},
+    {Strategy::SPLIT, true, 2, false, 3, 3, R4 | R8, R4 | R8, false, split_2_kernels},
+    {Strategy::SPLIT, true, 2, false, 4, 4, R4 | R8, R4 | R8, false, split_2_kernels},
+    {Strategy::SPLIT, true, 2, false, 8, 8, R4 | R8, R4 | R8, false, split_2_kernels},
+    {Strategy::SPLIT, false, 2, false, 4, 4, R4 | R8, R4 | R8, false, split_2_kernels},
+    {Strategy::SPLIT, true, 3, false, 2, 2, R4 | R8 | R16, R4 | R8 | R16, false, split_3_kernels},
+    {Strategy::SPLIT, true, 3, false, 3, 3, R4 | R8 | R16, R4 | R8 | R16, false, split_3_kernels},
+    {Strategy::SPLIT, true, 3, false, 4, 4, R4 | R8 | R16, R4 | R8 | R16, false, split_3_kernels},
+    {Strategy::SPLIT, true, 3, false, 8, 8, R4 | R8, R4 | R8, false, split_3_kernels},
+    {Strategy::SPLIT, false, 3, false, 4, 4, R4 | R8 | R16, R4 | R8 | R16, false, split_3_kernels},
+    {Strategy::SPLIT, true, 4, false, 2, 2, R4 | R8 | R16, R4 | R8 | R16, false, split_4_kernels},
+    {Strategy::SPLIT, true, 4, false, 3, 3, R4 | R8 | R16, R4 | R8 | R16, false, split_4_kernels},
+    {Strategy::SPLIT, true, 4, false, 4, 4, R4 | R8 | R16, 0, false,
+     split_4_kernels}, /* half pages were faster, also with many rows */
+    {Strategy::SPLIT, true, 4, false, 8, 8, R4 | R8, R4 | R8, false, split_4_kernels},
+    {Strategy::SPLIT, false, 4, false, 4, 4, R4 | R8 | R16, 0, false, split_4_kernels},
+    {Strategy::SPLIT, true, 0, false, 1, 4, R4 | R8 | R16, R4 | R8 | R16, false, split_any_kernels},
+    {Strategy::SPLIT, true, 0, false, 5, 8, R4 | R8, R4 | R8, false, split_any_kernels},
+    {Strategy::SPLIT, false, 0, false, 1, 4, R4 | R8 | R16, R4 | R8 | R16, false, split_any_kernels},
+    {Strategy::SPLIT, false, 0, false, 5, 8, R4 | R8, R4 | R8, false, split_any_kernels},
+    {Strategy::SPLIT, true, 0, true, 1, 4, R4 | R8, R4 | R8, false, split_tile_16_kernels},
+    {Strategy::SPLIT, true, 0, true, 5, 8, R4 | R8, R4 | R8, false, split_tile_16_kernels},
+    {Strategy::SPLIT, false, 0, true, 1, 4, R4 | R8, 0, false, split_tile_16_kernels},
+    {Strategy::SPLIT, false, 0, true, 5, 8, R4 | R8, 0, false, split_tile_16_kernels},
+    {Strategy::FUSED, true, 2, false, 2, 2, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
+    {Strategy::FUSED, true, 2, false, 2, 2, R8, R4, true, fused_kernels},
+    {Strategy::FUSED, true, 2, false, 4, 4, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
+    {Strategy::FUSED, true, 3, false, 2, 2, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
+    {Strategy::FUSED, true, 3, false, 2, 2, R8, R4, true, fused_kernels},
+    {Strategy::FUSED, true, 3, false, 4, 4, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
+    {Strategy::FUSED, true, 4, false, 2, 2, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
+    {Strategy::FUSED, true, 4, false, 2, 2, R8, 0, true, fused_kernels},
+    {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8 | R16, 0, false, fused_kernels},
+    {Strategy::FUSED, true, 0, false, 1, 4, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
+    {Strategy::MANY_ROWS, true, 2, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
+    {Strategy::MANY_ROWS, true, 3, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
+    {Strategy::MANY_ROWS, true, 4, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
+    {Strategy::MANY_ROWS, true, 0, false, 4, 4, 0, R32, false, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, 2, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, 3, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, 4, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, 0, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
+};
+constexpr int KERNEL_ROWS = sizeof KERNELS / sizeof *KERNELS;
+
+/* ---- what the choice reads ---- */
+
+/** Numbers that decide, as measured on one kind of GPU. A half page is 64 tokens of one (sequence, KV head); a warp's half pages are those
+ *  that it has one after the other. */
+struct Rules {
+    const char *gpu;
+    /* SPLIT */
+    int whole_from;                     /* pages a multiprocessor from which units are whole pages .. */
+    int not_whole_from, not_whole_upto; /* .. but not there at 2 and 3 bits, head_dim 97..128 and up to 4 rows */
+    /* FUSED */
+    int clusters_of_11;      /* multiprocessors of 11 that are in clusters of four or eight */
+    int busy_warps;          /* of a block, where warps have many units; 16 took up to 5 % longer */
+    int busy_of_20;          /* blocks at work, on the average, of 20 that there is room for */
+    int most_16_rows;        /* half pages of a warp: 16 rows, several tiles of rows */
+    int most_16_rows_4_bits; /* 16 rows, 4 bits, head_dim 97..128 */
+    int most_8_rows;         /* 8 rows, not 4 bits, by half pages */
+    int most_any_4_rows;     /* any widths, several blocks a multiprocessor (two: no limit) */
+    int most_any_8_rows;
+    int half_cost, merge_cost; /* what a warp takes for half a page, and what merge_parts takes; only ratios count */
+    int page_cost[2];          /* for a page: head_dim up to 64, above */
+    /* FUSED_MANY_ROWS */
+    int most_turns;             /* blocks of a multiprocessor, one after the other */
+    int most_pages_any_16_rows; /* of a team, any widths */
+    int longer_32_rows
+        [3]; /* pages that 32 rows are longer before and behind the loop than 16: any widths, 2 bits, 3 and 4 bits */
+};
+
+/** The current device, as far as the choice depends on it. */
+struct Device : DeviceFacts {
+    bool bulk, line;    /* bulk: 9.x with kernels compiled for it. line: never fused, for tests */
+    int large_clusters; /* clusters of LARGE_CLUSTER blocks at work at once */
+    const Rules *rules;
+};
+
+/** The rules for a device. All have those of an H200, the only one that was measured. */
+const Rules &rules_of(const DeviceFacts &device);
+
+struct Launch {
+    KernelChoice kernel;
+    AttendArgs args;
+    int blocks, threads, shared_bytes;
+    int prepare_blocks, prepare_threads, prepare_bytes, combine_blocks, combine_threads, combine_bytes;
+    int64_t segments;
+};
+
+/** The row of KERNELS for a case, or -1. */
+int find_row(Strategy strategy, bool hopper, int width, bool tile_16, int groups, bool crowded);
+/** The kernel of a row; its `kernel` is NULL if row is -1 or lists no such kernel. */
+KernelChoice find_kernel(int row, int blocks, int tiles);
+/** Chooses the kernel of a plain plan, and if it is fused also cuts the work. launch: as fill_args leaves it. */
+void choose_kernel(const tq_plan &plan, const Device &device, Launch *launch);
+
+/** Writes attend_<strategy>_<width>_d<head_dim>_<rows>x<tokens of a unit>[_crowded][_portable], TQ_CUDA_KERNEL_NAME_BYTES at most. */
+void name_kernel(const KernelChoice &kernel, char *name);
+
+/* ---- for the files that compile kernels ---- */
+
+template <int ROW, int BLOCKS, int TILES>
+using VariantOf = std::conditional_t<has_many_rows(KERNELS[ROW].strategy),
+                                     ManyRows<KERNELS[ROW].width, KERNELS[ROW].width, 4 * BLOCKS>,
+                                     Variant<KERNELS[ROW].width, KERNELS[ROW].width, KERNELS[ROW].last_groups, BLOCKS,
+                                             TILES, KERNELS[ROW].hopper, KERNELS[ROW].tile_16>>;
+
+template <class MAKE, int ROW, int BLOCKS, int TILES> KernelChoice compiled_kernel()
+{
+    constexpr KernelRow R = KERNELS[ROW];
+    using V = VariantOf<ROW, BLOCKS, TILES>;
+    if constexpr (has_many_rows(R.strategy))
+        return {MAKE::template kernel<R.strategy, V, 0>(),
+                R.width,
+                0,
+                V::TILES,
+                V::MAX_THREADS,
+                V::TWO_PRODUCTS,
+                is_fused(R.strategy) ? V::SHARING_BYTES : V::TEAM_BYTES,
+                V::ROWS,
+                ROW,
+                V::ROWS};
+    else if constexpr (R.strategy == Strategy::FUSED) {
+        constexpr int REGISTERS = R.crowded ? FOR_20_WARPS : fused_registers<V>();
+        return {MAKE::template kernel<R.strategy, V, REGISTERS>(),
+                R.width,
+                BLOCKS,
+                TILES,
+                most_threads(REGISTERS),
+                V::TWO_PRODUCTS,
+                0,
+                0,
+                ROW,
+                V::ROWS};
+    } else
+        return {MAKE::template kernel<R.strategy, V, 0>(),
+                R.width,
+                BLOCKS,
+                TILES,
+                V::MAX_THREADS,
+                V::TWO_PRODUCTS,
+                V::WARP_BYTES,
+                0,
+                ROW,
+                V::ROWS};
+}
+
+template <class MAKE, Kernels OWNER, int ROW, int BLOCKS, int TILES>
+void take_kernel(int row, int blocks, int tiles, KernelChoice *found)
+{
+    constexpr KernelRow R = KERNELS[ROW];
+    if constexpr (R.kernels == OWNER && ((TILES == 2 ? R.half_pages : R.whole_pages) & BLOCKS))
+        if (row == ROW && blocks == BLOCKS && tiles == TILES) *found = compiled_kernel<MAKE, ROW, BLOCKS, TILES>();
+}
+
+template <class MAKE, Kernels OWNER, int TILES, int... ROWS>
+void take_kernels(int row, int blocks, int tiles, KernelChoice *found, std::integer_sequence<int, ROWS...>)
+{
+    (take_kernel<MAKE, OWNER, ROWS, 1, TILES>(row, blocks, tiles, found), ...);
+    (take_kernel<MAKE, OWNER, ROWS, 2, TILES>(row, blocks, tiles, found), ...);
+    (take_kernel<MAKE, OWNER, ROWS, 4, TILES>(row, blocks, tiles, found), ...);
+    (take_kernel<MAKE, OWNER, ROWS, 8, TILES>(row, blocks, tiles, found), ...);
+}
+
+/** Of the rows of KERNELS whose `kernels` is OWNER: compiles all kernels that they list, and returns one of them. MAKE::kernel<STRATEGY, V,
+ *  REGISTERS>() is the kernel's address. */
+template <class MAKE, Kernels OWNER> KernelChoice compiled_here(int row, int blocks, int tiles)
+{
+    KernelChoice found = {};
+    take_kernels<MAKE, OWNER, 2>(row, blocks, tiles, &found, std::make_integer_sequence<int, KERNEL_ROWS>());
+    take_kernels<MAKE, OWNER, 4>(row, blocks, tiles, &found, std::make_integer_sequence<int, KERNEL_ROWS>());
+    return found;
+}
+
+} // namespace tq
+#endif

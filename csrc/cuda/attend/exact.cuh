@@ -1,0 +1,237 @@
+/* Exact tokens: sinks, window ring and fresh tokens, in the model's dtype, with plain float32 arithmetic by a whole block of prepare.
+ * There are few of them; what matters is that they join the same softmax and that their loads wait for each other as little as
+ * possible. */
+#ifndef TQ_CUDA_ATTEND_EXACT_CUH
+#define TQ_CUDA_ATTEND_EXACT_CUH
+#include "cuda/attend/query.cuh"
+
+namespace tq
+{
+
+constexpr int EXACT_CHUNK = 32; /* tokens between two barriers */
+
+struct ExactToken {
+    const void *k, *v; /* their first numbers */
+    int32_t position, unused;
+};
+
+/** Positions of the exact tokens that some row of a sequence sees. */
+struct ExactView {
+    Range sinks, recent;
+};
+
+__device__ __forceinline__ ExactView view_exact(const AttendArgs &a, const Sequence &s)
+{
+    Range first = seen(a, s, s.first_position), last = seen(a, s, s.length - 1);
+    ExactView v = {{first.lo, min(last.hi, min(a.p.sinks, s.length))}, {0, 0}};
+    if (!a.p.window) return v;
+    int32_t stored = a.p.fresh_k ? max(s.first_position, 0) : s.length; /* tokens that the ring had seen */
+    v.recent = {max(max(first.lo, a.p.sinks), stored - a.p.window), last.hi};
+    if (a.p.causal) v.recent.lo = max(v.recent.lo, s.first_position - a.p.window + 1);
+    return v;
+}
+
+/** In shared memory, behind the rows of shared_row that hold the sums of each way:
+ *  |tokens [EXACT_CHUNK]|scores [prepare_rows][EXACT_CHUNK]|max, sum, factor [prepare_rows] each|. */
+struct ExactState {
+    ExactToken *tokens;
+    float *scores, *max, *sum, *factor;
+};
+
+/** Groups of threads of a block that share the work on its rows, each with rows of sums of its own. */
+__device__ __forceinline__ int ways_of(const AttendArgs &a)
+{
+    return max(1, (int)blockDim.x / (a.prepare_rows * 8 * a.groups));
+}
+
+__device__ __forceinline__ ExactState exact_state(const AttendArgs &a)
+{
+    ExactToken *tokens = reinterpret_cast<ExactToken *>(shared_row(a, ways_of(a) * a.prepare_rows));
+    float *scores = reinterpret_cast<float *>(tokens + EXACT_CHUNK), *max = scores + a.prepare_rows * EXACT_CHUNK;
+    return {tokens, scores, max, max + a.prepare_rows, max + 2 * a.prepare_rows};
+}
+
+/** Token i of a view. */
+__device__ __forceinline__ ExactToken exact_token(const AttendArgs &a, const RowSet &s, const Sequence &seq,
+                                                  const ExactView &view, int32_t i)
+{
+    int64_t head = (int64_t)s.b * a.p.kv_heads + s.h, at_k, at_v;
+    int32_t bytes = dtype_bytes(a.p.dtype), position = view.sinks.lo + i;
+    const void *k = a.p.sink_k, *v = a.p.sink_v;
+    if (i < view.sinks.count()) {
+        at_k = at_v = (head * a.p.sinks + position) * a.head_dim;
+    } else {
+        position = view.recent.lo + i - view.sinks.count();
+        if (a.p.fresh_k && position >= seq.first_position) {
+            int64_t token = position - seq.first_position;
+            k = a.p.fresh_k, v = a.p.fresh_v;
+            at_k = s.b * a.p.fresh_k_stride_batch + s.h * a.p.fresh_k_stride_head + token * a.p.fresh_k_stride_token;
+            at_v = s.b * a.p.fresh_v_stride_batch + s.h * a.p.fresh_v_stride_head + token * a.p.fresh_v_stride_token;
+        } else {
+            k = a.p.window_k, v = a.p.window_v;
+            at_k = at_v = (head * a.p.window + a.by_window.remainder(position)) * a.head_dim;
+        }
+    }
+    return {static_cast<const char *>(k) + at_k * bytes, static_cast<const char *>(v) + at_v * bytes, position, 0};
+}
+
+__device__ __forceinline__ float dot_quads(float4 x, float4 y, float sum)
+{
+    return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
+}
+
+/** Positions that query token `token` may see; of the ring's tokens it sees the last `window` alone. */
+struct ExactSight {
+    Range visible;
+    int32_t recent_lo;
+
+    __device__ __forceinline__ ExactSight(const AttendArgs &a, const Sequence &seq, int32_t token, bool real)
+    {
+        int32_t p = seq.first_position + token;
+        visible = seen(a, seq, p);
+        if (!real) visible.hi = visible.lo;
+        recent_lo = a.p.causal ? max(visible.lo, p - a.p.window + 1) : visible.lo;
+    }
+    /** The token's base-2 logit from its product with the query; -inf if the query does not see it. */
+    __device__ __forceinline__ float logit(const AttendArgs &a, int32_t position, float dot) const
+    {
+        float x = dot * a.p.softmax_scale;
+        if (a.p.softcap > 0) x = a.p.softcap * tanhf(x / a.p.softcap);
+        return position >= (position >= a.p.sinks ? recent_lo : visible.lo) && position < visible.hi ? x * LOG2_E
+                                                                                                     : -INFINITY;
+    }
+};
+
+/** Base-2 logits of n <= EXACT_CHUNK tokens for all rows; -inf for what a row does not see. A warp takes a row and 4 to 16 tokens, so
+ *  that no warp is idle, eight lanes a token. */
+template <int GROUPS>
+__device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t n,
+                                             const ExactState &x)
+{
+    int warps = blockDim.x / 32, lane = threadIdx.x & 31, piece = lane % 8, chunk = min(a.exact_tokens, EXACT_CHUNK),
+        tokens = min(16, max(4, chunk * a.prepare_rows / warps));
+#pragma unroll 1
+    for (int item = threadIdx.x / 32; item * tokens < a.prepare_rows * chunk; item += warps) {
+        int row = item % a.prepare_rows, first = item / a.prepare_rows * tokens;
+        int64_t at = query_at(a, s, row);
+        Quad raw[GROUPS];
+        float4 q[GROUPS];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            int c = TQ_TILE * g + 4 * piece;
+            raw[g].raw = make_uint4(0, 0, 0, 0);
+            if (c < a.head_dim && at >= 0) raw[g] = load_quad(a.p.q, at + c, a.p.dtype);
+        }
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) q[g] = to_float4(raw[g], a.p.dtype);
+        int32_t query_token, head;
+        bool real = find_row(a, s, row, query_token, head);
+        ExactSight sight(a, seq, query_token, real);
+#pragma unroll 1
+        for (int i = first + lane / 8; i < first + tokens; i += 4) {
+            ExactToken token = x.tokens[min(i, n - 1)];
+            Quad k[GROUPS];
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) {
+                int c = TQ_TILE * g + 4 * piece;
+                k[g].raw = make_uint4(0, 0, 0, 0);
+                if (c < a.head_dim) k[g] = load_quad(token.k, c, a.p.dtype);
+            }
+            float dot = 0;
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) dot = dot_quads(q[g], to_float4(k[g], a.p.dtype), dot);
+#pragma unroll
+            for (int d = 1; d < 8; d *= 2) dot += __shfl_xor_sync(ALL_LANES, dot, d);
+            if (piece) continue;
+            x.scores[row * EXACT_CHUNK + i] = i < n ? sight.logit(a, token.position, dot) : -INFINITY;
+        }
+    }
+}
+
+/** Scores to weights in place, running maximum and sum per row. A warp per row. */
+__device__ __forceinline__ void exact_softmax(const AttendArgs &a, const ExactState &x, int32_t n)
+{
+    int lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int row = threadIdx.x / 32; row < a.prepare_rows; row += blockDim.x / 32) {
+        float score = lane < n ? x.scores[row * EXACT_CHUNK + lane] : -INFINITY;
+        float before = x.max[row], largest = fmaxf(before, warp_max(score)), shift = largest == -INFINITY ? 0 : largest;
+        float weight = exp2_fast(score - shift), factor = exp2_fast(before - shift), sum = warp_sum(weight);
+        __syncwarp(); /* all lanes have read the maximum */
+        x.scores[row * EXACT_CHUNK + lane] = weight;
+        if (lane) continue;
+        x.max[row] = largest;
+        x.sum[row] = x.sum[row] * factor + sum;
+        x.factor[row] = factor;
+    }
+}
+
+/** Adds the chunk's weighted values; each way takes every `ways`-th token. */
+__device__ __forceinline__ void exact_values(const AttendArgs &a, int32_t n, const ExactState &x)
+{
+    constexpr int AT_ONCE = 8;
+    int quads = 8 * a.groups, items = a.prepare_rows * quads, ways = ways_of(a);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < items * ways; i += blockDim.x) {
+        int way = i / items, item = i - way * items, row = item / quads, c = 4 * (item - row * quads);
+        if (c >= a.head_dim) continue;
+        float4 *sum = reinterpret_cast<float4 *>(shared_row(a, way * a.prepare_rows + row) + c);
+        float factor = x.factor[row];
+        float4 o = make_float4(sum->x * factor, sum->y * factor, sum->z * factor, sum->w * factor);
+#pragma unroll 1
+        for (int first = way; first < n; first += AT_ONCE * ways) {
+            Quad v[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) v[j] = load_quad(x.tokens[min(first + j * ways, n - 1)].v, c, a.p.dtype);
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                if (first + j * ways >= n) break;
+                float weight = x.scores[row * EXACT_CHUNK + first + j * ways];
+                float4 y = to_float4(v[j], a.p.dtype);
+                o = make_float4(fmaf(weight, y.x, o.x), fmaf(weight, y.y, o.y), fmaf(weight, y.z, o.z),
+                                fmaf(weight, y.w, o.w));
+            }
+        }
+        *sum = o;
+    }
+}
+
+/** Part `part` of the exact tokens, for the set's rows, by a whole block. */
+template <int GROUPS> __device__ __forceinline__ void attend_exact(const AttendArgs &a, const RowSet &s, int32_t part)
+{
+    Sequence seq = load_sequence(a, s.b);
+    ExactView view = view_exact(a, seq);
+    ExactState x = exact_state(a);
+    int32_t first = part * a.exact_tokens, end = min(first + a.exact_tokens, view.sinks.count() + view.recent.count());
+    int ways = ways_of(a), width = TQ_TILE * a.groups;
+    for (int i = threadIdx.x; i < ways * a.prepare_rows * a.pitch; i += blockDim.x) shared_row(a, 0)[i] = 0;
+    for (int i = threadIdx.x; i < a.prepare_rows; i += blockDim.x) x.max[i] = -INFINITY, x.sum[i] = 0;
+#pragma unroll 1
+    for (; first < end; first += EXACT_CHUNK) {
+        int32_t n = min(end - first, EXACT_CHUNK);
+        if ((int)threadIdx.x < n) x.tokens[threadIdx.x] = exact_token(a, s, seq, view, first + threadIdx.x);
+        __syncthreads();
+        exact_scores<GROUPS>(a, s, seq, n, x);
+        __syncthreads();
+        exact_softmax(a, x, n);
+        __syncthreads();
+        exact_values(a, n, x);
+        __syncthreads();
+    }
+    __syncthreads();
+    int64_t out = (((int64_t)s.b * a.p.kv_heads + s.h) * a.exact_parts + part) * a.row_tiles * a.tile_rows +
+                  s.row_tile * a.tile_rows + s.first;
+    for (int i = threadIdx.x; i < a.prepare_rows; i += blockDim.x) a.exact_totals[out + i] = {x.max[i], x.sum[i], 0, 0};
+    if (view.sinks.count() + view.recent.count() <= part * a.exact_tokens)
+        return; /* nobody reads sums without weight */
+#pragma unroll 1
+    for (int i = threadIdx.x; i < a.prepare_rows * width; i += blockDim.x) {
+        int row = i / width, c = i - row * width;
+        float sum = 0;
+        for (int way = 0; way < ways; way++) sum += shared_row(a, way * a.prepare_rows + row)[c];
+        a.exact_sums[(out + row) * width + c] = sum;
+    }
+}
+
+} // namespace tq
+#endif

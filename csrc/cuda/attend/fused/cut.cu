@@ -1,0 +1,250 @@
+/* The cut of the fused kernels: thread blocks that share a segment, warps, shared memory, and whether SPLIT is faster. */
+#include "cuda/attend/cut.h"
+
+namespace tq
+{
+namespace
+{
+
+/* ---- the cut of attend_fused ---- */
+
+/** Blocks of a multiprocessor that takes `warps` warps of them: so many that all segments are at work at once, if that is possible,
+ *  because otherwise some wait for a turn of their own. Blocks have two warps at least. */
+int blocks_at_once(int64_t segments, int warps, const Device &device)
+{
+    int blocks = 1;
+    for (int n = 2; 2 * n <= warps && blocks * (int64_t)device.processors < segments; n++)
+        if (warps % n == 0) blocks = n;
+    return blocks;
+}
+
+/** Blocks that share a segment of so many units at most, and whether as a cluster; returns how many a team may have. blocks: all that
+ *  are at work at once. */
+int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const Device &device, FusedArgs *f)
+{
+    int processors = device.processors,
+        in_clusters = processors * device.rules->clusters_of_11 / 11; /* some are in no cluster of four or eight */
+    f->cluster = PORTABLE_CLUSTER;
+    while (f->cluster > 1 && segments * f->cluster > (f->cluster > 2 ? in_clusters : processors)) f->cluster /= 2;
+    /* A large cluster where that takes all units at once, and one of eight would keep more than busy_warps of its teams busy: 1 to 7
+     * segments took up to 38 % less. */
+    int busy = f->teams < device.rules->busy_warps ? f->teams : device.rules->busy_warps;
+    if (segments <= device.large_clusters && segments * LARGE_CLUSTER <= processors &&
+        units > PORTABLE_CLUSTER * busy && units <= LARGE_CLUSTER * f->teams)
+        f->cluster = LARGE_CLUSTER;
+    int64_t parts = blocks / segments;
+    auto rounds = [&](int64_t sharing) { return (units + sharing * f->teams - 1) / (sharing * f->teams); };
+    bool split = parts > 1 && rounds(f->cluster) > rounds(parts); /* merge_parts costs no more than a round */
+    f->sharing = split ? (int)parts : f->cluster;
+    if (split) f->cluster = 1;
+    return rounds(f->sharing);
+}
+
+/** Whether of the blocks' turns on the multiprocessors, `room` of them at work at once, few places stay empty: every block works as long
+ *  as the longest. */
+bool keeps_busy(int64_t blocks, int64_t room, const Rules &r)
+{
+    int64_t turns = (blocks + room - 1) / room;
+    return blocks * 20 >= turns * room * r.busy_of_20;
+}
+
+/** Shared memory of the blocks; returns their bytes. */
+int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)
+{
+    AttendArgs &a = *args;
+    FusedArgs &f = a.fused;
+    int64_t row_bytes = a.pitch * (int64_t)sizeof(float), sums = a.tile_rows * row_bytes, at = 0;
+    int64_t rows = a.row_tiles > 1 ? a.tile_rows : a.rows, sent = (rows + f.cluster - 1) / f.cluster * f.cluster,
+            slot = f.sharing == f.cluster ? part_floats(a) * (int64_t)sizeof(float) : 0;
+    f.stride = f.teams * f.sharing;
+    f.exact_warps = f.warps / exact_sets(kernel.team_rows);
+    f.team_bytes = (int32_t)(a.stage_bytes > sums ? a.stage_bytes : sums);
+    take(&at, (int64_t)f.teams * f.team_bytes);
+    f.rows = (int32_t)take(&at, a.tile_rows * sizeof(RowArgs));
+    f.queries = (int32_t)take(&at, (int64_t)a.tile_rows / 4 * a.groups * 32 * sizeof(uint2));
+    f.spare = (int32_t)take(&at, sums);
+    f.value_scale = (int32_t)take(&at, 32 * sizeof(float2));
+    f.totals = (int32_t)take(&at, (f.teams + f.exact_warps) * a.tile_rows * sizeof(float4));
+    f.exact = (int32_t)take(&at, a.exact_parts ? f.exact_warps * sums : 0);
+    f.slots = (int32_t)take(&at, sent * slot);
+    a.at_teams = (int32_t)take(&at, (int64_t)f.teams * kernel.own_bytes);
+    a.at_barriers = (int32_t)at;
+    f.block = a.at_barriers + f.teams * 32;
+    return f.block + FUSED_BLOCK_BYTES;
+}
+
+/** Whether the cut is faster than that of SPLIT. at_once: blocks of a multiprocessor; rounds: as of
+ *  share_segments. */
+bool fused_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segments, int at_once, int64_t rounds,
+                    const Device &device)
+{
+    const FusedArgs &f = a.fused;
+    const Rules &r = *device.rules;
+    int64_t half_pages = rounds * kernel.tiles / 2;
+    /* Mostly attend_many_rows is the alternative with four groups, which unpacks a code once for up to 32 rows; with two it is teams of warps
+     * that share the pages. */
+    if (kernel.blocks == 4 && half_pages > r.most_16_rows && a.row_tiles > (a.groups == 4 ? 1 : 2)) return false;
+    if (kernel.blocks == 4 && half_pages > r.most_16_rows_4_bits && a.groups == 4 && kernel.key_bits == 4) return false;
+    if ((kernel.blocks == 1 ? rounds : half_pages) <= 2) return true;
+    if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
+    if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors, r)) return false;
+    /* by whole pages, here or by the three kernels, long caches are faster */
+    if (kernel.blocks == 2 && kernel.tiles == 2 && kernel.key_bits != 4 && half_pages > r.most_8_rows) return false;
+    /* With several blocks a multiprocessor mixed plans took up to 40 % less where there are not many pages; with three or more blocks up
+     * to 7 % more from 64 half pages on, two 2 to 11 % less at any length. With more than four rows 1 to 12 % more from 43 on. */
+    if (kernel.key_bits || at_once == 1) return true;
+    return kernel.blocks == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows
+                              : kernel.blocks == 2 && half_pages <= r.most_any_8_rows;
+}
+
+int page_cost(const AttendArgs &a, const Rules &r) { return r.page_cost[a.groups > 2]; }
+
+/** Cuts the work for the kernel of so many tiles a unit; returns about what it costs. 0, and *l good for nothing, where there is no such
+ *  kernel, or no room, or the three kernels are faster. */
+int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *l)
+{
+    AttendArgs &a = l->args;
+    FusedArgs &f = a.fused;
+    const Rules &r = *device.rules;
+    /* a segment takes two warps at least */
+    bool high_occupancy = l->segments > 16 / 2 * device.processors && l->segments <= 20 / 2 * device.processors;
+    int row_blocks = a.tile_rows / 4;
+    /* with 4 rows, the kernel for half pages has registers for 20 warps anyway */
+    bool crowded = a.groups == 2 && width_of(plan) && high_occupancy && row_blocks <= 2 && row_blocks * tiles > 2;
+    KernelChoice kernel =
+        find_kernel(find_row(Strategy::FUSED, true, width_of(plan), false, a.groups, crowded), row_blocks, tiles);
+    if (!kernel.kernel) return 0;
+    lay_out_stage(&plan, tiles, &a);
+    int most = kernel.max_threads / 32;
+    for (int at_once = blocks_at_once(l->segments, most, device); at_once; at_once--) {
+        int room = device.shared_bytes_per_processor / at_once - 1024;
+        if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
+        const int first = most / at_once < FUSED_WARPS ? most / at_once : FUSED_WARPS;
+        for (f.warps = first; f.warps >= 2; f.warps--) {
+            f.teams = f.warps;
+            int64_t units = (int64_t)a.p.max_pages * a.page_units,
+                    rounds = share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &f);
+            /* More warps make a block's start and end shorter: all there can be if no more than busy_warps of them have a unit, or
+             * if that saves a large cluster a round, or any cluster the kernel behind; otherwise no more than are good for reading. */
+            FusedArgs fewer = f;
+            fewer.teams = r.busy_warps;
+            share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &fewer);
+            bool saves = f.cluster == LARGE_CLUSTER || (rounds == 1 && f.cluster > 1 && fewer.cluster == 1);
+            int busy = saves ? f.warps : r.busy_warps;
+            if (f.warps > r.busy_warps && (f.warps < first || units > busy * f.sharing)) continue;
+            l->shared_bytes = lay_out_fused(kernel, &a);
+            if (l->shared_bytes > room) continue;
+            l->kernel = kernel;
+            l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
+            l->threads = 32 * f.warps;
+            if (!fused_would_do(a, kernel, l->segments, at_once, rounds, device)) return 0;
+            return (rounds ? rounds : 1) * (tiles == 2 ? r.half_cost : page_cost(a, r)) +
+                   (f.sharing == f.cluster ? 0 : r.merge_cost);
+        }
+    }
+    return 0;
+}
+
+/* ---- the cut of attend_fused_many_rows ---- */
+
+/** Turns that its blocks take: each fills a multiprocessor. */
+int64_t wide_turns(const Launch &l, const Device &device)
+{
+    int64_t blocks = l.segments * l.args.fused.sharing;
+    return (blocks + device.processors - 1) / device.processors;
+}
+
+/** Cuts the work by tiles of 16 rows, or of 32 where there are `rows` of more; returns how many pages a team may have, over all turns. 0
+ *  where there is no room for three teams. */
+int64_t cut_tiles(const tq_plan &plan, const Device &device, int rows, Launch *l)
+{
+    AttendArgs &a = l->args;
+    FusedArgs &f = a.fused;
+    int row = find_row(Strategy::FUSED_MANY_ROWS, true, width_of(plan), false, a.groups, false);
+    l->kernel = find_kernel(row, rows <= 16 ? 4 : 8, 4);
+    a.tile_rows = a.team_rows = l->kernel.team_rows;
+    a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
+    l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
+    lay_out_stage(&plan, l->kernel.tiles, &a);
+    for (f.teams = l->kernel.max_threads / (32 * TEAM_OF_MANY_ROWS); f.teams > 2; f.teams--) {
+        f.warps = TEAM_OF_MANY_ROWS * f.teams;
+        int64_t rounds = share_segments(l->segments, a.p.max_pages, device.processors, device, &f);
+        l->shared_bytes = lay_out_fused(l->kernel, &a);
+        if (l->shared_bytes > device.shared_bytes_per_block) continue;
+        l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
+        l->threads = 32 * f.warps;
+        return (rounds ? rounds : 1) * wide_turns(*l, device);
+    }
+    return 0;
+}
+
+/** What both fused strategies start from. False where there are more segments than `divide` takes. */
+bool start_fused(Launch *launch)
+{
+    AttendArgs &a = launch->args;
+    a.tile_rows = a.rows <= 4 ? 4 : a.rows <= 8 ? 8 : 16;
+    a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
+    a.exact_parts = most_exact_tokens(a.p) > 0;
+    launch->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
+    return launch->segments < 1 << 22;
+}
+
+} // namespace
+
+bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *launch)
+{
+    const Rules &r = *device.rules;
+    Launch l = *launch;
+    if (!start_fused(&l)) return false;
+    const Launch start = l;
+    const AttendArgs &a = l.args;
+    int64_t pages = cut_tiles(plan, device, a.rows, &l);
+    int bits = l.kernel.key_bits; /* 0: the kernel for any plan */
+    if (a.rows > 16) { /* What is before and behind the pages takes a block of 32 rows longer, by this many pages. */
+        Launch by_16 = start;
+        int64_t pages_by_16 = cut_tiles(plan, device, 16, &by_16), longer = r.longer_32_rows[bits > 2 ? 2 : bits / 2];
+        if (pages_by_16 && (!pages || pages_by_16 < pages + longer)) l = by_16, pages = pages_by_16;
+    }
+    int64_t turns = wide_turns(l, device);
+    if (!pages || turns > r.most_turns || (!bits && a.tile_rows == 16 && pages > r.most_pages_any_16_rows))
+        return false;
+    if (pages > 2 * turns) {
+        if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
+        if (!keeps_busy(l.segments * a.fused.sharing, device.processors, r)) return false;
+    }
+    *launch = l;
+    return true;
+}
+
+bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
+{
+    Launch halves = *launch;
+    if (!start_fused(&halves)) return false;
+    const AttendArgs &a = halves.args;
+    const int64_t segments = halves.segments;
+    const int row_blocks = a.tile_rows / 4;
+    Launch wholes = halves;
+    int64_t by_half = cut_units(plan, device, 2, &halves), by_page = 0;
+    /* Whole pages pay off where there are many. With up to four rows that is all, but for four groups there may not be many segments, which
+     * leave few warps for each; of mixed plans then if half pages do not do. With more rows, or many segments, whole pages may not cost
+     * more, and a warp is to have two of a mixed plan, or four where segments are many: `least` is what those cost. */
+    bool many = segments > 2 * device.processors, compare = many || row_blocks > 1;
+    if (plan.page_tokens > 2 * TQ_TILE && (many ? row_blocks > 1 || a.groups < 4 || (!uniform_bits(&plan) && !by_half)
+                                                : segments * a.p.max_pages >= 2 * device.processors))
+        by_page = cut_units(plan, device, 4, &wholes);
+    int least = page_cost(a, *device.rules) * (many ? 4 : wholes.kernel.key_bits ? 0 : 2);
+    if (compare && (by_page < least || (by_half && by_page > by_half))) by_page = 0;
+    if (!by_half && !by_page) return false;
+    *launch = by_page ? wholes : halves;
+    return true;
+}
+
+size_t lay_out_fused_workspace(Launch *l, char *base)
+{
+    AttendArgs &a = l->args;
+    if (a.fused.sharing == a.fused.cluster) return 0;
+    a.sums = reinterpret_cast<float *>(base);
+    return (size_t)l->blocks * a.rows * part_floats(a) * sizeof(float);
+}
+
+} // namespace tq

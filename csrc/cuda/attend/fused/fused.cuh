@@ -1,0 +1,513 @@
+/* Attention of up to 128 rows with everything in one kernel: what prepare, pages and combine leave in the workspace for each other stays in
+ * shared memory.
+ *
+ * A segment is shared by some blocks. Each of them
+ *   - prepares all the tile's queries, a warp per row, while the first pages are on their way,
+ *   - attends: of the segment's n teams (a warp each, or as in attend_many_rows four) each takes every n-th unit, and its warps such exact
+ *     tokens while they wait for their first unit,
+ *   - merges the parts of its teams.
+ * Where they are a cluster, each block finishes some of the rows, un-rotates and writes: the others send it their parts. Otherwise, if
+ * there are several, all leave their parts of all rows in the workspace, and a second kernel, merge_parts, does the rest.
+ *
+ * Rows that are too many for one tile are several tiles, each with blocks of its own, in the grid's second dimension.
+ *
+ * The work is cut by segments, however long they are: for sequences that are about equally long, or short. */
+#ifndef TQ_CUDA_ATTEND_FUSED_FUSED_CUH
+#define TQ_CUDA_ATTEND_FUSED_FUSED_CUH
+#include "cuda/attend/exact.cuh"
+#include "cuda/attend/output.cuh"
+#include "cuda/attend/split/kernel.cuh"
+
+namespace tq
+{
+
+/** The head_dim for which a kernel's code is shortest. */
+template <class V> constexpr int USUAL_DIM = TQ_TILE * (V::UNIFORM ? V::GROUPS : 4);
+
+/** The units of one team: every fused.stride-th of a segment, `unit` being the next to send for and the one before at work. As few numbers
+ *  as can be: where a kernel has 96 or 128 registers, more were spilled. */
+struct Stride : UnitPlace {
+    Range seen_by_all; /* packed indices */
+    int32_t end;       /* of the segment's units */
+
+    __device__ __forceinline__ Stride(const AttendArgs &a, const PackedView &view, int32_t b, int32_t h, int32_t turn)
+        : UnitPlace(a, view.units.lo + turn, b, h), seen_by_all(view.common), end(view.units.hi)
+    {
+    }
+    __device__ __forceinline__ Range common() const { return seen_by_all; }
+    __device__ __forceinline__ bool more() const { return unit < end; }
+    __device__ __forceinline__ bool works(const AttendArgs &a) const { return at_work(a) < end; }
+    __device__ __forceinline__ int32_t at_work(const AttendArgs &a) const { return unit - a.fused.stride; }
+    __device__ __forceinline__ void step_on(const AttendArgs &a, bool) { unit += a.fused.stride; }
+};
+
+/** What a block knows of its segment. */
+struct FusedBlock {
+    RowSet set;
+    int32_t rank, active; /* among the blocks that share the segment; teams with units */
+    PackedView view;
+};
+constexpr int AT_SENT = FUSED_BLOCK_BYTES - 16; /* behind it: the barrier of what a cluster's blocks send each other */
+static_assert(sizeof(FusedBlock) <= AT_SENT);
+
+/** A block's shared memory behind the stages of its teams, which hold their packed sums, [rows][pitch], once they have done their
+ *  units. A warp takes exact tokens for one set of rows, so that SETS warps side by side have the same tokens. */
+template <class V> struct FusedSpace {
+    static constexpr int ROWS = V::ROWS, SETS = exact_sets(V::TEAM_WARPS > 1 ? ROWS : 0), ROWS_OF_SET = ROWS / SETS;
+    static_assert(V::TEAM_WARPS % SETS == 0, "every set has as many warps of a block");
+    const AttendArgs &a;
+
+    template <class T> __device__ __forceinline__ T *at(int32_t bytes) const
+    {
+        return reinterpret_cast<T *>(shared_bytes + bytes);
+    }
+    __device__ __forceinline__ RowArgs *rows() const { return at<RowArgs>(a.fused.rows); }
+    __device__ __forceinline__ uint2 *queries() const { return at<uint2>(a.fused.queries); }
+    __device__ __forceinline__ float2 *value_scale() const { return at<float2>(a.fused.value_scale); }
+    __device__ __forceinline__ FusedBlock *block() const { return at<FusedBlock>(a.fused.block); }
+    __device__ __forceinline__ uint32_t sent() const { return shared_address(shared_bytes) + a.fused.block + AT_SENT; }
+    __device__ __forceinline__ float *spare_row(int row) const { return at<float>(a.fused.spare) + row * a.pitch; }
+    __device__ __forceinline__ float *packed_sums(int team, int row) const
+    {
+        return at<float>(team * a.fused.team_bytes) + row * a.pitch;
+    }
+    /** Of the part-th warp with exact tokens for the row. */
+    __device__ __forceinline__ float *exact_sums(int part, int row) const
+    {
+        return at<float>(a.fused.exact) + (part * ROWS + row) * a.pitch;
+    }
+    /** Of a part of a row: {max, sum, sum of packed tokens, rounded_sum}. Parts of packed tokens come first, one of each team, then exact
+     *  ones. */
+    __device__ __forceinline__ float4 *totals(int part, int row) const
+    {
+        return at<float4>(a.fused.totals) + part * ROWS + row;
+    }
+    /** What block `rank` of the cluster knows of a row that this block finishes: a part of part_floats. */
+    __device__ __forceinline__ float *slot(int row, int rank) const
+    {
+        return at<float>(a.fused.slots) + ((row & -a.fused.cluster) + rank) * part_floats(a);
+    }
+};
+
+/** The exact tokens of one warp, which shares those of the segment with fused.exact_warps of each block; the next of them on its way. Of rows
+ *  and tokens a lane has channels 4 lane .. */
+struct ExactTokens {
+    ExactView view;
+    int32_t next, end, position; /* of those that the sequence's rows see */
+    Quad k, v;
+
+    __device__ __forceinline__ ExactTokens(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t turn,
+                                           int lane)
+        : next(turn), end(0)
+    {
+        if (!a.exact_parts) return;
+        view = view_exact(a, seq);
+        end = view.sinks.count() + view.recent.count();
+        load(a, s, seq, lane);
+    }
+    __device__ __forceinline__ bool more() const { return next < end; }
+    __device__ __forceinline__ void step_on(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
+    {
+        next += a.fused.exact_warps * a.fused.sharing;
+        load(a, s, seq, lane);
+    }
+    __device__ __forceinline__ void load(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
+    {
+        k.raw = v.raw = make_uint4(0, 0, 0, 0);
+        if (!more()) return;
+        ExactToken token = exact_token(a, s, seq, view, next);
+        position = token.position;
+        if (4 * lane >= a.head_dim) return;
+        k = load_quad(token.k, 4 * lane, a.p.dtype);
+        v = load_quad(token.v, 4 * lane, a.p.dtype);
+    }
+};
+
+/** x[i] of the first N, summed over all lanes, to lanes 32 / N * i ..: halves change hands until each lane has one of them. */
+template <int N, int D = 16, int SIZE> __device__ __forceinline__ float sum_to_lanes(float (&x)[SIZE], int lane)
+{
+    if constexpr (N > 1) {
+        bool upper = lane & D;
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+            float sent = upper ? x[i] : x[i + N / 2], kept = upper ? x[i + N / 2] : x[i];
+            x[i] = kept + __shfl_xor_sync(ALL_LANES, sent, D);
+        }
+        return sum_to_lanes<N / 2, D / 2>(x, lane);
+    } else {
+#pragma unroll
+        for (int d = D; d; d /= 2) x[0] += __shfl_xor_sync(ALL_LANES, x[0], d);
+        return x[0];
+    }
+}
+
+/** A warp's part of the exact tokens. What is one number a row is in the lanes of sum_to_lanes. Inlined, although some loops over
+ *  units would be 1 to 4 % faster without: called, it made attention with a window 3 to 25 % slower. */
+template <class V>
+__device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const RowSet &s, const Sequence &seq,
+                                                     ExactTokens &tokens, const FusedSpace<V> &space, int warp,
+                                                     int lane)
+{
+    constexpr int ROWS = FusedSpace<V>::ROWS_OF_SET, SETS = FusedSpace<V>::SETS, LANES = 32 / ROWS;
+    int part = warp / SETS, first_row = ROWS * (warp % SETS), own = first_row + lane / LANES;
+    bool any = tokens.more();
+    float top = -INFINITY, sum = 0;
+    float4 o[ROWS];
+    if (any) {
+        int32_t query_token, head;
+        bool real = find_row(a, s, own, query_token, head);
+        int64_t at = query_at(a, s, own);
+        ExactSight sight(a, seq, query_token, real);
+        Quad raw[ROWS];
+        float4 q[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) raw[r] = QueryLoad<4>(a, __shfl_sync(ALL_LANES, at, LANES * r), lane).raw[0];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) q[r] = to_float4(raw[r], a.p.dtype), o[r] = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+        do {
+            float4 key = to_float4(tokens.k, a.p.dtype), value = to_float4(tokens.v, a.p.dtype);
+            int32_t position = tokens.position;
+            tokens.step_on(a, s, seq, lane);
+            float dot[ROWS];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) dot[r] = dot_quads(q[r], key, 0);
+            float logit = sight.logit(a, position, sum_to_lanes<ROWS>(dot, lane)), before = top;
+            top = fmaxf(before, logit);
+            float factor = moved(before, top), weight = moved(logit, top);
+            sum = fmaf(sum, factor, weight);
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                float f = __shfl_sync(ALL_LANES, factor, LANES * r), w = __shfl_sync(ALL_LANES, weight, LANES * r);
+                o[r] = make_float4(fmaf(o[r].x, f, w * value.x), fmaf(o[r].y, f, w * value.y),
+                                   fmaf(o[r].z, f, w * value.z), fmaf(o[r].w, f, w * value.w));
+            }
+        } while (tokens.more());
+    }
+    if (lane % LANES == 0) *space.totals(a.fused.teams + part, own) = make_float4(top, sum, 0, 0);
+    if (any && 4 * lane < TQ_TILE * a.groups)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            *reinterpret_cast<float4 *>(space.exact_sums(part, first_row + r) + 4 * lane) = o[r];
+}
+
+/** A warp's part of the packed tokens to where the block merges. */
+template <class V>
+__device__ __forceinline__ void leave_part_in_block(const AttendArgs &a, const FusedSpace<V> &space, int warp, int lane,
+                                                    const Sums<V> &sums)
+{
+#pragma unroll
+    for (int n = 0; n < V::BLOCKS; n++) {
+        int row = 4 * n + (lane & 3);
+        float weights = sums.weights[n];
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) weights += __shfl_xor_sync(ALL_LANES, weights, k);
+        if (lane < 4)
+            *space.totals(warp, row) =
+                make_float4(sums.reference[n] == NO_REFERENCE ? -INFINITY : sums.bias[n] - sums.reference[n], weights,
+                            weights, sums.rounded[n]);
+        float *to = space.packed_sums(warp, row) + lane / 4;
+#pragma unroll
+        for (int g = 0; g < V::GROUPS; g++) {
+            if (!V::UNIFORM && g >= a.groups) break;
+#pragma unroll
+            for (int r = 0; r < 4; r++) to[TQ_TILE * g + 8 * r] = sums.o[g][r][n];
+        }
+    }
+}
+
+/** Adds a part to a row's totals, in every lane: sooner done beside its sums than by lanes that each have a part. */
+__device__ __forceinline__ void add_totals(MergedRow &m, float factor, float4 totals)
+{
+    m.sum = fmaf(factor, totals.y, m.sum);
+    m.packed_sum = fmaf(factor, totals.z, m.packed_sum);
+    m.rounded_sum = fmaf(factor, totals.w, m.rounded_sum);
+}
+
+/** The sum of factor(w) * row(w) over n parts from `first` on of a row of the block, a lane the channels from `c` on; factor(w) is that
+ *  of lane w. Unless ALL_WRITTEN, a part of factor 0 may never have been written, but for its totals. */
+template <bool ALL_WRITTEN, class V, class Row>
+__device__ __forceinline__ float4 add_parts(const FusedSpace<V> &space, int row, int n, float factor, int first, int c,
+                                            Row at, MergedRow &m)
+{
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int w = 0; w < n; w++) {
+        float f = __shfl_sync(ALL_LANES, factor, first + w);
+        float4 x = *reinterpret_cast<const float4 *>(at(w, row) + c);
+        add_scaled(sum, f, !ALL_WRITTEN && f == 0 ? make_float4(0, 0, 0, 0) : x);
+        add_totals(m, f, *space.totals(first + w, row));
+    }
+    return sum;
+}
+
+/** Whether merge_parts finishes all rows. Their parts are not rotated back here: that took all blocks longer than it takes merge_parts. */
+__device__ __forceinline__ bool leaves_parts(const AttendArgs &a) { return a.fused.sharing != a.fused.cluster; }
+
+/** Merges the parts of the block's teams, of which the first `active` have had units, and sends each row's to whoever finishes it: a warp
+ *  a row, a lane four channels. */
+template <class V>
+__device__ __forceinline__ void send_rows(const AttendArgs &a, const FusedSpace<V> &space, const RowSet &s, int rank,
+                                          int active, int warp, int lane)
+{
+    int warps = a.fused.warps, teams = a.fused.teams, exact_parts = a.fused.exact_warps, width = TQ_TILE * a.groups,
+        c = 4 * lane;
+    bool exact = a.exact_parts, has = c < width, in_cluster = a.fused.cluster > 1;
+    if (!has) c = 0;
+    float *slot;
+    uint32_t sent_to, bar;
+    auto put = [&](int at, float4 x) {
+        if (in_cluster) send_cluster(sent_to + 4 * at, x, bar);
+        else *reinterpret_cast<float4 *>(slot + at) = x;
+    };
+#pragma unroll 1
+    for (int row = warp; row < s.n; row += warps) {
+        float highest = lane < (exact ? teams + exact_parts : active) ? space.totals(lane, row)->x : -INFINITY;
+        float top = warp_max(highest), f = moved(highest, top);
+        MergedRow m = {top, 0, 0, 0};
+        if (in_cluster) {
+            sent_to = cluster_address(shared_address(space.slot(row, rank)), row & (a.fused.cluster - 1));
+            bar = cluster_address(space.sent(), row & (a.fused.cluster - 1));
+        } else if (leaves_parts(a)) {
+            slot = a.sums + ((int64_t)blockIdx.x * a.rows + s.row_tile * space.ROWS + row) * part_floats(a);
+        } else {
+            slot = space.slot(row, 0);
+        }
+        auto packed = [&](int w, int row) { return space.packed_sums(w, row); };
+        float4 sum = add_parts<true>(space, row, active, f, 0, c, packed, m);
+        if (has) put(4 + c, sum);
+        if (exact) {
+            auto exact_of = [&](int w, int row) { return space.exact_sums(w, row); };
+            sum = add_parts<false>(space, row, exact_parts, f, teams, c, exact_of, m);
+            if (has) put(4 + width + c, sum);
+        }
+        if (lane == 0) put(0, make_float4(m.max, m.sum, m.packed_sum, m.rounded_sum));
+    }
+}
+
+/** The sum of factor(k) * slot k of a row, a lane four channels from `first` of each slot on, behind the last nothing of use; factor(k)
+ *  is that of lane k. Four at a time, however many there are: usually eight, and code that is jumped over costs as well. WITH_TOTALS: adds
+ *  those to m. */
+template <bool WITH_TOTALS, class V>
+__device__ __forceinline__ float4 add_slots(const FusedSpace<V> &space, int row, float factor, int first, int lane,
+                                            MergedRow &m)
+{
+    constexpr int AT_ONCE = 4;
+    int blocks = space.a.fused.cluster, at = first + (4 * lane < TQ_TILE * space.a.groups ? 4 * lane : 0);
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int k = 0; k < blocks; k += AT_ONCE)
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            int block = min(k + j, blocks - 1);
+            float f = __shfl_sync(ALL_LANES, factor, block);
+            if (k + j >= blocks) f = 0;
+            const float *slot = space.slot(row, block);
+            add_scaled(sum, f, *reinterpret_cast<const float4 *>(slot + at));
+            if (WITH_TOTALS) add_totals(m, f, *reinterpret_cast<const float4 *>(slot));
+        }
+    return sum;
+}
+
+/** Merges what the cluster's blocks sent of a row that this one finishes, and writes results. One warp. */
+template <class V>
+__device__ __forceinline__ void finish_row(const AttendArgs &a, int row, const ValueScale<4> &scale, uint32_t flip,
+                                           const Output &output, const FusedSpace<V> &space, int lane)
+{
+    int width = TQ_TILE * a.groups;
+    float highest = *space.slot(row, lane & (a.fused.cluster - 1)), top = warp_max(highest), f = moved(highest, top);
+    MergedRow m = {top, 0, 0, 0};
+    LaneRow<4> sum, exact_sum;
+    sum.quad[0] = add_slots<true>(space, row, f, 4, lane, m);
+    clear(exact_sum);
+    if (a.exact_parts) exact_sum.quad[0] = add_slots<false>(space, row, f, 4 + width, lane, m);
+    scale.apply(sum, m.rounded_sum);
+    rotate_lanes<4, USUAL_DIM<V>>(a, sum, space.spare_row(row), flip, true, lane);
+    output.complete<4>(a, sum, exact_sum, m, lane);
+    output.write<4>(a, sum, m, lane);
+}
+
+/** Of those that a warp prepares. The last warps have them where they are few, since the first ones have the units. */
+__device__ __forceinline__ int first_row_of_warp(const AttendArgs &a, int warp) { return a.fused.warps - 1 - warp; }
+
+/** Prepares the rows of a segment in shared memory. load: row first_row_of_warp, on its way; flip: lane_signs. */
+template <class V>
+__device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &s, const Sequence &seq,
+                                             QueryLoad<4> load, const QueryScale<4> &scale, uint32_t flip,
+                                             const FusedSpace<V> &space, int warp, int lane)
+{
+    PreparedRows to = {reinterpret_cast<uint32_t *>(space.queries()), space.rows()};
+#pragma unroll 1
+    for (int first = first_row_of_warp(a, warp), i = first; i < FusedSpace<V>::ROWS; i += a.fused.warps) {
+        if (i >= s.n) {
+            leave_row_empty<4>(a, i, to, lane);
+            continue;
+        }
+        LaneRow<4> row;
+        if (i != first) load = QueryLoad<4>(a, s, i, lane);
+        float bias = take_query<4>(a, s, load, row, lane);
+        rotate_lanes<4, USUAL_DIM<V>>(a, row, space.spare_row(i), flip, false, lane);
+        round_query<4>(a, s, seq, i, row, scale, bias, to, lane);
+    }
+}
+
+/** Brings the arguments into the caches of constants, some lines each warp: otherwise the first to need one waits for it. */
+__device__ __forceinline__ void touch_arguments(const AttendArgs &a, int warp)
+{
+    constexpr int LINE_WORDS = 16;
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(&a);
+    uint32_t all = 0;
+#pragma unroll 1
+    for (int i = LINE_WORDS * warp; i < (int)(sizeof a / 4); i += LINE_WORDS * a.fused.warps) all |= words[i];
+    if (all == 0xdeadbeefu) __nanosleep(0); /* never, but the compiler does not know */
+}
+
+/** A warp's units, to its part in the block. attend_fused_many_rows has its own, for a team's. */
+template <class V>
+__device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<V, true> &ring, Stride &ahead,
+                                             const FusedSpace<V> &space, int warp, int lane)
+{
+    Sums<V> sums;
+    attend_units<V>(a, ring, ahead, {space.rows(), space.queries()}, lane, sums);
+    __syncwarp();
+    leave_part_in_block<V>(a, space, warp, lane, sums);
+}
+
+/** Merges what the block's teams know, and finishes its rows, if nobody else does. */
+template <class V>
+__device__ __forceinline__ void finish_block(const AttendArgs &a, const FusedSpace<V> &space, const FusedBlock &block,
+                                             int warp, int lane)
+{
+    int cluster = a.fused.cluster;
+    int row = (cluster > 1 ? block.rank : 0) + warp * cluster;
+    Output output(a, block.set, row);
+    ValueScale<4> scale(space.value_scale()[lane]);
+    uint32_t flip = lane_signs<4>(a, lane);
+    __syncthreads();
+    if (cluster > 1) cluster_wait(); /* all blocks have started */
+    send_rows<V>(a, space, block.set, block.rank, block.active, warp, lane);
+    if (leaves_parts(a)) return;
+    if (cluster == 1) __syncthreads();
+    if (row >= block.set.n) return;
+    if (cluster > 1) barrier_wait_cluster(space.sent());
+#pragma unroll 1
+    for (;;) {
+        finish_row<V>(a, row, scale, flip, output, space, lane);
+        row += a.fused.warps * cluster;
+        if (row >= block.set.n) return;
+        output = Output(a, block.set, row);
+    }
+}
+
+/** Opens the barrier of what this block is sent of the rows that it finishes. One thread. */
+template <class V>
+__device__ __forceinline__ void expect_rows(const AttendArgs &a, const FusedSpace<V> &space, int rows, int rank)
+{
+    int cluster = a.fused.cluster, own = max(rows - rank + cluster - 1, 0) / cluster, parts = a.exact_parts ? 2 : 1;
+    barrier_init(space.sent(), 1);
+    barrier_init_fence();
+    barrier_expect(space.sent(), own * cluster * (4 + parts * TQ_TILE * a.groups) * (int)sizeof(float));
+}
+
+/** A block before its units: what it knows of its segment, and a team's way through it. */
+struct FewStart {
+    FusedBlock block;
+    Stride ahead;
+    bool works;
+};
+
+/** Finds the block's segment and all addresses while the kernel in front still works, then sends for the queries, the first exact tokens
+ *  and the first pages, and prepares everything else while those are on their way. FRUGAL: as of attend_fused. */
+template <class V, bool FRUGAL>
+__device__ __forceinline__ FewStart start_block(const AttendArgs &a, const FusedSpace<V> &space,
+                                                const Ring<V, true> &ring, int team, int thread, int warp, int lane)
+{
+    int sharing = a.fused.sharing, segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing,
+        b = divide(segment, a.p.kv_heads), h = segment - b * a.p.kv_heads;
+    int turn = rank + team * sharing; /* of the segment's teams */
+    RowSet set = {b, h, 0, segment, 0, a.rows};
+    if (V::ROWS >= 16) set.row_tile = blockIdx.y, set.n = min(a.rows - set.row_tile * space.ROWS, space.ROWS);
+    touch_arguments(a, warp);
+    if (ring.sends(thread) && elect_lane()) init_barriers(a, ring);
+    __syncwarp();
+    if (a.fused.cluster > 1) {
+        if (threadIdx.x == 0) expect_rows<V>(a, space, set.n, rank);
+        __syncwarp();
+        cluster_arrive(); /* others may write into this block's memory after this */
+    }
+    let_next_start();
+    /* All that does not depend on what the kernel in front writes. */
+    UnitPlace guess(a, min(turn, a.p.max_pages * a.page_units - 1), b, h); /* of the first unit, if none is skipped */
+    uint32_t flip = lane_signs<4>(a, lane), entry = guess.entry(a);
+    QueryScale<4> scale(a, lane);
+    int64_t query = query_at(a, set, first_row_of_warp(a, warp));
+    compute_here(query), compute_here(entry), compute_here(flip), compute_here(scale.factor[0]),
+        compute_here(scale.levels[0]);
+    wait_for_previous();
+
+    /* On their way together. The queries, whose way through the kernel is the longest, first: whatever uses a number that is still on
+     * its way stops all that stands behind it. */
+    QueryLoad<4> load(a, query, lane);
+    scale.load_steps(a, h, lane);
+    int32_t page = a.p.max_pages ? a.p.block_table[entry] : 0;
+    Sequence seq = load_sequence(a, b);
+    /* The first warps, which have the fewest rows to prepare, come first. These loads would wait behind those of the pages: sent for after
+     * them, a window of 128 made 8,192 tokens of batch 1 take 17 % longer. */
+    int exact_turn = rank + warp / FusedSpace<V>::SETS * sharing;
+    ExactTokens exact(a, set, seq, exact_turn, lane);
+    PackedView view = view_packed(a, seq);
+    Stride ahead(a, view, b, h, turn);
+    bool works = ahead.more();
+    if (works && ring.sends(thread)) {
+        if (ahead.unit != turn) page = ahead.page(a);
+        const uint8_t *record = ahead.record(a, page);
+#pragma unroll
+        for (int which = 0; which < 2; which++) ring.fill(a, 0, which, record, ahead.unit, thread);
+    }
+    ahead.step_on(a, works);
+    /* teams with units (divide may be off at its largest quotients, far above `teams`) */
+    int active = min(a.fused.teams, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
+    FusedBlock block = {set, rank, active, view};
+    if (FRUGAL && threadIdx.x == 0) *space.block() = block;
+    prepare_rows<V>(a, set, seq, load, scale, flip, space, warp, lane);
+    if (warp == 0) /* it has the fewest rows, if they differ */
+        space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
+    if (a.exact_parts) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);
+    return {block, ahead, works};
+}
+
+/** FRUGAL, for kernels that are short of registers: what a block knows of its segment waits in shared memory from step to step. It would be
+ *  spilled, to a memory that is busy with pages: with 96 registers 2 to 4 % longer, of attend_fused_many_rows's up to 5 %. Elsewhere, reading it
+ *  back costs .1 to .2 us. */
+template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(const AttendArgs &a)
+{
+    int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0); /* so that the compiler knows that lanes agree */
+    int lane = threadIdx.x & 31, thread = threadIdx.x % (32 * V::TEAM_WARPS), team = warp / V::TEAM_WARPS;
+    Ring<V, true> ring = {shared_address(shared_bytes) + team * a.fused.team_bytes,
+                          shared_address(shared_bytes) + a.at_barriers + team * 32, 0, 0,
+                          copy_policy(V::ROWS < 16 || a.row_tiles == 1)};
+    FusedSpace<V> space = {a};
+    FewStart start = start_block<V, FRUGAL>(a, space, ring, team, thread, warp, lane);
+    if (V::TEAM_WARPS > 1) shared_writes_before_copies(); /* its products read queries as copies do */
+    __syncthreads();
+    if (FRUGAL) {
+        start.block = *space.block();
+        const FusedBlock &block = start.block;
+        start.ahead = Stride(a, block.view, block.set.b, block.set.h, block.rank + team * a.fused.sharing);
+        start.works = start.ahead.more();
+        start.ahead.step_on(a, start.works);
+    }
+    if (start.works) attend_share(a, ring, start.ahead, space, warp, lane);
+    else if (thread < FusedSpace<V>::ROWS) *space.totals(team, thread) = make_float4(-INFINITY, 0, 0, 0);
+    if (FRUGAL) start.block = *space.block();
+    finish_block<V>(a, space, start.block, warp, lane);
+}
+
+template <class V, int REGISTERS>
+__global__ void __maxnreg__(REGISTERS) attend_fused_kernel(const __grid_constant__ AttendArgs a)
+{
+    if constexpr (is_for_this_device<V>()) attend_fused<V, REGISTERS <= FOR_20_WARPS>(a);
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,24 @@
+/* Kernels around those of the table. */
+#ifndef TQ_CUDA_ATTEND_KERNELS_H
+#define TQ_CUDA_ATTEND_KERNELS_H
+#include "cuda/attend/params.h"
+
+namespace tq
+{
+
+constexpr int END_THREADS = 512; /* of a block of prepare or combine at most */
+
+struct EndKernels {
+    void (*prepare)(AttendArgs), (*combine)(AttendArgs);
+};
+EndKernels attend_end_kernels(int groups);
+
+/** Adds up the parts of attend_fused's blocks where they are not clusters: a block of `threads` per row. */
+struct MergeKernel {
+    void (*kernel)(AttendArgs);
+    int threads;
+};
+MergeKernel attend_merge_parts();
+
+} // namespace tq
+#endif

@@ -1,0 +1,501 @@
+/* The kernel on pages for many rows of one KV head (compute capability 9.0, four groups, whole pages of four tiles): a team is four
+ * warps that share the pages and the rows, so that each code is unpacked once for 16 or 32 rows. It stays in registers as the first
+ * factor of products that the four warps do together; the second one is in shared memory.
+ *
+ *   scores   (128 tokens x rows) = keys x queries, in bytes, two planes of them a query, as in attend_pages. Warp w has token tile w.
+ *   weights  exp2(score - reference) times value scale, rounded to fp16, go to shared memory for all four warps: the only meeting
+ *            of a page. There they also ask whether a weight is too large for fp16, and if so move the references (seldom; also
+ *            where a value scale is 0, because such a token's weight may be too large for float32).
+ *   sums     (128 channels x rows) += values x weights, in fp16, which holds levels exactly. Warp w has channel group w.
+ *
+ * A lane 4 g + t owns, of each four rows, row t: the scores of tokens g + 8 r of its warp's tile, r = 0..3, and the
+ * sums of channels g + 8 r of its warp's group. */
+#ifndef TQ_CUDA_ATTEND_MANY_ROWS_PAGES_CUH
+#define TQ_CUDA_ATTEND_MANY_ROWS_PAGES_CUH
+#include "cuda/attend/split/kernel.cuh"
+#include "cuda/device/warpgroup.cuh"
+
+namespace tq
+{
+
+/** What makes exponents of a row's products. x: scale; y: what is added then for the offset of the key codes; half[0].w: reference, as in
+ *  attend_pages. At 1 and 2 bits, whose bytes are of four sizes, y and z are for the lane's tokens 2 half and 2 half + 1. */
+struct RowScales {
+    float4 half[2];
+};
+static_assert(sizeof(RowScales) == ROW_SCALES_BYTES);
+
+/** Where a team's own shared memory is, and where it reads queries. */
+struct TeamSpace {
+    uint8_t *at;
+    uint32_t address, queries;
+    int team;
+
+    /** at_queries: in bytes of the block's, or of the team's own. */
+    __device__ __forceinline__ TeamSpace(const AttendArgs &a, int team_, int bytes, int at_queries, bool own_queries)
+        : at(shared_bytes + a.at_teams + team_ * bytes),
+          address(shared_address(shared_bytes) + a.at_teams + team_ * bytes),
+          queries((own_queries ? address : shared_address(shared_bytes)) + at_queries), team(team_)
+    {
+    }
+    template <class V> __device__ __forceinline__ float *numbers() const
+    {
+        return reinterpret_cast<float *>(at + V::AT_NUMBERS);
+    }
+    template <class V> __device__ __forceinline__ RowScales *rows() const
+    {
+        return reinterpret_cast<RowScales *>(at + V::AT_SCALES);
+    }
+};
+
+template <class V> struct ManyRowsSums {
+    float o[2][V::ROWS / 2]; /* by half of the channel group, as the products leave them */
+    float weights[V::COLUMNS];
+};
+
+/** The place in o[half] of a lane's channel r = 2 half, 2 half + 1 for its row c. */
+__device__ __forceinline__ constexpr int sum_at(int r, int c) { return 4 * (c / 2) + 2 * (r & 1) + c % 2; }
+
+__device__ __forceinline__ int row_of(int c, int lane) { return 4 * c + (lane & 3); }
+
+/** Queues c[i] (half first + i of each warp's token tile x both planes of each row) += a group's keys x queries. */
+template <class V, int BITS>
+__device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int first, const LevelTables &tables,
+                                           uint64_t queries, bool add, int (&c)[V::HALVES][V::ROWS])
+{
+    constexpr bool TWICE = V::TWO_PRODUCTS && (BITS == 4 || BITS == 5);
+    uint32_t x[V::HALVES][4], second[TWICE ? V::HALVES : 1][4];
+#pragma unroll
+    for (int i = 0; i < V::HALVES; i++)
+        if constexpr (TWICE) unpack_half_twice(words, first + i, tables, x[i], second[i]);
+        else unpack_half<BITS, V::KEY_READING>(words, first + i, tables, x[i]);
+    order_products();
+#pragma unroll
+    for (int i = 0; i < V::HALVES; i++) {
+        queue_product<BITS != 3 && !TWICE, 2 * V::ROWS>(c[i], x[i], queries, add);
+        if constexpr (TWICE) queue_product<false, 2 * V::ROWS>(c[i], second[i], queries, true);
+    }
+    end_batch();
+    wait_for_batches<V::BATCHES_LEFT>();
+}
+
+/** c = the keys of HALVES halves of each warp's token tile x queries, over all groups: in c[i][4 n + 2 j], the high plane, and the number
+ *  behind it the lane's token 2 (first + i) + j for its row n. */
+template <class V>
+__device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t *codes, uint64_t queries, int warp,
+                                              int first, int (&c)[V::HALVES][V::ROWS])
+{
+    if constexpr (V::UNIFORM) {
+        codes += warp * V::GROUPS * 128 * V::KEY_BITS;
+        TileWords<V::KEY_BITS> words = load_tile<V::KEY_BITS>(codes);
+#pragma unroll
+        for (int g = 0; g < V::GROUPS; g++) {
+            TileWords<V::KEY_BITS> now = words;
+            if (g + 1 < V::GROUPS) words = load_tile<V::KEY_BITS>(codes + (g + 1) * 128 * V::KEY_BITS);
+            queue_keys<V>(now, first, a.tables, queries + g * V::QUERY_STEP / 16, g > 0, c);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < V::HALVES * V::ROWS; i++) c[i / V::ROWS][i % V::ROWS] = 0;
+#pragma unroll 1
+        for (int g = 0; g < V::GROUPS; g++) {
+            auto queue = [&](auto width) {
+                constexpr int BITS = decltype(width)::value;
+                queue_keys<V>(load_tile<BITS>(codes + a.key.offset[g] + warp * a.key.tile_bytes), first, a.tables,
+                              queries + g * V::QUERY_STEP / 16, true, c);
+            };
+            with_width(a.key.width[g], queue);
+        }
+    }
+    wait_for_batches<0>();
+#pragma unroll
+    for (int i = 0; i < V::HALVES; i++) take_results(c[i]);
+}
+
+/** The scores of the lane's token r for its row c are s[c][r] * k[r]. */
+template <class V>
+__device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, const TeamSpace &space, int warp,
+                                           int lane, float (&s)[V::COLUMNS][4], float (&k)[4])
+{
+    constexpr bool SMALLER = V::UNIFORM && V::KEY_BITS <= 2; /* bytes of token r are codes * 2^(bits r) */
+    uint64_t queries = describe_b<2 * V::ROWS>(space.queries);
+    LaneScales<1> scales;
+    scales.load(keys, warp, lane);
+#pragma unroll
+    for (int first = 0; first < 2; first += V::HALVES) {
+        int c[V::HALVES][V::ROWS];
+        multiply_keys<V>(a, keys.codes + 4 * lane, queries, warp, first, c);
+#pragma unroll
+        for (int n = 0; n < V::COLUMNS; n++) {
+#pragma unroll
+            for (int i = 0; i < V::HALVES; i++) {
+                float4 f = space.rows<V>()[row_of(n, lane)].half[SMALLER ? first + i : 0];
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const int *planes = &c[i][4 * n + 2 * j];
+                    float x = (float)(planes[0] * QUERY_BASE + planes[1]);
+                    s[n][2 * (first + i) + j] =
+                        V::KEY_BITS == 3 ? x * f.x : fmaf(x, f.x, SMALLER && j == 1 ? f.z : f.y);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) k[r] = SMALLER ? scales[r] * (1.0f / (1 << V::KEY_BITS * r)) : scales[r];
+}
+
+/** For a page that some row sees in part; first: its first token, end: behind its last. */
+template <class V>
+__device__ __forceinline__ void hide_tokens_of_page(const RowArgs *rows, int32_t first, int32_t end, int lane,
+                                                    float (&s)[V::COLUMNS][4], float (&k)[4],
+                                                    LaneScales<1> &value_scales)
+{
+    uint32_t seen = 0;
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        const RowArgs &row = rows[row_of(c, lane)];
+        int32_t lo = row.packed_lo, hi = min(row.packed_hi, end);
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            int32_t token = first + 8 * r + lane / 4;
+            bool sees = token >= lo && token < hi;
+            seen |= sees << r;
+            s[c][r] = sees ? s[c][r] * k[r] : -INFINITY;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        k[r] = 1; /* -inf times a key scale of 0 would be no number */
+        if (!(seen >> r & 1)) value_scales.clear(r);
+    }
+}
+
+template <class V>
+__device__ __forceinline__ void cap_page(const AttendArgs &a, const RowArgs *rows, int lane, float (&s)[V::COLUMNS][4],
+                                         float (&k)[4])
+{
+    float cap = a.p.softcap * LOG2_E, inverse = reciprocal(fmaxf(cap, FLT_MIN));
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        const RowArgs &row = rows[row_of(c, lane)];
+        float scale = row.scale * inverse, bias = row.bias * inverse;
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            float x = s[c][r] * k[r], capped = cap * tanh_fast(fmaf(x, scale, bias));
+            s[c][r] = x == -INFINITY ? x : capped;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) k[r] = 1;
+}
+
+/** Scores to weights times value scales in `to`, the lane's place in a buffer, and the sums of the weights. Returns whether one is too
+ *  large: they are kept below 2^HEADROOM by the product with the value scale, since that is what fp16 has to hold. */
+template <class V>
+__device__ __forceinline__ bool weigh_page(const TeamSpace &space, const LaneScales<1> &value_scales,
+                                           const float (&s)[V::COLUMNS][4], const float (&k)[4], int lane, uint8_t *to,
+                                           float (&weights)[V::COLUMNS])
+{
+    float v[4], reference[V::COLUMNS];
+#pragma unroll
+    for (int r = 0; r < 4; r++) v[r] = value_scales[r];
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++)
+        reference[c] = space.rows<V>()[row_of(c, lane)].half[0].w; /* none waits for a store */
+    __half2 top = __float2half2_rn(0);
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        float w[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) w[r] = exp2_fast(fmaf(s[c][r], k[r], reference[c]));
+        weights[c] = (w[0] + w[1]) + (w[2] + w[3]);
+        __half2 even = __floats2half2_rn(w[0] * v[0], w[2] * v[2]), odd = __floats2half2_rn(w[1] * v[1], w[3] * v[3]);
+        top = __hmax2(top, __hmax2(even, odd));
+        uint8_t *piece = to + c / 2 * PIECE_BYTES + c % 2 * 16;
+        *reinterpret_cast<__half2 *>(piece) = even;
+        *reinterpret_cast<__half2 *>(piece + STEP_BYTES<V::ROWS> / 2) = odd;
+    }
+    float most = fmaxf(__low2float(top), __high2float(top));
+    return most > (float)(1 << (int)HEADROOM);
+}
+
+/** Moves the rows' references up to the largest weights, or nearly: they need not be exact. By the whole team. */
+template <class V>
+__device__ __forceinline__ void raise_references(const TeamSpace &space, const LaneScales<1> &value_scales,
+                                                 const float (&s)[V::COLUMNS][4], const float (&k)[4], int warp,
+                                                 int lane, ManyRowsSums<V> &sums)
+{
+    float *tops = space.numbers<V>(), v[4], before[V::COLUMNS];
+#pragma unroll
+    for (int r = 0; r < 4; r++) v[r] = __log2f(fmaxf(value_scales[r], 0x1p-24f)); /* the least fp16 number */
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        float top = -INFINITY;
+        before[c] = space.rows<V>()[row_of(c, lane)].half[0].w;
+#pragma unroll
+        for (int r = 0; r < 4; r++) top = fmaxf(top, fmaf(s[c][r], k[r], v[r]));
+#pragma unroll
+        for (int i = 4; i < 32; i *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, i));
+        if (lane < 4) tops[V::ROWS * warp + row_of(c, lane)] = top;
+    }
+    meet(space.team);
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        const float *row = tops + row_of(c, lane);
+        float largest = fmaxf(fmaxf(row[0], row[V::ROWS]), fmaxf(row[2 * V::ROWS], row[3 * V::ROWS]));
+        float reference = largest == -INFINITY ? before[c] : fminf(before[c], -largest);
+        float factor = exp2_fast(reference - before[c]);
+        if (warp == 0 && lane < 4) space.rows<V>()[row_of(c, lane)].half[0].w = reference;
+        sums.weights[c] *= factor;
+#pragma unroll
+        for (int r = 0; r < 4; r++) sums.o[r / 2][sum_at(r, c)] *= factor;
+    }
+    meet(space.team);
+}
+
+/** Queues the sums' part of a token tile; weights: its first step. x: the tile's fragments by half and step. */
+template <class V>
+__device__ __forceinline__ void queue_values(const uint32_t (&x)[2][2][4], uint64_t weights, ManyRowsSums<V> &sums)
+{
+    order_products();
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            queue_product<V::ROWS>(sums.o[half], x[half][j], weights + j * V::WEIGHT_STEP / 16, true);
+    end_batch();
+    wait_for_batches<V::BATCHES_LEFT>();
+}
+
+/** Adds the page's weighted values to the sums. */
+template <class V>
+__device__ __forceinline__ void add_values_of_page(const AttendArgs &a, StageView values, const TeamSpace &space,
+                                                   uint32_t weights_at, int warp, int lane, ManyRowsSums<V> &sums)
+{
+    const uint8_t *codes = values.codes + 4 * lane;
+    uint64_t weights = describe_b<V::ROWS>(space.address + weights_at);
+    uint32_t x[2][2][4];
+    if constexpr (V::UNIFORM) {
+        constexpr int BITS = V::VALUE_BITS;
+        codes += warp * 128 * BITS;
+        TileWords<BITS> words = load_tile<BITS>(codes);
+#pragma unroll
+        for (int tile = 0; tile < V::TILES; tile++) {
+            TileWords<BITS> now = words;
+            if (tile + 1 < V::TILES) words = load_tile<BITS>(codes + (tile + 1) * V::GROUPS * 128 * BITS);
+#pragma unroll
+            for (int half = 0; half < 2; half++) unpack_half_exactly(now, half, a.tables, x[half]);
+            queue_values<V>(x, weights + 2 * tile * V::WEIGHT_STEP / 16, sums);
+        }
+    } else {
+        codes += a.value.offset[warp];
+#pragma unroll 1
+        for (int tile = 0; tile < V::TILES; tile++) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) x[i / 8][i / 4 % 2][i % 4] = 0; /* a group of 0 bits */
+            auto unpack = [&](auto width) {
+                auto words = load_tile<decltype(width)::value>(codes + tile * a.value.tile_bytes);
+#pragma unroll
+                for (int half = 0; half < 2; half++) unpack_half_exactly(words, half, a.tables, x[half]);
+            };
+            with_width(a.value.width[warp], unpack);
+            queue_values<V>(x, weights + 2 * tile * V::WEIGHT_STEP / 16, sums);
+        }
+    }
+    wait_for_batches<0>();
+#pragma unroll
+    for (int half = 0; half < 2; half++) take_results(sums.o[half]);
+}
+
+/** What a team knows of its rows, and empty sums. */
+template <class V>
+__device__ __forceinline__ void start_rows_of_team(const AttendArgs &a, const RowArgs *rows, const TeamSpace &space,
+                                                   int thread, ManyRowsSums<V> &sums)
+{
+    if (thread < V::ROWS) {
+        RowArgs row = rows[thread];
+        float byte = V::UNIFORM && V::KEY_BITS <= 2 ? 0.5f : 1.0f; /* what a byte is of a level */
+        float scale = a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
+        float offset = scale * byte * (float)(row.offset_hi * QUERY_BASE + row.offset_lo);
+        constexpr float TIMES = 1 << V::KEY_BITS;
+        space.rows<V>()[thread] = {{{scale, offset, TIMES * offset, NO_REFERENCE},
+                                    {scale, TIMES * TIMES * offset, TIMES * TIMES * TIMES * offset, 0}}};
+    }
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) sums.weights[c] = 0;
+#pragma unroll
+    for (int i = 0; i < V::ROWS; i++) sums.o[i % 2][i / 2] = 0;
+    meet(space.team);
+}
+
+/** The units of the segment at work; rows: its rows as prepared; warp: of the team, known to be the same for all lanes. */
+template <class V, class R, class Ahead>
+__device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &ring, Ahead &ahead, const RowArgs *rows,
+                                                     const TeamSpace &space, int warp, int lane, ManyRowsSums<V> &sums)
+{
+    int thread = 32 * warp + lane, g = lane / 4;
+    start_rows_of_team<V>(a, rows, space, thread, sums);
+    Range whole = whole_units(a, ahead.common());
+    bool capped = a.p.softcap > 0;
+    constexpr int32_t FIRST = 2; /* buffer 0 of the first page, whose rows have no references yet */
+    int32_t buffer = FIRST;
+    int place =
+        (2 * warp + g / 4) * V::WEIGHT_STEP + 32 * (lane & 3) + 4 * (g % 4); /* of the lane's weights in a buffer */
+#pragma unroll 1
+    while (ahead.works(a)) {
+        bool more = ahead.more();
+        int32_t page = ahead.at_work(a);
+        int32_t next_page = more && warp == 0 ? ahead.page(a) : 0; /* long before it is needed */
+        float s[V::COLUMNS][4], k[4], weights[V::COLUMNS];
+        barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
+        score_page<V>(a, ring.view(a, a.key), space, warp, lane, s, k);
+        StageView values = ring.view(a, a.value);
+        LaneScales<1> value_scales; /* they came with the keys, and go with them */
+        value_scales.load(values, warp, lane);
+        const uint8_t *next_record = ahead.record(a, next_page);
+        refill(a, ring, 0, more, next_record, ahead.unit, thread);
+
+        bool part = page < whole.lo || page >= whole.hi;
+        if (part || capped) { /* one jump over both */
+            if (part)
+                hide_tokens_of_page<V>(rows, page * a.page_tokens + TQ_TILE * warp, (page + 1) * a.page_tokens, lane, s,
+                                       k, value_scales);
+            if (capped) cap_page<V>(a, rows, lane, s, k);
+        }
+
+        /* so that the compiler knows it is the same for all lanes */
+        uint32_t weights_at = __shfl_sync(ALL_LANES, buffer == 1 ? V::WEIGHT_BYTES : 0, 0);
+        bool above =
+            buffer == FIRST || weigh_page<V>(space, value_scales, s, k, lane, space.at + weights_at + place, weights);
+        above |= value_scales.any_zero(); /* infinity times 0 is no number */
+        shared_writes_before_copies();
+        if (meet_any(space.team, above)) {
+            raise_references<V>(space, value_scales, s, k, warp, lane, sums);
+            weigh_page<V>(space, value_scales, s, k, lane, space.at + weights_at + place, weights);
+            shared_writes_before_copies();
+            meet(space.team);
+        }
+#pragma unroll
+        for (int c = 0; c < V::COLUMNS; c++) sums.weights[c] += weights[c];
+        barrier_wait(ring.barrier(ring.stage, 1), ring.parity);
+        add_values_of_page<V>(a, values, space, weights_at, warp, lane, sums);
+        refill(a, ring, 1, more, next_record, ahead.unit, thread);
+        ring.advance(a);
+        buffer = buffer == 1 ? 0 : 1;
+        ahead.step_on(a, more);
+    }
+}
+
+/** The team's sums of the weights to its numbers, and for all warps to see: those of row r are at r, ROWS + r, ... */
+template <class V>
+__device__ __forceinline__ void add_weights_of_team(const TeamSpace &space, int warp, int lane,
+                                                    const ManyRowsSums<V> &sums)
+{
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        float weights = sums.weights[c];
+#pragma unroll
+        for (int k = 4; k < 32; k *= 2) weights += __shfl_xor_sync(ALL_LANES, weights, k);
+        if (lane < 4) space.numbers<V>()[V::ROWS * warp + row_of(c, lane)] = weights;
+    }
+    meet(space.team);
+}
+
+/** The team's sums; to(row): where the row's first channel goes. */
+template <class V, class To>
+__device__ __forceinline__ void store_sums_of_team(int warp, int lane, const ManyRowsSums<V> &sums, To to)
+{
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        float *row = to(row_of(c, lane)) + TQ_TILE * warp + lane / 4;
+#pragma unroll
+        for (int r = 0; r < 4; r++) row[8 * r] = sums.o[r / 2][sum_at(r, c)];
+    }
+}
+
+/** Maximum and sum of a row's part: base 2, as of RowTotals. */
+template <class V>
+__device__ __forceinline__ float2 total_of_team(const AttendArgs &a, const RowArgs *rows, const TeamSpace &space,
+                                                int row)
+{
+    const float *x = space.numbers<V>() + row;
+    float bias = a.p.softcap > 0 ? 0 : rows[row].bias; /* with a cap it is in the scores */
+    float reference = space.rows<V>()[row].half[0].w;
+    return make_float2(reference == NO_REFERENCE ? -INFINITY : bias - reference,
+                       (x[0] + x[V::ROWS]) + (x[2 * V::ROWS] + x[3 * V::ROWS]));
+}
+
+/* ---- one of three kernels ---- */
+
+/** The segment's queries into the team's own shared memory. */
+template <class V>
+__device__ __forceinline__ void load_queries(const AttendArgs &a, const Segment &s, const TeamSpace &space, int thread)
+{
+    const uint4 *from = reinterpret_cast<const uint4 *>(reinterpret_cast<const uint8_t *>(a.queries) +
+                                                        (int64_t)s.index * V::QUERY_BYTES);
+    uint4 *to = reinterpret_cast<uint4 *>(space.at + V::AT_QUERIES);
+#pragma unroll
+    for (int i = 0; i < V::QUERY_BYTES / 16 / 128; i++) to[128 * i + thread] = __ldcg(from + 128 * i + thread);
+    shared_writes_before_copies();
+}
+
+/** The team's part of a segment into its slot. */
+template <class V>
+__device__ __forceinline__ void leave_part_of_team(const AttendArgs &a, const Segment &s, int32_t piece,
+                                                   const RowArgs *rows, const TeamSpace &space, int warp, int lane,
+                                                   const ManyRowsSums<V> &sums)
+{
+    int64_t slot = (int64_t)(piece + s.index) * V::ROWS;
+    add_weights_of_team<V>(space, warp, lane, sums);
+    store_sums_of_team<V>(warp, lane, sums, [&](int row) { return a.sums + (slot + row) * TQ_TILE * V::GROUPS; });
+    if (warp || lane >= 4) return;
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        int row = row_of(c, lane);
+        float2 total = total_of_team<V>(a, rows, space, row);
+        a.totals[slot + row] = {total.x, total.y, 0, 0};
+    }
+}
+
+template <class V> __device__ __forceinline__ void attend_pages_wide(const AttendArgs &a)
+{
+    int lane = threadIdx.x & 31, thread = threadIdx.x % 128;
+    /* so that the compiler knows they are the same for all lanes */
+    int team = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0), warp = __shfl_sync(ALL_LANES, thread / 32, 0);
+    let_next_start();
+    Ring<V> ring = {shared_address(shared_bytes) + team * a.stages * a.stage_bytes,
+                    shared_address(shared_bytes) + a.at_barriers + team * a.stages * 32, 0, 0,
+                    copy_policy(a.row_tiles == 1)};
+    if (thread == 0) init_barriers(a, ring);
+    __syncthreads();
+    Cursor cursor(a, team * gridDim.x + blockIdx.x, a.teams * gridDim.x, lane);
+    bool tell = thread == 0;
+    TeamSpace space(a, team, V::TEAM_BYTES, V::AT_QUERIES, true);
+    Lookahead ahead(a, cursor, tell,
+                    reinterpret_cast<Between *>(space.at + V::AT_BETWEEN + thread / 32 * BETWEEN_BYTES), lane);
+    if (!ahead.now.there) return;
+    top_up(a, ring, ahead, thread);
+    wait_for_previous(); /* the queries */
+#pragma unroll 1
+    for (;;) {
+        ManyRowsSums<V> sums;
+        const RowArgs *rows = a.row_args + ahead.now.index * V::ROWS;
+        load_queries<V>(a, ahead.now, space, thread);
+        attend_units_of_team<V>(a, ring, ahead, rows, space, warp, lane, sums);
+        leave_part_of_team<V>(a, ahead.now, ahead.between->cursor.piece, rows, space, warp, lane, sums);
+        ahead.step(a, tell, lane);
+        if (!ahead.now.there) return;
+        top_up(a, ring, ahead, thread);
+    }
+}
+
+template <class V>
+__global__ void __maxnreg__(V::MAX_REGISTERS) attend_many_rows_kernel(const __grid_constant__ AttendArgs a)
+{
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    attend_pages_wide<V>(a);
+#endif
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,386 @@
+/* Rows to operands: rotate a query, fold the plan's steps in, round it to two planes of signed bytes, in fragment order. And the
+ * rotation of rows in shared memory that prepare and combine share. */
+#ifndef TQ_CUDA_ATTEND_QUERY_CUH
+#define TQ_CUDA_ATTEND_QUERY_CUH
+#include "cuda/attend/schedule.cuh"
+
+namespace tq
+{
+
+/** What a block of prepare or combine works on: rows first .. first + n - 1 of a segment's tile. */
+struct RowSet {
+    int32_t b, h, row_tile, segment, first, n;
+};
+
+__device__ __forceinline__ RowSet find_rows(const AttendArgs &a, int32_t block, int32_t n)
+{
+    int32_t sets = a.tile_rows / n, segment = block / sets, b = segment / (a.p.kv_heads * a.row_tiles),
+            in = segment - b * a.p.kv_heads * a.row_tiles;
+    return {b, in / a.row_tiles, in % a.row_tiles, segment, (block - segment * sets) * n, n};
+}
+
+/** Row i of the set, as (query token, query head); false for rows that only fill the tile. */
+__device__ __forceinline__ bool find_row(const AttendArgs &a, const RowSet &s, int i, int32_t &token, int32_t &head)
+{
+    int32_t row = s.row_tile * a.tile_rows + s.first + i;
+    token = a.p.query_tokens == 1 ? 0 : a.by_group.quotient(row);
+    head = s.h * a.group + row - token * a.group;
+    return row < a.rows;
+}
+
+/** The index of a row's first number in q, or -1 for rows that only fill the tile. */
+__device__ __forceinline__ int64_t query_at(const AttendArgs &a, const RowSet &s, int i)
+{
+    int32_t token, head;
+    if (!find_row(a, s, i, token, head)) return -1;
+    return s.b * a.p.q_stride_batch + head * a.p.q_stride_head + token * a.p.q_stride_token;
+}
+
+/** Rows in shared memory, [.. pitch] floats, at the start of it in prepare and combine. */
+__device__ __forceinline__ float *shared_row(const AttendArgs &a, int row)
+{
+    return reinterpret_cast<float *>(shared_bytes) + row * a.pitch;
+}
+
+/** y = R x (or R^T x) for shared rows 0 .. n - 1, by the whole block, through rows END_ROWS .. behind them. Synchronises. */
+__device__ __forceinline__ void rotate_dense(const AttendArgs &a, int n, const float *matrix, bool inverse)
+{
+    int d = a.head_dim, lane = threadIdx.x & 31;
+    __syncthreads();
+#pragma unroll 1
+    for (int first = 0; first < n; first += 4) {
+        if (inverse) { /* a thread per channel and quarter of the sum: neighbours read neighbours */
+#pragma unroll 1
+            for (int c = threadIdx.x; c < d; c += blockDim.x) {
+                float y[4] = {0, 0, 0, 0};
+#pragma unroll 8
+                for (int k = 0; k < d; k++) {
+                    float r = matrix[k * d + c];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) y[j] = fmaf(r, shared_row(a, first + j)[k], y[j]);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) shared_row(a, END_ROWS + first + j)[c] = y[j];
+            }
+        } else { /* a warp per channel */
+#pragma unroll 2
+            for (int c = threadIdx.x / 32; c < d; c += blockDim.x / 32) {
+                float y[4] = {0, 0, 0, 0};
+                for (int k = lane; k < d; k += 32) {
+                    float r = matrix[c * d + k];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) y[j] = fmaf(r, shared_row(a, first + j)[k], y[j]);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    y[j] = warp_sum(y[j]);
+                    if (lane == j) shared_row(a, END_ROWS + first + j)[c] = y[j];
+                }
+            }
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < n * d; i += blockDim.x)
+        shared_row(a, i / d)[i % d] = shared_row(a, END_ROWS + i / d)[i % d];
+    __syncthreads();
+}
+
+/** A row in a warp's registers: lane l holds channels 4 l .. and, in rows of more than 128, also 128 + 4 l ... */
+template <int GROUPS> struct LaneRow {
+    static constexpr int QUADS = GROUPS > 4 ? 2 : 1;
+    float4 quad[QUADS];
+
+    static __device__ __forceinline__ int channel(int k, int lane) { return 128 * k + 4 * lane; }
+    __device__ __forceinline__ void load(const float *row, int width, int lane)
+    {
+#pragma unroll
+        for (int k = 0; k < QUADS; k++)
+            quad[k] = channel(k, lane) < width ? *reinterpret_cast<const float4 *>(row + channel(k, lane))
+                                               : make_float4(0, 0, 0, 0);
+    }
+    __device__ __forceinline__ void store(float *row, int width, int lane) const
+    {
+#pragma unroll
+        for (int k = 0; k < QUADS; k++)
+            if (channel(k, lane) < width) *reinterpret_cast<float4 *>(row + channel(k, lane)) = quad[k];
+    }
+};
+
+/** The signs of a lane's channels, bit i that of its i-th, for a head_dim that is a power of two. */
+template <int GROUPS> __device__ __forceinline__ uint32_t lane_signs(const AttendArgs &a, int lane)
+{
+    uint32_t flip = 0;
+#pragma unroll
+    for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++)
+        flip |= (a.signs.word[0][LaneRow<GROUPS>::channel(k, lane) / 32] >> (4 * (lane % 8)) & 15) << 4 * k;
+    return flip;
+}
+
+/** hadamard_row for head_dim a power of two, in registers; lanes behind it take part with zeros. factor: head_dim^-1/2; flip: lane_signs. */
+template <int GROUPS>
+__device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, float factor, uint32_t flip, bool inverse,
+                                               int lane)
+{
+    constexpr int N = 4 * LaneRow<GROUPS>::QUADS;
+    float x[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float4 &q = row.quad[i / 4];
+        x[i] = i % 4 == 0 ? q.x : i % 4 == 1 ? q.y : i % 4 == 2 ? q.z : q.w;
+        if (!inverse && flip >> i & 1) x[i] = -x[i];
+    }
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (!(i & d)) {
+                float a = x[i], b = x[i + d];
+                x[i] = a + b;
+                x[i + d] = a - b;
+            }
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        if (4 * d >= dim) break;
+        float sign = lane & d ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = fmaf(sign, x[i], __shfl_xor_sync(ALL_LANES, x[i], d));
+    }
+    if constexpr (N > 4) {
+        if (dim > 128)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float a = x[i], b = x[i + 4];
+                x[i] = a + b;
+                x[i + 4] = a - b;
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        x[i] *= factor;
+        if (inverse && flip >> i & 1) x[i] = -x[i];
+    }
+#pragma unroll
+    for (int k = 0; k < N / 4; k++) row.quad[k] = make_float4(x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]);
+}
+
+/** The plan's rotation of a row, unless it is dense. `spare`: a row of shared memory; flip: lane_signs. USUAL: a head_dim for which the
+ *  code is shortest, the other powers of two then being rotated in shared memory; 0: none. */
+template <int GROUPS, int USUAL = 0>
+__device__ __forceinline__ void rotate_lanes(const AttendArgs &a, LaneRow<GROUPS> &row, float *spare, uint32_t flip,
+                                             bool inverse, int lane)
+{
+    if (a.rotation != TQ_ROTATION_HADAMARD) return;
+    if (USUAL ? a.head_dim == USUAL : (a.head_dim & (a.head_dim - 1)) == 0) {
+        hadamard_lanes<GROUPS>(row, USUAL ? USUAL : a.head_dim, a.rotation_factor, flip, inverse, lane);
+        return;
+    }
+    row.store(spare, TQ_TILE * a.groups, lane);
+    __syncwarp();
+    hadamard_row<GROUPS <= 4 ? 4 : 8>(spare, a.head_dim, a.signs, inverse, lane);
+    row.load(spare, TQ_TILE * a.groups, lane);
+}
+
+/** Row i of the set on its way to a warp's registers, zeros behind head_dim. */
+template <int GROUPS> struct QueryLoad {
+    Quad raw[LaneRow<GROUPS>::QUADS];
+
+    __device__ __forceinline__ QueryLoad(const AttendArgs &a, const RowSet &s, int i, int lane)
+        : QueryLoad(a, query_at(a, s, i), lane)
+    {
+    }
+    /** at: as of query_at. */
+    __device__ __forceinline__ QueryLoad(const AttendArgs &a, int64_t at, int lane)
+    {
+#pragma unroll
+        for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
+            int c = LaneRow<GROUPS>::channel(k, lane);
+            raw[k].raw = make_uint4(0, 0, 0, 0);
+            if (at >= 0 && c < a.head_dim) raw[k] = load_quad(a.p.q, at + c, a.p.dtype);
+        }
+    }
+};
+
+/** A loaded query as numbers; returns <q, key centre>. One warp. */
+template <int GROUPS>
+__device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s, const QueryLoad<GROUPS> &load,
+                                            LaneRow<GROUPS> &row, int lane)
+{
+    constexpr int QUADS = LaneRow<GROUPS>::QUADS;
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) row.quad[k] = to_float4_once(load.raw[k], a.p.dtype);
+    const float *centre = a.p.key.centre;
+    if (!centre) return 0;
+    centre += s.b * a.p.key.centre_stride_batch + (int64_t)s.h * a.head_dim;
+    float dot = 0;
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) {
+        int c = row.channel(k, lane);
+        if (c < a.head_dim)
+            dot += row.quad[k].x * centre[c] + row.quad[k].y * centre[c + 1] + row.quad[k].z * centre[c + 2] +
+                   row.quad[k].w * centre[c + 3];
+    }
+    return warp_sum(dot);
+}
+
+/** The place of four channels' word, 4 place .. of group g, in the queries of a tile of rows, and how far the low plane is behind the
+ *  high one. attend_pages: in the order in which a lane wants them, word 0 of lane 4 n + t of a group being channels 4 t .. of column
+ *  n, word 1 channels 16 + 4 t ... With tiles of 16 lanes t = 0, 1 have those of the first group of 16, as its tiles do, others those of
+ *  the second: bits 3 and 4 of the channel change places. attend_many_rows: as a B of device/warpgroup.cuh for each group. */
+struct QueryPlace {
+    int32_t word, to_low;
+
+    __device__ __forceinline__ QueryPlace(const AttendArgs &a, int row, int g, int place)
+    {
+        if (a.team_rows) {
+            word = (2 * g + place / 4) * 8 * a.tile_rows + 8 * row + place % 4;
+            to_low = 4;
+        } else {
+            if (a.fine) place = (place & 1) | (place & 2) << 1 | (place & 4) >> 1;
+            word = ((row / 4 * a.groups + g) * 32 + 8 * (row % 4) + place % 4) * 2 + place / 4;
+            to_low = 8; /* the next column: four lanes on */
+        }
+    }
+};
+
+/** Where the prepared rows of a segment go. */
+struct PreparedRows {
+    uint32_t *queries; /* QueryPlace */
+    RowArgs *args;
+};
+
+__device__ __forceinline__ PreparedRows rows_in_workspace(const AttendArgs &a, int segment)
+{
+    return {reinterpret_cast<uint32_t *>(a.queries + (int64_t)segment * (a.tile_rows / 4) * a.groups * 32),
+            a.row_args + segment * a.tile_rows};
+}
+
+/** What a lane's channels are rounded by: known before the rows are. */
+template <int GROUPS> struct QueryScale {
+    static constexpr int QUADS = LaneRow<GROUPS>::QUADS;
+    float factor[QUADS], step[QUADS];
+    int levels[QUADS]; /* of bytes above levels */
+
+    /** Of the plan alone. */
+    __device__ __forceinline__ QueryScale(const AttendArgs &a, int lane)
+    {
+        float sign =
+            a.p.softmax_scale < 0 ? -1.0f : 1.0f; /* so that the row's scale is positive and maxima stay maxima */
+#pragma unroll
+        for (int k = 0; k < QUADS; k++) {
+            int g = group_of(a, LaneRow<GROUPS>::channel(k, lane)), bits = g < a.plan_groups ? a.key.bits[g] : 0;
+            factor[k] = bits ? sign * a.key.factor[bits] : 0;
+            step[k] = 1;
+            levels[k] = a.key.offset_levels[bits];
+        }
+    }
+    /** And the KV head's steps, if there are any. */
+    __device__ __forceinline__ void load_steps(const AttendArgs &a, int32_t h, int lane)
+    {
+#pragma unroll
+        for (int k = 0; k < QUADS; k++) {
+            int g = group_of(a, LaneRow<GROUPS>::channel(k, lane));
+            if (a.p.key.steps && factor[k] != 0) step[k] = a.p.key.steps[(int64_t)h * a.plan_groups + g];
+        }
+    }
+};
+
+/** Rounds a rotated row to two planes. One warp. */
+template <int GROUPS>
+__device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s, const Sequence &seq, int i,
+                                            const LaneRow<GROUPS> &rotated, const QueryScale<GROUPS> &scale, float bias,
+                                            const PreparedRows &to, int lane)
+{
+    constexpr int QUADS = LaneRow<GROUPS>::QUADS;
+    int32_t token, head;
+    find_row(a, s, i, token, head); /* true: whoever prepares leaves the others out */
+    Range packed = seen_packed(a, seq, seq.first_position + token);
+    float number[4 * QUADS], largest = 1e-30f;
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) {
+        float factor = scale.factor[k] * scale.step[k];
+        const float4 &y = rotated.quad[k];
+        number[4 * k] = y.x * factor, number[4 * k + 1] = y.y * factor, number[4 * k + 2] = y.z * factor,
+                   number[4 * k + 3] = y.w * factor;
+    }
+#pragma unroll
+    for (int j = 0; j < 4 * QUADS; j++) largest = fmaxf(largest, fabsf(number[j]));
+    largest = warp_max(largest);
+    float step = largest * (1.0f / QUERY_LIMIT), inverse = reciprocal(step);
+    int offset_hi = 0, offset_lo = 0, row = s.first + i;
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) { /* four channels: one word of each plane */
+        int c = rotated.channel(k, lane), g = c / TQ_TILE, place = c % TQ_TILE / 4;
+        uint32_t hi_word = 0, lo_word = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int whole = __float2int_rn(number[4 * k + j] * inverse), hi = __float2int_rn(whole * (1.0f / QUERY_BASE)),
+                lo = whole - hi * QUERY_BASE;
+            hi_word |= (hi & 255) << 8 * j;
+            lo_word |= (lo & 255) << 8 * j;
+        }
+        offset_hi += scale.levels[k] * sum_of_bytes(hi_word);
+        offset_lo += scale.levels[k] * sum_of_bytes(lo_word);
+        if (g >= a.groups) continue;
+        QueryPlace at(a, row, g, place);
+        to.queries[at.word] = hi_word;
+        to.queries[at.word + at.to_low] = lo_word;
+    }
+    offset_hi = warp_sum(offset_hi);
+    offset_lo = warp_sum(offset_lo);
+    if (lane) return;
+    float row_scale = fmaxf(step * fabsf(a.p.softmax_scale) * LOG2_E, 1e-35f);
+    to.args[row] = {row_scale, bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo, packed.lo, packed.hi};
+}
+
+/** A row that only fills the tile: zeros, of which nothing is seen. One warp. */
+template <int GROUPS>
+__device__ __forceinline__ void leave_row_empty(const AttendArgs &a, int row, const PreparedRows &to, int lane)
+{
+#pragma unroll
+    for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
+        int c = LaneRow<GROUPS>::channel(k, lane);
+        if (c / TQ_TILE >= a.groups) continue;
+        QueryPlace at(a, row, c / TQ_TILE, c % TQ_TILE / 4);
+        to.queries[at.word] = to.queries[at.word + at.to_low] = 0;
+    }
+    if (lane == 0) to.args[row] = {1e-35f};
+}
+
+/** The set's rows, by a whole block. */
+template <int GROUPS> __device__ __forceinline__ void prepare_queries(const AttendArgs &a, const RowSet &s)
+{
+    __shared__ float biases[END_ROWS];
+    int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x & 31;
+    bool dense = a.rotation == TQ_ROTATION_DENSE;
+    PreparedRows to = rows_in_workspace(a, s.segment);
+    QueryScale<GROUPS> scale(a, lane);
+    scale.load_steps(a, s.h, lane);
+    LaneRow<GROUPS> row;
+    if (dense) { /* the whole block rotates all rows, in shared memory */
+        for (int i = warp; i < s.n; i += warps) {
+            float bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
+            row.store(shared_row(a, i), TQ_TILE * a.groups, lane);
+            biases[i] = bias;
+        }
+        rotate_dense(a, s.n, a.p.key.rotation + s.h * a.p.key.rotation_stride_head, false);
+    }
+#pragma unroll 1
+    for (int i = warp; i < s.n; i += warps) {
+        if (s.row_tile * a.tile_rows + s.first + i >= a.rows) {
+            leave_row_empty<GROUPS>(a, s.first + i, to, lane);
+            continue;
+        }
+        float bias;
+        if (dense) {
+            bias = biases[i];
+            row.load(shared_row(a, i), TQ_TILE * a.groups, lane);
+        } else {
+            bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
+            rotate_lanes<GROUPS>(a, row, shared_row(a, i), lane_signs<GROUPS>(a, lane), false, lane);
+        }
+        round_query<GROUPS>(a, s, load_sequence(a, s.b), i, row, scale, bias, to, lane);
+    }
+}
+
+} // namespace tq
+#endif

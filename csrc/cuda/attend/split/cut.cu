@@ -1,0 +1,129 @@
+/* The cut of SPLIT and MANY_ROWS: teams of warps, stages of pages, and the blocks of prepare and combine. */
+#include "cuda/attend/cut.h"
+
+namespace tq
+{
+namespace
+{
+
+/** Rows, warps and stages of pages. */
+tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_error *error)
+{
+    AttendArgs &a = l->args;
+    a.team_rows = l->kernel.team_rows;
+    if (a.team_rows) {
+        a.team_warps = TEAM_OF_MANY_ROWS;
+        a.tile_rows = a.team_rows;
+    } else {
+        int row_blocks = (a.rows + 3) / 4;
+        a.team_warps = (row_blocks + l->kernel.blocks - 1) / l->kernel.blocks;
+        if (a.team_warps > 8) a.team_warps = 8;
+        a.tile_rows = 4 * l->kernel.blocks * a.team_warps;
+    }
+    a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
+    lay_out_stage(&plan, l->kernel.tiles, &a);
+    l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
+    int warps = l->kernel.max_threads / 32;
+    int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* a block of prepare fits beside */
+    if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
+    int team_bytes = l->kernel.own_bytes * (a.team_rows ? 1 : a.team_warps);
+    for (a.teams = warps / a.team_warps; a.teams > 0; a.teams--) {
+        a.stages = (room / a.teams - team_bytes) / (a.stage_bytes + 32);
+        /* a second stage is worth more to attend_many_rows than a fourth team: where pages had 4 bits and 32 rows 5 % */
+        int least_stages = a.team_rows && a.teams > 3 ? 2 : 1;
+        if (a.stages >= least_stages) break;
+    }
+    /* Measured: more stages cost up to 5 % where they are whole pages, and up to 9 % where twelve warps hide what one waits for. */
+    int most_stages = a.team_rows ? 2 : l->kernel.tiles == 4 || a.teams * a.team_warps >= 12 ? 1 : 3;
+    if (a.stages > most_stages) a.stages = most_stages;
+    if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
+    a.at_teams = (a.teams * a.stages * a.stage_bytes + 127) / 128 * 128;
+    a.at_barriers = a.at_teams + a.teams * team_bytes;
+    l->shared_bytes = a.at_barriers + a.teams * a.stages * 32;
+    l->threads = 32 * a.teams * a.team_warps;
+    int64_t units = l->segments * ((int64_t)a.p.max_pages * a.page_units + 1);
+    if (units > INT32_MAX)
+        return fail(error, TQ_E_VALUE, "max_pages", -1, a.p.max_pages, "fewer, or fewer sequences at once");
+    l->blocks = (int)(units < device.processors ? units : device.processors);
+    return TQ_OK;
+}
+
+/** Warps that share the parts of a row: about four parts each where there are few rows, eight where there are many. Dense rotations
+ *  want all there can be. */
+int combine_ways(const Launch &l, const Device &device, bool dense)
+{
+    const AttendArgs &a = l.args;
+    int most = 16 / a.combine_rows, at_once = l.segments * a.tile_rows < 2 * device.processors ? 4 : 8;
+    if (dense) return most;
+    if (a.combine_rows > 1) return 1;
+    int64_t units = (int64_t)a.p.max_pages * a.page_units, pieces = (int64_t)l.blocks * a.teams;
+    int64_t parts = (pieces + l.segments - 1) / l.segments + 1;
+    if (parts > units) parts = units;
+    if (parts < a.exact_parts) parts = a.exact_parts;
+    int64_t ways = (parts + at_once - 1) / at_once;
+    return ways < 1 ? 1 : ways < most ? (int)ways : most;
+}
+
+/** Blocks and shared memory of prepare and combine. */
+tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
+{
+    AttendArgs &a = l->args;
+    bool dense = a.rotation == TQ_ROTATION_DENSE;
+    int most = a.tile_rows <= END_ROWS ? a.tile_rows : a.tile_rows % END_ROWS ? END_ROWS / 2 : END_ROWS;
+    int64_t rows = l->segments * a.tile_rows;
+    a.prepare_rows = rows <= 16 * device.processors && most > 4 && !dense
+                         ? 4
+                         : most; /* rather many blocks than much to do for each */
+    a.combine_rows = rows < 8 * device.processors ? 1 : most < 4 ? most : 4; /* few rows: all warps of a block on one */
+    int64_t sets = rows / a.prepare_rows, row_bytes = (int64_t)a.pitch * sizeof(float);
+    int64_t exact_tokens = most_exact_tokens(a.p);
+    bool few = sets * ((exact_tokens + 7) / 8) <= 2 * device.processors;
+    a.exact_tokens = few ? 8 : 32;
+    while (exact_tokens > (int64_t)(few ? 32 : 16) * a.exact_tokens) a.exact_tokens *= 2;
+    a.exact_parts = (int32_t)((exact_tokens + a.exact_tokens - 1) / a.exact_tokens);
+    int64_t blocks = sets * (1 + a.exact_parts);
+    if (blocks > INT32_MAX) return fail(error, TQ_E_VALUE, "query_tokens", -1, a.p.query_tokens, "fewer");
+    l->prepare_blocks = (int)blocks;
+    l->prepare_threads = dense ? 512 : a.exact_parts ? 256 : 32 * (a.rows < 4 ? a.rows : 4);
+    int exact_ways = l->prepare_threads / (a.prepare_rows * 8 * a.groups) > 1
+                         ? l->prepare_threads / (a.prepare_rows * 8 * a.groups)
+                         : 1;
+    int64_t exact_bytes =
+        exact_ways * a.prepare_rows * row_bytes + 32 * 24 + (int64_t)a.prepare_rows * 35 * sizeof(float);
+    int64_t row_space = (dense ? END_ROWS + a.prepare_rows + 3 : a.prepare_rows) * row_bytes;
+    l->prepare_bytes = (int)(a.exact_parts && exact_bytes > row_space ? exact_bytes : row_space);
+    int ways = combine_ways(*l, device, dense);
+    l->combine_blocks = (int)(rows / a.combine_rows);
+    l->combine_threads = 32 * a.combine_rows * ways;
+    row_space = ((a.exact_parts ? 2 : 1) * ways * a.combine_rows) * row_bytes;
+    int64_t dense_space = dense ? (END_ROWS + a.combine_rows + 3) * row_bytes : 0;
+    l->combine_bytes = (int)(row_space > dense_space ? row_space : dense_space);
+    return TQ_OK;
+}
+
+} // namespace
+
+tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error)
+{
+    TQ_CUDA_TRY(cut_pages(plan, device, launch, error));
+    return cut_ends(device, launch, error);
+}
+
+size_t lay_out_split_workspace(Launch *l, char *base)
+{
+    AttendArgs &a = l->args;
+    int64_t at = 0, rows = l->segments * a.tile_rows,
+            slots = ((int64_t)l->blocks * a.teams + l->segments) * a.tile_rows, width = TQ_TILE * a.groups;
+    int64_t exact_rows = (int64_t)a.p.batch * a.p.kv_heads * a.exact_parts * a.row_tiles * a.tile_rows,
+            f = sizeof(float);
+    a.segments = reinterpret_cast<SegmentParts *>(base + take(&at, l->segments * sizeof(SegmentParts)));
+    a.row_args = reinterpret_cast<RowArgs *>(base + take(&at, rows * sizeof(RowArgs)));
+    a.queries = reinterpret_cast<uint2 *>(base + take(&at, rows / 4 * a.groups * 32 * sizeof(uint2)));
+    a.totals = reinterpret_cast<RowTotals *>(base + take(&at, slots * sizeof(RowTotals)));
+    a.sums = reinterpret_cast<float *>(base + take(&at, slots * width * f));
+    a.exact_totals = reinterpret_cast<RowTotals *>(base + take(&at, exact_rows * sizeof(RowTotals)));
+    a.exact_sums = reinterpret_cast<float *>(base + take(&at, exact_rows * width * f));
+    return (size_t)at;
+}
+
+} // namespace tq

@@ -1,0 +1,95 @@
+/* What is compiled into a kernel, as constants: what the templates of split/, fused/ and many_rows/ are made for. */
+#ifndef TQ_CUDA_ATTEND_VARIANT_H
+#define TQ_CUDA_ATTEND_VARIANT_H
+#include "cuda/attend/params.h"
+
+namespace tq
+{
+
+constexpr int BETWEEN_BYTES =
+    128; /* shared memory of a warp: what it knows of the next unit while it is at work on this one */
+
+/** Threads that a multiprocessor has registers for, in whole warps of each of its four parts. */
+constexpr int most_threads(int registers) { return 65536 / registers / 128 * 128; }
+
+/** One compiled kernel. KEY_BITS = VALUE_BITS = 0: any plan, the width of each group looked up as it goes; tiles of 16, or of 32. */
+template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false>
+struct Variant {
+    static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_;
+    static constexpr int GROUPS = GROUPS_; /* of 32 channels; the most there may be, if the plan is any */
+    static constexpr int BLOCKS = BLOCKS_; /* of four rows, in one warp */
+    static constexpr int ROWS = 4 * BLOCKS, TEAM_WARPS = 1;
+    static constexpr int TILES = TILES_; /* token tiles of a unit: more for throughput, fewer for latency */
+    static constexpr bool BULK = BULK_, FINE = FINE_;
+    static constexpr bool UNIFORM = KEY_BITS != 0;
+    static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
+    static constexpr bool TWO_PRODUCTS = !FINE && BLOCKS == 1; /* of 4 and 5 bits */
+    static constexpr bool MULTIPLY = UNIFORM && BLOCKS == 1;   /* instead of right shifts */
+    static constexpr bool KEY_ROW_FACTOR = UNIFORM && KEY_BITS <= 2;
+    static constexpr bool KEY_OFFSETS =
+        !UNIFORM || (KEY_BITS == 4 && !TWO_PRODUCTS); /* ROW_FACTOR codes: after the product */
+    /* the sum of the weights is needed beside the sum of weighted codes; otherwise the codes have no offset */
+    static constexpr bool WEIGHT_SUMS = !UNIFORM || VALUE_BITS <= 2 || (VALUE_BITS == 4 && !TWO_PRODUCTS);
+    /* where a warp reads its queries; from global memory with wide heads and on devices that may have little shared memory, where that
+     * is what limits the warps */
+    static constexpr bool QUERY_IN_REGISTERS = UNIFORM && BLOCKS == 1 && GROUPS <= 4;
+    static constexpr bool QUERY_IN_SHARED = !QUERY_IN_REGISTERS && GROUPS <= 4 && BULK;
+    /* so many that 12 warps (8 with 255) fit a multiprocessor, if they can with room beside them for a block of prepare; 16, which 128
+     * registers would let in, took 1 to 3 % longer (H200) */
+    static constexpr int MAX_REGISTERS = FINE                         ? (BLOCKS == 1 ? 168 : 255)
+                                         : BLOCKS == 1                ? (GROUPS > 4   ? 168
+                                                                         : TILES == 4 ? 144
+                                                                                      : 128)
+                                         : BLOCKS == 2 && GROUPS <= 4 ? (TILES == 4 ? 168 : 144)
+                                                                      : 255;
+    static constexpr int MAX_THREADS = MAX_REGISTERS > 168 ? 256 : 384;
+    /* shared memory of a warp beside the stages of its team */
+    static constexpr int WARP_BYTES = BETWEEN_BYTES + (QUERY_IN_SHARED ? BLOCKS * GROUPS * 256 : 0);
+};
+
+/* Registers for 20, 16, 12 and 8 warps of a multiprocessor. */
+constexpr int FOR_20_WARPS = 96, FOR_16_WARPS = 128, FOR_12_WARPS = 168, FOR_8_WARPS = 255;
+
+/** What a kernel has if not of high occupancy (attend/dispatch.h). By whole pages 16 warps of mixed plans are for several blocks a
+ *  multiprocessor, which took up to 10 % longer with 12. */
+template <class V> constexpr int fused_registers()
+{
+    if (V::BLOCKS > 1) return V::BLOCKS > 2 ? FOR_8_WARPS : FOR_12_WARPS;
+    if (V::GROUPS > 2) return V::TILES > 2 && V::UNIFORM ? FOR_12_WARPS : FOR_16_WARPS;
+    return V::TILES > 2 ? FOR_16_WARPS : FOR_20_WARPS;
+}
+
+/* ---- many_rows/ ---- */
+
+constexpr int ROW_SCALES_BYTES = 32;
+
+template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct ManyRows {
+    static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_; /* 0: any plan */
+    static constexpr int ROWS = ROWS_;                                   /* of a team */
+    static constexpr int COLUMNS = ROWS / 4;                             /* rows of a lane: 4 c + t */
+    static constexpr int GROUPS = 4, TILES = 4;
+    /* of a token tile whose scores are multiplied together: as the registers allow */
+    static constexpr int HALVES = ROWS == 16 ? 2 : 1;
+    static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS;
+    static constexpr bool BULK = true, UNIFORM = KEY_BITS != 0;
+    /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two took 8 to 12 % longer than one. */
+    static constexpr bool TWO_PRODUCTS = ROWS == 16;
+    static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
+    /* A batch of products reads its first factors from registers until it has ended. Unrolled, the next one has registers of its own,
+     * and a batch may run while that is unpacked; in a loop they would be the same. */
+    static constexpr int BATCHES_LEFT = UNIFORM ? 1 : 0;
+    /* For 16 warps of a multiprocessor, with which mixed plans took 9 to 12 % less and 16 rows 4 to 8 % (in caches too small for all
+     * warps up to 4 % more), or 12: 32 rows of uniform plans gained nothing. */
+    static constexpr int MAX_REGISTERS = ROWS == 16 || !UNIFORM ? 128 : 168, MAX_THREADS = most_threads(MAX_REGISTERS);
+    /* Shared memory of a team: two buffers of weights, which pages use in turn, four numbers a row, and RowScales, which would take too
+     * many registers; where each team has its own segment also queries and the Between of each warp. The steps of the weights are 16
+     * bytes further apart than they need be, so that a warp's stores go to different banks. */
+    static constexpr int WEIGHT_STEP = STEP_BYTES<ROWS> + 16, WEIGHT_BYTES = 8 * WEIGHT_STEP; /* 16 tokens; a page */
+    static constexpr int QUERY_STEP = STEP_BYTES<2 * ROWS>, QUERY_BYTES = GROUPS * QUERY_STEP;
+    static constexpr int AT_NUMBERS = 2 * WEIGHT_BYTES, AT_SCALES = AT_NUMBERS + 4 * ROWS * 4,
+                         SHARING_BYTES = AT_SCALES + ROWS * ROW_SCALES_BYTES, AT_QUERIES = SHARING_BYTES,
+                         AT_BETWEEN = AT_QUERIES + QUERY_BYTES, TEAM_BYTES = AT_BETWEEN + TEAM_WARPS * BETWEEN_BYTES;
+};
+
+} // namespace tq
+#endif

@@ -1,0 +1,392 @@
+// tq_cuda_attend for plans that are not plain (baselines/attend.cuh): the kernel that meets the tokens, and the launches. A tile of tokens costs
+// four steps with a barrier behind each:
+//
+//   keys      decode the tile's keys, or load exact ones      scores    eight threads a token, then a thread a (token, row)
+//   softmax   a warp a row; and decode the tile's values      values    a thread a channel, for all rows
+#include <math.h>
+
+#include "cuda/baselines/attend.cuh"
+
+namespace tq
+{
+namespace
+{
+
+constexpr int PIECES = SET_THREADS / TQ_TILE;
+static_assert(PIECES == SET_ROWS, "the threads of a token finish the score of a row each");
+constexpr int COLUMNS = BLOCK_TILES * TQ_TILE / SET_THREADS; // of a value row that a thread sums at most
+constexpr int MOST_SPLITS = 32, LEAST_TILES = 4;             // of a split
+
+/** In shared memory. Rows are 16-byte aligned. */
+struct AttendShared {
+    float *tile;                // [32][tile_stride]: keys, then values
+    float *projected, *queries; // [SET_ROWS][key_width], [SET_ROWS][32 groups]: what packed and exact keys meet
+    float *scores;              // [SET_ROWS][32], then weights
+    float *factors;             // [SET_ROWS], of the sums so far
+    float *levels[2];           // load_levels
+    ExactToken *tokens;         // [32]
+};
+
+/** Floats from one row of a tile to the next: 16 or 8 modulo 32, so that decode_keys (16) and decode_values (8) find no bank twice. */
+constexpr int KEY_PAD = 16, VALUE_PAD = 8;
+
+__host__ __device__ __forceinline__ int tile_floats(int key_width, int value_width)
+{
+    const int width = key_width + KEY_PAD > value_width + VALUE_PAD ? key_width + KEY_PAD : value_width + VALUE_PAD;
+    return TQ_TILE * width;
+}
+
+size_t attend_bytes(const AttendBlocksArgs &args)
+{
+    const size_t floats = tile_floats(args.key_width, args.value_width) +
+                          SET_ROWS * ((size_t)args.key_width + TQ_TILE * args.attend.groups + TQ_TILE + 4) +
+                          2 * LEVEL_TABLE;
+    return sizeof(float) * floats + TQ_TILE * sizeof(ExactToken);
+}
+
+__device__ __forceinline__ AttendShared shared_of(const AttendBlocksArgs &args)
+{
+    AttendShared s;
+    s.tile = reinterpret_cast<float *>(shared_bytes);
+    s.projected = s.tile + tile_floats(args.key_width, args.value_width);
+    s.queries = s.projected + SET_ROWS * args.key_width;
+    s.scores = s.queries + SET_ROWS * TQ_TILE * args.attend.groups;
+    s.factors = s.scores + SET_ROWS * TQ_TILE;
+    s.levels[0] = s.factors + SET_ROWS * 4;
+    s.levels[1] = s.levels[0] + LEVEL_TABLE;
+    s.tokens = reinterpret_cast<ExactToken *>(s.levels[1] + LEVEL_TABLE);
+    return s;
+}
+
+/** The tokens that some row of a set sees: packed indices, exact positions, and the tiles that they make. */
+struct SetView {
+    Range packed;
+    ExactView exact;
+    int32_t packed_tiles, exact_tokens, tiles;
+};
+
+/** Positions of the set's first and last row. */
+__device__ __forceinline__ Range positions_of(const AttendArgs &a, const RowSet &s, const Sequence &seq)
+{
+    const int first = s.row_tile * SET_ROWS, last = min(first + SET_ROWS, a.rows) - 1;
+    return {seq.first_position + first / a.group, seq.first_position + last / a.group};
+}
+
+__device__ __forceinline__ SetView view_of(const AttendArgs &a, const RowSet &s, const Sequence &seq)
+{
+    const Range rows = positions_of(a, s, seq);
+    const int32_t lo = seen(a, seq, rows.lo).lo, hi = seen(a, seq, rows.hi).hi;
+    SetView v;
+    v.packed = {seen_packed(a, seq, rows.lo).lo, seen_packed(a, seq, rows.hi).hi};
+    v.exact = view_exact(a, seq); // of all rows of the sequence
+    v.exact.sinks = {max(v.exact.sinks.lo, lo), min(v.exact.sinks.hi, hi)};
+    v.exact.recent = {max(v.exact.recent.lo, lo), min(v.exact.recent.hi, hi)};
+    if (a.p.causal) v.exact.recent.lo = max(v.exact.recent.lo, rows.lo - a.p.window + 1);
+    v.packed_tiles = v.packed.count() ? (v.packed.hi - 1) / TQ_TILE - v.packed.lo / TQ_TILE + 1 : 0;
+    v.exact_tokens = v.exact.sinks.count() + v.exact.recent.count();
+    v.tiles = v.packed_tiles + (v.exact_tokens + TQ_TILE - 1) / TQ_TILE;
+    return v;
+}
+
+/** What the thread of (token threadIdx.x / 8, row threadIdx.x % 8) knows of its row: the positions that it sees. */
+struct RowView {
+    Range packed, seen; // packed: indices
+    int32_t recent_lo;  // the first exact position that is no sink
+    float bias;
+
+    __device__ __forceinline__ RowView(const AttendBlocksArgs &args, const RowSet &s, const Sequence &seq, int row)
+    {
+        const AttendArgs &a = args.attend;
+        int32_t token, head;
+        const bool real = find_row(a, s, row, token, head);
+        const int32_t p = seq.first_position + token;
+        packed = seen_packed(a, seq, p), seen = tq::seen(a, seq, p);
+        if (!real) packed.hi = packed.lo, seen.hi = seen.lo;
+        recent_lo = a.p.causal ? max(seen.lo, p - a.p.window + 1) : seen.lo;
+        bias = args.biases[s.segment * SET_ROWS + row];
+    }
+    __device__ __forceinline__ bool sees_packed(int32_t index) const { return index >= packed.lo && index < packed.hi; }
+    __device__ __forceinline__ bool sees_exact(int32_t position, int32_t sinks) const
+    {
+        return position >= (position < sinks ? seen.lo : recent_lo) && position < seen.hi;
+    }
+};
+
+/** Row threadIdx.x % 8 of `queries` times row threadIdx.x / 8 of the tile: the eight threads of a token share its products. */
+__device__ __forceinline__ float product(const float *tile, int stride, const float *queries, int width)
+{
+    const int piece = threadIdx.x % PIECES;
+    const float *key = tile + threadIdx.x / PIECES * stride;
+    float sums[SET_ROWS] = {}, mine = 0.0f;
+    for (int c = 4 * piece; c < width; c += 4 * PIECES) {
+        const float4 k = *reinterpret_cast<const float4 *>(key + c);
+#pragma unroll
+        for (int r = 0; r < SET_ROWS; r++)
+            sums[r] = dot_quads(k, *reinterpret_cast<const float4 *>(queries + r * width + c), sums[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < SET_ROWS; r++) {
+#pragma unroll
+        for (int h = 1; h < PIECES; h *= 2) sums[r] += __shfl_xor_sync(ALL_LANES, sums[r], h);
+        if (r == piece) mine = sums[r];
+    }
+    return mine;
+}
+
+/** Puts a score, in units of log2, where softmax finds it; -inf where a row does not see a token, which may be bytes of anything. */
+__device__ __forceinline__ void put_score(const AttendArgs &a, const AttendShared &shared, float logit, bool seen)
+{
+    if (a.p.softcap > 0) logit = a.p.softcap * tanhf(logit / a.p.softcap);
+    shared.scores[threadIdx.x % PIECES * TQ_TILE + threadIdx.x / PIECES] = seen ? logit * LOG2_E : -INFINITY;
+}
+
+/** Scores to weights in place, by the warp that keeps the row's totals: in rounded_sum what packed tokens weigh. */
+__device__ __forceinline__ void softmax(const AttendShared &shared, RowTotals &totals, bool is_packed)
+{
+    const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float *score = shared.scores + row * TQ_TILE + lane;
+    const float max = fmaxf(totals.max, warp_max(*score)), shift = max == -INFINITY ? 0.0f : max,
+                weight = exp2_fast(*score - shift), factor = exp2_fast(totals.max - shift), sum = warp_sum(weight);
+    totals = {max, totals.sum * factor + sum, totals.rounded_sum * factor + (is_packed ? sum : 0.0f), 0.0f};
+    *score = weight;
+    if (lane == 0) shared.factors[row] = factor;
+}
+
+/** Adds the weighted tokens of column c of the tile to a thread's sums. */
+__device__ __forceinline__ void add_column(const AttendShared &shared, const float *column, int stride,
+                                           float (&sums)[SET_ROWS])
+{
+    for (int i = 0; i < TQ_TILE; i += 4) {
+        const float v[4] = {column[i * stride], column[(i + 1) * stride], column[(i + 2) * stride],
+                            column[(i + 3) * stride]};
+#pragma unroll
+        for (int r = 0; r < SET_ROWS; r++) {
+            const float4 w = *reinterpret_cast<const float4 *>(shared.scores + r * TQ_TILE + i);
+            sums[r] = dot_quads(w, make_float4(v[0], v[1], v[2], v[3]), sums[r]);
+        }
+    }
+}
+
+/** A thread's part of the weighted sums of all rows. */
+struct ColumnSums {
+    float packed[COLUMNS][SET_ROWS], exact[SET_ROWS];
+
+    __device__ __forceinline__ void rescale(const AttendShared &shared)
+    {
+#pragma unroll
+        for (int r = 0; r < SET_ROWS; r++) {
+            const float factor = shared.factors[r];
+#pragma unroll
+            for (int k = 0; k < COLUMNS; k++) packed[k][r] *= factor;
+            exact[r] *= factor;
+        }
+    }
+    __device__ __forceinline__ void add_packed(const AttendShared &shared, int width)
+    {
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k++) {
+            const int c = threadIdx.x + SET_THREADS * k;
+            if (c < width) add_column(shared, shared.tile + c, width + VALUE_PAD, packed[k]);
+        }
+    }
+    __device__ __forceinline__ void add_exact(const AttendShared &shared, int dim, int stride)
+    {
+        if ((int)threadIdx.x < dim) add_column(shared, shared.tile + threadIdx.x, stride, exact);
+    }
+};
+
+/** Token tile `tile` of the packed tokens that the set sees. */
+__device__ __forceinline__ void attend_packed(const AttendBlocksArgs &args, const RowSet &s, const SetView &view,
+                                              const RowView &row, int tile, const AttendShared &shared,
+                                              RowTotals &totals, ColumnSums &sums)
+{
+    const AttendArgs &a = args.attend;
+    const int first = (view.packed.lo / TQ_TILE + tile) * TQ_TILE, stride = args.key_width + KEY_PAD;
+    const uint8_t *record = record_of(args.plan, s.b, s.h, first);
+    const int token_tile = first % a.page_tokens / TQ_TILE;
+    decode_keys(args.plan, s.h, record, token_tile, shared.levels[0], shared.tile, stride);
+    __syncthreads();
+    const float x = product(shared.tile, stride, shared.projected, args.key_width);
+    put_score(a, shared, (x + row.bias) * a.p.softmax_scale, row.sees_packed(first + (int)threadIdx.x / PIECES));
+    __syncthreads();
+    softmax(shared, totals, true);
+    decode_values(args.plan, s.h, record, token_tile, view.packed.lo - first, view.packed.hi - first, shared.levels[1],
+                  shared.tile, args.value_width + VALUE_PAD);
+    __syncthreads();
+    sums.rescale(shared);
+    sums.add_packed(shared, args.value_width);
+    __syncthreads();
+}
+
+/** Keys or values of n exact tokens to the tile; 0 behind n and behind head_dim. */
+__device__ __forceinline__ void load_exact(const AttendArgs &a, const AttendShared &shared, int n, bool is_value,
+                                           int stride)
+{
+    const int quads = TQ_TILE / 4 * a.groups;
+    for (int i = threadIdx.x; i < TQ_TILE * quads; i += SET_THREADS) {
+        const int token = i / quads, c = 4 * (i % quads);
+        float4 x = make_float4(0, 0, 0, 0);
+        if (token < n && c < a.head_dim)
+            x = to_float4(load_quad(is_value ? shared.tokens[token].v : shared.tokens[token].k, c, a.p.dtype),
+                          a.p.dtype);
+        *reinterpret_cast<float4 *>(shared.tile + token * stride + c) = x;
+    }
+}
+
+/** The same for 32 of the exact ones. */
+__device__ __forceinline__ void attend_exact_tile(const AttendArgs &a, const RowSet &s, const Sequence &seq,
+                                                  const SetView &view, const RowView &row, int tile,
+                                                  const AttendShared &shared, RowTotals &totals, ColumnSums &sums)
+{
+    const int first = TQ_TILE * tile, n = min(TQ_TILE, view.exact_tokens - first), width = TQ_TILE * a.groups,
+              token = threadIdx.x / PIECES;
+    if ((int)threadIdx.x < n) shared.tokens[threadIdx.x] = exact_token(a, s, seq, view.exact, first + threadIdx.x);
+    __syncthreads();
+    load_exact(a, shared, n, false, width + KEY_PAD);
+    __syncthreads();
+    const float x = product(shared.tile, width + KEY_PAD, shared.queries, width);
+    put_score(a, shared, x * a.p.softmax_scale,
+              token < n && row.sees_exact(shared.tokens[min(token, n - 1)].position, a.p.sinks));
+    __syncthreads();
+    softmax(shared, totals, false);
+    load_exact(a, shared, n, true, width + VALUE_PAD);
+    __syncthreads();
+    sums.rescale(shared);
+    sums.add_exact(shared, a.head_dim, width + VALUE_PAD);
+    __syncthreads();
+}
+
+__device__ __forceinline__ void leave_part(const AttendBlocksArgs &args, const RowSet &s, int split,
+                                           const RowTotals &totals, const ColumnSums &sums)
+{
+    if (threadIdx.x % 32 == 0)
+        *reinterpret_cast<float4 *>(part_at(args, s.segment, split, threadIdx.x / 32)) =
+            make_float4(totals.max, totals.sum, totals.rounded_sum, 0);
+#pragma unroll
+    for (int r = 0; r < SET_ROWS; r++) {
+        float *to = part_at(args, s.segment, split, r) + 4;
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k++) {
+            const int c = threadIdx.x + SET_THREADS * k;
+            if (c < args.value_width) to[c] = sums.packed[k][r];
+        }
+        if ((int)threadIdx.x < args.attend.head_dim) to[args.value_width + threadIdx.x] = sums.exact[r];
+    }
+}
+
+__global__ void __launch_bounds__(SET_THREADS) attend_kernel(const __grid_constant__ AttendBlocksArgs args)
+{
+    const AttendArgs &a = args.attend;
+    const int split = blockIdx.x % args.splits, width = TQ_TILE * a.groups;
+    const AttendShared shared = shared_of(args);
+    wait_for_stream();
+    const RowSet s = find_rows(a, blockIdx.x / args.splits, SET_ROWS);
+    const Sequence seq = load_sequence(a, s.b);
+    const SetView view = view_of(a, s, seq);
+    const RowView row(args, s, seq, threadIdx.x % PIECES);
+    const int from = (int)((int64_t)view.tiles * split / args.splits),
+              upto = (int)((int64_t)view.tiles * (split + 1) / args.splits);
+    for (int i = threadIdx.x; i < SET_ROWS * args.key_width; i += SET_THREADS)
+        shared.projected[i] = args.queries[(int64_t)s.segment * SET_ROWS * args.key_width + i];
+    for (int i = threadIdx.x; i < SET_ROWS * width; i += SET_THREADS) {
+        const int64_t at = query_at(a, s, i / width);
+        shared.queries[i] = at >= 0 && i % width < a.head_dim ? load_number(a.p.q, at + i % width, a.p.dtype) : 0.0f;
+    }
+    for (int side = 0; side < 2; side++) load_levels(args.plan, args.plan.side[side], s.h, shared.levels[side]);
+    __syncthreads();
+    RowTotals totals = {-INFINITY, 0, 0, 0};
+    ColumnSums sums = {};
+    for (int tile = from; tile < upto; tile++)
+        if (tile < view.packed_tiles) attend_packed(args, s, view, row, tile, shared, totals, sums);
+        else attend_exact_tile(a, s, seq, view, row, tile - view.packed_tiles, shared, totals, sums);
+    leave_part(args, s, split, totals, sums);
+}
+
+// ---- host ----
+
+/** Splits: four blocks for each multiprocessor, as far as there may be tiles for them. */
+tq_status count_splits(AttendBlocksArgs *args, int64_t sets, tq_error *error)
+{
+    const tq_attend_params &p = args->attend.p;
+    DeviceFacts device;
+    TQ_CUDA_TRY(current_device(&device, error));
+    const int64_t tokens = (int64_t)args->attend.capacity + SET_ROWS, tiles = tokens / TQ_TILE + 2,
+                  wanted = (4 * (int64_t)device.processors + sets - 1) / sets;
+    int64_t splits = wanted < tiles / LEAST_TILES ? wanted : tiles / LEAST_TILES;
+    if (splits > MOST_SPLITS) splits = MOST_SPLITS;
+    args->splits = splits < 1 || !p.batch ? 1 : (int32_t)splits;
+    return TQ_OK;
+}
+
+/** Sizes and, from `base` on, the workspace (NULL: only its bytes); *sets 0: there is nothing to do. */
+tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, AttendBlocksArgs *args, int64_t *sets,
+                    size_t *bytes, tq_error *error)
+{
+    AttendArgs &a = args->attend;
+    *args = {};
+    *sets = 0, *bytes = 0;
+    a.p = p;
+    if (!p.n_pages) a.p.max_pages = 0;
+    a.head_dim = plan.head_dim;
+    a.groups = plan.groups;
+    a.page_tokens = plan.page_tokens;
+    a.group = p.kv_heads ? p.query_heads / p.kv_heads : 0;
+    a.by_group = divisor_of(a.group);
+    a.by_window = divisor_of(p.window);
+    const int64_t capacity = (int64_t)p.sinks + p.window + (int64_t)a.p.max_pages * plan.page_tokens,
+                  rows = (int64_t)a.group * p.query_tokens;
+    if (capacity > INT32_MAX / 2)
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p.max_pages, "fewer: positions are 32-bit");
+    if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
+    a.capacity = (int32_t)capacity;
+    if (p.sliding_window >= capacity) a.p.sliding_window = 0; // as in attend/attend.cu
+    a.rows = (int32_t)rows;
+    a.tile_rows = SET_ROWS;
+    a.row_tiles = (a.rows + SET_ROWS - 1) / SET_ROWS;
+    if (!p.batch || !rows) return TQ_OK;
+    *sets = (int64_t)p.batch * p.kv_heads * a.row_tiles;
+    TQ_CUDA_TRY(block_plan_of(plan, &p.key, &p.value, {p.pages, p.block_table, p.n_pages, p.kv_heads, a.p.max_pages},
+                              &args->plan, error));
+    TQ_CUDA_TRY(count_splits(args, *sets, error));
+    if (*sets * args->splits > INT32_MAX) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
+    args->key_width = TQ_TILE * plan.key.tiles;
+    args->value_width = TQ_TILE * plan.value.tiles;
+    args->part_floats = 4 + args->value_width + (plan.head_dim + 3) / 4 * 4;
+    const int64_t set_rows = *sets * SET_ROWS, queries = set_rows * args->key_width, biases = (set_rows + 63) / 64 * 64;
+    args->queries = reinterpret_cast<float *>(base);
+    args->biases = args->queries + queries;
+    args->parts = args->biases + biases;
+    *bytes = sizeof(float) * (queries + biases + set_rows * args->splits * args->part_floats);
+    return TQ_OK;
+}
+
+} // namespace
+
+tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error)
+{
+    AttendBlocksArgs args;
+    int64_t sets;
+    return make_args(plan, params, nullptr, &args, &sets, bytes, error);
+}
+
+tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
+                        cudaStream_t stream, tq_error *error)
+{
+    AttendBlocksArgs args;
+    int64_t sets;
+    size_t bytes;
+    TQ_CUDA_TRY(make_args(plan, params, static_cast<char *>(workspace), &args, &sets, &bytes, error));
+    if (!sets) return TQ_OK;
+    if (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < bytes)
+        return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
+                    "at least tq_cuda_attend_workspace_bytes, 256-byte aligned");
+    const BlockEndKernels ends = attend_blocks_ends();
+    auto rows_bytes = [&](const tq_side &side) {
+        return sizeof(float) * MATRIX_TOKENS * TQ_TILE * side.tiles + matrix_bytes(side, plan.head_dim, SET_WARPS);
+    };
+    TQ_CUDA_TRY(launch(ends.prepare, sets, SET_THREADS, rows_bytes(plan.key), stream, error, args));
+    TQ_CUDA_TRY(launch(attend_kernel, sets * args.splits, SET_THREADS, attend_bytes(args), stream, error, args));
+    return launch(ends.combine, sets, SET_THREADS, rows_bytes(plan.value), stream, error, args);
+}
+
+} // namespace tq

@@ -1,0 +1,326 @@
+// Plans that are not plain on the device: what their kernels share. The formulas are in turboquant.h (tq_levels, tq_sketch); the host's
+// csrc/core/blocks.c does the same. Behind its rotation a token is one row of 32 * tiles numbers: its decoded channels, then the
+// decoded signs of its sketch. A query becomes such a row too, [R q | S R q], and an inner product is that of two rows; a weighted
+// sum of rows is un-rotated once.
+//
+//   baselines/append.cu      vectors to codes       baselines/encode.cuh: one of them by one warp
+//   baselines/attend.cuh     queries meet a token tile's rows in shared memory
+//   baselines/dequantize.cu  rows back to vectors
+#ifndef TQ_CUDA_BASELINES_BLOCKS_CUH
+#define TQ_CUDA_BASELINES_BLOCKS_CUH
+#include "cuda/device/launch.cuh"
+#include "cuda/tile/matrix.cuh"
+#include "cuda/tile/pack.cuh"
+
+namespace tq
+{
+
+constexpr int BLOCK_GROUPS = TQ_MAX_HEAD_DIM / TQ_TILE;
+constexpr int BLOCK_TILES = 2 * BLOCK_GROUPS;                       // groups, and as many of a sketch
+constexpr int LEVEL_TABLE = (TQ_MAX_BITS + 1) * (1 << TQ_MAX_BITS); // by bits and code
+
+/** Keys or values: tq_side and tq_transform. */
+struct BlockSide {
+    int32_t rotation, levels, sketch, sketch_rows, step_columns, tiles, scales;
+    int32_t tile_bytes, codes_offset, scales_offset;
+    float sketch_factor; // sqrt(pi / 2) / m for a Gaussian sketch, 1 for the residual's own signs
+    int32_t offset[BLOCK_TILES];
+    uint8_t bits[BLOCK_TILES], block[BLOCK_GROUPS]; // block: the index of that of a group
+    tq_transform transform;
+};
+
+/** Where packed tokens lie: [n_pages, kv_heads, record_bytes] and [batch, max_pages]. */
+struct PackedPages {
+    const uint8_t *pages;
+    const int32_t *block_table;
+    int64_t n_pages;
+    int32_t kv_heads, max_pages;
+};
+
+/** Everything that decoding needs. */
+struct BlockPlan {
+    int32_t head_dim, groups, page_tokens;
+    int64_t record_bytes;
+    PackedPages packed;
+    HadamardSigns signs;
+    BlockSide side[2];                  // keys, values
+    float step[TQ_MAX_BITS + 1];        // of the codebooks
+    int8_t levels[TQ_MAX_BITS + 1][32]; // by code
+};
+
+inline BlockSide block_side_of(const tq_plan &plan, bool is_value, const tq_transform *transform)
+{
+    const tq_side &from = is_value ? plan.value : plan.key;
+    BlockSide side = {};
+    side.rotation = from.rotation;
+    side.levels = from.levels;
+    side.sketch = from.sketch;
+    side.sketch_rows = from.sketch_rows;
+    side.step_columns = from.step_columns;
+    side.tiles = from.tiles;
+    side.scales = from.scales;
+    side.tile_bytes = from.tile_bytes;
+    side.codes_offset = (int32_t)from.codes_offset;
+    side.scales_offset = (int32_t)from.scales_offset;
+    side.sketch_factor = from.sketch == TQ_SKETCH_GAUSSIAN ? 1.25331414f / (float)from.sketch_rows : 1.0f;
+    for (int tile = 0; tile < from.tiles; tile++) {
+        side.offset[tile] = from.offset[tile];
+        side.bits[tile] = from.bits[tile];
+    }
+    for (int group = 1; group < plan.groups; group++)
+        side.block[group] = (uint8_t)(side.block[group - 1] + from.begins[group]);
+    if (transform) side.transform = *transform;
+    return side;
+}
+
+inline tq_status block_plan_of(const tq_plan &plan, const tq_transform *key, const tq_transform *value,
+                               const PackedPages &packed, BlockPlan *to, tq_error *error)
+{
+    *to = {};
+    to->head_dim = plan.head_dim;
+    to->groups = plan.groups;
+    to->page_tokens = plan.page_tokens;
+    to->record_bytes = plan.record_bytes;
+    to->packed = packed;
+    to->signs = signs_of(plan);
+    to->side[0] = block_side_of(plan, false, key);
+    to->side[1] = block_side_of(plan, true, value);
+    for (int bits = 1; bits <= TQ_MAX_BITS; bits++) {
+        tq_codebook book;
+        TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan.codebook, plan.head_dim, bits, &book, error));
+        to->step[bits] = book.step;
+        for (int code = 0; code < book.n_levels; code++) to->levels[bits][code] = book.levels[code];
+    }
+    return TQ_OK;
+}
+
+// ---- the launchers, behind the checks of all plans ----
+
+tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
+tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
+                        cudaStream_t stream, tq_error *error);
+tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &args, int32_t batch, const int32_t *lengths,
+                            int32_t max_tokens, float *k, float *v, cudaStream_t stream, tq_error *error);
+
+// ---- what comes with each call ----
+
+__device__ __forceinline__ const float *matrix_of(const BlockSide &side, int h)
+{
+    return side.transform.rotation + h * side.transform.rotation_stride_head;
+}
+
+/** S [sketch_rows][head_dim], below R if that is a matrix. */
+__device__ __forceinline__ const float *sketch_of(const BlockSide &side, int head_dim, int h)
+{
+    return matrix_of(side, h) + (side.rotation == TQ_ROTATION_DENSE ? head_dim * head_dim : 0);
+}
+
+__device__ __forceinline__ const float *table_of(const BlockSide &side, int h)
+{
+    return side.transform.steps + (int64_t)h * side.step_columns;
+}
+
+__device__ __forceinline__ const float *centre_of(const BlockSide &side, int head_dim, int b, int h)
+{
+    const float *centre = side.transform.centre;
+    return centre ? centre + b * side.transform.centre_stride_batch + (int64_t)h * head_dim : nullptr;
+}
+
+/** The record of the page that holds packed index `index`; page 0 where the block table names none of the cache. */
+__device__ __forceinline__ const uint8_t *record_of(const BlockPlan &plan, int b, int h, int index)
+{
+    const PackedPages &at = plan.packed;
+    int64_t page = at.block_table[(int64_t)b * at.max_pages + index / plan.page_tokens];
+    if (page < 0 || page >= at.n_pages) page = 0;
+    return at.pages + (page * at.kv_heads + h) * plan.record_bytes;
+}
+
+// ---- decoding ----
+
+/** Fills to[LEVEL_TABLE] with what codes of codebooks and tables stand for, by 32 * bits + code. */
+__device__ __forceinline__ void load_levels(const BlockPlan &plan, const BlockSide &side, int h, float *to)
+{
+    for (int i = threadIdx.x; i < LEVEL_TABLE; i += blockDim.x) {
+        const int bits = i / 32, code = i % 32;
+        to[i] = __fmul_rn((float)plan.levels[bits][code], plan.step[bits]);
+        if (side.levels == TQ_LEVELS_TABLE) to[i] = code < 1 << side.bits[0] ? table_of(side, h)[code] : 0.0f;
+    }
+}
+
+/** The two numbers that decode a block: s * level + o. */
+struct Affine {
+    float s, o;
+};
+
+/** A tile of a token tile, as a lane 4 g + t of the warp that decodes it has it: codes (r, n) as in turboquant.h, "tile". */
+struct LaneTile {
+    Rows codes;
+    const __half *numbers;                                  // of the token tile's column 0
+    int32_t levels, bits, block, scales, page_tokens, real; // real: channels or rows of a sketch that are no padding
+    bool is_sketch, is_static;
+    float static_scale, sketch_factor;
+
+    __device__ __forceinline__ LaneTile(const BlockPlan &plan, const BlockSide &side, int h, const uint8_t *record,
+                                        int token_tile, int tile, int lane)
+        : levels(side.levels), bits(side.bits[tile]), block(0), scales(side.scales), page_tokens(plan.page_tokens),
+          real(plan.head_dim - TQ_TILE * tile), is_sketch(tile >= plan.groups),
+          is_static(side.levels == TQ_LEVELS_TABLE && side.sketch == TQ_SKETCH_SIGN), static_scale(0),
+          sketch_factor(side.sketch_factor)
+    {
+        const uint8_t *words = record + side.codes_offset + token_tile * side.tile_bytes + side.offset[tile];
+        codes = unpack_lane(bits, reinterpret_cast<const uint32_t *>(words) + lane);
+        numbers = reinterpret_cast<const __half *>(record + side.scales_offset) + TQ_TILE * token_tile;
+        if (!is_sketch) {
+            block = side.block[tile];
+            return;
+        }
+        real = side.sketch_rows - TQ_TILE * (tile - plan.groups);
+        if (is_static) static_scale = table_of(side, h)[side.step_columns - 1];
+    }
+
+    __device__ __forceinline__ float number(int i, int column) const
+    {
+        return __half2float(numbers[page_tokens * i + column]);
+    }
+
+    /** Of the token in a column. */
+    __device__ __forceinline__ Affine scale(int column) const
+    {
+        if (is_sketch) return {is_static ? static_scale : number(scales - 1, column), 0.0f};
+        if (levels == TQ_LEVELS_TABLE) return {1.0f, 0.0f};
+        if (levels == TQ_LEVELS_AFFINE) return {number(2 * block, column), number(2 * block + 1, column)};
+        return {number(block, column), 0.0f};
+    }
+
+    /** Code (r, n), which is channel `channel` of the tile; table: load_levels'. */
+    __device__ __forceinline__ float decoded(int r, int n, int channel, const Affine &a, const float *table) const
+    {
+        const int code = (int)code_of(codes, r, n);
+        float level = 0.0f;
+        if (is_sketch) level = code ? sketch_factor : -sketch_factor;
+        else if (levels == TQ_LEVELS_AFFINE) level = (float)code;
+        else if (levels == TQ_LEVELS_ABSMAX) level = (float)(code - (1 << (bits - 1)));
+        else level = table[32 * bits + code];
+        return channel < real ? __fadd_rn(__fmul_rn(a.s, level), a.o) : 0.0f;
+    }
+};
+
+/** Decodes a token tile to rows of 32 * tiles numbers, 0 where padded; rows 16-byte aligned, `stride` floats apart. A whole block. */
+__device__ __forceinline__ void decode_keys(const BlockPlan &plan, int h, const uint8_t *record, int token_tile,
+                                            const float *table, float *rows, int stride)
+{
+    const BlockSide &side = plan.side[0];
+    const int lane = threadIdx.x % 32;
+    for (int tile = threadIdx.x / 32; tile < side.tiles; tile += blockDim.x / 32) {
+        const LaneTile x(plan, side, h, record, token_tile, tile, lane);
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const int token = lane / 4 + 8 * r;
+            const Affine a = x.scale(column_of_token(token));
+#pragma unroll
+            for (int n = 0; n < 8; n += 4) {
+                const int c = column_of_lane(lane % 4, n);
+                *reinterpret_cast<float4 *>(rows + stride * token + TQ_TILE * tile + c) =
+                    make_float4(x.decoded(r, n, c, a, table), x.decoded(r, n + 1, c + 1, a, table),
+                                x.decoded(r, n + 2, c + 2, a, table), x.decoded(r, n + 3, c + 3, a, table));
+            }
+        }
+    }
+}
+
+/** The same of values; 0 for tokens outside of begin .. end - 1, which may be bytes of anything. */
+__device__ __forceinline__ void decode_values(const BlockPlan &plan, int h, const uint8_t *record, int token_tile,
+                                              int begin, int end, const float *table, float *rows, int stride)
+{
+    const BlockSide &side = plan.side[1];
+    const int lane = threadIdx.x % 32;
+    for (int tile = threadIdx.x / 32; tile < side.tiles; tile += blockDim.x / 32) {
+        const LaneTile x(plan, side, h, record, token_tile, tile, lane);
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const int column = column_of_lane(lane % 4, n), token = token_of_column(column);
+            const bool wanted = token >= begin && token < end;
+            const Affine a = x.scale(column);
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const int c = lane / 4 + 8 * r;
+                rows[stride * token + TQ_TILE * tile + c] = wanted ? x.decoded(r, n, c, a, table) : 0.0f;
+            }
+        }
+    }
+}
+
+// ---- rows in shared memory to and from vectors ---- At most MATRIX_TOKENS of them, by a whole block.
+
+/** n rows, `stride` floats apart, in memory for MATRIX_TOKENS. Behind them, if the side has matrices, | spare [MATRIX_TOKENS][head_dim]
+ *  | matrix blocks [warps] |. */
+struct BlockRows {
+    float *rows, *spare, *blocks; // blocks: this warp's
+    int stride, n;
+
+    __device__ __forceinline__ BlockRows(const BlockPlan &plan, float *rows_, int stride_, int n_, float *behind)
+        : rows(rows_), spare(behind), blocks(behind + MATRIX_TOKENS * plan.head_dim + threadIdx.x / 32 * MATRIX_BLOCK),
+          stride(stride_), n(n_)
+    {
+    }
+};
+
+/** Bytes of that memory behind. */
+inline size_t matrix_bytes(const tq_side &side, int head_dim, int warps)
+{
+    return side.matrix_rows ? sizeof(float) * (MATRIX_TOKENS * (size_t)head_dim + warps * MATRIX_BLOCK) : 0;
+}
+
+/** rows become [R x | S R x]. x: in spare, dense, if R is a matrix, else in the rows themselves; their other numbers are 0. */
+__device__ __forceinline__ void project_rows(const BlockPlan &plan, const BlockSide &side, int h, const BlockRows &x)
+{
+    const int d = plan.head_dim, warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    float *signs = x.rows + TQ_TILE * plan.groups;
+    __syncthreads();
+    if (side.rotation == TQ_ROTATION_DENSE)
+        multiply_rows<false>(matrix_of(side, h), d, d, x.spare, d, x.rows, x.stride, x.n, x.blocks, warp, warps, lane);
+    else if (side.rotation == TQ_ROTATION_HADAMARD)
+        for (int i = warp; i < x.n; i += warps) hadamard_row(x.rows + i * x.stride, d, plan.signs, false, lane);
+    __syncthreads();
+    if (side.sketch == TQ_SKETCH_GAUSSIAN)
+        multiply_rows<false>(sketch_of(side, d, h), side.sketch_rows, d, x.rows, x.stride, signs, x.stride, x.n,
+                             x.blocks, warp, warps, lane);
+    else if (side.sketch == TQ_SKETCH_SIGN)
+        for (int i = threadIdx.x; i < x.n * d; i += blockDim.x)
+            signs[i / d * x.stride + i % d] = x.rows[i / d * x.stride + i % d];
+    __syncthreads();
+}
+
+/** The transpose: R^T (channels + S^T signs) of rows, which are lost. Where it finds row i: result + i * stride. */
+struct RestoredRows {
+    const float *result;
+    int stride;
+};
+
+__device__ __forceinline__ RestoredRows restore_rows(const BlockPlan &plan, const BlockSide &side, int h,
+                                                     const BlockRows &x)
+{
+    const int d = plan.head_dim, warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    const float *signs = x.rows + TQ_TILE * plan.groups;
+    const bool gaussian = side.sketch == TQ_SKETCH_GAUSSIAN;
+    __syncthreads();
+    if (gaussian) {
+        multiply_rows<true>(sketch_of(side, d, h), d, side.sketch_rows, signs, x.stride, x.spare, d, x.n, x.blocks,
+                            warp, warps, lane);
+        __syncthreads();
+    }
+    if (side.sketch)
+        for (int i = threadIdx.x; i < x.n * d; i += blockDim.x)
+            x.rows[i / d * x.stride + i % d] += gaussian ? x.spare[i] : signs[i / d * x.stride + i % d];
+    __syncthreads();
+    if (side.rotation == TQ_ROTATION_DENSE)
+        multiply_rows<true>(matrix_of(side, h), d, d, x.rows, x.stride, x.spare, d, x.n, x.blocks, warp, warps, lane);
+    else if (side.rotation == TQ_ROTATION_HADAMARD)
+        for (int i = warp; i < x.n; i += warps) hadamard_row(x.rows + i * x.stride, d, plan.signs, true, lane);
+    __syncthreads();
+    if (side.rotation == TQ_ROTATION_DENSE) return {x.spare, d};
+    return {x.rows, x.stride};
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,68 @@
+// tq_cuda_dequantize for plans that are not plain. A block half a token tile of one (side, sequence, KV head): decoded to rows in shared
+// memory, restored, centred, written.
+#include "cuda/baselines/blocks.cuh"
+
+namespace tq
+{
+namespace
+{
+
+constexpr int WARPS = 4, TOKENS = MATRIX_TOKENS;
+
+struct DequantizeBlocksArgs {
+    BlockPlan plan;
+    const int32_t *lengths;
+    int32_t batch, max_tokens, parts; // parts: of a sequence, TOKENS tokens each
+    float *out[2];                    // [batch, kv_heads, max_tokens, head_dim]
+};
+static_assert(sizeof(DequantizeBlocksArgs) <= 4096, "kernel parameters");
+
+/** Shared memory: | levels [LEVEL_TABLE] | rows [32][width + 16] | BlockRows' |. */
+__global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __grid_constant__ DequantizeBlocksArgs a)
+{
+    extern __shared__ __align__(16) float memory[];
+    const BlockPlan &plan = a.plan;
+    wait_for_stream();
+    const int heads = plan.packed.kv_heads, part = blockIdx.x % a.parts, h = blockIdx.x / a.parts % heads,
+              b = blockIdx.x / a.parts / heads % a.batch, is_value = blockIdx.x / a.parts / heads / a.batch;
+    const BlockSide &side = plan.side[is_value];
+    const int first = TOKENS * part, d = plan.head_dim, stride = TQ_TILE * side.tiles + 16,
+              stored = max(0, min(min(a.lengths[b], a.max_tokens) - first, TOKENS)),
+              wanted = min(TOKENS, a.max_tokens - first);
+    float *rows = memory + LEVEL_TABLE;
+    RestoredRows restored = {};
+    if (stored) { // all threads of a block agree
+        const uint8_t *record = record_of(plan, b, h, first);
+        const int token_tile = first % plan.page_tokens / TQ_TILE;
+        load_levels(plan, side, h, memory);
+        __syncthreads();
+        if (is_value) decode_values(plan, h, record, token_tile, 0, TQ_TILE, memory, rows, stride);
+        else decode_keys(plan, h, record, token_tile, memory, rows, stride);
+        restored = restore_rows(
+            plan, side, h, BlockRows(plan, rows + first % TQ_TILE * stride, stride, stored, rows + TQ_TILE * stride));
+    }
+    const float *centre = centre_of(side, d, b, h);
+    float *out = a.out[is_value] + (((int64_t)b * heads + h) * a.max_tokens + first) * d;
+    for (int i = threadIdx.x; i < wanted * d; i += blockDim.x) {
+        const float number = i / d < stored ? restored.result[i / d * restored.stride + i % d] : 0.0f;
+        out[i] = i / d < stored && centre ? number + centre[i % d] : number;
+    }
+}
+
+} // namespace
+
+tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, int32_t batch, const int32_t *lengths,
+                            int32_t max_tokens, float *k, float *v, cudaStream_t stream, tq_error *error)
+{
+    DequantizeBlocksArgs args = {blocks, lengths, batch, max_tokens, (max_tokens - 1) / TOKENS + 1, {k, v}};
+    size_t shared_bytes = 0;
+    for (const tq_side *side : {&plan.key, &plan.value}) {
+        const size_t rows = sizeof(float) * (LEVEL_TABLE + TQ_TILE * ((size_t)TQ_TILE * side->tiles + 16)),
+                     bytes = rows + matrix_bytes(*side, plan.head_dim, WARPS);
+        if (bytes > shared_bytes) shared_bytes = bytes;
+    }
+    return launch(dequantize_blocks_kernel, (int64_t)(v ? 2 : 1) * batch * blocks.packed.kv_heads * args.parts,
+                  32 * WARPS, shared_bytes, stream, error, args);
+}
+
+} // namespace tq

@@ -1,0 +1,414 @@
+/* The instructions and small helpers that the CUDA kernels share. No kernel, no format knowledge. */
+#ifndef TQ_CUDA_DEVICE_DEVICE_CUH
+#define TQ_CUDA_DEVICE_DEVICE_CUH
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <float.h>
+#include <stdint.h>
+
+#include "cuda/device/host.h"
+
+namespace tq
+{
+
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+
+/* ---- host: errors ---- */
+
+inline tq_status check_cuda(cudaError_t e, const char *argument, tq_error *error)
+{
+    if (e == cudaSuccess) return TQ_OK;
+    cudaGetLastError(); /* it is told here: nobody else's next call should find it */
+    return fail(error, TQ_E_CUDA, argument, -1, (double)e, "accepted by the CUDA runtime (got is its cudaError_t)");
+}
+
+/* ---- bytes and matrices ---- */
+
+/** Byte i of the result is byte (nibble i of s) & 7 of b:a; nibbles of 8 and more give that byte's sign bit eight times. */
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t s)
+{
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(s));
+    return r;
+}
+
+/** Of four signed bytes. */
+__device__ __forceinline__ int sum_of_bytes(uint32_t x) { return __dp4a((int)x, 0x01010101, 0); }
+
+/** c (16 x 8, int32) += a (16 x 32) b (32 x 8), bytes signed or not. Lane 4 g + t holds a0: row g, columns 4 t ..; a1: row g + 8;
+ *  a2, a3: the same with columns 16 + 4 t ..; b0, b1: rows 4 t .. and 16 + 4 t .. of column g; c0, c1: row g, columns 2 t, 2 t + 1;
+ *  c2, c3: row g + 8. */
+template <bool A_UNSIGNED, bool B_UNSIGNED>
+__device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+#define TQ_MMA(types)                                                                                                  \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." types                                                        \
+                 ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                          \
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+    if constexpr (A_UNSIGNED && B_UNSIGNED) TQ_MMA("u8.u8");
+    else if constexpr (A_UNSIGNED) TQ_MMA("u8.s8");
+    else if constexpr (B_UNSIGNED) TQ_MMA("s8.u8");
+    else TQ_MMA("s8.s8");
+#undef TQ_MMA
+}
+
+__device__ __forceinline__ float reciprocal(float x) /* 1 ulp; x is normal, and 1 / x too */
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) /* 2 ulp; exp2(-inf) = 0 */
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* ---- kernels one behind the other (compute capability 9.0; elsewhere they do not overlap) ---- */
+
+/** Until all kernels in front have ended and their writes are seen. */
+__device__ __forceinline__ void wait_for_previous()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/** The kernel behind may start once every block has said so; it still has to wait before it reads what this one writes. */
+__device__ __forceinline__ void let_next_start()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* ---- clusters of blocks (compute capability 9.0) ---- */
+
+/** By all threads of all blocks of a cluster: behind cluster_wait all have come here. Others do not see what was written before, except
+ *  barriers behind barrier_init_fence: that would take a fence for the whole GPU. */
+__device__ __forceinline__ void cluster_arrive()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/** A shared address of this block as that of block `rank` of its cluster. */
+__device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t rank)
+{
+    uint32_t address = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+#endif
+    return address;
+}
+
+/** Stores into a block of the cluster and adds 16 bytes to what a barrier there has received: whoever waits for that barrier with
+ *  barrier_wait_cluster sees them. Cheaper than cluster_arrive and cluster_wait, whose fence is one for the whole GPU. */
+__device__ __forceinline__ void send_cluster(uint32_t to, float4 x, uint32_t bar)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(bar)
+                 : "memory");
+#endif
+}
+
+/* ---- warps ---- */
+
+/** Not of NaNs. As integers whose order is that of the numbers: a warp has an instruction for theirs. */
+__device__ __forceinline__ float warp_max(float x)
+{
+    int bits = __float_as_int(x);
+    bits = __reduce_max_sync(ALL_LANES, bits ^ (bits >> 31 & 0x7fffffff));
+    return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff));
+}
+
+/** True in one lane; all 32 must call it. The compiler knows that it is one: for instructions that take operands from registers of the
+ *  whole warp, such as copy_bulk, it makes no loop over lanes. */
+__device__ __forceinline__ bool elect_lane()
+{
+#if __CUDA_ARCH__ >= 900
+    uint32_t elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+    return elected;
+#else
+    return threadIdx.x % 32 == 0;
+#endif
+}
+
+/** Has the compiler compute x here, and not where it is needed. The assembler, which does not see this, may still move single
+ *  instructions; chains of them it left here. */
+__device__ __forceinline__ void compute_here(int32_t &x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void compute_here(uint32_t &x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void compute_here(int64_t &x) { asm volatile("" : "+l"(x)); }
+__device__ __forceinline__ void compute_here(float &x) { asm volatile("" : "+f"(x)); }
+
+__device__ __forceinline__ int warp_sum(int x) { return __reduce_add_sync(ALL_LANES, x); }
+
+__device__ __forceinline__ float warp_sum(float x)
+{
+#pragma unroll
+    for (int k = 16; k; k >>= 1) x += __shfl_xor_sync(ALL_LANES, x, k);
+    return x;
+}
+
+/* ---- numbers of the model's dtype ---- */
+
+__device__ __forceinline__ int dtype_bytes(int dtype) { return dtype == TQ_F32 ? 4 : 2; }
+
+__device__ __forceinline__ float load_number(const void *p, int64_t i, int dtype)
+{
+    if (dtype == TQ_F32) return static_cast<const float *>(p)[i];
+    if (dtype == TQ_F16) return __half2float(static_cast<const __half *>(p)[i]);
+    return __bfloat162float(static_cast<const __nv_bfloat16 *>(p)[i]);
+}
+
+__device__ __forceinline__ void store_number(void *p, int64_t i, int dtype, float x)
+{
+    if (dtype == TQ_F32) static_cast<float *>(p)[i] = x;
+    else if (dtype == TQ_F16) static_cast<__half *>(p)[i] = __float2half_rn(x);
+    else static_cast<__nv_bfloat16 *>(p)[i] = __float2bfloat16_rn(x);
+}
+
+/** Four numbers as they lie in memory. Loads and conversions are apart so that many loads can be on their way before the first is
+ *  converted: the dtype is known at run time only, and a branch between two loads would make the second wait for the first. */
+struct Quad {
+    uint4 raw;
+};
+
+/** Numbers i .. i + 3; their address must be a multiple of their size. */
+__device__ __forceinline__ Quad load_quad(const void *p, int64_t i, int dtype)
+{
+    const char *at = static_cast<const char *>(p) + i * dtype_bytes(dtype);
+    Quad q;
+    uint32_t wide = dtype == TQ_F32;
+    asm volatile("{ .reg .pred w;\n"
+                 "setp.ne.u32 w, %5, 0;\n"
+                 "mov.u32 %2, 0;\n"
+                 "mov.u32 %3, 0;\n"
+                 "@w ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+                 "@!w ld.global.v2.u32 {%0, %1}, [%4]; }"
+                 : "=&r"(q.raw.x), "=&r"(q.raw.y), "=&r"(q.raw.z), "=&r"(q.raw.w)
+                 : "l"(at), "r"(wide));
+    return q;
+}
+
+__device__ __forceinline__ float4 to_float4(const Quad &q, int dtype)
+{
+    if (dtype == TQ_F32)
+        return make_float4(__uint_as_float(q.raw.x), __uint_as_float(q.raw.y), __uint_as_float(q.raw.z),
+                           __uint_as_float(q.raw.w));
+    if (dtype == TQ_F16) {
+        float2 lo = __half22float2(*reinterpret_cast<const __half2 *>(&q.raw.x)),
+               hi = __half22float2(*reinterpret_cast<const __half2 *>(&q.raw.y));
+        return make_float4(lo.x, lo.y, hi.x, hi.y);
+    }
+    return make_float4(__uint_as_float(q.raw.x << 16), __uint_as_float(q.raw.x & 0xffff0000u),
+                       __uint_as_float(q.raw.y << 16), __uint_as_float(q.raw.y & 0xffff0000u));
+}
+
+/** The same without a branch, of which the compiler makes a table of jumps that is waited for. In loops over tokens, which jump as they did
+ *  before, attention with a window took up to 13 % longer. */
+__device__ __forceinline__ float4 to_float4_once(const Quad &q, int dtype)
+{
+    bool wide = dtype == TQ_F32, half = dtype == TQ_F16;
+    float2 lo = __half22float2(*reinterpret_cast<const __half2 *>(&q.raw.x)),
+           hi = __half22float2(*reinterpret_cast<const __half2 *>(&q.raw.y));
+    auto choose = [&](uint32_t single, float of_half, uint32_t of_bfloat) {
+        return wide ? __uint_as_float(single) : half ? of_half : __uint_as_float(of_bfloat);
+    };
+    return make_float4(choose(q.raw.x, lo.x, q.raw.x << 16), choose(q.raw.y, lo.y, q.raw.x & 0xffff0000u),
+                       choose(q.raw.z, hi.x, q.raw.y << 16), choose(q.raw.w, hi.y, q.raw.y & 0xffff0000u));
+}
+
+__device__ __forceinline__ uint32_t pack_halves(float lo, float hi, int dtype)
+{
+    if (dtype == TQ_F16) {
+        __half2 h = __floats2half2_rn(lo, hi);
+        return *reinterpret_cast<uint32_t *>(&h);
+    }
+    __nv_bfloat162 h = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<uint32_t *>(&h);
+}
+
+/** Numbers i .. i + 3; their address must be a multiple of their size. */
+__device__ __forceinline__ void store_quad(void *p, int64_t i, int dtype, float4 x)
+{
+    if (dtype == TQ_F32) *reinterpret_cast<float4 *>(static_cast<float *>(p) + i) = x;
+    else
+        *reinterpret_cast<uint2 *>(static_cast<uint16_t *>(p) + i) =
+            make_uint2(pack_halves(x.x, x.y, dtype), pack_halves(x.z, x.w, dtype));
+}
+
+/* ---- the Hadamard rotation of turboquant.h, one row by one warp ---- */
+
+/** One pass over part[0 .. n), n a power of two: lane l holds numbers l + 32 i. Sums only but for the last step, in the order of
+ *  turboquant.h; a product with +-1 inside an fma is exact. Small code on purpose: most kernels run it once. */
+template <int PER_LANE>
+__device__ __forceinline__ void hadamard_pass(float *part, int n, const uint32_t *signs, bool inverse, int lane)
+{
+    float x[PER_LANE], factor = __frsqrt_rn((float)n);
+    uint32_t flip = 0; /* bit i: the sign of x[i] */
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        x[i] = lane + 32 * i < n ? part[lane + 32 * i] : 0;
+        if (32 * i < n) flip |= (signs[i] >> lane & 1) << i;
+        if (!inverse && flip >> i & 1) x[i] = -x[i];
+    }
+#pragma unroll 1
+    for (int d = 1; d < min(n, 32); d *= 2) {
+        float sign = lane & d ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (32 * i < n) x[i] = __fmaf_rn(sign, x[i], __shfl_xor_sync(ALL_LANES, x[i], d));
+    }
+#pragma unroll
+    for (int d = 1; d < PER_LANE; d *= 2) {
+        if (32 * d >= n) break;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (!(i & d)) {
+                float a = x[i], b = x[i + d];
+                x[i] = __fadd_rn(a, b);
+                x[i + d] = __fsub_rn(a, b);
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        if (lane + 32 * i >= n) continue;
+        float y = __fmul_rn(x[i], factor);
+        part[lane + 32 * i] = inverse && flip >> i & 1 ? -y : y;
+    }
+    __syncwarp();
+}
+
+/** Rotates row[0 .. dim) in place, dim a multiple of 8 up to 32 PER_LANE; row in shared memory, all lanes of one warp call. */
+template <int PER_LANE = 8>
+__device__ __forceinline__ void hadamard_row(float *row, int dim, const HadamardSigns &signs, bool inverse, int lane)
+{
+    int p = 1 << (31 - __clz(dim)), passes = p < dim ? 2 : 1;
+#pragma unroll 1
+    for (int i = 0; i < passes; i++) {
+        int pass = inverse ? passes - 1 - i : i;
+        hadamard_pass<PER_LANE>(pass ? row + dim - p : row, p, signs.word[pass], inverse, lane);
+    }
+}
+
+/* ---- asynchronous copies into shared memory; barriers and destinations by their shared address ---- */
+
+__device__ __forceinline__ uint32_t shared_address(const void *p)
+{
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t bar, int arrivals)
+{
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+
+/** After barrier_init, before other threads or copies use the barriers (and a __syncthreads). */
+__device__ __forceinline__ void barrier_init_fence()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t bar)
+{
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.shared.b64 s, [%0]; }" ::"r"(bar) : "memory");
+}
+
+/** Waits for the end of the phase of that parity: 0 for a fresh barrier's first, then 1, 0, .. */
+__device__ __forceinline__ void barrier_wait(uint32_t bar, int parity)
+{
+#if __CUDA_ARCH__ >= 900
+#define TQ_TEST_WAIT "mbarrier.try_wait.parity.shared.b64"
+#else
+#define TQ_TEST_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+    asm volatile("{ .reg .pred p;\n"
+                 "WAIT: " TQ_TEST_WAIT " p, [%0], %1;\n"
+                 "@p bra DONE;\n"
+                 "bra WAIT;\n"
+                 "DONE: }" ::"r"(bar),
+                 "r"(parity)
+                 : "memory");
+#undef TQ_TEST_WAIT
+}
+
+/** The first phase of a barrier that send_cluster completes. */
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t bar)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p;\n"
+                 "WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n"
+                 "@p bra DONE;\n"
+                 "bra WAIT;\n"
+                 "DONE: }" ::"r"(bar)
+                 : "memory");
+#endif
+}
+
+/** By each thread whose ordinary accesses to shared memory bulk copies will follow, before the barrier between the two. */
+__device__ __forceinline__ void shared_writes_before_copies()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+/** Bulk copies (compute capability 9.0): one thread announces the bytes, then copies them; multiples of 16, 16-byte aligned. */
+__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+#endif
+}
+
+/** What copy_bulk leaves in the L2 cache. read_once: the bytes go first, so that a cache that streams by does not drive out code and
+ *  results. These are createpolicy's words (evict_first and evict_normal, all bytes); with the instruction itself the compiler would make
+ *  them again, of ten operations, at each copy. */
+__device__ __forceinline__ uint64_t copy_policy(bool read_once)
+{
+    return read_once ? 0x12f0000000000000 : 0x1000000000000000;
+}
+
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t bar, uint64_t policy)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+        : "memory");
+#endif
+}
+
+/** The portable way: every thread copies 16-byte pieces and signs for them; the barrier counts each thread once. */
+__device__ __forceinline__ void copy_16(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_16(void *to, const void *from) { copy_16(shared_address(to), from); }
+
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t bar)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,77 @@
+/* What host code alone can compile too: the choice of kernels is tested without CUDA (tests/cuda/dispatch_table.cpp). */
+#ifndef TQ_CUDA_DEVICE_HOST_H
+#define TQ_CUDA_DEVICE_HOST_H
+#include <stddef.h>
+#include <stdint.h>
+
+#include "turboquant_cuda.h"
+
+#if !defined(__CUDACC__)
+#define __host__
+#define __device__
+#define __forceinline__ inline
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+#endif
+
+namespace tq
+{
+
+/** Fills *error (may be NULL) and returns status, so that a check is one line. */
+inline tq_status fail(tq_error *error, tq_status status, const char *argument, int64_t index, double got,
+                      const char *wants)
+{
+    if (error) *error = tq_error{status, argument, wants, index, got};
+    return status;
+}
+
+#define TQ_CUDA_TRY(call)                                                                                              \
+    do {                                                                                                               \
+        tq_status try_status = (call);                                                                                 \
+        if (try_status != TQ_OK) return try_status;                                                                    \
+    } while (0)
+
+/** What the runtime says of the current device. */
+struct DeviceFacts {
+    int id, major, processors, shared_bytes_per_processor, shared_bytes_per_block;
+};
+
+constexpr int PORTABLE_CLUSTER = 8; /* blocks of a cluster that every GPU takes, if it takes clusters at all */
+
+struct HadamardSigns {
+    uint32_t word[2][TQ_MAX_HEAD_DIM / 32]; /* tq_plan.signs of head_dim <= 256 */
+};
+
+/** Quotients of 0 <= n < 2^31 by a product and a shift (Granlund and Montgomery 1994). */
+struct Divisor {
+    uint32_t divisor, magic, shift;
+
+    __device__ __forceinline__ uint32_t quotient(uint32_t n) const { return (uint32_t)((uint64_t)n * magic >> shift); }
+    __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - quotient(n) * divisor; }
+};
+
+/** 0 < divisor < 2^31; a divisor of 0, of which nobody asks a quotient, counts as 1. */
+inline Divisor divisor_of(int64_t divisor)
+{
+    const uint32_t d = divisor > 0 ? (uint32_t)divisor : 1;
+    uint32_t log = 0;
+    while ((1u << log) < d) log++;
+    return {d, (uint32_t)(((uint64_t)1 << (31 + log)) / d + 1), 31 + log};
+}
+
+/* ---- warpgroup.cuh ---- */
+
+/* The second factor of a product is B (k x N) in shared memory, k being 32 bytes: in pieces of 8 columns x 16 bytes, the columns one
+ * behind the other. Neighbouring pieces along the columns are 128 bytes apart, along k N / 8 of them. */
+constexpr int PIECE_BYTES = 128;
+template <int N> constexpr int STEP_BYTES = 2 * (N / 8) * PIECE_BYTES; /* of one B */
+
+} // namespace tq
+#endif

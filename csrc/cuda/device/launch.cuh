@@ -1,0 +1,166 @@
+// What launchers share: checks, and launching one kernel behind the other without the gap between them, where the device can.
+#ifndef TQ_CUDA_DEVICE_LAUNCH_CUH
+#define TQ_CUDA_DEVICE_LAUNCH_CUH
+#include "core/plan_kind.h"
+#include "cuda/device/device.cuh"
+#include "turboquant_checks.h"
+
+namespace tq
+{
+
+// ---- checks ----
+
+/** What CUDA alone asks of a plan, behind tq_check_.. of turboquant_checks.h. */
+inline tq_status check_plan(const tq_plan &plan, tq_error *error)
+{
+    if (plan.head_dim <= TQ_MAX_HEAD_DIM) return TQ_OK;
+    return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim, "at most 256 on CUDA");
+}
+
+inline HadamardSigns signs_of(const tq_plan &plan)
+{
+    HadamardSigns signs;
+    for (int pass = 0; pass < 2; pass++)
+        for (int word = 0; word < TQ_MAX_HEAD_DIM / 32; word++) signs.word[pass][word] = plan.signs[pass][word];
+    return signs;
+}
+
+// ---- launching ----
+
+/** A kernel may start before the one in front of it in the stream has ended (launch): nothing it reads or writes may be touched
+ *  before this. Every block has to come here, also one with nothing to do. */
+__device__ __forceinline__ void wait_for_stream()
+{
+    let_next_start();
+    wait_for_previous();
+}
+
+// What the runtime says of a device, and what it was told of a kernel, are remembered in each thread: every question costs the CPU
+// up to a microsecond, and of a decoding step without graphs it is the CPU's time that counts.
+
+/** Of the current device, which must be of compute capability 8.0 or newer. */
+inline tq_status current_device(DeviceFacts *facts, tq_error *error)
+{
+    static thread_local DeviceFacts known = {-1, 0, 0, 0, 0};
+    int id;
+    TQ_CUDA_TRY(check_cuda(cudaGetDevice(&id), "device", error));
+    if (id != known.id) {
+        DeviceFacts now = {id, 0, 0, 0, 0};
+        const struct {
+            int *to;
+            cudaDeviceAttr attribute;
+        } wanted[] = {{&now.major, cudaDevAttrComputeCapabilityMajor},
+                      {&now.processors, cudaDevAttrMultiProcessorCount},
+                      {&now.shared_bytes_per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor},
+                      {&now.shared_bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin}};
+        for (auto &w : wanted) TQ_CUDA_TRY(check_cuda(cudaDeviceGetAttribute(w.to, w.attribute, id), "device", error));
+        if (now.major < 8)
+            return fail(error, TQ_E_UNSUPPORTED, "device", -1, now.major, "of compute capability 8.0 or newer");
+        known = now;
+    }
+    *facts = known;
+    return TQ_OK;
+}
+
+/** What a kernel was told on a device, and the PTX that its code came from (0: not asked yet). */
+struct Told {
+    const void *kernel;
+    int device, ptx;
+    bool much, most_shared, large_clusters;
+};
+
+inline Told &told(const void *kernel, const DeviceFacts &device)
+{
+    static thread_local Told kernels[64];
+    Told &t = kernels[((uintptr_t)kernel >> 4) % 64];
+    if (t.kernel != kernel || t.device != device.id) t = {kernel, device.id, 0, false, false, false};
+    return t;
+}
+
+/** Whether a kernel was compiled for compute capability 9.0 or newer. On such a device it may also be a translation of older PTX, in which
+ *  what needs 9.0 is left out (device/device.cuh): the wait for the kernel in front, and all of the kernels for Hopper. */
+inline tq_status is_hopper_code(const void *kernel, const DeviceFacts &device, bool *is, tq_error *error)
+{
+    Told &t = told(kernel, device);
+    if (!t.ptx) {
+        cudaFuncAttributes attributes;
+        TQ_CUDA_TRY(check_cuda(cudaFuncGetAttributes(&attributes, kernel), "device", error));
+        t.ptx = attributes.ptxVersion;
+    }
+    *is = t.ptx >= 90;
+    return TQ_OK;
+}
+
+/** Lets a kernel take all the dynamic shared memory of the current device if it wants much of it, and with `most_shared` asks for the
+ *  largest division of a multiprocessor's memory in favour of shared memory. Both hold for all threads: none may ask for less. */
+inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, size_t shared_bytes, bool most_shared,
+                              tq_error *error)
+{
+    Told &t = told(kernel, device);
+    if (shared_bytes > 40 * 1024 && !t.much) { // 48 KB together with what the kernel has of fixed size
+        cudaFuncAttributes fixed;
+        TQ_CUDA_TRY(check_cuda(cudaFuncGetAttributes(&fixed, kernel), "kernel", error));
+        TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                    device.shared_bytes_per_block - (int)fixed.sharedSizeBytes),
+                               "shared memory", error));
+        t.much = true;
+    }
+    if (most_shared && !t.most_shared) {
+        TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                    cudaSharedmemCarveoutMaxShared),
+                               "device", error));
+        t.most_shared = true;
+    }
+    return TQ_OK;
+}
+
+/** Lets a kernel be launched in larger clusters, for all threads. */
+inline tq_status allow_large_clusters(const void *kernel, const DeviceFacts &device, tq_error *error)
+{
+    Told &t = told(kernel, device);
+    if (t.large_clusters) return TQ_OK;
+    TQ_CUDA_TRY(
+        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cluster", error));
+    t.large_clusters = true;
+    return TQ_OK;
+}
+
+/** Queues a kernel that calls wait_for_stream first, for a grid of blocks x layers. cluster: blocks of a cluster. */
+template <class... Params, class... Args>
+tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int layers, int cluster, int threads,
+                          size_t shared_bytes, cudaStream_t stream, tq_error *error, const Args &...args)
+{
+    if (!blocks) return TQ_OK;
+    if (blocks > INT32_MAX)
+        return fail(error, TQ_E_VALUE, "batch", -1, (double)blocks, "small enough for a grid of 2^31 - 1 blocks");
+    DeviceFacts device;
+    TQ_CUDA_TRY(current_device(&device, error));
+    bool waits = false;
+    if (device.major >= 9) TQ_CUDA_TRY(is_hopper_code(reinterpret_cast<const void *>(kernel), device, &waits, error));
+    TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, shared_bytes, false, error));
+    if (cluster > PORTABLE_CLUSTER)
+        TQ_CUDA_TRY(allow_large_clusters(reinterpret_cast<const void *>(kernel), device, error));
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {(unsigned)cluster, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks, layers);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = !waits ? 0 : cluster > 1 ? 2 : 1; // no early start, nor clusters, of code that does not wait
+    return check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "kernel", error);
+}
+
+template <class... Params, class... Args>
+tq_status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes, cudaStream_t stream,
+                 tq_error *error, const Args &...args)
+{
+    return launch_clusters(kernel, blocks, 1, 1, threads, shared_bytes, stream, error, args...);
+}
+
+} // namespace tq
+#endif

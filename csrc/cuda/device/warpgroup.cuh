@@ -1,0 +1,141 @@
+/* The tensor-core products of compute capability 9.0 (sm_90a), which four warps do together, and how the four meet. Elsewhere
+ * nothing of this is compiled into a kernel. */
+#ifndef TQ_CUDA_DEVICE_WARPGROUP_CUH
+#define TQ_CUDA_DEVICE_WARPGROUP_CUH
+#include "cuda/device/device.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "compile for sm_90a, not sm_90, which lacks these products: the kernels of attend_many_rows would be empty"
+#endif
+
+namespace tq
+{
+
+/** What the instruction wants to know of a B at that shared address, a multiple of 16 bytes. */
+template <int N> __device__ __forceinline__ uint64_t describe_b(uint32_t address)
+{
+    constexpr uint64_t ALONG_K = N / 8 * PIECE_BYTES, ALONG_COLUMNS = PIECE_BYTES;
+    return (uint64_t)(address >> 4 & 0x3fff) | ALONG_K / 16 << 16 | ALONG_COLUMNS / 16 << 32;
+}
+
+#define TQ_OUT_16 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define TQ_OUT_32 TQ_OUT_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define TQ_OUT_64 TQ_OUT_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define TQ_C4(t, i) t(c[i]), t(c[i + 1]), t(c[i + 2]), t(c[i + 3])
+#define TQ_C8(t, i) TQ_C4(t, i), TQ_C4(t, i + 4)
+#define TQ_C16(t, i) TQ_C8(t, i), TQ_C8(t, i + 8)
+#define TQ_C32(t, i) TQ_C16(t, i), TQ_C16(t, i + 16)
+#define TQ_PRODUCT(kind, outs, a0, a1, a2, a3, desc, more, rest, ...)                                                  \
+    asm volatile("{ .reg .pred p;\n"                                                                                   \
+                 "setp.ne.b32 p, " more ", 0;\n"                                                                       \
+                 "wgmma.mma_async.sync.aligned." kind " {" outs "}, {" a0 "," a1 "," a2 "," a3 "}, " desc ", p" rest   \
+                 "; }"                                                                                                 \
+                 : __VA_ARGS__                                                                                         \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add))
+
+/** c (64 x N, float32) = a (64 x 16, fp16) B, plus what c was if `add`. Warp w holds rows 16 w ..: lane 4 g + t has a0: row g, k 2 t and
+ *  2 t + 1; a1: row g + 8; a2, a3: the same at k + 8; c[4 j], c[4 j + 1]: row g, columns 8 j + 2 t and + 1; c[4 j + 2], c[4 j + 3]: row
+ *  g + 8. Only queued: a and c belong to the product until wait_for_batches. */
+template <int N>
+__device__ __forceinline__ void queue_product(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add)
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TQ_T(x) "+f"(x)
+    if constexpr (N == 16)
+        TQ_PRODUCT("m64n16k16.f32.f16.f16", TQ_OUT_16, "%8", "%9", "%10", "%11", "%12", "%13", ", 1, 1, 0",
+                   TQ_C8(TQ_T, 0));
+    else
+        TQ_PRODUCT("m64n32k16.f32.f16.f16", TQ_OUT_32, "%16", "%17", "%18", "%19", "%20", "%21", ", 1, 1, 0",
+                   TQ_C16(TQ_T, 0));
+#undef TQ_T
+#endif
+}
+
+/** The same with bytes: a (64 x 32), signed or not, k 4 t .. and 16 + 4 t .. in a lane's words; B signed; c int32. */
+template <bool A_UNSIGNED, int N>
+__device__ __forceinline__ void queue_product(int (&c)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add)
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TQ_T(x) "+r"(x)
+#define TQ_BYTES(types)                                                                                                \
+    if constexpr (N == 32)                                                                                             \
+        TQ_PRODUCT("m64n32k32.s32." types, TQ_OUT_32, "%16", "%17", "%18", "%19", "%20", "%21", "", TQ_C16(TQ_T, 0));  \
+    else TQ_PRODUCT("m64n64k32.s32." types, TQ_OUT_64, "%32", "%33", "%34", "%35", "%36", "%37", "", TQ_C32(TQ_T, 0))
+    if constexpr (A_UNSIGNED) {
+        TQ_BYTES("u8.s8");
+    } else {
+        TQ_BYTES("s8.s8");
+    }
+#undef TQ_BYTES
+#undef TQ_T
+#endif
+}
+
+#undef TQ_PRODUCT
+#undef TQ_C32
+#undef TQ_C16
+#undef TQ_C8
+#undef TQ_C4
+#undef TQ_OUT_64
+#undef TQ_OUT_32
+#undef TQ_OUT_16
+
+/** Before products that read registers written since the last ones were queued. */
+__device__ __forceinline__ void order_products()
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("wgmma.fence.sync.aligned;");
+#endif
+}
+
+/** Ends a batch of products. */
+__device__ __forceinline__ void end_batch()
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("wgmma.commit_group.sync.aligned;");
+#endif
+}
+
+/** Until all batches but the last LEFT have ended. */
+template <int LEFT> __device__ __forceinline__ void wait_for_batches()
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT));
+#endif
+}
+
+/** After the wait for products that wrote c, so that the compiler moves no use of c in front of it. */
+template <int N> __device__ __forceinline__ void take_results(float (&c)[N])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
+}
+
+template <int N> __device__ __forceinline__ void take_results(int (&c)[N])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(c[i])::"memory");
+}
+
+/** The four warps of a group meet; `group` counts the block's from 0. What they wrote to shared memory before is seen by all after. */
+__device__ __forceinline__ void meet(int group)
+{
+    asm volatile("barrier.sync.aligned %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+/** The same, and tells all whether any thread said so. */
+__device__ __forceinline__ bool meet_any(int group, bool said)
+{
+    int any;
+    asm volatile("{ .reg .pred p, q;\n"
+                 "setp.ne.b32 p, %2, 0;\n"
+                 "barrier.red.or.aligned.pred q, %1, 128, p;\n"
+                 "selp.b32 %0, 1, 0, q; }"
+                 : "=r"(any)
+                 : "r"(group + 1), "r"((int)said)
+                 : "memory");
+    return any != 0;
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,333 @@
+/* From packed words to tensor-core fragments: the only place where the CUDA attention unpacks codes (of plans that are not plain: tile/pack.cuh).
+ *
+ * A tile (turboquant.h) is 32 rows x 32 columns; a lane's words hold rows g + 8 r, r = 0..3. It is fed to mma.m16n8k32 as two
+ * halves of 16 rows, half 0 with r = 0, 1 and half 1 with r = 2, 3: a0 and a2 come from row g + 8 (2 half), a1 and a3 from the row
+ * 8 below it; a0, a1 are columns 0..3 of the lane's eight, a2, a3 columns 4..7.
+ *
+ * What the bytes of a fragment mean depends on the width and on the reading:
+ *   width  reading         bytes                                       as u8 or s8      costs per tile, beside the loads
+ *   1, 2   ROW_FACTOR      code * 2^(bits r): a mask, no look-up       u8               8 to 9 operations, 2 products
+ *   1, 2   SCALED          code << (8 - bits)                          u8               about 15, 2
+ *   3      these two       level                                       s8               14 + 7 shifts, 2
+ *   3      OFFSET          128 + level                                 u8               the same
+ *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               24, 4
+ *                          (level, or -1 if not negative)
+ *   5      TWO_PRODUCTS    (level - 128, or level - 1 if negative),    s8               56 + 7 shifts, 4
+ *                          then (127, or 0 if negative)
+ *   4, 5   otherwise       128 + level                                 u8               32, or 64 + 7 shifts, 2
+ *   8      SCALED          128 + level                                 u8               some 40, 2
+ * Look-ups and masks are what limits the whole kernel: they share a pipe of half the issue rate. Right shifts would be on it too, so
+ * for one block of rows of uniform plans they are the high words of products, which go to the multipliers; elsewhere latency limits,
+ * and shifts are sooner done (mixed plans: by up to 8 %). At 4 and 5 bits a second load does what a shift would, and of the 24
+ * operations at 4 bits 8 are complements, on the multipliers as well.
+ * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, -1 of the two
+ * products of 5 bits, each times the sum of the other factor. With tiles of 16 the lanes or the rows of a tile are of two token tiles; two
+ * products then take what they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other
+ * widths, so that in a mixed plan no group costs the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126 at 4
+ * bits and 127 at 5, which holds for every codebook. */
+#ifndef TQ_CUDA_TILE_FRAGMENTS_CUH
+#define TQ_CUDA_TILE_FRAGMENTS_CUH
+#include "cuda/device/device.cuh"
+#include "cuda/tile/levels.h"
+
+namespace tq
+{
+
+/** ~x, on the multipliers: -1 - x. */
+__device__ __forceinline__ uint32_t complement(const LevelTables &tables, uint32_t x)
+{
+    return x * tables.ones + tables.ones;
+}
+
+/** x >> 1, 2, 3, 16 for by = 0, 1, 2, 3. MULTIPLY: on the multipliers, where the other pipe is the limit; it takes longer. */
+template <bool MULTIPLY> __device__ __forceinline__ uint32_t shift_right(const LevelTables &tables, uint32_t x, int by)
+{
+    return MULTIPLY ? __umulhi(x, tables.right[by]) : x >> (by == 3 ? 16 : by + 1);
+}
+
+/** A lane's words of a tile. At 4 and 5 bits also the high halves of those with nibbles, which are selectors as they stand: a load costs
+ *  less than a shift, which is on the pipe of the look-ups. */
+template <int BITS> struct TileWords {
+    uint32_t w[BITS], high[BITS == 4 || BITS == 5 ? 4 : 1];
+};
+
+/** tile: the lane's first word, in shared memory. */
+template <int BITS> __device__ __forceinline__ TileWords<BITS> load_tile(const uint8_t *tile)
+{
+    TileWords<BITS> t;
+#pragma unroll
+    for (int i = 0; i < BITS; i++) t.w[i] = *reinterpret_cast<const uint32_t *>(tile + 128 * i);
+    if constexpr (BITS == 4 || BITS == 5)
+#pragma unroll
+        for (int r = 0; r < 4; r++) t.high[r] = *reinterpret_cast<const uint16_t *>(tile + 128 * r + 2);
+    return t;
+}
+
+/** Four selector words, one per row r, whose nibbles are 3-bit codes; the spare bits of three rows hold the fourth. */
+template <bool MULTIPLY>
+__device__ __forceinline__ void selectors3(const LevelTables &tables, const TileWords<3> &t, uint32_t (&s)[4])
+{
+#pragma unroll
+    for (int r = 0; r < 3; r++) s[r] = t.w[r] & 0x77777777u;
+    s[3] = (shift_right<MULTIPLY>(tables, t.w[0], 2) & 0x11111111u) |
+           (shift_right<MULTIPLY>(tables, t.w[1], 1) & 0x22222222u) |
+           (shift_right<MULTIPLY>(tables, t.w[2], 0) & 0x44444444u);
+}
+
+/** Of four codes, of row r and columns 4 h .. of the lane's: the word whose nibbles select; bit 3 is set in negative codes. */
+template <int BITS> __device__ __forceinline__ uint32_t nibbles(const TileWords<BITS> &t, int r, int h)
+{
+    return h ? t.high[r] : t.w[r];
+}
+
+/** Four 5-bit codes' 255 - magnitude. */
+__device__ __forceinline__ uint32_t complement_of_5(const LevelTables &tables, const TileWords<5> &t, int r, int h)
+{
+    uint32_t selectors = nibbles(t, r, h) & 0x77777777u;
+    uint32_t high = prmt(t.w[4] << (7 - r - 4 * h), 0, 0xba98); /* bit r + 4 h of each byte, as a mask of the byte */
+    return (prmt(tables.complement5[0], tables.complement5[1], selectors) & ~high) |
+           (prmt(tables.complement5[2], tables.complement5[3], selectors) & high);
+}
+
+/** Four 5-bit codes: two signed bytes each, whose sum is level - 1. */
+__device__ __forceinline__ void unpack5(const LevelTables &tables, const TileWords<5> &t, int r, int h, uint32_t &first,
+                                        uint32_t &second)
+{
+    /* bit 3 of a nibble replicates the sign bit: 0 for negative codes */
+    second = prmt(0x7f7f7f7fu, 0x7f7f7f7fu, nibbles(t, r, h));
+    first = complement_of_5(tables, t, r, h) ^ second;
+}
+
+template <int BITS> struct Width {
+    static constexpr int value = BITS;
+};
+
+/** f(Width<bits>()), or nothing for 0 bits; width: 1 << bits, bits 0..5. Comparisons of a number become a table of jumps, which is waited
+ *  for: mixed plans took 4 to 12 % longer. The order too was measured: 5 bits last, up to 7 % longer. */
+template <class F> __device__ __forceinline__ void with_width(uint32_t width, F f)
+{
+    if (width & (1 << 3 | 1 << 4)) {
+        if (width & 1 << 3) f(Width<3>());
+        else f(Width<4>());
+    } else if (width & 1 << 5) {
+        f(Width<5>());
+    } else if (width & 1 << 2) {
+        f(Width<2>());
+    } else if (width & 1 << 1) {
+        f(Width<1>());
+    }
+}
+
+/** The same with the widths of tiles of 16, where few bits are the most usual. */
+template <class F> __device__ __forceinline__ void with_fine_width(uint32_t width, F f)
+{
+    if (width & (1 << 1 | 1 << 2)) {
+        if (width & 1 << 2) f(Width<2>());
+        else f(Width<1>());
+    } else if (width & (1 << 3 | 1 << 4)) {
+        if (width & 1 << 3) f(Width<3>());
+        else f(Width<4>());
+    } else if (width & 1 << 5) {
+        f(Width<5>());
+    } else if (width & 1 << TQ_WIDE_BITS) {
+        f(Width<TQ_WIDE_BITS>());
+    }
+}
+
+/** The fragment a of a half, for widths and readings with one product. MULTIPLY: as of shift_right, at 3 bits. */
+template <int BITS, Reading READING, bool MULTIPLY = false>
+__device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, const LevelTables &tables,
+                                            uint32_t (&a)[4])
+{
+    if constexpr (BITS == 1) {
+        uint32_t high = t.w[0] >> 4;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int r = 2 * half + i, up = READING == Reading::SCALED ? 7 - r : 0;
+            a[i] = t.w[0] << up & 0x01010101u << (r + up);
+            a[2 + i] = high << up & 0x01010101u << (r + up);
+        }
+    } else if constexpr (BITS == 2) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int r = 2 * half + (i & 1), up = READING == Reading::SCALED ? 6 - 2 * r : 0;
+            a[i] = t.w[i >> 1] << up & 0x03030303u << (2 * r + up);
+        }
+    } else if constexpr (BITS == 3) {
+        uint32_t s[4];
+        const uint32_t (&table)[2] = READING == Reading::OFFSET ? tables.offset3 : tables.level3;
+        selectors3<MULTIPLY>(tables, t, s);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            a[i] = prmt(table[0], table[1], s[2 * half + i]);
+            a[2 + i] = prmt(table[0], table[1], shift_right<MULTIPLY>(tables, s[2 * half + i], 3));
+        }
+    } else if constexpr (BITS == TQ_WIDE_BITS) { /* nibbles of two tiles of 4 bits, even and odd columns, to bytes */
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            uint32_t low = t.w[2 * half + i], high = t.w[4 + 2 * half + i];
+            uint32_t even = (low & 0x0f0f0f0fu) | (high << 4 & 0xf0f0f0f0u),
+                     odd = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
+            a[i] = prmt(even, odd, 0x5140);
+            a[2 + i] = prmt(even, odd, 0x7362);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int r = 2 * half + (i & 1), h = i >> 1;
+            if constexpr (BITS == 4) {
+                /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for
+                 * the others */
+                uint32_t plus = nibbles(t, r, h), minus = plus ^ 0x88888888u;
+                a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
+                       prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
+            } else {
+                uint32_t first, second;
+                unpack5(tables, t, r, h, first, second);
+                a[i] = first + second - 0x7f7f7f7fu; /* 255 + level - 127, of bytes without a sign */
+            }
+        }
+    }
+}
+
+/** 4 bits, TWO_PRODUCTS: the level is the sum of the two fragments' bytes. */
+__device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int half, const LevelTables &tables,
+                                                  uint32_t (&plus)[4], uint32_t (&minus)[4])
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int r = 2 * half + (i & 1);
+        uint32_t word = nibbles(t, r, i >> 1);
+        plus[i] = prmt(tables.plus4[0], tables.plus4[1], word);
+        minus[i] = prmt(tables.minus4[0], tables.minus4[1], complement(tables, word));
+    }
+}
+
+/** 5 bits, TWO_PRODUCTS: level - 1 is the sum of the two fragments' bytes. */
+__device__ __forceinline__ void unpack_half_twice(const TileWords<5> &t, int half, const LevelTables &tables,
+                                                  uint32_t (&first)[4], uint32_t (&second)[4])
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) unpack5(tables, t, 2 * half + (i & 1), i >> 1, first[i], second[i]);
+}
+
+/* ---- fp16 operands, for products of many rows ---- */
+
+__device__ __forceinline__ __half2 as_halves(uint32_t x) { return *reinterpret_cast<__half2 *>(&x); }
+__device__ __forceinline__ uint32_t as_word(__half2 x) { return *reinterpret_cast<uint32_t *>(&x); }
+
+/** x holds 1024 + 2^p code twice: exactly code - (2^BITS - 1) / 2. All constants are fp16 numbers for p >= 1. */
+template <int BITS> __device__ __forceinline__ uint32_t centre_codes(uint32_t x, int p)
+{
+    float half_range = 0.5f * ((1 << BITS) - 1), down = 1.0f / (1 << p);
+    return as_word(__hfma2(as_halves(x), __float2half2_rn(down), __float2half2_rn(-1024 * down - half_range)));
+}
+
+/** The fragments a of a half for two steps of k16, exact: codes - (2^bits - 1) / 2 of 1 and 2 bits, levels of 3 bits, levels * LEVEL_UNIT
+ *  of 4 and 5 bits, which in fp16 are a sign and a byte of magnitude: no arithmetic. Step j is columns 16 j .. of the tile: of a lane's
+ *  four there, k 2 t and 2 t + 1 are 0 and 2, and eight further 1 and 3. */
+template <int BITS>
+__device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, int half, const LevelTables &tables,
+                                                    uint32_t (&a)[2][4])
+{
+    const uint32_t magic = tables.magic;
+    if constexpr (BITS <= 2) {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            uint32_t word = BITS == 2 ? t.w[j * (BITS - 1)] : t.w[0], odd = word >> 8;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int r = 2 * half + i, p = BITS == 2 ? 2 * r : r + 4 * j, up = p ? 0 : 1; /* 2^0 code has no half */
+                uint32_t mask = (BITS == 2 ? 0x00030003u : 0x00010001u) << (p + up);
+                a[j][i] = centre_codes<BITS>(word << up & mask | magic, p + up);
+                a[j][2 + i] = centre_codes<BITS>(odd << up & mask | magic, p + up);
+            }
+        }
+    } else if constexpr (BITS >= 4) {
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int r = 2 * half + i;
+                uint32_t word = nibbles(t, r, j), magnitudes;
+                if constexpr (BITS == 4)
+                    magnitudes = prmt(tables.magnitude4[0], tables.magnitude4[1], word & 0x77777777u);
+                else magnitudes = ~complement_of_5(tables, t, r, j);
+                /* 0 of negative codes (bit 3 of a nibble replicates the sign bit), twice 0x40 of others, on the multipliers */
+                uint32_t signs = prmt(0x40404040u, 0x40404040u, word) * tables.two;
+                a[j][i] = prmt(magnitudes, signs, 0x6240);
+                a[j][2 + i] = prmt(magnitudes, signs, 0x7351);
+            }
+    } else { /* 128 + level in each byte */
+        uint32_t bytes[4];
+        unpack_half<BITS, Reading::OFFSET>(t, half, tables, bytes);
+        __half2 offset = __float2half2_rn(-1024 - 128);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                uint32_t x = bytes[2 * j + i];
+                a[j][i] = as_word(__hadd2(as_halves(prmt(x, magic, 0x7250)), offset));
+                a[j][2 + i] = as_word(__hadd2(as_halves(prmt(x, magic, 0x7351)), offset));
+            }
+    }
+}
+
+/** c[half][block] += tile x b[block], both halves of one tile, for BLOCKS column blocks. MULTIPLY: as of shift_right. */
+template <int BITS, Reading READING, bool TWO_PRODUCTS, bool MULTIPLY, bool B_UNSIGNED, int BLOCKS>
+__device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTables &tables, const uint2 (&b)[BLOCKS],
+                                              int (&c)[2][BLOCKS][4])
+{
+    TileWords<BITS> t = load_tile<BITS>(tile);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t a[4];
+        constexpr bool TWICE = TWO_PRODUCTS && (BITS == 4 || BITS == 5);
+        if constexpr (TWICE) {
+            uint32_t second[4];
+            unpack_half_twice(t, half, tables, a, second);
+#pragma unroll
+            for (int n = 0; n < BLOCKS; n++) mma<false, B_UNSIGNED>(c[half][n], second, b[n].x, b[n].y);
+        } else {
+            unpack_half<BITS, READING, MULTIPLY>(t, half, tables, a);
+        }
+#pragma unroll
+        for (int n = 0; n < BLOCKS; n++) mma<BITS != 3 && !TWICE, B_UNSIGNED>(c[half][n], a, b[n].x, b[n].y);
+    }
+}
+
+/** Tiles of 16, keys: lanes t = 0, 1 of a tile are tokens of its first token tile, others of its second. b[token tile] is the query where
+ *  those lanes are and 0 elsewhere. c[token tile][half][block] += keys x b. */
+template <int BITS, int BLOCKS>
+__device__ __forceinline__ void multiply_fine_keys(const uint8_t *tile, const LevelTables &tables,
+                                                   const uint2 (&b)[2][BLOCKS], int (*c)[2][BLOCKS][4])
+{
+    TileWords<BITS> t = load_tile<BITS>(tile);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t a[4];
+        unpack_half<BITS, Reading::SCALED>(t, half, tables, a);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int n = 0; n < BLOCKS; n++) mma<BITS != 3, false>(c[h][half][n], a, b[h][n].x, b[h][n].y);
+    }
+}
+
+/** Tiles of 16, values: a half of a tile is a token tile of the same channels. c[block] += values x weights of both token tiles. */
+template <int BITS, int BLOCKS>
+__device__ __forceinline__ void multiply_fine_values(const uint8_t *tile, const LevelTables &tables,
+                                                     const uint2 (*weights)[BLOCKS], int (&c)[BLOCKS][4])
+{
+    TileWords<BITS> t = load_tile<BITS>(tile);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t a[4];
+        unpack_half<BITS, Reading::SCALED>(t, half, tables, a);
+#pragma unroll
+        for (int n = 0; n < BLOCKS; n++) mma<BITS != 3, true>(c[n], a, weights[half][n].x, weights[half][n].y);
+    }
+}
+
+} // namespace tq
+#endif

@@ -1,0 +1,31 @@
+/* What the host tells kernels of levels, and the ways to read codes that fragments.cuh explains. */
+#ifndef TQ_CUDA_TILE_LEVELS_H
+#define TQ_CUDA_TILE_LEVELS_H
+#include "cuda/device/host.h"
+
+namespace tq
+{
+
+enum class Reading { ROW_FACTOR, SCALED, OFFSET };
+
+/** Codebook levels as prmt look-up tables: byte m of words 0, 1 is for selector m. */
+struct LevelTables {
+    uint32_t level3[2];  /* by code */
+    uint32_t offset3[2]; /* 128 + level */
+    uint32_t plus4[2];   /* magnitude + 1 */
+    uint32_t minus4[2];  /* - magnitude, by the complement of the selector */
+    uint32_t magnitude4[2];
+    uint32_t complement5[4]; /* 255 - magnitude; words 2, 3: of magnitudes 8..15 */
+    /* Not known to the compiler, which would make shifts of the ones, and constants in operations that need room for a mask of the
+     * other. right: 2^31, 2^30, 2^29, 2^16, what to multiply by, to shift right by 1, 2, 3, 16. magic: MAGIC. two: 2. ones: all bits. */
+    uint32_t right[4], magic, two, ones;
+};
+
+/** Two small integers at the bottom of fp16 numbers from 1024 on: MAGIC above them. */
+constexpr uint32_t MAGIC = 0x64006400;
+
+/** What unpack_half_exactly makes of a level of 1 at 4 and 5 bits: minus the least fp16 number. */
+constexpr float LEVEL_UNIT = -0x1p-24f;
+
+} // namespace tq
+#endif

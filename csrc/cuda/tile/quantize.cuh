@@ -1,0 +1,190 @@
+// Quantisation on the device: ranks, sums and scales, bit for bit those of the C core (csrc/kernels/scalar.c).
+//
+// Nothing here may be contracted or flushed: every operation that decides a byte is one of the __f*_rn intrinsics, in the order
+// of the core. A rank is how many thresholds are <= u. Counting them costs an instruction or two each; here it costs five in all:
+// cut the line into `cells` of one width, so wide that cell k holds no threshold but the k-th (5 bits: the k-th and the k + 1st).
+// The cell needs no exact edges, since the threshold that decides is looked up and compared as it is: rank = k + (T[k] <= u).
+// Tables lie across the lanes of a warp, so a look-up is a shuffle, and costs the same for any width.
+#ifndef TQ_CUDA_TILE_QUANTIZE_CUH
+#define TQ_CUDA_TILE_QUANTIZE_CUH
+#include <float.h>
+#include <math.h>
+
+#include "cuda/device/device.cuh"
+
+#if defined(__CUDA_FTZ)
+#error "codes are decided in subnormal numbers too: compile without -ftz=true or -use_fast_math"
+#endif
+
+namespace tq
+{
+
+/** A codebook as the kernels use it. */
+struct Book {
+    float per_cell; // 1 / (n width) of n + 1 cells 0..n; the outer two reach to infinity
+    int32_t
+        cells; // n. As the bits of a float it is n 2^-149, and products with that are rounded to integers, in their bits
+    int32_t compares;     // thresholds in a cell
+    float thresholds[32]; // ascending, padded with infinity
+    float levels[32];     // by rank, level * step
+};
+
+struct Books {
+    Book bits[TQ_MAX_BITS + 1]; // [0] unused
+};
+
+/** The lines of a Book that a lane has. */
+struct LaneBook {
+    float per_cell, cells;
+    int32_t compares;
+    float threshold, level;
+};
+
+/** Cells for a codebook; false if there are none, which no codebook of tq_get_codebook is (tests/cuda/append_harness.cu). */
+inline bool make_book(const tq_codebook &from, Book *to)
+{
+    const int levels = from.n_levels, half = levels / 2;
+    const float *middle = from.thresholds + half - 1; // middle[m], m >= 0: the m-th threshold from 0 upwards; symmetric
+    for (int rank = 0; rank < 32; rank++) {
+        to->thresholds[rank] = rank < levels - 1 ? from.thresholds[rank] : HUGE_VALF;
+        to->levels[rank] = rank < levels ? (float)from.levels[from.code_of_rank[rank]] * from.step : 0.0f;
+    }
+    for (int compares = 1; compares <= 2; compares++) {
+        // Of an odd number of cells the edges are (m - 1/2) widths, with threshold m - 1 below and m above; of an even number
+        // they are m widths, with m - 1 below and m + 1 above.
+        float least = 0, most = HUGE_VALF;
+        for (int m = 1; m + compares <= half; m++) {
+            float edge = compares == 1 ? m - 0.5f : (float)m;
+            least = fmaxf(least, middle[m - 1] / edge);
+            most = fminf(most, middle[compares == 1 ? m : m + 1] / edge);
+        }
+        int n = levels - 1 - compares;
+        if (n > 0 && !(most > least * 1.001f)) continue; // room for the rounding of the cell's number
+        to->per_cell = n > 0 ? 2.0f / ((least + most) * (float)n) : 0.0f;
+        to->cells = n > 0 ? n : 0;
+        to->compares = compares;
+        return true;
+    }
+    return false;
+}
+
+__device__ __forceinline__ LaneBook lane_book(const Book &book, int lane)
+{
+    return {book.per_cell, __int_as_float(book.cells), book.compares, book.thresholds[lane], book.levels[lane]};
+}
+
+/** count += threshold <= u, by a predicate: left to itself the compiler adds first and selects then. */
+__device__ __forceinline__ void count_if_at_most(int &count, float threshold, float u)
+{
+    asm("{ .reg .pred p; setp.le.f32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "f"(threshold), "f"(u));
+}
+
+/** All lanes of a warp, each with its own u, under one book. TWICE: whether book.compares may be 2. */
+template <bool TWICE> __device__ __forceinline__ int rank_of(float u, const LaneBook &book)
+{
+    float share =
+        __saturatef(__fmaf_rn(u, book.per_cell, 0.5f)); // NaN becomes 0, and no threshold is <= it: rank 0 as in C
+    int cell = __float_as_int(__fmul_rn(share, book.cells)), rank = cell;
+    count_if_at_most(rank, __shfl_sync(ALL_LANES, book.threshold, cell), u);
+    if constexpr (TWICE)
+        if (book.compares == 2) count_if_at_most(rank, __shfl_sync(ALL_LANES, book.threshold, cell + 1), u);
+    return rank;
+}
+
+/** turboquant.h, "Codes". */
+__device__ __forceinline__ uint32_t code_of_rank(int rank, int bits)
+{
+    if (bits <= 3) return rank;
+    if (bits == 4) return rank ^ (rank < 8 ? 15 : 8);
+    int half = 1 << (bits - 1), negative = rank < half, magnitude = negative ? half - 1 - rank : rank - half;
+    return (magnitude & 7) | negative << 3 | (magnitude >> 3) << 4;
+}
+
+/** The sums that a scale is made of; ss is that of z, the others of u = z / rms. */
+struct Sums {
+    float uu, cu, cc;
+};
+
+struct Norm {
+    float rms, inverse; // 0 and 0 where there is nothing to normalise
+};
+
+/** ss: the sum of squares; mean: that over the number of coded channels, rounded once. */
+__device__ __forceinline__ Norm norm_of(float ss, float mean)
+{
+    if (ss < FLT_MIN) return {0.0f, 0.0f};
+    const float rms = __fsqrt_rn(mean);
+    return {rms, __frcp_rn(rms)};
+}
+
+/** times: what the scale is multiplied by beside that, 1 or the factor of settled rows. */
+__device__ __forceinline__ __half scale_of(int scale, float rms, const Sums &sums, float times)
+{
+    float factor = 1.0f;
+    if (scale == TQ_SCALE_EDEN) factor = __fdiv_rn(sums.uu, sums.cu);
+    if (scale == TQ_SCALE_NORM_CORRECTED) factor = __fsqrt_rn(__fdiv_rn(sums.uu, sums.cc));
+    if (scale == TQ_SCALE_LEAST_SQUARES) factor = __fdiv_rn(sums.cu, sums.cc);
+    float s = rms == 0.0f ? 0.0f : __fmul_rn(rms, __fmul_rn(factor, times));
+    return __float2half_rn(s < 65504.0f ? s : 65504.0f);
+}
+
+/** 2^(E - 11) and 1.5 * 2^(E - 18 + 23) for a row's largest magnitude, as its bits: turboquant.h, "z". */
+struct Settling {
+    float least, round;
+
+    __device__ __forceinline__ explicit Settling(uint32_t largest)
+    {
+        const int exponent = (int)(largest >> 23);
+        least = __int_as_float(max(exponent - 11, 0) << 23);
+        round = __int_as_float((exponent + 5) << 23 | 0x400000);
+    }
+    __device__ __forceinline__ float operator()(float x) const
+    {
+        return fabsf(x) < least ? 0.0f : __fsub_rn(__fadd_rn(x, round), round);
+    }
+};
+
+/** The order in which encoding adds, but for settled rows: v[i] += v[i + h] for h = n/2 .. 1 over a power of two, padded with zeros.
+ *  Lane l holds v[l + 32 k] in v[k]; more zeros than needed change no sum. N trees at once, since a lane alone waits for each shuffle;
+ *  every lane gets all sums, in v[..][0]. */
+template <int N, int PER_LANE> __device__ __forceinline__ void warp_trees(float (&v)[N][PER_LANE])
+{
+#pragma unroll
+    for (int h = PER_LANE / 2; h; h /= 2)
+#pragma unroll
+        for (int k = 0; k < h; k++)
+#pragma unroll
+            for (int n = 0; n < N; n++) v[n][k] = __fadd_rn(v[n][k], v[n][k + h]);
+#pragma unroll
+    for (int h = 16; h; h /= 2)
+#pragma unroll
+        for (int n = 0; n < N; n++) v[n][0] = __fadd_rn(v[n][0], __shfl_xor_sync(ALL_LANES, v[n][0], h));
+}
+
+/** What a lane has of a sum of settled rows, its channels l + 32 k summed -> the sum, for every lane. */
+__device__ __forceinline__ float settled_sum(float x)
+{
+    constexpr int ORDER[] = {16, 8, 2, 1, 4};
+#pragma unroll
+    for (int i = 0; i < 5; i++) x = __fadd_rn(x, __shfl_xor_sync(ALL_LANES, x, ORDER[i]));
+    return x;
+}
+
+/** 1.5 * 2^23: the bits of x + WHOLE, rounded down, are those of WHOLE plus the whole number below x. */
+constexpr float WHOLE = 12582912.0f;
+constexpr uint32_t WHOLE_BITS = 0x4b400000u;
+
+/** The sum of warp_trees within one thread: leaf(i) for i < N of the N2 = 2^k >= N addends. Indices are constants once inlined. */
+template <int N, int N2, int H = 1, class Leaf>
+__device__ __forceinline__ float thread_tree(const Leaf &leaf, int i = 0)
+{
+    if constexpr (H == N2) {
+        return leaf(i);
+    } else {
+        float low = thread_tree<N, N2, 2 * H>(leaf, i);
+        return i + H < N ? __fadd_rn(low, thread_tree<N, N2, 2 * H>(leaf, i + H)) : low;
+    }
+}
+
+} // namespace tq
+#endif

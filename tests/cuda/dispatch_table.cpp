@@ -1,0 +1,113 @@
+// The choice between attention kernels (csrc/cuda/attend/dispatch.h), compiled without CUDA: kernels are named, not run. Linked with
+// dispatch.cu, arguments.cu and the two cut.cu, which are host code, and with the C core.
+//
+//   dispatch_table rows    a line for each kernel that the table lists: row number, name
+//   dispatch_table overlaps  pairs of its rows that are for the same case
+//   dispatch_table         for each line of integers on stdin
+//                              processors hopper large_clusters batch query_tokens query_heads kv_heads max_pages sinks window
+//                              sliding_window causal dtype even words...
+//                          a line: the name of the kernel, thread blocks, threads, shared bytes, blocks that share a segment, cluster
+#include <cstdio>
+#include <cstring>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "cuda/attend/cut.h"
+
+namespace tq
+{
+namespace
+{
+
+struct Make {
+    template <Strategy, class V, int> static void (*kernel())(AttendArgs)
+    {
+        return [](AttendArgs) {};
+    }
+};
+
+} // namespace
+
+#define KERNELS_OF(name)                                                                                               \
+    KernelChoice name(int row, int blocks, int tiles) { return compiled_here<Make, name>(row, blocks, tiles); }
+KERNELS_OF(split_2_kernels)
+KERNELS_OF(split_3_kernels)
+KERNELS_OF(split_4_kernels)
+KERNELS_OF(split_any_kernels)
+KERNELS_OF(split_tile_16_kernels)
+KERNELS_OF(fused_kernels)
+KERNELS_OF(many_rows_kernels)
+
+} // namespace tq
+
+using namespace tq;
+
+static void print_rows()
+{
+    char name[TQ_CUDA_KERNEL_NAME_BYTES];
+    for (int row = 0; row < KERNEL_ROWS; row++)
+        for (int tiles : {2, 4})
+            for (int blocks : {1, 2, 4, 8}) {
+                KernelChoice k = find_kernel(row, blocks, tiles);
+                if (!k.kernel) continue;
+                name_kernel(k, name);
+                std::printf("%d %s\n", row, name);
+            }
+}
+
+/** Pairs of rows that would both be for some case. */
+static void print_overlaps()
+{
+    for (int i = 0; i < KERNEL_ROWS; i++)
+        for (int j = 0; j < i; j++) {
+            const KernelRow &a = KERNELS[i], &b = KERNELS[j];
+            if (a.strategy == b.strategy && a.hopper == b.hopper && a.width == b.width && a.tile_16 == b.tile_16 &&
+                a.crowded == b.crowded && a.first_groups <= b.last_groups && b.first_groups <= a.last_groups)
+                std::printf("%d %d\n", j, i);
+        }
+}
+
+static std::string choose(const std::vector<int64_t> &x)
+{
+    constexpr size_t PARAMS = 14;
+    tq_error error = {};
+    tq_plan plan;
+    if (x.size() <= PARAMS || tq_plan_init(&plan, x.data() + PARAMS, x.size() - PARAMS, &error) != TQ_OK)
+        return std::string("refused: ") + (error.argument ? error.argument : "too few numbers");
+    Device device = {};
+    device.major = x[1] ? 9 : 8, device.processors = (int)x[0];
+    device.shared_bytes_per_processor = x[1] ? 233472 : 167936;
+    device.shared_bytes_per_block = x[1] ? 232448 : 166912;
+    device.bulk = x[1], device.large_clusters = (int)x[2], device.rules = &rules_of(device);
+    tq_attend_params p = {};
+    p.batch = (int)x[3], p.query_tokens = (int)x[4], p.query_heads = (int)x[5], p.kv_heads = (int)x[6];
+    p.max_pages = (int)x[7], p.sinks = (int)x[8], p.window = (int)x[9], p.sliding_window = (int)x[10];
+    p.causal = (int)x[11], p.dtype = (int)x[12], p.even_lengths = (int)x[13];
+    p.n_pages = (int64_t)p.batch * p.max_pages;
+    Launch l;
+    char name[TQ_CUDA_KERNEL_NAME_BYTES];
+    if (fill_args(plan, p, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;
+    choose_kernel(plan, device, &l);
+    bool fused = is_fused(KERNELS[l.kernel.row].strategy);
+    if (fill_factors(plan, &l, &error) != TQ_OK || (!fused && cut_split(plan, device, &l, &error) != TQ_OK))
+        return std::string("refused: ") + error.argument;
+    name_kernel(l.kernel, name);
+    std::ostringstream line;
+    line << name << ' ' << l.blocks << ' ' << l.threads << ' ' << l.shared_bytes << ' ' << l.args.fused.sharing << ' '
+         << l.args.fused.cluster;
+    return line.str();
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 1 && !std::strcmp(argv[1], "rows")) return print_rows(), 0;
+    if (argc > 1 && !std::strcmp(argv[1], "overlaps")) return print_overlaps(), 0;
+    for (std::string line; std::getline(std::cin, line);) {
+        std::istringstream words(line);
+        std::vector<int64_t> x;
+        for (int64_t word; words >> word;) x.push_back(word);
+        std::cout << choose(x) << '\n';
+    }
+}

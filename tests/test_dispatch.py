@@ -1,0 +1,135 @@
+"""The table of CUDA attention kernels (csrc/cuda/attend/dispatch.h) and the choice between them, without a GPU: both
+are host code, which tests/cuda/dispatch_table.cpp compiles alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kernel_cases import CASES, Case
+
+import turboquant
+from turboquant.plan import Side
+
+ROOT = Path(__file__).parents[1]
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+LIBRARY = Path(turboquant.__file__).parent / "libturboquant.so"
+SOURCES = ["dispatch.cu", "arguments.cu", "fused/cut.cu", "split/cut.cu"]
+BF16 = 2
+
+pytestmark = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
+Run = Callable[..., list[list[str]]]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs the program: what it prints, split into words by line."""
+    program = tmp_path_factory.mktemp("dispatch") / "dispatch_table"
+    sources = [ROOT / "tests/cuda/dispatch_table.cpp", *(ROOT / "csrc/cuda/attend" / name for name in SOURCES)]
+    flags = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}"]
+    link = ["-x", "none", str(LIBRARY), f"-Wl,-rpath,{LIBRARY.parent}", "-o", str(program)]
+    subprocess.run([str(CXX), *flags, "-x", "c++", *map(str, sources), *link], check=True)
+
+    def run(*arguments: str, lines: list[str] | None = None) -> list[list[str]]:
+        text = "\n".join(lines or [])
+        done = subprocess.run([str(program), *arguments], input=text, capture_output=True, text=True, check=True)
+        return [line.split() for line in done.stdout.splitlines()]
+
+    return run
+
+
+def line(
+    plan: turboquant.Plan,
+    batch: int,
+    query_tokens: int,
+    query_heads: int,
+    kv_heads: int,
+    max_pages: int,
+    *,
+    window: int = 0,
+    sliding_window: int = 0,
+    dtype: int = BF16,
+    even: bool = True,
+    hopper: bool = True,
+    processors: int = 132,
+) -> str:
+    numbers = [processors, hopper, 7 if hopper else 0, batch, query_tokens, query_heads, kv_heads, max_pages, 0, window]
+    numbers += [sliding_window, 1, dtype, even, *plan.words]
+    return " ".join(str(int(number)) for number in numbers)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_for_a_shape(case: Case, table: Run) -> None:
+    heads = case.group * case.kv_heads
+    text = line(case.plan, case.batch, case.query_tokens, heads, case.kv_heads, case.max_pages, even=case.even)
+    assert table(lines=[text])[0][0] == case.name
+
+
+def test_names_differ_and_no_case_has_two_rows(table: Run) -> None:
+    kernels = table("rows")
+    names = [name for _, name in kernels]
+    assert len(set(names)) == len(names) > 20
+    assert table("overlaps") == []
+
+
+def all_plans() -> list[turboquant.Plan]:
+    plans = []
+    for dim in (32, 64, 80, 128, 192, 256):
+        groups = -(-dim // 32)
+        plans += [turboquant.Plan(dim, bits, bits) for bits in (1, 2, 3, 4, 5)]
+        plans += [turboquant.Plan(dim, bits, bits, page_tokens=64) for bits in (2, 3, 4)]
+        plans.append(turboquant.Plan(dim, 4, 3))
+        plans += [turboquant.Plan(dim, [4] + [3] * (groups - 1), 2), turboquant.Plan(dim, 3, 3, group=16)]
+        plans.append(turboquant.Plan(dim, Side(3, rotation="dense"), Side(3, rotation="dense")))
+    return plans
+
+
+def test_every_kernel_is_chosen_for_some_call(table: Run) -> None:
+    rng = random.Random(0)
+    plans = all_plans()
+    lines = [
+        line(
+            rng.choice(plans),
+            rng.choice((1, 2, 3, 8, 16, 33, 64, 140, 150, 256)),
+            rng.choice((1, 1, 1, 4, 16, 64)),
+            heads * rng.choice((1, 4, 7, 8, 16, 32)),
+            heads,
+            rng.choice((1, 2, 3, 5, 8, 16, 25, 40, 64, 200, 500)),
+            dtype=rng.choice((0, BF16, BF16)),
+            even=rng.random() < 0.7,
+            hopper=rng.random() < 0.85,
+        )
+        for heads in rng.choices((1, 2, 8, 8, 8, 32), k=60_000)
+    ]
+    found = {words[0] for words in table(lines=lines)}
+    listed = {name for _, name in table("rows")}
+    assert found - {"refused:"} == listed, sorted(listed ^ found)
+
+
+def test_launches_fit_the_device(table: Run) -> None:
+    rng = random.Random(0)
+    plans = all_plans()
+    lines = [
+        line(
+            rng.choice(plans),
+            rng.choice((1, 2, 7, 64, 300)),
+            rng.choice((1, 1, 3, 64)),
+            8 * rng.choice((1, 4, 7, 16)),
+            8,
+            rng.choice((1, 5, 64, 300)),
+            window=rng.choice((0, 128)),
+            sliding_window=rng.choice((0, 500)),
+            dtype=rng.choice((0, 1, 2)),
+            even=rng.random() < 0.5,
+        )
+        for _ in range(5000)
+    ]
+    for text, words in zip(lines, table(lines=lines), strict=True):
+        name, blocks, threads, shared, sharing, cluster = words[0], *map(int, words[1:])
+        assert blocks > 0 and 0 < threads <= 1024 and threads % 32 == 0 and 0 < shared <= 232448, (text, words)
+        assert ("fused" in name) == (sharing > 0) and (not sharing or sharing % cluster == 0), (text, words)

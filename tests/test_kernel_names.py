@@ -1,0 +1,89 @@
+"""The kernel that the operators say they run, on the device in question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("turboquant.ops")
+
+from kernel_cases import CASES, Case  # noqa: E402
+
+import turboquant  # noqa: E402
+from turboquant import _core, ops  # noqa: E402
+
+
+def cuda(test: Callable[..., None]) -> Callable[..., None]:
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+    return pytest.mark.cuda(skip(test))
+
+
+def packed_for(case: Case, device: str) -> tuple[torch.Tensor, ops.PackedKV]:
+    """Queries and pages of a case."""
+    plan = case.plan
+    pages = torch.zeros(
+        (case.batch * case.max_pages, case.kv_heads, plan.record_bytes), dtype=torch.uint8, device=device
+    )
+    table = torch.zeros((case.batch, case.max_pages), dtype=torch.int32, device=device)
+    lengths = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=device)
+    transforms = {}
+    if plan.key.rotation.name == "DENSE":
+        eye = torch.eye(plan.head_dim, device=device)
+        transforms = {"key_rotation": eye, "value_rotation": eye}
+    heads = case.group * case.kv_heads
+    q = torch.zeros((case.batch, heads, case.query_tokens, plan.head_dim), dtype=torch.bfloat16, device=device)
+    return q, ops.PackedKV(pages, table, lengths, plan, case.tokens, transforms)
+
+
+@cuda
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_on_hopper(case: Case) -> None:
+    if torch.cuda.get_device_properties().multi_processor_count != 132 or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the names are those of an H100 or H200 with 132 multiprocessors")
+    if case.batch * case.max_pages * case.kv_heads * case.plan.record_bytes > 8 << 30:
+        pytest.skip("more than 8 GB of pages")
+    q, packed = packed_for(case, "cuda")
+    assert ops.attend_kernel(q, packed, even_lengths=case.even) == case.name
+
+
+@cuda
+def test_the_profiler_sees_the_kernels_that_are_named() -> None:
+    """Their functions, by the files that define them: attend_fused_kernel, attend_kernel of split/, .."""
+    functions = {"fused_many_rows": "attend_fused_many_rows_kernel", "many_rows": "attend_many_rows_kernel"}
+    functions |= {"fused": "attend_fused_kernel", "split": "attend_kernel"}
+    for case in CASES[:6]:
+        q, packed = packed_for(case, "cuda")
+        name = ops.attend_kernel(q, packed, even_lengths=case.even)
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            ops.attend(q, packed, even_lengths=case.even)
+            torch.cuda.synchronize()
+        strategy = next(key for key in functions if name.startswith(f"attend_{key}_"))
+        ran = {event.key for event in profile.key_averages()}
+        assert any(f"{functions[strategy]}<" in one for one in ran), (name, ran)
+
+
+@cuda
+def test_appending() -> None:
+    plan = turboquant.Plan(128, 3, 3)
+    for tokens, dtype, name in (
+        (1, torch.bfloat16, "append_one_token"),
+        (32, torch.bfloat16, "append_general"),
+        (33, torch.bfloat16, "append_prefill"),
+        (33, torch.float32, "append_general"),
+    ):
+        k = torch.zeros((2, 4, tokens, 128), dtype=dtype, device="cuda")
+        packed = ops.pack(k, k, plan=plan)
+        found = torch.ops.turboquant.append_kernel(plan.words, k, k, packed.lengths, packed.pages, packed.block_table)
+        assert found == name
+
+
+def test_on_a_cpu_it_is_the_kernel_of_the_core() -> None:
+    k = torch.zeros((2, 4, 40, 64))
+    packed = ops.pack(k, k, bits=3)
+    q = torch.zeros((2, 8, 1, 64))
+    assert ops.attend_kernel(q, packed) == _core.kernel_name("attend", packed.plan.words)
+    name = torch.ops.turboquant.append_kernel(packed.plan.words, k, k, packed.lengths, packed.pages, packed.block_table)
+    assert name == _core.kernel_name("append", packed.plan.words)
