@@ -93,9 +93,8 @@ __device__ __forceinline__ void encode_tile(const Args &a, const Work &work, con
 
 /** Packed tokens base .. base + TOKENS - 1, as far as they are in the span. */
 template <int PER_LANE, bool FINE, class Args>
-__device__ __forceinline__ void append_prefill_80_96(const Args &a, const Work &work, const Head &head,
-                                                     const Span &span, int base, const Shared &shared, int warp,
-                                                     int lane)
+__device__ __forceinline__ void append_tile(const Args &a, const Work &work, const Head &head, const Span &span,
+                                            int base, const Shared &shared, int warp, int lane)
 {
     constexpr int TOKENS = TILE_TOKENS<FINE>, CHANNELS = TQ_TILE * TQ_TILE / TOKENS;
     const AppendSide &side = a.side[work.side];
@@ -144,7 +143,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<PER_LANE, FINE, Args>)
     const Shared shared = shared_of(a, TOKENS, memory);
     for (int tile = span.first / TOKENS + (int)(blockIdx.x % (unsigned)blocks); (int64_t)tile * TOKENS < span.last;
          tile += blocks)
-        append_prefill_80_96<PER_LANE, FINE>(a, work, head, span, tile * TOKENS, shared, warp, lane);
+        append_tile<PER_LANE, FINE>(a, work, head, span, tile * TOKENS, shared, warp, lane);
     if (blocks > 1) return;
     for (int r = warp;; r += WARPS) {
         const int position = exact_position(a, span, r);

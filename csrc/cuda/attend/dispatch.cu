@@ -78,15 +78,16 @@ bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
     const Rules &r = *device.rules;
     const int64_t pages = (int64_t)a.p.batch * a.p.kv_heads * a.p.max_pages, processors = device.processors;
     const int bits = width_of(plan);
-    int row = find_row(Strategy::SPLIT, device.bulk, bits, tq_tile_is_16(&plan), a.groups, false);
-    /* 2 bits cost so little to unpack that more warps are worth more than rows a warp; tiles of 16 and long rows lack the registers */
-    bool upto_8 = a.groups > 4 || bits == 2 || tq_tile_is_16(&plan);
-    int blocks = a.rows <= 4 ? 1 : a.rows <= 8 || upto_8 ? 2 : 4;
+    const int row = find_row(Strategy::SPLIT, device.bulk, bits, tq_tile_is_16(&plan), a.groups, false);
+    const KernelRow &kernels = KERNELS[row];
+    /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
+    int blocks = a.rows <= 4 ? 1 : a.rows <= 8 || bits == 2 ? 2 : 4;
+    while (!(kernels.half_pages & blocks)) blocks /= 2; /* every row has kernels for 4 rows and half pages */
     /* Whole pages pay off once every multiprocessor has some; at 2 and 3 bits not where a warp has 1 to 10. */
     bool a_few = (bits == 2 || bits == 3) && a.groups == 4 && a.rows <= 4 && pages >= r.not_whole_from * processors &&
                  pages < r.not_whole_upto * processors;
     bool whole = plan.page_tokens == 4 * TQ_TILE && pages >= r.whole_from * processors && !a_few;
-    launch->kernel = find_kernel(row, blocks, whole && KERNELS[row].whole_pages ? 4 : 2);
+    launch->kernel = find_kernel(row, blocks, whole && kernels.whole_pages & blocks ? 4 : 2);
     return true;
 }
 

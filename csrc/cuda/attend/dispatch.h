@@ -60,7 +60,8 @@ struct KernelRow {
 };
 
 /** All attention kernels of plain plans. Adding one, or taking one away, is a change here alone: the files below compile what is listed.
- *  No two rows are for one case (tests/test_dispatch.py). A plan whose width has no row in its strategy runs in SPLIT's row of width 0. */
+ *  No two rows are for one case (tests/test_dispatch.py). A plan whose width has no row in its strategy runs in SPLIT's row of width 0. With
+ *  long rows, and tiles of 16, more than 8 rows a warp lack the registers. */
 constexpr KernelRow KERNELS[] = {
     /* strategy     hopper width tile_16 groups  half pages      whole pages    crowded */
     {Strategy::SPLIT, true, 2, false, 2, 2, R4 | R8, R4 | R8, false, split_2_kernels},

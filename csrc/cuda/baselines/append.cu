@@ -117,9 +117,8 @@ __device__ __forceinline__ void sketch_tile(const AppendArgs &a, const BlockSide
 }
 
 /** Packed tokens base .. base + 31, as far as they are in the span. */
-__device__ __forceinline__ void append_prefill_80_96(const AppendBlocksArgs &args, const Work &work, const Head &head,
-                                                     const Span &span, int base, const Shared &shared, int warp,
-                                                     int lane)
+__device__ __forceinline__ void append_tile(const AppendBlocksArgs &args, const Work &work, const Head &head,
+                                            const Span &span, int base, const Shared &shared, int warp, int lane)
 {
     const AppendArgs &a = args.append;
     const BlockSide &side = args.side[work.side];
@@ -158,7 +157,7 @@ __global__ void __launch_bounds__(32 * WARPS) append_blocks(const __grid_constan
     const Shared shared = shared_of(a, args.side[work.side], memory);
     for (int tile = span.first / TQ_TILE + (int)(blockIdx.x % (unsigned)blocks); (int64_t)tile * TQ_TILE < span.last;
          tile += blocks)
-        append_prefill_80_96(args, work, head, span, tile * TQ_TILE, shared, warp, lane);
+        append_tile(args, work, head, span, tile * TQ_TILE, shared, warp, lane);
     if (blocks > 1) return;
     for (int r = warp;; r += WARPS) {
         const int position = exact_position(a, span, r);
