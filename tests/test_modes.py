@@ -301,8 +301,8 @@ def test_refused_tables(rng):
         r"`key_steps\[8\]` must be finite": dict(key_steps=negative),
         "`value_steps` must be given: the plan's table": dict(value_steps=None),
         r"`key_steps` must be of shape \[2, 9\]": dict(key_steps=given["value_steps"]),
-        "`key_rotation` must be an array": dict(key_rotation=None),
-        "`value_rotation` must be None": dict(value_rotation=given["key_rotation"]),
+        "`key_rotation` must be given": dict(key_rotation=None),
+        "`value_rotation` must be absent": dict(value_rotation=given["key_rotation"]),
     }.items():
         with pytest.raises(ValueError, match=message):
             call(**changes)

@@ -101,17 +101,6 @@ def _integer(value: Any, argument: str) -> int:
     return number
 
 
-def _record_bytes(words: Sequence[int]) -> int:
-    """Of a plan's words, which the core checks. ValueError or TypeError that names the field."""
-    from . import _core
-
-    try:
-        return _core.record_bytes(words)
-    except (TypeError, ValueError) as error:
-        error.args = (str(error).removeprefix("record_bytes: "),)  # its fields stay
-        raise
-
-
 def widths_of(group: int) -> tuple[int, ...]:
     """The bits that a group of so many channels may have, ascending."""
     return (*range(MAX_BITS + 1), *((WIDE_BITS,) if group == FINE_GROUP else ()))
@@ -218,6 +207,8 @@ class Plan:
     record_bytes: int = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        from . import _core
+
         numbers = {n: _integer(getattr(self, n), n) for n in ("head_dim", "page_tokens", "group", "seed", "wave_pairs")}
         law, scaling = member(Codebook, self.codebook, "codebook"), member(Scale, self.scale, "scale")
         metric = None if self.metric is None else _integer(self.metric, "metric")
@@ -239,7 +230,7 @@ class Plan:
             *(*key._groups("key"), *(value._groups("value") if value else (0,) * groups)),
         )
         fields = {**numbers, **sides, "codebook": law, "scale": scaling, "metric": metric, "words": words}
-        for name, checked in {**fields, "record_bytes": _record_bytes(words)}.items():
+        for name, checked in {**fields, "record_bytes": _core.record_bytes(words)}.items():
             object.__setattr__(self, name, checked)
 
     def _side(self, name: str, bits: Any) -> Side:
@@ -250,8 +241,10 @@ class Plan:
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Plan:
         """The plan whose `words` these are. ValueError or TypeError for others."""
+        from . import _core
+
         words = tuple(words)
-        _record_bytes(words)  # refuses what is no plan
+        _core.record_bytes(words)  # refuses what is no plan
         groups = (len(words) - _HEADER) // 2
 
         def side(head: int, first: int) -> Side | None:

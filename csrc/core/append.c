@@ -333,8 +333,8 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
                       .scratch = scratch,
                       .worker_bytes = worker_bytes(plan)};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
-    TQ_TRY(tq_transform_check(plan, &params->key, params->kv_heads, 1, error));
-    TQ_TRY(tq_transform_check(plan, &params->value, params->kv_heads, 0, error));
+    TQ_TRY(tq_check_steps(plan, &params->key, params->kv_heads, 1, error));
+    TQ_TRY(tq_check_steps(plan, &params->value, params->kv_heads, 0, error));
     TQ_TRY(check_centre(plan, params, &params->key, "key_centre", error));
     TQ_TRY(check_centre(plan, params, &params->value, "value_centre", error));
     TQ_TRY(check_tables(plan, params, error));

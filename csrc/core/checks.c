@@ -60,8 +60,7 @@ static tq_status check_dtype(int32_t dtype, tq_error *error)
     return tq_fail(error, TQ_E_TYPE, "dtype", -1, dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
 }
 
-/** Which arrays of a transform are there; NULL: none. */
-static tq_status check_transform(const tq_plan *plan, const tq_transform *t, int is_key, tq_error *error)
+tq_status tq_check_transform(const tq_plan *plan, const tq_transform *t, int is_key, tq_error *error)
 {
     static const tq_transform none;
     static const char *const names[2][3] = {{"value_rotation", "value_centre", "value_steps"},
@@ -171,8 +170,8 @@ tq_status tq_check_append(const tq_plan *plan, const tq_append_params *p, tq_err
     TQ_TRY(check_pages(p->pages, p->n_pages, p->kv_heads, error));
     TQ_TRY(check_pair("sink_k", "sink_v", p->sink_k, p->sink_v, p->sinks, has_values, error));
     TQ_TRY(check_pair("window_k", "window_v", p->window_k, p->window_v, p->window, has_values, error));
-    TQ_TRY(check_transform(plan, &p->key, 1, error));
-    TQ_TRY(check_transform(plan, &p->value, 0, error));
+    TQ_TRY(tq_check_transform(plan, &p->key, 1, error));
+    TQ_TRY(tq_check_transform(plan, &p->value, 0, error));
     return check_append_overlap(plan, p, error);
 }
 
@@ -269,8 +268,8 @@ tq_status tq_check_attend(const tq_plan *plan, const tq_attend_params *a, tq_err
     TQ_TRY(check_pages(a->pages, a->n_pages, a->kv_heads, error));
     TQ_TRY(check_pair("sink_k", "sink_v", a->sink_k, a->sink_v, a->sinks, 1, error));
     TQ_TRY(check_pair("window_k", "window_v", a->window_k, a->window_v, a->window, 1, error));
-    TQ_TRY(check_transform(plan, &a->key, 1, error));
-    TQ_TRY(check_transform(plan, &a->value, 0, error));
+    TQ_TRY(tq_check_transform(plan, &a->key, 1, error));
+    TQ_TRY(tq_check_transform(plan, &a->value, 0, error));
     return check_attend_overlap(plan, a, error);
 }
 
@@ -308,8 +307,8 @@ tq_status tq_check_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t
                                 {"v", v, any && has_values ? a_pointer : NULL, has_values ? NULL : no_values}};
     TQ_TRY(check_pointers(pointers, LENGTH(pointers), error));
     TQ_TRY(check_pages(pages, n_pages, kv_heads, error));
-    TQ_TRY(check_transform(plan, key, 1, error));
-    return check_transform(plan, value, 0, error);
+    TQ_TRY(tq_check_transform(plan, key, 1, error));
+    return tq_check_transform(plan, value, 0, error);
 }
 
 /* ---- merge ---- */

@@ -90,8 +90,8 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
     static const tq_transform plain;
     if (!key) key = &plain;
     if (!value) value = &plain;
-    TQ_TRY(tq_transform_check(plan, key, kv_heads, 1, error));
-    TQ_TRY(tq_transform_check(plan, value, kv_heads, 0, error));
+    TQ_TRY(tq_check_steps(plan, key, kv_heads, 1, error));
+    TQ_TRY(tq_check_steps(plan, value, kv_heads, 0, error));
     for (int32_t b = 0; b < batch; b++) {
         if (lengths[b] < 0 || lengths[b] > max_tokens)
             return tq_fail(error, TQ_E_VALUE, "lengths", b, lengths[b], "in 0..max_tokens");
@@ -258,7 +258,8 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     TQ_TRY(tq_dot_scratch_bytes(plan, n_queries, &wanted, error));
     static const tq_transform plain;
     if (!key) key = &plain;
-    TQ_TRY(tq_transform_check(plan, key, 1, 1, error));
+    TQ_TRY(tq_check_transform(plan, key, 1, error));
+    TQ_TRY(tq_check_steps(plan, key, 1, 1, error));
     if (n < 0) return tq_fail(error, TQ_E_VALUE, "n", -1, (double)n, "at least 0");
     if (!n || !n_queries) return TQ_OK;
     TQ_NEED(error, {"queries", queries, 0}, {"pages", pages, 0}, {"out", out, 0}, {"scratch", scratch, 0});

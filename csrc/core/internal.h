@@ -57,9 +57,13 @@ static inline int32_t tq_group_width(const tq_plan *plan, int32_t g)
 }
 /** TQ_E_VALUE unless the plan looks like one that tq_plan_init made. */
 tq_status tq_plan_check(const tq_plan *plan, tq_error *error);
-/** Checks a transform against a plan (`rotation` there iff dense, no NaN steps); `name` is "key" or "value". */
-tq_status tq_transform_check(const tq_plan *plan, const tq_transform *transform, int32_t kv_heads, int is_key,
-                             tq_error *error);
+/** The numbers of a transform's steps, or of its table. */
+tq_status tq_check_steps(const tq_plan *plan, const tq_transform *transform, int32_t kv_heads, int is_key,
+                         tq_error *error);
+
+/* ---- checks.c ---- */
+/** Which arrays of a transform are there, against what the plan has; NULL: none. */
+tq_status tq_check_transform(const tq_plan *plan, const tq_transform *transform, int is_key, tq_error *error);
 
 /* ---- rotation.c ---- */
 /** y = R x or R^T x for one vector of head_dim floats; matrix NULL: the plan's Hadamard or none, as `rotation` says (tq_side's).

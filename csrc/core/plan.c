@@ -257,40 +257,21 @@ tq_status tq_plan_check(const tq_plan *plan, tq_error *error)
 
 /* ---- what comes with calls ---- */
 
-/** The table of a side of a plan that is not plain: there as it should be, or absent. */
-static tq_status check_table(const tq_side *side, const tq_transform *t, int32_t kv_heads, const char *name,
-                             tq_error *error)
+tq_status tq_check_steps(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, int is_key, tq_error *error)
 {
+    const tq_side *side = is_key ? &plan->key : &plan->value;
+    const char *name = is_key ? "key_steps" : "value_steps";
     int32_t n = side->step_columns, levels = n - (side->sketch == TQ_SKETCH_SIGN);
-    if (!n && t->steps)
-        return tq_fail(error, TQ_E_VALUE, name, -1, 1, "absent: this plan has neither steps nor a table");
-    if (n && !t->steps) return tq_fail(error, TQ_E_VALUE, name, -1, 0, "given: the plan's table");
-    for (int64_t i = 0; i < (int64_t)kv_heads * n; i++) {
+    for (int64_t i = 0; t->steps && i < (int64_t)kv_heads * n; i++) {
         float x = t->steps[i];
+        if (tq_is_plain(plan)) {
+            if (!(x >= 0x1p-40f && x <= 0x1p40f)) return tq_fail(error, TQ_E_VALUE, name, i, x, "in 2^-40..2^40");
+            continue;
+        }
         int32_t column = (int32_t)(i % n);
         int ordered = column == levels ? x >= 0 : column == 0 || x >= t->steps[i - 1];
         if (!(fabsf(x) <= TQ_MAX_INPUT * 16) || !ordered)
             return tq_fail(error, TQ_E_VALUE, name, i, x, "finite and not below the level before it");
     }
-    return TQ_OK;
-}
-
-tq_status tq_transform_check(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, int is_key, tq_error *error)
-{
-    const tq_side *side = is_key ? &plan->key : &plan->value;
-    const char *rotation = is_key ? "key_rotation" : "value_rotation", *steps = is_key ? "key_steps" : "value_steps";
-    if (is_key || plan->value.tile_bytes) {
-        if (side->matrix_rows && !t->rotation)
-            return tq_fail(error, TQ_E_VALUE, rotation, -1, 0,
-                           side->rotation == TQ_ROTATION_DENSE ? "given, because the plan's rotation is dense"
-                                                               : "given: the rows of the plan's sketch");
-        if (!side->matrix_rows && t->rotation)
-            return tq_fail(error, TQ_E_VALUE, rotation, -1, side->rotation,
-                           "absent, because the plan's rotation is not dense");
-        if (!tq_is_plain(plan)) return check_table(side, t, kv_heads, steps, error);
-    }
-    for (int64_t i = 0; t->steps && i < (int64_t)kv_heads * plan->groups; i++)
-        if (!(t->steps[i] >= 0x1p-40f && t->steps[i] <= 0x1p40f))
-            return tq_fail(error, TQ_E_VALUE, steps, i, t->steps[i], "in 2^-40..2^40");
     return TQ_OK;
 }

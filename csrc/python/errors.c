@@ -1,6 +1,7 @@
 /* The only place of this binding that raises for a status or for an argument (torch/ops.cpp has its own one).
  *   append: `block_table[3]` must be in 0..7, got 8
  *   attend: `q` must be of shape [*, *, *, 64], got [2, 8, 64]
+ *   `key_bits[0]` must be in 0..5, got 9          (of a plan alone, there is no operation)
  *   set_isa: `name` must be one of: avx2 scalar, got 'sse' */
 #include "binding.h"
 #include <math.h>
@@ -37,7 +38,8 @@ static void print_number(char *text, size_t size, double x)
  * "len(..)", and `got`, None where it was no number. Takes wants and got; NULL for either: an exception is set already. Returns NULL. */
 static PyObject *raise_argument(PyObject *type, const char *op, const char *label, PyObject *wants, PyObject *got)
 {
-    PyObject *text = wants && got ? PyUnicode_FromFormat("%s: `%s` must be %U", op, label, wants) : NULL;
+    PyObject *text =
+        wants && got ? PyUnicode_FromFormat("%s%s`%s` must be %U", op, *op ? ": " : "", label, wants) : NULL;
     PyObject *error = text ? PyObject_CallOneArg(type, text) : NULL;
     const char *name = strncmp(label, "len(", 4) ? label : label + 4;
     PyObject *argument = error ? PyUnicode_FromStringAndSize(name, (Py_ssize_t)strcspn(name, "[)")) : NULL;
