@@ -695,7 +695,7 @@ static void check_others_refused(void)
     free(bytes), free(operands);
     CHECK(refused(tq_set_num_threads(0, &e), TQ_E_VALUE, &e, "n"));
     CHECK(refused(tq_set_isa("sse9", &e), TQ_E_UNSUPPORTED, &e, "isa"));
-    CHECK(strcmp(e.wants, tq_isa_available()) == 0);
+    CHECK(strncmp(e.wants, "one of: ", 8) == 0 && strcmp(e.wants + 8, tq_isa_available()) == 0);
     CHECK(tq_kernel_name("divide", &plan) == NULL && strstr(tq_kernel_name("rotate", &plan), tq_isa()));
     for (int status = -1; status < 100; status++) CHECK(tq_status_message((tq_status)status)[0]);
     free(matrix), free(scratch);
