@@ -112,7 +112,8 @@ def overhead(model: Any) -> dict[str, float]:
         AttentionInterface.register(NAME, attention)
     cache, module = cache_of(model, "4"), model.model.layers[0].self_attn
     model(input_ids=torch.ones(1, 8, dtype=torch.long), **{CACHE: cache})
-    q, k = (torch.randn(1, n, 1, module.head_dim) for n in (model.config.num_attention_heads, cache.layers[0].kv_heads))
+    config = model.config
+    q, k = (torch.randn(1, n, 1, module.head_dim) for n in (config.num_attention_heads, config.num_key_value_heads))
     alone = []
     for _ in range(100):
         start = time.perf_counter()

@@ -72,3 +72,8 @@ def prompts(batch: int, tokens: int, padding: tuple[int, ...] = (), seed: int = 
     for b, pad in enumerate(padding):
         ids[b, :pad], mask[b, :pad] = 0, 0
     return dict(input_ids=ids, attention_mask=mask)
+
+
+def storages(cache: Any) -> list[Any]:
+    """What each layer of a TurboQuantCache stores."""
+    return [layer.storage for layer in cache.layers]

@@ -83,7 +83,7 @@ def forwards(stream: Stream, spec: CacheSpec, start: int, stop: int) -> tuple[in
     want, seen, lost = forward(after, piece), 0, 0
     for victim in failures(lambda victim: step(victim, piece), lambda: copy.deepcopy(base)):
         seen += 1
-        if any(layer.damaged for layer in victim.layers):
+        if any(layer.storage.damaged for layer in victim.layers):
             assert spec.window and start
             lost += 1
             refused(victim, piece)

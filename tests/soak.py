@@ -222,19 +222,19 @@ class Lives(RuleBasedStateMachine):
         assert cache.get_seq_length() == positions
         for i, layer in enumerate(cache.layers):
             if positions:
-                self.verify_layer(i, layer, texts)
+                self.verify_layer(i, layer.storage, texts)
 
-    def verify_layer(self, i: int, layer: object, texts: list[list[int]]) -> None:
-        sinks, window = layer.spec.sinks, layer.spec.window
+    def verify_layer(self, i: int, stored: object, texts: list[list[int]]) -> None:
+        sinks, window = stored.spec.sinks, stored.spec.window
         packed = [max(0, len(text) - sinks - window) for text in texts]
         counts = torch.tensor(packed, dtype=torch.int32)
         k, v = (
-            torch.ops.turboquant.dequantize(layer.plan.words, layer.pages, layer.block_table, counts, max(packed))
+            torch.ops.turboquant.dequantize(stored.plan.words, stored.pages, stored.block_table, counts, max(packed))
             if max(packed)
             else (None, None)
         )
         for b, text in enumerate(texts):
-            row = layer.table.rows[b]
+            row = stored.table.rows[b]
             gone = row.count(-1) * 128
             assert row[: gone // 128] == [-1] * (gone // 128) and len(row) == -(-packed[b] // 128)
             assert not gone or gone + sinks <= len(text) - self.sliding
@@ -244,9 +244,9 @@ class Lives(RuleBasedStateMachine):
                     assert torch.equal(held[b, :, gone : packed[b]].transpose(0, 1), want)
             for name, whole in (("k", KEYS[i]), ("v", VALUES[i])):
                 for p in range(min(sinks, len(text))):
-                    assert torch.equal(getattr(layer, f"sink_{name}")[b, :, p], whole[text[p]])
+                    assert torch.equal(getattr(stored, f"sink_{name}")[b, :, p], whole[text[p]])
                 for p in range(max(sinks, len(text) - window), len(text)):
-                    assert torch.equal(getattr(layer, f"window_{name}")[b, :, p % window], whole[text[p]])
+                    assert torch.equal(getattr(stored, f"window_{name}")[b, :, p % window], whole[text[p]])
 
 
 def soak(minutes: float, first: int, examples: int = 100, steps: int = 80) -> Counter[str]:

@@ -77,8 +77,8 @@ def exact(stream, start, stop, first=0):
 def packed_bytes(cache):
     """Of each layer and sequence: its records in order."""
     return [
-        [layer.pages[layer.block_table[b].long()[: len(row)]] for b, row in enumerate(layer.table.rows)]
-        for layer in cache.layers
+        [held.pages[held.block_table[b].long()[: len(row)]] for b, row in enumerate(held.table.rows)]
+        for held in (layer.storage for layer in cache.layers)
     ]
 
 
@@ -211,7 +211,7 @@ def test_groups_of_16():
 def test_one_haar_matrix_serves_all_layers():
     cache = TurboQuantCache(CONFIG, bare(rotation="dense"))
     forward(cache, Stream().piece(0, 9))
-    assert len({id(layer.rotations[side]) for layer in cache.layers for side in ("key", "value")}) == 1
+    assert len({id(layer.storage.rotations[side]) for layer in cache.layers for side in ("key", "value")}) == 1
     assert [t.shape for p, t in cache.tensors() if p == "rotation"] == [(1, DIM, DIM)]
 
 
@@ -342,7 +342,7 @@ def test_sliding_window_and_softcap_reach_the_packed_history(options):
         outs.append(forward(cache, stream.piece(start, stop), **options))
         start = stop
     for layer in cache.layers:
-        freed = [page == RELEASED for page in layer.table.rows[0]]  # 294 packed tokens are 3 pages
+        freed = [page == RELEASED for page in layer.storage.table.rows[0]]  # 294 packed tokens are 3 pages
         assert freed == ["local_size" in options, False, False]
     out, want = torch.cat(outs, 2), over_packed(stream, spec, **options)
     close(out, want)
@@ -355,8 +355,8 @@ def test_layers_may_differ():
     spec = bare(3, 3, overrides={-1: {"key_bits": 5, "window": 16}})
     cache, stream = TurboQuantCache(CONFIG, spec), Stream()
     forward(cache, stream.piece(0, 100))
-    assert cache.layers[1].record_bytes - cache.layers[0].record_bytes == 128 * 2 * 4
-    assert cache.layers[0].window_k is None and cache.layers[1].window_k.shape == (1, KV_HEADS, 16, DIM)
+    assert cache.layers[1].storage.pages.shape[2] - cache.layers[0].storage.pages.shape[2] == 128 * 2 * 4
+    assert cache.layers[0].storage.window_k is None and cache.layers[1].storage.window_k.shape == (1, KV_HEADS, 16, DIM)
 
 
 # ---- batches change ----
@@ -391,7 +391,7 @@ def test_sequences_change_places(fields, change, order):
         close(forward(changed, other.piece(t, u)), forward(built, other.piece(t, u)), 1e-6)
     for a, b in zip(packed_bytes(changed), packed_bytes(built)):
         assert all(map(torch.equal, a, b))
-    assert changed.layers[0].batch_size == len(order) and changed.nbytes <= built.nbytes
+    assert changed.layers[0].max_batch_size == len(order) and changed.nbytes <= built.nbytes
 
 
 def test_a_sequence_that_is_not_there():
@@ -401,7 +401,7 @@ def test_a_sequence_that_is_not_there():
         cache.reorder_cache(torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="layer 0: at least one sequence must stay, got none"):
         cache.batch_select_indices([])
-    assert cache.layers[0].batch_size == 2
+    assert cache.layers[0].max_batch_size == 2
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ def test_crop_takes_integers_of_all_kinds(number):
         forward(each, Stream().piece(0, 50))
         each.crop(forget)
     assert_unchanged(cache, snapshot(other))
-    assert type(cache.layers[0].tokens) is int
+    assert type(cache.layers[0].storage.tokens) is int
     for crop in (cache.crop, cache.layers[0].crop):
         with pytest.raises(TypeError):
             crop(-2.0)
@@ -485,7 +485,7 @@ def test_a_copy_takes_a_failed_forward_back(copied):
     poisoned.k[1, 0, 0, 155, 0] = float("nan")
     with pytest.raises((ValueError, RuntimeError), match="layer 1: "):
         forward(other, poisoned.piece(150, 160))
-    assert [layer.tokens for layer in other.layers] == [150] * LAYERS
+    assert [layer.storage.tokens for layer in other.layers] == [150] * LAYERS
     close(forward(other, stream.piece(150, 160)), forward(cache, stream.piece(150, 160)), 1e-6)
 
 
@@ -519,7 +519,7 @@ def test_room_for_tokens_to_come_is_at_most_a_64th():
     cache, stream = TurboQuantCache(CONFIG, bare(1, 1)), Stream(tokens=128, dim=8, kv_heads=1)
     for pages in range(1, 140):
         forward(cache, stream.piece(0, 128))
-        held = cache.layers[0].pages
+        held = cache.layers[0].storage.pages
         assert pages <= len(held) <= pages + pages // 64
         assert held.untyped_storage().nbytes() == held.numel()
         assert not held[pages:].any()
@@ -529,13 +529,13 @@ def test_pages_are_shared_out_among_uneven_sequences():
     cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(batch=3, tokens=600)
     mask = torch.arange(300)[None, :] >= torch.tensor([0, 200, 299])[:, None]
     forward(cache, stream.piece(0, 300), mask)
-    assert [len(row) for row in cache.layers[0].table.rows] == [3, 1, 1]
+    assert [len(row) for row in cache.layers[0].storage.table.rows] == [3, 1, 1]
     for t in range(300, 600, 10):
         forward(cache, stream.piece(t, t + 10))
-    layer = cache.layers[0]
-    used = sorted(page for row in layer.table.rows for page in row)
-    assert [len(row) for row in layer.table.rows] == [5, 4, 3] and used == list(range(12)) and len(layer.pages) == 12
-    assert all(layer.block_table[b, : len(row)].tolist() == row for b, row in enumerate(layer.table.rows))
+    held = cache.layers[0].storage
+    used = sorted(page for row in held.table.rows for page in row)
+    assert [len(row) for row in held.table.rows] == [5, 4, 3] and used == list(range(12)) and len(held.pages) == 12
+    assert all(held.block_table[b, : len(row)].tolist() == row for b, row in enumerate(held.table.rows))
 
 
 def test_report_counts_every_byte_once():
@@ -666,7 +666,7 @@ def test_a_forward_that_was_cut_off_is_noticed():
     says = "layer 1: the cache holds 20 positions here and 21 in its first layer: .* all layers are back at 20 now: try"
     with pytest.raises(RuntimeError, match=says):
         forward(cache, stream.piece(21, 22))
-    assert [layer.tokens for layer in cache.layers] == [20] * len(cache.layers)
+    assert [layer.storage.tokens for layer in cache.layers] == [20] * len(cache.layers)
     forward(cache, stream.piece(20, 22))
     assert cache.get_seq_length() == 22
 
@@ -688,7 +688,7 @@ def test_a_model_of_more_layers_stores_nothing():
     says = f"layer 0: `{CACHE}` must be a cache of this model's {LAYERS + 1} layers, got one of {LAYERS}"
     with pytest.raises(ValueError, match=says):
         attention(larger, q, fresh, value, None, scaling=DIM**-0.5)
-    assert [layer.tokens for layer in cache.layers] == [20] * LAYERS
+    assert [layer.storage.tokens for layer in cache.layers] == [20] * LAYERS
 
 
 def test_a_model_is_no_configuration():
@@ -704,7 +704,7 @@ def test_beams_may_be_a_list():
     other = cache.fork()
     cache.reorder_cache([1, 0])
     other.reorder_cache(torch.tensor([1, 0]))
-    assert all(torch.equal(a.block_table, b.block_table) for a, b in zip(cache.layers, other.layers))
+    assert all(torch.equal(a.storage.block_table, b.storage.block_table) for a, b in zip(cache.layers, other.layers))
 
 
 MASKS = {

@@ -510,16 +510,16 @@ def test_a_cache_that_is_calibrated(model, measured):
     bits, counted = measured.bits(3), 0
     for i, layer in enumerate(cache.layers):
         assert layer.spec.key_bits == tuple(bits[i, 0]) and layer.spec.value_bits == tuple(bits[i, 1])
-        assert layer.pages.shape[0] == 6 and layer.pages.shape[2] == layer.plan.record_bytes
-        np.testing.assert_array_equal(layer.calibrated["value_rotation"].numpy(), measured.rotation(i)[1])
-        np.testing.assert_array_equal(layer.calibrated["key_steps"].numpy(), measured.steps()[i, 0])
-        counted += sum(t.nbytes for t in layer.calibrated.values())
-        assert sorted(layer.calibrated) == sorted(
+        assert layer.storage.pages.shape[0] == 6 and layer.storage.pages.shape[2] == layer.storage.plan.record_bytes
+        np.testing.assert_array_equal(layer.storage.calibrated["value_rotation"].numpy(), measured.rotation(i)[1])
+        np.testing.assert_array_equal(layer.storage.calibrated["key_steps"].numpy(), measured.steps()[i, 0])
+        counted += sum(t.nbytes for t in layer.storage.calibrated.values())
+        assert sorted(layer.storage.calibrated) == sorted(
             f"{s}_{n}" for s in ("key", "value") for n in ("centre", "rotation", "steps")
         )
         counts = torch.full((2,), 300, dtype=torch.int32)
         decoded = torch.ops.turboquant.dequantize(
-            layer.plan.words, layer.pages, layer.block_table, counts, 300, **layer.calibrated
+            layer.storage.plan.words, layer.storage.pages, layer.storage.block_table, counts, 300, **layer.storage.calibrated
         )
         if i == 0:  # deeper layers see what the packed ones above them made
             for side, (x, true) in enumerate(zip(decoded, (plain.layers[0].keys, plain.layers[0].values))):
@@ -530,7 +530,7 @@ def test_a_cache_that_is_calibrated(model, measured):
     assert spec.bytes_per_token(32, 2, 3) * 128 * 6 == cache.report().parts["pages"]
     twin = TurboQuantCache(model.config, spec, measured)
     twin.layers[0].lazy_initialization(torch.zeros(1, 2, 1, 32))
-    assert twin.layers[0].calibrated["key_rotation"] is cache.layers[0].calibrated["key_rotation"]
+    assert twin.layers[0].storage.calibrated["key_rotation"] is cache.layers[0].storage.calibrated["key_rotation"]
     cache.reset()
     assert "calibration" not in cache.report().parts and cache.nbytes < 64
 

@@ -9,7 +9,7 @@ from models import prompts, tiny
 from specs import bare
 
 import turboquant
-from turboquant import TurboQuantCache, layer
+from turboquant import TurboQuantCache, storage
 
 SPECS = {
     "sinks": bare(3, 3, sinks=50, centre="prompt"),
@@ -26,7 +26,7 @@ def spec(request):
 @pytest.fixture
 def whole(monkeypatch):
     """Call it, and every later growth is to the full size."""
-    return lambda: monkeypatch.setattr(layer, "with_room", lambda have, need, most: most)
+    return lambda: monkeypatch.setattr(storage, "with_room", lambda have, need, most: most)
 
 
 def patched(spec):
@@ -86,7 +86,7 @@ def test_crop_with_past_windows_of_other_sizes(spec, whole, keep):
         model, cache = patched(spec)
         cache.activate_past_recording()
         feed(model, cache, ids, [5, *[1] * 25, 8, *[1] * 42, 10])
-        if not cache.layers[0].can_crop_to(keep):
+        if not cache.layers[0].storage.can_crop_to(keep):
             said.append(None)
             continue
         cache.crop(keep)
@@ -100,20 +100,20 @@ def test_bytes_are_those_of_the_tokens_that_came():
     ids, row = prompts(1, 60)["input_ids"], 2 * 2 * 32 * 4
     for pieces, rows in (([1], 16), ([1] * 15, 16), ([1], 32), ([40], 64)):
         feed(model, cache, ids, pieces, (0,))
-        for one in cache.layers:
-            assert one.report().parts["sinks"] == rows * row and "window" not in one.report().parts
+        for one in cache.report().layers:
+            assert one.parts["sinks"] == rows * row and "window" not in one.parts
         assert cache.nbytes == sum(t.untyped_storage().nbytes() for _, t in cache.tensors()) < 3 * rows * row + 100
     model, cache = patched(bare(sinks=4, window=2**24))
     feed(model, cache, ids, [10, 20], (0,))
-    assert cache.layers[0].report().parts["sinks"] == 4 * row
-    assert cache.layers[0].report().parts["window"] == 32 * row
+    assert cache.report().layers[0].parts["sinks"] == 4 * row
+    assert cache.report().layers[0].parts["window"] == 32 * row
 
 
 def test_files_have_the_rows_that_hold_tokens(tmp_path):
     model, cache = patched(bare(sinks=2, window=2**24))
     feed(model, cache, prompts(1, 60)["input_ids"], [20], (0,))
     cache.save(tmp_path / "a")
-    read = TurboQuantCache.load(tmp_path / "a").layers[0]
+    read = TurboQuantCache.load(tmp_path / "a").layers[0].storage
     assert read.sink_k.shape[2] == 2 and read.window_k.shape[2] == 18
     assert (tmp_path / "a").stat().st_size < 3 * 20 * 2 * 2 * 32 * 4 + 10_000
 
@@ -123,7 +123,7 @@ def test_reserved_tensors_keep_their_places():
     model, cache = patched(bare(sinks=40, window=100))
     ids = prompts(1, 120)["input_ids"]
     feed(model, cache, ids, [5], (0,))
-    for one in cache.layers:
+    for one in (layer.storage for layer in cache.layers):
         one.reserve(110)
         assert one.exact_ready >= 110 and one.ready >= 110
     before = [tensor.data_ptr() for name, tensor in cache.tensors() if name in ("sinks", "window")]

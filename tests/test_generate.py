@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from models import KINDS, prompts, tiny
+from models import KINDS, prompts, storages, tiny
 from specs import bare
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
@@ -72,7 +72,7 @@ def test_a_padded_batch_is_each_sequence_alone(kind):
             alone, own = logits(ids[b : b + 1, 60 - length :], mask[b : b + 1, 60 - length :])
             difference = (together[b, 60 - length :] - alone[0]).abs().amax(-1)
             assert difference.median() < 1e-4 * alone.abs().max() and difference.max() < 0.1 * alone.abs().max()
-            for ours, theirs in zip(cache.layers, own.layers):
+            for ours, theirs in zip(storages(cache), storages(own)):
                 assert (ours.pages[ours.table.rows[b]] != theirs.pages).float().mean() < 0.01
 
 
@@ -93,10 +93,10 @@ def test_packed_logits_are_close_and_sliding_layers_stay_small(kind):
         error[bits] = ((logits(cache) - want).norm() / want.norm()).item()
     assert error[5] < 0.4 * error[3] and error[5] < 0.1, error
     for layer in cache.layers:
-        held = [sum(page != -1 for page in row) for row in layer.table.rows]
-        assert held == ([3, 3] if not layer.sliding_window else [2, 2])
+        held = [sum(page != -1 for page in row) for row in layer.storage.table.rows]
+        assert held == ([3, 3] if not layer.storage.sliding_window else [2, 2])
     sliding = "sliding" in kind or "alternating" in kind
-    assert sliding == any(layer.sliding_window for layer in cache.layers)
+    assert sliding == any(layer.storage.sliding_window for layer in cache.layers)
 
 
 def test_packed_text_follows_the_full_cache():
@@ -113,7 +113,7 @@ def test_half_precision(dtype):
     model, inputs = tiny(dtype=dtype), prompts(2, 20, (3, 0))
     want = generate(model, inputs, 8).logits[0].float()
     got = generate(turboquant.patch(model, WIDE.with_(prefill="packed")), inputs, 8)
-    assert got.past_key_values.layers[0].window_k.dtype == dtype
+    assert got.past_key_values.layers[0].storage.window_k.dtype == dtype
     assert (got.logits[0].float() - want).abs().max() < 0.05 * want.abs().max()
 
 
@@ -132,7 +132,7 @@ def test_beams():
     model, inputs = tiny(), prompts(2, 12, (0, 5))
     want = generate(model, inputs, 12, num_beams=3, output_logits=False)
     got = generate(turboquant.patch(model, WIDE), inputs, 12, num_beams=3, output_logits=False)
-    assert torch.equal(got.sequences, want.sequences) and got.past_key_values.layers[0].batch_size == 6
+    assert torch.equal(got.sequences, want.sequences) and got.past_key_values.layers[0].max_batch_size == 6
 
 
 def test_packed_beams_score_what_a_forward_scores():
@@ -182,7 +182,7 @@ def test_turns_of_a_packed_cache_are_one_conversation():
     whole = TurboQuantCache(model.config, PACKED)
     with torch.no_grad():
         model(out.sequences[:, :-1], past_key_values=whole)
-    for a, b in zip(cache.layers, whole.layers):
+    for a, b in zip(storages(cache), storages(whole)):
         differing = (a.pages != b.pages).float().mean()
         assert (
             a.pages.shape == b.pages.shape and differing < 0.01
@@ -259,7 +259,7 @@ def test_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         want = generate(model, inputs, 8).logits[0].float()
         got = generate(turboquant.patch(model, WIDE.with_(prefill="packed")), inputs, 8)
-    assert got.past_key_values.layers[0].window_k.dtype == torch.bfloat16
+    assert got.past_key_values.layers[0].storage.window_k.dtype == torch.bfloat16
     assert (got.logits[0].float() - want).abs().max() < 0.05 * want.abs().max()
 
 
@@ -347,7 +347,7 @@ def test_layers_on_two_devices(tmp_path):
     for device_map in ({"": 0}, devices):
         model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, device_map=device_map).eval()
         outs.append(generate(turboquant.patch(model, PACKED), inputs))
-    assert [layer.pages.device.index for layer in outs[1].past_key_values.layers] == [0, 0, 1, 1]
+    assert [layer.storage.pages.device.index for layer in outs[1].past_key_values.layers] == [0, 0, 1, 1]
     assert_same(outs[1], outs[0], 1e-3)
 
 
@@ -357,7 +357,7 @@ from test_generate import generate, prompts, tiny, turboquant
 out = generate(turboquant.patch(tiny(), "paper-mse-3"), prompts(3, 40, (0, 9, 30)))
 held = hashlib.sha256(out.sequences.numpy().tobytes())
 for layer in out.past_key_values.layers:
-    held.update(layer.pages.numpy().tobytes())
+    held.update(layer.storage.pages.numpy().tobytes())
 print(held.hexdigest())
 """
 
@@ -394,7 +394,7 @@ def test_the_same_text_every_time():
     model, inputs = turboquant.patch(tiny(), "paper-mse-2"), prompts(3, 40, (0, 9, 30))
     first, second = generate(model, inputs), generate(model, inputs)
     assert torch.equal(first.sequences, second.sequences)
-    for a, b in zip(first.past_key_values.layers, second.past_key_values.layers):
+    for a, b in zip(storages(first.past_key_values), storages(second.past_key_values)):
         assert torch.equal(a.pages, b.pages)
 
 

@@ -93,7 +93,7 @@ def test_a_step_is_recorded_anew_when_a_weight_has_moved(moves: bool, monkeypatc
     for name in ("run", "record", "replay"):
         monkeypatch.setattr(DecodeGraph, f"_{name}", lambda *_, name=name: done.append(name))
     monkeypatch.setattr(DecodeGraph, "takes", staticmethod(lambda cache, ids: True))
-    monkeypatch.setattr(DecodeGraph, "_next_positions", staticmethod(lambda layer: torch.zeros(1, 1)))
+    monkeypatch.setattr(DecodeGraph, "_next_positions", staticmethod(lambda stored: torch.zeros(1, 1)))
     model = turboquant.patch(tiny(), SPEC)
     cache = turboquant.TurboQuantCache(model.config, SPEC)
     with torch.no_grad():
@@ -187,12 +187,12 @@ def test_check_names_what_was_not_finite() -> None:
     with torch.no_grad():
         model(input_ids=prompt(2, 20).cuda(), past_key_values=cache)
     cache.check()
-    layer = cache.layers[1]
+    held = cache.layers[1].storage
     k[1, 0, 3, 5] = float("nan")
     torch.ops.turboquant.append(
-        layer.plan.words, k, torch.zeros_like(k), torch.full((2,), 20, dtype=torch.int32, device="cuda"), layer.pages,
-        layer.block_table, flag=layer.flag, window_k=layer.window_k, window_v=layer.window_v, sink_k=layer.sink_k,
-        sink_v=layer.sink_v,
+        held.plan.words, k, torch.zeros_like(k), torch.full((2,), 20, dtype=torch.int32, device="cuda"), held.pages,
+        held.block_table, flag=held.flag, window_k=held.window_k, window_v=held.window_v, sink_k=held.sink_k,
+        sink_v=held.sink_v,
     )  # fmt: skip
     with pytest.raises(ValueError, match="layer 1: the key of position 3 of sequence 1 "):
         cache.check()
@@ -218,7 +218,7 @@ def test_one_bad_number_of_a_prompt_is_named_and_stays_alone(bad: float) -> None
         caches.append(cache)
     whole, broken = caches
     whole.check()
-    assert all(torch.equal(a.centre, b.centre) for a, b in zip(whole.layers, broken.layers))
-    assert all(torch.equal(a.pages, b.pages) for a, b in zip(whole.layers, broken.layers))
+    assert all(torch.equal(a.storage.centre, b.storage.centre) for a, b in zip(whole.layers, broken.layers))
+    assert all(torch.equal(a.storage.pages, b.storage.pages) for a, b in zip(whole.layers, broken.layers))
     with pytest.raises(ValueError, match="layer 0: the (key|value) of position 33 of sequence 0 "):
         broken.check()

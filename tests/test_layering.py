@@ -55,8 +55,8 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 TORCH_MODULES = [
     f"turboquant.{name}"
     for name in (
-        "operators ops cache layer common exact graph names pages placement prompt rewind persistence weights "
-        "attention patch patch.* evaluate calibration calibration.* moments moments.* tap demo esm esm.*"
+        "operators ops cache layer storage report common exact graph names pages placement prompt rewind persistence "
+        "weights attention patch patch.* evaluate calibration calibration.* moments moments.* tap demo esm esm.*"
     ).split()
 ]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}

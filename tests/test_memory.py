@@ -154,9 +154,9 @@ def test_a_long_history_of_a_wide_model():
 def store(layer, k, v, before):
     """What `attend` does, without the attention, which would take long here."""
     after = before + k.shape[2]
-    lengths = layer._shared.lengths(after, layer.padding, layer.device)
-    layer._append(k, v, lengths, {}, after, layer.padding)
-    layer.tokens = after
+    lengths = layer._shared.lengths(after, layer.storage.padding, layer.storage.device)
+    layer.storage.append(k, v, lengths, {}, after, layer.storage.padding)
+    layer.storage.tokens = after
 
 
 def test_nothing_of_the_full_precision_history_stays():
@@ -166,7 +166,7 @@ def test_nothing_of_the_full_precision_history_stays():
         cache = model(torch.randint(0, 96, (2, 400))).past_key_values
         model(torch.randint(0, 96, (2, 50)), past_key_values=cache)
     floats = [t for t in reachable(cache) if t.is_floating_point()]
-    assert max(t.numel() for t in floats) == 2 * 2 * 8 * 32 == cache.layers[0].window_k.numel()
+    assert max(t.numel() for t in floats) == 2 * 2 * 8 * 32 == cache.layers[0].storage.window_k.numel()
     assert bytes_of(reachable(cache)) == cache.nbytes == cache.report().nbytes
 
 
@@ -192,10 +192,10 @@ def test_ten_thousand_lives_leave_nothing():
         cache = TurboQuantCache(config, spec)
         layer = cache.layers[0]
         layer.lazy_initialization(k)
-        lengths = layer._shared.lengths(20, layer.padding, layer.device)
-        state = {name: getattr(layer, name) for name in ("sink_k", "sink_v", "window_k", "window_v")}
-        layer._append(k, k, lengths, state, 20, layer.padding)
-        layer.tokens = 20
+        lengths = layer._shared.lengths(20, layer.storage.padding, layer.storage.device)
+        state = {name: getattr(layer.storage, name) for name in ("sink_k", "sink_v", "window_k", "window_v")}
+        layer.storage.append(k, k, lengths, state, 20, layer.storage.padding)
+        layer.storage.tokens = 20
         fork = cache.fork()
         fork.reorder_cache(torch.tensor([0, 0]))
         assert cache.nbytes and fork.get_seq_length() == 20

@@ -212,9 +212,11 @@ def test_table_keys_are_coded_by_their_own_axes_and_levels(model, calibration):
         turboquant.unpatch(model)
     k, v = (x.double().numpy()[0] for x in captured["kv"])
     counts = torch.tensor([60], dtype=torch.int32)
-    given = {name: t for name, t in layer._state().items() if name.partition("_")[2] in ("rotation", "steps")}
+    given = {
+        name: t for name, t in layer.storage.arguments().items() if name.partition("_")[2] in ("rotation", "steps")
+    }
     got_k, got_v = (x.numpy()[0] for x in torch.ops.turboquant.dequantize(
-        layer.plan.words, layer.pages, layer.block_table, counts, 60, **given))  # fmt: skip
+        layer.storage.plan.words, layer.storage.pages, layer.storage.block_table, counts, 60, **given))  # fmt: skip
     axes = calibration.singular_axes(0)[0].astype(np.float64)
     for head in range(2):
         levels, left = calibration.tables[0, 0, head, :8].astype(np.float64), float(calibration.tables[0, 0, head, 8])

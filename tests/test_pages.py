@@ -9,11 +9,13 @@ import weakref
 
 import pytest
 import torch
+from models import storages
 from specs import bare
 from test_cache import CONFIG, KV_HEADS, PACKED, SHAPES, Stream, close, forward, packed_bytes, rows
 
 from turboquant import TurboQuantCache
 from turboquant.pages import RELEASED, PagePool, PageTable
+from turboquant.report import layer_tensors
 
 
 def storage_bytes(*caches):
@@ -35,7 +37,8 @@ def check_references(*tables):
 
 def check(*caches):
     for i in range(len(caches[0].layers)):
-        check_references(*(cache.layers[i].table for cache in caches if cache.layers[i].table is not None))
+        tables = (cache.layers[i].storage.table for cache in caches)
+        check_references(*(table for table in tables if table is not None))
 
 
 def same(a, b):
@@ -54,7 +57,7 @@ def test_forks_share_what_they_have_in_common(fields):
     forward(parent, prefix.piece(0, 500))
     held = storage_bytes(parent)
     forks = [parent, parent.fork(), parent.fork().fork()]
-    exact = held - sum(layer.pages.numel() for layer in parent.layers)
+    exact = held - sum(layer.storage.pages.numel() for layer in parent.layers)
     assert storage_bytes(*forks) <= held + 2 * exact
     check(*forks)
     for start, stop in [(500, 501), (501, 530), (530, 700)]:
@@ -74,13 +77,13 @@ def test_only_the_last_page_is_copied():
     parent, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=500)
     forward(parent, stream.piece(0, 400))
     fork = parent.fork()
-    before = fork.layers[0].table.rows[0]
-    assert fork.layers[0].pages.data_ptr() == parent.layers[0].pages.data_ptr()
+    before = fork.layers[0].storage.table.rows[0]
+    assert fork.layers[0].storage.pages.data_ptr() == parent.layers[0].storage.pages.data_ptr()
     forward(fork, stream.piece(400, 401))
-    after = fork.layers[0].table.rows[0]
-    assert after[:3] == before[:3] and after[3] != before[3] and len(fork.layers[0].pages) == 5
+    after = fork.layers[0].storage.table.rows[0]
+    assert after[:3] == before[:3] and after[3] != before[3] and len(fork.layers[0].storage.pages) == 5
     forward(parent, stream.piece(400, 401))  # the other one needs no copy any more
-    assert parent.layers[0].table.rows[0] == before and len(parent.layers[0].pages) == 5
+    assert parent.layers[0].storage.table.rows[0] == before and len(parent.layers[0].storage.pages) == 5
 
 
 def test_what_a_fork_held_is_free_again():
@@ -90,9 +93,9 @@ def test_what_a_fork_held_is_free_again():
     forward(fork, stream.piece(400, 700))
     del fork
     check(parent)
-    pages = len(parent.layers[0].pages)
+    pages = len(parent.layers[0].storage.pages)
     forward(parent, stream.piece(400, 700))
-    assert len(parent.layers[0].pages) == pages  # the fork's pages, zeroed and used again
+    assert len(parent.layers[0].storage.pages) == pages  # the fork's pages, zeroed and used again
     whole = TurboQuantCache(CONFIG, PACKED)
     forward(whole, stream.piece(0, 700))
     same(parent, whole)
@@ -116,7 +119,8 @@ def test_forks_do_not_feel_each_other(of):
     fork, other = parent.fork(), Stream(tokens=500, seed=1)
     if of == "copy":
         fork = copy.deepcopy(fork)
-        assert len(fork.layers[0].pages) == 3 and fork.layers[0].pages.data_ptr() != parent.layers[0].pages.data_ptr()
+        pages = fork.layers[0].storage.pages
+        assert len(pages) == 3 and pages.data_ptr() != parent.layers[0].storage.pages.data_ptr()
     elif of == "reset":
         fork.reset()
     else:
@@ -154,7 +158,7 @@ def test_a_dropped_cache_is_freed_at_once():
     try:
         cache = TurboQuantCache(CONFIG, "default")
         forward(cache, Stream().piece(0, 200))
-        pages, layer = weakref.ref(cache.layers[0].pages), weakref.ref(cache.layers[0])
+        pages, layer = weakref.ref(cache.layers[0].storage.pages), weakref.ref(cache.layers[0])
         del cache
         assert layer() is None and pages() is None
     finally:
@@ -171,7 +175,7 @@ def test_beams_move_no_full_page():
     forward(cache, rows(stream, [0, 0, 0, 0]).piece(0, 290))
     cache.reorder_cache(torch.tensor([0, 0, 0, 0]))
     layer = cache.layers[0]
-    assert len(layer.pages) - layer.table.pool.free == 3  # one prompt, held once
+    assert len(layer.storage.pages) - layer.storage.table.pool.free == 3  # one prompt, held once
     history = [torch.zeros(290, dtype=torch.int64) for _ in range(4)]  # which stream each token came from
     copies, take = [], PagePool.copies
     try:
@@ -230,11 +234,11 @@ def test_a_crop_gives_the_room_back():
 def test_a_prompt_that_fell_out_of_the_window_leaves_no_pages():
     cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=1600)
     forward(cache, stream.piece(0, 1500), local_size=100)
-    pages = [len(layer.pages) for layer in cache.layers]
+    pages = [len(layer.storage.pages) for layer in cache.layers]
     assert max(pages) <= 3
     for t in range(1500, 1600):
         forward(cache, stream.piece(t, t + 1), local_size=100)
-    assert max(len(layer.pages) for layer in cache.layers) <= 4
+    assert max(len(layer.storage.pages) for layer in cache.layers) <= 4
     check(cache)
 
 
@@ -248,14 +252,14 @@ def test_pages_that_fell_out_of_the_window_are_freed(fields, monkeypatch):
         piece, seen = stream.piece(start, stop), mask if start == 0 else None
         got = forward(freeing, piece, seen, local_size=window)
         with monkeypatch.context() as patched:
-            patched.setattr("turboquant.layer.PackedLayer._release", lambda layer: None)
+            patched.setattr("turboquant.storage.LayerStorage._release", lambda layer: None)
             assert torch.equal(got, forward(keeping, piece, seen, local_size=window))
         check(freeing)
         if stop - start == 1 and stop > 600:
-            for row in freeing.layers[0].table.rows:
+            for row in freeing.layers[0].storage.table.rows:
                 assert sum(page != RELEASED for page in row) <= most
     assert freeing.report().numbers < keeping.report().numbers
-    assert len(freeing.layers[0].pages) < len(keeping.layers[0].pages)
+    assert len(freeing.layers[0].storage.pages) < len(keeping.layers[0].storage.pages)
     if not spec.window:
         freeing.crop(-60), keeping.crop(-60)
         piece = stream.piece(940, 945)
@@ -324,9 +328,9 @@ def test_a_sliding_window_goes_back_and_widens_as_far_as_its_pages_reach():
     cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=720)
     forward(cache, stream.piece(0, 700), local_size=100)
     layer = cache.layers[0]
-    first = layer._released  # position of the first token that is still in a page
+    first = layer.storage.released  # position of the first token that is still in a page
     assert 0 < first < 601
-    assert layer.can_crop_to(first + 99) and not layer.can_crop_to(first + 98)
+    assert layer.storage.can_crop_to(first + 99) and not layer.storage.can_crop_to(first + 98)
     widest = 701 - first  # of the next token: itself and all that is left
     with pytest.raises(ValueError, match="the sliding window must be the one of earlier forwards, 100, got"):
         forward(cache, stream.piece(700, 701), local_size=widest + 1)
@@ -376,7 +380,8 @@ def test_offload_and_prefetch():
     before = torch.cuda.memory_allocated()
     for layer in cache.layers:
         layer.offload()
-    assert torch.cuda.memory_allocated() < before and {t.device.type for _, t in cache.layers[0].tensors()} == {"cpu"}
+    assert torch.cuda.memory_allocated() < before
+    assert {t.device.type for _, t in layer_tensors(cache.layers[0].storage)} == {"cpu"}
     assert torch.equal(forward(cache, piece(200, 210)), forward(fork, piece(200, 210)))
     assert {t.device.type for _, t in cache.tensors()} == {"cuda"}
 
@@ -420,7 +425,7 @@ def test_reserve_that_runs_out_of_memory_changes_nothing(monkeypatch):
     stream, cache = Stream(tokens=700), TurboQuantCache(CONFIG, PACKED)
     forward(cache, stream.piece(0, 300))
     fork = cache.fork()
-    rows_before = [list(row) for row in fork.layers[0].table.rows]
+    rows_before = [list(row) for row in fork.layers[0].storage.table.rows]
 
     def no_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -430,7 +435,7 @@ def test_reserve_that_runs_out_of_memory_changes_nothing(monkeypatch):
             patched.setattr(PagePool, where, no_memory)
             with pytest.raises(torch.OutOfMemoryError, match="layer 0: CUDA out of memory"):
                 forward(fork, stream.piece(300, 700))
-        assert fork.layers[0].table.rows == rows_before and fork.get_seq_length() == 300
+        assert fork.layers[0].storage.table.rows == rows_before and fork.get_seq_length() == 300
         check(cache, fork)
     close(forward(fork, stream.piece(300, 700)), forward(cache, stream.piece(300, 700)), 1e-6)
 
@@ -464,7 +469,7 @@ def test_a_gpu_without_memory_changes_nothing():
                 if fork.get_seq_length() != 300:
                     break  # it was the output that found no room
                 failures += 1
-                assert all(not x.damaged and [len(row) for row in x.table.rows] == [3] for x in fork.layers)
+                assert all(not x.damaged and [len(row) for row in x.table.rows] == [3] for x in storages(fork))
             if not filling:  # what comes in large blocks needs more
                 torch.cuda.set_per_process_memory_fraction(1.0)
             del filling[-max(1, len(filling) // 32) :]
@@ -554,7 +559,7 @@ def test_a_fork_without_memory_leaves_its_parent_alone(monkeypatch):
             cache.fork()
     gc.collect()
     check(cache)
-    assert cache.layers[0].table.pool.tables == 1
+    assert cache.layers[0].storage.table.pool.tables == 1
 
 
 def test_a_crop_needs_no_memory(monkeypatch):
@@ -578,7 +583,7 @@ def test_a_forward_is_taken_back_without_memory(monkeypatch):
         patched.setattr(PageTable, "packed", no_memory)
         with pytest.raises(ValueError, match="layer 1: .* must be finite"):
             forward(cache, bad.piece(300, 1500))
-    assert [layer.tokens for layer in cache.layers] == [300, 300]
+    assert [layer.storage.tokens for layer in cache.layers] == [300, 300]
     other = TurboQuantCache(CONFIG, PACKED)
     forward(other, stream.piece(0, 300))
     close(forward(cache, stream.piece(300, 310)), forward(other, stream.piece(300, 310)))
@@ -641,10 +646,10 @@ def test_past_windows_of_a_forward_that_failed_are_forgotten_and_others_kept():
         forward(cache, stream.piece(i, i + 1))
     with pytest.raises(ValueError, match="must be finite"):
         forward(cache, bad.piece(112, 128))
-    assert [layer.tokens for layer in cache.layers] == [120, 120]
-    assert all(layer.can_crop_to(105) for layer in cache.layers)
-    assert all(then <= 120 for layer in cache.layers for then, _ in layer.past.snapshots)
-    dropped = weakref.ref(cache.layers[0].past.snapshots[-1][1][0])
+    assert [layer.storage.tokens for layer in cache.layers] == [120, 120]
+    assert all(layer.storage.can_crop_to(105) for layer in cache.layers)
+    assert all(then <= 120 for layer in cache.layers for then, _ in layer.storage.past.snapshots)
+    dropped = weakref.ref(cache.layers[0].storage.past.snapshots[-1][1][0])
     cache.crop(-15)
     gc.collect()
     assert dropped() is None  # what `nbytes` no longer counts is not held either
@@ -662,7 +667,7 @@ def test_padding_of_a_forward_that_failed_is_taken_back():
         forward(each, stream.piece(0, 10), mask[:, :10])
     with pytest.raises(ValueError, match="must be finite"):
         forward(cache, bad.piece(10, 20), mask[:, :20])
-    assert [layer.padding for layer in cache.layers] == [layer.padding for layer in other.layers]
+    assert [layer.storage.padding for layer in cache.layers] == [layer.storage.padding for layer in other.layers]
     for start, stop in ((10, 20), (20, 50)):
         ours, want = (forward(each, stream.piece(start, stop), mask[:, :stop]) for each in (cache, other))
         assert torch.equal(ours, want)
@@ -671,4 +676,4 @@ def test_padding_of_a_forward_that_failed_is_taken_back():
 def test_a_fork_of_an_empty_cache_records_as_it_does():
     cache = TurboQuantCache(CONFIG, PACKED.with_(window=8))
     cache.activate_past_recording()
-    assert all(layer.record_past for layer in cache.fork().layers)
+    assert all(layer.storage.record_past for layer in cache.fork().layers)

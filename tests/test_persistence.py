@@ -39,7 +39,7 @@ def filled(spec, batch=2, dtype=torch.float32, padding=(0, 60)):
 
 
 def same_tensors(a, b):
-    for one, other in zip(a.layers, b.layers):
+    for one, other in zip(models.storages(a), models.storages(b)):
         assert torch.equal(one.table.packed()[0], other.table.packed()[0])
         exact = ("sink_k", "sink_v", "window_k", "window_v", "centre")
         pairs = [(name, getattr(one, name), getattr(other, name)) for name in exact]
@@ -129,7 +129,7 @@ def test_shared_pages_are_written_once(tmp_path):
     cache.save(tmp_path / "one")
     cache.batch_repeat_interleave(4)
     cache.save(tmp_path / "four")
-    pages = cache.layers[0].record_bytes * 2
+    pages = cache.layers[0].storage.pages.shape[2] * 2
     assert (tmp_path / "four").stat().st_size - (tmp_path / "one").stat().st_size < pages
     other = TurboQuantCache.load(tmp_path / "four")
     piece = [tuple(x.repeat(4, 1, 1, 1) for x in layer) for layer in stream.piece(200, 280)]
@@ -141,7 +141,7 @@ def test_layers_whose_pages_left_the_window(tmp_path):
     forward(cache, stream.piece(0, 600), local_size=50)
     cache.save(tmp_path / "c")
     other = TurboQuantCache.load(tmp_path / "c")
-    assert len(other.layers[0].pages) == 2 and other.layers[0].table.rows == [[-1, -1, -1, 0, 1]]
+    assert len(other.layers[0].storage.pages) == 2 and other.layers[0].storage.table.rows == [[-1, -1, -1, 0, 1]]
     got = forward(other, stream.piece(600, 640), local_size=50)
     assert torch.equal(got, forward(cache, stream.piece(600, 640), local_size=50))
     with pytest.raises(ValueError, match="the sliding window must be the one of earlier forwards, 50, got none"):
@@ -170,7 +170,7 @@ def test_pages_that_were_made_ready_are_not_written(tmp_path):
     """As a cache has them whose steps are replayed as CUDA graphs."""
     cache, stream = filled(PACKED)
     for layer in cache.layers:
-        layer.reserve(layer.tokens + 512)
+        layer.storage.reserve(layer.storage.tokens + 512)
     cache.save(tmp_path / "x")
     other = TurboQuantCache.load(tmp_path / "x")
     same_tensors(filled(PACKED)[0], other)
@@ -203,7 +203,7 @@ def test_a_file_that_others_may_not_read_stays_so(tmp_path):
 
 def test_a_cache_that_failed_is_not_saved(tmp_path):
     cache, _ = filled(PACKED)
-    cache.layers[1].damaged = True
+    cache.layers[1].storage.damaged = True
     with pytest.raises(RuntimeError, match="save: an earlier call failed"):
         cache.save(tmp_path / "c")
     assert not os.listdir(tmp_path)
@@ -217,19 +217,19 @@ def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
     """cache_file.py decodes keys and values to what the operator decodes, to a rounding."""
     cache, _ = filled(spec, dtype=torch.bfloat16)
     cache.save(tmp_path / "c")
-    for layer, found in zip(cache.layers, independent_read(tmp_path / "c")):
-        counts = torch.tensor(layer._packed(200, layer.padding), dtype=torch.int32)
+    for stored, found in zip(models.storages(cache), independent_read(tmp_path / "c")):
+        counts = torch.tensor(stored.packed(200, stored.padding), dtype=torch.int32)
         most = int(counts.max())
-        k, v = torch.ops.turboquant.dequantize(layer.plan.words, layer.pages, layer.block_table, counts, most)
+        k, v = torch.ops.turboquant.dequantize(stored.plan.words, stored.pages, stored.block_table, counts, most)
         for side, want in (("k", k), ("v", v)):
             for b, count in enumerate(counts.tolist()):
                 got = found["packed_" + side][b]
                 assert got.shape == (2, count, 32)
-                if side == "k" and layer.centre is not None:
-                    got = got - layer.centre[b].numpy()[:, None]
+                if side == "k" and stored.centre is not None:
+                    got = got - stored.centre[b].numpy()[:, None]
                 np.testing.assert_allclose(got, want[b, :, :count].numpy(), rtol=2e-5, atol=2e-5)
         for name in ("sink_k", "window_v"):
-            held = getattr(layer, name)
+            held = getattr(stored, name)
             assert (name in found) == (held is not None)
             if held is not None:
                 np.testing.assert_array_equal(found[name], held.float().numpy())
@@ -240,9 +240,9 @@ def test_the_library_of_safetensors_reads_a_file(tmp_path):
     cache.save(tmp_path / "c")
     found = load_file(tmp_path / "c")
     for i, layer in enumerate(cache.layers):
-        assert torch.equal(found[f"layers.{i}.pages"], layer.table.packed()[0])
+        assert torch.equal(found[f"layers.{i}.pages"], layer.storage.table.packed()[0])
         for name in ("sink_k", "window_v", "centre"):
-            assert torch.equal(found[f"layers.{i}.{name}"], getattr(layer, name))
+            assert torch.equal(found[f"layers.{i}.{name}"], getattr(layer.storage, name))
 
 
 # ---- damage ----

@@ -128,7 +128,7 @@ def test_layers_on_two_devices(first, second, tmp_path):
     turboquant.patch(spread, "calibrated-3", found[0])
     with torch.no_grad():
         spread(ids.to(first), past_key_values=cache)
-    assert [str(layer.pages.device) for layer in cache.layers] == [first, second, first, second]
+    assert [str(layer.storage.pages.device) for layer in cache.layers] == [first, second, first, second]
 
 
 @pytest.mark.cuda

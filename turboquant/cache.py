@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 from .calibration import Calibration, layer_specs
 from .calibration.measure import describe
 from .common import Common
-from .layer import PackedLayer, describe_flag
+from .layer import PackedLayer
 from .presets import resolve
-from .report import CacheReport, LayerReport
+from .report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
 from .spec import CacheSpec
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
@@ -194,7 +194,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         tokens = operator.index(tokens)
         keep = self.get_seq_length() + tokens if tokens <= 0 else tokens
         for layer in self.layers:
-            if keep > 0 and not layer.can_crop_to(keep):
+            if keep > 0 and not layer.storage.can_crop_to(keep):
                 layer.crop(tokens)  # raises
         super().crop(tokens)
         if self.known_ids is not None:
@@ -215,12 +215,12 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         Waits for the device: no forward calls it. Such a number was stored as 0 or as the limit, and no other token
         noticed. On the CPU the forward itself raises.
         """
-        flagged = [layer for layer in self.layers if layer.flag is not None]
+        flagged = [layer.storage for layer in self.layers if layer.storage.flag is not None]
         for device in {layer.flag.device for layer in flagged}:
             here = [layer for layer in flagged if layer.flag.device == device]
             for layer, flag in zip(here, torch.cat([layer.flag for layer in here]).tolist()):
                 if flag:
-                    raise ValueError(f"layer {layer.index}: {describe_flag(flag)}")
+                    raise ValueError(f"layer {layer.index}: {_describe_flag(flag)}")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """See `PackedLayer.reorder_cache`."""
@@ -250,7 +250,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(part, tensor) of everything the cache holds."""
         for layer in self.layers:
-            yield from layer.tensors()
+            yield from layer_tensors(layer.storage)
         yield from self._common_tensors()
 
     def _common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -265,7 +265,12 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         return sum(storages.values())
 
     def report(self) -> CacheReport:
-        shared: dict[str, int] = {}
-        for part, tensor in self._common_tensors():
-            shared[part] = shared.get(part, 0) + tensor.untyped_storage().nbytes()
-        return CacheReport(tuple(layer.report() for layer in self.layers), shared)
+        layers = tuple(layer_report(layer.storage) for layer in self.layers)
+        return CacheReport(layers, bytes_by_part(self._common_tensors()))
+
+
+def _describe_flag(flag: int) -> str:
+    """What the `flag` of `append` says, if it is not 0 (turboquant_cuda.h)."""
+    side = "value" if flag >> 62 & 1 else "key"
+    sequence, position = flag >> 32 & 0x3FFFFFFF, (flag & 0xFFFFFFFF) - 1
+    return f"the {side} of position {position} of sequence {sequence} held a number that is not finite or above 16384"

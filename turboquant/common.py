@@ -112,11 +112,11 @@ class Common:
             if before == 0:
                 layer.reset()
             else:
-                layer.take_back(before)
+                layer.storage.take_back(before)
         if before == 0:
             self._lengths = {}
         for device, (_, padding, _) in list(self._lengths.items()):
-            padding = next((layer.padding for layer in self.layers if layer.tokens == before), padding)
+            padding = next((layer.storage.padding for layer in self.layers if layer.storage.tokens == before), padding)
             self.lengths(before, padding, device)  # in place, as a rule: there may be no memory for more
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

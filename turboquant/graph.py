@@ -18,6 +18,7 @@ import torch
 
 from .cache import TurboQuantCache
 from .names import CACHE, NAMES, cache_argument, given_cache, outputs_with
+from .storage import LayerStorage
 
 __all__ = ["DecodeGraph", "ForwardWithGraphs"]
 
@@ -26,6 +27,10 @@ AHEAD = 512  # positions that room is made for at once: recording takes some mil
 # Arguments of a forward that a replay follows, or that do not change its logits.
 _FOLLOWED = {"input_ids", "position_ids", *NAMES}
 _HARMLESS = {"attention_mask", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
+
+
+def _storages(cache: TurboQuantCache) -> list[LayerStorage]:
+    return [layer.storage for layer in cache.layers]
 
 
 class DecodeGraph:
@@ -58,12 +63,12 @@ class DecodeGraph:
             and ids.shape[1] == 1
             and not torch.is_grad_enabled()
             and all(
-                layer.tokens
-                and layer.pages.device == ids.device
-                and not layer.sliding_window
-                and not layer.record_past
-                and len(layer.padding) == len(ids)
-                for layer in cache.layers
+                stored.tokens
+                and stored.pages.device == ids.device
+                and not stored.sliding_window
+                and not stored.record_past
+                and len(stored.padding) == len(ids)
+                for stored in _storages(cache)
             )
         )
 
@@ -83,26 +88,26 @@ class DecodeGraph:
                 "`ids` must be int64 [batch, 1] on the CUDA device of a cache that holds tokens of as many sequences "
                 f"and has no sliding windows, under torch.no_grad(); got {tuple(ids.shape)} {ids.dtype} on {ids.device}"
             )
-        layer, addresses = cache.layers[0], [weight.data_ptr() for weight in self._weights]
-        steady = addresses == self._addresses and self._is_as_left(cache) and layer.tokens < layer.ready
+        stored, addresses = cache.layers[0].storage, [weight.data_ptr() for weight in self._weights]
+        steady = addresses == self._addresses and self._is_as_left(cache) and stored.tokens < stored.ready
         if positions is None:
-            positions = self._next_positions(layer) if self._graph is None or not steady else self._positions + 1
+            positions = self._next_positions(stored) if self._graph is None or not steady else self._positions + 1
         if not steady:
             self._graph = None
-            for layer in cache.layers:
-                layer.reserve(layer.tokens + AHEAD)
+            for stored in _storages(cache):
+                stored.reserve(stored.tokens + AHEAD)
             logits = self._run(cache, ids, positions)
         elif self._graph is None:
             logits = self._record(cache, ids, positions)
         else:
             logits = self._replay(cache, ids, positions)
-        self._tokens, self._places = [layer.tokens for layer in cache.layers], self._places_of(cache)
+        self._tokens, self._places = [stored.tokens for stored in _storages(cache)], self._places_of(cache)
         self._addresses = addresses
         return logits
 
     @staticmethod
-    def _next_positions(layer: Any) -> torch.Tensor:
-        return torch.tensor([[layer.tokens - pad] for pad in layer.padding], device=layer.device)
+    def _next_positions(stored: LayerStorage) -> torch.Tensor:
+        return torch.tensor([[stored.tokens - pad] for pad in stored.padding], device=stored.device)
 
     def _run(self, cache: TurboQuantCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         out = self._forward(input_ids=ids, position_ids=positions, use_cache=True, **{self._argument: cache})
@@ -122,21 +127,21 @@ class DecodeGraph:
         self._ids.copy_(ids)
         self._positions.copy_(positions)
         self._graph.replay()
-        for layer in cache.layers:
-            layer.tokens += 1
+        for stored in _storages(cache):
+            stored.tokens += 1
         cache.replayed(ids.device)
         return self._logits.clone()
 
     def _is_as_left(self, cache: TurboQuantCache) -> bool:
-        return self._tokens == [layer.tokens for layer in cache.layers] and all(
+        return self._tokens == [stored.tokens for stored in _storages(cache)] and all(
             a is b for a, b in zip(self._places, self._places_of(cache), strict=True)
         )
 
     @staticmethod
     def _places_of(cache: TurboQuantCache) -> list[torch.Tensor | None]:
-        places = [cache.lengths_on(cache.layers[0].device)]
-        for layer in cache.layers:
-            places += [layer.table.tensor, layer.table.pool.storage, layer.sink_k, layer.window_k, layer.centre]
+        places = [cache.lengths_on(cache.layers[0].storage.device)]
+        for stored in _storages(cache):
+            places += [stored.block_table, stored.pages, stored.sink_k, stored.window_k, stored.centre]
         return places
 
 

@@ -34,6 +34,7 @@ from .weights import changed_weights, weight_sums
 if TYPE_CHECKING:
     from .cache import TurboQuantCache
     from .layer import PackedLayer
+    from .storage import LayerStorage
 
 __all__ = ["FORMAT", "calibration_mark", "load", "save"]
 
@@ -111,7 +112,7 @@ def _differences(was: dict[str, Any], mark: dict[str, Any]) -> list[str]:
 
 def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None) -> None:
     """See `TurboQuantCache.save`."""
-    layers: list[PackedLayer] = cache.layers
+    layers: list[LayerStorage] = [layer.storage for layer in cache.layers]
     if any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
         raise RuntimeError("save: an earlier call failed after it had changed the cache: call cache.reset()")
     mark = cache.fingerprint
@@ -133,12 +134,12 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
     if layers[0].tokens:
         first = layers[0]
         described |= {"dtype": _NAMES[first.dtype], "kv_heads": first.kv_heads, "head_dim": first.head_dim,
-                      "rows": [], "released": [layer._released for layer in layers],
+                      "rows": [], "released": [layer.released for layer in layers],
                       "sliding_windows": [layer.sliding_window for layer in layers]}  # fmt: skip
         pages = []
         for layer in layers:
             assert layer.table is not None
-            held, rows = layer.table.packed(layer._packed(layer.tokens, layer.padding))
+            held, rows = layer.table.packed(layer.packed(layer.tokens, layer.padding))
             described["rows"].append(rows)
             pages.append(len(held))
             others = (*_exact_tensors(layer), layer.centre, *layer.split.values())
@@ -150,7 +151,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
     write_tensors(path, FORMAT, described, tensors, {name: [part] for name, part in by_name.items()})
 
 
-def _exact_tensors(layer: PackedLayer) -> Iterator[torch.Tensor]:
+def _exact_tensors(layer: LayerStorage) -> Iterator[torch.Tensor]:
     """Sinks and window with as many rows as the file has."""
     sinks, window = exact_rows(layer.spec, layer.tokens)
     if layer.sink_k is not None and layer.sink_v is not None:
@@ -273,14 +274,15 @@ class _Reader:
         for i, layer in enumerate(layers):
             shape, dtype = (len(padding), kv_heads, 0, head_dim), _DTYPES[header["dtype"]]
             layer.lazy_initialization(torch.empty(shape, dtype=dtype, device=devices[i]))
-            layer.table = PageTable(PagePool(tensors.pop(f"layers.{i}.pages").to(devices[i])), header["rows"][i])
+            stored = layer.storage
+            stored.table = PageTable(PagePool(tensors.pop(f"layers.{i}.pages").to(devices[i])), header["rows"][i])
             held = {name: tensors.pop(f"layers.{i}.{name}", None) for name in (*_EXACT, "centre")}
-            layer.hold_exact({name: found.to(devices[i]) for name, found in held.items() if found is not None})
+            stored.hold_exact({name: found.to(devices[i]) for name, found in held.items() if found is not None})
             for side in ("key", "value"):
                 if (rotation := tensors.pop(f"layers.{i}.{side}_rotation", None)) is not None:
-                    layer.split[f"{side}_rotation"] = rotation.to(devices[i])
-            layer.tokens, layer.padding = positions, tuple(padding)
-            layer._released, layer.sliding_window = released[i], sliding[i]
+                    stored.split[f"{side}_rotation"] = rotation.to(devices[i])
+            stored.tokens, stored.padding = positions, tuple(padding)
+            stored.released, stored.sliding_window = released[i], sliding[i]
 
     def check_rows(self, i: int, layer: PackedLayer, padding: list[int], released: int) -> int:
         """How many pages layer i has: each in a row, and each row as long as its sequence needs."""
@@ -288,7 +290,7 @@ class _Reader:
         _want(isinstance(rows, list) and len(rows) > i and isinstance(rows[i], list), "`rows` is not of this cache")
         _want(len(rows[i]) == len(padding), f"`rows[{i}]` is not of this batch")
         used: set[int] = set()
-        for row, pad, count in zip(rows[i], padding, layer._packed(self.header["positions"], padding)):
+        for row, pad, count in zip(rows[i], padding, layer.storage.packed(self.header["positions"], padding)):
             _want(isinstance(row, list) and len(row) == -(-count // PAGE_TOKENS), f"`rows[{i}]` is of another length")
             _want(all(type(page) is int and page >= RELEASED for page in row), f"`rows[{i}]` is out of range")
             gone = max(0, released - pad - layer.spec.sinks) // PAGE_TOKENS

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["CacheReport", "LayerReport"]
+import torch
+
+from .pages import RELEASED
+from .plan import PAGE_TOKENS
+from .storage import LayerStorage
+
+__all__ = ["CacheReport", "LayerReport", "bytes_by_part", "layer_report", "layer_tensors"]
 
 
 @dataclass(frozen=True)
@@ -70,3 +77,31 @@ class CacheReport:
         smaller = f"{self.ratio_bf16:.2f} times smaller than bfloat16, {self.ratio_fp32:.2f} than float32"
         lines.append(f"{self.nbytes:,} bytes: {self.effective_bits:.3f} bits per number, {smaller}")
         return "\n".join(lines)
+
+
+def layer_tensors(stored: LayerStorage) -> Iterator[tuple[str, torch.Tensor]]:
+    """(part, tensor) of all that this layer alone holds."""
+    parts = {"pages": ("pages",), "block_table": ("block_table",), "centre": ("centre",), "flag": ("flag",),
+             "sinks": ("sink_k", "sink_v"), "window": ("window_k", "window_v")}  # fmt: skip
+    for part, names in parts.items():
+        for name in names:
+            if (held := getattr(stored, name)) is not None:
+                yield part, held
+    yield from (("past windows", held) for _, pair in stored.past.snapshots for held in pair)
+    yield from (("rotation", held) for held in stored.split.values())
+    yield from (("calibration", held) for held in stored.calibrated.values())
+
+
+def layer_report(stored: LayerStorage) -> LayerReport:
+    released = sum(row.count(RELEASED) for row in stored.table.rows) if stored.table is not None else 0
+    tokens = sum(stored.tokens - pad for pad in stored.padding) - PAGE_TOKENS * released
+    numbers = 2 * tokens * stored.kv_heads * stored.head_dim if tokens else 0
+    return LayerReport(stored.index, tokens, numbers, bytes_by_part(layer_tensors(stored)))
+
+
+def bytes_by_part(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Bytes of the storages behind tensors."""
+    parts: dict[str, int] = {}
+    for part, tensor in tensors:
+        parts[part] = parts.get(part, 0) + tensor.untyped_storage().nbytes()
+    return parts

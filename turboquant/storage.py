@@ -1,0 +1,411 @@
+"""What one layer of a TurboQuantCache stores, [ sinks | packed pages | window ] (turboquant.h, "the cache"), and how it
+goes back: a failed write changes nothing, `crop_to` forgets tokens, `take_back` undoes a forward that failed elsewhere.
+
+Each sequence has its own length. Padding on the left of a batch is never stored: token i of sequence b has position
+i - padding[b], and none if that is negative.
+
+    pages        uint8 [n_pages, kv_heads, record_bytes], zeros where nothing is stored
+    block_table  int32 [batch, max_pages]: the page of each 128 packed tokens of a sequence
+    sinks        keys and values in the model's dtype, each [batch, kv_heads, sinks, head_dim]
+    window       the same, a ring of [batch, kv_heads, window, head_dim]; both have fewer rows, or are None, as long as
+                 there are not so many tokens (`exact`)
+    centre       float32 [batch, kv_heads, head_dim], or none
+    calibration  rotations, steps and centres of keys and values (`calibration.tensors`): shared by all caches of a
+                 calibration on a device, and counted in each
+
+Growth: pages are added when a sequence fills its last one, as many as are needed or 1/64 of those there are, whichever
+is more: at most 1/64 lies idle. Adding copies the layer's packed bytes. A sequence needs a page every 128 tokens, and
+every step reads all its packed bytes anyway: while the sequences of a batch are in step, the copies add less than 2 %
+to the memory traffic of attention. Forks, beams and repeated sequences share pages (`pages.PageTable`). A layer with a
+sliding window gives pages back that no query can see any more, but for one in reserve for `crop`: to later tokens,
+and after a prompt, as after a crop, to the allocator.
+
+A step reads no device tensor back: lengths and pages are counted on the host, from the padding of the first forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from . import ops as _ops  # noqa: F401  registers torch.ops.turboquant
+from .calibration.tensors import transforms
+from .common import Common
+from .exact import exact_rows, grown_sinks, laid_out, rows_of, with_room
+from .modes import is_split
+from .pages import PageTable, outside_autograd
+from .plan import PAGE_TOKENS
+from .prompt import prompt_mean, prompt_rotations
+from .rewind import PastWindows
+from .spec import CacheSpec
+
+__all__ = ["LayerStorage"]
+
+_append = torch.ops.turboquant.append.default  # the overload itself: nothing is looked up in a decode step
+_attend = torch.ops.turboquant.attend.default
+_append_attend = torch.ops.turboquant.append_attend.default
+
+_Result = TypeVar("_Result")
+_NOTHING = torch.empty(0)  # where a layer that holds nothing has no pages yet
+_NONE: torch.Tensor | None = None
+
+# What a layer holds for each sequence beside its pages: attributes, tensors [batch, ..], or None.
+_STATE = ("sink_k", "sink_v", "window_k", "window_v", "centre")
+
+
+class LayerStorage:
+    """The tokens of one layer.
+
+    tokens          positions seen, padding included: what transformers calls the sequence length
+    padding         of those, how many in front of each sequence are not stored
+    sliding_window  of the last forward, 0: none
+    released        positions before this one are in no page any more
+    damaged         what is stored is not what it should be: a write or its undoing failed half-way
+    shape           (batch, kv_heads, head_dim, dtype, device), None while there is nothing
+    """
+
+    def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
+        self.index, self.spec, self.shared = index, spec, shared
+        self.record_past = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Gives all memory back: what comes next may have another batch size, dtype or device."""
+        self.tokens = 0
+        self.padding: tuple[int, ...] = ()
+        self.damaged = False
+        self.shape: tuple[Any, ...] | None = None
+        self.table: PageTable | None = None
+        self.past = PastWindows()
+        self.sliding_window = 0
+        self.released = 0
+        self._earlier: tuple[Any, Any] = ((), [])  # padding and past windows before the forward at work
+        self.sink_k = self.sink_v = self.window_k = self.window_v = self.centre = _NONE
+        self.exact_ready = 0.0  # positions that sinks and window have rows for
+        self.rotations: dict[str, torch.Tensor | None] = {"key": None, "value": None}
+        self.split: dict[str, torch.Tensor] = {}  # rotations that sort out the prompt's outlier channels
+        self.flag = _NONE  # of `append` on CUDA, int64 [1]
+        self.calibrated: dict[str, torch.Tensor] = {}  # arguments of the operators
+
+    @outside_autograd
+    def start(self, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Empties the storage and fixes its shape. ValueError for a shape that the spec or the calibration refuses."""
+        plan = self.spec.plan(head_dim)
+        found = self.shared.calibration
+        if found is not None and (found.kv_heads, found.head_dim) != (kv_heads, head_dim):
+            raise ValueError(f"layer {self.index}: keys must have the {found.kv_heads} KV heads of {found.head_dim} "
+                             f"channels of the calibration, got {kv_heads} of {head_dim}")  # fmt: skip
+        self.reset()
+        self.plan, self.dtype, self.device = plan, dtype, device
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.padding = (0,) * batch
+        self.table = PageTable.empty(batch, kv_heads, PAGE_TOKENS * self.spec.bytes_per_token(head_dim), device)
+        if device.type == "cuda":
+            self.flag = torch.zeros(1, dtype=torch.int64, device=device)
+        for side in ("key", "value"):
+            if not is_split(self.spec, side) and self.spec.rotation_of(side) != "svd":
+                self.rotations[side] = self.shared.rotation(self.spec, side, head_dim, device)
+        if found is not None:
+            self.calibrated = transforms(found, self.spec, self.index, device)
+        self.shape = (batch, kv_heads, head_dim, dtype, device)
+
+    def __str__(self) -> str:
+        heads = f"{self.kv_heads} KV heads of {self.head_dim} channels"
+        return f"{self.tokens} positions of {len(self.padding)} sequences with {heads} in {self.dtype} on {self.device}"
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """uint8 [n_pages, kv_heads, record_bytes]; forks and beams may share it."""
+        return _NOTHING if self.table is None else self.table.pool.storage
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        return _NOTHING if self.table is None else self.table.tensor
+
+    def packed(self, positions: int, padding: Sequence[int]) -> list[int]:
+        """Packed tokens of each sequence at so many positions."""
+        exact = self.spec.sinks + self.spec.window
+        return [max(0, positions - pad - exact) for pad in padding]
+
+    # ---- where it is ----
+
+    @outside_autograd
+    def move(self, device: torch.device) -> None:
+        """Pages, table, sinks, window and centre; forks that share the pages bring those back when they are used."""
+        if self.table is None or self.pages.device == self.block_table.device == device:
+            return
+        moved = {name: held.to(device) for name in (*_STATE, "flag") if (held := getattr(self, name)) is not None}
+        self.table.move(device)
+        self.__dict__.update(moved)
+
+    def bring_back(self) -> None:
+        """To the device that it was made for."""
+        if self.table is not None:
+            self.move(self.device)
+
+    # ---- writing ----
+
+    def begin(self) -> None:
+        """A forward begins: `take_back` goes back to here."""
+        self._earlier = self.padding, self.past.snapshots
+
+    def abort(self) -> None:
+        """The forward failed before it stored anything here."""
+        self.past.snapshots = self._earlier[1]
+
+    def learn(self, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]) -> None:
+        """Takes centres and loud channels from the tokens that sequences begin with. Undone by `reset`, which a failed
+        first forward ends in."""
+        spec, first = self.spec, self.tokens == 0
+        if first and spec.centre == "prompt":
+            self.centre = prompt_mean(key, padding, spec.centre_tokens)
+        elif self.centre is not None and max(self.padding, default=0) >= self.tokens:
+            self._begin_centres(key, padding)
+        if first and spec.outliers == "prompt":
+            self.split = prompt_rotations(spec, key, value, padding)
+
+    @outside_autograd
+    def _begin_centres(self, key: torch.Tensor, padding: tuple[int, ...]) -> None:
+        """The centres of sequences that begin in this forward: so far they were padding alone."""
+        assert self.centre is not None
+        before = self.tokens
+        means = prompt_mean(key, tuple(max(0, pad - before) for pad in padding), self.spec.centre_tokens)
+        begin = torch.tensor([pad >= before for pad in self.padding], device=self.device)
+        self.centre = torch.where(begin.view(-1, 1, 1), means, self.centre)
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """The operators' arguments beside pages and plan; those that are None are left out, which is quicker."""
+        state = {
+            "sink_k": self.sink_k,
+            "sink_v": self.sink_v,
+            "window_k": self.window_k,
+            "window_v": self.window_v,
+            "key_rotation": self.rotations["key"],
+            "value_rotation": self.rotations["value"],
+            "key_centre": self.centre,
+            **self.split,
+            **self.calibrated,
+        }
+        return {name: tensor for name, tensor in state.items() if tensor is not None}
+
+    def store(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        padding: tuple[int, ...],
+        sliding_window: int,
+        how: dict[str, Any] | None,
+    ) -> torch.Tensor | None:
+        """Stores the tokens of a forward, and attends from their queries to all that is stored.
+
+        query          [batch, query_heads, tokens, head_dim];  key, value [batch, kv_heads, tokens, head_dim]
+        lengths        int32 [batch], of the sequences with these tokens
+        padding, sliding_window   of the forward
+        how            further arguments of the operator `attend`; None: nothing is attended to
+        Returns [batch, query_heads, tokens, head_dim], or None for `how`=None.
+        """
+        new = key.shape[2]
+        before, after = self.tokens, self.tokens + new
+        if after > self.exact_ready:
+            self.make_exact_room(after)
+        state, fresh = self.arguments(), self._fresh(key, value, before, padding, new > 1 and how is not None)
+        attended: torch.Tensor | None = None
+        assert self.table is not None
+        if how is None or fresh or self.table.pool.tables > 1:  # forks may attend at the same time, but not write
+            pages, rows = self.append(key, value, lengths, state, after, padding)
+        else:
+            attended = self._with_room(after, padding, lambda table: _append_attend(
+                self.plan.words, query, key, value, lengths, table.pool.storage, table.tensor, flag=self.flag, **how,
+                **state,
+            ))  # fmt: skip
+        self.tokens, self.padding, self.sliding_window = after, padding, sliding_window
+        if attended is None and how is not None:
+            attended, _ = _attend(self.plan.words, query, pages, rows, lengths, **how, **{**state, **fresh})
+        if sliding_window and new > 1:  # the earlier queries have seen them: forks may take these pages now
+            self._release()
+            self.table.compact()
+        return attended
+
+    def append(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        after: int,
+        padding: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the new tokens, and returns the pages and the table that hold them; counts are as before."""
+
+        def append(table: PageTable) -> tuple[torch.Tensor, torch.Tensor]:
+            _append(self.plan.words, key, value, lengths, table.pool.storage, table.tensor, flag=self.flag, **state)
+            return table.pool.storage, table.tensor
+
+        return self._with_room(after, padding, append)
+
+    def _fresh(
+        self, key: torch.Tensor, value: torch.Tensor, before: int, padding: tuple[int, ...], several: bool
+    ) -> dict[str, torch.Tensor]:
+        """What `attend` is to read instead of the stored window, for several queries: the earlier ones need what later
+        tokens push out. Keeps it for `crop` as well, if that was asked for."""
+        if self.window_k is None or self.window_v is None or not (self.record_past or several):
+            return {}
+        window = self.window_k.clone(), self.window_v.clone()
+        if self.record_past:
+            self.past.add(before, window)
+            self.past.add_fresh(before, (key, value), window, padding)
+        if not several:
+            return {}
+        return {"window_k": window[0], "window_v": window[1], "fresh_k": key, "fresh_v": value}
+
+    def _with_room(self, after: int, padding: tuple[int, ...], write: Callable[[PageTable], _Result]) -> _Result:
+        """write(table) once there are pages for `after` positions. A failure leaves the table as it was."""
+        table = self.table
+        assert table is not None
+        with table.pool.lock:
+            undo = None if after <= table.ready else self._reserve(table, after, padding)
+            try:
+                return write(table)
+            except BaseException as error:
+                if undo is not None:
+                    undo()
+                if self.window_k is not None and getattr(error, "stored", False):
+                    self.damaged = True  # what they pushed out of the window is gone
+                raise
+
+    # ---- room ----
+
+    def reserve(self, positions: int) -> None:
+        """Makes room for that many positions of each sequence, so that no forward up to there has to allocate: pages,
+        sinks and window keep their places. The layer holds tokens already."""
+        assert self.table is not None
+        if positions > self.exact_ready:
+            self.make_exact_room(positions)
+        with self.table.pool.lock:
+            if positions > self.table.ready:
+                self._reserve(self.table, positions, self.padding)
+
+    @property
+    def ready(self) -> float:
+        """Positions that there is room for."""
+        assert self.table is not None
+        return min(self.table.ready, self.exact_ready)
+
+    @outside_autograd
+    def make_exact_room(self, positions: int) -> None:
+        """Rows of sinks and window for that many positions. A failure leaves them as they were."""
+        grown: dict[str, torch.Tensor] = {}
+        sinks, window = exact_rows(self.spec, positions)
+        nothing = torch.empty(
+            (len(self.padding), self.kv_heads, 0, self.head_dim), dtype=self.dtype, device=self.device
+        )
+        for side, need, most in (("sink", sinks, self.spec.sinks), ("window", window, self.spec.window)):
+            for name in (f"{side}_k", f"{side}_v"):
+                held = nothing if (found := getattr(self, name)) is None else found
+                if (rows := with_room(held.shape[2], need, most)) > held.shape[2]:
+                    sink = side == "sink"
+                    grown[name] = grown_sinks(held, rows) if sink else laid_out(held, rows, self.spec.sinks)
+        self.hold_exact(grown)
+
+    def hold_exact(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes these for "sink_k", "sink_v", "window_k", "window_v"; those that are not named stay."""
+        self.__dict__.update(tensors)
+        sinks, window = rows_of(self.sink_k), rows_of(self.window_k)
+        whole = (sinks, window) == (self.spec.sinks, self.spec.window)
+        self.exact_ready = math.inf if whole else sinks + window
+
+    def _reserve(self, table: PageTable, after: int, padding: tuple[int, ...]) -> Callable[[], None]:
+        if self.sliding_window:
+            self._release()
+        undo = table.reserve(self.packed(self.tokens, padding), self.packed(after, padding))
+        exact = self.spec.sinks + self.spec.window
+        table.ready = min((len(row) * PAGE_TOKENS + exact + pad for row, pad in zip(table.rows, padding)), default=-1)
+        return undo
+
+    def _release(self) -> None:
+        """Frees the pages that no query sees any more, but for one page that `crop` may need."""
+        assert self.table is not None
+        self.released = max(self.released, self.tokens - self.sliding_window + 1 - PAGE_TOKENS)
+        self.table.release_before([self.released - pad - self.spec.sinks for pad in self.padding])
+
+    # ---- going back ----
+
+    def can_crop_to(self, tokens: int) -> bool:
+        """Whether going back is exact: every token that the next query sees is where it would be."""
+        window, first = self.spec.window, self.spec.sinks + min(self.padding, default=0)
+        if tokens >= self.tokens:
+            return True
+        if self.has_released(tokens):
+            return False
+        inside = window == 0 or self.tokens <= first + window
+        return inside or self.past.reaches(tokens, self.tokens, window, first)
+
+    def has_released(self, tokens: int) -> bool:
+        """Whether pages are gone that a sliding window of so many positions would see."""
+        return bool(self.sliding_window) and tokens - self.sliding_window + 1 < self.released
+
+    @outside_autograd
+    def crop_to(self, keep: int) -> None:
+        """`crop` to `keep` positions, 0 < keep; `can_crop_to(keep)` is true."""
+        if keep < self.tokens:
+            if self.window_k is not None and self.window_v is not None and self.past.snapshots:
+                self.bring_back()  # past windows have stayed where they were
+                now = self.window_k, self.window_v
+                window = self.past.ring(keep, self.tokens, now, self.padding, self.spec.sinks)
+                self.window_k, self.window_v = window
+            if self.table is not None:
+                self.table.truncate(self.packed(keep, self.padding))
+            self.tokens = keep
+            if self.table is not None:
+                self.table.compact()
+        self.past.cropped(keep)
+        self.begin()  # or it would hold what was forgotten
+
+    def take_back(self, positions: int) -> None:
+        """Back to what the layer was at `positions`, before the forward that is at work and failed; it is damaged where
+        that cannot be had."""
+        if self.tokens <= positions:
+            return
+        padding, snapshots = self._earlier
+        try:
+            self.damaged = self.damaged or not self.can_crop_to(positions)
+            if not self.damaged:
+                self.crop_to(positions)
+                self.padding, self.past.snapshots = padding, [one for one in snapshots if one[0] <= positions]
+        except RuntimeError:  # not even memory for the window as it was
+            self.damaged = True
+
+    # ---- sequences ----
+
+    @outside_autograd
+    def select(self, sequences: Sequence[int]) -> None:
+        """Sequence b becomes what sequence sequences[b] was; RuntimeError where there is no memory for that."""
+        self.bring_back()
+        table = self.table
+        assert table is not None and self.shape is not None
+        where = torch.tensor(list(sequences), device=self.device)
+        state = {name: held.index_select(0, where) for name in _STATE if (held := getattr(self, name)) is not None}
+        table.select(sequences)
+        self.__dict__.update(state)
+        self.past = PastWindows()
+        self.padding = tuple(self.padding[b] for b in sequences)
+        self.begin()
+        self.shape = (len(sequences), *self.shape[1:])
+
+    @outside_autograd
+    def fork(self, shared: Common) -> LayerStorage:
+        """The same tokens for another cache, whose layers have `shared` in common. Pages are shared, sinks and window
+        copied."""
+        other = LayerStorage(self.index, self.spec, shared)
+        other.record_past = self.record_past
+        if self.table is not None:
+            other.__dict__.update(self.__dict__, shared=shared, table=self.table.fork(), past=PastWindows())
+            own = {name: held.clone() for name in (*_STATE, "flag") if (held := getattr(self, name)) is not None}
+            other.__dict__.update(own)
+            other.begin()
+        return other
