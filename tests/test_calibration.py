@@ -508,18 +508,18 @@ def test_a_cache_that_is_calibrated(model, measured):
         plain = model(ids, past_key_values=_dynamic(model)).past_key_values
     turboquant.unpatch(model)
     bits, counted = measured.bits(3), 0
-    for i, layer in enumerate(cache.layers):
-        assert layer.spec.key_bits == tuple(bits[i, 0]) and layer.spec.value_bits == tuple(bits[i, 1])
-        assert layer.storage.pages.shape[0] == 6 and layer.storage.pages.shape[2] == layer.storage.plan.record_bytes
-        np.testing.assert_array_equal(layer.storage.calibrated["value_rotation"].numpy(), measured.rotation(i)[1])
-        np.testing.assert_array_equal(layer.storage.calibrated["key_steps"].numpy(), measured.steps()[i, 0])
-        counted += sum(t.nbytes for t in layer.storage.calibrated.values())
-        assert sorted(layer.storage.calibrated) == sorted(
+    for i, held in enumerate(layer.storage for layer in cache.layers):
+        assert held.spec.key_bits == tuple(bits[i, 0]) and held.spec.value_bits == tuple(bits[i, 1])
+        assert held.pages.shape[0] == 6 and held.pages.shape[2] == held.plan.record_bytes
+        np.testing.assert_array_equal(held.calibrated["value_rotation"].numpy(), measured.rotation(i)[1])
+        np.testing.assert_array_equal(held.calibrated["key_steps"].numpy(), measured.steps()[i, 0])
+        counted += sum(t.nbytes for t in held.calibrated.values())
+        assert sorted(held.calibrated) == sorted(
             f"{s}_{n}" for s in ("key", "value") for n in ("centre", "rotation", "steps")
         )
         counts = torch.full((2,), 300, dtype=torch.int32)
         decoded = torch.ops.turboquant.dequantize(
-            layer.storage.plan.words, layer.storage.pages, layer.storage.block_table, counts, 300, **layer.storage.calibrated
+            held.plan.words, held.pages, held.block_table, counts, 300, **held.calibrated
         )
         if i == 0:  # deeper layers see what the packed ones above them made
             for side, (x, true) in enumerate(zip(decoded, (plain.layers[0].keys, plain.layers[0].values))):

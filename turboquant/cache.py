@@ -120,11 +120,11 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def _hold(self, layers: list[PackedLayer]) -> None:
         super().__init__(layers=layers)
-        self._shared.layers = layers
+        self._shared.layers = [layer.storage for layer in layers]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._shared.layers = self.layers
+        self._shared.layers = [layer.storage for layer in self.layers]
 
     def __repr__(self) -> str:
         size = f"layers={len(self.layers)}, tokens={self.get_seq_length()}, nbytes={self.nbytes}"

@@ -19,7 +19,7 @@ from .pages import outside_autograd
 from .spec import CacheSpec
 
 if TYPE_CHECKING:
-    from .layer import PackedLayer
+    from .storage import LayerStorage
 
 __all__ = ["Common"]
 
@@ -35,11 +35,11 @@ def _add(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 class Common:
-    """calibration   of all layers, or None;  layers   those of the cache"""
+    """calibration   of all layers, or None;  layers   of the cache, in order"""
 
     def __init__(self, calibration: Calibration | None) -> None:
         self.calibration = calibration
-        self._layers: list[weakref.ref[PackedLayer]] = []  # weak: a cache that is dropped is freed there and then
+        self._layers: list[weakref.ref[LayerStorage]] = []  # weak: a cache that is dropped is freed there and then
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
         self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -47,11 +47,11 @@ class Common:
         return {**self.__dict__, "_layers": []}
 
     @property
-    def layers(self) -> list[PackedLayer]:
+    def layers(self) -> list[LayerStorage]:
         return [layer for reference in self._layers if (layer := reference()) is not None]
 
     @layers.setter
-    def layers(self, layers: Iterable[PackedLayer]) -> None:
+    def layers(self, layers: Iterable[LayerStorage]) -> None:
         self._layers = [weakref.ref(layer) for layer in layers]
 
     def lengths(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -112,11 +112,11 @@ class Common:
             if before == 0:
                 layer.reset()
             else:
-                layer.storage.take_back(before)
+                layer.take_back(before)
         if before == 0:
             self._lengths = {}
         for device, (_, padding, _) in list(self._lengths.items()):
-            padding = next((layer.storage.padding for layer in self.layers if layer.storage.tokens == before), padding)
+            padding = next((layer.padding for layer in self.layers if layer.tokens == before), padding)
             self.lengths(before, padding, device)  # in place, as a rule: there may be no memory for more
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -67,7 +67,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Empties the layer and gives its memory back: it may then be used with another batch size, dtype or device."""
         self.storage.reset()
-        self.is_initialized = False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.storage.shape is not None
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """The mixin's constructor sets it."""
 
     @property
     def max_batch_size(self) -> int:
@@ -87,7 +94,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                             f"{key_states.dtype} and {value_states.dtype}")  # fmt: skip
         batch, kv_heads, _, head_dim = key_states.shape
         self.storage.start(batch, kv_heads, head_dim, key_states.dtype, key_states.device)
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -208,13 +214,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.storage.select(sequences)
         except RuntimeError:
             for layer in self._shared.layers if self.index else ():  # of which the first ones have changed places
-                layer.storage.damaged = True
+                layer.damaged = True
             raise
 
     def fork(self, shared: Common) -> PackedLayer:
         """The same layer for another cache, whose layers have `shared` in common."""
         other = PackedLayer(self.index, self.spec, shared)
-        other.storage, other.is_initialized = self.storage.fork(shared), self.is_initialized
+        other.storage = self.storage.fork(shared)
         return other
 
     # ---- attention ----
@@ -302,7 +308,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         after = before + new
         if type(mask) is MaskRequest:
             if mask.positions != after:
-                back = before and all(layer.storage.can_crop_to(before) for layer in self._shared.layers)
+                back = before and all(layer.can_crop_to(before) for layer in self._shared.layers)
                 raise RuntimeError(  # `attend` takes the layers back before it passes this on
                     f"the cache holds {before} positions here and {mask.positions - new} in its first layer: an "
                     "earlier forward was cut off; "
