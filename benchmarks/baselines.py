@@ -20,8 +20,9 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from turboquant import Quantizer
-from turboquant.calibration.measure import _tapped, token_divergence
+from turboquant.calibration.measure import token_divergence
 from turboquant.evaluate import FreeRunning, _greedy, _loss, _until_parted
+from turboquant.tap import tapped
 
 __all__ = ["BASELINES", "Baseline", "measured", "simulated"]
 
@@ -50,12 +51,12 @@ def simulated(model: Any, baseline: Baseline, sinks: int) -> Iterator[None]:
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     kept = {*range(baseline.exact_layers), *range(layers - baseline.exact_layers, layers)}
 
-    def hook(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def hook(module: torch.nn.Module, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if layer in kept:
             return key, value
         return _behind(sinks, key, baseline.keys), _behind(sinks, value, baseline.values)
 
-    with _tapped(model) as tap:
+    with tapped(model) as tap:
         tap.hook = hook
         yield
 
