@@ -21,8 +21,8 @@ from transformers import DynamicCache
 
 from turboquant import Quantizer
 from turboquant.calibration.measure import token_divergence
-from turboquant.evaluate import FreeRunning, _greedy, _loss, _until_parted
-from turboquant.tap import tapped
+from turboquant.hf.evaluation import FreeRunning, _greedy, _loss, _until_parted
+from turboquant.hf.tap import tapped
 
 __all__ = ["BASELINES", "Baseline", "measured", "simulated"]
 

@@ -36,7 +36,7 @@ from transformers import EsmConfig, EsmForMaskedLM
 import turboquant
 from turboquant import CacheSpec, Calibration, esm
 from turboquant.esm.attention import NAME
-from turboquant.routing import routed
+from turboquant.hf.routing import routed
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))

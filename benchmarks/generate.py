@@ -28,8 +28,8 @@ from timing import RESULTS, Report
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 import turboquant
-from turboquant.attention import attention
-from turboquant.names import CACHE
+from turboquant.hf.attention import attention
+from turboquant.hf.names import CACHE
 
 CONFIG = LlamaConfig(
     hidden_size=4096,
@@ -55,7 +55,7 @@ def fill(model: Any, cache: Any, batch: int, tokens: int) -> None:
             continue
         keys, values = cache.update(k, k, i)
         query = k[:, :1].expand(-1, CONFIG.num_attention_heads, -1, -1)
-        with patch("turboquant.layer.own_attention", lambda _, query, *rest: (query, None)):
+        with patch("turboquant.hf.layer.own_attention", lambda _, query, *rest: (query, None)):
             attention(layer.self_attn, query, keys, values, None, scaling=CONFIG.head_dim**-0.5)
 
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import turboquant
 from turboquant.calibration.measure import token_divergence
-from turboquant.tap import tapped
+from turboquant.hf.tap import tapped
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))

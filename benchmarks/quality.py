@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import turboquant
 from turboquant import CacheSpec, Calibration
-from turboquant.evaluate import evaluate_all, markdown, text_windows
+from turboquant.hf.evaluation import evaluate_all, markdown, text_windows
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", ROOT / "build" / "real-models"))

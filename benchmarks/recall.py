@@ -2,7 +2,7 @@
 
     python benchmarks/recall.py --device cuda --batch 4 --out benchmarks/results/h200
 
-`turboquant.evaluate.recall_all` is the harness. A small model copies no more than it learnt to: rows hold its own
+`turboquant.hf.evaluation.recall_all` is the harness. A small model copies no more than it learnt to: rows hold its own
 figures beside the packed ones, and those of a text without the passage, which are a guess. Text and calibration are
 those of benchmarks/quality.py. File: recall_<model>_<text>.json.
 """
@@ -18,7 +18,7 @@ from quality import EXTRAS, SHARED, TEXTS, calibrated, held_out, load
 from timing import RESULTS, Report, commit
 
 import turboquant
-from turboquant.evaluate import recall_all, recall_table, text_windows
+from turboquant.hf.evaluation import recall_all, recall_table, text_windows
 
 SPECS = ["default", "default-3", "default-2", "calibrated-4", "calibrated-3", "calibrated-2", "paper-mse-4",
          "paper-mse-3", "paper-mse-2"]  # fmt: skip

@@ -21,8 +21,8 @@ from test_ops import samples
 from test_pages import check, same
 
 from turboquant import CacheSpec, TurboQuantCache
-from turboquant.attention import attention
 from turboquant.esm import ContextCache
+from turboquant.hf.attention import attention
 
 fail_allocation = ctypes.CDLL(None).tq_test_fail_allocation
 fail_allocation.argtypes = [ctypes.c_long]

@@ -14,9 +14,9 @@ from specs import bare
 from transformers import LlamaConfig
 
 from turboquant import TurboQuantCache, ops
-from turboquant.attention import FreshKeys, attention, request_mask
-from turboquant.names import CACHE
-from turboquant.pages import RELEASED
+from turboquant.hf.attention import FreshKeys, attention, request_mask
+from turboquant.hf.names import CACHE
+from turboquant.kvcache.pages import RELEASED
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 CONFIG = LlamaConfig(

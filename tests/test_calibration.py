@@ -18,15 +18,16 @@ from models import prompts, tiny
 from specs import bare
 
 import turboquant
-from turboquant import Calibration, TurboQuantCache, preset, tap
+from turboquant import Calibration, TurboQuantCache, preset
 from turboquant.calibration import allocate, layer_specs, measure
 from turboquant.calibration.axes import plan_axes, variance_along
 from turboquant.calibration.data import _distortions, errors, group_mix
 from turboquant.calibration.measure import describe, fingerprint, token_divergence
 from turboquant.esm import protein_batches
-from turboquant.evaluate import evaluate_all
+from turboquant.hf import tap
+from turboquant.hf.evaluation import evaluate_all
+from turboquant.hf.tap import tapped
 from turboquant.plan import widths_of
-from turboquant.tap import tapped
 
 torch = pytest.importorskip("torch")
 

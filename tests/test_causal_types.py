@@ -180,7 +180,7 @@ def phrase_of_refusal(name: str) -> str | None:
             f"transformers {transformers.__version__} has the causal type {name!r}, which is not in the table of "
             f"{__name__}. Build it tiny and patch it: put it into EXACT if it agrees with the model without a patch, "
             "else into REFUSED with the phrase of the refusal; if it patches and fails later, let "
-            "turboquant/patch/llama.py refuse it first."
+            "turboquant/hf/patching/llama.py refuse it first."
         )
     return phrases[0] if phrases else None
 

@@ -90,7 +90,7 @@ def replaced(model, sequence, letters, positions):
             return plain_attention(module, query, k, v, mask, scaling)
 
     from turboquant.esm.model import dropout_factor, embed
-    from turboquant.routing import routed
+    from turboquant.hf.routing import routed
 
     with torch.no_grad(), routed(model.esm, "turboquant_esm"):
         ids = torch.tensor([old])

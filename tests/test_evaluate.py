@@ -17,7 +17,7 @@ from specs import bare
 import turboquant
 from turboquant import TurboQuantCache
 from turboquant.cli import _parser, main
-from turboquant.evaluate import (
+from turboquant.hf.evaluation import (
     FreeRunning,
     _haystacks,
     _needles,
@@ -163,7 +163,7 @@ def test_everything_packed_keeps_sinks_and_no_window_in_any_layer(model, windows
 
 def test_python_and_the_command_line_have_the_same_defaults():
     chosen = vars(_parser().parse_args(["eval", "MODEL", "--text", "FILE", "--spec", "default"]))
-    for function in (turboquant.evaluate.evaluate, evaluate_all):
+    for function in (turboquant.evaluate, evaluate_all):
         asked = inspect.signature(function).parameters
         for name in ("prefill", "everything_packed", "generate", "batch"):
             assert asked[name].default == chosen[name], name
@@ -363,7 +363,7 @@ BAD = {
 @pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD)
 def test_bad_command_lines_end_before_any_work(arguments, message, book, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("turboquant.evaluate.evaluate_all", None)
+    monkeypatch.setattr("turboquant.hf.evaluation.evaluate_all", None)
     monkeypatch.setattr("turboquant.calibration.measure.calibrate", None)
     given = [{"DEMO": str(DEMO), "TEXT": str(book)}.get(a, a) for a in arguments]
     with pytest.raises(SystemExit) as left:

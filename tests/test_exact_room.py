@@ -9,7 +9,8 @@ from models import prompts, tiny
 from specs import bare
 
 import turboquant
-from turboquant import TurboQuantCache, storage
+from turboquant import TurboQuantCache
+from turboquant.kvcache import storage
 
 SPECS = {
     "sinks": bare(3, 3, sinks=50, centre="prompt"),

@@ -17,8 +17,8 @@ from models import tiny  # noqa: E402
 from specs import bare  # noqa: E402
 
 import turboquant  # noqa: E402
-from turboquant.attention import attention  # noqa: E402
-from turboquant.graph import DecodeGraph  # noqa: E402
+from turboquant.hf.attention import attention  # noqa: E402
+from turboquant.hf.graph import DecodeGraph  # noqa: E402
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 SPEC = bare(key_bits=4, value_bits=4, sinks=4, window=32, centre="prompt")

@@ -54,12 +54,26 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 # Modules that may import torch and transformers when they are imported. All others may do so inside a function only.
 TORCH_MODULES = [
     f"turboquant.{name}"
-    for name in (
-        "operators ops cache layer storage report common exact graph names pages placement prompt rewind persistence "
-        "weights attention patch patch.* evaluate calibration calibration.* moments moments.* tap demo esm esm.*"
-    ).split()
+    for name in "operators ops kvcache.* hf.* calibration calibration.* moments moments.* demo esm esm.*".split()
 ]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
+
+# What a part of the package imports nowhere, not even in a function: packed caches know nothing of transformers, what
+# quantises knows nothing of models.
+_COMMANDS = ["turboquant.cli", "turboquant.demo"]
+_MODELS = [
+    *_COMMANDS,
+    *("transformers turboquant.hf turboquant.esm turboquant.moments turboquant.calibration.measure".split()),
+]
+MAY_NOT_IMPORT = {
+    "turboquant.kvcache": _MODELS,
+    "turboquant.index": [*_MODELS, "torch", "turboquant.kvcache", "turboquant.calibration", "turboquant.operators"],
+    **{
+        f"turboquant.{name}": [*_MODELS, "turboquant.kvcache"]
+        for name in "files modes named_specs operators ops plan quantizer spec".split()
+    },
+    "turboquant.hf": _COMMANDS,
+}
 
 TOP_LEVEL = set(
     "csrc turboquant tests benchmarks examples docs pyproject.toml setup.py Makefile "
@@ -178,6 +192,27 @@ def import_faults(root: Path) -> Iterator[str]:
                 yield f"{path.relative_to(root)}:{line}: imports {name} on import, and is to work without torch"
 
 
+def all_imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute name) of everything imported anywhere in a module."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join(parent + ([node.module] if node.module else []))
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def layer_faults(root: Path) -> Iterator[str]:
+    for path in sorted((root / "turboquant").rglob("*.py")):
+        module = module_name(path, root)
+        for part in (part for part in MAY_NOT_IMPORT if f"{module}.".startswith(f"{part}.")):
+            for line, name in all_imports(path, module):
+                if any(f"{name}.".startswith(f"{below}.") for below in MAY_NOT_IMPORT[part]):
+                    yield f"{path.relative_to(root)}:{line}: {part} may not import {name}"
+
+
 def tree(root: Path) -> list[str]:
     """Files that are, or could be, committed."""
     if (root / ".git").exists():
@@ -220,7 +255,7 @@ def path_faults(root: Path) -> Iterator[str]:
                 yield f"{name}:{number}: {line[match.start() :].split()[0]} is a path of one machine"
 
 
-CHECKS = [include_faults, library_faults, import_faults, top_level_faults, length_faults, path_faults]
+CHECKS = [include_faults, library_faults, import_faults, layer_faults, top_level_faults, length_faults, path_faults]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removesuffix("_faults"))
@@ -265,7 +300,8 @@ SOUND = {
     "turboquant/__init__.py": "from .plan import x\ndef f():\n    from . import ops\n    import torch\n",
     "turboquant/plan.py": "from typing import TYPE_CHECKING\nimport numpy\nif TYPE_CHECKING:\n    import torch\n",
     "turboquant/ops.py": "import torch\nfrom .plan import x\n",
-    "turboquant/patch/llama.py": "import transformers\n",
+    "turboquant/hf/patching/llama.py": "import transformers\n",
+    "turboquant/kvcache/pages.py": "import torch\nfrom ..plan import x\n",
     ".ci/run": "echo https://example.org/home/page ./work/x {dir}/opt/y\n",
 }
 
@@ -304,7 +340,16 @@ PLANTED = {  # file, its content, the check that must find it
     "package with transformers": ("turboquant/sub/bad.py", "from transformers import Cache\n", import_faults),
     "package with ops": ("turboquant/bad.py", "from . import ops\n", import_faults),
     "package with ops, absolute": ("turboquant/bad.py", "from turboquant.ops import y\n", import_faults),
-    "package with ops, from below": ("turboquant/sub/bad.py", "from ..patch.llama import y\n", import_faults),
+    "package with ops, from below": ("turboquant/sub/bad.py", "from ..hf.patching.llama import y\n", import_faults),
+    "packed cache with transformers": ("turboquant/kvcache/bad.py", "import transformers\n", layer_faults),
+    "packed cache with a model's cache": ("turboquant/kvcache/bad.py", "from ..hf.cache import x\n", layer_faults),
+    "packed cache with it, in a function": (
+        "turboquant/kvcache/bad.py",
+        "def f():\n    from ..hf import cache\n",
+        layer_faults,
+    ),
+    "quantiser with the cache": ("turboquant/plan.py", "def f():\n    from .kvcache import pages\n", layer_faults),
+    "index with torch": ("turboquant/index/bad.py", "def f():\n    import torch\n", layer_faults),
     "stray file": ("notes.txt", "x\n", top_level_faults),
     "stray folder": ("scripts/x.py", "x\n", top_level_faults),
     "long file": ("tests/test_long.py", "x = 1\n" * (MAX_LINES + 1), length_faults),

@@ -14,8 +14,8 @@ from specs import bare
 from test_cache import CONFIG, KV_HEADS, PACKED, SHAPES, Stream, close, forward, packed_bytes, rows
 
 from turboquant import TurboQuantCache
-from turboquant.pages import RELEASED, PagePool, PageTable
-from turboquant.report import layer_tensors
+from turboquant.kvcache.pages import RELEASED, PagePool, PageTable
+from turboquant.kvcache.report import layer_tensors
 
 
 def storage_bytes(*caches):
@@ -252,7 +252,7 @@ def test_pages_that_fell_out_of_the_window_are_freed(fields, monkeypatch):
         piece, seen = stream.piece(start, stop), mask if start == 0 else None
         got = forward(freeing, piece, seen, local_size=window)
         with monkeypatch.context() as patched:
-            patched.setattr("turboquant.storage.LayerStorage._release", lambda layer: None)
+            patched.setattr("turboquant.kvcache.storage.LayerStorage._release", lambda layer: None)
             assert torch.equal(got, forward(keeping, piece, seen, local_size=window))
         check(freeing)
         if stop - start == 1 and stop > 600:
@@ -554,7 +554,7 @@ def test_a_fork_without_memory_leaves_its_parent_alone(monkeypatch):
     cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=500)
     forward(cache, stream.piece(0, 400))
     with monkeypatch.context() as patched:
-        patched.setattr("turboquant.pages._tensor", no_memory)
+        patched.setattr("turboquant.kvcache.pages._tensor", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             cache.fork()
     gc.collect()

@@ -18,7 +18,8 @@ from specs import bare
 from transformers import DynamicCache
 
 import turboquant
-from turboquant import CacheSpec, TurboQuantCache, names
+from turboquant import CacheSpec, TurboQuantCache
+from turboquant.hf import names
 
 EXACT = bare(4, 4, sinks=2, window=256)
 
@@ -245,13 +246,14 @@ def test_threads_side_by_side():
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
-@pytest.mark.parametrize("first", ["import turboquant.patch", "turboquant.unpatch"])
-def test_the_name_is_callable_however_it_was_imported(first):
-    code = f"import turboquant\n{first}\ntry: turboquant.patch(1)\nexcept TypeError as e: print(e)"
+def test_names_of_the_package_are_functions_whatever_was_imported():
+    names = ["calibrate", "evaluate", "measure", "patch", "preset", "presets", "unpatch"]
+    modules = [f"turboquant.{name}" for name in ("hf.evaluation", "hf.patching", "named_specs", "moments.measure")]
+    code = f"import turboquant, {', '.join(modules)}\nprint([type(getattr(turboquant, n)).__name__ for n in {names}])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, capture_output=True, text=True
     )
-    assert done.stdout.startswith("`model` must be a transformers model, got int"), done.stderr
+    assert done.stdout.strip() == str(["function"] * len(names)), done.stderr
 
 
 # ---- what is refused ----

@@ -20,7 +20,7 @@ from test_calibration import made
 
 import turboquant
 from turboquant import Codes, Quantizer, TurboQuantCache
-from turboquant.persistence import FORMAT
+from turboquant.hf.persistence import FORMAT
 
 SPECS = {
     "all packed": PACKED,

@@ -8,7 +8,7 @@ from specs import bare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turboquant import evaluate
-from turboquant.evaluate import text_windows
+from turboquant.hf.evaluation import text_windows
 
 TEXT = """The quality of a compressed cache shows in what a model says next. A window of a few hundred tokens is enough
 to tell one width from another: each bit less multiplies the divergence by four or five. The text may be about anything,

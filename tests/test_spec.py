@@ -11,7 +11,7 @@ import pytest
 from specs import bare
 
 from turboquant import CacheSpec, preset, presets
-from turboquant.presets import OTHERS, OURS, resolve
+from turboquant.named_specs import OTHERS, OURS, resolve
 
 core = pytest.importorskip("turboquant._core")
 

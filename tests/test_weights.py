@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.weights import changed_weights, weight_sums
+from turboquant.hf.weights import changed_weights, weight_sums
 
 LAST = 2  # layer of `tiny`
 
@@ -160,7 +160,7 @@ def test_a_prefix_of_another_fine_tune_is_refused(tmp_path):
 
 
 def test_long_tensors_are_sampled_all_over():
-    from turboquant.weights import _places, _sum_of
+    from turboquant.hf.weights import _places, _sum_of
 
     for numbers in (2**14 + 1, 4096 * 4096):
         places = _places(numbers)

@@ -9,7 +9,8 @@ from models import prompts, tiny, torch
 from transformers import DynamicCache
 
 import turboquant
-from turboquant import CacheSpec, TurboQuantCache, names
+from turboquant import CacheSpec, TurboQuantCache
+from turboquant.hf import names
 
 EXACT = CacheSpec(4, 4, sinks=2, window=256)
 

@@ -25,17 +25,17 @@ _HOMES = {
     "Codes": "quantizer",
     "Quantizer": "quantizer",
     "CacheSpec": "spec",
-    "preset": "presets",
-    "presets": "presets",
+    "preset": "named_specs",
+    "presets": "named_specs",
     "Plan": "plan",
     "Calibration": "calibration",
     "calibrate": "calibration.measure",
     "Moments": "moments",
     "measure": "moments.measure",
-    "evaluate": "evaluate",
-    "TurboQuantCache": "cache",
-    "patch": "patch",
-    "unpatch": "patch",
+    "evaluate": "hf.evaluation",
+    "TurboQuantCache": "hf.cache",
+    "patch": "hf.patching",
+    "unpatch": "hf.patching",
 }
 __all__ = [
     "CacheSpec",
@@ -60,18 +60,18 @@ __all__ = [
 if TYPE_CHECKING:
     from . import esm as esm
     from . import ops as ops
-    from .cache import TurboQuantCache as TurboQuantCache
     from .calibration import Calibration as Calibration
     from .calibration.measure import calibrate as calibrate
-    from .evaluate import evaluate as evaluate
+    from .hf.cache import TurboQuantCache as TurboQuantCache
+    from .hf.evaluation import evaluate as evaluate
+    from .hf.patching import patch as patch
+    from .hf.patching import unpatch as unpatch
     from .index import Index as Index
     from .moments import Moments as Moments
     from .moments.measure import measure as measure
-    from .patch import patch as patch
-    from .patch import unpatch as unpatch
+    from .named_specs import preset as preset
+    from .named_specs import presets as presets
     from .plan import Plan as Plan
-    from .presets import preset as preset
-    from .presets import presets as presets
     from .quantizer import Codes as Codes
     from .quantizer import Quantizer as Quantizer
     from .spec import CacheSpec as CacheSpec

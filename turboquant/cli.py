@@ -227,7 +227,7 @@ def calibrate(chosen: argparse.Namespace) -> int:
 
 def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) -> Any:
     from .calibration import measure
-    from .evaluate import text_windows
+    from .hf.evaluation import text_windows
 
     tokenizer = _tokenizer(chosen.model)
     wanted = chosen.tokens
@@ -255,7 +255,7 @@ def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) 
 
 def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
     """The presets named, with the fields that were set."""
-    from .presets import preset
+    from .named_specs import preset
     from .spec import CacheSpec
 
     names = [field.name for field in dataclasses.fields(CacheSpec)]
@@ -289,7 +289,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
     found = None if chosen.calibration is None else Calibration.load(chosen.calibration)
     text, proteins = _checked_files(chosen)
     if chosen.fasta is None:
-        from .evaluate import evaluate_all, markdown, text_windows
+        from .hf.evaluation import evaluate_all, markdown, text_windows
 
         try:
             windows = text_windows(text, _tokenizer(chosen.model), chosen.windows, chosen.length)
@@ -341,7 +341,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
 def esm_scan(chosen: argparse.Namespace) -> int:
     """Masked marginals of proteins: what a model expects at each position while it is hidden."""
     from .esm import commands
-    from .presets import preset
+    from .named_specs import preset
 
     read = {"FASTA": chosen.fasta, "--calibration": chosen.calibration}
     if chosen.csv in STANDARD_OUTPUT:

@@ -32,9 +32,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import turboquant
 
-from .cache import TurboQuantCache
-from .names import CACHE
-from .presets import preset
+from .hf.cache import TurboQuantCache
+from .hf.names import CACHE
+from .named_specs import preset
 from .spec import CacheSpec
 
 __all__ = ["main"]

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from ..files import write_whole
-from ..placement import device_of, is_offloaded, loaded
-from ..tap import Tap, tapped
+from ..hf.placement import device_of, is_offloaded, loaded
+from ..hf.tap import Tap, tapped
 from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
 from .tables import kmeans_table

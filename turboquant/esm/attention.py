@@ -16,10 +16,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from .. import ops as _ops  # noqa: F401  registers torch.ops.turboquant
-from ..attention import own_attention
 from ..calibration import Calibration
 from ..calibration.data import SIDES
 from ..calibration.tensors import transforms
+from ..hf.attention import own_attention
 from ..modes import is_split, side_matrix
 from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec

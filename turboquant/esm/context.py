@@ -25,8 +25,8 @@ import torch
 
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
-from ..presets import resolve
-from ..routing import routed
+from ..hf.routing import routed
+from ..named_specs import resolve
 from ..spec import CacheSpec
 from .attention import NAME, PackedAttention, Pass, centre_of, plain_attention
 from .graph import StepGraphs

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..pages import outside_autograd
+from ..kvcache.pages import outside_autograd
 from .reading import Shape
 
 __all__ = ["KEPT", "StepGraphs"]

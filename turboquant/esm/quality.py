@@ -17,10 +17,10 @@ import torch
 
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint, token_divergence
-from ..placement import device_of
+from ..hf.placement import device_of
+from ..hf.routing import routed
+from ..named_specs import resolve
 from ..plan import PAGE_TOKENS
-from ..presets import resolve
-from ..routing import routed
 from ..spec import CacheSpec
 from .attention import NAME, PackedAttention, Pass, plain_attention
 from .model import MASK, attentions, checked_model, dropout_factor, embed, padded, tokenise

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from ..calibration.measure import describe, fingerprint
-from ..patch.wrappers import checked_base_model
-from ..placement import device_of, loaded
-from ..tap import tapped
+from ..hf.patching.wrappers import checked_base_model
+from ..hf.placement import device_of, loaded
+from ..hf.tap import tapped
 from .data import FORMAT, LayerMoments, Moments
 from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
 from .rotary import Rotary, probe

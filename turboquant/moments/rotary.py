@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..tap import Tap
+from ..hf.tap import Tap
 
 __all__ = ["TURN", "Rotary", "probe"]
 

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .plan import PAGE_TOKENS
+from ..plan import PAGE_TOKENS
 
 __all__ = ["RELEASED", "PagePool", "PageTable", "outside_autograd"]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from ..kvcache.storage import LayerStorage
 from .cache import TurboQuantCache
 from .names import CACHE, NAMES, cache_argument, given_cache, outputs_with
-from .storage import LayerStorage
 
 __all__ = ["DecodeGraph", "ForwardWithGraphs"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .spec import CacheSpec
+from ..spec import CacheSpec
 
 __all__ = ["exact_rows", "grown_sinks", "laid_out", "rows_of", "with_room"]
 

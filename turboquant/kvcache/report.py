@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..plan import PAGE_TOKENS
 from .pages import RELEASED
-from .plan import PAGE_TOKENS
 from .storage import LayerStorage
 
 __all__ = ["CacheReport", "LayerReport", "bytes_by_part", "layer_report", "layer_tensors"]

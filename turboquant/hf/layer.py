@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..kvcache.common import Common
+from ..kvcache.pages import outside_autograd
+from ..kvcache.storage import LayerStorage
+from ..spec import CacheSpec
 from .attention import FreshKeys, MaskRequest, own_attention
-from .common import Common
 from .names import CACHE
-from .pages import outside_autograd
-from .spec import CacheSpec
-from .storage import LayerStorage
 
 __all__ = ["PackedLayer"]
 

@@ -31,16 +31,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import ops as _ops  # noqa: F401  registers torch.ops.turboquant
-from .calibration.tensors import transforms
+from .. import ops as _ops  # noqa: F401  registers torch.ops.turboquant
+from ..calibration.tensors import transforms
+from ..modes import is_split
+from ..plan import PAGE_TOKENS
+from ..spec import CacheSpec
 from .common import Common
 from .exact import exact_rows, grown_sinks, laid_out, rows_of, with_room
-from .modes import is_split
 from .pages import PageTable, outside_autograd
-from .plan import PAGE_TOKENS
 from .prompt import prompt_mean, prompt_rotations
 from .rewind import PastWindows
-from .spec import CacheSpec
 
 __all__ = ["LayerStorage"]
 

@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .calibration import Calibration, layer_specs
-from .calibration.data import differences
-from .calibration.measure import describe
-from .exact import exact_rows, laid_out
-from .files import Tensor, array_bytes, crc32, layout, read_header, write_tensors
-from .modes import is_split
-from .pages import RELEASED, PagePool, PageTable, outside_autograd
+from ..calibration import Calibration, layer_specs
+from ..calibration.data import differences
+from ..calibration.measure import describe
+from ..files import Tensor, array_bytes, crc32, layout, read_header, write_tensors
+from ..kvcache.exact import exact_rows, laid_out
+from ..kvcache.pages import RELEASED, PagePool, PageTable, outside_autograd
+from ..modes import is_split
+from ..plan import FORMAT_VERSION, PAGE_TOKENS
+from ..spec import CacheSpec
 from .placement import device_of
-from .plan import FORMAT_VERSION, PAGE_TOKENS
-from .spec import CacheSpec
 from .weights import changed_weights, weight_sums
 
 if TYPE_CHECKING:
+    from ..kvcache.storage import LayerStorage
     from .cache import TurboQuantCache
     from .layer import PackedLayer
-    from .storage import LayerStorage
 
 __all__ = ["FORMAT", "calibration_mark", "load", "save"]
 

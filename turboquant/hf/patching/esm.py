@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..calibration import Calibration, layer_specs
-from ..calibration.measure import fingerprint
-from ..esm.attention import NAME, PackedAttention, Pass
-from ..esm.model import attentions, checked_model
+from ...calibration import Calibration, layer_specs
+from ...calibration.measure import fingerprint
+from ...esm.attention import NAME, PackedAttention, Pass
+from ...esm.model import attentions, checked_model
+from ...spec import CacheSpec
 from ..routing import Previous, check_route, restore, route
-from ..spec import CacheSpec
 
 __all__ = ["patch", "unpatch"]
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from .calibration import Calibration, layer_specs
-from .calibration.measure import describe
-from .common import Common
+from ..calibration import Calibration, layer_specs
+from ..calibration.measure import describe
+from ..kvcache.common import Common
+from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
+from ..named_specs import resolve
+from ..spec import CacheSpec
 from .layer import PackedLayer
-from .presets import resolve
-from .report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
-from .spec import CacheSpec
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
 
@@ -113,7 +113,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         self._hold([PackedLayer(i, spec, self._shared) for i, spec in enumerate(specs)])
 
     #: int32 [batch, tokens], the tokens that the cache begins with, as far as they are known, for `generate` to compare
-    #: its prompt with (`patch.continuation`). None: unknown.
+    #: its prompt with (`patching.continuation`). None: unknown.
     known_ids: torch.Tensor | None = None
     #: The spec of a patched model that this cache was compared with: a difference is warned of once.
     compared_with: CacheSpec | None = None

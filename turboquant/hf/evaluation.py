@@ -16,25 +16,23 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
+from ..calibration import Calibration, layer_specs
+from ..calibration.measure import checked_seed, fingerprint, token_divergence, token_ids
+from ..named_specs import resolve
+from ..spec import CacheSpec
 from .cache import TurboQuantCache, checked_config
-from .calibration import Calibration, layer_specs
-from .calibration.measure import checked_seed, fingerprint, token_divergence, token_ids
 from .names import CACHE, cache_argument
-from .patch import patch, unpatch
+from .patching import patch, unpatch
 from .placement import device_of
-from .presets import resolve
-from .spec import CacheSpec
 
 __all__ = [
     "Evaluation",
@@ -599,13 +597,3 @@ def _copied(logits: torch.Tensor, right: torch.Tensor) -> tuple[list[float], lis
     log_p = torch.log_softmax(logits[:, -right.shape[1] - 1 : -1].float(), -1)
     hit = (log_p.argmax(-1) == right).double().mean(1)
     return hit.tolist(), log_p.gather(-1, right[..., None]).double().mean((1, 2)).tolist()
-
-
-class _CallableModule(ModuleType):
-    """`turboquant.evaluate` is this module once something has imported it, and may be called all the same."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Evaluation:
-        return evaluate(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from . import _core
-from .modes import is_split, side_matrix, split_rotation
+from .. import _core
+from ..modes import is_split, side_matrix, split_rotation
+from ..spec import CacheSpec
 from .pages import outside_autograd
-from .spec import CacheSpec
 
 __all__ = ["prompt_mean", "prompt_rotations"]
 

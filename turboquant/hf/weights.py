@@ -35,7 +35,7 @@ def weight_sums(model: Any) -> dict[str, str]:
     Of adapters and tuned prompts those count that are active; merged adapters are part of the weights. ValueError for
     weights that are nowhere (on the meta device, and not offloaded).
     """
-    from .patch.wrappers import base_model
+    from .patching.wrappers import base_model
 
     decoder = base_model(model).base_model
     layers, last = _last_layer(decoder)

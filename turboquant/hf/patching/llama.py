@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 
+from ...calibration import Calibration, layer_specs
+from ...calibration.measure import describe, fingerprint
+from ...plan import MAX_HEAD_DIM
+from ...spec import CacheSpec
 from ..attention import NAME
 from ..cache import TurboQuantCache, checked_config
-from ..calibration import Calibration, layer_specs
-from ..calibration.measure import describe, fingerprint
 from ..graph import ForwardWithGraphs
 from ..names import CACHE, NAMES, cache_argument, given_cache
 from ..persistence import calibration_mark
-from ..plan import MAX_HEAD_DIM
 from ..routing import Previous, check_route, restore, route
-from ..spec import CacheSpec
 from . import continuation
 from .wrappers import refuse_prefix
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .calibration import Calibration
-from .modes import side_matrix
+from ..calibration import Calibration
+from ..modes import side_matrix
+from ..spec import CacheSpec
 from .pages import outside_autograd
-from .spec import CacheSpec
 
 if TYPE_CHECKING:
     from .storage import LayerStorage

@@ -1,19 +1,16 @@
 """`patch(model)` makes a transformers model keep its keys and values packed; `unpatch(model)` takes that back.
 
-One module per family of architectures: `llama` for decoders with rotary keys, `esm` for ESM-2. The module itself may be
-called as well as the function, because ``import turboquant.patch`` binds that name to it.
+One module per family of architectures: `llama` for decoders with rotary keys, `esm` for ESM-2.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from types import ModuleType
 from typing import Any, TypeVar
 
-from ..calibration import Calibration
-from ..presets import resolve
-from ..spec import CacheSpec
+from ...calibration import Calibration
+from ...named_specs import resolve
+from ...spec import CacheSpec
 from . import esm, llama
 from .wrappers import base_model, checked_base_model
 
@@ -86,11 +83,3 @@ def unpatch(model: _Model) -> _Model:
 
 def _family(model: Any) -> Any:
     return esm if getattr(getattr(model, "config", None), "model_type", None) == "esm" else llama
-
-
-class _CallableModule(ModuleType):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return patch(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 from .spec import CacheSpec
@@ -91,13 +89,3 @@ def resolve(spec: CacheSpec | str) -> CacheSpec:
         return preset(spec)
     wanted = "a CacheSpec or the name of a preset"
     raise TypeError(f"`spec` must be {wanted}, got {'a mapping' if isinstance(spec, Mapping) else repr(spec)}")
-
-
-class _CallableModule(ModuleType):
-    """``turboquant.presets`` is the function, whichever of this module and the function was imported first."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, CacheSpec]:
-        return presets(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule

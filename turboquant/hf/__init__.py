@@ -1,0 +1,1 @@
+"""What meets transformers: the cache and its layers, attention, patches, files, evaluation."""
