@@ -150,7 +150,7 @@ def test_attend_matches_fp64(
 def given_of(words: tuple[int, ...], heads: int) -> dict[str, np.ndarray]:
     """Matrices, centres and tables that a plan that is not plain may ask for."""
     rng, dim, given = np.random.default_rng(5), words[1], {}
-    for name, first, bits in (("key", 7, words[15] % 16), ("value", 11, words[15 + -(-dim // 32)] % 16)):
+    for name, first, bits in (("key", 7, words[17] % 16), ("value", 11, words[17 + -(-dim // 32)] % 16)):
         rotation, levels, sketch, rows = words[first : first + 4]
         matrix = [orthogonal(dim, h) for h in range(heads)] if rotation == ref.DENSE else [np.zeros((0, dim))] * heads
         signs = modes.gaussian(words[6], rows, dim) if sketch == modes.GAUSSIAN else np.zeros((0, dim))
