@@ -48,6 +48,19 @@ def encode(bits, steps, z):
     return levels, np.where(rms > 0, rms * (weight * u * u).sum(1) / np.where(product > 0, product, 1), 0)
 
 
+def rotated(t, x):
+    """z of vectors x, float32, which are not normalised here."""
+    z = np.zeros((len(x), t.padded), np.float32)
+    z[:, : t.dim] = x if t.mean is None else x - t.mean
+    plan, matrix = t.space(0)[0], t.matrix
+    return _core.rotate(plan, z, matrix, inverse=matrix is not None)  # the matrix is that of the inverse
+
+
+def rotated_back(t, z):
+    x = _core.rotate(t.space(0)[0], z, t.matrix, inverse=t.matrix is None)[:, : t.dim]
+    return x if t.mean is None else x + t.mean
+
+
 class SlowIndex:
     """`turboquant.Index` with the rotation, widths and mean of an index that is empty yet."""
 
@@ -63,7 +76,7 @@ class SlowIndex:
     def add(self, x, ids=None):
         ids = range(self.next_id, self.next_id + len(x)) if ids is None else ids
         t, given, x = self.transform, x, self._prepared(x)
-        levels, scales = encode(t.bits, t.steps, t.apply(x.astype(np.float32)))
+        levels, scales = encode(t.bits, t.steps, rotated(t, x.astype(np.float32)))
         decoded = levels * np.repeat(t.steps.astype(np.float64), 32) * scales[:, None]
         mean = np.zeros(x.shape[1]) if t.mean is None else t.mean.astype(np.float64)
         for i, row, own, vector in zip(ids, x, decoded, given, strict=True):
@@ -78,7 +91,7 @@ class SlowIndex:
     def scores(self, query):
         """{id: score}, larger is better, but for l2."""
         t, query = self.transform, self._prepared(query)
-        z = t.apply(query[None].astype(np.float32))[0].astype(np.float64)
+        z = rotated(t, query[None].astype(np.float32))[0].astype(np.float64)
         mean = np.zeros(len(query)) if t.mean is None else t.mean.astype(np.float64)
         own = {i: z @ decoded + offset + query @ mean for i, (decoded, offset, _) in self.rows.items()}
         return {i: max(0, query @ query - 2 * v) for i, v in own.items()} if self.metric == "l2" else own

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slow_index import encode
+from slow_index import encode, levels_of
 
 import turboquant
 from turboquant import _core
+from turboquant.plan import Plan, Rotation, Side
 
 INDEX = turboquant.Index
 RNG = np.random.default_rng
@@ -64,23 +65,73 @@ def test_search_is_nearly_the_full_sort(bits, trained):
     assert list(known) == list(range(700))
 
 
-def test_rows_by_definition():
-    """index_encode against ranks and the EDEN scale in NumPy."""
+def plain_space(bits, lead, steps, dim=None, metric=0, mean=None):
+    """Vectors that are their own rotation."""
+    plan = Plan(32 * len(bits), Side(1, Rotation.NONE)).words
+    return plan, dim or 32 * len(bits), metric, bits, lead, steps, mean, None, 2.5
+
+
+def bits_of(packed, width):
+    """Codes of fields as turboquant_index.h draws them: bytes [n, 4 width] -> [n, 32]."""
+    shifts = width * np.arange(8 // width)[:, None]
+    return (packed[:, None, :] >> shifts & ((1 << width) - 1)).reshape(len(packed), 32)
+
+
+@pytest.mark.parametrize("lead", [[1, 0, 1, 1, 1, 1, 1, 1], [2, 0, 5, 3, 0, 1, 4, 6], [0, 0, 0, 6, 0, 2, 0, 3]])
+def test_rows_by_definition(lead):
+    """index_encode against ranks, the EDEN scale and the layout in NumPy."""
     rng = RNG(3)
-    bits = np.array([3, 0, 5, 8, 1, 2, 4, 6], np.uint8)
+    bits, lead = np.array([3, 0, 5, 8, 1, 2, 4, 6], np.uint8), np.array(lead, np.uint8)
     steps = np.array([2, 1, 0.5, 0.25, 1, 3, 0.1, 0.7], np.float32)
-    z = rng.standard_normal((5, 256)).astype(np.float32) * np.repeat(steps, 32)
-    codes, signs, scales = _core.index_encode(bits, steps, z)
-    assert codes.shape == (5, 4 * (bits.sum() - 7)) and signs.shape == (1, 28, 64) and not signs[0, :, 5:].any()
+    z = rng.standard_normal((70, 256)).astype(np.float32) * np.repeat(steps, 32)
+    codes, signs, scales, offsets = _core.index_encode(plain_space(bits, lead, steps), z)
+    assert codes.shape == (70, 4 * (bits - lead).sum()) and signs.shape == (2, 4 * lead.sum(), 64) and offsets is None
+    assert not signs[1, :, 6:].any()
     levels, expected = encode(bits, steps, z)
     assert np.allclose(scales, expected, rtol=1e-6)
-    coded, step = np.repeat(bits, 32) > 0, np.repeat(steps, 32)
-    sign_rows = np.ascontiguousarray(signs[0, :, :5].T)
-    positive = np.unpackbits(sign_rows.reshape(5, 7, 4), axis=2, bitorder="little").reshape(5, 7, 4, 8)
-    assert (positive.transpose(0, 1, 3, 2).reshape(5, 224) == (levels[:, coded] >= 0)).all()
-    assert np.allclose(
-        _core.index_decode(bits, steps, codes, sign_rows, scales), levels * step * scales[:, None], rtol=1e-5
-    )
+    leading = np.ascontiguousarray(signs.transpose(0, 2, 1).reshape(128, -1)[:70])
+    step = np.repeat(steps, 32)
+    decoded = _core.index_decode(bits, lead, steps, codes, leading, scales)
+    assert np.allclose(decoded, levels * step * scales[:, None], rtol=1e-5)
+    at, plane = 0, 0
+    for g, (b, own) in enumerate(zip(bits.tolist(), lead.tolist(), strict=True)):
+        shift, code = 0, np.zeros((70, 32), int)
+        for width in (8, 4, 2, 1):
+            if (b - own) & width:
+                code |= bits_of(codes[:, at : at + 4 * width], width).astype(int) << shift
+                at, shift = at + 4 * width, shift + width
+        for left in range(own, 0, -2):
+            width = min(left, 2)
+            code |= bits_of(leading[:, plane : plane + 4 * width], width).astype(int) << (b - own + left - width)
+            plane += 4 * width
+        its = levels[:, 32 * g : 32 * g + 32]  # codes are ranks
+        assert (code == (its * 32 + 128 if b == 8 else np.searchsorted(np.unique(its), its) + code.min())).all()
+
+
+def test_offsets_by_definition():
+    x, mean = clustered(70, 40), clustered(1, 40, seed=5)[0]
+    bits, steps = np.array([4, 4], np.uint8), np.ones(2, np.float32)
+    lead, wide = np.ones(2, np.uint8), x.astype(np.float64)
+    unit = (wide / np.linalg.norm(wide, axis=1, keepdims=True)).astype(np.float32).astype(np.float64)
+    for metric, rows, squares in ((0, wide, 0), (1, unit, 0), (2, wide, (wide * wide).sum(1) / 2)):
+        _, _, _, offsets = _core.index_encode(plain_space(bits, lead, steps, 40, metric, mean), x)
+        assert np.allclose(offsets, ((rows - mean) * mean).sum(1) - squares, rtol=1e-6, atol=1e-9)
+
+
+def test_errors_of_leading_bits():
+    """A level is known better the more of its bits are, and wholly by all of them."""
+    for bits in (1, 2, 3, 4, 5, 6, 8):
+        errors = [_core.index_lead_error(bits, lead) for lead in range(min(bits, 6) + 1)]
+        assert (np.diff(errors) < 0).all()
+        u = RNG(0).standard_normal(400_000).astype(np.float32)
+        levels = levels_of(u, bits)
+        assert abs(errors[0] - np.mean(levels**2)) < 0.01  # all of it is missing
+        kept, mean = np.mean(levels * u), np.sqrt(2 / np.pi)
+        assert abs(errors[1] - ((kept / mean) ** 2 - 2 * kept / mean * np.mean(np.abs(levels)) + errors[0])) < 0.01
+        if bits <= 2:
+            assert errors[bits] < 1e-12 and errors[-1] < errors[0] / 100
+    with pytest.raises(ValueError, match="`lead`"):
+        _core.index_lead_error(3, 4)
 
 
 def test_same_on_every_isa_thread_count_and_chunking():
@@ -100,6 +151,29 @@ def test_same_on_every_isa_thread_count_and_chunking():
         assert (scores == results[0][0]).all() and (ids == results[0][1]).all()
 
 
+@pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
+@pytest.mark.parametrize("dim", [1, 31, 100, 384])
+def test_trained_codes_and_results_are_those_of_every_isa(dim, metric, tmp_path):
+    """The rotation by axes adds products in one order; only learning them may differ between machines."""
+    x = clustered(1500, dim)
+    index = INDEX(dim, 4, metric)
+    index.train(x)
+    index.save(tmp_path / "empty")
+    files, results = [], []
+    for isa in _core.isa_available():
+        _core.set_isa(isa)
+        try:
+            own = INDEX.load(tmp_path / "empty", mmap=False)
+            own.add(x)
+            own.save(tmp_path / isa)
+            files.append((tmp_path / isa).read_bytes())
+            results.append((*own.search(x[:9], 20), *own.range_search(x[:2], own.search(x[0], 9)[0][-1])))
+        finally:
+            _core.set_isa(None)
+    assert len(set(files)) == 1
+    assert all((a == b).all() for other in results[1:] for a, b in zip(other, results[0], strict=True))
+
+
 @pytest.mark.parametrize("trained", [None, True])
 def test_shortlist_loses_next_to_nothing(trained):
     x = clustered(6000, 128)
@@ -107,10 +181,8 @@ def test_shortlist_loses_next_to_nothing(trained):
     if trained:
         index.train(x[:2000])
     index.add(x)
-    rows, part = index._contents.rows(None), index._fixed(index._contents.transform, x[:100])
-    every = np.concatenate(
-        [_core.index_scores(index._contents.transform.bits, index._contents.transform.steps, part, r) for r in rows], 1
-    )
+    rows, space = index._contents.rows(None), index._space(index._contents)
+    every = np.concatenate([_core.index_scores(space, x[:100], r) for r in rows], 1)
     full = np.argsort(-every, axis=1, kind="stable")[:, :10]
     scores, ids = index.search(x[:100], 10)
     assert (scores == np.take_along_axis(every, ids, 1)).all()

@@ -171,7 +171,17 @@ def dot(
 
 # ---- the vector index: csrc/include/turboquant_index.h ----
 
-_Queries = tuple[NDArray[np.int16], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64] | None]
+_Space = tuple[
+    Sequence[int],
+    int,
+    int,
+    NDArray[np.uint8],
+    NDArray[np.uint8],
+    NDArray[np.float32],
+    NDArray[np.float32] | None,
+    NDArray[np.float32] | None,
+    float,
+]
 _Segment = tuple[
     NDArray[np.uint8],
     NDArray[np.uint8],
@@ -182,30 +192,27 @@ _Segment = tuple[
 ]
 
 def index_encode(
-    bits: NDArray[np.uint8], steps: NDArray[np.float32], z: NDArray[np.float32], threads: int = 0
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float32]]: ...
+    space: _Space, x: NDArray[np.float32], threads: int = 0
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32] | None]: ...
 def index_step(bits: int) -> float: ...
+def index_lead_error(bits: int, lead: int) -> float: ...
 def index_decode(
     bits: NDArray[np.uint8],
+    lead: NDArray[np.uint8],
     steps: NDArray[np.float32],
     codes: NDArray[np.uint8],
     signs: NDArray[np.uint8],
     scales: NDArray[np.float32],
 ) -> NDArray[np.float32]: ...
 def index_search(
-    bits: NDArray[np.uint8],
-    steps: NDArray[np.float32],
-    queries: _Queries,
+    space: _Space,
+    queries: NDArray[np.float32],
     segments: tuple[_Segment, ...],
     k: int,
     threads: int = 0,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]: ...
 def index_scores(
-    bits: NDArray[np.uint8],
-    steps: NDArray[np.float32],
-    queries: _Queries,
-    segment: _Segment,
-    threads: int = 0,
+    space: _Space, queries: NDArray[np.float32], segment: _Segment, threads: int = 0
 ) -> NDArray[np.float32]: ...
 
 # ---- files ----

@@ -1,166 +1,125 @@
 /* Rows of an index: encoding and decoding. turboquant_index.h has the layout. */
 #include "index_internal.h"
-#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 
-static int coded(const tq_index_layout *layout, int32_t g) { return layout->bits[g] != 0; }
+/* ---- fields: bits w k .. w k + w - 1 of byte i are of channel i + 4 w k ---- */
 
-tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, int32_t *planes, tq_error *error)
+static void pack_field(const uint8_t codes[32], int32_t width, int32_t shift, uint8_t *bytes)
 {
-    if (layout->groups < 1 || layout->groups > TQ_MAX_GROUPS)
-        return tq_fail(error, TQ_E_VALUE, "groups", -1, layout->groups, "in 1..128");
-    int64_t sum = 0;
-    *planes = 0;
-    for (int32_t g = 0; g < layout->groups; g++) {
-        if (layout->bits[g] > TQ_SCAN_BITS && layout->bits[g] != TQ_WIDE_BITS)
-            return tq_fail(error, TQ_E_VALUE, "bits", g, layout->bits[g], "in 0..6 or 8");
-        if (!(layout->steps[g] > 0) || !isfinite(layout->steps[g]))
-            return tq_fail(error, TQ_E_VALUE, "steps", g, layout->steps[g], "finite and above 0");
-        if (!layout->bits[g]) continue;
-        sum += layout->bits[g] - 1;
-        *planes += 4;
-    }
-    if (!*planes) return tq_fail(error, TQ_E_VALUE, "bits", -1, 0, "above 0 in some group");
-    *bytes = 4 * sum;
-    return TQ_OK;
-}
-
-void tq_index_levels(const tq_index_layout *layout, tq_scan_layout *scan)
-{
-    memset(scan, 0, sizeof *scan);
-    scan->layout = layout;
-    for (int32_t bits = 1; bits <= TQ_SCAN_BITS; bits++) {
-        tq_index_book book;
-        tq_get_index_book(bits, &book);
-        memcpy(scan->levels[bits], book.levels, sizeof book.levels);
-    }
-}
-
-void tq_get_index_book(int32_t bits, tq_index_book *out)
-{
-    memset(out, 0, sizeof *out);
-    out->n_levels = 1 << bits;
-    if (bits == TQ_SCAN_BITS) {
-        tq_six_bit_levels(out->levels, &out->step);
-        for (int32_t rank = 0; rank < 63; rank++)
-            out->thresholds[rank] = (float)(out->levels[rank] + out->levels[rank + 1]) * (0.5f * out->step);
+    if (width == 8) {
+        memcpy(bytes, codes, 32);
         return;
     }
-    tq_codebook book;
-    tq_get_codebook(TQ_CODEBOOK_NORMAL, 0, bits, &book, NULL); /* cannot fail for these widths */
-    out->step = book.step;
-    for (int32_t rank = 0; rank < book.n_levels; rank++) out->levels[rank] = book.levels[book.code_of_rank[rank]];
-    memcpy(out->thresholds, book.thresholds, sizeof book.thresholds);
-}
-
-float tq_index_step(int32_t bits)
-{
-    if (bits < 1 || bits > TQ_SCAN_BITS) return bits == TQ_WIDE_BITS ? TQ_WIDE_STEP : 0;
-    tq_index_book book;
-    tq_get_index_book(bits, &book);
-    return book.step;
-}
-
-/* The rank of u, and its level in units of u. */
-static uint8_t quantize(const tq_index_book *book, float u, float *level)
-{
-    if (!book->n_levels) { /* 8 bits */
-        float code = rintf(u / TQ_WIDE_STEP) + 128.0f;
-        code = code < 1 ? 1 : code > 255 ? 255 : code;
-        *level = (code - 128.0f) * TQ_WIDE_STEP;
-        return (uint8_t)code;
+    const uint64_t mask = (uint64_t)0x0101010101010101 * ((1u << width) - 1);
+    for (int32_t at = 0; at < 4 * width; at += 8) { /* 8 bytes, or 4 of 1 bit */
+        uint64_t word = 0, part = 0;
+        for (int32_t k = 0; k < 8 / width; k++) {
+            memcpy(&part, codes + 4 * width * k + at, width == 1 ? 4 : 8);
+            word |= (part >> shift & mask) << width * k;
+        }
+        memcpy(bytes + at, &word, width == 1 ? 4 : 8);
     }
-    int32_t rank = 0;
-    for (int32_t i = 0; i + 1 < book->n_levels; i++) rank += u >= book->thresholds[i];
-    *level = (float)book->levels[rank] * book->step;
-    return (uint8_t)rank;
 }
 
-static uint8_t *pack_field(const uint8_t codes[32], int32_t width, int32_t shift, uint8_t *bytes)
-{
-    int32_t n = 4 * width, mask = (1 << width) - 1;
-    for (int32_t i = 0; i < n; i++) {
-        int32_t byte = 0;
-        for (int32_t k = 0; k < 8 / width; k++) byte |= (codes[n * k + i] >> shift & mask) << width * k;
-        bytes[i] = (uint8_t)byte;
-    }
-    return bytes + n;
-}
-
-static uint8_t *pack(const uint8_t codes[32], int32_t bits, uint8_t *bytes)
+/** The lowest `bits` of 32 codes. */
+static uint8_t *pack_row(const uint8_t codes[32], int32_t bits, uint8_t *bytes)
 {
     int32_t shift = 0;
     for (int32_t width = 8; width; width /= 2)
         if (bits & width) {
-            bytes = pack_field(codes, width, shift, bytes);
+            pack_field(codes, width, shift, bytes);
+            bytes += 4 * width;
             shift += width;
         }
     return bytes;
 }
 
+/** Their leading bits, byte after byte TQ_INDEX_BLOCK apart. */
+static uint8_t *pack_lead(const uint8_t codes[32], int32_t bits, int32_t lead, uint8_t *plane)
+{
+    for (int32_t width; lead; lead -= width, bits -= width) {
+        uint8_t bytes[8];
+        width = lead > 1 ? 2 : 1;
+        pack_field(codes, width, bits - width, bytes);
+        for (int32_t i = 0; i < 4 * width; i++, plane += TQ_INDEX_BLOCK) *plane = bytes[i];
+    }
+    return plane;
+}
+
+/* ---- encoding ---- */
+
 typedef struct {
-    const tq_index_layout *layout;
-    const float *z;
-    int64_t n, row_bytes;
-    int32_t planes;
+    tq_index_use use;
+    const float *x;
+    int64_t n;
     uint8_t *codes, *signs;
-    float *scales;
-    tq_index_book books[TQ_WIDE_BITS + 1];
+    float *scales, *offsets;
+    float *scratch;         /* [threads, 2, 64, channels] */
+    atomic_llong first_bad; /* the first row that is refused, or n */
 } encode_job;
 
-/** signs: the row's byte of the first plane. */
-static void encode_row(const encode_job *job, const float *z, uint8_t *row, uint8_t *signs, float *scale)
+static void pack_all(const encode_job *job, int64_t row, const uint8_t *codes)
 {
-    const tq_index_layout *layout = job->layout;
-    double sum = 0, exact = 0, product = 0;
-    int32_t channels = 0;
-    for (int32_t g = 0; g < layout->groups; g++)
-        for (int32_t i = 0; coded(layout, g) && i < 32; i++, channels++) {
-            float t = z[32 * g + i] / layout->steps[g];
-            sum += (double)t * t;
-        }
-    double rms = sqrt(sum / channels);
-    float inverse = rms > 0 ? (float)(1 / rms) : 0;
-    for (int32_t g = 0; g < layout->groups; g++) {
-        if (!coded(layout, g)) continue;
-        double weight = (double)layout->steps[g] * layout->steps[g];
-        uint8_t codes[32];
-        for (int32_t i = 0; i < 32; i++) {
-            float level, u = z[32 * g + i] / layout->steps[g] * inverse;
-            codes[i] = quantize(&job->books[layout->bits[g]], u, &level);
-            exact += weight * u * u;
-            product += weight * u * level;
-        }
-        row = pack(codes, layout->bits[g] - 1, row);
-        uint8_t leading[4];
-        pack_field(codes, 1, layout->bits[g] - 1, leading);
-        for (int32_t i = 0; i < 4; i++, signs += TQ_INDEX_BLOCK) *signs = leading[i];
+    const tq_index_layout *layout = &job->use.space->layout;
+    uint8_t *to = job->codes + row * job->use.row_bytes;
+    uint8_t *plane = job->signs + row / TQ_INDEX_BLOCK * TQ_INDEX_BLOCK * job->use.planes + row % TQ_INDEX_BLOCK;
+    for (int32_t g = 0; g < layout->groups; g++, codes += 32) {
+        to = pack_row(codes, layout->bits[g] - layout->lead[g], to);
+        plane = pack_lead(codes, layout->bits[g], layout->lead[g], plane);
     }
-    *scale = product > 0 ? (float)(rms * (exact / product)) : 0;
 }
 
-static void encode_block(void *context, int64_t run, int32_t worker)
+static void note_bad(encode_job *job, int64_t row)
 {
-    const encode_job *job = context;
-    int64_t first = TQ_INDEX_BLOCK * run, end = first + TQ_INDEX_BLOCK < job->n ? first + TQ_INDEX_BLOCK : job->n;
-    uint8_t *block = job->signs + first * job->planes;
-    (void)worker;
-    if (end < first + TQ_INDEX_BLOCK) memset(block, 0, (size_t)job->planes * TQ_INDEX_BLOCK);
-    for (int64_t i = first; i < end; i++)
-        encode_row(job, job->z + 32 * i * job->layout->groups, job->codes + i * job->row_bytes, block + (i - first),
-                   job->scales + i);
+    long long known = atomic_load(&job->first_bad);
+    while (row < known && !atomic_compare_exchange_weak(&job->first_bad, &known, row)) {}
 }
 
-tq_status tq_index_encode(const tq_index_layout *layout, const float *z, int64_t n, uint8_t *codes, uint8_t *signs,
-                          float *scales, int32_t threads, tq_error *error)
+static void encode_block(void *context, int64_t block, int32_t worker)
 {
-    encode_job job = {.layout = layout, .z = z, .n = n, .codes = codes, .signs = signs, .scales = scales};
-    TQ_TRY(tq_index_row_bytes(layout, &job.row_bytes, &job.planes, error));
-    for (int64_t i = 0; i < 32 * n * layout->groups; i++)
-        if (!isfinite(z[i])) return tq_fail(error, TQ_E_VALUE, "z", i, z[i], "finite");
-    for (int32_t bits = 1; bits <= TQ_SCAN_BITS; bits++) tq_get_index_book(bits, &job.books[bits]);
-    tq_parallel((n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK, threads, encode_block, &job);
-    return TQ_OK;
+    encode_job *job = context;
+    const tq_index_use *use = &job->use;
+    int64_t first = TQ_INDEX_BLOCK * block;
+    int32_t rows = job->n - first < TQ_INDEX_BLOCK ? (int32_t)(job->n - first) : TQ_INDEX_BLOCK;
+    float *centred = job->scratch + (int64_t)worker * 2 * TQ_INDEX_BLOCK * use->channels;
+    float *z = centred + TQ_INDEX_BLOCK * use->channels;
+    uint8_t codes[TQ_MAX_DIM];
+    if (rows < TQ_INDEX_BLOCK) memset(job->signs + first * use->planes, 0, (size_t)use->planes * TQ_INDEX_BLOCK);
+    for (int32_t i = 0; i < rows; i++) {
+        double offset, squares;
+        float *to = centred + (int64_t)i * use->channels;
+        if (!tq_index_centre(use, job->x + (first + i) * use->space->dim, to, &offset, &squares)) {
+            note_bad(job, first + i);
+            return;
+        }
+        if (use->space->metric == TQ_INDEX_L2) offset -= squares / 2;
+        if (job->offsets) job->offsets[first + i] = (float)offset;
+    }
+    tq_index_rotate(use, centred, rows, z);
+    for (int32_t i = 0; i < rows; i++) {
+        job->scales[first + i] = use->scan->encode(&use->layout, z + (int64_t)i * use->channels, codes);
+        pack_all(job, first + i, codes);
+    }
+}
+
+tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n, uint8_t *codes, uint8_t *signs,
+                          float *scales, float *offsets, int32_t threads, tq_error *error)
+{
+    encode_job job = {.x = x, .n = n, .codes = codes, .signs = signs, .scales = scales, .offsets = offsets};
+    TQ_TRY(tq_index_begin(space, &job.use, error));
+    if (!offsets && (space->mean || space->metric == TQ_INDEX_L2))
+        return tq_fail(error, TQ_E_VALUE, "offsets", -1, 0, "given, with a mean or l2");
+    int64_t blocks = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
+    threads = tq_effective_threads(tq_threads_for(threads, n, 4 * TQ_INDEX_BLOCK));
+    job.scratch = malloc(sizeof(float) * 2 * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.channels);
+    if (!job.scratch) return tq_fail(error, TQ_E_MEMORY, "threads", -1, threads, "few enough for the memory there is");
+    atomic_init(&job.first_bad, n);
+    tq_parallel(blocks, threads, encode_block, &job);
+    free(job.scratch);
+    int64_t bad = atomic_load(&job.first_bad);
+    return bad < n ? tq_index_refused(&job.use, x, bad, error) : TQ_OK;
 }
 
 tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, const uint8_t *signs,
@@ -171,10 +130,9 @@ tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, c
     TQ_TRY(tq_index_row_bytes(layout, &row_bytes, &planes, error));
     const tq_scan_kernels *kernels = tq_get_scan_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
-    tq_scan_layout scan;
-    tq_index_levels(layout, &scan);
+    tq_scan_layout scan = {layout, tq_index_books(), 0, 0};
     float steps[TQ_MAX_GROUPS];
-    for (int32_t g = 0; g < layout->groups; g++) steps[g] = layout->steps[g] * tq_index_step(layout->bits[g]);
+    for (int32_t g = 0; g < layout->groups; g++) steps[g] = layout->steps[g] * scan.books[layout->bits[g]].step;
     int16_t levels[TQ_MAX_DIM];
     for (int64_t i = 0; i < n; i++, z += 32 * layout->groups) {
         kernels->unpack(&scan, codes + i * row_bytes, signs + i * planes, levels);

@@ -6,31 +6,50 @@
 
 /** The table for the instruction set in use, or NULL with *error filled. */
 const tq_scan_kernels *tq_get_scan_kernels(tq_error *error);
-/** Levels by width and rank. */
-void tq_index_levels(const tq_index_layout *layout, tq_scan_layout *scan);
 
-enum { TQ_SCAN_BITS = 6 }; /* the widest codes that are ranks */
+/** The books of all widths, [TQ_WIDE_BITS + 1]; made once. */
+const tq_index_book *tq_index_books(void);
 
-/** Levels of N(0, 1) by rank, in units of `step`, and what lies between them. */
+/** A checked space, and what its calls need. */
 typedef struct {
-    int32_t n_levels;
-    float step;
-    int8_t levels[64];
-    float thresholds[63]; /* rank = how many are <= u */
-} tq_index_book;
+    const tq_index_space *space;
+    const tq_kernels *kernels;
+    const tq_scan_kernels *scan;
+    tq_scan_layout layout;
+    int32_t channels, planes; /* channels: 32 groups */
+    int64_t row_bytes;
+    float mean[TQ_MAX_DIM]; /* 0 behind the last; unused without a mean */
+} tq_index_use;
 
-/** The book of 1..6 bits. */
-void tq_get_index_book(int32_t bits, tq_index_book *book);
+tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_error *error);
+
+/** x [dim] -> centred, [channels]; see centre in scan_kernels.h. */
+int tq_index_centre(const tq_index_use *use, const float *x, float *centred, double *offset, double *squares);
+/** Rows of centred vectors -> z. centred is lost. */
+void tq_index_rotate(const tq_index_use *use, float *centred, int32_t rows, float *z);
+/** The error for row i of x, which tq_index_centre refused. */
+tq_status tq_index_refused(const tq_index_use *use, const float *x, int64_t i, tq_error *error);
+
+/** Queries as fixed point (turboquant_index.h). */
+typedef struct {
+    int16_t *q;        /* [n, channels] */
+    double *units;     /* [n] */
+    double *constants; /* [n] */
+    double *squared;   /* [n], 0 unless l2 */
+} tq_index_queries;
+
+/** Query i of x. scratch: [2, channels]. Returns 0 if it is refused. */
+int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *scratch, const tq_index_queries *out);
 
 /** A row's score, but for the query's constant, is at most scale * (sum * unit + margin) + offset, where `sum` is of table entries for
- *  its leading bits (kernels/scan_signs.h), unless what the other bits add, taken as normal, is beyond 2.5 or 4 standard deviations. */
+ *  its leading bits (kernels/scan_signs.h), unless what the other bits add is beyond `sigmas` standard deviations. */
 typedef struct {
-    float unit, margin;
+    float unit, margin, inverse_unit;
 } tq_sign_query;
 
 /** Tables of 64 bytes for so many planes. */
 int32_t tq_sign_tables(int32_t planes);
 /** q [32 groups] counts `unit`; tables: [tq_sign_tables(planes), 64]. */
-void tq_sign_query_make(const tq_index_layout *layout, const int16_t *q, double unit, uint8_t *tables,
+void tq_sign_query_make(const tq_index_layout *layout, double sigmas, const int16_t *q, double unit, uint8_t *tables,
                         tq_sign_query *out);
 #endif

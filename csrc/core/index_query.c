@@ -1,76 +1,213 @@
-/* What the scan over leading bits needs of a query: tables to look them up in, and how far a sum may be from the score. */
+/* What the scan over leading bits needs of a query: tables to look them up in, and how far a sum may be from the score.
+ *
+ * The leading fields of a code (2 bits each, from the highest on, the last perhaps 1) estimate its level c by a sum, a value for each
+ * field. Values are the best additive fit to c under N(0, 1), times a factor so that E[estimate u] = E[c u]: so neighbours, whose u
+ * lean towards the query's, are not estimated too low. */
 #include "index_internal.h"
 #include <math.h>
+#include <pthread.h>
 #include <string.h>
 
-/* Of u ~ N(0, 1): the mean of |u|, and 1 less the distortion of so many bits: the mean of u c and c^2, c being u's level.
- *   With weight w = (1 - D) / MEAN, a leading bit s = +-1 estimates c without bias for neighbours too, whose u lean towards the query's:
- *   E[w s u] = E[c u]. Its error w s - c has variance w^2 - (1 - D). */
-static const double MEAN = 0.79788456;
-static const double KEPT[TQ_WIDE_BITS + 1] = {0,        0.63662,   0.88115, 0.96545,  0.990494,
-                                              0.997481, 0.9993375, 0,       0.9999186};
-/* Of the upper bound. Rows differ in how their energy is spread over groups; where groups differ in width, that adds to the errors. */
-static const double SIGMAS = 2.5, SIGMAS_OF_MIXED_WIDTHS = 4;
+enum { FIELDS = TQ_SCAN_BITS / 2 };
+
+typedef struct {
+    float values[FIELDS][4]; /* by field and its bits; a field of 1 bit has two */
+    double error;            /* E[(estimate - c)^2] */
+} lead_fit;
+
+static lead_fit fits[TQ_WIDE_BITS + 1][TQ_SCAN_BITS + 1]; /* by bits, lead */
+static pthread_once_t fits_once = PTHREAD_ONCE_INIT;
+
+/** exp(-y), 0 <= y <= 18: sums and products alone, so that it is the same on every machine. */
+static double exp_minus(double y)
+{
+    double x = -y / 1024, term = 1, sum = 1;
+    for (int32_t k = 1; k < 7; k++) sum += term *= x / k;
+    for (int32_t k = 0; k < 10; k++) sum *= sum;
+    return sum;
+}
+
+/** Of the codes of a width, under N(0, 1): probability, level, and probability * E[u | code]. */
+typedef struct {
+    int32_t n;
+    double p[256], level[256], first[256];
+} code_law;
+
+static void make_law(int32_t bits, code_law *law)
+{
+    const tq_index_book *book = &tq_index_books()[bits];
+    memset(law, 0, sizeof *law);
+    law->n = 1 << bits;
+    for (int32_t code = 0; code < law->n; code++)
+        law->level[code] = (book->n_levels ? book->levels[code] : code - 128) * (double)book->step;
+    double all = 0;
+    for (int32_t i = 0; i < 12 * 512; i++) {
+        double u = (i + 0.5) / 512 - 6, weight = exp_minus(u * u / 2);
+        int32_t code = 0;
+        if (book->n_levels)
+            for (int32_t k = 0; k + 1 < book->n_levels; k++) code += u >= book->thresholds[k];
+        else code = (int32_t)rint(u / TQ_WIDE_STEP) + 128;
+        if (!book->n_levels) code = code < 1 ? 1 : code > 255 ? 255 : code;
+        law->p[code] += weight;
+        law->first[code] += weight * u;
+        all += weight;
+    }
+    for (int32_t code = 0; code < law->n; code++) {
+        law->p[code] /= all;
+        law->first[code] /= all;
+    }
+}
+
+/** The bits of field f: fields come two bits at a time, the last may have one. */
+static int32_t field_of(int32_t code, int32_t bits, int32_t lead, int32_t f)
+{
+    int32_t width = lead - 2 * f > 1 ? 2 : 1;
+    return code >> (bits - 2 * f - width) & ((1 << width) - 1);
+}
+
+static void fit(const code_law *law, int32_t bits, int32_t lead, lead_fit *out)
+{
+    double values[FIELDS][4] = {{0}}, slope = 0, wanted = 0;
+    int32_t n = (lead + 1) / 2;
+    for (int32_t round = 0; round < 40; round++) /* each field in turn takes what the others leave */
+        for (int32_t f = 0; f < n; f++) {
+            double p[4] = {0}, sum[4] = {0};
+            for (int32_t code = 0; code < law->n; code++) {
+                double rest = law->level[code];
+                for (int32_t h = 0; h < n; h++) rest -= h == f ? 0 : values[h][field_of(code, bits, lead, h)];
+                p[field_of(code, bits, lead, f)] += law->p[code];
+                sum[field_of(code, bits, lead, f)] += law->p[code] * rest;
+            }
+            for (int32_t k = 0; k < 4; k++) values[f][k] = p[k] > 0 ? sum[k] / p[k] : 0;
+        }
+    for (int32_t code = 0; code < law->n; code++) {
+        for (int32_t f = 0; f < n; f++) slope += law->first[code] * values[f][field_of(code, bits, lead, f)];
+        wanted += law->first[code] * law->level[code];
+    }
+    double factor = slope > 0 ? wanted / slope : 0;
+    out->error = 0;
+    for (int32_t code = 0; code < law->n; code++) {
+        double miss = -law->level[code];
+        for (int32_t f = 0; f < n; f++) miss += factor * values[f][field_of(code, bits, lead, f)];
+        out->error += law->p[code] * miss * miss;
+    }
+    for (int32_t f = 0; f < n; f++)
+        for (int32_t k = 0; k < 4; k++) out->values[f][k] = (float)(factor * values[f][k]);
+}
+
+static void make_fits(void)
+{
+    static code_law law;
+    for (int32_t bits = 1; bits <= TQ_WIDE_BITS; bits++) {
+        if (bits == TQ_WIDE_BITS - 1) continue;
+        make_law(bits, &law);
+        for (int32_t lead = 0; lead <= bits && lead <= TQ_SCAN_BITS; lead++) fit(&law, bits, lead, &fits[bits][lead]);
+    }
+}
+
+double tq_index_lead_error(int32_t bits, int32_t lead)
+{
+    if (bits < 0 || bits > TQ_WIDE_BITS || bits == TQ_WIDE_BITS - 1 || lead < 0 || lead > bits || lead > TQ_SCAN_BITS)
+        return NAN;
+    pthread_once(&fits_once, make_fits);
+    return fits[bits][lead].error;
+}
+
+/* ---- tables ---- */
 
 int32_t tq_sign_tables(int32_t planes) { return (planes + 2) / 3 * 4; }
 
-/** Entry e: sum of weights, negative ones of bits that are not set, plus the sum of magnitudes: at least 0. Returns that sum. */
-static float sums_of_six(const float w[6], float sums[64])
+/** What each value of each two bits of a plane adds to a query's estimate. */
+typedef struct {
+    float at[4][4];
+} plane_values;
+
+static void plane_of_two(const float *z, const float values[4], int32_t i, plane_values *out)
 {
-    float magnitudes = 0;
-    sums[0] = 0;
-    for (int32_t k = 0; k < 6; k++) {
-        magnitudes += fabsf(w[k]);
-        sums[0] += fabsf(w[k]) - w[k];
+    for (int32_t k = 0; k < 4; k++)
+        for (int32_t e = 0; e < 4; e++) out->at[k][e] = z[8 * k + i] * values[e];
+}
+
+static void plane_of_one(const float *z, const float values[4], int32_t i, plane_values *out)
+{
+    for (int32_t k = 0; k < 4; k++)
+        for (int32_t e = 0; e < 4; e++)
+            out->at[k][e] = z[8 * k + i] * values[e & 1] + z[8 * k + 4 + i] * values[e >> 1];
+}
+
+/** Moves the values of each two bits so that the least is 0; returns the sum of what was taken away. */
+static float from_zero(plane_values *plane)
+{
+    float taken = 0;
+    for (int32_t k = 0; k < 4; k++) {
+        float *v = plane->at[k], a = v[0] < v[1] ? v[0] : v[1], b = v[2] < v[3] ? v[2] : v[3], least = a < b ? a : b;
+        for (int32_t e = 0; e < 4; e++) v[e] -= least;
+        taken += least;
     }
-    for (int32_t k = 0; k < 6; k++)
-        for (int32_t e = 0; e < 1 << k; e++) sums[e | 1 << k] = sums[e] + 2 * w[k];
-    return magnitudes;
+    return taken;
 }
 
-/** The weights of the bits that table t is looked up by (kernels/scan_signs.h). */
-static void weights_of(const float *weights, int32_t t, float w[6])
+static float largest_of(const float v[4])
 {
-    const float *plane = weights + t / 4 * 24;
-    for (int32_t k = 0; k < 6; k++) w[k] = t % 4 < 3 ? plane[t % 4 * 8 + k] : plane[k / 2 * 8 + 6 + k % 2];
+    float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+    return a > b ? a : b;
 }
 
-void tq_sign_query_make(const tq_index_layout *layout, const int16_t *q, double unit, uint8_t *tables,
+/** The three pairs of bits that table t is looked up by (kernels/scan_signs.h). */
+static void pairs_of(const plane_values *planes, int32_t t, const float *pairs[3])
+{
+    const plane_values *first = planes + t / 4 * 3;
+    for (int32_t k = 0; k < 3; k++) pairs[k] = t % 4 < 3 ? first[t % 4].at[k] : first[k].at[3];
+}
+
+static void fill_table(const float *const pairs[3], float factor, uint8_t table[64])
+{
+    for (int32_t e = 0; e < 64; e++) {
+        float entry = factor * (pairs[0][e & 3] + pairs[1][e >> 2 & 3] + pairs[2][e >> 4]) + 0.5f;
+        table[e] = (uint8_t)(entry > 63 ? 63 : entry);
+    }
+}
+
+void tq_sign_query_make(const tq_index_layout *layout, double sigmas, const int16_t *q, double unit, uint8_t *tables,
                         tq_sign_query *out)
 {
-    float weights[TQ_MAX_DIM + 24], w[6], sums[64], largest = 0, magnitudes = 0;
+    plane_values planes[TQ_INDEX_MAX_PLANES + 2];
+    float least = 0, largest = 0;
     double variance = 0;
-    int32_t n = 0, mixed = 0;
+    int32_t n = 0;
+    pthread_once(&fits_once, make_fits);
     for (int32_t g = 0; g < layout->groups; g++) {
-        int32_t bits = layout->bits[g];
-        mixed |= bits != layout->bits[0];
+        int32_t bits = layout->bits[g], lead = layout->lead[g];
         if (!bits) continue;
-        double level = unit / tq_index_step(bits), weight = KEPT[bits] / MEAN;
+        const lead_fit *its = &fits[bits][lead];
+        float z[32];
+        double level = unit / tq_index_step(bits);
         for (int32_t j = 0; j < 32; j++) {
-            double z = level * q[32 * g + j];
-            weights[n + j % 4 * 8 + j / 4] = (float)(z * weight);
-            variance += z * z * (weight * weight - KEPT[bits]);
+            z[j] = (float)(level * q[32 * g + j]);
+            variance += (double)z[j] * z[j] * its->error;
         }
-        n += 32;
+        for (int32_t f = 0; 2 * f < lead; f++)
+            for (int32_t width = lead - 2 * f > 1 ? 2 : 1, i = 0; i < 4 * width; i++, n++) {
+                if (width == 2) plane_of_two(z, its->values[f], i, &planes[n]);
+                else plane_of_one(z, its->values[f], i, &planes[n]);
+                least += from_zero(&planes[n]);
+            }
     }
-    memset(weights + n, 0, 24 * sizeof *weights);
-    int32_t count = tq_sign_tables(n / 8);
+    memset(planes + n, 0, 2 * sizeof *planes);
+    int32_t count = tq_sign_tables(n);
+    const float *pairs[3];
     for (int32_t t = 0; t < count; t++) {
-        weights_of(weights, t, w);
-        float own = sums_of_six(w, sums);
-        magnitudes += own;
-        if (2 * own > largest) largest = 2 * own;
+        pairs_of(planes, t, pairs);
+        float own = largest_of(pairs[0]) + largest_of(pairs[1]) + largest_of(pairs[2]);
+        if (own > largest) largest = own;
     }
     float factor = largest > 0 ? 63.0f / largest : 0;
     for (int32_t t = 0; t < count; t++) {
-        weights_of(weights, t, w);
-        sums_of_six(w, sums);
-        for (int32_t e = 0; e < 64; e++) {
-            float entry = rintf(factor * sums[e]);
-            tables[64 * t + e] = (uint8_t)(entry < 0 ? 0 : entry > 63 ? 63 : entry);
-        }
+        pairs_of(planes, t, pairs);
+        fill_table(pairs, factor, tables + 64 * t);
     }
     out->unit = largest / 63.0f;
+    out->inverse_unit = largest > 0 ? 63.0f / largest : 0;
     variance += count * (double)out->unit * out->unit / 12; /* of rounding the entries */
-    out->margin = (float)((mixed ? SIGMAS_OF_MIXED_WIDTHS : SIGMAS) * sqrt(variance > 0 ? variance : 0) - magnitudes);
+    out->margin = (float)(sigmas * sqrt(variance > 0 ? variance : 0) + least);
 }

@@ -2,14 +2,17 @@
  * depends on nothing but the rows (tq_index_search), so neither do the results on the order of the pass. */
 #include "index_internal.h"
 #include <math.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum {
     BLOCK = TQ_SCAN_ROWS,
-    RUN = 16,   /* blocks of a task */
-    RARE = 50,  /* one allowed row in so many is rare */
-    NOTED = 16, /* rows that wait for their memory */
+    RUN = 16,           /* blocks of a task */
+    RARE = 50,          /* one allowed row in so many is rare */
+    NOTED = 16,         /* rows that wait for their memory */
+    SAMPLE = 8,         /* one block in so many is looked at first */
+    MOST_SAMPLED = 512, /* rows that are scored of it */
 };
 
 const tq_scan_kernels *tq_get_scan_kernels(tq_error *error)
@@ -79,21 +82,24 @@ typedef struct {
     float *lows; /* the k largest lower bounds, the least first, as a heap */
     int64_t n_lows, n, room;
     candidate *candidates;
-    float limit; /* of upper bounds: the k-th largest lower bound so far */
+    float limit; /* of upper bounds: the k-th largest lower bound so far, or what find_limits found */
     int failed;  /* no memory */
 } pool;
 
 typedef struct {
-    const tq_scan_kernels *kernels;
-    tq_scan_layout layout;
-    int32_t channels, planes, threads, segment; /* the segment being read */
+    tq_index_use use;
+    int32_t threads, segment; /* the segment being read */
     int rare;
-    int64_t row_bytes, k, table_bytes;
-    const tq_index_queries *queries;
+    int64_t n, k, table_bytes; /* n queries */
+    int64_t sampled;           /* blocks that are looked at first */
+    const float *x;            /* queries as they were given */
+    float *scratch;            /* [threads, 2, channels] */
+    tq_index_queries queries;
     const tq_index_rows *rows; /* all segments */
-    uint8_t *tables;           /* [queries, table_bytes] */
-    tq_sign_query *bounds;     /* [queries] */
-    pool *pools;               /* [threads, queries] */
+    uint8_t *tables;           /* [n, table_bytes] */
+    tq_sign_query *bounds;     /* [n] */
+    atomic_int refused;        /* whether a query was */
+    pool *pools;               /* [threads, n] */
     hit *hits;                 /* [threads, k]: of the query that a thread finishes */
     float *scores, *out_scores;
     int64_t *out_ids;
@@ -114,7 +120,7 @@ static void push_low(pool *p, int64_t k, float low)
         }
     }
     lows[at] = low;
-    if (p->n_lows == k) p->limit = lows[0];
+    if (p->n_lows == k && lows[0] > p->limit) p->limit = lows[0];
 }
 
 /** Room for one more: candidates that fell below the limit go first. */
@@ -141,69 +147,105 @@ static void push_candidate(pool *p, candidate c)
     if (p->n < p->room || make_room(p)) p->candidates[p->n++] = c;
 }
 
+/** Which of 8 bytes are not 0, as bits. */
+static uint64_t set_bytes(const uint8_t bytes[8])
+{
+    uint64_t x, low = 0x7f7f7f7f7f7f7f7f;
+    memcpy(&x, bytes, sizeof x);
+    x = (((x & low) + low) | x) & ~low;          /* bit 7 of each byte that is not 0 */
+    return (x >> 7) * 0x0102040810204080u >> 56; /* gathered in the top byte */
+}
+
 /** The rows of a block that are allowed, as bits. */
 static uint64_t allowed_rows(const tq_index_rows *rows, int64_t block)
 {
     int64_t first = BLOCK * block, n = rows->n - first;
-    uint64_t mask = n >= BLOCK ? UINT64_MAX : ((uint64_t)1 << n) - 1;
+    uint64_t mask = n >= BLOCK ? UINT64_MAX : ((uint64_t)1 << n) - 1, allowed = 0;
     if (!rows->allowed) return mask;
-    uint64_t allowed = 0;
-    for (int32_t i = 0; i < (n < BLOCK ? (int32_t)n : BLOCK); i++)
-        allowed |= (uint64_t)(rows->allowed[first + i] != 0) << i;
-    return allowed & mask;
+    if (n >= BLOCK)
+        for (int32_t i = 0; i < BLOCK; i += 8) allowed |= set_bytes(rows->allowed + first + i) << i;
+    else
+        for (int32_t i = 0; i < n; i++) allowed |= (uint64_t)(rows->allowed[first + i] != 0) << i;
+    return allowed;
 }
 
 /** scales and offsets of a block, with as many numbers as a kernel reads. */
 typedef struct {
     const float *scales, *offsets;
+    float inverse_scale, most_offset; /* of the largest scale */
     float padded[2][BLOCK];
 } block_factors;
 
-static void get_factors(const tq_index_rows *rows, int64_t block, block_factors *out)
+static void get_factors(const tq_scan_kernels *kernels, const tq_index_rows *rows, int64_t block, block_factors *out)
 {
     int64_t first = BLOCK * block, n = rows->n - first;
     out->scales = rows->scales + first;
     out->offsets = rows->offsets ? rows->offsets + first : NULL;
-    if (n >= BLOCK) return;
-    memset(out->padded, 0, sizeof out->padded);
-    memcpy(out->padded[0], out->scales, (size_t)n * sizeof(float));
-    if (out->offsets) memcpy(out->padded[1], out->offsets, (size_t)n * sizeof(float));
-    out->scales = out->padded[0];
-    out->offsets = out->offsets ? out->padded[1] : NULL;
+    if (n < BLOCK) {
+        for (int32_t i = 0; i < BLOCK; i++) { /* the last row again, so that the largest stay what they are */
+            out->padded[0][i] = out->scales[i < n ? i : n - 1];
+            out->padded[1][i] = out->offsets ? out->offsets[i < n ? i : n - 1] : 0;
+        }
+        out->scales = out->padded[0];
+        out->offsets = out->offsets ? out->padded[1] : NULL;
+    }
+    float most = kernels->largest(out->scales);
+    out->inverse_scale = most > 0 ? 1 / most : 0;
+    out->most_offset = out->offsets ? kernels->largest(out->offsets) : 0;
 }
 
-static void unpack_row(const scan_job *job, const tq_index_rows *rows, int64_t row, int16_t *levels)
+/** Sums below which no row of a block reaches the limit; a little less, for what float32 rounds. n: blocks, at most RUN. */
+static void least_sums(const block_factors *f, int32_t n, const tq_sign_query *b, float limit, uint16_t least[RUN])
 {
-    uint8_t signs[TQ_MAX_DIM / 8];
-    const uint8_t *at = rows->signs + row / BLOCK * BLOCK * job->planes + row % BLOCK;
-    for (int32_t p = 0; p < job->planes; p++) signs[p] = at[p * BLOCK];
-    job->kernels->unpack(&job->layout, rows->codes + row * job->row_bytes, signs, levels);
+    float sums[RUN] = {0};
+    for (int32_t i = 0; i < n; i++) {
+        float above = limit - f[i].most_offset; /* not above 0: any row may reach it */
+        sums[i] = above > 0 ? (above * f[i].inverse_scale - b->margin) * b->inverse_unit : 0;
+    }
+    for (int32_t i = 0; i < RUN; i++) {
+        float sum = sums[i] * (1 - 1e-5f) - 2;
+        sum = sum > 0 ? sum : 0;
+        least[i] = (uint16_t)(int32_t)(sum < 65535 ? sum : 65535);
+    }
+}
+
+static void leading_bits(const scan_job *job, const tq_index_rows *rows, int64_t row, uint8_t *lead)
+{
+    const uint8_t *at = rows->signs + row / BLOCK * BLOCK * job->use.planes + row % BLOCK;
+    int32_t p = 0, n = job->use.planes;
+    for (; p + 4 <= n; p += 4, at += 4 * BLOCK) {
+        uint8_t four[4] = {at[0], at[BLOCK], at[2 * BLOCK], at[3 * BLOCK]};
+        memcpy(lead + p, four, 4);
+    }
+    for (; p < n; p++, at += BLOCK) lead[p] = at[0];
 }
 
 /** The score but for the query's constant. */
-static double part_of_score(const scan_job *job, const tq_index_rows *rows, int64_t q, int64_t row,
-                            const int16_t *levels)
+static double part_of_score(const scan_job *job, const tq_index_rows *rows, int64_t q, int64_t row, const uint8_t *lead)
 {
-    int32_t product = job->kernels->product(levels, job->queries->q + q * job->channels, job->channels);
-    double v = job->queries->units[q] * rows->scales[row] * product;
+    const tq_index_use *use = &job->use;
+    const int16_t *query = job->queries.q + q * use->channels;
+    int32_t product = use->scan->score(&use->layout, rows->codes + row * use->row_bytes, lead, query);
+    double v = job->queries.units[q] * rows->scales[row] * product;
     return rows->offsets ? v + rows->offsets[row] : v;
 }
 
 static float score_of(const scan_job *job, int64_t q, double part)
 {
-    double v = part + job->queries->constants[q];
-    if (!job->queries->squared) return (float)v;
-    double distance = job->queries->squared[q] - 2 * v;
+    double v = part + job->queries.constants[q];
+    if (job->use.space->metric != TQ_INDEX_L2) return (float)v;
+    double distance = job->queries.squared[q] - 2 * v;
     return distance > 0 ? (float)-distance : 0.0f;
 }
 
 static void take_row(const scan_job *job, int32_t worker, int64_t q, int64_t row, float upper)
 {
     const tq_index_rows *rows = job->rows + job->segment;
-    pool *p = job->pools + worker * job->queries->n + q;
-    int16_t levels[TQ_MAX_DIM];
-    unpack_row(job, rows, row, levels);
-    double part = part_of_score(job, rows, q, row, levels);
+    pool *p = job->pools + worker * job->n + q;
+    uint8_t lead[TQ_INDEX_MAX_PLANES];
+    leading_bits(job, rows, row, lead);
+    double part = part_of_score(job, rows, q, row, lead);
+    if ((float)part < p->limit) return; /* k rows are better, and so are their bounds */
     int64_t id = rows->ids ? rows->ids[row] : rows->first_id + row;
     push_candidate(p, (candidate){{score_of(job, q, part), id}, upper});
     push_low(p, job->k, part < upper ? (float)part : upper);
@@ -223,22 +265,22 @@ static void note(const scan_job *job, const pool *p, const tq_sign_query *b, int
                  const block_factors *f, const uint16_t sums[BLOCK], pending_rows *out)
 {
     const tq_index_rows *rows = job->rows + job->segment;
-    uint64_t mask = allowed & job->kernels->above(sums, f->scales, f->offsets, b->unit, b->margin, p->limit);
+    uint64_t mask = allowed & job->use.scan->above(sums, f->scales, f->offsets, b->unit, b->margin, p->limit);
     for (; mask; mask &= mask - 1) {
         int32_t lane = __builtin_ctzll(mask), row = (int32_t)(BLOCK * i) + lane;
         float upper = ((float)sums[lane] * b->unit + b->margin) * f->scales[lane];
         if (f->offsets) upper += f->offsets[lane];
         out->rows[out->n].row = row;
         out->rows[out->n++].upper = upper;
-        const uint8_t *codes = rows->codes + (RUN * BLOCK * run + row) * job->row_bytes;
-        for (int64_t at = 0; at < job->row_bytes; at += 64) __builtin_prefetch(codes + at);
+        const uint8_t *codes = rows->codes + (RUN * BLOCK * run + row) * job->use.row_bytes;
+        for (int64_t at = 0; at < job->use.row_bytes; at += 64) __builtin_prefetch(codes + at);
     }
 }
 
 /** Scores what was noted, unless the limit has risen above it. */
 static void score_noted(const scan_job *job, int32_t worker, int64_t q, int64_t run, pending_rows *noted)
 {
-    const pool *p = job->pools + worker * job->queries->n + q;
+    const pool *p = job->pools + worker * job->n + q;
     for (int32_t i = 0; i < noted->n; i++)
         if (noted->rows[i].upper >= p->limit)
             take_row(job, worker, q, RUN * BLOCK * run + noted->rows[i].row, noted->rows[i].upper);
@@ -247,7 +289,7 @@ static void score_noted(const scan_job *job, int32_t worker, int64_t q, int64_t 
 
 static void take_all(const scan_job *job, int32_t worker, int64_t block, uint64_t allowed)
 {
-    for (int64_t q = 0; q < job->queries->n; q++)
+    for (int64_t q = 0; q < job->n; q++)
         for (uint64_t mask = allowed; mask; mask &= mask - 1)
             take_row(job, worker, q, BLOCK * block + __builtin_ctzll(mask), INFINITY);
 }
@@ -263,28 +305,116 @@ static void scan_run(void *context, int64_t run, int32_t worker)
     for (int64_t i = 0; i < blocks; i++) {
         allowed[i] = allowed_rows(rows, first + i);
         if (job->rare) take_all(job, worker, first + i, allowed[i]);
-        else get_factors(rows, first + i, &factors[i]);
+        else get_factors(job->use.scan, rows, first + i, &factors[i]);
     }
     if (job->rare) return;
-    const uint8_t *signs = rows->signs + first * job->planes * BLOCK;
-    const pool *pools = job->pools + worker * job->queries->n;
-    uint16_t sums[TQ_SCAN_QUERIES][BLOCK];
+    const uint8_t *signs = rows->signs + first * job->use.planes * BLOCK;
+    const pool *pools = job->pools + worker * job->n;
+    const tq_scan_kernels *kernels = job->use.scan;
+    uint16_t sums[TQ_SCAN_QUERIES][BLOCK], least[TQ_SCAN_QUERIES][RUN], its_least[TQ_SCAN_QUERIES];
+    int32_t reach;
     pending_rows noted[TQ_SCAN_QUERIES];
-    for (int32_t n; q < job->queries->n; q += n) {
-        n = job->queries->n - q >= TQ_SCAN_QUERIES ? TQ_SCAN_QUERIES : 1;
+    for (int32_t n; q < job->n; q += n) {
+        n = job->n - q >= TQ_SCAN_QUERIES ? TQ_SCAN_QUERIES : 1;
         const uint8_t *tables = job->tables + q * job->table_bytes;
-        for (int32_t k = 0; k < n; k++) noted[k].n = 0;
+        for (int32_t k = 0; k < n; k++) { /* limits only rise: these stay low enough */
+            least_sums(factors, (int32_t)blocks, job->bounds + q + k, pools[q + k].limit, least[k]);
+            noted[k].n = 0;
+        }
         for (int64_t i = 0; i < blocks; i++) {
-            const uint8_t *block = signs + i * job->planes * BLOCK;
+            const uint8_t *block = signs + i * job->use.planes * BLOCK;
             if (!allowed[i]) continue;
-            if (n > 1) job->kernels->sums_many(block, job->planes, tables, job->table_bytes, sums);
-            else job->kernels->sums(block, job->planes, tables, sums[0]);
-            for (int32_t k = 0; k < n; k++) {
+            for (int32_t k = 0; k < n; k++) its_least[k] = least[k][i];
+            if (n > 1) reach = kernels->sums_many(block, job->use.planes, tables, job->table_bytes, its_least, sums);
+            else reach = kernels->sums(block, job->use.planes, tables, its_least[0], sums[0]);
+            for (int32_t k = 0; reach >> k; k++) {
+                if (!(reach >> k & 1)) continue;
                 note(job, pools + q + k, job->bounds + q + k, run, i, allowed[i], &factors[i], sums[k], &noted[k]);
                 if (noted[k].n >= NOTED) score_noted(job, worker, q + k, run, &noted[k]);
             }
         }
         for (int32_t k = 0; k < n; k++) score_noted(job, worker, q + k, run, &noted[k]);
+    }
+}
+
+/* ---- a first limit ---- A scan in one pass scores rows that are only good among those it has seen. So part of the rows is looked at
+ * beforehand: of those with the highest bounds, k lower bounds are a limit for all. It only saves work: no row that takes part is
+ * below it. */
+
+typedef struct {
+    heap best[TQ_SCAN_QUERIES]; /* of upper bounds; ids are segment << 32 | row */
+    hit hits[TQ_SCAN_QUERIES][MOST_SAMPLED];
+    int64_t n; /* hits of each */
+} sample;
+
+static void look_at_block(const scan_job *job, int64_t q, int32_t n, int64_t segment, int64_t block, sample *out)
+{
+    const tq_scan_kernels *kernels = job->use.scan;
+    const tq_index_rows *rows = job->rows + segment;
+    const uint8_t *signs = rows->signs + block * job->use.planes * BLOCK, *tables = job->tables + q * job->table_bytes;
+    uint16_t sums[TQ_SCAN_QUERIES][BLOCK], least[TQ_SCAN_QUERIES], run[RUN];
+    float limits[TQ_SCAN_QUERIES];
+    block_factors f;
+    uint64_t allowed = allowed_rows(rows, block);
+    if (!allowed) return;
+    get_factors(kernels, rows, block, &f);
+    for (int32_t i = 0; i < n; i++) {
+        limits[i] = out->best[i].n == out->n ? out->hits[i][0].score : -INFINITY;
+        least_sums(&f, 1, job->bounds + q + i, limits[i], run);
+        least[i] = run[0];
+    }
+    int32_t reach = n > 1 ? kernels->sums_many(signs, job->use.planes, tables, job->table_bytes, least, sums)
+                          : kernels->sums(signs, job->use.planes, tables, least[0], sums[0]);
+    for (int32_t i = 0; i < n; i++) {
+        const tq_sign_query *b = job->bounds + q + i;
+        if (!(reach >> i & 1)) continue;
+        uint64_t mask = allowed & kernels->above(sums[i], f.scales, f.offsets, b->unit, b->margin, limits[i]);
+        for (; mask; mask &= mask - 1) {
+            int32_t lane = __builtin_ctzll(mask);
+            float upper = ((float)sums[i][lane] * b->unit + b->margin) * f.scales[lane];
+            if (f.offsets) upper += f.offsets[lane];
+            keep(&out->best[i], out->n, (hit){upper, segment << 32 | (BLOCK * block + lane)});
+        }
+    }
+}
+
+/** The k-th largest lower bound of what is in a heap, or -inf. */
+static float limit_of(const scan_job *job, int64_t q, const heap *best, float *lows)
+{
+    pool p = {.lows = lows, .limit = -INFINITY};
+    for (int64_t i = 0; i < best->n; i++) {
+        const tq_index_rows *rows = job->rows + (best->hits[i].id >> 32);
+        int64_t row = best->hits[i].id & UINT32_MAX;
+        uint8_t lead[TQ_INDEX_MAX_PLANES];
+        leading_bits(job, rows, row, lead);
+        double part = part_of_score(job, rows, q, row, lead);
+        push_low(&p, job->k, part < best->hits[i].score ? (float)part : best->hits[i].score);
+    }
+    return p.limit;
+}
+
+static void find_limits(void *context, int64_t group, int32_t worker)
+{
+    const scan_job *job = context;
+    int64_t q = TQ_SCAN_QUERIES * group, left = job->sampled;
+    int32_t n = job->n - q >= TQ_SCAN_QUERIES ? TQ_SCAN_QUERIES : 1, count = (int32_t)(job->n - q);
+    float lows[MOST_SAMPLED];
+    sample found;
+    (void)worker;
+    if (count > TQ_SCAN_QUERIES) count = TQ_SCAN_QUERIES;
+    for (int64_t first = q; first < q + count; first += n) {
+        found.n = job->k + 10;
+        for (int32_t i = 0; i < n; i++) found.best[i] = (heap){found.hits[i], 0};
+        left = job->sampled;
+        for (int64_t s = 0; left > 0; s++) {
+            int64_t blocks = (job->rows[s].n + BLOCK - 1) / BLOCK;
+            for (int64_t block = 0; block < blocks && left > 0; block++, left--)
+                look_at_block(job, first, n, s, block, &found);
+        }
+        for (int32_t i = 0; i < n; i++) {
+            float limit = limit_of(job, first + i, &found.best[i], lows);
+            for (int32_t t = 0; t < job->threads; t++) job->pools[t * job->n + first + i].limit = limit;
+        }
     }
 }
 
@@ -295,11 +425,11 @@ static void finish_query(void *context, int64_t q, int32_t worker)
     pool *all = job->pools + q;
     heap best = {job->hits + worker * job->k, 0};
     for (int32_t t = 1; t < job->threads; t++) {
-        const pool *other = all + t * job->queries->n;
+        const pool *other = all + t * job->n;
         for (int64_t i = 0; i < other->n_lows; i++) push_low(all, job->k, other->lows[i]);
     }
     for (int32_t t = 0; t < job->threads; t++) {
-        const pool *p = all + t * job->queries->n;
+        const pool *p = all + t * job->n;
         for (int64_t i = 0; i < p->n; i++)
             if (p->candidates[i].upper >= all->limit) keep(&best, job->k, p->candidates[i].hit);
     }
@@ -316,21 +446,53 @@ static void finish_query(void *context, int64_t q, int32_t worker)
     }
 }
 
-static tq_status start(scan_job *job, const tq_index_layout *layout, const tq_index_queries *queries, tq_error *error)
+/** Queries to fixed point, and with tables what the scan needs of them. */
+static void make_query(void *context, int64_t q, int32_t worker)
+{
+    scan_job *job = context;
+    const tq_index_use *use = &job->use;
+    if (!tq_index_fix(use, job->x, q, job->scratch + (int64_t)worker * 2 * use->channels, &job->queries)) {
+        atomic_store(&job->refused, 1);
+        return;
+    }
+    if (job->tables)
+        tq_sign_query_make(use->layout.layout, use->space->sigmas, job->queries.q + q * use->channels,
+                           job->queries.units[q], job->tables + q * job->table_bytes, &job->bounds[q]);
+}
+
+static tq_status make_queries(scan_job *job, tq_error *error)
+{
+    int32_t threads = job->n > 3 ? job->threads : 1; /* one query is made before another thread wakes up */
+    atomic_init(&job->refused, 0);
+    tq_parallel(job->n, threads, make_query, job);
+    if (!atomic_load(&job->refused)) return TQ_OK;
+    float scratch[2 * TQ_MAX_DIM];
+    for (int64_t q = 0;; q++)
+        if (!tq_index_fix(&job->use, job->x, q, scratch, &job->queries)) {
+            tq_index_refused(&job->use, job->x, q, error);
+            if (error) error->argument = "queries";
+            return TQ_E_VALUE;
+        }
+}
+
+static tq_status start(scan_job *job, const tq_index_space *space, const float *x, int64_t n, int32_t threads,
+                       tq_error *error)
 {
     memset(job, 0, sizeof *job);
-    TQ_TRY(tq_index_row_bytes(layout, &job->row_bytes, &job->planes, error));
-    if (!(job->kernels = tq_get_scan_kernels(error))) return TQ_E_UNSUPPORTED;
-    tq_index_levels(layout, &job->layout);
-    job->channels = 32 * layout->groups;
-    job->table_bytes = 64 * tq_sign_tables(job->planes);
-    job->queries = queries;
-    for (int64_t q = 0; q < queries->n; q++) {
-        int64_t sum = 0;
-        for (int32_t j = 0; j < job->channels; j++) sum += abs(queries->q[q * job->channels + j]);
-        if (sum > 1 << 24)
-            return tq_fail(error, TQ_E_VALUE, "q", q, (double)sum, "of magnitudes that sum to at most 2^24");
-    }
+    TQ_TRY(tq_index_begin(space, &job->use, error));
+    int64_t numbers;
+    TQ_TRY(tq_product(n, 2 * job->use.channels + 24, &numbers, "queries", error));
+    job->n = n;
+    job->x = x;
+    job->threads = threads;
+    job->table_bytes = 64 * tq_sign_tables(job->use.planes);
+    job->queries.units = malloc((size_t)numbers + 1);
+    job->scratch = malloc(sizeof(float) * 2 * (size_t)threads * (size_t)job->use.channels);
+    if (!job->queries.units || !job->scratch)
+        return tq_fail(error, TQ_E_MEMORY, "queries", -1, (double)n, "few enough for the memory there is");
+    job->queries.constants = job->queries.units + n;
+    job->queries.squared = job->queries.constants + n;
+    job->queries.q = (int16_t *)(job->queries.squared + n);
     return TQ_OK;
 }
 
@@ -341,17 +503,20 @@ static int is_rare(const tq_index_rows *segments, int64_t n_segments)
         all += segments[s].n;
         if (!segments[s].allowed) allowed += segments[s].n;
         else
-            for (int64_t i = 0; i < segments[s].n; i++) allowed += segments[s].allowed[i] != 0;
+            for (int64_t block = 0; BLOCK * block < segments[s].n; block++)
+                allowed += __builtin_popcountll(allowed_rows(&segments[s], block));
     }
     return allowed <= all / RARE;
 }
 
 static void free_job(scan_job *job)
 {
-    int64_t pools = job->pools ? job->threads * job->queries->n : 0;
+    int64_t pools = job->pools ? job->threads * job->n : 0;
     for (int64_t i = 0; i < pools; i++) free(job->pools[i].candidates);
     if (pools) free(job->pools[0].lows);
     free(job->pools);
+    free(job->queries.units);
+    free(job->scratch);
     free(job->tables);
     free(job->bounds);
     free(job->hits);
@@ -359,18 +524,18 @@ static void free_job(scan_job *job)
 
 static tq_status get_memory(scan_job *job, tq_error *error)
 {
-    int64_t n = job->queries->n, pools = job->threads * n, bytes, hits, tables;
+    int64_t n = job->n, pools = job->threads * n, bytes, hits, tables = 0;
     TQ_TRY(tq_product(pools, job->k * (int64_t)sizeof(float), &bytes, "k", error));
     TQ_TRY(tq_product(job->threads, job->k * (int64_t)sizeof(hit), &hits, "k", error));
     TQ_TRY(tq_product(n, job->table_bytes, &tables, "queries", error));
-    job->tables = malloc((size_t)tables + 1);
+    job->tables = job->rare ? NULL : malloc((size_t)tables + 1);
     job->bounds = malloc((size_t)n * sizeof *job->bounds + 1);
     job->hits = malloc((size_t)hits);
     job->pools = calloc((size_t)pools + 1, sizeof *job->pools);
     float *lows = malloc((size_t)bytes + 1);
     if (job->pools) job->pools[0].lows = lows;
     else free(lows);
-    if (!job->tables || !job->bounds || !job->hits || !job->pools || !lows)
+    if ((!job->tables && !job->rare) || !job->bounds || !job->hits || !job->pools || !lows)
         return tq_fail(error, TQ_E_MEMORY, "k", -1, (double)job->k, "small enough for the memory there is");
     for (int64_t i = 0; i < pools; i++) {
         job->pools[i].lows = lows + i * job->k;
@@ -379,45 +544,42 @@ static tq_status get_memory(scan_job *job, tq_error *error)
     return TQ_OK;
 }
 
-static void make_query(void *context, int64_t q, int32_t worker)
-{
-    const scan_job *job = context;
-    (void)worker;
-    tq_sign_query_make(job->layout.layout, job->queries->q + q * job->channels, job->queries->units[q],
-                       job->tables + q * job->table_bytes, &job->bounds[q]);
-}
-
 static tq_status search(scan_job *job, int64_t n_segments, tq_error *error)
 {
-    TQ_TRY(get_memory(job, error));
     job->rare = is_rare(job->rows, n_segments);
-    tq_parallel(job->rare ? 0 : job->queries->n, job->threads, make_query, job);
+    TQ_TRY(get_memory(job, error));
+    TQ_TRY(make_queries(job, error));
+    int64_t all = 0;
+    for (int64_t s = 0; s < n_segments; s++) all += (job->rows[s].n + BLOCK - 1) / BLOCK;
+    job->sampled = job->rare || job->k + 10 > MOST_SAMPLED ? 0 : all / SAMPLE;
+    if (job->sampled > INT32_MAX / BLOCK) job->sampled = INT32_MAX / BLOCK;
+    if (job->sampled > RUN)
+        tq_parallel((job->n + TQ_SCAN_QUERIES - 1) / TQ_SCAN_QUERIES, job->threads, find_limits, job);
     for (job->segment = 0; job->segment < n_segments; job->segment++) {
         int64_t blocks = (job->rows[job->segment].n + BLOCK - 1) / BLOCK;
         tq_parallel((blocks + RUN - 1) / RUN, job->threads, scan_run, job);
     }
-    for (int64_t i = 0; i < job->threads * job->queries->n; i++)
+    for (int64_t i = 0; i < job->threads * job->n; i++)
         if (job->pools[i].failed)
-            return tq_fail(error, TQ_E_MEMORY, "queries", -1, (double)job->queries->n,
-                           "few enough for the memory there is");
-    tq_parallel(job->queries->n, job->threads, finish_query, job);
+            return tq_fail(error, TQ_E_MEMORY, "queries", -1, (double)job->n, "few enough for the memory there is");
+    tq_parallel(job->n, job->threads, finish_query, job);
     return TQ_OK;
 }
 
-tq_status tq_index_search(const tq_index_layout *layout, const tq_index_queries *queries, const tq_index_rows *segments,
+tq_status tq_index_search(const tq_index_space *space, const float *queries, int64_t n, const tq_index_rows *segments,
                           int64_t n_segments, int64_t k, float *scores, int64_t *ids, int32_t threads, tq_error *error)
 {
     scan_job job;
     int64_t work = 0;
     if (k < 1 || k > INT64_MAX / 64) return tq_fail(error, TQ_E_VALUE, "k", -1, (double)k, "at least 1");
     for (int64_t s = 0; s < n_segments; s++) work += segments[s].n;
-    TQ_TRY(start(&job, layout, queries, error));
-    job.threads = tq_effective_threads(tq_threads_for(threads, work, RUN * BLOCK));
+    threads = tq_effective_threads(tq_threads_for(threads, work, RUN * BLOCK));
+    tq_status status = start(&job, space, queries, n, threads, error);
     job.rows = segments;
     job.k = k;
     job.out_scores = scores;
     job.out_ids = ids;
-    tq_status status = search(&job, n_segments, error);
+    if (status == TQ_OK) status = search(&job, n_segments, error);
     free_job(&job);
     return status;
 }
@@ -426,24 +588,25 @@ static void score_run(void *context, int64_t run, int32_t worker)
 {
     const scan_job *job = context;
     int64_t n = job->rows->n, end = RUN * BLOCK * (run + 1) < n ? RUN * BLOCK * (run + 1) : n;
-    int16_t levels[TQ_MAX_DIM];
+    uint8_t lead[TQ_INDEX_MAX_PLANES];
     (void)worker;
     for (int64_t i = RUN * BLOCK * run; i < end; i++) {
-        unpack_row(job, job->rows, i, levels);
-        for (int64_t q = 0; q < job->queries->n; q++) {
-            job->scores[q * n + i] = score_of(job, q, part_of_score(job, job->rows, q, i, levels));
-        }
+        leading_bits(job, job->rows, i, lead);
+        for (int64_t q = 0; q < job->n; q++)
+            job->scores[q * n + i] = score_of(job, q, part_of_score(job, job->rows, q, i, lead));
     }
 }
 
-tq_status tq_index_scores(const tq_index_layout *layout, const tq_index_queries *queries, const tq_index_rows *rows,
+tq_status tq_index_scores(const tq_index_space *space, const float *queries, int64_t n, const tq_index_rows *rows,
                           float *scores, int32_t threads, tq_error *error)
 {
     scan_job job;
-    TQ_TRY(start(&job, layout, queries, error));
+    threads = tq_effective_threads(tq_threads_for(threads, rows->n, RUN * BLOCK));
+    tq_status status = start(&job, space, queries, n, threads, error);
     job.rows = rows;
     job.scores = scores;
-    threads = tq_effective_threads(tq_threads_for(threads, rows->n, RUN * BLOCK));
-    tq_parallel((rows->n + RUN * BLOCK - 1) / (RUN * BLOCK), threads, score_run, &job);
-    return TQ_OK;
+    if (status == TQ_OK) status = make_queries(&job, error);
+    if (status == TQ_OK) tq_parallel((rows->n + RUN * BLOCK - 1) / (RUN * BLOCK), threads, score_run, &job);
+    free_job(&job);
+    return status;
 }

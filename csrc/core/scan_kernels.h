@@ -4,30 +4,54 @@
 #define TQ_SCAN_KERNELS_H
 #include "turboquant_index.h"
 
-typedef struct {
-    const tq_index_layout *layout;
-    int8_t levels[7][64]; /* by bits, then rank; 0 behind the last */
-} tq_scan_layout;
-
 enum {
+    TQ_SCAN_BITS = 6,    /* the widest codes that are ranks */
     TQ_SCAN_QUERIES = 4, /* of one pass over a block */
     TQ_SCAN_ROWS = TQ_INDEX_BLOCK
 };
 
+/** Levels of N(0, 1) by rank, in units of `step`, and what lies between them. Symmetric: rank and n_levels - 1 - rank have the same
+ *  magnitude. 8 bits have neither. */
+typedef struct {
+    int32_t n_levels;
+    float step;
+    int8_t levels[64];    /* 0 behind the last */
+    float thresholds[63]; /* rank = how many are <= u */
+} tq_index_book;
+
+typedef struct {
+    const tq_index_layout *layout;
+    const tq_index_book *books; /* [TQ_WIDE_BITS + 1], by bits */
+    int32_t coded;              /* channels that have bits */
+    int32_t even_bits;          /* bits of all groups, if they are alike and 1 bit leads; else 0 */
+} tq_scan_layout;
+
 typedef struct {
     const char *isa;
+    /** x [n], n a multiple of 32 -> x / length (0: x as it is) - mean in `out` (mean NULL: 0), <mean, out> and the sum of squares before
+     *  the mean. Returns whether all numbers are finite and at most TQ_MAX_INPUT in magnitude. Sums are in float64: lanes of 32, then
+     *  halves added. */
+    int (*centre)(const float *x, const float *mean, int32_t n, int unit, float *out, double *offset, double *squares);
+    /** y [rows, n] = x [rows, n] matrix [n, n]; each y adds its products in ascending order. n: a multiple of 32. y is apart from x. */
+    void (*rotate)(const float *matrix, int32_t n, const float *x, int32_t rows, float *y);
+    /** z [32 groups] -> its codes, a byte each (0 in groups without bits), and its scale. */
+    float (*encode)(const tq_scan_layout *layout, const float *z, uint8_t *codes);
     /** One row and its own leading bits [planes] -> its levels, int16 [32 groups]. */
-    void (*unpack)(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *signs, int16_t *levels);
-    /** sum of levels[j] q[j], j < n; n is a multiple of 32. */
-    int32_t (*product)(const int16_t *levels, const int16_t *q, int32_t n);
-    /** Sums of table entries by the leading bits of a block (kernels/scan_signs.h); tables: [ceil(planes / 3), 4, 64]. */
-    void (*sums)(const uint8_t *block, int32_t planes, const uint8_t *tables, uint16_t sums[TQ_SCAN_ROWS]);
-    /** The same for queries whose tables lie `stride` bytes apart. */
-    void (*sums_many)(const uint8_t *block, int32_t planes, const uint8_t *tables, int64_t stride,
-                      uint16_t sums[TQ_SCAN_QUERIES][TQ_SCAN_ROWS]);
+    void (*unpack)(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *lead, int16_t *levels);
+    /** sum of level[j] q[j] over a row's 32 groups. */
+    int32_t (*score)(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *lead, const int16_t *q);
+    /** Sums of table entries by the leading bits of a block (kernels/scan_signs.h); tables: [ceil(planes / 3), 4, 64].
+     *  Returns whether one is at least `least`. */
+    int32_t (*sums)(const uint8_t *block, int32_t planes, const uint8_t *tables, uint16_t least,
+                    uint16_t sums[TQ_SCAN_ROWS]);
+    /** The same for queries whose tables lie `stride` bytes apart; bit q of the result is of query q. */
+    int32_t (*sums_many)(const uint8_t *block, int32_t planes, const uint8_t *tables, int64_t stride,
+                         const uint16_t least[TQ_SCAN_QUERIES], uint16_t sums[TQ_SCAN_QUERIES][TQ_SCAN_ROWS]);
     /** Bit i: whether scales[i] * (sums[i] * unit + add) + offsets[i] >= limit, each operation in float32; offsets may be NULL. */
     uint64_t (*above)(const uint16_t sums[TQ_SCAN_ROWS], const float *scales, const float *offsets, float unit,
                       float add, float limit);
+    /** The largest of x [TQ_SCAN_ROWS], none of them NaN. */
+    float (*largest)(const float *x);
 } tq_scan_kernels;
 
 extern const tq_scan_kernels tq_scan_scalar, tq_scan_avx2, tq_scan_avx512, tq_scan_avx512_vnni, tq_scan_neon;

@@ -1,13 +1,7 @@
-/* The kernels of the index's scan over whole rows, once for all instruction sets: each <isa>_scan.c compiles them with its flags. */
+/* The kernels of the index over whole rows, once for all instruction sets: each <isa>_scan.c compiles them with its flags. */
 #ifndef TQ_SCAN_H
 #define TQ_SCAN_H
-#include "core/scan_kernels.h"
-#include <string.h>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
+#include "scan_encode.h"
 
 /* Fields of w bits: 4 w bytes, bits w k .. w k + w - 1 of byte i are of channel i + 4 w k (turboquant_index.h). */
 #if defined(__AVX2__)
@@ -18,6 +12,7 @@ static inline scan_codes scan_no_codes(void) { return _mm256_setzero_si256(); }
 static inline scan_codes scan_field(const uint8_t *bytes, int32_t width)
 {
     int32_t word;
+    if (width == 8) return _mm256_loadu_si256((const __m256i *)bytes);
     if (width == 1) {
         memcpy(&word, bytes, 4);
         __m256i shifted = _mm256_srlv_epi32(_mm256_set1_epi32(word), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -44,22 +39,62 @@ static inline scan_codes scan_look_up(const int8_t table[16], scan_codes codes)
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), codes);
 }
 
+/** 32 levels as bytes. */
+static inline __m256i scan_level_bytes(const int8_t table[64], int32_t bits, scan_codes codes)
+{
+    if (bits == TQ_WIDE_BITS) return _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80));
+    if (bits < 5) return scan_look_up(table, codes);
+#if defined(__AVX512VBMI__)
+    __m512i all = _mm512_permutexvar_epi8(_mm512_castsi256_si512(codes), _mm512_loadu_si512(table));
+    return _mm512_castsi512_si256(all);
+#else
+    __m256i low = _mm256_and_si256(codes, _mm256_set1_epi8(15)), bit4 = _mm256_slli_epi16(codes, 3);
+    __m256i levels = _mm256_blendv_epi8(scan_look_up(table, low), scan_look_up(table + 16, low), bit4);
+    if (bits == 5) return levels;
+    __m256i high = _mm256_blendv_epi8(scan_look_up(table + 32, low), scan_look_up(table + 48, low), bit4);
+    return _mm256_blendv_epi8(levels, high, _mm256_slli_epi16(codes, 2));
+#endif
+}
+
 static inline void scan_levels(const int8_t table[64], int32_t bits, scan_codes codes, int16_t out[32])
 {
-    __m256i levels;
-    if (bits == TQ_WIDE_BITS) levels = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80));
-    else if (bits < 5) levels = scan_look_up(table, codes);
-    else {
-        __m256i low = _mm256_and_si256(codes, _mm256_set1_epi8(15)), bit4 = _mm256_slli_epi16(codes, 3);
-        levels = _mm256_blendv_epi8(scan_look_up(table, low), scan_look_up(table + 16, low), bit4);
-        if (bits == 6) {
-            __m256i high = _mm256_blendv_epi8(scan_look_up(table + 32, low), scan_look_up(table + 48, low), bit4);
-            levels = _mm256_blendv_epi8(levels, high, _mm256_slli_epi16(codes, 2));
-        }
-    }
+    __m256i levels = scan_level_bytes(table, bits, codes);
     _mm256_storeu_si256((__m256i *)out, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(levels)));
     _mm256_storeu_si256((__m256i *)(out + 16), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(levels, 1)));
 }
+
+/** Eight sums, or sixteen; integers do not care for their order. */
+#if defined(__AVX512BW__)
+typedef __m512i scan_sum;
+static inline scan_sum scan_no_sum(void) { return _mm512_setzero_si512(); }
+static inline scan_sum scan_add_product(scan_sum sum, const int8_t table[64], int32_t bits, scan_codes codes,
+                                        const int16_t *q)
+{
+    __m512i levels = _mm512_cvtepi8_epi16(scan_level_bytes(table, bits, codes));
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(levels, _mm512_loadu_si512(q)));
+}
+static inline int32_t scan_all_of(scan_sum sum) { return _mm512_reduce_add_epi32(sum); }
+#else
+typedef __m256i scan_sum;
+static inline scan_sum scan_no_sum(void) { return _mm256_setzero_si256(); }
+static inline scan_sum scan_add_product(scan_sum sum, const int8_t table[64], int32_t bits, scan_codes codes,
+                                        const int16_t *q)
+{
+    __m256i levels = scan_level_bytes(table, bits, codes);
+    __m256i low = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(levels));
+    __m256i high = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(levels, 1));
+    low = _mm256_madd_epi16(low, _mm256_loadu_si256((const __m256i *)q));
+    high = _mm256_madd_epi16(high, _mm256_loadu_si256((const __m256i *)(q + 16)));
+    return _mm256_add_epi32(sum, _mm256_add_epi32(low, high));
+}
+static inline int32_t scan_all_of(scan_sum sum)
+{
+    int32_t at[8], all = 0;
+    memcpy(at, &sum, sizeof at);
+    for (int32_t i = 0; i < 8; i++) all += at[i];
+    return all;
+}
+#endif
 #else
 typedef struct {
     uint8_t at[32];
@@ -89,17 +124,30 @@ static inline void scan_levels(const int8_t table[64], int32_t bits, scan_codes 
     else
         for (int32_t i = 0; i < 32; i++) out[i] = table[codes.at[i]];
 }
+
+typedef int32_t scan_sum;
+static inline scan_sum scan_no_sum(void) { return 0; }
+static inline scan_sum scan_add_product(scan_sum sum, const int8_t table[64], int32_t bits, scan_codes codes,
+                                        const int16_t *q)
+{
+    int16_t levels[32];
+    scan_levels(table, bits, codes, levels);
+    for (int32_t i = 0; i < 32; i++) sum += levels[i] * q[i];
+    return sum;
+}
+static inline int32_t scan_all_of(scan_sum sum) { return sum; }
 #endif
 
 /** Joins the next field of the row. Widths and shifts are constants where this is inlined. */
-static inline scan_codes scan_next(const uint8_t **row, scan_codes codes, int32_t width, int32_t shift)
+TQ_INLINE scan_codes scan_next(const uint8_t **row, scan_codes codes, int32_t width, int32_t shift)
 {
     codes = scan_join(codes, scan_field(*row, width), shift);
     *row += 4 * width;
     return codes;
 }
 
-static inline scan_codes scan_low_codes(const uint8_t **row, int32_t bits)
+/** The lowest `bits` of 32 codes. */
+TQ_INLINE scan_codes scan_low_codes(const uint8_t **row, int32_t bits)
 {
     scan_codes codes = scan_no_codes();
     switch (bits) {
@@ -109,11 +157,21 @@ static inline scan_codes scan_low_codes(const uint8_t **row, int32_t bits)
     case 3: return scan_next(row, scan_next(row, codes, 2, 0), 1, 2);
     case 4: return scan_next(row, codes, 4, 0);
     case 5: return scan_next(row, scan_next(row, codes, 4, 0), 1, 4);
-    default: return scan_next(row, scan_next(row, scan_next(row, codes, 4, 0), 2, 4), 1, 6);
+    case 6: return scan_next(row, scan_next(row, codes, 4, 0), 2, 4);
+    case 7: return scan_next(row, scan_next(row, scan_next(row, codes, 4, 0), 2, 4), 1, 6);
+    default: return scan_next(row, codes, 8, 0);
     }
 }
 
-static void scan_unpack(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *signs, int16_t *levels)
+/** The codes of a group; both pointers go on to the next group. */
+TQ_INLINE scan_codes scan_all_codes(const uint8_t **row, const uint8_t **leading, int32_t bits, int32_t lead)
+{
+    scan_codes codes = scan_low_codes(row, bits - lead);
+    for (; lead > 1; lead -= 2, bits -= 2) codes = scan_next(leading, codes, 2, bits - 2);
+    return lead ? scan_next(leading, codes, 1, bits - 1) : codes;
+}
+
+static void scan_unpack(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *leading, int16_t *levels)
 {
     for (int32_t g = 0; g < layout->layout->groups; g++, levels += 32) {
         int32_t bits = layout->layout->bits[g];
@@ -121,18 +179,41 @@ static void scan_unpack(const tq_scan_layout *layout, const uint8_t *row, const 
             memset(levels, 0, 32 * sizeof *levels);
             continue;
         }
-        scan_codes codes = scan_join(scan_low_codes(&row, bits - 1), scan_field(signs, 1), bits - 1);
-        signs += 4;
-        scan_levels(layout->levels[bits % TQ_WIDE_BITS], bits, codes, levels);
+        scan_levels(layout->books[bits].levels, bits, scan_all_codes(&row, &leading, bits, layout->layout->lead[g]),
+                    levels);
     }
 }
 
-static int32_t scan_product(const int16_t *levels, const int16_t *q, int32_t n)
+/** Rows of groups that are all alike, 1 bit of which leads: bits is a constant where this is inlined. */
+TQ_INLINE int32_t scan_score_even(const tq_scan_layout *layout, int32_t bits, const uint8_t *row,
+                                  const uint8_t *leading, const int16_t *q)
 {
-    int32_t sum = 0;
-    for (int32_t j = 0; j < n; j++) sum += levels[j] * q[j];
-    return sum;
+    scan_sum sum = scan_no_sum();
+    const int8_t *levels = layout->books[bits].levels;
+    for (int32_t g = 0; g < layout->layout->groups; g++, q += 32)
+        sum = scan_add_product(sum, levels, bits, scan_all_codes(&row, &leading, bits, 1), q);
+    return scan_all_of(sum);
 }
 
-#define TQ_SCAN_TABLE(name) {name, scan_unpack, scan_product, scan_sums, scan_sums_many, scan_above}
+static int32_t scan_score(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *leading, const int16_t *q)
+{
+    switch (layout->even_bits) {
+    case 2: return scan_score_even(layout, 2, row, leading, q);
+    case 3: return scan_score_even(layout, 3, row, leading, q);
+    case 4: return scan_score_even(layout, 4, row, leading, q);
+    default: break;
+    }
+    scan_sum sum = scan_no_sum();
+    for (int32_t g = 0; g < layout->layout->groups; g++, q += 32) {
+        int32_t bits = layout->layout->bits[g];
+        if (bits == 0) continue;
+        scan_codes codes = scan_all_codes(&row, &leading, bits, layout->layout->lead[g]);
+        sum = scan_add_product(sum, layout->books[bits].levels, bits, codes, q);
+    }
+    return scan_all_of(sum);
+}
+
+#define TQ_SCAN_TABLE(name)                                                                                            \
+    {name,       scan_centre, scan_rotate,    scan_encode, scan_unpack,                                                \
+     scan_score, scan_sums,   scan_sums_many, scan_above,  scan_largest}
 #endif

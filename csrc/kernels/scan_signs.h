@@ -38,12 +38,14 @@ static inline sign_vector sign_look_up(const uint8_t table[64], sign_vector code
                                   _mm512_mask_blend_epi8(bit4, part[2], part[3]));
 #endif
 }
-static inline void sign_store(sign_vector all, sign_vector odd, uint16_t *sums)
+static inline int32_t sign_store(sign_vector all, sign_vector odd, uint16_t least, uint16_t *sums)
 {
     __m512i even = _mm512_sub_epi16(all, _mm512_slli_epi16(odd, 8));
+    __mmask32 reach = _mm512_cmpge_epu16_mask(_mm512_max_epu16(even, odd), _mm512_set1_epi16((int16_t)least));
     __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
     _mm512_storeu_si512(sums, _mm512_permutex2var_epi64(low, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high));
     _mm512_storeu_si512(sums + 32, _mm512_permutex2var_epi64(low, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), high));
+    return reach != 0;
 }
 #elif defined(__AVX2__)
 enum { SIGN_LANES = 32 };
@@ -68,12 +70,14 @@ static inline sign_vector sign_look_up(const uint8_t table[64], sign_vector code
     __m256i last = _mm256_blendv_epi8(scan_look_up(t + 32, low), scan_look_up(t + 48, low), bit4);
     return _mm256_blendv_epi8(first, last, _mm256_slli_epi16(codes, 2));
 }
-static inline void sign_store(sign_vector all, sign_vector odd, uint16_t *sums)
+static inline int32_t sign_store(sign_vector all, sign_vector odd, uint16_t least, uint16_t *sums)
 {
-    __m256i even = _mm256_sub_epi16(all, _mm256_slli_epi16(odd, 8));
+    __m256i even = _mm256_sub_epi16(all, _mm256_slli_epi16(odd, 8)), most = _mm256_max_epu16(even, odd);
+    __m256i reach = _mm256_cmpeq_epi16(_mm256_max_epu16(most, _mm256_set1_epi16((int16_t)least)), most);
     __m256i low = _mm256_unpacklo_epi16(even, odd), high = _mm256_unpackhi_epi16(even, odd);
     _mm256_storeu_si256((__m256i *)sums, _mm256_permute2x128_si256(low, high, 0x20));
     _mm256_storeu_si256((__m256i *)(sums + 16), _mm256_permute2x128_si256(low, high, 0x31));
+    return _mm256_movemask_epi8(reach) != 0;
 }
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 enum { SIGN_LANES = 16 };
@@ -99,11 +103,12 @@ static inline sign_vector sign_look_up(const uint8_t table[64], sign_vector code
     uint8x16x4_t t = {{vld1q_u8(table), vld1q_u8(table + 16), vld1q_u8(table + 32), vld1q_u8(table + 48)}};
     return vqtbl4q_u8(t, vandq_u8(codes, vdupq_n_u8(63)));
 }
-static inline void sign_store(sign_vector all, sign_vector odd, uint16_t *sums)
+static inline int32_t sign_store(sign_vector all, sign_vector odd, uint16_t least, uint16_t *sums)
 {
     uint16x8_t high = vreinterpretq_u16_u8(odd);
     uint16x8x2_t both = {{vsubq_u16(vreinterpretq_u16_u8(all), vshlq_n_u16(high, 8)), high}};
     vst2q_u16(sums, both);
+    return vmaxvq_u16(vmaxq_u16(both.val[0], both.val[1])) >= least;
 }
 #endif
 
@@ -135,8 +140,10 @@ static inline void sign_accumulate(sign_sums *sums, sign_codes x, const uint8_t 
     sums->odd = sign_add16(sums->odd, sign_high_byte(sum));
 }
 
-static void scan_sums(const uint8_t *block, int32_t planes, const uint8_t *tables, uint16_t sums[SCAN_ROWS])
+static int32_t scan_sums(const uint8_t *block, int32_t planes, const uint8_t *tables, uint16_t least,
+                         uint16_t sums[SCAN_ROWS])
 {
+    int32_t reach = 0;
     for (int32_t v = 0; v < SCAN_ROWS; v += SIGN_LANES) {
         const uint8_t *plane = block + v, *table = tables;
         sign_sums s = {sign_zero(), sign_zero()};
@@ -144,8 +151,9 @@ static void scan_sums(const uint8_t *block, int32_t planes, const uint8_t *table
         for (; left >= 3; left -= 3, plane += 3 * SCAN_ROWS, table += TABLES)
             sign_accumulate(&s, sign_triple(plane, 3), table);
         if (left) sign_accumulate(&s, sign_triple(plane, left), table);
-        sign_store(s.all, s.odd, sums + v);
+        reach |= sign_store(s.all, s.odd, least, sums + v);
     }
+    return reach;
 }
 
 static inline void sign_four(sign_sums s[TQ_SCAN_QUERIES], sign_codes x, const uint8_t *table, int64_t stride)
@@ -153,9 +161,10 @@ static inline void sign_four(sign_sums s[TQ_SCAN_QUERIES], sign_codes x, const u
     for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++) sign_accumulate(&s[q], x, table + q * stride);
 }
 
-static void scan_sums_many(const uint8_t *block, int32_t planes, const uint8_t *tables, int64_t stride,
-                           uint16_t sums[TQ_SCAN_QUERIES][SCAN_ROWS])
+static int32_t scan_sums_many(const uint8_t *block, int32_t planes, const uint8_t *tables, int64_t stride,
+                              const uint16_t least[TQ_SCAN_QUERIES], uint16_t sums[TQ_SCAN_QUERIES][SCAN_ROWS])
 {
+    int32_t reach = 0;
     for (int32_t v = 0; v < SCAN_ROWS; v += SIGN_LANES) {
         const uint8_t *plane = block + v, *table = tables;
         sign_sums s[TQ_SCAN_QUERIES];
@@ -164,12 +173,16 @@ static void scan_sums_many(const uint8_t *block, int32_t planes, const uint8_t *
         for (; left >= 3; left -= 3, plane += 3 * SCAN_ROWS, table += TABLES)
             sign_four(s, sign_triple(plane, 3), table, stride);
         if (left) sign_four(s, sign_triple(plane, left), table, stride);
-        for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++) sign_store(s[q].all, s[q].odd, sums[q] + v);
+        for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++)
+            reach |= sign_store(s[q].all, s[q].odd, least[q], sums[q] + v) << q;
     }
+    return reach;
 }
 #else
-static void scan_sums(const uint8_t *block, int32_t planes, const uint8_t *tables, uint16_t sums[SCAN_ROWS])
+static int32_t scan_sums(const uint8_t *block, int32_t planes, const uint8_t *tables, uint16_t least,
+                         uint16_t sums[SCAN_ROWS])
 {
+    int32_t reach = 0;
     memset(sums, 0, SCAN_ROWS * sizeof *sums);
     for (int32_t p = 0; p < planes; p += 3, tables += TABLES)
         for (int32_t i = 0; i < SCAN_ROWS; i++) {
@@ -179,14 +192,26 @@ static void scan_sums(const uint8_t *block, int32_t planes, const uint8_t *table
             sums[i] = (uint16_t)(sums[i] + tables[a & 63] + tables[64 + (b & 63)] + tables[128 + (c & 63)] +
                                  tables[192 + rest]);
         }
+    for (int32_t i = 0; i < SCAN_ROWS; i++) reach |= sums[i] >= least;
+    return reach;
 }
 
-static void scan_sums_many(const uint8_t *block, int32_t planes, const uint8_t *tables, int64_t stride,
-                           uint16_t sums[TQ_SCAN_QUERIES][SCAN_ROWS])
+static int32_t scan_sums_many(const uint8_t *block, int32_t planes, const uint8_t *tables, int64_t stride,
+                              const uint16_t least[TQ_SCAN_QUERIES], uint16_t sums[TQ_SCAN_QUERIES][SCAN_ROWS])
 {
-    for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++) scan_sums(block, planes, tables + q * stride, sums[q]);
+    int32_t reach = 0;
+    for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++)
+        reach |= scan_sums(block, planes, tables + q * stride, least[q], sums[q]) << q;
+    return reach;
 }
 #endif
+
+static float scan_largest(const float *x)
+{
+    tq_floats most = tq_load_floats(x);
+    for (int32_t i = TQ_LANES; i < SCAN_ROWS; i += TQ_LANES) most = tq_max(most, tq_load_floats(x + i));
+    return tq_max_lanes(most);
+}
 
 /** Which rows have scale * (sum * unit + add) + offset >= limit; every operation is rounded to float32. */
 static uint64_t scan_above(const uint16_t sums[SCAN_ROWS], const float *scales, const float *offsets, float unit,

@@ -101,6 +101,7 @@ BINDING(dot);
 BINDING(index_encode);
 BINDING(index_decode);
 BINDING(index_step);
+BINDING(index_lead_error);
 BINDING(index_search);
 BINDING(index_scores);
 BINDING(file_header_write);

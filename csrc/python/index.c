@@ -3,73 +3,126 @@
 #include <turboquant_index.h>
 
 typedef struct {
-    tq_index_layout layout;
+    read_plan_result plan;
+    tq_index_space space;
     int64_t row_bytes;
     int32_t planes;
-    npy_intp channels;
-} read_layout;
+} read_space;
 
-static int get_layout(const char *op, PyObject *bits_object, PyObject *steps_object, read_layout *out)
+static int get_layout(const char *op, PyObject *bits_object, PyObject *lead_object, PyObject *steps_object,
+                      tq_index_layout *layout, int64_t *row_bytes, int32_t *planes)
 {
     npy_intp any = ANY;
     PyArrayObject *bits = read_array(op, "bits", bits_object, NPY_UINT8, DENSE, 1, &any);
     if (!bits) return -1;
     npy_intp groups = PyArray_DIM(bits, 0);
-    PyArrayObject *steps = read_array(op, "steps", steps_object, NPY_FLOAT32, DENSE, 1, &groups);
+    PyArrayObject *lead = read_array(op, "lead", lead_object, NPY_UINT8, DENSE, 1, &groups);
+    PyArrayObject *steps = lead ? read_array(op, "steps", steps_object, NPY_FLOAT32, DENSE, 1, &groups) : NULL;
     if (!steps) return -1;
-    out->layout.groups = groups > TQ_MAX_GROUPS ? TQ_MAX_GROUPS + 1 : (int32_t)groups;
-    out->layout.bits = PyArray_DATA(bits);
-    out->layout.steps = PyArray_DATA(steps);
-    out->channels = 32 * groups;
+    layout->groups = groups > TQ_MAX_GROUPS ? TQ_MAX_GROUPS + 1 : (int32_t)groups;
+    layout->bits = PyArray_DATA(bits);
+    layout->lead = PyArray_DATA(lead);
+    layout->steps = PyArray_DATA(steps);
     tq_error error = {0};
-    tq_status status = tq_index_row_bytes(&out->layout, &out->row_bytes, &out->planes, &error);
+    tq_status status = tq_index_row_bytes(layout, row_bytes, planes, &error);
     if (status == TQ_OK) return 0;
     raise_status(op, status, &error, NULL);
     return -1;
 }
 
+/* (plan, dim, metric, bits, lead, steps, mean or None, matrix or None, sigmas) */
+static int get_space(const char *op, PyObject *tuple, read_space *out)
+{
+    tq_index_space *space = &out->space;
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 9) {
+        raise_type(op, "space", "a tuple (plan, dim, metric, bits, lead, steps, mean, matrix, sigmas)", tuple);
+        return -1;
+    }
+    PyObject *const *item = PySequence_Fast_ITEMS(tuple);
+    if (read_plan(op, item[0], &out->plan) < 0 || read_i32(op, "dim", item[1], 1, TQ_MAX_DIM, &space->dim) < 0 ||
+        read_i32(op, "metric", item[2], TQ_INDEX_IP, TQ_INDEX_L2, &space->metric) < 0 ||
+        get_layout(op, item[3], item[4], item[5], &space->layout, &out->row_bytes, &out->planes) < 0)
+        return -1;
+    space->sigmas = PyFloat_AsDouble(item[8]);
+    if (space->sigmas == -1 && PyErr_Occurred()) return -1;
+    space->plan = &out->plan.plan;
+    npy_intp dim = space->dim, square[2] = {32 * space->layout.groups, 32 * space->layout.groups};
+    PyArrayObject *array;
+    space->mean = space->matrix = NULL;
+    if (item[6] != Py_None) {
+        if (!(array = read_array(op, "mean", item[6], NPY_FLOAT32, DENSE, 1, &dim))) return -1;
+        space->mean = PyArray_DATA(array);
+    }
+    if (item[7] != Py_None) {
+        if (!(array = read_array(op, "matrix", item[7], NPY_FLOAT32, DENSE, 2, square))) return -1;
+        space->matrix = PyArray_DATA(array);
+    }
+    return 0;
+}
+
 const char doc_index_encode[] = PyDoc_STR(
-    "index_encode(bits, steps, z, threads=0)\n--\n\n"
-    "(codes, signs, scales) of rotated rows z, float32 [n, 32 groups]: uint8 [n, row bytes] and [blocks, planes, 64], "
-    "float32 [n].\nbits: uint8 [groups], each 0..6 or 8; steps: float32 [groups]. turboquant_index.h has the layout.");
+    "index_encode(space, x, threads=0)\n--\n\n"
+    "(codes, signs, scales, offsets) of vectors x, float32 [n, dim]: uint8 [n, row bytes] and [blocks, planes, 64], "
+    "float32 [n] and [n] or\nNone. space: (plan, dim, metric: 0 ip, 1 cosine, 2 l2, bits, lead: uint8 [groups], steps: "
+    "float32 [groups], mean: float32 [dim] or\nNone, matrix: float32 [32 groups, 32 groups] or None, sigmas). Contracts: "
+    "turboquant_index.h.");
 PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"bits", "steps", "z", "threads", NULL};
-    PyObject *bits, *steps, *z_object, *threads_object = NULL, *codes = NULL, *signs = NULL, *scales = NULL,
-                                       *result = NULL;
-    read_layout read;
+    static char *names[] = {"space", "x", "threads", NULL};
+    PyObject *space, *x_object, *threads_object = NULL, *codes = NULL, *signs = NULL, *scales = NULL, *offsets = NULL,
+                                *result = NULL;
+    read_space read;
     int32_t threads = 0;
     const char *op = "index_encode";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|O:index_encode", names, &bits, &steps, &z_object,
-                                     &threads_object) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:index_encode", names, &space, &x_object, &threads_object) ||
         (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
-        get_layout(op, bits, steps, &read) < 0)
+        get_space(op, space, &read) < 0)
         return NULL;
-    npy_intp dims[2] = {ANY, read.channels};
-    PyArrayObject *z = read_array(op, "z", z_object, NPY_FLOAT32, DENSE, 2, dims);
-    if (!z) return NULL;
-    npy_intp shape[2] = {PyArray_DIM(z, 0), (npy_intp)read.row_bytes};
+    npy_intp dims[2] = {ANY, read.space.dim};
+    PyArrayObject *x = read_array(op, "x", x_object, NPY_FLOAT32, DENSE, 2, dims);
+    if (!x) return NULL;
+    npy_intp shape[2] = {PyArray_DIM(x, 0), (npy_intp)read.row_bytes};
     npy_intp blocks[3] = {(shape[0] + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK, read.planes, TQ_INDEX_BLOCK};
+    int has_offsets = read.space.mean || read.space.metric == TQ_INDEX_L2;
     codes = PyArray_SimpleNew(2, shape, NPY_UINT8);
     scales = PyArray_SimpleNew(1, shape, NPY_FLOAT32);
     signs = PyArray_SimpleNew(3, blocks, NPY_UINT8);
-    if (!codes || !signs || !scales) goto done;
-    const float *from = PyArray_DATA(z);
+    offsets = has_offsets ? PyArray_SimpleNew(1, shape, NPY_FLOAT32) : Py_NewRef(Py_None);
+    if (!codes || !signs || !scales || !offsets) goto done;
+    const float *from = PyArray_DATA(x);
     uint8_t *to = PyArray_DATA((PyArrayObject *)codes), *leading = PyArray_DATA((PyArrayObject *)signs);
     float *factors = PyArray_DATA((PyArrayObject *)scales);
+    float *exact = has_offsets ? PyArray_DATA((PyArrayObject *)offsets) : NULL;
     tq_error error = {0};
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_encode(&read.layout, from, shape[0], to, leading, factors, threads, &error);
+    status = tq_index_encode(&read.space, from, shape[0], to, leading, factors, exact, threads, &error);
     Py_END_ALLOW_THREADS;
-    if (status == TQ_OK) result = PyTuple_Pack(3, codes, signs, scales);
+    if (status == TQ_OK) result = PyTuple_Pack(4, codes, signs, scales, offsets);
     else raise_status(op, status, &error, NULL);
 done:
     Py_XDECREF(codes);
     Py_XDECREF(signs);
     Py_XDECREF(scales);
+    Py_XDECREF(offsets);
     return result;
+}
+
+const char doc_index_lead_error[] = PyDoc_STR(
+    "index_lead_error(bits, lead)\n--\n\n"
+    "The expected squared error of a level of N(0, 1) in 0..6 or 8 bits, if only the first `lead` of them are known.");
+PyObject *py_index_lead_error(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"bits", "lead", NULL};
+    PyObject *bits_object, *lead_object;
+    int32_t bits, lead;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:index_lead_error", names, &bits_object, &lead_object) ||
+        read_i32("index_lead_error", "bits", bits_object, 0, TQ_WIDE_BITS, &bits) < 0 ||
+        read_i32("index_lead_error", "lead", lead_object, 0, bits < 6 ? bits : 6, &lead) < 0)
+        return NULL;
+    return PyFloat_FromDouble(tq_index_lead_error(bits, lead));
 }
 
 const char doc_index_step[] =
@@ -87,70 +140,50 @@ PyObject *py_index_step(PyObject *module, PyObject *args, PyObject *kwargs)
 }
 
 const char doc_index_decode[] =
-    PyDoc_STR("index_decode(bits, steps, codes, signs, scales)\n--\n\n"
+    PyDoc_STR("index_decode(bits, lead, steps, codes, signs, scales)\n--\n\n"
               "The rotated rows that codes and their leading bits, uint8 [n, planes], stand for: "
               "float32 [n, 32 groups].");
 PyObject *py_index_decode(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"bits", "steps", "codes", "signs", "scales", NULL};
-    PyObject *bits, *steps, *codes_object, *signs_object, *scales_object, *z;
-    read_layout read;
+    static char *names[] = {"bits", "lead", "steps", "codes", "signs", "scales", NULL};
+    PyObject *bits, *lead, *steps, *codes_object, *signs_object, *scales_object, *z;
+    tq_index_layout layout;
+    int64_t row_bytes;
+    int32_t planes;
     const char *op = "index_decode";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO:index_decode", names, &bits, &steps, &codes_object,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO:index_decode", names, &bits, &lead, &steps, &codes_object,
                                      &signs_object, &scales_object) ||
-        get_layout(op, bits, steps, &read) < 0)
+        get_layout(op, bits, lead, steps, &layout, &row_bytes, &planes) < 0)
         return NULL;
-    npy_intp dims[2] = {ANY, (npy_intp)read.row_bytes};
+    npy_intp dims[2] = {ANY, (npy_intp)row_bytes};
     PyArrayObject *codes = read_array(op, "codes", codes_object, NPY_UINT8, DENSE, 2, dims);
     if (!codes) return NULL;
     dims[0] = PyArray_DIM(codes, 0);
-    dims[1] = read.planes;
+    dims[1] = planes;
     PyArrayObject *signs = read_array(op, "signs", signs_object, NPY_UINT8, DENSE, 2, dims);
     if (!signs) return NULL;
     PyArrayObject *scales = read_array(op, "scales", scales_object, NPY_FLOAT32, DENSE, 1, dims);
     if (!scales) return NULL;
-    dims[1] = read.channels;
+    dims[1] = 32 * layout.groups;
     z = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!z) return NULL;
     tq_error error = {0};
-    tq_status status = tq_index_decode(&read.layout, PyArray_DATA(codes), PyArray_DATA(signs), PyArray_DATA(scales),
-                                       dims[0], PyArray_DATA((PyArrayObject *)z), &error);
+    tq_status status = tq_index_decode(&layout, PyArray_DATA(codes), PyArray_DATA(signs), PyArray_DATA(scales), dims[0],
+                                       PyArray_DATA((PyArrayObject *)z), &error);
     if (status == TQ_OK) return z;
     Py_DECREF(z);
     return raise_status(op, status, &error, NULL);
 }
 
-static int get_queries(const char *op, PyObject *tuple, const read_layout *read, tq_index_queries *out)
+static PyArrayObject *get_queries(const char *op, PyObject *object, const read_space *read)
 {
-    PyObject *q_object, *units_object, *constants_object, *squared_object;
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 4) {
-        raise_type(op, "queries", "a tuple (q, units, constants, squared)", tuple);
-        return -1;
-    }
-    q_object = PyTuple_GET_ITEM(tuple, 0);
-    units_object = PyTuple_GET_ITEM(tuple, 1);
-    constants_object = PyTuple_GET_ITEM(tuple, 2);
-    squared_object = PyTuple_GET_ITEM(tuple, 3);
-    npy_intp dims[2] = {ANY, read->channels};
-    PyArrayObject *q = read_array(op, "q", q_object, NPY_INT16, DENSE, 2, dims);
-    if (!q) return -1;
-    dims[0] = PyArray_DIM(q, 0);
-    PyArrayObject *units = read_array(op, "units", units_object, NPY_FLOAT64, DENSE, 1, dims);
-    PyArrayObject *constants =
-        units ? read_array(op, "constants", constants_object, NPY_FLOAT64, DENSE, 1, dims) : NULL;
-    PyArrayObject *squared = NULL;
-    if (!constants) return -1;
-    if (squared_object != Py_None &&
-        !(squared = read_array(op, "squared", squared_object, NPY_FLOAT64, DENSE, 1, dims)))
-        return -1;
-    *out = (tq_index_queries){dims[0], PyArray_DATA(q), PyArray_DATA(units), PyArray_DATA(constants),
-                              squared ? PyArray_DATA(squared) : NULL};
-    return 0;
+    npy_intp dims[2] = {ANY, read->space.dim};
+    return read_array(op, "queries", object, NPY_FLOAT32, DENSE, 2, dims);
 }
 
 /* (codes, signs, scales, offsets or None, ids or first id, allowed or None) */
-static int get_rows(const char *op, PyObject *tuple, const read_layout *read, tq_index_rows *out)
+static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_index_rows *out)
 {
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 6) {
         raise_type(op, "segments", "tuples (codes, signs, scales, offsets, ids, allowed)", tuple);
@@ -184,28 +217,27 @@ static int get_rows(const char *op, PyObject *tuple, const read_layout *read, tq
 }
 
 const char doc_index_search[] = PyDoc_STR(
-    "index_search(bits, steps, queries, segments, k, threads=0)\n--\n\n"
+    "index_search(space, queries, segments, k, threads=0)\n--\n\n"
     "(scores, ids) of the k best rows a query, float32 and int64 [queries, k], larger first, ties by ascending id; -inf "
-    "and -1 behind\nthe last. queries: (q int16 [n, 32 groups], units, constants float64 [n], squared float64 [n] or None). "
-    "segments: a tuple of (codes, signs,\nscales, offsets float32 or None, ids int64 or the first id, allowed uint8 or None). "
-    "Contracts: tq_index_search.");
+    "and -1 behind\nthe last. space: as in index_encode. queries: float32 [n, dim]. segments: a tuple of (codes, signs, "
+    "scales, offsets float32 or None,\nids int64 or the first id, allowed uint8 or None). Contracts: tq_index_search.");
 PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"bits", "steps", "queries", "segments", "k", "threads", NULL};
-    PyObject *bits, *steps, *queries_object, *segments_object, *k_object, *threads_object = NULL;
+    static char *names[] = {"space", "queries", "segments", "k", "threads", NULL};
+    PyObject *space, *queries_object, *segments_object, *k_object, *threads_object = NULL;
     PyObject *scores = NULL, *ids = NULL, *result = NULL;
+    PyArrayObject *queries;
     tq_index_rows *segments = NULL;
-    tq_index_queries queries;
-    read_layout read;
+    read_space read;
     int64_t k;
     int32_t threads = 0;
     const char *op = "index_search";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|O:index_search", names, &bits, &steps, &queries_object,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|O:index_search", names, &space, &queries_object,
                                      &segments_object, &k_object, &threads_object) ||
         (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
-        read_i64(op, "k", k_object, 1, INT64_MAX / 64, &k) < 0 || get_layout(op, bits, steps, &read) < 0 ||
-        get_queries(op, queries_object, &read, &queries) < 0)
+        read_i64(op, "k", k_object, 1, INT64_MAX / 64, &k) < 0 || get_space(op, space, &read) < 0 ||
+        !(queries = get_queries(op, queries_object, &read)))
         return NULL;
     if (!PyTuple_Check(segments_object)) return raise_type(op, "segments", "a tuple of segments", segments_object);
     Py_ssize_t n_segments = PyTuple_GET_SIZE(segments_object);
@@ -213,16 +245,17 @@ PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
     if (!segments) return PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < n_segments; i++)
         if (get_rows(op, PyTuple_GET_ITEM(segments_object, i), &read, &segments[i]) < 0) goto done;
-    npy_intp dims[2] = {queries.n, k};
+    npy_intp dims[2] = {PyArray_DIM(queries, 0), k};
     scores = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     ids = PyArray_SimpleNew(2, dims, NPY_INT64);
     if (!scores || !ids) goto done;
+    const float *x = PyArray_DATA(queries);
     float *score = PyArray_DATA((PyArrayObject *)scores);
     int64_t *id = PyArray_DATA((PyArrayObject *)ids);
     tq_error error = {0};
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_search(&read.layout, &queries, segments, n_segments, k, score, id, threads, &error);
+    status = tq_index_search(&read.space, x, dims[0], segments, n_segments, k, score, id, threads, &error);
     Py_END_ALLOW_THREADS;
     if (status == TQ_OK) result = PyTuple_Pack(2, scores, ids);
     else raise_status(op, status, &error, NULL);
@@ -234,32 +267,33 @@ done:
 }
 
 const char doc_index_scores[] = PyDoc_STR(
-    "index_scores(bits, steps, queries, segment, threads=0)\n--\n\n"
+    "index_scores(space, queries, segment, threads=0)\n--\n\n"
     "The score of every row of a segment, allowed or not: float32 [queries, rows]. Arguments as in index_search.");
 PyObject *py_index_scores(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"bits", "steps", "queries", "segment", "threads", NULL};
-    PyObject *bits, *steps, *queries_object, *segment_object, *threads_object = NULL, *scores;
+    static char *names[] = {"space", "queries", "segment", "threads", NULL};
+    PyObject *space, *queries_object, *segment_object, *threads_object = NULL, *scores;
+    PyArrayObject *queries;
     tq_index_rows segment;
-    tq_index_queries queries;
-    read_layout read;
+    read_space read;
     int32_t threads = 0;
     const char *op = "index_scores";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|O:index_scores", names, &bits, &steps, &queries_object,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|O:index_scores", names, &space, &queries_object,
                                      &segment_object, &threads_object) ||
         (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
-        get_layout(op, bits, steps, &read) < 0 || get_queries(op, queries_object, &read, &queries) < 0 ||
+        get_space(op, space, &read) < 0 || !(queries = get_queries(op, queries_object, &read)) ||
         get_rows(op, segment_object, &read, &segment) < 0)
         return NULL;
-    npy_intp dims[2] = {queries.n, segment.n};
+    npy_intp dims[2] = {PyArray_DIM(queries, 0), segment.n};
     scores = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!scores) return NULL;
+    const float *x = PyArray_DATA(queries);
     float *score = PyArray_DATA((PyArrayObject *)scores);
     tq_error error = {0};
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_scores(&read.layout, &queries, &segment, score, threads, &error);
+    status = tq_index_scores(&read.space, x, dims[0], &segment, score, threads, &error);
     Py_END_ALLOW_THREADS;
     if (status == TQ_OK) return scores;
     Py_DECREF(scores);

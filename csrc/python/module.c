@@ -32,6 +32,7 @@ static PyMethodDef methods[] = {
     ROW(index_search),
     ROW(index_scores),
     ROW(index_step),
+    ROW(index_lead_error),
     {NULL, NULL, 0, NULL},
 };
 

@@ -56,13 +56,15 @@ class Contents:
         if filter is None:
             return [segment.allowed for segment in self.segments]
         mask = np.asarray(filter)
-        chosen = np.zeros(self.stored, np.uint8)
+        chosen: NDArray[np.uint8] = np.zeros(self.stored, np.uint8)
         if mask.dtype == np.bool_:
             if mask.shape != (self.ntotal,):
                 got = list(mask.shape)
                 raise ValueError(f"search: `filter` must be a mask of {self.ntotal}, one a vector, got {got}")
-            there = [np.ones(len(s), bool) if s.allowed is None else s.allowed != 0 for s in self.segments]
-            if there:
+            if all(segment.allowed is None for segment in self.segments):
+                chosen = np.ascontiguousarray(mask).view(np.uint8)
+            else:
+                there = [np.ones(len(s), bool) if s.allowed is None else s.allowed != 0 for s in self.segments]
                 chosen[np.flatnonzero(np.concatenate(there))[mask]] = 1
         else:
             rows = self.find(id_array("search", mask))

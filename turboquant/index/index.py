@@ -20,7 +20,9 @@ from .transform import Transform
 
 METRICS = ("ip", "cosine", "l2")
 _BITS = (1, 2, 3, 4, 5, 6, 8)
-_QUERIES = 64  # of one pass over the rows
+_QUERIES = 256  # of one pass over the rows
+_SIGMAS = (3.0, 3.5, 4.0, 5.0, 6.0, 8.0, np.inf)  # of the bound of a trained index: the first that misses few enough
+_MISSED = 0.0005  # of the best
 _COMPACT = 0.5  # share of removed rows from which the rest is copied together
 
 _ALL: WeakSet[Index] = WeakSet()
@@ -135,7 +137,11 @@ class Index:
         x = inputs.vectors("train", "sample", sample, self._dim)
         if x.ndim != 2 or len(x) < 2:
             raise ValueError(f"train: `sample` must have at least 2 rows, got shape {list(x.shape)}")
-        x = self._checked("train", "sample", x[:: -(-len(x) // transform.SAMPLE)])
+        x = x[:: -(-len(x) // transform.SAMPLE)]
+        x = inputs.as_float32(x)
+        inputs.check("train", "sample", x, self._metric)
+        if self._metric == "cosine":
+            x = x / np.sqrt(np.einsum("ij,ij->i", x, x))[:, None]
         with self._lock:
             if self._contents.segments:
                 raise ValueError(f"train: the index must be empty, it has {self.ntotal} vectors")
@@ -152,38 +158,31 @@ class Index:
         trial = transform.with_axes(base, rest, self._bits)
         if trial is None:
             return None
-        exact = held.astype(np.float64) @ rest.T.astype(np.float64)
+        exact = held @ rest.T
         if self._metric == "l2":
-            exact = 2 * exact - (rest.astype(np.float64) ** 2).sum(1)
+            exact -= np.einsum("ij,ij->i", rest, rest) / 2
         k = min(10, len(rest))
         truth = np.argpartition(-exact, k - 1, axis=1)[:, :k]
-        found = []
-        for one in (transform.with_mean(base, rest), trial):
-            index = Index(self._dim, self._bits, self._metric, self._seed)
-            index._contents = Contents(one)
-            index.add(rest)
+
+        def found(chosen: Transform, wanted: Ids) -> int:
+            index._contents = replace(index._contents, transform=chosen)
             ids = index.search(held, k)[1]
-            found.append(sum(len(np.intersect1d(a, b)) for a, b in zip(ids, truth, strict=True)))
-        return transform.with_axes(base, x, self._bits) if found[1] > found[0] else None
+            return sum(len(np.intersect1d(a, b)) for a, b in zip(ids, wanted, strict=True))
 
-    def _checked(self, op: str, name: str, x: Any, first: int = 0) -> Floats:
-        """Rows as finite float32, of unit length for cosine. first: the row that x[0] is."""
-        rows = inputs.finite_rows(op, name, x, self._dim, first)
-        return inputs.unit_rows(op, name, rows, first) if self._metric == "cosine" else rows
+        index = Index(self._dim, self._bits, self._metric, self._seed)
+        index._contents = Contents(transform.with_mean(base, rest))
+        index.add(rest)
+        before = found(index._contents.transform, truth)
+        index._contents = Contents(trial)
+        index.add(rest)
+        if found(replace(trial, sigmas=np.inf), truth) <= before:
+            return None
+        every = index.search(held, k)[1]
+        enough = next(s for s in _SIGMAS if found(replace(trial, sigmas=s), every) >= (1 - _MISSED) * every.size)
+        return replace(transform.with_axes(base, x, self._bits) or trial, sigmas=enough)
 
-    def _encode(self, rows: Floats, ids: Ids | int) -> Segment:
-        t = self._contents.transform
-        codes, signs, scales = _core.index_encode(t.bits, t.steps, t.apply(rows))
-        offsets = None
-        if t.mean is not None or self._metric == "l2":
-            wide = rows.astype(np.float64)
-            sums = np.zeros(len(rows))
-            if t.mean is not None:
-                sums += ((wide - t.mean) * t.mean).sum(axis=1)
-            if self._metric == "l2":
-                sums -= (wide * wide).sum(axis=1) / 2
-            offsets = sums.astype(np.float32)
-        return Segment(codes, signs, scales, offsets, ids)
+    def _space(self, contents: Contents) -> Any:
+        return contents.transform.space(METRICS.index(self._metric))
 
     def add(self, x: Any, ids: Any = None) -> None:
         """Add vectors, float32 or float16 [n, dim] or [dim]; torch tensors may be of bfloat16 too. ids: n integers in
@@ -207,8 +206,10 @@ class Index:
                 raise ValueError("add: `ids` must be given, because the largest id was used")
             new = []
             for at in range(0, n, storage.ROWS):
-                rows = self._checked("add", "x", x[at : at + storage.ROWS], at)
-                new.append(self._encode(rows, now.next_id + at if given is None else given[at : at + storage.ROWS]))
+                rows = inputs.as_float32(x[at : at + storage.ROWS])
+                own = now.next_id + at if given is None else given[at : at + storage.ROWS]
+                with inputs.explained("add", "x", rows, self._metric, at):
+                    new.append(Segment(*_core.index_encode(self._space(now), rows), own))
             if n:
                 after = now.next_id + n if given is None else max(now.next_id, int(given.max()) + 1)
                 self._contents = now.with_rows(new, after)
@@ -238,19 +239,7 @@ class Index:
 
     def _queries(self, op: str, queries: Any) -> tuple[bool, Floats]:
         x = inputs.vectors(op, "queries", queries, self._dim)
-        return x.ndim == 1, self._checked(op, "queries", x)
-
-    def _fixed(self, t: Transform, x: Floats) -> tuple[Any, ...]:
-        """Queries as 16-bit integers (tq_index_queries)."""
-        factors = [_core.index_step(b) for b in t.bits.tolist()]
-        z = t.apply(x).astype(np.float64) * np.repeat(t.steps.astype(np.float64) * factors, transform.GROUP)
-        largest = np.abs(z).max(axis=1)
-        units = np.maximum(largest / 32767, np.abs(z).sum(axis=1) / (2**24 - t.padded))
-        q = np.rint(z / np.where(units > 0, units, 1)[:, None]).astype(np.int16)
-        wide = x.astype(np.float64)
-        constants = np.zeros(len(x)) if t.mean is None else (wide * t.mean).sum(axis=1)
-        squared = (wide * wide).sum(axis=1) if self._metric == "l2" else None
-        return q, units, constants, squared
+        return x.ndim == 1, inputs.as_float32(x).reshape(-1, self._dim)
 
     def search(self, queries: Any, k: int, filter: Any = None, threads: int = 0) -> tuple[Floats, Ids]:
         """The k best vectors of each query: (scores, ids), float32 and int64 [queries, k], or [k] for a query
@@ -263,14 +252,21 @@ class Index:
         threads = integer("search", "threads", threads, 0, 256)
         single, x = self._queries("search", queries)
         now = self._contents
-        t, rows = now.transform, now.rows(filter)
+        space, rows = self._space(now), now.rows(filter)
         few = max(1, min(k, now.ntotal))
-        scores = np.full((len(x), k), -np.inf, np.float32)
-        ids = np.full((len(x), k), -1, np.int64)
-        for at in range(0, len(x), _QUERIES):
-            part = self._fixed(t, x[at : at + _QUERIES])
-            found = _core.index_search(t.bits, t.steps, part, rows, few, threads)
-            scores[at : at + _QUERIES, :few], ids[at : at + _QUERIES, :few] = found
+        with inputs.explained("search", "queries", x, self._metric):
+            parts = [
+                _core.index_search(space, x[at : at + _QUERIES], rows, few, threads)
+                for at in range(0, len(x), _QUERIES)
+            ]
+        if len(parts) == 1 and few == k:
+            scores, ids = parts[0]
+        else:
+            scores = np.full((len(x), k), -np.inf, np.float32)
+            ids = np.full((len(x), k), -1, np.int64)
+            for i, found in enumerate(parts):
+                part = np.s_[_QUERIES * i : _QUERIES * (i + 1), :few]
+                scores[part], ids[part] = found
         if self._metric == "l2":
             scores = np.where(np.isinf(scores), np.float32(np.inf), 0 - scores)
         return (scores[0], ids[0]) if single else (scores, ids)
@@ -286,14 +282,14 @@ class Index:
         threads = integer("range_search", "threads", threads, 0, 256)
         _, x = self._queries("range_search", queries)
         now = self._contents
-        t, rows = now.transform, now.rows(filter)
+        space, rows = self._space(now), now.rows(filter)
         sign = np.float32(-1 if self._metric == "l2" else 1)
         lims, all_scores, all_ids = [0], [np.empty(0, np.float32)], [np.empty(0, np.int64)]
         for at in range(len(x)):
-            part = self._fixed(t, x[at : at + 1])
             found: list[tuple[Floats, Ids]] = []
             for row in rows:
-                got = _core.index_scores(t.bits, t.steps, part, row, threads)[0]
+                with inputs.explained("range_search", "queries", x, self._metric):
+                    got = _core.index_scores(space, x[at : at + 1], row, threads)[0]
                 hit = np.flatnonzero((got >= sign * limit) & (True if row[5] is None else row[5] != 0))
                 own = row[4][hit] if isinstance(row[4], np.ndarray) else row[4] + hit
                 found.append((got[hit], own.astype(np.int64)))
@@ -315,7 +311,7 @@ class Index:
             inside = (rows >= start) & (rows < start + len(s))
             if inside.any():
                 at = rows[inside] - start
-                x[inside] = t.invert(_core.index_decode(t.bits, t.steps, s.codes[at], s.sign_rows(at), s.scales[at]))
+                x[inside] = t.decoded(s, at)
         return x[0] if np.ndim(ids) == 0 else x
 
     # ---- copies and files ----
@@ -339,7 +335,7 @@ class Index:
         """Write the index to a safetensors file, whole or not at all. Removed vectors are left out."""
         now = self._contents.apart().compact()  # apart: adding may go on behind the rows of a segment
         t, segments = now.transform, now.segments
-        arrays: dict[str, list[NDArray[Any]]] = {"bits": [t.bits], "steps": [t.steps]}
+        arrays: dict[str, list[NDArray[Any]]] = {"bits": [t.bits], "lead": [t.lead], "steps": [t.steps]}
         for name, array in (("mean", t.mean), ("matrix", t.matrix)):
             if array is not None:
                 arrays[name] = [array]
@@ -366,6 +362,7 @@ class Index:
             "seed": self._seed,
             "next_id": now.next_id,
             "first_id": int(own[0][0]) if own else 0,
+            "sigmas": t.sigmas if np.isfinite(t.sigmas) else None,
         }
         storage.write(path, meta, arrays)
 
@@ -396,24 +393,26 @@ class Index:
                 )
             return array
 
-        bits, steps = get("bits", np.uint8, len(base.bits)), get("steps", np.float32, len(base.bits))
-        if bits is None or steps is None:
-            raise ValueError("`bits` and `steps` must be there")
+        bits, lead = (get(name, np.uint8, len(base.bits)) for name in ("bits", "lead"))
+        steps = get("steps", np.float32, len(base.bits))
+        if bits is None or lead is None or steps is None:
+            raise ValueError("`bits`, `lead` and `steps` must be there")
         mean = get("mean", np.float32, self._dim)
         matrix = get("matrix", np.float32, base.padded, base.padded)
         for name, array, most in (("mean", mean, _core.MAX_INPUT), ("steps", steps, 1e30), ("matrix", matrix, 1.001)):
             if array is not None and not (np.abs(array) <= most).all():  # false for NaN too
                 raise ValueError(f"`{name}` must be finite and at most {most:g} in magnitude")
-        _core.index_encode(bits, steps, np.zeros((0, base.padded), np.float32))  # checks widths and steps
+        sigmas = np.inf if meta["sigmas"] is None else float(meta["sigmas"])
+        t = Transform(self._dim, self._seed, bits, lead, steps, mean, matrix, sigmas)
+        _core.index_encode(t.space(0), np.zeros((0, self._dim), np.float32))  # checks widths and steps
         next_id = integer("load", "next_id", meta["next_id"], 0, 2**63)
-        self._contents = Contents(Transform(self._dim, self._seed, bits, steps, mean, matrix), (), next_id)
+        self._contents = Contents(t, (), next_id)
         codes = arrays.get("codes")
         if codes is None:
             return
         n = len(codes)
-        coded = int(np.count_nonzero(bits))
-        get("codes", np.uint8, n, 4 * (int(bits.astype(int).sum()) - coded))
-        signs = get("signs", np.uint8, -(-n // storage.BLOCK), 4 * coded, storage.BLOCK)
+        get("codes", np.uint8, n, t.row_bytes)
+        signs = get("signs", np.uint8, -(-n // storage.BLOCK), t.planes, storage.BLOCK)
         scales, offsets = get("scales", np.float32, n), get("offsets", np.float32, n)
         if signs is None or scales is None or (offsets is None) != (mean is None and self._metric != "l2"):
             raise ValueError("`signs` and `scales` must be there, and `offsets` with a mean or l2")

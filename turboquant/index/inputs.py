@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -64,19 +66,22 @@ def id_array(op: str, ids: Any) -> Ids:
     return array.astype(np.int64)
 
 
-def finite_rows(op: str, name: str, x: Any, dim: int, first: int = 0) -> Floats:
-    """Rows as float32, finite and small enough. first: the row that x[0] is, for the message."""
-    rows = as_float32(x).reshape(-1, dim)
-    if len(rows) and not (rows.max() <= _core.MAX_INPUT and rows.min() >= -_core.MAX_INPUT):  # false for NaN too
-        good = np.isfinite(rows) & (np.abs(rows) <= _core.MAX_INPUT)
-        i, j = divmod(int(np.argmin(good)), dim)
+def check(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> None:
+    """ValueError unless rows are finite and small enough, and not zero with cosine. first: the row that rows[0] is."""
+    good = np.abs(rows) <= _core.MAX_INPUT  # false for NaN
+    if not good.all():
+        i, j = divmod(int(np.argmin(good)), rows.shape[1])
         limit = f"finite and at most {_core.MAX_INPUT:.0f} in magnitude"
         raise ValueError(f"{op}: `{name}[{first + i}, {j}]` must be {limit}, got {rows[i, j]}")
-    return rows
+    if metric == "cosine" and not (there := rows.any(axis=1)).all():
+        raise ValueError(f"{op}: `{name}[{first + int(np.argmin(there))}]` must not be zero with cosine")
 
 
-def unit_rows(op: str, name: str, rows: Floats, first: int = 0) -> Floats:
-    norms: NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
-    if not norms.all():
-        raise ValueError(f"{op}: `{name}[{first + int(np.argmin(norms))}]` must not be zero with cosine")
-    return (rows / norms[:, None]).astype(np.float32)
+@contextmanager
+def explained(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> Iterator[None]:
+    """Names row and column where the core refuses numbers: it looks at them as it reads them, so nobody else need."""
+    try:
+        yield
+    except ValueError:
+        check(op, name, rows, metric, first)
+        raise

@@ -1,0 +1,151 @@
+/* Vectors before they are codes: centring, rotation, fixed-point queries, and the books of levels. turboquant_index.h has the
+ * definitions. */
+#include "index_internal.h"
+#include <math.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+static tq_index_book all_books[TQ_WIDE_BITS + 1];
+static pthread_once_t books_once = PTHREAD_ONCE_INIT;
+
+static void make_books(void)
+{
+    for (int32_t bits = 1; bits <= TQ_SCAN_BITS; bits++) {
+        tq_index_book *out = &all_books[bits];
+        out->n_levels = 1 << bits;
+        if (bits == TQ_SCAN_BITS) {
+            tq_six_bit_levels(out->levels, &out->step);
+            for (int32_t rank = 0; rank < 63; rank++)
+                out->thresholds[rank] = (float)(out->levels[rank] + out->levels[rank + 1]) * (0.5f * out->step);
+            continue;
+        }
+        tq_codebook book;
+        tq_get_codebook(TQ_CODEBOOK_NORMAL, 0, bits, &book, NULL); /* cannot fail for these widths */
+        out->step = book.step;
+        for (int32_t rank = 0; rank < book.n_levels; rank++) out->levels[rank] = book.levels[book.code_of_rank[rank]];
+        memcpy(out->thresholds, book.thresholds, sizeof book.thresholds);
+    }
+    all_books[TQ_WIDE_BITS].step = TQ_WIDE_STEP;
+}
+
+const tq_index_book *tq_index_books(void)
+{
+    pthread_once(&books_once, make_books);
+    return all_books;
+}
+
+float tq_index_step(int32_t bits) { return bits < 1 || bits > TQ_WIDE_BITS ? 0 : tq_index_books()[bits].step; }
+
+tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, int32_t *planes, tq_error *error)
+{
+    if (layout->groups < 1 || layout->groups > TQ_MAX_GROUPS)
+        return tq_fail(error, TQ_E_VALUE, "groups", -1, layout->groups, "in 1..128");
+    int64_t rest = 0;
+    *planes = 0;
+    for (int32_t g = 0; g < layout->groups; g++) {
+        int32_t b = layout->bits[g], lead = layout->lead[g];
+        if (b > TQ_SCAN_BITS && b != TQ_WIDE_BITS) return tq_fail(error, TQ_E_VALUE, "bits", g, b, "in 0..6 or 8");
+        if (lead > b || lead > TQ_SCAN_BITS) return tq_fail(error, TQ_E_VALUE, "lead", g, lead, "in 0..min(bits, 6)");
+        if (!(layout->steps[g] > 0) || !isfinite(layout->steps[g]))
+            return tq_fail(error, TQ_E_VALUE, "steps", g, layout->steps[g], "finite and above 0");
+        rest += b - lead;
+        *planes += 4 * lead;
+    }
+    if (*planes < 1 || *planes > TQ_INDEX_MAX_PLANES)
+        return tq_fail(error, TQ_E_VALUE, "lead", -1, *planes / 4, "of 1..195 bits together");
+    *bytes = 4 * rest;
+    return TQ_OK;
+}
+
+tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_error *error)
+{
+    TQ_TRY(tq_index_row_bytes(&space->layout, &use->row_bytes, &use->planes, error));
+    TQ_TRY(tq_plan_check(space->plan, error));
+    if (!(use->kernels = tq_get_kernels(error)) || !(use->scan = tq_get_scan_kernels(error))) return TQ_E_UNSUPPORTED;
+    use->space = space;
+    use->channels = 32 * space->layout.groups;
+    if (space->plan->head_dim != use->channels)
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, space->plan->head_dim, "32 * groups");
+    int dense = space->plan->rotation == TQ_ROTATION_DENSE;
+    if (dense != (space->matrix != NULL))
+        return tq_fail(error, TQ_E_VALUE, "matrix", -1, space->plan->rotation,
+                       dense ? "given, because the plan's rotation is dense"
+                             : "absent, because the plan's rotation is not dense");
+    if (space->dim < 1 || space->dim > use->channels)
+        return tq_fail(error, TQ_E_VALUE, "dim", -1, space->dim, "in 1..32 * groups");
+    if (!(space->sigmas >= 0)) return tq_fail(error, TQ_E_VALUE, "sigmas", -1, space->sigmas, "at least 0");
+    if (space->metric < TQ_INDEX_IP || space->metric > TQ_INDEX_L2)
+        return tq_fail(error, TQ_E_VALUE, "metric", -1, space->metric, "in 0..2");
+    memset(use->mean, 0, sizeof(float) * (size_t)use->channels);
+    if (space->mean) memcpy(use->mean, space->mean, sizeof(float) * (size_t)space->dim);
+    use->layout = (tq_scan_layout){&space->layout, tq_index_books(), 0, space->layout.bits[0]};
+    for (int32_t g = 0; g < space->layout.groups; g++) {
+        use->layout.coded += space->layout.bits[g] ? 32 : 0;
+        if (space->layout.bits[g] != space->layout.bits[0] || space->layout.lead[g] != 1) use->layout.even_bits = 0;
+    }
+    return TQ_OK;
+}
+
+int tq_index_centre(const tq_index_use *use, const float *x, float *centred, double *offset, double *squares)
+{
+    float padded[TQ_MAX_DIM];
+    if (use->space->dim < use->channels) {
+        memcpy(padded, x, sizeof(float) * (size_t)use->space->dim);
+        memset(padded + use->space->dim, 0, sizeof(float) * (size_t)(use->channels - use->space->dim));
+        x = padded;
+    }
+    int unit = use->space->metric == TQ_INDEX_COSINE;
+    const float *mean = use->space->mean ? use->mean : NULL;
+    return use->scan->centre(x, mean, use->channels, unit, centred, offset, squares) && !(unit && *squares == 0);
+}
+
+tq_status tq_index_refused(const tq_index_use *use, const float *x, int64_t i, tq_error *error)
+{
+    for (int64_t j = i * use->space->dim; j < (i + 1) * use->space->dim; j++)
+        if (!(fabsf(x[j]) <= TQ_MAX_INPUT))
+            return tq_fail(error, TQ_E_VALUE, "x", j, x[j], "finite and at most 16384 in magnitude");
+    return tq_fail(error, TQ_E_VALUE, "x", i * use->space->dim, 0, "of a row that is not zero, with cosine");
+}
+
+void tq_index_rotate(const tq_index_use *use, float *centred, int32_t rows, float *z)
+{
+    const tq_plan *plan = use->space->plan;
+    if (use->space->matrix) {
+        use->scan->rotate(use->space->matrix, use->channels, centred, rows, z);
+        return;
+    }
+    for (int64_t i = 0; i < rows; i++)
+        tq_rotate_vector(use->kernels, plan, plan->rotation, NULL, 0, centred + i * use->channels,
+                         z + i * use->channels);
+}
+
+int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *scratch, const tq_index_queries *out)
+{
+    const tq_index_layout *layout = &use->space->layout;
+    int32_t dim = use->space->dim, n = use->channels;
+    float *z = scratch + n;
+    double offset, squares, constant = 0, largest = 0, sum = 0;
+    x += i * dim;
+    if (!tq_index_centre(use, x, scratch, &offset, &squares)) return 0;
+    if (use->space->mean) { /* <mean, query>; centred = query - mean was rounded to float32 */
+        double length = use->space->metric == TQ_INDEX_COSINE ? sqrt(squares) : 1;
+        for (int32_t j = 0; j < dim; j++)
+            constant += (double)(length == 1 ? x[j] : (float)(x[j] / length)) * use->mean[j];
+    }
+    tq_index_rotate(use, scratch, 1, z);
+    for (int32_t j = 0; j < n; j++) {
+        z[j] *= layout->steps[j / 32] * use->layout.books[layout->bits[j / 32]].step;
+        double magnitude = fabs((double)z[j]);
+        if (magnitude > largest) largest = magnitude;
+        sum += magnitude;
+    }
+    double unit = largest / 32767, least = sum / ((1 << 24) - TQ_MAX_DIM);
+    if (unit < least) unit = least;
+    int16_t *q = out->q + i * n;
+    for (int32_t j = 0; j < n; j++) q[j] = unit > 0 ? (int16_t)lrint(z[j] / unit) : 0;
+    out->units[i] = unit;
+    out->constants[i] = constant;
+    out->squared[i] = use->space->metric == TQ_INDEX_L2 ? squares : 0;
+    return 1;
+}

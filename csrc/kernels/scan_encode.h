@@ -1,0 +1,216 @@
+/* From vectors to the codes of an index: centring, dense rotation, codes. Written once in GNU C vectors; the order of every sum is
+ * part of the definition, so all units give the same bits. */
+#ifndef TQ_SCAN_ENCODE_H
+#define TQ_SCAN_ENCODE_H
+#include "core/scan_kernels.h"
+#include "vector.h"
+#include <math.h>
+
+enum { HALF = TQ_LANES / 2, SUM_LANES = 32, SUM_VECTORS = SUM_LANES / HALF };
+
+typedef float half_floats __attribute__((vector_size(4 * HALF)));
+typedef double half_doubles __attribute__((vector_size(8 * HALF)));
+
+/** 32 sums in float64, lane i of channels i, i + 32, .. */
+typedef struct {
+    half_doubles v[SUM_VECTORS];
+} lane_sums;
+
+TQ_INLINE half_doubles load_doubles(const float *x)
+{
+    half_floats y;
+    memcpy(&y, x, sizeof y);
+    return __builtin_convertvector(y, half_doubles);
+}
+
+/** Halves added: lane i and lane i + 16, then 8, 4, 2, 1. */
+static inline double sum_lanes(const lane_sums *sums)
+{
+    double at[SUM_LANES];
+    memcpy(at, sums->v, sizeof at);
+    for (int32_t h = SUM_LANES / 2; h; h /= 2)
+        for (int32_t i = 0; i < h; i++) at[i] += at[i + h];
+    return at[0];
+}
+
+TQ_INLINE tq_ints out_of_range(const float *x, int32_t n)
+{
+    tq_ints bad = {0};
+    for (int32_t i = 0; i < n; i += TQ_LANES)
+        bad |= tq_magnitude_bits(tq_load_floats(x + i)) > (int32_t)0x46800000; /* TQ_MAX_INPUT, or infinite, or NaN */
+    return bad;
+}
+
+static int scan_centre(const float *x, const float *mean, int32_t n, int unit, float *out, double *offset,
+                       double *squares)
+{
+    tq_ints bad = out_of_range(x, n);
+    for (int i = 0; i < TQ_LANES; i++)
+        if (bad[i]) return 0;
+    lane_sums sums = {0}, products = {0};
+    for (int32_t at = 0; at < n; at += SUM_LANES) TQ_UNROLL
+    for (int32_t k = 0; k < SUM_VECTORS; k++) {
+        half_doubles v = load_doubles(x + at + HALF * k);
+        sums.v[k] += v * v;
+    }
+    *squares = sum_lanes(&sums);
+    *offset = 0;
+    double length = unit ? sqrt(*squares) : 1;
+    if (unit) {
+        for (int32_t i = 0; i < n; i += HALF) {
+            half_floats y = __builtin_convertvector(load_doubles(x + i) / length, half_floats);
+            memcpy(out + i, &y, sizeof y);
+        }
+    } else memcpy(out, x, sizeof(float) * (size_t)n);
+    if (!mean) return 1;
+    for (int32_t at = 0; at < n; at += SUM_LANES) TQ_UNROLL
+    for (int32_t k = 0; k < SUM_VECTORS; k++) {
+        half_doubles y = load_doubles(out + at + HALF * k), m = load_doubles(mean + at + HALF * k);
+        products.v[k] += (y - m) * m;
+    }
+    *offset = sum_lanes(&products);
+    for (int32_t i = 0; i < n; i += TQ_LANES)
+        tq_store_floats(out + i, tq_load_floats(out + i) - tq_load_floats(mean + i));
+    return 1;
+}
+
+/* ---- dense rotation: 32 outputs of some rows at a time in registers ---- */
+
+enum { OUT_VECTORS = 32 / TQ_LANES, ROWS_TOGETHER = TQ_LANES == 16 ? 8 : TQ_LANES == 8 ? 2 : 2 };
+
+TQ_INLINE void rotate_tile(const float *matrix, int32_t n, const float *x, int32_t rows, float *y)
+{
+    tq_floats sums[ROWS_TOGETHER][OUT_VECTORS];
+    TQ_UNROLL
+    for (int32_t r = 0; r < rows; r++) TQ_UNROLL
+    for (int32_t v = 0; v < OUT_VECTORS; v++) sums[r][v] = tq_all(0);
+    for (int32_t j = 0; j < n; j++) {
+        tq_floats m[OUT_VECTORS];
+        TQ_UNROLL
+        for (int32_t v = 0; v < OUT_VECTORS; v++) m[v] = tq_load_floats(matrix + (int64_t)j * n + TQ_LANES * v);
+        TQ_UNROLL
+        for (int32_t r = 0; r < rows; r++) TQ_UNROLL
+        for (int32_t v = 0; v < OUT_VECTORS; v++) sums[r][v] += m[v] * x[(int64_t)r * n + j];
+    }
+    TQ_UNROLL
+    for (int32_t r = 0; r < rows; r++) TQ_UNROLL
+    for (int32_t v = 0; v < OUT_VECTORS; v++) tq_store_floats(y + (int64_t)r * n + TQ_LANES * v, sums[r][v]);
+}
+
+static void scan_rotate(const float *matrix, int32_t n, const float *x, int32_t rows, float *y)
+{
+    for (int32_t i = 0; i < n; i += 32) {
+        int32_t r = 0;
+        for (; r + ROWS_TOGETHER <= rows; r += ROWS_TOGETHER)
+            rotate_tile(matrix + i, n, x + (int64_t)r * n, ROWS_TOGETHER, y + (int64_t)r * n + i);
+        for (; r < rows; r++) rotate_tile(matrix + i, n, x + (int64_t)r * n, 1, y + (int64_t)r * n + i);
+    }
+}
+
+/* ---- codes ---- */
+
+/** Thresholds above the middle and magnitudes, by symmetry: m of them are <= |u| (negative u: < |u|). */
+typedef struct {
+    int32_t half;           /* levels of one sign */
+    int32_t thresholds[31]; /* bits of the float, which order as integers do */
+    float least, step;
+    float more[31]; /* what a threshold adds to the magnitude */
+} encode_book;
+
+static inline void get_encode_book(const tq_index_book *book, encode_book *out)
+{
+    out->half = book->n_levels / 2;
+    out->step = book->step;
+    out->least = book->levels[out->half];
+    for (int32_t k = 0; k + 1 < out->half; k++) {
+        memcpy(&out->thresholds[k], &book->thresholds[out->half + k], sizeof(float));
+        out->more[k] = (float)(book->levels[out->half + k + 1] - book->levels[out->half + k]);
+    }
+}
+
+/** 32 channels: codes, and levels in place of u. half is a constant where this is inlined. */
+TQ_INLINE void encode_ranks(const encode_book *book, int32_t half, float *u, uint8_t *codes)
+{
+    for (int32_t i = 0; i < 32; i += TQ_LANES) {
+        tq_floats x = tq_load_floats(u + i), magnitude = tq_all(book->least);
+        tq_ints negative = x < 0.0f, key = tq_magnitude_bits(x) + negative, m = {0};
+        TQ_UNROLL
+        for (int32_t k = 0; k + 1 < half; k++) {
+            tq_ints above = key >= book->thresholds[k];
+            m -= above;
+            magnitude += (tq_floats)(above & (tq_ints)tq_all(book->more[k]));
+        }
+        tq_floats level = (tq_floats)((tq_ints)(magnitude * book->step) | (negative & INT32_MIN));
+        tq_store_floats(u + i, level);
+        tq_bytes bytes = __builtin_convertvector(half + (m ^ negative), tq_bytes);
+        memcpy(codes + i, &bytes, sizeof bytes);
+    }
+}
+
+TQ_INLINE void encode_linear(float *u, uint8_t *codes)
+{
+    for (int32_t i = 0; i < 32; i += TQ_LANES) {
+        tq_floats x = tq_load_floats(u + i) * (1 / TQ_WIDE_STEP), most = tq_all(127.0f);
+        x = tq_select(x > most, most, tq_select(x < -most, -most, x));
+        x = (x + TQ_ROUND) - TQ_ROUND;
+        tq_store_floats(u + i, x * TQ_WIDE_STEP);
+        tq_bytes bytes = __builtin_convertvector(__builtin_convertvector(x, tq_ints) + 128, tq_bytes);
+        memcpy(codes + i, &bytes, sizeof bytes);
+    }
+}
+
+static void encode_group(const tq_scan_layout *layout, int32_t bits, float *u, uint8_t *codes)
+{
+    encode_book book;
+    if (bits == TQ_WIDE_BITS) {
+        encode_linear(u, codes);
+        return;
+    }
+    get_encode_book(&layout->books[bits], &book);
+    switch (bits) {
+    case 1: encode_ranks(&book, 1, u, codes); return;
+    case 2: encode_ranks(&book, 2, u, codes); return;
+    case 3: encode_ranks(&book, 4, u, codes); return;
+    case 4: encode_ranks(&book, 8, u, codes); return;
+    case 5: encode_ranks(&book, 16, u, codes); return;
+    default: encode_ranks(&book, 32, u, codes);
+    }
+}
+
+static float scan_encode(const tq_scan_layout *layout, const float *z, uint8_t *codes)
+{
+    const tq_index_layout *groups = layout->layout;
+    float u[32], levels[32], t[TQ_MAX_DIM];
+    lane_sums squares = {0}, exact = {0}, products = {0};
+    for (int32_t g = 0; g < groups->groups; g++) {
+        if (!groups->bits[g]) continue;
+        for (int32_t i = 32 * g; i < 32 * g + 32; i += TQ_LANES)
+            tq_store_floats(t + i, tq_load_floats(z + i) / groups->steps[g]);
+        TQ_UNROLL
+        for (int32_t k = 0; k < SUM_VECTORS; k++) {
+            half_doubles v = load_doubles(t + 32 * g + HALF * k);
+            squares.v[k] += v * v;
+        }
+    }
+    double rms = sqrt(sum_lanes(&squares) / layout->coded);
+    float inverse = rms > 0 ? (float)(1 / rms) : 0;
+    for (int32_t g = 0; g < groups->groups; g++, codes += 32) {
+        if (!groups->bits[g]) {
+            memset(codes, 0, 32);
+            continue;
+        }
+        for (int32_t i = 0; i < 32; i += TQ_LANES) tq_store_floats(u + i, tq_load_floats(t + 32 * g + i) * inverse);
+        memcpy(levels, u, sizeof u);
+        encode_group(layout, groups->bits[g], levels, codes);
+        double step = groups->steps[g];
+        TQ_UNROLL
+        for (int32_t k = 0; k < SUM_VECTORS; k++) {
+            half_doubles a = load_doubles(u + HALF * k) * step;
+            exact.v[k] += a * a;
+            products.v[k] += a * (load_doubles(levels + HALF * k) * step);
+        }
+    }
+    double product = sum_lanes(&products);
+    return product > 0 ? (float)(rms * (sum_lanes(&exact) / product)) : 0;
+}
+#endif
