@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "cuda/attend/cut.h"
+#include "cuda/device/launch.cuh"
 
 namespace tq
 {
@@ -113,6 +114,7 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
     if (!p.batch) a.rows = 0;
     copy_side(plan, plan.key, &a.key);
     copy_side(plan, plan.value, &a.value);
+    a.signs = signs_of(plan);
     return TQ_OK;
 }
 
