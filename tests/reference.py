@@ -142,14 +142,14 @@ class Codebook:
 
 @cache
 def table_rows() -> list[tuple[str, list[int]]]:
-    """Every row of codebook_tables.h in order: 5 of N(0, 1), then 5 for each d = 8, 16, .., 256."""
-    found = re.findall(r"\{([0-9][0-9.e+-]*)f, \{([0-9, ]+)\}\}", TABLES.read_text())
-    assert len(found) == 5 + 32 * 5
+    """Every row of codebook_tables.h in order: 6 of N(0, 1), then 6 for each d = 8, 16, .., 256."""
+    found = re.findall(r"\{([0-9][0-9.e+-]*)f, \{([0-9,\s]+)\}\}", TABLES.read_text())
+    assert len(found) == 6 + 32 * 6
     return [(step, [int(m) for m in magnitudes.split(",")]) for step, magnitudes in found]
 
 
 def code_of(rank: int, bits: int) -> int:
-    """The code of a rank: the rank itself, or sign and magnitude at 4 and 5 bits."""
+    """The code of a rank: the rank itself, or sign and magnitude from 4 bits on."""
     if bits <= 3:
         return rank
     half = 2 ** (bits - 1)
@@ -158,6 +158,7 @@ def code_of(rank: int, bits: int) -> int:
 
 
 WIDE, WIDE_STEP = 8, np.float32(0.03125)
+WIDTHS = (1, 2, 3, 4, 5, 6, WIDE)  # bits of codes
 
 
 @cache
@@ -166,7 +167,7 @@ def codebook(law: int, head_dim: int, bits: int) -> Codebook:
     if bits == WIDE:
         ranked = np.arange(-128, 128)
         return Codebook(8, WIDE_STEP, ranked, np.zeros(0, np.float32), np.arange(256, dtype=np.uint8), ranked)
-    text, magnitudes = table_rows()[bits - 1 if law == NORMAL else 5 + (head_dim // 8 - 1) * 5 + bits - 1]
+    text, magnitudes = table_rows()[bits - 1 if law == NORMAL else 6 * (head_dim // 8) + bits - 1]
     assert len(magnitudes) == 2 ** (bits - 1)
     step, ranked = np.float32(text), np.array([-m for m in magnitudes[::-1]] + magnitudes)
     thresholds = (ranked[:-1] + ranked[1:]).astype(np.float32) * (np.float32(0.5) * step)
@@ -400,7 +401,7 @@ def encode(p: Plan, side: str, x: F32, transform: Transform) -> tuple[NDArray[np
     u = z * r[:, None]
     codes, c = np.zeros((len(x), p.group * p.groups), np.uint8), np.zeros_like(u)
     for channels, book in p.books(side):
-        rounds = settled and book.bits != WIDE
+        rounds = settled and book.bits <= 5
         rank = book.rank(middle_of_cell(z[:, channels], r) if rounds else u[:, channels])
         codes[:, channels] = book.code_of_rank[rank]
         c[:, channels] = book.ranked[rank].astype(np.float32) * book.step
@@ -476,6 +477,9 @@ def place(bits: int, r: int, n: int) -> list[tuple[int, int]]:
     one = 8 * i + r + 4 * h
     if bits == WIDE:
         return [*four, *((r + 4, bit) for _, bit in four)]
+    two = [(h, 8 * i + 2 * r), (h, 8 * i + 2 * r + 1)]
+    if bits == 6:
+        return [*four, *((4 + word, bit) for word, bit in two)]
     if bits == 5:
         return [*four, (4, one)]
     if bits == 4:
@@ -483,7 +487,7 @@ def place(bits: int, r: int, n: int) -> list[tuple[int, int]]:
     if bits == 3:
         return four[:3] if r < 3 else [(k, 4 * n + 3) for k in range(3)]
     if bits == 2:
-        return [(h, 8 * i + 2 * r), (h, 8 * i + 2 * r + 1)]
+        return two
     return [(0, one)]
 
 

@@ -18,7 +18,7 @@ from reference import F32, F64, TILE, Array
 CODEBOOK, AFFINE, ABSMAX, TABLE = range(4)  # tq_levels
 NO_SKETCH, GAUSSIAN, SIGN = range(3)  # tq_sketch
 UNIFORM = 2  # tq_codebook_law
-HALF_STEPS = {3: 0.293009721, 4: 0.167600307, 5: 0.0940693967}
+HALF_STEPS = {3: 0.293009721, 4: 0.167600307, 5: 0.0940693967, 6: 0.0520315039}
 f32 = np.float32
 
 
@@ -125,7 +125,7 @@ def gaussian(seed: int, rows: int, dim: int) -> F32:
 
 @cache
 def book(law: int, head_dim: int, bits: int) -> ref.Codebook:
-    if law != UNIFORM or bits <= 2:
+    if law != UNIFORM or bits <= 2 or bits == ref.WIDE:
         return ref.codebook(ref.NORMAL if law == UNIFORM else law, head_dim, bits)
     step, odd = f32(HALF_STEPS[bits]), np.arange(1, 2**bits, 2)
     ranked = np.concatenate([-odd[::-1], odd])
@@ -190,7 +190,7 @@ def encode_block(p: Plan, side: Side, groups: range, z: F32, t: Transform) -> tu
     for g in groups:
         b = book(p.codebook, p.head_dim, side.bits[g])
         where = slice(TILE * (g - groups.start), TILE * (g - groups.start + 1))
-        rank = sum((u[:, where] >= threshold).astype(int) for threshold in b.thresholds)
+        rank = b.rank(u[:, where])
         codes[:, where] = b.code_of_rank[rank]
         c[:, where] = b.ranked[rank].astype(f32) * b.step
     scale = np.where(alive, s0 * ref.correction(p.scale, u, c), f32(0))
@@ -257,21 +257,13 @@ def decode(p: Plan, name: str, codes: Array, numbers: Array, t: Transform) -> F6
 # ---- bytes ----
 
 
-def tile_places(bits: int) -> Array:
-    """[row, column, bit of the code]: which bit of the tile it is; 8 bits are two tiles of 4."""
-    if bits != 8:
-        return ref.tile_places(bits)
-    four = ref.tile_places(4)
-    return np.concatenate([four, four + 4 * 32 * 32], axis=-1)
-
-
 def pack(p: Plan, name: str, record: Array, tokens: Array, codes: Array, numbers: Array) -> None:
     """Writes tokens of a page into its record."""
     string = np.unpackbits(record, bitorder="little")
     tile_bytes, at = 128 * sum(p.tile_bits(name)), p.start(name, "codes")
     columns = np.array([ref.column(i) for i in range(TILE)])[tokens % TILE]
     for tile, bits in enumerate(p.tile_bits(name)):
-        places = tile_places(bits)
+        places = ref.tile_places(bits)
         inside = places[tokens % TILE] if name == "key" else places.transpose(1, 0, 2)[columns]
         where = inside + 8 * (at + tokens // TILE * tile_bytes)[:, None, None]
         string[where] = codes[:, TILE * tile : TILE * tile + TILE, None] >> np.arange(bits) & 1
@@ -281,6 +273,34 @@ def pack(p: Plan, name: str, record: Array, tokens: Array, codes: Array, numbers
     for i in range(p.numbers(name)):
         start = p.start(name, "scales") + 2 * p.page_tokens * i
         record[start : start + 2 * p.page_tokens].view("<f2")[order] = numbers[:, i]
+
+
+def unpack(p: Plan, name: str, record: Array) -> tuple[Array, Array]:
+    """Codes [page_tokens, 32 * tiles] and numbers [page_tokens, numbers of a token] of a record."""
+    string, tokens = np.unpackbits(record, bitorder="little"), np.arange(p.page_tokens)
+    columns, at = np.array([ref.column(i) for i in range(TILE)])[tokens % TILE], p.start(name, "codes")
+    tile_bytes, codes = 128 * sum(p.tile_bits(name)), []
+    for bits in p.tile_bits(name):
+        places = ref.tile_places(bits)
+        inside = places[tokens % TILE] if name == "key" else places.transpose(1, 0, 2)[columns]
+        where = inside + 8 * (at + tokens // TILE * tile_bytes)[:, None, None]
+        codes.append((string[where].astype(np.int64) << np.arange(bits)).sum(-1))
+        at += 128 * bits
+    start, size = p.start(name, "scales"), 2 * p.page_tokens
+    order = tokens // TILE * TILE + columns
+    numbers = [record[start + size * i : start + size * (i + 1)].view("<f2")[order] for i in range(p.numbers(name))]
+    return np.concatenate(codes, 1), np.stack(numbers, 1) if numbers else np.zeros((len(tokens), 0), np.float16)
+
+
+def decode_pages(p: Plan, name: str, pages: Array, table: Array, tokens: int, by_head: list[Transform]) -> F64:
+    """What the bytes of packed tokens stand for, [batch, heads, tokens, head_dim]."""
+    out = np.zeros((len(table), pages.shape[1], tokens, p.head_dim))
+    for b, head in np.ndindex(out.shape[:2]):
+        for start in range(0, tokens, p.page_tokens):
+            codes, numbers = unpack(p, name, pages[table[b, start // p.page_tokens], head])
+            here = out[b, head, start : start + p.page_tokens]
+            here[...] = decode(p, name, codes[: len(here)], numbers[: len(here)], by_head[head])
+    return out
 
 
 def pages_of(p: Plan, k: F32, v: F32 | None, key: list[Transform], value: list[Transform]) -> Array:
@@ -296,9 +316,3 @@ def pages_of(p: Plan, k: F32, v: F32 | None, key: list[Transform], value: list[T
                 inside = np.arange(here.stop - here.start)
                 pack(p, name, pages[b * n + page, h], inside, codes[here], numbers[here])
     return pages
-
-
-def round_trip(p: Plan, name: str, x: F32, by_head: list[Transform]) -> F64:
-    """What [batch, kv_heads, tokens, head_dim] decode to."""
-    return np.stack([np.stack([decode(p, name, *encode(p, name, rows, t), t) for rows, t in zip(heads, by_head)])
-                     for heads in x])  # fmt: skip

@@ -13,8 +13,8 @@ from scipy import integrate, optimize, stats
 
 from turboquant import _core
 
-BITS = (1, 2, 3, 4, 5)
-LLOYD_MAX = {1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.0095, 5: 0.0025}  # Max 1960
+BITS = (1, 2, 3, 4, 5, 6)
+LLOYD_MAX = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 0.0006415}  # Max 1960; 6: Lloyd 1982
 OURS = LLOYD_MAX | {2: 0.1188}  # uniform levels at 2 bits
 LAWS = [(ref.NORMAL, 0), *((ref.SPHERE, d) for d in (8, 16, 24, 40, 64, 128, 200, 256))]
 
@@ -75,7 +75,7 @@ def test_symmetry_and_order(law: int, d: int, bits: int) -> None:
     assert (np.diff(book["thresholds"]) > 0).all()
     assert ((levels[:-1] < book["thresholds"]) & (book["thresholds"] < levels[1:])).all()
     assert sorted(book["code_of_rank"]) == list(range(2**bits))
-    assert abs(book["levels"].astype(int)).max() <= 127
+    assert abs(book["levels"].astype(int)).max() <= (126 if bits == 4 else 127)  # plus 1 a signed byte on CUDA
     if bits <= 2:
         np.testing.assert_allclose(np.diff(levels), 2 * book["step"], rtol=1e-6)  # uniform
 
@@ -85,19 +85,19 @@ def test_distortion_of_normal_samples(bits: int, rng: np.random.Generator) -> No
     book, x = _core.codebook(ref.NORMAL, 0, bits), rng.standard_normal(10**6).astype(np.float32)
     rank = np.searchsorted(book["thresholds"], x, side="right")  # how many thresholds are <= x
     error = np.mean((ranked_levels(ref.NORMAL, 0, bits)[rank] - x) ** 2)
-    assert error == pytest.approx(OURS[bits], rel=0.01 if bits <= 3 else 0.02)
+    assert error == pytest.approx(OURS[bits], rel=0.01 if bits <= 3 else 0.02 if bits <= 5 else 0.04)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("law, d", LAWS)
 def test_near_the_optimum(law: int, d: int, bits: int) -> None:
-    """Exact distortions by numerical integration: int8 levels cost at most 1 %, uniform ones at 2 bits 1.2 %."""
+    """Exact distortions, integrated: int8 levels cost at most 1 % (4 % at 6 bits), uniform ones at 2 bits 1.2 %."""
     ours, best = distortion(ranked_levels(law, d, bits), law, d), best_distortion(bits, law, d)
     assert best <= ours * (1 + 1e-6)
-    assert ours <= best * {1: 1.0001, 2: 1.012, 3: 1.001, 4: 1.004, 5: 1.01}[bits]
+    assert ours <= best * {1: 1.0001, 2: 1.012, 3: 1.001, 4: 1.004, 5: 1.01, 6: 1.04}[bits]
     if law == ref.NORMAL:
         assert best == pytest.approx(LLOYD_MAX[bits], rel=0.005)
-        assert ours == pytest.approx(LLOYD_MAX[bits], rel=0.012)
+        assert ours == pytest.approx(LLOYD_MAX[bits], rel=0.012 if bits <= 5 else 0.04)
 
 
 @pytest.mark.parametrize("law, d", LAWS)
@@ -109,18 +109,33 @@ def test_two_bit_step_is_the_best(law: int, d: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_uniform_law_is_the_best_uniform_quantiser(bits: int) -> None:
-    """Max 1960, Table II: distortions .3634, .1188, .03744, .01154, .003495."""
+    """Max 1960, Table II: distortions .3634, .1188, .03744, .01154, .003495; 6 bits are found alike."""
     book = _core.codebook(2, 0, bits)
     odd = np.arange(1 - 2**bits, 2**bits, 2)
     levels = np.sort(book["levels"].astype(np.float64)) * book["step"]
     np.testing.assert_allclose(levels, odd * levels[-1] / odd[-1], rtol=1e-6)
-    found = optimize.minimize_scalar(lambda s: distortion(s * odd, ref.NORMAL, 0), bounds=(0.02, 1.2))
+    found = optimize.minimize_scalar(
+        lambda s: distortion(s * odd, ref.NORMAL, 0), bounds=(0.02, 1.2), options=dict(xatol=1e-9)
+    )
     assert levels[-1] / odd[-1] == pytest.approx(found.x, rel=1e-3)
-    want = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.003495}[bits]
+    want = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.003495, 6: 0.0010400}[bits]
     assert distortion(levels, ref.NORMAL, 0) == pytest.approx(want, rel=2e-3)
     if bits <= 2:
         plain = _core.codebook(ref.NORMAL, 0, bits)
         assert book["step"] == plain["step"] and np.array_equal(book["levels"], plain["levels"])
+
+
+def test_the_step_of_8_bits_is_nearly_the_best() -> None:
+    """255 equally spaced levels, 1/32 apart: within 0.3 % of the best step for N(0, 1)."""
+
+    def error(step: float) -> float:
+        levels = np.arange(-127, 128) * step
+        x = np.linspace(-9, 9, 180001)
+        square = (x - levels[np.clip(np.rint(x / step), -127, 127).astype(int) + 127]) ** 2
+        return float(np.trapezoid(square * stats.norm.pdf(x), x))
+
+    best = optimize.minimize_scalar(error, bounds=(0.02, 0.04), method="bounded", options=dict(xatol=1e-6))
+    assert error(2.0**-5) == pytest.approx(8.851e-5, rel=2e-3) and error(2.0**-5) < 1.003 * best.fun
 
 
 @pytest.mark.parametrize("d", [8, 64, 256])
@@ -137,7 +152,7 @@ def test_table_is_what_its_generator_makes() -> None:
 
 @pytest.mark.parametrize(
     "law, d, bits, name",
-    [(3, 8, 3, "law"), (-1, 8, 3, "law"), (0, 8, 0, "bits"), (0, 8, 6, "bits"), (0, 8, 9, "bits")]
+    [(3, 8, 3, "law"), (-1, 8, 3, "law"), (0, 8, 0, "bits"), (0, 8, 7, "bits"), (0, 8, 8, "bits"), (0, 8, 9, "bits")]
     + [(1, d, 3, "head_dim") for d in (0, -8, 4, 12, 264)],
 )
 def test_bad_arguments(law: int, d: int, bits: int, name: str) -> None:

@@ -139,8 +139,8 @@ def test_arguments_are_named() -> None:
     ("call", "error", "says"),
     [
         (lambda: _core.codebook(3, 64, 3), ValueError, "codebook: `law` must be 0 (normal), 1 (sphere) or 2 "),
-        (lambda: _core.codebook(0, 64, 0), ValueError, "codebook: `bits` must be in 1..5, got 0"),
-        (lambda: _core.codebook(0, 64, 9), ValueError, "codebook: `bits` must be in 1..5, got 9"),
+        (lambda: _core.codebook(0, 64, 0), ValueError, "codebook: `bits` must be in 1..6, got 0"),
+        (lambda: _core.codebook(0, 64, 9), ValueError, "codebook: `bits` must be in 1..6, got 9"),
         (lambda: _core.codebook(1, -8, 3), ValueError, "codebook: `head_dim` must be "),
         (lambda: _core.codebook("normal", 64, 3), TypeError, "codebook: `law` must be an integer, got str"),
         (lambda: _core.random(-1, 0, 0), ValueError, "random: `seed` must be in 0..2**64 - 1"),

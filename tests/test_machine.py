@@ -46,7 +46,7 @@ def test_attend_runs_the_level_in_use(head_dim: int, isa: str) -> None:
     """At odd sizes too: no silent fall back to scalar."""
     available = _core.isa_available()
     borrowed = available[available.index(isa) :]  # from simpler levels, and the name says so
-    for bits in range(1, 6):
+    for bits in ref.WIDTHS:
         p = ref.plan(head_dim, bits, bits)
         assert _core.kernel_name("attend", p.words) == f"attend_{isa}"
         for op in OPERATIONS:

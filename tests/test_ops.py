@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference as ref
+import tolerance
 from cases import Case, keywords, make_case, orthogonal, random_transform
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -170,9 +171,26 @@ def test_append_writes_the_bytes_of_the_reference(
         ref.append(plan, want, k, v, lengths, key, value)
         new = [from_cache_layout(tensor(x, dtype).to(device)) for x in (k, v)]
         assert tq.append(plan.words, *new, tensor(lengths).to(device), **got, **transforms) is None
-    np.testing.assert_array_equal(array(got["pages"]), want.pages)
+    if tolerance.has_matrix(plan):
+        assert (array(got["pages"]) != want.pages).mean() < 0.005
+    else:
+        np.testing.assert_array_equal(array(got["pages"]), want.pages)
     for name, exact in want.arrays().items():
         np.testing.assert_array_equal(array(got[name]), exact, err_msg=name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 17, 150])
+@pytest.mark.parametrize("group", [32, 16])
+def test_codes_of_a_dense_rotation(group: int, tokens: int, device: str, rng: np.random.Generator) -> None:
+    """Where plans promise a tolerance: each code against float64."""
+    for bits, value_bits in ((3, 2), (6, 5), (8, 1), (4, 6)):
+        p = ref.plan(96, bits, value_bits, rotation=ref.DENSE, group=group)
+        key, value = (random_transform(rng, p, 2, 2) for _ in range(2))
+        k, v = (rng.standard_normal((2, 2, tokens, 96)).astype(np.float32) for _ in range(2))
+        pages = tq.quantize(p.words, *(tensor(x).to(device) for x in (k, v)), **on(device, keywords(key, value)))
+        table = np.arange(len(pages)).reshape(2, -1)
+        tolerance.check_pages(p, array(pages), table, dict(key=k, value=v), dict(key=key, value=value))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -314,7 +332,11 @@ def test_rotate(plan: ref.Plan, dtype: str, device: str, rng: np.random.Generato
     x = tensor(ref.narrow(rng.standard_normal((2, 3, 5, plan.head_dim)).astype(np.float32), dtype), dtype).to(device)
     y = tq.rotate(plan.words, from_cache_layout(x), on_device)
     want = ref.narrow(ref.rotate(plan, ref.widen(array(x)).reshape(-1, plan.head_dim), matrix), dtype)
-    np.testing.assert_array_equal(array(y).reshape(want.shape), want)
+    if matrix is None:
+        np.testing.assert_array_equal(array(y).reshape(want.shape), want)
+    else:
+        off = np.abs(ref.widen(array(y)).reshape(want.shape) - ref.widen(want))
+        assert off.max() <= tolerance.TOLERANCE + 2 * ROUNDING[dtype] * np.abs(ref.widen(want)).max()
     assert y.dtype == x.dtype and y.is_contiguous() and y.shape == x.shape
     back = tq.rotate(plan.words, y, on_device, inverse=True)
     assert (back.float() - x.float()).abs().max() <= 1e-5 + 16 * ROUNDING[dtype]

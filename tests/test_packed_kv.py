@@ -52,10 +52,11 @@ def test_pack_and_attend(device: str, rng: np.random.Generator) -> None:
         got, expected = ops.attend(q, packed, **given, return_lse=True), raw("attend", q, packed=packed, **given)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert torch.equal(ops.attend(q, packed, return_lse=True)[0], out)
-    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    assert torch.nn.functional.cosine_similarity(out.flatten(), exact.flatten(), dim=0) > 0.98
-    for got, x in zip(ops.dequantize(packed), (k, v), strict=True):
+    kept = ops.dequantize(packed)
+    for got, x in zip(kept, (k, v), strict=True):
         assert got.shape == x.shape and float((got - x).square().mean()) < 0.05
+    expected = torch.nn.functional.scaled_dot_product_attention(q, *kept, enable_gqa=True)
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,7 +138,7 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
     ),
     "neither": (TypeError, lambda k, p: ops.pack(k, k), "pack: `plan` must be given, or else `bits`, got neither"),
     "both": (TypeError, lambda k, p: ops.pack(k, k, p.plan, bits=4), "must be given, or else `bits`, got both"),
-    "9 bits": (ValueError, lambda k, p: ops.pack(k, k, bits=9), "`key_bits[0]` must be 0..5"),
+    "9 bits": (ValueError, lambda k, p: ops.pack(k, k, bits=9), "`key_bits[0]` must be in 0..6 or 8"),
     "bits in words": (TypeError, lambda k, p: ops.pack(k, k, bits="4"), "`key_bits` must be "),
     "an array": (TypeError, lambda k, p: ops.pack(k.numpy(), k, bits=4), "pack: `k` must be a tensor, got ndarray"),
     "a list": (TypeError, lambda k, p: ops.attend([1.0], p), "attend: `q` must be a tensor, got list"),

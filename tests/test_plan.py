@@ -24,11 +24,10 @@ def plans(draw: st.DrawFn) -> Plan:
 
     def side() -> Side:
         if plain:
-            width = st.sampled_from((*range(6), *((8,) if group == 16 else ())))
-            bits = draw(st.lists(width, min_size=groups, max_size=groups).filter(any))
+            bits = draw(st.lists(st.sampled_from((*range(7), 8)), min_size=groups, max_size=groups).filter(any))
             return Side(bits, rotation)
         levels, sketch = draw(st.sampled_from(Levels)), draw(st.sampled_from(Sketch))
-        widths = st.sampled_from((2, 5, 8) if levels in (Levels.AFFINE, Levels.ABSMAX) else (1, 2, 5))
+        widths = st.sampled_from({Levels.ABSMAX: (2, 5, 6, 8), Levels.TABLE: (1, 2, 5, 6)}.get(levels, (1, 2, 5, 6, 8)))
         codebook = levels == Levels.CODEBOOK
         bits = draw(st.lists(widths, min_size=groups, max_size=groups)) if codebook else draw(widths)
         blocks = 0 if levels == Levels.TABLE else 32 * draw(st.integers(0, 3))
@@ -112,11 +111,12 @@ def test_bits_alone_are_a_side() -> None:
         (dict(head_dim=264), ValueError, "`head_dim` must be at most 256 in a plan with values, got 264"),
         (dict(head_dim=2**70), ValueError, "`head_dim` must fit in 64 bits, got 1180591620717411303424"),
         (dict(head_dim="64"), TypeError, "`head_dim` must be an integer, got '64'"),
-        (dict(key=9), ValueError, "`key_bits[0]` must be 0..5"),
-        (dict(key=17), ValueError, "`key_bits[0]` must be in 0..5"),
+        (dict(key=7), ValueError, "`key_bits[0]` must be in 0..6 or 8, got 7"),
+        (dict(key=9), ValueError, "`key_bits[0]` must be in 0..6 or 8, got 9"),
+        (dict(key=17), ValueError, "`key_bits[0]` must be in 0..6 or 8, got 17"),
         (dict(key=0), ValueError, "`key_bits` must be more than 0 in at least one group, got 0"),
         (dict(key=None), TypeError, "`key` must be a Side or its bits, got None"),
-        (dict(value=[4, -1]), ValueError, "`value_bits[1]` must be in 0..5 or 8, got -1"),
+        (dict(value=[4, -1]), ValueError, "`value_bits[1]` must be in 0..6 or 8, got -1"),
         (dict(value=[4, 4.0]), TypeError, "`value_bits[1]` must be an integer, got 4.0"),
         (dict(value=[4, 4, 4]), ValueError, "`value_bits` must be an integer or one per group, 2 of them, got 3"),
         (dict(value="4"), TypeError, "`value_bits` must be an integer or a sequence of integers, got '4'"),
@@ -135,7 +135,7 @@ def test_bits_alone_are_a_side() -> None:
         (dict(key=Side((0, 4), blocks=32)), ValueError, "`key_bits[0]` must be at least 1 where there are blocks"),
         (dict(key=Side((3, 4), levels="affine")), ValueError, "`key_bits[1]` must be the bits of the group before it"),
         (dict(key=Side(1, levels="absmax")), ValueError, "`key_bits[0]` must be at least 2 with absmax levels"),
-        (dict(key=Side(8, levels="table")), ValueError, "`key_bits[0]` must be 0..5"),
+        (dict(key=Side(8, levels="table")), ValueError, "`key_bits[0]` must be in 0..6 with a table, got 8"),
         (dict(key=Side(3, levels="table", blocks=32)), ValueError, "`key_bits[1]` must be without 16: a table has one"),
         (dict(key=Side(3, sketch="gaussian")), ValueError, "`key_sketch_rows` must be in 1..head_dim, got 0"),
         (dict(value=Side(3, sketch_rows=4)), ValueError, "`value_sketch_rows` must be 0 without a Gaussian sketch"),

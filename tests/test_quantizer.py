@@ -260,13 +260,13 @@ NO_SPHERE = "`head_dim` must be at most 256 with the sphere codebook, got 264"
         (dict(dim=-8), ValueError, "Quantizer: `dim` must be a multiple of 8 in 8..4096, got -8"),
         (dict(dim=4104), ValueError, "Quantizer: `dim` must be a multiple of 8 in 8..4096, got 4104"),
         (dict(dim=64.0), TypeError, "Quantizer: `dim` must be an integer, got 64.0"),
-        (dict(bits=0), ValueError, "Quantizer: `bits` must be in 1..5, or more than 0 in one group, got 0"),
-        (dict(bits=9), ValueError, "Quantizer: `bits[0]` must be in 0..5 or 8, got 9"),
+        (dict(bits=0), ValueError, "Quantizer: `bits` must be more than 0 in at least one group, got 0"),
+        (dict(bits=9), ValueError, "Quantizer: `bits[0]` must be in 0..6 or 8, got 9"),
         (dict(bits=2.5), TypeError, "`bits` must be an integer, got 2.5"),
         (dict(bits="4"), TypeError, "`bits` must be an integer or a sequence of integers, got '4'"),
         (dict(bits=[4]), ValueError, GROUPS),
-        (dict(bits=[4, 6]), ValueError, "Quantizer: `bits[1]` must be in 0..5 or 8, got 6"),
-        (dict(bits=[0, 0]), ValueError, "Quantizer: `bits` must be in 1..5, or more than 0 in one group, got [0, 0]"),
+        (dict(bits=[4, 7]), ValueError, "Quantizer: `bits[1]` must be in 0..6 or 8, got 7"),
+        (dict(bits=[0, 0]), ValueError, "Quantizer: `bits` must be more than 0 in at least one group, got [0, 0]"),
         (dict(rotation="pca"), ValueError, "Quantizer: `rotation` must be one of hadamard, dense, none, got 'pca'"),
         (dict(rotation=1), TypeError, "Quantizer: `rotation` must be one of hadamard, dense, none, got 1"),
         (dict(scale="max"), ValueError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got 'max'"),
@@ -485,9 +485,8 @@ def test_forged_headers_are_refused(saved: tuple[Path, Codes]) -> None:
     refuses(path, forged((4, *codes.plan.words[1:]), 100, len(payload), total) + payload, "format version 1")
     refuses(path, forged(codes.plan.words[:-1], 100, len(payload), total) + payload)
     refuses(path, forged((), 100, len(payload), total) + payload)
-    refuses(
-        path, forged((*codes.plan.words[:17], 22, *codes.plan.words[18:]), 100, len(payload), total) + payload, "0..5"
-    )
+    wrong = (*codes.plan.words[:17], 23, *codes.plan.words[18:])
+    refuses(path, forged(wrong, 100, len(payload), total) + payload, "in 0..6 or 8")
     refuses(path, forged((0,) * 300, 100, len(payload), total) + payload, "273")
     for vectors in (0, 96, 129, 2**32, 2**63, 2**64 - 1):
         refuses(path, forged(codes.plan.words, vectors, len(payload), total) + payload, "payload_bytes")

@@ -16,16 +16,14 @@ from turboquant.named_specs import OTHERS, OURS, resolve
 core = pytest.importorskip("turboquant._core")
 
 REFUSED = {  # fields, what the message must contain: the field, what it was, what it should be
-    "bits 0": (dict(key_bits=0), "`key_bits` must be in 1..5 or 8, got 0"),
-    "bits 9": (dict(value_bits=9), "`value_bits` must be in 1..5 or 8, got 9"),
-    "bits of a group": (dict(key_bits=(4, 6)), r"`key_bits\[1\]` must be in 0\.\.5 or 8, got 6"),
+    "bits 0": (dict(key_bits=0), "`key_bits` must be in 1..6 or 8, got 0"),
+    "bits 9": (dict(value_bits=9), "`value_bits` must be in 1..6 or 8, got 9"),
+    "bits of a group": (dict(key_bits=(4, 7)), r"`key_bits\[1\]` must be in 0\.\.6 or 8, got 7"),
     "no bits in any group": (dict(value_bits=(0, 0)), "`value_bits` must give bits to at least one group"),
     "groups that differ": (dict(key_bits=(4, 2), value_bits=(4, 2, 2)), "same number of groups, got 2 and 3"),
     "rotation": (dict(rotation="hadamrd"), "`rotation` must be one of hadamard, dense, none, .*got 'hadamrd'"),
     "codebook": (dict(codebook="beta"), "`codebook` must be one of normal, sphere, uniform"),
-    "thirds": (dict(key_bits=3.3), "`key_bits` must be whole or a number of quarters between 1 and 5, got 3.3"),
-    "8 bits of a codebook": (dict(key_bits=8), "`key_bits` must be in 1..5 unless `group` is 16 or `key_levels` are"),
-    "8 bits of a group of 32": (dict(value_bits=(4, 8)), "`value_bits` must be in 1..5 unless `group` is 16"),
+    "thirds": (dict(key_bits=3.3), "`key_bits` must be whole or a number of quarters between 1 and 6, got 3.3"),
     "group": (dict(group=8), "`group` must be 32 or 16 channels, got 8"),
     "blocks of groups of 16": (dict(group=16, key_block=32), "`group` must be 32 with blocks, tables, sketches"),
     "1 bit on both sides of 0": (dict(value_bits=1, value_levels="absmax"), "`value_bits` must be at least 2"),

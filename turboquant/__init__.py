@@ -1,4 +1,4 @@
-"""TurboQuant: keys, values and vectors in 1 to 5 bits a number, and attention straight from the packed bytes.
+"""TurboQuant: keys, values and vectors in 1 to 8 bits a number, and attention straight from the packed bytes.
 
     Quantizer, Codes         vectors, with NumPy alone
     Index                    vector search, with NumPy alone

@@ -11,8 +11,9 @@
     append_kernel, attend_kernel  the name of the kernel that `append` and `attend` run for the same arguments
 
 Each operator's own words: ``print(torch.ops.turboquant.attend.__doc__)``. They run on the CPU and, in a build with
-CUDA, on CUDA, from one schema and into the same bytes; under `torch.compile(fullgraph=True)`, `torch.export` and
-`torch.inference_mode`. They have no gradient: a tensor that requires grad is an error while grad mode is on.
+CUDA, on CUDA, from one schema and into the same bytes (plans with a matrix: codes to a tolerance, turboquant.h,
+"ROUNDING"); under `torch.compile(fullgraph=True)`, `torch.export` and `torch.inference_mode`. They have no gradient:
+a tensor that requires grad is an error while grad mode is on.
 
 Arguments that several operators share (contracts and the byte format: ``csrc/include/turboquant.h``):
 

@@ -150,7 +150,7 @@ def pack(
 
     k, v: [batch, kv_heads, tokens, head_dim], keys after RoPE; v is None for a plan without values.
     plan: how the pages store them; or
-    bits: instead of a plan, bits of each channel of keys and values, 1 to 5, with a Hadamard rotation.
+    bits: instead of a plan, bits of each channel of keys and values, 1 to 6 or 8, with a Hadamard rotation.
     max_tokens: room for so many tokens of each sequence, for `append`; at least those that are there.
     transforms (key_rotation, ..): see `turboquant.operators`; the `PackedKV` keeps them.
 

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 FORMAT_VERSION = 1
 GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
 FINE_GROUP = 16  # the other choice
-MAX_BITS = 5
-WIDE_BITS = 8  # of groups of 16 channels, beside 0..5
+MAX_BITS = 6
+WIDE_BITS = 8  # beside 0..6
+WIDTHS = (*range(MAX_BITS + 1), WIDE_BITS)  # bits of a group
 WIDE_STEP = 2.0**-5  # of their levels
 MAX_HEAD_DIM = 256  # of a plan with values
 MAX_DIM = 4096  # of a plan without values (vectors)
@@ -101,11 +102,6 @@ def _integer(value: Any, argument: str) -> int:
     return number
 
 
-def widths_of(group: int) -> tuple[int, ...]:
-    """The bits that a group of so many channels may have, ascending."""
-    return (*range(MAX_BITS + 1), *((WIDE_BITS,) if group == FINE_GROUP else ()))
-
-
 def group_bits(bits: int | Sequence[int], groups: int, argument: str) -> tuple[int, ...]:
     """The bits of each of `groups` groups, from one integer or as many as there are groups; TypeError or ValueError."""
     if isinstance(bits, (str, bytes)):
@@ -122,8 +118,7 @@ def group_bits(bits: int | Sequence[int], groups: int, argument: str) -> tuple[i
 class Side:
     """Keys or values in a `Plan`.
 
-    bits: 0..5 of a code; 8 too with groups of 16 channels, and with affine and absmax levels. One integer, or one per
-        group of channels.
+    bits: of a code, 0..6 or 8. One integer, or one per group of channels.
     rotation, levels, sketch: members or their names.
     blocks: channels that share their per-token numbers, a multiple of 32 (0: all of them); or the groups that blocks
         begin with, a tuple whose first is 0.

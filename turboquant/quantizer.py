@@ -1,4 +1,4 @@
-"""Quantizer: vectors in 1 to 5 bits a number, and inner products straight from the bytes. NumPy only.
+"""Quantizer: vectors in 1 to 8 bits a number, and inner products straight from the bytes. NumPy only.
 
 The method is TurboQuant's (arXiv 2504.19874) with the scale of EDEN (arXiv 2108.08842): rotate, divide by the root mean
 square, round every coordinate to the nearest of 2^bits levels made for its law, keep one binary16 scale per vector. The
@@ -26,6 +26,7 @@ from .plan import (
     MAX_BITS,
     MAX_DIM,
     WIDE_BITS,
+    WIDTHS,
     Codebook,
     Levels,
     Plan,
@@ -184,7 +185,7 @@ class Quantizer:
     """Turns vectors into codes and back, and takes inner products with codes.
 
     dim: numbers of a vector, a multiple of 8 in 8..4096. (Pad others with zeros: no inner product changes.)
-    bits: 1..5 for all numbers, or a sequence with 0..5 for each group of 32 rotated channels.
+    bits: 1..6 or 8 for all numbers, or a sequence with 0..6 or 8 for each group of 32 rotated channels.
     rotation: "hadamard" (random signs and Walsh-Hadamard butterflies, O(dim log dim)), "dense" (a random orthogonal
         matrix, made here in O(dim^3): seconds from a dim of about 2,000, and O(dim^2) for every vector), or "none".
     scale: the one number kept per vector. "eden": inner products are unbiased over the random rotation;
@@ -239,10 +240,10 @@ class Quantizer:
                 raise ValueError(f"Quantizer: `sketch_rows` must be in 1..{dim}, got {rows}")
         widths = group_bits(bits, -(-dim // GROUP), "bits")
         for i, width in enumerate(widths):
-            if width not in (*range(MAX_BITS + 1), WIDE_BITS):
+            if width not in WIDTHS:
                 raise ValueError(f"Quantizer: `bits[{i}]` must be in 0..{MAX_BITS} or {WIDE_BITS}, got {width}")
         if not any(widths):
-            raise ValueError(f"Quantizer: `bits` must be in 1..{MAX_BITS}, or more than 0 in one group, got {bits!r}")
+            raise ValueError(f"Quantizer: `bits` must be more than 0 in at least one group, got {bits!r}")
         side = Side(widths, _ROTATIONS[rotation], levels, block, sketch, rows)
         law, scaling = member(Codebook, codebook, "codebook"), member(Scale, scale, "scale")
         self._setup(Plan(dim, side, codebook=law, scale=scaling, seed=seed, page_tokens=_PAGE), centre)

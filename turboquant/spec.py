@@ -20,9 +20,9 @@ from .plan import (
     MAX_BITS,
     PAGE_TOKENS,
     WIDE_BITS,
+    WIDTHS,
     Plan,
     Side,
-    widths_of,
 )
 
 __all__ = ["CacheSpec"]
@@ -52,11 +52,12 @@ _RANGES = {
     "seed": (0, 2**63 - 1),
 }
 _BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre")  # unless they were named
+BUDGET_BITS = 5  # what a budget gives a group at most, but for 8 in groups of 16
 _WHOLE_CACHE = ("prefill", "overrides", "budget", "group")  # the same for all layers: an override may not set them
 
 
 def _bits(value: Any, field: str) -> Bits:
-    """An integer in 1..5 or 8, a number of quarters between 1 and 5, or a tuple of integers in 0..5 or 8, one per
+    """An integer in 1..6 or 8, a number of quarters between 1 and 6, or a tuple of integers in 0..6 or 8, one per
     group, not all 0."""
     if isinstance(value, (bool, str, bytes)):
         raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {value!r}")
@@ -70,12 +71,12 @@ def _bits(value: Any, field: str) -> Bits:
             bits = index(value)
         except TypeError:
             raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {value!r}") from None
-        if not 1 <= bits <= MAX_BITS and bits != 8:
-            raise ValueError(f"`{field}` must be in 1..{MAX_BITS} or 8, got {bits}")
+        if bits < 1 or bits not in WIDTHS:
+            raise ValueError(f"`{field}` must be in 1..{MAX_BITS} or {WIDE_BITS}, got {bits}")
         return bits
     widths = tuple(_integer(b, f"{field}[{i}]", 0, WIDE_BITS) for i, b in enumerate(value))
     for i, width in enumerate(widths):
-        if width not in widths_of(FINE_GROUP):
+        if width not in WIDTHS:
             raise ValueError(f"`{field}[{i}]` must be in 0..{MAX_BITS} or {WIDE_BITS}, got {width}")
     if not any(widths):
         raise ValueError(f"`{field}` must give bits to at least one group of channels, got {widths}")
@@ -120,9 +121,9 @@ class CacheSpec:
     ``centre="none", sinks=0, window=0``. `named` holds the names of the fields that were given: a budget may set the
     others. Equality and hash look at values alone.
 
-    key_bits, value_bits   bits of a code: 1..5 for all channels, 8 with affine or absmax levels and with groups of 16;
-                           quarters such as 2.5: so much of the groups has one bit more (see `outliers`); or a tuple
-                           with one entry in 0..5, or 8 if groups are of 16, per group of rotated channels.
+    key_bits, value_bits   bits of a code: 1..6 or 8 for all channels; quarters such as 2.5: so much of the groups has
+                           one bit more (see `outliers`); or a tuple with one entry in 0..6 or 8 per group of rotated
+                           channels. CUDA kernels of 6 and 8 bits are those for any width.
     group           channels of a group: 32, or 16, with which a budget follows the variance
                     more closely and may give a few groups 8 bits, and heads that are no multiple of 32 are padded less.
     rotation        "hadamard": random signs and Walsh-Hadamard, nothing is stored; "dense": a dense random matrix;
@@ -234,9 +235,6 @@ class CacheSpec:
         split = [isinstance(getattr(self, f"{side}_bits"), float) for side in _SIDES]
         for side in _SIDES:
             levels, bits, block = (getattr(self, f"{side}_{name}") for name in ("levels", "bits", "block"))
-            whole = levels in ("affine", "absmax") or (self.group == FINE_GROUP and levels == "codebook")
-            if WIDE_BITS in (bits if isinstance(bits, tuple) else (bits,)) and not whole:
-                refuse(f"{side}_bits", f"in 1..{MAX_BITS} unless `group` is 16 or `{side}_levels` are affine or absmax")
             if bits == 1 and levels == "absmax":
                 refuse(f"{side}_bits", f"at least 2 where `{side}_levels` are absmax")
             if levels == "table" and bits != 3:
@@ -279,8 +277,8 @@ class CacheSpec:
         if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
             raise TypeError(f"`budget` must be a number of bits or None, got {self.budget!r}")
         put(self, "budget", float(self.budget))
-        if not 0 < self.budget <= MAX_BITS:  # a NaN is refused as well
-            raise ValueError(f"`budget` must be above 0 and at most {MAX_BITS} bits, got {self.budget}")
+        if not 0 < self.budget <= BUDGET_BITS:  # a NaN is refused as well
+            raise ValueError(f"`budget` must be above 0 and at most {BUDGET_BITS} bits, got {self.budget}")
         for name in ("key_bits", "value_bits"):
             if name in self.named:
                 raise ValueError(

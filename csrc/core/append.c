@@ -12,8 +12,7 @@ typedef struct {
     const tq_plan *plan;
     const tq_append_params *p;
     const tq_kernels *kernels;
-    tq_codebook books[TQ_WIDE_BITS + 1];
-    tq_cells cells[TQ_MAX_BITS + 1];
+    const tq_plan_tables *tables;
     uint8_t *scratch; /* [threads] of worker_bytes */
     int64_t worker_bytes;
 } append_job;
@@ -173,7 +172,7 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     job->kernels->load(job->p->dtype, x, w->x, plan->head_dim);
     if (!tq_is_plain(plan)) {
         for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= centre[i];
-        tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->books, t, is_key, h);
+        tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->tables->books, t, is_key, h);
         tq_block_encode(&coder, w->x, w->y, codes, scale);
         return;
     }
@@ -184,8 +183,8 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     }
     const int settled = tq_is_settled(plan);
     tq_encoder encoder = {.side = is_key ? &plan->key : &plan->value,
-                          .books = job->books,
-                          .cells = job->cells,
+                          .books = job->tables->books,
+                          .cells = job->tables->cells,
                           .head_dim = plan->head_dim,
                           .scale = plan->scale,
                           .group_channels = plan->group_channels,
@@ -350,8 +349,7 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
     if (plan->value.tile_bytes)
         TQ_TRY(check_numbers(&job, params->v, params->v_stride_batch, params->v_stride_head, params->v_stride_token,
                              "v", error));
-    tq_plan_codebooks(plan, job.books);
-    if (tq_is_plain(plan)) tq_plan_cells(plan, job.books, job.cells);
+    job.tables = tq_plan_tables_of(plan);
     tq_parallel((int64_t)params->batch * params->kv_heads, threads, append_head, &job);
     return TQ_OK;
 }

@@ -521,7 +521,7 @@ tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *s
                        "at least tq_attend_scratch_bytes");
     if ((uintptr_t)scratch % 64)
         return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
-    tq_plan_codebooks(plan, job.books);
+    job.books = tq_plan_tables_of(plan)->books;
     int64_t tasks = (int64_t)params->batch * params->kv_heads * job.chunks;
     tq_parallel(tasks * job.splits, job.threads, run_task, &job);
     if (job.splits > 1) tq_parallel(tasks, job.threads, merge_task, &job);

@@ -7,7 +7,7 @@ typedef struct {
     const tq_plan *plan;
     const tq_attend_params *a;
     const tq_kernels *kernels;
-    tq_codebook books[TQ_WIDE_BITS + 1];
+    const tq_codebook *books; /* [TQ_WIDE_BITS + 1], by bits */
     tq_coded_groups key_groups, value_groups;
     tq_tile key_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE],
         value_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE];

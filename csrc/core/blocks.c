@@ -45,7 +45,7 @@ static void fill_levels(const tq_block_coder *c, int32_t bits, float levels[MAX_
         case TQ_LEVELS_AFFINE: levels[code] = (float)code; break;
         case TQ_LEVELS_ABSMAX: levels[code] = (float)(code - (1 << (bits - 1))); break;
         case TQ_LEVELS_TABLE: levels[code] = c->table[code]; break;
-        default: levels[code] = (float)c->books[bits].levels[code] * c->books[bits].step;
+        default: levels[code] = (float)tq_level(&c->books[bits], (uint8_t)code) * c->books[bits].step;
         }
 }
 
@@ -93,11 +93,9 @@ static float encode_codebook(const tq_block_coder *c, int32_t first, int32_t n, 
     float s0 = sqrtf(ss / (float)n), r = 1.0f / s0;
     for (int32_t i = 0; i < n; i++) {
         const tq_codebook *book = &c->books[bits_of(c, first + i)];
-        int32_t rank = 0;
         u[i] = is_zero ? 0.0f : z[i] * r;
-        for (int32_t k = 0; k + 1 < book->n_levels; k++) rank += book->thresholds[k] <= u[i];
-        codes[i] = book->code_of_rank[rank];
-        d[i] = (float)book->levels[codes[i]] * book->step;
+        codes[i] = tq_nearest_code(book, u[i]);
+        d[i] = (float)tq_level(book, codes[i]) * book->step;
     }
     if (is_zero) return 0.0f;
     switch (c->plan->scale) {
@@ -177,12 +175,7 @@ static void encode_sketch(const tq_block_coder *c, float *r, uint8_t *codes, uin
     int32_t d = c->plan->head_dim;
     float squares[TQ_MAX_DIM];
     for (int32_t j = 0; j < c->side->sketch_rows; j++) {
-        float sum = r[j < d ? j : 0];
-        if (c->sketch) {
-            const float *row = c->sketch + (int64_t)j * d;
-            sum = row[0] * r[0];
-            for (int32_t i = 1; i < d; i++) sum = sum + row[i] * r[i];
-        }
+        float sum = c->sketch ? c->kernels->dot(c->sketch + (int64_t)j * d, r, d) : r[j];
         codes[j] = sum >= 0.0f;
     }
     if (c->table && c->side->sketch == TQ_SKETCH_SIGN) return;

@@ -10,7 +10,7 @@ typedef struct {
     const tq_kernels *kernels;
     const tq_plan *plan;
     const tq_side *side;
-    const tq_codebook *books; /* [TQ_MAX_BITS + 1], by bits */
+    const tq_codebook *books; /* [TQ_WIDE_BITS + 1], by bits */
     const float *matrix;      /* [head_dim, head_dim], or NULL */
     const float *sketch;      /* [sketch_rows, head_dim], or NULL */
     const float *table;       /* [step_columns], or NULL */

@@ -2,6 +2,7 @@
 #include "codebook_tables.h"
 #include "internal.h"
 #include <math.h>
+#include <pthread.h>
 
 static const tq_codebook_row *codebook_row(int32_t law, int32_t head_dim, int32_t bits)
 {
@@ -10,9 +11,10 @@ static const tq_codebook_row *codebook_row(int32_t law, int32_t head_dim, int32_
     return &tq_codebook_normal[bits - 1];
 }
 
-/* Half the distance between levels of the best uniform quantisers of N(0, 1) with 8, 16 and 32 levels (Max 1960, Table II); with 2
- * and 4 levels they are those of the normal law, which are uniform. tests/test_codebook.py finds them again. */
-static const float uniform_half_steps[TQ_MAX_BITS + 1] = {0, 0, 0, 0.293009721f, 0.167600307f, 0.0940693967f};
+/* Half the distance between levels of the best uniform quantisers of N(0, 1) with 8 to 64 levels (Max 1960, Table II, which ends at
+ * 36); with 2 and 4 levels they are those of the normal law, which are uniform. tests/test_codebook.py finds them again. */
+static const float uniform_half_steps[TQ_MAX_BITS + 1] = {
+    0, 0, 0, 0.293009721f, 0.167600307f, 0.0940693967f, 0.0520315039f};
 
 static tq_codebook_row row_of(int32_t law, int32_t head_dim, int32_t bits)
 {
@@ -35,7 +37,7 @@ static uint8_t code_of_rank(int32_t bits, int32_t rank)
 static void expand(const tq_codebook_row *row, int32_t bits, tq_codebook *out)
 {
     int32_t half = 1 << (bits - 1), n = 2 * half;
-    int32_t level_of_rank[32];
+    int32_t level_of_rank[1 << TQ_MAX_BITS];
     *out = (tq_codebook){.bits = bits, .n_levels = n, .step = row->step};
     for (int32_t rank = 0; rank < n; rank++) {
         level_of_rank[rank] = rank < half ? -row->magnitudes[half - 1 - rank] : row->magnitudes[rank - half];
@@ -47,35 +49,17 @@ static void expand(const tq_codebook_row *row, int32_t bits, tq_codebook *out)
         out->thresholds[rank] = (float)(level_of_rank[rank] + level_of_rank[rank + 1]) * half_step;
 }
 
-void tq_six_bit_levels(int8_t levels[64], float *step)
-{
-    for (int32_t i = 0; i < 32; i++) {
-        levels[31 - i] = (int8_t)-tq_codebook_6[i];
-        levels[32 + i] = tq_codebook_6[i];
-    }
-    *step = tq_codebook_6_step;
-}
-
 tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out, tq_error *error)
 {
     if (law != TQ_CODEBOOK_NORMAL && law != TQ_CODEBOOK_SPHERE && law != TQ_CODEBOOK_UNIFORM)
         return tq_fail(error, TQ_E_VALUE, "law", -1, law, "0 (normal), 1 (sphere) or 2 (uniform)");
-    if (bits < 1 || bits > TQ_MAX_BITS) return tq_fail(error, TQ_E_VALUE, "bits", -1, bits, "in 1..5");
+    if (bits < 1 || bits > TQ_MAX_BITS) return tq_fail(error, TQ_E_VALUE, "bits", -1, bits, "in 1..6");
     if (law == TQ_CODEBOOK_SPHERE && (head_dim < 8 || head_dim > TQ_MAX_HEAD_DIM || head_dim % 8))
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "a multiple of 8 in 8..256 for the sphere law");
     if (!out) return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "a pointer, not NULL");
     tq_codebook_row row = row_of(law, head_dim, bits);
     expand(&row, bits, out);
     return TQ_OK;
-}
-
-void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_WIDE_BITS + 1])
-{
-    books[TQ_WIDE_BITS] = (tq_codebook){.bits = TQ_WIDE_BITS, .n_levels = 256, .step = TQ_WIDE_STEP};
-    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++) {
-        tq_codebook_row row = row_of(plan->codebook, plan->head_dim, bits);
-        expand(&row, bits, &books[bits]);
-    }
 }
 
 static tq_cells cells_of(const tq_codebook *book)
@@ -94,15 +78,37 @@ static tq_cells cells_of(const tq_codebook *book)
     return cells;
 }
 
-static int has_width(const tq_plan *plan, int32_t bits)
+/* ---- of plans ---- A law, and the sphere's head_dim, decide all of it: a set each, made at the first call that wants one of its law. */
+
+enum { SPHERES = TQ_MAX_HEAD_DIM / 8 };
+
+static tq_plan_tables normal_tables, uniform_tables, sphere_tables[SPHERES];
+
+static void fill_tables(int32_t law, int32_t head_dim, tq_plan_tables *to)
 {
-    for (int32_t g = 0; g < plan->groups; g++)
-        if (plan->key.bits[g] == bits || plan->value.bits[g] == bits) return 1;
-    return 0;
+    to->books[TQ_WIDE_BITS] = (tq_codebook){.bits = TQ_WIDE_BITS, .n_levels = 256, .step = TQ_WIDE_STEP};
+    for (int32_t bits = 1; bits <= TQ_MAX_BITS; bits++) {
+        tq_codebook_row row = row_of(law, head_dim, bits);
+        expand(&row, bits, &to->books[bits]);
+    }
+    for (int32_t bits = 4; bits <= TQ_CELL_BITS; bits++) to->cells[bits] = cells_of(&to->books[bits]);
 }
 
-void tq_plan_cells(const tq_plan *plan, const tq_codebook books[TQ_WIDE_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1])
+static void fill_normal(void) { fill_tables(TQ_CODEBOOK_NORMAL, 0, &normal_tables); }
+
+static void fill_uniform(void) { fill_tables(TQ_CODEBOOK_UNIFORM, 0, &uniform_tables); }
+
+static void fill_spheres(void)
 {
-    for (int32_t bits = 4; bits <= TQ_MAX_BITS; bits++)
-        if (has_width(plan, bits)) cells[bits] = cells_of(&books[bits]);
+    for (int32_t i = 0; i < SPHERES; i++) fill_tables(TQ_CODEBOOK_SPHERE, 8 * (i + 1), &sphere_tables[i]);
+}
+
+const tq_plan_tables *tq_plan_tables_of(const tq_plan *plan)
+{
+    static pthread_once_t normal = PTHREAD_ONCE_INIT, uniform = PTHREAD_ONCE_INIT, spheres = PTHREAD_ONCE_INIT;
+    switch (plan->codebook) {
+    case TQ_CODEBOOK_SPHERE: pthread_once(&spheres, fill_spheres); return &sphere_tables[plan->head_dim / 8 - 1];
+    case TQ_CODEBOOK_UNIFORM: pthread_once(&uniform, fill_uniform); return &uniform_tables;
+    default: pthread_once(&normal, fill_normal); return &normal_tables;
+    }
 }

@@ -101,8 +101,7 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
                 return tq_fail(error, TQ_E_VALUE, "block_table", at, block_table[at], "in 0..n_pages - 1");
         }
     }
-    tq_codebook books[TQ_WIDE_BITS + 1];
-    tq_plan_codebooks(plan, books);
+    const tq_codebook *books = tq_plan_tables_of(plan)->books;
     for (int side = 0; side < 1 + has_values; side++)
         for (int32_t b = 0; b < batch; b++)
             for (int32_t h = 0; h < kv_heads; h++) {
@@ -269,9 +268,8 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
         return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
     if ((uintptr_t)pages % 64)
         return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)pages % 64), "64-byte aligned");
-    tq_codebook books[TQ_WIDE_BITS + 1];
+    const tq_codebook *books = tq_plan_tables_of(plan)->books;
     tq_coded_groups groups;
-    tq_plan_codebooks(plan, books);
     tq_list_groups(&plan->key, &groups);
     tq_tile tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_GROUPS];
     if (tq_is_plain(plan)) tq_key_tiles(plan, &groups, tiles);

@@ -14,12 +14,6 @@ static void make_books(void)
     for (int32_t bits = 1; bits <= TQ_SCAN_BITS; bits++) {
         tq_index_book *out = &all_books[bits];
         out->n_levels = 1 << bits;
-        if (bits == TQ_SCAN_BITS) {
-            tq_six_bit_levels(out->levels, &out->step);
-            for (int32_t rank = 0; rank < 63; rank++)
-                out->thresholds[rank] = (float)(out->levels[rank] + out->levels[rank + 1]) * (0.5f * out->step);
-            continue;
-        }
         tq_codebook book;
         tq_get_codebook(TQ_CODEBOOK_NORMAL, 0, bits, &book, NULL); /* cannot fail for these widths */
         out->step = book.step;

@@ -37,15 +37,15 @@ static inline int64_t tq_span_bytes(int64_t element_bytes, int64_t batch, int64_
 const tq_kernels *tq_get_kernels(tq_error *error);
 
 /* ---- codebook.c ---- */
-/** Codebooks for a plan into books[1..TQ_MAX_BITS] and books[TQ_WIDE_BITS], whose levels are not listed (tq_level); cannot fail for
- *  a checked plan. */
-void tq_plan_codebooks(const tq_plan *plan, tq_codebook books[TQ_WIDE_BITS + 1]);
+/** What encoding and decoding need of a plan's codebooks. */
+typedef struct {
+    tq_codebook
+        books[TQ_WIDE_BITS + 1]; /* by bits: 1..TQ_MAX_BITS, and TQ_WIDE_BITS, whose levels are not listed (tq_level) */
+    tq_cells cells[TQ_CELL_BITS + 1]; /* of books[4] and books[5] */
+} tq_plan_tables;
 
-/** The 6 bits of the vector index: 64 levels of N(0, 1) by rank, in units of step. */
-void tq_six_bit_levels(int8_t levels[64], float *step);
-
-/** The thresholds of books[4] and books[5] by cell, of those of the two that the plan has groups for, into cells[4] and cells[5]. */
-void tq_plan_cells(const tq_plan *plan, const tq_codebook books[TQ_WIDE_BITS + 1], tq_cells cells[TQ_MAX_BITS + 1]);
+/** Those of a checked plan: made once in a process and never freed; at most 200 kB for all plans. */
+const tq_plan_tables *tq_plan_tables_of(const tq_plan *plan);
 
 /* ---- plan.c ---- */
 int32_t tq_scale_bytes(const tq_plan *plan, const tq_side *side); /* of one record: 2 per token and number */

@@ -1,6 +1,7 @@
 /* The seam between the core and the instruction sets: one table of functions per ISA, filled by csrc/kernels/<isa>.c.
  * The scalar table is complete and is the definition; another ISA may take scalar entries for what it does not speed up, and
- * says so through `names`. Whatever decides a code or a byte is bit-identical in all of them; sums in attention are not. */
+ * says so through `names`. Whatever decides a code or a byte is bit-identical in all of them; sums in attention and products with a matrix
+ * (`dot`, `axpy`) are not. */
 #ifndef TQ_KERNELS_H
 #define TQ_KERNELS_H
 #include "convert.h"
@@ -12,6 +13,25 @@ static inline int32_t tq_level(const tq_codebook *book, uint8_t code)
     return book->bits == TQ_WIDE_BITS ? code - 128 : book->levels[code];
 }
 
+#define TQ_ROUND 12582912.0f /* 1.5 * 2^23: x + TQ_ROUND - TQ_ROUND is x rounded to an integer */
+
+/** turboquant.h, "8 bits". */
+static inline uint8_t tq_wide_code(float u)
+{
+    float x = u * (1 / TQ_WIDE_STEP);
+    x = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x == x ? x : 0.0f; /* NaN has no integer */
+    return (uint8_t)(128 + (int32_t)((x + TQ_ROUND) - TQ_ROUND));
+}
+
+/** The code of the level that is nearest to u. */
+static inline uint8_t tq_nearest_code(const tq_codebook *book, float u)
+{
+    int32_t rank = 0;
+    if (book->bits == TQ_WIDE_BITS) return tq_wide_code(u);
+    for (int32_t k = 0; k + 1 < book->n_levels; k++) rank += book->thresholds[k] <= u;
+    return book->code_of_rank[rank];
+}
+
 /** The positive thresholds of a codebook of 4 or 5 bits, by cell: cell(x) = min(15, (int)(x * factor)), x >= 0. Products and their
  *  integers never fall as x grows, so what lies below a threshold is in no higher cell: of the cell's own thresholds alone it has to
  *  be asked whether they are <= x. */
@@ -21,19 +41,22 @@ typedef struct {
     float own[2][16]; /* of the cell, infinite where there are fewer */
 } tq_cells;
 
+enum { TQ_CELL_BITS = 5 };
+
+/** Whether codes of settled rows are searched from the middle of a cell of u (turboquant.h, "z"). */
+static inline int tq_is_searched_by_cells(int32_t bits) { return bits <= 5; }
+
 /** What encoding a vector of one side needs, beside the vector. */
 typedef struct {
     const tq_side *side;
-    const tq_codebook *books; /* [TQ_WIDE_BITS + 1], by bits; entries 0, 6, 7 unused */
-    const tq_cells *cells;    /* [TQ_MAX_BITS + 1]: 4 and 5, where a group has so many bits */
+    const tq_codebook *books; /* [TQ_WIDE_BITS + 1], by bits; entries 0 and 7 unused */
+    const tq_cells *cells;    /* [TQ_CELL_BITS + 1]: of 4 and 5 */
     int32_t head_dim, scale;  /* scale: tq_scale */
     int32_t group_channels;
     int32_t settled;    /* whether sums are those of settled rows: turboquant.h, "z" */
     float factor;       /* of the scale; 1 unless settled */
     const float *steps; /* [groups], or NULL: 1; z is divided by them already */
 } tq_encoder;
-
-#define TQ_ROUND 12582912.0f /* 1.5 * 2^23: x + TQ_ROUND - TQ_ROUND is x rounded to an integer */
 
 /** One tile of a grid: where it is and how wide; `run` tiles from here on have the same bits (1 .. TQ_MAX_RUN). */
 typedef struct {
@@ -81,8 +104,6 @@ typedef struct {
     /** Settles n floats (a power of two, 64 or more) in place (turboquant.h, "z"); then hadamard with factor 1 and these signs
      *  before. Bit-exact. */
     void (*settle)(float *x, int32_t n, const uint32_t *before);
-    /** y = M x (or M^T x) of n x n row-major; each y_i sums its products in ascending order. Bit-exact. y may not overlap x. */
-    void (*matvec)(const float *matrix, int transposed, const float *x, float *y, int32_t n);
     /** z [head_dim] rotated -> codes [groups * 32] (0 where padded or without bits) and one binary16 scale. Bit-exact. */
     void (*encode)(const tq_encoder *encoder, const float *z, uint8_t *codes, uint16_t *scale);
     /** codes [32 rows][32 columns] -> words [bits][32], and back; both orders as turboquant.h draws them. Codes are in range. */

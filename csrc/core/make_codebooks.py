@@ -4,9 +4,8 @@
     python csrc/core/make_codebooks.py --check   fails if the committed table is not what would be written
 
 The laws are N(0, 1) and one coordinate of sqrt(d) times a uniform unit vector of d dimensions, both with variance 1.
-1 and 2 bits: the best uniform quantiser. 3 to 5 bits, and 6 for the vector index: Lloyd-Max levels (Max 1960, Lloyd
-1982), rounded to integers times the step of least distortion among the multiples of 2^-18 that give a largest magnitude
-of about 90 to 127.
+1 and 2 bits: the best uniform quantiser. 3 to 6 bits: Lloyd-Max levels (Max 1960, Lloyd 1982), rounded to integers
+times the step of least distortion among the multiples of 2^-18 that give a largest magnitude of about 90 to 127.
 """
 
 import sys
@@ -94,22 +93,13 @@ def codebook(bits: int, moments: Moments) -> tuple[float, np.ndarray]:
 
 
 def rows(moments: Moments, indent: str) -> str:
-    """The five rows of a law as C."""
-    lines = []
-    for bits in range(1, 6):
+    """The six rows of a law as C."""
+    lines, next_line = [], f",\n{indent}     "
+    for bits in range(1, 7):
         step, magnitudes = codebook(bits, moments)
-        lines.append(f"{indent}{{{step:.9g}f, {{{', '.join(map(str, magnitudes))}}}}},\n")
+        numbers = [", ".join(map(str, magnitudes[i : i + 16])) for i in range(0, len(magnitudes), 16)]
+        lines.append(f"{indent}{{{step:.9g}f, {{{next_line.join(numbers)}}}}},\n")
     return "".join(lines)
-
-
-def six_bits() -> str:
-    """The row of 6 bits as C."""
-    step, magnitudes = codebook(6, normal_moments)
-    first, last = (", ".join(map(str, part)) for part in (magnitudes[:16], magnitudes[16:]))
-    return (
-        f"static const float tq_codebook_6_step = {step:.9g}f;\nstatic const int8_t tq_codebook_6[32] = {{\n"
-        f"    {first},\n    {last}}};\n"
-    )
 
 
 def table() -> str:
@@ -118,13 +108,11 @@ def table() -> str:
         "/* Codebooks by law and width. Made by csrc/core/make_codebooks.py; do not edit. */\n",
         "#ifndef TURBOQUANT_CODEBOOK_TABLES_H\n#define TURBOQUANT_CODEBOOK_TABLES_H\n#include <stdint.h>\n\n",
         "/** Levels are plus and minus magnitudes[0 .. 2^(bits - 1) - 1], ascending, times step; the rest is 0. */\n",
-        "typedef struct {\n    float step;\n    int8_t magnitudes[16];\n} tq_codebook_row;\n\n/* clang-format off */\n",
-        "/* N(0, 1); index bits - 1. */\nstatic const tq_codebook_row tq_codebook_normal[5] = {\n",
+        "typedef struct {\n    float step;\n    int8_t magnitudes[32];\n} tq_codebook_row;\n\n/* clang-format off */\n",
+        "/* N(0, 1); index bits - 1. */\nstatic const tq_codebook_row tq_codebook_normal[6] = {\n",
         rows(normal_moments, "    "),
-        "};\n\n/* N(0, 1) in 6 bits, of the vector index alone. */\n",
-        six_bits(),
-        "\n/* A coordinate of sqrt(d) times a uniform unit vector of d dimensions; index d / 8 - 1, bits - 1. */\n",
-        "static const tq_codebook_row tq_codebook_sphere[32][5] = {\n",
+        "};\n\n/* A coordinate of sqrt(d) times a uniform unit vector of d dimensions; index d / 8 - 1, bits - 1. */\n",
+        "static const tq_codebook_row tq_codebook_sphere[32][6] = {\n",
     ]
     for d in range(8, 257, 8):
         parts.append(f"    {{ /* d = {d} */\n{rows(sphere_moments(d), '        ')}    }},\n")

@@ -24,12 +24,12 @@ static tq_status read_choice(int64_t word, int64_t last, int32_t *out, const cha
 }
 
 /** The bits of a group by themselves; those of a block with its neighbours are looked at in read_groups. */
-static tq_status check_bits(int64_t bits, const tq_plan *plan, const tq_side *side, const char *name, int32_t g,
-                            tq_error *error)
+static tq_status check_bits(int64_t bits, const tq_side *side, const char *name, int32_t g, tq_error *error)
 {
-    int is_codebook = side->levels == TQ_LEVELS_CODEBOOK, is_wide = bits == TQ_WIDE_BITS;
-    if (bits > TQ_MAX_BITS && !(is_wide && (is_codebook ? tq_tile_is_16(plan) : side->levels != TQ_LEVELS_TABLE)))
-        return tq_fail(error, TQ_E_VALUE, name, g, (double)bits, "0..5 (8 too with tiles of 16, affine and absmax)");
+    if (bits > TQ_MAX_BITS && bits != TQ_WIDE_BITS)
+        return tq_fail(error, TQ_E_VALUE, name, g, (double)bits, "in 0..6 or 8");
+    if (side->levels == TQ_LEVELS_TABLE && bits == TQ_WIDE_BITS)
+        return tq_fail(error, TQ_E_VALUE, name, g, (double)bits, "in 0..6 with a table");
     if (side->levels == TQ_LEVELS_ABSMAX && bits == 1)
         return tq_fail(error, TQ_E_VALUE, name, g, 1, "at least 2 with absmax levels");
     return TQ_OK;
@@ -45,7 +45,7 @@ static tq_status read_groups(const int64_t *words, const char *name, const tq_pl
         int begins = words[g] >= TQ_PLAN_NEW_BLOCK;
         if (words[g] < 0 || words[g] >= 2 * TQ_PLAN_NEW_BLOCK)
             return tq_fail(error, TQ_E_VALUE, name, g, (double)words[g], "bits, plus 16 where a block begins");
-        TQ_TRY(check_bits(bits, plan, side, name, g, error));
+        TQ_TRY(check_bits(bits, side, name, g, error));
         if (!g && !begins)
             return tq_fail(error, TQ_E_VALUE, name, 0, (double)bits, "the beginning of a block: 16 + bits");
         if (g && begins && is_table)

@@ -24,11 +24,21 @@ static void rotate_hadamard(const tq_kernels *kernels, const tq_plan *plan, int 
     }
 }
 
+/** y = M x, or M^T x, n x n row-major; y may not overlap x. */
+static void multiply(const tq_kernels *kernels, const float *matrix, int transposed, const float *x, float *y,
+                     int32_t n)
+{
+    if (transposed) memset(y, 0, sizeof(float) * (size_t)n);
+    for (int64_t i = 0; i < n; i++)
+        if (transposed) kernels->axpy(x[i], matrix + i * n, y, n);
+        else y[i] = kernels->dot(matrix + i * n, x, n);
+}
+
 void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, int32_t rotation, const float *matrix,
                       int inverse, const float *x, float *y)
 {
     if (matrix) {
-        kernels->matvec(matrix, inverse, x, y, plan->head_dim);
+        multiply(kernels, matrix, inverse, x, y, plan->head_dim);
         return;
     }
     if (y != x) memcpy(y, x, sizeof(float) * (size_t)plan->head_dim);

@@ -5,8 +5,8 @@
 #include "turboquant_index.h"
 
 enum {
-    TQ_SCAN_BITS = 6,    /* the widest codes that are ranks */
-    TQ_SCAN_QUERIES = 4, /* of one pass over a block */
+    TQ_SCAN_BITS = TQ_MAX_BITS, /* the widest codes that are ranks */
+    TQ_SCAN_QUERIES = 4,        /* of one pass over a block */
     TQ_SCAN_ROWS = TQ_INDEX_BLOCK
 };
 

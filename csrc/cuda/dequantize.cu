@@ -28,8 +28,7 @@ struct DequantizeArgs {
     int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, group_channels, page_tokens, rotation, tiles;
     DequantizeSide side[2];
     HadamardSigns signs;
-    float step[TQ_WIDE_BITS + 1];
-    int8_t levels[TQ_MAX_BITS + 1][32]; // by code
+    LevelsByCode codebooks;
 };
 
 /** rows [32 tokens][head_dim]: group `group` of one token tile, which has half a tile to itself if groups have 16 channels. */
@@ -39,7 +38,8 @@ __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_i
     const DequantizeSide &side = a.side[side_index];
     const int bits = side.bits[group];
     const float *steps = side.transform.steps;
-    const float step = bits ? __fmul_rn(a.step[bits], steps ? steps[(int64_t)h * a.groups + group] : 1.0f) : 0.0f;
+    const float step =
+        bits ? __fmul_rn(a.codebooks.step[bits], steps ? steps[(int64_t)h * a.groups + group] : 1.0f) : 0.0f;
     const bool fine = a.group_channels == TQ_FINE_GROUP;
     const uint32_t *words = reinterpret_cast<const uint32_t *>(
         record + side.codes_offset + (fine ? token_tile / 2 : token_tile) * side.tile_bytes + side.offset[group]);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_i
             float x = 0.0f;
             if (bits) {
                 const int code = (int)code_of(codes, r, n),
-                          level = bits == TQ_WIDE_BITS ? code - 128 : a.levels[bits][code];
+                          level = bits == TQ_WIDE_BITS ? code - 128 : a.codebooks.levels[bits][code];
                 x = __fmul_rn(__fmul_rn(step, (float)level), __half2float(scales[column_of_token(token)]));
             }
             rows[token * a.head_dim + channel] = x;
@@ -136,8 +136,7 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     }
     if (!tq_is_plain(plan)) {
         BlockPlan blocks;
-        TQ_CUDA_TRY(
-            block_plan_of(*plan, key, value, {pages, block_table, n_pages, kv_heads, max_pages}, &blocks, error));
+        block_plan_of(*plan, key, value, {pages, block_table, n_pages, kv_heads, max_pages}, &blocks);
         return dequantize_blocks(*plan, blocks, batch, lengths, max_tokens, k, v, (cudaStream_t)stream, error);
     }
     const bool dense = plan->rotation == TQ_ROTATION_DENSE;
@@ -161,13 +160,7 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     args.side[0] = side_of(plan->key, key, k);
     args.side[1] = side_of(plan->value, value, v);
     args.signs = signs_of(*plan);
-    args.step[TQ_WIDE_BITS] = TQ_WIDE_STEP;
-    for (int bits = 1; bits <= TQ_MAX_BITS; bits++) {
-        tq_codebook book;
-        TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan->codebook, plan->head_dim, bits, &book, error));
-        args.step[bits] = book.step;
-        for (int code = 0; code < book.n_levels; code++) args.levels[bits][code] = book.levels[code];
-    }
+    args.codebooks = of_codebooks<LevelsByCode>(*plan, fill_levels_by_code);
     const size_t shared_bytes =
         sizeof(float) * (TQ_TILE * plan->head_dim * (dense ? 2 : 1) + (dense ? WARPS * MATRIX_BLOCK : 0));
     return launch(dequantize, (int64_t)(plan->value.tile_bytes ? 2 : 1) * batch * kv_heads * args.tiles, 32 * WARPS,

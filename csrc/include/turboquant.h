@@ -31,11 +31,12 @@
  *     2 bits   word h:        byte i, bits 2 r and 2 r + 1 = c(r, 4 h + i)                h = 0, 1;  i = 0..3;  r = 0..3
  *     1 bit    word 0:        byte i, bit r + 4 h = c(r, 4 h + i)
  *     5 bits   words 0..3:    c & 15 as 4 bits;  word 4: c >> 4 as 1 bit
+ *     6 bits   words 0..3:    c & 15 as 4 bits;  words 4, 5: c >> 4 as 2 bits
  *     8 bits   words 0..3:    c & 15 as 4 bits;  words 4..7: c >> 4 as 4 bits
  *
  *   Codes of a codebook: rank k (0 = most negative level) of 2^b levels, L = 2^b:
  *     1, 2, 3 bits  the code is the rank.
- *     4, 5 bits     magnitude m = k - L/2 and sign 0 if k >= L/2, else m = L/2 - 1 - k and sign 1 (negative);
+ *     4, 5, 6 bits  magnitude m = k - L/2 and sign 0 if k >= L/2, else m = L/2 - 1 - k and sign 1 (negative);
  *                   code = (m & 7) | sign << 3 | (m >> 3) << 4.
  *     8 bits        equally spaced levels of any law: level (code - 128) * TQ_WIDE_STEP; code = 128 + u / TQ_WIDE_STEP rounded half
  *                   to even, at least 1 and at most 255.
@@ -48,17 +49,19 @@
  *            their shape, and two token tiles never meet in one sum.
  *   codes    [page_tokens / 64], each [groups with bits > 0] tiles.
  *
- * z, the rotated row whose numbers u = z / rms(z) get codes, as plain plans compute it; all in float32, each operation rounded, so
- * that bytes are the same everywhere. In general: R (x - mu) / step; sums of a_i b_i are of rounded products, v[i] += v[i + h] for h =
- * n/2, n/4 .. 1, n the next power of two. SETTLED rows are those of a Hadamard rotation of one pass over 64 channels or more. There,
- * so that tensor cores may do most of the rotation and a table all of the search:
- *   settled  x' = 0 if |x_i| < 2^(E-11), else x_i rounded to a multiple of 2^(E-18), ties to even; E = floor(log2 max |x_i|). Sums of 32
- *            such numbers are exact, whatever their order: five stages of butterflies.
- *   z        (B x' - B mu) / step, where B is the rotation without its last product. The scale gets that instead.
- *   codes    of the middle of the cell that u lies in, [k, k + 1) / TQ_SETTLED_UNITS, by the exact product of z and fl(TQ_SETTLED_UNITS /
- *            rms(z)); those of 8 bits of u as it is.
- *   sums     of channels i, i + 32, .. by fused products and sums, one after the other, then v[i] += v[i ^ h] for h = 16, 8, 2, 1, 4;
- *            z in place of u. <u, u> is the number of channels with codes, unless there are steps.
+ * ROUNDING of z = R (x - mu) / step, the row whose numbers u = z / rms(z) get codes, and of their scale.
+ * A plan with a matrix (a dense rotation, a Gaussian sketch) promises a TOLERANCE: a code may be that of a number up to
+ * TQ_CODE_TOLERANCE rms(x - mu) / step away from the exact z (the sign of a row of S: |S row| times that), and what is stored per token
+ * is that of its codes, to an ulp of binary16. All other plans give EQUAL BYTES everywhere. There each operation is rounded to float32:
+ *   sums     of a_i b_i are of rounded products, v[i] += v[i + h] for h = n/2, n/4 .. 1, n the next power of two.
+ *   settled  Rows of a plain plan with a Hadamard rotation of one pass over 64 channels or more are settled, so that tensor cores can do
+ *            most of the rotation and a table all of the search. x' = 0 if |x_i| < 2^(E-11), else x_i rounded to a multiple of 2^(E-18),
+ *            ties to even; E = floor(log2 max |x_i|). Sums of 32 such numbers are exact, whatever their order: five stages of butterflies.
+ *       z      (B x' - B mu) / step, where B is the rotation without its last product. The scale gets that instead.
+ *       codes  up to 5 bits are of the middle of the cell that u lies in, [k, k + 1) / TQ_SETTLED_UNITS, by the exact product of z and
+ *              fl(TQ_SETTLED_UNITS / rms(z)); those of 6 and 8 bits of u as it is.
+ *       sums   of channels i, i + 32, .. by fused products and sums, one after the other, then v[i] += v[i ^ h] for h = 16, 8, 2, 1, 4;
+ *              z in place of u. <u, u> is the number of channels with codes, unless there are steps.
  * What is read back does not depend on any of this.
  *
  * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first parallel
@@ -85,11 +88,12 @@ extern "C" {
 #define TQ_TILE 32         /* rows and columns of a tile; tokens of a token tile */
 #define TQ_FINE_GROUP 16   /* channels of a group, where they are not 32 */
 #define TQ_PAGE_TOKENS 128 /* tokens of a page in a cache */
-#define TQ_MAX_BITS 5
-#define TQ_WIDE_BITS 8 /* beside 0..5 */
+#define TQ_MAX_BITS 6
+#define TQ_WIDE_BITS 8 /* beside 0..6 */
 #define TQ_WIDE_STEP 0.03125f
-#define TQ_SETTLED_UNITS 64.0f /* of u, where codes of settled rows are searched */
-#define TQ_MAX_HEAD_DIM 256    /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
+#define TQ_CODE_TOLERANCE 0x1p-17f /* 64 ulp of 1 */
+#define TQ_SETTLED_UNITS 64.0f     /* of u, where codes of settled rows are searched */
+#define TQ_MAX_HEAD_DIM 256        /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
 #define TQ_MAX_DIM 4096
 #define TQ_MAX_GROUPS (TQ_MAX_DIM / TQ_TILE)
 #define TQ_MAX_TILES (2 * TQ_MAX_GROUPS) /* of a token tile: groups, and rows of a sketch */
@@ -129,17 +133,17 @@ typedef enum {
     TQ_CODEBOOK_UNIFORM = 2 /* equally spaced levels, the step that is best for N(0, 1) (Max 1960, Table II) */
 } tq_codebook_law;
 
-/** Levels are int8 times one step, so that every backend looks them up as bytes; Lloyd-Max (Max 1960, Lloyd 1982) at 3, 4 and
- *  5 bits before rounding to int8, the best uniform quantiser at 1 and 2 bits (odd levels -1, 1 and -3, -1, 1, 3). Symmetric. */
+/** Levels are int8 times one step, so that every backend looks them up as bytes; Lloyd-Max (Max 1960, Lloyd 1982) at 3 to
+ *  6 bits before rounding to int8, the best uniform quantiser at 1 and 2 bits (odd levels -1, 1 and -3, -1, 1, 3). Symmetric. */
 typedef struct {
-    int32_t bits, n_levels; /* n_levels = 1 << bits */
-    float step;             /* a decoded number is levels[code] * step, one rounded product */
-    int8_t levels[32];      /* by code */
-    float thresholds[31];   /* ascending, n_levels - 1 of them; rank = how many thresholds are <= u */
-    uint8_t code_of_rank[32];
+    int32_t bits, n_levels;                   /* n_levels = 1 << bits */
+    float step;                               /* a decoded number is levels[code] * step, one rounded product */
+    int8_t levels[1 << TQ_MAX_BITS];          /* by code */
+    float thresholds[(1 << TQ_MAX_BITS) - 1]; /* ascending, n_levels - 1 of them; rank = how many thresholds are <= u */
+    uint8_t code_of_rank[1 << TQ_MAX_BITS];
 } tq_codebook;
 
-/** Copies the codebook of `bits` (1..5) for a law; head_dim matters to TQ_CODEBOOK_SPHERE only. TQ_E_VALUE for a number that
+/** Copies the codebook of `bits` (1..6) for a law; head_dim matters to TQ_CODEBOOK_SPHERE only. TQ_E_VALUE for a number that
  *  is out of range. The tables are constants made offline (csrc/core/codebook_tables.h names its generator). */
 TQ_API tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out,
                                  tq_error *error);
@@ -215,8 +219,8 @@ typedef enum {
  *   words[17 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as it does at group 0.
  *                            At least one group of keys has bits. Values without bits: all their words are 0.
  * A plan is PLAIN if both sides have codebook levels, one block, no sketch and the same rotation: those are what the fast kernels run.
- *   bits      0..5; 8 too with tiles of 16, and with affine and absmax levels (which have one width a block; absmax at least 2).
- *             A plan that is not plain has bits in every group, or in none of the values.
+ *   bits      0..6 or 8. Affine and absmax levels and tables have one width a block; absmax at least 2; a table at most 6. A plan
+ *             that is not plain has bits in every group, or in none of the values.
  *   group     16 in plain plans alone.
  *   table     one block.
  *   wave_pairs and metric have their place here; plans that ask for them are refused until the kernels know them. */
@@ -314,7 +318,7 @@ TQ_API tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_pa
  *            v that is not finite or exceeds TQ_MAX_INPUT (flat index as if dense; padding is not looked at), all found before
  *            the first write. A scale that would exceed 65504 is stored as 65504.
  *  Cost:     O(batch * tokens * kv_heads * head_dim * log head_dim) for Hadamard.
- *  scratch   64-byte aligned, tq_append_scratch_bytes; contents lost. Same bytes on every ISA and on CUDA. */
+ *  scratch   64-byte aligned, tq_append_scratch_bytes; contents lost. Bytes on ISAs and on CUDA: "ROUNDING". */
 TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes,
                            tq_error *error);
 

@@ -45,7 +45,6 @@ const tq_kernels tq_kernels_avx2 = {
     .isa = "avx2",
     .hadamard = hadamard_vector,
     .settle = settle_vector,
-    .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,
     .unpack = unpack_vector,

@@ -13,20 +13,22 @@ typedef struct {
     __m256i even, odd;
 } bytes_u8x32;
 
-/** A codebook as look-up tables, level + 128 by the low four bits of a code: codes 0..15, codes 16..31. */
+/** A codebook as look-up tables, level + 128 by the low four bits of a code: codes 0..15, 16..31, 32..47, 48..63. */
 typedef struct {
-    __m256i low_u8x32, high_u8x32;
+    __m256i u8x32[4];
 } tables;
 
 static inline tables tables_of(const tq_codebook *book)
 {
-    int8_t levels[32];
+    int8_t levels[64];
+    tables t;
     memcpy(levels, book->levels, sizeof levels);
     if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: do not care */
-    __m128i low = _mm_loadu_si128((const __m128i *)levels), high = _mm_loadu_si128((const __m128i *)levels + 1),
-            sign = _mm_set1_epi8(-128);
-    return (tables){_mm256_broadcastsi128_si256(_mm_xor_si128(low, sign)),
-                    _mm256_broadcastsi128_si256(_mm_xor_si128(high, sign))};
+    TQ_UNROLL
+    for (int i = 0; i < 4; i++)
+        t.u8x32[i] = _mm256_broadcastsi128_si256(
+            _mm_xor_si128(_mm_loadu_si128((const __m128i *)levels + i), _mm_set1_epi8(-128)));
+    return t;
 }
 
 /* 4 bits   word r: the eight codes of row g + 8 r
@@ -66,7 +68,7 @@ static inline bytes_u8x32 interleave_u8x32(__m256i w0, __m256i w1)
 }
 
 /** Words of two g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane t, and bytes in nibble
- *  order that hold bits of all four rows (1, 2 and 5 bits). */
+ *  order that hold bits of all four rows (1, 2, 5 and 6 bits). */
 typedef struct {
     __m256i nibbles[4], high[4];
     bytes_u8x32 bytes;
@@ -81,6 +83,7 @@ TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
     if (bits == 1) words.bytes = interleave_u8x32(w[0], _mm256_srli_epi32(w[0], 4));
     if (bits == 2) words.bytes = interleave_u8x32(w[0], w[1]);
     if (bits == 5) words.bytes = interleave_u8x32(w[4], _mm256_srli_epi32(w[4], 4));
+    if (bits == 6) words.bytes = interleave_u8x32(w[4], w[5]);
     if (bits == 3) w[3] = fourth_row_3_u8x32(w);
     if (bits >= 3 && by_lane) vec_transpose(w);
     if (bits == TQ_WIDE_BITS && by_lane) vec_transpose(w + 4);
@@ -109,13 +112,32 @@ TQ_INLINE __m256i repeat_u32x8(__m256i x, int t)
     }
 }
 
+/** b where all bits of the mask are set in x, else a. */
+TQ_INLINE __m256i blend_u8x32(__m256i a, __m256i b, __m256i x, __m256i mask)
+{
+    return _mm256_blendv_epi8(a, b, _mm256_cmpeq_epi8(_mm256_and_si256(x, mask), mask));
+}
+
+/** Levels of 6 bits; twos: the upper two bits of codes, in bits of their own (`mask`). */
+TQ_INLINE __m256i look_up_6_u8x32(const __m256i tables[4], __m256i nibbles, __m256i twos, __m256i mask)
+{
+    const __m256i first = _mm256_and_si256(mask, _mm256_set1_epi8(0x55)), second = _mm256_andnot_si256(first, mask);
+    nibbles = _mm256_and_si256(nibbles, _mm256_set1_epi8(15));
+    __m256i low =
+        blend_u8x32(_mm256_shuffle_epi8(tables[0], nibbles), _mm256_shuffle_epi8(tables[1], nibbles), twos, first);
+    __m256i high =
+        blend_u8x32(_mm256_shuffle_epi8(tables[2], nibbles), _mm256_shuffle_epi8(tables[3], nibbles), twos, first);
+    return blend_u8x32(low, high, twos, second);
+}
+
 /* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 2 r
  * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
  * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table
+ * 6 bits   the low four as 4 bits, the upper two as 2 bits: they choose the table
  * 8 bits   the low four and the upper four as 4 bits: level + 128 itself */
 TQ_INLINE bytes_u8x32 levels_u8x32(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
-    if (bits == 3 || bits == 4) return look_up_u8x32(words->nibbles[m], t->low_u8x32);
+    if (bits == 3 || bits == 4) return look_up_u8x32(words->nibbles[m], t->u8x32[0]);
     if (bits == TQ_WIDE_BITS) {
         const __m256i low = words->nibbles[m], high = words->high[m], first = _mm256_set1_epi8(15);
         return (bytes_u8x32){
@@ -124,15 +146,19 @@ TQ_INLINE bytes_u8x32 levels_u8x32(int bits, int by_lane, const tile_words *word
     }
     const __m128i twos = _mm_setr_epi32(0x03030303, 0x0c0c0c0c, 0x30303030, (int)0xc0c0c0c0),
                   ones = _mm_setr_epi32(0x01010101, 0x02020202, 0x04040404, 0x08080808);
-    const __m256i mask = by_lane     ? _mm256_broadcastsi128_si256(bits == 2 ? twos : ones)
-                         : bits == 2 ? _mm256_set1_epi8((char)(3 << 2 * m))
-                                     : _mm256_set1_epi8((char)(1 << m));
+    const int is_two = bits == 2 || bits == 6;
+    const __m256i mask = by_lane  ? _mm256_broadcastsi128_si256(is_two ? twos : ones)
+                         : is_two ? _mm256_set1_epi8((char)(3 << 2 * m))
+                                  : _mm256_set1_epi8((char)(1 << m));
     __m256i even = words->bytes.even, odd = words->bytes.odd;
     if (by_lane) even = repeat_u32x8(even, m), odd = repeat_u32x8(odd, m);
+    if (bits == 6)
+        return (bytes_u8x32){look_up_6_u8x32(t->u8x32, words->nibbles[m], even, mask),
+                             look_up_6_u8x32(t->u8x32, _mm256_srli_epi16(words->nibbles[m], 4), odd, mask)};
     even = _mm256_and_si256(even, mask), odd = _mm256_and_si256(odd, mask);
     if (bits <= 2) return (bytes_u8x32){even, odd};
-    bytes_u8x32 low = look_up_u8x32(words->nibbles[m], t->low_u8x32),
-                high = look_up_u8x32(words->nibbles[m], t->high_u8x32);
+    bytes_u8x32 low = look_up_u8x32(words->nibbles[m], t->u8x32[0]),
+                high = look_up_u8x32(words->nibbles[m], t->u8x32[1]);
     return (bytes_u8x32){_mm256_blendv_epi8(low.even, high.even, _mm256_cmpeq_epi8(even, mask)),
                          _mm256_blendv_epi8(low.odd, high.odd, _mm256_cmpeq_epi8(odd, mask))};
 }

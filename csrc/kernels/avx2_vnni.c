@@ -39,7 +39,6 @@ const tq_kernels tq_kernels_avx2_vnni = {
     .isa = "avx2_vnni",
     .hadamard = hadamard_vector,
     .settle = settle_vector,
-    .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,
     .unpack = unpack_vector,

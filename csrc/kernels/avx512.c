@@ -43,7 +43,6 @@ const tq_kernels tq_kernels_avx512 = {
     .isa = "avx512",
     .hadamard = hadamard_vector,
     .settle = settle_vector,
-    .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,
     .unpack = unpack_vector,

@@ -13,20 +13,22 @@ typedef struct {
     __m512i even, odd;
 } bytes_u8x64;
 
-/** A codebook as look-up tables, level + 128 by the low four bits of a code: codes 0..15, codes 16..31. */
+/** A codebook as look-up tables, level + 128 by the low four bits of a code: codes 0..15, 16..31, 32..47, 48..63. */
 typedef struct {
-    __m512i low_u8x64, high_u8x64;
+    __m512i u8x64[4];
 } tables;
 
 static inline tables tables_of(const tq_codebook *book)
 {
-    int8_t levels[32];
+    int8_t levels[64];
+    tables t;
     memcpy(levels, book->levels, sizeof levels);
     if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: do not care */
-    __m128i low = _mm_loadu_si128((const __m128i *)levels), high = _mm_loadu_si128((const __m128i *)levels + 1),
-            sign = _mm_set1_epi8(-128);
-    return (tables){_mm512_broadcast_i32x4(_mm_xor_si128(low, sign)),
-                    _mm512_broadcast_i32x4(_mm_xor_si128(high, sign))};
+    TQ_UNROLL
+    for (int i = 0; i < 4; i++)
+        t.u8x64[i] =
+            _mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i *)levels + i), _mm_set1_epi8(-128)));
+    return t;
 }
 
 /** table[low four bits of each byte]. */
@@ -76,7 +78,7 @@ static inline bytes_u8x64 interleave_u8x64(__m512i w0, __m512i w1)
 }
 
 /** Words of four g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane t, and bytes in nibble
- *  order that hold bits of all four rows (1, 2 and 5 bits). */
+ *  order that hold bits of all four rows (1, 2, 5 and 6 bits). */
 typedef struct {
     __m512i nibbles[4], high[4];
     bytes_u8x64 bytes;
@@ -91,6 +93,7 @@ TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
     if (bits == 1) words.bytes = interleave_u8x64(w[0], _mm512_srli_epi32(w[0], 4));
     if (bits == 2) words.bytes = interleave_u8x64(w[0], w[1]);
     if (bits == 5) words.bytes = interleave_u8x64(w[4], _mm512_srli_epi32(w[4], 4));
+    if (bits == 6) words.bytes = interleave_u8x64(w[4], w[5]);
     if (bits == 3) w[3] = fourth_row_3_u8x64(w);
     if (bits >= 3 && by_lane) vec_transpose(w);
     if (bits == TQ_WIDE_BITS && by_lane) vec_transpose(w + 4);
@@ -117,13 +120,25 @@ TQ_INLINE __m512i repeat_u32x16(__m512i x, int t)
     }
 }
 
+/** Levels of 6 bits; twos: the upper two bits of codes, in bits of their own (`mask`). */
+TQ_INLINE __m512i look_up_6_u8x64(const __m512i tables[4], __m512i nibbles, __m512i twos, __m512i mask)
+{
+    const __m512i first = _mm512_and_si512(mask, _mm512_set1_epi8(0x55));
+    const __mmask64 is_odd = _mm512_test_epi8_mask(twos, first),
+                    is_high = _mm512_test_epi8_mask(twos, _mm512_andnot_si512(first, mask));
+    __m512i low = _mm512_mask_blend_epi8(is_odd, look_up_u8x64(nibbles, tables[0]), look_up_u8x64(nibbles, tables[1]));
+    __m512i high = _mm512_mask_blend_epi8(is_odd, look_up_u8x64(nibbles, tables[2]), look_up_u8x64(nibbles, tables[3]));
+    return _mm512_mask_blend_epi8(is_high, low, high);
+}
+
 /* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 2 r
  * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
  * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table
+ * 6 bits   the low four as 4 bits, the upper two as 2 bits: they choose the table
  * 8 bits   the low four and the upper four as 4 bits: level + 128 itself */
 TQ_INLINE bytes_u8x64 levels_u8x64(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
-    if (bits == 3 || bits == 4) return look_up_nibbles_u8x64(words->nibbles[m], t->low_u8x64);
+    if (bits == 3 || bits == 4) return look_up_nibbles_u8x64(words->nibbles[m], t->u8x64[0]);
     if (bits == TQ_WIDE_BITS) {
         const __m512i low = words->nibbles[m], high = words->high[m], first = _mm512_set1_epi8(15); /* first ? a : b */
         return (bytes_u8x64){_mm512_ternarylogic_epi32(low, _mm512_slli_epi16(high, 4), first, 0xe4),
@@ -131,14 +146,18 @@ TQ_INLINE bytes_u8x64 levels_u8x64(int bits, int by_lane, const tile_words *word
     }
     const __m512i twos = _mm512_broadcast_i32x4(_mm_setr_epi32(0x03030303, 0x0c0c0c0c, 0x30303030, (int)0xc0c0c0c0)),
                   ones = _mm512_broadcast_i32x4(_mm_setr_epi32(0x01010101, 0x02020202, 0x04040404, 0x08080808));
-    const __m512i mask = by_lane     ? bits == 2 ? twos : ones
-                         : bits == 2 ? _mm512_set1_epi8((char)(3 << 2 * m))
-                                     : _mm512_set1_epi8((char)(1 << m));
+    const int is_two = bits == 2 || bits == 6;
+    const __m512i mask = by_lane  ? is_two ? twos : ones
+                         : is_two ? _mm512_set1_epi8((char)(3 << 2 * m))
+                                  : _mm512_set1_epi8((char)(1 << m));
     __m512i even = words->bytes.even, odd = words->bytes.odd;
     if (by_lane) even = repeat_u32x16(even, m), odd = repeat_u32x16(odd, m);
+    if (bits == 6)
+        return (bytes_u8x64){look_up_6_u8x64(t->u8x64, words->nibbles[m], even, mask),
+                             look_up_6_u8x64(t->u8x64, _mm512_srli_epi16(words->nibbles[m], 4), odd, mask)};
     if (bits <= 2) return (bytes_u8x64){_mm512_and_si512(even, mask), _mm512_and_si512(odd, mask)};
-    bytes_u8x64 low = look_up_nibbles_u8x64(words->nibbles[m], t->low_u8x64),
-                high = look_up_nibbles_u8x64(words->nibbles[m], t->high_u8x64);
+    bytes_u8x64 low = look_up_nibbles_u8x64(words->nibbles[m], t->u8x64[0]),
+                high = look_up_nibbles_u8x64(words->nibbles[m], t->u8x64[1]);
     return (bytes_u8x64){_mm512_mask_blend_epi8(_mm512_test_epi8_mask(even, mask), low.even, high.even),
                          _mm512_mask_blend_epi8(_mm512_test_epi8_mask(odd, mask), low.odd, high.odd)};
 }

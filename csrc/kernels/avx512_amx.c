@@ -223,7 +223,6 @@ const tq_kernels tq_kernels_avx512_amx = {
     .isa = "avx512_amx",
     .hadamard = hadamard_vector,
     .settle = settle_vector,
-    .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,
     .unpack = unpack_vector,

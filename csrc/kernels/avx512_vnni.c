@@ -8,7 +8,6 @@ const tq_kernels tq_kernels_avx512_vnni = {
     .isa = "avx512_vnni",
     .hadamard = hadamard_vector,
     .settle = settle_vector,
-    .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,
     .unpack = unpack_vector,

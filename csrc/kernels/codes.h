@@ -103,20 +103,6 @@ static void settle_vector(float *x, int32_t n, const uint32_t *before)
     else settle_in(x, n, before);
 }
 
-/** Eight sums at a time, each in its own order: the sums of a row may not be split, so rows are what runs side by side. */
-static void matvec_vector(const float *matrix, int transposed, const float *x, float *y, int32_t n)
-{
-    for (int32_t i = 0; i < n; i += 8) {
-        float sums[8];
-        for (int32_t j = 0; j < n; j++)
-            for (int32_t r = 0; r < 8; r++) {
-                float product = (transposed ? matrix[(int64_t)j * n + i + r] : matrix[(int64_t)(i + r) * n + j]) * x[j];
-                sums[r] = j ? sums[r] + product : product;
-            }
-        memcpy(y + i, sums, sizeof sums);
-    }
-}
-
 /* ---- quantisation ---- Rows of TQ_MAX_DIM floats, zero in padding channels and in groups without bits. */
 
 /** The sum that scalar.c's tree_sum makes of a_i b_i, i < n, n a power of two. */
@@ -177,12 +163,12 @@ TQ_INLINE float settled_dot(const float *a, const float *b, int32_t n)
 }
 
 /** Positive levels in ascending order: their codes are neighbours, eight by eight (turboquant.h, "Codes"). */
-static inline void list_magnitudes(const tq_codebook *book, float magnitudes[16])
+static inline void list_magnitudes(const tq_codebook *book, float magnitudes[32])
 {
-    int8_t levels[16];
-    memcpy(levels, book->levels + (book->bits <= 3 ? book->n_levels / 2 : 0), 8);
-    memcpy(levels + 8, book->levels + 16, 8);
-    for (int32_t m = 0; m < 16; m++) magnitudes[m] = (float)levels[m] * book->step;
+    int8_t levels[32];
+    for (int32_t m = 0; m < 32; m += 8)
+        memcpy(levels + m, book->levels + (book->bits <= 3 ? book->n_levels / 2 : 2 * m), 8);
+    for (int32_t m = 0; m < 32; m++) magnitudes[m] = (float)levels[m] * book->step;
 }
 
 /** How many of the `half` - 1 positive thresholds are <= the float whose bits `key` are, which is not negative. (A search by halves is
@@ -190,7 +176,7 @@ static inline void list_magnitudes(const tq_codebook *book, float magnitudes[16]
 TQ_INLINE tq_ints thresholds_below(int32_t half, const tq_codebook *book, const tq_cells *cells, tq_ints key)
 {
     tq_ints m = {0};
-    if (half > 4 && cells->factor != 0) {
+    if (half > 4 && half <= 16 && cells->factor != 0) {
         tq_ints cell = __builtin_convertvector((tq_floats)key * cells->factor, tq_ints);
         cell = tq_min_ints(cell, (tq_ints){0} + 15);
         m = __builtin_convertvector(tq_pick(cells->below, cell), tq_ints);
@@ -205,21 +191,23 @@ TQ_INLINE tq_ints thresholds_below(int32_t half, const tq_codebook *book, const 
 /** Codes and decoded levels of n channels. By symmetry only magnitudes are searched: m counts the positive thresholds t <= u, or
  *  t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. */
 TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const tq_cells *its_cells,
-                             const float magnitudes[16], const float *u, uint8_t *codes, float *c, int32_t n)
+                             const float magnitudes[32], const float *u, uint8_t *codes, float *c, int32_t n)
 {
-    const tq_cells cells = half > 4 ? *its_cells : (tq_cells){0}; /* a copy, which writing to codes cannot change */
+    const tq_cells cells =
+        half == 8 || half == 16 ? *its_cells : (tq_cells){0}; /* a copy: writing to codes cannot change it */
     for (int32_t i = 0; i < n; i += TQ_LANES) {
         tq_floats x = tq_load_floats(u + i);
         tq_ints negative = x < 0.0f, m = thresholds_below(half, book, &cells, tq_magnitude_bits(x) + negative);
         tq_ints code = half > 4 ? (m & 7) | (negative & 8) | (m >> 3) << 4 : half + (m ^ negative);
-        tq_floats level = (tq_floats)((tq_ints)tq_pick(magnitudes, m) | (negative & INT32_MIN));
-        tq_store_floats(c + i, level);
+        tq_floats magnitude = tq_pick(magnitudes, m & 15);
+        if (half > 16) magnitude = tq_select(m > 15, tq_pick(magnitudes + 16, m & 15), magnitude);
+        tq_store_floats(c + i, (tq_floats)((tq_ints)magnitude | (negative & INT32_MIN)));
         tq_bytes bytes = __builtin_convertvector(code, tq_bytes);
         memcpy(codes + i, &bytes, sizeof bytes);
     }
 }
 
-/** scalar.c: wide_code, of n channels. */
+/** kernels.h: tq_wide_code, of n channels. */
 TQ_INLINE void encode_wide(const float *u, uint8_t *codes, float *c, int32_t n)
 {
     for (int32_t i = 0; i < n; i += TQ_LANES) {
@@ -236,7 +224,7 @@ TQ_INLINE void encode_wide(const float *u, uint8_t *codes, float *c, int32_t n)
 TQ_INLINE void encode_groups(const tq_codebook *book, const tq_cells *cells, const float *u, uint8_t *codes, float *c,
                              int32_t n)
 {
-    float magnitudes[16] = {0};
+    float magnitudes[32];
     if (book->bits == TQ_WIDE_BITS) {
         encode_wide(u, codes, c, n);
         return;
@@ -247,7 +235,8 @@ TQ_INLINE void encode_groups(const tq_codebook *book, const tq_cells *cells, con
     case 2: encode_levels(2, book, cells, magnitudes, u, codes, c, n); return;
     case 3: encode_levels(4, book, cells, magnitudes, u, codes, c, n); return;
     case 4: encode_levels(8, book, cells, magnitudes, u, codes, c, n); return;
-    default: encode_levels(16, book, cells, magnitudes, u, codes, c, n);
+    case 5: encode_levels(16, book, cells, magnitudes, u, codes, c, n); return;
+    default: encode_levels(32, book, cells, magnitudes, u, codes, c, n);
     }
 }
 
@@ -291,7 +280,7 @@ TQ_INLINE tq_floats middle_of_cell(tq_floats z, tq_floats units)
 /** z -> what thresholds are compared with, in u. bits: of these n channels. */
 TQ_INLINE void search_numbers(const tq_encoder *e, int32_t bits, float r, const float *z, float *u, int32_t n)
 {
-    if (e->settled && bits != TQ_WIDE_BITS) {
+    if (e->settled && tq_is_searched_by_cells(bits)) {
         TQ_UNROLL
         for (int32_t i = 0; i < n; i += TQ_LANES)
             tq_store_floats(u + i, middle_of_cell(tq_load_floats(z + i), tq_all(r * TQ_SETTLED_UNITS)));
@@ -326,7 +315,7 @@ TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, ui
         int32_t run = channels * next - at;
         search_numbers(e, bits, r, kept + at, u + at, run);
         if (bits) {
-            encode_groups(&e->books[bits], &e->cells[bits % TQ_WIDE_BITS], u + at, codes + at, c + at, run);
+            encode_groups(&e->books[bits], &e->cells[bits <= TQ_CELL_BITS ? bits : 0], u + at, codes + at, c + at, run);
         } else {
             memset(codes + at, 0, (size_t)run);
             memset(c + at, 0, sizeof(float) * (size_t)run);
@@ -392,12 +381,15 @@ static void pack_vector(int32_t bits, const uint8_t *codes, uint32_t *words)
             int shift = bits == 5 ? 4 : 0;
             plane |= ((low[r] >> shift & 0x01010101) << r) | ((high[r] >> shift & 0x01010101) << (r + 4));
         }
+        if (bits == 6)
+            for (int32_t r = 0; r < 4; r++) low[r] = low[r] >> 4 & 0x03030303, high[r] = high[r] >> 4 & 0x03030303;
         lanes_u32x4 twos[2] = {low[0] | low[1] << 2 | low[2] << 4 | low[3] << 6,
                                high[0] | high[1] << 2 | high[2] << 4 | high[3] << 6};
         if (bits == 3)
             for (int32_t r = 0; r < 3; r++) nibbles[r] |= (nibbles[3] >> r & 0x11111111) << 3;
         if (bits == 2) w = twos;
-        for (int32_t i = 0; i < (bits == 5 ? 4 : bits == 1 ? 0 : bits); i++) store_u32x4(words + 32 * i + 4 * g, w[i]);
+        for (int32_t i = 0; i < (bits >= 5 ? 4 : bits == 1 ? 0 : bits); i++) store_u32x4(words + 32 * i + 4 * g, w[i]);
+        for (int32_t h = 0; h < 2 && bits == 6; h++) store_u32x4(words + 32 * (4 + h) + 4 * g, twos[h]);
         if (bits == 1 || bits == 5) store_u32x4(words + 32 * (bits - 1) + 4 * g, plane);
     }
 }
@@ -405,16 +397,18 @@ static void pack_vector(int32_t bits, const uint8_t *codes, uint32_t *words)
 static void unpack_vector(int32_t bits, const uint32_t *words, uint8_t *codes)
 {
     for (int32_t g = 0; g < 8; g++) {
-        lanes_u32x4 w[5] = {{0}};
+        lanes_u32x4 w[TQ_MAX_BITS] = {{0}};
         for (int32_t i = 0; i < bits; i++) w[i] = load_u32x4(words + 32 * i + 4 * g);
-        lanes_u32x4 plane = w[bits - 1];
+        lanes_u32x4 plane = w[bits - 1], *twos = bits == 6 ? w + 4 : w;
         if (bits == 3) w[3] = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222) | (w[2] >> 1 & 0x44444444);
         for (int32_t r = 0; r < 4; r++) {
             lanes_u32x4 nibbles = bits == 3 ? w[r] & 0x77777777 : w[r];
             lanes_u32x4 low = bytes_of_nibbles(nibbles & 0xffff), high = bytes_of_nibbles(nibbles >> 16);
             lanes_u32x4 low_bit = plane >> r & 0x01010101, high_bit = plane >> (r + 4) & 0x01010101;
             if (bits == 1) low = low_bit, high = high_bit;
-            if (bits == 2) low = w[0] >> 2 * r & 0x03030303, high = w[1] >> 2 * r & 0x03030303;
+            lanes_u32x4 low_two = twos[0] >> 2 * r & 0x03030303, high_two = twos[1] >> 2 * r & 0x03030303;
+            if (bits == 2) low = low_two, high = high_two;
+            if (bits == 6) low |= low_two << 4, high |= high_two << 4;
             if (bits == 5) low |= low_bit << 4, high |= high_bit << 4;
             store_u32x4(codes + TQ_TILE * (g + 8 * r), low);
             store_u32x4(codes + TQ_TILE * (g + 8 * r) + 16, high);

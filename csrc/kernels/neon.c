@@ -28,7 +28,6 @@ const tq_kernels tq_kernels_neon = {
     .isa = "neon",
     .hadamard = hadamard_vector,
     .settle = settle_vector,
-    .matvec = matvec_vector,
     .encode = encode_vector,
     .pack = pack_vector,
     .unpack = unpack_vector,

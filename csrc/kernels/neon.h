@@ -14,17 +14,17 @@ typedef struct {
     uint8x16_t even, odd;
 } bytes_u8x16;
 
-/** A codebook as look-up tables by the low four bits of a code: codes 0..15, codes 16..31. */
+/** A codebook as look-up tables by the low four bits of a code: codes 0..15, 16..31, 32..47, 48..63. */
 typedef struct {
-    uint8x16_t low_s8x16, high_s8x16;
+    uint8x16_t s8x16[4];
 } tables;
 
 static inline tables tables_of(const tq_codebook *book)
 {
-    uint8_t levels[32];
+    uint8_t levels[64];
     memcpy(levels, book->levels, sizeof levels);
     if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: do not care */
-    return (tables){vld1q_u8(levels), vld1q_u8(levels + 16)};
+    return (tables){{vld1q_u8(levels), vld1q_u8(levels + 16), vld1q_u8(levels + 32), vld1q_u8(levels + 48)}};
 }
 
 /* 4 bits   word r: the eight codes of row g + 8 r
@@ -63,7 +63,7 @@ static inline bytes_u8x16 interleave_u8x16(uint8x16_t w0, uint8x16_t w1)
 }
 
 /** Words of one g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane t, and bytes in nibble
- *  order that hold bits of all four rows (1, 2 and 5 bits). */
+ *  order that hold bits of all four rows (1, 2, 5 and 6 bits). */
 typedef struct {
     uint8x16_t nibbles[4], high[4];
     bytes_u8x16 bytes;
@@ -78,6 +78,7 @@ TQ_INLINE tile_words load_words(int bits, int by_lane, const uint8_t *at)
     if (bits == 1) words.bytes = interleave_u8x16(w[0], vshrq_n_u8(w[0], 4));
     if (bits == 2) words.bytes = interleave_u8x16(w[0], w[1]);
     if (bits == 5) words.bytes = interleave_u8x16(w[4], vshrq_n_u8(w[4], 4));
+    if (bits == 6) words.bytes = interleave_u8x16(w[4], w[5]);
     if (bits == 3) w[3] = fourth_row_3_u8x16(w);
     if (bits >= 3 && by_lane) vec_transpose(w);
     if (bits == TQ_WIDE_BITS && by_lane) vec_transpose(w + 4);
@@ -106,19 +107,37 @@ TQ_INLINE uint8x16_t repeat_u32x4(uint8x16_t x, int t)
     }
 }
 
+/** Levels of 6 bits; twos: the upper two bits of codes, in bits of their own (`mask`). */
+TQ_INLINE uint8x16_t look_up_6_u8x16(const uint8x16_t tables[4], uint8x16_t nibbles, uint8x16_t twos, uint8x16_t mask)
+{
+    const uint8x16_t first = vandq_u8(mask, vdupq_n_u8(0x55)), is_odd = vtstq_u8(twos, first),
+                     is_high = vtstq_u8(twos, vbicq_u8(mask, first));
+    uint8x16_t low = vbslq_u8(is_odd, vqtbl1q_u8(tables[1], nibbles), vqtbl1q_u8(tables[0], nibbles));
+    uint8x16_t high = vbslq_u8(is_odd, vqtbl1q_u8(tables[3], nibbles), vqtbl1q_u8(tables[2], nibbles));
+    return vbslq_u8(is_high, high, low);
+}
+
 /* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 0, 2, 4, 4: a signed byte
  * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
  * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table
+ * 6 bits   the low four as 4 bits, the upper two as 2 bits: they choose the table
  * 8 bits   the low four and the upper four as 4 bits: level + 128, the sign bit flipped */
 TQ_INLINE bytes_u8x16 levels_u8x16(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
-    if (bits == 3 || bits == 4) return look_up_u8x16(words->nibbles[m], t->low_s8x16);
+    if (bits == 3 || bits == 4) return look_up_u8x16(words->nibbles[m], t->s8x16[0]);
     if (bits == TQ_WIDE_BITS) {
         const uint8x16_t low = words->nibbles[m], high = words->high[m], sign = vdupq_n_u8(128);
         return (bytes_u8x16){veorq_u8(vsliq_n_u8(low, high, 4), sign), veorq_u8(vsriq_n_u8(high, low, 4), sign)};
     }
     uint8x16_t even = words->bytes.even, odd = words->bytes.odd;
     if (by_lane) even = repeat_u32x4(even, m), odd = repeat_u32x4(odd, m);
+    if (bits == 6) {
+        const uint32x4_t twos = {0x03030303, 0x0c0c0c0c, 0x30303030, 0xc0c0c0c0};
+        const uint8x16_t mask = by_lane ? vreinterpretq_u8_u32(twos) : vdupq_n_u8((uint8_t)(3 << 2 * m)),
+                         nibbles = words->nibbles[m];
+        return (bytes_u8x16){look_up_6_u8x16(t->s8x16, vandq_u8(nibbles, vdupq_n_u8(15)), even, mask),
+                             look_up_6_u8x16(t->s8x16, vshrq_n_u8(nibbles, 4), odd, mask)};
+    }
     if (bits == 2) {
         const uint32x4_t twos = {0x03030303, 0x0c0c0c0c, 0x30303030, 0x30303030}, row_3 = {0, 0, 0, 0xfefefefe};
         const uint8x16_t mask = by_lane ? vreinterpretq_u8_u32(twos) : vdupq_n_u8((uint8_t)(3 << (m < 3 ? 2 * m : 4)));
@@ -128,8 +147,8 @@ TQ_INLINE bytes_u8x16 levels_u8x16(int bits, int by_lane, const tile_words *word
     const uint32x4_t ones = {0x01010101, 0x02020202, 0x04040404, 0x08080808};
     const uint8x16_t mask = by_lane ? vreinterpretq_u8_u32(ones) : vdupq_n_u8((uint8_t)(1 << m));
     if (bits == 1) return (bytes_u8x16){vandq_u8(even, mask), vandq_u8(odd, mask)};
-    bytes_u8x16 low = look_up_u8x16(words->nibbles[m], t->low_s8x16),
-                high = look_up_u8x16(words->nibbles[m], t->high_s8x16);
+    bytes_u8x16 low = look_up_u8x16(words->nibbles[m], t->s8x16[0]),
+                high = look_up_u8x16(words->nibbles[m], t->s8x16[1]);
     return (bytes_u8x16){vbslq_u8(vtstq_u8(even, mask), high.even, low.even),
                          vbslq_u8(vtstq_u8(odd, mask), high.odd, low.odd)};
 }

@@ -255,6 +255,7 @@ TQ_INLINE tile_words words_of(int bits, int by_lane, const uint8_t *at)
     case 3: return load_words(3, by_lane, at);
     case 4: return load_words(4, by_lane, at);
     case 5: return load_words(5, by_lane, at);
+    case 6: return load_words(6, by_lane, at);
     default: return load_words(TQ_WIDE_BITS, by_lane, at);
     }
 }
@@ -267,6 +268,7 @@ TQ_INLINE parts levels_of(int bits, int by_lane, const tile_words *words, int m,
     case 3: return levels(3, by_lane, words, m, t);
     case 4: return levels(4, by_lane, words, m, t);
     case 5: return levels(5, by_lane, words, m, t);
+    case 6: return levels(6, by_lane, words, m, t);
     default: return levels(TQ_WIDE_BITS, by_lane, words, m, t);
     }
 }
@@ -431,6 +433,8 @@ WIDTH(2)
 WIDTH(3)
 WIDTH(4)
 WIDTH(5)
+WIDTH(6)
+WIDTH(8)
 
 /* Any width, and precise operands: runs of mixed widths are short, and kernels for each width would be most of what is compiled. */
 static void multiply_half_columns(const product_run *run) { multiply_width(run->tiles->bits, TQ_HALF_COLUMNS, 1, run); }
@@ -451,8 +455,8 @@ static int32_t blocks_alike(const tq_tile_grid *grid, int32_t first)
 static void multiply_vector(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate,
                             float *out, int32_t out_stride)
 {
-    static void (*const widths[])(const product_run *, int) = {NULL,       multiply_1, multiply_2,
-                                                               multiply_3, multiply_4, multiply_5};
+    static void (*const widths[TQ_WIDE_BITS + 1])(const product_run *, int) = {
+        NULL, multiply_1, multiply_2, multiply_3, multiply_4, multiply_5, multiply_6, NULL, multiply_8};
     int32_t steps = grid->blocks * grid->n * (8 / VEC_GS), lines = ((grid->ahead_bytes + 63) / 64 + steps - 1) / steps;
     int32_t operand_tiles = grid->n << (grid->halves == TQ_HALF_ROWS);
     product_run run = {.base = grid->base,

@@ -39,16 +39,6 @@ static void settle_scalar(float *x, int32_t n, const uint32_t *before)
     hadamard_scalar(x, n, 1.0f, before, NULL);
 }
 
-static void matvec_scalar(const float *matrix, int transposed, const float *x, float *y, int32_t n)
-{
-    int64_t row = transposed ? 1 : n, column = transposed ? n : 1;
-    for (int32_t i = 0; i < n; i++) {
-        float sum = matrix[i * row] * x[0];
-        for (int32_t j = 1; j < n; j++) sum = sum + matrix[i * row + j * column] * x[j];
-        y[i] = sum;
-    }
-}
-
 /* ---- quantisation ---- */
 
 /** The one order in which encoding adds: v[i] += v[i + h] for h = n/2, n/4 .. 1, n a power of two. Destroys v. */
@@ -92,20 +82,6 @@ static float coded_dot(const tq_encoder *e, const float *a, const float *b)
     return tree_sum(x, n);
 }
 
-static uint8_t wide_code(float u)
-{
-    float x = u * (1 / TQ_WIDE_STEP);
-    x = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x == x ? x : 0.0f; /* NaN has no integer */
-    return (uint8_t)(128 + (int32_t)((x + TQ_ROUND) - TQ_ROUND));
-}
-
-static int32_t rank_of(const tq_codebook *book, float u)
-{
-    int32_t rank = 0;
-    for (int32_t k = 0; k + 1 < book->n_levels; k++) rank += book->thresholds[k] <= u;
-    return rank;
-}
-
 /** The middle of the cell, a unit wide, that z * units lies in, which is the exact product; times a unit. */
 static float middle_of_cell(float z, float units)
 {
@@ -146,8 +122,8 @@ static void encode_scalar(const tq_encoder *e, const float *z, uint8_t *codes, u
         int32_t bits = e->side->bits[i / e->group_channels];
         if (!bits) continue;
         const tq_codebook *book = &e->books[bits];
-        if (e->settled && bits != TQ_WIDE_BITS) x = middle_of_cell(z[i], r * TQ_SETTLED_UNITS);
-        codes[i] = bits == TQ_WIDE_BITS ? wide_code(x) : book->code_of_rank[rank_of(book, x)];
+        if (e->settled && tq_is_searched_by_cells(bits)) x = middle_of_cell(z[i], r * TQ_SETTLED_UNITS);
+        codes[i] = tq_nearest_code(book, x);
         c[i] = (float)tq_level(book, codes[i]) * book->step;
     }
     for (int32_t i = 0; e->steps && i < e->head_dim; i++) { /* the scale is found in the units of x */
@@ -171,12 +147,13 @@ static int32_t tile_index(int32_t lane, int32_t r, int32_t n)
 static uint32_t pack_lane_word(int32_t bits, const uint8_t c[4][8], int32_t w)
 {
     uint32_t word = 0;
-    if (bits == 4 || (bits == 5 && w < 4))
+    if (bits >= 4 && w < 4)
         for (int32_t n = 0; n < 8; n++) word |= (uint32_t)(c[w][n] & 15) << 4 * n;
     else if (bits == 3)
         for (int32_t n = 0; n < 8; n++) word |= (uint32_t)(c[w][n] | (c[3][n] >> w & 1) << 3) << 4 * n;
-    else if (bits == 2)
-        for (int32_t i = 0; i < 16; i++) word |= (uint32_t)c[i / 4][4 * w + i % 4] << (8 * (i % 4) + 2 * (i / 4));
+    else if (bits == 2 || bits == 6) /* 2 bits, or the upper two of 6 */
+        for (int32_t i = 0; i < 16; i++)
+            word |= (uint32_t)(c[i / 4][4 * (w & 1) + i % 4] >> (bits - 2)) << (8 * (i % 4) + 2 * (i / 4));
     else /* 1 bit, or the fifth bit of 5 */
         for (int32_t i = 0; i < 32; i++)
             word |= (uint32_t)(c[i / 8][i % 8] >> (bits - 1) & 1) << (8 * (i % 4) + i / 8 + 4 * (i % 8 / 4));
@@ -204,7 +181,8 @@ static uint8_t unpack_code(int32_t bits, const uint32_t *words, int32_t r, int32
         return (uint8_t)((words[0] >> (4 * n + 3) & 1) | (words[32] >> (4 * n + 3) & 1) << 1 |
                          (words[64] >> (4 * n + 3) & 1) << 2);
     case 4: return words[32 * r] >> 4 * n & 15;
-    default: return (uint8_t)((words[32 * r] >> 4 * n & 15) | (words[128] >> (8 * i + r + 4 * h) & 1) << 4);
+    case 5: return (uint8_t)((words[32 * r] >> 4 * n & 15) | (words[128] >> (8 * i + r + 4 * h) & 1) << 4);
+    default: return (uint8_t)((words[32 * r] >> 4 * n & 15) | (words[128 + 32 * h] >> (8 * i + 2 * r) & 3) << 4);
     }
 }
 
@@ -294,7 +272,6 @@ const tq_kernels tq_kernels_scalar = {
     .isa = "scalar",
     .hadamard = hadamard_scalar,
     .settle = settle_scalar,
-    .matvec = matvec_scalar,
     .encode = encode_scalar,
     .pack = pack_scalar,
     .unpack = unpack_scalar,

@@ -20,9 +20,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "errors.h"
@@ -85,31 +89,67 @@ inline bool requires_grad(const Tensor &t)
     return !torch::stable::detail::to<bool>(stack[0]);
 }
 
+/** Checked plans by their words: each is made once and shared by all threads, since layers of a cache may have different ones and in a
+ *  decode step every microsecond counts. At most MOST are remembered, some 4 MB; calls at work keep theirs. */
+class KnownPlans
+{
+public:
+    static constexpr size_t MOST = 1024;
+
+    /** NULL, with *status and *error filled, where the words are no plan. */
+    std::shared_ptr<const tq_plan> find(const Words &words, tq_status *status, tq_error *error)
+    {
+        {
+            std::shared_lock lock(mutex_);
+            auto found = plans_.find(words);
+            if (found != plans_.end()) return found->second;
+        }
+        auto made = std::make_shared<tq_plan>();
+        *status = tq_plan_init(made.get(), words.data(), words.size(), error);
+        if (*status != TQ_OK) return nullptr;
+        std::unique_lock lock(mutex_);
+        if (plans_.size() >= MOST) plans_.clear();
+        return plans_.emplace(words, made).first->second;
+    }
+
+    static KnownPlans &of_process()
+    {
+        static KnownPlans *plans = new KnownPlans; // other threads may need it until the process ends
+        return *plans;
+    }
+
+private:
+    struct Hash {
+        size_t operator()(const Words &words) const
+        {
+            uint64_t h = 0xcbf29ce484222325u; // FNV-1a, a word at a time
+            for (int64_t word : words) h = (h ^ static_cast<uint64_t>(word)) * 0x100000001b3u;
+            return static_cast<size_t>(h ^ h >> 32);
+        }
+    };
+
+    std::shared_mutex mutex_;
+    std::unordered_map<Words, std::shared_ptr<const tq_plan>, Hash> plans_;
+};
+
 /** What a call's tensors must have in common, and its plan. `like`, the first tensor, says device and dtype. */
 class Call
 {
 public:
     const char *op;
-    tq_plan plan;
     int32_t device_type, device_index;
     mutable tq_error error{};
 
     Call(const char *op_name, const Words &words, const Tensor &like, const char *name) : Call(op_name, like, name)
     {
-        // All layers of a cache have one plan, and in a decode step every microsecond counts: each thread remembers its last.
-        static thread_local Words known_words;
-        static thread_local tq_plan known;
-        if (known_words.empty() || words != known_words) {
-            known_words.clear();
-            check(tq_plan_init(&known, words.data(), words.size(), &error));
-            known_words = words;
-        }
-        plan = known;
+        tq_status status = TQ_OK;
+        plan_ = KnownPlans::of_process().find(words, &status, &error);
+        check(status);
     }
 
     /** For an operator without a plan. */
     Call(const char *op_name, const Tensor &like, const char *name)
-        : op(op_name), plan{}, like_name_(name), grad_mode_(aoti_torch_grad_mode_is_enabled())
+        : op(op_name), like_name_(name), grad_mode_(aoti_torch_grad_mode_is_enabled())
     {
         read_device(like, &device_type, &device_index);
 #if !defined(TURBOQUANT_WITH_CUDA)
@@ -120,7 +160,9 @@ public:
     }
 
     bool on_cuda() const { return device_type == aoti_torch_device_type_cuda(); }
-    bool has_values() const { return plan.value.tile_bytes != 0; }
+    /** Not of `merge`, which has none. */
+    const tq_plan &plan() const { return *plan_; }
+    bool has_values() const { return plan_->value.tile_bytes != 0; }
 
     [[noreturn]] void refuse(const std::string &name, const std::string &wants, const std::string &got,
                              Error::Kind kind = Error::VALUE) const
@@ -234,6 +276,8 @@ public:
     }
 
 private:
+    std::shared_ptr<const tq_plan> plan_;
+
     /** What the core got, where that is no number. */
     std::optional<std::string> got_words() const
     {

@@ -136,8 +136,8 @@ template <class T> const T *data_as(const Tensor &t) { return static_cast<const 
 
 void check_head_dim(const Call &call, const char *name, const Tensor &t)
 {
-    if (t.dim() < 1 || t.size(t.dim() - 1) != call.plan.head_dim)
-        call.refuse(name, "of head_dim " + std::to_string(call.plan.head_dim) + ", the plan's, in its last dimension",
+    if (t.dim() < 1 || t.size(t.dim() - 1) != call.plan().head_dim)
+        call.refuse(name, "of head_dim " + std::to_string(call.plan().head_dim) + ", the plan's, in its last dimension",
                     join(t.sizes().data(), t.sizes().size()));
 }
 
@@ -151,8 +151,8 @@ tq_transform read_transform(const Call &call, const char *const (&names)[3], int
                             const Maybe &rotation, const Maybe &centre, const Maybe &steps)
 {
     tq_transform out{};
-    const tq_side &side = &names == &KEY ? call.plan.key : call.plan.value;
-    int64_t dim = call.plan.head_dim, rows = side.matrix_rows ? side.matrix_rows : dim;
+    const tq_side &side = &names == &KEY ? call.plan().key : call.plan().value;
+    int64_t dim = call.plan().head_dim, rows = side.matrix_rows ? side.matrix_rows : dim;
     int32_t f32 = aoti_torch_dtype_float32();
     if (given(rotation)) {
         bool per_head = rotation->dim() == 3 && rotation->size(0) != 1;
@@ -179,7 +179,7 @@ tq_transform read_transform(const Call &call, const char *const (&names)[3], int
 int32_t read_exact(const Call &call, const char *k_name, const char *v_name, const Maybe &k, const Maybe &v,
                    int32_t dtype, int64_t batch, int64_t kv_heads)
 {
-    int64_t dim = call.plan.head_dim;
+    int64_t dim = call.plan().head_dim;
     if (given(k)) call.tensor(k_name, *k, dtype, {batch, kv_heads, ANY, dim}, Strides::DENSE);
     if (given(v)) call.tensor(v_name, *v, dtype, {batch, kv_heads, given(k) ? k->size(2) : ANY, dim}, Strides::DENSE);
     return given(k) ? call.length(k_name, *k, 2) : 0;
@@ -188,7 +188,7 @@ int32_t read_exact(const Call &call, const char *k_name, const char *v_name, con
 /** pages [n_pages, kv_heads, record_bytes]; kv_heads ANY: as many as there are. */
 void check_pages(const Call &call, const Tensor &pages, int64_t kv_heads)
 {
-    call.tensor("pages", pages, aoti_torch_dtype_uint8(), {ANY, kv_heads, call.plan.record_bytes}, Strides::DENSE);
+    call.tensor("pages", pages, aoti_torch_dtype_uint8(), {ANY, kv_heads, call.plan().record_bytes}, Strides::DENSE);
 }
 
 void check_integers(const Call &call, const char *name, const Tensor &t, std::initializer_list<int64_t> shape)
@@ -201,7 +201,7 @@ tq_append_params read_new_tokens(const Call &call, const Tensor &k, const Maybe 
 {
     tq_append_params p{};
     p.dtype = call.read_dtype(k);
-    call.tensor("k", k, dtype_of(k), {ANY, ANY, ANY, call.plan.head_dim}, Strides::ROWS);
+    call.tensor("k", k, dtype_of(k), {ANY, ANY, ANY, call.plan().head_dim}, Strides::ROWS);
     if (v) call.tensor("v", *v, dtype_of(k), {k.size(0), k.size(1), k.size(2), k.size(3)}, Strides::ROWS);
     p.batch = call.length("k", k, 0), p.kv_heads = call.length("k", k, 1), p.tokens = call.length("k", k, 2);
     p.threads = call.threads();
@@ -215,11 +215,11 @@ void run_append(const Call &call, const tq_append_params &p, int64_t *flag)
 {
     Launch launch(call);
     size_t bytes = 0;
-    call.check(launch->append_scratch_bytes(&call.plan, &p, &bytes, &call.error));
+    call.check(launch->append_scratch_bytes(&call.plan(), &p, &bytes, &call.error));
     std::optional<Tensor> scratch; // CUDA needs none
     if (bytes) scratch = launch.scratch(bytes);
     void *at = scratch ? scratch->mutable_data_ptr() : nullptr;
-    call.check(launch->append(launch.stream, &call.plan, &p, flag, at, bytes, &call.error));
+    call.check(launch->append(launch.stream, &call.plan(), &p, flag, at, bytes, &call.error));
 }
 
 /** A contiguous copy in another (or the same) dtype. */
@@ -246,13 +246,13 @@ Tensor rotate(const Words &words, const Tensor &x, const Maybe &matrix, bool inv
     tq_dtype dtype = call.read_dtype(x);
     call.placed("x", x, Strides::FREE);
     check_head_dim(call, "x", x);
-    int64_t dim = call.plan.head_dim;
+    int64_t dim = call.plan().head_dim;
     if (given(matrix)) call.tensor("matrix", *matrix, aoti_torch_dtype_float32(), {dim, dim}, Strides::DENSE);
 
     Launch launch(call);
     Tensor y = converted(call, x, launch->rotates_any_dtype ? dtype_of(x) : aoti_torch_dtype_float32());
     void *at = y.mutable_data_ptr();
-    call.check(launch->rotate(launch.stream, &call.plan, static_cast<const float *>(data_of(matrix)), inverse, dtype,
+    call.check(launch->rotate(launch.stream, &call.plan(), static_cast<const float *>(data_of(matrix)), inverse, dtype,
                               at, at, y.numel() / dim, &call.error));
     return dtype_of(x) == dtype_of(y) ? y : converted(call, y, dtype_of(x));
 }
@@ -309,7 +309,7 @@ std::string append_kernel(const Words &words, const Tensor &k, const Maybe &v, c
         read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
                     value_rotation, key_centre, value_centre, key_steps, value_steps, flag);
     char name[NAME_BYTES];
-    call.check(Launch(call)->append_kernel(&call.plan, &p, name, &call.error));
+    call.check(Launch(call)->append_kernel(&call.plan(), &p, name, &call.error));
     return name;
 }
 
@@ -318,7 +318,7 @@ tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<d
                               int64_t sliding_window, double softcap, bool even_lengths)
 {
     tq_attend_params p{};
-    int64_t dim = call.plan.head_dim;
+    int64_t dim = call.plan().head_dim;
     p.dtype = call.read_dtype(q);
     call.tensor("q", q, dtype_of(q), {ANY, ANY, ANY, dim}, Strides::ROWS);
     p.batch = call.length("q", q, 0), p.query_heads = call.length("q", q, 1), p.query_tokens = call.length("q", q, 2);
@@ -341,7 +341,7 @@ tq_attend_params read_attend(const Call &call, const Tensor &q, const Tensor &pa
 {
     tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, even_lengths);
     int32_t dtype = dtype_of(q);
-    int64_t dim = call.plan.head_dim;
+    int64_t dim = call.plan().head_dim;
     check_pages(call, pages, ANY);
     p.kv_heads = call.length("pages", pages, 1);
     check_integers(call, "block_table", block_table, {p.batch, ANY});
@@ -386,16 +386,16 @@ std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Ten
                     key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, softmax_scale,
                     causal, sliding_window, softcap, even_lengths);
     const int32_t dtype = dtype_of(q);
-    const int64_t dim = call.plan.head_dim;
+    const int64_t dim = call.plan().head_dim;
     Launch launch(call);
     size_t bytes = 0;
-    call.check(launch->attend_scratch_bytes(&call.plan, &p, &bytes, &call.error));
+    call.check(launch->attend_scratch_bytes(&call.plan(), &p, &bytes, &call.error));
     Tensor scratch = launch.scratch(bytes);
     Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
     Tensor lse = call.allocate({p.batch, p.query_heads, p.query_tokens}, aoti_torch_dtype_float32());
     p.out = out.mutable_data_ptr();
     p.lse = static_cast<float *>(lse.mutable_data_ptr());
-    call.check(launch->attend(launch.stream, &call.plan, &p, scratch.mutable_data_ptr(), bytes, &call.error));
+    call.check(launch->attend(launch.stream, &call.plan(), &p, scratch.mutable_data_ptr(), bytes, &call.error));
     return {out, lse};
 }
 
@@ -413,7 +413,7 @@ std::string attend_kernel(const Words &words, const Tensor &q, const Tensor &pag
                     key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, softmax_scale,
                     causal, sliding_window, softcap, even_lengths);
     char name[NAME_BYTES];
-    call.check(Launch(call)->attend_kernel(&call.plan, &p, name, &call.error));
+    call.check(Launch(call)->attend_kernel(&call.plan(), &p, name, &call.error));
     return name;
 }
 
@@ -427,7 +427,7 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
 {
     Call call("append_attend", words, q, "q");
     int32_t dtype = dtype_of(q);
-    int64_t dim = call.plan.head_dim;
+    int64_t dim = call.plan().head_dim;
     tq_attend_params p = read_queries(call, q, softmax_scale, true, sliding_window, softcap, even_lengths);
     call.tensor("k", k, dtype, {p.batch, ANY, p.query_tokens, dim}, Strides::ROWS);
     tq_append_params a =
@@ -443,15 +443,15 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
 
     Launch launch(call);
     size_t append_bytes = 0, attend_bytes = 0;
-    call.check(launch->append_scratch_bytes(&call.plan, &a, &append_bytes, &call.error));
-    call.check(launch->attend_scratch_bytes(&call.plan, &p, &attend_bytes, &call.error));
+    call.check(launch->append_scratch_bytes(&call.plan(), &a, &append_bytes, &call.error));
+    call.check(launch->attend_scratch_bytes(&call.plan(), &p, &attend_bytes, &call.error));
     Tensor scratch = launch.scratch(std::max(append_bytes, attend_bytes));
     Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
     p.out = out.mutable_data_ptr();
     void *at = scratch.mutable_data_ptr();
-    call.check(launch->append(launch.stream, &call.plan, &a, flag_of(flag), append_bytes ? at : nullptr, append_bytes,
+    call.check(launch->append(launch.stream, &call.plan(), &a, flag_of(flag), append_bytes ? at : nullptr, append_bytes,
                               &call.error));
-    call.check(launch->attend(launch.stream, &call.plan, &p, at, attend_bytes, &call.error), true);
+    call.check(launch->attend(launch.stream, &call.plan(), &p, at, attend_bytes, &call.error), true);
     return out;
 }
 
@@ -474,14 +474,14 @@ Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, const Maybe
     p.key = read_transform(call, KEY, p.batch, p.kv_heads, key_rotation, key_centre, key_steps);
     p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
 
-    int64_t page_tokens = call.plan.page_tokens;
+    int64_t page_tokens = call.plan().page_tokens;
     p.max_pages = static_cast<int32_t>((p.tokens + page_tokens - 1) / page_tokens);
     p.n_pages = static_cast<int64_t>(p.batch) * p.max_pages;
     std::vector<int32_t> table(static_cast<size_t>(call.length("k", p.n_pages)));
     for (size_t i = 0; i < table.size(); i++) table[i] = static_cast<int32_t>(i);
     Tensor lengths = integers(call, {p.batch}, std::vector<int32_t>(static_cast<size_t>(p.batch), p.tokens));
     Tensor block_table = integers(call, {p.batch, p.max_pages}, table);
-    Tensor pages = call.allocate({p.n_pages, p.kv_heads, call.plan.record_bytes}, aoti_torch_dtype_uint8());
+    Tensor pages = call.allocate({p.n_pages, p.kv_heads, call.plan().record_bytes}, aoti_torch_dtype_uint8());
     torch::stable::zero_(pages);
     p.lengths = data_as<int32_t>(lengths), p.block_table = data_as<int32_t>(block_table);
     p.pages = static_cast<uint8_t *>(pages.mutable_data_ptr());
@@ -500,16 +500,16 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
     int32_t kv_heads = call.length("pages", pages, 1), tokens = call.narrow("max_tokens", max_tokens);
     int32_t batch = call.length("block_table", block_table, 0), max_pages = call.length("block_table", block_table, 1);
     check_integers(call, "lengths", lengths, {batch});
-    call.check(tq_check_dequantize_sizes(&call.plan, pages.size(0), kv_heads, batch, max_pages, tokens, &call.error));
+    call.check(tq_check_dequantize_sizes(&call.plan(), pages.size(0), kv_heads, batch, max_pages, tokens, &call.error));
     tq_transform key = read_transform(call, KEY, batch, kv_heads, key_rotation, key_centre, key_steps);
     tq_transform value = read_transform(call, VALUE, batch, kv_heads, value_rotation, value_centre, value_steps);
 
     Launch launch(call);
     int32_t f32 = aoti_torch_dtype_float32(), value_tokens = call.has_values() ? tokens : 0;
-    Tensor k = call.allocate({batch, kv_heads, tokens, call.plan.head_dim}, f32);
-    Tensor v = call.allocate({batch, kv_heads, value_tokens, call.plan.head_dim}, f32);
+    Tensor k = call.allocate({batch, kv_heads, tokens, call.plan().head_dim}, f32);
+    Tensor v = call.allocate({batch, kv_heads, value_tokens, call.plan().head_dim}, f32);
     call.check(launch->dequantize(
-        launch.stream, &call.plan, data_as<uint8_t>(pages), pages.size(0), kv_heads, data_as<int32_t>(block_table),
+        launch.stream, &call.plan(), data_as<uint8_t>(pages), pages.size(0), kv_heads, data_as<int32_t>(block_table),
         batch, max_pages, data_as<int32_t>(lengths), tokens, &key, &value, static_cast<float *>(k.mutable_data_ptr()),
         call.has_values() ? static_cast<float *>(v.mutable_data_ptr()) : nullptr, &call.error));
     return {k, v};

@@ -6,7 +6,9 @@
 
 #include "core/kernels.h"
 
-enum { BLOCKS = 3, ROWS = 70, TILES_MOST = 9, WIDTHS = 5 };
+enum { BLOCKS = 3, ROWS = 70, TILES_MOST = 9, WIDTHS = 7 };
+
+static const int widths[WIDTHS] = {1, 2, 3, 4, 5, 6, TQ_WIDE_BITS};
 
 static uint32_t next_random(void)
 {
@@ -20,7 +22,7 @@ static int32_t lay_out(int bits, int32_t n, tq_tile *tiles)
 {
     int32_t at = 0;
     for (int32_t i = 0; i < BLOCKS * n; i++) {
-        tiles[i].bits = (int16_t)(bits ? bits : 1 + i % n % WIDTHS);
+        tiles[i].bits = (int16_t)(bits ? bits : widths[i % n % WIDTHS]);
         tiles[i].offset = at;
         at += 128 * tiles[i].bits;
     }
@@ -41,7 +43,7 @@ static int compare(int bits, int32_t n, int32_t rows, int precise, const tq_code
 {
     const tq_kernels *vnni = &tq_kernels_avx512_vnni, *amx = &tq_kernels_avx512_amx;
     static tq_tile tiles[BLOCKS * TILES_MOST];
-    static uint8_t base[BLOCKS * TILES_MOST * 128 * WIDTHS + 64];
+    static uint8_t base[BLOCKS * TILES_MOST * 128 * TQ_WIDE_BITS + 64];
     static float x[ROWS * 32 * TILES_MOST], out[2][ROWS * 32 * BLOCKS];
     int32_t columns = 32 * n, stride = 32 * BLOCKS, bytes = lay_out(bits, n, tiles);
     for (int32_t i = 0; i < bytes; i++) base[i] = (uint8_t)(next_random() >> 24);
@@ -67,13 +69,14 @@ int main(void)
     tq_codebook books[TQ_WIDE_BITS + 1] = {{0}};
     tq_error error;
     int compared = 0;
-    for (int bits = 1; bits <= WIDTHS; bits++)
+    books[TQ_WIDE_BITS] = (tq_codebook){.bits = TQ_WIDE_BITS, .n_levels = 256, .step = TQ_WIDE_STEP};
+    for (int bits = 1; bits <= TQ_MAX_BITS; bits++)
         if (tq_get_codebook(TQ_CODEBOOK_NORMAL, 128, bits, &books[bits], &error)) return 2;
-    for (int bits = 0; bits <= WIDTHS; bits++)
+    for (int width = -1; width < WIDTHS; width++)
         for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
             for (size_t k = 0; k < sizeof tiles / sizeof *tiles; k++)
                 for (int precise = 0; precise < 2; precise++)
-                    compared += compare(bits, tiles[k], rows[i], precise, books);
+                    compared += compare(width < 0 ? 0 : widths[width], tiles[k], rows[i], precise, books);
     printf("%d\n", compared);
     return 0;
 }

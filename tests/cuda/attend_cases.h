@@ -39,7 +39,7 @@ static std::vector<Case> all_cases()
         c.name = name;
         cases.push_back(c);
     };
-    for (const char *bits : {"2", "3", "4", "1", "5"})
+    for (const char *bits : {"2", "3", "4", "1", "5", "6", "8"})
         for (int d : {128, 64, 80, 96, 256}) {
             std::string tag = std::string("bits ") + bits + " dim " + std::to_string(d);
             add(tag, [&](Case &c) { c.key_bits = bits, c.head_dim = d, c.lengths = {300, 1000}; });
@@ -49,7 +49,7 @@ static std::vector<Case> all_cases()
     for (int d : {8, 16, 24, 32, 40, 72, 112, 136, 160, 200, 224, 248})
         add("dim " + std::to_string(d), [&](Case &c) { c.head_dim = d, c.key_bits = "3", c.dtype = TQ_F32; });
     for (int g : {1, 2, 3, 5, 7, 8, 12, 16, 17, 32, 48, 64})
-        for (const char *bits : {"2", "3", "4", "5310"})
+        for (const char *bits : {"2", "3", "4", "5310", "8630"})
             add("group " + std::to_string(g) + " bits " + bits,
                 [&](Case &c) { c.group = g, c.key_bits = bits, c.heads = 1, c.dtype = TQ_F32; });
     add("group 16 dim 256", [&](Case &c) { c.group = 16, c.head_dim = 256, c.heads = 1, c.dtype = TQ_F32; });
@@ -70,7 +70,7 @@ static std::vector<Case> all_cases()
     });
     /* what shares a segment: eight, four, two blocks or one, of 16 to 2 warps */
     for (int batch : {1, 3, 12, 26, 50, 100, 200, 400, 600, 1300})
-        for (const char *bits : {"2", "3", "4", "5310"}) {
+        for (const char *bits : {"2", "3", "4", "5310", "8630"}) {
             std::string tag = std::to_string(batch) + " sequences, bits " + bits;
             auto lengths = [=](Case &c) {
                 for (int i = 0; i < batch; i++)
@@ -224,7 +224,8 @@ static std::vector<Case> all_cases()
     add("one dominant token",
         [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 40.0 : 1.0; }, c.lengths = {2000}; });
     add("all equal", [](Case &c) { c.query_size = 0, c.lengths = {2000}, c.dtype = TQ_F32; });
-    for (const char *bits : {"1", "2", "3", "4", "5", "5310"}) /* the largest sums of products, by whole pages too */
+    for (const char *bits :
+         {"1", "2", "3", "4", "5", "6", "8", "5310", "8630"}) /* the largest sums of products, by whole pages too */
         for (int group : {1, 8, 12})
             add("all values the largest, group " + std::to_string(group) + ", bits " + bits, [&](Case &c) {
                 c.same_values = true, c.query_size = 0, c.group = group, c.heads = 4, c.key_bits = bits;
@@ -234,7 +235,7 @@ static std::vector<Case> all_cases()
     /* many rows have kernels of their own, but for float32; one of three kernels where the one does not take them: by
      * TURBOQUANT_CUDA_PATH=hopper-line, for uneven lengths, in large caches */
     for (int g : {9, 12, 16, 17, 32, 33, 64})
-        for (const char *bits : {"1", "2", "3", "4", "5", "5310"})
+        for (const char *bits : {"1", "2", "3", "4", "5", "6", "8", "5310", "8630"})
             add("group " + std::to_string(g) + " bits " + bits + " bf16",
                 [&](Case &c) { c.group = g, c.key_bits = bits, c.heads = 1, c.lengths = {300, 1000, 0, 128}; });
     for (int t : {3, 4, 8, 32})

@@ -80,6 +80,10 @@ static void put_code(uint8_t *tile, int bits, int row, int column, uint32_t code
         else
             for (int k = 0; k < 3; k++) put_bits(words, k, lane, 4 * n + 3, code >> k & 1, 1);
         break;
+    case 6:
+        put_bits(words, 4 + n / 4, lane, 8 * (n % 4) + 2 * r, code >> 4, 3),
+            put_bits(words, r, lane, 4 * n, code & 15, 15);
+        break;
     case 5: put_bits(words, 4, lane, 8 * (n % 4) + r + 4 * (n / 4), code >> 4, 1); /* and */
     case 4: put_bits(words, r, lane, 4 * n, code & 15, 15); break;
     }
@@ -197,11 +201,11 @@ static bool run_case(const Case &c)
     std::uniform_real_distribution<float> uniform(0.5f, 1.5f);
     int d = c.head_dim, H = c.heads, B = (int)c.lengths.size(), T = c.tokens, groups = plan.groups, pt = c.page_tokens,
         G = c.group;
-    tq_codebook books[6] = {};
+    tq_codebook books[TQ_MAX_BITS + 1] = {};
     auto level_of = [&](int bits, uint32_t code) {
         return bits == TQ_WIDE_BITS ? ((int)code - 128) * TQ_WIDE_STEP : books[bits].levels[code] * books[bits].step;
     };
-    for (int b = 1; b <= 5; b++) TQ(tq_get_codebook((tq_codebook_law)plan.codebook, d, b, &books[b], &error));
+    for (int b = 1; b <= TQ_MAX_BITS; b++) TQ(tq_get_codebook((tq_codebook_law)plan.codebook, d, b, &books[b], &error));
     auto largest_code = [&](int bits) {
         uint32_t largest = 0;
         for (uint32_t code = 1; code < 1u << bits; code++)

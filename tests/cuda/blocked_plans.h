@@ -33,6 +33,8 @@ inline std::vector<BlockedPlan> blocked_plans()
         {"affine of 1 and 5 bits", {{1}, 3, hadamard, affine, sign}, {{5}, 0, none, affine, gaussian, 4}},
         {"q8_0 keys", {{8}, 1, none, absmax}, {{4}, 1, hadamard, absmax}},
         {"absmax, sign", {{2}, 1, hadamard, absmax, sign}, {{5}, 0, none, absmax, sign}},
+        {"codebooks of 6 and 8 bits", {{6, 8, 3}, 1, hadamard, codebook}, {{8, 6}, 0, hadamard, codebook, sign}},
+        {"a table of 6 bits", {{6}, 0, none, table}, {{6}, 0, none, affine}},
         {"8 bits, dense, qjl", {{8}, 0, dense, absmax, gaussian}, {{8}, 1, dense, absmax, gaussian}},
         {"uniform, quarter sketch",
          {{3}, 0, hadamard, codebook, gaussian, 4},

@@ -91,8 +91,8 @@ static std::string choose(const std::vector<int64_t> &x)
     if (fill_args(plan, p, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;
     choose_kernel(plan, device, &l);
     bool fused = is_fused(KERNELS[l.kernel.row].strategy);
-    if (fill_factors(plan, &l, &error) != TQ_OK || (!fused && cut_split(plan, device, &l, &error) != TQ_OK))
-        return std::string("refused: ") + error.argument;
+    fill_factors(plan, &l);
+    if (!fused && cut_split(plan, device, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;
     name_kernel(l.kernel, name);
     std::ostringstream line;
     line << name << ' ' << l.blocks << ' ' << l.threads << ' ' << l.shared_bytes << ' ' << l.args.fused.sharing << ' '

@@ -37,12 +37,29 @@ CASES: dict[str, tuple[Plan, int, bool]] = {
     "whole-page": (ref.plan(8, 2, 3, seed=17), 128, False),
     "empty": (ref.plan(8, 4), 0, False),
     "groups-of-16-centred-steps": (ref.plan(40, (5, 8, 3), (8, 0, 1), seed=18, page_tokens=64, group=16), 77, True),
+    "6bit-and-8bit": (ref.plan(104, (6, 8, 0, 6), (8, 6, 5, 8), seed=21, **SMALL), 45, False),
+    "6bit-8bit-settled-steps": (ref.plan(128, (6, 8, 4, 6), (8, 8, 6, 6), seed=22, **SMALL), 37, True),
+    "groups-of-16-6bit": (ref.plan(40, (6, 8, 6), (6, 0, 6), seed=23, page_tokens=64, group=16), 77, True),
     "settled": (ref.plan(128, (4, 3, 2, 1), (2, 5, 0, 4), seed=19, **SMALL), 37, False),
     "settled-centred-steps": (ref.plan(64, (3, 4), (4, 1), seed=20, **SMALL), 37, True),
 }
 # the others: plan and number of vectors
 MODES: dict[str, tuple[modes.Plan, int]] = {
     "blocks-mixed-widths": (modes.Plan(104, modes.Side((5, 2, 4, 1), (0, 1, 3)), seed=31, **SMALL), 37),
+    "blocks-6bit-8bit": (
+        modes.Plan(104, modes.Side((6, 8, 6, 8), (0, 1, 3)), modes.Side((8, 6, 3, 6)), seed=37, **SMALL),
+        37,
+    ),
+    "6bit-table-affine-sketch": (
+        modes.Plan(
+            40,
+            modes.Side((6, 6), (0,), ref.NONE, modes.TABLE, modes.SIGN),
+            modes.Side((6, 6), (0, 1), ref.HADAMARD, modes.AFFINE, modes.GAUSSIAN, 16),
+            seed=38,
+            **SMALL,
+        ),
+        37,
+    ),
     "two-rotations": (
         modes.Plan(40, modes.Side((3, 4), rotation=ref.NONE), modes.Side((2, 5), rotation=ref.DENSE), **SMALL),
         37,
@@ -102,7 +119,7 @@ def numbers(stream: int, *shape: int) -> ref.F32:
 def vectors(name: str) -> tuple[ref.F32, ref.F32 | None]:
     """Keys and values [vectors, head_dim]; the third is zero."""
     p, n = (CASES | MODES)[name][:2]
-    stream = 10 * [*CASES, *MODES].index(name)
+    stream = 10 * zlib.crc32(name.encode())
     has_values = p.value is not None if name in MODES else any(p.value_bits)
     k, v = numbers(stream, n, p.head_dim), numbers(stream + 1, n, p.head_dim) if has_values else None
     for x in (k, v):

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..files import read_arrays, write_arrays
-from ..plan import GROUP, MAX_BITS, WIDE_BITS, WIDE_STEP, Codebook, Plan, widths_of
-from ..spec import CacheSpec, group_bits_of
+from ..plan import FINE_GROUP, GROUP, WIDE_BITS, WIDE_STEP, WIDTHS, Codebook, Plan
+from ..spec import BUDGET_BITS, CacheSpec, group_bits_of
 from .axes import singular_axes
 from .tables import COLUMNS
 
@@ -166,8 +166,8 @@ class Calibration:
         return moment
 
     def _check_average(self, name: str, average: float, groups: int) -> None:
-        if not 1 <= groups * average <= groups * MAX_BITS:  # a NaN is refused as well
-            raise ValueError(f"`{name}` must be in {1 / groups:.4g}..{MAX_BITS} bits for heads of "
+        if not 1 <= groups * average <= groups * BUDGET_BITS:  # a NaN is refused as well
+            raise ValueError(f"`{name}` must be in {1 / groups:.4g}..{BUDGET_BITS} bits for heads of "
                              f"{self.head_dim} channels, got {average}")  # fmt: skip
 
     def bits(self, average: float, group: int = GROUP) -> NDArray[np.int64]:
@@ -197,7 +197,7 @@ class Calibration:
         least = scales + bit
         if not average * self.groups(group) >= 1:
             raise ValueError(f"`bytes_per_token` must be at least {least} for this model, got {bytes_per_token}")
-        return min(average, float(MAX_BITS))
+        return min(average, float(BUDGET_BITS))
 
     def check(self, fingerprint: Mapping[str, Any]) -> None:
         """ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on; see
@@ -284,12 +284,17 @@ def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int)
     return [s.with_(budget=None, key_bits=tuple(b[0]), value_bits=tuple(b[1])) for s, b in zip(each, bits)]
 
 
+def widths_of(group: int) -> tuple[int, ...]:
+    """The bits that a budget may give a group of so many channels, ascending."""
+    return (*range(BUDGET_BITS + 1), *((WIDE_BITS,) if group == FINE_GROUP else ()))
+
+
 @cache
 def _distortions() -> dict[int, float]:
-    """D(b) for b = 0..5 and 8: mean squared error of the codebook for N(0, 1), by Simpson's rule over each level's
+    """D(b) for b = 0..6 and 8: mean squared error of the codebook for N(0, 1), by Simpson's rule over each level's
     cell."""
     out = {0: 1.0}
-    for bits in (*range(1, MAX_BITS + 1), WIDE_BITS):
+    for bits in WIDTHS[1:]:
         if bits == WIDE_BITS:
             levels = np.arange(-127, 128) * WIDE_STEP
         else:
@@ -303,7 +308,7 @@ def _distortions() -> dict[int, float]:
 
 @cache
 def errors() -> tuple[dict[int, float], dict[int, float]]:
-    """E(b) for b = 0..5 and 8, of keys and of values: what a coordinate of unit variance at b bits costs, with D its
+    """E(b) for b = 0..6 and 8, of keys and of values: what a coordinate of unit variance at b bits costs, with D its
     mean squared error.
 
     Values: D. Keys: D + D^2, in which the part of the error that all tokens share counts twice: a decoded key is on
@@ -321,7 +326,7 @@ def runs(bits: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def allocate(
-    energy: NDArray[np.float64], budget: int, whole_keys: bool = False, widths: Sequence[int] = range(MAX_BITS + 1)
+    energy: NDArray[np.float64], budget: int, whole_keys: bool = False, widths: Sequence[int] = range(BUDGET_BITS + 1)
 ) -> NDArray[np.int64]:
     """Shares `budget` group-bits, a width at a time, each to where it takes most from sum(energy * E(bits)) for a bit.
 

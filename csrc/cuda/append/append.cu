@@ -69,12 +69,17 @@ AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value
     }
     for (int group = 0; group < plan.groups; group++) side.widths |= 1u << from.bits[group];
     const bool varies = plan.head_dim % TQ_TILE || transform.steps || !tq_has_one_width(&from);
-    side.one_width = varies || from.bits[0] > TQ_MAX_BITS ? 0 : from.bits[0];
+    side.one_width = varies || from.bits[0] > 5 ? 0 : from.bits[0];
     side.tile_bytes = from.tile_bytes;
     side.codes_offset = (int32_t)from.codes_offset;
     side.scales_offset = (int32_t)from.scales_offset;
     side.coded_channels = (float)from.coded_channels;
     return side;
+}
+
+void fill_books(const tq_codebook *books, Books *to)
+{
+    for (int bits = 1; bits <= TQ_MAX_BITS; bits++) make_book(books[bits], &to->bits[bits]);
 }
 
 tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *flag, AppendArgs *args, tq_error *error)
@@ -114,12 +119,8 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     args->side[0] = side_of(plan, p, false);
     args->side[1] = side_of(plan, p, true);
     args->signs = signs_of(plan);
-    for (int bits = 1; bits <= TQ_MAX_BITS; bits++) {
-        tq_codebook book;
-        TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan.codebook, plan.head_dim, bits, &book, error));
-        if (!make_book(book, &args->books[bits]))
-            return fail(error, TQ_E_VALUE, "plan", -1, bits, "made by tq_plan_init");
-    }
+    const Books &books = of_codebooks<Books>(plan, fill_books);
+    for (int bits = 1; bits <= TQ_MAX_BITS; bits++) args->books[bits] = books.bits[bits];
     return TQ_OK;
 }
 

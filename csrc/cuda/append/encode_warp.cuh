@@ -104,7 +104,7 @@ __device__ __forceinline__ float warp_dot(const float (&x)[PER_LANE], const floa
     }
 }
 
-/** What thresholds are compared with. */
+/** What thresholds of up to 5 bits are compared with. */
 template <class Args> __device__ __forceinline__ float searched(float z, const Norm &norm)
 {
     if constexpr (!Args::SETTLED) return __fmul_rn(z, norm.inverse);
@@ -150,18 +150,6 @@ __device__ __forceinline__ __half scale_settled(const Args &a, const AppendSide 
 /** The group of a lane's channel in slice k. */
 template <bool FINE> __device__ __forceinline__ int group_of(int k, int lane) { return FINE ? 2 * k + lane / 16 : k; }
 
-/** A rank and its level. */
-struct Ranked {
-    int rank;
-    float level;
-};
-
-__device__ __forceinline__ Ranked ranked(float u, const LaneBook &book)
-{
-    const int rank = rank_of<true>(u, book);
-    return {rank, __shfl_sync(ALL_LANES, book.level, rank)};
-}
-
 /** A code and its level. */
 struct Coded {
     uint32_t code;
@@ -184,7 +172,7 @@ template <bool FINE> struct SliceBooks {
     /** Of the book that a group needs; 0: of none. */
     static __device__ __forceinline__ int book_bits(const AppendSide &side, int group)
     {
-        return FINE && side.bits[group] == TQ_WIDE_BITS ? 0 : side.bits[group];
+        return side.bits[group] == TQ_WIDE_BITS ? 0 : side.bits[group];
     }
 
     __device__ __forceinline__ SliceBooks(const AppendArgs &a, const AppendSide &side, int lane)
@@ -212,12 +200,13 @@ template <bool FINE> struct SliceBooks {
         return any;
     }
 
-    __device__ __forceinline__ Ranked look_up(float u, int lane) const
+    /** u: what thresholds of up to 5 bits are compared with; exact: at 6 bits. */
+    __device__ __forceinline__ Ranked look_up(float u, float exact, int lane) const
     {
-        Ranked found = ranked(u, book[0]);
+        Ranked found = ranked(bits[0] == 6 ? exact : u, book[0]);
         if constexpr (FINE) {
             if (bits[1] == bits[0]) return found;
-            const Ranked high = ranked(u, book[1]);
+            const Ranked high = ranked(bits[1] == 6 ? exact : u, book[1]);
             if (lane >= 16) found = high;
         }
         return found;
@@ -248,12 +237,12 @@ __device__ __forceinline__ __half encode_any(const Args &a, const AppendSide &si
         uint32_t code = 0;
         if (books.take(a, side, k, lane)) {
             const float scaled = __fmul_rn(z[k], norm.inverse);
-            const Ranked found = books.look_up(searched<Args>(z[k], norm), lane);
+            const Ranked found = books.look_up(searched<Args>(z[k], norm), scaled, lane);
             if (coded[k]) { // with steps the scale is found in the units of x
                 const int group = group_of<FINE>(k, lane), bits = side.bits[group];
                 const float step = steps ? steps[group] : 1.0f;
-                const Coded one = FINE && bits == TQ_WIDE_BITS ? wide_coded(scaled)
-                                                               : Coded{code_of_rank(found.rank, bits), found.level};
+                const Coded one =
+                    bits == TQ_WIDE_BITS ? wide_coded(scaled) : Coded{code_of_rank(found.rank, bits), found.level};
                 u[k] = __fmul_rn(Args::SETTLED ? z[k] : scaled, step);
                 c[k] = __fmul_rn(one.level, step);
                 code = one.code;

@@ -106,11 +106,11 @@ __device__ __forceinline__ void append_tile(const Args &a, const Work &work, con
         encode_tile<PER_LANE, FINE>(a, work, head, span, base + token, books, shared,
                                     shared.codes + token * shared.stride, record, warp, lane);
     __syncthreads();
-    for (int i = warp; record && i < (FINE ? 2 : 1) * a.groups; i += WARPS) {
-        const int plane = FINE && i >= a.groups, group = i - plane * a.groups; // 8 bits: two planes of 4
-        const bool wide = FINE && side.bits[group] == TQ_WIDE_BITS, is_key = work.side == 0;
-        if (!side.bits[group] || (plane && !wide)) continue;
-        const int bits = wide ? 4 : side.bits[group];
+    for (int i = warp; record && i < 2 * a.groups; i += WARPS) {
+        const int plane = i >= a.groups, group = i - plane * a.groups;
+        const bool is_key = work.side == 0;
+        if (!side.bits[group] || plane >= planes_of(side.bits[group])) continue;
+        const int bits = plane_bits(side.bits[group], plane);
         uint8_t *tiles = tiles_of(side, record, (int)a.page_tokens.remainder((uint32_t)base) / TOKENS);
         uint32_t *words = reinterpret_cast<uint32_t *>(tiles + side.offset[group]) + 4 * TQ_TILE * plane;
         const uint8_t *codes = shared.codes + CHANNELS * group;

@@ -16,22 +16,22 @@ struct Change {
     uint32_t mask, bits;
 };
 
-/** Word w of the lane of a key tile that has row r = i / 8 of its four; x, y: the row's codes of columns 0..3 and 4..7, in bytes.
- *  8 bits are a width where FINE. */
-template <bool FINE> __device__ __forceinline__ Change key_change(int bits, int w, int r, uint32_t x, uint32_t y)
+/** Word w of the lane of a key tile that has row r = i / 8 of its four; x, y: the row's codes of columns 0..3 and 4..7, in bytes. */
+__device__ __forceinline__ Change key_change(int bits, int w, int r, uint32_t x, uint32_t y)
 {
     const uint32_t row = row_of_bytes(x & LOW_NIBBLES, y & LOW_NIBBLES), every = 0x11111111u;
     if (bits == 2) return {0x03030303u << 2 * r, (w ? y : x) << 2 * r};
     if (bits == 1) return {every << r, (x | y << 4) << r};
     if (bits == 3) return r < 3 ? Change{w == r ? 0x77777777u : 0, row} : Change{0x88888888u, (row >> w & every) << 3};
     if (w < 4) return {w == r ? 0xffffffffu : 0, row};
-    if (FINE && bits == TQ_WIDE_BITS)
+    if (bits == TQ_WIDE_BITS)
         return {w - 4 == r ? 0xffffffffu : 0, row_of_bytes(x >> 4 & LOW_NIBBLES, y >> 4 & LOW_NIBBLES)};
+    if (bits == 6) return {0x03030303u << 2 * r, ((w == 4 ? x : y) >> 4 & 0x03030303u) << 2 * r};
     return {every << r, (x >> 4 & 0x01010101u | (y & 0x10101010u)) << r};
 }
 
 /** The same for the lane of a value tile that has the token as column n of its eight; c: the codes of its four rows. */
-template <bool FINE> __device__ __forceinline__ Change value_change(int bits, int w, int n, const uint32_t (&c)[4])
+__device__ __forceinline__ Change value_change(int bits, int w, int n, const uint32_t (&c)[4])
 {
     const int byte = 8 * (n % 4), nibble = 4 * n, bit = byte + 4 * (n / 4);
     const uint32_t row = w % 4 == 0 ? c[0] : w % 4 == 1 ? c[1] : w % 4 == 2 ? c[2] : c[3];
@@ -39,7 +39,10 @@ template <bool FINE> __device__ __forceinline__ Change value_change(int bits, in
     if (bits == 1) return {0xfu << bit, (c[0] | c[1] << 1 | c[2] << 2 | c[3] << 3) << bit};
     if (bits == 3) return {0xfu << nibble, (row | (c[3] >> w & 1) << 3) << nibble};
     if (w < 4) return {0xfu << nibble, (row & 15) << nibble};
-    if (FINE && bits == TQ_WIDE_BITS) return {0xfu << nibble, row >> 4 << nibble};
+    if (bits == TQ_WIDE_BITS) return {0xfu << nibble, row >> 4 << nibble};
+    if (bits == 6)
+        return {w - 4 == n / 4 ? 0xffu << byte : 0, (c[0] >> 4 | c[1] >> 4 << 2 | c[2] >> 4 << 4 | c[3] >> 4 << 6)
+                                                        << byte};
     return {0xfu << bit, (c[0] >> 4 | c[1] >> 4 << 1 | c[2] >> 4 << 2 | c[3] >> 4 << 3) << bit};
 }
 
@@ -50,7 +53,7 @@ template <bool FINE> __device__ __forceinline__ Change value_change(int bits, in
 template <int PER_LANE, bool FINE, bool IS_KEY, int BITS> struct OneToken {
     static constexpr int TOKENS = TILE_TOKENS<FINE>, CHANNELS = TQ_TILE * TQ_TILE / TOKENS;
     static constexpr int LANES = !IS_KEY ? 8 : FINE ? 2 : 4, NEEDED = 32 * PER_LANE / CHANNELS * LANES;
-    static constexpr int ITEMS = NEEDED > 32 ? NEEDED / 32 : 1, WORDS = BITS ? BITS : FINE ? TQ_WIDE_BITS : TQ_MAX_BITS;
+    static constexpr int ITEMS = NEEDED > 32 ? NEEDED / 32 : 1, WORDS = BITS ? BITS : TQ_WIDE_BITS;
     static constexpr bool MERGES = !(IS_KEY && BITS == 4); // otherwise every word is the token's alone
     uint32_t *words[ITEMS];
     uint32_t old[ITEMS][WORDS];
@@ -102,10 +105,10 @@ template <int PER_LANE, bool FINE, bool IS_KEY, int BITS> struct OneToken {
             for (int w = 0; w < WORDS; w++) {
                 if (w >= bits) break;
                 Change change;
-                if constexpr (IS_KEY) change = key_change<FINE>(bits, w, i / 8, x, y);
-                else change = value_change<FINE>(bits, w, column / 16 * 4 + column % 4, c);
+                if constexpr (IS_KEY) change = key_change(bits, w, i / 8, x, y);
+                else change = value_change(bits, w, column / 16 * 4 + column % 4, c);
                 if constexpr (!IS_KEY && FINE)
-                    change.mask &= value_change<FINE>(bits, w, column / 16 * 4 + column % 4, full).bits;
+                    change.mask &= value_change(bits, w, column / 16 * 4 + column % 4, full).bits;
                 if (!change.mask) continue;
                 words[item][TQ_TILE * w] =
                     MERGES ? (old[item][w] & ~change.mask) | (change.bits & change.mask) : change.bits;

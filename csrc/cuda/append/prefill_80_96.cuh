@@ -42,8 +42,8 @@ template <int DIM_, bool BF16_, bool CENTRED_> struct Shape : Split<DIM_> {
 template <class S> struct Tables {
     float product[S::PASSES][S::LANES][S::TABLE];
     float centre[S::DIM];
-    Book books[TQ_MAX_BITS];
-    float limit; // of the sum of squares of a row, from which on one of its numbers may be bad
+    Book books[5]; // by bits, up to 4
+    float limit;   // of the sum of squares of a row, from which on one of its numbers may be bad
 };
 
 // ---- step 1 ----

@@ -22,21 +22,21 @@ void copy_side(const tq_plan &plan, const tq_side &from, SideArgs *to)
     to->scales_offset = (int32_t)from.scales_offset;
 }
 
-/** What bytes mean to a kernel. books: [TQ_WIDE_BITS + 1], by width. */
-void set_factors(const tq_plan &plan, const tq_codebook *books, const KernelChoice &k, bool keys, SideArgs *to)
+/** What bytes mean to a kernel. steps: [TQ_WIDE_BITS + 1], by width. */
+void set_factors(const tq_plan &plan, const float *steps, const KernelChoice &k, bool keys, SideArgs *to)
 {
     bool fine = tq_tile_is_16(&plan);
     to->row_factor = !k.team_rows && !fine;
     for (int b = 1; b <= TQ_WIDE_BITS; b++) {
-        float step = books[b].step; /* of a level; uniform levels are 2 code - (2^b - 1) */
-        int offset = b < 4             ? 0
-                     : !k.two_products ? 128
-                     : b == 5          ? -1
-                                       : 0; /* of bytes above levels (tile/fragments.cuh) */
+        float step = steps[b]; /* of a level; uniform levels are 2 code - (2^b - 1) */
+        int offset = b < 4                      ? 0
+                     : !k.two_products || b > 5 ? 128
+                     : b == 5                   ? -1
+                                                : 0; /* of bytes above levels (tile/fragments.cuh) */
         bool scaled = b <= 2 && (fine || (keys && !k.key_bits));
         int top = (1 << b) - 1;
         if (k.team_rows && !keys) { /* multiplies exact levels */
-            to->factor[b] = b > 3 ? step / LEVEL_UNIT : b > 2 ? step : 2 * step;
+            to->factor[b] = has_sign_nibbles(b) ? step / LEVEL_UNIT : b > 2 ? step : 2 * step;
             continue;
         }
         to->factor[b] = b > 2 ? step : scaled ? 2 * step / (1 << (8 - b)) : 2 * step;
@@ -45,23 +45,26 @@ void set_factors(const tq_plan &plan, const tq_codebook *books, const KernelChoi
     }
 }
 
-tq_status fill_tables(const tq_plan &plan, tq_codebook *books, LevelTables *tables, tq_error *error)
+/** What attention needs of a plan's codebooks. */
+struct AttendTables {
+    float step[TQ_WIDE_BITS + 1];
+    LevelTables levels;
+};
+
+void fill_tables(const tq_codebook *books, AttendTables *to)
 {
-    uint8_t level3[8], offset3[8], plus4[8], minus4[8], magnitude4[8], complement5[16];
-    memset(books, 0, (TQ_WIDE_BITS + 1) * sizeof *books);
-    books[TQ_WIDE_BITS].step = TQ_WIDE_STEP;
-    for (int b = 1; b <= TQ_MAX_BITS; b++)
-        TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan.codebook, plan.head_dim, b, &books[b], error));
+    LevelTables *tables = &to->levels;
+    uint8_t level3[8], offset3[8], plus4[8], minus4[8], magnitude4[8], complement5[16], complement6[32];
+    for (int b = 1; b <= TQ_WIDE_BITS; b++) to->step[b] = books[b].step;
     for (int m = 0; m < 8; m++) {
         level3[m] = (uint8_t)books[3].levels[m];
         offset3[m] = (uint8_t)(128 + books[3].levels[m]);
         magnitude4[m] = (uint8_t)books[4].levels[m];
-        plus4[m] = (uint8_t)(magnitude4[m] + 1);
+        plus4[m] = (uint8_t)(magnitude4[m] + 1); /* 127 at most: tests/test_codebook.py */
         minus4[7 - m] = (uint8_t)-magnitude4[m];
-        if (plus4[m] > 127)
-            return fail(error, TQ_E_VALUE, "plan", -1, magnitude4[m], "one whose 4-bit levels are at most 126");
         complement5[m] = (uint8_t)(255 - books[5].levels[m]);
         complement5[8 + m] = (uint8_t)(255 - books[5].levels[16 + m]);
+        for (int i = 0; i < 4; i++) complement6[8 * i + m] = (uint8_t)(255 - books[6].levels[16 * i + m]);
     }
     memcpy(tables->level3, level3, 8);
     memcpy(tables->offset3, offset3, 8);
@@ -69,12 +72,12 @@ tq_status fill_tables(const tq_plan &plan, tq_codebook *books, LevelTables *tabl
     memcpy(tables->minus4, minus4, 8);
     memcpy(tables->magnitude4, magnitude4, 8);
     memcpy(tables->complement5, complement5, 16);
+    memcpy(tables->complement6, complement6, 32);
     const uint32_t right[4] = {1u << 31, 1u << 30, 1u << 29, 1u << 16};
     memcpy(tables->right, right, sizeof right);
     tables->magic = MAGIC;
     tables->two = 2;
     tables->ones = ~0u;
-    return TQ_OK;
 }
 
 } // namespace
@@ -118,14 +121,13 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
     return TQ_OK;
 }
 
-tq_status fill_factors(const tq_plan &plan, Launch *launch, tq_error *error)
+void fill_factors(const tq_plan &plan, Launch *launch)
 {
     AttendArgs &a = launch->args;
-    tq_codebook books[TQ_WIDE_BITS + 1];
-    TQ_CUDA_TRY(fill_tables(plan, books, &a.tables, error));
-    set_factors(plan, books, launch->kernel, true, &a.key);
-    set_factors(plan, books, launch->kernel, false, &a.value);
-    return TQ_OK;
+    const AttendTables &tables = of_codebooks<AttendTables>(plan, fill_tables);
+    a.tables = tables.levels;
+    set_factors(plan, tables.step, launch->kernel, true, &a.key);
+    set_factors(plan, tables.step, launch->kernel, false, &a.value);
 }
 
 } // namespace tq

@@ -121,7 +121,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     if (!l->args.rows) return TQ_OK;
     if (device.bulk && !device.line) device.large_clusters = count_large_clusters(device);
     choose_kernel(*plan, device, l);
-    TQ_CUDA_TRY(fill_factors(*plan, l, error));
+    fill_factors(*plan, l);
     return is_fused(*l) ? TQ_OK : cut_split(*plan, device, l, error);
 }
 

@@ -73,7 +73,7 @@ tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, t
 /** The arguments that depend on plan and sizes alone; sets launch->args.rows to 0 where there is nothing to do. */
 tq_status fill_args(const tq_plan &plan, const tq_attend_params &params, Launch *launch, tq_error *error);
 /** Those that depend on the kernel: what bytes mean to it. */
-tq_status fill_factors(const tq_plan &plan, Launch *launch, tq_error *error);
+void fill_factors(const tq_plan &plan, Launch *launch);
 
 /** Where workspace is, at `base`, NULL for only its size; returns its bytes. fused: parts of blocks that are no clusters. */
 size_t lay_out_fused_workspace(Launch *launch, char *base);

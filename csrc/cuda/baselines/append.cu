@@ -131,8 +131,8 @@ __device__ __forceinline__ void append_tile(const AppendBlocksArgs &args, const 
     if (side.sketch == TQ_SKETCH_GAUSSIAN) sketch_tile(a, side, work.h, tile, shared, warp, lane);
     for (int t = warp; tile.record && t < side.tiles; t += WARPS) {
         uint8_t *at = tiles_of(a.side[work.side], tile.record, tile.page_token / TQ_TILE) + side.offset[t];
-        const int planes = side.bits[t] == 8 ? 2 : 1, bits = planes == 2 ? 4 : side.bits[t];
-        for (int plane = 0; plane < planes; plane++) {
+        for (int plane = 0; plane < planes_of(side.bits[t]); plane++) {
+            const int bits = plane_bits(side.bits[t], plane);
             uint32_t *words = reinterpret_cast<uint32_t *>(at) + 4 * TQ_TILE * plane;
             const uint8_t *codes = shared.codes + TQ_TILE * t;
             if (tile.end - tile.begin == TQ_TILE)

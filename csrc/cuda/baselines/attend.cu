@@ -345,8 +345,7 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     a.row_tiles = (a.rows + SET_ROWS - 1) / SET_ROWS;
     if (!p.batch || !rows) return TQ_OK;
     *sets = (int64_t)p.batch * p.kv_heads * a.row_tiles;
-    TQ_CUDA_TRY(block_plan_of(plan, &p.key, &p.value, {p.pages, p.block_table, p.n_pages, p.kv_heads, a.p.max_pages},
-                              &args->plan, error));
+    block_plan_of(plan, &p.key, &p.value, {p.pages, p.block_table, p.n_pages, p.kv_heads, a.p.max_pages}, &args->plan);
     TQ_CUDA_TRY(count_splits(args, *sets, error));
     if (*sets * args->splits > INT32_MAX) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
     args->key_width = TQ_TILE * plan.key.tiles;

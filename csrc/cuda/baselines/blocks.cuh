@@ -16,8 +16,9 @@ namespace tq
 {
 
 constexpr int BLOCK_GROUPS = TQ_MAX_HEAD_DIM / TQ_TILE;
-constexpr int BLOCK_TILES = 2 * BLOCK_GROUPS;                       // groups, and as many of a sketch
-constexpr int LEVEL_TABLE = (TQ_MAX_BITS + 1) * (1 << TQ_MAX_BITS); // by bits and code
+constexpr int BLOCK_TILES = 2 * BLOCK_GROUPS; // groups, and as many of a sketch
+constexpr int LEVELS_MAX = 1 << TQ_MAX_BITS;
+constexpr int LEVEL_TABLE = (TQ_MAX_BITS + 1) * LEVELS_MAX; // by bits and code
 
 /** Keys or values: tq_side and tq_transform. */
 struct BlockSide {
@@ -43,9 +44,8 @@ struct BlockPlan {
     int64_t record_bytes;
     PackedPages packed;
     HadamardSigns signs;
-    BlockSide side[2];                  // keys, values
-    float step[TQ_MAX_BITS + 1];        // of the codebooks
-    int8_t levels[TQ_MAX_BITS + 1][32]; // by code
+    BlockSide side[2]; // keys, values
+    LevelsByCode codebooks;
 };
 
 inline BlockSide block_side_of(const tq_plan &plan, bool is_value, const tq_transform *transform)
@@ -73,8 +73,8 @@ inline BlockSide block_side_of(const tq_plan &plan, bool is_value, const tq_tran
     return side;
 }
 
-inline tq_status block_plan_of(const tq_plan &plan, const tq_transform *key, const tq_transform *value,
-                               const PackedPages &packed, BlockPlan *to, tq_error *error)
+inline void block_plan_of(const tq_plan &plan, const tq_transform *key, const tq_transform *value,
+                          const PackedPages &packed, BlockPlan *to)
 {
     *to = {};
     to->head_dim = plan.head_dim;
@@ -85,13 +85,7 @@ inline tq_status block_plan_of(const tq_plan &plan, const tq_transform *key, con
     to->signs = signs_of(plan);
     to->side[0] = block_side_of(plan, false, key);
     to->side[1] = block_side_of(plan, true, value);
-    for (int bits = 1; bits <= TQ_MAX_BITS; bits++) {
-        tq_codebook book;
-        TQ_CUDA_TRY(tq_get_codebook((tq_codebook_law)plan.codebook, plan.head_dim, bits, &book, error));
-        to->step[bits] = book.step;
-        for (int code = 0; code < book.n_levels; code++) to->levels[bits][code] = book.levels[code];
-    }
-    return TQ_OK;
+    to->codebooks = of_codebooks<LevelsByCode>(plan, fill_levels_by_code);
 }
 
 // ---- the launchers, behind the checks of all plans ----
@@ -137,12 +131,12 @@ __device__ __forceinline__ const uint8_t *record_of(const BlockPlan &plan, int b
 
 // ---- decoding ----
 
-/** Fills to[LEVEL_TABLE] with what codes of codebooks and tables stand for, by 32 * bits + code. */
+/** Fills to[LEVEL_TABLE] with what codes of codebooks and tables stand for, by LEVELS_MAX * bits + code. */
 __device__ __forceinline__ void load_levels(const BlockPlan &plan, const BlockSide &side, int h, float *to)
 {
     for (int i = threadIdx.x; i < LEVEL_TABLE; i += blockDim.x) {
-        const int bits = i / 32, code = i % 32;
-        to[i] = __fmul_rn((float)plan.levels[bits][code], plan.step[bits]);
+        const int bits = i / LEVELS_MAX, code = i % LEVELS_MAX;
+        to[i] = __fmul_rn((float)plan.codebooks.levels[bits][code], plan.codebooks.step[bits]);
         if (side.levels == TQ_LEVELS_TABLE) to[i] = code < 1 << side.bits[0] ? table_of(side, h)[code] : 0.0f;
     }
 }
@@ -200,7 +194,8 @@ struct LaneTile {
         if (is_sketch) level = code ? sketch_factor : -sketch_factor;
         else if (levels == TQ_LEVELS_AFFINE) level = (float)code;
         else if (levels == TQ_LEVELS_ABSMAX) level = (float)(code - (1 << (bits - 1)));
-        else level = table[32 * bits + code];
+        else if (bits == TQ_WIDE_BITS) level = (float)(code - 128) * TQ_WIDE_STEP;
+        else level = table[LEVELS_MAX * bits + code];
         return channel < real ? __fadd_rn(__fmul_rn(a.s, level), a.o) : 0.0f;
     }
 };

@@ -53,12 +53,17 @@ __device__ __forceinline__ void encode_codebook(const AppendArgs &a, const Block
     for (int k = 0; k < BLOCK_GROUPS; k++) {
         u[k] = c[k] = 0.0f;
         if (!span.has_group(k)) continue;
-        const LaneBook book = lane_book(a.books[side.bits[k]], span.lane);
+        const int bits = side.bits[k];
         const float scaled = __fmul_rn(z[k], norm.inverse);
-        const int rank = rank_of<true>(scaled, book);
-        const float level = __shfl_sync(ALL_LANES, book.level, rank);
-        if (span.has(k)) u[k] = scaled, c[k] = level;
-        to.put(span, k, (int)code_of_rank(rank, side.bits[k]), level);
+        Coded coded;
+        if (bits == TQ_WIDE_BITS) {
+            coded = wide_coded(scaled);
+        } else {
+            const Ranked found = ranked(scaled, lane_book(a.books[bits], span.lane));
+            coded = {code_of_rank(found.rank, bits), found.level};
+        }
+        if (span.has(k)) u[k] = scaled, c[k] = coded.level;
+        to.put(span, k, (int)coded.code, coded.level);
     }
     to.s = scale_warp(a, norm.rms, u, c);
 }

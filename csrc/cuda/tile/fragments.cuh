@@ -15,7 +15,8 @@
  *   5      TWO_PRODUCTS    (level - 128, or level - 1 if negative),    s8               56 + 7 shifts, 4
  *                          then (127, or 0 if negative)
  *   4, 5   otherwise       128 + level                                 u8               32, or 64 + 7 shifts, 2
- *   8      SCALED          128 + level                                 u8               some 40, 2
+ *   6      any             128 + level                                 u8               some 130, 2
+ *   8      any             128 + level                                 u8               some 40, 2
  * Look-ups and masks are what limits the whole kernel: they share a pipe of half the issue rate. Right shifts would be on it too, so
  * for one block of rows of uniform plans they are the high words of products, which go to the multipliers; elsewhere latency limits,
  * and shifts are sooner done (mixed plans: by up to 8 %). At 4 and 5 bits a second load does what a shift would, and of the 24
@@ -45,10 +46,10 @@ template <bool MULTIPLY> __device__ __forceinline__ uint32_t shift_right(const L
     return MULTIPLY ? __umulhi(x, tables.right[by]) : x >> (by == 3 ? 16 : by + 1);
 }
 
-/** A lane's words of a tile. At 4 and 5 bits also the high halves of those with nibbles, which are selectors as they stand: a load costs
+/** A lane's words of a tile. At 4 to 6 bits also the high halves of those with nibbles, which are selectors as they stand: a load costs
  *  less than a shift, which is on the pipe of the look-ups. */
 template <int BITS> struct TileWords {
-    uint32_t w[BITS], high[BITS == 4 || BITS == 5 ? 4 : 1];
+    uint32_t w[BITS], high[has_sign_nibbles(BITS) ? 4 : 1];
 };
 
 /** tile: the lane's first word, in shared memory. */
@@ -57,7 +58,7 @@ template <int BITS> __device__ __forceinline__ TileWords<BITS> load_tile(const u
     TileWords<BITS> t;
 #pragma unroll
     for (int i = 0; i < BITS; i++) t.w[i] = *reinterpret_cast<const uint32_t *>(tile + 128 * i);
-    if constexpr (BITS == 4 || BITS == 5)
+    if constexpr (has_sign_nibbles(BITS))
 #pragma unroll
         for (int r = 0; r < 4; r++) t.high[r] = *reinterpret_cast<const uint16_t *>(tile + 128 * r + 2);
     return t;
@@ -80,29 +81,44 @@ template <int BITS> __device__ __forceinline__ uint32_t nibbles(const TileWords<
     return h ? t.high[r] : t.w[r];
 }
 
-/** Four 5-bit codes' 255 - magnitude. */
-__device__ __forceinline__ uint32_t complement_of_5(const LevelTables &tables, const TileWords<5> &t, int r, int h)
+/** Bit 7 of each byte, as a mask of the byte. */
+__device__ __forceinline__ uint32_t byte_masks(uint32_t x) { return prmt(x, 0, 0xba98); }
+
+/** Four codes' 255 - magnitude, of 5 bits. */
+__device__ __forceinline__ uint32_t complement_of(const LevelTables &tables, const TileWords<5> &t, int r, int h)
 {
     uint32_t selectors = nibbles(t, r, h) & 0x77777777u;
-    uint32_t high = prmt(t.w[4] << (7 - r - 4 * h), 0, 0xba98); /* bit r + 4 h of each byte, as a mask of the byte */
+    uint32_t high = byte_masks(t.w[4] << (7 - r - 4 * h)); /* bit r + 4 h of each byte */
     return (prmt(tables.complement5[0], tables.complement5[1], selectors) & ~high) |
            (prmt(tables.complement5[2], tables.complement5[3], selectors) & high);
 }
 
-/** Four 5-bit codes: two signed bytes each, whose sum is level - 1. */
-__device__ __forceinline__ void unpack5(const LevelTables &tables, const TileWords<5> &t, int r, int h, uint32_t &first,
-                                        uint32_t &second)
+/** The same of 6 bits. */
+__device__ __forceinline__ uint32_t complement_of(const LevelTables &tables, const TileWords<6> &t, int r, int h)
+{
+    uint32_t selectors = nibbles(t, r, h) & 0x77777777u, found[4];
+    uint32_t fifth = byte_masks(t.w[4 + h] << (7 - 2 * r)), sixth = byte_masks(t.w[4 + h] << (6 - 2 * r));
+#pragma unroll
+    for (int i = 0; i < 4; i++) found[i] = prmt(tables.complement6[2 * i], tables.complement6[2 * i + 1], selectors);
+    uint32_t low = (found[0] & ~fifth) | (found[1] & fifth), high = (found[2] & ~fifth) | (found[3] & fifth);
+    return (low & ~sixth) | (high & sixth);
+}
+
+/** Four codes of 5 or 6 bits: two signed bytes each, whose sum is level - 1. */
+template <int BITS>
+__device__ __forceinline__ void unpack_signed(const LevelTables &tables, const TileWords<BITS> &t, int r, int h,
+                                              uint32_t &first, uint32_t &second)
 {
     /* bit 3 of a nibble replicates the sign bit: 0 for negative codes */
     second = prmt(0x7f7f7f7fu, 0x7f7f7f7fu, nibbles(t, r, h));
-    first = complement_of_5(tables, t, r, h) ^ second;
+    first = complement_of(tables, t, r, h) ^ second;
 }
 
 template <int BITS> struct Width {
     static constexpr int value = BITS;
 };
 
-/** f(Width<bits>()), or nothing for 0 bits; width: 1 << bits, bits 0..5. Comparisons of a number become a table of jumps, which is waited
+/** f(Width<bits>()), or nothing for 0 bits; width: 1 << bits, bits 0..6 or 8. Comparisons of a number become a table of jumps, which is waited
  *  for: mixed plans took 4 to 12 % longer. The order too was measured: 5 bits last, up to 7 % longer. */
 template <class F> __device__ __forceinline__ void with_width(uint32_t width, F f)
 {
@@ -115,6 +131,10 @@ template <class F> __device__ __forceinline__ void with_width(uint32_t width, F 
         f(Width<2>());
     } else if (width & 1 << 1) {
         f(Width<1>());
+    } else if (width & 1 << TQ_WIDE_BITS) {
+        f(Width<TQ_WIDE_BITS>());
+    } else if (width & 1 << 6) {
+        f(Width<6>());
     }
 }
 
@@ -131,6 +151,8 @@ template <class F> __device__ __forceinline__ void with_fine_width(uint32_t widt
         f(Width<5>());
     } else if (width & 1 << TQ_WIDE_BITS) {
         f(Width<TQ_WIDE_BITS>());
+    } else if (width & 1 << 6) {
+        f(Width<6>());
     }
 }
 
@@ -183,7 +205,7 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
                        prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
             } else {
                 uint32_t first, second;
-                unpack5(tables, t, r, h, first, second);
+                unpack_signed(tables, t, r, h, first, second);
                 a[i] = first + second - 0x7f7f7f7fu; /* 255 + level - 127, of bytes without a sign */
             }
         }
@@ -208,7 +230,7 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<5> &t, int hal
                                                   uint32_t (&first)[4], uint32_t (&second)[4])
 {
 #pragma unroll
-    for (int i = 0; i < 4; i++) unpack5(tables, t, 2 * half + (i & 1), i >> 1, first[i], second[i]);
+    for (int i = 0; i < 4; i++) unpack_signed(tables, t, 2 * half + (i & 1), i >> 1, first[i], second[i]);
 }
 
 /* ---- fp16 operands, for products of many rows ---- */
@@ -224,7 +246,7 @@ template <int BITS> __device__ __forceinline__ uint32_t centre_codes(uint32_t x,
 }
 
 /** The fragments a of a half for two steps of k16, exact: codes - (2^bits - 1) / 2 of 1 and 2 bits, levels of 3 bits, levels * LEVEL_UNIT
- *  of 4 and 5 bits, which in fp16 are a sign and a byte of magnitude: no arithmetic. Step j is columns 16 j .. of the tile: of a lane's
+ *  of 4 to 6 bits, which in fp16 are a sign and a byte of magnitude: no arithmetic; levels of 8 bits. Step j is columns 16 j .. of the tile: of a lane's
  *  four there, k 2 t and 2 t + 1 are 0 and 2, and eight further 1 and 3. */
 template <int BITS>
 __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, int half, const LevelTables &tables,
@@ -243,7 +265,7 @@ __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, in
                 a[j][2 + i] = centre_codes<BITS>(odd << up & mask | magic, p + up);
             }
         }
-    } else if constexpr (BITS >= 4) {
+    } else if constexpr (has_sign_nibbles(BITS)) {
 #pragma unroll
         for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -252,7 +274,7 @@ __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, in
                 uint32_t word = nibbles(t, r, j), magnitudes;
                 if constexpr (BITS == 4)
                     magnitudes = prmt(tables.magnitude4[0], tables.magnitude4[1], word & 0x77777777u);
-                else magnitudes = ~complement_of_5(tables, t, r, j);
+                else magnitudes = ~complement_of(tables, t, r, j);
                 /* 0 of negative codes (bit 3 of a nibble replicates the sign bit), twice 0x40 of others, on the multipliers */
                 uint32_t signs = prmt(0x40404040u, 0x40404040u, word) * tables.two;
                 a[j][i] = prmt(magnitudes, signs, 0x6240);

@@ -16,6 +16,7 @@ struct LevelTables {
     uint32_t minus4[2];  /* - magnitude, by the complement of the selector */
     uint32_t magnitude4[2];
     uint32_t complement5[4]; /* 255 - magnitude; words 2, 3: of magnitudes 8..15 */
+    uint32_t complement6[8]; /* the same, eight magnitudes after eight */
     /* Not known to the compiler, which would make shifts of the ones, and constants in operations that need room for a mask of the
      * other. right: 2^31, 2^30, 2^29, 2^16, what to multiply by, to shift right by 1, 2, 3, 16. magic: MAGIC. two: 2. ones: all bits. */
     uint32_t right[4], magic, two, ones;
@@ -24,7 +25,10 @@ struct LevelTables {
 /** Two small integers at the bottom of fp16 numbers from 1024 on: MAGIC above them. */
 constexpr uint32_t MAGIC = 0x64006400;
 
-/** What unpack_half_exactly makes of a level of 1 at 4 and 5 bits: minus the least fp16 number. */
+/** Whether the low four bits of codes are nibbles with a sign and three bits of a magnitude. */
+__host__ __device__ constexpr bool has_sign_nibbles(int bits) { return bits >= 4 && bits <= 6; }
+
+/** What unpack_half_exactly makes of a level of 1 at 4 to 6 bits: minus the least fp16 number. */
 constexpr float LEVEL_UNIT = -0x1p-24f;
 
 } // namespace tq

@@ -1,4 +1,4 @@
-// Dense rotations and sketches: a few rows times one matrix, each sum a product after the other in ascending order, as in the C core.
+// Dense rotations and sketches: a few rows times one matrix.
 #ifndef TQ_CUDA_TILE_MATRIX_CUH
 #define TQ_CUDA_TILE_MATRIX_CUH
 #include "cuda/device/device.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ void multiply_rows(const float *matrix, int outs, int
         const int channel = item % channel_blocks * 32, first = item / channel_blocks * MATRIX_TOKENS;
         float sum[MATRIX_TOKENS];
 #pragma unroll
-        for (int i = 0; i < MATRIX_TOKENS; i++) sum[i] = -0.0f; // -0 + p is p, also for p = -0
+        for (int i = 0; i < MATRIX_TOKENS; i++) sum[i] = 0.0f;
         for (int j = 0; j < ins; j += MATRIX_COLUMNS) {
             const int columns = min(MATRIX_COLUMNS, ins - j), channels = min(32, outs - channel);
             __syncwarp();
@@ -43,8 +43,7 @@ __device__ __forceinline__ void multiply_rows(const float *matrix, int outs, int
             for (int c = 0; c < columns; c++) {
                 const float m = block[MATRIX_STRIDE * lane + c];
 #pragma unroll
-                for (int i = 0; i < MATRIX_TOKENS; i++)
-                    sum[i] = __fadd_rn(sum[i], __fmul_rn(m, x[(first + i) * x_stride + j + c]));
+                for (int i = 0; i < MATRIX_TOKENS; i++) sum[i] = fmaf(m, x[(first + i) * x_stride + j + c], sum[i]);
             }
         }
 #pragma unroll

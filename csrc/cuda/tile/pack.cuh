@@ -8,11 +8,22 @@ namespace tq
 {
 
 struct Rows {
-    uint32_t low[4], high[4]; // high: only at 5 and 8 bits
+    uint32_t low[4], high[4]; // high: only from 5 bits on
 };
 
+/** Codes of 6 and 8 bits are packed as two planes, the low four bits and, four words behind them, the others. */
+constexpr int MOST_PACKED_BITS = 5;
+
+__device__ __forceinline__ int planes_of(int bits) { return bits > MOST_PACKED_BITS ? 2 : 1; }
+
+/** Bits of a plane, which begin with bit 4 * plane of the codes. */
+__device__ __forceinline__ int plane_bits(int bits, int plane)
+{
+    return bits <= MOST_PACKED_BITS ? bits : plane ? bits - 4 : 4;
+}
+
 struct Words {
-    uint32_t at[TQ_MAX_BITS];
+    uint32_t at[MOST_PACKED_BITS];
 };
 
 /** Bits of a where mask has ones, of b elsewhere. */
@@ -89,7 +100,7 @@ __device__ __forceinline__ void store_marked(uint32_t *words, int bits, const Ro
 {
     const Words packed = pack_lane(bits, rows), mask = pack_mask(bits, marked);
 #pragma unroll
-    for (int w = 0; w < TQ_MAX_BITS; w++)
+    for (int w = 0; w < MOST_PACKED_BITS; w++)
         if (w < bits && mask.at[w]) words[TQ_TILE * w] = (words[TQ_TILE * w] & ~mask.at[w]) | packed.at[w];
 }
 
@@ -139,7 +150,7 @@ __device__ __forceinline__ void mark_tokens(bool is_key, int begin, int end, int
 
 /** Tokens begin .. end - 1 of a tile to the words of a lane; codes: of token 0 and the tile's first channel, a byte each,
  *  tokens `stride` bytes apart, from bit `shift` on. WHOLE: all tokens of the tile; otherwise the words are merged with those
- *  of the others. FINE: as of place_of. Codes of 8 bits are two tiles of 4. */
+ *  of the others. FINE: as of place_of. bits, shift: of a plane. */
 template <bool WHOLE, bool FINE = false>
 __device__ __forceinline__ void pack_tile(uint32_t *words, int bits, bool is_key, const uint8_t *codes, int stride,
                                           int begin, int end, int lane, int shift = 0)
@@ -176,7 +187,7 @@ __device__ __forceinline__ void pack_tile(uint32_t *words, int bits, bool is_key
     else store_marked(words + lane, bits, rows, marked);
 }
 
-/** The rows of a lane whose words are words[32 w]: what pack_lane is the inverse of, and of 8 bits the same. */
+/** The rows of a lane whose words are words[32 w]: what pack_lane is the inverse of, and of 6 and 8 bits the same. */
 __device__ __forceinline__ Rows unpack_lane(int bits, const uint32_t *words)
 {
     Rows rows = {};
@@ -197,6 +208,12 @@ __device__ __forceinline__ Rows unpack_lane(int bits, const uint32_t *words)
         for (int r = 0; r < 4; r++) {
             rows.low[r] = words[TQ_TILE * r];
             if (bits == 8) rows.high[r] = words[TQ_TILE * (4 + r)];
+        }
+        if (bits == 6) {
+            const uint32_t low = words[TQ_TILE * 4], high = words[TQ_TILE * 5];
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+                rows.high[r] = row_of_bytes(low >> 2 * r & 0x03030303u, high >> 2 * r & 0x03030303u);
         }
         if (bits == 5) plane = words[TQ_TILE * 4];
     }

@@ -19,12 +19,12 @@
 namespace tq
 {
 
-/** A codebook as the kernels use it. */
+/** A codebook as the kernels use it. Of 6 bits, which are searched by halves, the positive half. */
 struct Book {
     float per_cell; // 1 / (n width) of n + 1 cells 0..n; the outer two reach to infinity
     int32_t
         cells; // n. As the bits of a float it is n 2^-149, and products with that are rounded to integers, in their bits
-    int32_t compares;     // thresholds in a cell
+    int32_t compares;     // thresholds in a cell; 0 at 6 bits
     float thresholds[32]; // ascending, padded with infinity
     float levels[32];     // by rank, level * step
 };
@@ -44,6 +44,14 @@ struct LaneBook {
 inline bool make_book(const tq_codebook &from, Book *to)
 {
     const int levels = from.n_levels, half = levels / 2;
+    if (from.bits == 6) {
+        *to = {};
+        for (int m = 0; m < half; m++) {
+            to->thresholds[m] = m < half - 1 ? from.thresholds[half + m] : HUGE_VALF;
+            to->levels[m] = (float)from.levels[from.code_of_rank[half + m]] * from.step;
+        }
+        return true;
+    }
     const float *middle = from.thresholds + half - 1; // middle[m], m >= 0: the m-th threshold from 0 upwards; symmetric
     for (int rank = 0; rank < 32; rank++) {
         to->thresholds[rank] = rank < levels - 1 ? from.thresholds[rank] : HUGE_VALF;
@@ -89,6 +97,33 @@ template <bool TWICE> __device__ __forceinline__ int rank_of(float u, const Lane
     if constexpr (TWICE)
         if (book.compares == 2) count_if_at_most(rank, __shfl_sync(ALL_LANES, book.threshold, cell + 1), u);
     return rank;
+}
+
+/** A rank and its level. */
+struct Ranked {
+    int rank;
+    float level;
+};
+
+/** The same under a book of 6 bits: by symmetry a magnitude is searched, that of the positive thresholds <= u, or < -u. */
+__device__ __forceinline__ Ranked ranked_of_6(float u, const LaneBook &book)
+{
+    const bool negative = !(u >= 0.0f); // NaN too: rank 0 as in C
+    int magnitude = 0;
+#pragma unroll
+    for (int h = 16; h; h /= 2) {
+        const float threshold = __shfl_sync(ALL_LANES, book.threshold, magnitude + h - 1);
+        if (negative ? !(threshold >= -u) : threshold <= u) magnitude += h;
+    }
+    const float level = __shfl_sync(ALL_LANES, book.level, magnitude);
+    return negative ? Ranked{31 - magnitude, -level} : Ranked{32 + magnitude, level};
+}
+
+__device__ __forceinline__ Ranked ranked(float u, const LaneBook &book)
+{
+    if (!book.compares) return ranked_of_6(u, book);
+    const int rank = rank_of<true>(u, book);
+    return {rank, __shfl_sync(ALL_LANES, book.level, rank)};
 }
 
 /** turboquant.h, "Codes". */

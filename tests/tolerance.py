@@ -1,0 +1,164 @@
+"""What plans with a matrix promise instead of equal bytes (turboquant.h, "ROUNDING"): a code may differ from that of
+the exact number where this lies within `TOLERANCE` rms(x - centre) / step of a threshold, and numbers stored per token
+are those of the codes, to an ulp of binary16. Checked against float64, token by token, from the bytes alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import reference as ref
+import reference_modes as modes
+from reference import F32, F64, TILE, Array
+
+TOLERANCE = 2.0**-17  # TQ_CODE_TOLERANCE
+
+
+def close_to_half(stored: Array, want: F64, slack: F64 | float = 0.0) -> None:
+    """Within an ulp of binary16, and `slack`."""
+    want = np.clip(want, -65504, 65504)
+    wrong = np.abs(stored.astype(np.float64) - want) > 2.0**-10 * np.abs(want) + 2.0**-24 + slack
+    assert not wrong.any(), (stored[wrong][:5], want[wrong][:5])
+
+
+def between(z: F64, rank: Array, thresholds: F64, tolerance: F64) -> None:
+    """Whether z [n, channels] lies between the thresholds [n or 1, ranks - 1] around its rank, but for `tolerance`."""
+    ends = np.full((len(thresholds), 1), np.inf)
+    edges = np.broadcast_to(np.concatenate([-ends, thresholds, ends], 1), (len(z), thresholds.shape[1] + 2))
+    low, high = (np.take_along_axis(edges, rank.astype(int) + i, 1) for i in range(2))
+    wrong = (z < low - tolerance) | (z > high + tolerance)
+    assert not wrong.any(), (int(wrong.sum()), z[wrong][:5], low[wrong][:5], high[wrong][:5])
+
+
+def ranks_and_thresholds(book: ref.Codebook, codes: Array) -> tuple[Array, F64]:
+    """Ranks of codes, and the thresholds in units of the row's rms."""
+    if book.bits == ref.WIDE:
+        assert (codes > 0).all()
+        return codes.astype(int) - 1, (np.arange(-127, 127) + 0.5)[None] * float(ref.WIDE_STEP)
+    rank_of_code = np.argsort(book.code_of_rank)
+    return rank_of_code[codes], book.thresholds.astype(np.float64)[None]
+
+
+def quotient(scale: int, u: F64, c: F64) -> F64:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return ref.quotient(scale, (u * u).sum(1), (u * c).sum(1), (c * c).sum(1))
+
+
+def check_plain(p: ref.Plan, side: str, codes: Array, scales: Array, x: F32, t: ref.Transform) -> None:
+    """Tokens of one KV head: codes [n, padded channels], scales [n], rows x [n, head_dim]; not of settled rows."""
+    moved = (x if t.centre is None else x - t.centre).astype(np.float64)
+    steps = np.ones(p.head_dim) if t.steps is None else np.repeat(t.steps, p.group)[: p.head_dim].astype(np.float64)
+    z = moved @ ref.rotation_matrix(p, t.rotation).T / steps
+    coded = p.coded(side)
+    tolerance = TOLERANCE * np.sqrt((moved**2).mean(1, keepdims=True)) / steps
+    square = (z[:, coded] ** 2).sum(1)
+    alive = square > 2 * float(ref.FLT_MIN)
+    assert not scales[square < float(ref.FLT_MIN) / 2].any()
+    rms = np.sqrt(square / coded.sum())[:, None]
+    c = np.zeros_like(z)
+    for channels, book in p.books(side):
+        rank, thresholds = ranks_and_thresholds(book, codes[:, channels])
+        between(z[alive, channels], rank[alive], thresholds * rms[alive], tolerance[alive, channels])
+        c[:, channels] = book.levels[codes[:, channels]].astype(np.float64) * float(book.step)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        u = np.where(coded, z, 0.0) / rms
+    want = rms[:, 0] * quotient(p.scale, u * steps, c * steps)
+    close_to_half(scales[alive], want[alive])
+
+
+def check_modes(p: modes.Plan, name: str, codes: Array, numbers: Array, x: F32, t: modes.Transform) -> None:
+    """The same of a plan that is not plain: codes [n, 32 * tiles], numbers [n, numbers of a token]."""
+    side, at = p.side(name), 0
+    rotation, sketch = modes.matrices(p, name, t)
+    turned = ref.plan(p.head_dim, 1, seed=p.seed, rotation=side.rotation)
+    moved = (x if t.centre is None else x - t.centre).astype(np.float64)
+    z = moved @ ref.rotation_matrix(turned, rotation).T
+    tolerance, left = TOLERANCE * np.sqrt((moved**2).mean(1, keepdims=True)), z.copy()
+    for begin, end in zip(side.begins, [*side.begins[1:], p.groups]):
+        where = slice(TILE * begin, min(TILE * end, p.head_dim))
+        block, bits = z[:, where], side.bits[begin]
+        s, o = np.ones(len(z)), np.zeros(len(z))
+        if side.levels == modes.AFFINE:
+            low, high = block.min(1), block.max(1)
+            s, o = (numbers[:, at + i].astype(np.float64) for i in range(2))
+            close_to_half(numbers[:, at + 1], low, tolerance[:, 0])
+            close_to_half(numbers[:, at], (high - low) / (2**bits - 1), tolerance[:, 0])
+            middles = o[:, None] + s[:, None] * (np.arange(2**bits - 1) + 0.5)
+            between(block, codes[:, where], middles, tolerance)
+            at += 2
+        elif side.levels == modes.ABSMAX:
+            unit = np.abs(block).max(1) / (2 ** (bits - 1) - 1)
+            close_to_half(numbers[:, at], unit, tolerance[:, 0])
+            middles, large = unit[:, None] * (np.arange(2**bits - 1) + 0.5 - 2 ** (bits - 1)), unit > 1e-30
+            between(block[large], codes[large, where], middles[large], tolerance[large])
+            assert (codes[:, where] > 0).all()
+            s = numbers[:, at].astype(np.float64)
+            at += 1
+        elif side.levels == modes.TABLE:
+            levels = t.table[: 2**bits].astype(np.float64)
+            between(block, codes[:, where], (levels[1:] + levels[:-1])[None] / 2, tolerance)
+        else:
+            check_block(p, range(begin, end), side, codes, numbers[:, at], z, tolerance)
+            s = numbers[:, at].astype(np.float64)
+            at += 1
+        for g in range(begin, end):
+            channels = slice(TILE * g, min(TILE * g + TILE, p.head_dim))
+            levels = modes.levels_of(p, side, side.bits[g], t).astype(np.float64)[codes[:, channels]]
+            left[:, channels] = z[:, channels] - (s[:, None] * levels + o[:, None])
+    if side.sketch == modes.NO_SKETCH:
+        return
+    rows = np.eye(p.head_dim) if sketch is None else sketch.astype(np.float64)
+    signs = codes[:, TILE * p.groups :][:, : len(rows)]
+    projected, slack = left @ rows.T, tolerance * np.sqrt((rows**2).sum(1)) * (1 if sketch is None else p.head_dim**0.5)
+    wrong = (signs == (projected < 0)) & (np.abs(projected) > slack)
+    assert not wrong.any(), (int(wrong.sum()), projected[wrong][:5])
+    if side.sketch == modes.GAUSSIAN:
+        close_to_half(numbers[:, at], np.sqrt((left**2).sum(1)), tolerance[:, 0] * p.head_dim**0.5)
+    elif side.levels != modes.TABLE:
+        close_to_half(numbers[:, at], np.abs(left).mean(1), tolerance[:, 0])
+
+
+def check_block(
+    p: modes.Plan, groups: range, side: modes.Side, codes: Array, scales: Array, z: F64, tolerance: F64
+) -> None:
+    """A block of codebook levels."""
+    where = slice(TILE * groups.start, min(TILE * groups.stop, p.head_dim))
+    block = z[:, where]
+    square = (block**2).sum(1)
+    alive, rms = square > 2 * float(ref.FLT_MIN), np.sqrt(square / block.shape[1])[:, None]
+    c = np.zeros_like(z)
+    for g in groups:
+        channels = slice(TILE * g, min(TILE * (g + 1), p.head_dim))
+        book = modes.book(p.codebook, p.head_dim, side.bits[g])
+        rank, thresholds = ranks_and_thresholds(book, codes[:, channels])
+        between(z[alive, channels], rank[alive], thresholds * rms[alive], tolerance[alive])
+        c[:, channels] = book.levels[codes[:, channels]].astype(np.float64) * float(book.step)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        want = rms[:, 0] * quotient(p.scale, block / rms, c[:, where])
+    close_to_half(scales[alive], want[alive])
+
+
+def check_pages(
+    p: ref.Plan | modes.Plan,
+    pages: Array,
+    block_table: Array,
+    x: dict[str, F32],
+    transforms: dict[str, ref.Transform | list[modes.Transform]],
+) -> None:
+    """Packed tokens x[side][b, head, token], all of them packed, in pages [n_pages, kv_heads, record_bytes]."""
+    for side, rows in x.items():
+        for b, head in np.ndindex(rows.shape[:2]):
+            for start in range(0, rows.shape[2], p.page_tokens):
+                here = rows[b, head, start : start + p.page_tokens]
+                record, given = pages[block_table[b, start // p.page_tokens], head], transforms[side]
+                if isinstance(p, ref.Plan):
+                    codes, scales = ref.unpack(p, side, record)
+                    check_plain(p, side, codes[: len(here)], scales[: len(here)], here, given.at(b, head))
+                else:
+                    codes, numbers = modes.unpack(p, side, record)
+                    check_modes(p, side, codes[: len(here)], numbers[: len(here)], here, given[head])
+
+
+def has_matrix(p: ref.Plan | modes.Plan) -> bool:
+    """Whether it promises a tolerance, not bytes."""
+    if isinstance(p, ref.Plan):
+        return p.rotation == ref.DENSE
+    return any(s is not None and (s.rotation == ref.DENSE or s.sketch == modes.GAUSSIAN) for s in (p.key, p.value))
