@@ -41,7 +41,7 @@ def orthogonal(dim: int, seed: int = 0) -> Array:
 def random_transform(
     rng: np.random.Generator, p: Plan, kv_heads: int, batch: int = 1, plain: bool = False
 ) -> Transform:
-    """Matrices if the plan is dense; unless `plain`, also a centre per head and steps per group."""
+    """Matrices if the plan is dense; unless `plain`, also a centre per head and steps per group. No wave or metric."""
     matrices = np.stack([orthogonal(p.head_dim, h) for h in range(kv_heads)]) if p.rotation == ref.DENSE else None
     if plain:
         return Transform(matrices)
@@ -50,11 +50,36 @@ def random_transform(
     return Transform(matrices, centre, steps)
 
 
+def random_moments(
+    rng: np.random.Generator, p: Plan, kv_heads: int, size: float = 1.0, interleaved: bool = False
+) -> tuple[Array | None, Array | None]:
+    """(turns, moments) of tq_transform for a plan; `size` is the norm of a head's amplitudes. Pairs are in no order, as
+    many as there are channels for; others fill up."""
+    half = p.head_dim // 2
+    steps = rng.permutation(half)[: p.wave_pairs]
+    pairs = np.stack([2 * steps, 2 * steps + 1] if interleaved else [steps, steps + half], 1)
+    increments = (10000.0 ** -(steps / half) / (2 * np.pi) * 2**32).round().astype(np.uint32).view(np.int32)
+    turns = np.zeros((p.wave_pairs, 3), np.int32)
+    turns[: len(steps)] = np.column_stack([pairs, increments])
+    amplitudes = np.zeros((kv_heads, p.wave_pairs, 2))
+    amplitudes[:, : len(steps)] = rng.standard_normal((kv_heads, len(steps), 2))
+    amplitudes *= size / np.maximum(np.linalg.norm(amplitudes, axis=(1, 2), keepdims=True), 1e-9)
+    parts = [amplitudes.reshape(kv_heads, -1)]
+    if p.metric:
+        rank = p.metric - 1
+        directions = np.linalg.qr(rng.standard_normal((kv_heads, p.head_dim, max(rank, 1))))[0].swapaxes(-1, -2)
+        stretch = np.zeros((kv_heads, 4))
+        stretch[:, :rank] = rng.uniform(-0.6, 2, (kv_heads, rank))
+        parts += [rng.uniform(0.6, 1.6, (kv_heads, p.head_dim)), directions[:, :rank].reshape(kv_heads, -1), stretch]
+    moments = np.ascontiguousarray(np.concatenate(parts, 1), np.float32)
+    return turns if p.wave_pairs else None, moments if moments.size else None
+
+
 def keywords(key: Transform, value: Transform | None = None) -> dict[str, Array]:
     """The transforms as `turboquant._core` takes them."""
     result = {}
     for side, transform in (("key", key), ("value", value)):
-        for name in ("rotation", "centre", "steps"):
+        for name in ("rotation", "centre", "steps", "turns", "moments"):
             array = getattr(transform, name, None)
             if array is not None:
                 result[f"{side}_{name}"] = array
@@ -163,11 +188,14 @@ def make_case(
     dtype: str = "float32",
     plain: bool = False,
     spread: float = 3.0,
+    wave_size: float = 3.0,
     **query: Any,
 ) -> Case:
     """A cache filled by the reference. Logits are spread over about +-3 `spread`, a few tokens matter."""
     size = np.array(lengths, np.int32)
     key, value = (random_transform(rng, p, kv_heads, len(size), plain) for _ in range(2))
+    turns, moments = random_moments(rng, p, kv_heads, wave_size)
+    key = replace(key, turns=turns, moments=moments)
     c = empty_cache(rng, p, size, kv_heads=kv_heads, sinks=sinks, window=window, dtype=dtype)
     total = max(int(size.max(initial=0)), query_tokens)
     k, v = (ref.narrow(right_aligned(rng, size, total, kv_heads, p.head_dim), dtype) for _ in range(2))

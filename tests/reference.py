@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import reference_moments as moments
 from numpy.typing import NDArray
 
 F32, F64 = NDArray[np.float32], NDArray[np.float64]
@@ -198,13 +199,16 @@ class Plan:
     seed: int = 0
     page_tokens: int = PAGE_TOKENS
     group: int = TILE  # channels, 32 or 16
+    wave_pairs: int = 0
+    metric: int = 0  # the word: 1 + its rank
 
     @property
     def words(self) -> tuple[int, ...]:
         common = (self.head_dim, self.page_tokens, self.group, self.codebook, self.scale, self.seed)
         value = self.rotation if any(self.value_bits) else 0
         sides = (self.rotation, 0, 0, 0, value, 0, 0, 0)
-        return (PLAN_VERSION, *common, *sides, 0, 0, *block(self.key_bits), *block(self.value_bits))
+        moments = self.wave_pairs, self.metric
+        return (PLAN_VERSION, *common, *sides, *moments, *block(self.key_bits), *block(self.value_bits))
 
     @property
     def groups(self) -> int:
@@ -263,6 +267,8 @@ class Transform:
     rotation: F32 | None = None  # [kv_heads or 1, head_dim, head_dim]
     centre: F32 | None = None  # [batch or 1, kv_heads, head_dim]
     steps: F32 | None = None  # [kv_heads, groups]
+    turns: NDArray[np.int32] | None = None  # [wave_pairs, 3]
+    moments: F32 | None = None  # [kv_heads, numbers of a head]
 
     def at(self, b: int, head: int) -> Transform:
         """What one sequence and one KV head see: [head_dim, head_dim], [head_dim], [groups]."""
@@ -271,6 +277,8 @@ class Transform:
             None if rotation is None else rotation[head % len(rotation)],
             None if centre is None else centre[b % len(centre), head],
             None if steps is None else steps[head],
+            self.turns,
+            None if self.moments is None else self.moments[head],
         )
 
 
@@ -385,9 +393,12 @@ def tree(v: F32) -> F32:
     return v[..., 0]
 
 
-def encode(p: Plan, side: str, x: F32, transform: Transform) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """Codes [tokens, groups * channels of one] and scales [tokens] of rows x [tokens, head_dim]; `transform` is of one
-    head."""
+def encode(p: Plan, side: str, x: F32, transform: Transform, at: Array | None = None) -> tuple[Array, Array]:
+    """Codes uint8 [tokens, groups * channels of one] and scales float16 [tokens] of rows x [tokens, head_dim];
+    `transform` is of one head. at: positions [tokens], for a wave."""
+    if (head := moments.head_of(p, transform)) is not None:
+        x = moments.prepared(head, x, at, np.float32)
+        transform = Transform(transform.rotation, None, transform.steps)
     settled = is_settled(p)
     z = settled_rotation(p, x, transform.centre) if settled else centred_rotation(p, x, transform)
     if transform.steps is not None:
@@ -450,8 +461,8 @@ def quotient(scale: int, uu: F32, cu: F32, cc: F32) -> F32:
         return cu / cc if scale == LEAST_SQUARES else np.ones_like(cu)
 
 
-def decode(p: Plan, side: str, codes: Array, scales: Array, transform: Transform) -> F64:
-    """mu + R^T (s step level) of codes as `encode` makes them, in float64."""
+def decode(p: Plan, side: str, codes: Array, scales: Array, transform: Transform, at: Array | None = None) -> F64:
+    """mu + R^T (s step level) of codes as `encode` makes them, float64; with a wave or a metric A^-1 R^T(..) + c_p."""
     z = np.zeros((len(codes), p.head_dim))
     for channels, book in p.books(side):
         z[:, channels] = book.levels[codes[:, channels]].astype(np.float32) * book.step
@@ -459,6 +470,8 @@ def decode(p: Plan, side: str, codes: Array, scales: Array, transform: Transform
     if transform.steps is not None:
         z = z * np.repeat(transform.steps.astype(np.float64), p.group)[: p.head_dim]
     x = z @ rotation_matrix(p, transform.rotation)
+    if (head := moments.head_of(p, transform)) is not None:
+        return moments.restored(head, x, at)
     return x if transform.centre is None else x + transform.centre.astype(np.float64)
 
 
@@ -571,9 +584,10 @@ def unpack(p: Plan, side: str, record: NDArray[np.uint8]) -> tuple[Array, Array]
 def decode_packed(p: Plan, side: str, cache_: Cache, b: int, head: int, count: int, transform: Transform) -> F64:
     """Packed tokens 0 .. count - 1 of one sequence and KV head: [count, head_dim]."""
     parts = [np.zeros((0, p.head_dim))]
-    for page in cache_.block_table[b, : -(-count // p.page_tokens)]:
+    for i, page in enumerate(cache_.block_table[b, : -(-count // p.page_tokens)]):
         codes, scales = unpack(p, side, cache_.pages[page, head])
-        parts.append(decode(p, side, codes, scales, transform.at(b, head)))
+        at = cache_.sinks + p.page_tokens * i + np.arange(p.page_tokens)
+        parts.append(decode(p, side, codes, scales, transform.at(b, head), at))
     return np.concatenate(parts)[:count]
 
 
@@ -634,17 +648,9 @@ def append(p: Plan, c: Cache, k: Array, v: Array | None, lengths: Array, key: Tr
 
 
 def append_side(
-    p: Plan,
-    side: str,
-    c: Cache,
-    sink: Array | None,
-    ring: Array | None,
-    new: Array,
-    b: int,
-    head: int,
-    length: int,
+    p: Plan, side: str, c: Cache, sink: Array | None, ring: Array | None, new: Array, b: int, head: int, length: int,
     transform: Transform,
-) -> None:
+) -> None:  # fmt: skip
     """One sequence, one KV head, keys or values; new [tokens, head_dim]."""
     first_new = length - len(new)  # position of new[0]; negative: padding
     old = max(first_new, 0)
@@ -652,7 +658,7 @@ def append_side(
     leaving = range(max(c.sinks, old - c.window), min(first_kept, length))
     rows = [ring[b, head, j % c.window] if j < old else new[j - first_new] for j in leaving]
     if rows:
-        codes, scales = encode(p, side, widen(np.stack(rows)), transform.at(b, head))
+        codes, scales = encode(p, side, widen(np.stack(rows)), transform.at(b, head), np.array(leaving))
         packed = np.arange(leaving.start, leaving.start + len(rows)) - c.sinks
         for page in np.unique(packed // p.page_tokens):
             here = packed // p.page_tokens == page

@@ -1,5 +1,5 @@
-"""The slow, obvious reference of the wave and the metric (turboquant.moments), in NumPy, around `reference.encode` and
-`reference.decode`. It is written from the definition and shares no code with the package.
+"""The slow, obvious reference of the wave and the metric (turboquant.h, "Keys of a plan with a wave or a metric"), in
+NumPy; `reference` has it around codes and bytes. It is written from the definition and shares no code with the package.
 
     c_p = centre + the amplitudes of each pair, turned by p * increment mod 2^32, in units of 2^-32 turns
     y   = A (k - c_p),   A = S (I + W diag(e) W^T) S
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import reference
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -35,10 +34,23 @@ class Head:
     stretch: Array
 
 
-def head_of(layer: Any, head: int) -> Head:
-    """Of a `LayerMoments`."""
-    of_heads = (getattr(layer, name)[head] for name in ("amplitudes", "centre", "scale", "directions", "stretch"))
-    return Head(layer.pairs, layer.increments, *of_heads)
+def head_of(plan: Any, transform: Any) -> Head | None:
+    """Of what one head sees of a `reference.Transform`; None without a wave and a metric."""
+    row, turns, centre, dim = transform.moments, transform.turns, transform.centre, plan.head_dim
+    if row is None:
+        return None
+    amplitudes, rest = row[: 2 * plan.wave_pairs].reshape(-1, 2), row[2 * plan.wave_pairs :]
+    rank = max(0, plan.metric - 1)
+    scale, directions, stretch = np.split(rest, [dim, dim * (1 + rank)]) if plan.metric else (np.ones(dim),) * 3
+    return Head(
+        np.zeros((0, 2), np.int32) if turns is None else turns[:, :2],
+        np.zeros(0, np.uint32) if turns is None else turns[:, 2].view(np.uint32),
+        amplitudes,
+        np.zeros(dim, np.float32) if centre is None else centre,
+        scale.astype(np.float32),
+        directions.reshape(-1, dim)[:rank].astype(np.float32),
+        stretch[:rank].astype(np.float32),
+    )
 
 
 def phase(increment: int, position: int) -> int:
@@ -71,21 +83,19 @@ def shrunk(head: Head, q: Array, dtype: Any) -> Array:
     return (u + (u @ w.T * (1 / (1 + e) - 1)) @ w) / s
 
 
-def prepared(head: Head, keys: Array, positions: Array, dtype: Any) -> Array:
+def centres(head: Head, n: int, positions: Array | None, dtype: Any) -> Array:
+    """[n, head_dim]; positions None: 0, for vectors that have none."""
+    return np.stack([centre_at(head, p, dtype) for p in (np.zeros(n, int) if positions is None else positions)])
+
+
+def prepared(head: Head, keys: Array, positions: Array | None, dtype: Any) -> Array:
     """y of keys [tokens, head_dim], which the plan then rounds and rotates."""
-    centres = np.stack([centre_at(head, p, dtype) for p in positions])
-    return stretched(head, keys.astype(dtype) - centres, dtype)
+    return stretched(head, keys.astype(dtype) - centres(head, len(keys), positions, dtype), dtype)
 
 
-def encode(plan: reference.Plan, head: Head, keys: Array, positions: Array) -> tuple[Array, Array]:
-    """Codes and scales as `reference.encode` returns them, in float32."""
-    return reference.encode(plan, "key", prepared(head, keys, positions, np.float32), reference.Transform())
-
-
-def decode(plan: reference.Plan, head: Head, codes: Array, scales: Array, positions: Array) -> F64:
-    """Keys [tokens, head_dim]: A^-1 y' + c_p."""
-    y = reference.decode(plan, "key", codes, scales, reference.Transform())
-    return shrunk(head, y, np.float64) + np.stack([centre_at(head, p, np.float64) for p in positions])
+def restored(head: Head, y: Array, positions: Array | None) -> F64:
+    """Keys [tokens, head_dim] of decoded y."""
+    return shrunk(head, y, np.float64) + centres(head, len(y), positions, np.float64)
 
 
 def added(head: Head, q: Array, positions: Array, dtype: Any) -> Array:
@@ -101,13 +111,3 @@ def added(head: Head, q: Array, positions: Array, dtype: Any) -> Array:
         + across @ np.sin(angles).astype(dtype)
         + (q @ head.centre.astype(dtype))[:, None]
     )
-
-
-def scores(
-    plan: reference.Plan, head: Head, q: Array, codes: Array, scales: Array, positions: Array, scale: float,
-    softcap: float = 0.0,
-) -> F64:  # fmt: skip
-    """Logits [queries, tokens] of rotated queries q [queries, head_dim]."""
-    y = reference.decode(plan, "key", codes, scales, reference.Transform())
-    logits = scale * (shrunk(head, q, np.float64) @ y.T + added(head, q, positions, np.float64))
-    return softcap * np.tanh(logits / softcap) if softcap else logits

@@ -124,8 +124,8 @@ PLANS: Faults = {
     "plan: seed": (V, "seed", lambda a: dict(plan=words(6, -1))),
     "plan: bits 9": (V, "key_bits[1]", lambda a: dict(plan=words(18, 9))),
     "plan: bits -1": (V, "value_bits[0]", lambda a: dict(plan=words(19, -1))),
-    "plan: wave": (V, "wave_pairs", lambda a: dict(plan=words(15, 8))),
-    "plan: metric": (V, "metric", lambda a: dict(plan=words(16, 1))),
+    "plan: wave": (V, "wave_pairs", lambda a: dict(plan=words(15, 4))),
+    "plan: metric": (V, "metric", lambda a: dict(plan=words(16, 6))),
     "plan: no key bits": (V, "key_bits", lambda a: dict(plan=(*PLAN.words[:17], 16, 0, 18, 2))),
 }
 

@@ -20,6 +20,8 @@ block_table  int32 [batch, max_pages];  lengths, starts  int32 [batch].
 transforms   float32:  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim];
              *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
              Of a plan that is not plain: matrix_rows rows, not head_dim, and step_columns, not groups (`plan_info`).
+             Of a plan with a wave or a metric: key_turns int32 [wave_pairs, 3] (a wave alone) and key_moments
+             [kv_heads, plan_info's key_moments]; turboquant.h, tq_transform.
 threads      at most so many; 0: num_threads().
 """
 
@@ -69,6 +71,7 @@ class PlanInfo(TypedDict):
     value_matrix_rows: int
     key_step_columns: int  # of key_steps: groups, or the entries of a table
     value_step_columns: int
+    key_moments: int  # numbers of a head in key_moments, 0 without a wave and a metric
 
 class FileHeader(TypedDict):
     plan: tuple[int, ...]
@@ -108,6 +111,8 @@ def append(
     key_rotation: NDArray[np.float32] | None = None,
     key_centre: NDArray[np.float32] | None = None,
     key_steps: NDArray[np.float32] | None = None,
+    key_turns: NDArray[np.int32] | None = None,
+    key_moments: NDArray[np.float32] | None = None,
     value_rotation: NDArray[np.float32] | None = None,
     value_centre: NDArray[np.float32] | None = None,
     value_steps: NDArray[np.float32] | None = None,
@@ -131,6 +136,8 @@ def attend(
     key_rotation: NDArray[np.float32] | None = None,
     key_centre: NDArray[np.float32] | None = None,
     key_steps: NDArray[np.float32] | None = None,
+    key_turns: NDArray[np.int32] | None = None,
+    key_moments: NDArray[np.float32] | None = None,
     value_rotation: NDArray[np.float32] | None = None,
     value_centre: NDArray[np.float32] | None = None,
     value_steps: NDArray[np.float32] | None = None,
@@ -153,9 +160,12 @@ def dequantize(
     key_rotation: NDArray[np.float32] | None = None,
     key_centre: NDArray[np.float32] | None = None,
     key_steps: NDArray[np.float32] | None = None,
+    key_turns: NDArray[np.int32] | None = None,
+    key_moments: NDArray[np.float32] | None = None,
     value_rotation: NDArray[np.float32] | None = None,
     value_centre: NDArray[np.float32] | None = None,
     value_steps: NDArray[np.float32] | None = None,
+    sinks: int = 0,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]: ...
 def dot(
     plan: Sequence[int],
@@ -166,6 +176,7 @@ def dot(
     key_rotation: NDArray[np.float32] | None = None,
     key_centre: NDArray[np.float32] | None = None,
     key_steps: NDArray[np.float32] | None = None,
+    key_moments: NDArray[np.float32] | None = None,
     threads: int = 0,
 ) -> NDArray[np.float32]: ...
 

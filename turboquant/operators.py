@@ -32,6 +32,8 @@ Arguments that several operators share (contracts and the byte format: ``csrc/in
                  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim], of plans with a dense rotation;
                  *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
                  A sketch is more rows of *_rotation, a table stands in *_steps (turboquant.h).
+                 Of plans with a wave or a metric, CPU only: key_turns int32 [wave_pairs, 3] and key_moments float32
+                 [kv_heads, n]: `LayerMoments.arrays` makes them.
 
 Errors: TypeError for a tensor of another dtype; ValueError for anything else about an argument, such as "attend:
 `block_table[3]` must be in 0..n_pages - 1, got 8"; MemoryError; RuntimeError for the machine (CUDA, an instruction
@@ -121,6 +123,8 @@ def _append(
     value_centre: Tensor | None = None,
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
+    key_turns: Tensor | None = None,
+    key_moments: Tensor | None = None,
     flag: Tensor | None = None,
 ) -> None:
     """append(plan, k, v, lengths, pages, block_table, *, sink_k=None, sink_v=None, window_k=None, window_v=None,
@@ -160,6 +164,8 @@ def _attend(
     value_centre: Tensor | None = None,
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
+    key_turns: Tensor | None = None,
+    key_moments: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     sliding_window: int = 0,
@@ -212,6 +218,8 @@ def _append_attend(
     value_centre: Tensor | None = None,
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
+    key_turns: Tensor | None = None,
+    key_moments: Tensor | None = None,
     flag: Tensor | None = None,
     softmax_scale: float | None = None,
     sliding_window: int = 0,
@@ -244,6 +252,8 @@ def _quantize(
     value_centre: Tensor | None = None,
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
+    key_turns: Tensor | None = None,
+    key_moments: Tensor | None = None,
 ) -> Tensor:
     """quantize(plan, k, v, *, ..transforms) -> pages
 
@@ -272,12 +282,16 @@ def _dequantize(
     value_centre: Tensor | None = None,
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
+    key_turns: Tensor | None = None,
+    key_moments: Tensor | None = None,
+    sinks: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """dequantize(plan, pages, block_table, lengths, max_tokens, *, ..transforms) -> (k, v)
+    """dequantize(plan, pages, block_table, lengths, max_tokens, *, ..transforms, sinks=0) -> (k, v)
 
     The first ``lengths[b]`` packed tokens of each sequence as float32 [batch, kv_heads, max_tokens, head_dim], zeros
     behind them; v is [batch, kv_heads, 0, head_dim] for a plan without values. `attend` needs none of it.
     lengths: int32 [batch], at most max_tokens, which is at most ``max_pages * page_tokens``.
+    sinks: the position of the first packed token, for a wave.
     """
     info = _core.plan_info(plan)
     has_values = any(info["value_bits"])

@@ -67,7 +67,8 @@ class PackedKV:
     lengths: int32 [batch], stored tokens of each sequence. `append` writes to it.
     plan: how the pages store them, a `turboquant.Plan`.
     tokens: the largest number in `lengths`, known without asking the device; ``len(packed)``.
-    transforms: key_rotation, value_rotation, key_centre, value_centre, key_steps and value_steps, those that there are.
+    transforms: key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns and
+        key_moments, those that there are.
 
     All tensors are on one device. The constructor copies nothing and looks at no tensor; each call checks what it gets.
     """
@@ -145,6 +146,8 @@ def pack(
     value_centre: Tensor | None = None,
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
+    key_turns: Tensor | None = None,
+    key_moments: Tensor | None = None,
 ) -> PackedKV:
     """Whole sequences, every token quantised, as a `PackedKV`.
 
@@ -175,6 +178,8 @@ def pack(
         "value_centre": value_centre,
         "key_steps": key_steps,
         "value_steps": value_steps,
+        "key_turns": key_turns,
+        "key_moments": key_moments,
     }
     packed = PackedKV(
         pages=torch.zeros((batch * n_pages, kv_heads, plan.record_bytes), dtype=torch.uint8, device=k.device),
@@ -361,6 +366,8 @@ def quantize(
     value_centre: Tensor | None = None,
     key_steps: Tensor | None = None,
     value_steps: Tensor | None = None,
+    key_turns: Tensor | None = None,
+    key_moments: Tensor | None = None,
 ) -> Tensor:
     """Whole sequences into pages alone, every token quantised; `pack` also says where they are.
 
@@ -380,6 +387,8 @@ def quantize(
         value_centre=value_centre,
         key_steps=key_steps,
         value_steps=value_steps,
+        key_turns=key_turns,
+        key_moments=key_moments,
     )
     return pages
 

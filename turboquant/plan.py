@@ -179,8 +179,9 @@ class Plan:
     group: channels of a group, 32, or 16 with head_dim <= 256. The last group is padded.
     codebook, scale: members or their names. ``Codebook.SPHERE`` is for head_dim <= 256.
     seed: 0 .. 2**63 - 1, of the Hadamard signs (a dense matrix has its own).
-    wave_pairs, metric: of keys, 0 to head_dim / 2, and a rank of 0 to 4 or None. They have their place in the format;
-        what asks for them is refused until the kernels know them.
+    wave_pairs: of keys, pairs of channels whose centre turns with the position: a multiple of 8 up to head_dim / 2
+        (rounded up to one).
+    metric: of keys, the rank of their metric, 0 to 4, or None. CUDA has neither wave nor metric yet.
 
     words: what the operators of `torch.ops.turboquant`, `turboquant._core` and files of codes take.
     record_bytes: of one page of one KV head.

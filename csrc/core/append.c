@@ -3,6 +3,7 @@
  * Work is shared by (sequence, KV head). Within one, the tokens of a tile (32, or 64 with tiles of 16 channels) are encoded at a time: codes and
  * scales of them first, then each group's tile is unpacked, merged and packed again, or only packed when all its tokens are new. */
 #include "blocks.h"
+#include "wave.h"
 #include <math.h>
 #include <string.h>
 
@@ -147,6 +148,21 @@ tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *p
 
 /* ---- one token, one tile ---- */
 
+static const char *token_source(const append_job *job, int is_key, int32_t b, int32_t h, int64_t position)
+{
+    const tq_append_params *p = job->p;
+    int64_t before = p->lengths[b] - p->tokens;
+    int32_t bytes = tq_dtype_bytes(p->dtype), d = job->plan->head_dim;
+    if (position < before) {
+        const char *ring = (const char *)(is_key ? p->window_k : p->window_v);
+        return ring + bytes * ((((int64_t)b * p->kv_heads + h) * p->window + position % p->window) * d);
+    }
+    int64_t i = position - before;
+    if (is_key)
+        return (const char *)p->k + bytes * (b * p->k_stride_batch + h * p->k_stride_head + i * p->k_stride_token);
+    return (const char *)p->v + bytes * (b * p->v_stride_batch + h * p->v_stride_head + i * p->v_stride_token);
+}
+
 /** x [head_dim] -> z before its steps, in w->x or w->y. */
 static float *rotate_token(const append_job *job, worker *w, const float *centre, const float *matrix)
 {
@@ -163,13 +179,17 @@ static float *rotate_token(const append_job *job, worker *w, const float *centre
 }
 
 /** Loads, centres, rotates, scales and encodes one vector; its numbers go to scale[32 * i]. */
-static void encode_token(const append_job *job, worker *w, int is_key, int32_t b, int32_t h, const void *x,
+static void encode_token(const append_job *job, worker *w, int is_key, int32_t b, int32_t h, int64_t position,
                          uint8_t *codes, uint16_t *scale)
 {
     const tq_plan *plan = job->plan;
     const tq_transform *t = is_key ? &job->p->key : &job->p->value;
     const float *centre = tq_transform_centre(t, plan, b, h), *steps = tq_transform_steps(t, plan, h);
-    job->kernels->load(job->p->dtype, x, w->x, plan->head_dim);
+    job->kernels->load(job->p->dtype, token_source(job, is_key, b, h, position), w->x, plan->head_dim);
+    if (is_key && tq_has_moments(plan)) {
+        tq_key_to_residual(plan, t, h, position, centre, w->x);
+        centre = NULL;
+    }
     if (!tq_is_plain(plan)) {
         for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= centre[i];
         tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->tables->books, t, is_key, h);
@@ -254,21 +274,6 @@ static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *re
 
 /* ---- one sequence and head ---- */
 
-static const char *token_source(const append_job *job, int is_key, int32_t b, int32_t h, int64_t position)
-{
-    const tq_append_params *p = job->p;
-    int64_t before = p->lengths[b] - p->tokens;
-    int32_t bytes = tq_dtype_bytes(p->dtype), d = job->plan->head_dim;
-    if (position < before) {
-        const char *ring = (const char *)(is_key ? p->window_k : p->window_v);
-        return ring + bytes * ((((int64_t)b * p->kv_heads + h) * p->window + position % p->window) * d);
-    }
-    int64_t i = position - before;
-    if (is_key)
-        return (const char *)p->k + bytes * (b * p->k_stride_batch + h * p->k_stride_head + i * p->k_stride_token);
-    return (const char *)p->v + bytes * (b * p->v_stride_batch + h * p->v_stride_head + i * p->v_stride_token);
-}
-
 static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, int32_t h)
 {
     const tq_plan *plan = job->plan;
@@ -277,7 +282,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
     const float *centre = tq_transform_centre(is_key ? &p->key : &p->value, plan, b, h);
     int64_t position, last;
     packed_range(p, b, &position, &last);
-    if (centre && tq_is_settled(plan) && position < last) {
+    if (centre && tq_is_settled(plan) && !(is_key && tq_has_moments(plan)) && position < last) {
         memcpy(w->centre, centre, sizeof(float) * (size_t)plan->head_dim);
         job->kernels->hadamard(w->centre, plan->head_dim, 1.0f, plan->signs[0], NULL);
     }
@@ -286,8 +291,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
         int32_t begin = (int32_t)(index % plan->tile_tokens), end = plan->tile_tokens;
         if (last - position < end - begin) end = begin + (int32_t)(last - position);
         for (int32_t i = begin; i < end; i++)
-            encode_token(job, w, is_key, b, h, token_source(job, is_key, b, h, position + i - begin),
-                         w->codes + i * stride, &w->scales[i]);
+            encode_token(job, w, is_key, b, h, position + i - begin, w->codes + i * stride, &w->scales[i]);
         int64_t page = p->block_table[(int64_t)b * p->max_pages + index / plan->page_tokens];
         uint8_t *record = p->pages + (page * p->kv_heads + h) * plan->record_bytes;
         store_tile(job, w, is_key, record, (int32_t)(index % plan->page_tokens / plan->tile_tokens), begin, end);
@@ -332,8 +336,10 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
                       .scratch = scratch,
                       .worker_bytes = worker_bytes(plan)};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
+    TQ_TRY(tq_wave_check(plan, &params->key, error));
     TQ_TRY(tq_check_steps(plan, &params->key, params->kv_heads, 1, error));
     TQ_TRY(tq_check_steps(plan, &params->value, params->kv_heads, 0, error));
+    TQ_TRY(tq_wave_check_numbers(plan, &params->key, params->kv_heads, error));
     TQ_TRY(check_centre(plan, params, &params->key, "key_centre", error));
     TQ_TRY(check_centre(plan, params, &params->value, "value_centre", error));
     TQ_TRY(check_tables(plan, params, error));

@@ -95,10 +95,16 @@ static void prepare_rows(const attend_job *job, const attend_task *t, attend_wor
     const tq_plan *plan = job->plan;
     const tq_transform *key = &job->a->key;
     const float *centre = tq_transform_centre(key, plan, t->b, t->h);
+    float metric_q[TQ_MAX_HEAD_DIM];
     for (int32_t r = 0; r < t->rows; r++) {
-        float *q = w->q + (int64_t)r * plan->head_dim;
+        float *q = w->q + (int64_t)r * plan->head_dim, *coded_q = q;
         job->kernels->load(job->a->dtype, query_row(job, t->b, t->h, t->first_row + r), q, plan->head_dim);
-        prepare_operand(job, t, w, q, w->query_operands + r * job->query_operand_bytes);
+        if (plan->wave_pairs) tq_wave_row(plan, key, t->h, q, w->wave_rows + (int64_t)r * tq_wave_turn_floats(plan));
+        if (plan->metric) {
+            coded_q = memcpy(metric_q, q, sizeof(float) * (size_t)plan->head_dim);
+            tq_metric_query(plan, key, t->h, coded_q);
+        }
+        prepare_operand(job, t, w, coded_q, w->query_operands + r * job->query_operand_bytes);
         float scale = job->a->softmax_scale;
         w->logits[r] =
             (tq_logit){scale, centre ? scale * job->kernels->dot(q, centre, plan->head_dim) : 0.0f, job->a->softcap};
@@ -165,6 +171,7 @@ static void attend_blocked_page(const attend_job *job, const attend_task *t, att
                     kernels->dot(query, w->decoded + (int64_t)i * key_row, key_row);
         }
     }
+    if (job->plan->wave_pairs) kernels->add_wave(&job->wave, page, w->wave_rows, t->rows, w->scales, w->scores, tokens);
     for (int32_t r = 0; r < t->rows; r++) {
         float *scores = w->scores + (int64_t)r * tokens;
         int some = mark_page(job, t, w, r, page, common);
@@ -190,12 +197,13 @@ static void weigh_page(const attend_job *job, const attend_task *t, attend_work 
 {
     const tq_kernels *kernels = job->kernels;
     int32_t tokens = job->plan->page_tokens;
+    const float *key_scales = job->plan->wave_pairs ? NULL : w->scales; /* add_wave has applied them */
     float max[CHUNK_ROWS];
     int some[CHUNK_ROWS];
     for (int32_t r = 0; r < t->rows; r++) {
         some[r] = mark_page(job, t, w, r, page, common);
         if (some[r])
-            max[r] = kernels->logits(w->scores + (int64_t)r * tokens, w->scales, some[r] == 2 ? NULL : w->visible,
+            max[r] = kernels->logits(w->scores + (int64_t)r * tokens, key_scales, some[r] == 2 ? NULL : w->visible,
                                      tokens, &w->logits[r], w->states[r].max);
         else memset(w->scores + (int64_t)r * tokens, 0, sizeof(float) * (size_t)tokens);
     }
@@ -237,6 +245,7 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
     kernels->multiply(&keys, w->query_operands, t->rows, job->precise, 0, w->scores, tokens);
     kernels->load(TQ_F16, record + plan->key.scales_offset, key_scales, tokens);
     kernels->load(TQ_F16, record + plan->value.scales_offset, value_scales, tokens);
+    if (plan->wave_pairs) kernels->add_wave(&job->wave, page, w->wave_rows, t->rows, key_scales, w->scores, tokens);
     weigh_page(job, t, w, page, common);
     kernels->multiply(&values, w->weight_operands, t->rows, job->precise, 1, w->packed, TQ_TILE * job->value_groups.n);
 }
@@ -508,6 +517,26 @@ void tq_attend_lay_out(attend_job *job)
     if (tasks_in_flight < job->threads) job->threads = tasks_in_flight > 1 ? (int32_t)tasks_in_flight : 1;
 }
 
+/** The angles of the pages that any row sees. */
+static void turn_pages(attend_job *job)
+{
+    const tq_attend_params *a = job->a;
+    range all = {INT64_MAX, 0};
+    for (int32_t b = 0; b < a->batch; b++) { /* later rows see no earlier token, and the last one the latest */
+        range first = seen_packed(a, b, row_position(job, b, 0));
+        range last = seen_packed(a, b, (int64_t)a->lengths[b] - 1);
+        if (first.lo < 0) first.lo = 0;
+        if (last.hi <= first.lo) continue;
+        all = (range){first.lo < all.lo ? first.lo : all.lo, last.hi > all.hi ? last.hi : all.hi};
+    }
+    if (is_empty(all)) return;
+    int32_t tokens = job->plan->page_tokens;
+    job->wave.first_page = all.lo / tokens;
+    job->wave.table = tq_attend_wave(job);
+    job->wave.turns = job->wave.table + tq_wave_table_floats(job->plan);
+    tq_wave_fill(job->plan, &a->key, a->sinks, (all.hi - 1) / tokens + 1, &job->wave);
+}
+
 tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes,
                     tq_error *error)
 {
@@ -522,6 +551,7 @@ tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *s
     if ((uintptr_t)scratch % 64)
         return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
     job.books = tq_plan_tables_of(plan)->books;
+    if (plan->wave_pairs && params->query_tokens) turn_pages(&job);
     int64_t tasks = (int64_t)params->batch * params->kv_heads * job.chunks;
     tq_parallel(tasks * job.splits, job.threads, run_task, &job);
     if (job.splits > 1) tq_parallel(tasks, job.threads, merge_task, &job);

@@ -2,6 +2,7 @@
 #ifndef TQ_ATTEND_H
 #define TQ_ATTEND_H
 #include "blocks.h"
+#include "wave.h"
 
 typedef struct {
     const tq_plan *plan;
@@ -14,6 +15,7 @@ typedef struct {
     int64_t query_operand_bytes, weight_operand_bytes; /* of one row */
     int precise;                                       /* operands for float32 queries, and with tiles of 16 */
     int32_t group, chunks, chunk_rows, splits, threads;
+    tq_wave wave;
     uint8_t *scratch;
 } attend_job;
 
@@ -25,8 +27,9 @@ typedef struct {
 
 /* Scratch:  | worker 0 | worker 1 | ..  each:
  *              | query operands | weight operands | q | scores | packed | exact | tile_k | tile_v | rotated | coded | merged |
- *              | scales | logits | states | visible | decoded |
- *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits > 1 */
+ *              | scales | logits | states | visible | decoded | wave rows |
+ *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits > 1
+ *           | the wave's table | its turns [max_pages] | */
 typedef struct {
     uint8_t *query_operands, *weight_operands;
     float *q;      /* [rows][head_dim], not rotated */
@@ -42,6 +45,7 @@ typedef struct {
     uint8_t *visible;         /* [page_tokens] */
     float
         *decoded; /* [32][32 * tiles], rows of a token tile; of plans that are not plain, whose operands are rows too */
+    float *wave_rows; /* [rows][2][padded pairs] */
 } attend_work;
 
 /** tq_check_attend, and what the arrays hold: lengths, starts, block table, transforms. */
@@ -50,4 +54,6 @@ void tq_attend_lay_out(attend_job *job);
 int64_t tq_attend_bytes(const attend_job *job);
 attend_work tq_attend_carve(const attend_job *job, int32_t worker);
 float *tq_attend_partial(const attend_job *job, int64_t task, int32_t row);
+/** The memory of the wave's table, and turns behind it. */
+float *tq_attend_wave(const attend_job *job);
 #endif

@@ -16,7 +16,7 @@ static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
     int64_t rows = job->chunk_rows, d = job->plan->head_dim, padded = TQ_TILE * (int64_t)job->plan->groups, at = 0;
     int64_t nv = TQ_TILE * (int64_t)job->value_groups.n, f = sizeof(float);
     int64_t tiles = job->key_groups.n > job->value_groups.n ? job->key_groups.n : job->value_groups.n;
-    int64_t starts[16] = {take(&at, rows * job->query_operand_bytes),
+    int64_t starts[17] = {take(&at, rows * job->query_operand_bytes),
                           take(&at, rows * job->weight_operand_bytes),
                           take(&at, rows * d * f),
                           take(&at, rows * job->plan->page_tokens * f),
@@ -31,7 +31,8 @@ static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
                           take(&at, rows * (int64_t)sizeof(tq_logit)),
                           take(&at, rows * (int64_t)sizeof(tq_softmax_state)),
                           take(&at, job->plan->page_tokens),
-                          take(&at, tq_is_plain(job->plan) ? 0 : TQ_TILE * TQ_TILE * tiles * f)};
+                          take(&at, tq_is_plain(job->plan) ? 0 : TQ_TILE * TQ_TILE * tiles * f),
+                          take(&at, rows * tq_wave_turn_floats(job->plan) * f)};
     if (!base) return at;
     *w = (attend_work){base + starts[0],
                        base + starts[1],
@@ -48,7 +49,8 @@ static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
                        (tq_logit *)(base + starts[12]),
                        (tq_softmax_state *)(base + starts[13]),
                        base + starts[14],
-                       (float *)(base + starts[15])};
+                       (float *)(base + starts[15]),
+                       (float *)(base + starts[16])};
     return at;
 }
 
@@ -57,12 +59,21 @@ static int64_t partial_floats(const attend_job *job)
     return 4 + TQ_TILE * (int64_t)job->value_groups.n + job->plan->head_dim;
 }
 
-int64_t tq_attend_bytes(const attend_job *job)
+/** Of workers and partial rows. */
+static int64_t bytes_of_rows(const attend_job *job)
 {
     int64_t tasks = (int64_t)job->a->batch * job->a->kv_heads * job->chunks * job->splits;
     int64_t partials = job->splits > 1 ? tasks * job->chunk_rows * partial_floats(job) * (int64_t)sizeof(float) : 0;
-    return job->threads * cut(job, NULL, NULL) + tq_round_up(partials, 64) + 64;
+    return job->threads * cut(job, NULL, NULL) + tq_round_up(partials, 64);
 }
+
+int64_t tq_attend_bytes(const attend_job *job)
+{
+    int64_t floats = tq_wave_table_floats(job->plan) + job->a->max_pages * tq_wave_turn_floats(job->plan);
+    return bytes_of_rows(job) + floats * (int64_t)sizeof(float) + 64;
+}
+
+float *tq_attend_wave(const attend_job *job) { return (float *)(job->scratch + bytes_of_rows(job)); }
 
 attend_work tq_attend_carve(const attend_job *job, int32_t worker)
 {
@@ -108,6 +119,7 @@ static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, 
 tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
 {
     TQ_TRY(tq_check_attend(plan, a, error));
+    TQ_TRY(tq_wave_check(plan, &a->key, error));
     TQ_TRY(tq_check_steps(plan, &a->key, a->kv_heads, 1, error));
     TQ_TRY(tq_check_steps(plan, &a->value, a->kv_heads, 0, error));
     for (int32_t b = 0; b < a->batch; b++) TQ_TRY(check_sequence(plan, a, b, error));

@@ -1,5 +1,6 @@
 /* Decoding without attention: tq_dequantize for debugging and NumPy, tq_dot for inner products with packed vectors. */
 #include "blocks.h"
+#include "wave.h"
 #include <math.h>
 #include <string.h>
 
@@ -11,7 +12,7 @@ typedef struct {
     const tq_codebook *books;
     const tq_transform *transform;
     int is_key;
-    int32_t b, h;
+    int32_t b, h, sinks;
 } decode_side;
 
 /** Decodes 32 tokens of one record into x [count][head_dim]; count <= 32 of them are wanted. */
@@ -37,19 +38,27 @@ static void decode_tile(const decode_side *s, const uint8_t *record, int32_t tok
     }
 }
 
-/** Scale, inverse rotation and centre, in place for one decoded token. */
+/** What is left to do for the token of packed index `index`, in place: metric and wave, or the centre alone. */
+static void add_centre(const decode_side *s, int64_t index, float *x)
+{
+    const tq_plan *plan = s->plan;
+    const float *centre = tq_transform_centre(s->transform, plan, s->b, s->h);
+    if (s->is_key && tq_has_moments(plan)) tq_residual_to_key(plan, s->transform, s->h, s->sinks + index, centre, x);
+    else
+        for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += centre[i];
+}
+
+/** Scale and inverse rotation, in place for one decoded token. */
 static void restore_token(const decode_side *s, const uint8_t *record, int32_t token, float *x)
 {
     const tq_plan *plan = s->plan;
     const tq_side *side = s->is_key ? &plan->key : &plan->value;
-    const float *centre = tq_transform_centre(s->transform, plan, s->b, s->h);
     float y[TQ_MAX_DIM];
     uint16_t half;
     memcpy(&half, record + tq_scale_offset(side, token), sizeof half);
     float scale = tq_f32_from_f16(half);
     for (int32_t i = 0; i < plan->head_dim; i++) y[i] = x[i] * scale;
     tq_rotate_vector(s->kernels, plan, plan->rotation, tq_transform_matrix(s->transform, s->h), 1, y, x);
-    for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += centre[i];
 }
 
 #define ROWS_AT_ONCE (4 * TQ_MAX_DIM) /* numbers of decoded rows that wait on the stack */
@@ -66,30 +75,30 @@ static void decode_blocked_tile(const decode_side *s, const uint8_t *record, int
                                 float *x)
 {
     tq_block_coder coder = tq_block_coder_of(s->kernels, s->plan, s->books, s->transform, s->is_key, s->h);
-    const float *centre = tq_transform_centre(s->transform, s->plan, s->b, s->h);
     int32_t step = tokens_at_once(coder.side), d = s->plan->head_dim;
     float rows[ROWS_AT_ONCE];
     for (int32_t i = 0; i < count; i++) {
         int32_t last = i + step < count ? i + step : count;
         if (i % step == 0) tq_block_decode(&coder, record, token_tile, i, last, rows);
         tq_block_restore(&coder, rows + i % step * TQ_TILE * coder.side->tiles, x + (int64_t)i * d);
-        for (int32_t c = 0; centre && c < d; c++) x[(int64_t)i * d + c] += centre[c];
     }
 }
 
 tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
                         const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
-                        int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
-                        tq_error *error)
+                        int32_t max_tokens, int32_t sinks, const tq_transform *key, const tq_transform *value, float *k,
+                        float *v, tq_error *error)
 {
     TQ_TRY(tq_check_dequantize(plan, pages, n_pages, kv_heads, block_table, batch, max_pages, lengths, max_tokens, key,
                                value, k, v, error));
+    if (sinks < 0) return tq_fail(error, TQ_E_VALUE, "sinks", -1, sinks, "at least 0");
     int has_values = plan->value.tile_bytes != 0;
     const tq_kernels *kernels = tq_get_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
     static const tq_transform plain;
     if (!key) key = &plain;
     if (!value) value = &plain;
+    TQ_TRY(tq_wave_check(plan, key, error));
     TQ_TRY(tq_check_steps(plan, key, kv_heads, 1, error));
     TQ_TRY(tq_check_steps(plan, value, kv_heads, 0, error));
     for (int32_t b = 0; b < batch; b++) {
@@ -105,7 +114,7 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
     for (int side = 0; side < 1 + has_values; side++)
         for (int32_t b = 0; b < batch; b++)
             for (int32_t h = 0; h < kv_heads; h++) {
-                decode_side s = {kernels, plan, books, side ? value : key, !side, b, h};
+                decode_side s = {kernels, plan, books, side ? value : key, !side, b, h, sinks};
                 float *out = (side ? v : k) + ((int64_t)b * kv_heads + h) * max_tokens * plan->head_dim;
                 if (max_tokens) memset(out, 0, sizeof(float) * (size_t)max_tokens * (size_t)plan->head_dim);
                 for (int64_t i = 0; i < lengths[b]; i += TQ_TILE) {
@@ -114,13 +123,14 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
                     int32_t n = (int32_t)(lengths[b] - i < TQ_TILE ? lengths[b] - i : TQ_TILE);
                     int32_t first = (int32_t)(i % plan->page_tokens);
                     float *x = out + i * plan->head_dim;
-                    if (!tq_is_plain(plan)) {
+                    if (tq_is_plain(plan)) {
+                        decode_tile(&s, record, first / TQ_TILE, n, x);
+                        for (int32_t j = 0; j < n; j++)
+                            restore_token(&s, record, first + j, x + (int64_t)j * plan->head_dim);
+                    } else {
                         decode_blocked_tile(&s, record, first / TQ_TILE, n, x);
-                        continue;
                     }
-                    decode_tile(&s, record, first / TQ_TILE, n, x);
-                    for (int32_t j = 0; j < n; j++)
-                        restore_token(&s, record, first + j, x + (int64_t)j * plan->head_dim);
+                    for (int32_t j = 0; j < n; j++) add_centre(&s, i + j, x + (int64_t)j * plan->head_dim);
                 }
             }
     return TQ_OK;
@@ -236,8 +246,12 @@ static float dot_operand(const dot_job *job, const tq_transform *key, const floa
 {
     const tq_plan *plan = job->plan;
     const float *centre = tq_transform_centre(key, plan, 0, 0), *steps = tq_transform_steps(key, plan, 0);
-    float x[TQ_MAX_DIM + TQ_TILE] = {0}, coded[TQ_MAX_DIM], bias = 0.0f;
+    float x[TQ_MAX_DIM + TQ_TILE] = {0}, coded[TQ_MAX_DIM], metric_query[TQ_MAX_DIM], bias = 0.0f;
     if (centre) bias = job->kernels->dot(query, centre, plan->head_dim);
+    if (plan->metric) {
+        query = memcpy(metric_query, query, sizeof(float) * (size_t)plan->head_dim);
+        tq_metric_query(plan, key, 0, metric_query);
+    }
     if (!tq_is_plain(plan)) {
         tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->books, key, 1, 0);
         tq_block_project(&coder, query, operand);
@@ -257,7 +271,11 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     TQ_TRY(tq_dot_scratch_bytes(plan, n_queries, &wanted, error));
     static const tq_transform plain;
     if (!key) key = &plain;
+    if (plan->wave_pairs)
+        return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->wave_pairs,
+                       "one without a wave, since vectors have no position");
     TQ_TRY(tq_check_transform(plan, key, 1, error));
+    TQ_TRY(tq_wave_check(plan, key, error));
     TQ_TRY(tq_check_steps(plan, key, 1, 1, error));
     if (n < 0) return tq_fail(error, TQ_E_VALUE, "n", -1, (double)n, "at least 0");
     if (!n || !n_queries) return TQ_OK;

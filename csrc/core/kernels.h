@@ -96,6 +96,17 @@ typedef struct {
     float scale, bias, softcap; /* logit = softcap(scale * (score * key_scale) + bias); softcap 0: none */
 } tq_logit;
 
+/** What a wave adds to the scores of a page: <q, c_p>. The columns of a page (tq_column in each token tile) are mirrored around its
+ *  middle, column c and page_tokens - 1 - c being u and -u positions away from it. With the pairs' coefficients turned to the
+ *  middle, the sum over pairs is an even part, of cosines of u, and an odd part, of sines: half of the columns give both. */
+typedef struct {
+    int32_t pairs, padded; /* padded: to a multiple of 16, with zeros */
+    int32_t half;          /* page_tokens / 2 */
+    int64_t first_page;    /* of turns */
+    float *table;          /* [2][pairs][half]: cosines, sines of column half + c from the middle */
+    float *turns;          /* [pages][2][padded]: cosine and sine of each pair's phase at the middle of a page */
+} tq_wave;
+
 typedef struct {
     const char *isa;
     /** In place on n floats (a power of two, 8 or more): number i changes its sign if bit i of `before` is set (bit i % 32 of word
@@ -132,6 +143,10 @@ typedef struct {
      *  NULL: 1, and the tokens are not packed ones. */
     float (*weights)(float *logits, const float *value_scales, int hidden, int32_t n, float max,
                      tq_softmax_state *state);
+    /** scores [rows][stride], column order, of a page: score * key_scale + what the wave adds, with rows' coefficients
+     *  [rows][2][padded] of cosines and sines at position 0. */
+    void (*add_wave)(const tq_wave *wave, int64_t page, const float *coefficients, int32_t rows,
+                     const float *key_scales, float *scores, int32_t stride);
     /** n numbers of a dtype to float32. */
     void (*load)(int32_t dtype, const void *x, float *y, int64_t n);
     float (*dot)(const float *x, const float *y, int32_t n);

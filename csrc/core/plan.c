@@ -190,7 +190,7 @@ static void draw_signs(tq_plan *plan)
             tq_random(plan->seed, (uint64_t)pass, (uint64_t)block, &plan->signs[pass][4 * block]);
 }
 
-/** words[1 .. 6], and the two that nothing is built for yet. */
+/** words[1 .. 6], 15 and 16. */
 static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
 {
     if (words[1] < 8 || words[1] > TQ_MAX_DIM || words[1] % 8)
@@ -214,12 +214,15 @@ static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
                        "a scale: 0 eden, 1 norm, 2 norm_corrected, 3 least_squares", error));
     if (words[6] < 0) return tq_fail(error, TQ_E_VALUE, "seed", -1, (double)words[6], "in 0..2^63 - 1");
     p->seed = (uint64_t)words[6];
-    if (words[15] < 0 || words[15] > p->head_dim / 2)
-        return tq_fail(error, TQ_E_VALUE, "wave_pairs", -1, (double)words[15], "in 0..head_dim / 2");
+    int32_t most_pairs = p->head_dim > TQ_MAX_HEAD_DIM ? 0 : (int32_t)tq_round_up(p->head_dim / 2, 8);
+    if (words[15] < 0 || words[15] > most_pairs || words[15] % 8)
+        return tq_fail(error, TQ_E_VALUE, "wave_pairs", -1, (double)words[15],
+                       "a multiple of 8 up to head_dim / 2 (rounded up), 0 above 256 channels");
     if (words[16] < 0 || words[16] > 1 + TQ_MAX_METRIC_RANK)
         return tq_fail(error, TQ_E_VALUE, "metric", -1, (double)words[16], "0 (none) or 1 + a rank in 0..4");
-    if (words[15]) return tq_fail(error, TQ_E_VALUE, "wave_pairs", -1, (double)words[15], "0: not built yet");
-    if (words[16]) return tq_fail(error, TQ_E_VALUE, "metric", -1, (double)words[16], "0: not built yet");
+    p->wave_pairs = (int32_t)words[15];
+    p->metric = (int32_t)words[16];
+    p->moments = 2 * p->wave_pairs + (p->metric ? p->metric * p->head_dim + TQ_MAX_METRIC_RANK : 0);
     return TQ_OK;
 }
 

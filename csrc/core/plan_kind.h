@@ -10,6 +10,8 @@ static inline int tq_is_plain(const tq_plan *plan) { return plan->is_plain; }
 static inline int tq_tile_is_16(const tq_plan *plan) { return plan->group_channels == 16; }
 /** Whether all groups of a side have the same number of bits. */
 static inline int tq_has_one_width(const tq_side *side) { return side->one_width; }
+/** Whether keys have a wave or a metric. */
+static inline int tq_has_moments(const tq_plan *plan) { return plan->wave_pairs || plan->metric; }
 /** turboquant.h, "z". */
 static inline int tq_is_settled(const tq_plan *plan)
 {

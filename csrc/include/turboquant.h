@@ -214,7 +214,8 @@ typedef enum {
  *   words[4]  tq_codebook_law          words[5]  tq_scale          words[6]  seed, 0..2^63 - 1
  *   words[7 .. 10]           of keys: tq_rotation, tq_levels, tq_sketch, sketch_rows (1..head_dim; 0 unless Gaussian)
  *   words[11 .. 14]          the same of values
- *   words[15] wave_pairs     of keys, 0..head_dim / 2: pairs of channels whose centre turns with the position
+ *   words[15] wave_pairs     of keys: pairs of channels whose centre turns with the position. A multiple of 8 up to head_dim / 2, which
+ *                            is rounded up to one; 0 above 256 channels
  *   words[16] metric         of keys: 0 none, else 1 + its rank, 0..4
  *   words[17 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as it does at group 0.
  *                            At least one group of keys has bits. Values without bits: all their words are 0.
@@ -223,7 +224,7 @@ typedef enum {
  *             that is not plain has bits in every group, or in none of the values.
  *   group     16 in plain plans alone.
  *   table     one block.
- *   wave_pairs and metric have their place here; plans that ask for them are refused until the kernels know them. */
+ *   A wave and a metric act on keys before their rotation, and their arrays come with each call (tq_transform). CUDA refuses both. */
 #define TQ_PLAN_HEADER_WORDS 17
 #define TQ_PLAN_NEW_BLOCK 16
 #define TQ_MAX_METRIC_RANK 4
@@ -251,6 +252,8 @@ typedef struct {
 typedef struct {
     int32_t is_plain, head_dim, groups, page_tokens, rotation, codebook, scale; /* rotation: the keys' */
     int32_t group_channels, tile_tokens;                                        /* of a tile: 32 and 32, or 16 and 64 */
+    int32_t wave_pairs, metric;                                                 /* as the words */
+    int32_t moments; /* numbers of a head in tq_transform.moments; a multiple of 4, 0 without a wave and a metric */
     uint64_t seed;
     int64_t record_bytes; /* of one page of one KV head; a multiple of 64 (of 256 at 128 tokens) */
     tq_side key, value;
@@ -271,7 +274,26 @@ typedef struct {
     const float *steps; /* of a plain plan [kv_heads, groups], in 2^-40..2^40; NULL: 1. Of others NULL, or the table of
                                      TQ_LEVELS_TABLE [kv_heads, step_columns]: levels, finite and ascending, and with TQ_SKETCH_SIGN
                                      what its signs are multiplied by, at least 0 */
+    /* Of keys of plans with a wave or a metric, NULL otherwise; shared by all sequences. */
+    const int32_t
+        *turns; /* [wave_pairs, 3]: the two channels of a pair, and how far it turns in one position, an unsigned
+                             number in units of 2^-32 turns. Pairs that fill up have amplitudes of 0 */
+    const float *moments; /* [kv_heads, plan->moments], of a head one after the other
+                                 amplitudes (a, b)   [wave_pairs, 2]     at most TQ_MAX_INPUT
+                                 with a metric: S    [head_dim]          in 2^-10..2^10
+                                 W^T                 [rank, head_dim]    orthonormal rows
+                                 e                   [4]                 in 2^-10 - 1..2^10; 0 behind the rank */
 } tq_transform;
+
+/* Keys of a plan with a wave or a metric. With p the position of the token, y takes the place of x - centre above:
+ *     c_p = centre + sum over pairs i of (a_i, b_i) turned by p * increment_i:   a cos - b sin in the first channel,
+ *                                                                                a sin + b cos in the second
+ *     y   = A (k - c_p),   A = S (I + W diag(e) W^T) S,   A^-1 = S^-1 (I + W diag(1 / (1 + e) - 1) W^T) S^-1
+ * and a packed key is decoded to A^-1 R^T(s step level) + c_p. Scores are those of decoded keys: queries become A^-1 q, and
+ * <q, c_p> is added. p is the number of tokens of the sequence before this one, its sinks included: packed index j of a cache has
+ * position sinks + j. It and the arrays must be the same in every call that meets the token. Codes are the same on every
+ * instruction set; another backend may differ where a number lies within a few ulp of a threshold. Amplitudes of norm 1,000 cost
+ * at most 2e-3 of a logit for queries of softmax_scale * |q| = 1. */
 
 /** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none). The
  *  keys' rotation where values have another, and no sketch below it.
@@ -380,14 +402,16 @@ TQ_API tq_status tq_merge(const float *outs, const float *lses, int32_t parts, i
 
 /** Decodes packed tokens, for debugging and for NumPy users: k, v [batch, kv_heads, max_tokens, head_dim] float32 dense get
  *  mu + R^T(s step level) of packed index 0 .. lengths[b] - 1 and 0 behind; v NULL iff the plan has no values. pages: 64-byte aligned.
- *  lengths [batch] packed tokens, <= max_tokens <= max_pages * page_tokens. */
+ *  lengths [batch] packed tokens, <= max_tokens <= max_pages * page_tokens.  sinks: the position of packed
+ *  index 0; it matters to a wave alone. */
 TQ_API tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
                                const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
-                               int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k,
-                               float *v, tq_error *error);
+                               int32_t max_tokens, int32_t sinks, const tq_transform *key, const tq_transform *value,
+                               float *k, float *v, tq_error *error);
 
 /** Inner products <q, x> with packed vectors, never decoded: queries [n_queries, head_dim] float32 dense, one KV head, page i of
- *  pages [ceil(n / page_tokens), 1, record_bytes] holding vectors page_tokens * i ..; out [n_queries, n] float32 dense.
+ *  pages [ceil(n / page_tokens), 1, record_bytes] holding vectors page_tokens * i ..; out [n_queries, n] float32 dense. Vectors
+ *  have no position: a plan with a wave is refused.
  *  scratch  tq_dot_scratch_bytes bytes, 64-byte aligned. */
 TQ_API tq_status tq_dot_scratch_bytes(const tq_plan *plan, int64_t n_queries, size_t *bytes, tq_error *error);
 TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries,

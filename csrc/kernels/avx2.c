@@ -40,6 +40,7 @@ static inline __m256i multiply_add(__m256i sum, __m256i level_s16x16, __m256i x_
 #include "codes.h"
 #include "product.h"
 #include "softmax.h"
+#include "wave.h"
 
 const tq_kernels tq_kernels_avx2 = {
     .isa = "avx2",
@@ -53,6 +54,7 @@ const tq_kernels tq_kernels_avx2 = {
     .multiply = multiply_vector,
     .logits = tq_logits,
     .weights = tq_weights,
+    .add_wave = tq_add_wave,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

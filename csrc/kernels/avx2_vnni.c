@@ -34,6 +34,7 @@ static inline __m256i multiply_add(__m256i sum, __m256i level_u8x32, __m256i x_s
 #include "codes.h"
 #include "product.h"
 #include "softmax.h"
+#include "wave.h"
 
 const tq_kernels tq_kernels_avx2_vnni = {
     .isa = "avx2_vnni",
@@ -47,6 +48,7 @@ const tq_kernels tq_kernels_avx2_vnni = {
     .multiply = multiply_vector,
     .logits = tq_logits,
     .weights = tq_weights,
+    .add_wave = tq_add_wave,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

@@ -38,6 +38,7 @@ static inline __m512i multiply_add(__m512i sum, __m512i level_s16x32, __m512i x_
 #include "codes.h"
 #include "product.h"
 #include "softmax.h"
+#include "wave.h"
 
 const tq_kernels tq_kernels_avx512 = {
     .isa = "avx512",
@@ -51,6 +52,7 @@ const tq_kernels tq_kernels_avx512 = {
     .multiply = multiply_vector,
     .logits = tq_logits,
     .weights = tq_weights,
+    .add_wave = tq_add_wave,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

@@ -16,6 +16,7 @@
 #include "codes.h"
 #include "product.h"
 #include "softmax.h"
+#include "wave.h"
 
 enum {
     MATRIX_ROWS = 16,
@@ -231,6 +232,7 @@ const tq_kernels tq_kernels_avx512_amx = {
     .multiply = multiply_vector,
     .logits = tq_logits,
     .weights = tq_weights,
+    .add_wave = tq_add_wave,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

@@ -3,6 +3,7 @@
 #include "codes.h"
 #include "product.h"
 #include "softmax.h"
+#include "wave.h"
 
 const tq_kernels tq_kernels_avx512_vnni = {
     .isa = "avx512_vnni",
@@ -16,6 +17,7 @@ const tq_kernels tq_kernels_avx512_vnni = {
     .multiply = multiply_vector,
     .logits = tq_logits,
     .weights = tq_weights,
+    .add_wave = tq_add_wave,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

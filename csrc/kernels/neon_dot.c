@@ -21,6 +21,7 @@ static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, ui
 #include "codes.h"
 #include "product.h"
 #include "softmax.h"
+#include "wave.h"
 
 const tq_kernels tq_kernels_neon_dot = {
     .isa = "neon_dot",
@@ -34,6 +35,7 @@ const tq_kernels tq_kernels_neon_dot = {
     .multiply = multiply_vector,
     .logits = tq_logits,
     .weights = tq_weights,
+    .add_wave = tq_add_wave,
     .load = load_vector,
     .dot = dot_vector,
     .axpy = axpy_vector,

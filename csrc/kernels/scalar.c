@@ -1,5 +1,6 @@
 /* The scalar kernels: complete, plain, and the definition that every other ISA quotes and is tested against. */
 #include "softmax.h"
+#include "wave.h"
 #include <math.h>
 #include <string.h>
 
@@ -280,6 +281,7 @@ const tq_kernels tq_kernels_scalar = {
     .multiply = multiply_scalar,
     .logits = tq_logits,
     .weights = tq_weights,
+    .add_wave = tq_add_wave,
     .load = load_scalar,
     .dot = dot_scalar,
     .axpy = axpy_scalar,

@@ -167,6 +167,24 @@ static int read_shared(const char *op, const char *name, PyObject *object, npy_i
     return 0;
 }
 
+/* turns [wave_pairs, 3] and moments [kv_heads, plan->moments]; whether they must be there is the core's to say. */
+static int read_moments(const char *op, const tq_plan *plan, npy_intp kv_heads, const transform_arguments *arguments,
+                        tq_transform *out)
+{
+    npy_intp turns[2] = {plan->wave_pairs, 3}, moments[2] = {kv_heads, plan->moments};
+    if (arguments->turns != Py_None) {
+        PyArrayObject *array = read_array(op, "key_turns", arguments->turns, NPY_INT32, DENSE, 2, turns);
+        if (!array) return -1;
+        out->turns = PyArray_DATA(array);
+    }
+    if (arguments->moments != Py_None) {
+        PyArrayObject *array = read_array(op, "key_moments", arguments->moments, NPY_FLOAT32, DENSE, 2, moments);
+        if (!array) return -1;
+        out->moments = PyArray_DATA(array);
+    }
+    return 0;
+}
+
 int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch, npy_intp kv_heads,
                    const transform_arguments *arguments, tq_transform *out)
 {
@@ -182,11 +200,12 @@ int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch
     if (read_shared(op, name[0], objects[0], kv_heads, matrix, &out->rotation, &out->rotation_stride_head) < 0 ||
         read_shared(op, name[1], objects[1], batch, centre, &out->centre, &out->centre_stride_batch) < 0)
         return -1;
-    if (objects[2] == Py_None) return 0;
-    PyArrayObject *array = read_array(op, name[2], objects[2], NPY_FLOAT32, DENSE, 2, steps);
-    if (!array) return -1;
-    out->steps = PyArray_DATA(array);
-    return 0;
+    if (objects[2] != Py_None) {
+        PyArrayObject *array = read_array(op, name[2], objects[2], NPY_FLOAT32, DENSE, 2, steps);
+        if (!array) return -1;
+        out->steps = PyArray_DATA(array);
+    }
+    return read_moments(op, plan, kv_heads, arguments, out);
 }
 
 int scratch_get(scratch_memory *scratch, size_t bytes)

@@ -52,8 +52,9 @@ int read_length(const char *op, const char *name, PyArrayObject *array, int dim,
 int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *first, int32_t *out, int *type);
 
 typedef struct {
-    PyObject *rotation, *centre, *steps;
+    PyObject *rotation, *centre, *steps, *turns, *moments; /* turns and moments: of keys */
 } transform_arguments;
+#define NO_TRANSFORM {Py_None, Py_None, Py_None, Py_None, Py_None}
 enum { KEY = 0, VALUE = 1 };
 int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch, npy_intp kv_heads,
                    const transform_arguments *arguments, tq_transform *out);

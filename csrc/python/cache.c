@@ -7,7 +7,7 @@
 typedef struct {
     transform_arguments key, value;
 } transforms;
-static const transforms no_transforms = {{Py_None, Py_None, Py_None}, {Py_None, Py_None, Py_None}};
+static const transforms no_transforms = {NO_TRANSFORM, NO_TRANSFORM};
 
 static int read_transforms(const char *op, const tq_plan *plan, npy_intp batch, npy_intp kv_heads,
                            const transforms *arguments, tq_transform *key, tq_transform *value)
@@ -41,8 +41,8 @@ static const char *const sink_names[2] = {"sink_k", "sink_v"}, *const window_nam
 
 const char doc_append[] = PyDoc_STR(
     "append(plan, k, v, lengths, pages, block_table, *, sink_k=None, sink_v=None, window_k=None, window_v=None, "
-    "key_rotation=None, key_centre=None, key_steps=None, value_rotation=None, value_centre=None, value_steps=None, "
-    "dtype=None, threads=0)\n--\n\n"
+    "key_rotation=None, key_centre=None, key_steps=None, key_turns=None, key_moments=None, value_rotation=None, "
+    "value_centre=None, value_steps=None, dtype=None, threads=0)\n--\n\n"
     "Stores new tokens k, v [batch, kv_heads, tokens, head_dim]: exact ones go to the sinks and the ring, those "
     "that no longer fit\nare rotated, quantised and packed into pages. lengths: int32 [batch], the length of each "
     "sequence after this call; token i of\nsequence b stands at lengths[b] - tokens + i, a negative position is "
@@ -50,10 +50,10 @@ const char doc_append[] = PyDoc_STR(
     "turboquant.h.");
 PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "plan",         "k",           "v",        "lengths",      "pages",      "block_table", "sink_k",
-        "sink_v",       "window_k",    "window_v", "key_rotation", "key_centre", "key_steps",   "value_rotation",
-        "value_centre", "value_steps", "dtype",    "threads",      NULL};
+    static char *names[] = {"plan",      "k",         "v",           "lengths",        "pages",        "block_table",
+                            "sink_k",    "sink_v",    "window_k",    "window_v",       "key_rotation", "key_centre",
+                            "key_steps", "key_turns", "key_moments", "value_rotation", "value_centre", "value_steps",
+                            "dtype",     "threads",   NULL};
     PyObject *plan_object, *k_object, *v_object, *lengths_object, *pages_object, *table_object, *threads_object = NULL;
     PyObject *sinks[2] = {Py_None, Py_None}, *windows[2] = {Py_None, Py_None}, *dtype = Py_None, *result = NULL;
     transforms given = no_transforms;
@@ -66,11 +66,11 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
     const char *op = "append";
     (void)module;
     memset(&p, 0, sizeof p);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO|$OOOOOOOOOOOO:append", names, &plan_object, &k_object,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO|$OOOOOOOOOOOOOO:append", names, &plan_object, &k_object,
                                      &v_object, &lengths_object, &pages_object, &table_object, &sinks[0], &sinks[1],
                                      &windows[0], &windows[1], &given.key.rotation, &given.key.centre, &given.key.steps,
-                                     &given.value.rotation, &given.value.centre, &given.value.steps, &dtype,
-                                     &threads_object))
+                                     &given.key.turns, &given.key.moments, &given.value.rotation, &given.value.centre,
+                                     &given.value.steps, &dtype, &threads_object))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 ||
         (threads_object && read_i32(op, "threads", threads_object, INT32_MIN, INT32_MAX, &p.threads) < 0) ||
@@ -141,9 +141,9 @@ static int read_fresh(const char *op, const char *name, PyObject *object, int he
 
 const char doc_attend[] = PyDoc_STR(
     "attend(plan, q, pages, block_table, lengths, *, starts=None, sink_k=None, sink_v=None, window_k=None, "
-    "window_v=None, fresh_k=None, fresh_v=None, key_rotation=None, key_centre=None, key_steps=None, "
-    "value_rotation=None, value_centre=None, value_steps=None, causal=True, sliding_window=0, softmax_scale=None, "
-    "softcap=0.0, dtype=None, out=None, threads=0)\n--\n\n"
+    "window_v=None, fresh_k=None, fresh_v=None, key_rotation=None, key_centre=None, key_steps=None, key_turns=None, "
+    "key_moments=None, value_rotation=None, value_centre=None, value_steps=None, causal=True, sliding_window=0, "
+    "softmax_scale=None, softcap=0.0, dtype=None, out=None, threads=0)\n--\n\n"
     "(out, lse): softmax attention of q [batch, query_heads, query_tokens, head_dim] over sinks, packed tokens and "
     "window. out has\nthe shape and dtype of q, lse is the natural log of the softmax's denominator, float32 "
     "[batch, query_heads, query_tokens]; where\nnothing may be seen out is 0 and lse -inf. lengths: int32 [batch], "
@@ -151,12 +151,19 @@ const char doc_attend[] = PyDoc_STR(
     "to write to, C-contiguous.\nArrays: see _core.pyi; contract: tq_attend in turboquant.h.");
 PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"plan",          "q",           "pages",     "block_table",
-                            "lengths",       "starts",      "sink_k",    "sink_v",
-                            "window_k",      "window_v",    "fresh_k",   "fresh_v",
-                            "key_rotation",  "key_centre",  "key_steps", "value_rotation",
-                            "value_centre",  "value_steps", "causal",    "sliding_window",
-                            "softmax_scale", "softcap",     "dtype",     "out",
+    static char *names[] = {"plan",          "q",
+                            "pages",         "block_table",
+                            "lengths",       "starts",
+                            "sink_k",        "sink_v",
+                            "window_k",      "window_v",
+                            "fresh_k",       "fresh_v",
+                            "key_rotation",  "key_centre",
+                            "key_steps",     "key_turns",
+                            "key_moments",   "value_rotation",
+                            "value_centre",  "value_steps",
+                            "causal",        "sliding_window",
+                            "softmax_scale", "softcap",
+                            "dtype",         "out",
                             "threads",       NULL};
     PyObject *plan_object, *q_object, *pages_object, *table_object, *lengths_object, *starts_object = Py_None;
     PyObject *sinks[2] = {Py_None, Py_None}, *windows[2] = {Py_None, Py_None}, *fresh[2] = {Py_None, Py_None};
@@ -172,12 +179,12 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
     const char *op = "attend";
     (void)module;
     memset(&p, 0, sizeof p);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOOOOOOOOOOpOOOOOO:attend", names, &plan_object, &q_object,
-                                     &pages_object, &table_object, &lengths_object, &starts_object, &sinks[0],
-                                     &sinks[1], &windows[0], &windows[1], &fresh[0], &fresh[1], &given.key.rotation,
-                                     &given.key.centre, &given.key.steps, &given.value.rotation, &given.value.centre,
-                                     &given.value.steps, &causal, &sliding_object, &scale_object, &softcap_object,
-                                     &dtype, &out_object, &threads_object))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OOOOO|$OOOOOOOOOOOOOOOpOOOOOO:attend", names, &plan_object, &q_object, &pages_object,
+            &table_object, &lengths_object, &starts_object, &sinks[0], &sinks[1], &windows[0], &windows[1], &fresh[0],
+            &fresh[1], &given.key.rotation, &given.key.centre, &given.key.steps, &given.key.turns, &given.key.moments,
+            &given.value.rotation, &given.value.centre, &given.value.steps, &causal, &sliding_object, &scale_object,
+            &softcap_object, &dtype, &out_object, &threads_object))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 ||
         (sliding_object &&
@@ -300,31 +307,34 @@ done:
 
 const char doc_dequantize[] = PyDoc_STR(
     "dequantize(plan, pages, block_table, lengths, max_tokens, *, key_rotation=None, key_centre=None, "
-    "key_steps=None, value_rotation=None, value_centre=None, value_steps=None)\n--\n\n"
+    "key_steps=None, key_turns=None, key_moments=None, value_rotation=None, value_centre=None, value_steps=None, "
+    "sinks=0)\n--\n\n"
     "(k, v): packed tokens decoded, float32 [batch, kv_heads, max_tokens, head_dim] each, 0 behind lengths[b]; v is "
     "None if the plan has\nno values. lengths: int32 [batch], packed tokens of each sequence, <= max_tokens <= "
     "max_pages * page_tokens.");
 PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"plan",       "pages",     "block_table",    "lengths",      "max_tokens",  "key_rotation",
-                            "key_centre", "key_steps", "value_rotation", "value_centre", "value_steps", NULL};
+    static char *names[] = {"plan",           "pages",        "block_table", "lengths",   "max_tokens",
+                            "key_rotation",   "key_centre",   "key_steps",   "key_turns", "key_moments",
+                            "value_rotation", "value_centre", "value_steps", "sinks",     NULL};
     PyObject *plan_object, *pages_object, *table_object, *lengths_object, *max_object;
-    PyObject *k = NULL, *v = NULL, *result = NULL;
+    PyObject *sinks_object = NULL, *k = NULL, *v = NULL, *result = NULL;
     transforms given = no_transforms;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_transform key, value;
     scratch_memory tables = {NULL, NULL};
-    int32_t batch, kv_heads, max_pages, max_tokens;
+    int32_t batch, kv_heads, max_pages, max_tokens, sinks = 0;
     const char *op = "dequantize";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOOO:dequantize", names, &plan_object, &pages_object,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOOOOOO:dequantize", names, &plan_object, &pages_object,
                                      &table_object, &lengths_object, &max_object, &given.key.rotation,
-                                     &given.key.centre, &given.key.steps, &given.value.rotation, &given.value.centre,
-                                     &given.value.steps))
+                                     &given.key.centre, &given.key.steps, &given.key.turns, &given.key.moments,
+                                     &given.value.rotation, &given.value.centre, &given.value.steps, &sinks_object))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 ||
-        read_i32(op, "max_tokens", max_object, INT32_MIN, INT32_MAX, &max_tokens) < 0)
+        read_i32(op, "max_tokens", max_object, INT32_MIN, INT32_MAX, &max_tokens) < 0 ||
+        (sinks_object && read_i32(op, "sinks", sinks_object, INT32_MIN, INT32_MAX, &sinks) < 0))
         return NULL;
     npy_intp dims[2] = {ANY, ANY};
     PyArrayObject *pages = read_pages(op, plan, pages_object, DENSE, ANY);
@@ -350,8 +360,8 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     const table_argument copied[] = {{&entries, (size_t)PyArray_SIZE(table)}, {&tokens, (size_t)batch}};
     if (copy_tables(&tables, copied, 2) < 0) goto done;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_dequantize(plan, bytes, n_pages, kv_heads, entries, batch, max_pages, tokens, max_tokens, &key, &value,
-                           to_k, to_v, &error);
+    status = tq_dequantize(plan, bytes, n_pages, kv_heads, entries, batch, max_pages, tokens, max_tokens, sinks, &key,
+                           &value, to_k, to_v, &error);
     Py_END_ALLOW_THREADS;
     if (status != TQ_OK) raise_status(op, status, &error, NULL);
     else result = PyTuple_Pack(2, k, v);

@@ -175,17 +175,18 @@ PyObject *py_rotate(PyObject *module, PyObject *args, PyObject *kwargs)
 }
 
 const char doc_dot[] = PyDoc_STR(
-    "dot(plan, queries, pages, n, *, key_rotation=None, key_centre=None, key_steps=None, threads=0)\n--\n\n"
+    "dot(plan, queries, pages, n, *, key_rotation=None, key_centre=None, key_steps=None, key_moments=None, "
+    "threads=0)\n--\n\n"
     "<q, x> for every query and each of the first n packed vectors, which are not decoded: float32 [queries, n].\n"
     "queries: float32 [queries, head_dim] in the units of the vectors, not rotated. pages: uint8 [at least "
     "ceil(n / page_tokens), 1, record_bytes].");
 PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"plan",       "queries",   "pages",   "n", "key_rotation",
-                            "key_centre", "key_steps", "threads", NULL};
+    static char *names[] = {"plan",       "queries",   "pages",       "n",       "key_rotation",
+                            "key_centre", "key_steps", "key_moments", "threads", NULL};
     PyObject *plan_object, *queries_object, *pages_object, *n_object, *threads_object = NULL, *out = NULL,
                                                                       *result = NULL;
-    transform_arguments transform = {Py_None, Py_None, Py_None};
+    transform_arguments transform = NO_TRANSFORM;
     scratch_memory scratch = {NULL, NULL};
     read_plan_result read;
     int64_t n;
@@ -193,9 +194,9 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
     tq_transform key;
     const char *op = "dot";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$OOOO:dot", names, &plan_object, &queries_object,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$OOOOO:dot", names, &plan_object, &queries_object,
                                      &pages_object, &n_object, &transform.rotation, &transform.centre, &transform.steps,
-                                     &threads_object))
+                                     &transform.moments, &threads_object))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 || read_i64(op, "n", n_object, 0, INT64_MAX, &n) < 0 ||
         (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0))

@@ -33,8 +33,8 @@ struct Backend {
     tq_status (*attend_kernel)(const tq_plan *, const tq_attend_params *, char *name, tq_error *);
     tq_status (*dequantize)(void *stream, const tq_plan *, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
                             const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
-                            int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
-                            tq_error *);
+                            int32_t max_tokens, int32_t sinks, const tq_transform *key, const tq_transform *value,
+                            float *k, float *v, tq_error *);
     tq_status (*merge)(void *stream, const float *outs, const float *lses, int32_t parts, int64_t rows,
                        int32_t head_dim, float *out, float *lse, tq_error *);
 };
@@ -92,7 +92,11 @@ const Backend cuda = {
     on_stream<tq_cuda_attend>,
     tq_cuda_append_kernel,
     tq_cuda_attend_kernel,
-    on_stream<tq_cuda_dequantize>,
+    [](void *stream, auto plan, auto pages, auto n_pages, auto kv_heads, auto table, auto batch, auto max_pages,
+       auto lengths, auto max_tokens, auto, auto... rest) { // sinks matter to a wave alone, which CUDA has not
+        return on_stream<tq_cuda_dequantize>(stream, plan, pages, n_pages, kv_heads, table, batch, max_pages, lengths,
+                                             max_tokens, rest...);
+    },
     on_stream<tq_cuda_merge>,
 };
 #endif
@@ -171,6 +175,23 @@ tq_transform read_transform(const Call &call, const char *const (&names)[3], int
     if (given(steps)) {
         call.tensor(names[2], *steps, f32, {kv_heads, side.step_columns ? side.step_columns : ANY}, Strides::DENSE);
         out.steps = data_as<float>(*steps);
+    }
+    return out;
+}
+
+/** The same of keys, with turns int32 [wave_pairs, 3] and moments float32 [kv_heads, plan.moments]. */
+tq_transform read_key_transform(const Call &call, int64_t batch, int64_t kv_heads, const Maybe &rotation,
+                                const Maybe &centre, const Maybe &steps, const Maybe &turns, const Maybe &moments)
+{
+    tq_transform out = read_transform(call, KEY, batch, kv_heads, rotation, centre, steps);
+    if (given(turns)) {
+        call.tensor("key_turns", *turns, aoti_torch_dtype_int32(), {call.plan().wave_pairs, 3}, Strides::DENSE);
+        out.turns = data_as<int32_t>(*turns);
+    }
+    if (given(moments)) {
+        call.tensor("key_moments", *moments, aoti_torch_dtype_float32(), {kv_heads, call.plan().moments},
+                    Strides::DENSE);
+        out.moments = data_as<float>(*moments);
     }
     return out;
 }
@@ -262,7 +283,8 @@ tq_append_params read_append(const Call &call, const Tensor &k, const Maybe &v, 
                              const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
                              const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
                              const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-                             const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag)
+                             const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns,
+                             const Maybe &key_moments, const Maybe &flag)
 {
     tq_append_params p = read_new_tokens(call, k, v);
     check_integers(call, "lengths", lengths, {p.batch});
@@ -270,7 +292,7 @@ tq_append_params read_append(const Call &call, const Tensor &k, const Maybe &v, 
     check_pages(call, pages, p.kv_heads);
     p.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype_of(k), p.batch, p.kv_heads);
     p.window = read_exact(call, "window_k", "window_v", window_k, window_v, dtype_of(k), p.batch, p.kv_heads);
-    p.key = read_transform(call, KEY, p.batch, p.kv_heads, key_rotation, key_centre, key_steps);
+    p.key = read_key_transform(call, p.batch, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
     p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
 
     if (flag) call.tensor("flag", *flag, aoti_torch_dtype_int64(), {1}, Strides::DENSE);
@@ -289,12 +311,13 @@ int64_t *flag_of(const Maybe &flag) { return given(flag) ? static_cast<int64_t *
 void append(const Words &words, const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor &pages,
             const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v, const Maybe &window_k,
             const Maybe &window_v, const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
-            const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag)
+            const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns,
+            const Maybe &key_moments, const Maybe &flag)
 {
     Call call("append", words, k, "k");
     tq_append_params p =
         read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
-                    value_rotation, key_centre, value_centre, key_steps, value_steps, flag);
+                    value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments, flag);
     run_append(call, p, flag_of(flag));
 }
 
@@ -302,12 +325,13 @@ std::string append_kernel(const Words &words, const Tensor &k, const Maybe &v, c
                           const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
                           const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
                           const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-                          const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag)
+                          const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns,
+                          const Maybe &key_moments, const Maybe &flag)
 {
     Call call("append_kernel", words, k, "k");
     tq_append_params p =
         read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
-                    value_rotation, key_centre, value_centre, key_steps, value_steps, flag);
+                    value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments, flag);
     char name[NAME_BYTES];
     call.check(Launch(call)->append_kernel(&call.plan(), &p, name, &call.error));
     return name;
@@ -336,8 +360,8 @@ tq_attend_params read_attend(const Call &call, const Tensor &q, const Tensor &pa
                              const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k, const Maybe &fresh_v,
                              const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
                              const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps,
-                             std::optional<double> softmax_scale, bool causal, int64_t sliding_window, double softcap,
-                             bool even_lengths)
+                             const Maybe &key_turns, const Maybe &key_moments, std::optional<double> softmax_scale,
+                             bool causal, int64_t sliding_window, double softcap, bool even_lengths)
 {
     tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, even_lengths);
     int32_t dtype = dtype_of(q);
@@ -359,7 +383,7 @@ tq_attend_params read_attend(const Call &call, const Tensor &q, const Tensor &pa
         p.fresh_v_stride_batch = fresh_v->stride(0), p.fresh_v_stride_head = fresh_v->stride(1);
         p.fresh_v_stride_token = fresh_v->stride(2);
     }
-    p.key = read_transform(call, KEY, p.batch, p.kv_heads, key_rotation, key_centre, key_steps);
+    p.key = read_key_transform(call, p.batch, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
     p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
 
     p.n_pages = pages.size(0), p.max_pages = call.length("block_table", block_table, 1);
@@ -377,14 +401,15 @@ std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Ten
                                   const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k,
                                   const Maybe &fresh_v, const Maybe &key_rotation, const Maybe &value_rotation,
                                   const Maybe &key_centre, const Maybe &value_centre, const Maybe &key_steps,
-                                  const Maybe &value_steps, std::optional<double> softmax_scale, bool causal,
-                                  int64_t sliding_window, double softcap, bool even_lengths)
+                                  const Maybe &value_steps, const Maybe &key_turns, const Maybe &key_moments,
+                                  std::optional<double> softmax_scale, bool causal, int64_t sliding_window,
+                                  double softcap, bool even_lengths)
 {
     Call call("attend", words, q, "q");
     tq_attend_params p =
         read_attend(call, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k, window_v, fresh_k, fresh_v,
-                    key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, softmax_scale,
-                    causal, sliding_window, softcap, even_lengths);
+                    key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns,
+                    key_moments, softmax_scale, causal, sliding_window, softcap, even_lengths);
     const int32_t dtype = dtype_of(q);
     const int64_t dim = call.plan().head_dim;
     Launch launch(call);
@@ -404,14 +429,14 @@ std::string attend_kernel(const Words &words, const Tensor &q, const Tensor &pag
                           const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k, const Maybe &fresh_v,
                           const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
                           const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps,
-                          std::optional<double> softmax_scale, bool causal, int64_t sliding_window, double softcap,
-                          bool even_lengths)
+                          const Maybe &key_turns, const Maybe &key_moments, std::optional<double> softmax_scale,
+                          bool causal, int64_t sliding_window, double softcap, bool even_lengths)
 {
     Call call("attend_kernel", words, q, "q");
     tq_attend_params p =
         read_attend(call, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k, window_v, fresh_k, fresh_v,
-                    key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, softmax_scale,
-                    causal, sliding_window, softcap, even_lengths);
+                    key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns,
+                    key_moments, softmax_scale, causal, sliding_window, softcap, even_lengths);
     char name[NAME_BYTES];
     call.check(Launch(call)->attend_kernel(&call.plan(), &p, name, &call.error));
     return name;
@@ -422,8 +447,9 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
                      const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
                      const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
                      const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-                     const Maybe &key_steps, const Maybe &value_steps, const Maybe &flag,
-                     std::optional<double> softmax_scale, int64_t sliding_window, double softcap, bool even_lengths)
+                     const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns, const Maybe &key_moments,
+                     const Maybe &flag, std::optional<double> softmax_scale, int64_t sliding_window, double softcap,
+                     bool even_lengths)
 {
     Call call("append_attend", words, q, "q");
     int32_t dtype = dtype_of(q);
@@ -432,7 +458,7 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
     call.tensor("k", k, dtype, {p.batch, ANY, p.query_tokens, dim}, Strides::ROWS);
     tq_append_params a =
         read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
-                    value_rotation, key_centre, value_centre, key_steps, value_steps, flag);
+                    value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments, flag);
     if (a.window && a.tokens > 1)
         call.refuse("q", "of one token, because there is a window", std::to_string(a.tokens) + " tokens");
     p.kv_heads = a.kv_heads, p.sinks = a.sinks, p.window = a.window;
@@ -467,11 +493,11 @@ Tensor integers(const Call &call, const std::vector<int64_t> &shape, const std::
 
 Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, const Maybe &key_rotation,
                 const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre, const Maybe &key_steps,
-                const Maybe &value_steps)
+                const Maybe &value_steps, const Maybe &key_turns, const Maybe &key_moments)
 {
     Call call("quantize", words, k, "k");
     tq_append_params p = read_new_tokens(call, k, v);
-    p.key = read_transform(call, KEY, p.batch, p.kv_heads, key_rotation, key_centre, key_steps);
+    p.key = read_key_transform(call, p.batch, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
     p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
 
     int64_t page_tokens = call.plan().page_tokens;
@@ -492,7 +518,8 @@ Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, const Maybe
 std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, const Tensor &block_table,
                                       const Tensor &lengths, int64_t max_tokens, const Maybe &key_rotation,
                                       const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-                                      const Maybe &key_steps, const Maybe &value_steps)
+                                      const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns,
+                                      const Maybe &key_moments, int64_t sinks)
 {
     Call call("dequantize", words, pages, "pages");
     check_pages(call, pages, ANY);
@@ -500,18 +527,21 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
     int32_t kv_heads = call.length("pages", pages, 1), tokens = call.narrow("max_tokens", max_tokens);
     int32_t batch = call.length("block_table", block_table, 0), max_pages = call.length("block_table", block_table, 1);
     check_integers(call, "lengths", lengths, {batch});
+    int32_t first = call.narrow("sinks", sinks);
     call.check(tq_check_dequantize_sizes(&call.plan(), pages.size(0), kv_heads, batch, max_pages, tokens, &call.error));
-    tq_transform key = read_transform(call, KEY, batch, kv_heads, key_rotation, key_centre, key_steps);
+    tq_transform key =
+        read_key_transform(call, batch, kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
     tq_transform value = read_transform(call, VALUE, batch, kv_heads, value_rotation, value_centre, value_steps);
 
     Launch launch(call);
     int32_t f32 = aoti_torch_dtype_float32(), value_tokens = call.has_values() ? tokens : 0;
     Tensor k = call.allocate({batch, kv_heads, tokens, call.plan().head_dim}, f32);
     Tensor v = call.allocate({batch, kv_heads, value_tokens, call.plan().head_dim}, f32);
-    call.check(launch->dequantize(
-        launch.stream, &call.plan(), data_as<uint8_t>(pages), pages.size(0), kv_heads, data_as<int32_t>(block_table),
-        batch, max_pages, data_as<int32_t>(lengths), tokens, &key, &value, static_cast<float *>(k.mutable_data_ptr()),
-        call.has_values() ? static_cast<float *>(v.mutable_data_ptr()) : nullptr, &call.error));
+    call.check(launch->dequantize(launch.stream, &call.plan(), data_as<uint8_t>(pages), pages.size(0), kv_heads,
+                                  data_as<int32_t>(block_table), batch, max_pages, data_as<int32_t>(lengths), tokens,
+                                  first, &key, &value, static_cast<float *>(k.mutable_data_ptr()),
+                                  call.has_values() ? static_cast<float *>(v.mutable_data_ptr()) : nullptr,
+                                  &call.error));
     return {k, v};
 }
 
@@ -561,7 +591,7 @@ void implement(torch::stable::detail::StableLibrary &m)
 
 #define TRANSFORMS                                                                                                     \
     "Tensor? key_rotation=None, Tensor? value_rotation=None, Tensor? key_centre=None, Tensor? value_centre=None, "     \
-    "Tensor? key_steps=None, Tensor? value_steps=None"
+    "Tensor? key_steps=None, Tensor? value_steps=None, Tensor? key_turns=None, Tensor? key_moments=None"
 
 STABLE_TORCH_LIBRARY(turboquant, m)
 {
@@ -590,7 +620,7 @@ STABLE_TORCH_LIBRARY(turboquant, m)
         "float softcap=0.0, bool even_lengths=False) -> str");
     m.def("quantize(int[] plan, Tensor k, Tensor? v, *, " TRANSFORMS ") -> Tensor");
     m.def("dequantize(int[] plan, Tensor pages, Tensor block_table, Tensor lengths, SymInt max_tokens, *, " TRANSFORMS
-          ") -> (Tensor k, Tensor v)");
+          ", int sinks=0) -> (Tensor k, Tensor v)");
     m.def("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)");
 }
 

@@ -236,8 +236,8 @@ static void stored(const cache *c, float *k, float *v)
     float *dk = zeros(decoded * 4), *dv = zeros(decoded * 4);
     int32_t *counts = zeros((size_t)c->batch * 4);
     for (int32_t b = 0; b < c->batch; b++) counts[b] = room;
-    OK(tq_dequantize(&c->plan, c->pages, c->n_pages, c->heads, c->table, c->batch, c->max_pages, counts, room, NULL,
-                     NULL, dk, dv, error));
+    OK(tq_dequantize(&c->plan, c->pages, c->n_pages, c->heads, c->table, c->batch, c->max_pages, counts, room, c->sinks,
+                     NULL, NULL, dk, dv, error));
     for (size_t row = 0; row < (size_t)(c->batch * c->heads); row++)
         for (size_t j = 0; j < n; j++) {
             int exact = (int32_t)j < c->sinks || (int32_t)j >= c->length - c->window;
@@ -364,11 +364,11 @@ static void check_vectors(void)
     for (int32_t i = 0; i < c.max_pages; i++)
         memcpy(pages + (table[i] = i) * c.plan.record_bytes, c.pages + c.table[i] * c.plan.record_bytes,
                (size_t)c.plan.record_bytes);
-    OK(tq_dequantize(&c.plan, pages, c.max_pages, 1, table, 1, c.max_pages, counts, N, NULL, NULL, x, NULL, error));
-    CHECK(tq_dequantize(&c.plan, pages, c.max_pages, 1, table, 1, c.max_pages, counts, N, NULL, NULL, NULL, NULL,
+    OK(tq_dequantize(&c.plan, pages, c.max_pages, 1, table, 1, c.max_pages, counts, N, 0, NULL, NULL, x, NULL, error));
+    CHECK(tq_dequantize(&c.plan, pages, c.max_pages, 1, table, 1, c.max_pages, counts, N, 0, NULL, NULL, NULL, NULL,
                         NULL) == TQ_E_VALUE);
-    CHECK(tq_dequantize(&c.plan, NULL, c.max_pages, 1, table, 1, c.max_pages, counts, N, NULL, NULL, x, NULL, NULL) ==
-          TQ_E_VALUE);
+    CHECK(tq_dequantize(&c.plan, NULL, c.max_pages, 1, table, 1, c.max_pages, counts, N, 0, NULL, NULL, x, NULL,
+                        NULL) == TQ_E_VALUE);
     size_t bytes = 0;
     OK(tq_dot_scratch_bytes(&c.plan, QUERIES, &bytes, error));
     void *scratch = zeros(bytes);
@@ -523,7 +523,7 @@ static void check_plans_refused(void)
     const change bad[] = {{0, 0},    {0, 2},   {0, 3},  {1, 12},  {1, 0},   {1, -8},        {1, 8192}, {1, INT64_MAX},
                           {1, 4096}, {1, 128}, {2, 16}, {2, 127}, {2, 256}, {3, 16},        {3, 0},    {3, 64},
                           {4, 3},    {5, 4},   {6, -1}, {7, 3},   {7, -1},  {8, 4},         {9, 3},    {10, 1},
-                          {12, 4},   {14, 1},  {15, 1}, {15, 33}, {16, 1},  {16, 6},        {17, 4},   {17, 22},
+                          {12, 4},   {14, 1},  {15, 1}, {15, 33}, {16, -1}, {16, 6},        {17, 4},   {17, 22},
                           {17, 24},  {17, 32}, {18, 7}, {18, -1}, {20, 6},  {20, INT64_MIN}};
     const change no_fine[] = {{2, 96}, {1, 264}, {11, 0}, {9, 2}, {8, 1}, {18, 19}, {18, 6}};
     tq_plan kept, plan;
@@ -671,7 +671,7 @@ static void check_others_refused(void)
     const int32_t count = 1, page = 0;
     void *bytes = zeros((size_t)plan.record_bytes);
 #define DEQUANTIZE(heads, table, counts, k)                                                                            \
-    tq_dequantize(&plan, bytes, 1, heads, table, 1, 1, counts, 1, NULL, NULL, k, NULL, &e)
+    tq_dequantize(&plan, bytes, 1, heads, table, 1, 1, counts, 1, 0, NULL, NULL, k, NULL, &e)
     CHECK(DEQUANTIZE(1, &page, &count, matrix) == TQ_OK);
     CHECK(refused(DEQUANTIZE(0, &page, NULL, matrix), TQ_E_VALUE, &e, "lengths"));
     CHECK(refused(DEQUANTIZE(0, NULL, &count, matrix), TQ_E_VALUE, &e, "block_table"));

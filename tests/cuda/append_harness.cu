@@ -647,7 +647,8 @@ static void check_dequantize()
             memcpy(aligned, pages.host.data(), pages.bytes());
             tq_error error;
             check(tq_dequantize(&plan, (uint8_t *)aligned, 5, heads, table.host.data(), batch, max_pages,
-                                counts.host.data(), max_tokens, &host, &host, k.host.data(), v.host_or_null(), &error),
+                                counts.host.data(), max_tokens, 0, &host, &host, k.host.data(), v.host_or_null(),
+                                &error),
                   error, "tq_dequantize");
             free(aligned);
             check(tq_cuda_dequantize(&plan, pages.device, 5, heads, table.device, batch, max_pages, counts.device,

@@ -142,7 +142,7 @@ struct World {
         counts.up(), k.up(), v.up(), pages.up(), table.up();
         tq_error error;
         check(tq_dequantize(&plan, pages.host, n_pages, c.heads, table.host.data(), batch, max_pages,
-                            counts.host.data(), packed, &key.host, &value.host, key.decoded.data(),
+                            counts.host.data(), packed, 0, &key.host, &value.host, key.decoded.data(),
                             value.decoded.data(), &error),
               error, "tq_dequantize");
         check(tq_cuda_dequantize(&plan, pages.device, n_pages, c.heads, table.device, batch, max_pages, counts.device,

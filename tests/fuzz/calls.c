@@ -68,7 +68,8 @@ static tq_status read_plan(stream *s, tq_plan *plan)
     for (int i = 8; i < 15; i++)
         if (!is_plain) words[i] = number(s, i % 4 == 2 ? head_dim : i % 4 == 0 ? 3 : 2);
         else if (i != 11) words[i] = 0;
-    words[15] = words[16] = 0;
+    words[15] = size(s, 1) ? 8 * number(s, 6) : 0;
+    words[16] = size(s, 1) ? number(s, 5) : 0;
     for (int i = 0; i < 2 * groups; i++) {
         words[TQ_PLAN_HEADER_WORDS + i] = number(s, is_plain ? 5 : 31);
         if (i % groups == 0) words[TQ_PLAN_HEADER_WORDS + i] |= TQ_PLAN_NEW_BLOCK;
@@ -84,6 +85,7 @@ typedef struct {
     int32_t *lengths, *table, *starts;
     uint8_t *pages;
     void *k, *v, *sink_k, *sink_v, *window_k, *window_v, *matrix[2], *centre, *steps[2]; /* of keys, of values */
+    void *turns, *moments;
 } cache;
 
 static void *exact(stream *s, const cache *c, int64_t heads, int64_t tokens)
@@ -117,18 +119,25 @@ static void read_cache(stream *s, cache *c)
         c->steps[i] = given && (n || c->plan.is_plain) ? block(s, 4 * n, ordinary) : NULL;
         for (int64_t k = 0; is_table && ordinary && k < n; k++) ((float *)c->steps[i])[k] = (float)k;
     }
+    c->turns = c->plan.wave_pairs ? integers(s, 3 * (int64_t)c->plan.wave_pairs, c->plan.head_dim - 1) : NULL;
+    c->moments = c->plan.moments ? block(s, 4 * (int64_t)c->kv_heads * c->plan.moments, size(s, 3) > 0) : NULL;
+    int right = size(s, 3) > 0;
+    for (int64_t i = 0; c->moments && right && i < (int64_t)c->kv_heads * c->plan.moments; i++)
+        ((float *)c->moments)[i] = 0.5f; /* which is right for every number of a head */
 }
 
 static void free_cache(cache *c)
 {
-    void *all[] = {c->lengths,  c->table,    c->starts,    c->pages,     c->k,      c->v,        c->sink_k,  c->sink_v,
-                   c->window_k, c->window_v, c->matrix[0], c->matrix[1], c->centre, c->steps[0], c->steps[1]};
+    void *all[] = {c->lengths, c->table,    c->starts,   c->pages,    c->k,         c->v,
+                   c->sink_k,  c->sink_v,   c->window_k, c->window_v, c->matrix[0], c->matrix[1],
+                   c->centre,  c->steps[0], c->steps[1], c->turns,    c->moments};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
 static tq_transform transform(const cache *c, int side)
 {
-    return (tq_transform){c->matrix[side], 0, c->centre, 0, c->steps[side]};
+    if (side) return (tq_transform){c->matrix[side], 0, c->centre, 0, c->steps[side], NULL, NULL};
+    return (tq_transform){c->matrix[side], 0, c->centre, 0, c->steps[side], c->turns, c->moments};
 }
 
 static void check(tq_status status, const tq_error *error)
@@ -241,7 +250,7 @@ static void try_dequantize(stream *s, cache *c)
     tq_transform key = transform(c, 0), value = transform(c, 1);
     tq_error error = {0};
     check(tq_dequantize(&c->plan, c->pages, c->n_pages, c->kv_heads, c->table, c->batch, c->max_pages, c->lengths, most,
-                        &key, &value, k, v, &error),
+                        c->sinks, &key, &value, k, v, &error),
           &error);
     free(k), free(v);
 }

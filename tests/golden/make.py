@@ -217,7 +217,7 @@ def bad_files() -> dict[str, bytes]:
         "plan-version": replaced(0, 2),
         "plan-group": replaced(3, 16),
         "plan-wave": replaced(15, 1),
-        "plan-metric": replaced(16, 1),
+        "plan-metric": replaced(16, 6),
         "plan-head-dim-12": replaced(1, 12),
         "plan-head-dim-huge": replaced(1, 2**62),
         "plan-page-tokens-0": replaced(2, 0),

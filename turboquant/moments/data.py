@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import _core
 from ..calibration.data import differences
 from ..files import read_arrays, write_arrays
 
@@ -42,11 +43,11 @@ class LayerMoments:
                 centre.  Pairs of amplitude 0 fill up; no channel is in two others.
     increments  [pairs] uint32: how far a pair turns in one position, in units of 2^-32 turns.
     amplitudes  [kv_heads, pairs, 2] float32: the mean of the keys before they are turned, with the attention scaling of
-                the rotary embedding.
-    centre      [kv_heads, head_dim] float32: the mean in channels that do not turn, 0 in all others.
-    scale       [kv_heads, head_dim] float32, positive: S.
+                the rotary embedding; at most 16384.
+    centre      [kv_heads, head_dim] float32: the mean in channels that do not turn, 0 in all others; at most 16384.
+    scale       [kv_heads, head_dim] float32, in 2^-10..2^10: S.
     directions  [kv_heads, rank, head_dim] float32, orthonormal rows: W^T; a rank of 0 to 4.
-    stretch     [kv_heads, rank] float32, above -1: e.
+    stretch     [kv_heads, rank] float32, in 2^-10 - 1..2^10: e.
 
     Raises ValueError that names what is wrong.
     """
@@ -67,7 +68,8 @@ class LayerMoments:
             raise ValueError(f"`centre` must be [kv_heads, head_dim], got shape {self.centre.shape}")
         heads, channels = self.centre.shape
         pairs, rank = (x.shape[at] if x.ndim > at else -1 for x, at in ((self.pairs, 0), (self.stretch, 1)))
-        if pairs % PAIR_MULTIPLE or pairs > channels // 2 + PAIR_MULTIPLE or (pairs > 0) != (self.kind == "wave"):
+        most = -(-channels // 2 // PAIR_MULTIPLE) * PAIR_MULTIPLE
+        if pairs % PAIR_MULTIPLE or pairs > most or (pairs > 0) != (self.kind == "wave"):
             raise ValueError(f"`pairs` must be a multiple of {PAIR_MULTIPLE}, 0 without a wave, got {self.pairs.shape} "
                              f"for {channels} channels and kind {self.kind!r}")  # fmt: skip
         if not 0 <= rank <= min(MAX_RANK, channels):
@@ -92,10 +94,16 @@ class LayerMoments:
 
     def _check_values(self) -> None:
         channels = self.centre.shape[1]
-        if self.scale.min() <= 0:
-            raise ValueError(f"`scale` must be positive, got {self.scale.min()}")
-        if self.stretch.size and self.stretch.min() <= -1:
-            raise ValueError(f"`stretch` must be above -1, got {self.stretch.min()}")
+        ranges = {
+            "amplitudes": (-_core.MAX_INPUT, _core.MAX_INPUT),
+            "centre": (-_core.MAX_INPUT, _core.MAX_INPUT),
+            "scale": (2.0**-10, 2.0**10),
+            "stretch": (2.0**-10 - 1, 2.0**10),
+        }
+        for name, (least, most) in ranges.items():
+            array = getattr(self, name)
+            if outside := array[(array < least) | (array > most)].tolist():
+                raise ValueError(f"`{name}` must be in {least:g}..{most:g}, got {outside[0]:g}")
         gram = self.directions.astype(np.float64) @ self.directions.astype(np.float64).swapaxes(-1, -2)
         if gram.size and np.abs(gram - np.eye(gram.shape[-1])).max() > 1e-4:
             raise ValueError("`directions` must have orthonormal rows")
@@ -104,6 +112,28 @@ class LayerMoments:
         turned = self.pairs[self.amplitudes.any((0, 2))].ravel()
         if len(set(turned.tolist())) != turned.size:
             raise ValueError(f"`pairs` must have each channel in one pair, got {self.pairs.tolist()}")
+
+    def transforms(self, wave: bool, metric: bool) -> dict[str, NDArray[Any]]:
+        """Keyword arguments of the operators (`turboquant.operators`, "transforms") for a plan with this wave, or this
+        metric, or both: key_turns int32 [pairs, 3], key_moments float32 [kv_heads, n], key_centre float32 [kv_heads,
+        head_dim]; those that there are."""
+        heads = len(self.centre)
+        made: dict[str, NDArray[Any]] = {}
+        if wave and self.centre.any():
+            made["key_centre"] = self.centre
+        if wave and len(self.pairs):
+            made["key_turns"] = np.column_stack([self.pairs, self.increments.view(np.int32)])
+        parts = [self.amplitudes.reshape(heads, -1)] if wave else []
+        if metric:
+            padded = np.pad(self.stretch, ((0, 0), (0, MAX_RANK - self.rank)))
+            parts += [self.scale, self.directions.reshape(heads, -1), padded]
+        moments = np.concatenate(parts, 1) if parts else np.zeros((heads, 0), np.float32)
+        return made | ({"key_moments": np.ascontiguousarray(moments)} if moments.size else {})
+
+    @property
+    def rank(self) -> int:
+        """Of the metric."""
+        return int(self.stretch.shape[1])
 
     def centre_at(self, positions: NDArray[np.integer]) -> NDArray[np.float64]:
         """c_p of each position, [kv_heads, positions, head_dim] float64."""

@@ -13,8 +13,12 @@ namespace tq
 /** What CUDA alone asks of a plan, behind tq_check_.. of turboquant_checks.h. */
 inline tq_status check_plan(const tq_plan &plan, tq_error *error)
 {
-    if (plan.head_dim <= TQ_MAX_HEAD_DIM) return TQ_OK;
-    return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim, "at most 256 on CUDA");
+    if (plan.head_dim > TQ_MAX_HEAD_DIM)
+        return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim, "at most 256 on CUDA");
+    if (tq_has_moments(&plan))
+        return fail(error, TQ_E_UNSUPPORTED, "plan", -1, plan.wave_pairs,
+                    "one without a wave and a metric on CUDA, which has no kernels for them yet");
+    return TQ_OK;
 }
 
 inline HadamardSigns signs_of(const tq_plan &plan)

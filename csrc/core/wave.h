@@ -1,0 +1,50 @@
+/* The wave and the metric of keys (turboquant.h, "what differs from layer to layer"): what is subtracted from a key before its
+ * rotation, what it is multiplied by, and what attention adds to the scores of packed tokens. */
+#ifndef TQ_WAVE_H
+#define TQ_WAVE_H
+#include "internal.h"
+
+/** Cosine and sine of a phase in units of 2^-32 turns, within 1e-7. */
+static inline void tq_turn(uint32_t phase, float *cosine, float *sine)
+{
+    uint32_t quarter = (phase + 0x20000000u) >> 30;                       /* the nearest quarter turn */
+    float x = (float)(int32_t)(phase - (quarter << 30)) * 1.46291808e-9f; /* 2 pi / 2^32: -pi/4 .. pi/4 */
+    float z = x * x; /* minimax polynomials of Cephes' sinf and cosf */
+    float s = ((-1.9515295891e-4f * z + 8.3321608736e-3f) * z - 1.6666654611e-1f) * z * x + x;
+    float c =
+        ((2.443315711809948e-5f * z - 1.388731625493765e-3f) * z + 4.166664568298827e-2f) * z * z - 0.5f * z + 1.0f;
+    float along = quarter & 1 ? s : c, across = quarter & 1 ? c : s;
+    *cosine = (quarter + 1) & 2 ? -along : along;
+    *sine = quarter & 2 ? -across : across;
+}
+
+/** The phase of an increment at a position. */
+static inline uint32_t tq_phase(uint32_t increment, int64_t position)
+{
+    return (uint32_t)((uint64_t)increment * (uint64_t)position);
+}
+
+/** Checks that turns and moments of keys are there as they should be, and the channels of pairs. */
+tq_status tq_wave_check(const tq_plan *plan, const tq_transform *t, tq_error *error);
+/** Checks the numbers of moments, before anything is stored. */
+tq_status tq_wave_check_numbers(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, tq_error *error);
+
+/** k at a position -> A (k - c_p) in place; `centre` [head_dim] or NULL. */
+void tq_key_to_residual(const tq_plan *plan, const tq_transform *t, int32_t head, int64_t position, const float *centre,
+                        float *k);
+/** Its inverse. */
+void tq_residual_to_key(const tq_plan *plan, const tq_transform *t, int32_t head, int64_t position, const float *centre,
+                        float *k);
+/** q -> A^-1 q in place; nothing without a metric. */
+void tq_metric_query(const tq_plan *plan, const tq_transform *t, int32_t head, float *q);
+
+/* ---- what attention adds: tq_wave in kernels.h ---- */
+
+/** Sizes of a wave's arrays in floats, for so many pages. */
+int64_t tq_wave_table_floats(const tq_plan *plan);
+int64_t tq_wave_turn_floats(const tq_plan *plan);
+/** Fills table, and turns for pages first_page .. last_page - 1 of sequences whose packed tokens begin at position `sinks`. */
+void tq_wave_fill(const tq_plan *plan, const tq_transform *t, int32_t sinks, int64_t last_page, tq_wave *wave);
+/** Coefficients [2][padded] of a query before its metric and rotation: of cosines and of sines, at position 0. */
+void tq_wave_row(const tq_plan *plan, const tq_transform *t, int32_t head, const float *q, float *row);
+#endif
