@@ -37,6 +37,10 @@ def packed_for(case: Case, device: str) -> tuple[torch.Tensor, ops.PackedKV]:
     return q, ops.PackedKV(pages, table, lengths, plan, case.tokens, transforms)
 
 
+def schedule_of(case: Case, q: torch.Tensor, packed: ops.PackedKV) -> ops.Schedule | None:
+    return ops.schedule(q, packed, lengths=[case.tokens] * case.batch) if case.even else None
+
+
 @cuda
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_on_hopper(case: Case) -> None:
@@ -45,7 +49,7 @@ def test_attention_on_hopper(case: Case) -> None:
     if case.batch * case.max_pages * case.kv_heads * case.plan.record_bytes > 8 << 30:
         pytest.skip("more than 8 GB of pages")
     q, packed = packed_for(case, "cuda")
-    assert ops.attend_kernel(q, packed, even_lengths=case.even) == case.name
+    assert ops.attend_kernel(q, packed, schedule=schedule_of(case, q, packed)) == case.name
 
 
 @cuda
@@ -55,10 +59,10 @@ def test_the_profiler_sees_the_kernels_that_are_named() -> None:
     functions |= {"fused": "attend_fused_kernel", "split": "attend_kernel"}
     for case in CASES[:6]:
         q, packed = packed_for(case, "cuda")
-        name = ops.attend_kernel(q, packed, even_lengths=case.even)
+        name = ops.attend_kernel(q, packed, schedule=schedule_of(case, q, packed))
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
-            ops.attend(q, packed, even_lengths=case.even)
+            ops.attend(q, packed, schedule=schedule_of(case, q, packed))
             torch.cuda.synchronize()
         strategy = next(key for key in functions if name.startswith(f"attend_{key}_"))
         ran = {event.key for event in profile.key_averages()}

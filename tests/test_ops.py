@@ -119,8 +119,9 @@ def test_attend_matches_fp64(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("group", [4, 8, 24])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_even_lengths_change_speed_alone(plan: ref.Plan, group: int, device: str, rng: np.random.Generator) -> None:
-    """Whether or not they are, in both entries; long enough that a GPU works otherwise than without."""
+def test_schedules_change_speed_alone(plan: ref.Plan, group: int, device: str, rng: np.random.Generator) -> None:
+    """That of equally long sequences, whether or not they are, in both entries; long enough that a GPU works otherwise
+    than without. One that was written gives the results of none, bit for bit."""
     batch, heads, tokens, dim = 2, 2, 17_000 if device == "cuda" else 300, plan.head_dim
     key, value = (random_transform(rng, plan, batch, heads) for _ in range(2))
     transforms = on(device, keywords(key, value))
@@ -131,20 +132,26 @@ def test_even_lengths_change_speed_alone(plan: ref.Plan, group: int, device: str
     k, v, q = draw(batch, heads, tokens, dim), draw(batch, heads, tokens, dim), draw(batch, heads * group, 1, dim)
     pages = tq.quantize(plan.words, k, v, **transforms)
     table = torch.arange(len(pages), dtype=torch.int32, device=device).view(batch, -1)
+    equal = torch.empty((0, 4), dtype=torch.int32, device=device)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 0
+    line = torch.full((2 + 12 * processors, 4), -1, dtype=torch.int32, device=device)
     for lengths in ([tokens, tokens], [tokens - 1, 70]):
         packed = (pages, table, torch.tensor(lengths, dtype=torch.int32, device=device))
         want, want_lse = tq.attend(plan.words, q, *packed, **transforms)
-        out, lse = tq.attend(plan.words, q, *packed, **transforms, even_lengths=True)
+        if device == "cuda":  # one that was made for other sizes is not used
+            assert torch.equal(tq.attend(plan.words, q, *packed, **transforms, schedule=line)[0], want)
+        tq.schedule(plan.words, line, q, *packed)
+        scheduled = tq.attend(plan.words, q, *packed, **transforms, schedule=line)
+        assert torch.equal(scheduled[0], want) and torch.equal(scheduled[1], want_lse)
+        out, lse = tq.attend(plan.words, q, *packed, **transforms, schedule=equal)
         torch.testing.assert_close(out, want, rtol=0.008, atol=0.004 * want.abs().max().item())
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=2e-3)
         if device == "cpu":
             assert torch.equal(out, want) and torch.equal(lse, want_lse)
         new = draw(batch, heads, 1, dim)
-        both = tq.append_attend(
-            plan.words, q, new, new, packed[2], pages.clone(), table, **transforms, even_lengths=True
-        )
+        both = tq.append_attend(plan.words, q, new, new, packed[2], pages.clone(), table, **transforms, schedule=equal)
         tq.append(plan.words, new, new, packed[2], pages, table, **transforms)
-        assert torch.equal(both, tq.attend(plan.words, q, *packed, **transforms, even_lengths=True)[0])
+        assert torch.equal(both, tq.attend(plan.words, q, *packed, **transforms, schedule=equal)[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -39,6 +39,23 @@ def raw(op: str, *args: Any, packed: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_schedules(device: str, rng: np.random.Generator) -> None:
+    q, k, v, _ = draw(rng, device)
+    packed = ops.pack(k, v, PLAN)
+    want = ops.attend(q, packed)
+    made = ops.schedule(q, packed)
+    assert torch.equal(ops.attend(q, packed, schedule=made), want)
+    packed.lengths.copy_(torch.tensor([140, 60]))
+    again = ops.schedule(q, packed, lengths=[140, 60], out=made)
+    assert again.table.data_ptr() == made.table.data_ptr() and len(again.table)
+    assert torch.equal(ops.attend(q, packed, schedule=again), ops.attend(q, packed))
+    assert len(ops.schedule(q, packed, lengths=[140, 123]).table) == 0
+    assert len(ops.schedule(q, packed, lengths=[140, 122]).table) > 0
+    with pytest.raises(ValueError, match="`schedule`"):
+        ops.attend(q, packed, schedule=ops.Schedule(made.table[:, :2].contiguous()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_pack_and_attend(device: str, rng: np.random.Generator) -> None:
     q, k, v, centre = draw(rng, device)
     packed = ops.pack(k, v, PLAN, key_centre=centre)
@@ -47,7 +64,7 @@ def test_pack_and_attend(device: str, rng: np.random.Generator) -> None:
     assert torch.equal(packed.pages, ops.quantize(PLAN, k, v, key_centre=centre))
     out = ops.attend(q, packed)
     options: dict[str, Any] = dict(starts=packed.lengths - 100, softmax_scale=0.1, sliding_window=60,
-                                   softcap=20.0, even_lengths=True)  # fmt: skip
+                                   softcap=20.0)  # fmt: skip
     for given in ({}, {"causal": False}, options):
         got, expected = ops.attend(q, packed, **given, return_lse=True), raw("attend", q, packed=packed, **given)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

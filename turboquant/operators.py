@@ -4,6 +4,7 @@
     rotate         vectors into and out of the rotated space of a plan
     append         new tokens of one layer into its cache: sinks, window and packed pages
     attend         attention of queries over that cache, straight from the packed bytes
+    schedule       one cut of a step's work on a GPU, for all its layers
     append_attend  both in one call, which is what a decode step wants
     quantize       whole sequences into fresh pages
     dequantize     packed tokens back into floats, for debugging
@@ -170,11 +171,11 @@ def _attend(
     causal: bool = True,
     sliding_window: int = 0,
     softcap: float = 0.0,
-    even_lengths: bool = False,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """attend(plan, q, pages, block_table, lengths, *, starts=None, sink_k=None, sink_v=None, window_k=None,
     window_v=None, fresh_k=None, fresh_v=None, ..transforms, softmax_scale=None, causal=True, sliding_window=0,
-    softcap=0.0, even_lengths=False) -> (out, lse)
+    softcap=0.0, schedule=None) -> (out, lse)
 
     Attention over sinks, packed tokens and window in one softmax; nothing is decoded to memory.
 
@@ -188,8 +189,10 @@ def _attend(
     tokens, with window_* as they were *before* these were appended. None otherwise.
     softmax_scale: None: ``head_dim ** -0.5``.
     softcap: logits become ``softcap * tanh(logit / softcap)``; 0: as they are.
-    even_lengths: whether the sequences are about equally long. Results are as accurate either way; on a GPU, work is
-    then cut by sequence: up to 1.4 times as fast if it is true (1.8 times at head_dim 64), and slow if it is not.
+    schedule: int32 [rows, 4] that `schedule` wrote, or [0, 4] where the sequences are about equally long: then each has
+    equally many thread blocks, up to 1.4 times as fast (1.8 times at head_dim 64), and slow if it is not true. None:
+    the call cuts its work itself, for any lengths. Results of a written one and of None are the same bit for bit. A CPU
+    ignores it.
 
     out: like q, contiguous; 0 where nothing was seen.  lse: float32 [batch, query_heads, query_tokens], the natural
     logarithm of the softmax's denominator, -inf where nothing was seen.
@@ -197,6 +200,35 @@ def _attend(
     _check("attend", locals())
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
+
+
+def _schedule(
+    plan: Sequence[int],
+    out: Tensor,
+    q: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    causal: bool = True,
+    sliding_window: int = 0,
+) -> None:
+    """schedule(plan, out, q, pages, block_table, lengths, *, starts=None, sinks=0, window=0, causal=True,
+    sliding_window=0) -> None
+
+    Cuts the work of one step for `attend` of all its layers that agree in the sizes of these arguments, in the plan's
+    bytes a page and in the numbers: pages of all sequences in one line, in equal pieces, found on the device from
+    `lengths` without waiting for it. A CUDA graph may hold it. Only sizes of q, pages and block_table are read.
+    `attend` with a schedule takes lengths and starts as they were when it was made; a call that differs in a size cuts
+    its work itself.
+
+    out: int32 [rows, 4], written; rows at least ``1 + 12 * multiprocessors + (batch + 1) // 2``. On a CPU nothing is
+    written.
+    """
+    _check("schedule", locals())
 
 
 def _append_attend(
@@ -224,11 +256,11 @@ def _append_attend(
     softmax_scale: float | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
-    even_lengths: bool = False,
+    schedule: Tensor | None = None,
 ) -> Tensor:
     """append_attend(plan, q, k, v, lengths, pages, block_table, *, sink_k=None, sink_v=None, window_k=None,
     window_v=None, ..transforms, flag=None, softmax_scale=None, sliding_window=0, softcap=0.0,
-    even_lengths=False) -> out
+    schedule=None) -> out
 
     ``append(k, v, ..)``, then ``attend(q, ..)[0]`` from the queries of the same tokens, in one call: a decode step of
     one layer. Results are the same bit for bit. For a plan with values; over a cache with a window, for one token.
@@ -325,7 +357,7 @@ csrc/cuda/README.md lists the names of CUDA kernels. It cannot be traced.
 def _register() -> None:
     for name in ("append", "attend"):
         getattr(torch.ops.turboquant, f"{name}_kernel").__doc__ = KERNEL_TEXT.format(name)
-    for kernel in (_rotate, _append, _attend, _append_attend, _quantize, _dequantize, _merge):
+    for kernel in (_rotate, _append, _attend, _schedule, _append_attend, _quantize, _dequantize, _merge):
         name = kernel.__name__[1:]
         torch.library.register_fake(f"turboquant::{name}", kernel)
         getattr(torch.ops.turboquant, name).__doc__ = kernel.__doc__

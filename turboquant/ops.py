@@ -8,6 +8,7 @@
     append         new tokens into a `PackedKV`, in place
     attend         attention of queries over it
     append_attend  both in one call: a decode step of one layer
+    schedule       one cut of a step's work on a GPU, for all its layers
     attend_kernel  the name of the kernel that `attend` runs
     dequantize     its tokens back into floats, for debugging
     quantize       whole sequences into pages alone
@@ -24,6 +25,7 @@ tensor that requires grad is an error while grad mode is on. All but `pack` can 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, overload
 
@@ -37,6 +39,7 @@ from .plan import Plan
 
 __all__ = [
     "PackedKV",
+    "Schedule",
     "append",
     "append_attend",
     "attend",
@@ -46,16 +49,29 @@ __all__ = [
     "pack",
     "quantize",
     "rotate",
+    "schedule",
 ]
 
 _append = torch.ops.turboquant.append.default
 _attend = torch.ops.turboquant.attend.default
 _attend_kernel = torch.ops.turboquant.attend_kernel.default
+_schedule = torch.ops.turboquant.schedule.default
 _append_attend = torch.ops.turboquant.append_attend.default
 _dequantize = torch.ops.turboquant.dequantize.default
 _merge = torch.ops.turboquant.merge.default
 _quantize = torch.ops.turboquant.quantize.default
 _rotate = torch.ops.turboquant.rotate.default
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """How the work of a step is shared among a GPU's thread blocks; `schedule` makes one.
+
+    table: int32 [rows, 4] on the device, at the same address for as long as the schedule lives; [0, 4]: equally many
+        blocks for each sequence.
+    """
+
+    table: Tensor
 
 
 @dataclass(eq=False, repr=False)
@@ -218,7 +234,7 @@ def attend(
     causal: bool = ...,
     sliding_window: int = ...,
     softcap: float = ...,
-    even_lengths: bool = ...,
+    schedule: Schedule | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -231,7 +247,7 @@ def attend(
     causal: bool = ...,
     sliding_window: int = ...,
     softcap: float = ...,
-    even_lengths: bool = ...,
+    schedule: Schedule | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attend(
@@ -243,7 +259,7 @@ def attend(
     causal: bool = True,
     sliding_window: int = 0,
     softcap: float = 0.0,
-    even_lengths: bool = False,
+    schedule: Schedule | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of queries over packed keys and values; nothing is decoded to memory.
@@ -255,7 +271,7 @@ def attend(
     causal: query i sees no token after its own; False: all of them see every token from starts on.
     sliding_window: a query at position p sees positions above ``p - sliding_window`` alone; 0: all. Causal only.
     softcap: logits become ``softcap * tanh(logit / softcap)``; 0: as they are.
-    even_lengths: whether the sequences are about equally long; speed on a GPU depends on it, results do not.
+    schedule: of `schedule`, for the lengths of this step; None: the call cuts its work itself, for any lengths.
     return_lse: also return the logarithm of the softmax's denominator, which `merge` wants.
 
     Returns out, like q and contiguous, 0 where nothing was seen; with return_lse ``(out, lse)``, lse float32
@@ -273,14 +289,60 @@ def attend(
         causal=causal,
         sliding_window=sliding_window,
         softcap=softcap,
-        even_lengths=even_lengths,
+        schedule=None if schedule is None else schedule.table,
         **packed.transforms,
     )
     return (out, lse) if return_lse else out
 
 
+def schedule(
+    q: Tensor,
+    packed: PackedKV,
+    *,
+    lengths: Sequence[int] | None = None,
+    starts: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int = 0,
+    out: Schedule | None = None,
+) -> Schedule:
+    """One cut of a step's work on a GPU, for the `attend` of all its layers: make it once ``packed.lengths`` are those
+    of the step, and pass it to each. Nothing waits for the device.
+
+    q, packed: of one of the layers. The others may have other numbers, plans, pages and tables, but not other sizes or
+        another ``record_bytes``: what differs cuts its work itself.
+    lengths: those in ``packed.lengths``, if the host knows them. If they are about equal (the shortest is at least 7/8
+        of the longest), each sequence gets equally many thread blocks, which is faster. Otherwise, and without them,
+        the pages of all sequences stand in one line that is cut into equal pieces on the device: results are then
+        those of a call without a schedule, bit for bit.
+    starts, causal, sliding_window: as of the calls.
+    out: a schedule of an earlier step with as many sequences, written again in place: a CUDA graph that holds both can
+        be replayed. None: a new one.
+
+    `attend` with a schedule takes lengths and starts from it, as they were when it was made. On a CPU it says nothing.
+    """
+    _check("schedule", packed, q=q)
+    if lengths is not None and 8 * (max(lengths, default=0) - min(lengths, default=0)) <= max(lengths, default=0):
+        return Schedule(torch.empty((0, 4), dtype=torch.int32, device=q.device))
+    if out is None or not len(out.table):
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
+        rows = 1 + 12 * processors + (q.shape[0] + 1) // 2
+        out = Schedule(torch.zeros((rows, 4), dtype=torch.int32, device=q.device))
+    _schedule(
+        packed.plan.words,
+        out.table,
+        q,
+        packed.pages,
+        packed.block_table,
+        packed.lengths,
+        starts=starts,
+        causal=causal,
+        sliding_window=sliding_window,
+    )
+    return out
+
+
 def attend_kernel(
-    q: Tensor, packed: PackedKV, *, causal: bool = True, sliding_window: int = 0, even_lengths: bool = False
+    q: Tensor, packed: PackedKV, *, causal: bool = True, sliding_window: int = 0, schedule: Schedule | None = None
 ) -> str:
     """The name of the kernel that `attend` would run for these arguments on their device; nothing runs.
 
@@ -296,7 +358,7 @@ def attend_kernel(
         packed.lengths,
         causal=causal,
         sliding_window=sliding_window,
-        even_lengths=even_lengths,
+        schedule=None if schedule is None else schedule.table,
         **packed.transforms,
     )
     return name
@@ -311,7 +373,7 @@ def append_attend(
     softmax_scale: float | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
-    even_lengths: bool = False,
+    schedule: Schedule | None = None,
     flag: Tensor | None = None,
 ) -> Tensor:
     """``append(packed, k, v)``, then ``attend(q, packed)`` from the queries of the same tokens, in one call: a decode
@@ -334,7 +396,7 @@ def append_attend(
         softmax_scale=softmax_scale,
         sliding_window=sliding_window,
         softcap=softcap,
-        even_lengths=even_lengths,
+        schedule=None if schedule is None else schedule.table,
         **packed.transforms,
     )
     packed.lengths.copy_(lengths)

@@ -344,6 +344,13 @@ TQ_API tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_pa
 TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes,
                            tq_error *error);
 
+/** How the pages of a batch are shared among a GPU's thread blocks. Results differ by rounding alone. */
+typedef enum {
+    TQ_SCHEDULE_LINE = 0, /* all pages of all sequences in one line, cut into equal pieces: for any lengths */
+    TQ_SCHEDULE_EQUAL =
+        1, /* equally many blocks for each sequence: faster if all are about equally long, slow if they are not */
+} tq_schedule_kind;
+
 /** Attention of `query_tokens` queries per sequence over one layer. Query i of sequence b stands at position
  *  p = lengths[b] - query_tokens + i (causal), and sees key position j iff  starts[b] <= j <= p  and  j > p - sliding_window
  *  (if sliding_window > 0). What it reads: sinks exact; of the rest the last `window` positions, p - window < j <= p, exact,
@@ -356,7 +363,7 @@ typedef struct {
     int32_t dtype;                /* tq_dtype of q, sinks, window, fresh and out */
     int32_t causal;               /* 0: all queries see all tokens; then fresh must be NULL */
     int32_t sliding_window;       /* positions, 0: none */
-    int32_t even_lengths;         /* not 0: the sequences are about equally long; a hint that CUDA cuts its work by */
+    int32_t schedule_kind;        /* tq_schedule_kind; read by CUDA alone, as the next two */
     int32_t threads;              /* at most so many; 0: tq_num_threads() */
     float softmax_scale, softcap; /* softcap 0: none */
     int64_t n_pages;
@@ -369,6 +376,8 @@ typedef struct {
     const int32_t *starts;           /* [batch], or NULL: 0 */
     const void *sink_k, *sink_v;     /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
     const void *window_k, *window_v; /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
+    const int32_t *schedule; /* [schedule_rows, 4] of tq_cuda_schedule, or NULL: the line is cut anew in this call */
+    int64_t schedule_rows;
     const void *fresh_k,
         *fresh_v; /* NULL: the ring is as tq_append left it (right for query_tokens == 1, or window == 0).
                                           Otherwise the new tokens [batch, kv_heads, query_tokens, head_dim], and window_k/v is the

@@ -28,6 +28,7 @@ extern "C" {
 #endif
 
 #define TQ_CUDA_KERNEL_NAME_BYTES 64
+#define TQ_CUDA_CALL_WORDS 1024 /* of 64 bits, in a tq_cuda_attend_call */
 
 /** The name of the kernel that tq_cuda_attend, or tq_cuda_append, runs for a plan and sizes on the current device, e.g.
  *  "attend_fused_3bit_d128_4x64": strategy, width, head_dim that its code is for, rows it takes at once x tokens of a unit. "" if there is
@@ -53,23 +54,38 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *             kernels that overlap, the work cut into equal pieces whatever the lengths are. On 9.x, for plain plans with tiles of 32 and without dense
  *             rotation, up to 128 query rows a KV head, head_dim 33..64 or 97..128 (any up to 128 of other or mixed widths), one
  *             kernel, in which every sequence and KV head has as many blocks as any other, and where few heads have long caches a
- *             second one that merges: if batch is 1, even_lengths is set or max_pages small, from 9 rows on if there are not many
+ *             second one that merges: if batch is 1, the schedule is TQ_SCHEDULE_EQUAL or max_pages small, from 9 rows on if there are not many
  *             more blocks than multiprocessors, and it has measured faster so (attend/fused/cut.cu): 1.0 to 1.8 times, with a window
  *             up to 2.7 (attend_harness time, against hopper-line).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4. */
-TQ_API tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
-                                                tq_error *error);
-TQ_API tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace,
-                                size_t workspace_bytes, void *stream, tq_error *error);
+typedef struct {
+    int64_t opaque[TQ_CUDA_CALL_WORDS];
+} tq_cuda_attend_call;
+
+/** Checks a call, chooses its kernel and cuts its work, once; queues nothing. call may be copied, and run once or more on the same device
+ *  while what it points to lives. workspace_bytes: what the call needs. */
+TQ_API tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *params, tq_cuda_attend_call *call,
+                                        size_t *workspace_bytes, tq_error *error);
+/** Queues it. workspace: 256-byte aligned; its contents are lost. */
+TQ_API tq_status tq_cuda_attend(const tq_cuda_attend_call *call, void *workspace, size_t workspace_bytes, void *stream,
+                                tq_error *error);
+
+/** Cuts a batch into work for tq_cuda_attend, on the device, from the lengths that are there when the stream comes to it; waits for
+ *  nothing, so that a CUDA graph can hold it. One schedule serves all layers of a step whose calls agree in all sizes of params, in plan's
+ *  bytes a page and in what follows from them; a call that differs in those cuts its work itself. Results are the same with and without,
+ *  bit for bit. A call that gets a schedule takes lengths and starts from it, as they were when it was made.
+ *  params    as for tq_cuda_attend with TQ_SCHEDULE_LINE; of pointers only lengths and starts are read. Whether starts is NULL counts.
+ *  schedule  [rows, 4] int32 on the device, 16-byte aligned, written. rows: at least tq_cuda_schedule_rows. */
+TQ_API tq_status tq_cuda_schedule_rows(int32_t batch, int64_t *rows, tq_error *error);
+TQ_API tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,
+                                  void *stream, tq_error *error);
 
 /** tq_append on the device; bytes of the pages as on the host.
  *  flag   int64 on the device, or NULL. When a number of k or v is not finite or exceeds TQ_MAX_INPUT and *flag is 0, it becomes
  *         1 + position + (sequence << 32) + (1 << 62 if it is in v); it is sticky: only the caller sets it back to 0.
  *         A number that is not finite is stored as 0, a larger one as +-TQ_MAX_INPUT: other tokens and channels never notice. */
-TQ_API tq_status tq_cuda_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
-                                                tq_error *error);
-TQ_API tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, int64_t *flag, void *workspace,
-                                size_t workspace_bytes, void *stream, tq_error *error);
+TQ_API tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, int64_t *flag, void *stream,
+                                tq_error *error);
 
 /** tq_rotate on the device, for rows of `dtype`: x, y [rows, head_dim] dense, computed in float32 and rounded once on the way out.
  *  matrix float32 [head_dim, head_dim] or NULL: the plan's Hadamard (or none). x and y may be the same array. */

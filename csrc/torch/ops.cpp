@@ -19,6 +19,12 @@ namespace
 {
 // ---- what runs: the functions of a device, each with its stream in front (NULL on a CPU) ----
 
+#if defined(TURBOQUANT_WITH_CUDA)
+using AttendCall = tq_cuda_attend_call;
+#else
+struct AttendCall {};
+#endif
+
 struct Backend {
     bool rotates_any_dtype; // or float32 alone
     tq_status (*rotate)(void *stream, const tq_plan *, const float *matrix, bool inverse, tq_dtype, const void *x,
@@ -26,9 +32,11 @@ struct Backend {
     decltype(&tq_append_scratch_bytes) append_scratch_bytes;
     tq_status (*append)(void *stream, const tq_plan *, const tq_append_params *, int64_t *flag, void *scratch,
                         size_t bytes, tq_error *);
-    decltype(&tq_attend_scratch_bytes) attend_scratch_bytes;
-    tq_status (*attend)(void *stream, const tq_plan *, const tq_attend_params *, void *scratch, size_t bytes,
-                        tq_error *);
+    tq_status (*attend_prepare)(const tq_plan *, const tq_attend_params *, AttendCall *, size_t *bytes, tq_error *);
+    tq_status (*attend)(void *stream, const tq_plan *, const tq_attend_params *, const AttendCall *, void *scratch,
+                        size_t bytes, tq_error *);
+    tq_status (*schedule)(void *stream, const tq_plan *, const tq_attend_params *, int32_t *schedule, int64_t rows,
+                          tq_error *);
     tq_status (*append_kernel)(const tq_plan *, const tq_append_params *, char *name, tq_error *);
     tq_status (*attend_kernel)(const tq_plan *, const tq_attend_params *, char *name, tq_error *);
     tq_status (*dequantize)(void *stream, const tq_plan *, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
@@ -62,8 +70,13 @@ const Backend cpu = {
     [](void *, auto plan, auto params, int64_t *, void *scratch, size_t bytes, auto error) {
         return tq_append(plan, params, scratch, bytes, error);
     },
-    tq_attend_scratch_bytes,
-    on_cpu<tq_attend>,
+    [](auto plan, auto params, AttendCall *, size_t *bytes, auto error) {
+        return tq_attend_scratch_bytes(plan, params, bytes, error);
+    },
+    [](void *, auto plan, auto params, const AttendCall *, void *scratch, size_t bytes, auto error) {
+        return tq_attend(plan, params, scratch, bytes, error);
+    },
+    [](void *, auto, auto, auto, int64_t, auto) { return TQ_OK; }, // threads take sequences as they come
     [](auto plan, auto, char *name, auto) { return name_of("append", plan, name); },
     [](auto plan, auto, char *name, auto) { return name_of("attend", plan, name); },
     on_cpu<tq_dequantize>,
@@ -86,10 +99,18 @@ template <auto function, class... Arguments> tq_status on_stream(void *stream, A
 const Backend cuda = {
     true,
     on_stream<tq_cuda_rotate>,
-    tq_cuda_append_workspace_bytes,
-    on_stream<tq_cuda_append>,
-    tq_cuda_attend_workspace_bytes,
-    on_stream<tq_cuda_attend>,
+    [](auto, auto, size_t *bytes, auto) {
+        *bytes = 0; // everything happens in registers and shared memory
+        return TQ_OK;
+    },
+    [](void *stream, auto plan, auto params, int64_t *flag, void *, size_t, auto error) {
+        return tq_cuda_append(plan, params, flag, stream, error);
+    },
+    tq_cuda_attend_prepare,
+    [](void *stream, auto, auto, const AttendCall *call, void *scratch, size_t bytes, auto error) {
+        return tq_cuda_attend(call, scratch, bytes, stream, error);
+    },
+    on_stream<tq_cuda_schedule>,
     tq_cuda_append_kernel,
     tq_cuda_attend_kernel,
     [](void *stream, auto plan, auto pages, auto n_pages, auto kv_heads, auto table, auto batch, auto max_pages,
@@ -339,7 +360,7 @@ std::string append_kernel(const Words &words, const Tensor &k, const Maybe &v, c
 
 /** The queries of an attention and how they are weighed. */
 tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<double> softmax_scale, bool causal,
-                              int64_t sliding_window, double softcap, bool even_lengths)
+                              int64_t sliding_window, double softcap, const Maybe &schedule)
 {
     tq_attend_params p{};
     int64_t dim = call.plan().head_dim;
@@ -348,7 +369,13 @@ tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<d
     p.batch = call.length("q", q, 0), p.query_heads = call.length("q", q, 1), p.query_tokens = call.length("q", q, 2);
     p.causal = causal, p.sliding_window = call.narrow("sliding_window", sliding_window), p.threads = call.threads();
     p.softmax_scale = static_cast<float>(softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(dim))));
-    p.softcap = static_cast<float>(softcap), p.even_lengths = even_lengths;
+    p.softcap = static_cast<float>(softcap);
+    if (schedule) {
+        call.tensor("schedule", *schedule, aoti_torch_dtype_int32(), {ANY, 4}, Strides::DENSE);
+        p.schedule_rows = schedule->size(0);
+        p.schedule_kind = p.schedule_rows ? TQ_SCHEDULE_LINE : TQ_SCHEDULE_EQUAL;
+        p.schedule = p.schedule_rows ? data_as<int32_t>(*schedule) : nullptr;
+    }
     p.q = q.const_data_ptr();
     p.q_stride_batch = q.stride(0), p.q_stride_head = q.stride(1), p.q_stride_token = q.stride(2);
     return p;
@@ -361,9 +388,9 @@ tq_attend_params read_attend(const Call &call, const Tensor &q, const Tensor &pa
                              const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
                              const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps,
                              const Maybe &key_turns, const Maybe &key_moments, std::optional<double> softmax_scale,
-                             bool causal, int64_t sliding_window, double softcap, bool even_lengths)
+                             bool causal, int64_t sliding_window, double softcap, const Maybe &schedule)
 {
-    tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, even_lengths);
+    tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, schedule);
     int32_t dtype = dtype_of(q);
     int64_t dim = call.plan().head_dim;
     check_pages(call, pages, ANY);
@@ -403,24 +430,26 @@ std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Ten
                                   const Maybe &key_centre, const Maybe &value_centre, const Maybe &key_steps,
                                   const Maybe &value_steps, const Maybe &key_turns, const Maybe &key_moments,
                                   std::optional<double> softmax_scale, bool causal, int64_t sliding_window,
-                                  double softcap, bool even_lengths)
+                                  double softcap, const Maybe &schedule)
 {
     Call call("attend", words, q, "q");
     tq_attend_params p =
         read_attend(call, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k, window_v, fresh_k, fresh_v,
                     key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns,
-                    key_moments, softmax_scale, causal, sliding_window, softcap, even_lengths);
+                    key_moments, softmax_scale, causal, sliding_window, softcap, schedule);
     const int32_t dtype = dtype_of(q);
     const int64_t dim = call.plan().head_dim;
     Launch launch(call);
-    size_t bytes = 0;
-    call.check(launch->attend_scratch_bytes(&call.plan(), &p, &bytes, &call.error));
-    Tensor scratch = launch.scratch(bytes);
     Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
     Tensor lse = call.allocate({p.batch, p.query_heads, p.query_tokens}, aoti_torch_dtype_float32());
     p.out = out.mutable_data_ptr();
     p.lse = static_cast<float *>(lse.mutable_data_ptr());
-    call.check(launch->attend(launch.stream, &call.plan(), &p, scratch.mutable_data_ptr(), bytes, &call.error));
+    AttendCall prepared;
+    size_t bytes = 0;
+    call.check(launch->attend_prepare(&call.plan(), &p, &prepared, &bytes, &call.error));
+    Tensor scratch = launch.scratch(bytes);
+    call.check(
+        launch->attend(launch.stream, &call.plan(), &p, &prepared, scratch.mutable_data_ptr(), bytes, &call.error));
     return {out, lse};
 }
 
@@ -430,16 +459,38 @@ std::string attend_kernel(const Words &words, const Tensor &q, const Tensor &pag
                           const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
                           const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps,
                           const Maybe &key_turns, const Maybe &key_moments, std::optional<double> softmax_scale,
-                          bool causal, int64_t sliding_window, double softcap, bool even_lengths)
+                          bool causal, int64_t sliding_window, double softcap, const Maybe &schedule)
 {
     Call call("attend_kernel", words, q, "q");
     tq_attend_params p =
         read_attend(call, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k, window_v, fresh_k, fresh_v,
                     key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns,
-                    key_moments, softmax_scale, causal, sliding_window, softcap, even_lengths);
+                    key_moments, softmax_scale, causal, sliding_window, softcap, schedule);
     char name[NAME_BYTES];
     call.check(Launch(call)->attend_kernel(&call.plan(), &p, name, &call.error));
     return name;
+}
+
+/** One cut of the work for the layers of a step: tq_cuda_schedule. Of q its sizes count, of pages and block_table too. */
+void schedule(const Words &words, const Tensor &out, const Tensor &q, const Tensor &pages, const Tensor &block_table,
+              const Tensor &lengths, const Maybe &starts, int64_t sinks, int64_t window, bool causal,
+              int64_t sliding_window)
+{
+    Call call("schedule", words, q, "q");
+    tq_attend_params p = read_queries(call, q, std::nullopt, causal, sliding_window, 0, std::nullopt);
+    call.tensor("out", out, aoti_torch_dtype_int32(), {ANY, 4}, Strides::DENSE);
+    check_pages(call, pages, ANY);
+    p.kv_heads = call.length("pages", pages, 1);
+    check_integers(call, "block_table", block_table, {p.batch, ANY});
+    check_integers(call, "lengths", lengths, {p.batch});
+    if (starts) check_integers(call, "starts", *starts, {p.batch});
+    p.sinks = call.narrow("sinks", sinks), p.window = call.narrow("window", window);
+    p.n_pages = pages.size(0), p.max_pages = call.length("block_table", block_table, 1);
+    p.lengths = data_as<int32_t>(lengths);
+    p.starts = starts ? data_as<int32_t>(*starts) : nullptr;
+    Launch launch(call);
+    call.check(launch->schedule(launch.stream, &call.plan(), &p, static_cast<int32_t *>(out.mutable_data_ptr()),
+                                out.size(0), &call.error));
 }
 
 /** Both in one call, for decode steps: what torch does around an operator takes longer there than the operator. */
@@ -449,12 +500,12 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
                      const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
                      const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns, const Maybe &key_moments,
                      const Maybe &flag, std::optional<double> softmax_scale, int64_t sliding_window, double softcap,
-                     bool even_lengths)
+                     const Maybe &schedule)
 {
     Call call("append_attend", words, q, "q");
     int32_t dtype = dtype_of(q);
     int64_t dim = call.plan().head_dim;
-    tq_attend_params p = read_queries(call, q, softmax_scale, true, sliding_window, softcap, even_lengths);
+    tq_attend_params p = read_queries(call, q, softmax_scale, true, sliding_window, softcap, schedule);
     call.tensor("k", k, dtype, {p.batch, ANY, p.query_tokens, dim}, Strides::ROWS);
     tq_append_params a =
         read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
@@ -468,16 +519,17 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
     p.key = a.key, p.value = a.value;
 
     Launch launch(call);
-    size_t append_bytes = 0, attend_bytes = 0;
-    call.check(launch->append_scratch_bytes(&call.plan(), &a, &append_bytes, &call.error));
-    call.check(launch->attend_scratch_bytes(&call.plan(), &p, &attend_bytes, &call.error));
-    Tensor scratch = launch.scratch(std::max(append_bytes, attend_bytes));
     Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
     p.out = out.mutable_data_ptr();
+    AttendCall prepared;
+    size_t append_bytes = 0, attend_bytes = 0;
+    call.check(launch->append_scratch_bytes(&call.plan(), &a, &append_bytes, &call.error));
+    call.check(launch->attend_prepare(&call.plan(), &p, &prepared, &attend_bytes, &call.error));
+    Tensor scratch = launch.scratch(std::max(append_bytes, attend_bytes));
     void *at = scratch.mutable_data_ptr();
     call.check(launch->append(launch.stream, &call.plan(), &a, flag_of(flag), append_bytes ? at : nullptr, append_bytes,
                               &call.error));
-    call.check(launch->attend(launch.stream, &call.plan(), &p, at, attend_bytes, &call.error), true);
+    call.check(launch->attend(launch.stream, &call.plan(), &p, &prepared, at, attend_bytes, &call.error), true);
     return out;
 }
 
@@ -581,6 +633,7 @@ void implement(torch::stable::detail::StableLibrary &m)
     m.impl("attend", TORCH_BOX(&attend));
     m.impl("append_kernel", TORCH_BOX(&append_kernel));
     m.impl("attend_kernel", TORCH_BOX(&attend_kernel));
+    m.impl("schedule", TORCH_BOX(&schedule));
     m.impl("append_attend", TORCH_BOX(&append_attend));
     m.impl("quantize", TORCH_BOX(&quantize));
     m.impl("dequantize", TORCH_BOX(&dequantize));
@@ -604,12 +657,12 @@ STABLE_TORCH_LIBRARY(turboquant, m)
         "attend(int[] plan, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, Tensor? starts=None, "
         "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, Tensor? fresh_k=None, "
         "Tensor? fresh_v=None, " TRANSFORMS ", float? softmax_scale=None, bool causal=True, int sliding_window=0, "
-        "float softcap=0.0, bool even_lengths=False) -> (Tensor out, Tensor lse)");
+        "float softcap=0.0, Tensor? schedule=None) -> (Tensor out, Tensor lse)");
     m.def(
         "append_attend(int[] plan, Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor(a!) pages, Tensor block_table, *, "
         "Tensor(b!)? sink_k=None, Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None, " TRANSFORMS
         ", Tensor(f!)? flag=None, float? softmax_scale=None, int sliding_window=0, float softcap=0.0, "
-        "bool even_lengths=False) -> Tensor");
+        "Tensor? schedule=None) -> Tensor");
     m.def(
         "append_kernel(int[] plan, Tensor k, Tensor? v, Tensor lengths, Tensor pages, Tensor block_table, *, Tensor? sink_k=None, "
         "Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, " TRANSFORMS ", Tensor? flag=None) -> str");
@@ -617,7 +670,9 @@ STABLE_TORCH_LIBRARY(turboquant, m)
         "attend_kernel(int[] plan, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, Tensor? starts=None, "
         "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, Tensor? fresh_k=None, "
         "Tensor? fresh_v=None, " TRANSFORMS ", float? softmax_scale=None, bool causal=True, int sliding_window=0, "
-        "float softcap=0.0, bool even_lengths=False) -> str");
+        "float softcap=0.0, Tensor? schedule=None) -> str");
+    m.def("schedule(int[] plan, Tensor(a!) out, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, "
+          "Tensor? starts=None, int sinks=0, int window=0, bool causal=True, int sliding_window=0) -> ()");
     m.def("quantize(int[] plan, Tensor k, Tensor? v, *, " TRANSFORMS ") -> Tensor");
     m.def("dequantize(int[] plan, Tensor pages, Tensor block_table, Tensor lengths, SymInt max_tokens, *, " TRANSFORMS
           ", int sinks=0) -> (Tensor k, Tensor v)");

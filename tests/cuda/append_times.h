@@ -91,7 +91,7 @@ struct Layer {
     void append(cudaStream_t stream) const
     {
         tq_error error;
-        check(tq_cuda_append(&plan, &p, nullptr, nullptr, 0, stream, &error), error, "tq_cuda_append");
+        check(tq_cuda_append(&plan, &p, nullptr, stream, &error), error, "tq_cuda_append");
     }
     /** Read and written by an append of which all is packed. */
     double packed_bytes() const

@@ -283,14 +283,15 @@ static void run(const Case &c)
     tq_attend_params p = params_of(w, true, out.or_null(), lse.or_null());
     tq_error error;
     size_t bytes;
-    check(tq_cuda_attend_workspace_bytes(&w.plan, &p, &bytes, &error), error, "tq_cuda_attend_workspace_bytes");
+    tq_cuda_attend_call call;
+    check(tq_cuda_attend_prepare(&w.plan, &p, &call, &bytes, &error), error, "tq_cuda_attend_prepare");
     Aligned workspace(bytes, 0xff);
     workspace.up();
     std::vector<uint8_t> first;
     for (int i = 0; i < 2; i++) { // twice: the workspace is left usable, and results repeat
         std::fill(out.host.begin(), out.host.end(), 0xff);
         out.up();
-        check(tq_cuda_attend(&w.plan, &p, workspace.device, bytes, nullptr, &error), error, c.name.c_str());
+        check(tq_cuda_attend(&call, workspace.device, bytes, nullptr, &error), error, c.name.c_str());
         check(cudaDeviceSynchronize(), c.name.c_str());
         if (i == 0) first = out.down();
     }

@@ -315,8 +315,9 @@ static bool run_case(const Case &c)
     tq_attend_params p = {};
     p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.sinks = c.sinks, p.window = c.window,
     p.max_pages = max_pages;
-    p.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding, p.even_lengths = c.even,
-    p.softmax_scale = c.scale_sign / sqrtf((float)d), p.softcap = c.softcap;
+    p.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding,
+    p.schedule_kind = c.even ? TQ_SCHEDULE_EQUAL : TQ_SCHEDULE_LINE, p.softmax_scale = c.scale_sign / sqrtf((float)d),
+    p.softcap = c.softcap;
     p.n_pages = n_pages, p.q = behind(d_q), p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d,
     p.q_stride_token = d;
     p.pages = d_pages.as<uint8_t>(), p.block_table = d_table.as<int32_t>(), p.lengths = d_lengths.as<int32_t>(),
@@ -330,13 +331,23 @@ static bool run_case(const Case &c)
     p.value = {d_mv.as<float>(), 0, d_cv.as<float>(), (int64_t)H * d, d_stv.as<float>()};
     p.out = behind(d_out), p.lse = c.no_lse ? nullptr : d_lse.as<float>();
     size_t workspace_bytes;
-    TQ(tq_cuda_attend_workspace_bytes(&plan, &p, &workspace_bytes, &error));
+    tq_cuda_attend_call call;
+    TQ(tq_cuda_attend_prepare(&plan, &p, &call, &workspace_bytes, &error));
     std::vector<uint8_t> workspace(workspace_bytes, 0xff);
     DeviceArray d_workspace(workspace);
+    int64_t schedule_rows;
+    TQ(tq_cuda_schedule_rows(B, &schedule_rows, &error));
+    DeviceArray d_schedule(std::vector<uint8_t>(16 * schedule_rows, 0xff));
     std::vector<uint8_t> again;
-    for (int run = 0; run < 2; run++) { /* twice: the workspace must be left usable, and results must repeat */
+    for (int run = 0; run < 2;
+         run++) { /* twice: the workspace must be left usable, and results must repeat, with a schedule too */
         if (out_bytes) CUDA(cudaMemcpy(p.out, poison.data(), out_bytes, cudaMemcpyHostToDevice));
-        TQ(tq_cuda_attend(&plan, &p, d_workspace.at, workspace_bytes, nullptr, &error));
+        if (run && B && !c.even) {
+            TQ(tq_cuda_schedule(&plan, &p, d_schedule.as<int32_t>(), schedule_rows, nullptr, &error));
+            p.schedule = d_schedule.as<int32_t>(), p.schedule_rows = schedule_rows;
+            TQ(tq_cuda_attend_prepare(&plan, &p, &call, &workspace_bytes, &error));
+        }
+        TQ(tq_cuda_attend(&call, d_workspace.at, workspace_bytes, nullptr, &error));
         CUDA(cudaDeviceSynchronize());
         if (out_bytes) CUDA(cudaMemcpy(out.data(), p.out, out_bytes, cudaMemcpyDeviceToHost));
         if (!run) again = out;
@@ -452,7 +463,8 @@ static void time_shape(const Shape &s, int rotation)
         d_out(std::vector<uint8_t>(q.size())), d_matrix(matrix);
     tq_attend_params p = {};
     p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.window = s.window,
-    p.max_pages = pages_each, p.dtype = TQ_BF16, p.causal = 1, p.even_lengths = !getenv("TQ_HARNESS_UNEVEN");
+    p.max_pages = pages_each, p.dtype = TQ_BF16, p.causal = 1,
+    p.schedule_kind = getenv("TQ_HARNESS_UNEVEN") ? TQ_SCHEDULE_LINE : TQ_SCHEDULE_EQUAL;
     p.softmax_scale = 1 / sqrtf((float)d), p.n_pages = n_pages;
     p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d, p.q_stride_token = d;
     p.pages = (uint8_t *)pages, p.lengths = d_lengths.as<int32_t>(), p.out = d_out.at,
@@ -463,7 +475,8 @@ static void time_shape(const Shape &s, int rotation)
     p.fresh_k_stride_token = p.fresh_v_stride_token = d;
     if (rotation == TQ_ROTATION_DENSE) p.key.rotation = p.value.rotation = d_matrix.as<float>();
     size_t workspace_bytes;
-    TQ(tq_cuda_attend_workspace_bytes(&plan, &p, &workspace_bytes, &error));
+    tq_cuda_attend_call call;
+    TQ(tq_cuda_attend_prepare(&plan, &p, &call, &workspace_bytes, &error));
     void *workspace;
     CUDA(cudaMalloc(&workspace, workspace_bytes));
     cudaStream_t stream;
@@ -474,7 +487,8 @@ static void time_shape(const Shape &s, int rotation)
     CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
     for (int i = 0; i < launches; i++) {
         p.block_table = d_table.as<int32_t>() + (i % copies) * B * pages_each;
-        TQ(tq_cuda_attend(&plan, &p, workspace, workspace_bytes, stream, &error));
+        TQ(tq_cuda_attend_prepare(&plan, &p, &call, &workspace_bytes, &error));
+        TQ(tq_cuda_attend(&call, workspace, workspace_bytes, stream, &error));
     }
     CUDA(cudaStreamEndCapture(stream, &graph));
     CUDA(cudaGraphInstantiate(&exec, graph, 0));

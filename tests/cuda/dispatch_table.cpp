@@ -5,7 +5,7 @@
 //   dispatch_table overlaps  pairs of its rows that are for the same case
 //   dispatch_table         for each line of integers on stdin
 //                              processors hopper large_clusters batch query_tokens query_heads kv_heads max_pages sinks window
-//                              sliding_window causal dtype even words...
+//                              sliding_window causal dtype schedule_kind words...
 //                          a line: the name of the kernel, thread blocks, threads, shared bytes, blocks that share a segment, cluster
 #include <cstdio>
 #include <cstring>
@@ -84,7 +84,7 @@ static std::string choose(const std::vector<int64_t> &x)
     tq_attend_params p = {};
     p.batch = (int)x[3], p.query_tokens = (int)x[4], p.query_heads = (int)x[5], p.kv_heads = (int)x[6];
     p.max_pages = (int)x[7], p.sinks = (int)x[8], p.window = (int)x[9], p.sliding_window = (int)x[10];
-    p.causal = (int)x[11], p.dtype = (int)x[12], p.even_lengths = (int)x[13];
+    p.causal = (int)x[11], p.dtype = (int)x[12], p.schedule_kind = (int)x[13];
     p.n_pages = (int64_t)p.batch * p.max_pages;
     Launch l;
     char name[TQ_CUDA_KERNEL_NAME_BYTES];

@@ -42,6 +42,7 @@ class Common:
         self._layers: list[weakref.ref[LayerStorage]] = []  # weak: a cache that is dropped is freed there and then
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
         self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._equal: dict[torch.device, torch.Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layers": []}
@@ -78,6 +79,14 @@ class Common:
                 numbers[i] = after - pad
             return held[2]
         return _add(held[2], after - held[0])
+
+    def schedule(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+        """What `attend` takes as its schedule: one for sequences that are about equally long, or None."""
+        if padding and 8 * (max(padding) - min(padding)) > after - min(padding):
+            return None
+        if device not in self._equal:
+            self._equal[device] = torch.empty((0, 4), dtype=torch.int32, device=device)
+        return self._equal[device]
 
     def held(self, device: torch.device) -> torch.Tensor | None:
         found = self._lengths.get(device)

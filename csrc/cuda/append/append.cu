@@ -165,18 +165,8 @@ Kernel choose_kernel(const tq_plan &plan, const tq_append_params &p)
 
 using namespace tq;
 
-tq_status tq_cuda_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
-                                         tq_error *error)
-{
-    TQ_CUDA_TRY(tq_check_append_sizes(plan, params, error));
-    TQ_CUDA_TRY(check_limits(*plan, *params, error));
-    if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
-    *bytes = 0; // everything happens in registers and shared memory
-    return TQ_OK;
-}
-
-tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, int64_t *flag, void *, size_t,
-                         void *stream_pointer, tq_error *error)
+tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, int64_t *flag, void *stream_pointer,
+                         tq_error *error)
 {
     TQ_CUDA_TRY(tq_check_append(plan, params, error));
     const tq_append_params &p = *params;

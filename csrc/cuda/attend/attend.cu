@@ -4,6 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <new>
+#include <type_traits>
+
 #include "cuda/attend/cut.h"
 #include "cuda/attend/kernels.h"
 #include "cuda/baselines/blocks.cuh"
@@ -130,36 +133,21 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
 
 using namespace tq;
 
-tq_status tq_cuda_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
-                                         tq_error *error)
+namespace
 {
-    Launch l;
-    TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
-    TQ_CUDA_TRY(check_plan(*plan, error));
-    if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
-    if (!tq_is_plain(plan)) return attend_blocks_bytes(*plan, *params, bytes, error);
-    TQ_CUDA_TRY(prepare(plan, params, &l, error));
-    *bytes = !l.blocks ? 0 : lay_out(&l, nullptr);
-    return TQ_OK;
-}
 
-tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
-                         void *stream, tq_error *error)
+/** What tq_cuda_attend_call holds. */
+struct Call {
+    bool plain;
+    Launch launch; /* of plain plans */
+    tq_plan plan;  /* of others, with .. */
+    tq_attend_params params;
+    size_t bytes;
+};
+static_assert(sizeof(Call) <= sizeof(tq_cuda_attend_call) && std::is_trivially_copyable_v<Call>);
+
+tq_status queue(Launch &l, size_t needed, cudaStream_t s, tq_error *error)
 {
-    Launch l;
-    TQ_CUDA_TRY(tq_check_attend(plan, params, error));
-    TQ_CUDA_TRY(check_plan(*plan, error));
-    TQ_CUDA_TRY(check_alignment(params, error));
-    if (!tq_is_plain(plan))
-        return attend_blocks(*plan, *params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream), error);
-    TQ_CUDA_TRY(prepare(plan, params, &l, error));
-    if (!l.blocks) return TQ_OK;
-    char *base = static_cast<char *>(workspace);
-    size_t needed = lay_out(&l, base);
-    if (needed && (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < needed))
-        return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
-                    "at least tq_cuda_attend_workspace_bytes, 256-byte aligned");
-    cudaStream_t s = static_cast<cudaStream_t>(stream);
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
     if (is_fused(l)) {
@@ -180,6 +168,47 @@ tq_status tq_cuda_attend(const tq_plan *plan, const tq_attend_params *params, vo
     return launch(ends.combine, l.combine_blocks, l.combine_threads, l.combine_bytes, s, error, l.args);
 }
 
+} // namespace
+
+tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *params, tq_cuda_attend_call *call_,
+                                 size_t *workspace_bytes, tq_error *error)
+{
+    TQ_CUDA_TRY(tq_check_attend(plan, params, error));
+    TQ_CUDA_TRY(check_plan(*plan, error));
+    TQ_CUDA_TRY(check_alignment(params, error));
+    if (!call_) return fail(error, TQ_E_VALUE, "call", -1, 0, "a pointer, not NULL");
+    if (!workspace_bytes) return fail(error, TQ_E_VALUE, "workspace_bytes", -1, 0, "a pointer, not NULL");
+    Call &call = *new (call_) Call; /* filled where it is: it has some thousand bytes */
+    call.plain = tq_is_plain(plan);
+    if (call.plain) {
+        TQ_CUDA_TRY(prepare(plan, params, &call.launch, error));
+        call.bytes = call.launch.blocks ? lay_out(&call.launch, nullptr) : 0;
+    } else {
+        call.plan = *plan;
+        call.params = *params;
+        TQ_CUDA_TRY(attend_blocks_bytes(*plan, *params, &call.bytes, error));
+    }
+    *workspace_bytes = call.bytes;
+    return TQ_OK;
+}
+
+tq_status tq_cuda_attend(const tq_cuda_attend_call *call_, void *workspace, size_t workspace_bytes, void *stream,
+                         tq_error *error)
+{
+    if (!call_) return fail(error, TQ_E_VALUE, "call", -1, 0, "of tq_cuda_attend_prepare, not NULL");
+    const Call &call = *reinterpret_cast<const Call *>(call_);
+    if (!call.plain)
+        return attend_blocks(call.plan, call.params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream),
+                             error);
+    if (!call.launch.blocks) return TQ_OK;
+    if (call.bytes && (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < call.bytes))
+        return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
+                    "at least what tq_cuda_attend_prepare says, 256-byte aligned");
+    Launch l = call.launch;
+    lay_out(&l, static_cast<char *>(workspace));
+    return queue(l, call.bytes, static_cast<cudaStream_t>(stream), error);
+}
+
 tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *params, char *name, tq_error *error)
 {
     Launch l;
@@ -191,4 +220,33 @@ tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *par
     TQ_CUDA_TRY(prepare(plan, params, &l, error));
     if (l.blocks) name_kernel(l.kernel, name);
     return TQ_OK;
+}
+
+tq_status tq_cuda_schedule_rows(int32_t batch, int64_t *rows, tq_error *error)
+{
+    DeviceFacts device;
+    if (batch < 0) return fail(error, TQ_E_VALUE, "batch", -1, batch, "at least 0");
+    if (!rows) return fail(error, TQ_E_VALUE, "rows", -1, 0, "a pointer, not NULL");
+    TQ_CUDA_TRY(current_device(&device, error));
+    *rows = schedule_rows(batch, device.processors);
+    return TQ_OK;
+}
+
+tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,
+                           void *stream, tq_error *error)
+{
+    TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
+    TQ_CUDA_TRY(check_plan(*plan, error));
+    if (params->batch && !params->lengths) return fail(error, TQ_E_VALUE, "lengths", -1, 0, "a pointer, not NULL");
+    if (!schedule || (uintptr_t)schedule % 16)
+        return fail(error, TQ_E_VALUE, "schedule", -1, 0, "a 16-byte aligned pointer, not NULL");
+    if (!tq_is_plain(plan)) return TQ_OK; /* nobody reads it */
+    tq_attend_params p = *params;
+    p.schedule = schedule;
+    p.schedule_rows = rows;
+    p.schedule_kind = TQ_SCHEDULE_LINE;
+    Launch l;
+    TQ_CUDA_TRY(prepare(plan, &p, &l, error));
+    if (!l.blocks || is_fused(l)) return TQ_OK; /* the same */
+    return write_schedule(l.args, schedule, static_cast<cudaStream_t>(stream), error);
 }

@@ -70,6 +70,9 @@ bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *laun
 /** Cuts the work for launch->kernel, which is SPLIT or MANY_ROWS. */
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error);
 
+/** Rows of a schedule, at most. */
+int64_t schedule_rows(int32_t batch, int processors);
+
 /** The arguments that depend on plan and sizes alone; sets launch->args.rows to 0 where there is nothing to do. */
 tq_status fill_args(const tq_plan &plan, const tq_attend_params &params, Launch *launch, tq_error *error);
 /** Those that depend on the kernel: what bytes mean to it. */

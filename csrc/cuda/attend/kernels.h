@@ -1,6 +1,8 @@
 /* Kernels around those of the table. */
 #ifndef TQ_CUDA_ATTEND_KERNELS_H
 #define TQ_CUDA_ATTEND_KERNELS_H
+#include <cuda_runtime.h>
+
 #include "cuda/attend/params.h"
 
 namespace tq
@@ -19,6 +21,9 @@ struct MergeKernel {
     int threads;
 };
 MergeKernel attend_merge_parts();
+
+/** Queues the kernel that writes a schedule. args: as cut_split leaves them. */
+tq_status write_schedule(const AttendArgs &args, int32_t *schedule, cudaStream_t stream, tq_error *error);
 
 } // namespace tq
 #endif

@@ -120,6 +120,8 @@ struct AttendArgs {
     int32_t at_teams; /* shared memory, in bytes: what warps and teams have beside the stages (not in attend_fused) */
     int32_t at_barriers; /* the same: barriers */
     FusedArgs fused;
+    const int4 *schedule;                 /* schedule.cu; NULL: there is none, or the kernel has no line */
+    int32_t schedule_key, schedule_teams; /* what a schedule must be made for; teams of all blocks */
     int32_t pitch; /* floats from one row to the next in shared memory of prepare, combine and attend_fused */
     /* workspace */
     SegmentParts *segments;

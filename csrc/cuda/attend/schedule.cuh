@@ -27,11 +27,30 @@ struct Sequence {
     int32_t length, start, first_position; /* of query token 0; may be negative */
 };
 
+/** A schedule is rows of four numbers: {key, units of the line, 0, 0}, then for each team {at, end, b, sequence_at} as of Cursor, then
+ *  {length, start} of each sequence, two a row. */
+__device__ __forceinline__ bool is_schedule_of(const AttendArgs &a, const int4 &head)
+{
+    return head.x == a.schedule_key;
+}
+
+__device__ __forceinline__ const int2 *scheduled_sequences(const AttendArgs &a, const int4 *schedule)
+{
+    return reinterpret_cast<const int2 *>(schedule + 1 + a.schedule_teams);
+}
+
 __device__ __forceinline__ Sequence load_sequence(const AttendArgs &a, int32_t b)
 {
     Sequence s;
-    s.length = min(max(a.p.lengths[b], 0), a.capacity);
-    s.start = a.p.starts ? min(max(a.p.starts[b], 0), s.length) : 0;
+    s.length = a.p.lengths[b];
+    s.start = a.p.starts ? a.p.starts[b] : 0;
+    if (a.schedule) {
+        int4 head = __ldcg(a.schedule);
+        int2 then = __ldcg(scheduled_sequences(a, a.schedule) + b);
+        if (is_schedule_of(a, head)) s.length = then.x, s.start = then.y;
+    }
+    s.length = min(max(s.length, 0), a.capacity);
+    s.start = min(max(s.start, 0), s.length);
     s.first_position = s.length - a.p.query_tokens;
     return s;
 }
@@ -145,6 +164,15 @@ struct Cursor {
     __device__ __forceinline__ Cursor(const AttendArgs &a, int32_t piece_, int32_t teams, int lane)
         : line(1, 1), piece(piece_), b(0), sequence_at(0)
     {
+        if (a.schedule) {
+            int4 head = __ldcg(a.schedule), mine = __ldcg(a.schedule + 1 + piece);
+            if (is_schedule_of(a, head)) {
+                line = Line(head.y, teams);
+                at = mine.x, end = mine.y, b = mine.z, sequence_at = mine.w;
+                if (at < end) view = view_packed(a, load_sequence(a, b));
+                return;
+            }
+        }
         int32_t per_unit = a.p.kv_heads * a.row_tiles, total = 0, upto = 0;
 #pragma unroll 1
         for (int32_t first = 0; first < a.p.batch; first += 32) total += scan_lengths(a, first, per_unit, lane, upto);

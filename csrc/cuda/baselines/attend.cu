@@ -378,7 +378,7 @@ tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, voi
     if (!sets) return TQ_OK;
     if (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < bytes)
         return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
-                    "at least tq_cuda_attend_workspace_bytes, 256-byte aligned");
+                    "at least what tq_cuda_attend_prepare says, 256-byte aligned");
     const BlockEndKernels ends = attend_blocks_ends();
     auto rows_bytes = [&](const tq_side &side) {
         return sizeof(float) * MATRIX_TOKENS * TQ_TILE * side.tiles + matrix_bytes(side, plan.head_dim, SET_WARPS);

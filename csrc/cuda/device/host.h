@@ -15,6 +15,9 @@
 struct alignas(8) uint2 {
     unsigned x, y;
 };
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
 struct alignas(8) float2 {
     float x, y;
 };

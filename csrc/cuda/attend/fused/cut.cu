@@ -86,7 +86,8 @@ bool fused_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t seg
     if (kernel.blocks == 4 && half_pages > r.most_16_rows && a.row_tiles > (a.groups == 4 ? 1 : 2)) return false;
     if (kernel.blocks == 4 && half_pages > r.most_16_rows_4_bits && a.groups == 4 && kernel.key_bits == 4) return false;
     if ((kernel.blocks == 1 ? rounds : half_pages) <= 2) return true;
-    if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
+    if (a.p.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
+        return false; /* one long sequence would keep all waiting */
     if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors, r)) return false;
     /* by whole pages, here or by the three kernels, long caches are faster */
     if (kernel.blocks == 2 && kernel.tiles == 2 && kernel.key_bits != 4 && half_pages > r.most_8_rows) return false;
@@ -209,7 +210,8 @@ bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *laun
     if (!pages || turns > r.most_turns || (!bits && a.tile_rows == 16 && pages > r.most_pages_any_16_rows))
         return false;
     if (pages > 2 * turns) {
-        if (a.p.batch > 1 && !a.p.even_lengths) return false; /* one long sequence would keep all waiting */
+        if (a.p.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
+            return false; /* one long sequence would keep all waiting */
         if (!keeps_busy(l.segments * a.fused.sharing, device.processors, r)) return false;
     }
     *launch = l;

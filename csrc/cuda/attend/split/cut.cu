@@ -6,6 +6,8 @@ namespace tq
 namespace
 {
 
+constexpr int MOST_TEAMS = 12; /* of a block: Variant::MAX_THREADS */
+
 /** Rows, warps and stages of pages. */
 tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_error *error)
 {
@@ -101,11 +103,32 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
     return TQ_OK;
 }
 
+/** Of all that the line and its pieces depend on beside lengths and starts (FNV-1a); never 0. */
+int32_t key_of(const AttendArgs &a)
+{
+    const int32_t parts[] = {a.p.batch,     a.p.kv_heads,       a.p.query_tokens,      a.p.sinks,       a.p.window,
+                             a.p.causal,    a.p.sliding_window, a.p.starts != nullptr, a.row_tiles,     a.capacity,
+                             a.page_tokens, a.unit_tokens,      a.page_units,          a.schedule_teams};
+    uint32_t key = 2166136261u;
+    for (int32_t part : parts)
+        for (int byte = 0; byte < 4; byte++) key = (key ^ ((uint32_t)part >> 8 * byte & 255)) * 16777619u;
+    return (int32_t)(key | 1);
+}
+
 } // namespace
+
+int64_t schedule_rows(int32_t batch, int processors) { return 1 + (int64_t)MOST_TEAMS * processors + (batch + 1) / 2; }
 
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error)
 {
     TQ_CUDA_TRY(cut_pages(plan, device, launch, error));
+    AttendArgs &a = launch->args;
+    a.schedule_teams = launch->blocks * a.teams;
+    a.schedule_key = key_of(a);
+    if (a.p.schedule && a.p.schedule_rows < schedule_rows(a.p.batch, device.processors))
+        return fail(error, TQ_E_VALUE, "schedule", -1, (double)a.p.schedule_rows,
+                    "of tq_cuda_schedule_rows rows at least");
+    a.schedule = reinterpret_cast<const int4 *>(a.p.schedule);
     return cut_ends(device, launch, error);
 }
 

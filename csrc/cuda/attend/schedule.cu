@@ -1,0 +1,41 @@
+/* The schedule of a step: what every team of SPLIT and MANY_ROWS would find from the lengths when it starts, found once for all layers. */
+#include "cuda/attend/kernels.h"
+#include "cuda/attend/schedule.cuh"
+
+namespace tq
+{
+namespace
+{
+
+constexpr int SCHEDULE_WARPS = 4; /* of a block */
+
+/** A warp a team, and a thread a sequence. args.schedule is NULL: Cursor finds the piece as it does in attention without a schedule. */
+__global__ void __launch_bounds__(32 * SCHEDULE_WARPS)
+    schedule_kernel(const __grid_constant__ AttendArgs a, int4 *schedule)
+{
+    wait_for_stream();
+    const int lane = threadIdx.x & 31;
+    const int32_t thread = blockIdx.x * blockDim.x + threadIdx.x, piece = thread / 32;
+    int2 *sequences = const_cast<int2 *>(scheduled_sequences(a, schedule));
+    for (int32_t b = thread; b < a.p.batch; b += gridDim.x * blockDim.x) {
+        const Sequence s = load_sequence(a, b);
+        sequences[b] = make_int2(s.length, s.start);
+    }
+    if (piece >= a.schedule_teams) return;
+    const Cursor cursor(a, piece, a.schedule_teams, lane);
+    if (lane) return;
+    schedule[1 + piece] = make_int4(cursor.at, cursor.end, cursor.b, cursor.sequence_at);
+    if (!piece) schedule[0] = make_int4(a.schedule_key, cursor.line.total, 0, 0);
+}
+
+} // namespace
+
+tq_status write_schedule(const AttendArgs &args, int32_t *schedule, cudaStream_t stream, tq_error *error)
+{
+    AttendArgs a = args;
+    a.schedule = nullptr;
+    return launch(schedule_kernel, (a.schedule_teams + SCHEDULE_WARPS - 1) / SCHEDULE_WARPS, 32 * SCHEDULE_WARPS, 0,
+                  stream, error, a, reinterpret_cast<int4 *>(schedule));
+}
+
+} // namespace tq
