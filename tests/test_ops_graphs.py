@@ -67,6 +67,66 @@ def test_a_graph_follows_the_lengths() -> None:
     assert torch.equal(decoder.pages, pages)
 
 
+def test_a_graph_cuts_the_work_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule in the graph, for two calls, at one address."""
+    path = "hopper-line" if torch.cuda.get_device_capability()[0] == 9 else "portable"
+    monkeypatch.setenv("TURBOQUANT_CUDA_PATH", path)  # a kernel that reads schedules
+    decoder, plain = Decoder(), Decoder()
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    schedule = torch.zeros((2 + 12 * processors, 4), dtype=torch.int32, device="cuda")
+    static = [x.clone() for x in decoder.steps[0]]
+    attend = [decoder.plan, static[0], decoder.pages, decoder.table, decoder.lengths]
+    assert tq.attend_kernel(*attend, schedule=schedule).startswith("attend_split_")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.lengths.add_(1)
+        tq.append(decoder.plan, *static[1:], decoder.lengths, decoder.pages, decoder.table)
+        tq.schedule(decoder.plan, schedule, *attend[1:])
+        outs = [tq.attend(*attend, schedule=schedule)[0] for _ in range(2)]
+    for one in decoder.steps:
+        for to, x in zip(static, one):
+            to.copy_(x)
+        graph.replay()
+        expected = plain.step(*one)
+        assert torch.equal(outs[0], expected) and torch.equal(outs[1], expected)
+    assert schedule[0, 0] != 0
+
+
+def test_a_schedule_for_a_kernel_that_reads_none_is_of_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("all kernels of plain plans read schedules here")
+    decoder = Decoder()
+    q = decoder.steps[0][0]
+    call = [q, decoder.pages, decoder.table, decoder.lengths]
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    schedule = torch.zeros((2 + 12 * processors, 4), dtype=torch.int32, device="cuda")
+    monkeypatch.setenv("TURBOQUANT_CUDA_PATH", "hopper-line")
+    tq.schedule(decoder.plan, schedule, *call)
+    assert schedule[0, 0] != 0
+    monkeypatch.setenv("TURBOQUANT_CUDA_PATH", "hopper")
+    assert tq.attend_kernel(decoder.plan, *call).startswith("attend_fused_")
+    decoder.lengths.sub_(100)
+    tq.schedule(decoder.plan, schedule, *call)
+    assert schedule[0, 0] == 0
+    monkeypatch.setenv("TURBOQUANT_CUDA_PATH", "hopper-line")
+    want, _ = tq.attend(decoder.plan, *call)
+    assert torch.equal(tq.attend(decoder.plan, *call, schedule=schedule)[0], want)
+
+
+def test_schedules_too_small_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURBOQUANT_CUDA_PATH", "portable")
+    decoder = Decoder()
+    call = [decoder.steps[0][0], decoder.pages, decoder.table, decoder.lengths]
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    small = torch.zeros((1 + 12 * processors, 4), dtype=torch.int32, device="cuda")
+    for refused in (
+        lambda: tq.schedule(decoder.plan, small, *call),
+        lambda: tq.attend(decoder.plan, *call, schedule=small),
+    ):
+        with pytest.raises(ValueError, match=r"`schedule` must be of at least 1 \+ 12"):
+            refused()
+
+
 def test_a_compiled_step_follows_the_lengths() -> None:
     decoder = Decoder()
     for x in (decoder.pages, decoder.table, decoder.lengths):

@@ -204,7 +204,7 @@ def _attend(
 
 def _schedule(
     plan: Sequence[int],
-    out: Tensor,
+    schedule: Tensor,
     q: Tensor,
     pages: Tensor,
     block_table: Tensor,
@@ -216,7 +216,7 @@ def _schedule(
     causal: bool = True,
     sliding_window: int = 0,
 ) -> None:
-    """schedule(plan, out, q, pages, block_table, lengths, *, starts=None, sinks=0, window=0, causal=True,
+    """schedule(plan, schedule, q, pages, block_table, lengths, *, starts=None, sinks=0, window=0, causal=True,
     sliding_window=0) -> None
 
     Cuts the work of one step for `attend` of all its layers that agree in the sizes of these arguments, in the plan's
@@ -225,8 +225,8 @@ def _schedule(
     `attend` with a schedule takes lengths and starts as they were when it was made; a call that differs in a size cuts
     its work itself.
 
-    out: int32 [rows, 4], written; rows at least ``1 + 12 * multiprocessors + (batch + 1) // 2``. On a CPU nothing is
-    written.
+    schedule: int32 [rows, 4], written; rows at least ``1 + 12 * multiprocessors + (batch + 1) // 2``. On a CPU nothing
+    is written.
     """
     _check("schedule", locals())
 

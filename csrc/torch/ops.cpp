@@ -472,13 +472,13 @@ std::string attend_kernel(const Words &words, const Tensor &q, const Tensor &pag
 }
 
 /** One cut of the work for the layers of a step: tq_cuda_schedule. Of q its sizes count, of pages and block_table too. */
-void schedule(const Words &words, const Tensor &out, const Tensor &q, const Tensor &pages, const Tensor &block_table,
-              const Tensor &lengths, const Maybe &starts, int64_t sinks, int64_t window, bool causal,
-              int64_t sliding_window)
+void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const Tensor &pages,
+              const Tensor &block_table, const Tensor &lengths, const Maybe &starts, int64_t sinks, int64_t window,
+              bool causal, int64_t sliding_window)
 {
     Call call("schedule", words, q, "q");
     tq_attend_params p = read_queries(call, q, std::nullopt, causal, sliding_window, 0, std::nullopt);
-    call.tensor("out", out, aoti_torch_dtype_int32(), {ANY, 4}, Strides::DENSE);
+    call.tensor("schedule", schedule, aoti_torch_dtype_int32(), {ANY, 4}, Strides::DENSE);
     check_pages(call, pages, ANY);
     p.kv_heads = call.length("pages", pages, 1);
     check_integers(call, "block_table", block_table, {p.batch, ANY});
@@ -489,8 +489,8 @@ void schedule(const Words &words, const Tensor &out, const Tensor &q, const Tens
     p.lengths = data_as<int32_t>(lengths);
     p.starts = starts ? data_as<int32_t>(*starts) : nullptr;
     Launch launch(call);
-    call.check(launch->schedule(launch.stream, &call.plan(), &p, static_cast<int32_t *>(out.mutable_data_ptr()),
-                                out.size(0), &call.error));
+    call.check(launch->schedule(launch.stream, &call.plan(), &p, static_cast<int32_t *>(schedule.mutable_data_ptr()),
+                                schedule.size(0), &call.error));
 }
 
 /** Both in one call, for decode steps: what torch does around an operator takes longer there than the operator. */
@@ -671,7 +671,7 @@ STABLE_TORCH_LIBRARY(turboquant, m)
         "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, Tensor? fresh_k=None, "
         "Tensor? fresh_v=None, " TRANSFORMS ", float? softmax_scale=None, bool causal=True, int sliding_window=0, "
         "float softcap=0.0, Tensor? schedule=None) -> str");
-    m.def("schedule(int[] plan, Tensor(a!) out, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, "
+    m.def("schedule(int[] plan, Tensor(a!) schedule, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, "
           "Tensor? starts=None, int sinks=0, int window=0, bool causal=True, int sliding_window=0) -> ()");
     m.def("quantize(int[] plan, Tensor k, Tensor? v, *, " TRANSFORMS ") -> Tensor");
     m.def("dequantize(int[] plan, Tensor pages, Tensor block_table, Tensor lengths, SymInt max_tokens, *, " TRANSFORMS

@@ -240,13 +240,15 @@ tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, 
     if (params->batch && !params->lengths) return fail(error, TQ_E_VALUE, "lengths", -1, 0, "a pointer, not NULL");
     if (!schedule || (uintptr_t)schedule % 16)
         return fail(error, TQ_E_VALUE, "schedule", -1, 0, "a 16-byte aligned pointer, not NULL");
-    if (!tq_is_plain(plan)) return TQ_OK; /* nobody reads it */
-    tq_attend_params p = *params;
-    p.schedule = schedule;
-    p.schedule_rows = rows;
-    p.schedule_kind = TQ_SCHEDULE_LINE;
-    Launch l;
-    TQ_CUDA_TRY(prepare(plan, &p, &l, error));
-    if (!l.blocks || is_fused(l)) return TQ_OK; /* the same */
+    DeviceFacts device;
+    TQ_CUDA_TRY(current_device(&device, error));
+    TQ_CUDA_TRY(check_schedule_rows(params->batch, rows, device, error));
+    Launch l = {};
+    if (tq_is_plain(plan)) {
+        tq_attend_params p = *params;
+        p.schedule = nullptr;
+        p.schedule_kind = TQ_SCHEDULE_LINE;
+        TQ_CUDA_TRY(prepare(plan, &p, &l, error));
+    }
     return write_schedule(l.args, schedule, static_cast<cudaStream_t>(stream), error);
 }

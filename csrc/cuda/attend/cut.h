@@ -72,6 +72,7 @@ tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, t
 
 /** Rows of a schedule, at most. */
 int64_t schedule_rows(int32_t batch, int processors);
+tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &device, tq_error *error);
 
 /** The arguments that depend on plan and sizes alone; sets launch->args.rows to 0 where there is nothing to do. */
 tq_status fill_args(const tq_plan &plan, const tq_attend_params &params, Launch *launch, tq_error *error);

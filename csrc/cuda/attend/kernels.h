@@ -22,7 +22,8 @@ struct MergeKernel {
 };
 MergeKernel attend_merge_parts();
 
-/** Queues the kernel that writes a schedule. args: as cut_split leaves them. */
+/** Queues the kernel that writes a schedule. args: as cut_split leaves them; of other kernels, schedule_teams is 0: then the schedule
+ *  becomes one that no call uses, instead of staying that of an earlier step. */
 tq_status write_schedule(const AttendArgs &args, int32_t *schedule, cudaStream_t stream, tq_error *error);
 
 } // namespace tq

@@ -9,13 +9,18 @@ namespace
 
 constexpr int SCHEDULE_WARPS = 4; /* of a block */
 
-/** A warp a team, and a thread a sequence. args.schedule is NULL: Cursor finds the piece as it does in attention without a schedule. */
+/** A warp a team, and a thread a sequence. args.schedule is NULL: Cursor finds the piece as it does in attention without a schedule.
+ *  No teams: the schedule becomes one that no call uses. */
 __global__ void __launch_bounds__(32 * SCHEDULE_WARPS)
     schedule_kernel(const __grid_constant__ AttendArgs a, int4 *schedule)
 {
     wait_for_stream();
     const int lane = threadIdx.x & 31;
     const int32_t thread = blockIdx.x * blockDim.x + threadIdx.x, piece = thread / 32;
+    if (!a.schedule_teams) {
+        if (!thread) schedule[0] = make_int4(0, 0, 0, 0);
+        return;
+    }
     int2 *sequences = const_cast<int2 *>(scheduled_sequences(a, schedule));
     for (int32_t b = thread; b < a.p.batch; b += gridDim.x * blockDim.x) {
         const Sequence s = load_sequence(a, b);
@@ -24,7 +29,8 @@ __global__ void __launch_bounds__(32 * SCHEDULE_WARPS)
     if (piece >= a.schedule_teams) return;
     const Cursor cursor(a, piece, a.schedule_teams, lane);
     if (lane) return;
-    schedule[1 + piece] = make_int4(cursor.at, cursor.end, cursor.b, cursor.sequence_at);
+    const Sequence first = load_sequence(a, cursor.b);
+    schedule[1 + piece] = make_int4(cursor.b, cursor.sequence_at, first.length, first.start);
     if (!piece) schedule[0] = make_int4(a.schedule_key, cursor.line.total, 0, 0);
 }
 
@@ -34,8 +40,9 @@ tq_status write_schedule(const AttendArgs &args, int32_t *schedule, cudaStream_t
 {
     AttendArgs a = args;
     a.schedule = nullptr;
-    return launch(schedule_kernel, (a.schedule_teams + SCHEDULE_WARPS - 1) / SCHEDULE_WARPS, 32 * SCHEDULE_WARPS, 0,
-                  stream, error, a, reinterpret_cast<int4 *>(schedule));
+    int blocks = a.schedule_teams ? (a.schedule_teams + SCHEDULE_WARPS - 1) / SCHEDULE_WARPS : 1;
+    return launch(schedule_kernel, blocks, 32 * SCHEDULE_WARPS, 0, stream, error, a,
+                  reinterpret_cast<int4 *>(schedule));
 }
 
 } // namespace tq

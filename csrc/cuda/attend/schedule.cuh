@@ -27,8 +27,8 @@ struct Sequence {
     int32_t length, start, first_position; /* of query token 0; may be negative */
 };
 
-/** A schedule is rows of four numbers: {key, units of the line, 0, 0}, then for each team {at, end, b, sequence_at} as of Cursor, then
- *  {length, start} of each sequence, two a row. */
+/** A schedule is rows of four numbers: {key, units of the line, 0, 0}, then for each team {b, sequence_at, length, start} of the sequence
+ *  that its piece begins in (Cursor), then {length, start} of each sequence, two a row. */
 __device__ __forceinline__ bool is_schedule_of(const AttendArgs &a, const int4 &head)
 {
     return head.x == a.schedule_key;
@@ -39,20 +39,24 @@ __device__ __forceinline__ const int2 *scheduled_sequences(const AttendArgs &a, 
     return reinterpret_cast<const int2 *>(schedule + 1 + a.schedule_teams);
 }
 
-__device__ __forceinline__ Sequence load_sequence(const AttendArgs &a, int32_t b)
+__device__ __forceinline__ Sequence make_sequence(const AttendArgs &a, int32_t length, int32_t start)
 {
     Sequence s;
-    s.length = a.p.lengths[b];
-    s.start = a.p.starts ? a.p.starts[b] : 0;
+    s.length = min(max(length, 0), a.capacity);
+    s.start = min(max(start, 0), s.length);
+    s.first_position = s.length - a.p.query_tokens;
+    return s;
+}
+
+__device__ __forceinline__ Sequence load_sequence(const AttendArgs &a, int32_t b)
+{
+    int32_t length = a.p.lengths[b], start = a.p.starts ? a.p.starts[b] : 0;
     if (a.schedule) {
         int4 head = __ldcg(a.schedule);
         int2 then = __ldcg(scheduled_sequences(a, a.schedule) + b);
-        if (is_schedule_of(a, head)) s.length = then.x, s.start = then.y;
+        if (is_schedule_of(a, head)) length = then.x, start = then.y;
     }
-    s.length = min(max(s.length, 0), a.capacity);
-    s.start = min(max(s.start, 0), s.length);
-    s.first_position = s.length - a.p.query_tokens;
-    return s;
+    return make_sequence(a, length, start);
 }
 
 /** Positions that a query at position p may see at all. */
@@ -164,22 +168,30 @@ struct Cursor {
     __device__ __forceinline__ Cursor(const AttendArgs &a, int32_t piece_, int32_t teams, int lane)
         : line(1, 1), piece(piece_), b(0), sequence_at(0)
     {
-        if (a.schedule) {
-            int4 head = __ldcg(a.schedule), mine = __ldcg(a.schedule + 1 + piece);
-            if (is_schedule_of(a, head)) {
-                line = Line(head.y, teams);
-                at = mine.x, end = mine.y, b = mine.z, sequence_at = mine.w;
-                if (at < end) view = view_packed(a, load_sequence(a, b));
-                return;
-            }
-        }
         int32_t per_unit = a.p.kv_heads * a.row_tiles, total = 0, upto = 0;
+        bool scheduled = false;
+        int4 mine = {};
+        if (a.schedule) {
+            int4 head = __ldcg(a.schedule);
+            mine = __ldcg(a.schedule + 1 + piece);
+            scheduled = is_schedule_of(a, head);
+            total = head.y;
+        }
+        if (!scheduled) {
+            total = 0;
 #pragma unroll 1
-        for (int32_t first = 0; first < a.p.batch; first += 32) total += scan_lengths(a, first, per_unit, lane, upto);
+            for (int32_t first = 0; first < a.p.batch; first += 32)
+                total += scan_lengths(a, first, per_unit, lane, upto);
+        }
         line = Line(total, teams);
         at = piece < line.pieces ? line.start(piece) : total;
         end = piece < line.pieces ? line.start(piece + 1) : total;
         if (at >= end) return;
+        if (scheduled) {
+            b = mine.x, sequence_at = mine.y;
+            view = view_packed(a, make_sequence(a, mine.z, mine.w));
+            return;
+        }
 #pragma unroll 1
         for (int32_t first = 0;; first += 32) {
             int32_t all = total;

@@ -119,15 +119,20 @@ int32_t key_of(const AttendArgs &a)
 
 int64_t schedule_rows(int32_t batch, int processors) { return 1 + (int64_t)MOST_TEAMS * processors + (batch + 1) / 2; }
 
+tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &device, tq_error *error)
+{
+    if (rows >= schedule_rows(batch, device.processors)) return TQ_OK;
+    return fail(error, TQ_E_VALUE, "schedule", -1, (double)rows,
+                "of at least 1 + 12 * multiprocessors + (batch + 1) / 2 rows");
+}
+
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error)
 {
     TQ_CUDA_TRY(cut_pages(plan, device, launch, error));
     AttendArgs &a = launch->args;
     a.schedule_teams = launch->blocks * a.teams;
     a.schedule_key = key_of(a);
-    if (a.p.schedule && a.p.schedule_rows < schedule_rows(a.p.batch, device.processors))
-        return fail(error, TQ_E_VALUE, "schedule", -1, (double)a.p.schedule_rows,
-                    "of tq_cuda_schedule_rows rows at least");
+    if (a.p.schedule) TQ_CUDA_TRY(check_schedule_rows(a.p.batch, a.p.schedule_rows, device, error));
     a.schedule = reinterpret_cast<const int4 *>(a.p.schedule);
     return cut_ends(device, launch, error);
 }
