@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include "cuda/attend/cut.h"
-#include "cuda/device/launch.cuh"
 
 namespace tq
 {

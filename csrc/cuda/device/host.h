@@ -54,6 +54,14 @@ struct HadamardSigns {
     uint32_t word[2][TQ_MAX_HEAD_DIM / 32]; /* tq_plan.signs of head_dim <= 256 */
 };
 
+inline HadamardSigns signs_of(const tq_plan &plan)
+{
+    HadamardSigns signs;
+    for (int pass = 0; pass < 2; pass++)
+        for (int word = 0; word < TQ_MAX_HEAD_DIM / 32; word++) signs.word[pass][word] = plan.signs[pass][word];
+    return signs;
+}
+
 /* ---- what a plan's codebooks alone decide ---- */
 
 /** T of a plan's codebooks, filled by the first call of a process that wants one, for all threads and devices: kernels get it as

@@ -21,14 +21,6 @@ inline tq_status check_plan(const tq_plan &plan, tq_error *error)
     return TQ_OK;
 }
 
-inline HadamardSigns signs_of(const tq_plan &plan)
-{
-    HadamardSigns signs;
-    for (int pass = 0; pass < 2; pass++)
-        for (int word = 0; word < TQ_MAX_HEAD_DIM / 32; word++) signs.word[pass][word] = plan.signs[pass][word];
-    return signs;
-}
-
 // ---- launching ----
 
 /** A kernel may start before the one in front of it in the stream has ended (launch): nothing it reads or writes may be touched
