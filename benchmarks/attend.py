@@ -131,7 +131,8 @@ def check(shape: Shape, plan: Plan, query_tokens: int = 1) -> float:
 
 
 def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
-    """`us` is with the schedule of sequences that are equally long, as these are, `us_unsaid` without."""
+    """`us` is with the schedule of sequences that are equally long, as these are, `us_unsaid` without one, `us_line`
+    with one for any lengths. Making that takes `us_schedule`, once a step."""
     error = check(shape, plan, query_tokens)
     if not error < 5e-3:  # bf16 outputs round at 4e-3
         raise AssertionError(f"{shape}: attend is off by {error}")
@@ -149,6 +150,10 @@ def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
     )
     if shape[0] > 1:
         metrics["us_unsaid"] = microseconds([lambda s=s: attend(*s, causal=causal) for s in sets], "cuda")["us"]
+        line = ops.schedule(q, p, causal=causal)
+        calls = [lambda s=s: attend(*s, causal=causal, schedule=line.table) for s in sets]
+        metrics["us_line"] = microseconds(calls, "cuda")["us"]
+        metrics["us_schedule"] = microseconds([lambda: ops.schedule(q, p, causal=causal, out=line)], "cuda")["us"]
     return metrics | {"bytes": nbytes, "tbps": round(nbytes / metrics["us"] / 1e6, 3), "error": error}
 
 
