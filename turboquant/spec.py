@@ -153,7 +153,8 @@ class CacheSpec:
                     quantisation does.
     sinks, window   the first and the last so many tokens of each sequence stay in the model's dtype.
     prefill         "exact": the queries of the first forward see full-precision keys and values, as the model alone
-                    would; "packed": every query reads what was stored.
+                    would, and those of a later one of many tokens, such as a second turn, see the tokens of their own
+                    forward so (`kvcache.storage.IN_PARTS_FROM`); "packed": every query reads what was stored.
     overrides       layer index (negative counts from the last layer) -> fields that differ in it, such as {0:
                     {"key_bits": 5}}. Given as a mapping, held as sorted tuples.
     seed            of the rotation and the sketch; 0..2**63 - 1. (A calibration has its own.)

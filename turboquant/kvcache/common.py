@@ -30,6 +30,11 @@ def _new_lengths(lengths: list[int], device: torch.device) -> torch.Tensor:
 
 
 @outside_autograd
+def _fewer(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
+    return torch.sub(lengths, tokens).clamp_(min=0)
+
+
+@outside_autograd
 def _add(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
     return lengths.add_(tokens)
 
@@ -41,6 +46,7 @@ class Common:
         self.calibration = calibration
         self._layers: list[weakref.ref[LayerStorage]] = []  # weak: a cache that is dropped is freed there and then
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
+        self._earlier: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the forward at work
         self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
         self._equal: dict[torch.device, torch.Tensor] = {}
 
@@ -61,6 +67,7 @@ class Common:
         """
         held = self._lengths.get(device)
         if held is None or held[0] != after or held[1] != padding:
+            self._earlier = {}
             held = self._lengths[device] = (after, padding, self._moved_lengths(held, after, padding, device))
         return held[2]
 
@@ -88,6 +95,13 @@ class Common:
             self._equal[device] = torch.empty((0, 4), dtype=torch.int32, device=device)
         return self._equal[device]
 
+    def earlier(self, lengths: torch.Tensor, fewer: int) -> torch.Tensor:
+        """`lengths` of this forward less so many tokens, int32 [batch], at least 0: made once for all layers."""
+        where = lengths.device, fewer
+        if where not in self._earlier:
+            self._earlier[where] = _fewer(lengths, fewer)
+        return self._earlier[where]
+
     def held(self, device: torch.device) -> torch.Tensor | None:
         found = self._lengths.get(device)
         return None if found is None else found[2]
@@ -95,7 +109,7 @@ class Common:
     def replayed(self, device: torch.device) -> None:
         """The lengths of a device have grown by one, without this class."""
         after, padding, lengths = self._lengths[device]
-        self._lengths[device] = after + 1, padding, lengths
+        self._lengths[device], self._earlier = (after + 1, padding, lengths), {}
 
     @outside_autograd
     def rotation(self, spec: CacheSpec, side: str, head_dim: int, device: torch.device) -> torch.Tensor | None:
@@ -123,11 +137,12 @@ class Common:
             else:
                 layer.take_back(before)
         if before == 0:
-            self._lengths = {}
+            self._lengths, self._earlier = {}, {}
         for device, (_, padding, _) in list(self._lengths.items()):
             padding = next((layer.padding for layer in self.layers if layer.tokens == before), padding)
             self.lengths(before, padding, device)  # in place, as a rule: there may be no memory for more
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("lengths", held[2]) for held in self._lengths.values())
+        yield from (("lengths", tensor) for tensor in self._earlier.values())
         yield from (("rotation", matrix) for matrix in self._rotations.values())

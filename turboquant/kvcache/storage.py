@@ -36,6 +36,7 @@ from ..calibration.tensors import transforms
 from ..modes import is_split
 from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec
+from .chunk import attention_in_chunk, merged
 from .common import Common
 from .exact import exact_rows, grown_sinks, laid_out, rows_of, with_room
 from .pages import PageTable, outside_autograd
@@ -47,6 +48,9 @@ __all__ = ["LayerStorage"]
 _append = torch.ops.turboquant.append.default  # the overload itself: nothing is looked up in a decode step
 _attend = torch.ops.turboquant.attend.default
 _append_attend = torch.ops.turboquant.append_attend.default
+
+# Tokens of a forward on a device from which on PyTorch's own attention over them is faster than `attend` over all.
+IN_PARTS_FROM = {"cpu": 16, "cuda": 64}
 
 _Result = TypeVar("_Result")
 _NOTHING = torch.empty(0)  # where a layer that holds nothing has no pages yet
@@ -211,10 +215,12 @@ class LayerStorage:
         """
         new = key.shape[2]
         before, after = self.tokens, self.tokens + new
+        attended: torch.Tensor | None = None
+        if how is not None and self._in_parts(after, new, padding, sliding_window):
+            attended, how = self._attend_in_parts(query, key, value, lengths, padding, how), None
         if after > self.exact_ready:
             self.make_exact_room(after)
         state, fresh = self.arguments(), self._fresh(key, value, before, padding, new > 1 and how is not None)
-        attended: torch.Tensor | None = None
         assert self.table is not None
         if how is None or fresh or self.table.pool.tables > 1:  # forks may attend at the same time, but not write
             pages, rows = self.append(key, value, lengths, state, after, padding)
@@ -230,6 +236,40 @@ class LayerStorage:
             self._release()
             self.table.compact()
         return attended
+
+    def _in_parts(self, after: int, new: int, padding: tuple[int, ...], sliding_window: int) -> bool:
+        """Whether the queries of a forward meet its tokens, which nothing has packed yet, apart from what is stored."""
+        if self.spec.prefill == "packed" or not self.tokens or new < IN_PARTS_FROM.get(self.device.type, 2):
+            return False
+        return not sliding_window or after - min(padding) <= sliding_window  # no query misses a token
+
+    def _attend_in_parts(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        padding: tuple[int, ...],
+        how: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attention of a forward's queries before its tokens are stored: `attend` over what is stored, PyTorch's own
+        attention over the new tokens, in one softmax. Arguments and result are those of `store`."""
+        before, state = self.tokens, self.arguments()
+        sizes, exact = {"sink": rows_of(self.sink_k), "window": rows_of(self.window_k)}, 0
+        earlier = []
+        if sum(sizes.values()) <= before - max(padding):  # every row holds a token: PyTorch may read them too
+            exact = sum(sizes.values())
+            earlier = [(state.pop(f"{part}_k"), state.pop(f"{part}_v")) for part, rows in sizes.items() if rows]
+        pad = tuple(max(0, pad - before) for pad in padding)
+        own = attention_in_chunk(query, earlier, key, value, how["softmax_scale"], how["softcap"], pad)
+        if before - min(padding) <= exact:
+            return own[0]
+        assert self.table is not None
+        with self.table.pool.lock:  # forks may add pages
+            pages, rows_of_pages = self.table.pool.storage, self.table.tensor
+        stored = self.shared.earlier(lengths, key.shape[2] + exact)
+        how = {**how, "sliding_window": 0, "causal": False}
+        return merged(_attend(self.plan.words, query, pages, rows_of_pages, stored, **how, **state), own)
 
     def append(
         self,

@@ -1,0 +1,206 @@
+"""A chunk on a packed history: its tokens meet each other by PyTorch's own attention and what is stored by `attend`.
+
+Held to float64 attention over sinks and window as they are, packed tokens as they decode, and the chunk as it is.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import models  # noqa: F401  skips without torch and transformers
+import pytest
+import torch
+from specs import bare
+from test_ops import DEVICES
+from transformers import LlamaConfig
+
+from turboquant import TurboQuantCache
+from turboquant.hf.attention import attention, request_mask
+from turboquant.kvcache import chunk, storage
+
+DTYPES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
+WINDOWED = dict(sinks=4, window=32)
+CHUNK = 70
+
+
+@pytest.fixture(autouse=True)
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "IN_PARTS_FROM", {"cpu": 40, "cuda": 40})
+
+
+def random(batch, heads, tokens, dim, dtype=torch.float32, device="cpu", seed=0):
+    make = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, heads, tokens, dim, generator=make).to(device, dtype)
+
+
+class Layer:
+    """One layer of a cache, fed by hand, and the oracle over what it stores."""
+
+    def __init__(self, spec, heads=4, kv_heads=2, dim=32, **how):
+        config = LlamaConfig(
+            num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * dim
+        )
+        self.cache, self.dim, self.group, self.how = TurboQuantCache(config, spec), dim, heads // kv_heads, how
+        self.stored = self.cache.layers[0].storage
+
+    def forward(self, q, k, v, mask=None):
+        tokens = k.shape[2]
+        before = self.stored.tokens
+        request = request_mask(batch_size=len(k), kv_length=before + tokens, kv_offset=0, attention_mask=mask,
+                               local_size=self.how.get("local_size"), allow_is_causal_skip=True, q_length=tokens,
+                               q_offset=before, cache_position=torch.arange(before, before + tokens))  # fmt: skip
+        module = SimpleNamespace(num_key_value_groups=self.group, is_causal=True)
+        options = {"softcap": self.how["softcap"]} if "softcap" in self.how else {}
+        fresh, value = self.cache.update(k, v, 0)
+        with patch("turboquant.hf.layer.own_attention", lambda _, query, *rest: (query.transpose(1, 2), None)):
+            return attention(module, q, fresh, value, request, scaling=self.dim**-0.5, **options)[0].transpose(1, 2)
+
+    def history(self, b):
+        """Keys and values of sequence b as `attend` reads them, float64 [kv_heads, tokens, dim] each."""
+        held, spec = self.stored, self.stored.spec
+        length = held.tokens - held.padding[b]
+        sinks, window = min(spec.sinks, length), min(spec.window, max(0, length - spec.sinks))
+        out = []
+        packed = torch.tensor([max(0, length - sinks - window) if i == b else 0 for i in range(len(held.padding))])
+        decoded = torch.ops.turboquant.dequantize(
+            held.plan.words, held.pages, held.block_table, packed.to(held.device, torch.int32), int(packed.max()),
+            **{x: y for x, y in held.arguments().items() if not x.startswith(("sink", "window"))},
+        )  # fmt: skip
+        for i, side in enumerate("kv"):
+            parts = [decoded[i][b].double()]
+            if sinks:
+                parts.insert(0, getattr(held, f"sink_{side}")[b, :, :sinks].double())
+            if window:
+                ring = getattr(held, f"window_{side}")[b].double()
+                parts.append(ring[:, torch.arange(length - window, length, device=ring.device) % ring.shape[1]])
+            out.append(torch.cat(parts, 1))
+        return out
+
+    def oracle(self, q, k, v, padding=None):
+        """What the chunk q, k, v is to give, float64; before it is stored. Rows of padding are zeros."""
+        outs = []
+        for b in range(len(q)):
+            past = self.history(b) if self.stored.tokens else (k[b, :, :0].double(), v[b, :, :0].double())
+            pad = min(max(0, padding[b] - self.stored.tokens), q.shape[2]) if padding else 0
+            whole = (torch.cat([held, new[b, :, pad:].double()], 1) for held, new in zip(past, (k, v)))
+            keys, values = (x.repeat_interleave(self.group, 0) for x in whole)
+            logits = q[b, :, pad:].double() @ keys.transpose(1, 2) * self.dim**-0.5
+            if cap := self.how.get("softcap"):
+                logits = cap * torch.tanh(logits / cap)
+            age = torch.arange(logits.shape[1])[:, None] + past[0].shape[1] - torch.arange(logits.shape[2])[None, :]
+            seen = (age >= 0) & (age < (self.how.get("local_size") or logits.shape[2] + 1))
+            weights = logits.masked_fill(~seen.to(logits.device), -torch.inf).softmax(-1)
+            outs.append(torch.nn.functional.pad(weights @ values, (0, 0, pad, 0)))
+        return torch.stack(outs)
+
+
+def close(got, want, dtype):
+    assert got.shape == want.shape and got.dtype == dtype
+    assert (got.double() - want).abs().max() <= DTYPES[dtype] * want.abs().max()
+
+
+def run(layer, pieces, dtype=torch.float32, device="cpu", heads=4, kv_heads=2, dim=32, batch=1, padding=None):
+    """Feeds pieces of random tokens, and holds each chunk but the first, the model's own matter, to the oracle."""
+    total = sum(pieces)
+    q, k, v = (random(batch, h, total, dim, dtype, device, seed) for seed, h in enumerate((heads, kv_heads, kv_heads)))
+    mask = None
+    if padding:
+        mask = (torch.arange(total)[None, :] >= torch.tensor(padding)[:, None]).to(device)
+    start, checked = 0, 0
+    for piece in pieces:
+        stop = start + piece
+        q_, k_, v_ = (x[:, :, start:stop] for x in (q, k, v))
+        want = layer.oracle(q_, k_, v_, padding) if start and piece >= 40 else None
+        got = layer.forward(q_, k_, v_, None if mask is None else mask[:, :stop])
+        if want is not None:
+            real = torch.ones(batch, 1, piece, 1, dtype=torch.bool, device=device)
+            if padding:
+                real = mask[:, None, start:stop, None]
+            assert got.isfinite().all()
+            close(got.where(real, torch.zeros_like(got)), want, dtype)
+            checked += 1
+        start = stop
+    assert checked
+
+
+SPECS = {
+    "all packed": bare(3, 3),
+    "sinks": bare(3, 3, sinks=4),
+    "window": bare(4, 2, window=32),
+    "sinks and window": bare(3, 3, **WINDOWED),
+    "centred": bare(3, 3, centre="prompt", centre_tokens=40, **WINDOWED),
+    "dense": bare(3, 3, rotation="dense", **WINDOWED),
+    "groups of 16": bare(4, 4, group=16, **WINDOWED),
+    "blocks": bare(3, 3, key_levels="affine", value_levels="affine", key_block=32, **WINDOWED),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_chunk_sees_what_is_stored_and_itself_exactly(spec, device):
+    run(Layer(spec), (150, CHUNK, 1, 3, CHUNK, 200), device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 4, 64), (8, 2, 128), (6, 2, 80), (4, 1, 256), (2, 2, 24)])
+def test_shapes_and_dtypes(heads, kv_heads, dim, dtype, device):
+    shape = dict(heads=heads, kv_heads=kv_heads, dim=dim)
+    run(Layer(bare(4, 4, **WINDOWED), **shape), (200, CHUNK, 130), dtype, device, batch=2, **shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fields", [{}, WINDOWED], ids=str)
+def test_softcap(fields, dtype, device):
+    run(Layer(bare(3, 3, **fields), softcap=0.5), (150, CHUNK, 90), dtype, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", [1, 3, 10, 20, 36, 50])
+def test_a_chunk_on_a_short_history(first, device):
+    """Sinks and window are not full yet."""
+    run(Layer(bare(3, 3, **WINDOWED)), (first, CHUNK), device=device)
+    run(Layer(bare(3, 3, centre="prompt", centre_tokens=8, **WINDOWED)), (first, CHUNK, CHUNK), device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pieces", [(160, CHUNK, 50), (60, CHUNK, CHUNK, 50), (10, 50, 50, 90)], ids=str)
+@pytest.mark.parametrize("how", [{}, {"softcap": 0.5}], ids=str)
+@pytest.mark.parametrize("fields", [{}, WINDOWED], ids=str)
+def test_left_padding(fields, how, pieces, device):
+    """Of the first forward, and of chunks that some sequences begin in."""
+    run(Layer(bare(3, 3, **fields), **how), pieces, device=device, batch=4, padding=(0, 1, 37, 100))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sliding_window_that_hides_nothing(device):
+    run(Layer(bare(3, 3, **WINDOWED), local_size=320), (180, CHUNK, CHUNK), device=device)
+
+
+def test_blocks_of_the_plain_way_change_nothing(monkeypatch):
+    q, k, v = (random(2, heads, 50, 16, seed=seed) for seed, heads in enumerate((6, 2, 2)))
+    earlier = [(random(2, 2, 20, 16, seed=3), random(2, 2, 20, 16, seed=4))]
+    whole = chunk.attention_in_chunk(q, earlier, k, v, 0.25, 2.0, (0, 7))
+    monkeypatch.setattr(chunk, "_BLOCK", 12 * 70 * 7)  # 7 queries
+    for a, b in zip(whole, chunk.attention_in_chunk(q, earlier, k, v, 0.25, 2.0, (0, 7))):
+        torch.testing.assert_close(a, b)
+    nothing = chunk.attention_in_chunk(q, [], k, v, 0.25, 0.0, (0, 7))
+    assert not nothing[0][1, :, :7].any() and nothing[1].isfinite().all()
+
+
+def test_a_chunk_that_fails_leaves_the_cache_as_it_was():
+    layer = Layer(bare(3, 3, **WINDOWED))
+    q, k, v = (random(1, heads, 300, 32, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    layer.forward(*(x[:, :, :150] for x in (q, k, v)))
+    before = [(part, tensor.clone()) for part, tensor in layer.cache.tensors()]
+    bad = v[:, :, 150:250].clone()
+    bad[0, 0, 99, 0] = torch.nan
+    with pytest.raises(ValueError, match="layer 0: append: `v"):
+        layer.forward(q[:, :, 150:250], k[:, :, 150:250], bad)
+    after = layer.cache.tensors()
+    assert all(part == name and torch.equal(x, y) for (part, x), (name, y) in zip(before, after, strict=True))
+    rest = [x[:, :, 150:] for x in (q, k, v)]
+    want = layer.oracle(*rest)
+    close(layer.forward(*rest), want, torch.float32)
