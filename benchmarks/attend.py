@@ -1,6 +1,7 @@
 """Decode attention over packed pages against bf16 attention, on a GPU: timed in a CUDA graph, correctness first.
 
     python benchmarks/attend.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
+    python benchmarks/attend.py --section window [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
 
 Shapes are (batch, KV heads, group, tokens, head_dim). Two of them are also timed with several query tokens a sequence,
 as in speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape
@@ -8,6 +9,9 @@ smaller than `ROTATE_BYTES` is held several times, and calls take turns. The bas
 tokens in bf16 of PyTorch's cuDNN and flash attention, also with the group's heads as query rows of one KV head
 (decoding needs no mask), and of FlashInfer's paged decoding where it is installed (it compiles on first use).
 FlashInfer on fp8 keys and values is timed as well, as a peer.
+
+Section window times a decode step of a layer, `append_attend`, with exact sinks and an exact window, and without: as
+many tokens in all. `over_plain` is its time over that without. The file is attend_window.json.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ SHAPES = [
     (1, 8, 4, 4096, 128),
     (1, 8, 4, 2048, 128),
 ]
+WINDOW_SHAPES = [(1, 8, 4, 8192, 128), (64, 8, 4, 4096, 128)]
+WINDOWS = [(0, 0), (1, 32), (4, 128)]  # sinks, window
 QUERY_TOKENS = (2, 4, 8, 16)
 QUERY_SHAPES = [(16, 8, 4, 32768, 128), (1, 8, 4, 8192, 128)]
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -157,14 +163,73 @@ def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
     return metrics | {"bytes": nbytes, "tbps": round(nbytes / metrics["us"] / 1e6, 3), "error": error}
 
 
+def steps(shape: Shape, plan: Plan, sinks: int, window: int, n: int) -> list[dict[str, Any]]:
+    """Arguments of `append_attend` of one more token, for n caches of the tokens of a shape."""
+    batch, kv_heads, _, tokens, d = shape
+    q, k, v = tensors(shape, 0)
+    held = -(-(tokens + 1 - sinks - window) // plan.page_tokens)
+    table = torch.arange(batch * held, dtype=torch.int32, device="cuda").view(batch, held)
+    cache = {"pages": torch.zeros(batch * held, kv_heads, plan.record_bytes, dtype=torch.uint8, device="cuda")}
+    for part, rows in (("sink", sinks), ("window", window)):
+        if rows:
+            cache |= {f"{part}_{x}": k.new_zeros(batch, kv_heads, rows, d) for x in "kv"}
+    lengths = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
+    torch.ops.turboquant.append(plan.words, k, v, lengths, block_table=table, **cache)
+    new = {"q": q, "k": k[:, :, :1].clone(), "v": v[:, :, :1].clone(), "lengths": lengths + 1, "block_table": table}
+    new["schedule"] = torch.empty((0, 4), dtype=torch.int32, device="cuda")  # of `ops.schedule` for equal lengths
+    return [new | cache, *(new | {name: x.clone() for name, x in cache.items()} for _ in range(n - 1))]
+
+
+def check_window(shape: Shape, plan: Plan, sinks: int, window: int) -> float:
+    """Largest error of a step relative to the largest output, against float64 over what the cache holds; on a cut."""
+    batch, kv_heads, group, tokens, d = shape
+    cut = (min(batch, 2), min(kv_heads, 2), group, min(tokens, 1024) - 5, d)
+    (one,) = steps(cut, plan, sinks, window, 1)
+    out = torch.ops.turboquant.append_attend(plan.words, **one)
+    packed = cut[3] + 1 - sinks - window
+    decoded = torch.ops.turboquant.dequantize(
+        plan.words, one["pages"], one["block_table"], one["lengths"] - sinks - window, packed
+    )
+    exact = [[one[f"{part}_{x}"] for part in ("sink", "window") if f"{part}_{x}" in one] for x in "kv"]
+    keys, values = (torch.cat([x.double(), *(y.double() for y in ys)], 2) for x, ys in zip(decoded, exact))
+    want = F.scaled_dot_product_attention(one["q"].double(), keys, values, enable_gqa=True)
+    return float((out - want).abs().max() / want.abs().max())
+
+
+def windows(args: argparse.Namespace) -> None:
+    report = Report("attend_window", "cuda")
+    step = torch.ops.turboquant.append_attend
+    for shape in (shape for shape in WINDOW_SHAPES if ",".join(map(str, shape)).startswith(args.only)):
+        for bits in (bits for bits in args.bits if "," not in bits):
+            plan, plain = Plan(shape[4], int(bits), int(bits)), float("nan")
+            n = copies(shape[0] * shape[1] * shape[3] // plan.page_tokens * plan.record_bytes)
+            for sinks, window in WINDOWS:
+                torch.cuda.empty_cache()
+                error = check_window(shape, plan, sinks, window)
+                if not error < 5e-3:  # bf16 outputs round at 4e-3
+                    raise AssertionError(f"{shape}, {sinks} sinks, window {window}: a step is off by {error}")
+                held = steps(shape, plan, sinks, window, n)
+                calls = [lambda one=one, words=plan.words: step(words, **one) for one in held]
+                metrics: dict[str, Any] = microseconds(calls, "cuda")
+                plain = metrics["us"] if not sinks + window else plain
+                metrics |= {"over_plain": round(metrics["us"] / plain, 3), "error": error}
+                where = dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape))
+                report.add("window", where | {"bits": bits, "sinks": sinks, "window": window}, metrics)
+                print(shape, bits, sinks, window, metrics["us"], "us", metrics["over_plain"], "x", flush=True)
+    print(report.save(args.out))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--bits", nargs="+", default=["4", "3", "2", "5,4,3,0"], help="widths; commas: one per 32-channel group"
     )
+    parser.add_argument("--section", choices=("attend", "window"), default="attend")
     parser.add_argument("--only", default="", help="shapes that start so, such as 1,8,4")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
+    if args.section == "window":
+        return windows(args)
     report = Report("attend", "cuda")
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)

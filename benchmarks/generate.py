@@ -1,9 +1,11 @@
-"""End to end on a GPU: decoding speed and memory of a Llama of the 8B shape with random weights, bf16 cache and packed.
+"""End to end, bf16 cache and packed: a Llama of the 8B shape with random weights on a GPU, or a real model.
 
     python benchmarks/generate.py [--case BATCH,TOKENS ...] [--compile] [--out benchmarks/results/h200]
+    python benchmarks/generate.py --section turns [--history TOKENS ...] [--new TOKENS ...] [--model FOLDER]
+                                  [--device cpu]
 
-The prompt is not computed: caches are filled with random keys and values, and the attention of the prompt is left out,
-since only the speed of decoding is asked.
+Section decode, on a GPU, is decoding speed and memory. The prompt is not computed: caches are filled with random keys
+and values, and the attention of the prompt is left out, since only the speed of decoding is asked.
 
     bf16           transformers' DynamicCache with SDPA, one forward a token, as `generate` has it by default
     bf16 graph     transformers' StaticCache with room for 64 tokens more, its step recorded as a CUDA graph; up to 32k
@@ -12,24 +14,32 @@ since only the speed of decoding is asked.
     quanto 4       transformers' QuantizedCache, where optimum-quanto is installed; up to 32,768 tokens in all
     4, 3, 2        packed, one forward a token
     4 graph, ..    packed, patch(model, spec, cuda_graphs=True)
+
+Section turns is a chat: a first prompt of so many random tokens, then so many new ones on top of it, one sequence, the
+caches by turns. `full` is DynamicCache in the model's dtype; "default" is the preset; "default, one call" is the same
+without `kvcache.chunk`, so that `attend` alone meets stored and new tokens. `logits_error` is that of the last token's
+logits, relative to those of `full`, in the 2-norm. The file is generate_turns.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from timing import RESULTS, Report
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 import turboquant
 from turboquant.hf.attention import attention
 from turboquant.hf.names import CACHE
+from turboquant.kvcache import storage
 
 CONFIG = LlamaConfig(
     hidden_size=4096,
@@ -128,16 +138,92 @@ def cache_of(model: Any, name: str, tokens: int) -> Any:
     return turboquant.TurboQuantCache(CONFIG, spec)
 
 
+TURN_CACHES = {"full": None, "default": storage.IN_PARTS_FROM, "default, one call": {"cpu": 1 << 30, "cuda": 1 << 30}}
+
+
+def forward_ms(model: Any, cache: Any, ids: torch.Tensor, name: str) -> tuple[float, torch.Tensor]:
+    """Milliseconds of a forward of ids on a cache of `TURN_CACHES`, and the logits of the last token."""
+
+    def wait() -> None:
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+
+    if name == "full":
+        turboquant.unpatch(model)
+    else:
+        turboquant.patch(model, "default")
+    with patch.object(storage, "IN_PARTS_FROM", TURN_CACHES[name] or {}):
+        wait()
+        start = time.perf_counter()
+        logits = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits
+        wait()
+    return (time.perf_counter() - start) * 1e3, logits[0, -1].float()
+
+
+@torch.inference_mode()
+def turns(model: Any, history: int, news: Sequence[int], repeats: int, report: Report) -> None:
+    """Adds rows of the prompt and of each turn over it."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (1, history + max(news)), generator=generator).to(model.device)
+    caches: dict[str, Any] = {}
+    times: dict[str, list[float]] = {name: [] for name in ("full", "default")}
+    for _ in range(max(2, repeats // 2)):
+        for name, found in times.items():
+            caches.pop(name, None)
+            new = DynamicCache(config=model.config) if name == "full" else turboquant.TurboQuantCache(model, "default")
+            found.append(forward_ms(model, new, ids[:, :history], name)[0])
+            caches[name] = new
+    add_turn(report, {"history": 0, "new": history}, {name: found[1:] for name, found in times.items()}, {})
+    for tokens in news:
+        times, logits = {name: [] for name in TURN_CACHES}, {}
+        for _ in range(repeats + 1):
+            for name, found in times.items():
+                cache = caches["full"] if name == "full" else copy.deepcopy(caches["default"])  # alone with its pages
+                took, logits[name] = forward_ms(model, cache, ids[:, history : history + tokens], name)
+                found.append(took)
+                if name == "full":
+                    cache.crop(-tokens)
+        params = {"history": history, "new": tokens}
+        add_turn(report, params, {name: found[1:] for name, found in times.items()}, logits)
+
+
+def add_turn(
+    report: Report, params: dict[str, int], times: dict[str, list[float]], logits: dict[str, torch.Tensor]
+) -> None:
+    full = median(times["full"])
+    for name, found in times.items():
+        metrics = {"ms": round(median(found), 3), "least_ms": round(min(found), 3)}
+        if name != "full":
+            metrics["x_full"] = round(median(found) / full, 3)
+            metrics["x_full_least"] = round(min(found) / min(times["full"]), 3)
+            if logits:
+                metrics["logits_error"] = round(
+                    float((logits[name] - logits["full"]).norm() / logits["full"].norm()), 5
+                )
+        report.add("turns", {**params, "cache": name}, metrics)
+        print(params, name, metrics, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", choices=("decode", "turns"), default="decode")
     parser.add_argument("--case", nargs="+", default=CASES)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--history", nargs="+", type=int, default=[4096, 32768, 100000])
+    parser.add_argument("--new", nargs="+", type=int, default=[64, 512, 2048])
+    parser.add_argument("--repeats", type=int, default=10, help="forwards of each turn")
+    parser.add_argument(
+        "--model", help="folder of a model in the Hugging Face format instead of the 8B shape, for turns"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of turns; float32 on a CPU")
+    parser.add_argument("--threads", type=int, default=0, help="of a CPU; 0: torch's choice")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
+    if args.section == "turns":
+        return turns_main(args)
     report = Report("generate", "cuda")
     torch.backends.cuda.enable_cudnn_sdp(False)  # slower than flash here: it plans anew for every length
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(CONFIG).to(torch.bfloat16).eval()
+    model = the_model()
     names = ["bf16", "bf16 graph", *(["bf16 compiled"] if args.compile else [])]
     names += ["quanto 4"] if find_spec("optimum") and find_spec("optimum.quanto") else []
     names += [f"{bits}{graph}" for bits in "432" for graph in ("", " graph")]
@@ -155,6 +241,25 @@ def main() -> None:
             del cache
             report.add("decode", {"batch": batch, "tokens": tokens, "cache": name}, metrics)
             print(case, name, metrics, flush=True)
+    print(report.save(args.out))
+
+
+def the_model() -> Any:
+    with torch.device("cuda"):
+        return LlamaForCausalLM(CONFIG).to(torch.bfloat16).eval()
+
+
+def turns_main(args: argparse.Namespace) -> None:
+    report = Report("generate_turns", args.device)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    if args.model:
+        dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
+    else:
+        model = the_model()
+    for history in args.history:
+        turns(model, history, args.new, args.repeats, report)
     print(report.save(args.out))
 
 

@@ -78,8 +78,10 @@ def _plain(
     kv_heads, seen = key.shape[1], key.shape[2]
     earlier, k, v = seen - tokens, key.float().transpose(2, 3), value.float()
     column = torch.arange(seen, device=query.device)
-    pad = torch.tensor(padding or (0,) * batch, device=query.device).view(-1, 1, 1, 1, 1)
-    real = (column < earlier) | (column >= earlier + pad)
+    masked = None
+    if any(padding):
+        first = earlier + torch.tensor(padding, device=query.device).view(-1, 1, 1, 1, 1)
+        masked = (column >= earlier) & (column < first)
     out, lse = torch.empty_like(query), query.new_empty((batch, heads, tokens), dtype=torch.float32)
     step = max(1, _BLOCK // max(1, batch * heads * seen))
     for start in range(0, tokens, step):
@@ -89,7 +91,7 @@ def _plain(
         if softcap:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         hidden = column > earlier + torch.arange(some.start, some.stop, device=query.device).view(-1, 1)
-        logits.masked_fill_(hidden | ~real, -torch.inf)
+        logits.masked_fill_(hidden if masked is None else hidden | masked, -torch.inf)
         total = logits.logsumexp(-1).clamp_(min=torch.finfo(torch.float32).min)
         weights = logits.sub_(total.unsqueeze(-1)).exp_()
         found = weights.view(batch, kv_heads, -1, seen) @ v
