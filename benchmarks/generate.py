@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--history", nargs="+", type=int, default=[4096, 32768, 100000])
     parser.add_argument("--new", nargs="+", type=int, default=[64, 512, 2048])
+    parser.add_argument("--parts-from", type=int, help="new tokens from which on `default` uses `kvcache.chunk`")
     parser.add_argument("--repeats", type=int, default=10, help="forwards of each turn")
     parser.add_argument(
         "--model", help="folder of a model in the Hugging Face format instead of the 8B shape, for turns"
@@ -258,6 +259,8 @@ def turns_main(args: argparse.Namespace) -> None:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
     else:
         model = the_model()
+    if args.parts_from:
+        TURN_CACHES["default"] = {args.device: args.parts_from}
     for history in args.history:
         turns(model, history, args.new, args.repeats, report)
     print(report.save(args.out))

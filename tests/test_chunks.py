@@ -179,13 +179,16 @@ def test_a_sliding_window_that_hides_nothing(device):
     run(Layer(bare(3, 3, **WINDOWED), local_size=320), (180, CHUNK, CHUNK), device=device)
 
 
-def test_blocks_of_the_plain_way_change_nothing(monkeypatch):
+def test_neither_blocks_nor_autocast_change_the_plain_way(monkeypatch):
     q, k, v = (random(2, heads, 50, 16, seed=seed) for seed, heads in enumerate((6, 2, 2)))
     earlier = [(random(2, 2, 20, 16, seed=3), random(2, 2, 20, 16, seed=4))]
     whole = chunk.attention_in_chunk(q, earlier, k, v, 0.25, 2.0, (0, 7))
     monkeypatch.setattr(chunk, "_BLOCK", 12 * 70 * 7)  # 7 queries
     for a, b in zip(whole, chunk.attention_in_chunk(q, earlier, k, v, 0.25, 2.0, (0, 7))):
         torch.testing.assert_close(a, b)
+    with torch.autocast("cpu", torch.bfloat16):
+        for a, b in zip(whole, chunk.attention_in_chunk(q, earlier, k, v, 0.25, 2.0, (0, 7))):
+            torch.testing.assert_close(a, b)
     nothing = chunk.attention_in_chunk(q, [], k, v, 0.25, 0.0, (0, 7))
     assert not nothing[0][1, :, :7].any() and nothing[1].isfinite().all()
 

@@ -48,7 +48,8 @@ def attention_in_chunk(
     lse is finite: about -3e38 for a query that sees nothing, whose out is 0.
     """
     if softcap or any(padding) or not _has_flash(query):
-        return _plain(query, *_joined([*earlier, (key, value)]), scale, softcap, padding)
+        with torch.autocast(query.device.type, enabled=False):  # which would round float32 operands
+            return _plain(query, *_joined([*earlier, (key, value)]), scale, softcap, padding)
     if query.device.type != "cpu":  # the causal mask ends at the last key
         out, lse, *_ = _flash(query, *_joined([*earlier, (key, value)]), 0.0, True, scale=scale)
         return out, lse
