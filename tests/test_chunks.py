@@ -96,8 +96,9 @@ class Layer:
 
 
 def close(got, want, dtype):
+    limit = max(DTYPES[dtype], 1.5e-4 if got.is_cuda else 0)  # queries and weights have 16 bits in CUDA kernels
     assert got.shape == want.shape and got.dtype == dtype
-    assert (got.double() - want).abs().max() <= DTYPES[dtype] * want.abs().max()
+    assert (got.double() - want).abs().max() <= limit * want.abs().max()
 
 
 def run(layer, pieces, dtype=torch.float32, device="cpu", heads=4, kv_heads=2, dim=32, batch=1, padding=None):
