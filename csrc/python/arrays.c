@@ -210,7 +210,7 @@ int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch
 
 int scratch_get(scratch_memory *scratch, size_t bytes)
 {
-    scratch->block = bytes <= PY_SSIZE_T_MAX - 64 ? PyMem_RawMalloc(bytes + 64) : NULL;
+    scratch->block = bytes <= PY_SSIZE_T_MAX - 64 ? PyMem_Malloc(bytes + 64) : NULL;
     if (!scratch->block) {
         PyErr_NoMemory();
         return -1;
@@ -236,6 +236,6 @@ int copy_tables(scratch_memory *copies, const table_argument *tables, int n)
 
 void scratch_free(scratch_memory *scratch)
 {
-    PyMem_RawFree(scratch->block);
+    PyMem_Free(scratch->block);
     scratch->block = NULL;
 }

@@ -9,6 +9,7 @@
 #define TURBOQUANT_BINDING_H
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <string.h>
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #define PY_ARRAY_UNIQUE_SYMBOL turboquant_core_array_api

@@ -40,7 +40,7 @@ static PyObject *raise_argument(PyObject *type, const char *op, const char *labe
 {
     PyObject *text =
         wants && got ? PyUnicode_FromFormat("%s%s`%s` must be %U", op, *op ? ": " : "", label, wants) : NULL;
-    PyObject *error = text ? PyObject_CallOneArg(type, text) : NULL;
+    PyObject *error = text ? PyObject_CallFunctionObjArgs(type, text, NULL) : NULL;
     const char *name = strncmp(label, "len(", 4) ? label : label + 4;
     PyObject *argument = error ? PyUnicode_FromStringAndSize(name, (Py_ssize_t)strcspn(name, "[)")) : NULL;
     if (argument && PyObject_SetAttrString(error, "argument", argument) == 0 &&
@@ -82,7 +82,8 @@ PyObject *raise_value(const char *op, const char *name, const char *format, ...)
 
 PyObject *raise_type(const char *op, const char *name, const char *wants, PyObject *got)
 {
-    PyObject *text = PyArray_DescrCheck(got) ? PyUnicode_FromFormat("%s, got %S", wants, got)
-                                             : PyUnicode_FromFormat("%s, got %.100s", wants, Py_TYPE(got)->tp_name);
+    PyObject *type = PyType_GetName(Py_TYPE(got)), *text = NULL;
+    if (type) text = PyUnicode_FromFormat("%s, got %S", wants, PyArray_DescrCheck(got) ? got : type);
+    Py_XDECREF(type);
     return raise_argument(PyExc_TypeError, op, name, text, Py_NewRef(Py_None));
 }

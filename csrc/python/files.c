@@ -50,7 +50,7 @@ static PyObject *words_tuple(const tq_file_header *header)
             Py_DECREF(tuple);
             return NULL;
         }
-        PyTuple_SET_ITEM(tuple, (Py_ssize_t)i, number);
+        PyTuple_SetItem(tuple, (Py_ssize_t)i, number);
     }
     return tuple;
 }

@@ -34,11 +34,12 @@ static int get_layout(const char *op, PyObject *bits_object, PyObject *lead_obje
 static int get_space(const char *op, PyObject *tuple, read_space *out)
 {
     tq_index_space *space = &out->space;
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 9) {
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 9) {
         raise_type(op, "space", "a tuple (plan, dim, metric, bits, lead, steps, mean, matrix, sigmas)", tuple);
         return -1;
     }
-    PyObject *const *item = PySequence_Fast_ITEMS(tuple);
+    PyObject *item[9];
+    for (int i = 0; i < 9; i++) item[i] = PyTuple_GetItem(tuple, i);
     if (read_plan(op, item[0], &out->plan) < 0 || read_i32(op, "dim", item[1], 1, TQ_MAX_DIM, &space->dim) < 0 ||
         read_i32(op, "metric", item[2], TQ_INDEX_IP, TQ_INDEX_L2, &space->metric) < 0 ||
         get_layout(op, item[3], item[4], item[5], &space->layout, &out->row_bytes, &out->planes) < 0)
@@ -185,11 +186,12 @@ static PyArrayObject *get_queries(const char *op, PyObject *object, const read_s
 /* (codes, signs, scales, offsets or None, ids or first id, allowed or None) */
 static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_index_rows *out)
 {
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 6) {
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 6) {
         raise_type(op, "segments", "tuples (codes, signs, scales, offsets, ids, allowed)", tuple);
         return -1;
     }
-    PyObject *const *item = PySequence_Fast_ITEMS(tuple);
+    PyObject *item[6];
+    for (int i = 0; i < 6; i++) item[i] = PyTuple_GetItem(tuple, i);
     npy_intp dims[2] = {ANY, (npy_intp)read->row_bytes};
     PyArrayObject *codes = read_array(op, "codes", item[0], NPY_UINT8, DENSE, 2, dims);
     if (!codes) return -1;
@@ -240,11 +242,11 @@ PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
         !(queries = get_queries(op, queries_object, &read)))
         return NULL;
     if (!PyTuple_Check(segments_object)) return raise_type(op, "segments", "a tuple of segments", segments_object);
-    Py_ssize_t n_segments = PyTuple_GET_SIZE(segments_object);
-    segments = PyMem_RawCalloc((size_t)n_segments + 1, sizeof *segments);
+    Py_ssize_t n_segments = PyTuple_Size(segments_object);
+    segments = PyMem_Calloc((size_t)n_segments + 1, sizeof *segments);
     if (!segments) return PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < n_segments; i++)
-        if (get_rows(op, PyTuple_GET_ITEM(segments_object, i), &read, &segments[i]) < 0) goto done;
+        if (get_rows(op, PyTuple_GetItem(segments_object, i), &read, &segments[i]) < 0) goto done;
     npy_intp dims[2] = {PyArray_DIM(queries, 0), k};
     scores = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     ids = PyArray_SimpleNew(2, dims, NPY_INT64);
@@ -260,7 +262,7 @@ PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
     if (status == TQ_OK) result = PyTuple_Pack(2, scores, ids);
     else raise_status(op, status, &error, NULL);
 done:
-    PyMem_RawFree(segments);
+    PyMem_Free(segments);
     Py_XDECREF(scores);
     Py_XDECREF(ids);
     return result;

