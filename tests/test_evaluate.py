@@ -31,7 +31,7 @@ from turboquant.hf.evaluation import (
 
 torch = pytest.importorskip("torch")
 
-DEMO = ROOT / "turboquant" / "data" / "demo"
+DEMO = ROOT / "demo" / "turboquant_demo"
 
 
 @pytest.fixture(scope="module")

@@ -414,7 +414,7 @@ def test_a_bad_number_in_the_middle_of_a_text():
 
 def test_the_shipped_model_writes_the_same_text():
     """Trained weights: with a window that holds everything, the greedy text is that of the full cache."""
-    folder = Path(turboquant.__file__).parent / "data" / "demo"
+    folder = Path(__file__).resolve().parents[1] / "demo" / "turboquant_demo"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     passage = (folder / "a_christmas_carol.txt").read_text(encoding="utf-8").split("\n\n", 1)[1]
     ids = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))(passage)["input_ids"][:300]

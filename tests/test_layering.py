@@ -77,13 +77,14 @@ MAY_NOT_IMPORT = {
 }
 
 TOP_LEVEL = set(
-    "csrc turboquant tests benchmarks examples docs pyproject.toml setup.py Makefile "
+    "csrc turboquant demo tests benchmarks examples docs pyproject.toml setup.py Makefile "
     "README.md CHANGELOG.md CONTRIBUTING.md LICENSE".split()
 )
 MAX_LINES = 800
 # Generated or data: read by programs only.
 NOT_READ_BY_PEOPLE = [
     "turboquant/data/*",
+    "demo/turboquant_demo/*",
     "tests/golden/*",
     "tests/data/*",
     "benchmarks/results/*",

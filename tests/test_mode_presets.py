@@ -17,7 +17,7 @@ from turboquant.modes import side_matrix, split_rotation
 
 torch = pytest.importorskip("torch")
 
-DEMO = ROOT / "turboquant" / "data" / "demo"
+DEMO = ROOT / "demo" / "turboquant_demo"
 BLOCKED = [name for name, spec in turboquant.presets().items() if spec.blocked]
 
 

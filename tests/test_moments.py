@@ -23,7 +23,7 @@ from turboquant.moments.rotary import Rotary, _from_turns
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
-DEMO = ROOT / "turboquant" / "data" / "demo"
+DEMO = ROOT / "demo" / "turboquant_demo"
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from turboquant.hf.placement import device_of, is_offloaded, loaded
 torch = pytest.importorskip("torch")
 hooks = pytest.importorskip("accelerate.hooks")
 
-DEMO = ROOT / "turboquant" / "data" / "demo"
+DEMO = ROOT / "demo" / "turboquant_demo"
 ARRAYS = ("centre", "covariance", "axes", "variance", "sensitivity")
 ON_DISK = {
     "two layers": ("model.layers.2", "model.layers.3"),

@@ -49,7 +49,7 @@ def test_tags(wheel: zipfile.ZipFile) -> None:
     assert f"Tag: {tag}" in metadata(wheel, "WHEEL").splitlines()
     about = Parser().parsestr(metadata(wheel, "METADATA"))
     assert (about["Name"], about["Version"], about["Requires-Python"]) == ("turboquant-attention", version[1], ">=3.11")
-    assert {"torch", "hf", "cli"} <= set(about.get_all("Provides-Extra", []))
+    assert {"torch", "hf", "cli", "demo"} <= set(about.get_all("Provides-Extra", []))
 
 
 def test_contents(wheel: zipfile.ZipFile) -> None:

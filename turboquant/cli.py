@@ -101,7 +101,8 @@ def _missing(error: ImportError, command: str) -> str:
     """What is missing and how to install it: as the error says, or all that the commands need."""
     if error.name is None:  # ours
         return str(error)
-    return f"{error}; {command} needs: pip install 'turboquant-attention[hf,cli]'"
+    extra = "demo" if command == "demo" else "hf,cli"
+    return f"{error}; {command} needs: pip install 'turboquant-attention[{extra}]'"
 
 
 def demo(arguments: Sequence[str]) -> int:

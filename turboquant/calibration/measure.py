@@ -420,7 +420,7 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[..., Any]]:
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, unit="batch", desc="calibrate") as bar:
+    with tqdm(total=total, unit="batch", desc="calibrate", disable=None) as bar:
         yield bar.update
 
 

@@ -194,7 +194,7 @@ def _bar(total: int, shown: bool) -> Iterator[Any]:
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, unit="batch", desc="evaluate") as bar:
+    with tqdm(total=total, unit="batch", desc="evaluate", disable=None) as bar:
         yield bar.update
 
 

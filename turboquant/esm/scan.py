@@ -169,4 +169,4 @@ def _shown(batches: Sequence[Any], progress: bool) -> Sequence[Any]:
         return batches
     from tqdm import tqdm
 
-    return tqdm(batches, unit="batch", desc="scan")  # type: ignore[no-any-return]
+    return tqdm(batches, unit="batch", desc="scan", disable=None)  # type: ignore[no-any-return]

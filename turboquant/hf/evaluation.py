@@ -281,7 +281,7 @@ def _shown(steps: Sequence[Any], progress: bool, what: str = "evaluate") -> Iter
         return iter(steps)
     from tqdm import tqdm
 
-    return iter(tqdm(steps, unit="run", desc=what))
+    return iter(tqdm(steps, unit="run", desc=what, disable=None))
 
 
 def _pieces(spec: CacheSpec, prefill: str, tokens: int, chunk: int) -> list[tuple[int, int]]:
