@@ -200,12 +200,12 @@ $(WHEEL_TOOLS)/.ready: $(CONSTRAINTS) $(READY)
 
 # What is in the wheel, and that it works as it is installed: in a fresh environment with the pinned torch and no compiler.
 WHEEL_VENV := build/wheel-venv
-WHEEL_TESTS := $(foreach name,wheel installed demo one_core ops,tests/test_$(name).py)
+WHEEL_TESTS := $(foreach name,wheel installed doctor demo one_core ops,tests/test_$(name).py)
 INSTALLED := env PATH=$(abspath $(WHEEL_VENV))/bin PYTHONSAFEPATH=1
 test-wheel: $(WHEEL_TOOLS)/.ready
 	$(PYTHON) -m venv --clear $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --find-links dist 'turboquant-attention[demo]' pytest hypothesis scipy
-	$(INSTALLED) turboquant info
+	$(INSTALLED) turboquant doctor demo/turboquant_demo
 	$(INSTALLED) turboquant demo
 	wheel=$$(echo dist/turboquant_attention-*.whl) && $(INSTALLED) TURBOQUANT_WHEEL=$$wheel TURBOQUANT_WHEEL_TOOLS=$(WHEEL_TOOLS) \
 	    python -m pytest -p no:cacheprovider -m 'not slow' -k 'not compile' $(WHEEL_TESTS) $(PYTEST_ARGS)

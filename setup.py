@@ -392,8 +392,9 @@ def link_torch(
 
 def write_ninja(torch: Path | None) -> Ninja:
     """The graph of everything that is to be built here."""
-    if sys.platform != "linux":
-        raise fail(f"only Linux is supported so far, this is {sys.platform}")
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        here = sys.platform if sys.platform != "linux" else "another libc, such as Alpine's musl"
+        raise fail(f"only Linux with glibc is supported so far, this is {here}. Use Debian, Ubuntu or Fedora, or WSL")
     sanitize = os.environ.get("TURBOQUANT_SANITIZE", "0") not in ("", "0")
     variant = "sanitize" if sanitize else "wheel" if oldest_glibc() else "release"
     build = Ninja(Path("build") / f"{variant}-{sysconfig.get_config_var('SOABI')}")

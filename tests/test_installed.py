@@ -46,5 +46,5 @@ def test_attention() -> None:
 
 
 def test_the_command() -> None:
-    done = subprocess.run(["turboquant", "info"], capture_output=True, text=True, check=True)
-    assert "torch operators  loaded" in done.stdout
+    done = subprocess.run(["turboquant", "doctor"], capture_output=True, text=True)
+    assert done.returncode == 0 and "ok    torch operators  loaded" in done.stdout, done.stdout

@@ -55,13 +55,13 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 # Modules that may import torch and transformers when they are imported. All others may do so inside a function only.
 TORCH_MODULES = [
     f"turboquant.{name}"
-    for name in "operators ops kvcache.* hf.* calibration calibration.* moments moments.* demo esm esm.*".split()
+    for name in "operators ops kvcache.* hf hf.* calibration calibration.* moments moments.* demo esm esm.*".split()
 ]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 
 # What a part of the package imports nowhere, not even in a function: packed caches know nothing of transformers, what
 # quantises knows nothing of models.
-_COMMANDS = ["turboquant.cli", "turboquant.demo"]
+_COMMANDS = ["turboquant.cli", "turboquant.demo", "turboquant.doctor"]
 _MODELS = [
     *_COMMANDS,
     *("transformers turboquant.hf turboquant.esm turboquant.moments turboquant.calibration.measure".split()),

@@ -82,7 +82,13 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    try:
+        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("torch", "transformers", "safetensors", "tokenizers"):
+            raise
+        raise ImportError(f"turboquant.{name} needs {missing}: pip install 'turboquant-attention[hf]'") from error
     globals()[name] = value
     return value
 

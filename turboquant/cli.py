@@ -1,4 +1,4 @@
-"""The command line, also as ``python -m turboquant``: info, demo, calibrate, eval, esm-scan."""
+"""The command line, also as ``python -m turboquant``: info, doctor, demo, calibrate, eval, esm-scan."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import turboquant
+
+from .doctor import doctor, info
+from .findings import device_code, installed, library
 
 if TYPE_CHECKING:
     from .esm.fasta import Entries
@@ -24,77 +26,6 @@ EVALUATED_PROTEINS = 60
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 # Open files by other names. A replaced /dev/stdout would be missed by every other program.
 STREAMS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _operators() -> tuple[str, str]:
-    """What there is of the torch operators, and of CUDA, in words."""
-    built = next(Path(__file__).parent.glob("_torch*.so"), None)
-    try:
-        import torch
-    except ImportError as error:
-        return f"{'built, but' if built else 'not built;'} torch cannot be imported: {error}", "no torch"
-    if torch.version.cuda is None:
-        device = "torch without CUDA"
-    elif not torch.cuda.is_available():
-        device = f"torch with CUDA {torch.version.cuda}, but no device"
-    else:
-        device = f"torch with CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}"
-    if not built:
-        return "not built", f"not built; {device}"
-    try:
-        from . import ops as _ops  # noqa: F401
-    except ImportError as error:
-        return f"do not load: {error}", device
-    return "loaded", f"{'built' if _has_device_code(built) else 'not built'}; {device}"
-
-
-def _has_device_code(library: Path) -> bool:
-    """Whether a library was linked with CUDA kernels: they lie in a section of this name."""
-    return b".nv_fatbin" in library.read_bytes()
-
-
-def info() -> int:
-    """Print versions, instruction set, threads, CUDA build and device."""
-    from . import _core
-
-    operators, cuda = _operators()
-    rows = {
-        "turboquant": f"{turboquant.__version__}, byte format {_core.FORMAT_VERSION}",
-        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "numpy": _installed("numpy"),
-        "torch": _installed("torch"),
-        "transformers": _installed("transformers"),
-        "instruction set": _instruction_set(_core.isa(), _core.isa_available()),
-        "threads": _threads(_core.num_threads()),
-        "torch operators": operators,
-        "CUDA": cuda,
-    }
-    for name, value in rows.items():
-        print(f"{name:16} {value}")
-    return 0
-
-
-def _instruction_set(used: str, available: Sequence[str]) -> str:
-    """The level in use, or that TURBOQUANT_ISA names none and every call that computes will fail."""
-    if used == "none":
-        wrong = os.environ.get("TURBOQUANT_ISA")
-        return f"none: TURBOQUANT_ISA must be one of {', '.join(available)}, got {wrong!r}"
-    return f"{used}, of {', '.join(available)} (TURBOQUANT_ISA)"
-
-
-def _threads(most: int) -> str:
-    """How many are used, or that TURBOQUANT_NUM_THREADS is no number and every call that computes will fail."""
-    if not most:
-        wrong = os.environ.get("TURBOQUANT_NUM_THREADS")
-        return f"none: TURBOQUANT_NUM_THREADS must be an integer in 1..256, got {wrong!r}"
-    return f"{most} at most (TURBOQUANT_NUM_THREADS)"
 
 
 def _missing(error: ImportError, command: str) -> str:
@@ -202,8 +133,8 @@ def _device(wanted: str | None) -> str:
             said = str(error).partition("\n")[0]
             raise ValueError(f"--device must be one that this torch can use, got {wanted!r}: {said}") from None
         return wanted
-    built = next(Path(__file__).parent.glob("_torch*.so"), None)
-    return "cuda" if built and torch.cuda.is_available() and _has_device_code(built) else "cpu"
+    built = library()
+    return "cuda" if built and torch.cuda.is_available() and device_code(built) else "cpu"
 
 
 def calibrate(chosen: argparse.Namespace) -> int:
@@ -328,8 +259,8 @@ def evaluate(chosen: argparse.Namespace) -> int:
                 "calibrated_on": found.source if found is not None and specs[name].calibrated else None,
             }
             rows.append({"bench": bench, "params": params, "metrics": one.metrics()})
-        machine = {"system": f"{platform.system()} {platform.machine()}", "torch": _installed("torch"),
-                   "transformers": _installed("transformers"), "python": platform.python_version()}  # fmt: skip
+        machine = {"system": f"{platform.system()} {platform.machine()}", "torch": installed("torch"),
+                   "transformers": installed("transformers"), "python": platform.python_version()}  # fmt: skip
         result = {"machine": machine, "commit": f"turboquant {turboquant.__version__}", "rows": rows}
         written = json.dumps(result, indent=1) + "\n"
         if to_stdout:
@@ -379,8 +310,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="turboquant", description="KV-cache quantisation and attention on packed bytes."
     )
     parser.add_argument("--version", action="version", version=turboquant.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{info,demo,calibrate,eval,esm-scan}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{info,doctor,demo,calibrate,eval,esm-scan}"
+    )
     commands.add_parser("info", help="versions, instruction set, threads, CUDA build and device")
+    one = commands.add_parser(
+        "doctor", help="the same with verdicts, and whether a model can be packed; 1 if something cannot work"
+    )
+    one.add_argument("model", metavar="MODEL", nargs="?", help="a folder, or a name on the Hugging Face hub")
+    one.add_argument("--spec", metavar="NAME", default="default", help="preset to judge the model by (default default)")
+    one.add_argument(
+        "--tokens", type=int, metavar="N", default=32768, help="to tell the cache's bytes for (default 32768)"
+    )
+    one.set_defaults(run=lambda chosen: doctor(chosen.model, chosen.spec, chosen.tokens))
     # No help of its own: `demo --help` is answered by the demo.
     commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits", add_help=False)
     one = commands.add_parser("calibrate", help="measure a model once, for the calibrated presets")

@@ -61,11 +61,11 @@ from torch import Tensor
 
 from turboquant import _core
 
-OLDEST_TORCH = (2, 10)
+from .findings import OLDEST
 
 
 def _load() -> None:
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST["torch"]:
         raise ImportError(f"turboquant.ops needs torch >= 2.10, this is {torch.__version__}: pip install -U torch")
     found = sorted(Path(__file__).parent.glob("_torch*.so"))
     if not found:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["TOKENS", "Sample", "sample"]
+__all__ = ["TOKENS", "Sample", "found_tokenizer", "sample"]
 
 TOKENS = 2048  # beside BOS
 LEAST = 16
@@ -35,7 +35,7 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
         raise TypeError(f"`tokenizer` must be a tokenizer of transformers or None, got {type(tokenizer).__name__}")
     why = ""
     if tokenizer is None:
-        tokenizer, why = _found_tokenizer(model)
+        tokenizer, why = found_tokenizer(model)
     if tokenizer is None and text is not None:
         raise ValueError(f"`tokenizer` must be given with a `text`: {why}")
     if tokenizer is None:
@@ -55,15 +55,18 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
     return Sample(torch.tensor([first + ids]), "the text of the package" if text is None else "a text of the user")
 
 
-def _found_tokenizer(model: Any) -> tuple[Any, str]:
-    """(tokenizer, ""), or (None, why there is none)."""
+def found_tokenizer(model: Any) -> tuple[Any, str]:
+    """(tokenizer, ""), or (None, why there is none): what is at `model.name_or_path`, local files only."""
     from transformers import AutoTokenizer
 
     name = getattr(model, "name_or_path", "") or ""
     if not name:
         return None, "the model's `name_or_path` is empty, so no tokenizer is known"
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True), ""
+        found = AutoTokenizer.from_pretrained(name, local_files_only=True)
+        if {*_tokens(found, "The quick brown fox")} <= {*found.all_special_ids}:  # transformers makes one of no file
+            return None, f"the tokenizer at the model's `name_or_path` {name!r} knows no words"
+        return found, ""
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0]
         return None, f"no tokenizer can be read at the model's `name_or_path` {name!r} ({reason})"

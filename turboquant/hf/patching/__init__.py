@@ -14,7 +14,7 @@ from ...spec import CacheSpec
 from . import esm, llama
 from .wrappers import base_model, checked_base_model
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["check", "patch", "unpatch"]
 
 _Model = TypeVar("_Model")
 
@@ -69,6 +69,12 @@ def patch(
     else:
         llama.patch(base, chosen, found, cuda_graphs)
     return model
+
+
+def check(model: Any, spec: CacheSpec | str = "default") -> None:
+    """Raises what `patch` would raise, and changes nothing. The weights may be on the meta device."""
+    base = checked_base_model(model)
+    _family(base).check(base, resolve(spec), None)
 
 
 def unpatch(model: _Model) -> _Model:

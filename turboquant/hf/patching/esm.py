@@ -17,7 +17,7 @@ from ...esm.model import attentions, checked_model
 from ...spec import CacheSpec
 from ..routing import Previous, check_route, restore, route
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["check", "patch", "unpatch"]
 
 
 @dataclass
@@ -29,17 +29,22 @@ class _Patch:
     hook: Any  # handle of `_with_pass`
 
 
-def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -> None:
-    """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
-    base = checked_model(model)
-    modules = attentions(base)
+def check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> list[PackedAttention]:
+    """What each layer packs by. Raises what `patch` raises for a model that cannot be packed, or not so."""
+    modules = attentions(checked_model(model))
     if calibration is not None:
         calibration.check(fingerprint(model))
-    specs = layer_specs(spec, calibration, len(modules))
-    layers = [
+    return [
         PackedAttention(i, module.attention_head_size, one, calibration if one.calibrated else None)
-        for i, (module, one) in enumerate(zip(modules, specs))
+        for i, (module, one) in enumerate(zip(modules, layer_specs(spec, calibration, len(modules))))
     ]
+
+
+def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -> None:
+    """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
+    layers = check(model, spec, calibration)
+    base = checked_model(model)
+    modules = attentions(base)
     if not hasattr(base, "_turboquant"):
         hook = base.register_forward_pre_hook(_with_pass, with_kwargs=True)
         base._turboquant = _Patch(route(base, NAME), [module.layer_idx for module in modules], hook)

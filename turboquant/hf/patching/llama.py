@@ -30,7 +30,7 @@ from ..routing import Previous, check_route, restore, route
 from . import continuation
 from .wrappers import refuse_prefix
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["check", "patch", "unpatch"]
 
 _METHOD = "_prepare_cache_for_generation"
 
@@ -56,7 +56,7 @@ class _Patch:
 
 def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None, cuda_graphs: bool = False) -> None:
     """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
-    _check(model, spec, calibration)
+    check(model, spec, calibration)
     state = getattr(model, "_turboquant", None)
     if cuda_graphs and "forward" in model.__dict__ and not (state and state.cuda_graphs):
         raise NotImplementedError(
@@ -101,7 +101,9 @@ def unpatch(model: Any) -> None:
         model.__dict__.pop(method, None)
 
 
-def _check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
+def check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
+    """Raises what `patch` raises for a model that cannot be packed, or not so. Without a calibration, weights are not
+    looked at: they may be on the meta device."""
     name = type(model).__name__
 
     def refuse(why: str) -> None:

@@ -1,0 +1,273 @@
+"""`turboquant doctor`: what it says of a machine and of models, and that every wrong turn ends in a sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+pytest.importorskip("turboquant._core")
+import models
+from models import torch, transformers
+
+import turboquant
+from turboquant import findings
+from turboquant.cli import main
+from turboquant.findings import cuda_findings
+from turboquant.hf.names import CACHE
+from turboquant.hf.patching import check
+
+DEMO = ROOT / "demo" / "turboquant_demo"
+WHEEL = os.environ.get("TURBOQUANT_WHEEL", "")
+
+
+def lines(text: str) -> dict[str, tuple[str, str]]:
+    """name -> (verdict, fact) of what the command printed."""
+    found = re.findall(r"^(ok|note|FAIL) +(\S+(?: \S+)?) {2,}(.*)$", text, re.MULTILINE)
+    return {name: (verdict, fact) for verdict, name, fact in found}
+
+
+def config_folder(folder: Path, name: str, **fields: object) -> str:
+    """A model that is a configuration alone: doctor reads no weights."""
+    getattr(transformers, name)(**fields).save_pretrained(folder)
+    return str(folder)
+
+
+SMALL = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+
+
+def test_a_machine_where_all_works(capsys):
+    assert main(["doctor"]) == 0
+    said = lines(capsys.readouterr().out)
+    assert not [fact for verdict, fact in said.values() if verdict == "FAIL"]
+    assert said["torch"] == ("ok", torch.__version__)
+    assert said["torch operators"] == ("ok", "loaded")
+
+
+def test_info_states_the_facts_of_doctor(capsys):
+    assert main(["info"]) == 0
+    info = capsys.readouterr().out
+    main(["doctor"])
+    said = lines(capsys.readouterr().out)
+    assert info.splitlines() == [f"{name:16} {fact}" for name, (_, fact) in said.items()]
+
+
+def test_a_model_that_can_be_packed(capsys):
+    assert main(["doctor", str(DEMO), "--tokens", "1000"]) == 0
+    said = lines(capsys.readouterr().out)
+    assert said["model"] == ("ok", "LlamaForCausalLM, 4 million parameters")
+    assert said["layers"] == ("ok", "4 of 4 packed, 2 KV heads of 64 channels; 4 with full attention")
+    assert said["preset"][1].startswith("default fits: keys 4 bits, values 4")
+    assert said["moments"] == ("ok", "measured on the text of the package, with the tokenizer of the model")
+    # The bytes that it promises are those that a cache then holds, but for the unused part of last pages.
+    model = turboquant.patch(transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).eval())
+    cache = turboquant.TurboQuantCache(model)
+    with torch.no_grad():
+        model(torch.arange(1000)[None], **{CACHE: cache})
+    promised = float(re.search(r"([\d.]+) MiB packed", said["cache"][1])[1]) * 2**20
+    assert promised == pytest.approx(cache.nbytes, rel=0.07)
+
+
+def test_sliding_windows_are_counted(tmp_path, capsys):
+    fields = dict(SMALL, num_hidden_layers=3, num_key_value_heads=1, head_dim=32, sliding_window=512)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    model = config_folder(tmp_path, "Gemma3TextConfig", layer_types=kinds, **fields)
+    assert main(["doctor", model]) == 0
+    said = lines(capsys.readouterr().out)
+    expected = "3 of 3 packed, 1 KV head of 32 channels; 1 with full attention, 2 with a window of 512 tokens"
+    assert said["layers"] == ("ok", expected)
+    assert f"{(32768 + 2 * 512) * 2 * 2 * 32 / 2**20:.1f} MiB in bfloat16" in said["cache"][1]
+    assert said["moments"] == ("note", "measured on random token ids, because no tokenizer is found")
+
+
+def test_esm(tmp_path, capsys):
+    fields = dict(SMALL, vocab_size=33, position_embedding_type="rotary", token_dropout=True, pad_token_id=1)
+    assert main(["doctor", config_folder(tmp_path, "EsmConfig", **fields), "--spec", "esm-default"]) == 0
+    assert lines(capsys.readouterr().out)["layers"] == ("ok", "2 of 2 packed, by esm.ContextCache")
+
+
+WRONG_MODELS = {
+    "no rotary keys": ("GPT2Config", dict(n_layer=2, n_embd=64, n_head=4, vocab_size=96), "layers",
+                       "none can be packed: GPT2LMHeadModel cannot be patched: its keys are not rotary"),
+    "learned sinks": ("GptOssConfig", dict(SMALL, num_local_experts=2, num_key_value_heads=2, head_dim=16), "layers",
+                      "none can be packed: GptOssForCausalLM cannot be patched: its attention has learned sinks"),
+    "a head that is too wide": ("LlamaConfig", dict(SMALL, head_dim=512), "layers",
+                                "cannot be patched: its head_dim is 512, at most 256 can be packed"),
+    "no decoder": ("T5Config", dict(vocab_size=96, d_model=64, num_layers=2, num_heads=4), "model", "cannot be made"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_MODELS.values(), ids=WRONG_MODELS)
+def test_a_model_that_cannot_be_packed(case, tmp_path, capsys):
+    """The reason is that of `patch`, and the exit status says that what was asked for cannot work."""
+    config, fields, name, reason = case
+    assert main(["doctor", config_folder(tmp_path, config, **fields)]) == 1
+    out = capsys.readouterr().out
+    verdict, fact = lines(out)[name]
+    assert verdict == "FAIL" and reason in fact
+    assert out.endswith("1 of these cannot work.\n")
+
+
+def test_folders_and_presets_that_are_none(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "MODEL must be a folder or a hub name of a model of transformers" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text('{"model_type": "llama9"}')
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "a newer transformers may know it: pip install -U transformers" in capsys.readouterr().out
+    assert main(["doctor", str(DEMO), "--spec", "calibrated-3"]) == 1
+    assert "make one with turboquant.calibrate" in lines(capsys.readouterr().out)["preset"][1]
+    for arguments, wants in ((["--spec", "defalt"], "did you mean 'default'"), (["--tokens", "0"], "--tokens must be")):
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", str(DEMO), *arguments])
+        assert ended.value.code == 2 and wants in capsys.readouterr().err
+
+
+def test_check_says_what_patch_says_and_changes_nothing():
+    model = models.tiny()
+    check(model, "default")
+    assert not hasattr(model, "_turboquant") and model.config._attn_implementation != "turboquant"
+    with pytest.raises(ValueError) as refused:
+        check(model, "calibrated-3")
+    with pytest.raises(ValueError, match=re.escape(str(refused.value))):
+        turboquant.patch(model, "calibrated-3")
+
+
+# ---- versions and other owners of the name ----
+
+
+@pytest.mark.parametrize(("name", "found", "advice"), [
+    ("torch", "2.9.1+cu130", "it is too old: pip install -U 'torch>=2.10'"),
+    ("transformers", "4.56.2", "it is too old: pip install -U 'transformers>=4.57'"),
+    ("torch", "not installed", "models and operators need it: pip install 'turboquant-attention[hf]'"),
+    ("transformers", "not installed", "models need it: pip install 'turboquant-attention[hf]'"),
+])  # fmt: skip
+def test_what_models_need(name, found, advice, monkeypatch, capsys):
+    """A failure where a model is named; without one, NumPy alone may be wanted."""
+    real = findings.installed
+    monkeypatch.setattr(findings, "installed", lambda one: found if one == name else real(one))
+    assert main(["doctor", str(DEMO)]) == 1
+    out = capsys.readouterr().out
+    assert lines(out)[name] == ("FAIL", found) and advice in out
+    assert main(["doctor"]) == 0
+    assert lines(capsys.readouterr().out)[name] == ("note", found)
+
+
+def test_other_owners_of_the_name(monkeypatch, capsys):
+    owners = {"turboquant": ["turboquant_attention", "turboquant", "turboquant-gpu"]}
+    monkeypatch.setattr(findings, "packages_distributions", lambda: owners)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert lines(out)["package name"] == ("FAIL", "turboquant is also a package of turboquant, turboquant-gpu")
+    assert "pip uninstall turboquant turboquant-gpu turboquant-attention, then pip install turboquant-attention" in out
+    monkeypatch.setattr(findings, "packages_distributions", lambda: {"turboquant": ["Turboquant.Attention"]})
+    assert main(["doctor"]) == 0
+
+
+# ---- GPUs, which this test needs none of ----
+
+H100, T4, BLACKWELL = ("H100", (9, 0)), ("T4", (7, 5)), ("RTX 5090", (12, 0))
+ALL = "13.0: 80 86 89 90a 100 120+PTX"
+
+
+@pytest.mark.parametrize(("build", "driver", "gpus", "name", "verdict", "text"), [
+    (ALL, (13, 0), [H100], "GPU", "ok", "H100, 9.0"),
+    (ALL, (13, 1), [("A10", (8, 6)), ("B300", (10, 3))], "GPU", "ok", "B300, 10.3"),
+    (ALL, (13, 1), [("next", (13, 0))], "GPU", "ok", "next, 13.0"),  # by PTX
+    (ALL, (13, 0), [T4], "GPU", "FAIL", "compute capability 8.0 or newer is needed; use the CPU"),
+    ("13.0: 90a", (13, 0), [BLACKWELL], "GPU", "FAIL", "build with TURBOQUANT_CUDA_ARCHS=120"),
+    ("13.0: 80+PTX 90a", (13, 0), [BLACKWELL], "GPU", "ok", "RTX 5090, 12.0"),
+    (ALL, (12, 4), [H100], "CUDA", "FAIL", "update the GPU's driver to one for CUDA 13; tensors on the CPU work"),
+    (ALL, (12, 4), [], "CUDA", "note", "the driver is for CUDA 12.4"),
+    ("12.8: 90a", (13, 0), [H100], "CUDA", "ok", "built with CUDA 12.8 for 90a"),
+    ("", (13, 0), [H100], "CUDA", "note", "for GPUs install a wheel, or put nvcc on the PATH and build again"),
+])  # fmt: skip
+def test_gpus(build, driver, gpus, name, verdict, text):
+    last = [f for f in cuda_findings(build, "torch with CUDA 13.0", driver, gpus) if f.name == name][-1]
+    assert ("FAIL" if last.fails else "note" if last.advice else "ok") == verdict
+    assert text in f"{last.fact}; {last.advice}"
+
+
+# ---- before there is anything to ask ----
+
+
+def in_a_process(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+HIDE = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"
+
+
+@pytest.mark.parametrize("name", ["patch", "TurboQuantCache", "calibrate", "measure", "evaluate"])
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_what_needs_torch_says_so(name, missing):
+    done = in_a_process(f"{HIDE.format(names=[missing])}import turboquant\nturboquant.{name}")
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(rf"ImportError: turboquant.* needs? {missing}: pip install 'turboquant-attention\[hf\]'", last)
+
+
+def test_old_transformers_says_so():
+    code = "import transformers\ntransformers.__version__ = '4.56.2'\nimport turboquant\nturboquant.patch"
+    last = in_a_process(code).stderr.splitlines()[-1]
+    assert last == "ImportError: turboquant needs transformers >= 4.57, this is 4.56.2: pip install -U transformers"
+
+
+def test_old_torch_says_so():
+    code = "import torch\ntorch.__version__ = '2.9.1'\nimport turboquant\nturboquant.ops"
+    last = in_a_process(code).stderr.splitlines()[-1]
+    assert last == "ImportError: turboquant.ops needs torch >= 2.10, this is 2.9.1: pip install -U torch"
+
+
+def test_doctor_without_numpy_or_torch():
+    code = HIDE.format(names=["torch", "numpy"]) + "from turboquant.cli import main; sys.exit(main(['doctor']))"
+    done = in_a_process(code)
+    assert done.returncode == 1, done.stderr
+    assert lines(done.stdout)["turboquant"][0] == "FAIL"
+
+
+SETUP = """
+import runpy, sys
+from setuptools.command.build_ext import build_ext  # before the system is another one
+{change}
+sys.argv = ['setup.py', '-q', 'build_ext']
+runpy.run_path('setup.py')
+"""
+BUILDS = {
+    "macOS": ("sys.platform = 'darwin'", {}, "only Linux with glibc is supported so far, this is darwin"),
+    "Windows": ("sys.platform = 'win32'", {}, "only Linux with glibc is supported so far, this is win32"),
+    "Alpine": ("import platform; platform.libc_ver = lambda *a, **k: ('', '')", {},
+               "only Linux with glibc is supported so far, this is another libc, such as Alpine's musl"),
+    "no compiler": ("", {"PATH": "/nowhere", "CC": "", "CXX": ""},
+                    "no compiler (cc, gcc, clang) on the PATH. Install gcc"),
+    "no such glibc": ("", {"TURBOQUANT_GLIBC": "two"}, "TURBOQUANT_GLIBC must be a version like 2.28, got 'two'"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="there is no source tree beside these tests")
+@pytest.mark.parametrize("case", BUILDS.values(), ids=BUILDS)
+def test_builds_that_cannot_be(case):
+    pytest.importorskip("setuptools", minversion="77")
+    change, variables, text = case
+    environment = os.environ | {"TURBOQUANT_CUDA": "0"} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP.format(change=change)], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(f"turboquant: {text}"), done.stderr
+
+
+@pytest.mark.skipif(not WHEEL, reason="TURBOQUANT_WHEEL names no wheel (make wheel test-wheel)")
+@pytest.mark.parametrize(("options", "text"), [
+    (["--python-version", "3.10"], "requires a different Python: 3.10.0 not in '>=3.11'"),
+    (["--platform", "musllinux_1_2_x86_64"], "is not a supported wheel on this platform"),
+    (["--platform", "macosx_14_0_arm64"], "is not a supported wheel on this platform"),
+    (["--platform", "win_amd64"], "is not a supported wheel on this platform"),
+])  # fmt: skip
+def test_pip_refuses_the_wheel_elsewhere(options, text, tmp_path):
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", "--target", str(tmp_path)]
+    done = subprocess.run([*pip, *options, WHEEL], capture_output=True, text=True)
+    assert done.returncode != 0 and text in done.stderr, done.stderr
