@@ -378,7 +378,7 @@ def test_without_transformers():
         "except ImportError as e: print(e)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.startswith("turboquant.esm needs transformers: pip install"), done.stderr
+    assert "need transformers: pip install" in done.stdout, done.stderr
 
 
 def test_padded():

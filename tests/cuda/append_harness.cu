@@ -224,8 +224,7 @@ static void run(const Case &c)
         free(scratch);
         memcpy(pages.host.data(), aligned, pages.bytes());
         free(aligned);
-        check(tq_cuda_append(&plan, &d, flag.device, nullptr, &error), error,
-              (c.name + ": tq_cuda_append").c_str());
+        check(tq_cuda_append(&plan, &d, flag.device, nullptr, &error), error, (c.name + ": tq_cuda_append").c_str());
         check(cudaDeviceSynchronize(), c.name.c_str());
 
         const std::string name = c.name + ", append of " + std::to_string(tokens);
