@@ -38,7 +38,7 @@ from turboquant.hf.evaluation import evaluate_all, markdown, text_windows
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", ROOT / "build" / "real-models"))
-REAL_SPECS = ["default", "default-3", "default-2"]
+REAL_SPECS = ["default", "default-3", "default-2", "wave-5", "wave-4", "wave-3", "wave-2"]
 SINKS = 4  # of --real
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
 DEMO = ROOT / "demo" / "turboquant_demo"
@@ -49,6 +49,7 @@ GUARDED = ("default", "calibrated-3", "paper-mse-3")
 EXTRAS = {
     "default-3": CacheSpec(3, 3, centre="prompt", centre_tokens=1024, sinks=4, window=128),
     "default-2": CacheSpec(2, 2, centre="prompt", centre_tokens=1024, sinks=4, window=128),
+    **{f"wave-{bits}": CacheSpec(bits, bits, centre="wave", metric="query") for bits in (5, 4, 3, 2)},
     "default, 128 tokens": CacheSpec(4, 4, centre="prompt", sinks=4, window=128, centre_tokens=128),
     "eden-4": CacheSpec(4, 4, centre="none", sinks=0, window=0),
     "eden-3": CacheSpec(3, 3, centre="none", sinks=0, window=0),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from esm_models import protein, tiny_esm
-from test_cache import CONFIG, DIM, PACKED, SHAPES, Stream, forward, module
+from test_cache import DIM, PACKED, SHAPES, Stream, forward, module, new
 from test_ops import samples
 from test_pages import check, same
 
@@ -76,7 +76,7 @@ def forwards(stream: Stream, spec: CacheSpec, start: int, stop: int) -> tuple[in
     Layers that had stored tokens when a later one failed forget them again. What they pushed out of a window cannot be
     brought back: the cache says so until it is reset.
     """
-    base = TurboQuantCache(CONFIG, spec)
+    base = new(spec)
     if start:
         forward(base, stream.piece(0, start))
     after, piece = copy.deepcopy(base), stream.piece(start, stop)

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from specs import bare
+from test_moments_reference import layer as random_moments
 from transformers import LlamaConfig
 
-from turboquant import TurboQuantCache, ops
+from turboquant import Moments, TurboQuantCache, ops
+from turboquant.calibration.measure import describe
 from turboquant.hf.attention import FreshKeys, attention, request_mask
 from turboquant.hf.names import CACHE
 from turboquant.kvcache.pages import RELEASED
@@ -23,6 +25,13 @@ CONFIG = LlamaConfig(
     num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HEADS * DIM
 )
 PACKED = bare(3, 3, prefill="packed")
+RANDOM = tuple(random_moments(np.random.default_rng(i), DIM, KV_HEADS, size=4.0) for i in range(LAYERS))
+MOMENTS = Moments(RANDOM, describe(CONFIG), 2048, "random numbers")
+WAVE = dict(centre="wave", metric="query")
+
+
+def new(spec):
+    return TurboQuantCache(CONFIG, spec, moments=MOMENTS if spec.measured else None)
 
 
 class Stream:
@@ -230,6 +239,7 @@ SHAPES = {
     "all packed": dict(),
     "sinks and window": dict(sinks=4, window=32),
     "centred": dict(centre="prompt", centre_tokens=40, sinks=1),
+    "wave and metric": dict(**WAVE, sinks=2, window=20),
 }
 
 
@@ -237,7 +247,7 @@ SHAPES = {
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_pieces_make_the_same_cache_as_one_prefill(fields, pieces):
     stream, spec = Stream(batch=2), PACKED.with_(**fields)
-    whole, parts = TurboQuantCache(CONFIG, spec), TurboQuantCache(CONFIG, spec)
+    whole, parts = new(spec), new(spec)
     want = forward(whole, stream.piece(0, 300))
     out = torch.cat([forward(parts, stream.piece(a, b)) for a, b in zip((0, *pieces), pieces)], 2)
     close(out, want)
@@ -249,7 +259,7 @@ def test_pieces_make_the_same_cache_as_one_prefill(fields, pieces):
 def test_token_by_token_makes_the_same_cache(fields):
     """From the 128th token on; the first ones come together, so that the centre is the same."""
     stream, spec = Stream(tokens=270), PACKED.with_(**fields)
-    whole, single = TurboQuantCache(CONFIG, spec), TurboQuantCache(CONFIG, spec)
+    whole, single = new(spec), new(spec)
     want = forward(whole, stream.piece(0, 270))
     out = torch.cat(
         [forward(single, stream.piece(0, 128))] + [forward(single, stream.piece(t, t + 1)) for t in range(128, 270)], 2
@@ -266,7 +276,7 @@ def test_left_padding_is_never_stored(fields, prefill):
     spec, padding = bare(3, 3, prefill=prefill).with_(**fields), (0, 1, 37, 150)
     stream = Stream(batch=4, tokens=190)
     mask = torch.arange(160)[None, :] >= torch.tensor(padding)[:, None]
-    together = TurboQuantCache(CONFIG, spec)
+    together = new(spec)
     outs = [forward(together, stream.piece(0, 160), mask)]
     for t in range(160, 190):
         mask = torch.nn.functional.pad(mask, (0, 1), value=True)
@@ -275,7 +285,7 @@ def test_left_padding_is_never_stored(fields, prefill):
     for b, pad in enumerate(padding):
         one = copy.copy(stream)
         one.q, one.k, one.v = (x[:, b : b + 1, :, pad:] for x in (stream.q, stream.k, stream.v))
-        alone = TurboQuantCache(CONFIG, spec)
+        alone = new(spec)
         outs = [forward(alone, one.piece(0, 160 - pad))] + [
             forward(alone, one.piece(t - pad, t - pad + 1)) for t in range(160, 190)
         ]
@@ -292,14 +302,14 @@ def test_padding_may_be_longer_than_the_first_forward(fields, prefill):
     spec, padding, pieces = bare(3, 3, prefill=prefill).with_(**fields), (0, 37, 100, 150), (100, 140, 200, 201)
     stream = Stream(batch=4, tokens=201)
     mask = torch.arange(201)[None, :] >= torch.tensor(padding)[:, None]
-    together, outs, start = TurboQuantCache(CONFIG, spec), [], 0
+    together, outs, start = new(spec), [], 0
     for stop in pieces:
         outs.append(forward(together, stream.piece(start, stop), mask[:, :stop]))
         start = stop
     for b, pad in enumerate(padding):
         one = copy.copy(stream)
         one.q, one.k, one.v = (x[:, b : b + 1, :, pad:] for x in (stream.q, stream.k, stream.v))
-        alone, own, start = TurboQuantCache(CONFIG, spec), [], 0
+        alone, own, start = new(spec), [], 0
         for stop in (stop - pad for stop in pieces if stop > pad):
             own.append(forward(alone, one.piece(start, stop)))
             start = stop
@@ -337,7 +347,7 @@ def over_packed(stream, spec, local_size=None, softcap=None):
 def test_sliding_window_and_softcap_reach_the_packed_history(options):
     """In a prefill, in chunks and token by token. Pages that left the sliding window are freed, all but the last."""
     stream, spec = Stream(tokens=310), bare(3, 3, window=16, prefill="packed")
-    cache, outs, start = TurboQuantCache(CONFIG, spec), [], 0
+    cache, outs, start = new(spec), [], 0
     for stop in (50, 150, *range(151, 161), 300, *range(301, 311)):
         outs.append(forward(cache, stream.piece(start, stop), **options))
         start = stop
@@ -353,7 +363,7 @@ def test_sliding_window_and_softcap_reach_the_packed_history(options):
 
 def test_layers_may_differ():
     spec = bare(3, 3, overrides={-1: {"key_bits": 5, "window": 16}})
-    cache, stream = TurboQuantCache(CONFIG, spec), Stream()
+    cache, stream = new(spec), Stream()
     forward(cache, stream.piece(0, 100))
     assert cache.layers[1].storage.pages.shape[2] - cache.layers[0].storage.pages.shape[2] == 128 * 2 * 4
     assert cache.layers[0].storage.window_k is None and cache.layers[1].storage.window_k.shape == (1, KV_HEADS, 16, DIM)
@@ -382,7 +392,7 @@ CHANGES = {
 def test_sequences_change_places(fields, change, order):
     stream, spec = Stream(batch=3, tokens=310), PACKED.with_(**fields)
     mask = torch.arange(150)[None, :] >= torch.tensor([0, 20, 149])[:, None]
-    changed, built = TurboQuantCache(CONFIG, spec), TurboQuantCache(CONFIG, spec)
+    changed, built = new(spec), new(spec)
     forward(changed, stream.piece(0, 150), mask)
     change(changed)
     other = rows(stream, order)
@@ -405,11 +415,13 @@ def test_a_sequence_that_is_not_there():
 
 
 @pytest.mark.parametrize(
-    "fields, tokens", [(dict(), 200), (dict(sinks=3, centre="prompt"), 131), (dict(sinks=4, window=32), 36)], ids=str
+    "fields, tokens",
+    [(dict(), 200), (dict(sinks=3, centre="prompt"), 131), (dict(sinks=4, window=32), 36), (WAVE, 150)],
+    ids=str,
 )
 def test_crop_forgets(fields, tokens):
     stream, spec = Stream(tokens=300), PACKED.with_(**fields)
-    cropped, plain = TurboQuantCache(CONFIG, spec), TurboQuantCache(CONFIG, spec)
+    cropped, plain = new(spec), new(spec)
     forward(plain, stream.piece(0, 20))
     forward(cropped, stream.piece(0, 20))
     forward(cropped, Stream(seed=1).piece(20, tokens))
@@ -623,7 +635,7 @@ def test_numbers_that_cannot_be_stored(fields, which, bad):
 
 
 def forward_from_scratch(spec, stream, *stops):
-    cache = TurboQuantCache(CONFIG, spec)
+    cache = new(spec)
     return [forward(cache, stream.piece(a, b)) for a, b in zip((0, *stops), stops)][-1]
 
 

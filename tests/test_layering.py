@@ -64,13 +64,17 @@ NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 _COMMANDS = ["turboquant.cli", "turboquant.demo", "turboquant.doctor"]
 _MODELS = [
     *_COMMANDS,
-    *("transformers turboquant.hf turboquant.esm turboquant.moments turboquant.calibration.measure".split()),
+    *("transformers turboquant.hf turboquant.esm turboquant.calibration.measure".split()),
+    *(f"turboquant.moments.{name}" for name in "measure rotary text".split()),
 ]
 MAY_NOT_IMPORT = {
     "turboquant.kvcache": _MODELS,
-    "turboquant.index": [*_MODELS, "torch", "turboquant.kvcache", "turboquant.calibration", "turboquant.operators"],
+    "turboquant.index": [
+        *_MODELS,
+        *"torch turboquant.kvcache turboquant.calibration turboquant.moments turboquant.operators".split(),
+    ],
     **{
-        f"turboquant.{name}": [*_MODELS, "turboquant.kvcache"]
+        f"turboquant.{name}": [*_MODELS, "turboquant.kvcache", "turboquant.moments"]
         for name in "files modes named_specs operators ops plan quantizer spec".split()
     },
     "turboquant.hf": _COMMANDS,

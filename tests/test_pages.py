@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import storages
 from specs import bare
-from test_cache import CONFIG, KV_HEADS, PACKED, SHAPES, Stream, close, forward, packed_bytes, rows
+from test_cache import CONFIG, KV_HEADS, PACKED, SHAPES, WAVE, Stream, close, forward, new, packed_bytes, rows
 
 from turboquant import TurboQuantCache
 from turboquant.kvcache.pages import RELEASED, PagePool, PageTable
@@ -53,7 +53,7 @@ def same(a, b):
 def test_forks_share_what_they_have_in_common(fields):
     spec, prefix = PACKED.with_(**fields), Stream(batch=2, tokens=700)
     streams = [prefix, Stream(batch=2, tokens=700, seed=1), Stream(batch=2, tokens=700, seed=2)]
-    parent = TurboQuantCache(CONFIG, spec)
+    parent = new(spec)
     forward(parent, prefix.piece(0, 500))
     held = storage_bytes(parent)
     forks = [parent, parent.fork(), parent.fork().fork()]
@@ -65,7 +65,7 @@ def test_forks_share_what_they_have_in_common(fields):
             forward(cache, stream.piece(start, stop))
             check(*forks)
     for cache, stream in zip(forks, streams):
-        alone = TurboQuantCache(CONFIG, spec)
+        alone = new(spec)
         forward(alone, prefix.piece(0, 500))
         for piece in [(500, 501), (501, 530), (530, 700)]:
             forward(alone, stream.piece(*piece))
@@ -135,7 +135,7 @@ def test_forks_do_not_feel_each_other(of):
 def test_forks_in_threads():
     """They share storage, which one of them replaces when it grows: nobody's tokens are lost."""
     spec, streams = PACKED.with_(window=16), [Stream(tokens=900, seed=seed) for seed in range(4)]
-    parent = TurboQuantCache(CONFIG, spec)
+    parent = new(spec)
     forward(parent, streams[0].piece(0, 200))
     forks = [parent.fork() for _ in streams]
 
@@ -147,7 +147,7 @@ def test_forks_in_threads():
     [t.start() for t in threads], [t.join() for t in threads]
     check(parent, *forks)
     for cache, stream in zip(forks, streams):
-        alone = TurboQuantCache(CONFIG, spec)
+        alone = new(spec)
         forward(alone, streams[0].piece(0, 200))
         run(alone, stream)
         same(cache, alone)
@@ -242,11 +242,11 @@ def test_a_prompt_that_fell_out_of_the_window_leaves_no_pages():
     check(cache)
 
 
-@pytest.mark.parametrize("fields", [dict(), dict(sinks=4, window=32), dict(window=200)], ids=str)
+@pytest.mark.parametrize("fields", [dict(), dict(sinks=4, window=32), dict(window=200), WAVE], ids=str)
 def test_pages_that_fell_out_of_the_window_are_freed(fields, monkeypatch):
     spec, stream, window = PACKED.with_(**fields), Stream(batch=2, tokens=1000), 150
     mask = torch.arange(300)[None, :] >= torch.tensor([0, 170])[:, None]
-    freeing, keeping = TurboQuantCache(CONFIG, spec), TurboQuantCache(CONFIG, spec)
+    freeing, keeping = new(spec), new(spec)
     most = -(-(window + 128) // 128) + 1
     for start, stop in [(0, 300), (300, 450), *((t, t + 1) for t in range(450, 700)), (700, 1000)]:
         piece, seen = stream.piece(start, stop), mask if start == 0 else None
@@ -298,12 +298,14 @@ REWINDS = {  # forwards after a text of 90 positions (the longer sequence), then
 @pytest.mark.parametrize("pieces, forget", REWINDS.values(), ids=REWINDS)
 @pytest.mark.parametrize("padding", [(0,), (0, 33)], ids=["", "padded"])
 # 40: a window as long as head_dim, 32, hides it where one is taken for the other
-@pytest.mark.parametrize("fields", [dict(window=32), dict(window=40, sinks=4, centre="prompt"), dict()], ids=str)
+@pytest.mark.parametrize(
+    "fields", [dict(window=32), dict(window=40, sinks=4, centre="prompt"), dict(window=32, **WAVE), dict()], ids=str
+)
 def test_crop_brings_tokens_back_into_the_window(fields, padding, pieces, forget):
     spec, batch = PACKED.with_(**fields), len(padding)
     stream, drafts = Stream(batch=batch, tokens=400), Stream(batch=batch, tokens=400, seed=1)
     mask = torch.arange(90)[None, :] >= torch.tensor(padding)[:, None]
-    cropped = TurboQuantCache(CONFIG, spec)
+    cropped = new(spec)
     forward(cropped, stream.piece(0, 90), mask)
     cropped.activate_past_recording()
     plain = copy.deepcopy(cropped)
@@ -412,7 +414,7 @@ def test_a_huge_sliding_window_hides_nothing_on_a_gpu():
     mask = (torch.arange(100)[None, :] >= torch.tensor([0, 33])[:, None]).cuda()
 
     def outputs(local_size):
-        cache = TurboQuantCache(CONFIG, spec)
+        cache = new(spec)
         for start, stop in [(0, 100), (100, 101), (101, 130)]:
             piece = [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]
             yield forward(cache, piece, mask if start == 0 else None, local_size=local_size)[:, :, -1]
@@ -532,7 +534,7 @@ def test_the_same_bits_on_any_number_of_threads(fields):
     try:
         for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
-            caches.append(TurboQuantCache(CONFIG, PACKED.with_(**fields)))
+            caches.append(new(PACKED.with_(**fields)))
             stream = Stream(batch=3, tokens=400)
             pieces = [(0, 380), (380, 381), (381, 400)]
             outs.append(torch.cat([forward(caches[-1], stream.piece(*piece)) for piece in pieces], 2))

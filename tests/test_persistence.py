@@ -15,11 +15,11 @@ import torch
 from cache_file import read as independent_read
 from safetensors.torch import load_file, save_file
 from specs import bare
-from test_cache import CONFIG, PACKED, Stream, forward
+from test_cache import CONFIG, MOMENTS, PACKED, WAVE, Stream, forward, new
 from test_calibration import made
 
 import turboquant
-from turboquant import Codes, Quantizer, TurboQuantCache
+from turboquant import Codes, Moments, Quantizer, TurboQuantCache
 from turboquant.hf.persistence import FORMAT
 
 SPECS = {
@@ -27,12 +27,13 @@ SPECS = {
     "sinks, window and centre": PACKED.with_(sinks=3, window=40, centre="prompt"),
     "layers that differ": bare(2, 3, rotation="dense", overrides={1: {"key_bits": 5, "window": 8}}),
     "nothing packed": bare(window=512),
+    "wave and metric": PACKED.with_(**WAVE, sinks=2, window=20),
     "groups of 16": bare((8, 1), (4, 3), group=16, sinks=2, window=16),
 }
 
 
 def filled(spec, batch=2, dtype=torch.float32, padding=(0, 60)):
-    cache, stream = TurboQuantCache(CONFIG, spec), Stream(batch=batch, tokens=300, dtype=dtype)
+    cache, stream = new(spec), Stream(batch=batch, tokens=300, dtype=dtype)
     mask = torch.arange(200)[None, :] >= torch.tensor(padding[:batch])[:, None]
     forward(cache, stream.piece(0, 200), mask)
     return cache, stream
@@ -94,7 +95,7 @@ def test_the_default_device_is_not_where_files_are_read(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_prefix_from_a_gpu_goes_on_on_a_cpu(tmp_path, spec, device="cuda"):
-    cache, stream = TurboQuantCache(CONFIG, spec), Stream(batch=2, tokens=300)
+    cache, stream = new(spec), Stream(batch=2, tokens=300)
 
     def gpu_piece(start, stop):
         return [tuple(x.to(device) for x in layer) for layer in stream.piece(start, stop)]
@@ -122,6 +123,24 @@ def test_an_empty_cache(tmp_path):
     cache = TurboQuantCache.load(tmp_path / "c")
     assert cache.get_seq_length() == 0 and cache.spec == turboquant.preset("default")
     forward(cache, Stream().piece(0, 5))
+
+
+def test_a_file_has_the_moments_it_was_made_with(tmp_path):
+    """Whole ones, in an empty cache too; others are refused, and so is a file whose spec and moments disagree."""
+    cache, _ = filled(SPECS["wave and metric"])
+    new(SPECS["wave and metric"]).save(tmp_path / "empty")
+    cache.save(tmp_path / "c")
+    for name in ("empty", "c"):
+        found = TurboQuantCache.load(tmp_path / name, CONFIG, moments=MOMENTS)._shared.moments
+        assert found.described() == MOMENTS.described()
+        for key, array in MOMENTS.arrays().items():
+            assert np.array_equal(found.arrays()[key], array) and found.arrays()[key].dtype == array.dtype
+        other = Moments(MOMENTS.layers[::-1], MOMENTS.fingerprint, 2048)
+        with pytest.raises(ValueError, match="`path` must be a cache file, .*: it has other `moments`"):
+            TurboQuantCache.load(tmp_path / name, moments=other)
+    filled(PACKED)[0].save(tmp_path / "plain")
+    with pytest.raises(ValueError, match="it has no `moments`"):
+        TurboQuantCache.load(tmp_path / "plain", moments=MOMENTS)
 
 
 def test_shared_pages_are_written_once(tmp_path):
@@ -368,6 +387,29 @@ FORGED = {
     "a page's checksum more": lambda h: h["crc32"]["layers.0.pages"].append(3),
     "another byte format": lambda h: h.__setitem__("byte_format", 2),
 }  # fmt: skip
+
+
+CHANGED_MOMENTS = {
+    "none": (lambda h: h.update(moments=None), "its spec needs `moments`"),
+    "not wanted": (lambda h: h["spec"].update(centre="none", metric="none"), "its spec needs no `moments`"),
+    "of fewer layers": (lambda h: h["moments"]["shapes"].pop(), "`moments` are not of its layers"),
+    "of fewer kinds": (
+        lambda h: h["moments"]["kinds"].pop(),
+        "`layers` must be the 2 layers of its fingerprint, got 1",
+    ),
+    "of another shape": (lambda h: h["moments"]["shapes"][0].__setitem__(0, 1), "`moments.0.amplitudes` is not of"),
+    "too large": (lambda h: h["moments"]["shapes"][0].__setitem__(0, 2**40), "`moments` are out of range"),
+    "of a number of shapes": (lambda h: h["moments"].update(shapes=7), "`moments` is no mapping"),
+    "of another model": (lambda h: h["moments"]["fingerprint"].update(kv_heads=9), "`moments` must be of this model"),
+    "of an unknown kind": (lambda h: h["moments"]["kinds"].__setitem__(0, "new"), "`kind` must be one of"),
+    "a list": (lambda h: h.update(moments=[1]), "`moments` is no mapping"),
+}
+
+
+@pytest.mark.parametrize("change, message", CHANGED_MOMENTS.values(), ids=CHANGED_MOMENTS)
+def test_moments_that_a_file_cannot_have(tmp_path, change, message):
+    filled(SPECS["wave and metric"])[0].save(tmp_path / "c")
+    refuses(tmp_path, forged((tmp_path / "c").read_bytes(), change), message)
 
 
 @pytest.mark.parametrize("change", FORGED.values(), ids=FORGED)

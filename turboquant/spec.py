@@ -39,7 +39,8 @@ _CHOICES = {
     "sketch": ("none", "gaussian", "gaussian/4", "sign"),
     "outliers": ("none", "prompt", "calibrated"),
     "scale": ("eden", "norm", "norm_corrected", "least_squares"),
-    "centre": ("none", "prompt", "calibrated"),
+    "centre": ("none", "prompt", "calibrated", "wave"),
+    "metric": ("none", "query"),
     "prefill": ("exact", "packed"),
 }
 _SIDES = ("key", "value")
@@ -53,6 +54,7 @@ _RANGES = {
 }
 _BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre")  # unless they were named
 BUDGET_BITS = 5  # what a budget gives a group at most, but for 8 in groups of 16
+_KEYS = {"centre": "prompt", "metric": "none"}  # of the preset "default"
 _WHOLE_CACHE = ("prefill", "overrides", "budget", "group")  # the same for all layers: an override may not set them
 
 
@@ -149,8 +151,12 @@ class CacheSpec:
                     "least_squares" the least error.
     centre          a vector taken from every key before the rotation: "none"; "prompt": per sequence and KV head, the
                     mean of the first `centre_tokens` tokens of the first forward, fixed from then on; "calibrated":
-                    the means of a calibration, of keys and values. It changes no softmax weight beyond what
-                    quantisation does.
+                    the means of a calibration, of keys and values; "wave": the mean of the model's keys before RoPE,
+                    turned to each key's position (`turboquant.measure`; on a CPU alone so far). It changes no softmax
+                    weight beyond what quantisation does.
+    metric          "query": keys are multiplied by a matrix, and queries by its inverse, so that errors go where the
+                    model's queries do not look (`turboquant.measure`; on a CPU alone so far); "none", also where it is
+                    not named and `rotation` is "calibrated" or "svd", whose axes were made without it.
     sinks, window   the first and the last so many tokens of each sequence stay in the model's dtype.
     prefill         "exact": the queries of the first forward see full-precision keys and values, as the model alone
                     would, and those of a later one of many tokens, such as a second turn, see the tokens of their own
@@ -170,7 +176,7 @@ class CacheSpec:
     rotation: str = "hadamard"
     codebook: str = "normal"
     scale: str = "eden"
-    centre: str = "prompt"
+    centre: str = _KEYS["centre"]
     centre_tokens: int = 1024
     sinks: int = 4
     window: int = 128
@@ -186,6 +192,7 @@ class CacheSpec:
     sketch: str = "none"
     outliers: str = "none"
     group: int = GROUP
+    metric: str = _KEYS["metric"]
 
     named: ClassVar[frozenset[str]] = frozenset()  # each spec has its own
 
@@ -214,6 +221,8 @@ class CacheSpec:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
         for name, (low, high) in _RANGES.items():
             put(self, name, _integer(getattr(self, name), name, low, high))
+        if "metric" not in self.named and self.rotation in ("calibrated", "svd"):
+            put(self, "metric", "none")
         put(self, "group", _integer(self.group, "group", 0, 2**12))
         if self.group not in (GROUP, FINE_GROUP):
             raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
@@ -259,6 +268,8 @@ class CacheSpec:
                     refuse(name, "left alone where no side has the levels of a codebook")
         if self.group != GROUP and self.blocked:
             refuse("group", f"{GROUP} with blocks, tables, sketches, outliers and `value_rotation`")
+        if self.metric != "none" and self.rotation in ("calibrated", "svd"):
+            refuse("metric", f"'none' where `rotation` is {self.rotation!r}, whose axes were made without it")
         if self.rotation == "calibrated" and self.blocked:
             what = "blocks, tables, sketches, outliers and `value_rotation`"
             refuse("rotation", f"another one (or `budget` None) with {what}: its steps are for plans without them")
@@ -296,6 +307,11 @@ class CacheSpec:
         """Whether it cannot be used without a calibration. Overrides are not looked at."""
         taken = (self.rotation, self.value_rotation, self.centre, self.outliers, self.key_levels, self.value_levels)
         return any(field in ("calibrated", "svd", "table") for field in taken)
+
+    @property
+    def measured(self) -> bool:
+        """Whether it cannot be used without the moments of the model. Overrides are not looked at."""
+        return self.centre == "wave" or self.metric == "query"
 
     def _checked_overrides(self) -> Overrides:
         given: Any = self.overrides
@@ -378,9 +394,10 @@ class CacheSpec:
             fields[where] = changed
         return self.with_(overrides=(), **dict(fields.get(layer, ())))
 
-    def plan(self, head_dim: int) -> Plan:
+    def plan(self, head_dim: int, wave_pairs: int = 0, rank: int = 0) -> Plan:
         """How a layer is stored, for heads of `head_dim` channels (a multiple of 8, 8..256). Overrides are
-        not looked at.
+        not looked at. wave_pairs, rank: what the moments of the model have for the layer's wave and metric; they matter
+        to a spec that has these, and change no bytes.
 
         ValueError for a spec with a budget: `turboquant.calibration.layer_specs` tells what it means for each layer.
         """
@@ -389,7 +406,9 @@ class CacheSpec:
                 "`budget` must be None in the spec of a layer: a calibration turns it into the bits of each group"
             )
         key, value = self._side("key", head_dim), self._side("value", head_dim)
-        return Plan(head_dim, key, value, group=self.group, codebook=self.codebook, scale=self.scale, seed=self.seed)
+        pairs, metric = wave_pairs if self.centre == "wave" else 0, rank if self.metric == "query" else None
+        return Plan(head_dim, key, value, group=self.group, codebook=self.codebook, scale=self.scale, seed=self.seed,
+                    wave_pairs=pairs, metric=metric)  # fmt: skip
 
     def rotation_of(self, side: str) -> str:
         """That of "key" or "value"."""

@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 
 from specs import bare
-from test_cache import CONFIG, Stream, forward
+from test_cache import CONFIG, MOMENTS, Stream, forward
 from test_persistence import joined, split
 
 from fuzz.mutations import bytes_changed, fuzz_files, moved
@@ -21,6 +21,7 @@ SPECS = (
     bare(1, 1, sinks=1, window=2, centre="prompt"),
     bare(3, 2, prefill="packed"),
     bare(4, 4, rotation="dense", overrides={1: {"window": 4, "key_bits": 5}}),
+    bare(3, 3, centre="wave", metric="query"),
 )
 
 
@@ -28,7 +29,8 @@ def seeds(folder: Path) -> list[bytes]:
     made = []
     for i, spec in enumerate(SPECS):
         for local_size in (None, 20):
-            cache, stream = TurboQuantCache(CONFIG, spec), Stream(batch=2, tokens=300, dim=16, kv_heads=1)
+            moments, shape = (MOMENTS, {}) if spec.measured else (None, {"dim": 16, "kv_heads": 1})
+            cache, stream = TurboQuantCache(CONFIG, spec, moments=moments), Stream(batch=2, tokens=300, **shape)
             forward(cache, stream.piece(0, 290), local_size=local_size)
             cache.save(folder / f"{i}")
             made.append((folder / f"{i}").read_bytes())
@@ -63,7 +65,8 @@ def check(path: Path) -> None:
         return
     if cache.get_seq_length() not in (0, 290):  # an edited length may be far beyond what can be attended to
         return
-    stream = Stream(batch=2, tokens=292, dim=16, kv_heads=1)
+    shape = cache.layers[0].storage.shape
+    stream = Stream(batch=2, tokens=292, **{"kv_heads": shape[1], "dim": shape[2]} if shape else {})
     try:
         forward(cache, stream.piece(cache.get_seq_length(), cache.get_seq_length() + 2))
     except (ValueError, RuntimeError) as error:

@@ -67,6 +67,8 @@ class PackedAttention:
     def __init__(self, layer: int, head_dim: int, spec: CacheSpec, calibration: Calibration | None) -> None:
         if spec.outliers == "prompt":
             raise NotImplementedError("outliers='prompt' is for decoders: an encoder's proteins have no common prompt")
+        if spec.measured:
+            raise NotImplementedError("centre='wave' and metric='query' are for decoders: ESM-2 is not measured yet")
         self.layer, self.spec, self.calibration = layer, spec, calibration
         self.head_dim, self.plan = head_dim, spec.plan(head_dim)
         self.record_bytes = self.plan.record_bytes

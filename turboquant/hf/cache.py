@@ -15,9 +15,11 @@ from ..calibration import Calibration, layer_specs
 from ..calibration.measure import describe
 from ..kvcache.common import Common
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
+from ..moments import Moments
 from ..named_specs import resolve
 from ..spec import CacheSpec
 from .layer import PackedLayer
+from .moments import moments_for, moments_notes
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
 
@@ -63,10 +65,11 @@ def checked_config(config: Any) -> Any:
     return text
 
 
-def _patched_with(model: Any, calibration: Any) -> tuple[CacheSpec, Calibration | None]:
+def _patched_with(model: Any, calibration: Any, moments: Any) -> tuple[CacheSpec, Calibration | None]:
     """The spec and the calibration of a patched model."""
-    if calibration is not None:
-        raise ValueError("`spec` must be given where `calibration` is, got None")
+    for name, argument in (("calibration", calibration), ("moments", moments)):
+        if argument is not None:
+            raise ValueError(f"`spec` must be given where `{name}` is, got None")
     if not isinstance(model, torch.nn.Module):
         right = "TurboQuantCache(model) of a patched model, or TurboQuantCache(config, spec)"
         raise TypeError(f"`spec` must be given with a configuration: call {right}")
@@ -84,10 +87,14 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     model    the model, or its configuration. Only the number and kind of its layers matter, shapes come from tensors
     spec     a CacheSpec or the name of a preset; None: what `model` was patched with, its calibration included
     calibration   a Calibration or its file, for a given spec that uses one; None otherwise
+    moments  of the model (`turboquant.measure`) or their file, for a given spec with a wave or a metric. None: those
+             that `model` was patched with. If there are none, they are measured, once for each model, with one line on
+             stderr if it takes longer than two seconds
 
     Raises TypeError for a configuration without a spec, and ValueError without a spec for a model that is not patched.
-    Raises NotImplementedError for layers that cannot be packed, and ValueError for a calibration that is missing, not
-    wanted, or of a model of another configuration (its weights are compared by `turboquant.patch`, which has them).
+    Raises NotImplementedError for layers that cannot be packed and models that cannot be measured, and ValueError for
+    a calibration or moments that are missing, not wanted, or of a model of another configuration (its weights are
+    compared by `turboquant.patch`, which has them).
     """
 
     def __init__(
@@ -95,21 +102,29 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         model: Any,
         spec: CacheSpec | str | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = None,
+        moments: Moments | str | os.PathLike[str] | None = None,
     ) -> None:
         config = model.config if isinstance(model, torch.nn.Module) and hasattr(model, "config") else model
         text = checked_config(config)
         if spec is None:
-            spec, calibration = _patched_with(model, calibration)
+            spec, calibration = _patched_with(model, calibration, moments)
         self.spec = resolve(spec)
         found = None if calibration is None else Calibration.of(calibration)
         if found is not None:
             found.check(describe(text))
-        self._set_up(found, describe(text), layer_specs(self.spec, found, text.num_hidden_layers))
+        specs = layer_specs(self.spec, found, text.num_hidden_layers)
+        self._set_up(found, describe(text), specs, moments_for(model, specs, moments))
 
-    def _set_up(self, calibration: Calibration | None, fingerprint: dict[str, Any], specs: Sequence[CacheSpec]) -> None:
+    def _set_up(
+        self,
+        calibration: Calibration | None,
+        fingerprint: dict[str, Any],
+        specs: Sequence[CacheSpec],
+        moments: Moments | None = None,
+    ) -> None:
         """fingerprint: of the model's configuration (`calibration.measure.describe`). specs: of each layer."""
         self.fingerprint = fingerprint
-        self._shared = Common(calibration)
+        self._shared = Common(calibration, moments)
         self._hold([PackedLayer(i, spec, self._shared) for i, spec in enumerate(specs)])
 
     #: int32 [batch, tokens], the tokens that the cache begins with, as far as they are known, for `generate` to compare
@@ -175,19 +190,21 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         model: Any = None,
         calibration: Calibration | str | os.PathLike[str] | None = None,
         device: torch.device | str | None = None,
+        moments: Moments | str | os.PathLike[str] | None = None,
     ) -> TurboQuantCache:
         """The cache that `save` wrote: the same bytes on any device.
 
         model         the model that will use it, or its configuration: the file must be of it. None: not compared
         calibration   for a spec that uses one; None: that of a patched `model`
         device        where to put it; None: where the layers of `model` are, or else the CPU
+        moments       that the file must have been made with; None: not compared. The cache keeps those of the file
         Raises FileNotFoundError; ValueError, with what is wrong, for a file that is truncated, damaged, foreign, of
         another version or another model. Holds no more memory than a small multiple of the file's bytes
         (docs/security.md).
         """
         from .persistence import load
 
-        return load(path, model, calibration, device)
+        return load(path, model, calibration, device, moments)
 
     def crop(self, tokens: int) -> None:
         """See `PackedLayer.crop`. If one layer cannot be cropped, none is."""
@@ -266,7 +283,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def report(self) -> CacheReport:
         layers = tuple(layer_report(layer.storage) for layer in self.layers)
-        return CacheReport(layers, bytes_by_part(self._common_tensors()))
+        notes = moments_notes(self._shared.moments, [layer.spec for layer in self.layers])
+        return CacheReport(layers, bytes_by_part(self._common_tensors()), notes)
 
 
 def _describe_flag(flag: int) -> str:

@@ -1,7 +1,8 @@
 """Caches in files: what `TurboQuantCache.save` and `load` do. `docs/format.md` defines the file for other programs.
 
-A file is safetensors (`files`): the tensors as they are in memory, and a header that says the spec, the model's
-fingerprint, lengths, rows of page indices, and a checksum of every page and tensor.
+A file is safetensors (`files`): the moments of the model, if the spec has a wave or a metric, the layers' tensors as
+they are in memory, and a header that says the spec, the model's fingerprint, lengths, rows of page indices, and a
+checksum of every page and tensor.
 
 Nothing that a file claims is believed: its tensors must be those that `save` would write for what the header says, and
 that fill the file, before anything is allocated. The checksums find damage; they do not stop somebody who makes them
@@ -17,15 +18,19 @@ from collections.abc import Iterator
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..calibration import Calibration, layer_specs
 from ..calibration.data import differences
 from ..calibration.measure import describe
-from ..files import Tensor, array_bytes, crc32, layout, read_header, write_tensors
+from ..files import Tensor, array_bytes, crc32, layout, numpy_dtype, read_header, tensor, write_tensors
 from ..kvcache.exact import exact_rows, laid_out
 from ..kvcache.pages import RELEASED, PagePool, PageTable, outside_autograd
 from ..modes import is_split
+from ..moments import Moments
+from ..moments.data import array_shapes
 from ..plan import FORMAT_VERSION, PAGE_TOKENS
 from ..spec import CacheSpec
 from .placement import device_of
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
     from .cache import TurboQuantCache
     from .layer import PackedLayer
 
-__all__ = ["FORMAT", "calibration_mark", "load", "save"]
+__all__ = ["FORMAT", "calibration_mark", "load", "moments_mark", "save"]
 
 FORMAT = "turboquant-cache-1"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
@@ -61,6 +66,15 @@ def _tensors(
             if is_split(spec, side):
                 rows = head_dim + (spec.sketch_rows(head_dim) if side == "key" else 0)
                 found[f"layers.{i}.{side}_rotation"] = Tensor("F32", (kv_heads, rows, head_dim))
+    return found
+
+
+def _moments_tensors(shapes: list[list[int]]) -> dict[str, Tensor]:
+    """What moments of these shapes, [kv_heads, head_dim, pairs, rank] of each layer, have in a file, in order."""
+    found = {}
+    for i, sizes in enumerate(shapes):
+        for name, (shape, dtype) in array_shapes(*sizes).items():
+            found[f"moments.{i}.{name}"] = tensor(np.broadcast_to(np.zeros((), dtype), shape))
     return found
 
 
@@ -89,6 +103,13 @@ def calibration_mark(calibration: Calibration | None) -> str | None:
     return f"{zlib.crc32(json.dumps([sums, calibration.seed]).encode()):08x}"
 
 
+def moments_mark(moments: Moments | None) -> str | None:
+    """A checksum of what moments do to keys."""
+    if moments is None:
+        return None
+    return f"{crc32(array_bytes(array) for array in moments.arrays().values()):08x}"
+
+
 def _mark(model: Any) -> dict[str, Any]:
     """What a file says of a model, or of its configuration."""
     if hasattr(model, "state_dict"):
@@ -115,6 +136,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
     layers: list[LayerStorage] = [layer.storage for layer in cache.layers]
     if any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
         raise RuntimeError("save: an earlier call failed after it had changed the cache: call cache.reset()")
+    moments = cache._shared.moments
     mark = cache.fingerprint
     if model is not None:
         mark = _mark(model)
@@ -125,12 +147,16 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         "spec": cache.spec.to_dict(),
         "fingerprint": mark,
         "calibration": calibration_mark(cache._shared.calibration),
+        "moments": None if moments is None else moments.described(),
         "n_layers": len(layers),
         "positions": layers[0].tokens,
         "padding": list(layers[0].padding),
     }
     tensors: dict[str, Tensor] = {}
     parts: list[memoryview] = []
+    if moments is not None:
+        tensors |= _moments_tensors(described["moments"]["shapes"])
+        parts += [array_bytes(array) for array in moments.arrays().values()]
     if layers[0].tokens:
         first = layers[0]
         described |= {"dtype": _NAMES[first.dtype], "kv_heads": first.kv_heads, "head_dim": first.head_dim,
@@ -145,7 +171,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
             others = (*_exact_tensors(layer), layer.centre, *layer.split.values())
             parts += [_bytes(tensor) for tensor in (held, *others) if tensor is not None]
         shape = (len(first.padding), first.kv_heads, first.head_dim)
-        tensors = _tensors([layer.spec for layer in layers], first.tokens, described["dtype"], *shape, pages)
+        tensors |= _tensors([layer.spec for layer in layers], first.tokens, described["dtype"], *shape, pages)
     by_name = dict(zip(tensors, parts, strict=True))
     described["crc32"] = {name: _checksums(by_name[name], _units(name, held)) for name, held in tensors.items()}
     write_tensors(path, FORMAT, described, tensors, {name: [part] for name, part in by_name.items()})
@@ -177,12 +203,14 @@ def load(
     model: Any = None,
     calibration: Calibration | str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    moments: Moments | str | os.PathLike[str] | None = None,
 ) -> TurboQuantCache:
     """See `TurboQuantCache.load`."""
     name = os.fspath(path)
     if not os.path.isfile(path):
         raise FileNotFoundError(f"`path` must be a cache file, got {name!r}, which is not there")
     found = None if calibration is None else Calibration.of(calibration)
+    measured = None if moments is None else Moments.of(moments)
     mark = None if model is None else _mark(model)
     where = None if device is None else torch.device(device)
     try:
@@ -190,7 +218,11 @@ def load(
             reader = _Reader(file)
             if found is None and reader.header["calibration"]:
                 found = getattr(getattr(model, "_turboquant", None), "calibration", None)
-            return reader.cache(model, mark, found, where)
+            cache = reader.cache(model, mark, found, where)
+            own = cache._shared.moments
+            if measured is not None and moments_mark(measured) != moments_mark(own):
+                raise _Refused(f"it has {'no' if own is None else 'other'} `moments`")
+            return cache
     except (_Refused, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         why = f"its header lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"`path` must be a cache file, got {name!r}: {why}") from error
@@ -242,37 +274,79 @@ class _Reader:
             {name: x for name, x in header["fingerprint"].items() if name != "weights"},
             layer_specs(cache.spec, calibration, n_layers),
         )
-        if self.integer("positions"):
-            devices = _devices(model, n_layers) if device is None else [device] * n_layers
-            self.fill(cache.layers, devices)
-        else:
-            _want(not self.tensors and header["crc32"] == {}, "it holds more than an empty cache")
+        devices = _devices(model, n_layers) if device is None else [device] * n_layers
+        self.fill(cache, devices)
         return cache
 
-    def fill(self, layers: list[PackedLayer], devices: list[torch.device]) -> None:
+    def fill(self, cache: TurboQuantCache, devices: list[torch.device]) -> None:
         """Tensors into layers, once all that the header says of them agrees with itself and its tensors."""
+        header, layers = self.header, cache.layers
+        specs = [layer.spec for layer in layers]
+        wanted = self.moments_tensors(specs)
+        if self.integer("positions"):
+            wanted |= self.layers_tensors(layers)
+        wanted = {name: held for name, held in layout(wanted).items() if not name.startswith("pad.")}
+        for name in {**wanted, **self.tensors}:
+            _want(wanted.get(name) == self.tensors.get(name), f"`{name:.80}` is not of this cache")
+        sums = header["crc32"]
+        _want(isinstance(sums, dict) and sums.keys() == wanted.keys(), "`crc32` is not of this cache")
+        tensors = {name: self.bytes_of(name, held, sums[name]) for name, held in wanted.items()}
+        _want(not any(self.file.read()), "something is written behind its tensors")
+        if header["moments"] is not None:
+            cache._shared.moments = self.moments(cache, wanted, tensors)
+        if header["positions"]:
+            views = {
+                name: held.view(_DTYPES[wanted[name].dtype]).view(wanted[name].shape) for name, held in tensors.items()
+            }
+            self.fill_layers(layers, views, devices)
+
+    def moments_tensors(self, specs: list[CacheSpec]) -> dict[str, Tensor]:
+        """Those of the moments that the header describes."""
+        given = self.header["moments"]
+        needed = any(spec.measured for spec in specs)
+        _want(needed == (given is not None), f"its spec needs {'' if needed else 'no '}`moments`")
+        if given is None:
+            return {}
+        _want(isinstance(given, dict) and isinstance(given["shapes"], list), "`moments` is no mapping")
+        shapes = given["shapes"]
+        _want(len(shapes) == len(specs), "`moments` are not of its layers")
+        for sizes in shapes:
+            right = isinstance(sizes, list) and len(sizes) == 4
+            _want(right and all(type(x) is int and 0 <= x <= 2**16 for x in sizes), "`moments` are out of range")
+        return _moments_tensors(shapes)
+
+    def moments(self, cache: TurboQuantCache, places: dict[str, Tensor], held: dict[str, torch.Tensor]) -> Moments:
+        """The moments among its tensors, which go from `held`."""
+        arrays: dict[str, NDArray[Any]] = {}
+        for name in [name for name in held if name.startswith("moments.")]:
+            array = held.pop(name).numpy().view(numpy_dtype(places[name]))
+            arrays[name.removeprefix("moments.")] = array.reshape(places[name].shape)
+        found = Moments.of_arrays(self.header["moments"], arrays)
+        found.check(cache.fingerprint)
+        return found
+
+    def layers_tensors(self, layers: list[PackedLayer]) -> dict[str, Tensor]:
+        """Those of the layers, of a cache that holds tokens."""
         header, positions = self.header, self.integer("positions")
         padding = self.integers("padding", most=positions)
         _want(header["dtype"] in list(_DTYPES)[:3], "`dtype` is none of a model")
         kv_heads, head_dim = self.integer("kv_heads", 2**16), self.integer("head_dim", 256)
         _want(kv_heads > 0 and len(padding) > 0, "`kv_heads` or `padding` is empty")
         released = self.integers("released", len(layers))
-        sliding = self.integers("sliding_windows", len(layers))
+        self.integers("sliding_windows", len(layers))
         pages = [self.check_rows(i, layer, padding, released[i]) for i, layer in enumerate(layers)]
         specs = [layer.spec for layer in layers]
         for spec in specs:
             spec.plan(head_dim)
-        sizes = (positions, header["dtype"], len(padding), kv_heads, head_dim)
-        wanted = layout(_tensors(specs, *sizes, pages))
-        wanted = {name: held for name, held in wanted.items() if not name.startswith("pad.")}
-        for name in {**wanted, **self.tensors}:
-            _want(wanted.get(name) == self.tensors.get(name), f"`{name:.80}` is not of this cache")
-        sums = header["crc32"]
-        _want(isinstance(sums, dict) and sums.keys() == wanted.keys(), "`crc32` is not of this cache")
-        tensors = {name: self.tensor(name, held, sums[name]) for name, held in wanted.items()}
-        _want(not any(self.file.read()), "something is written behind its tensors")
+        return _tensors(specs, positions, header["dtype"], len(padding), kv_heads, head_dim, pages)
+
+    def fill_layers(
+        self, layers: list[PackedLayer], tensors: dict[str, torch.Tensor], devices: list[torch.device]
+    ) -> None:
+        """Tensors, which are those of `layers_tensors`, into layers."""
+        header, padding = self.header, self.header["padding"]
+        shape, dtype = (len(padding), header["kv_heads"], 0, header["head_dim"]), _DTYPES[header["dtype"]]
         for i, layer in enumerate(layers):
-            shape, dtype = (len(padding), kv_heads, 0, head_dim), _DTYPES[header["dtype"]]
             layer.lazy_initialization(torch.empty(shape, dtype=dtype, device=devices[i]))
             stored = layer.storage
             stored.table = PageTable(PagePool(tensors.pop(f"layers.{i}.pages").to(devices[i])), header["rows"][i])
@@ -281,8 +355,8 @@ class _Reader:
             for side in ("key", "value"):
                 if (rotation := tensors.pop(f"layers.{i}.{side}_rotation", None)) is not None:
                     stored.split[f"{side}_rotation"] = rotation.to(devices[i])
-            stored.tokens, stored.padding = positions, tuple(padding)
-            stored.released, stored.sliding_window = released[i], sliding[i]
+            stored.tokens, stored.padding = header["positions"], tuple(padding)
+            stored.released, stored.sliding_window = header["released"][i], header["sliding_windows"][i]
 
     def check_rows(self, i: int, layer: PackedLayer, padding: list[int], released: int) -> int:
         """How many pages layer i has: each in a row, and each row as long as its sequence needs."""
@@ -301,8 +375,8 @@ class _Reader:
         return len(used)
 
     @outside_autograd
-    def tensor(self, name: str, place: Tensor, sums: Any) -> torch.Tensor:
-        """The tensor, which begins after no more than zeros from where the last one ended."""
+    def bytes_of(self, name: str, place: Tensor, sums: Any) -> torch.Tensor:
+        """The bytes of a tensor, which begins after no more than zeros from where the last one ended."""
         gap = self.file.read(self.start + place.start - self.file.tell())
         _want(not any(gap), f"something is written before `{name}`")
         held = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
@@ -312,7 +386,7 @@ class _Reader:
         _want(isinstance(sums, list) and len(sums) == len(found), f"`crc32` has not all of `{name}`")
         for i, (one, claimed) in enumerate(zip(found, sums)):
             _want(one == claimed, f"`{name}` is damaged" if len(found) == 1 else f"page {i} of `{name}` is damaged")
-        return held.view(_DTYPES[place.dtype]).view(place.shape)
+        return held
 
 
 def _devices(model: Any, n_layers: int) -> list[torch.device]:

@@ -15,6 +15,7 @@ import torch
 
 from ..calibration import Calibration
 from ..modes import side_matrix
+from ..moments import Moments
 from ..spec import CacheSpec
 from .pages import outside_autograd
 
@@ -40,10 +41,10 @@ def _add(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 class Common:
-    """calibration   of all layers, or None;  layers   of the cache, in order"""
+    """calibration, moments   of all layers, or None;  layers   of the cache, in order"""
 
-    def __init__(self, calibration: Calibration | None) -> None:
-        self.calibration = calibration
+    def __init__(self, calibration: Calibration | None, moments: Moments | None = None) -> None:
+        self.calibration, self.moments = calibration, moments
         self._layers: list[weakref.ref[LayerStorage]] = []  # weak: a cache that is dropped is freed there and then
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
         self._earlier: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the forward at work
@@ -125,7 +126,7 @@ class Common:
         return self._rotations[where]
 
     def fork(self) -> Common:
-        other = Common(self.calibration)
+        other = Common(self.calibration, self.moments)
         other._rotations = dict(self._rotations)
         return other
 

@@ -35,6 +35,7 @@ class CacheReport:
 
     layers: tuple[LayerReport, ...]
     shared: dict[str, int]  # bytes held once for all layers
+    notes: tuple[str, ...] = ()  # what else there is to know, a line each
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +77,7 @@ class CacheReport:
         lines += [f"{part + ' (all layers)':<21}{size:,}" for part, size in self.shared.items()]
         smaller = f"{self.ratio_bf16:.2f} times smaller than bfloat16, {self.ratio_fp32:.2f} than float32"
         lines.append(f"{self.nbytes:,} bytes: {self.effective_bits:.3f} bits per number, {smaller}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def layer_tensors(stored: LayerStorage) -> Iterator[tuple[str, torch.Tensor]]:
@@ -90,6 +91,7 @@ def layer_tensors(stored: LayerStorage) -> Iterator[tuple[str, torch.Tensor]]:
     yield from (("past windows", held) for _, pair in stored.past.snapshots for held in pair)
     yield from (("rotation", held) for held in stored.split.values())
     yield from (("calibration", held) for held in stored.calibrated.values())
+    yield from (("moments", held) for held in stored.measured.values())
 
 
 def layer_report(stored: LayerStorage) -> LayerReport:

@@ -12,6 +12,7 @@ i - padding[b], and none if that is negative.
     centre       float32 [batch, kv_heads, head_dim], or none
     calibration  rotations, steps and centres of keys and values (`calibration.tensors`): shared by all caches of a
                  calibration on a device, and counted in each
+    moments      wave and metric of the keys (`moments.tensors`), likewise
 
 Growth: pages are added when a sequence fills its last one, as many as are needed or 1/64 of those there are, whichever
 is more: at most 1/64 lies idle. Adding copies the layer's packed bytes. A sequence needs a page every 128 tokens, and
@@ -34,7 +35,8 @@ import torch
 from .. import ops as _ops  # noqa: F401  registers torch.ops.turboquant
 from ..calibration.tensors import transforms
 from ..modes import is_split
-from ..plan import PAGE_TOKENS
+from ..moments.tensors import transforms as moments_of
+from ..plan import PAGE_TOKENS, Plan
 from ..spec import CacheSpec
 from .chunk import attention_in_chunk, merged
 from .common import Common
@@ -93,15 +95,19 @@ class LayerStorage:
         self.split: dict[str, torch.Tensor] = {}  # rotations that sort out the prompt's outlier channels
         self.flag = _NONE  # of `append` on CUDA, int64 [1]
         self.calibrated: dict[str, torch.Tensor] = {}  # arguments of the operators
+        self.measured: dict[str, torch.Tensor] = {}  # the same
 
     @outside_autograd
     def start(self, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Empties the storage and fixes its shape. ValueError for a shape that the spec or the calibration refuses."""
-        plan = self.spec.plan(head_dim)
+        plan = self._plan(kv_heads, head_dim)
         found = self.shared.calibration
         if found is not None and (found.kv_heads, found.head_dim) != (kv_heads, head_dim):
             raise ValueError(f"layer {self.index}: keys must have the {found.kv_heads} KV heads of {found.head_dim} "
                              f"channels of the calibration, got {kv_heads} of {head_dim}")  # fmt: skip
+        if device.type == "cuda" and (plan.wave_pairs or plan.metric is not None):
+            raise NotImplementedError(f"layer {self.index}: CUDA has no kernels for a wave and a metric yet: use "
+                                      'centre="prompt" or "none", and metric="none"')  # fmt: skip
         self.reset()
         self.plan, self.dtype, self.device = plan, dtype, device
         self.kv_heads, self.head_dim = kv_heads, head_dim
@@ -114,7 +120,20 @@ class LayerStorage:
                 self.rotations[side] = self.shared.rotation(self.spec, side, head_dim, device)
         if found is not None:
             self.calibrated = transforms(found, self.spec, self.index, device)
+        if self.spec.measured and self.shared.moments is not None:
+            self.measured = moments_of(self.shared.moments, self.spec, self.index, device)
         self.shape = (batch, kv_heads, head_dim, dtype, device)
+
+    def _plan(self, kv_heads: int, head_dim: int) -> Plan:
+        moments = self.shared.moments
+        if not self.spec.measured or moments is None:
+            return self.spec.plan(head_dim)
+        measured = moments.layers[self.index]
+        heads, channels = measured.centre.shape
+        if (heads, channels) != (kv_heads, head_dim):
+            raise ValueError(f"layer {self.index}: keys must have the {heads} KV heads of {channels} channels of the "
+                             f"moments, got {kv_heads} of {head_dim}")  # fmt: skip
+        return self.spec.plan(head_dim, len(measured.pairs), measured.rank)
 
     def __str__(self) -> str:
         heads = f"{self.kv_heads} KV heads of {self.head_dim} channels"
@@ -192,6 +211,7 @@ class LayerStorage:
             "key_centre": self.centre,
             **self.split,
             **self.calibrated,
+            **self.measured,
         }
         return {name: tensor for name, tensor in state.items() if tensor is not None}
 

@@ -23,14 +23,28 @@ from .. import _core
 from ..calibration.data import differences
 from ..files import read_arrays, write_arrays
 
-__all__ = ["FORMAT", "MAX_RANK", "PAIR_MULTIPLE", "LayerMoments", "Moments"]
+__all__ = ["FORMAT", "MAX_RANK", "PAIR_MULTIPLE", "RANDOM_IDS", "LayerMoments", "Moments", "array_shapes"]
 
 FORMAT = "turboquant-moments-1"
 MAX_RANK = 4
 PAIR_MULTIPLE = 8
+RANDOM_IDS = "random token ids"  # `Moments.source` of those without text
 
 Centre = Literal["wave", "constant", "not probed"]
 F32 = NDArray[np.float32]
+
+
+def array_shapes(heads: int, channels: int, pairs: int, rank: int) -> dict[str, tuple[tuple[int, ...], type]]:
+    """Shape and dtype of each array of a layer."""
+    return {
+        "pairs": ((pairs, 2), np.int32),
+        "increments": ((pairs,), np.uint32),
+        "amplitudes": ((heads, pairs, 2), np.float32),
+        "centre": ((heads, channels), np.float32),
+        "scale": ((heads, channels), np.float32),
+        "directions": ((heads, rank, channels), np.float32),
+        "stretch": ((heads, rank), np.float32),
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,16 +88,7 @@ class LayerMoments:
                              f"for {channels} channels and kind {self.kind!r}")  # fmt: skip
         if not 0 <= rank <= min(MAX_RANK, channels):
             raise ValueError(f"`stretch` must be [kv_heads, 0..{MAX_RANK}], got shape {self.stretch.shape}")
-        shapes: dict[str, tuple[tuple[int, ...], type]] = {
-            "pairs": ((pairs, 2), np.int32),
-            "increments": ((pairs,), np.uint32),
-            "amplitudes": ((heads, pairs, 2), np.float32),
-            "centre": ((heads, channels), np.float32),
-            "scale": ((heads, channels), np.float32),
-            "directions": ((heads, rank, channels), np.float32),
-            "stretch": ((heads, rank), np.float32),
-        }
-        for name, (shape, dtype) in shapes.items():
+        for name, (shape, dtype) in array_shapes(heads, channels, pairs, rank).items():
             array = getattr(self, name)
             if array.shape != shape or array.dtype != dtype:
                 wanted = f"{np.dtype(dtype).name} {list(shape)}"
@@ -185,6 +190,9 @@ class Moments:
             raise ValueError(f"`layers` must be LayerMoments, at least one, got {self.layers!r}")
         if not isinstance(self.fingerprint, dict):
             raise ValueError(f"`fingerprint` must be a mapping, got {self.fingerprint!r}")
+        if self.fingerprint.get("layers", len(self.layers)) != len(self.layers):
+            wanted = f"the {self.fingerprint['layers']} layers of its fingerprint"
+            raise ValueError(f"`layers` must be {wanted}, got {len(self.layers)}")
         if type(self.tokens) is not int or self.tokens < 1:
             raise ValueError(f"`tokens` must be a positive integer, got {self.tokens!r}")
 
@@ -220,11 +228,39 @@ class Moments:
                 f"`moments` must be of this model, got those of another: this one has {', '.join(differs)}"
             )
 
+    @classmethod
+    def of(cls, given: Moments | str | os.PathLike[str]) -> Moments:
+        """Moments as they are, or those in that file."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, (str, os.PathLike)):
+            return cls.load(given)
+        raise TypeError(f"`moments` must be Moments or the path of a file, got {given!r}")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, whole or not at all."""
-        arrays = {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(self.layers) for name in _ARRAYS}
-        described = {name: getattr(self, name) for name in _DESCRIBED}
-        write_arrays(path, FORMAT, {**described, "kinds": [layer.kind for layer in self.layers]}, arrays)
+        write_arrays(path, FORMAT, self.described(), self.arrays())
+
+    def described(self) -> dict[str, Any]:
+        """All but the arrays, as JSON holds it."""
+        return {
+            **{name: getattr(self, name) for name in _DESCRIBED},
+            "kinds": [layer.kind for layer in self.layers],
+            "shapes": [[*layer.centre.shape, len(layer.pairs), layer.rank] for layer in self.layers],
+        }
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays of layer i under "i.NAME"."""
+        return {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(self.layers) for name in _ARRAYS}
+
+    @classmethod
+    def of_arrays(cls, described: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Moments:
+        """What `described` and `arrays` were made of. KeyError, TypeError or ValueError for other contents."""
+        layers = (
+            LayerMoments(kind, **{key: arrays[f"{i}.{key}"] for key in _ARRAYS})
+            for i, kind in enumerate(described["kinds"])
+        )
+        return cls(tuple(layers), **{key: described[key] for key in _DESCRIBED})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Moments:
@@ -232,11 +268,7 @@ class Moments:
         foreign or of another version."""
         try:
             described, arrays = read_arrays(path, FORMAT, "a file of moments")
-            layers = (
-                LayerMoments(kind, **{key: arrays[f"{i}.{key}"] for key in _ARRAYS})
-                for i, kind in enumerate(described["kinds"])
-            )
-            return cls(tuple(layers), **{key: described[key] for key in _DESCRIBED})
+            return cls.of_arrays(described, arrays)
         except (AttributeError, KeyError, ValueError, TypeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"`path` must be a file of moments, got {os.fspath(path)!r}: {why}") from error

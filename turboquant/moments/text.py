@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .data import RANDOM_IDS
+
 __all__ = ["TOKENS", "Sample", "found_tokenizer", "sample"]
 
 TOKENS = 2048  # beside BOS
@@ -44,7 +46,7 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
             "much as with moments of text. Pass `tokenizer`.",
             stacklevel=3,
         )
-        return Sample(_random(model, limit), "random token ids")
+        return Sample(_random(model, limit), RANDOM_IDS)
     bos = getattr(tokenizer, "bos_token_id", None)
     first = [] if bos is None else [int(bos)]
     wanted = min(TOKENS, limit - len(first))

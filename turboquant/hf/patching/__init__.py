@@ -9,6 +9,7 @@ import os
 from typing import Any, TypeVar
 
 from ...calibration import Calibration
+from ...moments import Moments
 from ...named_specs import resolve
 from ...spec import CacheSpec
 from . import esm, llama
@@ -26,6 +27,8 @@ def patch(
     *,
     prefill: str | None = None,
     cuda_graphs: bool = False,
+    moments: Moments | str | os.PathLike[str] | None = None,
+    tokenizer: Any = None,
 ) -> _Model:
     """Prepares `model`, in place, and returns it: ``patch(model).generate(**inputs)`` works as before, on a packed
     cache.
@@ -40,6 +43,10 @@ def patch(
     cuda_graphs   replay decoding steps as CUDA graphs (`graph.DecodeGraph`): on a GPU a small batch is then as fast as
                   its kernels. For models on one device, whose forward of one token depends on nothing but its tokens,
                   positions and cache; after switching adapters, use a new cache
+    moments   of the model (`turboquant.measure`) or their file, for a spec with a wave or a metric. None: they are
+              measured when the first cache is made, on text that ships with the package
+    tokenizer to measure with; None: the one at `model.name_or_path`, from local files only. Without one, random token
+              ids take the place of text, with a warning
 
     From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
     they are given `cache` (`past_key_values` before transformers 5.24), which may be a `TurboQuantCache` made by hand
@@ -60,14 +67,19 @@ def patch(
     chosen = resolve(spec) if prefill is None else resolve(spec).with_(prefill=prefill)
     base = checked_base_model(model)
     found = None if calibration is None else Calibration.of(calibration)
+    measured = None if moments is None else Moments.of(moments)
     if _family(base) is esm:
         if cuda_graphs:
             raise NotImplementedError(
                 f"{type(base).__name__}: `cuda_graphs` is for decoders, ESM-2 has no decoding step"
             )
+        if measured is not None or tokenizer is not None:
+            raise NotImplementedError(
+                f"{type(base).__name__}: `moments` and `tokenizer` are for decoders, not for ESM-2"
+            )
         esm.patch(base, chosen, found)
     else:
-        llama.patch(base, chosen, found, cuda_graphs)
+        llama.patch(base, chosen, found, cuda_graphs, measured, tokenizer)
     return model
 
 

@@ -19,13 +19,15 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ...calibration import Calibration, layer_specs
 from ...calibration.measure import describe, fingerprint
+from ...moments import Moments
 from ...plan import MAX_HEAD_DIM
 from ...spec import CacheSpec
 from ..attention import NAME
 from ..cache import TurboQuantCache, checked_config
 from ..graph import ForwardWithGraphs
+from ..moments import moments_for
 from ..names import CACHE, NAMES, cache_argument, given_cache
-from ..persistence import calibration_mark
+from ..persistence import calibration_mark, moments_mark
 from ..routing import Previous, check_route, restore, route
 from . import continuation
 from .wrappers import refuse_prefix
@@ -47,6 +49,8 @@ class _Patch:
 
     spec: CacheSpec
     calibration: Calibration | None
+    moments: Moments | None  # None: measured when the first cache is made
+    tokenizer: Any  # to measure with
     previous: Previous
     cache_name: str  # of the argument of forward that takes a cache
     cache_position: int  # of that argument
@@ -54,9 +58,16 @@ class _Patch:
     handle: Any  # of the forward pre-hook
 
 
-def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None, cuda_graphs: bool = False) -> None:
+def patch(
+    model: Any,
+    spec: CacheSpec,
+    calibration: Calibration | None = None,
+    cuda_graphs: bool = False,
+    moments: Moments | None = None,
+    tokenizer: Any = None,
+) -> None:
     """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
-    check(model, spec, calibration)
+    check(model, spec, calibration, moments)
     state = getattr(model, "_turboquant", None)
     if cuda_graphs and "forward" in model.__dict__ and not (state and state.cuda_graphs):
         raise NotImplementedError(
@@ -68,7 +79,7 @@ def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None, c
         state = model._turboquant
     elif model.config._attn_implementation != NAME:
         state.previous = route(model, NAME)
-    state.spec, state.calibration = spec, calibration
+    state.spec, state.calibration, state.moments, state.tokenizer = spec, calibration, moments, tokenizer
     if cuda_graphs and not state.cuda_graphs:
         model.forward = ForwardWithGraphs(model)
     elif state.cuda_graphs and not cuda_graphs:
@@ -81,7 +92,7 @@ def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> No
     handle = model.register_forward_pre_hook(_give_cache, with_kwargs=True)
     previous = route(model, NAME)
     name = cache_argument(model.forward) or CACHE
-    model._turboquant = _Patch(spec, calibration, previous, name, arguments.index(name), False, handle)
+    model._turboquant = _Patch(spec, calibration, None, None, previous, name, arguments.index(name), False, handle)
     for method, ours in _METHODS.items():
         if hasattr(model, method):
             setattr(model, method, partial(ours, model))  # pickle makes a method the class's again
@@ -101,7 +112,7 @@ def unpatch(model: Any) -> None:
         model.__dict__.pop(method, None)
 
 
-def check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
+def check(model: Any, spec: CacheSpec, calibration: Calibration | None, moments: Moments | None = None) -> None:
     """Raises what `patch` raises for a model that cannot be packed, or not so. Without a calibration, weights are not
     looked at: they may be on the meta device."""
     name = type(model).__name__
@@ -142,7 +153,11 @@ def check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
         refuse(f"its head_dim is {max(head_dims)}, at most {MAX_HEAD_DIM} can be packed")
     if calibration is not None:
         calibration.check(fingerprint(model))
-    for one in layer_specs(spec, calibration, text.num_hidden_layers):
+    specs = layer_specs(spec, calibration, text.num_hidden_layers)
+    if moments is not None:
+        moments_for(model, specs, moments)  # the configuration first: its differences are told in words
+        moments.check(fingerprint(model))
+    for one in specs:
         for head_dim in head_dims:
             one.plan(head_dim)
 
@@ -199,6 +214,8 @@ def _compare(cache: TurboQuantCache, state: _Patch) -> None:
         what = f"spec, {cache.spec} instead of {state.spec}"
     elif theirs is not state.calibration and calibration_mark(theirs) != calibration_mark(state.calibration):
         what = "calibration"
+    elif state.moments is not None and moments_mark(cache._shared.moments) != moments_mark(state.moments):
+        what = "set of moments"
     else:
         return
     how = "the cache keeps its own; TurboQuantCache(model) has the model's"

@@ -1,0 +1,299 @@
+"""Caches whose keys have a wave and a metric: what they compute, where their moments come from, what they refuse, and
+what they carry. Crops, forks, reorders, padding and sliding windows: `SHAPES` of test_cache and test_pages."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from models import prompts, tiny
+from specs import bare
+from test_cache import CONFIG, DIM, KV_HEADS, LAYERS, MOMENTS, PACKED, WAVE, Stream, exact, forward, new
+from test_moments_reference import layer as random_moments
+from transformers import AutoTokenizer, LlamaConfig
+
+import turboquant
+from turboquant import CacheSpec, Moments, TurboQuantCache
+from turboquant.calibration.measure import describe, fingerprint
+from turboquant.hf import moments as module
+
+SPEC = PACKED.with_(**WAVE, sinks=2)
+OURS = bare(4, 4, **WAVE)  # for models
+DEMO = ROOT / "turboquant" / "data" / "demo"
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    monkeypatch.setenv("TURBOQUANT_CACHE", "")
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """A model and its moments."""
+    model = tiny()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, turboquant.measure(model)
+
+
+def waving(batch=1, tokens=420, padding=(0,), size=30.0, noise=1.0):
+    """(stream, moments) of keys that lie near a wave of that norm: token t of a sequence has position t - padding."""
+    made = tuple(random_moments(np.random.default_rng(i), DIM, KV_HEADS, size=size) for i in range(LAYERS))
+    made = tuple(replace(m, scale=1 + 0.2 * np.cos(m.scale), stretch=0.1 * m.stretch) for m in made)
+    stream = Stream(batch=batch, tokens=tokens)
+    for i, moments in enumerate(made):
+        for b in range(batch):
+            at = np.maximum(np.arange(tokens) - padding[b], 0)
+            centre = torch.from_numpy(moments.centre_at(at)).float()
+            stream.k[i, b] = centre + noise * (stream.k[i, b] - stream.k[i, b].mean(1, keepdim=True))
+    return stream, Moments(made, describe(CONFIG), 2048)
+
+
+# ---- what it computes ----
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(sinks=3), dict(sinks=4, window=40)], ids=str)
+@pytest.mark.parametrize("what", [WAVE, dict(centre="wave"), dict(metric="query")], ids=["both", "wave", "metric"])
+def test_attention_is_that_of_the_keys(what, fields):
+    """In a prefill, in chunks and token by token, over keys that are almost all wave."""
+    stream, moments = waving(size=30.0 if "centre" in what else 1.0)
+    spec = bare(5, 5, prefill="packed").with_(**fields)
+    errors = []
+    for cache in (TurboQuantCache(CONFIG, spec.with_(**what), moments=moments), TurboQuantCache(CONFIG, spec)):
+        outs, start = [], 0
+        for stop in (150, 151, 152, 300, *range(301, 310), 420):
+            outs.append(forward(cache, stream.piece(start, stop)))
+            start = stop
+        want = exact(stream, 0, 420)
+        errors.append(((torch.cat(outs, 2) - want).norm() / want.norm()).item())
+    assert errors[0] < 0.1
+    if "centre" in what:
+        assert errors[1] > 3 * errors[0]  # without a wave its size is what is quantised
+
+
+@pytest.mark.parametrize("positions", ["right", "off by 9"])
+def test_positions_are_those_of_real_tokens(positions):
+    """Padding does not count: keys lie where `waving` says only if positions are right."""
+    padding = (0, 70, 149)
+    stream, moments = waving(3, 300, padding if positions == "right" else tuple(pad - 9 for pad in padding))
+    cache = TurboQuantCache(CONFIG, bare(4, 4, prefill="packed", **WAVE), moments=moments)
+    mask = torch.arange(300)[None, :] >= torch.tensor(padding)[:, None]
+    out = [forward(cache, stream.piece(0, 200), mask[:, :200]), forward(cache, stream.piece(200, 300), mask)]
+    error = []
+    for b, pad in enumerate(padding):
+        one = copy.copy(stream)
+        one.q, one.k, one.v = (x[:, b : b + 1, :, pad:] for x in (stream.q, stream.k, stream.v))
+        want = exact(one, 0, 300 - pad)
+        error.append(((torch.cat(out, 2)[:, b : b + 1, pad:] - want).norm() / want.norm()).item())
+    assert max(error) < 0.16 if positions == "right" else min(error) > 0.3, error
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), TurboQuantCache.fork]
+)
+def test_copies_have_the_moments(copied):
+    cache, stream = new(SPEC), Stream(batch=2, tokens=300)
+    forward(cache, stream.piece(0, 200))
+    other = copied(cache)
+    assert torch.equal(forward(other, stream.piece(200, 300)), forward(cache, stream.piece(200, 300)))
+    other.reset()
+    forward(other, stream.piece(0, 200))
+    assert torch.equal(forward(other, stream.piece(200, 300)), forward(new_at(stream, 200), stream.piece(200, 300)))
+
+
+def new_at(stream, tokens):
+    cache = new(SPEC)
+    forward(cache, stream.piece(0, tokens))
+    return cache
+
+
+def test_a_layer_without_a_wave_has_a_constant_centre():
+    """As one whose keys do not turn, or whose rotation was not found; the report names it."""
+    rng = np.random.default_rng(0)
+    nothing = (np.zeros((0, 2), np.int32), np.zeros(0, np.uint32), np.zeros((KV_HEADS, 0, 2), np.float32))
+    centre = 20 * rng.standard_normal((KV_HEADS, DIM)).astype(np.float32)
+    still = replace(MOMENTS.layers[0], kind="not probed", centre=centre, scale=np.ones_like(centre),
+                    stretch=0 * MOMENTS.layers[0].stretch, pairs=nothing[0], increments=nothing[1],
+                    amplitudes=nothing[2])  # fmt: skip
+    moments = Moments((still, replace(still, kind="constant")), describe(CONFIG), 7, "a text of the user")
+    stream = Stream(tokens=300)
+    stream.k += torch.from_numpy(centre)[None, None, :, None] - stream.k.mean(3, keepdim=True)
+    cache = TurboQuantCache(CONFIG, bare(4, 4, prefill="packed", **WAVE), moments=moments)
+    out, want = forward(cache, stream.piece(0, 300)), exact(stream, 0, 300)
+    assert (out - want).norm() / want.norm() < 0.15
+    report = str(cache.report())
+    assert "moments of 7 tokens: a text of the user" in report
+    assert "constant centre in layers 0: how their keys turn was not found" in report
+    assert "constant centre in layers 1: their keys do not turn" in report
+
+
+def test_moments_are_shared_and_counted():
+    caches = [new(SPEC) for _ in range(2)]
+    for cache in caches:
+        forward(cache, Stream().piece(0, 5))
+    a, b = ({t.data_ptr() for part, t in cache.tensors() if part == "moments"} for cache in caches)
+    assert a and a == b
+    assert caches[0].report().parts["moments"] == sum(
+        array.nbytes for each in MOMENTS.layers for array in each.transforms(True, True).values()
+    )
+    assert new(PACKED).report().notes == ()
+
+
+# ---- where moments come from ----
+
+
+def test_they_are_measured_once_for_a_model_and_tokenizer(monkeypatch):
+    runs, model = [], tiny()
+    plain = turboquant.measure
+    monkeypatch.setattr("turboquant.moments.measure.measure", lambda *args: runs.append(args[1]) or plain(*args))
+    monkeypatch.setattr(module, "_SAID_AFTER", 1e9)
+    turboquant.patch(model, OURS)
+    with pytest.warns(UserWarning, match="measured on random token ids"):
+        out = model.generate(**prompts(2, 9, (3, 0)), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    cache = out.past_key_values
+    assert type(cache) is TurboQuantCache and cache.spec == OURS and runs == [None]
+    assert "pass `tokenizer` to turboquant.patch" in str(cache.report())
+    again = TurboQuantCache(model, OURS.with_(key_bits=3))
+    assert again._shared.moments is cache._shared.moments and runs == [None]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.encode_special_tokens = False
+    monkeypatch.setattr("turboquant.moments.text._check", lambda *args: None)
+    monkeypatch.setattr("turboquant.moments.text._tokens", lambda *args: list(range(2, 96)))
+    turboquant.patch(model, OURS, tokenizer=tokenizer)
+    found = TurboQuantCache(model)._shared.moments
+    assert runs == [None, tokenizer] and found.source == "the text of the package"
+
+
+def test_those_of_patch_serve_every_cache_of_the_model(measured, tmp_path):
+    model, moments = copy.deepcopy(measured[0]), measured[1]
+    moments.save(tmp_path / "moments")
+    for given in (moments, tmp_path / "moments", str(tmp_path / "moments")):
+        turboquant.patch(model, OURS, moments=given)
+        for cache in (TurboQuantCache(model), TurboQuantCache(model, OURS.with_(value_bits=2))):
+            assert cache._shared.moments is model._turboquant.moments
+    other = replace(moments, layers=moments.layers[::-1])
+    cache = TurboQuantCache(model, OURS, moments=other)
+    assert cache._shared.moments is other
+    with pytest.warns(UserWarning, match="another set of moments than the model was patched with"):
+        model(**prompts(1, 9), past_key_values=cache)
+    turboquant.patch(model, "default")
+    assert TurboQuantCache(model)._shared.moments is None
+
+
+def test_one_line_if_it_takes_long(measured, monkeypatch, capsys):
+    model = tiny(seed=3)
+    monkeypatch.setattr(module, "_SAID_AFTER", 0.0)
+    with pytest.warns(UserWarning, match="random token ids"):
+        TurboQuantCache(model, OURS)
+    assert capsys.readouterr().err == "turboquant: measured the moments of LlamaForCausalLM in 0 s\n"
+
+
+def test_the_model_is_evaluated_with_them():
+    model = tiny()
+    windows = prompts(2, 300)["input_ids"]
+    with pytest.warns(UserWarning, match="random token ids"):
+        found = turboquant.evaluate(model, windows, bare(5, 5, **WAVE), generate=2)
+    assert 0 < found.kl_divergence < turboquant.evaluate(model, windows, bare(2, 2), generate=0).kl_divergence
+    assert not hasattr(model, "_turboquant")
+
+
+# ---- what is refused, before anything is stored ----
+
+
+def test_what_a_cache_refuses(measured):
+    model, moments = measured
+    with pytest.raises(ValueError, match=r"`moments` must be given with a configuration.*metric=\"none\""):
+        TurboQuantCache(CONFIG, SPEC)
+    with pytest.raises(ValueError, match="`moments` must be None for a spec without .*got some"):
+        TurboQuantCache(CONFIG, PACKED, moments=MOMENTS)
+    with pytest.raises(TypeError, match="`moments` must be Moments or the path of a file, got 7"):
+        TurboQuantCache(CONFIG, SPEC, moments=7)
+    with pytest.raises(FileNotFoundError, match="`path` must be a file of moments"):
+        TurboQuantCache(CONFIG, SPEC, moments="absent")
+    other = LlamaConfig(**{**CONFIG.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}})
+    if describe(other)["rope"] == describe(CONFIG)["rope"]:  # transformers 4.57 has rope_theta alone
+        other = LlamaConfig(**{**CONFIG.to_dict(), "rope_theta": 500.0})
+    with pytest.raises(ValueError, match=r"`moments` must be of this model.*rope.*500.*metric=\"none\""):
+        TurboQuantCache(other, SPEC, moments=MOMENTS)
+    with pytest.raises(ValueError, match="`spec` must be given where `moments` is, got None"):
+        TurboQuantCache(model, moments=moments)
+    with pytest.raises(ValueError, match="`moments` must be of this model, .* other weights"):
+        turboquant.patch(tiny(seed=1), OURS, moments=moments)
+    with pytest.raises(ValueError, match="`moments` must be None for a spec without"):
+        turboquant.patch(tiny(), "default", moments=moments)
+
+
+@pytest.mark.parametrize("heads, dim", [(KV_HEADS + 1, DIM), (KV_HEADS, 2 * DIM)])
+def test_keys_of_another_shape(heads, dim):
+    cache = new(SPEC)
+    keys = torch.zeros(1, heads, 5, dim)
+    with pytest.raises(
+        ValueError, match=f"layer 0: keys must have the {KV_HEADS} KV heads of {DIM} channels of the mom"
+    ):
+        cache.update(keys, keys, 0)
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+
+
+def test_cuda_has_no_kernels_for_them_yet():
+    """Said before anything is allocated there, so that no device is needed to hear it."""
+    for spec in (SPEC, PACKED.with_(centre="wave"), PACKED.with_(metric="query")):
+        with pytest.raises(
+            NotImplementedError, match="layer 0: CUDA has no kernels for a wave and a metric yet: use cen"
+        ):
+            new(spec).layers[0].storage.start(1, KV_HEADS, DIM, torch.float16, torch.device("cuda"))
+
+
+def test_a_model_that_cannot_be_measured(monkeypatch):
+    model = tiny()
+    monkeypatch.setattr(model.model, "forward", lambda *args, **kwargs: (_ for _ in ()).throw(TypeError("no ids")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(
+            NotImplementedError, match=r"forward of token ids failed .*centre=\"none\" and metric=\"none\""
+        ):
+            TurboQuantCache(model, OURS)
+
+
+def test_esm_2_is_not_measured():
+    from esm_models import tiny_esm
+
+    for what in (lambda m: turboquant.patch(m, OURS), lambda m: turboquant.esm.ContextCache(m, OURS)):
+        with pytest.raises(NotImplementedError, match="centre='wave' and metric='query' are for decoders"):
+            what(tiny_esm())
+    with pytest.raises(NotImplementedError, match="`moments` and `tokenizer` are for decoders"):
+        turboquant.patch(tiny_esm(), moments=MOMENTS)
+
+
+def test_specs():
+    assert CacheSpec(rotation="svd").metric == CacheSpec(budget=3.0).metric == "none"
+    assert CacheSpec(budget=3.0).with_(sinks=1).metric == "none"
+    with pytest.raises(ValueError, match="`metric` must be 'none' where `rotation` is 'svd'"):
+        CacheSpec(rotation="svd", metric="query")
+    with pytest.raises(ValueError, match="`metric` must be 'none' where `rotation` is 'calibrated'"):
+        CacheSpec(budget=3.0, metric="query")
+    with pytest.raises(ValueError, match="`metric` must be one of none, query, got 'queries'"):
+        CacheSpec(metric="queries")
+    for spec in (OURS, CacheSpec(budget=3.0)):
+        assert CacheSpec.from_dict(spec.to_dict()) == spec
+    assert OURS.bytes_per_token(64) == bare(4, 4).bytes_per_token(64)
+
+
+def test_layers_may_differ():
+    spec = PACKED.with_(overrides={0: WAVE})
+    cache = TurboQuantCache(CONFIG, spec, moments=MOMENTS)
+    stream = Stream()
+    forward(cache, stream.piece(0, 40))
+    assert cache.layers[0].storage.plan.wave_pairs and not cache.layers[1].storage.plan.wave_pairs
+    assert cache.layers[0].storage.measured and not cache.layers[1].storage.measured
+
+
+def test_fingerprints_may_be_of_weights_or_of_a_configuration(measured):
+    model, moments = measured
+    assert moments.fingerprint == fingerprint(model)
+    TurboQuantCache(model.config, OURS, moments=moments)
