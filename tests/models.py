@@ -64,6 +64,26 @@ def tiny(kind: str = "llama", dtype: Any = None, seed: int = 0, **changes: Any) 
     return model.to(dtype or torch.float32)
 
 
+def with_key_biases(model: Any, first: float, last: float, middle: float) -> Any:
+    """A Llama model as a Qwen2 whose keys have biases of these norms, as Qwen2.5 has them: in the slowest rotary
+    channels, where they shift all scores of a query by nearly the same. Its text stays that of a trained model."""
+    fields = model.config.to_dict()
+    for name in ("model_type", "architectures", "layer_types", "use_sliding_window"):
+        fields.pop(name, None)
+    made = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields, use_sliding_window=False)).eval()
+    missing = made.load_state_dict(model.state_dict(), strict=False)
+    assert not missing.unexpected_keys and all(name.endswith(".bias") for name in missing.missing_keys)
+    layers, make = made.model.layers, torch.Generator().manual_seed(0)
+    for i, layer in enumerate(layers):
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            linear.bias.data.zero_()
+        bias = layer.self_attn.k_proj.bias.data.view(made.config.num_key_value_heads, -1)
+        half = bias.shape[1] // 2
+        bias[:, [*range(half - 3, half), *range(2 * half - 3, 2 * half)]] = torch.randn(len(bias), 6, generator=make)
+        bias *= {0: first, len(layers) - 1: last}.get(i, middle) / bias.norm()
+    return made
+
+
 def prompts(batch: int, tokens: int, padding: tuple[int, ...] = (), seed: int = 0) -> dict[str, Any]:
     """input_ids and attention_mask [batch, tokens], the first padding[b] of sequence b masked."""
     generator = torch.Generator().manual_seed(seed)

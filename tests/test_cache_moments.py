@@ -12,20 +12,21 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from models import prompts, tiny
+from models import prompts, tiny, with_key_biases
 from specs import bare
 from test_cache import CONFIG, DIM, KV_HEADS, LAYERS, MOMENTS, PACKED, WAVE, Stream, exact, forward, new
 from test_moments_reference import layer as random_moments
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import turboquant
 from turboquant import CacheSpec, Moments, TurboQuantCache
 from turboquant.calibration.measure import describe, fingerprint
 from turboquant.hf import moments as module
+from turboquant.hf.evaluation import text_windows
 
 SPEC = PACKED.with_(**WAVE, sinks=2)
 OURS = bare(4, 4, **WAVE)  # for models
-DEMO = ROOT / "turboquant" / "data" / "demo"
+DEMO = ROOT / "demo" / "turboquant_demo"
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +144,24 @@ def test_moments_are_shared_and_counted():
         array.nbytes for each in MOMENTS.layers for array in each.transforms(True, True).values()
     )
     assert new(PACKED).report().notes == ()
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_keys_with_large_biases(bits):
+    """Biases of Qwen2.5-7B's norms, 605 and 921 in the first and last layers: with the moments of the shipped text they
+    cost little, and without a centre they leave nothing of the text."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    plain = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    windows = text_windows((DEMO / "a_christmas_carol.txt").read_text(encoding="utf-8"), tokenizer, 1, 384)
+    found = []
+    for model, spec in [
+        (plain, bare(bits, bits, **WAVE)),
+        (with_key_biases(plain, 605, 921, 22), bare(bits, bits, **WAVE)),
+        (with_key_biases(plain, 605, 921, 22), bare(bits, bits)),
+    ]:
+        turboquant.patch(model, spec, tokenizer=tokenizer)
+        found.append(turboquant.evaluate(model, windows, spec, generate=0).kl_divergence)
+    assert found[1] < 1.6 * found[0] < 0.05 < 0.5 < found[2], found
 
 
 # ---- where moments come from ----

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from conftest import real_model
+from conftest import ROOT, real_model
+from models import with_key_biases
 from specs import bare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from turboquant import evaluate
+from turboquant import evaluate, patch
 from turboquant.hf.evaluation import text_windows
 
 TEXT = """The quality of a compressed cache shows in what a model says next. A window of a few hundred tokens is enough
@@ -27,3 +29,18 @@ def test_smollm2_is_a_trained_model_and_widths_are_ordered():
     answer = model(input_ids=question).logits[0, -1].argmax()
     assert tokenizer.decode(answer) == " Paris"  # the weights were read as they were meant
     assert found[0].kl_divergence < found[1].kl_divergence / 2 < found[2].kl_divergence / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norms", [(605, 921, 22), (424, 424, 424)], ids=["as Qwen2.5-7B", "every layer"])
+def test_smollm2_with_large_key_biases(norms):
+    """A wave holds them at 4 and 3 bits, with the moments of the shipped text and nothing of the text measured on."""
+    folder = real_model("smollm2")
+    model = with_key_biases(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), *norms)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = (ROOT / "demo" / "turboquant_demo" / "a_christmas_carol.txt").read_text(encoding="utf-8")
+    windows = text_windows(text, tokenizer, 1, 512)
+    for bits, most in ((4, 0.03), (3, 0.1)):
+        spec = bare(bits, bits, sinks=4, centre="wave", metric="query")
+        patch(model, spec, tokenizer=tokenizer)
+        assert evaluate(model, windows, spec, generate=0).kl_divergence < most

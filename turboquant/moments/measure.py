@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import __version__
 from ..calibration.measure import describe, fingerprint
 from ..hf.patching.wrappers import checked_base_model
 from ..hf.placement import device_of, loaded
@@ -149,8 +150,8 @@ def cache_folder() -> Path | None:
 
 
 def _digest(model: Any, ids: torch.Tensor) -> str:
-    """Of the configuration, a few weights of every tensor, and the ids: merged adapters change it."""
-    digest = hashlib.sha256(json.dumps([FORMAT, describe(model.config)], sort_keys=True).encode())
+    """Of this version, the configuration, a few weights of every tensor, and the ids: merged adapters change it."""
+    digest = hashlib.sha256(json.dumps([FORMAT, __version__, describe(model.config)], sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.numel():
