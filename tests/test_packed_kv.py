@@ -159,6 +159,40 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
     "bits in words": (TypeError, lambda k, p: ops.pack(k, k, bits="4"), "`key_bits` must be "),
     "an array": (TypeError, lambda k, p: ops.pack(k.numpy(), k, bits=4), "pack: `k` must be a tensor, got ndarray"),
     "a list": (TypeError, lambda k, p: ops.attend([1.0], p), "attend: `q` must be a tensor, got list"),
+    "a cap in words": (
+        TypeError,
+        lambda k, p: ops.attend(k, p, softcap="20"),
+        "attend: `softcap` must be a number, got str",
+    ),
+    "a scale that is a flag": (
+        TypeError,
+        lambda k, p: ops.attend(k, p, softmax_scale=True),
+        "must be a number or None",
+    ),
+    "half a window": (
+        TypeError,
+        lambda k, p: ops.attend(k, p, sliding_window=1.5),
+        "`sliding_window` must be an integer",
+    ),
+    "causal, perhaps": (TypeError, lambda k, p: ops.attend(k, p, causal=1), "`causal` must be True or False, got int"),
+    "starts as a list": (
+        TypeError,
+        lambda k, p: ops.attend(k, p, starts=[0]),
+        "`starts` must be a tensor or None, got list",
+    ),
+    "a table": (TypeError, lambda k, p: ops.attend(k, p, schedule=k), "`schedule` must be a Schedule or None"),
+    "half a token": (TypeError, lambda k, p: ops.pack(k, k, bits=4, max_tokens=3.5), "`max_tokens` must be an integer"),
+    "a centre as a list": (
+        TypeError,
+        lambda k, p: ops.pack(k, k, bits=4, key_centre=[0]),
+        "pack: `key_centre` must be a ",
+    ),
+    "values as an array": (TypeError, lambda k, p: ops.append(p, k, k.numpy()), "append: `v` must be a tensor or None"),
+    "a matrix in words": (
+        TypeError,
+        lambda k, p: ops.rotate(p.plan, k, "dense"),
+        "rotate: `matrix` must be a tensor or",
+    ),
     "pages": (
         TypeError,
         lambda k, p: ops.attend(k, p.pages),

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal, overload
 
 from . import _core, operators  # noqa: F401  registers torch.ops.turboquant, or says why it cannot
@@ -133,6 +134,28 @@ def _check(op: str, packed: object = None, **tensors: object) -> None:
         raise TypeError(f"{op}: `packed` must be a PackedKV, as `pack` returns it, got {type(packed).__name__}")
 
 
+# What arguments must be that are neither a tensor nor None.
+_OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
+    "causal": ((bool,), "True or False"),
+    "inverse": ((bool,), "True or False"),
+    "return_lse": ((bool,), "True or False"),
+    "max_tokens": ((Integral,), "an integer"),
+    "sliding_window": ((Integral,), "an integer"),
+    "softcap": ((Real,), "a number"),
+    "softmax_scale": ((Real, type(None)), "a number or None"),
+    "schedule": ((Schedule, type(None)), "a Schedule or None"),
+    "out": ((Schedule, type(None)), "a Schedule or None"),
+}
+
+
+def _check_options(op: str, **options: object) -> None:
+    """TypeError for arguments of a wrong type, by name; their values are the operators' matter."""
+    for name, value in options.items():
+        types, wanted = _OPTIONS.get(name, ((Tensor, type(None)), "a tensor or None"))
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise TypeError(f"{op}: `{name}` must be {wanted}, got {type(value).__name__}")
+
+
 def _check_plan(op: str, plan: object) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"{op}: `plan` must be a turboquant.Plan, got {plan!r}")
@@ -185,8 +208,6 @@ def pack(
         assert bits is not None
         plan = Plan(k.shape[3], bits, None if v is None else bits)
     _check_plan("pack", plan)
-    batch, kv_heads, tokens, _ = k.shape
-    n_pages = -(-max(tokens, max_tokens) // plan.page_tokens)
     given = {
         "key_rotation": key_rotation,
         "value_rotation": value_rotation,
@@ -197,6 +218,9 @@ def pack(
         "key_turns": key_turns,
         "key_moments": key_moments,
     }
+    _check_options("pack", v=v, max_tokens=max_tokens, **given)
+    batch, kv_heads, tokens, _ = k.shape
+    n_pages = -(-max(tokens, max_tokens) // plan.page_tokens)
     packed = PackedKV(
         pages=torch.zeros((batch * n_pages, kv_heads, plan.record_bytes), dtype=torch.uint8, device=k.device),
         block_table=torch.arange(batch * n_pages, dtype=torch.int32, device=k.device).view(batch, n_pages),
@@ -218,6 +242,7 @@ def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None
     Raises ValueError where ``len(packed) + tokens`` is above ``packed.capacity``. A failed call has changed nothing.
     """
     _check("append", packed, k=k)
+    _check_options("append", v=v, flag=flag)
     tokens, lengths = _after("append", packed, k)
     _append(packed.plan.words, k, v, lengths, packed.pages, packed.block_table, flag=flag, **packed.transforms)
     packed.lengths.copy_(lengths)
@@ -278,6 +303,16 @@ def attend(
     [batch, query_heads, query_tokens], the natural logarithm, -inf where nothing was seen.
     """
     _check("attend", packed, q=q)
+    _check_options(
+        "attend",
+        starts=starts,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        schedule=schedule,
+        return_lse=return_lse,
+    )
     out, lse = _attend(
         packed.plan.words,
         q,
@@ -321,6 +356,7 @@ def schedule(
     `attend` with a schedule takes lengths and starts from it, as they were when it was made. On a CPU it says nothing.
     """
     _check("schedule", packed, q=q)
+    _check_options("schedule", starts=starts, causal=causal, sliding_window=sliding_window, out=out)
     if lengths is not None and 8 * (max(lengths, default=0) - min(lengths, default=0)) <= max(lengths, default=0):
         return Schedule(torch.empty((0, 4), dtype=torch.int32, device=q.device))
     if out is None or not len(out.table):
@@ -350,6 +386,7 @@ def attend_kernel(
     CUDA.
     """
     _check("attend_kernel", packed, q=q)
+    _check_options("attend_kernel", causal=causal, sliding_window=sliding_window, schedule=schedule)
     name: str = _attend_kernel(
         packed.plan.words,
         q,
@@ -383,6 +420,14 @@ def append_attend(
     Returns out, like q and contiguous.
     """
     _check("append_attend", packed, q=q, k=k, v=v)
+    _check_options(
+        "append_attend",
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        schedule=schedule,
+        flag=flag,
+    )
     tokens, lengths = _after("append_attend", packed, k)
     out: Tensor = _append_attend(
         packed.plan.words,
@@ -439,19 +484,18 @@ def quantize(
     """
     _check("quantize", k=k)
     _check_plan("quantize", plan)
-    pages: Tensor = _quantize(
-        plan.words,
-        k,
-        v,
-        key_rotation=key_rotation,
-        value_rotation=value_rotation,
-        key_centre=key_centre,
-        value_centre=value_centre,
-        key_steps=key_steps,
-        value_steps=value_steps,
-        key_turns=key_turns,
-        key_moments=key_moments,
-    )
+    given = {
+        "key_rotation": key_rotation,
+        "value_rotation": value_rotation,
+        "key_centre": key_centre,
+        "value_centre": value_centre,
+        "key_steps": key_steps,
+        "value_steps": value_steps,
+        "key_turns": key_turns,
+        "key_moments": key_moments,
+    }
+    _check_options("quantize", v=v, **given)
+    pages: Tensor = _quantize(plan.words, k, v, **given)
     return pages
 
 
@@ -462,6 +506,7 @@ def rotate(plan: Plan, x: Tensor, matrix: Tensor | None = None, *, inverse: bool
     matrix: float32 [head_dim, head_dim], for plans with a dense rotation; None: the plan's Hadamard, or none.
     """
     _check("rotate", x=x)
+    _check_options("rotate", matrix=matrix, inverse=inverse)
     _check_plan("rotate", plan)
     y: Tensor = _rotate(plan.words, x, matrix, inverse)
     return y
