@@ -13,6 +13,7 @@ from kernel_cases import CASES, Case  # noqa: E402
 
 import turboquant  # noqa: E402
 from turboquant import _core, ops  # noqa: E402
+from turboquant.cli import main  # noqa: E402
 
 
 def cuda(test: Callable[..., None]) -> Callable[..., None]:
@@ -91,3 +92,31 @@ def test_on_a_cpu_it_is_the_kernel_of_the_core() -> None:
     assert ops.attend_kernel(q, packed) == _core.kernel_name("attend", packed.plan.words)
     name = torch.ops.turboquant.append_kernel(packed.plan.words, k, k, packed.lengths, packed.pages, packed.block_table)
     assert name == _core.kernel_name("append", packed.plan.words)
+
+
+def test_the_command_names_the_kernels_of_a_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["info", "--kernels", "2,2,3,200,96"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    plan = turboquant.Plan(96, 4, 4).words
+    attend, append = _core.kernel_name("attend", plan), _core.kernel_name("append", plan)
+    assert [line.split() for line in lines] == [["2,2,3,200,96", bits, attend, append, append] for bits in "432"]
+    for wrong in ("2,2,3,200", "2,2,3,200,x", "2,2,3,0,64", "2,2,3,200,4294967296"):
+        with pytest.raises(SystemExit):
+            main(["info", "--kernels", wrong])
+        assert f"--kernels must be batch,kv_heads,group,tokens,head_dim, whole and positive, got '{wrong}'" in (
+            capsys.readouterr().err
+        )
+
+
+@cuda
+def test_the_command_names_the_kernels_of_hopper(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("names are those of compute capability 9.0")
+    assert main(["info", "--kernels", "1,8,4,8192,128"]) == 0
+    names = {line.split()[1]: line.split()[2:] for line in capsys.readouterr().out.splitlines()[2:]}
+    (expected,) = {case.name for case in CASES if (case.plan, case.batch, case.tokens) == (CASES[0].plan, 1, 8192)
+                   and case.group == 4 and case.kv_heads == 8 and case.query_tokens == 1}  # fmt: skip
+    assert names["3"] == [expected, "append_one_token", "append_prefill"]

@@ -17,6 +17,7 @@ import turboquant
 
 from .doctor import doctor, info
 from .findings import device_code, installed, library
+from .kernels import print_kernels
 
 if TYPE_CHECKING:
     from .esm.fasta import Entries
@@ -313,7 +314,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="{info,doctor,demo,calibrate,eval,esm-scan}"
     )
-    commands.add_parser("info", help="versions, instruction set, threads, CUDA build and device")
+    one = commands.add_parser("info", help="versions, instruction set, threads, CUDA build and device; or kernels")
+    one.add_argument(
+        "--kernels",
+        nargs="*",
+        metavar="SHAPE",
+        help="instead: which kernels run for batch,kv_heads,group,tokens,head_dim (default: some usual shapes)",
+    )
+    one.set_defaults(run=lambda chosen: print_kernels(chosen.kernels, _device(None)))
     one = commands.add_parser(
         "doctor", help="the same with verdicts, and whether a model can be packed; 1 if something cannot work"
     )
@@ -388,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen, rest = parser.parse_known_args(given)
     if rest and chosen.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if chosen.command == "info":
+    if chosen.command == "info" and chosen.kernels is None:
         return info()
     try:
         return demo(rest) if chosen.command == "demo" else int(chosen.run(chosen))

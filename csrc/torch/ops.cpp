@@ -55,10 +55,13 @@ template <auto function, class... Arguments> tq_status on_cpu(void *, Arguments.
 constexpr size_t NAME_BYTES = 64; // of a kernel, with a final 0
 
 /** On a CPU the kernel depends on the plan alone. */
-tq_status name_of(const char *operation, const tq_plan *plan, char *name)
+tq_status name_of(const char *operation, const tq_plan *plan, char *name, tq_error *error)
 {
-    std::snprintf(name, NAME_BYTES, "%s", tq_kernel_name(operation, plan));
-    return TQ_OK;
+    const char *found = tq_kernel_name(operation, plan);
+    std::snprintf(name, NAME_BYTES, "%s", found ? found : "");
+    size_t bytes;
+    return found ? TQ_OK
+                 : tq_dot_scratch_bytes(plan, 0, &bytes, error); // which fails where TURBOQUANT_ISA names no level
 }
 
 const Backend cpu = {
@@ -77,8 +80,8 @@ const Backend cpu = {
         return tq_attend(plan, params, scratch, bytes, error);
     },
     [](void *, auto, auto, auto, int64_t, auto) { return TQ_OK; }, // threads take sequences as they come
-    [](auto plan, auto, char *name, auto) { return name_of("append", plan, name); },
-    [](auto plan, auto, char *name, auto) { return name_of("attend", plan, name); },
+    [](auto plan, auto, char *name, auto error) { return name_of("append", plan, name, error); },
+    [](auto plan, auto, char *name, auto error) { return name_of("attend", plan, name, error); },
     on_cpu<tq_dequantize>,
     on_cpu<tq_merge>,
 };

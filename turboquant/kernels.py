@@ -1,0 +1,66 @@
+"""``turboquant info --kernels``: which kernels run for a shape, on a GPU if there is one with kernels built for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from .plan import Plan
+
+__all__ = ["print_kernels"]
+
+SHAPES = ("1,8,4,8192,128", "16,8,4,32768,128", "64,8,4,4096,128", "1,8,4,8192,64")
+PROMPT_TOKENS = 128  # as many as a prompt's kernel needs to be chosen
+
+
+def print_kernels(shapes: Sequence[str], device_name: str) -> int:
+    """For each shape, or usual ones, at 4, 3 and 2 bits: which kernels run for a decoding step and for a prompt."""
+    import torch
+
+    from .plan import Plan
+
+    shapes = shapes or SHAPES
+    sizes, device = [_sizes(shape) for shape in shapes], torch.device(device_name)
+    print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, bfloat16, sequences of equal length")
+    print(f"{'shape':24} {'bits':>4}  {'attention of a step':44} {'a token appended':24} a prompt appended")
+    for shape, (batch, kv_heads, group, tokens, head_dim) in zip(shapes, sizes, strict=True):
+        for bits in (4, 3, 2):
+            plan = Plan(head_dim, bits, bits)
+            attend, token, prompt = _kernels(batch, kv_heads, group, tokens, plan, device)
+            print(f"{shape:24} {bits:4}  {attend:44} {token:24} {prompt}")
+    return 0
+
+
+def _sizes(shape: str) -> list[int]:
+    numbers = shape.split(",")
+    if len(numbers) != 5 or not all(number.isdecimal() and 0 < int(number) < 1 << 31 for number in numbers):
+        raise ValueError(f"--kernels must be batch,kv_heads,group,tokens,head_dim, whole and positive, got {shape!r}")
+    return [int(number) for number in numbers]
+
+
+def _kernels(
+    batch: int, kv_heads: int, group: int, tokens: int, plan: Plan, device: torch.device
+) -> tuple[str, str, str]:
+    """The names for attention, one token and a prompt. Which kernel runs depends on sizes alone, so one page will do
+    for all entries of the block table."""
+    import torch
+
+    from . import ops
+
+    def vectors(heads: int, tokens: int) -> torch.Tensor:
+        one = torch.empty(1, 1, tokens, plan.head_dim, dtype=torch.bfloat16, device=device)
+        return one.expand(batch, heads, -1, -1)
+
+    pages = torch.zeros((1, kv_heads, plan.record_bytes), dtype=torch.uint8, device=device)
+    table = torch.zeros((batch, -(-tokens // plan.page_tokens)), dtype=torch.int32, device=device)
+    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    equal = ops.Schedule(torch.empty((0, 4), dtype=torch.int32, device=device))
+    packed = ops.PackedKV(pages, table, lengths, plan, tokens)
+    attend = ops.attend_kernel(vectors(kv_heads * group, 1), packed, schedule=equal)
+    new = (vectors(kv_heads, count) for count in (1, min(tokens, PROMPT_TOKENS)))
+    append = torch.ops.turboquant.append_kernel
+    token, prompt = (append(plan.words, x, x, lengths, pages, table) for x in new)
+    return attend, token, prompt
