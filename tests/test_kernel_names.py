@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("turboquant.ops")
 
 from kernel_cases import CASES, Case  # noqa: E402
+from test_machine import in_a_process  # noqa: E402
 
 import turboquant  # noqa: E402
 from turboquant import _core, ops  # noqa: E402
@@ -120,3 +121,9 @@ def test_the_command_names_the_kernels_of_hopper(capsys: pytest.CaptureFixture[s
     (expected,) = {case.name for case in CASES if (case.plan, case.batch, case.tokens) == (CASES[0].plan, 1, 8192)
                    and case.group == 4 and case.kv_heads == 8 and case.query_tokens == 1}  # fmt: skip
     assert names["3"] == [expected, "append_one_token", "append_prefill"]
+
+
+def test_no_name_where_the_environment_names_no_level() -> None:
+    program = "from turboquant.cli import main; main(['info', '--kernels'])"
+    done = in_a_process(program, TURBOQUANT_ISA="avx1024", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "attend_kernel: `TURBOQUANT_ISA` must be one of: " in done.stderr
