@@ -200,7 +200,7 @@ $(WHEEL_TOOLS)/.ready: $(CONSTRAINTS) $(READY)
 
 # What is in the wheel, and that it works as it is installed: in a fresh environment with the pinned torch and no compiler.
 WHEEL_VENV := build/wheel-venv
-WHEEL_TESTS := $(foreach name,wheel installed doctor demo one_core ops,tests/test_$(name).py)
+WHEEL_TESTS := $(foreach name,wheel installed doctor readme demo one_core ops,tests/test_$(name).py)
 INSTALLED := env PATH=$(abspath $(WHEEL_VENV))/bin PYTHONSAFEPATH=1
 test-wheel: $(WHEEL_TOOLS)/.ready
 	$(PYTHON) -m venv --clear $(WHEEL_VENV)

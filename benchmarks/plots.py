@@ -1,4 +1,4 @@
-"""Draws the figures of README.md from the results beside this file.
+"""Draws the figures of docs/performance.md from the results beside this file.
 
 python benchmarks/plots.py
 

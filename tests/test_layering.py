@@ -82,7 +82,7 @@ MAY_NOT_IMPORT = {
 
 TOP_LEVEL = set(
     "csrc turboquant demo tests benchmarks examples docs pyproject.toml setup.py Makefile "
-    "README.md CHANGELOG.md CONTRIBUTING.md LICENSE".split()
+    "README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE".split()
 )
 MAX_LINES = 800
 # Generated or data: read by programs only.

@@ -1,7 +1,7 @@
 """Quality through the real path: KL divergence of the next token's distribution, every token packed, trained models,
 held-out text.
 
-A fixed slice that takes seconds; the table in the README comes from a longer one. What is measured: `prefill="packed"`,
+A fixed slice that takes seconds; docs/performance.md has a longer one. What is measured: `prefill="packed"`,
 so that each query reads every key and value from packed bytes, its own token's included; no sinks and no window.
 """
 
