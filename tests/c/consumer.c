@@ -523,9 +523,9 @@ static void check_plans_refused(void)
     const change bad[] = {{0, 0},    {0, 2},   {0, 3},  {1, 12},  {1, 0},   {1, -8},        {1, 8192}, {1, INT64_MAX},
                           {1, 4096}, {1, 128}, {2, 16}, {2, 127}, {2, 256}, {3, 16},        {3, 0},    {3, 64},
                           {4, 3},    {5, 4},   {6, -1}, {7, 3},   {7, -1},  {8, 4},         {9, 3},    {10, 1},
-                          {12, 4},   {14, 1},  {15, 1}, {15, 33}, {16, -1}, {16, 6},        {17, 4},   {17, 22},
-                          {17, 24},  {17, 32}, {18, 7}, {18, -1}, {20, 6},  {20, INT64_MIN}};
-    const change no_fine[] = {{2, 96}, {1, 264}, {11, 0}, {9, 2}, {8, 1}, {18, 19}, {18, 6}};
+                          {12, 4},   {14, 1},  {15, 1}, {15, 33}, {16, -1}, {16, 6},        {17, 4},   {17, 23},
+                          {17, 25},  {17, 32}, {18, 7}, {18, -1}, {20, 7},  {20, INT64_MIN}};
+    const change no_fine[] = {{2, 96}, {1, 264}, {11, 0}, {9, 2}, {8, 1}, {18, 19}, {18, 7}};
     tq_plan kept, plan;
     memset(&plan, 7, sizeof plan);
     const tq_plan untouched = plan;
@@ -655,7 +655,7 @@ static void check_others_refused(void)
     tq_codebook book;
     tq_error e;
     CHECK(refused(tq_get_codebook(TQ_CODEBOOK_NORMAL, 64, 0, &book, &e), TQ_E_VALUE, &e, "bits"));
-    CHECK(refused(tq_get_codebook(TQ_CODEBOOK_NORMAL, 64, 6, &book, &e), TQ_E_VALUE, &e, "bits"));
+    CHECK(refused(tq_get_codebook(TQ_CODEBOOK_NORMAL, 64, 7, &book, &e), TQ_E_VALUE, &e, "bits"));
     CHECK(refused(tq_get_codebook(TQ_CODEBOOK_SPHERE, 264, 4, &book, &e), TQ_E_VALUE, &e, "head_dim"));
     CHECK(refused(tq_get_codebook((tq_codebook_law)3, 64, 4, &book, &e), TQ_E_VALUE, &e, "law"));
     float *matrix = zeros(24 * 24 * 4);
