@@ -276,10 +276,10 @@ class LayerStorage:
         attention over the new tokens, in one softmax. Arguments and result are those of `store`."""
         before, state = self.tokens, self.arguments()
         sizes, exact = {"sink": rows_of(self.sink_k), "window": rows_of(self.window_k)}, 0
-        if self.plan.wave_pairs:  # `attend` knows by the sinks at which position the packed tokens begin
-            del sizes["sink"]
         earlier = []
         if sum(sizes.values()) <= before - max(padding):  # every row holds a token: PyTorch may read them too
+            if self.plan.wave_pairs:  # but for sinks: from them `attend` knows the positions of packed tokens
+                del sizes["sink"]
             exact = sum(sizes.values())
             earlier = [(state.pop(f"{part}_k"), state.pop(f"{part}_v")) for part, rows in sizes.items() if rows]
         pad = tuple(max(0, pad - before) for pad in padding)
