@@ -159,7 +159,7 @@ test-compat: $(READY)
 
 # Everything that meets transformers, with the newest release on the index; torch and NumPy stay the pinned ones.
 NEWEST := build/newest
-HF_TESTS := $(wildcard $(foreach name,baselines cache calibration demo esm_* evaluate generate graph memory mode_presets ops_graphs \
+HF_TESTS := $(wildcard $(foreach name,baselines cache calibration demo doctor esm_* evaluate generate graph memory mode_presets ops_graphs \
     patch persistence placement quality causal_types wrappers,tests/test_$(name).py))
 test-newest: build
 	rm -rf $(NEWEST) && mkdir -p $(NEWEST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -248,7 +249,7 @@ BUILDS = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="there is no source tree beside these tests")
+@pytest.mark.skipif(not shutil.which("cc"), reason="there is no compiler, which Python itself looks for on macOS")
 @pytest.mark.parametrize("case", BUILDS.values(), ids=BUILDS)
 def test_builds_that_cannot_be(case):
     pytest.importorskip("setuptools", minversion="77")
@@ -261,13 +262,13 @@ def test_builds_that_cannot_be(case):
 
 
 @pytest.mark.skipif(not WHEEL, reason="TURBOQUANT_WHEEL names no wheel (make wheel test-wheel)")
-@pytest.mark.parametrize(("options", "text"), [
-    (["--python-version", "3.10"], "requires a different Python: 3.10.0 not in '>=3.11'"),
-    (["--platform", "musllinux_1_2_x86_64"], "is not a supported wheel on this platform"),
-    (["--platform", "macosx_14_0_arm64"], "is not a supported wheel on this platform"),
-    (["--platform", "win_amd64"], "is not a supported wheel on this platform"),
-])  # fmt: skip
-def test_pip_refuses_the_wheel_elsewhere(options, text, tmp_path):
+@pytest.mark.parametrize("options", [
+    ["--python-version", "3.10"],
+    ["--platform", "musllinux_1_2_x86_64"],
+    ["--platform", "macosx_14_0_arm64"],
+    ["--platform", "win_amd64"],
+], ids=lambda options: options[1])  # fmt: skip
+def test_pip_refuses_the_wheel_elsewhere(options, tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", "--target", str(tmp_path)]
     done = subprocess.run([*pip, *options, WHEEL], capture_output=True, text=True)
-    assert done.returncode != 0 and text in done.stderr, done.stderr
+    assert done.returncode != 0 and "is not a supported wheel on this platform" in done.stderr, done.stderr
