@@ -61,7 +61,7 @@ NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 
 # What a part of the package imports nowhere, not even in a function: packed caches know nothing of transformers, what
 # quantises knows nothing of models.
-_COMMANDS = [f"turboquant.{name}" for name in ("cli", "demo", "doctor", "kernels")]
+_COMMANDS = [f"turboquant.{name}" for name in ("calc", "cli", "demo", "doctor", "kernels")]
 _MODELS = [
     *_COMMANDS,
     *("transformers turboquant.hf turboquant.esm turboquant.calibration.measure".split()),

@@ -1,4 +1,4 @@
-"""The command line, also as ``python -m turboquant``: info, doctor, demo, calibrate, eval, esm-scan."""
+"""The command line, also as ``python -m turboquant``: info, doctor, calc, demo, calibrate, eval, esm-scan."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import turboquant
 
+from .calc_table import GPUS, ITEM_BYTES
 from .doctor import doctor, info
 from .findings import device_code, installed, library
 from .kernels import print_kernels
@@ -271,6 +272,13 @@ def evaluate(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def calc(chosen: argparse.Namespace) -> int:
+    """Print the bytes of a model's cache, the tokens that fit, and an estimate of a step."""
+    from .calc import calc as run
+
+    return run(chosen)
+
+
 def esm_scan(chosen: argparse.Namespace) -> int:
     """Masked marginals of proteins: what a model expects at each position while it is hidden."""
     from .esm import commands
@@ -306,13 +314,30 @@ def _add_device_options(parser: argparse.ArgumentParser) -> None:
                         help="of the model; float32, the default, adds no rounding of its own")  # fmt: skip
 
 
+def _add_calc(commands: Any) -> None:
+    one = commands.add_parser("calc", help="bytes of a model's cache, tokens that fit, and time of a step; 1 if it "
+                              "cannot be packed")  # fmt: skip
+    one.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a config.json or a model of the table, which "
+                     "is printed without one")  # fmt: skip
+    one.add_argument("--batch", type=int, metavar="N", default=1, help="sequences (default 1)")
+    one.add_argument("--context", type=int, metavar="N", default=32768, help="tokens of each (default 32768)")
+    one.add_argument("--spec", metavar="NAME[,NAME...]", default="4,3,2", help="presets, or numbers of bits for the "
+                     "preset default (default 4,3,2)")  # fmt: skip
+    one.add_argument("--memory", metavar="SIZE", help="for the cache, such as 40GB or 512MiB: also print how many "
+                     "tokens of each sequence fit")  # fmt: skip
+    one.add_argument("--gpu", metavar="NAME", default="h100", help=f"to estimate a step for: {', '.join(GPUS)} "
+                     "(default h100)")  # fmt: skip
+    one.add_argument("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16", help="of the model (default bfloat16)")
+    one.set_defaults(run=calc)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="turboquant", description="KV-cache quantisation and attention on packed bytes."
     )
     parser.add_argument("--version", action="version", version=turboquant.__version__)
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{info,doctor,demo,calibrate,eval,esm-scan}"
+        dest="command", required=True, metavar="{info,doctor,calc,demo,calibrate,eval,esm-scan}"
     )
     one = commands.add_parser("info", help="versions, instruction set, threads, CUDA build and device; or kernels")
     one.add_argument(
@@ -331,6 +356,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", type=int, metavar="N", default=32768, help="to tell the cache's bytes for (default 32768)"
     )
     one.set_defaults(run=lambda chosen: doctor(chosen.model, chosen.spec, chosen.tokens))
+    _add_calc(commands)
     # No help of its own: `demo --help` is answered by the demo.
     commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits", add_help=False)
     one = commands.add_parser("calibrate", help="measure a model once, for the calibrated presets")

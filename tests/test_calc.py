@@ -1,0 +1,311 @@
+"""`turboquant calc`: its bytes are those of caches, its models those of transformers, its times those measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+pytest.importorskip("turboquant._core")
+import models
+from models import torch, transformers
+
+import turboquant
+from turboquant import calc, calc_table
+from turboquant.calc import Layer, Model, decode_seconds, full_bytes, packed_parts, read_model, tokens_that_fit
+from turboquant.calc_table import GPUS, MODELS, TIMED, TIMED_BYTES, TIMES
+from turboquant.cli import main
+from turboquant.hf.names import CACHE
+from turboquant.named_specs import presets
+
+# ---- bytes ----
+
+FREE = {name: spec for name, spec in presets().items() if not spec.calibrated}
+LENGTHS = (1, 5, 19, 20, 21, 132, 133, 260, 261, 700)
+
+
+def counted(model, name="small"):
+    """A Model of a transformers model, as read from its configuration."""
+    return Model(name, "", calc._layers_of(model.config, name))
+
+
+def held(model, spec, batch, tokens, **given):
+    """The report of a cache after a prompt."""
+    cache = turboquant.TurboQuantCache(model.config, spec, **given)
+    ids = torch.randint(1, 96, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    return cache
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_bytes_of_every_preset(name):
+    model = models.tiny(head_dim=64)
+    turboquant.patch(model, FREE[name])
+    for batch, tokens in ((1, 700), (2, 133), (3, 7)):
+        cache = held(model, FREE[name], batch, tokens)
+        parts = packed_parts(counted(model), FREE[name], batch, tokens, 4)
+        assert parts == {part: size for part, size in cache.report().parts.items() if size}
+        assert sum(parts.values()) == cache.nbytes
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.float32), ("mistral, sliding", torch.float32),
+                                             ("gemma3, alternating", torch.bfloat16)])  # fmt: skip
+def test_bytes_at_every_length(kind, dtype):
+    """Sinks and window grow, pages begin, pages fall out of a window: with prompts of many lengths."""
+    model = models.tiny(kind, dtype)
+    for spec in (presets()["default"], presets()["paper-mse-4"], presets()["default"].with_(sinks=3, window=40)):
+        turboquant.patch(model, spec)
+        for tokens in LENGTHS:
+            for batch in (1, 2):
+                cache = held(model, spec, batch, tokens)
+                parts = packed_parts(counted(model), spec, batch, tokens, model.dtype.itemsize)
+                assert sum(parts.values()) == cache.nbytes, (tokens, batch, parts, cache.report().parts)
+
+
+def test_bytes_of_a_calibrated_preset():
+    model = models.tiny(head_dim=64)
+    found = turboquant.calibrate(model, [torch.randint(1, 96, (4, 600), generator=torch.Generator().manual_seed(0))])
+    for name in ("calibrated-3", "calibrated-fine-4", "turboesm"):
+        spec = presets()[name]
+        turboquant.patch(model, spec, calibration=found)
+        cache = held(model, spec, 2, 700, calibration=found)
+        # A calibration rounds a budget down to whole bits of groups of its own layers and heads.
+        assert packed_parts(counted(model), spec, 2, 700, 4) == pytest.approx(cache.report().parts, rel=0.01)
+
+
+def test_bytes_of_a_cache_that_grew_token_by_token():
+    model = models.tiny()
+    spec = presets()["default"]
+    turboquant.patch(model, spec)
+    cache = held(model, spec, 1, 100)
+    with torch.no_grad():
+        for _ in range(200):
+            model(torch.ones(1, 1, dtype=torch.int64), **{CACHE: cache})
+    pages = cache.report().parts["pages"]
+    assert packed_parts(counted(model), spec, 1, 300, 4)["pages"] == pages
+
+
+def test_full_bytes():
+    layers = (Layer("full", 2, 8), Layer("sliding", 2, 8, 100), Layer("latent", 1, 24), Layer("shared", 0, 0),
+              Layer("none", 0, 0), Layer("chunked", 1, 16, 50))  # fmt: skip
+    model = Model("m", "", layers)
+    assert full_bytes(model, 3, 70, 2) == 3 * 2 * (2 * 2 * 8 * 70 + 2 * 2 * 8 * 70 + 24 * 70 + 2 * 16 * 50)
+    assert full_bytes(model, 1, 200, 1) == 2 * 2 * 8 * 200 + 2 * 2 * 8 * 100 + 24 * 200 + 2 * 16 * 50
+
+
+def test_docs_memory_tells_the_same():
+    """The example of docs/memory.md."""
+    parts = packed_parts(read_model("llama-3-8b"), presets()["default"], 1, 32768)
+    assert parts["pages"] == 255 * 128 * 33792 and parts["sinks"] + parts["window"] == 132 * 2 * 8 * 128 * 2 * 32
+
+
+def test_tokens_that_fit():
+    model, spec = read_model("gemma-3-4b"), presets()["default"]
+
+    def size(tokens):
+        return sum(packed_parts(model, spec, 2, tokens).values())
+
+    for memory in (10**8, 10**9, 3 * 10**10):
+        fits = tokens_that_fit(size, memory)
+        assert size(fits) <= memory < size(fits + 1)
+    assert tokens_that_fit(size, 1000) == 0
+    assert tokens_that_fit(lambda tokens: min(tokens, 4096), 5000) is None
+
+
+# ---- models ----
+
+# A row -> the class and the fields of config.json that differ from its defaults, in what calc looks at.
+CONFIGS = {
+    "llama-3-8b": ("LlamaConfig", dict(num_key_value_heads=8)),
+    "llama-3-70b": ("LlamaConfig", dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
+                                        num_key_value_heads=8)),
+    "gemma-3-4b": ("Gemma3TextConfig", dict(hidden_size=2560, num_hidden_layers=34, sliding_window=1024)),
+    "gemma-3-27b": ("Gemma3TextConfig", dict(hidden_size=5376, num_hidden_layers=62, num_attention_heads=32,
+                                             num_key_value_heads=16, head_dim=128, sliding_window=1024)),
+    "qwen3-8b": ("Qwen3Config", dict(num_hidden_layers=36, num_key_value_heads=8, sliding_window=None)),
+    "qwen3-32b": ("Qwen3Config", dict(hidden_size=5120, num_hidden_layers=64, num_attention_heads=64,
+                                      num_key_value_heads=8, sliding_window=None)),
+    "qwen2.5-7b": ("Qwen2Config", dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28,
+                                       num_key_value_heads=4, use_sliding_window=False, sliding_window=131072)),
+    "mistral-7b-v0.1": ("MistralConfig", {}),
+    "mixtral-8x7b": ("MixtralConfig", {}),
+    "gemma-2-2b": ("Gemma2Config", {}),
+    "olmo-2-7b": ("Olmo2Config", {}),
+    "gpt-oss-120b": ("GptOssConfig", {}),
+    "gemma-3n-e4b": ("Gemma3nTextConfig", {}),
+    "deepseek-v3": ("DeepseekV3Config", {}),
+    "llama-4-scout": ("Llama4TextConfig", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_are_those_of_transformers(name):
+    """Most of these are the defaults of a class, which transformers documents as those of this model."""
+    kind, fields = CONFIGS[name]
+    config = getattr(transformers, kind)(**fields)
+    assert calc._layers_of(config, name) == read_model(name).layers
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gemma-3-4b", "qwen3-8b", "mistral-7b-v0.1", "deepseek-v3",
+                                  "gemma-3n-e4b", "gpt-oss-120b"])  # fmt: skip
+def test_folders_and_files(name, tmp_path, monkeypatch):
+    """Few layers, so that the model is made quickly: what it is refused for does not depend on their number."""
+    kind, fields = CONFIGS[name]
+    count = 10 if name == "gemma-3n-e4b" else 6
+    small = dict(num_hidden_layers=count, vocab_size=96, intermediate_size=64)
+    if name == "gemma-3n-e4b":
+        small |= dict(num_kv_shared_layers=5, activation_sparsity_pattern=None, vocab_size_per_layer_input=96)
+    getattr(transformers, kind)(**{**fields, **small}).save_pretrained(tmp_path)
+    row = MODELS[name]._replace(layers=count, shared=5 * (name == "gemma-3n-e4b"))
+    for path in (tmp_path, tmp_path / "config.json"):
+        found = read_model(str(path))
+        assert found.layers == calc._from_row(name, row).layers
+        assert bool(found.refused) == bool(read_model(name).refused), found.refused
+
+
+def test_layers_with_heads_of_their_own():
+    config = getattr(transformers, "Gemma4TextConfig", None)
+    if config is None:
+        pytest.skip("this transformers has no Gemma 4")
+    sliding = dict(num_key_value_heads=8, head_dim=256, sliding_window=1024)
+    full = dict(global_head_dim=512, num_global_key_value_heads=2, attention_k_eq_v=True)
+    text = config(num_hidden_layers=30, num_attention_heads=16, **sliding, **full)
+    if not getattr(text, "per_layer_attributes", None):
+        pytest.skip("this transformers has one configuration for all layers")
+    assert calc._layers_of(text, "gemma 4") == read_model("gemma-4-26b-a4b").layers
+
+
+def test_the_table(capsys):
+    assert len(MODELS) >= 20 and len({row.source for row in MODELS.values()}) == len(MODELS)
+    assert all(re.fullmatch(r"[\w-]+/[\w.-]+ config\.json", row.source) for row in MODELS.values())
+    assert main(["calc"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(MODELS) and all(row.source in line for row, line in zip(MODELS.values(), said))
+    for name, row in MODELS.items():
+        hub = row.source.partition(" ")[0]
+        assert read_model(name) == read_model(hub) == read_model(hub.partition("/")[2].upper())
+
+
+# ---- time ----
+
+
+@pytest.mark.parametrize("gpu", TIMES)
+def test_times_are_those_measured(gpu):
+    rows = json.loads((ROOT / "benchmarks" / "results" / gpu / "attend.json").read_text())["rows"]
+    measured: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        at, found = row["params"], row["metrics"]
+        if row["bench"] == "ceilings":
+            assert GPUS[gpu] == found["read_tbps"] * 1e12
+        if row["bench"] != "attend" or at["group"] > 8 or at["head_dim"] != 128:
+            continue
+        tokens, column = at["batch"] * at["kv_heads"] * at["tokens"], "mixed" if "," in at["bits"] else at["bits"]
+        assert found["bytes"] == TIMED_BYTES[column] * tokens
+        measured.setdefault((column, tokens), []).append(found["us"])
+        if column == "4":
+            measured.setdefault(("bf16", tokens), []).append(min(found["cudnn_us"], found["flash_us"]))
+    assert {(column, tokens) for column in TIMES[gpu] for tokens in TIMED} == set(measured)
+    for (column, tokens), us in measured.items():
+        assert TIMES[gpu][column][TIMED.index(tokens)] == pytest.approx(sum(us) / len(us), abs=0.051)
+
+
+def test_a_step_of_a_measured_shape_takes_what_was_measured():
+    one = Model("one", "", (Layer("full", 8, 128),))
+    spec = presets()["paper-mse-4"]
+    assert decode_seconds(one, spec, 16, 32768, "h100") == pytest.approx(188.7e-6)
+    assert decode_seconds(one, 2, 16, 32768, "h200") == pytest.approx(477.2e-6)
+    assert decode_seconds(one, spec, 1, 1, "h100") == pytest.approx(5.2e-6)  # no faster than the shortest
+    twice = decode_seconds(one, spec, 64, 32768, "h100")
+    assert twice == pytest.approx(4 * 188.7e-6)
+    slower = decode_seconds(one, spec, 64, 32768, "l4") / twice
+    assert slower == pytest.approx(GPUS["h100"] / GPUS["l4"], rel=0.01)
+    eight = Model("eight", "", (Layer("full", 8, 128),) * 8)
+    times = [decode_seconds(eight, spec, 1, 2**i, "h100") for i in range(24)]
+    assert times == sorted(times)
+    with pytest.raises(NotImplementedError, match="not timed"):
+        decode_seconds(one, presets()["skainet-balanced"], 1, 100, "h100")
+
+
+# ---- the command ----
+
+
+def test_a_table_of_sizes(capsys):
+    arguments = ["calc", "llama-3-8b", "--batch", "2", "--context", "4096", "--spec", "default,3,turboesm"]
+    assert main([*arguments, "--memory", "10 GB"]) == 0
+    out = capsys.readouterr().out
+    size = sum(packed_parts(read_model("llama-3-8b"), presets()["default"], 2, 4096).values())
+    cells = re.search(r"^default +([\d,]+) +([\d.]+) +([\d.]+)x +([\d,]+) +([\d.]+) ms$", out, re.MULTILINE)
+    assert int(cells[1].replace(",", "")) == size and float(cells[2]) == pytest.approx(size / 2**30, abs=1e-3)
+    bf16 = 2 * 4096 * 32 * 2 * 8 * 128 * 2
+    assert f"{bf16:,}" in out and float(cells[3]) == pytest.approx(bf16 / size, abs=0.01)
+    assert re.search(r"^turboesm .* not timed$", out, re.MULTILINE)
+    assert "estimate" in out and "guess" not in out
+    assert main([*arguments, "--gpu", "L4"]) == 0
+    assert "step, L4 (guess)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "why"), [
+    ("deepseek-v3", "its attention is latent"),
+    ("gemma-3n-e4b", "some of its layers share keys and values"),
+    ("qwen3.5-27b", "some of its layers have no keys and values"),
+    ("llama-4-scout", "some of its layers attend in chunks"),
+    ("gemma-4-26b-a4b", "its layers have different heads"),
+    ("gpt-oss-20b", "its attention has learned sinks"),
+])  # fmt: skip
+def test_models_that_cannot_be_packed(name, why, capsys):
+    """Their own caches are counted, and one sentence says why there is no packed one."""
+    assert main(["calc", name]) == 1
+    out = capsys.readouterr().out
+    assert f"\nIt cannot be packed: {why}.\n" in out and re.search(r"^bf16 +[\d,]{9,}", out, re.MULTILINE)
+    assert not re.search(r"^4 ", out, re.MULTILINE)
+    with pytest.raises(NotImplementedError, match=why):
+        packed_parts(read_model(name), presets()["default"], 1, 1)
+
+
+@pytest.mark.parametrize(("arguments", "wants"), [
+    (["lama-3-8b"], "got 'lama-3-8b': did you mean llama-3-8b"),
+    (["meta-llama/Llama-3-8B"], "did you mean"),
+    (["no such thing at all"], "`turboquant calc` without a model lists the table"),
+    ([str(ROOT / "README.md")], "MODEL must be a folder with a config.json, or such a file"),
+    (["llama-3-8b", "--context", "0"], "--context must be in 1..2147483647, got 0"),
+    (["llama-3-8b", "--context", "many"], "argument --context: invalid int value: 'many'"),
+    (["llama-3-8b", "--batch", "-1"], "--batch must be in 1..2147483647, got -1"),
+    (["llama-3-8b", "--memory", "40"], "--memory must be a size above 0 such as 40GB or 512MiB, got '40'"),
+    (["llama-3-8b", "--memory", "0GB"], "--memory must be a size above 0"),
+    (["llama-3-8b", "--memory", "lots"], "--memory must be a size above 0"),
+    (["llama-3-8b", "--gpu", "h300"], "--gpu must be one of h100, h200,"),
+    (["llama-3-8b", "--spec", "defalt"], "did you mean 'default'"),
+    (["llama-3-8b", "--spec", "9"], "--spec must be presets or numbers of bits, got '9'"),
+    (["llama-3-8b", "--spec", "inf"], "--spec must be presets or numbers of bits, got 'inf'"),
+    (["llama-3-8b", "--spec", ""], "--spec must be presets or numbers of bits"),
+])  # fmt: skip
+def test_wrong_arguments(arguments, wants, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["calc", *arguments])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and wants in error and "Traceback" not in error
+
+
+def test_an_encoder_is_refused(tmp_path, capsys):
+    transformers.T5Config(vocab_size=96, d_model=64, num_layers=2, num_heads=4).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["calc", str(tmp_path)])
+    assert "MODEL must be a decoder" in capsys.readouterr().err
+
+
+def test_the_table_needs_neither_torch_nor_transformers(tmp_path):
+    blocked = "import sys; sys.modules.update(torch=None, transformers=None); from turboquant.cli import main; "
+    for model, code in (("llama-3-8b", 0), (str(tmp_path), 2)):
+        run = subprocess.run([sys.executable, "-c", f"{blocked}sys.exit(main(['calc', {model!r}]))"], cwd=ROOT,
+                             capture_output=True, text=True)  # fmt: skip
+        assert run.returncode == code, run.stderr
+    assert "calc needs: pip install 'turboquant-attention[hf,cli]'" in run.stderr
+
+
+def test_dtypes_are_those_of_torch():
+    assert {name: getattr(torch, name).itemsize for name in calc_table.ITEM_BYTES} == calc_table.ITEM_BYTES

@@ -1,0 +1,454 @@
+"""``turboquant calc``: bytes of a model's cache, tokens that fit into a memory, and an estimate of a decoding step.
+
+Sizes follow from shapes alone, by the rules of `kvcache.storage`: no cache is made and torch is not needed, unless the
+model is a folder or a file, which transformers reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from .calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES, Row
+from .modes import is_split
+from .named_specs import preset
+from .plan import MAX_HEAD_DIM, PAGE_TOKENS
+from .spec import CacheSpec
+
+__all__ = ["Layer", "Model", "calc", "decode_seconds", "full_bytes", "packed_parts", "read_model", "tokens_that_fit"]
+
+MOST_TOKENS = 2**31 - 1  # of a sequence
+FULL = {"fp32": 4, "bf16": 2, "fp8": 1}  # what packed caches are compared with
+_UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+          **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
+_EXACT_ROWS = 16  # of sinks and window, at least (`kvcache.exact`)
+
+_LETTERS = {"f": "full", "s": "sliding", "c": "chunked", "n": "none", "m": "latent"}
+_KINDS = {  # by the names of transformers
+    **dict.fromkeys(("full_attention", "attention", "hybrid"), "full"),
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp"), "none"),
+}
+_WORDS = {
+    "full": "with full attention",
+    "sliding": "with a window of {window:,} tokens",
+    "chunked": "with chunks of {window:,} tokens",
+    "latent": "with one latent vector of {head_dim} numbers for each token",
+    "shared": "that read the keys and values of earlier ones",
+    "none": "without keys and values, whose state is not counted",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """kind: one of `_WORDS`. window: of a sliding or chunked layer, in tokens. A latent layer stores one vector of
+    `head_dim` numbers for each token."""
+
+    kind: str
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+
+    def numbers(self, tokens: int) -> int:
+        """That one sequence of so many tokens keeps, without packing."""
+        if self.kind in ("shared", "none"):
+            return 0
+        vectors = 1 if self.kind == "latent" else 2 * self.kv_heads
+        return vectors * self.head_dim * min(tokens, self.window or tokens)
+
+
+@dataclass(frozen=True)
+class Model:
+    """refused: why no layer of it can be packed; "": all can."""
+
+    name: str
+    source: str
+    layers: tuple[Layer, ...]
+    refused: str = ""
+
+    def __str__(self) -> str:
+        kinds = Counter(self.layers)
+        several = len({(one.kv_heads, one.head_dim) for one in kinds if one.kind in ("full", "sliding", "chunked")}) > 1
+        words = []
+        for one, count in kinds.items():
+            text = f"{count} {_WORDS[one.kind].format(window=one.window, head_dim=one.head_dim)}"
+            words.append(f"{text} ({_heads(one)})" if several and one.kind in ("full", "sliding", "chunked") else text)
+        plain = next((one for one in kinds if one.kind in ("full", "sliding", "chunked")), None)
+        heads = f", {_heads(plain)}" if plain and not several else ""
+        return f"{self.name}: {len(self.layers)} layers{heads}; {', '.join(words)} ({self.source})"
+
+
+def _heads(layer: Layer) -> str:
+    return f"{layer.kv_heads} KV head{'s' * (layer.kv_heads > 1)} of {layer.head_dim} channels"
+
+
+# ---- models ----
+
+
+def read_model(name: str) -> Model:
+    """A model of the table, by its name or that on the hub, or that of a folder or a config.json.
+
+    ValueError for anything else; ImportError for a folder or file without transformers.
+    """
+    if os.path.exists(name):
+        return _from_file(name)
+    known = {row.source.partition(" ")[0].lower(): key for key, row in MODELS.items()}
+    short = {hub.partition("/")[2]: key for hub, key in known.items()}
+    key = {**short, **known, **{key: key for key in MODELS}}.get(name.lower())
+    if key is None:
+        near = difflib.get_close_matches(name.lower().rpartition("/")[2], [*MODELS, *short], n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(dict.fromkeys(short.get(one, one) for one in near))}? " if near else ""
+        raise ValueError(f"MODEL must be a folder, a config.json or a model of the table, got {name!r}: {hint}"
+                         "`turboquant calc` without a model lists the table")  # fmt: skip
+    return _from_row(key, MODELS[key])
+
+
+def _from_row(name: str, row: Row) -> Model:
+    layers = []
+    for i, letter in enumerate(islice(cycle(row.pattern), row.layers)):
+        kind = "shared" if i >= row.layers - row.shared else _LETTERS[letter]
+        kv_heads, head_dim = row.full if row.full and kind == "full" else (row.kv_heads, row.head_dim)
+        layers.append(_layer(kind, kv_heads, head_dim, row.window))
+    refused = "its attention has learned sinks" if row.sinks else _refused(layers)
+    return Model(name, row.source, tuple(layers), refused)
+
+
+def _layer(kind: str, kv_heads: int, head_dim: int, window: int) -> Layer:
+    if kind in ("shared", "none"):
+        return Layer(kind, 0, 0)
+    return Layer(kind, kv_heads, head_dim, window if kind in ("sliding", "chunked") else 0)
+
+
+def _refused(layers: list[Layer]) -> str:
+    """What `hf.cache.checked_config` says, in fewer words."""
+    kinds = {one.kind for one in layers}
+    for kind, why in (("latent", "its attention is latent"), ("chunked", "some of its layers attend in chunks"),
+                      ("shared", "some of its layers share keys and values"),
+                      ("none", "some of its layers have no keys and values")):  # fmt: skip
+        if kind in kinds:
+            return why
+    if len({(one.kv_heads, one.head_dim) for one in layers}) > 1:
+        return "its layers have different heads"
+    widest = max(one.head_dim for one in layers)
+    return f"its head_dim is {widest}, at most {MAX_HEAD_DIM} can be packed" if widest > MAX_HEAD_DIM else ""
+
+
+def _from_file(path: str) -> Model:
+    """The decoder of a configuration; `turboquant.patch` says whether it can be packed."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise ValueError(f"MODEL must be a folder with a config.json, or such a file, got {path!r}: {said}") from None
+    if getattr(config, "is_encoder_decoder", False) or config.model_type == "esm":
+        raise ValueError(f"MODEL must be a decoder, got {path!r}, which is of type {config.model_type!r}")
+    text = config.get_text_config(decoder=True)
+    return Model(Path(path).resolve().name, path, _layers_of(text, path), _refused_by_patch(text))
+
+
+def _layers_of(text: Any, path: str) -> tuple[Layer, ...]:
+    """The layers of a transformers configuration."""
+    count = getattr(text, "num_hidden_layers", None)
+    if not count:
+        raise ValueError(f"MODEL must have `num_hidden_layers`, got {path!r}, which is of type {text.model_type!r}")
+    each = list(text.per_layer_config) if getattr(text, "per_layer_attributes", None) else [text] * count
+    return tuple(_layer_of(text, one, i, count, path) for i, one in enumerate(each))
+
+
+def _layer_of(text: Any, one: Any, i: int, count: int, path: str) -> Layer:
+    """one: the configuration of layer i of `count`, text: that of all."""
+    if i >= count - (getattr(text, "num_kv_shared_layers", 0) or 0):
+        return _layer("shared", 0, 0, 0)
+    types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    window = getattr(one, "sliding_window", None) or 0
+    if types:
+        kind = _KINDS.get(types[i])
+        if kind is None:
+            raise ValueError(f"MODEL has layers of a kind that calc cannot count, {types[i]!r}: {path!r}")
+    else:
+        kind = "sliding" if window and getattr(text, "use_sliding_window", True) else "full"
+    if kind == "full" and getattr(one, "kv_lora_rank", None):
+        return _layer("latent", 1, one.kv_lora_rank + one.qk_rope_head_dim, 0)
+    if kind == "chunked":
+        window = one.attention_chunk_size
+    heads = one.num_attention_heads
+    return _layer(kind, getattr(one, "num_key_value_heads", None) or heads,
+                  getattr(one, "head_dim", None) or one.hidden_size // heads, window)  # fmt: skip
+
+
+def _refused_by_patch(text: Any) -> str:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from .hf.patching import check
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(text)
+        check(model, "default")
+    except (NotImplementedError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        return str(error).strip().partition("\n")[0].partition("cannot be patched: ")[2] or str(error)
+    return ""
+
+
+# ---- bytes ----
+
+
+def full_bytes(model: Model, batch: int, tokens: int, item_bytes: int) -> int:
+    """Keys and values of `batch` sequences of so many tokens, unpacked. fp8 without scales."""
+    return item_bytes * batch * sum(count * one.numbers(tokens) for one, count in Counter(model.layers).items())
+
+
+def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_bytes: int = 2) -> dict[str, int]:
+    """`cache.nbytes`, by the parts of `cache.report()`, after a prompt of so many tokens for each sequence, on a CPU.
+
+    item_bytes: of a number of the model's dtype. On CUDA a layer has 8 bytes more. A cache that has grown token by
+    token holds up to 1/64 more pages. Exact, but for a budget with sliding windows: which layers its bits go to, only a
+    calibration knows, so every layer is counted as the mean.
+    NotImplementedError for a model that cannot be packed, and for a spec with a wave or a metric.
+    """
+    if model.refused:
+        raise NotImplementedError(f"{model.name} cannot be packed: {model.refused}")
+    parts: Counter[str] = Counter()
+    for one, layer_spec, per_token, count in _runs(model, spec):
+        for part, size in _layer_parts(one, layer_spec, per_token, batch, tokens, item_bytes):
+            parts[part] += round(count * size)
+    parts["lengths"] = 4 * batch
+    parts["token ids"] = 4 * batch * tokens
+    parts["rotation"] += sum(_common_matrices(model, spec))
+    return {part: size for part, size in parts.items() if size}
+
+
+@lru_cache(maxsize=64)
+def _runs(model: Model, spec: CacheSpec) -> list[tuple[Layer, CacheSpec, float, int]]:
+    """(layer, its spec, bytes of a packed token, how many of these there are)."""
+    if spec.measured:
+        raise NotImplementedError("a spec with a wave or a metric is not counted")
+    count = len(model.layers)
+    found: Counter[tuple[Layer, CacheSpec]]
+    found = Counter((one, spec.for_layer(i, count)) for i, one in enumerate(model.layers))
+    runs = []
+    for (one, layer_spec), same in found.items():
+        layers = 1 if spec.budget is None else count
+        runs.append((one, layer_spec, layer_spec.bytes_per_token(one.head_dim, one.kv_heads, layers) / layers, same))
+    return runs
+
+
+def _layer_parts(
+    layer: Layer, spec: CacheSpec, per_token: float, batch: int, tokens: int, item_bytes: int
+) -> Iterator[tuple[str, float]]:
+    heads, channels = layer.kv_heads, layer.head_dim
+    rows = _page_rows(layer, spec, tokens)
+    pages = batch * rows
+    if layer.window:  # pages that no query sees go back, where there are enough of them (`pages.PageTable.compact`)
+        before = max(0, tokens - layer.window + 1 - PAGE_TOKENS) - spec.sinks
+        free = batch * min(rows, max(0, before) // PAGE_TOKENS) if tokens > 1 else 0
+        pages -= free if free > pages // 64 + batch else 0
+    yield "pages", pages * PAGE_TOKENS * per_token
+    yield "block_table", 4 * batch * rows
+    for part, need, most in (("sinks", min(tokens, spec.sinks), spec.sinks),
+                             ("window", min(max(0, tokens - spec.sinks), spec.window), spec.window)):  # fmt: skip
+        held = min(most, max(need, _EXACT_ROWS)) if need else 0
+        yield part, 2 * batch * heads * held * channels * item_bytes
+    if spec.centre == "prompt":
+        yield "centre", 4 * batch * heads * channels
+    for side in ("key", "value"):
+        if is_split(spec, side) and spec.outliers == "prompt":
+            yield "rotation", 4 * heads * channels * (channels + (spec.sketch_rows(channels) if side == "key" else 0))
+    yield "calibration", 4 * heads * sum(_calibrated_numbers(spec, side, channels) for side in ("key", "value"))
+
+
+def _page_rows(layer: Layer, spec: CacheSpec, tokens: int) -> int:
+    """Pages of one sequence, those that fell out of a window included."""
+    return -(-max(0, tokens - spec.sinks - spec.window) // PAGE_TOKENS)
+
+
+def _calibrated_numbers(spec: CacheSpec, side: str, channels: int) -> int:
+    """float32 of a KV head that a side takes from a calibration (`calibration.tensors`)."""
+    numbers = 0
+    if spec.rotation == "calibrated":
+        numbers += channels * channels + -(-channels // spec.group)
+    if spec.centre == "calibrated":
+        numbers += channels
+    if spec.rotation_of(side) == "svd" or (is_split(spec, side) and spec.outliers == "calibrated"):
+        numbers += channels * (channels + (spec.sketch_rows(channels) if side == "key" else 0))
+    if getattr(spec, f"{side}_levels") == "table":
+        numbers += 8 + (side == "key" and spec.sketch == "sign")
+    return numbers
+
+
+def _common_matrices(model: Model, spec: CacheSpec) -> Iterator[int]:
+    """Bytes of the random matrices that all layers share (`kvcache.common`)."""
+    seen = set()
+    for one, layer_spec, _, _ in _runs(model, spec):
+        for side in ("key", "value"):
+            if is_split(layer_spec, side) or layer_spec.rotation_of(side) == "svd":
+                continue
+            dense = layer_spec.rotation_of(side) == "dense"
+            rows = layer_spec.sketch_rows(one.head_dim) if side == "key" else 0
+            seen.add((layer_spec.seed, one.head_dim, dense, rows))
+    yield from (4 * channels * (channels * dense + rows) for _, channels, dense, rows in seen)
+
+
+def tokens_that_fit(size: Callable[[int], int], memory: int) -> int | None:
+    """How many tokens of each sequence fit, where `size` tells the bytes for a number of them; None: no limit."""
+    if size(1) > memory:
+        return 0
+    fits, too_many = 1, MOST_TOKENS
+    if size(too_many) <= memory:
+        return None
+    while too_many - fits > 1:
+        half = (fits + too_many) // 2
+        fits, too_many = (half, too_many) if size(half) <= memory else (fits, half)
+    return fits
+
+
+# ---- time ----
+
+
+def decode_seconds(
+    model: Model, spec: CacheSpec | int, batch: int, tokens: int, gpu: str, item_bytes: int = 2
+) -> float:
+    """Estimate: attention of all layers in one decoding step, the rest of the step not counted.
+
+    spec   a CacheSpec, or the bytes of a number of an unpacked cache
+    A call takes what a call over as many bytes took on this GPU, between two of them as a straight line, above the
+    largest at its bandwidth, and never less than the smallest. A GPU that was not measured takes as long as an H100
+    over bytes in the proportion of their bandwidths. NotImplementedError for a spec whose kernels were not timed.
+    """
+    timed_as = "bf16" if isinstance(spec, int) else _timed_as(spec)
+    times = TIMES.get(gpu, TIMES["h100"])[timed_as]
+    scale = 1.0 if gpu in TIMES else GPUS["h100"] / GPUS[gpu]
+    points = [TIMED_BYTES[timed_as] * tokens_ for tokens_ in TIMED]
+    return 1e-6 * sum(count * _line(points, times, scale * read) for read, count in _reads(model, spec, batch, tokens,
+                                                                                           item_bytes))  # fmt: skip
+
+
+def _reads(
+    model: Model, spec: CacheSpec | int, batch: int, tokens: int, item_bytes: int
+) -> Iterator[tuple[float, int]]:
+    """(bytes that a layer's attention reads, how many such layers there are)."""
+    if isinstance(spec, int):
+        yield from ((spec * batch * one.numbers(tokens), same) for one, same in Counter(model.layers).items()
+                    if one.numbers(tokens))  # fmt: skip
+        return
+    for one, layer_spec, per_token, same in _runs(model, spec):
+        seen = min(tokens, one.window or tokens)
+        exact = min(seen, layer_spec.sinks + layer_spec.window)
+        yield batch * (exact * 2 * one.kv_heads * one.head_dim * item_bytes + (seen - exact) * per_token), same
+
+
+def _timed_as(spec: CacheSpec) -> str:
+    """The column of TIMES whose kernel is nearest to that of a spec."""
+    bits = spec.key_bits, spec.value_bits
+    if spec.blocked or (spec.budget is None and any(isinstance(b, int) and b > 5 for b in bits)):
+        raise NotImplementedError("its kernels were not timed")
+    if spec.budget is not None or bits[0] != bits[1] or not isinstance(bits[0], int):
+        return "mixed"
+    return str(min(4, max(2, bits[0])))
+
+
+def _line(points: list[int], times: tuple[float, ...], at: float) -> float:
+    """The line through (points, times) at a place: level before the first, and through 0 and the last behind that."""
+    if at >= points[-1]:
+        return times[-1] * at / points[-1]
+    for i in range(1, len(points)):
+        if at < points[i]:
+            share = max(0.0, at - points[i - 1]) / (points[i] - points[i - 1])
+            return times[i - 1] + share * (times[i] - times[i - 1])
+    raise AssertionError
+
+
+# ---- the command ----
+
+
+def calc(chosen: argparse.Namespace) -> int:
+    """Print a model's bytes. 1 if it cannot be packed, else 0."""
+    if chosen.model is None:
+        for name, row in MODELS.items():
+            print(_from_row(name, row))
+        return 0
+    specs = {name: _spec(name) for name in chosen.spec.split(",")}
+    for option, least in (("batch", 1), ("context", 1)):
+        if not least <= getattr(chosen, option) <= MOST_TOKENS:
+            raise ValueError(f"--{option} must be in {least}..{MOST_TOKENS}, got {getattr(chosen, option)}")
+    memory, gpu = _memory(chosen.memory), chosen.gpu.lower()
+    if gpu not in GPUS:
+        raise ValueError(f"--gpu must be one of {', '.join(GPUS)}, got {chosen.gpu!r}")
+    model = read_model(chosen.model)
+    print(model)
+    sequences = f"{chosen.batch:,} sequence{'s' * (chosen.batch > 1)} of {chosen.context:,} tokens"
+    print(f"{sequences}, sinks and window in {chosen.dtype}\n")
+    _print_table(model, {} if model.refused else specs, chosen, memory, gpu)
+    if model.refused:
+        print(f"\nIt cannot be packed: {model.refused}.")
+    return 1 if model.refused else 0
+
+
+def _spec(name: str) -> CacheSpec:
+    """A preset, or "default" with so many bits."""
+    try:
+        bits = float(name)
+    except ValueError:
+        try:
+            return preset(name)
+        except ValueError as error:
+            raise ValueError(f"--spec must be presets or numbers of bits: {error}") from None
+    try:
+        return preset("default").with_(key_bits=bits, value_bits=bits)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"--spec must be presets or numbers of bits, got {name!r}: {error}") from None
+
+
+def _memory(text: str | None) -> int | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B)", text.strip().upper())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    if not size:
+        raise ValueError(f"--memory must be a size above 0 such as 40GB or 512MiB, got {text!r}")
+    return size
+
+
+def _print_table(
+    model: Model, specs: dict[str, CacheSpec], chosen: argparse.Namespace, memory: int | None, gpu: str
+) -> None:
+    batch, context, item_bytes = chosen.batch, chosen.context, ITEM_BYTES[chosen.dtype]
+    bf16 = full_bytes(model, batch, context, 2)
+    fit = "" if memory is None else f"tokens in {chosen.memory.strip()}".rjust(20)
+    step = f"step, {gpu.upper()}{'' if gpu in TIMES else ' (guess)'}"
+    print(f"{'':16} {'bytes':>20} {'GiB':>10} {'to bf16':>9}{fit} {step:>20}")
+
+    def line(name: str, size: Callable[[int], int], spec: CacheSpec | int) -> None:
+        held = size(context)
+        tokens = "" if memory is None else _count(tokens_that_fit(size, memory)).rjust(20)
+        try:
+            time = f"{1e3 * decode_seconds(model, spec, batch, context, gpu, item_bytes):,.3f} ms"
+        except NotImplementedError:
+            time = "not timed"
+        print(f"{name:16} {held:20,} {held / 2**30:10,.3f} {bf16 / held:8.2f}x{tokens} {time:>20}")
+
+    for name, bytes_ in FULL.items():
+        line(name, lambda n, bytes_=bytes_: full_bytes(model, batch, n, bytes_), bytes_)  # type: ignore[misc]
+    for name, spec in specs.items():
+        line(name, lambda n, spec=spec: sum(packed_parts(model, spec, batch, n, item_bytes).values()), spec)  # type: ignore[misc]
+    how = "as measured" if gpu in TIMES else "a guess from that of an H100 and the bandwidths"
+    print(f"\nBytes are those of the cache alone. A step is an estimate: attention of all layers, {how};\n"
+          "weights and the rest of the model come on top. fp32 and fp8 are timed as bf16 over their bytes."
+          )  # fmt: skip
+
+
+def _count(tokens: int | None) -> str:
+    return "no limit" if tokens is None else f"{tokens:,}"
