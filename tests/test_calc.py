@@ -91,11 +91,13 @@ def test_bytes_of_a_cache_that_grew_token_by_token():
 
 
 def test_full_bytes():
-    layers = (Layer("full", 2, 8), Layer("sliding", 2, 8, 100), Layer("latent", 1, 24), Layer("shared", 0, 0),
-              Layer("none", 0, 0), Layer("chunked", 1, 16, 50))  # fmt: skip
+    layers = (Layer("full", 2, 8), Layer("sliding", 2, 8, 100), Layer("latent", 1, 24), Layer("none", 0, 0),
+              Layer("full", 9, 8, shared=True), Layer("chunked", 1, 16, 50))  # fmt: skip
     model = Model("m", "", layers)
     assert full_bytes(model, 3, 70, 2) == 3 * 2 * (2 * 2 * 8 * 70 + 2 * 2 * 8 * 70 + 24 * 70 + 2 * 16 * 50)
-    assert full_bytes(model, 1, 200, 1) == 2 * 2 * 8 * 200 + 2 * 2 * 8 * 100 + 24 * 200 + 2 * 16 * 50
+    stored = 2 * 2 * 8 * 200 + 2 * 2 * 8 * 100 + 24 * 200 + 2 * 16 * 50
+    assert full_bytes(model, 1, 200, 1) == stored
+    assert calc.bytes_read(model, 1, 1, 200) == stored + 2 * 9 * 8 * 200
 
 
 def test_docs_memory_tells_the_same():
@@ -239,9 +241,11 @@ def test_a_table_of_sizes(capsys):
     assert main([*arguments, "--memory", "10 GB"]) == 0
     out = capsys.readouterr().out
     size = sum(packed_parts(read_model("llama-3-8b"), presets()["default"], 2, 4096).values())
-    cells = re.search(r"^default +([\d,]+) +([\d.]+) +([\d.]+)x +([\d,]+) +([\d.]+) ms$", out, re.MULTILINE)
+    cells = re.search(r"^default +([\d,]+) +([\d.]+) +([\d.]+)x +([\d,]+) +([\d.]+) ms, +(\d+)%$", out, re.MULTILINE)
     assert int(cells[1].replace(",", "")) == size and float(cells[2]) == pytest.approx(size / 2**30, abs=1e-3)
     bf16 = 2 * 4096 * 32 * 2 * 8 * 128 * 2
+    read = calc.bytes_read(read_model("llama-3-8b"), presets()["default"], 2, 4096)
+    assert int(cells[6]) == pytest.approx(100 * read / (1e-3 * float(cells[5])) / GPUS["h100"], abs=0.6)
     assert f"{bf16:,}" in out and float(cells[3]) == pytest.approx(bf16 / size, abs=0.01)
     assert re.search(r"^turboesm .* not timed$", out, re.MULTILINE)
     assert "estimate" in out and "guess" not in out
@@ -291,11 +295,23 @@ def test_wrong_arguments(arguments, wants, capsys):
     assert ended.value.code == 2 and wants in error and "Traceback" not in error
 
 
-def test_an_encoder_is_refused(tmp_path, capsys):
-    transformers.T5Config(vocab_size=96, d_model=64, num_layers=2, num_heads=4).save_pretrained(tmp_path)
+_NO_DECODER = "MODEL must be a decoder with attention, got"
+
+
+@pytest.mark.parametrize(("name", "fields", "wants"), [
+    ("T5Config", dict(vocab_size=96, d_model=64, num_layers=2, num_heads=4), _NO_DECODER),
+    ("EsmConfig", dict(vocab_size=33, hidden_size=64, num_attention_heads=4, pad_token_id=1), _NO_DECODER),
+    ("MambaConfig", dict(num_hidden_layers=2), _NO_DECODER),
+    ("SamConfig", {}, _NO_DECODER),
+    ("MiMoV2FlashConfig", {}, "keys of 192 and values of 128 channels"),
+])  # fmt: skip
+def test_models_without_such_a_cache_are_refused(name, fields, wants, tmp_path, capsys):
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    getattr(transformers, name)(**fields).save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
         main(["calc", str(tmp_path)])
-    assert "MODEL must be a decoder" in capsys.readouterr().err
+    assert wants in capsys.readouterr().err
 
 
 def test_the_table_needs_neither_torch_nor_transformers(tmp_path):

@@ -24,7 +24,8 @@ from .named_specs import preset
 from .plan import MAX_HEAD_DIM, PAGE_TOKENS
 from .spec import CacheSpec
 
-__all__ = ["Layer", "Model", "calc", "decode_seconds", "full_bytes", "packed_parts", "read_model", "tokens_that_fit"]
+__all__ = ["Layer", "Model", "bytes_read", "calc", "decode_seconds", "full_bytes", "packed_parts", "read_model",
+           "tokens_that_fit"]  # fmt: skip
 
 MOST_TOKENS = 2**31 - 1  # of a sequence
 FULL = {"fp32": 4, "bf16": 2, "fp8": 1}  # what packed caches are compared with
@@ -44,27 +45,32 @@ _WORDS = {
     "sliding": "with a window of {window:,} tokens",
     "chunked": "with chunks of {window:,} tokens",
     "latent": "with one latent vector of {head_dim} numbers for each token",
-    "shared": "that read the keys and values of earlier ones",
     "none": "without keys and values, whose state is not counted",
 }
 
 
 @dataclass(frozen=True)
 class Layer:
-    """kind: one of `_WORDS`. window: of a sliding or chunked layer, in tokens. A latent layer stores one vector of
-    `head_dim` numbers for each token."""
+    """kind: one of `_WORDS`. window: of a sliding or chunked layer, in tokens. shared: it reads what an earlier layer
+    of its kind stores. A latent layer stores one vector of `head_dim` numbers for each token."""
 
     kind: str
     kv_heads: int
     head_dim: int
     window: int = 0
+    shared: bool = False
 
-    def numbers(self, tokens: int) -> int:
-        """That one sequence of so many tokens keeps, without packing."""
-        if self.kind in ("shared", "none"):
-            return 0
+    def reads(self, tokens: int) -> int:
+        """Numbers that attention over one sequence of so many tokens reads, without packing."""
         vectors = 1 if self.kind == "latent" else 2 * self.kv_heads
         return vectors * self.head_dim * min(tokens, self.window or tokens)
+
+    def stores(self, tokens: int) -> int:
+        return 0 if self.shared else self.reads(tokens)
+
+    def __str__(self) -> str:
+        words = _WORDS[self.kind].format(window=self.window, head_dim=self.head_dim)
+        return words + (" that share the keys and values of earlier ones" if self.shared else "")
 
 
 @dataclass(frozen=True)
@@ -77,18 +83,18 @@ class Model:
     refused: str = ""
 
     def __str__(self) -> str:
-        kinds = Counter(self.layers)
-        several = len({(one.kv_heads, one.head_dim) for one in kinds if one.kind in ("full", "sliding", "chunked")}) > 1
-        words = []
-        for one, count in kinds.items():
-            text = f"{count} {_WORDS[one.kind].format(window=one.window, head_dim=one.head_dim)}"
-            words.append(f"{text} ({_heads(one)})" if several and one.kind in ("full", "sliding", "chunked") else text)
-        plain = next((one for one in kinds if one.kind in ("full", "sliding", "chunked")), None)
-        heads = f", {_heads(plain)}" if plain and not several else ""
-        return f"{self.name}: {len(self.layers)} layers{heads}; {', '.join(words)} ({self.source})"
+        kinds, heads = Counter(self.layers), {_heads(one) for one in self.layers} - {""}
+        several = len(heads) > 1
+        words = [
+            f"{count} {one}{f' ({_heads(one)})' * (several and bool(_heads(one)))}" for one, count in kinds.items()
+        ]
+        common = "" if several else "".join(f", {one}" for one in heads)
+        return f"{self.name}: {len(self.layers)} layers{common}; {', '.join(words)} ({self.source})"
 
 
 def _heads(layer: Layer) -> str:
+    if layer.kind in ("latent", "none"):
+        return ""
     return f"{layer.kv_heads} KV head{'s' * (layer.kv_heads > 1)} of {layer.head_dim} channels"
 
 
@@ -116,27 +122,30 @@ def read_model(name: str) -> Model:
 def _from_row(name: str, row: Row) -> Model:
     layers = []
     for i, letter in enumerate(islice(cycle(row.pattern), row.layers)):
-        kind = "shared" if i >= row.layers - row.shared else _LETTERS[letter]
+        kind = _LETTERS[letter]
         kv_heads, head_dim = row.full if row.full and kind == "full" else (row.kv_heads, row.head_dim)
-        layers.append(_layer(kind, kv_heads, head_dim, row.window))
+        layers.append(_layer(kind, kv_heads, head_dim, row.window, i >= row.layers - row.shared))
     refused = "its attention has learned sinks" if row.sinks else _refused(layers)
     return Model(name, row.source, tuple(layers), refused)
 
 
-def _layer(kind: str, kv_heads: int, head_dim: int, window: int) -> Layer:
-    if kind in ("shared", "none"):
+def _layer(kind: str, kv_heads: int, head_dim: int, window: int, shared: bool) -> Layer:
+    if kind == "none":
         return Layer(kind, 0, 0)
-    return Layer(kind, kv_heads, head_dim, window if kind in ("sliding", "chunked") else 0)
+    return Layer(kind, kv_heads, head_dim, window if kind in ("sliding", "chunked") else 0, shared)
 
 
 def _refused(layers: list[Layer]) -> str:
     """What `hf.cache.checked_config` says, in fewer words."""
     kinds = {one.kind for one in layers}
-    for kind, why in (("latent", "its attention is latent"), ("chunked", "some of its layers attend in chunks"),
-                      ("shared", "some of its layers share keys and values"),
-                      ("none", "some of its layers have no keys and values")):  # fmt: skip
-        if kind in kinds:
-            return why
+    if "latent" in kinds:
+        return "its attention is latent"
+    if "chunked" in kinds:
+        return "some of its layers attend in chunks"
+    if any(one.shared for one in layers):
+        return "some of its layers share keys and values"
+    if "none" in kinds:
+        return "some of its layers have no keys and values"
     if len({(one.kv_heads, one.head_dim) for one in layers}) > 1:
         return "its layers have different heads"
     widest = max(one.head_dim for one in layers)
@@ -153,7 +162,7 @@ def _from_file(path: str) -> Model:
         said = str(error).strip().partition("\n")[0]
         raise ValueError(f"MODEL must be a folder with a config.json, or such a file, got {path!r}: {said}") from None
     if getattr(config, "is_encoder_decoder", False) or config.model_type == "esm":
-        raise ValueError(f"MODEL must be a decoder, got {path!r}, which is of type {config.model_type!r}")
+        raise _no_decoder(config, path)
     text = config.get_text_config(decoder=True)
     return Model(Path(path).resolve().name, path, _layers_of(text, path), _refused_by_patch(text))
 
@@ -161,31 +170,45 @@ def _from_file(path: str) -> Model:
 def _layers_of(text: Any, path: str) -> tuple[Layer, ...]:
     """The layers of a transformers configuration."""
     count = getattr(text, "num_hidden_layers", None)
-    if not count:
-        raise ValueError(f"MODEL must have `num_hidden_layers`, got {path!r}, which is of type {text.model_type!r}")
+    if not isinstance(count, int):
+        raise _no_decoder(text, path)
     each = list(text.per_layer_config) if getattr(text, "per_layer_attributes", None) else [text] * count
-    return tuple(_layer_of(text, one, i, count, path) for i, one in enumerate(each))
+    layers = tuple(_layer_of(text, one, i, count, path) for i, one in enumerate(each))
+    if all(one.kind == "none" for one in layers):
+        raise _no_decoder(text, path)
+    return layers
 
 
 def _layer_of(text: Any, one: Any, i: int, count: int, path: str) -> Layer:
     """one: the configuration of layer i of `count`, text: that of all."""
-    if i >= count - (getattr(text, "num_kv_shared_layers", 0) or 0):
-        return _layer("shared", 0, 0, 0)
     types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     window = getattr(one, "sliding_window", None) or 0
     if types:
-        kind = _KINDS.get(types[i])
-        if kind is None:
-            raise ValueError(f"MODEL has layers of a kind that calc cannot count, {types[i]!r}: {path!r}")
+        kind = _KINDS.get(types[i], types[i])
     else:
         kind = "sliding" if window and getattr(text, "use_sliding_window", True) else "full"
+    if kind not in _WORDS:
+        raise ValueError(f"MODEL has layers of a kind that calc cannot count, {kind!r}: {path!r}")
+    if kind == "none":
+        return Layer(kind, 0, 0)
+    shared = i >= count - (getattr(text, "num_kv_shared_layers", 0) or 0)
     if kind == "full" and getattr(one, "kv_lora_rank", None):
-        return _layer("latent", 1, one.kv_lora_rank + one.qk_rope_head_dim, 0)
+        return _layer("latent", 1, one.kv_lora_rank + one.qk_rope_head_dim, 0, shared)
     if kind == "chunked":
         window = one.attention_chunk_size
-    heads = one.num_attention_heads
-    return _layer(kind, getattr(one, "num_key_value_heads", None) or heads,
-                  getattr(one, "head_dim", None) or one.hidden_size // heads, window)  # fmt: skip
+    heads = getattr(one, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise _no_decoder(text, path)
+    head_dim = getattr(one, "head_dim", None) or one.hidden_size // heads
+    kv_heads = getattr(one, "num_key_value_heads", None) or heads
+    if getattr(one, "v_head_dim", None) not in (None, head_dim):
+        sizes = f"keys of {head_dim} and values of {one.v_head_dim} channels"
+        raise ValueError(f"MODEL has layers that calc cannot count, with {sizes}: {path!r}")
+    return _layer(kind, kv_heads, head_dim, window, shared)
+
+
+def _no_decoder(text: Any, path: str) -> ValueError:
+    return ValueError(f"MODEL must be a decoder with attention, got {path!r}, which is of type {text.model_type!r}")
 
 
 def _refused_by_patch(text: Any) -> str:
@@ -208,7 +231,7 @@ def _refused_by_patch(text: Any) -> str:
 
 def full_bytes(model: Model, batch: int, tokens: int, item_bytes: int) -> int:
     """Keys and values of `batch` sequences of so many tokens, unpacked. fp8 without scales."""
-    return item_bytes * batch * sum(count * one.numbers(tokens) for one, count in Counter(model.layers).items())
+    return item_bytes * batch * sum(count * one.stores(tokens) for one, count in Counter(model.layers).items())
 
 
 def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_bytes: int = 2) -> dict[str, int]:
@@ -331,9 +354,14 @@ def decode_seconds(
     timed_as = "bf16" if isinstance(spec, int) else _timed_as(spec)
     times = TIMES.get(gpu, TIMES["h100"])[timed_as]
     scale = 1.0 if gpu in TIMES else GPUS["h100"] / GPUS[gpu]
-    points = [TIMED_BYTES[timed_as] * tokens_ for tokens_ in TIMED]
-    return 1e-6 * sum(count * _line(points, times, scale * read) for read, count in _reads(model, spec, batch, tokens,
-                                                                                           item_bytes))  # fmt: skip
+    points = [TIMED_BYTES[timed_as] * timed for timed in TIMED]
+    reads = _reads(model, spec, batch, tokens, item_bytes)
+    return 1e-6 * sum(count * _line(points, times, scale * read) for read, count in reads)
+
+
+def bytes_read(model: Model, spec: CacheSpec | int, batch: int, tokens: int, item_bytes: int = 2) -> float:
+    """By the attention of all layers in one decoding step; arguments are those of `decode_seconds`."""
+    return sum(count * read for read, count in _reads(model, spec, batch, tokens, item_bytes))
 
 
 def _reads(
@@ -341,8 +369,8 @@ def _reads(
 ) -> Iterator[tuple[float, int]]:
     """(bytes that a layer's attention reads, how many such layers there are)."""
     if isinstance(spec, int):
-        yield from ((spec * batch * one.numbers(tokens), same) for one, same in Counter(model.layers).items()
-                    if one.numbers(tokens))  # fmt: skip
+        layers = Counter(one for one in model.layers if one.kind != "none")
+        yield from ((spec * batch * one.reads(tokens), same) for one, same in layers.items())
         return
     for one, layer_spec, per_token, same in _runs(model, spec):
         seen = min(tokens, one.window or tokens)
@@ -429,25 +457,27 @@ def _print_table(
     bf16 = full_bytes(model, batch, context, 2)
     fit = "" if memory is None else f"tokens in {chosen.memory.strip()}".rjust(20)
     step = f"step, {gpu.upper()}{'' if gpu in TIMES else ' (guess)'}"
-    print(f"{'':16} {'bytes':>20} {'GiB':>10} {'to bf16':>9}{fit} {step:>20}")
+    print(f"{'':16} {'bytes':>20} {'GiB':>10} {'to bf16':>9}{fit} {step:>22}")
 
     def line(name: str, size: Callable[[int], int], spec: CacheSpec | int) -> None:
         held = size(context)
         tokens = "" if memory is None else _count(tokens_that_fit(size, memory)).rjust(20)
         try:
-            time = f"{1e3 * decode_seconds(model, spec, batch, context, gpu, item_bytes):,.3f} ms"
+            seconds = decode_seconds(model, spec, batch, context, gpu, item_bytes)
+            share = bytes_read(model, spec, batch, context, item_bytes) / seconds / GPUS[gpu]
+            time = f"{1e3 * seconds:,.3f} ms, {share:4.0%}"
         except NotImplementedError:
             time = "not timed"
-        print(f"{name:16} {held:20,} {held / 2**30:10,.3f} {bf16 / held:8.2f}x{tokens} {time:>20}")
+        print(f"{name:16} {held:20,} {held / 2**30:10,.3f} {bf16 / held:8.2f}x{tokens} {time:>22}")
 
     for name, bytes_ in FULL.items():
         line(name, lambda n, bytes_=bytes_: full_bytes(model, batch, n, bytes_), bytes_)  # type: ignore[misc]
     for name, spec in specs.items():
         line(name, lambda n, spec=spec: sum(packed_parts(model, spec, batch, n, item_bytes).values()), spec)  # type: ignore[misc]
-    how = "as measured" if gpu in TIMES else "a guess from that of an H100 and the bandwidths"
-    print(f"\nBytes are those of the cache alone. A step is an estimate: attention of all layers, {how};\n"
-          "weights and the rest of the model come on top. fp32 and fp8 are timed as bf16 over their bytes."
-          )  # fmt: skip
+    how = "as measured" if gpu in TIMES else "a guess from an H100 and the bandwidths"
+    print("\nBytes are those of the cache alone. A step is an estimate without weights and the rest of the model:\n"
+          f"attention of all layers, {how}, and its share of the {GPUS[gpu] / 1e12:.2f} TB/s that the GPU reads.\n"
+          "fp32 and fp8 are timed as bf16 over their bytes.")  # fmt: skip
 
 
 def _count(tokens: int | None) -> str:
