@@ -152,15 +152,17 @@ def real(args: argparse.Namespace) -> Report:
     text = (SHARED / "data" / "wikitext2_test.txt").read_text(encoding="utf-8")
     windows = real_windows(text, tokenizer, args.windows, args.length).to(args.device)
     every, asked = {**turboquant.presets(), **EXTRAS}, args.specs or [*BASELINES, *REAL_SPECS]
-    specs = {name: every[name].with_(sinks=SINKS) for name in asked if name not in BASELINES}
+    own = args.own_exact
+    specs = {n: every[n] if own else every[n].with_(sinks=SINKS) for n in asked if n not in BASELINES}
     baselines = {name: BASELINES[name] for name in asked if name in BASELINES}
     found = measured(model, windows, baselines, SINKS, args.generate) if baselines else {}
     ours: dict[str, Any] = {}
     if specs:
-        ours = evaluate_all(model, windows, specs, everything_packed=True, generate=args.generate, progress=True)
+        ours = evaluate_all(model, windows, specs, everything_packed=not own, generate=args.generate, progress=True)
     report = Report(f"real_{args.real}", torch.device(args.device).type)
     for name, metrics in {**found, **{name: one.metrics() for name, one in ours.items()}}.items():
-        params = {"spec": name, "simulated": name in found, "exact": f"{SINKS} sinks", "model": args.real,
+        exact = f"{specs[name].sinks} sinks, window {specs[name].window}" if own and name in specs else f"{SINKS} sinks"
+        params = {"spec": name, "simulated": name in found, "exact": exact, "model": args.real,
                   "text": "wikitext2", "windows": args.windows, "length": args.length, "generate": args.generate,
                   "dtype": "float32", "commit": commit()}  # fmt: skip
         report.add("real-quality", params, {key: float(f"{x:.6g}") for key, x in metrics.items()})
@@ -186,6 +188,7 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="keep other rows of the file")
     parser.add_argument("--plot", action="store_true", help="quality against bytes, beside the JSON")
     parser.add_argument("--out", default=RESULTS / "local")
+    parser.add_argument("--own-exact", action="store_true", help="--real: specs with their own sinks and windows")
     parser.add_argument("--ship", action="store_true", help="calibrate the demo model, and nothing else")
     parser.add_argument("--real", choices=("smollm2", "gemma3"), help="one of `make real-models` beside baselines")
     parser.add_argument("--generate", type=int, default=1024, help="tokens of greedy texts, with --real")
