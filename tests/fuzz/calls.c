@@ -68,7 +68,7 @@ static tq_status read_plan(stream *s, tq_plan *plan)
     for (int i = 8; i < 15; i++)
         if (!is_plain) words[i] = number(s, i % 4 == 2 ? head_dim : i % 4 == 0 ? 3 : 2);
         else if (i != 11) words[i] = 0;
-    words[15] = size(s, 1) ? 8 * number(s, 6) : 0;
+    words[15] = size(s, 1) ? 8 * (int64_t)number(s, 6) : 0;
     words[16] = size(s, 1) ? number(s, 5) : 0;
     for (int i = 0; i < 2 * groups; i++) {
         words[TQ_PLAN_HEADER_WORDS + i] = number(s, is_plain ? 5 : 31);
