@@ -71,7 +71,7 @@ def _measure(model: torch.nn.Module, tokenizer: Any) -> Moments:
     except (NotImplementedError, ValueError) as error:
         raise type(error)(f"{error}: {_WAY_OUT}") from error
     if (took := time.monotonic() - began) > _SAID_AFTER:
-        print(f"turboquant: measured the moments of {type(model).__name__} in {took:.0f} s", file=sys.stderr)
+        print(f"turboquant: the moments of {type(model).__name__} took {took:.0f} s", file=sys.stderr)
     return found
 
 
