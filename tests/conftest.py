@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # our matrices are small; th
 import numpy as np
 import pytest
 from hypothesis import settings
+
+# Nothing that an earlier run kept: Inductor finds its compiled code by the graph alone, also where an operator's
+# arguments have changed since, and moments by the package's version.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="turboquant-inductor-")
+atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+os.environ["TURBOQUANT_CACHE"] = ""
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
