@@ -51,6 +51,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 try:
     import torch
@@ -80,11 +81,13 @@ def _load() -> None:
 
 
 # ---- fake kernels: shapes and dtypes without data, for torch.compile and torch.export; with the operators' texts ----
+# rest: the arguments behind `*`, of which a fake kernel reads nothing but their devices.
 
 
-def _check(op: str, arguments: dict[str, object]) -> None:
+def _check(op: str, arguments: dict[str, Any]) -> None:
     """What csrc/torch/checks.h checks in a real call and tracing can see: devices and gradients."""
-    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    named = arguments | arguments.get("rest", {})
+    tensors = {name: x for name, x in named.items() if isinstance(x, Tensor)}
     like, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if tensor.device != first.device:
@@ -113,20 +116,7 @@ def _append(
     lengths: Tensor,
     pages: Tensor,
     block_table: Tensor,
-    *,
-    sink_k: Tensor | None = None,
-    sink_v: Tensor | None = None,
-    window_k: Tensor | None = None,
-    window_v: Tensor | None = None,
-    key_rotation: Tensor | None = None,
-    value_rotation: Tensor | None = None,
-    key_centre: Tensor | None = None,
-    value_centre: Tensor | None = None,
-    key_steps: Tensor | None = None,
-    value_steps: Tensor | None = None,
-    key_turns: Tensor | None = None,
-    key_moments: Tensor | None = None,
-    flag: Tensor | None = None,
+    **rest: object,
 ) -> None:
     """append(plan, k, v, lengths, pages, block_table, *, sink_k=None, sink_v=None, window_k=None, window_v=None,
     ..transforms, flag=None) -> None
@@ -151,27 +141,7 @@ def _attend(
     pages: Tensor,
     block_table: Tensor,
     lengths: Tensor,
-    *,
-    starts: Tensor | None = None,
-    sink_k: Tensor | None = None,
-    sink_v: Tensor | None = None,
-    window_k: Tensor | None = None,
-    window_v: Tensor | None = None,
-    fresh_k: Tensor | None = None,
-    fresh_v: Tensor | None = None,
-    key_rotation: Tensor | None = None,
-    value_rotation: Tensor | None = None,
-    key_centre: Tensor | None = None,
-    value_centre: Tensor | None = None,
-    key_steps: Tensor | None = None,
-    value_steps: Tensor | None = None,
-    key_turns: Tensor | None = None,
-    key_moments: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    schedule: Tensor | None = None,
+    **rest: object,
 ) -> tuple[Tensor, Tensor]:
     """attend(plan, q, pages, block_table, lengths, *, starts=None, sink_k=None, sink_v=None, window_k=None,
     window_v=None, fresh_k=None, fresh_v=None, ..transforms, softmax_scale=None, causal=True, sliding_window=0,
@@ -209,12 +179,7 @@ def _schedule(
     pages: Tensor,
     block_table: Tensor,
     lengths: Tensor,
-    *,
-    starts: Tensor | None = None,
-    sinks: int = 0,
-    window: int = 0,
-    causal: bool = True,
-    sliding_window: int = 0,
+    **rest: object,
 ) -> None:
     """schedule(plan, schedule, q, pages, block_table, lengths, *, starts=None, sinks=0, window=0, causal=True,
     sliding_window=0) -> None
@@ -239,24 +204,7 @@ def _append_attend(
     lengths: Tensor,
     pages: Tensor,
     block_table: Tensor,
-    *,
-    sink_k: Tensor | None = None,
-    sink_v: Tensor | None = None,
-    window_k: Tensor | None = None,
-    window_v: Tensor | None = None,
-    key_rotation: Tensor | None = None,
-    value_rotation: Tensor | None = None,
-    key_centre: Tensor | None = None,
-    value_centre: Tensor | None = None,
-    key_steps: Tensor | None = None,
-    value_steps: Tensor | None = None,
-    key_turns: Tensor | None = None,
-    key_moments: Tensor | None = None,
-    flag: Tensor | None = None,
-    softmax_scale: float | None = None,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    schedule: Tensor | None = None,
+    **rest: object,
 ) -> Tensor:
     """append_attend(plan, q, k, v, lengths, pages, block_table, *, sink_k=None, sink_v=None, window_k=None,
     window_v=None, ..transforms, flag=None, softmax_scale=None, sliding_window=0, softcap=0.0,
@@ -277,15 +225,7 @@ def _quantize(
     plan: Sequence[int],
     k: Tensor,
     v: Tensor | None,
-    *,
-    key_rotation: Tensor | None = None,
-    value_rotation: Tensor | None = None,
-    key_centre: Tensor | None = None,
-    value_centre: Tensor | None = None,
-    key_steps: Tensor | None = None,
-    value_steps: Tensor | None = None,
-    key_turns: Tensor | None = None,
-    key_moments: Tensor | None = None,
+    **rest: object,
 ) -> Tensor:
     """quantize(plan, k, v, *, ..transforms) -> pages
 
@@ -307,16 +247,7 @@ def _dequantize(
     block_table: Tensor,
     lengths: Tensor,
     max_tokens: int,
-    *,
-    key_rotation: Tensor | None = None,
-    value_rotation: Tensor | None = None,
-    key_centre: Tensor | None = None,
-    value_centre: Tensor | None = None,
-    key_steps: Tensor | None = None,
-    value_steps: Tensor | None = None,
-    key_turns: Tensor | None = None,
-    key_moments: Tensor | None = None,
-    sinks: int = 0,
+    **rest: object,
 ) -> tuple[Tensor, Tensor]:
     """dequantize(plan, pages, block_table, lengths, max_tokens, *, ..transforms, sinks=0) -> (k, v)
 
