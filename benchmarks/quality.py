@@ -12,9 +12,10 @@ The model runs in float32: what differs is the cache alone. Files: quality_<mode
 of another size quality_<model>_<text>_<size>.json. `--add` measures some specs and keeps the rows of others that a file
 has, so that a table can be made in parts.
 
---real measures a model of `make real-models` on windows of WikiText-2's test text, spread evenly from 30 % of it on, as
-they follow each other in its tokens; where a model's texts start with BOS, so does each window. 4 sinks are exact, and
-no window. The other formats are simulated, our specs are not. File: real_<model>.json.
+--real measures a model of `make real-models` on windows of WikiText-2's test text, or of --text, spread evenly from
+30 % of it on, as they follow each other in its tokens; where a model's texts start with BOS, so does each window. 4
+sinks are exact, and no window, or one of --window. The other formats are simulated, our specs are not. File:
+real_<model>.json.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from baselines import BASELINES, measured
 from quality_plot import plot
+from texts import SHARED, random_windows, real_windows, text_of
 from timing import RESULTS, Report, commit
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -40,7 +42,6 @@ ROOT = Path(__file__).resolve().parent.parent
 REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", ROOT / "build" / "real-models"))
 REAL_SPECS = ["default", "default-3", "default-2", "wave-5", "wave-4", "wave-3", "wave-2"]
 SINKS = 4  # of --real
-SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
 DEMO = ROOT / "demo" / "turboquant_demo"
 GOLDEN = ROOT / "tests" / "golden"
 GUARDED = ("default", "calibrated-3", "paper-mse-3")
@@ -135,36 +136,35 @@ def write_guards() -> None:
         print(text)
 
 
-def real_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.Tensor:
-    """Token ids [windows, length]: of the windows that follow each other in a text, some from 30 % of them on."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    every = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-    chosen = every[torch.linspace(int(0.3 * len(every)), len(every) - 1, windows).long()]
-    if tokenizer.bos_token_id in tokenizer("text")["input_ids"]:
-        chosen[:, 0] = tokenizer.bos_token_id
-    return chosen
-
-
 def real(args: argparse.Namespace) -> Report:
     """The baselines and our specs on a real model."""
     tokenizer = AutoTokenizer.from_pretrained(REAL_MODELS / args.real)
     model = AutoModelForCausalLM.from_pretrained(REAL_MODELS / args.real, dtype=torch.float32).eval().to(args.device)
-    text = (SHARED / "data" / "wikitext2_test.txt").read_text(encoding="utf-8")
-    windows = real_windows(text, tokenizer, args.windows, args.length).to(args.device)
+    if args.text == "random":
+        windows = random_windows(tokenizer, args.windows, args.length).to(args.device)
+    else:
+        windows = real_windows(text_of(args.text), tokenizer, args.windows, args.length).to(args.device)
     every, asked = {**turboquant.presets(), **EXTRAS}, args.specs or [*BASELINES, *REAL_SPECS]
     own = args.own_exact
-    specs = {n: every[n] if own else every[n].with_(sinks=SINKS) for n in asked if n not in BASELINES}
+    specs = {n: every[n] if own else every[n].with_(sinks=SINKS, window=args.window) for n in asked if n in every}
+    if args.chunk:  # a prompt of that many tokens, from which `default` takes its centre
+        specs = {n: s.with_(centre_tokens=min(args.chunk, s.centre_tokens)) for n, s in specs.items()}
     baselines = {name: BASELINES[name] for name in asked if name in BASELINES}
     found = measured(model, windows, baselines, SINKS, args.generate) if baselines else {}
     ours: dict[str, Any] = {}
     if specs:
-        ours = evaluate_all(model, windows, specs, everything_packed=not own, generate=args.generate, progress=True)
+        fed: dict[str, Any] = {"prefill": "chunked", "chunk": args.chunk} if args.chunk else {}
+        packed = not own and not args.window
+        ours = evaluate_all(
+            model, windows, specs, everything_packed=packed, generate=args.generate, progress=True, **fed
+        )
     report = Report(f"real_{args.real}", torch.device(args.device).type)
     for name, metrics in {**found, **{name: one.metrics() for name, one in ours.items()}}.items():
-        exact = f"{specs[name].sinks} sinks, window {specs[name].window}" if own and name in specs else f"{SINKS} sinks"
+        sinks, window = (specs[name].sinks, specs[name].window) if name in specs else (SINKS, 0)
+        exact = f"{sinks} sinks, window {window}" if window else f"{sinks} sinks"
         params = {"spec": name, "simulated": name in found, "exact": exact, "model": args.real,
-                  "text": "wikitext2", "windows": args.windows, "length": args.length, "generate": args.generate,
-                  "dtype": "float32", "commit": commit()}  # fmt: skip
+                  "text": Path(args.text).name, "windows": args.windows, "length": args.length, "chunk": args.chunk,
+                  "generate": args.generate, "dtype": "float32", "commit": commit()}  # fmt: skip
         report.add("real-quality", params, {key: float(f"{x:.6g}") for key, x in metrics.items()})
         print(f"{name:45} {metrics['kl_divergence']:.5f}  {metrics}")
     if args.add:
@@ -191,6 +191,9 @@ def main() -> None:
     parser.add_argument("--own-exact", action="store_true", help="--real: specs with their own sinks and windows")
     parser.add_argument("--ship", action="store_true", help="calibrate the demo model, and nothing else")
     parser.add_argument("--real", choices=("smollm2", "gemma3"), help="one of `make real-models` beside baselines")
+    parser.add_argument("--text", default="wikitext2", help="--real: wikitext2, source, random, or a folder of files")
+    parser.add_argument("--window", type=int, default=0, help="--real: exact tokens at the end")
+    parser.add_argument("--chunk", type=int, help="--real: tokens of a forward, the first of them the prompt")
     parser.add_argument("--generate", type=int, default=1024, help="tokens of greedy texts, with --real")
     parser.add_argument("--guard", action="store_true", help="write the figures of the guard tests, and nothing else")
     args = parser.parse_args()
@@ -250,7 +253,7 @@ def others(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     held = json.loads(file.read_text())["rows"] if file.exists() else []
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["params"]["spec"], row["params"]["exact"]
+        return tuple(row["params"].get(name) for name in ("spec", "exact", "text", "windows", "length", "chunk"))
 
     measured = {key(row) for row in rows}
     return [row for row in held if key(row) not in measured]

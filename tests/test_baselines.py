@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from importlib import import_module
 
 import pytest
@@ -111,8 +112,20 @@ class Letters:
 
 def test_windows_of_a_real_model_start_at_30_percent(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    quality = import_module("quality")
+    texts = import_module("texts")
     text = "".join(map(chr, range(1000, 1000 + 405)))  # 101 windows of 4, and a token
-    assert quality.real_windows(text, Letters(None), 8, 4)[:, 0].tolist() == [1000 + 4 * i for i in range(30, 101, 10)]
-    found = quality.real_windows(text, Letters(7), 2, 4)
+    assert texts.real_windows(text, Letters(None), 8, 4)[:, 0].tolist() == [1000 + 4 * i for i in range(30, 101, 10)]
+    found = texts.real_windows(text, Letters(7), 2, 4)
     assert found.tolist() == [[7, 1121, 1122, 1123], [7, 1401, 1402, 1403]]
+
+
+def test_texts_of_a_folder(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    texts = import_module("texts")
+    (tmp_path / "man1").mkdir()
+    (tmp_path / "man1" / "b.1.gz").write_bytes(gzip.compress("Größe".encode()))
+    (tmp_path / "a.1").write_text("zuerst")
+    assert texts.text_of(str(tmp_path)) == "zuerst\nGröße"
+    assert "def dumps(" in texts.text_of("source")
+    with pytest.raises(SystemExit, match="no files"):
+        texts.text_of(str(tmp_path / "absent"))
