@@ -30,7 +30,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: wheel test-wheel demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: wheel test-wheel docs demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -73,6 +73,18 @@ lint-stub: build
 
 lint-c: $(READY)
 	$(CLANG_FORMAT) --dry-run -Werror $(C_FILES)
+
+# The site, strictly: a warning fails, such as a link that leads nowhere. Nothing of it may come from a network.
+DOCS := build/docs
+docs: build $(if $(READY),$(VENV)/.docs)
+	rm -rf $(DOCS)
+	PYTHONPATH=. $(INTERPRETER) -m sphinx -q -W --keep-going -n -b html docs $(DOCS)
+	! grep -rnE '<(script|link|img|iframe|source)[^>]*(src|href)="(https?:)?//' --include='*.html' $(DOCS)
+	! grep -rnE '(@import|url\() *["'"'"']?(https?:)?//' --include='*.css' $(DOCS)
+
+$(VENV)/.docs: $(READY)
+	$(INTERPRETER) -m pip install -q -c $(CONSTRAINTS) sphinx furo myst-nb
+	@touch $@
 
 format: $(READY)
 	$(RUN) -m ruff check --fix --exit-zero .

@@ -1,0 +1,60 @@
+"""Sphinx's settings: `make docs` builds the site into build/docs. Nothing of it is loaded from a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import turboquant
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # docstrings.py
+
+project = "TurboQuant"
+author = "The turboquant-attention maintainers"
+copyright = author
+version = release = turboquant.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "docstrings"]
+exclude_patterns = ["_generated", "calculator/*"]
+nb_execution_mode = "off"  # notebooks are committed with their outputs; tests/test_notebooks.py runs them
+
+myst_heading_anchors = 4  # links such as page.md#a-heading work here as they do in a repository
+myst_enable_extensions = ["colon_fence"]
+suppress_warnings = ["config.cache"]
+
+# Single backticks in docstrings link to what has an entry and are plain code otherwise. Annotations name classes of
+# packages whose pages are elsewhere.
+default_role = "py:obj"
+nitpick_ignore_regex = [
+    ("py:obj", r".*"),
+    ("py:.*", r"(torch|numpy|transformers|os|collections|typing)\..*"),
+]
+autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": False}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
+add_module_names = False
+
+html_theme = "furo"
+html_title = f"TurboQuant {version}"
+html_copy_source = False
+html_show_sphinx = False
+
+
+def _calculator(app: Any) -> None:
+    """Writes the page of the calculator, which docs/calculator.md shows."""
+    path = HERE / "calculator" / "make.py"
+    if path.exists():
+        spec = importlib.util.spec_from_file_location("calculator_make", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.write(HERE / "_generated")
+
+
+def setup(app: Any) -> None:
+    app.connect("builder-inited", _calculator)
