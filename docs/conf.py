@@ -10,14 +10,14 @@ from typing import Any
 import turboquant
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # docstrings.py
+sys.path.insert(0, str(HERE))  # docstrings.py, directives.py
 
 project = "TurboQuant"
 author = "The turboquant-attention maintainers"
 copyright = author
 version = release = turboquant.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "docstrings"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "docstrings", "directives"]
 exclude_patterns = ["_generated", "calculator/*"]
 nb_execution_mode = "off"  # notebooks are committed with their outputs; tests/test_notebooks.py runs them
 
@@ -28,11 +28,13 @@ suppress_warnings = ["config.cache"]
 # Single backticks in docstrings link to what has an entry and are plain code otherwise. Annotations name classes of
 # packages whose pages are elsewhere.
 default_role = "py:obj"
+smartquotes = False
 nitpick_ignore_regex = [
     ("py:obj", r".*"),
-    ("py:.*", r"(torch|numpy|transformers|os|collections|typing)\..*"),
+    ("py:.*", r"(torch|numpy|transformers|os|collections|typing|enum)\..*"),
+    ("py:class", r".*\._Model"),  # a type variable
 ]
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": False}
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100
@@ -56,5 +58,20 @@ def _calculator(app: Any) -> None:
         module.write(HERE / "_generated")
 
 
+def _home(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    """Links names to where they are described: `patch`, and turboquant.spec.CacheSpec, to turboquant.CacheSpec."""
+    last = "." + node.get("reftarget", "").rpartition(".")[2]
+    python = env.get_domain("py")
+    whole = ("class", "function", "data")  # a bare word such as `tokens` may be anybody's attribute
+    found = [name for name, entry in python.objects.items() if name.endswith(last) and entry.objtype in whole]
+    if not found and "." in node["reftarget"]:
+        last = "." + ".".join(node["reftarget"].split(".")[-2:])
+        found = [name for name in python.objects if name.endswith(last)]
+    if node.get("refdomain") != "py" or len(found) != 1:
+        return None
+    return python.resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, contnode)
+
+
 def setup(app: Any) -> None:
+    app.connect("missing-reference", _home)
     app.connect("builder-inited", _calculator)

@@ -6,13 +6,17 @@ lines may be indented; indented blocks, which are tables of such entries or code
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from sphinx.util.inspect import signature, stringify_signature
+
 _NAME = r"\**[A-Za-z_][\w.*]*"
-_ENTRY = re.compile(rf"({_NAME}(?:, {_NAME})*(?: \([^)]*\))?)(?:: +|   *(?<=  ))(?=\S)")
+_NAMES = rf"({_NAME}(?:, {_NAME})*(?: \([^)]*\))?)"
+_ENTRY = re.compile(rf"(?![A-Z]){_NAMES}: +(?=\S)|{_NAMES}  +(?=\S)")
 _CODE = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
 
 
@@ -57,7 +61,7 @@ def _described(block: list[str]) -> list[str]:
         if start or (names and new) or i == 0:
             if i:
                 out += _entry(names, text) if names else [_text("\n".join(text)), ""]
-            names, text = (start[1], [line[start.end() :]]) if start else ("", [line])
+            names, text = (start[1] or start[2], [line[start.end() :]]) if start else ("", [line])
         else:
             text.append(line.strip())
     return [*out, *(_entry(names, text) if names else [_text("\n".join(text)), ""])]
@@ -82,6 +86,16 @@ def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list
     lines[:] = to_rst(lines)
 
 
+def _signature(app: Any, what: str, name: str, obj: Any, options: Any, args: str | None, returned: Any) -> Any:
+    """Of a dataclass, its fields, also where it has a `__new__` of its own; and defaults that are Python."""
+    if args and what == "class" and dataclasses.is_dataclass(obj):
+        args = stringify_signature(signature(obj.__init__, bound_method=True), show_return_annotation=False,
+                                   unqualified_typehints=True)  # fmt: skip
+        args = args.replace("<factory>", "{}")
+    return args, returned
+
+
 def setup(app: Any) -> dict[str, bool]:
+    app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _process)
     return {"parallel_read_safe": True}

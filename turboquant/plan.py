@@ -31,43 +31,43 @@ _NEW_BLOCK = 16  # added to the bits of the group that a block begins with
 class Rotation(IntEnum):
     """How vectors are rotated before they are quantised (``tq_rotation``)."""
 
-    NONE = 0
-    HADAMARD = 1  # random signs and Walsh-Hadamard butterflies; nothing is stored but the seed
-    DENSE = 2  # a matrix passed with each call
+    NONE = 0  #: not at all
+    HADAMARD = 1  #: random signs and Walsh-Hadamard butterflies; nothing is stored but the seed
+    DENSE = 2  #: a matrix passed with each call
 
 
 class Codebook(IntEnum):
     """The law of a rotated coordinate that the levels are made for (``tq_codebook_law``)."""
 
-    NORMAL = 0  # N(0, 1)
-    SPHERE = 1  # sqrt(d) times a coordinate of a uniform unit vector, d = head_dim <= 256
-    UNIFORM = 2  # N(0, 1) again, but equally spaced levels (Max 1960, Table II)
+    NORMAL = 0  #: N(0, 1)
+    SPHERE = 1  #: sqrt(d) times a coordinate of a uniform unit vector, d = head_dim <= 256
+    UNIFORM = 2  #: N(0, 1) again, but equally spaced levels (Max 1960, Table II)
 
 
 class Scale(IntEnum):
     """The one number stored per token, for decoded codes c of u = z / rms(z) (``tq_scale``)."""
 
-    EDEN = 0  # rms(z) <u, u> / <c, u>: inner products are unbiased (arXiv 2108.08842)
-    NORM = 1  # ||z|| / sqrt(d), TurboQuant mse (arXiv 2504.19874, Algorithm 1)
-    NORM_CORRECTED = 2  # the decoded vector has the norm of z
-    LEAST_SQUARES = 3  # rms(z) <c, u> / <c, c>: least squared error
+    EDEN = 0  #: rms(z) <u, u> / <c, u>: inner products are unbiased (arXiv 2108.08842)
+    NORM = 1  #: ||z|| / sqrt(d), TurboQuant mse (arXiv 2504.19874, Algorithm 1)
+    NORM_CORRECTED = 2  #: the decoded vector has the norm of z
+    LEAST_SQUARES = 3  #: rms(z) <c, u> / <c, c>: least squared error
 
 
 class Levels(IntEnum):
     """What the codes of one side stand for (``tq_levels``)."""
 
-    CODEBOOK = 0  # a scale per token and block, times a level of the codebook
-    AFFINE = 1  # a zero point and a scale, from the block's smallest and largest number
-    ABSMAX = 2  # a scale, from its largest magnitude; levels on both sides of 0 (q8_0)
-    TABLE = 3  # levels that come with each call; nothing is stored per token
+    CODEBOOK = 0  #: a scale per token and block, times a level of the codebook
+    AFFINE = 1  #: a zero point and a scale, from the block's smallest and largest number
+    ABSMAX = 2  #: a scale, from its largest magnitude; levels on both sides of 0 (q8_0)
+    TABLE = 3  #: levels that come with each call; nothing is stored per token
 
 
 class Sketch(IntEnum):
     """The signs that are kept of what the codes leave over (``tq_sketch``)."""
 
-    NONE = 0
-    GAUSSIAN = 1  # of S r with Gaussian S, and the norm of r (QJL, arXiv 2406.03482)
-    SIGN = 2  # of r itself, and its mean magnitude
+    NONE = 0  #: none are kept
+    GAUSSIAN = 1  #: of S r with Gaussian S, and the norm of r (QJL, arXiv 2406.03482)
+    SIGN = 2  #: of r itself, and its mean magnitude
 
 
 _Member = TypeVar("_Member", bound=IntEnum)

@@ -100,17 +100,21 @@ class Calibration:
 
     @property
     def layers(self) -> int:
+        """Layers of the model."""
         return int(self.centre.shape[0])
 
     @property
     def kv_heads(self) -> int:
+        """KV heads of a layer."""
         return int(self.centre.shape[2])
 
     @property
     def head_dim(self) -> int:
+        """Channels of a head."""
         return int(self.centre.shape[-1])
 
     def groups(self, group: int = GROUP) -> int:
+        """How many groups of `group` channels a head has."""
         return -(-self.head_dim // group)
 
     def group_variance(self, group: int = GROUP) -> NDArray[np.float64]:

@@ -36,7 +36,7 @@ from .store import Store, empty
 
 __all__ = ["EXACT", "ContextCache", "Letters", "Residues"]
 
-# Keeps everything in the model's dtype: what decoding costs without quantisation.
+#: A spec that keeps everything in the model's dtype: what decoding costs without quantisation.
 EXACT = CacheSpec(centre="none", metric="none", sinks=2**24, window=0)
 
 _append = torch.ops.turboquant.append.default

@@ -35,7 +35,8 @@ __all__ = [
 # Token i of every ESM-2 model is ALPHABET[i] (Lin et al. 2023, doi 10.1126/science.ade2574).
 ALPHABET = ("<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>")
 CLS, PAD, EOS, MASK = (ALPHABET.index(name) for name in ("<cls>", "<pad>", "<eos>", "<mask>"))
-AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"  # the twenty of the genetic code, by letter
+#: The twenty of the genetic code, by letter.
+AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 _LETTERS = {token: i for i, token in enumerate(ALPHABET) if len(token) == 1 or token == "<mask>"}
 
 MASKED_IN_TRAINING = 0.15 * 0.8  # of all tokens: what `token_dropout` makes up for

@@ -75,7 +75,7 @@ def masked_marginals(
                each position
     spec, calibration   how the shared context is packed, as in `ContextCache`; not looked at if `context` is given
     context    a ContextCache of this model that has read this sequence, to be used again
-    batch_size masked copies that run together.  progress: a bar on stderr; needs tqdm
+    batch_size   masked copies that run together.  progress: a bar on stderr; needs tqdm
 
     ValueError for wrong letters, no positions, and a context of another model or without this sequence; IndexError for
     a position outside, TypeError for one that is no integer; RuntimeError for a context whose model has changed;

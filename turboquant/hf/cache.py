@@ -282,6 +282,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         return sum(storages.values())
 
     def report(self) -> CacheReport:
+        """The bytes of each layer by part, and what they come to against bfloat16; ``print`` it for a table."""
         layers = tuple(layer_report(layer.storage) for layer in self.layers)
         notes = moments_notes(self._shared.moments, [layer.spec for layer in self.layers])
         return CacheReport(layers, bytes_by_part(self._common_tensors()), notes)

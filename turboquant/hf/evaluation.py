@@ -78,6 +78,7 @@ class FreeRunning:
         return None if tokens > self.tokens else sum(n >= tokens for n in self.equal) / len(self.equal)
 
     def metrics(self) -> dict[str, float]:
+        """The numbers by name."""
         shares = {f"equal_{n}": self.share(n) for n in AGREEMENTS}
         return {"tokens_until_parted": self.median, **{name: x for name, x in shares.items() if x is not None}}
 

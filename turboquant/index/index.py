@@ -74,14 +74,17 @@ class Index:
 
     @property
     def d(self) -> int:
+        """Numbers of a vector."""
         return self._dim
 
     @property
     def bits(self) -> int:
+        """Bits of a number; after `train` with axes, at most so many on average."""
         return self._bits
 
     @property
     def metric(self) -> str:
+        """ "ip", "cosine" or "l2"."""
         return self._metric
 
     @property
@@ -96,6 +99,7 @@ class Index:
 
     @property
     def ntotal(self) -> int:
+        """Vectors in the index."""
         return self._contents.ntotal
 
     @property

@@ -16,8 +16,13 @@ __all__ = ["CacheReport", "LayerReport", "bytes_by_part", "layer_report", "layer
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one layer holds: tokens of all sequences (padding is not stored), numbers = keys and values, bytes by
-    part."""
+    """What one layer holds.
+
+    layer     which, counted from 0
+    tokens    of all sequences; padding is not stored
+    numbers   keys and values of these tokens
+    parts     bytes by part: pages, sinks, window, centre, ...
+    """
 
     layer: int
     tokens: int
@@ -26,23 +31,31 @@ class LayerReport:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class CacheReport:
-    """Bytes of a cache, all counted, and what they come to. `str` makes a table."""
+    """Bytes of a cache, all counted, and what they come to. `str` makes a table.
+
+    layers   one `LayerReport` for each layer
+    shared   bytes held once for all layers, by part
+    notes    what else there is to know, a line each
+    """
 
     layers: tuple[LayerReport, ...]
-    shared: dict[str, int]  # bytes held once for all layers
-    notes: tuple[str, ...] = ()  # what else there is to know, a line each
+    shared: dict[str, int]
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all layers, and of what they share."""
         return sum(layer.nbytes for layer in self.layers) + sum(self.shared.values())
 
     @property
     def numbers(self) -> int:
+        """Keys and values stored, over all layers."""
         return sum(layer.numbers for layer in self.layers)
 
     @property
@@ -66,6 +79,7 @@ class CacheReport:
 
     @property
     def ratio_fp32(self) -> float:
+        """Bytes of the same tokens in float32 over bytes held."""
         return 2 * self.ratio_bf16
 
     def __str__(self) -> str:

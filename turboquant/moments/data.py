@@ -163,6 +163,7 @@ class LayerMoments:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all arrays."""
         return sum(getattr(self, name).nbytes for name in _ARRAYS)
 
 

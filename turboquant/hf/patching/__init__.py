@@ -45,7 +45,7 @@ def patch(
                   positions and cache; after switching adapters, use a new cache
     moments   of the model (`turboquant.measure`) or their file, for a spec with a wave or a metric. None: they are
               measured when the first cache is made, on text that ships with the package
-    tokenizer to measure with; None: the one at `model.name_or_path`, from local files only. Without one, random token
+    tokenizer   to measure with; None: the one at `model.name_or_path`, from local files only. Without one, random token
               ids take the place of text, with a warning
 
     From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
