@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 # Tests that run no native code in this process, or build their own: once is enough.
-NO_NATIVE := $(foreach name,layering stub c_consumer,--ignore=tests/test_$(name).py)
+NO_NATIVE := $(foreach name,layering stub c_consumer calculator_page,--ignore=tests/test_$(name).py)
 # Every kind of GPU that the kernels are meant for.
 CHECK_ARCHS ?= 80 86 89 90a 100 120
 

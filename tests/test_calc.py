@@ -100,6 +100,38 @@ def test_full_bytes():
     assert calc.bytes_read(model, 1, 1, 200) == stored + 2 * 9 * 8 * 200
 
 
+@pytest.mark.parametrize(("kind", "fields"), [
+    ("LlamaConfig", dict(num_hidden_layers=3)),
+    ("Gemma3TextConfig", dict(num_hidden_layers=6, sliding_window=32)),
+    ("Gemma3nTextConfig", dict(num_hidden_layers=10, num_kv_shared_layers=5, sliding_window=32, laurel_rank=4,
+                               activation_sparsity_pattern=None, vocab_size_per_layer_input=96,
+                               hidden_size_per_layer_input=8)),
+    ("Qwen3_5TextConfig", dict(num_hidden_layers=8, linear_num_key_heads=2, linear_num_value_heads=2,
+                               linear_key_head_dim=8, linear_value_head_dim=8)),
+    ("DeepseekV3Config", dict(num_hidden_layers=2, head_dim=8, num_key_value_heads=4, moe_intermediate_size=32,
+                              kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+                              n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2,
+                              first_k_dense_replace=1)),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_full_bytes_are_those_of_a_dynamic_cache(kind, fields):
+    """Of full, sliding, shared, hybrid and latent layers. transformers keeps one token less than a window has: the
+    newest joins it when it is read."""
+    if not hasattr(transformers, kind):
+        pytest.skip(f"this transformers has no {kind}")
+    common = dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+                  head_dim=16)  # fmt: skip
+    config = getattr(transformers, kind)(**{**common, **fields})
+    alone = transformers.AutoModelForCausalLM.from_config(config).eval()
+    cache = transformers.DynamicCache(config=config)
+    with torch.no_grad():
+        alone(torch.ones(2, 70, dtype=torch.int64), past_key_values=cache)
+    sides = [getattr(layer, side, None) for layer in cache.layers for side in ("keys", "values")]
+    held = sum(one.nbytes for one in sides if one is not None)
+    model = counted(alone)
+    newest = sum(4 * 2 * one.stores(1) for one in model.layers if one.window)
+    assert full_bytes(model, 2, 70, 4) == held + newest
+
+
 def test_docs_memory_tells_the_same():
     """The example of docs/memory.md."""
     parts = packed_parts(read_model("llama-3-8b"), presets()["default"], 1, 32768)
@@ -142,6 +174,7 @@ CONFIGS = {
     "gemma-3n-e4b": ("Gemma3nTextConfig", {}),
     "deepseek-v3": ("DeepseekV3Config", {}),
     "llama-4-scout": ("Llama4TextConfig", {}),
+    "qwen3.5-27b": ("Qwen3_5TextConfig", dict(hidden_size=5120, num_hidden_layers=64, num_attention_heads=24)),
 }  # fmt: skip
 
 
@@ -149,6 +182,8 @@ CONFIGS = {
 def test_rows_are_those_of_transformers(name):
     """Most of these are the defaults of a class, which transformers documents as those of this model."""
     kind, fields = CONFIGS[name]
+    if not hasattr(transformers, kind):
+        pytest.skip(f"this transformers has no {kind}")
     config = getattr(transformers, kind)(**fields)
     assert calc._layers_of(config, name) == read_model(name).layers
 

@@ -24,12 +24,12 @@ from .named_specs import preset
 from .plan import MAX_HEAD_DIM, PAGE_TOKENS
 from .spec import CacheSpec
 
-__all__ = ["Layer", "Model", "bytes_read", "calc", "decode_seconds", "full_bytes", "packed_parts", "read_model",
-           "tokens_that_fit"]  # fmt: skip
+__all__ = ["FULL", "MOST_TOKENS", "UNITS", "Layer", "Model", "bytes_read", "calc", "decode_seconds", "full_bytes",
+           "packed_parts", "read_model", "runs", "spec_named", "timed_as", "tokens_that_fit"]  # fmt: skip
 
 MOST_TOKENS = 2**31 - 1  # of a sequence
 FULL = {"fp32": 4, "bf16": 2, "fp8": 1}  # what packed caches are compared with
-_UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
           **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
 _EXACT_ROWS = 16  # of sinks and window, at least (`kvcache.exact`)
 
@@ -245,7 +245,7 @@ def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_by
     if model.refused:
         raise NotImplementedError(f"{model.name} cannot be packed: {model.refused}")
     parts: Counter[str] = Counter()
-    for one, layer_spec, per_token, count in _runs(model, spec):
+    for one, layer_spec, per_token, count in runs(model, spec):
         for part, size in _layer_parts(one, layer_spec, per_token, batch, tokens, item_bytes):
             parts[part] += round(count * size)
     parts["lengths"] = 4 * batch
@@ -255,18 +255,18 @@ def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_by
 
 
 @lru_cache(maxsize=64)
-def _runs(model: Model, spec: CacheSpec) -> list[tuple[Layer, CacheSpec, float, int]]:
+def runs(model: Model, spec: CacheSpec) -> list[tuple[Layer, CacheSpec, float, int]]:
     """(layer, its spec, bytes of a packed token, how many of these there are)."""
     if spec.measured:
         raise NotImplementedError("a spec with a wave or a metric is not counted")
     count = len(model.layers)
     found: Counter[tuple[Layer, CacheSpec]]
     found = Counter((one, spec.for_layer(i, count)) for i, one in enumerate(model.layers))
-    runs = []
+    each = []
     for (one, layer_spec), same in found.items():
         layers = 1 if spec.budget is None else count
-        runs.append((one, layer_spec, layer_spec.bytes_per_token(one.head_dim, one.kv_heads, layers) / layers, same))
-    return runs
+        each.append((one, layer_spec, layer_spec.bytes_per_token(one.head_dim, one.kv_heads, layers) / layers, same))
+    return each
 
 
 def _layer_parts(
@@ -315,7 +315,7 @@ def _calibrated_numbers(spec: CacheSpec, side: str, channels: int) -> int:
 def _common_matrices(model: Model, spec: CacheSpec) -> Iterator[int]:
     """Bytes of the random matrices that all layers share (`kvcache.common`)."""
     seen = set()
-    for one, layer_spec, _, _ in _runs(model, spec):
+    for one, layer_spec, _, _ in runs(model, spec):
         for side in ("key", "value"):
             if is_split(layer_spec, side) or layer_spec.rotation_of(side) == "svd":
                 continue
@@ -351,10 +351,10 @@ def decode_seconds(
     largest at its bandwidth, and never less than the smallest. A GPU that was not measured takes as long as an H100
     over bytes in the proportion of their bandwidths. NotImplementedError for a spec whose kernels were not timed.
     """
-    timed_as = "bf16" if isinstance(spec, int) else _timed_as(spec)
-    times = TIMES.get(gpu, TIMES["h100"])[timed_as]
+    column = "bf16" if isinstance(spec, int) else timed_as(spec)
+    times = TIMES.get(gpu, TIMES["h100"])[column]
     scale = 1.0 if gpu in TIMES else GPUS["h100"] / GPUS[gpu]
-    points = [TIMED_BYTES[timed_as] * timed for timed in TIMED]
+    points = [TIMED_BYTES[column] * timed for timed in TIMED]
     reads = _reads(model, spec, batch, tokens, item_bytes)
     return 1e-6 * sum(count * _line(points, times, scale * read) for read, count in reads)
 
@@ -372,14 +372,14 @@ def _reads(
         layers = Counter(one for one in model.layers if one.kind != "none")
         yield from ((spec * batch * one.reads(tokens), same) for one, same in layers.items())
         return
-    for one, layer_spec, per_token, same in _runs(model, spec):
+    for one, layer_spec, per_token, same in runs(model, spec):
         seen = min(tokens, one.window or tokens)
         exact = min(seen, layer_spec.sinks + layer_spec.window)
         yield batch * (exact * 2 * one.kv_heads * one.head_dim * item_bytes + (seen - exact) * per_token), same
 
 
-def _timed_as(spec: CacheSpec) -> str:
-    """The column of TIMES whose kernel is nearest to that of a spec."""
+def timed_as(spec: CacheSpec) -> str:
+    """The column of TIMES whose kernel is nearest to that of a spec. NotImplementedError where none is."""
     bits = spec.key_bits, spec.value_bits
     if spec.blocked or (spec.budget is None and any(isinstance(b, int) and b > 5 for b in bits)):
         raise NotImplementedError("its kernels were not timed")
@@ -408,7 +408,7 @@ def calc(chosen: argparse.Namespace) -> int:
         for name, row in MODELS.items():
             print(_from_row(name, row))
         return 0
-    specs = {name: _spec(name) for name in chosen.spec.split(",")}
+    specs = {name: spec_named(name) for name in chosen.spec.split(",")}
     for option, least in (("batch", 1), ("context", 1)):
         if not least <= getattr(chosen, option) <= MOST_TOKENS:
             raise ValueError(f"--{option} must be in {least}..{MOST_TOKENS}, got {getattr(chosen, option)}")
@@ -425,8 +425,8 @@ def calc(chosen: argparse.Namespace) -> int:
     return 1 if model.refused else 0
 
 
-def _spec(name: str) -> CacheSpec:
-    """A preset, or "default" with so many bits."""
+def spec_named(name: str) -> CacheSpec:
+    """A preset, or "default" with so many bits. ValueError for any other name."""
     try:
         bits = float(name)
     except ValueError:
@@ -444,7 +444,7 @@ def _memory(text: str | None) -> int | None:
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B)", text.strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    size = int(float(found[1]) * UNITS[found[2]]) if found and found[2] in UNITS else 0
     if not size:
         raise ValueError(f"--memory must be a size above 0 such as 40GB or 512MiB, got {text!r}")
     return size

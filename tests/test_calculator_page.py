@@ -1,0 +1,214 @@
+"""The calculator of the docs, in headless Chromium: its numbers are those of `turboquant.calc`, and it can be seen."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from conftest import ROOT
+
+pytest.importorskip("turboquant._core")
+from turboquant import calc
+from turboquant.calc_table import GPUS, MODELS
+from turboquant.cli import main
+
+BROWSER = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not there: apt install chromium")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calculator")
+    make = [sys.executable, str(ROOT / "docs" / "calculator" / "make.py"), str(folder)]
+    subprocess.run(make, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True)
+    return folder / "index.html"
+
+
+def chromium(page: Path, *options: str, link: str = "") -> str:
+    """What a run prints. No network: every name leads nowhere."""
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+               "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent / 'profile'}",
+               *options, f"{page.as_uri()}{link}"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Shown(HTMLParser):
+    """The words of the elements with a class, and the cells of the table."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.words: dict[str, str] = {}
+        self.rows: list[list[str]] = []
+        self.inside = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        name = dict(attributes).get("class") or ""
+        if tag in ("p", "pre", "div"):
+            self.inside = name
+        elif tag == "tr":
+            self.rows.append([])
+        elif tag in ("th", "td"):
+            self.rows[-1].append("")
+            self.inside = "cell"
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("p", "pre", "td", "th"):
+            self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.inside == "cell":
+            self.rows[-1][-1] += data
+        else:
+            self.words[self.inside] = self.words.get(self.inside, "") + data
+
+
+def shown(page: Path, **settings: object) -> Shown:
+    return Shown(chromium(page, "--dump-dom", link=f"#{urlencode(settings)}" if settings else ""))
+
+
+# ---- the numbers ----
+
+
+def some_settings() -> list[dict[str, Any]]:
+    """Every model with every spec, with a context, a batch, a memory and a GPU that change from one to the next."""
+    contexts = cycle((1, 5, 20, 21, 133, 260, 700, 4097, 8191, 32768, 100_000, 1_048_576, 2**24))
+    batches, gpus = cycle((1, 2, 3, 8, 64, 257)), cycle(GPUS)
+    memories = cycle((1000, 10**8, 16 * 2**30, 40 * 10**9, 10**13))
+    data = json.loads(subprocess.run(  # what the page offers
+        [sys.executable, "-c", "import sys, json; sys.path.insert(0, 'docs/calculator'); import make; "
+         "print(json.dumps([name for some in make.SPECS.values() for name in some]))"],
+        cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True).stdout)  # fmt: skip
+    settings = []
+    for model in MODELS:
+        for spec in data if not calc.read_model(model).refused else data[:1]:
+            settings.append({"model": model, "batch": next(batches), "context": next(contexts), "spec": spec,
+                             "memory": next(memories), "gpu": next(gpus)})  # fmt: skip
+    return settings
+
+
+def expected(one: dict[str, Any]) -> dict[str, tuple[Callable[[int], int], list[float]]]:
+    """(tokens -> bytes, [seconds, share of the bandwidth]) of each cache; -1: not timed."""
+    model, batch, context, gpu = calc.read_model(one["model"]), one["batch"], one["context"], one["gpu"]
+    caches: dict[str, Any] = {name: (item, lambda n, item=item: calc.full_bytes(model, batch, n, item))
+                              for name, item in calc.FULL.items()}  # fmt: skip
+    if not model.refused:
+        spec = calc.spec_named(one["spec"])
+        caches[one["spec"]] = spec, lambda n: sum(calc.packed_parts(model, spec, batch, n).values())
+    rows = {}
+    for name, (stored, size) in caches.items():
+        try:
+            seconds = calc.decode_seconds(model, stored, batch, context, gpu)
+            step = [seconds, calc.bytes_read(model, stored, batch, context) / seconds / GPUS[gpu]]
+        except NotImplementedError:
+            step = [-1, -1]
+        rows[name] = size, step
+    return rows
+
+
+def fits(size: Callable[[int], int], tokens: int | None, memory: int) -> bool:
+    if tokens is None:
+        return size(calc.MOST_TOKENS) <= memory
+    return (tokens == 0 or size(tokens) <= memory) and size(tokens + 1) > memory
+
+
+def test_every_model_and_spec(page):
+    """All in one page, through the function that the page itself calls."""
+    settings = some_settings()
+    assert len(settings) > 1000
+    asked = page.with_name("asked.html")
+    asked.write_text(page.read_text() + f"""<script>
+        const found = {json.dumps(settings)}.map((one) => document.getElementById("calculator").calculate(one).map(
+            (cache) => [cache.name, cache.bytes, cache.fit, cache.step?.seconds ?? -1, cache.step?.share ?? -1]));
+        document.body.innerHTML = `<pre class="found">${{JSON.stringify(found)}}</pre>`;
+        </script>""")  # fmt: skip
+    found = json.loads(Shown(chromium(asked, "--dump-dom")).words["found"])
+    assert len(found) == len(settings)
+    for one, caches in zip(settings, found):
+        wanted = expected(one)
+        assert [cache[0] for cache in caches] == list(wanted)
+        for name, held, tokens, *step in caches:
+            size, wanted_step = wanted[name]
+            assert held == size(one["context"]) and fits(size, tokens, one["memory"]), (one, name)
+            assert step == pytest.approx(wanted_step, rel=1e-12), (one, name)
+
+
+LINKS = [
+    dict(model="llama-3.1-8b", batch=8, context=32768, spec="default", memory="40GB", gpu="h200"),
+    dict(model="gemma-3-27b", batch=2, context=100000, spec="calibrated-3", memory="16 GiB", gpu="l4"),
+    dict(model="qwen3-0.6b", batch=1, context=700, spec="skainet-balanced", memory="", gpu="h100"),
+    dict(model="deepseek-v3", batch=3, context=5000, spec="2.5", memory="1.5gb", gpu="b200"),
+]
+
+
+@pytest.mark.parametrize("settings", LINKS, ids=lambda settings: settings["model"])
+def test_page_and_command_print_the_same(settings, page, capsys):
+    """A link sets the inputs; the command that the page names is run, and every cell compared as it is printed."""
+    seen = shown(page, **settings)
+    assert "wrong" not in seen.words
+    command = shlex.split(seen.words["command"])
+    assert command[:3] == ["turboquant", "calc", settings["model"]]
+    for name in ("batch", "context", "spec", "gpu"):
+        assert command[command.index(f"--{name}") + 1] == str(settings[name])
+    assert ("--memory" in command) == bool(settings["memory"])
+    refused = main(command[1:])
+    printed = capsys.readouterr().out
+    about, _, _, _, *lines = printed.splitlines()
+    assert seen.words["about"] == about
+    assert seen.words.get("refused", "") == (printed.splitlines()[-1] if refused else "")
+    heads, *rows = seen.rows
+    assert len(rows) == 4 - refused
+    for cells, line in zip(rows, lines):
+        assert " ".join(cells).split() == line.replace("ms,", "ms").split()
+    measured = settings["gpu"] in ("h100", "h200")
+    assert any(f"({'estimate' if measured else 'guess'})" in head for head in heads)
+    assert ("an estimate from times measured on this GPU" in seen.words["how"]) == measured
+
+
+@pytest.mark.parametrize(("settings", "wants"), [
+    (dict(batch=0), "batch must be in 1..2147483647, got \"0\"."),
+    (dict(context="many"), "context must be in 1..2147483647, got \"many\"."),
+    (dict(memory="40"), "memory must be empty or a size above 0 such as 40GB or 512MiB, got \"40\"."),
+    (dict(model="<b>lama"), "model must be one of the list, got"),
+])  # fmt: skip
+def test_wrong_settings(settings, wants, page):
+    seen = shown(page, **settings)
+    assert seen.words["wrong"].startswith(wants) and not seen.rows
+
+
+def test_nothing_comes_from_elsewhere(page):
+    text = page.read_text()
+    assert not re.search(r"\b(src|href|action)\s*=|https?:|url\(|@import|\bfetch\(|XMLHttpRequest|\bimport\(", text)
+    assert "@data@" not in text and "@script@" not in text and len(text) < 200_000
+
+
+# ---- what is seen ----
+
+
+@pytest.mark.parametrize(("width", "height"), [(1000, 1050), (390, 1400)])
+def test_screenshot(width, height, page, tmp_path):
+    """All four lines and their labels are drawn in their colours, and nothing is wider than the page."""
+    image = pytest.importorskip("PIL.Image")
+    chromium(page, f"--screenshot={tmp_path / 'page.png'}", f"--window-size={width},{height}")
+    with image.open(tmp_path / "page.png") as file:
+        seen = file.convert("RGB")
+    assert seen.size == (width, height)
+    colours = {colour: count for count, colour in seen.getcolors(2**24)}
+    assert len(colours) > 200 and max(colours.values()) < 0.97 * width * height
+    for name in re.findall(r"--(?:fp32|bf16|fp8|packed): #(\w{6})", page.read_text()):
+        assert colours.get(tuple(bytes.fromhex(name)), 0) > 100, name
+    for edge in ((width - 8, 0, width, height), (0, height - 8, width, height)):  # margins, right and below
+        assert len(seen.crop(edge).getcolors(2**24)) == 1
