@@ -73,10 +73,13 @@ tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_erro
         return tq_fail(error, TQ_E_VALUE, "metric", -1, space->metric, "in 0..2");
     memset(use->mean, 0, sizeof(float) * (size_t)use->channels);
     if (space->mean) memcpy(use->mean, space->mean, sizeof(float) * (size_t)space->dim);
-    use->layout = (tq_scan_layout){&space->layout, tq_index_books(), 0, space->layout.bits[0]};
+    int32_t lead = space->layout.lead[0];
+    use->layout =
+        (tq_scan_layout){&space->layout, tq_index_books(), 0, lead == 1 || lead == 2 ? space->layout.bits[0] : 0};
     for (int32_t g = 0; g < space->layout.groups; g++) {
         use->layout.coded += space->layout.bits[g] ? 32 : 0;
-        if (space->layout.bits[g] != space->layout.bits[0] || space->layout.lead[g] != 1) use->layout.even_bits = 0;
+        if (space->layout.bits[g] != space->layout.bits[0] || space->layout.lead[g] != space->layout.lead[0])
+            use->layout.even_bits = 0;
     }
     return TQ_OK;
 }

@@ -23,7 +23,7 @@ typedef struct {
     const tq_index_layout *layout;
     const tq_index_book *books; /* [TQ_WIDE_BITS + 1], by bits */
     int32_t coded;              /* channels that have bits */
-    int32_t even_bits;          /* bits of all groups, if they are alike and 1 bit leads; else 0 */
+    int32_t even_bits;          /* bits of all groups, if they are alike and 1 or 2 of them lead; else 0 */
 } tq_scan_layout;
 
 typedef struct {

@@ -184,23 +184,26 @@ static void scan_unpack(const tq_scan_layout *layout, const uint8_t *row, const 
     }
 }
 
-/** Rows of groups that are all alike, 1 bit of which leads: bits is a constant where this is inlined. */
-TQ_INLINE int32_t scan_score_even(const tq_scan_layout *layout, int32_t bits, const uint8_t *row,
+/** Rows of groups that are all alike: bits and lead are constants where this is inlined. */
+TQ_INLINE int32_t scan_score_even(const tq_scan_layout *layout, int32_t bits, int32_t lead, const uint8_t *row,
                                   const uint8_t *leading, const int16_t *q)
 {
     scan_sum sum = scan_no_sum();
     const int8_t *levels = layout->books[bits].levels;
     for (int32_t g = 0; g < layout->layout->groups; g++, q += 32)
-        sum = scan_add_product(sum, levels, bits, scan_all_codes(&row, &leading, bits, 1), q);
+        sum = scan_add_product(sum, levels, bits, scan_all_codes(&row, &leading, bits, lead), q);
     return scan_all_of(sum);
 }
 
 static int32_t scan_score(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *leading, const int16_t *q)
 {
-    switch (layout->even_bits) {
-    case 2: return scan_score_even(layout, 2, row, leading, q);
-    case 3: return scan_score_even(layout, 3, row, leading, q);
-    case 4: return scan_score_even(layout, 4, row, leading, q);
+    switch (layout->even_bits ? 10 * layout->layout->lead[0] + layout->even_bits : 0) {
+    case 12: return scan_score_even(layout, 2, 1, row, leading, q);
+    case 13: return scan_score_even(layout, 3, 1, row, leading, q);
+    case 14: return scan_score_even(layout, 4, 1, row, leading, q);
+    case 22: return scan_score_even(layout, 2, 2, row, leading, q);
+    case 23: return scan_score_even(layout, 3, 2, row, leading, q);
+    case 24: return scan_score_even(layout, 4, 2, row, leading, q);
     default: break;
     }
     scan_sum sum = scan_no_sum();

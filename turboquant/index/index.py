@@ -44,7 +44,7 @@ class Index:
     metric: "ip" and "cosine": scores are inner products (of unit vectors), larger first; "l2": squared distances,
         smaller first.
 
-    The leading bit of each number bounds a row's score; rows that may be among the best are scored from all their bits.
+    The leading bits of its numbers bound a row's score; rows that may be among the best are scored from all their bits.
     Equal scores go to the smaller id. Results depend on neither threads, nor how rows were added, nor the instruction
     set.
 

@@ -15,6 +15,7 @@ from .storage import Segment
 
 GROUP = 32
 SAMPLE = 20_000  # rows of a sample that are used, spread evenly
+TWO_LEAD = 192  # coordinates up to which the scan of an untrained index reads two bits of each
 # E[(u - its level)^2] of N(0, 1), by bits
 _DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 3: 0.03455, 4: 0.009506, 5: 0.002519, 6: 0.0006625, 8: 0.0000814}
 
@@ -84,7 +85,10 @@ def _plan(padded: int, dense: bool, seed: int) -> Any:
 
 def untrained(dim: int, bits: int, seed: int) -> Transform:
     groups = -(-dim // GROUP)
-    return Transform(dim, seed, np.full(groups, bits, np.uint8), np.ones(groups, np.uint8), np.ones(groups, np.float32))
+    # One bit of few coordinates bounds scores so loosely that scoring the rows that pass takes longer than reading two.
+    lead = min(bits, 2) if GROUP * groups <= TWO_LEAD else 1
+    widths, leads = np.full(groups, bits, np.uint8), np.full(groups, lead, np.uint8)
+    return Transform(dim, seed, widths, leads, np.ones(groups, np.float32), sigmas=3.0 if lead == 2 else 2.5)
 
 
 def with_mean(base: Transform, sample: Floats) -> Transform:
