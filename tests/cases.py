@@ -53,14 +53,14 @@ def random_transform(
 def random_moments(
     rng: np.random.Generator, p: Plan, kv_heads: int, size: float = 1.0, interleaved: bool = False
 ) -> tuple[Array | None, Array | None]:
-    """(turns, moments) of tq_transform for a plan; `size` is the norm of a head's amplitudes. Pairs are in no order, as
-    many as there are channels for; others fill up."""
+    """(turns, moments) of tq_transform for a plan; `size` is the norm of a head's amplitudes. Pairs are in no order and
+    turn either way, as many as there are channels for; others fill up."""
     half = p.head_dim // 2
     steps = rng.permutation(half)[: p.wave_pairs]
     pairs = np.stack([2 * steps, 2 * steps + 1] if interleaved else [steps, steps + half], 1)
-    increments = (10000.0 ** -(steps / half) / (2 * np.pi) * 2**32).round().astype(np.uint32).view(np.int32)
+    increments = (10000.0 ** -(steps / half) / (2 * np.pi) * 2**32).round() * np.where(steps % 3, 1, -1)  # both ways
     turns = np.zeros((p.wave_pairs, 3), np.int32)
-    turns[: len(steps)] = np.column_stack([pairs, increments])
+    turns[: len(steps)] = np.column_stack([pairs, increments.astype(np.int64).astype(np.int32)])
     amplitudes = np.zeros((kv_heads, p.wave_pairs, 2))
     amplitudes[:, : len(steps)] = rng.standard_normal((kv_heads, len(steps), 2))
     amplitudes *= size / np.maximum(np.linalg.norm(amplitudes, axis=(1, 2), keepdims=True), 1e-9)

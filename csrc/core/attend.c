@@ -99,7 +99,8 @@ static void prepare_rows(const attend_job *job, const attend_task *t, attend_wor
     for (int32_t r = 0; r < t->rows; r++) {
         float *q = w->q + (int64_t)r * plan->head_dim, *coded_q = q;
         job->kernels->load(job->a->dtype, query_row(job, t->b, t->h, t->first_row + r), q, plan->head_dim);
-        if (plan->wave_pairs) tq_wave_row(plan, key, t->h, q, w->wave_rows + (int64_t)r * tq_wave_turn_floats(plan));
+        if (plan->wave_pairs)
+            tq_wave_row(plan, key, t->h, &job->wave, q, w->wave_rows + (int64_t)r * tq_wave_turn_floats(plan));
         if (plan->metric) {
             coded_q = memcpy(metric_q, q, sizeof(float) * (size_t)plan->head_dim);
             tq_metric_query(plan, key, t->h, coded_q);
@@ -533,7 +534,8 @@ static void turn_pages(attend_job *job)
     int32_t tokens = job->plan->page_tokens;
     job->wave.first_page = all.lo / tokens;
     job->wave.table = tq_attend_wave(job);
-    job->wave.turns = job->wave.table + tq_wave_table_floats(job->plan);
+    job->wave.nodes = job->wave.table + tq_wave_table_floats(job->plan);
+    job->wave.turns = job->wave.nodes + tq_wave_node_floats(job->plan);
     tq_wave_fill(job->plan, &a->key, a->sinks, (all.hi - 1) / tokens + 1, &job->wave);
 }
 

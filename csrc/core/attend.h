@@ -29,7 +29,7 @@ typedef struct {
  *              | query operands | weight operands | q | scores | packed | exact | tile_k | tile_v | rotated | coded | merged |
  *              | scales | logits | states | visible | decoded | wave rows |
  *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits > 1
- *           | the wave's table | its turns [max_pages] | */
+ *           | the wave's table | nodes | turns [max_pages] | */
 typedef struct {
     uint8_t *query_operands, *weight_operands;
     float *q;      /* [rows][head_dim], not rotated */
@@ -45,7 +45,7 @@ typedef struct {
     uint8_t *visible;         /* [page_tokens] */
     float
         *decoded; /* [32][32 * tiles], rows of a token tile; of plans that are not plain, whose operands are rows too */
-    float *wave_rows; /* [rows][2][padded pairs] */
+    float *wave_rows; /* [rows][2][pairs][2] */
 } attend_work;
 
 /** tq_check_attend, and what the arrays hold: lengths, starts, block table, transforms. */
@@ -54,6 +54,6 @@ void tq_attend_lay_out(attend_job *job);
 int64_t tq_attend_bytes(const attend_job *job);
 attend_work tq_attend_carve(const attend_job *job, int32_t worker);
 float *tq_attend_partial(const attend_job *job, int64_t task, int32_t row);
-/** The memory of the wave's table, and turns behind it. */
+/** The memory of the wave's table, nodes and turns behind it. */
 float *tq_attend_wave(const attend_job *job);
 #endif

@@ -69,7 +69,8 @@ static int64_t bytes_of_rows(const attend_job *job)
 
 int64_t tq_attend_bytes(const attend_job *job)
 {
-    int64_t floats = tq_wave_table_floats(job->plan) + job->a->max_pages * tq_wave_turn_floats(job->plan);
+    int64_t floats = tq_wave_table_floats(job->plan) + tq_wave_node_floats(job->plan) +
+                     job->a->max_pages * tq_wave_turn_floats(job->plan);
     return bytes_of_rows(job) + floats * (int64_t)sizeof(float) + 64;
 }
 

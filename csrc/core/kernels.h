@@ -98,14 +98,23 @@ typedef struct {
 
 /** What a wave adds to the scores of a page: <q, c_p>. The columns of a page (tq_column in each token tile) are mirrored around its
  *  middle, column c and page_tokens - 1 - c being u and -u positions away from it. With the pairs' coefficients turned to the
- *  middle, the sum over pairs is an even part, of cosines of u, and an odd part, of sines: half of the columns give both. */
+ *  middle, the sum over pairs is an even part, of cosines of u, and an odd part, of sines: half of the columns give both.
+ *  Pairs are fast or slow. Slow ones turn by at most TQ_SLOW_RADIANS from the middle of a page to its end: the two parts of their sum
+ *  are polynomials of u to float32's digits, and are interpolated from TQ_WAVE_NODES positions, whatever their number. */
 typedef struct {
-    int32_t pairs, padded; /* padded: to a multiple of 16, with zeros */
-    int32_t half;          /* page_tokens / 2 */
-    int64_t first_page;    /* of turns */
-    float *table;          /* [2][pairs][half]: cosines, sines of column half + c from the middle */
-    float *turns;          /* [pages][2][padded]: cosine and sine of each pair's phase at the middle of a page */
+    int32_t pairs,
+        fast; /* fast ones come first in turns and coefficients; slow ones: none, or an even number of TQ_WAVE_NODES or more */
+    int32_t terms;                      /* of the sum for a column: fast pairs, and a node each */
+    int32_t half;                       /* page_tokens / 2 */
+    int64_t first_page;                 /* of turns */
+    int16_t place[TQ_MAX_HEAD_DIM / 2]; /* of each pair of the plan among fast and slow ones */
+    float *table; /* [2][terms][half], at column half + c: cosines and sines; of a node its even and odd polynomial */
+    float *nodes; /* [slow pairs][TQ_WAVE_NODES][2]: cosine and sine at a node */
+    float *turns; /* [pages][2][pairs][2]: cosines and sines of the phase at the middle of a page, each twice */
 } tq_wave;
+
+#define TQ_WAVE_NODES 8
+#define TQ_SLOW_RADIANS 5.0 /* the polynomials of degree 15 are off by 5^16 / (2^15 16!) = 2e-7 of an amplitude */
 
 typedef struct {
     const char *isa;
@@ -144,7 +153,7 @@ typedef struct {
     float (*weights)(float *logits, const float *value_scales, int hidden, int32_t n, float max,
                      tq_softmax_state *state);
     /** scores [rows][stride], column order, of a page: score * key_scale + what the wave adds, with rows' coefficients
-     *  [rows][2][padded] of cosines and sines at position 0. */
+     *  [rows][2][pairs][2] of tq_wave_row. */
     void (*add_wave)(const tq_wave *wave, int64_t page, const float *coefficients, int32_t rows,
                      const float *key_scales, float *scores, int32_t stride);
     /** n numbers of a dtype to float32. */

@@ -131,44 +131,122 @@ void tq_metric_query(const tq_plan *plan, const tq_transform *t, int32_t head, f
 
 /* ---- what attention adds ---- */
 
-static int32_t padded_pairs(const tq_plan *plan) { return (int32_t)tq_round_up(plan->wave_pairs, 16); }
-
 int64_t tq_wave_table_floats(const tq_plan *plan) { return (int64_t)plan->wave_pairs * plan->page_tokens; }
 
-int64_t tq_wave_turn_floats(const tq_plan *plan) { return 2 * (int64_t)padded_pairs(plan); }
+int64_t tq_wave_node_floats(const tq_plan *plan) { return 2 * TQ_WAVE_NODES * (int64_t)plan->wave_pairs; }
 
-void tq_wave_fill(const tq_plan *plan, const tq_transform *t, int32_t sinks, int64_t last_page, tq_wave *wave)
+int64_t tq_wave_turn_floats(const tq_plan *plan) { return 4 * (int64_t)plan->wave_pairs; }
+
+/** The positive ones of the Chebyshev nodes cos(pi (2 n + 1) / 32), from the middle of a page in units of its half. */
+static const double node_at[TQ_WAVE_NODES] = {0.99518472667219688624, 0.95694033573220886494, 0.88192126434835502971,
+                                              0.77301045336273696081, 0.63439328416364549822, 0.47139673682599764856,
+                                              0.29028467725446236764, 0.09801714032956060199};
+
+/** Cosine and sine of what a pair turns in `twice` / 2 positions. */
+static void turn_by_halves(int32_t increment, int64_t twice, float *cosine, float *sine)
 {
-    int32_t tokens = plan->page_tokens, half = tokens / 2, pairs = plan->wave_pairs;
-    wave->pairs = pairs;
-    wave->padded = padded_pairs(plan);
-    wave->half = half;
-    for (int32_t i = 0; i < pairs; i++) {
-        uint64_t increment = (uint32_t)t->turns[3 * i + 2];
-        float *cosines = wave->table + (int64_t)i * half, *sines = cosines + (int64_t)pairs * half;
-        for (int32_t c = 0; c < half; c++) {
-            int32_t column = half + c, token = column / TQ_TILE * TQ_TILE + tq_token(column % TQ_TILE);
-            int64_t twice = 2 * token - (tokens - 1); /* positions from the middle of the page, times 2 */
-            tq_turn((uint32_t)((int64_t)increment * twice >> 1), &cosines[c], &sines[c]);
-        }
-    }
-    for (int64_t page = wave->first_page; page < last_page; page++) {
-        float *cosines = wave->turns + (page - wave->first_page) * 2 * wave->padded, *sines = cosines + wave->padded;
-        int64_t twice = 2 * (sinks + page * tokens) + tokens - 1;
-        memset(cosines, 0, sizeof(float) * 2 * (size_t)wave->padded);
-        for (int32_t i = 0; i < pairs; i++)
-            tq_turn((uint32_t)((uint64_t)(uint32_t)t->turns[3 * i + 2] * (uint64_t)twice >> 1), &cosines[i], &sines[i]);
+    tq_turn((uint32_t)(increment * twice >> 1), cosine, sine); /* wraps: only the low 32 bits matter */
+}
+
+/** Lagrange's polynomials of the nodes at x in -1..1: those that are even, 1 at +-node n and 0 at the others; those that are odd,
+ *  1 at the node and -1 at its mirror image. */
+static void fill_polynomials(double x, float *even, float *odd, int32_t stride)
+{
+    for (int32_t n = 0; n < TQ_WAVE_NODES; n++) {
+        double at = node_at[n], product = 1;
+        for (int32_t m = 0; m < TQ_WAVE_NODES; m++)
+            if (m != n) product *= (x * x - node_at[m] * node_at[m]) / (at * at - node_at[m] * node_at[m]);
+        even[n * stride] = (float)product;
+        odd[n * stride] = (float)(product * x / at);
     }
 }
 
-void tq_wave_row(const tq_plan *plan, const tq_transform *t, int32_t head, const float *q, float *row)
+/** Puts fast pairs first. */
+static void place_pairs(const tq_plan *plan, const tq_transform *t, tq_wave *wave)
 {
-    const float *wave = moments_of(plan, t, head).wave;
-    int32_t padded = padded_pairs(plan);
-    memset(row, 0, sizeof(float) * 2 * (size_t)padded);
+    double slowest = 2 * TQ_SLOW_RADIANS / (plan->page_tokens - 1) * (4294967296.0 / 6.283185307179586);
+    int32_t fast = 0, slow = 0;
+    for (int32_t i = 0; i < plan->wave_pairs; i++) slow += fabs((double)t->turns[3 * i + 2]) <= slowest;
+    slow = slow >= TQ_WAVE_NODES ? slow & ~1 : 0;
+    wave->pairs = plan->wave_pairs;
+    wave->fast = plan->wave_pairs - slow;
+    wave->terms = wave->fast + (slow ? TQ_WAVE_NODES : 0);
+    wave->half = plan->page_tokens / 2;
+    for (int32_t i = 0, next = wave->fast; i < plan->wave_pairs; i++) {
+        int is_slow = next < plan->wave_pairs && fabs((double)t->turns[3 * i + 2]) <= slowest;
+        wave->place[i] = (int16_t)(is_slow ? next++ : fast++);
+    }
+}
+
+static void fill_table(const tq_plan *plan, const tq_transform *t, tq_wave *wave)
+{
+    int32_t half = wave->half, last = plan->page_tokens - 1;
+    float *of_nodes = wave->table + (int64_t)wave->fast * half, *sines = wave->table + (int64_t)wave->terms * half;
+    for (int32_t c = 0; c < half; c++) {
+        int32_t column = half + c, token = column / TQ_TILE * TQ_TILE + tq_token(column % TQ_TILE);
+        int64_t twice = 2 * token - last; /* positions from the middle of the page, times 2 */
+        for (int32_t i = 0; i < plan->wave_pairs; i++) {
+            int64_t at = (int64_t)wave->place[i] * half + c;
+            if (wave->place[i] < wave->fast) turn_by_halves(t->turns[3 * i + 2], twice, &wave->table[at], &sines[at]);
+        }
+        if (wave->fast < wave->pairs)
+            fill_polynomials((double)twice / last, of_nodes + c, of_nodes + (int64_t)wave->terms * half + c, half);
+    }
     for (int32_t i = 0; i < plan->wave_pairs; i++) {
-        float a = wave[2 * i], b = wave[2 * i + 1], x = q[t->turns[3 * i]], y = q[t->turns[3 * i + 1]];
-        row[i] = x * a + y * b;
-        row[padded + i] = y * a - x * b;
+        float *at = wave->nodes + (int64_t)(wave->place[i] - wave->fast) * 2 * TQ_WAVE_NODES;
+        for (int32_t n = 0; n < TQ_WAVE_NODES && wave->place[i] >= wave->fast; n++) {
+            double phase = t->turns[3 * i + 2] * (node_at[n] * last / 2);
+            tq_turn((uint32_t)(int64_t)phase, &at[2 * n], &at[2 * n + 1]);
+        }
+    }
+}
+
+enum { STRIDE = 16 }; /* pages */
+
+/** Every sixteenth page from its phases; others by what pairs turn from there, which is the same for all. */
+static void fill_turns(const tq_plan *plan, const tq_transform *t, int32_t sinks, int64_t pages, tq_wave *wave)
+{
+    float steps[STRIDE][TQ_MAX_HEAD_DIM / 2][2], start[TQ_MAX_HEAD_DIM / 2][2];
+    int32_t tokens = plan->page_tokens, pairs = plan->wave_pairs;
+    for (int32_t i = 0; i < pairs; i++)
+        for (int32_t k = 1; k < STRIDE && k < pages; k++)
+            tq_turn(tq_phase((uint32_t)t->turns[3 * i + 2], k * (int64_t)tokens), &steps[k][wave->place[i]][0],
+                    &steps[k][wave->place[i]][1]);
+    for (int64_t page = 0; page < pages; page++) {
+        float *cosines = wave->turns + page * tq_wave_turn_floats(plan), *sines = cosines + 2 * pairs;
+        int64_t twice = 2 * (sinks + (wave->first_page + page) * tokens) + tokens - 1;
+        const float (*step)[2] = (const float (*)[2])steps[page % STRIDE];
+        for (int32_t i = 0; i < pairs && page % STRIDE == 0; i++)
+            turn_by_halves(t->turns[3 * i + 2], twice, &start[wave->place[i]][0], &start[wave->place[i]][1]);
+        for (int32_t i = 0; i < pairs; i++) {
+            float c = start[i][0], s = start[i][1];
+            if (page % STRIDE) {
+                c = start[i][0] * step[i][0] - start[i][1] * step[i][1];
+                s = start[i][0] * step[i][1] + start[i][1] * step[i][0];
+            }
+            cosines[2 * i] = cosines[2 * i + 1] = c;
+            sines[2 * i] = sines[2 * i + 1] = s;
+        }
+    }
+}
+
+void tq_wave_fill(const tq_plan *plan, const tq_transform *t, int32_t sinks, int64_t last_page, tq_wave *wave)
+{
+    place_pairs(plan, t, wave);
+    fill_table(plan, t, wave);
+    fill_turns(plan, t, sinks, last_page - wave->first_page, wave);
+}
+
+void tq_wave_row(const tq_plan *plan, const tq_transform *t, int32_t head, const tq_wave *wave, const float *q,
+                 float *row)
+{
+    const float *of_head = moments_of(plan, t, head).wave;
+    float *crossed = row + 2 * plan->wave_pairs;
+    for (int32_t i = 0; i < plan->wave_pairs; i++) {
+        float a = of_head[2 * i], b = of_head[2 * i + 1], x = q[t->turns[3 * i]], y = q[t->turns[3 * i + 1]];
+        int32_t at = 2 * wave->place[i];
+        row[at] = crossed[at + 1] = x * a + y * b;
+        row[at + 1] = crossed[at] = y * a - x * b;
+        crossed[at + 1] = -crossed[at + 1];
     }
 }

@@ -40,11 +40,15 @@ void tq_metric_query(const tq_plan *plan, const tq_transform *t, int32_t head, f
 
 /* ---- what attention adds: tq_wave in kernels.h ---- */
 
-/** Sizes of a wave's arrays in floats, for so many pages. */
+/** Sizes of a wave's arrays in floats, `turns` for one page. */
 int64_t tq_wave_table_floats(const tq_plan *plan);
+int64_t tq_wave_node_floats(const tq_plan *plan);
 int64_t tq_wave_turn_floats(const tq_plan *plan);
-/** Fills table, and turns for pages first_page .. last_page - 1 of sequences whose packed tokens begin at position `sinks`. */
+/** Fills everything but first_page and the pointers: turns for pages first_page .. last_page - 1 of sequences whose packed tokens begin
+ *  at position `sinks`. */
 void tq_wave_fill(const tq_plan *plan, const tq_transform *t, int32_t sinks, int64_t last_page, tq_wave *wave);
-/** Coefficients [2][padded] of a query before its metric and rotation: of cosines and of sines, at position 0. */
-void tq_wave_row(const tq_plan *plan, const tq_transform *t, int32_t head, const float *q, float *row);
+/** Coefficients of a query before its metric and rotation: x of cosines and y of sines at position 0, by place, as
+ *  (x, y) [pairs][2] and (y, -x) [pairs][2]. */
+void tq_wave_row(const tq_plan *plan, const tq_transform *t, int32_t head, const tq_wave *wave, const float *q,
+                 float *row);
 #endif

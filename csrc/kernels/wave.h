@@ -3,7 +3,13 @@
 #define TQ_KERNELS_WAVE_H
 #include "vector.h"
 
-#define TQ_WAVE_ROWS 4
+enum {
+    TQ_WAVE_COLUMNS = TQ_LANES == 8 ? 2 : 4,        /* vectors of columns at once: their sums stay in registers */
+    TQ_NODE_VECTORS = 2 * TQ_WAVE_NODES / TQ_LANES, /* even and odd parts at the nodes take turns */
+    TQ_WAVE_MOST = TQ_MAX_HEAD_DIM / 2,             /* pairs */
+};
+
+typedef uint64_t tq_longs __attribute__((vector_size(4 * TQ_LANES)));
 
 TQ_INLINE tq_floats tq_reversed(tq_floats x)
 {
@@ -12,59 +18,127 @@ TQ_INLINE tq_floats tq_reversed(tq_floats x)
     return y;
 }
 
-/** Coefficients of a row at position 0, to those of even and odd parts around the middle of a page. */
-TQ_INLINE void tq_turn_row(const tq_wave *wave, const float *row, const float *turn, float *even, float *odd)
+/* As integers: a broadcast of a float's 0 + x is a sum, for the sake of -0. */
+
+TQ_INLINE tq_floats tq_all_of(const float *x)
 {
-    for (int32_t i = 0; i < wave->padded; i += TQ_LANES) {
-        tq_floats along = tq_load_floats(row + i), across = tq_load_floats(row + wave->padded + i);
-        tq_floats cosine = tq_load_floats(turn + i), sine = tq_load_floats(turn + wave->padded + i);
-        tq_store_floats(even + i, tq_fused(along, cosine, across * sine));
-        tq_store_floats(odd + i, tq_fused(across, cosine, along * -sine));
+    int32_t bits;
+    memcpy(&bits, x, sizeof bits);
+    return (tq_floats)((tq_ints){0} + bits);
+}
+
+/** x[0], x[1], x[0], x[1] .. */
+TQ_INLINE tq_floats tq_all_of_two(const float *x)
+{
+    uint64_t bits;
+    memcpy(&bits, x, sizeof bits);
+    return (tq_floats)((tq_longs){0} + bits);
+}
+
+/** Coefficients of rows at position 0, to those of even and odd parts around the middle of a page, [rows][pairs][2]. */
+TQ_INLINE void tq_turn_rows(const int rows, const tq_wave *wave, const float *coefficients, const float *turn,
+                            float (*parts)[2 * TQ_WAVE_MOST])
+{
+    int32_t n = 2 * wave->pairs;
+    for (int32_t i = 0; i < n; i += TQ_LANES) {
+        tq_floats cosine = tq_load_floats(turn + i), sine = tq_load_floats(turn + n + i);
+        TQ_UNROLL
+        for (int r = 0; r < rows; r++) {
+            const float *row = coefficients + 2 * (int64_t)n * r + i;
+            tq_store_floats(parts[r] + i, tq_fused(tq_load_floats(row), cosine, tq_load_floats(row + n) * sine));
+        }
     }
 }
 
-/** `rows` is a constant once inlined. */
-TQ_INLINE void tq_add_wave_rows(const int rows, const tq_wave *wave, const float *coefficients, const float *turn,
-                                const float *key_scales, float *scores, int32_t stride)
+/** Replaces what rows have of slow pairs by the parts of their sum at the nodes. */
+TQ_INLINE void tq_sum_slow(const int rows, const tq_wave *wave, float (*parts)[2 * TQ_WAVE_MOST])
 {
-    float even[TQ_WAVE_ROWS][TQ_MAX_HEAD_DIM / 2 + 16], odd[TQ_WAVE_ROWS][TQ_MAX_HEAD_DIM / 2 + 16];
-    int32_t half = wave->half;
-    for (int r = 0; r < rows; r++)
-        tq_turn_row(wave, coefficients + 2 * (int64_t)wave->padded * r, turn, even[r], odd[r]);
-    for (int32_t c = 0; c < half; c += TQ_LANES) {
-        const float *cosines = wave->table + c, *sines = cosines + (int64_t)wave->pairs * half;
-        tq_floats e[TQ_WAVE_ROWS] = {0}, o[TQ_WAVE_ROWS] = {0};
-        for (int32_t i = 0; i < wave->pairs; i++, cosines += half, sines += half) {
-            tq_floats cosine = tq_load_floats(cosines), sine = tq_load_floats(sines);
+    tq_floats sums[4][2][TQ_NODE_VECTORS] = {0}; /* of every other pair: one sum would wait for itself */
+    const float *node = wave->nodes;
+    for (int32_t i = wave->fast; i < wave->pairs; i += 2) {
+        TQ_UNROLL
+        for (int k = 0; k < 2; k++, node += 2 * TQ_WAVE_NODES) TQ_UNROLL
+        for (int r = 0; r < rows; r++) {
+            tq_floats part = tq_all_of_two(parts[r] + 2 * (i + k));
             TQ_UNROLL
-            for (int r = 0; r < rows; r++) {
-                e[r] = tq_fused(tq_all(even[r][i]), cosine, e[r]);
-                o[r] = tq_fused(tq_all(odd[r][i]), sine, o[r]);
-            }
+            for (int v = 0; v < TQ_NODE_VECTORS; v++)
+                sums[r][k][v] = tq_fused(part, tq_load_floats(node + TQ_LANES * v), sums[r][k][v]);
         }
-        int32_t right = half + c, left = half - c - TQ_LANES;
+    }
+    TQ_UNROLL
+    for (int r = 0; r < rows; r++) TQ_UNROLL
+    for (int v = 0; v < TQ_NODE_VECTORS; v++)
+        tq_store_floats(parts[r] + 2 * wave->fast + TQ_LANES * v, sums[r][0][v] + sums[r][1][v]);
+}
+
+/** Even (odd: odd) parts of so many vectors of columns. */
+TQ_INLINE void tq_sum_terms(const int rows, const int columns, const tq_wave *wave, const float *table,
+                            float (*parts)[2 * TQ_WAVE_MOST], const int odd, tq_floats (*sums)[TQ_WAVE_COLUMNS])
+{
+    TQ_UNROLL
+    for (int r = 0; r < rows; r++) TQ_UNROLL
+    for (int v = 0; v < columns; v++) sums[r][v] = (tq_floats){0};
+    for (int32_t i = 0; i < wave->terms; i++, table += wave->half) {
+        tq_floats term[TQ_WAVE_COLUMNS];
+        TQ_UNROLL
+        for (int v = 0; v < columns; v++) term[v] = tq_load_floats(table + TQ_LANES * v);
+        TQ_UNROLL
+        for (int r = 0; r < rows; r++) {
+            tq_floats part = tq_all_of(parts[r] + 2 * i + odd);
+            TQ_UNROLL
+            for (int v = 0; v < columns; v++) sums[r][v] = tq_fused(part, term[v], sums[r][v]);
+        }
+    }
+}
+
+/** Columns half + c .. and their mirror images. */
+TQ_INLINE void tq_add_columns(const int rows, const int columns, const tq_wave *wave, int32_t c,
+                              float (*parts)[2 * TQ_WAVE_MOST], const float *key_scales, float *scores, int32_t stride)
+{
+    tq_floats even[4][TQ_WAVE_COLUMNS], odd[4][TQ_WAVE_COLUMNS];
+    tq_sum_terms(rows, columns, wave, wave->table + c, parts, 0, even);
+    tq_sum_terms(rows, columns, wave, wave->table + (int64_t)wave->terms * wave->half + c, parts, 1, odd);
+    TQ_UNROLL
+    for (int v = 0; v < columns; v++) {
+        int32_t right = wave->half + c + TQ_LANES * v, left = wave->half - c - TQ_LANES * (v + 1);
+        tq_floats right_scale = tq_load_floats(key_scales + right), left_scale = tq_load_floats(key_scales + left);
         TQ_UNROLL
         for (int r = 0; r < rows; r++) {
             float *of_row = scores + (int64_t)r * stride;
-            tq_store_floats(of_row + right,
-                            tq_fused(tq_load_floats(of_row + right), tq_load_floats(key_scales + right), e[r] + o[r]));
-            tq_store_floats(of_row + left, tq_fused(tq_load_floats(of_row + left), tq_load_floats(key_scales + left),
-                                                    tq_reversed(e[r] - o[r])));
+            tq_floats plus = even[r][v] + odd[r][v], minus = tq_reversed(even[r][v] - odd[r][v]);
+            tq_store_floats(of_row + right, tq_fused(tq_load_floats(of_row + right), right_scale, plus));
+            tq_store_floats(of_row + left, tq_fused(tq_load_floats(of_row + left), left_scale, minus));
         }
     }
+}
+
+/** `rows` is a constant once inlined, at most 4. */
+TQ_INLINE void tq_add_wave_rows(const int rows, const tq_wave *wave, const float *coefficients, const float *turn,
+                                const float *key_scales, float *scores, int32_t stride)
+{
+    _Alignas(64) float parts[4][2 * TQ_WAVE_MOST];
+    int32_t c = 0;
+    tq_turn_rows(rows, wave, coefficients, turn, parts);
+    if (wave->fast < wave->pairs) tq_sum_slow(rows, wave, parts);
+    for (; c + TQ_LANES * TQ_WAVE_COLUMNS <= wave->half; c += TQ_LANES * TQ_WAVE_COLUMNS)
+        tq_add_columns(rows, TQ_WAVE_COLUMNS, wave, c, parts, key_scales, scores, stride);
+    for (; c < wave->half; c += TQ_LANES) tq_add_columns(rows, 1, wave, c, parts, key_scales, scores, stride);
 }
 
 static inline void tq_add_wave(const tq_wave *wave, int64_t page, const float *coefficients, int32_t rows,
                                const float *key_scales, float *scores, int32_t stride)
 {
-    const float *turn = wave->turns + 2 * (page - wave->first_page) * wave->padded;
-    int64_t row = 2 * (int64_t)wave->padded;
-    for (; rows >= TQ_WAVE_ROWS; rows -= TQ_WAVE_ROWS) {
-        tq_add_wave_rows(TQ_WAVE_ROWS, wave, coefficients, turn, key_scales, scores, stride);
-        coefficients += TQ_WAVE_ROWS * row;
-        scores += TQ_WAVE_ROWS * (int64_t)stride;
+    const float *turn = wave->turns + 4 * (page - wave->first_page) * wave->pairs;
+    for (int32_t r = 0; r < rows;) {
+        const float *of_row = coefficients + 4 * (int64_t)wave->pairs * r;
+        float *to = scores + (int64_t)stride * r;
+        switch (rows - r) {
+        case 1: tq_add_wave_rows(1, wave, of_row, turn, key_scales, to, stride); break;
+        case 2: tq_add_wave_rows(2, wave, of_row, turn, key_scales, to, stride); break;
+        case 3: tq_add_wave_rows(3, wave, of_row, turn, key_scales, to, stride); break;
+        default: tq_add_wave_rows(4, wave, of_row, turn, key_scales, to, stride);
+        }
+        r += rows - r < 4 ? rows - r : 4;
     }
-    for (; rows > 0; rows--, coefficients += row, scores += stride)
-        tq_add_wave_rows(1, wave, coefficients, turn, key_scales, scores, stride);
 }
 #endif
