@@ -14,7 +14,8 @@ has, so that a table can be made in parts.
 
 --real measures a model of `make real-models` on windows of WikiText-2's test text, or of --text, spread evenly from
 30 % of it on, as they follow each other in its tokens; where a model's texts start with BOS, so does each window. 4
-sinks are exact, and no window, or one of --window. The other formats are simulated, our specs are not. File:
+sinks are exact, and no window, or one of --window. With --random-moments the model is measured on random token ids, as
+where no tokenizer is found. The other formats are simulated, our specs are not. File:
 real_<model>.json.
 """
 
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from baselines import BASELINES, measured
 from quality_plot import plot
-from texts import SHARED, random_windows, real_windows, text_of
+from texts import SHARED, real_windows, text_of
 from timing import RESULTS, Report, commit
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -140,10 +141,9 @@ def real(args: argparse.Namespace) -> Report:
     """The baselines and our specs on a real model."""
     tokenizer = AutoTokenizer.from_pretrained(REAL_MODELS / args.real)
     model = AutoModelForCausalLM.from_pretrained(REAL_MODELS / args.real, dtype=torch.float32).eval().to(args.device)
-    if args.text == "random":
-        windows = random_windows(tokenizer, args.windows, args.length).to(args.device)
-    else:
-        windows = real_windows(text_of(args.text), tokenizer, args.windows, args.length).to(args.device)
+    if args.random_moments:
+        model.name_or_path = ""  # no tokenizer is found there: moments are measured on random token ids
+    windows = real_windows(text_of(args.text), tokenizer, args.windows, args.length).to(args.device)
     every, asked = {**turboquant.presets(), **EXTRAS}, args.specs or [*BASELINES, *REAL_SPECS]
     own = args.own_exact
     specs = {n: every[n] if own else every[n].with_(sinks=SINKS, window=args.window) for n in asked if n in every}
@@ -164,6 +164,7 @@ def real(args: argparse.Namespace) -> Report:
         exact = f"{sinks} sinks, window {window}" if window else f"{sinks} sinks"
         params = {"spec": name, "simulated": name in found, "exact": exact, "model": args.real,
                   "text": Path(args.text).name, "windows": args.windows, "length": args.length, "chunk": args.chunk,
+                  "moments": "random ids" if args.random_moments else "text",
                   "generate": args.generate, "dtype": "float32", "commit": commit()}  # fmt: skip
         report.add("real-quality", params, {key: float(f"{x:.6g}") for key, x in metrics.items()})
         print(f"{name:45} {metrics['kl_divergence']:.5f}  {metrics}")
@@ -191,7 +192,8 @@ def main() -> None:
     parser.add_argument("--own-exact", action="store_true", help="--real: specs with their own sinks and windows")
     parser.add_argument("--ship", action="store_true", help="calibrate the demo model, and nothing else")
     parser.add_argument("--real", choices=("smollm2", "gemma3"), help="one of `make real-models` beside baselines")
-    parser.add_argument("--text", default="wikitext2", help="--real: wikitext2, source, random, or a folder of files")
+    parser.add_argument("--text", default="wikitext2", help="--real: wikitext2, source, or a folder of files")
+    parser.add_argument("--random-moments", action="store_true", help="--real: measured as without a tokenizer")
     parser.add_argument("--window", type=int, default=0, help="--real: exact tokens at the end")
     parser.add_argument("--chunk", type=int, help="--real: tokens of a forward, the first of them the prompt")
     parser.add_argument("--generate", type=int, default=1024, help="tokens of greedy texts, with --real")
@@ -251,9 +253,10 @@ def main() -> None:
 def others(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a file that `rows` do not measure again."""
     held = json.loads(file.read_text())["rows"] if file.exists() else []
+    named = ("spec", "exact", "text", "windows", "length", "chunk", "moments")
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row["params"].get(name) for name in ("spec", "exact", "text", "windows", "length", "chunk"))
+        return tuple(row["params"].get(name) for name in named)
 
     measured = {key(row) for row in rows}
     return [row for row in held if key(row) not in measured]

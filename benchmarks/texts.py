@@ -33,22 +33,11 @@ def text_of(name: str) -> str:
 
 
 def real_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.Tensor:
-    """Token ids [windows, length]: of the windows that follow each other in a text, some from 30 % of them on."""
+    """Token ids [windows, length]: of the windows that follow each other in a text, some from 30 % of them on, with BOS
+    as the first token where the model's texts start with it."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     every = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     chosen = every[torch.linspace(int(0.3 * len(every)), len(every) - 1, windows).long()]
-    return _with_start(chosen, tokenizer)
-
-
-def random_windows(tokenizer: Any, windows: int, length: int) -> torch.Tensor:
-    """Token ids [windows, length], each of the vocabulary but special ones as likely as any."""
-    ids = torch.tensor(sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids)))
-    chosen = ids[torch.randint(len(ids), (windows, length), generator=torch.Generator().manual_seed(0))]
-    return _with_start(chosen, tokenizer)
-
-
-def _with_start(windows: torch.Tensor, tokenizer: Any) -> torch.Tensor:
-    """BOS as the first token where the model's texts start with it."""
     if tokenizer.bos_token_id in tokenizer("text")["input_ids"]:
-        windows[:, 0] = tokenizer.bos_token_id
-    return windows
+        chosen[:, 0] = tokenizer.bos_token_id
+    return chosen
