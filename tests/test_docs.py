@@ -1,13 +1,141 @@
-"""The pages of docs: every public name has an entry in the API reference."""
+"""The pages of docs: commands run and print what is shown, flags exist, drawings and lists are up to date, and every
+public name has an entry in the API reference. tests/test_readme.py runs their Python."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
 
 DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+NOT_RUN = "# not run here: "
+
+
+# Runs the commands of blocks, each block in a folder of its own, in one process: most of a command's time is imports.
+RUN = """
+import contextlib, io, json, os, sys
+from turboquant.cli import main
+
+results = []
+for folder, commands in json.load(sys.stdin):
+    os.chdir(folder)
+    for command in commands:
+        out, err, status = io.StringIO(), io.StringIO(), 1
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = main(command)
+            except SystemExit as end:
+                status = end.code
+        results.append([status, out.getvalue(), err.getvalue()])
+json.dump(results, sys.stdout)
+"""
+
+
+def consoles() -> dict[str, str]:
+    """Blocks of commands, by page and number."""
+    found = {}
+    for page in PAGES:
+        for i, block in enumerate(re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S)):
+            found[f"{page.relative_to(DOCS)} {i + 1}"] = block
+    return found
+
+
+CONSOLES = consoles()
+
+
+def commands(block: str) -> list[tuple[list[str], list[str]]]:
+    """(words after `turboquant`, lines shown) of each command; none of a block that says why it is not run."""
+    found = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)
+    return [] if block.startswith(NOT_RUN) else [(shlex.split(line)[1:], shown.splitlines()) for line, shown in found]
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str, str]]]:
+    """(status, standard output, standard error) of each command of each block."""
+    pytest.importorskip("transformers")
+    from esm_models import protein
+    from hub import make_hub
+
+    found = {}
+    for doctor in (False, True):  # which looks at a model of the real shape, without weights
+        names = [name for name, block in CONSOLES.items() if any(("doctor" in c) == doctor for c, _ in commands(block))]
+        folders = [tmp_path_factory.mktemp("block") for _ in names]
+        for folder in folders:
+            (folder / "book.txt").symlink_to(ROOT / "demo" / "turboquant_demo" / "a_christmas_carol.txt")
+            (folder / "proteins.fasta").write_text("".join(f">p{i}\n{protein(60, i)}\n" for i in range(8)))
+        given = [(str(folder), [c for c, _ in commands(CONSOLES[name])]) for name, folder in zip(names, folders)]
+        python_path = os.pathsep.join(map(os.path.abspath, sys.path))
+        environment = os.environ | make_hub(tmp_path_factory.mktemp("hub"), doctor) | {"PYTHONPATH": python_path}
+        run = [sys.executable, "-c", RUN]
+        done = subprocess.run(run, input=json.dumps(given), env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        results = iter(json.loads(done.stdout))
+        found |= {name: [tuple(next(results)) for _ in commands(CONSOLES[name])] for name in names}
+    return found
+
+
+@pytest.mark.parametrize("name", CONSOLES)
+def test_commands(name: str, request: pytest.FixtureRequest) -> None:
+    """Each command succeeds. The lines shown below it are among those that it prints, in that order; "..." stands for
+    any."""
+    block = CONSOLES[name]
+    assert all(line.split()[1] == "turboquant" for line in block.splitlines() if line[:2] == "$ ") or NOT_RUN in block
+    if block.startswith(NOT_RUN):
+        pytest.skip(block.partition("\n")[0].removeprefix(NOT_RUN))
+    results = request.getfixturevalue("printed")[name]
+    for (command, shown), (status, out, err) in zip(commands(block), results, strict=True):
+        assert status == 0, f"turboquant {' '.join(command)}: {err}"
+        lines = iter([line.rstrip() for line in out.splitlines()])
+        for line in shown:
+            assert line in ("", "...") or line.rstrip() in lines, f"{' '.join(command)} did not print {line!r}:\n{out}"
+
+
+def test_commands_stand_in_blocks_that_run() -> None:
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            assert not re.match(r"    (\$ )?(turboquant|python|pip|make) ", line), f"{page.name}: {line}"
+
+
+def test_flags_exist() -> None:
+    """Of the programs and commands that pages name, in blocks or in lines of text."""
+    cli = (ROOT / "turboquant" / "cli.py").read_text() + (ROOT / "turboquant" / "demo.py").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text()
+        for script, rest in re.findall(r"(?:python )?(benchmarks/\w+\.py)([^`\n)]*)", text):
+            assert (ROOT / script).exists(), f"{page.name}: {script}"
+            for flag in re.findall(r"--[a-z][\w-]*", rest):
+                assert f'"{flag}"' in (ROOT / script).read_text(), f"{page.name}: {script} {flag}"
+        for rest in re.findall(r"\bturboquant [a-z-]+([^`\n]*)", text):
+            for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest):
+                assert f'"{flag}"' in cli or flag == "--help", f"{page.name}: turboquant {flag}"
+        for target in re.findall(r"(?:`|^ {4}|^\$ )make ([a-z-]+)", text, re.M):
+            assert re.search(rf"^{target}:", makefile, re.M), f"{page.name}: make {target}"
+
+
+def test_drawings_are_those_of_the_script() -> None:
+    spec = importlib.util.spec_from_file_location("drawings", DOCS / "drawings.py")
+    assert spec is not None and spec.loader is not None
+    drawings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawings)
+    for name, draw in drawings.DRAWINGS.items():
+        assert (DOCS / name).read_text() == draw(), f"python docs/drawings.py writes another {name}"
+
+
+def test_models_that_are_patched() -> None:
+    pytest.importorskip("transformers")
+    from test_causal_types import EXACT
+
+    listed = re.search(r"^((?: {4}[\w, -]+\n)+)", (DOCS / "models.md").read_text(), re.M)
+    assert listed is not None and set(re.split(r"[,\s]+", listed[1].strip())) == set(EXACT)
 
 
 def test_every_public_name_is_described() -> None:

@@ -389,7 +389,7 @@ def test_padded():
 
 @pytest.mark.slow
 def test_quality_of_the_reference_model():
-    """Near the figures of docs/esm.md, on fewer proteins."""
+    """Near the figures of docs/esm-results.md, on fewer proteins."""
     import transformers
 
     folder = shared_file("models/esm-reference/config.json").parent

@@ -1,4 +1,5 @@
-"""The examples of README and docs/using.md run as they stand, each in a process of its own, in an empty folder."""
+"""The examples of README and of the pages of docs run as they stand: README's each in a process of its own, those of a
+page one after the other, in an empty folder."""
 
 from __future__ import annotations
 
@@ -11,40 +12,22 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-DEMO = ROOT / "demo" / "turboquant_demo"
-PAGES = ("README.md", "docs/using.md", "docs/vectors.md")
-CAUSAL, PROTEINS = "HuggingFaceTB/SmolLM2-135M-Instruct", "facebook/esm2_t6_8M_UR50D"
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-def examples() -> dict[str, str]:
-    """Heading or page, and number -> code, of each block of Python."""
-    found = {}
-    for page in PAGES:
-        for i, part in enumerate(re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)):
-            found[f"{page} {i + 1}"] = part
-    return found
-
-
-EXAMPLES = examples()
+README = {f"README.md {i + 1}": code for i, code in enumerate(blocks(ROOT / "README.md"))}
+PAGES = {path.name: "\n".join(codes) for path in sorted((ROOT / "docs").glob("**/*.md")) if (codes := blocks(path))}
+EXAMPLES = README | PAGES
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like that of the Hugging Face hub's cache, with small models under the names that the examples have: the
-    demo's, and an ESM-2 with random weights."""
+def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pytest.importorskip("transformers")
-    from esm_models import tiny_esm
+    from hub import make_hub
 
-    folder = tmp_path_factory.mktemp("hub")
-    proteins = tmp_path_factory.mktemp("esm")
-    tiny_esm().save_pretrained(proteins)
-    for name, model in {CAUSAL: DEMO, PROTEINS: proteins}.items():
-        place = folder / f"models--{name.replace('/', '--')}"
-        (place / "refs").mkdir(parents=True)
-        (place / "refs" / "main").write_text("0" * 40)
-        (place / "snapshots").mkdir()
-        (place / "snapshots" / ("0" * 40)).symlink_to(model, target_is_directory=True)
-    return folder
+    return make_hub(tmp_path_factory.mktemp("hub"))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -54,8 +37,9 @@ def test_example(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> N
     if "torch" in code or "transformers" in code:
         pytest.importorskip("torch")
     if "from_pretrained" in code:
-        environment |= {"HF_HUB_CACHE": str(request.getfixturevalue("hub")), "HF_HUB_OFFLINE": "1"}
+        environment |= request.getfixturevalue("hub")
     (tmp_path / "tests").symlink_to(ROOT / "tests")  # docs/vectors.md reads tests/data
+    (tmp_path / "book.txt").symlink_to(ROOT / "demo" / "turboquant_demo" / "a_christmas_carol.txt")
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -70,12 +54,11 @@ def test_the_first_screen() -> None:
     first = "\n".join(lines[:60])
     for wanted in ("pip install 'turboquant-attention[hf]'", "turboquant.patch(model)", "**Status**", "**More**"):
         assert wanted in first
-    readme = [code for name, code in EXAMPLES.items() if name.startswith("README")]
-    assert len(readme) >= 5 and all(len(code.splitlines()) <= 15 for code in readme)
+    assert len(README) >= 5 and all(len(code.splitlines()) <= 15 for code in README.values())
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if not target.startswith("http"):

@@ -4,7 +4,7 @@ The variant-effect scan of Meier et al. (2021, doi 10.1101/2021.07.09.450648): p
 amino acid a scores ``log p(a) - log p(wild type)``. Exactly, that is a full pass per position. With a shared context it
 is one pass that stores packed keys and values, and one row per position: the masked residue alone runs, and reads its
 own new keys and values and all stored ones but those it hides. Other residues' deeper states still know what stood
-there, so the two differ; `docs/esm.md` says by how much.
+there, so the two differ; `docs/esm-results.md` says by how much.
 """
 
 from __future__ import annotations
