@@ -1,0 +1,129 @@
+"""`turboquant.Index` on vectors made from a seed, on a filter and against product quantisation: what needs no file.
+
+    OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 python benchmarks/index_synthetic.py --out benchmarks/results/local
+
+random: unit vectors of independent normal numbers, whose neighbours are hard to tell apart, beside turbovec: recall,
+what the bound on leading bits loses of a full scan of the same codes, milliseconds a query in batches of 64 and one by
+one. filter: a search among every hundredth vector over one among all. build: training and adding, against FAISS's
+PQ768x8np, 768 bytes of codes; np leaves out its training of codes for Hamming distances. Times are of the process's
+CPU, one thread, medians of interleaved rounds (index.py). 4 bits, untrained. File: index_synthetic.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from importlib.metadata import version
+
+import numpy as np
+from index import cpu_ms, one_thread, one_thread_of_faiss, turbovec_index
+from index_recall import F32, K, build, recall, true_neighbours
+from timing import RESULTS, Report
+
+import turboquant
+from turboquant import _core
+
+SHAPES = {"1M x 128": (1_000_000, 128), "100k x 1536": (100_000, 1536)}
+QUERIES = 200
+
+
+def unit_vectors(n: int, dim: int) -> tuple[F32, F32]:
+    """(queries, vectors)"""
+    x = np.random.default_rng(0).standard_normal((n + QUERIES, dim), np.float32)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    return x[:QUERIES], x[QUERIES:]
+
+
+def full_scan(index: turboquant.Index, queries: F32) -> np.ndarray:
+    """The best by the scores of all rows."""
+    now = index._contents
+    space, found = index._space(now), []
+    for at in range(0, len(queries), 10):
+        parts = [_core.index_scores(space, queries[at : at + 10], rows, 0) for rows in now.rows(None)]
+        found.append(np.argpartition(-np.concatenate(parts, axis=1), K - 1, axis=1)[:, :K])
+    return np.concatenate(found)
+
+
+def random(report: Report, shape: str, rounds: int) -> None:
+    queries, x = unit_vectors(*SHAPES[shape])
+    index = build(x, 4, None)
+    searches = {f"turboquant {turboquant.__version__}": lambda q: index.search(q, K, threads=1)[1]}
+    try:
+        searches[f"turbovec {version('turbovec')}"] = turbovec_index(x, 4)[0]
+    except ImportError as error:
+        print(f"turbovec: skipped, {error}")
+    truth = true_neighbours(queries, x)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in searches}
+    for _ in range(rounds):
+        for name, search in searches.items():
+            search(queries[:4])
+            batch = cpu_ms(search, [queries[:64]])
+            times[name].append((batch, cpu_ms(search, [queries[i : i + 1] for i in range(16)])))
+    for name, search in searches.items():
+        batch, single = np.median(times[name], axis=0)
+        figures = {"recall": round(recall(search(queries), truth), 4)}
+        if name.startswith("turboquant"):
+            figures["recall_full_scan"] = round(recall(full_scan(index, queries), truth), 4)
+        figures |= {"single_cpu_ms": round(float(single), 4), "batch_cpu_ms": round(float(batch), 4)}
+        report.add("random", {"data": shape, "index": name, "bits": 4, "k": K, "rounds": rounds}, figures)
+        print(shape, name, figures, flush=True)
+
+
+def filtered(report: Report, rounds: int) -> None:
+    queries, x = unit_vectors(134_168, 384)
+    index = build(x, 4, None)
+    kept = np.zeros(len(x), bool)
+    kept[::100] = True
+    one_by_one = [queries[i : i + 1] for i in range(64)]
+
+    def timed(filter: np.ndarray | None) -> float:
+        return cpu_ms(lambda q: index.search(q, K, filter, threads=1)[1], one_by_one)
+
+    for kind, filter in (("ids", np.flatnonzero(kept)), ("mask", kept)):
+        rows = []
+        for _ in range(rounds):
+            every, some = timed(None), timed(filter)
+            rows.append((every, some, some / every))
+        every, some, ratio = (round(float(v), 4) for v in np.median(rows, axis=0))
+        figures = {"every_cpu_ms": every, "filtered_cpu_ms": some, "ratio": ratio}
+        report.add("filter", {"data": "134,168 x 384", "filter": kind, "kept": 0.01, "bits": 4, "k": K}, figures)
+        print("filter", kind, figures, flush=True)
+
+
+def building(report: Report) -> None:
+    _, x = unit_vectors(*SHAPES["100k x 1536"])
+    start = time.process_time()
+    build(x, 4, None)
+    ours = time.process_time() - start
+    figures = {"turboquant_cpu_s": round(ours, 3)}
+    try:
+        faiss = one_thread_of_faiss()
+        index = faiss.index_factory(x.shape[1], "PQ768x8np", faiss.METRIC_INNER_PRODUCT)
+        start = time.process_time()
+        index.train(x)
+        trained = time.process_time() - start
+        index.add(x)
+        whole = time.process_time() - start
+        figures |= {"train_cpu_s": round(trained, 1), "cpu_s": round(whole, 1), "ratio": round(whole / ours, 1)}
+    except ImportError as error:
+        print(f"FAISS: skipped, {error}")
+    report.add("build", {"data": "100k x 1536", "bits": 4, "peer": "FAISS PQ768x8np"}, figures)
+    print("build", figures, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", default=RESULTS / "local")
+    args = parser.parse_args()
+    one_thread(parser)
+    report = Report("index_synthetic", "cpu")
+    filtered(report, args.rounds)
+    for shape in SHAPES:
+        random(report, shape, args.rounds)
+    building(report)
+    print(report.save(args.out))
+
+
+if __name__ == "__main__":
+    main()

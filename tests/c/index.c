@@ -1,0 +1,257 @@
+/* The vector index as a C library, on every level: codes, scores and results against a few lines of C, and the same bytes on all
+ * levels and with one and four threads. Whatever is handed to the library lies in a heap block of exactly its size, so that a
+ * sanitizer sees the first byte read or written beside it. Run by tests/test_c_consumer.py and, under emulation, tests/test_neon.py.
+ * Ends with 0 and "ok", or with 1 and the line that failed. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <turboquant_index.h>
+
+static const char *state = "";
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "index.c:%d: %s (%s, %s)\n", __LINE__, #condition, state, tq_isa());                       \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+enum { N = 1200, FIRST = 700, QUERIES = 6, K = 15 };
+
+static void *zeros(size_t bytes)
+{
+    void *block = malloc(bytes ? bytes : 1);
+    CHECK(block);
+    return memset(block, 0, bytes);
+}
+
+static uint64_t random_state;
+static float normal(void) /* nearly */
+{
+    double sum = 0;
+    for (int i = 0; i < 6; i++) {
+        random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+        sum += (double)(random_state >> 11) / 9007199254740992.0 - 0.5;
+    }
+    return (float)(sum * 1.414);
+}
+
+static float *numbers(size_t n)
+{
+    float *x = zeros(n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = normal();
+    return x;
+}
+
+typedef struct {
+    const char *name;
+    int32_t dim, groups, metric, with_mean, rotation;
+    uint8_t bits[4], lead[4];
+    double error; /* of decoded vectors, at most, in squares over squares; 0 where groups without bits make it large */
+} example;
+
+static const example EXAMPLES[] = {
+    {"1 bit", 128, 4, TQ_INDEX_IP, 0, TQ_ROTATION_NONE, {1, 1, 1, 1}, {1, 1, 1, 1}, 0.6},
+    {"2 bits, both lead", 100, 4, TQ_INDEX_L2, 1, TQ_ROTATION_HADAMARD, {2, 2, 2, 2}, {2, 2, 2, 2}, 0.2},
+    {"3 bits", 70, 3, TQ_INDEX_COSINE, 1, TQ_ROTATION_HADAMARD, {3, 3, 3}, {1, 1, 1}, 0.06},
+    {"4 bits, two lead", 32, 1, TQ_INDEX_IP, 1, TQ_ROTATION_NONE, {4}, {2}, 0.02},
+    {"4 bits", 128, 4, TQ_INDEX_L2, 0, TQ_ROTATION_NONE, {4, 4, 4, 4}, {1, 1, 1, 1}, 0.02},
+    {"5 bits", 33, 2, TQ_INDEX_IP, 0, TQ_ROTATION_HADAMARD, {5, 5}, {1, 1}, 0.005},
+    {"8 bits", 128, 4, TQ_INDEX_COSINE, 0, TQ_ROTATION_NONE, {8, 8, 8, 8}, {1, 1, 1, 1}, 0.001},
+    {"mixed", 128, 4, TQ_INDEX_IP, 1, TQ_ROTATION_DENSE, {8, 6, 3, 0}, {5, 2, 1, 0}, 0},
+    {"few lead", 120, 4, TQ_INDEX_L2, 1, TQ_ROTATION_DENSE, {5, 4, 2, 1}, {3, 0, 0, 0}, 0},
+};
+
+static tq_plan make_plan(int32_t dim, int32_t rotation)
+{
+    int64_t words[TQ_PLAN_HEADER_WORDS + 8] = {TQ_FORMAT_VERSION, dim, 128, 32, 0, TQ_SCALE_EDEN, 7};
+    int32_t groups = dim / 32;
+    words[7] = rotation, words[11] = rotation;
+    for (int i = 0; i < 2 * groups; i++) words[TQ_PLAN_HEADER_WORDS + i] = 2 + (i % groups ? 0 : TQ_PLAN_NEW_BLOCK);
+    tq_plan plan;
+    tq_error error = {0};
+    CHECK(tq_plan_init(&plan, words, (size_t)(TQ_PLAN_HEADER_WORDS + 2 * groups), &error) == TQ_OK);
+    return plan;
+}
+
+static float *exact_bytes(const float *x, size_t n)
+{
+    float *copy = zeros(n * sizeof *copy);
+    return memcpy(copy, x, n * sizeof *copy);
+}
+
+/** The rotation of a dense plan: neighbours turned by angles of their own. */
+static float *make_matrix(int32_t n)
+{
+    float *m = zeros(sizeof *m * (size_t)n * (size_t)n);
+    for (int32_t i = 0; i < n; i += 2) {
+        double angle = 0.3 + i;
+        m[(int64_t)i * n + i] = m[(int64_t)(i + 1) * n + i + 1] = (float)cos(angle);
+        m[(int64_t)i * n + i + 1] = (float)sin(angle);
+        m[(int64_t)(i + 1) * n + i] = (float)-sin(angle);
+    }
+    return m;
+}
+
+typedef struct {
+    tq_index_rows rows;
+    uint8_t *codes, *signs, *allowed;
+    float *scales, *offsets;
+} segment;
+
+static segment make_segment(const tq_index_space *space, const float *x, int64_t n, int64_t first_id)
+{
+    segment s;
+    memset(&s, 0, sizeof s);
+    tq_error error = {0};
+    int64_t row_bytes;
+    int32_t planes;
+    CHECK(tq_index_row_bytes(&space->layout, &row_bytes, &planes, &error) == TQ_OK);
+    s.codes = zeros((size_t)(n * row_bytes));
+    s.signs = zeros((size_t)((n + 63) / 64 * planes * 64));
+    s.scales = zeros((size_t)n * sizeof(float));
+    if (space->mean || space->metric == TQ_INDEX_L2) s.offsets = zeros((size_t)n * sizeof(float));
+    CHECK(tq_index_encode(space, x, n, s.codes, s.signs, s.scales, s.offsets, 0, &error) == TQ_OK);
+    s.allowed = zeros((size_t)n);
+    for (int64_t i = 0; i < n; i++) s.allowed[i] = i % 7 != 3;
+    s.rows = (tq_index_rows){n, s.codes, s.signs, s.scales, s.offsets, NULL, first_id, NULL};
+    return s;
+}
+
+static void free_segment(segment s) { free(s.codes), free(s.signs), free(s.allowed), free(s.scales), free(s.offsets); }
+
+static void check_decoded(const example *e, const tq_index_space *space, const segment *s, const float *x, int64_t n)
+{
+    int64_t row_bytes;
+    int32_t planes, channels = 32 * e->groups;
+    tq_error error = {0};
+    CHECK(tq_index_row_bytes(&space->layout, &row_bytes, &planes, &error) == TQ_OK);
+    uint8_t *rows = zeros((size_t)(n * planes));
+    for (int64_t i = 0; i < n; i++)
+        for (int32_t p = 0; p < planes; p++) rows[i * planes + p] = s->signs[(i / 64 * planes + p) * 64 + i % 64];
+    float *z = zeros(sizeof *z * (size_t)n * (size_t)channels);
+    CHECK(tq_index_decode(&space->layout, s->codes, rows, s->scales, n, z, &error) == TQ_OK);
+    double missed = 0, all = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double length = 0;
+        for (int32_t j = 0; j < e->dim; j++) length += (double)x[i * e->dim + j] * x[i * e->dim + j];
+        for (int32_t j = 0; j < e->dim; j++) {
+            double own = x[i * e->dim + j] / (e->metric == TQ_INDEX_COSINE ? sqrt(length) : 1);
+            if (space->mean) own -= space->mean[j];
+            double miss = z[i * channels + j] - own;
+            missed += miss * miss;
+            all += own * own;
+        }
+    }
+    if (e->error > 0 && e->rotation == TQ_ROTATION_NONE) CHECK(missed < e->error * all);
+    free(rows), free(z);
+}
+
+typedef struct {
+    float score;
+    int64_t id;
+} hit;
+
+static int better_first(const void *a, const void *b)
+{
+    const hit *x = a, *y = b;
+    if (x->score != y->score) return x->score > y->score ? -1 : 1;
+    return x->id < y->id ? -1 : x->id > y->id;
+}
+
+/** The results of a bound that misses nothing are those of sorting all scores. */
+static void check_search(const tq_index_space *space, const segment *parts, const float *queries, float *scores,
+                         int64_t *ids)
+{
+    tq_index_rows rows[2] = {parts[0].rows, parts[1].rows};
+    tq_error error = {0};
+    float *each = zeros(sizeof *each * QUERIES * N);
+    hit *all = zeros(sizeof *all * N);
+    for (int filtered = 0; filtered < 2; filtered++) {
+        for (int p = 0; p < 2; p++) rows[p].allowed = filtered ? parts[p].allowed : NULL;
+        CHECK(tq_index_scores(space, queries, QUERIES, &rows[0], each, 0, &error) == TQ_OK);
+        CHECK(tq_index_scores(space, queries, QUERIES, &rows[1], each + QUERIES * FIRST, 0, &error) == TQ_OK);
+        CHECK(tq_index_search(space, queries, QUERIES, rows, 2, K, scores, ids, 0, &error) == TQ_OK);
+        for (int q = 0; q < QUERIES; q++) {
+            int64_t n = 0;
+            for (int64_t i = 0; i < N; i++) {
+                int64_t row = i < FIRST ? i : i - FIRST;
+                if (filtered && !parts[i >= FIRST].allowed[row]) continue;
+                float score = i < FIRST ? each[q * FIRST + row] : each[QUERIES * FIRST + q * (N - FIRST) + row];
+                all[n++] = (hit){score, i < FIRST ? 5 + row : 4000 + row};
+            }
+            qsort(all, (size_t)n, sizeof *all, better_first);
+            for (int i = 0; i < K; i++) CHECK(ids[q * K + i] == all[i].id && scores[q * K + i] == all[i].score);
+        }
+    }
+    free(each), free(all);
+}
+
+static uint64_t check_example(const example *e)
+{
+    state = e->name;
+    random_state = 1;
+    int32_t channels = 32 * e->groups;
+    tq_plan plan = make_plan(channels, e->rotation);
+    float *steps = zeros(sizeof *steps * (size_t)e->groups), *mean = numbers((size_t)e->dim);
+    for (int32_t g = 0; g < e->groups; g++) steps[g] = e->rotation == TQ_ROTATION_DENSE ? 1 / (1 + (float)g) : 1;
+    for (int32_t j = 0; j < e->dim; j++) mean[j] *= 0.02f;
+    float *x = numbers((size_t)N * (size_t)e->dim), *queries = numbers((size_t)QUERIES * (size_t)e->dim);
+    float *matrix = e->rotation == TQ_ROTATION_DENSE ? make_matrix(channels) : NULL;
+    tq_index_space space = {{e->groups, e->bits, e->lead, steps}, &plan, e->dim, e->metric, 60, NULL, matrix};
+    if (e->with_mean) space.mean = mean;
+    float *later = exact_bytes(x + (int64_t)FIRST * e->dim, (size_t)(N - FIRST) * (size_t)e->dim);
+    segment parts[2] = {make_segment(&space, x, FIRST, 5), make_segment(&space, later, N - FIRST, 4000)};
+    check_decoded(e, &space, &parts[0], x, FIRST);
+    float *scores = zeros(sizeof *scores * QUERIES * K);
+    int64_t *ids = zeros(sizeof *ids * QUERIES * K), row_bytes;
+    check_search(&space, parts, queries, scores, ids);
+    space.sigmas = 2.5;
+    tq_index_rows rows[2] = {parts[0].rows, parts[1].rows};
+    tq_error error = {0};
+    CHECK(tq_index_search(&space, queries, QUERIES, rows, 2, K, scores, ids, 0, &error) == TQ_OK);
+    int32_t planes;
+    CHECK(tq_index_row_bytes(&space.layout, &row_bytes, &planes, &error) == TQ_OK);
+    uint64_t sum = tq_checksum(scores, sizeof *scores * QUERIES * K);
+    sum = 31 * sum + tq_checksum(ids, sizeof *ids * QUERIES * K);
+    for (int p = 0; p < 2; p++) {
+        size_t n = (size_t)parts[p].rows.n;
+        sum = 31 * sum + tq_checksum(parts[p].codes, n * (size_t)row_bytes);
+        sum = 31 * sum + tq_checksum(parts[p].signs, (n + 63) / 64 * 64 * (size_t)planes);
+        sum = 31 * sum + tq_checksum(parts[p].scales, n * sizeof(float));
+        if (parts[p].offsets) sum = 31 * sum + tq_checksum(parts[p].offsets, n * sizeof(float));
+    }
+    x[17 * e->dim + 1] = NAN;
+    CHECK(tq_index_encode(&space, x, FIRST, parts[0].codes, parts[0].signs, parts[0].scales, parts[0].offsets, 0,
+                          &error) == TQ_E_VALUE);
+    CHECK(error.index == 17 * e->dim + 1 && !strcmp(error.argument, "x"));
+    free(steps), free(mean), free(x), free(queries), free(matrix), free(later), free(scores), free(ids);
+    free_segment(parts[0]), free_segment(parts[1]);
+    return sum;
+}
+
+int main(int argc, char **argv)
+{
+    char list[128];
+    uint64_t first = 0;
+    CHECK(strlen(tq_isa_available()) < sizeof list);
+    memcpy(list, tq_isa_available(), strlen(tq_isa_available()) + 1);
+    for (char *name = strtok(list, " "); name; name = strtok(NULL, " ")) {
+        tq_error error = {0};
+        if (argc > 1 && strcmp(argv[1], name)) continue;
+        CHECK(tq_set_isa(name, &error) == TQ_OK);
+        for (int32_t threads = 1; threads <= 4; threads += 3) {
+            uint64_t sum = 0;
+            CHECK(tq_set_num_threads(threads, &error) == TQ_OK);
+            for (size_t i = 0; i < sizeof EXAMPLES / sizeof *EXAMPLES; i++)
+                sum = 31 * sum + check_example(&EXAMPLES[i]);
+            if (!first) first = sum;
+            CHECK(sum == first);
+        }
+        printf("%s: %016llx\n", tq_isa(), (unsigned long long)first);
+    }
+    printf("ok\n");
+    return 0;
+}
