@@ -1,4 +1,4 @@
-"""The core as a C library: tests/c/consumer.c with csrc/core and csrc/kernels, no Python, run under sanitizers."""
+"""The core as a C library: the programs of tests/c with csrc/core and csrc/kernels, no Python, run under sanitizers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ SANITIZERS = {
     "thread": ["-fsanitize=thread"],
 }
 
+PROGRAMS = ("consumer", "threads", "index")
+
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CC is None, reason="there is no C compiler")]
 
 
 @pytest.fixture(scope="module", params=list(SANITIZERS))
 def consumer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """The program, built with one kind of sanitizer; `threads` lies beside it."""
+    """The program, built with one kind of sanitizer; `threads` and `index` lie beside it."""
     kind = request.param
     folder = tmp_path_factory.mktemp(f"consumer-{kind}")
     flags = [*BASE, *SANITIZERS[kind]]
@@ -34,7 +36,7 @@ def consumer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if tried.returncode:
             pytest.skip(f"no {kind} sanitizer here: {tried.stderr.strip()[:200]}")
     library = objects(CC, SANITIZERS[kind], folder)
-    for name in ("consumer", "threads"):
+    for name in PROGRAMS:
         program(CC, SANITIZERS[kind], ROOT / "tests" / "c" / f"{name}.c", library, folder / name)
     return kind, folder / "consumer"
 
@@ -51,6 +53,14 @@ def test_consumer(consumer: tuple[str, Path]) -> None:
     assert len({line.split(":")[1] for line in out[:-1]}) == 1  # the same bytes on every level
     forced = run(program, "default-isa", env=clean_environment(TURBOQUANT_ISA="scalar")).stdout.splitlines()
     assert forced == [out[-2], "ok"]
+
+
+def test_index(consumer: tuple[str, Path]) -> None:
+    """The same bytes and results on every level; under ThreadSanitizer, which is slow, on one."""
+    kind, program = consumer
+    level = ["scalar"] if kind == "thread" else []
+    *levels, last = run(program.parent / "index", *level, env=clean_environment()).stdout.splitlines()
+    assert last == "ok" and levels and len({line.split(": ")[1] for line in levels}) == 1
 
 
 def test_several_callers_at_once(consumer: tuple[str, Path]) -> None:
@@ -77,17 +87,14 @@ def test_the_header_stands_alone(tmp_path: Path) -> None:
 
 
 def test_everything_declared_is_defined(consumer: tuple[str, Path]) -> None:
-    """All functions of turboquant.h are there, and no object adds a name that a program could stumble over."""
+    """All functions of the headers are there, and no object adds a name that a program could stumble over."""
     if shutil.which("nm") is None:
         pytest.skip("there is no nm")
-    declared = set(
-        re.findall(
-            r"\b(tq_\w+)\(", re.sub(r"/\*.*?\*/", "", (CSRC / "include" / "turboquant.h").read_text(), flags=re.S)
-        )
-    )
+    headers = "".join((CSRC / "include" / f"{name}.h").read_text() for name in ("turboquant", "turboquant_index"))
+    declared = set(re.findall(r"\b(tq_\w+)\(", re.sub(r"/\*.*?\*/", "", headers, flags=re.S)))
     defined = set()
     for file in consumer[1].parent.glob("*.o"):
-        if file.stem not in ("consumer", "threads"):
+        if file.stem not in PROGRAMS:
             lines = run("nm", "--defined-only", "--extern-only", file).stdout.splitlines()
             defined |= {line.split()[-1] for line in lines if " T " in line}
     assert declared <= defined

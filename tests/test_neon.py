@@ -1,5 +1,5 @@
-"""The NEON kernels on a machine without NEON: tests/c/consumer.c cross-compiled, under qemu-user. It checks attention,
-codes and refusals on each level, and that all levels write the same bytes."""
+"""The NEON kernels on a machine without NEON: tests/c/consumer.c and tests/c/index.c cross-compiled, under qemu-user.
+They check attention, codes, refusals and the vector index on each level, and that all levels write the same bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ pytestmark = [
 
 def test_every_level_under_emulation(tmp_path: Path) -> None:
     library = objects(CC, ["-O2"], tmp_path, machine="aarch64")
-    consumer = program(CC, ["-static"], ROOT / "tests" / "c" / "consumer.c", library, tmp_path / "consumer")
-    out = run(QEMU, consumer, "all", "no-fork", env=clean_environment()).stdout.splitlines()
-    levels, sums = zip(*(line.split(": ") for line in out[:-1]))
-    assert levels == ("neon_dot", "neon", "scalar") and len(set(sums)) == 1 and out[-1] == "ok"
+    for name, options in (("consumer", ("all", "no-fork")), ("index", ())):
+        made = program(CC, ["-static"], ROOT / "tests" / "c" / f"{name}.c", library, tmp_path / name)
+        out = run(QEMU, made, *options, env=clean_environment()).stdout.splitlines()
+        levels, sums = zip(*(line.split(": ") for line in out[:-1]))
+        assert levels == ("neon_dot", "neon", "scalar") and len(set(sums)) == 1 and out[-1] == "ok"

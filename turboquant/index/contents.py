@@ -51,6 +51,17 @@ class Contents:
             np.copyto(rows, start + inside, where=inside >= 0)
         return rows
 
+    def check_new(self, ids: Ids) -> None:
+        """ValueError unless ids differ from one another and from those that are there. Looks them up by parts, so that
+        it takes little more memory than a sorted copy."""
+        ordered = np.sort(ids)
+        if (twice := ordered[1:] == ordered[:-1]).any():
+            raise ValueError(f"add: `ids` must differ, got {ordered[twice.argmax()]} more than once")
+        for at in range(0, len(ids), storage.ROWS):
+            part = ids[at : at + storage.ROWS]
+            if (there := self.find(part) >= 0).any():
+                raise ValueError(f"add: `ids` must be new, got {part[there.argmax()]}, which is in the index")
+
     def chosen(self, filter: Any) -> list[NDArray[np.uint8] | None]:
         """For each segment which rows may be found: 0 where they may not, or None if all may."""
         if filter is None:

@@ -201,11 +201,7 @@ class Index:
             if given is not None:
                 if len(given) != n:
                     raise ValueError(f"add: `ids` must be {n} ids, one a vector, got {len(given)}")
-                unique, counts = np.unique(given, return_counts=True)
-                if (counts > 1).any():
-                    raise ValueError(f"add: `ids` must differ, got {unique[counts.argmax()]} more than once")
-                if (there := now.find(given) >= 0).any():
-                    raise ValueError(f"add: `ids` must be new, got {given[there.argmax()]}, which is in the index")
+                now.check_new(given)
             elif now.next_id + n > 2**63:
                 raise ValueError("add: `ids` must be given, because the largest id was used")
             new = []
@@ -214,6 +210,7 @@ class Index:
                 own = now.next_id + at if given is None else given[at : at + storage.ROWS]
                 with inputs.explained("add", "x", rows, self._metric, at):
                     new.append(Segment(*_core.index_encode(self._space(now), rows), own))
+                del rows  # before the next are converted
             if n:
                 after = now.next_id + n if given is None else max(now.next_id, int(given.max()) + 1)
                 self._contents = now.with_rows(new, after)

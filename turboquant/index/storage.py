@@ -84,9 +84,12 @@ class Segment:
         room, n, m = self.room, len(self), len(new)
         if room is None or n + m > len(room):
             return None
-        at = np.arange(n, n + m)
         room.codes[n : n + m] = new.codes
-        room.signs[at // BLOCK, :, at % BLOCK] = new.sign_rows()
+        block, lane = divmod(n, BLOCK)  # rows of a new block become the last of one and the first of the next
+        first = room.signs[block : block + len(new.signs), :, lane:]
+        first[:] = new.signs[:, :, : BLOCK - lane]
+        rest = room.signs[block + 1 : block + 1 + len(new.signs), :, :lane]
+        rest[:] = new.signs[: len(rest), :, BLOCK - lane :]
         room.scales[n : n + m] = new.scales
         if room.offsets is not None:
             room.offsets[n : n + m] = new.offsets

@@ -1,0 +1,161 @@
+"""What an index takes while it adds, and what bad input leaves of it: everything as it was, with a clear error."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+
+import turboquant
+from turboquant.index import storage
+
+DIM = 48
+BAD = [  # (name, whether it is for cosine only, call, error, words of its message)
+    ("width", 0, lambda i, x: i.add(x[:, 1:]), ValueError, r"`x` must be of shape \[n, 48\] or \[48\], got \[5, 47\]"),
+    ("dimensions", 0, lambda i, x: i.add(x[None]), ValueError, r"`x` must be of shape .* got \[1, 5, 48\]"),
+    (
+        "type",
+        0,
+        lambda i, x: i.add(x.astype(float)),
+        TypeError,
+        "`x` must be an array of float32 or float16, got float64",
+    ),
+    ("list", 0, lambda i, x: i.add(x.tolist()), TypeError, "`x` must be an array of float32 or float16, got list"),
+    ("nan", 0, lambda i, x: i.add(changed(x, np.nan)), ValueError, r"`x\[4, 7\]` must be finite .* got nan"),
+    ("inf", 0, lambda i, x: i.add(changed(x, np.inf)), ValueError, r"`x\[4, 7\]` must be finite .* got inf"),
+    ("large", 0, lambda i, x: i.add(changed(x, 2e4)), ValueError, r"`x\[4, 7\]` must be .* at most 16384 .* got 20000"),
+    ("zero", 1, lambda i, x: i.add(x * np.arange(5)[:, None].astype("f")), ValueError, r"`x\[0\]` must not be zero"),
+    ("same ids", 0, lambda i, x: i.add(x, [9, 8, 7, 8, 6]), ValueError, "`ids` must differ, got 8 more than once"),
+    ("old ids", 0, lambda i, x: i.add(x, [950, 801, 952, 953, 954]), ValueError, "`ids` must be new, got 801"),
+    ("few ids", 0, lambda i, x: i.add(x, [900]), ValueError, "`ids` must be 5 ids, one a vector, got 1"),
+    (
+        "negative ids",
+        0,
+        lambda i, x: i.add(x, [900, -1, 902, 903, 904]),
+        ValueError,
+        r"`ids` must be in 0..2\^63 - 1, got -1",
+    ),
+    ("large ids", 0, lambda i, x: i.add(x, np.full(5, 2**63, np.uint64)), ValueError, r"`ids` must be in 0..2\^63 - 1"),
+    ("float ids", 0, lambda i, x: i.add(x, np.arange(5.0)), TypeError, "`ids` must be integers, got float64"),
+    ("unknown id", 0, lambda i, x: i.remove([801, 77_777]), ValueError, "77777"),
+    ("train again", 0, lambda i, x: i.train(x), ValueError, "must be empty, it has 900 vectors"),
+    ("k", 0, lambda i, x: i.search(x, 0), ValueError, "`k` must be in 1"),
+    ("k of a float", 0, lambda i, x: i.search(x, 2.0), TypeError, "`k` must be an integer, got 2.0"),
+    ("threads", 0, lambda i, x: i.search(x, 1, threads=-1), ValueError, "`threads` must be in 0..256, got -1"),
+    (
+        "mask",
+        0,
+        lambda i, x: i.search(x, 1, np.ones(899, bool)),
+        ValueError,
+        "`filter` must be a mask of 900, .* got .899.",
+    ),
+    ("query width", 0, lambda i, x: i.search(x[:, 2:], 1), ValueError, r"`queries` must be of shape .* got \[5, 46\]"),
+    ("query nan", 0, lambda i, x: i.search(changed(x, np.nan), 1), ValueError, r"`queries\[4, 7\]` must be finite"),
+    ("query zero", 1, lambda i, x: i.search(x * 0, 1), ValueError, r"`queries\[0\]` must not be zero"),
+    ("range", 0, lambda i, x: i.range_search(x, np.nan), ValueError, "`threshold` must be a number, got nan"),
+    ("reconstruct", 0, lambda i, x: i.reconstruct([3, 77_777]), ValueError, "77777"),
+]
+
+
+def changed(x, number):
+    x = x.copy()
+    x[4, 7] = number
+    return x
+
+
+@pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
+def test_bad_input_changes_nothing(metric, tmp_path):
+    x = np.random.default_rng(0).standard_normal((900, DIM)).astype(np.float32)
+    index = turboquant.Index(DIM, 3, metric)
+    index.train(x)
+    index.add(x[:800])
+    index.add(x[800:], ids=np.arange(800, 900) + 1)
+    index.save(tmp_path / "before")
+    before, found = (tmp_path / "before").read_bytes(), index.search(x[:4], 7)
+    for name, cosine_only, call, error, words in BAD:
+        if cosine_only and metric != "cosine":
+            continue
+        with pytest.raises(error, match=words):
+            call(index, x[:5])
+        index.save(tmp_path / "after")
+        assert (tmp_path / "after").read_bytes() == before, name
+        assert all((a == b).all() for a, b in zip(index.search(x[:4], 7), found, strict=True)), name
+
+
+def resealed(data, change):
+    """The file with its header changed, and the header's own checksum made to fit."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    about = header["__metadata__"]
+    meta = json.loads(about["turboquant"])
+    change(header, meta)
+    about["turboquant"] = json.dumps(meta)
+    about["crc32"] = f"{zlib.crc32(about['turboquant'].encode()):08x}"
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    return len(text).to_bytes(8, "little") + text + data[start:]
+
+
+def rename_format(header, meta):
+    header["__metadata__"]["format"] = "turboquant-index-9"
+
+
+def longer(header, meta):
+    header["codes"]["data_offsets"][1] += 64
+
+
+def other_rows(header, meta):
+    header["scales"]["shape"] = [99]
+
+
+FILES = {
+    "cut off": lambda data: data[:-1],
+    "cut off in the header": lambda data: data[:100],
+    "nothing": lambda data: b"",
+    "another version": lambda data: resealed(data, rename_format),
+    "sizes beyond the file": lambda data: resealed(data, longer),
+    "sizes that differ": lambda data: resealed(data, other_rows),
+    "a dimension that differs": lambda data: resealed(data, lambda header, meta: meta.update(dim=96)),
+    "ids beyond the next": lambda data: resealed(data, lambda header, meta: meta.update(next_id=3)),
+}
+
+
+@pytest.mark.parametrize("how", FILES)
+def test_bad_files_are_refused(how, tmp_path):
+    index = turboquant.Index(DIM, 3)
+    index.add(np.random.default_rng(0).standard_normal((100, DIM)).astype(np.float32))
+    index.save(tmp_path / "good")
+    turboquant.Index.load(tmp_path / "good")
+    (tmp_path / "bad").write_bytes(FILES[how]((tmp_path / "good").read_bytes()))
+    for mapped in (True, False):
+        with pytest.raises(ValueError, match=r"bad is not a sound index file: .{10}"):
+            turboquant.Index.load(tmp_path / "bad", mmap=mapped)
+
+
+@pytest.mark.parametrize("own_ids", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("n", [3 * storage.ROWS + storage.ROWS // 3, 5 * storage.ROWS - 1])
+def test_adding_takes_one_segment_beside_index_and_array(n, dtype, own_ids):
+    """Beyond these: own ids are sorted once, and float16 is converted a segment at a time."""
+    x = np.random.default_rng(0).standard_normal((n, DIM), np.float32).astype(dtype)
+    ids = np.random.default_rng(1).permutation(n) if own_ids else None
+    index = turboquant.Index(DIM, 4, "l2")
+    tracemalloc.start()
+    try:
+        for part in (np.s_[: storage.ROWS // 4], np.s_[storage.ROWS // 4 :]):
+            held, before = tracemalloc.get_traced_memory()[0], index.nbytes
+            tracemalloc.reset_peak()
+            index.add(x[part], None if ids is None else ids[part])
+            beyond = tracemalloc.get_traced_memory()[1] - held - (index.nbytes - before)
+            row = (index.nbytes - index.fixed_nbytes) / len(index) + (8 if ids is None else 0)  # room for ids
+            allowed = storage.ROWS * row + 100_000
+            if dtype == np.float16:
+                allowed += storage.ROWS * DIM * 4
+            if own_ids:
+                allowed += 9 * len(x[part]) + 80 * storage.ROWS
+            assert beyond < allowed
+    finally:
+        tracemalloc.stop()
