@@ -1,10 +1,12 @@
-"""Draws the figures of docs/performance.md from the results beside this file.
+"""Draws the figures of docs/performance.md and docs/vectors.md from the results beside this file.
 
 python benchmarks/plots.py
 
 docs/attend_roofline.svg   time of one attend against the packed bytes it reads, with the card's read speed
 docs/attend_context.svg    time against context at batch 1, packed and bf16
 docs/cpu_context.svg       the same on one CPU thread
+docs/index_bytes.svg       recall of vector indexes against the bytes of a vector
+docs/index_time.svg        their recall against the time of a query
 """
 
 from __future__ import annotations
@@ -85,11 +87,61 @@ def cpu() -> None:
     save(figure, ax, "cpu_context.svg")
 
 
+PEERS = {  # marker, colour, where a label stands
+    "turbovec": ("^", "#ff7f0e", (-4, 2)),
+    "rabitqlib": ("v", "#9467bd", (4, 3)),
+    "FAISS": ("s", "#7f7f7f", (4, -7)),
+    "ScaNN": ("D", "#8c564b", (4, -7)),
+    "usearch": ("P", "#e377c2", (4, -8)),
+    "hnswlib": ("X", "#17becf", (4, 3)),
+}
+TRAINING = {"untrained": "#1f77b4", "mean": "#2ca02c", "axes": "#d62728"}
+
+
+def points(text: str) -> tuple[str, str]:
+    """(the index and its version, what it is) of an index's name in the results"""
+    name, _, kind = text.partition(", ")
+    return name, kind.replace("bits", "b").replace(", calibrated", " cal.").replace(
+        " dimensions, re-ranked in bf16", "+bf16"
+    )
+
+
+def index_figure(name: str, x: str, metrics: list[str]) -> None:
+    """metrics: filled markers, and if there are two hollow ones of the second."""
+    figure, ax = plt.subplots(figsize=(8.6, 4.4))
+    ax.set(xlabel=x, ylabel="share of the true 10 that are among the 10 found", xscale="log", ylim=(0.74, 1.008))
+    ax.grid(True, which="both", linewidth=0.3)
+    results = [(*points(r["params"]["index"]), r["metrics"]) for r in rows("zen4-2core", "index")]
+    for training, colour in TRAINING.items():
+        own = [(k, m) for index, k, m in results if index.startswith("turboquant") and k.endswith(training)]
+        for metric, fill, style in zip(metrics, (colour, "none"), ("-", ":")):
+            line = [(m[metric], m["recall"]) for _, m in own]
+            label = f"turboquant, {training}, 2 to 4 bits" if style == "-" else None
+            ax.plot(*zip(*line), style, marker="o", color=colour, markerfacecolor=fill, markersize=5, label=label)
+    for peer, (marker, colour, offset) in PEERS.items():
+        own = [(index, k, m) for index, k, m in results if index.startswith(peer)]
+        for metric, fill in zip(metrics, (colour, "none")):
+            label = own[0][0] if fill != "none" else None
+            places = [[m[metric], m["recall"]] for _, _, m in own]
+            ax.scatter(*zip(*places), marker=marker, s=26, edgecolor=colour, facecolor=fill, label=label)
+        for _, kind, m in own:
+            at, side = (m[metrics[0]], m["recall"]), "right" if offset[0] < 0 else "left"
+            ax.annotate(kind, at, offset, textcoords="offset points", fontsize=5.5, ha=side)
+    ax.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    figure.savefig(DOCS / name, metadata={"Date": None})
+    plt.close(figure)
+
+
 def main() -> None:
     plt.rcParams |= {"svg.hashsalt": "turboquant", "font.size": 9}
     roofline()
     context()
     cpu()
+    index_figure("index_bytes.svg", "bytes of a vector", ["bytes"])
+    index_figure(
+        "index_time.svg", "ms a query, one thread: batches filled, single hollow", ["batch_cpu_ms", "single_cpu_ms"]
+    )
 
 
 if __name__ == "__main__":

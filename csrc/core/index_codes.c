@@ -6,20 +6,33 @@
 
 /* ---- fields: bits w k .. w k + w - 1 of byte i are of channel i + 4 w k ---- */
 
+/** The lowest bits of eight codes from bit `shift` on; mask: of each byte. */
+static inline uint64_t eight_codes(const uint8_t *codes, int32_t shift, uint64_t mask)
+{
+    uint64_t word;
+    memcpy(&word, codes, 8);
+    return word >> shift & mask * 0x0101010101010101;
+}
+
 static void pack_field(const uint8_t codes[32], int32_t width, int32_t shift, uint8_t *bytes)
 {
-    if (width == 8) {
-        memcpy(bytes, codes, 32);
-        return;
-    }
-    const uint64_t mask = (uint64_t)0x0101010101010101 * ((1u << width) - 1);
-    for (int32_t at = 0; at < 4 * width; at += 8) { /* 8 bytes, or 4 of 1 bit */
-        uint64_t word = 0, part = 0;
-        for (int32_t k = 0; k < 8 / width; k++) {
-            memcpy(&part, codes + 4 * width * k + at, width == 1 ? 4 : 8);
-            word |= (part >> shift & mask) << width * k;
+    uint64_t word = 0;
+    switch (width) {
+    case 8: memcpy(bytes, codes, 32); return;
+    case 4:
+        for (int32_t at = 0; at < 16; at += 8) {
+            word = eight_codes(codes + at, shift, 15) | eight_codes(codes + 16 + at, shift, 15) << 4;
+            memcpy(bytes + at, &word, 8);
         }
-        memcpy(bytes + at, &word, width == 1 ? 4 : 8);
+        return;
+    case 2:
+        for (int32_t k = 0; k < 4; k++) word |= eight_codes(codes + 8 * k, shift, 3) << 2 * k;
+        memcpy(bytes, &word, 8);
+        return;
+    default: /* eight codes are bits k and k + 1 of four bytes */
+        for (int32_t k = 0; k < 8; k += 2) word |= eight_codes(codes + 4 * k, shift, 1) << k;
+        word |= word >> 31; /* the upper four bytes, one bit higher */
+        memcpy(bytes, &word, 4);
     }
 }
 
