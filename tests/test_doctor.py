@@ -64,7 +64,8 @@ def test_a_model_that_can_be_packed(capsys):
     assert said["model"] == ("ok", "LlamaForCausalLM, 4 million parameters")
     assert said["layers"] == ("ok", "4 of 4 packed, 2 KV heads of 64 channels; 4 with full attention")
     assert said["preset"][1].startswith("default fits: keys 4 bits, values 4")
-    assert said["moments"] == ("ok", "measured on the text of the package, with the tokenizer of the model")
+    fact = "default needs none; for a wave or a metric they are measured on the text of the package, when a cache is "
+    assert said["moments"] == ("ok", f"{fact}first made; not kept, because TURBOQUANT_CACHE is empty")
     # The bytes that it promises are those that a cache then holds, but for the unused part of last pages.
     model = turboquant.patch(transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).eval())
     cache = turboquant.TurboQuantCache(model)
@@ -83,7 +84,7 @@ def test_sliding_windows_are_counted(tmp_path, capsys):
     expected = "3 of 3 packed, 1 KV head of 32 channels; 1 with full attention, 2 with a window of 512 tokens"
     assert said["layers"] == ("ok", expected)
     assert f"{(32768 + 2 * 512) * 2 * 2 * 32 / 2**20:.1f} MiB in bfloat16" in said["cache"][1]
-    assert said["moments"] == ("note", "measured on random token ids, because no tokenizer is found")
+    assert "measured on random token ids: no tokenizer is found" in said["moments"][1]
 
 
 def test_esm(tmp_path, capsys):
@@ -99,6 +100,10 @@ WRONG_MODELS = {
                       "none can be packed: GptOssForCausalLM cannot be patched: its attention has learned sinks"),
     "a head that is too wide": ("LlamaConfig", dict(SMALL, head_dim=512), "layers",
                                 "cannot be patched: its head_dim is 512, at most 256 can be packed"),
+    "heads of 12 channels": ("LlamaConfig", dict(SMALL, head_dim=12), "layers",
+                             "none can be packed: `head_dim` must be a multiple of 8"),
+    "no attention": ("MambaConfig", dict(vocab_size=96, hidden_size=64, num_hidden_layers=2), "layers",
+                     "none can be packed: MambaForCausalLM cannot be patched"),
     "no decoder": ("T5Config", dict(vocab_size=96, d_model=64, num_layers=2, num_heads=4), "model", "cannot be made"),
 }  # fmt: skip
 
@@ -116,10 +121,13 @@ def test_a_model_that_cannot_be_packed(case, tmp_path, capsys):
 
 def test_folders_and_presets_that_are_none(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 1
-    assert "MODEL must be a folder or a hub name of a model of transformers" in capsys.readouterr().out
+    assert "MODEL must be a folder or a hub name of a causal language model or an ESM-2" in capsys.readouterr().out
     (tmp_path / "config.json").write_text('{"model_type": "llama9"}')
     assert main(["doctor", str(tmp_path)]) == 1
     assert "a newer transformers may know it: pip install -U transformers" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "cannot be made: Validation error for field 'hidden_size'\n" in capsys.readouterr().out
     assert main(["doctor", str(DEMO), "--spec", "calibrated-3"]) == 1
     assert "make one with turboquant.calibrate" in lines(capsys.readouterr().out)["preset"][1]
     for arguments, wants in ((["--spec", "defalt"], "did you mean 'default'"), (["--tokens", "0"], "--tokens must be")):

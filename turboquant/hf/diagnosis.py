@@ -14,11 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ..calibration.measure import describe
 from ..findings import Finding
+from ..moments.measure import cache_folder
 from ..moments.text import found_tokenizer
 from ..named_specs import resolve
 from ..spec import CacheSpec
-from .cache import TurboQuantCache
-from .layer import PackedLayer
 from .patching import check
 
 __all__ = ["diagnose"]
@@ -39,45 +38,63 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
         family = AutoModelForMaskedLM if config.model_type == "esm" else AutoModelForCausalLM
         with torch.device("meta"):
             model = family.from_config(config)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        newer = "a newer transformers may know it: pip install -U transformers"
-        how = newer if "model type" in str(error) else "MODEL must be a folder or a hub name of a model of transformers"
-        yield Finding("model", f"{name} cannot be made: {_first_sentence(error)}", how, True)
+    except Exception as error:  # of any type: the code that fails is that of transformers, or of the model
+        yield Finding("model", f"{name} cannot be made: {_first_sentence(error)}", _way_out(error), True)
         return
     parameters = sum(weight.numel() for weight in model.parameters())
-    facts = describe(config)
     yield Finding("model", f"{type(model).__name__}, {parameters / 1e6:,.0f} million parameters")
-    try:
-        check(model, chosen)
-    except NotImplementedError as error:
-        yield Finding("layers", f"none can be packed: {error}", _HELP, True)
+    if (refused := _refusal(model, chosen)) is not None:
+        always = _refusal(model, resolve("default"))
+        if always is not None:
+            yield Finding("layers", f"none can be packed: {always}", _HELP, True)
+        else:
+            yield Finding("preset", f"{spec} does not fit: {refused}", "the preset default fits", True)
         return
-    except ValueError as error:  # of the spec: a calibration is missing
-        yield Finding("preset", f"{spec} does not fit: {error}", "the preset default needs nothing", True)
-        return
+    facts = describe(config)
+    layers = facts["layers"]
     if config.model_type == "esm":
-        yield Finding("layers", f"{facts['layers']} of {facts['layers']} packed, by esm.ContextCache")
+        yield Finding("layers", f"{layers} of {layers} packed, by esm.ContextCache")
         yield Finding("preset", f"{spec} fits; esm-default is the one for ESM-2")
         return
-    layers = TurboQuantCache(config, chosen).layers
     text = config.get_text_config(decoder=True)
-    windows = [_window(text, i) for i, layer in enumerate(layers) if isinstance(layer, PackedLayer)]
+    windows = [_window(text, i) for i in range(layers)]
     heads = "1 KV head" if facts["kv_heads"] == 1 else f"{facts['kv_heads']} KV heads"
-    fact = f"{len(windows)} of {len(layers)} packed, {heads} of {facts['head_dim']} channels"
-    yield Finding("layers", f"{fact}; {_kinds(windows)}")
+    yield Finding("layers", f"{layers} of {layers} packed, {heads} of {facts['head_dim']} channels; {_kinds(windows)}")
     yield Finding("preset", f"{spec} fits: {_words(chosen)}")
     yield _savings(chosen, facts, windows, tokens)
-    model.name_or_path = name
-    tokenizer, why = found_tokenizer(model)
-    if tokenizer is None:
-        how = f"pass one to turboquant.measure: {why}"
-        yield Finding("moments", "measured on random token ids, because no tokenizer is found", how)
-    else:
-        yield Finding("moments", "measured on the text of the package, with the tokenizer of the model")
+    yield _moments(model, name, spec, chosen)
 
 
 def _first_sentence(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].partition(". ")[0]
+    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".:") or type(error).__name__
+
+
+def _way_out(error: Exception) -> str:
+    if "model type" in str(error):
+        return "a newer transformers may know it: pip install -U transformers"
+    return "MODEL must be a folder or a hub name of a causal language model or an ESM-2 that transformers can make"
+
+
+def _refusal(model: Any, spec: CacheSpec) -> str | None:
+    """Why `patch` refuses the model, or the model with this spec; None: it does not."""
+    try:
+        check(model, spec)
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _moments(model: Any, name: str, preset: str, spec: CacheSpec) -> Finding:
+    """What a wave or a metric would be measured on, and where that is kept."""
+    model.name_or_path = name
+    tokenizer, why = found_tokenizer(model)
+    source = "the text of the package" if tokenizer is not None else "random token ids: no tokenizer is found"
+    folder = cache_folder()
+    kept = f"kept in {folder}" if folder else "not kept, because TURBOQUANT_CACHE is empty"
+    fact = f"measured on {source}, when a cache is first made; {kept}"
+    if not spec.measured:
+        return Finding("moments", f"{preset} needs none; for a wave or a metric they are {fact}")
+    return Finding("moments", fact, f"pass `tokenizer` to turboquant.patch: {why}" if tokenizer is None else "")
 
 
 def _window(text: Any, layer: int) -> int:
