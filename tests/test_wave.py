@@ -150,6 +150,40 @@ def test_positions_count_sinks_and_not_padding(rng: np.random.Generator) -> None
     assert np.linalg.norm(elsewhere - decoded) > 3
 
 
+def test_bytes_do_not_depend_on_what_is_appended_together(rng: np.random.Generator) -> None:
+    """In one call, and in calls of one token or a few."""
+    p = ref.plan(40, 4, 4, wave_pairs=16, metric=5)
+    key = moments_of(rng, p, 2, size=100.0)
+    k = rng.standard_normal((2, 2, 70, 40)).astype(np.float32)
+    lengths, pages = np.array([70, 49]), []
+    for step in (70, 1, 23):
+        c = empty_cache(np.random.default_rng(1), p, lengths, kv_heads=2, sinks=3)
+        c.pages[...] = 0
+        for last in [*range(step, 70, step), 70]:
+            first = last - step if last % step == 0 else last // step * step
+            held = np.maximum(lengths - (70 - last), 0)
+            core_append(p, c, k[:, :, first:last], k[:, :, first:last], held, key, ref.Transform())
+        pages.append(c.pages)
+    np.testing.assert_array_equal(pages[0], pages[1])
+    np.testing.assert_array_equal(pages[0], pages[2])
+
+
+def test_pairs_that_share_channels(rng: np.random.Generator) -> None:
+    """A channel may turn with several angles, its own partner may be itself, and what fills up may stand first."""
+    p = ref.plan(40, 4, 4, wave_pairs=16, metric=1)
+    turns, moments = random_moments(rng, p, 2)
+    turns[3, :2], turns[4, 1], turns[5, :2], turns[6, :2] = turns[2, :2], turns[2, 0], (7, 7), turns[8, :2]
+    moments[:, 12:14] = 0
+    key = replace(ref.Transform(), turns=turns, moments=moments)
+    k = rng.standard_normal((1, 2, 60, 40)).astype(np.float32)
+    c, want = (empty_cache(np.random.default_rng(1), p, np.array([60]), kv_heads=2) for _ in range(2))
+    core_append(p, c, k, k, [60], key, ref.Transform())
+    ref.append(p, want, k, k, np.array([60], np.int32), key, ref.Transform())
+    for h in range(2):
+        got, codes = (ref.unpack(p, "key", x.pages[x.block_table[0, 0], h])[0][:60] for x in (c, want))
+        assert (got != codes).mean() < 0.002
+
+
 # ---- codes and decoded keys ----
 
 

@@ -14,8 +14,9 @@ typedef struct {
     const tq_append_params *p;
     const tq_kernels *kernels;
     const tq_plan_tables *tables;
-    uint8_t *scratch; /* [threads] of worker_bytes */
+    uint8_t *scratch; /* [threads] of worker_bytes, and keys' memory */
     int64_t worker_bytes;
+    tq_keys keys; /* of plans with a wave or a metric */
 } append_job;
 
 /** Scratch of a worker. */
@@ -25,6 +26,8 @@ typedef struct {
     uint8_t *codes;   /* [tile_tokens][tiles * group_channels] */
     uint8_t *tile;    /* [32][32] */
     uint16_t *scales; /* [scales][tile_tokens] */
+    float *head_memory;
+    tq_head_keys head; /* of plans with a wave or a metric */
 } worker;
 
 static int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
@@ -33,7 +36,8 @@ static int64_t worker_bytes(const tq_plan *plan)
 {
     int64_t codes = TQ_TILE_CODES * (int64_t)larger(plan->key.tiles, plan->value.tiles);
     int64_t scales = 2 * plan->tile_tokens * (int64_t)larger(plan->key.scales, plan->value.scales);
-    return tq_round_up(3 * tq_round_up(4 * plan->head_dim, 64) + codes + TQ_TILE_CODES + scales, 64);
+    return tq_round_up(3 * tq_round_up(4 * plan->head_dim, 64) + codes + TQ_TILE_CODES, 64) + tq_round_up(scales, 64) +
+           4 * tq_head_keys_floats(plan);
 }
 
 static worker carve(const tq_plan *plan, uint8_t *at)
@@ -46,6 +50,7 @@ static worker carve(const tq_plan *plan, uint8_t *at)
     w.codes = at + 3 * row;
     w.tile = w.codes + TQ_TILE_CODES * larger(plan->key.tiles, plan->value.tiles);
     w.scales = (uint16_t *)(w.tile + TQ_TILE_CODES);
+    w.head_memory = (float *)(at + worker_bytes(plan)) - tq_head_keys_floats(plan);
     return w;
 }
 
@@ -142,7 +147,7 @@ tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *p
 {
     TQ_TRY(tq_check_append_sizes(plan, params, error));
     if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
-    *bytes = (size_t)(worker_bytes(plan) * thread_count(params));
+    *bytes = (size_t)(worker_bytes(plan) * thread_count(params) + 4 * tq_keys_floats(plan));
     return TQ_OK;
 }
 
@@ -187,7 +192,7 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     const float *centre = tq_transform_centre(t, plan, b, h), *steps = tq_transform_steps(t, plan, h);
     job->kernels->load(job->p->dtype, token_source(job, is_key, b, h, position), w->x, plan->head_dim);
     if (is_key && tq_has_moments(plan)) {
-        tq_key_to_residual(plan, t, h, position, centre, w->x);
+        tq_key_to_residual(&w->head, position, w->x);
         centre = NULL;
     }
     if (!tq_is_plain(plan)) {
@@ -286,6 +291,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
         memcpy(w->centre, centre, sizeof(float) * (size_t)plan->head_dim);
         job->kernels->hadamard(w->centre, plan->head_dim, 1.0f, plan->signs[0], NULL);
     }
+    if (is_key && tq_has_moments(plan)) tq_head_keys_begin(&job->keys, h, centre, w->head_memory, &w->head);
     while (position < last) {
         int64_t index = position - p->sinks;
         int32_t begin = (int32_t)(index % plan->tile_tokens), end = plan->tile_tokens;
@@ -326,6 +332,17 @@ static void append_head(void *context, int64_t i, int32_t worker_index)
     }
 }
 
+static void begin_keys(append_job *job, int32_t threads)
+{
+    const tq_append_params *p = job->p;
+    tq_keys_begin(job->plan, &p->key, job->kernels, (float *)(job->scratch + job->worker_bytes * threads), &job->keys);
+    for (int32_t b = 0; b < p->batch; b++) {
+        int64_t first, last;
+        packed_range(p, b, &first, &last);
+        tq_keys_turn(&job->keys, first, last);
+    }
+}
+
 tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes,
                     tq_error *error)
 {
@@ -339,13 +356,13 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
     TQ_TRY(tq_wave_check(plan, &params->key, error));
     TQ_TRY(tq_check_steps(plan, &params->key, params->kv_heads, 1, error));
     TQ_TRY(tq_check_steps(plan, &params->value, params->kv_heads, 0, error));
-    TQ_TRY(tq_wave_check_numbers(plan, &params->key, params->kv_heads, error));
+    TQ_TRY(tq_wave_check_numbers(plan, &params->key, params->kv_heads, job.kernels, error));
     TQ_TRY(check_centre(plan, params, &params->key, "key_centre", error));
     TQ_TRY(check_centre(plan, params, &params->value, "value_centre", error));
     TQ_TRY(check_tables(plan, params, error));
     int32_t threads = thread_count(params); /* once: another thread may change tq_num_threads meanwhile */
     TQ_NEED(error, {"scratch", scratch, 0});
-    if (scratch_bytes < (size_t)(job.worker_bytes * threads))
+    if (scratch_bytes < (size_t)(job.worker_bytes * threads + 4 * tq_keys_floats(plan)))
         return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes,
                        "at least tq_append_scratch_bytes");
     if ((uintptr_t)scratch % 64)
@@ -356,6 +373,7 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
         TQ_TRY(check_numbers(&job, params->v, params->v_stride_batch, params->v_stride_head, params->v_stride_token,
                              "v", error));
     job.tables = tq_plan_tables_of(plan);
+    if (tq_has_moments(plan)) begin_keys(&job, threads);
     tq_parallel((int64_t)params->batch * params->kv_heads, threads, append_head, &job);
     return TQ_OK;
 }

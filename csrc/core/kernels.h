@@ -116,6 +116,19 @@ typedef struct {
 #define TQ_WAVE_NODES 8
 #define TQ_SLOW_RADIANS 5.0 /* the polynomials of degree 15 are off by 5^16 / (2^15 16!) = 2e-7 of an amplitude */
 
+enum { TQ_WAVE_RUN = 16 }; /* positions */
+
+/** What is subtracted from the keys of a head, and what they are multiplied by. Arrays are float32, padded with zeros to `n`. */
+typedef struct {
+    int32_t n, rank;     /* n: a multiple of 16 */
+    const float *centre; /* [n], or NULL */
+    const float *along,
+        *across; /* [n]: what cosine and sine of a channel's angle are multiplied by, turned to a position that is a
+                                    multiple of TQ_WAVE_RUN; NULL without a wave */
+    const float *turns; /* [TQ_WAVE_RUN][2][n]: cosines and sines of channels, so many positions after it */
+    const float *scales, *directions, *stretch; /* [n] S S, [rank][n] S W, [rank]; scales NULL: no metric */
+} tq_residual;
+
 typedef struct {
     const char *isa;
     /** In place on n floats (a power of two, 8 or more): number i changes its sign if bit i of `before` is set (bit i % 32 of word
@@ -156,6 +169,12 @@ typedef struct {
      *  [rows][2][pairs][2] of tq_wave_row. */
     void (*add_wave)(const tq_wave *wave, int64_t page, const float *coefficients, int32_t rows,
                      const float *key_scales, float *scores, int32_t stride);
+    /** Cosines and sines of n phases (a multiple of 16) in units of 2^-32 turns, within 1e-7. Bit-exact. */
+    void (*turn)(const uint32_t *phases, int32_t n, float *cosines, float *sines);
+    /** k [n] to A (k - c_p) in place, p being `step` positions behind where the residual stands. Bit-exact. */
+    void (*subtract)(const tq_residual *residual, int32_t step, float *k);
+    /** Whether low <= x <= high holds for all of n numbers. */
+    int (*within)(const float *x, int32_t n, float low, float high);
     /** n numbers of a dtype to float32. */
     void (*load)(int32_t dtype, const void *x, float *y, int64_t n);
     float (*dot)(const float *x, const float *y, int32_t n);

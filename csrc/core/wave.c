@@ -44,43 +44,169 @@ tq_status tq_wave_check(const tq_plan *plan, const tq_transform *t, tq_error *er
     return TQ_OK;
 }
 
-tq_status tq_wave_check_numbers(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, tq_error *error)
+tq_status tq_wave_check_numbers(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, const tq_kernels *kernels,
+                                tq_error *error)
 {
-    int32_t d = plan->head_dim, pairs = 2 * plan->wave_pairs, stretch = pairs + plan->metric * d;
-    for (int64_t i = 0; i < (int64_t)kv_heads * plan->moments; i++) {
-        int32_t at = (int32_t)(i % plan->moments);
-        float x = t->moments[i];
-        int in_wave = at < pairs, in_scale = at < pairs + d, in_directions = at < stretch;
-        int right = in_wave         ? fabsf(x) <= TQ_MAX_INPUT
-                    : in_scale      ? x >= LEAST_SCALE && x <= MOST_SCALE
-                    : in_directions ? fabsf(x) <= 1.001f
-                                    : x >= LEAST_SCALE - 1.0f && x <= MOST_SCALE;
-        if (!right)
-            return tq_fail(error, TQ_E_VALUE, "key_moments", i, x,
-                           in_wave         ? "an amplitude, finite and at most 16384 in magnitude"
-                           : in_scale      ? "a scale in 2^-10..2^10"
-                           : in_directions ? "a number of a unit vector"
-                                           : "a stretch in 2^-10 - 1..2^10");
-    }
+    const struct {
+        int32_t n;
+        float low, high;
+        const char *wants;
+    } parts[] = {
+        {2 * plan->wave_pairs, -TQ_MAX_INPUT, TQ_MAX_INPUT, "an amplitude, finite and at most 16384 in magnitude"},
+        {plan->metric ? plan->head_dim : 0, LEAST_SCALE, MOST_SCALE, "a scale in 2^-10..2^10"},
+        {rank_of(plan) * plan->head_dim, -1.001f, 1.001f, "a number of a unit vector"},
+        {plan->metric ? TQ_MAX_METRIC_RANK : 0, LEAST_SCALE - 1.0f, MOST_SCALE, "a stretch in 2^-10 - 1..2^10"},
+    };
+    const float *at = t->moments;
+    for (int32_t head = 0; plan->moments && head < kv_heads; head++)
+        for (int32_t part = 0; part < 4; at += parts[part++].n) {
+            if (kernels->within(at, parts[part].n, parts[part].low, parts[part].high)) continue;
+            int32_t i = 0; /* bounded: the caller may be writing to it meanwhile */
+            while (i < parts[part].n - 1 && at[i] >= parts[part].low && at[i] <= parts[part].high) i++;
+            return tq_fail(error, TQ_E_VALUE, "key_moments", at - t->moments + i, at[i], parts[part].wants);
+        }
     return TQ_OK;
+}
+
+/* ---- keys to residuals ---- */
+
+static int32_t padded(const tq_plan *plan) { return (int32_t)tq_round_up(plan->head_dim, 16); }
+
+int64_t tq_keys_floats(const tq_plan *plan)
+{
+    return tq_has_moments(plan) ? (2 * TQ_WAVE_RUN + 3) * (int64_t)padded(plan) : 0;
+}
+
+int64_t tq_head_keys_floats(const tq_plan *plan)
+{
+    return tq_has_moments(plan) ? (8 + rank_of(plan)) * (int64_t)padded(plan) : 0;
+}
+
+void tq_keys_begin(const tq_plan *plan, const tq_transform *t, const tq_kernels *kernels, float *memory, tq_keys *keys)
+{
+    int32_t n = padded(plan);
+    uint8_t taken[TQ_MAX_HEAD_DIM] = {0};
+    *keys = (tq_keys){.plan = plan, .transform = t, .kernels = kernels, .turns = memory};
+    keys->start = memory + 2 * TQ_WAVE_RUN * (int64_t)n;
+    keys->increments = (uint32_t *)(keys->start + 2 * (int64_t)n);
+    keys->start_run = -1;
+    if (plan->wave_pairs) memset(keys->increments, 0, sizeof(uint32_t) * (size_t)n);
+    for (int32_t i = 0; i < plan->wave_pairs; i++) {
+        const int32_t *turn = t->turns + 3 * i;
+        keys->shared[i] = turn[0] == turn[1] || taken[turn[0]] || taken[turn[1]];
+        if (keys->shared[i]) continue;
+        taken[turn[0]] = taken[turn[1]] = 1;
+        keys->increments[turn[0]] = keys->increments[turn[1]] = (uint32_t)turn[2];
+    }
+}
+
+/** Cosines and sines of every channel at a position. */
+static void turn_channels(const tq_keys *keys, int64_t position, float *cosines, float *sines)
+{
+    int32_t n = padded(keys->plan);
+    uint32_t phases[TQ_MAX_HEAD_DIM];
+    for (int32_t i = 0; i < n; i++) phases[i] = tq_phase(keys->increments[i], position);
+    keys->kernels->turn(phases, n, cosines, sines);
+}
+
+void tq_keys_turn(tq_keys *keys, int64_t first, int64_t last)
+{
+    int64_t n = padded(keys->plan);
+    for (int64_t p = first; p < last && p < first + TQ_WAVE_RUN && keys->plan->wave_pairs; p++) {
+        int32_t step = (int32_t)(p % TQ_WAVE_RUN);
+        if (keys->turned >> step & 1) continue;
+        turn_channels(keys, step, keys->turns + 2 * n * step, keys->turns + 2 * n * step + n);
+        keys->turned |= 1u << step;
+    }
+    if (first >= last || !keys->plan->wave_pairs || keys->start_run >= 0) return;
+    keys->start_run = first / TQ_WAVE_RUN;
+    turn_channels(keys, keys->start_run * TQ_WAVE_RUN, keys->start, keys->start + n);
+}
+
+/** row * factor (NULL: 1) to an array that is padded with zeros. */
+static const float *padded_row(const tq_plan *plan, const float *row, const float *factor, float *to)
+{
+    int32_t d = plan->head_dim;
+    for (int32_t i = 0; i < d; i++) to[i] = factor ? row[i] * factor[i] : row[i];
+    memset(to + d, 0, sizeof(float) * (size_t)(padded(plan) - d));
+    return to;
+}
+
+void tq_head_keys_begin(const tq_keys *keys, int32_t head, const float *centre, float *memory, tq_head_keys *h)
+{
+    const tq_plan *plan = keys->plan;
+    int32_t n = padded(plan), d = plan->head_dim, rank = rank_of(plan);
+    head_moments m = moments_of(plan, keys->transform, head);
+    *h = (tq_head_keys){.keys = keys, .head = head, .run = -1, .amplitudes = memory, .turned = memory + 2 * n};
+    h->residual = (tq_residual){.n = n, .rank = rank, .turns = keys->turns, .stretch = m.stretch};
+    if (centre) h->residual.centre = padded_row(plan, centre, NULL, memory + 6 * n);
+    if (plan->metric) {
+        h->residual.scales = padded_row(plan, m.scale, m.scale, memory + 7 * n);
+        h->residual.directions = memory + 8 * n;
+        for (int32_t r = 0; r < rank; r++) padded_row(plan, m.directions + r * d, m.scale, memory + (8 + r) * n);
+    }
+    if (!plan->wave_pairs) return;
+    h->residual.along = h->turned;
+    h->residual.across = h->turned + n;
+    memset(h->amplitudes, 0, sizeof(float) * 2 * (size_t)n);
+    for (int32_t i = 0; i < plan->wave_pairs; i++) {
+        const int32_t *turn = keys->transform->turns + 3 * i;
+        float a = m.wave[2 * i], b = m.wave[2 * i + 1];
+        if (keys->shared[i]) {
+            h->sums |= a != 0 || b != 0;
+            continue;
+        }
+        h->amplitudes[turn[0]] = h->amplitudes[n + turn[1]] = a;
+        h->amplitudes[turn[1]] = b;
+        h->amplitudes[n + turn[0]] = -b;
+    }
+}
+
+static void add_pair(const tq_transform *t, int32_t i, const float *wave, int64_t position, float sign, float *x)
+{
+    const int32_t *turn = t->turns + 3 * i;
+    float a = wave[2 * i], b = wave[2 * i + 1], cosine, sine;
+    tq_turn(tq_phase((uint32_t)turn[2], position), &cosine, &sine);
+    x[turn[0]] += sign * (a * cosine - b * sine);
+    x[turn[1]] += sign * (a * sine + b * cosine);
+}
+
+/** Turns the amplitudes of a head to the start of a run. */
+static void turn_head(tq_head_keys *h, int64_t run)
+{
+    int32_t n = h->residual.n;
+    const float *along = h->amplitudes, *across = along + n;
+    float *own = h->turned + 2 * n;
+    if (run != h->keys->start_run) turn_channels(h->keys, run * TQ_WAVE_RUN, own, own + n);
+    const float *cosines = run == h->keys->start_run ? h->keys->start : own, *sines = cosines + n;
+    for (int32_t i = 0; i < n; i++) {
+        h->turned[i] = along[i] * cosines[i] + across[i] * sines[i];
+        h->turned[n + i] = across[i] * cosines[i] - along[i] * sines[i];
+    }
+    h->run = run;
+}
+
+void tq_key_to_residual(tq_head_keys *h, int64_t position, float *k)
+{
+    const tq_plan *plan = h->keys->plan;
+    const float *wave = moments_of(plan, h->keys->transform, h->head).wave;
+    for (int32_t i = plan->head_dim; i < h->residual.n; i++) k[i] = 0;
+    if (plan->wave_pairs && position / TQ_WAVE_RUN != h->run) turn_head(h, position / TQ_WAVE_RUN);
+    for (int32_t i = 0; h->sums && i < plan->wave_pairs; i++)
+        if (h->keys->shared[i]) add_pair(h->keys->transform, i, wave, position, -1.0f, k);
+    h->keys->kernels->subtract(&h->residual, (int32_t)(position % TQ_WAVE_RUN), k);
 }
 
 /* ---- one vector ---- */
 
-/** x += sign * c_p. */
+/** x += c_p. */
 static void add_centre(const tq_plan *plan, const tq_transform *t, int32_t head, int64_t position, const float *centre,
-                       float sign, float *x)
+                       float *x)
 {
-    for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += sign * centre[i];
+    for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += centre[i];
     if (!plan->wave_pairs) return;
     const float *wave = moments_of(plan, t, head).wave;
-    for (int32_t i = 0; i < plan->wave_pairs; i++) {
-        const int32_t *turn = t->turns + 3 * i;
-        float a = wave[2 * i], b = wave[2 * i + 1], cosine, sine;
-        tq_turn(tq_phase((uint32_t)turn[2], position), &cosine, &sine);
-        x[turn[0]] += sign * (a * cosine - b * sine);
-        x[turn[1]] += sign * (a * sine + b * cosine);
-    }
+    for (int32_t i = 0; i < plan->wave_pairs; i++) add_pair(t, i, wave, position, 1.0f, x);
 }
 
 static float dot(const float *a, const float *b, int32_t n)
@@ -93,40 +219,26 @@ static float dot(const float *a, const float *b, int32_t n)
     return sums[0];
 }
 
-/** x = A x, or A^-1 x if inverse. */
-static void apply_metric(const tq_plan *plan, const tq_transform *t, int32_t head, int inverse, float *x)
+/** x = A^-1 x. */
+void tq_metric_query(const tq_plan *plan, const tq_transform *t, int32_t head, float *x)
 {
     if (!plan->metric) return;
     int32_t d = plan->head_dim, rank = rank_of(plan);
     head_moments m = moments_of(plan, t, head);
     float along[TQ_MAX_METRIC_RANK];
-    for (int32_t i = 0; i < d; i++) x[i] = inverse ? x[i] / m.scale[i] : x[i] * m.scale[i];
-    for (int32_t r = 0; r < rank; r++) {
-        float e = inverse ? 1.0f / (1.0f + m.stretch[r]) - 1.0f : m.stretch[r];
-        along[r] = e * dot(m.directions + r * d, x, d);
-    }
+    for (int32_t i = 0; i < d; i++) x[i] = x[i] / m.scale[i];
+    for (int32_t r = 0; r < rank; r++)
+        along[r] = (1.0f / (1.0f + m.stretch[r]) - 1.0f) * dot(m.directions + r * d, x, d);
     for (int32_t r = 0; r < rank; r++)
         for (int32_t i = 0; i < d; i++) x[i] += along[r] * m.directions[r * d + i];
-    for (int32_t i = 0; i < d; i++) x[i] = inverse ? x[i] / m.scale[i] : x[i] * m.scale[i];
-}
-
-void tq_key_to_residual(const tq_plan *plan, const tq_transform *t, int32_t head, int64_t position, const float *centre,
-                        float *k)
-{
-    add_centre(plan, t, head, position, centre, -1.0f, k);
-    apply_metric(plan, t, head, 0, k);
+    for (int32_t i = 0; i < d; i++) x[i] = x[i] / m.scale[i];
 }
 
 void tq_residual_to_key(const tq_plan *plan, const tq_transform *t, int32_t head, int64_t position, const float *centre,
                         float *k)
 {
-    apply_metric(plan, t, head, 1, k);
-    add_centre(plan, t, head, position, centre, 1.0f, k);
-}
-
-void tq_metric_query(const tq_plan *plan, const tq_transform *t, int32_t head, float *q)
-{
-    apply_metric(plan, t, head, 1, q);
+    tq_metric_query(plan, t, head, k);
+    add_centre(plan, t, head, position, centre, k);
 }
 
 /* ---- what attention adds ---- */

@@ -27,12 +27,47 @@ static inline uint32_t tq_phase(uint32_t increment, int64_t position)
 /** Checks that turns and moments of keys are there as they should be, and the channels of pairs. */
 tq_status tq_wave_check(const tq_plan *plan, const tq_transform *t, tq_error *error);
 /** Checks the numbers of moments, before anything is stored. */
-tq_status tq_wave_check_numbers(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, tq_error *error);
+tq_status tq_wave_check_numbers(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, const tq_kernels *kernels,
+                                tq_error *error);
 
-/** k at a position -> A (k - c_p) in place; `centre` [head_dim] or NULL. */
-void tq_key_to_residual(const tq_plan *plan, const tq_transform *t, int32_t head, int64_t position, const float *centre,
-                        float *k);
-/** Its inverse. */
+/* ---- keys to residuals ----
+ * c_p = centre + along cos + across sin, channel by channel: (along, across) are (a, -b) in the first channel of a pair and (b, a) in
+ * the second. They are turned to a multiple of TQ_WAVE_RUN positions, and from there by angles that all heads share. Which bits that
+ * gives depends on the position alone. */
+
+/** Of a call. */
+typedef struct {
+    const tq_plan *plan;
+    const tq_transform *transform;
+    const tq_kernels *kernels;
+    float *turns; /* [TQ_WAVE_RUN][2][head_dim, padded to 16]; turned: bits of those that are filled */
+    float *start; /* [2][padded]: of the first run of the first sequence, which all heads need */
+    int64_t start_run;
+    uint32_t *increments; /* of each channel */
+    uint32_t turned;
+    uint8_t shared[TQ_MAX_HEAD_DIM / 2]; /* pairs with a channel of an earlier one: such are subtracted one by one */
+} tq_keys;
+
+/** Of one head; `run` is where `turned` stands, in runs. */
+typedef struct {
+    const tq_keys *keys;
+    tq_residual residual;
+    float *amplitudes, *turned; /* [2][padded] along and across; behind turned: cosines and sines */
+    int64_t run;
+    int32_t head, sums; /* sums: whether it has amplitudes of shared pairs */
+} tq_head_keys;
+
+/** Floats of `memory` below. */
+int64_t tq_keys_floats(const tq_plan *plan);
+int64_t tq_head_keys_floats(const tq_plan *plan);
+void tq_keys_begin(const tq_plan *plan, const tq_transform *t, const tq_kernels *kernels, float *memory, tq_keys *keys);
+/** Makes ready for positions first .. last - 1. */
+void tq_keys_turn(tq_keys *keys, int64_t first, int64_t last);
+/** `centre` [head_dim] or NULL. */
+void tq_head_keys_begin(const tq_keys *keys, int32_t head, const float *centre, float *memory, tq_head_keys *h);
+/** k at a position -> A (k - c_p) in place; k has room for head_dim padded to a multiple of 16. */
+void tq_key_to_residual(tq_head_keys *h, int64_t position, float *k);
+/** Its inverse, k [head_dim]. */
 void tq_residual_to_key(const tq_plan *plan, const tq_transform *t, int32_t head, int64_t position, const float *centre,
                         float *k);
 /** q -> A^-1 q in place; nothing without a metric. */

@@ -1,4 +1,5 @@
-/* What a wave adds to the scores of a page, written once for every unit. tq_wave in core/kernels.h says how it is split. */
+/* Waves and metrics, written once for every unit: what attention adds to the scores of a page (tq_wave in core/kernels.h says how it
+ * is split), and what append does to a key (tq_residual). */
 #ifndef TQ_KERNELS_WAVE_H
 #define TQ_KERNELS_WAVE_H
 #include "vector.h"
@@ -140,5 +141,95 @@ static inline void tq_add_wave(const tq_wave *wave, int64_t page, const float *c
         }
         r += rows - r < 4 ? rows - r : 4;
     }
+}
+
+/* ---- keys: each operation is the same on every unit ---- */
+
+/** tq_turn of core/wave.h. */
+static inline void tq_turn_vector(const uint32_t *phases, int32_t n, float *cosines, float *sines)
+{
+    for (int32_t i = 0; i < n; i += TQ_LANES) {
+        tq_words phase, quarter;
+        memcpy(&phase, phases + i, sizeof phase);
+        quarter = (phase + 0x20000000u) >> 30;
+        tq_floats x = __builtin_convertvector((tq_ints)(phase - (quarter << 30)), tq_floats) * 1.46291808e-9f,
+                  z = x * x;
+        tq_floats s = ((-1.9515295891e-4f * z + 8.3321608736e-3f) * z - 1.6666654611e-1f) * z * x + x;
+        tq_floats c =
+            ((2.443315711809948e-5f * z - 1.388731625493765e-3f) * z + 4.166664568298827e-2f) * z * z - 0.5f * z + 1.0f;
+        tq_ints swapped = -(tq_ints)(quarter & 1);
+        tq_floats along = tq_select(swapped, s, c), across = tq_select(swapped, c, s);
+        tq_store_floats(cosines + i, (tq_floats)((tq_words)along ^ ((quarter + 1) & 2) << 30));
+        tq_store_floats(sines + i, (tq_floats)((tq_words)across ^ (quarter & 2) << 30));
+    }
+}
+
+enum { TQ_DOT_VECTORS = 16 / TQ_LANES }; /* dot products have sixteen sums */
+
+TQ_INLINE float tq_sum_sixteen(const tq_floats *sums)
+{
+    tq_floats4 quarters[4];
+    memcpy(quarters, sums, sizeof quarters);
+    tq_floats4 sum = (quarters[0] + quarters[1]) + (quarters[2] + quarters[3]);
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+/** x = k - c_p, then S S x + S W e (S W)^T x. `rank` is a constant once inlined, -1 without a metric. */
+TQ_INLINE void tq_subtract_rank(const int rank, const tq_residual r, int32_t step, float *k)
+{
+    const float *cosines = r.turns + 2 * (int64_t)step * r.n, *sines = cosines + r.n;
+    tq_floats sums[4][TQ_DOT_VECTORS] = {0};
+    for (int32_t i = 0; i < r.n; i += 16) {
+        TQ_UNROLL
+        for (int v = 0; v < TQ_DOT_VECTORS; v++) {
+            int32_t at = i + TQ_LANES * v;
+            tq_floats x = tq_load_floats(k + at);
+            if (r.centre) x -= tq_load_floats(r.centre + at);
+            if (r.along)
+                x -= tq_fused(tq_load_floats(r.along + at), tq_load_floats(cosines + at),
+                              tq_load_floats(r.across + at) * tq_load_floats(sines + at));
+            tq_store_floats(k + at, x);
+            TQ_UNROLL
+            for (int j = 0; j < rank; j++)
+                sums[j][v] = tq_fused(x, tq_load_floats(r.directions + (int64_t)j * r.n + at), sums[j][v]);
+        }
+    }
+    if (rank < 0) return;
+    tq_floats along[4];
+    TQ_UNROLL
+    for (int j = 0; j < rank; j++) along[j] = tq_all(r.stretch[j] * tq_sum_sixteen(sums[j]));
+    for (int32_t i = 0; i < r.n; i += TQ_LANES) {
+        tq_floats x = tq_load_floats(k + i) * tq_load_floats(r.scales + i);
+        TQ_UNROLL
+        for (int j = 0; j < rank; j++) x = tq_fused(along[j], tq_load_floats(r.directions + (int64_t)j * r.n + i), x);
+        tq_store_floats(k + i, x);
+    }
+}
+
+static inline void tq_subtract(const tq_residual *residual, int32_t step, float *k)
+{
+    switch (residual->scales ? residual->rank : -1) {
+    case -1: tq_subtract_rank(-1, *residual, step, k); break;
+    case 0: tq_subtract_rank(0, *residual, step, k); break;
+    case 1: tq_subtract_rank(1, *residual, step, k); break;
+    case 2: tq_subtract_rank(2, *residual, step, k); break;
+    case 3: tq_subtract_rank(3, *residual, step, k); break;
+    default: tq_subtract_rank(4, *residual, step, k);
+    }
+}
+
+static inline int tq_within(const float *x, int32_t n, float low, float high)
+{
+    tq_ints all = {0};
+    int32_t i = 0;
+    all -= 1;
+    for (; i + TQ_LANES <= n; i += TQ_LANES) {
+        tq_floats y = tq_load_floats(x + i);
+        all &= (y >= low) & (y <= high);
+    }
+    int right = 1;
+    for (int j = 0; j < TQ_LANES; j++) right &= all[j] != 0;
+    for (; i < n; i++) right &= x[i] >= low && x[i] <= high;
+    return right;
 }
 #endif
