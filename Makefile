@@ -30,7 +30,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: wheel test-wheel docs demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: wheel test-wheel docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -81,6 +81,10 @@ docs: build $(if $(READY),$(VENV)/.docs)
 	PYTHONPATH=. $(INTERPRETER) -m sphinx -q -W --keep-going -n -b html docs $(DOCS)
 	! grep -rnE '<(script|link|img|iframe|source)[^>]*(src|href)="(https?:)?//' --include='*.html' $(DOCS)
 	! grep -rnE '(@import|url\() *["'"'"']?(https?:)?//' --include='*.css' $(DOCS)
+
+# Runs the notebooks of docs/ again and writes them with their outputs; the first wants make real-models.
+notebooks: build
+	$(RUN) tests/notebooks.py
 
 $(VENV)/.docs: $(READY)
 	$(INTERPRETER) -m pip install -q -c $(CONSTRAINTS) sphinx furo myst-nb

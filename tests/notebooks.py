@@ -1,0 +1,58 @@
+"""Runs the notebooks of docs/ and writes them with their outputs: python tests/notebooks.py [NAME...], make notebooks
+
+`execute` is what tests/test_notebooks.py compares the committed outputs with.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "notebooks"
+NOTEBOOKS = ("patch_and_generate", "operators")
+
+
+def read(name: str) -> Any:
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def execute(name: str, timeout: int = 300) -> Any:
+    """The notebook with the outputs that it has now, from a new kernel in its folder. An error in a cell is raised."""
+    notebook = read(name)
+    client = NotebookClient(notebook, timeout=timeout, kernel_name="python3", record_timing=False,
+                            resources={"metadata": {"path": str(FOLDER)}})  # fmt: skip
+    with tempfile.TemporaryDirectory() as settings:  # none of the user's
+        python = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": python, "IPYTHONDIR": settings, "HF_HUB_OFFLINE": "1",
+                                    "TURBOQUANT_CACHE": "", "PYTHONWARNINGS": "ignore:IProgress not found"}  # fmt: skip
+        client.execute(env=environment)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = _joined(cell.outputs)
+    return notebook
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+    """What a cell printed as one output: in how many pieces it comes depends on time."""
+    joined: list[Any] = []
+    for one in outputs:
+        last = joined[-1] if joined else None
+        if one.output_type == "stream" and last is not None and last.get("name") == one.name:
+            last.text += one.text
+        else:
+            joined.append(one)
+    return joined
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or NOTEBOOKS:
+        done = execute(chosen)
+        done.metadata = {"kernelspec": done.metadata["kernelspec"], "language_info": {"name": "python"}}
+        nbformat.write(done, FOLDER / f"{chosen}.ipynb")

@@ -1,0 +1,68 @@
+"""The notebooks of docs/ run, and what is committed is what they print."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from conftest import real_model
+
+pytest.importorskip("turboquant._core")
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+import notebooks
+
+MEASURED = re.compile(r"\d[\d,]*\.\d+")  # numbers with a point; whole ones are counts and bytes
+CLOSE = 0.05  # what other CPUs and compilers change in a divergence of a few hundred tokens
+
+
+def outputs(notebook: Any) -> list[tuple[str, str]]:
+    """(what kind, its text or nothing) of every output."""
+    found = [one for cell in notebook.cells if cell.cell_type == "code" for one in cell.outputs]
+    return [(one.output_type + " " + " ".join(sorted(one.get("data", ()))), one.get("text", "")) for one in found]
+
+
+def check(notebook: Any, name: str) -> None:
+    wanted = outputs(notebooks.read(name))
+    found = outputs(notebook)
+    assert [kind for kind, _ in found] == [kind for kind, _ in wanted]
+    for (_, text), (_, committed) in zip(found, wanted):
+        assert MEASURED.sub("#", text) == MEASURED.sub("#", committed)
+        numbers, old = ([float(n.replace(",", "")) for n in MEASURED.findall(t)] for t in (text, committed))
+        assert numbers == pytest.approx(old, rel=CLOSE), text
+
+
+def test_operators():
+    """Random numbers with a seed, and codes that are the same on every machine."""
+    check(notebooks.execute("operators"), "operators")
+
+
+@pytest.mark.slow
+def test_patch_and_generate():
+    real_model("smollm2")
+    check(notebooks.execute("patch_and_generate"), "patch_and_generate")
+
+
+def test_patch_and_generate_with_the_model_of_the_demo(tmp_path, monkeypatch):
+    """Where there is no real model. Its texts and figures are others; the bytes are counted alike."""
+    monkeypatch.setenv("TURBOQUANT_REAL_MODELS", str(tmp_path))
+    notebook = notebooks.execute("patch_and_generate")
+    text = "".join(text for _, text in outputs(notebook))
+    assert text.startswith("turboquant_demo: ") and "SmolLM2" not in text
+    assert len(outputs(notebook)) == len(outputs(notebooks.read("patch_and_generate")))
+
+
+@pytest.mark.parametrize("name", notebooks.NOTEBOOKS)
+def test_what_is_committed(name):
+    """Whole runs with their plots, small, without times, paths of a machine, warnings or errors."""
+    notebook = notebooks.read(name)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert all("execution" not in cell.metadata for cell in code)
+    kinds = [kind for kind, _ in outputs(notebook)]
+    assert kinds.count("display_data image/png text/plain") == 1 and not any("error" in kind for kind in kinds)
+    assert not any(one.get("name") == "stderr" for cell in code for one in cell.outputs)
+    assert (notebooks.FOLDER / f"{name}.ipynb").stat().st_size < 75_000
