@@ -30,7 +30,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: wheel test-wheel docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -223,8 +223,53 @@ test-wheel: $(WHEEL_TOOLS)/.ready
 	$(WHEEL_VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --find-links dist 'turboquant-attention[demo]' pytest hypothesis scipy
 	$(INSTALLED) turboquant doctor demo/turboquant_demo
 	$(INSTALLED) turboquant demo
-	wheel=$$(echo dist/turboquant_attention-*.whl) && $(INSTALLED) TURBOQUANT_WHEEL=$$wheel TURBOQUANT_WHEEL_TOOLS=$(WHEEL_TOOLS) \
+	wheel=$$(echo dist/turboquant_attention-*_$$(uname -m).whl) && $(INSTALLED) TURBOQUANT_WHEEL=$$wheel TURBOQUANT_WHEEL_TOOLS=$(WHEEL_TOOLS) \
 	    python -m pytest -p no:cacheprovider -m 'not slow' -k 'not compile' $(WHEEL_TESTS) $(PYTEST_ARGS)
+
+# The same for aarch64 on any machine: cross-compiled, with the core and the operators for CPUs. Debian's Python for arm64, in
+# a folder of its own, has the headers and runs the tests of the core under qemu-user. Needs gcc-aarch64-linux-gnu,
+# g++-aarch64-linux-gnu and qemu-user. AARCH64_TESTS names others, AARCH64_PYTEST_ARGS those of them that are run.
+AARCH64 := build/aarch64
+AARCH64_PIP := --no-compile --only-binary=:all: --implementation cp --python-version 3.11 \
+    $(foreach abi,cp311 abi3 none,--abi $(abi)) $(foreach glibc,17 27 28,--platform manylinux_2_$(glibc)_aarch64)
+AARCH64_TESTS ?= $(foreach name,core_binding format append attend,tests/test_$(name).py)
+AARCH64_PYTEST_ARGS ?= -k 'not gil and (core_binding or format or 80 or 128-3 or token_by_token)'
+$(AARCH64)/.ready: .ci/debian_python $(CONSTRAINTS) | $(READY)
+	.ci/debian_python arm64 bookworm 3.11 $(AARCH64)
+	$(INTERPRETER) -m pip install -q $(AARCH64_PIP) --target $(AARCH64)/site -c $(CONSTRAINTS) numpy pytest hypothesis
+	@touch $@
+
+wheel-aarch64: $(WHEEL_TOOLS)/.ready $(AARCH64)/.ready
+	rm -rf build/lib.* dist/*_aarch64.whl
+	TURBOQUANT_MACHINE=aarch64 CC=aarch64-linux-gnu-gcc CXX=aarch64-linux-gnu-g++ \
+	    CPPFLAGS="-isystem $(AARCH64)/include/python3.11 -isystem $(AARCH64)/include -isystem $(AARCH64)/site/numpy/_core/include" \
+	    TURBOQUANT_GLIBC=2.28 TURBOQUANT_TORCH=1 TURBOQUANT_CUDA=0 \
+	    PYTHONPATH=$(abspath $(WHEEL_TOOLS)) $(INTERPRETER) -m build --wheel --no-isolation --outdir dist
+
+test-wheel-aarch64: $(WHEEL_TOOLS)/.ready $(AARCH64)/.ready
+	TURBOQUANT_WHEEL_MACHINE=aarch64 TURBOQUANT_WHEEL=$$(echo dist/*_aarch64.whl) TURBOQUANT_WHEEL_TOOLS=$(WHEEL_TOOLS) \
+	    $(RUN) -m pytest -p no:cacheprovider tests/test_wheel.py
+	$(INTERPRETER) -m pip install -q $(AARCH64_PIP) --no-deps --upgrade --target $(AARCH64)/site dist/*_aarch64.whl
+	PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(AARCH64))/site $(AARCH64)/python -m turboquant doctor
+	PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(AARCH64))/site $(AARCH64)/python \
+	    -m pytest -p no:cacheprovider --assert=plain -m 'not slow' $(AARCH64_TESTS) $(AARCH64_PYTEST_ARGS)
+
+# The wheel on another Python than the one that built it, without torch: Debian's, in a folder of its own. x86_64 only.
+OTHER_DEBIAN ?= trixie
+OTHER_VERSION ?= 3.13
+OTHER_PYTHON = build/python$(OTHER_VERSION)
+OTHER_TESTS ?= $(foreach name,core_binding quantizer format plan index spec,tests/test_$(name).py)
+$(OTHER_PYTHON)/.ready: .ci/debian_python $(CONSTRAINTS) | $(READY)
+	.ci/debian_python amd64 $(OTHER_DEBIAN) $(OTHER_VERSION) $(OTHER_PYTHON)
+	@touch $@
+
+test-python: $(OTHER_PYTHON)/.ready
+	rm -rf $(OTHER_PYTHON)/site
+	$(INTERPRETER) -m pip --python $(OTHER_PYTHON)/python install -q --target $(OTHER_PYTHON)/site -c $(CONSTRAINTS) \
+	    dist/turboquant_attention-*_x86_64.whl pytest hypothesis scipy
+	PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(OTHER_PYTHON))/site $(OTHER_PYTHON)/python -m turboquant doctor
+	PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(OTHER_PYTHON))/site $(OTHER_PYTHON)/python \
+	    -m pytest -p no:cacheprovider -m 'not slow' $(OTHER_TESTS) $(PYTEST_ARGS)
 
 # The CUDA harnesses (tests/cuda): the kernels without Python, against the C core and float64. Needs nvcc and a GPU. The
 # answers in float64 take longest, so the cases of attend_harness are shared by as many processes as there are cores.

@@ -12,6 +12,8 @@ The compile commands are written to build/<variant>/build.ninja, and ninja runs 
     TURBOQUANT_CUDA_ARCHS        "80+PTX 90a" by default: machine code for 8.x and 9.0, PTX for every later GPU
     TURBOQUANT_GLIBC=2.28        links for this glibc and newer ones, whatever the machine has, with zig (pip install
                                  ziglang); a wheel gets the tag manylinux_2_28 (make wheel)
+    TURBOQUANT_MACHINE=aarch64   builds for that machine: CC and CXX must compile for it, CPPFLAGS name its headers of
+                                 Python and NumPy; without CUDA, and with TURBOQUANT_GLIBC (make wheel-aarch64)
     TURBOQUANT_SANITIZE=1        ASan and UBSan, -O1 -g (make sanitize runs the tests that way)
     CC, CXX, NVCC or CUDA_HOME, CPPFLAGS, CFLAGS, CXXFLAGS, LDFLAGS    as usual
 """
@@ -87,6 +89,18 @@ def words(name: str) -> list[str]:
     return shlex.split(os.environ.get(name, ""))
 
 
+def machine() -> str:
+    """The machine that is built for, as `uname -m` calls it."""
+    named = os.environ.get("TURBOQUANT_MACHINE")
+    if not named:
+        return platform.machine()
+    if named not in ("x86_64", "aarch64"):
+        raise fail(f"TURBOQUANT_MACHINE must be x86_64 or aarch64, got {named!r}")
+    if not (os.environ.get("TURBOQUANT_GLIBC") and os.environ.get("CC") and os.environ.get("CXX")):
+        raise fail(f"TURBOQUANT_MACHINE={named} needs TURBOQUANT_GLIBC, CC and CXX (see make wheel-aarch64)")
+    return named
+
+
 def compiler(variable: str, names: Iterable[str], install: str) -> str:
     chosen = os.environ.get(variable)
     if chosen:
@@ -147,6 +161,8 @@ def nvcc_to_build_with() -> str | None:
     nvcc = find_nvcc()
     if wanted == "0" or (wanted == "auto" and not sources):
         return None
+    if machine() != platform.machine():
+        raise fail("CUDA kernels are compiled for this machine only: TURBOQUANT_MACHINE needs TURBOQUANT_CUDA=0")
     if nvcc and sources:
         return nvcc
     if wanted == "1":
@@ -189,7 +205,7 @@ def isa_flags(stem: str) -> list[str] | None:
     if not rows:
         raise fail(f"csrc/kernels/{stem}.c has no row in ISA_UNITS of setup.py")
     _, machines, flags = max(rows, key=lambda row: len(row[0]))
-    return flags.split() if platform.machine() in machines else None
+    return flags.split() if machine() in machines else None
 
 
 def cuda_archs() -> list[str]:
@@ -234,14 +250,14 @@ def glibc_linker() -> str | None:
         return None
     if not find_spec("ziglang"):
         raise fail(f"TURBOQUANT_GLIBC={glibc}, but zig was not found. Run: pip install ziglang")
-    return f"{sys.executable} -m ziglang cc -target {platform.machine()}-linux-gnu.{glibc} -s"
+    return f"{sys.executable} -m ziglang cc -target {machine()}-linux-gnu.{glibc} -s"
 
 
 def wheel_tags() -> dict[str, str]:
     """Options of bdist_wheel: any CPython from 3.11 on, and the oldest glibc if it is not that of this machine."""
     tags = {"py_limited_api": "cp311"} if LIMITED_API else {}
     if glibc := oldest_glibc():
-        tags["plat_name"] = f"manylinux_{glibc.replace('.', '_')}_{platform.machine()}"
+        tags["plat_name"] = f"manylinux_{glibc.replace('.', '_')}_{machine()}"
     return tags
 
 
@@ -351,6 +367,22 @@ def link_core(build: Ninja, cc: str, common: list[str], linker: list[str], libra
     build.link("_core.so", [*objects, library], glibc_linker() or cc, [*linker, *BESIDE, "-pthread", "-lm"])
 
 
+def libtorch_stubs(build: Ninja, torch: Path) -> list[Path]:
+    """Libraries to link with in place of another machine's libtorch, which is not here.
+
+    They have its names, and the functions of its stable C ABI without code. That ABI is the same on every machine, so
+    the functions are those that this machine's libtorch exports; -z defs refuses everything else.
+    """
+    cc = os.environ["CC"]
+    said = asked("nm -D --defined-only", str(torch / "lib" / "libtorch_cpu.so"))
+    names = sorted(set(re.findall(r" T ((?:aoti_)?torch_\w+)$", said, re.MULTILINE)))
+    source = build.folder / "libtorch.c"
+    (ROOT / build.folder).mkdir(parents=True, exist_ok=True)
+    (ROOT / source).write_text("".join(f"void {name}(void) {{}}\n" for name in names))
+    stub = build.compile(source, cc, ["-fPIC"])
+    return [build.link(n, [stub], cc, ["-nostdlib", f"-Wl,-soname,{n}"]) for n in ("libtorch.so", "libtorch_cpu.so")]
+
+
 def link_torch(
     build: Ninja, torch: Path, nvcc: str | None, common: list[str], linker: list[str], library: Path, strict: bool
 ) -> None:
@@ -368,7 +400,10 @@ def link_torch(
         flags += [f'-DTURBOQUANT_WITH_CUDA="{toolkit(nvcc)}: {" ".join(cuda_archs())}"', "-DUSE_CUDA"]
     flags += ["-include", "csrc/torch/old_libstdcxx.h"] if oldest_glibc() else []
     objects = [build.compile(path, cxx, flags) for path in sources("torch", ".cpp")]
-    linker = [*linker, *BESIDE, f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
+    stubs = libtorch_stubs(build, torch) if machine() != platform.machine() else []
+    objects += stubs
+    folder = build.folder if stubs else torch / "lib"
+    linker = [*linker, *BESIDE, f"-L{folder}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
     linker += ["-Wl,-z,defs"] if strict else []
     cuda = compile_cuda(build, nvcc) if nvcc else []
     if cuda:
@@ -397,7 +432,8 @@ def write_ninja(torch: Path | None) -> Ninja:
         raise fail(f"only Linux with glibc is supported so far, this is {here}. Use Debian, Ubuntu or Fedora, or WSL")
     sanitize = os.environ.get("TURBOQUANT_SANITIZE", "0") not in ("", "0")
     variant = "sanitize" if sanitize else "wheel" if oldest_glibc() else "release"
-    build = Ninja(Path("build") / f"{variant}-{sysconfig.get_config_var('SOABI')}")
+    abi = sysconfig.get_config_var("SOABI").replace(platform.machine(), machine())
+    build = Ninja(Path("build") / f"{variant}-{abi}")
     cc = compiler("CC", ("cc", "gcc", "clang"), "gcc (Debian, Ubuntu: build-essential; Fedora: gcc)")
     common = ["-O3", "-DNDEBUG"]
     linker = ["-Wl,-Bsymbolic", *words("LDFLAGS")]

