@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,12 @@ BUILDS = {
     "no compiler": ("", {"PATH": "/nowhere", "CC": "", "CXX": ""},
                     "no compiler (cc, gcc, clang) on the PATH. Install gcc"),
     "no such glibc": ("", {"TURBOQUANT_GLIBC": "two"}, "TURBOQUANT_GLIBC must be a version like 2.28, got 'two'"),
+    "no such machine": ("", {"TURBOQUANT_MACHINE": "riscv64"},
+                        "TURBOQUANT_MACHINE must be x86_64 or aarch64, got 'riscv64'"),
+    "no compiler for a machine": ("", {"TURBOQUANT_MACHINE": "aarch64", "TURBOQUANT_GLIBC": "2.28", "CC": ""},
+                                  "TURBOQUANT_MACHINE=aarch64 needs TURBOQUANT_GLIBC, CC and CXX"),
+    "CUDA without nvcc": ("", {"TURBOQUANT_CUDA": "1", "NVCC": "/nowhere/nvcc"},
+                          "TURBOQUANT_CUDA=1, but nvcc was not found. Install the CUDA toolkit"),
 }  # fmt: skip
 
 
@@ -269,14 +276,39 @@ def test_builds_that_cannot_be(case):
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(f"turboquant: {text}"), done.stderr
 
 
+LEFT_OUT = """
+import runpy, sys
+sys.argv = ['setup.py', '-q', '--version']
+asks = runpy.run_path('setup.py')['{asks}']
+asks.__globals__['find_torch'] = lambda: None
+print(asks())
+"""
+
+
+@pytest.mark.parametrize(("asks", "text"), [
+    ("nvcc_to_build_with", "the CUDA kernels are left out. To have them, install a wheel, or install the CUDA toolkit"),
+    ("torch_to_build_with", "torch is not installed; once it is there, run the install again"),
+])  # fmt: skip
+def test_builds_without_nvcc_or_torch_say_how_to_get_them(asks, text):
+    pytest.importorskip("setuptools", minversion="77")
+    environment = os.environ | {"NVCC": "/nowhere/nvcc", "TURBOQUANT_CUDA": "auto", "TURBOQUANT_TORCH": "auto"}
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OUT.format(asks=asks)], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert text in done.stdout + done.stderr
+
+
 @pytest.mark.skipif(not WHEEL, reason="TURBOQUANT_WHEEL names no wheel (make wheel test-wheel)")
 @pytest.mark.parametrize("options", [
     ["--python-version", "3.10"],
+    ["--implementation", "cp", "--python-version", "3.13", "--abi", "cp313t"],  # free-threaded
     ["--platform", "musllinux_1_2_x86_64"],
     ["--platform", "macosx_14_0_arm64"],
     ["--platform", "win_amd64"],
-], ids=lambda options: options[1])  # fmt: skip
+], ids=lambda options: options[-1])  # fmt: skip
 def test_pip_refuses_the_wheel_elsewhere(options, tmp_path):
+    if "cp313t" in options and tuple(map(int, version("pip").split(".")[:2])) < (24, 1):
+        pytest.skip(f"pip {version('pip')} knows no free-threaded Python")
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", "--target", str(tmp_path)]
     done = subprocess.run([*pip, *options, WHEEL], capture_output=True, text=True)
     assert done.returncode != 0 and "is not a supported wheel on this platform" in done.stderr, done.stderr
