@@ -325,6 +325,18 @@ def test_accelerates_hooks(on_disk, tmp_path):
     assert all(np.array_equal(a.amplitudes, b.amplitudes) for a, b in zip(want.layers, got.layers))
 
 
+def test_weights_that_torchao_quantised():
+    """Of 8 bits: nearly the same moments. The tensors have no views."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = demo()
+    want = measured(model)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    got = measured(model)
+    assert got.fingerprint != want.fingerprint and not got.not_probed
+    for a, b in zip(want.layers, got.layers):
+        assert np.abs(a.scale - b.scale).max() < 0.05
+
+
 # ---- tokens ----
 
 

@@ -3,7 +3,7 @@ disk. The last lie on the meta device; accelerate's hooks bring each to its devi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,9 +32,14 @@ def is_offloaded(model: torch.nn.Module) -> bool:
 
 
 def loaded(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The weight `tensor` of this name, from wherever it is. ValueError if it is nowhere."""
+    """The weight `tensor` of this name, from wherever it is; of one that ranks share, this rank's part; of a quantised
+    one of torchao, what it stands for. ValueError if it is nowhere."""
     if not tensor.is_meta:
-        return tensor
+        local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+        if local is not None:
+            return local()
+        quantised = type(tensor).dequantize is not torch.Tensor.dequantize
+        return tensor.dequantize() if quantised else tensor
     path, _, leaf = name.rpartition(".")
     for hook in _hooks(model.get_submodule(path)):
         if (held := getattr(hook, "weights_map", None)) is not None and leaf in held:
