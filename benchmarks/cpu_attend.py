@@ -2,7 +2,8 @@
 
     python benchmarks/cpu_attend.py [--quick] [--groups 16 32] [--ggml FOLDER] [--out benchmarks/results/<machine>]
 
-One sequence, 8 KV heads, no sinks and no window: every token is packed. Three formulations of torch's side:
+One sequence, 8 KV heads, no sinks and no window: every token is packed. Some cases have a wave and a metric as well.
+Three formulations of torch's side:
 
     grouped     the query heads of a KV head as rows of one query: the best that torch can be asked for
     enable_gqa  scaled_dot_product_attention(..., enable_gqa=True)
@@ -50,21 +51,38 @@ class Case:
     group: int = 4
     head_dim: int = 128
     threads: int = 1
+    wave: bool = False  # and a metric: all pairs of a rotary embedding of base 500,000, rank 4
 
 
 def cases(quick: bool, threads: list[int]) -> list[Case]:
     headline = [Case(bits=b, group=g, threads=t) for t, b, g in itertools.product(threads, (4, 3, 2), (1, 4))]
+    waves = [Case(bits=b, wave=True) for b in (4, 3, 2)]
     if quick:
-        return headline[:6]
+        return headline[:6] + waves
     contexts = [Case(tokens=t, bits=b) for t, b in itertools.product((512, 2048, 8192, 131072), (4, 3, 2))]
     others = [Case(group=8), Case(head_dim=64), Case(head_dim=64, group=1), Case(bits=5), Case(bits=1)]
     many = [Case(group=g, threads=t) for t, g in itertools.product(threads, (16, 32))]
-    return headline + contexts + others + many
+    return headline + waves + contexts + others + many
+
+
+def moments(case: Case, rng: np.random.Generator) -> dict[str, Any]:
+    """Turns and moments of keys as the core takes them; amplitudes are of the size of the keys."""
+    half = case.head_dim // 2
+    increments = (500_000.0 ** -(np.arange(half) / half) / (2 * np.pi) * 2**32).round()
+    directions = np.linalg.qr(rng.standard_normal((KV_HEADS, case.head_dim, 4)))[0].swapaxes(1, 2)
+    parts = (rng.standard_normal((KV_HEADS, 2 * half)), rng.uniform(0.6, 1.6, (KV_HEADS, case.head_dim)),
+             directions.reshape(KV_HEADS, -1), rng.uniform(-0.5, 2, (KV_HEADS, 4)))  # fmt: skip
+    turns = np.stack([np.arange(half), np.arange(half) + half, increments.astype(np.int64).astype(np.int32)], 1)
+    return {
+        "key_turns": np.ascontiguousarray(turns, np.int32),
+        "key_moments": np.ascontiguousarray(np.concatenate(parts, 1), np.float32),
+    }
 
 
 def packed(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     """A cache as the core takes it; pages shuffled."""
-    words = Plan(case.head_dim, case.bits, case.bits).words
+    waved: dict[str, Any] = {"wave_pairs": case.head_dim // 2, "metric": 4} if case.wave else {}
+    words, keys = Plan(case.head_dim, case.bits, case.bits, **waved).words, moments(case, rng) if case.wave else {}
     n_pages = -(-case.tokens // 128)
     pages, table = _core.new_pages(words, n_pages, KV_HEADS), rng.permutation(n_pages).astype(np.int32)[None]
     length, step = 0, 8192
@@ -72,8 +90,9 @@ def packed(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         n = min(step, case.tokens - length)
         length += n
         k, v = (rng.standard_normal((1, KV_HEADS, n, case.head_dim), np.float32) for _ in range(2))
-        _core.append(words, k, v, np.array([length], np.int32), pages, table)
-    return {"plan": words, "pages": pages, "block_table": table, "lengths": np.array([case.tokens], np.int32)}
+        _core.append(words, k, v, np.array([length], np.int32), pages, table, **keys)
+    lengths = np.array([case.tokens], np.int32)
+    return {"plan": words, "pages": pages, "block_table": table, "lengths": lengths, **keys}
 
 
 def bits_of(x: torch.Tensor) -> np.ndarray:
@@ -82,7 +101,8 @@ def bits_of(x: torch.Tensor) -> np.ndarray:
 
 def check(case: Case, cache: dict[str, Any], q: torch.Tensor) -> float:
     """The largest error, relative to the largest output, against float32 over the decoded tokens."""
-    k, v = _core.dequantize(cache["plan"], cache["pages"], cache["block_table"], cache["lengths"], case.tokens)
+    keys = {name: cache[name] for name in ("key_turns", "key_moments") if case.wave}
+    k, v = _core.dequantize(cache["plan"], cache["pages"], cache["block_table"], cache["lengths"], case.tokens, **keys)
     rows = q.float().view(1, KV_HEADS, case.group, case.head_dim)
     want = sdpa(rows, torch.from_numpy(k), torch.from_numpy(v)).view(q.shape)
     out, _ = _core.attend(q=bits_of(q), dtype="bfloat16", **cache)
