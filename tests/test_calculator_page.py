@@ -37,7 +37,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chromium(page: Path, *options: str, link: str = "") -> str:
     """What a run prints. No network: every name leads nowhere."""
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent / 'profile'}",
                *options, f"{page.as_uri()}{link}"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
