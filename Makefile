@@ -30,7 +30,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
 endif
 
-.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -183,6 +183,12 @@ test-newest: build
 	$(INTERPRETER) -m pip install -q -c $(NEWEST)/constraints.txt --target $(NEWEST)/site --upgrade transformers
 	PYTHONPATH=$(NEWEST)/site:. $(INTERPRETER) -c 'import transformers, torch; print("transformers", transformers.__version__, "torch", torch.__version__)'
 	PYTHONPATH=$(abspath $(NEWEST))/site:. $(INTERPRETER) -m pytest -m 'not slow' $(HF_TESTS) $(PYTEST_ARGS)
+
+# The vector index, which needs NumPy alone, with the oldest NumPy that the package takes; test runs it with the pinned, newest one.
+OLDEST_NUMPY := 2.0.0
+test-numpy: build
+	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/numpy-$(OLDEST_NUMPY) numpy==$(OLDEST_NUMPY)
+	PYTHONPATH=$(abspath build)/numpy-$(OLDEST_NUMPY):. $(INTERPRETER) -m pytest $(wildcard tests/test_index*.py) $(PYTEST_ARGS)
 
 # transformers' own tests of caches and generation for Llama on ours; TREE is a checkout of transformers, and the
 # environment has what its tests import.
