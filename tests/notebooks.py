@@ -23,7 +23,7 @@ def read(name: str) -> Any:
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
-def execute(name: str, timeout: int = 300) -> Any:
+def execute(name: str, timeout: int = 1500) -> Any:
     """The notebook with the outputs that it has now, from a new kernel in its folder. An error in a cell is raised."""
     notebook = read(name)
     client = NotebookClient(notebook, timeout=timeout, kernel_name="python3", record_timing=False,
