@@ -117,7 +117,7 @@ def test_flags_exist() -> None:
         for rest in re.findall(r"\bturboquant [a-z-]+([^`\n]*)", text):
             for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest):
                 assert f'"{flag}"' in cli or flag == "--help", f"{page.name}: turboquant {flag}"
-        for target in re.findall(r"(?:`|^ {4}|^\$ )make ([a-z-]+)", text, re.M):
+        for target in re.findall(r"(?:`|^ {4}|^\$ )make ([a-z][a-z0-9-]*)", text, re.M):
             assert re.search(rf"^{target}:", makefile, re.M), f"{page.name}: make {target}"
 
 
