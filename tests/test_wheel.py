@@ -122,7 +122,8 @@ def test_operators_need_the_stable_abi_alone(unpacked: Path) -> None:
     ours = {name for name in needed if re.match(r"(aoti_)?torch_", name)}
     assert len(ours) > 20 and not [name for name in needed if re.search("2at|3c10|5torch", name)]
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    assert not [name for name in ours if not hasattr(library, name)]
+    of_cuda = {"aoti_torch_get_current_cuda_stream"}  # a torch for CPUs has none, and nothing calls it there
+    assert not [name for name in ours - of_cuda if not hasattr(library, name)]
 
 
 @needs_this_machine
