@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import turboquant
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # docstrings.py, directives.py
+sys.path[:0] = [str(HERE), str(HERE / "calculator")]  # docstrings.py, directives.py; make.py
+
+import make  # noqa: E402
 
 project = "TurboQuant"
 author = "The turboquant-attention maintainers"
@@ -49,13 +50,7 @@ html_show_sphinx = False
 
 def _calculator(app: Any) -> None:
     """Writes the page of the calculator, which docs/calculator.md shows."""
-    path = HERE / "calculator" / "make.py"
-    if path.exists():
-        spec = importlib.util.spec_from_file_location("calculator_make", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.write(HERE / "_generated")
+    make.write(HERE / "_generated")
 
 
 def _home(app: Any, env: Any, node: Any, contnode: Any) -> Any:
