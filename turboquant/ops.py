@@ -330,6 +330,12 @@ def attend(
     return (out, lse) if return_lse else out
 
 
+def schedule_rows(batch: int, device: torch.device) -> int:
+    """Rows of a schedule's table, int32 [rows, 4]: a head, one a team of warps, half a one a sequence."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    return 1 + 12 * processors + (batch + 1) // 2
+
+
 def schedule(
     q: Tensor,
     packed: PackedKV,
@@ -360,8 +366,7 @@ def schedule(
     if lengths is not None and 8 * (max(lengths, default=0) - min(lengths, default=0)) <= max(lengths, default=0):
         return Schedule(torch.empty((0, 4), dtype=torch.int32, device=q.device))
     if out is None or not len(out.table):
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
-        rows = 1 + 12 * processors + (q.shape[0] + 1) // 2
+        rows = schedule_rows(q.shape[0], q.device)
         out = Schedule(torch.zeros((rows, 4), dtype=torch.int32, device=q.device))
     _schedule(
         packed.plan.words,

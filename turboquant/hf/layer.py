@@ -290,7 +290,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 "softmax_scale": stored.head_dim**-0.5 if scaling is None else scaling,
                 "sliding_window": sliding,
                 "softcap": options.get("softcap") or 0.0,
-                "schedule": self._shared.schedule(after, padding, stored.device),
             }
         lengths = self._shared.lengths(after, padding, stored.device)
         stored.learn(key, value, padding)

@@ -1,6 +1,7 @@
 """What the layers of one TurboQuantCache have in common, counted once:
 
 lengths      int32 [batch] of each device: one tensor for all its layers
+schedule     how the work of a step on a GPU is cut, for all layers that agree in what the cut reads
 rotation     the random matrices of a spec (Haar, sketches) on each device
 """
 
@@ -13,21 +14,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from .. import ops
 from ..calibration import Calibration
 from ..modes import side_matrix
 from ..moments import Moments
+from ..plan import Plan
 from ..spec import CacheSpec
-from .pages import outside_autograd
+from .pages import in_place, outside_autograd
 
 if TYPE_CHECKING:
     from .storage import LayerStorage
 
 __all__ = ["Common"]
 
+_write_schedule = torch.ops.turboquant.schedule.default
+
 
 @outside_autograd
 def _new_lengths(lengths: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+@outside_autograd
+def _new_schedule(batch: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros((ops.schedule_rows(batch, device), 4), dtype=torch.int32, device=device)
 
 
 @outside_autograd
@@ -37,7 +47,8 @@ def _fewer(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
 
 @outside_autograd
 def _add(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
-    return lengths.add_(tokens)
+    with in_place(lengths):
+        return lengths.add_(tokens)
 
 
 class Common:
@@ -50,6 +61,7 @@ class Common:
         self._earlier: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the forward at work
         self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
         self._equal: dict[torch.device, torch.Tensor] = {}
+        self._schedules: dict[tuple[Any, ...], tuple[Any, torch.Tensor]] = {}  # with what they were written for
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layers": []}
@@ -69,6 +81,8 @@ class Common:
         held = self._lengths.get(device)
         if held is None or held[0] != after or held[1] != padding:
             self._earlier = {}
+            if held is not None and held[1] != padding:
+                self._schedules = {}  # other sequences
             held = self._lengths[device] = (after, padding, self._moved_lengths(held, after, padding, device))
         return held[2]
 
@@ -88,13 +102,36 @@ class Common:
             return held[2]
         return _add(held[2], after - held[0])
 
-    def schedule(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-        """What `attend` takes as its schedule: one for sequences that are about equally long, or None."""
+    def equal_schedule(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+        """The schedule of sequences that are about equally long (`ops.schedule`), or None where they are not."""
         if padding and 8 * (max(padding) - min(padding)) > after - min(padding):
             return None
         if device not in self._equal:
             self._equal[device] = torch.empty((0, 4), dtype=torch.int32, device=device)
         return self._equal[device]
+
+    def schedule(
+        self, after: int, padding: tuple[int, ...], plan: Plan, sizes: tuple[Any, ...], call: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | None:
+        """What `attend` takes as its schedule for a forward that ends at `after` positions. Where sequences differ in
+        length it is written by the first of the layers that have `sizes`, the other arguments of the operator,
+        and shapes of `call`, (query, pages, block_table, lengths), alike. It stays where it is from step to step, so
+        that a step can be replayed as a CUDA graph. None on a CPU.
+        """
+        query, pages, table, _ = call
+        equal = self.equal_schedule(after, padding, query.device)
+        if equal is not None or query.device.type == "cpu":
+            return equal
+        where = (query.device, query.shape, pages.shape[1:], sizes)
+        written, schedule = self._schedules.get(where, (None, None))
+        if schedule is None:
+            schedule = _new_schedule(len(padding), query.device)
+        step = after, padding, table.shape
+        if written != step:
+            sinks, window, sliding_window = sizes
+            _write_schedule(plan.words, schedule, *call, sinks=sinks, window=window, sliding_window=sliding_window)
+            self._schedules[where] = step, schedule
+        return schedule
 
     def earlier(self, lengths: torch.Tensor, fewer: int) -> torch.Tensor:
         """`lengths` of this forward less so many tokens, int32 [batch], at least 0: made once for all layers."""
@@ -111,6 +148,7 @@ class Common:
         """The lengths of a device have grown by one, without this class."""
         after, padding, lengths = self._lengths[device]
         self._lengths[device], self._earlier = (after + 1, padding, lengths), {}
+        self._schedules = {where: (None, schedule) for where, (_, schedule) in self._schedules.items()}
 
     @outside_autograd
     def rotation(self, spec: CacheSpec, side: str, head_dim: int, device: torch.device) -> torch.Tensor | None:
@@ -138,7 +176,7 @@ class Common:
             else:
                 layer.take_back(before)
         if before == 0:
-            self._lengths, self._earlier = {}, {}
+            self._lengths, self._earlier, self._schedules = {}, {}, {}
         for device, (_, padding, _) in list(self._lengths.items()):
             padding = next((layer.padding for layer in self.layers if layer.tokens == before), padding)
             self.lengths(before, padding, device)  # in place, as a rule: there may be no memory for more
@@ -146,4 +184,5 @@ class Common:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("lengths", held[2]) for held in self._lengths.values())
         yield from (("lengths", tensor) for tensor in self._earlier.values())
+        yield from (("lengths", schedule) for _, schedule in self._schedules.values())
         yield from (("rotation", matrix) for matrix in self._rotations.values())

@@ -17,7 +17,7 @@ import torch
 
 from ..plan import PAGE_TOKENS
 
-__all__ = ["RELEASED", "PagePool", "PageTable", "outside_autograd"]
+__all__ = ["RELEASED", "PagePool", "PageTable", "in_place", "outside_autograd"]
 
 RELEASED = -1  # in a row: the page fell out of a sliding window and was given back
 
@@ -34,6 +34,11 @@ def outside_autograd(function: Callable[_Parameters, _Result]) -> Callable[_Para
             return function(*args, **kwargs)
 
     return run
+
+
+def in_place(tensor: torch.Tensor) -> torch.inference_mode:
+    """Where `tensor` may be written: a copy of a cache that was made in inference mode can be written in no other."""
+    return torch.inference_mode(tensor.is_inference())
 
 
 class PagePool:
@@ -106,7 +111,9 @@ class PagePool:
         """Copies of shared pages, of which each gives one reference up."""
         own = self.take(len(pages))
         device = self.storage.device
-        self.storage.index_copy_(0, torch.tensor(own, device=device), self.storage[torch.tensor(pages, device=device)])
+        with in_place(self.storage):
+            copies = self.storage[torch.tensor(pages, device=device)]
+            self.storage.index_copy_(0, torch.tensor(own, device=device), copies)
         self.release(pages)
         return own
 

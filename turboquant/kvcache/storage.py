@@ -230,7 +230,7 @@ class LayerStorage:
         query          [batch, query_heads, tokens, head_dim];  key, value [batch, kv_heads, tokens, head_dim]
         lengths        int32 [batch], of the sequences with these tokens
         padding, sliding_window   of the forward
-        how            further arguments of the operator `attend`; None: nothing is attended to
+        how            softmax_scale, sliding_window and softcap of the operator `attend`; None: nothing is attended to
         Returns [batch, query_heads, tokens, head_dim], or None for `how`=None.
         """
         new = key.shape[2]
@@ -245,13 +245,22 @@ class LayerStorage:
         if how is None or fresh or self.table.pool.tables > 1:  # forks may attend at the same time, but not write
             pages, rows = self.append(key, value, lengths, state, after, padding)
         else:
-            attended = self._with_room(after, padding, lambda table: _append_attend(
-                self.plan.words, query, key, value, lengths, table.pool.storage, table.tensor, flag=self.flag, **how,
-                **state,
-            ))  # fmt: skip
+            options = {**how, **state, "flag": self.flag}
+
+            def write(table: PageTable) -> torch.Tensor:
+                where = table.pool.storage, table.tensor
+                schedule = self._schedule(query, where, lengths, after, padding, sliding_window)
+                out: torch.Tensor = _append_attend(
+                    self.plan.words, query, key, value, lengths, *where, schedule=schedule, **options
+                )
+                return out
+
+            attended = self._with_room(after, padding, write)
         self.tokens, self.padding, self.sliding_window = after, padding, sliding_window
         if attended is None and how is not None:
-            attended, _ = _attend(self.plan.words, query, pages, rows, lengths, **how, **{**state, **fresh})
+            schedule = self._schedule(query, (pages, rows), lengths, after, padding, sliding_window)
+            options = {**how, **state, **fresh, "schedule": schedule}
+            attended, _ = _attend(self.plan.words, query, pages, rows, lengths, **options)
         if sliding_window and new > 1:  # the earlier queries have seen them: forks may take these pages now
             self._release()
             self.table.compact()
@@ -290,8 +299,22 @@ class LayerStorage:
         with self.table.pool.lock:  # forks may add pages
             pages, rows_of_pages = self.table.pool.storage, self.table.tensor
         stored = self.shared.earlier(lengths, key.shape[2] + exact)
-        how = {**how, "sliding_window": 0, "causal": False}
+        equal = self.shared.equal_schedule(before, padding, self.device)
+        how = {**how, "sliding_window": 0, "causal": False, "schedule": equal}
         return merged(_attend(self.plan.words, query, pages, rows_of_pages, stored, **how, **state), own)
+
+    def _schedule(
+        self,
+        query: torch.Tensor,
+        where: tuple[torch.Tensor, torch.Tensor],
+        lengths: torch.Tensor,
+        after: int,
+        padding: tuple[int, ...],
+        sliding_window: int,
+    ) -> torch.Tensor | None:
+        """`Common.schedule` of a forward; where: (pages, block_table)."""
+        sizes = rows_of(self.sink_k), rows_of(self.window_k), sliding_window
+        return self.shared.schedule(after, padding, self.plan, sizes, (query, *where, lengths))
 
     def append(
         self,

@@ -1,0 +1,102 @@
+"""Sequences of different lengths on a GPU: one cut of the work for each step and group of layers that agree."""
+
+import models  # noqa: F401  skips without torch and transformers
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import turboquant
+from turboquant.kvcache import common
+from turboquant.kvcache.storage import LayerStorage
+from turboquant.spec import CacheSpec
+
+PLAN = CacheSpec().plan(128)
+PADDING = (0, 900)  # of two sequences of 1,000 positions
+
+
+def call(layers_differ: int = 0, pages: int = 9) -> tuple[torch.Tensor, ...]:
+    """Shapes alone: (query, pages, block_table, lengths)."""
+    made = [(2, 8, 1, 128), (20, 2 + layers_differ, PLAN.record_bytes), (2, pages), (2,)]
+    return tuple(torch.empty(shape, device="meta") for shape in made)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    tables: list[torch.Tensor] = []
+    operator = common._write_schedule
+
+    def spy(words: object, schedule: torch.Tensor, query: torch.Tensor, *rest: object, **options: object) -> None:
+        tables.append(schedule)
+        if query.is_cuda:
+            operator(words, schedule, query, *rest, **options)
+
+    monkeypatch.setattr(common, "_write_schedule", spy)
+    return tables
+
+
+def test_layers_that_agree_share_a_schedule(written: list[torch.Tensor]) -> None:
+    shared = common.Common(None)
+
+    def schedule(after: int, other: int = 0, sliding_window: int = 0, pages: int = 9) -> torch.Tensor | None:
+        return shared.schedule(after, PADDING, PLAN, (4, 128, sliding_window), call(other, pages))
+
+    first = schedule(1000)
+    assert first is not None and schedule(1000) is first and len(written) == 1
+    other, sliding = schedule(1000, other=1), schedule(1000, sliding_window=512)
+    assert len({id(table) for table in (first, other, sliding)}) == 3 and len(written) == 3
+    assert schedule(1001) is first and written[-1] is first and len(written) == 4  # the next step, at its place
+    assert schedule(1001, pages=10) is first and len(written) == 5  # a table that has grown
+
+
+def test_a_replayed_step_leaves_no_schedule_that_is_taken_for_another(written: list[torch.Tensor]) -> None:
+    shared, device = common.Common(None), torch.device("cpu")
+    shared.lengths(1000, PADDING, device)
+    shared.schedule(1000, PADDING, PLAN, (4, 128, 0), call())
+    shared.replayed(device)  # its graph has written the schedule of 1,001 positions
+    shared.schedule(1000, PADDING, PLAN, (4, 128, 0), call())
+    assert len(written) == 2 and written[0] is written[1]
+    shared.lengths(1000, (0, 800), device)
+    assert not shared._schedules
+
+
+def test_equal_sequences_need_none(written: list[torch.Tensor]) -> None:
+    shared = common.Common(None)
+    equal = shared.schedule(1000, (0, 100), PLAN, (4, 128, 0), call())
+    assert equal is not None and equal.shape == (0, 4)
+    on_a_cpu = tuple(torch.empty(part.shape) for part in call())
+    assert shared.schedule(1000, PADDING, PLAN, (4, 128, 0), on_a_cpu) is None and not written
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_ragged_batch_says_what_it_says_without_schedules(
+    graphs: bool, written: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=128, hidden_size=512, intermediate_size=256, num_hidden_layers=3,
+                         num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+                         pad_token_id=0, eos_token_id=None)  # fmt: skip
+    model = LlamaForCausalLM(config).cuda().half().eval()
+    ids = torch.randint(1, 128, (3, 1500), device="cuda")
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 1300, 700)):
+        mask[row, :padding] = 0
+        ids[row, :padding] = 0
+    spec = CacheSpec(centre="none", metric="none", window=0)  # so that it can be cropped
+    turboquant.patch(model, spec, cuda_graphs=graphs)
+    monkeypatch.setenv("TURBOQUANT_CUDA_PATH", "hopper-line")  # kernels that read schedules
+
+    def text() -> torch.Tensor:
+        cache = turboquant.TurboQuantCache(model)
+        out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=24, do_sample=False)
+        cache.crop(1510)  # what a graph wrote last is of later positions
+        with torch.no_grad():
+            more = model(out[:, 1510:1511], attention_mask=torch.cat([mask, mask[:, -11:]], 1), past_key_values=cache)
+        return torch.cat([out.float().flatten(), more.logits.float().flatten()])
+
+    with_schedules = text()
+    steps = len(written)
+    assert 0 < steps <= 26  # one for all three layers
+    monkeypatch.setattr(LayerStorage, "_schedule", lambda *arguments: None)
+    assert torch.equal(text(), with_schedules) and len(written) == steps
