@@ -90,6 +90,21 @@ def test_chunks_that_pytorch_attends_to_itself(fields):
     assert ((out - want).norm() / want.norm()).item() < 0.1
 
 
+@pytest.mark.parametrize("fields", [dict(), dict(sinks=3), dict(sinks=4, window=40)], ids=str)
+def test_chunks_behind_a_sliding_window(fields):
+    """What they see is decoded at its positions."""
+    stream, moments = waving()
+    cache = TurboQuantCache(CONFIG, bare(5, 5, **WAVE).with_(**fields), moments=moments)
+    pieces = (20, 250, 251, 300, 420)
+    out = torch.cat(
+        [forward(cache, stream.piece(start, stop), local_size=90) for start, stop in zip((0, *pieces), pieces)], 2
+    )
+    age = torch.arange(420)[:, None] - torch.arange(420)[None, :]
+    q, k, v = (x.double() for x in (stream.q, stream.k.repeat_interleave(2, 2), stream.v.repeat_interleave(2, 2)))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=(age >= 0) & (age < 90))
+    assert ((out - want.transpose(2, 3)).norm() / want.norm()).item() < 0.1
+
+
 @pytest.mark.parametrize("positions", ["right", "off by 9"])
 def test_positions_are_those_of_real_tokens(positions):
     """Padding does not count: keys lie where `waving` says only if positions are right."""

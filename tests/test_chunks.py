@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from turboquant import TurboQuantCache
 from turboquant.hf.attention import attention, request_mask
-from turboquant.kvcache import chunk, storage
+from turboquant.kvcache import chunk, sliding, storage
 
 DTYPES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 WINDOWED = dict(sinks=4, window=32)
@@ -178,6 +178,32 @@ def test_left_padding(fields, how, pieces, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_sliding_window_that_hides_nothing(device):
     run(Layer(bare(3, 3, **WINDOWED), local_size=320), (180, CHUNK, CHUNK), device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [2, 50, 130, 300])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_sliding_window_that_hides_what_is_stored(spec, size, device, monkeypatch):
+    calls = []
+    monkeypatch.setattr(storage, "visible_past", lambda *given: calls.append(given) or sliding.visible_past(*given))
+    monkeypatch.setattr(sliding, "_QUERIES", 64)
+    run(Layer(spec, local_size=size), (150, CHUNK, 1, 300, CHUNK, 200), device=device)
+    assert len(calls) == (4 if size < 220 else 3)  # the first chunk ends at 220 positions
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", [{}, {"softcap": 0.5}], ids=str)
+@pytest.mark.parametrize("fields", [{}, WINDOWED], ids=str)
+def test_a_sliding_window_and_left_padding(fields, how, device):
+    layer = Layer(bare(3, 3, **fields), local_size=60, **how)
+    run(layer, (300, CHUNK, 50, 1, CHUNK), device=device, batch=4, padding=(0, 1, 37, 330))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sliding_window_in_every_dtype(dtype, device):
+    shape = dict(heads=8, kv_heads=2, dim=80)
+    run(Layer(bare(4, 4, **WINDOWED), local_size=100, **shape), (200, CHUNK, 130), dtype, device, batch=2, **shape)
 
 
 def test_neither_blocks_nor_autocast_change_the_plain_way(monkeypatch):

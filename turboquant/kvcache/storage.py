@@ -44,6 +44,7 @@ from .exact import exact_rows, grown_sinks, laid_out, rows_of, with_room
 from .pages import PageTable, outside_autograd
 from .prompt import prompt_mean, prompt_rotations
 from .rewind import PastWindows
+from .sliding import attention_behind_window, visible_past
 
 __all__ = ["LayerStorage"]
 
@@ -236,8 +237,13 @@ class LayerStorage:
         new = key.shape[2]
         before, after = self.tokens, self.tokens + new
         attended: torch.Tensor | None = None
-        if how is not None and self._in_parts(after, new, padding, sliding_window):
-            attended, how = self._attend_in_parts(query, key, value, lengths, padding, how), None
+        if how is not None and self._in_parts(new):
+            apart = (
+                self._attend_in_parts
+                if after - min(padding) <= sliding_window or not sliding_window
+                else self._attend_behind_window
+            )
+            attended, how = apart(query, key, value, lengths, padding, how), None
         if after > self.exact_ready:
             self.make_exact_room(after)
         state, fresh = self.arguments(), self._fresh(key, value, before, padding, new > 1 and how is not None)
@@ -266,11 +272,11 @@ class LayerStorage:
             self.table.compact()
         return attended
 
-    def _in_parts(self, after: int, new: int, padding: tuple[int, ...], sliding_window: int) -> bool:
+    def _in_parts(self, new: int) -> bool:
         """Whether the queries of a forward meet its tokens, which nothing has packed yet, apart from what is stored."""
-        if self.spec.prefill == "packed" or not self.tokens or new < IN_PARTS_FROM.get(self.device.type, 2):
+        if self.spec.prefill == "packed" or not self.tokens:
             return False
-        return not sliding_window or after - min(padding) <= sliding_window  # no query misses a token
+        return new >= IN_PARTS_FROM.get(self.device.type, 2)
 
     def _attend_in_parts(
         self,
@@ -302,6 +308,23 @@ class LayerStorage:
         equal = self.shared.equal_schedule(before, padding, self.device)
         how = {**how, "sliding_window": 0, "causal": False, "schedule": equal}
         return merged(_attend(self.plan.words, query, pages, rows_of_pages, stored, **how, **state), own)
+
+    def _attend_behind_window(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        padding: tuple[int, ...],
+        how: dict[str, Any],
+    ) -> torch.Tensor:
+        """The same where a sliding window hides some of what is stored from some queries."""
+        size = how["sliding_window"]
+        past = visible_past(self, lengths, key.shape[2], padding, size)
+        scale, softcap = how["softmax_scale"], how["softcap"]
+        return attention_behind_window(query, past, key, value, self.tokens, padding, size, scale, softcap).transpose(
+            1, 2
+        )
 
     def _schedule(
         self,

@@ -1,0 +1,116 @@
+"""A chunk on a packed history in a layer with a sliding window that hides some of it: what the chunk still sees, at
+most the window, is decoded for the time of the call, and meets the queries in PyTorch's own attention.
+
+Positions are those of the forward, with the padding in front of each sequence counted, so that they are the same in all
+sequences of a batch. Tensors are [batch, heads, tokens, head_dim]; query head h reads KV head
+h // (query_heads / kv_heads).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..plan import PAGE_TOKENS
+from .exact import rows_of
+
+if TYPE_CHECKING:
+    from .storage import LayerStorage
+
+__all__ = ["attention_behind_window", "visible_past"]
+
+_dequantize = torch.ops.turboquant.dequantize.default
+
+_QUERIES = 1024  # of a chunk at once: keys and mask of each block are as small as the window allows
+_NOWHERE = -(1 << 30)  # the position of a row that holds no token
+
+_Past = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values, positions [batch, tokens]
+
+
+def visible_past(
+    stored: LayerStorage, lengths: torch.Tensor, new: int, padding: tuple[int, ...], sliding_window: int
+) -> _Past:
+    """Keys and values, in the dtype of the storage, that a chunk behind the stored tokens may see, and some more.
+
+    lengths   int32 [batch], of the sequences with the `new` tokens of the chunk, which are not stored yet
+    """
+    sinks, window, before = stored.spec.sinks, stored.spec.window, stored.tokens
+    device, state = stored.device, stored.arguments()
+    pad = torch.tensor(padding, device=device).view(-1, 1)
+    length = before - pad  # of each sequence
+    parts: list[_Past] = []
+    if rows := rows_of(stored.sink_k):
+        row = torch.arange(rows, device=device)
+        parts.append((state["sink_k"], state["sink_v"], torch.where(row < length, row + pad, _NOWHERE)))
+    packed = max(stored.packed(before, padding))
+    first = max(0, before - max(padding) - sliding_window + 1 - sinks) // PAGE_TOKENS * PAGE_TOKENS
+    if packed > first:
+        assert stored.table is not None
+        transforms = {name: x for name, x in state.items() if not name.startswith(("sink_", "window_"))}
+        with stored.table.pool.lock:  # forks may add pages
+            pages, table = stored.table.pool.storage, stored.table.tensor[:, first // PAGE_TOKENS :].contiguous()
+        count = stored.shared.earlier(lengths, new + sinks + window + first)
+        k, v = _dequantize(stored.plan.words, pages, table, count, packed - first, sinks=sinks + first, **transforms)
+        row = sinks + first + torch.arange(packed - first, device=device)
+        positions = torch.where(row < length - window, row + pad, _NOWHERE)
+        parts.append((k.to(stored.dtype), v.to(stored.dtype), positions))
+    if rows := rows_of(stored.window_k):
+        latest = (
+            length - 1 - (length - 1 - torch.arange(rows, device=device)) % rows
+        )  # position of each row of the ring
+        parts.append((state["window_k"], state["window_v"], torch.where(latest >= sinks, latest + pad, _NOWHERE)))
+    return (
+        torch.cat([k for k, _, _ in parts], 2),
+        torch.cat([v for _, v, _ in parts], 2),
+        torch.cat([at for *_, at in parts], 1),
+    )
+
+
+def attention_behind_window(
+    query: torch.Tensor,
+    past: _Past,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    before: int,
+    padding: tuple[int, ...],
+    sliding_window: int,
+    scale: float,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """The queries of a chunk over `past` and the chunk's own tokens: each sees those of the last `sliding_window`
+    positions up to its own. Returns [batch, tokens, query_heads, head_dim]; 0 for a query of padding.
+
+    before    positions in front of the chunk
+    softcap   logits become softcap * tanh(logit / softcap); 0: as they are
+    """
+    batch, heads, tokens, channels = query.shape
+    group, device = heads // key.shape[1], query.device
+    pad = torch.tensor(padding, device=device).view(-1, 1)
+    own = torch.arange(before, before + tokens, device=device).expand(batch, -1)
+    own = torch.where(own >= pad, own, _NOWHERE)
+    out = query.new_empty((batch, tokens, heads, channels))
+    for start in range(0, tokens, _QUERIES):
+        stop, first = min(start + _QUERIES, tokens), max(0, start - sliding_window + 1)
+        k, v, at = key[:, :, first:stop], value[:, :, first:stop], own[:, first:stop]
+        if start < sliding_window - 1:
+            k, v, at = (torch.cat([a, b], 2 if a.dim() == 4 else 1) for a, b in zip(past, (k, v, at), strict=True))
+        here = torch.arange(before + start, before + stop, device=device).view(-1, 1)
+        seen = ((at[:, None] <= here) & (at[:, None] > here - sliding_window))[:, None]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        attended = _attention(query[:, :, start:stop], k, v, seen, scale, softcap)
+        out[:, start:stop] = attended.masked_fill_(~seen.any(-1, keepdim=True), 0).transpose(1, 2)
+    return out
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float
+) -> torch.Tensor:
+    """As many heads of keys as of queries; seen [batch, 1, queries, keys]."""
+    with torch.autocast(query.device.type, enabled=False):  # which would round float32 operands
+        if not softcap:
+            return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+        logits = (query.float() @ key.float().transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
+        weights = logits.masked_fill_(~seen, -torch.inf).softmax(-1)
+        return (weights @ value.float()).to(query.dtype)
