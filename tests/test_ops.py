@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROUNDING = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}  # of the output itself
 # Of attention, against the largest output; 16-bit queries are kept to 15 bits or more.
-ACCURACY = {("cpu", "float32"): 2e-5, ("cuda", "float32"): 2e-4}
+ACCURACY = {("cpu", "float32"): 2e-5, ("cuda", "float32"): 3e-4}
 PLAN = ref.plan(64, 4, 3)
 MIXED = ref.plan(80, (5, 1, 4), (2, 0, 3), codebook=ref.SPHERE, scale=ref.LEAST_SQUARES, seed=7, page_tokens=32)
 DENSE = ref.plan(40, 3, 2, rotation=ref.DENSE)
@@ -376,8 +376,9 @@ def test_parts_merge_to_the_whole(device: str, rng: np.random.Generator) -> None
     first = tq.attend(**arguments | dict(lengths=cut, causal=False))
     rest = tq.attend(**arguments | dict(starts=cut))
     out, lse = tq.merge(torch.stack([first[0], rest[0]]), torch.stack([first[1], rest[1]]))
-    torch.testing.assert_close(out, whole, rtol=0, atol=1e-4)
-    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-4)
+    limit = 1e-4 if device == "cpu" else 3e-4  # 16-bit queries and weights
+    torch.testing.assert_close(out, whole, rtol=0, atol=limit)
+    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("device", DEVICES)

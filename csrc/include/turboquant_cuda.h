@@ -45,7 +45,7 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
                                        tq_error *error);
 
 /** tq_attend on the device.
- *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 2e-4 for float32, relative to the largest output, for
+ *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 3e-4 for float32, relative to the largest output, for
  *             logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so that an error in proportion to the largest
  *             |logit| (2.5e-5 of it) takes over above that, and with a soft-cap another of 2e-7 of the cap. On 9.x, for many 16-bit
  *             query rows a KV head (attend/many_rows/pages.cuh), weights are rounded to fp16, and values to nothing coarser than their levels.
