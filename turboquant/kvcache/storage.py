@@ -53,7 +53,7 @@ _attend = torch.ops.turboquant.attend.default
 _append_attend = torch.ops.turboquant.append_attend.default
 
 # Tokens of a forward on a device from which on PyTorch's own attention over them is faster than `attend` over all.
-IN_PARTS_FROM = {"cpu": 16, "cuda": 64}
+IN_PARTS_FROM = {"cpu": 16, "cuda": 128}
 
 _Result = TypeVar("_Result")
 _NOTHING = torch.empty(0)  # where a layer that holds nothing has no pages yet
