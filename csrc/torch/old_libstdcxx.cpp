@@ -1,7 +1,8 @@
 /* What code compiled with the headers of a newer libstdc++ calls and an older one does not have. Empty but in a build for an
  * older glibc (old_libstdcxx.h). */
+#include <new> // defines _GLIBCXX_EXTERN_TEMPLATE, if old_libstdcxx.h has not
+
 #if _GLIBCXX_EXTERN_TEMPLATE == 0
-#include <new>
 
 extern "C" {
 /* glibc 2.32 and newer. "Several threads" is always right: reference counts are then atomic. */
