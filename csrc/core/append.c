@@ -353,7 +353,7 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
                       .scratch = scratch,
                       .worker_bytes = worker_bytes(plan)};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
-    TQ_TRY(tq_wave_check(plan, &params->key, error));
+    TQ_TRY(tq_wave_check_channels(plan, &params->key, error));
     TQ_TRY(tq_check_steps(plan, &params->key, params->kv_heads, 1, error));
     TQ_TRY(tq_check_steps(plan, &params->value, params->kv_heads, 0, error));
     TQ_TRY(tq_wave_check_numbers(plan, &params->key, params->kv_heads, job.kernels, error));

@@ -120,7 +120,7 @@ static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, 
 tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
 {
     TQ_TRY(tq_check_attend(plan, a, error));
-    TQ_TRY(tq_wave_check(plan, &a->key, error));
+    TQ_TRY(tq_wave_check_channels(plan, &a->key, error));
     TQ_TRY(tq_check_steps(plan, &a->key, a->kv_heads, 1, error));
     TQ_TRY(tq_check_steps(plan, &a->value, a->kv_heads, 0, error));
     for (int32_t b = 0; b < a->batch; b++) TQ_TRY(check_sequence(plan, a, b, error));

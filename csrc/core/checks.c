@@ -60,6 +60,17 @@ static tq_status check_dtype(int32_t dtype, tq_error *error)
     return tq_fail(error, TQ_E_TYPE, "dtype", -1, dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
 }
 
+static tq_status check_moments(const tq_plan *plan, const tq_transform *t, tq_error *error)
+{
+    pointer turns = {"key_turns", t->turns, NULL, NULL}, moments = {"key_moments", t->moments, NULL, NULL};
+    if (plan->wave_pairs) turns.given = "given, because the plan has a wave";
+    else turns.absent = "absent, because the plan has no wave";
+    if (plan->moments) moments.given = "given, because the plan has a wave or a metric";
+    else moments.absent = "absent, because the plan has neither a wave nor a metric";
+    TQ_TRY(check_pointers(&turns, 1, error));
+    return check_pointers(&moments, 1, error);
+}
+
 tq_status tq_check_transform(const tq_plan *plan, const tq_transform *t, int is_key, tq_error *error)
 {
     static const tq_transform none;
@@ -79,7 +90,8 @@ tq_status tq_check_transform(const tq_plan *plan, const tq_transform *t, int is_
     else arrays[0].given = "given: the rows of the plan's sketch";
     if (!side->step_columns) arrays[2].absent = "absent, because the plan has neither steps nor a table";
     else if (!tq_is_plain(plan)) arrays[2].given = "given: the plan's table";
-    return check_pointers(arrays, 3, error);
+    TQ_TRY(check_pointers(arrays, 3, error));
+    return is_key ? check_moments(plan, t, error) : TQ_OK;
 }
 
 /* ---- rotate ---- */

@@ -98,7 +98,7 @@ tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pag
     static const tq_transform plain;
     if (!key) key = &plain;
     if (!value) value = &plain;
-    TQ_TRY(tq_wave_check(plan, key, error));
+    TQ_TRY(tq_wave_check_channels(plan, key, error));
     TQ_TRY(tq_check_steps(plan, key, kv_heads, 1, error));
     TQ_TRY(tq_check_steps(plan, value, kv_heads, 0, error));
     for (int32_t b = 0; b < batch; b++) {
@@ -275,7 +275,7 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
         return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->wave_pairs,
                        "one without a wave, since vectors have no position");
     TQ_TRY(tq_check_transform(plan, key, 1, error));
-    TQ_TRY(tq_wave_check(plan, key, error));
+    TQ_TRY(tq_wave_check_channels(plan, key, error));
     TQ_TRY(tq_check_steps(plan, key, 1, 1, error));
     if (n < 0) return tq_fail(error, TQ_E_VALUE, "n", -1, (double)n, "at least 0");
     if (!n || !n_queries) return TQ_OK;

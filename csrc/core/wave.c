@@ -23,21 +23,8 @@ static int32_t rank_of(const tq_plan *plan) { return plan->metric ? plan->metric
 
 /* ---- checks ---- */
 
-/** "given" or "absent" if an array is not as it should be, else NULL. */
-static const char *presence(const void *array, int wanted, const char *given, const char *absent)
+tq_status tq_wave_check_channels(const tq_plan *plan, const tq_transform *t, tq_error *error)
 {
-    if (wanted) return array ? NULL : given;
-    return array ? absent : NULL;
-}
-
-tq_status tq_wave_check(const tq_plan *plan, const tq_transform *t, tq_error *error)
-{
-    const char *turns = presence(t->turns, plan->wave_pairs, "given, because the plan has a wave",
-                                 "absent, because the plan has no wave");
-    if (turns) return tq_fail(error, TQ_E_VALUE, "key_turns", -1, t->turns != NULL, turns);
-    const char *moments = presence(t->moments, plan->moments, "given, because the plan has a wave or a metric",
-                                   "absent, because the plan has neither a wave nor a metric");
-    if (moments) return tq_fail(error, TQ_E_VALUE, "key_moments", -1, t->moments != NULL, moments);
     for (int32_t i = 0; i < 3 * plan->wave_pairs; i++)
         if (i % 3 != 2 && (t->turns[i] < 0 || t->turns[i] >= plan->head_dim))
             return tq_fail(error, TQ_E_VALUE, "key_turns", i, t->turns[i], "a channel in 0..head_dim - 1");

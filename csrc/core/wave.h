@@ -24,8 +24,8 @@ static inline uint32_t tq_phase(uint32_t increment, int64_t position)
     return (uint32_t)((uint64_t)increment * (uint64_t)position);
 }
 
-/** Checks that turns and moments of keys are there as they should be, and the channels of pairs. */
-tq_status tq_wave_check(const tq_plan *plan, const tq_transform *t, tq_error *error);
+/** Checks the channels of pairs, behind tq_check_transform. */
+tq_status tq_wave_check_channels(const tq_plan *plan, const tq_transform *t, tq_error *error);
 /** Checks the numbers of moments, before anything is stored. */
 tq_status tq_wave_check_numbers(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, const tq_kernels *kernels,
                                 tq_error *error);

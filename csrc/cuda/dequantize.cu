@@ -2,7 +2,7 @@
 //
 //   1  codes -> step * level * scale, rows of tokens in shared memory    a warp a group of channels
 //   2  R^T                                                               a warp a token, or for a matrix all of them at once
-//   3  + centre, and out                                                 a warp a token
+//   3  of keys the metric undone and the wave added; + centre, and out    a warp a token
 //
 // The operations and their order are those of the C core, so that the numbers are the same too.
 #include "cuda/baselines/blocks.cuh"
@@ -27,6 +27,8 @@ struct DequantizeArgs {
     int64_t n_pages, record_bytes;
     int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, group_channels, page_tokens, rotation, tiles;
     DequantizeSide side[2];
+    KeyMoments moments;
+    int32_t sinks;
     HadamardSigns signs;
     LevelsByCode codebooks;
 };
@@ -94,6 +96,8 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
         float *out = side.out + (((int64_t)b * a.kv_heads + h) * a.max_tokens + first + token) * a.head_dim;
         const bool stored = token < count;
         if (stored && a.rotation == TQ_ROTATION_HADAMARD) hadamard_row(row, a.head_dim, a.signs, true, lane);
+        if (stored && side_index == 0 && a.moments.any())
+            residual_to_key(a.moments, h, (int64_t)a.sinks + first + token, row, lane);
         for (int c = lane; c < a.head_dim; c += 32)
             out[c] = !stored ? 0.0f : centre ? __fadd_rn(row[c], centre[c]) : row[c];
     }
@@ -121,8 +125,8 @@ using namespace tq;
 
 tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
                              const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
-                             int32_t max_tokens, const tq_transform *key, const tq_transform *value, float *k, float *v,
-                             void *stream, tq_error *error)
+                             int32_t max_tokens, int32_t sinks, const tq_transform *key, const tq_transform *value,
+                             float *k, float *v, void *stream, tq_error *error)
 {
     TQ_CUDA_TRY(tq_check_dequantize(plan, pages, n_pages, kv_heads, block_table, batch, max_pages, lengths, max_tokens,
                                     key, value, k, v, error));
@@ -137,7 +141,8 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     if (!tq_is_plain(plan)) {
         BlockPlan blocks;
         block_plan_of(*plan, key, value, {pages, block_table, n_pages, kv_heads, max_pages}, &blocks);
-        return dequantize_blocks(*plan, blocks, batch, lengths, max_tokens, k, v, (cudaStream_t)stream, error);
+        return dequantize_blocks(*plan, blocks, key_moments_of(*plan, key), batch, lengths, max_tokens, sinks, k, v,
+                                 (cudaStream_t)stream, error);
     }
     const bool dense = plan->rotation == TQ_ROTATION_DENSE;
 
@@ -159,6 +164,8 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     args.tiles = (max_tokens - 1) / TQ_TILE + 1;
     args.side[0] = side_of(plan->key, key, k);
     args.side[1] = side_of(plan->value, value, v);
+    args.moments = key_moments_of(*plan, key);
+    args.sinks = sinks;
     args.signs = signs_of(*plan);
     args.codebooks = of_codebooks<LevelsByCode>(*plan, fill_levels_by_code);
     const size_t shared_bytes =

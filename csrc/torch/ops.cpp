@@ -116,11 +116,7 @@ const Backend cuda = {
     on_stream<tq_cuda_schedule>,
     tq_cuda_append_kernel,
     tq_cuda_attend_kernel,
-    [](void *stream, auto plan, auto pages, auto n_pages, auto kv_heads, auto table, auto batch, auto max_pages,
-       auto lengths, auto max_tokens, auto, auto... rest) { // sinks matter to a wave alone, which CUDA has not
-        return on_stream<tq_cuda_dequantize>(stream, plan, pages, n_pages, kv_heads, table, batch, max_pages, lengths,
-                                             max_tokens, rest...);
-    },
+    on_stream<tq_cuda_dequantize>,
     on_stream<tq_cuda_merge>,
 };
 #endif

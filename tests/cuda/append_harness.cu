@@ -651,7 +651,7 @@ static void check_dequantize()
                   error, "tq_dequantize");
             free(aligned);
             check(tq_cuda_dequantize(&plan, pages.device, 5, heads, table.device, batch, max_pages, counts.device,
-                                     max_tokens, &device, &device, k.device, v.or_null(), nullptr, &error),
+                                     max_tokens, 0, &device, &device, k.device, v.or_null(), nullptr, &error),
                   error, "tq_cuda_dequantize");
             check(cudaDeviceSynchronize(), name.c_str());
             if (rotation == TQ_ROTATION_DENSE) {

@@ -146,7 +146,7 @@ struct World {
                             value.decoded.data(), &error),
               error, "tq_dequantize");
         check(tq_cuda_dequantize(&plan, pages.device, n_pages, c.heads, table.device, batch, max_pages, counts.device,
-                                 packed, &key.device, &value.device, k.device, v.device, nullptr, &error),
+                                 packed, 0, &key.device, &value.device, k.device, v.device, nullptr, &error),
               error, "tq_cuda_dequantize");
         check(cudaDeviceSynchronize(), "dequantize");
         const std::pair<std::vector<float>, std::vector<float> *> sides[] = {{k.down(), &key.decoded},

@@ -118,6 +118,7 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     args->flag = flag;
     args->side[0] = side_of(plan, p, false);
     args->side[1] = side_of(plan, p, true);
+    args->moments = key_moments_of(plan, &p.key);
     args->signs = signs_of(plan);
     const Books &books = of_codebooks<Books>(plan, fill_books);
     for (int bits = 1; bits <= TQ_MAX_BITS; bits++) args->books[bits] = books.bits[bits];
@@ -156,7 +157,8 @@ Kernel choose_kernel(const tq_plan &plan, const tq_append_params &p)
     const int d = plan.head_dim;
     if (!tq_is_plain(&plan)) return Kernel::BLOCKS;
     if (p.tokens == 1 && plan.rotation != TQ_ROTATION_DENSE) return Kernel::ONE_TOKEN;
-    if (p.tokens <= FEW_TOKENS || !rows_suit_tiles(p) || !plan_suits_tiles(plan)) return Kernel::GENERAL;
+    if (p.tokens <= FEW_TOKENS || !rows_suit_tiles(p) || !plan_suits_tiles(plan) || tq_has_moments(&plan))
+        return Kernel::GENERAL;
     return tq_is_settled(&plan) ? Kernel::PREFILL : d == 80 || d == 96 ? Kernel::PREFILL_80_96 : Kernel::GENERAL;
 }
 

@@ -2,7 +2,8 @@
 // (side, sequence, KV head), one or all of them; with tiles of 16 always both of a pair, which share their words, one after the other
 // up to step 3:
 //
-//   1  rows to shared memory, centred                        a warp a token       only for dense rotations
+//   1  rows to shared memory, centred                        a warp a token       only for dense rotations, and for keys with a
+//                                                                                 wave or a metric: those are done here
 //   2  y = R x for all tokens of the tile                    a warp 32 channels of 16 tokens, only then
 //   3  row -> rotation -> codes, and the scale               a warp a token
 //   4  codes -> words, merged with the tile's other tokens   a warp a group of channels
@@ -57,22 +58,26 @@ __device__ __forceinline__ void encode_tile(const Args &a, const Work &work, con
     const AppendSide &side = a.side[work.side];
     const int begin = max(0, span.first - base), end = min(TQ_TILE, span.last - base);
     const int page_token = (int)a.page_tokens.remainder((uint32_t)base);
-    const bool dense = a.rotation == TQ_ROTATION_DENSE;
+    const bool dense = a.rotation == TQ_ROTATION_DENSE, moments = work.side == 0 && a.moments.any(),
+               ready = dense || moments; // rows stand in shared memory, centred
     float x[PER_LANE], centre[PER_LANE]; // centre: of settled rows
     const Flips<PER_LANE> flips(a.signs, lane);
     if constexpr (Args::SETTLED) {
+        const bool centred = head.centre && !ready;
 #pragma unroll
-        for (int k = 0; k < PER_LANE; k++) centre[k] = head.centre ? head.centre[lane + 32 * k] : 0.0f;
-        if (head.centre) rotate_registers(a, flips, centre, lane);
+        for (int k = 0; k < PER_LANE; k++) centre[k] = centred ? head.centre[lane + 32 * k] : 0.0f;
+        if (centred) rotate_registers(a, flips, centre, lane);
     }
 
-    if (dense) {
-        for (int i = begin + warp; i < end; i += WARPS) {
-            load_row(a, work, head, head.centre, span, base + i, x, lane);
+    for (int i = begin + warp; ready && i < end; i += WARPS) {
+        float *row = shared.rows + (i - begin) * a.head_dim;
+        load_row(a, work, head, head.centre, span, base + i, x, lane);
+        if (moments) WarpResidual<PER_LANE>(a.moments, work.h, lane).take(a.moments, base + i + a.sinks, row, x, lane);
 #pragma unroll
-            for (int k = 0; k < PER_LANE; k++)
-                if (lane + 32 * k < a.head_dim) shared.rows[(i - begin) * a.head_dim + lane + 32 * k] = x[k];
-        }
+        for (int k = 0; k < PER_LANE; k++)
+            if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
+    }
+    if (dense) {
         __syncthreads();
         multiply_rows<false>(head.matrix, a.head_dim, shared.rows, shared.y, end - begin,
                              shared.matrix + warp * MATRIX_BLOCK, warp, WARPS, lane);
@@ -80,12 +85,12 @@ __device__ __forceinline__ void encode_tile(const Args &a, const Work &work, con
     }
     for (int i = begin + warp; i < end; i += WARPS) {
         float *row = (dense ? shared.y : shared.rows) + (i - begin) * a.head_dim;
-        if (!dense) load_row(a, work, head, Args::SETTLED ? nullptr : head.centre, span, base + i, x, lane);
-        if constexpr (Args::SETTLED) rotate_settled(a, flips, x, centre, lane);
-        else if (a.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, x, row, lane);
-        if (dense)
+        if (!ready) load_row(a, work, head, Args::SETTLED ? nullptr : head.centre, span, base + i, x, lane);
+        else
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
+        if constexpr (Args::SETTLED) rotate_settled(a, flips, x, centre, lane);
+        else if (a.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, x, row, lane);
         const __half scale = encode_warp(a, side, head.steps, books, x, codes + i * shared.stride, lane);
         if (record && lane == 0) *scale_at(side, record, page_token + i) = scale;
     }

@@ -146,6 +146,12 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     uint32_t fresh_bits[PER_LANE], old_bits[PER_LANE];
     float x[PER_LANE], centre[PER_LANE];
     load_bits(a, head.fresh, fresh_bits, lane);
+    bool moments = false; // whether the row becomes a residual
+    WarpResidual<PER_LANE> residual;
+    if constexpr (IS_KEY && Args::MOMENTS) {
+        moments = a.moments.any();
+        if (Args::USUAL && moments) residual = WarpResidual<PER_LANE>(a.moments, work.h, lane); // early
+    }
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++)
         centre[k] = head.centre && lane + 32 * k < a.head_dim ? head.centre[lane + 32 * k] : 0.0f;
@@ -164,16 +170,25 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     if (to_sinks || to_ring) store_bits(a, slot, fresh_bits, lane);
     if (!record) return;
     if constexpr (Args::SETTLED) // while the old row is on its way
-        if (head.centre) rotate_registers(a, flips, centre, lane);
+        if (head.centre && !moments) rotate_registers(a, flips, centre, lane);
     if (to_ring) {
         numbers_of_bits(a, old_bits, x);
         if (mend_numbers(a, x, old_bits) && lane == 0) report_bad(a.flag, work, span.first + a.sinks);
+    }
+    if (moments) {
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) {
+            x[k] = __fsub_rn(x[k], centre[k]);
+            centre[k] = 0.0f;
+        }
+        if constexpr (!Args::USUAL) residual = WarpResidual<PER_LANE>(a.moments, work.h, lane); // with fewer registers
+        residual.take(a.moments, span.first + a.sinks, row, x, lane);
     }
     __half scale;
     if constexpr (Args::SETTLED) {
         rotate_settled(a, flips, x, centre, lane);
     } else {
-        if (head.centre)
+        if (head.centre && !moments)
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++) x[k] = __fsub_rn(x[k], centre[k]);
         if (a.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, x, row, lane);
@@ -199,22 +214,24 @@ __global__ void __launch_bounds__(32) append_one_token(const __grid_constant__ A
 }
 
 template <int PER_LANE, bool IS_KEY, class Args>
-__device__ __forceinline__ void append_usual_one(const Args &a, const Work &work, uint8_t *codes)
+__device__ __forceinline__ void append_usual_one(const Args &a, const Work &work, float *row, uint8_t *codes)
 {
     switch (a.side[!IS_KEY].one_width) {
-    case 2: return append_one<PER_LANE, false, IS_KEY, 2>(a, work, nullptr, codes, threadIdx.x % 32);
-    case 3: return append_one<PER_LANE, false, IS_KEY, 3>(a, work, nullptr, codes, threadIdx.x % 32);
-    case 4: return append_one<PER_LANE, false, IS_KEY, 4>(a, work, nullptr, codes, threadIdx.x % 32);
+    case 2: return append_one<PER_LANE, false, IS_KEY, 2>(a, work, row, codes, threadIdx.x % 32);
+    case 3: return append_one<PER_LANE, false, IS_KEY, 3>(a, work, row, codes, threadIdx.x % 32);
+    case 4: return append_one<PER_LANE, false, IS_KEY, 4>(a, work, row, codes, threadIdx.x % 32);
     }
 }
 
-template <int PER_LANE, int DTYPE>
-__global__ void __launch_bounds__(32) append_one_token_usual(const __grid_constant__ UsualArgs<PER_LANE, DTYPE> a)
+template <int PER_LANE, int DTYPE, bool MOMENTS>
+__global__ void __launch_bounds__(32)
+    append_one_token_usual(const __grid_constant__ UsualArgs<PER_LANE, DTYPE, MOMENTS> a)
 {
+    __shared__ float row[MOMENTS ? 32 * PER_LANE : 1];
     __shared__ __align__(4) uint8_t codes[32 * PER_LANE];
     const Work work = work_of(a, blockIdx.x);
-    if (work.side == 0) append_usual_one<PER_LANE, true>(a, work, codes);
-    else append_usual_one<PER_LANE, false>(a, work, codes);
+    if (work.side == 0) append_usual_one<PER_LANE, true>(a, work, row, codes);
+    else append_usual_one<PER_LANE, false>(a, work, row, codes);
 }
 
 int64_t warps_of(const AppendArgs &args) { return (int64_t)args.sides * args.batch * args.kv_heads; }
@@ -229,8 +246,11 @@ bool is_usual(const AppendArgs &args)
 
 template <int PER_LANE, int DTYPE> tq_status launch_usual(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
-    return launch(append_one_token_usual<PER_LANE, DTYPE>, warps_of(args), 32, 0, stream, error,
-                  UsualArgs<PER_LANE, DTYPE>{{args}});
+    if (args.moments.any())
+        return launch(append_one_token_usual<PER_LANE, DTYPE, true>, warps_of(args), 32, 0, stream, error,
+                      UsualArgs<PER_LANE, DTYPE, true>{{args}});
+    return launch(append_one_token_usual<PER_LANE, DTYPE, false>, warps_of(args), 32, 0, stream, error,
+                  UsualArgs<PER_LANE, DTYPE, false>{{args}});
 }
 
 template <int PER_LANE> tq_status launch_usual_of(const AppendArgs &args, cudaStream_t stream, tq_error *error)

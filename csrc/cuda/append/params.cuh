@@ -15,6 +15,7 @@
 #ifndef TQ_CUDA_APPEND_PARAMS_CUH
 #define TQ_CUDA_APPEND_PARAMS_CUH
 #include "cuda/device/launch.cuh"
+#include "cuda/device/wave.cuh"
 #include "cuda/tile/quantize.cuh"
 
 namespace tq
@@ -42,6 +43,7 @@ struct AppendSide {
 /** Everything a block knows when it starts; in constant memory. */
 struct AppendArgs {
     static constexpr bool USUAL = false, SETTLED = false; // or SettledArgs, UsualArgs
+    static constexpr bool MOMENTS = true;                 // whether there may be some
     int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;
     int32_t head_dim, groups, rotation, scale, sides; // sides: 1 without values
     int32_t capacity;                                 // the largest length
@@ -53,6 +55,7 @@ struct AppendArgs {
     uint8_t *pages;
     int64_t *flag;
     AppendSide side[2]; // keys, values
+    KeyMoments moments;
     HadamardSigns signs;
     Book books[TQ_MAX_BITS + 1];
 };
@@ -64,8 +67,8 @@ struct SettledArgs : AppendArgs {
 
 /** What is usual at one token a sequence, known to the compiler: what it hides has the same value in AppendArgs. Besides, all
  *  groups of a side have one width of 2 to 4 bits. */
-template <int PER_LANE, int DTYPE> struct UsualArgs : SettledArgs {
-    static constexpr bool USUAL = true;
+template <int PER_LANE, int DTYPE, bool MOMENTS_> struct UsualArgs : SettledArgs {
+    static constexpr bool USUAL = true, MOMENTS = MOMENTS_;
     static constexpr int32_t head_dim = 32 * PER_LANE, groups = PER_LANE, dtype = DTYPE,
                              rotation = TQ_ROTATION_HADAMARD, scale = TQ_SCALE_EDEN;
     static constexpr int64_t row_bytes = 2 * head_dim;

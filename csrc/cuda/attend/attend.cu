@@ -175,6 +175,7 @@ tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *pa
 {
     TQ_CUDA_TRY(tq_check_attend(plan, params, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
+    TQ_CUDA_TRY(check_without_moments(*plan, error));
     TQ_CUDA_TRY(check_alignment(params, error));
     if (!call_) return fail(error, TQ_E_VALUE, "call", -1, 0, "a pointer, not NULL");
     if (!workspace_bytes) return fail(error, TQ_E_VALUE, "workspace_bytes", -1, 0, "a pointer, not NULL");
@@ -214,6 +215,7 @@ tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *par
     Launch l;
     TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
+    TQ_CUDA_TRY(check_without_moments(*plan, error));
     if (!name) return fail(error, TQ_E_VALUE, "name", -1, 0, "a pointer, not NULL");
     snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s", tq_is_plain(plan) ? "" : "attend_blocks");
     if (!tq_is_plain(plan)) return TQ_OK;

@@ -58,16 +58,27 @@ struct Tile {
     int base, begin, end, page_token;
 };
 
+/** Row of packed index `index`, mended, centred, and of keys with a wave or a metric what those make of it. row: [head_dim] in shared
+ *  memory, for this warp alone. */
+__device__ __forceinline__ void load_centred(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
+                                             int index, float *row, LaneNumbers &x, int lane)
+{
+    load_row(a, work, head, head.centre, span, index, x, lane);
+    if (work.side == 0 && a.moments.any())
+        WarpResidual<BLOCK_GROUPS>(a.moments, work.h, lane).take(a.moments, index + a.sinks, row, x, lane);
+}
+
 /** Steps 1 and 2. */
 __device__ __forceinline__ void rotate_tile(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
                                             const Tile &tile, const Shared &shared, int warp, int lane)
 {
     LaneNumbers x;
     for (int i = tile.begin + warp; i < tile.end; i += WARPS) {
-        load_row(a, work, head, head.centre, span, tile.base + i, x, lane);
+        float *row = shared.rows + (i - tile.begin) * a.head_dim;
+        load_centred(a, work, head, span, tile.base + i, row, x, lane);
 #pragma unroll
         for (int k = 0; k < BLOCK_GROUPS; k++)
-            if (lane + 32 * k < a.head_dim) shared.rows[(i - tile.begin) * a.head_dim + lane + 32 * k] = x[k];
+            if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
     }
     __syncthreads();
     multiply_rows<false>(head.matrix, a.head_dim, shared.rows, shared.y, tile.end - tile.begin, shared.matrix, warp,
@@ -87,8 +98,9 @@ __device__ __forceinline__ void encode_token(const AppendBlocksArgs &args, const
 #pragma unroll
         for (int k = 0; k < BLOCK_GROUPS; k++) z[k] = lane + 32 * k < a.head_dim ? y[lane + 32 * k] : 0.0f;
     } else {
-        load_row(a, work, head, head.centre, span, tile.base + i, z, lane);
-        if (side.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, z, shared.rows + (i - tile.begin) * a.head_dim, lane);
+        float *row = shared.rows + (i - tile.begin) * a.head_dim;
+        load_centred(a, work, head, span, tile.base + i, row, z, lane);
+        if (side.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, z, row, lane);
     }
     const float *table = side.levels == TQ_LEVELS_TABLE ? table_of(side, work.h) : nullptr;
     __half *numbers = tile.record ? scale_at(a.side[work.side], tile.record, tile.page_token + i) : nullptr;

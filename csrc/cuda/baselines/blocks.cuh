@@ -9,6 +9,7 @@
 #ifndef TQ_CUDA_BASELINES_BLOCKS_CUH
 #define TQ_CUDA_BASELINES_BLOCKS_CUH
 #include "cuda/device/launch.cuh"
+#include "cuda/device/wave.cuh"
 #include "cuda/tile/matrix.cuh"
 #include "cuda/tile/pack.cuh"
 
@@ -93,8 +94,9 @@ inline void block_plan_of(const tq_plan &plan, const tq_transform *key, const tq
 tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
 tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
                         cudaStream_t stream, tq_error *error);
-tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &args, int32_t batch, const int32_t *lengths,
-                            int32_t max_tokens, float *k, float *v, cudaStream_t stream, tq_error *error);
+tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &args, const KeyMoments &moments, int32_t batch,
+                            const int32_t *lengths, int32_t max_tokens, int32_t sinks, float *k, float *v,
+                            cudaStream_t stream, tq_error *error);
 
 // ---- what comes with each call ----
 
@@ -288,7 +290,7 @@ __device__ __forceinline__ void project_rows(const BlockPlan &plan, const BlockS
 
 /** The transpose: R^T (channels + S^T signs) of rows, which are lost. Where it finds row i: result + i * stride. */
 struct RestoredRows {
-    const float *result;
+    float *result;
     int stride;
 };
 

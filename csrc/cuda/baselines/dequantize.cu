@@ -1,5 +1,5 @@
 // tq_cuda_dequantize for plans that are not plain. A block half a token tile of one (side, sequence, KV head): decoded to rows in shared
-// memory, restored, centred, written.
+// memory, restored, of keys the metric undone and the wave added, centred, written.
 #include "cuda/baselines/blocks.cuh"
 
 namespace tq
@@ -11,9 +11,10 @@ constexpr int WARPS = 4, TOKENS = MATRIX_TOKENS;
 
 struct DequantizeBlocksArgs {
     BlockPlan plan;
+    KeyMoments moments;
     const int32_t *lengths;
-    int32_t batch, max_tokens, parts; // parts: of a sequence, TOKENS tokens each
-    float *out[2];                    // [batch, kv_heads, max_tokens, head_dim]
+    int32_t batch, max_tokens, sinks, parts; // parts: of a sequence, TOKENS tokens each
+    float *out[2];                           // [batch, kv_heads, max_tokens, head_dim]
 };
 static_assert(sizeof(DequantizeBlocksArgs) <= 4096, "kernel parameters");
 
@@ -41,6 +42,12 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
         restored = restore_rows(
             plan, side, h, BlockRows(plan, rows + first % TQ_TILE * stride, stride, stored, rows + TQ_TILE * stride));
     }
+    if (!is_value && a.moments.any()) {
+        for (int i = threadIdx.x / 32; i < stored; i += WARPS)
+            residual_to_key(a.moments, h, (int64_t)a.sinks + first + i, restored.result + i * restored.stride,
+                            threadIdx.x % 32);
+        __syncthreads();
+    }
     const float *centre = centre_of(side, d, b, h);
     float *out = a.out[is_value] + (((int64_t)b * heads + h) * a.max_tokens + first) * d;
     for (int i = threadIdx.x; i < wanted * d; i += blockDim.x) {
@@ -51,10 +58,12 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
 
 } // namespace
 
-tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, int32_t batch, const int32_t *lengths,
-                            int32_t max_tokens, float *k, float *v, cudaStream_t stream, tq_error *error)
+tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, const KeyMoments &moments, int32_t batch,
+                            const int32_t *lengths, int32_t max_tokens, int32_t sinks, float *k, float *v,
+                            cudaStream_t stream, tq_error *error)
 {
-    DequantizeBlocksArgs args = {blocks, lengths, batch, max_tokens, (max_tokens - 1) / TOKENS + 1, {k, v}};
+    const int32_t parts = (max_tokens - 1) / TOKENS + 1;
+    DequantizeBlocksArgs args = {blocks, moments, lengths, batch, max_tokens, sinks, parts, {k, v}};
     size_t shared_bytes = 0;
     for (const tq_side *side : {&plan.key, &plan.value}) {
         const size_t rows = sizeof(float) * (LEVEL_TABLE + TQ_TILE * ((size_t)TQ_TILE * side->tiles + 16)),

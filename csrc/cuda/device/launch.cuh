@@ -15,10 +15,15 @@ inline tq_status check_plan(const tq_plan &plan, tq_error *error)
 {
     if (plan.head_dim > TQ_MAX_HEAD_DIM)
         return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim, "at most 256 on CUDA");
-    if (tq_has_moments(&plan))
-        return fail(error, TQ_E_UNSUPPORTED, "plan", -1, plan.wave_pairs,
-                    "one without a wave and a metric on CUDA, which has no kernels for them yet");
     return TQ_OK;
+}
+
+/** Of attention, which has no kernels for a wave and a metric yet. */
+inline tq_status check_without_moments(const tq_plan &plan, tq_error *error)
+{
+    if (!tq_has_moments(&plan)) return TQ_OK;
+    return fail(error, TQ_E_UNSUPPORTED, "plan", -1, plan.wave_pairs,
+                "one without a wave and a metric: attention on CUDA has no kernels for them yet");
 }
 
 // ---- launching ----

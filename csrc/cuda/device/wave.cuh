@@ -1,0 +1,260 @@
+// The wave and the metric of keys (turboquant.h, "Keys of a plan with a wave or a metric") on the device: core/wave.h has the CPU's way.
+//
+// Sums over pairs add up one after the other where pairs share channels, and are free to choose their order otherwise. Channels of pairs
+// may be anything in device memory: they are held inside head_dim.
+#ifndef TQ_CUDA_DEVICE_WAVE_CUH
+#define TQ_CUDA_DEVICE_WAVE_CUH
+#include "core/plan_kind.h"
+#include "cuda/device/device.cuh"
+
+namespace tq
+{
+
+/** A phase in units of 2^-32 turns. */
+__host__ __device__ __forceinline__ uint32_t phase_of(uint32_t increment, int64_t position)
+{
+    return increment * (uint32_t)position; // modulo 2^32: higher bits of the position do not matter
+}
+
+/** Cosine (x) and sine (y) of a phase, within 1e-7: bit for bit those of tq_turn in core/wave.h. */
+__device__ __forceinline__ float2 turn(uint32_t phase)
+{
+    const uint32_t quarter = (phase + 0x20000000u) >> 30;                                 // the nearest quarter turn
+    const float x = __fmul_rn((float)(int32_t)(phase - (quarter << 30)), 1.46291808e-9f), // 2 pi / 2^32
+        z = __fmul_rn(x, x);
+    float s = __fadd_rn(__fmul_rn(-1.9515295891e-4f, z), 8.3321608736e-3f); // Cephes' sinf and cosf
+    s = __fadd_rn(__fmul_rn(s, z), -1.6666654611e-1f);
+    s = __fadd_rn(__fmul_rn(__fmul_rn(s, z), x), x);
+    float c = __fadd_rn(__fmul_rn(2.443315711809948e-5f, z), -1.388731625493765e-3f);
+    c = __fadd_rn(__fmul_rn(c, z), 4.166664568298827e-2f);
+    c = __fadd_rn(__fsub_rn(__fmul_rn(__fmul_rn(c, z), z), __fmul_rn(0.5f, z)), 1.0f);
+    const float along = quarter & 1 ? s : c, across = quarter & 1 ? c : s;
+    return make_float2((quarter + 1) & 2 ? -along : along, quarter & 2 ? -across : across);
+}
+
+/** Amplitudes (a, b) of a pair turned by a phase: what is in its first and in its second channel. */
+__device__ __forceinline__ float2 turned(float2 amplitude, float2 turn)
+{
+    return make_float2(amplitude.x * turn.x - amplitude.y * turn.y, amplitude.x * turn.y + amplitude.y * turn.x);
+}
+
+/** Of one head, in device memory. */
+struct HeadMoments {
+    const float *wave;                         // [pairs][2]: a and b
+    const float *scale, *directions, *stretch; // [head_dim], [rank][head_dim], [4]; of no use without a metric
+};
+
+/** A pair of channels and how far it turns in one position. */
+struct Pair {
+    int first, second;
+    uint32_t increment;
+};
+
+/** tq_transform.turns and .moments of a plan's keys, for kernels; all zero without a wave and a metric. */
+struct KeyMoments {
+    const int32_t *turns;
+    const float *numbers;
+    int32_t pairs, metric, stride, head_dim; // metric: of the plan, 1 + its rank or 0; stride: numbers of a head
+
+    __host__ __device__ __forceinline__ bool any() const { return pairs || metric; }
+    __device__ __forceinline__ int rank() const { return metric ? metric - 1 : 0; }
+
+    __device__ __forceinline__ HeadMoments of_head(int h) const
+    {
+        const float *wave = numbers + (int64_t)h * stride, *scale = wave + 2 * pairs;
+        return {wave, scale, scale + head_dim, scale + (int64_t)metric * head_dim};
+    }
+    __device__ __forceinline__ Pair pair(int i) const
+    {
+        const uint32_t last = (uint32_t)head_dim - 1;
+        return {(int)min((uint32_t)turns[3 * i], last), (int)min((uint32_t)turns[3 * i + 1], last),
+                (uint32_t)turns[3 * i + 2]};
+    }
+};
+
+/** key: NULL counts as one without. */
+inline KeyMoments key_moments_of(const tq_plan &plan, const tq_transform *key)
+{
+    if (!tq_has_moments(&plan) || !key) return {};
+    return {key->turns, key->moments, plan.wave_pairs, plan.metric, plan.moments, plan.head_dim};
+}
+
+// ---- a row in the registers of a warp: lane l has channels l, l + 32, .. ----
+
+/** The pairs of a head, i, i + 32, .. in lane i, for as many channels as PER_LANE says. Loaded once for many positions. */
+template <int PER_LANE> struct WarpWave {
+    static constexpr int PAIRS = (PER_LANE + 1) / 2;
+    Pair pair[PAIRS];
+    float2 amplitude[PAIRS]; // (0, 0): no pair
+
+    WarpWave() = default;
+    __device__ __forceinline__ WarpWave(const KeyMoments &m, int h, int lane)
+    {
+        const float *wave = m.of_head(h).wave;
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++) {
+            const int i = lane + 32 * k;
+            pair[k] = i < m.pairs ? m.pair(i) : Pair{0, 0, 0};
+            amplitude[k] = i < m.pairs ? make_float2(wave[2 * i], wave[2 * i + 1]) : make_float2(0.0f, 0.0f);
+        }
+    }
+
+    __device__ __forceinline__ bool turns(int k) const { return amplitude[k].x != 0.0f || amplitude[k].y != 0.0f; }
+
+    /** Whether no two of the pairs that turn share a channel; for every lane. row: [head_dim] in shared memory, for this warp alone. */
+    __device__ __forceinline__ bool are_apart(float *row) const
+    {
+        int *owner = reinterpret_cast<int *>(row);
+        const int lane = threadIdx.x % 32;
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++)
+            if (turns(k)) owner[pair[k].first] = owner[pair[k].second] = lane + 32 * k;
+        __syncwarp();
+        bool apart = true;
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++)
+            if (turns(k))
+                apart = apart && pair[k].first != pair[k].second && owner[pair[k].first] == lane + 32 * k &&
+                        owner[pair[k].second] == lane + 32 * k;
+        return __all_sync(ALL_LANES, apart);
+    }
+
+    /** The wave at a position, [head_dim], to row. apart: are_apart. */
+    __device__ __forceinline__ void put(float *row, int head_dim, int64_t position, bool apart) const
+    {
+        const int lane = threadIdx.x % 32;
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++)
+            if (lane + 32 * k < head_dim) row[lane + 32 * k] = 0.0f;
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++) {
+            const float2 c = turned(amplitude[k], turn(phase_of(pair[k].increment, position)));
+            if (apart) {
+                if (turns(k)) row[pair[k].first] = c.x, row[pair[k].second] = c.y;
+                continue;
+            }
+#pragma unroll 1
+            for (int i = 0; i < 32; i++) { // pairs in their order, one after the other
+                if (i == lane && turns(k)) row[pair[k].first] += c.x;
+                if (i == lane && turns(k)) row[pair[k].second] += c.y;
+                __syncwarp();
+            }
+        }
+        __syncwarp();
+    }
+};
+
+/** The metric of a head: numbers of a lane's channels, 0 where there are none. */
+template <int PER_LANE> struct WarpMetric {
+    float scale[PER_LANE], direction[TQ_MAX_METRIC_RANK][PER_LANE], stretch[TQ_MAX_METRIC_RANK];
+
+    WarpMetric() = default;
+    __device__ __forceinline__ WarpMetric(const KeyMoments &m, int h, int lane)
+    {
+        const HeadMoments head = m.of_head(h);
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) {
+            const int channel = lane + 32 * k;
+            scale[k] = channel < m.head_dim && m.metric ? head.scale[channel] : 0.0f;
+#pragma unroll
+            for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
+                direction[r][k] =
+                    channel < m.head_dim && r < m.rank() ? head.directions[r * m.head_dim + channel] : 0.0f;
+        }
+#pragma unroll
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) stretch[r] = m.metric ? head.stretch[r] : 0.0f;
+    }
+
+    /** x += W diag(factors) W^T x. */
+    __device__ __forceinline__ void stretch_by(const float (&factors)[TQ_MAX_METRIC_RANK], float (&x)[PER_LANE]) const
+    {
+        float along[TQ_MAX_METRIC_RANK];
+#pragma unroll
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) {
+            along[r] = direction[r][0] * x[0];
+#pragma unroll
+            for (int k = 1; k < PER_LANE; k++) along[r] = fmaf(direction[r][k], x[k], along[r]);
+        }
+#pragma unroll
+        for (int h = 16; h; h /= 2)
+#pragma unroll
+            for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) along[r] += __shfl_xor_sync(ALL_LANES, along[r], h);
+#pragma unroll
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) x[k] = fmaf(factors[r] * along[r], direction[r][k], x[k]);
+    }
+
+    /** x = A x: a key less its centre to what is rotated. */
+    __device__ __forceinline__ void apply(float (&x)[PER_LANE]) const
+    {
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) x[k] *= scale[k];
+        stretch_by(stretch, x);
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) x[k] *= scale[k];
+    }
+
+    /** x = A^-1 x: a query to what meets codes, and what codes say to a key less its centre. */
+    __device__ __forceinline__ void apply_inverse(float (&x)[PER_LANE]) const
+    {
+        float factors[TQ_MAX_METRIC_RANK];
+#pragma unroll
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) factors[r] = __fdiv_rn(1.0f, 1.0f + stretch[r]) - 1.0f;
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) x[k] = scale[k] > 0.0f ? __fdiv_rn(x[k], scale[k]) : 0.0f;
+        stretch_by(factors, x);
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) x[k] = scale[k] > 0.0f ? __fdiv_rn(x[k], scale[k]) : 0.0f;
+    }
+};
+
+/** What keys of a head become: loaded once, long before it is needed, for one position or many. */
+template <int PER_LANE> struct WarpResidual {
+    WarpWave<PER_LANE> wave;
+    WarpMetric<PER_LANE> metric;
+
+    WarpResidual() = default;
+    /** Of a plan with a wave or a metric. */
+    __device__ __forceinline__ WarpResidual(const KeyMoments &m, int h, int lane) : wave(m, h, lane), metric(m, h, lane)
+    {
+    }
+
+    /** x, a key less the constant part of its centre, to A (k - c_p). row: [head_dim] in shared memory, for this warp alone. */
+    __device__ __forceinline__ void take(const KeyMoments &m, int64_t position, float *row, float (&x)[PER_LANE],
+                                         int lane) const
+    {
+        if (m.pairs) {
+            wave.put(row, m.head_dim, position, wave.are_apart(row));
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++)
+                if (lane + 32 * k < m.head_dim) x[k] -= row[lane + 32 * k];
+            __syncwarp();
+        }
+        if (m.metric) metric.apply(x);
+    }
+};
+
+/** A decoded row in shared memory to the key that it stands for, but for the constant part of its centre. By one warp. */
+__device__ __forceinline__ void residual_to_key(const KeyMoments &m, int h, int64_t position, float *row, int lane)
+{
+    constexpr int PER_LANE = TQ_MAX_HEAD_DIM / 32;
+    float x[PER_LANE];
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < m.head_dim ? row[lane + 32 * k] : 0.0f;
+    if (m.metric) WarpMetric<PER_LANE>(m, h, lane).apply_inverse(x);
+    if (m.pairs) {
+        const WarpWave<PER_LANE> wave(m, h, lane);
+        wave.put(row, m.head_dim, position, wave.are_apart(row));
+    }
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++)
+        if (lane + 32 * k < m.head_dim) row[lane + 32 * k] = m.pairs ? x[k] + row[lane + 32 * k] : x[k];
+    __syncwarp();
+}
+
+} // namespace tq
+#endif
