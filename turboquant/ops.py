@@ -219,6 +219,7 @@ def pack(
         "key_moments": key_moments,
     }
     _check_options("pack", v=v, max_tokens=max_tokens, **given)
+    _check_moments(plan, k, v, given)
     batch, kv_heads, tokens, _ = k.shape
     n_pages = -(-max(tokens, max_tokens) // plan.page_tokens)
     packed = PackedKV(
@@ -231,6 +232,16 @@ def pack(
     )
     _append(packed.plan.words, k, v, packed.lengths, packed.pages, packed.block_table, **packed.transforms)
     return packed
+
+
+def _check_moments(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[str, Tensor | None]) -> None:
+    """Numbers of a wave and a metric, once: on CUDA no operator waits for the device to look at them."""
+    moments = transforms["key_moments"]
+    if moments is None or not moments.is_cuda:
+        return
+    none = torch.empty((0, k.shape[1], 1, k.shape[3]))
+    held = {name: x.cpu() for name, x in transforms.items() if x is not None and not name.endswith("centre")}
+    _quantize(plan.words, none, None if v is None else none, **held)
 
 
 def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None = None) -> None:

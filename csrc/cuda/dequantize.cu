@@ -96,8 +96,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
         float *out = side.out + (((int64_t)b * a.kv_heads + h) * a.max_tokens + first + token) * a.head_dim;
         const bool stored = token < count;
         if (stored && a.rotation == TQ_ROTATION_HADAMARD) hadamard_row(row, a.head_dim, a.signs, true, lane);
-        if (stored && side_index == 0 && a.moments.any())
-            residual_to_key(a.moments, h, (int64_t)a.sinks + first + token, row, lane);
+        if (stored && side_index == 0 && a.moments.any()) residual_to_key(a.moments, h, a.sinks + first + token, row);
         for (int c = lane; c < a.head_dim; c += 32)
             out[c] = !stored ? 0.0f : centre ? __fadd_rn(row[c], centre[c]) : row[c];
     }
@@ -131,6 +130,8 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     TQ_CUDA_TRY(tq_check_dequantize(plan, pages, n_pages, kv_heads, block_table, batch, max_pages, lengths, max_tokens,
                                     key, value, k, v, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
+    if (sinks < 0 || sinks > INT32_MAX / 2)
+        return fail(error, TQ_E_VALUE, "sinks", -1, sinks, "in 0..2^30 - 1: positions are 32-bit");
     if (!batch || !kv_heads || !max_tokens) return TQ_OK;
     if (!n_pages) {
         const size_t bytes = sizeof(float) * plan->head_dim * (size_t)max_tokens * kv_heads * batch;

@@ -293,8 +293,9 @@ typedef struct {
  * and a packed key is decoded to A^-1 R^T(s step level) + c_p. Scores are those of decoded keys: queries become A^-1 q, and
  * <q, c_p> is added. p is the number of tokens of the sequence before this one, its sinks included: packed index j of a cache has
  * position sinks + j. It and the arrays must be the same in every call that meets the token. Codes are the same on every
- * instruction set; another backend may differ where a number lies within a few ulp of a threshold. Amplitudes of norm 1,000 cost
- * at most 2e-3 of a logit for queries of softmax_scale * |q| = 1. */
+ * instruction set. On CUDA a code may be that of a number a little away from the CPU's: by a few ulp of k and c_p, and where many tokens
+ * are appended at once by some 2^-12 rms(y), since products there keep 11 bits of y. Amplitudes of norm 1,000 cost at most 2e-3 of a
+ * logit for queries of softmax_scale * |q| = 1. */
 
 /** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none). The
  *  keys' rotation where values have another, and no sketch below it.

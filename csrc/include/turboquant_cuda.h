@@ -7,8 +7,8 @@
  *     synchronisation, no allocation, no read of device memory by the host. It can be captured in a CUDA graph, and a replay sees
  *     whatever lengths, starts, block_table and other contents the arrays hold then.
  *   - The host cannot see the arrays, so what turboquant.h reports as an error of their contents is made harmless instead: a length
- *     is clamped to 0..capacity, a start to 0..length, and a page index outside 0..n_pages-1 reads page 0 (attend, dequantize) or
- *     drops the write (append). No contents can make a kernel read outside the named arrays or write outside its outputs.
+ *     is clamped to 0..capacity, a start to 0..length, channels of pairs to 0..head_dim-1, and a page index outside 0..n_pages-1 reads
+ *     page 0 (attend, dequantize) or drops the write (append). No contents can make a kernel read outside the named arrays or write outside its outputs.
  *   - Results are the same from run to run on one device; they do not depend on other streams.
  *   - Errors: TQ_E_VALUE and TQ_E_TYPE for what the host can see, as in turboquant.h; TQ_E_UNSUPPORTED for a device below compute
  *     capability 8.0 or for a TURBOQUANT_CUDA_PATH the device cannot run; TQ_E_CUDA when the runtime fails (`got` is its
@@ -80,7 +80,7 @@ TQ_API tq_status tq_cuda_schedule_rows(int32_t batch, int64_t *rows, tq_error *e
 TQ_API tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,
                                   void *stream, tq_error *error);
 
-/** tq_append on the device; bytes of the pages as on the host.
+/** tq_append on the device; bytes of the pages as on the host, but for "ROUNDING" and keys with a wave or a metric in turboquant.h.
  *  flag   int64 on the device, or NULL. When a number of k or v is not finite or exceeds TQ_MAX_INPUT and *flag is 0, it becomes
  *         1 + position + (sequence << 32) + (1 << 62 if it is in v); it is sticky: only the caller sets it back to 0.
  *         A number that is not finite is stored as 0, a larger one as +-TQ_MAX_INPUT: other tokens and channels never notice. */

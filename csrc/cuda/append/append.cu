@@ -157,9 +157,9 @@ Kernel choose_kernel(const tq_plan &plan, const tq_append_params &p)
     const int d = plan.head_dim;
     if (!tq_is_plain(&plan)) return Kernel::BLOCKS;
     if (p.tokens == 1 && plan.rotation != TQ_ROTATION_DENSE) return Kernel::ONE_TOKEN;
-    if (p.tokens <= FEW_TOKENS || !rows_suit_tiles(p) || !plan_suits_tiles(plan) || tq_has_moments(&plan))
-        return Kernel::GENERAL;
-    return tq_is_settled(&plan) ? Kernel::PREFILL : d == 80 || d == 96 ? Kernel::PREFILL_80_96 : Kernel::GENERAL;
+    if (p.tokens <= FEW_TOKENS || !rows_suit_tiles(p) || !plan_suits_tiles(plan)) return Kernel::GENERAL;
+    if (tq_is_settled(&plan)) return Kernel::PREFILL;
+    return (d == 80 || d == 96) && !tq_has_moments(&plan) ? Kernel::PREFILL_80_96 : Kernel::GENERAL;
 }
 
 } // namespace

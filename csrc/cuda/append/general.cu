@@ -58,7 +58,7 @@ __device__ __forceinline__ void encode_tile(const Args &a, const Work &work, con
     const AppendSide &side = a.side[work.side];
     const int begin = max(0, span.first - base), end = min(TQ_TILE, span.last - base);
     const int page_token = (int)a.page_tokens.remainder((uint32_t)base);
-    const bool dense = a.rotation == TQ_ROTATION_DENSE, moments = work.side == 0 && a.moments.any(),
+    const bool dense = a.rotation == TQ_ROTATION_DENSE, moments = has_moments(a, work),
                ready = dense || moments; // rows stand in shared memory, centred
     float x[PER_LANE], centre[PER_LANE]; // centre: of settled rows
     const Flips<PER_LANE> flips(a.signs, lane);
@@ -72,10 +72,10 @@ __device__ __forceinline__ void encode_tile(const Args &a, const Work &work, con
     for (int i = begin + warp; ready && i < end; i += WARPS) {
         float *row = shared.rows + (i - begin) * a.head_dim;
         load_row(a, work, head, head.centre, span, base + i, x, lane);
-        if (moments) WarpResidual<PER_LANE>(a.moments, work.h, lane).take(a.moments, base + i + a.sinks, row, x, lane);
 #pragma unroll
         for (int k = 0; k < PER_LANE; k++)
             if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
+        if (moments) key_to_residual(a.moments, work.h, base + i + a.sinks, row);
     }
     if (dense) {
         __syncthreads();

@@ -146,12 +146,9 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     uint32_t fresh_bits[PER_LANE], old_bits[PER_LANE];
     float x[PER_LANE], centre[PER_LANE];
     load_bits(a, head.fresh, fresh_bits, lane);
-    bool moments = false; // whether the row becomes a residual
-    WarpResidual<PER_LANE> residual;
-    if constexpr (IS_KEY && Args::MOMENTS) {
-        moments = a.moments.any();
-        if (Args::USUAL && moments) residual = WarpResidual<PER_LANE>(a.moments, work.h, lane); // early
-    }
+    const bool moments = Args::MOMENTS && IS_KEY && has_moments(a, work);
+    [[maybe_unused]] WarpResidual<PER_LANE> residual; // loaded early where registers do not matter
+    if constexpr (Args::USUAL && Args::MOMENTS && IS_KEY) residual = WarpResidual<PER_LANE>(a.moments, work.h, lane);
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++)
         centre[k] = head.centre && lane + 32 * k < a.head_dim ? head.centre[lane + 32 * k] : 0.0f;
@@ -181,8 +178,16 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
             x[k] = __fsub_rn(x[k], centre[k]);
             centre[k] = 0.0f;
         }
-        if constexpr (!Args::USUAL) residual = WarpResidual<PER_LANE>(a.moments, work.h, lane); // with fewer registers
-        residual.take(a.moments, span.first + a.sinks, row, x, lane);
+        if constexpr (Args::USUAL && Args::MOMENTS && IS_KEY) {
+            residual.take(a.moments, span.first + a.sinks, row, x, lane);
+        } else {
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++)
+                if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
+            key_to_residual(a.moments, work.h, span.first + a.sinks, row);
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
+        }
     }
     __half scale;
     if constexpr (Args::SETTLED) {

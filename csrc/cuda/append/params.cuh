@@ -128,6 +128,12 @@ __device__ __forceinline__ Work work_of(const AppendArgs &a, uint32_t i)
     return w;
 }
 
+/** Whether rows become residuals, their centre subtracted, before they are rotated. */
+__device__ __forceinline__ bool has_moments(const AppendArgs &a, const Work &w)
+{
+    return w.side == 0 && a.moments.any();
+}
+
 struct Head {
     const char *fresh;  // row i at fresh + i * stride_token of the side
     char *ring, *sinks; // rows of row_bytes

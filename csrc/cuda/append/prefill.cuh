@@ -16,12 +16,13 @@
 // one, though all have as many tiles. Comparisons in place of look-ups at 1 and 2 bits took 2 % less there, and as much more elsewhere.
 //
 // Shared memory: | a table of codes for each width | of each warp: 16 rows, 8 words apart modulo 32, in the order of columns | centre |
-//                  rms, <c, u> of 32 tokens |
+//                  rms, <c, u> of 32 tokens | with a wave or a metric (append/residual_rows.cuh) what there is of the head |
 #ifndef TQ_CUDA_APPEND_PREFILL_CUH
 #define TQ_CUDA_APPEND_PREFILL_CUH
 #include <algorithm>
 
 #include "cuda/append/encode_warp.cuh"
+#include "cuda/append/residual_rows.cuh"
 #include "cuda/append/rows.cuh"
 #include "cuda/tile/pack.cuh"
 
@@ -33,13 +34,14 @@ namespace fragments
 constexpr int PASS = 16;     // tokens at a time
 constexpr int MOST_BITS = 4; // of a group
 
-/** One compiled kernel. Every group has 1 to 4 bits. */
-template <int DIM_, bool BF16_, bool CENTRED_> struct Shape {
+/** One compiled kernel. Every group has 1 to 4 bits. MOMENTS: of plans with a wave or a metric. */
+template <int DIM_, bool BF16_, bool CENTRED_, bool MOMENTS_ = false> struct Shape {
     static constexpr int DIM = DIM_, GROUPS = DIM / 32, CHUNKS = DIM / 16;
-    static constexpr bool BF16 = BF16_, CENTRED = CENTRED_; // or binary16
+    static constexpr bool BF16 = BF16_, CENTRED = CENTRED_, MOMENTS = MOMENTS_; // or binary16
     static constexpr int PIECES = DIM / 8, ROW_BYTES = 2 * DIM + 32, ROWS_BYTES = PASS * ROW_BYTES,
                          AT_CENTRE = ROWS_BYTES, AT_SUMS = AT_CENTRE + (CENTRED ? 4 * DIM : 0),
-                         WARP_BYTES = AT_SUMS + 2 * 4 * TQ_TILE;
+                         AT_RESIDUAL = AT_SUMS + 2 * 4 * TQ_TILE,
+                         WARP_BYTES = AT_RESIDUAL + (MOMENTS ? (int)sizeof(HeadResidual<DIM_>) : 0);
     static constexpr int WARPS = DIM <= 64 ? 24 : DIM <= 128 ? 16 : 8; // of a multiprocessor, by registers
     /* Units of the largest u, sqrt(DIM) but for rounding; a table has entries for -MOST .. MOST - 1. */
     static constexpr int MOST = DIM <= 64 ? 528 : DIM <= 128 ? 736 : 1040, TABLE_BYTES = 2 * MOST;
@@ -52,6 +54,8 @@ struct Shares {
 
     __device__ __forceinline__ uint32_t first(uint32_t t) const { return t * each + min(t, more); }
 };
+
+struct Nothing {};
 
 struct FragmentsArgs : SettledArgs {
     /** What, added to the bits of a whole number (tile/quantize.cuh) and to where shared memory is, is the place of its code; by side and group.
@@ -67,7 +71,7 @@ struct FragmentsArgs : SettledArgs {
 };
 
 /** What the warps of a block share. */
-template <class S> struct Tables {
+template <class S> struct Tables : std::conditional_t<S::MOMENTS, Turns<S>, Nothing> {
     uint2 signs[S::CHUNKS][4];       // of a lane's channels 16 c + 4 t .. + 3: sign bits, as rows are stored
     float levels[MOST_BITS + 1][32]; // by width and code
 };
@@ -280,7 +284,22 @@ template <bool BF16, bool IS_KEY> struct Matrix {
     }
 };
 
-/** Rows -> z. largest: of largest_of_rows. */
+/** The stages of distance 32 and more. */
+template <class S> __device__ __forceinline__ void rotate_chunks(Numbers<S> &z)
+{
+#pragma unroll
+    for (int h = 2; h < S::CHUNKS; h *= 2)
+#pragma unroll
+        for (int c = 0; c < S::CHUNKS; c++)
+#pragma unroll
+            for (int e = 0; e < 8 && !(c & h); e++) {
+                const float a = z.x[c][e], b = z.x[c + h][e];
+                z.x[c][e] = __fadd_rn(a, b);
+                z.x[c + h][e] = __fsub_rn(a, b);
+            }
+}
+
+/** Rows -> z. largest: of largest_of_rows. centre: of kernels for moments NULL where there is none. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void rotate_rows(const Raw<S> &raw, uint32_t largest, const Matrix<S::BF16, IS_KEY> &matrix,
                                             const Tables<S> &tables, const float *centre, int lane, Numbers<S> &z)
@@ -296,17 +315,8 @@ __device__ __forceinline__ void rotate_rows(const Raw<S> &raw, uint32_t largest,
         matrix.multiply_chunk(z.x[c & ~1], settled_x, settled_y, 0);
         matrix.multiply_chunk(z.x[c | 1], settled_x, settled_y, c & 1);
     }
-#pragma unroll
-    for (int h = 2; h < S::CHUNKS; h *= 2)
-#pragma unroll
-        for (int c = 0; c < S::CHUNKS; c++)
-#pragma unroll
-            for (int e = 0; e < 8 && !(c & h); e++) {
-                const float a = z.x[c][e], b = z.x[c + h][e];
-                z.x[c][e] = __fadd_rn(a, b);
-                z.x[c + h][e] = __fsub_rn(a, b);
-            }
-    if constexpr (S::CENTRED) {
+    rotate_chunks(z);
+    if (S::CENTRED && (!S::MOMENTS || centre)) {
         constexpr int AT_ONCE = IS_KEY ? 1 : 2; // chunks
 #pragma unroll
         for (int k = 0; k < S::CHUNKS; k += AT_ONCE) {
@@ -512,7 +522,8 @@ __device__ __forceinline__ void prepare_centre(const FragmentsArgs &a, const Hea
 template <class S, bool IS_KEY, class Next>
 __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &work, const Tables<S> &tables,
                                             const Matrix<S::BF16, IS_KEY> &matrix, int first, uint8_t *memory,
-                                            uint32_t block, uint32_t (&codes)[S::GROUPS][2], int lane, Next next)
+                                            const float *centre, uint32_t block, uint32_t (&codes)[S::GROUPS][2],
+                                            int lane, Next next)
 {
     using L = Lane<IS_KEY>;
     Raw<S> raw;
@@ -532,8 +543,14 @@ __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &
     } while (again);
     next();
     Numbers<S> z;
-    rotate_rows<S, IS_KEY>(raw, largest, matrix, tables, reinterpret_cast<const float *>(memory + S::AT_CENTRE), lane,
-                           z);
+    if constexpr (S::MOMENTS && IS_KEY) {
+        residual_rows<S>(a, raw, tables.signs, tables,
+                         *reinterpret_cast<HeadResidual<S::DIM> *>(memory + S::AT_RESIDUAL), first + a.sinks, lane,
+                         z.x);
+        rotate_chunks(z);
+    } else {
+        rotate_rows<S, IS_KEY>(raw, largest, matrix, tables, centre, lane, z);
+    }
     Chains chains;
 #pragma unroll
     for (int i = 0; i < 8 * S::CHUNKS; i++) chains.add(i / 8, i % 8, z.x[i / 8][i % 8], z.x[i / 8][i % 8]);
@@ -564,8 +581,12 @@ __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<
     const float *sums = reinterpret_cast<const float *>(memory + S::AT_SUMS);
     const Matrix<S::BF16, IS_KEY> matrix(lane);
     load_pass<S, IS_KEY>(a, work, head, span, tile * TQ_TILE, memory, lane);
-    if constexpr (S::CENTRED)
+    if constexpr (S::MOMENTS && IS_KEY)
+        prepare_residual<S>(a, tables, work.h, head.centre,
+                            *reinterpret_cast<HeadResidual<S::DIM> *>(memory + S::AT_RESIDUAL), lane);
+    else if constexpr (S::CENTRED)
         prepare_centre<S, IS_KEY>(a, head, reinterpret_cast<float *>(memory + S::AT_CENTRE), lane);
+    const float *centre = S::MOMENTS && !head.centre ? nullptr : reinterpret_cast<const float *>(memory + S::AT_CENTRE);
     const int first_tile = tile;
     // Of 32 tiles, a lane each: long before they are needed. One that is known to be the same for all lanes would be waited for at once.
     int32_t pages = 0;
@@ -584,9 +605,11 @@ __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<
                 codes.of[1][i / 2][i % 2] = 0;
             }
             const int next = base + token + PASS;
-            encode_pass<S, IS_KEY>(a, work, tables, matrix, base + token, memory, block, codes.of[1], lane, [&] {
-                if (next < end_tile * TQ_TILE) load_pass<S, IS_KEY>(a, work, head, span, next, memory, lane);
-            });
+            encode_pass<S, IS_KEY>(a, work, tables, matrix, base + token, memory, centre, block, codes.of[1], lane,
+                                   [&] {
+                                       if (next < end_tile * TQ_TILE)
+                                           load_pass<S, IS_KEY>(a, work, head, span, next, memory, lane);
+                                   });
         }
         __syncwarp();
         const int32_t page = __shfl_sync(ALL_LANES, pages, turn);
@@ -640,6 +663,10 @@ __global__ void __launch_bounds__(32 * S::WARPS, 1) append_prefill(const __grid_
     if (threadIdx.x < 4 * S::CHUNKS) prepare_signs(a, threadIdx.x, tables);
     __syncthreads();
     wait_for_stream();
+    if constexpr (S::MOMENTS) {
+        prepare_turns<S>(a, tables);
+        __syncthreads();
+    }
     uint8_t *own = memory + a.tables + warp * S::WARP_BYTES;
     const uint32_t block = shared_address(memory);
     const uint32_t turn = warp * gridDim.x + blockIdx.x, turns = S::WARPS * gridDim.x, values_from = a.values_from;
@@ -690,6 +717,13 @@ template <int DIM> tq_status launch_dim(const AppendArgs &args, cudaStream_t str
                        : launch_shape<Shape<DIM, true, false>>(args, stream, error);
     return centred ? launch_shape<Shape<DIM, false, true>>(args, stream, error)
                    : launch_shape<Shape<DIM, false, false>>(args, stream, error);
+}
+
+/** Of plans with a wave or a metric. The centre of keys is subtracted with their wave, that of values, if any, as without one. */
+template <int DIM> tq_status launch_moments(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+{
+    return args.dtype == TQ_BF16 ? launch_shape<Shape<DIM, true, true, true>>(args, stream, error)
+                                 : launch_shape<Shape<DIM, false, true, true>>(args, stream, error);
 }
 
 } // namespace fragments

@@ -58,16 +58,6 @@ struct Tile {
     int base, begin, end, page_token;
 };
 
-/** Row of packed index `index`, mended, centred, and of keys with a wave or a metric what those make of it. row: [head_dim] in shared
- *  memory, for this warp alone. */
-__device__ __forceinline__ void load_centred(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
-                                             int index, float *row, LaneNumbers &x, int lane)
-{
-    load_row(a, work, head, head.centre, span, index, x, lane);
-    if (work.side == 0 && a.moments.any())
-        WarpResidual<BLOCK_GROUPS>(a.moments, work.h, lane).take(a.moments, index + a.sinks, row, x, lane);
-}
-
 /** Steps 1 and 2. */
 __device__ __forceinline__ void rotate_tile(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
                                             const Tile &tile, const Shared &shared, int warp, int lane)
@@ -75,10 +65,11 @@ __device__ __forceinline__ void rotate_tile(const AppendArgs &a, const Work &wor
     LaneNumbers x;
     for (int i = tile.begin + warp; i < tile.end; i += WARPS) {
         float *row = shared.rows + (i - tile.begin) * a.head_dim;
-        load_centred(a, work, head, span, tile.base + i, row, x, lane);
+        load_row(a, work, head, head.centre, span, tile.base + i, x, lane);
 #pragma unroll
         for (int k = 0; k < BLOCK_GROUPS; k++)
             if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
+        if (has_moments(a, work)) key_to_residual(a.moments, work.h, tile.base + i + a.sinks, row);
     }
     __syncthreads();
     multiply_rows<false>(head.matrix, a.head_dim, shared.rows, shared.y, tile.end - tile.begin, shared.matrix, warp,
@@ -99,7 +90,15 @@ __device__ __forceinline__ void encode_token(const AppendBlocksArgs &args, const
         for (int k = 0; k < BLOCK_GROUPS; k++) z[k] = lane + 32 * k < a.head_dim ? y[lane + 32 * k] : 0.0f;
     } else {
         float *row = shared.rows + (i - tile.begin) * a.head_dim;
-        load_centred(a, work, head, span, tile.base + i, row, z, lane);
+        load_row(a, work, head, head.centre, span, tile.base + i, z, lane);
+        if (has_moments(a, work)) {
+#pragma unroll
+            for (int k = 0; k < BLOCK_GROUPS; k++)
+                if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = z[k];
+            key_to_residual(a.moments, work.h, tile.base + i + a.sinks, row);
+#pragma unroll
+            for (int k = 0; k < BLOCK_GROUPS; k++) z[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
+        }
         if (side.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, z, row, lane);
     }
     const float *table = side.levels == TQ_LEVELS_TABLE ? table_of(side, work.h) : nullptr;

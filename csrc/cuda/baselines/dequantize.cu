@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
     }
     if (!is_value && a.moments.any()) {
         for (int i = threadIdx.x / 32; i < stored; i += WARPS)
-            residual_to_key(a.moments, h, (int64_t)a.sinks + first + i, restored.result + i * restored.stride,
-                            threadIdx.x % 32);
+            residual_to_key(a.moments, h, a.sinks + first + i, restored.result + i * restored.stride);
         __syncthreads();
     }
     const float *centre = centre_of(side, d, b, h);

@@ -121,7 +121,7 @@ template <int PER_LANE> struct WarpWave {
     }
 
     /** The wave at a position, [head_dim], to row. apart: are_apart. */
-    __device__ __forceinline__ void put(float *row, int head_dim, int64_t position, bool apart) const
+    __device__ __forceinline__ void put(float *row, int head_dim, int position, bool apart) const
     {
         const int lane = threadIdx.x % 32;
         __syncwarp();
@@ -168,47 +168,26 @@ template <int PER_LANE> struct WarpMetric {
         for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) stretch[r] = m.metric ? head.stretch[r] : 0.0f;
     }
 
-    /** x += W diag(factors) W^T x. */
-    __device__ __forceinline__ void stretch_by(const float (&factors)[TQ_MAX_METRIC_RANK], float (&x)[PER_LANE]) const
+    /** x = A x: a key less its centre to what is rotated. */
+    __device__ __forceinline__ void apply(float (&x)[PER_LANE]) const
     {
-        float along[TQ_MAX_METRIC_RANK];
+        float along[TQ_MAX_METRIC_RANK] = {};
 #pragma unroll
-        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) {
-            along[r] = direction[r][0] * x[0];
+        for (int k = 0; k < PER_LANE; k++) {
+            x[k] *= scale[k];
 #pragma unroll
-            for (int k = 1; k < PER_LANE; k++) along[r] = fmaf(direction[r][k], x[k], along[r]);
+            for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) along[r] = fmaf(direction[r][k], x[k], along[r]);
         }
 #pragma unroll
         for (int h = 16; h; h /= 2)
 #pragma unroll
             for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) along[r] += __shfl_xor_sync(ALL_LANES, along[r], h);
 #pragma unroll
-        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
+        for (int k = 0; k < PER_LANE; k++) {
 #pragma unroll
-            for (int k = 0; k < PER_LANE; k++) x[k] = fmaf(factors[r] * along[r], direction[r][k], x[k]);
-    }
-
-    /** x = A x: a key less its centre to what is rotated. */
-    __device__ __forceinline__ void apply(float (&x)[PER_LANE]) const
-    {
-#pragma unroll
-        for (int k = 0; k < PER_LANE; k++) x[k] *= scale[k];
-        stretch_by(stretch, x);
-#pragma unroll
-        for (int k = 0; k < PER_LANE; k++) x[k] *= scale[k];
-    }
-
-    /** x = A^-1 x: a query to what meets codes, and what codes say to a key less its centre. */
-    __device__ __forceinline__ void apply_inverse(float (&x)[PER_LANE]) const
-    {
-        float factors[TQ_MAX_METRIC_RANK];
-#pragma unroll
-        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) factors[r] = __fdiv_rn(1.0f, 1.0f + stretch[r]) - 1.0f;
-#pragma unroll
-        for (int k = 0; k < PER_LANE; k++) x[k] = scale[k] > 0.0f ? __fdiv_rn(x[k], scale[k]) : 0.0f;
-        stretch_by(factors, x);
-#pragma unroll
-        for (int k = 0; k < PER_LANE; k++) x[k] = scale[k] > 0.0f ? __fdiv_rn(x[k], scale[k]) : 0.0f;
+            for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) x[k] = fmaf(stretch[r] * along[r], direction[r][k], x[k]);
+            x[k] *= scale[k];
+        }
     }
 };
 
@@ -224,7 +203,7 @@ template <int PER_LANE> struct WarpResidual {
     }
 
     /** x, a key less the constant part of its centre, to A (k - c_p). row: [head_dim] in shared memory, for this warp alone. */
-    __device__ __forceinline__ void take(const KeyMoments &m, int64_t position, float *row, float (&x)[PER_LANE],
+    __device__ __forceinline__ void take(const KeyMoments &m, int position, float *row, float (&x)[PER_LANE],
                                          int lane) const
     {
         if (m.pairs) {
@@ -238,21 +217,87 @@ template <int PER_LANE> struct WarpResidual {
     }
 };
 
-/** A decoded row in shared memory to the key that it stands for, but for the constant part of its centre. By one warp. */
-__device__ __forceinline__ void residual_to_key(const KeyMoments &m, int h, int64_t position, float *row, int lane)
+// ---- a row in shared memory, by one warp, in place: slower, but with few registers ----
+
+/** row[channel] += x by lanes that want to, one after the other where they want the same channel. */
+__device__ __forceinline__ void add_to_row(float *row, int channel, float x, bool wanted)
 {
-    constexpr int PER_LANE = TQ_MAX_HEAD_DIM / 32;
-    float x[PER_LANE];
+    const int lane = threadIdx.x % 32;
+    const uint32_t others = __match_any_sync(ALL_LANES, wanted ? channel : -1 - lane);
+    int before = __popc(others & ((1u << lane) - 1)); // lanes with the same channel that come first
+#pragma unroll 1
+    for (bool more = true; more; before--) {
+        if (wanted && before == 0) row[channel] += x;
+        __syncwarp();
+        more = __any_sync(ALL_LANES, wanted && before > 0);
+    }
+}
+
+/** row += sign * the wave of a head at a position. */
+__device__ __forceinline__ void add_wave(const KeyMoments &m, const HeadMoments &head, int position, float sign,
+                                         float *row)
+{
+    __syncwarp();
+#pragma unroll 1
+    for (int first = 0; first < m.pairs; first += 32) {
+        const int i = first + threadIdx.x % 32;
+        const bool is_there = i < m.pairs;
+        const Pair pair = m.pair(is_there ? i : 0);
+        const float2 amplitude = is_there ? make_float2(head.wave[2 * i], head.wave[2 * i + 1]) : make_float2(0, 0);
+        const float2 at = turned(amplitude, turn(phase_of(pair.increment, position)));
+        const bool turns = amplitude.x != 0.0f || amplitude.y != 0.0f;
+        add_to_row(row, pair.first, sign * at.x, turns);
+        add_to_row(row, pair.second, sign * at.y, turns);
+    }
+}
+
+/** row = A row, or A^-1 row. */
+template <bool INVERSE>
+__device__ __forceinline__ void apply_metric(const KeyMoments &m, const HeadMoments &head, float *row)
+{
+    const int lane = threadIdx.x % 32;
+    float along[TQ_MAX_METRIC_RANK] = {};
+    __syncwarp();
+#pragma unroll 1
+    for (int c = lane; c < m.head_dim; c += 32) {
+        const float x = INVERSE ? __fdiv_rn(row[c], head.scale[c]) : row[c] * head.scale[c];
+        row[c] = x;
 #pragma unroll
-    for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < m.head_dim ? row[lane + 32 * k] : 0.0f;
-    if (m.metric) WarpMetric<PER_LANE>(m, h, lane).apply_inverse(x);
-    if (m.pairs) {
-        const WarpWave<PER_LANE> wave(m, h, lane);
-        wave.put(row, m.head_dim, position, wave.are_apart(row));
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
+            if (r < m.rank()) along[r] = fmaf(head.directions[r * m.head_dim + c], x, along[r]);
     }
 #pragma unroll
-    for (int k = 0; k < PER_LANE; k++)
-        if (lane + 32 * k < m.head_dim) row[lane + 32 * k] = m.pairs ? x[k] + row[lane + 32 * k] : x[k];
+    for (int h = 16; h; h /= 2)
+#pragma unroll
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) along[r] += __shfl_xor_sync(ALL_LANES, along[r], h);
+#pragma unroll
+    for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
+        along[r] *= INVERSE ? __fdiv_rn(1.0f, 1.0f + head.stretch[r]) - 1.0f : head.stretch[r];
+#pragma unroll 1
+    for (int c = lane; c < m.head_dim; c += 32) {
+        float x = row[c];
+#pragma unroll
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
+            if (r < m.rank()) x = fmaf(along[r], head.directions[r * m.head_dim + c], x);
+        row[c] = INVERSE ? __fdiv_rn(x, head.scale[c]) : x * head.scale[c];
+    }
+    __syncwarp();
+}
+
+/** A key less the constant part of its centre, to A (k - c_p). */
+__device__ __forceinline__ void key_to_residual(const KeyMoments &m, int h, int position, float *row)
+{
+    const HeadMoments head = m.of_head(h);
+    if (m.pairs) add_wave(m, head, position, -1.0f, row);
+    if (m.metric) apply_metric<false>(m, head, row);
+}
+
+/** A decoded row to the key that it stands for, but for the constant part of its centre. */
+__device__ __forceinline__ void residual_to_key(const KeyMoments &m, int h, int position, float *row)
+{
+    const HeadMoments head = m.of_head(h);
+    if (m.metric) apply_metric<true>(m, head, row);
+    if (m.pairs) add_wave(m, head, position, 1.0f, row);
     __syncwarp();
 }
 

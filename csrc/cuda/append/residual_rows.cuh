@@ -1,0 +1,333 @@
+// Keys of plans with a wave or a metric on their way through append_prefill: 16 rows to A (k - c_p), and those through the first five
+// stages of the rotation. In the order in which tensor cores leave them, lane 4 g + t has tokens g and g + 8, of every 16 channels
+// 4 t .. 4 t + 3: the same numbers are both factors of products and their results.
+//
+//   wave      float32. Amplitudes are turned to the pass's first position and to the ninth, from there by angles that all heads and
+//             passes share: a table of 8 positions
+//   metric    W^T S x and what it adds, of rank 4, by tensor cores: products of numbers of 11 bits (TF32), sums of float32
+//   rotation  the same: y is rounded to 11 bits. turboquant.h, "ROUNDING", says what that may change
+//
+// Numbers that no moments may have are brought into their range, so that whatever device memory holds, z is finite.
+#ifndef TQ_CUDA_APPEND_RESIDUAL_ROWS_CUH
+#define TQ_CUDA_APPEND_RESIDUAL_ROWS_CUH
+#include "cuda/append/params.cuh"
+
+namespace tq
+{
+namespace fragments
+{
+
+/** c += a b, a 16 x 8 and b 8 x 8 of TF32: lane 4 g + t has of a (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4), of b (t, g), (t + 4, g), of
+ *  c (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1). */
+__device__ __forceinline__ void multiply_tf32(float *c, const uint32_t (&a)[4], float b0, float b1)
+{
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+/** The bits of a finite number, to be rounded to 11 bits by leaving out the last 13, which products do. */
+__device__ __forceinline__ uint32_t bits_of_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+__device__ __forceinline__ float rounded_tf32(float x) { return __uint_as_float(bits_of_tf32(x) & ~0x1fffu); }
+
+/** x[8] of a chunk, [4 m + 2 h + j]: token g + 8 h, channel 4 t + 2 m + j -> what is multiplied for m. */
+__device__ __forceinline__ void factor_of(const float (&x)[8], int m, uint32_t (&a)[4])
+{
+    a[0] = bits_of_tf32(x[4 * m]), a[1] = bits_of_tf32(x[4 * m + 2]);
+    a[2] = bits_of_tf32(x[4 * m + 1]), a[3] = bits_of_tf32(x[4 * m + 3]);
+}
+
+__device__ __forceinline__ float clamped(float x, float low, float high) { return fminf(fmaxf(x, low), high); }
+
+// ---- of a layer ----
+
+constexpr uint32_t NO_PAIR = 0xffffffffu;
+
+/** What the warps of a block share. */
+template <class S> struct Turns {
+    static constexpr int RUN = 8, STRIDE = S::DIM + 16,
+                         PAIRS = S::DIM / 2;              // so that neighbouring positions meet no bank twice
+    float cosine[RUN + 1][STRIDE], sine[RUN + 1][STRIDE]; // of channels, by positions
+    /** The first and (<< 16) the second channel of a pair, with 0x8000 where the rotation flips its sign, and the increment. NO_PAIR: none,
+     *  or one that shares a channel with another; of those `shared` has the bits, and they are turned one by one. */
+    uint2 pair[PAIRS];
+    uint32_t increment[S::DIM];
+    int32_t owner[S::DIM]; // the first pair with a channel
+    uint32_t shared[PAIRS / 32];
+};
+
+/** By a whole block. */
+template <class S> __device__ __forceinline__ void prepare_turns(const AppendArgs &a, Turns<S> &turns)
+{
+    for (int i = threadIdx.x; i < S::DIM; i += blockDim.x) turns.owner[i] = S::DIM, turns.increment[i] = 0;
+    for (int i = threadIdx.x; i < S::DIM / 64; i += blockDim.x) turns.shared[i] = 0;
+    for (int i = threadIdx.x; i < Turns<S>::PAIRS; i += blockDim.x) turns.pair[i] = make_uint2(NO_PAIR, 0);
+    __syncthreads();
+    const int i = threadIdx.x; // there are more threads than pairs
+    const bool is_there = i < a.moments.pairs;
+    const Pair pair = is_there ? a.moments.pair(i) : Pair{0, 0, 0};
+    if (pair.first != pair.second) {
+        atomicMin(&turns.owner[pair.first], i);
+        atomicMin(&turns.owner[pair.second], i);
+    }
+    __syncthreads();
+    if (is_there && pair.first != pair.second && turns.owner[pair.first] == i && turns.owner[pair.second] == i) {
+        const auto flip = [&](int channel) { return (a.signs.word[0][channel / 32] >> channel % 32 & 1) << 15; };
+        turns.pair[i] =
+            make_uint2((pair.first | flip(pair.first)) | (pair.second | flip(pair.second)) << 16, pair.increment);
+        turns.increment[pair.first] = turns.increment[pair.second] = pair.increment;
+    } else if (is_there) {
+        atomicOr(&turns.shared[i / 32], 1u << i % 32);
+    }
+    __syncthreads();
+    for (int j = threadIdx.x; j < (Turns<S>::RUN + 1) * S::DIM; j += blockDim.x) {
+        const int position = j / S::DIM, channel = j % S::DIM;
+        const float2 there = turn(phase_of(turns.increment[channel], position));
+        turns.cosine[position][channel] = there.x;
+        turns.sine[position][channel] = there.y;
+    }
+}
+
+// ---- of a head ----
+
+/** For one warp. Channels whose sign the rotation flips have it flipped here: in along, across, centre and directions. */
+template <int DIM> struct alignas(16) HeadResidual {
+    float along[2][DIM],
+        across[2][DIM]; // what is multiplied by cosine and sine, at the pass's first position and the ninth
+    float centre[DIM], squares[DIM];                // squares: S S
+    float directions[TQ_MAX_METRIC_RANK][DIM + 16]; // S W, rounded; neighbouring ones in other banks
+    float2 amplitude[DIM / 2];
+    float stretch[TQ_MAX_METRIC_RANK];
+    bool shares; // whether a pair that shares a channel has an amplitude
+};
+
+/** By the warp; centre: [head_dim], or NULL. */
+template <class S>
+__device__ __forceinline__ void prepare_residual(const AppendArgs &a, const Turns<S> &turns, int h, const float *centre,
+                                                 HeadResidual<S::DIM> &to, int lane)
+{
+    constexpr float LEAST = 0x1p-10f, MOST = 0x1p10f; // of scales
+    const HeadMoments from = a.moments.of_head(h);
+    const int rank = a.moments.rank();
+    bool shares = false;
+    __syncwarp();
+    for (int i = lane; i < S::DIM / 2; i += 32) {
+        const bool is_there = i < a.moments.pairs;
+        const auto number = [&](int k) {
+            return is_there ? clamped(from.wave[2 * i + k], -TQ_MAX_INPUT, TQ_MAX_INPUT) : 0.0f;
+        };
+        to.amplitude[i] = make_float2(number(0), number(1));
+        shares |= (turns.shared[i / 32] >> i % 32 & 1) && (number(0) != 0.0f || number(1) != 0.0f);
+    }
+    shares = __any_sync(ALL_LANES, shares);
+    if (lane == 0) to.shares = shares;
+    for (int c = lane; c < S::DIM; c += 32) {
+        const float sign = a.signs.word[0][c / 32] >> c % 32 & 1 ? -1.0f : 1.0f,
+                    scale = a.moments.metric ? clamped(from.scale[c], LEAST, MOST) : 1.0f;
+        to.along[0][c] = to.along[1][c] = to.across[0][c] = to.across[1][c] = 0.0f;
+        to.centre[c] = centre ? sign * clamped(centre[c], -TQ_MAX_INPUT, TQ_MAX_INPUT) : 0.0f;
+        to.squares[c] = scale * scale;
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
+            to.directions[r][c] =
+                r < rank ? rounded_tf32(sign * scale * clamped(from.directions[r * S::DIM + c], -1.001f, 1.001f))
+                         : 0.0f;
+    }
+    if (lane < TQ_MAX_METRIC_RANK)
+        to.stretch[lane] = lane < rank ? clamped(from.stretch[lane], LEAST - 1.0f, MOST) : 0.0f;
+    __syncwarp();
+}
+
+/** Turns amplitudes to a pass that begins at a position. */
+template <class S>
+__device__ __forceinline__ void turn_amplitudes(const Turns<S> &turns, HeadResidual<S::DIM> &head, int position,
+                                                int lane)
+{
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < S::DIM / 2; i += 32) {
+        const uint2 pair = turns.pair[i];
+        if (pair.x == NO_PAIR) continue;
+        const int first = pair.x & 0x7fff, second = pair.x >> 16 & 0x7fff;
+        const uint32_t flip_first = pair.x << 16 & 0x80000000u, flip_second = pair.x & 0x80000000u;
+        const auto flipped = [](float x, uint32_t flip) { return __uint_as_float(__float_as_uint(x) ^ flip); };
+        float2 at = turned(head.amplitude[i], turn(phase_of(pair.y, position)));
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            head.along[half][first] = flipped(at.x, flip_first);
+            head.across[half][first] = flipped(-at.y, flip_first);
+            head.along[half][second] = flipped(at.y, flip_second);
+            head.across[half][second] = flipped(at.x, flip_second);
+            at = turned(at, make_float2(turns.cosine[Turns<S>::RUN][first], turns.sine[Turns<S>::RUN][first]));
+        }
+    }
+    __syncwarp();
+}
+
+// ---- rows ----
+
+__device__ __forceinline__ void load_four(float (&to)[4], const float *from)
+{
+    *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
+}
+
+template <bool BF16> __device__ __forceinline__ float2 numbers_of(uint32_t two)
+{
+    if constexpr (BF16) return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
+    else return __half22float2(*reinterpret_cast<const __half2 *>(&two));
+}
+
+/** Raw rows, less the centre and the wave of pairs that share no channel. */
+template <class S, class Raw, class Signs>
+__device__ __forceinline__ void subtract_centres(const Raw &raw, const Signs &signs, const Turns<S> &turns,
+                                                 const HeadResidual<S::DIM> &head, int lane, float (&x)[S::CHUNKS][8])
+{
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int c = 0; c < S::CHUNKS; c++) {
+        const int channel = 16 * c + 4 * t;
+        const uint2 flips = signs[c][t];
+        float cosine[4], sine[4], centre[4];
+        load_four(cosine, &turns.cosine[g][channel]);
+        load_four(sine, &turns.sine[g][channel]);
+        load_four(centre, &head.centre[channel]);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float along[4], across[4];
+            load_four(along, &head.along[h][channel]);
+            load_four(across, &head.across[h][channel]);
+            const float2 low = numbers_of<S::BF16>(raw.of[h][c].x ^ flips.x),
+                         high = numbers_of<S::BF16>(raw.of[h][c].y ^ flips.y);
+            const float k[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                x[c][n / 2 * 4 + 2 * h + n % 2] =
+                    fmaf(-across[n], sine[n], fmaf(-along[n], cosine[n], k[n] - centre[n]));
+        }
+    }
+}
+
+/** Less the wave of a pair that shares a channel. */
+template <class S>
+__device__ __forceinline__ void subtract_pair(const AppendArgs &a, const Pair &pair, float2 amplitude, int position,
+                                              int lane, float (&x)[S::CHUNKS][8])
+{
+    const auto flipped = [&](float y, int channel) {
+        return a.signs.word[0][channel / 32] >> channel % 32 & 1 ? -y : y;
+    };
+    float first[2], second[2]; // of the lane's tokens
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float2 at = turned(amplitude, turn(phase_of(pair.increment, position + lane / 4 + 8 * h)));
+        first[h] = flipped(at.x, pair.first), second[h] = flipped(at.y, pair.second);
+    }
+#pragma unroll
+    for (int c = 0; c < S::CHUNKS; c++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const int channel = 16 * c + 4 * (lane % 4) + e / 4 * 2 + e % 2, h = e / 2 % 2;
+            if (channel == pair.first) x[c][e] -= first[h];
+            if (channel == pair.second) x[c][e] -= second[h];
+        }
+}
+
+/** All of those, one after the other. */
+template <class S>
+__device__ __forceinline__ void subtract_shared(const AppendArgs &a, const Turns<S> &turns,
+                                                const HeadResidual<S::DIM> &head, int position, int lane,
+                                                float (&x)[S::CHUNKS][8])
+{
+#pragma unroll 1
+    for (int i = 0; i < S::DIM / 2; i++) {
+        const float2 amplitude = head.amplitude[i];
+        const bool is_shared = turns.shared[i / 32] >> i % 32 & 1;
+        if (is_shared && (amplitude.x != 0.0f || amplitude.y != 0.0f))
+            subtract_pair<S>(a, a.moments.pair(i), amplitude, position, lane, x);
+    }
+}
+
+/** x -> S S x + S W e (S W)^T x. */
+template <class S>
+__device__ __forceinline__ void apply_metric(const HeadResidual<S::DIM> &head, int rank, int lane,
+                                             float (&x)[S::CHUNKS][8])
+{
+    const int g = lane / 4, t = lane % 4;
+    float along[4] = {};
+    uint32_t factor[4] = {};
+    if (rank) { // columns g and g + 4 of the product are of the same direction
+#pragma unroll
+        for (int c = 0; c < S::CHUNKS; c++) {
+            float direction[4];
+            load_four(direction, &head.directions[g % 4][16 * c + 4 * t]);
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                factor_of(x[c], m, factor);
+                multiply_tf32(along, factor, direction[2 * m], direction[2 * m + 1]);
+            }
+        }
+        const float low = head.stretch[t % 2 * 2], high = head.stretch[t % 2 * 2 + 1]; // of columns 2 t, 2 t + 1
+        const float at[2][2] = {{low * along[0], low * along[2]}, {high * along[1], high * along[3]}};
+#pragma unroll
+        for (int i = 0; i < 4; i++) factor[i] = bits_of_tf32(i / 2 == t % 2 ? at[0][i % 2] : at[1][i % 2]);
+    }
+    const float *first = head.directions[t == 1 ? 3 : 0], *second = head.directions[t == 1 ? 2 : 1]; // from other banks
+#pragma unroll
+    for (int c = 0; c < S::CHUNKS; c++) {
+        float squares[4];
+        load_four(squares, &head.squares[16 * c + 4 * t]);
+#pragma unroll
+        for (int e = 0; e < 8; e++) x[c][e] *= squares[e / 4 * 2 + e % 2];
+        if (!rank) continue;
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const int channel = 16 * c + 4 * (g / 2) + 2 * m + g % 2; // of column g
+            multiply_tf32(x[c] + 4 * m, factor, t < 2 ? first[channel] : 0.0f, t < 2 ? second[channel] : 0.0f);
+        }
+    }
+}
+
+/** Stages of distance 1 to 16, in place: 32 channels at a time. */
+template <class S> __device__ __forceinline__ void rotate_groups(int lane, float (&x)[S::CHUNKS][8])
+{
+    const int g = lane / 4, t = lane % 4;
+    // Inputs 4 t + 2 m and 4 t + 2 m + 1, output 4 (g / 2) + 2 i + g % 2: what m and i say to it is a sign where both are 1.
+    const float even = __popc(t & g / 2) & 1 ? -1.0f : 1.0f, odd = g % 2 ? -even : even;
+#pragma unroll
+    for (int c = 0; c < S::CHUNKS; c += 2) {
+        float z[2][8] = {};
+#pragma unroll
+        for (int from = 0; from < 2; from++)
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                uint32_t factor[4];
+                factor_of(x[c + from], m, factor);
+#pragma unroll
+                for (int to = 0; to < 2; to++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const bool minus = (from && to) != (m && i);
+                        multiply_tf32(z[to] + 4 * i, factor, minus ? -even : even, minus ? -odd : odd);
+                    }
+            }
+#pragma unroll
+        for (int to = 0; to < 2; to++)
+#pragma unroll
+            for (int e = 0; e < 8; e++) x[c + to][e] = z[to][e];
+    }
+}
+
+/** Rows -> z but for the stages from distance 32 on. position: of the pass's first token. */
+template <class S, class Raw, class Signs>
+__device__ __forceinline__ void residual_rows(const AppendArgs &a, const Raw &raw, const Signs &signs,
+                                              const Turns<S> &turns, HeadResidual<S::DIM> &head, int position, int lane,
+                                              float (&x)[S::CHUNKS][8])
+{
+    turn_amplitudes<S>(turns, head, position, lane);
+    subtract_centres<S>(raw, signs, turns, head, lane, x);
+    if (head.shares) subtract_shared<S>(a, turns, head, position, lane, x);
+    apply_metric<S>(head, a.moments.rank(), lane, x);
+    rotate_groups<S>(lane, x);
+}
+
+} // namespace fragments
+} // namespace tq
+#endif
