@@ -32,6 +32,7 @@ class Case:
 
 P = turboquant.Plan
 MIXED, MIXED_256 = P(128, 4, 3), P(256, 4, 3)
+WAVE = {"wave_pairs": 64, "metric": 4}
 DENSE = P(128, Side(3, rotation="dense"), Side(3, rotation="dense"))
 
 CASES = [
@@ -61,4 +62,15 @@ CASES = [
     Case(DENSE, 1, 8192, 4, "attend_split_3bit_d128_4x128"),
     Case(P(128, 3, 3, group=16), 4, 8192, 4, "attend_split_tile16_d128_4x128"),
     Case(P(128, 3, 3, page_tokens=64), 1, 8192, 4, "attend_split_3bit_d128_16x64", query_tokens=512),
+    Case(P(128, 3, 3, **WAVE), 1, 8192, 4, "attend_fused_3bit_d128_4x128_wave"),
+    Case(P(128, 2, 2, **WAVE), 16, 32768, 4, "attend_fused_2bit_d128_4x128_wave"),
+    Case(P(128, 4, 4, **WAVE), 16, 32768, 4, "attend_fused_4bit_d128_4x64_wave"),
+    Case(P(128, 4, 4, metric=0), 1, 8192, 4, "attend_fused_4bit_d128_4x64_wave"),
+    Case(P(128, 3, 3, **WAVE), 4, 4096, 8, "attend_fused_3bit_d128_8x128_wave"),
+    Case(P(128, 3, 3, **WAVE), 64, 4096, 4, "attend_split_3bit_d128_4x64", even=False),
+    Case(P(128, 3, 3, **WAVE), 1, 32768, 4, "attend_fused_many_rows_any_d128_16x128_wave", query_tokens=16),
+    Case(P(64, 4, 4, wave_pairs=32), 16, 8192, 4, "attend_fused_4bit_d64_4x128_wave"),
+    Case(P(80, 2, 2, wave_pairs=40), 16, 8192, 1, "attend_split_2bit_d96_4x128"),
+    Case(P(256, 4, 4, wave_pairs=128), 4, 8192, 4, "attend_split_4bit_d256_4x64"),
+    Case(P(128, 3, 3, **WAVE), 1, 32768, 4, "attend_many_rows_3bit_d128_32x128", query_tokens=512),
 ]

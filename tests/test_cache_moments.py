@@ -287,15 +287,6 @@ def test_keys_of_another_shape(heads, dim):
     assert cache.get_seq_length() == 0 and cache.nbytes == 0
 
 
-def test_cuda_has_no_kernels_for_them_yet():
-    """Said before anything is allocated there, so that no device is needed to hear it."""
-    for spec in (SPEC, PACKED.with_(centre="wave"), PACKED.with_(metric="query")):
-        with pytest.raises(
-            NotImplementedError, match="layer 0: CUDA has no kernels for a wave and a metric yet: use cen"
-        ):
-            new(spec).layers[0].storage.start(1, KV_HEADS, DIM, torch.float16, torch.device("cuda"))
-
-
 def test_a_model_that_cannot_be_measured(monkeypatch):
     model = tiny()
     monkeypatch.setattr(model.model, "forward", lambda *args, **kwargs: (_ for _ in ()).throw(TypeError("no ids")))

@@ -29,7 +29,8 @@ MIXED = ref.plan(80, (5, 1, 4), (2, 0, 3), codebook=ref.SPHERE, scale=ref.LEAST_
 DENSE = ref.plan(40, 3, 2, rotation=ref.DENSE)
 FINE = ref.plan(80, (8, 5, 4, 0, 1), (3, 8, 0, 2, 4), group=16)
 KEYS_ONLY = ref.plan(64, 3, 0)
-PLANS = {"4 and 3 bits": PLAN, "mixed": MIXED, "dense": DENSE, "groups of 16": FINE}
+MOMENTS = ref.plan(128, 3, 4, wave_pairs=64, metric=5)
+PLANS = {"4 and 3 bits": PLAN, "mixed": MIXED, "dense": DENSE, "groups of 16": FINE, "moments": MOMENTS}
 
 
 def tensor(x: np.ndarray, dtype: str = "") -> Tensor:

@@ -131,6 +131,54 @@ def test_a_million_tokens_and_amplitudes_of_a_thousand(group: int, rng: np.rando
     assert largest > 50
 
 
+CUDA_PLANS = {  # one for each kind of kernel: fused, of many rows, three kernels, tiles of 16
+    "fused": ref.plan(128, 4, 4, wave_pairs=64, metric=5),
+    "fused, head_dim 64": ref.plan(64, 2, 2, wave_pairs=32, metric=5),
+    "split, head_dim 80": ref.plan(80, 3, 3, wave_pairs=40, metric=5),
+    "split, head_dim 256": ref.plan(256, 4, 3, wave_pairs=128, metric=5),
+    "groups of 16": ref.plan(64, 4, 4, wave_pairs=32, metric=5, group=16),
+    "a metric alone": ref.plan(128, 3, 3, metric=5),
+    "few pairs": ref.plan(128, 3, 3, wave_pairs=8),
+}
+
+
+def on_cuda(torch, arguments: dict) -> dict:
+    return {name: torch.from_numpy(np.ascontiguousarray(x)).cuda() for name, x in arguments.items()}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+@pytest.mark.parametrize("p", CUDA_PLANS.values(), ids=CUDA_PLANS)
+def test_a_million_tokens_and_amplitudes_of_a_thousand_on_cuda(p: ref.Plan, group: int, rng) -> None:
+    """As above, of `group` queries at once, and over a sliding window whose earlier pages were released."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    from turboquant import ops  # noqa: F401  makes torch.ops.turboquant
+
+    c, k, key, length = far_case(rng, p, 70, 1000.0)
+    core_append(p, c, k, k, [length], key, ref.Transform())
+    q = rng.standard_normal((1, 2 * group, 1, p.head_dim)).astype(np.float32)
+    q *= np.sqrt(p.head_dim) / np.linalg.norm(q, axis=-1, keepdims=True)
+    fixed = on_cuda(torch, {"q": q, "pages": c.pages, "block_table": c.block_table, **keywords(key)})
+    for last, window in ((length, 1), (length - 33, 1), (length - 64, 1), (length, 60)):
+        lengths = torch.tensor([last], dtype=torch.int32, device="cuda")
+        _, lse = torch.ops.turboquant.attend(p.words, lengths=lengths, sliding_window=window, **fixed)
+        for h in range(2):
+            positions = np.arange(last - window, last)
+            pages, tokens = positions // p.page_tokens, positions % p.page_tokens
+            decoded = []
+            for at, page, token in zip(positions, pages, tokens, strict=True):
+                codes, scales = ref.unpack(p, "key", c.pages[c.block_table[0, page], h])
+                one = slice(token, token + 1)
+                decoded.append(ref.decode(p, "key", codes[one], scales[one], key.at(0, h), np.array([at]))[0])
+            logits = q[0, h * group : (h + 1) * group, 0].astype(np.float64) @ np.array(decoded).T
+            logits /= np.sqrt(p.head_dim)
+            top = logits.max(1)
+            want = top + np.log(np.exp(logits - top[:, None]).sum(1))
+            assert np.abs(lse[0, h * group : (h + 1) * group, 0].cpu().numpy() - want).max() < 2e-3
+
+
 def test_positions_count_sinks_and_not_padding(rng: np.random.Generator) -> None:
     """The same tokens behind padding give the same bytes; sinks move what is packed."""
     p = ref.plan(64, 4, 4, wave_pairs=32)

@@ -181,7 +181,7 @@ class Plan:
     seed: 0 .. 2**63 - 1, of the Hadamard signs (a dense matrix has its own).
     wave_pairs: of keys, pairs of channels whose centre turns with the position: a multiple of 8 up to head_dim / 2
         (rounded up to one).
-    metric: of keys, the rank of their metric, 0 to 4, or None. Attention on CUDA has neither wave nor metric yet.
+    metric: of keys, the rank of their metric, 0 to 4, or None.
 
     words: what the operators of `torch.ops.turboquant`, `turboquant._core` and files of codes take.
     record_bytes: of one page of one KV head.

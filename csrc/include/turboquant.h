@@ -224,8 +224,7 @@ typedef enum {
  *             that is not plain has bits in every group, or in none of the values.
  *   group     16 in plain plans alone.
  *   table     one block.
- *   A wave and a metric act on keys before their rotation, and their arrays come with each call (tq_transform). Attention on CUDA
- *   refuses both. */
+ *   A wave and a metric act on keys before their rotation, and their arrays come with each call (tq_transform). */
 #define TQ_PLAN_HEADER_WORDS 17
 #define TQ_PLAN_NEW_BLOCK 16
 #define TQ_MAX_METRIC_RANK 4

@@ -25,10 +25,108 @@ struct Case {
     bool same_values = false; /* all of the largest level, with a scale of 1 */
     float softcap = 0, query_size = 3, scale_sign = 1;
     int even = 1;                          /* what is said of the lengths */
+    int pairs = 0, metric = 0;             /* of the wave; 1 + the metric's rank */
+    float wave_size = 5;                   /* norm of its amplitudes */
+    bool neighbours = false;               /* pairs are channels 2 i and 2 i + 1, not i and i + head_dim / 2 */
+    int released = 0;                      /* earlier positions are stored nowhere */
     int spare_pages = 0;                   /* extra columns of the block table, as if the cache could grow */
     std::function<double(int, int)> boost; /* (position, length) -> factor on the key */
     std::function<double(int, int)> value_boost;
 };
+
+/** Cases with a wave and a metric of keys: every strategy, every kind of call. */
+static void add_moments(std::vector<Case> *cases)
+{
+    auto add = [&](std::string name, auto change) {
+        Case c;
+        c.pairs = 64, c.metric = 5, c.query_size = 1, c.wave_size = 20;
+        change(c);
+        if (c.pairs > (c.head_dim / 2 + 7) / 8 * 8) c.pairs = (c.head_dim / 2 + 7) / 8 * 8;
+        c.name = "moments: " + name;
+        cases->push_back(c);
+    };
+    for (const char *bits : {"2", "3", "4", "5310", "8"})
+        for (int d : {128, 64, 80, 96, 256, 40})
+            for (int group : {1, 4, 7, 12, 33}) {
+                std::string tag =
+                    "bits " + std::string(bits) + ", dim " + std::to_string(d) + ", group " + std::to_string(group);
+                auto sizes = [=](Case &c) {
+                    c.key_bits = bits, c.head_dim = d, c.group = group, c.neighbours = group == 4;
+                    c.lengths = {300, 1000, 0, 129};
+                };
+                add(tag, sizes);
+                add(tag + ", everything", [=](Case &c) {
+                    sizes(c);
+                    c.even = 0, c.sinks = 4, c.window = 40, c.centres = c.steps = true, c.starts = {17, 300, 0, 5};
+                    c.softcap = group == 7 ? 50 : 0, c.sliding = 600, c.dtype = group == 12 ? TQ_F16 : TQ_BF16;
+                    c.scale_sign = group == 1 ? -1 : 1, c.spare_pages = group == 4 ? 150 : 0;
+                });
+            }
+    for (int pairs : {0, 8, 24, 64})
+        for (int metric : {0, 1, 3, 5})
+            add(std::to_string(pairs) + " pairs, metric " + std::to_string(metric), [=](Case &c) {
+                c.pairs = pairs, c.metric = metric, c.dtype = TQ_F32, c.key_bits = "3", c.lengths = {700, 40};
+            });
+    for (const char *bits : {"2", "3", "4", "5310"})
+        for (int group : {4, 7, 12, 32})
+            for (bool even : {true, false})
+                add("amplitudes of 1000, bits " + std::string(bits) + ", group " + std::to_string(group) +
+                        (even ? "" : ", three kernels"),
+                    [=](Case &c) {
+                        c.wave_size = 1000, c.key_bits = bits, c.group = group, c.even = even, c.heads = 3;
+                        c.lengths = {1000, 400, 2000};
+                    });
+    for (int d : {64, 128, 256})
+        for (int group : {4, 12}) {
+            add("far away, dim " + std::to_string(d) + ", group " + std::to_string(group), [=](Case &c) {
+                c.head_dim = d, c.group = group, c.heads = 1, c.wave_size = 1000, c.lengths = {(1 << 20) + 1};
+                c.released = (1 << 20) - 1024, c.sliding = 700;
+            });
+            add("far away, window, several queries, dim " + std::to_string(d) + ", group " + std::to_string(group),
+                [=](Case &c) {
+                    c.head_dim = d, c.group = group, c.heads = 1, c.wave_size = 1000, c.lengths = {(1 << 20) + 70};
+                    c.released = (1 << 20) - 1024, c.sliding = 700, c.sinks = 4, c.window = 64, c.tokens = 5;
+                    c.fresh = true, c.dtype = TQ_F32;
+                });
+        }
+    for (int tokens : {2, 5, 33})
+        for (const char *bits : {"2", "3", "4", "53"})
+            for (bool even : {true, false})
+                add(std::to_string(tokens) + " queries, bits " + bits + (even ? "" : ", three kernels"), [=](Case &c) {
+                    c.tokens = tokens, c.key_bits = bits, c.lengths = {500, 190, 20}, c.heads = 2, c.even = even;
+                    c.fresh = true, c.sinks = 3, c.window = 40;
+                });
+    for (int batch : {3, 26, 50, 200, 600}) /* blocks that share a multiprocessor */
+        for (int d : {64, 128})
+            add(std::to_string(batch) + " sequences, dim " + std::to_string(d), [=](Case &c) {
+                for (int i = 0; i < batch; i++) c.lengths.resize(i + 1, i * 37 % 400 + (batch < 20 ? 600 : 0));
+                c.heads = 1, c.head_dim = d, c.key_bits = batch % 4 ? "3" : "2";
+            });
+    for (int heads : {1, 7}) /* clusters of 16, and parts that are merged */
+        for (int length : {11000, 20000})
+            add("long, heads " + std::to_string(heads) + ", " + std::to_string(length) + " tokens",
+                [=](Case &c) { c.heads = heads, c.lengths = {length}, c.key_bits = "3", c.sinks = 4, c.window = 40; });
+    for (int pt : {32, 64, 96})
+        for (int group : {3, 7})
+            add("pages of " + std::to_string(pt) + ", group " + std::to_string(group), [=](Case &c) {
+                c.page_tokens = pt, c.group = group, c.lengths = {500, 31, 97}, c.spare_pages = group == 7 ? 150 : 0;
+            });
+    for (int rotation : {TQ_ROTATION_DENSE, TQ_ROTATION_NONE})
+        for (int d : {128, 80})
+            add("rotation " + std::to_string(rotation) + ", dim " + std::to_string(d), [=](Case &c) {
+                c.rotation = rotation, c.head_dim = d, c.centres = true, c.dtype = TQ_F32, c.window = 16;
+                c.lengths = {900, 33};
+            });
+    for (int d : {40, 128, 256})
+        for (int group : {4, 7})
+            add("fine, dim " + std::to_string(d) + ", group " + std::to_string(group), [=](Case &c) {
+                c.fine = true, c.key_bits = "8532100000000014", c.head_dim = d, c.group = group;
+                c.lengths = {1100, 0, 129}, c.spare_pages = group == 7 ? 150 : 0, c.sinks = 4, c.window = 128;
+            });
+    add("not causal", [](Case &c) { c.causal = 0, c.tokens = 30, c.group = 1, c.sinks = 4, c.lengths = {131, 400}; });
+    add("hostile block table", [](Case &c) { c.hostile = true, c.lengths = {1000, 300}; });
+    add("one query of zeros", [](Case &c) { c.query_size = 0, c.wave_size = 1000, c.lengths = {500}; });
+}
 
 static std::vector<Case> all_cases()
 {
@@ -386,6 +484,7 @@ static std::vector<Case> all_cases()
     for (const char *bits : {"1", "5"}) /* of one width, which the kernels of many rows do not have */
         add("12 rows, three kernels, bits " + std::string(bits),
             [&](Case &c) { c.key_bits = bits, c.group = 12, c.even = 0, c.lengths = {1500, 700, 3}; });
+    add_moments(&cases);
     return cases;
 }
 

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "attend_cases.h"
+#include "moments.h"
 #include "turboquant_cuda.h"
 
 static void cuda_ok(cudaError_t e, int line)
@@ -50,7 +51,7 @@ static tq_plan make_plan(const Case &c)
     int channels = c.fine ? TQ_FINE_GROUP : TQ_TILE, groups = (c.head_dim + channels - 1) / channels;
     std::vector<int64_t> words = {TQ_FORMAT_VERSION, c.head_dim, c.page_tokens, channels, c.codebook, 0, 7};
     for (int side = 0; side < 2; side++) words.insert(words.end(), {c.rotation, 0, 0, 0});
-    words.insert(words.end(), {0, 0}); /* wave_pairs and metric */
+    words.insert(words.end(), {c.pairs, c.metric});
     for (const std::string &bits : {c.key_bits, c.value_bits.empty() ? c.key_bits : c.value_bits})
         for (int g = 0; g < groups; g++) words.push_back(bits_of(bits, g) + (g ? 0 : TQ_PLAN_NEW_BLOCK));
     tq_plan plan;
@@ -174,6 +175,11 @@ static void unrotate(const tq_plan &plan, const std::vector<float> &matrix, doub
     std::copy(y.begin(), y.end(), x);
 }
 
+static MomentSizes moment_sizes(const Case &c)
+{
+    return {c.head_dim, c.heads, c.pairs, c.metric, c.wave_size, c.neighbours};
+}
+
 /* ---- device memory ---- */
 
 struct DeviceArray {
@@ -212,9 +218,11 @@ static bool run_case(const Case &c)
             if (level_of(bits, code) > level_of(bits, largest)) largest = code;
         return largest;
     };
-    int max_packed = 0;
+    int max_packed = 0, from = c.released, first_page = std::max(0, from - c.sinks) / pt;
     for (int n : c.lengths) max_packed = std::max(max_packed, n - c.sinks - c.window);
-    int used_pages = (max_packed + pt - 1) / pt, max_pages = used_pages + c.spare_pages, n_pages = B * used_pages + 3;
+    int all_pages = (max_packed + pt - 1) / pt, used_pages = all_pages - std::min(first_page, all_pages);
+    int max_pages = all_pages + c.spare_pages, n_pages = B * used_pages + 3;
+    Moments moments(moment_sizes(c), plan, random);
     std::vector<int32_t> order(n_pages), table((size_t)B * max_pages, 0x7fffffff);
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), random);
@@ -237,23 +245,25 @@ static bool run_case(const Case &c)
     for (int b = 0; b < B; b++) {
         int n = c.lengths[b], n_packed = std::max(0, n - c.sinks - c.window),
             start = c.starts.empty() ? 0 : c.starts[b];
-        for (int i = 0; i < (n_packed + pt - 1) / pt; i++) table[(size_t)b * max_pages + i] = order[b * used_pages + i];
+        for (int i = first_page; i < (n_packed + pt - 1) / pt; i++)
+            table[(size_t)b * max_pages + i] = order[b * used_pages + i - first_page];
         for (int h = 0; h < H; h++)
             for (int side = 0; side < 2; side++) {
                 const tq_side &layout = side ? plan.value : plan.key;
-                exact[side].push_back(Doubles((size_t)n * d));
-                packed[side].push_back(Doubles((size_t)n * d, NAN));
+                exact[side].push_back(Doubles((size_t)std::max(0, n - from) * d));
+                packed[side].push_back(Doubles((size_t)std::max(0, n - from) * d, NAN));
                 for (double &x : exact[side].back()) x = rounded(normal(random), c.dtype);
-                for (int j = 0; j < n_packed; j++) {
+                for (int j = std::max(0, from - c.sinks); j < n_packed; j++) {
                     int position = c.sinks + j, token = j % pt, tile = token / 32, i = token % 32;
                     if (position < start) continue; /* never stored */
-                    uint8_t *record = &pages[((size_t)order[b * used_pages + j / pt] * H + h) * plan.record_bytes];
+                    uint8_t *record =
+                        &pages[((size_t)order[b * used_pages + j / pt - first_page] * H + h) * plan.record_bytes];
                     auto &boosts = side == 0 ? c.boost : c.value_boost;
                     double boost = boosts ? boosts(position, n) : 1;
                     bool same = c.same_values && side;
                     __half scale = __float2half(same ? 1.0f : (float)(uniform(random) * boost));
                     memcpy(record + layout.scales_offset + 2 * (tile * 32 + column_of(i)), &scale, 2);
-                    double *x = &packed[side].back()[(size_t)position * d];
+                    double *x = &packed[side].back()[(size_t)(position - from) * d];
                     for (int ch = 0; ch < plan.group_channels * groups; ch++) {
                         int g = ch / plan.group_channels, bits = layout.bits[g];
                         if (ch < d) x[ch] = 0;
@@ -265,6 +275,7 @@ static bool run_case(const Case &c)
                                     (c.steps ? steps[side][h * groups + g] : 1);
                     }
                     unrotate(plan, matrix[side], x);
+                    if (side == 0) moments.apply(h, position, x);
                     if (c.centres)
                         for (int ch = 0; ch < d; ch++) x[ch] += centre[side][(b * H + h) * d + ch];
                 }
@@ -288,8 +299,9 @@ static bool run_case(const Case &c)
                 int n = c.lengths[b], before = c.fresh ? n - T : n;
                 auto put = [&](std::vector<uint8_t> &to, int position) {
                     for (int ch = 0; ch < d; ch++)
-                        append_number(to, position >= 0 && position < n ? (float)x[(size_t)position * d + ch] : NAN,
-                                      c.dtype);
+                        append_number(
+                            to, position >= from && position < n ? (float)x[(size_t)(position - from) * d + ch] : NAN,
+                            c.dtype);
                 };
                 for (int i = 0; i < c.sinks; i++) put(sinks[side], i);
                 for (int i = 0; i < c.window; i++) {
@@ -307,7 +319,8 @@ static bool run_case(const Case &c)
     auto behind = [&](const DeviceArray &x) { return x.at ? (void *)(x.as<char>() + shift) : nullptr; };
     DeviceArray d_q(q), d_pages(pages), d_table(table), d_lengths(c.lengths), d_starts(c.starts), d_sk(sinks[0]),
         d_sv(sinks[1]), d_wk(window[0]), d_wv(window[1]), d_fk(fresh[0]), d_fv(fresh[1]), d_ck(centre[0]),
-        d_cv(centre[1]), d_stk(steps[0]), d_stv(steps[1]), d_mk(matrix[0]), d_mv(matrix[1]);
+        d_cv(centre[1]), d_stk(steps[0]), d_stv(steps[1]), d_mk(matrix[0]), d_mv(matrix[1]), d_turns(moments.turns),
+        d_moments(moments.numbers);
     size_t rows = (size_t)B * H * G * T, out_bytes = rows * d * (c.dtype == TQ_F32 ? 4 : 2);
     std::vector<uint8_t> poison(out_bytes, 0xff), out(out_bytes);
     std::vector<float> lse(rows, NAN);
@@ -328,6 +341,7 @@ static bool run_case(const Case &c)
     p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
     p.fresh_k_stride_token = p.fresh_v_stride_token = d;
     p.key = {d_mk.as<float>(), 0, d_ck.as<float>(), (int64_t)H * d, d_stk.as<float>()};
+    p.key.turns = d_turns.as<int32_t>(), p.key.moments = d_moments.as<float>();
     p.value = {d_mv.as<float>(), 0, d_cv.as<float>(), (int64_t)H * d, d_stv.as<float>()};
     p.out = behind(d_out), p.lse = c.no_lse ? nullptr : d_lse.as<float>();
     size_t workspace_bytes;
@@ -373,8 +387,8 @@ static bool run_case(const Case &c)
                 for (int j = std::max(lo, 0); j < hi; j++) {
                     bool is_exact = j < c.sinks || j >= newest;
                     if (is_exact && j >= c.sinks && !c.fresh && j < n - c.window) continue; /* no longer in the ring */
-                    const double *k = &(is_exact ? exact : packed)[0][kv][(size_t)j * d],
-                                 *v = &(is_exact ? exact : packed)[1][kv][(size_t)j * d];
+                    const double *k = &(is_exact ? exact : packed)[0][kv][(size_t)(j - from) * d],
+                                 *v = &(is_exact ? exact : packed)[1][kv][(size_t)(j - from) * d];
                     double x = 0;
                     for (int ch = 0; ch < d; ch++) x += qd[row * d + ch] * k[ch];
                     x *= p.softmax_scale;
@@ -392,7 +406,8 @@ static bool run_case(const Case &c)
                 }
                 if (!c.no_lse && terms.empty() != (lse[row] == -INFINITY)) pattern = false;
                 if (!c.no_lse && !terms.empty())
-                    worst_lse = std::max(worst_lse, fabs(lse[row] - (top + log(sum))) / std::max(1.0, fabs(top) / 10));
+                    worst_lse = std::max(worst_lse, fabs(lse[row] - (top + log(sum))) /
+                                                        (c.pairs ? 1 : std::max(1.0, fabs(top) / 10)));
                 if (!c.no_lse && !terms.empty() && !(fabs(lse[row]) < INFINITY)) pattern = false;
                 for (int ch = 0; ch < d; ch++) {
                     double w = sum > 0 ? want[ch] / sum : 0, got = read_number(out, row * d + ch, c.dtype);
@@ -425,7 +440,7 @@ __global__ void fill_pages(uint32_t *words, int64_t n, int64_t record_words, int
 }
 
 struct Shape {
-    const char *bits; /* "f..": of groups of 16 channels */
+    const char *bits; /* "f..": of groups of 16 channels; "m..": with a wave of all pairs and a metric of rank 4 */
     int batch, heads, group, length, head_dim, tokens, window;
     double baseline_us; /* the best bf16 attention seen, 0: unknown */
 };
@@ -433,8 +448,10 @@ struct Shape {
 static void time_shape(const Shape &s, int rotation)
 {
     Case c;
+    const bool has_moments = s.bits[0] == 'm';
     c.fine = s.bits[0] == 'f';
-    c.key_bits = s.bits + c.fine, c.head_dim = s.head_dim, c.rotation = rotation;
+    c.key_bits = s.bits + (c.fine || has_moments), c.head_dim = s.head_dim, c.rotation = rotation, c.heads = s.heads;
+    if (has_moments) c.pairs = s.head_dim / 2, c.metric = 1 + TQ_MAX_METRIC_RANK;
     tq_plan plan = make_plan(c);
     tq_error error;
     int B = s.batch, H = s.heads, G = s.group, T = s.tokens, d = s.head_dim,
@@ -450,6 +467,7 @@ static void time_shape(const Shape &s, int rotation)
                               plan.key.scales_offset / 4);
     CUDA(cudaDeviceSynchronize());
     std::mt19937 random(1);
+    Moments moments(moment_sizes(c), plan, random);
     std::vector<int32_t> table(n_pages), lengths(B, s.length);
     std::iota(table.begin(), table.end(), 0);
     if (!getenv("TQ_HARNESS_IN_ORDER"))
@@ -460,19 +478,21 @@ static void time_shape(const Shape &s, int rotation)
     std::vector<uint8_t> ring((size_t)B * H * s.window * d * 2, 0x3c), fresh((size_t)B * H * T * d * 2, 0x3c);
     std::vector<float> matrix((size_t)d * d, 0.01f);
     DeviceArray d_q(q), d_table(table), d_lengths(lengths), d_ring(ring), d_fresh(fresh),
-        d_out(std::vector<uint8_t>(q.size())), d_matrix(matrix);
+        d_out(std::vector<uint8_t>(q.size())), d_matrix(matrix), d_turns(moments.turns), d_moments(moments.numbers);
     tq_attend_params p = {};
     p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.window = s.window,
     p.max_pages = pages_each, p.dtype = TQ_BF16, p.causal = 1,
     p.schedule_kind = getenv("TQ_HARNESS_UNEVEN") ? TQ_SCHEDULE_LINE : TQ_SCHEDULE_EQUAL;
     p.softmax_scale = 1 / sqrtf((float)d), p.n_pages = n_pages;
     p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d, p.q_stride_token = d;
+    p.block_table = d_table.as<int32_t>();
     p.pages = (uint8_t *)pages, p.lengths = d_lengths.as<int32_t>(), p.out = d_out.at,
     p.window_k = p.window_v = d_ring.at;
     if (s.window && T > 1) p.fresh_k = p.fresh_v = d_fresh.at;
     p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d,
     p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
     p.fresh_k_stride_token = p.fresh_v_stride_token = d;
+    p.key.turns = d_turns.as<int32_t>(), p.key.moments = d_moments.as<float>();
     if (rotation == TQ_ROTATION_DENSE) p.key.rotation = p.value.rotation = d_matrix.as<float>();
     size_t workspace_bytes;
     tq_cuda_attend_call call;
@@ -557,6 +577,15 @@ static void time_all(const char *filter)
         shapes.push_back({bits, 1, 8, 4, 32768, 128, 1, 4096, 0});
         for (int heads : {1, 4, 7})
             for (int length : {8192, 12288, 16384}) shapes.push_back({bits, 1, heads, 4, length, 128, 1, 0, 0});
+    }
+    for (const char *bits : {"m4", "m3", "m2"}) {
+        shapes.push_back({bits, 16, 8, 4, 32768, 128, 1, 0, 0});
+        shapes.push_back({bits, 64, 8, 4, 4096, 128, 1, 0, 0});
+        shapes.push_back({bits, 64, 20, 1, 1024, 64, 1, 0, 0});
+        shapes.push_back({bits, 1, 8, 4, 32768, 128, 1, 0, 0});
+        shapes.push_back({bits, 1, 8, 4, 8192, 128, 1, 0, 0});
+        shapes.push_back({bits, 16, 8, 4, 32768, 128, 8, 0, 0});
+        shapes.push_back({bits, 16, 8, 4, 32768, 128, 1, 128, 0});
     }
     shapes.push_back({"5430", 16, 8, 4, 32768, 128, 1, 0, 0});
     shapes.push_back({"4332", 16, 8, 4, 32768, 128, 1, 0, 0});

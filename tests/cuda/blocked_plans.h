@@ -46,7 +46,8 @@ inline std::vector<BlockedPlan> blocked_plans()
     };
 }
 
-inline std::vector<int64_t> words_of(const BlockedPlan &plan, int dim, int page_tokens)
+inline std::vector<int64_t> words_of(const BlockedPlan &plan, int dim, int page_tokens, int wave_pairs = 0,
+                                     int metric = 0)
 {
     const int groups = (dim + 31) / 32;
     std::vector<int64_t> words = {TQ_FORMAT_VERSION, dim, page_tokens, TQ_TILE, plan.law, plan.scale, 1234567 + dim};
@@ -55,7 +56,7 @@ inline std::vector<int64_t> words_of(const BlockedPlan &plan, int dim, int page_
         const bool absent = side->bits.empty();
         for (int word : {side->rotation, side->levels, side->sketch, rows}) words.push_back(absent ? 0 : word);
     }
-    words.insert(words.end(), {0, 0}); // wave_pairs and metric
+    words.insert(words.end(), {wave_pairs, metric});
     for (const BlockedSide *side : {&plan.key, &plan.value})
         for (int group = 0; group < groups; group++) {
             if (side->bits.empty()) {

@@ -38,6 +38,7 @@ KERNELS_OF(split_4_kernels)
 KERNELS_OF(split_any_kernels)
 KERNELS_OF(split_tile_16_kernels)
 KERNELS_OF(fused_kernels)
+KERNELS_OF(fused_wave_kernels)
 KERNELS_OF(many_rows_kernels)
 
 } // namespace tq
@@ -64,7 +65,8 @@ static void print_overlaps()
         for (int j = 0; j < i; j++) {
             const KernelRow &a = KERNELS[i], &b = KERNELS[j];
             if (a.strategy == b.strategy && a.hopper == b.hopper && a.width == b.width && a.tile_16 == b.tile_16 &&
-                a.crowded == b.crowded && a.first_groups <= b.last_groups && b.first_groups <= a.last_groups)
+                a.crowded == b.crowded && a.wave == b.wave && a.first_groups <= b.last_groups &&
+                b.first_groups <= a.last_groups)
                 std::printf("%d %d\n", j, i);
         }
 }

@@ -106,9 +106,6 @@ class LayerStorage:
         if found is not None and (found.kv_heads, found.head_dim) != (kv_heads, head_dim):
             raise ValueError(f"layer {self.index}: keys must have the {found.kv_heads} KV heads of {found.head_dim} "
                              f"channels of the calibration, got {kv_heads} of {head_dim}")  # fmt: skip
-        if device.type == "cuda" and (plan.wave_pairs or plan.metric is not None):
-            raise NotImplementedError(f"layer {self.index}: CUDA has no kernels for a wave and a metric yet: use "
-                                      'centre="prompt" or "none", and metric="none"')  # fmt: skip
         self.reset()
         self.plan, self.dtype, self.device = plan, dtype, device
         self.kv_heads, self.head_dim = kv_heads, head_dim

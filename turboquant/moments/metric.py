@@ -103,7 +103,8 @@ def chosen_pairs(mean: np.ndarray, rotary: Rotary) -> tuple[np.ndarray, np.ndarr
     held = np.cumsum(energy[order])
     needed = 1 + int(np.searchsorted(held, ENERGY * held[-1])) if len(held) else 0
     padded = -(-needed // PAIR_MULTIPLE) * PAIR_MULTIPLE
-    kept = order[:padded]
+    # By their angles, as the model has them: where neighbours turn little, csrc/cuda/attend/wave.cuh is faster.
+    kept = np.sort(order[:padded])
     missing = padded - len(kept)
     centre = mean.copy()
     centre[:, rotary.pairs.ravel()] = 0

@@ -24,7 +24,7 @@ int count_large_clusters(const DeviceFacts &device)
 {
     static thread_local int known = -1, count;
     if (device.id == known) return count;
-    void (*kernel)(AttendArgs) = find_kernel(find_row(Strategy::FUSED, true, 4, false, 4, false), 1, 2).kernel;
+    void (*kernel)(AttendArgs) = find_kernel(find_row(Strategy::FUSED, true, 4, false, 4, false, false), 1, 2).kernel;
     const void *function = reinterpret_cast<const void *>(kernel);
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -84,6 +84,9 @@ tq_status check_alignment(const tq_attend_params *p, tq_error *error)
                   {"out", p->out},
                   {"fresh_k", p->fresh_k},
                   {"fresh_v", p->fresh_v}};
+    if ((uintptr_t)p->key.moments % 16)
+        return fail(error, TQ_E_VALUE, "key_moments", -1, (double)((uintptr_t)p->key.moments % 16),
+                    "aligned to 16 bytes on CUDA (got: bytes behind)");
     for (auto &x : arrays)
         if ((uintptr_t)x.at % (4 * bytes))
             return fail(error, TQ_E_VALUE, x.name, -1, (double)((uintptr_t)x.at % (4 * bytes)),
@@ -175,7 +178,6 @@ tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *pa
 {
     TQ_CUDA_TRY(tq_check_attend(plan, params, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
-    TQ_CUDA_TRY(check_without_moments(*plan, error));
     TQ_CUDA_TRY(check_alignment(params, error));
     if (!call_) return fail(error, TQ_E_VALUE, "call", -1, 0, "a pointer, not NULL");
     if (!workspace_bytes) return fail(error, TQ_E_VALUE, "workspace_bytes", -1, 0, "a pointer, not NULL");
@@ -215,7 +217,6 @@ tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *par
     Launch l;
     TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
-    TQ_CUDA_TRY(check_without_moments(*plan, error));
     if (!name) return fail(error, TQ_E_VALUE, "name", -1, 0, "a pointer, not NULL");
     snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s", tq_is_plain(plan) ? "" : "attend_blocks");
     if (!tq_is_plain(plan)) return TQ_OK;

@@ -63,6 +63,36 @@ inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
     }
 }
 
+/** Bytes of what a block shares of a wave, and of what each warp has of it: wave.cuh. */
+inline int wave_block_bytes(const AttendArgs &a, const KernelChoice &kernel)
+{
+    return a.wave.steps ? kernel.tiles * (4 * a.wave.steps + 2) * 32 * 16 + a.wave.steps * (WAVE_STEP + 1) * 4 : 0;
+}
+
+inline int wave_warp_bytes(const AttendArgs &a, const KernelChoice &kernel)
+{
+    const int row_blocks = kernel.team_rows    ? kernel.team_rows / 4 / TEAM_OF_MANY_ROWS
+                           : kernel.blocks > 1 ? kernel.blocks
+                                               : 0; /* in registers */
+    return a.wave.steps ? a.wave.steps * WAVE_STEP * 8 + row_blocks * kernel.tiles * 32 * 16 : 0;
+}
+
+/** Lays a wave out behind the first `bytes` of a block's shared memory, with what put_wave leaves of so many rows; returns its end. */
+inline int lay_out_wave(const KernelChoice &kernel, int warps, int rows, int bytes, AttendArgs *args)
+{
+    WaveArgs &w = args->wave;
+    int64_t at = (bytes + 127) / 128 * 128;
+    if (!w.steps) return bytes;
+    w.warp_bytes = wave_warp_bytes(*args, kernel);
+    w.at_table = (int32_t)at;
+    w.at_increments = (int32_t)at + wave_block_bytes(*args, kernel) - w.steps * (WAVE_STEP + 1) * 4;
+    w.at_polynomials = w.at_increments - kernel.tiles * 2 * 32 * 16;
+    take(&at, wave_block_bytes(*args, kernel));
+    w.at_rows = (int32_t)take(&at, (int64_t)rows * w.steps * WAVE_STEP * 8);
+    w.at_warps = (int32_t)take(&at, (int64_t)warps * w.warp_bytes);
+    return (int)at;
+}
+
 /** Choose a kernel of the strategy and cut the work for it. False, and nothing done, where there is none for the plan, it has no room, or
  *  another strategy is faster. */
 bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch);

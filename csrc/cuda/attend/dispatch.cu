@@ -66,7 +66,8 @@ bool holds(const Condition &c, const tq_plan &plan, const Device &device, const 
 
 bool cut_many_rows(const tq_plan &plan, const Device &, Launch *launch)
 {
-    int row = find_row(Strategy::MANY_ROWS, true, width_of(plan), false, launch->args.groups, false);
+    int row =
+        find_row(Strategy::MANY_ROWS, true, width_of(plan), false, launch->args.groups, false, tq_has_moments(&plan));
     launch->kernel = find_kernel(row, launch->args.rows <= 16 ? 4 : 8, 4);
     if (!launch->kernel.kernel) launch->kernel = find_kernel(row, 8, 4);
     return true;
@@ -78,7 +79,8 @@ bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
     const Rules &r = *device.rules;
     const int64_t pages = (int64_t)a.p.batch * a.p.kv_heads * a.p.max_pages, processors = device.processors;
     const int bits = width_of(plan);
-    const int row = find_row(Strategy::SPLIT, device.bulk, bits, tq_tile_is_16(&plan), a.groups, false);
+    const int row =
+        find_row(Strategy::SPLIT, device.bulk, bits, tq_tile_is_16(&plan), a.groups, false, tq_has_moments(&plan));
     const KernelRow &kernels = KERNELS[row];
     /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
     int blocks = a.rows <= 4 ? 1 : a.rows <= 8 || bits == 2 ? 2 : 4;
@@ -86,7 +88,9 @@ bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
     /* Whole pages pay off once every multiprocessor has some; at 2 and 3 bits not where a warp has 1 to 10. */
     bool a_few = (bits == 2 || bits == 3) && a.groups == 4 && a.rows <= 4 && pages >= r.not_whole_from * processors &&
                  pages < r.not_whole_upto * processors;
-    bool whole = plan.page_tokens == 4 * TQ_TILE && pages >= r.whole_from * processors && !a_few;
+    /* of long rows with a wave a page's table of it would take the room of half the pages */
+    bool large_table = a.wave.steps > 4;
+    bool whole = plan.page_tokens == 4 * TQ_TILE && pages >= r.whole_from * processors && !a_few && !large_table;
     launch->kernel = find_kernel(row, blocks, whole && kernels.whole_pages & blocks ? 4 : 2);
     return true;
 }
@@ -95,11 +99,14 @@ bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
 
 const Rules &rules_of(const DeviceFacts &) { return H200; }
 
-int find_row(Strategy strategy, bool hopper, int width, bool tile_16, int groups, bool crowded)
+int find_row(Strategy strategy, bool hopper, int width, bool tile_16, int groups, bool crowded, bool wave)
 {
+    wave = wave && is_fused(strategy);
+    const bool any_will_do = strategy == Strategy::SPLIT || wave;
     for (int wanted : {width, 0})
-        for (int row = 0; row < KERNEL_ROWS && (wanted == width || strategy == Strategy::SPLIT); row++) {
+        for (int row = 0; row < KERNEL_ROWS && (wanted == width || any_will_do); row++) {
             const KernelRow &r = KERNELS[row];
+            if (r.wave != wave) continue;
             if (r.strategy == strategy && r.hopper == hopper && r.width == wanted && r.tile_16 == tile_16 &&
                 r.first_groups <= groups && groups <= r.last_groups && r.crowded == crowded)
                 return row;
@@ -125,9 +132,9 @@ void name_kernel(const KernelChoice &kernel, char *name)
     char width[16];
     if (r.width) snprintf(width, sizeof width, "%dbit", r.width);
     else snprintf(width, sizeof width, r.tile_16 ? "tile16" : "any");
-    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_%s_%s_d%d_%dx%d%s%s", strategies[(int)r.strategy], width,
+    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_%s_%s_d%d_%dx%d%s%s%s", strategies[(int)r.strategy], width,
              TQ_TILE * r.last_groups, kernel.rows, TQ_TILE * kernel.tiles, r.crowded ? "_crowded" : "",
-             r.hopper ? "" : "_portable");
+             r.wave ? "_wave" : "", r.hopper ? "" : "_portable");
 }
 
 } // namespace tq

@@ -43,6 +43,7 @@ KernelChoice split_4_kernels(int row, int blocks, int tiles);
 KernelChoice split_any_kernels(int row, int blocks, int tiles);
 KernelChoice split_tile_16_kernels(int row, int blocks, int tiles);
 KernelChoice fused_kernels(int row, int blocks, int tiles);
+KernelChoice fused_wave_kernels(int row, int blocks, int tiles);
 KernelChoice many_rows_kernels(int row, int blocks, int tiles);
 
 constexpr unsigned R4 = 1, R8 = 2, R16 = 4, R32 = 8; /* sets of numbers of rows, in units of four */
@@ -57,6 +58,8 @@ struct KernelRow {
     unsigned half_pages, whole_pages; /* numbers of rows with such units */
     bool crowded;                     /* registers for 20 warps of a multiprocessor */
     Kernels kernels;
+    bool wave =
+        false; /* fused: for plans with a wave or a metric, and only for those. The others take plans with and without */
 };
 
 /** All attention kernels of plain plans. Adding one, or taking one away, is a change here alone: the files below compile what is listed.
@@ -98,6 +101,15 @@ constexpr KernelRow KERNELS[] = {
     {Strategy::FUSED, true, 4, false, 2, 2, R8, 0, true, fused_kernels},
     {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8 | R16, 0, false, fused_kernels},
     {Strategy::FUSED, true, 0, false, 1, 4, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
+    /* What is for waves, compiled into all of FUSED, made 8,192 tokens of batch 1 take 11 to 23 % longer without one. So plans with a wave have
+     * kernels of their own there, for the widths and rows that matter most, and one for the others. */
+    {Strategy::FUSED, true, 2, false, 2, 2, R4, R4, false, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 2, false, 4, 4, R4 | R8, R4 | R8, false, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 3, false, 2, 2, R4, R4, false, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 3, false, 4, 4, R4 | R8, R4 | R8, false, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 4, false, 2, 2, R4, R4, false, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8, 0, false, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 0, false, 1, 4, R4 | R8 | R16, R4 | R8 | R16, false, fused_wave_kernels, true},
     {Strategy::MANY_ROWS, true, 2, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
     {Strategy::MANY_ROWS, true, 3, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
     {Strategy::MANY_ROWS, true, 4, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
@@ -106,6 +118,7 @@ constexpr KernelRow KERNELS[] = {
     {Strategy::FUSED_MANY_ROWS, true, 3, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
     {Strategy::FUSED_MANY_ROWS, true, 4, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
     {Strategy::FUSED_MANY_ROWS, true, 0, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, 0, false, 4, 4, 0, R16, false, many_rows_kernels, true}, /* 32 lack the memory */
 };
 constexpr int KERNEL_ROWS = sizeof KERNELS / sizeof *KERNELS;
 
@@ -154,8 +167,8 @@ struct Launch {
     int64_t segments;
 };
 
-/** The row of KERNELS for a case, or -1. */
-int find_row(Strategy strategy, bool hopper, int width, bool tile_16, int groups, bool crowded);
+/** The row of KERNELS for a case, or -1. wave: whether the plan has a wave or a metric. */
+int find_row(Strategy strategy, bool hopper, int width, bool tile_16, int groups, bool crowded, bool wave);
 /** The kernel of a row; its `kernel` is NULL if row is -1 or lists no such kernel. */
 KernelChoice find_kernel(int row, int blocks, int tiles);
 /** Chooses the kernel of a plain plan, and if it is fused also cuts the work. launch: as fill_args leaves it. */
@@ -166,11 +179,13 @@ void name_kernel(const KernelChoice &kernel, char *name);
 
 /* ---- for the files that compile kernels ---- */
 
+constexpr bool takes_wave(int row) { return KERNELS[row].wave || !is_fused(KERNELS[row].strategy); }
+
 template <int ROW, int BLOCKS, int TILES>
 using VariantOf = std::conditional_t<has_many_rows(KERNELS[ROW].strategy),
-                                     ManyRows<KERNELS[ROW].width, KERNELS[ROW].width, 4 * BLOCKS>,
+                                     ManyRows<KERNELS[ROW].width, KERNELS[ROW].width, 4 * BLOCKS, takes_wave(ROW)>,
                                      Variant<KERNELS[ROW].width, KERNELS[ROW].width, KERNELS[ROW].last_groups, BLOCKS,
-                                             TILES, KERNELS[ROW].hopper, KERNELS[ROW].tile_16>>;
+                                             TILES, KERNELS[ROW].hopper, KERNELS[ROW].tile_16, takes_wave(ROW)>>;
 
 template <class MAKE, int ROW, int BLOCKS, int TILES> KernelChoice compiled_kernel()
 {

@@ -18,7 +18,8 @@
  * meets. Mostly a team is one warp; where there are many rows, several share the pages.
  *
  *   query.cuh, exact.cuh   the two halves of prepare        output.cuh     sums to results
- *   schedule.cuh           who does which units             ../README.md   which kernel runs, and where it is */
+ *   schedule.cuh           who does which units             wave.cuh       what the wave of keys adds to scores
+ *   ../README.md           which kernel runs, and where it is */
 #ifndef TQ_CUDA_ATTEND_PARAMS_H
 #define TQ_CUDA_ATTEND_PARAMS_H
 #include "cuda/tile/levels.h"
@@ -69,12 +70,24 @@ struct RowArgs {
     float scale, bias;            /* base-2 logit = scale * (integer product * key scale) + bias; scale > 0 */
     int32_t offset_hi, offset_lo; /* what the codes' offset adds to the integer products */
     int32_t packed_lo, packed_hi; /* packed indices seen */
-    int32_t unused[2];
+    float wave;                   /* a sum of what put_wave left, as a score */
+    int32_t unused;
 };
 
 /** A row's part, base 2: the sums are of exp2(logit - max); rounded_sum = sum of value scale times weight as the products saw them. */
 struct RowTotals {
     float max, sum, rounded_sum, unused;
+};
+
+constexpr int WAVE_STEP = 16; /* pairs that products take at once */
+
+/** The wave and the metric of keys; all 0 without. */
+struct WaveArgs {
+    int32_t pairs, metric, numbers; /* of the plan; numbers: of a head in tq_transform.moments */
+    int32_t steps;                  /* pairs / WAVE_STEP, rounded up to an even number */
+    int32_t at_table, at_polynomials, at_increments, at_rows, at_warps,
+        warp_bytes; /* shared memory of kernels on pages, in bytes: WaveSpace; at_rows: what put_wave leaves, if it is there */
+    float2 *rows; /* workspace: the same, [segments][tile_rows][16 steps] */
 };
 
 /** attend_fused; all 0 for other kernels. */
@@ -120,6 +133,7 @@ struct AttendArgs {
     int32_t at_teams; /* shared memory, in bytes: what warps and teams have beside the stages (not in attend_fused) */
     int32_t at_barriers; /* the same: barriers */
     FusedArgs fused;
+    WaveArgs wave;
     const int4 *schedule;                 /* schedule.cu; NULL: there is none, or the kernel has no line */
     int32_t schedule_key, schedule_teams; /* what a schedule must be made for; teams of all blocks */
     int32_t pitch; /* floats from one row to the next in shared memory of prepare, combine and attend_fused */

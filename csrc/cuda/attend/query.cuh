@@ -3,6 +3,7 @@
 #ifndef TQ_CUDA_ATTEND_QUERY_CUH
 #define TQ_CUDA_ATTEND_QUERY_CUH
 #include "cuda/attend/schedule.cuh"
+#include "cuda/attend/wave.cuh"
 
 namespace tq
 {
@@ -222,6 +223,108 @@ __device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s
     return warp_sum(dot);
 }
 
+/** What a warp needs of a KV head's wave and metric for its rows, on its way to registers: all that is loaded at once. */
+template <int GROUPS> struct MomentLoad {
+    static constexpr int PAIRS = GROUPS > 4 ? 4 : 2; /* lane, lane + 32 .. */
+    LaneRow<GROUPS> scale, directions[TQ_MAX_METRIC_RANK];
+    float stretch[TQ_MAX_METRIC_RANK];
+    LaneIncrements<PAIRS> increments;
+    Pair pair[PAIRS];
+    float2 amplitude[PAIRS];
+
+    MomentLoad() = default; /* of a kernel that takes no plans with them */
+    __device__ __forceinline__ MomentLoad(const AttendArgs &a, int32_t h, int lane)
+    {
+        if (!a.wave.numbers) return;
+        const KeyMoments m = key_moments(a);
+        const HeadMoments of_head = m.of_head(h);
+        increments = LaneIncrements<PAIRS>(a, lane);
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++) {
+            const int i = lane + 32 * k;
+            const bool is_there = i < m.pairs;
+            pair[k] = is_there ? m.pair(i) : Pair{0, 0, 0};
+            amplitude[k] = is_there ? make_float2(of_head.wave[2 * i], of_head.wave[2 * i + 1]) : make_float2(0, 0);
+        }
+        if (m.metric) scale.load(of_head.scale, a.head_dim, lane);
+#pragma unroll
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) {
+            stretch[r] = r < m.metric - 1 ? of_head.stretch[r] : 0;
+            directions[r].load(of_head.directions + r * a.head_dim, r < m.metric - 1 ? a.head_dim : 0, lane);
+        }
+    }
+};
+
+/** A row before its rotation to what meets codes: A^-1 row (turboquant.h, "Keys of a plan with a wave or a metric"). One warp. */
+template <int GROUPS>
+__device__ __forceinline__ void undo_metric(const AttendArgs &a, const MomentLoad<GROUPS> &moments,
+                                            LaneRow<GROUPS> &row, int lane)
+{
+    constexpr int QUADS = LaneRow<GROUPS>::QUADS;
+    if (!a.wave.metric) return;
+    float4 inverse[QUADS];
+    float along[TQ_MAX_METRIC_RANK] = {};
+    auto times = [](float4 x, float4 y) { return make_float4(x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w); };
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) {
+        const float4 &s = moments.scale.quad[k];
+        inverse[k] = row.channel(k, lane) < a.head_dim
+                         ? make_float4(reciprocal(s.x), reciprocal(s.y), reciprocal(s.z), reciprocal(s.w))
+                         : make_float4(0, 0, 0, 0);
+        row.quad[k] = times(row.quad[k], inverse[k]);
+#pragma unroll
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) {
+            const float4 &x = row.quad[k], &w = moments.directions[r].quad[k];
+            along[r] += x.x * w.x + x.y * w.y + x.z * w.z + x.w * w.w;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
+        along[r] = (__fdividef(1.0f, 1.0f + moments.stretch[r]) - 1.0f) * warp_sum(along[r]);
+#pragma unroll
+    for (int k = 0; k < QUADS; k++) {
+        float4 &x = row.quad[k];
+#pragma unroll
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) {
+            const float4 &w = moments.directions[r].quad[k];
+            x = make_float4(fmaf(along[r], w.x, x.x), fmaf(along[r], w.y, x.y), fmaf(along[r], w.z, x.z),
+                            fmaf(along[r], w.w, x.w));
+        }
+        x = times(x, inverse[k]);
+    }
+}
+
+constexpr float WAVE_SIZE = 64; /* of the largest number that put_wave leaves: fp16 has many below it */
+
+/** What a row before its metric and rotation has of each pair's cosine and sine at position 0, to `to` [16 steps], the largest of them
+ *  being WAVE_SIZE; returns what they are to be multiplied by. spare: a row of shared memory. One warp. */
+template <int GROUPS>
+__device__ __forceinline__ float put_wave(const AttendArgs &a, const MomentLoad<GROUPS> &moments,
+                                          const LaneRow<GROUPS> &row, float *spare, float2 *to, int lane)
+{
+    constexpr int PAIRS = MomentLoad<GROUPS>::PAIRS;
+    if (!a.wave.steps) return 0;
+    row.store(spare, TQ_TILE * a.groups, lane);
+    __syncwarp();
+    float2 x[PAIRS];
+    float largest = 0;
+#pragma unroll
+    for (int k = 0; k < PAIRS; k++) {
+        const float2 amplitude = moments.amplitude[k];
+        const float first = spare[moments.pair[k].first], second = spare[moments.pair[k].second];
+        x[k] = make_float2(first * amplitude.x + second * amplitude.y, second * amplitude.x - first * amplitude.y);
+        largest = fmaxf(largest, fmaxf(fabsf(x[k].x), fabsf(x[k].y)));
+    }
+    largest = warp_max(largest);
+    if (largest < 1e-30f) largest = 0;
+    const float factor = largest > 0 ? __fdividef(WAVE_SIZE, largest) : 0;
+#pragma unroll
+    for (int k = 0; k < PAIRS; k++)
+        if (lane + 32 * k < WAVE_STEP * a.wave.steps) to[lane + 32 * k] = make_float2(factor * x[k].x, factor * x[k].y);
+    __syncwarp(); /* spare may be written again */
+    return largest * (1 / WAVE_SIZE);
+}
+
 /** The place of four channels' word, 4 place .. of group g, in the queries of a tile of rows, and how far the low plane is behind the
  *  high one. attend_pages: in the order in which a lane wants them, word 0 of lane 4 n + t of a group being channels 4 t .. of column
  *  n, word 1 channels 16 + 4 t ... With tiles of 16 lanes t = 0, 1 have those of the first group of 16, as its tiles do, others those of
@@ -246,12 +349,19 @@ struct QueryPlace {
 struct PreparedRows {
     uint32_t *queries; /* QueryPlace */
     RowArgs *args;
+    float2 *wave; /* [row][16 steps], put_wave's */
+
+    __device__ __forceinline__ float2 *wave_of(const AttendArgs &a, int row) const
+    {
+        return wave + row * WAVE_STEP * a.wave.steps;
+    }
 };
 
 __device__ __forceinline__ PreparedRows rows_in_workspace(const AttendArgs &a, int segment)
 {
     return {reinterpret_cast<uint32_t *>(a.queries + (int64_t)segment * (a.tile_rows / 4) * a.groups * 32),
-            a.row_args + segment * a.tile_rows};
+            a.row_args + segment * a.tile_rows,
+            a.wave.rows + (int64_t)segment * a.tile_rows * WAVE_STEP * a.wave.steps};
 }
 
 /** What a lane's channels are rounded by: known before the rows are. */
@@ -284,17 +394,18 @@ template <int GROUPS> struct QueryScale {
     }
 };
 
-/** Rounds a rotated row to two planes. One warp. */
+/** Rounds a rotated row to two planes. wave: of put_wave. One warp. */
 template <int GROUPS>
 __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s, const Sequence &seq, int i,
                                             const LaneRow<GROUPS> &rotated, const QueryScale<GROUPS> &scale, float bias,
-                                            const PreparedRows &to, int lane)
+                                            float wave, const PreparedRows &to, int lane)
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
     int32_t token, head;
     find_row(a, s, i, token, head); /* true: whoever prepares leaves the others out */
     Range packed = seen_packed(a, seq, seq.first_position + token);
-    float number[4 * QUADS], largest = 1e-30f;
+    float number[4 * QUADS],
+        largest = fmaxf(1e-30f, 1e-7f * wave); /* so that no term of the wave is infinite as a score */
 #pragma unroll
     for (int k = 0; k < QUADS; k++) {
         float factor = scale.factor[k] * scale.step[k];
@@ -329,11 +440,17 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
     offset_lo = warp_sum(offset_lo);
     if (lane) return;
     float row_scale = fmaxf(step * fabsf(a.p.softmax_scale) * LOG2_E, 1e-35f);
-    to.args[row] = {row_scale, bias * a.p.softmax_scale * LOG2_E, offset_hi, offset_lo, packed.lo, packed.hi};
+    to.args[row] = {row_scale,
+                    bias * a.p.softmax_scale * LOG2_E,
+                    offset_hi,
+                    offset_lo,
+                    packed.lo,
+                    packed.hi,
+                    wave * a.p.softmax_scale * LOG2_E * reciprocal(row_scale)};
 }
 
-/** A row that only fills the tile: zeros, of which nothing is seen. One warp. */
-template <int GROUPS>
+/** A row that only fills the tile: zeros, of which nothing is seen. WAVE: as of Variant. One warp. */
+template <int GROUPS, bool WAVE = true>
 __device__ __forceinline__ void leave_row_empty(const AttendArgs &a, int row, const PreparedRows &to, int lane)
 {
 #pragma unroll
@@ -343,22 +460,26 @@ __device__ __forceinline__ void leave_row_empty(const AttendArgs &a, int row, co
         QueryPlace at(a, row, c / TQ_TILE, c % TQ_TILE / 4);
         to.queries[at.word] = to.queries[at.word + at.to_low] = 0;
     }
+    for (int i = lane; WAVE && i < WAVE_STEP * a.wave.steps; i += 32) to.wave_of(a, row)[i] = make_float2(0, 0);
     if (lane == 0) to.args[row] = {1e-35f};
 }
 
 /** The set's rows, by a whole block. */
 template <int GROUPS> __device__ __forceinline__ void prepare_queries(const AttendArgs &a, const RowSet &s)
 {
-    __shared__ float biases[END_ROWS];
+    __shared__ float biases[END_ROWS], waves[END_ROWS];
     int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x & 31;
     bool dense = a.rotation == TQ_ROTATION_DENSE;
     PreparedRows to = rows_in_workspace(a, s.segment);
     QueryScale<GROUPS> scale(a, lane);
     scale.load_steps(a, s.h, lane);
+    const MomentLoad<GROUPS> moments(a, s.h, lane);
     LaneRow<GROUPS> row;
     if (dense) { /* the whole block rotates all rows, in shared memory */
         for (int i = warp; i < s.n; i += warps) {
             float bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
+            waves[i] = put_wave<GROUPS>(a, moments, row, shared_row(a, i), to.wave_of(a, s.first + i), lane);
+            undo_metric<GROUPS>(a, moments, row, lane);
             row.store(shared_row(a, i), TQ_TILE * a.groups, lane);
             biases[i] = bias;
         }
@@ -370,15 +491,17 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
             leave_row_empty<GROUPS>(a, s.first + i, to, lane);
             continue;
         }
-        float bias;
+        float bias, wave;
         if (dense) {
-            bias = biases[i];
+            bias = biases[i], wave = waves[i];
             row.load(shared_row(a, i), TQ_TILE * a.groups, lane);
         } else {
             bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
+            wave = put_wave<GROUPS>(a, moments, row, shared_row(a, i), to.wave_of(a, s.first + i), lane);
+            undo_metric<GROUPS>(a, moments, row, lane);
             rotate_lanes<GROUPS>(a, row, shared_row(a, i), lane_signs<GROUPS>(a, lane), false, lane);
         }
-        round_query<GROUPS>(a, s, load_sequence(a, s.b), i, row, scale, bias, to, lane);
+        round_query<GROUPS>(a, s, load_sequence(a, s.b), i, row, scale, bias, wave, to, lane);
     }
 }
 

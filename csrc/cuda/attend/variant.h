@@ -13,7 +13,8 @@ constexpr int BETWEEN_BYTES =
 constexpr int most_threads(int registers) { return 65536 / registers / 128 * 128; }
 
 /** One compiled kernel. KEY_BITS = VALUE_BITS = 0: any plan, the width of each group looked up as it goes; tiles of 16, or of 32. */
-template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false>
+template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false,
+          bool WAVE_ = true>
 struct Variant {
     static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_;
     static constexpr int GROUPS = GROUPS_; /* of 32 channels; the most there may be, if the plan is any */
@@ -21,6 +22,7 @@ struct Variant {
     static constexpr int ROWS = 4 * BLOCKS, TEAM_WARPS = 1;
     static constexpr int TILES = TILES_; /* token tiles of a unit: more for throughput, fewer for latency */
     static constexpr bool BULK = BULK_, FINE = FINE_;
+    static constexpr bool WAVE = WAVE_; /* whether it also takes plans with a wave or a metric (wave.cuh) */
     static constexpr bool UNIFORM = KEY_BITS != 0;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
     static constexpr bool TWO_PRODUCTS = !FINE && BLOCKS == 1; /* of 4 and 5 bits */
@@ -63,7 +65,7 @@ template <class V> constexpr int fused_registers()
 
 constexpr int ROW_SCALES_BYTES = 32;
 
-template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct ManyRows {
+template <int KEY_BITS_, int VALUE_BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
     static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_; /* 0: any plan */
     static constexpr int ROWS = ROWS_;                                   /* of a team */
     static constexpr int COLUMNS = ROWS / 4;                             /* rows of a lane: 4 c + t */
@@ -71,7 +73,7 @@ template <int KEY_BITS_, int VALUE_BITS_, int ROWS_> struct ManyRows {
     /* of a token tile whose scores are multiplied together: as the registers allow */
     static constexpr int HALVES = ROWS == 16 ? 2 : 1;
     static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS;
-    static constexpr bool BULK = true, UNIFORM = KEY_BITS != 0;
+    static constexpr bool BULK = true, UNIFORM = KEY_BITS != 0, WAVE = WAVE_;
     /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two took 8 to 12 % longer than one. */
     static constexpr bool TWO_PRODUCTS = ROWS == 16;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;

@@ -23,6 +23,7 @@ struct AttendShared {
     float *projected, *queries; // [SET_ROWS][key_width], [SET_ROWS][32 groups]: what packed and exact keys meet
     float *scores;              // [SET_ROWS][32], then weights
     float *factors;             // [SET_ROWS], of the sums so far
+    float2 *waves;              // [SET_ROWS][pairs]: waves_of
     float *levels[2];           // load_levels
     ExactToken *tokens;         // [32]
 };
@@ -40,7 +41,7 @@ size_t attend_bytes(const AttendBlocksArgs &args)
 {
     const size_t floats = tile_floats(args.key_width, args.value_width) +
                           SET_ROWS * ((size_t)args.key_width + TQ_TILE * args.attend.groups + TQ_TILE + 4) +
-                          2 * LEVEL_TABLE;
+                          2 * LEVEL_TABLE + 2 * SET_ROWS * (size_t)args.moments.pairs;
     return sizeof(float) * floats + TQ_TILE * sizeof(ExactToken);
 }
 
@@ -54,7 +55,8 @@ __device__ __forceinline__ AttendShared shared_of(const AttendBlocksArgs &args)
     s.factors = s.scores + SET_ROWS * TQ_TILE;
     s.levels[0] = s.factors + SET_ROWS * 4;
     s.levels[1] = s.levels[0] + LEVEL_TABLE;
-    s.tokens = reinterpret_cast<ExactToken *>(s.levels[1] + LEVEL_TABLE);
+    s.waves = reinterpret_cast<float2 *>(s.levels[1] + LEVEL_TABLE);
+    s.tokens = reinterpret_cast<ExactToken *>(s.waves + SET_ROWS * args.moments.pairs);
     return s;
 }
 
@@ -112,25 +114,47 @@ struct RowView {
     }
 };
 
+/** Of what the eight threads of a token have of each row's sum: the whole sum of row threadIdx.x % 8. */
+__device__ __forceinline__ float sum_of_row(float (&sums)[SET_ROWS])
+{
+    float mine = 0.0f;
+#pragma unroll
+    for (int r = 0; r < SET_ROWS; r++) {
+#pragma unroll
+        for (int h = 1; h < PIECES; h *= 2) sums[r] += __shfl_xor_sync(ALL_LANES, sums[r], h);
+        if (r == (int)threadIdx.x % PIECES) mine = sums[r];
+    }
+    return mine;
+}
+
+/** What the wave adds to the product of that row with a token at a position. */
+__device__ __forceinline__ float wave_product(const KeyMoments &m, const float2 *waves, int32_t position)
+{
+    float sums[SET_ROWS] = {};
+    for (int i = threadIdx.x % PIECES; i < m.pairs; i += PIECES) {
+        const float2 c = turn(phase_of(m.pair(i).increment, position));
+#pragma unroll
+        for (int r = 0; r < SET_ROWS; r++) {
+            const float2 x = waves[r * m.pairs + i];
+            sums[r] = fmaf(x.x, c.x, fmaf(x.y, c.y, sums[r]));
+        }
+    }
+    return sum_of_row(sums);
+}
+
 /** Row threadIdx.x % 8 of `queries` times row threadIdx.x / 8 of the tile: the eight threads of a token share its products. */
 __device__ __forceinline__ float product(const float *tile, int stride, const float *queries, int width)
 {
     const int piece = threadIdx.x % PIECES;
     const float *key = tile + threadIdx.x / PIECES * stride;
-    float sums[SET_ROWS] = {}, mine = 0.0f;
+    float sums[SET_ROWS] = {};
     for (int c = 4 * piece; c < width; c += 4 * PIECES) {
         const float4 k = *reinterpret_cast<const float4 *>(key + c);
 #pragma unroll
         for (int r = 0; r < SET_ROWS; r++)
             sums[r] = dot_quads(k, *reinterpret_cast<const float4 *>(queries + r * width + c), sums[r]);
     }
-#pragma unroll
-    for (int r = 0; r < SET_ROWS; r++) {
-#pragma unroll
-        for (int h = 1; h < PIECES; h *= 2) sums[r] += __shfl_xor_sync(ALL_LANES, sums[r], h);
-        if (r == piece) mine = sums[r];
-    }
-    return mine;
+    return sum_of_row(sums);
 }
 
 /** Puts a score, in units of log2, where softmax finds it; -inf where a row does not see a token, which may be bytes of anything. */
@@ -206,7 +230,9 @@ __device__ __forceinline__ void attend_packed(const AttendBlocksArgs &args, cons
     const int token_tile = first % a.page_tokens / TQ_TILE;
     decode_keys(args.plan, s.h, record, token_tile, shared.levels[0], shared.tile, stride);
     __syncthreads();
-    const float x = product(shared.tile, stride, shared.projected, args.key_width);
+    float x = product(shared.tile, stride, shared.projected, args.key_width);
+    if (args.moments.pairs)
+        x += wave_product(args.moments, shared.waves, a.p.sinks + first + (int)threadIdx.x / PIECES);
     put_score(a, shared, (x + row.bias) * a.p.softmax_scale, row.sees_packed(first + (int)threadIdx.x / PIECES));
     __syncthreads();
     softmax(shared, totals, true);
@@ -288,6 +314,8 @@ __global__ void __launch_bounds__(SET_THREADS) attend_kernel(const __grid_consta
               upto = (int)((int64_t)view.tiles * (split + 1) / args.splits);
     for (int i = threadIdx.x; i < SET_ROWS * args.key_width; i += SET_THREADS)
         shared.projected[i] = args.queries[(int64_t)s.segment * SET_ROWS * args.key_width + i];
+    for (int i = threadIdx.x; i < SET_ROWS * args.moments.pairs; i += SET_THREADS)
+        shared.waves[i] = waves_of(args, s.segment)[i];
     for (int i = threadIdx.x; i < SET_ROWS * width; i += SET_THREADS) {
         const int64_t at = query_at(a, s, i / width);
         shared.queries[i] = at >= 0 && i % width < a.head_dim ? load_number(a.p.q, at + i % width, a.p.dtype) : 0.0f;
@@ -352,10 +380,14 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     args->value_width = TQ_TILE * plan.value.tiles;
     args->part_floats = 4 + args->value_width + (plan.head_dim + 3) / 4 * 4;
     const int64_t set_rows = *sets * SET_ROWS, queries = set_rows * args->key_width, biases = (set_rows + 63) / 64 * 64;
+    args->moments = key_moments_of(plan, &p.key);
+    const int64_t waves =
+        2 * set_rows * args->moments.pairs; // a multiple of 64 floats as well: rows and pairs are of 8
     args->queries = reinterpret_cast<float *>(base);
-    args->biases = args->queries + queries;
+    args->waves = reinterpret_cast<float2 *>(args->queries + queries);
+    args->biases = args->queries + queries + waves;
     args->parts = args->biases + biases;
-    *bytes = sizeof(float) * (queries + biases + set_rows * args->splits * args->part_floats);
+    *bytes = sizeof(float) * (queries + waves + biases + set_rows * args->splits * args->part_floats);
     return TQ_OK;
 }
 

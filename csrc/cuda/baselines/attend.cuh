@@ -20,13 +20,21 @@ constexpr int SET_ROWS = 8, SET_WARPS = SET_ROWS, SET_THREADS = 32 * SET_WARPS;
 struct AttendBlocksArgs {
     AttendArgs attend;
     BlockPlan plan;
+    KeyMoments moments;
     int32_t splits, key_width, value_width, part_floats;
     // workspace, by set
+    float2 *waves;  // [SET_ROWS][pairs]: what a row has of a pair's cosine and sine at position 0
     float *queries; // [SET_ROWS][key_width]
     float *biases;  // [SET_ROWS]: <q, key centre>
     float *parts;   // [splits][SET_ROWS][part_floats]: RowTotals | packed sums [value_width] | exact sums [head_dim]
 };
 static_assert(sizeof(AttendBlocksArgs) <= 4096, "kernel parameters");
+
+/** Of all rows of a set. */
+__device__ __forceinline__ float2 *waves_of(const AttendBlocksArgs &args, int64_t set)
+{
+    return args.waves + set * SET_ROWS * args.moments.pairs;
+}
 
 __device__ __forceinline__ float *part_at(const AttendBlocksArgs &args, int64_t set, int split, int row)
 {

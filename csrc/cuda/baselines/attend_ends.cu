@@ -10,6 +10,19 @@ namespace
 
 // ---- prepare ----
 
+/** Pairs' products of a row before its metric and rotation, to `to`; then the row's metric is undone. By one warp. */
+__device__ __forceinline__ void take_moments(const KeyMoments &m, int h, float *row, float2 *to, int lane)
+{
+    __syncwarp();
+    for (int i = lane; i < m.pairs; i += 32) {
+        const Pair pair = m.pair(i);
+        const float *wave = m.of_head(h).wave + 2 * i, first = row[pair.first], second = row[pair.second];
+        to[i] = make_float2(first * wave[0] + second * wave[1], second * wave[0] - first * wave[1]);
+    }
+    __syncwarp();
+    if (m.metric) apply_metric<true>(m, m.of_head(h), row);
+}
+
 /** Shared memory: | rows [MATRIX_TOKENS][key_width] | BlockRows' |. */
 __global__ void __launch_bounds__(SET_THREADS) prepare_kernel(const __grid_constant__ AttendBlocksArgs args)
 {
@@ -31,6 +44,8 @@ __global__ void __launch_bounds__(SET_THREADS) prepare_kernel(const __grid_const
     }
     bias = warp_sum(bias);
     if (lane == 0) args.biases[blockIdx.x * SET_ROWS + row] = bias;
+    if (args.moments.any())
+        take_moments(args.moments, s.h, to, waves_of(args, blockIdx.x) + row * args.moments.pairs, lane);
     project_rows(args.plan, side, s.h, x);
     for (int i = threadIdx.x; i < SET_ROWS * width; i += SET_THREADS)
         args.queries[(int64_t)blockIdx.x * SET_ROWS * width + i] = rows[i];

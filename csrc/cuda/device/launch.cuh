@@ -18,14 +18,6 @@ inline tq_status check_plan(const tq_plan &plan, tq_error *error)
     return TQ_OK;
 }
 
-/** Of attention, which has no kernels for a wave and a metric yet. */
-inline tq_status check_without_moments(const tq_plan &plan, tq_error *error)
-{
-    if (!tq_has_moments(&plan)) return TQ_OK;
-    return fail(error, TQ_E_UNSUPPORTED, "plan", -1, plan.wave_pairs,
-                "one without a wave and a metric: attention on CUDA has no kernels for them yet");
-}
-
 // ---- launching ----
 
 /** A kernel may start before the one in front of it in the stream has ended (launch): nothing it reads or writes may be touched

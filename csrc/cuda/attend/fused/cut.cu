@@ -70,7 +70,7 @@ int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)
     a.at_teams = (int32_t)take(&at, (int64_t)f.teams * kernel.own_bytes);
     a.at_barriers = (int32_t)at;
     f.block = a.at_barriers + f.teams * 32;
-    return f.block + FUSED_BLOCK_BYTES;
+    return lay_out_wave(kernel, f.warps, a.tile_rows, f.block + FUSED_BLOCK_BYTES, args);
 }
 
 /** Whether the cut is faster than that of SPLIT. at_once: blocks of a multiprocessor; rounds: as of
@@ -100,6 +100,16 @@ bool fused_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t seg
 
 int page_cost(const AttendArgs &a, const Rules &r) { return r.page_cost[a.groups > 2]; }
 
+/** The row of KERNELS for 4 * row_blocks rows. With a wave some of them have only the kernels for any widths. */
+int fused_row(const tq_plan &plan, int groups, bool crowded, int row_blocks)
+{
+    const bool wave = tq_has_moments(&plan);
+    const int width = width_of(plan), row = find_row(Strategy::FUSED, true, width, false, groups, crowded, wave);
+    if (!wave || find_row(Strategy::FUSED, true, width, false, groups, crowded, false) < 0) return wave ? -1 : row;
+    const bool takes = row >= 0 && (KERNELS[row].half_pages | KERNELS[row].whole_pages) & row_blocks;
+    return takes ? row : find_row(Strategy::FUSED, true, 0, false, groups, crowded, wave);
+}
+
 /** Cuts the work for the kernel of so many tiles a unit; returns about what it costs. 0, and *l good for nothing, where there is no such
  *  kernel, or no room, or the three kernels are faster. */
 int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *l)
@@ -111,9 +121,10 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
     bool high_occupancy = l->segments > 16 / 2 * device.processors && l->segments <= 20 / 2 * device.processors;
     int row_blocks = a.tile_rows / 4;
     /* with 4 rows, the kernel for half pages has registers for 20 warps anyway */
-    bool crowded = a.groups == 2 && width_of(plan) && high_occupancy && row_blocks <= 2 && row_blocks * tiles > 2;
-    KernelChoice kernel =
-        find_kernel(find_row(Strategy::FUSED, true, width_of(plan), false, a.groups, crowded), row_blocks, tiles);
+    const bool wave = tq_has_moments(&plan);
+    bool crowded =
+        a.groups == 2 && width_of(plan) && high_occupancy && row_blocks <= 2 && row_blocks * tiles > 2 && !wave;
+    KernelChoice kernel = find_kernel(fused_row(plan, a.groups, crowded, row_blocks), row_blocks, tiles);
     if (!kernel.kernel) return 0;
     lay_out_stage(&plan, tiles, &a);
     int most = kernel.max_threads / 32;
@@ -156,13 +167,14 @@ int64_t wide_turns(const Launch &l, const Device &device)
 }
 
 /** Cuts the work by tiles of 16 rows, or of 32 where there are `rows` of more; returns how many pages a team may have, over all turns. 0
- *  where there is no room for three teams. */
+ *  where there is no such kernel, or no room for three teams. */
 int64_t cut_tiles(const tq_plan &plan, const Device &device, int rows, Launch *l)
 {
     AttendArgs &a = l->args;
     FusedArgs &f = a.fused;
-    int row = find_row(Strategy::FUSED_MANY_ROWS, true, width_of(plan), false, a.groups, false);
+    int row = find_row(Strategy::FUSED_MANY_ROWS, true, width_of(plan), false, a.groups, false, tq_has_moments(&plan));
     l->kernel = find_kernel(row, rows <= 16 ? 4 : 8, 4);
+    if (!l->kernel.kernel) return 0;
     a.tile_rows = a.team_rows = l->kernel.team_rows;
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
     l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;

@@ -63,6 +63,7 @@ template <class V> struct FusedSpace {
     }
     __device__ __forceinline__ RowArgs *rows() const { return at<RowArgs>(a.fused.rows); }
     __device__ __forceinline__ uint2 *queries() const { return at<uint2>(a.fused.queries); }
+    __device__ __forceinline__ float2 *wave() const { return at<float2>(a.wave.at_rows); }
     __device__ __forceinline__ float2 *value_scale() const { return at<float2>(a.fused.value_scale); }
     __device__ __forceinline__ FusedBlock *block() const { return at<FusedBlock>(a.fused.block); }
     __device__ __forceinline__ uint32_t sent() const { return shared_address(shared_bytes) + a.fused.block + AT_SENT; }
@@ -333,21 +334,27 @@ __device__ __forceinline__ int first_row_of_warp(const AttendArgs &a, int warp) 
 /** Prepares the rows of a segment in shared memory. load: row first_row_of_warp, on its way; flip: lane_signs. */
 template <class V>
 __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &s, const Sequence &seq,
-                                             QueryLoad<4> load, const QueryScale<4> &scale, uint32_t flip,
-                                             const FusedSpace<V> &space, int warp, int lane)
+                                             QueryLoad<4> load, const MomentLoad<4> &moments,
+                                             const QueryScale<4> &scale, uint32_t flip, const FusedSpace<V> &space,
+                                             int warp, int lane)
 {
-    PreparedRows to = {reinterpret_cast<uint32_t *>(space.queries()), space.rows()};
+    PreparedRows to = {reinterpret_cast<uint32_t *>(space.queries()), space.rows(), space.wave()};
 #pragma unroll 1
     for (int first = first_row_of_warp(a, warp), i = first; i < FusedSpace<V>::ROWS; i += a.fused.warps) {
         if (i >= s.n) {
-            leave_row_empty<4>(a, i, to, lane);
+            leave_row_empty<4, V::WAVE>(a, i, to, lane);
             continue;
         }
         LaneRow<4> row;
         if (i != first) load = QueryLoad<4>(a, s, i, lane);
         float bias = take_query<4>(a, s, load, row, lane);
+        float wave = 0;
+        if constexpr (V::WAVE) {
+            wave = put_wave<4>(a, moments, row, space.spare_row(i), to.wave_of(a, i), lane);
+            undo_metric<4>(a, moments, row, lane);
+        }
         rotate_lanes<4, USUAL_DIM<V>>(a, row, space.spare_row(i), flip, false, lane);
-        round_query<4>(a, s, seq, i, row, scale, bias, to, lane);
+        round_query<4>(a, s, seq, i, row, scale, bias, wave, to, lane);
     }
 }
 
@@ -368,7 +375,7 @@ __device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<V, true> 
                                              const FusedSpace<V> &space, int warp, int lane)
 {
     Sums<V> sums;
-    attend_units<V>(a, ring, ahead, {space.rows(), space.queries()}, lane, sums);
+    attend_units<V>(a, ring, ahead, {space.rows(), space.queries(), space.wave()}, lane, sums);
     __syncwarp();
     leave_part_in_block<V>(a, space, warp, lane, sums);
 }
@@ -448,6 +455,8 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const Fused
     /* On their way together. The queries, whose way through the kernel is the longest, first: whatever uses a number that is still on
      * its way stops all that stands behind it. */
     QueryLoad<4> load(a, query, lane);
+    MomentLoad<4> moments;
+    if constexpr (V::WAVE) moments = MomentLoad<4>(a, h, lane);
     scale.load_steps(a, h, lane);
     int32_t page = a.p.max_pages ? a.p.block_table[entry] : 0;
     Sequence seq = load_sequence(a, b);
@@ -469,7 +478,8 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const Fused
     int active = min(a.fused.teams, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
     FusedBlock block = {set, rank, active, view};
     if (FRUGAL && threadIdx.x == 0) *space.block() = block;
-    prepare_rows<V>(a, set, seq, load, scale, flip, space, warp, lane);
+    if (has_wave<V>(a)) fill_wave_table<V::TILES>(a, moments.increments);
+    prepare_rows<V>(a, set, seq, load, moments, scale, flip, space, warp, lane);
     if (warp == 0) /* it has the fewest rows, if they differ */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
     if (a.exact_parts) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);

@@ -8,19 +8,20 @@ namespace tq
 {
 
 /** A team's units, to its part in the block. */
-template <int KEY_BITS, int VALUE_BITS, int ROWS>
+template <int KEY_BITS, int VALUE_BITS, int ROWS, bool WAVE>
 __device__ __forceinline__ void attend_share(const AttendArgs &a,
-                                             Ring<ManyRows<KEY_BITS, VALUE_BITS, ROWS>, true> &ring, Stride &ahead,
-                                             const FusedSpace<ManyRows<KEY_BITS, VALUE_BITS, ROWS>> &space,
+                                             Ring<ManyRows<KEY_BITS, VALUE_BITS, ROWS, WAVE>, true> &ring,
+                                             Stride &ahead,
+                                             const FusedSpace<ManyRows<KEY_BITS, VALUE_BITS, ROWS, WAVE>> &space,
                                              int warp_of_block, int lane)
 {
-    using V = ManyRows<KEY_BITS, VALUE_BITS, ROWS>;
+    using V = ManyRows<KEY_BITS, VALUE_BITS, ROWS, WAVE>;
     /* so that the compiler knows they are the same for all lanes */
     int team = __shfl_sync(ALL_LANES, warp_of_block / V::TEAM_WARPS, 0),
         warp = __shfl_sync(ALL_LANES, warp_of_block % V::TEAM_WARPS, 0);
     TeamSpace own(a, team, V::SHARING_BYTES, a.fused.queries, false);
     ManyRowsSums<V> sums;
-    attend_units_of_team<V>(a, ring, ahead, space.rows(), own, warp, lane, sums);
+    attend_units_of_team<V>(a, ring, ahead, space.rows(), space.wave(), own, warp, lane, sums);
     add_weights_of_team<V>(own, warp, lane, sums); /* and nobody reads the stage any more */
     store_sums_of_team<V>(warp, lane, sums, [&](int row) { return space.packed_sums(team, row); });
     if (warp == 0 && lane < 4)

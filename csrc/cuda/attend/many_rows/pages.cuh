@@ -144,6 +144,39 @@ __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, 
     for (int r = 0; r < 4; r++) k[r] = SMALLER ? scales[r] * (1.0f / (1 << V::KEY_BITS * r)) : scales[r];
 }
 
+/** What the wave adds to a page's scores: each warp of the team finds the terms of a fourth of the rows. rows: as prepared; wave:
+ *  put_wave's. */
+template <class V>
+__device__ __forceinline__ void sum_wave_of_page(const AttendArgs &a, const RowArgs *rows, const float2 *wave,
+                                                 int32_t page, int warp, int lane)
+{
+    constexpr int BLOCKS = V::COLUMNS / V::TEAM_WARPS;
+    auto factor_of = [&](int block, int i) {
+        const RowArgs &row = rows[row_of(block, i)];
+        return a.p.softcap > 0 ? row.wave : row.wave * row.scale; /* scores are logits but where there is a cap */
+    };
+    sum_wave<BLOCKS, V::TILES>(
+        a, wave, page * a.page_tokens, warp, V::TEAM_WARPS, lane, factor_of,
+        [&](int n, const float (&terms)[4 *V::TILES]) { put_terms<V::TILES>(a, n, terms, lane); });
+}
+
+/** Adds it to the scores of the warp's tile: from here on they are products with 1. By the whole team. */
+template <class V>
+__device__ __forceinline__ void add_wave_of_page(const AttendArgs &a, int team, int warp, int lane,
+                                                 float (&s)[V::COLUMNS][4], float (&k)[4])
+{
+    meet(team);
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        const WaveSpace space(a, threadIdx.x / 32 - warp + c % V::TEAM_WARPS); /* of the warp that had the rows */
+#pragma unroll
+        for (int r = 0; r < 4; r++) s[c][r] *= k[r];
+        add_terms(space.terms[(c / V::TEAM_WARPS * V::TILES + warp) * 32 + lane], s[c]);
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) k[r] = 1;
+}
+
 /** For a page that some row sees in part; first: its first token, end: behind its last. */
 template <class V>
 __device__ __forceinline__ void hide_tokens_of_page(const RowArgs *rows, int32_t first, int32_t end, int lane,
@@ -328,10 +361,11 @@ __device__ __forceinline__ void start_rows_of_team(const AttendArgs &a, const Ro
     meet(space.team);
 }
 
-/** The units of the segment at work; rows: its rows as prepared; warp: of the team, known to be the same for all lanes. */
+/** The units of the segment at work; rows: its rows as prepared; wave: put_wave's; warp: of the team, known to be the same for all lanes. */
 template <class V, class R, class Ahead>
 __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &ring, Ahead &ahead, const RowArgs *rows,
-                                                     const TeamSpace &space, int warp, int lane, ManyRowsSums<V> &sums)
+                                                     const float2 *wave, const TeamSpace &space, int warp, int lane,
+                                                     ManyRowsSums<V> &sums)
 {
     int thread = 32 * warp + lane, g = lane / 4;
     start_rows_of_team<V>(a, rows, space, thread, sums);
@@ -347,6 +381,7 @@ __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &rin
         int32_t page = ahead.at_work(a);
         int32_t next_page = more && warp == 0 ? ahead.page(a) : 0; /* long before it is needed */
         float s[V::COLUMNS][4], k[4], weights[V::COLUMNS];
+        if (has_wave<V>(a)) sum_wave_of_page<V>(a, rows, wave, page, warp, lane);
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_page<V>(a, ring.view(a, a.key), space, warp, lane, s, k);
         StageView values = ring.view(a, a.value);
@@ -356,7 +391,8 @@ __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &rin
         refill(a, ring, 0, more, next_record, ahead.unit, thread);
 
         bool part = page < whole.lo || page >= whole.hi;
-        if (part || capped) { /* one jump over both */
+        if (part || capped || has_wave<V>(a)) { /* one jump over all */
+            if (has_wave<V>(a)) add_wave_of_page<V>(a, space.team, warp, lane, s, k);
             if (part)
                 hide_tokens_of_page<V>(rows, page * a.page_tokens + TQ_TILE * warp, (page + 1) * a.page_tokens, lane, s,
                                        k, value_scales);
@@ -473,15 +509,20 @@ template <class V> __device__ __forceinline__ void attend_pages_wide(const Atten
     TeamSpace space(a, team, V::TEAM_BYTES, V::AT_QUERIES, true);
     Lookahead ahead(a, cursor, tell,
                     reinterpret_cast<Between *>(space.at + V::AT_BETWEEN + thread / 32 * BETWEEN_BYTES), lane);
+    if (ahead.now.there) top_up(a, ring, ahead, thread);
+    if (has_wave<V>(a)) {
+        fill_wave_table<V::TILES>(a, LaneIncrements<2>(a, lane)); /* they are complete, as lengths are */
+        __syncthreads();
+    }
     if (!ahead.now.there) return;
-    top_up(a, ring, ahead, thread);
     wait_for_previous(); /* the queries */
 #pragma unroll 1
     for (;;) {
         ManyRowsSums<V> sums;
         const RowArgs *rows = a.row_args + ahead.now.index * V::ROWS;
+        const float2 *wave = a.wave.rows + (int64_t)ahead.now.index * V::ROWS * WAVE_STEP * a.wave.steps;
         load_queries<V>(a, ahead.now, space, thread);
-        attend_units_of_team<V>(a, ring, ahead, rows, space, warp, lane, sums);
+        attend_units_of_team<V>(a, ring, ahead, rows, wave, space, warp, lane, sums);
         leave_part_of_team<V>(a, ahead.now, ahead.between->cursor.piece, rows, space, warp, lane, sums);
         ahead.step(a, tell, lane);
         if (!ahead.now.there) return;

@@ -29,8 +29,10 @@ tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_err
     int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* a block of prepare fits beside */
     if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
     int team_bytes = l->kernel.own_bytes * (a.team_rows ? 1 : a.team_warps);
+    const int team_room = team_bytes + a.team_warps * wave_warp_bytes(a, l->kernel);
+    if (a.wave.steps) room -= wave_block_bytes(a, l->kernel) + 3 * 256; /* lay_out_wave rounds up */
     for (a.teams = warps / a.team_warps; a.teams > 0; a.teams--) {
-        a.stages = (room / a.teams - team_bytes) / (a.stage_bytes + 32);
+        a.stages = (room / a.teams - team_room) / (a.stage_bytes + 32);
         /* a second stage is worth more to attend_many_rows than a fourth team: where pages had 4 bits and 32 rows 5 % */
         int least_stages = a.team_rows && a.teams > 3 ? 2 : 1;
         if (a.stages >= least_stages) break;
@@ -41,8 +43,8 @@ tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_err
     if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
     a.at_teams = (a.teams * a.stages * a.stage_bytes + 127) / 128 * 128;
     a.at_barriers = a.at_teams + a.teams * team_bytes;
-    l->shared_bytes = a.at_barriers + a.teams * a.stages * 32;
     l->threads = 32 * a.teams * a.team_warps;
+    l->shared_bytes = lay_out_wave(l->kernel, l->threads / 32, 0, a.at_barriers + a.teams * a.stages * 32, &a);
     int64_t units = l->segments * ((int64_t)a.p.max_pages * a.page_units + 1);
     if (units > INT32_MAX)
         return fail(error, TQ_E_VALUE, "max_pages", -1, a.p.max_pages, "fewer, or fewer sequences at once");
@@ -149,6 +151,8 @@ size_t lay_out_split_workspace(Launch *l, char *base)
     a.queries = reinterpret_cast<uint2 *>(base + take(&at, rows / 4 * a.groups * 32 * sizeof(uint2)));
     a.totals = reinterpret_cast<RowTotals *>(base + take(&at, slots * sizeof(RowTotals)));
     a.sums = reinterpret_cast<float *>(base + take(&at, slots * width * f));
+    a.wave.rows =
+        reinterpret_cast<float2 *>(base + take(&at, rows * a.wave.steps * WAVE_STEP * (int64_t)sizeof(float2)));
     a.exact_totals = reinterpret_cast<RowTotals *>(base + take(&at, exact_rows * sizeof(RowTotals)));
     a.exact_sums = reinterpret_cast<float *>(base + take(&at, exact_rows * width * f));
     return (size_t)at;

@@ -48,8 +48,13 @@ template <class V> __device__ __forceinline__ void attend_pages(const AttendArgs
     bool tell = thread == 0;
     WarpSpace<V> space(a, warp);
     Lookahead ahead(a, cursor, tell, space.between(), lane);
+    if (ahead.now.there) top_up(a, ring, ahead, thread);
+    if (has_wave<V>(a)) {
+        fill_wave_table<V::TILES>(
+            a, LaneIncrements<(V::GROUPS > 4 ? 4 : 2)>(a, lane)); /* they are complete, as lengths are */
+        __syncthreads();
+    }
     if (!ahead.now.there) return;
-    top_up(a, ring, ahead, thread);
     wait_for_previous(); /* the queries */
 #pragma unroll 1
     for (;;) {

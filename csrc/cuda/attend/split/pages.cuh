@@ -7,6 +7,7 @@
 #define TQ_CUDA_ATTEND_SPLIT_PAGES_CUH
 #include "cuda/attend/schedule.cuh"
 #include "cuda/attend/variant.h"
+#include "cuda/attend/wave.cuh"
 #include "cuda/tile/fragments.cuh"
 
 namespace tq
@@ -558,6 +559,7 @@ template <class V> struct WarpSpace {
 struct WarpRows {
     const RowArgs *args;
     const uint2 *queries;
+    const float2 *wave; /* put_wave's */
 };
 
 /** Those of a segment in the workspace, the queries copied to where they are read. */
@@ -566,7 +568,8 @@ __device__ __forceinline__ WarpRows find_rows_of_warp(const AttendArgs &a, const
                                                       const WarpSpace<V> &space)
 {
     WarpRows r = {a.row_args + s.index * a.tile_rows + 4 * first_block,
-                  a.queries + ((int64_t)s.index * (a.tile_rows / 4) + first_block) * a.groups * 32};
+                  a.queries + ((int64_t)s.index * (a.tile_rows / 4) + first_block) * a.groups * 32,
+                  a.wave.rows + ((int64_t)s.index * a.tile_rows + 4 * first_block) * WAVE_STEP * a.wave.steps};
     if constexpr (V::QUERY_IN_SHARED) {
         __syncwarp();
 #pragma unroll
@@ -604,6 +607,13 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const WarpRows &
         for (int g = 0; g < V::GROUPS; g++) rows.query[g] = given.queries[32 * g + lane];
 }
 
+/** The first packed index of a unit of so many token tiles. */
+__device__ __forceinline__ int32_t first_token(const AttendArgs &a, int32_t unit, int tiles)
+{
+    const int32_t second = a.page_units - 1, page = unit >> second;
+    return page * a.page_tokens + (unit & second) * tiles * TQ_TILE;
+}
+
 /** The units of the segment at work; thread counts within the team. */
 template <class V, class R, class Ahead>
 __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead &ahead, const WarpRows &given,
@@ -625,6 +635,8 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         int32_t unit = ahead.at_work(a);
         int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];
+        UnitWave<B, V::TILES> wave;
+        if (has_wave<V>(a)) wave.sum(a, given.args, given.wave, first_token(a, unit, V::TILES), lane);
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_unit<V, KEY_GROUPS_AT_ONCE>(a, ring.view(a, a.key), given.queries, rows, lane, s);
         StageView values = ring.view(a, a.value);
@@ -633,9 +645,9 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         const uint8_t *next_record = ahead.record(a, next_page);
         refill(a, ring, 0, more, next_record, ahead.unit, thread);
 
+        if (has_wave<V>(a)) wave.add(a, lane, s);
         if (unit < whole.lo || unit >= whole.hi) {
-            int32_t page_shift = a.page_units - 1, page = unit >> page_shift,
-                    first = page * a.page_tokens + (unit & page_shift) * V::TILES * TQ_TILE;
+            int32_t first = first_token(a, unit, V::TILES), page = unit >> (a.page_units - 1);
             hide_tokens<V>(given.args, first, min(first + V::TILES * TQ_TILE, (page + 1) * a.page_tokens), lane, s,
                            value_scales);
         }

@@ -1,0 +1,433 @@
+/* What the wave of keys adds to the scores of packed tokens: <q, wave at the token's position> (turboquant.h, "Keys of a plan with a wave
+ * or a metric"). It depends on the query and the position alone, so that a warp finds it for a unit while the unit's codes are still on
+ * their way, and adds it to the scores when they are there.
+ *
+ * A unit's tokens are mirrored around its middle: two of them are u and -u positions away from it, u = 1/2, 3/2 .. With x and y what the row
+ * has of a pair's cosine and sine at position 0, turned to the middle by t,
+ *     X = x cos t + y sin t,  Y = y cos t - x sin t,     terms at +-u = sum over pairs X cos(u phi) +- sum over pairs Y sin(u phi)
+ * The cosines and sines of u phi are a table that all units and rows share, the first factor of two products of matrices; X and Y of four
+ * rows are the second one. Numbers are the sums of two of 16 bits, a high and a low one. Of a row the second factor has both, in columns
+ * of their own, so that two products, by the high and by the low half of the table, make all that matters: 22 bits.
+ *
+ * Pairs that turn little within a unit are slow. The sums of a step of such pairs are polynomials of u, and are found at eight nodes alone,
+ * whatever the number of tokens; those of all slow steps are then interpolated by one more product.
+ *
+ * Pair i stands at k = 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of step i / 16 for i % 16 = 4 t .. 4 t + 3: a lane's pairs lie side by side. */
+#ifndef TQ_CUDA_ATTEND_WAVE_CUH
+#define TQ_CUDA_ATTEND_WAVE_CUH
+#include "cuda/attend/schedule.cuh"
+#include "cuda/device/wave.cuh"
+
+namespace tq
+{
+
+__device__ __forceinline__ KeyMoments key_moments(const AttendArgs &a)
+{
+    return {a.p.key.turns, a.p.key.moments, a.wave.pairs, a.wave.metric, a.wave.numbers, a.head_dim};
+}
+
+/** Whether there is a wave, in a kernel that takes plans with one. */
+template <class V> __device__ __forceinline__ bool has_wave(const AttendArgs &a) { return V::WAVE && a.wave.steps; }
+
+/** c (16 x 8) += a (16 x 16) b (16 x 8), fp16. Lane 4 g + t holds a0: row g, columns 2 t ..; a1: row g + 8; a2, a3: the same with columns
+ *  2 t + 8 ..; b0, b1: rows 2 t .. and 2 t + 8 .. of column g; c0, c1: row g, columns 2 t, 2 t + 1; c2, c3: row g + 8. */
+__device__ __forceinline__ void mma_halves(float (&c)[4], uint4 a, uint2 b)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+}
+
+/** Two numbers as halves, and what those leave over. */
+struct SplitPair {
+    uint32_t high, low;
+
+    __device__ __forceinline__ SplitPair(float x, float y)
+    {
+        const __half2 h = __floats2half2_rn(x, y);
+        const float2 back = __half22float2(h);
+        const __half2 l = __floats2half2_rn(x - back.x, y - back.y);
+        high = *reinterpret_cast<const uint32_t *>(&h);
+        low = *reinterpret_cast<const uint32_t *>(&l);
+    }
+};
+
+/** What a pair turns in twice / 2 positions. */
+__device__ __forceinline__ uint32_t phase_by_halves(int32_t increment, int32_t twice)
+{
+    return (uint32_t)((int64_t)increment * twice >> 1);
+}
+
+/** Cosine and sine of a phase, within 1e-6: what errs in an amplitude of 1,000 is then below a thousandth of a logit. */
+__device__ __forceinline__ float2 turn_fast(uint32_t phase)
+{
+    const float x = (float)(int32_t)phase * 1.46291808e-9f; /* 2 pi / 2^32 */
+    return make_float2(__cosf(x), __sinf(x));
+}
+
+/** c (16 x 8) += a (16 x 8) b (8 x 8), fp16. Lane 4 g + t holds a0: row g, columns 2 t, 2 t + 1; a1: row g + 8; b: rows 2 t, 2 t + 1 of
+ *  column g; c as of mma_halves. */
+__device__ __forceinline__ void mma_short(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b)
+{
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
+/** Where the wave's numbers are in shared memory: of the block |table|polynomials|increments|slow|, then of each warp |turns|terms|. */
+struct WaveSpace {
+    uint4 *
+        table; /* [step][tile of 16 positions u][cosines high, low, sines high, low][32 lanes]; of a slow step cosines and sines
+                            at the nodes, high ones in rows 0..7 and low ones in rows 8..15: [2][32 lanes] */
+    uint4 *polynomials;  /* [tile of 16 positions u][even, odd][32 lanes]: rows g and g + 8, high and low */
+    int32_t *increments; /* [16 steps] */
+    int32_t *slow;       /* [steps] */
+    float2 *turns;       /* [16 steps]: cosine and sine in the middle of the unit */
+    float4 *terms; /* [blocks of four rows][token tile][32 lanes]: of the lane's four tokens, in scores of its row */
+
+    __device__ __forceinline__ WaveSpace(const AttendArgs &a, int warp)
+    {
+        uint8_t *of_warp = shared_bytes + a.wave.at_warps + warp * a.wave.warp_bytes;
+        table = reinterpret_cast<uint4 *>(shared_bytes + a.wave.at_table);
+        polynomials = reinterpret_cast<uint4 *>(shared_bytes + a.wave.at_polynomials);
+        increments = reinterpret_cast<int32_t *>(shared_bytes + a.wave.at_increments);
+        slow = increments + WAVE_STEP * a.wave.steps;
+        turns = reinterpret_cast<float2 *>(of_warp);
+        terms = reinterpret_cast<float4 *>(of_warp + WAVE_STEP * a.wave.steps * sizeof(float2));
+    }
+};
+
+/* ---- slow pairs ---- */
+
+constexpr int WAVE_NODES = 8;
+
+/** The positive ones of the Chebyshev nodes cos(pi (2 n + 1) / 32), in units of the distance of a unit's last token from its middle. */
+__host__ __device__ constexpr double wave_node(int n)
+{
+    constexpr double AT[WAVE_NODES] = {0.99518472667219688624, 0.95694033573220886494, 0.88192126434835502971,
+                                       0.77301045336273696081, 0.63439328416364549822, 0.47139673682599764856,
+                                       0.29028467725446236764, 0.09801714032956060199};
+    return AT[n];
+}
+
+/** Radians to a unit's last token up to which a pair is slow: polynomials of degree 15 are then off by 5^16 / (2^15 16!) = 2e-7 of an
+ *  amplitude. */
+constexpr double SLOW_RADIANS = 5;
+
+/** Lagrange's polynomial of a node at x: the even one, 1 at +-node and 0 at the others, or the odd one, 1 at the node and -1 at its mirror
+ *  image. */
+constexpr double wave_polynomial(int node, bool odd, double x)
+{
+    const double at = wave_node(node);
+    double product = odd ? x / at : 1;
+    for (int m = 0; m < WAVE_NODES; m++)
+        if (m != node) product *= (x * x - wave_node(m) * wave_node(m)) / (at * at - wave_node(m) * wave_node(m));
+    return product;
+}
+
+/** The bits of a number rounded to fp16, and what that leaves over; for numbers below 2. */
+struct ConstantHalf {
+    uint32_t bits = 0;
+    double rest = 0;
+
+    constexpr explicit ConstantHalf(double x)
+    {
+        double size = x < 0 ? -x : x, unit = 1.0 / 1024;
+        uint32_t exponent = 15;
+        for (; exponent > 1 && size < 1024 * unit; exponent--) unit /= 2;
+        uint32_t units = (uint32_t)(size / unit + 0.5);
+        rest = x < 0 ? x + units * unit : x - units * unit;
+        bits = (x < 0 ? 0x8000u : 0u) + (units < 1024 ? units : (exponent << 10) + units - 1024);
+    }
+};
+
+/** The polynomials at all positions as first factors of products, for units of 1, 2 and 4 token tiles one behind the other:
+ *  [tile of 16 positions u][even, odd][lane][rows g and g + 8, high halves and then low ones]. */
+struct WavePolynomials {
+    alignas(16) uint32_t words[1 + 2 + 4][2][32][4] = {};
+
+    constexpr WavePolynomials()
+    {
+        for (int tiles = 1; tiles <= 4; tiles *= 2)
+            for (int tile = 0; tile < tiles; tile++)
+                for (int odd = 0; odd < 2; odd++)
+                    for (int i = 0; i < 32 * 2 * 2; i++) {
+                        const int lane = i / 4, row = i / 2 % 2, node = 2 * (lane % 4) + i % 2;
+                        const double u = 16 * tile + 8 * row + lane / 4 + 0.5;
+                        const ConstantHalf high(wave_polynomial(node, odd, u / ((TQ_TILE * tiles - 1) / 2.0)));
+                        uint32_t *to = words[tiles - 1 + tile][odd][lane];
+                        to[row] |= high.bits << 16 * (i % 2);
+                        to[2 + row] |= ConstantHalf(high.rest).bits << 16 * (i % 2);
+                    }
+    }
+};
+static __device__ const WavePolynomials wave_polynomials;
+
+/** The step's cosines and sines at the nodes, for a lane. */
+__device__ __forceinline__ void fill_slow_step(const int32_t (&increments)[4], double radius, uint4 *to, int lane)
+{
+    double at = 0;
+#pragma unroll
+    for (int n = 0; n < WAVE_NODES; n++) at = lane / 4 == n ? wave_node(n) : at;
+    uint32_t cosines[4], sines[4];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const float2 x = turn((uint32_t)(int64_t)(increments[2 * j] * (at * radius))),
+                     y = turn((uint32_t)(int64_t)(increments[2 * j + 1] * (at * radius)));
+        const SplitPair cosine(x.x, y.x), sine(x.y, y.y);
+        cosines[2 * j] = cosine.high, cosines[2 * j + 1] = cosine.low;
+        sines[2 * j] = sine.high, sines[2 * j + 1] = sine.low;
+    }
+    to[lane] = make_uint4(cosines[0], cosines[1], cosines[2], cosines[3]);
+    to[32 + lane] = make_uint4(sines[0], sines[1], sines[2], sines[3]);
+}
+
+/** The step's cosines and sines at a tile's positions, for a lane. */
+__device__ __forceinline__ void fill_fast_step(const int32_t (&increments)[4], int tile, uint4 *to, int lane)
+{
+    uint32_t halves[4][4]; /* as in the table; word 2 j + r is of pairs 2 j, 2 j + 1 at position lane / 4 + 8 r */
+#pragma unroll
+    for (int word = 0; word < 4; word++) {
+        const int first = word & 2, twice = 2 * (16 * tile + 8 * (word & 1) + lane / 4) + 1;
+        const float2 x = turn(phase_by_halves(increments[first], twice)),
+                     y = turn(phase_by_halves(increments[first + 1], twice));
+        const SplitPair cosines(x.x, y.x), sines(x.y, y.y);
+        halves[0][word] = cosines.high, halves[1][word] = cosines.low;
+        halves[2][word] = sines.high, halves[3][word] = sines.low;
+    }
+#pragma unroll
+    for (int part = 0; part < 4; part++)
+        to[32 * part + lane] = make_uint4(halves[part][0], halves[part][1], halves[part][2], halves[part][3]);
+}
+
+/** What the lane's pairs turn in a position: of pairs lane, lane + 32 .. Those behind the last are slow. */
+template <int PAIRS> struct LaneIncrements {
+    int32_t of[PAIRS];
+
+    LaneIncrements() = default;
+    __device__ __forceinline__ LaneIncrements(const AttendArgs &a, int lane)
+    {
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++)
+            of[k] = lane + 32 * k < a.wave.pairs ? a.p.key.turns[3 * (lane + 32 * k) + 2] : 0;
+    }
+    /** Of pair i, to every lane; by a whole warp. */
+    __device__ __forceinline__ int32_t operator[](int i) const
+    {
+        int32_t x = 0;
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++) {
+            const int32_t y = __shfl_sync(ALL_LANES, of[k], i % 32);
+            x = i / 32 == k ? y : x;
+        }
+        return x;
+    }
+};
+
+/** Fills what a block shares, for units of so many token tiles, by all its threads: a warp a step and tile of 16 positions. Others see it
+ *  behind a __syncthreads. */
+template <int TILES, int PAIRS>
+__device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const LaneIncrements<PAIRS> &of_lanes)
+{
+    constexpr double RADIUS = (TQ_TILE * TILES - 1) / 2.0;
+    constexpr float SLOWEST = (float)(SLOW_RADIANS / RADIUS * (4294967296.0 / 6.283185307179586));
+    const WaveSpace space(a, 0);
+    const int steps = a.wave.steps, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    if (warp == 0)
+        for (int k = 0; k < PAIRS; k++)
+            if (lane + 32 * k < WAVE_STEP * steps) space.increments[lane + 32 * k] = of_lanes.of[k];
+#pragma unroll 1
+    for (int i = warp; i < TILES * (steps + 1); i += warps) {
+        const int tile = i % TILES, step = i / TILES - 1;
+        if (step < 0) {
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++)
+                space.polynomials[(2 * tile + odd) * 32 + lane] =
+                    *reinterpret_cast<const uint4 *>(wave_polynomials.words[TILES - 1 + tile][odd][lane]);
+            continue;
+        }
+        int32_t increments[4];
+        bool slow = true;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            increments[j] = of_lanes[WAVE_STEP * step + 4 * (lane % 4) + j];
+            slow = slow && fabsf((float)increments[j]) <= SLOWEST;
+        }
+        slow = __all_sync(ALL_LANES, slow);
+        uint4 *to = space.table + step * TILES * 4 * 32;
+        if (!slow) fill_fast_step(increments, tile, to + tile * 4 * 32, lane);
+        else if (tile == 0) fill_slow_step(increments, RADIUS, to, lane);
+        if (tile == 0 && lane == 0) space.slow[step] = slow;
+    }
+}
+
+/** Two pairs' numbers of a row as a lane's part of the second factor: columns of even number have high halves, odd ones low halves. Of the
+ *  four pairs that a column's lane wants, those of an even column have found the first two, those of an odd one the others. */
+__device__ __forceinline__ uint2 second_factor(float x, float y, bool odd)
+{
+    const SplitPair own(x, y);
+    const uint32_t other = __shfl_xor_sync(ALL_LANES, odd ? own.high : own.low, 4);
+    return odd ? make_uint2(other, own.low) : make_uint2(own.high, other);
+}
+
+/** The factors of a row's step at the warp's unit: those of cosines and those of sines. */
+struct StepFactors {
+    uint2 cosines, sines;
+
+    __device__ __forceinline__ StepFactors(float4 row, float4 turn, bool odd)
+        : cosines(second_factor(fmaf(row.x, turn.x, row.y * turn.y), fmaf(row.z, turn.z, row.w * turn.w), odd)),
+          sines(second_factor(fmaf(row.y, turn.x, -row.x * turn.y), fmaf(row.w, turn.z, -row.z * turn.w), odd))
+    {
+    }
+};
+
+/** Sums over pairs: of cosines and of sines, at +u and -u positions their sum and difference. */
+template <int TILES> struct WaveSums {
+    float cosines[TILES][4] = {}, sines[TILES][4] = {};
+    float cosines_at_nodes[4] = {}, sines_at_nodes[4] = {};
+
+    /** table: of the step, the lane's. */
+    __device__ __forceinline__ void add(const StepFactors &f, bool slow, const uint4 *table)
+    {
+        if (slow) {
+            mma_halves(cosines_at_nodes, table[0], f.cosines);
+            mma_halves(sines_at_nodes, table[32], f.sines);
+            return;
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const uint4 *at = table + tile * 4 * 32;
+            mma_halves(cosines[tile], at[0], f.cosines);
+            mma_halves(sines[tile], at[64], f.sines);
+            mma_halves(cosines[tile], at[32], f.cosines);
+            mma_halves(sines[tile], at[96], f.sines);
+        }
+    }
+
+    /** Adds what the nodes say: lane 4 g + t has the sums of row t at node g. */
+    __device__ __forceinline__ void interpolate(const uint4 *polynomials, bool odd, int lane)
+    {
+        const float *c = cosines_at_nodes, *s = sines_at_nodes;
+        const float of_cosines = (c[0] + c[1]) + (c[2] + c[3]), of_sines = (s[0] + s[1]) + (s[2] + s[3]);
+        const int from = 8 * (lane & 3) + lane / 8; /* of the first of the column's two nodes */
+        const SplitPair x(__shfl_sync(ALL_LANES, of_cosines, from), __shfl_sync(ALL_LANES, of_cosines, from + 4)),
+            y(__shfl_sync(ALL_LANES, of_sines, from), __shfl_sync(ALL_LANES, of_sines, from + 4));
+        const uint32_t even_factor = odd ? x.low : x.high, odd_factor = odd ? y.low : y.high;
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const uint4 e = polynomials[tile * 2 * 32], o = polynomials[(tile * 2 + 1) * 32];
+            mma_short(cosines[tile], e.x, e.y, even_factor);
+            mma_short(sines[tile], o.x, o.y, odd_factor);
+            mma_short(cosines[tile], e.z, e.w, even_factor);
+            mma_short(sines[tile], o.z, o.w, odd_factor);
+        }
+    }
+};
+
+/** The warp's turns in the middle of a unit whose first token has that packed index. By a whole warp. */
+__device__ __forceinline__ void turn_to_middle(const AttendArgs &a, const WaveSpace &space, int32_t first, int tokens,
+                                               int lane)
+{
+    const int32_t twice = 2 * (a.p.sinks + first) + tokens - 1;
+    __syncwarp(); /* all lanes have read those of the unit before */
+#pragma unroll 1
+    for (int i = lane; i < WAVE_STEP * a.wave.steps; i += 32)
+        space.turns[i] = turn_fast(phase_by_halves(space.increments[i], twice));
+    __syncwarp();
+}
+
+/** The terms of a unit whose first token has that packed index, of BLOCKS times four rows: row blocks first_block, first_block + block_step
+ *  .. factor_of(block, lane): of the lane's row. put(n, terms): what becomes of the n-th block's, by token tile the four of the lane's tokens.
+ *  rows: [row][16 steps], put_wave's. By a whole warp. */
+template <int BLOCKS, int TILES, class Factor, class Put>
+__device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows, int32_t first, int first_block,
+                                         int block_step, int lane, Factor factor_of, Put put)
+{
+    const WaveSpace space(a, threadIdx.x / 32);
+    const int steps = a.wave.steps;
+    const bool odd = lane >> 2 & 1;
+    turn_to_middle(a, space, first, TQ_TILE * TILES, lane);
+    const uint32_t slow = __ballot_sync(ALL_LANES, lane < steps && space.slow[lane]);
+    const int place = 2 * (lane & 3) + odd; /* of two pairs among a step's eight */
+    const float4 *turns = reinterpret_cast<const float4 *>(space.turns) + place;
+#pragma unroll 1
+    for (int n = 0; n < BLOCKS; n++) {
+        const int block = first_block + n * block_step;
+        const float4 *row = reinterpret_cast<const float4 *>(rows + (4 * block + lane / 8) * WAVE_STEP * steps) + place;
+        const uint4 *table = space.table + lane;
+        WaveSums<TILES> sums;
+#pragma unroll 1
+        for (int step = 0; step < steps; step += 2, row += WAVE_STEP, turns += WAVE_STEP, table += 2 * TILES * 4 * 32) {
+            const StepFactors f(row[0], turns[0], odd), g(row[WAVE_STEP / 2], turns[WAVE_STEP / 2], odd);
+            sums.add(f, slow >> step & 1, table);
+            sums.add(g, slow >> step & 2, table + TILES * 4 * 32);
+        }
+        turns -= WAVE_STEP / 2 * steps;
+        if (slow) sums.interpolate(space.polynomials + lane, odd, lane);
+        const float factor = factor_of(block, lane);
+        float terms[4 * TILES]; /* by the lane's tokens: that of index i is 8 i + lane / 4 */
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; i++) {
+            const float *c = sums.cosines[i / 2] + 2 * (i % 2), *s = sums.sines[i / 2] + 2 * (i % 2);
+            const float cosines = c[0] + c[1], sines = s[0] + s[1];
+            terms[2 * TILES + i] = factor * (cosines + sines);
+            terms[2 * TILES - 1 - i] = __shfl_xor_sync(ALL_LANES, factor * (cosines - sines), 28); /* g to 7 - g */
+        }
+        put(n, terms);
+    }
+}
+
+/** Puts a block's terms into the warp's own memory. */
+template <int TILES>
+__device__ __forceinline__ void put_terms(const AttendArgs &a, int n, const float (&terms)[4 * TILES], int lane)
+{
+    const WaveSpace space(a, threadIdx.x / 32);
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+        space.terms[(n * TILES + tile) * 32 + lane] =
+            make_float4(terms[4 * tile], terms[4 * tile + 1], terms[4 * tile + 2], terms[4 * tile + 3]);
+}
+
+/** Adds a lane's terms of a token tile. */
+__device__ __forceinline__ void add_terms(float4 terms, float *s)
+{
+    s[0] += terms.x;
+    s[1] += terms.y;
+    s[2] += terms.z;
+    s[3] += terms.w;
+}
+
+/** What a unit's scores wait for: the terms of one block of rows in registers, those of more in the warp's memory. */
+template <int BLOCKS, int TILES> struct UnitWave {
+    float terms[4 * TILES];
+
+    __device__ __forceinline__ void sum(const AttendArgs &a, const RowArgs *args, const float2 *rows, int32_t first,
+                                        int lane)
+    {
+        auto put = [&](int n, const float (&found)[4 *TILES]) {
+            if constexpr (BLOCKS > 1) put_terms<TILES>(a, n, found, lane);
+            else
+#pragma unroll
+                for (int i = 0; i < 4 * TILES; i++) terms[i] = found[i];
+        };
+        sum_wave<BLOCKS, TILES>(
+            a, rows, first, 0, 1, lane, [&](int block, int i) { return args[4 * block + (i & 3)].wave; }, put);
+    }
+    __device__ __forceinline__ void add(const AttendArgs &a, int lane, float (&s)[BLOCKS][4 * TILES]) const
+    {
+        if constexpr (BLOCKS == 1) {
+#pragma unroll
+            for (int i = 0; i < 4 * TILES; i++) s[0][i] += terms[i];
+        } else {
+            const WaveSpace space(a, threadIdx.x / 32);
+#pragma unroll
+            for (int n = 0; n < BLOCKS; n++)
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++)
+                    add_terms(space.terms[(n * TILES + tile) * 32 + lane], s[n] + 4 * tile);
+        }
+    }
+};
+
+} // namespace tq
+#endif
