@@ -12,6 +12,7 @@ import reference as ref
 from cases import aligned_pages, orthogonal
 
 PLAN = ref.plan(64, 3, 2, page_tokens=32)
+WAVE = ref.plan(64, 3, 2, page_tokens=32, wave_pairs=8, metric=2)
 KEYS_ONLY = ref.plan(64, 3, page_tokens=32)
 DENSE = ref.plan(64, 3, 2, rotation=ref.DENSE, page_tokens=32)
 Arguments = dict[str, Any]
@@ -71,6 +72,14 @@ def merge_arguments() -> Arguments:
 
 def rotate_arguments() -> Arguments:
     return dict(plan=PLAN.words, x=floats(3, 64))
+
+
+def wave_arguments(**spoiled: Any) -> Arguments:
+    """What `WAVE` takes beside the plan: turns, and of each head 16 amplitudes, 64 scales, a direction, 4 stretches."""
+    turns, moments = np.zeros((8, 3), np.int32), np.ones((2, 148), np.float32)
+    turns[:, 1], moments[:, 80:144] = 1, 0.125
+    made = dict(plan=WAVE.words, key_turns=turns, key_moments=moments) | spoiled
+    return {name: x for name, x in made.items() if x is not None}
 
 
 def changed(array: np.ndarray, at: Any, value: float) -> np.ndarray:
@@ -136,6 +145,20 @@ TRANSFORMS: Faults = {
     "key_rotation: heads": (V, "key_rotation", lambda a: dict(plan=DENSE.words, key_rotation=floats(3, 64, 64))),
     "key_rotation: float64": (T, "key_rotation", lambda a: dict(plan=DENSE.words, key_rotation=np.eye(64))),
     "key_rotation: order": (V, "key_rotation", lambda a: dict(plan=DENSE.words, key_rotation=orthogonal(64).T)),
+    "key_turns: missing": (V, "key_turns", lambda a: wave_arguments(key_turns=None)),
+    "key_turns: no wave": (V, "key_turns", lambda a: wave_arguments(plan=words(16, 2))),
+    "key_turns: shape": (V, "key_turns", lambda a: wave_arguments(key_turns=np.ones((16, 3), np.int32))),
+    "key_turns: int64": (T, "key_turns", lambda a: wave_arguments(key_turns=np.ones((8, 3), np.int64))),
+    "key_turns: channel": (
+        V,
+        "key_turns[1]",
+        lambda a: wave_arguments(key_turns=np.full((8, 3), (63, 64, 5), np.int32)),
+    ),
+    "key_moments: missing": (V, "key_moments", lambda a: wave_arguments(key_moments=None)),
+    "key_moments: neither": (V, "key_moments", lambda a: dict(key_moments=floats(2, 4))),
+    "key_moments: shape": (V, "key_moments", lambda a: wave_arguments(key_moments=floats(2, 144))),
+    "key_moments: heads": (V, "key_moments", lambda a: wave_arguments(key_moments=floats(3, 148))),
+    "key_moments: float64": (T, "key_moments", lambda a: wave_arguments(key_moments=np.ones((2, 148)))),
     "key_centre: shape": (V, "key_centre", lambda a: dict(key_centre=floats(64))),
     "key_centre: batch": (V, "key_centre", lambda a: dict(key_centre=floats(3, 2, 64))),
     "key_centre: float64": (T, "key_centre", lambda a: dict(key_centre=np.zeros((2, 64)))),
