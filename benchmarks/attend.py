@@ -2,6 +2,7 @@
 
     python benchmarks/attend.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
     python benchmarks/attend.py --section window [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
+    python benchmarks/attend.py --section moments [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
 
 Shapes are (batch, KV heads, group, tokens, head_dim). Two of them are also timed with several query tokens a sequence,
 as in speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape
@@ -12,12 +13,16 @@ FlashInfer on fp8 keys and values is timed as well, as a peer.
 
 Section window times a decode step of a layer, `append_attend`, with exact sinks and an exact window, and without: as
 many tokens in all. `over_plain` is its time over that without. The file is attend_window.json.
+
+Section moments times attention with a wave of all pairs, which turn as those of Llama 3, and a metric of rank 4, and
+without: `over_plain` is the one's time over the other's. The file is attend_moments.json.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,6 +51,7 @@ SHAPES = [
 ]
 WINDOW_SHAPES = [(1, 8, 4, 8192, 128), (64, 8, 4, 4096, 128)]
 WINDOWS = [(0, 0), (1, 32), (4, 128)]  # sinks, window
+MOMENT_SHAPES = [(16, 8, 4, 32768, 128), (64, 8, 4, 4096, 128), (1, 8, 4, 32768, 128), (1, 8, 4, 8192, 128)]
 QUERY_TOKENS = (2, 4, 8, 16)
 QUERY_SHAPES = [(16, 8, 4, 32768, 128), (1, 8, 4, 8192, 128)]
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -123,12 +129,33 @@ def flashinfer(shape: Shape) -> dict[str, Any]:
     return out
 
 
+def moments(plan: Plan, kv_heads: int) -> dict[str, torch.Tensor]:
+    """The transforms of a plan with a wave or a metric: amplitudes of norm 10, scales of .5 to 2; {} of other plans."""
+    d, pairs, rank = plan.head_dim, plan.wave_pairs, plan.metric
+    generator = torch.Generator().manual_seed(1)
+    made = {}
+    if pairs:
+        channels = torch.arange(pairs) % (d // 2)
+        turn = 500_000.0 ** (-2 * channels.double() / d) / (2 * torch.pi) * 2**32
+        made["key_turns"] = torch.stack([channels, channels + d // 2, turn.round().long()], 1).int()
+    numbers = [torch.randn(kv_heads, 2 * pairs, generator=generator) * 10 / max(2 * pairs, 1) ** 0.5]
+    if rank is not None:
+        directions = torch.linalg.qr(torch.randn(kv_heads, d, max(rank, 1), generator=generator))[0].mT[:, :rank]
+        stretch = torch.zeros(kv_heads, 4)
+        stretch[:, :rank] = 2 * torch.rand(kv_heads, rank, generator=generator)
+        scale = 2 ** (2 * torch.rand(kv_heads, d, generator=generator) - 1)
+        numbers += [scale, directions.reshape(kv_heads, -1), stretch]
+    if pairs or rank is not None:
+        made["key_moments"] = torch.cat(numbers, 1).contiguous()
+    return {name: x.cuda() for name, x in made.items()}
+
+
 def check(shape: Shape, plan: Plan, query_tokens: int = 1) -> float:
     """Largest error relative to the largest output, against float64 over the same decoded bytes; on a cut of it."""
     batch, kv_heads, group, tokens, d = shape
     cut = (min(batch, 2), min(kv_heads, 2), group, min(tokens, 4096) - 5, d)
     q, k, v = tensors(cut, 99, query_tokens=query_tokens)
-    packed = ops.pack(k, v, plan)
+    packed = ops.pack(k, v, plan, **moments(plan, cut[1]))
     schedule = ops.schedule(q, packed, lengths=[len(packed)] * cut[0])
     out = ops.attend(q, packed, causal=False, schedule=schedule).double()
     k, v = (x.double() for x in ops.dequantize(packed))
@@ -143,12 +170,13 @@ def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
     if not error < 5e-3:  # bf16 outputs round at 4e-3
         raise AssertionError(f"{shape}: attend is off by {error}")
     q, k, v = tensors(shape, 0, query_tokens=query_tokens)
-    p = ops.pack(k, v, plan)
+    transforms = moments(plan, shape[1])
+    p = ops.pack(k, v, plan, **transforms)
     nbytes = p.pages.nbytes
     del k, v
     pages = [p.pages, *(p.pages.clone() for _ in range(copies(nbytes) - 1))]
     sets = [(plan.words, q, each, p.block_table, p.lengths) for each in pages]
-    attend = torch.ops.turboquant.attend
+    attend = partial(torch.ops.turboquant.attend, **transforms)
     causal = query_tokens == 1
     equal = ops.schedule(q, p, lengths=[shape[3]] * shape[0]).table
     metrics: dict[str, Any] = microseconds(
@@ -219,17 +247,35 @@ def windows(args: argparse.Namespace) -> None:
     print(report.save(args.out))
 
 
+def with_moments(args: argparse.Namespace) -> None:
+    report = Report("attend_moments", "cuda")
+    for shape in (shape for shape in MOMENT_SHAPES if ",".join(map(str, shape)).startswith(args.only)):
+        for bits in (bits for bits in args.bits if "," not in bits):
+            plain = float("nan")
+            for pairs, rank in ((0, None), (shape[4] // 2, 4)):
+                torch.cuda.empty_cache()
+                metrics = ours(shape, Plan(shape[4], int(bits), int(bits), wave_pairs=pairs, metric=rank))
+                plain = plain if pairs else metrics["us"]
+                metrics["over_plain"] = round(metrics["us"] / plain, 3)
+                where = dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape))
+                report.add("moments", where | {"bits": bits, "wave_pairs": pairs, "metric": rank}, metrics)
+                print(shape, bits, pairs, metrics["us"], "us", metrics["over_plain"], "x", flush=True)
+    print(report.save(args.out))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--bits", nargs="+", default=["4", "3", "2", "5,4,3,0"], help="widths; commas: one per 32-channel group"
     )
-    parser.add_argument("--section", choices=("attend", "window"), default="attend")
+    parser.add_argument("--section", choices=("attend", "window", "moments"), default="attend")
     parser.add_argument("--only", default="", help="shapes that start so, such as 1,8,4")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
     if args.section == "window":
         return windows(args)
+    if args.section == "moments":
+        return with_moments(args)
     report = Report("attend", "cuda")
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)

@@ -176,7 +176,8 @@ struct World {
                 error_of = std::max(error_of, fabs((double)got[i] - (*want)[i]));
                 if (got[i] != got[i]) error_of = HUGE_VAL;
             }
-            expect(error_of <= (c.metric ? 4e-6 : 2e-6) * largest, c.name, "dequantize is off by", error_of);
+            /* A^-1 stretches by up to 30 what float32 sums in another order leave apart */
+            expect(error_of <= (c.metric ? 6e-5 : 2e-6) * largest, c.name, "dequantize is off by", error_of);
         }
     }
 };

@@ -223,70 +223,82 @@ __device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s
     return warp_sum(dot);
 }
 
-/** What a warp needs of a KV head's wave and metric for its rows, on its way to registers: all that is loaded at once. */
-template <int GROUPS> struct MomentLoad {
+/** What a warp needs of a KV head's wave for its rows, on its way to registers. */
+template <int GROUPS> struct WaveLoad {
     static constexpr int PAIRS = GROUPS > 4 ? 4 : 2; /* lane, lane + 32 .. */
-    LaneRow<GROUPS> scale, directions[TQ_MAX_METRIC_RANK];
-    float stretch[TQ_MAX_METRIC_RANK];
-    LaneIncrements<PAIRS> increments;
-    Pair pair[PAIRS];
+    int32_t first[PAIRS], second[PAIRS];             /* channels of a pair */
     float2 amplitude[PAIRS];
 
-    MomentLoad() = default; /* of a kernel that takes no plans with them */
-    __device__ __forceinline__ MomentLoad(const AttendArgs &a, int32_t h, int lane)
+    WaveLoad() = default;
+    __device__ __forceinline__ WaveLoad(const AttendArgs &a, int32_t h, int lane)
     {
-        if (!a.wave.numbers) return;
+        if (!a.wave.steps) return;
         const KeyMoments m = key_moments(a);
-        const HeadMoments of_head = m.of_head(h);
-        increments = LaneIncrements<PAIRS>(a, lane);
+        const float2 *amplitudes = reinterpret_cast<const float2 *>(m.of_head(h).wave);
+        const uint32_t last = (uint32_t)a.head_dim - 1; /* a foreign channel must not fault */
 #pragma unroll
         for (int k = 0; k < PAIRS; k++) {
             const int i = lane + 32 * k;
             const bool is_there = i < m.pairs;
-            pair[k] = is_there ? m.pair(i) : Pair{0, 0, 0};
-            amplitude[k] = is_there ? make_float2(of_head.wave[2 * i], of_head.wave[2 * i + 1]) : make_float2(0, 0);
+            first[k] = is_there ? (int32_t)min((uint32_t)m.turns[3 * i], last) : 0;
+            second[k] = is_there ? (int32_t)min((uint32_t)m.turns[3 * i + 1], last) : 0;
+            amplitude[k] = is_there ? amplitudes[i] : make_float2(0, 0);
         }
-        if (m.metric) scale.load(of_head.scale, a.head_dim, lane);
+    }
+};
+
+/** The same of its metric. */
+template <int GROUPS> struct MetricLoad {
+    LaneRow<GROUPS> scale, directions[TQ_MAX_METRIC_RANK];
+    float4 stretch;
+
+    MetricLoad() = default;
+    __device__ __forceinline__ MetricLoad(const AttendArgs &a, int32_t h, int lane)
+    {
+        if (!a.wave.metric) return;
+        const KeyMoments m = key_moments(a);
+        const HeadMoments of_head = m.of_head(h);
+        scale.load(of_head.scale, a.head_dim, lane);
+        stretch = *reinterpret_cast<const float4 *>(of_head.stretch);
 #pragma unroll
-        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) {
-            stretch[r] = r < m.metric - 1 ? of_head.stretch[r] : 0;
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
             directions[r].load(of_head.directions + r * a.head_dim, r < m.metric - 1 ? a.head_dim : 0, lane);
-        }
     }
 };
 
 /** A row before its rotation to what meets codes: A^-1 row (turboquant.h, "Keys of a plan with a wave or a metric"). One warp. */
 template <int GROUPS>
-__device__ __forceinline__ void undo_metric(const AttendArgs &a, const MomentLoad<GROUPS> &moments,
-                                            LaneRow<GROUPS> &row, int lane)
+__device__ __forceinline__ void undo_metric(const AttendArgs &a, const MetricLoad<GROUPS> &metric, LaneRow<GROUPS> &row,
+                                            int lane)
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
     if (!a.wave.metric) return;
     float4 inverse[QUADS];
+    const float stretch[TQ_MAX_METRIC_RANK] = {metric.stretch.x, metric.stretch.y, metric.stretch.z, metric.stretch.w};
     float along[TQ_MAX_METRIC_RANK] = {};
     auto times = [](float4 x, float4 y) { return make_float4(x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w); };
 #pragma unroll
     for (int k = 0; k < QUADS; k++) {
-        const float4 &s = moments.scale.quad[k];
+        const float4 &s = metric.scale.quad[k];
         inverse[k] = row.channel(k, lane) < a.head_dim
                          ? make_float4(reciprocal(s.x), reciprocal(s.y), reciprocal(s.z), reciprocal(s.w))
                          : make_float4(0, 0, 0, 0);
         row.quad[k] = times(row.quad[k], inverse[k]);
 #pragma unroll
         for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) {
-            const float4 &x = row.quad[k], &w = moments.directions[r].quad[k];
+            const float4 &x = row.quad[k], &w = metric.directions[r].quad[k];
             along[r] += x.x * w.x + x.y * w.y + x.z * w.z + x.w * w.w;
         }
     }
 #pragma unroll
     for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
-        along[r] = (__fdividef(1.0f, 1.0f + moments.stretch[r]) - 1.0f) * warp_sum(along[r]);
+        along[r] = (__fdividef(1.0f, 1.0f + stretch[r]) - 1.0f) * warp_sum(along[r]);
 #pragma unroll
     for (int k = 0; k < QUADS; k++) {
         float4 &x = row.quad[k];
 #pragma unroll
         for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) {
-            const float4 &w = moments.directions[r].quad[k];
+            const float4 &w = metric.directions[r].quad[k];
             x = make_float4(fmaf(along[r], w.x, x.x), fmaf(along[r], w.y, x.y), fmaf(along[r], w.z, x.z),
                             fmaf(along[r], w.w, x.w));
         }
@@ -299,10 +311,10 @@ constexpr float WAVE_SIZE = 64; /* of the largest number that put_wave leaves: f
 /** What a row before its metric and rotation has of each pair's cosine and sine at position 0, to `to` [16 steps], the largest of them
  *  being WAVE_SIZE; returns what they are to be multiplied by. spare: a row of shared memory. One warp. */
 template <int GROUPS>
-__device__ __forceinline__ float put_wave(const AttendArgs &a, const MomentLoad<GROUPS> &moments,
-                                          const LaneRow<GROUPS> &row, float *spare, float2 *to, int lane)
+__device__ __forceinline__ float put_wave(const AttendArgs &a, const WaveLoad<GROUPS> &wave, const LaneRow<GROUPS> &row,
+                                          float *spare, float2 *to, int lane)
 {
-    constexpr int PAIRS = MomentLoad<GROUPS>::PAIRS;
+    constexpr int PAIRS = WaveLoad<GROUPS>::PAIRS;
     if (!a.wave.steps) return 0;
     row.store(spare, TQ_TILE * a.groups, lane);
     __syncwarp();
@@ -310,8 +322,8 @@ __device__ __forceinline__ float put_wave(const AttendArgs &a, const MomentLoad<
     float largest = 0;
 #pragma unroll
     for (int k = 0; k < PAIRS; k++) {
-        const float2 amplitude = moments.amplitude[k];
-        const float first = spare[moments.pair[k].first], second = spare[moments.pair[k].second];
+        const float2 amplitude = wave.amplitude[k];
+        const float first = spare[wave.first[k]], second = spare[wave.second[k]];
         x[k] = make_float2(first * amplitude.x + second * amplitude.y, second * amplitude.x - first * amplitude.y);
         largest = fmaxf(largest, fmaxf(fabsf(x[k].x), fabsf(x[k].y)));
     }
@@ -473,13 +485,13 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
     PreparedRows to = rows_in_workspace(a, s.segment);
     QueryScale<GROUPS> scale(a, lane);
     scale.load_steps(a, s.h, lane);
-    const MomentLoad<GROUPS> moments(a, s.h, lane);
     LaneRow<GROUPS> row;
     if (dense) { /* the whole block rotates all rows, in shared memory */
         for (int i = warp; i < s.n; i += warps) {
             float bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
-            waves[i] = put_wave<GROUPS>(a, moments, row, shared_row(a, i), to.wave_of(a, s.first + i), lane);
-            undo_metric<GROUPS>(a, moments, row, lane);
+            waves[i] = put_wave<GROUPS>(a, WaveLoad<GROUPS>(a, s.h, lane), row, shared_row(a, i),
+                                        to.wave_of(a, s.first + i), lane);
+            undo_metric<GROUPS>(a, MetricLoad<GROUPS>(a, s.h, lane), row, lane);
             row.store(shared_row(a, i), TQ_TILE * a.groups, lane);
             biases[i] = bias;
         }
@@ -497,8 +509,9 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
             row.load(shared_row(a, i), TQ_TILE * a.groups, lane);
         } else {
             bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
-            wave = put_wave<GROUPS>(a, moments, row, shared_row(a, i), to.wave_of(a, s.first + i), lane);
-            undo_metric<GROUPS>(a, moments, row, lane);
+            wave = put_wave<GROUPS>(a, WaveLoad<GROUPS>(a, s.h, lane), row, shared_row(a, i),
+                                    to.wave_of(a, s.first + i), lane);
+            undo_metric<GROUPS>(a, MetricLoad<GROUPS>(a, s.h, lane), row, lane);
             rotate_lanes<GROUPS>(a, row, shared_row(a, i), lane_signs<GROUPS>(a, lane), false, lane);
         }
         round_query<GROUPS>(a, s, load_sequence(a, s.b), i, row, scale, bias, wave, to, lane);

@@ -102,7 +102,7 @@ struct WaveSpace {
 constexpr int WAVE_NODES = 8;
 
 /** The positive ones of the Chebyshev nodes cos(pi (2 n + 1) / 32), in units of the distance of a unit's last token from its middle. */
-__host__ __device__ constexpr double wave_node(int n)
+constexpr double wave_node(int n)
 {
     constexpr double AT[WAVE_NODES] = {0.99518472667219688624, 0.95694033573220886494, 0.88192126434835502971,
                                        0.77301045336273696081, 0.63439328416364549822, 0.47139673682599764856,
@@ -145,9 +145,11 @@ struct ConstantHalf {
  *  [tile of 16 positions u][even, odd][lane][rows g and g + 8, high halves and then low ones]. */
 struct WavePolynomials {
     alignas(16) uint32_t words[1 + 2 + 4][2][32][4] = {};
+    double nodes[WAVE_NODES] = {};
 
     constexpr WavePolynomials()
     {
+        for (int n = 0; n < WAVE_NODES; n++) nodes[n] = wave_node(n);
         for (int tiles = 1; tiles <= 4; tiles *= 2)
             for (int tile = 0; tile < tiles; tile++)
                 for (int odd = 0; odd < 2; odd++)
@@ -163,41 +165,26 @@ struct WavePolynomials {
 };
 static __device__ const WavePolynomials wave_polynomials;
 
-/** The step's cosines and sines at the nodes, for a lane. */
-__device__ __forceinline__ void fill_slow_step(const int32_t (&increments)[4], double radius, uint4 *to, int lane)
+/** A lane's part of a step's cosines and sines at a tile's positions, or if the step is slow at the nodes. node: of the lane's row. In a loop:
+ *  a block does this once, and code that is fetched for it takes as long as the rest of its start. */
+__device__ __forceinline__ void fill_step(const int32_t (&increments)[4], bool slow, int tile, double node, uint4 *to,
+                                          int lane)
 {
-    double at = 0;
-#pragma unroll
-    for (int n = 0; n < WAVE_NODES; n++) at = lane / 4 == n ? wave_node(n) : at;
-    uint32_t cosines[4], sines[4];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        const float2 x = turn((uint32_t)(int64_t)(increments[2 * j] * (at * radius))),
-                     y = turn((uint32_t)(int64_t)(increments[2 * j + 1] * (at * radius)));
-        const SplitPair cosine(x.x, y.x), sine(x.y, y.y);
-        cosines[2 * j] = cosine.high, cosines[2 * j + 1] = cosine.low;
-        sines[2 * j] = sine.high, sines[2 * j + 1] = sine.low;
-    }
-    to[lane] = make_uint4(cosines[0], cosines[1], cosines[2], cosines[3]);
-    to[32 + lane] = make_uint4(sines[0], sines[1], sines[2], sines[3]);
-}
-
-/** The step's cosines and sines at a tile's positions, for a lane. */
-__device__ __forceinline__ void fill_fast_step(const int32_t (&increments)[4], int tile, uint4 *to, int lane)
-{
-    uint32_t halves[4][4]; /* as in the table; word 2 j + r is of pairs 2 j, 2 j + 1 at position lane / 4 + 8 r */
-#pragma unroll
-    for (int word = 0; word < 4; word++) {
-        const int first = word & 2, twice = 2 * (16 * tile + 8 * (word & 1) + lane / 4) + 1;
-        const float2 x = turn(phase_by_halves(increments[first], twice)),
-                     y = turn(phase_by_halves(increments[first + 1], twice));
+    constexpr int PART = 32 * 4; /* words of cosines high, cosines low, .. */
+    uint32_t *words = reinterpret_cast<uint32_t *>(to + lane);
+#pragma unroll 1
+    for (int i = 0; i < (slow ? 2 : 4); i++) { /* two pairs, at position lane / 4 + 8 (i % 2) or node lane / 4 */
+        const bool last = slow ? i : i / 2;
+        const int32_t first = last ? increments[2] : increments[0], second = last ? increments[3] : increments[1],
+                      twice = 2 * (16 * tile + 8 * (i % 2) + lane / 4) + 1;
+        const float2 x = turn(slow ? (uint32_t)(int64_t)(first * node) : phase_by_halves(first, twice)),
+                     y = turn(slow ? (uint32_t)(int64_t)(second * node) : phase_by_halves(second, twice));
         const SplitPair cosines(x.x, y.x), sines(x.y, y.y);
-        halves[0][word] = cosines.high, halves[1][word] = cosines.low;
-        halves[2][word] = sines.high, halves[3][word] = sines.low;
+        words[slow ? 2 * i : i] = cosines.high;
+        words[slow ? 2 * i + 1 : PART + i] = cosines.low;
+        words[slow ? PART + 2 * i : 2 * PART + i] = sines.high;
+        words[slow ? PART + 2 * i + 1 : 3 * PART + i] = sines.low;
     }
-#pragma unroll
-    for (int part = 0; part < 4; part++)
-        to[32 * part + lane] = make_uint4(halves[part][0], halves[part][1], halves[part][2], halves[part][3]);
 }
 
 /** What the lane's pairs turn in a position: of pairs lane, lane + 32 .. Those behind the last are slow. */
@@ -233,7 +220,9 @@ __device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const LaneI
     constexpr float SLOWEST = (float)(SLOW_RADIANS / RADIUS * (4294967296.0 / 6.283185307179586));
     const WaveSpace space(a, 0);
     const int steps = a.wave.steps, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const double node = wave_polynomials.nodes[lane / 4] * RADIUS;
     if (warp == 0)
+#pragma unroll
         for (int k = 0; k < PAIRS; k++)
             if (lane + 32 * k < WAVE_STEP * steps) space.increments[lane + 32 * k] = of_lanes.of[k];
 #pragma unroll 1
@@ -254,9 +243,8 @@ __device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const LaneI
             slow = slow && fabsf((float)increments[j]) <= SLOWEST;
         }
         slow = __all_sync(ALL_LANES, slow);
-        uint4 *to = space.table + step * TILES * 4 * 32;
-        if (!slow) fill_fast_step(increments, tile, to + tile * 4 * 32, lane);
-        else if (tile == 0) fill_slow_step(increments, RADIUS, to, lane);
+        if (!slow || tile == 0)
+            fill_step(increments, slow, tile, node, space.table + (step * TILES + tile) * 4 * 32, lane);
         if (tile == 0 && lane == 0) space.slow[step] = slow;
     }
 }
@@ -343,28 +331,34 @@ template <int BLOCKS, int TILES, class Factor, class Put>
 __device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows, int32_t first, int first_block,
                                          int block_step, int lane, Factor factor_of, Put put)
 {
+    constexpr int STEP = WAVE_STEP / 2; /* of pairs of pairs */
     const WaveSpace space(a, threadIdx.x / 32);
     const int steps = a.wave.steps;
     const bool odd = lane >> 2 & 1;
+    const int place = 2 * (lane & 3) + odd; /* of two pairs among a step's eight */
+    auto row_of_block = [&](int n) {
+        const int row = 4 * (first_block + n * block_step) + lane / 8;
+        return reinterpret_cast<const float4 *>(rows + row * WAVE_STEP * steps) + place;
+    };
+    const float4 *row = row_of_block(0);
+    float4 next[2] = {row[0], row[STEP]}; /* on their way a while before they are needed */
     turn_to_middle(a, space, first, TQ_TILE * TILES, lane);
     const uint32_t slow = __ballot_sync(ALL_LANES, lane < steps && space.slow[lane]);
-    const int place = 2 * (lane & 3) + odd; /* of two pairs among a step's eight */
-    const float4 *turns = reinterpret_cast<const float4 *>(space.turns) + place;
 #pragma unroll 1
     for (int n = 0; n < BLOCKS; n++) {
-        const int block = first_block + n * block_step;
-        const float4 *row = reinterpret_cast<const float4 *>(rows + (4 * block + lane / 8) * WAVE_STEP * steps) + place;
+        const float4 *turns = reinterpret_cast<const float4 *>(space.turns) + place;
         const uint4 *table = space.table + lane;
         WaveSums<TILES> sums;
 #pragma unroll 1
-        for (int step = 0; step < steps; step += 2, row += WAVE_STEP, turns += WAVE_STEP, table += 2 * TILES * 4 * 32) {
-            const StepFactors f(row[0], turns[0], odd), g(row[WAVE_STEP / 2], turns[WAVE_STEP / 2], odd);
+        for (int step = 0; step < steps; step += 2, turns += 2 * STEP, table += 2 * TILES * 4 * 32) {
+            const StepFactors f(next[0], turns[0], odd), g(next[1], turns[STEP], odd);
+            row = step + 2 < steps ? row + 2 * STEP : n + 1 < BLOCKS ? row_of_block(n + 1) : row;
+            next[0] = row[0], next[1] = row[STEP];
             sums.add(f, slow >> step & 1, table);
             sums.add(g, slow >> step & 2, table + TILES * 4 * 32);
         }
-        turns -= WAVE_STEP / 2 * steps;
         if (slow) sums.interpolate(space.polynomials + lane, odd, lane);
-        const float factor = factor_of(block, lane);
+        const float factor = factor_of(first_block + n * block_step, lane);
         float terms[4 * TILES]; /* by the lane's tokens: that of index i is 8 i + lane / 4 */
 #pragma unroll
         for (int i = 0; i < 2 * TILES; i++) {

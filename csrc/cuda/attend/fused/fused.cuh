@@ -334,9 +334,9 @@ __device__ __forceinline__ int first_row_of_warp(const AttendArgs &a, int warp) 
 /** Prepares the rows of a segment in shared memory. load: row first_row_of_warp, on its way; flip: lane_signs. */
 template <class V>
 __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &s, const Sequence &seq,
-                                             QueryLoad<4> load, const MomentLoad<4> &moments,
-                                             const QueryScale<4> &scale, uint32_t flip, const FusedSpace<V> &space,
-                                             int warp, int lane)
+                                             QueryLoad<4> load, const WaveLoad<4> &wave_load,
+                                             const MetricLoad<4> &metric, const QueryScale<4> &scale, uint32_t flip,
+                                             const FusedSpace<V> &space, int warp, int lane)
 {
     PreparedRows to = {reinterpret_cast<uint32_t *>(space.queries()), space.rows(), space.wave()};
 #pragma unroll 1
@@ -350,8 +350,8 @@ __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &
         float bias = take_query<4>(a, s, load, row, lane);
         float wave = 0;
         if constexpr (V::WAVE) {
-            wave = put_wave<4>(a, moments, row, space.spare_row(i), to.wave_of(a, i), lane);
-            undo_metric<4>(a, moments, row, lane);
+            wave = put_wave<4>(a, wave_load, row, space.spare_row(i), to.wave_of(a, i), lane);
+            undo_metric<4>(a, metric, row, lane);
         }
         rotate_lanes<4, USUAL_DIM<V>>(a, row, space.spare_row(i), flip, false, lane);
         round_query<4>(a, s, seq, i, row, scale, bias, wave, to, lane);
@@ -455,8 +455,13 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const Fused
     /* On their way together. The queries, whose way through the kernel is the longest, first: whatever uses a number that is still on
      * its way stops all that stands behind it. */
     QueryLoad<4> load(a, query, lane);
-    MomentLoad<4> moments;
-    if constexpr (V::WAVE) moments = MomentLoad<4>(a, h, lane);
+    WaveLoad<4> wave_load;
+    MetricLoad<4> metric;
+    LaneIncrements<2> increments;
+    if constexpr (V::WAVE) {
+        if (first_row_of_warp(a, warp) < set.n) wave_load = WaveLoad<4>(a, h, lane), metric = MetricLoad<4>(a, h, lane);
+        if (has_wave<V>(a)) increments = LaneIncrements<2>(a, lane);
+    }
     scale.load_steps(a, h, lane);
     int32_t page = a.p.max_pages ? a.p.block_table[entry] : 0;
     Sequence seq = load_sequence(a, b);
@@ -478,8 +483,8 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const Fused
     int active = min(a.fused.teams, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
     FusedBlock block = {set, rank, active, view};
     if (FRUGAL && threadIdx.x == 0) *space.block() = block;
-    if (has_wave<V>(a)) fill_wave_table<V::TILES>(a, moments.increments);
-    prepare_rows<V>(a, set, seq, load, moments, scale, flip, space, warp, lane);
+    if (has_wave<V>(a)) fill_wave_table<V::TILES>(a, increments);
+    prepare_rows<V>(a, set, seq, load, wave_load, metric, scale, flip, space, warp, lane);
     if (warp == 0) /* it has the fewest rows, if they differ */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
     if (a.exact_parts) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);
