@@ -28,27 +28,27 @@ for tool in memcheck racecheck synccheck; do
     for filter in "1 sequences" "26 sequences, bits 3" "50 sequences, bits 4" "400 sequences, bits 5310" \
         "12 rows, whole pages, bits 3 dim 64" "5 rows, whole pages, bits 5310" \
         "1 heads of 4, bits 4" "many segments, bits 3" "1140 segments, group 1, bits 2" \
-        "1140 segments, group 5, bits 3"; do
+        "1140 segments, group 5, bits 3" "moments: 50 sequences, dim 128"; do
         run "$tool" attend check "$filter" # in one kernel: Hopper alone
     done
     # Not for racecheck: it loses track where warps meet at named barriers, some more often than others, and all of them at __syncthreads
     # later. A kernel of ten lines shows that. In "some values zero" it finds nothing.
     [ "$tool" = racecheck ] ||
-        for filter in "12 rows, whole pages, bits 3 dim 128" "7 heads of 12, bits 3" "20 in long sequences, bits 3" \
+        for filter in "moments: bits 3, dim 128, group 12" "12 rows, whole pages, bits 3 dim 128" "7 heads of 12, bits 3" "20 in long sequences, bits 3" \
             "32 of 44 segments, bits 4" "tiles of rows, bits 4" "tiles of rows, bits 5310"; do
             run "$tool" attend check "$filter"
         done
     run "$tool" attend check "many rows: some values zero"
     for path in hopper hopper-line portable; do
         for filter in "bits 4 dim 128" "bits 3 dim 80" "bits 2 dim 64" "window" "mixed" "dense" "group 16 bits 3" "ragged" \
-            "fine, everything" "fine, group" "fine 85321" "fine, not causal"; do
+            "fine, everything" "fine, group" "fine 85321" "fine, not causal" "moments: bits 3, dim 256, group 4"; do
             TURBOQUANT_CUDA_PATH=$path run "$tool" attend check "$filter"
         done
     done
     for filter in "some values zero" "4 queries" "rising logits"; do # wgmma: Hopper alone
         TURBOQUANT_CUDA_PATH=hopper-line run "$tool" attend check "many rows: $filter"
     done
-    for filter in "length 33" "queries, fresh, \"tables"; do run "$tool" attend_blocks "$filter"; done
+    for filter in "length 33" "queries, fresh, \"tables" "a wave alone"; do run "$tool" attend_blocks "$filter"; done
     TQ_THIN=400 run "$tool" append check
 done
 wait
