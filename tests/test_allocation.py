@@ -1,7 +1,7 @@
 """Memory that cannot be had, at every place in turn: MemoryError, and nothing is changed.
 
 `_testcapi.set_nomemory` makes the n-th allocation of the interpreter's allocators fail, which the binding takes its
-scratch and its objects from; the C core itself allocates nothing.
+workspace and its objects from; the C core itself allocates nothing.
 """
 
 from __future__ import annotations

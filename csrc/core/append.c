@@ -14,12 +14,12 @@ typedef struct {
     const tq_append_params *p;
     const tq_kernels *kernels;
     const tq_plan_tables *tables;
-    uint8_t *scratch; /* [threads] of worker_bytes, and keys' memory */
+    uint8_t *workspace; /* [threads] of worker_bytes, and keys' memory */
     int64_t worker_bytes;
     tq_keys keys; /* of plans with a wave or a metric */
 } append_job;
 
-/** Scratch of a worker. */
+/** Workspace of a worker. */
 typedef struct {
     float *x, *y;     /* [head_dim] each */
     float *centre;    /* [head_dim], settled plans: what is subtracted behind the butterflies */
@@ -143,7 +143,7 @@ static int32_t thread_count(const tq_append_params *p)
     return tasks < threads ? (tasks > 0 ? (int32_t)tasks : 1) : threads;
 }
 
-tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes, tq_error *error)
+tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes, tq_error *error)
 {
     TQ_TRY(tq_check_append_sizes(plan, params, error));
     if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
@@ -324,7 +324,7 @@ static void append_head(void *context, int64_t i, int32_t worker_index)
 {
     const append_job *job = context;
     int32_t b = (int32_t)(i / job->p->kv_heads), h = (int32_t)(i % job->p->kv_heads);
-    worker w = carve(job->plan, job->scratch + job->worker_bytes * worker_index);
+    worker w = carve(job->plan, job->workspace + job->worker_bytes * worker_index);
     for (int is_key = 1; is_key >= 0; is_key--) {
         if (!is_key && !job->plan->value.tile_bytes) continue;
         pack_side(job, &w, is_key, b, h); /* before copy_exact: it reads what the ring is about to lose */
@@ -335,7 +335,8 @@ static void append_head(void *context, int64_t i, int32_t worker_index)
 static void begin_keys(append_job *job, int32_t threads)
 {
     const tq_append_params *p = job->p;
-    tq_keys_begin(job->plan, &p->key, job->kernels, (float *)(job->scratch + job->worker_bytes * threads), &job->keys);
+    tq_keys_begin(job->plan, &p->key, job->kernels, (float *)(job->workspace + job->worker_bytes * threads),
+                  &job->keys);
     for (int32_t b = 0; b < p->batch; b++) {
         int64_t first, last;
         packed_range(p, b, &first, &last);
@@ -343,14 +344,14 @@ static void begin_keys(append_job *job, int32_t threads)
     }
 }
 
-tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes,
+tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *workspace, size_t workspace_bytes,
                     tq_error *error)
 {
     TQ_TRY(tq_check_append(plan, params, error));
     append_job job = {.plan = plan,
                       .p = params,
                       .kernels = tq_get_kernels(error),
-                      .scratch = scratch,
+                      .workspace = workspace,
                       .worker_bytes = worker_bytes(plan)};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
     TQ_TRY(tq_wave_check_channels(plan, &params->key, error));
@@ -361,12 +362,12 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *s
     TQ_TRY(check_centre(plan, params, &params->value, "value_centre", error));
     TQ_TRY(check_tables(plan, params, error));
     int32_t threads = thread_count(params); /* once: another thread may change tq_num_threads meanwhile */
-    TQ_NEED(error, {"scratch", scratch, 0});
-    if (scratch_bytes < (size_t)(job.worker_bytes * threads + 4 * tq_keys_floats(plan)))
-        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes,
-                       "at least tq_append_scratch_bytes");
-    if ((uintptr_t)scratch % 64)
-        return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
+    TQ_NEED(error, {"workspace", workspace, 0});
+    if (workspace_bytes < (size_t)(job.worker_bytes * threads + 4 * tq_keys_floats(plan)))
+        return tq_fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
+                       "at least tq_append_workspace_bytes");
+    if ((uintptr_t)workspace % 64)
+        return tq_fail(error, TQ_E_VALUE, "workspace", -1, (double)((uintptr_t)workspace % 64), "64-byte aligned");
     TQ_TRY(check_numbers(&job, params->k, params->k_stride_batch, params->k_stride_head, params->k_stride_token, "k",
                          error));
     if (plan->value.tile_bytes)

@@ -4,7 +4,7 @@
  * by token, so that neighbouring rows see nearly the same tokens. Packed pages are read as they are: per page and row, scores by
  * the kernel's tile product, one softmax step, and the weighted sum of value tiles by the same product. The sums stay rotated
  * until a row is finished. Split 0 also takes the exact tokens. With one split the task finishes its rows itself; with more, the
- * partial rows wait in scratch and a second pass merges them. */
+ * partial rows wait in workspace and a second pass merges them. */
 #include "attend.h"
 #include <math.h>
 #include <string.h>
@@ -539,19 +539,19 @@ static void turn_pages(attend_job *job)
     tq_wave_fill(job->plan, &a->key, a->sinks, (all.hi - 1) / tokens + 1, &job->wave);
 }
 
-tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes,
+tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
                     tq_error *error)
 {
     TQ_TRY(tq_attend_check(plan, params, error));
-    attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error), .scratch = scratch};
+    attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error), .workspace = workspace};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
     tq_attend_lay_out(&job);
-    TQ_NEED(error, {"scratch", scratch, 0});
-    if (scratch_bytes < (size_t)tq_attend_bytes(&job))
-        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes,
-                       "at least tq_attend_scratch_bytes");
-    if ((uintptr_t)scratch % 64)
-        return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
+    TQ_NEED(error, {"workspace", workspace, 0});
+    if (workspace_bytes < (size_t)tq_attend_bytes(&job))
+        return tq_fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
+                       "at least tq_attend_workspace_bytes");
+    if ((uintptr_t)workspace % 64)
+        return tq_fail(error, TQ_E_VALUE, "workspace", -1, (double)((uintptr_t)workspace % 64), "64-byte aligned");
     job.books = tq_plan_tables_of(plan)->books;
     if (plan->wave_pairs && params->query_tokens) turn_pages(&job);
     int64_t tasks = (int64_t)params->batch * params->kv_heads * job.chunks;
@@ -560,7 +560,7 @@ tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *s
     return TQ_OK;
 }
 
-tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error)
+tq_status tq_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error)
 {
     TQ_TRY(tq_check_attend_sizes(plan, params, error));
     if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");

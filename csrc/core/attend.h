@@ -1,4 +1,4 @@
-/* What attend.c (the algorithm) and attend_args.c (checks and scratch) share. */
+/* What attend.c (the algorithm) and attend_args.c (checks and workspace) share. */
 #ifndef TQ_ATTEND_H
 #define TQ_ATTEND_H
 #include "blocks.h"
@@ -16,7 +16,7 @@ typedef struct {
     int precise;                                       /* operands for float32 queries, and with tiles of 16 */
     int32_t group, chunks, chunk_rows, splits, threads;
     tq_wave wave;
-    uint8_t *scratch;
+    uint8_t *workspace;
 } attend_job;
 
 /** Rows first_row .. first_row + rows - 1 of (query token, query head of the group), token by token. */
@@ -25,7 +25,7 @@ typedef struct {
     int64_t first_row;
 } attend_task;
 
-/* Scratch:  | worker 0 | worker 1 | ..  each:
+/* Workspace:  | worker 0 | worker 1 | ..  each:
  *              | query operands | weight operands | q | scores | packed | exact | tile_k | tile_v | rotated | coded | merged |
  *              | scales | logits | states | visible | decoded | wave rows |
  *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits > 1

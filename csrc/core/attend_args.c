@@ -1,7 +1,7 @@
-/* tq_attend's arguments: what is refused, and how scratch is cut. */
+/* tq_attend's arguments: what is refused, and how workspace is cut. */
 #include "attend.h"
 
-/* ---- scratch ---- */
+/* ---- workspace ---- */
 
 static int64_t take(int64_t *at, int64_t bytes)
 {
@@ -10,7 +10,7 @@ static int64_t take(int64_t *at, int64_t bytes)
     return start;
 }
 
-/** Cuts a worker's scratch at `base` (NULL: only the size); returns its bytes. */
+/** Cuts a worker's workspace at `base` (NULL: only the size); returns its bytes. */
 static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
 {
     int64_t rows = job->chunk_rows, d = job->plan->head_dim, padded = TQ_TILE * (int64_t)job->plan->groups, at = 0;
@@ -74,18 +74,18 @@ int64_t tq_attend_bytes(const attend_job *job)
     return bytes_of_rows(job) + floats * (int64_t)sizeof(float) + 64;
 }
 
-float *tq_attend_wave(const attend_job *job) { return (float *)(job->scratch + bytes_of_rows(job)); }
+float *tq_attend_wave(const attend_job *job) { return (float *)(job->workspace + bytes_of_rows(job)); }
 
 attend_work tq_attend_carve(const attend_job *job, int32_t worker)
 {
     attend_work w;
-    cut(job, job->scratch + worker * cut(job, NULL, NULL), &w);
+    cut(job, job->workspace + worker * cut(job, NULL, NULL), &w);
     return w;
 }
 
 float *tq_attend_partial(const attend_job *job, int64_t task, int32_t row)
 {
-    float *partials = (float *)(job->scratch + job->threads * cut(job, NULL, NULL));
+    float *partials = (float *)(job->workspace + job->threads * cut(job, NULL, NULL));
     return partials + (task * job->chunk_rows + row) * partial_floats(job);
 }
 

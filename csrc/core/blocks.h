@@ -20,7 +20,7 @@ tq_block_coder tq_block_coder_of(const tq_kernels *kernels, const tq_plan *plan,
                                  const tq_transform *transform, int is_key, int32_t head);
 
 /** A centred vector x [head_dim], which is lost, to codes [32 * tiles] and binary16 numbers scales[32 * i], i < side->scales.
- *  z: scratch [head_dim]. */
+ *  z: workspace [head_dim]. */
 void tq_block_encode(const tq_block_coder *c, float *x, float *z, uint8_t *codes, uint16_t *scales);
 
 /** Tokens first .. last - 1 of a token tile as rows of 32 * tiles numbers, 0 where padded. */

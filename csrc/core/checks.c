@@ -229,7 +229,7 @@ tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, 
     TQ_TRY(tq_product(a->n_pages, n, &n, "n_pages", error));
     TQ_TRY(
         tq_product((int64_t)a->batch * a->query_heads, (int64_t)a->query_tokens * plan->head_dim, &n, "batch", error));
-    return tq_product(n, 64, &n, "batch", error); /* scratch is at most a few dozen bytes a query number */
+    return tq_product(n, 64, &n, "batch", error); /* workspace is at most a few dozen bytes a query number */
 }
 
 static tq_status check_attend_overlap(const tq_plan *plan, const tq_attend_params *a, tq_error *error)

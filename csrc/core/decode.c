@@ -228,7 +228,7 @@ static int64_t dot_operand_bytes(const tq_kernels *kernels, const tq_plan *plan)
     return (int64_t)kernels->operand_bytes(TQ_TILE * groups.n);
 }
 
-tq_status tq_dot_scratch_bytes(const tq_plan *plan, int64_t n_queries, size_t *bytes, tq_error *error)
+tq_status tq_dot_workspace_bytes(const tq_plan *plan, int64_t n_queries, size_t *bytes, tq_error *error)
 {
     TQ_TRY(tq_plan_check(plan, error));
     const tq_kernels *kernels = tq_get_kernels(error);
@@ -264,11 +264,11 @@ static float dot_operand(const dot_job *job, const tq_transform *key, const floa
 }
 
 tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries,
-                 const uint8_t *pages, int64_t n, float *out, int32_t threads, void *scratch, size_t scratch_bytes,
+                 const uint8_t *pages, int64_t n, float *out, int32_t threads, void *workspace, size_t workspace_bytes,
                  tq_error *error)
 {
     size_t wanted;
-    TQ_TRY(tq_dot_scratch_bytes(plan, n_queries, &wanted, error));
+    TQ_TRY(tq_dot_workspace_bytes(plan, n_queries, &wanted, error));
     static const tq_transform plain;
     if (!key) key = &plain;
     if (plan->wave_pairs)
@@ -279,11 +279,12 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     TQ_TRY(tq_check_steps(plan, key, 1, 1, error));
     if (n < 0) return tq_fail(error, TQ_E_VALUE, "n", -1, (double)n, "at least 0");
     if (!n || !n_queries) return TQ_OK;
-    TQ_NEED(error, {"queries", queries, 0}, {"pages", pages, 0}, {"out", out, 0}, {"scratch", scratch, 0});
-    if (scratch_bytes < wanted)
-        return tq_fail(error, TQ_E_VALUE, "scratch_bytes", -1, (double)scratch_bytes, "at least tq_dot_scratch_bytes");
-    if ((uintptr_t)scratch % 64)
-        return tq_fail(error, TQ_E_VALUE, "scratch", -1, (double)((uintptr_t)scratch % 64), "64-byte aligned");
+    TQ_NEED(error, {"queries", queries, 0}, {"pages", pages, 0}, {"out", out, 0}, {"workspace", workspace, 0});
+    if (workspace_bytes < wanted)
+        return tq_fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
+                       "at least tq_dot_workspace_bytes");
+    if ((uintptr_t)workspace % 64)
+        return tq_fail(error, TQ_E_VALUE, "workspace", -1, (double)((uintptr_t)workspace % 64), "64-byte aligned");
     if ((uintptr_t)pages % 64)
         return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)pages % 64), "64-byte aligned");
     const tq_codebook *books = tq_plan_tables_of(plan)->books;
@@ -298,16 +299,16 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
                    .groups = &groups,
                    .key = key,
                    .tiles = tiles,
-                   .operands = scratch,
+                   .operands = workspace,
                    .n_queries = n_queries,
                    .n = n,
                    .pages = pages,
                    .out = out,
                    .operand_bytes = dot_operand_bytes(kernels, plan)};
-    float *biases = (float *)((uint8_t *)scratch + n_queries * job.operand_bytes);
+    float *biases = (float *)((uint8_t *)workspace + n_queries * job.operand_bytes);
     job.biases = biases;
     for (int64_t q = 0; q < n_queries; q++)
-        biases[q] = dot_operand(&job, key, queries + q * plan->head_dim, (uint8_t *)scratch + q * job.operand_bytes);
+        biases[q] = dot_operand(&job, key, queries + q * plan->head_dim, (uint8_t *)workspace + q * job.operand_bytes);
     tq_parallel((n + plan->page_tokens - 1) / plan->page_tokens, tq_effective_threads(threads),
                 tq_is_plain(plan) ? dot_page : dot_blocked_page, &job);
     return TQ_OK;

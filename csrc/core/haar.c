@@ -53,7 +53,7 @@ static double next_gaussian(gaussian_source *s)
     }
 }
 
-/** Reflects the trailing k x k block of m [head_dim, head_dim] by a fresh Gaussian vector; v and w [k] are scratch. */
+/** Reflects the trailing k x k block of m [head_dim, head_dim] by a fresh Gaussian vector; v and w [k] are workspace. */
 static void reflect_block(double *block, int64_t head_dim, int32_t k, gaussian_source *source, double *v, double *w)
 {
     double norm2 = 0.0;
@@ -69,14 +69,14 @@ static void reflect_block(double *block, int64_t head_dim, int32_t k, gaussian_s
         for (int32_t j = 0; j < k; j++) block[i * head_dim + j] = sign * (v[i] * w[j] - block[i * head_dim + j]);
 }
 
-tq_status tq_haar(uint64_t seed, int32_t head_dim, float *matrix, double *scratch, tq_error *error)
+tq_status tq_haar(uint64_t seed, int32_t head_dim, float *matrix, double *workspace, tq_error *error)
 {
     if (head_dim < 8 || head_dim > TQ_MAX_DIM || head_dim % 8)
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "a multiple of 8 in 8..4096");
-    if (!matrix || !scratch)
-        return tq_fail(error, TQ_E_VALUE, matrix ? "scratch" : "matrix", -1, 0, "a pointer, not NULL");
+    if (!matrix || !workspace)
+        return tq_fail(error, TQ_E_VALUE, matrix ? "workspace" : "matrix", -1, 0, "a pointer, not NULL");
     int64_t n = head_dim;
-    double *m = scratch, *v = scratch + n * n, *w = v + n;
+    double *m = workspace, *v = workspace + n * n, *w = v + n;
     gaussian_source source = {.seed = seed, .stream = HAAR_STREAM, .next_word = 4};
     for (int64_t i = 0; i < n * n; i++) m[i] = i % (n + 1) == 0;
     for (int32_t k = 1; k <= head_dim; k++) reflect_block(m + (n - k) * (n + 1), n, k, &source, v, w);

@@ -69,7 +69,7 @@ typedef struct {
     int64_t n;
     uint8_t *codes, *signs;
     float *scales, *offsets;
-    float *scratch;         /* [threads, 2, 64, channels] */
+    float *workspace;       /* [threads, 2, 64, channels] */
     atomic_llong first_bad; /* the first row that is refused, or n */
 } encode_job;
 
@@ -96,7 +96,7 @@ static void encode_block(void *context, int64_t block, int32_t worker)
     const tq_index_use *use = &job->use;
     int64_t first = TQ_INDEX_BLOCK * block;
     int32_t rows = job->n - first < TQ_INDEX_BLOCK ? (int32_t)(job->n - first) : TQ_INDEX_BLOCK;
-    float *centred = job->scratch + (int64_t)worker * 2 * TQ_INDEX_BLOCK * use->channels;
+    float *centred = job->workspace + (int64_t)worker * 2 * TQ_INDEX_BLOCK * use->channels;
     float *z = centred + TQ_INDEX_BLOCK * use->channels;
     uint8_t codes[TQ_MAX_DIM];
     if (rows < TQ_INDEX_BLOCK) memset(job->signs + first * use->planes, 0, (size_t)use->planes * TQ_INDEX_BLOCK);
@@ -126,11 +126,12 @@ tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n
         return tq_fail(error, TQ_E_VALUE, "offsets", -1, 0, "given, with a mean or l2");
     int64_t blocks = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
     threads = tq_effective_threads(tq_threads_for(threads, n, 4 * TQ_INDEX_BLOCK));
-    job.scratch = malloc(sizeof(float) * 2 * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.channels);
-    if (!job.scratch) return tq_fail(error, TQ_E_MEMORY, "threads", -1, threads, "few enough for the memory there is");
+    job.workspace = malloc(sizeof(float) * 2 * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.channels);
+    if (!job.workspace)
+        return tq_fail(error, TQ_E_MEMORY, "threads", -1, threads, "few enough for the memory there is");
     atomic_init(&job.first_bad, n);
     tq_parallel(blocks, threads, encode_block, &job);
-    free(job.scratch);
+    free(job.workspace);
     int64_t bad = atomic_load(&job.first_bad);
     return bad < n ? tq_index_refused(&job.use, x, bad, error) : TQ_OK;
 }

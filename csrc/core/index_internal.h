@@ -38,8 +38,8 @@ typedef struct {
     double *squared;   /* [n], 0 unless l2 */
 } tq_index_queries;
 
-/** Query i of x. scratch: [2, channels]. Returns 0 if it is refused. */
-int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *scratch, const tq_index_queries *out);
+/** Query i of x. workspace: [2, channels]. Returns 0 if it is refused. */
+int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *workspace, const tq_index_queries *out);
 
 /** A row's score, but for the query's constant, is at most scale * (sum * unit + margin) + offset, where `sum` is of table entries for
  *  its leading bits (kernels/scan_signs.h), unless what the other bits add is beyond `sigmas` standard deviations. */

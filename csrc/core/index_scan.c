@@ -93,7 +93,7 @@ typedef struct {
     int64_t n, k, table_bytes; /* n queries */
     int64_t sampled;           /* blocks that are looked at first */
     const float *x;            /* queries as they were given */
-    float *scratch;            /* [threads, 2, channels] */
+    float *workspace;          /* [threads, 2, channels] */
     tq_index_queries queries;
     const tq_index_rows *rows; /* all segments */
     uint8_t *tables;           /* [n, table_bytes] */
@@ -451,7 +451,7 @@ static void make_query(void *context, int64_t q, int32_t worker)
 {
     scan_job *job = context;
     const tq_index_use *use = &job->use;
-    if (!tq_index_fix(use, job->x, q, job->scratch + (int64_t)worker * 2 * use->channels, &job->queries)) {
+    if (!tq_index_fix(use, job->x, q, job->workspace + (int64_t)worker * 2 * use->channels, &job->queries)) {
         atomic_store(&job->refused, 1);
         return;
     }
@@ -466,9 +466,9 @@ static tq_status make_queries(scan_job *job, tq_error *error)
     atomic_init(&job->refused, 0);
     tq_parallel(job->n, threads, make_query, job);
     if (!atomic_load(&job->refused)) return TQ_OK;
-    float scratch[2 * TQ_MAX_DIM];
+    float workspace[2 * TQ_MAX_DIM];
     for (int64_t q = 0;; q++)
-        if (!tq_index_fix(&job->use, job->x, q, scratch, &job->queries)) {
+        if (!tq_index_fix(&job->use, job->x, q, workspace, &job->queries)) {
             tq_index_refused(&job->use, job->x, q, error);
             if (error) error->argument = "queries";
             return TQ_E_VALUE;
@@ -487,8 +487,8 @@ static tq_status start(scan_job *job, const tq_index_space *space, const float *
     job->threads = threads;
     job->table_bytes = 64 * tq_sign_tables(job->use.planes);
     job->queries.units = malloc((size_t)numbers + 1);
-    job->scratch = malloc(sizeof(float) * 2 * (size_t)threads * (size_t)job->use.channels);
-    if (!job->queries.units || !job->scratch)
+    job->workspace = malloc(sizeof(float) * 2 * (size_t)threads * (size_t)job->use.channels);
+    if (!job->queries.units || !job->workspace)
         return tq_fail(error, TQ_E_MEMORY, "queries", -1, (double)n, "few enough for the memory there is");
     job->queries.constants = job->queries.units + n;
     job->queries.squared = job->queries.constants + n;
@@ -516,7 +516,7 @@ static void free_job(scan_job *job)
     if (pools) free(job->pools[0].lows);
     free(job->pools);
     free(job->queries.units);
-    free(job->scratch);
+    free(job->workspace);
     free(job->tables);
     free(job->bounds);
     free(job->hits);

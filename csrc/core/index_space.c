@@ -117,20 +117,20 @@ void tq_index_rotate(const tq_index_use *use, float *centred, int32_t rows, floa
                          z + i * use->channels);
 }
 
-int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *scratch, const tq_index_queries *out)
+int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *workspace, const tq_index_queries *out)
 {
     const tq_index_layout *layout = &use->space->layout;
     int32_t dim = use->space->dim, n = use->channels;
-    float *z = scratch + n;
+    float *z = workspace + n;
     double offset, squares, constant = 0, largest = 0, sum = 0;
     x += i * dim;
-    if (!tq_index_centre(use, x, scratch, &offset, &squares)) return 0;
+    if (!tq_index_centre(use, x, workspace, &offset, &squares)) return 0;
     if (use->space->mean) { /* <mean, query>; centred = query - mean was rounded to float32 */
         double length = use->space->metric == TQ_INDEX_COSINE ? sqrt(squares) : 1;
         for (int32_t j = 0; j < dim; j++)
             constant += (double)(length == 1 ? x[j] : (float)(x[j] / length)) * use->mean[j];
     }
-    tq_index_rotate(use, scratch, 1, z);
+    tq_index_rotate(use, workspace, 1, z);
     for (int32_t j = 0; j < n; j++) {
         z[j] *= layout->steps[j / 32] * use->layout.books[layout->bits[j / 32]].step;
         double magnitude = fabs((double)z[j]);

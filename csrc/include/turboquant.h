@@ -169,8 +169,8 @@ typedef enum {
 /** Fills matrix [head_dim, head_dim] float32 row-major with a Haar-distributed rotation (Stewart 1980: Householder
  *  reflections of Gaussian vectors), computed in float64 without libm's transcendentals: the same on every machine.
  *  O(head_dim^3), offline.  head_dim: a multiple of 8 in 8..TQ_MAX_DIM.
- *  scratch  head_dim * (head_dim + 2) doubles, 8-byte aligned; contents lost. */
-TQ_API tq_status tq_haar(uint64_t seed, int32_t head_dim, float *matrix, double *scratch, tq_error *error);
+ *  workspace  head_dim * (head_dim + 2) doubles, 8-byte aligned; contents lost. */
+TQ_API tq_status tq_haar(uint64_t seed, int32_t head_dim, float *matrix, double *workspace, tq_error *error);
 
 /** Fills matrix [rows, head_dim] float32 row-major with independent draws of N(0, 1), the same on every machine: the sketch S
  *  of a quantised Johnson-Lindenstrauss transform (QJL, arXiv 2406.03482).  rows, head_dim: 1..TQ_MAX_DIM. */
@@ -330,8 +330,8 @@ typedef struct {
     tq_transform key, value;
 } tq_append_params;
 
-TQ_API tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
-                                         tq_error *error);
+TQ_API tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
+                                           tq_error *error);
 
 /** Stores the new tokens: those that stay in the window go into the ring, those (old or new) that no longer fit are rotated,
  *  quantised and packed into their pages; bits of all other tokens keep their value, so pages should start zeroed if bytes
@@ -341,8 +341,8 @@ TQ_API tq_status tq_append_scratch_bytes(const tq_plan *plan, const tq_append_pa
  *            v that is not finite or exceeds TQ_MAX_INPUT (flat index as if dense; padding is not looked at), all found before
  *            the first write. A scale that would exceed 65504 is stored as 65504.
  *  Cost:     O(batch * tokens * kv_heads * head_dim * log head_dim) for Hadamard.
- *  scratch   64-byte aligned, tq_append_scratch_bytes; contents lost. Bytes on ISAs and on CUDA: "ROUNDING". */
-TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *scratch, size_t scratch_bytes,
+ *  workspace   64-byte aligned, tq_append_workspace_bytes; contents lost. Bytes on ISAs and on CUDA: "ROUNDING". */
+TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *workspace, size_t workspace_bytes,
                            tq_error *error);
 
 /** How the pages of a batch are shared among a GPU's thread blocks. Results differ by rounding alone. */
@@ -390,19 +390,19 @@ typedef struct {
     float *lse; /* [batch, query_heads, query_tokens], natural log, -inf if nothing attended; may be NULL */
 } tq_attend_params;
 
-TQ_API tq_status tq_attend_scratch_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
-                                         tq_error *error);
+TQ_API tq_status tq_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
+                                           tq_error *error);
 
 /** Errors: TQ_E_VALUE for a size, stride, alignment, a negative length, one that exceeds the capacity, a start outside
  *  0..length, several causal queries without `fresh` over a window that has overflowed, a page index outside 0..n_pages-1 among the
  *  entries needed, a softmax_scale or softcap that is not finite. The plan must have values. Hostile block tables and lengths cannot
- *  make it read outside the named arrays or write outside out, lse and scratch.
+ *  make it read outside the named arrays or write outside out, lse and workspace.
  *  Aliasing: TQ_E_VALUE if out or lse overlaps the other, the pages, or one of q, sinks, window and fresh tokens. The arrays that are
- *            only read may overlap. scratch overlaps nothing (not checked).
+ *            only read may overlap. workspace overlaps nothing (not checked).
  *  Accuracy: relative to the largest output, within 2e-5 of float64 over the same bytes for float32 queries and within 1e-3 for
  *            16-bit ones, whose kernels may keep 15 bits of a query, for logits up to 400 in magnitude (above, in proportion to them);
  *            rounding of `out` comes on top. */
-TQ_API tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *scratch, size_t scratch_bytes,
+TQ_API tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
                            tq_error *error);
 
 /** Merges `parts` partial results over disjoint tokens:  lse = log sum_i exp(lse_i),  out = sum_i exp(lse_i - lse) out_i.
@@ -422,11 +422,11 @@ TQ_API tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_
 /** Inner products <q, x> with packed vectors, never decoded: queries [n_queries, head_dim] float32 dense, one KV head, page i of
  *  pages [ceil(n / page_tokens), 1, record_bytes] holding vectors page_tokens * i ..; out [n_queries, n] float32 dense. Vectors
  *  have no position: a plan with a wave is refused.
- *  scratch  tq_dot_scratch_bytes bytes, 64-byte aligned. */
-TQ_API tq_status tq_dot_scratch_bytes(const tq_plan *plan, int64_t n_queries, size_t *bytes, tq_error *error);
+ *  workspace  tq_dot_workspace_bytes bytes, 64-byte aligned. */
+TQ_API tq_status tq_dot_workspace_bytes(const tq_plan *plan, int64_t n_queries, size_t *bytes, tq_error *error);
 TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries,
-                        const uint8_t *pages, int64_t n, float *out, int32_t threads, void *scratch,
-                        size_t scratch_bytes, tq_error *error);
+                        const uint8_t *pages, int64_t n, float *out, int32_t threads, void *workspace,
+                        size_t workspace_bytes, tq_error *error);
 
 /* ---- files of codes ----
  *   header    "TQCODES\0" | uint32 format version | uint32 n | int64 plan words[n] | uint64 vectors | uint64 payload bytes |

@@ -15,7 +15,7 @@ extern "C" {
 TQ_API tq_status tq_check_rotate(const tq_plan *plan, const float *matrix, int32_t dtype, const void *x, const void *y,
                                  int64_t rows, tq_error *error);
 
-/** The plan, the numbers and the strides alone: what sizes of scratch follow from. */
+/** The plan, the numbers and the strides alone: what sizes of workspace follow from. */
 TQ_API tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *params, tq_error *error);
 TQ_API tq_status tq_check_append(const tq_plan *plan, const tq_append_params *params, tq_error *error);
 TQ_API tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *params, tq_error *error);

@@ -1,5 +1,5 @@
 /* Arrays as arguments: dtype, byte order, shape, memory order, alignment and writability, checked and never repaired by
- * a copy. Owns nothing but scratch memory; every array here is borrowed. */
+ * a copy. Owns nothing but workspace memory; every array here is borrowed. */
 #include "binding.h"
 
 static const char *type_name(int type)
@@ -208,22 +208,22 @@ int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch
     return read_moments(op, plan, kv_heads, arguments, out);
 }
 
-int scratch_get(scratch_memory *scratch, size_t bytes)
+int workspace_get(workspace_memory *workspace, size_t bytes)
 {
-    scratch->block = bytes <= PY_SSIZE_T_MAX - 64 ? PyMem_Malloc(bytes + 64) : NULL;
-    if (!scratch->block) {
+    workspace->block = bytes <= PY_SSIZE_T_MAX - 64 ? PyMem_Malloc(bytes + 64) : NULL;
+    if (!workspace->block) {
         PyErr_NoMemory();
         return -1;
     }
-    scratch->aligned = (void *)(((uintptr_t)scratch->block + 63) & ~(uintptr_t)63);
+    workspace->aligned = (void *)(((uintptr_t)workspace->block + 63) & ~(uintptr_t)63);
     return 0;
 }
 
-int copy_tables(scratch_memory *copies, const table_argument *tables, int n)
+int copy_tables(workspace_memory *copies, const table_argument *tables, int n)
 {
     size_t entries = 0;
     for (int i = 0; i < n; i++) entries += *tables[i].table ? tables[i].entries : 0;
-    if (scratch_get(copies, entries * sizeof(int32_t)) < 0) return -1;
+    if (workspace_get(copies, entries * sizeof(int32_t)) < 0) return -1;
     int32_t *at = copies->aligned;
     for (int i = 0; i < n; i++) {
         if (!*tables[i].table) continue;
@@ -234,8 +234,8 @@ int copy_tables(scratch_memory *copies, const table_argument *tables, int n)
     return 0;
 }
 
-void scratch_free(scratch_memory *scratch)
+void workspace_free(workspace_memory *workspace)
 {
-    PyMem_Free(scratch->block);
-    scratch->block = NULL;
+    PyMem_Free(workspace->block);
+    workspace->block = NULL;
 }

@@ -60,19 +60,19 @@ enum { KEY = 0, VALUE = 1 };
 int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch, npy_intp kv_heads,
                    const transform_arguments *arguments, tq_transform *out);
 
-/** Memory for a call's scratch, 64-byte aligned. */
+/** Memory for a call's workspace, 64-byte aligned. */
 typedef struct {
     void *block, *aligned;
-} scratch_memory;
-int scratch_get(scratch_memory *scratch, size_t bytes);
-void scratch_free(scratch_memory *scratch);
+} workspace_memory;
+int workspace_get(workspace_memory *workspace, size_t bytes);
+void workspace_free(workspace_memory *workspace);
 /** Copies n tables of int32, any of them NULL, into `copies` and points the arguments there: without the GIL another thread may
  *  write to the caller's, and what the core has checked must still hold when it reads. */
 typedef struct {
     const int32_t **table;
     size_t entries;
 } table_argument;
-int copy_tables(scratch_memory *copies, const table_argument *tables, int n);
+int copy_tables(workspace_memory *copies, const table_argument *tables, int n);
 
 /* ---- plans.c ---- */
 typedef struct {

@@ -60,7 +60,7 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_append_params p;
-    scratch_memory scratch = {NULL, NULL}, tables = {NULL, NULL};
+    workspace_memory workspace = {NULL, NULL}, tables = {NULL, NULL};
     void *data[2];
     int type;
     const char *op = "append";
@@ -76,7 +76,7 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
         (threads_object && read_i32(op, "threads", threads_object, INT32_MIN, INT32_MAX, &p.threads) < 0) ||
         read_dtype(op, dtype, "k", k_object, &p.dtype, &type) < 0)
         return NULL;
-    if (!p.threads) p.threads = tq_num_threads(); /* so that the scratch fits if another thread changes the number */
+    if (!p.threads) p.threads = tq_num_threads(); /* so that the workspace fits if another thread changes the number */
 
     npy_intp dims[4] = {ANY, ANY, ANY, plan->head_dim};
     PyArrayObject *k = read_array(op, "k", k_object, type, ROWS, 4, dims);
@@ -110,20 +110,20 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
 
     const table_argument copied[] = {{&p.lengths, (size_t)batch}, {&p.block_table, (size_t)PyArray_SIZE(table)}};
     if (copy_tables(&tables, copied, 2) < 0) goto done;
-    size_t scratch_bytes = 0;
+    size_t workspace_bytes = 0;
     tq_error error = {0};
-    tq_status status = tq_append_scratch_bytes(plan, &p, &scratch_bytes, &error);
+    tq_status status = tq_append_workspace_bytes(plan, &p, &workspace_bytes, &error);
     if (status == TQ_OK) {
-        if (scratch_get(&scratch, scratch_bytes) < 0) goto done;
+        if (workspace_get(&workspace, workspace_bytes) < 0) goto done;
         Py_BEGIN_ALLOW_THREADS;
-        status = tq_append(plan, &p, scratch.aligned, scratch_bytes, &error);
+        status = tq_append(plan, &p, workspace.aligned, workspace_bytes, &error);
         Py_END_ALLOW_THREADS;
     }
     if (status != TQ_OK) raise_status(op, status, &error, NULL);
     else result = Py_NewRef(Py_None);
 done:
-    scratch_free(&scratch);
-    scratch_free(&tables);
+    workspace_free(&workspace);
+    workspace_free(&tables);
     return result;
 }
 
@@ -173,7 +173,7 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_attend_params p;
-    scratch_memory scratch = {NULL, NULL}, tables = {NULL, NULL};
+    workspace_memory workspace = {NULL, NULL}, tables = {NULL, NULL};
     void *data[2];
     int type, causal = 1;
     const char *op = "attend";
@@ -194,7 +194,7 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
         (threads_object && read_i32(op, "threads", threads_object, INT32_MIN, INT32_MAX, &p.threads) < 0) ||
         read_dtype(op, dtype, "q", q_object, &p.dtype, &type) < 0)
         return NULL;
-    if (!p.threads) p.threads = tq_num_threads(); /* so that the scratch fits if another thread changes the number */
+    if (!p.threads) p.threads = tq_num_threads(); /* so that the workspace fits if another thread changes the number */
     if (scale_object == Py_None) p.softmax_scale = (float)(1.0 / sqrt((double)plan->head_dim));
     p.causal = causal;
 
@@ -244,13 +244,13 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
     const table_argument copied[] = {
         {&p.lengths, (size_t)batch}, {&p.starts, (size_t)batch}, {&p.block_table, (size_t)PyArray_SIZE(table)}};
     if (copy_tables(&tables, copied, 3) < 0) goto done;
-    size_t scratch_bytes = 0;
+    size_t workspace_bytes = 0;
     tq_error error = {0};
-    tq_status status = tq_attend_scratch_bytes(plan, &p, &scratch_bytes, &error);
+    tq_status status = tq_attend_workspace_bytes(plan, &p, &workspace_bytes, &error);
     if (status == TQ_OK) {
-        if (scratch_get(&scratch, scratch_bytes) < 0) goto done;
+        if (workspace_get(&workspace, workspace_bytes) < 0) goto done;
         Py_BEGIN_ALLOW_THREADS;
-        status = tq_attend(plan, &p, scratch.aligned, scratch_bytes, &error);
+        status = tq_attend(plan, &p, workspace.aligned, workspace_bytes, &error);
         Py_END_ALLOW_THREADS;
     }
     if (status != TQ_OK) raise_status(op, status, &error, NULL);
@@ -258,8 +258,8 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
 done:
     Py_XDECREF(out);
     Py_XDECREF(lse);
-    scratch_free(&scratch);
-    scratch_free(&tables);
+    workspace_free(&workspace);
+    workspace_free(&tables);
     return result;
 }
 
@@ -323,7 +323,7 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_transform key, value;
-    scratch_memory tables = {NULL, NULL};
+    workspace_memory tables = {NULL, NULL};
     int32_t batch, kv_heads, max_pages, max_tokens, sinks = 0;
     const char *op = "dequantize";
     (void)module;
@@ -368,6 +368,6 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
 done:
     Py_XDECREF(k);
     Py_XDECREF(v);
-    scratch_free(&tables);
+    workspace_free(&tables);
     return result;
 }

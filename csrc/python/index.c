@@ -1,4 +1,4 @@
-/* The vector index over NumPy arrays. Owns scratch and the list of segments of one search. */
+/* The vector index over NumPy arrays. Owns workspace and the list of segments of one search. */
 #include "binding.h"
 #include <turboquant_index.h>
 

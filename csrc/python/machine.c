@@ -90,7 +90,7 @@ PyObject *py_kernel_name(PyObject *module, PyObject *args, PyObject *kwargs)
     size_t bytes;
     tq_error error = {0};
     tq_status status =
-        tq_dot_scratch_bytes(&read.plan, 0, &bytes, &error); /* fails where TURBOQUANT_ISA names no level */
+        tq_dot_workspace_bytes(&read.plan, 0, &bytes, &error); /* fails where TURBOQUANT_ISA names no level */
     if (status != TQ_OK) return raise_status(op, status, &error, NULL);
     return raise_value(op, "operation", "rotate, append, attend, dequantize or dot, got %A", operation_object);
 }

@@ -102,7 +102,7 @@ PyObject *py_haar(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"seed", "head_dim", NULL};
     PyObject *seed_object, *head_dim_object, *matrix = NULL;
-    scratch_memory scratch = {NULL, NULL};
+    workspace_memory workspace = {NULL, NULL};
     uint64_t seed;
     int32_t head_dim;
     const char *op = "haar";
@@ -113,19 +113,19 @@ PyObject *py_haar(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     npy_intp dims[2] = {head_dim, head_dim};
     matrix = new_array(NPY_FLOAT32, 2, dims);
-    if (!matrix || scratch_get(&scratch, (size_t)head_dim * ((size_t)head_dim + 2) * sizeof(double)) < 0) goto done;
+    if (!matrix || workspace_get(&workspace, (size_t)head_dim * ((size_t)head_dim + 2) * sizeof(double)) < 0) goto done;
     tq_error error = {0};
     tq_status status;
     float *data = PyArray_DATA((PyArrayObject *)matrix);
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_haar(seed, head_dim, data, scratch.aligned, &error);
+    status = tq_haar(seed, head_dim, data, workspace.aligned, &error);
     Py_END_ALLOW_THREADS;
-    scratch_free(&scratch);
+    workspace_free(&workspace);
     if (status == TQ_OK) return matrix;
     raise_status(op, status, &error, NULL);
 done:
     Py_XDECREF(matrix);
-    scratch_free(&scratch);
+    workspace_free(&workspace);
     return NULL;
 }
 
@@ -187,7 +187,7 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
     PyObject *plan_object, *queries_object, *pages_object, *n_object, *threads_object = NULL, *out = NULL,
                                                                       *result = NULL;
     transform_arguments transform = NO_TRANSFORM;
-    scratch_memory scratch = {NULL, NULL};
+    workspace_memory workspace = {NULL, NULL};
     read_plan_result read;
     int64_t n;
     int32_t threads = 0;
@@ -215,13 +215,14 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
     const float *q = PyArray_DATA(queries);
     const uint8_t *bytes = pages_data(pages);
     float *to = PyArray_DATA((PyArrayObject *)out);
-    size_t scratch_bytes = 0;
+    size_t workspace_bytes = 0;
     tq_error error = {0};
-    tq_status status = tq_dot_scratch_bytes(&read.plan, n_queries, &scratch_bytes, &error);
+    tq_status status = tq_dot_workspace_bytes(&read.plan, n_queries, &workspace_bytes, &error);
     if (status == TQ_OK) {
-        if (scratch_get(&scratch, scratch_bytes) < 0) goto done;
+        if (workspace_get(&workspace, workspace_bytes) < 0) goto done;
         Py_BEGIN_ALLOW_THREADS;
-        status = tq_dot(&read.plan, &key, q, n_queries, bytes, n, to, threads, scratch.aligned, scratch_bytes, &error);
+        status =
+            tq_dot(&read.plan, &key, q, n_queries, bytes, n, to, threads, workspace.aligned, workspace_bytes, &error);
         Py_END_ALLOW_THREADS;
     }
     if (status != TQ_OK) {
@@ -232,6 +233,6 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
     out = NULL;
 done:
     Py_XDECREF(out);
-    scratch_free(&scratch);
+    workspace_free(&workspace);
     return result;
 }

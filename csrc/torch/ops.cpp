@@ -1,7 +1,7 @@
 // torch.ops.turboquant.*: the core (and CUDA) behind LibTorch's stable ABI; no Python, one binary for torch >= 2.10.
 // Contracts: turboquant.h. What each operator does, for users: turboquant/operators.py, which also has the fake kernels.
 //
-// Every operator is the same five steps on one screen: checks, device guard and stream, scratch, call, status to error. A Call
+// Every operator is the same five steps on one screen: checks, device guard and stream, workspace, call, status to error. A Call
 // (checks.h) checks and throws; a Backend is what a device has under one set of names, so that no operator branches on it.
 // Layout is [batch, heads, tokens, head_dim] everywhere, as in SDPA. An optional tensor may also be empty, which is the same
 // but for starts, flag, and v of a plan without values.
@@ -29,11 +29,11 @@ struct Backend {
     bool rotates_any_dtype; // or float32 alone
     tq_status (*rotate)(void *stream, const tq_plan *, const float *matrix, bool inverse, tq_dtype, const void *x,
                         void *y, int64_t rows, tq_error *);
-    decltype(&tq_append_scratch_bytes) append_scratch_bytes;
-    tq_status (*append)(void *stream, const tq_plan *, const tq_append_params *, int64_t *flag, void *scratch,
+    decltype(&tq_append_workspace_bytes) append_workspace_bytes;
+    tq_status (*append)(void *stream, const tq_plan *, const tq_append_params *, int64_t *flag, void *workspace,
                         size_t bytes, tq_error *);
     tq_status (*attend_prepare)(const tq_plan *, const tq_attend_params *, AttendCall *, size_t *bytes, tq_error *);
-    tq_status (*attend)(void *stream, const tq_plan *, const tq_attend_params *, const AttendCall *, void *scratch,
+    tq_status (*attend)(void *stream, const tq_plan *, const tq_attend_params *, const AttendCall *, void *workspace,
                         size_t bytes, tq_error *);
     tq_status (*schedule)(void *stream, const tq_plan *, const tq_attend_params *, int32_t *schedule, int64_t rows,
                           tq_error *);
@@ -61,7 +61,7 @@ tq_status name_of(const char *operation, const tq_plan *plan, char *name, tq_err
     std::snprintf(name, NAME_BYTES, "%s", found ? found : "");
     size_t bytes;
     return found ? TQ_OK
-                 : tq_dot_scratch_bytes(plan, 0, &bytes, error); // which fails where TURBOQUANT_ISA names no level
+                 : tq_dot_workspace_bytes(plan, 0, &bytes, error); // which fails where TURBOQUANT_ISA names no level
 }
 
 const Backend cpu = {
@@ -69,15 +69,15 @@ const Backend cpu = {
     [](void *, auto plan, auto matrix, bool inverse, tq_dtype, auto x, auto y, int64_t rows, auto error) {
         return tq_rotate(plan, matrix, inverse, static_cast<const float *>(x), static_cast<float *>(y), rows, error);
     },
-    tq_append_scratch_bytes,
-    [](void *, auto plan, auto params, int64_t *, void *scratch, size_t bytes, auto error) {
-        return tq_append(plan, params, scratch, bytes, error);
+    tq_append_workspace_bytes,
+    [](void *, auto plan, auto params, int64_t *, void *workspace, size_t bytes, auto error) {
+        return tq_append(plan, params, workspace, bytes, error);
     },
     [](auto plan, auto params, AttendCall *, size_t *bytes, auto error) {
-        return tq_attend_scratch_bytes(plan, params, bytes, error);
+        return tq_attend_workspace_bytes(plan, params, bytes, error);
     },
-    [](void *, auto plan, auto params, const AttendCall *, void *scratch, size_t bytes, auto error) {
-        return tq_attend(plan, params, scratch, bytes, error);
+    [](void *, auto plan, auto params, const AttendCall *, void *workspace, size_t bytes, auto error) {
+        return tq_attend(plan, params, workspace, bytes, error);
     },
     [](void *, auto, auto, auto, int64_t, auto) { return TQ_OK; }, // threads take sequences as they come
     [](auto plan, auto, char *name, auto error) { return name_of("append", plan, name, error); },
@@ -110,8 +110,8 @@ const Backend cuda = {
         return tq_cuda_append(plan, params, flag, stream, error);
     },
     tq_cuda_attend_prepare,
-    [](void *stream, auto, auto, const AttendCall *call, void *scratch, size_t bytes, auto error) {
-        return tq_cuda_attend(call, scratch, bytes, stream, error);
+    [](void *stream, auto, auto, const AttendCall *call, void *workspace, size_t bytes, auto error) {
+        return tq_cuda_attend(call, workspace, bytes, stream, error);
     },
     on_stream<tq_cuda_schedule>,
     tq_cuda_append_kernel,
@@ -140,7 +140,7 @@ public:
     const Backend *operator->() const { return backend; }
 
     /** Memory for the call. Torch's allocators align to 64 bytes on a CPU and to 512 on CUDA, and know the stream. */
-    Tensor scratch(size_t bytes) const
+    Tensor workspace(size_t bytes) const
     {
         return call_.allocate({std::max<int64_t>(static_cast<int64_t>(bytes), 64)}, aoti_torch_dtype_uint8());
     }
@@ -256,10 +256,10 @@ void run_append(const Call &call, const tq_append_params &p, int64_t *flag)
 {
     Launch launch(call);
     size_t bytes = 0;
-    call.check(launch->append_scratch_bytes(&call.plan(), &p, &bytes, &call.error));
-    std::optional<Tensor> scratch; // CUDA needs none
-    if (bytes) scratch = launch.scratch(bytes);
-    void *at = scratch ? scratch->mutable_data_ptr() : nullptr;
+    call.check(launch->append_workspace_bytes(&call.plan(), &p, &bytes, &call.error));
+    std::optional<Tensor> workspace; // CUDA needs none
+    if (bytes) workspace = launch.workspace(bytes);
+    void *at = workspace ? workspace->mutable_data_ptr() : nullptr;
     call.check(launch->append(launch.stream, &call.plan(), &p, flag, at, bytes, &call.error));
 }
 
@@ -446,9 +446,9 @@ std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Ten
     AttendCall prepared;
     size_t bytes = 0;
     call.check(launch->attend_prepare(&call.plan(), &p, &prepared, &bytes, &call.error));
-    Tensor scratch = launch.scratch(bytes);
+    Tensor workspace = launch.workspace(bytes);
     call.check(
-        launch->attend(launch.stream, &call.plan(), &p, &prepared, scratch.mutable_data_ptr(), bytes, &call.error));
+        launch->attend(launch.stream, &call.plan(), &p, &prepared, workspace.mutable_data_ptr(), bytes, &call.error));
     return {out, lse};
 }
 
@@ -522,10 +522,10 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
     p.out = out.mutable_data_ptr();
     AttendCall prepared;
     size_t append_bytes = 0, attend_bytes = 0;
-    call.check(launch->append_scratch_bytes(&call.plan(), &a, &append_bytes, &call.error));
+    call.check(launch->append_workspace_bytes(&call.plan(), &a, &append_bytes, &call.error));
     call.check(launch->attend_prepare(&call.plan(), &p, &prepared, &attend_bytes, &call.error));
-    Tensor scratch = launch.scratch(std::max(append_bytes, attend_bytes));
-    void *at = scratch.mutable_data_ptr();
+    Tensor workspace = launch.workspace(std::max(append_bytes, attend_bytes));
+    void *at = workspace.mutable_data_ptr();
     call.check(launch->append(launch.stream, &call.plan(), &a, flag_of(flag), append_bytes ? at : nullptr, append_bytes,
                               &call.error));
     call.check(launch->attend(launch.stream, &call.plan(), &p, &prepared, at, attend_bytes, &call.error), true);

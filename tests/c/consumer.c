@@ -181,10 +181,10 @@ static void append(cache *c, int32_t tokens)
 {
     tq_append_params p = append_params(c, tokens);
     size_t bytes = 0;
-    OK(tq_append_scratch_bytes(&c->plan, &p, &bytes, error));
-    void *scratch = zeros(bytes);
-    OK(tq_append(&c->plan, &p, scratch, bytes, error));
-    free(scratch);
+    OK(tq_append_workspace_bytes(&c->plan, &p, &bytes, error));
+    void *workspace = zeros(bytes);
+    OK(tq_append(&c->plan, &p, workspace, bytes, error));
+    free(workspace);
     c->length += tokens;
 }
 
@@ -221,10 +221,10 @@ static tq_attend_params attend_params(const cache *c, const float *q, int32_t qu
 static void attend(const cache *c, const tq_attend_params *p)
 {
     size_t bytes = 0;
-    OK(tq_attend_scratch_bytes(&c->plan, p, &bytes, error));
-    void *scratch = zeros(bytes);
-    OK(tq_attend(&c->plan, p, scratch, bytes, error));
-    free(scratch);
+    OK(tq_attend_workspace_bytes(&c->plan, p, &bytes, error));
+    void *workspace = zeros(bytes);
+    OK(tq_attend(&c->plan, p, workspace, bytes, error));
+    free(workspace);
 }
 
 /* Everything stored, in float32: sinks and window as they were, the rest decoded. [batch, heads, length, head_dim] */
@@ -370,9 +370,9 @@ static void check_vectors(void)
     CHECK(tq_dequantize(&c.plan, NULL, c.max_pages, 1, table, 1, c.max_pages, counts, N, 0, NULL, NULL, x, NULL,
                         NULL) == TQ_E_VALUE);
     size_t bytes = 0;
-    OK(tq_dot_scratch_bytes(&c.plan, QUERIES, &bytes, error));
-    void *scratch = zeros(bytes);
-    OK(tq_dot(&c.plan, NULL, q, QUERIES, pages, N, out, 0, scratch, bytes, error));
+    OK(tq_dot_workspace_bytes(&c.plan, QUERIES, &bytes, error));
+    void *workspace = zeros(bytes);
+    OK(tq_dot(&c.plan, NULL, q, QUERIES, pages, N, out, 0, workspace, bytes, error));
     for (int i = 0; i < QUERIES; i++)
         for (int j = 0; j < N; j++) {
             double want = 0, size = 0;
@@ -382,15 +382,15 @@ static void check_vectors(void)
             }
             CHECK(fabs(out[i * N + j] - want) < 1e-4 * size);
         }
-    free(q), free(x), free(out), free(counts), free(table), free(pages), free(scratch), free_cache(&c);
+    free(q), free(x), free(out), free(counts), free(table), free(pages), free(workspace), free_cache(&c);
 }
 
 static void check_rotations(void)
 {
     enum { D = 56 };
     float *matrix = zeros(D * D * 4), *x = random_floats(3 * D), *y = zeros(3 * D * 4), *back = zeros(3 * D * 4);
-    double *scratch = zeros(D * (D + 2) * sizeof *scratch), largest;
-    OK(tq_haar(1, D, matrix, scratch, error));
+    double *workspace = zeros(D * (D + 2) * sizeof *workspace), largest;
+    OK(tq_haar(1, D, matrix, workspace, error));
     tq_plan plan;
     for (int dense = 1; dense >= 0; dense--) {
         plan = make_plan_with(dense ? TQ_ROTATION_DENSE : TQ_ROTATION_HADAMARD, D, 4, 0, 32);
@@ -403,7 +403,7 @@ static void check_rotations(void)
     OK(tq_rotate(&plan, NULL, 0, y, y, 3, error)); /* in place */
     OK(tq_rotate(&plan, NULL, 1, y, y, 3, error));
     CHECK(distance(y, x, 3 * D, &largest) < 1e-5);
-    free(matrix), free(x), free(y), free(back), free(scratch);
+    free(matrix), free(x), free(y), free(back), free(workspace);
 }
 
 static void check_tables(void)
@@ -542,8 +542,8 @@ static void check_append_refused(void)
     append(&c, 50);
     tq_append_params good = append_params(&c, 20), p;
     size_t bytes = 0, page_bytes = (size_t)(c.n_pages * c.heads * c.plan.record_bytes), ring_bytes = 2 * 2 * 8 * 64 * 4;
-    OK(tq_append_scratch_bytes(&c.plan, &good, &bytes, error));
-    void *scratch = zeros(bytes);
+    OK(tq_append_workspace_bytes(&c.plan, &good, &bytes, error));
+    void *workspace = zeros(bytes);
     uint8_t *pages = zeros(page_bytes), *ring = zeros(ring_bytes);
     memcpy(pages, c.pages, page_bytes);
     memcpy(ring, c.window_k, ring_bytes);
@@ -553,7 +553,7 @@ static void check_append_refused(void)
         p = good;                                                                                                      \
         memset(&e, 0, sizeof e);                                                                                       \
         change;                                                                                                        \
-        CHECK(refused(tq_append(&c.plan, &p, scratch, bytes, &e), TQ_E_VALUE, &e, argument_));                         \
+        CHECK(refused(tq_append(&c.plan, &p, workspace, bytes, &e), TQ_E_VALUE, &e, argument_));                       \
         CHECK(!memcmp(pages, c.pages, page_bytes) && !memcmp(ring, c.window_k, ring_bytes));                           \
     } while (0)
     REFUSES("tokens", p.tokens = -1);
@@ -588,17 +588,17 @@ static void check_append_refused(void)
     free(steps);
     p = good;
     p.dtype = 9;
-    CHECK(refused(tq_append(&c.plan, &p, scratch, bytes, &e), TQ_E_TYPE, &e, "dtype"));
-    CHECK(tq_append(&c.plan, &good, scratch, bytes - 1, &e) == TQ_E_VALUE);
+    CHECK(refused(tq_append(&c.plan, &p, workspace, bytes, &e), TQ_E_TYPE, &e, "dtype"));
+    CHECK(tq_append(&c.plan, &good, workspace, bytes - 1, &e) == TQ_E_VALUE);
     CHECK(tq_append(&c.plan, &good, NULL, bytes, &e) == TQ_E_VALUE);
-    CHECK(tq_append(&c.plan, &good, (char *)scratch + 4, bytes, &e) == TQ_E_VALUE);
-    CHECK(tq_append(NULL, &good, scratch, bytes, &e) == TQ_E_VALUE);
-    CHECK(tq_append(&c.plan, NULL, scratch, bytes, &e) == TQ_E_VALUE);
-    CHECK(tq_append_scratch_bytes(&c.plan, &good, NULL, NULL) == TQ_E_VALUE);
+    CHECK(tq_append(&c.plan, &good, (char *)workspace + 4, bytes, &e) == TQ_E_VALUE);
+    CHECK(tq_append(NULL, &good, workspace, bytes, &e) == TQ_E_VALUE);
+    CHECK(tq_append(&c.plan, NULL, workspace, bytes, &e) == TQ_E_VALUE);
+    CHECK(tq_append_workspace_bytes(&c.plan, &good, NULL, NULL) == TQ_E_VALUE);
     CHECK(!memcmp(pages, c.pages, page_bytes) && !memcmp(ring, c.window_k, ring_bytes));
-    CHECK(tq_append(&c.plan, &good, scratch, bytes, NULL) == TQ_OK);
+    CHECK(tq_append(&c.plan, &good, workspace, bytes, NULL) == TQ_OK);
     CHECK(memcmp(pages, c.pages, page_bytes) && memcmp(ring, c.window_k, ring_bytes));
-    free(scratch), free(pages), free(ring), free_cache(&c);
+    free(workspace), free(pages), free(ring), free_cache(&c);
 #undef REFUSES
 }
 
@@ -610,15 +610,15 @@ static void check_attend_refused(void)
     float *q = random_floats(n), *out = zeros(n * 4), *lse = zeros(8 * 4);
     int32_t *starts = zeros(2 * 4);
     tq_attend_params good = attend_params(&c, q, 4, 1, out, lse), p;
-    OK(tq_attend_scratch_bytes(&c.plan, &good, &bytes, error));
-    void *scratch = zeros(bytes);
+    OK(tq_attend_workspace_bytes(&c.plan, &good, &bytes, error));
+    void *workspace = zeros(bytes);
     tq_error e;
 #define REFUSES(argument_, change)                                                                                     \
     do {                                                                                                               \
         p = good;                                                                                                      \
         memset(&e, 0, sizeof e);                                                                                       \
         change;                                                                                                        \
-        CHECK(refused(tq_attend(&c.plan, &p, scratch, bytes, &e), TQ_E_VALUE, &e, argument_));                         \
+        CHECK(refused(tq_attend(&c.plan, &p, workspace, bytes, &e), TQ_E_VALUE, &e, argument_));                       \
         for (size_t i = 0; i < n; i++) CHECK(out[i] == 0);                                                             \
     } while (0)
     REFUSES("query_heads", p.query_heads = 3);
@@ -640,13 +640,13 @@ static void check_attend_refused(void)
     REFUSES("block_table", c.table[0] = INT32_MIN);
     REFUSES("block_table", (c.table[0] = 0, p.n_pages = 1));
     c.table[0] = (int32_t)c.n_pages - 1;
-    CHECK(tq_attend(&c.plan, &good, scratch, bytes - 1, NULL) == TQ_E_VALUE);
-    CHECK(tq_attend(NULL, &good, scratch, bytes, NULL) == TQ_E_VALUE);
+    CHECK(tq_attend(&c.plan, &good, workspace, bytes - 1, NULL) == TQ_E_VALUE);
+    CHECK(tq_attend(NULL, &good, workspace, bytes, NULL) == TQ_E_VALUE);
     tq_plan vectors = make_plan(64, 4, 0, 32);
-    CHECK(tq_attend(&vectors, &good, scratch, bytes, NULL) == TQ_E_VALUE);
-    CHECK(tq_attend(&c.plan, &good, scratch, bytes, NULL) == TQ_OK);
+    CHECK(tq_attend(&vectors, &good, workspace, bytes, NULL) == TQ_E_VALUE);
+    CHECK(tq_attend(&c.plan, &good, workspace, bytes, NULL) == TQ_OK);
     CHECK(out[0] != 0);
-    free(q), free(out), free(lse), free(starts), free(scratch), free_cache(&c);
+    free(q), free(out), free(lse), free(starts), free(workspace), free_cache(&c);
 #undef REFUSES
 }
 
@@ -659,9 +659,9 @@ static void check_others_refused(void)
     CHECK(refused(tq_get_codebook(TQ_CODEBOOK_SPHERE, 264, 4, &book, &e), TQ_E_VALUE, &e, "head_dim"));
     CHECK(refused(tq_get_codebook((tq_codebook_law)3, 64, 4, &book, &e), TQ_E_VALUE, &e, "law"));
     float *matrix = zeros(24 * 24 * 4);
-    double *scratch = zeros(24 * 26 * 8);
-    CHECK(refused(tq_haar(0, 20, matrix, scratch, &e), TQ_E_VALUE, &e, "head_dim"));
-    CHECK(refused(tq_haar(0, 0, matrix, scratch, &e), TQ_E_VALUE, &e, "head_dim"));
+    double *workspace = zeros(24 * 26 * 8);
+    CHECK(refused(tq_haar(0, 20, matrix, workspace, &e), TQ_E_VALUE, &e, "head_dim"));
+    CHECK(refused(tq_haar(0, 0, matrix, workspace, &e), TQ_E_VALUE, &e, "head_dim"));
     tq_plan plan = make_plan(24, 4, 0, 32);
     CHECK(tq_rotate(&plan, NULL, 0, matrix, matrix + 4, 2, NULL) == TQ_E_VALUE); /* overlap */
     CHECK(tq_rotate(&plan, NULL, 0, matrix, matrix + 24 * 12, -1, NULL) == TQ_E_VALUE);
@@ -679,13 +679,13 @@ static void check_others_refused(void)
     CHECK(refused(DEQUANTIZE(1, &page, &count, NULL), TQ_E_VALUE, &e, "k"));
 #undef DEQUANTIZE
     size_t room = 0;
-    CHECK(tq_dot_scratch_bytes(&plan, 1, &room, &e) == TQ_OK);
+    CHECK(tq_dot_workspace_bytes(&plan, 1, &room, &e) == TQ_OK);
     void *operands = zeros(room);
-#define DOT(pages, out, scratch, room) tq_dot(&plan, NULL, matrix, 1, pages, 1, out, 1, scratch, room, &e)
+#define DOT(pages, out, workspace, room) tq_dot(&plan, NULL, matrix, 1, pages, 1, out, 1, workspace, room, &e)
     CHECK(refused(DOT(NULL, matrix + 24, operands, room), TQ_E_VALUE, &e, "pages"));
     CHECK(refused(DOT(bytes, NULL, operands, room), TQ_E_VALUE, &e, "out"));
-    CHECK(refused(DOT(bytes, matrix + 24, NULL, room), TQ_E_VALUE, &e, "scratch"));
-    CHECK(refused(DOT(bytes, matrix + 24, operands, room - 1), TQ_E_VALUE, &e, "scratch_bytes"));
+    CHECK(refused(DOT(bytes, matrix + 24, NULL, room), TQ_E_VALUE, &e, "workspace"));
+    CHECK(refused(DOT(bytes, matrix + 24, operands, room - 1), TQ_E_VALUE, &e, "workspace_bytes"));
     CHECK(DOT(bytes, matrix + 24, operands, room) == TQ_OK);
 #undef DOT
     tq_file_header header;
@@ -698,7 +698,7 @@ static void check_others_refused(void)
     CHECK(strncmp(e.wants, "one of: ", 8) == 0 && strcmp(e.wants + 8, tq_isa_available()) == 0);
     CHECK(tq_kernel_name("divide", &plan) == NULL && strstr(tq_kernel_name("rotate", &plan), tq_isa()));
     for (int status = -1; status < 100; status++) CHECK(tq_status_message((tq_status)status)[0]);
-    free(matrix), free(scratch);
+    free(matrix), free(workspace);
 }
 
 /* ---- levels, threads, forks ---- */

@@ -90,10 +90,10 @@ static uint64_t life(int32_t bits, int32_t threads)
                           .lengths = lengths,
                           .block_table = table,
                           .pages = pages};
-    CHECK(tq_append_scratch_bytes(&plan, &a, &bytes, &error) == TQ_OK);
-    void *scratch = zeros(bytes);
-    CHECK(tq_append(&plan, &a, scratch, bytes, &error) == TQ_OK);
-    free(scratch);
+    CHECK(tq_append_workspace_bytes(&plan, &a, &bytes, &error) == TQ_OK);
+    void *workspace = zeros(bytes);
+    CHECK(tq_append(&plan, &a, workspace, bytes, &error) == TQ_OK);
+    free(workspace);
     tq_attend_params p = {.batch = BATCH,
                           .query_tokens = 2,
                           .query_heads = 2 * HEADS,
@@ -112,11 +112,11 @@ static uint64_t life(int32_t bits, int32_t threads)
                           .block_table = table,
                           .lengths = lengths,
                           .out = out};
-    CHECK(tq_attend_scratch_bytes(&plan, &p, &bytes, &error) == TQ_OK);
-    scratch = zeros(bytes);
-    CHECK(tq_attend(&plan, &p, scratch, bytes, &error) == TQ_OK);
+    CHECK(tq_attend_workspace_bytes(&plan, &p, &bytes, &error) == TQ_OK);
+    workspace = zeros(bytes);
+    CHECK(tq_attend(&plan, &p, workspace, bytes, &error) == TQ_OK);
     uint64_t sum = 31 * tq_checksum(pages, page_bytes) + tq_checksum(out, BATCH * 2 * HEADS * 2 * DIM * sizeof *out);
-    free(scratch), free(pages), free(out), free(q), free(v), free(k);
+    free(workspace), free(pages), free(out), free(q), free(v), free(k);
     return sum;
 }
 
@@ -130,7 +130,7 @@ static void *caller(void *argument)
     return NULL;
 }
 
-/** To less than the callers ask for and to more, between their two calls and within them: their scratch must stay large enough. */
+/** To less than the callers ask for and to more, between their two calls and within them: their workspace must stay large enough. */
 static void *changer(void *argument)
 {
     (void)argument;

@@ -217,11 +217,11 @@ static void run(const Case &c)
         d.key = transform_of(*sides[0], c, true), d.value = transform_of(*sides[1], c, true);
 
         tq_error error;
-        size_t scratch_bytes;
-        check(tq_append_scratch_bytes(&plan, &p, &scratch_bytes, &error), error, "tq_append_scratch_bytes");
-        void *scratch = aligned_alloc(64, (scratch_bytes + 63) / 64 * 64);
-        check(tq_append(&plan, &p, scratch, scratch_bytes, &error), error, (c.name + ": tq_append").c_str());
-        free(scratch);
+        size_t workspace_bytes;
+        check(tq_append_workspace_bytes(&plan, &p, &workspace_bytes, &error), error, "tq_append_workspace_bytes");
+        void *workspace = aligned_alloc(64, (workspace_bytes + 63) / 64 * 64);
+        check(tq_append(&plan, &p, workspace, workspace_bytes, &error), error, (c.name + ": tq_append").c_str());
+        free(workspace);
         memcpy(pages.host.data(), aligned, pages.bytes());
         free(aligned);
         check(tq_cuda_append(&plan, &d, flag.device, nullptr, &error), error, (c.name + ": tq_cuda_append").c_str());

@@ -144,9 +144,9 @@ struct World {
         p.key = key.host, p.value = value.host;
         tq_error error;
         size_t bytes;
-        check(tq_append_scratch_bytes(&plan, &p, &bytes, &error), error, "tq_append_scratch_bytes");
-        Aligned scratch(bytes, 0);
-        check(tq_append(&plan, &p, scratch.host, bytes, &error), error, (c.name + ": tq_append").c_str());
+        check(tq_append_workspace_bytes(&plan, &p, &bytes, &error), error, "tq_append_workspace_bytes");
+        Aligned workspace(bytes, 0);
+        check(tq_append(&plan, &p, workspace.host, bytes, &error), error, (c.name + ": tq_append").c_str());
     }
 
     /** What the packed tokens of each sequence are, by the core; and whether the device decodes the same. */
@@ -324,9 +324,9 @@ static void run(const Case &c)
     expect(got == first, c.name, "does not repeat", 0);
     if (c.hostile) return; // nothing was read or written outside
     tq_attend_params on_host = params_of(w, false, core.host_or_null(), core_lse.host_or_null());
-    check(tq_attend_scratch_bytes(&w.plan, &on_host, &bytes, &error), error, "tq_attend_scratch_bytes");
-    Aligned scratch(bytes, 0);
-    check(tq_attend(&w.plan, &on_host, scratch.host, bytes, &error), error, "tq_attend");
+    check(tq_attend_workspace_bytes(&w.plan, &on_host, &bytes, &error), error, "tq_attend_workspace_bytes");
+    Aligned workspace(bytes, 0);
+    check(tq_attend(&w.plan, &on_host, workspace.host, bytes, &error), error, "tq_attend");
     compare(w, got, lse.down(), core.host, core_lse.host);
 }
 

@@ -235,8 +235,8 @@ static bool run_case(const Case &c)
             for (int i = 0; i < H * groups; i++) steps[side].push_back(uniform(random));
         if (c.rotation != TQ_ROTATION_DENSE) continue;
         matrix[side].resize((size_t)d * d);
-        std::vector<double> scratch((size_t)d * (d + 2));
-        TQ(tq_haar(side + 5, d, matrix[side].data(), scratch.data(), &error));
+        std::vector<double> workspace((size_t)d * (d + 2));
+        TQ(tq_haar(side + 5, d, matrix[side].data(), workspace.data(), &error));
     }
 
     /* exact numbers [side][b][h][position][d], and packed versions as decoded */

@@ -115,9 +115,9 @@ inline tq_plan make_plan(int dim, int page_tokens, int rotation, int law, int sc
 inline void fill_matrix(float *matrix, const tq_side &side, int dim, Random &random)
 {
     const int rotation = side.rotation == TQ_ROTATION_DENSE ? dim : 0;
-    std::vector<double> scratch((size_t)dim * (dim + 2));
+    std::vector<double> workspace((size_t)dim * (dim + 2));
     tq_error error;
-    if (rotation) check(tq_haar(random.word(), dim, matrix, scratch.data(), &error), error, "tq_haar");
+    if (rotation) check(tq_haar(random.word(), dim, matrix, workspace.data(), &error), error, "tq_haar");
     if (side.matrix_rows > rotation)
         check(tq_gaussian(random.word(), side.matrix_rows - rotation, dim, matrix + (size_t)rotation * dim, &error),
               error, "tq_gaussian");

@@ -173,19 +173,19 @@ static void try_append(stream *s, cache *c)
     if (!c->v) p.v_stride_batch = p.v_stride_head = p.v_stride_token = 0;
     tq_error error = {0};
     size_t bytes = 0;
-    tq_status status = tq_append_scratch_bytes(&c->plan, &p, &bytes, &error);
+    tq_status status = tq_append_workspace_bytes(&c->plan, &p, &bytes, &error);
     check(status, &error);
     if (status != TQ_OK) return;
     for (int32_t i = 0; i < c->batch * c->max_pages; i++) /* the contract: no page through two entries */
         for (int32_t j = 0; j < i; j++)
             if (c->table[i] == c->table[j]) return;
-    void *scratch = block(s, (int64_t)bytes, 0);
+    void *workspace = block(s, (int64_t)bytes, 0);
     uint8_t *before = malloc((size_t)pages + 1);
     memcpy(before, c->pages, (size_t)pages);
-    status = tq_append(&c->plan, &p, scratch, bytes, &error);
+    status = tq_append(&c->plan, &p, workspace, bytes, &error);
     check(status, &error);
     if (status != TQ_OK && memcmp(before, c->pages, (size_t)pages)) abort();
-    free(before), free(scratch);
+    free(before), free(workspace);
 }
 
 static void try_attend(stream *s, cache *c)
@@ -229,15 +229,15 @@ static void try_attend(stream *s, cache *c)
     p.fresh_k_stride_head = p.fresh_v_stride_head = queries * d, p.fresh_k_stride_token = p.fresh_v_stride_token = d;
     tq_error error = {0};
     size_t bytes = 0;
-    tq_status status = tq_attend_scratch_bytes(&c->plan, &p, &bytes, &error);
+    tq_status status = tq_attend_workspace_bytes(&c->plan, &p, &bytes, &error);
     check(status, &error);
     if (status == TQ_OK && bytes < (64u << 20)) {
-        void *scratch = block(s, (int64_t)bytes, 0), *before = malloc((size_t)(n * d * c->element) + 1);
+        void *workspace = block(s, (int64_t)bytes, 0), *before = malloc((size_t)(n * d * c->element) + 1);
         memcpy(before, out, (size_t)(n * d * c->element));
-        status = tq_attend(&c->plan, &p, scratch, bytes, &error);
+        status = tq_attend(&c->plan, &p, workspace, bytes, &error);
         check(status, &error);
         if (status != TQ_OK && memcmp(before, out, (size_t)(n * d * c->element))) abort();
-        free(before), free(scratch);
+        free(before), free(workspace);
     }
     free(q), free(out), free(lse), free(fresh_k), free(fresh_v);
 }
