@@ -39,7 +39,7 @@ def cache_of(model: Any, name: str) -> Any:
     turboquant.unpatch(model)
     if name == "full":
         return DynamicCache(config=model.config)
-    spec = turboquant.CacheSpec(int(name), int(name), centre="prompt", centre_tokens=128, sinks=0, window=0)
+    spec = turboquant.CacheSpec(int(name), int(name), centre="none", metric="none", sinks=0, window=0)
     turboquant.patch(model, spec)
     return TurboQuantCache(model.config, spec)
 

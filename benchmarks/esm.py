@@ -44,25 +44,24 @@ SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
 PRESET = turboquant.preset("esm-default")
 SPECS = {
     "int8": CacheSpec(8, 8, rotation="none", key_levels="absmax", value_levels="absmax", key_block=32,
-                             value_block=32, centre="none", sinks=0, window=0),
+                             value_block=32, centre="none", metric="none", sinks=0, window=0),
     "esm-default": PRESET,
     **{f"esm-{b}": PRESET.with_(key_bits=b, value_bits=b, sinks=0) for b in (4, 3, 2)},
-    **{f"default-{b}": CacheSpec(b, b, centre="prompt", centre_tokens=128, sinks=0, window=0) for b in (5, 4, 3, 2)},
+    **{f"default-{b}": CacheSpec(b, b, sinks=0, window=0) for b in (5, 4, 3, 2)},
     **{f"calibrated-{b:g}": CacheSpec(budget=b, sinks=0, window=0) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
     **{f"calibrated-fine-{b:g}": CacheSpec(budget=b, group=16, sinks=0, window=0) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
-    **{f"paper-mse-{b}": CacheSpec(b, b, scale="norm", centre="none", sinks=0, window=0) for b in (4, 3, 2)},
+    **{f"paper-mse-{b}": turboquant.preset(f"paper-mse-{b}") for b in (4, 3, 2)},
     "turboesm": turboquant.preset("turboesm"),
-    "keys 4, values 3": CacheSpec(4, 3, centre="prompt", centre_tokens=128, sinks=0, window=0),
+    "keys 4, values 3": CacheSpec(4, 3, sinks=0, window=0),
 }  # fmt: skip
 WITHOUT = {
-    "all parts": CacheSpec(3, 3, centre="prompt", centre_tokens=128, sinks=0, window=0),
-    "no centre": CacheSpec(3, 3, centre="none", sinks=0, window=0),
-    "no rotation": CacheSpec(3, 3, centre="prompt", rotation="none", centre_tokens=128, sinks=0, window=0),
-    "Haar in place of Hadamard": CacheSpec(
-        3, 3, centre="prompt", rotation="dense", centre_tokens=128, sinks=0, window=0
-    ),
-    "norm in place of EDEN": CacheSpec(3, 3, centre="prompt", scale="norm", centre_tokens=128, sinks=0, window=0),
-    "none of them": CacheSpec(3, 3, rotation="none", scale="norm", centre="none", sinks=0, window=0),
+    "all parts": CacheSpec(3, 3, sinks=0, window=0),
+    "no metric": CacheSpec(3, 3, metric="none", sinks=0, window=0),
+    "no wave": CacheSpec(3, 3, centre="none", sinks=0, window=0),
+    "no rotation": CacheSpec(3, 3, rotation="none", sinks=0, window=0),
+    "Haar in place of Hadamard": CacheSpec(3, 3, rotation="dense", sinks=0, window=0),
+    "norm in place of EDEN": CacheSpec(3, 3, scale="norm", sinks=0, window=0),
+    "none of them": CacheSpec(3, 3, rotation="none", scale="norm", centre="none", metric="none", sinks=0, window=0),
     "turboesm": SPECS["turboesm"],
     "turboesm, no rotation": SPECS["turboesm"].with_(rotation="none"),
     "turboesm, Haar in place of SVD": SPECS["turboesm"].with_(rotation="dense"),

@@ -132,7 +132,7 @@ def cache_of(model: Any, name: str, tokens: int) -> Any:
         return StaticCache(config=CONFIG, max_cache_len=tokens + 64)
     bits, *graph = name.split()
     spec = turboquant.CacheSpec(
-        key_bits=int(bits), value_bits=int(bits), centre="prompt", sinks=4, window=128, centre_tokens=128
+        key_bits=int(bits), value_bits=int(bits), centre="none", metric="none", sinks=4, window=128
     )
     turboquant.patch(model, spec, cuda_graphs=bool(graph))
     return turboquant.TurboQuantCache(CONFIG, spec)

@@ -26,7 +26,8 @@ the same token's in bfloat16 and float32. Sinks and window stay in the model's d
 
 KL divergence is of the next token's distribution from the full cache's, in nats per token, mean over the text, measured
 by `benchmarks/quality.py`: with everything packed (no sinks, no window, each query's own token included) / with all but
-each query's own token packed (a window of 1) / with 4 sinks and a window of 128. A dash: not measured.
+each query's own token packed (a window of 1) / with 4 sinks and a window of 128. A dash: not measured;
+[quality.md](quality.md) has `default` on real models.
 
 Presets whose plans are not plain ([glossary.md](glossary.md)) do not fit the fast kernels. They attend from the packed
 bytes all the same: a tile of 32 tokens is decoded at a time, never the history.
@@ -35,10 +36,10 @@ bytes all the same: a tile of 32 tokens is decoded at a time, never the history.
 """
 
 SOURCES = {
-    "default": "EDEN scale (arXiv 2108.08842), keys centred by the mean of the first 1,024 tokens (fewer where the "
-    "first forward has fewer); needs no data.",
-    "esm-default": "For ESM-2: as `default`, with the levels for coordinates of unit vectors of the head's own size "
-    "and keys centred by the mean of the whole protein (docs/esm.md).",
+    "default": "EDEN scale (arXiv 2108.08842), wave and metric from the moments of the model (docs/moments.md), which "
+    "are measured on text that ships with the package.",
+    "esm-default": "For ESM-2: as `default`, with the levels for coordinates of unit vectors of the head's own size, "
+    "and moments measured on proteins (docs/esm.md).",
     "paper-mse": "TurboQuant mse as published (arXiv 2504.19874, Algorithm 1): norms, no centre, no token kept exact. "
     "At 3.5 and 2.5 bits half of the channels, those of largest magnitude among the first 128 tokens, "
     "have one bit more, a rotation and a scale of their own (section 4.3).",
@@ -71,7 +72,7 @@ A passage of {needle} tokens stands at some depth of a text from elsewhere (0: i
 with the passage's first {cue} tokens, and the model has to go on with the other {asked}. In the tables: the share of
 them that is called likeliest, and what the passage is worth, in nats per token above the full cache without it: below 0
 where a scheme costs more than the passage gives. All is packed. A model this small copies little of a passage even with
-a full cache, so that nats tell more than shares. `default-3` and `default-2` are `default` at 3 and 2 bits.
+a full cache, so that nats tell more than shares.
 """
 RECALL_ALONE = {"full cache, no passage": "unplanted_", "full cache": "reference_"}
 KERNELS = {

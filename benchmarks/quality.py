@@ -41,27 +41,25 @@ from turboquant.hf.evaluation import evaluate_all, markdown, text_windows
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", ROOT / "build" / "real-models"))
-REAL_SPECS = ["default", "default-3", "default-2", "wave-5", "wave-4", "wave-3", "wave-2"]
+REAL_SPECS = ["default-5", "default", "default-3", "default-2"]
 SINKS = 4  # of --real
 DEMO = ROOT / "demo" / "turboquant_demo"
 GOLDEN = ROOT / "tests" / "golden"
 GUARDED = ("default", "calibrated-3", "paper-mse-3")
-GUARDED_REAL = ("wave-4", "wave-3", "wave-2")
+GUARDED_REAL = ("default", "default-3", "default-2")
+
+_ALONE: dict[str, Any] = {"centre": "none", "metric": "none", "sinks": 0, "window": 0}
 
 # Beside the presets: the default method at other widths, and each of its parts.
 EXTRAS = {
-    "default-3": CacheSpec(3, 3, centre="prompt", centre_tokens=1024, sinks=4, window=128),
-    "default-2": CacheSpec(2, 2, centre="prompt", centre_tokens=1024, sinks=4, window=128),
-    **{f"wave-{bits}": CacheSpec(bits, bits, centre="wave", metric="query") for bits in (5, 4, 3, 2)},
-    "default, 128 tokens": CacheSpec(4, 4, centre="prompt", sinks=4, window=128, centre_tokens=128),
-    "eden-4": CacheSpec(4, 4, centre="none", sinks=0, window=0),
-    "eden-3": CacheSpec(3, 3, centre="none", sinks=0, window=0),
-    "eden-2": CacheSpec(2, 2, centre="none", sinks=0, window=0),
-    "norm-corrected-4": CacheSpec(4, 4, scale="norm_corrected", centre="none", sinks=0, window=0),
-    "norm-corrected-3": CacheSpec(3, 3, scale="norm_corrected", centre="none", sinks=0, window=0),
-    "eden-3, calibrated centres": CacheSpec(3, 3, centre="calibrated", sinks=0, window=0),
-    "keys 4, values 3": CacheSpec(4, 3, centre="prompt", centre_tokens=128, sinks=0, window=0),
-    "keys 3, values 4": CacheSpec(3, 4, centre="prompt", centre_tokens=128, sinks=0, window=0),
+    **{f"default-{bits}": CacheSpec(bits, bits) for bits in (5, 3, 2)},
+    "wave-3, no metric": CacheSpec(3, 3, metric="none", sinks=0, window=0),
+    "no wave, metric-3": CacheSpec(3, 3, centre="none", sinks=0, window=0),
+    **{f"eden-{bits}": CacheSpec(bits, bits, **_ALONE) for bits in (4, 3, 2)},
+    **{f"norm-corrected-{bits}": CacheSpec(bits, bits, scale="norm_corrected", **_ALONE) for bits in (4, 3)},
+    "eden-3, calibrated centres": CacheSpec(3, 3, centre="calibrated", metric="none", sinks=0, window=0),
+    "keys 4, values 3": CacheSpec(4, 3, sinks=0, window=0),
+    "keys 3, values 4": CacheSpec(3, 4, sinks=0, window=0),
 }
 TEXTS = ["books", "wikitext2"]
 VARIANTS = {
@@ -113,7 +111,8 @@ def smollm2_guard(folder: Path) -> dict[str, float]:
     kept = os.environ.get("TURBOQUANT_CACHE")
     os.environ["TURBOQUANT_CACHE"] = ""
     try:
-        specs = {name: EXTRAS[name].with_(sinks=SINKS) for name in GUARDED_REAL}
+        every = {**turboquant.presets(), **EXTRAS}
+        specs = {name: every[name].with_(sinks=SINKS) for name in GUARDED_REAL}
         found = evaluate_all(model, windows, specs, everything_packed=True, generate=0)
     finally:
         os.environ.pop("TURBOQUANT_CACHE")
@@ -147,8 +146,6 @@ def real(args: argparse.Namespace) -> Report:
     every, asked = {**turboquant.presets(), **EXTRAS}, args.specs or [*BASELINES, *REAL_SPECS]
     own = args.own_exact
     specs = {n: every[n] if own else every[n].with_(sinks=SINKS, window=args.window) for n in asked if n in every}
-    if args.chunk:  # a prompt of that many tokens, from which `default` takes its centre
-        specs = {n: s.with_(centre_tokens=min(args.chunk, s.centre_tokens)) for n, s in specs.items()}
     baselines = {name: BASELINES[name] for name in asked if name in BASELINES}
     found = measured(model, windows, baselines, SINKS, args.generate) if baselines else {}
     ours: dict[str, Any] = {}

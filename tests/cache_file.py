@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import reference
 
-DTYPES = {"U8": "<u1", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+DTYPES = {"U8": "<u1", "I32": "<i4", "U32": "<u4", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+MOMENTS = ("pairs", "increments", "amplitudes", "centre", "scale", "directions", "stretch")
 
 
 def tensors_of(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -93,6 +94,20 @@ def decode(record: np.ndarray, head_dim: int, spec: dict[str, Any], side: str) -
     return reference.hadamard(spec["seed"], out[:, :head_dim].astype(np.float32), inverse=True)
 
 
+def moved_back(y: np.ndarray, first: int, moments: dict[str, np.ndarray]) -> np.ndarray:
+    """Keys of what was stored of them, [kv_heads, tokens, head_dim]: without the metric, and with the centre of their
+    positions, the first of which is `first` (docs/moments.md). For a spec with both."""
+    scale, rows, e = (moments[name].astype(np.float64) for name in ("scale", "directions", "stretch"))
+    z = y / scale[:, None]
+    z = z + (z @ rows.swapaxes(1, 2) * (1 / (1 + e) - 1)[:, None]) @ rows
+    out = z / scale[:, None] + moments["centre"][:, None]
+    angle = np.arange(first, first + y.shape[1])[:, None] * (moments["increments"] * (2 * np.pi / 2**32))
+    for (i, j), a, turn in zip(moments["pairs"], moments["amplitudes"].swapaxes(0, 1).astype(np.float64), angle.T):
+        out[:, :, i] += a[:, :1] * np.cos(turn) - a[:, 1:] * np.sin(turn)
+        out[:, :, j] += a[:, :1] * np.sin(turn) + a[:, 1:] * np.cos(turn)
+    return out
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """Of each layer: packed_k and packed_v, a list of [kv_heads, tokens, head_dim] per sequence; sinks and window."""
     header, tensors = tensors_of(path)
@@ -107,8 +122,9 @@ def read(path: Path) -> list[dict[str, Any]]:
                          *(decode(pages[p][h], header["head_dim"], spec, side) for p in row)])[:tokens]
                          for h in range(header["kv_heads"])]  # fmt: skip
                 vectors = np.stack(heads)
-                if side == "key" and spec["centre"] == "prompt":
-                    vectors = vectors + tensors[f"layers.{i}.centre"][b][:, None]
+                if side == "key" and header["moments"] is not None:
+                    moments = {name: tensors[f"moments.{i}.{name}"] for name in MOMENTS}
+                    vectors = moved_back(vectors, spec["sinks"], moments)
                 layer[f"packed_{side[0]}"].append(vectors)
         for name in ("sink_k", "sink_v", "window_k", "window_v"):
             if f"layers.{i}.{name}" in tensors:

@@ -6,10 +6,13 @@ from typing import Any
 
 from turboquant import CacheSpec
 
+#: The method of the preset "default", for `bare`.
+WAVE: dict[str, Any] = {"centre": "wave", "metric": "query"}
+
 
 def bare(*args: Any, **fields: Any) -> CacheSpec:
     """A CacheSpec without a centre, sinks and window, unless they are named."""
-    off: dict[str, Any] = {"centre": "none", "metric": "none", "centre_tokens": 128, "sinks": 0, "window": 0}
+    off: dict[str, Any] = {"centre": "none", "metric": "none", "sinks": 0, "window": 0}
     if fields.get("budget") is not None:
         del off["centre"]  # the budget's own
     return CacheSpec(*args, **off | fields)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import ROOT
 from models import prompts, tiny, with_key_biases
-from specs import bare
-from test_cache import CONFIG, DIM, KV_HEADS, LAYERS, MOMENTS, PACKED, WAVE, Stream, exact, forward, new
+from specs import WAVE, bare
+from test_cache import CONFIG, DIM, KV_HEADS, LAYERS, MOMENTS, PACKED, Stream, exact, forward, new
 from test_moments_reference import layer as random_moments
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -228,7 +228,7 @@ def test_those_of_patch_serve_every_cache_of_the_model(measured, tmp_path):
     assert cache._shared.moments is other
     with pytest.warns(UserWarning, match="another set of moments than the model was patched with"):
         model(**prompts(1, 9), past_key_values=cache)
-    turboquant.patch(model, "default")
+    turboquant.patch(model, "paper-mse-4")
     assert TurboQuantCache(model)._shared.moments is None
 
 
@@ -273,7 +273,7 @@ def test_what_a_cache_refuses(measured):
     with pytest.raises(ValueError, match="`moments` must be of this model, .* other weights"):
         turboquant.patch(tiny(seed=1), OURS, moments=moments)
     with pytest.raises(ValueError, match="`moments` must be None for a spec without"):
-        turboquant.patch(tiny(), "default", moments=moments)
+        turboquant.patch(tiny(), "paper-mse-4", moments=moments)
 
 
 @pytest.mark.parametrize("heads, dim", [(KV_HEADS + 1, DIM), (KV_HEADS, 2 * DIM)])
@@ -296,16 +296,6 @@ def test_a_model_that_cannot_be_measured(monkeypatch):
             NotImplementedError, match=r"forward of token ids failed .*centre=\"none\" and metric=\"none\""
         ):
             TurboQuantCache(model, OURS)
-
-
-def test_esm_2_is_not_measured():
-    from esm_models import tiny_esm
-
-    for what in (lambda m: turboquant.patch(m, OURS), lambda m: turboquant.esm.ContextCache(m, OURS)):
-        with pytest.raises(NotImplementedError, match="centre='wave' and metric='query' are for decoders"):
-            what(tiny_esm())
-    with pytest.raises(NotImplementedError, match="`moments` and `tokenizer` are for decoders"):
-        turboquant.patch(tiny_esm(), moments=MOMENTS)
 
 
 def test_specs():

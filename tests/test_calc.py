@@ -35,7 +35,7 @@ def counted(model, name="small"):
 
 def held(model, spec, batch, tokens, **given):
     """The report of a cache after a prompt."""
-    cache = turboquant.TurboQuantCache(model.config, spec, **given)
+    cache = turboquant.TurboQuantCache(model, spec, **given)
     ids = torch.randint(1, 96, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
     with torch.no_grad():
         model(ids, **{CACHE: cache})

@@ -612,7 +612,7 @@ def test_specs_and_calibrations_that_do_not_go_together(model, measured):
     (dict(budget=float("nan")), "`budget` must be above 0"),
     (dict(budget=3, key_bits=3), "`key_bits` must not be named where `budget` shares the bits, got 3"),
     (dict(budget=3, rotation="dense"), "`rotation` must be 'calibrated' or not named where `budget` is set"),
-    (dict(budget=3, centre="prompt"), "`centre` must be 'calibrated' or not named"),
+    (dict(budget=3, centre="wave"), "`centre` must be 'calibrated' or not named"),
     (dict(budget=3, overrides={0: {"key_bits": 5}}), r"`overrides\[0\]`: `key_bits` must not be named"),
     (dict(overrides={0: {"budget": 5}}), r"`overrides\[0\]` must name fields among"),
 ])  # fmt: skip

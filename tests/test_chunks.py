@@ -130,7 +130,6 @@ SPECS = {
     "sinks": bare(3, 3, sinks=4),
     "window": bare(4, 2, window=32),
     "sinks and window": bare(3, 3, **WINDOWED),
-    "centred": bare(3, 3, centre="prompt", centre_tokens=40, **WINDOWED),
     "dense": bare(3, 3, rotation="dense", **WINDOWED),
     "groups of 16": bare(4, 4, group=16, **WINDOWED),
     "blocks": bare(3, 3, key_levels="affine", value_levels="affine", key_block=32, **WINDOWED),
@@ -163,7 +162,7 @@ def test_softcap(fields, dtype, device):
 def test_a_chunk_on_a_short_history(first, device):
     """Sinks and window are not full yet."""
     run(Layer(bare(3, 3, **WINDOWED)), (first, CHUNK), device=device)
-    run(Layer(bare(3, 3, centre="prompt", centre_tokens=8, **WINDOWED)), (first, CHUNK, CHUNK), device=device)
+    run(Layer(bare(3, 3, **WINDOWED)), (first, CHUNK, CHUNK), device=device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

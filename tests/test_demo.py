@@ -19,7 +19,7 @@ from turboquant.cli import main
 def test_demo(capsys):
     assert main(["demo", "--prompt-tokens", "300", "--tokens", "5"]) == 0
     text, noise = capsys.readouterr()
-    assert noise == ""  # a bar is for terminals
+    assert re.fullmatch(r"(turboquant: the moments of \w+ took \d+ s\n)?", noise)  # a bar is for terminals
     assert text.startswith("A Christmas Carol, by Charles Dickens (1843)")
     rows = dict(re.findall(r"^(full precision|\d bits(?:, all packed)?) {2,}(.*)$", text, re.MULTILINE))
     assert list(rows) == [
@@ -33,7 +33,7 @@ def test_demo(capsys):
     for name, (held, ratio, *_) in cells.items():
         assert full / int(held.replace(",", "")) == pytest.approx(float(ratio), abs=0.006), name
     divergence = [float(cells[f"{b} bits, all packed"][2]) for b in (4, 3, 2)]
-    assert divergence == sorted(divergence) and 0.01 < divergence[0] < divergence[2] < 1
+    assert divergence == sorted(divergence) and 0.003 < divergence[0] < divergence[2] < 1
     assert all(float(cells[f"{b} bits"][2]) < d for b, d in zip((4, 3, 2), divergence))
 
 

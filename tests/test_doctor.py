@@ -65,8 +65,8 @@ def test_a_model_that_can_be_packed(capsys):
     assert said["model"] == ("ok", "LlamaForCausalLM, 4 million parameters")
     assert said["layers"] == ("ok", "4 of 4 packed, 2 KV heads of 64 channels; 4 with full attention")
     assert said["preset"][1].startswith("default fits: keys 4 bits, values 4")
-    fact = "default needs none; for a wave or a metric they are measured on the text of the package, when a cache is "
-    assert said["moments"] == ("ok", f"{fact}first made; not kept, because TURBOQUANT_CACHE is empty")
+    fact = "measured on the text of the package, when a cache is first made"
+    assert said["moments"] == ("ok", f"{fact}; not kept, because TURBOQUANT_CACHE is empty")
     # The bytes that it promises are those that a cache then holds, but for the unused part of last pages.
     model = turboquant.patch(transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).eval())
     cache = turboquant.TurboQuantCache(model)
@@ -91,7 +91,9 @@ def test_sliding_windows_are_counted(tmp_path, capsys):
 def test_esm(tmp_path, capsys):
     fields = dict(SMALL, vocab_size=33, position_embedding_type="rotary", token_dropout=True, pad_token_id=1)
     assert main(["doctor", config_folder(tmp_path, "EsmConfig", **fields), "--spec", "esm-default"]) == 0
-    assert lines(capsys.readouterr().out)["layers"] == ("ok", "2 of 2 packed, by esm.ContextCache")
+    said = lines(capsys.readouterr().out)
+    assert said["layers"] == ("ok", "2 of 2 packed, by esm.ContextCache")
+    assert said["moments"][1].startswith("measured on the proteins of the package")
 
 
 WRONG_MODELS = {

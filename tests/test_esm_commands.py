@@ -16,7 +16,7 @@ import warnings
 import pytest
 from conftest import ROOT, shared_file
 from esm_models import protein, tiny_esm, torch, transformers
-from specs import bare
+from specs import WAVE, bare
 
 import turboquant
 from turboquant import esm
@@ -395,6 +395,6 @@ def test_quality_of_the_reference_model():
     folder = shared_file("models/esm-reference/config.json").parent
     model = transformers.EsmForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
     held_out = [p.sequence for p in read_fasta(shared_file("data/proteins_val.fasta")) if len(p.sequence) < 300][:8]
-    found = esm.evaluate(model, held_out, {"4": bare(4, 4, centre="prompt"), "2": bare(2, 2)})
+    found = esm.evaluate(model, held_out, {"4": bare(4, 4, **WAVE), "2": bare(2, 2)})
     assert found["4"].final_cosine_mean > 0.998 and found["4"].masked_kl_divergence < 4e-4
     assert found["2"].final_cosine_mean < 0.995

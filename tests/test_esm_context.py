@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 from esm_models import LETTERS, protein, tiny_esm, torch
-from specs import bare
+from specs import WAVE, bare
 
 import turboquant
 from turboquant import esm
@@ -126,10 +126,10 @@ def test_decode_in_batches_is_replacement(heads, head_dim):
             assert (got - want).abs().max() < 2e-3 * want.abs().max(), name
 
 
-MIXED = bare(3, 3, centre="prompt", sinks=2, overrides={1: {"centre": "none", "sinks": 0}})
+MIXED = bare(3, 3, **WAVE, sinks=2, overrides={1: {"centre": "none", "sinks": 0}})
 
 
-@pytest.mark.parametrize("spec", [EXACT, bare(3, 3, sinks=3), bare(4, 4, centre="prompt"), MIXED],
+@pytest.mark.parametrize("spec", [EXACT, bare(3, 3, sinks=3), bare(4, 4, **WAVE), MIXED],
                          ids=["exact", "sinks", "centred", "layers that differ"])  # fmt: skip
 def test_copies_of_one_protein_read_together_what_they_share(spec):
     """The same from one batch of copies, which share ranges, as from batches of one, which do not."""
@@ -162,7 +162,7 @@ def test_packed_context_is_near_the_exact_one():
     exact.encode(PROTEINS)
     want = torch.cat(exact.decode(letters, positions, which).logits)
     errors = []
-    for spec in (bare(2, 2), bare(4, 4, centre="prompt"), bare(5, 5, sinks=3)):
+    for spec in (bare(2, 2), bare(4, 4, **WAVE), bare(5, 5, sinks=3)):
         cache = ContextCache(model, spec)
         cache.encode(PROTEINS)
         errors.append(float((torch.cat(cache.decode(letters, positions, which).logits) - want).norm() / want.norm()))
@@ -192,7 +192,7 @@ def test_long_proteins_and_short_ones_of_every_shape(head_dim):
     proteins, at = [protein(2000), protein(5), protein(300)], [[1999, 3], [4], [150]]
     letters = [["W", "<mask>"], ["K"], ["<mask>"]]
     said = []
-    for spec in (EXACT, bare(5, 5, centre="prompt"), bare(2, 2)):
+    for spec in (EXACT, bare(5, 5, **WAVE), bare(2, 2)):
         cache = ContextCache(model, spec)
         cache.encode(proteins, batch_size=2)
         said.append(torch.cat(cache.decode(letters, at).logits))
@@ -232,7 +232,7 @@ def test_a_model_in_half():
 
 def test_inference_mode():
     with torch.inference_mode():
-        cache = ContextCache(tiny_esm(), bare(3, 3, centre="prompt"))
+        cache = ContextCache(tiny_esm(), bare(3, 3, **WAVE))
         cache.encode(PROTEINS)
         inside = cache.decode(["W"], [[3]], [2]).logits[0]
     assert torch.equal(cache.decode(["W"], [[3]], [2]).logits[0], inside)

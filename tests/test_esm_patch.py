@@ -7,7 +7,7 @@ import copy
 import pytest
 from conftest import shared_file
 from esm_models import protein, tiny_esm, torch, transformers
-from specs import bare
+from specs import WAVE, bare
 
 import turboquant
 from turboquant import esm
@@ -57,7 +57,7 @@ def test_long_proteins(residues):
     with torch.no_grad():
         want = model(**inputs).logits[real]
         errors = []
-        for spec in (EXACT, bare(5, 5, centre="prompt"), bare(2, 2)):
+        for spec in (EXACT, bare(5, 5, **WAVE), bare(2, 2)):
             turboquant.patch(model, spec)
             errors.append(float((model(**inputs).logits[real] - want).norm() / want.norm()))
     assert errors[0] < 1e-4 < errors[1] < errors[2] < 1
@@ -109,7 +109,7 @@ def test_what_is_attended_to_is_what_was_packed(spec):
     assert (got - want)[real].norm() < 0.02 * away  # a key near a threshold may fall to its other side by rounding
 
 
-@pytest.mark.parametrize("spec", [bare(3, 3, centre="prompt", centre_tokens=16), bare(3, 3, sinks=5),
+@pytest.mark.parametrize("spec", [bare(3, 3, **WAVE), bare(3, 3, sinks=5),
                                   bare(3, 3, rotation="dense")], ids=["centred", "sinks", "dense"])  # fmt: skip
 def test_padding_changes_nothing(spec):
     model = tiny_esm(head_dim=32, num_hidden_layers=1)  # one layer: rounding that moves a code is not carried on
@@ -242,7 +242,7 @@ def test_padding_is_sorted_out_once_for_all_layers(monkeypatch):
 
 @pytest.mark.slow
 def test_compile():
-    model = turboquant.patch(tiny_esm(), bare(3, 3, centre="prompt"))
+    model = turboquant.patch(tiny_esm(), bare(3, 3, **WAVE))
     inputs = batch(model)
     with torch.no_grad():
         want = model.esm(**inputs).last_hidden_state

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import shared_file
 from esm_models import protein, tiny_esm, torch, transformers
-from specs import bare
+from specs import WAVE, bare
 
 import turboquant
 from turboquant.esm import (
@@ -74,7 +74,7 @@ def test_lone_masks_are_finite():
 @pytest.mark.parametrize("default", [torch.device("meta"), torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_defaults_of_torch_change_nothing(default):
     model, proteins = tiny_esm(), [SEQUENCE, protein(50, 1)]
-    spec = bare(3, 3, centre="prompt", sinks=2)
+    spec = bare(3, 3, **WAVE, sinks=2)
 
     def said():
         options = ({}, dict(spec=spec), dict(spec="paper-prod-3"), dict(shared_context=False))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, real_model, shared_file
 from models import prompts, tiny
-from specs import bare
+from specs import WAVE, bare
 
 import turboquant
 from turboquant import TurboQuantCache
@@ -55,7 +55,7 @@ def test_numbers_are_what_they_say(model, windows):
     packed = spec.with_(window=0, prefill="packed")
     turboquant.patch(model, packed)
     with torch.no_grad():
-        cache = TurboQuantCache(model.config, packed)
+        cache = TurboQuantCache(model, packed)
         q = model(windows, past_key_values=cache).logits.double().log_softmax(-1)
         p = model(windows, use_cache=False).logits.double().log_softmax(-1)
     turboquant.unpatch(model)
@@ -80,7 +80,7 @@ def test_numbers_are_what_they_say(model, windows):
 
 MODES = {
     "plain": bare(3, 3),
-    "centred by the prompt": bare(3, 3, centre="prompt", centre_tokens=48),
+    "wave and metric": bare(3, 3, **WAVE),
     "calibrated": bare(budget=3),
     "sinks and window": bare(2, 2, sinks=3, window=20),
     "blocks and a sketch": bare(3, 3, key_levels="affine", value_levels="affine", key_block=32, sketch="gaussian"),
@@ -467,7 +467,7 @@ def test_quality_of_the_shipped_model(book, benchmarks):
 def test_quality_of_smollm2(benchmarks):
     """Where `make real-models` has made it, with moments measured anew: 4, 3 and 2 bits, on a CPU."""
     found = benchmarks("quality").smollm2_guard(real_model("smollm2"))
-    assert set(found) == {"wave-4", "wave-3", "wave-2"}
+    assert set(found) == {"wave-4", "default-3", "wave-2"}
     not_above("quality_smollm2.json", found)
 
 
@@ -475,7 +475,7 @@ def test_a_guard_fails_above_5_percent():
     wanted = json.loads((ROOT / "tests" / "golden" / "quality_smollm2.json").read_text())["kl_divergence"]
     not_above("quality_smollm2.json", {name: 1.04 * want for name, want in wanted.items()})
     with pytest.raises(AssertionError, match=r"wave-3 .* \+6\.00 %"):
-        not_above("quality_smollm2.json", wanted | {"wave-3": 1.06 * wanted["wave-3"]})
+        not_above("quality_smollm2.json", wanted | {"default-3": 1.06 * wanted["default-3"]})
 
 
 def test_the_page_of_presets_is_current(benchmarks):
@@ -513,7 +513,7 @@ def test_calibration_halves_the_divergence(benchmarks):
     train = text_windows(text[: len(text) // 2], tokenizer, 12, 512)
     test = text_windows(text[len(text) // 2 :], tokenizer, 2, 512)
     calibration = turboquant.calibrate(model, list(train.split(1)), sensitivity_batches=1)
-    specs = {"plain": bare(3, 3, centre="prompt"), "calibrated": bare(budget=3)}
+    specs = {"plain": bare(3, 3, **WAVE), "calibrated": bare(budget=3)}
     results = evaluate_all(model, test, specs, calibration=calibration, generate=0)
     found = {name: one.kl_divergence for name, one in results.items()}
     print(found)

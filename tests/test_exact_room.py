@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 from models import prompts, tiny
-from specs import bare
+from specs import WAVE, bare
 
 import turboquant
 from turboquant import TurboQuantCache
 from turboquant.kvcache import storage
 
 SPECS = {
-    "sinks": bare(3, 3, sinks=50, centre="prompt"),
+    "sinks": bare(3, 3, sinks=50, **WAVE),
     "window": bare(3, 3, window=37),
     "both": bare(3, 3, sinks=21, window=45, prefill="packed"),
 }
@@ -32,7 +32,7 @@ def whole(monkeypatch):
 
 def patched(spec):
     model = turboquant.patch(tiny(), spec)
-    return model, TurboQuantCache(model.config, spec)
+    return model, TurboQuantCache(model, spec)
 
 
 def feed(model, cache, ids, pieces, padding=(0, 0)):

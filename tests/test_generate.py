@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from models import KINDS, prompts, storages, tiny
-from specs import bare
+from specs import WAVE, bare
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
 import turboquant
@@ -19,7 +19,7 @@ from turboquant import TurboQuantCache
 from turboquant.hf.names import CACHE
 from turboquant.hf.patching import continuation
 
-WIDE = bare(2, 2, sinks=3, window=512, centre="prompt")  # nothing ever leaves the window: exact
+WIDE = bare(2, 2, sinks=3, window=512, **WAVE)  # nothing ever leaves the window: exact
 PACKED = bare(3, 3, prefill="packed")
 
 
@@ -49,12 +49,12 @@ def test_a_padded_batch_is_each_sequence_alone(kind):
     """Packed, with sinks, window and centre: the same logits, and the same bytes but for hidden states that differ by a
     rounding and fall on the other side of a code's threshold, which is rare."""
     model, lengths = tiny(kind), (60, 41, 7)
-    spec = PACKED.with_(centre="prompt", sinks=1, window=16)
+    spec = PACKED.with_(**WAVE, sinks=1, window=16)
     turboquant.patch(model, spec)
     inputs, more = prompts(3, 60, tuple(60 - n for n in lengths)), prompts(3, 30, seed=1)["input_ids"]
 
     def logits(ids, mask):
-        cache, parts = TurboQuantCache(model.config, spec), []
+        cache, parts = TurboQuantCache(model, spec), []
         for start, stop in [(0, 60), *((t, t + 1) for t in range(60, 90))]:
             start, stop = max(0, start - 90 + ids.shape[1]), stop - 90 + ids.shape[1]
             where = (mask.cumsum(1) - 1).clamp(min=0)[
@@ -88,8 +88,8 @@ def test_packed_logits_are_close_and_sliding_layers_stay_small(kind):
 
     want = logits(DynamicCache(config=model.config))
     for bits in (3, 5):
-        spec = bare(bits, bits, prefill="packed", centre="prompt")
-        cache = TurboQuantCache(turboquant.patch(model, spec).config, spec)
+        spec = bare(bits, bits, prefill="packed", **WAVE)
+        cache = TurboQuantCache(turboquant.patch(model, spec), spec)
         error[bits] = ((logits(cache) - want).norm() / want.norm()).item()
     assert error[5] < 0.4 * error[3] and error[5] < 0.1, error
     for layer in cache.layers:
@@ -103,7 +103,7 @@ def test_packed_text_follows_the_full_cache():
     """With trained weights see test_quality; random ones are harder to compress and still mostly agree at 5 bits."""
     model, inputs = tiny(), prompts(4, 50)
     want = generate(model, inputs, 1).logits[0]
-    turboquant.patch(model, bare(5, 5, prefill="packed", centre="prompt"))
+    turboquant.patch(model, bare(5, 5, prefill="packed", **WAVE))
     got = generate(model, inputs, 1).logits[0]
     assert (got - want).norm() / want.norm() < 0.2
 
@@ -161,7 +161,7 @@ def test_turns_carried_over(kind):
     model, texts = tiny(kind), []
     for patch, make in ((lambda m: m, DynamicCache), (lambda m: turboquant.patch(m, WIDE), None)):
         model = patch(model)
-        cache = make() if make else TurboQuantCache(model.config, WIDE)
+        cache = make() if make else TurboQuantCache(model, WIDE)
         ids = prompts(1, 10)["input_ids"]
         for turn in range(3):
             out = generate(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), 10, past_key_values=cache)
@@ -175,11 +175,11 @@ def test_turns_of_a_packed_cache_are_one_conversation():
     """Turns on one cache give the bytes of one pass over the whole conversation, the centre being that of the first
     turn."""
     model = turboquant.patch(tiny(), PACKED)
-    cache, ids = TurboQuantCache(model.config, PACKED), prompts(1, 150)["input_ids"]
+    cache, ids = TurboQuantCache(model, PACKED), prompts(1, 150)["input_ids"]
     for turn in range(3):
         out = generate(model, dict(input_ids=ids), 20, past_key_values=cache)
         ids = torch.cat([out.sequences, prompts(1, 30, seed=turn)["input_ids"]], 1)
-    whole = TurboQuantCache(model.config, PACKED)
+    whole = TurboQuantCache(model, PACKED)
     with torch.no_grad():
         model(out.sequences[:, :-1], past_key_values=whole)
     for a, b in zip(storages(cache), storages(whole)):
@@ -189,7 +189,7 @@ def test_turns_of_a_packed_cache_are_one_conversation():
         )  # hidden states differ by rounding, codes at a threshold
 
 
-@pytest.mark.parametrize("fields", [dict(), dict(sinks=4, window=32), dict(centre="prompt", centre_tokens=64)], ids=str)
+@pytest.mark.parametrize("fields", [dict(), dict(sinks=4, window=32), dict(**WAVE)], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "qwen2, some layers sliding"])
 def test_chunked_prefill(kind, fields):
     """Several forwards over a prompt store and see the same as one, in "packed" mode."""
@@ -199,8 +199,8 @@ def test_chunked_prefill(kind, fields):
         prompts(2, 300)["input_ids"],
     )
     with torch.no_grad():
-        whole = model(ids, past_key_values=TurboQuantCache(model.config, spec)).logits
-        cache, parts = TurboQuantCache(model.config, spec), []
+        whole = model(ids, past_key_values=TurboQuantCache(model, spec)).logits
+        cache, parts = TurboQuantCache(model, spec), []
         for start, stop in [(0, 64), (64, 65), (65, 200), (200, 300)]:
             parts.append(model(ids[:, start:stop], past_key_values=cache).logits)
     difference = (torch.cat(parts, 1) - whole).abs().amax(-1)
@@ -216,7 +216,7 @@ def test_generate_in_chunks():
 
 def test_a_prompt_that_does_not_continue_the_cache_is_warned_of(recwarn):
     model, inputs = turboquant.patch(tiny(), PACKED), prompts(2, 20, (0, 0))
-    cache = TurboQuantCache(model.config, PACKED)
+    cache = TurboQuantCache(model, PACKED)
     ids = inputs["input_ids"]
 
     def turn(ids: torch.Tensor, cache: TurboQuantCache = cache, **how) -> torch.Tensor:
@@ -228,7 +228,7 @@ def test_a_prompt_that_does_not_continue_the_cache_is_warned_of(recwarn):
     branch = cache.fork()
     turn(longer)
     turn(longer, branch, num_beams=1, do_sample=True)
-    fresh = TurboQuantCache(model.config, PACKED)
+    fresh = TurboQuantCache(model, PACKED)
     turn(ids, fresh, num_beams=2, num_return_sequences=1)
     assert not [w for w in recwarn if "`input_ids`" in str(w.message)]  # conversations that go on
 
@@ -293,7 +293,7 @@ def test_a_compiled_decode_step(dynamic):
     model, ids = turboquant.patch(tiny(), spec), prompts(1, 60)["input_ids"]
 
     def logits(step):
-        cache = TurboQuantCache(model.config, spec)
+        cache = TurboQuantCache(model, spec)
         with torch.no_grad():
             model(ids[:, :40], past_key_values=cache)
             return torch.cat([step(ids[:, t : t + 1], past_key_values=cache).logits for t in range(40, 60)], 1)

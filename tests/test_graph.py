@@ -14,14 +14,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import tiny  # noqa: E402
-from specs import bare  # noqa: E402
+from specs import WAVE, bare  # noqa: E402
 
 import turboquant  # noqa: E402
 from turboquant.hf.attention import attention  # noqa: E402
 from turboquant.hf.graph import DecodeGraph  # noqa: E402
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-SPEC = bare(key_bits=4, value_bits=4, sinks=4, window=32, centre="prompt")
+SPEC = bare(key_bits=4, value_bits=4, sinks=4, window=32, **WAVE)
 
 
 def generated(model: Any, **inputs: Any) -> Any:
@@ -81,7 +81,7 @@ def test_a_replaced_forward_is_refused() -> None:
 
 def test_steps_need_a_filled_cache() -> None:
     model = turboquant.patch(tiny(), SPEC)
-    cache = turboquant.TurboQuantCache(model.config, SPEC)
+    cache = turboquant.TurboQuantCache(model, SPEC)
     with pytest.raises(ValueError, match="`ids` must be int64"):
         DecodeGraph(cache, model.forward).step(torch.zeros(1, 1, dtype=torch.int64))
 
@@ -95,7 +95,7 @@ def test_a_step_is_recorded_anew_when_a_weight_has_moved(moves: bool, monkeypatc
     monkeypatch.setattr(DecodeGraph, "takes", staticmethod(lambda cache, ids: True))
     monkeypatch.setattr(DecodeGraph, "_next_positions", staticmethod(lambda stored: torch.zeros(1, 1)))
     model = turboquant.patch(tiny(), SPEC)
-    cache = turboquant.TurboQuantCache(model.config, SPEC)
+    cache = turboquant.TurboQuantCache(model, SPEC)
     with torch.no_grad():
         model(input_ids=prompt(1, 20), past_key_values=cache)
     graph, token = DecodeGraph(cache, model.forward, model.parameters()), prompt(1, 1)
@@ -164,7 +164,7 @@ def test_replays_notice_what_moves_the_cache() -> None:
 def test_replays_notice_weights_that_moved() -> None:
     model = turboquant.patch(tiny().cuda(), SPEC)
     ids = prompt(1, 120).cuda()
-    cache, other = (turboquant.TurboQuantCache(model.config, SPEC) for _ in range(2))
+    cache, other = (turboquant.TurboQuantCache(model, SPEC) for _ in range(2))
     graph = DecodeGraph(cache, model.forward, model.parameters())
     with torch.no_grad():
         for each in (cache, other):
@@ -182,7 +182,7 @@ def test_replays_notice_weights_that_moved() -> None:
 @NEEDS_CUDA
 def test_check_names_what_was_not_finite() -> None:
     model = turboquant.patch(tiny().cuda(), SPEC)
-    cache = turboquant.TurboQuantCache(model.config, SPEC)
+    cache = turboquant.TurboQuantCache(model, SPEC)
     k = torch.randn(2, model.config.num_key_value_heads, 20, model.config.head_dim, device="cuda")
     with torch.no_grad():
         model(input_ids=prompt(2, 20).cuda(), past_key_values=cache)
@@ -203,7 +203,7 @@ def test_check_names_what_was_not_finite() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_bad_number_of_a_prompt_is_named_and_stays_alone(bad: float) -> None:
     """Among those that the centre is the mean of: all other keys and values are stored as they would be without it."""
-    spec = bare(centre="prompt", sinks=4, window=16)
+    spec = bare(**WAVE, sinks=4, window=16)
     config = tiny(head_dim=64).config
     k = torch.randn(1, config.num_key_value_heads, 200, 64, device="cuda", dtype=torch.bfloat16)
     caches = []

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 from models import tiny
-from specs import bare
+from specs import WAVE, bare
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import turboquant
@@ -93,7 +93,7 @@ def test_after_a_thousand_generated_tokens():
     spec = bare(3, 3)
     torch.manual_seed(0)
     model = turboquant.patch(LlamaForCausalLM(LlamaConfig(**SMALL, **DEMO, max_position_embeddings=2048)).eval(), spec)
-    cache = TurboQuantCache(model.config, spec)
+    cache = TurboQuantCache(model, spec)
     model.generate(
         torch.tensor([[1]]), max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0
     )  # what is made once
@@ -161,7 +161,7 @@ def store(layer, k, v, before):
 
 def test_nothing_of_the_full_precision_history_stays():
     """The largest floating-point tensor that a cache reaches is its window, whatever was fed to it."""
-    model = turboquant.patch(tiny(), bare(3, 3, sinks=2, window=8, centre="prompt"))
+    model = turboquant.patch(tiny(), bare(3, 3, sinks=2, window=8, **WAVE))
     with torch.no_grad():
         cache = model(torch.randint(0, 96, (2, 400))).past_key_values
         model(torch.randint(0, 96, (2, 50)), past_key_values=cache)

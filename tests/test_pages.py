@@ -10,10 +10,9 @@ import weakref
 import pytest
 import torch
 from models import storages
-from specs import bare
-from test_cache import CONFIG, KV_HEADS, PACKED, SHAPES, WAVE, Stream, close, forward, new, packed_bytes, rows
+from specs import WAVE, bare
+from test_cache import KV_HEADS, PACKED, SHAPES, Stream, close, forward, new, packed_bytes, rows
 
-from turboquant import TurboQuantCache
 from turboquant.kvcache.pages import RELEASED, PagePool, PageTable
 from turboquant.kvcache.report import layer_tensors
 
@@ -74,7 +73,7 @@ def test_forks_share_what_they_have_in_common(fields):
 
 
 def test_only_the_last_page_is_copied():
-    parent, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=500)
+    parent, stream = new(PACKED), Stream(tokens=500)
     forward(parent, stream.piece(0, 400))
     fork = parent.fork()
     before = fork.layers[0].storage.table.rows[0]
@@ -87,7 +86,7 @@ def test_only_the_last_page_is_copied():
 
 
 def test_what_a_fork_held_is_free_again():
-    parent, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=700)
+    parent, stream = new(PACKED), Stream(tokens=700)
     forward(parent, stream.piece(0, 400))
     fork = parent.fork()
     forward(fork, stream.piece(400, 700))
@@ -96,17 +95,17 @@ def test_what_a_fork_held_is_free_again():
     pages = len(parent.layers[0].storage.pages)
     forward(parent, stream.piece(400, 700))
     assert len(parent.layers[0].storage.pages) == pages  # the fork's pages, zeroed and used again
-    whole = TurboQuantCache(CONFIG, PACKED)
+    whole = new(PACKED)
     forward(whole, stream.piece(0, 700))
     same(parent, whole)
 
 
 def test_a_parent_may_go_first():
     stream = Stream(tokens=500)
-    cache = TurboQuantCache(CONFIG, PACKED)
+    cache = new(PACKED)
     forward(cache, stream.piece(0, 300))
     cache = cache.fork()
-    whole = TurboQuantCache(CONFIG, PACKED)
+    whole = new(PACKED)
     forward(whole, stream.piece(0, 300))
     close(forward(cache, stream.piece(300, 500)), forward(whole, stream.piece(300, 500)), 1e-6)
     check(cache)
@@ -114,7 +113,7 @@ def test_a_parent_may_go_first():
 
 @pytest.mark.parametrize("of", ["copy", "reset", "crop"])
 def test_forks_do_not_feel_each_other(of):
-    stream, parent = Stream(tokens=500), TurboQuantCache(CONFIG, PACKED)
+    stream, parent = Stream(tokens=500), new(PACKED)
     forward(parent, stream.piece(0, 300))
     fork, other = parent.fork(), Stream(tokens=500, seed=1)
     if of == "copy":
@@ -126,7 +125,7 @@ def test_forks_do_not_feel_each_other(of):
     else:
         fork.crop(-100)
     forward(fork, other.piece(fork.get_seq_length(), 400))
-    whole = TurboQuantCache(CONFIG, PACKED)
+    whole = new(PACKED)
     forward(whole, stream.piece(0, 300))
     same(parent, whole)
     close(forward(parent, stream.piece(300, 500)), forward(whole, stream.piece(300, 500)), 1e-6)
@@ -156,7 +155,7 @@ def test_forks_in_threads():
 def test_a_dropped_cache_is_freed_at_once():
     gc.disable()
     try:
-        cache = TurboQuantCache(CONFIG, "default")
+        cache = new("default")
         forward(cache, Stream().piece(0, 200))
         pages, layer = weakref.ref(cache.layers[0].storage.pages), weakref.ref(cache.layers[0])
         del cache
@@ -171,7 +170,7 @@ def test_a_dropped_cache_is_freed_at_once():
 def test_beams_move_no_full_page():
     """200 steps of four beams that take each other's place, against caches that are built alone."""
     stream, torch_rng = Stream(batch=4, tokens=600), torch.Generator().manual_seed(0)
-    cache = TurboQuantCache(CONFIG, PACKED)
+    cache = new(PACKED)
     forward(cache, rows(stream, [0, 0, 0, 0]).piece(0, 290))
     cache.reorder_cache(torch.tensor([0, 0, 0, 0]))
     layer = cache.layers[0]
@@ -195,14 +194,14 @@ def test_beams_move_no_full_page():
         for name in "qkv":
             whole = getattr(stream, name)
             setattr(mixed, name, torch.stack([whole[:, h, :, t] for t, h in enumerate(history[b])], 2).unsqueeze(1))
-        alone = TurboQuantCache(CONFIG, PACKED)
+        alone = new(PACKED)
         forward(alone, mixed.piece(0, 490))
         for ours, theirs in zip(packed_bytes(cache), packed_bytes(alone)):
             assert torch.equal(ours[b], theirs[0])
 
 
 def test_few_sequences_give_the_room_of_many_back():
-    cache = TurboQuantCache(CONFIG, PACKED)
+    cache = new(PACKED)
     forward(cache, Stream(batch=8).piece(0, 300))
     whole = cache.nbytes
     cache.batch_select_indices(torch.tensor([3]))
@@ -213,7 +212,7 @@ def test_few_sequences_give_the_room_of_many_back():
 def test_a_crop_gives_the_room_back():
     """At once, unless a fork holds the pages; and goes on as a cache that never had more."""
     stream = Stream(tokens=1600)
-    cache, other = TurboQuantCache(CONFIG, PACKED), TurboQuantCache(CONFIG, PACKED)
+    cache, other = new(PACKED), new(PACKED)
     forward(cache, stream.piece(0, 1500))
     whole = cache.nbytes
     fork = cache.fork()
@@ -232,7 +231,7 @@ def test_a_crop_gives_the_room_back():
 
 
 def test_a_prompt_that_fell_out_of_the_window_leaves_no_pages():
-    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=1600)
+    cache, stream = new(PACKED), Stream(tokens=1600)
     forward(cache, stream.piece(0, 1500), local_size=100)
     pages = [len(layer.storage.pages) for layer in cache.layers]
     assert max(pages) <= 3
@@ -267,7 +266,7 @@ def test_pages_that_fell_out_of_the_window_are_freed(fields, monkeypatch):
 
 
 def test_a_window_that_grows_and_a_crop_too_far():
-    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=800)
+    cache, stream = new(PACKED), Stream(tokens=800)
     forward(cache, stream.piece(0, 700), local_size=100)
     with pytest.raises(
         ValueError, match="layer 0: the sliding window must be the one of earlier forwards, 100, got 300"
@@ -299,7 +298,7 @@ REWINDS = {  # forwards after a text of 90 positions (the longer sequence), then
 @pytest.mark.parametrize("padding", [(0,), (0, 33)], ids=["", "padded"])
 # 40: a window as long as head_dim, 32, hides it where one is taken for the other
 @pytest.mark.parametrize(
-    "fields", [dict(window=32), dict(window=40, sinks=4, centre="prompt"), dict(window=32, **WAVE), dict()], ids=str
+    "fields", [dict(window=32), dict(window=40, sinks=4, **WAVE), dict(window=32, **WAVE), dict()], ids=str
 )
 def test_crop_brings_tokens_back_into_the_window(fields, padding, pieces, forget):
     spec, batch = PACKED.with_(**fields), len(padding)
@@ -327,7 +326,7 @@ def test_crop_brings_tokens_back_into_the_window(fields, padding, pieces, forget
 
 
 def test_a_sliding_window_goes_back_and_widens_as_far_as_its_pages_reach():
-    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=720)
+    cache, stream = new(PACKED), Stream(tokens=720)
     forward(cache, stream.piece(0, 700), local_size=100)
     layer = cache.layers[0]
     first = layer.storage.released  # position of the first token that is still in a page
@@ -340,7 +339,7 @@ def test_a_sliding_window_goes_back_and_widens_as_far_as_its_pages_reach():
 
 
 def test_recording_ends_with_a_crop_and_counts():
-    cache, stream = TurboQuantCache(CONFIG, PACKED.with_(window=16)), Stream(tokens=300)
+    cache, stream = new(PACKED.with_(window=16)), Stream(tokens=300)
     cache.activate_past_recording()
     forward(cache, stream.piece(0, 50))
     for t in range(50, 200):
@@ -358,13 +357,13 @@ def test_recording_ends_with_a_crop_and_counts():
 
 
 def test_offload_and_prefetch_on_a_cpu():
-    stream, cache = Stream(tokens=300), TurboQuantCache(CONFIG, "default")
+    stream, cache = Stream(tokens=300), new("default")
     forward(cache, stream.piece(0, 200))
     fork = cache.fork()
     for layer in cache.layers:
         layer.offload()
     got = forward(cache, stream.piece(200, 210))
-    for layer in TurboQuantCache(CONFIG, "default").layers:
+    for layer in new("default").layers:
         layer.offload(), layer.prefetch()  # nothing to move
     assert torch.equal(got, forward(fork, stream.piece(200, 210)))
 
@@ -372,7 +371,7 @@ def test_offload_and_prefetch_on_a_cpu():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_offload_and_prefetch():
-    stream, cache = Stream(tokens=300), TurboQuantCache(CONFIG, bare(3, 3, sinks=2, window=16, centre="prompt"))
+    stream, cache = Stream(tokens=300), new(bare(3, 3, sinks=2, window=16, **WAVE))
 
     def piece(start, stop):
         return [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]
@@ -391,7 +390,7 @@ def test_offload_and_prefetch():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_offloaded_layers_are_cropped_across_the_window():
-    stream, cache = Stream(tokens=300), TurboQuantCache(CONFIG, bare(3, 3, sinks=2, window=16, centre="prompt"))
+    stream, cache = Stream(tokens=300), new(bare(3, 3, sinks=2, window=16, **WAVE))
 
     def piece(start, stop):
         return [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]
@@ -424,7 +423,7 @@ def test_a_huge_sliding_window_hides_nothing_on_a_gpu():
 
 
 def test_reserve_that_runs_out_of_memory_changes_nothing(monkeypatch):
-    stream, cache = Stream(tokens=700), TurboQuantCache(CONFIG, PACKED)
+    stream, cache = Stream(tokens=700), new(PACKED)
     forward(cache, stream.piece(0, 300))
     fork = cache.fork()
     rows_before = [list(row) for row in fork.layers[0].storage.table.rows]
@@ -446,7 +445,7 @@ def test_reserve_that_runs_out_of_memory_changes_nothing(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_gpu_without_memory_changes_nothing():
     """Torch may take no more of the GPU, and what it has is full; then a little is given back at a time."""
-    stream, cache = Stream(tokens=910), TurboQuantCache(CONFIG, bare(3, 3, sinks=2, centre="prompt"))
+    stream, cache = Stream(tokens=910), new(bare(3, 3, sinks=2, **WAVE))
 
     def piece(start, stop):
         return [tuple(x.cuda() for x in layer) for layer in stream.piece(start, stop)]
@@ -553,7 +552,7 @@ def no_memory(*args, **kwargs):
 
 
 def test_a_fork_without_memory_leaves_its_parent_alone(monkeypatch):
-    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=500)
+    cache, stream = new(PACKED), Stream(tokens=500)
     forward(cache, stream.piece(0, 400))
     with monkeypatch.context() as patched:
         patched.setattr("turboquant.kvcache.pages._tensor", no_memory)
@@ -565,7 +564,7 @@ def test_a_fork_without_memory_leaves_its_parent_alone(monkeypatch):
 
 
 def test_a_crop_needs_no_memory(monkeypatch):
-    cache, other, stream = TurboQuantCache(CONFIG, PACKED), TurboQuantCache(CONFIG, PACKED), Stream(tokens=1100)
+    cache, other, stream = new(PACKED), new(PACKED), Stream(tokens=1100)
     forward(cache, stream.piece(0, 1000))
     forward(other, stream.piece(0, 500))
     with monkeypatch.context() as patched:
@@ -578,7 +577,7 @@ def test_a_crop_needs_no_memory(monkeypatch):
 
 def test_a_forward_is_taken_back_without_memory(monkeypatch):
     """A chunk that failed in the last layer, and no memory to move pages together behind it."""
-    cache, stream, bad = TurboQuantCache(CONFIG, PACKED), Stream(tokens=1600), Stream(tokens=1600)
+    cache, stream, bad = new(PACKED), Stream(tokens=1600), Stream(tokens=1600)
     bad.k[1, 0, 0, 700, 0] = float("nan")
     forward(cache, stream.piece(0, 300))
     with monkeypatch.context() as patched:
@@ -586,7 +585,7 @@ def test_a_forward_is_taken_back_without_memory(monkeypatch):
         with pytest.raises(ValueError, match="layer 1: .* must be finite"):
             forward(cache, bad.piece(300, 1500))
     assert [layer.storage.tokens for layer in cache.layers] == [300, 300]
-    other = TurboQuantCache(CONFIG, PACKED)
+    other = new(PACKED)
     forward(other, stream.piece(0, 300))
     close(forward(cache, stream.piece(300, 310)), forward(other, stream.piece(300, 310)))
 
@@ -594,7 +593,7 @@ def test_a_forward_is_taken_back_without_memory(monkeypatch):
 @pytest.mark.parametrize("first", [True, False])
 def test_sequences_that_could_not_all_change_places(first, monkeypatch):
     """In the first layer nothing has happened; in a later one the cache says that it is of no use any more."""
-    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(batch=2)
+    cache, stream = new(PACKED), Stream(batch=2)
     forward(cache, stream.piece(0, 200))
     other = cache.fork()
     make, calls = PageTable.select, []
@@ -625,7 +624,7 @@ def test_forks_in_threads_over_sliding_windows():
         out.append(forward(cache, stream.piece(100, 900), local_size=140))
 
     def prefix():
-        cache = TurboQuantCache(CONFIG, PACKED)
+        cache = new(PACKED)
         forward(cache, stream.piece(0, 100), local_size=140)
         return cache
 
@@ -641,7 +640,7 @@ def test_forks_in_threads_over_sliding_windows():
 def test_past_windows_of_a_forward_that_failed_are_forgotten_and_others_kept():
     stream, bad = Stream(tokens=400), Stream(tokens=400)
     bad.k[1, 0, 0, 120, 0] = float("nan")
-    cache = TurboQuantCache(CONFIG, PACKED.with_(window=8))
+    cache = new(PACKED.with_(window=8))
     forward(cache, stream.piece(0, 100))
     cache.activate_past_recording()
     for i in range(100, 120):
@@ -655,7 +654,7 @@ def test_past_windows_of_a_forward_that_failed_are_forgotten_and_others_kept():
     cache.crop(-15)
     gc.collect()
     assert dropped() is None  # what `nbytes` no longer counts is not held either
-    other = TurboQuantCache(CONFIG, PACKED.with_(window=8))
+    other = new(PACKED.with_(window=8))
     forward(other, stream.piece(0, 105))
     close(forward(cache, stream.piece(105, 110)), forward(other, stream.piece(105, 110)))
 
@@ -664,7 +663,7 @@ def test_padding_of_a_forward_that_failed_is_taken_back():
     stream, bad = Stream(batch=2, tokens=100), Stream(batch=2, tokens=100)
     bad.k[1, 0, 0, 15, 0] = float("nan")
     mask = torch.arange(100)[None] >= torch.tensor([0, 30])[:, None]
-    cache, other = TurboQuantCache(CONFIG, PACKED), TurboQuantCache(CONFIG, PACKED)
+    cache, other = new(PACKED), new(PACKED)
     for each in (cache, other):
         forward(each, stream.piece(0, 10), mask[:, :10])
     with pytest.raises(ValueError, match="must be finite"):
@@ -676,6 +675,6 @@ def test_padding_of_a_forward_that_failed_is_taken_back():
 
 
 def test_a_fork_of_an_empty_cache_records_as_it_does():
-    cache = TurboQuantCache(CONFIG, PACKED.with_(window=8))
+    cache = new(PACKED.with_(window=8))
     cache.activate_past_recording()
     assert all(layer.storage.record_past for layer in cache.fork().layers)

@@ -392,7 +392,7 @@ def test_other_wrong_arguments():
 
 def test_an_unpatched_model_does_not_take_the_cache():
     model = tiny()
-    cache = TurboQuantCache(model.config, "default")
+    cache = TurboQuantCache(model, "default")
     with pytest.raises(RuntimeError, match=r"this model does not attend through it. Call turboquant\.patch\(model\)"):
         generate(model, past_key_values=cache)
     assert cache.get_seq_length() == 0
@@ -425,7 +425,7 @@ def test_custom_masks_are_refused():
 def test_a_cache_of_the_model_has_what_it_was_patched_with():
     model = turboquant.patch(tiny(), CacheSpec(3, 2, window=0))
     assert TurboQuantCache(model).spec == CacheSpec(3, 2, window=0)
-    assert TurboQuantCache(model, "default").spec == TurboQuantCache(model.config, "default").spec == CacheSpec()
+    assert TurboQuantCache(model, "default").spec == CacheSpec()
     with pytest.raises(TypeError, match=r"`spec` must be given with a configuration: call TurboQuantCache\(model\)"):
         TurboQuantCache(model.config)
     with pytest.raises(ValueError, match="`spec` must be given where `calibration` is, got None"):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from cache_file import read as independent_read
 from safetensors.torch import load_file, save_file
-from specs import bare
-from test_cache import CONFIG, MOMENTS, PACKED, WAVE, Stream, forward, new
+from specs import WAVE, bare
+from test_cache import CONFIG, MOMENTS, PACKED, Stream, forward, new
 from test_calibration import made
 
 import turboquant
@@ -25,7 +25,7 @@ from turboquant.kvcache.storage import IN_PARTS_FROM
 
 SPECS = {
     "all packed": PACKED,
-    "sinks, window and centre": PACKED.with_(sinks=3, window=40, centre="prompt"),
+    "sinks and window": PACKED.with_(sinks=3, window=40),
     "layers that differ": bare(2, 3, rotation="dense", overrides={1: {"key_bits": 5, "window": 8}}),
     "nothing packed": bare(window=512),
     "wave and metric": PACKED.with_(**WAVE, sinks=2, window=20),
@@ -43,7 +43,7 @@ def filled(spec, batch=2, dtype=torch.float32, padding=(0, 60)):
 def same_tensors(a, b):
     for one, other in zip(models.storages(a), models.storages(b)):
         assert torch.equal(one.table.packed()[0], other.table.packed()[0])
-        exact = ("sink_k", "sink_v", "window_k", "window_v", "centre")
+        exact = ("sink_k", "sink_v", "window_k", "window_v")
         pairs = [(name, getattr(one, name), getattr(other, name)) for name in exact]
         pairs += [(side, one.rotations[side], other.rotations[side]) for side in ("key", "value")]
         for name, x, y in pairs:
@@ -68,7 +68,7 @@ def test_a_cache_goes_on_after_loading(tmp_path, spec, dtype):
 def test_a_file_without_calibration_for_a_model_that_has_one(tmp_path, rng):
     model = turboquant.patch(models.tiny(), "default")
     model._turboquant.calibration = made(rng)  # as of patch(model, "calibrated-3", ..)
-    TurboQuantCache(model.config, "default").save(tmp_path / "c.tqc", model)
+    TurboQuantCache(model, "default").save(tmp_path / "c.tqc", model)
     assert TurboQuantCache.load(tmp_path / "c.tqc", model).get_seq_length() == 0
     with pytest.raises(ValueError, match="it has no `calibration`"):
         TurboQuantCache.load(tmp_path / "c.tqc", model, made(rng))
@@ -114,14 +114,14 @@ def test_a_prefix_from_a_gpu_goes_on_on_a_cpu(tmp_path, spec, monkeypatch, devic
 
 
 def test_saving_twice_gives_the_same_file(tmp_path):
-    cache, _ = filled(SPECS["sinks, window and centre"])
+    cache, _ = filled(SPECS["sinks and window"])
     cache.save(tmp_path / "a")
     TurboQuantCache.load(tmp_path / "a").save(tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_an_empty_cache(tmp_path):
-    TurboQuantCache(CONFIG, "default").save(tmp_path / "c")
+    new("default").save(tmp_path / "c")
     cache = TurboQuantCache.load(tmp_path / "c")
     assert cache.get_seq_length() == 0 and cache.spec == turboquant.preset("default")
     forward(cache, Stream().piece(0, 5))
@@ -158,7 +158,7 @@ def test_shared_pages_are_written_once(tmp_path):
 
 
 def test_layers_whose_pages_left_the_window(tmp_path):
-    cache, stream = TurboQuantCache(CONFIG, PACKED), Stream(tokens=700)
+    cache, stream = new(PACKED), Stream(tokens=700)
     forward(cache, stream.piece(0, 600), local_size=50)
     cache.save(tmp_path / "c")
     other = TurboQuantCache.load(tmp_path / "c")
@@ -233,7 +233,7 @@ def test_a_cache_that_failed_is_not_saved(tmp_path):
 # ---- the page of docs/format.md, read by a program that shares nothing with ours ----
 
 
-@pytest.mark.parametrize("spec", [PACKED, PACKED.with_(sinks=3, window=40, centre="prompt"), bare(5, 2)], ids=str)
+@pytest.mark.parametrize("spec", [PACKED, PACKED.with_(sinks=3, window=40, **WAVE), bare(5, 2)], ids=str)
 def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
     """cache_file.py decodes keys and values to what the operator decodes, to a rounding."""
     cache, _ = filled(spec, dtype=torch.bfloat16)
@@ -241,13 +241,16 @@ def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
     for stored, found in zip(models.storages(cache), independent_read(tmp_path / "c")):
         counts = torch.tensor(stored.packed(200, stored.padding), dtype=torch.int32)
         most = int(counts.max())
-        k, v = torch.ops.turboquant.dequantize(stored.plan.words, stored.pages, stored.block_table, counts, most)
+        k, v = torch.ops.turboquant.dequantize(
+            stored.plan.words,
+            *(stored.pages, stored.block_table, counts, most),
+            sinks=spec.sinks,
+            **stored.measured,
+        )
         for side, want in (("k", k), ("v", v)):
             for b, count in enumerate(counts.tolist()):
                 got = found["packed_" + side][b]
                 assert got.shape == (2, count, 32)
-                if side == "k" and stored.centre is not None:
-                    got = got - stored.centre[b].numpy()[:, None]
                 np.testing.assert_allclose(got, want[b, :, :count].numpy(), rtol=2e-5, atol=2e-5)
         for name in ("sink_k", "window_v"):
             held = getattr(stored, name)
@@ -257,12 +260,12 @@ def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
 
 
 def test_the_library_of_safetensors_reads_a_file(tmp_path):
-    cache, _ = filled(SPECS["sinks, window and centre"], dtype=torch.bfloat16)
+    cache, _ = filled(SPECS["sinks and window"], dtype=torch.bfloat16)
     cache.save(tmp_path / "c")
     found = load_file(tmp_path / "c")
     for i, layer in enumerate(cache.layers):
         assert torch.equal(found[f"layers.{i}.pages"], layer.storage.table.packed()[0])
-        for name in ("sink_k", "window_v", "centre"):
+        for name in ("sink_k", "window_v"):
             assert torch.equal(found[f"layers.{i}.{name}"], getattr(layer.storage, name))
 
 
@@ -271,8 +274,8 @@ def test_the_library_of_safetensors_reads_a_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A whole file of few bytes: one layer's worth of tokens, sinks, window and centre."""
-    cache = TurboQuantCache(CONFIG, bare(1, 1, sinks=1, window=2, centre="prompt"))
+    """A whole file of few bytes: one layer's worth of tokens, sinks and window."""
+    cache = new(bare(1, 1, sinks=1, window=2))
     stream = Stream(tokens=9, dim=8, kv_heads=1)
     forward(cache, stream.piece(0, 9))
     path = tmp_path_factory.mktemp("small") / "c"
@@ -353,9 +356,9 @@ FORGED = {
     "a shape of true": lambda h: h["tensors"]["layers.0.pages"]["shape"].__setitem__(0, True),
     "a place elsewhere": lambda h: moved(h["tensors"], "layers.0.sink_k", -64),
     "a place outside": lambda h: moved(h["tensors"], "layers.0.pages", 2**40),
-    "a type of none": lambda h: h["tensors"]["layers.0.centre"].update(dtype="F31"),
-    "a type that is a list": lambda h: h["tensors"]["layers.0.centre"].update(dtype=[]),
-    "an entry that is a list": lambda h: h["tensors"].update({"layers.0.centre": []}),
+    "a type of none": lambda h: h["tensors"]["layers.0.window_k"].update(dtype="F31"),
+    "a type that is a list": lambda h: h["tensors"]["layers.0.window_k"].update(dtype=[]),
+    "an entry that is a list": lambda h: h["tensors"].update({"layers.0.window_k": []}),
     "padding of another name": lambda h: h["tensors"].update(x=h["tensors"].popitem()[1]),
     "another dtype": lambda h: h.__setitem__("dtype", "F64"),
     "2^31 heads": lambda h: h.__setitem__("kv_heads", 2**31),
@@ -439,7 +442,7 @@ def test_headers_that_are_no_header(tmp_path, small):
 
 
 def test_numbers_forged_into_pages_are_only_wrong_numbers(tmp_path, small):
-    """Checksums made to fit over random pages, window and centre: loading works, and attention does not crash."""
+    """Checksums made to fit over random pages and window: loading works, and attention does not crash."""
     rng = random.Random(1)
     for _ in range(20):
         header, payload = split(small)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import shared_file
-from specs import bare
+from specs import WAVE, bare
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import turboquant
@@ -20,7 +20,7 @@ METHODS = {
     "norm": dict(scale="norm"),
     "norm-corrected": dict(scale="norm_corrected"),
     "EDEN": dict(scale="eden"),
-    "EDEN centred": dict(scale="eden", centre="prompt"),
+    "EDEN, wave and metric": dict(scale="eden", **WAVE),
 }
 
 
@@ -47,37 +47,19 @@ def divergence(reference, spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits, best", [(4, 0.0052), (3, 0.0195), (2, 0.081)])
-def test_methods_are_ordered_and_near_the_design(reference, bits, best):
+@pytest.mark.parametrize("bits, best", [(4, 0.0035), (3, 0.0136), (2, 0.0547)])
+def test_methods_are_ordered_and_as_good_as_they_were(reference, bits, best):
     found = {name: divergence(reference, bare(bits, bits, prefill="packed", **f))[0] for name, f in METHODS.items()}
     print({name: round(kl, 5) for name, kl in found.items()})
-    norm, corrected, eden, centred = found.values()
-    assert norm > max(corrected, eden) and min(corrected, eden) > centred
-    # Over 12 x 2,048 tokens of books at 4 bits (benchmarks/quality.py): norm .0094, norm-corrected .0079, EDEN .0078,
-    # centred .0060. Between the middle two lies less than the noise of this short text, but for 2 bits.
+    norm, corrected, eden, ours = found.values()
+    assert norm > max(corrected, eden) and min(corrected, eden) > ours
+    # Between the middle two lies less than the noise of this short text, but for 2 bits.
     if bits == 2:
         assert corrected > eden
-    assert 0.75 * best < found["EDEN centred"] < 1.35 * best
+    assert 0.75 * best < found["EDEN, wave and metric"] < 1.35 * best
 
 
 def test_default_preset(reference):
     """4 bits, sinks and a window of 128: what a user gets without choosing."""
     kl, same = divergence(reference, turboquant.preset("default").with_(prefill="packed"))
     assert kl < 0.002 and same > 0.97
-
-
-def test_a_centre_of_one_token(reference):
-    """The centre is the mean of the first forward, however short: the key of a single token still beats none on this
-    model."""
-    model, ids, want = reference
-    losses = {}
-    for centre in ("none", "prompt"):
-        spec = bare(3, 3, centre=centre, prefill="packed")
-        cache = turboquant.TurboQuantCache(model.config, spec)
-        turboquant.patch(model, spec)
-        with torch.no_grad():
-            parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 1), (1, TOKENS))]
-        turboquant.unpatch(model)
-        got = torch.cat(parts, 1).log_softmax(-1)
-        losses[centre] = (want.exp() * (want - got)).sum(-1).mean().item()
-    assert losses["prompt"] < losses["none"]

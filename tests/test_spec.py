@@ -53,9 +53,9 @@ REFUSED = {  # fields, what the message must contain: the field, what it was, wh
         "above 0 in every group",
     ),
     "scale": (dict(scale="max"), "`scale` must be one of eden, norm, norm_corrected, least_squares"),
-    "centre": (dict(centre="mean"), "`centre` must be one of none, prompt, calibrated"),
+    "centre": (dict(centre="mean"), "`centre` must be one of none, calibrated, wave, got 'mean'"),
     "prefill": (dict(prefill="fast"), "`prefill` must be one of exact, packed"),
-    "centre_tokens": (dict(centre_tokens=0), "`centre_tokens` must be in 1.., got 0".replace("1..", r"1\.\.\d+")),
+    "outlier_tokens": (dict(outlier_tokens=0), r"`outlier_tokens` must be in 1\.\.\d+, got 0"),
     "sinks": (dict(sinks=-1), r"`sinks` must be in 0\.\.\d+, got -1"),
     "window": (dict(window=-5), r"`window` must be in 0\.\.\d+, got -5"),
     "seed": (dict(seed=2**63), r"`seed` must be in 0\.\.\d+, got 9223372036854775808"),
@@ -212,7 +212,8 @@ def test_plan_refuses_groups_of_another_head_dim():
 def test_presets():
     default = preset("default")
     assert (default.key_bits, default.value_bits, default.rotation, default.scale) == (4, 4, "hadamard", "eden")
-    assert (default.centre, default.sinks, default.window, default.prefill) == ("prompt", 4, 128, "exact")
+    assert (default.centre, default.metric, default.sinks, default.window) == ("wave", "query", 4, 128)
+    assert default.prefill == "exact"
     for bits in (4, 3, 2):
         paper = preset(f"paper-mse-{bits}")
         assert (paper.key_bits, paper.value_bits, paper.scale, paper.centre) == (bits, bits, "norm", "none")
@@ -237,7 +238,7 @@ def test_fields_that_are_not_named_are_those_of_the_preset_default():
     assert CacheSpec() == preset("default")
     assert CacheSpec(4, 3, window=64) == preset("default").with_(value_bits=3, window=64)
     spec = CacheSpec(3, window=0, overrides={0: {"key_bits": 5}})
-    assert (spec.centre, spec.centre_tokens, spec.sinks, spec.window) == ("prompt", 1024, 4, 0)
+    assert (spec.centre, spec.metric, spec.sinks, spec.window) == ("wave", "query", 4, 0)
     layer = spec.for_layer(0, 2)
     assert layer == CacheSpec(5, window=0) and layer.named == {"key_bits", "window", "overrides"}
 
@@ -273,6 +274,16 @@ def test_a_budget_sets_what_was_not_named():
     assert (plain.rotation, plain.centre, plain.key_bits, plain.value_bits) == ("calibrated", "calibrated", 3, 4)
 
 
+def test_axes_of_a_calibration_have_no_wave_and_no_metric_unless_they_are_named():
+    for rotation, centre in (("calibrated", "calibrated"), ("svd", "none"), ("dense", "wave")):
+        spec = CacheSpec(rotation=rotation)
+        assert (spec.centre, spec.metric) == (centre, "query" if rotation == "dense" else "none")
+        assert spec.measured == (rotation == "dense") and spec.with_(rotation="hadamard") == CacheSpec()
+        assert CacheSpec(rotation=rotation, centre="none").centre == "none"
+    for name, spec in OURS.items():
+        assert spec.measured == (spec.budget is None), name
+
+
 @pytest.mark.parametrize("named", [None, "sinks", ["bits"], [3]])
 def test_from_dict_refuses_names(named):
     with pytest.raises(ValueError, match="`named` must list fields of a CacheSpec"):
@@ -281,7 +292,7 @@ def test_from_dict_refuses_names(named):
 
 def test_other_schemes_name_what_they_switch_off():
     for name, spec in OTHERS.items():
-        assert (spec.centre, spec.centre_tokens, spec.sinks, spec.window) == ("none", 128, 0, 0), name
+        assert (spec.centre, spec.metric, spec.sinks, spec.window) == ("none", "none", 0, 0), name
         assert spec.named >= {"centre", "sinks", "window", "key_bits", "value_bits"}, name
         assert (spec.prefill, spec.seed, spec.group, spec.budget, spec.overrides) == ("exact", 0, 32, None, ()), name
     assert not OURS.keys() & OTHERS.keys() and presets() == {**OURS, **OTHERS}

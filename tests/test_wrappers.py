@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 from models import prompts, tiny, torch
+from specs import bare
 from transformers import DynamicCache
 
 import turboquant
-from turboquant import CacheSpec, TurboQuantCache
+from turboquant import TurboQuantCache
 from turboquant.hf import names
 
-EXACT = CacheSpec(4, 4, sinks=2, window=256)
+EXACT = bare(4, 4, sinks=2, window=256)
 
 
 class PeftModel(torch.nn.Module):

@@ -21,7 +21,7 @@ from typing import Any
 from .calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES, Row
 from .modes import is_split
 from .named_specs import preset
-from .plan import MAX_HEAD_DIM, PAGE_TOKENS
+from .plan import MAX_HEAD_DIM, MAX_RANK, PAGE_TOKENS, PAIR_MULTIPLE
 from .spec import CacheSpec
 
 __all__ = ["FULL", "MOST_TOKENS", "UNITS", "Layer", "Model", "bytes_read", "calc", "decode_seconds", "full_bytes",
@@ -238,9 +238,10 @@ def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_by
     """`cache.nbytes`, by the parts of `cache.report()`, after a prompt of so many tokens for each sequence, on a CPU.
 
     item_bytes: of a number of the model's dtype. On CUDA a layer has 8 bytes more. A cache that has grown token by
-    token holds up to 1/64 more pages. Exact, but for a budget with sliding windows: which layers its bits go to, only a
-    calibration knows, so every layer is counted as the mean.
-    NotImplementedError for a model that cannot be packed, and for a spec with a wave or a metric.
+    token holds up to 1/64 more pages. Exact, but for moments, of which a model may need fewer pairs than are counted,
+    and for a budget with sliding windows: which layers its bits go to, only a calibration knows, so every layer is
+    counted as the mean.
+    NotImplementedError for a model that cannot be packed.
     """
     if model.refused:
         raise NotImplementedError(f"{model.name} cannot be packed: {model.refused}")
@@ -257,8 +258,6 @@ def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_by
 @lru_cache(maxsize=64)
 def runs(model: Model, spec: CacheSpec) -> list[tuple[Layer, CacheSpec, float, int]]:
     """(layer, its spec, bytes of a packed token, how many of these there are)."""
-    if spec.measured:
-        raise NotImplementedError("a spec with a wave or a metric is not counted")
     count = len(model.layers)
     found: Counter[tuple[Layer, CacheSpec]]
     found = Counter((one, spec.for_layer(i, count)) for i, one in enumerate(model.layers))
@@ -285,17 +284,23 @@ def _layer_parts(
                              ("window", min(max(0, tokens - spec.sinks), spec.window), spec.window)):  # fmt: skip
         held = min(most, max(need, _EXACT_ROWS)) if need else 0
         yield part, 2 * batch * heads * held * channels * item_bytes
-    if spec.centre == "prompt":
-        yield "centre", 4 * batch * heads * channels
     for side in ("key", "value"):
         if is_split(spec, side) and spec.outliers == "prompt":
             yield "rotation", 4 * heads * channels * (channels + (spec.sketch_rows(channels) if side == "key" else 0))
+    yield "moments", _moments_bytes(spec, heads, channels)
     yield "calibration", 4 * heads * sum(_calibrated_numbers(spec, side, channels) for side in ("key", "value"))
 
 
 def _page_rows(layer: Layer, spec: CacheSpec, tokens: int) -> int:
     """Pages of one sequence, those that fell out of a window included."""
     return -(-max(0, tokens - spec.sinks - spec.window) // PAGE_TOKENS)
+
+
+def _moments_bytes(spec: CacheSpec, heads: int, channels: int) -> int:
+    """Of a layer's wave with all its pairs, and of its metric (`moments.tensors`)."""
+    pairs = PAIR_MULTIPLE * -(-channels // (2 * PAIR_MULTIPLE)) if spec.centre == "wave" else 0
+    metric = channels + MAX_RANK * (channels + 1) if spec.metric == "query" else 0
+    return 4 * (3 * pairs + heads * (2 * pairs + metric))
 
 
 def _calibrated_numbers(spec: CacheSpec, side: str, channels: int) -> int:

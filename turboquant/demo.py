@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usual = preset("default")
     print(
         "\nThe model is small, 4 million parameters, and so is its English. All texts are sampled with the same random "
-        "numbers.\nEvery packed row: Hadamard rotation, EDEN scale, centred keys. 4, 3 and 2 bits keep the first "
+        "numbers.\nEvery packed row: wave and metric, Hadamard rotation, EDEN scale. 4, 3 and 2 bits keep the first "
         f'{usual.sinks} and the last {usual.window} tokens exact; "all packed" keeps none.\nKL divergence and top-1 '
         f"agreement: {ids.shape[1]} tokens of the passage. {time.perf_counter() - started:.0f} s in all."
     )

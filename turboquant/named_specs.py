@@ -11,19 +11,18 @@ from .spec import CacheSpec
 __all__ = ["OTHERS", "OURS", "preset", "presets", "resolve"]
 
 # What CacheSpec does by default, and no other scheme does.
-_OFF: dict[str, Any] = {"centre": "none", "metric": "none", "centre_tokens": 128, "sinks": 0, "window": 0}
+_OFF: dict[str, Any] = {"centre": "none", "metric": "none", "sinks": 0, "window": 0}
 _BUDGETS = ("4", "3.5", "3", "2.5", "2")
 
 OURS: dict[str, CacheSpec] = {
-    # The method that measures best without calibration.
+    # The method that measures best without calibration: moments of the model alone.
     "default": CacheSpec(),
-    # The same for an encoder of proteins, whose heads are small: it reads all tokens at once, so the centre is that of
-    # them all, and no token is recent.
-    "esm-default": CacheSpec(codebook="sphere", centre="prompt", metric="none", centre_tokens=2**14, window=0),
+    # The same for an encoder of proteins, whose heads are small: it reads all tokens at once, so that none is recent.
+    "esm-default": CacheSpec(codebook="sphere", window=0),
     # The calibrated plan, by its average of code bits; all of them take the same calibration.
-    **{f"calibrated-{bits}": CacheSpec(budget=float(bits), centre_tokens=128) for bits in _BUDGETS},
+    **{f"calibrated-{bits}": CacheSpec(budget=float(bits)) for bits in _BUDGETS},
     # The same in groups of 16 channels: better at the same bytes, for ESM-2 much better, where few groups count most.
-    **{f"calibrated-fine-{bits}": CacheSpec(budget=float(bits), centre_tokens=128, group=16) for bits in _BUDGETS},
+    **{f"calibrated-fine-{bits}": CacheSpec(budget=float(bits), group=16) for bits in _BUDGETS},
 }
 
 

@@ -23,6 +23,7 @@ WIDE_STEP = 2.0**-5  # of their levels
 MAX_HEAD_DIM = 256  # of a plan with values
 MAX_DIM = 4096  # of a plan without values (vectors)
 PAGE_TOKENS = 128  # of a cache
+PAIR_MULTIPLE, MAX_RANK = 8, 4  # of the pairs of a wave, and of a metric
 
 _HEADER = 17  # words before those of the groups
 _NEW_BLOCK = 16  # added to the bits of the group that a block begins with

@@ -39,7 +39,7 @@ _CHOICES = {
     "sketch": ("none", "gaussian", "gaussian/4", "sign"),
     "outliers": ("none", "prompt", "calibrated"),
     "scale": ("eden", "norm", "norm_corrected", "least_squares"),
-    "centre": ("none", "prompt", "calibrated", "wave"),
+    "centre": ("none", "calibrated", "wave"),
     "metric": ("none", "query"),
     "prefill": ("exact", "packed"),
 }
@@ -47,14 +47,15 @@ _SIDES = ("key", "value")
 _RANGES = {
     "key_block": (0, 2**12),
     "value_block": (0, 2**12),
-    "centre_tokens": (1, 2**31 - 1),
+    "outlier_tokens": (1, 2**31 - 1),
     "sinks": (0, 2**24),
     "window": (0, 2**24),
     "seed": (0, 2**63 - 1),
 }
 _BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre")  # unless they were named
 BUDGET_BITS = 5  # what a budget gives a group at most, but for 8 in groups of 16
-_KEYS = {"centre": "prompt", "metric": "none"}  # of the preset "default"
+# Of a rotation whose axes come from a calibration, unless they were named: axes are made without a wave and a metric.
+_OF_AXES = {"calibrated": {"centre": "calibrated", "metric": "none"}, "svd": {"centre": "none", "metric": "none"}}
 _WHOLE_CACHE = ("prefill", "overrides", "budget", "group")  # the same for all layers: an override may not set them
 
 
@@ -144,19 +145,19 @@ class CacheSpec:
                     "sign": its own signs, times the mean magnitude (TurboESM).
     outliers        which channels get the extra bit of 2.5 or 3.25 bits. "none": the first after the rotation, which
                     makes all alike; else those of largest magnitude before it, per KV head, and the two parts are
-                    rotated and scaled apart: "prompt": in the first `centre_tokens` tokens of the first forward, over
+                    rotated and scaled apart: "prompt": in the first `outlier_tokens` tokens of the first forward, over
                     its sequences; "calibrated": in a calibration.
+    outlier_tokens  how many tokens `outliers="prompt"` looks at.
     scale           the one number kept per token, head and side: "eden" makes inner products unbiased (arXiv
                     2108.08842), "norm" is TurboQuant's mse mode (arXiv 2504.19874), "norm_corrected" keeps the norm,
                     "least_squares" the least error.
-    centre          a vector taken from every key before the rotation: "none"; "prompt": per sequence and KV head, the
-                    mean of the first `centre_tokens` tokens of the first forward, fixed from then on; "calibrated":
-                    the means of a calibration, of keys and values; "wave": the mean of the model's keys before RoPE,
-                    turned to each key's position (`turboquant.measure`; on a CPU alone so far). It changes no softmax
-                    weight beyond what quantisation does.
+    centre          a vector taken from every key before the rotation, which changes no softmax weight beyond what
+                    quantisation does: "wave": the mean of the model's keys before RoPE, turned to each key's position
+                    (`turboquant.measure`); "calibrated": the means of a calibration, of keys and values; "none".
     metric          "query": keys are multiplied by a matrix, and queries by its inverse, so that errors go where the
-                    model's queries do not look (`turboquant.measure`; on a CPU alone so far); "none", also where it is
-                    not named and `rotation` is "calibrated" or "svd", whose axes were made without it.
+                    model's queries do not look (`turboquant.measure`); "none".
+                    Where they are not named and `rotation` is "calibrated", centre is "calibrated" and metric "none";
+                    where it is "svd", both are "none".
     sinks, window   the first and the last so many tokens of each sequence stay in the model's dtype.
     prefill         "exact": the queries of the first forward see full-precision keys and values, as the model alone
                     would, and those of a later one of many tokens, such as a second turn, see the tokens of their own
@@ -176,8 +177,8 @@ class CacheSpec:
     rotation: str = "hadamard"
     codebook: str = "normal"
     scale: str = "eden"
-    centre: str = _KEYS["centre"]
-    centre_tokens: int = 1024
+    centre: str = "wave"
+    metric: str = "query"
     sinks: int = 4
     window: int = 128
     prefill: str = "exact"
@@ -191,8 +192,8 @@ class CacheSpec:
     value_block: int = 0
     sketch: str = "none"
     outliers: str = "none"
+    outlier_tokens: int = 128
     group: int = GROUP
-    metric: str = _KEYS["metric"]
 
     named: ClassVar[frozenset[str]] = frozenset()  # each spec has its own
 
@@ -221,8 +222,9 @@ class CacheSpec:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
         for name, (low, high) in _RANGES.items():
             put(self, name, _integer(getattr(self, name), name, low, high))
-        if "metric" not in self.named and self.rotation in ("calibrated", "svd"):
-            put(self, "metric", "none")
+        for name, value in _OF_AXES.get(self.rotation, {}).items():
+            if name not in self.named:
+                put(self, name, value)
         put(self, "group", _integer(self.group, "group", 0, 2**12))
         if self.group not in (GROUP, FINE_GROUP):
             raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
@@ -268,7 +270,7 @@ class CacheSpec:
                     refuse(name, "left alone where no side has the levels of a codebook")
         if self.group != GROUP and self.blocked:
             refuse("group", f"{GROUP} with blocks, tables, sketches, outliers and `value_rotation`")
-        if self.metric != "none" and self.rotation in ("calibrated", "svd"):
+        if self.metric != "none" and self.rotation in _OF_AXES:
             refuse("metric", f"'none' where `rotation` is {self.rotation!r}, whose axes were made without it")
         if self.rotation == "calibrated" and self.blocked:
             what = "blocks, tables, sketches, outliers and `value_rotation`"

@@ -10,7 +10,7 @@ import random
 import zlib
 from pathlib import Path
 
-from specs import bare
+from specs import WAVE, bare
 from test_cache import CONFIG, MOMENTS, Stream, forward
 from test_persistence import joined, split
 
@@ -18,10 +18,10 @@ from fuzz.mutations import bytes_changed, fuzz_files, moved
 from turboquant import TurboQuantCache
 
 SPECS = (
-    bare(1, 1, sinks=1, window=2, centre="prompt"),
+    bare(1, 1, sinks=1, window=2),
     bare(3, 2, prefill="packed"),
     bare(4, 4, rotation="dense", overrides={1: {"window": 4, "key_bits": 5}}),
-    bare(3, 3, centre="wave", metric="query"),
+    bare(3, 3, **WAVE),
 )
 
 

@@ -21,10 +21,12 @@ from ..calibration.data import SIDES
 from ..calibration.tensors import transforms
 from ..hf.attention import own_attention
 from ..modes import is_split, side_matrix
+from ..moments import Moments
+from ..moments.tensors import transforms as moments_of
 from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec
 
-__all__ = ["NAME", "Context", "PackedAttention", "Pass", "attention", "centre_of"]
+__all__ = ["NAME", "Context", "PackedAttention", "Pass", "attention"]
 
 NAME = "turboquant_esm"
 
@@ -64,19 +66,26 @@ class _InferenceOnly(torch.autograd.Function):
 class PackedAttention:
     """How one layer packs: the specification as a plan and tensors, ready for the operators."""
 
-    def __init__(self, layer: int, head_dim: int, spec: CacheSpec, calibration: Calibration | None) -> None:
+    def __init__(
+        self,
+        layer: int,
+        head_dim: int,
+        spec: CacheSpec,
+        calibration: Calibration | None = None,
+        moments: Moments | None = None,
+    ) -> None:
         if spec.outliers == "prompt":
             raise NotImplementedError("outliers='prompt' is for decoders: an encoder's proteins have no common prompt")
-        if spec.measured:
-            raise NotImplementedError("centre='wave' and metric='query' are for decoders: ESM-2 is not measured yet")
         self.layer, self.spec, self.calibration = layer, spec, calibration
-        self.head_dim, self.plan = head_dim, spec.plan(head_dim)
+        self.moments = moments if spec.measured else None
+        sizes = () if self.moments is None else self.moments.layers[layer].sizes
+        self.head_dim, self.plan = head_dim, spec.plan(head_dim, *sizes)
         self.record_bytes = self.plan.record_bytes
         self.transforms: dict[str, torch.Tensor] = {}
         self._device: torch.device | None = None
 
     def on(self, device: torch.device) -> PackedAttention:
-        """Itself, with its random matrices and what it takes from a calibration on `device`."""
+        """Itself, with its random matrices and what it takes from a calibration and moments on `device`."""
         if device != self._device:
             self.transforms = {}
             for side in SIDES:
@@ -87,8 +96,17 @@ class PackedAttention:
                         self.transforms[f"{side}_rotation"] = made
             if self.calibration is not None:
                 self.transforms |= transforms(self.calibration, self.spec, self.layer, device)
+            if self.moments is not None:
+                self.transforms |= moments_of(self.moments, self.spec, self.layer, device)
             self._device = device
         return self
+
+    def shifted(self, by: int) -> dict[str, torch.Tensor]:
+        """`transforms` for a call of `attend` that finds every packed token `by` positions later than it was stored."""
+        if self.moments is None or self.spec.centre != "wave":
+            return self.transforms
+        assert self._device is not None
+        return self.transforms | moments_of(self.moments, self.spec, self.layer, self._device, by)
 
     def pages(self, count: int, heads: int, device: torch.device) -> torch.Tensor:
         """Empty ones, uint8 [count, heads, record_bytes]."""
@@ -111,8 +129,6 @@ class PackedAttention:
         batch, heads, tokens, head_dim = key.shape
         key, value, lengths = shared.real_last(key, value, mask)
         arguments: dict[str, torch.Tensor | None] = dict(self.transforms)
-        if self.spec.centre == "prompt":
-            arguments["key_centre"] = centre_of(key, lengths, self.spec.centre_tokens)
         sinks = min(self.spec.sinks, tokens)
         if sinks:
             arguments["sink_k"], arguments["sink_v"] = (key.new_zeros(batch, heads, sinks, head_dim) for _ in "kv")
@@ -182,15 +198,6 @@ def _real(mask: torch.Tensor | None, key: torch.Tensor) -> tuple[torch.Tensor, t
         return torch.full((batch,), tokens, dtype=torch.int32, device=key.device), None
     real = real.to(key.device)
     return real.sum(1, dtype=torch.int32), real.sort(dim=1, stable=True).indices[:, None, :, None]
-
-
-def centre_of(key: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """float32 [batch, heads, head_dim]: the mean of the first `count` of the last `lengths` keys of each sequence."""
-    tokens = key.shape[2]
-    place = torch.arange(tokens, device=key.device) - (tokens - lengths.long())[:, None]
-    chosen = ((place >= 0) & (place < count)).float()
-    total = torch.einsum("bhtd,bt->bhd", key.float(), chosen)
-    return total / chosen.sum(1).clamp(min=1)[:, None, None]
 
 
 def attention(

@@ -10,7 +10,7 @@ compute. Within it, decoding is careful: of every layer, a changed residue reads
 of the residues changed with it, and never the stored ones they replace.
 
 Proteins lie in a `store.Store`: of each layer its pages, 128 tokens each, which no two proteins share, and exact sinks
-and a centre where the spec has them; of all layers a block table and lengths. `decode` has every copy of a protein name
+where the spec has them; of all layers a block table and lengths. `decode` has every copy of a protein name
 the same pages: nothing is copied but new rows (`reading.Reading`).
 """
 
@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from ..calibration import Calibration, layer_specs
-from ..calibration.measure import fingerprint
+from ..calibration import Calibration
 from ..hf.routing import routed
+from ..moments import Moments
 from ..named_specs import resolve
 from ..spec import CacheSpec
-from .attention import NAME, PackedAttention, Pass, centre_of, plain_attention
+from .attention import NAME, Pass, plain_attention
 from .graph import StepGraphs
+from .layers import packed_layers
 from .model import attentions, checked_model, embed, integers, padded, positioned, tokenise
 from .reading import Copy, Reading, Shape, described
 from .store import Store, empty
@@ -63,6 +64,8 @@ class ContextCache:
     spec     a CacheSpec or the name of a preset. Sinks stay exact; `window` and `prefill` do not apply to an encoder.
              `EXACT` keeps everything in the model's dtype.
     calibration   a Calibration or its file, for a spec that uses one
+    moments  of the model (`turboquant.measure`) or their file, for a spec with a wave or a metric. None: those that the
+             model was patched with, or measured, once for each model
     cuda_graphs   on a GPU, replay steps of `decode` as CUDA graphs, from the third of a shape on (`graph.StepGraphs`):
                   a step then takes the time of its kernels. Every shape needs memory of its own, beside `nbytes`.
 
@@ -76,19 +79,13 @@ class ContextCache:
         spec: CacheSpec | str = "esm-default",
         calibration: Calibration | str | os.PathLike[str] | None = None,
         cuda_graphs: bool = False,
+        moments: Moments | str | os.PathLike[str] | None = None,
     ) -> None:
         base, chosen = checked_model(model), resolve(spec)
-        found = None if calibration is None else Calibration.of(calibration)
-        if found is not None:
-            found.check(fingerprint(model))
         modules = attentions(base)
-        specs = layer_specs(chosen, found, len(modules))
         self.model, self.spec = model, chosen
         self._base, self._modules = base, modules
-        self._packed = [
-            PackedAttention(i, module.attention_head_size, one, found if one.calibrated else None)
-            for i, (module, one) in enumerate(zip(modules, specs))
-        ]
+        self._packed = packed_layers(model, chosen, calibration, moments)
         self._layer_of = _numbered(modules)
         self._store: Store | None = None
         self._cuda_graphs = cuda_graphs
@@ -121,8 +118,8 @@ class ContextCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the allocator holds: pages with their empty places, sinks, centres, table and lengths; and what
-        the spec takes from a calibration."""
+        """Bytes that the allocator holds: pages with their empty places, sinks, table and lengths; and what the
+        spec takes from a calibration and moments."""
         if self._store is None:
             return 0
         held = [*self._store.tensors(), *(t for packed in self._packed for t in packed.transforms.values())]
@@ -306,11 +303,7 @@ class _Storing:
         index = self.cache._layer_of[id(module)]
         packed, layer, rows = self.cache._packed[index], self.store.layers[index], self.rows
         k, v, lengths = self.shared.real_last(key, value, mask)
-        centre = {}
-        if layer.centred:
-            own = self.store.centres[index, rows]
-            centre["key_centre"] = own.copy_(centre_of(k, lengths, packed.spec.centre_tokens))
         sinks = {} if layer.sinks is None else dict(zip(("sink_k", "sink_v"), layer.sinks[:, rows]))
         table = self.store.table[rows]
-        _append(packed.plan.words, k, v, lengths, layer.pages, table, **sinks, **packed.transforms, **centre)
+        _append(packed.plan.words, k, v, lengths, layer.pages, table, **sinks, **packed.transforms)
         return plain_attention(module, query, key, value, mask, scaling)

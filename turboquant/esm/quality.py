@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..calibration import Calibration, layer_specs
-from ..calibration.measure import fingerprint, token_divergence
+from ..calibration import Calibration
+from ..calibration.measure import token_divergence
 from ..hf.placement import device_of
 from ..hf.routing import routed
+from ..moments import Moments
 from ..named_specs import resolve
 from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec
 from .attention import NAME, PackedAttention, Pass, plain_attention
+from .layers import packed_layers
 from .model import MASK, attentions, checked_model, dropout_factor, embed, padded, tokenise
 
 __all__ = ["ProteinEvaluation", "evaluate", "protein_batches"]
@@ -79,6 +81,7 @@ def evaluate(
     specs: Mapping[str, CacheSpec | str],
     *,
     calibration: Calibration | str | os.PathLike[str] | None = None,
+    moments: Moments | str | os.PathLike[str] | None = None,
     mask_share: float = 0.15,
     seed: int = 0,
     batch_size: int = 8,
@@ -90,6 +93,7 @@ def evaluate(
     sequences  upper-case letters of the ESM-2 alphabet
     specs      CacheSpecs or names of presets; `window` does not apply to an encoder
     calibration   for those that use one
+    moments    for those that use any; None: those that the model was patched with, or measured
     mask_share, seed   of each residue's chance to be masked, and which
 
     Raises what `turboquant.patch` raises, and ValueError or TypeError that names the argument: before anything is run.
@@ -106,7 +110,7 @@ def evaluate(
     if not any(batch.masked.any() for batch in batches):
         raise ValueError("`mask_share` must mask at least one residue, got none: another `seed`, or more proteins")
     chosen = {name: resolve(spec) for name, spec in specs.items()}
-    packed = {name: _layers(model, spec, calibration) for name, spec in chosen.items()}
+    packed = {name: _layers(model, spec, calibration, moments) for name, spec in chosen.items()}
     tallies = {name: _Tally() for name in chosen}
     with _inference(model), _bar(len(batches) * (1 + len(chosen)), progress) as step:
         for batch in batches:
@@ -164,16 +168,12 @@ def _masked_batches(model: Any, sequences: Sequence[str], mask_share: float, see
     return batches
 
 
-def _layers(model: Any, spec: CacheSpec, calibration: Any) -> list[PackedAttention]:
-    """How each layer packs; a spec that uses no calibration gets none."""
-    modules = attentions(model)
-    each = [spec.for_layer(i, len(modules)) for i in range(len(modules))]
-    found = Calibration.of(calibration) if calibration is not None and any(s.calibrated for s in each) else None
-    if found is not None:
-        found.check(fingerprint(model))
-    specs = layer_specs(spec, found, len(modules))
-    return [PackedAttention(i, m.attention_head_size, s, found if s.calibrated else None)
-            for i, (m, s) in enumerate(zip(modules, specs))]  # fmt: skip
+def _layers(model: Any, spec: CacheSpec, calibration: Any, moments: Any) -> list[PackedAttention]:
+    """How each layer packs; a spec that uses no calibration, or no moments, gets none."""
+    count = len(attentions(model))
+    each = [spec.for_layer(i, count) for i in range(count)]
+    uses_calibration, uses_moments = any(s.calibrated for s in each), any(s.measured for s in each)
+    return packed_layers(model, spec, calibration if uses_calibration else None, moments if uses_moments else None)
 
 
 @contextmanager

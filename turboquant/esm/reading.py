@@ -123,7 +123,7 @@ class Reading:
         self.ids, self.positions = tokens.view(2, copies, m)
         self.starts, self.stops = ranges.view(2, parts * copies)  # as rows of all that `attend` takes
         each = self.rows.repeat(parts)
-        self.table, self.centres = store.table.index_select(0, each), _centres(store, each)
+        self.table = store.table.index_select(0, each)
         self.factor = store.factor.index_select(0, self.rows)
         self.common = _Common(store, self.rows, shared) if common else None
         self.room: dict[int, _Room] = {}  # by how many sinks are stored: layers may differ in that
@@ -161,7 +161,6 @@ class Reading:
         if room is None:
             room = self.room[sinks] = _Room(query, self.shape.parts, sinks)
         room.fill(query, key, value, layer, self.rows)
-        centre = {"key_centre": self.centres[packed.layer]} if layer.centred else {}
         out, lse = _attend(
             packed.plan.words,
             room.query,
@@ -173,16 +172,10 @@ class Reading:
             sink_v=room.sink_v,
             softmax_scale=scale,
             causal=False,
-            **packed.transforms,
-            **centre,
+            **packed.shifted(self.shape.m),
         )
         each = (self.shape.parts, self.shape.copies, *lse.shape[1:])
         return out.view(*each, -1), lse.view(each)
-
-
-def _centres(store: Store, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of each layer, float32 [rows, heads, head_dim]; none where no layer is centred by the prompt."""
-    return store.centres.index_select(1, rows).unbind() if len(store.centres) else ()
 
 
 class _Room:
@@ -222,7 +215,7 @@ class _Common:
     def __init__(self, store: Store, rows: torch.Tensor, bounds: torch.Tensor) -> None:
         self.starts, self.stops = bounds.view(2, 2)
         self.rows = rows[:2]
-        self.table, self.centres = store.table.index_select(0, self.rows), _centres(store, self.rows)
+        self.table = store.table.index_select(0, self.rows)
 
     def attend(
         self, packed: PackedAttention, layer: Layer, query: torch.Tensor, scale: float
@@ -232,8 +225,6 @@ class _Common:
         held = {}
         if layer.sinks is not None:
             held["sink_k"], held["sink_v"] = layer.sinks.index_select(1, self.rows)
-        if layer.centred:
-            held["key_centre"] = self.centres[packed.layer]
         found = _attend(
             packed.plan.words,
             query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1),

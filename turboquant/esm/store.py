@@ -24,12 +24,10 @@ class Layer:
 
     pages    uint8 [pages, heads, record_bytes]
     sinks    [2, n, heads, sinks, head_dim], keys and values; None: the spec has none
-    centred  whether by the prompt: the store's `centres` then hold its own
     """
 
     pages: torch.Tensor
     sinks: torch.Tensor | None = None
-    centred: bool = False
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (t for t in (self.pages, self.sinks) if t is not None)
@@ -83,11 +81,10 @@ class Store:
     table: torch.Tensor  # int32 [n, most pages]
     factor: torch.Tensor  # of token dropout, float32 [n]
     layers: list[Layer]
-    centres: torch.Tensor  # float32 [layers, n, heads, head_dim]; of no layers where no spec is centred by the prompt
     weights: Weights  # that made it
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield from (self.lengths, self.table, self.factor, self.centres)
+        yield from (self.lengths, self.table, self.factor)
         for layer in self.layers:
             yield from layer.tensors()
 
@@ -100,12 +97,9 @@ def empty(base: Any, modules: Sequence[Any], specs: Sequence[PackedAttention], t
     device, n, layers = weights.device, len(tokens), []
     fewest = min(packed.spec.sinks for packed in specs)
     counts = [-(-max(len(row) - fewest, 0) // PAGE_TOKENS) for row in tokens]
-    first, centred = modules[0], any(p.spec.centre == "prompt" for p in specs)
-    shape = (len(specs) if centred else 0, n, first.num_attention_heads, first.attention_head_size)
-    centres = torch.zeros(shape, dtype=torch.float32, device=device)
     for packed, module in zip(specs, modules):
         heads, head_dim, sinks = module.num_attention_heads, packed.head_dim, packed.spec.sinks
-        layer = Layer(packed.on(device).pages(sum(counts), heads, device), centred=packed.spec.centre == "prompt")
+        layer = Layer(packed.on(device).pages(sum(counts), heads, device))
         if sinks:
             held = (2, n, heads, min(sinks, max(map(len, tokens))), head_dim)
             layer.sinks = torch.zeros(held, dtype=weights.dtype, device=device)
@@ -113,7 +107,7 @@ def empty(base: Any, modules: Sequence[Any], specs: Sequence[PackedAttention], t
     ids, real = padded(tokens, device)
     lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int32, device=device)
     factor = dropout_factor(ids, real)
-    return Store(tokens, row_of, lengths, _table(counts, device), factor, layers, centres, Weights(base))
+    return Store(tokens, row_of, lengths, _table(counts, device), factor, layers, Weights(base))
 
 
 def _table(counts: list[int], device: Any) -> torch.Tensor:

@@ -161,7 +161,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         """Another cache that begins with all that this one holds, such as a system prompt encoded once for many chats.
 
         Both go their own way from here. Packed pages are shared until one of them writes to a page, which is then the
-        last, part-filled one alone; sinks, window and centre are copied. What is shared counts in `nbytes` of both, and
+        last, part-filled one alone; sinks and window are copied. What is shared counts in `nbytes` of both, and
         is freed with the last of them. On CUDA, forks are to be used on one stream.
         """
         other = TurboQuantCache.__new__(TurboQuantCache)

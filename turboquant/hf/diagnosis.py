@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ..calibration.measure import describe
 from ..findings import Finding
+from ..moments.data import PROTEINS
 from ..moments.measure import cache_folder
 from ..moments.text import found_tokenizer
 from ..named_specs import resolve
@@ -55,6 +56,7 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
     if config.model_type == "esm":
         yield Finding("layers", f"{layers} of {layers} packed, by esm.ContextCache")
         yield Finding("preset", f"{spec} fits; esm-default is the one for ESM-2")
+        yield _moments(model, name, spec, chosen)
         return
     text = config.get_text_config(decoder=True)
     windows = [_window(text, i) for i in range(layers)]
@@ -85,16 +87,18 @@ def _refusal(model: Any, spec: CacheSpec) -> str | None:
 
 
 def _moments(model: Any, name: str, preset: str, spec: CacheSpec) -> Finding:
-    """What a wave or a metric would be measured on, and where that is kept."""
-    model.name_or_path = name
-    tokenizer, why = found_tokenizer(model)
-    source = "the text of the package" if tokenizer is not None else "random token ids: no tokenizer is found"
+    """What a wave or a metric is measured on, and where that is kept."""
+    if not spec.measured:
+        return Finding("moments", f"{preset} needs none")
+    source, why = PROTEINS, ""
+    if model.config.model_type != "esm":
+        model.name_or_path = name
+        tokenizer, why = found_tokenizer(model)
+        source = "the text of the package" if tokenizer is not None else "random token ids: no tokenizer is found"
     folder = cache_folder()
     kept = f"kept in {folder}" if folder else "not kept, because TURBOQUANT_CACHE is empty"
-    fact = f"measured on {source}, when a cache is first made; {kept}"
-    if not spec.measured:
-        return Finding("moments", f"{preset} needs none; for a wave or a metric they are {fact}")
-    return Finding("moments", fact, f"pass `tokenizer` to turboquant.patch: {why}" if tokenizer is None else "")
+    way_out = f"pass `tokenizer` to turboquant.patch: {why}" if why else ""
+    return Finding("moments", f"measured on {source}, when a cache is first made; {kept}", way_out)
 
 
 def _window(text: Any, layer: int) -> int:

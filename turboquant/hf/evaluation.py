@@ -101,7 +101,7 @@ class Evaluation:
     top1_agreement  share of tokens after which both call the same one likeliest, 0..1
     bytes_per_token  measured on the cache: pages, sinks and window over the tokens held; all layers and heads
     effective_bits  the same per number
-    fixed_bytes     what the cache holds beside: tables, lengths, centres, rotations, calibration
+    fixed_bytes     what the cache holds beside: tables, lengths, moments, rotations, calibration
     free_running    of greedy texts; None if none was generated
     """
 
@@ -168,7 +168,7 @@ def evaluate(
              tokens.
     spec     a CacheSpec or the name of a preset;  calibration  for a spec that uses one.
     prefill  "packed": one forward; "chunked": `chunk` tokens at a time; "decode": one by one. They agree to rounding: a
-             cache whose centre comes from the prompt gets its first `centre_tokens` in one forward in all three.
+             cache with `outliers="prompt"` gets its first `outlier_tokens` in one forward in all three.
     everything_packed   without the spec's window, in any layer: all is packed but its sinks.
     generate  tokens of each free-running text at most; 0: none. They are generated one by one, and stop where the texts
              of a batch have all parted.
@@ -288,9 +288,8 @@ def _shown(steps: Sequence[Any], progress: bool, what: str = "evaluate") -> Iter
 def _pieces(spec: CacheSpec, prefill: str, tokens: int, chunk: int) -> list[tuple[int, int]]:
     """(start, stop) of each forward."""
     size = {"packed": tokens, "chunked": chunk, "decode": 1}[prefill]
-    each = [{"centre": spec.centre, "outliers": spec.outliers}, *(dict(changed) for _, changed in spec.overrides)]
-    asks = any("prompt" in (fields.get("centre"), fields.get("outliers")) for fields in each)
-    first = min(tokens, max(size, spec.centre_tokens if asks else 1))
+    asks = "prompt" in (spec.outliers, *(dict(changed).get("outliers") for _, changed in spec.overrides))
+    first = min(tokens, max(size, spec.outlier_tokens if asks else 1))
     return [(0, first), *((start, min(start + size, tokens)) for start in range(first, tokens, size))]
 
 

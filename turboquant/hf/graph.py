@@ -141,7 +141,7 @@ class DecodeGraph:
     def _places_of(cache: TurboQuantCache) -> list[torch.Tensor | None]:
         places = [cache.lengths_on(cache.layers[0].storage.device)]
         for stored in _storages(cache):
-            places += [stored.block_table, stored.pages, stored.sink_k, stored.window_k, stored.centre]
+            places += [stored.block_table, stored.pages, stored.sink_k, stored.window_k]
         return places
 
 

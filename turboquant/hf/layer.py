@@ -147,7 +147,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def offload(self) -> None:
-        """Moves pages, table, sinks, window and centre to the CPU. `prefetch`, or the next forward, brings them back;
+        """Moves pages, table, sinks and window to the CPU. `prefetch`, or the next forward, brings them back;
         forks that share the pages bring those back as well."""
         self.storage.move(torch.device("cpu"))
 

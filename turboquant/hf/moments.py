@@ -41,7 +41,7 @@ def moments_for(model: Any, specs: Sequence[CacheSpec], given: AnyMoments = None
     from .patching.wrappers import base_model
 
     base = base_model(model)
-    state = getattr(base, "_turboquant", None)
+    state = getattr(base, "_turboquant", None) or getattr(getattr(base, "base_model", None), "_turboquant", None)
     if given is None:
         given = getattr(state, "moments", None)
     if given is not None:

@@ -60,8 +60,6 @@ def _tensors(
         for name in _EXACT:
             if rows := exact_rows(spec, positions)[name.startswith("window")]:
                 found[f"layers.{i}.{name}"] = Tensor(dtype, (batch, kv_heads, rows, head_dim))
-        if spec.centre == "prompt":
-            found[f"layers.{i}.centre"] = Tensor("F32", (batch, kv_heads, head_dim))
         for side in ("key", "value") if spec.outliers == "prompt" else ():
             if is_split(spec, side):
                 rows = head_dim + (spec.sketch_rows(head_dim) if side == "key" else 0)
@@ -168,7 +166,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
             held, rows = layer.table.packed(layer.packed(layer.tokens, layer.padding))
             described["rows"].append(rows)
             pages.append(len(held))
-            others = (*_exact_tensors(layer), layer.centre, *layer.split.values())
+            others = (*_exact_tensors(layer), *layer.split.values())
             parts += [_bytes(tensor) for tensor in (held, *others) if tensor is not None]
         shape = (len(first.padding), first.kv_heads, first.head_dim)
         tensors |= _tensors([layer.spec for layer in layers], first.tokens, described["dtype"], *shape, pages)
@@ -350,7 +348,7 @@ class _Reader:
             layer.lazy_initialization(torch.empty(shape, dtype=dtype, device=devices[i]))
             stored = layer.storage
             stored.table = PageTable(PagePool(tensors.pop(f"layers.{i}.pages").to(devices[i])), header["rows"][i])
-            held = {name: tensors.pop(f"layers.{i}.{name}", None) for name in (*_EXACT, "centre")}
+            held = {name: tensors.pop(f"layers.{i}.{name}", None) for name in _EXACT}
             stored.hold_exact({name: found.to(devices[i]) for name, found in held.items() if found is not None})
             for side in ("key", "value"):
                 if (rotation := tensors.pop(f"layers.{i}.{side}_rotation", None)) is not None:

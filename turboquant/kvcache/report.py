@@ -21,7 +21,7 @@ class LayerReport:
     layer     which, counted from 0
     tokens    of all sequences; padding is not stored
     numbers   keys and values of these tokens
-    parts     bytes by part: pages, sinks, window, centre, ...
+    parts     bytes by part: pages, sinks, window, moments, ...
     """
 
     layer: int
@@ -96,7 +96,7 @@ class CacheReport:
 
 def layer_tensors(stored: LayerStorage) -> Iterator[tuple[str, torch.Tensor]]:
     """(part, tensor) of all that this layer alone holds."""
-    parts = {"pages": ("pages",), "block_table": ("block_table",), "centre": ("centre",), "flag": ("flag",),
+    parts = {"pages": ("pages",), "block_table": ("block_table",), "flag": ("flag",),
              "sinks": ("sink_k", "sink_v"), "window": ("window_k", "window_v")}  # fmt: skip
     for part, names in parts.items():
         for name in names:

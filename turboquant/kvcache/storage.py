@@ -9,7 +9,6 @@ i - padding[b], and none if that is negative.
     sinks        keys and values in the model's dtype, each [batch, kv_heads, sinks, head_dim]
     window       the same, a ring of [batch, kv_heads, window, head_dim]; both have fewer rows, or are None, as long as
                  there are not so many tokens (`exact`)
-    centre       float32 [batch, kv_heads, head_dim], or none
     calibration  rotations, steps and centres of keys and values (`calibration.tensors`): shared by all caches of a
                  calibration on a device, and counted in each
     moments      wave and metric of the keys (`moments.tensors`), likewise
@@ -42,7 +41,7 @@ from .chunk import attention_in_chunk, merged
 from .common import Common
 from .exact import exact_rows, grown_sinks, laid_out, rows_of, with_room
 from .pages import PageTable, outside_autograd
-from .prompt import prompt_mean, prompt_rotations
+from .prompt import prompt_rotations
 from .rewind import PastWindows
 from .sliding import attention_behind_window, visible_past
 
@@ -60,7 +59,7 @@ _NOTHING = torch.empty(0)  # where a layer that holds nothing has no pages yet
 _NONE: torch.Tensor | None = None
 
 # What a layer holds for each sequence beside its pages: attributes, tensors [batch, ..], or None.
-_STATE = ("sink_k", "sink_v", "window_k", "window_v", "centre")
+_STATE = ("sink_k", "sink_v", "window_k", "window_v")
 
 
 class LayerStorage:
@@ -90,7 +89,7 @@ class LayerStorage:
         self.sliding_window = 0
         self.released = 0
         self._earlier: tuple[Any, Any] = ((), [])  # padding and past windows before the forward at work
-        self.sink_k = self.sink_v = self.window_k = self.window_v = self.centre = _NONE
+        self.sink_k = self.sink_v = self.window_k = self.window_v = _NONE
         self.exact_ready = 0.0  # positions that sinks and window have rows for
         self.rotations: dict[str, torch.Tensor | None] = {"key": None, "value": None}
         self.split: dict[str, torch.Tensor] = {}  # rotations that sort out the prompt's outlier channels
@@ -131,7 +130,7 @@ class LayerStorage:
         if (heads, channels) != (kv_heads, head_dim):
             raise ValueError(f"layer {self.index}: keys must have the {heads} KV heads of {channels} channels of the "
                              f"moments, got {kv_heads} of {head_dim}")  # fmt: skip
-        return self.spec.plan(head_dim, len(measured.pairs), measured.rank)
+        return self.spec.plan(head_dim, *measured.sizes)
 
     def __str__(self) -> str:
         heads = f"{self.kv_heads} KV heads of {self.head_dim} channels"
@@ -155,7 +154,7 @@ class LayerStorage:
 
     @outside_autograd
     def move(self, device: torch.device) -> None:
-        """Pages, table, sinks, window and centre; forks that share the pages bring those back when they are used."""
+        """Pages, table, sinks and window; forks that share the pages bring those back when they are used."""
         if self.table is None or self.pages.device == self.block_table.device == device:
             return
         moved = {name: held.to(device) for name in (*_STATE, "flag") if (held := getattr(self, name)) is not None}
@@ -178,24 +177,10 @@ class LayerStorage:
         self.past.snapshots = self._earlier[1]
 
     def learn(self, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]) -> None:
-        """Takes centres and loud channels from the tokens that sequences begin with. Undone by `reset`, which a failed
-        first forward ends in."""
-        spec, first = self.spec, self.tokens == 0
-        if first and spec.centre == "prompt":
-            self.centre = prompt_mean(key, padding, spec.centre_tokens)
-        elif self.centre is not None and max(self.padding, default=0) >= self.tokens:
-            self._begin_centres(key, padding)
-        if first and spec.outliers == "prompt":
-            self.split = prompt_rotations(spec, key, value, padding)
-
-    @outside_autograd
-    def _begin_centres(self, key: torch.Tensor, padding: tuple[int, ...]) -> None:
-        """The centres of sequences that begin in this forward: so far they were padding alone."""
-        assert self.centre is not None
-        before = self.tokens
-        means = prompt_mean(key, tuple(max(0, pad - before) for pad in padding), self.spec.centre_tokens)
-        begin = torch.tensor([pad >= before for pad in self.padding], device=self.device)
-        self.centre = torch.where(begin.view(-1, 1, 1), means, self.centre)
+        """Takes loud channels from the tokens that sequences begin with. Undone by `reset`, which a failed first
+        forward ends in."""
+        if self.tokens == 0 and self.spec.outliers == "prompt":
+            self.split = prompt_rotations(self.spec, key, value, padding)
 
     def arguments(self) -> dict[str, torch.Tensor]:
         """The operators' arguments beside pages and plan; those that are None are left out, which is quicker."""
@@ -206,7 +191,6 @@ class LayerStorage:
             "window_v": self.window_v,
             "key_rotation": self.rotations["key"],
             "value_rotation": self.rotations["value"],
-            "key_centre": self.centre,
             **self.split,
             **self.calibrated,
             **self.measured,

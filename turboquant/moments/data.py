@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from .. import _core
 from ..calibration.data import differences
 from ..files import read_arrays, write_arrays
+from ..plan import MAX_RANK, PAIR_MULTIPLE
 
-__all__ = ["FORMAT", "MAX_RANK", "PAIR_MULTIPLE", "RANDOM_IDS", "LayerMoments", "Moments", "array_shapes"]
+__all__ = ["FORMAT", "PROTEINS", "RANDOM_IDS", "LayerMoments", "Moments", "array_shapes"]
 
 FORMAT = "turboquant-moments-1"
-MAX_RANK = 4
-PAIR_MULTIPLE = 8
+PROTEINS = "the proteins of the package"
 RANDOM_IDS = "random token ids"  # `Moments.source` of those without text
 
 Centre = Literal["wave", "constant", "not probed"]
@@ -139,6 +139,20 @@ class LayerMoments:
     def rank(self) -> int:
         """Of the metric."""
         return int(self.stretch.shape[1])
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(pairs of the wave, rank of the metric), as `CacheSpec.plan` takes them."""
+        return len(self.pairs), self.rank
+
+    def later(self, by: int) -> LayerMoments:
+        """Those with which the centre of position p + by is what it is of position p here."""
+        if not by or not len(self.pairs):
+            return self
+        angle = (by * self.increments.astype(np.int64) % 2**32) * (2 * np.pi / 2**32)
+        a, b = self.amplitudes[..., 0].astype(np.float64), self.amplitudes[..., 1].astype(np.float64)
+        turned = [a * np.cos(angle) + b * np.sin(angle), b * np.cos(angle) - a * np.sin(angle)]
+        return replace(self, amplitudes=np.stack(turned, -1).astype(np.float32))
 
     def centre_at(self, positions: NDArray[np.integer]) -> NDArray[np.float64]:
         """c_p of each position, [kv_heads, positions, head_dim] float64."""

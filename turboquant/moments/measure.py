@@ -25,7 +25,7 @@ from ..hf.tap import tapped
 from .data import FORMAT, LayerMoments, Moments
 from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
 from .rotary import Rotary, probe
-from .text import LEAST, TOKENS, sample
+from .text import LEAST, TOKENS, protein_sample, sample
 
 __all__ = ["cache_folder", "measure"]
 
@@ -36,36 +36,40 @@ _SAMPLED = 16  # weights of each tensor, in the digest of a model
 def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Moments:
     """Measures a model's moments: the mean of its keys before RoPE, and the second moment of its queries.
 
-    model      a causal language model of transformers with attention through AttentionInterface, or a PeftModel of one;
-               patched or not, of any floating dtype, quantised, on one or several devices, or with weights that a
-               `device_map` keeps off them. It is left as it was: no gradients, same training mode and random state.
+    model      a causal language model of transformers with attention through AttentionInterface, or a PeftModel of one,
+               or an ESM-2 model; patched or not, of any floating dtype, quantised, on one or several devices, or with
+               weights that a `device_map` keeps off them. It is left as it was: no gradients, same training mode and
+               random state.
     tokenizer  of the model. None: the one at `model.name_or_path`, from local files only. Where there is none, random
                token ids take the place of text, with a warning.
     text       what to measure on; its first 2,048 tokens are used. None: the text that ships with the package, prose,
-               source code, German and Japanese. Fewer where the model has fewer positions.
+               source code, German and Japanese. Fewer where the model has fewer positions. An ESM-2 model takes neither
+               tokenizer nor text: it is measured on the nine proteins of the package, 2,028 residues.
 
-    One forward without the head, of BOS, if the tokenizer has one, and the tokens. The first 4 do not count. The result
-    is kept in a file under a digest of the model and the ids, in the folder that the environment variable
-    TURBOQUANT_CACHE names, without it in turboquant in the user's cache folder; where it is empty, nothing is kept.
+    One forward without the head, of BOS, if the tokenizer has one, and the tokens, or one for each protein; the first 4
+    of each do not count. The result is kept in a file under a digest of the model and the ids, in the folder that the
+    environment variable TURBOQUANT_CACHE names, without it in turboquant in the user's cache folder; where it is empty,
+    nothing is kept.
 
     Raises TypeError for anything but a transformers model, NotImplementedError for one that cannot be measured,
-    ValueError for a text that is too short, a tokenizer of another model, and keys or queries that are not finite.
+    ValueError for a text that is too short, a tokenizer of another model, a tokenizer or text for ESM-2, and keys or
+    queries that are not finite.
     """
     base = checked_base_model(model)
-    name = type(base).__name__
-    if base.config.model_type == "esm" or not getattr(base, "_supports_attention_backend", False):
-        why = "it reads proteins" if base.config.model_type == "esm" else "its attention bypasses AttentionInterface"
-        raise NotImplementedError(f"{name} cannot be measured: {why}")
+    name, proteins = type(base).__name__, base.config.model_type == "esm"
+    if not getattr(base, "_supports_attention_backend", False):
+        raise NotImplementedError(f"{name} cannot be measured: its attention bypasses AttentionInterface")
     limit = getattr(base.config.get_text_config(), "max_position_embeddings", None) or TOKENS + 1
     if limit < LEAST:
         raise NotImplementedError(f"{name} cannot be measured: it has {limit} positions, {LEAST} are needed")
-    ids, source = sample(base, tokenizer, text, limit)
+    ids, source = protein_sample(base, tokenizer, text) if proteins else sample(base, tokenizer, text, limit)
     mark = fingerprint(base)
     folder = cache_folder()
     file = None if folder is None else folder / f"moments-{_digest(base, ids)}.safetensors"
     if file is not None and (kept := _kept(file, mark)) is not None:
         return kept
-    moments = Moments(_measured(base, ids, limit), mark, ids.shape[1] - SINKS, source)
+    layers = _of_proteins(base, ids) if proteins else _measured(base, ids[0], limit)
+    moments = Moments(layers, mark, sum(one.shape[1] - SINKS for one in ids), source)
     if file is not None:
         _keep(file, moments)
     return moments
@@ -118,6 +122,25 @@ def _measured(model: Any, ids: torch.Tensor, limit: int) -> tuple[LayerMoments, 
     return tuple(_layer(i, found[call], *sums[call]) for i, call in enumerate(order))
 
 
+def _of_proteins(model: Any, proteins: tuple[torch.Tensor, ...]) -> tuple[LayerMoments, ...]:
+    """Of an ESM-2 model, which reads one protein after the other."""
+    from ..esm.layers import run_watched
+
+    counts = np.array([ids.shape[1] - SINKS for ids in proteins])
+    of_layers: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(describe(model.config)["layers"])]
+    known = Rotary.of_esm(model.config.hidden_size // model.config.num_attention_heads)
+
+    def watch(layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
+        of_layers[layer].append(_sums(query[0, :, SINKS:], key[0, :, SINKS:], known))
+
+    run_watched(model, proteins, watch)
+    shares = (counts / counts.sum()).tolist()
+    return tuple(
+        _layer(i, known, *(sum(share * one for share, one in zip(shares, parts)) for parts in zip(*each)))
+        for i, each in enumerate(of_layers)
+    )
+
+
 def _sums(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
     """(mean of the keys [kv_heads, head_dim], second moment of the queries [kv_heads, head_dim, head_dim]), both before
     RoPE, of query [heads, tokens, head_dim] and key [kv_heads, tokens, head_dim], whose first position is SINKS."""
@@ -148,14 +171,15 @@ def cache_folder() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turboquant"
 
 
-def _digest(model: Any, ids: torch.Tensor) -> str:
+def _digest(model: Any, ids: tuple[torch.Tensor, ...]) -> str:
     """Of this version, the configuration, a few weights of every tensor, and the ids: merged adapters change it."""
     digest = hashlib.sha256(json.dumps([FORMAT, __version__, describe(model.config)], sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.numel():
             digest.update(_few(loaded(model, name, tensor.detach())))
-    digest.update(ids.numpy().tobytes())
+    for one in ids:
+        digest.update(one.numpy().tobytes())
     return digest.hexdigest()[:32]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .data import MAX_RANK, PAIR_MULTIPLE
+from ..plan import MAX_RANK, PAIR_MULTIPLE
 from .rotary import TURN, Rotary
 
 __all__ = ["Metric", "averaged_over_positions", "chosen_pairs", "metric_of", "turn_back"]

@@ -42,6 +42,13 @@ class Rotary:
     def none(cls) -> Rotary:
         return cls(np.zeros((0, 2), np.int64), np.zeros(0, np.uint32))
 
+    @classmethod
+    def of_esm(cls, head_dim: int) -> Rotary:
+        """That of every ESM-2 model: channel i turns with i + head_dim / 2, by 10,000^(-2 i / head_dim) a position."""
+        first = np.arange(head_dim // 2)
+        angles = 10000.0 ** (-2 * first / head_dim)
+        return cls(np.stack([first, first + head_dim // 2], 1), np.round(angles / TURN * 2**32).astype(np.uint32))
+
     def turned(self, x: np.ndarray, by: int) -> np.ndarray:
         """x [.., head_dim], `by` positions further."""
         phase = by * self.increments.astype(np.int64) % 2**32

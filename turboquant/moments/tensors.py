@@ -11,15 +11,20 @@ from .data import Moments
 
 __all__ = ["transforms"]
 
-_made: weakref.WeakKeyDictionary[Moments, dict[tuple[int, bool, bool, torch.device], dict[str, torch.Tensor]]]
+_made: weakref.WeakKeyDictionary[Moments, dict[tuple[int, bool, bool, torch.device, int], dict[str, torch.Tensor]]]
 _made = weakref.WeakKeyDictionary()
 
 
-def transforms(moments: Moments, spec: CacheSpec, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """`LayerMoments.transforms` of what `spec` takes. Not to be written to."""
+def transforms(
+    moments: Moments, spec: CacheSpec, layer: int, device: torch.device, later: int = 0
+) -> dict[str, torch.Tensor]:
+    """`LayerMoments.transforms` of what `spec` takes. Not to be written to.
+
+    later   for calls in which each token is so many positions later than it was stored
+    """
     held = _made.setdefault(moments, {})
-    where = layer, spec.centre == "wave", spec.metric == "query", device
+    where = layer, spec.centre == "wave", spec.metric == "query", device, later
     if where not in held:
-        made = moments.layers[layer].transforms(*where[1:3])
+        made = moments.layers[layer].later(later).transforms(*where[1:3])
         held[where] = {name: torch.from_numpy(array).clone().to(device) for name, array in made.items()}
     return dict(held[where])

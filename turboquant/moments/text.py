@@ -1,4 +1,5 @@
-"""The tokens that a model is measured on: the text that ships with the package, a user's, or random ones."""
+"""The tokens that a model is measured on: the text or the proteins that ship with the package, a user's text, or random
+ones."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .data import RANDOM_IDS
+from .data import PROTEINS, RANDOM_IDS
 
-__all__ = ["TOKENS", "Sample", "found_tokenizer", "sample"]
+__all__ = ["TOKENS", "Sample", "found_tokenizer", "protein_sample", "sample"]
 
 TOKENS = 2048  # beside BOS
 LEAST = 16
@@ -19,9 +20,9 @@ _PARTS = {"prose.txt": 0.34, "source.txt": 0.34, "german.txt": 0.16, "japanese.t
 
 
 class Sample(NamedTuple):
-    """ids [1, tokens] int64 on the CPU, and what they are, in words."""
+    """ids, each [1, tokens] int64 on the CPU and a sequence of its own; and what they are, in words."""
 
-    ids: torch.Tensor
+    ids: tuple[torch.Tensor, ...]
     source: str
 
 
@@ -46,7 +47,7 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
             "much as with moments of text. Pass `tokenizer`.",
             stacklevel=3,
         )
-        return Sample(_random(model, limit), RANDOM_IDS)
+        return Sample((_random(model, limit),), RANDOM_IDS)
     bos = getattr(tokenizer, "bos_token_id", None)
     first = [] if bos is None else [int(bos)]
     wanted = min(TOKENS, limit - len(first))
@@ -54,7 +55,21 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
     if text is not None and len(ids) < LEAST:
         raise ValueError(f"`text` must have at least {LEAST} tokens, got {len(ids)}")
     _check(model, first + ids)
-    return Sample(torch.tensor([first + ids]), "the text of the package" if text is None else "a text of the user")
+    return Sample((torch.tensor([first + ids]),), "the text of the package" if text is None else "a text of the user")
+
+
+def protein_sample(model: Any, tokenizer: Any = None, text: str | None = None) -> Sample:
+    """The proteins of the package for an ESM-2 model, cut where it has fewer positions. ValueError for a tokenizer or
+    text, of which it takes none."""
+    from ..esm.fasta import read_fasta
+    from ..esm.model import tokenise
+
+    for name, given in (("tokenizer", tokenizer), ("text", text)):
+        if given is not None:
+            raise ValueError(f"`{name}` must be None for an ESM-2 model, which is measured on proteins, got one")
+    most = model.config.max_position_embeddings - 4
+    sequences = (protein.sequence[:most] for protein in read_fasta(_TEXTS / "proteins.fasta"))
+    return Sample(tuple(torch.tensor([tokenise(one, model.config)]) for one in sequences), PROTEINS)
 
 
 def found_tokenizer(model: Any) -> tuple[Any, str]:

@@ -44,7 +44,8 @@ def patch(
                   its kernels. For models on one device, whose forward of one token depends on nothing but its tokens,
                   positions and cache; after switching adapters, use a new cache
     moments   of the model (`turboquant.measure`) or their file, for a spec with a wave or a metric. None: they are
-              measured when the first cache is made, on text that ships with the package
+              measured when the first cache is made, on text that ships with the package; of an ESM-2 model at once, on
+              proteins
     tokenizer   to measure with; None: the one at `model.name_or_path`, from local files only. Without one, random token
               ids take the place of text, with a warning
 
@@ -73,11 +74,11 @@ def patch(
             raise NotImplementedError(
                 f"{type(base).__name__}: `cuda_graphs` is for decoders, ESM-2 has no decoding step"
             )
-        if measured is not None or tokenizer is not None:
+        if tokenizer is not None:
             raise NotImplementedError(
-                f"{type(base).__name__}: `moments` and `tokenizer` are for decoders, not for ESM-2"
+                f"{type(base).__name__}: `tokenizer` is for decoders, ESM-2 is measured on proteins of the package"
             )
-        esm.patch(base, chosen, found)
+        esm.patch(base, chosen, found, measured)
     else:
         llama.patch(base, chosen, found, cuda_graphs, measured, tokenizer)
     return model

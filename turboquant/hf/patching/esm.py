@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...calibration import Calibration, layer_specs
-from ...calibration.measure import fingerprint
-from ...esm.attention import NAME, PackedAttention, Pass
+from ...calibration import Calibration
+from ...esm.attention import NAME, Pass
+from ...esm.layers import packed_layers
 from ...esm.model import attentions, checked_model
+from ...moments import Moments
 from ...spec import CacheSpec
 from ..routing import Previous, check_route, restore, route
 
@@ -27,29 +28,25 @@ class _Patch:
     previous: Previous
     layer_idx: list[Any]
     hook: Any  # handle of `_with_pass`
+    moments: Moments | None  # those given to `patch`
 
 
-def check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> list[PackedAttention]:
-    """What each layer packs by. Raises what `patch` raises for a model that cannot be packed, or not so."""
-    modules = attentions(checked_model(model))
-    if calibration is not None:
-        calibration.check(fingerprint(model))
-    return [
-        PackedAttention(i, module.attention_head_size, one, calibration if one.calibrated else None)
-        for i, (module, one) in enumerate(zip(modules, layer_specs(spec, calibration, len(modules))))
-    ]
+def check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
+    """Raises what `patch` raises for a model that cannot be packed, or not so."""
+    packed_layers(model, spec, calibration, measured=False)
 
 
-def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None) -> None:
+def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None, moments: Moments | None = None) -> None:
     """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
-    layers = check(model, spec, calibration)
+    layers = packed_layers(model, spec, calibration, moments)
     base = checked_model(model)
     modules = attentions(base)
     if not hasattr(base, "_turboquant"):
         hook = base.register_forward_pre_hook(_with_pass, with_kwargs=True)
-        base._turboquant = _Patch(route(base, NAME), [module.layer_idx for module in modules], hook)
+        base._turboquant = _Patch(route(base, NAME), [module.layer_idx for module in modules], hook, moments)
     elif base.config._attn_implementation != NAME:
         base._turboquant.previous = route(base, NAME)
+    base._turboquant.moments = moments
     for module, layer in zip(modules, layers):
         module.layer_idx, module._turboquant = layer.layer, layer
 

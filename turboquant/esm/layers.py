@@ -1,0 +1,78 @@
+"""How each layer of an ESM-2 model packs, from a spec, a calibration and moments; and a full pass that shows what goes
+through its layers, on which moments are measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..calibration import Calibration, layer_specs
+from ..calibration.measure import fingerprint
+from ..hf.moments import moments_for
+from ..hf.placement import device_of
+from ..hf.routing import routed
+from ..moments import Moments
+from ..spec import CacheSpec
+from .attention import NAME, PackedAttention, plain_attention
+from .model import attentions, checked_model
+
+__all__ = ["packed_layers", "run_watched"]
+
+
+def packed_layers(
+    model: Any,
+    spec: CacheSpec,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+    moments: Moments | str | os.PathLike[str] | None = None,
+    measured: bool = True,
+) -> list[PackedAttention]:
+    """What each layer packs by. Raises what `turboquant.patch` raises for a model that cannot be packed, or not so.
+
+    moments    None: those that the model was patched with, or measured now
+    measured   False: moments are neither looked for nor measured, and nothing is ready to run. The weights may be on
+               the meta device
+    """
+    modules = attentions(checked_model(model))
+    given = None if calibration is None else Calibration.of(calibration)
+    if given is not None:
+        given.check(fingerprint(model))
+    specs = layer_specs(spec, given, len(modules))
+    found = moments_for(model, specs, moments) if measured else None
+    if found is not None and moments is not None:
+        found.check(fingerprint(model))
+    return [
+        PackedAttention(i, module.attention_head_size, one, given if one.calibrated else None, found)
+        for i, (module, one) in enumerate(zip(modules, specs))
+    ]
+
+
+class _Watched:
+    """The context of a pass as the model alone has it, patched or not."""
+
+    def __init__(self, base: Any, watch: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
+        self.layer_of, self.watch = {id(module): i for i, module in enumerate(attentions(base))}, watch
+
+    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None) -> torch.Tensor:
+        self.watch(self.layer_of[id(module)], query, key)
+        return plain_attention(module, query, key, value, mask, scaling)
+
+
+def run_watched(
+    model: Any, proteins: Sequence[torch.Tensor], watch: Callable[[int, torch.Tensor, torch.Tensor], None]
+) -> None:
+    """Runs the model over token ids [1, tokens] of one protein after the other, and calls watch(layer, query, key) with
+    [1, heads, tokens, head_dim] after RoPE. Without gradients and dropout; the mode of each module is put back."""
+    base = checked_model(model)
+    training = [module for module in base.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad(), routed(base, NAME):
+            for ids in proteins:
+                base(input_ids=ids.to(device_of(base)), turboquant_context=_Watched(base, watch))
+    finally:
+        for module in training:
+            module.training = True
