@@ -42,14 +42,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
 
 PRESET = turboquant.preset("esm-default")
+AXES: dict[str, Any] = {"method": "axes"}
 SPECS = {
     "int8": CacheSpec(8, 8, rotation="none", key_levels="absmax", value_levels="absmax", key_block=32,
                              value_block=32, centre="none", metric="none", sinks=0, window=0),
     "esm-default": PRESET,
     **{f"esm-{b}": PRESET.with_(key_bits=b, value_bits=b, sinks=0) for b in (4, 3, 2)},
     **{f"default-{b}": CacheSpec(b, b, sinks=0, window=0) for b in (5, 4, 3, 2)},
-    **{f"calibrated-{b:g}": CacheSpec(budget=b, sinks=0, window=0) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
-    **{f"calibrated-fine-{b:g}": CacheSpec(budget=b, group=16, sinks=0, window=0) for b in (4.0, 3.5, 3.0, 2.5, 2.0)},
+    # The method "axes", in groups of 32 and of 16 channels.
+    **{f"calibrated-{b}": CacheSpec(budget=b, sinks=0, window=0, **AXES) for b in (4, 3.5, 3, 2.5, 2)},
+    **{f"calibrated-fine-{b}": CacheSpec(budget=b, group=16, sinks=0, window=0, **AXES) for b in (4, 3.5, 3, 2.5, 2)},
     **{f"paper-mse-{b}": turboquant.preset(f"paper-mse-{b}") for b in (4, 3, 2)},
     "turboesm": turboquant.preset("turboesm"),
     "keys 4, values 3": CacheSpec(4, 3, sinks=0, window=0),

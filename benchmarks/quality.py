@@ -16,7 +16,7 @@ has, so that a table can be made in parts.
 30 % of it on, as they follow each other in its tokens; where a model's texts start with BOS, so does each window. 4
 sinks are exact, and no window, or one of --window. With --random-moments the model is measured on random token ids, as
 where no tokenizer is found. The other formats are simulated, our specs are not. File:
-real_<model>.json.
+real_<model>.json. With --sweep, specs of several numbers of exact tokens: real_<model>_exact.json.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 from baselines import BASELINES, measured
-from quality_plot import plot
 from texts import SHARED, real_windows, text_of
 from timing import RESULTS, Report, commit
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import turboquant
 from turboquant import CacheSpec, Calibration
+from turboquant.calibration.choice import table
 from turboquant.hf.evaluation import evaluate_all, markdown, text_windows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +46,7 @@ SINKS = 4  # of --real
 DEMO = ROOT / "demo" / "turboquant_demo"
 GOLDEN = ROOT / "tests" / "golden"
 GUARDED = ("default", "calibrated-3", "paper-mse-3")
+MADE_HERE = "calibrated-3, made here"
 GUARDED_REAL = ("default", "default-3", "default-2")
 
 _ALONE: dict[str, Any] = {"centre": "none", "metric": "none", "sinks": 0, "window": 0}
@@ -60,6 +61,15 @@ EXTRAS = {
     "eden-3, calibrated centres": CacheSpec(3, 3, centre="calibrated", metric="none", sinks=0, window=0),
     "keys 4, values 3": CacheSpec(4, 3, sinks=0, window=0),
     "keys 3, values 4": CacheSpec(3, 4, sinks=0, window=0),
+}
+# --sweep: exact tokens, of which presets have as few as keep their promise.
+SWEEP = {
+    f"{bits} bits, {sinks} sinks, window {window}": CacheSpec(bits, bits, sinks=sinks, window=window)
+    for bits, sinks, window in (
+        *((bits, 4, window) for bits in (4, 3, 2) for window in (0, 32, 64, 128)),
+        *((bits, 1, window) for bits in (5, 4, 3, 2) for window in (0, 32)),
+        *((4, 1, window) for window in (8, 16)),
+    )
 }
 TEXTS = ["books", "wikitext2"]
 VARIANTS = {
@@ -87,19 +97,27 @@ def held_out(name: str) -> str:
 
 
 def calibrated(model: Any, tokenizer: Any, tokens: int, length: int, batch: int, half: int = 0) -> Calibration:
+    """Of a half of the books; the last quarter of its windows is held out, to try methods on."""
     windows = text_windows(halves()[half], tokenizer, tokens // length, length)
     source = f"the {('first', 'second')[half]} half of books_val.txt, {len(windows)} x {length} tokens"
-    batches = list(windows.split(batch))
-    return turboquant.calibrate(model, batches, sensitivity_batches=max(1, 4 // batch), source=source, progress=True)
+    learned, held_out = windows[: -(-3 * len(windows) // 4)], windows[-(-3 * len(windows) // 4) :]
+    return turboquant.calibrate(model, list(learned.split(batch)), held_out=list(held_out.split(batch)),
+                                tokenizer=tokenizer, sensitivity_batches=max(1, 4 // batch), source=source,
+                                progress=True)  # fmt: skip
 
 
 def demo_guard() -> dict[str, float]:
-    """KL divergence of the shipped model on the passage that it ships with, everything packed, by preset."""
+    """KL divergence of the shipped model on the passage that it ships with, everything packed, by preset; and of a
+    calibration that is made here, with a fixed seed, on prose of the package."""
     model, tokenizer = load(DEMO)
     text = (DEMO / "a_christmas_carol.txt").read_text(encoding="utf-8")
     windows = text_windows(text, tokenizer, 2, 512)
     specs = {name: turboquant.preset(name).with_(sinks=0, window=0) for name in GUARDED}
     found = evaluate_all(model, windows, specs, calibration=DEMO / "calibration.safetensors", generate=0)
+    prose = text_windows((ROOT / "turboquant/data/moments/prose.txt").read_text(encoding="utf-8"), tokenizer, 3, 256)
+    made = turboquant.calibrate(model, [prose[:2]], held_out=[prose[2:]], averages=(3,), tokenizer=tokenizer, seed=0)
+    spec = {MADE_HERE: turboquant.preset("calibrated-3").with_(sinks=0, window=0)}
+    found |= evaluate_all(model, windows, spec, calibration=made, generate=0)
     return {name: one.kl_divergence for name, one in found.items()}
 
 
@@ -144,7 +162,13 @@ def real(args: argparse.Namespace) -> Report:
         model.name_or_path = ""  # no tokenizer is found there: moments are measured on random token ids
     windows = real_windows(text_of(args.text), tokenizer, args.windows, args.length).to(args.device)
     every, asked = {**turboquant.presets(), **EXTRAS}, args.specs or [*BASELINES, *REAL_SPECS]
-    own = args.own_exact
+    every |= {name: turboquant.preset(name) for name in asked if name.startswith("calibrated-")}
+    plain = "uncalibrated-"  # the same bits as calibrated-N, spent as without a calibration
+    every |= {n: CacheSpec(budget=float(n[len(plain) :]), method="none") for n in asked if n.startswith(plain)}
+    if args.sweep:
+        every, asked = SWEEP, ["fp8 e4m3", *SWEEP]
+    own = args.own_exact or args.sweep
+    calibration = Calibration.load(args.calibration) if args.calibration else None
     specs = {n: every[n] if own else every[n].with_(sinks=SINKS, window=args.window) for n in asked if n in every}
     baselines = {name: BASELINES[name] for name in asked if name in BASELINES}
     found = measured(model, windows, baselines, SINKS, args.generate) if baselines else {}
@@ -152,16 +176,16 @@ def real(args: argparse.Namespace) -> Report:
     if specs:
         fed: dict[str, Any] = {"prefill": "chunked", "chunk": args.chunk} if args.chunk else {}
         packed = not own and not args.window
-        ours = evaluate_all(
-            model, windows, specs, everything_packed=packed, generate=args.generate, progress=True, **fed
-        )
-    report = Report(f"real_{args.real}", torch.device(args.device).type)
+        ours = evaluate_all(model, windows, specs, calibration=calibration, everything_packed=packed,
+                            generate=args.generate, progress=True, **fed)  # fmt: skip
+    report = Report(f"real_{args.real}{'_exact' if args.sweep else ''}", torch.device(args.device).type)
     for name, metrics in {**found, **{name: one.metrics() for name, one in ours.items()}}.items():
         sinks, window = (specs[name].sinks, specs[name].window) if name in specs else (SINKS, 0)
         exact = f"{sinks} sinks, window {window}" if window else f"{sinks} sinks"
         params = {"spec": name, "simulated": name in found, "exact": exact, "model": args.real,
                   "text": Path(args.text).name, "windows": args.windows, "length": args.length, "chunk": args.chunk,
                   "moments": "random ids" if args.random_moments else "text",
+                  "calibrated_on": calibration.source if calibration and "calibrated-" in name else None,
                   "generate": args.generate, "dtype": "float32", "commit": commit()}  # fmt: skip
         report.add("real-quality", params, {key: float(f"{x:.6g}") for key, x in metrics.items()})
         print(f"{name:45} {metrics['kl_divergence']:.5f}  {metrics}")
@@ -181,24 +205,25 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--calibration", help="a file, instead of calibrating")
-    parser.add_argument("--calibration-tokens", type=int, default=32768)
+    parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--calibration-length", type=int, default=2048, help="of a window")
     parser.add_argument("--add", action="store_true", help="keep other rows of the file")
-    parser.add_argument("--plot", action="store_true", help="quality against bytes, beside the JSON")
     parser.add_argument("--out", default=RESULTS / "local")
     parser.add_argument("--own-exact", action="store_true", help="--real: specs with their own sinks and windows")
+    parser.add_argument("--sweep", action="store_true", help="--real: numbers of sinks and windows")
     parser.add_argument("--ship", action="store_true", help="calibrate the demo model, and nothing else")
     parser.add_argument("--real", choices=("smollm2", "gemma3"), help="one of `make real-models` beside baselines")
     parser.add_argument("--text", default="wikitext2", help="--real: wikitext2, source, or a folder of files")
     parser.add_argument("--random-moments", action="store_true", help="--real: measured as without a tokenizer")
     parser.add_argument("--window", type=int, default=0, help="--real: exact tokens at the end")
-    parser.add_argument("--chunk", type=int, help="--real: tokens of a forward, the first of them the prompt")
+    parser.add_argument("--chunk", type=int, help="--real: tokens of a forward")
     parser.add_argument("--generate", type=int, default=1024, help="tokens of greedy texts, with --real")
     parser.add_argument("--guard", action="store_true", help="write the figures of the guard tests, and nothing else")
     args = parser.parse_args()
     if args.ship:
         found = calibrated(*load(DEMO), args.calibration_tokens, 1024, 1, half=1)  # what it is shown on is short
         found.save(DEMO / "calibration.safetensors")
+        print(table(found.trials))
         return
     if args.guard:
         write_guards()
@@ -243,14 +268,12 @@ def main() -> None:
         if args.add:
             report.rows = others(Path(args.out) / f"{report.name}.json", report.rows) + report.rows
         print(report.save(args.out))
-        if args.plot:
-            print(plot(report.rows, Path(args.out) / f"{report.name}.svg"))
 
 
 def others(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a file that `rows` do not measure again."""
     held = json.loads(file.read_text())["rows"] if file.exists() else []
-    named = ("spec", "exact", "text", "windows", "length", "chunk", "moments")
+    named = ("spec", "exact", "text", "windows", "length", "chunk", "moments", "calibrated_on")
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row["params"].get(name) for name in named)

@@ -299,11 +299,11 @@ def test_a_model_that_cannot_be_measured(monkeypatch):
 
 
 def test_specs():
-    assert CacheSpec(rotation="svd").metric == CacheSpec(budget=3.0).metric == "none"
-    assert CacheSpec(budget=3.0).with_(sinks=1).metric == "none"
+    axes = CacheSpec(budget=3.0, method="axes")
+    assert CacheSpec(rotation="svd").metric == axes.metric == axes.with_(sinks=1).metric == "none"
     with pytest.raises(ValueError, match="`metric` must be 'none' where `rotation` is 'svd'"):
         CacheSpec(rotation="svd", metric="query")
-    with pytest.raises(ValueError, match="`metric` must be 'none' where `rotation` is 'calibrated'"):
+    with pytest.raises(ValueError, match="`metric` must not be named where `budget` shares the bits, got 'query'"):
         CacheSpec(budget=3.0, metric="query")
     with pytest.raises(ValueError, match="`metric` must be one of none, query, got 'queries'"):
         CacheSpec(metric="queries")

@@ -15,7 +15,7 @@ import models
 from models import torch, transformers
 
 import turboquant
-from turboquant import calc, calc_table
+from turboquant import CacheSpec, calc, calc_table
 from turboquant.calc import Layer, Model, decode_seconds, full_bytes, packed_parts, read_model, tokens_that_fit
 from turboquant.calc_table import GPUS, MODELS, TIMED, TIMED_BYTES, TIMES
 from turboquant.cli import main
@@ -70,8 +70,8 @@ def test_bytes_at_every_length(kind, dtype):
 def test_bytes_of_a_calibrated_preset():
     model = models.tiny(head_dim=64)
     found = turboquant.calibrate(model, [torch.randint(1, 96, (4, 600), generator=torch.Generator().manual_seed(0))])
-    for name in ("calibrated-3", "calibrated-fine-4", "turboesm"):
-        spec = presets()[name]
+    axes = (CacheSpec(budget=3, method="axes"), CacheSpec(budget=4, method="axes", group=16))
+    for spec in (*axes, presets()["turboesm"]):
         turboquant.patch(model, spec, calibration=found)
         cache = held(model, spec, 2, 700, calibration=found)
         # A calibration rounds a budget down to whole bits of groups of its own layers and heads.

@@ -86,7 +86,7 @@ def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
     """What was read of it is passed on: at a second look it is empty."""
     where, pipe = tmp_path / "s.csv", tmp_path / "pipe"
     os.mkfifo(pipe)
-    text = f">a\n{protein(12)}\n>b\n{protein(30)}\n"
+    text = f">a\n{protein(12)}\n>b\n{protein(40)}\n"
     writer = threading.Thread(target=pipe.write_text, args=(text,))
     writer.start()
     read = read_entries(pipe)
@@ -95,11 +95,11 @@ def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
     chosen = argparse.Namespace(fasta=str(pipe), csv=str(where), heatmap=None, calibration=None, exact=False,
                                 spec="esm-default", batch=8)  # fmt: skip
     assert commands.scan(model, chosen, read) == 0
-    assert len(where.read_text().splitlines()) == 1 + 42 * 20
+    assert len(where.read_text().splitlines()) == 1 + 52 * 20
     found = commands.evaluated(model, chosen.fasta, {"a": bare(3, 3)}, None, (None, 2), read)
-    assert found["a"].residues == 42
-    made = commands.calibrated(model, chosen.fasta, (None, 10**6), 0, str(tmp_path / "part"), read)
-    assert made.tokens == 46 and made.source == "pipe, 2 proteins"
+    assert found["a"].residues == 52
+    made = commands.calibrated(model, chosen.fasta, (None, 10**6), (3,), 0, str(tmp_path / "part"), read)
+    assert made.tokens == 42 and made.source == "pipe, 2 proteins"
 
 
 def test_evaluation_that_masks_nothing_runs_nothing(model, monkeypatch):
@@ -153,11 +153,11 @@ def test_calibration_is_for_every_head_of_an_encoder(model, sequences):
     assert model.config._attn_implementation == before and found.sensitivity.min() > 0
     inner = tiny_esm("EsmModel", head_dim=32)
     inner.load_state_dict(model.esm.state_dict(), strict=False)
-    turboquant.patch(inner, "calibrated-3", found)
+    turboquant.patch(inner, bare(budget=3), found)
     turboquant.unpatch(inner)
     for other in (tiny_esm(head_dim=32, seed=1), tiny_esm(head_dim=64)):
         with pytest.raises(ValueError, match="`calibration` must be of this model"):
-            turboquant.patch(other, "calibrated-3", found)
+            turboquant.patch(other, bare(budget=3), found)
     results = esm.evaluate(model, sequences, {"p": bare(3, 3), "c": bare(budget=3)}, calibration=found)
     assert results["c"].masked_kl_divergence < results["p"].masked_kl_divergence
 
@@ -200,7 +200,8 @@ def test_command_lines(folder, monkeypatch, tmp_path, capsys):
     model, train, test = (str(folder / name) for name in ("model", "train.fasta", "test.fasta"))
     assert main(["calibrate", model, "--fasta", train, "--out", "c.safetensors", "--tokens", "200"]) == 0
     shown = capsys.readouterr()
-    assert "1 of 9 proteins are left out, the first: `" in shown.err and "224 tokens, 3 layers" in shown.out
+    assert "1 of 9 proteins are left out, the first: `" in shown.err
+    assert "160 tokens, 3 layers" in shown.out and "| bits | none |" in shown.out
     options = ["--calibration", "c.safetensors", "--proteins", "2", "--json", "q.json"]
     assert main(["eval", model, "--fasta", test, "--spec", "default,calibrated-3", *options]) == 0
     assert "| calibrated-3 |" in capsys.readouterr().out

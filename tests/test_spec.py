@@ -46,7 +46,8 @@ REFUSED = {  # fields, what the message must contain: the field, what it was, wh
         dict(key_levels="affine", value_levels="absmax", scale="norm"),
         "`scale` must be left alone where no side has the levels of a codebook, got 'norm'",
     ),
-    "a sketch of a calibrated plan": (dict(budget=3, sketch="gaussian"), "`rotation` must be another one"),
+    "a sketch of a calibrated plan": (dict(rotation="calibrated", sketch="gaussian"), "`rotation` must be another one"),
+    "a sketch of a budget": (dict(budget=3, sketch="gaussian"), "`budget` must be None with blocks, tables, sketches"),
     "sketch": (dict(sketch="jl"), "`sketch` must be one of none, gaussian, gaussian/4, sign, got 'jl'"),
     "no bits in a group, and a sketch": (
         dict(key_bits=(3, 0), value_bits=(3, 3), sketch="gaussian"),
@@ -173,7 +174,7 @@ def test_effective_bits_of_the_field(name):
 def test_which_presets_have_plain_plans():
     fast = {name for name, spec in presets().items() if spec.budget is None and spec.plan(128).is_plain}
     assert fast == {
-        "default",
+        *("default", "near-lossless", "compact", "tiny"),
         "esm-default",
         *(f"paper-mse-{b}" for b in (4, 3, 2)),
         *(f"mlx-v3-{b}" for b in (4, 3.5, 3.25, 3, 2.75, 2.5, 2)),
@@ -226,12 +227,15 @@ def test_presets():
 def test_unknown_presets():
     with pytest.raises(ValueError, match="got 'defalt': did you mean 'default'"):
         preset("defalt")
-    with pytest.raises(ValueError, match="got 'xyz': there are default, esm-default, calibrated-4"):
+    with pytest.raises(ValueError, match="got 'xyz': there are default, esm-default, near-lossless, compact"):
         preset("xyz")
     with pytest.raises(ValueError, match="did you mean .*'skainet-balanced'"):
         preset("SKaiNET-balance")
     with pytest.raises(TypeError, match="`spec` must be a CacheSpec or the name of a preset"):
         resolve({"key_bits": 4})
+    assert preset("calibrated-3.3") == CacheSpec(budget=3.3)
+    with pytest.raises(ValueError, match="`budget` must be in 2..6 bits, got 1.5"):
+        preset("calibrated-1.5")
 
 
 def test_fields_that_are_not_named_are_those_of_the_preset_default():
@@ -260,7 +264,7 @@ def copies(spec):
 def test_copies_know_which_fields_were_named(spec):
     for same in copies(spec):
         assert same == spec and hash(same) == hash(spec)
-        assert same.named >= spec.named and same.named <= spec.named | {"rotation", "centre"}
+        assert same.named >= spec.named and same.named <= spec.named
 
 
 def test_a_budget_sets_what_was_not_named():
@@ -268,10 +272,9 @@ def test_a_budget_sets_what_was_not_named():
     assert CacheSpec(key_bits=4) == CacheSpec() and "key_bits" in CacheSpec(key_bits=4).named
     with pytest.raises(ValueError, match="`key_bits` must not be named where `budget` shares the bits, got 4"):
         CacheSpec(key_bits=4).with_(budget=3)
-    with pytest.raises(ValueError, match="`rotation` must be 'calibrated' or not named .* got 'hadamard'"):
+    with pytest.raises(ValueError, match="`rotation` must not be named where `budget` .* got 'hadamard'"):
         CacheSpec(rotation="hadamard", budget=3)
-    plain = CacheSpec(budget=3).with_(budget=None, key_bits=3)
-    assert (plain.rotation, plain.centre, plain.key_bits, plain.value_bits) == ("calibrated", "calibrated", 3, 4)
+    assert CacheSpec(budget=3).with_(budget=None, key_bits=3) == CacheSpec(3)
 
 
 def test_axes_of_a_calibration_have_no_wave_and_no_metric_unless_they_are_named():

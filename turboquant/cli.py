@@ -23,7 +23,8 @@ from .kernels import print_kernels
 if TYPE_CHECKING:
     from .esm.fasta import Entries
 
-CALIBRATION_TOKENS, CALIBRATION_WINDOW = 32768, 2048
+CALIBRATION_TOKENS, CALIBRATION_WINDOW = 16384, 2048
+HELD_OUT = 4  # one token in so many of a text is held out, to try methods on
 EVALUATED_PROTEINS = 60
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 # Open files by other names. A replaced /dev/stdout would be missed by every other program.
@@ -150,41 +151,74 @@ def calibrate(chosen: argparse.Namespace) -> int:
         from .esm.commands import calibrated
 
         amount = chosen.tokens, CALIBRATION_TOKENS
-        found = calibrated(_model(chosen), chosen.fasta, amount, chosen.seed, checkpoint, proteins)
+        averages = _averages(chosen.bits)
+        found = calibrated(_model(chosen), chosen.fasta, amount, averages, chosen.seed, checkpoint, proteins)
     found.save(chosen.out)
     Path(checkpoint).unlink(missing_ok=True)  # not before the result is on the disk, which may be full
     size = Path(chosen.out).stat().st_size
     print(f"{chosen.out}: {found.tokens:,} tokens, {found.layers} layers, {found.kv_heads} KV heads of "
           f"{found.head_dim} channels, {size:,} bytes")  # fmt: skip
+    print(f"\n{calibration_table(found, chosen.fasta is not None)}")
     return 0
+
+
+def _averages(given: str) -> tuple[float, ...]:
+    from .calibration.measure import checked_averages
+
+    try:
+        return checked_averages([float(bits) for bits in given.split(",")])
+    except ValueError as error:
+        raise ValueError(f"--bits must be averages between commas, got {given!r}: {error}") from None
+
+
+def calibration_table(found: Any, proteins: bool) -> str:
+    """What was tried and chosen, in words."""
+    from .calibration.choice import table
+
+    what = "1 - cosine of last hidden states" if proteins else "KL divergence in nats per token"
+    other = "" if found.trials[0].elsewhere is None else "; in brackets on the text of the package"
+    return f"{what}, on the held-out part{other}:\n\n{table(found.trials)}"
 
 
 def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) -> Any:
     from .calibration import measure
-    from .hf.evaluation import text_windows
+    from .hf.evaluation import leading_token
 
-    tokenizer = _tokenizer(chosen.model)
-    wanted = chosen.tokens
-    if wanted is None:
-        there = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        wanted = min(CALIBRATION_TOKENS, there)
-    least = CALIBRATION_WINDOW // 4
-    if wanted < least:
-        raise ValueError(f"--tokens must be at least {least}, which the text must have, got {wanted}")
-    count = max(1, wanted // CALIBRATION_WINDOW)
-    try:
-        windows = text_windows(text, tokenizer, count, wanted // count)
-    except ValueError as error:
-        raise ValueError(f"--tokens must be at most what --text has, got {wanted}: {error}") from None
-    model = _model(chosen)
+    averages, tokenizer = _averages(chosen.bits), _tokenizer(chosen.model)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    wanted = min(CALIBRATION_TOKENS, len(ids)) if chosen.tokens is None else chosen.tokens
+    least = CALIBRATION_WINDOW // 2
+    if not least <= wanted <= len(ids):
+        raise ValueError(f"--tokens must be in {least}..{len(ids)}, what --text has, got {wanted}")
+    cut = len(ids) - len(ids) // HELD_OUT
+    first = leading_token(tokenizer)
+    learned, tests = (_spread_windows(part, tokens, first) for part, tokens in (
+        (ids[:cut], wanted - wanted // HELD_OUT), (ids[cut:], wanted // HELD_OUT)))  # fmt: skip
     return measure.calibrate(
-        model,
-        [window[None] for window in windows],
+        _model(chosen),
+        learned,
+        held_out=tests,
+        averages=averages,
+        tokenizer=tokenizer,
         seed=chosen.seed,
         source=Path(chosen.text).name,
         progress=True,
         checkpoint=checkpoint,
     )
+
+
+def _spread_windows(ids: Sequence[int], tokens: int, first: int | None) -> list[Any]:
+    """Tensors [1, n] of token ids, n as near CALIBRATION_WINDOW as `tokens` allow, spread evenly over `ids`.
+    first: what each of them begins with, in place of its own first token."""
+    import torch
+
+    from .hf.evaluation import spaced
+
+    count = max(1, round(tokens / CALIBRATION_WINDOW))
+    windows = torch.tensor(spaced(ids, count, min(tokens, len(ids)) // count))
+    if first is not None:
+        windows[:, 0] = first
+    return [windows[i : i + 1] for i in range(count)]
 
 
 def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -359,15 +393,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_calc(commands)
     # No help of its own: `demo --help` is answered by the demo.
     commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits", add_help=False)
-    one = commands.add_parser("calibrate", help="measure a model once, for the calibrated presets")
+    one = commands.add_parser("calibrate", help="measure a model once, try what fits it best, for calibrated presets")
     _add_model_options(one)
     one.add_argument("--out", metavar="FILE", required=True, help="the calibration; FILE.part while it runs, to resume")
     one.add_argument(
         "--tokens",
         type=int,
         metavar="N",
-        help=f"of the text or proteins, spread over it (default {CALIBRATION_TOKENS})",
+        help=f"of the text or proteins, spread over it; a quarter is held out, to try methods on (default "
+        f"{CALIBRATION_TOKENS}, or what there is)",
     )
+    one.add_argument("--bits", metavar="N[,N...]", default="4,3.5,3,2.5,2", help="averages at which methods are tried, "
+                     "in 2..6 (default 4,3.5,3,2.5,2); a budget in between is stored as the nearest one")  # fmt: skip
     one.add_argument(
         "--seed", type=int, default=0, help="of the rotation inside groups, and of what is drawn to measure errors"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +20,12 @@ OURS: dict[str, CacheSpec] = {
     "default": CacheSpec(),
     # The same for an encoder of proteins, whose heads are small: it reads all tokens at once, so that none is recent.
     "esm-default": CacheSpec(codebook="sphere", window=0),
-    # The calibrated plan, by its average of code bits; all of them take the same calibration.
+    # The same in other widths: a divergence below that of fp8 at once, and smaller caches.
+    "near-lossless": CacheSpec(5, 5),
+    "compact": CacheSpec(3, 3),
+    "tiny": CacheSpec(2, 2),
+    # What a calibration found best for an average of code bits, of which there may be any in 2..6.
     **{f"calibrated-{bits}": CacheSpec(budget=float(bits)) for bits in _BUDGETS},
-    # The same in groups of 16 channels: better at the same bytes, for ESM-2 much better, where few groups count most.
-    **{f"calibrated-fine-{bits}": CacheSpec(budget=float(bits), group=16) for bits in _BUDGETS},
 }
 
 
@@ -62,6 +65,7 @@ OTHERS: dict[str, CacheSpec] = {
     "polarquant-3-2": CacheSpec(3, 2, codebook="uniform", scale="norm", sketch="gaussian/4", **_OFF),
 }  # fmt: skip
 _PRESETS = {**OURS, **OTHERS}
+_CALIBRATED = re.compile(r"calibrated-(\d+(?:\.\d+)?)")
 
 
 def presets() -> dict[str, CacheSpec]:
@@ -70,9 +74,12 @@ def presets() -> dict[str, CacheSpec]:
 
 
 def preset(name: str) -> CacheSpec:
-    """The spec of that name. ValueError for an unknown one; the message lists the names, the likeliest first."""
+    """The spec of that name; "calibrated-N" for any average N in 2..6. ValueError for an unknown one; the message lists
+    the names, the likeliest first."""
     if not isinstance(name, str):
         raise TypeError(f"`name` must be the name of a preset, got {name!r}")
+    if found := _CALIBRATED.fullmatch(name):
+        return CacheSpec(budget=float(found[1]))
     if name not in _PRESETS:
         near = difflib.get_close_matches(name.lower(), _PRESETS, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""

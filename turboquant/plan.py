@@ -48,7 +48,7 @@ class Codebook(IntEnum):
 class Scale(IntEnum):
     """The one number stored per token, for decoded codes c of u = z / rms(z) (``tq_scale``)."""
 
-    EDEN = 0  #: rms(z) <u, u> / <c, u>: inner products are unbiased (arXiv 2108.08842)
+    EDEN = 0  #: rms(z) <u, u> / <c, u>: unbiased inner products over the random signs (EDEN, arXiv 2108.08842)
     NORM = 1  #: ||z|| / sqrt(d), TurboQuant mse (arXiv 2504.19874, Algorithm 1)
     NORM_CORRECTED = 2  #: the decoded vector has the norm of z
     LEAST_SQUARES = 3  #: rms(z) <c, u> / <c, c>: least squared error

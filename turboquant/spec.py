@@ -42,6 +42,7 @@ _CHOICES = {
     "centre": ("none", "calibrated", "wave"),
     "metric": ("none", "query"),
     "prefill": ("exact", "packed"),
+    "method": ("chosen", "none", "moments", "widths", "moments+widths", "axes"),
 }
 _SIDES = ("key", "value")
 _RANGES = {
@@ -52,11 +53,19 @@ _RANGES = {
     "window": (0, 2**24),
     "seed": (0, 2**63 - 1),
 }
-_BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre")  # unless they were named
-BUDGET_BITS = 5  # what a budget gives a group at most, but for 8 in groups of 16
+_BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre", "metric")  # by a budget, which says what they are
+BUDGET_BITS = 5  # what a budget gives a group of axes at most, but for 8 in groups of 16
+LEAST_SIDE_BITS = 2  # what a budget gives a side of a layer, at least and at most
+MOST_SIDE_BITS = MAX_BITS
 # Of a rotation whose axes come from a calibration, unless they were named: axes are made without a wave and a metric.
 _OF_AXES = {"calibrated": {"centre": "calibrated", "metric": "none"}, "svd": {"centre": "none", "metric": "none"}}
-_WHOLE_CACHE = ("prefill", "overrides", "budget", "group")  # the same for all layers: an override may not set them
+_WHOLE_CACHE = (
+    "prefill",
+    "overrides",
+    "budget",
+    "method",
+    "group",
+)  # the same for all layers: an override may not set them
 
 
 def _bits(value: Any, field: str) -> Bits:
@@ -148,9 +157,9 @@ class CacheSpec:
                     rotated and scaled apart: "prompt": in the first `outlier_tokens` tokens of the first forward, over
                     its sequences; "calibrated": in a calibration.
     outlier_tokens  how many tokens `outliers="prompt"` looks at.
-    scale           the one number kept per token, head and side: "eden" makes inner products unbiased (arXiv
-                    2108.08842), "norm" is TurboQuant's mse mode (arXiv 2504.19874), "norm_corrected" keeps the norm,
-                    "least_squares" the least error.
+    scale           the one number kept per token, head and side: "eden" makes inner products unbiased over
+                    the random signs (arXiv 2108.08842), "norm" is TurboQuant's mse mode (arXiv 2504.19874),
+                    "norm_corrected" keeps the norm, "least_squares" the least error.
     centre          a vector taken from every key before the rotation, which changes no softmax weight beyond what
                     quantisation does: "wave": the mean of the model's keys before RoPE, turned to each key's position
                     (`turboquant.measure`); "calibrated": the means of a calibration, of keys and values; "none".
@@ -165,9 +174,13 @@ class CacheSpec:
     overrides       layer index (negative counts from the last layer) -> fields that differ in it, such as {0:
                     {"key_bits": 5}}. Given as a mapping, held as sorted tuples.
     seed            of the rotation and the sketch; 0..2**63 - 1. (A calibration has its own.)
-    budget          average code bits, above 0 and at most 5, that a calibration shares among the groups of all layers,
-                    keys and values; then key_bits and value_bits are not looked at and may not be named, and rotation
-                    and centre become "calibrated". None: key_bits and value_bits hold.
+    budget          average code bits of all layers, keys and values, that a calibration shares out: 2 to 6, and with
+                    `method="axes"` above 0 and at most 5. Then key_bits, value_bits, rotation, centre and metric may
+                    not be named: the method sets them, by layer. None: they hold as they are.
+    method          of a budget: "chosen": the one that did best on text that the calibration did not learn from;
+                    "none": the same widths in all layers, moments of the model; "moments": moments of the calibration's
+                    text and the model's; "widths": moments of the model, widths by layer and side;
+                    "moments+widths"; "axes": calibrated axes, widths by group of channels.
 
     Raises TypeError or ValueError that name the field, what it was and what it should be.
     """
@@ -185,6 +198,7 @@ class CacheSpec:
     overrides: Overrides = ()
     seed: int = 0
     budget: float | None = None
+    method: str = "chosen"
     value_rotation: str = "same"
     key_levels: str = "codebook"
     value_levels: str = "codebook"
@@ -210,8 +224,6 @@ class CacheSpec:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        if self.budget is not None:
-            self._check_budget()
         for name in ("key_bits", "value_bits"):
             put(self, name, _bits(getattr(self, name), name))
         for name, choices in _CHOICES.items():
@@ -220,6 +232,7 @@ class CacheSpec:
                 raise TypeError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
             if value not in choices:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
+        self._check_budget()
         for name, (low, high) in _RANGES.items():
             put(self, name, _integer(getattr(self, name), name, low, high))
         for name, value in _OF_AXES.get(self.rotation, {}).items():
@@ -274,7 +287,7 @@ class CacheSpec:
             refuse("metric", f"'none' where `rotation` is {self.rotation!r}, whose axes were made without it")
         if self.rotation == "calibrated" and self.blocked:
             what = "blocks, tables, sketches, outliers and `value_rotation`"
-            refuse("rotation", f"another one (or `budget` None) with {what}: its steps are for plans without them")
+            refuse("rotation", f"another one with {what}: its steps are for plans without them")
         if self.blocked and any(isinstance(b, tuple) and 0 in b for b in (self.key_bits, self.value_bits)):
             refuse("key_bits", "above 0 in every group, as `value_bits`, with blocks, tables, sketches and outliers")
 
@@ -288,32 +301,42 @@ class CacheSpec:
 
     def _check_budget(self) -> None:
         put = object.__setattr__
+        if self.budget is None:
+            if self.method != "chosen":
+                raise ValueError(f"`method` must be left alone where there is no `budget`, got {self.method!r}")
+            return
         if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
             raise TypeError(f"`budget` must be a number of bits or None, got {self.budget!r}")
         put(self, "budget", float(self.budget))
-        if not 0 < self.budget <= BUDGET_BITS:  # a NaN is refused as well
+        axes = self.method == "axes"
+        if axes and not 0 < self.budget <= BUDGET_BITS:  # a NaN is refused as well
             raise ValueError(f"`budget` must be above 0 and at most {BUDGET_BITS} bits, got {self.budget}")
-        for name in ("key_bits", "value_bits"):
+        if not axes and not LEAST_SIDE_BITS <= self.budget <= MOST_SIDE_BITS:
+            wants = f"in {LEAST_SIDE_BITS}..{MOST_SIDE_BITS} bits"
+            raise ValueError(f"`budget` must be {wants}, got {self.budget}")
+        for name in _BUDGET_SETS:
             if name in self.named:
-                raise ValueError(
-                    f"`{name}` must not be named where `budget` shares the bits, got {getattr(self, name)!r}"
-                )
-        for name in ("rotation", "centre"):
-            if name in self.named and getattr(self, name) != "calibrated":
-                wants = "'calibrated' or not named where `budget` is set"
-                raise ValueError(f"`{name}` must be {wants}, got {getattr(self, name)!r}")
-            put(self, name, "calibrated")
+                got = getattr(self, name)
+                raise ValueError(f"`{name}` must not be named where `budget` shares the bits, got {got!r}")
+        if self.blocked:
+            what = "blocks, tables, sketches, outliers and `value_rotation`"
+            raise ValueError(f"`budget` must be None with {what}, got {self.budget}")
+        if self.group != GROUP and not axes:
+            raise ValueError(f"`group` must be {GROUP} where a budget's method is not 'axes', got {self.group!r}")
+        if axes:
+            put(self, "rotation", "calibrated")
 
     @property
     def calibrated(self) -> bool:
         """Whether it cannot be used without a calibration. Overrides are not looked at."""
         taken = (self.rotation, self.value_rotation, self.centre, self.outliers, self.key_levels, self.value_levels)
-        return any(field in ("calibrated", "svd", "table") for field in taken)
+        return self.budget is not None or any(field in ("calibrated", "svd", "table") for field in taken)
 
     @property
     def measured(self) -> bool:
-        """Whether it cannot be used without the moments of the model. Overrides are not looked at."""
-        return self.centre == "wave" or self.metric == "query"
+        """Whether it cannot be used without the moments of the model; a budget finds them in its calibration. Overrides
+        are not looked at."""
+        return self.budget is None and (self.centre == "wave" or self.metric == "query")
 
     def _checked_overrides(self) -> Overrides:
         given: Any = self.overrides
@@ -338,12 +361,10 @@ class CacheSpec:
         return tuple(sorted(held))
 
     def with_(self, **fields: Any) -> CacheSpec:
-        """A copy with some fields changed, checked again. The fields named are those of both. A spec that had a budget
-        keeps its calibrated rotation and centre.
+        """A copy with some fields changed, checked again. The fields named are those of both.
 
         `dataclasses.replace` would name every field."""
-        kept = self.named if self.budget is None else self.named | {"rotation", "centre"}
-        return CacheSpec(**{name: getattr(self, name) for name in kept} | fields)
+        return CacheSpec(**{name: getattr(self, name) for name in self.named} | fields)
 
     def to_dict(self) -> dict[str, Any]:
         """The value of each field, and under "named" the names that were given: what `from_dict` takes."""
@@ -441,10 +462,11 @@ class CacheSpec:
         head_dim = _integer(head_dim, "head_dim", 8, 2**15)
         kv_heads, n_layers = _integer(kv_heads, "kv_heads", 1, 2**15), _integer(n_layers, "n_layers", 1, 2**15)
         if self.budget is not None:
+            self.with_(budget=None, method="chosen", overrides=()).plan(head_dim)
             groups = -(-head_dim // self.group)
-            self.with_(budget=None, overrides=()).plan(head_dim)
-            codes = self.group * group_bits_of(self.budget, n_layers, groups) // 8
-            return kv_heads * (codes + 2 * 2 * n_layers)
+            shared = groups if self.method == "axes" else 1  # widths are shared among groups, or among sides
+            bits = group_bits_of(self.budget, n_layers, shared) * groups // shared
+            return kv_heads * (self.group * bits // 8 + 2 * 2 * n_layers)
         if not self.overrides:
             return kv_heads * n_layers * (self.plan(head_dim).record_bytes // PAGE_TOKENS)
         plans = (self.for_layer(i, n_layers).plan(head_dim) for i in range(n_layers))

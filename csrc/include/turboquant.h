@@ -178,7 +178,7 @@ TQ_API tq_status tq_gaussian(uint64_t seed, int32_t rows, int32_t head_dim, floa
 
 /* ---- plans ---- */
 typedef enum {
-    TQ_SCALE_EDEN = 0,           /* rms(z) <u,u> / <c,u>: makes <q, s c> unbiased (EDEN, arXiv 2108.08842) */
+    TQ_SCALE_EDEN = 0,           /* rms(z) <u,u> / <c,u>: <q, s c> unbiased over signs (EDEN, arXiv 2108.08842) */
     TQ_SCALE_NORM = 1,           /* ||z|| / sqrt(n) (TurboQuant mse) */
     TQ_SCALE_NORM_CORRECTED = 2, /* the decoded vector has the norm of z */
     TQ_SCALE_LEAST_SQUARES = 3   /* rms(z) <c,u> / <c,c>: least squared error */

@@ -1,7 +1,8 @@
 """Calibration: what a model's own keys and values say about how to store them, measured once and good for any budget.
 
-The calibrated plan (after TurboESM's head-wise principal axes): per layer, side and KV head, a centre and axes
-(`axes.plan_axes`) of the centred vectors; 32 axes at a time, or 16 (`CacheSpec.group`), form a group, mixed by a
+Which methods there are, and how one of them is chosen, is in `choice.py`. Here are the file and the method "axes"
+(after TurboESM's head-wise principal axes): per layer, side and KV head, a centre and axes (`axes.plan_axes`) of the
+centred vectors; 32 axes at a time, or 16 (`CacheSpec.group`), form a group, mixed by a
 random-sign Hadamard and scaled by a fixed step (the root of the group's mean variance). Bits go to groups over all
 layers, keys and values at once, greedily, each to where
 
@@ -9,7 +10,7 @@ layers, keys and values at once, greedily, each to where
 
 is largest: reverse water-filling (Cover and Thomas, Elements of Information Theory, section 10.3.3) with E(b) the error
 of b bits (`errors`) and the sensitivity measured, as the Kullback-Leibler divergence that squared error along an axis
-causes. This file is the data and the arithmetic; `measure.py` does the measuring.
+causes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -27,9 +28,13 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..files import read_arrays, write_arrays
-from ..plan import FINE_GROUP, GROUP, WIDE_BITS, WIDE_STEP, WIDTHS, Codebook, Plan
+from ..fingerprints import differences
+from ..moments.data import Moments
+from ..plan import FINE_GROUP, GROUP, WIDE_BITS, Plan
 from ..spec import BUDGET_BITS, CacheSpec, group_bits_of
 from .axes import singular_axes
+from .choice import Trial, side_widths, uniform_widths
+from .distortion import errors
 from .tables import COLUMNS
 
 __all__ = ["Calibration", "allocate", "layer_specs"]
@@ -56,6 +61,11 @@ class Calibration:
     source        what text they were, in the words of whoever calibrated.
     tables        [layers, 2, kv_heads, 9] (`tables.kmeans_table`): of keys along their singular axes, and of plain
                   values.
+    moments       "model": of the model, as `turboquant.measure` finds them; "text": of the calibration's text and the
+                  package's together, each counted half. Empty where none were measured.
+    side_costs    [layers, 2]: what keys and values of a layer cost, as nats per token of KL divergence, if their
+                  quantisation left an error as large as what it quantises; with the moments of the text.
+    trials        what was tried on text that nothing was learned from (`choice.Trial`); empty where nothing was.
 
     Raises ValueError that names what is wrong: a shape, a dtype, a number that is not finite, a negative variance.
     """
@@ -70,6 +80,9 @@ class Calibration:
     seed: int = 0
     source: str = ""
     tables: F32 | None = None
+    moments: Mapping[str, Moments] = field(default_factory=dict)
+    side_costs: F32 | None = None
+    trials: tuple[Trial, ...] = ()
 
     def __post_init__(self) -> None:
         shape = self.centre.shape
@@ -79,16 +92,24 @@ class Calibration:
         wanted = {"centre": shape, "covariance": square, "axes": square, "variance": shape, "sensitivity": shape}
         if self.tables is not None:
             wanted["tables"] = (*shape[:3], COLUMNS)
+        if self.side_costs is not None:
+            wanted["side_costs"] = shape[:2]
         for name, expected in wanted.items():
             array = getattr(self, name)
             if array.shape != expected:
                 raise ValueError(f"`{name}` must have shape {expected}, got {array.shape}")
             if array.dtype != np.float32 or not np.isfinite(array).all():
                 raise ValueError(f"`{name}` must be finite float32")
-            if name in ("variance", "sensitivity") and array.min() < 0:
+            if name in ("variance", "sensitivity", "side_costs") and array.min() < 0:
                 raise ValueError(f"`{name}` must not be negative, got {array.min()}")
         if not isinstance(self.fingerprint, dict):
             raise ValueError(f"`fingerprint` must be a mapping, got {self.fingerprint!r}")
+        if {*self.moments} not in (set(), {"model", "text"}) or bool(self.moments) != (self.side_costs is not None):
+            raise ValueError(f"`moments` must be those of the model and of the text, with `side_costs`, or none, got "
+                             f"{[*self.moments]}")  # fmt: skip
+        for name, held in self.moments.items():
+            if len(held.layers) != self.layers:
+                raise ValueError(f"`moments` must have {self.layers} layers, got {len(held.layers)} of the {name}")
         for name in ("tokens", "seed"):
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value < 2**63:
@@ -189,6 +210,39 @@ class Calibration:
         whole_keys = self.fingerprint.get("model_type") == "esm"
         return allocate(energy, group_bits_of(average, self.layers, groups), whole_keys, widths_of(group))
 
+    def method(self, spec: CacheSpec) -> tuple[str, int]:
+        """(method, channels of a group) of a spec with a budget: what it names, or what did best.
+
+        Of the averages that were tried, the nearest one decides, the lower of two. ValueError where nothing was tried.
+        """
+        assert spec.budget is not None
+        average = spec.budget
+        if spec.method != "chosen":
+            return spec.method, spec.group
+        if not self.trials:
+            raise ValueError("`calibration` must have tried its methods on held-out text for a spec whose method is "
+                             "'chosen': pass `held_out` to turboquant.calibrate, or name a method")  # fmt: skip
+        nearest = min({t.average for t in self.trials}, key=lambda tried: (abs(tried - average), tried))
+        best = min(self.trials, key=lambda t: (t.average != nearest, not t.chosen))
+        if best.method == "axes" and average > BUDGET_BITS:  # more than axes can have: the best of the others
+            best = min(self.trials, key=lambda t: (t.average != nearest, t.method == "axes", t.kl_divergence))
+        return best.method, best.group
+
+    def side_bits(self, average: float, method: str) -> list[list[int]]:
+        """Bits of keys and values of each layer, [layers][2], for an average of at most `average` code bits."""
+        if not self.moments and method != "none":
+            raise ValueError(f"`calibration` must have moments for the method {method!r}, got one without: pass "
+                             "`held_out` to turboquant.calibrate, of a model that can be measured")  # fmt: skip
+        costs = self.side_costs if "widths" in method else None
+        widths = uniform_widths(average, self.layers) if costs is None else side_widths(costs, average)
+        return [[int(key), int(value)] for key, value in widths]
+
+    def moments_of(self, spec: CacheSpec) -> Moments | None:
+        """The moments that a spec takes from here; None if it takes none: it has no budget, or axes."""
+        if spec.budget is None or not self.moments or (method := self.method(spec)[0]) == "axes":
+            return None
+        return self.moments["text" if "moments" in method else "model"]
+
     def average_of_bytes(self, bytes_per_token: float, group: int = GROUP) -> float:
         """The `average` of a budget in bytes: of one packed token, all layers and heads, keys and values, scales
         included.
@@ -214,12 +268,23 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, whole or not at all."""
-        write_arrays(path, _FORMAT, {name: getattr(self, name) for name in _DESCRIBED}, self.arrays())
+        write_arrays(path, _FORMAT, self.described(), self.arrays())
+
+    def described(self) -> dict[str, Any]:
+        """All but the arrays, as JSON holds it."""
+        return {
+            **{name: getattr(self, name) for name in _DESCRIBED},
+            "moments": {name: held.described() for name, held in self.moments.items()},
+            "trials": [asdict(trial) for trial in self.trials],
+        }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Those that there are, by name."""
-        held = {name: getattr(self, name) for name in (*_ARRAYS, "tables")}
-        return {name: array for name, array in held.items() if array is not None}
+        """Those that there are, by name; of moments under "moments.model.0.NAME"."""
+        held = {name: getattr(self, name) for name in (*_ARRAYS, *_OPTIONAL)}
+        found = {name: array for name, array in held.items() if array is not None}
+        for whose, moments in self.moments.items():
+            found |= {f"moments.{whose}.{name}": array for name, array in moments.arrays().items()}
+        return found
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
@@ -227,8 +292,15 @@ class Calibration:
         foreign or of another version."""
         try:
             described, arrays = read_arrays(path, _FORMAT, "a calibration file")
-            given: dict[str, Any] = {**arrays, **{key: described[key] for key in _DESCRIBED}}
-            return cls(**given)
+            own = {name: array for name, array in arrays.items() if not name.startswith("moments.")}
+            moments = {}
+            for whose, told in described["moments"].items():
+                start = f"moments.{whose}."
+                of_it = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
+                moments[whose] = Moments.of_arrays(told, of_it)
+            trials = tuple(Trial(**told) for told in described["trials"])
+            given: dict[str, Any] = {**own, **{key: described[key] for key in _DESCRIBED}}
+            return cls(**given, moments=moments, trials=trials)
         except (AttributeError, KeyError, ValueError, TypeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"`path` must be a calibration file, got {os.fspath(path)!r}: {why}") from error
@@ -243,31 +315,17 @@ class Calibration:
         raise TypeError(f"`calibration` must be a Calibration or the path of a file, got {given!r}")
 
 
-def differences(was: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
-    """In what a model's fingerprint differs from an earlier one, in words; empty if it is the same model.
-
-    Only what both have is compared: a configuration alone has no weights. Weights are samples: they may differ by what
-    rounding to bfloat16 does, so that a model may be calibrated in one dtype and run in another.
-    """
-    found = [f"{name} {model[name]!r} instead of {x!r}" for name, x in was.items()
-             if name != "weights" and name in model and model[name] != x]  # fmt: skip
-    if not found and "weights" in model and "weights" in was:
-        a, b = (np.asarray(mark["weights"], np.float64) for mark in (model, was))
-        if a.shape != b.shape or not np.allclose(a, b, rtol=2**-7, atol=1e-3 * float(np.abs(b).max(initial=0))):
-            found.append("other weights")
-    return found
-
-
 _ARRAYS = ("centre", "covariance", "axes", "variance", "sensitivity")
+_OPTIONAL = ("tables", "side_costs")
 _DESCRIBED = ("fingerprint", "tokens", "seed", "source")
-assert {*_ARRAYS, *_DESCRIBED, "tables"} == {field.name for field in fields(Calibration)}
+assert {*_ARRAYS, *_OPTIONAL, *_DESCRIBED, "moments", "trials"} == {field.name for field in fields(Calibration)}
 
 
 def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int) -> list[CacheSpec]:
     """The spec of each layer, its overrides applied and its bits known.
 
-    ValueError for a spec that needs a calibration and has none, one that needs none and has one, or one of other
-    layers.
+    ValueError for a spec that needs a calibration and has none, one that needs none and has one, one of other layers,
+    and one that does not know what the spec's budget asks for.
     """
     each = [spec.for_layer(i, n_layers) for i in range(n_layers)]
     if calibration is None:
@@ -283,44 +341,22 @@ def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int)
                          f"{n_layers} layers instead of {calibration.layers}")  # fmt: skip
     if spec.budget is None:
         return each
-    calibration._check_average("budget", spec.budget, calibration.groups(spec.group))
-    bits = calibration.bits(spec.budget, spec.group).tolist()
-    return [s.with_(budget=None, key_bits=tuple(b[0]), value_bits=tuple(b[1])) for s, b in zip(each, bits)]
+    method, group = calibration.method(spec)
+    if method != "axes":
+        widths = calibration.side_bits(spec.budget, method)
+        plain: dict[str, Any] = {"budget": None, "method": "chosen"}
+        if not calibration.moments:
+            plain |= {"centre": "none", "metric": "none"}
+        return [s.with_(**plain, key_bits=k, value_bits=v) for s, (k, v) in zip(each, widths)]
+    calibration._check_average("budget", spec.budget, calibration.groups(group))
+    bits = calibration.bits(spec.budget, group).tolist()
+    axes: dict[str, Any] = {"budget": None, "method": "chosen", "rotation": "calibrated", "group": group}
+    return [s.with_(**axes, key_bits=tuple(b[0]), value_bits=tuple(b[1])) for s, b in zip(each, bits)]
 
 
 def widths_of(group: int) -> tuple[int, ...]:
     """The bits that a budget may give a group of so many channels, ascending."""
     return (*range(BUDGET_BITS + 1), *((WIDE_BITS,) if group == FINE_GROUP else ()))
-
-
-@cache
-def _distortions() -> dict[int, float]:
-    """D(b) for b = 0..6 and 8: mean squared error of the codebook for N(0, 1), by Simpson's rule over each level's
-    cell."""
-    out = {0: 1.0}
-    for bits in WIDTHS[1:]:
-        if bits == WIDE_BITS:
-            levels = np.arange(-127, 128) * WIDE_STEP
-        else:
-            book = _core.codebook(Codebook.NORMAL, 128, bits)
-            levels = np.sort(book["levels"].astype(np.float64)) * book["step"]
-        x = np.linspace(-9, 9, 36001)
-        error = (x - levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x)]) ** 2
-        out[bits] = float(np.trapezoid(error * np.exp(-x * x / 2) / np.sqrt(2 * np.pi), x))
-    return out
-
-
-@cache
-def errors() -> tuple[dict[int, float], dict[int, float]]:
-    """E(b) for b = 0..6 and 8, of keys and of values: what a coordinate of unit variance at b bits costs, with D its
-    mean squared error.
-
-    Values: D. Keys: D + D^2, in which the part of the error that all tokens share counts twice: a decoded key is on
-    average 1 - D of the true one, and keys that are all too short by that flatten a softmax more than noise of that
-    size would. Without it plans of few bits leave groups of keys empty (reference model, 2 bits: .034 nats, not .031).
-    """
-    values = _distortions()
-    return {b: d + d * d for b, d in values.items()}, values
 
 
 def runs(bits: Sequence[int]) -> list[tuple[int, int]]:

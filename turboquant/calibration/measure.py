@@ -1,4 +1,4 @@
-"""`calibrate`: measures a model's keys and values on a few sequences.
+"""`calibrate`: measures a model's keys and values on a few sequences, and tries what can be made of it (`trial`).
 
 Two passes over the sequences, both in constant memory. The first adds up, per layer, side and KV head, the sum of the
 vectors and of their outer products (float64): centres and covariances. The second, over `sensitivity_batches` of the
@@ -28,6 +28,7 @@ import torch
 from ..files import write_whole
 from ..hf.placement import device_of, is_offloaded, loaded
 from ..hf.tap import Tap, tapped
+from ..spec import LEAST_SIDE_BITS, MOST_SIDE_BITS
 from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
 from .tables import kmeans_table
@@ -35,6 +36,8 @@ from .tables import kmeans_table
 __all__ = ["calibrate", "checked_seed", "describe", "fingerprint", "token_divergence", "token_ids"]
 
 SAMPLED_TENSORS, SAMPLED_WEIGHTS = 8, 16  # of a fingerprint
+SINKS = 4
+AVERAGES = (4.0, 3.5, 3.0, 2.5, 2.0)  # of code bits, tried unless said otherwise
 _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 Batch = Mapping[str, torch.Tensor]
@@ -110,9 +113,23 @@ class _Moments:
         return np.stack(first).reshape(shape), np.stack(second).reshape(*shape, shape[-1])
 
 
-def _count(batch: Batch) -> int:
-    mask = batch.get("attention_mask")
-    return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+def _skipped(model: Any) -> int:
+    """First tokens of a sequence that are not counted: decoders keep them exact, and they are like no others."""
+    return 0 if _is_esm(model) else SINKS
+
+
+def _counted(batch: Batch, skip: int) -> torch.Tensor | None:
+    """[batch, tokens] bool, the tokens that count: real ones, but for the first `skip` of each sequence; None: all."""
+    real = _real(batch)
+    if skip == 0:
+        return real
+    real = torch.ones_like(batch["input_ids"], dtype=torch.bool) if real is None else real
+    return real & (real.cumsum(1) > skip)
+
+
+def _count(batch: Batch, skip: int) -> int:
+    counted = _counted(batch, skip)
+    return batch["input_ids"].numel() if counted is None else int(counted.sum())
 
 
 def _real(batch: Batch) -> torch.Tensor | None:
@@ -184,6 +201,7 @@ def _of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | N
 
 
 def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any]) -> None:
+    skip = _skipped(model)
     # By name: hooks that offload weights make new parameters in each forward.
     trained = [name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad]
     step(run.probed)
@@ -204,16 +222,16 @@ def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, st
                 errors[layer, 0], errors[layer, 1] = (torch.zeros_like(x, requires_grad=True) for x in (key, value))
                 return key + errors[layer, 0], value + errors[layer, 1]
 
-            tap.hook, real = hook, _real(batch)
+            tap.hook, real = hook, _counted(batch, skip)
             with torch.enable_grad(), _kept(model):
-                score = _score(model, _forward(model, batch), real, run.seed + i)
+                score = _score(model, _forward(model, batch), _real(batch), run.seed + i)
                 gradients = torch.autograd.grad(score, list(errors.values()))
             for (layer, side), gradient in zip(errors, gradients):
                 if (layer, side) == (0, 1):
                     run.costs.add(layer, side, _of_tokens(gradient, batch["input_ids"], real), None)
                 else:
                     run.costs.add(layer, side, gradient, real)
-            run.costs.tokens += _count(batch)
+            run.costs.tokens += _count(batch, skip)
             run.probed += 1
             run.save()
             step()
@@ -261,6 +279,7 @@ class _Run:
     def __init__(self, identity: str, seed: int, file: str | os.PathLike[str] | None) -> None:
         self.moments, self.costs = _Moments("keys and values"), _Moments("gradients")
         self.done = self.probed = 0  # batches of each pass
+        self.trials: dict[str, float] = {}  # what `trial.tried` has measured
         self.identity, self.seed, self.file = identity, seed, None if file is None else Path(file)
         if self.file is not None and self.file.exists():
             self._load(self.file)
@@ -273,6 +292,7 @@ class _Run:
                 raise ValueError("it is of others")
             self.done, self.moments.tokens, self.moments.sums = held["moments"]
             self.probed, self.costs.tokens, self.costs.sums = held["costs"]
+            self.trials = held["trials"]
         except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, RuntimeError) as error:
             # torch's own words go on with how to unpickle anything
             reason = str(error).partition(". ")[0].partition("\n")[0]
@@ -285,6 +305,7 @@ class _Run:
             "identity": self.identity,
             "moments": (self.done, self.moments.tokens, self.moments.sums),
             "costs": (self.probed, self.costs.tokens, self.costs.sums),
+            "trials": self.trials,
         }
         written = io.BytesIO()  # torch.save calls a full disk a RuntimeError about positions
         torch.save(state, written)
@@ -295,13 +316,16 @@ def calibrate(
     model: Any,
     batches: Sequence[Batch | torch.Tensor],
     *,
+    held_out: Sequence[Batch | torch.Tensor] | None = None,
+    averages: Sequence[float] = AVERAGES,
+    tokenizer: Any = None,
     sensitivity_batches: int = 4,
     seed: int = 0,
     source: str = "",
     progress: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Calibration:
-    """Measures what a calibrated plan needs; good for every budget afterwards.
+    """Measures a model on a text, and tries on another which way of spending an average of bits diverges least.
 
     model    a causal language model of transformers with rotary keys whose attention goes through AttentionInterface,
              or an ESM-2 model (`turboquant.esm.protein_batches` makes batches); patched or not; float32, float16 or
@@ -310,6 +334,11 @@ def calibrate(
     batches  token ids [batch, tokens] of any integer dtype, or mappings with `input_ids` and perhaps `attention_mask`,
              as the model takes them. Text like that which the cache will see, but not what it will be tested on; tens
              of thousands of tokens are plenty. Padding is not counted; a batch of nothing else is left out.
+    held_out  text that nothing is learned from, without padding. Methods (`choice`) are tried on it through the packed
+             path, everything packed but the first 4 tokens, and the best one of each average is kept in `trials`; a
+             spec with a budget needs that. None: nothing is tried, and a budget has to name its method, "axes".
+    averages   of code bits, 2..6, at which methods are tried.
+    tokenizer  of the model, as `turboquant.measure` takes it.
     sensitivity_batches  of these, from the front, measure sensitivities, by a forward and a backward pass each; a batch
              needs the memory of a training step without the optimiser, which is main memory if weights are offloaded.
     seed     0..2**63 - 1, of the Hadamard signs inside groups, and of what is drawn for sensitivities. The same model,
@@ -324,29 +353,73 @@ def calibrate(
     attention bypasses AttentionInterface: all before anything is measured.
     """
     seed = checked_seed(seed)
-    given = [batch for batch in (_checked(i, b) for i, b in enumerate(batches)) if _count(batch)]
+    every = [_checked(i, batch, "batches") for i, batch in enumerate(batches)]
     mark = _checked_model(model)
-    tokens = sum(_count(b) for b in given)
+    given = [batch for batch in every if _count(batch, _skipped(model))]
+    tokens = sum(_count(batch, _skipped(model)) for batch in given)
+    tests = _checked_held_out(model, held_out)
+    averages = checked_averages(averages)
     if tokens <= mark["head_dim"]:
         raise ValueError(
             f"`batches` must hold more tokens than a head has channels ({mark['head_dim']}), got {tokens}: more text"
         )
     if sensitivity_batches < 1:
         raise ValueError(f"`sensitivity_batches` must be at least 1, got {sensitivity_batches}")
-    probes, layers = given[:sensitivity_batches], mark["layers"]
-    run = _Run(_identity(mark, given, len(probes), seed), seed, checkpoint)
-    with _bar(len(given) + len(probes), progress) as step, tapped(model) as tap:
-        _measure_moments(model, tap, given, run, step, layers)
+    probes = given[:sensitivity_batches]
+    run = _Run(_identity(mark, [*given, *tests], len(probes), seed), seed, checkpoint)
+    found, second, cost = _learned(model, mark, given, probes, run, source, progress)
+    if not tests:
+        return found
+    from .trial import tried, with_moments
+
+    found = with_moments(found, model, tokenizer, given, second, cost)
+    return tried(found, model, tokenizer, tests, averages, run.trials, run.save, progress)
+
+
+def _learned(
+    model: Any,
+    mark: dict[str, Any],
+    batches: Sequence[Batch],
+    probes: Sequence[Batch],
+    run: _Run,
+    source: str,
+    progress: bool,
+) -> tuple[Calibration, np.ndarray, np.ndarray]:
+    """(what both passes find, second moments, costs), the last two [layers, 2, kv_heads, head_dim, head_dim]."""
+    layers = mark["layers"]
+    with _bar(len(batches) + len(probes), progress) as step, tapped(model) as tap:
+        _measure_moments(model, tap, batches, run, step, layers)
         mean, second = run.moments.means(layers)
         covariance = second - mean[..., :, None] * mean[..., None, :]
-        tables = _measure_tables(model, tap, given[0], singular_axes(mean[:, 0], covariance[:, 0]))
+        tables = _measure_tables(model, tap, batches[0], singular_axes(mean[:, 0], covariance[:, 0]))
         _measure_costs(model, tap, probes, run, step)
     cost = run.costs.means(layers)[1] / 2
     axes = plan_axes(covariance, cost)
     made = (mean, covariance, axes, variance_along(axes, covariance), variance_along(axes, cost), tables)
     parts = dict(zip(("centre", "covariance", "axes", "variance", "sensitivity", "tables"), made))
-    return Calibration(**{name: x.astype(np.float32) for name, x in parts.items()}, fingerprint=mark,
-                       tokens=run.moments.tokens, seed=seed, source=source)  # fmt: skip
+    found = Calibration(**{name: x.astype(np.float32) for name, x in parts.items()}, fingerprint=mark,
+                        tokens=run.moments.tokens, seed=run.seed, source=source)  # fmt: skip
+    return found, second, cost
+
+
+def _checked_held_out(model: Any, held_out: Sequence[Batch | torch.Tensor] | None) -> list[Batch]:
+    if held_out is None:
+        return []
+    found = [_checked(i, batch, "held_out") for i, batch in enumerate(held_out)]
+    if not found:
+        raise ValueError("`held_out` must hold at least one batch, or be None, got none")
+    if not _is_esm(model) and any(_real(batch) is not None for batch in found):
+        raise ValueError("`held_out` must have no padding, got an attention_mask with zeros")
+    return found
+
+
+def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
+    """Falling, each once. ValueError for none, and for one that is not in 2..6."""
+    found = tuple(sorted({float(average) for average in averages}, reverse=True))
+    if not found or not all(LEAST_SIDE_BITS <= average <= MOST_SIDE_BITS for average in found):
+        wants = f"{LEAST_SIDE_BITS}..{MOST_SIDE_BITS} bits, at least one"
+        raise ValueError(f"`averages` must be in {wants}, got {list(averages)}")
+    return found
 
 
 def checked_seed(seed: Any) -> int:
@@ -373,17 +446,17 @@ def token_ids(given: Any, wants: str) -> torch.Tensor:
     return given.long()
 
 
-def _checked(i: int, batch: Batch | torch.Tensor) -> Batch:
+def _checked(i: int, batch: Batch | torch.Tensor, name: str) -> Batch:
     if isinstance(batch, torch.Tensor):
         batch = {"input_ids": batch}
     held = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    wants = f"`batches[{i}]` must be token ids [batch, tokens] or a mapping with such input_ids"
+    wants = f"`{name}[{i}]` must be token ids [batch, tokens] or a mapping with such input_ids"
     ids = token_ids(batch if held is None else held, wants)
     batch = {**batch, "input_ids": ids}
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(
-            f"`batches[{i}]` must have an attention_mask like its {tuple(ids.shape)} tokens, got {tuple(mask.shape)}"
+            f"`{name}[{i}]` must have an attention_mask like its {tuple(ids.shape)} tokens, got {tuple(mask.shape)}"
         )
     return batch
 
@@ -429,7 +502,7 @@ def _measure_moments(
 ) -> None:
     step(run.done)
     for batch in batches[run.done :]:
-        real = _real(batch)
+        real = _counted(batch, _skipped(model))
 
         def hook(
             module: torch.nn.Module,
@@ -447,7 +520,7 @@ def _measure_moments(
         if len(tap.order) != layers:
             raise NotImplementedError(f"{type(model).__name__} cannot be calibrated: the attention of {len(tap.order)} "
                                       f"of its {layers} layers goes through AttentionInterface")  # fmt: skip
-        run.moments.tokens += _count(batch)
+        run.moments.tokens += _count(batch, _skipped(model))
         run.done += 1
         run.save()
         step()

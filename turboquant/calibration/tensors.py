@@ -26,6 +26,8 @@ def transforms(calibration: Calibration, spec: CacheSpec, layer: int, device: to
     *_centre [kv_heads, head_dim] for centre="calibrated"; *_rotation for rotation="svd" and outliers="calibrated", with
     the rows of a sketch; *_steps [kv_heads, 8 or 9] for a table.  Not to be written to.
     """
+    if not spec.calibrated:
+        return {}
     held = _made.setdefault(calibration, {})
     bits = [group_widths(getattr(spec, f"{side}_bits"), calibration.head_dim, spec.group) for side in SIDES]
     where = layer, bits[0], bits[1], spec.group, device

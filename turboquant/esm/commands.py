@@ -22,6 +22,7 @@ from .scan import Scan, masked_marginals
 __all__ = ["calibrated", "evaluated", "markdown", "scan"]
 
 
+HELD_OUT = 4  # one protein in so many is held out of a calibration
 Amount = tuple[int | None, int]  # what was asked for, if anything, and what is usual
 Read = Entries | None  # what a file holds, if it was read before: a pipe can be read but once
 
@@ -65,13 +66,27 @@ def _spread(
     return [proteins[i * len(proteins) // count].sequence for i in range(count)]
 
 
-def calibrated(model: Any, fasta: str, tokens: Amount, seed: int, checkpoint: str, read: Read = None) -> Calibration:
-    """A calibration of `model` on about so many tokens of the proteins in a file."""
+def calibrated(
+    model: Any,
+    fasta: str,
+    tokens: Amount,
+    averages: Sequence[float],
+    seed: int,
+    checkpoint: str,
+    read: Read = None,
+) -> Calibration:
+    """A calibration of `model` on about so many tokens of the proteins in a file. A quarter of them is held out, to try
+    its methods on."""
     checked_model(model)
     sequences = _spread(fasta, read, model, "--tokens", tokens, lambda protein: len(protein.sequence) + 2)
-    batches = protein_batches(model, sequences, seed=seed)
+    if len(sequences) < 2:
+        raise ValueError("--tokens must take in two proteins, one of them held out to try on, got one")
+    held_out = protein_batches(model, sequences[::HELD_OUT], seed=seed)
+    learned = [one for i, one in enumerate(sequences) if i % HELD_OUT]
+    batches = protein_batches(model, learned, seed=seed)
     source = f"{Path(fasta).name}, {len(sequences)} proteins"
-    return measure.calibrate(model, batches, seed=seed, source=source, progress=True, checkpoint=checkpoint)
+    return measure.calibrate(model, batches, held_out=held_out, averages=averages, seed=seed, source=source,
+                             progress=True, checkpoint=checkpoint)  # fmt: skip
 
 
 def evaluated(

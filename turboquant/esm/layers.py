@@ -40,6 +40,8 @@ def packed_layers(
     if given is not None:
         given.check(fingerprint(model))
     specs = layer_specs(spec, given, len(modules))
+    if moments is None and given is not None:
+        moments = given.moments_of(spec)
     found = moments_for(model, specs, moments) if measured else None
     if found is not None and moments is not None:
         found.check(fingerprint(model))

@@ -27,7 +27,7 @@ from .attention import NAME, PackedAttention, Pass, plain_attention
 from .layers import packed_layers
 from .model import MASK, attentions, checked_model, dropout_factor, embed, padded, tokenise
 
-__all__ = ["ProteinEvaluation", "evaluate", "protein_batches"]
+__all__ = ["ProteinEvaluation", "cosine_losses", "evaluate", "protein_batches"]
 
 FIRST_RESIDUE = 4  # tokens before it are special ones
 
@@ -174,6 +174,30 @@ def _layers(model: Any, spec: CacheSpec, calibration: Any, moments: Any) -> list
     each = [spec.for_layer(i, count) for i in range(count)]
     uses_calibration, uses_moments = any(s.calibrated for s in each), any(s.measured for s in each)
     return packed_layers(model, spec, calibration if uses_calibration else None, moments if uses_moments else None)
+
+
+def cosine_losses(
+    model: Any, batch: Mapping[str, torch.Tensor], specs: Mapping[str, CacheSpec], calibration: Calibration
+) -> dict[str, float]:
+    """1 minus the cosine of the last hidden states with the model's own, by spec: mean over the tokens of a batch, as
+    `protein_batches` makes them, with all keys and values packed."""
+    base, device = checked_model(model), device_of(model)
+    ids = batch["input_ids"].to(device)
+    real = batch.get("attention_mask", torch.ones_like(ids)).to(device).bool()
+    packed = {name: _layers(model, spec, calibration, None) for name, spec in specs.items()}
+
+    def states(layers: list[PackedAttention] | None) -> torch.Tensor:
+        embeddings = embed(base, ids, dropout_factor(ids, real))
+        inputs = {"inputs_embeds": embeddings, "attention_mask": real.long()}
+        found: torch.Tensor = base(**inputs, turboquant_context=_Packed(base, layers)).last_hidden_state[real]
+        return found
+
+    with _inference(model), routed(base, NAME):
+        plain = states(None).double()
+        losses = {}
+        for name, layers in packed.items():
+            losses[name] = float((1 - torch.cosine_similarity(plain, states(layers).double(), dim=-1)).mean())
+    return losses
 
 
 @contextmanager

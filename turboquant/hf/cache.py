@@ -113,6 +113,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         if found is not None:
             found.check(describe(text))
         specs = layer_specs(self.spec, found, text.num_hidden_layers)
+        if moments is None and found is not None:
+            moments = found.moments_of(self.spec)
         self._set_up(found, describe(text), specs, moments_for(model, specs, moments))
 
     def _set_up(

@@ -410,7 +410,8 @@ def _loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
 
 
 def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.Tensor:
-    """Token ids [windows, length], int64 on the CPU: windows spaced evenly over the whole text, without overlap.
+    """Token ids [windows, length], int64 on the CPU: windows spaced evenly over the whole text, without overlap. Where
+    the tokenizer begins texts with BOS, so does each window, in place of its first token.
 
     ValueError if the text has fewer tokens than that; the message says how many windows it has.
     """
@@ -421,8 +422,22 @@ def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.
     if len(ids) < windows * length:
         raise ValueError(f"`text` must have {windows} x {length} tokens, got {len(ids)}: "
                          f"{len(ids) // length} windows of that length")  # fmt: skip
+    found = torch.tensor(spaced(ids, windows, length), dtype=torch.int64, device="cpu")
+    if (first := leading_token(tokenizer)) is not None:
+        found[:, 0] = first
+    return found
+
+
+def spaced(ids: Sequence[int], windows: int, length: int) -> list[Sequence[int]]:
+    """So many windows of `ids`, from its start to its end."""
     starts = [i * (len(ids) - length) // max(windows - 1, 1) for i in range(windows)]
-    return torch.tensor([ids[start : start + length] for start in starts], dtype=torch.int64, device="cpu")
+    return [ids[start : start + length] for start in starts]
+
+
+def leading_token(tokenizer: Any) -> int | None:
+    """BOS, if the tokenizer begins texts with it."""
+    bos: int | None = getattr(tokenizer, "bos_token_id", None)
+    return bos if bos is not None and list(tokenizer("a")["input_ids"][:1]) == [bos] else None
 
 
 def markdown(found: Mapping[str, Evaluation]) -> str:

@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..calibration import Calibration, layer_specs
-from ..calibration.data import differences
 from ..calibration.measure import describe
 from ..files import Tensor, array_bytes, crc32, layout, numpy_dtype, read_header, tensor, write_tensors
+from ..fingerprints import differences
 from ..kvcache.exact import exact_rows, laid_out
 from ..kvcache.pages import RELEASED, PagePool, PageTable, outside_autograd
 from ..modes import is_split
@@ -98,7 +98,8 @@ def calibration_mark(calibration: Calibration | None) -> str | None:
     if calibration is None:
         return None
     sums = {name: crc32([array_bytes(array)]) for name, array in calibration.arrays().items()}
-    return f"{zlib.crc32(json.dumps([sums, calibration.seed]).encode()):08x}"
+    tried = calibration.described()["trials"]
+    return f"{zlib.crc32(json.dumps([sums, calibration.seed, tried]).encode()):08x}"
 
 
 def moments_mark(moments: Moments | None) -> str | None:

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..calibration.data import differences
 from ..files import read_arrays, write_arrays
+from ..fingerprints import differences
 from ..plan import MAX_RANK, PAIR_MULTIPLE
 
 __all__ = ["FORMAT", "PROTEINS", "RANDOM_IDS", "LayerMoments", "Moments", "array_shapes"]

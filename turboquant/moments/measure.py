@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
 from .rotary import Rotary, probe
 from .text import LEAST, TOKENS, protein_sample, sample
 
-__all__ = ["cache_folder", "measure"]
+__all__ = ["cache_folder", "measure", "measure_with_text"]
 
 SINKS = 4  # first tokens, which are like no others
 _SAMPLED = 16  # weights of each tensor, in the digest of a model
@@ -68,17 +69,42 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Momen
     file = None if folder is None else folder / f"moments-{_digest(base, ids)}.safetensors"
     if file is not None and (kept := _kept(file, mark)) is not None:
         return kept
-    layers = _of_proteins(base, ids) if proteins else _measured(base, ids[0], limit)
-    moments = Moments(layers, mark, sum(one.shape[1] - SINKS for one in ids), source)
+    parts = _weighted(ids, 1.0)
+    layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
+    moments = Moments(layers, mark, sum(map(_counted, ids)), source)
     if file is not None:
         _keep(file, moments)
     return moments
 
 
+def measure_with_text(model: Any, windows: Sequence[torch.Tensor], tokenizer: Any = None, source: str = "") -> Moments:
+    """Moments of windows of a text, each [1, tokens], or of proteins, and of what `measure` runs on, half of each: a
+    text's own alone would serve other kinds of text worse. Nothing is kept in a file. Errors as of `measure`."""
+    base = checked_base_model(model)
+    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None) or TOKENS + 1
+    proteins = base.config.model_type == "esm"
+    ids, _ = protein_sample(base) if proteins else sample(base, tokenizer, None, limit)
+    parts = [*_weighted(ids, 0.5), *_weighted(windows, 0.5)]
+    layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
+    return Moments(layers, fingerprint(base), sum(_counted(part) for part, _ in parts), source)
+
+
+def _counted(ids: torch.Tensor) -> int:
+    return ids.shape[1] - SINKS
+
+
+def _weighted(ids: Sequence[torch.Tensor], share: float) -> list[tuple[torch.Tensor, float]]:
+    """Each part with its weight, in proportion to its tokens; all of them `share`. Parts without any are left out."""
+    kept = [one for one in ids if _counted(one) > 0]
+    total = sum(map(_counted, kept))
+    return [(one, share * _counted(one) / total) for one in kept]
+
+
 # ---- the forward ----
 
 
-def _measured(model: Any, ids: torch.Tensor, limit: int) -> tuple[LayerMoments, ...]:
+def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: int) -> tuple[LayerMoments, ...]:
+    """Of token ids [1, tokens], each with its weight; these sum to 1."""
     body = model.base_model  # without the head
     device = device_of(body)
     cuda = {p.device.index for p in model.parameters() if p.device.type == "cuda"} | (
@@ -98,9 +124,10 @@ def _measured(model: Any, ids: torch.Tensor, limit: int) -> tuple[LayerMoments, 
             ) from error
 
     sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each attention, in the order of calls
+    means: list[tuple[torch.Tensor, torch.Tensor]] = []  # the same, over all parts
     slots: list[Any] = []
     with torch.random.fork_rng(sorted(cuda)), tapped(model) as tap:
-        found = probe(tap, body, ids, run, limit)
+        found = probe(tap, body, parts[0][0], run, limit)
         layers = describe(model.config)["layers"]
         if len(found) != layers:
             raise NotImplementedError(f"{type(model).__name__} cannot be measured: the attention of {len(found)} of "
@@ -114,29 +141,33 @@ def _measured(model: Any, ids: torch.Tensor, limit: int) -> tuple[LayerMoments, 
             slots.append(getattr(module, "layer_idx", None))
 
         tap.hook = hook
-        run(input_ids=ids)
+        for ids, weight in parts:
+            sums.clear()
+            slots.clear()
+            run(input_ids=ids)
+            part = [(weight * mean, weight * moment) for mean, moment in sums]
+            means = [(m + a, s + b) for (m, s), (a, b) in zip(means, part)] if means else part
         tap.hook = None
     order = range(layers)
     if {*slots} == {*order}:  # in models that call a module several times, calls are in the order of layers
         order = np.argsort(slots).tolist()
-    return tuple(_layer(i, found[call], *sums[call]) for i, call in enumerate(order))
+    return tuple(_layer(i, found[call], *means[call]) for i, call in enumerate(order))
 
 
-def _of_proteins(model: Any, proteins: tuple[torch.Tensor, ...]) -> tuple[LayerMoments, ...]:
-    """Of an ESM-2 model, which reads one protein after the other."""
+def _of_proteins(model: Any, parts: Sequence[tuple[torch.Tensor, float]]) -> tuple[LayerMoments, ...]:
+    """Of an ESM-2 model, which reads one protein after the other; each with its weight."""
     from ..esm.layers import run_watched
 
-    counts = np.array([ids.shape[1] - SINKS for ids in proteins])
     of_layers: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(describe(model.config)["layers"])]
     known = Rotary.of_esm(model.config.hidden_size // model.config.num_attention_heads)
 
     def watch(layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
         of_layers[layer].append(_sums(query[0, :, SINKS:], key[0, :, SINKS:], known))
 
-    run_watched(model, proteins, watch)
-    shares = (counts / counts.sum()).tolist()
+    run_watched(model, [ids for ids, _ in parts], watch)
+    shares = [share for _, share in parts]
     return tuple(
-        _layer(i, known, *(sum(share * one for share, one in zip(shares, parts)) for parts in zip(*each)))
+        _layer(i, known, *(sum(share * one for share, one in zip(shares, sums)) for sums in zip(*each)))
         for i, each in enumerate(of_layers)
     )
 

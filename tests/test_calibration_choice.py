@@ -1,0 +1,266 @@
+"""What a budget means: widths by layer and side, methods tried on held-out text, and what is kept of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from esm_models import protein, tiny_esm
+from models import prompts, tiny
+
+import turboquant
+from turboquant import CacheSpec, Calibration, TurboQuantCache, preset
+from turboquant.calibration import layer_specs, trial
+from turboquant.calibration.choice import POWER, Trial, chosen, side_widths, table, uniform_widths
+from turboquant.calibration.distortion import distortions
+from turboquant.esm import protein_batches
+from turboquant.hf.evaluation import evaluate_all
+
+torch = pytest.importorskip("torch")
+
+
+class Words:
+    """A tokenizer of the tiny models: a token for each character."""
+
+    bos_token_id = 1
+    all_special_ids = (0, 1)
+
+    def __call__(self, text, **_):
+        return {"input_ids": [2 + ord(letter) % 94 for letter in text]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return [prompts(1, 160, seed=s)["input_ids"] for s in range(5)]
+
+
+@pytest.fixture(scope="module")
+def found(model, texts, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TURBOQUANT_CACHE", str(tmp_path_factory.mktemp("moments")))
+        return turboquant.calibrate(model, texts[:4], held_out=texts[4:], averages=(4, 3, 2.5), tokenizer=Words())
+
+
+# ---- widths ----
+
+
+@pytest.mark.parametrize("average", [2, 2.4, 3, 3.5, 3.9, 6])
+def test_the_same_width_everywhere_with_keys_first(average):
+    widths = uniform_widths(average, 10)
+    assert widths.shape == (10, 2) and widths.sum() == round(20 * average)
+    assert np.ptp(widths[:, 0]) <= 1 and np.ptp(widths[:, 1]) <= 1 and (widths[:, 0] >= widths[:, 1]).all()
+    if average == 2.4:  # 8 of 10 keys, not the first 8
+        assert np.flatnonzero(widths[:, 0] == 2).tolist() != [8, 9]
+
+
+def test_sharing_among_sides_is_greedy_and_best(rng):
+    costs = rng.gamma(0.3, size=(2, 2))
+
+    def loss(widths):
+        return sum(costs[at] ** POWER * distortions()[int(widths[at])] for at in np.ndindex(2, 2))
+
+    for total in range(8, 25):
+        widths = side_widths(costs, total / 4)
+        each = (np.array(w).reshape(2, 2) for w in itertools.product(range(2, 7), repeat=4) if sum(w) == total)
+        assert widths.sum() == total and widths.min() >= 2 and widths.max() <= 6
+        assert loss(widths) == pytest.approx(min(map(loss, each)), rel=1e-12)
+    assert side_widths(np.zeros((3, 2)), 2.5).sum() == 15
+    assert side_widths(costs, 2.6).sum() == 10  # never above what was asked for
+
+
+def test_costs_of_sides_are_what_they_do(model, texts, found):
+    """The estimate from one backward pass, against what is added when one side has 3 bits instead of 6."""
+    quiet = {i: {"key_bits": 6, "value_bits": 6} for i in range(3)}
+    specs = {"quiet": CacheSpec(overrides=quiet, sinks=4, window=0)}
+    for layer, side in np.ndindex(3, 2):
+        name = ("key_bits", "value_bits")[side]
+        specs[layer, side] = CacheSpec(overrides={**quiet, layer: {**quiet[layer], name: 3}}, sinks=4, window=0)
+
+    def cache(model, spec, calibration):
+        return TurboQuantCache(model, spec, calibration, moments=found.moments["text"])
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("turboquant.hf.evaluation.TurboQuantCache", cache)
+        results = evaluate_all(model, torch.cat(texts), specs, batch=5, generate=0)
+    kl = {name: one.kl_divergence for name, one in results.items()}
+    added = np.array([[kl[layer, side] - kl["quiet"] for side in range(2)] for layer in range(3)])
+    ratio = added / (found.side_costs * (distortions()[3] - distortions()[6]))
+    assert ratio.min() > 0.6 and ratio.max() < 1.6, ratio
+
+
+# ---- what is chosen ----
+
+
+def trials(*rows):
+    return [Trial(average, method, 32, kl, other) for average, method, kl, other in rows]
+
+
+def test_the_best_is_chosen_and_none_is_always_there():
+    at3 = (3.0, "none", 0.05, 0.04), (3.0, "moments", 0.04, 0.043), (3.0, "axes", 0.03, 0.0401)
+    at2 = (2.0, "none", 0.2, 0.3), (2.0, "moments", 0.21, 0.2), (2.0, "axes", 0.19, 0.32)
+    marked = chosen(trials(*at3, *at2))
+    assert [(t.average, t.method) for t in marked if t.chosen] == [(3.0, "axes"), (2.0, "none")]
+    text = table(marked)
+    assert "| 3 | 0.05000 (0.04000) | 0.04000 (0.04300) | 0.03000 (0.04010) | axes, groups of 32 |" in text
+    assert "3 bits: axes, groups of 32, 40.0% less than none." in text
+    assert "2 bits: none, nothing diverges less; axes, groups of 32 costs 7% more on the package's text." in text
+
+
+def test_no_text_of_the_package_no_veto():
+    marked = chosen(trials((3.0, "none", 0.05, None), (3.0, "axes", 0.03, None)))
+    assert [t.chosen for t in marked] == [False, True] and "(" not in table(marked).partition("3 bits")[0]
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(method="best"), "`method` must be one of none, moments"),
+    (dict(kl_divergence=float("nan")), "`kl_divergence` must be a finite float, got nan"),
+    (dict(average=3), "`average` must be a finite float, got 3"),
+])  # fmt: skip
+def test_trials_that_are_none(fields, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(Trial(3.0, "none", 32, 0.1), **fields)
+
+
+# ---- a calibration that tries ----
+
+
+def test_what_was_tried_is_what_evaluate_measures(model, texts, found):
+    """Never worse than none on the held-out text, and the figures are those of the chosen spec itself."""
+    assert {t.average for t in found.trials} == {4.0, 3.0, 2.5}
+    for average in (4.0, 3.0, 2.5):
+        here = [t for t in found.trials if t.average == average]
+        (best,), (plain,) = [t for t in here if t.chosen], [t for t in here if t.method == "none"]
+        assert best.kl_divergence <= plain.kl_divergence
+        spec = CacheSpec(budget=average)
+        again = evaluate_all(model, texts[4], {"x": spec}, calibration=found, everything_packed=True, generate=0)["x"]
+        assert again.kl_divergence == pytest.approx(best.kl_divergence, rel=1e-6)
+        bits = again.spec.effective_bits(32, 3)
+        assert bits <= average + 0.5 + 1e-9  # a scale of 16 bits for 32 channels
+    assert {(t.method, t.group) for t in found.trials if t.average == 3} == {*trial._METHODS}
+
+
+def test_none_is_the_preset_of_the_same_bits(model, texts, found):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("turboquant.hf.evaluation.TurboQuantCache", lambda model, spec, calibration: TurboQuantCache(
+            model, spec, calibration, moments=None if calibration else found.moments["model"]))  # fmt: skip
+        specs = {"plain": CacheSpec(3, 3), "none": CacheSpec(budget=3, method="none")}
+        results = evaluate_all(model, texts[4], specs, calibration=found, everything_packed=True, generate=0)
+    assert results["plain"].kl_divergence == results["none"].kl_divergence
+
+
+@pytest.mark.parametrize("method, whose", [
+    ("none", "model"), ("moments", "text"), ("widths", "model"), ("moments+widths", "text"), ("axes", None),
+])  # fmt: skip
+def test_each_method_stores_what_it_says(model, found, method, whose):
+    spec = CacheSpec(budget=3, method=method, sinks=0, window=0)
+    cache = TurboQuantCache(model, spec, found)
+    assert cache._shared.moments is (found.moments[whose] if whose else None)
+    specs = layer_specs(spec, found, 3)
+    if method == "axes":
+        assert all(s.rotation == s.centre == "calibrated" for s in specs)
+    else:
+        bits = np.array([(s.key_bits, s.value_bits) for s in specs])
+        assert bits.mean() == 3 and (np.ptp(bits) > 0) == ("widths" in method)
+        assert all((s.rotation, s.centre, s.metric, s.budget) == ("hadamard", "wave", "query", None) for s in specs)
+    with torch.no_grad():
+        turboquant.patch(model, spec, found)
+        model(prompts(1, 300)["input_ids"], use_cache=True, past_key_values=cache)
+        turboquant.unpatch(model)
+    assert cache.report().parts["pages"] == 3 * 128 * spec.bytes_per_token(32, 2, 3)
+
+
+def test_an_average_in_between_is_stored_as_the_nearest_one(found):
+    other = dataclasses.replace(found, trials=chosen([
+        Trial(4.0, "none", 32, 0.2), Trial(4.0, "moments", 32, 0.1), Trial(3.0, "none", 32, 0.2),
+        Trial(3.0, "axes", 16, 0.1)]))  # fmt: skip
+    methods = {b: other.method(CacheSpec(budget=b)) for b in (2, 3.4, 3.5, 3.6, 6)}
+    assert methods == {2: ("axes", 16), 3.4: ("axes", 16), 3.5: ("axes", 16), 3.6: ("moments", 32), 6: ("moments", 32)}
+    high = dataclasses.replace(other, trials=other.trials[2:])  # of which axes, chosen, end at 5 bits
+    assert high.method(CacheSpec(budget=5)) == ("axes", 16) and high.method(CacheSpec(budget=5.5)) == ("none", 32)
+    specs = layer_specs(CacheSpec(budget=3.5), other, 3)
+    assert all(s.group == 16 and len(s.key_bits) == 2 for s in specs)
+
+
+def test_the_file_holds_all_of_it(found, tmp_path):
+    found.save(tmp_path / "one")
+    back = Calibration.load(tmp_path / "one")
+    assert back.trials == found.trials and back.trials
+    np.testing.assert_array_equal(back.side_costs, found.side_costs)
+    for whose in ("model", "text"):
+        for a, b in zip(back.moments[whose].layers, found.moments[whose].layers):
+            np.testing.assert_array_equal(a.amplitudes, b.amplitudes)
+            np.testing.assert_array_equal(a.scale, b.scale)
+    assert back.moments["text"].tokens > back.moments["model"].tokens
+
+
+def test_a_saved_cache_knows_its_choice(model, found, tmp_path):
+    spec = preset("calibrated-3").with_(sinks=0, window=0)
+    turboquant.patch(model, spec, found)
+    with torch.no_grad():
+        cache = model(prompts(1, 150)["input_ids"], use_cache=True).past_key_values
+    cache.save(tmp_path / "cache", model)
+    back = TurboQuantCache.load(tmp_path / "cache", model)
+    assert [layer.spec for layer in back.layers] == [layer.spec for layer in cache.layers]
+    turboquant.unpatch(model)
+    marked = [dataclasses.replace(t, chosen=t.method == "none") for t in found.trials]
+    with pytest.raises(ValueError, match="needs the `calibration` it was made with"):
+        TurboQuantCache.load(tmp_path / "cache", model, dataclasses.replace(found, trials=tuple(marked)))
+
+
+def test_an_interrupted_trial_goes_on(model, texts, found, tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
+    plain, calls = trial._Measure._losses, []
+
+    def losses(self, batch, specs):
+        calls.append(len(specs))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return plain(self, batch, specs)
+
+    monkeypatch.setattr(trial._Measure, "_losses", losses)
+    given = dict(held_out=texts[4:], averages=(4, 3, 2.5), tokenizer=Words(), checkpoint=tmp_path / "half")
+    with pytest.raises(KeyboardInterrupt):
+        turboquant.calibrate(model, texts[:4], **given)
+    assert turboquant.calibrate(model, texts[:4], **given).trials == found.trials
+    assert len(calls) == 5  # two rounds, the held-out window and the package's text each; one of them twice
+
+
+def test_without_held_out_text_a_budget_names_its_method(model, texts):
+    plain = turboquant.calibrate(model, texts[:2], sensitivity_batches=1)
+    assert not plain.trials and not plain.moments
+    for spec, message in (
+        (CacheSpec(budget=3), "`calibration` must have tried its methods on held-out text"),
+        (CacheSpec(budget=3, method="widths"), "`calibration` must have moments for the method 'widths'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TurboQuantCache(model, spec, plain)
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(held_out=[]), "`held_out` must hold at least one batch, or be None, got none"),
+    (dict(held_out=[prompts(2, 60, padding=(3, 0))]), "`held_out` must have no padding"),
+    (dict(held_out=[prompts(1, 60)], averages=(7,)), r"`averages` must be in 2..6 bits, at least one, got \[7\]"),
+    (dict(held_out=[prompts(1, 60)], averages=()), r"`averages` must be in 2..6 bits, at least one, got \[\]"),
+])  # fmt: skip
+def test_what_it_refuses_to_try(model, texts, fields, message, monkeypatch):
+    monkeypatch.setattr("turboquant.calibration.measure._forward", None)  # before anything runs
+    with pytest.raises(ValueError, match=message):
+        turboquant.calibrate(model, texts, **fields)
+
+
+def test_proteins_are_tried_by_their_hidden_states():
+    model = tiny_esm(head_dim=64)
+    batches = protein_batches(model, [protein(60 + n, n) for n in range(24)])
+    found = turboquant.calibrate(model, batches[1:], held_out=batches[:1], averages=(3,))
+    assert {(t.method, t.group) for t in found.trials} == {*trial._METHODS} and len(found.moments) == 2
+    assert sum(t.chosen for t in found.trials) == 1 and all(t.elsewhere is None for t in found.trials)
+    assert min(found.trials, key=lambda t: t.kl_divergence).chosen
+    turboquant.patch(model, "calibrated-3", found)
+    turboquant.unpatch(model)

@@ -1,0 +1,150 @@
+"""What a budget of bits can mean, and which of these methods did best on text that nothing was learned from. NumPy.
+
+    none             the same widths in all layers, moments of the model: what a preset without a calibration does
+    moments          the same widths, moments of the calibration's text and the model's together
+    widths           moments of the model, and for keys and values of each layer a width of their own
+    moments+widths   both
+    axes             principal axes, their groups of 32 or 16 channels with widths of their own (`data.Calibration`)
+
+The widths of sides are shared out greedily, a bit at a time, to where it takes most from
+
+    sum over sides of cost^POWER * D(bits)
+
+with D(b) the mean squared error of b bits (`distortion`) and cost what the side's errors cost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..spec import LEAST_SIDE_BITS, MOST_SIDE_BITS
+from .distortion import distortions
+
+__all__ = ["METHODS", "Trial", "chosen", "side_widths", "table", "uniform_widths"]
+
+METHODS = ("none", "moments", "widths", "moments+widths", "axes")
+POWER = 0.7  # of a side's cost: costs of several sides do not simply add
+TOLERANCE = 0.05  # how much worse than "none" a method may be on the package's text
+
+Widths = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method at one average of bits.
+
+    average        of code bits;  group  channels of a group, for axes
+    kl_divergence  mean over the held-out text, nats a token, everything packed but the sinks
+    elsewhere      the same on the package's text; None where it was not measured
+    chosen         the best of this average
+    """
+
+    average: float
+    method: str
+    group: int
+    kl_divergence: float
+    elsewhere: float | None = None
+    chosen: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {self.method!r}")
+        for name in ("average", "kl_divergence"):
+            if not (isinstance(value := getattr(self, name), float) and math.isfinite(value)):
+                raise ValueError(f"`{name}` must be a finite float, got {value!r}")
+
+    @property
+    def label(self) -> str:
+        """The method, and of axes their groups."""
+        return f"axes, groups of {self.group}" if self.method == "axes" else self.method
+
+
+def uniform_widths(average: float, layers: int) -> Widths:
+    """[layers, 2]: the same bits everywhere, and one more for as many keys, spread over the layers, as the average
+    leaves, and then values: errors of keys cost more."""
+    total = int(average * 2 * layers + 1e-6)
+    low, more = divmod(total, 2 * layers)
+    widths = np.full((layers, 2), low)
+    for side in range(2):
+        count = min(layers, more - side * layers)
+        if count > 0:
+            widths[np.arange(count) * layers // count, side] += 1
+    return widths
+
+
+def side_widths(costs: NDArray[np.floating], average: float) -> Widths:
+    """[layers, 2] for costs [layers, 2]: LEAST_SIDE_BITS to MOST_SIDE_BITS each, their mean at most `average`."""
+    weights = np.maximum(costs.astype(np.float64), 1e-30) ** POWER
+    widths = np.full(costs.shape, LEAST_SIDE_BITS)
+
+    def gain(at: tuple[int, ...]) -> float:
+        now = int(widths[at])
+        return float(weights[at] * (distortions()[now] - distortions()[now + 1]))
+
+    queue = [(-gain(at), at) for at in np.ndindex(costs.shape)]
+    heapq.heapify(queue)
+    for _ in range(int(average * costs.size + 1e-6) - LEAST_SIDE_BITS * costs.size):
+        _, at = heapq.heappop(queue)
+        widths[at] += 1
+        if widths[at] < MOST_SIDE_BITS:
+            heapq.heappush(queue, (-gain(at), at))
+    return widths
+
+
+def chosen(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """The same trials, the best of each average marked: of least divergence on the held-out text, among those that are
+    at most TOLERANCE worse than "none" on the package's text. "none" is always among them."""
+    marked: list[Trial] = []
+    every = list(trials)
+    for average in sorted({trial.average for trial in every}, reverse=True):
+        here = [trial for trial in every if trial.average == average]
+        (plain,) = (trial for trial in here if trial.method == "none")
+        best = min((t for t in here if _holds(t, plain)), key=lambda t: t.kl_divergence)
+        marked += [replace(trial, chosen=trial is best) for trial in here]
+    return tuple(marked)
+
+
+def _holds(trial: Trial, plain: Trial) -> bool:
+    if trial.elsewhere is None or plain.elsewhere is None:
+        return True
+    return trial.elsewhere <= (1 + TOLERANCE) * plain.elsewhere
+
+
+def table(trials: Sequence[Trial]) -> str:
+    """Markdown: averages by methods, held-out divergence and in brackets that on the package's text; below it what was
+    chosen, and why."""
+    labels = list(dict.fromkeys(trial.label for trial in trials))
+    at = {(trial.average, trial.label): trial for trial in trials}
+    lines = [f"| bits | {' | '.join(labels)} | chosen |", f"| ---: |{' ---: |' * len(labels)} --- |"]
+    reasons = []
+    for average in dict.fromkeys(trial.average for trial in trials):
+        here = [at.get((average, label)) for label in labels]
+        (best,) = (trial for trial in here if trial is not None and trial.chosen)
+        (plain,) = (trial for trial in here if trial is not None and trial.method == "none")
+        lines.append(f"| {average:g} | {' | '.join(map(_cell, here))} | {best.label} |")
+        reasons.append(f"{average:g} bits: {best.label}, {_reason(best, plain, [t for t in here if t is not None])}.")
+    return "\n".join([*lines, "", *reasons])
+
+
+def _cell(trial: Trial | None) -> str:
+    if trial is None:
+        return "-"
+    return f"{trial.kl_divergence:.5f}" + ("" if trial.elsewhere is None else f" ({trial.elsewhere:.5f})")
+
+
+def _reason(best: Trial, plain: Trial, here: Sequence[Trial]) -> str:
+    better = [t for t in here if t.kl_divergence < best.kl_divergence]
+    refused = ", ".join(f"{t.label} costs {t.elsewhere / plain.elsewhere - 1:.0%} more on the package's text"
+                        for t in better if t.elsewhere is not None and plain.elsewhere)  # fmt: skip
+    gain = (
+        "nothing diverges less"
+        if best is plain
+        else f"{1 - best.kl_divergence / plain.kl_divergence:.1%} less than none"
+    )
+    return f"{gain}; {refused}" if refused else gain

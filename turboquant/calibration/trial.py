@@ -1,0 +1,180 @@
+"""Trials of a calibration: every method through the packed path, on text that nothing was learned from.
+
+At the average nearest to 3 bits all methods are tried; at the others those that came near the best there. A decoder is
+measured by the divergence of the next token, everything packed but the sinks, also on the text of the package, which
+tells what a method costs where text is of another kind. An ESM-2 model is measured by 1 minus the cosine of last hidden
+states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..moments import Moments
+from ..spec import BUDGET_BITS, CacheSpec
+from .choice import Trial, chosen
+from .data import Calibration
+
+__all__ = ["side_costs", "tried", "with_moments"]
+
+FIRST = 3.0  # bits at which all methods are tried, or the average nearest to it
+NEAR = 1.25  # times the best: a method above this is not tried at other averages
+_METHODS = (("none", 32), ("moments", 32), ("widths", 32), ("moments+widths", 32), ("axes", 32), ("axes", 16))
+SINKS = 4
+ELSEWHERE = 1024  # tokens of the package's text, all its kinds in proportion
+
+Batch = Mapping[str, torch.Tensor]
+F64 = NDArray[np.float64]
+
+
+def with_moments(
+    found: Calibration, model: Any, tokenizer: Any, batches: Sequence[Batch], second: F64, cost: F64
+) -> Calibration:
+    """`found` with moments and costs of sides. second, cost [layers, 2, kv_heads, head_dim, head_dim]: means of outer
+    products of keys and values, and what errors cost. Errors as of `turboquant.measure`."""
+    from ..moments.measure import measure, measure_with_text
+
+    windows = [row[None] for batch in batches for row in _rows(batch)]
+    moments = {
+        "model": measure(model, tokenizer),
+        "text": measure_with_text(model, windows, tokenizer, found.source),
+    }
+    longest = max(window.shape[1] for window in windows)
+    costs = side_costs(second, cost, moments["text"], longest).astype(np.float32)
+    return replace(found, moments=moments, side_costs=costs)
+
+
+def _rows(batch: Batch) -> list[torch.Tensor]:
+    """The sequences of a batch, without padding."""
+    mask = batch.get("attention_mask")
+    rows = batch["input_ids"].cpu()
+    return list(rows) if mask is None else [row[real] for row, real in zip(rows, mask.bool().cpu())]
+
+
+def side_costs(second: F64, cost: F64, moments: Moments, tokens: int) -> F64:
+    """[layers, 2]: what a side costs, in nats per token, if the error of each vector is as large as what is quantised.
+
+    That is y = A (k - c_p) for keys, v itself for values; its error spreads evenly over all channels, and that of y
+    goes back through A. So a head costs trace(F A^-1 A^-T) E|y|^2 / head_dim, with F the cost of errors and E|y|^2 =
+    trace(A (E[k k^T] - E[c_p c_p^T]) A^T), c_p being the mean of k at position p of `tokens`.
+    """
+    dim = second.shape[-1]
+    found = np.zeros(second.shape[:2])
+    for i, layer in enumerate(moments.layers):
+        centre = layer.centre_at(np.arange(SINKS, tokens))
+        there, back = layer.metric()
+        spread = second[i, 0] - centre.swapaxes(-1, -2) @ centre / centre.shape[1]
+        energy = np.maximum(np.trace(there @ spread @ there.swapaxes(-1, -2), axis1=-2, axis2=-1), 0)
+        price = np.trace(cost[i, 0] @ back @ back.swapaxes(-1, -2), axis1=-2, axis2=-1)
+        found[i, 0] = (energy * price).sum() / dim
+        found[i, 1] = (_trace(second[i, 1]) * _trace(cost[i, 1])).sum() / dim
+    return found
+
+
+def _trace(matrices: F64) -> F64:
+    diagonal: F64 = np.trace(matrices, axis1=-2, axis2=-1)
+    return diagonal
+
+
+def tried(
+    found: Calibration,
+    model: Any,
+    tokenizer: Any,
+    held_out: Sequence[Batch],
+    averages: Sequence[float],
+    done: dict[str, float],
+    save: Callable[[], None],
+    progress: bool,
+) -> Calibration:
+    """`found` with its trials.
+
+    held_out  batches without padding.  averages  falling.
+    done      what was measured before, by window, method and average; it is added to, and `save` is called after each
+              window.
+    """
+    windows, elsewhere = list(held_out), _elsewhere(model, tokenizer)
+    methods = [m for m in _METHODS if found.moments or m[0] in ("none", "axes")]
+    first = min(averages, key=lambda average: abs(average - FIRST))
+    measure = _Measure(found, model, windows, elsewhere, done, save, progress)
+    trials = measure([(first, *method) for method in methods])
+    limit = NEAR * min(trial.kl_divergence for trial in trials)
+    kept = [(t.method, t.group) for t in trials if t.method == "none" or t.kl_divergence <= limit]
+    trials += measure([(average, *method) for average in averages if average != first for method in kept])
+    return replace(found, trials=chosen(trials))
+
+
+def _elsewhere(model: Any, tokenizer: Any) -> Batch | None:
+    """The package's text; None for a model of proteins, and where there is no tokenizer."""
+    from ..moments.data import RANDOM_IDS
+    from ..moments.text import sample
+
+    if model.config.model_type == "esm":
+        return None
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ELSEWHERE
+    (ids,), source = sample(model, tokenizer, None, min(limit, ELSEWHERE))
+    return None if source == RANDOM_IDS else {"input_ids": ids}
+
+
+class _Measure:
+    """Runs methods at averages, window by window."""
+
+    def __init__(
+        self,
+        found: Calibration,
+        model: Any,
+        windows: list[Batch],
+        elsewhere: Batch | None,
+        done: dict[str, float],
+        save: Callable[[], None],
+        progress: bool,
+    ) -> None:
+        self.found, self.model, self.windows, self.elsewhere = found, model, windows, elsewhere
+        self.done, self.save, self.progress = done, save, progress
+
+    def __call__(self, which: Sequence[tuple[float, str, int]]) -> list[Trial]:
+        which = [one for one in which if one[1] != "axes" or one[0] <= BUDGET_BITS]
+        if not which:
+            return []
+        specs = {f"{average:g} {method} {group}": CacheSpec(budget=average, method=method, group=group, sinks=SINKS)
+                 for average, method, group in which}  # fmt: skip
+        places = [*self.windows, *([] if self.elsewhere is None else [self.elsewhere])]
+        for i, batch in _shown(places, self.progress, f"try {len(specs)} of the methods and averages"):
+            left = {name: spec for name, spec in specs.items() if f"{i} {name}" not in self.done}
+            if not left:
+                continue
+            losses = self._losses(batch, left)
+            self.done.update({f"{i} {name}": loss for name, loss in losses.items()})
+            self.save()
+        sizes = [batch["input_ids"].numel() for batch in self.windows]
+        trials = []
+        for (average, method, group), name in zip(which, specs):
+            each = [self.done[f"{i} {name}"] for i in range(len(sizes))]
+            other = None if self.elsewhere is None else self.done[f"{len(sizes)} {name}"]
+            trials.append(Trial(average, method, group, float(np.average(each, weights=sizes)), other))
+        return trials
+
+    def _losses(self, batch: Batch, specs: dict[str, CacheSpec]) -> dict[str, float]:
+        if self.model.config.model_type == "esm":
+            from ..esm.quality import cosine_losses
+
+            return cosine_losses(self.model, batch, specs, self.found)
+        from ..hf.evaluation import evaluate_all
+
+        results = evaluate_all(self.model, batch["input_ids"], specs, calibration=self.found, everything_packed=True,
+                               generate=0)  # fmt: skip
+        return {name: one.kl_divergence for name, one in results.items()}
+
+
+def _shown(places: list[Batch], progress: bool, what: str) -> Any:
+    numbered = list(enumerate(places))
+    if not progress:
+        return numbered
+    from tqdm import tqdm
+
+    return tqdm(numbered, unit="window", desc=what, disable=None)
