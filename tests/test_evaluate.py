@@ -7,7 +7,6 @@ import json
 import math
 from importlib import import_module
 
-import numpy as np
 import pytest
 from conftest import ROOT, real_model, shared_file
 from models import prompts, tiny
@@ -18,13 +17,8 @@ from turboquant import CacheSpec, TurboQuantCache
 from turboquant.cli import _parser, main
 from turboquant.hf.evaluation import (
     FreeRunning,
-    _haystacks,
-    _needles,
     evaluate_all,
     markdown,
-    recall,
-    recall_all,
-    recall_table,
     text_windows,
 )
 
@@ -234,10 +228,8 @@ def test_defaults_of_torch_change_nothing(model, windows, calibration):
 
     def found():
         shown = text_windows("".join(map(chr, range(100))), tokenizer, 4, 10)
-        options = dict(lengths=(96,), depths=(0.5,), needle=16, cue=4)
         return (shown.tolist(),
-                turboquant.evaluate(model, windows, bare(budget=3), calibration=calibration, generate=20),
-                recall(model, windows, "default", **options), _needles(windows, 16, 1).tolist())  # fmt: skip
+                turboquant.evaluate(model, windows, bare(budget=3), calibration=calibration, generate=20))  # fmt: skip
 
     want, before = found(), torch.get_default_dtype()
     try:
@@ -261,48 +253,6 @@ def test_windows_of_a_text():
         text_windows(text, tokenizer, 4, 26)
     with pytest.raises(ValueError, match="`windows` must be at least 1, got 0"):
         text_windows(text, tokenizer, 0, 26)
-
-
-def test_recall_measures_copying(model, windows):
-    found = recall(model, windows, "paper-mse-4", lengths=(96, 150), depths=(0, 0.5, 1), needle=16, cue=4, batch=2)
-    assert [(r.length, r.depth) for r in found] == [(n, d) for n in (96, 150) for d in (0, 0.5, 1)]
-    assert all(0 <= r.accuracy <= 1 and r.log_likelihood < 0 for r in found)
-    both = recall_all(
-        model, windows, {"a": "paper-mse-4", "b": "paper-mse-2"}, lengths=(150,), depths=(0,), needle=16, cue=4
-    )
-    for name in ("accuracy", "log_likelihood", "reference_log_likelihood", "unplanted_log_likelihood"):
-        assert getattr(both["a"][0], name) == pytest.approx(getattr(found[3], name), rel=1e-4)  # in other batches
-    assert both["b"][0].reference_log_likelihood == both["a"][0].reference_log_likelihood
-    assert both["b"][0].log_likelihood != both["a"][0].log_likelihood
-    lines = recall_table(found[:5]).splitlines()
-    assert lines[0] == "| depth | 96 tokens | 150 tokens |" and len(lines) == 5 and lines[-1].endswith("| - |")
-    one = found[3]  # 150 tokens, depth 0
-    cell = f"{one.accuracy:.2f} / {one.reference_accuracy:.2f} ({one.unplanted_accuracy:.2f})"
-    assert lines[2].startswith("| 0.00 |") and lines[2].endswith(f"| {cell} |")
-    options = dict(lengths=(96,), depths=(0,), needle=16, cue=4)
-    one, other = (recall(model, windows, "default", seed=seed, **options) for seed in (np.int64(3), 3))
-    assert one == other
-    with pytest.raises(TypeError, match="`seed` must be an integer, got 1.5"):
-        recall(model, windows, "default", seed=1.5, **options)
-    with pytest.raises(ValueError, match="at least two windows"):
-        recall(model, windows[:1], "default")
-    with pytest.raises(ValueError, match=r"`lengths` must be in 48\.\.200, what `windows` hold, got 201"):
-        recall(model, windows, "default", lengths=(201,), needle=16, cue=4)
-    with pytest.raises(ValueError, match=r"`cue` must be in 1\.\.15, got 16"):
-        recall(model, windows, "default", lengths=(150,), needle=16, cue=16)
-    with pytest.raises(ValueError, match="`batch` must be at least 1, got 0"):
-        recall(model, windows, "default", lengths=(150,), needle=16, cue=4, batch=0)
-
-
-def test_haystacks_hold_the_needle_where_they_should():
-    text = torch.arange(300).view(3, 100)
-    needles = _needles(text, 8, seed=1)
-    assert all((needle.diff() == 1).all() and needle[0] // 100 == (i + 1) % 3 for i, needle in enumerate(needles))
-    for depth, at in ((0, 0), (0.5, 22), (1, 44)):
-        ids = _haystacks(text, needles, 60, depth)
-        assert ids.shape == (3, 60) and torch.equal(ids[:, at : at + 8], needles) and torch.equal(ids[:, 52:], needles)
-        assert torch.equal(torch.cat([ids[:, :at], ids[:, at + 8 : 52]], 1), text[:, :44])
-    assert torch.equal(_haystacks(text, needles, 60, None), torch.cat([text[:, :52], needles], 1))
 
 
 # ---- the command lines, on the shipped model ----
@@ -505,26 +455,28 @@ def test_the_page_of_presets_is_current(benchmarks):
     assert pages.PAGE.read_text(encoding="utf-8") == pages.page(), "run: python benchmarks/presets.py"
 
 
-def test_the_page_of_presets_takes_needles(benchmarks):
-    """The part on recall, of made-up rows: means over depths or lengths, and gains over a text without the passage."""
-    params = dict(text="books", windows=3, needle=32, cue=16)
+def test_the_page_of_presets_takes_passkeys(benchmarks):
+    """The part on passkeys, of made-up rows: the share found over all depths, by cache and length."""
+    pages = benchmarks("presets")
     rows = [
-        dict(
-            params={**params, "spec": spec, "length": length, "depth": depth},
-            metrics=dict(accuracy=accuracy, log_likelihood=-3.0 + depth / 4, reference_accuracy=0.5,
-                         reference_log_likelihood=-2.5, unplanted_accuracy=0.25, unplanted_log_likelihood=-4.0),
-            machine={"cpu": "Some CPU"},
+        {"params": {"cache": cache, "model": model, "length": length, "depth": depth, "keys": 4, "dtype": "bfloat16"},
+         "metrics": {"found": found}, "machine": {"cpu": "Some CPU"}}
+        for model, cache, length, depth, found in (
+            ("smollm2", "full cache", 1024, 0.0, 4), ("smollm2", "full cache", 1024, 0.5, 3),
+            ("smollm2", "full cache", 2048, 0.0, 2), ("smollm2", "default", 1024, 0.0, 1),
+            ("gemma3", "full cache", 4096, 0.0, 0),
         )
-        for spec, accuracy in (("default", 0.4), ("paper-mse-2", 0.3)) for length in (512, 1024) for depth in (0.0, 1.0)
     ]  # fmt: skip
-    page = benchmarks("presets").recall_section(rows)
-    assert page[0].startswith("## Needle in a haystack") and "first 16 tokens" in page[0] and "other 16" in page[0]
-    assert page[1:3] == ["| tokens | 512 | 1,024 |", "| --- | ---: | ---: |"]
-    assert "| full cache, no passage | 0.250, +0.000 | 0.250, +0.000 |" in page
-    assert "| full cache | 0.500, +1.500 | 0.500, +1.500 |" in page
-    assert "| `paper-mse-2` | 0.300, +1.125 | 0.300, +1.125 |" in page
-    assert "| `default` | 0.400, +1.000 | 0.400, +1.250 |" in page[page.index("| depth | 0.0 | 1.0 |") :]
-    assert page[-1].startswith("3 haystacks of books on Some CPU") and benchmarks("presets").recall_section([]) == []
+    page = pages.passkeys(rows)
+    assert page[0].startswith("## A passkey") and "4 numbers at each of 2\ndepths from 0 to 0.5" in page[0]
+    assert page[1] == "SmolLM2-135M, bfloat16 on Some CPU, `python benchmarks/recall.py --real smollm2`:\n"
+    assert page[2:6] == [
+        "| cache | 1,024 | 2,048 |",
+        "| --- | ---: | ---: |",
+        "| full cache | 0.88 | 0.50 |",
+        "| `default` | 0.25 | - |",
+    ]
+    assert page[-2] == "| full cache | 0.00 |" and pages.passkeys([]) == []
 
 
 @pytest.mark.slow
@@ -546,15 +498,3 @@ def test_calibration_across_texts(benchmarks):
             print(learned, name, kl)
             assert all(kl[f"chosen {b}"] <= 1.05 * kl[f"none {b}"] for b in (3, 2.5)), (learned, name, kl)
             assert name != learned or kl["chosen 2.5"] < kl["none 2.5"]
-
-
-@pytest.mark.slow
-def test_the_reference_model_recalls_from_packed_bytes(benchmarks):
-    """It copies a passage better than it guesses one, and as well from packed bytes: the harness measures something."""
-    folder, text = shared_file("models/reference"), shared_file("data/books_val.txt").read_text(encoding="utf-8")
-    model, tokenizer = benchmarks("quality").load(folder)
-    windows = text_windows(text, tokenizer, 4, 320)
-    found = recall(model, windows, "default", lengths=(320,), depths=(0.5,))[0]
-    print(found)
-    assert found.reference_log_likelihood > found.unplanted_log_likelihood + 0.3
-    assert abs(found.log_likelihood - found.reference_log_likelihood) < 0.1

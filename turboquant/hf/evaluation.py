@@ -26,7 +26,7 @@ import torch
 from transformers import DynamicCache
 
 from ..calibration import Calibration, layer_specs
-from ..calibration.measure import checked_seed, fingerprint, token_divergence, token_ids
+from ..calibration.measure import fingerprint, token_divergence, token_ids
 from ..named_specs import resolve
 from ..spec import CacheSpec
 from .cache import TurboQuantCache, checked_config
@@ -37,13 +37,9 @@ from .placement import device_of
 __all__ = [
     "Evaluation",
     "FreeRunning",
-    "Recall",
     "evaluate",
     "evaluate_all",
     "markdown",
-    "recall",
-    "recall_all",
-    "recall_table",
     "text_windows",
 ]
 
@@ -468,147 +464,3 @@ def _free_cells(free: FreeRunning | None) -> list[str]:
         return ["-"] * (1 + len(AGREEMENTS))
     shares = [free.share(n) for n in AGREEMENTS]
     return [f"{free.median:g}", *("-" if x is None else f"{x:.2f}" for x in shares)]
-
-
-# ---- recall: a needle in a haystack ----
-
-
-@dataclass(frozen=True)
-class Recall:
-    """How well a passage is copied from where it stood. Of the tokens to copy, over all windows:
-
-    accuracy, reference_accuracy   share whose right one is called likeliest, with the packed cache and without
-    log_likelihood, reference_log_likelihood   mean, nats per token
-    unplanted_accuracy, unplanted_log_likelihood   without the packed cache and without the passage in the text: what
-            the model can guess. Where the reference is no better, it cannot copy, and nothing was measured.
-    """
-
-    length: int
-    depth: float
-    accuracy: float
-    log_likelihood: float
-    reference_accuracy: float
-    reference_log_likelihood: float
-    unplanted_accuracy: float
-    unplanted_log_likelihood: float
-
-
-def recall(
-    model: Any,
-    windows: torch.Tensor,
-    spec: CacheSpec | str,
-    *,
-    calibration: AnyCalibration = None,
-    lengths: Sequence[int] = (512, 1024, 2048),
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    needle: int = 32,
-    cue: int = 16,
-    everything_packed: bool = False,
-    batch: int = 1,
-    seed: int = 0,
-) -> list[Recall]:
-    """Needle in a haystack, for any model: a passage of another window is put into text at a depth (0: the start, 1:
-    the end), the text closes with the passage's first `cue` tokens, and the model has to go on with the rest of it.
-    That is copying, which small models have learnt as well; how well they do it without packing is in the result.
-
-    windows  token ids [windows, tokens >= the largest length], the haystacks, at least two.
-    lengths  tokens of a whole sequence.
-    needle, cue   tokens of the passage, and of these how many are shown at the end.
-    seed     0..2**63 - 1, of where passages start.
-    Others as in `evaluate`.  Returns one result per length and depth.
-    """
-    given = {"spec": spec}
-    found = recall_all(model, windows, given, calibration=calibration, lengths=lengths, depths=depths, needle=needle,
-                       cue=cue, everything_packed=everything_packed, batch=batch, seed=seed)  # fmt: skip
-    return found["spec"]
-
-
-def recall_all(
-    model: Any,
-    windows: torch.Tensor,
-    specs: Mapping[str, CacheSpec | str],
-    *,
-    calibration: AnyCalibration = None,
-    lengths: Sequence[int] = (512, 1024, 2048),
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    needle: int = 32,
-    cue: int = 16,
-    everything_packed: bool = False,
-    batch: int = 1,
-    seed: int = 0,
-) -> dict[str, list[Recall]]:
-    """`recall` for several specs by any name; the model alone runs once for all."""
-    windows = _checked(windows).cpu()
-    if len(windows) < 2:
-        raise ValueError("`windows` must hold at least two windows, passages come from another one: got 1")
-    if not 1 <= cue < needle:
-        raise ValueError(f"`cue` must be in 1..{needle - 1}, got {cue}")
-    for length in lengths:
-        if not 3 * needle <= length <= windows.shape[1]:
-            raise ValueError(
-                f"`lengths` must be in {3 * needle}..{windows.shape[1]}, what `windows` hold, got {length}"
-            )
-    if not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(f"`depths` must be in 0..1, got {list(depths)}")
-    if batch < 1:
-        raise ValueError(f"`batch` must be at least 1, got {batch}")
-    chosen = _chosen(specs, everything_packed)
-    needles, device = _needles(windows, needle, checked_seed(seed)), device_of(model)
-    scores: dict[tuple[str, int, float], list[tuple[float, ...]]] = {
-        (name, length, depth): [] for name in chosen for length in lengths for depth in depths
-    }
-    with _ready(model, chosen, calibration) as caches:
-        for length, start in ((length, start) for length in lengths for start in range(0, len(windows), batch)):
-            rows = slice(start, start + batch)
-            text, passages, asked = windows[rows], needles[rows], needles[rows, cue:]
-            ids = _haystacks(text, passages, length, None).to(device)
-            guessed = _copied(model(input_ids=ids, use_cache=False).logits, asked)
-            for depth in depths:
-                ids = _haystacks(text, passages, length, depth).to(device)
-                plain = _copied(model(input_ids=ids, use_cache=False).logits, asked)
-                for name in chosen:
-                    packed = _copied(_run(model, ids, caches(name, "packed"), [(0, length)]), asked)
-                    scores[name, length, depth] += zip(*packed, *plain, *guessed)
-    results: dict[str, list[Recall]] = {name: [] for name in chosen}
-    for (name, length, depth), each in scores.items():
-        results[name].append(Recall(length, depth, *(sum(column) / len(each) for column in zip(*each))))
-    return results
-
-
-def _needles(windows: torch.Tensor, tokens: int, seed: int) -> torch.Tensor:
-    """[windows, tokens]: for each window, all on the CPU, a passage of the next one, the same for all lengths and
-    depths."""
-    generator, most = torch.Generator("cpu").manual_seed(seed), windows.shape[1] - tokens
-    starts = torch.randint(most + 1, (len(windows), 1), generator=generator, device="cpu")
-    return windows.roll(-1, 0).gather(1, starts + torch.arange(tokens, device="cpu"))
-
-
-def _haystacks(text: torch.Tensor, needles: torch.Tensor, length: int, depth: float | None) -> torch.Tensor:
-    """[rows, length]: text that ends with the needle, which also stands at `depth`; None: nowhere else."""
-    hay = length - needles.shape[1]
-    if depth is None:
-        return torch.cat([text[:, :hay], needles], 1)
-    hay -= needles.shape[1]
-    at = round(depth * hay)
-    return torch.cat([text[:, :at], needles, text[:, at:hay], needles], 1)
-
-
-def recall_table(found: Sequence[Recall]) -> str:
-    """Accuracies as a Markdown table of depth (rows) by length (columns), each with that of the full cache after a
-    slash, and with what the model guesses without the passage in brackets."""
-    lengths, depths = sorted({one.length for one in found}), sorted({one.depth for one in found})
-    at = {(one.depth, one.length): one for one in found}
-    lines = [f"| depth | {' | '.join(f'{n:,} tokens' for n in lengths)} |", f"| ---: |{' ---: |' * len(lengths)}"]
-    for depth in depths:
-        cells = [f"{one.accuracy:.2f} / {one.reference_accuracy:.2f} ({one.unplanted_accuracy:.2f})"
-                 if (one := at.get((depth, n))) else "-" for n in lengths]  # fmt: skip
-        lines.append(f"| {depth:.2f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _copied(logits: torch.Tensor, right: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Of each sequence's last tokens, which are `right` [rows, count]: share called likeliest, mean log-likelihood."""
-    right = right.to(logits.device)
-    log_p = torch.log_softmax(logits[:, -right.shape[1] - 1 : -1].float(), -1)
-    hit = (log_p.argmax(-1) == right).double().mean(1)
-    return hit.tolist(), log_p.gather(-1, right[..., None]).double().mean((1, 2)).tolist()
