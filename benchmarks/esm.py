@@ -7,14 +7,15 @@
     full       one packed full pass of 64 x 1,022 residues of the 650M shape, against the model's own
     families   final cosine by SCOP class, proteins of proteins_val.fasta
     ablation   the default method at 3 bits, and TurboESM's, without each of their parts
-    scan       masked marginals from a shared context against the exact one: time, memory, correlation, errors
+    scan       masked marginals one at a time, batched and from a shared context, and wild-type marginals: time, memory,
+               rank correlation with the first, errors
     decode     one changed residue a protein: packed context against a full one in the model's dtype, by SDPA; on a GPU
                both also as CUDA graphs
     overhead   CPU time of a decoding step beyond the model, a layer: 33 layers of 20 heads, narrow, one short protein
     memory     bytes that a context of the 650M shape holds
 
-quality, families and ablation run models/esm-reference in float32, and so does scan on a CPU; on a GPU it times the
-650M shape. That shape has random weights in bfloat16 (on a CPU, memory alone, and without its feed-forward layers).
+quality, families, ablation and scan run models/esm-reference in float32; on a GPU scan also times the 650M shape. That
+shape has random weights in bfloat16 (on a CPU, memory alone, and without its feed-forward layers).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import ctypes
 import os
 import re
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -185,44 +188,48 @@ def rounded(metrics: dict[str, float]) -> dict[str, float]:
 
 def scan(report: Report, args: argparse.Namespace) -> None:
     if args.device == "cuda":
-        return scan_one(report, shape_650m("cuda"), "650M shape, random weights", "random", random_protein(512), 128)
-    model = reference()
-    long = next(p for p in proteins("proteins_val.fasta") if len(p.sequence) >= 512)
-    scan_one(report, model, "esm-reference", f"{long.name}, first 512", long.sequence[:512], 32)
+        scan_one(report, shape_650m("cuda"), "650M shape, random weights", "random", random_protein(512), 128)
+    model = reference(args.device)
     for p in spread([p for p in proteins("proteins_val.fasta", 200) if len(p.sequence) >= 60], args.scans):
         scan_one(report, model, "esm-reference", p.name, p.sequence, 32)
 
 
 def scan_one(report: Report, model: Any, name: str, protein: str, sequence: str, batch: int) -> None:
-    """Both scans of one protein; packed and exact contexts tell the error of packing from that of reuse."""
-    runs = {"exact": dict(shared_context=False), "shared": {}, "shared, unpacked": dict(spec=esm.EXACT)}
-    found, seconds, peaks = {}, {}, {}
-    for run, options in runs.items():
-        esm.masked_marginals(model, sequence[:16], **options)  # the first call pays for what is loaded once
+    """A protein by each way to scan it. Errors are against the first way, full passes of one masked position each;
+    packed and exact contexts tell the error of packing from that of reuse. Seconds are those of the clock on a GPU, and
+    of the processor otherwise."""
+    clock = time.perf_counter if model.device.type == "cuda" else time.process_time
+    masked = partial(esm.masked_marginals, model)
+    ways: dict[str, Callable[..., esm.Scan]] = {
+        "masked marginals, one at a time": partial(masked, shared_context=False, batch_size=1),
+        "masked marginals, batched": partial(masked, shared_context=False, batch_size=batch),
+        "shared context, unpacked": partial(masked, spec=esm.EXACT, batch_size=batch),
+        "shared context, 4 bits": partial(masked, batch_size=batch),
+        "wild-type marginals": partial(esm.wild_type_marginals, model),
+    }
+    found: dict[str, esm.Scan] = {}
+    for way, run in ways.items():
+        run(sequence[:16])  # the first call pays for what is loaded once
         wait(model)
-        start = time.perf_counter()
-        found[run] = esm.masked_marginals(model, sequence, batch_size=batch, **options)
+        start = clock()
+        found[way] = run(sequence)
         wait(model)
-        seconds[run] = time.perf_counter() - start
-    for run, options in runs.items():  # every batch takes what the first does
-        peaks[run] = peak_bytes(model, lambda options=options: esm.masked_marginals(
-            model, sequence, range(min(batch, len(sequence))), batch_size=batch, **options))  # fmt: skip
-    exact = found["exact"]
-    for run in ("shared", "shared, unpacked"):
-        error = np.abs(found[run].scores - exact.scores).mean(1)  # of each position
+        seconds = clock() - start
+        some = range(min(batch, len(sequence)))  # every batch takes what the first does
+        exact = next(iter(found.values()))
+        error = np.abs(found[way].scores - exact.scores).mean(1)  # of each position
         metrics = {
-            "exact_s": seconds["exact"],
-            "shared_s": seconds[run],
-            "speedup": seconds["exact"] / seconds[run],
-            "spearman": spearman(exact.scores, found[run].scores),
+            "seconds": seconds,
+            "peak_bytes": peak_bytes(model, lambda run=run, some=some: run(sequence, some)),
+            "spearman": spearman(exact.scores, found[way].scores),
             "error_mean": error.mean(),
             "error_p90": np.quantile(error, 0.9),
             "error_max": error.max(),
-            "exact_peak_bytes": peaks["exact"],
-            "shared_peak_bytes": peaks[run],
-            "packing_error_mean": np.abs(found[run].scores - found["shared, unpacked"].scores).mean(),
         }
-        params = {"model": name, "protein": protein, "residues": len(sequence), "run": run}
+        if way == "shared context, 4 bits":
+            packing = found[way].scores - found["shared context, unpacked"].scores
+            metrics["packing_error_mean"] = np.abs(packing).mean()
+        params = {"model": name, "protein": protein, "residues": len(sequence), "batch": batch, "way": way}
         report.add("scan", params, rounded({key: float(x) for key, x in metrics.items()}))
         print(params, report.rows[-1]["metrics"], flush=True)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from functools import partial
 
 import pytest
 from conftest import ROOT, shared_file
@@ -21,7 +22,7 @@ from specs import WAVE, bare
 import turboquant
 from turboquant import esm
 from turboquant.cli import main
-from turboquant.esm import commands, masked_marginals, protein_batches, read_fasta
+from turboquant.esm import commands, masked_marginals, protein_batches, read_fasta, wild_type_marginals
 from turboquant.esm.fasta import read_entries
 from turboquant.esm.model import MASK, padded, tokenise
 
@@ -216,13 +217,19 @@ def test_scan_command(folder, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     model, test = str(folder / "model"), str(folder / "test.fasta")
-    for extra in ([], ["--exact"]):
+    tiny = tiny_esm(max_position_embeddings=66)
+    scans = {
+        "shared-context": masked_marginals,
+        "masked-marginals": partial(masked_marginals, shared_context=False),
+        "wild-type-marginals": wild_type_marginals,
+    }
+    for method, by_hand in scans.items():
+        extra = [] if method == "shared-context" else ["--method", method, "--spec", "calibrated-3"]
         assert main(["esm-scan", test, "--model", model, "--csv", "s.csv", "--heatmap", "h.svg", *extra]) == 0
         with open("s.csv") as file:
             rows = list(csv.DictReader(file))
         assert len(rows) == (12 + 20) * 20 and "<svg" in (tmp_path / "h-2.svg").read_text()
-        tiny = tiny_esm(max_position_embeddings=66)
-        want = masked_marginals(tiny, protein(12, 0), shared_context=not extra).scores
+        want = by_hand(tiny, protein(12, 0)).scores
         got = torch.tensor([float(row["score"]) for row in rows if row["protein"] == "test0"]).view(12, 20)
         assert torch.allclose(got, torch.from_numpy(want), atol=1e-3)
         assert [rows[20][n] for n in ("position", "wild_type", "mutation")] == ["2", protein(12, 0)[1], "A"]

@@ -19,6 +19,7 @@ from turboquant.esm import (
     masked_marginals,
     protein_batches,
     read_fasta,
+    wild_type_marginals,
 )
 from turboquant.esm.model import ALPHABET, MASK, tokenise
 
@@ -45,6 +46,22 @@ def test_exact_scan():
         np.testing.assert_allclose(scan.scores, by_definition(model, SEQUENCE, range(33)), atol=2e-4)
         wild = [AMINO_ACIDS.index(letter) for letter in SEQUENCE]
         assert (scan.scores[np.arange(33), wild] == 0).all()
+
+
+@pytest.mark.parametrize("positions", [None, [30, 0, 7]])
+def test_wild_type_marginals(positions):
+    """One pass of the protein as it is, by the model's own attention, patched or not."""
+    ids = torch.tensor([tokenise(SEQUENCE, tiny_esm().config)])
+    at = list(range(33)) if positions is None else positions
+    with torch.no_grad():
+        log_p = tiny_esm()(ids).logits[0, 1:-1][at].double().log_softmax(-1)
+    want = log_p[:, [ALPHABET.index(a) for a in AMINO_ACIDS]]
+    for model in (tiny_esm(), turboquant.patch(tiny_esm(), bare(1, 1))):
+        scan = wild_type_marginals(model, SEQUENCE, positions)
+        assert scan.sequence == SEQUENCE and scan.positions == tuple(at)
+        np.testing.assert_allclose(scan.log_probabilities, want, atol=1e-4)
+        np.testing.assert_allclose(scan.wild_type, log_p.gather(1, ids[0, 1:-1][at][:, None])[:, 0], atol=1e-4)
+    assert np.abs(scan.scores - by_definition(tiny_esm(), SEQUENCE, at)).max() > 1e-3  # masked ones are others
 
 
 def test_shared_scan_is_exact_at_one_layer():
@@ -79,6 +96,7 @@ def test_defaults_of_torch_change_nothing(default):
     def said():
         options = ({}, dict(spec=spec), dict(spec="paper-prod-3"), dict(shared_context=False))
         scans = [masked_marginals(model, SEQUENCE, [4, 0, 32], **chosen) for chosen in options]
+        scans.append(wild_type_marginals(model, SEQUENCE, [4, 0, 32]))
         arrays = [array for scan in scans for array in (scan.log_probabilities, scan.wild_type)]
         batches = protein_batches(model, proteins, seed=3, batch_size=1)
         arrays += [tensor.numpy() for batch in batches for tensor in batch.values()]
@@ -118,10 +136,13 @@ def test_errors():
     ]:
         with pytest.raises(error, match=message):
             masked_marginals(model, **arguments)
-    with pytest.raises(NotImplementedError, match="no masked-language head"):
-        masked_marginals(tiny_esm("EsmModel"), SEQUENCE)
-    with pytest.raises(ValueError, match="eval mode"):
-        masked_marginals(tiny_esm().train(), SEQUENCE)
+    with pytest.raises(IndexError, match=r"`positions\[1\]` must be in 0\.\.1, got 2"):
+        wild_type_marginals(model, "MK", [0, 2])
+    for scan in (masked_marginals, wild_type_marginals):
+        with pytest.raises(NotImplementedError, match="no masked-language head"):
+            scan(tiny_esm("EsmModel"), SEQUENCE)
+        with pytest.raises(ValueError, match="eval mode"):
+            scan(tiny_esm().train(), SEQUENCE)
     with pytest.raises(TypeError, match="`specs` must be a mapping of names to specs, got 'esm-default'"):
         evaluate(model, [SEQUENCE], "esm-default")
     for proteins in ("MKT", []):

@@ -314,7 +314,7 @@ def calc(chosen: argparse.Namespace) -> int:
 
 
 def esm_scan(chosen: argparse.Namespace) -> int:
-    """Masked marginals of proteins: what a model expects at each position while it is hidden."""
+    """Masked or wild-type marginals of proteins: what a model expects at each position."""
     from .esm import commands
     from .named_specs import preset
 
@@ -328,7 +328,7 @@ def esm_scan(chosen: argparse.Namespace) -> int:
         raise ValueError(f"--batch must be at least 1, got {chosen.batch}")
     if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
-    if preset(chosen.spec).calibrated and chosen.calibration is None and not chosen.exact:
+    if preset(chosen.spec).calibrated and chosen.calibration is None and chosen.method == "shared-context":
         raise ValueError(f"--calibration must name a file for {chosen.spec}; `turboquant calibrate` makes one")
     _, proteins = _checked_files(chosen)
     return commands.scan(_model(chosen), chosen, proteins)
@@ -441,7 +441,9 @@ def _parser() -> argparse.ArgumentParser:
         help="the scores: one line per position and amino acid; FILE.part while it runs; - for standard output",
     )
     one.add_argument("--heatmap", metavar="FILE", help="a picture, .png, .svg or .pdf; of several proteins FILE-1, ...")
-    one.add_argument("--exact", action="store_true", help="a full pass for each position, nothing shared or packed")
+    one.add_argument("--method", choices=("shared-context", "masked-marginals", "wild-type-marginals"),
+                     default="shared-context", help="masked marginals over one packed pass (the default); exactly, a "
+                     "full pass for each position; or wild-type marginals: one pass, nothing masked")  # fmt: skip
     one.add_argument(
         "--spec", metavar="NAME", default="esm-default", help="preset of the shared context (default esm-default)"
     )

@@ -2,6 +2,7 @@
 
     ContextCache       proteins read once; changed or new residues run against their packed keys and values
     masked_marginals   the variant-effect scan, with a shared context or exactly
+    wild_type_marginals   the same of a protein that is seen whole, in one pass
     evaluate           what a spec costs in quality, on proteins
     protein_batches    proteins as `turboquant.calibrate` takes them
     read_fasta         names and sequences of a file
@@ -27,6 +28,7 @@ _HOMES = {
     "AMINO_ACIDS": "model",
     "Scan": "scan",
     "masked_marginals": "scan",
+    "wild_type_marginals": "scan",
 }
 __all__ = [
     "AMINO_ACIDS",
@@ -41,6 +43,7 @@ __all__ = [
     "masked_marginals",
     "protein_batches",
     "read_fasta",
+    "wild_type_marginals",
 ]
 
 if TYPE_CHECKING:
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from .quality import protein_batches as protein_batches
     from .scan import Scan as Scan
     from .scan import masked_marginals as masked_marginals
+    from .scan import wild_type_marginals as wild_type_marginals
 
 
 def __getattr__(name: str) -> Any:

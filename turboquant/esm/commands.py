@@ -17,7 +17,7 @@ from .fasta import Entries, Protein, doubts, read_entries
 from .heatmap import figure_class, heat_map
 from .model import AMINO_ACIDS, checked_model, tokenise
 from .quality import ProteinEvaluation, evaluate, protein_batches
-from .scan import Scan, masked_marginals
+from .scan import Scan, masked_marginals, wild_type_marginals
 
 __all__ = ["calibrated", "evaluated", "markdown", "scan"]
 
@@ -120,9 +120,9 @@ def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
 
 
 def scan(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
-    """Masked marginals of the proteins of a file, as CSV and, if wanted, as pictures. Goes on past proteins that the
-    model cannot read, and lists them on stderr at the end. What is there at the CSV's place stays until all is done;
-    "-" is standard output, which gets each protein's rows as they come."""
+    """Marginals of the proteins of a file, by `--method`, as CSV and, if wanted, as pictures. Goes on past proteins
+    that the model cannot read, and lists them on stderr at the end. What is there at the CSV's place stays until all is
+    done; "-" is standard output, which gets each protein's rows as they come."""
     checked_model(model)
     if chosen.heatmap:
         figure_class()
@@ -135,7 +135,7 @@ def scan(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
             )
         names.add(protein.name)
     calibration = None if chosen.calibration is None else Calibration.load(chosen.calibration)
-    context = None if chosen.exact else ContextCache(model, chosen.spec, calibration)
+    context = ContextCache(model, chosen.spec, calibration) if chosen.method == "shared-context" else None
     if chosen.csv == "-":
         _write(sys.stdout, model, chosen, proteins, context)
         sys.stdout.flush()
@@ -158,13 +158,19 @@ def _write(
     writer.writerow(("protein", "position", "wild_type", "mutation", "score", "log_probability"))
     for i, protein in enumerate(proteins):
         print(f"{i + 1} of {len(proteins)}, {protein.name}: {len(protein.sequence)} residues", file=sys.stderr)
-        if context is not None:
-            context.encode([protein.sequence])
-        found = masked_marginals(model, protein.sequence, shared_context=context is not None, context=context,
-                                 batch_size=chosen.batch, progress=True)  # fmt: skip
+        found = _scanned(model, protein.sequence, chosen, context)
         writer.writerows(_rows(protein.name, found))
         if chosen.heatmap:
             heat_map(found, _numbered(chosen.heatmap, i, len(proteins)), title=protein.name)
+
+
+def _scanned(model: Any, sequence: str, chosen: argparse.Namespace, context: ContextCache | None) -> Scan:
+    if chosen.method == "wild-type-marginals":
+        return wild_type_marginals(model, sequence)
+    if context is not None:
+        context.encode([sequence])
+    return masked_marginals(model, sequence, shared_context=context is not None, context=context,
+                            batch_size=chosen.batch, progress=True)  # fmt: skip
 
 
 def _rows(name: str, scan: Scan) -> list[tuple[Any, ...]]:

@@ -1,10 +1,11 @@
-"""Masked marginals: what a model expects at each position of a protein while that position is hidden from it.
+"""The variant-effect scans of Meier et al. (2021, doi 10.1101/2021.07.09.450648): a mutation to amino acid a at a
+position scores ``log p(a) - log p(wild type)``, in nats, by what the model expects there.
 
-The variant-effect scan of Meier et al. (2021, doi 10.1101/2021.07.09.450648): position i is masked, and a mutation to
-amino acid a scores ``log p(a) - log p(wild type)``. Exactly, that is a full pass per position. With a shared context it
-is one pass that stores packed keys and values, and one row per position: the masked residue alone runs, and reads its
-own new keys and values and all stored ones but those it hides. Other residues' deeper states still know what stood
-there, so the two differ; `docs/esm-results.md` says by how much.
+Masked marginals: while the position is masked. Exactly, that is a full pass per position. With a shared context it is
+one pass that stores packed keys and values, and one row per position: the masked residue alone runs, and reads its own
+new keys and values and all stored ones but those it hides. Other residues' deeper states still know what stood there,
+so the two differ. Wild-type marginals: nothing is masked, and one pass gives all positions.
+`docs/esm-results.md` says how long each takes and how far their ranks agree.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .attention import NAME, plain_attention
 from .context import ContextCache, Letters
 from .model import ALPHABET, AMINO_ACIDS, MASK, checked_model, integers, tokenise
 
-__all__ = ["Scan", "masked_marginals"]
+__all__ = ["Scan", "masked_marginals", "wild_type_marginals"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Scan:
     """The result of a scan.
 
     sequence    letters of the protein
-    positions   which were masked, counted from 0
-    log_probabilities   float32 [positions, 20], nats: of each amino acid of `AMINO_ACIDS` at the masked position, among
-                all tokens of the alphabet
+    positions   which were scanned, counted from 0
+    log_probabilities   float32 [positions, 20], nats: of each amino acid of `AMINO_ACIDS` at the position, among all
+                tokens of the alphabet
     wild_type   float32 [positions], the same of the letter that stands there
     """
 
@@ -81,23 +82,13 @@ def masked_marginals(
     a position outside, TypeError for one that is no integer; RuntimeError for a context whose model has changed;
     NotImplementedError for a model without the head.
     """
-    base = checked_model(model)
-    if getattr(model, "lm_head", None) is None:
-        raise NotImplementedError(f"{type(model).__name__} has no masked-language head: use EsmForMaskedLM")
-    if model.training:
-        raise ValueError("`model` must be in eval mode (model.eval()), got one in training mode")
+    base = _scannable(model)
     if not isinstance(batch_size, Integral) or batch_size < 1:
         raise ValueError(f"`batch_size` must be an integer of at least 1, got {batch_size!r}")
     if context is not None and not isinstance(context, ContextCache):
         raise TypeError(f"`context` must be a ContextCache or None, got {context!r}")
     tokens = tokenise(sequence, model.config)
-    n = len(tokens) - 2
-    at = tuple(range(n) if positions is None else integers(positions, "positions"))
-    if not at:
-        raise ValueError("`positions` must name at least one position, got none")
-    for i, position in enumerate(at):
-        if not 0 <= position < n:
-            raise IndexError(f"`positions[{i}]` must be in 0..{n - 1}, got {position}")
+    at = _chosen(tokens, positions)
     if context is not None and not shared_context:
         raise ValueError("`context` must be None for an exact scan (shared_context=False)")
     batches = [at[i : i + batch_size] for i in range(0, len(at), batch_size)]
@@ -107,10 +98,55 @@ def masked_marginals(
             parts = [_from_context(cache, protein, batch) for batch in _shown(batches, progress)]
         else:
             parts = [_exactly(model, tokens, batch) for batch in _shown(batches, progress)]
-    log_p = torch.cat(parts).float().log_softmax(-1).cpu().numpy()
-    chosen = [ALPHABET.index(letter) for letter in AMINO_ACIDS]
+    return _scan(tokens, at, torch.cat(parts))
+
+
+def wild_type_marginals(model: Any, sequence: Letters, positions: Sequence[int] | None = None) -> Scan:
+    """Asks the model what it expects at each position of a protein that it sees whole, in one full pass; see `Scan`.
+
+    model      an ESM-2 model with a masked-language head, in eval mode, patched or not: its own attention is used
+    sequence, positions   as in `masked_marginals`
+
+    Raises what `masked_marginals` raises for these three.
+    """
+    base = _scannable(model)
+    tokens = tokenise(sequence, model.config)
+    at = _chosen(tokens, positions)
+    with torch.no_grad(), routed(base, NAME):
+        device = device_of(model)
+        states = _states(model, torch.tensor([tokens], device=device))[0]
+        logits = model.lm_head(states[torch.tensor(at, device=device) + 1])
+    return _scan(tokens, at, logits)
+
+
+def _scannable(model: Any) -> Any:
+    """The base of a model that can be scanned."""
+    base = checked_model(model)
+    if getattr(model, "lm_head", None) is None:
+        raise NotImplementedError(f"{type(model).__name__} has no masked-language head: use EsmForMaskedLM")
+    if model.training:
+        raise ValueError("`model` must be in eval mode (model.eval()), got one in training mode")
+    return base
+
+
+def _chosen(tokens: Sequence[int], positions: Sequence[int] | None) -> tuple[int, ...]:
+    """The positions to scan, of a protein with its start and end tokens."""
+    n = len(tokens) - 2
+    at = tuple(range(n) if positions is None else integers(positions, "positions"))
+    if not at:
+        raise ValueError("`positions` must name at least one position, got none")
+    for i, position in enumerate(at):
+        if not 0 <= position < n:
+            raise IndexError(f"`positions[{i}]` must be in 0..{n - 1}, got {position}")
+    return at
+
+
+def _scan(tokens: Sequence[int], at: tuple[int, ...], logits: torch.Tensor) -> Scan:
+    """logits: [positions, vocabulary], at the positions scanned."""
+    log_p = logits.float().log_softmax(-1).cpu().numpy()
+    letters = [ALPHABET.index(letter) for letter in AMINO_ACIDS]
     wild = log_p[np.arange(len(at)), [tokens[p + 1] for p in at]]
-    return Scan("".join(ALPHABET[t] for t in tokens[1:-1]), at, log_p.take(chosen, axis=1), wild)
+    return Scan("".join(ALPHABET[t] for t in tokens[1:-1]), at, log_p.take(letters, axis=1), wild)
 
 
 def _filled(
