@@ -16,15 +16,18 @@ has, so that a table can be made in parts.
 30 % of it on, as they follow each other in its tokens; where a model's texts start with BOS, so does each window. 4
 sinks are exact, and no window, or one of --window. With --random-moments the model is measured on random token ids, as
 where no tokenizer is found. The other formats are simulated, our specs are not. File:
-real_<model>.json. With --sweep, specs of several numbers of exact tokens: real_<model>_exact.json.
+real_<model>.json, which --tables prints. With --sweep, specs of several numbers of exact tokens:
+real_<model>_exact.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,16 @@ def load(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model.to(device), tokenizer
+
+
+def load_real(name: str, device: str) -> tuple[Any, Any]:
+    """A model of `make real-models` in float32 and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(REAL_MODELS / name)
+    model = AutoModelForCausalLM.from_pretrained(REAL_MODELS / name, dtype=torch.float32).eval()
+    return model.to(device), tokenizer
+
+
+loaded_real = functools.cache(load_real)  # for several calls of `main` in one process
 
 
 def halves(name: str = "books_val.txt") -> tuple[str, str]:
@@ -156,10 +169,11 @@ def write_guards() -> None:
 
 def real(args: argparse.Namespace) -> Report:
     """The baselines and our specs on a real model."""
-    tokenizer = AutoTokenizer.from_pretrained(REAL_MODELS / args.real)
-    model = AutoModelForCausalLM.from_pretrained(REAL_MODELS / args.real, dtype=torch.float32).eval().to(args.device)
     if args.random_moments:
+        model, tokenizer = load_real(args.real, args.device)
         model.name_or_path = ""  # no tokenizer is found there: moments are measured on random token ids
+    else:
+        model, tokenizer = loaded_real(args.real, args.device)
     windows = real_windows(text_of(args.text), tokenizer, args.windows, args.length).to(args.device)
     every, asked = {**turboquant.presets(), **EXTRAS}, args.specs or [*BASELINES, *REAL_SPECS]
     every |= {name: turboquant.preset(name) for name in asked if name.startswith("calibrated-")}
@@ -188,13 +202,35 @@ def real(args: argparse.Namespace) -> Report:
                   "calibrated_on": calibration.source if calibration and "calibrated-" in name else None,
                   "generate": args.generate, "dtype": "float32", "commit": commit()}  # fmt: skip
         report.add("real-quality", params, {key: float(f"{x:.6g}") for key, x in metrics.items()})
-        print(f"{name:45} {metrics['kl_divergence']:.5f}  {metrics}")
+    print(*real_tables(report.rows), sep="\n")
     if args.add:
         report.rows = others(Path(args.out) / f"{report.name}.json", report.rows) + report.rows
     return report
 
 
-def main() -> None:
+def real_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown tables from rows of `real`: one for each model, text and way to measure."""
+    measured = ("model", "text", "windows", "length", "chunk", "moments")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row["params"].get(name) for name in measured), []).append(row)
+    lines = []
+    for (model, text, windows, length, chunk, moments), group in groups.items():
+        fed = f", {chunk} tokens of a forward" if chunk else ""
+        full = f"perplexity of the full cache {group[0]['metrics']['reference_perplexity']:.3f}"
+        lines += [f"{model}, {text}, {windows} x {length:,} tokens{fed}, moments of {moments}, {full}:\n"]
+        lines += ["| cache | exact tokens | bits | KL, mean | 99 % | 99.9 % | perplexity | same likeliest token |"]
+        lines += [f"|---|---|{'---:|' * 6}"]
+        for row in group:
+            m = row["metrics"]
+            lines += [f"| {row['params']['spec']} | {row['params']['exact']} | {m['effective_bits']:.2f} | "
+                      f"{m['kl_divergence']:.4f} | {m['kl_divergence_p99']:.3f} | {m['kl_divergence_p999']:.3f} | "
+                      f"{m['perplexity']:.3f} | {100 * m['top1_agreement']:.1f} % |"]  # fmt: skip
+        lines += [""]
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="reference", help="a folder of the shared models, or demo")
@@ -218,12 +254,17 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=0, help="--real: exact tokens at the end")
     parser.add_argument("--chunk", type=int, help="--real: tokens of a forward")
     parser.add_argument("--generate", type=int, default=1024, help="tokens of greedy texts, with --real")
+    parser.add_argument("--tables", nargs="+", metavar="FILE", help="print files of --real as tables, and nothing else")
     parser.add_argument("--guard", action="store_true", help="write the figures of the guard tests, and nothing else")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.ship:
         found = calibrated(*load(DEMO), args.calibration_tokens, 1024, 1, half=1)  # what it is shown on is short
         found.save(DEMO / "calibration.safetensors")
         print(table(found.trials))
+        return
+    if args.tables:
+        for file in args.tables:
+            print(*real_tables(json.loads(Path(file).read_text())["rows"]), sep="\n")
         return
     if args.guard:
         write_guards()

@@ -99,6 +99,29 @@ def test_measured_has_the_metrics_of_evaluate(baselines):
     assert 0 <= found["q4_0"]["tokens_until_parted"] <= 20 and found["q4_0"]["effective_bits"] == 4.5
 
 
+def test_tables_have_perplexity_beside_divergence(monkeypatch):
+    """One for each text and way to measure, in the order of the rows."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    params = dict(model="smollm2", windows=8, length=2048, chunk=None, moments="text", exact="4 sinks")
+    metrics = dict(effective_bits=4.3125, kl_divergence=0.01114, kl_divergence_p99=0.0806, kl_divergence_p999=0.21,
+                   perplexity=21.857, reference_perplexity=21.706, top1_agreement=0.9435)  # fmt: skip
+    rows = [
+        {"params": {**params, "spec": spec, "text": text, **other}, "metrics": metrics}
+        for spec, text, other in (
+            ("default", "wikitext2", {}),
+            ("fp8", "wikitext2", {}),
+            ("default", "de", {"chunk": 16}),
+        )
+    ]
+    lines = import_module("quality").real_tables(rows)
+    row = "| default | 4 sinks | 4.31 | 0.0111 | 0.081 | 0.210 | 21.857 | 94.3 % |"
+    assert lines[0].startswith(
+        "smollm2, wikitext2, 8 x 2,048 tokens, moments of text, perplexity of the full cache 21.706"
+    )
+    assert lines[3:6] == [row, row.replace("default", "fp8"), ""] and len(lines) == 11
+    assert "de, 8 x 2,048 tokens, 16 tokens of a forward, moments" in lines[6] and lines[9] == row
+
+
 class Letters:
     """A tokenizer of one token a character; texts start with BOS, 7, if it has one."""
 
