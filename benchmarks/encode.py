@@ -3,12 +3,14 @@
     python benchmarks/encode.py [--out benchmarks/results/h200]
 
 Bytes count what is read (bf16 keys and values) and written (pages); the ceiling is a device-to-device copy in the same
-run. Pages are compared with the CPU's before anything is timed.
+run. Pages are compared with the CPU's before anything is timed. "moments": with a wave of all pairs and a metric of
+rank 4, which are random here; of those the CPU decodes the pages of both.
 """
 
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,33 +27,56 @@ def normal(*size: int) -> torch.Tensor:
     return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
 
 
-def check(plan: Plan) -> None:
+Transforms = dict[str, torch.Tensor]
+
+
+def random_moments() -> Transforms:
+    half = torch.arange(DIM // 2)
+    increments = (10000.0 ** (-half / (DIM // 2)) / (2 * torch.pi) * 2**32).to(torch.int32)
+    directions = torch.linalg.qr(torch.randn(HEADS, DIM, 4))[0].mT.reshape(HEADS, -1)
+    stretch = torch.empty(HEADS, 4).uniform_(-0.5, 2.0)
+    parts = [torch.randn(HEADS, DIM), torch.empty(HEADS, DIM).uniform_(0.5, 2.0), directions, stretch]
+    turns = torch.stack([half.to(torch.int32), half.to(torch.int32) + DIM // 2, increments], 1)
+    return {"key_turns": turns.cuda(), "key_moments": torch.cat(parts, 1).cuda()}
+
+
+def check(plan: Plan, transforms: Transforms) -> None:
     k, v = normal(2, HEADS, 300, DIM), normal(2, HEADS, 300, DIM)
-    on_cpu = torch.ops.turboquant.quantize(plan.words, k.cpu(), v.cpu())
-    if not torch.equal(torch.ops.turboquant.quantize(plan.words, k, v).cpu(), on_cpu):
+    on_cpu = {name: x.cpu() for name, x in transforms.items()}
+    want = torch.ops.turboquant.quantize(plan.words, k.cpu(), v.cpu(), **on_cpu)
+    got = torch.ops.turboquant.quantize(plan.words, k, v, **transforms).cpu()
+    if not transforms and not torch.equal(got, want):
         raise AssertionError("the bytes of CUDA and CPU differ")
+    table, lengths = torch.arange(6, dtype=torch.int32).view(2, 3), torch.full((2,), 300, dtype=torch.int32)
+    keys = [torch.ops.turboquant.dequantize(plan.words, x, table, lengths, 300, **on_cpu)[0] for x in (got, want)]
+    if (keys[0] - keys[1]).norm() > 0.02 * keys[1].norm():
+        raise AssertionError("what CUDA and CPU store differs")
 
 
-def prompt(plan: Plan) -> dict[str, Any]:
+def prompt(plan: Plan, transforms: Transforms) -> dict[str, Any]:
     sets = []
     for _ in range(3):
         k, v = normal(1, HEADS, PROMPT, DIM), normal(1, HEADS, PROMPT, DIM)
-        p = ops.pack(k, v, plan)
+        p = ops.pack(k, v, plan, **transforms)
         sets.append((plan.words, k, v, p.lengths, p.pages, p.block_table))
-    metrics: dict[str, Any] = microseconds([lambda s=s: torch.ops.turboquant.append(*s) for s in sets], "cuda")
+    metrics: dict[str, Any] = microseconds(
+        [lambda s=s: torch.ops.turboquant.append(*s, **transforms) for s in sets], "cuda"
+    )
     moved = 2 * k.nbytes + p.pages.nbytes
     return metrics | {"bytes": moved, "tbps": round(moved / metrics["us"] / 1e6, 3)}
 
 
-def step(plan: Plan, batch: int, window: int) -> dict[str, Any]:
+def step(plan: Plan, transforms: Transforms, batch: int, window: int) -> dict[str, Any]:
     """One new token in each sequence of 32 layers with caches of their own, in one graph; the time is of one layer."""
     layers = []
     for _ in range(LAYERS):
         k, v = normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM)
-        p = ops.pack(normal(batch, HEADS, 256, DIM), normal(batch, HEADS, 256, DIM), plan, max_tokens=1024)
+        p = ops.pack(
+            normal(batch, HEADS, 256, DIM), normal(batch, HEADS, 256, DIM), plan, max_tokens=1024, **transforms
+        )
         lengths = p.lengths + 1 + window
         rings = {f"window_{x}": normal(batch, HEADS, window, DIM) for x in "kv"} if window else {}
-        layers.append(((plan.words, k, v, lengths, p.pages, p.block_table), rings))
+        layers.append(((plan.words, k, v, lengths, p.pages, p.block_table), rings | transforms))
     return microseconds([lambda a=a, r=r: torch.ops.turboquant.append(*a, **r) for a, r in layers], "cuda")
 
 
@@ -62,18 +87,19 @@ def main() -> None:
     report = Report("encode", "cuda")
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)
-    for bits in (4, 3, 2):
-        plan = Plan(DIM, bits, bits)
-        check(plan)
-        metrics = prompt(plan)
+    for bits, moments in product((4, 3, 2), (False, True)):
+        plan = Plan(DIM, bits, bits, wave_pairs=DIM // 2, metric=4) if moments else Plan(DIM, bits, bits)
+        transforms = random_moments() if moments else {}
+        check(plan, transforms)
+        metrics = prompt(plan, transforms)
         metrics["of_copy_ceiling"] = round(metrics["tbps"] / ceiling["copy_tbps"], 3)
-        report.add("prompt", {"batch": 1, "kv_heads": HEADS, "tokens": PROMPT, "head_dim": DIM, "bits": bits}, metrics)
-        print("prompt", bits, metrics, flush=True)
-        for batch in (1, 8, 64):
-            for window in (0, 128):
-                params = {"batch": batch, "kv_heads": HEADS, "head_dim": DIM, "bits": bits, "window": window}
-                report.add("step", params, metrics := step(plan, batch, window))
-                print("step", params, metrics, flush=True)
+        shape = {"kv_heads": HEADS, "head_dim": DIM, "bits": bits, "moments": moments}
+        report.add("prompt", {"batch": 1, "tokens": PROMPT} | shape, metrics)
+        print("prompt", shape, metrics, flush=True)
+        for batch, window in product((1, 8, 64), (0, 128)):
+            params = {"batch": batch, "window": window} | shape
+            report.add("step", params, metrics := step(plan, transforms, batch, window))
+            print("step", params, metrics, flush=True)
     print(report.save(args.out))
 
 

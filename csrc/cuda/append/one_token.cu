@@ -146,9 +146,11 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     uint32_t fresh_bits[PER_LANE], old_bits[PER_LANE];
     float x[PER_LANE], centre[PER_LANE];
     load_bits(a, head.fresh, fresh_bits, lane);
+    // A key becomes a residual while the table says where its page is: what that takes is loaded as early as the key.
+    constexpr bool EARLY = Args::USUAL && Args::MOMENTS && IS_KEY;
     const bool moments = Args::MOMENTS && IS_KEY && has_moments(a, work);
-    [[maybe_unused]] WarpResidual<PER_LANE> residual; // loaded early where registers do not matter
-    if constexpr (Args::USUAL && Args::MOMENTS && IS_KEY) residual = WarpResidual<PER_LANE>(a.moments, work.h, lane);
+    [[maybe_unused]] WarpResidual<PER_LANE> residual;
+    if constexpr (EARLY) residual = WarpResidual<PER_LANE>(a.moments, work.h, a.head_dim, lane);
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++)
         centre[k] = head.centre && lane + 32 * k < a.head_dim ? head.centre[lane + 32 * k] : 0.0f;
@@ -156,16 +158,21 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     const int position = span.length - 1;
     const bool to_sinks = position < a.sinks, to_ring = !to_sinks && a.window, packs = span.first < span.last;
     char *slot = to_sinks ? head.sinks + position * a.row_bytes : ring_row(a, head, position);
-    uint8_t *record = packs ? record_of(a, work, span.first) : nullptr;
-    if (packs && to_ring) load_bits(a, slot, old_bits, lane);
+    const int32_t page = packs ? page_of(a, work, span.first) : -1;
+    uint8_t *record = nullptr;
     const uint32_t token = a.page_tokens.remainder((uint32_t)span.first);
     OneToken<PER_LANE, FINE, IS_KEY, BITS> one;
-    if (record) one.load(a, side, record, token, lane);
+    const auto find_record = [&] {
+        record = record_of_page(a, work, page);
+        if (record) one.load(a, side, record, token, lane);
+    };
+    if (packs && to_ring) load_bits(a, slot, old_bits, lane);
+    if constexpr (!EARLY) find_record();
 
     numbers_of_bits(a, fresh_bits, x);
     if (mend_numbers(a, x, fresh_bits) && lane == 0) report_bad(a.flag, work, position);
     if (to_sinks || to_ring) store_bits(a, slot, fresh_bits, lane);
-    if (!record) return;
+    if (EARLY ? !packs : !record) return;
     if constexpr (Args::SETTLED) // while the old row is on its way
         if (head.centre && !moments) rotate_registers(a, flips, centre, lane);
     if (to_ring) {
@@ -178,8 +185,8 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
             x[k] = __fsub_rn(x[k], centre[k]);
             centre[k] = 0.0f;
         }
-        if constexpr (Args::USUAL && Args::MOMENTS && IS_KEY) {
-            residual.take(a.moments, span.first + a.sinks, row, x, lane);
+        if constexpr (EARLY) {
+            residual.take(a.head_dim, a.moments.metric, span.first + a.sinks, row, x, lane);
         } else {
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++)
@@ -188,6 +195,10 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
         }
+    }
+    if constexpr (EARLY) {
+        find_record();
+        if (!record) return;
     }
     __half scale;
     if constexpr (Args::SETTLED) {

@@ -152,17 +152,16 @@ template <int PER_LANE> struct WarpMetric {
     float scale[PER_LANE], direction[TQ_MAX_METRIC_RANK][PER_LANE], stretch[TQ_MAX_METRIC_RANK];
 
     WarpMetric() = default;
-    __device__ __forceinline__ WarpMetric(const KeyMoments &m, int h, int lane)
+    __device__ __forceinline__ WarpMetric(const KeyMoments &m, int h, int head_dim, int lane)
     {
         const HeadMoments head = m.of_head(h);
 #pragma unroll
         for (int k = 0; k < PER_LANE; k++) {
             const int channel = lane + 32 * k;
-            scale[k] = channel < m.head_dim && m.metric ? head.scale[channel] : 0.0f;
+            scale[k] = channel < head_dim && m.metric ? head.scale[channel] : 0.0f;
 #pragma unroll
             for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
-                direction[r][k] =
-                    channel < m.head_dim && r < m.rank() ? head.directions[r * m.head_dim + channel] : 0.0f;
+                direction[r][k] = channel < head_dim && r < m.rank() ? head.directions[r * head_dim + channel] : 0.0f;
         }
 #pragma unroll
         for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) stretch[r] = m.metric ? head.stretch[r] : 0.0f;
@@ -191,29 +190,28 @@ template <int PER_LANE> struct WarpMetric {
     }
 };
 
-/** What keys of a head become: loaded once, long before it is needed, for one position or many. */
+/** What keys of a head become: loaded long before it is needed. head_dim: of the plan, where the compiler knows it. */
 template <int PER_LANE> struct WarpResidual {
     WarpWave<PER_LANE> wave;
     WarpMetric<PER_LANE> metric;
 
     WarpResidual() = default;
     /** Of a plan with a wave or a metric. */
-    __device__ __forceinline__ WarpResidual(const KeyMoments &m, int h, int lane) : wave(m, h, lane), metric(m, h, lane)
+    __device__ __forceinline__ WarpResidual(const KeyMoments &m, int h, int head_dim, int lane)
+        : wave(m, h, lane), metric(m, h, head_dim, lane)
     {
     }
 
     /** x, a key less the constant part of its centre, to A (k - c_p). row: [head_dim] in shared memory, for this warp alone. */
-    __device__ __forceinline__ void take(const KeyMoments &m, int position, float *row, float (&x)[PER_LANE],
+    __device__ __forceinline__ void take(int head_dim, bool has_metric, int position, float *row, float (&x)[PER_LANE],
                                          int lane) const
     {
-        if (m.pairs) {
-            wave.put(row, m.head_dim, position, wave.are_apart(row));
+        wave.put(row, head_dim, position, wave.are_apart(row));
 #pragma unroll
-            for (int k = 0; k < PER_LANE; k++)
-                if (lane + 32 * k < m.head_dim) x[k] -= row[lane + 32 * k];
-            __syncwarp();
-        }
-        if (m.metric) metric.apply(x);
+        for (int k = 0; k < PER_LANE; k++)
+            if (lane + 32 * k < head_dim) x[k] -= row[lane + 32 * k];
+        __syncwarp();
+        if (has_metric) metric.apply(x);
     }
 };
 
