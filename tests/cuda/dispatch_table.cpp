@@ -4,7 +4,7 @@
 //   dispatch_table rows    a line for each kernel that the table lists: row number, name
 //   dispatch_table overlaps  pairs of its rows that are for the same case
 //   dispatch_table         for each line of integers on stdin
-//                              processors hopper large_clusters batch query_tokens query_heads kv_heads max_pages sinks window
+//                              processors hopper (1; 0: compute capability 8.0, 2: 8.6) large_clusters batch query_tokens query_heads kv_heads max_pages sinks window
 //                              sliding_window causal dtype schedule_kind words...
 //                          a line: the name of the kernel, thread blocks, threads, shared bytes, blocks that share a segment, cluster
 #include <cstdio>
@@ -79,10 +79,10 @@ static std::string choose(const std::vector<int64_t> &x)
     if (x.size() <= PARAMS || tq_plan_init(&plan, x.data() + PARAMS, x.size() - PARAMS, &error) != TQ_OK)
         return std::string("refused: ") + (error.argument ? error.argument : "too few numbers");
     Device device = {};
-    device.major = x[1] ? 9 : 8, device.processors = (int)x[0];
-    device.shared_bytes_per_processor = x[1] ? 233472 : 167936;
-    device.shared_bytes_per_block = x[1] ? 232448 : 166912;
-    device.bulk = x[1], device.large_clusters = (int)x[2], device.rules = &rules_of(device);
+    device.major = x[1] == 1 ? 9 : 8, device.processors = (int)x[0];
+    device.shared_bytes_per_processor = x[1] == 1 ? 233472 : x[1] ? 102400 : 167936;
+    device.shared_bytes_per_block = device.shared_bytes_per_processor - 1024;
+    device.bulk = x[1] == 1, device.large_clusters = (int)x[2], device.rules = &rules_of(device);
     tq_attend_params p = {};
     p.batch = (int)x[3], p.query_tokens = (int)x[4], p.query_heads = (int)x[5], p.kv_heads = (int)x[6];
     p.max_pages = (int)x[7], p.sinks = (int)x[8], p.window = (int)x[9], p.sliding_window = (int)x[10];

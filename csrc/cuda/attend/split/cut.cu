@@ -8,41 +8,52 @@ namespace
 
 constexpr int MOST_TEAMS = 12; /* of a block: Variant::MAX_THREADS */
 
+/** Bytes that a team of launch->args.team_warps has of its own, beside stages and waves. */
+int team_bytes(const Launch &l) { return l.kernel.own_bytes * (l.args.team_rows ? 1 : l.args.team_warps); }
+
+/** How many teams of so many warps a block has room for, and stages for each. */
+void count_teams(int room, Launch *l)
+{
+    AttendArgs &a = l->args;
+    const int of_team = team_bytes(*l) + a.team_warps * wave_warp_bytes(a, l->kernel);
+    if (a.wave.steps) room -= wave_block_bytes(a, l->kernel) + 3 * 256; /* lay_out_wave rounds up */
+    for (a.teams = l->kernel.max_threads / 32 / a.team_warps; a.teams > 0; a.teams--) {
+        a.stages = (room / a.teams - of_team) / (a.stage_bytes + 32);
+        /* a second stage is worth more to attend_many_rows than a fourth team: where pages had 4 bits and 32 rows 5 % */
+        int least_stages = a.team_rows && a.teams > 3 ? 2 : 1;
+        if (a.stages >= least_stages) return;
+    }
+}
+
 /** Rows, warps and stages of pages. */
 tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_error *error)
 {
     AttendArgs &a = l->args;
+    int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* a block of prepare fits beside */
+    if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
     a.team_rows = l->kernel.team_rows;
+    lay_out_stage(&plan, l->kernel.tiles, &a);
     if (a.team_rows) {
         a.team_warps = TEAM_OF_MANY_ROWS;
         a.tile_rows = a.team_rows;
+        count_teams(room, l);
     } else {
         int row_blocks = (a.rows + 3) / 4;
         a.team_warps = (row_blocks + l->kernel.blocks - 1) / l->kernel.blocks;
         if (a.team_warps > 8) a.team_warps = 8;
+        count_teams(room, l);
+        for (; !a.teams && a.team_warps > 1; count_teams(room, l))
+            a.team_warps /= 2; /* waves of many rows on GPUs with 100 KB */
         a.tile_rows = 4 * l->kernel.blocks * a.team_warps;
     }
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
-    lay_out_stage(&plan, l->kernel.tiles, &a);
     l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
-    int warps = l->kernel.max_threads / 32;
-    int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* a block of prepare fits beside */
-    if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
-    int team_bytes = l->kernel.own_bytes * (a.team_rows ? 1 : a.team_warps);
-    const int team_room = team_bytes + a.team_warps * wave_warp_bytes(a, l->kernel);
-    if (a.wave.steps) room -= wave_block_bytes(a, l->kernel) + 3 * 256; /* lay_out_wave rounds up */
-    for (a.teams = warps / a.team_warps; a.teams > 0; a.teams--) {
-        a.stages = (room / a.teams - team_room) / (a.stage_bytes + 32);
-        /* a second stage is worth more to attend_many_rows than a fourth team: where pages had 4 bits and 32 rows 5 % */
-        int least_stages = a.team_rows && a.teams > 3 ? 2 : 1;
-        if (a.stages >= least_stages) break;
-    }
     /* Measured: more stages cost up to 5 % where they are whole pages, and up to 9 % where twelve warps hide what one waits for. */
     int most_stages = a.team_rows ? 2 : l->kernel.tiles == 4 || a.teams * a.team_warps >= 12 ? 1 : 3;
     if (a.stages > most_stages) a.stages = most_stages;
     if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
     a.at_teams = (a.teams * a.stages * a.stage_bytes + 127) / 128 * 128;
-    a.at_barriers = a.at_teams + a.teams * team_bytes;
+    a.at_barriers = a.at_teams + a.teams * team_bytes(*l);
     l->threads = 32 * a.teams * a.team_warps;
     l->shared_bytes = lay_out_wave(l->kernel, l->threads / 32, 0, a.at_barriers + a.teams * a.stages * 32, &a);
     int64_t units = l->segments * ((int64_t)a.p.max_pages * a.page_units + 1);
