@@ -93,8 +93,8 @@ def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
     read = read_entries(pipe)
     writer.join()
     pipe.unlink()
-    chosen = argparse.Namespace(fasta=str(pipe), csv=str(where), heatmap=None, calibration=None, exact=False,
-                                spec="esm-default", batch=8)  # fmt: skip
+    chosen = argparse.Namespace(fasta=str(pipe), csv=str(where), heatmap=None, calibration=None, batch=8,
+                                method="shared-context", spec="esm-default")  # fmt: skip
     assert commands.scan(model, chosen, read) == 0
     assert len(where.read_text().splitlines()) == 1 + 52 * 20
     found = commands.evaluated(model, chosen.fasta, {"a": bare(3, 3)}, None, (None, 2), read)

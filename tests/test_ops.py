@@ -110,7 +110,7 @@ def test_attend_matches_fp64(
     seen = np.isfinite(want_lse)
     accuracy = ACCURACY.get((device, dtype), 1e-3)
     if device == "cuda":  # queries have 16 bits there: turboquant_cuda.h. No logit is far above the log-sum-exp.
-        accuracy = max(accuracy, 2.5e-5 * float(abs(want_lse[seen]).max(initial=0)))
+        accuracy = max(accuracy, 2.5e-5 * float(abs(want_lse[seen]).max(initial=0)), 1e-3 if plan.wave_pairs else 0)
     np.testing.assert_allclose(array(lse)[seen], want_lse[seen], rtol=accuracy, atol=2 * accuracy)
     limit = accuracy * abs(want).max() + ROUNDING[dtype] * abs(want)
     assert (abs(ref.widen(array(out)) - want) <= limit).all()

@@ -382,7 +382,8 @@ def test_offload_and_prefetch():
     for layer in cache.layers:
         layer.offload()
     assert torch.cuda.memory_allocated() < before
-    assert {t.device.type for _, t in layer_tensors(cache.layers[0].storage)} == {"cpu"}
+    where = {part: t.device.type for part, t in layer_tensors(cache.layers[0].storage)}
+    assert where.pop("moments") == "cuda" and set(where.values()) == {"cpu"}  # the model's, shared by all its caches
     assert torch.equal(forward(cache, piece(200, 210)), forward(fork, piece(200, 210)))
     assert {t.device.type for _, t in cache.tensors()} == {"cuda"}
 

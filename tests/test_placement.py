@@ -119,13 +119,13 @@ def test_layers_on_two_devices(first, second, tmp_path):
     # A probability that differs in its last digits may draw another token: one of 1,680.
     np.testing.assert_allclose(found[1].sensitivity.sum(-1), found[0].sensitivity.sum(-1), rtol=0.1)
     assert fingerprint(spread) == found[0].fingerprint and trainable(spread) == trainable(whole)
-    ids = prompts(2, 200, seed=9)["input_ids"]
+    ids, spec = prompts(2, 200, seed=9)["input_ids"], turboquant.CacheSpec(budget=3, method="axes")
     options = dict(everything_packed=True, generate=4)
-    results = [turboquant.evaluate(m, ids, "calibrated-3", calibration=found[0], **options) for m in (whole, spread)]
+    results = [turboquant.evaluate(m, ids, spec, calibration=found[0], **options) for m in (whole, spread)]
     divergence = [one.kl_divergence for one in results]
     assert divergence[1] == pytest.approx(divergence[0], rel=0.05) and divergence[0] > 0
-    cache = TurboQuantCache(spread.config, "calibrated-3", found[0])
-    turboquant.patch(spread, "calibrated-3", found[0])
+    cache = TurboQuantCache(spread.config, spec, found[0])
+    turboquant.patch(spread, spec, found[0])
     with torch.no_grad():
         spread(ids.to(first), past_key_values=cache)
     assert [str(layer.storage.pages.device) for layer in cache.layers] == [first, second, first, second]
