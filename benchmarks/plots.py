@@ -7,6 +7,7 @@ docs/attend_context.svg    time against context at batch 1, packed and bf16
 docs/cpu_context.svg       the same on one CPU thread
 docs/index_bytes.svg       recall of vector indexes against the bytes of a vector
 docs/index_time.svg        their recall against the time of a query
+docs/quality.svg           divergence of two real models against bits, our widths and other formats
 """
 
 from __future__ import annotations
@@ -133,7 +134,44 @@ def index_figure(name: str, x: str, metrics: list[str]) -> None:
     plt.close(figure)
 
 
+QUALITY_MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
+OURS = ("default-5", "default", "default-3", "default-2")  # quality.py's names of 5, 4, 3 and 2 bits
+FORMATS = {
+    "fp8 e4m3": "o",
+    "NVFP4": "s",
+    "q4_0": "^",
+    "q4_0 after Hadamard": "v",
+    "int4 per token and head": "D",
+    "KIVI, 4 bits, groups of 32": "P",
+    "KIVI, 2 bits, groups of 32": "X",
+    "TurboQuant mse, 4 bits, 2 + 2 layers exact": "*",
+}
+
+
+def quality() -> None:
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4.4), sharey=True, constrained_layout=True)
+    for ax, (model, called) in zip(panels, QUALITY_MODELS.items(), strict=True):
+        found = {
+            row["params"]["spec"]: row["metrics"]
+            for row in rows("h100", f"real_{model}")
+            if (row["params"]["text"], row["params"]["length"], row["params"]["exact"])
+            == ("wikitext2", 2048, "4 sinks")
+            and row["params"]["windows"] > 4  # the others are of other texts, prompts and moments
+        }
+        ours = [found[name] for name in OURS]
+        ax.plot([m["effective_bits"] for m in ours], [m["kl_divergence"] for m in ours], "o-", label="TurboQuant")
+        for name, marker in FORMATS.items():
+            one = found[name]
+            ax.plot(one["effective_bits"], one["kl_divergence"], marker, label=name, linestyle="none")
+        ax.set(title=called, xlabel="bits of a number, scales included", yscale="log")
+        ax.grid(alpha=0.3)
+    panels[0].set_ylabel("KL divergence, nats a token")
+    panels[1].legend(fontsize=7)
+    figure.savefig(DOCS / "quality.svg", metadata={"Date": None})
+
+
 def main() -> None:
+    quality()
     plt.rcParams |= {"svg.hashsalt": "turboquant", "font.size": 9}
     roofline()
     context()
