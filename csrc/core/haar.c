@@ -1,4 +1,5 @@
-/* Gaussian matrices, and Haar-distributed rotations made of them (Stewart, SIAM J. Numer. Anal. 17, 1980): a product of Householder reflections of Gaussian vectors.
+/* Gaussian matrices, and Haar-distributed rotations made of them (Stewart, SIAM J. Numer. Anal. 17, 1980): a product of
+ * Householder reflections of Gaussian vectors.
  * Everything is float64 +, -, *, /, sqrt and frexp in a fixed order, so that a seed is the same matrix on every machine; libm's
  * log would not be. */
 #include "internal.h"

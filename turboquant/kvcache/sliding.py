@@ -38,8 +38,8 @@ def visible_past(
     """
     sinks, window, before = stored.spec.sinks, stored.spec.window, stored.tokens
     device, state = stored.device, stored.arguments()
-    pad = torch.tensor(padding, device=device).view(-1, 1)
-    length = before - pad  # of each sequence
+    length = lengths.view(-1, 1) - new  # of each sequence, without waiting for the device
+    pad = before - length
     parts: list[_Past] = []
     if rows := rows_of(stored.sink_k):
         row = torch.arange(rows, device=device)
@@ -74,7 +74,7 @@ def attention_behind_window(
     key: torch.Tensor,
     value: torch.Tensor,
     before: int,
-    padding: tuple[int, ...],
+    lengths: torch.Tensor,
     sliding_window: int,
     scale: float,
     softcap: float = 0.0,
@@ -83,11 +83,12 @@ def attention_behind_window(
     positions up to its own. Returns [batch, tokens, query_heads, head_dim]; 0 for a query of padding.
 
     before    positions in front of the chunk
+    lengths   int32 [batch], of the sequences with the chunk
     softcap   logits become softcap * tanh(logit / softcap); 0: as they are
     """
     batch, heads, tokens, channels = query.shape
     group, device = heads // key.shape[1], query.device
-    pad = torch.tensor(padding, device=device).view(-1, 1)
+    pad = before + tokens - lengths.view(-1, 1)
     own = torch.arange(before, before + tokens, device=device).expand(batch, -1)
     own = torch.where(own >= pad, own, _NOWHERE)
     out = query.new_empty((batch, tokens, heads, channels))

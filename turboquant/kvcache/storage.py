@@ -219,12 +219,7 @@ class LayerStorage:
         before, after = self.tokens, self.tokens + new
         attended: torch.Tensor | None = None
         if how is not None and self._in_parts(new):
-            apart = (
-                self._attend_in_parts
-                if after - min(padding) <= sliding_window or not sliding_window
-                else self._attend_behind_window
-            )
-            attended, how = apart(query, key, value, lengths, padding, how), None
+            attended, how = self._attend_in_parts(query, key, value, lengths, padding, how), None
         if after > self.exact_ready:
             self.make_exact_room(after)
         state, fresh = self.arguments(), self._fresh(key, value, before, padding, new > 1 and how is not None)
@@ -269,8 +264,15 @@ class LayerStorage:
         how: dict[str, Any],
     ) -> torch.Tensor:
         """Attention of a forward's queries before its tokens are stored: `attend` over what is stored, PyTorch's own
-        attention over the new tokens, in one softmax. Arguments and result are those of `store`."""
-        before, state = self.tokens, self.arguments()
+        attention over the new tokens, in one softmax; PyTorch's alone behind a sliding window (`sliding`). Arguments
+        and result are those of `store`."""
+        before, new, sliding_window = self.tokens, key.shape[2], how["sliding_window"]
+        if sliding_window and before + new - min(padding) > sliding_window:  # which hides some of it from some queries
+            past = visible_past(self, lengths, new, padding, sliding_window)
+            out = attention_behind_window(query, past, key, value, before, lengths, sliding_window,
+                                          how["softmax_scale"], how["softcap"])  # fmt: skip
+            return out.transpose(1, 2)
+        state = self.arguments()
         sizes, exact = {"sink": rows_of(self.sink_k), "window": rows_of(self.window_k)}, 0
         earlier = []
         if sum(sizes.values()) <= before - max(padding):  # every row holds a token: PyTorch may read them too
@@ -285,27 +287,10 @@ class LayerStorage:
         assert self.table is not None
         with self.table.pool.lock:  # forks may add pages
             pages, rows_of_pages = self.table.pool.storage, self.table.tensor
-        stored = self.shared.earlier(lengths, key.shape[2] + exact)
+        stored = self.shared.earlier(lengths, new + exact)
         equal = self.shared.equal_schedule(before, padding, self.device)
         how = {**how, "sliding_window": 0, "causal": False, "schedule": equal}
         return merged(_attend(self.plan.words, query, pages, rows_of_pages, stored, **how, **state), own)
-
-    def _attend_behind_window(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lengths: torch.Tensor,
-        padding: tuple[int, ...],
-        how: dict[str, Any],
-    ) -> torch.Tensor:
-        """The same where a sliding window hides some of what is stored from some queries."""
-        size = how["sliding_window"]
-        past = visible_past(self, lengths, key.shape[2], padding, size)
-        scale, softcap = how["softmax_scale"], how["softcap"]
-        return attention_behind_window(query, past, key, value, self.tokens, padding, size, scale, softcap).transpose(
-            1, 2
-        )
 
     def _schedule(
         self,
