@@ -117,6 +117,25 @@ def test_attend_matches_fp64(
     assert not array(out)[~seen].any()
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("group", [4, 12])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_all_rows_of_a_prompt_see_the_sinks(
+    head_dim: int, dtype: str, group: int, device: str, rng: np.random.Generator
+) -> None:
+    """With so many rows that a block prepares 16 of them, and so few exact tokens that it has 8 at a time."""
+    rows = 20 * torch.cuda.get_device_properties(0).multi_processor_count
+    tokens = rows // group
+    case = make_case(
+        rng, ref.plan(head_dim, 4), dtype=dtype, lengths=[tokens], query_tokens=tokens, sinks=4, kv_heads=1, group=group
+    )
+    want, want_lse = ref.attend(case.plan, case.cache, case.query)
+    out, lse = tq.attend(**attend_arguments(case, device))
+    np.testing.assert_allclose(array(lse), want_lse, rtol=1e-3, atol=2e-3)
+    assert (abs(ref.widen(array(out)) - want) <= 1e-3 * abs(want).max() + ROUNDING[dtype] * abs(want)).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("group", [4, 8, 24])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -102,14 +102,22 @@ struct ExactSight {
     }
 };
 
-/** Base-2 logits of n <= EXACT_CHUNK tokens for all rows; -inf for what a row does not see. A warp takes a row and 4 to 16 tokens, so
- *  that no warp is idle, eight lanes a token. */
+/** How many of the chunk's tokens a warp scores for a row: 4, 8 or 16, as many as leave no warp idle. The chunk is a multiple of it. */
+__device__ __forceinline__ int tokens_of_warp(int rows, int chunk, int warps)
+{
+    int tokens = 4;
+    while (tokens < min(16, chunk) && 2 * tokens * warps <= rows * chunk) tokens *= 2;
+    return tokens;
+}
+
+/** Base-2 logits of n <= EXACT_CHUNK tokens for all rows; -inf for what a row does not see. A warp takes a row and tokens_of_warp tokens,
+ *  eight lanes a token. */
 template <int GROUPS>
 __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t n,
                                              const ExactState &x)
 {
     int warps = blockDim.x / 32, lane = threadIdx.x & 31, piece = lane % 8, chunk = min(a.exact_tokens, EXACT_CHUNK),
-        tokens = min(16, max(4, chunk * a.prepare_rows / warps));
+        tokens = tokens_of_warp(a.prepare_rows, chunk, warps);
 #pragma unroll 1
     for (int item = threadIdx.x / 32; item * tokens < a.prepare_rows * chunk; item += warps) {
         int row = item % a.prepare_rows, first = item / a.prepare_rows * tokens;
