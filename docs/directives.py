@@ -15,7 +15,6 @@ from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-OPERATORS = "append attend append_attend schedule rotate quantize dequantize merge append_kernel attend_kernel".split()
 COLUMNS = 100
 
 
@@ -25,8 +24,9 @@ class Operators(SphinxDirective):
 
         import turboquant.operators  # noqa: F401
 
+        registered = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
         lines = []
-        for name in OPERATORS:
+        for name in sorted(name for library, name in registered if library == "turboquant"):
             head, _, text = getattr(torch.ops.turboquant, name).__doc__.partition("\n\n")
             call, _, returned = " ".join(head.split()).partition(" -> ")
             body = to_rst([f"Returns ``{returned}``.", "", *(line.removeprefix("    ") for line in text.split("\n"))])
