@@ -11,8 +11,8 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 # Tests that run no native code in this process, or build their own: once is enough.
 NO_NATIVE := $(foreach name,layering stub c_consumer calculator_page,--ignore=tests/test_$(name).py)
-# Every kind of GPU that the kernels are meant for.
-CHECK_ARCHS ?= 80 86 89 90a 100 120
+# Every kind of GPU that the kernels are meant for: code for 8.0 runs on 8.6 and 8.9 too.
+CHECK_ARCHS ?= 80 90a 100 120
 
 CONSTRAINTS := .ci/constraints.txt
 C_FILES = $(filter-out %_tables.h,$(shell find csrc tests benchmarks -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'))
@@ -208,7 +208,7 @@ cuda-check: $(READY)
 
 # The wheels for PyPI in dist/. turboquant-attention-demo is data. The other is for CPython 3.11 and newer, glibc 2.28 and newer, CUDA kernels for WHEEL_ARCHS. Needs nvcc, but no
 # GPU; TURBOQUANT_CUDA=0 make wheel leaves CUDA out. It is built in folders of its own: objects of make build stay.
-WHEEL_ARCHS ?= 80 86 89 90a 100 120+PTX
+WHEEL_ARCHS ?= 80 90a 100 120+PTX
 WHEEL_TOOLS := build/wheel-tools
 wheel: $(WHEEL_TOOLS)/.ready
 	rm -rf dist build/lib.*

@@ -183,7 +183,7 @@ def test_other_owners_of_the_name(monkeypatch, capsys):
 # ---- GPUs, which this test needs none of ----
 
 H100, T4, BLACKWELL = ("H100", (9, 0)), ("T4", (7, 5)), ("RTX 5090", (12, 0))
-ALL = "13.0: 80 86 89 90a 100 120+PTX"
+ALL = "13.0: 80 90a 100 120+PTX"
 
 
 @pytest.mark.parametrize(("build", "driver", "gpus", "name", "verdict", "text"), [
