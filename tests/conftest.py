@@ -54,12 +54,17 @@ def pytest_report_header() -> str:
     return f"turboquant isa: {_core.isa()} of {', '.join(_core.isa_available())}; threads: {_core.num_threads()}"
 
 
+def random_numbers(name: str) -> np.random.Generator:
+    """Random numbers of whatever has this name; TURBOQUANT_TEST_SEED gives others. A failing test shows the seed."""
+    seed = [zlib.crc32(name.encode()), int(os.environ.get("TURBOQUANT_TEST_SEED", "0"))]
+    print(f"{name}: np.random.default_rng({seed})")  # pytest shows it if the test fails
+    return np.random.default_rng(seed)
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random numbers of this test alone. A failing test shows its seed; TURBOQUANT_TEST_SEED gives other numbers."""
-    seed = [zlib.crc32(request.node.nodeid.encode()), int(os.environ.get("TURBOQUANT_TEST_SEED", "0"))]
-    print(f"rng: np.random.default_rng({seed})")  # pytest shows it if the test fails
-    return np.random.default_rng(seed)
+    """Random numbers of this test alone."""
+    return random_numbers(request.node.nodeid)
 
 
 @pytest.fixture(scope="session")

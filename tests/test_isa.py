@@ -1,11 +1,14 @@
 """Every instruction set against scalar, at every width and at sizes that vectors do not like."""
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import reference as ref
-from cases import make_case
+from cases import Case, make_case
+from conftest import random_numbers
 
 from turboquant import _core
 
@@ -40,6 +43,17 @@ def mixed(dim: int, channels: int) -> tuple[int, ...]:
     """All widths in turn, one for each group of so many channels."""
     widths = (3, 8, 4, 6, 5, 0, 1, 2)
     return tuple(widths[g % len(widths)] for g in range(-(-dim // channels)))
+
+
+@cache
+def answered(
+    dim: int, bits: Any, channels: int, lengths: tuple[int, ...], group: int, tokens: int, dtype: str, exact: bool
+) -> tuple[Case, np.ndarray, np.ndarray]:
+    """A case and its answer in float64, once for all levels; if `exact`, with sinks and a window."""
+    rng = random_numbers(f"answered {dim} {bits} {channels} {lengths} {group} {tokens} {dtype} {exact}")
+    p, rows = ref.plan(dim, bits, bits, seed=1, group=channels), dict(sinks=2, window=5) if exact else {}
+    case = make_case(rng, p, list(lengths), group=group, query_tokens=tokens, dtype=dtype, **rows)
+    return case, *ref.attend(case.plan, case.cache, case.query)
 
 
 @pytest.mark.parametrize("rotation", [ref.HADAMARD, ref.NONE], ids=["hadamard", "none"])
@@ -84,14 +98,12 @@ def test_eight_bits_of_nan_are_level_0(isa: str, group: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("dim", SIZES)
-def test_attend_is_near_float64(level: str, dim: int, group: int, dtype: str, rng: np.random.Generator) -> None:
+def test_attend_is_near_float64(level: str, dim: int, group: int, dtype: str) -> None:
     for bits, channels in [*((n, 32) for n in ref.WIDTHS), (8, 16), (mixed(dim, 32), 32), (mixed(dim, 16), 16)]:
-        p = ref.plan(dim, bits, bits, seed=1, group=channels)
-        case = make_case(rng, p, [300, 37], group=group, sinks=2, window=5, dtype=dtype)
+        case, want, want_lse = answered(dim, bits, channels, (300, 37), group, 1, dtype, exact=True)
         _core.set_isa(level)
         out, lse = _core.attend(**case.arguments)
-        assert _core.kernel_name("attend", p.words) == f"attend_{level}"
-        want, want_lse = ref.attend(case.plan, case.cache, case.query)
+        assert _core.kernel_name("attend", case.plan.words) == f"attend_{level}"
         tolerance, lse_tolerance = (2e-5, 1e-5) if dtype == "float32" else (2**-8 + 1e-3, 1e-4)
         assert abs(ref.widen(out) - want).max() <= tolerance * abs(want).max()
         np.testing.assert_allclose(lse, want_lse, rtol=lse_tolerance, atol=10 * lse_tolerance)
@@ -99,15 +111,13 @@ def test_attend_is_near_float64(level: str, dim: int, group: int, dtype: str, rn
 
 @pytest.mark.parametrize(("group", "tokens"), [(16, 1), (3, 7)])
 @pytest.mark.parametrize("dim", [24, 128])
-def test_many_rows_are_near_float64(level: str, dim: int, group: int, tokens: int, rng: np.random.Generator) -> None:
+def test_many_rows_are_near_float64(level: str, dim: int, group: int, tokens: int) -> None:
     """From 16 rows of a KV head on some levels have another product."""
     for widths in (*ref.WIDTHS, mixed(dim, 32)):
         for dtype, tolerance in (("float32", 2e-5), ("bfloat16", 2**-8 + 1e-3)):
-            p = ref.plan(dim, widths, widths)
-            case = make_case(rng, p, [300, 77], group=group, query_tokens=tokens, dtype=dtype)
+            case, want, _ = answered(dim, widths, 32, (300, 77), group, tokens, dtype, exact=False)
             _core.set_isa(level)
             out, _ = _core.attend(**case.arguments)
-            want, _ = ref.attend(case.plan, case.cache, case.query)
             assert abs(ref.widen(out) - want).max() <= tolerance * abs(want).max()
 
 
