@@ -53,19 +53,19 @@ def head_of(plan: Any, transform: Any) -> Head | None:
     )
 
 
-def phase(increment: int, position: int) -> int:
-    """In units of 2^-32 turns."""
-    return int(increment) * int(position) % 2**32
+def phase(increment: int, positions: Array) -> NDArray[np.uint64]:
+    """In units of 2^-32 turns: products of integers, of which the last 32 bits count."""
+    return np.asarray(positions, np.int64).astype(np.uint64) * np.uint64(increment) % 2**32
 
 
-def centre_at(head: Head, position: int, dtype: Any) -> Array:
-    """c_p, [head_dim]. Cosine and sine are those of the exact phase, rounded once."""
-    out = head.centre.astype(dtype)
+def centres(head: Head, positions: Array, dtype: Any) -> Array:
+    """c_p of each position, [n, head_dim]. Cosine and sine are those of the exact phase, rounded once."""
+    out = np.tile(head.centre.astype(dtype), (len(positions), 1))
     for (i, j), increment, (a, b) in zip(head.pairs, head.increments, head.amplitudes.astype(dtype)):
-        angle = phase(increment, position) * (2 * np.pi / 2**32)
-        cos, sin = dtype(np.cos(angle)), dtype(np.sin(angle))
-        out[i] += a * cos - b * sin
-        out[j] += a * sin + b * cos
+        angle = phase(increment, positions) * (2 * np.pi / 2**32)
+        cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
+        out[:, i] += a * cos - b * sin
+        out[:, j] += a * sin + b * cos
     return out
 
 
@@ -83,19 +83,16 @@ def shrunk(head: Head, q: Array, dtype: Any) -> Array:
     return (u + (u @ w.T * (1 / (1 + e) - 1)) @ w) / s
 
 
-def centres(head: Head, n: int, positions: Array | None, dtype: Any) -> Array:
-    """[n, head_dim]; positions None: 0, for vectors that have none."""
-    return np.stack([centre_at(head, p, dtype) for p in (np.zeros(n, int) if positions is None else positions)])
-
-
 def prepared(head: Head, keys: Array, positions: Array | None, dtype: Any) -> Array:
-    """y of keys [tokens, head_dim], which the plan then rounds and rotates."""
-    return stretched(head, keys.astype(dtype) - centres(head, len(keys), positions, dtype), dtype)
+    """y of keys [tokens, head_dim], which the plan then rounds and rotates; positions None: 0, of what has none."""
+    positions = np.zeros(len(keys), int) if positions is None else positions
+    return stretched(head, keys.astype(dtype) - centres(head, positions, dtype), dtype)
 
 
 def restored(head: Head, y: Array, positions: Array | None) -> F64:
     """Keys [tokens, head_dim] of decoded y."""
-    return shrunk(head, y, np.float64) + centres(head, len(y), positions, np.float64)
+    positions = np.zeros(len(y), int) if positions is None else positions
+    return shrunk(head, y, np.float64) + centres(head, positions, np.float64)
 
 
 def added(head: Head, q: Array, positions: Array, dtype: Any) -> Array:
@@ -104,7 +101,7 @@ def added(head: Head, q: Array, positions: Array, dtype: Any) -> Array:
     first, second = (q[:, head.pairs[:, side]] for side in range(2))
     a, b = head.amplitudes.astype(dtype).T
     along, across = first * a + second * b, second * a - first * b
-    angles = np.array([[phase(i, p) for p in positions] for i in head.increments]) * (2 * np.pi / 2**32)
+    angles = np.array([phase(i, positions) for i in head.increments]) * (2 * np.pi / 2**32)
     angles = angles.reshape(len(head.increments), len(positions))
     return (
         along @ np.cos(angles).astype(dtype)

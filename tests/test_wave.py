@@ -101,7 +101,7 @@ def far_case(rng, p: ref.Plan, tokens: int, size: float) -> tuple[ref.Cache, np.
     k = rng.standard_normal((1, 2, tokens, p.head_dim))
     for h in range(2):
         head = ref.moments.head_of(p, key.at(0, h))
-        k[0, h] += [ref.moments.centre_at(head, n, np.float64) for n in positions]
+        k[0, h] += ref.moments.centres(head, positions, np.float64)
     return ref.Cache(aligned_pages(used, 2, p.record_bytes, 0xFF), table), k.astype(np.float32), key, length
 
 

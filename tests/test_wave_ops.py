@@ -35,7 +35,7 @@ def around_the_wave(rng: np.random.Generator, p: ref.Plan, key: ref.Transform, s
     k = rng.standard_normal((*shape, p.head_dim))
     for h in range(shape[1]):
         head = ref.moments.head_of(p, key.at(0, h))
-        k[:, h] += [ref.moments.centre_at(head, first + i, np.float64) for i in range(shape[2])]
+        k[:, h] += ref.moments.centres(head, first + np.arange(shape[2]), np.float64)
     return ref.narrow(k.astype(np.float32), dtype)
 
 
