@@ -218,8 +218,8 @@ HIDE = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
 def test_what_needs_torch_says_so(missing):
     names = ["patch", "TurboQuantCache", "calibrate", "measure", "evaluate"]
-    asked = "import turboquant\nfor name in {names!r}:\n    try: getattr(turboquant, name)\n    except ImportError as error: print(error)"
-    said = in_a_process(f"{HIDE.format(names=[missing])}{asked.format(names=names)}").stdout.splitlines()
+    ask = "import turboquant\nfor name in {}:\n try: getattr(turboquant, name)\n except ImportError as e: print(e)"
+    said = in_a_process(f"{HIDE.format(names=[missing])}{ask.format(names)}").stdout.splitlines()
     wants = rf"turboquant.* needs? {missing}: pip install 'turboquant-attention\[hf\]'"
     assert len(said) == len(names) and all(re.fullmatch(wants, line) for line in said), said
 
