@@ -9,8 +9,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
-# Tests that run no native code in this process, or build their own: once is enough.
-NO_NATIVE := $(foreach name,layering stub c_consumer calculator_page,--ignore=tests/test_$(name).py)
+# Tests that run no native code in this process: once is enough.
+NO_NATIVE := $(foreach name,layering stub calculator_page,--ignore=tests/test_$(name).py)
 # Every kind of GPU that the kernels are meant for: code for 8.0 runs on 8.6 and 8.9 too.
 CHECK_ARCHS ?= 80 90a 100 120
 
@@ -115,8 +115,8 @@ SANITIZED = PYTHONSAFEPATH=1 PYTHONMALLOC=malloc \
 sanitize: sanitize-core
 	$(MAKE) sanitize-torch  # not beside it: they share objects
 
-# The suite on the C core and its Python binding, in an environment without torch, so this is also the test that the
-# package does without.
+# The quick suite on the C core and its Python binding, and the programs of tests/c on the same library, in an environment
+# without torch, so this is also the test that the package does without.
 $(SANITIZE)/.ready: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(SANITIZE)/venv
 	$(SANITIZE)/venv/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy pytest hypothesis scipy
@@ -127,8 +127,8 @@ sanitize-core: $(SANITIZE)/.ready
 	rm -rf $(SANITIZE)/core
 	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/core
 	$(SANITIZING) TURBOQUANT_TORCH=0 $(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/core
-	PYTHONPATH=$(abspath $(SANITIZE)/core) $(SANITIZED) \
-	    $(SANITIZE)/venv/bin/python -m pytest -p no:cacheprovider --capture=sys $(NO_NATIVE) $(NEED_TORCH:%=--ignore=%) $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(SANITIZE)/core) TURBOQUANT_SANITIZED=$(abspath $(SANITIZE)/core/turboquant/libturboquant.so) $(SANITIZED) \
+	    $(SANITIZE)/venv/bin/python -m pytest -p no:cacheprovider --capture=sys -m 'not slow' $(NO_NATIVE) $(NEED_TORCH:%=--ignore=%) $(PYTEST_ARGS)
 
 # The operators: csrc/torch and what it calls, inside a torch that knows nothing of sanitizers. Any tests run so:
 #   make sanitize-torch SANITIZE_TESTS='tests/test_cache.py tests/test_pages.py'
