@@ -38,14 +38,12 @@ def orthogonal(dim: int, seed: int = 0) -> Array:
     return np.ascontiguousarray(q, np.float32)
 
 
-def random_transform(
-    rng: np.random.Generator, p: Plan, kv_heads: int, batch: int = 1, plain: bool = False
-) -> Transform:
+def random_transform(rng: np.random.Generator, p: Plan, kv_heads: int, plain: bool = False) -> Transform:
     """Matrices if the plan is dense; unless `plain`, also a centre per head and steps per group. No wave or metric."""
     matrices = np.stack([orthogonal(p.head_dim, h) for h in range(kv_heads)]) if p.rotation == ref.DENSE else None
     if plain:
         return Transform(matrices)
-    centre = rng.standard_normal((batch, kv_heads, p.head_dim)).astype(np.float32)
+    centre = rng.standard_normal((kv_heads, p.head_dim)).astype(np.float32)
     steps = np.exp(0.5 * rng.standard_normal((kv_heads, p.groups))).astype(np.float32)
     return Transform(matrices, centre, steps)
 
@@ -193,7 +191,7 @@ def make_case(
 ) -> Case:
     """A cache filled by the reference. Logits are spread over about +-3 `spread`, a few tokens matter."""
     size = np.array(lengths, np.int32)
-    key, value = (random_transform(rng, p, kv_heads, len(size), plain) for _ in range(2))
+    key, value = (random_transform(rng, p, kv_heads, plain) for _ in range(2))
     turns, moments = random_moments(rng, p, kv_heads, wave_size)
     key = replace(key, turns=turns, moments=moments)
     c = empty_cache(rng, p, size, kv_heads=kv_heads, sinks=sinks, window=window, dtype=dtype)

@@ -265,17 +265,17 @@ class Transform:
     """tq_transform: arrays with all their leading dimensions, or None."""
 
     rotation: F32 | None = None  # [kv_heads or 1, head_dim, head_dim]
-    centre: F32 | None = None  # [batch or 1, kv_heads, head_dim]
+    centre: F32 | None = None  # [kv_heads, head_dim]
     steps: F32 | None = None  # [kv_heads, groups]
     turns: NDArray[np.int32] | None = None  # [wave_pairs, 3]
     moments: F32 | None = None  # [kv_heads, numbers of a head]
 
-    def at(self, b: int, head: int) -> Transform:
-        """What one sequence and one KV head see: [head_dim, head_dim], [head_dim], [groups]."""
+    def at(self, head: int) -> Transform:
+        """What one KV head sees: [head_dim, head_dim], [head_dim], [groups]."""
         rotation, centre, steps = self.rotation, self.centre, self.steps
         return Transform(
             None if rotation is None else rotation[head % len(rotation)],
-            None if centre is None else centre[b % len(centre), head],
+            None if centre is None else centre[head],
             None if steps is None else steps[head],
             self.turns,
             None if self.moments is None else self.moments[head],
@@ -587,7 +587,7 @@ def decode_packed(p: Plan, side: str, cache_: Cache, b: int, head: int, count: i
     for i, page in enumerate(cache_.block_table[b, : -(-count // p.page_tokens)]):
         codes, scales = unpack(p, side, cache_.pages[page, head])
         at = cache_.sinks + p.page_tokens * i + np.arange(p.page_tokens)
-        parts.append(decode(p, side, codes, scales, transform.at(b, head), at))
+        parts.append(decode(p, side, codes, scales, transform.at(head), at))
     return np.concatenate(parts)[:count]
 
 
@@ -658,7 +658,7 @@ def append_side(
     leaving = range(max(c.sinks, old - c.window), min(first_kept, length))
     rows = [ring[b, head, j % c.window] if j < old else new[j - first_new] for j in leaving]
     if rows:
-        codes, scales = encode(p, side, widen(np.stack(rows)), transform.at(b, head), np.array(leaving))
+        codes, scales = encode(p, side, widen(np.stack(rows)), transform.at(head), np.array(leaving))
         packed = np.arange(leaving.start, leaving.start + len(rows)) - c.sinks
         for page in np.unique(packed // p.page_tokens):
             here = packed // p.page_tokens == page

@@ -75,7 +75,7 @@ def test_bytes_of_mixed_plans(head_dim: int, rotation: str, group: int, rng: np.
     for scale in SCALES:
         bits, kind = [mixed_bits(rng, head_dim, group) for _ in range(2)], dict(rotation=ROTATIONS[rotation])
         p = ref.plan(head_dim, *bits, **kind, scale=scale, group=group)
-        key, value = (random_transform(rng, p, 2, 3) for _ in range(2))
+        key, value = (random_transform(rng, p, 2) for _ in range(2))
         k, v = (rng.standard_normal((3, 2, 150, head_dim)).astype(np.float32) for _ in range(2))
         if tolerance.has_matrix(p):
             got, _ = twins(rng, p, [150] * 3, kv_heads=2)
@@ -116,7 +116,7 @@ def test_bytes_of_settled_rows(head_dim: int, dtype: str, centred: bool, rng: np
         p = ref.plan(head_dim, bits if isinstance(bits, int) else bits[: head_dim // 32])
         k = ref.widen(ref.narrow(rows_to_settle(rng, head_dim)[None, None], dtype))
         n = k.shape[2]
-        centre = rng.standard_normal((1, 1, head_dim)).astype(np.float32) * np.float32(0.1) if centred else None
+        centre = rng.standard_normal((1, head_dim)).astype(np.float32) * np.float32(0.1) if centred else None
         key = ref.Transform(centre=centre)
         got, want = twins(rng, p, [n], kv_heads=1)
         core_append(p, got, k, None, [n], key, ref.Transform())
@@ -248,7 +248,7 @@ def test_cuts_do_not_matter(data: st.DataObject) -> None:
     p = ref.plan(
         head_dim, mixed_bits(rng, head_dim), mixed_bits(rng, head_dim), page_tokens=data.draw(st.sampled_from((32, 64)))
     )
-    key, value = (random_transform(rng, p, 1, len(lengths)) for _ in range(2))
+    key, value = (random_transform(rng, p, 1) for _ in range(2))
     total = max(lengths)
     k, v = (rng.standard_normal((len(lengths), 1, total, head_dim)).astype(np.float32) for _ in range(2))
     got, want = twins(rng, p, lengths, kv_heads=1, sinks=sinks, window=window)
@@ -281,17 +281,17 @@ def test_left_padding_stores_nothing(rng: np.random.Generator) -> None:
 
 
 def test_strides_and_shared_transforms(rng: np.random.Generator) -> None:
-    """k and v may be views of [batch, tokens, heads, head_dim]; one centre or matrix may serve all."""
+    """k and v may be views of [batch, tokens, heads, head_dim]; one matrix may serve all heads."""
     p = ref.plan(48, 4, 3, rotation=ref.DENSE)
     k, v = (rng.standard_normal((2, 50, 3, 48)).astype(np.float32).transpose(0, 2, 1, 3) for _ in range(2))
     got, want = twins(rng, p, [50, 50], kv_heads=3)
-    key = ref.Transform(orthogonal(48)[None], rng.standard_normal((1, 3, 48)).astype(np.float32))
+    key = ref.Transform(orthogonal(48)[None], rng.standard_normal((3, 48)).astype(np.float32))
     value = ref.Transform(orthogonal(48, 1)[None], None, np.full((3, 2), 0.5, np.float32))
     core_append(p, got, k, v, [50, 50], key, value)
     tolerance.check_pages(p, got.pages, got.block_table, dict(key=k, value=v), dict(key=key, value=value))
     want.pages[...] = got.pages
     two = dict(
-        key_rotation=orthogonal(48), key_centre=key.centre[0], value_rotation=orthogonal(48, 1), value_steps=value.steps
+        key_rotation=orthogonal(48), key_centre=key.centre, value_rotation=orthogonal(48, 1), value_steps=value.steps
     )
     got.pages[...] = 0xFF
     _core.append(p.words, k, v, np.array([50, 50], np.int32), got.pages, got.block_table, **two)  # without leading 1

@@ -319,7 +319,7 @@ def test_centres_of_keys_change_the_bytes_but_hardly_the_answer(rng: np.random.G
     p, table, lengths = ref.plan(64, 3, 5), np.zeros((1, 1), np.int32), np.array([128], np.int32)
     exact, _ = ref.softmax(q[0, 0].astype(np.float64) @ k[0, 0].T / 8, v[0, 0], 0.0)
     errors = []
-    for centre in (None, k.mean(axis=2)):
+    for centre in (None, k.mean(axis=(0, 2))):
         pages = _core.new_pages(p.words, 1, 1)
         _core.append(p.words, k, v, lengths, pages, table, key_centre=centre)
         out, _ = _core.attend(p.words, q, pages, table, lengths, key_centre=centre)

@@ -125,7 +125,7 @@ def random_bytes(rng: np.random.Generator, p: ref.Plan, n_pages: int, kv_heads: 
 def test_dequantize_reads_any_bytes(p: ref.Plan, seed: int) -> None:
     rng = np.random.default_rng(seed)
     c = ref.Cache(random_bytes(rng, p, 5, 2), rng.permutation(5)[:4].reshape(2, 2).astype(np.int32))
-    key, value = (random_transform(rng, p, 2, 2) for _ in range(2))
+    key, value = (random_transform(rng, p, 2) for _ in range(2))
     if not any(p.value_bits):
         value = ref.Transform()
     counts, most = np.array([p.page_tokens + 7, 3], np.int32), p.page_tokens + 9

@@ -40,7 +40,7 @@ def of_head(made: LayerMoments, head: int) -> tuple[reference.Plan, reference.Tr
     """What the operators get, for one head."""
     plan = reference.plan(made.centre.shape[1], 3, wave_pairs=len(made.pairs), metric=1 + made.rank)
     given = {name.removeprefix("key_"): array for name, array in made.transforms(True, True).items()}
-    return plan, reference.Transform(**given).at(0, head)
+    return plan, reference.Transform(**given).at(head)
 
 
 @pytest.fixture(params=[0, 1, 4], ids=lambda rank: f"rank {rank}")

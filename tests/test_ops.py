@@ -143,7 +143,7 @@ def test_schedules_change_speed_alone(plan: ref.Plan, group: int, device: str, r
     """That of equally long sequences, whether or not they are, in both entries; long enough that a GPU works otherwise
     than without. One that was written gives the results of none, bit for bit."""
     batch, heads, tokens, dim = 2, 2, 17_000 if device == "cuda" else 300, plan.head_dim
-    key, value = (random_transform(rng, plan, batch, heads) for _ in range(2))
+    key, value = (random_transform(rng, plan, heads) for _ in range(2))
     transforms = on(device, keywords(key, value))
 
     def draw(*size: int) -> Tensor:
@@ -185,7 +185,7 @@ def test_append_writes_the_bytes_of_the_reference(
     from cases import empty_cache
 
     last = np.array([100, 140], np.int32)
-    key, value = (random_transform(rng, plan, 2, 2) for _ in range(2))
+    key, value = (random_transform(rng, plan, 2) for _ in range(2))
     want = empty_cache(rng, plan, last, kv_heads=2, sinks=3, window=20, dtype=dtype, fill=0)
     got = on(device, dict(pages=want.pages, block_table=want.block_table, **want.arrays()), dtype)
     transforms = on(device, keywords(key, value))
@@ -214,7 +214,7 @@ def test_codes_of_a_dense_rotation(group: int, tokens: int, device: str, rng: np
     """Where plans promise a tolerance: each code against float64."""
     for bits, value_bits in ((3, 2), (6, 5), (8, 1), (4, 6)):
         p = ref.plan(96, bits, value_bits, rotation=ref.DENSE, group=group)
-        key, value = (random_transform(rng, p, 2, 2) for _ in range(2))
+        key, value = (random_transform(rng, p, 2) for _ in range(2))
         k, v = (rng.standard_normal((2, 2, tokens, 96)).astype(np.float32) for _ in range(2))
         pages = tq.quantize(p.words, *(tensor(x).to(device) for x in (k, v)), **on(device, keywords(key, value)))
         table = np.arange(len(pages)).reshape(2, -1)
@@ -319,7 +319,7 @@ def test_append_flags_bad_numbers_and_keeps_the_others(device: str, rng: np.rand
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [0, 1, 127, 128, 129])
 def test_quantize_and_dequantize(tokens: int, device: str, rng: np.random.Generator) -> None:
-    key, value = (random_transform(rng, PLAN, 3, 2) for _ in range(2))
+    key, value = (random_transform(rng, PLAN, 3) for _ in range(2))
     transforms = on(device, keywords(key, value))
     k, v = (torch.from_numpy(rng.standard_normal((2, 3, tokens, 64)).astype(np.float32)).to(device) for _ in range(2))
     pages = tq.quantize(PLAN.words, from_cache_layout(k), v, **transforms)

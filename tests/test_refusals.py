@@ -172,10 +172,10 @@ def test_an_overflowed_window_needs_the_fresh_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["key_centre", "value_centre"])
 def test_centres_are_looked_at(name: str) -> None:
-    centre = floats(2, 2, 64)
-    centre[1, 0, 5] = np.inf
+    centre = floats(2, 64)
+    centre[1, 5] = np.inf
     with pytest.raises(
-        ValueError, match=rf"`{name}\[{2 * 64 + 5}\]` must be finite and at most 16384 in magnitude, got inf"
+        ValueError, match=rf"`{name}\[{64 + 5}\]` must be finite and at most 16384 in magnitude, got inf"
     ):
         _core.append(**append_arguments(), **{name: centre})
 

@@ -29,7 +29,7 @@ FAR = 2**20
 
 def moments_of(rng, p: ref.Plan, kv_heads: int, centre: bool = True, **rest) -> ref.Transform:
     turns, moments = random_moments(rng, p, kv_heads, **rest)
-    constant = rng.standard_normal((1, kv_heads, p.head_dim)).astype(np.float32) if centre else None
+    constant = rng.standard_normal((kv_heads, p.head_dim)).astype(np.float32) if centre else None
     return replace(random_transform(rng, p, kv_heads, plain=True), centre=constant, turns=turns, moments=moments)
 
 
@@ -100,7 +100,7 @@ def far_case(rng, p: ref.Plan, tokens: int, size: float) -> tuple[ref.Cache, np.
     positions = np.arange(length - tokens, length)
     k = rng.standard_normal((1, 2, tokens, p.head_dim))
     for h in range(2):
-        head = ref.moments.head_of(p, key.at(0, h))
+        head = ref.moments.head_of(p, key.at(h))
         k[0, h] += ref.moments.centres(head, positions, np.float64)
     return ref.Cache(aligned_pages(used, 2, p.record_bytes, 0xFF), table), k.astype(np.float32), key, length
 
@@ -122,7 +122,7 @@ def test_a_million_tokens_and_amplitudes_of_a_thousand(group: int, rng: np.rando
         for h in range(2):
             codes, scales = ref.unpack(p, "key", c.pages[c.block_table[0, page], h])
             one = slice(token, token + 1)
-            decoded = ref.decode(p, "key", codes[one], scales[one], key.at(0, h), np.array([at]))
+            decoded = ref.decode(p, "key", codes[one], scales[one], key.at(h), np.array([at]))
             want = float(q[0, h, 0].astype(np.float64) @ decoded[0]) / 8
             largest = max(largest, abs(want))
             assert abs(lse[0, h, 0] - want) < 2e-3
@@ -171,7 +171,7 @@ def test_a_million_tokens_and_amplitudes_of_a_thousand_on_cuda(p: ref.Plan, grou
             for at, page, token in zip(positions, pages, tokens, strict=True):
                 codes, scales = ref.unpack(p, "key", c.pages[c.block_table[0, page], h])
                 one = slice(token, token + 1)
-                decoded.append(ref.decode(p, "key", codes[one], scales[one], key.at(0, h), np.array([at]))[0])
+                decoded.append(ref.decode(p, "key", codes[one], scales[one], key.at(h), np.array([at]))[0])
             logits = q[0, h * group : (h + 1) * group, 0].astype(np.float64) @ np.array(decoded).T
             logits /= np.sqrt(p.head_dim)
             top = logits.max(1)
@@ -253,13 +253,13 @@ def test_codes(moments: dict, dim: int, rotation: int, rng: np.random.Generator)
     settled, differing = ref.is_settled(p), 0
     for b, length in enumerate(lengths):
         for h in range(2):
-            head = ref.moments.head_of(p, key.at(b, h))
+            head = ref.moments.head_of(p, key.at(h))
             for i, page in enumerate(c.block_table[b, : -(-(length - 3) // 128)]):
                 count = min(128, length - 3 - 128 * i)
                 positions = 3 + 128 * i + np.arange(count)
                 rows = k[b, h, 300 - length + positions].astype(np.float64)
                 y = ref.moments.prepared(head, rows, positions, np.float64)
-                u = y @ ref.rotation_matrix(p, key.at(b, h).rotation).T
+                u = y @ ref.rotation_matrix(p, key.at(h).rotation).T
                 u /= np.sqrt((u * u).mean(1, keepdims=True))
                 (got, got_scales), (codes, scales) = (ref.unpack(p, "key", x.pages[page, h]) for x in (c, want))
                 np.testing.assert_allclose(got_scales[:count].astype(float), scales[:count].astype(float), rtol=2e-3)

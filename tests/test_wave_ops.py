@@ -24,9 +24,9 @@ Layout = tuple[np.ndarray, np.ndarray]  # pages and block table
 
 
 def moments_of(rng: np.random.Generator, p: ref.Plan, heads: int, **rest: Any) -> ref.Transform:
-    """Everything that keys may have: a wave, a metric, and a constant centre that is one for all sequences."""
+    """Everything that keys may have: a wave, a metric, and a constant centre."""
     turns, moments = random_moments(rng, p, heads, **rest)
-    centre = rng.standard_normal((1, heads, p.head_dim)).astype(np.float32)
+    centre = rng.standard_normal((heads, p.head_dim)).astype(np.float32)
     return replace(random_transform(rng, p, heads, plain=True), centre=centre, turns=turns, moments=moments)
 
 
@@ -34,7 +34,7 @@ def around_the_wave(rng: np.random.Generator, p: ref.Plan, key: ref.Transform, s
     """Keys [batch, heads, tokens, head_dim] around their centres at positions first .., as a dtype holds them."""
     k = rng.standard_normal((*shape, p.head_dim))
     for h in range(shape[1]):
-        head = ref.moments.head_of(p, key.at(0, h))
+        head = ref.moments.head_of(p, key.at(h))
         k[:, h] += ref.moments.centres(head, first + np.arange(shape[2]), np.float64)
     return ref.narrow(k.astype(np.float32), dtype)
 
@@ -72,8 +72,8 @@ def check_keys(p: ref.Plan, layout: Layout, lengths: Any, k: np.ndarray, key: re
         positions = np.arange(max(sinks, length - k.shape[2]), length)
         for h in range(k.shape[1]):
             rows = ref.widen(k[b, h, k.shape[2] - length + positions]).astype(np.float64)
-            y = ref.moments.prepared(ref.moments.head_of(p, key.at(b, h)), rows, positions, np.float64)
-            u = y @ ref.rotation_matrix(p, key.at(b, h).rotation).T
+            y = ref.moments.prepared(ref.moments.head_of(p, key.at(h)), rows, positions, np.float64)
+            u = y @ ref.rotation_matrix(p, key.at(h).rotation).T
             rms = np.sqrt((u[:, p.coded("key")] ** 2).mean(1, keepdims=True))
             u /= rms
             index = positions - sinks
@@ -162,7 +162,7 @@ def test_a_million_tokens_and_amplitudes_of_a_thousand(
             page, token = divmod(i, p.page_tokens)
             codes, scales = ref.unpack(p, "key", pages[table[0, first + page], h])
             one, at = slice(token, token + 1), np.array([sinks + first * p.page_tokens + i])
-            want = ref.decode(p, "key", codes[one], scales[one], key.at(0, h), at)[0]
+            want = ref.decode(p, "key", codes[one], scales[one], key.at(h), at)[0]
             assert np.linalg.norm(got[0, h, i].cpu().numpy() - want) < 2e-3
             assert np.linalg.norm(want - ref.widen(k[0, h, i - count + tokens])) < 6
 

@@ -151,7 +151,7 @@ def check_pages(
                 record, given = pages[block_table[b, start // p.page_tokens], head], transforms[side]
                 if isinstance(p, ref.Plan):
                     codes, scales = ref.unpack(p, side, record)
-                    check_plain(p, side, codes[: len(here)], scales[: len(here)], here, given.at(b, head))
+                    check_plain(p, side, codes[: len(here)], scales[: len(here)], here, given.at(head))
                 else:
                     codes, numbers = modes.unpack(p, side, record)
                     check_modes(p, side, codes[: len(here)], numbers[: len(here)], here, given[head])

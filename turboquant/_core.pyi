@@ -18,7 +18,7 @@ fresh_*      [batch, kv_heads, query_tokens, head_dim] floats, None: see tq_atte
 pages        uint8 [n_pages, kv_heads, record_bytes], 64-byte aligned: `new_pages` makes such arrays, zeroed.
 block_table  int32 [batch, max_pages];  lengths, starts  int32 [batch].
 transforms   float32:  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim];
-             *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
+             *_centre [kv_heads, head_dim];  *_steps [kv_heads, groups].
              Of a plan that is not plain: matrix_rows rows, not head_dim, and step_columns, not groups (`plan_info`).
              Of a plan with a wave or a metric: key_turns int32 [wave_pairs, 3] (a wave alone) and key_moments
              [kv_heads, plan_info's key_moments]; turboquant.h, tq_transform.

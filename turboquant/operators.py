@@ -31,7 +31,7 @@ Arguments that several operators share (contracts and the byte format: ``csrc/in
                  None or empty: no window.
     transforms   float32, how vectors become what is coded, z = R (x - centre) / step:
                  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim], of plans with a dense rotation;
-                 *_centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim];  *_steps [kv_heads, groups].
+                 *_centre [kv_heads, head_dim];  *_steps [kv_heads, groups].
                  A sketch is more rows of *_rotation, a table stands in *_steps (turboquant.h).
                  Of plans with a wave or a metric key_turns int32 [wave_pairs, 3] and key_moments float32 [kv_heads, n]:
                  `LayerMoments.transforms` makes them. On CUDA key_moments is aligned to 16 bytes, and their numbers are

@@ -108,11 +108,9 @@ static void packed_range(const tq_append_params *p, int32_t b, int64_t *first, i
 static tq_status check_centre(const tq_plan *plan, const tq_append_params *p, const tq_transform *t, const char *name,
                               tq_error *error)
 {
-    for (int32_t b = 0; t->centre && b < (t->centre_stride_batch ? p->batch : 1); b++)
-        for (int64_t i = 0; i < (int64_t)p->kv_heads * plan->head_dim; i++)
-            if (is_bad(t->centre[b * t->centre_stride_batch + i]))
-                return tq_fail(error, TQ_E_VALUE, name, b * t->centre_stride_batch + i,
-                               t->centre[b * t->centre_stride_batch + i], "finite and at most 16384 in magnitude");
+    for (int64_t i = 0; t->centre && i < (int64_t)p->kv_heads * plan->head_dim; i++)
+        if (is_bad(t->centre[i]))
+            return tq_fail(error, TQ_E_VALUE, name, i, t->centre[i], "finite and at most 16384 in magnitude");
     return TQ_OK;
 }
 
@@ -189,7 +187,7 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
 {
     const tq_plan *plan = job->plan;
     const tq_transform *t = is_key ? &job->p->key : &job->p->value;
-    const float *centre = tq_transform_centre(t, plan, b, h), *steps = tq_transform_steps(t, plan, h);
+    const float *centre = tq_transform_centre(t, plan, h), *steps = tq_transform_steps(t, plan, h);
     job->kernels->load(job->p->dtype, token_source(job, is_key, b, h, position), w->x, plan->head_dim);
     if (is_key && tq_has_moments(plan)) {
         tq_key_to_residual(&w->head, position, w->x);
@@ -284,7 +282,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
     const tq_plan *plan = job->plan;
     const tq_append_params *p = job->p;
     int32_t stride = plan->group_channels * (is_key ? plan->key.tiles : plan->value.tiles);
-    const float *centre = tq_transform_centre(is_key ? &p->key : &p->value, plan, b, h);
+    const float *centre = tq_transform_centre(is_key ? &p->key : &p->value, plan, h);
     int64_t position, last;
     packed_range(p, b, &position, &last);
     if (centre && tq_is_settled(plan) && !(is_key && tq_has_moments(plan)) && position < last) {

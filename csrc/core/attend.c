@@ -94,7 +94,7 @@ static void prepare_rows(const attend_job *job, const attend_task *t, attend_wor
 {
     const tq_plan *plan = job->plan;
     const tq_transform *key = &job->a->key;
-    const float *centre = tq_transform_centre(key, plan, t->b, t->h);
+    const float *centre = tq_transform_centre(key, plan, t->h);
     float metric_q[TQ_MAX_HEAD_DIM];
     for (int32_t r = 0; r < t->rows; r++) {
         float *q = w->q + (int64_t)r * plan->head_dim, *coded_q = q;
@@ -408,7 +408,7 @@ static void finish_row(const attend_job *job, const attend_task *t, attend_work 
 {
     const tq_plan *plan = job->plan;
     const tq_attend_params *a = job->a;
-    const float *centre = tq_transform_centre(&a->value, plan, t->b, t->h);
+    const float *centre = tq_transform_centre(&a->value, plan, t->h);
     int64_t row = t->first_row + r, head = (int64_t)t->h * job->group + row % job->group;
     int64_t at = ((int64_t)t->b * a->query_heads + head) * a->query_tokens + row / job->group;
     float *out = w->coded;

@@ -79,9 +79,9 @@ static inline const float *tq_transform_matrix(const tq_transform *t, int32_t he
     return t->rotation ? t->rotation + head * t->rotation_stride_head : NULL;
 }
 
-static inline const float *tq_transform_centre(const tq_transform *t, const tq_plan *plan, int32_t batch, int32_t head)
+static inline const float *tq_transform_centre(const tq_transform *t, const tq_plan *plan, int32_t head)
 {
-    return t->centre ? t->centre + batch * t->centre_stride_batch + (int64_t)head * plan->head_dim : NULL;
+    return t->centre ? t->centre + (int64_t)head * plan->head_dim : NULL;
 }
 
 static inline const float *tq_transform_steps(const tq_transform *t, const tq_plan *plan, int32_t head)

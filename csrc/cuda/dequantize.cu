@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
         }
     }
     const float *centre = side.transform.centre;
-    if (centre) centre += b * side.transform.centre_stride_batch + (int64_t)h * a.head_dim;
+    if (centre) centre += (int64_t)h * a.head_dim;
     for (int token = warp; token < TQ_TILE && first + token < a.max_tokens; token += WARPS) {
         float *row = unrotated + token * a.head_dim;
         float *out = side.out + (((int64_t)b * a.kv_heads + h) * a.max_tokens + first + token) * a.head_dim;

@@ -262,19 +262,18 @@ typedef struct {
 
 TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_error *error);
 
-/* ---- what differs from layer to layer and sequence to sequence ---- */
-/** How the vectors of one side are transformed. Zero-initialised: the plan's Hadamard, no centre, steps of 1.
- *  z = (R (x - centre)) / step, per group (in which order, "z" above says); float32, dense but for the named strides (in elements). */
+/* ---- what differs from layer to layer ---- */
+/** How the vectors of one side are transformed, shared by all sequences. Zero-initialised: the plan's Hadamard, no centre, steps of 1.
+ *  z = (R (x - centre)) / step, per group (in which order, "z" above says); float32, dense but for the named stride (in elements). */
 typedef struct {
     const float *rotation; /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL.
                               With a Gaussian sketch [.., matrix_rows, head_dim]: R if it is dense, and S below it */
     int64_t rotation_stride_head; /* 0 when one matrix serves all heads */
-    const float *centre;          /* [batch or 1, kv_heads, head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
-    int64_t centre_stride_batch;  /* 0 when one centre serves all sequences */
+    const float *centre;          /* [kv_heads, head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
     const float *steps; /* of a plain plan [kv_heads, groups], in 2^-40..2^40; NULL: 1. Of others NULL, or the table of
                                      TQ_LEVELS_TABLE [kv_heads, step_columns]: levels, finite and ascending, and with TQ_SKETCH_SIGN
                                      what its signs are multiplied by, at least 0 */
-    /* Of keys of plans with a wave or a metric, NULL otherwise; shared by all sequences. */
+    /* Of keys of plans with a wave or a metric, NULL otherwise. */
     const int32_t
         *turns; /* [wave_pairs, 3]: the two channels of a pair, and how far it turns in one position, an unsigned
                              number in units of 2^-32 turns. Pairs that fill up have amplitudes of 0 */

@@ -149,21 +149,34 @@ int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *firs
     return -1;
 }
 
-/* [n, tail...] with n = 1 or `many`, or the tail alone: the data, and its stride (0 where one serves all). */
-static int read_shared(const char *op, const char *name, PyObject *object, npy_intp many, const npy_intp tail[2],
-                       const float **data, int64_t *stride)
+/* [rows, head_dim], or [n, rows, head_dim] with n = 1 or kv_heads. */
+static int read_rotation(const char *op, const char *name, PyObject *object, npy_intp kv_heads, npy_intp rows,
+                         npy_intp head_dim, tq_transform *out)
 {
-    npy_intp dims[3] = {many, tail[0], tail[1]};
-    int ndim = 3;
+    npy_intp dims[3] = {kv_heads, rows, head_dim};
+    int shared = 0;
     if (object == Py_None) return 0;
-    if (PyArray_Check(object) && PyArray_NDIM((PyArrayObject *)object) == 2) ndim = 2;
-    if (ndim == 3 && PyArray_Check(object) && PyArray_NDIM((PyArrayObject *)object) == 3 &&
-        PyArray_DIM((PyArrayObject *)object, 0) == 1)
-        dims[0] = 1;
-    PyArrayObject *array = read_array(op, name, object, NPY_FLOAT32, DENSE, ndim, ndim == 2 ? tail : dims);
+    if (PyArray_Check(object)) {
+        PyArrayObject *given = (PyArrayObject *)object;
+        shared = PyArray_NDIM(given) == 2;
+        if (PyArray_NDIM(given) == 3 && PyArray_DIM(given, 0) == 1) dims[0] = 1;
+    }
+    PyArrayObject *array = read_array(op, name, object, NPY_FLOAT32, DENSE, 3 - shared, dims + shared);
+    if (!array) return -1;
+    out->rotation = PyArray_DATA(array);
+    out->rotation_stride_head = shared || dims[0] == 1 ? 0 : (int64_t)rows * head_dim;
+    return 0;
+}
+
+/* float32 [kv_heads, columns]. */
+static int read_of_heads(const char *op, const char *name, PyObject *object, npy_intp kv_heads, npy_intp columns,
+                         const float **data)
+{
+    npy_intp dims[2] = {kv_heads, columns};
+    if (object == Py_None) return 0;
+    PyArrayObject *array = read_array(op, name, object, NPY_FLOAT32, DENSE, 2, dims);
     if (!array) return -1;
     *data = PyArray_DATA(array);
-    *stride = ndim == 3 && dims[0] > 1 ? (int64_t)tail[0] * tail[1] : 0;
     return 0;
 }
 
@@ -171,40 +184,30 @@ static int read_shared(const char *op, const char *name, PyObject *object, npy_i
 static int read_moments(const char *op, const tq_plan *plan, npy_intp kv_heads, const transform_arguments *arguments,
                         tq_transform *out)
 {
-    npy_intp turns[2] = {plan->wave_pairs, 3}, moments[2] = {kv_heads, plan->moments};
+    npy_intp turns[2] = {plan->wave_pairs, 3};
     if (arguments->turns != Py_None) {
         PyArrayObject *array = read_array(op, "key_turns", arguments->turns, NPY_INT32, DENSE, 2, turns);
         if (!array) return -1;
         out->turns = PyArray_DATA(array);
     }
-    if (arguments->moments != Py_None) {
-        PyArrayObject *array = read_array(op, "key_moments", arguments->moments, NPY_FLOAT32, DENSE, 2, moments);
-        if (!array) return -1;
-        out->moments = PyArray_DATA(array);
-    }
-    return 0;
+    return read_of_heads(op, "key_moments", arguments->moments, kv_heads, plan->moments, &out->moments);
 }
 
-int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch, npy_intp kv_heads,
+int read_transform(const char *op, int side, const tq_plan *plan, npy_intp kv_heads,
                    const transform_arguments *arguments, tq_transform *out)
 {
     static const char *const names[2][3] = {{"key_rotation", "key_centre", "key_steps"},
                                             {"value_rotation", "value_centre", "value_steps"}};
     const char *const *name = names[side];
-    PyObject *const objects[3] = {arguments->rotation, arguments->centre, arguments->steps};
     memset(out, 0, sizeof *out);
     /* what the plan has none of is converted like the rest: the core refuses it */
     const tq_side *of = side == KEY ? &plan->key : &plan->value;
-    npy_intp matrix[2] = {of->matrix_rows ? of->matrix_rows : plan->head_dim, plan->head_dim};
-    npy_intp centre[2] = {kv_heads, plan->head_dim}, steps[2] = {kv_heads, of->step_columns ? of->step_columns : ANY};
-    if (read_shared(op, name[0], objects[0], kv_heads, matrix, &out->rotation, &out->rotation_stride_head) < 0 ||
-        read_shared(op, name[1], objects[1], batch, centre, &out->centre, &out->centre_stride_batch) < 0)
+    npy_intp rows = of->matrix_rows ? of->matrix_rows : plan->head_dim;
+    npy_intp columns = of->step_columns ? of->step_columns : ANY;
+    if (read_rotation(op, name[0], arguments->rotation, kv_heads, rows, plan->head_dim, out) < 0 ||
+        read_of_heads(op, name[1], arguments->centre, kv_heads, plan->head_dim, &out->centre) < 0 ||
+        read_of_heads(op, name[2], arguments->steps, kv_heads, columns, &out->steps) < 0)
         return -1;
-    if (objects[2] != Py_None) {
-        PyArrayObject *array = read_array(op, name[2], objects[2], NPY_FLOAT32, DENSE, 2, steps);
-        if (!array) return -1;
-        out->steps = PyArray_DATA(array);
-    }
     return read_moments(op, plan, kv_heads, arguments, out);
 }
 

@@ -57,7 +57,7 @@ typedef struct {
 } transform_arguments;
 #define NO_TRANSFORM {Py_None, Py_None, Py_None, Py_None, Py_None}
 enum { KEY = 0, VALUE = 1 };
-int read_transform(const char *op, int side, const tq_plan *plan, npy_intp batch, npy_intp kv_heads,
+int read_transform(const char *op, int side, const tq_plan *plan, npy_intp kv_heads,
                    const transform_arguments *arguments, tq_transform *out);
 
 /** Memory for a call's workspace, 64-byte aligned. */

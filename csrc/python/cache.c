@@ -9,11 +9,11 @@ typedef struct {
 } transforms;
 static const transforms no_transforms = {NO_TRANSFORM, NO_TRANSFORM};
 
-static int read_transforms(const char *op, const tq_plan *plan, npy_intp batch, npy_intp kv_heads,
-                           const transforms *arguments, tq_transform *key, tq_transform *value)
+static int read_transforms(const char *op, const tq_plan *plan, npy_intp kv_heads, const transforms *arguments,
+                           tq_transform *key, tq_transform *value)
 {
-    if (read_transform(op, KEY, plan, batch, kv_heads, &arguments->key, key) < 0) return -1;
-    return read_transform(op, VALUE, plan, batch, kv_heads, &arguments->value, value);
+    if (read_transform(op, KEY, plan, kv_heads, &arguments->key, key) < 0) return -1;
+    return read_transform(op, VALUE, plan, kv_heads, &arguments->value, value);
 }
 
 static int has_values(const tq_plan *plan) { return plan->value.tile_bytes != 0; }
@@ -106,7 +106,7 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
     if (read_exact(op, plan, window_names, windows, type, WRITE, batch, p.kv_heads, &p.window, data) < 0) return NULL;
     p.window_k = data[0];
     p.window_v = data[1];
-    if (read_transforms(op, plan, batch, p.kv_heads, &given, &p.key, &p.value) < 0) return NULL;
+    if (read_transforms(op, plan, p.kv_heads, &given, &p.key, &p.value) < 0) return NULL;
 
     const table_argument copied[] = {{&p.lengths, (size_t)batch}, {&p.block_table, (size_t)PyArray_SIZE(table)}};
     if (copy_tables(&tables, copied, 2) < 0) goto done;
@@ -232,7 +232,7 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
                    &p.fresh_k_stride_head, &p.fresh_k_stride_token) < 0 ||
         read_fresh(op, "fresh_v", fresh[1], plan->head_dim, type, &p, &p.fresh_v, &p.fresh_v_stride_batch,
                    &p.fresh_v_stride_head, &p.fresh_v_stride_token) < 0 ||
-        read_transforms(op, plan, batch, p.kv_heads, &given, &p.key, &p.value) < 0)
+        read_transforms(op, plan, p.kv_heads, &given, &p.key, &p.value) < 0)
         return NULL;
 
     if (out_object == Py_None) out = PyArray_SimpleNew(4, PyArray_DIMS(q), type);
@@ -344,7 +344,7 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     if (!lengths || read_length(op, "pages", pages, 1, &kv_heads) < 0 ||
         read_length(op, "block_table", table, 0, &batch) < 0 ||
         read_length(op, "block_table", table, 1, &max_pages) < 0 ||
-        read_transforms(op, plan, batch, kv_heads, &given, &key, &value) < 0)
+        read_transforms(op, plan, kv_heads, &given, &key, &value) < 0)
         return NULL;
     int64_t n_pages = PyArray_DIM(pages, 0);
     tq_error error = {0};

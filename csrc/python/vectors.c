@@ -204,7 +204,7 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
     npy_intp dims[2] = {ANY, read.plan.head_dim};
     PyArrayObject *queries = read_array(op, "queries", queries_object, NPY_FLOAT32, DENSE, 2, dims);
     PyArrayObject *pages = queries ? read_pages(op, &read.plan, pages_object, DENSE, 1) : NULL;
-    if (!pages || read_transform(op, KEY, &read.plan, 1, 1, &transform, &key) < 0) return NULL;
+    if (!pages || read_transform(op, KEY, &read.plan, 1, &transform, &key) < 0) return NULL;
     int64_t room = (int64_t)PyArray_DIM(pages, 0) * read.plan.page_tokens, n_queries = PyArray_DIM(queries, 0);
     if (n > room)
         return raise_value(op, "n", "in 0..%lld, what the pages hold, got %lld", (long long)room, (long long)n);

@@ -169,10 +169,9 @@ constexpr const char *KEY[3] = {"key_rotation", "key_centre", "key_steps"};
 constexpr const char *VALUE[3] = {"value_rotation", "value_centre", "value_steps"};
 
 /** rotation [rows, head_dim] or [kv_heads or 1, rows, head_dim], rows = matrix_rows of the side, or head_dim where it has
- *  none (the core refuses it then); centre [kv_heads, head_dim] or [batch or 1, kv_heads, head_dim]; steps
- *  [kv_heads, step_columns]; all float32. */
-tq_transform read_transform(const Call &call, const char *const (&names)[3], int64_t batch, int64_t kv_heads,
-                            const Maybe &rotation, const Maybe &centre, const Maybe &steps)
+ *  none (the core refuses it then); centre [kv_heads, head_dim]; steps [kv_heads, step_columns]; all float32. */
+tq_transform read_transform(const Call &call, const char *const (&names)[3], int64_t kv_heads, const Maybe &rotation,
+                            const Maybe &centre, const Maybe &steps)
 {
     tq_transform out{};
     const tq_side &side = &names == &KEY ? call.plan().key : call.plan().value;
@@ -186,11 +185,8 @@ tq_transform read_transform(const Call &call, const char *const (&names)[3], int
         out.rotation_stride_head = per_head ? rows * dim : 0;
     }
     if (given(centre)) {
-        bool per_sequence = centre->dim() == 3 && centre->size(0) != 1;
-        if (centre->dim() == 2) call.tensor(names[1], *centre, f32, {kv_heads, dim}, Strides::DENSE);
-        else call.tensor(names[1], *centre, f32, {per_sequence ? batch : 1, kv_heads, dim}, Strides::DENSE);
+        call.tensor(names[1], *centre, f32, {kv_heads, dim}, Strides::DENSE);
         out.centre = data_as<float>(*centre);
-        out.centre_stride_batch = per_sequence ? kv_heads * dim : 0;
     }
     if (given(steps)) {
         call.tensor(names[2], *steps, f32, {kv_heads, side.step_columns ? side.step_columns : ANY}, Strides::DENSE);
@@ -200,10 +196,10 @@ tq_transform read_transform(const Call &call, const char *const (&names)[3], int
 }
 
 /** The same of keys, with turns int32 [wave_pairs, 3] and moments float32 [kv_heads, plan.moments]. */
-tq_transform read_key_transform(const Call &call, int64_t batch, int64_t kv_heads, const Maybe &rotation,
-                                const Maybe &centre, const Maybe &steps, const Maybe &turns, const Maybe &moments)
+tq_transform read_key_transform(const Call &call, int64_t kv_heads, const Maybe &rotation, const Maybe &centre,
+                                const Maybe &steps, const Maybe &turns, const Maybe &moments)
 {
-    tq_transform out = read_transform(call, KEY, batch, kv_heads, rotation, centre, steps);
+    tq_transform out = read_transform(call, KEY, kv_heads, rotation, centre, steps);
     if (given(turns)) {
         call.tensor("key_turns", *turns, aoti_torch_dtype_int32(), {call.plan().wave_pairs, 3}, Strides::DENSE);
         out.turns = data_as<int32_t>(*turns);
@@ -312,8 +308,8 @@ tq_append_params read_append(const Call &call, const Tensor &k, const Maybe &v, 
     check_pages(call, pages, p.kv_heads);
     p.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype_of(k), p.batch, p.kv_heads);
     p.window = read_exact(call, "window_k", "window_v", window_k, window_v, dtype_of(k), p.batch, p.kv_heads);
-    p.key = read_key_transform(call, p.batch, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
+    p.key = read_key_transform(call, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
+    p.value = read_transform(call, VALUE, p.kv_heads, value_rotation, value_centre, value_steps);
 
     if (flag) call.tensor("flag", *flag, aoti_torch_dtype_int64(), {1}, Strides::DENSE);
 
@@ -409,8 +405,8 @@ tq_attend_params read_attend(const Call &call, const Tensor &q, const Tensor &pa
         p.fresh_v_stride_batch = fresh_v->stride(0), p.fresh_v_stride_head = fresh_v->stride(1);
         p.fresh_v_stride_token = fresh_v->stride(2);
     }
-    p.key = read_key_transform(call, p.batch, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
+    p.key = read_key_transform(call, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
+    p.value = read_transform(call, VALUE, p.kv_heads, value_rotation, value_centre, value_steps);
 
     p.n_pages = pages.size(0), p.max_pages = call.length("block_table", block_table, 1);
     p.pages = data_as<uint8_t>(pages), p.block_table = data_as<int32_t>(block_table),
@@ -548,8 +544,8 @@ Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, const Maybe
 {
     Call call("quantize", words, k, "k");
     tq_append_params p = read_new_tokens(call, k, v);
-    p.key = read_key_transform(call, p.batch, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    p.value = read_transform(call, VALUE, p.batch, p.kv_heads, value_rotation, value_centre, value_steps);
+    p.key = read_key_transform(call, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
+    p.value = read_transform(call, VALUE, p.kv_heads, value_rotation, value_centre, value_steps);
 
     int64_t page_tokens = call.plan().page_tokens;
     p.max_pages = static_cast<int32_t>((p.tokens + page_tokens - 1) / page_tokens);
@@ -580,9 +576,8 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
     check_integers(call, "lengths", lengths, {batch});
     int32_t first = call.narrow("sinks", sinks);
     call.check(tq_check_dequantize_sizes(&call.plan(), pages.size(0), kv_heads, batch, max_pages, tokens, &call.error));
-    tq_transform key =
-        read_key_transform(call, batch, kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    tq_transform value = read_transform(call, VALUE, batch, kv_heads, value_rotation, value_centre, value_steps);
+    tq_transform key = read_key_transform(call, kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
+    tq_transform value = read_transform(call, VALUE, kv_heads, value_rotation, value_centre, value_steps);
 
     Launch launch(call);
     int32_t f32 = aoti_torch_dtype_float32(), value_tokens = call.has_values() ? tokens : 0;

@@ -80,7 +80,6 @@ static tq_transform transform_of(Side &side, const Case &c, bool device)
     t.rotation = device ? side.matrix.or_null() : side.matrix.host_or_null();
     t.rotation_stride_head = c.shared_matrix ? 0 : (int64_t)side.plan.matrix_rows * c.dim;
     t.centre = device ? side.centre.or_null() : side.centre.host_or_null();
-    t.centre_stride_batch = (int64_t)c.heads * c.dim;
     t.steps = device ? side.steps.or_null() : side.steps.host_or_null();
     return t;
 }
@@ -137,7 +136,8 @@ static void run(const Case &c)
         const tq_side &side = is_value ? plan.value : plan.key;
         return new Side(side, any ? rows * c.sinks * row : 0, any ? rows * c.window * row : 0,
                         (size_t)side.matrix_rows * c.dim * (c.shared_matrix ? 1 : c.heads),
-                        c.centred ? rows * c.dim : 0, c.stepped || c.blocked ? (size_t)c.heads * side.step_columns : 0);
+                        c.centred ? (size_t)c.heads * c.dim : 0,
+                        c.stepped || c.blocked ? (size_t)c.heads * side.step_columns : 0);
     };
     Side *sides[2] = {make_side(false), make_side(true)};
     for (Side *side : sides) fill_side(*side, c, rows, random);

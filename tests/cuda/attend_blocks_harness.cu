@@ -55,7 +55,7 @@ struct Side {
 
     Side(const tq_side &plan, const Case &c, int most, int moments_of_head, Random &random)
         : matrix((size_t)plan.matrix_rows * c.dim * (c.shared_matrix ? 1 : c.heads)),
-          centre(c.centred ? c.lengths.size() * c.heads * c.dim : 0), table((size_t)plan.step_columns * c.heads),
+          centre(c.centred ? c.heads * c.dim : 0), table((size_t)plan.step_columns * c.heads),
           turns(moments_of_head ? 3 * c.pairs : 0), moments((size_t)moments_of_head * c.heads), x(numbers(c, most)),
           sinks(numbers(c, c.sinks)), ring(numbers(c, c.window)), fresh(numbers(c, c.fresh ? c.tokens : 0))
     {
@@ -65,9 +65,9 @@ struct Side {
         for (float &one_centre : centre.host) one_centre = 0.5f * random.normal();
         for (size_t i = 0; i < x.host.size() / dtype_size(c.dtype); i++) store(x.host, i, c.dtype, random.normal());
         for (Array<uint8_t> *exact : {&sinks, &ring}) std::fill(exact->host.begin(), exact->host.end(), 0xff);
-        const int64_t stride = c.shared_matrix ? 0 : (int64_t)one, by_batch = (int64_t)c.heads * c.dim;
-        host = {matrix.host_or_null(), stride, centre.host_or_null(), by_batch, table.host_or_null()};
-        device = {matrix.or_null(), stride, centre.or_null(), by_batch, table.or_null()};
+        const int64_t stride = c.shared_matrix ? 0 : (int64_t)one;
+        host = {matrix.host_or_null(), stride, centre.host_or_null(), table.host_or_null()};
+        device = {matrix.or_null(), stride, centre.or_null(), table.or_null()};
         matrix.up(), centre.up(), table.up();
     }
     static size_t numbers(const Case &c, int tokens)

@@ -230,7 +230,7 @@ static bool run_case(const Case &c)
     std::vector<float> centre[2], steps[2], matrix[2];
     for (int side = 0; side < 2; side++) {
         if (c.centres)
-            for (int i = 0; i < B * H * d; i++) centre[side].push_back(normal(random));
+            for (int i = 0; i < H * d; i++) centre[side].push_back(normal(random));
         if (c.steps)
             for (int i = 0; i < H * groups; i++) steps[side].push_back(uniform(random));
         if (c.rotation != TQ_ROTATION_DENSE) continue;
@@ -277,7 +277,7 @@ static bool run_case(const Case &c)
                     unrotate(plan, matrix[side], x);
                     if (side == 0) moments.apply(h, position, x);
                     if (c.centres)
-                        for (int ch = 0; ch < d; ch++) x[ch] += centre[side][(b * H + h) * d + ch];
+                        for (int ch = 0; ch < d; ch++) x[ch] += centre[side][h * d + ch];
                 }
             }
     }
@@ -340,9 +340,9 @@ static bool run_case(const Case &c)
     p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d,
     p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
     p.fresh_k_stride_token = p.fresh_v_stride_token = d;
-    p.key = {d_mk.as<float>(), 0, d_ck.as<float>(), (int64_t)H * d, d_stk.as<float>()};
+    p.key = {d_mk.as<float>(), 0, d_ck.as<float>(), d_stk.as<float>()};
     p.key.turns = d_turns.as<int32_t>(), p.key.moments = d_moments.as<float>();
-    p.value = {d_mv.as<float>(), 0, d_cv.as<float>(), (int64_t)H * d, d_stv.as<float>()};
+    p.value = {d_mv.as<float>(), 0, d_cv.as<float>(), d_stv.as<float>()};
     p.out = behind(d_out), p.lse = c.no_lse ? nullptr : d_lse.as<float>();
     size_t workspace_bytes;
     tq_cuda_attend_call call;

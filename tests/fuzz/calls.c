@@ -136,8 +136,8 @@ static void free_cache(cache *c)
 
 static tq_transform transform(const cache *c, int side)
 {
-    if (side) return (tq_transform){c->matrix[side], 0, c->centre, 0, c->steps[side], NULL, NULL};
-    return (tq_transform){c->matrix[side], 0, c->centre, 0, c->steps[side], c->turns, c->moments};
+    if (side) return (tq_transform){c->matrix[side], 0, c->centre, c->steps[side], NULL, NULL};
+    return (tq_transform){c->matrix[side], 0, c->centre, c->steps[side], c->turns, c->moments};
 }
 
 static void check(tq_status status, const tq_error *error)

@@ -129,13 +129,13 @@ def vectors(name: str) -> tuple[ref.F32, ref.F32 | None]:
 
 
 def transforms(name: str) -> tuple[Transform, Transform]:
-    """Of keys and values, for one sequence and one head."""
+    """Of keys and values, for one head."""
     p, _, centred = CASES[name]
     matrix = ref.haar(19, p.head_dim)[None] if p.rotation == ref.DENSE else None
     if not centred:
         return Transform(matrix), Transform(matrix)
     return tuple(
-        Transform(matrix, numbers(5 + i, 1, 1, p.head_dim), np.abs(numbers(7 + i, 1, p.groups)) + np.float32(0.125))
+        Transform(matrix, numbers(5 + i, 1, p.head_dim), np.abs(numbers(7 + i, 1, p.groups)) + np.float32(0.125))
         for i in range(2)
     )
 

@@ -61,7 +61,6 @@ AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value
     side.rotation = transform.rotation;
     side.rotation_stride_head = transform.rotation_stride_head;
     side.centre = transform.centre;
-    side.centre_stride_batch = transform.centre_stride_batch;
     side.steps = transform.steps;
     for (int group = 0; group < APPEND_GROUPS; group++) {
         side.bits[group] = from.bits[group];

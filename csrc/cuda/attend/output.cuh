@@ -89,7 +89,7 @@ struct Output {
     {
         int32_t token, head;
         if (find_row(a, s, i, token, head)) row = ((int64_t)s.b * a.p.query_heads + head) * a.p.query_tokens + token;
-        if (centre) centre += s.b * a.p.value.centre_stride_batch + (int64_t)s.h * a.head_dim;
+        if (centre) centre += (int64_t)s.h * a.head_dim;
     }
 
     /** Adds value centre and exact sums to an un-rotated row. */

@@ -211,7 +211,7 @@ __device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s
     for (int k = 0; k < QUADS; k++) row.quad[k] = to_float4_once(load.raw[k], a.p.dtype);
     const float *centre = a.p.key.centre;
     if (!centre) return 0;
-    centre += s.b * a.p.key.centre_stride_batch + (int64_t)s.h * a.head_dim;
+    centre += (int64_t)s.h * a.head_dim;
     float dot = 0;
 #pragma unroll
     for (int k = 0; k < QUADS; k++) {

@@ -116,10 +116,10 @@ __device__ __forceinline__ const float *table_of(const BlockSide &side, int h)
     return side.transform.steps + (int64_t)h * side.step_columns;
 }
 
-__device__ __forceinline__ const float *centre_of(const BlockSide &side, int head_dim, int b, int h)
+__device__ __forceinline__ const float *centre_of(const BlockSide &side, int head_dim, int h)
 {
     const float *centre = side.transform.centre;
-    return centre ? centre + b * side.transform.centre_stride_batch + (int64_t)h * head_dim : nullptr;
+    return centre ? centre + (int64_t)h * head_dim : nullptr;
 }
 
 /** The record of the page that holds packed index `index`; page 0 where the block table names none of the cache. */
