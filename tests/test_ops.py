@@ -14,7 +14,7 @@ from cases import Case, keywords, make_case, orthogonal, random_transform
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import Tensor  # noqa: E402
 
-from turboquant import ops  # noqa: E402, F401  makes torch.ops.turboquant
+from turboquant import ops  # noqa: E402
 
 tq = torch.ops.turboquant
 NO_CUDA = "torch finds no CUDA device" if not torch.cuda.is_available() else None
@@ -153,8 +153,7 @@ def test_schedules_change_speed_alone(plan: ref.Plan, group: int, device: str, r
     pages = tq.quantize(plan.words, k, v, **transforms)
     table = torch.arange(len(pages), dtype=torch.int32, device=device).view(batch, -1)
     equal = torch.empty((0, 4), dtype=torch.int32, device=device)
-    processors = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 0
-    line = torch.empty((2 + 12 * processors, 4), dtype=torch.int32, device=device)
+    line = torch.empty((ops.schedule_rows(batch, equal.device), 4), dtype=torch.int32, device=device)
     for lengths in ([tokens, tokens], [tokens - 1, 70]):
         packed = (pages, table, torch.tensor(lengths, dtype=torch.int32, device=device))
         want, want_lse = tq.attend(plan.words, q, *packed, **transforms)

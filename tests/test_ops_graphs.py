@@ -72,8 +72,7 @@ def test_a_graph_cuts_the_work_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     path = "hopper-line" if torch.cuda.get_device_capability()[0] == 9 else "portable"
     monkeypatch.setenv("TURBOQUANT_CUDA_PATH", path)  # a kernel that reads schedules
     decoder, plain = Decoder(), Decoder()
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    schedule = torch.zeros((2 + 12 * processors, 4), dtype=torch.int32, device="cuda")
+    schedule = torch.zeros((ops.schedule_rows(2, decoder.pages.device), 4), dtype=torch.int32, device="cuda")
     static = [x.clone() for x in decoder.steps[0]]
     attend = [decoder.plan, static[0], decoder.pages, decoder.table, decoder.lengths]
     assert tq.attend_kernel(*attend, schedule=schedule).startswith("attend_split_")
@@ -98,8 +97,7 @@ def test_a_schedule_for_a_kernel_that_reads_none_is_of_no_call(monkeypatch: pyte
     decoder = Decoder()
     q = decoder.steps[0][0]
     call = [q, decoder.pages, decoder.table, decoder.lengths]
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    schedule = torch.zeros((2 + 12 * processors, 4), dtype=torch.int32, device="cuda")
+    schedule = torch.zeros((ops.schedule_rows(2, decoder.pages.device), 4), dtype=torch.int32, device="cuda")
     monkeypatch.setenv("TURBOQUANT_CUDA_PATH", "hopper-line")
     tq.schedule(decoder.plan, schedule, *call)
     assert schedule[0, 0] != 0
@@ -117,13 +115,12 @@ def test_schedules_too_small_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("TURBOQUANT_CUDA_PATH", "portable")
     decoder = Decoder()
     call = [decoder.steps[0][0], decoder.pages, decoder.table, decoder.lengths]
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    small = torch.zeros((1 + 12 * processors, 4), dtype=torch.int32, device="cuda")
+    small = torch.zeros((ops.schedule_rows(2, decoder.pages.device) - 1, 4), dtype=torch.int32, device="cuda")
     for refused in (
         lambda: tq.schedule(decoder.plan, small, *call),
         lambda: tq.attend(decoder.plan, *call, schedule=small),
     ):
-        with pytest.raises(ValueError, match=r"`schedule` must be of at least 1 \+ 12"):
+        with pytest.raises(ValueError, match=r"`schedule` must be of at least TQ_SCHEDULE_ROWS"):
             refused()
 
 

@@ -84,6 +84,7 @@ __version__: Final[str]
 FORMAT_VERSION: Final[int]
 MAX_INPUT: Final[float]  # largest magnitude accepted in keys, values and vectors
 FILE_HEADER_MAX_BYTES: Final[int]
+SCHEDULE_ROWS: Final[int]  # of a schedule, for each multiprocessor, and one for each sequence
 
 def status_message(status: int) -> str: ...
 def codebook(law: int, head_dim: int, bits: int) -> CodebookTables: ...

@@ -21,7 +21,7 @@ from typing import Any
 from .calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES, Row
 from .modes import is_split
 from .named_specs import preset
-from .plan import MAX_HEAD_DIM, MAX_RANK, PAGE_TOKENS, PAIR_MULTIPLE
+from .plan import MAX_HEAD_DIM, MAX_RANK, PAGE_TOKENS, PAIR_MULTIPLE, Plan
 from .spec import CacheSpec
 
 __all__ = ["FULL", "MOST_TOKENS", "UNITS", "Layer", "Model", "bytes_read", "calc", "decode_seconds", "full_bytes",
@@ -297,10 +297,10 @@ def _page_rows(layer: Layer, spec: CacheSpec, tokens: int) -> int:
 
 
 def _moments_bytes(spec: CacheSpec, heads: int, channels: int) -> int:
-    """Of a layer's wave with all its pairs, and of its metric (`moments.tensors`)."""
+    """Of a layer's wave with all its pairs, and of its metric with all its directions."""
     pairs = PAIR_MULTIPLE * -(-channels // (2 * PAIR_MULTIPLE)) if spec.centre == "wave" else 0
-    metric = channels + MAX_RANK * (channels + 1) if spec.metric == "query" else 0
-    return 4 * (3 * pairs + heads * (2 * pairs + metric))
+    plan = Plan(channels, 1, wave_pairs=pairs, metric=MAX_RANK if spec.metric == "query" else None)
+    return 4 * (3 * pairs + heads * plan.key_moments)
 
 
 def _calibrated_numbers(spec: CacheSpec, side: str, channels: int) -> int:

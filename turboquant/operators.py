@@ -191,8 +191,7 @@ def _schedule(
     `attend` with a schedule takes lengths and starts as they were when it was made; a call that differs in a size cuts
     its work itself.
 
-    schedule: int32 [rows, 4], written; rows at least ``1 + 12 * multiprocessors + (batch + 1) // 2``. On a CPU nothing
-    is written.
+    schedule: int32 [rows, 4], written; rows at least `turboquant.ops.schedule_rows`. On a CPU nothing is written.
     """
     _check("schedule", locals())
 

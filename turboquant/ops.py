@@ -342,9 +342,9 @@ def attend(
 
 
 def schedule_rows(batch: int, device: torch.device) -> int:
-    """Rows of a schedule's table, int32 [rows, 4]: a head, one a team of warps, half a one a sequence."""
+    """Rows that a schedule needs for so many sequences on a device (turboquant.h, TQ_SCHEDULE_ROWS)."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-    return 1 + 12 * processors + (batch + 1) // 2
+    return _core.SCHEDULE_ROWS * processors + batch
 
 
 def schedule(

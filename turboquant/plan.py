@@ -280,6 +280,13 @@ class Plan:
 
         return bool(_core.plan_info(self.words)["is_plain"])
 
+    @property
+    def key_moments(self) -> int:
+        """Numbers of a KV head in the operators' `key_moments`; 0 without a wave and a metric."""
+        from . import _core
+
+        return _core.plan_info(self.words)["key_moments"]
+
     def nbytes(self, tokens: int, kv_heads: int = 1) -> int:
         """Bytes of the pages that `tokens` packed tokens of one sequence fill, the last page whole."""
         return -(-tokens // self.page_tokens) * kv_heads * self.record_bytes

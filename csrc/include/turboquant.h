@@ -351,6 +351,9 @@ typedef enum {
         1, /* equally many blocks for each sequence: faster if all are about equally long, slow if they are not */
 } tq_schedule_kind;
 
+/** A schedule of tq_cuda_schedule has int32 [rows, 4], rows at least TQ_SCHEDULE_ROWS * multiprocessors of the device + batch. */
+#define TQ_SCHEDULE_ROWS 13
+
 /** Attention of `query_tokens` queries per sequence over one layer. Query i of sequence b stands at position
  *  p = lengths[b] - query_tokens + i (causal), and sees key position j iff  starts[b] <= j <= p  and  j > p - sliding_window
  *  (if sliding_window > 0). What it reads: sinks exact; of the rest the last `window` positions, p - window < j <= p, exact,

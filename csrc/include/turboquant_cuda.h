@@ -78,8 +78,7 @@ TQ_API tq_status tq_cuda_attend(const tq_cuda_attend_call *call, void *workspace
  *  bytes a page and in what follows from them; a call that differs in those cuts its work itself. Results are the same with and without,
  *  bit for bit. A call that gets a schedule takes lengths and starts from it, as they were when it was made.
  *  params    as for tq_cuda_attend with TQ_SCHEDULE_LINE; of pointers only lengths and starts are read. Whether starts is NULL counts.
- *  schedule  [rows, 4] int32 on the device, 16-byte aligned, written. rows: at least tq_cuda_schedule_rows. */
-TQ_API tq_status tq_cuda_schedule_rows(int32_t batch, int64_t *rows, tq_error *error);
+ *  schedule  [rows, 4] int32 on the device, 16-byte aligned, written. rows: as TQ_SCHEDULE_ROWS says. */
 TQ_API tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,
                                   void *stream, tq_error *error);
 

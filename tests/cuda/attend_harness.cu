@@ -349,8 +349,9 @@ static bool run_case(const Case &c)
     TQ(tq_cuda_attend_prepare(&plan, &p, &call, &workspace_bytes, &error));
     std::vector<uint8_t> workspace(workspace_bytes, 0xff);
     DeviceArray d_workspace(workspace);
-    int64_t schedule_rows;
-    TQ(tq_cuda_schedule_rows(B, &schedule_rows, &error));
+    int processors;
+    CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
+    const int64_t schedule_rows = (int64_t)TQ_SCHEDULE_ROWS * processors + B;
     DeviceArray d_schedule(std::vector<uint8_t>(16 * schedule_rows, 0xff));
     std::vector<uint8_t> again;
     for (int run = 0; run < 2;

@@ -225,16 +225,6 @@ tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *par
     return TQ_OK;
 }
 
-tq_status tq_cuda_schedule_rows(int32_t batch, int64_t *rows, tq_error *error)
-{
-    DeviceFacts device;
-    if (batch < 0) return fail(error, TQ_E_VALUE, "batch", -1, batch, "at least 0");
-    if (!rows) return fail(error, TQ_E_VALUE, "rows", -1, 0, "a pointer, not NULL");
-    TQ_CUDA_TRY(current_device(&device, error));
-    *rows = schedule_rows(batch, device.processors);
-    return TQ_OK;
-}
-
 tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,
                            void *stream, tq_error *error)
 {

@@ -100,8 +100,6 @@ bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *laun
 /** Cuts the work for launch->kernel, which is SPLIT or MANY_ROWS. */
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error);
 
-/** Rows of a schedule, at most. */
-int64_t schedule_rows(int32_t batch, int processors);
 tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &device, tq_error *error);
 
 /** The arguments that depend on plan and sizes alone; sets launch->args.rows to 0 where there is nothing to do. */

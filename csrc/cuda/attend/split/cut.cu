@@ -130,13 +130,14 @@ int32_t key_of(const AttendArgs &a)
 
 } // namespace
 
-int64_t schedule_rows(int32_t batch, int processors) { return 1 + (int64_t)MOST_TEAMS * processors + (batch + 1) / 2; }
+// A schedule is a head, a row of each team and half a row of each sequence.
+static_assert(TQ_SCHEDULE_ROWS > MOST_TEAMS, "room for the head and the teams");
 
 tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &device, tq_error *error)
 {
-    if (rows >= schedule_rows(batch, device.processors)) return TQ_OK;
+    if (rows >= (int64_t)TQ_SCHEDULE_ROWS * device.processors + batch) return TQ_OK;
     return fail(error, TQ_E_VALUE, "schedule", -1, (double)rows,
-                "of at least 1 + 12 * multiprocessors + (batch + 1) / 2 rows");
+                "of at least TQ_SCHEDULE_ROWS * multiprocessors + batch rows");
 }
 
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error)
