@@ -9,6 +9,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# The suites run in as many processes at once; WORKERS=0: in one, as a debugger wants it.
+WORKERS ?= 2
+# Threads of OpenMP that wait leave their core to others: waiting busily, tests with small models take twice the CPU time.
+export OMP_WAIT_POLICY ?= PASSIVE
 # Tests that run no native code in this process: once is enough.
 NO_NATIVE := $(foreach name,layering stub calculator_page,--ignore=tests/test_$(name).py)
 # Every kind of GPU that the kernels are meant for: code for 8.0 runs on 8.6 and 8.9 too.
@@ -23,11 +27,13 @@ INTERPRETER := $(PYTHON)
 RUN := PYTHONPATH=. $(PYTHON)
 CLANG_FORMAT := clang-format
 READY :=
+SHARED_OUT :=
 else
 INTERPRETER := $(VENV)/bin/python
 RUN := $(INTERPRETER)
 CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
+SHARED_OUT := -n $(WORKERS) --dist worksteal
 endif
 
 .PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
@@ -37,10 +43,10 @@ demo: build
 
 # What one runs while one works. The rest, exhaustive or long, is test-slow; .ci/run runs both.
 test: build
-	$(RUN) -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(RUN) -m pytest $(SHARED_OUT) -m 'not slow' $(PYTEST_ARGS)
 
 test-slow: build
-	$(RUN) -m pytest -m slow $(PYTEST_ARGS)
+	$(RUN) -m pytest $(SHARED_OUT:worksteal=loadfile) -m slow $(PYTEST_ARGS)
 
 test-gpu: export TURBOQUANT_CUDA = 1
 test-gpu: build
@@ -51,7 +57,7 @@ LEVEL_TESTS := $(wildcard $(foreach name,append attend merge_dot rotation quanti
 OTHER_LEVELS = from turboquant import _core; print(*(name for name in _core.isa_available() if name != _core.isa()))
 test-levels: build
 	for level in $$($(RUN) -c '$(OTHER_LEVELS)'); do \
-	    TURBOQUANT_ISA=$$level $(RUN) -m pytest -m 'not slow' $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; \
+	    TURBOQUANT_ISA=$$level $(RUN) -m pytest $(SHARED_OUT) -m 'not slow' $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
 
 # ninja is the judge of what changed, also when only a variable did, so this always runs; with nothing to do it is quick.
@@ -182,7 +188,7 @@ test-newest: build
 	grep -E '^(numpy|torch)==' $(CONSTRAINTS) >$(NEWEST)/constraints.txt
 	$(INTERPRETER) -m pip install -q -c $(NEWEST)/constraints.txt --target $(NEWEST)/site --upgrade transformers
 	PYTHONPATH=$(NEWEST)/site:. $(INTERPRETER) -c 'import transformers, torch; print("transformers", transformers.__version__, "torch", torch.__version__)'
-	PYTHONPATH=$(abspath $(NEWEST))/site:. $(INTERPRETER) -m pytest -m 'not slow' $(HF_TESTS) $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(NEWEST))/site:. $(INTERPRETER) -m pytest $(SHARED_OUT) -m 'not slow' $(HF_TESTS) $(PYTEST_ARGS)
 
 # The vector index, which needs NumPy alone, with the oldest NumPy that the package takes; test runs it with the pinned, newest one.
 OLDEST_NUMPY := 2.0.0

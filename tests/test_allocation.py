@@ -6,6 +6,8 @@ workspace and its objects from; the C core itself allocates nothing.
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,24 @@ from refusals import OPERATIONS, snapshot
 from turboquant import Plan, _core
 
 _testcapi = pytest.importorskip("_testcapi", reason="this Python was built without its test modules")
+
+
+@pytest.fixture(autouse=True)
+def child(request: pytest.FixtureRequest) -> None:
+    """A test runs in a forked process, where no other thread is whose allocation could be the n-th."""
+    test = request.function
+
+    def forked(**arguments: Any) -> None:
+        if not (pid := os.fork()):
+            try:
+                test(**arguments)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+
+    request.node.obj = forked
 
 
 def failing(n: int, call: Callable[[], Any]) -> bool:
