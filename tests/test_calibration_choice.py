@@ -17,6 +17,7 @@ from turboquant.calibration.choice import POWER, Trial, chosen, side_widths, tab
 from turboquant.calibration.distortion import distortions
 from turboquant.esm import protein_batches
 from turboquant.hf.evaluation import evaluate_all
+from turboquant.moments import text
 
 torch = pytest.importorskip("torch")
 
@@ -103,14 +104,14 @@ def trials(*rows):
 
 
 def test_the_best_is_chosen_and_none_is_always_there():
-    at3 = (3.0, "none", 0.05, 0.04), (3.0, "moments", 0.04, 0.043), (3.0, "axes", 0.03, 0.0401)
-    at2 = (2.0, "none", 0.2, 0.3), (2.0, "moments", 0.21, 0.2), (2.0, "axes", 0.19, 0.32)
+    at3 = (3.0, "none", 0.05, 1.0), (3.0, "moments", 0.04, 1.08), (3.0, "axes", 0.03, 1.04)
+    at2 = (2.0, "none", 0.2, 1.0), (2.0, "moments", 0.21, 0.7), (2.0, "axes", 0.19, 1.07)
     marked = chosen(trials(*at3, *at2))
     assert [(t.average, t.method) for t in marked if t.chosen] == [(3.0, "axes"), (2.0, "none")]
-    text = table(marked)
-    assert "| 3 | 0.05000 (0.04000) | 0.04000 (0.04300) | 0.03000 (0.04010) | axes, groups of 32 |" in text
-    assert "3 bits: axes, groups of 32, 40.0% less than none." in text
-    assert "2 bits: none, nothing diverges less; axes, groups of 32 costs 7% more on the package's text." in text
+    printed = table(marked)
+    assert "| 3 | 0.05000 (1.00x) | 0.04000 (1.08x) | 0.03000 (1.04x) | axes, groups of 32 |" in printed
+    assert "3 bits: axes, groups of 32, 40.0% less than none." in printed
+    assert "2 bits: none, nothing diverges less; axes, groups of 32 costs 7% more on another kind of text." in printed
 
 
 def test_no_text_of_the_package_no_veto():
@@ -229,7 +230,25 @@ def test_an_interrupted_trial_goes_on(model, texts, found, tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         turboquant.calibrate(model, texts[:4], **given)
     assert turboquant.calibrate(model, texts[:4], **given).trials == found.trials
-    assert len(calls) == 5  # two rounds, the held-out window and the package's text each; one of them twice
+    assert len(calls) == 11  # two rounds, the held-out window and four kinds of text each; one of them twice
+
+
+def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path, monkeypatch):
+    """What is worst of the four kinds counts, not their mean."""
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
+    kinds = [ids.shape[1] for ids in text.kinds(model, Words(), trial.ELSEWHERE)]
+    assert len(kinds) == 4 and all(16 < n <= trial.ELSEWHERE for n in kinds)
+    seen = []
+
+    def losses(self, batch, specs):
+        seen.append(batch["input_ids"].shape[1])
+        worse = 2.0 if len(seen) == 4 else 0.5  # the third kind
+        return {name: 1.0 if "none" in name else worse for name in specs}
+
+    monkeypatch.setattr(trial._Measure, "_losses", losses)
+    again = turboquant.calibrate(model, texts[:4], held_out=texts[4:], averages=(3,), tokenizer=Words())
+    assert seen == [160, *kinds] and [t.method for t in again.trials if t.chosen] == ["none"]
+    assert {t.elsewhere for t in again.trials if t.method != "none"} == {2.0}
 
 
 def test_without_held_out_text_a_budget_names_its_method(model, texts):

@@ -176,7 +176,7 @@ def calibration_table(found: Any, proteins: bool) -> str:
     from .calibration.choice import table
 
     what = "1 - cosine of last hidden states" if proteins else "KL divergence in nats per token"
-    other = "" if found.trials[0].elsewhere is None else "; in brackets on the text of the package"
+    other = "" if found.trials[0].elsewhere is None else "; in brackets on another kind of text, times none"
     return f"{what}, on the held-out part{other}:\n\n{table(found.trials)}"
 
 

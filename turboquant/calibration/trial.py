@@ -1,9 +1,9 @@
 """Trials of a calibration: every method through the packed path, on text that nothing was learned from.
 
 At the average nearest to 3 bits all methods are tried; at the others those that came near the best there. A decoder is
-measured by the divergence of the next token, everything packed but the sinks, also on the text of the package, which
-tells what a method costs where text is of another kind. An ESM-2 model is measured by 1 minus the cosine of last hidden
-states.
+measured by the divergence of the next token, everything packed but the sinks, also on each kind of text of the package,
+which tells what a method costs where text is of another kind. An ESM-2 model is measured by 1 minus the cosine of last
+hidden states.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST = 3.0  # bits at which all methods are tried, or the average nearest to it
 NEAR = 1.25  # times the best: a method above this is not tried at other averages
 _METHODS = (("none", 32), ("moments", 32), ("widths", 32), ("moments+widths", 32), ("axes", 32), ("axes", 16))
 SINKS = 4
-ELSEWHERE = 1024  # tokens of the package's text, all its kinds in proportion
+ELSEWHERE = 1024  # tokens of each kind of text of the package, at most
 
 Batch = Mapping[str, torch.Tensor]
 F64 = NDArray[np.float64]
@@ -109,16 +109,14 @@ def tried(
     return replace(found, trials=chosen(trials))
 
 
-def _elsewhere(model: Any, tokenizer: Any) -> Batch | None:
-    """The package's text; None for a model of proteins, and where there is no tokenizer."""
-    from ..moments.data import RANDOM_IDS
-    from ..moments.text import sample
+def _elsewhere(model: Any, tokenizer: Any) -> list[Batch]:
+    """The kinds of text of the package; none for a model of proteins, and where there is no tokenizer."""
+    from ..moments.text import kinds
 
     if model.config.model_type == "esm":
-        return None
+        return []
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ELSEWHERE
-    (ids,), source = sample(model, tokenizer, None, min(limit, ELSEWHERE))
-    return None if source == RANDOM_IDS else {"input_ids": ids}
+    return [{"input_ids": ids} for ids in kinds(model, tokenizer, min(limit, ELSEWHERE))]
 
 
 class _Measure:
@@ -129,7 +127,7 @@ class _Measure:
         found: Calibration,
         model: Any,
         windows: list[Batch],
-        elsewhere: Batch | None,
+        elsewhere: list[Batch],
         done: dict[str, float],
         save: Callable[[], None],
         progress: bool,
@@ -143,7 +141,7 @@ class _Measure:
             return []
         specs = {f"{average:g} {method} {group}": CacheSpec(budget=average, method=method, group=group, sinks=SINKS)
                  for average, method, group in which}  # fmt: skip
-        places = [*self.windows, *([] if self.elsewhere is None else [self.elsewhere])]
+        places = [*self.windows, *self.elsewhere]
         for i, batch in _shown(places, self.progress, f"try {len(specs)} of the methods and averages"):
             left = {name: spec for name, spec in specs.items() if f"{i} {name}" not in self.done}
             if not left:
@@ -152,11 +150,13 @@ class _Measure:
             self.done.update({f"{i} {name}": loss for name, loss in losses.items()})
             self.save()
         sizes = [batch["input_ids"].numel() for batch in self.windows]
+        kinds = range(len(sizes), len(places))
         trials = []
         for (average, method, group), name in zip(which, specs):
             each = [self.done[f"{i} {name}"] for i in range(len(sizes))]
-            other = None if self.elsewhere is None else self.done[f"{len(sizes)} {name}"]
-            trials.append(Trial(average, method, group, float(np.average(each, weights=sizes)), other))
+            other = [self.done[f"{i} {name}"] / self.done[f"{i} {average:g} none 32"] for i in kinds]
+            mean = float(np.average(each, weights=sizes))
+            trials.append(Trial(average, method, group, mean, max(other) if other else None))
         return trials
 
     def _losses(self, batch: Batch, specs: dict[str, CacheSpec]) -> dict[str, float]:

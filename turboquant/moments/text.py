@@ -11,7 +11,7 @@ import torch
 
 from .data import PROTEINS, RANDOM_IDS
 
-__all__ = ["TOKENS", "Sample", "found_tokenizer", "protein_sample", "sample"]
+__all__ = ["TOKENS", "Sample", "found_tokenizer", "kinds", "protein_sample", "sample"]
 
 TOKENS = 2048  # beside BOS
 LEAST = 16
@@ -48,14 +48,26 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
             stacklevel=3,
         )
         return Sample((_random(model, limit),), RANDOM_IDS)
-    bos = getattr(tokenizer, "bos_token_id", None)
-    first = [] if bos is None else [int(bos)]
+    first = _bos(tokenizer)
     wanted = min(TOKENS, limit - len(first))
     ids = _shipped(tokenizer, wanted) if text is None else _tokens(tokenizer, text)[:wanted]
     if text is not None and len(ids) < LEAST:
         raise ValueError(f"`text` must have at least {LEAST} tokens, got {len(ids)}")
     _check(model, first + ids)
     return Sample((torch.tensor([first + ids]),), "the text of the package" if text is None else "a text of the user")
+
+
+def kinds(model: Any, tokenizer: Any, limit: int) -> list[torch.Tensor]:
+    """Token ids [1, at most `limit`] of each kind of text of the package, behind BOS where the tokenizer has one; []
+    without a tokenizer, which is looked for as `sample` does."""
+    tokenizer = tokenizer or found_tokenizer(model)[0]
+    if tokenizer is None:
+        return []
+    first = _bos(tokenizer)
+    found = [(first + _tokens(tokenizer, (_TEXTS / name).read_text(encoding="utf-8")))[:limit] for name in _PARTS]
+    for ids in found:
+        _check(model, ids)
+    return [torch.tensor([ids]) for ids in found]
 
 
 def protein_sample(model: Any, tokenizer: Any = None, text: str | None = None) -> Sample:
@@ -87,6 +99,11 @@ def found_tokenizer(model: Any) -> tuple[Any, str]:
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0]
         return None, f"no tokenizer can be read at the model's `name_or_path` {name!r} ({reason})"
+
+
+def _bos(tokenizer: Any) -> list[int]:
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return [] if bos is None else [int(bos)]
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
