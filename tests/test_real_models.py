@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import ROOT, real_model
@@ -29,6 +32,14 @@ def test_smollm2_is_a_trained_model_and_widths_are_ordered():
     answer = model(input_ids=question).logits[0, -1].argmax()
     assert tokenizer.decode(answer) == " Paris"  # the weights were read as they were meant
     assert found[0].kl_divergence < found[1].kl_divergence / 2 < found[2].kl_divergence / 4
+
+
+def test_a_tokenizer_of_letters_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    check = import_module("real_models").check_words
+    check(SimpleNamespace(tokenize=str.split))
+    with pytest.raises(RuntimeError, match=r"must have words as tokens, got \['T', 'h', 'e', ' '"):
+        check(SimpleNamespace(tokenize=list))
 
 
 @pytest.mark.slow
