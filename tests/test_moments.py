@@ -337,6 +337,22 @@ def test_weights_that_torchao_quantised():
         assert np.abs(a.scale - b.scale).max() < 0.05
 
 
+def test_weights_that_bitsandbytes_quantised(tmp_path):
+    """Of 8 bits: nearly the same moments."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    want = measured(demo())
+    quantised = AutoModelForCausalLM.from_pretrained(
+        DEMO, dtype=torch.float32, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map="cpu"
+    )
+    got = measured(quantised)
+    assert got.fingerprint != want.fingerprint and not got.not_probed
+    for a, b in zip(want.layers, got.layers):
+        assert np.abs(a.scale - b.scale).max() < 0.05
+
+
 # ---- tokens ----
 
 
