@@ -46,7 +46,7 @@ REFUSED = {  # fields, what the message must contain: the field, what it was, wh
         dict(key_levels="affine", value_levels="absmax", scale="norm"),
         "`scale` must be left alone where no side has the levels of a codebook, got 'norm'",
     ),
-    "a sketch of a calibrated plan": (dict(rotation="calibrated", sketch="gaussian"), "`rotation` must be another one"),
+    "a sketch of a calibrated plan": (dict(rotation="calibrated", sketch="gaussian"), "`rotation` must be other than"),
     "a sketch of a budget": (dict(budget=3, sketch="gaussian"), "`budget` must be None with blocks, tables, sketches"),
     "sketch": (dict(sketch="jl"), "`sketch` must be one of none, gaussian, gaussian/4, sign, got 'jl'"),
     "no bits in a group, and a sketch": (

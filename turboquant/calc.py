@@ -31,7 +31,7 @@ MOST_TOKENS = 2**31 - 1  # of a sequence
 FULL = {"fp32": 4, "bf16": 2, "fp8": 1}  # what packed caches are compared with
 UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
           **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
-_EXACT_ROWS = 16  # of sinks and window, at least (`kvcache.exact`)
+_EXACT_ROWS = 16  # the fewest rows that sinks and window have (`kvcache.exact`)
 
 _LETTERS = {"f": "full", "s": "sliding", "c": "chunked", "n": "none", "m": "latent"}
 _KINDS = {  # by the names of transformers
@@ -61,7 +61,7 @@ class Layer:
     shared: bool = False
 
     def reads(self, tokens: int) -> int:
-        """Numbers that attention over one sequence of so many tokens reads, without packing."""
+        """How many numbers attention over one sequence of `tokens` tokens reads, without packing."""
         vectors = 1 if self.kind == "latent" else 2 * self.kv_heads
         return vectors * self.head_dim * min(tokens, self.window or tokens)
 
@@ -102,7 +102,7 @@ def _heads(layer: Layer) -> str:
 
 
 def read_model(name: str) -> Model:
-    """A model of the table, by its name or that on the hub, or that of a folder or a config.json.
+    """A model of the table, by its short name or its name on the hub, or the model of a folder or config.json.
 
     ValueError for anything else; ImportError for a folder or file without transformers.
     """
@@ -230,17 +230,17 @@ def _refused_by_patch(text: Any) -> str:
 
 
 def full_bytes(model: Model, batch: int, tokens: int, item_bytes: int) -> int:
-    """Keys and values of `batch` sequences of so many tokens, unpacked. fp8 without scales."""
+    """Bytes of keys and values of `batch` sequences of `tokens` tokens, unpacked. fp8 without scales."""
     return item_bytes * batch * sum(count * one.stores(tokens) for one, count in Counter(model.layers).items())
 
 
 def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_bytes: int = 2) -> dict[str, int]:
-    """`cache.nbytes`, by the parts of `cache.report()`, after a prompt of so many tokens for each sequence, on a CPU.
+    """`cache.nbytes`, by the parts of `cache.report()`, after a prompt of `tokens` tokens for each sequence, on a CPU.
 
-    item_bytes: of a number of the model's dtype. On CUDA a layer has 8 bytes more. A cache that has grown token by
-    token holds up to 1/64 more pages. Exact, but for moments, of which a model may need fewer pairs than are counted,
-    and for a budget with sliding windows: which layers its bits go to, only a calibration knows, so every layer is
-    counted as the mean.
+    item_bytes: bytes of a number of the model's dtype. On CUDA a layer has 8 bytes more. A cache that has grown token
+    by token holds up to 1/64 more pages. Two results are not exact: a model's wave may need fewer pairs than are
+    counted, and with a budget and sliding windows every layer counts as the mean, because only a calibration knows
+    which layers get more bits.
     NotImplementedError for a model that cannot be packed.
     """
     if model.refused:
@@ -274,7 +274,7 @@ def _layer_parts(
     heads, channels = layer.kv_heads, layer.head_dim
     rows = _page_rows(layer, spec, tokens)
     pages = batch * rows
-    if layer.window:  # pages that no query sees go back, where there are enough of them (`pages.PageTable.compact`)
+    if layer.window:  # pages that no query sees are freed once there are enough of them (`pages.PageTable.compact`)
         before = max(0, tokens - layer.window + 1 - PAGE_TOKENS) - spec.sinks
         free = batch * min(rows, max(0, before) // PAGE_TOKENS) if tokens > 1 else 0
         pages -= free if free > pages // 64 + batch else 0
@@ -297,14 +297,14 @@ def _page_rows(layer: Layer, spec: CacheSpec, tokens: int) -> int:
 
 
 def _moments_bytes(spec: CacheSpec, heads: int, channels: int) -> int:
-    """Of a layer's wave with all its pairs, and of its metric with all its directions."""
+    """Bytes of a layer's wave, with all its pairs, and of its metric (`moments.tensors`)."""
     pairs = PAIR_MULTIPLE * -(-channels // (2 * PAIR_MULTIPLE)) if spec.centre == "wave" else 0
     plan = Plan(channels, 1, wave_pairs=pairs, metric=MAX_RANK if spec.metric == "query" else None)
     return 4 * (3 * pairs + heads * plan.key_moments)
 
 
 def _calibrated_numbers(spec: CacheSpec, side: str, channels: int) -> int:
-    """float32 of a KV head that a side takes from a calibration (`calibration.tensors`)."""
+    """How many float32 numbers of a KV head a side takes from a calibration (`calibration.tensors`)."""
     numbers = 0
     if spec.rotation == "calibrated":
         numbers += channels * channels + -(-channels // spec.group)
@@ -331,7 +331,7 @@ def _common_matrices(model: Model, spec: CacheSpec) -> Iterator[int]:
 
 
 def tokens_that_fit(size: Callable[[int], int], memory: int) -> int | None:
-    """How many tokens of each sequence fit, where `size` tells the bytes for a number of them; None: no limit."""
+    """How many tokens of each sequence fit. size: the bytes for a number of tokens. None: no limit."""
     if size(1) > memory:
         return 0
     fits, too_many = 1, MOST_TOKENS
@@ -352,9 +352,10 @@ def decode_seconds(
     """Estimate: attention of all layers in one decoding step, the rest of the step not counted.
 
     spec   a CacheSpec, or the bytes of a number of an unpacked cache
-    A call takes what a call over as many bytes took on this GPU, between two of them as a straight line, above the
-    largest at its bandwidth, and never less than the smallest. A GPU that was not measured takes as long as an H100
-    over bytes in the proportion of their bandwidths. NotImplementedError for a spec whose kernels were not timed.
+    A call takes as long as a measured call over as many bytes on this GPU: interpolated between two measurements, at
+    the bandwidth of the largest one above it, and never less than the smallest one. A GPU that was not measured counts
+    as an H100 with the bytes scaled by the ratio of bandwidths. NotImplementedError for a spec whose kernels were not
+    timed.
     """
     column = "bf16" if isinstance(spec, int) else timed_as(spec)
     times = TIMES.get(gpu, TIMES["h100"])[column]
@@ -365,7 +366,7 @@ def decode_seconds(
 
 
 def bytes_read(model: Model, spec: CacheSpec | int, batch: int, tokens: int, item_bytes: int = 2) -> float:
-    """By the attention of all layers in one decoding step; arguments are those of `decode_seconds`."""
+    """Bytes that the attention of all layers reads in one decoding step; arguments are those of `decode_seconds`."""
     return sum(count * read for read, count in _reads(model, spec, batch, tokens, item_bytes))
 
 
@@ -394,7 +395,7 @@ def timed_as(spec: CacheSpec) -> str:
 
 
 def _line(points: list[int], times: tuple[float, ...], at: float) -> float:
-    """The line through (points, times) at a place: level before the first, and through 0 and the last behind that."""
+    """(points, times) interpolated at a place: constant before the first point, proportional beyond the last."""
     if at >= points[-1]:
         return times[-1] * at / points[-1]
     for i in range(1, len(points)):
@@ -431,7 +432,7 @@ def calc(chosen: argparse.Namespace) -> int:
 
 
 def spec_named(name: str) -> CacheSpec:
-    """A preset, or "default" with so many bits. ValueError for any other name."""
+    """A preset, or "default" with this number of bits. ValueError for any other name."""
     try:
         bits = float(name)
     except ValueError:

@@ -18,7 +18,7 @@ class Row(NamedTuple):
     head_dim: int
     window: int = 0  # of the layers in `pattern` that have one
     pattern: str = "f"  # repeated over the layers: f full, s sliding, c chunked, n no keys and values, m latent
-    shared: int = 0  # of the last layers: they read the keys and values of earlier ones
+    shared: int = 0  # how many last layers read the keys and values of earlier ones
     full: tuple[int, int] | None = None  # (kv_heads, head_dim) of the full layers, if they have others
     sinks: bool = False  # its attention has learned sinks
 
@@ -69,8 +69,8 @@ MODELS = {
     "kimi-k2": Row("moonshotai/Kimi-K2-Instruct config.json", 61, 1, 512 + 64, pattern="m"),
 }
 
-# Bytes per second that a GPU reads. Of those in TIMES measured; of the others the vendor's number times 0.91, the share
-# of it that the measured ones reach.
+# Bytes per second that a GPU reads. Measured for those in TIMES; for others 0.91 times the vendor's number, the share
+# that the measured ones reach.
 GPUS = {
     "h100": 3.043e12,
     "h200": 4.393e12,
@@ -81,12 +81,12 @@ GPUS = {
     "l40s": 0.91 * 0.864e12,
 }
 
-# Microseconds of one call of attention in a decoding step, over so many tokens of all sequences and KV heads: packed in
-# 2, 3 or 4 bits, or in several widths with a mean of 3 ("mixed"), and in bfloat16 (the faster of cuDNN and
+# Microseconds of one attention call of a decoding step. TIMED: tokens of all sequences times KV heads. Rows: packed in
+# 2, 3 or 4 bits, or in several widths with a mean of 3 ("mixed"), and bfloat16 (the faster of cuDNN and
 # FlashAttention). From benchmarks/results/h100/attend.json and h200/attend.json: heads of 128 channels with at most 8
 # queries each, the mean where several shapes have as many tokens.
 TIMED = (16384, 32768, 65536, 262144, 1048576, 2097152, 4194304)
-TIMED_BYTES = {"2": 68, "3": 100, "4": 132, "mixed": 100, "bf16": 512}  # of the keys and values of a token
+TIMED_BYTES = {"2": 68, "3": 100, "4": 132, "mixed": 100, "bf16": 512}  # keys and values of a token
 TIMES = {
     "h100": {
         "2": (4.6, 5.0, 6.0, 11.3, 29.4, 51.9, 97.6),

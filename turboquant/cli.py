@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from .esm.fasta import Entries
 
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 16384, 2048
-HELD_OUT = 4  # one token in so many of a text is held out, to try methods on
+HELD_OUT = 4  # 1 token in 4 of a text is held out, to try methods on
 EVALUATED_PROTEINS = 60
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-# Open files by other names. A replaced /dev/stdout would be missed by every other program.
+# Other names of open files. They must not be replaced: every other program would lose /dev/stdout.
 STREAMS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
@@ -47,14 +47,14 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def _check_output(path: str | None, option: str, others: Mapping[str, str | None], moved: bool = False) -> None:
-    """That a file, if one is wanted, can be written and is none of `others`, which stand under what users call them.
+    """Checks that an output file can be written and is none of `others`, whose keys are what users call them.
 
-    moved: it is written as FILE.part, which then replaces FILE: both are checked, and neither may be a device.
+    moved: it is written as FILE.part, which then replaces FILE; both are checked, and neither may be a device.
     """
     if path is None:
         return
     if moved and (path == "-" or os.path.abspath(path).startswith(STREAMS)):
-        raise ValueError(f"{option} must be a file, which another replaces when all is done, got {path!r}")
+        raise ValueError(f"{option} must be a regular file, because it is replaced at the end, got {path!r}")
     wants = f"{option} must be a file in a folder that can be written to, got {path!r}"
     for written in (path, f"{path}.part") if moved else (path,):
         if not path or not os.access(Path(written).absolute().parent, os.W_OK):
@@ -75,7 +75,7 @@ def _same_file(one: str, other: str) -> bool:
 
 
 def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
-    """The text, or the proteins, once it is known that there is a model for it. Nothing is read again: it may be a
+    """The text or the proteins, after a check that the model suits them. They are read once: the file may be a
     pipe."""
     local = chosen.model.startswith((".", "/", "~")) or chosen.model.endswith("/")
     if local and not os.path.isdir(chosen.model):
@@ -100,7 +100,7 @@ def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
 
 
 def _check_kind(name: str, proteins: bool) -> None:
-    """That a model is one for proteins, or one for text."""
+    """Checks that a model is one for proteins, or one for text."""
     from transformers import AutoConfig
 
     kind = AutoConfig.from_pretrained(name).model_type
@@ -126,7 +126,7 @@ def _model(chosen: argparse.Namespace) -> Any:
 
 
 def _device(wanted: str | None) -> str:
-    """What was asked for, or a GPU if there is one that the operators were built for."""
+    """The wanted device, or a GPU if there is one that the operators were built for."""
     import torch
 
     if wanted is not None:
@@ -172,7 +172,7 @@ def _averages(given: str) -> tuple[float, ...]:
 
 
 def calibration_table(found: Any, proteins: bool) -> str:
-    """What was tried and chosen, in words."""
+    """A table of the trials, and what was chosen."""
     from .calibration.choice import table
 
     what = "1 - cosine of last hidden states" if proteins else "KL divergence in nats per token"
@@ -345,12 +345,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_device_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="such as cpu or cuda:0; the default is a GPU if there is one")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
-                        help="of the model; float32, the default, adds no rounding of its own")  # fmt: skip
+                        help="dtype of the model; the default, float32, adds no rounding of its own")  # fmt: skip
 
 
 def _add_calc(commands: Any) -> None:
-    one = commands.add_parser("calc", help="bytes of a model's cache, tokens that fit, and time of a step; 1 if it "
-                              "cannot be packed")  # fmt: skip
+    one = commands.add_parser("calc", help="bytes of a model's cache, tokens that fit, and time of a step; exit status "
+                              "1 if it cannot be packed")  # fmt: skip
     one.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a config.json or a model of the table, which "
                      "is printed without one")  # fmt: skip
     one.add_argument("--batch", type=int, metavar="N", default=1, help="sequences (default 1)")
@@ -373,21 +373,21 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="{info,doctor,calc,demo,calibrate,eval,esm-scan}"
     )
-    one = commands.add_parser("info", help="versions, instruction set, threads, CUDA build and device; or kernels")
+    one = commands.add_parser("info", help="versions, instruction set, threads, CUDA build and device")
     one.add_argument(
         "--kernels",
         nargs="*",
         metavar="SHAPE",
-        help="instead: which kernels run for batch,kv_heads,group,tokens,head_dim (default: some usual shapes)",
+        help="print which kernels run for batch,kv_heads,group,tokens,head_dim (default: some usual shapes)",
     )
     one.set_defaults(run=lambda chosen: print_kernels(chosen.kernels, _device(None)))
     one = commands.add_parser(
-        "doctor", help="the same with verdicts, and whether a model can be packed; 1 if something cannot work"
+        "doctor", help="info with verdicts, and whether a model can be packed; exit status 1 if something cannot work"
     )
     one.add_argument("model", metavar="MODEL", nargs="?", help="a folder, or a name on the Hugging Face hub")
     one.add_argument("--spec", metavar="NAME", default="default", help="preset to judge the model by (default default)")
     one.add_argument(
-        "--tokens", type=int, metavar="N", default=32768, help="to tell the cache's bytes for (default 32768)"
+        "--tokens", type=int, metavar="N", default=32768, help="count the cache's bytes for N tokens (default 32768)"
     )
     one.set_defaults(run=lambda chosen: doctor(chosen.model, chosen.spec, chosen.tokens))
     _add_calc(commands)
@@ -400,13 +400,13 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens",
         type=int,
         metavar="N",
-        help=f"of the text or proteins, spread over it; a quarter is held out, to try methods on (default "
-        f"{CALIBRATION_TOKENS}, or what there is)",
+        help=f"tokens to read, spread over the text or proteins; a quarter is held out, to try methods on (default "
+        f"{CALIBRATION_TOKENS}, or all if there are fewer)",
     )
     one.add_argument("--bits", metavar="N[,N...]", default="4,3.5,3,2.5,2", help="averages at which methods are tried, "
                      "in 2..6 (default 4,3.5,3,2.5,2); a budget in between is stored as the nearest one")  # fmt: skip
     one.add_argument(
-        "--seed", type=int, default=0, help="of the rotation inside groups, and of what is drawn to measure errors"
+        "--seed", type=int, default=0, help="seed of rotations inside groups, and of samples to measure errors on"
     )
     one.set_defaults(run=calibrate)
     one = commands.add_parser("eval", help="quality and bytes of specs on a text or proteins")
@@ -420,16 +420,17 @@ def _parser() -> argparse.ArgumentParser:
         "--proteins",
         type=int,
         metavar="N",
-        help=f"of --fasta, spread over it (default {EVALUATED_PROTEINS}, or all if there are fewer)",
+        help=f"how many of --fasta, spread over it (default {EVALUATED_PROTEINS}, or all if there are fewer)",
     )
-    one.add_argument("--windows", type=int, default=12, help="of --text, spread over it")
+    one.add_argument("--windows", type=int, default=12, help="windows of --text, spread over it")
     one.add_argument("--length", type=int, default=2048, help="tokens of a window")
     one.add_argument("--prefill", choices=("packed", "chunked", "decode"), default="packed")
     one.add_argument("--everything-packed", action="store_true", help="without the specs' windows; sinks stay exact")
     one.add_argument("--generate", type=int, metavar="N", default=1024, help="tokens of each greedy text that is "
                      "compared with the full cache's; 0: none")  # fmt: skip
     one.add_argument("--batch", type=int, default=1, help="windows of --text that run together")
-    one.add_argument("--json", metavar="OUT", help="a file; - for standard output, and the table on standard error")
+    one.add_argument("--json", metavar="OUT", help="file to write; - for standard output, with the table on standard "
+                     "error")  # fmt: skip
     one.set_defaults(run=evaluate)
     one = commands.add_parser("esm-scan", help="score every mutation of proteins with an ESM-2 model")
     one.add_argument("fasta", metavar="FASTA", help="proteins, plain or compressed by gzip")

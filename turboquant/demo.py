@@ -4,9 +4,9 @@ The model is a Llama of 4 million parameters (4 layers, 4 query and 2 KV heads o
 on public-domain books; the passage is from a book that it was not trained on. What the table shows, all measured in
 the same run:
 
-    bytes, x    what the cache holds after the text, tokens still exact and room for more included, and how many times
-                smaller that is than the same tokens in bfloat16, in which the model computes and the full cache holds
-    KL, top-1   over the passage, where each query reads keys and values, its own included, from what was stored
+    bytes, x    bytes of the cache after the text, exact tokens and unused room included, and how many times smaller
+                that is than the same tokens in bfloat16, the dtype of the model and of the full cache
+    KL, top-1   over the passage, with every query reading stored keys and values, its own token's included
                 (`prefill="packed"`): the Kullback-Leibler divergence of the next token's distribution from that with
                 full precision, in nats per token, and how often the likeliest token is the same
     tokens/s    of the text that is generated, after its first token
@@ -123,9 +123,9 @@ def _measure(model: Any, ids: torch.Tensor, prompt: int, tokens: int, seed: int)
     full_bytes_per_token, measured, want = 0.0, [], None
     rows = _rows()
     some = ids[:, :64]
-    for cache in (DynamicCache(config=model.config), TurboQuantCache(model)):  # no row is to pay for warming up
+    for cache in (DynamicCache(config=model.config), TurboQuantCache(model)):  # warm up
         model.generate(some, attention_mask=torch.ones_like(some), max_new_tokens=8, **{CACHE: cache})
-    # disable=None: a bar on a terminal alone; a log would keep every step of it.
+    # disable=None: a bar on terminals alone. A log would keep every step of it.
     total = len(rows) * (tokens + 2)
     with tqdm(total=total, unit="token", file=sys.stderr, leave=False, disable=None, mininterval=0.5) as bar:
         for row in rows:
@@ -173,9 +173,9 @@ def _print_table(measured: list[_Measured]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo and prints it. arguments: of the command line, without the program's name."""
     parser = argparse.ArgumentParser(prog="turboquant demo", description="A small model writes from packed caches.")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of the passage (default 1024)")
-    parser.add_argument("--tokens", type=int, default=96, help="to generate for each row (default 96)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="tokens of the prompt (default 1024)")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens to generate for each row (default 96)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     options = parser.parse_args(arguments)
     files = folder()
     source, passage = (files / PASSAGE).read_text(encoding="utf-8").split("\n\n", 1)

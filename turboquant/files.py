@@ -6,7 +6,7 @@
     tensors    little-endian, in the header's order, each from a multiple of 64 bytes on. The format allows no holes: a
                tensor "pad.NAME" of zeros, fewer than 64, follows NAME where the next one would not be aligned
 
-A header's claims are held against each other and against the size of the file before anybody allocates.
+Before anything is allocated, a header is checked for contradictions and against the size of the file.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["Tensor", "array_bytes", "crc32", "layout", "numpy_dtype", "read_arra
            "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
 
 _ALIGNMENT = 64
-_MOST_HEADER_BYTES = 100_000_000  # of safetensors
-_MOST_EXTENTS = 8  # of a shape
+_MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
+_MOST_EXTENTS = 8  # dimensions of a tensor
 _BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "U32": 4, "I64": 8}
 _NUMPY: dict[str, np.dtype[Any]] = {
     name: np.dtype(kind) for name, kind in {"U8": "u1", "F32": "<f4", "I32": "<i4", "U32": "<u4", "I64": "<i8"}.items()
@@ -46,7 +46,7 @@ def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts
     temporary = f"{target}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "xb") as file:
-            if os.path.exists(target):  # one that others may not read stays so
+            if os.path.exists(target):  # a replaced file keeps its permissions
                 shutil.copymode(target, temporary)
             for part in parts:
                 file.write(part)
@@ -73,7 +73,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         size = _BYTES[self.dtype]
-        for extent in self.shape:  # of Python's integers: no claim of a file overflows
+        for extent in self.shape:  # Python's integers do not overflow, whatever a file claims
             size *= extent
         return size
 
@@ -83,7 +83,7 @@ def tensor(array: NDArray[Any]) -> Tensor:
 
 
 def numpy_dtype(held: Tensor) -> np.dtype[Any]:
-    """ValueError for one that NumPy does not have, or no file of arrays."""
+    """NumPy's dtype of a tensor. ValueError for one that NumPy or files of arrays do not have."""
     if held.dtype not in _NUMPY:
         raise ValueError(f"its arrays must be of {', '.join(_NUMPY)}, got {held.dtype}")
     return _NUMPY[held.dtype]
@@ -94,7 +94,7 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
 
 
 def crc32(parts: Iterable[bytes | bytearray | memoryview]) -> int:
-    """Of the parts, one after the other."""
+    """CRC-32 of the parts, one after the other."""
     value = 0
     for part in parts:
         value = zlib.crc32(part, value)
@@ -142,8 +142,8 @@ def write_tensors(
 
 
 def read_header(file: BufferedReader, form: str) -> tuple[dict[str, Any], dict[str, Tensor], int]:
-    """(metadata, tensors, where the header ends) of a file that `write_tensors` made, which is left there. The tensors
-    and their padding fill the file to its end. ValueError for any other file, whatever is in it."""
+    """(metadata, tensors, byte at which the header ends) of a file that `write_tensors` made. The file is left at that
+    byte. ValueError for any other file, whatever is in it, and if the tensors do not fill it to its end."""
     size = os.fstat(file.fileno()).st_size
     opening = file.read(8)
     length = int.from_bytes(opening, "little")

@@ -1,4 +1,4 @@
-"""What there is on this machine, and what of it cannot work: for ``turboquant info`` and ``turboquant doctor``."""
+"""What is installed on this machine and what of it cannot work, for ``turboquant info`` and ``turboquant doctor``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def installed(distribution: str) -> str:
 def machine(for_models: bool = False) -> Iterator[Finding]:
     """Versions, other owners of the name, instruction set, threads, operators, CUDA.
 
-    for_models: whether it is a failure that what models need is missing or too old. Else NumPy may be enough.
+    for_models: whether a missing or old package that models need is a failure. NumPy is enough for the rest.
     """
     libc = " ".join(platform.libc_ver()).strip() or "an unknown libc"
     yield from _core_findings()
@@ -79,7 +79,7 @@ def _number(text: str) -> tuple[int, ...]:
 
 
 def _other_owners(owners: Iterable[str]) -> Iterator[Finding]:
-    """Other distributions on PyPI install a package `turboquant` too: files of theirs and ours then lie mixed."""
+    """Other distributions on PyPI install a package `turboquant` too; their files and ours then mix in one folder."""
     others = sorted({owner for owner in owners if re.sub(r"[-_.]+", "-", owner).lower() != DISTRIBUTION})
     if others:
         names = " ".join(others)
@@ -171,7 +171,7 @@ def _device(torch: object) -> str:
 
 
 def _driver(torch: object) -> tuple[int, int] | None:
-    """The CUDA that the GPU's driver is for; None: no driver, or a torch without CUDA."""
+    """The CUDA version that the GPU's driver supports; None: no driver, or a torch without CUDA."""
     try:
         number = int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -182,7 +182,7 @@ def _driver(torch: object) -> tuple[int, int] | None:
 def cuda_findings(
     build: str, device: str, driver: tuple[int, int] | None, gpus: list[tuple[str, tuple[int, int]]]
 ) -> Iterator[Finding]:
-    """What can be said of a build ("13.0: 80+PTX 90a", or nothing), what torch has, a driver and GPUs."""
+    """Findings on a build ("13.0: 80+PTX 90a", or ""), on torch's CUDA and device, on a driver and on GPUs."""
     toolkit, _, archs = build.partition(": ")
     if not build:
         how = "tensors on the CPU work; for GPUs install a wheel, or put nvcc on the PATH and build again"

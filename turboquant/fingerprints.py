@@ -1,5 +1,5 @@
-"""Fingerprints of models (`calibration.measure.fingerprint`), compared. A calibration, moments and a saved cache have
-one each, and serve the model that it is of. NumPy."""
+"""Compares fingerprints of models (`calibration.measure.fingerprint`). A calibration, moments and a saved cache each
+hold one, and serve that model alone. NumPy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["differences"]
 
 
 def differences(was: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
-    """In what a model's fingerprint differs from an earlier one, in words; empty if it is the same model.
+    """How a model's fingerprint differs from an earlier one, in words; empty if it is the same model.
 
-    Only what both have is compared: a configuration alone has no weights. Weights are samples: they may differ by what
-    rounding to bfloat16 does, so that a model may be calibrated in one dtype and run in another.
+    Only entries that both have are compared: a configuration alone has no weights. Sampled weights may differ as much
+    as rounding to bfloat16 changes them, so that a model may be calibrated in one dtype and run in another.
     """
     found = [f"{name} {model[name]!r} instead of {x!r}" for name, x in was.items()
              if name != "weights" and name in model and model[name] != x]  # fmt: skip

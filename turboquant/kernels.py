@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["print_kernels"]
 
 SHAPES = ("1,8,4,8192,128", "16,8,4,32768,128", "64,8,4,4096,128", "1,8,4,8192,64")
-PROMPT_TOKENS = 128  # as many as a prompt's kernel needs to be chosen
+PROMPT_TOKENS = 128  # enough for a prompt's kernel to be chosen
 
 
 def print_kernels(shapes: Sequence[str], device_name: str) -> int:

@@ -1,8 +1,8 @@
-"""The matrices of a spec's modes: rotations of its sides, the sketch below that of the keys, as operators take them.
-NumPy only; whatever is random comes from the spec's seed.
+"""The matrices of a spec, as operators take them: rotations of both sides, and the rows of a sketch below the keys'.
+NumPy only; random numbers come from the spec's seed.
 
     rotation    R [heads or 1, head_dim, head_dim], y = R x
-    sketch      S [sketch_rows, head_dim] of N(0, 1), applied to what is left over of y (turboquant.h, tq_sketch)
+    sketch      S [sketch_rows, head_dim] of N(0, 1), applied to the quantisation error of y (turboquant.h, tq_sketch)
     split       outlier channels first: R = diag(R_first, R_rest) P, with P the permutation that sorts them out
 """
 
@@ -44,8 +44,8 @@ def side_matrix(spec: CacheSpec, side: str, head_dim: int, rotation: F32 | None 
 
 
 def split_rotation(spec: CacheSpec, side: str, magnitude: NDArray[np.floating]) -> F32:
-    """The rotation of a split: [kv_heads, head_dim, head_dim] of magnitudes [kv_heads, head_dim], of which only the
-    order matters; channels of equal magnitude stay in order. Each part has the spec's rotation of as many channels, as
+    """The rotation of a split, [kv_heads, head_dim, head_dim], from magnitudes [kv_heads, head_dim]. Only their order
+    matters; channels of equal magnitude stay in order. Each part has the spec's rotation for its number of channels, as
     two independent quantisers have (TurboQuant, arXiv 2504.19874, section 4.3)."""
     heads, head_dim = magnitude.shape
     first = GROUP * first_part(getattr(spec, f"{side}_bits"), head_dim)

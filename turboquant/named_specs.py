@@ -11,20 +11,20 @@ from .spec import CacheSpec
 
 __all__ = ["OTHERS", "OURS", "preset", "presets", "resolve"]
 
-# What CacheSpec does by default, and no other scheme does.
+# Switches off the defaults of CacheSpec that no other scheme has.
 _OFF: dict[str, Any] = {"centre": "none", "metric": "none", "sinks": 0, "window": 0}
 _BUDGETS = ("4", "3.5", "3", "2.5", "2")
 
 OURS: dict[str, CacheSpec] = {
     # The method that measures best without calibration: moments of the model alone.
     "default": CacheSpec(),
-    # The same for an encoder of proteins, whose heads are small: it reads all tokens at once, so that none is recent.
+    # The same for an encoder of proteins, whose heads are small. It reads all tokens at once, so none is recent.
     "esm-default": CacheSpec(codebook="sphere", window=0),
-    # The same in other widths: a divergence below that of fp8 at once, and smaller caches.
+    # The same in other widths: a divergence below that of fp8, and smaller caches.
     "near-lossless": CacheSpec(5, 5),
     "compact": CacheSpec(3, 3),
     "tiny": CacheSpec(2, 2),
-    # What a calibration found best for an average of code bits, of which there may be any in 2..6.
+    # What a calibration found best for an average of code bits. `preset` takes any average in 2..6.
     **{f"calibrated-{bits}": CacheSpec(budget=float(bits)) for bits in _BUDGETS},
 }
 
@@ -45,10 +45,10 @@ def _absmax(key_bits: int, value_bits: int, **rotations: Any) -> CacheSpec:
 
 
 OTHERS: dict[str, CacheSpec] = {
-    # TurboQuant mse as published (arXiv 2504.19874, Algorithm 1): norms, no centre, no token kept exact; in between,
-    # outlier channels apart (section 4.3).
+    # TurboQuant mse as published (arXiv 2504.19874, Algorithm 1): norms, no centre, no token kept exact. With fractions
+    # of bits, outlier channels are apart (section 4.3).
     **{f"paper-mse-{bits}": _paper(bits) for bits in (4, 3.5, 3, 2.5, 2)},
-    # TurboQuant prod (Algorithm 2): one bit of the keys is a sketch; values, which meet no query, as in mse.
+    # TurboQuant prod (Algorithm 2): one bit of the keys is a sketch. Values are as in mse.
     **{f"paper-prod-{bits}": CacheSpec(bits - 1, bits, scale="norm", sketch="gaussian", **_OFF) for bits in (4, 3, 2)},
     "turboesm": CacheSpec(3, 3, rotation="svd", value_rotation="none", key_levels="table", value_levels="table",
                           sketch="sign", **_OFF),

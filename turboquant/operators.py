@@ -4,45 +4,45 @@
     rotate         vectors into and out of the rotated space of a plan
     append         new tokens of one layer into its cache: sinks, window and packed pages
     attend         attention of queries over that cache, straight from the packed bytes
-    schedule       one cut of a step's work on a GPU, for all its layers
-    append_attend  both in one call, which is what a decode step wants
+    schedule       how a step's attention is divided among a GPU's thread blocks, once for all layers
+    append_attend  both in one call: a decode step of one layer
     quantize       whole sequences into fresh pages
     dequantize     packed tokens back into floats, for debugging
     merge          partial attention results over disjoint tokens into one
     append_kernel, attend_kernel  the name of the kernel that `append` and `attend` run for the same arguments
 
-Each operator's own words: ``print(torch.ops.turboquant.attend.__doc__)``. They run on the CPU and, in a build with
-CUDA, on CUDA, from one schema and into the same bytes (plans with a matrix: codes to a tolerance, turboquant.h,
-"ROUNDING"); under `torch.compile(fullgraph=True)`, `torch.export` and `torch.inference_mode`. They have no gradient:
-a tensor that requires grad is an error while grad mode is on.
+``print(torch.ops.turboquant.attend.__doc__)`` shows an operator's documentation. Operators run on the CPU and, in a
+build with CUDA, on CUDA, with one schema. Both write the same bytes (with a rotation matrix a few codes may differ:
+turboquant.h, "ROUNDING"). They work under `torch.compile(fullgraph=True)`, `torch.export` and `torch.inference_mode`.
+They have no gradient: a tensor that requires grad is an error while grad mode is on.
 
 Arguments that several operators share (contracts and the byte format: ``csrc/include/turboquant.h``):
 
     plan         the words of a `turboquant.Plan`; the first argument of every operator but `merge`.
-    floats       float32, float16 or bfloat16; all of one call alike. Their layout is [batch, heads, tokens, head_dim],
-                 as in `torch.nn.functional.scaled_dot_product_attention`. k, v, q, fresh_k and fresh_v may have any
-                 strides but in the last dimension, which is dense (a transposed [batch, tokens, heads, head_dim] is
-                 fine; on CUDA those of q and fresh_* are multiples of 4); all other tensors are contiguous, except x of
-                 `rotate` and both of `merge`.
+    floats       float32, float16 or bfloat16, the same in all of one call. Their layout is [batch, heads, tokens,
+                 head_dim], as in `torch.nn.functional.scaled_dot_product_attention`. k, v, q, fresh_k and fresh_v are
+                 dense in the last dimension; their other strides are free (a transposed [batch, tokens, heads,
+                 head_dim] is fine; on CUDA strides of q and fresh_* are multiples of 4). All other tensors are
+                 contiguous, except x of `rotate` and both of `merge`.
     pages        uint8 [n_pages, kv_heads, record_bytes], zeroed when made; `Plan.record_bytes`.
     block_table  int32 [batch, max_pages]: page j of sequence b is pages[block_table[b, j]].
     sink_*       [batch, kv_heads, sinks, head_dim], the first tokens, exact. None or empty: no sinks.
     window_*     [batch, kv_heads, window, head_dim], the last tokens, exact, a ring: position p is row p % window.
                  None or empty: no window.
-    transforms   float32, how vectors become what is coded, z = R (x - centre) / step:
+    transforms   float32; the vector that is coded is z = R (x - centre) / step:
                  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim], of plans with a dense rotation;
                  *_centre [kv_heads, head_dim];  *_steps [kv_heads, groups].
-                 A sketch is more rows of *_rotation, a table stands in *_steps (turboquant.h).
-                 Of plans with a wave or a metric key_turns int32 [wave_pairs, 3] and key_moments float32 [kv_heads, n]:
-                 `LayerMoments.transforms` makes them. On CUDA key_moments is aligned to 16 bytes, and their numbers are
-                 not looked at, but by `turboquant.ops.pack`.
+                 The rows of a sketch follow those of key_rotation; a table is passed in *_steps (turboquant.h).
+                 Plans with a wave or a metric also take key_turns int32 [wave_pairs, 3] and key_moments float32
+                 [kv_heads, n], which `LayerMoments.transforms` makes. On CUDA key_moments is aligned to 16 bytes, and
+                 only `turboquant.ops.pack` checks the numbers in both.
 
 Errors: TypeError for a tensor of another dtype; ValueError for anything else about an argument, such as "attend:
 `block_table[3]` must be in 0..n_pages - 1, got 8"; MemoryError; RuntimeError for the machine (CUDA, an instruction
-set, memory that torch could not get). They have the fields `argument` ("block_table"), None if it is about none, and
-`got` (8.0), None if it was no number. A failed call has changed nothing. On CUDA the contents of tensors cannot be
-looked at without waiting for the device: there lengths are clamped, and a page index out of range reads page 0 or drops
-what would be written.
+set, memory that torch could not get). They have the fields `argument` ("block_table", or None) and `got` (8.0, or None
+if it was no number). A failed call has changed nothing. On CUDA the contents of tensors are not checked, because that
+would mean waiting for the device: lengths are clamped, and a page index out of range reads page 0, while writes to it
+are dropped.
 
 Threads on a CPU: the smaller of `torch.get_num_threads()` and `turboquant._core.num_threads()`. Operators and `_core`
 share one core: what `_core.set_num_threads` and `_core.set_isa` choose holds for both.
@@ -82,11 +82,11 @@ def _load() -> None:
 
 
 # ---- fake kernels: shapes and dtypes without data, for torch.compile and torch.export; with the operators' texts ----
-# rest: the arguments behind `*`, of which a fake kernel reads nothing but their devices.
+# rest: the keyword-only arguments; of tensors a fake kernel reads the device alone.
 
 
 def _check(op: str, arguments: dict[str, Any]) -> None:
-    """What csrc/torch/checks.h checks in a real call and tracing can see: devices and gradients."""
+    """The checks of csrc/torch/checks.h that tracing can make: devices and gradients."""
     named = arguments | arguments.get("rest", {})
     tensors = {name: x for name, x in named.items() if isinstance(x, Tensor)}
     like, first = next(iter(tensors.items()))
@@ -122,15 +122,15 @@ def _append(
     """append(plan, k, v, lengths, pages, block_table, *, sink_k=None, sink_v=None, window_k=None, window_v=None,
     ..transforms, flag=None) -> None
 
-    Stores new tokens of one layer, in place: those of the first `sinks` and last `window` positions exactly; those
-    that no longer fit there, old or new, quantised into their pages. A token is quantised once.
+    Stores new tokens of one layer, in place. The first `sinks` and last `window` positions stay exact. Other new
+    tokens, and those that leave the window, are quantised into pages, each token once.
 
     k, v: [batch, kv_heads, tokens, head_dim], after RoPE; v is None for a plan without values.
-    lengths: int32 [batch], of each sequence after this append. Token i has position ``lengths[b] - tokens + i``; a
-    negative position is padding and is skipped, so that left-padded batches store none.
+    lengths: int32 [batch], tokens of each sequence after this append. Token i has position
+    ``lengths[b] - tokens + i``; a negative position is padding and is skipped, so that left-padded batches store none.
     pages, sink_*, window_*: written. block_table: every page that is written belongs to one sequence only.
-    flag: int64 [1] on CUDA, set once where k or v holds a number that is not finite or above 16384 (such a number is
-    stored as 0 or as the limit): ``1 + position + (sequence << 32) + (v << 62)``. On the CPU that is a ValueError.
+    flag: int64 [1] on CUDA, set once if k or v has a number that is not finite or above 16384 in magnitude, which is
+    stored as 0 or as the limit: ``1 + position + (sequence << 32) + (v << 62)``. On the CPU that is a ValueError.
     transforms, and the rest: see `turboquant.operators`.
     """
     _check("append", locals())
@@ -160,10 +160,9 @@ def _attend(
     tokens, with window_* as they were *before* these were appended. None otherwise.
     softmax_scale: None: ``head_dim ** -0.5``.
     softcap: logits become ``softcap * tanh(logit / softcap)``; 0: as they are.
-    schedule: int32 [rows, 4] that `schedule` wrote, or [0, 4] where the sequences are about equally long: then each has
-    equally many thread blocks, up to 1.4 times as fast (1.8 times at head_dim 64), and slow if it is not true. None:
-    the call cuts its work itself, for any lengths. Results of a written one and of None are the same bit for bit. A CPU
-    ignores it.
+    schedule: int32 [rows, 4] that `schedule` wrote. [0, 4]: every sequence gets equally many thread blocks, which is up
+    to 1.4 times as fast (1.8 times at head_dim 64) if all are about equally long, and slow if they are not. None: the
+    call divides its work itself, with the same results as a written schedule, bit for bit. A CPU ignores it.
 
     out: like q, contiguous; 0 where nothing was seen.  lse: float32 [batch, query_heads, query_tokens], the natural
     logarithm of the softmax's denominator, -inf where nothing was seen.
@@ -185,11 +184,11 @@ def _schedule(
     """schedule(plan, schedule, q, pages, block_table, lengths, *, starts=None, sinks=0, window=0, causal=True,
     sliding_window=0) -> None
 
-    Cuts the work of one step for `attend` of all its layers that agree in the sizes of these arguments, in the plan's
-    bytes a page and in the numbers: pages of all sequences in one line, in equal pieces, found on the device from
-    `lengths` without waiting for it. A CUDA graph may hold it. Only sizes of q, pages and block_table are read.
-    `attend` with a schedule takes lengths and starts as they were when it was made; a call that differs in a size cuts
-    its work itself.
+    Divides the pages of all sequences into equal pieces of work, once for the `attend` of every layer of a step. The
+    device does so from `lengths`, while the host goes on; a CUDA graph may hold it. Of q, pages and block_table only
+    the sizes are read. The schedule holds for layers with the same sizes, bytes of a page and numbers; a call that
+    differs in a size divides its work itself. `attend` takes lengths and starts as they were when the schedule was
+    made.
 
     schedule: int32 [rows, 4], written; rows at least `turboquant.ops.schedule_rows`. On a CPU nothing is written.
     """

@@ -8,7 +8,7 @@
     append         new tokens into a `PackedKV`, in place
     attend         attention of queries over it
     append_attend  both in one call: a decode step of one layer
-    schedule       one cut of a step's work on a GPU, for all its layers
+    schedule       how a step's attention is divided among a GPU's thread blocks, once for all layers
     attend_kernel  the name of the kernel that `attend` runs
     dequantize     its tokens back into floats, for debugging
     quantize       whole sequences into pages alone
@@ -84,8 +84,8 @@ class PackedKV:
     lengths: int32 [batch], stored tokens of each sequence. `append` writes to it.
     plan: how the pages store them, a `turboquant.Plan`.
     tokens: the largest number in `lengths`, known without asking the device; ``len(packed)``.
-    transforms: key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns and
-        key_moments, those that there are.
+    transforms: those tensors among key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps,
+        key_turns and key_moments that the plan takes, by name.
 
     All tensors are on one device. The constructor copies nothing and looks at no tensor; each call checks what it gets.
     """
@@ -126,7 +126,7 @@ def _width(bits: tuple[int, ...]) -> str:
 
 
 def _check(op: str, packed: object = None, **tensors: object) -> None:
-    """TypeError for arguments that are no tensor or no PackedKV; their contents are the operators' matter."""
+    """TypeError for arguments that are no tensor or no PackedKV; the operators check the rest."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: `{name}` must be a tensor, got {type(value).__name__}")
@@ -134,7 +134,7 @@ def _check(op: str, packed: object = None, **tensors: object) -> None:
         raise TypeError(f"{op}: `packed` must be a PackedKV, as `pack` returns it, got {type(packed).__name__}")
 
 
-# What arguments must be that are neither a tensor nor None.
+# Options that are not tensors: their types, and how errors call these.
 _OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
     "causal": ((bool,), "True or False"),
     "inverse": ((bool,), "True or False"),
@@ -149,7 +149,7 @@ _OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _check_options(op: str, **options: object) -> None:
-    """TypeError for arguments of a wrong type, by name; their values are the operators' matter."""
+    """TypeError for arguments of a wrong type, by name; the operators check values."""
     for name, value in options.items():
         types, wanted = _OPTIONS.get(name, ((Tensor, type(None)), "a tensor or None"))
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
@@ -162,8 +162,8 @@ def _check_plan(op: str, plan: object) -> None:
 
 
 def _after(op: str, packed: PackedKV, k: Tensor) -> tuple[int, Tensor]:
-    """Length of the longest sequence, and all lengths, once the tokens of k are stored. On CUDA the operator cannot see
-    that a table is full and would drop tokens, so that is looked at here."""
+    """Length of the longest sequence, and all lengths, once the tokens of k are stored. ValueError if the block table
+    is too small for them: on CUDA the operator cannot see that and would drop tokens."""
     tokens = packed.tokens + k.shape[2]
     if tokens > packed.capacity:
         raise ValueError(
@@ -193,7 +193,7 @@ def pack(
     k, v: [batch, kv_heads, tokens, head_dim], keys after RoPE; v is None for a plan without values.
     plan: how the pages store them; or
     bits: instead of a plan, bits of each channel of keys and values, 1 to 6 or 8, with a Hadamard rotation.
-    max_tokens: room for so many tokens of each sequence, for `append`; at least those that are there.
+    max_tokens: make room for at least this many tokens of each sequence, those of k included, for `append`.
     transforms (key_rotation, ..): see `turboquant.operators`; the `PackedKV` keeps them.
 
     Raises TypeError unless there is one of plan and bits, ValueError for numbers that are not finite or above 16384
@@ -235,7 +235,7 @@ def pack(
 
 
 def _check_moments(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[str, Tensor | None]) -> None:
-    """Numbers of a wave and a metric, once: on CUDA no operator waits for the device to look at them."""
+    """Checks the numbers of a wave and a metric once: on CUDA, operators do not wait for the device to check them."""
     moments = transforms["key_moments"]
     if moments is None or not moments.is_cuda:
         return
@@ -342,7 +342,7 @@ def attend(
 
 
 def schedule_rows(batch: int, device: torch.device) -> int:
-    """Rows that a schedule needs for so many sequences on a device (turboquant.h, TQ_SCHEDULE_ROWS)."""
+    """Rows of a schedule's table, int32 [rows, 4]: a header, one per team of warps, half a row per sequence."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     return _core.SCHEDULE_ROWS * processors + batch
 
@@ -357,20 +357,19 @@ def schedule(
     sliding_window: int = 0,
     out: Schedule | None = None,
 ) -> Schedule:
-    """One cut of a step's work on a GPU, for the `attend` of all its layers: make it once ``packed.lengths`` are those
-    of the step, and pass it to each. Nothing waits for the device.
+    """Divides a step's attention among a GPU's thread blocks, once for all layers. Call it when ``packed.lengths`` are
+    those of the step, and pass the result to every `attend`. The host does not wait for the device.
 
-    q, packed: of one of the layers. The others may have other numbers, plans, pages and tables, but not other sizes or
-        another ``record_bytes``: what differs cuts its work itself.
+    q, packed: those of one layer. The schedule serves all layers with the same sizes and ``record_bytes``; a call that
+        differs divides its work itself.
     lengths: those in ``packed.lengths``, if the host knows them. If they are about equal (the shortest is at least 7/8
-        of the longest), each sequence gets equally many thread blocks, which is faster. Otherwise, and without them,
-        the pages of all sequences stand in one line that is cut into equal pieces on the device: results are then
-        those of a call without a schedule, bit for bit.
-    starts, causal, sliding_window: as of the calls.
-    out: a schedule of an earlier step with as many sequences, written again in place: a CUDA graph that holds both can
-        be replayed. None: a new one.
+        of the longest), each sequence gets equally many thread blocks, which is faster. Otherwise the device divides
+        the pages of all sequences into equal pieces, with the results of a call without a schedule, bit for bit.
+    starts, causal, sliding_window: as in the calls of `attend`.
+    out: a schedule of an earlier step with as many sequences, to overwrite, so that a CUDA graph that holds both can be
+        replayed. None: a new one.
 
-    `attend` with a schedule takes lengths and starts from it, as they were when it was made. On a CPU it says nothing.
+    `attend` uses lengths and starts as they were when the schedule was made. A CPU ignores schedules.
     """
     _check("schedule", packed, q=q)
     _check_options("schedule", starts=starts, causal=causal, sliding_window=sliding_window, out=out)
@@ -432,7 +431,8 @@ def append_attend(
     """``append(packed, k, v)``, then ``attend(q, packed)`` from the queries of the same tokens, in one call: a decode
     step of one layer. Results are the same bit for bit.
 
-    q: [batch, query_heads, tokens, head_dim];  k, v: [batch, kv_heads, tokens, head_dim].  The rest: as in the two.
+    q: [batch, query_heads, tokens, head_dim];  k, v: [batch, kv_heads, tokens, head_dim].
+    The rest: as in `append` and `attend`.
     Returns out, like q and contiguous.
     """
     _check("append_attend", packed, q=q, k=k, v=v)

@@ -17,13 +17,13 @@ FORMAT_VERSION = 1
 GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
 FINE_GROUP = 16  # the other choice
 MAX_BITS = 6
-WIDE_BITS = 8  # beside 0..6
-WIDTHS = (*range(MAX_BITS + 1), WIDE_BITS)  # bits of a group
-WIDE_STEP = 2.0**-5  # of their levels
+WIDE_BITS = 8
+WIDTHS = (*range(MAX_BITS + 1), WIDE_BITS)  # bits that a group may have
+WIDE_STEP = 2.0**-5  # between neighbouring levels of 8 bits
 MAX_HEAD_DIM = 256  # of a plan with values
 MAX_DIM = 4096  # of a plan without values (vectors)
 PAGE_TOKENS = 128  # of a cache
-PAIR_MULTIPLE, MAX_RANK = 8, 4  # of the pairs of a wave, and of a metric
+PAIR_MULTIPLE, MAX_RANK = 8, 4  # a wave's pairs are a multiple of the first; a metric's rank is at most the second
 
 _HEADER = 17  # words before those of the groups
 _NEW_BLOCK = 16  # added to the bits of the group that a block begins with
@@ -38,7 +38,7 @@ class Rotation(IntEnum):
 
 
 class Codebook(IntEnum):
-    """The law of a rotated coordinate that the levels are made for (``tq_codebook_law``)."""
+    """The distribution of a rotated coordinate that the levels are made for (``tq_codebook_law``)."""
 
     NORMAL = 0  #: N(0, 1)
     SPHERE = 1  #: sqrt(d) times a coordinate of a uniform unit vector, d = head_dim <= 256
@@ -59,14 +59,14 @@ class Levels(IntEnum):
 
     CODEBOOK = 0  #: a scale per token and block, times a level of the codebook
     AFFINE = 1  #: a zero point and a scale, from the block's smallest and largest number
-    ABSMAX = 2  #: a scale, from its largest magnitude; levels on both sides of 0 (q8_0)
+    ABSMAX = 2  #: a scale, from the block's largest magnitude; levels on both sides of 0 (q8_0)
     TABLE = 3  #: levels that come with each call; nothing is stored per token
 
 
 class Sketch(IntEnum):
-    """The signs that are kept of what the codes leave over (``tq_sketch``)."""
+    """The signs that are stored of a key's quantisation error r (``tq_sketch``)."""
 
-    NONE = 0  #: none are kept
+    NONE = 0  #: none
     GAUSSIAN = 1  #: of S r with Gaussian S, and the norm of r (QJL, arXiv 2406.03482)
     SIGN = 2  #: of r itself, and its mean magnitude
 
@@ -104,7 +104,7 @@ def _integer(value: Any, argument: str) -> int:
 
 
 def group_bits(bits: int | Sequence[int], groups: int, argument: str) -> tuple[int, ...]:
-    """The bits of each of `groups` groups, from one integer or as many as there are groups; TypeError or ValueError."""
+    """Bits of each of `groups` groups, from one integer or from one per group. TypeError or ValueError."""
     if isinstance(bits, (str, bytes)):
         raise TypeError(f"`{argument}` must be an integer or a sequence of integers, got {bits!r}")
     if not isinstance(bits, Iterable):
@@ -119,11 +119,11 @@ def group_bits(bits: int | Sequence[int], groups: int, argument: str) -> tuple[i
 class Side:
     """Keys or values in a `Plan`.
 
-    bits: of a code, 0..6 or 8. One integer, or one per group of channels.
+    bits: bits of a code, 0..6 or 8. One integer, or one per group of channels.
     rotation, levels, sketch: members or their names.
-    blocks: channels that share their per-token numbers, a multiple of 32 (0: all of them); or the groups that blocks
-        begin with, a tuple whose first is 0.
-    sketch_rows: of a Gaussian sketch, 1..head_dim.
+    blocks: channels that share a scale, a multiple of 32 (0: all of them); or a tuple of the groups at which blocks
+        begin, the first of which is 0.
+    sketch_rows: rows of a Gaussian sketch, 1..head_dim.
     """
 
     bits: int | Sequence[int]
@@ -156,7 +156,7 @@ class Side:
     def _groups(self, name: str) -> list[int]:
         bits: tuple[int, ...] = self.bits  # type: ignore[assignment]
         for i, b in enumerate(bits):
-            if not 0 <= b < _NEW_BLOCK:  # it would be another word
+            if not 0 <= b < _NEW_BLOCK:  # it would change the word's other bits
                 raise ValueError(f"`{name}_bits[{i}]` must be in 0..{MAX_BITS} or {WIDE_BITS}, got {b}")
         return [b + _NEW_BLOCK * (g in self.blocks) for g, b in enumerate(bits)]  # type: ignore[operator]
 
@@ -179,13 +179,13 @@ class Plan:
     page_tokens: 32, 64, 96 or 128; 64 or 128 with groups of 16.
     group: channels of a group, 32, or 16 with head_dim <= 256. The last group is padded.
     codebook, scale: members or their names. ``Codebook.SPHERE`` is for head_dim <= 256.
-    seed: 0 .. 2**63 - 1, of the Hadamard signs (a dense matrix has its own).
-    wave_pairs: of keys, pairs of channels whose centre turns with the position: a multiple of 8 up to head_dim / 2
-        (rounded up to one).
-    metric: of keys, the rank of their metric, 0 to 4, or None.
+    seed: 0 .. 2**63 - 1, for the Hadamard signs.
+    wave_pairs: how many pairs of key channels have a centre that turns with the position: a multiple of 8 up to
+        head_dim / 2 (rounded up to one).
+    metric: rank of the keys' metric, 0 to 4; None: no metric.
 
-    words: what the operators of `torch.ops.turboquant`, `turboquant._core` and files of codes take.
-    record_bytes: of one page of one KV head.
+    words: the plan as integers, for `torch.ops.turboquant`, `turboquant._core` and files of codes.
+    record_bytes: bytes of one page of one KV head.
 
     Raises TypeError for a wrong type, ValueError for what the core refuses; the message names the field.
     """
@@ -265,12 +265,12 @@ class Plan:
 
     @property
     def key_bits(self) -> tuple[int, ...]:
-        """By group."""
+        """Bits of each group."""
         return self.key.bits  # type: ignore[union-attr, return-value]
 
     @property
     def value_bits(self) -> tuple[int, ...]:
-        """By group; 0 for a plan without values."""
+        """Bits of each group; 0 for a plan without values."""
         return (0,) * self.groups if self.value is None else self.value.bits  # type: ignore[union-attr, return-value]
 
     @property

@@ -51,7 +51,7 @@ Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
 class _Transform(TypedDict, total=False):
-    """What every call of the core is given beside the plan."""
+    """Arguments of every call of the core beside the plan."""
 
     key_rotation: NDArray[np.float32]
     key_centre: NDArray[np.float32]
@@ -82,8 +82,8 @@ def _integer(op: str, name: str, value: object) -> int:
 
 
 def _plain(op: str, name: str, array: NDArray[Any]) -> NDArray[Any]:
-    """The numbers of an array as a plain `ndarray`, not copied: a matrix keeps two dimensions whatever is done to it,
-    and what a mask hides would be read. ValueError if a mask hides anything."""
+    """The array as a plain `ndarray`, not copied: `np.matrix` would keep two dimensions, and masked numbers would be
+    read. ValueError if any number is masked."""
     if np.ma.is_masked(array):
         raise ValueError(f"{op}: `{name}` must have no masked numbers, got {np.ma.getmaskarray(array).sum()} of them")
     return np.asarray(array)
@@ -93,8 +93,7 @@ def _plain(op: str, name: str, array: NDArray[Any]) -> NDArray[Any]:
 class Codes:
     """Quantised vectors: what `Quantizer.quantize` returns.
 
-    plan: how they were made, without values. It is all that
-        `save` keeps beside the bytes: a `centre` stays with its Quantizer.
+    plan: how they were made; a plan without values. `save` writes it and the pages, but not the Quantizer's `centre`.
     pages: uint8 ``[ceil(vectors / 32), 1, record_bytes]``, 64-byte aligned; an array that is not is copied once, here.
     vectors: how many vectors there are; the rest of the last page is zero.
     """
@@ -136,7 +135,7 @@ class Codes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages: codes, scales, and what the last page has to spare."""
+        """Bytes of all pages: codes, scales, and the unused rest of the last page."""
         return self.pages.nbytes
 
     @property
@@ -158,8 +157,8 @@ class Codes:
     def load(cls, path: Path) -> Codes:
         """Read codes that `save` wrote, on any machine.
 
-        Raises ValueError for a file that is truncated, altered, foreign or of another version, whatever it claims: no
-        more memory is asked for than the file is long. Raises OSError where it cannot be read.
+        Raises ValueError for a file that is truncated, altered, foreign or of another version. Never allocates more
+        than the file's size, whatever its header claims. Raises OSError where it cannot be read.
         """
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -191,18 +190,18 @@ class Quantizer:
     scale: the one number kept per vector. "eden": inner products are unbiased over the random rotation;
         "least_squares": least squared error; "norm": that of TurboQuant mse; "norm_corrected": decoded vectors keep
         their norm.
-    codebook: "normal": levels for N(0, 1), right for all but small dims; "sphere": levels for the exact law of a
-        coordinate of a random unit vector, dim <= 256; "uniform": equally spaced, best for N(0, 1).
-    seed: 0 .. 2**63 - 1, of the rotation. Equal arguments make equal bytes on every machine.
-    centre: float32 ``[dim]`` or None, finite and at most 16384 in magnitude; subtracted before and added after. It is
-        not part of the codes: a Quantizer that reads them must be given the same one.
+    codebook: "normal": levels for N(0, 1), right for all but small dims; "sphere": levels for the exact distribution of
+        a coordinate of a random unit vector, dim <= 256; "uniform": equally spaced, best for N(0, 1).
+    seed: 0 .. 2**63 - 1, for the rotation. Equal arguments make equal bytes on every machine.
+    centre: float32 ``[dim]`` or None, finite and at most 16384 in magnitude; subtracted before quantisation, added
+        after decoding. It is not part of the codes: a Quantizer that reads them must be given the same one.
     levels: "codebook"; "affine": from the smallest to the largest number; "absmax": both sides of 0 up to the largest
-        magnitude; these two also in 8 bits.
+        magnitude.
     block: numbers that share a scale, a multiple of 32; 0: all.
-    sketch: signs kept of what the codes leave over: "gaussian": of `sketch_rows` Gaussian projections (1..dim, by
+    sketch: signs stored of the quantisation error. "gaussian": of `sketch_rows` Gaussian projections (1..dim, by
         default dim; with scale="norm" this is TurboQuant prod of bits + 1, whose inner products are unbiased); "sign":
-        its own.
-    Levels other than a codebook's, blocks and sketches are read by slower, portable code.
+        of its coordinates; "none".
+    Slower, portable code reads other levels than a codebook's, blocks and sketches.
 
     Raises TypeError or ValueError; the message names the argument.
     """
@@ -293,7 +292,7 @@ class Quantizer:
 
     @property
     def plan(self) -> Plan:
-        """What describes this quantiser's bytes, and those of its codes and files."""
+        """The plan of its codes and files."""
         return self._plan
 
     @property
@@ -323,7 +322,7 @@ class Quantizer:
         vectors = x.shape[0]
         pages = _core.new_pages(self._words, -(-vectors // self._page_tokens), 1)
         try:
-            # Runs are sequences of one batch, which threads share; what is left over is one more.
+            # Each run is a sequence of one batch, which threads share; the remainder is one more.
             run = _RUN if _RUN % self._page_tokens == 0 else self._page_tokens
             even = vectors - vectors % run
             self._append(x[:even].reshape(-1, 1, run, self._dim), pages[: even // self._page_tokens])

@@ -1,7 +1,7 @@
 """CacheSpec: how a cache quantises, as one value. `turboquant.presets` has the named ones.
 
-A spec is data: it is compared, hashed, stored beside a cache, and turned into a plan (the integers of
-`turboquant.plan`) for each layer when its head_dim is known. No torch here.
+A spec is data: it can be compared, hashed and stored beside a cache. The plan of each layer (`turboquant.plan`) is made
+from it once head_dim is known. No torch here.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _RANGES = {
     "window": (0, 2**24),
     "seed": (0, 2**63 - 1),
 }
-_BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre", "metric")  # by a budget, which says what they are
-BUDGET_BITS = 5  # what a budget gives a group of axes at most, but for 8 in groups of 16
-LEAST_SIDE_BITS = 2  # what a budget gives a side of a layer, at least and at most
+_BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre", "metric")  # fields that a budget sets
+BUDGET_BITS = 5  # the most that a budget gives a group of axes; groups of 16 may also get 8
+LEAST_SIDE_BITS = 2  # the least and the most that a budget gives a side of a layer
 MOST_SIDE_BITS = MAX_BITS
-# Of a rotation whose axes come from a calibration, unless they were named: axes are made without a wave and a metric.
+# Defaults where axes come from a calibration, which computes them without a wave and a metric.
 _OF_AXES = {"calibrated": {"centre": "calibrated", "metric": "none"}, "svd": {"centre": "none", "metric": "none"}}
 _WHOLE_CACHE = (
     "prefill",
@@ -117,7 +117,7 @@ def first_part(bits: float, head_dim: int, group: int = GROUP) -> int:
 
 
 def group_widths(bits: Bits, head_dim: int, group: int = GROUP) -> tuple[int, ...]:
-    """Bits of each group of channels; where some groups have one bit more, the first ones."""
+    """Bits of each group of channels. With fractional bits, the first groups have one bit more."""
     groups = max(1, -(-head_dim // group))  # a plan refuses head_dim 0
     if isinstance(bits, tuple):
         return bits
@@ -133,51 +133,50 @@ class CacheSpec:
     ``centre="none", sinks=0, window=0``. `named` holds the names of the fields that were given: a budget may set the
     others. Equality and hash look at values alone.
 
-    key_bits, value_bits   bits of a code: 1..6 or 8 for all channels; quarters such as 2.5: so much of the groups has
-                           one bit more (see `outliers`); or a tuple with one entry in 0..6 or 8 per group of rotated
-                           channels. CUDA kernels of 6 and 8 bits are those for any width.
-    group           channels of a group: 32, or 16, with which a budget follows the variance
-                    more closely and may give a few groups 8 bits, and heads that are no multiple of 32 are padded less.
+    key_bits, value_bits   bits of a code: 1..6 or 8 for all channels; a number of quarters such as 2.5: that fraction
+                           of the groups has one bit more (see `outliers`); or a tuple with one entry in 0..6 or 8 per
+                           group of rotated channels. On CUDA, 6 and 8 bits run in the kernels for any width.
+    group           channels of a group: 32 or 16. With 16, a budget follows the variance more closely and may give a
+                    few groups 8 bits, and heads that are no multiple of 32 are padded less.
     rotation        "hadamard": random signs and Walsh-Hadamard, nothing is stored; "dense": a dense random matrix;
-                    "none"; "calibrated": per KV head, keys and values apart, the axes of a calibration, each
-                    group divided by its fixed step; "svd": per KV head, the right singular vectors of the
-                    calibration's vectors, not centred (TurboESM).
-    value_rotation  that of the values, if it is another than "same".
-    codebook        "normal": levels for N(0, 1); "sphere": for the exact law of a coordinate of a unit vector (matters
-                    below 64 channels); "uniform": equally spaced, best for N(0, 1).
+                    "none"; "calibrated": the axes of a calibration for each KV head and side, each group divided
+                    by its fixed step; "svd": per KV head, the right singular vectors of the calibration's
+                    vectors, not centred (TurboESM).
+    value_rotation  rotation of the values; "same": that of the keys.
+    codebook        "normal": levels for N(0, 1); "sphere": for the exact distribution of a coordinate of a unit vector
+                    (matters below 64 channels); "uniform": equally spaced, best for N(0, 1).
     key_levels, value_levels   what codes stand for: "codebook"; "affine": a zero point and a scale from the smallest
                     and the largest number; "absmax": a scale from the largest magnitude (q8_0); "table": 8 levels per
                     head, K-means of a calibration (3 bits), nothing stored per token.
-    key_block, value_block   channels that share those numbers, a multiple of 32; 0: all.
-    sketch          of what the codes of a key leave over: "none"; "gaussian": the signs of as many Gaussian projections
-                    as there are channels, and the norm (TurboQuant prod, QJL); "gaussian/4": of a quarter as many;
-                    "sign": its own signs, times the mean magnitude (TurboESM).
+    key_block, value_block   channels that share a scale and zero point, a multiple of 32; 0: all.
+    sketch          signs stored of the quantisation error of a key: "none"; "gaussian": of head_dim Gaussian
+                    projections, and the error's norm (TurboQuant prod, QJL); "gaussian/4": of a quarter as many
+                    projections; "sign": of its coordinates, and their mean magnitude (TurboESM).
     outliers        which channels get the extra bit of 2.5 or 3.25 bits. "none": the first after the rotation, which
-                    makes all alike; else those of largest magnitude before it, per KV head, and the two parts are
-                    rotated and scaled apart: "prompt": in the first `outlier_tokens` tokens of the first forward, over
-                    its sequences; "calibrated": in a calibration.
+                    makes all alike. Otherwise those of largest magnitude before it, per KV head; both parts are then
+                    rotated and scaled separately. Magnitudes are those of the first `outlier_tokens` tokens of the
+                    first forward, all sequences together ("prompt"), or of a calibration ("calibrated").
     outlier_tokens  how many tokens `outliers="prompt"` looks at.
     scale           the one number kept per token, head and side: "eden" makes inner products unbiased over
                     the random signs (arXiv 2108.08842), "norm" is TurboQuant's mse mode (arXiv 2504.19874),
-                    "norm_corrected" keeps the norm, "least_squares" the least error.
-    centre          a vector taken from every key before the rotation, which changes no softmax weight beyond what
-                    quantisation does: "wave": the mean of the model's keys before RoPE, turned to each key's position
+                    "norm_corrected" keeps the norm, "least_squares" minimises the squared error.
+    centre          a vector subtracted from every key before the rotation. Without quantisation it would change no
+                    softmax weight. "wave": the mean of the model's keys before RoPE, turned to each key's position
                     (`turboquant.measure`); "calibrated": the means of a calibration, of keys and values; "none".
     metric          "query": keys are multiplied by a matrix, and queries by its inverse, so that errors go where the
                     model's queries do not look (`turboquant.measure`); "none".
-                    Where they are not named and `rotation` is "calibrated", centre is "calibrated" and metric "none";
-                    where it is "svd", both are "none".
-    sinks, window   the first and the last so many tokens of each sequence stay in the model's dtype.
-    prefill         "exact": the queries of the first forward see full-precision keys and values, as the model alone
-                    would, and those of a later one of many tokens, such as a second turn, see the tokens of their own
-                    forward so (`kvcache.storage.IN_PARTS_FROM`); "packed": every query reads what was stored.
+                    Defaults with `rotation="calibrated"`: centre "calibrated", metric "none"; with "svd": both "none".
+    sinks, window   how many tokens stay in the model's dtype at the start and at the end of each sequence.
+    prefill         "exact": queries of the first forward read full-precision keys and values. Queries of a later
+                    forward of many tokens (`kvcache.storage.IN_PARTS_FROM`), such as a second turn, read the tokens of
+                    that forward in full precision. "packed": every query reads what was stored.
     overrides       layer index (negative counts from the last layer) -> fields that differ in it, such as {0:
                     {"key_bits": 5}}. Given as a mapping, held as sorted tuples.
     seed            of the rotation and the sketch; 0..2**63 - 1. (A calibration has its own.)
-    budget          average code bits of all layers, keys and values, that a calibration shares out: 2 to 6, and with
-                    `method="axes"` above 0 and at most 5. Then key_bits, value_bits, rotation, centre and metric may
-                    not be named: the method sets them, by layer. None: they hold as they are.
-    method          of a budget: "chosen": the one that did best on text that the calibration did not learn from;
+    budget          average bits of a code over all layers, keys and values, which a calibration distributes: 2 to 6;
+                    with `method="axes"` above 0 and at most 5. key_bits, value_bits, rotation, centre and metric may
+                    then not be named: the method sets them for each layer. None: they hold as they are.
+    method          how to spend a budget: "chosen": what did best on text that the calibration did not learn from;
                     "none": the same widths in all layers, moments of the model; "moments": moments of the calibration's
                     text and the model's; "widths": moments of the model, widths by layer and side;
                     "moments+widths"; "axes": calibrated axes, widths by group of channels.
@@ -287,14 +286,14 @@ class CacheSpec:
             refuse("metric", f"'none' where `rotation` is {self.rotation!r}, whose axes were made without it")
         if self.rotation == "calibrated" and self.blocked:
             what = "blocks, tables, sketches, outliers and `value_rotation`"
-            refuse("rotation", f"another one with {what}: its steps are for plans without them")
+            refuse("rotation", f"other than 'calibrated' with {what}")
         if self.blocked and any(isinstance(b, tuple) and 0 in b for b in (self.key_bits, self.value_bits)):
             refuse("key_bits", "above 0 in every group, as `value_bits`, with blocks, tables, sketches and outliers")
 
     @property
     def blocked(self) -> bool:
-        """Whether its plans are not plain (turboquant.h), so that the fast kernels do not run them. Overrides are
-        not looked at."""
+        """Whether its plans are not plain (turboquant.h), so that the fast kernels do not run them. Ignores
+        overrides."""
         plain = ("same", "codebook", "codebook", 0, 0, "none", "none")
         return plain != (self.value_rotation, self.key_levels, self.value_levels, self.key_block, self.value_block,
                          self.sketch, self.outliers)  # fmt: skip
@@ -328,14 +327,14 @@ class CacheSpec:
 
     @property
     def calibrated(self) -> bool:
-        """Whether it cannot be used without a calibration. Overrides are not looked at."""
+        """Whether it cannot be used without a calibration. Ignores overrides."""
         taken = (self.rotation, self.value_rotation, self.centre, self.outliers, self.key_levels, self.value_levels)
         return self.budget is not None or any(field in ("calibrated", "svd", "table") for field in taken)
 
     @property
     def measured(self) -> bool:
-        """Whether it cannot be used without the moments of the model; a budget finds them in its calibration. Overrides
-        are not looked at."""
+        """Whether it cannot be used without the moments of the model; a budget finds them in its calibration. Ignores
+        overrides."""
         return self.budget is None and (self.centre == "wave" or self.metric == "query")
 
     def _checked_overrides(self) -> Overrides:
@@ -361,7 +360,7 @@ class CacheSpec:
         return tuple(sorted(held))
 
     def with_(self, **fields: Any) -> CacheSpec:
-        """A copy with some fields changed, checked again. The fields named are those of both.
+        """A copy with some fields changed, checked again; they are added to `named`.
 
         `dataclasses.replace` would name every field."""
         return CacheSpec(**{name: getattr(self, name) for name in self.named} | fields)
@@ -373,7 +372,7 @@ class CacheSpec:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CacheSpec:
-        """The spec that `to_dict` described, checked again: the values are those written, whatever defaults are now."""
+        """The spec that `to_dict` described, checked again. Today's defaults do not change it."""
         values = dict(fields)
         named = values.pop("named", None)
         names = {field.name for field in dataclasses.fields(cls)}
@@ -387,7 +386,7 @@ class CacheSpec:
 
     def with_boundary(self, layers: int, **fields: Any) -> CacheSpec:
         """A copy whose first and last `layers` layers differ in some fields: ``spec.with_boundary(2, key_bits=5)``.
-        What `overrides` already says of those layers stays, but for these fields."""
+        Other overrides of these layers stay."""
         count = _integer(layers, "layers", 0, 2**15)
         held = {layer: dict(changed) for layer, changed in self.overrides}
         for layer in (*range(count), *range(-count, 0)):
@@ -418,11 +417,11 @@ class CacheSpec:
         return self.with_(overrides=(), **dict(fields.get(layer, ())))
 
     def plan(self, head_dim: int, wave_pairs: int = 0, rank: int = 0) -> Plan:
-        """How a layer is stored, for heads of `head_dim` channels (a multiple of 8, 8..256). Overrides are
-        not looked at. wave_pairs, rank: what the moments of the model have for the layer's wave and metric; they matter
-        to a spec that has these, and change no bytes.
+        """How a layer is stored, for heads of `head_dim` channels (a multiple of 8, 8..256). Ignores overrides.
 
-        ValueError for a spec with a budget: `turboquant.calibration.layer_specs` tells what it means for each layer.
+        wave_pairs, rank: sizes of the layer's wave and metric in the model's moments, for a spec that has these. The
+        size of a record does not depend on them.
+        ValueError for a spec with a budget: `turboquant.calibration.layer_specs` has the spec of each layer.
         """
         if self.budget is not None:
             raise ValueError(
@@ -434,7 +433,7 @@ class CacheSpec:
                     wave_pairs=pairs, metric=metric)  # fmt: skip
 
     def rotation_of(self, side: str) -> str:
-        """That of "key" or "value"."""
+        """Rotation of "key" or "value"."""
         return self.rotation if side == "key" or self.value_rotation == "same" else self.value_rotation
 
     def sketch_rows(self, head_dim: int) -> int:
@@ -456,15 +455,15 @@ class CacheSpec:
 
     def bytes_per_token(self, head_dim: int, kv_heads: int = 1, n_layers: int = 1) -> int:
         """Bytes of one packed token, keys and values, scales and channel padding included, over `kv_heads` heads of
-        `n_layers` layers. Sinks and window keep their tokens in the model's dtype, and a sequence's last page may be
-        part empty: neither is in this number (`TurboQuantCache.nbytes` counts both). A budget is one for all layers:
-        say how many there are. Raises TypeError or ValueError that names the argument."""
+        `n_layers` layers. The exact tokens of sinks and window and the unused part of a last page are not in this
+        number (`TurboQuantCache.nbytes` counts both). A budget is for all layers together: pass `n_layers` with it.
+        Raises TypeError or ValueError that names the argument."""
         head_dim = _integer(head_dim, "head_dim", 8, 2**15)
         kv_heads, n_layers = _integer(kv_heads, "kv_heads", 1, 2**15), _integer(n_layers, "n_layers", 1, 2**15)
         if self.budget is not None:
             self.with_(budget=None, method="chosen", overrides=()).plan(head_dim)
             groups = -(-head_dim // self.group)
-            shared = groups if self.method == "axes" else 1  # widths are shared among groups, or among sides
+            shared = groups if self.method == "axes" else 1  # bits are distributed over groups, or over sides
             bits = group_bits_of(self.budget, n_layers, shared) * groups // shared
             return kv_heads * (self.group * bits // 8 + 2 * 2 * n_layers)
         if not self.overrides:
@@ -478,5 +477,5 @@ class CacheSpec:
 
 
 def group_bits_of(average: float, n_layers: int, groups: int) -> int:
-    """What an average comes to in bits counted once per group of channels; never more than it says."""
+    """The total of an average number of bits over all layers, both sides and their groups, rounded down."""
     return int(average * n_layers * 2 * groups + 1e-6)
