@@ -422,7 +422,7 @@ def test_a_checkpoint_of_something_else(model, batches, tmp_path):
             turboquant.calibrate(model, batches, checkpoint=file)
         assert "weights_only" not in str(refused.value) and "\n" not in str(refused.value)
     torch.save({"identity": "other"}, file)
-    with pytest.raises(ValueError, match=r"remove it to start again \(it is of others\)"):
+    with pytest.raises(ValueError, match=r"remove it to start again \(it is of another run\)"):
         turboquant.calibrate(model, batches, checkpoint=file)
 
 

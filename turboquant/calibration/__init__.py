@@ -1,5 +1,5 @@
-"""Calibration. NumPy: `data` is the file and its arithmetic, `choice` what a budget of bits can mean. torch: `measure`
-makes one of a model and text, `trial` tries its methods."""
+"""Calibration. With NumPy: `data` has the file and its arithmetic, `choice` the methods that spend a budget of bits.
+With torch: `measure` calibrates a model on text, `trial` tries the methods."""
 
 from .choice import Trial
 from .data import Calibration, allocate, layer_specs

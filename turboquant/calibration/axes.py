@@ -1,5 +1,5 @@
-"""Axes of a head's vectors: those of calibrated plans, and TurboESM's. NumPy, float64 inside; an axis has no direction
-of its own, so its largest entry is made positive, on every machine."""
+"""Axes of a head's vectors: those of calibrated plans, and TurboESM's. NumPy, float64 inside. The sign of an axis is
+arbitrary, so its largest entry is made positive, on every machine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["plan_axes", "singular_axes", "variance_along"]
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
-PULL = 0.25  # of the cost upon the axes; quality is flat from 0.15 to 0.5
-_LEAST = 1e-6  # of the largest eigenvalue: what moves less counts as this much
+PULL = 0.25  # weight of the cost beside the covariance; quality is flat from 0.15 to 0.5
+_LEAST = 1e-6  # smaller eigenvalues count as this fraction of the largest
 
 
 def plan_axes(covariance: NDArray[np.floating], cost: NDArray[np.floating]) -> F32:
     """Axes [.., head_dim, head_dim], one per row, of a calibrated plan: eigenvectors of
-    log(covariance) + PULL * log(cost), falling.
+    log(covariance) + PULL * log(cost), by falling eigenvalue.
 
     covariance  [.., head_dim, head_dim] of the vectors.  cost  of the same shape: the metric of what errors cost.
 
-    Principal axes alone (PULL of 0) are best where all errors cost the same. Errors do not: queries, and the output
-    projection behind values, look along some directions more than along others. Were the two matrices diagonal in
-    common axes, these are found; else a compromise, which an orthogonal transform has to be.
+    Principal axes alone (PULL of 0) are best if all errors cost the same. They do not: queries, and the output
+    projection behind values, weigh some directions more than others. If one set of axes makes both matrices diagonal,
+    it is found; otherwise the result is a compromise, because the transform has to be orthogonal.
     """
     return _rows(np.linalg.eigh(_log(covariance) + PULL * _log(cost))[1])
 
@@ -50,7 +50,7 @@ def _log(matrix: NDArray[np.floating]) -> F64:
 
 
 def _rows(vectors: F64) -> F32:
-    """Columns by rising eigenvalue, as `eigh` returns them, as rows by falling ones."""
+    """The columns of `eigh`, by rising eigenvalue, as rows by falling eigenvalue."""
     rows = vectors.swapaxes(-1, -2)[..., ::-1, :]
     largest = np.take_along_axis(rows, np.abs(rows).argmax(-1)[..., None], -1)
     signed: F32 = (rows * np.sign(largest)).astype(np.float32)

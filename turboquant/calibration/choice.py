@@ -1,12 +1,12 @@
-"""What a budget of bits can mean, and which of these methods did best on text that nothing was learned from. NumPy.
+"""Methods that spend a budget of bits, and the choice of the best one on text that nothing was learned from. NumPy.
 
     none             the same widths in all layers, moments of the model: what a preset without a calibration does
     moments          the same widths, moments of the calibration's text and the model's together
-    widths           moments of the model, and for keys and values of each layer a width of their own
+    widths           moments of the model, and a width for each side of each layer
     moments+widths   both
-    axes             principal axes, their groups of 32 or 16 channels with widths of their own (`data.Calibration`)
+    axes             principal axes, and a width for each of their groups of 32 or 16 (`data.Calibration`)
 
-The widths of sides are shared out greedily, a bit at a time, to where it takes most from
+Sides get their widths greedily: each bit goes to the side where it reduces this sum most:
 
     sum over sides of cost^POWER * D(bits)
 
@@ -29,7 +29,7 @@ from .distortion import distortions
 __all__ = ["METHODS", "Trial", "chosen", "side_widths", "table", "uniform_widths"]
 
 METHODS = ("none", "moments", "widths", "moments+widths", "axes")
-POWER = 0.7  # of a side's cost: costs of several sides do not simply add
+POWER = 0.7  # applied to a side's cost: costs of several sides do not simply add
 TOLERANCE = 0.05  # how much worse than "none" a method may be on any kind of text of the package
 
 Widths = NDArray[np.int64]
@@ -39,7 +39,7 @@ Widths = NDArray[np.int64]
 class Trial:
     """One method at one average of bits.
 
-    average        of code bits;  group  channels of a group, for axes
+    average        bits of a code;  group  channels of a group, for axes
     kl_divergence  mean over the held-out text, nats a token, everything packed but the sinks
     elsewhere      the same divided by that of "none", on the kind of text of the package (prose, source code, German,
                    Japanese) where that is largest; None where it was not measured
@@ -62,13 +62,13 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """The method, and of axes their groups."""
+        """The method, and for axes the size of their groups."""
         return f"axes, groups of {self.group}" if self.method == "axes" else self.method
 
 
 def uniform_widths(average: float, layers: int) -> Widths:
-    """[layers, 2]: the same bits everywhere, and one more for as many keys, spread over the layers, as the average
-    leaves, and then values: errors of keys cost more."""
+    """[layers, 2]: the same bits everywhere. Bits that remain go to keys of layers, spread evenly, and then to values:
+    errors of keys cost more."""
     total = int(average * 2 * layers + 1e-6)
     low, more = divmod(total, 2 * layers)
     widths = np.full((layers, 2), low)
@@ -99,8 +99,8 @@ def side_widths(costs: NDArray[np.floating], average: float) -> Widths:
 
 
 def chosen(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """The same trials, the best of each average marked: of least divergence on the held-out text, among those that are
-    at most TOLERANCE worse than "none" on every kind of text of the package. "none" is always among them."""
+    """The same trials, with the best of each average marked. It has the least divergence on the held-out text among
+    those that are at most TOLERANCE worse than "none" on every kind of text of the package. "none" is always one."""
     marked: list[Trial] = []
     every = list(trials)
     for average in sorted({trial.average for trial in every}, reverse=True):

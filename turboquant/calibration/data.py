@@ -1,16 +1,15 @@
-"""Calibration: what a model's own keys and values say about how to store them, measured once and good for any budget.
+"""Calibration: statistics of a model's keys and values that tell how to store them, measured once for any budget.
 
-Which methods there are, and how one of them is chosen, is in `choice.py`. Here are the file and the method "axes"
-(after TurboESM's head-wise principal axes): per layer, side and KV head, a centre and axes (`axes.plan_axes`) of the
-centred vectors; 32 axes at a time, or 16 (`CacheSpec.group`), form a group, mixed by a
-random-sign Hadamard and scaled by a fixed step (the root of the group's mean variance). Bits go to groups over all
-layers, keys and values at once, greedily, each to where
+`choice.py` lists the methods and chooses one. Here are the file and the method "axes" (after TurboESM's head-wise
+principal axes). It has a centre and axes (`axes.plan_axes`) of the centred vectors for each layer, side and KV head. 32
+axes, or 16 (`CacheSpec.group`), form a group, which is mixed by a random-sign Hadamard and scaled by a fixed step (the
+root of its mean variance). Bits are given greedily to the groups of all layers and sides; the next bit goes where
 
     sum over heads of (sum of sensitivity over the group's axes) * (mean variance of the group) * (E(b) - E(b + 1))
 
-is largest: reverse water-filling (Cover and Thomas, Elements of Information Theory, section 10.3.3) with E(b) the error
-of b bits (`errors`) and the sensitivity measured, as the Kullback-Leibler divergence that squared error along an axis
-causes.
+is largest. This is reverse water-filling (Cover and Thomas, Elements of Information Theory, section 10.3.3). E(b) is
+the error of b bits (`errors`). The sensitivity is measured: the Kullback-Leibler divergence that a unit of squared
+error along an axis causes.
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ class Calibration:
     sensitivity   [layers, 2, kv_heads, head_dim]: nats per token of KL divergence (ESM-2: 1 - cosine of last hidden
                   states) for a unit of squared error per token along each axis.
     fingerprint   of the model (`measure.fingerprint`): a calibration serves the model it was made on.
-    tokens        how many were measured.  seed  of the Hadamard signs inside groups.
-    source        what text they were, in the words of whoever calibrated.
+    tokens        how many tokens were measured.  seed  of the Hadamard signs inside groups.
+    source        which text it was, in the words of whoever calibrated.
     tables        [layers, 2, kv_heads, 9] (`tables.kmeans_table`): of keys along their singular axes, and of plain
                   values.
     moments       "model": of the model, as `turboquant.measure` finds them; "text": of the calibration's text and the
-                  package's together, each counted half. Empty where none were measured.
-    side_costs    [layers, 2]: what keys and values of a layer cost, as nats per token of KL divergence, if their
-                  quantisation left an error as large as what it quantises; with the moments of the text.
-    trials        what was tried on text that nothing was learned from (`choice.Trial`); empty where nothing was.
+                  package's, each counted half. Empty where none were measured.
+    side_costs    [layers, 2]: the KL divergence, in nats per token, that the keys or values of a layer would cause if
+                  their error were as large as what is quantised; with the moments of the text.
+    trials        results on text that nothing was learned from (`choice.Trial`); may be empty.
 
     Raises ValueError that names what is wrong: a shape, a dtype, a number that is not finite, a negative variance.
     """
@@ -139,7 +138,7 @@ class Calibration:
         return -(-self.head_dim // group)
 
     def group_variance(self, group: int = GROUP) -> NDArray[np.float64]:
-        """Mean variance of each group, [layers, 2, kv_heads, groups]; a short last one counts what it has."""
+        """Mean variance of each group, [layers, 2, kv_heads, groups]; of a short last group, over its own channels."""
         starts = np.arange(0, self.head_dim, group)
         return self._sums(self.variance, group) / np.minimum(group, self.head_dim - starts)
 
@@ -148,8 +147,8 @@ class Calibration:
         return np.add.reduceat(of_axes.astype(np.float64), np.arange(0, self.head_dim, group), axis=-1)
 
     def steps(self, group: int = GROUP) -> F32:
-        """The fixed step of each group, [layers, 2, kv_heads, groups]: the root of its variance; never 0, so that a
-        channel that never moved can be divided by it."""
+        """The fixed step of each group, [layers, 2, kv_heads, groups]: the root of its variance. It is never 0, so that
+        constant channels can be divided by it."""
         variance = self.group_variance(group)
         floor = np.maximum(variance.max(-1, keepdims=True) * 1e-10, 1e-12)
         steps: F32 = np.sqrt(np.maximum(variance, floor)).astype(np.float32)
@@ -168,8 +167,8 @@ class Calibration:
         """(rotation [kv_heads, head_dim, head_dim], steps [kv_heads, groups]) of one side of a layer whose groups have
         these bits: neighbours with the same bits are mixed by one Hadamard and share a step.
 
-        Apart they gain nothing in squared error. Together a vector that is large in the axes of one group alone spreads
-        over both, and the error lies evenly on all their axes instead of where variance, and most of the query, is.
+        Separate Hadamards would not reduce the squared error. One Hadamard spreads it evenly over the axes of both
+        groups, instead of where the variance and most of the query are.
         """
         steps = self.steps(group)[layer, side].astype(np.float64)
         mix = np.zeros((self.head_dim, self.head_dim), np.float32)
@@ -199,10 +198,10 @@ class Calibration:
         """Bits of each group of `group` channels, [layers, 2, groups], for an average of at most `average` code bits
         over all groups of all layers.
 
-        Scales come on top: 16 bits per token, head and side. ValueError for an average that no plan of this model can
-        have.
+        Scales are not counted: 16 bits per token, head and side. ValueError for an average that no plan of this model
+        can have.
         """
-        # The Hadamard of a group spreads its error evenly: every axis has the mean of its variances times E(bits).
+        # The Hadamard of a group spreads its error evenly: every axis has the group's mean variance times E(bits).
         energy = (self.group_variance(group) * self._sums(self.sensitivity, group)).sum(2)
         groups = self.groups(group)
         self._check_average("average", average, groups)
@@ -211,9 +210,9 @@ class Calibration:
         return allocate(energy, group_bits_of(average, self.layers, groups), whole_keys, widths_of(group))
 
     def method(self, spec: CacheSpec) -> tuple[str, int]:
-        """(method, channels of a group) of a spec with a budget: what it names, or what did best.
+        """(method, channels of a group) of a spec with a budget: the method that it names, or the one that did best.
 
-        Of the averages that were tried, the nearest one decides, the lower of two. ValueError where nothing was tried.
+        That is the best at the nearest average that was tried, the lower one of two. ValueError if nothing was tried.
         """
         assert spec.budget is not None
         average = spec.budget
@@ -224,7 +223,7 @@ class Calibration:
                              "'chosen': pass `held_out` to turboquant.calibrate, or name a method")  # fmt: skip
         nearest = min({t.average for t in self.trials}, key=lambda tried: (abs(tried - average), tried))
         best = min(self.trials, key=lambda t: (t.average != nearest, not t.chosen))
-        if best.method == "axes" and average > BUDGET_BITS:  # more than axes can have: the best of the others
+        if best.method == "axes" and average > BUDGET_BITS:  # axes cannot have so many bits: the best of the others
             best = min(self.trials, key=lambda t: (t.average != nearest, t.method == "axes", t.kl_divergence))
         return best.method, best.group
 
@@ -238,14 +237,14 @@ class Calibration:
         return [[int(key), int(value)] for key, value in widths]
 
     def moments_of(self, spec: CacheSpec) -> Moments | None:
-        """The moments that a spec takes from here; None if it takes none: it has no budget, or axes."""
+        """The moments that a spec takes from here; None if it has no budget, or axes."""
         if spec.budget is None or not self.moments or (method := self.method(spec)[0]) == "axes":
             return None
         return self.moments["text" if "moments" in method else "model"]
 
     def average_of_bytes(self, bytes_per_token: float, group: int = GROUP) -> float:
-        """The `average` of a budget in bytes: of one packed token, all layers and heads, keys and values, scales
-        included.
+        """The `average` that makes one packed token take `bytes_per_token`: keys and values of all layers and heads,
+        scales included.
 
         ValueError if there is no plan that small.
         """
@@ -279,7 +278,7 @@ class Calibration:
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Those that there are, by name; of moments under "moments.model.0.NAME"."""
+        """The arrays that are not None, by name; those of moments under "moments.model.0.NAME"."""
         held = {name: getattr(self, name) for name in (*_ARRAYS, *_OPTIONAL)}
         found = {name: array for name, array in held.items() if array is not None}
         for whose, moments in self.moments.items():
@@ -324,8 +323,8 @@ assert {*_ARRAYS, *_OPTIONAL, *_DESCRIBED, "moments", "trials"} == {field.name f
 def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int) -> list[CacheSpec]:
     """The spec of each layer, its overrides applied and its bits known.
 
-    ValueError for a spec that needs a calibration and has none, one that needs none and has one, one of other layers,
-    and one that does not know what the spec's budget asks for.
+    ValueError if the spec needs a calibration and there is none, if there is one that it does not need, and for a
+    calibration of other layers or without what the budget's method needs.
     """
     each = [spec.for_layer(i, n_layers) for i in range(n_layers)]
     if calibration is None:
@@ -355,12 +354,12 @@ def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int)
 
 
 def widths_of(group: int) -> tuple[int, ...]:
-    """The bits that a budget may give a group of so many channels, ascending."""
+    """The bits that a budget may give a group of `group` channels, ascending."""
     return (*range(BUDGET_BITS + 1), *((WIDE_BITS,) if group == FINE_GROUP else ()))
 
 
 def runs(bits: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring groups with equal bits, together: the first and the one behind the last."""
+    """Runs of neighbouring groups with equal bits: (first, one past the last)."""
     edges = [g for g in range(len(bits) + 1) if g in (0, len(bits)) or bits[g - 1] != bits[g]]
     return list(pairwise(edges))
 
@@ -368,13 +367,14 @@ def runs(bits: Sequence[int]) -> list[tuple[int, int]]:
 def allocate(
     energy: NDArray[np.float64], budget: int, whole_keys: bool = False, widths: Sequence[int] = range(BUDGET_BITS + 1)
 ) -> NDArray[np.int64]:
-    """Shares `budget` group-bits, a width at a time, each to where it takes most from sum(energy * E(bits)) for a bit.
+    """Distributes `budget` group-bits greedily: the next width goes where it reduces sum(energy * E(bits)) most per
+    bit.
 
-    energy: [layers, 2, groups], what a group costs for E = 1.  Returns bits of the same shape, each one of `widths`,
-    which start with 0 and 1; they sum to `budget`, or to a bit or two less where a group's next width is further away.
-    Every layer's keys and values get at least one group with a bit, because a side without any cannot be attended to;
-    with `whole_keys`, every group of keys gets one, if there are enough. No bit of a group gains more than the one
-    before it, so the greedy sharing is the best one, but for the last bits where a width costs several.
+    energy: [layers, 2, groups], the cost of a group for E = 1.  Returns bits of the same shape, each one of `widths`,
+    which start with 0 and 1. They sum to `budget`, or to a bit or two less where a group's next width costs more than
+    is left. Every layer's keys and values get at least one group with a bit, because a side without any cannot be
+    attended to; with `whole_keys`, every group of keys gets one, if there are enough. A group's bits gain less and
+    less, so the greedy result is optimal, except for the last bits where a width costs several.
     ValueError if the budget cannot be met.
     """
     least, most = energy[..., 0].size, energy.size * widths[-1]
@@ -409,7 +409,7 @@ def allocate(
 
 @cache
 def group_mix(head_dim: int, seed: int) -> F32:
-    """[head_dim, head_dim]: on the channels of each group a random-sign Hadamard (turboquant.h) of as many channels."""
+    """[head_dim, head_dim]: block-diagonal, a random-sign Hadamard (turboquant.h) over the channels of each group."""
     mix = np.zeros((head_dim, head_dim), np.float32)
     for start in range(0, head_dim, GROUP):
         n = min(GROUP, head_dim - start)
@@ -418,6 +418,6 @@ def group_mix(head_dim: int, seed: int) -> F32:
 
 
 def _signed_hadamard(n: int, seed: int) -> F32:
-    plan = Plan(n, 1, seed=seed % 2**63)  # callers add where a group starts
+    plan = Plan(n, 1, seed=seed % 2**63)  # callers add the first channel of the group
     matrix: F32 = _core.rotate(plan.words, np.eye(n, dtype=np.float32)).T
     return matrix

@@ -1,13 +1,13 @@
-"""`calibrate`: measures a model's keys and values on a few sequences, and tries what can be made of it (`trial`).
+"""`calibrate`: measures a model's keys and values on a few sequences, then tries the methods of a budget (`trial`).
 
-Two passes over the sequences, both in constant memory. The first adds up, per layer, side and KV head, the sum of the
-vectors and of their outer products (float64): centres and covariances. The second, over `sensitivity_batches` of the
-batches, does the same with gradients, and finds what errors cost. Small errors e move a distribution p by a
-Kullback-Leibler divergence of e^T F e / 2, with the Fisher information F, the mean of g g^T over gradients g of
-log p(y) for y drawn from p itself. One token y is drawn at each place; one backward pass gives g for the keys and
-values of all layers. Thus F counts what queries, softmax, output projection and everything behind do to an error,
-whichever layer it is in, by direction. The output of a language model is the distribution of the next token; that of
-ESM-2 is the last hidden states, whose divergence is 1 minus their cosine.
+There are two passes over the sequences, both in constant memory. The first adds up the vectors and their outer products
+(float64) per layer, side and KV head, for centres and covariances. The second, over `sensitivity_batches` of the
+batches, does the same with gradients, to find what errors cost. A small error e moves a distribution p by a
+Kullback-Leibler divergence of e^T F e / 2. F is the Fisher information: the mean of g g^T over gradients g of log p(y)
+for y drawn from p itself. One token y is drawn at each place; one backward pass gives g for the keys and values of all
+layers. So F includes what queries, softmax, output projection and all later layers do to an error, by direction. The
+output of a language model is the distribution of the next token; that of ESM-2 is the last hidden states, whose
+divergence is 1 minus their cosine.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .tables import kmeans_table
 
 __all__ = ["calibrate", "checked_seed", "describe", "fingerprint", "token_divergence", "token_ids"]
 
-SAMPLED_TENSORS, SAMPLED_WEIGHTS = 8, 16  # of a fingerprint
+SAMPLED_TENSORS, SAMPLED_WEIGHTS = 8, 16  # in a fingerprint
 SINKS = 4
-AVERAGES = (4.0, 3.5, 3.0, 2.5, 2.0)  # of code bits, tried unless said otherwise
+AVERAGES = (4.0, 3.5, 3.0, 2.5, 2.0)  # bits of a code at which methods are tried by default
 _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 Batch = Mapping[str, torch.Tensor]
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """What a configuration alone says of a model: its type, how many layers and KV heads, of how many channels, its
+    """The part of a fingerprint that a configuration has: type, numbers of layers and KV heads, channels of a head,
     rotary embedding. The same in transformers 4.57 and 5."""
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     heads = text.num_attention_heads
@@ -66,7 +66,7 @@ def _is_esm(model: Any) -> bool:
 
 
 def fingerprint(model: Any) -> dict[str, Any]:
-    """What tells a model from another one: `describe`, and a sample of a few of its weights, to six digits."""
+    """Identifies a model: `describe`, and a sample of its weights, to six digits."""
     # All ESM-2 models of one encoder, whatever their head, may share a calibration.
     tensors = model.base_model.encoder.named_parameters() if _is_esm(model) else model.state_dict().items()
     named = sorted((n, t) for n, t in tensors if t.is_floating_point() and t.numel())
@@ -114,12 +114,12 @@ class _Moments:
 
 
 def _skipped(model: Any) -> int:
-    """First tokens of a sequence that are not counted: decoders keep them exact, and they are like no others."""
+    """How many first tokens of a sequence are not counted: decoders keep them exact, and they are unlike all others."""
     return 0 if _is_esm(model) else SINKS
 
 
 def _counted(batch: Batch, skip: int) -> torch.Tensor | None:
-    """[batch, tokens] bool, the tokens that count: real ones, but for the first `skip` of each sequence; None: all."""
+    """[batch, tokens] bool, the tokens that count: no padding, and not the first `skip` of a sequence; None: all."""
     real = _real(batch)
     if skip == 0:
         return real
@@ -152,7 +152,7 @@ def _forward(model: Any, batch: Batch) -> torch.Tensor:
 
 def token_divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Kullback-Leibler divergence of each next-token distribution from the reference's, in nats: float32 [batch,
-    tokens] of two tensors of logits [batch, tokens, vocabulary]. In slices: it needs no third tensor of that size."""
+    tokens] of two tensors of logits [batch, tokens, vocabulary]. It works in slices, to save memory."""
     out = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
     for b, start in ((b, s) for b in range(len(logits)) for s in range(0, logits.shape[1], 256)):
         at = b, slice(start, start + 256)
@@ -166,16 +166,16 @@ def token_divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Ten
 
 
 def _score(model: Any, output: torch.Tensor, real: torch.Tensor | None, seed: int) -> torch.Tensor:
-    """A random number whose gradient g has E[g g^T] / 2 = the quadratic form that errors cost; a sum over real tokens.
+    """A random number, a sum over real tokens, whose gradient g has E[g g^T] / 2 = the quadratic form of the cost.
 
-    output: of `_forward`. A language model: log p(y), y drawn from p. ESM-2: <r, h> / |h| with r ~ N(0, 1) across h:
-    1 - cos(h, h + e) is half the square of what e has across h, over |h|^2.
+    output: of `_forward`. A language model: log p(y), y drawn from p. ESM-2: <r, h> / |h| with r ~ N(0, 1) orthogonal
+    to h, because 1 - cos(h, h + e) is half the squared norm of e's part orthogonal to h, over |h|^2.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     if _is_esm(model):
         fixed = output.detach().float()
         length = fixed.norm(dim=-1, keepdim=True)
-        # On the CPU and in float32, whatever torch's defaults: others would draw other numbers.
+        # Always on the CPU and in float32, to draw the same numbers whatever torch's defaults.
         random = torch.randn(fixed.shape, generator=generator, dtype=torch.float32, device="cpu").to(fixed.device)
         across = random - (random * fixed).sum(-1, keepdim=True) / length.square() * fixed
         scores = (output.float() * across / length).sum(-1)
@@ -189,8 +189,8 @@ def _score(model: Any, output: torch.Tensor, real: torch.Tensor | None, seed: in
 
 def _of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     """[1, kv_heads, n, head_dim] of a gradient [batch, kv_heads, tokens, head_dim]: summed over equal tokens of a
-    sequence. Values of the first layer know neither position nor neighbours: those of equal tokens are equal, and so
-    are their errors, which then do not average out."""
+    sequence. Values of the first layer depend on the token alone. Equal tokens have equal values and equal errors,
+    which do not average out."""
     sums = []
     for i, row in enumerate(ids.to(gradient.device)):
         kept = slice(None) if real is None else real[i].to(gradient.device)
@@ -206,7 +206,7 @@ def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, st
     trained = [name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad]
     step(run.probed)
     try:
-        for name in trained:  # of which no gradient is wanted: nothing is kept for one
+        for name in trained:  # their gradients are not wanted: keep nothing for them
             model.get_parameter(name).requires_grad_(False)
         for i, batch in enumerate(batches[run.probed :], run.probed):
             errors: dict[tuple[int, int], torch.Tensor] = {}
@@ -242,8 +242,8 @@ def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, st
 
 
 def _kept(model: Any) -> AbstractContextManager[Any]:
-    """What a backward pass needs is kept where it was made, but in main memory if weights are offloaded: they are part
-    of it, and would all come together on their device."""
+    """Where tensors for the backward pass are kept: where they were made, or in main memory if weights are offloaded,
+    because these are among them and would not fit on their device together."""
     return torch.autograd.graph.save_on_cpu() if is_offloaded(model) else nullcontext()
 
 
@@ -270,11 +270,11 @@ def _measure_tables(model: Any, tap: Tap, batch: Batch, axes: np.ndarray) -> np.
     return np.stack([np.stack([tables[layer, side] for side in range(2)]) for layer in range(len(axes))])
 
 
-# ---- the whole ----
+# ---- calibrate ----
 
 
 class _Run:
-    """What one calibration has found so far, kept in a file if it has one."""
+    """What a calibration has found so far, kept in a file if there is a checkpoint."""
 
     def __init__(self, identity: str, seed: int, file: str | os.PathLike[str] | None) -> None:
         self.moments, self.costs = _Moments("keys and values"), _Moments("gradients")
@@ -289,12 +289,12 @@ class _Run:
         try:
             held = torch.load(file, weights_only=True, map_location="cpu")
             if held["identity"] != self.identity:
-                raise ValueError("it is of others")
+                raise ValueError("it is of another run")
             self.done, self.moments.tokens, self.moments.sums = held["moments"]
             self.probed, self.costs.tokens, self.costs.sums = held["costs"]
             self.trials = held["trials"]
         except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            # torch's own words go on with how to unpickle anything
+            # cut torch's advice to unpickle anything
             reason = str(error).partition(". ")[0].partition("\n")[0]
             raise ValueError(f"{wrong}: remove it to start again ({reason})") from error
 
@@ -307,7 +307,7 @@ class _Run:
             "costs": (self.probed, self.costs.tokens, self.costs.sums),
             "trials": self.trials,
         }
-        written = io.BytesIO()  # torch.save calls a full disk a RuntimeError about positions
+        written = io.BytesIO()  # on a full disk, torch.save raises a RuntimeError about positions
         torch.save(state, written)
         write_whole(self.file, [written.getbuffer()])
 
@@ -325,28 +325,28 @@ def calibrate(
     progress: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Calibration:
-    """Measures a model on a text, and tries on another which way of spending an average of bits diverges least.
+    """Measures a model on a text, and tries on another text which method diverges least for each average of bits.
 
     model    a causal language model of transformers with rotary keys whose attention goes through AttentionInterface,
              or an ESM-2 model (`turboquant.esm.protein_batches` makes batches); patched or not; float32, float16 or
-             bfloat16; on any device, spread over several, or with weights that a `device_map` keeps off them. It is
-             left as it was.
+             bfloat16; on any device, spread over several, or with weights that a `device_map` offloads. It is left as
+             it was.
     batches  token ids [batch, tokens] of any integer dtype, or mappings with `input_ids` and perhaps `attention_mask`,
-             as the model takes them. Text like that which the cache will see, but not what it will be tested on; tens
-             of thousands of tokens are plenty. Padding is not counted; a batch of nothing else is left out.
+             as the model takes them. Use text like the cache will see, but not what it will be tested on; tens of
+             thousands of tokens are plenty. Padding is not counted; batches of padding alone are left out.
     held_out  text that nothing is learned from, without padding. Methods (`choice`) are tried on it through the packed
              path, everything packed but the first 4 tokens, and the best one of each average is kept in `trials`; a
              spec with a budget needs that. None: nothing is tried, and a budget has to name its method, "axes".
-    averages   of code bits, 2..6, at which methods are tried.
+    averages   bits of a code, 2..6, at which methods are tried.
     tokenizer  of the model, as `turboquant.measure` takes it.
-    sensitivity_batches  of these, from the front, measure sensitivities, by a forward and a backward pass each; a batch
-             needs the memory of a training step without the optimiser, which is main memory if weights are offloaded.
-    seed     0..2**63 - 1, of the Hadamard signs inside groups, and of what is drawn for sensitivities. The same model,
+    sensitivity_batches  how many of the first batches measure sensitivities, by a forward and a backward pass each; a
+             batch needs the memory of a training step without the optimiser, main memory if weights are offloaded.
+    seed     0..2**63 - 1, for the Hadamard signs inside groups and the samples of sensitivities. The same model,
              batches and seed give the same calibration.
-    source   what text it was, in words; kept in the file.
+    source   which text it was, in words; kept in the file.
     progress   a bar on stderr, one step per batch and pass; needs tqdm.
-    checkpoint  a file that keeps what was found while calibration runs, after every batch, so that an interrupted one
-             goes on where it was. It stays at the end, for the result is in memory alone: remove it once that is saved.
+    checkpoint  a file that keeps what was found after every batch, so that an interrupted calibration goes on where it
+             was. It is not removed at the end: remove it once the result is saved.
 
     Raises TypeError for batches or a seed of another kind, ValueError if there are fewer tokens than channels and for a
     checkpoint that is damaged or of another run, NotImplementedError for a model without rotary keys or whose
@@ -385,7 +385,7 @@ def _learned(
     source: str,
     progress: bool,
 ) -> tuple[Calibration, np.ndarray, np.ndarray]:
-    """(what both passes find, second moments, costs), the last two [layers, 2, kv_heads, head_dim, head_dim]."""
+    """(the result of both passes, second moments, costs), the last two [layers, 2, kv_heads, head_dim, head_dim]."""
     layers = mark["layers"]
     with _bar(len(batches) + len(probes), progress) as step, tapped(model) as tap:
         _measure_moments(model, tap, batches, run, step, layers)
@@ -414,7 +414,7 @@ def _checked_held_out(model: Any, held_out: Sequence[Batch | torch.Tensor] | Non
 
 
 def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
-    """Falling, each once. ValueError for none, and for one that is not in 2..6."""
+    """Sorted from high to low, without duplicates. ValueError for none, and for one that is not in 2..6."""
     found = tuple(sorted({float(average) for average in averages}, reverse=True))
     if not found or not all(LEAST_SIDE_BITS <= average <= MOST_SIDE_BITS for average in found):
         wants = f"{LEAST_SIDE_BITS}..{MOST_SIDE_BITS} bits, at least one"
@@ -437,8 +437,8 @@ def checked_seed(seed: Any) -> int:
 
 
 def token_ids(given: Any, wants: str) -> torch.Tensor:
-    """A tensor of two dimensions and any integer dtype as int64, which alone all operations of a model take. TypeError
-    for another object: what it should be, `wants`, and what it was."""
+    """A tensor of two dimensions and any integer dtype as int64, the only dtype that all operations of a model take.
+    TypeError for another object; it says what was wanted, `wants`, and what it was."""
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{wants}, got {type(given).__name__}")
     if given.dim() != 2 or given.dtype not in _INTEGERS:

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 __all__ = ["COLUMNS", "LEVELS", "kmeans_table"]
 
 LEVELS = 8
-COLUMNS = LEVELS + 1  # and the mean magnitude of what is left over
+COLUMNS = LEVELS + 1  # and the mean magnitude of the quantisation error
 _MOST_ITERATIONS = 200
 
 
 def kmeans_table(numbers: NDArray[np.floating]) -> NDArray[np.float32]:
-    """float32 [9]: 8 ascending centres by Lloyd's iteration, from evenly spaced quantiles until it stands still, and
-    the mean distance of a number to its centre. The same for the same numbers in any order."""
+    """float32 [9]: 8 ascending centres by Lloyd's iteration, from evenly spaced quantiles until it converges, and the
+    mean distance of a number to its centre. The order of the numbers does not matter."""
     x = np.sort(np.asarray(numbers, np.float64).reshape(-1))
     sums = np.concatenate([[0.0], np.cumsum(x)])
     levels = np.quantile(x, (np.arange(LEVELS) + 0.5) / LEVELS)

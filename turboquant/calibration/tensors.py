@@ -20,7 +20,7 @@ _made = weakref.WeakKeyDictionary()
 
 
 def transforms(calibration: Calibration, spec: CacheSpec, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Of what `spec` takes from a calibration, keyword arguments of the operators: float32, each with its own storage.
+    """Keyword arguments of the operators that `spec` takes from a calibration: float32, each with its own storage.
 
     *_rotation [kv_heads, head_dim, head_dim] and *_steps [kv_heads, groups] for rotation="calibrated";
     *_centre [kv_heads, head_dim] for centre="calibrated"; *_rotation for rotation="svd" and outliers="calibrated", with
@@ -44,7 +44,7 @@ def transforms(calibration: Calibration, spec: CacheSpec, layer: int, device: to
 
 
 def _modes(calibration: Calibration, spec: CacheSpec, layer: int) -> dict[str, np.ndarray]:
-    """What the modes of a spec take from a calibration, made anew for each cache."""
+    """Rotations by singular vectors or outliers, and tables, of a calibration; made anew for each cache."""
     made: dict[str, np.ndarray] = {}
     for i, side in enumerate(SIDES):
         rotation = None

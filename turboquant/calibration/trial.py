@@ -24,7 +24,7 @@ from .data import Calibration
 __all__ = ["side_costs", "tried", "with_moments"]
 
 FIRST = 3.0  # bits at which all methods are tried, or the average nearest to it
-NEAR = 1.25  # times the best: a method above this is not tried at other averages
+NEAR = 1.25  # a method above this multiple of the best is not tried at other averages
 _METHODS = (("none", 32), ("moments", 32), ("widths", 32), ("moments+widths", 32), ("axes", 32), ("axes", 16))
 SINKS = 4
 ELSEWHERE = 1024  # tokens of each kind of text of the package, at most
@@ -60,9 +60,9 @@ def _rows(batch: Batch) -> list[torch.Tensor]:
 def side_costs(second: F64, cost: F64, moments: Moments, tokens: int) -> F64:
     """[layers, 2]: what a side costs, in nats per token, if the error of each vector is as large as what is quantised.
 
-    That is y = A (k - c_p) for keys, v itself for values; its error spreads evenly over all channels, and that of y
-    goes back through A. So a head costs trace(F A^-1 A^-T) E|y|^2 / head_dim, with F the cost of errors and E|y|^2 =
-    trace(A (E[k k^T] - E[c_p c_p^T]) A^T), c_p being the mean of k at position p of `tokens`.
+    Quantised are y = A (k - c_p) for keys, and v itself for values. The error spreads evenly over all channels, and
+    that of y is multiplied by A^-1. So a head costs trace(F A^-1 A^-T) E|y|^2 / head_dim. F is the cost of errors,
+    E|y|^2 = trace(A (E[k k^T] - E[c_p c_p^T]) A^T), and c_p the mean of k at position p of `tokens`.
     """
     dim = second.shape[-1]
     found = np.zeros(second.shape[:2])
@@ -95,7 +95,7 @@ def tried(
     """`found` with its trials.
 
     held_out  batches without padding.  averages  falling.
-    done      what was measured before, by window, method and average; it is added to, and `save` is called after each
+    done      earlier results, by window, method and average; new ones are added, and `save` is called after each
               window.
     """
     windows, elsewhere = list(held_out), _elsewhere(model, tokenizer)

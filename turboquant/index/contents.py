@@ -1,5 +1,5 @@
-"""What an index holds at one moment. It is never changed: a change makes new contents, so that a search goes on over
-those it began with and needs no lock."""
+"""The contents of an index at one moment. They are immutable: a change makes new contents, and a search goes on over
+those that it began with, without a lock."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Contents:
         return rows
 
     def check_new(self, ids: Ids) -> None:
-        """ValueError unless ids differ from one another and from those that are there. Looks them up by parts, so that
-        it takes little more memory than a sorted copy."""
+        """ValueError unless ids differ from one another and from those in the index. It works in parts, to need little
+        more memory than a sorted copy."""
         ordered = np.sort(ids)
         if (twice := ordered[1:] == ordered[:-1]).any():
             raise ValueError(f"add: `ids` must differ, got {ordered[twice.argmax()]} more than once")
@@ -63,7 +63,7 @@ class Contents:
                 raise ValueError(f"add: `ids` must be new, got {part[there.argmax()]}, which is in the index")
 
     def chosen(self, filter: Any) -> list[NDArray[np.uint8] | None]:
-        """For each segment which rows may be found: 0 where they may not, or None if all may."""
+        """For each segment a mask of rows, 0 where they may not be found; None if all may be."""
         if filter is None:
             return [segment.allowed for segment in self.segments]
         mask = np.asarray(filter)
@@ -109,12 +109,12 @@ class Contents:
         return replace(self, segments=tuple(segments))
 
     def compact(self) -> Contents:
-        """Copies of what is left of segments where rows were removed."""
+        """Segments without their removed rows, which are copied together."""
         kept = [s if s.allowed is None else s.take(np.flatnonzero(s.allowed)) for s in self.segments if s.n_there]
         return replace(self, segments=tuple(kept))
 
     def apart(self) -> Contents:
-        """The same rows; nothing that is added to these shows there."""
+        """The same rows; later additions to these contents do not show there."""
         return replace(self, segments=tuple(segment.apart() for segment in self.segments))
 
     @property

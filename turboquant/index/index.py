@@ -20,16 +20,16 @@ from .transform import Transform
 
 METRICS = ("ip", "cosine", "l2")
 _BITS = (1, 2, 3, 4, 5, 6, 8)
-_QUERIES = 256  # of one pass over the rows
-_SIGMAS = (3.0, 3.5, 4.0, 5.0, 6.0, 8.0, np.inf)  # of the bound of a trained index: the first that misses few enough
-_MISSED = 0.0005  # of the best
-_COMPACT = 0.5  # share of removed rows from which the rest is copied together
+_QUERIES = 256  # in one pass over the rows
+_SIGMAS = (3.0, 3.5, 4.0, 5.0, 6.0, 8.0, np.inf)  # `train` tries these for `Transform.sigmas`
+_MISSED = 0.0005  # share of the best rows that the chosen one may miss
+_COMPACT = 0.5  # share of removed rows at which `remove` calls `compact`
 
 _ALL: WeakSet[Index] = WeakSet()
 
 
 def _unlock_in_child() -> None:
-    """Threads do not survive a fork, so what they held is free in the child."""
+    """Threads do not survive a fork, so their locks are made anew in the child."""
     for index in list(_ALL):
         index._lock = RLock()
 
@@ -40,17 +40,16 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 class Index:
     """A flat index of vectors in `bits` bits a number.
 
-    dim: numbers of a vector, 1..4096. bits: 1..6 or 8. seed: of the random rotation, 0..2**63 - 1.
+    dim: numbers of a vector, 1..4096. bits: 1..6 or 8. seed: 0..2**63 - 1, for the random rotation.
     metric: "ip" and "cosine": scores are inner products (of unit vectors), larger first; "l2": squared distances,
         smaller first.
 
-    The leading bits of its numbers bound a row's score; rows that may be among the best are scored from all their bits.
-    Equal scores go to the smaller id. Results depend on neither threads, nor how rows were added, nor the instruction
-    set.
+    A search bounds each row's score from the leading bits of its numbers, and scores rows that may be among the best
+    from all bits. Of equal scores the smaller id is better. Results do not depend on threads, on how rows were added,
+    or on the instruction set.
 
-    Threads: everything that reads works on what the index held when it was called, waits for nothing and releases the
-    GIL while it scans. `train`, `add`, `remove` and `compact` wait for one another only; searches that began before
-    such a call do not see its change. A forked child can go on with the index.
+    Threads: a search works on the contents at the time of its call, waits for nothing and releases the GIL while it
+    scans. `train`, `add`, `remove` and `compact` wait only for one another. A forked child can use the index.
 
     Raises TypeError or ValueError; the message names the argument, and the index is as it was.
     """
@@ -67,10 +66,10 @@ class Index:
         self._contents = Contents(transform.untrained(self._dim, self._bits, self._seed))
         self._read_only: str | None = None
         self._loaded: tuple[dict[str, Any], dict[str, NDArray[Any]]] | None = None
-        self._lock = RLock()  # of those who change `_contents`
+        self._lock = RLock()  # for changes of `_contents`
         _ALL.add(self)
 
-    # ---- what there is ----
+    # ---- properties ----
 
     @property
     def d(self) -> int:
@@ -79,7 +78,7 @@ class Index:
 
     @property
     def bits(self) -> int:
-        """Bits of a number; after `train` with axes, at most so many on average."""
+        """Bits of a number; after `train` with axes, the largest average."""
         return self._bits
 
     @property
@@ -89,7 +88,7 @@ class Index:
 
     @property
     def is_trained(self) -> bool:
-        """Whether `train` was called. An index that was not is complete too."""
+        """Whether `train` was called. An index also works without."""
         return self._contents.transform.mean is not None
 
     @property
@@ -104,7 +103,7 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything stored: rows, ids of one's own, and what `train` learnt."""
+        """Bytes of everything stored: rows, ids that were given, and what `train` learnt."""
         return self._contents.nbytes
 
     @property
@@ -156,7 +155,8 @@ class Index:
             self._contents = replace(self._contents, transform=chosen)
 
     def _better(self, base: Transform, x: Floats) -> Transform | None:
-        """Axes from the sample, if axes from nine tenths of it find more of the true ten of the last tenth."""
+        """Axes from the sample; None unless axes from nine tenths of it find more of the 10 nearest neighbours of the
+        last tenth."""
         held = x[::10][:200]
         rest = np.delete(x, np.s_[::10], axis=0)
         trial = transform.with_axes(base, rest, self._bits)
@@ -190,7 +190,7 @@ class Index:
 
     def add(self, x: Any, ids: Any = None) -> None:
         """Add vectors, float32 or float16 [n, dim] or [dim]; torch tensors may be of bfloat16 too. ids: n integers in
-        0..2^63 - 1 that are not in the index; by default those that follow the largest there ever was."""
+        0..2^63 - 1 that are not in the index; by default those that follow the largest id ever used."""
         self._writable("add")
         x = inputs.vectors("add", "x", x, self._dim)
         x = x.reshape(-1, self._dim)
@@ -224,7 +224,7 @@ class Index:
             self._contents = left.compact() if left.ntotal < (1 - _COMPACT) * left.stored else left
 
     def compact(self) -> None:
-        """Give back the memory of removed vectors. `remove` does it when half of the rows are gone."""
+        """Free the memory of removed vectors. `remove` does so when half of the rows are removed."""
         self._writable("compact")
         with self._lock:
             self._contents = self._contents.compact()
@@ -246,8 +246,8 @@ class Index:
         """The k best vectors of each query: (scores, ids), float32 and int64 [queries, k], or [k] for a query
         [dim]; ids -1 with scores -inf (l2: inf) where fewer are left.
 
-        filter: ids to look among (those that are not there are ignored), or a bool mask in the order of `ids`.
-        threads: at most so many; 0: turboquant's own number.
+        filter: ids to search among (unknown ones are ignored), or a bool mask in the order of `ids`.
+        threads: how many to use at most; 0: as many as `turboquant._core.num_threads()`.
         """
         k = integer("search", "k", k, 1, 2**31)
         threads = integer("search", "threads", threads, 0, 256)
@@ -318,7 +318,7 @@ class Index:
     # ---- copies and files ----
 
     def copy(self) -> Index:
-        """An index of its own that shares what neither will change. A copy of a mapped index can be changed."""
+        """An independent index, which shares immutable rows. A copy of a mapped index can be changed."""
         other = Index.__new__(Index)
         other.__setstate__(self.__getstate__())
         return other
@@ -334,7 +334,7 @@ class Index:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index to a safetensors file, whole or not at all. Removed vectors are left out."""
-        now = self._contents.apart().compact()  # apart: adding may go on behind the rows of a segment
+        now = self._contents.apart().compact()  # apart: rows may be added to a segment meanwhile
         t, segments = now.transform, now.segments
         arrays: dict[str, list[NDArray[Any]]] = {"bits": [t.bits], "lead": [t.lead], "steps": [t.steps]}
         for name, array in (("mean", t.mean), ("matrix", t.matrix)):
@@ -369,8 +369,8 @@ class Index:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = True) -> Index:
-        """Read an index. With `mmap` the file is mapped and the index cannot be changed; then header, sizes and ids are
-        checked, and `verify` checks every byte. Without, every byte is. ValueError for a file that is not sound."""
+        """Read an index. With `mmap` the file is mapped and the index cannot be changed; header, sizes and ids are
+        checked now, and every byte by `verify`. Without, every byte is checked now. ValueError for a damaged file."""
         meta, arrays = storage.read(path, mmap)
         try:
             index = cls(meta["dim"], meta["bits"], meta["metric"], meta["seed"])

@@ -67,7 +67,7 @@ def id_array(op: str, ids: Any) -> Ids:
 
 
 def check(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> None:
-    """ValueError unless rows are finite and small enough, and not zero with cosine. first: the row that rows[0] is."""
+    """ValueError unless rows are finite and small enough, and not zero with cosine. first: the number of rows[0]."""
     good = np.abs(rows) <= _core.MAX_INPUT  # false for NaN
     if not good.all():
         i, j = divmod(int(np.argmin(good)), rows.shape[1])
@@ -79,7 +79,7 @@ def check(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> None
 
 @contextmanager
 def explained(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> Iterator[None]:
-    """Names row and column where the core refuses numbers: it looks at them as it reads them, so nobody else need."""
+    """Names row and column if the core refuses numbers. The core checks them as it reads them, so nothing else does."""
     try:
         yield
     except ValueError:

@@ -27,8 +27,8 @@ class Segment:
     offsets: NDArray[np.float32] | None  # [n]: <mean, x - mean>, and for l2 less half the squared norm
     ids: NDArray[np.int64] | int  # [n], or the first of consecutive ones
     allowed: NDArray[np.uint8] | None = None  # [n], 0 where removed; None: all are there
-    room: Segment | None = None  # what these are the first rows of, if more may follow there
-    _order: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # ids that are there, ascending, and their rows
+    room: Segment | None = None  # a larger segment that begins with these rows; more may be added to it
+    _order: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # present ids, ascending, and their rows
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -45,7 +45,7 @@ class Segment:
             if self.allowed is not None:
                 inside &= self.allowed[rows] != 0
             return np.where(inside, rows, -1)
-        if self._order is None:  # two searches that both find it missing make the same
+        if self._order is None:  # two searches at once may both compute it: the results are equal
             rows = np.arange(len(self)) if self.allowed is None else np.flatnonzero(self.allowed)
             order = np.argsort(self.ids[rows], kind="stable")
             self._order = self.ids[rows][order], rows[order]
@@ -73,14 +73,14 @@ class Segment:
         return Segment(self.codes[rows], signs, self.scales[rows], offsets, self.all_ids[rows])
 
     def apart(self) -> Segment:
-        """The same rows without room: nothing that is added to this segment shows there."""
+        """The same rows without room: later additions to this segment do not show there."""
         if self.room is None:
             return Segment(self.codes, self.signs, self.scales, self.offsets, self.ids, self.allowed)
         copy = self.take(np.arange(len(self)))
         return Segment(copy.codes, copy.signs, copy.scales, copy.offsets, _own(self.ids), self.allowed)
 
     def followed_by(self, new: Segment) -> Segment | None:
-        """These rows and new ones, which are copied behind them, or None if there is no room."""
+        """These rows and then the new ones, which are copied into the room; None if they do not fit."""
         room, n, m = self.room, len(self), len(new)
         if room is None or n + m > len(room):
             return None
@@ -132,7 +132,7 @@ def blocks_of(sign_rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def with_room(new: Segment) -> Segment:
-    """The rows of a segment where others can follow."""
+    """The rows of a segment, copied to where others can follow."""
     if len(new) > ROWS // 2:
         return new
     _, planes, _ = new.signs.shape
@@ -180,5 +180,5 @@ def read(path: str | os.PathLike[str], mapped: bool) -> tuple[dict[str, Any], di
 
 
 def damaged(meta: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> list[str]:
-    """Names of the arrays that are not those whose checksums stand in the file."""
+    """Names of the arrays whose checksums differ from those in the file."""
     return [name for name, array in arrays.items() if crc32([array_bytes(array)]) != meta["crc32"][name]]

@@ -1,4 +1,4 @@
-"""What an index does to a vector before it is encoded, and how that is learnt from a sample."""
+"""The transform of an index's vectors before they are encoded, and how it is learnt from a sample."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..plan import Plan, Rotation, Side
 from .storage import Segment
 
 GROUP = 32
-SAMPLE = 20_000  # rows of a sample that are used, spread evenly
-TWO_LEAD = 192  # coordinates up to which the scan of an untrained index reads two bits of each
+SAMPLE = 20_000  # the most rows of a sample that are used, spread evenly
+TWO_LEAD = 192  # up to this many coordinates, the scan of an untrained index reads two bits of each
 # E[(u - its level)^2] of N(0, 1), by bits
 _DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 3: 0.03455, 4: 0.009506, 5: 0.002519, 6: 0.0006625, 8: 0.0000814}
 
@@ -30,7 +30,7 @@ class Transform:
     lead: uint8 [groups], how many of the bits the scan reads.
     mean: float32 [dim] or None. matrix: float32 [padded, padded], R transposed, so that z = (x - mean) @ matrix; None:
         a random Hadamard rotation by `seed`.
-    sigmas: standard deviations of the scan's bound on what the bits add that it does not read.
+    sigmas: the scan bounds what unread bits add to a score by this many standard deviations.
     """
 
     dim: int
@@ -63,7 +63,7 @@ class Transform:
         return sum(array.nbytes for array in arrays if array is not None)
 
     def space(self, metric: int) -> tuple[Any, ...]:
-        """As the core takes it."""
+        """The transform as the core takes it."""
         plan = _plan(self.padded, self.matrix is not None, self.seed)
         return plan, self.dim, metric, self.bits, self.lead, self.steps, self.mean, self.matrix, self.sigmas
 
@@ -85,7 +85,8 @@ def _plan(padded: int, dense: bool, seed: int) -> Any:
 
 def untrained(dim: int, bits: int, seed: int) -> Transform:
     groups = -(-dim // GROUP)
-    # One bit of few coordinates bounds scores so loosely that scoring the rows that pass takes longer than reading two.
+    # With few coordinates, bounds from one bit are so loose that scoring the rows that pass takes longer than reading
+    # two bits.
     lead = min(bits, 2) if GROUP * groups <= TWO_LEAD else 1
     widths, leads = np.full(groups, bits, np.uint8), np.full(groups, lead, np.uint8)
     return Transform(dim, seed, widths, leads, np.ones(groups, np.float32), sigmas=3.0 if lead == 2 else 2.5)
@@ -97,8 +98,8 @@ def with_mean(base: Transform, sample: Floats) -> Transform:
 
 
 def _cheapest(costs: list[dict[int, float]], budget: int) -> NDArray[np.uint8]:
-    """One number of bits for each group, such that they sum to at most `budget` and their costs to the least."""
-    cost = np.zeros(budget + 1)  # of the groups so far, by the bits that they may take
+    """Bits of each group, which sum to at most `budget`, with the least sum of costs."""
+    cost = np.zeros(budget + 1)  # least cost of the groups so far, by the bits that they may take
     chosen = np.empty((len(costs), budget + 1), np.uint8)
     for g, choices in enumerate(costs):
         best = np.full(budget + 1, np.inf)
@@ -118,22 +119,22 @@ def _cheapest(costs: list[dict[int, float]], budget: int) -> NDArray[np.uint8]:
 
 def allocate(variances: NDArray[np.float64], bits: int) -> NDArray[np.uint8]:
     """Widths of groups that sum to at most bits * groups and have the least expected squared error of a score. Queries
-    are taken to vary as the vectors do, so a group's error counts by its variance once more:
+    are assumed to vary as the vectors do, so a group's error is weighted by its variance again:
     sum of variance^2 * distortion(width)."""
     costs = [{width: v**2 * error for width, error in _DISTORTION.items()} for v in variances.tolist()]
     return _cheapest(costs, bits * len(variances))
 
 
 def leading(variances: NDArray[np.float64], bits: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """How many bits of each group the scan reads, one on average: those from which it knows scores best. An estimate
-    from none is 0 for neighbours too, whose coordinates lean towards the query's, and that is no noise: its error
-    counts five times (of 1, 5, 20 and 60 the best on MiniLM)."""
+    """How many bits of each group the scan reads, one on average, for the best estimate of scores. A group without any
+    is estimated as 0, also for neighbours, whose coordinates resemble the query's. That is a bias and no noise, so its
+    error counts five times (of 1, 5, 20 and 60 the best on MiniLM)."""
     costs = [
         {lead: v**2 * _core.index_lead_error(b, lead) * (1 if lead else 5) for lead in range(min(b, 6) + 1)}
         for v, b in zip(variances.tolist(), bits.tolist(), strict=True)
     ]
     lead = _cheapest(costs, len(bits))
-    if not lead.any():  # the core wants some
+    if not lead.any():  # the core needs at least one
         lead[int(np.argmax(bits))] = 1
     return lead
 

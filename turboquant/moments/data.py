@@ -28,7 +28,7 @@ __all__ = ["FORMAT", "PROTEINS", "RANDOM_IDS", "LayerMoments", "Moments", "array
 
 FORMAT = "turboquant-moments-1"
 PROTEINS = "the proteins of the package"
-RANDOM_IDS = "random token ids"  # `Moments.source` of those without text
+RANDOM_IDS = "random token ids"  # `Moments.source` without text
 
 Centre = Literal["wave", "constant", "not probed"]
 F32 = NDArray[np.float32]
@@ -49,12 +49,12 @@ def array_shapes(heads: int, channels: int, pairs: int, rank: int) -> dict[str, 
 
 @dataclass(frozen=True, eq=False)
 class LayerMoments:
-    """Of one layer. Two are equal if they are the same object.
+    """Moments of one layer. Two are equal if they are the same object.
 
     kind        "wave": keys turn with their position.  "constant": they do not.  "not probed": how they turn could not
                 be found, so the centre is constant, which costs quality.
-    pairs       [pairs, 2] int32: the two channels of each pair of the wave; a multiple of 8 of them, 0 for a constant
-                centre.  Pairs of amplitude 0 fill up; no channel is in two others.
+    pairs       [pairs, 2] int32: the two channels of each pair of the wave. Their number is a multiple of 8, 0 for a
+                constant centre; pairs of amplitude 0 are padding. No channel is in two of the other pairs.
     increments  [pairs] uint32: how far a pair turns in one position, in units of 2^-32 turns.
     amplitudes  [kv_heads, pairs, 2] float32: the mean of the keys before they are turned, with the attention scaling of
                 the rotary embedding; at most 16384.
@@ -120,8 +120,8 @@ class LayerMoments:
 
     def transforms(self, wave: bool, metric: bool) -> dict[str, NDArray[Any]]:
         """Keyword arguments of the operators (`turboquant.operators`, "transforms") for a plan with this wave, or this
-        metric, or both: key_turns int32 [pairs, 3], key_moments float32 [kv_heads, n], key_centre float32 [kv_heads,
-        head_dim]; those that there are."""
+        metric, or both: those that it takes of key_turns int32 [pairs, 3], key_moments float32 [kv_heads, n] and
+        key_centre float32 [kv_heads, head_dim]."""
         heads = len(self.centre)
         made: dict[str, NDArray[Any]] = {}
         if wave and self.centre.any():
@@ -137,7 +137,7 @@ class LayerMoments:
 
     @property
     def rank(self) -> int:
-        """Of the metric."""
+        """Rank of the metric."""
         return int(self.stretch.shape[1])
 
     @property
@@ -146,7 +146,7 @@ class LayerMoments:
         return len(self.pairs), self.rank
 
     def later(self, by: int) -> LayerMoments:
-        """Those with which the centre of position p + by is what it is of position p here."""
+        """Moments whose centre at position p + by is the centre of these at position p."""
         if not by or not len(self.pairs):
             return self
         angle = (by * self.increments.astype(np.int64) % 2**32) * (2 * np.pi / 2**32)
@@ -161,7 +161,7 @@ class LayerMoments:
         a, b = (self.amplitudes[:, None, :, i].astype(np.float64) for i in range(2))
         turned = a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)
         out = np.repeat(self.centre.astype(np.float64)[:, None], len(positions), 1)
-        for i, pair in enumerate(self.pairs):  # pairs that fill up repeat channels
+        for i, pair in enumerate(self.pairs):  # padding pairs repeat channels
             for side in range(2):
                 out[..., pair[side]] += turned[side][..., i]
         return out
@@ -191,8 +191,8 @@ class Moments:
 
     layers       one `LayerMoments` for each layer of the model, in order.
     fingerprint  of the model (`calibration.measure.fingerprint`): its type and shape, rotary embedding, a few weights.
-    tokens       how many were counted.
-    source       what they were, in words.
+    tokens       how many tokens were counted.
+    source       which tokens they were, in words.
     """
 
     layers: tuple[LayerMoments, ...]

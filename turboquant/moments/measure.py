@@ -1,7 +1,7 @@
 """`measure`: one forward over about 2,048 tokens shows where a model's keys lie and where its queries look.
 
-The tap sees keys and queries after they were turned; they are turned back by the angles that `rotary` found. Of each
-layer two sums are kept: of the keys, and of the outer products of the queries, of each KV head.
+The tap sees keys and queries after RoPE, which is undone with the angles that `rotary` found. Two sums are kept for
+each layer and KV head: of the keys, and of the outer products of the queries.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .text import LEAST, TOKENS, protein_sample, sample
 
 __all__ = ["cache_folder", "measure", "measure_with_text"]
 
-SINKS = 4  # first tokens, which are like no others
-_SAMPLED = 16  # weights of each tensor, in the digest of a model
+SINKS = 4  # first tokens, which are unlike all others and not counted
+_SAMPLED = 16  # weights of each tensor in the digest of a model
 
 
 def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Moments:
@@ -39,18 +39,18 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Momen
 
     model      a causal language model of transformers with attention through AttentionInterface, or a PeftModel of one,
                or an ESM-2 model; patched or not, of any floating dtype, quantised, on one or several devices, or with
-               weights that a `device_map` keeps off them. It is left as it was: no gradients, same training mode and
-               random state.
-    tokenizer  of the model. None: the one at `model.name_or_path`, from local files only. Where there is none, random
-               token ids take the place of text, with a warning.
-    text       what to measure on; its first 2,048 tokens are used. None: the text that ships with the package, prose,
-               source code, German and Japanese. Fewer where the model has fewer positions. An ESM-2 model takes neither
+               weights that a `device_map` offloads. It is left as it was: no gradients, same training mode and random
+               state.
+    tokenizer  of the model. None: the one at `model.name_or_path`, from local files only. If there is none, random
+               token ids are used instead of text, with a warning.
+    text       what to measure on; its first 2,048 tokens are used, or as many as the model has positions. None: the
+               text that ships with the package: prose, source code, German and Japanese. An ESM-2 model takes neither
                tokenizer nor text: it is measured on the nine proteins of the package, 2,028 residues.
 
-    One forward without the head, of BOS, if the tokenizer has one, and the tokens, or one for each protein; the first 4
-    of each do not count. The result is kept in a file under a digest of the model and the ids, in the folder that the
-    environment variable TURBOQUANT_CACHE names, without it in turboquant in the user's cache folder; where it is empty,
-    nothing is kept.
+    It runs one forward without the head, over BOS, if the tokenizer has one, and the tokens (ESM-2: one forward for
+    each protein). The first 4 tokens do not count. The result is kept in a file, named by a digest of the model and the
+    ids, in the folder TURBOQUANT_CACHE (an environment variable; default: turboquant in the user's cache folder; empty:
+    nothing is kept).
 
     Raises TypeError for anything but a transformers model, NotImplementedError for one that cannot be measured,
     ValueError for a text that is too short, a tokenizer of another model, a tokenizer or text for ESM-2, and keys or
@@ -78,8 +78,8 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Momen
 
 
 def measure_with_text(model: Any, windows: Sequence[torch.Tensor], tokenizer: Any = None, source: str = "") -> Moments:
-    """Moments of windows of a text, each [1, tokens], or of proteins, and of what `measure` runs on, half of each: a
-    text's own alone would serve other kinds of text worse. Nothing is kept in a file. Errors as of `measure`."""
+    """Moments of windows of a text, each [1, tokens], or of proteins, averaged with those of `measure`: moments of one
+    text alone would serve other kinds of text worse. Nothing is kept in a file. Raises what `measure` raises."""
     base = checked_base_model(model)
     limit = getattr(base.config.get_text_config(), "max_position_embeddings", None) or TOKENS + 1
     proteins = base.config.model_type == "esm"
@@ -94,7 +94,7 @@ def _counted(ids: torch.Tensor) -> int:
 
 
 def _weighted(ids: Sequence[torch.Tensor], share: float) -> list[tuple[torch.Tensor, float]]:
-    """Each part with its weight, in proportion to its tokens; all of them `share`. Parts without any are left out."""
+    """Each part with its weight, in proportion to its tokens; weights sum to `share`. Empty parts are left out."""
     kept = [one for one in ids if _counted(one) > 0]
     total = sum(map(_counted, kept))
     return [(one, share * _counted(one) / total) for one in kept]
@@ -104,7 +104,7 @@ def _weighted(ids: Sequence[torch.Tensor], share: float) -> list[tuple[torch.Ten
 
 
 def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: int) -> tuple[LayerMoments, ...]:
-    """Of token ids [1, tokens], each with its weight; these sum to 1."""
+    """Moments of each layer. parts: token ids [1, tokens], each with its weight; weights sum to 1."""
     body = model.base_model  # without the head
     device = device_of(body)
     cuda = {p.device.index for p in model.parameters() if p.device.type == "cuda"} | (
@@ -155,7 +155,7 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
 
 
 def _of_proteins(model: Any, parts: Sequence[tuple[torch.Tensor, float]]) -> tuple[LayerMoments, ...]:
-    """Of an ESM-2 model, which reads one protein after the other; each with its weight."""
+    """The same for an ESM-2 model, which reads one protein after the other."""
     from ..esm.layers import run_watched
 
     of_layers: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(describe(model.config)["layers"])]
@@ -203,7 +203,8 @@ def cache_folder() -> Path | None:
 
 
 def _digest(model: Any, ids: tuple[torch.Tensor, ...]) -> str:
-    """Of this version, the configuration, a few weights of every tensor, and the ids: merged adapters change it."""
+    """Digest of this version, the configuration, the ids and a few weights of every tensor, which merged adapters
+    change."""
     digest = hashlib.sha256(json.dumps([FORMAT, __version__, describe(model.config)], sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -225,7 +226,7 @@ def _kept(file: Path, mark: dict[str, Any]) -> Moments | None:
         moments = Moments.load(file)
         moments.check(mark)
     except (OSError, ValueError):
-        return None  # not there, or damaged: it is measured again and written over
+        return None  # missing or damaged: measured and written again
     return moments
 
 

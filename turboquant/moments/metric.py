@@ -1,7 +1,4 @@
-"""From the sums of one layer to its wave and its metric: an average over positions, and a matrix of low rank.
-
-Everything is float64 on the layer's device.
-"""
+"""Computes the wave and the metric of a layer from its sums, in float64 on the layer's device."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from .rotary import TURN, Rotary
 
 __all__ = ["Metric", "averaged_over_positions", "chosen_pairs", "metric_of", "turn_back"]
 
-EXPONENT = 0.4  # t: 0 is no metric, 1 gives each direction what the queries' energy asks for
-FLOOR = 1e-4  # of the largest eigenvalue
-ENERGY = 0.995  # of the mean keys, in the pairs that are kept
+EXPONENT = 0.4  # applied to the queries' energy along each direction: 0 is no metric, 1 all of it
+FLOOR = 1e-4  # smaller eigenvalues count as this fraction of the largest
+ENERGY = 0.995  # share of the mean keys' energy in the pairs that are kept
 POSITIONS = np.unique(np.geomspace(16, 32768, 256).round().astype(np.int64))
 
 
@@ -30,7 +27,7 @@ class Metric(NamedTuple):
 
 
 def turn_back(x: torch.Tensor, rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
-    """x [heads, tokens, head_dim] at `positions` [tokens] as it was before it was turned, float64."""
+    """x [heads, tokens, head_dim] at `positions` [tokens] with RoPE undone, float64."""
     out = x.to(torch.float64)
     if not len(rotary.pairs):
         return out
@@ -103,7 +100,7 @@ def chosen_pairs(mean: np.ndarray, rotary: Rotary) -> tuple[np.ndarray, np.ndarr
     held = np.cumsum(energy[order])
     needed = 1 + int(np.searchsorted(held, ENERGY * held[-1])) if len(held) else 0
     padded = -(-needed // PAIR_MULTIPLE) * PAIR_MULTIPLE
-    # By their angles, as the model has them: where neighbours turn little, csrc/cuda/attend/wave.cuh is faster.
+    # In the model's order, which is by angle: csrc/cuda/attend/wave.cuh is faster if neighbours turn little.
     kept = np.sort(order[:padded])
     missing = padded - len(kept)
     centre = mean.copy()

@@ -1,11 +1,11 @@
 """How a model turns its keys: pairs of channels, and the angle of each pair per position, found by asking the model.
 
 A forward of a few tokens shows which rotary embedding each layer is given. Each embedding is then called again, in
-float32, at position 0 and at powers of two, and the model's own function applies it to unit vectors. Powers of two lose
-nothing: float32 holds their products with a frequency exactly, and each doubling halves the error of the angle.
+float32, at position 0 and at powers of two, and the model's own function applies it to unit vectors. Powers of two are
+exact: float32 holds their products with a frequency exactly, and each doubling halves the error of the angle.
 
-What is found is then held against the model: the same tokens, once from position 0 and once from `SHIFT`, must give
-keys that differ by the rotation alone. That also tells layers without rotation.
+The result is then checked against the model: the same tokens, once from position 0 and once from `SHIFT`, must give
+keys that differ by the rotation alone. This also finds layers without rotation.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["TURN", "Rotary", "probe"]
 TURN = 2 * np.pi
 FURTHEST = 2**20
 SHIFT, TOKENS = 32, 8
-_CLOSE = 0.1  # of a key's norm; in bfloat16 a rotated key is off by 0.01
-_EXACT = 2e-3  # radians, at every position asked: half a unit of 2^-32 turns is 0.0008 at 2^20
-_CHANGING = ("dynamic", "longrope")  # angles that depend on the length of the sequence beyond the trained one
+_CLOSE = 0.1  # tolerance, as a fraction of a key's norm; in bfloat16 a rotated key is off by 0.01
+_EXACT = 2e-3  # tolerance in radians at every position tried: half a unit of 2^-32 turns is 0.0008 at 2^20
+_CHANGING = ("dynamic", "longrope")  # their angles change when a sequence is longer than the trained length
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +44,13 @@ class Rotary:
 
     @classmethod
     def of_esm(cls, head_dim: int) -> Rotary:
-        """That of every ESM-2 model: channel i turns with i + head_dim / 2, by 10,000^(-2 i / head_dim) a position."""
+        """Of every ESM-2 model: channels i and i + head_dim / 2 turn by 10,000^(-2 i / head_dim) radians a position."""
         first = np.arange(head_dim // 2)
         angles = 10000.0 ** (-2 * first / head_dim)
         return cls(np.stack([first, first + head_dim // 2], 1), np.round(angles / TURN * 2**32).astype(np.uint32))
 
     def turned(self, x: np.ndarray, by: int) -> np.ndarray:
-        """x [.., head_dim], `by` positions further."""
+        """x [.., head_dim], turned by `by` positions."""
         phase = by * self.increments.astype(np.int64) % 2**32
         cos, sin = np.cos(phase * (TURN / 2**32)), np.sin(phase * (TURN / 2**32))
         out, a, b = x.astype(np.float64), x[..., self.pairs[:, 0]], x[..., self.pairs[:, 1]]
@@ -121,7 +121,7 @@ def _confirmed(candidates: Sequence[Rotary], keys: np.ndarray, shift: int) -> Ro
 
 @contextmanager
 def _recorded(body: torch.nn.Module) -> Iterator[tuple[list[_Call], dict[int, tuple[torch.Tensor, ...]]]]:
-    """Notes each call of a rotary embedding, and what embedding each module is given."""
+    """Records each call of a rotary embedding, and the embedding that each module is given."""
     calls: list[_Call] = []
     given: dict[int, tuple[torch.Tensor, ...]] = {}
 
@@ -150,8 +150,8 @@ def _tensors(output: Any) -> tuple[torch.Tensor, ...] | None:
 
 
 def _call_of(module: torch.nn.Module, given: tuple[torch.Tensor, ...] | None, calls: list[_Call]) -> _Call | None:
-    """The call whose output a layer was given, by value, since it may be a copy on another device; or a call of the
-    layer's own embedding."""
+    """The call whose output a layer was given, or a call of the layer's own embedding. Outputs are compared by value,
+    because a layer may have a copy on another device."""
     if given is None:
         inside = set(module.modules())
         return next((call for call in calls if call.module in inside), None)
@@ -187,7 +187,7 @@ def _furthest(module: torch.nn.Module) -> int:
 
 
 def _embedding_at(call: _Call, positions: list[int]) -> tuple[torch.Tensor, ...] | None:
-    """What the module gives for these positions in float32; its state is put back."""
+    """The module's output for these positions in float32; its state is restored."""
     asked = False
 
     def changed(x: Any) -> Any:
@@ -216,8 +216,8 @@ def _embedding_at(call: _Call, positions: list[int]) -> tuple[torch.Tensor, ...]
 def _applied(
     module: torch.nn.Module, embedding: tuple[torch.Tensor, ...], head_dim: int, positions: int
 ) -> Iterator[np.ndarray]:
-    """[positions, channels, channels]: what the functions of the module's file make of unit vectors, as columns, for
-    each number of channels that might turn. Models whose attention splits a head turn its first channels."""
+    """[positions, channels, channels]: unit vectors, as columns, turned by the functions of the module's file, for each
+    number of channels that might turn. Models whose attention splits a head turn its first channels."""
     scope = inspect.unwrap(type(module).forward).__globals__
     functions = [
         f for name, f in scope.items() if name.startswith("apply_rotary") and callable(f) and "vision" not in name
@@ -270,7 +270,7 @@ def _from_turns(turns: np.ndarray, positions: list[int]) -> Rotary | None:
 
 
 def _increment(angles: np.ndarray, positions: list[int]) -> int | None:
-    """2^-32 turns per position, of the angles at 1, 2, 4, ..., each of which is known but for whole turns."""
+    """2^-32 turns per position, from the angles at 1, 2, 4, ..., each known up to whole turns."""
     angle = float(angles[0])
     for found, position in zip(angles[1:], positions[1:]):
         turns = round((position * angle - found) / TURN)

@@ -18,9 +18,9 @@ _made = weakref.WeakKeyDictionary()
 def transforms(
     moments: Moments, spec: CacheSpec, layer: int, device: torch.device, later: int = 0
 ) -> dict[str, torch.Tensor]:
-    """`LayerMoments.transforms` of what `spec` takes. Not to be written to.
+    """`LayerMoments.transforms` for `spec`, as tensors. Not to be written to.
 
-    later   for calls in which each token is so many positions later than it was stored
+    later   how many positions later each token is than when it was stored
     """
     held = _made.setdefault(moments, {})
     where = layer, spec.centre == "wave", spec.metric == "query", device, later

@@ -20,7 +20,7 @@ _PARTS = {"prose.txt": 0.34, "source.txt": 0.34, "german.txt": 0.16, "japanese.t
 
 
 class Sample(NamedTuple):
-    """ids, each [1, tokens] int64 on the CPU and a sequence of its own; and what they are, in words."""
+    """ids: sequences, each [1, tokens] int64 on the CPU. source: what they are, in words."""
 
     ids: tuple[torch.Tensor, ...]
     source: str
@@ -111,7 +111,7 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def _shipped(tokenizer: Any, wanted: int) -> list[int]:
-    """The parts of the text in their proportions; one that is short of tokens leaves its room to the others."""
+    """Tokens of each part of the text in proportion; the others make up for a part that is too short."""
     parts = {name: _tokens(tokenizer, (_TEXTS / name).read_text(encoding="utf-8")) for name in _PARTS}
     taken = {name: min(len(parts[name]), round(share * wanted)) for name, share in _PARTS.items()}
     for name in parts:
@@ -131,7 +131,7 @@ def _check(model: Any, ids: list[int]) -> None:
 
 
 def _random(model: Any, limit: int) -> torch.Tensor:
-    """BOS, where the model has one, and random ids that are not special ones."""
+    """BOS, if the model has one, and random ids of tokens that are not special."""
     special: set[int] = set()
     for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
