@@ -2,7 +2,7 @@
 
     ContextCache       proteins read once; changed or new residues run against their packed keys and values
     masked_marginals   the variant-effect scan, with a shared context or exactly
-    wild_type_marginals   the same of a protein that is seen whole, in one pass
+    wild_type_marginals   the same with nothing masked, in one pass
     evaluate           what a spec costs in quality, on proteins
     protein_batches    proteins as `turboquant.calibrate` takes them
     read_fasta         names and sequences of a file

@@ -1,9 +1,9 @@
 """How the attention of an ESM-2 model reaches packed keys and values: the attention function "turboquant_esm".
 
-Every layer of a patched model holds a `PackedAttention` in `module._turboquant`: its keys and values of a forward are
-packed, and all queries attend to the packed bytes, both ways. A forward that brings a `turboquant_context` gives its
-keys and values to that instead; `turboquant_pass` is what its layers share. (Extra keyword arguments of the model flow
-down to here.) Without any of them, attention is the model's own.
+Every layer of a patched model has a `PackedAttention` in `module._turboquant`: its keys and values of a forward are
+packed, and all queries attend to the packed bytes, in both directions. A forward with a `turboquant_context` passes its
+keys and values to that instead; its layers share a `turboquant_pass`. (The model hands extra keyword arguments down to
+here.) Without any of them, attention is the model's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _attend = torch.ops.turboquant.attend.default
 
 
 class Context(Protocol):
-    """What a forward may bring as `turboquant_context`."""
+    """The interface of a forward's argument `turboquant_context`."""
 
     def attend(
         self,
@@ -50,7 +50,7 @@ class Context(Protocol):
 
 
 class _InferenceOnly(torch.autograd.Function):
-    """Passes a result on; a backward pass that comes through it is an error instead of a wrong gradient."""
+    """Passes a result on. A backward pass through it is an error: its gradient would be wrong."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class _InferenceOnly(torch.autograd.Function):
 
 
 class PackedAttention:
-    """How one layer packs: the specification as a plan and tensors, ready for the operators."""
+    """How one layer packs: its plan and tensors, ready for the operators."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class PackedAttention:
         self._device: torch.device | None = None
 
     def on(self, device: torch.device) -> PackedAttention:
-        """Itself, with its random matrices and what it takes from a calibration and moments on `device`."""
+        """Itself, with its random matrices and its tensors of a calibration and moments on `device`."""
         if device != self._device:
             self.transforms = {}
             for side in SIDES:
@@ -109,7 +109,7 @@ class PackedAttention:
         return self.transforms | moments_of(self.moments, self.spec, self.layer, self._device, by)
 
     def pages(self, count: int, heads: int, device: torch.device) -> torch.Tensor:
-        """Empty ones, uint8 [count, heads, record_bytes]."""
+        """Empty pages, uint8 [count, heads, record_bytes]."""
         return torch.zeros((count, heads, self.record_bytes), dtype=torch.uint8, device=device)
 
     def attend(
@@ -121,9 +121,9 @@ class PackedAttention:
         scaling: float | None,
         shared: Pass,
     ) -> torch.Tensor:
-        """Packs all real keys and values and attends to them from every query; the pages live as long as this call.
+        """Packs all real keys and values and attends to them from every query; the pages are freed after this call.
 
-        shared   by all layers of a forward
+        shared   the state that all layers of a forward share
         """
         self.on(key.device)
         batch, heads, tokens, head_dim = key.shape
@@ -163,8 +163,8 @@ def real_tokens(mask: torch.Tensor | None, batch: int, tokens: int) -> torch.Ten
 
 
 class Pass:
-    """What the layers of one forward have in common, made by the first that asks: which tokens are real, and the block
-    tables of pages that lie in order."""
+    """State that the layers of one forward share, made by the first that needs it: which tokens are real, and the block
+    tables of pages in order."""
 
     def __init__(self) -> None:
         self._real: tuple[torch.Tensor, torch.Tensor | None] | None = None  # lengths; order, real tokens last
@@ -173,8 +173,8 @@ class Pass:
     def real_last(
         self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys and values [batch, heads, tokens, head_dim] with padding, wherever it was, in front, where `append`
-        skips it; and lengths, int32 [batch]. Attention that looks both ways does not mind the order of keys."""
+        """Keys and values [batch, heads, tokens, head_dim] with all padding moved to the front, where `append` skips
+        it; and lengths, int32 [batch]. Attention in both directions does not depend on the order of keys."""
         if self._real is None:
             self._real = _real(mask, key)
         lengths, order = self._real
@@ -249,7 +249,7 @@ def plain_attention(
 
 
 def padding_mask(**arguments: Any) -> torch.Tensor | None:
-    """The mask function: what the model was given, [batch, tokens] bool, or None."""
+    """The mask function: returns the mask that the model was given, [batch, tokens] bool, or None."""
     return arguments.get("attention_mask")
 
 

@@ -1,4 +1,4 @@
-"""What the command line does with proteins: `calibrate --fasta`, `eval --fasta`, `esm-scan`."""
+"""Commands on proteins: `calibrate --fasta`, `eval --fasta`, `esm-scan`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .scan import Scan, masked_marginals, wild_type_marginals
 __all__ = ["calibrated", "evaluated", "markdown", "scan"]
 
 
-HELD_OUT = 4  # one protein in so many is held out of a calibration
-Amount = tuple[int | None, int]  # what was asked for, if anything, and what is usual
-Read = Entries | None  # what a file holds, if it was read before: a pipe can be read but once
+HELD_OUT = 4  # 1 protein in 4 is held out of a calibration
+Amount = tuple[int | None, int]  # the number asked for, or None, and the default
+Read = Entries | None  # the entries of a file that was read before: a pipe can be read only once
 
 
 def _usable(path: str, read: Read, model: Any) -> tuple[list[Protein], list[str]]:
     """The proteins of a file that the model can read, and for each of the others an error that says why not.
 
-    ValueError if there is none that it can read. Says on stderr what looks like DNA, or like a PIR file.
+    ValueError if there is none that it can read. Warns on stderr of entries that look like DNA or a PIR file.
     """
     proteins, errors = read_entries(path) if read is None else read
     for doubt in doubts(proteins):
@@ -52,8 +52,8 @@ def _usable(path: str, read: Read, model: Any) -> tuple[list[Protein], list[str]
 def _spread(
     path: str, read: Read, model: Any, option: str, amount: Amount, sizes: Callable[[Protein], int]
 ) -> list[str]:
-    """Sequences spaced evenly over a file, whose sizes come to what was asked for, or to what is usual or all there
-    is. Says how many cannot be used."""
+    """Sequences spaced evenly over a file, whose sizes sum to the amount asked for, or else to the default or all.
+    Prints how many cannot be used."""
     proteins, left_out = _usable(path, read, model)
     if left_out:
         print(f"{len(left_out)} of {len(proteins) + len(left_out)} proteins are left out, the first: {left_out[0]}",
@@ -75,8 +75,8 @@ def calibrated(
     checkpoint: str,
     read: Read = None,
 ) -> Calibration:
-    """A calibration of `model` on about so many tokens of the proteins in a file. A quarter of them is held out, to try
-    its methods on."""
+    """A calibration of `model` on about this many tokens of the proteins in a file. A quarter is held out, to try
+    methods on."""
     checked_model(model)
     sequences = _spread(fasta, read, model, "--tokens", tokens, lambda protein: len(protein.sequence) + 2)
     if len(sequences) < 2:
@@ -97,7 +97,7 @@ def evaluated(
     count: Amount,
     read: Read = None,
 ) -> dict[str, ProteinEvaluation]:
-    """Each spec on so many proteins of a file."""
+    """Evaluates each spec on this many proteins of a file."""
     checked_model(model)
     sequences = _spread(fasta, read, model, "--proteins", count, lambda protein: 1)
     return evaluate(model, sequences, specs, calibration=calibration, progress=True)
@@ -120,9 +120,9 @@ def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
 
 
 def scan(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
-    """Marginals of the proteins of a file, by `--method`, as CSV and, if wanted, as pictures. Goes on past proteins
-    that the model cannot read, and lists them on stderr at the end. What is there at the CSV's place stays until all is
-    done; "-" is standard output, which gets each protein's rows as they come."""
+    """Marginals of the proteins of a file, by `--method`, as CSV and, if wanted, as pictures. Skips proteins that the
+    model cannot read, and lists them on stderr at the end. An existing CSV file is replaced at the end; "-" is standard
+    output, which gets each protein's rows at once."""
     checked_model(model)
     if chosen.heatmap:
         figure_class()

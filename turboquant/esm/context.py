@@ -1,17 +1,17 @@
-"""ContextCache: proteins read once by the model's exact pass, their packed keys and values read ever after.
+"""ContextCache: the model's exact pass reads proteins once; later calls read their packed keys and values.
 
     cache = ContextCache(model)
     cache.encode(["MKTAYIAKQR", "GGSHHHHHH"])        # exact; stores every layer's keys and values, packed
     cache.decode([["W"], ["<mask>", "A"]], [[3], [0, 8]])  # protein 0 with W at residue 3, 1 with two changes
 
-Reuse in an encoder that looks both ways is an approximation, whatever the bits: a changed residue changes the keys and
-values of *all* others from layer 1 on, and those are kept as they were. Only layer 0's are what a full pass would
-compute. Within it, decoding is careful: of every layer, a changed residue reads its own new keys and values and those
-of the residues changed with it, and never the stored ones they replace.
+Reuse in an encoder is an approximation, whatever the bits: a changed residue changes the keys and values of *all* other
+residues from layer 1 on, but the stored ones are kept. Only those of layer 0 are what a full pass would compute. In
+every layer, a changed residue reads its own new keys and values and those of the residues changed with it, and never
+the stored ones that they replace.
 
-Proteins lie in a `store.Store`: of each layer its pages, 128 tokens each, which no two proteins share, and exact sinks
-where the spec has them; of all layers a block table and lengths. `decode` has every copy of a protein name
-the same pages: nothing is copied but new rows (`reading.Reading`).
+Proteins lie in a `store.Store`: for each layer pages of 128 tokens, which no two proteins share, and exact sinks if the
+spec has them; for all layers a block table and lengths. In `decode`, all copies of a protein name the same pages: only
+new rows are copied (`reading.Reading`).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from .store import Store, empty
 
 __all__ = ["EXACT", "ContextCache", "Letters", "Residues"]
 
-#: A spec that keeps everything in the model's dtype: what decoding costs without quantisation.
+#: A spec that keeps everything in the model's dtype, to measure decoding without quantisation.
 EXACT = CacheSpec(centre="none", metric="none", sinks=2**24, window=0)
 
 _append = torch.ops.turboquant.append.default
 
-Letters = str | Sequence[str]  # of a protein; only a list can hold "<mask>"
+Letters = str | Sequence[str]  # residues of a protein; only a list can hold "<mask>"
 
 
 @dataclass(frozen=True)
 class Residues:
-    """What a model says of residues: one entry per protein (`encode`) or copy (`decode`), in the order given.
+    """A model's outputs for residues: one entry per protein (`encode`) or copy (`decode`), in the order given.
 
     hidden   [residues, hidden_size] each: the last layer's states, without ``<cls>`` and ``<eos>``
-    logits   [residues, vocabulary] each, of a model with a masked-language head; None of others
+    logits   [residues, vocabulary] each, if the model has a masked-language head; else None
     """
 
     hidden: list[torch.Tensor]
@@ -67,7 +67,7 @@ class ContextCache:
     moments  of the model (`turboquant.measure`) or their file, for a spec with a wave or a metric. None: those that the
              model was patched with, or measured, once for each model
     cuda_graphs   on a GPU, replay steps of `decode` as CUDA graphs, from the third of a shape on (`graph.StepGraphs`):
-                  a step then takes the time of its kernels. Every shape needs memory of its own, beside `nbytes`.
+                  a step then takes the time of its kernels. Every shape needs more memory, not counted in `nbytes`.
 
     One cache serves one thread at a time, and so does the model while a cache runs it.
     Raises what `turboquant.patch` raises.
@@ -89,10 +89,10 @@ class ContextCache:
         self._layer_of = _numbered(modules)
         self._store: Store | None = None
         self._cuda_graphs = cuda_graphs
-        self._graphs: StepGraphs | None = None  # of what is stored
+        self._graphs: StepGraphs | None = None  # of the present store
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: with the model, without recorded steps, which are of the original's memory."""
+        """For pickle and deepcopy: with the model, without recorded steps, which use the original's memory."""
         return {**self.__dict__, "_layer_of": {}, "_graphs": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class ContextCache:
         held = f"{len(self.lengths)} proteins, {sum(self.lengths)} residues, {self.nbytes} bytes"
         return f"ContextCache({held}, spec={self.spec})"
 
-    # ---- what is held ----
+    # ---- properties ----
 
     @property
     def lengths(self) -> list[int]:
@@ -118,8 +118,8 @@ class ContextCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the allocator holds: pages with their empty places, sinks, table and lengths; and what the
-        spec takes from a calibration and moments."""
+        """Bytes that the allocator holds: pages with unused room, sinks, table, lengths, and the spec's tensors of a
+        calibration and moments."""
         if self._store is None:
             return 0
         held = [*self._store.tensors(), *(t for packed in self._packed for t in packed.transforms.values())]
@@ -134,7 +134,7 @@ class ContextCache:
 
     @property
     def effective_bits(self) -> float:
-        """The same per number held."""
+        """Bits of pages and sinks per number held."""
         numbers: int = 2 * sum(module.all_head_size for module in self._modules)
         return 8 * self.bytes_per_token / numbers
 
@@ -153,13 +153,13 @@ class ContextCache:
 
     @torch.no_grad()
     def encode(self, proteins: Sequence[Letters], *, batch_size: int = 8) -> Residues:
-        """Runs the model's own pass over whole proteins and stores what it attends with, in place of what was stored.
+        """Runs the model's own pass over whole proteins and stores its keys and values, replacing earlier ones.
 
         proteins     strings of upper-case letters of the ESM-2 alphabet, or lists of letters and "<mask>"; any lengths
         batch_size   proteins that run together, by length; padding is not stored
 
-        Returns what the model says, unaffected by quantisation. ValueError names the protein and residue that it is
-        about, and for a model in training mode; what was stored before stays then.
+        Returns the model's outputs, unaffected by quantisation. ValueError for a bad protein, naming it and the
+        residue, and for a model in training mode; the store is unchanged then.
         """
         if isinstance(proteins, (str, torch.Tensor)) or not len(proteins):
             raise ValueError(f"`proteins` must be a list of at least one protein, got {proteins!r}")
@@ -193,18 +193,18 @@ class ContextCache:
         *,
         batch_size: int = 64,
     ) -> Residues:
-        """Runs changed or new residues against stored proteins; each entry is a copy of a protein of its own.
+        """Runs changed or new residues against stored proteins. Each entry is an independent copy of a protein.
 
-        residues     of each copy, what stands at its positions: letters, or "<mask>"
-        positions    of each copy, as many residues, counted from 0, each once. A protein of n residues may be continued
-                     by residues n, n + 1, ...: its end token moves behind them.
-        proteins     of each copy, which protein it is one of, in the order of `encode`. None: copy i is of protein i.
-        batch_size   copies that run together. Any number of residues each: shorter ones are padded.
+        residues     for each copy, the residues at its positions: letters, or "<mask>"
+        positions    for each copy, the places of its residues, from 0, each once. A protein of n residues may be
+                     continued by residues n, n + 1, ...: its end token moves behind them.
+        proteins     for each copy, the index of its protein in `encode`. None: copy i is of protein i.
+        batch_size   copies that run together; they may have different numbers of residues.
 
-        Returns what the model says of these residues. The stored proteins stay as they were.
-        IndexError for a position or protein outside, TypeError for one that is no integer, ValueError for other wrong
-        arguments, RuntimeError where nothing is stored or the model has changed since (not where weights were written
-        through `.data`, which leaves no trace: encode again after that).
+        Returns the model's outputs for these residues. The stored proteins do not change.
+        IndexError for a position or protein out of range, TypeError for one that is no integer, ValueError for other
+        wrong arguments, RuntimeError if nothing is stored or the model has changed since (changes through `.data` are
+        not detected: encode again after them).
         """
         self._check_mode()
         store = self._held()
@@ -280,13 +280,12 @@ class ContextCache:
 
 
 def _numbered(modules: Sequence[Any]) -> dict[int, int]:
-    """Of each attention module's id, its layer."""
+    """The layer of each attention module, by its id."""
     return {id(module): i for i, module in enumerate(modules)}
 
 
 class _Storing:
-    """The context of `encode`: attention is the model's own, and its keys and values are packed into rows of a
-    store."""
+    """The context of `encode`: attention is the model's own; its keys and values are packed into rows of a store."""
 
     def __init__(self, cache: ContextCache, store: Store, rows: slice) -> None:
         self.cache, self.store, self.rows, self.shared = cache, store, rows, Pass()

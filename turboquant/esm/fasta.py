@@ -29,7 +29,7 @@ class Protein(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """What a file holds: its proteins, and for each entry that is none an error that names file, line and entry."""
+    """The contents of a file: its proteins, and for each bad entry an error that names file, line and entry."""
 
     proteins: Sequence[Protein]
     errors: Sequence[str]
@@ -55,7 +55,7 @@ def read_fasta(path: str | os.PathLike[str]) -> list[Protein]:
 
 
 def read_entries(path: str | os.PathLike[str]) -> Entries:
-    """As `read_fasta`, but entries that cannot be read are among the errors and the others are there; no warnings.
+    """As `read_fasta`, but returns errors for bad entries beside the good ones, and does not warn.
 
     ValueError for what is no FASTA file at all: no entries, text in front of the first, damaged gzip.
     """

@@ -1,8 +1,8 @@
-"""Decoding steps of a ContextCache as CUDA graphs: what a step costs is then what its kernels cost, not what Python
-does between them.
+"""Decoding steps of a ContextCache as CUDA graphs, so that a step takes the time of its kernels, without Python between
+them.
 
-A step is a function of its shape and of one tensor of numbers (`reading`), the store and the weights, none of which is
-looked at on the way. So a step of a shape that was recorded once is replayed for other numbers.
+A step is a function of its shape, one tensor of numbers (`reading`), the store and the weights. The host reads none of
+these tensors, so a recorded step can be replayed with other numbers of the same shape.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Recorded:
 
 
 class StepGraphs:
-    """Steps of one store, replayed. The first of a shape runs as usual, which also warms up what its kernels need; the
+    """Steps of one store, replayed. The first step of a shape runs as usual, which also warms up its kernels; the
     second is recorded, and all later ones are replayed. The KEPT shapes used last are kept."""
 
     def __init__(self) -> None:

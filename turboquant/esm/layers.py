@@ -1,5 +1,5 @@
-"""How each layer of an ESM-2 model packs, from a spec, a calibration and moments; and a full pass that shows what goes
-through its layers, on which moments are measured."""
+"""How each layer of an ESM-2 model packs, from a spec, a calibration and moments; and a full pass that shows queries
+and keys of its layers, to measure moments on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def packed_layers(
     moments: Moments | str | os.PathLike[str] | None = None,
     measured: bool = True,
 ) -> list[PackedAttention]:
-    """What each layer packs by. Raises what `turboquant.patch` raises for a model that cannot be packed, or not so.
+    """How each layer packs. Raises what `turboquant.patch` raises for a model that cannot be packed in this way.
 
     moments    None: those that the model was patched with, or measured now
     measured   False: moments are neither looked for nor measured, and nothing is ready to run. The weights may be on
@@ -52,7 +52,7 @@ def packed_layers(
 
 
 class _Watched:
-    """The context of a pass as the model alone has it, patched or not."""
+    """The context of a pass with the model's own attention, patched or not."""
 
     def __init__(self, base: Any, watch: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
         self.layer_of, self.watch = {id(module): i for i, module in enumerate(attentions(base))}, watch

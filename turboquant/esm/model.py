@@ -1,7 +1,7 @@
-"""What this package knows of ESM-2: its alphabet, the parts of a model, and how tokens become embeddings.
+"""ESM-2 in particular: its alphabet, the parts of a model, and how tokens become embeddings.
 
-Works on `EsmModel` and all models that have one as their base, in transformers 4.57 and 5: where the two differ, what
-the model has decides, not the version.
+Works on `EsmModel` and all models that have one as their base, in transformers 4.57 and 5. Where these differ, the
+attributes of the model decide, not the version.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLS, PAD, EOS, MASK = (ALPHABET.index(name) for name in ("<cls>", "<pad>", "<eos
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 _LETTERS = {token: i for i, token in enumerate(ALPHABET) if len(token) == 1 or token == "<mask>"}
 
-MASKED_IN_TRAINING = 0.15 * 0.8  # of all tokens: what `token_dropout` makes up for
+MASKED_IN_TRAINING = 0.15 * 0.8  # share of all tokens; `token_dropout` compensates for it
 
 
 def base_of(model: Any) -> Any:
@@ -124,11 +124,10 @@ def padded(tokens: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, 
 
 
 def embed(base: Any, ids: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Embeddings [batch, tokens, hidden] of token ids, with `token_dropout` as `factor` [batch] has it.
+    """Embeddings [batch, tokens, hidden] of token ids; factor [batch] scales them for `token_dropout`.
 
-    ESM-2 sets masked tokens to 0 and scales the others of a sequence by what share of it is masked. Of a few tokens
-    alone that share would be nonsense (a lone ``<mask>`` divides 0 by 0), so it is that of the whole sequence:
-    `dropout_factor`.
+    ESM-2 sets masked tokens to 0 and scales the others of a sequence by the share that is masked. That of a few tokens
+    alone would be nonsense (a lone ``<mask>`` divides 0 by 0), so `dropout_factor` takes the whole sequence.
     """
     rows: torch.Tensor = base.embeddings.word_embeddings(ids)
     if not base.config.token_dropout:
@@ -145,11 +144,11 @@ def dropout_factor(ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def positioned(modules: Sequence[Any], positions: torch.Tensor | None) -> Iterator[dict[str, torch.Tensor]]:
-    """Has the rotary embedding of the `attentions` of a model see `positions` [batch, tokens]; yields what to pass to
+    """Has the rotary embeddings of a model's `attentions` use `positions` [batch, tokens]; yields keyword arguments for
     the model's forward.
 
-    Transformers 5 takes position_ids. 4.57 rotates inside of each layer and always counts from 0: there a hook on each
-    layer's rotary embedding rotates instead. None: positions are 0, 1, ... and nothing is to be done.
+    Transformers 5 takes position_ids. 4.57 rotates inside each layer and always counts from 0: there a hook on each
+    layer's rotary embedding rotates instead. None: positions are 0, 1, ... and nothing needs to be done.
     """
     rotary = [m for m in (getattr(a, "rotary_embeddings", None) for a in modules) if m is not None]
     if positions is None:

@@ -1,7 +1,7 @@
-"""What a spec costs an ESM-2 model in quality, with all keys and values of every layer packed in a full pass.
+"""The quality of an ESM-2 model under a spec, with all keys and values of every layer packed in a full pass.
 
-The model runs alone and patched, over whole proteins and over proteins with some residues masked. A figure of the first
-layer hides what its users feel, so hidden states are compared behind the last one, per residue.
+The model runs alone and patched, over whole proteins and over proteins with some residues masked. Hidden states are
+compared per residue after the last layer, which has the errors of all layers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ FIRST_RESIDUE = 4  # tokens before it are special ones
 
 @dataclass(frozen=True)
 class ProteinEvaluation:
-    """What was measured for one spec.
+    """Results of one spec.
 
     spec            as evaluated
-    proteins, residues   how many;  masked  how many residues were hidden for the last four
+    proteins, residues   how many;  masked  how many residues were masked for divergence and perplexity
     final_cosine_mean, final_cosine_min   cosine of a residue's last hidden state with the model's own: mean, and worst
     worst           (protein, residue) of the worst, counted from 0
     masked_kl_divergence   Kullback-Leibler, from the model's own distribution, mean over masked residues, nats
-    masked_perplexity, reference_perplexity   of what stood at masked residues, packed and alone
-    bytes_per_token   of the pages and sinks that a protein's pass makes, over its tokens; all layers and heads
-    effective_bits  the same per number;  packed_bits  of a packed token alone, without the last page's empty places
+    masked_perplexity, reference_perplexity   of the true residues at masked places, packed and alone
+    bytes_per_token   bytes of a protein's pages and sinks over its tokens; all layers and heads
+    effective_bits  bits per number, from the same bytes;  packed_bits  without the unused room of last pages
     """
 
     spec: CacheSpec
@@ -92,9 +92,9 @@ def evaluate(
     model      an ESM-2 model with a masked-language head, patched or not; it is left as it was
     sequences  upper-case letters of the ESM-2 alphabet
     specs      CacheSpecs or names of presets; `window` does not apply to an encoder
-    calibration   for those that use one
-    moments    for those that use any; None: those that the model was patched with, or measured
-    mask_share, seed   of each residue's chance to be masked, and which
+    calibration   for specs that use one
+    moments    for specs that use any; None: those that the model was patched with, or measured
+    mask_share   the chance of each residue to be masked;  seed  of the random choice
 
     Raises what `turboquant.patch` raises, and ValueError or TypeError that names the argument: before anything is run.
     """
@@ -223,7 +223,7 @@ def _bar(total: int, shown: bool) -> Iterator[Any]:
 
 
 class _Packed:
-    """The context of a full pass through given layers, whatever the model is patched with; None: through none."""
+    """The context of a full pass with given `PackedAttention`s, whatever the model is patched with; None: unpacked."""
 
     def __init__(self, base: Any, layers: list[PackedAttention] | None) -> None:
         self.at = None if layers is None else {id(m): layer for m, layer in zip(attentions(base), layers)}
@@ -238,8 +238,8 @@ class _Packed:
 def _outputs(
     model: Any, base: Any, batch: _Batch, layers: list[PackedAttention] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(last hidden states of the proteins, logits of the masked ones), each protein as it would be alone: transformers
-    4.57 has `token_dropout` count padding."""
+    """(last hidden states of the proteins, logits of the masked ones), each protein as if it were alone: transformers
+    4.57 would count padding in `token_dropout`."""
     states = []
     with routed(base, NAME):
         for ids in (batch.ids, batch.masked_ids):

@@ -1,8 +1,8 @@
-"""A decoding step of a ContextCache: what its copies are, and how their attention reads what is stored.
+"""A decoding step of a ContextCache: its copies, and how their attention reads the store.
 
-A step is two things. Its `Shape`, which with the store decides every tensor's size and every kernel; and its numbers,
-one int32 tensor that says which tokens run where. All else is computed from these on the device, without looking at a
-number, so that a step that was recorded once as a CUDA graph is replayed for any other of its shape.
+A step has a `Shape`, which with the store decides every tensor's size and every kernel, and numbers, one int32 tensor
+that says which tokens run where. Everything else is computed from these on the device. The host reads no number, so a
+step that was recorded as a CUDA graph can be replayed for others of its shape.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Copy:
     """One entry of `decode`."""
 
     row: int  # of the store
-    tokens: list[int]  # ids of what runs: `asked` residues, and the end token if it moves
+    tokens: list[int]  # ids of the tokens that run: `asked` residues, and the end token if it moves
     positions: list[int]  # of these tokens
     asked: int
-    replaced: list[int]  # stored tokens whose places these take, rising; at least one
+    replaced: list[int]  # positions of the stored tokens that these replace, ascending; at least one
     length: int  # of the stored protein
 
     @classmethod
     def of(cls, i: int, row: int, n: int, tokens: list[int], at: list[int], config: Any) -> Copy:
-        """`tokens` at residues `at` of a protein of n residues; i is what errors call it."""
+        """`tokens` at residues `at` of a protein of n residues; i is the copy's index in errors."""
         if len(tokens) != len(at):
             raise ValueError(f"`positions[{i}]` must have one entry per residue, {len(tokens)}, got {len(at)}")
         if len(set(at)) != len(at):
@@ -58,7 +58,7 @@ class Copy:
         return cls(row, tokens, where, len(at), replaced, n + 2)
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Of stored tokens start to stop, what it sees, in pieces. The first begins at 0 and may be empty."""
+        """Ranges of the stored tokens start to stop that it sees. The first begins at 0 and may be empty."""
         edges = [start - 1, *self.replaced, stop]
         found = [(before + 1, after) for before, after in pairwise(edges) if after > before + 1]
         return found if found and found[0][0] == 0 else [(0, 0), *found]
@@ -66,9 +66,9 @@ class Copy:
 
 class Shape(NamedTuple):
     copies: int
-    m: int  # tokens of the copy that has most
-    parts: int  # ranges of the copy that has most
-    common: bool  # whether all are of one protein and read together what none of them replaces
+    m: int  # the most tokens of a copy
+    parts: int  # the most ranges of a copy
+    common: bool  # whether all copies are of one protein and together read the tokens that none of them replaces
 
 
 def described(copies: Sequence[Copy]) -> tuple[Shape, list[int]]:
@@ -76,8 +76,8 @@ def described(copies: Sequence[Copy]) -> tuple[Shape, list[int]]:
 
     ids, positions    [copies, m] each: tokens that run, padded in front
     rows              [copies], of the store
-    starts, stops     [parts, copies] each: of what each copy reads by itself, its m new tokens in front
-    starts, stops     [2] each, if `common`: of what all read, in front of and behind it
+    starts, stops     [parts, copies] each: ranges that each copy reads alone, counted with its m new tokens in front
+    starts, stops     [2] each, if `common`: the ranges before and after these, which all copies read
     """
     common = len({c.row for c in copies}) == 1 < len(copies)
     start = min(c.replaced[0] for c in copies) if common else 0
@@ -98,15 +98,15 @@ def described(copies: Sequence[Copy]) -> tuple[Shape, list[int]]:
 
 
 class Reading:
-    """The context of `decode`: rows attend to their copy's own new keys and values and to stored ranges.
+    """The context of `decode`: rows attend to their copy's own new keys and values and to ranges of stored ones.
 
-    The new ones go in front of the stored as sinks of the operator, so that one softmax runs over both; what lies
-    between the stored tokens that a copy replaces is read in several ranges, whose results are merged. Copies of one
-    protein read together, once for all of them, what stands in front of the first token that any of them replaces and
-    behind the last. All that is the same in every layer is made here, before the first.
+    New tokens are passed to the operator as sinks in front of the stored ones, so that one softmax covers both. The
+    tokens between those that a copy replaces are read in several ranges, whose results are merged. Copies of one
+    protein read the tokens before the first and after the last replaced one together, once for all. Everything that is
+    the same in all layers is made here, before the first.
 
-    numbers   int32, as `described` has them, on the device of the store
-    layers    of each attention module's id, how it packs and what is stored of it
+    numbers   int32, as made by `described`, on the device of the store
+    layers    by each attention module's id: how it packs, and its part of the store
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Reading:
         sizes = [2 * copies * m, copies, 2 * parts * copies, 4 if common else 0]
         tokens, self.rows, ranges, shared = numbers.split_with_sizes(sizes)
         self.ids, self.positions = tokens.view(2, copies, m)
-        self.starts, self.stops = ranges.view(2, parts * copies)  # as rows of all that `attend` takes
+        self.starts, self.stops = ranges.view(2, parts * copies)  # one row of the calls of `attend` for each
         each = self.rows.repeat(parts)
         self.table = store.table.index_select(0, each)
         self.factor = store.factor.index_select(0, self.rows)
@@ -155,7 +155,7 @@ class Reading:
         value: torch.Tensor,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each copy, its new tokens and its ranges: (out, lse) [parts, copies, heads, m, ..]."""
+        """Attention of each copy to its new tokens and its ranges: (out, lse) [parts, copies, heads, m, ..]."""
         sinks = 0 if layer.sinks is None else layer.sinks.shape[3]
         room = self.room.get(sinks)
         if room is None:
@@ -179,8 +179,8 @@ class Reading:
 
 
 class _Room:
-    """Queries, and new keys and values in front of stored sinks, once for every part, as `attend` takes them: made once
-    for a step, filled anew by each layer.
+    """Queries, and new keys and values in front of stored sinks, repeated for every part, as `attend` takes them. They
+    are allocated once for a step and filled by each layer.
 
     query          [parts * copies, heads, m, head_dim]
     sink_k, sink_v  [parts * copies, heads, m + sinks, head_dim]
@@ -197,7 +197,7 @@ class _Room:
     def fill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer, rows: torch.Tensor
     ) -> None:
-        """Of one layer: query, key, value [copies, heads, m, head_dim], and the sinks of these rows of the store."""
+        """Copies in query, key, value [copies, heads, m, head_dim] of one layer, and the sinks of these rows."""
         self._query.copy_(query)
         self._key.copy_(key)
         self._value.copy_(value)
@@ -206,8 +206,8 @@ class _Room:
 
 
 class _Common:
-    """Stored tokens of one protein that all its copies see, in two ranges, read once: the rows of all copies are
-    queries of one sequence.
+    """Stored tokens of one protein that all its copies see, in two ranges. They are read once: the rows of all copies
+    are queries of one sequence.
 
     rows     int32 [copies], of the store, all the same;  bounds   int32 [4]: starts and stops
     """

@@ -1,10 +1,10 @@
 """The variant-effect scans of Meier et al. (2021, doi 10.1101/2021.07.09.450648): a mutation to amino acid a at a
-position scores ``log p(a) - log p(wild type)``, in nats, by what the model expects there.
+position scores ``log p(a) - log p(wild type)``, in nats, with the model's distribution p at that position.
 
-Masked marginals: while the position is masked. Exactly, that is a full pass per position. With a shared context it is
-one pass that stores packed keys and values, and one row per position: the masked residue alone runs, and reads its own
-new keys and values and all stored ones but those it hides. Other residues' deeper states still know what stood there,
-so the two differ. Wild-type marginals: nothing is masked, and one pass gives all positions.
+Masked marginals mask the position. Exactly, that takes a full pass per position. With a shared context, one pass stores
+packed keys and values, and then one row per position runs: the masked residue alone, which reads its own new keys and
+values and all stored ones but those it replaces. The stored states of other residues still depend on the true residue,
+so the two results differ. Wild-type marginals mask nothing; one pass gives all positions.
 `docs/esm-results.md` says how long each takes and how far their ranks agree.
 """
 
@@ -36,10 +36,10 @@ class Scan:
     """The result of a scan.
 
     sequence    letters of the protein
-    positions   which were scanned, counted from 0
+    positions   the positions that were scanned, counted from 0
     log_probabilities   float32 [positions, 20], nats: of each amino acid of `AMINO_ACIDS` at the position, among all
                 tokens of the alphabet
-    wild_type   float32 [positions], the same of the letter that stands there
+    wild_type   float32 [positions], the same of the protein's own letter
     """
 
     sequence: str
@@ -49,8 +49,8 @@ class Scan:
 
     @property
     def scores(self) -> NDArray[np.float32]:
-        """float32 [positions, 20]: ``log p(mutation) - log p(wild type)``, nats; below 0 where the model prefers what
-        stands there."""
+        """float32 [positions, 20]: ``log p(mutation) - log p(wild type)``, nats; below 0 where the model prefers the
+        wild type."""
         return self.log_probabilities - self.wild_type[:, None]
 
 
@@ -66,7 +66,7 @@ def masked_marginals(
     batch_size: int = 32,
     progress: bool = False,
 ) -> Scan:
-    """Masks each position of a protein in turn and asks the model what belongs there; see `Scan`.
+    """Masks each position of a protein in turn and takes the model's distribution there; see `Scan`.
 
     model      an ESM-2 model with a masked-language head, in eval mode, patched or not: the exact scan and the pass
                that fills the context use the model's own attention
@@ -74,7 +74,7 @@ def masked_marginals(
     positions  counted from 0; None: all
     shared_context   True: one pass, then one row per position over packed keys and values. False: a full pass for
                each position
-    spec, calibration   how the shared context is packed, as in `ContextCache`; not looked at if `context` is given
+    spec, calibration   how the shared context is packed, as in `ContextCache`; ignored if `context` is given
     context    a ContextCache of this model that has read this sequence, to be used again
     batch_size   masked copies that run together.  progress: a bar on stderr; needs tqdm
 
@@ -102,7 +102,7 @@ def masked_marginals(
 
 
 def wild_type_marginals(model: Any, sequence: Letters, positions: Sequence[int] | None = None) -> Scan:
-    """Asks the model what it expects at each position of a protein that it sees whole, in one full pass; see `Scan`.
+    """Takes the model's distribution at each position of a protein with nothing masked, in one full pass; see `Scan`.
 
     model      an ESM-2 model with a masked-language head, in eval mode, patched or not: its own attention is used
     sequence, positions   as in `masked_marginals`
@@ -178,7 +178,7 @@ def _from_context(cache: ContextCache, protein: int, batch: Sequence[int]) -> to
 
 
 class _Plain:
-    """The context of an exact scan: attention as the model alone has it, patched or not."""
+    """The context of an exact scan: the model's own attention, patched or not."""
 
     def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None) -> torch.Tensor:
         return plain_attention(module, query, key, value, mask, scaling)

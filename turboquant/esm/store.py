@@ -1,4 +1,4 @@
-"""What a ContextCache keeps of proteins: packed keys and values of every layer, and what all layers have in common."""
+"""The store of a ContextCache: packed keys and values of every layer, and tensors that all layers share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DATA_PTR, _VERSION = torch.Tensor.data_ptr, torch.Tensor._version.__get__  # ty
 
 @dataclass
 class Layer:
-    """What is held of one layer.
+    """The stored keys and values of one layer.
 
     pages    uint8 [pages, heads, record_bytes]
     sinks    [2, n, heads, sinks, head_dim], keys and values; None: the spec has none
@@ -34,9 +34,9 @@ class Layer:
 
 
 class Weights:
-    """Those of a model, to see whether one has changed since: in place, for another tensor, or with its module; not by
-    a write through `.data`, which leaves no trace. Every step asks, so all loops run in C. A copy is of the copied
-    model's, and as unchanged as what it was made of."""
+    """Remembers the weights of a model, to detect changes: in place, by another tensor, or by another module, but not
+    writes through `.data`. Every step checks, so all loops run in C. A copy refers to the copied model's weights and is
+    unchanged if the original was."""
 
     _before: tuple[list[Any], ...] | None  # None: changed before this was copied
 
@@ -47,7 +47,7 @@ class Weights:
         self._look()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: getattr(self, name) for name in ("_modules", "_members", "_held")}  # a copy has ids of its own
+        kept = {name: getattr(self, name) for name in ("_modules", "_members", "_held")}  # ids differ in a copy
         return {**kept, "unchanged": self.unchanged()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -65,15 +65,15 @@ class Weights:
         return self._now() == self._before
 
     def _now(self) -> tuple[list[Any], ...]:
-        """Which objects there are (all are kept alive, so that none gets another's id), where their numbers lie, how
-        often these were written."""
+        """The ids of all objects (which are kept alive, so that no id is reused), and addresses and versions of the
+        weights."""
         members = list(map(id, chain.from_iterable(map(dict.values, self._members))))
         return members, list(map(_DATA_PTR, self._held)), list(map(_VERSION, self._versioned)), [self._held[0].dtype]
 
 
 @dataclass
 class Store:
-    """What `encode` keeps. Row r of every tensor is the protein `tokens[r]`."""
+    """The result of `encode`. Row r of every tensor is the protein `tokens[r]`."""
 
     tokens: list[list[int]]
     row_of: list[int]  # of each protein, in the order in which they were given
@@ -81,7 +81,7 @@ class Store:
     table: torch.Tensor  # int32 [n, most pages]
     factor: torch.Tensor  # of token dropout, float32 [n]
     layers: list[Layer]
-    weights: Weights  # that made it
+    weights: Weights  # of the model that made it
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.lengths, self.table, self.factor)
@@ -91,8 +91,8 @@ class Store:
 
 def empty(base: Any, modules: Sequence[Any], specs: Sequence[PackedAttention], tokens: list[list[int]],
           row_of: list[int]) -> Store:  # fmt: skip
-    """Room for proteins whose token ids these are, in the layers whose attention `modules` are. Layers share one
-    table, so that each has the pages of the one with the fewest sinks."""
+    """An empty store for proteins of these token ids. modules: the attention of each layer. Layers share one table, so
+    each has as many pages as the layer with the fewest sinks."""
     weights = base.embeddings.word_embeddings.weight
     device, n, layers = weights.device, len(tokens), []
     fewest = min(packed.spec.sinks for packed in specs)

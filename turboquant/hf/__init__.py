@@ -1,4 +1,4 @@
-"""What meets transformers: the cache and its layers, attention, patches, files, evaluation."""
+"""The integration with transformers: the cache and its layers, attention, patches, files, evaluation."""
 
 from ..findings import OLDEST
 

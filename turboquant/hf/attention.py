@@ -1,14 +1,13 @@
-"""How a transformers model's attention reaches a TurboQuantCache: an attention function, a mask function, and keys that
-know their layer.
+"""Connects the attention of a transformers model to a TurboQuantCache: an attention function, a mask function, and keys
+that know their layer.
 
-`TurboQuantCache.update` hands the model its new keys back as `FreshKeys`, a tensor that remembers which cache layer it
-belongs to. The model passes it on to the attention function that its configuration names; if that is "turboquant",
-`attention` below finds the layer in it. Nothing global is involved, so threads may run patched models side by side. Any
-other use of those keys is an error.
+`TurboQuantCache.update` returns the new keys as `FreshKeys`, a tensor that remembers its cache layer. The model passes
+it to the attention function that its configuration names; if that is "turboquant", `attention` below finds the layer in
+it. No global state is involved, so threads may run patched models side by side. Any other use of these keys is an
+error.
 
-Masks are not made unless something needs them: the mask function returns a `MaskRequest`, which holds what the model
-asked for. A packed layer takes the left padding from it, once per forward; attention without a packed cache has
-transformers make the tensor.
+Masks are only made if needed: the mask function returns a `MaskRequest` with the model's arguments. A packed layer
+takes the left padding from it, once per forward; attention without a packed cache has transformers make the tensor.
 """
 
 from __future__ import annotations
@@ -61,15 +60,15 @@ class MaskRequest:
         return self.made("sdpa")
 
     def padding(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
-        """Padding in front of each sequence, as found in the first forward (`before` is 0) or `known` since then; that
-        of sequences of which nothing but padding was seen may go on.
+        """Padding in front of each sequence: found in the first forward (`before` is 0), `known` later. Sequences that
+        had only padding so far may have more.
 
         before, tokens   positions of each sequence before this forward, and new ones
         known            the padding of an empty cache is unknown: zeros, as many as sequences
 
-        Checked once per forward; in one of a single token on a GPU not at all. Raises NotImplementedError for masks
-        that are more than causal, sliding and left-padded, ValueError for padding anywhere but on the left, or that
-        contradicts what is stored.
+        Checked once per forward, but not in a step of one token on a GPU. Raises NotImplementedError for masks other
+        than causal, sliding and left-padded, ValueError for padding that is not on the left or that contradicts what
+        is stored.
         """
         if self._padding is None:
             if not self._arguments.get("allow_is_causal_skip", True):  # False where transformers adds another pattern
@@ -100,9 +99,9 @@ class MaskRequest:
         if mask.shape != (len(known), after):
             raise ValueError(f"`attention_mask` must cover the {before} stored positions and the {tokens} new ones, "
                              f"shape {(len(known), after)}, got {tuple(mask.shape)}")  # fmt: skip
-        begun = [pad < before for pad in known]  # of the others nothing is stored: their padding may go on
+        begun = [pad < before for pad in known]  # the others hold nothing yet: they may have more padding
         if tokens == 1 and mask.device.type != "cpu" and all(begun):
-            return known  # reading it back would stop the queue of the device in every step
+            return known  # reading the mask would wait for the device in every step
         if not all(begun):
             masked = (~mask).sum(1).tolist()
             known = tuple(pad if has else most for pad, has, most in zip(known, begun, masked))
@@ -139,10 +138,10 @@ _METADATA = {
 
 
 class FreshKeys(torch.Tensor):
-    """The keys that a packed layer was given in this forward, [batch, kv_heads, tokens, head_dim], not stored yet.
+    """New keys of a packed layer in this forward, [batch, kv_heads, tokens, head_dim], not stored yet.
 
-    Only shape, dtype and device can be read. Every other operation raises RuntimeError: a model that computes with them
-    does not use the attention function of this package and would miss the history.
+    Only shape, dtype and device can be read. Every other operation raises RuntimeError: a model that computes with
+    these keys does not use the attention function of this package and would ignore the stored tokens.
     """
 
     layer: PackedLayer
@@ -185,8 +184,8 @@ def own_attention(
     dropout: float,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as the model does without this package: SDPA, or its eager function where there is a soft-cap, or
-    weights are asked for, which SDPA lacks."""
+    """The model's attention without this package: SDPA, or its eager function for a soft-cap or if weights are wanted,
+    which SDPA does not support."""
     kind = "eager" if options.get("softcap") is not None or options.get("output_attentions") else "sdpa"
     if isinstance(attention_mask, MaskRequest):
         attention_mask = attention_mask.made(kind)
@@ -220,7 +219,7 @@ def attention(
     """The attention function "turboquant".
 
     query   [batch, query_heads, tokens, head_dim];  key, value  [batch, kv_heads, positions, head_dim], or the new
-            tokens alone where key is `FreshKeys`: then the layer that it names stores them and attends to its history
+            tokens alone if key is `FreshKeys`: its layer then stores them and attends to all stored tokens
     returns [batch, tokens, query_heads, head_dim], dense, in the dtype of query, and no weights
 
     A model compiled by torch.compile calls it, and `TurboQuantCache.update`, between its graphs.

@@ -1,4 +1,4 @@
-"""TurboQuantCache: a transformers Cache whose layers hold packed keys and values (`layer.PackedLayer`), and attend to
+"""TurboQuantCache: a transformers Cache whose layers (`layer.PackedLayer`) hold packed keys and values and attend to
 them."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .moments import moments_for, moments_notes
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
 
-# What all layers must have alike, and how a refusal calls it.
+# Attributes that must be the same in all layers, and their names in errors.
 _UNIFORM = {
     "head_dim": "head_dims",
     "num_key_value_heads": "numbers of KV heads",
@@ -86,15 +86,15 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     model    the model, or its configuration. Only the number and kind of its layers matter, shapes come from tensors
     spec     a CacheSpec or the name of a preset; None: what `model` was patched with, its calibration included
-    calibration   a Calibration or its file, for a given spec that uses one; None otherwise
-    moments  of the model (`turboquant.measure`) or their file, for a given spec with a wave or a metric. None: those
-             that `model` was patched with. If there are none, they are measured, once for each model, with one line on
-             stderr if it takes longer than two seconds
+    calibration   a Calibration or its file, if `spec` is given and uses one; else None
+    moments  moments of the model (`turboquant.measure`) or their file, if `spec` is given and has a wave or a metric.
+             None: those that `model` was patched with. If there are none, they are measured, once for each model, with
+             one line on stderr if it takes longer than two seconds
 
     Raises TypeError for a configuration without a spec, and ValueError without a spec for a model that is not patched.
     Raises NotImplementedError for layers that cannot be packed and models that cannot be measured, and ValueError for
-    a calibration or moments that are missing, not wanted, or of a model of another configuration (its weights are
-    compared by `turboquant.patch`, which has them).
+    a calibration or moments that are missing, not used by the spec, or of another configuration (`turboquant.patch`
+    also compares weights).
     """
 
     def __init__(
@@ -162,9 +162,9 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     def fork(self) -> TurboQuantCache:
         """Another cache that begins with all that this one holds, such as a system prompt encoded once for many chats.
 
-        Both go their own way from here. Packed pages are shared until one of them writes to a page, which is then the
-        last, part-filled one alone; sinks and window are copied. What is shared counts in `nbytes` of both, and
-        is freed with the last of them. On CUDA, forks are to be used on one stream.
+        Both are independent from here. They share packed pages; the first to write to a shared page, which can only be
+        the last, part-filled one, copies it. Sinks and window are copied. Shared pages count in `nbytes` of both, and
+        are freed with the last of them. On CUDA, use all forks on one stream.
         """
         other = TurboQuantCache.__new__(TurboQuantCache)
         other.spec, other.fingerprint = self.spec, self.fingerprint
@@ -224,15 +224,15 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         return self._shared.held(device)
 
     def replayed(self, device: torch.device) -> None:
-        """Says that the last forward, of one token, has run once more on the device alone (`graph.DecodeGraph`)."""
+        """Counts a replay of the last forward, of one token, on the device (`graph.DecodeGraph`)."""
         self._shared.replayed(device)
 
     def check(self) -> None:
         """Raises ValueError if a key or value stored on CUDA since the cache was empty was not finite or exceeded
         16384; the message names the layer, sequence and position of the first one of a layer.
 
-        Waits for the device: no forward calls it. Such a number was stored as 0 or as the limit, and no other token
-        noticed. On the CPU the forward itself raises.
+        Waits for the device; forwards do not call it. Such a number was stored as 0 or as the limit, and affects no
+        other token. On the CPU the forward itself raises.
         """
         flagged = [layer.storage for layer in self.layers if layer.storage.flag is not None]
         for device in {layer.flag.device for layer in flagged}:
@@ -279,12 +279,12 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the allocator holds for this cache: every storage once, room for tokens to come included."""
+        """Bytes that the allocator holds for this cache: every storage once, unused room included."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in self.tensors()}
         return sum(storages.values())
 
     def report(self) -> CacheReport:
-        """The bytes of each layer by part, and what they come to against bfloat16; ``print`` it for a table."""
+        """The bytes of each layer by part, compared with bfloat16; ``print`` it for a table."""
         layers = tuple(layer_report(layer.storage) for layer in self.layers)
         notes = moments_notes(self._shared.moments, [layer.spec for layer in self.layers])
         return CacheReport(layers, bytes_by_part(self._common_tensors()), notes)

@@ -1,6 +1,6 @@
-"""Whether a model can be packed, and what that would save: from its configuration alone, no weights are read.
+"""Whether a model can be packed, and what that would save, from its configuration alone: no weights are read.
 
-The model is made on the meta device, and asked what `patch` asks, by the same code.
+The model is made on the meta device and checked by the code that `patch` uses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HELP = "docs/troubleshooting.md says what is supported; the model runs without 
 
 
 def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
-    """Findings about the model at a folder or hub name, for a preset and one sequence of so many tokens.
+    """Findings about the model at a folder or hub name, for a preset and one sequence of `tokens` tokens.
 
     Ends with the first that fails. ValueError for an unknown preset or fewer than 1 token.
     """
@@ -87,7 +87,7 @@ def _refusal(model: Any, spec: CacheSpec) -> str | None:
 
 
 def _moments(model: Any, name: str, preset: str, spec: CacheSpec) -> Finding:
-    """What a wave or a metric is measured on, and where that is kept."""
+    """What moments are measured on, and where they are kept."""
     if not spec.measured:
         return Finding("moments", f"{preset} needs none")
     source, why = PROTEINS, ""

@@ -1,15 +1,14 @@
-"""`evaluate`: what a spec costs in quality and what it holds in bytes, measured on text through the packed path itself.
+"""`evaluate`: the quality and the bytes of a spec, measured on text through the packed path.
 
-The model runs twice over each window: alone, and with a `TurboQuantCache` from whose packed bytes every query reads
-every key and value, its own token's included (the spec's `prefill` is "packed" here, whatever it says). Divergence is
-that of the next token's distribution from the model's own. Nothing is simulated: what is measured is what is stored.
+The model runs twice over each window: alone, and with a `TurboQuantCache`. There every query reads stored keys and
+values, its own token's included (with `prefill="packed"`, whatever the spec says). Divergence is that of the next
+token's distribution from the model's own.
 
-Then both continue the first half of each window, each by its own likeliest tokens, and what counts is how long the two
-texts are equal. Here every field of the spec holds, `prefill` too.
+Then both continue the first half of each window greedily, and the number of tokens until the texts differ is counted.
+Here every field of the spec holds, `prefill` too.
 
-A spec is measured as it is, its sinks and its window included. A window of 128 exact tokens hides most of what a scheme
-does to short texts: ``everything_packed=True`` measures without it. `str` of a result, and the table of `turboquant
-eval`, say which it was.
+A spec is measured with its sinks and its window. A window of 128 exact tokens hides most effects on short texts:
+``everything_packed=True`` measures without it. `str` of a result and the table of `turboquant eval` say which it was.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = [
 ]
 
 PREFILLS = ("packed", "chunked", "decode")
-GENERATED = 1024  # tokens of a free-running text at most
+GENERATED = 1024  # the most tokens of a free-running text
 AGREEMENTS = (64, 256, 1024)  # first tokens whose equality is reported
 _PER_TOKEN = ("pages", "sinks", "window")  # parts of a cache that grow with it, or hold its tokens
 
@@ -53,10 +52,10 @@ AnyCalibration = Calibration | str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class FreeRunning:
-    """Greedy texts after the same prompts, with the full cache and with the packed one. An end of sequence ends none.
+    """Greedy texts after the same prompts, with the full cache and with the packed one. They go on after an end token.
 
-    prompt_tokens   of each prompt: the first half of a window
-    tokens          generated to each at most: what was asked for, or what the model's positions leave
+    prompt_tokens   tokens of each prompt: the first half of a window
+    tokens          the most that are generated for each: as many as asked for, or as the model has positions
     equal           for each prompt, how many tokens the texts share before they part; `tokens` if they never did
     """
 
@@ -95,10 +94,10 @@ class Evaluation:
                     percentile, largest
     perplexity, reference_perplexity   of the text, with the packed cache and without
     top1_agreement  share of tokens after which both call the same one likeliest, 0..1
-    bytes_per_token  measured on the cache: pages, sinks and window over the tokens held; all layers and heads
-    effective_bits  the same per number
-    fixed_bytes     what the cache holds beside: tables, lengths, moments, rotations, calibration
-    free_running    of greedy texts; None if none was generated
+    bytes_per_token  measured on the cache: bytes of pages, sinks and window over the tokens held; all layers and heads
+    effective_bits  bits per number, from the same bytes
+    fixed_bytes     the cache's other bytes: tables, lengths, moments, rotations, calibration
+    free_running    results of greedy texts; None if none was generated
     """
 
     spec: CacheSpec
@@ -165,9 +164,9 @@ def evaluate(
     spec     a CacheSpec or the name of a preset;  calibration  for a spec that uses one.
     prefill  "packed": one forward; "chunked": `chunk` tokens at a time; "decode": one by one. They agree to rounding: a
              cache with `outliers="prompt"` gets its first `outlier_tokens` in one forward in all three.
-    everything_packed   without the spec's window, in any layer: all is packed but its sinks.
-    generate  tokens of each free-running text at most; 0: none. They are generated one by one, and stop where the texts
-             of a batch have all parted.
+    everything_packed   without the spec's window, in any layer: all tokens but the sinks are packed.
+    generate  the most tokens of each free-running text; 0: none. Generation stops when all texts of a batch have
+             parted.
     batch    windows that run together.
 
     Raises what `turboquant.patch` and `TurboQuantCache` raise, and ValueError or TypeError that names the argument: all
@@ -241,8 +240,8 @@ def _checked(windows: Any) -> torch.Tensor:
 
 @contextmanager
 def _ready(model: Any, specs: Mapping[str, CacheSpec], calibration: AnyCalibration) -> Iterator[Any]:
-    """The model patched, in eval mode and without gradients, and as it was afterwards. Yields what makes a new cache of
-    a spec's name, and of another `prefill` than its own if one is given."""
+    """Patches the model, in eval mode and without gradients, and restores it. Yields a function that makes a new cache
+    for the name of a spec, with another `prefill` if one is given."""
     found = None if calibration is None else Calibration.of(calibration)
     text = checked_config(model.config)
     used: dict[str, Calibration | None] = {}
@@ -332,7 +331,7 @@ def _greedy(model: Any, ids: torch.Tensor, cache: Any) -> Iterator[torch.Tensor]
 
 
 class _Kept:
-    """What an iterator gave, by index. It is asked for no more than is read."""
+    """The items of an iterator by index, each computed when it is first read."""
 
     def __init__(self, source: Iterator[torch.Tensor]) -> None:
         self.source, self.held = source, list[torch.Tensor]()
@@ -425,7 +424,7 @@ def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.
 
 
 def spaced(ids: Sequence[int], windows: int, length: int) -> list[Sequence[int]]:
-    """So many windows of `ids`, from its start to its end."""
+    """`windows` windows of `ids`, spaced evenly from its start to its end."""
     starts = [i * (len(ids) - length) // max(windows - 1, 1) for i in range(windows)]
     return [ids[start : start + length] for start in starts]
 

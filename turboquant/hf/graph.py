@@ -1,9 +1,9 @@
-"""Decoding steps as one CUDA graph: what a step costs is then what its kernels cost, not what Python does between them.
+"""Decoding steps as one CUDA graph, so that a step takes the time of its kernels, without Python between them.
 
-A step of a patched model reads nothing back, and the cache's own tensors keep their place from step to step, so a step
-that was recorded once can be replayed: lengths grow on the device, and the host's counts follow here. Whatever moves a
-tensor (new pages, `crop`, other beams, a model that was moved or cast) is noticed before a replay, and the step is
-recorded anew. What else a forward does by itself, such as another adapter that was switched on, is not.
+A step of a patched model reads nothing back from the device, and the cache's tensors keep their addresses from step to
+step, so a recorded step can be replayed: lengths grow on the device, and the host's counts are updated here. Whatever
+moves a tensor (new pages, `crop`, other beams, a model that was moved or cast) is detected before a replay, and the
+step is recorded again. Other changes of a forward, such as switching adapters, are not detected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .names import CACHE, NAMES, cache_argument, given_cache, outputs_with
 
 __all__ = ["DecodeGraph", "ForwardWithGraphs"]
 
-AHEAD = 512  # positions that room is made for at once: recording takes some milliseconds a layer
+AHEAD = 512  # positions to reserve at once: each time the step is recorded again, some milliseconds per layer
 
 # Arguments of a forward that a replay follows, or that do not change its logits.
 _FOLLOWED = {"input_ids", "position_ids", *NAMES}
@@ -38,10 +38,10 @@ class DecodeGraph:
 
     cache     a TurboQuantCache on one CUDA device that holds tokens (after the prompt), without sliding windows
     forward   the `forward` of a patched model
-    weights   the model's parameters: a step is recorded anew when one of them lies elsewhere
+    weights   the model's parameters: a step is recorded again when the address of one changes
 
-    A step runs as usual when something has changed since the last one, is recorded the next time, and replayed from
-    then on. Room for `AHEAD` positions is made at once. Other forwards may use the cache between steps.
+    When something has changed, the next step runs as usual, the one after it is recorded, and later ones are replayed.
+    Room for `AHEAD` positions is made at once. Other forwards may use the cache between steps.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class DecodeGraph:
 class ForwardWithGraphs:
     """The `forward` of a model with decoding steps on a TurboQuantCache replayed; all other calls are as before.
 
-    Like a bound method it has a `__self__`, the model, and unlike one it is still there after a pickle of the model;
-    graphs are not copied.
+    Like a bound method it has a `__self__`, the model. Unlike one it survives a pickle of the model; graphs are not
+    copied.
     """
 
     def __init__(self, model: Any) -> None:

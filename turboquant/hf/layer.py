@@ -1,5 +1,5 @@
-"""One layer of a TurboQuantCache, as transformers and the attention function meet it: checks of what a forward brings,
-its padding and window, and the methods that transformers calls. `storage` keeps the tokens.
+"""One layer of a TurboQuantCache, as transformers and the attention function use it: it checks the tensors, padding and
+window of a forward and has the methods that transformers calls. `storage` keeps the tokens.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Passes a result on; a backward pass that comes through it is an error instead of a gradient without the keys and
-    values."""
+    """Passes a result on. A backward pass through it is an error: its gradient would lack keys and values."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
@@ -98,7 +97,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes the new keys and values of a forward, [batch, kv_heads, tokens, head_dim], on to its attention.
+        """Passes the new keys and values of a forward, [batch, kv_heads, tokens, head_dim], on to its attention.
 
         Nothing is stored yet. Returns the keys as `FreshKeys`, which only this package's attention function accepts,
         and the values. Raises ValueError or TypeError for another shape, dtype or device than that of the tokens
@@ -156,8 +155,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage.bring_back()
 
     def activate_past_recording(self) -> None:
-        """From now on keeps, until the next `crop`, what leaves the window, so that crop can bring it back: a copy of
-        the window for each forward. transformers calls it before assisted decoding."""
+        """From now on every forward keeps a copy of the window, so that `crop` can bring back tokens that left it.
+        transformers calls this before assisted decoding."""
         self.storage.record_past = True
 
     is_croppable = True
@@ -165,9 +164,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens: int) -> None:
         """Forgets the last -tokens positions; a positive number is how many to keep (transformers 4.57).
 
-        Exact: what stays is what a shorter text would have left. Raises NotImplementedError where tokens would have to
-        come back that have left the window (unless they were recorded, see `activate_past_recording`) or fallen out of
-        a sliding window.
+        The result is exactly that of a shorter text. Raises NotImplementedError if it would need tokens that have left
+        the window (unless they were recorded, see `activate_past_recording`) or fallen out of a sliding window.
         """
         stored, tokens = self.storage, operator.index(tokens)
         keep = stored.tokens + tokens if tokens <= 0 else min(tokens, stored.tokens)
@@ -213,7 +211,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         try:
             self.storage.select(sequences)
         except RuntimeError:
-            for layer in self._shared.layers if self.index else ():  # of which the first ones have changed places
+            for layer in self._shared.layers if self.index else ():  # the first ones are reordered already
                 layer.damaged = True
             raise
 
@@ -264,7 +262,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise
 
     def _check_model(self, module: torch.nn.Module) -> None:
-        """Before the first layer of a forward stores anything."""
+        """Checks that the cache is of this model, before the first layer of a forward stores anything."""
         layers, held = getattr(getattr(module, "config", None), "num_hidden_layers", 0), len(self._shared.layers)
         if layers > held:
             raise ValueError(f"`{CACHE}` must be a cache of this model's {layers} layers, got one of {held}")

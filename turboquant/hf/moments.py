@@ -23,16 +23,16 @@ AnyMoments = Moments | str | os.PathLike[str] | None
 _SAID_AFTER = 2.0  # seconds
 _WAY_OUT = 'pass `moments` from a file (turboquant.Moments.load), or use a spec with centre="none" and metric="none"'
 
-# Of each model, those measured last and the tokenizer they were measured with.
+# For each model the moments measured last and their tokenizer.
 _measured: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Moments]] = weakref.WeakKeyDictionary()
 
 
 def moments_for(model: Any, specs: Sequence[CacheSpec], given: AnyMoments = None) -> Moments | None:
-    """For the layers of `model`, whose specs these are; None where no spec uses any.
+    """The moments for `model`, with one spec per layer; None if no spec uses any.
 
-    model   or its configuration, if `given` is not None
-    Raises TypeError for another object, ValueError for moments that are missing, not wanted, damaged or of another
-    model, NotImplementedError for a model that cannot be measured.
+    model   the model, or its configuration if `given` is not None
+    Raises TypeError for another object, ValueError for moments that are missing, not used, damaged or of another model,
+    NotImplementedError for a model that cannot be measured.
     """
     if not any(spec.measured for spec in specs):
         if given is not None:
@@ -76,7 +76,7 @@ def _measure(model: torch.nn.Module, tokenizer: Any) -> Moments:
 
 
 def moments_notes(moments: Moments | None, specs: Sequence[CacheSpec]) -> tuple[str, ...]:
-    """What the report of a cache says of its moments."""
+    """Notes on the moments for the report of a cache."""
     if moments is None:
         return ()
     notes = [f"moments of {moments.tokens:,} tokens: {moments.source or 'of unknown source'}"]

@@ -1,6 +1,6 @@
-"""What transformers calls the cache: `cache` since 5.24, `past_key_values` before. The installed code is asked for it.
+"""The name of transformers' cache argument: `cache` since 5.24, `past_key_values` before.
 
-A forward tells by its signature, so a model whose code is older than transformers (remote code) is met as well.
+It is read from the signature of a forward, because a model's code may be older than transformers (remote code).
 """
 
 from __future__ import annotations

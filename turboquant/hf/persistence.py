@@ -4,9 +4,9 @@ A file is safetensors (`files`): the moments of the model, if the spec has a wav
 they are in memory, and a header that says the spec, the model's fingerprint, lengths, rows of page indices, and a
 checksum of every page and tensor.
 
-Nothing that a file claims is believed: its tensors must be those that `save` would write for what the header says, and
-that fill the file, before anything is allocated. The checksums find damage; they do not stop somebody who makes them
-fit. Such a file can hold wrong numbers, and nothing worse.
+No claim of a file is trusted. Before anything is allocated, its tensors must be those that `save` would write for its
+header, and must fill the file. The checksums find damage, but not a forgery: a forged file can hold wrong numbers, and
+nothing worse.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _EXACT = ("sink_k", "sink_v", "window_k", "window_v")
 def _tensors(
     specs: list[CacheSpec], positions: int, dtype: str, batch: int, kv_heads: int, head_dim: int, pages: list[int]
 ) -> dict[str, Tensor]:
-    """What a cache of these sizes has in its file, in order; `pages` of each layer."""
+    """The tensors in the file of a cache of these sizes, in order. pages: how many each layer has."""
     found: dict[str, Tensor] = {}
     for i, (spec, n_pages) in enumerate(zip(specs, pages)):
         record_bytes = PAGE_TOKENS * spec.bytes_per_token(head_dim)
@@ -68,7 +68,7 @@ def _tensors(
 
 
 def _moments_tensors(shapes: list[list[int]]) -> dict[str, Tensor]:
-    """What moments of these shapes, [kv_heads, head_dim, pairs, rank] of each layer, have in a file, in order."""
+    """The tensors of moments in a file, in order. shapes: [kv_heads, head_dim, pairs, rank] of each layer."""
     found = {}
     for i, sizes in enumerate(shapes):
         for name, (shape, dtype) in array_shapes(*sizes).items():
@@ -94,7 +94,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def calibration_mark(calibration: Calibration | None) -> str | None:
-    """A checksum of what a calibration does to keys and values."""
+    """A checksum of the arrays of a calibration that affect keys and values."""
     if calibration is None:
         return None
     sums = {name: crc32([array_bytes(array)]) for name, array in calibration.arrays().items()}
@@ -103,14 +103,14 @@ def calibration_mark(calibration: Calibration | None) -> str | None:
 
 
 def moments_mark(moments: Moments | None) -> str | None:
-    """A checksum of what moments do to keys."""
+    """A checksum of moments."""
     if moments is None:
         return None
     return f"{crc32(array_bytes(array) for array in moments.arrays().values()):08x}"
 
 
 def _mark(model: Any) -> dict[str, Any]:
-    """What a file says of a model, or of its configuration."""
+    """The fingerprint in a file, of a model or its configuration."""
     if hasattr(model, "state_dict"):
         return {**describe(model.config), "weights": weight_sums(model)}
     if not hasattr(model, "num_hidden_layers") and not hasattr(model, "get_text_config"):
@@ -119,7 +119,7 @@ def _mark(model: Any) -> dict[str, Any]:
 
 
 def _differences(was: dict[str, Any], mark: dict[str, Any]) -> list[str]:
-    """In what a model's mark differs from an earlier one; empty if it is the same model."""
+    """How a model's mark differs from an earlier one; empty if it is the same model."""
     described = ({name: x for name, x in one.items() if name != "weights"} for one in (was, mark))
     found = differences(*described)
     if found or "weights" not in was or "weights" not in mark:
@@ -278,7 +278,7 @@ class _Reader:
         return cache
 
     def fill(self, cache: TurboQuantCache, devices: list[torch.device]) -> None:
-        """Tensors into layers, once all that the header says of them agrees with itself and its tensors."""
+        """Reads the tensors into layers, after checking that the header agrees with itself and with them."""
         header, layers = self.header, cache.layers
         specs = [layer.spec for layer in layers]
         wanted = self.moments_tensors(specs)
@@ -300,7 +300,7 @@ class _Reader:
             self.fill_layers(layers, views, devices)
 
     def moments_tensors(self, specs: list[CacheSpec]) -> dict[str, Tensor]:
-        """Those of the moments that the header describes."""
+        """Tensors of the moments that the header describes."""
         given = self.header["moments"]
         needed = any(spec.measured for spec in specs)
         _want(needed == (given is not None), f"its spec needs {'' if needed else 'no '}`moments`")
@@ -315,7 +315,7 @@ class _Reader:
         return _moments_tensors(shapes)
 
     def moments(self, cache: TurboQuantCache, places: dict[str, Tensor], held: dict[str, torch.Tensor]) -> Moments:
-        """The moments among its tensors, which go from `held`."""
+        """The moments among the tensors, which are removed from `held`."""
         arrays: dict[str, NDArray[Any]] = {}
         for name in [name for name in held if name.startswith("moments.")]:
             array = held.pop(name).numpy().view(numpy_dtype(places[name]))
@@ -325,7 +325,7 @@ class _Reader:
         return found
 
     def layers_tensors(self, layers: list[PackedLayer]) -> dict[str, Tensor]:
-        """Those of the layers, of a cache that holds tokens."""
+        """Tensors of the layers, for a cache that holds tokens."""
         header, positions = self.header, self.integer("positions")
         padding = self.integers("padding", most=positions)
         _want(header["dtype"] in list(_DTYPES)[:3], "`dtype` is none of a model")
@@ -342,7 +342,7 @@ class _Reader:
     def fill_layers(
         self, layers: list[PackedLayer], tensors: dict[str, torch.Tensor], devices: list[torch.device]
     ) -> None:
-        """Tensors, which are those of `layers_tensors`, into layers."""
+        """Puts the tensors of `layers_tensors` into layers."""
         header, padding = self.header, self.header["padding"]
         shape, dtype = (len(padding), header["kv_heads"], 0, header["head_dim"]), _DTYPES[header["dtype"]]
         for i, layer in enumerate(layers):
@@ -358,7 +358,7 @@ class _Reader:
             stored.released, stored.sliding_window = header["released"][i], header["sliding_windows"][i]
 
     def check_rows(self, i: int, layer: PackedLayer, padding: list[int], released: int) -> int:
-        """How many pages layer i has: each in a row, and each row as long as its sequence needs."""
+        """How many pages layer i has. Every page must be in a row, and each row as long as its sequence needs."""
         rows = self.header["rows"]
         _want(isinstance(rows, list) and len(rows) > i and isinstance(rows[i], list), "`rows` is not of this cache")
         _want(len(rows[i]) == len(padding), f"`rows[{i}]` is not of this batch")
@@ -375,7 +375,7 @@ class _Reader:
 
     @outside_autograd
     def bytes_of(self, name: str, place: Tensor, sums: Any) -> torch.Tensor:
-        """The bytes of a tensor, which begins after no more than zeros from where the last one ended."""
+        """The bytes of a tensor. Between the last one and it there may be only zeros."""
         gap = self.file.read(self.start + place.start - self.file.tell())
         _want(not any(gap), f"something is written before `{name}`")
         held = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
@@ -389,7 +389,7 @@ class _Reader:
 
 
 def _devices(model: Any, n_layers: int) -> list[torch.device]:
-    """Where each layer of a model computes: with its attention's weights. The CPU for no model."""
+    """The device of each layer, that of its attention's weights. The CPU without a model."""
     devices = [torch.device("cpu")] * n_layers
     if hasattr(model, "modules"):
         for module in model.modules():

@@ -1,5 +1,5 @@
 """Where the weights of a model are: on one device, on several, or, loaded with a `device_map`, in main memory or on
-disk. The last lie on the meta device; accelerate's hooks bring each to its device for one forward."""
+disk. Offloaded weights are on the meta device; accelerate's hooks bring each to its device for one forward."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def is_offloaded(model: torch.nn.Module) -> bool:
 
 
 def loaded(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The weight `tensor` of this name, from wherever it is; of one that ranks share, this rank's part; of a quantised
-    one of torchao, what it stands for. ValueError if it is nowhere."""
+    """The weight `tensor` of this name, wherever it is: this rank's part of a sharded one, and the dequantised numbers
+    of a quantised one of torchao. ValueError if it is on the meta device and not offloaded."""
     if not tensor.is_meta:
         local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
         if local is not None:

@@ -1,4 +1,4 @@
-"""Which attention function the configurations of patched models name, and what they named before.
+"""Sets the attention function that the configurations of patched models name, and restores it.
 
 Models may share one configuration object: it names its own attention again when the last patched one of them is
 unpatched.
@@ -32,7 +32,7 @@ def route(model: Any, name: str) -> Previous:
 
 
 def check_route(model: Any, name: str) -> None:
-    """RuntimeError where the configuration of a model that was routed names another attention than `name` by now."""
+    """RuntimeError if the configuration of a routed model now names another attention than `name`."""
     if (found := model.config._attn_implementation) != name:
         raise RuntimeError(
             f"{type(model).__name__}: attention is {found!r} since the model was patched (by set_attn_implementation, "
@@ -51,7 +51,7 @@ def restore(model: Any) -> None:
 
 @contextmanager
 def routed(model: Any, name: str) -> Iterator[None]:
-    """For the time of a call, and whether or not the model is patched: its configuration names `name`."""
+    """Has the model's configuration name `name` for the time of a call, whether or not the model is patched."""
     before = model.config._attn_implementation
     model.config._attn_implementation = name
     try:

@@ -1,9 +1,9 @@
-"""Which weights the keys and values of a model were made with: a CRC-32 of a sample of every tensor they depend on.
+"""Identifies the weights behind a model's keys and values: a CRC-32 of a sample of every tensor they depend on.
 
-The keys of the last layer depend on the embeddings, on all layers below, and in the last layer on what stands before
-its key and value projections. Of each tensor up to 16384 numbers count, of longer ones 16 runs of 4 numbers, spread
-over it: training and merged adapters change nearly all numbers of a tensor. The bytes are compared as they are stored,
-so that CPU and GPU, whole and offloaded models agree; a model in another dtype is another one.
+The keys of the last layer depend on the embeddings, on all layers below, and on the last layer's weights up to its key
+and value projections. A tensor of up to 16384 numbers counts whole, a longer one with 16 runs of 4 numbers, spread over
+it: training and merged adapters change nearly all numbers of a tensor. The bytes are compared as they are stored, so
+that CPU and GPU, whole and offloaded models agree; a model in another dtype is another one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _WHOLE = 2**14  # numbers of a tensor
 _RUNS, _RUN = 16, 4  # few places: each is a page to fetch where weights are mapped from a file
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: multiples of it modulo 2^64 are spread evenly
 
-# Words in names of weights of the last layer that its keys and values do not depend on, and of modules behind it. Any
-# name that is not known counts.
+# Parts of names of weights in the last layer that its keys and values do not depend on, and of modules after it.
+# Weights with other names count.
 _BEHIND_KEYS = ("q_proj", "q_norm", "o_proj", "mlp", "post_", "feedforward", "ffn", "feed_forward", "experts")
 _BEHIND_LAYERS = ("norm.", "final_layernorm.", "ln_f.", "final_norm.")
 
@@ -32,8 +32,8 @@ _BEHIND_LAYERS = ("norm.", "final_layernorm.", "ln_f.", "final_norm.")
 def weight_sums(model: Any) -> dict[str, str]:
     """CRC-32, 8 hexadecimal digits, by name, for a decoder of transformers or the PeftModel around one.
 
-    Of adapters and tuned prompts those count that are active; merged adapters are part of the weights. ValueError for
-    weights that are nowhere (on the meta device, and not offloaded).
+    Active adapters and tuned prompts count; merged adapters are part of the weights. ValueError for weights that are on
+    the meta device and not offloaded.
     """
     from .patching.wrappers import base_model
 
@@ -59,7 +59,7 @@ def _plain(name: str) -> str:
 
 
 def _last_layer(decoder: Any) -> tuple[str, str]:
-    """(what names of the list of layers begin with, and those of the last layer)."""
+    """Prefixes of names: (of the list of layers, of the last layer)."""
     count = decoder.config.get_text_config(decoder=True).num_hidden_layers
     lists = ((n, m) for n, m in decoder.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
     prefix = next((name for name, _ in lists), "")
@@ -72,7 +72,7 @@ def _matters(name: str, layers: str, last: str) -> bool:
     return name.startswith(layers) or not name.startswith(_BEHIND_LAYERS)
 
 
-# ---- adapters, as peft keeps them: told by what they have, peft need not be there ----
+# ---- adapters of peft, found by their attributes: peft need not be installed ----
 
 
 def _adapted(decoder: Any) -> Iterator[tuple[str, Any, set[str]]]:
@@ -84,7 +84,7 @@ def _adapted(decoder: Any) -> Iterator[tuple[str, Any, set[str]]]:
 
 
 def _idle_adapters(decoder: Any) -> Iterator[str]:
-    """What names of weights begin with that no forward uses: adapters that are off, or merged into the weights."""
+    """Prefixes of names of weights that no forward uses: adapters that are off, or merged into the weights."""
     for name, module, used in _adapted(decoder):
         for part in module.adapter_layer_names:
             yield from (f"{name}.{part}.{key}." for key in getattr(module, part, ()) if key not in used)
@@ -119,8 +119,7 @@ def _places(numbers: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _sum_of(tensor: torch.Tensor, value: int = 0) -> int:
-    """CRC-32 of type, shape and sample. A tensor made of others (quantised, or this process's part of one that several
-    share) is its parts."""
+    """CRC-32 of type, shape and sample. A tensor made of others (quantised, or sharded) counts by its parts."""
     value = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), value)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
         for part in tensor.__tensor_flatten__()[0]:

@@ -1,5 +1,5 @@
-"""Attention of a chunk's queries over the chunk's own tokens, which nothing has packed yet, by PyTorch's own kernels.
-They return the log-sum-exp as well, with which `merged` joins the result with that of `attend` over the pages.
+"""Attention of a chunk's queries over the chunk's own tokens, which are not packed yet, by PyTorch's own kernels. They
+also return the log-sum-exp, so that `merged` can join the result with that of `attend` over the pages.
 
 Tensors are [batch, heads, tokens, head_dim], as in SDPA; query head h reads KV head h // (query_heads / kv_heads).
 """
@@ -21,8 +21,8 @@ _Pair = tuple[torch.Tensor, torch.Tensor]  # (out, lse)
 
 
 def merged(a: _Pair, b: _Pair) -> torch.Tensor:
-    """One softmax from two over disjoint tokens, each (out, lse): lse [batch, heads, tokens] float32, natural
-    logarithms, that of b finite. Laid out as [batch, tokens, heads, head_dim].
+    """One attention result from two over disjoint tokens, each (out, lse): lse [batch, heads, tokens] float32, natural
+    logarithms; b's are finite. Laid out as [batch, tokens, heads, head_dim].
     """
     (out_a, lse_a), (out_b, lse_b) = a, b
     weight = torch.sigmoid(lse_b - lse_a).to(out_a.dtype)
@@ -61,7 +61,7 @@ def attention_in_chunk(
 
 
 def _has_flash(query: torch.Tensor) -> bool:
-    """Whether PyTorch has a kernel for it that returns the log-sum-exp; head_dim is one that can be packed."""
+    """Whether PyTorch has a kernel for this query that returns the log-sum-exp. Its head_dim can be packed."""
     return query.device.type == "cpu" or query.dtype != torch.float32
 
 
@@ -74,7 +74,7 @@ def _joined(parts: Sequence[_Pair]) -> _Pair:
 def _plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, padding: tuple[int, ...]
 ) -> _Pair:
-    """The definition in float32, some queries at a time. Padding is that of the last tokens, the chunk's own."""
+    """The definition in float32, some queries at a time. Padding is in front of the last tokens, the chunk's own."""
     batch, heads, tokens, channels = query.shape
     kv_heads, seen = key.shape[1], key.shape[2]
     earlier, k, v = seen - tokens, key.float().transpose(2, 3), value.float()

@@ -1,7 +1,7 @@
-"""What the layers of one TurboQuantCache have in common, counted once:
+"""Tensors that the layers of one TurboQuantCache share; their bytes are counted once:
 
 lengths      int32 [batch] of each device: one tensor for all its layers
-schedule     how the work of a step on a GPU is cut, for all layers that agree in what the cut reads
+schedule     how a step's attention is divided among a GPU's thread blocks, for all layers of the same sizes
 rotation     the random matrices of a spec (Haar, sketches) on each device
 """
 
@@ -56,12 +56,12 @@ class Common:
 
     def __init__(self, calibration: Calibration | None, moments: Moments | None = None) -> None:
         self.calibration, self.moments = calibration, moments
-        self._layers: list[weakref.ref[LayerStorage]] = []  # weak: a cache that is dropped is freed there and then
+        self._layers: list[weakref.ref[LayerStorage]] = []  # weak: a dropped cache is freed at once
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
         self._earlier: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the forward at work
         self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
         self._equal: dict[torch.device, torch.Tensor] = {}
-        self._schedules: dict[tuple[Any, ...], tuple[Any, torch.Tensor]] = {}  # with what they were written for
+        self._schedules: dict[tuple[Any, ...], tuple[Any, torch.Tensor]] = {}  # with the step that wrote each
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layers": []}
@@ -75,8 +75,9 @@ class Common:
         self._layers = [weakref.ref(layer) for layer in layers]
 
     def lengths(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Lengths of all sequences at `after` positions, int32 [batch]: brought up to date by the first layer of a
-        forward, used by all. From step to step it is the same tensor, so that a step can be replayed as a CUDA graph.
+        """Lengths of all sequences at `after` positions, int32 [batch]. The first layer of a forward updates the
+        tensor, and all use it. It stays the same tensor from step to step, so that a step can be replayed as a CUDA
+        graph.
         """
         held = self._lengths.get(device)
         if held is None or held[0] != after or held[1] != padding:
@@ -113,10 +114,10 @@ class Common:
     def schedule(
         self, after: int, padding: tuple[int, ...], plan: Plan, sizes: tuple[Any, ...], call: tuple[torch.Tensor, ...]
     ) -> torch.Tensor | None:
-        """What `attend` takes as its schedule for a forward that ends at `after` positions. Where sequences differ in
-        length it is written by the first of the layers that have `sizes`, the other arguments of the operator,
-        and shapes of `call`, (query, pages, block_table, lengths), alike. It stays where it is from step to step, so
-        that a step can be replayed as a CUDA graph. None on a CPU.
+        """The schedule of `attend` for a forward that ends at `after` positions. If sequences differ in length, the
+        first layer with these `sizes` (other arguments of the operator) and shapes of `call` (query, pages,
+        block_table, lengths) writes it. The tensor stays the same from step to step, so that a step can be replayed as
+        a CUDA graph. None on a CPU.
         """
         query, pages, table, _ = call
         equal = self.equal_schedule(after, padding, query.device)
@@ -134,7 +135,7 @@ class Common:
         return schedule
 
     def earlier(self, lengths: torch.Tensor, fewer: int) -> torch.Tensor:
-        """`lengths` of this forward less so many tokens, int32 [batch], at least 0: made once for all layers."""
+        """`lengths` of this forward minus `fewer`, int32 [batch], at least 0: made once for all layers."""
         where = lengths.device, fewer
         if where not in self._earlier:
             self._earlier[where] = _fewer(lengths, fewer)
@@ -153,7 +154,7 @@ class Common:
     @outside_autograd
     def rotation(self, spec: CacheSpec, side: str, head_dim: int, device: torch.device) -> torch.Tensor | None:
         """The random matrix of a side, float32 [1, rows, head_dim], one for all layers of a device: Haar, a sketch, or
-        one above the other. None where the plan needs none."""
+        Haar above a sketch. None if the plan needs none."""
         rows = spec.sketch_rows(head_dim) if side == "key" else 0
         where = (spec.rotation_of(side) == "dense", rows, spec.seed, head_dim, device)
         if where not in self._rotations:

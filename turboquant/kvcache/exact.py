@@ -1,7 +1,7 @@
-"""Sinks and window of a layer, which hold tokens in the model's dtype and grow as tokens come.
+"""Sinks and window of a layer, which hold tokens in the model's dtype and grow with the tokens.
 
 A window is a ring (turboquant.h, "the cache"): position p lies in row p % rows. As long as no token has left the
-window, a ring of fewer rows holds the same tokens as the whole one, and the operators take its size from its shape.
+window, a ring of fewer rows holds the same tokens as the whole one; the operators take its size from its shape.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ..spec import CacheSpec
 
 __all__ = ["exact_rows", "grown_sinks", "laid_out", "rows_of", "with_room"]
 
-_LEAST = 16  # rows at once
+_LEAST = 16  # the fewest rows to allocate
 
 
 def exact_rows(spec: CacheSpec, positions: int) -> tuple[int, int]:
-    """Rows of sinks and of the window that sequences of so many positions need."""
+    """Rows of sinks and of the window that sequences of this many positions need."""
     return min(spec.sinks, positions), min(spec.window, max(0, positions - spec.sinks))
 
 
@@ -25,8 +25,8 @@ def rows_of(held: torch.Tensor | None) -> int:
 
 
 def with_room(have: int, need: int, most: int) -> int:
-    """Rows to allocate where there are `have` and `need` are wanted: twice as many, so that all copies together are
-    no more than two of the last size."""
+    """Rows to allocate when there are `have` and `need` are needed: the number doubles, so that all copies together
+    move at most twice the last size."""
     return have if have >= need else min(most, max(need, 2 * have, _LEAST))
 
 

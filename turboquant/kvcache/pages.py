@@ -1,9 +1,9 @@
-"""Pages of one layer, shared by reference: what lets a cache be forked and its beams change places without copying.
+"""Pages of one layer, shared by reference, so that caches can be forked and beams reordered without copying.
 
-A `PagePool` is the storage and counts who refers to each of its pages; a `PageTable` is the rows of page indices of
-some sequences. Rows that come from one another (a fork, a beam, a repeated sequence) name the same pages. A page is
-written by one row only: `reserve`, before an append, gives a row its own copy of a shared page that it is about to
-write, which is never more than the last, part-filled one (copy-on-write). Nothing is decoded or quantised again.
+A `PagePool` is the storage and counts the references to each of its pages; a `PageTable` has the rows of page indices
+of some sequences. Rows that come from one another (a fork, a beam, a repeated sequence) name the same pages. Only one
+row writes to a page: before an append, `reserve` gives a row its own copy of the shared page that it will write, which
+can only be its last, part-filled one (copy-on-write). Nothing is decoded or quantised again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _Result = TypeVar("_Result")
 
 
 def outside_autograd(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """What it allocates is neither part of a graph nor an inference tensor: those cannot be written outside inference
-    mode."""
+    """Runs a function so that the tensors it allocates are neither in an autograd graph nor inference tensors, which
+    cannot be written outside inference mode."""
 
     def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         with torch.inference_mode(False), torch.no_grad():
@@ -37,17 +37,17 @@ def outside_autograd(function: Callable[_Parameters, _Result]) -> Callable[_Para
 
 
 def in_place(tensor: torch.Tensor) -> torch.inference_mode:
-    """Where `tensor` may be written: a copy of a cache that was made in inference mode can be written in no other."""
+    """The mode in which `tensor` may be written: a cache copied in inference mode can only be written in it."""
     return torch.inference_mode(tensor.is_inference())
 
 
 class PagePool:
     """Storage, uint8 [n_pages, kv_heads, record_bytes], and how many rows refer to each page; 0 is a free page.
 
-    storage   all its pages are somebody's: whoever makes a pool shares every one of them
+    storage   every page must get a reference from the caller that makes the pool
 
-    Growth replaces `storage`: whoever writes holds `lock` from reading it to the end of the write, so that forks may be
-    used by several threads. (On CUDA they must use one stream.)
+    Growth replaces `storage`. A writer holds `lock` from reading it to the end of the write, so that several threads
+    may use forks. (On CUDA they must use one stream.)
     """
 
     def __init__(self, storage: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ class PagePool:
         self.tables = 0  # PageTables that refer to pages of it
         self.lock = threading.RLock()
         self._references = [0] * len(storage)
-        self._free: list[int] = []  # a heap: low pages first, so that what is used lies together
+        self._free: list[int] = []  # a heap: low pages first, so that used pages lie together
         self._used_before: set[int] = set()  # free pages that are not zeros
 
     @property
@@ -67,14 +67,14 @@ class PagePool:
         return self._references[page]
 
     def held(self) -> tuple[Any, ...]:
-        """What `restore` goes back to."""
+        """The state, for `restore`."""
         return self.storage, list(self._references), list(self._free), set(self._used_before)
 
     def restore(self, held: tuple[Any, ...]) -> None:
         self.storage, self._references, self._free, self._used_before = held
 
     def take(self, count: int) -> list[int]:
-        """`count` free pages, zeroed, with one reference each; the storage grows by what is missing or a 64th of it."""
+        """`count` free pages, zeroed, with one reference each. The storage grows by the missing pages or by 1/64."""
         missing = count - len(self._free)
         if missing > 0:
             self._grow(max(missing, len(self.storage) // 64))
@@ -108,7 +108,7 @@ class PagePool:
                     heapq.heappush(self._free, page)
 
     def copies(self, pages: Sequence[int]) -> list[int]:
-        """Copies of shared pages, of which each gives one reference up."""
+        """Copies of shared pages; each of these loses a reference."""
         own = self.take(len(pages))
         device = self.storage.device
         with in_place(self.storage):
@@ -136,7 +136,7 @@ class PageTable:
     """
 
     def __init__(self, pool: PagePool, rows: Sequence[Sequence[int]]) -> None:
-        tensor = _tensor(rows, pool.storage.device)  # for which there may be no memory: nothing is counted yet
+        tensor = _tensor(rows, pool.storage.device)  # may raise for lack of memory, before anything is counted
         self.rows, self.tensor, self.ready = [list(row) for row in rows], tensor, -1
         with pool.lock:
             self.pool = pool
@@ -169,7 +169,7 @@ class PageTable:
     def packed(self, counts: Sequence[int] | None = None) -> tuple[torch.Tensor, list[list[int]]]:
         """(pages, rows): a copy of the pages that the rows refer to, each once, and the rows renumbered to them.
 
-        counts   packed tokens of each sequence: pages behind them, made ready for more, are left out
+        counts   packed tokens of each sequence; pages behind them, reserved for more, are left out
         """
         with self.pool.lock:
             ends = [len(row) for row in self.rows] if counts is None else [-(-count // PAGE_TOKENS) for count in counts]
@@ -180,7 +180,7 @@ class PageTable:
         return pages, [[number[page] for page in row] for row in rows]
 
     def move(self, device: torch.device) -> None:
-        """Moves pages and table; other tables of the pool keep theirs where it is, and follow when they are used."""
+        """Moves pages and table. Other tables of the pool stay where they are until they are used."""
         with self.pool.lock:
             self.pool.storage, self.tensor = self.pool.storage.to(device), self.tensor.to(device)
 
@@ -192,8 +192,8 @@ class PageTable:
 
     @outside_autograd
     def reserve(self, first: Sequence[int], packed: Sequence[int]) -> Callable[[], None]:
-        """Makes each row b ready for its packed tokens first[b] .. packed[b] - 1 to be written, and returns what takes
-        that back. `pool.lock` is held. Nothing is changed if memory runs out.
+        """Gives each row b pages for writing its packed tokens first[b] .. packed[b] - 1, and returns a function that
+        undoes this. `pool.lock` is held. Nothing is changed if memory runs out.
 
         The caller sets `ready`.
         """
@@ -230,7 +230,7 @@ class PageTable:
         pool, before = self.pool, self.rows
         rows = [list(before[b]) for b in sequences]
         with pool.lock:
-            self.tensor = _tensor(rows, pool.storage.device)  # for which there may be no memory
+            self.tensor = _tensor(rows, pool.storage.device)  # may raise for lack of memory
             for row in rows:
                 pool.share(row)
             for row in before:
@@ -240,9 +240,9 @@ class PageTable:
 
     @outside_autograd
     def compact(self) -> None:
-        """Moves the pages together if more than a 64th of the pool, and one for each row, has become free: the rest
-        goes back to the allocator. Not while forks share the pool, nor where there is no memory for both: nothing
-        depends on it, and what calls it may be taking back a forward that had no memory."""
+        """Moves the pages together, and frees the rest, if more than 1/64 of the pool and one page for each row are
+        free. Does nothing while forks share the pool, or if there is no memory for both copies: it is optional, and the
+        caller may be undoing a forward that ran out of memory."""
         pool = self.pool
         with pool.lock:
             if pool.tables > 1 or pool.free <= len(pool.storage) // 64 + len(self.rows):
@@ -251,7 +251,7 @@ class PageTable:
                 pages, rows = self.packed()
                 self.__init__(PagePool(pages), rows)  # type: ignore[misc]
             except RuntimeError as error:
-                # on a CPU torch has no class of its own for a lack of memory, and nothing else here can fail
+                # on a CPU, torch has no exception class for a lack of memory, and nothing else can fail here
                 if isinstance(error, torch.OutOfMemoryError) or pool.storage.device.type == "cpu":
                     return
                 raise

@@ -1,4 +1,4 @@
-"""What a cache with `outliers="prompt"` takes from the first forward of its sequences: which channels are loud."""
+"""Finds the outlier channels of a cache with `outliers="prompt"` in the first forward of its sequences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["prompt_rotations"]
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
-    """x in float32 as `append` stores it on CUDA, which reports bad numbers but goes on: one of them must not spoil the
-    sum of all others. On a CPU `append` refuses them."""
+    """x in float32, with numbers that are not finite or too large replaced as `append` does on CUDA, so that they do
+    not spoil sums. On a CPU `append` refuses them."""
     return x.to(torch.float32).nan_to_num(0.0, 0.0, 0.0).clamp_(-_core.MAX_INPUT, _core.MAX_INPUT)
 
 
@@ -23,8 +23,8 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
 def prompt_rotations(
     spec: CacheSpec, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """Rotations of the sides whose channels are split, by their mean squares over the first `outlier_tokens` real
-    tokens of all sequences: arguments of the operators, float32 [kv_heads, rows, head_dim], on the device of `key`.
+    """Rotations of the sides whose channels are split by their mean squares over the first `outlier_tokens` real tokens
+    of all sequences. They are arguments of the operators: float32 [kv_heads, rows, head_dim], on the device of `key`.
 
     key, value   [batch, kv_heads, tokens, head_dim], padding in front of each sequence not counted
     """

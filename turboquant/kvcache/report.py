@@ -1,4 +1,4 @@
-"""What a cache holds, in bytes, and what that comes to."""
+"""The bytes of a cache, by layer and part, and how they compare with bfloat16."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["CacheReport", "LayerReport", "bytes_by_part", "layer_report", "layer
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one layer holds.
+    """The contents of one layer.
 
-    layer     which, counted from 0
-    tokens    of all sequences; padding is not stored
+    layer     its index, from 0
+    tokens    tokens of all sequences; padding is not stored
     numbers   keys and values of these tokens
     parts     bytes by part: pages, sinks, window, moments, ...
     """
@@ -37,11 +37,11 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """Bytes of a cache, all counted, and what they come to. `str` makes a table.
+    """All bytes of a cache, and ratios. `str` makes a table.
 
     layers   one `LayerReport` for each layer
     shared   bytes held once for all layers, by part
-    notes    what else there is to know, a line each
+    notes    remarks, one line each
     """
 
     layers: tuple[LayerReport, ...]
@@ -95,7 +95,7 @@ class CacheReport:
 
 
 def layer_tensors(stored: LayerStorage) -> Iterator[tuple[str, torch.Tensor]]:
-    """(part, tensor) of all that this layer alone holds."""
+    """(part, tensor) of all tensors that belong to this layer alone."""
     parts = {"pages": ("pages",), "block_table": ("block_table",), "flag": ("flag",),
              "sinks": ("sink_k", "sink_v"), "window": ("window_k", "window_v")}  # fmt: skip
     for part, names in parts.items():

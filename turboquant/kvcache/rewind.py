@@ -1,8 +1,8 @@
-"""What `crop` needs to bring tokens back into a window that they have left: the window as it was before.
+"""Snapshots of a window, from which `crop` brings back tokens that have left it.
 
 A window is a ring (turboquant.h, "the cache"): position p of a sequence of length n lies in row p % window while
-n - window <= p < n. While a layer records, every forward leaves a snapshot of the ring as it found it; a crop builds
-the ring of the shorter text from those. Positions count padding here: sequence b's own are padding[b] less.
+n - window <= p < n. While a layer records, every forward first takes a snapshot of the ring; a crop builds the ring of
+the shorter text from these. Positions count padding here: those of sequence b alone are smaller by padding[b].
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class PastWindows:
         self.snapshots: list[tuple[int, _Pair]] = []  # (positions then, ring), oldest first
 
     def add(self, positions: int, ring: _Pair) -> None:
-        """A copy of the ring at so many positions, which nothing else may write."""
+        """Keeps `ring`, of this many positions. Nothing else may write to it."""
         self.snapshots = [*self.snapshots, (positions, ring)][-_MOST:]
 
     def add_fresh(self, before: int, fresh: _Pair, ring: _Pair, padding: tuple[int, ...]) -> None:
-        """What a forward of more tokens than the window is about to push straight through it.
+        """Keeps tokens of a forward that has more tokens than the window, so that some enter and leave it at once.
 
         fresh   its keys and values, [batch, kv_heads, tokens, head_dim], of positions `before` and on
         ring    the window before it
@@ -46,7 +46,7 @@ class PastWindows:
         self.add(after, tuple(torch.where(taken, new.gather(2, where), old) for new, old in zip(fresh, ring)))  # type: ignore[arg-type]
 
     def reaches(self, keep: int, positions: int, window: int, first: int) -> bool:
-        """Whether the ring of `keep` positions can be had from that of `positions` and the snapshots.
+        """Whether the ring of `keep` positions can be built from that of `positions` and the snapshots.
 
         first   the first position that would have to be in it: those before are sinks or padding
         """
@@ -57,7 +57,7 @@ class PastWindows:
         return lowest <= max(keep - window, first)
 
     def ring(self, keep: int, positions: int, now: _Pair, padding: tuple[int, ...], sinks: int) -> _Pair:
-        """The ring of `keep` positions, of as many rows as now; `reaches` said that there is one."""
+        """The ring of `keep` positions, with as many rows as now, if `reaches` is true."""
         window, device = now[0].shape[2], now[0].device
         held, pad = _held(keep, padding, window, device), torch.tensor(padding, device=device).view(-1, 1)
         keys, values = now
@@ -69,7 +69,7 @@ class PastWindows:
         return torch.where(inside, now[0], keys), torch.where(inside, now[1], values)
 
     def cropped(self, keep: int) -> None:
-        """Forgets what is newer than `keep`, and all but the last of what is older."""
+        """Drops snapshots that are newer than `keep`, and all but the last of the older ones."""
         self.snapshots = [(then, ring) for then, ring in self.snapshots if then <= keep][-1:]
 
 

@@ -1,7 +1,7 @@
-"""A chunk on a packed history in a layer with a sliding window that hides some of it: what the chunk still sees, at
-most the window, is decoded for the time of the call, and meets the queries in PyTorch's own attention.
+"""Attention of a chunk over a packed history, part of which a sliding window hides. The tokens that the chunk still
+sees, at most the window, are decoded for the time of the call, and PyTorch's own attention reads them.
 
-Positions are those of the forward, with the padding in front of each sequence counted, so that they are the same in all
+Positions are those of the forward: they count the padding in front of a sequence, so that they are the same in all
 sequences of a batch. Tensors are [batch, heads, tokens, head_dim]; query head h reads KV head
 h // (query_heads / kv_heads).
 """
@@ -23,7 +23,7 @@ __all__ = ["attention_behind_window", "visible_past"]
 
 _dequantize = torch.ops.turboquant.dequantize.default
 
-_QUERIES = 1024  # of a chunk at once: keys and mask of each block are as small as the window allows
+_QUERIES = 1024  # queries at once; the fewer, the smaller keys and mask of a block
 _NOWHERE = -(1 << 30)  # the position of a row that holds no token
 
 _Past = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values, positions [batch, tokens]
@@ -32,7 +32,7 @@ _Past = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values, positio
 def visible_past(
     stored: LayerStorage, lengths: torch.Tensor, new: int, padding: tuple[int, ...], sliding_window: int
 ) -> _Past:
-    """Keys and values, in the dtype of the storage, that a chunk behind the stored tokens may see, and some more.
+    """Keys and values, in the dtype of the storage, that a chunk after the stored tokens may see, and some more.
 
     lengths   int32 [batch], of the sequences with the `new` tokens of the chunk, which are not stored yet
     """
@@ -108,7 +108,7 @@ def attention_behind_window(
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float
 ) -> torch.Tensor:
-    """As many heads of keys as of queries; seen [batch, 1, queries, keys]."""
+    """The definition. Keys have as many heads as queries; seen: bool [batch, 1, queries, keys]."""
     with torch.autocast(query.device.type, enabled=False):  # which would round float32 operands
         if not softcap:
             return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)

@@ -1,24 +1,24 @@
-"""What one layer of a TurboQuantCache stores, [ sinks | packed pages | window ] (turboquant.h, "the cache"), and how it
-goes back: a failed write changes nothing, `crop_to` forgets tokens, `take_back` undoes a forward that failed elsewhere.
+"""The storage of one layer of a TurboQuantCache, [ sinks | packed pages | window ] (turboquant.h, "the cache"). A
+failed write changes nothing, `crop_to` forgets tokens, `take_back` undoes a forward that failed elsewhere.
 
 Each sequence has its own length. Padding on the left of a batch is never stored: token i of sequence b has position
-i - padding[b], and none if that is negative.
+i - padding[b], and is padding if that is negative.
 
     pages        uint8 [n_pages, kv_heads, record_bytes], zeros where nothing is stored
     block_table  int32 [batch, max_pages]: the page of each 128 packed tokens of a sequence
     sinks        keys and values in the model's dtype, each [batch, kv_heads, sinks, head_dim]
-    window       the same, a ring of [batch, kv_heads, window, head_dim]; both have fewer rows, or are None, as long as
-                 there are not so many tokens (`exact`)
+    window       the same, a ring of [batch, kv_heads, window, head_dim]; both have fewer rows, or are None, until there
+                 are enough tokens (`exact`)
     calibration  rotations, steps and centres of keys and values (`calibration.tensors`): shared by all caches of a
                  calibration on a device, and counted in each
     moments      wave and metric of the keys (`moments.tensors`), likewise
 
-Growth: pages are added when a sequence fills its last one, as many as are needed or 1/64 of those there are, whichever
-is more: at most 1/64 lies idle. Adding copies the layer's packed bytes. A sequence needs a page every 128 tokens, and
-every step reads all its packed bytes anyway: while the sequences of a batch are in step, the copies add less than 2 %
-to the memory traffic of attention. Forks, beams and repeated sequences share pages (`pages.PageTable`). A layer with a
-sliding window gives pages back that no query can see any more, but for one in reserve for `crop`: to later tokens,
-and after a prompt, as after a crop, to the allocator.
+Growth: when a sequence fills its last page, the needed pages are added, or 1/64 of the present ones if that is more. So
+at most 1/64 is unused. Adding copies the layer's packed bytes. A sequence needs a page every 128 tokens, and every step
+reads all its packed bytes anyway: if the sequences of a batch grow together, the copies add less than 2 % to the memory
+traffic of attention. Forks, beams and repeated sequences share pages (`pages.PageTable`). A layer with a sliding window
+frees pages that no query can see any more, except one that `crop` may need. Later tokens use them; after a prompt or a
+crop, they go back to the allocator.
 
 A step reads no device tensor back: lengths and pages are counted on the host, from the padding of the first forward.
 """
@@ -51,14 +51,14 @@ _append = torch.ops.turboquant.append.default  # the overload itself: nothing is
 _attend = torch.ops.turboquant.attend.default
 _append_attend = torch.ops.turboquant.append_attend.default
 
-# Tokens of a forward on a device from which on PyTorch's own attention over them is faster than `attend` over all.
+# From this many new tokens on, PyTorch's own attention over them is faster than `attend` over all tokens.
 IN_PARTS_FROM = {"cpu": 16, "cuda": 128}
 
 _Result = TypeVar("_Result")
-_NOTHING = torch.empty(0)  # where a layer that holds nothing has no pages yet
+_NOTHING = torch.empty(0)  # the pages of an empty layer
 _NONE: torch.Tensor | None = None
 
-# What a layer holds for each sequence beside its pages: attributes, tensors [batch, ..], or None.
+# Attributes of a layer for each sequence beside its pages: tensors [batch, ..], or None.
 _STATE = ("sink_k", "sink_v", "window_k", "window_v")
 
 
@@ -66,10 +66,10 @@ class LayerStorage:
     """The tokens of one layer.
 
     tokens          positions seen, padding included: what transformers calls the sequence length
-    padding         of those, how many in front of each sequence are not stored
+    padding         how many of them in front of each sequence are padding, which is not stored
     sliding_window  of the last forward, 0: none
-    released        positions before this one are in no page any more
-    damaged         what is stored is not what it should be: a write or its undoing failed half-way
+    released        the pages of positions before this one are freed
+    damaged         the contents are wrong: a write or its undoing failed half-way
     shape           (batch, kv_heads, head_dim, dtype, device), None while there is nothing
     """
 
@@ -79,7 +79,7 @@ class LayerStorage:
         self.reset()
 
     def reset(self) -> None:
-        """Gives all memory back: what comes next may have another batch size, dtype or device."""
+        """Frees all memory. The next forward may have another batch size, dtype or device."""
         self.tokens = 0
         self.padding: tuple[int, ...] = ()
         self.damaged = False
@@ -88,11 +88,11 @@ class LayerStorage:
         self.past = PastWindows()
         self.sliding_window = 0
         self.released = 0
-        self._earlier: tuple[Any, Any] = ((), [])  # padding and past windows before the forward at work
+        self._earlier: tuple[Any, Any] = ((), [])  # padding and past windows before the current forward
         self.sink_k = self.sink_v = self.window_k = self.window_v = _NONE
         self.exact_ready = 0.0  # positions that sinks and window have rows for
         self.rotations: dict[str, torch.Tensor | None] = {"key": None, "value": None}
-        self.split: dict[str, torch.Tensor] = {}  # rotations that sort out the prompt's outlier channels
+        self.split: dict[str, torch.Tensor] = {}  # rotations that split off the prompt's outlier channels
         self.flag = _NONE  # of `append` on CUDA, int64 [1]
         self.calibrated: dict[str, torch.Tensor] = {}  # arguments of the operators
         self.measured: dict[str, torch.Tensor] = {}  # the same
@@ -146,11 +146,11 @@ class LayerStorage:
         return _NOTHING if self.table is None else self.table.tensor
 
     def packed(self, positions: int, padding: Sequence[int]) -> list[int]:
-        """Packed tokens of each sequence at so many positions."""
+        """Packed tokens of each sequence at this many positions."""
         exact = self.spec.sinks + self.spec.window
         return [max(0, positions - pad - exact) for pad in padding]
 
-    # ---- where it is ----
+    # ---- device ----
 
     @outside_autograd
     def move(self, device: torch.device) -> None:
@@ -177,13 +177,12 @@ class LayerStorage:
         self.past.snapshots = self._earlier[1]
 
     def learn(self, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]) -> None:
-        """Takes loud channels from the tokens that sequences begin with. Undone by `reset`, which a failed first
-        forward ends in."""
+        """Finds outlier channels in the first tokens. `reset` undoes it, also after a failed first forward."""
         if self.tokens == 0 and self.spec.outliers == "prompt":
             self.split = prompt_rotations(self.spec, key, value, padding)
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """The operators' arguments beside pages and plan; those that are None are left out, which is quicker."""
+        """The operators' arguments beside pages and plan. Those that are None are left out, which is faster."""
         state = {
             "sink_k": self.sink_k,
             "sink_v": self.sink_v,
@@ -212,7 +211,7 @@ class LayerStorage:
         query          [batch, query_heads, tokens, head_dim];  key, value [batch, kv_heads, tokens, head_dim]
         lengths        int32 [batch], of the sequences with these tokens
         padding, sliding_window   of the forward
-        how            softmax_scale, sliding_window and softcap of the operator `attend`; None: nothing is attended to
+        how            softmax_scale, sliding_window and softcap of the operator `attend`; None: store only
         Returns [batch, query_heads, tokens, head_dim], or None for `how`=None.
         """
         new = key.shape[2]
@@ -243,13 +242,13 @@ class LayerStorage:
             schedule = self._schedule(query, (pages, rows), lengths, after, padding, sliding_window)
             options = {**how, **state, **fresh, "schedule": schedule}
             attended, _ = _attend(self.plan.words, query, pages, rows, lengths, **options)
-        if sliding_window and new > 1:  # the earlier queries have seen them: forks may take these pages now
+        if sliding_window and new > 1:  # the earlier queries have read these pages: now forks may reuse them
             self._release()
             self.table.compact()
         return attended
 
     def _in_parts(self, new: int) -> bool:
-        """Whether the queries of a forward meet its tokens, which nothing has packed yet, apart from what is stored."""
+        """Whether the queries of a forward attend to its own tokens, not packed yet, and to stored ones separately."""
         if self.spec.prefill == "packed" or not self.tokens:
             return False
         return new >= IN_PARTS_FROM.get(self.device.type, 2)
@@ -263,9 +262,9 @@ class LayerStorage:
         padding: tuple[int, ...],
         how: dict[str, Any],
     ) -> torch.Tensor:
-        """Attention of a forward's queries before its tokens are stored: `attend` over what is stored, PyTorch's own
-        attention over the new tokens, in one softmax; PyTorch's alone behind a sliding window (`sliding`). Arguments
-        and result are those of `store`."""
+        """Attention of a forward's queries before its tokens are stored: `attend` over the stored tokens and PyTorch's
+        own attention over the new ones, merged into one softmax. If a sliding window hides some tokens, PyTorch's alone
+        (`sliding`). Arguments and result are those of `store`."""
         before, new, sliding_window = self.tokens, key.shape[2], how["sliding_window"]
         if sliding_window and before + new - min(padding) > sliding_window:  # which hides some of it from some queries
             past = visible_past(self, lengths, new, padding, sliding_window)
@@ -276,7 +275,7 @@ class LayerStorage:
         sizes, exact = {"sink": rows_of(self.sink_k), "window": rows_of(self.window_k)}, 0
         earlier = []
         if sum(sizes.values()) <= before - max(padding):  # every row holds a token: PyTorch may read them too
-            if self.plan.wave_pairs:  # but for sinks: from them `attend` knows the positions of packed tokens
+            if self.plan.wave_pairs:  # except sinks: their number gives `attend` the positions of packed tokens
                 del sizes["sink"]
             exact = sum(sizes.values())
             earlier = [(state.pop(f"{part}_k"), state.pop(f"{part}_v")) for part, rows in sizes.items() if rows]
@@ -325,8 +324,8 @@ class LayerStorage:
     def _fresh(
         self, key: torch.Tensor, value: torch.Tensor, before: int, padding: tuple[int, ...], several: bool
     ) -> dict[str, torch.Tensor]:
-        """What `attend` is to read instead of the stored window, for several queries: the earlier ones need what later
-        tokens push out. Keeps it for `crop` as well, if that was asked for."""
+        """Arguments of `attend` with the window as it was before, for several queries: the first ones need tokens that
+        later ones push out. Also keeps these for `crop`, if that is wanted."""
         if self.window_k is None or self.window_v is None or not (self.record_past or several):
             return {}
         window = self.window_k.clone(), self.window_v.clone()
@@ -349,14 +348,14 @@ class LayerStorage:
                 if undo is not None:
                     undo()
                 if self.window_k is not None and getattr(error, "stored", False):
-                    self.damaged = True  # what they pushed out of the window is gone
+                    self.damaged = True  # the tokens that left the window are lost
                 raise
 
     # ---- room ----
 
     def reserve(self, positions: int) -> None:
-        """Makes room for that many positions of each sequence, so that no forward up to there has to allocate: pages,
-        sinks and window keep their places. The layer holds tokens already."""
+        """Makes room for this many positions of each sequence, so that forwards up to there do not allocate, and pages,
+        sinks and window keep their addresses. The layer must hold tokens."""
         assert self.table is not None
         if positions > self.exact_ready:
             self.make_exact_room(positions)
@@ -387,7 +386,7 @@ class LayerStorage:
         self.hold_exact(grown)
 
     def hold_exact(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes these for "sink_k", "sink_v", "window_k", "window_v"; those that are not named stay."""
+        """Sets those of "sink_k", "sink_v", "window_k" and "window_v" that `tensors` names."""
         self.__dict__.update(tensors)
         sinks, window = rows_of(self.sink_k), rows_of(self.window_k)
         whole = (sinks, window) == (self.spec.sinks, self.spec.window)
@@ -402,7 +401,7 @@ class LayerStorage:
         return undo
 
     def _release(self) -> None:
-        """Frees the pages that no query sees any more, but for one page that `crop` may need."""
+        """Frees the pages that no query sees any more, except one that `crop` may need."""
         assert self.table is not None
         self.released = max(self.released, self.tokens - self.sliding_window + 1 - PAGE_TOKENS)
         self.table.release_before([self.released - pad - self.spec.sinks for pad in self.padding])
@@ -410,7 +409,7 @@ class LayerStorage:
     # ---- going back ----
 
     def can_crop_to(self, tokens: int) -> bool:
-        """Whether going back is exact: every token that the next query sees is where it would be."""
+        """Whether a crop would be exact: every token that the next query sees is stored as in a shorter text."""
         window, first = self.spec.window, self.spec.sinks + min(self.padding, default=0)
         if tokens >= self.tokens:
             return True
@@ -420,7 +419,7 @@ class LayerStorage:
         return inside or self.past.reaches(tokens, self.tokens, window, first)
 
     def has_released(self, tokens: int) -> bool:
-        """Whether pages are gone that a sliding window of so many positions would see."""
+        """Whether pages were freed that a sliding window of this many positions would see."""
         return bool(self.sliding_window) and tokens - self.sliding_window + 1 < self.released
 
     @outside_autograd
@@ -438,11 +437,10 @@ class LayerStorage:
             if self.table is not None:
                 self.table.compact()
         self.past.cropped(keep)
-        self.begin()  # or it would hold what was forgotten
+        self.begin()  # so that `take_back` does not restore forgotten tokens
 
     def take_back(self, positions: int) -> None:
-        """Back to what the layer was at `positions`, before the forward that is at work and failed; it is damaged where
-        that cannot be had."""
+        """Restores the layer at `positions`, before the forward that failed. It is damaged if that is not possible."""
         if self.tokens <= positions:
             return
         padding, snapshots = self._earlier
@@ -451,7 +449,7 @@ class LayerStorage:
             if not self.damaged:
                 self.crop_to(positions)
                 self.padding, self.past.snapshots = padding, [one for one in snapshots if one[0] <= positions]
-        except RuntimeError:  # not even memory for the window as it was
+        except RuntimeError:  # no memory for the earlier window
             self.damaged = True
 
     # ---- sequences ----

@@ -37,30 +37,29 @@ def patch(
             (Llama, Mistral, Qwen2, Qwen3, ...), or an ESM-2 model; or a PeftModel, whose base model is patched
     spec    a CacheSpec or the name of a preset
     calibration   a Calibration or its file, for a spec that uses one, such as "calibrated-3"
-    prefill   "exact" or "packed" instead of the spec's own; None: the spec's. By "exact", which specs and presets have
-            unless they say otherwise, the first forward on an empty cache gives the full cache's logits: its loss says
-            nothing about quantisation. By "packed" it does
+    prefill   "exact" or "packed" instead of the spec's own; None: the spec's. With "exact", the default of specs and
+            presets, the first forward on an empty cache gives the full cache's logits: its loss says nothing about
+            quantisation. With "packed" it does
     cuda_graphs   replay decoding steps as CUDA graphs (`graph.DecodeGraph`): on a GPU a small batch is then as fast as
                   its kernels. For models on one device, whose forward of one token depends on nothing but its tokens,
                   positions and cache; after switching adapters, use a new cache
-    moments   of the model (`turboquant.measure`) or their file, for a spec with a wave or a metric. None: they are
-              measured when the first cache is made, on text that ships with the package; of an ESM-2 model at once, on
-              proteins
+    moments   of the model (`turboquant.measure`) or their file, for a spec with a wave or a metric. None: measured when
+              the first cache is made, on text that ships with the package; for ESM-2 measured now, on proteins
     tokenizer   to measure with; None: the one at `model.name_or_path`, from local files only. Without one, random token
-              ids take the place of text, with a warning
+              ids are used instead of text, with a warning
 
     From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
     they are given `cache` (`past_key_values` before transformers 5.24), which may be a `TurboQuantCache` made by hand
-    or carried over from an earlier turn. Any other cache, and a forward without one (training, use_cache=False),
-    attends as the model alone would, by SDPA. Patching again replaces the spec; caches that exist keep theirs,
-    and a cache of another spec or calibration than the model's warns once. Models
-    that share one configuration object share its attention setting, but not the spec.
+    or carried over from an earlier turn. With any other cache, and in a forward without one (training,
+    use_cache=False), the model attends by SDPA as without a patch. Patching again replaces the spec. Existing caches
+    keep theirs; a cache of another spec or calibration than the model's warns once. Models that share one configuration
+    object share its attention setting, but not the spec.
 
     An ESM-2 model (EsmModel and those with a head) has no cache to carry over: in each forward every layer's keys and
-    values are packed, and all queries read the packed bytes, both ways. That measures what quantisation does;
-    `turboquant.esm.ContextCache` is what saves. All tokens but the spec's sinks are packed: `window` and `prefill` are
-    about tokens that arrive one after the other, and an encoder's come at once. Inference only: a backward pass
-    raises RuntimeError.
+    values are packed, and all queries read the packed bytes, in both directions. That shows the effect of quantisation;
+    to save time or memory use `turboquant.esm.ContextCache`. All tokens but the spec's sinks are packed; `window` and
+    `prefill` do not apply, because an encoder reads all tokens at once. Inference only: a backward pass raises
+    RuntimeError.
 
     Raises TypeError for anything but a transformers model and NotImplementedError, naming the class, for one that
     cannot be patched; the model is unchanged then.
@@ -91,7 +90,7 @@ def check(model: Any, spec: CacheSpec | str = "default") -> None:
 
 
 def unpatch(model: _Model) -> _Model:
-    """Takes everything back that `patch` did to `model`, and returns it; a model that is not patched is left as it is.
+    """Undoes `patch` and returns the model; a model that is not patched is left as it is.
 
     A `TurboQuantCache` cannot be used with it any more: its next forward raises RuntimeError.
     """

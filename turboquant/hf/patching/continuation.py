@@ -1,7 +1,7 @@
-"""Whether the prompt of a `generate` call continues what its cache holds.
+"""Checks whether the prompt of a `generate` call continues what its cache holds.
 
-`generate` expects the whole conversation in `input_ids` and skips as many tokens as the cache holds, whatever they are.
-Where they are others than those that were stored, the text that follows is of neither prompt.
+`generate` expects the whole conversation in `input_ids` and skips as many tokens as the cache holds, without comparing
+them. If they differ from the stored ones, the generated text fits neither prompt.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ METHOD = "generate"
 
 
 def remember_first(cache: TurboQuantCache, ids: Any) -> None:
-    """Keeps ids [batch, tokens], the input of a forward, as what an empty cache begins with."""
+    """Keeps ids [batch, tokens], the input of a forward, as the first tokens of an empty cache."""
     if cache.known_ids is None and isinstance(ids, torch.Tensor) and not cache.get_seq_length():
         cache.known_ids = ids.to(torch.int32)
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The `generate` of a patched model: that of its class, after a look at the prompt and the cache it is given."""
+    """The `generate` of a patched model: checks the prompt against the given cache, then calls that of its class."""
     ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
     cache = given_cache(kwargs)
     if isinstance(cache, TurboQuantCache) and isinstance(ids, torch.Tensor) and ids.dim() == 2:

@@ -32,7 +32,7 @@ class _Patch:
 
 
 def check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
-    """Raises what `patch` raises for a model that cannot be packed, or not so."""
+    """Raises what `patch` raises for a model that cannot be packed in this way."""
     packed_layers(model, spec, calibration, measured=False)
 
 

@@ -36,7 +36,7 @@ __all__ = ["check", "patch", "unpatch"]
 
 _METHOD = "_prepare_cache_for_generation"
 
-# What cannot be seen before a forward.
+# Models that cannot be patched for a reason that only a forward would show.
 _BY_TYPE = {
     "diffllama": "its attention uses the keys of a layer twice",
     "jetmoe": "its attention computes with the keys between cache and AttentionInterface",
@@ -113,8 +113,8 @@ def unpatch(model: Any) -> None:
 
 
 def check(model: Any, spec: CacheSpec, calibration: Calibration | None, moments: Moments | None = None) -> None:
-    """Raises what `patch` raises for a model that cannot be packed, or not so. Without a calibration, weights are not
-    looked at: they may be on the meta device."""
+    """Raises what `patch` raises for a model that cannot be packed in this way. Without a calibration, weights may be
+    on the meta device."""
     name = type(model).__name__
 
     def refuse(why: str) -> None:
@@ -170,7 +170,7 @@ def _new_cache(model: Any) -> TurboQuantCache:
 def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """`generate` calls it to make its cache: ours, unless it was given one, wants none, or asks for a kind by name."""
+    """`generate` calls it to make its cache: ours, unless one is given, none is wanted, or another kind is named."""
     wanted = (
         getattr(generation_config, "cache_implementation", None) is None and generation_config.use_cache is not False
     )
@@ -225,7 +225,7 @@ def _compare(cache: TurboQuantCache, state: _Patch) -> None:
 def _give_cache(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A forward without a cache gets one if it asks to, or if it would make its own and no gradient is wanted."""
+    """Gives a forward without a cache one, if it wants one, or if it would make its own and needs no gradient."""
     state = model._turboquant
     at = state.cache_position
     given = next((x for x in args[at : at + 1] if x is not None), given_cache(kwargs))

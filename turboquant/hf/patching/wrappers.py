@@ -1,4 +1,4 @@
-"""Models of transformers inside others: the PeftModel of peft, told by what it has: peft need not be there."""
+"""Models of transformers inside others: peft's PeftModel, found by its attributes, as peft may not be installed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def checked_base_model(model: Any) -> transformers.PreTrainedModel:
 
 
 def refuse_prefix(model: Any) -> None:
-    """NotImplementedError where `generate` of a patched model is called by a wrapper that tunes a prefix: for the time
-    of the call the wrapper's `prepare_inputs_for_generation` takes the place of the model's own."""
+    """NotImplementedError if a wrapper that tunes a prefix calls `generate` of a patched model. It is found because the
+    wrapper's `prepare_inputs_for_generation` then replaces the model's own."""
     _refuse(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None))
 
 
