@@ -1,7 +1,8 @@
-/* tq_append: new tokens go to sinks and window; what no longer fits there is rotated, quantised and packed into its page.
+/* tq_append: new tokens go to sinks and window; tokens that no longer fit there are rotated, quantised and packed.
  *
- * Work is shared by (sequence, KV head). Within one, the tokens of a tile (32, or 64 with tiles of 16 channels) are encoded at a time: codes and
- * scales of them first, then each group's tile is unpacked, merged and packed again, or only packed when all its tokens are new. */
+ * Threads share the work by (sequence, KV head). The tokens of a tile (32, or 64 with tiles of 16 channels) are encoded
+ * at a time: first their codes and scales, then each group's tile is unpacked, merged and packed again, or only packed
+ * if all its tokens are new. */
 #include "blocks.h"
 #include "wave.h"
 #include <math.h>
@@ -22,7 +23,7 @@ typedef struct {
 /** Workspace of a worker. */
 typedef struct {
     float *x, *y;     /* [head_dim] each */
-    float *centre;    /* [head_dim], settled plans: what is subtracted behind the butterflies */
+    float *centre;    /* [head_dim], settled plans: what is subtracted after the butterflies */
     uint8_t *codes;   /* [tile_tokens][tiles * group_channels] */
     uint8_t *tile;    /* [32][32] */
     uint16_t *scales; /* [scales][tile_tokens] */
@@ -58,7 +59,7 @@ static worker carve(const tq_plan *plan, uint8_t *at)
 
 static int is_bad(float x) { return !(fabsf(x) <= TQ_MAX_INPUT); }
 
-/** Whether a row has a bad number. Without their signs floats are in the order of their integers, and what is not finite is last. */
+/** Whether a row has a bad number. Without their signs, floats are ordered as integers; infinity and NaN come last. */
 static int has_bad(int32_t dtype, const void *x, int32_t n)
 {
     const uint16_t *halves = x;
@@ -217,8 +218,8 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     job->kernels->encode(&encoder, z, codes, scale);
 }
 
-/** Codes of 32 tokens, `channels` each (at most 32), to rows of channels in column order. Tokens j, j + 8, j + 16 and j + 24 are
- *  neighbours. */
+/** Codes of 32 tokens, `channels` each (at most 32), to rows of channels in column order. Tokens j, j + 8, j + 16 and j
+ *  + 24 are neighbours. */
 static void transpose_codes(const uint8_t *codes, int32_t stride, int32_t channels, uint8_t *tile)
 {
     for (int32_t j = 0; j < 8; j++) {

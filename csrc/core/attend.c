@@ -1,17 +1,17 @@
 /* tq_attend: one online softmax over sinks, packed pages, window and fresh tokens.
  *
- * A task is (sequence, KV head, chunk of query rows, split of the pages). Its rows are the queries that share the KV head, token
- * by token, so that neighbouring rows see nearly the same tokens. Packed pages are read as they are: per page and row, scores by
- * the kernel's tile product, one softmax step, and the weighted sum of value tiles by the same product. The sums stay rotated
- * until a row is finished. Split 0 also takes the exact tokens. With one split the task finishes its rows itself; with more, the
- * partial rows wait in workspace and a second pass merges them. */
+ * A task is (sequence, KV head, chunk of query rows, split of the pages). Its rows are the queries that share the KV
+ * head, token by token, so that neighbouring rows see nearly the same tokens. Packed pages are not decoded: per page
+ * and row, the kernel's tile product gives the scores, one softmax step follows, and the same product gives the
+ * weighted sum of value tiles. The sums stay rotated until a row is finished. Split 0 also takes the exact tokens. With
+ * one split the task finishes its rows itself; with more, a second pass merges the partial rows in workspace. */
 #include "attend.h"
 #include <math.h>
 #include <string.h>
 
-#define CHUNK_ROWS 32        /* query rows of a task at most: operands and sums of that many stay in a core's L2 */
-#define LEAST_WORK (1 << 18) /* numbers of keys met by queries that are worth a thread */
-#define SPLIT_PAGES 4        /* pages that a split has at least, so that a thread is worth waking */
+#define CHUNK_ROWS 32        /* the most query rows of a task: their operands and sums stay in a core's L2 */
+#define LEAST_WORK (1 << 18) /* the fewest key numbers times queries that are worth a thread */
+#define SPLIT_PAGES 4        /* the fewest pages of a split that are worth a thread */
 
 /* ---- which tokens a query sees ---- */
 
@@ -30,7 +30,7 @@ static range seen(const tq_attend_params *a, int32_t b, int64_t p)
 
 static range clip(range r, int64_t lo, int64_t hi) { return (range){r.lo > lo ? r.lo : lo, r.hi < hi ? r.hi : hi}; }
 
-/** Of those, the packed ones, as packed indices. */
+/** The packed tokens among them, as packed indices. */
 static range seen_packed(const tq_attend_params *a, int32_t b, int64_t p)
 {
     int64_t length = a->lengths[b], newest = (a->causal ? p + 1 : length) - a->window;
@@ -73,7 +73,7 @@ static tq_block_coder coder_of(const attend_job *job, const attend_task *t, int 
     return tq_block_coder_of(job->kernels, job->plan, job->books, is_key ? &job->a->key : &job->a->value, is_key, t->h);
 }
 
-/** Rotates a query into what meets the codes of keys. */
+/** Turns a query into the operand of the product with key codes. */
 static void prepare_operand(const attend_job *job, const attend_task *t, attend_work *w, const float *q, void *operand)
 {
     const tq_plan *plan = job->plan;
@@ -120,7 +120,7 @@ static void rescale(float *x, int32_t n, float factor)
     for (int32_t i = 0; i < n; i++) x[i] *= factor;
 }
 
-/** What an online softmax step asks of a row's sums so far. */
+/** Multiplies a row's sums so far by the factor of an online softmax step. */
 static void rescale_row(const attend_job *job, attend_work *w, int32_t r, float factor)
 {
     if (factor == 1.0f) return;
@@ -153,8 +153,8 @@ static int mark_page(const attend_job *job, const attend_task *t, attend_work *w
                         w->visible);
 }
 
-/** attend_page for plans that are not plain: each token tile is decoded to rows, keys first, and met as it stands. Numbers of rows carry
- *  their scales, so the softmax step is told ones. */
+/** attend_page for plans that are not plain: each token tile is decoded to rows, keys first. Decoded rows include their
+ *  scales, so the softmax step gets scales of 1. */
 static void attend_blocked_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, range common)
 {
     const tq_kernels *kernels = job->kernels;
@@ -185,15 +185,15 @@ static void attend_blocked_page(const attend_job *job, const attend_task *t, att
         for (int32_t r = 0; r < t->rows; r++)
             for (int32_t i = 0; i < TQ_TILE; i++) {
                 float weight = w->scores[(int64_t)r * tokens + TQ_TILE * tile + tq_column(i)];
-                if (weight != 0.0f) /* what is not seen may be bytes of anything */
+                if (weight != 0.0f) /* hidden tokens may be any bytes */
                     kernels->axpy(weight, w->decoded + (int64_t)i * value_row, w->packed + (int64_t)r * value_row,
                                   value_row);
             }
     }
 }
 
-/** Scores of a page to weights and their operands. Each step runs over all rows before the next one: the steps of a row wait for
- *  each other, rows do not. */
+/** Scores of a page to weights and their operands. Each step runs over all rows before the next step, because the steps
+ *  of one row depend on each other. */
 static void weigh_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, range common)
 {
     const tq_kernels *kernels = job->kernels;
@@ -216,8 +216,8 @@ static void weigh_page(const attend_job *job, const attend_task *t, attend_work 
     kernels->prepare(w->scores, tokens, t->rows, job->precise, w->weight_operands);
 }
 
-/** One page for all rows of the task: scores, softmax step, weighted values. While it is read the same part
- *  of the `next` one (NULL after the last) is brought into the cache. All rows see the tokens in `common`. */
+/** One page for all rows of the task: scores, softmax step, weighted values. Meanwhile the `next` page (NULL after the
+ *  last) is prefetched. All rows see the tokens in `common`. */
 static void attend_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, const uint8_t *next,
                         range common)
 {
@@ -270,7 +270,8 @@ static void attend_packed(const attend_job *job, const attend_task *t, attend_wo
 
 /* ---- exact tokens ---- */
 
-/** Tokens of one dtype-typed array: position first + i at base + i * stride_token, or a ring of `ring` tokens at position % ring. */
+/** Tokens of one dtype-typed array: position first + i at base + i * stride_token, or a ring of `ring` tokens at
+ *  position % ring. */
 typedef struct {
     const void *k, *v;
     int64_t k_stride, v_stride, first, ring;
@@ -332,7 +333,7 @@ static void attend_exact(const attend_job *job, const attend_task *t, attend_wor
 {
     const tq_attend_params *a = job->a;
     int64_t d = job->plan->head_dim, head = ((int64_t)t->b * a->kv_heads + t->h) * d, length = a->lengths[t->b];
-    int64_t before = a->fresh_k ? length - a->query_tokens : length; /* tokens that the ring had seen */
+    int64_t before = a->fresh_k ? length - a->query_tokens : length; /* the length that the ring belongs to */
     int32_t bytes = tq_dtype_bytes(a->dtype);
     if (before < 0) before = 0;
     if (a->sinks) {
@@ -456,7 +457,7 @@ static void run_task(void *context, int64_t i, int32_t worker)
     }
 }
 
-/** Merges the splits of one task's rows, in the order of the splits: the same sums whatever thread came first. */
+/** Merges the splits of one task's rows, in a fixed order, so that sums do not depend on threads. */
 static void merge_task(void *context, int64_t i, int32_t worker)
 {
     const attend_job *job = context;
@@ -523,7 +524,7 @@ static void turn_pages(attend_job *job)
 {
     const tq_attend_params *a = job->a;
     range all = {INT64_MAX, 0};
-    for (int32_t b = 0; b < a->batch; b++) { /* later rows see no earlier token, and the last one the latest */
+    for (int32_t b = 0; b < a->batch; b++) { /* the first row sees the earliest token, the last row the latest */
         range first = seen_packed(a, b, row_position(job, b, 0));
         range last = seen_packed(a, b, (int64_t)a->lengths[b] - 1);
         if (first.lo < 0) first.lo = 0;

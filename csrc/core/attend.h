@@ -1,4 +1,4 @@
-/* What attend.c (the algorithm) and attend_args.c (checks and workspace) share. */
+/* Shared by attend.c (the algorithm) and attend_args.c (checks and workspace). */
 #ifndef TQ_ATTEND_H
 #define TQ_ATTEND_H
 #include "blocks.h"
@@ -13,7 +13,7 @@ typedef struct {
     tq_tile key_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE],
         value_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE];
     int64_t query_operand_bytes, weight_operand_bytes; /* of one row */
-    int precise;                                       /* operands for float32 queries, and with tiles of 16 */
+    int precise;                                       /* 22-bit operands: for float32 queries and tiles of 16 */
     int32_t group, chunks, chunk_rows, splits, threads;
     tq_wave wave;
     uint8_t *workspace;
@@ -26,10 +26,10 @@ typedef struct {
 } attend_task;
 
 /* Workspace:  | worker 0 | worker 1 | ..  each:
- *              | query operands | weight operands | q | scores | packed | exact | tile_k | tile_v | rotated | coded | merged |
- *              | scales | logits | states | visible | decoded | wave rows |
- *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits > 1
- *           | the wave's table | nodes | turns [max_pages] | */
+ *              | query operands | weight operands | q | scores | packed | exact | tile_k | tile_v | rotated | coded |
+ *              merged | | scales | logits | states | visible | decoded | wave rows |
+ *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits
+ *           > 1 | the wave's table | nodes | turns [max_pages] | */
 typedef struct {
     uint8_t *query_operands, *weight_operands;
     float *q;      /* [rows][head_dim], not rotated */

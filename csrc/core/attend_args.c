@@ -1,4 +1,4 @@
-/* tq_attend's arguments: what is refused, and how workspace is cut. */
+/* tq_attend's arguments: checks, and the layout of workspace. */
 #include "attend.h"
 
 /* ---- workspace ---- */
@@ -59,7 +59,7 @@ static int64_t partial_floats(const attend_job *job)
     return 4 + TQ_TILE * (int64_t)job->value_groups.n + job->plan->head_dim;
 }
 
-/** Of workers and partial rows. */
+/** Bytes of workers and partial rows. */
 static int64_t bytes_of_rows(const attend_job *job)
 {
     int64_t tasks = (int64_t)job->a->batch * job->a->kv_heads * job->chunks * job->splits;
@@ -107,7 +107,8 @@ static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, 
     int64_t packed = length - a->sinks - a->window;
     for (int64_t page = 0; page * plan->page_tokens < packed; page++) {
         int64_t i = (int64_t)b * a->max_pages + page;
-        /* pages wholly before `starts` or behind a sliding window may have been freed: only what will be read is checked */
+        /* pages before `starts` or outside a sliding window may have been freed: only entries that are read are
+         * checked */
         int64_t newest = (page + 1) * plan->page_tokens - 1 + a->sinks, first_query = length - a->query_tokens;
         if (a->starts && newest < a->starts[b]) continue;
         if (a->sliding_window && newest < (first_query > 0 ? first_query : 0) - a->sliding_window + 1) continue;

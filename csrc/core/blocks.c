@@ -1,4 +1,5 @@
-/* The arithmetic of plans that are not plain: portable, the same on every machine. turboquant.h has the formulas (tq_levels, tq_sketch). */
+/* The arithmetic of plans that are not plain: portable, the same on every machine. turboquant.h has the formulas
+ * (tq_levels, tq_sketch). */
 #include "blocks.h"
 #include <math.h>
 #include <string.h>
@@ -17,8 +18,9 @@ tq_block_coder tq_block_coder_of(const tq_kernels *kernels, const tq_plan *plan,
     return c;
 }
 
-/** The one order in which encoding adds, as in csrc/kernels/scalar.c: v[i] += v[i + h] for h = n/2, n/4 .. 1 after zeros up to the
- *  next power of two. Destroys v [2 n]. */
+/** Sums in the order of csrc/kernels/scalar.c: v[i] += v[i + h] for h = n/2, n/4 .. 1, padded with zeros to a power of
+ *  two.
+ *  Destroys v [2 n]. */
 static float tree_sum(float *v, int32_t n)
 {
     int32_t size = 1;
@@ -38,7 +40,7 @@ static float dot(const float *a, const float *b, int32_t n)
 
 static uint16_t stored(float x) { return tq_f16_from_f32(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
 
-/** What the codes of `bits` stand for before scale and zero point, by code. */
+/** Levels of the codes of `bits`, before scale and zero point, by code. */
 static void fill_levels(const tq_block_coder *c, int32_t bits, float levels[MAX_LEVELS])
 {
     for (int32_t code = 0; code < 1 << bits; code++) switch (c->side->levels) {
@@ -72,7 +74,7 @@ static affine read_scales(const tq_block_coder *c, const void *numbers, int64_t 
     }
 }
 
-/** What the signs of a token's sketch are multiplied by, but for sketch_factor. */
+/** The factor of the signs of a token's sketch, without sketch_factor. */
 static affine read_sketch_scale(const tq_block_coder *c, const void *numbers, int64_t stride)
 {
     int is_static = c->table && c->side->sketch == TQ_SKETCH_SIGN;
@@ -84,7 +86,7 @@ static affine read_sketch_scale(const tq_block_coder *c, const void *numbers, in
 
 static int32_t bits_of(const tq_block_coder *c, int32_t channel) { return c->side->bits[channel / TQ_TILE]; }
 
-/** turboquant.h, tq_scale, over the block alone. */
+/** Encodes with a codebook; returns the scale (turboquant.h, tq_scale) of the block alone. */
 static float encode_codebook(const tq_block_coder *c, int32_t first, int32_t n, const float *z, uint8_t *codes)
 {
     float u[TQ_MAX_DIM], d[TQ_MAX_DIM];
@@ -106,7 +108,8 @@ static float encode_codebook(const tq_block_coder *c, int32_t first, int32_t n, 
     }
 }
 
-/** Codes are chosen with the scale and zero point as they are stored. All groups of a block have the bits of the first. */
+/** Codes are chosen with the scale and zero point as they are stored. All groups of a block have the bits of the
+ *  first. */
 static void encode_affine(int32_t bits, int32_t n, const float *z, uint8_t *codes, uint16_t *scale, uint16_t *zero)
 {
     float low = z[0], high = z[0], top = (float)((1 << bits) - 1);
@@ -161,9 +164,9 @@ static void encode_block(const tq_block_coder *c, int32_t block, int32_t first, 
     }
 }
 
-/* ---- the sketch of what is left ---- */
+/* ---- the sketch of the quantisation error ---- */
 
-/** sqrt(pi / 2) / m, what the signs of a Gaussian sketch and the residual's norm are multiplied by; 1 for the residual's own signs. */
+/** The constant factor of decoded signs: sqrt(pi / 2) / m for a Gaussian sketch, 1 for signs of the residual itself. */
 static float sketch_factor(const tq_side *side)
 {
     return side->sketch == TQ_SKETCH_GAUSSIAN ? 1.25331414f / (float)side->sketch_rows : 1.0f;

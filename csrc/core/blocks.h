@@ -1,11 +1,11 @@
-/* Plans that are not plain at work: one vector at a time in, one token tile at a time out. What a token is made of, behind its rotation, is
- * one row of 32 * side->tiles numbers: the decoded channels, then the decoded signs of its sketch. A query becomes such a row too,
+/* Plans that are not plain: encodes one vector, decodes one token tile at a time. A decoded token is one row of
+ * 32 * side->tiles numbers, still rotated: the channels, then the signs of its sketch. A query becomes such a row too,
  * [R q | S R q], and an inner product is that of two rows; a weighted sum of rows is un-rotated once. */
 #ifndef TQ_BLOCKS_H
 #define TQ_BLOCKS_H
 #include "tiles.h"
 
-/** One side of such a plan for one KV head, with what its arithmetic needs. */
+/** One side of such a plan for one KV head, with its arrays. */
 typedef struct {
     const tq_kernels *kernels;
     const tq_plan *plan;
@@ -19,8 +19,8 @@ typedef struct {
 tq_block_coder tq_block_coder_of(const tq_kernels *kernels, const tq_plan *plan, const tq_codebook *books,
                                  const tq_transform *transform, int is_key, int32_t head);
 
-/** A centred vector x [head_dim], which is lost, to codes [32 * tiles] and binary16 numbers scales[32 * i], i < side->scales.
- *  z: workspace [head_dim]. */
+/** A centred vector x [head_dim], which is lost, to codes [32 * tiles] and binary16 numbers scales[32 * i], i <
+ *  side->scales. z: workspace [head_dim]. */
 void tq_block_encode(const tq_block_coder *c, float *x, float *z, uint8_t *codes, uint16_t *scales);
 
 /** Tokens first .. last - 1 of a token tile as rows of 32 * tiles numbers, 0 where padded. */

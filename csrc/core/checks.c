@@ -1,4 +1,4 @@
-/* What is refused without reading an array: turboquant_checks.h. */
+/* Checks that read no array: turboquant_checks.h. */
 #include "internal.h"
 #include <math.h>
 
@@ -7,7 +7,7 @@ typedef struct {
     int64_t got;
 } size;
 
-/** An argument that is a pointer: what it must be if it is NULL, and if it is not; NULL: it may be so. */
+/** A pointer argument. given: what it must be, if it may not be NULL; absent: what it must be, if it has to be NULL. */
 typedef struct {
     const char *name;
     const void *at;

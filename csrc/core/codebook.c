@@ -11,8 +11,9 @@ static const tq_codebook_row *codebook_row(int32_t law, int32_t head_dim, int32_
     return &tq_codebook_normal[bits - 1];
 }
 
-/* Half the distance between levels of the best uniform quantisers of N(0, 1) with 8 to 64 levels (Max 1960, Table II, which ends at
- * 36); with 2 and 4 levels they are those of the normal law, which are uniform. tests/test_codebook.py finds them again. */
+/* Half the distance between levels of the best uniform quantisers of N(0, 1) with 8 to 64 levels (Max 1960, Table II,
+ * which ends at 36); with 2 and 4 levels they are those of the normal law, which are uniform. tests/test_codebook.py
+ * finds them again. */
 static const float uniform_half_steps[TQ_MAX_BITS + 1] = {
     0, 0, 0, 0.293009721f, 0.167600307f, 0.0940693967f, 0.0520315039f};
 
@@ -78,7 +79,7 @@ static tq_cells cells_of(const tq_codebook *book)
     return cells;
 }
 
-/* ---- of plans ---- A law, and the sphere's head_dim, decide all of it: a set each, made at the first call that wants one of its law. */
+/* ---- codebooks of plans ---- One set for each law, and for each head_dim of the sphere; made when first needed. */
 
 enum { SPHERES = TQ_MAX_HEAD_DIM / 8 };
 

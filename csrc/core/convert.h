@@ -1,5 +1,5 @@
-/* binary16 and bfloat16 by integer arithmetic, so that no compiler, flag or CPU can round differently. Inline and without
- * branches on the way up, so that loops over them vectorise. */
+/* binary16 and bfloat16 by integer arithmetic, so that no compiler, flag or CPU can round differently. Inline and
+ * without branches on the way up, so that loops over them vectorise. */
 #ifndef TQ_CONVERT_H
 #define TQ_CONVERT_H
 #include <stdint.h>
@@ -37,8 +37,8 @@ static inline uint16_t tq_f16_from_f32(float x)
     return (uint16_t)(sign | (half + (rest > middle || (rest == middle && (half & 1)))));
 }
 
-/** Exact. Subnormal halves are counted in units of 2^-24: no number here is subnormal as a float, which a caller who has such numbers
- *  flushed (torch.set_flush_denormal) would find to be 0. */
+/** Exact. Subnormal halves are counted in units of 2^-24: no number here is subnormal as a float, which a caller who
+ *  has such numbers flushed (torch.set_flush_denormal) would find to be 0. */
 static inline float tq_f32_from_f16(uint16_t half)
 {
     uint32_t magnitude = half & 0x7fff, small = tq_bits_of((float)(int32_t)magnitude * 0x1p-24f);

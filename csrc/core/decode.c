@@ -38,7 +38,7 @@ static void decode_tile(const decode_side *s, const uint8_t *record, int32_t tok
     }
 }
 
-/** What is left to do for the token of packed index `index`, in place: metric and wave, or the centre alone. */
+/** Undoes the metric and adds the wave, or adds the centre alone, for the token of packed index `index`, in place. */
 static void add_centre(const decode_side *s, int64_t index, float *x)
 {
     const tq_plan *plan = s->plan;
@@ -61,7 +61,7 @@ static void restore_token(const decode_side *s, const uint8_t *record, int32_t t
     tq_rotate_vector(s->kernels, plan, plan->rotation, tq_transform_matrix(s->transform, s->h), 1, y, x);
 }
 
-#define ROWS_AT_ONCE (4 * TQ_MAX_DIM) /* numbers of decoded rows that wait on the stack */
+#define ROWS_AT_ONCE (4 * TQ_MAX_DIM) /* numbers of decoded rows on the stack */
 
 /** How many tokens' rows fit: 2 to 32. */
 static int32_t tokens_at_once(const tq_side *side)
@@ -162,7 +162,7 @@ static void scale_tile(const float *products, const float *scales, float bias, f
     for (int32_t i = 0; i < TQ_TILE; i++) in_order[i] = by_column[tq_column(i)];
 }
 
-/* One page of vectors against all queries; the next page is brought into the cache meanwhile. */
+/* One page of vectors against all queries; the next page is prefetched. */
 static void dot_page(void *context, int64_t page, int32_t worker_index)
 {
     const dot_job *job = context;
@@ -197,7 +197,8 @@ static void dot_page(void *context, int64_t page, int32_t worker_index)
     }
 }
 
-/** dot_page for plans that are not plain: rows decoded a few tokens at a time meet the projected queries. */
+/** dot_page for plans that are not plain: decodes a few tokens at a time and multiplies them by the projected
+ *  queries. */
 static void dot_blocked_page(void *context, int64_t page, int32_t worker_index)
 {
     const dot_job *job = context;

@@ -1,5 +1,6 @@
-/* Which table runs: the best this CPU supports, or the level that TURBOQUANT_ISA or tq_set_isa names. A level that is not there
- * is an error, never a silent second choice. Adding one: csrc/kernels/<isa>.c, a row here, a row in setup.py. */
+/* Chooses the table of kernels: the best that this CPU supports, or the level that TURBOQUANT_ISA or tq_set_isa names.
+ * A missing level is an error, never replaced silently. To add one: csrc/kernels/<isa>.c, a row here, a row in
+ * setup.py. */
 #define _DEFAULT_SOURCE /* syscall */
 #include <pthread.h>
 #include <stdlib.h>
@@ -28,8 +29,8 @@ typedef struct {
 static int always(void) { return 1; }
 
 #if defined(TQ_HAVE_AVX2)
-/* Compilers learnt the names "f16c" and "avxvnni" late: CPUID leaf 1, ECX bit 29, and leaf 7, subleaf 1, EAX bit 4. What
- * both need of the system is what "avx2" has asked for. */
+/* Older compilers lack the names "f16c" and "avxvnni": CPUID leaf 1, ECX bit 29, and leaf 7, subleaf 1, EAX bit 4.
+ * "avx2" has checked the operating system's support for both. */
 static int has_avx2(void)
 {
     unsigned a, b, c = 0, d;
@@ -62,8 +63,8 @@ static int has_avx512_vnni(void)
 #endif
 
 #if defined(TQ_HAVE_AVX512_AMX)
-/* Tiles and their byte products: CPUID leaf 7, EDX bits 24 and 25. Linux wants to be asked for their registers, once for all threads
- * of a process, since they make its signal frames larger; it refuses where an alternate signal stack is too small for them. */
+/* Tiles and their byte products: CPUID leaf 7, EDX bits 24 and 25. A process must ask Linux for their registers once,
+ * because they make signal frames larger; Linux refuses if an alternate signal stack is too small for them. */
 static int has_avx512_amx(void)
 {
     unsigned a, b, c, d = 0;
@@ -111,7 +112,7 @@ static const level levels[] = {
 
 static const tq_kernels *forced; /* by tq_set_isa */
 
-/* CPUID takes microseconds in a virtual machine, and the environment may be read by no thread while another writes it: asked once. */
+/* Found once: CPUID takes microseconds in a virtual machine, and another thread may write to the environment later. */
 static struct {
     int has[N_LEVELS];
     const tq_kernels *best, *chosen; /* chosen: by TURBOQUANT_ISA, else the best; NULL: it names none */

@@ -1,11 +1,11 @@
-/* The header of a codes file. Whatever it claims is held against the file's own size before anyone allocates. */
+/* The header of a codes file. Its claims are checked against the file's size before anything is allocated. */
 #include "internal.h"
 #include <string.h>
 
 static const char magic[8] = "TQCODES";
 
-/** table[k][b]: what byte b does to the sum when k more bytes follow it. 8 KiB, on the stack: filling it takes as long as
- *  summing some 10 KiB, and needs no state that threads share. */
+/** table[k][b]: the effect of byte b on the sum if k more bytes follow it. 8 KiB on the stack: filling it takes as long
+ *  as summing some 10 KiB, and needs no state shared by threads. */
 static void fill_crc_table(uint32_t table[8][256])
 {
     for (uint32_t b = 0; b < 256; b++) {
@@ -73,7 +73,7 @@ tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size
     return TQ_OK;
 }
 
-/** The pages that so many vectors fill are the payload, no byte more or less. */
+/** Checks that the payload is exactly the pages of this many vectors. */
 static tq_status check_payload(const tq_plan *plan, const tq_file_header *h, size_t header_size, uint64_t file_bytes,
                                tq_error *error)
 {

@@ -49,7 +49,7 @@ static uint8_t *pack_row(const uint8_t codes[32], int32_t bits, uint8_t *bytes)
     return bytes;
 }
 
-/** Their leading bits, byte after byte TQ_INDEX_BLOCK apart. */
+/** The leading bits of 32 codes, as bytes TQ_INDEX_BLOCK apart. */
 static uint8_t *pack_lead(const uint8_t codes[32], int32_t bits, int32_t lead, uint8_t *plane)
 {
     for (int32_t width; lead; lead -= width, bits -= width) {

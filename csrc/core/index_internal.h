@@ -1,4 +1,4 @@
-/* What the files of the vector index share. */
+/* Shared by the files of the vector index. */
 #ifndef TQ_INDEX_INTERNAL_H
 #define TQ_INDEX_INTERNAL_H
 #include "internal.h"
@@ -10,7 +10,7 @@ const tq_scan_kernels *tq_get_scan_kernels(tq_error *error);
 /** The books of all widths, [TQ_WIDE_BITS + 1]; made once. */
 const tq_index_book *tq_index_books(void);
 
-/** A checked space, and what its calls need. */
+/** A checked space, with sizes and arrays for its calls. */
 typedef struct {
     const tq_index_space *space;
     const tq_kernels *kernels;
@@ -41,15 +41,16 @@ typedef struct {
 /** Query i of x. workspace: [2, channels]. Returns 0 if it is refused. */
 int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *workspace, const tq_index_queries *out);
 
-/** A row's score, but for the query's constant, is at most scale * (sum * unit + margin) + offset, where `sum` is of table entries for
- *  its leading bits (kernels/scan_signs.h), unless what the other bits add is beyond `sigmas` standard deviations. */
+/** A row's score, without the query's constant, is at most scale * (sum * unit + margin) + offset. `sum` adds table
+ *  entries for its leading bits (kernels/scan_signs.h). The bound fails only if the other bits add more than `sigmas`
+ *  standard deviations. */
 typedef struct {
     float unit, margin, inverse_unit;
 } tq_sign_query;
 
-/** Tables of 64 bytes for so many planes. */
+/** How many tables of 64 bytes there are for this many planes. */
 int32_t tq_sign_tables(int32_t planes);
-/** q [32 groups] counts `unit`; tables: [tq_sign_tables(planes), 64]. */
+/** q [32 groups] in units of `unit`; tables: [tq_sign_tables(planes), 64]. */
 void tq_sign_query_make(const tq_index_layout *layout, double sigmas, const int16_t *q, double unit, uint8_t *tables,
                         tq_sign_query *out);
 #endif

@@ -1,8 +1,9 @@
-/* What the scan over leading bits needs of a query: tables to look them up in, and how far a sum may be from the score.
+/* A query for the scan over leading bits: lookup tables, and a bound on the difference between a sum and the score.
  *
- * The leading fields of a code (2 bits each, from the highest on, the last perhaps 1) estimate its level c by a sum, a value for each
- * field. Values are the best additive fit to c under N(0, 1), times a factor so that E[estimate u] = E[c u]: so neighbours, whose u
- * lean towards the query's, are not estimated too low. */
+ * The leading fields of a code (2 bits each, from the highest on, the last perhaps 1) estimate its level c by a sum
+ * with one value for each field. Values are the best additive fit to c under N(0, 1), times a factor so that E[estimate
+ * u] = E[c u].
+ * Without the factor, neighbours, whose u resemble the query's, would be estimated too low. */
 #include "index_internal.h"
 #include <math.h>
 #include <pthread.h>
@@ -27,7 +28,7 @@ static double exp_minus(double y)
     return sum;
 }
 
-/** Of the codes of a width, under N(0, 1): probability, level, and probability * E[u | code]. */
+/** For each code of a width, under N(0, 1): probability, level, and probability * E[u | code]. */
 typedef struct {
     int32_t n;
     double p[256], level[256], first[256];
@@ -69,7 +70,7 @@ static void fit(const code_law *law, int32_t bits, int32_t lead, lead_fit *out)
 {
     double values[FIELDS][4] = {{0}}, slope = 0, wanted = 0;
     int32_t n = (lead + 1) / 2;
-    for (int32_t round = 0; round < 40; round++) /* each field in turn takes what the others leave */
+    for (int32_t round = 0; round < 40; round++) /* each field in turn fits what the others leave */
         for (int32_t f = 0; f < n; f++) {
             double p[4] = {0}, sum[4] = {0};
             for (int32_t code = 0; code < law->n; code++) {
@@ -117,7 +118,7 @@ double tq_index_lead_error(int32_t bits, int32_t lead)
 
 int32_t tq_sign_tables(int32_t planes) { return (planes + 2) / 3 * 4; }
 
-/** What each value of each two bits of a plane adds to a query's estimate. */
+/** The contribution of each value of each two bits of a plane to a query's estimate. */
 typedef struct {
     float at[4][4];
 } plane_values;
@@ -135,7 +136,7 @@ static void plane_of_one(const float *z, const float values[4], int32_t i, plane
             out->at[k][e] = z[8 * k + i] * values[e & 1] + z[8 * k + 4 + i] * values[e >> 1];
 }
 
-/** Moves the values of each two bits so that the least is 0; returns the sum of what was taken away. */
+/** Shifts the values of each two bits so that the least is 0; returns the sum of the shifts. */
 static float from_zero(plane_values *plane)
 {
     float taken = 0;

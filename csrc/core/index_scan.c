@@ -1,5 +1,6 @@
-/* Search. One pass over the leading bits of all rows; those that may be among the best are scored from all bits at once. What is kept
- * depends on nothing but the rows (tq_index_search), so neither do the results on the order of the pass. */
+/* Search: one pass over the leading bits of all rows. Rows that may be among the best are scored from all bits at once.
+ * Which rows are scored depends on the rows alone (tq_index_search), so results do not depend on the order of the
+ * pass. */
 #include "index_internal.h"
 #include <math.h>
 #include <stdatomic.h>
@@ -9,10 +10,10 @@
 enum {
     BLOCK = TQ_SCAN_ROWS,
     RUN = 16,           /* blocks of a task */
-    RARE = 50,          /* one allowed row in so many is rare */
-    NOTED = 16,         /* rows that wait for their memory */
-    SAMPLE = 8,         /* one block in so many is looked at first */
-    MOST_SAMPLED = 512, /* rows that are scored of it */
+    RARE = 50,          /* if at most 1 row in 50 is allowed, all are scored */
+    NOTED = 16,         /* rows that are being prefetched */
+    SAMPLE = 8,         /* 1 block in 8 is sampled for a first limit */
+    MOST_SAMPLED = 512, /* the most rows that are scored for it */
 };
 
 const tq_scan_kernels *tq_get_scan_kernels(tq_error *error)
@@ -77,12 +78,12 @@ typedef struct {
     float upper;
 } candidate;
 
-/** What one thread found for one query. */
+/** The results of one thread for one query. */
 typedef struct {
     float *lows; /* the k largest lower bounds, the least first, as a heap */
     int64_t n_lows, n, room;
     candidate *candidates;
-    float limit; /* of upper bounds: the k-th largest lower bound so far, or what find_limits found */
+    float limit; /* rows with upper bounds below it are out: the k-th largest lower bound so far, or find_limits' */
     int failed;  /* no memory */
 } pool;
 
@@ -91,14 +92,14 @@ typedef struct {
     int32_t threads, segment; /* the segment being read */
     int rare;
     int64_t n, k, table_bytes; /* n queries */
-    int64_t sampled;           /* blocks that are looked at first */
+    int64_t sampled;           /* blocks of the sample */
     const float *x;            /* queries as they were given */
     float *workspace;          /* [threads, 2, channels] */
     tq_index_queries queries;
     const tq_index_rows *rows; /* all segments */
     uint8_t *tables;           /* [n, table_bytes] */
     tq_sign_query *bounds;     /* [n] */
-    atomic_int refused;        /* whether a query was */
+    atomic_int refused;        /* whether a query was refused */
     pool *pools;               /* [threads, n] */
     hit *hits;                 /* [threads, k]: of the query that a thread finishes */
     float *scores, *out_scores;
@@ -123,7 +124,7 @@ static void push_low(pool *p, int64_t k, float low)
     if (p->n_lows == k && lows[0] > p->limit) p->limit = lows[0];
 }
 
-/** Room for one more: candidates that fell below the limit go first. */
+/** Makes room for one more candidate, first by dropping those below the limit. */
 static int make_room(pool *p)
 {
     int64_t n = 0;
@@ -169,7 +170,7 @@ static uint64_t allowed_rows(const tq_index_rows *rows, int64_t block)
     return allowed;
 }
 
-/** scales and offsets of a block, with as many numbers as a kernel reads. */
+/** Scales and offsets of a block, padded to the numbers that a kernel reads. */
 typedef struct {
     const float *scales, *offsets;
     float inverse_scale, most_offset; /* of the largest scale */
@@ -182,7 +183,7 @@ static void get_factors(const tq_scan_kernels *kernels, const tq_index_rows *row
     out->scales = rows->scales + first;
     out->offsets = rows->offsets ? rows->offsets + first : NULL;
     if (n < BLOCK) {
-        for (int32_t i = 0; i < BLOCK; i++) { /* the last row again, so that the largest stay what they are */
+        for (int32_t i = 0; i < BLOCK; i++) { /* repeats the last row, which does not change the largest */
             out->padded[0][i] = out->scales[i < n ? i : n - 1];
             out->padded[1][i] = out->offsets ? out->offsets[i < n ? i : n - 1] : 0;
         }
@@ -194,7 +195,8 @@ static void get_factors(const tq_scan_kernels *kernels, const tq_index_rows *row
     out->most_offset = out->offsets ? kernels->largest(out->offsets) : 0;
 }
 
-/** Sums below which no row of a block reaches the limit; a little less, for what float32 rounds. n: blocks, at most RUN. */
+/** Sums below which no row of a block reaches the limit, slightly lowered for float32 rounding. n: blocks, at most
+ *  RUN. */
 static void least_sums(const block_factors *f, int32_t n, const tq_sign_query *b, float limit, uint16_t least[RUN])
 {
     float sums[RUN] = {0};
@@ -220,7 +222,7 @@ static void leading_bits(const scan_job *job, const tq_index_rows *rows, int64_t
     for (; p < n; p++, at += BLOCK) lead[p] = at[0];
 }
 
-/** The score but for the query's constant. */
+/** The score without the query's constant. */
 static double part_of_score(const scan_job *job, const tq_index_rows *rows, int64_t q, int64_t row, const uint8_t *lead)
 {
     const tq_index_use *use = &job->use;
@@ -260,7 +262,7 @@ typedef struct {
     } rows[NOTED + BLOCK];
 } pending_rows;
 
-/** Notes the rows of block `i` of a run that pass, and asks for their memory. */
+/** Notes the rows of block `i` of a run that pass, and prefetches them. */
 static void note(const scan_job *job, const pool *p, const tq_sign_query *b, int64_t run, int64_t i, uint64_t allowed,
                  const block_factors *f, const uint16_t sums[BLOCK], pending_rows *out)
 {
@@ -277,7 +279,7 @@ static void note(const scan_job *job, const pool *p, const tq_sign_query *b, int
     }
 }
 
-/** Scores what was noted, unless the limit has risen above it. */
+/** Scores the noted rows that the limit has not risen above. */
 static void score_noted(const scan_job *job, int32_t worker, int64_t q, int64_t run, pending_rows *noted)
 {
     const pool *p = job->pools + worker * job->n + q;
@@ -337,9 +339,9 @@ static void scan_run(void *context, int64_t run, int32_t worker)
     }
 }
 
-/* ---- a first limit ---- A scan in one pass scores rows that are only good among those it has seen. So part of the rows is looked at
- * beforehand: of those with the highest bounds, k lower bounds are a limit for all. It only saves work: no row that takes part is
- * below it. */
+/* ---- a first limit ---- One pass alone would score many rows that are good only among the first ones. So a sample is
+ * scanned before: k lower bounds of its rows with the highest bounds give a limit for all. This only saves work: no row
+ * that counts is below the limit. */
 
 typedef struct {
     heap best[TQ_SCAN_QUERIES]; /* of upper bounds; ids are segment << 32 | row */
@@ -378,7 +380,7 @@ static void look_at_block(const scan_job *job, int64_t q, int32_t n, int64_t seg
     }
 }
 
-/** The k-th largest lower bound of what is in a heap, or -inf. */
+/** The k-th largest lower bound of the rows in a heap, or -inf. */
 static float limit_of(const scan_job *job, int64_t q, const heap *best, float *lows)
 {
     pool p = {.lows = lows, .limit = -INFINITY};
@@ -418,7 +420,7 @@ static void find_limits(void *context, int64_t group, int32_t worker)
     }
 }
 
-/** Writes the best of what all threads found for query q. */
+/** Writes the best results of all threads for query q. */
 static void finish_query(void *context, int64_t q, int32_t worker)
 {
     const scan_job *job = context;
@@ -446,7 +448,7 @@ static void finish_query(void *context, int64_t q, int32_t worker)
     }
 }
 
-/** Queries to fixed point, and with tables what the scan needs of them. */
+/** Converts queries to fixed point and, if there are tables, fills them. */
 static void make_query(void *context, int64_t q, int32_t worker)
 {
     scan_job *job = context;

@@ -1,4 +1,4 @@
-/* Vectors before they are codes: centring, rotation, fixed-point queries, and the books of levels. turboquant_index.h has the
+/* Before encoding: centring, rotation, fixed-point queries, and the codebooks. turboquant_index.h has the
  * definitions. */
 #include "index_internal.h"
 #include <math.h>

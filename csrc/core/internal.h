@@ -1,4 +1,4 @@
-/* What the files of the core share; nothing here is visible outside. */
+/* Shared by the files of the core; nothing here is visible outside. */
 #ifndef TQ_INTERNAL_H
 #define TQ_INTERNAL_H
 #include "kernels.h"
@@ -12,7 +12,7 @@ tq_status tq_fail(tq_error *error, tq_status status, const char *argument, int64
 /** a * b for sizes, TQ_E_VALUE naming `argument` if it does not fit int64. Both factors >= 0. */
 tq_status tq_product(int64_t a, int64_t b, int64_t *out, const char *argument, tq_error *error);
 int tq_overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes);
-/** An argument that is a pointer, and the bytes behind it where they matter. */
+/** A pointer argument, and the bytes of its array where they matter. */
 typedef struct {
     const char *name;
     const void *at;
@@ -22,7 +22,8 @@ typedef struct {
 tq_status tq_need(const tq_array *arrays, int32_t n, tq_error *error);
 #define TQ_NEED(error, ...)                                                                                            \
     TQ_TRY(tq_need((const tq_array[]){__VA_ARGS__}, sizeof (const tq_array[]){__VA_ARGS__} / sizeof(tq_array), error))
-/** Bytes from an array's first to its last element, [batch, heads, tokens, head_dim] with strides in elements that may leave gaps. */
+/** Bytes from an array's first to its last element, [batch, heads, tokens, head_dim] with strides in elements that may
+ *  leave gaps. */
 static inline int64_t tq_span_bytes(int64_t element_bytes, int64_t batch, int64_t heads, int64_t tokens,
                                     int64_t head_dim, int64_t stride_batch, int64_t stride_head, int64_t stride_token)
 {
@@ -32,19 +33,19 @@ static inline int64_t tq_span_bytes(int64_t element_bytes, int64_t batch, int64_
 }
 
 /* ---- dispatch.c ---- */
-/** The table in use, or NULL with *error filled (TQ_E_UNSUPPORTED) if TURBOQUANT_ISA names none, or TURBOQUANT_NUM_THREADS is no
- *  number of threads. */
+/** The table in use, or NULL with *error filled (TQ_E_UNSUPPORTED) if TURBOQUANT_ISA names none, or
+ *  TURBOQUANT_NUM_THREADS is no number of threads. */
 const tq_kernels *tq_get_kernels(tq_error *error);
 
 /* ---- codebook.c ---- */
-/** What encoding and decoding need of a plan's codebooks. */
+/** The codebooks of a plan, for encoding and decoding. */
 typedef struct {
     tq_codebook
         books[TQ_WIDE_BITS + 1]; /* by bits: 1..TQ_MAX_BITS, and TQ_WIDE_BITS, whose levels are not listed (tq_level) */
     tq_cells cells[TQ_CELL_BITS + 1]; /* of books[4] and books[5] */
 } tq_plan_tables;
 
-/** Those of a checked plan: made once in a process and never freed; at most 200 kB for all plans. */
+/** The tables of a checked plan: made once in a process and never freed; at most 200 kB for all plans. */
 const tq_plan_tables *tq_plan_tables_of(const tq_plan *plan);
 
 /* ---- plan.c ---- */
@@ -57,17 +58,17 @@ static inline int32_t tq_group_width(const tq_plan *plan, int32_t g)
 }
 /** TQ_E_VALUE unless the plan looks like one that tq_plan_init made. */
 tq_status tq_plan_check(const tq_plan *plan, tq_error *error);
-/** The numbers of a transform's steps, or of its table. */
+/** Checks the numbers of a transform's steps, or of its table. */
 tq_status tq_check_steps(const tq_plan *plan, const tq_transform *transform, int32_t kv_heads, int is_key,
                          tq_error *error);
 
 /* ---- checks.c ---- */
-/** Which arrays of a transform are there, against what the plan has; NULL: none. */
+/** Checks that a transform has the arrays that the plan needs; NULL: it has none. */
 tq_status tq_check_transform(const tq_plan *plan, const tq_transform *transform, int is_key, tq_error *error);
 
 /* ---- rotation.c ---- */
-/** y = R x or R^T x for one vector of head_dim floats; matrix NULL: the plan's Hadamard or none, as `rotation` says (tq_side's).
- *  y may be x unless dense. */
+/** y = R x or R^T x for one vector of head_dim floats; matrix NULL: the plan's Hadamard or none, as `rotation` says
+ *  (tq_side's). y may be x unless dense. */
 void tq_rotate_vector(const tq_kernels *kernels, const tq_plan *plan, int32_t rotation, const float *matrix,
                       int inverse, const float *x, float *y);
 
@@ -90,11 +91,13 @@ static inline const float *tq_transform_steps(const tq_transform *t, const tq_pl
 }
 
 /* ---- parallel.c ---- */
-/** Runs task(context, i, worker) for i in 0..n-1 on at most `threads` threads (0: tq_num_threads()), the caller among them;
- *  0 <= worker < threads, one task at a time per worker. Falls back to the caller alone if threads cannot be started. */
+/** Runs task(context, i, worker) for i in 0..n-1 on at most `threads` threads (0: tq_num_threads()), the caller among
+ *  them; 0 <= worker < threads, one task at a time per worker. Falls back to the caller alone if threads cannot be
+ *  started. */
 void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t i, int32_t worker), void *context);
 int32_t tq_effective_threads(int32_t requested);
-/** The same, but no more than `work` keeps busy: a worker costs some 10 us to wake and gets at least `least` units of it. */
+/** Threads to use: no more than `work` keeps busy. Waking a worker costs some 10 us; each gets at least `least` of the
+ *  work. */
 int32_t tq_threads_for(int32_t requested, int64_t work, int64_t least);
 
 static inline int32_t tq_dtype_bytes(int32_t dtype) { return dtype == TQ_F32 ? 4 : 2; }

@@ -1,6 +1,7 @@
-/* The seam between the core and the instruction sets: one table of functions per ISA, filled by csrc/kernels/<isa>.c.
- * The scalar table is complete and is the definition; another ISA may take scalar entries for what it does not speed up, and
- * says so through `names`. Whatever decides a code or a byte is bit-identical in all of them; sums in attention and products with a matrix
+/* The interface between the core and the instruction sets: one table of functions per ISA, filled by
+ * csrc/kernels/<isa>.c.
+ * The scalar table is complete and is the definition. Another ISA may use scalar entries, which `names` shows.
+ * Everything that decides a code or a byte is bit-identical in all tables; sums in attention and products with a matrix
  * (`dot`, `axpy`) are not. */
 #ifndef TQ_KERNELS_H
 #define TQ_KERNELS_H
@@ -32,9 +33,8 @@ static inline uint8_t tq_nearest_code(const tq_codebook *book, float u)
     return book->code_of_rank[rank];
 }
 
-/** The positive thresholds of a codebook of 4 or 5 bits, by cell: cell(x) = min(15, (int)(x * factor)), x >= 0. Products and their
- *  integers never fall as x grows, so what lies below a threshold is in no higher cell: of the cell's own thresholds alone it has to
- *  be asked whether they are <= x. */
+/** The positive thresholds of a codebook of 4 or 5 bits, by cell: cell(x) = min(15, (int)(x * factor)), x >= 0. cell()
+ *  is monotonic, so all thresholds in lower cells are below x, and only the cell's own thresholds need a comparison. */
 typedef struct {
     float factor;     /* 0: some cell would have more than one, at 4 bits, or two */
     float below[16];  /* thresholds in lower cells */
@@ -46,7 +46,7 @@ enum { TQ_CELL_BITS = 5 };
 /** Whether codes of settled rows are searched from the middle of a cell of u (turboquant.h, "z"). */
 static inline int tq_is_searched_by_cells(int32_t bits) { return bits <= 5; }
 
-/** What encoding a vector of one side needs, beside the vector. */
+/** How to encode the vectors of one side. */
 typedef struct {
     const tq_side *side;
     const tq_codebook *books; /* [TQ_WIDE_BITS + 1], by bits; entries 0 and 7 unused */
@@ -66,23 +66,23 @@ typedef struct {
 
 #define TQ_MAX_RUN 8 /* 256 columns: what 32-bit sums of 16-bit operands and 8-bit levels hold */
 
-/** What the halves of a tile are; turboquant.h, "tile". Where they are apart operands are precise. */
+/** What the halves of a tile are; turboquant.h, "tile". With separate halves operands are precise. */
 typedef enum {
     TQ_WHOLE_TILES, /* 32 rows and 32 columns that belong together */
     TQ_HALF_COLUMNS, /* columns with and without bit 3 are of two token tiles: a block's product is two times 32 numbers */
-    TQ_HALF_ROWS     /* rows 0..15 and 16..31 are of two token tiles: they meet two tiles of an operand each */
+    TQ_HALF_ROWS     /* rows 0..15 and 16..31 are of two token tiles: each half is multiplied by its own operand tile */
 } tq_halves;
 
-/** Tiles that products are made of: tiles[n * i + k] is tile k of block i. A block's tiles lie side by side (its 32 rows times
- *  32 n columns), its product is 32 numbers. For keys a block is a token tile (two with tiles of 16), for values a
- *  group of channels. */
+/** Tiles that products are made of: tiles[n * i + k] is tile k of block i. A block's tiles lie side by side (its 32
+ *  rows times 32 n columns), its product is 32 numbers. For keys a block is a token tile (two with tiles of 16), for
+ *  values a group of channels. */
 typedef struct {
     const uint8_t *base;
     const tq_tile *tiles;     /* [blocks][n], offsets from base */
     int32_t blocks, n;        /* n: 1 .. TQ_MAX_GROUPS */
     tq_halves halves;         /* of every tile */
     const tq_codebook *books; /* [TQ_WIDE_BITS + 1], by bits */
-    const uint8_t *ahead;     /* bytes to bring into the cache meanwhile; never dereferenced */
+    const uint8_t *ahead;     /* bytes to prefetch; never dereferenced */
     int32_t ahead_bytes;
 } tq_tile_grid;
 
@@ -96,15 +96,16 @@ typedef struct {
     float scale, bias, softcap; /* logit = softcap(scale * (score * key_scale) + bias); softcap 0: none */
 } tq_logit;
 
-/** What a wave adds to the scores of a page: <q, c_p>. The columns of a page (tq_column in each token tile) are mirrored around its
- *  middle, column c and page_tokens - 1 - c being u and -u positions away from it. With the pairs' coefficients turned to the
- *  middle, the sum over pairs is an even part, of cosines of u, and an odd part, of sines: half of the columns give both.
- *  Pairs are fast or slow. Slow ones turn by at most TQ_SLOW_RADIANS from the middle of a page to its end: the two parts of their sum
- *  are polynomials of u to float32's digits, and are interpolated from TQ_WAVE_NODES positions, whatever their number. */
+/** The wave's part of the scores of a page: <q, c_p>. The columns of a page (tq_column in each token tile) are mirrored
+ *  around its middle: columns c and page_tokens - 1 - c are u and -u positions away from it. With the pairs'
+ *  coefficients turned to the middle, the sum over pairs has an even part, of cosines of u, and an odd part, of sines,
+ *  so half of the columns give all. Pairs are fast or slow. Slow ones turn by at most TQ_SLOW_RADIANS from the middle
+ *  of a page to its end. Both parts of their sum are polynomials of u to float32's precision; they are interpolated
+ *  from TQ_WAVE_NODES positions, whatever the number of pairs. */
 typedef struct {
     int32_t pairs,
         fast; /* fast ones come first in turns and coefficients; slow ones: none, or an even number of TQ_WAVE_NODES or more */
-    int32_t terms;                      /* of the sum for a column: fast pairs, and a node each */
+    int32_t terms;                      /* of a column's sum: fast pairs and nodes */
     int32_t half;                       /* page_tokens / 2 */
     int64_t first_page;                 /* of turns */
     int16_t place[TQ_MAX_HEAD_DIM / 2]; /* of each pair of the plan among fast and slow ones */
@@ -118,60 +119,66 @@ typedef struct {
 
 enum { TQ_WAVE_RUN = 16 }; /* positions */
 
-/** What is subtracted from the keys of a head, and what they are multiplied by. Arrays are float32, padded with zeros to `n`. */
+/** The wave and the metric of a head, for encoding keys. Arrays are float32, padded with zeros to `n`. */
 typedef struct {
     int32_t n, rank;     /* n: a multiple of 16 */
     const float *centre; /* [n], or NULL */
     const float *along,
-        *across; /* [n]: what cosine and sine of a channel's angle are multiplied by, turned to a position that is a
-                                    multiple of TQ_WAVE_RUN; NULL without a wave */
-    const float *turns; /* [TQ_WAVE_RUN][2][n]: cosines and sines of channels, so many positions after it */
+        *across; /* [n]: factors of cosine and sine of a channel's angle, turned to a position that is a multiple of
+                                    TQ_WAVE_RUN; NULL without a wave */
+    const float *turns; /* [TQ_WAVE_RUN][2][n]: cosines and sines of channels at the positions after it */
     const float *scales, *directions, *stretch; /* [n] S S, [rank][n] S W, [rank]; scales NULL: no metric */
 } tq_residual;
 
 typedef struct {
     const char *isa;
-    /** In place on n floats (a power of two, 8 or more): number i changes its sign if bit i of `before` is set (bit i % 32 of word
-     *  i / 32; NULL: none), butterflies at distances 1, 2, 4 .. n/2, times factor, signs of `after`. Bit-exact. */
+    /** In place on n floats (a power of two, 8 or more): number i changes its sign if bit i of `before` is set (bit i %
+     *  32 of word i / 32; NULL: none), butterflies at distances 1, 2, 4 .. n/2, times factor, signs of `after`.
+     *  Bit-exact. */
     void (*hadamard)(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after);
-    /** Settles n floats (a power of two, 64 or more) in place (turboquant.h, "z"); then hadamard with factor 1 and these signs
-     *  before. Bit-exact. */
+    /** Settles n floats (a power of two, 64 or more) in place (turboquant.h, "z"); then hadamard with factor 1 and
+     *  these signs before. Bit-exact. */
     void (*settle)(float *x, int32_t n, const uint32_t *before);
-    /** z [head_dim] rotated -> codes [groups * 32] (0 where padded or without bits) and one binary16 scale. Bit-exact. */
+    /** z [head_dim] rotated -> codes [groups * 32] (0 where padded or without bits) and one binary16 scale.
+     *  Bit-exact. */
     void (*encode)(const tq_encoder *encoder, const float *z, uint8_t *codes, uint16_t *scale);
-    /** codes [32 rows][32 columns] -> words [bits][32], and back; both orders as turboquant.h draws them. Codes are in range. */
+    /** codes [32 rows][32 columns] -> words [bits][32], and back; both orders as turboquant.h draws them. Codes are in
+     *  range. */
     void (*pack)(int32_t bits, const uint8_t *codes, uint32_t *words);
     void (*unpack)(int32_t bits, const uint32_t *words, uint8_t *codes);
-    /** Bytes of an operand of `columns` (a multiple of 32) numbers, a multiple of 64; the layout is the kernel's own secret. */
+    /** Bytes of an operand of `columns` (a multiple of 32) numbers, a multiple of 64; each kernel has its own
+     *  layout. */
     size_t (*operand_bytes)(int32_t columns);
-    /** x [rows][columns] float32 -> operands, operand_bytes(columns) apart, 64-byte aligned. Each row is kept to 22 bits of its
-     *  largest number if precise, else to 15. */
+    /** x [rows][columns] float32 -> operands, operand_bytes(columns) apart, 64-byte aligned. Each row is rounded to 22
+     *  bits of its largest number if precise, else to 15. */
     void (*prepare)(const float *x, int32_t columns, int32_t rows, int precise, void *operands);
-    /** out[q * out_stride + 32 i + tq_column(row)] (= or, if accumulate, +=) the sum over tiles k and columns c of block i of
-     *  level(tile, row, c) * step(bits) * x_q[32 k + c]   for operands q = 0 .. rows - 1 at operands + q * operand_bytes(32 n),
-     *  all prepared alike. An operand that held a number that is not finite gives NaN. Column order is the order of scales and
-     *  of value columns, so that scores become an operand as they stand.
-     *  TQ_HALF_COLUMNS: out[.. + 64 i + 32 h + ..] has the sum over columns c of token tile h, where x has the same number at c and
-     *  at c ^ 8.  TQ_HALF_ROWS: operands of 64 n columns; rows of h = row / 16 meet x_q[64 k + 32 h + c]. */
+    /** out[q * out_stride + 32 i + tq_column(row)] (= or, if accumulate, +=) the sum over tiles k and columns c of
+     *  block i of level(tile, row, c) * step(bits) * x_q[32 k + c]   for operands q = 0 .. rows - 1 at operands + q * operand_bytes(32 n),
+     *  all prepared alike. An operand with a number that is not finite gives NaN. Column order is the order of scales
+     *  and of value columns, so that scores become an operand without a permutation.
+     *  TQ_HALF_COLUMNS: out[.. + 64 i + 32 h + ..] has the sum over columns c of token tile h, where x has the same
+     *  number at c and at c ^ 8.  TQ_HALF_ROWS: operands of 64 n columns; rows of h = row / 16 are multiplied by
+     *  x_q[64 k + 32 h + c]. */
     void (*multiply)(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate,
                      float *out, int32_t out_stride);
-    /** A softmax step over n tokens (a multiple of 32) in two parts, so that one may run over several rows before the other.
-     *  Scores -> logits in place; returns the largest of them and `max`. What is not visible [n] (bytes, NULL: all) becomes -inf,
-     *  whatever its score and scale hold. key_scales NULL: 1. */
+    /** A softmax step over n tokens (a multiple of 32) in two parts, so that one may run over several rows before the
+     *  other.
+     *  Scores -> logits in place; returns the largest of them and `max`. Tokens that are not visible [n] (bytes, NULL:
+     *  all) become -inf, whatever their score and scale. key_scales NULL: 1. */
     float (*logits)(float *scores, const float *key_scales, const uint8_t *visible, int32_t n, const tq_logit *logit,
                     float max);
-    /** Logits -> weights exp(logit - max) * value_scale in place, with the `max` that `logits` returned; returns what earlier
-     *  sums must be multiplied by. `hidden` if some were not visible: their weight is 0 whatever their scale holds. value_scales
-     *  NULL: 1, and the tokens are not packed ones. */
+    /** Logits -> weights exp(logit - max) * value_scale in place, with the `max` that `logits` returned; returns the
+     *  factor for earlier sums. `hidden` if some tokens are not visible: their weight is 0, whatever their scale.
+     *  value_scales NULL: 1, and the tokens are exact. */
     float (*weights)(float *logits, const float *value_scales, int hidden, int32_t n, float max,
                      tq_softmax_state *state);
-    /** scores [rows][stride], column order, of a page: score * key_scale + what the wave adds, with rows' coefficients
+    /** scores [rows][stride], column order, of a page: score * key_scale + the wave's part, with rows' coefficients
      *  [rows][2][pairs][2] of tq_wave_row. */
     void (*add_wave)(const tq_wave *wave, int64_t page, const float *coefficients, int32_t rows,
                      const float *key_scales, float *scores, int32_t stride);
     /** Cosines and sines of n phases (a multiple of 16) in units of 2^-32 turns, within 1e-7. Bit-exact. */
     void (*turn)(const uint32_t *phases, int32_t n, float *cosines, float *sines);
-    /** k [n] to A (k - c_p) in place, p being `step` positions behind where the residual stands. Bit-exact. */
+    /** k [n] to A (k - c_p) in place, where p is `step` positions after that of the residual. Bit-exact. */
     void (*subtract)(const tq_residual *residual, int32_t step, float *k);
     /** Whether low <= x <= high holds for all of n numbers. */
     int (*within)(const float *x, int32_t n, float low, float high);
@@ -179,7 +186,7 @@ typedef struct {
     void (*load)(int32_t dtype, const void *x, float *y, int64_t n);
     float (*dot)(const float *x, const float *y, int32_t n);
     void (*axpy)(float a, const float *x, float *y, int32_t n); /* y += a x */
-    /** Names for tq_kernel_name: what really runs for each operation, e.g. names.encode = "scalar" in a table that borrows. */
+    /** Names for tq_kernel_name: what runs for each operation, e.g. names.encode = "scalar" for a scalar entry. */
     struct {
         const char *rotate, *append, *attend, *dequantize, *dot;
     } names;

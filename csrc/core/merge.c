@@ -14,7 +14,7 @@ static void merge_row(const float *outs, const float *lses, int32_t parts, int64
     for (int32_t c = 0; c < head_dim; c++) out[row * head_dim + c] = 0;
     for (int32_t i = 0; i < parts; i++) {
         float x = lses[i * rows + row];
-        if (x == -INFINITY) continue; /* attended nothing: its out counts for nothing, whatever it holds */
+        if (x == -INFINITY) continue; /* attended nothing: its out is ignored, whatever it holds */
         float weight = expf(x - max);
         sum += weight;
         for (int32_t c = 0; c < head_dim; c++)

@@ -1,5 +1,5 @@
-/* A small thread pool. Not OpenMP: torch brings an OpenMP runtime of its own, two of them oversubscribe, and libgomp hangs in a
- * forked child. Workers sleep between jobs; the caller works too; a forked child starts a pool of its own. */
+/* A small thread pool. Not OpenMP: torch has its own OpenMP runtime, two runtimes oversubscribe the CPU, and libgomp
+ * hangs in a forked child. Workers sleep between jobs, the caller works too, and a forked child starts its own pool. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* sched_getaffinity */
 #endif
@@ -29,7 +29,7 @@ static struct {
 
 static pthread_mutex_t job_mutex = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
 static atomic_llong next_task;
-static atomic_int configured_threads; /* 0: not yet known; -1: the environment says no number of threads */
+static atomic_int configured_threads; /* 0: not yet known; -1: the environment variable is invalid */
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
 /* Threads do not survive a fork, and the parent may have held a lock: the child begins afresh. */
@@ -88,7 +88,8 @@ void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t
 {
     threads = tq_effective_threads(threads);
     if (n < threads) threads = (int32_t)n;
-    /* another thread's job is running: doing this one alone beats waiting, and cannot deadlock if a task calls back */
+    /* another thread's job is running: doing this job alone is faster than waiting, and cannot deadlock in nested
+     * calls */
     if (threads <= 1 || pthread_mutex_trylock(&job_mutex)) {
         for (int64_t i = 0; i < n; i++) task(context, i, 0);
         return;

@@ -1,4 +1,5 @@
-/* Plans: integers checked once, turned into sizes and offsets that every other file trusts. turboquant.h has their order. */
+/* Plans: checks their integers once and derives the sizes and offsets that every other file trusts. turboquant.h has
+ * their order. */
 #include "internal.h"
 #include <math.h>
 #include <string.h>
@@ -7,7 +8,7 @@ int32_t tq_scale_bytes(const tq_plan *plan, const tq_side *side) { return 2 * pl
 
 /* ---- one side ---- */
 
-enum { KEY_WORDS = 7, VALUE_WORDS = 11 }; /* where those of a side begin: rotation, levels, sketch, sketch_rows */
+enum { KEY_WORDS = 7, VALUE_WORDS = 11 }; /* first word of a side: rotation, levels, sketch, sketch_rows */
 
 /** Where the words of a side are and what they are called. */
 typedef struct {
@@ -23,7 +24,7 @@ static tq_status read_choice(int64_t word, int64_t last, int32_t *out, const cha
     return TQ_OK;
 }
 
-/** The bits of a group by themselves; those of a block with its neighbours are looked at in read_groups. */
+/** Checks the bits of one group; read_groups compares them within a block. */
 static tq_status check_bits(int64_t bits, const tq_side *side, const char *name, int32_t g, tq_error *error)
 {
     if (bits > TQ_MAX_BITS && bits != TQ_WIDE_BITS)
@@ -100,7 +101,7 @@ static tq_status read_side(const int64_t *words, const side_words *where, const 
     return TQ_OK;
 }
 
-/** Whether values have no codes, which is said by words of 0 alone. */
+/** Whether values have no codes; then all their words must be 0. */
 static tq_status read_absence(const int64_t *words, const side_words *where, int32_t groups, int *absent,
                               tq_error *error)
 {
@@ -258,7 +259,7 @@ tq_status tq_plan_check(const tq_plan *plan, tq_error *error)
     return TQ_OK;
 }
 
-/* ---- what comes with calls ---- */
+/* ---- arrays of calls ---- */
 
 tq_status tq_check_steps(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, int is_key, tq_error *error)
 {

@@ -1,10 +1,11 @@
-/* What kernels ask of a plan, on the host and on CUDA. */
+/* Questions about a plan, for kernels on the host and on CUDA. */
 #ifndef TQ_PLAN_KIND_H
 #define TQ_PLAN_KIND_H
 #include "../include/turboquant.h"
 
-/** Whether the fast kernels run it: both sides have the levels of a codebook, one block, no sketch, and the same rotation. Others
- *  are encoded and met one vector at a time (csrc/core/blocks.c, csrc/cuda/baselines/blocks.cuh). */
+/** Whether the fast kernels run it: both sides have the levels of a codebook, one block, no sketch, and the same
+ *  rotation.
+ *  Other plans have slower code (csrc/core/blocks.c, csrc/cuda/baselines/blocks.cuh). */
 static inline int tq_is_plain(const tq_plan *plan) { return plan->is_plain; }
 /** Tiles of 64 tokens x 16 channels; otherwise 32 x 32. */
 static inline int tq_tile_is_16(const tq_plan *plan) { return plan->group_channels == 16; }
@@ -12,7 +13,7 @@ static inline int tq_tile_is_16(const tq_plan *plan) { return plan->group_channe
 static inline int tq_has_one_width(const tq_side *side) { return side->one_width; }
 /** Whether keys have a wave or a metric. */
 static inline int tq_has_moments(const tq_plan *plan) { return plan->wave_pairs || plan->metric; }
-/** turboquant.h, "z". */
+/** Whether rows are settled; turboquant.h, "settled". */
 static inline int tq_is_settled(const tq_plan *plan)
 {
     return plan->is_plain && plan->rotation == TQ_ROTATION_HADAMARD && plan->head_dim >= 64 &&

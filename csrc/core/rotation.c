@@ -12,7 +12,8 @@ static int32_t power_of_two_at_most(int32_t n)
 
 float tq_hadamard_factor(int32_t p) { return (float)(1.0 / sqrt((double)p)); }
 
-/* turboquant.h, "The Hadamard rotation": one pass, or two that overlap. H is its own inverse, so the inverse flips last. */
+/* turboquant.h, "The Hadamard rotation": one pass, or two that overlap. H is its own inverse, so the inverse flips
+ * last. */
 static void rotate_hadamard(const tq_kernels *kernels, const tq_plan *plan, int inverse, float *x)
 {
     int32_t p = power_of_two_at_most(plan->head_dim), passes = p < plan->head_dim ? 2 : 1;

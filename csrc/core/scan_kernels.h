@@ -1,5 +1,6 @@
-/* The seam between the vector index and the instruction sets: csrc/kernels/<isa>_scan.c fill one table each. Integer arithmetic does
- * not overflow and float operations are rounded one by one, so all tables give the same numbers. */
+/* The interface between the vector index and the instruction sets: csrc/kernels/<isa>_scan.c fill one table each.
+ * Integer arithmetic does not overflow and float operations are rounded one by one, so all tables give the same
+ * numbers. */
 #ifndef TQ_SCAN_KERNELS_H
 #define TQ_SCAN_KERNELS_H
 #include "turboquant_index.h"
@@ -10,8 +11,8 @@ enum {
     TQ_SCAN_ROWS = TQ_INDEX_BLOCK
 };
 
-/** Levels of N(0, 1) by rank, in units of `step`, and what lies between them. Symmetric: rank and n_levels - 1 - rank have the same
- *  magnitude. 8 bits have neither. */
+/** Levels of N(0, 1) by rank, in units of `step`, and what lies between them. Symmetric: rank and n_levels - 1 - rank
+ *  have the same magnitude. 8 bits have neither. */
 typedef struct {
     int32_t n_levels;
     float step;
@@ -23,16 +24,17 @@ typedef struct {
     const tq_index_layout *layout;
     const tq_index_book *books; /* [TQ_WIDE_BITS + 1], by bits */
     int32_t coded;              /* channels that have bits */
-    int32_t even_bits;          /* bits of all groups, if they are alike and 1 or 2 of them lead; else 0 */
+    int32_t even_bits;          /* bits of all groups, if they are equal and 1 or 2 of them lead; else 0 */
 } tq_scan_layout;
 
 typedef struct {
     const char *isa;
-    /** x [n], n a multiple of 32 -> x / length (0: x as it is) - mean in `out` (mean NULL: 0), <mean, out> and the sum of squares before
-     *  the mean. Returns whether all numbers are finite and at most TQ_MAX_INPUT in magnitude. Sums are in float64: lanes of 32, then
-     *  halves added. */
+    /** x [n], n a multiple of 32 -> x / length (0: x as it is) - mean in `out` (mean NULL: 0), <mean, out> and the sum
+     *  of squares before the mean. Returns whether all numbers are finite and at most TQ_MAX_INPUT in magnitude. Sums
+     *  are in float64: lanes of 32, then halves added. */
     int (*centre)(const float *x, const float *mean, int32_t n, int unit, float *out, double *offset, double *squares);
-    /** y [rows, n] = x [rows, n] matrix [n, n]; each y adds its products in ascending order. n: a multiple of 32. y is apart from x. */
+    /** y [rows, n] = x [rows, n] matrix [n, n]; each y adds its products in ascending order. n: a multiple of 32. y is
+     *  apart from x. */
     void (*rotate)(const float *matrix, int32_t n, const float *x, int32_t rows, float *y);
     /** z [32 groups] -> its codes, a byte each (0 in groups without bits), and its scale. */
     float (*encode)(const tq_scan_layout *layout, const float *z, uint8_t *codes);
@@ -47,7 +49,8 @@ typedef struct {
     /** The same for queries whose tables lie `stride` bytes apart; bit q of the result is of query q. */
     int32_t (*sums_many)(const uint8_t *block, int32_t planes, const uint8_t *tables, int64_t stride,
                          const uint16_t least[TQ_SCAN_QUERIES], uint16_t sums[TQ_SCAN_QUERIES][TQ_SCAN_ROWS]);
-    /** Bit i: whether scales[i] * (sums[i] * unit + add) + offsets[i] >= limit, each operation in float32; offsets may be NULL. */
+    /** Bit i: whether scales[i] * (sums[i] * unit + add) + offsets[i] >= limit, each operation in float32; offsets may
+     *  be NULL. */
     uint64_t (*above)(const uint16_t sums[TQ_SCAN_ROWS], const float *scales, const float *offsets, float unit,
                       float add, float limit);
     /** The largest of x [TQ_SCAN_ROWS], none of them NaN. */

@@ -8,7 +8,7 @@ const char *tq_status_message(tq_status status)
     case TQ_E_VALUE: return "an argument has a value that is out of range or does not fit the others";
     case TQ_E_TYPE: return "an argument has the wrong type";
     case TQ_E_MEMORY: return "out of memory";
-    case TQ_E_UNSUPPORTED: return "this machine does not support what was asked for";
+    case TQ_E_UNSUPPORTED: return "this machine does not support the request";
     case TQ_E_CUDA: return "the CUDA runtime reported an error";
     case TQ_E_FORMAT: return "the data is damaged, foreign or of another version";
     }

@@ -9,14 +9,15 @@ static inline int64_t tq_tile_offset(const tq_side *side, int32_t tile, int32_t 
     return side->codes_offset + (int64_t)tile * side->tile_bytes + side->offset[group];
 }
 
-/** Where the first of 8 channels of a key, c, c + 1 .. of a group, stands in its tile: they are neighbours. token: 0 .. tile_tokens - 1. */
+/** The place in its tile of channel c of a key's group. Channels c .. c + 7 are neighbours. token: 0 .. tile_tokens -
+ *  1. */
 static inline int32_t tq_key_cell(const tq_plan *plan, int32_t token, int32_t c)
 {
     int32_t column = tq_tile_is_16(plan) ? token / TQ_TILE << 3 | c << 1 : c;
     return TQ_TILE * (token % TQ_TILE) + column;
 }
 
-/** Where channel c of a group of values stands in its tile. */
+/** The place of channel c of a group of values in its tile. */
 static inline int32_t tq_value_cell(int32_t token, int32_t c)
 {
     return TQ_TILE * (c | token / TQ_TILE << 4) + tq_column(token % TQ_TILE);
@@ -77,8 +78,8 @@ static inline void tq_value_tiles(const tq_plan *plan, const tq_coded_groups *gr
     }
 }
 
-/** A rotated query to what meets the coded groups of keys: times the steps (NULL: 1), 32 columns a group. rotated: zero behind
- *  head_dim, up to a whole group. */
+/** A rotated query to columns for the product with key codes: times the steps (NULL: 1), 32 columns a group. rotated:
+ *  zero from head_dim up to a whole group. */
 static inline void tq_arrange_query(const tq_plan *plan, const tq_coded_groups *groups, const float *steps,
                                     const float *rotated, float *columns)
 {

@@ -1,5 +1,5 @@
-/* The wave and the metric of keys. Everything is float32 with exact phases, each operation rounded, the same on every machine;
- * what attention adds up is not (csrc/kernels/wave.h). */
+/* The wave and the metric of keys. Encoding is float32 with exact phases, each operation rounded, the same on every
+ * machine; the sums of attention are not (csrc/kernels/wave.h). */
 #include "wave.h"
 #include <math.h>
 #include <string.h>
@@ -228,7 +228,7 @@ void tq_residual_to_key(const tq_plan *plan, const tq_transform *t, int32_t head
     add_centre(plan, t, head, position, centre, k);
 }
 
-/* ---- what attention adds ---- */
+/* ---- the wave's part of scores ---- */
 
 int64_t tq_wave_table_floats(const tq_plan *plan) { return (int64_t)plan->wave_pairs * plan->page_tokens; }
 
@@ -236,19 +236,19 @@ int64_t tq_wave_node_floats(const tq_plan *plan) { return 2 * TQ_WAVE_NODES * (i
 
 int64_t tq_wave_turn_floats(const tq_plan *plan) { return 4 * (int64_t)plan->wave_pairs; }
 
-/** The positive ones of the Chebyshev nodes cos(pi (2 n + 1) / 32), from the middle of a page in units of its half. */
+/** The positive Chebyshev nodes cos(pi (2 n + 1) / 32): distances from the middle of a page in units of half a page. */
 static const double node_at[TQ_WAVE_NODES] = {0.99518472667219688624, 0.95694033573220886494, 0.88192126434835502971,
                                               0.77301045336273696081, 0.63439328416364549822, 0.47139673682599764856,
                                               0.29028467725446236764, 0.09801714032956060199};
 
-/** Cosine and sine of what a pair turns in `twice` / 2 positions. */
+/** Cosine and sine of a pair's angle over `twice` / 2 positions. */
 static void turn_by_halves(int32_t increment, int64_t twice, float *cosine, float *sine)
 {
     tq_turn((uint32_t)(increment * twice >> 1), cosine, sine); /* wraps: only the low 32 bits matter */
 }
 
-/** Lagrange's polynomials of the nodes at x in -1..1: those that are even, 1 at +-node n and 0 at the others; those that are odd,
- *  1 at the node and -1 at its mirror image. */
+/** Lagrange polynomials of the nodes at x in -1..1. The even ones are 1 at +-node n and 0 at the others; the odd ones
+ *  are 1 at the node and -1 at its mirror image. */
 static void fill_polynomials(double x, float *even, float *odd, int32_t stride)
 {
     for (int32_t n = 0; n < TQ_WAVE_NODES; n++) {
@@ -302,7 +302,8 @@ static void fill_table(const tq_plan *plan, const tq_transform *t, tq_wave *wave
 
 enum { STRIDE = 16 }; /* pages */
 
-/** Every sixteenth page from its phases; others by what pairs turn from there, which is the same for all. */
+/** Computes every sixteenth page from its phases, and the others by turning it on, by angles that are the same for
+ *  all. */
 static void fill_turns(const tq_plan *plan, const tq_transform *t, int32_t sinks, int64_t pages, tq_wave *wave)
 {
     float steps[STRIDE][TQ_MAX_HEAD_DIM / 2][2], start[TQ_MAX_HEAD_DIM / 2][2];

@@ -1,5 +1,5 @@
-/* The wave and the metric of keys (turboquant.h, "what differs from layer to layer"): what is subtracted from a key before its
- * rotation, what it is multiplied by, and what attention adds to the scores of packed tokens. */
+/* The wave and the metric of keys (turboquant.h, tq_transform): the transform of a key before its rotation, and the
+ * wave's part of the scores of packed tokens. */
 #ifndef TQ_WAVE_H
 #define TQ_WAVE_H
 #include "internal.h"
@@ -24,31 +24,31 @@ static inline uint32_t tq_phase(uint32_t increment, int64_t position)
     return (uint32_t)((uint64_t)increment * (uint64_t)position);
 }
 
-/** Checks the channels of pairs, behind tq_check_transform. */
+/** Checks the channels of pairs, after tq_check_transform. */
 tq_status tq_wave_check_channels(const tq_plan *plan, const tq_transform *t, tq_error *error);
 /** Checks the numbers of moments, before anything is stored. */
 tq_status tq_wave_check_numbers(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, const tq_kernels *kernels,
                                 tq_error *error);
 
 /* ---- keys to residuals ----
- * c_p = centre + along cos + across sin, channel by channel: (along, across) are (a, -b) in the first channel of a pair and (b, a) in
- * the second. They are turned to a multiple of TQ_WAVE_RUN positions, and from there by angles that all heads share. Which bits that
- * gives depends on the position alone. */
+ * c_p = centre + along cos + across sin, channel by channel: (along, across) are (a, -b) in the first channel of a pair
+ * and (b, a) in the second. They are turned to a multiple of TQ_WAVE_RUN positions, and from there by angles that all
+ * heads share. The bits of the result depend on the position alone. */
 
-/** Of a call. */
+/** State of a call. */
 typedef struct {
     const tq_plan *plan;
     const tq_transform *transform;
     const tq_kernels *kernels;
-    float *turns; /* [TQ_WAVE_RUN][2][head_dim, padded to 16]; turned: bits of those that are filled */
-    float *start; /* [2][padded]: of the first run of the first sequence, which all heads need */
+    float *turns; /* [TQ_WAVE_RUN][2][head_dim, padded to 16]; `turned` has a bit for each one that is filled */
+    float *start; /* [2][padded]: angles of the first run of the first sequence, for all heads */
     int64_t start_run;
     uint32_t *increments; /* of each channel */
     uint32_t turned;
-    uint8_t shared[TQ_MAX_HEAD_DIM / 2]; /* pairs with a channel of an earlier one: such are subtracted one by one */
+    uint8_t shared[TQ_MAX_HEAD_DIM / 2]; /* pairs with a channel of an earlier pair; they are subtracted one by one */
 } tq_keys;
 
-/** Of one head; `run` is where `turned` stands, in runs. */
+/** State of one head; `turned` is at the start of run `run`. */
 typedef struct {
     const tq_keys *keys;
     tq_residual residual;
@@ -61,7 +61,7 @@ typedef struct {
 int64_t tq_keys_floats(const tq_plan *plan);
 int64_t tq_head_keys_floats(const tq_plan *plan);
 void tq_keys_begin(const tq_plan *plan, const tq_transform *t, const tq_kernels *kernels, float *memory, tq_keys *keys);
-/** Makes ready for positions first .. last - 1. */
+/** Prepares for positions first .. last - 1. */
 void tq_keys_turn(tq_keys *keys, int64_t first, int64_t last);
 /** `centre` [head_dim] or NULL. */
 void tq_head_keys_begin(const tq_keys *keys, int32_t head, const float *centre, float *memory, tq_head_keys *h);
@@ -73,16 +73,16 @@ void tq_residual_to_key(const tq_plan *plan, const tq_transform *t, int32_t head
 /** q -> A^-1 q in place; nothing without a metric. */
 void tq_metric_query(const tq_plan *plan, const tq_transform *t, int32_t head, float *q);
 
-/* ---- what attention adds: tq_wave in kernels.h ---- */
+/* ---- the wave's part of scores: tq_wave in kernels.h ---- */
 
 /** Sizes of a wave's arrays in floats, `turns` for one page. */
 int64_t tq_wave_table_floats(const tq_plan *plan);
 int64_t tq_wave_node_floats(const tq_plan *plan);
 int64_t tq_wave_turn_floats(const tq_plan *plan);
-/** Fills everything but first_page and the pointers: turns for pages first_page .. last_page - 1 of sequences whose packed tokens begin
- *  at position `sinks`. */
+/** Fills everything but first_page and the pointers: turns for pages first_page .. last_page - 1 of sequences whose
+ *  packed tokens begin at position `sinks`. */
 void tq_wave_fill(const tq_plan *plan, const tq_transform *t, int32_t sinks, int64_t last_page, tq_wave *wave);
-/** Coefficients of a query before its metric and rotation: x of cosines and y of sines at position 0, by place, as
+/** Coefficients of a query, before its metric and rotation: x of cosines and y of sines at position 0, by `place`, as
  *  (x, y) [pairs][2] and (y, -x) [pairs][2]. */
 void tq_wave_row(const tq_plan *plan, const tq_transform *t, int32_t head, const tq_wave *wave, const float *q,
                  float *row);

@@ -1,22 +1,28 @@
 /* TurboQuant: the C ABI. Types, the byte format and every contract of the core; no code.
  *
- * The method (arXiv 2504.19874, with the EDEN scale of arXiv 2108.08842): a vector x of head_dim channels is centred, rotated and
- * scaled, z = R (x - mu) / step; each coordinate of u = z / rms(z) becomes a b-bit code, the nearest level of a codebook made for
- * the law of u; the codes and one binary16 scale s per token are stored. Decoding gives mu + R^T (s * step * level).
+ * The method (arXiv 2504.19874, with the EDEN scale of arXiv 2108.08842): a vector x of head_dim channels is centred,
+ * rotated and scaled, z = R (x - mu) / step; each coordinate of u = z / rms(z) becomes a b-bit code, the nearest level
+ * of a codebook made for the distribution of u; the codes and one binary16 scale s per token are stored. Decoding gives
+ * mu + R^T (s * step * level).
  *
  * THE BYTE FORMAT, version 1. Everything is little-endian. One format for the CPU, CUDA, NumPy and disk.
  *
- *   page     page_tokens (128 in a cache) consecutive tokens of one layer, all KV heads:  uint8 [kv_heads, record_bytes]
+ *   page     page_tokens (128 in a cache) consecutive tokens of one layer, all KV heads:  uint8 [kv_heads,
+ *            record_bytes]
  *   record   one page of one KV head:
  *            | key codes | value codes | key scales | value scales |
- *              codes         [token tiles of the page], each the tiles of the groups with bits > 0, then of the sketch: tile_bytes
- *              scales        | numbers of block 0 | of block 1 | .. | of the sketch |, each [page_tokens] binary16 in column order;
- *                            absent for a side without codes. A plain side has one block and one number: s.
- *   group    32 (or 16: below) consecutive rotated channels with one width; a group of 0 bits takes no space. head_dim is padded to
- *            whole groups: a padding channel has code 0 and is never read.
- *   block    consecutive groups that share their per-token numbers: one scale, or a scale and then a zero point (TQ_LEVELS_AFFINE).
- *   sketch   one sign for each row of a matrix S applied to what the codes leave over, r = z - decoded z: tiles of 1 bit behind the
- *            groups' tiles, 32 rows each, code 1 for (S r) >= 0; and one number per token, the norm of r or its mean magnitude.
+ *              codes         [token tiles of the page], each the tiles of the groups with bits > 0, then of the sketch:
+ *                            tile_bytes
+ *              scales        | numbers of block 0 | of block 1 | .. | of the sketch |, each [page_tokens] binary16 in
+ *                            column order; absent for a side without codes. A plain side has one block and one number:
+ *                            s.
+ *   group    32 (or 16: below) consecutive rotated channels with one width; a group of 0 bits takes no space. head_dim
+ *            is padded to whole groups: a padding channel has code 0 and is never read.
+ *   block    consecutive groups that share their per-token numbers: one scale, or a scale and then a zero point
+ *            (TQ_LEVELS_AFFINE).
+ *   sketch   one sign for each row of a matrix S applied to the quantisation error r = z - decoded z: tiles of 1 bit
+ *            behind the groups' tiles, 32 rows each, code 1 for (S r) >= 0; and one number per token, the norm of r or
+ *            its mean magnitude.
  *   tile     32 tokens x 32 channels of one group at b bits: uint32 [b][32], word w of lane l at index 32 w + l.
  *            Rows are tokens for keys and channels for values; columns are channels for keys and tokens for values.
  *            Lane l = 4 g + t holds rows g, g + 8, g + 16, g + 24 (r = 0..3, row = g + 8 r) and eight columns of each:
@@ -38,35 +44,39 @@
  *     1, 2, 3 bits  the code is the rank.
  *     4, 5, 6 bits  magnitude m = k - L/2 and sign 0 if k >= L/2, else m = L/2 - 1 - k and sign 1 (negative);
  *                   code = (m & 7) | sign << 3 | (m >> 3) << 4.
- *     8 bits        equally spaced levels of any law: level (code - 128) * TQ_WIDE_STEP; code = 128 + u / TQ_WIDE_STEP rounded half
- *                   to even, at least 1 and at most 255.
+ *     8 bits        equally spaced levels of any law: level (code - 128) * TQ_WIDE_STEP; code = 128 + u / TQ_WIDE_STEP
+ *                   rounded half to even, at least 1 and at most 255.
  *
- * Groups of 16 channels are for widths that follow the variance more closely, and heads that are no multiple of 32. What differs:
- *   tile     64 tokens (token tiles h = 0, 1 of 32) x 16 channels of one group. Words, rows and columns as above, and in them
+ * Groups of 16 channels let widths follow the variance more closely, and need less padding. They differ in:
+ *   tile     64 tokens (token tiles h = 0, 1 of 32) x 16 channels of one group. Words, rows and columns as above, and
+ *            in them
  *              keys     row i is token i of both token tiles; channel c of h is column (c & 7) | h << 3 | (c & 8) << 1
  *              values   row c | h << 4 is channel c of h; column tq_column(i) is token i of both
- *            so that lanes t = 2 h, 2 h + 1 have the keys of token tile h, and r = 2 h, 2 h + 1 its values: products of tiles keep
- *            their shape, and two token tiles never meet in one sum.
+ *            so that lanes t = 2 h, 2 h + 1 have the keys of token tile h, and r = 2 h, 2 h + 1 its values: products of
+ *            tiles keep their shape, and two token tiles never meet in one sum.
  *   codes    [page_tokens / 64], each [groups with bits > 0] tiles.
  *
- * ROUNDING of z = R (x - mu) / step, the row whose numbers u = z / rms(z) get codes, and of their scale.
+ * ROUNDING of z = R (x - mu) / step, the row whose numbers u = z / rms(z) get codes, and of the scale.
  * A plan with a matrix (a dense rotation, a Gaussian sketch) promises a TOLERANCE: a code may be that of a number up to
- * TQ_CODE_TOLERANCE rms(x - mu) / step away from the exact z (the sign of a row of S: |S row| times that), and what is stored per token
- * is that of its codes, to an ulp of binary16. All other plans give EQUAL BYTES everywhere. There each operation is rounded to float32:
+ * TQ_CODE_TOLERANCE rms(x - mu) / step away from the exact z (the sign of a row of S: |S row| times that), and the
+ * numbers stored per token fit these codes, to an ulp of binary16. All other plans give EQUAL BYTES everywhere. In
+ * these, each operation is rounded to float32:
  *   sums     of a_i b_i are of rounded products, v[i] += v[i + h] for h = n/2, n/4 .. 1, n the next power of two.
- *   settled  Rows of a plain plan with a Hadamard rotation of one pass over 64 channels or more are settled, so that tensor cores can do
- *            most of the rotation and a table all of the search. x' = 0 if |x_i| < 2^(E-11), else x_i rounded to a multiple of 2^(E-18),
- *            ties to even; E = floor(log2 max |x_i|). Sums of 32 such numbers are exact, whatever their order: five stages of butterflies.
- *       z      (B x' - B mu) / step, where B is the rotation without its last product. The scale gets that instead.
- *       codes  up to 5 bits are of the middle of the cell that u lies in, [k, k + 1) / TQ_SETTLED_UNITS, by the exact product of z and
- *              fl(TQ_SETTLED_UNITS / rms(z)); those of 6 and 8 bits of u as it is.
- *       sums   of channels i, i + 32, .. by fused products and sums, one after the other, then v[i] += v[i ^ h] for h = 16, 8, 2, 1, 4;
- *              z in place of u. <u, u> is the number of channels with codes, unless there are steps.
- * What is read back does not depend on any of this.
+ *   settled  Rows of a plain plan with a Hadamard rotation of one pass over 64 channels or more are settled, so that
+ *            tensor cores can do most of the rotation and a table can do the search. x' = 0 if |x_i| < 2^(E-11), else
+ *            x_i rounded to a multiple of 2^(E-18), ties to even; E = floor(log2 max |x_i|). Sums of 32 such numbers,
+ *            five stages of butterflies, are exact in any order.
+ *       z      (B x' - B mu) / step, where B is the rotation without its last product. The scale has that factor
+ *              instead.
+ *       codes  up to 5 bits are of the middle of the cell that u lies in, [k, k + 1) / TQ_SETTLED_UNITS, by the exact
+ *              product of z and fl(TQ_SETTLED_UNITS / rms(z)); those of 6 and 8 bits of u as it is.
+ *       sums   of channels i, i + 32, .. by fused products and sums, one after the other, then v[i] += v[i ^ h] for h =
+ *              16, 8, 2, 1, 4; z in place of u. <u, u> is the number of channels with codes, unless there are steps.
+ * Decoding does not depend on any of this.
  *
- * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first parallel
- * call, which start worker threads; nothing is kept after a call; a failed call has written nothing to any output unless its
- * comment says otherwise; `error` may be NULL. Pointers are to host memory. Dense means C-contiguous.
+ * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first
+ * parallel call, which start worker threads; nothing is kept after a call; a failed call has written nothing to any
+ * output unless its comment says otherwise; `error` may be NULL. Pointers are to host memory. Dense means C-contiguous.
  */
 #ifndef TURBOQUANT_H
 #define TURBOQUANT_H
@@ -86,10 +96,10 @@ extern "C" {
 #define TQ_VERSION "0.1.0"
 #define TQ_FORMAT_VERSION 1
 #define TQ_TILE 32         /* rows and columns of a tile; tokens of a token tile */
-#define TQ_FINE_GROUP 16   /* channels of a group, where they are not 32 */
+#define TQ_FINE_GROUP 16   /* channels of a group, if not 32 */
 #define TQ_PAGE_TOKENS 128 /* tokens of a page in a cache */
 #define TQ_MAX_BITS 6
-#define TQ_WIDE_BITS 8 /* beside 0..6 */
+#define TQ_WIDE_BITS 8 /* the one width above 6 */
 #define TQ_WIDE_STEP 0.03125f
 #define TQ_CODE_TOLERANCE 0x1p-17f /* 64 ulp of 1 */
 #define TQ_SETTLED_UNITS 64.0f     /* of u, where codes of settled rows are searched */
@@ -99,12 +109,13 @@ extern "C" {
 #define TQ_MAX_TILES (2 * TQ_MAX_GROUPS) /* of a token tile: groups, and rows of a sketch */
 #define TQ_MAX_INPUT 16384.0f /* largest magnitude accepted in keys, values and vectors; scales are binary16 */
 
-/* ---- status ---- Numbers are written once and never reused. 1..9 the caller's arguments, 10..19 the machine, 20..29 files. */
+/* ---- status ---- Numbers are written once and never reused. 1..9 the caller's arguments, 10..19 the machine, 20..29
+ * files. */
 typedef enum {
     TQ_OK = 0,
     TQ_E_VALUE = 1,        /* a number, size, alignment or overlap */
     TQ_E_TYPE = 2,         /* a dtype */
-    TQ_E_MEMORY = 10,      /* memory or threads could not be had */
+    TQ_E_MEMORY = 10,      /* no memory or threads */
     TQ_E_UNSUPPORTED = 11, /* an instruction set or device that is not there */
     TQ_E_CUDA = 12,        /* the CUDA runtime failed; `got` is its cudaError_t */
     TQ_E_FORMAT = 20       /* a file or buffer that is damaged, foreign or of another version */
@@ -133,8 +144,9 @@ typedef enum {
     TQ_CODEBOOK_UNIFORM = 2 /* equally spaced levels, the step that is best for N(0, 1) (Max 1960, Table II) */
 } tq_codebook_law;
 
-/** Levels are int8 times one step, so that every backend looks them up as bytes; Lloyd-Max (Max 1960, Lloyd 1982) at 3 to
- *  6 bits before rounding to int8, the best uniform quantiser at 1 and 2 bits (odd levels -1, 1 and -3, -1, 1, 3). Symmetric. */
+/** Levels are int8 times one step, so that every backend looks them up as bytes; Lloyd-Max (Max 1960, Lloyd 1982) at 3
+ *  to 6 bits before rounding to int8, the best uniform quantiser at 1 and 2 bits (odd levels -1, 1 and -3, -1, 1, 3).
+ *  Symmetric. */
 typedef struct {
     int32_t bits, n_levels;                   /* n_levels = 1 << bits */
     float step;                               /* a decoded number is levels[code] * step, one rounded product */
@@ -143,15 +155,15 @@ typedef struct {
     uint8_t code_of_rank[1 << TQ_MAX_BITS];
 } tq_codebook;
 
-/** Copies the codebook of `bits` (1..6) for a law; head_dim matters to TQ_CODEBOOK_SPHERE only. TQ_E_VALUE for a number that
- *  is out of range. The tables are constants made offline (csrc/core/codebook_tables.h names its generator). */
+/** Copies the codebook of `bits` (1..6) for a law; head_dim is used by TQ_CODEBOOK_SPHERE only. TQ_E_VALUE for a number
+ *  that is out of range. The tables are constants made offline (csrc/core/codebook_tables.h names its generator). */
 TQ_API tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out,
                                  tq_error *error);
 
 /* ---- random numbers and rotations ---- */
 
-/** Philox4x32-10 (Salmon et al., SC11): the four words of counter {block, stream, 0, 0} (64-bit block, low word first; then
- *  the 64-bit stream) under key seed (low word first). The one source of randomness of the project. */
+/** Philox4x32-10 (Salmon et al., SC11): the four words of counter {block, stream, 0, 0} (64-bit block, low word first;
+ *  then the 64-bit stream) under key seed (low word first). The one source of randomness of the project. */
 TQ_API void tq_random(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
 
 typedef enum {
@@ -160,10 +172,11 @@ typedef enum {
     TQ_ROTATION_DENSE = 2     /* a matrix that the caller passes with each call */
 } tq_rotation;
 
-/* The Hadamard rotation of head_dim = d channels (a multiple of 8), p = the largest power of two <= d. Pass 0 acts on channels
- * 0..p-1; when p < d, pass 1 then acts on channels d-p..d-1. A pass multiplies channel i of its p by the sign of bit i of stream
- * `pass` (bit i of the words of tq_random(seed, pass, i / 128): word i % 128 / 32, bit i % 32; 1 is minus), runs the Walsh-
- * Hadamard butterflies (a, b) -> (a + b, a - b) at distances 1, 2, 4 .. p/2 in that order, and multiplies by fl(1 / sqrt(p)).
+/* The Hadamard rotation of head_dim = d channels (a multiple of 8), p = the largest power of two <= d. Pass 0 acts on
+ * channels 0..p-1; when p < d, pass 1 then acts on channels d-p..d-1. A pass multiplies channel i of its p by the sign
+ * of bit i of stream `pass` (bit i of the words of tq_random(seed, pass, i / 128): word i % 128 / 32, bit i % 32; 1 is
+ * minus), runs the Walsh- Hadamard butterflies (a, b) -> (a + b, a - b) at distances 1, 2, 4 .. p/2 in that order, and
+ * multiplies by fl(1 / sqrt(p)).
  * The inverse undoes the passes in reverse. All in float32, no contraction: bit-identical everywhere. */
 
 /** Fills matrix [head_dim, head_dim] float32 row-major with a Haar-distributed rotation (Stewart 1980: Householder
@@ -172,8 +185,8 @@ typedef enum {
  *  workspace  head_dim * (head_dim + 2) doubles, 8-byte aligned; contents lost. */
 TQ_API tq_status tq_haar(uint64_t seed, int32_t head_dim, float *matrix, double *workspace, tq_error *error);
 
-/** Fills matrix [rows, head_dim] float32 row-major with independent draws of N(0, 1), the same on every machine: the sketch S
- *  of a quantised Johnson-Lindenstrauss transform (QJL, arXiv 2406.03482).  rows, head_dim: 1..TQ_MAX_DIM. */
+/** Fills matrix [rows, head_dim] float32 row-major with independent draws of N(0, 1), the same on every machine: the
+ *  sketch S of a quantised Johnson-Lindenstrauss transform (QJL, arXiv 2406.03482).  rows, head_dim: 1..TQ_MAX_DIM. */
 TQ_API tq_status tq_gaussian(uint64_t seed, int32_t rows, int32_t head_dim, float *matrix, tq_error *error);
 
 /* ---- plans ---- */
@@ -183,8 +196,8 @@ typedef enum {
     TQ_SCALE_NORM_CORRECTED = 2, /* the decoded vector has the norm of z */
     TQ_SCALE_LEAST_SQUARES = 3   /* rms(z) <c,u> / <c,c>: least squared error */
 } tq_scale;
-/* u = z / rms(z) over the channels that have bits, c its decoded levels. With steps, products count in the units of x: <a,b> is the
- * sum of (step a)(step b), so that the coarse codes of quiet channels do not stretch the loud ones. */
+/* u = z / rms(z) over the channels that have bits, c its decoded levels. With steps, products count in the units of x:
+ * <a,b> is the sum of (step a)(step b), so that the coarse codes of quiet channels do not stretch the loud ones. */
 
 /** What the codes of a side stand for; z is the rotated vector, s and o are stored per token and block. */
 typedef enum {
@@ -197,7 +210,7 @@ typedef enum {
         3 /* table[code], in the units of z: ascending levels that come with each call; nothing stored per token */
 } tq_levels;
 
-/** The signs that are kept of the residual r, a vector of d = head_dim, with m = sketch_rows. */
+/** The signs that are stored of the quantisation error r, a vector of d = head_dim numbers; m = sketch_rows. */
 typedef enum {
     TQ_SKETCH_NONE = 0,
     TQ_SKETCH_GAUSSIAN =
@@ -214,14 +227,15 @@ typedef enum {
  *   words[4]  tq_codebook_law          words[5]  tq_scale          words[6]  seed, 0..2^63 - 1
  *   words[7 .. 10]           of keys: tq_rotation, tq_levels, tq_sketch, sketch_rows (1..head_dim; 0 unless Gaussian)
  *   words[11 .. 14]          the same of values
- *   words[15] wave_pairs     of keys: pairs of channels whose centre turns with the position. A multiple of 8 up to head_dim / 2, which
- *                            is rounded up to one; 0 above 256 channels
+ *   words[15] wave_pairs     of keys: pairs of channels whose centre turns with the position. A multiple of 8 up to
+ *                            head_dim / 2, which is rounded up to one; 0 above 256 channels
  *   words[16] metric         of keys: 0 none, else 1 + its rank, 0..4
- *   words[17 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as it does at group 0.
+ *   words[17 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as at group 0.
  *                            At least one group of keys has bits. Values without bits: all their words are 0.
- * A plan is PLAIN if both sides have codebook levels, one block, no sketch and the same rotation: those are what the fast kernels run.
- *   bits      0..6 or 8. Affine and absmax levels and tables have one width a block; absmax at least 2; a table at most 6. A plan
- *             that is not plain has bits in every group, or in none of the values.
+ * A plan is PLAIN if both sides have codebook levels, one block, no sketch and the same rotation. The fast kernels run
+ * plain plans.
+ *   bits      0..6 or 8. Affine and absmax levels and tables have one width a block; absmax at least 2; a table at most
+ *             6. A plan that is not plain has bits in every group, or in none of the values.
  *   group     16 in plain plans alone.
  *   table     one block.
  *   A wave and a metric act on keys before their rotation, and their arrays come with each call (tq_transform). */
@@ -248,7 +262,8 @@ typedef struct {
     int64_t codes_offset, scales_offset; /* bytes from a record's start */
 } tq_side;
 
-/** A checked plan: plain data without pointers, made by tq_plan_init and copied freely. Same for every KV head of a layer. */
+/** A checked plan: plain data without pointers, made by tq_plan_init and copied freely. Same for every KV head of a
+ *  layer. */
 typedef struct {
     int32_t is_plain, head_dim, groups, page_tokens, rotation, codebook, scale; /* rotation: the keys' */
     int32_t group_channels, tile_tokens;                                        /* of a tile: 32 and 32, or 16 and 64 */
@@ -262,38 +277,39 @@ typedef struct {
 
 TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_error *error);
 
-/* ---- what differs from layer to layer ---- */
-/** How the vectors of one side are transformed, shared by all sequences. Zero-initialised: the plan's Hadamard, no centre, steps of 1.
- *  z = (R (x - centre)) / step, per group (in which order, "z" above says); float32, dense but for the named stride (in elements). */
+/* ---- transforms: what differs from layer to layer ---- */
+/** How the vectors of one side are transformed, the same for all sequences. Zero-initialised: the plan's Hadamard, no centre, steps of 1.
+ *  z = (R (x - centre)) / step, per group (for the order of operations see "z" above); float32, dense but for the named
+ *  stride (in elements). */
 typedef struct {
     const float *rotation; /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL.
                               With a Gaussian sketch [.., matrix_rows, head_dim]: R if it is dense, and S below it */
     int64_t rotation_stride_head; /* 0 when one matrix serves all heads */
     const float *centre;          /* [kv_heads, head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
     const float *steps; /* of a plain plan [kv_heads, groups], in 2^-40..2^40; NULL: 1. Of others NULL, or the table of
-                                     TQ_LEVELS_TABLE [kv_heads, step_columns]: levels, finite and ascending, and with TQ_SKETCH_SIGN
-                                     what its signs are multiplied by, at least 0 */
+                                     TQ_LEVELS_TABLE [kv_heads, step_columns]: levels, finite and ascending, and with
+                                     TQ_SKETCH_SIGN the factor of its signs, at least 0 */
     /* Of keys of plans with a wave or a metric, NULL otherwise. */
     const int32_t
         *turns; /* [wave_pairs, 3]: the two channels of a pair, and how far it turns in one position, an unsigned
-                             number in units of 2^-32 turns. Pairs that fill up have amplitudes of 0 */
-    const float *moments; /* [kv_heads, plan->moments], of a head one after the other
+                             number in units of 2^-32 turns. Padding pairs have amplitudes of 0 */
+    const float *moments; /* [kv_heads, plan->moments], for each head in this order:
                                  amplitudes (a, b)   [wave_pairs, 2]     at most TQ_MAX_INPUT
                                  with a metric: S    [head_dim]          in 2^-10..2^10
                                  W^T                 [rank, head_dim]    orthonormal rows
-                                 e                   [4]                 in 2^-10 - 1..2^10; 0 behind the rank */
+                                 e                   [4]                 in 2^-10 - 1..2^10; 0 from the rank on */
 } tq_transform;
 
-/* Keys of a plan with a wave or a metric. With p the position of the token, y takes the place of x - centre above:
+/* Keys of a plan with a wave or a metric. With p the position of the token, y replaces x - centre above:
  *     c_p = centre + sum over pairs i of (a_i, b_i) turned by p * increment_i:   a cos - b sin in the first channel,
  *                                                                                a sin + b cos in the second
  *     y   = A (k - c_p),   A = S (I + W diag(e) W^T) S,   A^-1 = S^-1 (I + W diag(1 / (1 + e) - 1) W^T) S^-1
- * and a packed key is decoded to A^-1 R^T(s step level) + c_p. Scores are those of decoded keys: queries become A^-1 q, and
- * <q, c_p> is added. p is the number of tokens of the sequence before this one, its sinks included: packed index j of a cache has
- * position sinks + j. It and the arrays must be the same in every call that meets the token. Codes are the same on every
- * instruction set. On CUDA a code may be that of a number a little away from the CPU's: by a few ulp of k and c_p, and where many tokens
- * are appended at once by some 2^-12 rms(y), since products there keep 11 bits of y. Amplitudes of norm 1,000 cost at most 2e-3 of a
- * logit for queries of softmax_scale * |q| = 1. */
+ * and a packed key is decoded to A^-1 R^T(s step level) + c_p. Scores are those of decoded keys: queries become A^-1 q,
+ * and <q, c_p> is added. p is the number of tokens of the sequence before this one, its sinks included: packed index j
+ * of a cache has position sinks + j. Every call that reads the token must have the same p and arrays. Codes are the
+ * same on every instruction set. On CUDA a code may be that of a number that differs from the CPU's by a few ulp of k
+ * and c_p or, if many tokens are appended at once, by some 2^-12 rms(y), because products there keep 11 bits of y. With
+ * amplitudes of norm 1,000 a logit is off by at most 2e-3, for queries of softmax_scale * |q| = 1. */
 
 /** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none). The
  *  keys' rotation where values have another, and no sketch below it.
@@ -302,12 +318,12 @@ TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse
                            int64_t rows, tq_error *error);
 
 /* ---- the cache ----
- * Tokens of sequence b have positions 0 .. lengths[b] - 1 and live, as a pure function of the position and the length, in
+ * Tokens of sequence b have positions 0 .. lengths[b] - 1. Position and length alone decide where a token is stored:
  *     [ sinks | packed pages | window ]
  *     position < sinks                              sink_k/v[b, :, position]
  *     position >= max(sinks, length - window)       window_k/v[b, :, position % window]     (a ring)
- *     otherwise                                     packed index j = position - sinks: page block_table[b, j / page_tokens],
- *                                                   token j % page_tokens of it
+ *     otherwise                                     packed index j = position - sinks: page block_table[b, j /
+ *                                                   page_tokens], token j % page_tokens of it
  * Sinks and window are in the model's dtype; either may be 0. A token is quantised once, when it leaves the window. */
 
 /** One append of `tokens` new tokens to each sequence of one layer. Token i of sequence b has position
@@ -315,7 +331,7 @@ TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse
 typedef struct {
     int32_t batch, tokens, kv_heads, sinks, window, max_pages;
     int32_t dtype;   /* tq_dtype of k, v, sinks and window */
-    int32_t threads; /* at most so many; 0: tq_num_threads() */
+    int32_t threads; /* the most to use; 0: tq_num_threads() */
     int64_t n_pages;
     const void *k,
         *v; /* [batch, kv_heads, tokens, head_dim], last dimension dense; v NULL iff the plan has no values */
@@ -332,13 +348,13 @@ typedef struct {
 TQ_API tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
                                            tq_error *error);
 
-/** Stores the new tokens: those that stay in the window go into the ring, those (old or new) that no longer fit are rotated,
- *  quantised and packed into their pages; bits of all other tokens keep their value, so pages should start zeroed if bytes
+/** Stores the new tokens. Those in the window go into the ring; those (old or new) that no longer fit there are
+ *  rotated, quantised and packed into their pages. Bits of other tokens keep their value, so zero new pages if bytes
  *  are to be compared.
  *  Aliasing: no two arrays overlap; no page is written through two entries of block_table.
- *  Errors:   TQ_E_VALUE for a size, stride, alignment, length, page index (`block_table`, its flat index), or a number in k or
- *            v that is not finite or exceeds TQ_MAX_INPUT (flat index as if dense; padding is not looked at), all found before
- *            the first write. A scale that would exceed 65504 is stored as 65504.
+ *  Errors:   TQ_E_VALUE for a size, stride, alignment, length, page index (`block_table`, its flat index), or a number
+ *            in k or v that is not finite or exceeds TQ_MAX_INPUT (flat index as if dense; padding is not looked at),
+ *            all found before the first write. A scale that would exceed 65504 is stored as 65504.
  *  Cost:     O(batch * tokens * kv_heads * head_dim * log head_dim) for Hadamard.
  *  workspace   64-byte aligned, tq_append_workspace_bytes; contents lost. Bytes on ISAs and on CUDA: "ROUNDING". */
 TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *workspace, size_t workspace_bytes,
@@ -346,7 +362,7 @@ TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, 
 
 /** How the pages of a batch are shared among a GPU's thread blocks. Results differ by rounding alone. */
 typedef enum {
-    TQ_SCHEDULE_LINE = 0, /* all pages of all sequences in one line, cut into equal pieces: for any lengths */
+    TQ_SCHEDULE_LINE = 0, /* the pages of all sequences in one line, cut into equal pieces: for any lengths */
     TQ_SCHEDULE_EQUAL =
         1, /* equally many blocks for each sequence: faster if all are about equally long, slow if they are not */
 } tq_schedule_kind;
@@ -355,11 +371,13 @@ typedef enum {
 #define TQ_SCHEDULE_ROWS 13
 
 /** Attention of `query_tokens` queries per sequence over one layer. Query i of sequence b stands at position
- *  p = lengths[b] - query_tokens + i (causal), and sees key position j iff  starts[b] <= j <= p  and  j > p - sliding_window
- *  (if sliding_window > 0). What it reads: sinks exact; of the rest the last `window` positions, p - window < j <= p, exact,
- *  from the ring or from the fresh tokens; older ones packed. Not causal: every stored position from starts[b] on is seen.
+ *  p = lengths[b] - query_tokens + i (causal), and sees key position j iff  starts[b] <= j <= p  and
+ *  j > p - sliding_window (if sliding_window > 0). It reads sinks exact, the last `window` positions,
+ *  p - window < j <= p, exact, from the ring or from the fresh tokens, and all others packed. Not causal: every stored
+ *  position from starts[b] on is seen.
  *  One softmax over all of it:
- *     logit = softcap(softmax_scale * <q, k_j>),  softcap(x) = cap * tanh(x / cap) if cap > 0 else x;  out = sum_j softmax_j v_j
+ *     logit = softcap(softmax_scale * <q, k_j>),  softcap(x) = cap * tanh(x / cap) if cap > 0 else x
+ *     out = sum_j softmax_j v_j
  *  where a packed k_j is mu + R^T(s step level); q is rotated once per call, values are un-rotated once per query. */
 typedef struct {
     int32_t batch, query_tokens, query_heads, kv_heads, sinks, window, max_pages;
@@ -367,7 +385,7 @@ typedef struct {
     int32_t causal;               /* 0: all queries see all tokens; then fresh must be NULL */
     int32_t sliding_window;       /* positions, 0: none */
     int32_t schedule_kind;        /* tq_schedule_kind; read by CUDA alone, as the next two */
-    int32_t threads;              /* at most so many; 0: tq_num_threads() */
+    int32_t threads;              /* the most to use; 0: tq_num_threads() */
     float softmax_scale, softcap; /* softcap 0: none */
     int64_t n_pages;
     const void *q; /* [batch, query_heads, query_tokens, head_dim], last dimension dense; query_heads % kv_heads == 0:
@@ -379,12 +397,12 @@ typedef struct {
     const int32_t *starts;           /* [batch], or NULL: 0 */
     const void *sink_k, *sink_v;     /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
     const void *window_k, *window_v; /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
-    const int32_t *schedule; /* [schedule_rows, 4] of tq_cuda_schedule, or NULL: the line is cut anew in this call */
+    const int32_t *schedule; /* [schedule_rows, 4] of tq_cuda_schedule, or NULL: this call cuts the line itself */
     int64_t schedule_rows;
     const void *fresh_k,
         *fresh_v; /* NULL: the ring is as tq_append left it (right for query_tokens == 1, or window == 0).
                                           Otherwise the new tokens [batch, kv_heads, query_tokens, head_dim], and window_k/v is the
-                                          ring as it was BEFORE they were appended: early queries need what they pushed out. */
+                                          ring as it was BEFORE they were appended: early queries need tokens that they pushed out. */
     int64_t fresh_k_stride_batch, fresh_k_stride_head, fresh_k_stride_token;
     int64_t fresh_v_stride_batch, fresh_v_stride_head, fresh_v_stride_token;
     tq_transform key, value;
@@ -396,34 +414,37 @@ TQ_API tq_status tq_attend_workspace_bytes(const tq_plan *plan, const tq_attend_
                                            tq_error *error);
 
 /** Errors: TQ_E_VALUE for a size, stride, alignment, a negative length, one that exceeds the capacity, a start outside
- *  0..length, several causal queries without `fresh` over a window that has overflowed, a page index outside 0..n_pages-1 among the
- *  entries needed, a softmax_scale or softcap that is not finite. The plan must have values. Hostile block tables and lengths cannot
- *  make it read outside the named arrays or write outside out, lse and workspace.
- *  Aliasing: TQ_E_VALUE if out or lse overlaps the other, the pages, or one of q, sinks, window and fresh tokens. The arrays that are
- *            only read may overlap. workspace overlaps nothing (not checked).
- *  Accuracy: relative to the largest output, within 2e-5 of float64 over the same bytes for float32 queries and within 1e-3 for
- *            16-bit ones, whose kernels may keep 15 bits of a query, for logits up to 400 in magnitude (above, in proportion to them);
- *            rounding of `out` comes on top. */
+ *  0..length, several causal queries without `fresh` over a window that has overflowed, a page index outside
+ *  0..n_pages-1 among the entries needed, a softmax_scale or softcap that is not finite. The plan must have values.
+ *  Hostile block tables and lengths cannot make it read outside the named arrays or write outside out, lse and
+ *  workspace.
+ *  Aliasing: TQ_E_VALUE if out or lse overlaps the other, the pages, or one of q, sinks, window and fresh tokens. The
+ *            arrays that are only read may overlap. workspace overlaps nothing (not checked).
+ *  Accuracy: relative to the largest output, within 2e-5 of float64 over the same bytes for float32 queries and within
+ *            1e-3 for 16-bit ones, whose kernels may keep 15 bits of a query, for logits up to 400 in magnitude (above,
+ *            in proportion to them); plus the rounding of `out`. */
 TQ_API tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
                            tq_error *error);
 
-/** Merges `parts` partial results over disjoint tokens:  lse = log sum_i exp(lse_i),  out = sum_i exp(lse_i - lse) out_i.
- *  outs [parts, rows, head_dim], lses [parts, rows] float32 -> out [rows, head_dim], lse [rows]; dense; out may not overlap. */
+/** Merges `parts` partial results over disjoint tokens:
+ *     lse = log sum_i exp(lse_i),  out = sum_i exp(lse_i - lse) out_i
+ *  outs [parts, rows, head_dim], lses [parts, rows] float32 -> out [rows, head_dim], lse [rows]; dense; out may not
+ *  overlap. */
 TQ_API tq_status tq_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,
                           float *out, float *lse, tq_error *error);
 
-/** Decodes packed tokens, for debugging and for NumPy users: k, v [batch, kv_heads, max_tokens, head_dim] float32 dense get
- *  mu + R^T(s step level) of packed index 0 .. lengths[b] - 1 and 0 behind; v NULL iff the plan has no values. pages: 64-byte aligned.
- *  lengths [batch] packed tokens, <= max_tokens <= max_pages * page_tokens.  sinks: the position of packed
- *  index 0; it matters to a wave alone. */
+/** Decodes packed tokens, for debugging and for NumPy users: k, v [batch, kv_heads, max_tokens, head_dim] float32 dense
+ *  get mu + R^T(s step level) of packed index 0 .. lengths[b] - 1, then zeros; v NULL iff the plan has no values.
+ *  pages: 64-byte aligned. lengths [batch] packed tokens, <= max_tokens <= max_pages * page_tokens. sinks: the position
+ *  of packed index 0, used only with a wave. */
 TQ_API tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
                                const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
                                int32_t max_tokens, int32_t sinks, const tq_transform *key, const tq_transform *value,
                                float *k, float *v, tq_error *error);
 
-/** Inner products <q, x> with packed vectors, never decoded: queries [n_queries, head_dim] float32 dense, one KV head, page i of
- *  pages [ceil(n / page_tokens), 1, record_bytes] holding vectors page_tokens * i ..; out [n_queries, n] float32 dense. Vectors
- *  have no position: a plan with a wave is refused.
+/** Inner products <q, x> with packed vectors, never decoded: queries [n_queries, head_dim] float32 dense, one KV head,
+ *  page i of pages [ceil(n / page_tokens), 1, record_bytes] holding vectors page_tokens * i ..; out [n_queries, n]
+ *  float32 dense. Vectors have no position: a plan with a wave is refused.
  *  workspace  tq_dot_workspace_bytes bytes, 64-byte aligned. */
 TQ_API tq_status tq_dot_workspace_bytes(const tq_plan *plan, int64_t n_queries, size_t *bytes, tq_error *error);
 TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries,
@@ -431,8 +452,8 @@ TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const floa
                         size_t workspace_bytes, tq_error *error);
 
 /* ---- files of codes ----
- *   header    "TQCODES\0" | uint32 format version | uint32 n | int64 plan words[n] | uint64 vectors | uint64 payload bytes |
- *             uint32 checksum of the payload | uint32 checksum of all header bytes before it
+ *   header    "TQCODES\0" | uint32 format version | uint32 n | int64 plan words[n] | uint64 vectors | uint64 payload
+ *             bytes | uint32 checksum of the payload | uint32 checksum of all header bytes before it
  *   payload   the pages, ceil(vectors / page_tokens) records of one head.
  *   checksum  CRC-32 as of zlib, gzip and PNG (polynomial 0xedb88320, reflected). It finds damage, not malice. */
 typedef struct {
@@ -446,30 +467,32 @@ typedef struct {
 
 /** CRC-32 of the bytes. */
 TQ_API uint32_t tq_checksum(const void *data, size_t bytes);
-/** Writes the header; *bytes_written gets its size. `data_bytes` is the room at data, TQ_FILE_HEADER_MAX_BYTES always suffices. */
+/** Writes the header; *bytes_written gets its size. `data_bytes` is the room at data, TQ_FILE_HEADER_MAX_BYTES always
+ *  suffices. */
 TQ_API tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size_t data_bytes,
                                       size_t *bytes_written, tq_error *error);
-/** Reads and checks a header from the first `data_bytes` bytes of a file of `file_bytes` bytes: magic, version, sizes against
- *  the file's own size, checksum, and that the plan is one tq_plan_init takes. Hostile input cannot make it read outside
- *  data[0..data_bytes) nor report a payload larger than the file. TQ_E_FORMAT otherwise. */
+/** Reads and checks a header from the first `data_bytes` bytes of a file of `file_bytes` bytes: magic, version, sizes
+ *  against the file's own size, checksum, and that the plan is one tq_plan_init takes. Hostile input cannot make it
+ *  read outside data[0..data_bytes) nor report a payload larger than the file. TQ_E_FORMAT otherwise. */
 TQ_API tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uint64_t file_bytes,
                                      tq_file_header *header, size_t *header_bytes, tq_error *error);
 
 /* ---- instruction sets and threads ---- */
 /** Levels compiled in and supported by this CPU, best first, as one static string such as "avx2 scalar". */
 TQ_API const char *tq_isa_available(void);
-/** The level in use: the best, or the one that the environment variable TURBOQUANT_ISA names (read once, on first use); "none" if that
- *  names no available level, in which case every call that runs a kernel fails. */
+/** The level in use: the best, or the one that the environment variable TURBOQUANT_ISA names (read once, on first use);
+ *  "none" if that names no available level: then every call that runs a kernel fails. */
 TQ_API const char *tq_isa(void);
-/** Forces a level by name; NULL: back to the default. TQ_E_UNSUPPORTED (wants lists the levels) if it is misspelt or absent. Not
- *  safe beside other calls. */
+/** Forces a level by name; NULL: back to the default. TQ_E_UNSUPPORTED (wants lists the levels) if it is misspelt or
+ *  absent. Not safe beside other calls. */
 TQ_API tq_status tq_set_isa(const char *name, tq_error *error);
-/** What would run for an operation ("rotate", "append", "attend", "dequantize", "dot") of a plan, e.g. "attend_avx2", or
- *  "attend_blocks" for the portable code of plans that are not plain; NULL for an unknown operation. */
+/** The kernel that an operation ("rotate", "append", "attend", "dequantize", "dot") of a plan runs, e.g. "attend_avx2",
+ *  or "attend_blocks" for the portable code of plans that are not plain; NULL for an unknown operation. */
 TQ_API const char *tq_kernel_name(const char *operation, const tq_plan *plan);
 
-/** Threads used at most: the environment variable TURBOQUANT_NUM_THREADS (read once, on first use), else the CPUs this process may run
- *  on; 0 if the variable is no integer in 1..256, in which case every call that runs a kernel fails until tq_set_num_threads. */
+/** The most threads used: the environment variable TURBOQUANT_NUM_THREADS (read once, on first use), else the CPUs this
+ *  process may run on; 0 if the variable is no integer in 1..256: then every call that runs a kernel fails until
+ *  tq_set_num_threads. */
 TQ_API int32_t tq_num_threads(void);
 /** n in 1..256. Workers are started on first use and survive until the process ends; a forked child starts its own. */
 TQ_API tq_status tq_set_num_threads(int32_t n, tq_error *error);

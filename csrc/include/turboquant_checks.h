@@ -1,6 +1,6 @@
-/* What the CPU and CUDA refuse alike: everything about a call's arguments that shows without reading an array, so pointers may be to
- * either memory. tq_append, tq_cuda_append and the others call these first; a binding calls one of them only to know before it
- * allocates. Rules and errors as in turboquant.h.
+/* Checks of arguments that CPU and CUDA share. They read no array, so pointers may be to either memory. tq_append,
+ * tq_cuda_append and the others call these first; a binding calls one itself only to check before it allocates. Rules
+ * and errors as in turboquant.h.
  *
  * `wants` begins with "given" or "absent" for an argument that may be NULL: a caller's optional argument. */
 #ifndef TURBOQUANT_CHECKS_H
@@ -15,7 +15,7 @@ extern "C" {
 TQ_API tq_status tq_check_rotate(const tq_plan *plan, const float *matrix, int32_t dtype, const void *x, const void *y,
                                  int64_t rows, tq_error *error);
 
-/** The plan, the numbers and the strides alone: what sizes of workspace follow from. */
+/** Checks the plan, numbers and strides alone, on which sizes of workspace depend. */
 TQ_API tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *params, tq_error *error);
 TQ_API tq_status tq_check_append(const tq_plan *plan, const tq_append_params *params, tq_error *error);
 TQ_API tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *params, tq_error *error);

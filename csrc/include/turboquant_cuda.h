@@ -1,23 +1,27 @@
-/* TurboQuant: the CUDA launchers, a C ABI. Same plan, same params, same bytes and same numbers as turboquant.h, on the device.
+/* TurboQuant: the CUDA launchers, a C ABI. Same plan, same params, same bytes and same numbers as turboquant.h, on the
+ * device.
  *
  * Rules that hold for every function here:
- *   - `plan` and `params` are structs in host memory, copied before the call returns. Every data pointer inside params (q, pages,
- *     lengths, block_table, starts, transforms, out, ..) and every data pointer argument is to memory of the current device.
- *   - `stream` is a cudaStream_t of the current device (NULL: the default stream). A call queues its kernels on it and returns: no
- *     synchronisation, no allocation, no read of device memory by the host. It can be captured in a CUDA graph, and a replay sees
- *     whatever lengths, starts, block_table and other contents the arrays hold then.
- *   - The host cannot see the arrays, so what turboquant.h reports as an error of their contents is made harmless instead: a length
- *     is clamped to 0..capacity, a start to 0..length, channels of pairs to 0..head_dim-1, and a page index outside 0..n_pages-1 reads
- *     page 0 (attend, dequantize) or drops the write (append). No contents can make a kernel read outside the named arrays or write outside its outputs.
+ *   - `plan` and `params` are structs in host memory, copied before the call returns. Every data pointer inside params
+ *     (q, pages, lengths, block_table, starts, transforms, out, ..) and every data pointer argument is to memory of the
+ *     current device.
+ *   - `stream` is a cudaStream_t of the current device (NULL: the default stream). A call queues its kernels on it and
+ *     returns: no synchronisation, no allocation, no read of device memory by the host. It can be captured in a CUDA
+ *     graph, and a replay sees whatever lengths, starts, block_table and other contents the arrays hold then.
+ *   - The host cannot see the arrays. Contents that are an error in turboquant.h are made harmless instead: a length is
+ *     clamped to 0..capacity, a start to 0..length, channels of pairs to 0..head_dim-1, and a page index outside
+ *     0..n_pages-1 reads page 0 (attend, dequantize) or drops the write (append). No contents can make a kernel read
+ *     outside the named arrays or write outside its outputs.
  *   - Results are the same from run to run on one device; they do not depend on other streams.
- *   - Errors: TQ_E_VALUE and TQ_E_TYPE for what the host can see, as in turboquant.h; TQ_E_UNSUPPORTED for a device below compute
- *     capability 8.0 or for a TURBOQUANT_CUDA_PATH the device cannot run; TQ_E_CUDA when the runtime fails (`got` is its
- *     cudaError_t). After an error nothing was queued.
+ *   - Errors: TQ_E_VALUE and TQ_E_TYPE for what the host can see, as in turboquant.h; TQ_E_UNSUPPORTED for a device
+ *     below compute capability 8.0 or for a TURBOQUANT_CUDA_PATH the device cannot run; TQ_E_CUDA when the runtime
+ *     fails (`got` is its cudaError_t). After an error nothing was queued.
  *   - Positions are 32-bit: append and attend refuse sinks + window + max_pages * page_tokens of 2^30 and more.
- *   - `threads` of params is not looked at.
+ *   - `threads` of params is ignored.
  *
- * Workspaces: bytes from the matching _workspace_bytes, 256-byte aligned, on the device, of any contents. One workspace may serve
- * calls of any shape and kind that it is large enough for, one after another (one stream, or streams ordered by events).
+ * Workspaces: bytes from the matching _workspace_bytes, 256-byte aligned, on the device, of any contents. One workspace
+ * may serve calls of any shape and kind that it is large enough for, one after another (one stream, or streams ordered
+ * by events).
  */
 #ifndef TURBOQUANT_CUDA_H
 #define TURBOQUANT_CUDA_H
@@ -31,66 +35,74 @@ extern "C" {
 #define TQ_CUDA_CALL_WORDS 1024 /* of 64 bits, in a tq_cuda_attend_call */
 
 /** The name of the kernel that tq_cuda_attend, or tq_cuda_append, runs for a plan and sizes on the current device, e.g.
- *  "attend_fused_3bit_d128_4x64": strategy, width, head_dim that its code is for, rows it takes at once x tokens of a unit. "" if there is
- *  nothing to do. csrc/cuda/README.md lists the names. Kernels beside it (prepare, combine, merge_parts, copy_exact) have no name here.
- *  params   as for the call; of pointers only those are read whose alignment matters to append (k, v, window_k, window_v), and whether steps
- *           are NULL. Nothing is queued.
+ *  "attend_fused_3bit_d128_4x64": strategy, width, head_dim that its code is for, rows it takes at once x tokens of a
+ *  unit.
+ *  "" if there is nothing to do. csrc/cuda/README.md lists the names. Helper kernels (prepare, combine, merge_parts,
+ *  copy_exact) have no name here.
+ *  params   as for the call. Of pointers it uses the alignment of k, v, window_k and window_v (append) and whether
+ *           steps are NULL. Nothing is queued.
  *  name     TQ_CUDA_KERNEL_NAME_BYTES bytes, written, with a final 0
- *  The environment variable TURBOQUANT_CUDA_PATH=hopper|hopper-line|portable, read at each call, forces one of the ways in which pages of
- *  plain plans reach the multiprocessors (bulk copies, compute capability 9.x; the same, but never fused; cp.async, 8.0 and newer);
- *  without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
+ *  The environment variable TURBOQUANT_CUDA_PATH, read at each call, forces how pages of plain plans are loaded: hopper
+ *  (bulk copies, compute capability 9.x), hopper-line (the same, but never fused) or portable (cp.async, 8.0 and
+ *  newer). Without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
 TQ_API tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *params, char *name,
                                        tq_error *error);
 TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_params *params, char *name,
                                        tq_error *error);
 
 /** tq_attend on the device.
- *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 3e-4 for float32, relative to the largest output, for
- *             logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so that an error in proportion to the largest
- *             |logit| (2.5e-5 of it) takes over above that, and with a soft-cap another of 2e-7 of the cap. On 9.x, for many 16-bit
- *             query rows a KV head (attend/many_rows/pages.cuh), weights are rounded to fp16, and values to nothing coarser than their levels.
+ *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 3e-4 for float32, relative to the
+ *             largest output, for logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so above that
+ *             the error grows with the largest |logit| (2.5e-5 of it); a soft-cap adds 2e-7 of the cap. On 9.x, for
+ *             many 16-bit query rows a KV head (attend/many_rows/pages.cuh), weights are rounded to fp16; values keep
+ *             their levels.
  *             Plans that are not plain: float32 throughout, within 2e-5.
- *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In general three
- *             kernels that overlap, the work cut into equal pieces whatever the lengths are. On 9.x, for plain plans with tiles of 32 and without dense
- *             rotation, up to 128 query rows a KV head, head_dim 33..64 or 97..128 (any up to 128 of other or mixed widths), one
- *             kernel, in which every sequence and KV head has as many blocks as any other, and where few heads have long caches a
- *             second one that merges: if batch is 1, the schedule is TQ_SCHEDULE_EQUAL or max_pages small, from 9 rows on if there are not many
- *             more blocks than multiprocessors, and it has measured faster so (attend/fused/cut.cu): 1.0 to 1.8 times, with a window
- *             up to 2.7 (attend_harness time, against hopper-line).
- *  Moments:   with amplitudes of norm 1,000 and softmax_scale * |q| = 1, what a wave adds to a logit is within 1e-3 of float64, at any position
- *             (attend/wave.cuh).
- *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to multiples of 4; key_moments to
- *             16 bytes. */
+ *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In
+ *             general three kernels overlap, and the work is cut into equal pieces whatever the lengths are. On 9.x one
+ *             fused kernel may run instead: every (sequence, KV head) gets equally many blocks, and a second kernel
+ *             merges if few heads have long caches. It needs a plain plan with tiles of 32 and no dense rotation, at
+ *             most 128 query rows a KV head, and head_dim 33..64 or 97..128 (any up to 128 with other or mixed widths).
+ *             It runs if batch is 1, the schedule is TQ_SCHEDULE_EQUAL or max_pages is small, where it measured faster
+ *             (attend/fused/cut.cu); from 9 rows on only if there are not many more blocks than multiprocessors. It is
+ *             1.0 to 1.8 times as fast, with a window up to 2.7 times (attend_harness time, against hopper-line).
+ *  Moments:   with amplitudes of norm 1,000 and softmax_scale * |q| = 1, the wave's part of a logit is within 1e-3 of
+ *             float64, at any position (attend/wave.cuh).
+ *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to
+ *             multiples of 4; key_moments to 16 bytes. */
 typedef struct {
     int64_t opaque[TQ_CUDA_CALL_WORDS];
 } tq_cuda_attend_call;
 
-/** Checks a call, chooses its kernel and cuts its work, once; queues nothing. call may be copied, and run once or more on the same device
- *  while what it points to lives. workspace_bytes: what the call needs. */
+/** Checks a call, chooses its kernel and cuts its work, once; queues nothing. call may be copied, and run any number of
+ *  times on the same device while its arrays exist. workspace_bytes: what the call needs. */
 TQ_API tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *params, tq_cuda_attend_call *call,
                                         size_t *workspace_bytes, tq_error *error);
-/** Queues it. workspace: 256-byte aligned; its contents are lost. */
+/** Queues the call. workspace: 256-byte aligned; its contents are lost. */
 TQ_API tq_status tq_cuda_attend(const tq_cuda_attend_call *call, void *workspace, size_t workspace_bytes, void *stream,
                                 tq_error *error);
 
-/** Cuts a batch into work for tq_cuda_attend, on the device, from the lengths that are there when the stream comes to it; waits for
- *  nothing, so that a CUDA graph can hold it. One schedule serves all layers of a step whose calls agree in all sizes of params, in plan's
- *  bytes a page and in what follows from them; a call that differs in those cuts its work itself. Results are the same with and without,
- *  bit for bit. A call that gets a schedule takes lengths and starts from it, as they were when it was made.
- *  params    as for tq_cuda_attend with TQ_SCHEDULE_LINE; of pointers only lengths and starts are read. Whether starts is NULL counts.
- *  schedule  [rows, 4] int32 on the device, 16-byte aligned, written. rows: as TQ_SCHEDULE_ROWS says. */
+/** Cuts a batch into work for tq_cuda_attend, on the device, from the lengths at that point of the stream; waits for
+ *  nothing, so that a CUDA graph can hold it. One schedule serves all layers of a step with the same sizes in params
+ *  and the same bytes a page; a call that differs in these cuts its work itself. Results with and without a schedule
+ *  are equal, bit for bit. A call with a schedule uses lengths and starts as they were when it was made.
+ *  params    as for tq_cuda_attend with TQ_SCHEDULE_LINE. Of pointers only lengths and starts are read. A call that
+ *            differs in whether starts is NULL cuts its work itself.
+ *  schedule  [rows, 4] int32 on the device, 16-byte aligned, written. rows: see TQ_SCHEDULE_ROWS. */
 TQ_API tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,
                                   void *stream, tq_error *error);
 
-/** tq_append on the device; bytes of the pages as on the host, but for "ROUNDING" and keys with a wave or a metric in turboquant.h.
- *  flag   int64 on the device, or NULL. When a number of k or v is not finite or exceeds TQ_MAX_INPUT and *flag is 0, it becomes
- *         1 + position + (sequence << 32) + (1 << 62 if it is in v); it is sticky: only the caller sets it back to 0.
- *         A number that is not finite is stored as 0, a larger one as +-TQ_MAX_INPUT: other tokens and channels never notice. */
+/** tq_append on the device; bytes of the pages as on the host, but for "ROUNDING" and keys with a wave or a metric in
+ *  turboquant.h.
+ *  flag   int64 on the device, or NULL. When a number of k or v is not finite or exceeds TQ_MAX_INPUT and *flag is 0,
+ *         it becomes 1 + position + (sequence << 32) + (1 << 62 if it is in v); it is sticky: only the caller sets it
+ *         back to 0.
+ *         A number that is not finite is stored as 0, a larger one as +-TQ_MAX_INPUT; other tokens are not affected. */
 TQ_API tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, int64_t *flag, void *stream,
                                 tq_error *error);
 
-/** tq_rotate on the device, for rows of `dtype`: x, y [rows, head_dim] dense, computed in float32 and rounded once on the way out.
- *  matrix float32 [head_dim, head_dim] or NULL: the plan's Hadamard (or none). x and y may be the same array. */
+/** tq_rotate on the device, for rows of `dtype`: x, y [rows, head_dim] dense, computed in float32 and rounded once on
+ *  the way out. matrix float32 [head_dim, head_dim] or NULL: the plan's Hadamard (or none). x and y may be the same
+ *  array. */
 TQ_API tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, tq_dtype dtype, const void *x,
                                 void *y, int64_t rows, void *stream, tq_error *error);
 

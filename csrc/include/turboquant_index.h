@@ -1,18 +1,18 @@
 /* Vector search: how an index stores vectors, and the scan over them. Rules and errors as in turboquant.h.
  *
- * A vector is z = R (x - mean), its rotated coordinates: groups of 32 channels, group g in bits[g] bits (0..6 or 8; 0 takes no
- * space). With the cosine metric x is divided by its length first.
- *   t = z / steps[g],  u = t / rms(t) over the channels that have bits,  code = rank of u among the levels of the normal codebook
- *   of that width (turboquant.h; at 6 bits 64 Lloyd-Max levels of N(0, 1), rounded to int8 times a step as the others are), at 8 bits
- *   u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255.
+ * A vector is z = R (x - mean), its rotated coordinates: groups of 32 channels, group g in bits[g] bits (0..6 or 8; 0
+ * takes no space). With the cosine metric x is divided by its length first.
+ *   t = z / steps[g],  u = t / rms(t) over the channels that have bits,  code = rank of u among the levels of the
+ *   normal codebook of that width (turboquant.h; at 6 bits 64 Lloyd-Max levels of N(0, 1), rounded to int8 times a step
+ *   as the others are), at 8 bits u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255.
  *   scale = rms(t) * sum (step u)^2 / sum (step c)(step u)  makes inner products unbiased (EDEN, arXiv 2108.08842).
  *   offset = <mean, x - mean>, for squared distances less |x|^2 / 2.
  * The first lead[g] bits of a code are apart from the others, so that a scan can read them alone.
- *   A row holds the other bits in fields of 8, 4, 2 and 1 bits, the widest and lowest bits first. A field of w bits has 4 w bytes:
- *   bits w k .. w k + w - 1 of byte i are of channel i + 4 w k.
- *   The leading bits of a row are fields of 2 bits, from the highest on, and one of 1 bit where lead[g] is odd. Byte p of them, over
- *   all groups, is plane p; blocks of 64 rows hold them plane after plane, [rows / 64 rounded up, planes, 64] bytes, 0 behind the
- *   last row. */
+ *   A row holds the other bits in fields of 8, 4, 2 and 1 bits, the widest and lowest bits first. A field of w bits has
+ *   4 w bytes: bits w k .. w k + w - 1 of byte i are of channel i + 4 w k.
+ *   The leading bits of a row are fields of 2 bits, from the highest on, and one of 1 bit where lead[g] is odd. Byte p
+ *   of them, over all groups, is plane p; blocks of 64 rows hold them plane after plane, [rows / 64 rounded up, planes,
+ *   64] bytes, 0 behind the last row. */
 #ifndef TURBOQUANT_INDEX_H
 #define TURBOQUANT_INDEX_H
 #include "turboquant.h"
@@ -39,7 +39,7 @@ typedef struct {
     const tq_plan *plan; /* its head_dim is 32 groups; R is its rotation */
     int32_t dim;         /* numbers of a vector, 1 .. 32 groups */
     int32_t metric;      /* tq_index_metric */
-    double sigmas;       /* of the bound that a scan uses, at least 0 */
+    double sigmas;       /* width of a scan's bound in standard deviations, at least 0 */
     const float *mean;   /* [dim], or NULL: 0 */
     const float *
         matrix; /* [32 groups, 32 groups], R transposed: z = (x - mean) matrix; NULL unless the plan's rotation is dense */
@@ -48,25 +48,27 @@ typedef struct {
 /** Bytes of a row, 4 * sum of (bits - lead), and planes of leading bits, 4 * sum of lead. */
 TQ_API tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, int32_t *planes, tq_error *error);
 
-/** What a level of a width counts, in units of u: 0 for 0 bits and for widths that there are not. */
+/** The step between levels of a width, in units of u; 0 for 0 bits and for widths that do not exist. */
 TQ_API float tq_index_step(int32_t bits);
 
-/** The expected squared error of a level of N(0, 1) of so many bits, if only the first `lead` of them are known: what
- *  tq_index_search takes for the noise of its bound. lead: 0 .. min(bits, 6); otherwise NaN. */
+/** The expected squared error of a level of N(0, 1) of this many bits, if only the first `lead` are known.
+ *  tq_index_search uses it as the noise of its bound. lead: 0 .. min(bits, 6); otherwise NaN. */
 TQ_API double tq_index_lead_error(int32_t bits, int32_t lead);
 
-/** x [n, dim] float32 -> codes [n, row bytes], signs [blocks, planes, 64], scales [n] and offsets [n], which may be NULL only
- *  without a mean and unless the metric is l2. The same bytes on every machine, if the rotation is no dense one. A row whose coded
- *  channels are all 0 gets scale 0. x must be finite and at most TQ_MAX_INPUT in magnitude, and not 0 with cosine: error "x", its
- *  index the number's, or the row's first one's. */
+/** x [n, dim] float32 -> codes [n, row bytes], signs [blocks, planes, 64], scales [n] and offsets [n], which may be
+ *  NULL only without a mean and unless the metric is l2. The same bytes on every machine, if the rotation is no dense
+ *  one. A row whose coded channels are all 0 gets scale 0. x must be finite and at most TQ_MAX_INPUT in magnitude, and
+ *  not 0 with cosine: error "x", its index the number's, or the row's first one's. */
 TQ_API tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n, uint8_t *codes, uint8_t *signs,
                                  float *scales, float *offsets, int32_t threads, tq_error *error);
 
-/** The numbers that codes stand for: z [n, 32 groups] float32; 0 in groups without bits. signs: [n, planes], row after row. */
+/** The numbers that codes stand for: z [n, 32 groups] float32; 0 in groups without bits. signs: [n, planes], row after
+ *  row. */
 TQ_API tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, const uint8_t *signs,
                                  const float *scales, int64_t n, float *z, tq_error *error);
 
-/* A query becomes fixed point, z_j ~ unit * q_j / (steps[g] * tq_index_step(bits[g])), q_j int16, sum of |q_j| at most 2^24.
+/* A query becomes fixed point, z_j ~ unit * q_j / (steps[g] * tq_index_step(bits[g])), q_j int16, sum of |q_j| at most
+ * 2^24.
  * The score of row i is
  *      v = (unit * scales[i]) * sum_j q_j level_ij + offsets[i] + <mean, query>,   in float64, left to right,
  * rounded to float32; for l2 it is -max(0, |query|^2 - 2 v), a negated squared distance. Larger is better. */
@@ -83,13 +85,14 @@ typedef struct {
     const uint8_t *allowed; /* [n], 0 where a row is left out, or NULL: none is */
 } tq_index_rows;
 
-/** The k best allowed rows of all segments for each of n queries [n, dim], float32 as x in tq_index_encode: scores [n, k] float32,
- *  best first, equal ones by ascending id, and ids [n, k]; -inf and -1 where fewer are left.
- *  A row's leading bits bound its score from above, by `sigmas` standard deviations of what the other bits add.
- *  With the smaller of score and bound as lower bound, a row takes part if its upper bound reaches the k-th largest lower bound of all
- *  allowed rows. Where at most 1 row in 50 is allowed, all of these take part. So the result depends on neither threads nor segments
- *  nor the instruction set.
- *  Allocates some 4 k bytes a query and thread, and 24 for each row that takes part: TQ_E_MEMORY. */
+/** The k best allowed rows of all segments for each of n queries [n, dim], float32 as x in tq_index_encode: scores [n,
+ *  k] float32, best first, equal ones by ascending id, and ids [n, k]; -inf and -1 where fewer are left.
+ *  A row's leading bits bound its score from above: the other bits count as `sigmas` standard deviations of what they
+ *  add.
+ *  A row's lower bound is the smaller of its score and that bound. Rows whose upper bound reaches the k-th largest
+ *  lower bound of all allowed rows are scored from all bits; if at most 1 row in 50 is allowed, all allowed rows are.
+ *  So the result depends on neither threads nor segments nor the instruction set.
+ *  Allocates some 4 k bytes a query and thread, and 24 for each row that is scored: TQ_E_MEMORY. */
 TQ_API tq_status tq_index_search(const tq_index_space *space, const float *queries, int64_t n,
                                  const tq_index_rows *segments, int64_t n_segments, int64_t k, float *scores,
                                  int64_t *ids, int32_t threads, tq_error *error);
