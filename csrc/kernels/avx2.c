@@ -33,7 +33,7 @@ TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, co
 static inline __m256i multiply_add(__m256i sum, __m256i level_s16x16, __m256i x_s16x16)
 {
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(level_s16x16, x_s16x16));
-    __asm__("" : "+x"(sum)); /* or gcc reorders the sums of a whole tile, and keeps its products in memory */
+    __asm__("" : "+x"(sum)); /* without it gcc reorders the sums of a whole tile and keeps its products in memory */
     return sum;
 }
 

@@ -23,7 +23,7 @@ static inline tables tables_of(const tq_codebook *book)
     int8_t levels[64];
     tables t;
     memcpy(levels, book->levels, sizeof levels);
-    if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: do not care */
+    if (book->bits == 3) memcpy(levels + 8, levels, 8); /* ignores a nibble's top bit, which is another code's */
     TQ_UNROLL
     for (int i = 0; i < 4; i++)
         t.u8x32[i] = _mm256_broadcastsi128_si256(
@@ -67,8 +67,8 @@ static inline bytes_u8x32 interleave_u8x32(__m256i w0, __m256i w1)
                          _mm256_blend_epi16(_mm256_srli_epi32(w0, 16), w1, 0xaa)};
 }
 
-/** Words of two g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane t, and bytes in nibble
- *  order that hold bits of all four rows (1, 2, 5 and 6 bits). */
+/** Words of two values of g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane
+ *  t, and bytes in nibble order with bits of all four rows (1, 2, 5 and 6 bits). */
 typedef struct {
     __m256i nibbles[4], high[4];
     bytes_u8x32 bytes;
@@ -163,7 +163,7 @@ TQ_INLINE bytes_u8x32 levels_u8x32(int bits, int by_lane, const tile_words *word
                          _mm256_blendv_epi8(low.odd, high.odd, _mm256_cmpeq_epi8(odd, mask))};
 }
 
-/* ---- what product.h asks for ---- */
+/* ---- definitions for product.h ---- */
 
 typedef __m256i vec;
 #define VEC_BYTES 32
@@ -193,7 +193,7 @@ static inline __m256i vec_add(__m256i a, __m256i b) { return _mm256_add_epi32(a,
 
 static inline __m256i vec_times_256(__m256i a) { return _mm256_slli_epi32(a, 8); }
 
-/* ---- what codes.h asks for ---- */
+/* ---- definitions for codes.h ---- */
 
 TQ_INLINE tq_floats tq_swap(tq_floats x, int h)
 {

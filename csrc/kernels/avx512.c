@@ -1,4 +1,5 @@
-/* AVX-512 without VNNI (Skylake-X): levels as 16-bit numbers, operands as 16-bit numbers, vpmaddwd + vpaddd, as in avx2.c.
+/* AVX-512 without VNNI (Skylake-X): levels as 16-bit numbers, operands as 16-bit numbers, vpmaddwd + vpaddd, as in
+ * avx2.c.
  *
  *   instruction                Skylake-X
  *   vpshufb zmm                1cy @ p5
@@ -31,7 +32,7 @@ TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, co
 static inline __m512i multiply_add(__m512i sum, __m512i level_s16x32, __m512i x_s16x32)
 {
     sum = _mm512_add_epi32(sum, _mm512_madd_epi16(level_s16x32, x_s16x32));
-    __asm__("" : "+v"(sum)); /* or gcc reorders the sums of a whole tile, and keeps its products in memory */
+    __asm__("" : "+v"(sum)); /* without it gcc reorders the sums of a whole tile and keeps its products in memory */
     return sum;
 }
 

@@ -23,7 +23,7 @@ static inline tables tables_of(const tq_codebook *book)
     int8_t levels[64];
     tables t;
     memcpy(levels, book->levels, sizeof levels);
-    if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: do not care */
+    if (book->bits == 3) memcpy(levels + 8, levels, 8); /* ignores a nibble's top bit, which is another code's */
     TQ_UNROLL
     for (int i = 0; i < 4; i++)
         t.u8x64[i] =
@@ -34,7 +34,7 @@ static inline tables tables_of(const tq_codebook *book)
 /** table[low four bits of each byte]. */
 static inline __m512i look_up_u8x64(__m512i x, __m512i table)
 {
-#if defined(__AVX512VBMI__) /* vpermb looks at six bits, and the table comes four times: no mask */
+#if defined(__AVX512VBMI__) /* vpermb uses six bits, and the table is repeated four times: no mask */
     return _mm512_permutexvar_epi8(x, table);
 #else
     return _mm512_shuffle_epi8(table, _mm512_and_si512(x, _mm512_set1_epi8(15)));
@@ -67,7 +67,8 @@ static inline void vec_transpose(__m512i v[4])
 }
 
 /* Bytes to nibble order:   w0 | c3 c2 c1 c0 |  w1 | c7 c6 c5 c4 |  ->  even | c6 c4 c2 c0 |  odd | c7 c5 c3 c1 |
- * (each byte holds code n of several rows, in bits of their own). The upper half of a word comes from w1 by a merging mask. */
+ * (each byte holds code n of several rows, in bits of their own). The upper half of a word comes from w1 by a merging
+ * mask. */
 static inline bytes_u8x64 interleave_u8x64(__m512i w0, __m512i w1)
 {
     const __m512i even = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 0, 2, 4, 6, 4, 6, 8, 10, 8, 10, 12, 14, 12, 14));
@@ -77,8 +78,8 @@ static inline bytes_u8x64 interleave_u8x64(__m512i w0, __m512i w1)
                          _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(w0, odd), upper, w1, odd)};
 }
 
-/** Words of four g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane t, and bytes in nibble
- *  order that hold bits of all four rows (1, 2, 5 and 6 bits). */
+/** Words of four values of g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by
+ *  lane t, and bytes in nibble order with bits of all four rows (1, 2, 5 and 6 bits). */
 typedef struct {
     __m512i nibbles[4], high[4];
     bytes_u8x64 bytes;
@@ -162,7 +163,7 @@ TQ_INLINE bytes_u8x64 levels_u8x64(int bits, int by_lane, const tile_words *word
                          _mm512_mask_blend_epi8(_mm512_test_epi8_mask(odd, mask), low.odd, high.odd)};
 }
 
-/* ---- what product.h asks for ---- */
+/* ---- definitions for product.h ---- */
 
 typedef __m512i vec;
 #define VEC_BYTES 64
@@ -195,7 +196,7 @@ static inline __m512i vec_add(__m512i a, __m512i b) { return _mm512_add_epi32(a,
 
 static inline __m512i vec_times_256(__m512i a) { return _mm512_slli_epi32(a, 8); }
 
-/* ---- what codes.h asks for ---- */
+/* ---- definitions for codes.h ---- */
 
 TQ_INLINE tq_floats tq_swap(tq_floats x, int h)
 {

@@ -1,6 +1,6 @@
-/* AVX-512 as in avx512_vnni.c, and AMX for the products of several operands (Sapphire Rapids on): a matrix of operands times a
- * matrix of levels, 16 operand planes x 64 columns x 16 rows of a tile in as many cycles as there are planes, where vpdpbusd
- * takes one for each plane and 64 levels. What it costs instead: levels go through memory.
+/* AVX-512 as in avx512_vnni.c, and AMX for the products of several operands (Sapphire Rapids on): a matrix of operands
+ * times a matrix of levels. It multiplies 16 operand planes x 64 columns x 16 rows of a tile in as many cycles as there
+ * are planes; vpdpbusd takes one for each plane and 64 levels. In return, levels have to go through memory.
  *
  *   tmm4      operand planes   row m: 64 bytes of plane p of operand i, m = planes i + p:
  *               | even t = 0..3 | odd t = 0..3 | of one tile | even t = 0..3 | odd t = 0..3 | of the next |
@@ -8,7 +8,7 @@
  *               word 4 G + r being row g + G + 8 r, which is their order in the product
  *   tmm0..3   sums             row m: 16 words in that order, as the vectors that product.h has in registers
  *
- * A product waits for the one before it with the same sums for some 50 cycles, and for its levels to arrive in the cache: few
+ * A product waits some 50 cycles for the last one with the same sums, and for its levels to reach the cache. So few
  * operands, whose sums need one or two matrices, are multiplied by four or two strips of 16 rows in turn. */
 #include "avx512_vnni.h"
 
@@ -32,14 +32,14 @@ typedef struct {
 
 _Static_assert(sizeof(matrix_shapes) == 64, "what ldtilecfg reads");
 
-/** What a pass has in memory. */
+/** The matrices of a pass in memory. */
 typedef struct {
     int8_t planes[PAIRS_MOST][SUM_MATRICES][MATRIX_ROWS][64];
     uint8_t levels[2][SUM_MATRICES][MATRIX_ROWS][64]; /* by strip; one half is filled while the other is read */
     int32_t sums[SUM_MATRICES][MATRIX_ROWS][16];
 } pass_memory;
 
-/** Some operands of a run: `each` of them in each matrix, times so many strips at once. */
+/** Some operands of a run: `each` of them in each matrix, times several strips at once. */
 typedef struct {
     int32_t q, rows, each, matrices, strips;
 } pass;
@@ -147,8 +147,8 @@ TQ_INLINE void store_sums(int32_t matrices, pass_memory *memory)
     memory_is_used();
 }
 
-/** Strips first .. of a run, two a block, times the pass's operands: their sums. Levels are in memory one pair of tiles before they
- *  are needed: a load waits for stores that have not reached the cache. */
+/** Sums of strips first .. of a run, two a block, times the pass's operands. Levels are stored one pair of tiles before
+ *  they are needed, because a load waits for stores that have not reached the cache. */
 TQ_INLINE void multiply_strips(int bits, const product_run *run, int32_t first, int32_t strips, const uint8_t *ahead,
                                int32_t lines, const tables *t, const pass *p, pass_memory *memory)
 {
@@ -207,9 +207,8 @@ TQ_INLINE void multiply_pass(int bits, int precise, const product_run *run, cons
 TQ_INLINE void multiply_many(int bits, int precise, const product_run *run, const tables *t)
 {
     _Alignas(64) pass_memory memory;
-    const int32_t most = MATRIX_ROWS / PLANES(precise); /* operands of a matrix */
-    if (run->n % 2)
-        memset(memory.levels, 0, sizeof memory.levels); /* what a lone tile leaves is read, and meets zeros */
+    const int32_t most = MATRIX_ROWS / PLANES(precise);             /* operands of a matrix */
+    if (run->n % 2) memset(memory.levels, 0, sizeof memory.levels); /* a lone tile's second half is read, times zeros */
     for (int32_t q = 0; q < run->rows;) {
         int32_t rows = run->rows - q < SUM_MATRICES * most ? run->rows - q : SUM_MATRICES * most;
         int32_t matrices = (rows + most - 1) / most;

@@ -1,4 +1,5 @@
-/* Rotation, quantisation and packing, written once for the vector units; scalar.c is the definition and has the same bits.
+/* Rotation, quantisation and packing, written once for the vector units; scalar.c is the definition and has the same
+ * bits.
  * A unit defines before it includes this file:
  *   tq_swap(x, h)        lane i becomes lane i ^ h, h a constant power of two below TQ_LANES
  *   tq_pick(table, m)    table[m] per lane, float table[16], m in 0..15 */
@@ -18,7 +19,7 @@ TQ_INLINE tq_floats butterfly(tq_floats x, int h)
     return tq_swap(x, h) + (tq_floats)((tq_ints)x ^ flip);
 }
 
-/** x with the signs of lanes whose bit of `signs`, from bit `first` on, is set changed. */
+/** x with the signs changed of lanes whose bit of `signs`, counted from bit `first`, is set. */
 TQ_INLINE tq_floats flip_signs(tq_floats x, const uint32_t *signs, int32_t first)
 {
     tq_ints lane, bits = (tq_ints){0} + (int32_t)(signs[first / 32] >> first % 32);
@@ -171,8 +172,8 @@ static inline void list_magnitudes(const tq_codebook *book, float magnitudes[32]
     for (int32_t m = 0; m < 32; m++) magnitudes[m] = (float)levels[m] * book->step;
 }
 
-/** How many of the `half` - 1 positive thresholds are <= the float whose bits `key` are, which is not negative. (A search by halves is
- *  slower: each step waits for the one before.) */
+/** How many of the `half` - 1 positive thresholds are <= the non-negative float with the bits `key`. (A binary search
+ *  is slower: each step waits for the one before.) */
 TQ_INLINE tq_ints thresholds_below(int32_t half, const tq_codebook *book, const tq_cells *cells, tq_ints key)
 {
     tq_ints m = {0};
@@ -188,8 +189,8 @@ TQ_INLINE tq_ints thresholds_below(int32_t half, const tq_codebook *book, const 
     return m;
 }
 
-/** Codes and decoded levels of n channels. By symmetry only magnitudes are searched: m counts the positive thresholds t <= u, or
- *  t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. */
+/** Codes and decoded levels of n channels. By symmetry only magnitudes are searched: m counts the positive thresholds t
+ *  <= u, or t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. */
 TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const tq_cells *its_cells,
                              const float magnitudes[32], const float *u, uint8_t *codes, float *c, int32_t n)
 {
@@ -277,7 +278,7 @@ TQ_INLINE tq_floats middle_of_cell(tq_floats z, tq_floats units)
 #endif
 }
 
-/** z -> what thresholds are compared with, in u. bits: of these n channels. */
+/** z -> the numbers to compare with thresholds, in u. bits: of these n channels. */
 TQ_INLINE void search_numbers(const tq_encoder *e, int32_t bits, float r, const float *z, float *u, int32_t n)
 {
     if (e->settled && tq_is_searched_by_cells(bits)) {
@@ -290,8 +291,8 @@ TQ_INLINE void search_numbers(const tq_encoder *e, int32_t bits, float r, const 
     }
 }
 
-/** scalar.c: encode_scalar, for head_dim channels in groups of `channels`, in n numbers, a power of two; loops are unrolled where
- *  these are constants. */
+/** scalar.c: encode_scalar, for head_dim channels in groups of `channels`, padded to n, a power of two. Loops are
+ *  unrolled if these are constants. */
 TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale, int32_t head_dim,
                          int32_t channels, int32_t n)
 {
@@ -304,7 +305,7 @@ TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, ui
     for (int32_t g = 0; g < groups; g++)
         if (!e->side->bits[g]) memset(kept + channels * g, 0, sizeof(float) * (size_t)channels);
     float ss = coded_dot(e, kept, kept, n);
-    if (!(ss >= FLT_MIN && ss <= FLT_MAX)) { /* nothing to normalise, or numbers out of all bounds */
+    if (!(ss >= FLT_MIN && ss <= FLT_MAX)) { /* all zero, or not finite */
         tq_kernels_scalar.encode(e, z, codes, scale);
         return;
     }
@@ -342,8 +343,9 @@ static void encode_vector(const tq_encoder *e, const float *z, uint8_t *codes, u
     else encode_in(e, z, codes, scale, e->head_dim, TQ_TILE, n);
 }
 
-/* ---- tiles ---- A row of codes is eight little-endian words: word t has columns 4 t .. 4 t + 3, word 4 + t columns 16 + 4 t ..,
- * so low[t] = (c(r, 0) .. c(r, 3)) and high[t] = (c(r, 4) .. c(r, 7)) of lane 4 g + t. Four lanes of one g at a time. */
+/* ---- tiles ---- A row of codes is eight little-endian words: word t has columns 4 t .. 4 t + 3, word 4 + t columns 16
+ * + 4 t .., so low[t] = (c(r, 0) .. c(r, 3)) and high[t] = (c(r, 4) .. c(r, 7)) of lane 4 g + t. Four lanes of one g at
+ * a time. */
 
 typedef uint32_t lanes_u32x4 __attribute__((vector_size(16)));
 

@@ -9,8 +9,8 @@
  *   addp            3cy @ v01      2cy @ v01
  *   sadalp          4cy @ v1       4cy @ v1
  *
- * A vector of 4-bit words (32 codes, one row) costs four operations to bytes, two to be transposed, and sixteen per operand
- * (24 if precise). */
+ * A vector of 4-bit words (32 codes, one row) costs four operations to bytes, two to be transposed, and sixteen per
+ * operand (24 if precise). */
 #include "neon.h"
 
 static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, uint8x16_t x_s8x16)

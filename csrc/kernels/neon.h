@@ -23,7 +23,7 @@ static inline tables tables_of(const tq_codebook *book)
 {
     uint8_t levels[64];
     memcpy(levels, book->levels, sizeof levels);
-    if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: do not care */
+    if (book->bits == 3) memcpy(levels + 8, levels, 8); /* ignores a nibble's top bit, which is another code's */
     return (tables){{vld1q_u8(levels), vld1q_u8(levels + 16), vld1q_u8(levels + 32), vld1q_u8(levels + 48)}};
 }
 
@@ -62,8 +62,8 @@ static inline bytes_u8x16 interleave_u8x16(uint8x16_t w0, uint8x16_t w1)
     return (bytes_u8x16){vqtbl2q_u8(both, order), vqtbl2q_u8(both, vaddq_u8(order, vdupq_n_u8(1)))};
 }
 
-/** Words of one g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane t, and bytes in nibble
- *  order that hold bits of all four rows (1, 2, 5 and 6 bits). */
+/** Words of one value of g of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane
+ *  t, and bytes in nibble order with bits of all four rows (1, 2, 5 and 6 bits). */
 typedef struct {
     uint8x16_t nibbles[4], high[4];
     bytes_u8x16 bytes;
@@ -117,7 +117,8 @@ TQ_INLINE uint8x16_t look_up_6_u8x16(const uint8x16_t tables[4], uint8x16_t nibb
     return vbslq_u8(is_high, high, low);
 }
 
-/* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 0, 2, 4, 4: a signed byte
+/* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as
+ *          code << 0, 2, 4, 4: a signed byte
  * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
  * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table
  * 6 bits   the low four as 4 bits, the upper two as 2 bits: they choose the table
@@ -153,7 +154,7 @@ TQ_INLINE bytes_u8x16 levels_u8x16(int bits, int by_lane, const tile_words *word
                          vbslq_u8(vtstq_u8(odd, mask), high.odd, low.odd)};
 }
 
-/* ---- what product.h asks for ---- Words and bytes are uint8x16_t, and so are sums, which are four integers inside. */
+/* ---- definitions for product.h ---- Words, bytes and sums (four integers) are all uint8x16_t. */
 
 typedef uint8x16_t vec;
 #define VEC_BYTES 16
@@ -202,7 +203,7 @@ static inline uint8x16_t vec_times_256(uint8x16_t a)
     return vreinterpretq_u8_s32(vshlq_n_s32(vreinterpretq_s32_u8(a), 8));
 }
 
-/* ---- what codes.h asks for ---- */
+/* ---- definitions for codes.h ---- */
 
 TQ_INLINE tq_floats tq_swap(tq_floats x, int h) { return h == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2); }
 

@@ -1,25 +1,27 @@
 /* The product of packed tiles with operands, written once for the vector units.
  *
- * Four words t = 0..3 of one g are 16 bytes of one row of the tile (turboquant.h, "tile"), so a vector of 16 G bytes holds G
- * rows, and every width turns it into levels in the same order of columns, the nibbles' own:
+ * Four words t = 0..3 of one g are 16 bytes of one row of the tile (turboquant.h, "tile"), so a vector of 16 G bytes
+ * holds G rows, and every width turns it into levels in the same order of columns, the nibbles' own:
  *   byte 4 t + i of a 16-byte lane      even: column n = 2 i of lane 4 g + t      odd: column n = 2 i + 1
- * An operand holds its numbers as integers in that order, once. A unit has PARTS vectors of levels for a vector of words
- * (bytes: even, odd; 16 bits: even and odd bytes of both) and a `multiply_add` that sums products within each 32-bit word.
+ * An operand holds its numbers as integers in that order, once. A unit has PARTS vectors of levels for a vector of
+ * words (bytes: even, odd; 16 bits: even and odd bytes of both) and a `multiply_add` that sums products within each
+ * 32-bit word.
  *
- * The four words of a row still have to be added. Where several operands meet a tile it is taken by lane: words of rows g,
- * g + 8, g + 16, g + 24 are transposed once, before the look-up, so that word r of a vector is row r of lane t, meets the
- * operand's word t in all places, and sums come as they are stored (column order). It costs little beside the products and
- * leaves next to nothing to do after them, when the multipliers would wait. A lone operand takes the tile by row: sums by
- * row, transposed and added at the end.
+ * The four words of a row still have to be added. With several operands, a tile is read by lane: words of rows g, g +
+ * 8, g + 16, g + 24 are transposed once, before the look-up, so that word r of a vector is row r of lane t. It is
+ * multiplied by the operand's word t everywhere, and sums are in the order in which they are stored (column order).
+ * This costs little beside the products and leaves almost nothing to do after them, when the multipliers would wait. A
+ * single operand reads the tile by row: sums by row are transposed and added at the end.
  *
- * Halves of tiles (kernels.h) keep to words: lanes t and rows r are of one token tile or the other, so a word of levels meets one
- * operand number or the other (TQ_HALF_ROWS) and goes to one sum or the other (TQ_HALF_COLUMNS), and nothing is computed twice.
+ * With half tiles (kernels.h), each word belongs to one token tile: lanes t and rows r are of one or the other. So a
+ * word of levels is multiplied by one operand number or the other (TQ_HALF_ROWS), or goes to one sum or the other
+ * (TQ_HALF_COLUMNS), and nothing is computed twice.
  *
  * An operand of n tiles:
  *   | scale float, 60 bytes unused | sums int32 [n + 1][2][4]: of low and upper integers before tile k, in four parts |
  *   | integers [n tiles][low planes, then the upper one][PARTS][16 bytes] |
- * The sums are padded to 64 bytes. x = scale * (low + UPPER_UNIT * upper), low = plane 0 + 256 * plane 1; the upper plane is
- * there only in precise operands.
+ * The sums are padded to 64 bytes. x = scale * (low + UPPER_UNIT * upper), low = plane 0 + 256 * plane 1; the upper
+ * plane is there only in precise operands.
  *
  * A unit defines before it includes this file:
  *   vec, VEC_BYTES                  its register
@@ -32,9 +34,11 @@
  *   vec_transpose(v)                4 x 4 words in each 16-byte lane: word t of v[r] becomes word r of v[t]
  *   tile_words, load_words(bits, by_lane, at)      the words of one vector, ready for the look-up
  *   tables, tables_of(book)                        a codebook in registers
- *   parts, levels(bits, by_lane, words, m, tables) levels of lane t = m, word r being row r; or of row r = m, word t being lane t
+ *   parts, levels(bits, by_lane, words, m, tables) levels of lane t = m, word r being row r; or of row r = m, word t
+ *                                   being lane t
  *   UNIT_STORES_PLANES              if it has its own store_planes, below
- *   UNIT_MANY_ROWS                  operands from which on it has a product of its own of whole tiles: multiply_many */
+ *   UNIT_MANY_ROWS                  from this many operands on, whole tiles use the unit's own product,
+ *                                   multiply_many */
 #ifndef TQ_KERNELS_PRODUCT_H
 #define TQ_KERNELS_PRODUCT_H
 #include "vector.h"
@@ -44,7 +48,7 @@
 #define MAX_ROWS 4              /* operands that share a look-up */
 #define UPPER_UNIT (LOW_PLANES == 2 ? 65536.0f : 256.0f)
 #define PLANES(precise) (LOW_PLANES + ((precise) ? 1 : 0))
-#define LIMIT(precise) ((precise) ? 4177920.0f : 32639.0f) /* 127.5 * 2^15, and what two balanced bytes hold */
+#define LIMIT(precise) ((precise) ? 4177920.0f : 32639.0f) /* 127.5 * 2^15, and the largest of two balanced bytes */
 
 static int64_t planes_at(int32_t n) { return 64 + (32 * ((int64_t)n + 1) + 63) / 64 * 64; }
 
@@ -57,7 +61,8 @@ static size_t operand_bytes_vector(int32_t columns)
 /* ---- preparing ---- */
 
 /* Integers of a tile in column order to the order of its parts.   bytes: word t of | even | = | b2 b0 | of both halves' words t
- * 16 bits: part 2 p + e has byte e and e + 2 of the nibbles of parity p: columns n = 2 e + p and n + 4, of four and four. */
+ * 16 bits: part 2 p + e has byte e and e + 2 of the nibbles of parity p: columns n = 2 e + p and n + 4, of four and
+ * four. */
 #if PARTS == 2
 typedef uint8_t plane_number;
 
@@ -93,8 +98,8 @@ TQ_INLINE void store_plane(const uint16_t *v, void *plane)
 
 typedef plane_number plane_numbers __attribute__((vector_size(TQ_LANES * sizeof(plane_number))));
 
-/** Splits a tile's 32 integers into planes. Balanced digits: what is left after the lowest byte b, -128..127, is (v - b) / 256,
- *  which is (v + 128) >> 8. */
+/** Splits a tile's 32 integers into planes of balanced digits: the lowest byte b is in -128..127, and the rest is
+ *  (v - b) / 256 = (v + 128) >> 8. */
 #if !defined(UNIT_STORES_PLANES)
 TQ_INLINE void store_planes(const tq_ints *v, int precise, char *planes)
 {
@@ -103,7 +108,7 @@ TQ_INLINE void store_planes(const tq_ints *v, int precise, char *planes)
         for (int32_t i = 0; i < TQ_TILE / TQ_LANES; i++) {
             tq_ints digit = v[i];
             if (precise && PARTS == 4 && p == 0)
-                digit -= ((v[i] + 128) >> 8) * 256; /* the others lose it by their width */
+                digit -= ((v[i] + 128) >> 8) * 256; /* narrowing does this for the other planes */
             for (int lower = 0; lower < p; lower++) digit = (digit + 128) >> 8;
             plane_numbers stored = __builtin_convertvector(digit, plane_numbers);
             memcpy(digits + TQ_LANES * i, &stored, sizeof stored);
@@ -113,10 +118,10 @@ TQ_INLINE void store_planes(const tq_ints *v, int precise, char *planes)
 }
 #endif
 
-/** Of n numbers, a multiple of 32; infinite if one is not finite. */
+/** The largest magnitude of n numbers, a multiple of 32; infinite if one is not finite. */
 TQ_INLINE float largest_magnitude(const float *x, int32_t n)
 {
-    tq_ints even = {0}, odd = {0}; /* as integers: what is NaN is largest */
+    tq_ints even = {0}, odd = {0}; /* as integers, so that NaN is largest */
     for (int32_t i = 0; i < n; i += 2 * TQ_LANES) {
         even = tq_max_ints(even, tq_magnitude_bits(tq_load_floats(x + i)));
         odd = tq_max_ints(odd, tq_magnitude_bits(tq_load_floats(x + i + TQ_LANES)));
@@ -153,7 +158,7 @@ TQ_INLINE void prepare_planes(const float *x, float max, float inverse, int32_t 
     }
 }
 
-/** A few rows at a time, and first all their largest: what is computed from one number waits, other rows do not. */
+/** A few rows at a time: first the largest number of each, so that rows do not wait for one another. */
 static void prepare_vector(const float *x, int32_t columns, int32_t rows, int precise, void *operands)
 {
     int64_t stride = (int64_t)operand_bytes_vector(columns);
@@ -175,7 +180,7 @@ static void prepare_vector(const float *x, int32_t columns, int32_t rows, int pr
 
 /* ---- multiplying ---- */
 
-/** Runs of tiles of one width side by side in blocks, and some operands: where everything is. */
+/** A run: tiles of one width side by side in blocks, and some operands. */
 typedef struct {
     const uint8_t *base;
     const tq_tile *tiles; /* the first block's; the next block's are `of` further on */
@@ -191,16 +196,17 @@ typedef struct {
     int32_t out_stride, accumulate;
 } product_run;
 
-/** What turns an operand's integer sums over a run into numbers. */
+/** How an operand's integer sums over a run become numbers. */
 typedef struct {
     tq_floats unit;
     tq_ints low_offset, upper_offset; /* levels' offset times the sum of the operand */
 } product_end;
 
-/** What is met by each word of sums, of an operand's plane: `before` its first tile in the run; by row r of column order. */
+/** The sum of the operand numbers behind each word of sums, for one plane; by row r of column order. before: at the
+ *  run's first tile. */
 TQ_INLINE tq_ints met_sums(tq_halves halves, const tq_ints4 *before, int32_t n)
 {
-    if (halves == TQ_HALF_ROWS) { /* rows r = 0, 1 every other tile, r = 2, 3 the others */
+    if (halves == TQ_HALF_ROWS) { /* rows r = 0, 1 use every other tile, r = 2, 3 the others */
         int32_t even = 0, odd = 0;
         for (int32_t k = 0; k < n; k++, before += 4) {
             even += tq_sum_ints4(before[2] - before[0]);
@@ -211,7 +217,7 @@ TQ_INLINE tq_ints met_sums(tq_halves halves, const tq_ints4 *before, int32_t n)
         return by_row;
     }
     int32_t sum = tq_sum_ints4(before[2 * n] - before[0]);
-    return (tq_ints){0} + (halves == TQ_HALF_COLUMNS ? sum / 2 : sum); /* each number stands there twice */
+    return (tq_ints){0} + (halves == TQ_HALF_COLUMNS ? sum / 2 : sum); /* each number is counted twice */
 }
 
 TQ_INLINE product_end end_of(int bits, tq_halves halves, const product_run *run, int32_t q)
@@ -287,7 +293,7 @@ typedef struct {
 /** By operand, plane and row r (or 0), for each vector, or by token tile: registers once all of it is inlined. */
 typedef vec (*product_sums)[MAX_ROWS][3][4];
 
-/** The numbers that levels of lane t = m (or row r = m) meet; the operand's next tile is `next` bytes further. */
+/** The operand numbers for levels of lane t = m (or row r = m); the operand's next tile is `next` bytes further. */
 TQ_INLINE vec met_numbers(tq_halves halves, int by_lane, int m, const char *part, int next)
 {
     if (halves != TQ_HALF_ROWS) return by_lane ? vec_broadcast_u32(part + 4 * m) : vec_broadcast_u32x4(part);
@@ -333,7 +339,7 @@ TQ_INLINE void add_products(int bits, tq_halves halves, int precise, int rows, i
         for (int h = 0; h < vectors; h++) {
             words[h] = words_of(bits, by_lane, tile + 16 * VEC_GS * h);
             for (int32_t i = 0; i < step->lines; i++, ahead += 64)
-                __builtin_prefetch(ahead, 0, 2); /* to L2: more can be under way */
+                __builtin_prefetch(ahead, 0, 2); /* to L2, which allows more prefetches at once */
             if (!by_lane) add_tile(bits, halves, precise, rows, 1, by_lane, words + h, x, step, sums + h);
         }
         if (by_lane) add_tile(bits, halves, precise, rows, vectors, by_lane, words, x, step, sums);
@@ -436,12 +442,13 @@ WIDTH(5)
 WIDTH(6)
 WIDTH(8)
 
-/* Any width, and precise operands: runs of mixed widths are short, and kernels for each width would be most of what is compiled. */
+/* Any width, and precise operands: runs of mixed widths are short, and kernels for each width would be most of what is
+ * compiled. */
 static void multiply_half_columns(const product_run *run) { multiply_width(run->tiles->bits, TQ_HALF_COLUMNS, 1, run); }
 
 static void multiply_half_rows(const product_run *run) { multiply_width(run->tiles->bits, TQ_HALF_ROWS, 1, run); }
 
-/** Blocks from the first on whose tiles have the first one's widths. */
+/** How many blocks, from `first` on, have tiles of the same widths. */
 static int32_t blocks_alike(const tq_tile_grid *grid, int32_t first)
 {
     const tq_tile *tiles = grid->tiles + (int64_t)first * grid->n;

@@ -28,7 +28,7 @@ static void hadamard_scalar(float *x, int32_t n, float factor, const uint32_t *b
 
 static void settle_scalar(float *x, int32_t n, const uint32_t *before)
 {
-    uint32_t largest = 0; /* of the magnitudes, whose bits are in their order */
+    uint32_t largest = 0; /* magnitudes are ordered as their bits */
     for (int32_t i = 0; i < n; i++) {
         uint32_t bits = tq_bits_of(x[i]) & 0x7fffffff;
         if (bits > largest) largest = bits;
@@ -42,7 +42,7 @@ static void settle_scalar(float *x, int32_t n, const uint32_t *before)
 
 /* ---- quantisation ---- */
 
-/** The one order in which encoding adds: v[i] += v[i + h] for h = n/2, n/4 .. 1, n a power of two. Destroys v. */
+/** The order of sums in encoding: v[i] += v[i + h] for h = n/2, n/4 .. 1, n a power of two. Destroys v. */
 static float tree_sum(float *v, int32_t n)
 {
     for (int32_t h = n / 2; h; h /= 2)
@@ -50,7 +50,7 @@ static float tree_sum(float *v, int32_t n)
     return v[0];
 }
 
-/** The same of settled rows: channels i, i + 32, .. one after the other by fused multiply-adds, then v[i] += v[i ^ h] for
+/** The same for settled rows: channels i, i + 32, .. in turn by fused multiply-adds, then v[i] += v[i ^ h] for
  *  h = 16, 8, 2, 1, 4. n: a multiple of 64; numbers without a code are 0. */
 static float settled_sum(const float *a, const float *b, int32_t n)
 {
@@ -83,7 +83,7 @@ static float coded_dot(const tq_encoder *e, const float *a, const float *b)
     return tree_sum(x, n);
 }
 
-/** The middle of the cell, a unit wide, that z * units lies in, which is the exact product; times a unit. */
+/** The middle of the cell of width 1 that holds the exact product z * units, divided by TQ_SETTLED_UNITS. */
 static float middle_of_cell(float z, float units)
 {
     float whole = fmaf(z, units, TQ_ROUND) - TQ_ROUND; /* the nearest number */
@@ -102,7 +102,7 @@ static float quotient(int32_t scale, float uu, float cu, float cc)
     }
 }
 
-/* Of settled rows; r: 1 / rms(z), z and c in the units of x. */
+/* The scale of settled rows; r: 1 / rms(z), z and c in the units of x. */
 static float settled_factor(const tq_encoder *e, float r, const float *z, const float *c)
 {
     float uu = e->steps ? coded_dot(e, z, z) * r * r : (float)e->side->coded_channels;
@@ -206,7 +206,8 @@ static void prepare_scalar(const float *x, int32_t columns, int32_t rows, int pr
                sizeof(float) * (size_t)columns);
 }
 
-/** Adds one tile's products for one operand; x: what its columns meet, out: 32 numbers, or two times 32 (kernels.h, tq_halves). */
+/** Adds one tile's products for one operand. x: operand numbers of its columns; out: 32 or two times 32 numbers
+ *  (kernels.h, tq_halves). */
 static void multiply_tile(tq_halves halves, const float levels[256], const uint8_t *codes, const float *x, float *out)
 {
     for (int32_t row = 0; row < TQ_TILE; row++) {

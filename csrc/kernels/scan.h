@@ -1,4 +1,5 @@
-/* The kernels of the index over whole rows, once for all instruction sets: each <isa>_scan.c compiles them with its flags. */
+/* The kernels of the index over whole rows, once for all instruction sets: each <isa>_scan.c compiles them with its
+ * flags. */
 #ifndef TQ_SCAN_H
 #define TQ_SCAN_H
 #include "scan_encode.h"
@@ -63,7 +64,7 @@ static inline void scan_levels(const int8_t table[64], int32_t bits, scan_codes 
     _mm256_storeu_si256((__m256i *)(out + 16), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(levels, 1)));
 }
 
-/** Eight sums, or sixteen; integers do not care for their order. */
+/** Eight sums, or sixteen; integer sums do not depend on their order. */
 #if defined(__AVX512BW__)
 typedef __m512i scan_sum;
 static inline scan_sum scan_no_sum(void) { return _mm512_setzero_si512(); }
@@ -184,7 +185,7 @@ static void scan_unpack(const tq_scan_layout *layout, const uint8_t *row, const 
     }
 }
 
-/** Rows of groups that are all alike: bits and lead are constants where this is inlined. */
+/** Rows whose groups all have the same bits and lead, which are constants where this is inlined. */
 TQ_INLINE int32_t scan_score_even(const tq_scan_layout *layout, int32_t bits, int32_t lead, const uint8_t *row,
                                   const uint8_t *leading, const int16_t *q)
 {

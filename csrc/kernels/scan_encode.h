@@ -1,5 +1,5 @@
-/* From vectors to the codes of an index: centring, dense rotation, codes. Written once in GNU C vectors; the order of every sum is
- * part of the definition, so all units give the same bits. */
+/* From vectors to the codes of an index: centring, dense rotation, codes. Written once in GNU C vectors; the order of
+ * every sum is part of the definition, so all units give the same bits. */
 #ifndef TQ_SCAN_ENCODE_H
 #define TQ_SCAN_ENCODE_H
 #include "core/scan_kernels.h"
@@ -114,7 +114,7 @@ typedef struct {
     int32_t half;           /* levels of one sign */
     int32_t thresholds[31]; /* bits of the float, which order as integers do */
     float least, step;
-    float more[31]; /* what a threshold adds to the magnitude */
+    float more[31]; /* the step of the magnitude at each threshold */
 } encode_book;
 
 static inline void get_encode_book(const tq_index_book *book, encode_book *out)

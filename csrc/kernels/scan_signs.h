@@ -2,8 +2,9 @@
  *
  * A block has `planes` bytes of each of its 64 rows, plane after plane. Three planes A, B, C are four 6-bit indices:
  *   A & 63, B & 63, C & 63 and A >> 6 | (B >> 6) << 2 | (C >> 6) << 4
- * into the four tables of 64 bytes that belong to them; planes behind the last count as 0. Entries are at most 63, so that four of
- * them fit a byte. A vector's sums are kept in 16-bit lanes: `all` has byte 2 i + 256 byte 2 i + 1, `odd` byte 2 i + 1. */
+ * into the four tables of 64 bytes that belong to them; planes behind the last count as 0. Entries are at most 63, so
+ * that four of them fit a byte. A vector's sums are kept in 16-bit lanes: `all` has byte 2 i + 256 byte 2 i + 1, `odd`
+ * byte 2 i + 1. */
 #ifndef TQ_SCAN_SIGNS_H
 #define TQ_SCAN_SIGNS_H
 #include "scan.h"

@@ -4,8 +4,8 @@
 #include "vector.h"
 #include <math.h>
 
-/** exp(x) for x <= 0 as 2^k 2^r, 2^r by degree 5, minimax on [-1/2, 1/2]. Relative error 2e-7 + 4e-8 |x|: beside weights of 1
- *  that is 2e-7. 0 below -87, NaN for NaN. */
+/** exp(x) for x <= 0 as 2^k 2^r, 2^r by degree 5, minimax on [-1/2, 1/2]. Relative error 2e-7 + 4e-8 |x|, so at most
+ *  2e-7 of the largest weight. 0 below -87, NaN for NaN. */
 TQ_INLINE tq_floats tq_exp_nonpositive(tq_floats x)
 {
     const tq_floats log2_e = tq_all(1.44269504f);
@@ -20,8 +20,8 @@ TQ_INLINE tq_floats tq_exp_nonpositive(tq_floats x)
     return (tq_floats)((tq_ints)y & ~(x < -87.0f));
 }
 
-/** tanh, relative error 2.2e-7: a logit far below its cap is cap * tanh(x / cap). By exp, and near 0, where 1 - exp has lost its digits,
- *  by x + x^3 P(x^2), minimax. */
+/** tanh with relative error 2.2e-7, also for logits far below the cap. By exp, or near 0, where 1 - exp cancels, by
+ *  x + x^3 P(x^2), minimax. */
 TQ_INLINE tq_floats tq_tanh(tq_floats x)
 {
     tq_floats magnitude = (tq_floats)tq_magnitude_bits(x), e = tq_exp_nonpositive(magnitude * -2.0f), z = x * x;
@@ -50,7 +50,7 @@ static inline float tq_logits(float *scores, const float *key_scales, const uint
         if (key_scales) x *= tq_load_floats(key_scales + i);
         x = tq_fused(x, scale, bias);
         if (logit->softcap > 0) x = logit->softcap * tq_tanh(x / logit->softcap);
-        if (visible) { /* a token out of sight may hold anything, NaN scales too: replaced, not multiplied */
+        if (visible) { /* a hidden token may hold anything, NaN scales too: replace, do not multiply */
             tq_ints seen;
             for (int32_t j = 0; j < TQ_LANES; j++) seen[j] = -(int32_t)visible[i + j];
             x = tq_select(seen, x, tq_all(-INFINITY));
@@ -59,7 +59,7 @@ static inline float tq_logits(float *scores, const float *key_scales, const uint
         tq_store_floats(scores + i, x);
     }
     max = tq_max_lanes(largest);
-    return max == -INFINITY && tq_any_nan(scores, n) ? 0.0f : max; /* the sum says so from here on */
+    return max == -INFINITY && tq_any_nan(scores, n) ? 0.0f : max; /* so that the sum becomes NaN */
 }
 
 static inline float tq_weights(float *logits, const float *value_scales, int hidden, int32_t n, float max,

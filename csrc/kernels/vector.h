@@ -1,5 +1,6 @@
-/* Vectors of a unit's native width in GNU C: what is written with them is written once and compiled by each unit with its own
- * flags. No contraction and no reassociation happens (setup.py), so equal expressions give equal bits on every ISA. */
+/* Vectors of a unit's native width in GNU C: code with them is written once, and each unit compiles it with its own
+ * flags.
+ * There is no contraction and no reassociation (setup.py), so equal expressions give equal bits on every ISA. */
 #ifndef TQ_KERNELS_VECTOR_H
 #define TQ_KERNELS_VECTOR_H
 #include <string.h>
@@ -49,7 +50,7 @@ TQ_INLINE tq_floats tq_select(tq_ints mask, tq_floats a, tq_floats b)
     return (tq_floats)(((tq_ints)a & mask) | ((tq_ints)b & ~mask));
 }
 
-/* Two operations that GNU C has no spelling for. Where a code is decided, fused sums are used as scalar.c uses fmaf. */
+/* Two operations that GNU C cannot express. Where a code is decided, fused sums are used where scalar.c uses fmaf. */
 
 TQ_INLINE tq_floats tq_fused(tq_floats a, tq_floats b, tq_floats c)
 {
@@ -105,7 +106,7 @@ TQ_INLINE tq_ints tq_min_ints(tq_ints a, tq_ints b)
 #endif
 }
 
-/* Over all lanes, by halves: a chain of sixteen sums would cost more than what it sums. */
+/* Over all lanes, by halves: a chain of sixteen sums would be slow. */
 
 typedef float tq_floats4 __attribute__((vector_size(16)));
 typedef int32_t tq_ints4 __attribute__((vector_size(16)));

@@ -1,12 +1,12 @@
-/* Waves and metrics, written once for every unit: what attention adds to the scores of a page (tq_wave in core/kernels.h says how it
- * is split), and what append does to a key (tq_residual). */
+/* Waves and metrics, written once for every unit: the wave's part of the scores of a page (see tq_wave in
+ * core/kernels.h), and the transform of a key in append (tq_residual). */
 #ifndef TQ_KERNELS_WAVE_H
 #define TQ_KERNELS_WAVE_H
 #include "vector.h"
 
 enum {
     TQ_WAVE_COLUMNS = TQ_LANES == 8 ? 2 : 4,        /* vectors of columns at once: their sums stay in registers */
-    TQ_NODE_VECTORS = 2 * TQ_WAVE_NODES / TQ_LANES, /* even and odd parts at the nodes take turns */
+    TQ_NODE_VECTORS = 2 * TQ_WAVE_NODES / TQ_LANES, /* even and odd parts at the nodes, interleaved */
     TQ_WAVE_MOST = TQ_MAX_HEAD_DIM / 2,             /* pairs */
 };
 
@@ -19,7 +19,7 @@ TQ_INLINE tq_floats tq_reversed(tq_floats x)
     return y;
 }
 
-/* As integers: a broadcast of a float's 0 + x is a sum, for the sake of -0. */
+/* As integers: GNU C computes a float broadcast as the sum 0 + x, because of -0. */
 
 TQ_INLINE tq_floats tq_all_of(const float *x)
 {
@@ -51,10 +51,10 @@ TQ_INLINE void tq_turn_rows(const int rows, const tq_wave *wave, const float *co
     }
 }
 
-/** Replaces what rows have of slow pairs by the parts of their sum at the nodes. */
+/** Replaces the rows' coefficients of slow pairs by the parts of their sum at the nodes. */
 TQ_INLINE void tq_sum_slow(const int rows, const tq_wave *wave, float (*parts)[2 * TQ_WAVE_MOST])
 {
-    tq_floats sums[4][2][TQ_NODE_VECTORS] = {0}; /* of every other pair: one sum would wait for itself */
+    tq_floats sums[4][2][TQ_NODE_VECTORS] = {0}; /* two sums each, of every other pair, to shorten the chain */
     const float *node = wave->nodes;
     for (int32_t i = wave->fast; i < wave->pairs; i += 2) {
         TQ_UNROLL
@@ -72,7 +72,7 @@ TQ_INLINE void tq_sum_slow(const int rows, const tq_wave *wave, float (*parts)[2
         tq_store_floats(parts[r] + 2 * wave->fast + TQ_LANES * v, sums[r][0][v] + sums[r][1][v]);
 }
 
-/** Even (odd: odd) parts of so many vectors of columns. */
+/** Even (odd: odd) parts of `columns` vectors of columns. */
 TQ_INLINE void tq_sum_terms(const int rows, const int columns, const tq_wave *wave, const float *table,
                             float (*parts)[2 * TQ_WAVE_MOST], const int odd, tq_floats (*sums)[TQ_WAVE_COLUMNS])
 {

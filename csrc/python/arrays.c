@@ -1,5 +1,5 @@
-/* Arrays as arguments: dtype, byte order, shape, memory order, alignment and writability, checked and never repaired by
- * a copy. Owns nothing but workspace memory; every array here is borrowed. */
+/* Arrays as arguments: checks dtype, byte order, shape, memory order, alignment and writability, and never copies to
+ * repair them. Owns workspace memory only; every array here is borrowed. */
 #include "binding.h"
 
 static const char *type_name(int type)
@@ -43,8 +43,8 @@ static int is_type(PyArrayObject *array, int type)
     return PyArray_EquivTypenums(PyArray_TYPE(array), type) && PyArray_ISNOTSWAPPED(array);
 }
 
-/* For an aligned array, whose strides are whole elements: none goes backwards, the last is one element. A dimension of
- * one element may have any. */
+/* Whether an aligned array, whose strides are whole elements, has no negative stride and a last stride of one element.
+ * A dimension of one element may have any stride. */
 static int has_rows(PyArrayObject *array)
 {
     int last = PyArray_NDIM(array) - 1;
@@ -93,7 +93,7 @@ int read_strides(const char *op, const char *name, PyArrayObject *array, int64_t
     int empty = PyArray_SIZE(array) == 0;
     for (int i = 2; i >= 0; i--) {
         int64_t length = PyArray_DIM(array, i);
-        /* NumPy leaves the strides of such dimensions undefined; the core looks at them. */
+        /* NumPy leaves the strides of such dimensions undefined; the core reads them. */
         int undefined = empty || length <= 1;
         *strides[i] = undefined ? dense : PyArray_STRIDE(array, i) / PyArray_ITEMSIZE(array);
         if (__builtin_mul_overflow(*strides[i], length > 1 ? length : 1, &dense)) {
@@ -200,7 +200,7 @@ int read_transform(const char *op, int side, const tq_plan *plan, npy_intp kv_he
                                             {"value_rotation", "value_centre", "value_steps"}};
     const char *const *name = names[side];
     memset(out, 0, sizeof *out);
-    /* what the plan has none of is converted like the rest: the core refuses it */
+    /* arrays that the plan does not take are converted too: the core refuses them */
     const tq_side *of = side == KEY ? &plan->key : &plan->value;
     npy_intp rows = of->matrix_rows ? of->matrix_rows : plan->head_dim;
     npy_intp columns = of->step_columns ? of->step_columns : ANY;

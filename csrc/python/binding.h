@@ -1,10 +1,10 @@
-/* What the files of this binding share. It sees turboquant.h, CPython and NumPy, nothing else of the project.
+/* Shared by the files of this binding, which includes turboquant.h, CPython and NumPy and nothing else of the project.
  *
- * Every function of the module is made of the same steps: parse the arguments; check the numbers, which may run Python
- * code of the caller (__index__, __float__); check the arrays, which runs none, so that what was checked still holds;
- * allocate; call the core without the GIL; turn its status into an exception. Arrays are borrowed from the call's
- * arguments, which outlive it. What a function owns is declared on top, starts as NULL and is given back under its one
- * label, done. */
+ * Every function of the module has the same steps: parse the arguments; check the numbers, which may run Python code of
+ * the caller (__index__, __float__); check the arrays, which runs none, so that checked arrays stay valid; allocate;
+ * call the core without the GIL; turn its status into an exception. Arrays are borrowed from the call's arguments,
+ * which outlive it.
+ * Everything that a function owns is declared on top, starts as NULL and is released under its one label, done. */
 #ifndef TURBOQUANT_BINDING_H
 #define TURBOQUANT_BINDING_H
 #define PY_SSIZE_T_CLEAN
@@ -20,8 +20,8 @@
 #include <turboquant.h>
 
 /* ---- errors.c ---- */
-/** Raises for a status that is not TQ_OK and returns NULL; got_text stands in for error->got if it is not NULL. All three
- *  give the exception the fields `argument` and `got`: errors.c. */
+/** Raises for a status that is not TQ_OK and returns NULL; got_text, if not NULL, replaces error->got. All three give
+ *  the exception the fields `argument` and `got`: errors.c. */
 PyObject *raise_status(const char *op, tq_status status, const tq_error *error, const char *got_text);
 /** Raises "op: `name` must be <format ...>", for what this binding itself found; returns NULL. */
 PyObject *raise_value(const char *op, const char *name, const char *format, ...);
@@ -38,7 +38,8 @@ int read_f32(const char *op, const char *name, PyObject *object, float *out);
 enum { DENSE = 0, ROWS = 1, WRITE = 2 }; /* ROWS: only the last dimension must be dense */
 #define ANY (-1)                         /* a dimension of any length */
 
-/** The array behind `object` (borrowed) if it is what is asked for, else NULL and an exception. Runs no Python code. */
+/** The array `object` (borrowed) if it has the given type and shape, else NULL and an exception. Runs no Python
+ *  code. */
 PyArrayObject *read_array(const char *op, const char *name, PyObject *object, int type, int flags, int ndim,
                           const npy_intp *dims);
 /** pages [any, kv_heads or ANY, record_bytes]. */
@@ -66,8 +67,9 @@ typedef struct {
 } workspace_memory;
 int workspace_get(workspace_memory *workspace, size_t bytes);
 void workspace_free(workspace_memory *workspace);
-/** Copies n tables of int32, any of them NULL, into `copies` and points the arguments there: without the GIL another thread may
- *  write to the caller's, and what the core has checked must still hold when it reads. */
+/** Copies n tables of int32, any of them NULL, into `copies` and points the arguments there. Without the GIL another
+ *  thread may write to the caller's tables, but numbers that the core has checked must not change before it reads
+ *  them. */
 typedef struct {
     const int32_t **table;
     size_t entries;

@@ -1,4 +1,4 @@
-/* append, attend, merge and dequantize: what works on pages of a cache. */
+/* append, attend, merge and dequantize: functions on pages of a cache. */
 #include "binding.h"
 #include <math.h>
 #include <turboquant_checks.h>
@@ -18,8 +18,8 @@ static int read_transforms(const char *op, const tq_plan *plan, npy_intp kv_head
 
 static int has_values(const tq_plan *plan) { return plan->value.tile_bytes != 0; }
 
-/* Exact tokens [batch, kv_heads, n, head_dim] beside the pages, which are sinks or a window: their number, 0 if there are
- * no keys, and their data, NULL where there are none. */
+/* Exact tokens [batch, kv_heads, n, head_dim] beside the pages, which are sinks or a window: their number, 0 if there
+ * are no keys, and their data, NULL where there are none. */
 static int read_exact(const char *op, const tq_plan *plan, const char *const names[2], PyObject *const objects[2],
                       int type, int flags, npy_intp batch, npy_intp kv_heads, int32_t *n, void *data[2])
 {
@@ -349,7 +349,7 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     int64_t n_pages = PyArray_DIM(pages, 0);
     tq_error error = {0};
     tq_status status = tq_check_dequantize_sizes(plan, n_pages, kv_heads, batch, max_pages, max_tokens, &error);
-    if (status != TQ_OK) return raise_status(op, status, &error, NULL); /* before memory is asked for */
+    if (status != TQ_OK) return raise_status(op, status, &error, NULL); /* before memory is allocated */
     npy_intp shape[4] = {batch, kv_heads, max_tokens, plan->head_dim};
     k = PyArray_SimpleNew(4, shape, NPY_FLOAT32);
     v = !k ? NULL : has_values(plan) ? PyArray_SimpleNew(4, shape, NPY_FLOAT32) : Py_NewRef(Py_None);

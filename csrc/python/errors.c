@@ -19,7 +19,7 @@ static PyObject *exception_of(tq_status status)
     }
 }
 
-/* The core counts in terms of its C arguments; Python callers know the same thing by another name. */
+/* Python's names of the core's arguments. */
 static const char *python_name(const char *argument)
 {
     if (!strcmp(argument, "words")) return "plan";
@@ -34,8 +34,9 @@ static void print_number(char *text, size_t size, double x)
     else PyOS_snprintf(text, size, "%.9g", x);
 }
 
-/* Raises "op: `label` must be <wants>" with what a caller's code may read: `argument`, the label without its index or its
- * "len(..)", and `got`, None where it was no number. Takes wants and got; NULL for either: an exception is set already. Returns NULL. */
+/* Raises "op: `label` must be <wants>" with two fields: `argument`, the label without index or "len(..)", and `got`,
+ * None if it was no number. Takes ownership of wants and got; if either is NULL, an exception is set already. Returns
+ * NULL. */
 static PyObject *raise_argument(PyObject *type, const char *op, const char *label, PyObject *wants, PyObject *got)
 {
     PyObject *text =

@@ -127,7 +127,7 @@ PyObject *py_index_lead_error(PyObject *module, PyObject *args, PyObject *kwargs
 }
 
 const char doc_index_step[] =
-    PyDoc_STR("index_step(bits)\n--\n\nWhat a level of a width of 0..6 or 8 bits counts, in units of u.");
+    PyDoc_STR("index_step(bits)\n--\n\nThe step between levels of 0..6 or 8 bits, in units of u.");
 PyObject *py_index_step(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"bits", NULL};

@@ -1,4 +1,4 @@
-/* Instruction sets, threads and statuses: what the core says about itself and the machine. */
+/* Instruction sets, threads and statuses. */
 #include "binding.h"
 
 const char doc_status_message[] = PyDoc_STR("status_message(status)\n--\n\n"
@@ -59,7 +59,7 @@ PyObject *py_set_isa(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_ssize_t bytes = 0;
     if (object != Py_None && !(name = PyUnicode_AsUTF8AndSize(object, &bytes))) return NULL;
     tq_error error = {0};
-    /* a name that goes on behind a NUL is none */
+    /* a name with a NUL is unknown */
     tq_status status = tq_set_isa(name && (size_t)bytes != strlen(name) ? "" : name, &error);
     if (status == TQ_OK) Py_RETURN_NONE;
     shown = name ? PyObject_ASCII(object) : NULL;
@@ -71,7 +71,7 @@ PyObject *py_set_isa(PyObject *module, PyObject *args, PyObject *kwargs)
 
 const char doc_kernel_name[] = PyDoc_STR(
     "kernel_name(operation, plan)\n--\n\n"
-    "What would run for an operation (\"rotate\", \"append\", \"attend\", \"dequantize\", \"dot\") of a plan, such as "
+    "The kernel that an operation (\"rotate\", \"append\", \"attend\", \"dequantize\", \"dot\") of a plan runs, such as "
     "\"attend_avx2\".");
 PyObject *py_kernel_name(PyObject *module, PyObject *args, PyObject *kwargs)
 {

@@ -1,5 +1,5 @@
-/* turboquant._core: the table of functions and the module itself. It owns no state: what is process-wide (threads, the
- * instruction set) lives in the C core. */
+/* turboquant._core: the table of functions and the module itself. It owns no state: threads and the instruction set
+ * belong to the C core. */
 #define TURBOQUANT_IMPORTS_NUMPY
 #include "binding.h"
 
@@ -49,8 +49,8 @@ static int execute(PyObject *module)
     return failed;
 }
 
-/* Sub-interpreters: not supported, since NumPy's C API is not. The GIL: needed on a free-threaded build too, until the
- * suite has run on one; nothing here is known to need it. */
+/* Sub-interpreters are not supported, because NumPy's C API does not support them. Free-threaded builds use the GIL
+ * too, until the suite has run on one; nothing here is known to need it. */
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, (void *)execute},
 #ifdef Py_mod_multiple_interpreters /* not in the limited API of 3.11; NumPy refuses them by itself */

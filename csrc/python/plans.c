@@ -1,7 +1,7 @@
-/* Plans as arguments, and what can be asked about one. */
+/* Plans as arguments, and functions on plans. */
 #include "binding.h"
 
-/* A tuple holds its items however often they call back into Python; a list would not. */
+/* Reads from a tuple, because items may call back into Python, which could change a list. */
 int read_plan(const char *op, PyObject *object, read_plan_result *out)
 {
     int result = -1;
@@ -47,7 +47,7 @@ PyObject *py_record_bytes(PyObject *module, PyObject *args, PyObject *kwargs)
     read_plan_result read;
     (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:record_bytes", names, &object)) return NULL;
-    if (read_plan("", object, &read) < 0) return NULL; /* a Plan asks for it: its errors are of the plan alone */
+    if (read_plan("", object, &read) < 0) return NULL; /* called by Plan: its errors name no operation */
     return PyLong_FromLongLong(read.plan.record_bytes);
 }
 

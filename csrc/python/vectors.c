@@ -1,4 +1,4 @@
-/* What works on vectors rather than on a cache: codebooks, random numbers, rotations and inner products. */
+/* Functions on vectors rather than on a cache: codebooks, random numbers, rotations and inner products. */
 #include "binding.h"
 
 static PyObject *new_array(int type, int ndim, const npy_intp *dims) { return PyArray_SimpleNew(ndim, dims, type); }

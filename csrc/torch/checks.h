@@ -1,9 +1,9 @@
-// One operator call: what it got as tensors, checked, and the only place of this binding that throws.
+// One operator call: checks its tensors. The only place of this binding that throws.
 //   append: `v` must be float32 [2, 4, 7, 64] like `k`, got bfloat16 [2, 4, 7, 64]
 //   attend: `pages` must be on cuda:0 like `q`, got cpu
 //   attend: `block_table[3]` must be in 0..n_pages - 1, got 8
-// A tensor's dtype, shape, device, strides and requires_grad are checked here; numbers and sizes by the core, which knows the
-// limits. What Python sees (errors.h says how):
+// A tensor's dtype, shape, device, strides and requires_grad are checked here, numbers and sizes by the core. Errors in
+// Python (errors.h says how):
 //   TypeError    an argument of another dtype
 //   ValueError   all else about an argument
 //   MemoryError  no memory
@@ -46,7 +46,7 @@ enum class Strides {
     FREE
 };
 
-/** For calls into libtorch, which has printed its own words to stderr: the stable ABI of 2.10 does not hand them over. */
+/** For calls into libtorch, which has printed its message to stderr: the stable ABI of 2.10 does not return it. */
 inline void torch_check(AOTITorchError error, const char *call)
 {
     if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("turboquant: torch failed in ") + call);
@@ -82,15 +82,17 @@ inline std::string join(const int64_t *numbers, size_t n)
 
 inline bool requires_grad(const Tensor &t)
 {
-    // The stable ABI cannot be asked. With grad mode on, a view of a tensor that requires grad has a grad_fn: is no leaf.
+    // The stable ABI has no query for it. With grad mode on, a view of a tensor that requires grad has a grad_fn, so is
+    // no leaf.
     std::array<StableIValue, 1> stack{torch::stable::detail::from(t)};
     torch_check(torch_call_dispatcher("aten::alias", "", stack.data(), TORCH_ABI_VERSION), "alias");
     torch_check(torch_call_dispatcher("aten::is_leaf", "", stack.data(), TORCH_ABI_VERSION), "is_leaf");
     return !torch::stable::detail::to<bool>(stack[0]);
 }
 
-/** Checked plans by their words: each is made once and shared by all threads, since layers of a cache may have different ones and in a
- *  decode step every microsecond counts. At most MOST are remembered, some 4 MB; calls at work keep theirs. */
+/** Checked plans by their words: each is made once and shared by all threads, because layers of a cache may have
+ *  different plans and checking one in each call would slow down decode steps. At most MOST are kept, some 4 MB;
+ *  running calls keep theirs. */
 class KnownPlans
 {
 public:
@@ -132,7 +134,7 @@ private:
     std::unordered_map<Words, std::shared_ptr<const tq_plan>, Hash> plans_;
 };
 
-/** What a call's tensors must have in common, and its plan. `like`, the first tensor, says device and dtype. */
+/** The plan, device and dtype of a call, and checks against them. The first tensor, `like`, gives device and dtype. */
 class Call
 {
 public:
@@ -160,7 +162,7 @@ public:
     }
 
     bool on_cuda() const { return device_type == aoti_torch_device_type_cuda(); }
-    /** Not of `merge`, which has none. */
+    /** Not for `merge`, which has no plan. */
     const tq_plan &plan() const { return *plan_; }
     bool has_values() const { return plan_->value.tile_bytes != 0; }
 
@@ -170,8 +172,8 @@ public:
         throw Error(kind, std::string(op) + ": `" + name + "` must be " + wants + ", got " + got, name);
     }
 
-    /** Turns a status into an exception. `error` is the one that was passed to the core. stored: whether the call had stored
-     *  its tokens before. */
+    /** Turns a status into an exception. `error` is the one that was passed to the core. stored: whether the call had
+     *  stored its tokens before. */
     void check(tq_status status, bool stored = false) const
     {
         if (status == TQ_OK) return;
@@ -278,7 +280,7 @@ public:
 private:
     std::shared_ptr<const tq_plan> plan_;
 
-    /** What the core got, where that is no number. */
+    /** The text for an error's "got" if it is no number. */
     std::optional<std::string> got_words() const
     {
         std::string_view wants = error.wants;

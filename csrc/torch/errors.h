@@ -1,10 +1,12 @@
-// How what an operator throws becomes Python's TypeError, ValueError, MemoryError or RuntimeError, with fields for code to read.
+// Turns an operator's exception into Python's TypeError, ValueError, MemoryError or RuntimeError, with fields for code
+// to read.
 //
-// The stable ABI has no word for it: the dispatcher lets C++ exceptions pass, and torch's binding translates them. Until torch 2.14
-// that was pybind11's own translation, by which std::invalid_argument is a ValueError; 2.15 makes a RuntimeError of every standard
-// exception. Both let pybind11's builtin_exception set the error itself, so that is what is thrown: its declaration, which has been
-// the same since pybind11 2.2, stands here, because pybind11's headers want those of one Python, and the operators want none.
-// It is a std::runtime_error to C++.
+// The stable ABI does not define this: the dispatcher lets C++ exceptions pass, and torch's binding translates them.
+// Until torch 2.14, pybind11 did so, and std::invalid_argument became a ValueError; 2.15 makes a RuntimeError of every
+// standard exception.
+// Both let pybind11's builtin_exception set the error itself, so the operators throw that. Its declaration is repeated
+// here (the same since pybind11 2.2), because pybind11's headers need those of one Python, and the operators need none.
+// To C++ it is a std::runtime_error.
 #pragma once
 #include <optional>
 #include <stdexcept>
@@ -20,7 +22,7 @@ public:
 };
 } // namespace pybind11
 
-// Weak: a process without Python has none of them, and nobody who calls set_error. All are in Python's stable ABI.
+// Weak: a process without Python has none of them and never calls set_error. All are in Python's stable ABI.
 extern "C" {
 __attribute__((weak)) void *PyObject_CallFunction(void *callable, const char *format, ...);
 __attribute__((weak)) int PyObject_SetAttrString(void *object, const char *name, void *value);
@@ -39,8 +41,8 @@ extern __attribute__((weak)) char _Py_NoneStruct; // Py_None is its address
 namespace turboquant
 {
 
-/** A refused or failed call. Python's exception has the fields `argument`, None if it is about none; `got`, None if it was no
- *  number; and `stored`, whether append_attend had stored the tokens before it failed. */
+/** A refused or failed call. Python's exception has the fields `argument`, None if it is about none; `got`, None if it
+ *  was no number; and `stored`, whether append_attend had stored the tokens before it failed. */
 class Error final : public pybind11::builtin_exception
 {
 public:

@@ -1,5 +1,5 @@
-/* What code compiled with the headers of a newer libstdc++ calls and an older one does not have. Empty but in a build for an
- * older glibc (old_libstdcxx.h). */
+/* Functions that the headers of a newer libstdc++ call and an older one lacks. Empty except in a build for an older
+ * glibc (old_libstdcxx.h). */
 #include <new> // defines _GLIBCXX_EXTERN_TEMPLATE, if old_libstdcxx.h has not
 
 #if _GLIBCXX_EXTERN_TEMPLATE == 0

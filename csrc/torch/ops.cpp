@@ -1,10 +1,10 @@
 // torch.ops.turboquant.*: the core (and CUDA) behind LibTorch's stable ABI; no Python, one binary for torch >= 2.10.
-// Contracts: turboquant.h. What each operator does, for users: turboquant/operators.py, which also has the fake kernels.
+// Contracts: turboquant.h. Documentation for users and fake kernels: turboquant/operators.py.
 //
-// Every operator is the same five steps on one screen: checks, device guard and stream, workspace, call, status to error. A Call
-// (checks.h) checks and throws; a Backend is what a device has under one set of names, so that no operator branches on it.
-// Layout is [batch, heads, tokens, head_dim] everywhere, as in SDPA. An optional tensor may also be empty, which is the same
-// but for starts, flag, and v of a plan without values.
+// Every operator has the same five steps on one screen: checks, device guard and stream, workspace, call, status to
+// error. A Call (checks.h) checks and throws; a Backend has the functions of a device under common names, so that
+// operators do not branch. Layout is [batch, heads, tokens, head_dim] everywhere, as in SDPA. An empty optional tensor
+// counts as absent, except starts, flag, and v of a plan without values.
 #include "checks.h"
 #include "turboquant_checks.h"
 #if defined(TURBOQUANT_WITH_CUDA)
@@ -17,7 +17,7 @@ namespace turboquant
 {
 namespace
 {
-// ---- what runs: the functions of a device, each with its stream in front (NULL on a CPU) ----
+// ---- backends: the functions of a device, each with its stream as first argument (NULL on a CPU) ----
 
 #if defined(TURBOQUANT_WITH_CUDA)
 using AttendCall = tq_cuda_attend_call;
@@ -89,7 +89,7 @@ const Backend cpu = {
 #if defined(TURBOQUANT_WITH_CUDA)
 static_assert(NAME_BYTES == TQ_CUDA_KERNEL_NAME_BYTES);
 
-/** The launchers have the stream before the error. */
+/** Moves the stream to its place in the launchers, before the error. */
 template <auto function, class... Arguments> tq_status on_stream(void *stream, Arguments... arguments)
 {
     auto all = std::make_tuple(arguments...);
@@ -121,7 +121,7 @@ const Backend cuda = {
 };
 #endif
 
-/** After the checks: makes the call's device current for its lifetime, and says what runs there and in which stream. */
+/** After the checks: makes the call's device current for its lifetime, and has its backend and stream. */
 class Launch
 {
 public:
@@ -294,7 +294,7 @@ Tensor rotate(const Words &words, const Tensor &x, const Maybe &matrix, bool inv
     return dtype_of(x) == dtype_of(y) ? y : converted(call, y, dtype_of(x));
 }
 
-/** What `append` gets beside the plan, checked. */
+/** The arguments of `append` beside the plan, checked. */
 tq_append_params read_append(const Call &call, const Tensor &k, const Maybe &v, const Tensor &lengths,
                              const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
                              const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
@@ -353,7 +353,7 @@ std::string append_kernel(const Words &words, const Tensor &k, const Maybe &v, c
     return name;
 }
 
-/** The queries of an attention and how they are weighed. */
+/** The queries of an attention call, and its scale, mask and soft-cap. */
 tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<double> softmax_scale, bool causal,
                               int64_t sliding_window, double softcap, const Maybe &schedule)
 {
@@ -376,7 +376,7 @@ tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<d
     return p;
 }
 
-/** What `attend` gets beside the plan, checked. */
+/** The arguments of `attend` beside the plan, checked. */
 tq_attend_params read_attend(const Call &call, const Tensor &q, const Tensor &pages, const Tensor &block_table,
                              const Tensor &lengths, const Maybe &starts, const Maybe &sink_k, const Maybe &sink_v,
                              const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k, const Maybe &fresh_v,
@@ -466,7 +466,7 @@ std::string attend_kernel(const Words &words, const Tensor &q, const Tensor &pag
     return name;
 }
 
-/** One cut of the work for the layers of a step: tq_cuda_schedule. Of q its sizes count, of pages and block_table too. */
+/** One schedule for the layers of a step: tq_cuda_schedule. Only the sizes of q, pages and block_table are used. */
 void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const Tensor &pages,
               const Tensor &block_table, const Tensor &lengths, const Maybe &starts, int64_t sinks, int64_t window,
               bool causal, int64_t sliding_window)
@@ -488,7 +488,8 @@ void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const
                                 schedule.size(0), &call.error));
 }
 
-/** Both in one call, for decode steps: what torch does around an operator takes longer there than the operator. */
+/** append and attend in one call, for decode steps, in which torch's overhead of an operator is longer than the
+ *  operator. */
 Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &lengths,
                      const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
                      const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
@@ -636,8 +637,8 @@ void implement(torch::stable::detail::StableLibrary &m)
 } // namespace
 } // namespace turboquant
 
-/** The CUDA toolkit and the architectures of this library's kernels, "13.0: 80+PTX 90a"; empty in a build without CUDA. For
- *  `turboquant info`, which asks without a device. */
+/** The CUDA toolkit and the architectures of this library's kernels, "13.0: 80+PTX 90a"; empty in a build without CUDA.
+ *  For `turboquant info`, which needs no device for it. */
 extern "C" TQ_API const char *tq_torch_cuda_build(void);
 const char *tq_torch_cuda_build(void)
 {
