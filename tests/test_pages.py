@@ -591,6 +591,22 @@ def test_a_forward_is_taken_back_without_memory(monkeypatch):
     close(forward(cache, stream.piece(300, 310)), forward(other, stream.piece(300, 310)))
 
 
+def test_a_table_of_the_same_rows_is_copied_from_the_layer_before(monkeypatch):
+    """And one of other rows is made of them; neither is the other layer's own."""
+    first, second, third = (PageTable.empty(2, 1, 64, torch.device("cpu")) for _ in range(3))
+    first.reserve([0, 0], [130, 5])
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "tensor", None)
+        second.reserve([0, 0], [130, 5], first)
+    third.reserve([0, 0], [5, 130], first)
+    second.select([1, 0], first)
+    assert first.tensor.tolist() == [[0, 1], [2, 0]]
+    assert second.tensor.tolist() == [[2, 0], [0, 1]]
+    assert third.tensor.tolist() == [[0, 0], [1, 2]]
+    second.select([1, 0], first)
+    assert torch.equal(second.tensor, first.tensor) and second.tensor.data_ptr() != first.tensor.data_ptr()
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_sequences_that_could_not_all_change_places(first, monkeypatch):
     """In the first layer nothing has happened; in a later one the cache says that it is of no use any more."""
@@ -599,11 +615,11 @@ def test_sequences_that_could_not_all_change_places(first, monkeypatch):
     other = cache.fork()
     make, calls = PageTable.select, []
 
-    def select(self, sequences):
+    def select(self, sequences, other):
         calls.append(sequences)
         if len(calls) == (1 if first else 2):
             no_memory()
-        make(self, sequences)
+        make(self, sequences, other)
 
     with monkeypatch.context() as patched:
         patched.setattr(PageTable, "select", select)

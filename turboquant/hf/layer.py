@@ -26,12 +26,13 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _UNKNOWN_OPTIONS = ("s_aux", "position_bias", "head_mask", "output_attentions")
 
 
-def _autocast(x: torch.Tensor) -> torch.Tensor:
-    """x as SDPA would read it: under torch.autocast a rotary embedding may have made queries and keys float32 again."""
-    kind = x.device.type
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors of one device as SDPA would read them: under torch.autocast a rotary embedding may have made queries and
+    keys float32 again."""
+    kind = tensors[0].device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
+        return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+    return tensors
 
 
 class _NoGradient(torch.autograd.Function):
@@ -104,7 +105,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         already stored; what earlier layers have stored of the forward is forgotten then. Under torch.autocast keys and
         values are stored in its dtype, as SDPA would read them.
         """
-        key_states, value_states = _autocast(key_states), _autocast(value_states)
+        key_states, value_states = _autocast(key_states, value_states)
         try:
             self._prepare(key_states, value_states)
         except Exception:
@@ -246,7 +247,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         try:
             if self.index == 0:
                 self._check_model(module)
-            query = _autocast(query)
+            if query.dtype != key.dtype:  # `update` has seen to the keys
+                (query,) = _autocast(query)
             if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                 with torch.no_grad():
                     q, k, v = query.detach(), key.detach(), value.detach()

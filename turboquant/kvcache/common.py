@@ -74,6 +74,9 @@ class Common:
     def layers(self, layers: Iterable[LayerStorage]) -> None:
         self._layers = [weakref.ref(layer) for layer in layers]
 
+    def layer(self, index: int) -> LayerStorage | None:
+        return self._layers[index]() if 0 <= index < len(self._layers) else None
+
     def lengths(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """Lengths of all sequences at `after` positions, int32 [batch]. The first layer of a forward updates the
         tensor, and all use it. It stays the same tensor from step to step, so that a step can be replayed as a CUDA

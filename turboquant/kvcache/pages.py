@@ -77,7 +77,7 @@ class PagePool:
         """`count` free pages, zeroed, with one reference each. The storage grows by the missing pages or by 1/64."""
         missing = count - len(self._free)
         if missing > 0:
-            self._grow(max(missing, len(self.storage) // 64))
+            self._grow(max(missing, len(self._references) // 64))
         pages = [heapq.heappop(self._free) for _ in range(count)]
         if stale := [page for page in pages if page in self._used_before]:
             self.storage.index_fill_(0, torch.tensor(stale, device=self.storage.device), 0)
@@ -87,11 +87,9 @@ class PagePool:
         return pages
 
     def _grow(self, by: int) -> None:
-        before = self.storage
-        grown = torch.zeros((len(before) + by, *before.shape[1:]), dtype=before.dtype, device=before.device)
-        grown[: len(before)].copy_(before)
-        self.storage = grown
-        self._free += range(len(before), len(grown))  # larger than all others: still a heap
+        before = len(self._references)
+        self.storage = torch.nn.functional.pad(self.storage, (0, 0, 0, 0, 0, by))
+        self._free += range(before, before + by)  # larger than all others: still a heap
         self._references += [0] * by
 
     def share(self, pages: Iterable[int]) -> None:
@@ -118,8 +116,10 @@ class PagePool:
         return own
 
 
-def _tensor(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Rows as the operators take them."""
+def _tensor(rows: Sequence[Sequence[int]], device: torch.device, other: PageTable | None = None) -> torch.Tensor:
+    """Rows as the operators take them. Where another layer has the same ones on the device, that is the quicker way."""
+    if other is not None and other.tensor.device == device and other.rows == rows:
+        return other.tensor.clone()
     width = max(map(len, rows), default=0)
     table = [[max(page, 0) for page in row] + [0] * (width - len(row)) for row in rows]
     pinned = device.type == "cuda"
@@ -191,10 +191,13 @@ class PageTable:
         return PageTable(self.pool, self.rows)
 
     @outside_autograd
-    def reserve(self, first: Sequence[int], packed: Sequence[int]) -> Callable[[], None]:
+    def reserve(
+        self, first: Sequence[int], packed: Sequence[int], other: PageTable | None = None
+    ) -> Callable[[], None]:
         """Gives each row b pages for writing its packed tokens first[b] .. packed[b] - 1, and returns a function that
         undoes this. `pool.lock` is held. Nothing is changed if memory runs out.
 
+        other   the table of another layer, which may have come to the same rows
         The caller sets `ready`.
         """
         pool, before = self.pool, (self.rows, self.tensor, self.ready, self.pool.held())
@@ -218,19 +221,19 @@ class PageTable:
             fresh = iter(pool.take(sum(missing)))
             for row, count in zip(rows, missing):
                 row += [next(fresh) for _ in range(count)]
-            self.rows, self.tensor = rows, _tensor(rows, pool.storage.device)
+            self.rows, self.tensor = rows, _tensor(rows, pool.storage.device, other)
         except BaseException:
             undo()
             raise
         return undo
 
     @outside_autograd
-    def select(self, sequences: Sequence[int]) -> None:
-        """Row b becomes what row sequences[b] was. No page is copied, but see `compact`."""
+    def select(self, sequences: Sequence[int], other: PageTable | None = None) -> None:
+        """Row b becomes what row sequences[b] was. No page is copied, but see `compact`. other: as in `reserve`."""
         pool, before = self.pool, self.rows
         rows = [list(before[b]) for b in sequences]
         with pool.lock:
-            self.tensor = _tensor(rows, pool.storage.device)  # may raise for lack of memory
+            self.tensor = _tensor(rows, pool.storage.device, other)  # may raise for lack of memory
             for row in rows:
                 pool.share(row)
             for row in before:

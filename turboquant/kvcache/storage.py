@@ -395,10 +395,15 @@ class LayerStorage:
     def _reserve(self, table: PageTable, after: int, padding: tuple[int, ...]) -> Callable[[], None]:
         if self.sliding_window:
             self._release()
-        undo = table.reserve(self.packed(self.tokens, padding), self.packed(after, padding))
+        undo = table.reserve(self.packed(self.tokens, padding), self.packed(after, padding), self._table_before())
         exact = self.spec.sinks + self.spec.window
         table.ready = min((len(row) * PAGE_TOKENS + exact + pad for row, pad in zip(table.rows, padding)), default=-1)
         return undo
+
+    def _table_before(self) -> PageTable | None:
+        """That of the layer before this one, which a forward comes to first."""
+        before = self.shared.layer(self.index - 1)
+        return None if before is None else before.table
 
     def _release(self) -> None:
         """Frees the pages that no query sees any more, except one that `crop` may need."""
@@ -462,7 +467,7 @@ class LayerStorage:
         assert table is not None and self.shape is not None
         where = torch.tensor(list(sequences), device=self.device)
         state = {name: held.index_select(0, where) for name in _STATE if (held := getattr(self, name)) is not None}
-        table.select(sequences)
+        table.select(sequences, self._table_before())
         self.__dict__.update(state)
         self.past = PastWindows()
         self.padding = tuple(self.padding[b] for b in sequences)
