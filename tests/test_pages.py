@@ -290,6 +290,7 @@ REWINDS = {  # forwards after a text of 90 positions (the longer sequence), then
     "drafts token by token": ([1] * 9, 7),
     "drafts of several kinds": ([1, 4, 1, 11], 16),
     "more than the window at once": ([50], 30),
+    "more than two windows at once": ([110], 64),
     "a chunk and a draft": ([70, 5], 3),
 }
 

@@ -14,6 +14,7 @@ from .exact import laid_out
 __all__ = ["PastWindows"]
 
 _MOST = 64  # snapshots: forwards between two crops, such as the drafts of an assistant
+_DRAFT = 64  # tokens that a crop may take back of one forward, and with a longer window as many as that
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -30,20 +31,19 @@ class PastWindows:
         self.snapshots = [*self.snapshots, (positions, ring)][-_MOST:]
 
     def add_fresh(self, before: int, fresh: _Pair, ring: _Pair, padding: tuple[int, ...]) -> None:
-        """Keeps tokens of a forward that has more tokens than the window, so that some enter and leave it at once.
+        """Keeps the last tokens of a forward that has more tokens than the window, so that some enter and leave it at once.
 
         fresh   its keys and values, [batch, kv_heads, tokens, head_dim], of positions `before` and on
         ring    the window before it
         """
         tokens, window = fresh[0].shape[2], ring[0].shape[2]
-        after = before + tokens - window
-        if after <= before:
-            return
-        held = _held(after, padding, window, ring[0].device)
-        index = held - (before - torch.tensor(padding, device=held.device).view(-1, 1))
-        taken = (index >= 0)[:, None, :, None]
-        where = index.clamp(0, tokens - 1)[:, None, :, None].expand_as(ring[0])
-        self.add(after, tuple(torch.where(taken, new.gather(2, where), old) for new, old in zip(fresh, ring)))  # type: ignore[arg-type]
+        end, first = before + tokens, before - torch.tensor(padding, device=ring[0].device).view(-1, 1)
+        for after in range(end - -(-_DRAFT // window) * window, end, window):
+            if after > before:
+                index = _held(after, padding, window, first.device) - first
+                taken = (index >= 0)[:, None, :, None]
+                where = index.clamp(0, tokens - 1)[:, None, :, None].expand_as(ring[0])
+                self.add(after, tuple(torch.where(taken, new.gather(2, where), old) for new, old in zip(fresh, ring)))  # type: ignore[arg-type]
 
     def reaches(self, keep: int, positions: int, window: int, first: int) -> bool:
         """Whether the ring of `keep` positions can be built from that of `positions` and the snapshots.
