@@ -280,9 +280,25 @@ def test_speculative_decoding(spec, kind, how):
     if how == "assistant":
         options["assistant_model"] = turboquant.patch(tiny(kind, num_hidden_layers=1), spec)
     else:
-        options["prompt_lookup_num_tokens"] = 4
+        options["prompt_lookup_num_tokens"] = 20
     got = generate(model, inputs, 40, **options)
     assert torch.equal(got.sequences, want) and got.past_key_values.get_seq_length() == want.shape[1] - 1
+
+
+@pytest.mark.parametrize("spec", SPECULATIVE.values(), ids=SPECULATIVE)
+def test_a_draft_is_verified_as_its_tokens_would_be_decoded(spec):
+    """Its own tokens are read as they are stored, and what `crop` brings back is as if it had never left."""
+    model, ids = turboquant.patch(tiny(), spec), prompts(1, 320)["input_ids"]
+    draft, wrong, cache = ids[:, 299:], ids[:, 200:221], TurboQuantCache(model)
+    with torch.no_grad():
+        model(ids[:, :299], past_key_values=cache)
+        plain = cache.fork()
+        want = torch.cat([model(draft[:, i : i + 1], past_key_values=plain).logits for i in range(21)], 1)
+        cache.activate_past_recording()
+        for tokens in (wrong, draft):
+            cache.crop(299)
+            got = model(tokens, past_key_values=cache).logits
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
 @pytest.mark.slow

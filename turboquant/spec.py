@@ -168,8 +168,9 @@ class CacheSpec:
                     Defaults with `rotation="calibrated"`: centre "calibrated", metric "none"; with "svd": both "none".
     sinks, window   how many tokens stay in the model's dtype at the start and at the end of each sequence.
     prefill         "exact": queries of the first forward read full-precision keys and values. Queries of a later
-                    forward of many tokens (`kvcache.storage.IN_PARTS_FROM`), such as a second turn, read the tokens of
-                    that forward in full precision. "packed": every query reads what was stored.
+                    forward of many tokens (32 on a CPU, 128 on CUDA), such as a second turn, read the tokens of that
+                    forward in full precision. "packed": every query reads what was stored, as when tokens come one by
+                    one. That is for measuring quantisation, and slower (docs/performance.md).
     overrides       layer index (negative counts from the last layer) -> fields that differ in it, such as {0:
                     {"key_bits": 5}}. Given as a mapping, held as sorted tuples.
     seed            of the rotation and the sketch; 0..2**63 - 1. (A calibration has its own.)

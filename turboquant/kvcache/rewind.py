@@ -31,7 +31,7 @@ class PastWindows:
         self.snapshots = [*self.snapshots, (positions, ring)][-_MOST:]
 
     def add_fresh(self, before: int, fresh: _Pair, ring: _Pair, padding: tuple[int, ...]) -> None:
-        """Keeps the last tokens of a forward that has more tokens than the window, so that some enter and leave it at once.
+        """Keeps the last tokens of a forward of more tokens than the window: some of them enter and leave it at once.
 
         fresh   its keys and values, [batch, kv_heads, tokens, head_dim], of positions `before` and on
         ring    the window before it

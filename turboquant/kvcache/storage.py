@@ -51,8 +51,9 @@ _append = torch.ops.turboquant.append.default  # the overload itself: nothing is
 _attend = torch.ops.turboquant.attend.default
 _append_attend = torch.ops.turboquant.append_attend.default
 
-# From this many new tokens on, PyTorch's own attention over them is faster than `attend` over all tokens.
-IN_PARTS_FROM = {"cpu": 16, "cuda": 128}
+# From this many new tokens on, PyTorch's own attention over them is faster than `attend` over all tokens. Drafts of
+# speculative decoding are usually shorter, and are verified as their tokens would be decoded one by one.
+IN_PARTS_FROM = {"cpu": 32, "cuda": 128}
 
 _Result = TypeVar("_Result")
 _NOTHING = torch.empty(0)  # the pages of an empty layer
