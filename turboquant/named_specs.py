@@ -74,8 +74,8 @@ def presets() -> dict[str, CacheSpec]:
 
 
 def preset(name: str) -> CacheSpec:
-    """The spec of that name; "calibrated-N" for any average N in 2..6. ValueError for an unknown one; the message lists
-    the names, the likeliest first."""
+    """The spec of that name; "calibrated-N" for any average N in 2..6. TypeError for another object, ValueError for an
+    unknown name; the message lists the names, the likeliest first."""
     if not isinstance(name, str):
         raise TypeError(f"`name` must be the name of a preset, got {name!r}")
     if found := _CALIBRATED.fullmatch(name):

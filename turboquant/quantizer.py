@@ -249,7 +249,10 @@ class Quantizer:
 
     @classmethod
     def from_plan(cls, plan: Plan, centre: NDArray[np.float32] | None = None) -> Quantizer:
-        """The Quantizer that made codes with this plan, as in ``Quantizer.from_plan(codes.plan)``."""
+        """The Quantizer that made codes with this plan, as in ``Quantizer.from_plan(codes.plan)``.
+
+        Raises TypeError for another object, ValueError for a plan with values or a table, or a wrong centre.
+        """
         _without_values("Quantizer", plan)
         quantizer = cls.__new__(cls)
         quantizer._setup(plan, centre)

@@ -246,6 +246,7 @@ class Index:
         """The k best vectors of each query: (scores, ids), float32 and int64 [queries, k], or [k] for a query
         [dim]; ids -1 with scores -inf (l2: inf) where fewer are left.
 
+        queries: float32 or float16 [queries, dim] or [dim].
         filter: ids to search among (unknown ones are ignored), or a bool mask in the order of `ids`.
         threads: how many to use at most; 0: as many as `turboquant._core.num_threads()`.
         """
@@ -275,8 +276,8 @@ class Index:
     def range_search(
         self, queries: Any, threshold: float, filter: Any = None, threads: int = 0
     ) -> tuple[Ids, Floats, Ids]:
-        """All vectors with scores of at least `threshold` (l2: at most): (lims, scores, ids), where query i has entries
-        lims[i] .. lims[i + 1] - 1, best first."""
+        """All vectors with scores of at least `threshold` (l2: at most): (lims, scores, ids), int64 [queries + 1],
+        float32 and int64. Query i has entries lims[i] .. lims[i + 1] - 1, best first. Arguments as in `search`."""
         limit = np.float32(threshold)
         if np.isnan(limit):
             raise ValueError("range_search: `threshold` must be a number, got nan")
