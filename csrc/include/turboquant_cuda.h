@@ -60,8 +60,8 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In
  *             general three kernels overlap, and the work is cut into equal pieces whatever the lengths are. On 9.x one
  *             fused kernel may run instead: every (sequence, KV head) gets equally many blocks, and a second kernel
- *             merges if few heads have long caches. It needs a plain plan with tiles of 32 and no dense rotation, at
- *             most 128 query rows a KV head, and head_dim 33..64 or 97..128 (any up to 128 with other or mixed widths).
+ *             merges if few heads have long caches. It needs a plain plan with tiles of 32 and no dense rotation, head_dim up
+ *             to 128, and at most 16 query rows a KV head (128 rows with head_dim 97..128).
  *             It runs if batch is 1, the schedule is TQ_SCHEDULE_EQUAL or max_pages is small, where it measured faster
  *             (attend/fused/cut.cu); from 9 rows on only if there are not many more blocks than multiprocessors. It is
  *             1.0 to 1.8 times as fast, with a window up to 2.7 times (attend_harness time, against hopper-line).

@@ -22,7 +22,7 @@ namespace
 {
 
 struct Make {
-    template <Strategy, class V, int> static void (*kernel())(AttendArgs)
+    template <Strategy, class V> static void (*kernel())(AttendArgs)
     {
         return [](AttendArgs) {};
     }
@@ -32,11 +32,8 @@ struct Make {
 
 #define KERNELS_OF(name)                                                                                               \
     KernelChoice name(int row, int blocks, int tiles) { return compiled_here<Make, name>(row, blocks, tiles); }
-KERNELS_OF(split_2_kernels)
-KERNELS_OF(split_3_kernels)
-KERNELS_OF(split_4_kernels)
+KERNELS_OF(split_kernels)
 KERNELS_OF(split_any_kernels)
-KERNELS_OF(split_tile_16_kernels)
 KERNELS_OF(fused_kernels)
 KERNELS_OF(fused_wave_kernels)
 KERNELS_OF(many_rows_kernels)
@@ -51,7 +48,7 @@ static void print_rows()
     for (int row = 0; row < KERNEL_ROWS; row++)
         for (int tiles : {2, 4})
             for (int blocks : {1, 2, 4, 8}) {
-                KernelChoice k = find_kernel(row, blocks, tiles);
+                KernelChoice k = KERNELS[row].kernels(row, blocks, tiles);
                 if (!k.kernel) continue;
                 name_kernel(k, name);
                 std::printf("%d %s\n", row, name);
@@ -65,8 +62,7 @@ static void print_overlaps()
         for (int j = 0; j < i; j++) {
             const KernelRow &a = KERNELS[i], &b = KERNELS[j];
             if (a.strategy == b.strategy && a.hopper == b.hopper && a.width == b.width && a.tile_16 == b.tile_16 &&
-                a.crowded == b.crowded && a.wave == b.wave && a.first_groups <= b.last_groups &&
-                b.first_groups <= a.last_groups)
+                a.wave == b.wave && a.first_groups <= b.last_groups && b.first_groups <= a.last_groups)
                 std::printf("%d %d\n", j, i);
         }
 }

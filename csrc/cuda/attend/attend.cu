@@ -24,7 +24,9 @@ int count_large_clusters(const DeviceFacts &device)
 {
     static thread_local int known = -1, count;
     if (device.id == known) return count;
-    void (*kernel)(AttendArgs) = find_kernel(find_row(Strategy::FUSED, true, 4, false, 4, false, false), 1, 2).kernel;
+    int row = 0;
+    while (KERNELS[row].strategy != Strategy::FUSED || !(KERNELS[row].half_pages & R4)) row++;
+    void (*kernel)(AttendArgs) = KERNELS[row].kernels(row, 1, 2).kernel; /* any would do */
     const void *function = reinterpret_cast<const void *>(kernel);
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;

@@ -11,13 +11,9 @@ namespace
 constexpr Rules H200 = {
     "H200",
     /* whole_from */ 3,
-    /* not_whole_from */ 12,
-    /* not_whole_upto */ 128,
     /* clusters_of_11 */ 10,
     /* busy_warps */ 12,
     /* busy_of_20 */ 17,
-    /* most_16_rows */ 8,
-    /* most_16_rows_4_bits */ 24,
     /* most_8_rows */ 24,
     /* most_any_4_rows */ 32,
     /* most_any_8_rows */ 24,
@@ -49,7 +45,7 @@ bool choose_split(const tq_plan &plan, const Device &device, Launch *launch);
 constexpr Condition CONDITIONS[] = {
     /* strategy                hopper rows (own, any widths)  groups  128 tokens, 16 bits  dense  tile_16 */
     {Strategy::FUSED_MANY_ROWS, true, 9, 9, FUSED_ROWS, 4, 4, true, false, false, cut_fused_many_rows},
-    {Strategy::FUSED, true, 1, 1, FUSED_ROWS, 1, 4, false, false, false, cut_fused},
+    {Strategy::FUSED, true, 1, 1, 16, 1, 4, false, false, false, cut_fused},
     {Strategy::MANY_ROWS, true, 9, 17, INT32_MAX, 4, 4, true, true, false, cut_many_rows},
     {Strategy::SPLIT, false, 1, 1, INT32_MAX, 1, 8, false, true, true, choose_split},
 };
@@ -66,10 +62,8 @@ bool holds(const Condition &c, const tq_plan &plan, const Device &device, const 
 
 bool cut_many_rows(const tq_plan &plan, const Device &, Launch *launch)
 {
-    int row =
-        find_row(Strategy::MANY_ROWS, true, width_of(plan), false, launch->args.groups, false, tq_has_moments(&plan));
-    launch->kernel = find_kernel(row, launch->args.rows <= 16 ? 4 : 8, 4);
-    if (!launch->kernel.kernel) launch->kernel = find_kernel(row, 8, 4);
+    launch->kernel = find_kernel(Strategy::MANY_ROWS, true, plan, launch->args.rows <= 16 ? 4 : 8, 4);
+    if (!launch->kernel.kernel) launch->kernel = find_kernel(Strategy::MANY_ROWS, true, plan, 8, 4);
     return true;
 }
 
@@ -77,21 +71,17 @@ bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
 {
     const AttendArgs &a = launch->args;
     const Rules &r = *device.rules;
-    const int64_t pages = (int64_t)a.p.batch * a.p.kv_heads * a.p.max_pages, processors = device.processors;
-    const int bits = width_of(plan);
-    const int row =
-        find_row(Strategy::SPLIT, device.bulk, bits, tq_tile_is_16(&plan), a.groups, false, tq_has_moments(&plan));
-    const KernelRow &kernels = KERNELS[row];
+    const int64_t pages = (int64_t)a.p.batch * a.p.kv_heads * a.p.max_pages;
+    const bool pages_of_128 = plan.page_tokens == 4 * TQ_TILE;
+    /* Whole pages pay off once every multiprocessor has some. */
+    const bool whole = pages_of_128 && pages >= (int64_t)r.whole_from * device.processors;
+    const int sizes[] = {whole ? 4 : 2, whole || !pages_of_128 ? 2 : 4};
     /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
-    int blocks = a.rows <= 4 ? 1 : a.rows <= 8 || bits == 2 ? 2 : 4;
-    while (!(kernels.half_pages & blocks)) blocks /= 2; /* every row has kernels for 4 rows and half pages */
-    /* Whole pages pay off once every multiprocessor has some; at 2 and 3 bits not where a warp has 1 to 10. */
-    bool a_few = (bits == 2 || bits == 3) && a.groups == 4 && a.rows <= 4 && pages >= r.not_whole_from * processors &&
-                 pages < r.not_whole_upto * processors;
-    /* of long rows with a wave a page's table of it would take the room of half the pages */
-    bool large_table = a.wave.steps > 4;
-    bool whole = plan.page_tokens == 4 * TQ_TILE && pages >= r.whole_from * processors && !a_few && !large_table;
-    launch->kernel = find_kernel(row, blocks, whole && kernels.whole_pages & blocks ? 4 : 2);
+    int blocks = a.rows <= 4 ? 1 : a.rows <= 8 || width_of(plan) == 2 ? 2 : 4;
+    launch->kernel = {};
+    for (; blocks && !launch->kernel.kernel; blocks /= 2) /* any plan has kernels for 4 rows and half pages */
+        for (int tiles : sizes)
+            if (!launch->kernel.kernel) launch->kernel = find_kernel(Strategy::SPLIT, device.bulk, plan, blocks, tiles);
     return true;
 }
 
@@ -99,24 +89,19 @@ bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
 
 const Rules &rules_of(const DeviceFacts &) { return H200; }
 
-int find_row(Strategy strategy, bool hopper, int width, bool tile_16, int groups, bool crowded, bool wave)
+KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int blocks, int tiles)
 {
-    wave = wave && is_fused(strategy);
-    const bool any_will_do = strategy == Strategy::SPLIT || wave;
-    for (int wanted : {width, 0})
-        for (int row = 0; row < KERNEL_ROWS && (wanted == width || any_will_do); row++) {
+    const bool wave = is_fused(strategy) && tq_has_moments(&plan), tile_16 = tq_tile_is_16(&plan);
+    const int groups = (plan.head_dim + TQ_TILE - 1) / TQ_TILE;
+    for (int width : {width_of(plan), 0})
+        for (int row = 0; row < KERNEL_ROWS; row++) {
             const KernelRow &r = KERNELS[row];
-            if (r.wave != wave) continue;
-            if (r.strategy == strategy && r.hopper == hopper && r.width == wanted && r.tile_16 == tile_16 &&
-                r.first_groups <= groups && groups <= r.last_groups && r.crowded == crowded)
-                return row;
+            const unsigned takes = r.half_pages | (plan.page_tokens == 4 * TQ_TILE ? r.whole_pages : 0);
+            if (r.strategy == strategy && r.hopper == hopper && r.width == width && r.tile_16 == tile_16 &&
+                r.first_groups <= groups && groups <= r.last_groups && r.wave == wave && takes & blocks)
+                return r.kernels(row, blocks, tiles);
         }
-    return -1;
-}
-
-KernelChoice find_kernel(int row, int blocks, int tiles)
-{
-    return row < 0 ? KernelChoice{} : KERNELS[row].kernels(row, blocks, tiles);
+    return {};
 }
 
 void choose_kernel(const tq_plan &plan, const Device &device, Launch *launch)
@@ -132,9 +117,9 @@ void name_kernel(const KernelChoice &kernel, char *name)
     char width[16];
     if (r.width) snprintf(width, sizeof width, "%dbit", r.width);
     else snprintf(width, sizeof width, r.tile_16 ? "tile16" : "any");
-    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_%s_%s_d%d_%dx%d%s%s%s", strategies[(int)r.strategy], width,
-             TQ_TILE * r.last_groups, kernel.rows, TQ_TILE * kernel.tiles, r.crowded ? "_crowded" : "",
-             r.wave ? "_wave" : "", r.hopper ? "" : "_portable");
+    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_%s_%s_d%d_%dx%d%s%s", strategies[(int)r.strategy], width,
+             TQ_TILE * r.last_groups, kernel.rows, TQ_TILE * kernel.tiles, r.wave ? "_wave" : "",
+             r.hopper ? "" : "_portable");
 }
 
 } // namespace tq

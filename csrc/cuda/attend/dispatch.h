@@ -24,7 +24,7 @@ constexpr bool is_fused(Strategy s) { return s == Strategy::FUSED || s == Strate
 /** A compiled kernel. */
 struct KernelChoice {
     void (*kernel)(AttendArgs); /* NULL: there is none */
-    int key_bits;               /* 0: any widths */
+    int bits;                   /* 0: any widths */
     int blocks;                 /* of four rows a warp; 0 with many rows */
     int tiles;                  /* token tiles of a unit: 2 (half a page) or 4 (a page) */
     int max_threads;
@@ -37,11 +37,8 @@ struct KernelChoice {
 
 /** The kernel of a row of KERNELS for 4 * blocks rows and units of so many tiles. One function for each file that compiles some. */
 using Kernels = KernelChoice (*)(int row, int blocks, int tiles);
-KernelChoice split_2_kernels(int row, int blocks, int tiles);
-KernelChoice split_3_kernels(int row, int blocks, int tiles);
-KernelChoice split_4_kernels(int row, int blocks, int tiles);
+KernelChoice split_kernels(int row, int blocks, int tiles);
 KernelChoice split_any_kernels(int row, int blocks, int tiles);
-KernelChoice split_tile_16_kernels(int row, int blocks, int tiles);
 KernelChoice fused_kernels(int row, int blocks, int tiles);
 KernelChoice fused_wave_kernels(int row, int blocks, int tiles);
 KernelChoice many_rows_kernels(int row, int blocks, int tiles);
@@ -56,69 +53,56 @@ struct KernelRow {
     bool tile_16;                     /* tiles of 16 channels, of any widths */
     int first_groups, last_groups;    /* head_dim / 32, rounded up; code is for the last */
     unsigned half_pages, whole_pages; /* numbers of rows with such units */
-    bool crowded;                     /* registers for 20 warps of a multiprocessor */
     Kernels kernels;
     bool wave =
         false; /* fused: for plans with a wave or a metric, and only for those. The others take plans with and without */
 };
 
 /** All attention kernels of plain plans. Adding one, or taking one away, is a change here alone: the files below compile what is listed.
- *  No two rows are for one case (tests/test_dispatch.py). A plan whose width has no row in its strategy runs in SPLIT's row of width 0. With
- *  long rows, and tiles of 16, more than 8 rows a warp lack the registers. */
+ *  No two rows are for one case (tests/test_dispatch.py). A plan whose width has no row in its strategy runs in SPLIT's row of width 0, and
+ *  rows that are more than a kernel's at once are shared by several warps. A kernel is here because without it a row of benchmarks/results
+ *  takes more than 3 % longer, or because nothing else takes its plans. */
 constexpr KernelRow KERNELS[] = {
-    /* strategy     hopper width tile_16 groups  half pages      whole pages    crowded */
-    {Strategy::SPLIT, true, 2, false, 2, 2, R4 | R8, R4 | R8, false, split_2_kernels},
-    {Strategy::SPLIT, true, 2, false, 3, 3, R4 | R8, R4 | R8, false, split_2_kernels},
-    {Strategy::SPLIT, true, 2, false, 4, 4, R4 | R8, R4 | R8, false, split_2_kernels},
-    {Strategy::SPLIT, true, 2, false, 8, 8, R4 | R8, R4 | R8, false, split_2_kernels},
-    {Strategy::SPLIT, false, 2, false, 4, 4, R4 | R8, R4 | R8, false, split_2_kernels},
-    {Strategy::SPLIT, true, 3, false, 2, 2, R4 | R8 | R16, R4 | R8 | R16, false, split_3_kernels},
-    {Strategy::SPLIT, true, 3, false, 3, 3, R4 | R8 | R16, R4 | R8 | R16, false, split_3_kernels},
-    {Strategy::SPLIT, true, 3, false, 4, 4, R4 | R8 | R16, R4 | R8 | R16, false, split_3_kernels},
-    {Strategy::SPLIT, true, 3, false, 8, 8, R4 | R8, R4 | R8, false, split_3_kernels},
-    {Strategy::SPLIT, false, 3, false, 4, 4, R4 | R8 | R16, R4 | R8 | R16, false, split_3_kernels},
-    {Strategy::SPLIT, true, 4, false, 2, 2, R4 | R8 | R16, R4 | R8 | R16, false, split_4_kernels},
-    {Strategy::SPLIT, true, 4, false, 3, 3, R4 | R8 | R16, R4 | R8 | R16, false, split_4_kernels},
-    {Strategy::SPLIT, true, 4, false, 4, 4, R4 | R8 | R16, 0, false,
-     split_4_kernels}, /* half pages were faster, also with many rows */
-    {Strategy::SPLIT, true, 4, false, 8, 8, R4 | R8, R4 | R8, false, split_4_kernels},
-    {Strategy::SPLIT, false, 4, false, 4, 4, R4 | R8 | R16, 0, false, split_4_kernels},
-    {Strategy::SPLIT, true, 0, false, 1, 4, R4 | R8 | R16, R4 | R8 | R16, false, split_any_kernels},
-    {Strategy::SPLIT, true, 0, false, 5, 8, R4 | R8, R4 | R8, false, split_any_kernels},
-    {Strategy::SPLIT, false, 0, false, 1, 4, R4 | R8 | R16, R4 | R8 | R16, false, split_any_kernels},
-    {Strategy::SPLIT, false, 0, false, 5, 8, R4 | R8, R4 | R8, false, split_any_kernels},
-    {Strategy::SPLIT, true, 0, true, 1, 4, R4 | R8, R4 | R8, false, split_tile_16_kernels},
-    {Strategy::SPLIT, true, 0, true, 5, 8, R4 | R8, R4 | R8, false, split_tile_16_kernels},
-    {Strategy::SPLIT, false, 0, true, 1, 4, R4 | R8, 0, false, split_tile_16_kernels},
-    {Strategy::SPLIT, false, 0, true, 5, 8, R4 | R8, 0, false, split_tile_16_kernels},
-    {Strategy::FUSED, true, 2, false, 2, 2, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
-    {Strategy::FUSED, true, 2, false, 2, 2, R8, R4, true, fused_kernels},
-    {Strategy::FUSED, true, 2, false, 4, 4, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
-    {Strategy::FUSED, true, 3, false, 2, 2, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
-    {Strategy::FUSED, true, 3, false, 2, 2, R8, R4, true, fused_kernels},
-    {Strategy::FUSED, true, 3, false, 4, 4, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
-    {Strategy::FUSED, true, 4, false, 2, 2, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
-    {Strategy::FUSED, true, 4, false, 2, 2, R8, 0, true, fused_kernels},
-    {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8 | R16, 0, false, fused_kernels},
-    {Strategy::FUSED, true, 0, false, 1, 4, R4 | R8 | R16, R4 | R8 | R16, false, fused_kernels},
-    /* What is for waves, compiled into all of FUSED, made 8,192 tokens of batch 1 take 11 to 23 % longer without one. So plans with a wave have
-     * kernels of their own there, for the widths and rows that matter most, and one for the others. */
-    {Strategy::FUSED, true, 2, false, 2, 2, R4, R4, false, fused_wave_kernels, true},
-    {Strategy::FUSED, true, 2, false, 4, 4, R4 | R8, R4 | R8, false, fused_wave_kernels, true},
-    {Strategy::FUSED, true, 3, false, 2, 2, R4, R4, false, fused_wave_kernels, true},
-    {Strategy::FUSED, true, 3, false, 4, 4, R4 | R8, R4 | R8, false, fused_wave_kernels, true},
-    {Strategy::FUSED, true, 4, false, 2, 2, R4, R4, false, fused_wave_kernels, true},
-    {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8, 0, false, fused_wave_kernels, true},
-    {Strategy::FUSED, true, 0, false, 1, 4, R4 | R8 | R16, R4 | R8 | R16, false, fused_wave_kernels, true},
-    {Strategy::MANY_ROWS, true, 2, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
-    {Strategy::MANY_ROWS, true, 3, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
-    {Strategy::MANY_ROWS, true, 4, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
-    {Strategy::MANY_ROWS, true, 0, false, 4, 4, 0, R32, false, many_rows_kernels},
-    {Strategy::FUSED_MANY_ROWS, true, 2, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
-    {Strategy::FUSED_MANY_ROWS, true, 3, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
-    {Strategy::FUSED_MANY_ROWS, true, 4, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
-    {Strategy::FUSED_MANY_ROWS, true, 0, false, 4, 4, 0, R16 | R32, false, many_rows_kernels},
-    {Strategy::FUSED_MANY_ROWS, true, 0, false, 4, 4, 0, R16, false, many_rows_kernels, true}, /* 32 lack the memory */
+    /* strategy     hopper width tile_16 groups  half pages  whole pages */
+    {Strategy::SPLIT, true, 2, false, 2, 2, 0, R4 | R8, split_kernels},
+    {Strategy::SPLIT, true, 3, false, 2, 2, 0, R4 | R16, split_kernels},
+    {Strategy::SPLIT, true, 4, false, 2, 2, 0, R4 | R16, split_kernels},
+    {Strategy::SPLIT, true, 2, false, 4, 4, 0, R4 | R8, split_kernels},
+    {Strategy::SPLIT, true, 3, false, 4, 4, 0, R4 | R8, split_kernels},
+    {Strategy::SPLIT, true, 4, false, 4, 4, R4 | R8, 0, split_kernels},
+    {Strategy::SPLIT, true, 0, false, 1, 4, R4 | R8, R4 | R8 | R16, split_any_kernels},
+    {Strategy::SPLIT, true, 0, false, 5, 8, R4 | R8, 0, split_any_kernels},
+    {Strategy::SPLIT, true, 0, true, 1, 8, R4 | R8, 0, split_any_kernels},
+    {Strategy::SPLIT, false, 2, false, 4, 4, R4, 0, split_kernels},
+    {Strategy::SPLIT, false, 3, false, 4, 4, R4, 0, split_kernels},
+    {Strategy::SPLIT, false, 4, false, 4, 4, R4, 0, split_kernels},
+    {Strategy::SPLIT, false, 0, false, 1, 4, R4 | R8, 0, split_any_kernels},
+    {Strategy::SPLIT, false, 0, false, 5, 8, R4 | R8, 0, split_any_kernels},
+    {Strategy::SPLIT, false, 0, true, 1, 8, R4 | R8, 0, split_any_kernels},
+    {Strategy::FUSED, true, 2, false, 2, 2, 0, R4, fused_kernels},
+    {Strategy::FUSED, true, 3, false, 2, 2, 0, R4, fused_kernels},
+    {Strategy::FUSED, true, 4, false, 2, 2, R4, 0, fused_kernels},
+    {Strategy::FUSED, true, 2, false, 4, 4, R4, R4 | R8, fused_kernels},
+    {Strategy::FUSED, true, 3, false, 4, 4, R4, R8, fused_kernels},
+    {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8, 0, fused_kernels},
+    {Strategy::FUSED, true, 0, false, 1, 4, R4 | R8, R4 | R8 | R16, fused_kernels},
+    /* What is for waves, compiled into all of FUSED, made 8,192 tokens of batch 1 take 11 to 23 % longer without one. */
+    {Strategy::FUSED, true, 2, false, 2, 2, 0, R4, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 3, false, 2, 2, 0, R4, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 4, false, 2, 2, 0, R4, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 2, false, 4, 4, R4, R4 | R8, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 3, false, 4, 4, R4 | R8, R4, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8, 0, fused_wave_kernels, true},
+    {Strategy::FUSED, true, 0, false, 1, 4, R4 | R8, 0, fused_wave_kernels, true},
+    {Strategy::MANY_ROWS, true, 2, false, 4, 4, 0, R16 | R32, many_rows_kernels},
+    {Strategy::MANY_ROWS, true, 3, false, 4, 4, 0, R16 | R32, many_rows_kernels},
+    {Strategy::MANY_ROWS, true, 4, false, 4, 4, 0, R16 | R32, many_rows_kernels},
+    {Strategy::MANY_ROWS, true, 0, false, 4, 4, 0, R32, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, 2, false, 4, 4, 0, R16 | R32, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, 3, false, 4, 4, 0, R16 | R32, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, 4, false, 4, 4, 0, R16 | R32, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, 0, false, 4, 4, 0, R16 | R32, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, 0, false, 4, 4, 0, R16, many_rows_kernels, true}, /* 32 lack the memory */
 };
 constexpr int KERNEL_ROWS = sizeof KERNELS / sizeof *KERNELS;
 
@@ -129,16 +113,13 @@ constexpr int KERNEL_ROWS = sizeof KERNELS / sizeof *KERNELS;
 struct Rules {
     const char *gpu;
     /* SPLIT */
-    int whole_from;                     /* pages a multiprocessor from which units are whole pages .. */
-    int not_whole_from, not_whole_upto; /* .. but not there at 2 and 3 bits, head_dim 97..128 and up to 4 rows */
+    int whole_from; /* pages a multiprocessor from which units are whole pages */
     /* FUSED */
-    int clusters_of_11;      /* multiprocessors of 11 that are in clusters of four or eight */
-    int busy_warps;          /* of a block, where warps have many units; 16 took up to 5 % longer */
-    int busy_of_20;          /* blocks at work, on the average, of 20 that there is room for */
-    int most_16_rows;        /* half pages of a warp: 16 rows, several tiles of rows */
-    int most_16_rows_4_bits; /* 16 rows, 4 bits, head_dim 97..128 */
-    int most_8_rows;         /* 8 rows, not 4 bits, by half pages */
-    int most_any_4_rows;     /* any widths, several blocks a multiprocessor (two: no limit) */
+    int clusters_of_11;  /* multiprocessors of 11 that are in clusters of four or eight */
+    int busy_warps;      /* of a block, where warps have many units; 16 took up to 5 % longer */
+    int busy_of_20;      /* blocks at work, on the average, of 20 that there is room for */
+    int most_8_rows;     /* half pages of a warp: 8 rows, not 4 bits, by half pages */
+    int most_any_4_rows; /* any widths, several blocks a multiprocessor (two: no limit) */
     int most_any_8_rows;
     int half_cost, merge_cost; /* what a warp takes for half a page, and what merge_parts takes; only ratios count */
     int page_cost[2];          /* for a page: head_dim up to 64, above */
@@ -167,14 +148,13 @@ struct Launch {
     int64_t segments;
 };
 
-/** The row of KERNELS for a case, or -1. wave: whether the plan has a wave or a metric. */
-int find_row(Strategy strategy, bool hopper, int width, bool tile_16, int groups, bool crowded, bool wave);
-/** The kernel of a row; its `kernel` is NULL if row is -1 or lists no such kernel. */
-KernelChoice find_kernel(int row, int blocks, int tiles);
+/** The kernel of a strategy for 4 * blocks rows and units of so many tiles: of the plan's width where there are some for so many rows
+ *  and its pages, otherwise of any widths. Its `kernel` is NULL if KERNELS lists none. */
+KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int blocks, int tiles);
 /** Chooses the kernel of a plain plan, and if it is fused also cuts the work. launch: as fill_args leaves it. */
 void choose_kernel(const tq_plan &plan, const Device &device, Launch *launch);
 
-/** Writes attend_<strategy>_<width>_d<head_dim>_<rows>x<tokens of a unit>[_crowded][_portable], TQ_CUDA_KERNEL_NAME_BYTES at most. */
+/** Writes attend_<strategy>_<width>_d<head_dim>_<rows>x<tokens of a unit>[_wave][_portable], TQ_CUDA_KERNEL_NAME_BYTES at most. */
 void name_kernel(const KernelChoice &kernel, char *name);
 
 /* ---- for the files that compile kernels ---- */
@@ -182,49 +162,27 @@ void name_kernel(const KernelChoice &kernel, char *name);
 constexpr bool takes_wave(int row) { return KERNELS[row].wave || !is_fused(KERNELS[row].strategy); }
 
 template <int ROW, int BLOCKS, int TILES>
-using VariantOf = std::conditional_t<has_many_rows(KERNELS[ROW].strategy),
-                                     ManyRows<KERNELS[ROW].width, KERNELS[ROW].width, 4 * BLOCKS, takes_wave(ROW)>,
-                                     Variant<KERNELS[ROW].width, KERNELS[ROW].width, KERNELS[ROW].last_groups, BLOCKS,
-                                             TILES, KERNELS[ROW].hopper, KERNELS[ROW].tile_16, takes_wave(ROW)>>;
+using VariantOf =
+    std::conditional_t<has_many_rows(KERNELS[ROW].strategy), ManyRows<KERNELS[ROW].width, 4 * BLOCKS, takes_wave(ROW)>,
+                       Variant<KERNELS[ROW].width, KERNELS[ROW].last_groups, BLOCKS, TILES, KERNELS[ROW].hopper,
+                               KERNELS[ROW].tile_16, takes_wave(ROW)>>;
 
 template <class MAKE, int ROW, int BLOCKS, int TILES> KernelChoice compiled_kernel()
 {
     constexpr KernelRow R = KERNELS[ROW];
     using V = VariantOf<ROW, BLOCKS, TILES>;
-    if constexpr (has_many_rows(R.strategy))
-        return {MAKE::template kernel<R.strategy, V, 0>(),
-                R.width,
-                0,
-                V::TILES,
-                V::MAX_THREADS,
-                V::TWO_PRODUCTS,
-                is_fused(R.strategy) ? V::SHARING_BYTES : V::TEAM_BYTES,
-                V::ROWS,
-                ROW,
-                V::ROWS};
-    else if constexpr (R.strategy == Strategy::FUSED) {
-        constexpr int REGISTERS = R.crowded ? FOR_20_WARPS : fused_registers<V>();
-        return {MAKE::template kernel<R.strategy, V, REGISTERS>(),
-                R.width,
-                BLOCKS,
-                TILES,
-                most_threads(REGISTERS),
-                V::TWO_PRODUCTS,
-                0,
-                0,
-                ROW,
-                V::ROWS};
-    } else
-        return {MAKE::template kernel<R.strategy, V, 0>(),
-                R.width,
-                BLOCKS,
-                TILES,
-                V::MAX_THREADS,
-                V::TWO_PRODUCTS,
-                V::WARP_BYTES,
-                0,
-                ROW,
-                V::ROWS};
+    KernelChoice k = {};
+    k.kernel = MAKE::template kernel<R.strategy, V>();
+    k.row = ROW, k.rows = V::ROWS, k.bits = R.width, k.tiles = V::TILES, k.two_products = V::TWO_PRODUCTS;
+    if constexpr (has_many_rows(R.strategy)) {
+        k.team_rows = V::ROWS, k.max_threads = V::MAX_THREADS;
+        k.own_bytes = is_fused(R.strategy) ? V::SHARING_BYTES : V::TEAM_BYTES;
+    } else {
+        k.blocks = BLOCKS;
+        k.max_threads = is_fused(R.strategy) ? most_threads(V::FUSED_REGISTERS) : V::MAX_THREADS;
+        k.own_bytes = is_fused(R.strategy) ? 0 : V::WARP_BYTES;
+    }
+    return k;
 }
 
 template <class MAKE, Kernels OWNER, int ROW, int BLOCKS, int TILES>
@@ -244,8 +202,8 @@ void take_kernels(int row, int blocks, int tiles, KernelChoice *found, std::inte
     (take_kernel<MAKE, OWNER, ROWS, 8, TILES>(row, blocks, tiles, found), ...);
 }
 
-/** Of the rows of KERNELS whose `kernels` is OWNER: compiles all kernels that they list, and returns one of them. MAKE::kernel<STRATEGY, V,
- *  REGISTERS>() is the kernel's address. */
+/** Of the rows of KERNELS whose `kernels` is OWNER: compiles all kernels that they list, and returns one of them. MAKE::kernel<STRATEGY, V>()
+ *  is the kernel's address. */
 template <class MAKE, Kernels OWNER> KernelChoice compiled_here(int row, int blocks, int tiles)
 {
     KernelChoice found = {};

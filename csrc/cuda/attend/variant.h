@@ -12,68 +12,61 @@ constexpr int BETWEEN_BYTES =
 /** Threads that a multiprocessor has registers for, in whole warps of each of its four parts. */
 constexpr int most_threads(int registers) { return 65536 / registers / 128 * 128; }
 
-/** One compiled kernel. KEY_BITS = VALUE_BITS = 0: any plan, the width of each group looked up as it goes; tiles of 16, or of 32. */
-template <int KEY_BITS_, int VALUE_BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false,
-          bool WAVE_ = true>
+/** One compiled kernel. BITS: of all groups of keys and values; 0: any plan, the width of each group looked up as it goes.
+ *  FINE: tiles of 16 channels, not of 32. */
+template <int BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false, bool WAVE_ = true>
 struct Variant {
-    static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_;
+    static constexpr int BITS = BITS_;
     static constexpr int GROUPS = GROUPS_; /* of 32 channels; the most there may be, if the plan is any */
     static constexpr int BLOCKS = BLOCKS_; /* of four rows, in one warp */
     static constexpr int ROWS = 4 * BLOCKS, TEAM_WARPS = 1;
     static constexpr int TILES = TILES_; /* token tiles of a unit: more for throughput, fewer for latency */
     static constexpr bool BULK = BULK_, FINE = FINE_;
     static constexpr bool WAVE = WAVE_; /* whether it also takes plans with a wave or a metric (wave.cuh) */
-    static constexpr bool UNIFORM = KEY_BITS != 0;
+    static constexpr bool UNIFORM = BITS != 0;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
     static constexpr bool TWO_PRODUCTS = !FINE && BLOCKS == 1; /* of 4 and 5 bits */
     static constexpr bool MULTIPLY = UNIFORM && BLOCKS == 1;   /* instead of right shifts */
-    static constexpr bool KEY_ROW_FACTOR = UNIFORM && KEY_BITS <= 2;
+    static constexpr bool KEY_ROW_FACTOR = UNIFORM && BITS <= 2;
     static constexpr bool KEY_OFFSETS =
-        !UNIFORM || (KEY_BITS == 4 && !TWO_PRODUCTS); /* ROW_FACTOR codes: after the product */
+        !UNIFORM || (BITS == 4 && !TWO_PRODUCTS); /* ROW_FACTOR codes: after the product */
     /* the sum of the weights is needed beside the sum of weighted codes; otherwise the codes have no offset */
-    static constexpr bool WEIGHT_SUMS = !UNIFORM || VALUE_BITS <= 2 || (VALUE_BITS == 4 && !TWO_PRODUCTS);
+    static constexpr bool WEIGHT_SUMS = !UNIFORM || BITS <= 2 || (BITS == 4 && !TWO_PRODUCTS);
     /* where a warp reads its queries; from global memory with wide heads and on devices that may have little shared memory, where that
      * is what limits the warps */
     static constexpr bool QUERY_IN_REGISTERS = UNIFORM && BLOCKS == 1 && GROUPS <= 4;
     static constexpr bool QUERY_IN_SHARED = !QUERY_IN_REGISTERS && GROUPS <= 4 && BULK;
     /* so many that 12 warps (8 with 255) fit a multiprocessor, if they can with room beside them for a block of prepare; 16, which 128
      * registers would let in, took 1 to 3 % longer (H200) */
-    static constexpr int MAX_REGISTERS = FINE                         ? (BLOCKS == 1 ? 168 : 255)
-                                         : BLOCKS == 1                ? (GROUPS > 4   ? 168
-                                                                         : TILES == 4 ? 144
-                                                                                      : 128)
-                                         : BLOCKS == 2 && GROUPS <= 4 ? (TILES == 4 ? 168 : 144)
-                                                                      : 255;
+    static constexpr int MAX_REGISTERS = GROUPS > 4    ? (BLOCKS == 1 ? 168 : 255)
+                                         : BLOCKS == 1 ? (TILES == 4 ? 144 : 128)
+                                         : BLOCKS == 2 ? (TILES == 4 ? 168 : 144)
+                                                       : 255;
     static constexpr int MAX_THREADS = MAX_REGISTERS > 168 ? 256 : 384;
+    /* Of attend_fused: for 20, 16, 12 or 8 warps of a multiprocessor. By whole pages 16 warps of mixed plans are for several blocks a
+     * multiprocessor, which took up to 10 % longer with 12. */
+    static constexpr int FUSED_REGISTERS = BLOCKS > 2          ? 255
+                                           : BLOCKS == 2       ? 168
+                                           : GROUPS > 2        ? (TILES > 2 && UNIFORM ? 168 : 128)
+                                           : TILES > 2 && WAVE ? 128
+                                                               : 96;
     /* shared memory of a warp beside the stages of its team */
     static constexpr int WARP_BYTES = BETWEEN_BYTES + (QUERY_IN_SHARED ? BLOCKS * GROUPS * 256 : 0);
 };
-
-/* Registers for 20, 16, 12 and 8 warps of a multiprocessor. */
-constexpr int FOR_20_WARPS = 96, FOR_16_WARPS = 128, FOR_12_WARPS = 168, FOR_8_WARPS = 255;
-
-/** What a kernel has if not of high occupancy (attend/dispatch.h). By whole pages 16 warps of mixed plans are for several blocks a
- *  multiprocessor, which took up to 10 % longer with 12. */
-template <class V> constexpr int fused_registers()
-{
-    if (V::BLOCKS > 1) return V::BLOCKS > 2 ? FOR_8_WARPS : FOR_12_WARPS;
-    if (V::GROUPS > 2) return V::TILES > 2 && V::UNIFORM ? FOR_12_WARPS : FOR_16_WARPS;
-    return V::TILES > 2 ? FOR_16_WARPS : FOR_20_WARPS;
-}
 
 /* ---- many_rows/ ---- */
 
 constexpr int ROW_SCALES_BYTES = 32;
 
-template <int KEY_BITS_, int VALUE_BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
-    static constexpr int KEY_BITS = KEY_BITS_, VALUE_BITS = VALUE_BITS_; /* 0: any plan */
-    static constexpr int ROWS = ROWS_;                                   /* of a team */
-    static constexpr int COLUMNS = ROWS / 4;                             /* rows of a lane: 4 c + t */
+template <int BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
+    static constexpr int BITS = BITS_;       /* 0: any plan */
+    static constexpr int ROWS = ROWS_;       /* of a team */
+    static constexpr int COLUMNS = ROWS / 4; /* rows of a lane: 4 c + t */
     static constexpr int GROUPS = 4, TILES = 4;
     /* of a token tile whose scores are multiplied together: as the registers allow */
     static constexpr int HALVES = ROWS == 16 ? 2 : 1;
     static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS;
-    static constexpr bool BULK = true, UNIFORM = KEY_BITS != 0, WAVE = WAVE_;
+    static constexpr bool BULK = true, UNIFORM = BITS != 0, WAVE = WAVE_;
     /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two took 8 to 12 % longer than one. */
     static constexpr bool TWO_PRODUCTS = ROWS == 16;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;

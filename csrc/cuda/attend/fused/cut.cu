@@ -81,34 +81,19 @@ bool fused_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t seg
     const FusedArgs &f = a.fused;
     const Rules &r = *device.rules;
     int64_t half_pages = rounds * kernel.tiles / 2;
-    /* Mostly attend_many_rows is the alternative with four groups, which unpacks a code once for up to 32 rows; with two it is teams of warps
-     * that share the pages. */
-    if (kernel.blocks == 4 && half_pages > r.most_16_rows && a.row_tiles > (a.groups == 4 ? 1 : 2)) return false;
-    if (kernel.blocks == 4 && half_pages > r.most_16_rows_4_bits && a.groups == 4 && kernel.key_bits == 4) return false;
     if ((kernel.blocks == 1 ? rounds : half_pages) <= 2) return true;
     if (a.p.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
         return false; /* one long sequence would keep all waiting */
     if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors, r)) return false;
     /* by whole pages, here or by the three kernels, long caches are faster */
-    if (kernel.blocks == 2 && kernel.tiles == 2 && kernel.key_bits != 4 && half_pages > r.most_8_rows) return false;
+    if (!kernel.bits && kernel.blocks == 2 && kernel.tiles == 2 && half_pages > r.most_8_rows) return false;
     /* With several blocks a multiprocessor mixed plans took up to 40 % less where there are not many pages; with three or more blocks up
      * to 7 % more from 64 half pages on, two 2 to 11 % less at any length. With more than four rows 1 to 12 % more from 43 on. */
-    if (kernel.key_bits || at_once == 1) return true;
-    return kernel.blocks == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows
-                              : kernel.blocks == 2 && half_pages <= r.most_any_8_rows;
+    if (kernel.bits || at_once == 1) return true;
+    return kernel.blocks == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows : half_pages <= r.most_any_8_rows;
 }
 
 int page_cost(const AttendArgs &a, const Rules &r) { return r.page_cost[a.groups > 2]; }
-
-/** The row of KERNELS for 4 * row_blocks rows. With a wave some of them have only the kernels for any widths. */
-int fused_row(const tq_plan &plan, int groups, bool crowded, int row_blocks)
-{
-    const bool wave = tq_has_moments(&plan);
-    const int width = width_of(plan), row = find_row(Strategy::FUSED, true, width, false, groups, crowded, wave);
-    if (!wave || find_row(Strategy::FUSED, true, width, false, groups, crowded, false) < 0) return wave ? -1 : row;
-    const bool takes = row >= 0 && (KERNELS[row].half_pages | KERNELS[row].whole_pages) & row_blocks;
-    return takes ? row : find_row(Strategy::FUSED, true, 0, false, groups, crowded, wave);
-}
 
 /** Cuts the work for the kernel of so many tiles a unit; returns about what it costs. 0, and *l good for nothing, where there is no such
  *  kernel, or no room, or the three kernels are faster. */
@@ -117,14 +102,7 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
     AttendArgs &a = l->args;
     FusedArgs &f = a.fused;
     const Rules &r = *device.rules;
-    /* a segment takes two warps at least */
-    bool high_occupancy = l->segments > 16 / 2 * device.processors && l->segments <= 20 / 2 * device.processors;
-    int row_blocks = a.tile_rows / 4;
-    /* with 4 rows, the kernel for half pages has registers for 20 warps anyway */
-    const bool wave = tq_has_moments(&plan);
-    bool crowded =
-        a.groups == 2 && width_of(plan) && high_occupancy && row_blocks <= 2 && row_blocks * tiles > 2 && !wave;
-    KernelChoice kernel = find_kernel(fused_row(plan, a.groups, crowded, row_blocks), row_blocks, tiles);
+    KernelChoice kernel = find_kernel(Strategy::FUSED, true, plan, a.tile_rows / 4, tiles);
     if (!kernel.kernel) return 0;
     lay_out_stage(&plan, tiles, &a);
     int most = kernel.max_threads / 32;
@@ -172,8 +150,7 @@ int64_t cut_tiles(const tq_plan &plan, const Device &device, int rows, Launch *l
 {
     AttendArgs &a = l->args;
     FusedArgs &f = a.fused;
-    int row = find_row(Strategy::FUSED_MANY_ROWS, true, width_of(plan), false, a.groups, false, tq_has_moments(&plan));
-    l->kernel = find_kernel(row, rows <= 16 ? 4 : 8, 4);
+    l->kernel = find_kernel(Strategy::FUSED_MANY_ROWS, true, plan, rows <= 16 ? 4 : 8, 4);
     if (!l->kernel.kernel) return 0;
     a.tile_rows = a.team_rows = l->kernel.team_rows;
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
@@ -212,7 +189,7 @@ bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *laun
     const Launch start = l;
     const AttendArgs &a = l.args;
     int64_t pages = cut_tiles(plan, device, a.rows, &l);
-    int bits = l.kernel.key_bits; /* 0: the kernel for any plan */
+    int bits = l.kernel.bits; /* 0: the kernel for any plan */
     if (a.rows > 16) { /* What is before and behind the pages takes a block of 32 rows longer, by this many pages. */
         Launch by_16 = start;
         int64_t pages_by_16 = cut_tiles(plan, device, 16, &by_16), longer = r.longer_32_rows[bits > 2 ? 2 : bits / 2];
@@ -242,11 +219,13 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
     /* Whole pages pay off where there are many. With up to four rows that is all, but for four groups there may not be many segments, which
      * leave few warps for each; of mixed plans then if half pages do not do. With more rows, or many segments, whole pages may not cost
      * more, and a warp is to have two of a mixed plan, or four where segments are many: `least` is what those cost. */
-    bool many = segments > 2 * device.processors, compare = many || row_blocks > 1;
-    if (plan.page_tokens > 2 * TQ_TILE && (many ? row_blocks > 1 || a.groups < 4 || (!uniform_bits(&plan) && !by_half)
-                                                : segments * a.p.max_pages >= 2 * device.processors))
+    const bool only_wholes = !find_kernel(Strategy::FUSED, true, plan, row_blocks, 2).kernel;
+    bool many = segments > 2 * device.processors, compare = !only_wholes && (many || row_blocks > 1);
+    if (plan.page_tokens > 2 * TQ_TILE &&
+        (only_wholes || (many ? row_blocks > 1 || a.groups < 4 || (!uniform_bits(&plan) && !by_half)
+                              : segments * a.p.max_pages >= 2 * device.processors)))
         by_page = cut_units(plan, device, 4, &wholes);
-    int least = page_cost(a, *device.rules) * (many ? 4 : wholes.kernel.key_bits ? 0 : 2);
+    int least = page_cost(a, *device.rules) * (many ? 4 : wholes.kernel.bits ? 0 : 2);
     if (compare && (by_page < least || (by_half && by_page > by_half))) by_page = 0;
     if (!by_half && !by_page) return false;
     *launch = by_page ? wholes : halves;

@@ -1,5 +1,4 @@
 /* Attention kernels for few rows, and the one that adds up the parts of blocks that share a segment. */
-#include "cuda/attend/dispatch.h"
 #include "cuda/attend/fused/fused.cuh"
 #include "cuda/attend/kernels.h"
 
@@ -7,13 +6,6 @@ namespace tq
 {
 namespace
 {
-
-struct Make {
-    template <Strategy, class V, int REGISTERS> static void (*kernel())(AttendArgs)
-    {
-        return attend_fused_kernel<V, REGISTERS>;
-    }
-};
 
 constexpr int MERGE_WARPS = 4; /* of a row */
 
@@ -102,7 +94,7 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
 
 KernelChoice fused_kernels(int row, int blocks, int tiles)
 {
-    return compiled_here<Make, fused_kernels>(row, blocks, tiles);
+    return compiled_here<MakeFused, fused_kernels>(row, blocks, tiles);
 }
 
 MergeKernel attend_merge_parts() { return {merge_parts_kernel, 32 * MERGE_WARPS}; }

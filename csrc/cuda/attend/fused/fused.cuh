@@ -518,11 +518,16 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
     finish_block<V>(a, space, start.block, warp, lane);
 }
 
-template <class V, int REGISTERS>
-__global__ void __maxnreg__(REGISTERS) attend_fused_kernel(const __grid_constant__ AttendArgs a)
+template <class V>
+__global__ void __maxnreg__(V::FUSED_REGISTERS) attend_fused_kernel(const __grid_constant__ AttendArgs a)
 {
-    if constexpr (is_for_this_device<V>()) attend_fused<V, REGISTERS <= FOR_20_WARPS>(a);
+    if constexpr (is_for_this_device<V>()) attend_fused<V, V::FUSED_REGISTERS <= 96>(a);
 }
+
+/** For compiled_here. */
+struct MakeFused {
+    template <Strategy, class V> static void (*kernel())(AttendArgs) { return attend_fused_kernel<V>; }
+};
 
 } // namespace tq
 #endif

@@ -8,14 +8,12 @@ namespace tq
 {
 
 /** A team's units, to its part in the block. */
-template <int KEY_BITS, int VALUE_BITS, int ROWS, bool WAVE>
-__device__ __forceinline__ void attend_share(const AttendArgs &a,
-                                             Ring<ManyRows<KEY_BITS, VALUE_BITS, ROWS, WAVE>, true> &ring,
-                                             Stride &ahead,
-                                             const FusedSpace<ManyRows<KEY_BITS, VALUE_BITS, ROWS, WAVE>> &space,
+template <int BITS, int ROWS, bool WAVE>
+__device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<ManyRows<BITS, ROWS, WAVE>, true> &ring,
+                                             Stride &ahead, const FusedSpace<ManyRows<BITS, ROWS, WAVE>> &space,
                                              int warp_of_block, int lane)
 {
-    using V = ManyRows<KEY_BITS, VALUE_BITS, ROWS, WAVE>;
+    using V = ManyRows<BITS, ROWS, WAVE>;
     /* so that the compiler knows they are the same for all lanes */
     int team = __shfl_sync(ALL_LANES, warp_of_block / V::TEAM_WARPS, 0),
         warp = __shfl_sync(ALL_LANES, warp_of_block % V::TEAM_WARPS, 0);

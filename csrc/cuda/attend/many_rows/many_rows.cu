@@ -8,7 +8,7 @@ namespace
 {
 
 struct Make {
-    template <Strategy STRATEGY, class V, int> static void (*kernel())(AttendArgs)
+    template <Strategy STRATEGY, class V> static void (*kernel())(AttendArgs)
     {
         if constexpr (STRATEGY == Strategy::FUSED_MANY_ROWS) return attend_fused_many_rows_kernel<V>;
         else return attend_many_rows_kernel<V>;

@@ -86,12 +86,12 @@ __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t
                                               int first, int (&c)[V::HALVES][V::ROWS])
 {
     if constexpr (V::UNIFORM) {
-        codes += warp * V::GROUPS * 128 * V::KEY_BITS;
-        TileWords<V::KEY_BITS> words = load_tile<V::KEY_BITS>(codes);
+        codes += warp * V::GROUPS * 128 * V::BITS;
+        TileWords<V::BITS> words = load_tile<V::BITS>(codes);
 #pragma unroll
         for (int g = 0; g < V::GROUPS; g++) {
-            TileWords<V::KEY_BITS> now = words;
-            if (g + 1 < V::GROUPS) words = load_tile<V::KEY_BITS>(codes + (g + 1) * 128 * V::KEY_BITS);
+            TileWords<V::BITS> now = words;
+            if (g + 1 < V::GROUPS) words = load_tile<V::BITS>(codes + (g + 1) * 128 * V::BITS);
             queue_keys<V>(now, first, a.tables, queries + g * V::QUERY_STEP / 16, g > 0, c);
         }
     } else {
@@ -117,7 +117,7 @@ template <class V>
 __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, const TeamSpace &space, int warp,
                                            int lane, float (&s)[V::COLUMNS][4], float (&k)[4])
 {
-    constexpr bool SMALLER = V::UNIFORM && V::KEY_BITS <= 2; /* bytes of token r are codes * 2^(bits r) */
+    constexpr bool SMALLER = V::UNIFORM && V::BITS <= 2; /* bytes of token r are codes * 2^(bits r) */
     uint64_t queries = describe_b<2 * V::ROWS>(space.queries);
     LaneScales<1> scales;
     scales.load(keys, warp, lane);
@@ -134,14 +134,13 @@ __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, 
                 for (int j = 0; j < 2; j++) {
                     const int *planes = &c[i][4 * n + 2 * j];
                     float x = (float)(planes[0] * QUERY_BASE + planes[1]);
-                    s[n][2 * (first + i) + j] =
-                        V::KEY_BITS == 3 ? x * f.x : fmaf(x, f.x, SMALLER && j == 1 ? f.z : f.y);
+                    s[n][2 * (first + i) + j] = V::BITS == 3 ? x * f.x : fmaf(x, f.x, SMALLER && j == 1 ? f.z : f.y);
                 }
             }
         }
     }
 #pragma unroll
-    for (int r = 0; r < 4; r++) k[r] = SMALLER ? scales[r] * (1.0f / (1 << V::KEY_BITS * r)) : scales[r];
+    for (int r = 0; r < 4; r++) k[r] = SMALLER ? scales[r] * (1.0f / (1 << V::BITS * r)) : scales[r];
 }
 
 /** What the wave adds to a page's scores: each warp of the team finds the terms of a fourth of the rows. rows: as prepared; wave:
@@ -309,7 +308,7 @@ __device__ __forceinline__ void add_values_of_page(const AttendArgs &a, StageVie
     uint64_t weights = describe_b<V::ROWS>(space.address + weights_at);
     uint32_t x[2][2][4];
     if constexpr (V::UNIFORM) {
-        constexpr int BITS = V::VALUE_BITS;
+        constexpr int BITS = V::BITS;
         codes += warp * 128 * BITS;
         TileWords<BITS> words = load_tile<BITS>(codes);
 #pragma unroll
@@ -347,10 +346,10 @@ __device__ __forceinline__ void start_rows_of_team(const AttendArgs &a, const Ro
 {
     if (thread < V::ROWS) {
         RowArgs row = rows[thread];
-        float byte = V::UNIFORM && V::KEY_BITS <= 2 ? 0.5f : 1.0f; /* what a byte is of a level */
+        float byte = V::UNIFORM && V::BITS <= 2 ? 0.5f : 1.0f; /* what a byte is of a level */
         float scale = a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
         float offset = scale * byte * (float)(row.offset_hi * QUERY_BASE + row.offset_lo);
-        constexpr float TIMES = 1 << V::KEY_BITS;
+        constexpr float TIMES = 1 << V::BITS;
         space.rows<V>()[thread] = {{{scale, offset, TIMES * offset, NO_REFERENCE},
                                     {scale, TIMES * TIMES * offset, TIMES * TIMES * TIMES * offset, 0}}};
     }

@@ -1,6 +1,7 @@
 /* The kernel on pages: teams of warps, each with a piece of the line of units. */
 #ifndef TQ_CUDA_ATTEND_SPLIT_KERNEL_CUH
 #define TQ_CUDA_ATTEND_SPLIT_KERNEL_CUH
+#include "cuda/attend/dispatch.h"
 #include "cuda/attend/split/pages.cuh"
 
 namespace tq
@@ -72,6 +73,11 @@ template <class V> __global__ void __maxnreg__(V::MAX_REGISTERS) attend_kernel(c
 {
     if constexpr (is_for_this_device<V>()) attend_pages<V>(a);
 }
+
+/** For compiled_here. */
+struct MakeSplit {
+    template <Strategy, class V> static void (*kernel())(AttendArgs) { return attend_kernel<V>; }
+};
 
 } // namespace tq
 #endif

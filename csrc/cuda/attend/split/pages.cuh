@@ -128,8 +128,7 @@ template <class V> struct LaneRows {
 constexpr int FLOAT_BITS = 0x4b400000;
 
 /** What products start from. With two blocks of rows at 3 and 4 bits float bits were 1 to 2 % faster, elsewhere conversions. */
-template <class V>
-constexpr int START = V::UNIFORM && V::KEY_BITS > 2 && V::BLOCKS == 2 && V::TILES == 2 ? FLOAT_BITS : 0;
+template <class V> constexpr int START = V::UNIFORM && V::BITS > 2 && V::BLOCKS == 2 && V::TILES == 2 ? FLOAT_BITS : 0;
 static_assert(8 * TQ_TILE * 127 * 127 < 1 << 22 && 2 * TQ_TILE * 255 * 255 < 1 << 22,
               "keys x queries, values x weights");
 static_assert(4LL * TQ_TILE * 255 * 65535 <= INT32_MAX, "values x weights of a unit, both planes joined");
@@ -171,8 +170,8 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
                 b[n] = V::QUERY_IN_REGISTERS ? rows.query[g] : query[(n * V::GROUPS + g) * 32 + lane];
 #pragma unroll
             for (int tile = 0; tile < N; tile++)
-                multiply_tile<V::KEY_BITS, V::KEY_READING, V::TWO_PRODUCTS, V::MULTIPLY, false, B>(
-                    codes + ((first + tile) * V::GROUPS + g) * 128 * V::KEY_BITS, a.tables, b, c[tile]);
+                multiply_tile<V::BITS, V::KEY_READING, V::TWO_PRODUCTS, V::MULTIPLY, false, B>(
+                    codes + ((first + tile) * V::GROUPS + g) * 128 * V::BITS, a.tables, b, c[tile]);
         }
     } else if constexpr (V::FINE) {
 #pragma unroll 1
@@ -219,7 +218,7 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
             for (int r = 0; r < 4; r++) {
                 const int *row = &c[tile][r >> 1][n][2 * (r & 1)];
                 float x = join_planes<V, QUERY_BASE>(row[0], row[1]);
-                if constexpr (V::KEY_ROW_FACTOR) x = fmaf(x, 1.0f / (1 << V::KEY_BITS * r), rows.offset[n]);
+                if constexpr (V::KEY_ROW_FACTOR) x = fmaf(x, 1.0f / (1 << V::BITS * r), rows.offset[n]);
                 s[n][4 * (first + tile) + r] = x * scales[4 * tile + r];
             }
     }
@@ -387,8 +386,8 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
         if constexpr (V::UNIFORM) {
 #pragma unroll
             for (int tile = 0; tile < V::TILES; tile++)
-                multiply_tile<V::VALUE_BITS, Reading::ROW_FACTOR, V::TWO_PRODUCTS, V::MULTIPLY, true, B>(
-                    codes + (tile * V::GROUPS + g) * 128 * V::VALUE_BITS, a.tables, b[tile], c);
+                multiply_tile<V::BITS, Reading::ROW_FACTOR, V::TWO_PRODUCTS, V::MULTIPLY, true, B>(
+                    codes + (tile * V::GROUPS + g) * 128 * V::BITS, a.tables, b[tile], c);
         } else if constexpr (V::FINE) {
             if (g >= a.groups) continue;
 #pragma unroll
@@ -623,7 +622,7 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
     /* With more than four rows more groups of 4-bit keys took attend_fused up to 7 % longer at batch 1: their code does not fit the nearest
      * instruction cache beside that of the values. At large batches, and in attend_kernel, two at once took up to 3 % longer, and with
      * four rows, whose code is short, up to 8 %. */
-    constexpr int KEY_GROUPS_AT_ONCE = R::ONE_STAGE && V::KEY_BITS == 4 && B > 1 ? 2 : V::GROUPS;
+    constexpr int KEY_GROUPS_AT_ONCE = R::ONE_STAGE && V::BITS == 4 && B > 1 ? 2 : V::GROUPS;
     int lane = thread & 31;
     LaneRows<V> rows;
     start_rows<V>(a, given, lane, rows, sums);
