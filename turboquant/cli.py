@@ -54,7 +54,7 @@ def _check_output(path: str | None, option: str, others: Mapping[str, str | None
     if path is None:
         return
     if moved and (path == "-" or os.path.abspath(path).startswith(STREAMS)):
-        raise ValueError(f"{option} must be a regular file, because it is replaced at the end, got {path!r}")
+        raise ValueError(f"{option} must be a file that can be replaced, got {path!r}")
     wants = f"{option} must be a file in a folder that can be written to, got {path!r}"
     for written in (path, f"{path}.part") if moved else (path,):
         if not path or not os.access(Path(written).absolute().parent, os.W_OK):
