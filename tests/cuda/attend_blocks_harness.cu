@@ -325,8 +325,8 @@ static void run(const Case &c)
     if (c.hostile) return; // nothing was read or written outside
     tq_attend_params on_host = params_of(w, false, core.host_or_null(), core_lse.host_or_null());
     check(tq_attend_workspace_bytes(&w.plan, &on_host, &bytes, &error), error, "tq_attend_workspace_bytes");
-    Aligned workspace(bytes, 0);
-    check(tq_attend(&w.plan, &on_host, workspace.host, bytes, &error), error, "tq_attend");
+    Aligned host_workspace(bytes, 0);
+    check(tq_attend(&w.plan, &on_host, host_workspace.host, bytes, &error), error, "tq_attend");
     compare(w, got, lse.down(), core.host, core_lse.host);
 }
 
