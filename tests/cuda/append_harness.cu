@@ -3,10 +3,12 @@
 //   make harness && build/cuda-harness/append_harness [check] [time]
 #include "blocked_plans.h"
 #include "cuda/tile/quantize.cuh"
+#include "moments.h"
 
 static int failures = 0, checks = 0;
 
-/** loose: a plan with a matrix, whose codes have a tolerance (tests/tolerance.py checks that): one byte in 200 may differ, of few 64. */
+/** loose: a plan with a matrix, a wave or a metric, whose codes have a tolerance (tests/tolerance.py checks that): one byte in 200 may
+ *  differ, of few 64. */
 static bool same(const std::string &name, const char *what, const void *want, const void *got, size_t bytes,
                  bool loose = false)
 {
@@ -44,7 +46,9 @@ struct Case {
     std::string name;
     int dim = 128, batch = 2, heads = 2, sinks = 4, window = 16, page_tokens = 128, max_pages = 3;
     int rotation = TQ_ROTATION_HADAMARD, law = TQ_CODEBOOK_NORMAL, scale = TQ_SCALE_EDEN, dtype = TQ_BF16;
-    int group = TQ_TILE; // or 16
+    int group = TQ_TILE;       // or 16
+    int pairs = 0, metric = 0; // of a wave; 1 + the rank, or 0
+    bool neighbours = false;   // the wave's pairs, not halves
     std::vector<int> key_bits = {4}, value_bits = {4}, appends = {70, 1, 1, 5, 33, 1};
     const BlockedPlan *blocked = nullptr; // a plan that is not plain, in place of rotation, law, scale and bits
     std::vector<int> padding = {0, 3};
@@ -59,7 +63,8 @@ struct Case {
 static tq_plan plan_of(const Case &c)
 {
     if (c.blocked) return plan_of(words_of(*c.blocked, c.dim, c.page_tokens));
-    return make_plan(c.dim, c.page_tokens, c.rotation, c.law, c.scale, c.key_bits, c.value_bits, c.group);
+    return make_plan(c.dim, c.page_tokens, c.rotation, c.law, c.scale, c.key_bits, c.value_bits, c.group, c.pairs,
+                     c.metric);
 }
 
 struct Side {
@@ -141,6 +146,13 @@ static void run(const Case &c)
     };
     Side *sides[2] = {make_side(false), make_side(true)};
     for (Side *side : sides) fill_side(*side, c, rows, random);
+    std::mt19937 seed(c.dim);
+    const Moments moments({c.dim, c.heads, c.pairs, c.metric, 5.0f, c.neighbours}, plan, seed);
+    Array<int32_t> turns(moments.turns.size());
+    Array<float> numbers(moments.numbers.size());
+    std::copy(moments.turns.begin(), moments.turns.end(), turns.host.begin());
+    std::copy(moments.numbers.begin(), moments.numbers.end(), numbers.host.begin());
+    turns.up(), numbers.up();
 
     // Pages start full of anything: what is not written has to stay.
     Array<uint8_t> pages(n_pages * c.heads * plan.record_bytes);
@@ -215,6 +227,8 @@ static void run(const Case &c)
         d.sink_k = sides[0]->sinks.or_null(), d.sink_v = sides[1]->sinks.or_null();
         d.window_k = sides[0]->ring.or_null(), d.window_v = sides[1]->ring.or_null();
         d.key = transform_of(*sides[0], c, true), d.value = transform_of(*sides[1], c, true);
+        p.key.turns = turns.host_or_null(), p.key.moments = numbers.host_or_null();
+        d.key.turns = turns.or_null(), d.key.moments = numbers.or_null();
 
         tq_error error;
         size_t workspace_bytes;
@@ -230,7 +244,7 @@ static void run(const Case &c)
         const std::string name = c.name + ", append of " + std::to_string(tokens);
         const size_t compared = (size_t)(n_pages - 2) * c.heads * plan.record_bytes;
         bool good = same(name, "pages", pages.host.data(), pages.down().data(), compared,
-                         plan.key.matrix_rows || plan.value.matrix_rows);
+                         plan.key.matrix_rows || plan.value.matrix_rows || plan.moments);
         good &= same(name, "page never named", untouched.data() + compared, pages.down().data() + compared,
                      pages.bytes() - compared);
         for (Side *side : sides) {
@@ -372,6 +386,42 @@ static void check_long_appends(int thin)
         c.max_pages = c.appends[0] / c.page_tokens + 1;
         c.name = "long, dim " + std::to_string(c.dim) + ", case " + std::to_string(i);
         run(c);
+    }
+}
+
+/** Keys with a wave and a metric: what fills token tiles and pages in part, one token after the other, and as many that a warp takes more
+ *  tiles than it begins anew after. */
+static void check_moments(int thin)
+{
+    int n = 0;
+    const auto go = [&](Case c, const char *what) {
+        c.name = std::string("moments, ") + what + ", dim " + std::to_string(c.dim) + ", bits " +
+                 std::to_string(c.key_bits[0]) + ", pairs " + std::to_string(c.pairs) + ", metric " +
+                 std::to_string(c.metric) + (c.neighbours ? ", neighbours" : "");
+        if (n++ % thin == 0) run(c);
+    };
+    for (int dim : {64, 80, 96, 128, 256})
+        for (int i = 0; i < 8; i++) {
+            Case c;
+            c.dim = dim,
+            c.pairs = i == 3   ? 0
+                      : i == 5 ? 8
+                               : dim / 16 * 8,
+            c.metric = i == 2  ? 0
+                       : i % 3 ? 5
+                               : 1 + i / 3;
+            c.neighbours = i % 2, c.dtype = i % 4 == 3 ? TQ_F16 : TQ_BF16, c.centred = i % 3 == 1,
+            c.tokens_first = i == 4;
+            c.key_bits = {4 - i % 3}, c.value_bits = {2 + i % 3}, c.sinks = i % 4, c.window = i == 6 ? 33 : 0;
+            c.appends = {700, 1, 33, 150, 1}, c.max_pages = 8;
+            go(c, "a prompt and tokens");
+        }
+    for (int dim : {64, 128, 256}) {
+        Case c;
+        c.dim = dim, c.pairs = dim / 2, c.metric = 5, c.neighbours = dim == 256, c.batch = 1, c.heads = 8,
+        c.padding = {3};
+        c.appends = {(dim == 256 ? 3000000 : 6000000) / dim}, c.max_pages = c.appends[0] / c.page_tokens + 1;
+        go(c, "long");
     }
 }
 
@@ -708,6 +758,7 @@ int main(int argc, char **argv)
             check_appends(thin);
             check_many_appends(thin);
             check_long_appends(thin);
+            check_moments(thin);
             check_single_appends(thin);
             check_fine_appends(thin);
             check_other_appends(thin);

@@ -86,6 +86,19 @@ struct Layer {
         check(cudaMemcpy(t, table.data(), 4 * table.size(), cudaMemcpyHostToDevice), "copy");
         check(cudaMemcpy(l, lengths.data(), 4 * lengths.size(), cudaMemcpyHostToDevice), "copy");
         p.block_table = t, p.lengths = l;
+        if (plan.moments) give_moments(heads);
+    }
+
+    /** A wave and a metric of keys, the same for all layers. */
+    void give_moments(int heads)
+    {
+        std::mt19937 random(5);
+        const Moments moments({plan.head_dim, heads, plan.wave_pairs, plan.metric}, plan, random);
+        int32_t *turns = get<int32_t>(moments.turns.size());
+        float *numbers = get<float>(moments.numbers.size());
+        check(cudaMemcpy(turns, moments.turns.data(), 4 * moments.turns.size(), cudaMemcpyHostToDevice), "copy");
+        check(cudaMemcpy(numbers, moments.numbers.data(), 4 * moments.numbers.size(), cudaMemcpyHostToDevice), "copy");
+        p.key.turns = turns, p.key.moments = numbers;
     }
 
     void append(cudaStream_t stream) const
@@ -108,27 +121,50 @@ static std::vector<int> widths(int bits, int group)
     return group == TQ_TILE ? std::vector<int>{bits} : std::vector<int>{bits, bits - 1};
 }
 
+/** moments: with a wave of all pairs and a metric of rank 4. */
+static tq_plan timed_plan(int dim, int rotation, int scale, int bits, int group, bool moments)
+{
+    const std::vector<int> each = widths(bits, group);
+    return make_plan(dim, 128, rotation, 0, scale, each, each, group, moments ? dim / 2 : 0, moments ? 5 : 0);
+}
+
 static void time_encode(double ceiling, cudaStream_t stream, const std::vector<uint8_t> &rows)
 {
     struct Row {
         int dim, bits, scale, rotation, dtype, tokens;
         bool tokens_first;
         int group = TQ_TILE;
+        bool moments = false;
     };
-    const Row table[] = {{128, 4, 0, 1, TQ_BF16, 32768, false},     {128, 4, 0, 1, TQ_BF16, 32768, true},
-                         {128, 3, 0, 1, TQ_BF16, 32768, false},     {128, 2, 0, 1, TQ_BF16, 32768, false},
-                         {128, 1, 0, 1, TQ_BF16, 32768, false},     {128, 4, 1, 1, TQ_BF16, 32768, false},
-                         {128, 4, 0, 1, TQ_F16, 32768, false},      {64, 4, 0, 1, TQ_BF16, 65536, false},
-                         {80, 4, 0, 1, TQ_BF16, 32768, false},      {96, 4, 0, 1, TQ_BF16, 32768, false},
-                         {256, 4, 0, 1, TQ_BF16, 16384, false},     {128, 4, 0, 1, TQ_BF16, 2048, false},
-                         {112, 4, 0, 1, TQ_BF16, 32768, false},     {128, 5, 0, 1, TQ_BF16, 32768, false},
-                         {128, 4, 0, 2, TQ_BF16, 32768, false},     {128, 4, 0, 1, TQ_F32, 32768, false},
-                         {128, 4, 0, 1, TQ_BF16, 32768, false, 16}, {80, 4, 0, 1, TQ_BF16, 32768, false, 16}};
+    const Row table[] = {{128, 4, 0, 1, TQ_BF16, 32768, false},
+                         {128, 4, 0, 1, TQ_BF16, 32768, true},
+                         {128, 3, 0, 1, TQ_BF16, 32768, false},
+                         {128, 2, 0, 1, TQ_BF16, 32768, false},
+                         {128, 1, 0, 1, TQ_BF16, 32768, false},
+                         {128, 4, 1, 1, TQ_BF16, 32768, false},
+                         {128, 4, 0, 1, TQ_F16, 32768, false},
+                         {64, 4, 0, 1, TQ_BF16, 65536, false},
+                         {80, 4, 0, 1, TQ_BF16, 32768, false},
+                         {96, 4, 0, 1, TQ_BF16, 32768, false},
+                         {256, 4, 0, 1, TQ_BF16, 16384, false},
+                         {128, 4, 0, 1, TQ_BF16, 2048, false},
+                         {112, 4, 0, 1, TQ_BF16, 32768, false},
+                         {128, 5, 0, 1, TQ_BF16, 32768, false},
+                         {128, 4, 0, 2, TQ_BF16, 32768, false},
+                         {128, 4, 0, 1, TQ_F32, 32768, false},
+                         {128, 4, 0, 1, TQ_BF16, 32768, false, 16},
+                         {80, 4, 0, 1, TQ_BF16, 32768, false, 16},
+                         {128, 4, 0, 1, TQ_BF16, 32768, false, 32, true},
+                         {128, 3, 0, 1, TQ_BF16, 32768, false, 32, true},
+                         {128, 2, 0, 1, TQ_BF16, 32768, false, 32, true},
+                         {64, 4, 0, 1, TQ_BF16, 65536, false, 32, true},
+                         {256, 4, 0, 1, TQ_BF16, 16384, false, 32, true},
+                         {80, 4, 0, 1, TQ_BF16, 32768, false, 32, true},
+                         {96, 4, 0, 1, TQ_BF16, 32768, false, 32, true}};
     printf("encode, K and V of 8 KV heads            us     TB/s   of a copy\n");
     for (const Row &r : table) {
         if (!wanted(&r - table)) break;
-        const std::vector<int> bits = widths(r.bits, r.group);
-        const tq_plan plan = make_plan(r.dim, 128, r.rotation, 0, r.scale, bits, bits, r.group);
+        const tq_plan plan = timed_plan(r.dim, r.rotation, r.scale, r.bits, r.group, r.moments);
         std::unique_ptr<Layer> layers[2];
         float *matrix = nullptr;
         for (auto &layer : layers) {
@@ -143,9 +179,10 @@ static void time_encode(double ceiling, cudaStream_t stream, const std::vector<u
         }
         const double us = median_us(stream, 20, [&](int i) { layers[i % 2]->append(stream); });
         const double rate = layers[0]->packed_bytes() / us * 1e-6;
-        printf("dim %3d, %d bits, scale %d, rotation %d, dtype %d, %5d tokens%s%s %8.1f %7.3f %6.1f %%\n", r.dim,
+        printf("dim %3d, %d bits, scale %d, rotation %d, dtype %d, %5d tokens%s%s%s %8.1f %7.3f %6.1f %%\n", r.dim,
                r.bits, r.scale, r.rotation, r.dtype, r.tokens, r.tokens_first ? " (tokens first)" : "",
-               r.group == TQ_TILE ? "" : " (groups of 16)", us, rate, 100 * rate / ceiling);
+               r.group == TQ_TILE ? "" : " (groups of 16)", r.moments ? " (moments)" : "", us, rate,
+               100 * rate / ceiling);
     }
 }
 
@@ -154,18 +191,38 @@ static void time_steps(cudaStream_t stream, const std::vector<uint8_t> &rows)
 {
     struct Row {
         int batch, tokens, dim, bits, window, group = TQ_TILE;
+        bool moments = false;
     };
-    const Row table[] = {
-        {1, 1, 128, 4, 128},     {8, 1, 128, 4, 128},      {16, 1, 128, 4, 128},    {64, 1, 128, 4, 128},
-        {1, 1, 128, 3, 128},     {64, 1, 128, 2, 128},     {1, 1, 128, 4, 0},       {64, 1, 128, 4, 0},
-        {1, 1, 256, 4, 128},     {1, 1, 80, 4, 128},       {1, 1, 64, 4, 128},      {1, 5, 128, 4, 128},
-        {16, 8, 128, 4, 128},    {1, 32, 128, 4, 128},     {1, 64, 128, 4, 128},    {1, 512, 128, 4, 128},
-        {1, 1, 128, 4, 128, 16}, {64, 1, 128, 4, 128, 16}, {16, 8, 128, 4, 128, 16}};
+    const Row table[] = {{1, 1, 128, 4, 128},
+                         {8, 1, 128, 4, 128},
+                         {16, 1, 128, 4, 128},
+                         {64, 1, 128, 4, 128},
+                         {1, 1, 128, 3, 128},
+                         {64, 1, 128, 2, 128},
+                         {1, 1, 128, 4, 0},
+                         {64, 1, 128, 4, 0},
+                         {1, 1, 256, 4, 128},
+                         {1, 1, 80, 4, 128},
+                         {1, 1, 64, 4, 128},
+                         {1, 5, 128, 4, 128},
+                         {16, 8, 128, 4, 128},
+                         {1, 32, 128, 4, 128},
+                         {1, 64, 128, 4, 128},
+                         {1, 512, 128, 4, 128},
+                         {1, 1, 128, 4, 128, 16},
+                         {64, 1, 128, 4, 128, 16},
+                         {16, 8, 128, 4, 128, 16},
+                         {1, 1, 128, 4, 128, 32, true},
+                         {8, 1, 128, 4, 128, 32, true},
+                         {64, 1, 128, 4, 128, 32, true},
+                         {1, 1, 128, 4, 0, 32, true},
+                         {64, 1, 128, 4, 0, 32, true},
+                         {1, 1, 80, 4, 128, 32, true},
+                         {1, 1, 64, 4, 128, 32, true}};
     printf("append in a graph of 32 layers, 8 KV heads, 4 sinks     us a layer\n");
     for (const Row &r : table) {
         if (!wanted(&r - table)) break;
-        const std::vector<int> bits = widths(r.bits, r.group);
-        const tq_plan plan = make_plan(r.dim, 128, 1, 0, 0, bits, bits, r.group);
+        const tq_plan plan = timed_plan(r.dim, 1, 0, r.bits, r.group, r.moments);
         std::vector<std::unique_ptr<Layer>> layers;
         for (int i = 0; i < 32; i++)
             layers.emplace_back(new Layer(plan, r.batch, 8, 1000, r.tokens, 4, r.window, TQ_BF16, false, rows));
@@ -176,8 +233,8 @@ static void time_steps(cudaStream_t stream, const std::vector<uint8_t> &rows)
         check(cudaStreamEndCapture(stream, &graph), "capture");
         check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
         const double us = median_us(stream, 20, [&](int) { check(cudaGraphLaunch(exec, stream), "launch"); });
-        printf("batch %2d, %3d tokens, dim %3d, %d bits, window %3d%s %12.2f\n", r.batch, r.tokens, r.dim, r.bits,
-               r.window, r.group == TQ_TILE ? "" : " (groups of 16)", us / 32);
+        printf("batch %2d, %3d tokens, dim %3d, %d bits, window %3d%s%s %12.2f\n", r.batch, r.tokens, r.dim, r.bits,
+               r.window, r.group == TQ_TILE ? "" : " (groups of 16)", r.moments ? " (moments)" : "", us / 32);
         cudaGraphExecDestroy(exec);
         cudaGraphDestroy(graph);
     }
