@@ -1,6 +1,6 @@
 // Appending, rotating, dequantising and merging on the device against the C core, byte for byte, and then their times.
 //
-//   make harness && build/cuda-harness/append_harness [check] [time]
+//   make harness && build/cuda-harness/append_harness [check] [moments] [time]      moments: those of the checks alone
 #include "blocked_plans.h"
 #include "cuda/tile/quantize.cuh"
 #include "moments.h"
@@ -770,6 +770,10 @@ int main(int argc, char **argv)
             check_merge();
             printf("%s: %d comparisons (%d of appends), %d failed\n", failures ? "FAILED" : "passed", checks,
                    after_append, failures);
+        }
+        if (argc > 1 && !strcmp(argv[i], "moments")) {
+            check_moments(thin);
+            printf("%s: %d comparisons, %d failed\n", failures ? "FAILED" : "passed", checks, failures);
         }
 #if !defined(TQ_NO_TIMES)
         if (argc < 2 || !strcmp(argv[i], "time")) times();
