@@ -517,13 +517,13 @@ __device__ __forceinline__ void prepare_centre(const FragmentsArgs &a, const Hea
 
 // ---- a warp's tiles ----
 
-/** A pass: rows that are in shared memory -> codes, and rms and <c, u> to sums. first: packed index of its first token. memory: the
- *  warp's; block: where the block's is. next: queues the copies of the pass behind. */
+/** A pass: rows that are in shared memory -> codes, and rms and <c, u> to sums. first: packed index of its first token. advances:
+ *  residual_rows'. memory: the warp's; block: where the block's is. next: queues the copies of the pass behind. */
 template <class S, bool IS_KEY, class Next>
 __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &work, const Tables<S> &tables,
-                                            const Matrix<S::BF16, IS_KEY> &matrix, int first, uint8_t *memory,
-                                            const float *centre, uint32_t block, uint32_t (&codes)[S::GROUPS][2],
-                                            int lane, Next next)
+                                            const Matrix<S::BF16, IS_KEY> &matrix, int first, bool advances,
+                                            uint8_t *memory, const float *centre, uint32_t block,
+                                            uint32_t (&codes)[S::GROUPS][2], int lane, Next next)
 {
     using L = Lane<IS_KEY>;
     Raw<S> raw;
@@ -545,8 +545,8 @@ __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &
     Numbers<S> z;
     if constexpr (S::MOMENTS && IS_KEY) {
         residual_rows<S>(a, raw, tables.signs, tables,
-                         *reinterpret_cast<HeadResidual<S::DIM> *>(memory + S::AT_RESIDUAL), first + a.sinks, lane,
-                         z.x);
+                         *reinterpret_cast<HeadResidual<S::DIM> *>(memory + S::AT_RESIDUAL), first + a.sinks, advances,
+                         lane, z.x);
         rotate_chunks(z);
     } else {
         rotate_rows<S, IS_KEY>(raw, largest, matrix, tables, centre, lane, z);
@@ -605,8 +605,9 @@ __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<
                 codes.of[1][i / 2][i % 2] = 0;
             }
             const int next = base + token + PASS;
-            encode_pass<S, IS_KEY>(a, work, tables, matrix, base + token, memory, centre, block, codes.of[1], lane,
-                                   [&] {
+            const bool advances = token || turn % EXACT_TILES;
+            encode_pass<S, IS_KEY>(a, work, tables, matrix, base + token, advances, memory, centre, block, codes.of[1],
+                                   lane, [&] {
                                        if (next < end_tile * TQ_TILE)
                                            load_pass<S, IS_KEY>(a, work, head, span, next, memory, lane);
                                    });

@@ -3,13 +3,13 @@
 // 4 t .. 4 t + 3: the same numbers are both factors of products and their results.
 //
 //   wave      float32. Amplitudes are turned to the pass's first position and to the ninth, from there by angles that all heads and
-//             passes share: a table of 8 positions
+//             passes share: a table of 8 positions. A pass takes those of the pass before, turned by 8 positions and by 16; every eighth
+//             one, amplitudes and phases themselves, so that roundings do not add up
 //   metric    W^T S x and what it adds, of rank 4, by tensor cores: products of numbers of 11 bits (TF32), sums of float32
 //   rotation  the same: y is rounded to 11 bits. turboquant.h, "ROUNDING", says what that may change
 //
-// What limits it is the pipe of shared memory: angles and amplitudes are four numbers for each of a row's own; of pairs i and i + DIM / 2,
-// which most models have, half of them are loaded once for two. With other pairs a prompt of 32k tokens (8 heads of 128 channels, K and V)
-// takes 112 us on an H100, and 66 without a wave and a metric.
+// Angles and amplitudes are four numbers of shared memory for each of a row's own; of pairs i and i + DIM / 2, which most models have, half
+// of them are loaded once for two.
 //
 // Numbers that no moments may have are brought into their range, so that whatever device memory holds, z is finite.
 #ifndef TQ_CUDA_APPEND_RESIDUAL_ROWS_CUH
@@ -34,11 +34,14 @@ __device__ __forceinline__ void multiply_tf32(float *c, const uint32_t (&a)[4], 
 __device__ __forceinline__ uint32_t bits_of_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
 __device__ __forceinline__ float rounded_tf32(float x) { return __uint_as_float(bits_of_tf32(x) & ~0x1fffu); }
 
-/** x[8] of a chunk, [4 m + 2 h + j]: token g + 8 h, channel 4 t + 2 m + j -> what is multiplied for m. */
-__device__ __forceinline__ void factor_of(const float (&x)[8], int m, uint32_t (&a)[4])
+/** x[8] of a chunk, [4 m + 2 h + j]: token g + 8 h, channel 4 t + 2 m + j -> what is multiplied for m: rounded, or cut to 11 bits. */
+template <bool ROUNDED> __device__ __forceinline__ void factor_of(const float (&x)[8], int m, uint32_t (&a)[4])
 {
-    a[0] = bits_of_tf32(x[4 * m]), a[1] = bits_of_tf32(x[4 * m + 2]);
-    a[2] = bits_of_tf32(x[4 * m + 1]), a[3] = bits_of_tf32(x[4 * m + 3]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float y = x[4 * m + i / 2 + 2 * (i % 2)];
+        a[i] = ROUNDED ? bits_of_tf32(y) : __float_as_uint(y);
+    }
 }
 
 __device__ __forceinline__ float clamped(float x, float low, float high) { return fminf(fmaxf(x, low), high); }
@@ -144,6 +147,8 @@ __device__ __forceinline__ void prepare_residual(const AppendArgs &a, const Turn
     __syncwarp();
 }
 
+constexpr int EXACT_TILES = 4; // of a run of tiles, the first of so many begins with turn_amplitudes
+
 /** Turns amplitudes to a pass that begins at a position. */
 template <class S>
 __device__ __forceinline__ void turn_amplitudes(const Turns<S> &turns, HeadResidual<S::DIM> &head, int position,
@@ -167,6 +172,30 @@ __device__ __forceinline__ void turn_amplitudes(const Turns<S> &turns, HeadResid
                 head.across[half][second] = flipped(at.x, flip_second);
             }
             at = turned(at, make_float2(turns.cosine[Turns<S>::RUN][first], turns.sine[Turns<S>::RUN][first]));
+        }
+    }
+    __syncwarp();
+}
+
+/** From a pass to the one behind it. (along, across) is (X, -Y) or (Y, X) with a sign: both turn alike. */
+template <class S>
+__device__ __forceinline__ void advance_amplitudes(const Turns<S> &turns, HeadResidual<S::DIM> &head, int lane)
+{
+    constexpr int EACH = 2;
+    const int channels = turns.halves ? S::DIM / 2 : S::DIM;
+    __syncwarp();
+#pragma unroll 1
+    for (int c = EACH * lane; c < channels; c += EACH * 32) {
+        const auto pair_at = [](const float *x) { return *reinterpret_cast<const float2 *>(x); };
+        const float2 cosine = pair_at(&turns.cosine[Turns<S>::RUN][c]), sine = pair_at(&turns.sine[Turns<S>::RUN][c]);
+        float2 along = pair_at(&head.along[1][c]), across = pair_at(&head.across[1][c]);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 before = along;
+            along.x = before.x * cosine.x + across.x * sine.x, along.y = before.y * cosine.y + across.y * sine.y;
+            across.x = across.x * cosine.x - before.x * sine.x, across.y = across.y * cosine.y - before.y * sine.y;
+            *reinterpret_cast<float2 *>(&head.along[half][c]) = along;
+            *reinterpret_cast<float2 *>(&head.across[half][c]) = across;
         }
     }
     __syncwarp();
@@ -198,28 +227,27 @@ __device__ __forceinline__ void subtract_four(uint2 raw, uint2 flips, int half, 
         x[n / 2 * 4 + 2 * half + n % 2] = fmaf(-across[n], sine[n], fmaf(-along[n], cosine[n], k[n]));
 }
 
-/** Where the first channels of pairs have (X, -Y) along and across, their second ones have (Y, X): with the signs that the rotation flips
- *  in one of them alone. */
-__device__ __forceinline__ void second_of_pairs(uint2 flips, float (&along)[4], float (&across)[4])
+/** Where the first channels of pairs have (X, -Y) along and across, their second ones have (Y, X): X and -Y are then along the sine and
+ *  across -cosine, but for the signs that the rotation flips in one of them alone. */
+__device__ __forceinline__ void second_of_pairs(uint2 flips, float (&cosine)[4], float (&sine)[4])
 {
     const uint32_t sign[4] = {flips.x << 16, flips.x, flips.y << 16, flips.y};
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        const uint32_t x = __float_as_uint(along[n]) ^ (sign[n] & 0x80000000u),
-                       y = __float_as_uint(across[n]) ^ (~sign[n] & 0x80000000u);
-        along[n] = __uint_as_float(y);
-        across[n] = __uint_as_float(x);
+        const uint32_t along = __float_as_uint(sine[n]) ^ (sign[n] & 0x80000000u),
+                       across = __float_as_uint(cosine[n]) ^ (~sign[n] & 0x80000000u);
+        cosine[n] = __uint_as_float(along);
+        sine[n] = __uint_as_float(across);
     }
 }
 
-/** Raw rows, less the wave of pairs that share no channel and the centre. */
-template <class S, class Raw, class Signs>
-__device__ __forceinline__ void subtract_centres(const Raw &raw, const Signs &signs, const Turns<S> &turns,
-                                                 const HeadResidual<S::DIM> &head, int lane, float (&x)[S::CHUNKS][8])
+/** Raw rows, less the wave of pairs that share no channel. HALVES: Turns::halves. */
+template <class S, bool HALVES, class Raw, class Signs>
+__device__ __forceinline__ void subtract_waves(const Raw &raw, const Signs &signs, const Turns<S> &turns,
+                                               const HeadResidual<S::DIM> &head, int lane, float (&x)[S::CHUNKS][8])
 {
     constexpr int HALF = S::CHUNKS / 2;
     const int g = lane / 4, t = lane % 4;
-    const bool halves = turns.halves;
 #pragma unroll
     for (int c = 0; c < HALF; c++) {
         const int first = 16 * c + 4 * t, second = first + S::DIM / 2;
@@ -233,10 +261,8 @@ __device__ __forceinline__ void subtract_centres(const Raw &raw, const Signs &si
             load_four(across[h], &head.across[h][first]);
             subtract_four<S>(raw.of[h][c], flips, h, along[h], across[h], cosine, sine, x[c]);
         }
-        if (halves) {
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                second_of_pairs(make_uint2(flips.x ^ others.x, flips.y ^ others.y), along[h], across[h]);
+        if constexpr (HALVES) {
+            second_of_pairs(make_uint2(flips.x ^ others.x, flips.y ^ others.y), cosine, sine);
         } else {
             load_four(cosine, &turns.cosine[g][second]);
             load_four(sine, &turns.sine[g][second]);
@@ -250,7 +276,17 @@ __device__ __forceinline__ void subtract_centres(const Raw &raw, const Signs &si
         for (int h = 0; h < 2; h++)
             subtract_four<S>(raw.of[h][c + HALF], others, h, along[h], across[h], cosine, sine, x[c + HALF]);
     }
+}
+
+/** The same, and less the centre. */
+template <class S, class Raw, class Signs>
+__device__ __forceinline__ void subtract_centres(const Raw &raw, const Signs &signs, const Turns<S> &turns,
+                                                 const HeadResidual<S::DIM> &head, int lane, float (&x)[S::CHUNKS][8])
+{
+    if (turns.halves) subtract_waves<S, true>(raw, signs, turns, head, lane, x);
+    else subtract_waves<S, false>(raw, signs, turns, head, lane, x);
     if (!head.centred) return;
+    const int t = lane % 4;
 #pragma unroll
     for (int c = 0; c < S::CHUNKS; c++) {
         float centre[4];
@@ -305,7 +341,7 @@ __device__ __forceinline__ void apply_metric(const HeadResidual<S::DIM> &head, i
                                              float (&x)[S::CHUNKS][8])
 {
     const int g = lane / 4, t = lane % 4;
-    float along[4] = {};
+    float along[4] = {}, others[4] = {}; // two sums, so that a product waits for the one before the last
     uint32_t factor[4] = {};
     if (rank) { // columns g and g + 4 of the product are of the same direction
 #pragma unroll
@@ -314,10 +350,12 @@ __device__ __forceinline__ void apply_metric(const HeadResidual<S::DIM> &head, i
             load_four(direction, &head.directions[g % 4][16 * c + 4 * t]);
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-                factor_of(x[c], m, factor);
-                multiply_tf32(along, factor, direction[2 * m], direction[2 * m + 1]);
+                factor_of<false>(x[c], m, factor); // of what S S x gets, 2^-11 is little
+                multiply_tf32(m ? others : along, factor, direction[2 * m], direction[2 * m + 1]);
             }
         }
+#pragma unroll
+        for (int i = 0; i < 4; i++) along[i] += others[i];
         const float low = head.stretch[t % 2 * 2], high = head.stretch[t % 2 * 2 + 1]; // of columns 2 t, 2 t + 1
         const float at[2][2] = {{low * along[0], low * along[2]}, {high * along[1], high * along[3]}};
 #pragma unroll
@@ -353,7 +391,7 @@ template <class S> __device__ __forceinline__ void rotate_groups(int lane, float
 #pragma unroll
             for (int m = 0; m < 2; m++) {
                 uint32_t factor[4];
-                factor_of(x[c + from], m, factor);
+                factor_of<true>(x[c + from], m, factor);
 #pragma unroll
                 for (int to = 0; to < 2; to++)
 #pragma unroll
@@ -369,13 +407,15 @@ template <class S> __device__ __forceinline__ void rotate_groups(int lane, float
     }
 }
 
-/** Rows -> z but for the stages from distance 32 on. position: of the pass's first token. */
+/** Rows -> z but for the stages from distance 32 on. position: of the pass's first token. advances: whether the pass before was of the
+ *  16 tokens before. */
 template <class S, class Raw, class Signs>
 __device__ __forceinline__ void residual_rows(const AppendArgs &a, const Raw &raw, const Signs &signs,
-                                              const Turns<S> &turns, HeadResidual<S::DIM> &head, int position, int lane,
-                                              float (&x)[S::CHUNKS][8])
+                                              const Turns<S> &turns, HeadResidual<S::DIM> &head, int position,
+                                              bool advances, int lane, float (&x)[S::CHUNKS][8])
 {
-    turn_amplitudes<S>(turns, head, position, lane);
+    if (advances) advance_amplitudes<S>(turns, head, lane);
+    else turn_amplitudes<S>(turns, head, position, lane);
     subtract_centres<S>(raw, signs, turns, head, lane, x);
     if (head.shares) subtract_shared<S>(a, turns, head, position, lane, x);
     apply_metric<S>(head, a.moments.rank(), lane, x);
