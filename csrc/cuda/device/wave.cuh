@@ -101,6 +101,30 @@ template <int PER_LANE> struct WarpWave {
 
     __device__ __forceinline__ bool turns(int k) const { return amplitude[k].x != 0.0f || amplitude[k].y != 0.0f; }
 
+    /** Whether the pairs that turn are the lane's own channels, numbers k and k + PAIRS, as pairs i and i + head_dim / 2 in their order are;
+     *  for every lane. */
+    __device__ __forceinline__ bool are_own() const
+    {
+        bool own = PER_LANE % 2 == 0;
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++) {
+            const int first = threadIdx.x % 32 + 32 * k;
+            own = own && (!turns(k) || (pair[k].first == first && pair[k].second == first + 32 * PAIRS));
+        }
+        return __all_sync(ALL_LANES, own);
+    }
+
+    /** x less the wave at a position, where pairs are_own. */
+    __device__ __forceinline__ void subtract(int position, float (&x)[PER_LANE]) const
+    {
+#pragma unroll
+        for (int k = 0; k < PER_LANE / 2; k++) {
+            const float2 c = turned(amplitude[k], turn(phase_of(pair[k].increment, position)));
+            x[k] -= c.x;
+            x[k + PAIRS] -= c.y;
+        }
+    }
+
     /** Whether no two of the pairs that turn share a channel; for every lane. row: [head_dim] in shared memory, for this warp alone. */
     __device__ __forceinline__ bool are_apart(float *row) const
     {
@@ -154,22 +178,21 @@ template <int PER_LANE> struct WarpMetric {
     WarpMetric() = default;
     __device__ __forceinline__ WarpMetric(const KeyMoments &m, int h, int head_dim, int lane)
     {
+        if (!m.metric) return; // then nothing is asked of it
         const HeadMoments head = m.of_head(h);
+        load(scale, head.scale, head_dim, lane);
 #pragma unroll
-        for (int k = 0; k < PER_LANE; k++) {
-            const int channel = lane + 32 * k;
-            scale[k] = channel < head_dim && m.metric ? head.scale[channel] : 0.0f;
-#pragma unroll
-            for (int r = 0; r < TQ_MAX_METRIC_RANK; r++)
-                direction[r][k] = channel < head_dim && r < m.rank() ? head.directions[r * head_dim + channel] : 0.0f;
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) { // behind the rank any row will do
+            load(direction[r], r < m.rank() ? head.directions + r * head_dim : head.scale, head_dim, lane);
+            stretch[r] = r < m.rank() ? head.stretch[r] : 0.0f;
         }
-#pragma unroll
-        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) stretch[r] = m.metric ? head.stretch[r] : 0.0f;
     }
 
     /** x = A x: a key less its centre to what is rotated. */
     __device__ __forceinline__ void apply(float (&x)[PER_LANE]) const
     {
+        static_assert(TQ_MAX_METRIC_RANK == 4, "what a lane sums");
+        const int lane = threadIdx.x % 32;
         float along[TQ_MAX_METRIC_RANK] = {};
 #pragma unroll
         for (int k = 0; k < PER_LANE; k++) {
@@ -177,16 +200,33 @@ template <int PER_LANE> struct WarpMetric {
 #pragma unroll
             for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) along[r] = fmaf(direction[r][k], x[k], along[r]);
         }
+        // Half of the lanes go on with one sum and half with another, and so again: a quarter has each.
+        float sum =
+            of_halves(of_halves(along[0], along[1], 16, lane), of_halves(along[2], along[3], 16, lane), 8, lane);
 #pragma unroll
-        for (int h = 16; h; h /= 2)
+        for (int h = 4; h; h /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, h);
 #pragma unroll
-            for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) along[r] += __shfl_xor_sync(ALL_LANES, along[r], h);
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) {
+            const float stretched = stretch[r] * __shfl_sync(ALL_LANES, sum, r % 2 * 16 + r / 2 * 8);
 #pragma unroll
-        for (int k = 0; k < PER_LANE; k++) {
-#pragma unroll
-            for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) x[k] = fmaf(stretch[r] * along[r], direction[r][k], x[k]);
-            x[k] *= scale[k];
+            for (int k = 0; k < PER_LANE; k++) x[k] = fmaf(stretched, direction[r][k], x[k]);
         }
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) x[k] *= scale[k];
+    }
+
+private:
+    static __device__ __forceinline__ void load(float (&to)[PER_LANE], const float *from, int head_dim, int lane)
+    {
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) to[k] = lane + 32 * k < head_dim ? from[lane + 32 * k] : 0.0f;
+    }
+
+    /** low of this lane and the one at distance h, where lane & h is 0, and high where it is not. */
+    static __device__ __forceinline__ float of_halves(float low, float high, int h, int lane)
+    {
+        const bool upper = lane & h;
+        return (upper ? high : low) + __shfl_xor_sync(ALL_LANES, upper ? low : high, h);
     }
 };
 
@@ -206,11 +246,15 @@ template <int PER_LANE> struct WarpResidual {
     __device__ __forceinline__ void take(int head_dim, bool has_metric, int position, float *row, float (&x)[PER_LANE],
                                          int lane) const
     {
-        wave.put(row, head_dim, position, wave.are_apart(row));
+        if (wave.are_own()) {
+            wave.subtract(position, x);
+        } else {
+            wave.put(row, head_dim, position, wave.are_apart(row));
 #pragma unroll
-        for (int k = 0; k < PER_LANE; k++)
-            if (lane + 32 * k < head_dim) x[k] -= row[lane + 32 * k];
-        __syncwarp();
+            for (int k = 0; k < PER_LANE; k++)
+                if (lane + 32 * k < head_dim) x[k] -= row[lane + 32 * k];
+            __syncwarp();
+        }
         if (has_metric) metric.apply(x);
     }
 };
