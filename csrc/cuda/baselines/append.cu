@@ -1,7 +1,7 @@
 // Appending for plans that are not plain. A block takes the token tiles of a (side, sequence, KV head), one or all of them:
 //
-//   1  rows to shared memory, centred                        a warp a token       only for dense rotations
-//   2  y = R x for all tokens of the tile                    a warp 32 channels of 16 tokens, only then
+//   1  rows to shared memory, centred                        a warp a token
+//   2  y = R x for all tokens of the tile                    a warp 32 channels of 16 tokens; only for dense rotations
 //   3  row -> rotation -> codes, numbers, and what is left   a warp a token
 //   4  S times what is left, its signs are codes             a warp 32 rows of S, 16 tokens; only for Gaussian sketches
 //   5  codes -> words, merged with the tile's other tokens   a warp a tile
@@ -58,9 +58,10 @@ struct Tile {
     int base, begin, end, page_token;
 };
 
-/** Steps 1 and 2. */
-__device__ __forceinline__ void rotate_tile(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
-                                            const Tile &tile, const Shared &shared, int warp, int lane)
+/** Steps 1 and 2: where the rows of tokens tile.begin .. are. */
+__device__ __forceinline__ float *load_tile(const AppendArgs &a, bool is_dense, const Work &work, const Head &head,
+                                            const Span &span, const Tile &tile, const Shared &shared, int warp,
+                                            int lane)
 {
     LaneNumbers x;
     for (int i = tile.begin + warp; i < tile.end; i += WARPS) {
@@ -71,44 +72,34 @@ __device__ __forceinline__ void rotate_tile(const AppendArgs &a, const Work &wor
             if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
         if (has_moments(a, work)) key_to_residual(a.moments, work.h, tile.base + i + a.sinks, row);
     }
+    __syncwarp(); // whose warp goes on with them
+    if (!is_dense) return shared.rows;
     __syncthreads();
     multiply_rows<false>(head.matrix, a.head_dim, shared.rows, shared.y, tile.end - tile.begin, shared.matrix, warp,
                          WARPS, lane);
     __syncthreads();
+    return shared.y;
 }
 
-/** Step 3 for token i of the tile. */
-__device__ __forceinline__ void encode_token(const AppendBlocksArgs &args, const Work &work, const Head &head,
-                                             const Span &span, const Tile &tile, int i, const Shared &shared, int lane)
+/** Step 3 for token i of the tile, whose row is lost. */
+__device__ __forceinline__ void encode_token(const AppendBlocksArgs &args, const Work &work, const Tile &tile, int i,
+                                             float *row, const Shared &shared, int lane)
 {
     const AppendArgs &a = args.append;
     const BlockSide &side = args.side[work.side];
     LaneNumbers z;
-    float *y = shared.y + (i - tile.begin) * a.head_dim;
-    if (side.rotation == TQ_ROTATION_DENSE) {
 #pragma unroll
-        for (int k = 0; k < BLOCK_GROUPS; k++) z[k] = lane + 32 * k < a.head_dim ? y[lane + 32 * k] : 0.0f;
-    } else {
-        float *row = shared.rows + (i - tile.begin) * a.head_dim;
-        load_row(a, work, head, head.centre, span, tile.base + i, z, lane);
-        if (has_moments(a, work)) {
-#pragma unroll
-            for (int k = 0; k < BLOCK_GROUPS; k++)
-                if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = z[k];
-            key_to_residual(a.moments, work.h, tile.base + i + a.sinks, row);
-#pragma unroll
-            for (int k = 0; k < BLOCK_GROUPS; k++) z[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
-        }
-        if (side.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, z, row, lane);
-    }
+    for (int k = 0; k < BLOCK_GROUPS; k++) z[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
+    if (side.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, z, row, lane);
     const float *table = side.levels == TQ_LEVELS_TABLE ? table_of(side, work.h) : nullptr;
     __half *numbers = tile.record ? scale_at(a.side[work.side], tile.record, tile.page_token + i) : nullptr;
     encode_blocks(a, side, table, z, shared.codes + i * shared.stride, {numbers, (int)a.page_tokens.divisor}, lane);
     if (side.sketch != TQ_SKETCH_GAUSSIAN) return;
     __syncwarp();
+    float *left = shared.y + (i - tile.begin) * a.head_dim;
 #pragma unroll
     for (int k = 0; k < BLOCK_GROUPS; k++)
-        if (lane + 32 * k < a.head_dim) y[lane + 32 * k] = z[k];
+        if (lane + 32 * k < a.head_dim) left[lane + 32 * k] = z[k];
 }
 
 /** Step 4, after a barrier. */
@@ -135,9 +126,9 @@ __device__ __forceinline__ void append_tile(const AppendBlocksArgs &args, const 
     const BlockSide &side = args.side[work.side];
     const Tile tile = {record_of(a, work, base), base, max(0, span.first - base), min(TQ_TILE, span.last - base),
                        (int)a.page_tokens.remainder((uint32_t)base)};
-    if (side.rotation == TQ_ROTATION_DENSE) rotate_tile(a, work, head, span, tile, shared, warp, lane);
+    float *rows = load_tile(a, side.rotation == TQ_ROTATION_DENSE, work, head, span, tile, shared, warp, lane);
     for (int i = tile.begin + warp; i < tile.end; i += WARPS)
-        encode_token(args, work, head, span, tile, i, shared, lane);
+        encode_token(args, work, tile, i, rows + (i - tile.begin) * a.head_dim, shared, lane);
     __syncthreads();
     if (side.sketch == TQ_SKETCH_GAUSSIAN) sketch_tile(a, side, work.h, tile, shared, warp, lane);
     for (int t = warp; tile.record && t < side.tiles; t += WARPS) {

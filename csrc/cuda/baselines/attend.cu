@@ -1,16 +1,97 @@
-// tq_cuda_attend for plans that are not plain (baselines/attend.cuh): the kernel that meets the tokens, and the launches. A tile of tokens costs
-// four steps with a barrier behind each:
+// tq_cuda_attend for plans that are not plain. In float32 throughout. Three kernels, one behind the other:
+//
+//   prepare   queries to rows [R q | S R q]                              a block a set, a warp a row but for matrices
+//   attend    those rows and a split of the tokens that they see         a block a set and split
+//   combine   merges the splits, takes the weighted sums back, writes    a block a set, a warp a row but for matrices
+//
+// A set is eight rows (query token, query head) of one (sequence, KV head). The tokens that some of its rows see stand in one line,
+// packed ones by token tile, then exact ones, cut into as many equal splits for every set; how many follows from upper bounds alone.
+//
+// A tile of tokens costs four steps with a barrier behind each:
 //
 //   keys      decode the tile's keys, or load exact ones      scores    eight threads a token, then a thread a (token, row)
 //   softmax   a warp a row; and decode the tile's values      values    a thread a channel, for all rows
 #include <math.h>
 
-#include "cuda/baselines/attend.cuh"
+#include "cuda/attend/exact.cuh"
+#include "cuda/baselines/blocks.cuh"
 
 namespace tq
 {
 namespace
 {
+
+constexpr int SET_ROWS = 8, SET_WARPS = SET_ROWS, SET_THREADS = 32 * SET_WARPS;
+
+/** AttendArgs: p, the sizes and how rows are cut, for what attend_schedule and attend_exact know. */
+struct AttendBlocksArgs {
+    AttendArgs attend;
+    BlockPlan plan;
+    KeyMoments moments;
+    int32_t splits, key_width, value_width, part_floats;
+    // workspace, by set
+    float2 *waves;  // [SET_ROWS][pairs]: what a row has of a pair's cosine and sine at position 0
+    float *queries; // [SET_ROWS][key_width]
+    float *biases;  // [SET_ROWS]: <q, key centre>
+    float *parts;   // [splits][SET_ROWS][part_floats]: RowTotals | packed sums [value_width] | exact sums [head_dim]
+};
+static_assert(sizeof(AttendBlocksArgs) <= 4096, "kernel parameters");
+
+/** Of all rows of a set. */
+__device__ __forceinline__ float2 *waves_of(const AttendBlocksArgs &args, int64_t set)
+{
+    return args.waves + set * SET_ROWS * args.moments.pairs;
+}
+
+__device__ __forceinline__ float *part_at(const AttendBlocksArgs &args, int64_t set, int split, int row)
+{
+    return args.parts + ((set * args.splits + split) * SET_ROWS + row) * args.part_floats;
+}
+
+// ---- prepare ----
+
+/** Pairs' products of a row before its metric and rotation, to `to`; then the row's metric is undone. By one warp. */
+__device__ __forceinline__ void take_moments(const KeyMoments &m, int h, float *row, float2 *to, int lane)
+{
+    __syncwarp();
+    for (int i = lane; i < m.pairs; i += 32) {
+        const Pair pair = m.pair(i);
+        const float *wave = m.of_head(h).wave + 2 * i, first = row[pair.first], second = row[pair.second];
+        to[i] = make_float2(first * wave[0] + second * wave[1], second * wave[0] - first * wave[1]);
+    }
+    __syncwarp();
+    if (m.metric) apply_metric<true>(m, m.of_head(h), row);
+}
+
+/** Shared memory: | rows [MATRIX_TOKENS][key_width] | BlockRows' |. */
+__global__ void __launch_bounds__(SET_THREADS) prepare_kernel(const __grid_constant__ AttendBlocksArgs args)
+{
+    const AttendArgs &a = args.attend;
+    const BlockSide &side = args.plan.side[0];
+    const int row = threadIdx.x / 32, lane = threadIdx.x % 32, width = args.key_width;
+    float *rows = reinterpret_cast<float *>(shared_bytes);
+    const BlockRows x(args.plan, rows, width, SET_ROWS, rows + MATRIX_TOKENS * width);
+    wait_for_stream();
+    const RowSet s = find_rows(a, blockIdx.x, SET_ROWS);
+    const int64_t at = query_at(a, s, row);
+    const float *centre = centre_of(side, a.head_dim, s.h);
+    float *to = side.rotation == TQ_ROTATION_DENSE ? x.spare + row * a.head_dim : rows + row * width, bias = 0.0f;
+    for (int c = lane; c < width; c += 32) rows[row * width + c] = 0.0f;
+    __syncwarp();
+    for (int c = lane; c < a.head_dim; c += 32) {
+        to[c] = at < 0 ? 0.0f : load_number(a.p.q, at + c, a.p.dtype);
+        if (centre) bias += to[c] * centre[c];
+    }
+    bias = warp_sum(bias);
+    if (lane == 0) args.biases[blockIdx.x * SET_ROWS + row] = bias;
+    if (args.moments.any())
+        take_moments(args.moments, s.h, to, waves_of(args, blockIdx.x) + row * args.moments.pairs, lane);
+    project_rows(args.plan, side, s.h, x);
+    for (int i = threadIdx.x; i < SET_ROWS * width; i += SET_THREADS)
+        args.queries[(int64_t)blockIdx.x * SET_ROWS * width + i] = rows[i];
+}
+
+// ---- attend ----
 
 constexpr int PIECES = SET_THREADS / TQ_TILE;
 static_assert(PIECES == SET_ROWS, "the threads of a token finish the score of a row each");
@@ -330,6 +411,72 @@ __global__ void __launch_bounds__(SET_THREADS) attend_kernel(const __grid_consta
     leave_part(args, s, split, totals, sums);
 }
 
+// ---- combine ----
+
+__device__ __forceinline__ float4 totals_of(const AttendBlocksArgs &args, const RowSet &s, int split)
+{
+    return *reinterpret_cast<const float4 *>(part_at(args, s.segment, split, threadIdx.x / 32));
+}
+
+/** A row's totals over all splits, by a warp. Whatever is NaN makes the sum NaN. */
+__device__ __forceinline__ RowTotals merge_totals(const AttendBlocksArgs &args, const RowSet &s)
+{
+    float max = -INFINITY, sum = 0, packed_sum = 0;
+    for (int i = 0; i < args.splits; i++) max = fmaxf(max, totals_of(args, s, i).x);
+    const float shift = max == -INFINITY ? 0.0f : max;
+    for (int i = 0; i < args.splits; i++) {
+        const float4 t = totals_of(args, s, i);
+        const float factor = exp2_fast(t.x - shift);
+        sum += factor * t.y;
+        packed_sum += factor * t.z;
+    }
+    return {max, sum, packed_sum, 0};
+}
+
+/** Shared memory: | rows [MATRIX_TOKENS][value_width] | BlockRows' |; a warp a row but for matrices. */
+__global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_constant__ AttendBlocksArgs args)
+{
+    const AttendArgs &a = args.attend;
+    const BlockSide &side = args.plan.side[1];
+    const int row = threadIdx.x / 32, lane = threadIdx.x % 32, width = args.value_width;
+    float *rows = reinterpret_cast<float *>(shared_bytes), exact[BLOCK_GROUPS] = {}, packed[BLOCK_TILES] = {};
+    wait_for_stream();
+    const RowSet s = find_rows(a, blockIdx.x, SET_ROWS);
+    const RowTotals totals = merge_totals(args, s);
+    for (int split = 0; split < args.splits; split++) {
+        const float4 t = totals_of(args, s, split);
+        if (t.y == 0.0f) continue; // it attended nothing
+        const float factor = exp2_fast(t.x - (totals.max == -INFINITY ? 0.0f : totals.max));
+        const float *part = part_at(args, s.segment, split, row) + 4;
+#pragma unroll
+        for (int k = 0; k < BLOCK_TILES; k++)
+            if (32 * k < width) packed[k] = fmaf(factor, part[lane + 32 * k], packed[k]);
+#pragma unroll
+        for (int k = 0; k < BLOCK_GROUPS; k++)
+            if (lane + 32 * k < a.head_dim) exact[k] = fmaf(factor, part[width + lane + 32 * k], exact[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < BLOCK_TILES; k++)
+        if (32 * k < width) rows[row * width + lane + 32 * k] = packed[k];
+    const RestoredRows restored =
+        restore_rows(args.plan, side, s.h, BlockRows(args.plan, rows, width, SET_ROWS, rows + MATRIX_TOKENS * width));
+    int32_t token, head;
+    if (!find_row(a, s, row, token, head)) return;
+    const int64_t at = ((int64_t)s.b * a.p.query_heads + head) * a.p.query_tokens + token;
+    const float *centre = centre_of(side, a.head_dim, s.h);
+    const bool nothing = totals.sum == 0.0f;
+    const float inverse = nothing ? 0.0f : 1.0f / totals.sum;
+#pragma unroll
+    for (int k = 0; k < BLOCK_GROUPS; k++) {
+        const int c = lane + 32 * k;
+        if (c >= a.head_dim) continue;
+        const float x =
+            restored.result[row * restored.stride + c] + exact[k] + (centre ? centre[c] * totals.rounded_sum : 0.0f);
+        store_number(a.p.out, at * a.head_dim + c, a.p.dtype, nothing ? 0.0f : x * inverse);
+    }
+    if (a.p.lse && lane == 0) a.p.lse[at] = nothing ? -INFINITY : (totals.max + log2f(totals.sum)) * LN_2;
+}
+
 // ---- host ----
 
 /** Splits: four blocks for each multiprocessor, as far as there may be tiles for them. */
@@ -411,13 +558,12 @@ tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, voi
     if (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < bytes)
         return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
                     "at least what tq_cuda_attend_prepare says, 256-byte aligned");
-    const BlockEndKernels ends = attend_blocks_ends();
     auto rows_bytes = [&](const tq_side &side) {
         return sizeof(float) * MATRIX_TOKENS * TQ_TILE * side.tiles + matrix_bytes(side, plan.head_dim, SET_WARPS);
     };
-    TQ_CUDA_TRY(launch(ends.prepare, sets, SET_THREADS, rows_bytes(plan.key), stream, error, args));
+    TQ_CUDA_TRY(launch(prepare_kernel, sets, SET_THREADS, rows_bytes(plan.key), stream, error, args));
     TQ_CUDA_TRY(launch(attend_kernel, sets * args.splits, SET_THREADS, attend_bytes(args), stream, error, args));
-    return launch(ends.combine, sets, SET_THREADS, rows_bytes(plan.value), stream, error, args);
+    return launch(combine_kernel, sets, SET_THREADS, rows_bytes(plan.value), stream, error, args);
 }
 
 } // namespace tq

@@ -4,7 +4,7 @@
 // sum of rows is un-rotated once.
 //
 //   baselines/append.cu      vectors to codes       baselines/encode.cuh: one of them by one warp
-//   baselines/attend.cuh     queries meet a token tile's rows in shared memory
+//   baselines/attend.cu      queries meet a token tile's rows in shared memory
 //   baselines/dequantize.cu  rows back to vectors
 #ifndef TQ_CUDA_BASELINES_BLOCKS_CUH
 #define TQ_CUDA_BASELINES_BLOCKS_CUH
