@@ -302,7 +302,6 @@ template <class F> tq_status with_channels_per_lane(const AppendArgs &args, bool
             if (args.head_dim == 128) return f(std::integral_constant<int, 4>(), fine, of_settled);
             return f(std::integral_constant<int, 8>(), fine, of_settled);
         }
-        if (args.head_dim <= 32) return f(std::integral_constant<int, 1>(), fine, args);
         if (args.head_dim <= 64) return f(std::integral_constant<int, 2>(), fine, args);
         if (args.head_dim <= 128) return f(std::integral_constant<int, 4>(), fine, args);
         return f(std::integral_constant<int, 8>(), fine, args);

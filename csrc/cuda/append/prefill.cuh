@@ -35,12 +35,11 @@ constexpr int PASS = 16;     // tokens at a time
 constexpr int MOST_BITS = 4; // of a group
 
 /** One compiled kernel. Every group has 1 to 4 bits. MOMENTS: of plans with a wave or a metric. */
-template <int DIM_, bool BF16_, bool CENTRED_, bool MOMENTS_ = false> struct Shape {
+template <int DIM_, bool BF16_, bool MOMENTS_> struct Shape {
     static constexpr int DIM = DIM_, GROUPS = DIM / 32, CHUNKS = DIM / 16;
-    static constexpr bool BF16 = BF16_, CENTRED = CENTRED_, MOMENTS = MOMENTS_; // or binary16
+    static constexpr bool BF16 = BF16_, MOMENTS = MOMENTS_; // or binary16
     static constexpr int PIECES = DIM / 8, ROW_BYTES = 2 * DIM + 32, ROWS_BYTES = PASS * ROW_BYTES,
-                         AT_CENTRE = ROWS_BYTES, AT_SUMS = AT_CENTRE + (CENTRED ? 4 * DIM : 0),
-                         AT_RESIDUAL = AT_SUMS + 2 * 4 * TQ_TILE,
+                         AT_CENTRE = ROWS_BYTES, AT_SUMS = AT_CENTRE + 4 * DIM, AT_RESIDUAL = AT_SUMS + 2 * 4 * TQ_TILE,
                          WARP_BYTES = AT_RESIDUAL + (MOMENTS ? (int)sizeof(HeadResidual<DIM_>) : 0);
     static constexpr int WARPS = DIM <= 64 ? 24 : DIM <= 128 ? 16 : 8; // of a multiprocessor, by registers
     /* Units of the largest u, sqrt(DIM) but for rounding; a table has entries for -MOST .. MOST - 1. */
@@ -299,7 +298,7 @@ template <class S> __device__ __forceinline__ void rotate_chunks(Numbers<S> &z)
             }
 }
 
-/** Rows -> z. largest: of largest_of_rows. centre: of kernels for moments NULL where there is none. */
+/** Rows -> z. largest: of largest_of_rows. centre: NULL where there is none. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void rotate_rows(const Raw<S> &raw, uint32_t largest, const Matrix<S::BF16, IS_KEY> &matrix,
                                             const Tables<S> &tables, const float *centre, int lane, Numbers<S> &z)
@@ -316,7 +315,7 @@ __device__ __forceinline__ void rotate_rows(const Raw<S> &raw, uint32_t largest,
         matrix.multiply_chunk(z.x[c | 1], settled_x, settled_y, c & 1);
     }
     rotate_chunks(z);
-    if (S::CENTRED && (!S::MOMENTS || centre)) {
+    if (centre) {
         constexpr int AT_ONCE = IS_KEY ? 1 : 2; // chunks
 #pragma unroll
         for (int k = 0; k < S::CHUNKS; k += AT_ONCE) {
@@ -502,14 +501,14 @@ __device__ __forceinline__ void prepare_width(const FragmentsArgs &a, int bits, 
     if (warp == 0 && lane < 1 << bits) tables.levels[bits][code_of_rank(lane, bits)] = a.books[bits].levels[lane];
 }
 
-/** The centre as it is subtracted from rotated rows, for this warp. A number that is not finite counts as 0: it would be looked up outside
+/** The centre, not NULL, as it is subtracted from rotated rows, for this warp. A number that is not finite counts as 0: it would be looked up outside
  *  of the table of codes. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void prepare_centre(const FragmentsArgs &a, const Head &head, float *centre, int lane)
 {
     float mu[S::GROUPS];
 #pragma unroll
-    for (int k = 0; k < S::GROUPS; k++) mu[k] = head.centre ? head.centre[lane + 32 * k] : 0.0f; // of one side only
+    for (int k = 0; k < S::GROUPS; k++) mu[k] = head.centre[lane + 32 * k];
     rotate_registers<SettledArgs>(a, Flips<S::GROUPS>(a.signs, lane), mu, lane);
 #pragma unroll
     for (int k = 0; k < S::GROUPS; k++) centre[place_of_centre<IS_KEY>(lane + 32 * k)] = isfinite(mu[k]) ? mu[k] : 0.0f;
@@ -584,9 +583,8 @@ __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<
     if constexpr (S::MOMENTS && IS_KEY)
         prepare_residual<S>(a, tables, work.h, head.centre,
                             *reinterpret_cast<HeadResidual<S::DIM> *>(memory + S::AT_RESIDUAL), lane);
-    else if constexpr (S::CENTRED)
-        prepare_centre<S, IS_KEY>(a, head, reinterpret_cast<float *>(memory + S::AT_CENTRE), lane);
-    const float *centre = S::MOMENTS && !head.centre ? nullptr : reinterpret_cast<const float *>(memory + S::AT_CENTRE);
+    else if (head.centre) prepare_centre<S, IS_KEY>(a, head, reinterpret_cast<float *>(memory + S::AT_CENTRE), lane);
+    const float *centre = head.centre ? reinterpret_cast<const float *>(memory + S::AT_CENTRE) : nullptr;
     const int first_tile = tile;
     // Of 32 tiles, a lane each: long before they are needed. One that is known to be the same for all lanes would be waited for at once.
     int32_t pages = 0;
@@ -710,21 +708,11 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
     return launch(append_prefill<S>, blocks, 32 * S::WARPS, bytes, stream, error, a);
 }
 
-template <int DIM> tq_status launch_dim(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+/** MOMENTS: the centre of keys is subtracted with their wave, that of values, if any, as without one. */
+template <int DIM, bool MOMENTS> tq_status launch_dim(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
-    const bool centred = args.side[0].centre || args.side[1].centre;
-    if (args.dtype == TQ_BF16)
-        return centred ? launch_shape<Shape<DIM, true, true>>(args, stream, error)
-                       : launch_shape<Shape<DIM, true, false>>(args, stream, error);
-    return centred ? launch_shape<Shape<DIM, false, true>>(args, stream, error)
-                   : launch_shape<Shape<DIM, false, false>>(args, stream, error);
-}
-
-/** Of plans with a wave or a metric. The centre of keys is subtracted with their wave, that of values, if any, as without one. */
-template <int DIM> tq_status launch_moments(const AppendArgs &args, cudaStream_t stream, tq_error *error)
-{
-    return args.dtype == TQ_BF16 ? launch_shape<Shape<DIM, true, true, true>>(args, stream, error)
-                                 : launch_shape<Shape<DIM, false, true, true>>(args, stream, error);
+    return args.dtype == TQ_BF16 ? launch_shape<Shape<DIM, true, MOMENTS>>(args, stream, error)
+                                 : launch_shape<Shape<DIM, false, MOMENTS>>(args, stream, error);
 }
 
 } // namespace fragments

@@ -28,9 +28,9 @@ namespace tile
 constexpr int WARPS = 8;
 
 /** One compiled kernel. Every group has 1 to 4 bits. */
-template <int DIM_, bool BF16_, bool CENTRED_> struct Shape : Split<DIM_> {
+template <int DIM_, bool BF16_> struct Shape : Split<DIM_> {
     using Base = Split<DIM_>;
-    static constexpr bool BF16 = BF16_, CENTRED = CENTRED_;         // or binary16
+    static constexpr bool BF16 = BF16_;                             // or binary16
     static constexpr int GROUPS = (DIM_ + 31) / 32, TREE = Base::P; // leaves of a lane
     static constexpr int PIECES = DIM_ / 8, ROW_BYTES = (PIECES | 1) * 16, ROWS_BYTES = Base::ROUND * ROW_BYTES;
     static constexpr int HALVES = 2, NIBBLE_BYTES = GROUPS * HALVES * 512;
@@ -41,7 +41,8 @@ template <int DIM_, bool BF16_, bool CENTRED_> struct Shape : Split<DIM_> {
 /** What the warps of a block share. */
 template <class S> struct Tables {
     float product[S::PASSES][S::LANES][S::TABLE];
-    float centre[S::DIM];
+    float centre[S::DIM]; // if is_centred
+    bool is_centred;
     Book books[5]; // by bits, up to 4
     float limit;   // of the sum of squares of a row, from which on one of its numbers may be bad
 };
@@ -79,7 +80,7 @@ template <bool BF16> __device__ __forceinline__ float2 unpack(uint32_t two)
 }
 
 /** A row to the registers of lane q, after the first stage of the rotation. */
-template <class S>
+template <class S, bool CENTRED>
 __device__ __forceinline__ void read_row(float (&v)[S::PER_LANE], const uint8_t *row, const float *centre,
                                          const float *table, int q)
 {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void read_row(float (&v)[S::PER_LANE], const uint8_t 
         for (int w = 0; w < 4; w++) {
             const int i = pair + w, channel = S::channel(i, 0);
             float2 x = unpack<S::BF16>(words[w]);
-            if constexpr (S::CENTRED) {
+            if constexpr (CENTRED) {
                 x.x = __fsub_rn(x.x, centre[channel]);
                 x.y = __fsub_rn(x.y, centre[channel + 1]);
             }
@@ -111,7 +112,8 @@ template <class S, class Leaf> __device__ __forceinline__ float token_tree(const
 template <class S>
 __device__ __forceinline__ float rotate_row(float (&v)[S::PER_LANE], const uint8_t *row, const Tables<S> &tables, int q)
 {
-    read_row<S>(v, row, tables.centre, tables.product[0][q], q);
+    if (tables.is_centred) read_row<S, true>(v, row, tables.centre, tables.product[0][q], q);
+    else read_row<S, false>(v, row, tables.centre, tables.product[0][q], q);
     hadamard_split<S>(v, tables.product[0][q]);
     return token_tree<S>([&](int i) { return __fmul_rn(v[i], v[i]); });
 }
@@ -299,12 +301,12 @@ __device__ __forceinline__ void append_tiles_of_warp(const AppendArgs &a, const 
 template <class S> __device__ __forceinline__ void prepare_centre(const Head &head, Tables<S> &tables, int lane)
 {
     float most = 0;
-    for (int i = lane; S::CENTRED && i < S::DIM; i += 32) {
-        tables.centre[i] = head.centre ? head.centre[i] : 0.0f; // one side may have one and the other none
+    for (int i = lane; head.centre && i < S::DIM; i += 32) {
+        tables.centre[i] = head.centre[i];
         most = fmaxf(most, fabsf(tables.centre[i]));
     }
     const float room = TQ_MAX_INPUT - warp_max(most);
-    if (lane == 0) tables.limit = room > 0 ? 0.99f * room * room : -1.0f;
+    if (lane == 0) tables.limit = room > 0 ? 0.99f * room * room : -1.0f, tables.is_centred = head.centre;
 }
 
 /** Block i of `blocks` for a (side, sequence, head): WARPS * tiles_per_warp token tiles. */
@@ -352,13 +354,8 @@ tq_status launch_shape(const AppendArgs &args, const tq_plan &plan, cudaStream_t
 template <int DIM>
 tq_status launch_dim(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream, tq_error *error)
 {
-    const bool centred = args.side[0].centre || args.side[1].centre;
-    if (args.dtype == TQ_BF16) {
-        if (centred) return launch_shape<Shape<DIM, true, true>>(args, plan, stream, error);
-        return launch_shape<Shape<DIM, true, false>>(args, plan, stream, error);
-    }
-    if (centred) return launch_shape<Shape<DIM, false, true>>(args, plan, stream, error);
-    return launch_shape<Shape<DIM, false, false>>(args, plan, stream, error);
+    return args.dtype == TQ_BF16 ? launch_shape<Shape<DIM, true>>(args, plan, stream, error)
+                                 : launch_shape<Shape<DIM, false>>(args, plan, stream, error);
 }
 
 } // namespace tile

@@ -6,9 +6,9 @@ namespace tq
 
 tq_status launch_append_prefill_moments(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
-    if (args.head_dim == 64) return fragments::launch_moments<64>(args, stream, error);
-    if (args.head_dim == 128) return fragments::launch_moments<128>(args, stream, error);
-    return fragments::launch_moments<256>(args, stream, error);
+    if (args.head_dim == 64) return fragments::launch_dim<64, true>(args, stream, error);
+    if (args.head_dim == 128) return fragments::launch_dim<128, true>(args, stream, error);
+    return fragments::launch_dim<256, true>(args, stream, error);
 }
 
 } // namespace tq
