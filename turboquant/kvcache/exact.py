@@ -10,7 +10,7 @@ import torch
 
 from ..spec import CacheSpec
 
-__all__ = ["exact_rows", "grown_sinks", "laid_out", "rows_of", "with_room"]
+__all__ = ["exact_rows", "laid_out", "rows_of", "with_room"]
 
 _LEAST = 16  # the fewest rows to allocate
 
@@ -28,14 +28,6 @@ def with_room(have: int, need: int, most: int) -> int:
     """Rows to allocate when there are `have` and `need` are needed: the number doubles, so that all copies together
     move at most twice the last size."""
     return have if have >= need else min(most, max(need, 2 * have, _LEAST))
-
-
-def grown_sinks(held: torch.Tensor, rows: int) -> torch.Tensor:
-    """[batch, kv_heads, rows, head_dim]: the rows of `held`, and zeros behind them."""
-    batch, heads, have, channels = held.shape
-    out = held.new_zeros(batch, heads, rows, channels)
-    out[:, :, :have] = held
-    return out
 
 
 def laid_out(ring: torch.Tensor, rows: int, sinks: int) -> torch.Tensor:

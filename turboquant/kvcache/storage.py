@@ -39,7 +39,7 @@ from ..plan import PAGE_TOKENS, Plan
 from ..spec import CacheSpec
 from .chunk import attention_in_chunk, merged
 from .common import Common
-from .exact import exact_rows, grown_sinks, laid_out, rows_of, with_room
+from .exact import exact_rows, laid_out, rows_of, with_room
 from .pages import PageTable, outside_autograd
 from .prompt import prompt_rotations
 from .rewind import PastWindows
@@ -382,8 +382,10 @@ class LayerStorage:
             for name in (f"{side}_k", f"{side}_v"):
                 held = nothing if (found := getattr(self, name)) is None else found
                 if (rows := with_room(held.shape[2], need, most)) > held.shape[2]:
-                    sink = side == "sink"
-                    grown[name] = grown_sinks(held, rows) if sink else laid_out(held, rows, self.spec.sinks)
+                    if side == "sink":  # zeros behind the rows there are
+                        grown[name] = torch.nn.functional.pad(held, (0, 0, 0, rows - held.shape[2]))
+                    else:
+                        grown[name] = laid_out(held, rows, self.spec.sinks)
         self.hold_exact(grown)
 
     def hold_exact(self, tensors: dict[str, torch.Tensor]) -> None:
