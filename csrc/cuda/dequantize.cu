@@ -1,10 +1,11 @@
-// tq_cuda_dequantize: packed tokens back to float32, for debugging (plans that are not plain: baselines/dequantize.cu). A block a token tile of one (side, sequence, KV head):
+// tq_cuda_dequantize: packed tokens back to float32, for debugging (plans that are not plain: baselines/dequantize.cu).
+// A block has a token tile of one (side, sequence, KV head):
 //
-//   1  codes -> step * level * scale, rows of tokens in shared memory    a warp a group of channels
-//   2  R^T                                                               a warp a token, or for a matrix all of them at once
-//   3  of keys the metric undone and the wave added; + centre, and out    a warp a token
+//   1  codes -> step * level * scale, rows of tokens in shared memory    a warp per group of channels
+//   2  R^T                                                               a warp per token; with a matrix all together
+//   3  keys: undo the metric, add the wave; add the centre, write        a warp per token
 //
-// The operations and their order are those of the C core, so that the numbers are the same too.
+// The operations and their order are those of the C core, so the numbers are the same.
 #include "cuda/baselines/blocks.cuh"
 
 namespace tq
@@ -33,7 +34,8 @@ struct DequantizeArgs {
     LevelsByCode codebooks;
 };
 
-/** rows [32 tokens][head_dim]: group `group` of one token tile, which has half a tile to itself if groups have 16 channels. */
+/** rows [32 tokens][head_dim]: group `group` of one token tile, which has half a tile to itself if groups have 16
+ *  channels. */
 __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_index, int h, const uint8_t *record,
                                              int token_tile, int group, float *rows, int lane)
 {

@@ -1,5 +1,5 @@
-// tq_cuda_rotate: rows of head_dim numbers times the plan's rotation, or a matrix, or their inverses. A warp a row, or for a matrix
-// a block 16 rows, since they share the matrix.
+// tq_cuda_rotate: rows of head_dim numbers times the plan's rotation, or a matrix, or their inverses. A warp per row;
+// with a matrix a block per 16 rows, which share the matrix.
 #include "cuda/device/launch.cuh"
 #include "cuda/tile/matrix.cuh"
 

@@ -1,4 +1,4 @@
-/* The arguments of the attention kernels that follow from plan, sizes and the kernel chosen. */
+/* Arguments of the attention kernels that depend on the plan, sizes and the chosen kernel. */
 #include <math.h>
 #include <string.h>
 
@@ -21,7 +21,7 @@ void copy_side(const tq_plan &plan, const tq_side &from, SideArgs *to)
     to->scales_offset = (int32_t)from.scales_offset;
 }
 
-/** What bytes mean to a kernel. steps: [TQ_WIDE_BITS + 1], by width. */
+/** The factors of a kernel's bytes. steps: [TQ_WIDE_BITS + 1], by width. */
 void set_factors(const tq_plan &plan, const float *steps, const KernelChoice &k, bool keys, SideArgs *to)
 {
     bool fine = tq_tile_is_16(&plan);
@@ -44,7 +44,7 @@ void set_factors(const tq_plan &plan, const float *steps, const KernelChoice &k,
     }
 }
 
-/** What attention needs of a plan's codebooks. */
+/** Tables for attention, made from a plan's codebooks. */
 struct AttendTables {
     float step[TQ_WIDE_BITS + 1];
     LevelTables levels;

@@ -1,4 +1,4 @@
-/* tq_cuda_attend: checks what the host can see, has a kernel chosen and its work cut, queues it. */
+/* tq_cuda_attend: checks the arguments that the host can see, chooses a kernel, cuts the work and queues it. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,8 +18,8 @@ namespace
 
 /* ---- the device ---- */
 
-/** How many clusters of LARGE_CLUSTER blocks the current device can have at work, a block a multiprocessor: an H200 7. 0 where it cannot
- *  say. Remembered as in current_device. */
+/** How many clusters of LARGE_CLUSTER blocks, one block per multiprocessor, can run at once on the current device: 7 on
+ *  an H200; 0 if unknown. Cached as in current_device. */
 int count_large_clusters(const DeviceFacts &device)
 {
     static thread_local int known = -1, count;
@@ -71,7 +71,7 @@ tq_status look_at_device(Device *d, tq_error *error)
 
 /* ---- checks ---- */
 
-/** What CUDA alone asks for: rows are read four numbers at a time. */
+/** Checks for CUDA alone: rows are read four numbers at a time. */
 tq_status check_alignment(const tq_attend_params *p, tq_error *error)
 {
     int64_t bytes = p->dtype == TQ_F32 ? 4 : 2;
@@ -95,7 +95,7 @@ tq_status check_alignment(const tq_attend_params *p, tq_error *error)
                         "aligned to four of its numbers (got: bytes behind)");
     const struct {
         const char *name;
-        int64_t stride, length; /* of a dimension: whose only element has none */
+        int64_t stride, length; /* of a dimension; with one element the stride is ignored */
     } strides[] = {{"q", p->q_stride_batch, p->batch},
                    {"q", p->q_stride_head, p->query_heads},
                    {"q", p->q_stride_token, p->query_tokens},
@@ -115,7 +115,7 @@ tq_status check_alignment(const tq_attend_params *p, tq_error *error)
 
 bool is_fused(const Launch &launch) { return is_fused(KERNELS[launch.kernel.row].strategy); }
 
-/** The workspace at `base`, NULL for only its size; returns its bytes. */
+/** Lays the workspace out at `base` (NULL: only its size); returns its bytes. */
 size_t lay_out(Launch *launch, char *base)
 {
     return is_fused(*launch) ? lay_out_fused_workspace(launch, base) : lay_out_split_workspace(launch, base);
@@ -141,7 +141,7 @@ using namespace tq;
 namespace
 {
 
-/** What tq_cuda_attend_call holds. */
+/** The contents of a tq_cuda_attend_call. */
 struct Call {
     bool plain;
     Launch launch; /* of plain plans */
@@ -165,7 +165,8 @@ tq_status queue(Launch &l, size_t needed, cudaStream_t s, tq_error *error)
         return launch(merge.kernel, l.segments / l.args.row_tiles * l.args.rows, merge.threads, 0, s, error, l.args);
     }
     EndKernels ends = attend_end_kernels(l.args.groups);
-    /* A multiprocessor divides its memory into cache and shared memory anew only when it is empty: ask for the same division thrice. */
+    /* A multiprocessor changes its split between cache and shared memory only when it is idle: all three kernels ask
+     * for the same. */
     for (auto kernel : {ends.prepare, l.kernel.kernel, ends.combine})
         TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, 0, true, error));
     TQ_CUDA_TRY(launch(ends.prepare, l.prepare_blocks, l.prepare_threads, l.prepare_bytes, s, error, l.args));

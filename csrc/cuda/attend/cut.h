@@ -6,7 +6,7 @@
 namespace tq
 {
 
-/** The next `bytes` behind *at, 256-byte aligned. */
+/** Reserves the next `bytes` from *at on, 256-byte aligned. */
 inline int64_t take(int64_t *at, int64_t bytes)
 {
     int64_t start = *at;
@@ -14,7 +14,7 @@ inline int64_t take(int64_t *at, int64_t bytes)
     return start;
 }
 
-/** The width of all groups, keys and values; 0 where they differ. */
+/** The width of all groups, keys and values; 0 if they differ. */
 inline int uniform_bits(const tq_plan *plan)
 {
     bool same =
@@ -29,13 +29,13 @@ inline int width_of(const tq_plan &plan)
     return bits >= 2 && bits <= 4 ? bits : 0;
 }
 
-/** Exact tokens of a sequence at most. */
+/** The most exact tokens of a sequence. */
 inline int64_t most_exact_tokens(const tq_attend_params &p)
 {
     return p.window ? (int64_t)p.sinks + p.window + (p.query_tokens - 1) : p.sinks;
 }
 
-/** Where the sides of a unit are in a stage, and what is copied there. */
+/** The layout of a unit in a stage, and the copies that fill it. */
 inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
 {
     AttendArgs &a = *args;
@@ -63,7 +63,7 @@ inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
     }
 }
 
-/** Bytes of what a block shares of a wave, and of what each warp has of it: wave.cuh. */
+/** Shared memory for a wave, of the block and of each warp: wave.cuh. */
 inline int wave_block_bytes(const AttendArgs &a, const KernelChoice &kernel)
 {
     return a.wave.steps ? kernel.tiles * (4 * a.wave.steps + 2) * 32 * 16 + a.wave.steps * (WAVE_STEP + 1) * 4 : 0;
@@ -77,7 +77,8 @@ inline int wave_warp_bytes(const AttendArgs &a, const KernelChoice &kernel)
     return a.wave.steps ? a.wave.steps * WAVE_STEP * 8 + row_blocks * kernel.tiles * 32 * 16 : 0;
 }
 
-/** Lays a wave out behind the first `bytes` of a block's shared memory, with what put_wave leaves of so many rows; returns its end. */
+/** Lays a wave out after the first `bytes` of a block's shared memory, with put_wave's results for `rows` rows; returns
+ *  its end. */
 inline int lay_out_wave(const KernelChoice &kernel, int warps, int rows, int bytes, AttendArgs *args)
 {
     WaveArgs &w = args->wave;
@@ -93,8 +94,8 @@ inline int lay_out_wave(const KernelChoice &kernel, int warps, int rows, int byt
     return (int)at;
 }
 
-/** Choose a kernel of the strategy and cut the work for it. False, and nothing done, where there is none for the plan, it has no room, or
- *  another strategy is faster. */
+/** Choose a kernel of the strategy and cut the work for it. Return false and do nothing if there is none for the plan,
+ *  if it has no room, or if another strategy is faster. */
 bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch);
 bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *launch);
 /** Cuts the work for launch->kernel, which is SPLIT or MANY_ROWS. */
@@ -102,12 +103,13 @@ tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, t
 
 tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &device, tq_error *error);
 
-/** The arguments that depend on plan and sizes alone; sets launch->args.rows to 0 where there is nothing to do. */
+/** The arguments that depend on plan and sizes alone; sets launch->args.rows to 0 if there is nothing to do. */
 tq_status fill_args(const tq_plan &plan, const tq_attend_params &params, Launch *launch, tq_error *error);
-/** Those that depend on the kernel: what bytes mean to it. */
+/** The arguments that depend on the kernel: the factors of its bytes. */
 void fill_factors(const tq_plan &plan, Launch *launch);
 
-/** Where workspace is, at `base`, NULL for only its size; returns its bytes. fused: parts of blocks that are no clusters. */
+/** Lays workspace out at `base` (NULL: only its size) and returns its bytes. Fused: parts of blocks that are not
+ *  clusters. */
 size_t lay_out_fused_workspace(Launch *launch, char *base);
 size_t lay_out_split_workspace(Launch *launch, char *base);
 

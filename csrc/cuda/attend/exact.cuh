@@ -1,6 +1,6 @@
-/* Exact tokens: sinks, window ring and fresh tokens, in the model's dtype, with plain float32 arithmetic by a whole block of prepare.
- * There are few of them; what matters is that they join the same softmax and that their loads wait for each other as little as
- * possible. */
+/* Exact tokens: sinks, window ring and fresh tokens, in the model's dtype, with float32 arithmetic by a whole block of
+ * prepare.
+ * There are few of them, so the code minimises latency: loads should not wait for each other. */
 #ifndef TQ_CUDA_ATTEND_EXACT_CUH
 #define TQ_CUDA_ATTEND_EXACT_CUH
 #include "cuda/attend/query.cuh"
@@ -25,20 +25,20 @@ __device__ __forceinline__ ExactView view_exact(const AttendArgs &a, const Seque
     Range first = seen(a, s, s.first_position), last = seen(a, s, s.length - 1);
     ExactView v = {{first.lo, min(last.hi, min(a.p.sinks, s.length))}, {0, 0}};
     if (!a.p.window) return v;
-    int32_t stored = a.p.fresh_k ? max(s.first_position, 0) : s.length; /* tokens that the ring had seen */
+    int32_t stored = a.p.fresh_k ? max(s.first_position, 0) : s.length; /* length that the ring belongs to */
     v.recent = {max(max(first.lo, a.p.sinks), stored - a.p.window), last.hi};
     if (a.p.causal) v.recent.lo = max(v.recent.lo, s.first_position - a.p.window + 1);
     return v;
 }
 
-/** In shared memory, behind the rows of shared_row that hold the sums of each way:
+/** In shared memory, after the rows of shared_row, which hold the sums of each way:
  *  |tokens [EXACT_CHUNK]|scores [prepare_rows][EXACT_CHUNK]|max, sum, factor [prepare_rows] each|. */
 struct ExactState {
     ExactToken *tokens;
     float *scores, *max, *sum, *factor;
 };
 
-/** Groups of threads of a block that share the work on its rows, each with rows of sums of its own. */
+/** How many groups of threads ("ways") of a block share the tokens; each has its own rows of sums. */
 __device__ __forceinline__ int ways_of(const AttendArgs &a)
 {
     return max(1, (int)blockDim.x / (a.prepare_rows * 8 * a.groups));
@@ -80,7 +80,7 @@ __device__ __forceinline__ float dot_quads(float4 x, float4 y, float sum)
     return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
 }
 
-/** Positions that query token `token` may see; of the ring's tokens it sees the last `window` alone. */
+/** Positions that query token `token` may see; of the ring's tokens only the last `window`. */
 struct ExactSight {
     Range visible;
     int32_t recent_lo;
@@ -102,7 +102,8 @@ struct ExactSight {
     }
 };
 
-/** How many of the chunk's tokens a warp scores for a row: 4, 8 or 16, as many as leave no warp idle. The chunk is a multiple of it. */
+/** The tokens of a chunk that a warp scores for one row: 4, 8 or 16, as many as leave no warp idle. They divide the
+ *  chunk. */
 __device__ __forceinline__ int tokens_of_warp(int rows, int chunk, int warps)
 {
     int tokens = 4;
@@ -110,8 +111,8 @@ __device__ __forceinline__ int tokens_of_warp(int rows, int chunk, int warps)
     return tokens;
 }
 
-/** Base-2 logits of n <= EXACT_CHUNK tokens for all rows; -inf for what a row does not see. A warp takes a row and tokens_of_warp tokens,
- *  eight lanes a token. */
+/** Base-2 logits of n <= EXACT_CHUNK tokens for all rows; -inf for tokens that a row does not see. A warp has a row and
+ *  tokens_of_warp tokens; eight lanes a token. */
 template <int GROUPS>
 __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t n,
                                              const ExactState &x)
@@ -156,7 +157,7 @@ __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &
     }
 }
 
-/** Scores to weights in place, running maximum and sum per row. A warp per row. */
+/** Scores to weights in place, with a running maximum and sum per row. A warp per row. */
 __device__ __forceinline__ void exact_softmax(const AttendArgs &a, const ExactState &x, int32_t n)
 {
     int lane = threadIdx.x & 31;
@@ -174,7 +175,7 @@ __device__ __forceinline__ void exact_softmax(const AttendArgs &a, const ExactSt
     }
 }
 
-/** Adds the chunk's weighted values; each way takes every `ways`-th token. */
+/** Adds the chunk's weighted values; each way has every `ways`-th token. */
 __device__ __forceinline__ void exact_values(const AttendArgs &a, int32_t n, const ExactState &x)
 {
     constexpr int AT_ONCE = 8;
@@ -230,8 +231,7 @@ template <int GROUPS> __device__ __forceinline__ void attend_exact(const AttendA
     int64_t out = (((int64_t)s.b * a.p.kv_heads + s.h) * a.exact_parts + part) * a.row_tiles * a.tile_rows +
                   s.row_tile * a.tile_rows + s.first;
     for (int i = threadIdx.x; i < a.prepare_rows; i += blockDim.x) a.exact_totals[out + i] = {x.max[i], x.sum[i], 0, 0};
-    if (view.sinks.count() + view.recent.count() <= part * a.exact_tokens)
-        return; /* nobody reads sums without weight */
+    if (view.sinks.count() + view.recent.count() <= part * a.exact_tokens) return; /* sums with weight 0 are not read */
 #pragma unroll 1
     for (int i = threadIdx.x; i < a.prepare_rows * width; i += blockDim.x) {
         int row = i / width, c = i - row * width;

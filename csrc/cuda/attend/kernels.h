@@ -1,4 +1,4 @@
-/* Kernels around those of the table. */
+/* Kernels beside those of the table (dispatch.h). */
 #ifndef TQ_CUDA_ATTEND_KERNELS_H
 #define TQ_CUDA_ATTEND_KERNELS_H
 #include <cuda_runtime.h>
@@ -15,15 +15,15 @@ struct EndKernels {
 };
 EndKernels attend_end_kernels(int groups);
 
-/** Adds up the parts of attend_fused's blocks where they are not clusters: a block of `threads` per row. */
+/** Adds up the parts of attend_fused's blocks if they are not clusters: a block of `threads` per row. */
 struct MergeKernel {
     void (*kernel)(AttendArgs);
     int threads;
 };
 MergeKernel attend_merge_parts();
 
-/** Queues the kernel that writes a schedule. args: as cut_split leaves them; of other kernels, schedule_teams is 0: then the schedule
- *  becomes one that no call uses, instead of staying that of an earlier step. */
+/** Queues the kernel that writes a schedule. args: from cut_split. For other kernels schedule_teams is 0: then the
+ *  schedule is written so that no call uses it, not even an earlier step's. */
 tq_status write_schedule(const AttendArgs &args, int32_t *schedule, cudaStream_t stream, tq_error *error);
 
 } // namespace tq

@@ -25,7 +25,7 @@ template <int GROUPS> __device__ __forceinline__ void clear(LaneRow<GROUPS> &row
     for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) row.quad[k] = make_float4(0, 0, 0, 0);
 }
 
-/** A KV head's steps of the groups of a lane's channels; 1 where it has none, or the group no bits. */
+/** A KV head's steps for the groups of a lane's channels; 1 without steps, or if the group has no bits. */
 template <int GROUPS> struct ValueSteps {
     float step[LaneRow<GROUPS>::QUADS];
 
@@ -40,14 +40,15 @@ template <int GROUPS> struct ValueSteps {
     }
 };
 
-/** What turns a lane's packed sums into rotated numbers: factor * sum + offset * rounded_sum. Known before the sums are. */
+/** Turns a lane's packed sums into rotated numbers: factor * sum + offset * rounded_sum. Computed before the sums are
+ *  known. */
 template <int GROUPS> struct ValueScale {
     float factor[LaneRow<GROUPS>::QUADS], offset[LaneRow<GROUPS>::QUADS];
 
-    /** Those of up to 128 channels, to and from shared memory. */
+    /** For up to 128 channels, to and from shared memory. */
     __device__ __forceinline__ explicit ValueScale(float2 pair) : factor{pair.x}, offset{pair.y} {}
     __device__ __forceinline__ float2 pair() const { return make_float2(factor[0], offset[0]); }
-    /** Of the plan alone. */
+    /** The part that depends on the plan alone. */
     __device__ __forceinline__ ValueScale(const AttendArgs &a, int lane)
     {
 #pragma unroll
@@ -80,9 +81,9 @@ template <int GROUPS> struct ValueScale {
     }
 };
 
-/** Where a row's results go. */
+/** Where a row's results are written. */
 struct Output {
-    int64_t row; /* of out and lse; -1 for rows that only fill the tile */
+    int64_t row; /* of out and lse; -1 for padding rows of the tile */
     const float *centre;
 
     __device__ __forceinline__ Output(const AttendArgs &a, const RowSet &s, int i) : row(-1), centre(a.p.value.centre)
@@ -107,13 +108,13 @@ struct Output {
         }
     }
 
-    /** A completed row. */
+    /** Writes a completed row. */
     template <int GROUPS>
     __device__ __forceinline__ void write(const AttendArgs &a, const LaneRow<GROUPS> &x, const MergedRow &m,
                                           int lane) const
     {
         if (row < 0) return;
-        float inverse = __fdividef(1.0f, fmaxf(m.sum, 1e-30f)); /* where there is a maximum its weight is 1 */
+        float inverse = __fdividef(1.0f, fmaxf(m.sum, 1e-30f)); /* the largest weight is 1, if there is any */
 #pragma unroll
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
             int c = x.channel(k, lane);

@@ -1,5 +1,6 @@
-/* Rows to operands: rotate a query, fold the plan's steps in, round it to two planes of signed bytes, in fragment order. And the
- * rotation of rows in shared memory that prepare and combine share. */
+/* Rows to operands: rotates a query, multiplies by the plan's steps, rounds to two planes of signed bytes, in fragment
+ * order.
+ * Also the rotation of rows in shared memory, for prepare and combine. */
 #ifndef TQ_CUDA_ATTEND_QUERY_CUH
 #define TQ_CUDA_ATTEND_QUERY_CUH
 #include "cuda/attend/schedule.cuh"
@@ -8,7 +9,7 @@
 namespace tq
 {
 
-/** What a block of prepare or combine works on: rows first .. first + n - 1 of a segment's tile. */
+/** The rows of a block of prepare or combine: first .. first + n - 1 of a segment's tile. */
 struct RowSet {
     int32_t b, h, row_tile, segment, first, n;
 };
@@ -20,7 +21,7 @@ __device__ __forceinline__ RowSet find_rows(const AttendArgs &a, int32_t block, 
     return {b, in / a.row_tiles, in % a.row_tiles, segment, (block - segment * sets) * n, n};
 }
 
-/** Row i of the set, as (query token, query head); false for rows that only fill the tile. */
+/** Row i of the set, as (query token, query head); false for padding rows of the tile. */
 __device__ __forceinline__ bool find_row(const AttendArgs &a, const RowSet &s, int i, int32_t &token, int32_t &head)
 {
     int32_t row = s.row_tile * a.tile_rows + s.first + i;
@@ -29,7 +30,7 @@ __device__ __forceinline__ bool find_row(const AttendArgs &a, const RowSet &s, i
     return row < a.rows;
 }
 
-/** The index of a row's first number in q, or -1 for rows that only fill the tile. */
+/** The index of a row's first number in q, or -1 for padding rows of the tile. */
 __device__ __forceinline__ int64_t query_at(const AttendArgs &a, const RowSet &s, int i)
 {
     int32_t token, head;
@@ -43,14 +44,15 @@ __device__ __forceinline__ float *shared_row(const AttendArgs &a, int row)
     return reinterpret_cast<float *>(shared_bytes) + row * a.pitch;
 }
 
-/** y = R x (or R^T x) for shared rows 0 .. n - 1, by the whole block, through rows END_ROWS .. behind them. Synchronises. */
+/** y = R x (or R^T x) for shared rows 0 .. n - 1, by the whole block, with rows END_ROWS .. as workspace.
+ *  Synchronises. */
 __device__ __forceinline__ void rotate_dense(const AttendArgs &a, int n, const float *matrix, bool inverse)
 {
     int d = a.head_dim, lane = threadIdx.x & 31;
     __syncthreads();
 #pragma unroll 1
     for (int first = 0; first < n; first += 4) {
-        if (inverse) { /* a thread per channel and quarter of the sum: neighbours read neighbours */
+        if (inverse) { /* a thread per channel and quarter of the sum, for coalesced reads */
 #pragma unroll 1
             for (int c = threadIdx.x; c < d; c += blockDim.x) {
                 float y[4] = {0, 0, 0, 0};
@@ -107,7 +109,7 @@ template <int GROUPS> struct LaneRow {
     }
 };
 
-/** The signs of a lane's channels, bit i that of its i-th, for a head_dim that is a power of two. */
+/** The signs of a lane's channels, bit i for the i-th, if head_dim is a power of two. */
 template <int GROUPS> __device__ __forceinline__ uint32_t lane_signs(const AttendArgs &a, int lane)
 {
     uint32_t flip = 0;
@@ -117,7 +119,8 @@ template <int GROUPS> __device__ __forceinline__ uint32_t lane_signs(const Atten
     return flip;
 }
 
-/** hadamard_row for head_dim a power of two, in registers; lanes behind it take part with zeros. factor: head_dim^-1/2; flip: lane_signs. */
+/** hadamard_row in registers, if head_dim is a power of two; lanes beyond it have zeros. factor: head_dim^-1/2; flip:
+ *  lane_signs. */
 template <int GROUPS>
 __device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, float factor, uint32_t flip, bool inverse,
                                                int lane)
@@ -164,8 +167,8 @@ __device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, fl
     for (int k = 0; k < N / 4; k++) row.quad[k] = make_float4(x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]);
 }
 
-/** The plan's rotation of a row, unless it is dense. `spare`: a row of shared memory; flip: lane_signs. USUAL: a head_dim for which the
- *  code is shortest, the other powers of two then being rotated in shared memory; 0: none. */
+/** The plan's rotation of a row, unless it is dense. spare: a row of shared memory; flip: lane_signs. USUAL: the
+ *  head_dim that is rotated in registers, for short code; 0: every power of two is. */
 template <int GROUPS, int USUAL = 0>
 __device__ __forceinline__ void rotate_lanes(const AttendArgs &a, LaneRow<GROUPS> &row, float *spare, uint32_t flip,
                                              bool inverse, int lane)
@@ -181,7 +184,7 @@ __device__ __forceinline__ void rotate_lanes(const AttendArgs &a, LaneRow<GROUPS
     row.load(spare, TQ_TILE * a.groups, lane);
 }
 
-/** Row i of the set on its way to a warp's registers, zeros behind head_dim. */
+/** Row i of the set, being loaded into a warp's registers; zeros from head_dim on. */
 template <int GROUPS> struct QueryLoad {
     Quad raw[LaneRow<GROUPS>::QUADS];
 
@@ -189,7 +192,7 @@ template <int GROUPS> struct QueryLoad {
         : QueryLoad(a, query_at(a, s, i), lane)
     {
     }
-    /** at: as of query_at. */
+    /** at: from query_at. */
     __device__ __forceinline__ QueryLoad(const AttendArgs &a, int64_t at, int lane)
     {
 #pragma unroll
@@ -223,7 +226,7 @@ __device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s
     return warp_sum(dot);
 }
 
-/** What a warp needs of a KV head's wave for its rows, on its way to registers. */
+/** A KV head's wave, being loaded into a warp's registers. */
 template <int GROUPS> struct WaveLoad {
     static constexpr int PAIRS = GROUPS > 4 ? 4 : 2; /* lane, lane + 32 .. */
     int32_t first[PAIRS], second[PAIRS];             /* channels of a pair */
@@ -235,7 +238,7 @@ template <int GROUPS> struct WaveLoad {
         if (!a.wave.steps) return;
         const KeyMoments m = key_moments(a);
         const float2 *amplitudes = reinterpret_cast<const float2 *>(m.of_head(h).wave);
-        const uint32_t last = (uint32_t)a.head_dim - 1; /* a foreign channel must not fault */
+        const uint32_t last = (uint32_t)a.head_dim - 1; /* an invalid channel must not fault */
 #pragma unroll
         for (int k = 0; k < PAIRS; k++) {
             const int i = lane + 32 * k;
@@ -247,7 +250,7 @@ template <int GROUPS> struct WaveLoad {
     }
 };
 
-/** The same of its metric. */
+/** The same for its metric. */
 template <int GROUPS> struct MetricLoad {
     LaneRow<GROUPS> scale, directions[TQ_MAX_METRIC_RANK];
     float4 stretch;
@@ -266,7 +269,8 @@ template <int GROUPS> struct MetricLoad {
     }
 };
 
-/** A row before its rotation to what meets codes: A^-1 row (turboquant.h, "Keys of a plan with a wave or a metric"). One warp. */
+/** Applies the metric to a row before its rotation: A^-1 row (turboquant.h, "Keys of a plan with a wave or a metric").
+ *  One warp. */
 template <int GROUPS>
 __device__ __forceinline__ void undo_metric(const AttendArgs &a, const MetricLoad<GROUPS> &metric, LaneRow<GROUPS> &row,
                                             int lane)
@@ -306,10 +310,11 @@ __device__ __forceinline__ void undo_metric(const AttendArgs &a, const MetricLoa
     }
 }
 
-constexpr float WAVE_SIZE = 64; /* of the largest number that put_wave leaves: fp16 has many below it */
+constexpr float WAVE_SIZE = 64; /* the largest number that put_wave writes; leaves room in fp16 for smaller ones */
 
-/** What a row before its metric and rotation has of each pair's cosine and sine at position 0, to `to` [16 steps], the largest of them
- *  being WAVE_SIZE; returns what they are to be multiplied by. spare: a row of shared memory. One warp. */
+/** The coefficients of each pair's cosine and sine at position 0 for a row, before its metric and rotation, to `to` [16
+ *  steps], scaled so that the largest is WAVE_SIZE; returns the factor that undoes this. spare: a row of shared memory.
+ *  One warp. */
 template <int GROUPS>
 __device__ __forceinline__ float put_wave(const AttendArgs &a, const WaveLoad<GROUPS> &wave, const LaneRow<GROUPS> &row,
                                           float *spare, float2 *to, int lane)
@@ -337,10 +342,11 @@ __device__ __forceinline__ float put_wave(const AttendArgs &a, const WaveLoad<GR
     return largest * (1 / WAVE_SIZE);
 }
 
-/** The place of four channels' word, 4 place .. of group g, in the queries of a tile of rows, and how far the low plane is behind the
- *  high one. attend_pages: in the order in which a lane wants them, word 0 of lane 4 n + t of a group being channels 4 t .. of column
- *  n, word 1 channels 16 + 4 t ... With tiles of 16 lanes t = 0, 1 have those of the first group of 16, as its tiles do, others those of
- *  the second: bits 3 and 4 of the channel change places. attend_many_rows: as a B of device/warpgroup.cuh for each group. */
+/** The place of the word of four channels, 4 place .. of group g, in the queries of a tile of rows, and the distance
+ *  from the high to the low plane. attend_pages: in fragment order; word 0 of lane 4 n + t of a group is channels 4 t
+ *  .. of column n, word 1 channels 16 + 4 t ... With tiles of 16, lanes t = 0, 1 have channels of the first group of
+ *  16, as its tiles do, others those of the second: bits 3 and 4 of the channel are swapped. attend_many_rows: an
+ *  operand B of device/warpgroup.cuh per group. */
 struct QueryPlace {
     int32_t word, to_low;
 
@@ -357,11 +363,11 @@ struct QueryPlace {
     }
 };
 
-/** Where the prepared rows of a segment go. */
+/** Where the prepared rows of a segment are written. */
 struct PreparedRows {
     uint32_t *queries; /* QueryPlace */
     RowArgs *args;
-    float2 *wave; /* [row][16 steps], put_wave's */
+    float2 *wave; /* [row][16 steps], from put_wave */
 
     __device__ __forceinline__ float2 *wave_of(const AttendArgs &a, int row) const
     {
@@ -376,17 +382,17 @@ __device__ __forceinline__ PreparedRows rows_in_workspace(const AttendArgs &a, i
             a.wave.rows + (int64_t)segment * a.tile_rows * WAVE_STEP * a.wave.steps};
 }
 
-/** What a lane's channels are rounded by: known before the rows are. */
+/** Rounding factors of a lane's channels; computed before the rows are known. */
 template <int GROUPS> struct QueryScale {
     static constexpr int QUADS = LaneRow<GROUPS>::QUADS;
     float factor[QUADS], step[QUADS];
     int levels[QUADS]; /* of bytes above levels */
 
-    /** Of the plan alone. */
+    /** The part that depends on the plan alone. */
     __device__ __forceinline__ QueryScale(const AttendArgs &a, int lane)
     {
         float sign =
-            a.p.softmax_scale < 0 ? -1.0f : 1.0f; /* so that the row's scale is positive and maxima stay maxima */
+            a.p.softmax_scale < 0 ? -1.0f : 1.0f; /* so that the row's scale is positive, and maxima stay maxima */
 #pragma unroll
         for (int k = 0; k < QUADS; k++) {
             int g = group_of(a, LaneRow<GROUPS>::channel(k, lane)), bits = g < a.plan_groups ? a.key.bits[g] : 0;
@@ -395,7 +401,7 @@ template <int GROUPS> struct QueryScale {
             levels[k] = a.key.offset_levels[bits];
         }
     }
-    /** And the KV head's steps, if there are any. */
+    /** Loads the KV head's steps, if there are any. */
     __device__ __forceinline__ void load_steps(const AttendArgs &a, int32_t h, int lane)
     {
 #pragma unroll
@@ -406,7 +412,7 @@ template <int GROUPS> struct QueryScale {
     }
 };
 
-/** Rounds a rotated row to two planes. wave: of put_wave. One warp. */
+/** Rounds a rotated row to two planes. wave: from put_wave. One warp. */
 template <int GROUPS>
 __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s, const Sequence &seq, int i,
                                             const LaneRow<GROUPS> &rotated, const QueryScale<GROUPS> &scale, float bias,
@@ -414,10 +420,10 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
     int32_t token, head;
-    find_row(a, s, i, token, head); /* true: whoever prepares leaves the others out */
+    find_row(a, s, i, token, head); /* true: padding rows are not prepared here */
     Range packed = seen_packed(a, seq, seq.first_position + token);
     float number[4 * QUADS],
-        largest = fmaxf(1e-30f, 1e-7f * wave); /* so that no term of the wave is infinite as a score */
+        largest = fmaxf(1e-30f, 1e-7f * wave); /* keeps the wave's terms finite in units of scores */
 #pragma unroll
     for (int k = 0; k < QUADS; k++) {
         float factor = scale.factor[k] * scale.step[k];
@@ -461,7 +467,7 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
                     wave * a.p.softmax_scale * LOG2_E * reciprocal(row_scale)};
 }
 
-/** A row that only fills the tile: zeros, of which nothing is seen. WAVE: as of Variant. One warp. */
+/** A padding row of the tile: zeros, and it sees no tokens. WAVE: as in Variant. One warp. */
 template <int GROUPS, bool WAVE = true>
 __device__ __forceinline__ void leave_row_empty(const AttendArgs &a, int row, const PreparedRows &to, int lane)
 {
@@ -476,7 +482,7 @@ __device__ __forceinline__ void leave_row_empty(const AttendArgs &a, int row, co
     if (lane == 0) to.args[row] = {1e-35f};
 }
 
-/** The set's rows, by a whole block. */
+/** Prepares the set's rows, by a whole block. */
 template <int GROUPS> __device__ __forceinline__ void prepare_queries(const AttendArgs &a, const RowSet &s)
 {
     __shared__ float biases[END_ROWS], waves[END_ROWS];

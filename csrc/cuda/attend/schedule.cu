@@ -1,4 +1,4 @@
-/* The schedule of a step: what every team of SPLIT and MANY_ROWS would find from the lengths when it starts, found once for all layers. */
+/* The schedule of a step: where the piece of each team of SPLIT and MANY_ROWS begins, computed once for all layers. */
 #include "cuda/attend/kernels.h"
 #include "cuda/attend/schedule.cuh"
 
@@ -9,8 +9,8 @@ namespace
 
 constexpr int SCHEDULE_WARPS = 4; /* of a block */
 
-/** A warp a team, and a thread a sequence. args.schedule is NULL: Cursor finds the piece as it does in attention without a schedule.
- *  No teams: the schedule becomes one that no call uses. */
+/** One warp per team, and one thread per sequence. args.schedule is NULL, so Cursor finds the piece as in attention
+ *  without a schedule. Without teams, the schedule is written so that no call uses it. */
 __global__ void __launch_bounds__(32 * SCHEDULE_WARPS)
     schedule_kernel(const __grid_constant__ AttendArgs a, int4 *schedule)
 {

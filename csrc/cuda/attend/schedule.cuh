@@ -1,4 +1,4 @@
-/* Who does which units: what each sequence's rows see, the line of units, and each block's stretch of it. */
+/* Which team processes which units: what each sequence's rows see, the line of units, and each team's piece of it. */
 #ifndef TQ_CUDA_ATTEND_SCHEDULE_CUH
 #define TQ_CUDA_ATTEND_SCHEDULE_CUH
 #include "cuda/attend/params.h"
@@ -7,7 +7,7 @@
 namespace tq
 {
 
-/** The plan's group that a channel is in. */
+/** The plan's group of a channel. */
 __device__ __forceinline__ int group_of(const AttendArgs &a, int channel)
 {
     return channel / (a.fine ? TQ_FINE_GROUP : TQ_TILE); /* of constants: shifts */
@@ -22,13 +22,13 @@ struct Range {
     __device__ __forceinline__ int32_t count() const { return max(hi - lo, 0); }
 };
 
-/** A sequence: its lengths as far as they can be true. */
+/** A sequence, with its lengths clamped to valid ones. */
 struct Sequence {
     int32_t length, start, first_position; /* of query token 0; may be negative */
 };
 
-/** A schedule is rows of four numbers: {key, units of the line, 0, 0}, then for each team {b, sequence_at, length, start} of the sequence
- *  that its piece begins in (Cursor), then {length, start} of each sequence, two a row. */
+/** A schedule is rows of four numbers: {key, units of the line, 0, 0}; for each team {b, sequence_at, length, start} of
+ *  the sequence in which its piece begins (Cursor); {length, start} of each sequence, two in a row. */
 __device__ __forceinline__ bool is_schedule_of(const AttendArgs &a, const int4 &head)
 {
     return head.x == a.schedule_key;
@@ -67,14 +67,14 @@ __device__ __forceinline__ Range seen(const AttendArgs &a, const Sequence &s, in
     return r;
 }
 
-/** Of those the packed ones, as packed indices. */
+/** The packed tokens among them, as packed indices. */
 __device__ __forceinline__ Range seen_packed(const AttendArgs &a, const Sequence &s, int32_t p)
 {
     Range r = seen(a, s, p);
     return {max(r.lo - a.p.sinks, 0), r.hi - a.p.window - a.p.sinks};
 }
 
-/** The unit of a packed token where all are of one size. */
+/** The unit of a packed token, if all units have the same size. */
 __device__ __forceinline__ int32_t equal_unit_of(const AttendArgs &a, int32_t packed_index)
 {
     return packed_index >> (a.unit_tokens == 4 * TQ_TILE ? 7 : 6);
@@ -89,7 +89,7 @@ __device__ __forceinline__ int32_t unit_of(const AttendArgs &a, int32_t packed_i
     return a.page_units == 1 ? page : 2 * page + (tile - tiles * page) / 2;
 }
 
-/** The units that the rows of a sequence see, taken together, and the packed indices that all of them see. */
+/** The units that any row of a sequence sees, and the packed indices that all rows see. */
 struct PackedView {
     Range units, common;
     __device__ __forceinline__ int32_t length() const
@@ -100,7 +100,7 @@ struct PackedView {
 
 __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Sequence &s)
 {
-    if (a.sees_all) { /* what is below, in a fifth of the instructions, which stand between a block's start and its first page */
+    if (a.sees_all) { /* as below, with a fifth of the instructions, which delay a block's first page */
         int32_t end = s.length - a.p.window - a.p.sinks;
         return {{0, end > 0 ? equal_unit_of(a, end - 1) + 1 : 0}, {0, a.p.causal ? end - (a.p.query_tokens - 1) : end}};
     }
@@ -110,7 +110,7 @@ __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Seq
     return v;
 }
 
-/** The units whose every token is in the range; none where a unit may have fewer tiles than its kernel's. */
+/** The units that are entirely in the range; none if a unit may have fewer tiles than the kernel's. */
 __device__ __forceinline__ Range whole_units(const AttendArgs &a, Range tokens)
 {
     if (a.last_is_short) return {0, 0};
@@ -127,7 +127,7 @@ __device__ __forceinline__ int32_t divide(int32_t x, int32_t y)
     return rest < 0 ? q - 1 : rest >= y ? q + 1 : q;
 }
 
-/** The line in pieces of `each` or `each` + 1 units, none of them empty, the longer ones spread evenly. */
+/** The line, cut into pieces of `each` or `each` + 1 units. None is empty, and the longer ones are spread evenly. */
 struct Line {
     int32_t total, pieces, each, longer;
 
@@ -138,7 +138,7 @@ struct Line {
     }
     __device__ __forceinline__ int32_t start(int32_t piece) const
     {
-        return each * piece + divide(longer * piece, pieces); /* there are a few thousand pieces at most */
+        return each * piece + divide(longer * piece, pieces); /* at most a few thousand pieces */
     }
     __device__ __forceinline__ int32_t piece_of(int32_t at) const
     {
@@ -152,16 +152,16 @@ struct Line {
 /** A team's part of one segment. */
 struct Segment {
     int32_t b, h, index;
-    int32_t first, count; /* units, counted in the sequence from its first page on; count 0: the segment sees none */
+    int32_t first, count; /* units, counted from the sequence's first page; count 0: the segment sees none */
     Range common;         /* packed indices that every row sees */
     bool there;
 };
 
-/** A team's way along its piece. Every warp of the team keeps one of its own. */
+/** A team's place in its piece. Every warp of the team has its own copy. */
 struct Cursor {
     Line line;
-    int32_t piece, at, end; /* what is left of the piece */
-    int32_t b, sequence_at; /* the sequence there, and its first unit in the line */
+    int32_t piece, at, end; /* units at .. end - 1 of the line are left */
+    int32_t b, sequence_at; /* the sequence at `at`, and its first unit in the line */
     PackedView view;        /* of sequence b */
 
     /** By a whole warp. */
@@ -196,13 +196,13 @@ struct Cursor {
         for (int32_t first = 0;; first += 32) {
             int32_t all = total;
             if (a.p.batch > 32)
-                all = scan_lengths(a, first, per_unit, lane, upto); /* otherwise what the lanes hold is still right */
+                all = scan_lengths(a, first, per_unit, lane, upto); /* otherwise the lanes still have it */
             if (sequence_at + all <= at) {
                 sequence_at += all;
                 continue;
             }
             int n = __popc(__ballot_sync(ALL_LANES, first + lane < a.p.batch &&
-                                                        sequence_at + upto <= at)); /* sequences that lie before */
+                                                        sequence_at + upto <= at)); /* sequences before `at` */
             int32_t before = __shfl_sync(ALL_LANES, upto, max(n - 1, 0));
             sequence_at += n ? before : 0;
             b = first + n;
@@ -211,7 +211,7 @@ struct Cursor {
         view = view_packed(a, load_sequence(a, b));
     }
 
-    /** Units of sequences first .. first + 31; upto: those up to the lane's. */
+    /** Units of sequences first .. first + 31. upto: their sum up to the lane's sequence. */
     static __device__ __forceinline__ int32_t scan_lengths(const AttendArgs &a, int32_t first, int32_t per_unit,
                                                            int lane, int32_t &upto)
     {
@@ -224,7 +224,8 @@ struct Cursor {
         return __shfl_sync(ALL_LANES, upto, min(31, a.p.batch - 1));
     }
 
-    /** The part of the next segment. The team that has a segment's first unit tells combine who shares it. */
+    /** The part of the next segment. With `tell`, the team with a segment's first unit tells combine which pieces share
+     *  it. */
     __device__ __forceinline__ Segment next(const AttendArgs &a, bool tell)
     {
         Segment s = {};

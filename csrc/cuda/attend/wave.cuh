@@ -1,18 +1,22 @@
-/* What the wave of keys adds to the scores of packed tokens: <q, wave at the token's position> (turboquant.h, "Keys of a plan with a wave
- * or a metric"). It depends on the query and the position alone, so that a warp finds it for a unit while the unit's codes are still on
- * their way, and adds it to the scores when they are there.
+/* The wave's terms of the scores of packed tokens: <q, wave at the token's position> (turboquant.h, "Keys of a plan
+ * with a wave or a metric"). They depend on the query and the position alone, so a warp computes them for a unit while
+ * the unit's codes are still being loaded, and adds them to the scores later.
  *
- * A unit's tokens are mirrored around its middle: two of them are u and -u positions away from it, u = 1/2, 3/2 .. With x and y what the row
- * has of a pair's cosine and sine at position 0, turned to the middle by t,
- *     X = x cos t + y sin t,  Y = y cos t - x sin t,     terms at +-u = sum over pairs X cos(u phi) +- sum over pairs Y sin(u phi)
- * The cosines and sines of u phi are a table that all units and rows share, the first factor of two products of matrices; X and Y of four
- * rows are the second one. Numbers are the sums of two of 16 bits, a high and a low one. Of a row the second factor has both, in columns
- * of their own, so that two products, by the high and by the low half of the table, make all that matters: 22 bits.
+ * A unit's tokens are mirrored around its middle: two of them are u and -u positions away from it, u = 1/2, 3/2 .. Let
+ * x and y be the row's coefficients of a pair's cosine and sine at position 0. Turned to the middle by t they are X and
+ *     Y:
+ *     X = x cos t + y sin t,  Y = y cos t - x sin t
+ *     terms at +-u = sum over pairs X cos(u phi) +- sum over pairs Y sin(u phi)
+ * The cosines and sines of u phi are a table that all units and rows share, operand A of two matrix products; X and Y
+ * of four rows are operand B. Each number is the sum of two fp16 halves, a high and a low one. B has both halves of a
+ * row, in separate columns, so two products, with the high and with the low half of the table, give 22 bits.
  *
- * Pairs that turn little within a unit are slow. The sums of a step of such pairs are polynomials of u, and are found at eight nodes alone,
- * whatever the number of tokens; those of all slow steps are then interpolated by one more product.
+ * Pairs that turn little within a unit are slow. The sum over a step (16 pairs) of slow pairs is a polynomial of u. It
+ * is computed at eight nodes only, whatever the number of tokens; one more product interpolates the sums of all slow
+ * steps.
  *
- * Pair i stands at k = 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of step i / 16 for i % 16 = 4 t .. 4 t + 3: a lane's pairs lie side by side. */
+ * Pair i is at k = 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of step i / 16 for i % 16 = 4 t .. 4 t + 3: a lane's pairs are
+ * neighbours. */
 #ifndef TQ_CUDA_ATTEND_WAVE_CUH
 #define TQ_CUDA_ATTEND_WAVE_CUH
 #include "cuda/attend/schedule.cuh"
@@ -26,11 +30,12 @@ __device__ __forceinline__ KeyMoments key_moments(const AttendArgs &a)
     return {a.p.key.turns, a.p.key.moments, a.wave.pairs, a.wave.metric, a.wave.numbers, a.head_dim};
 }
 
-/** Whether there is a wave, in a kernel that takes plans with one. */
+/** Whether there is a wave, in a kernel that supports it. */
 template <class V> __device__ __forceinline__ bool has_wave(const AttendArgs &a) { return V::WAVE && a.wave.steps; }
 
-/** c (16 x 8) += a (16 x 16) b (16 x 8), fp16. Lane 4 g + t holds a0: row g, columns 2 t ..; a1: row g + 8; a2, a3: the same with columns
- *  2 t + 8 ..; b0, b1: rows 2 t .. and 2 t + 8 .. of column g; c0, c1: row g, columns 2 t, 2 t + 1; c2, c3: row g + 8. */
+/** c (16 x 8) += a (16 x 16) b (16 x 8), fp16. Lane 4 g + t holds a0: row g, columns 2 t ..; a1: row g + 8; a2, a3: the
+ *  same with columns 2 t + 8 ..; b0, b1: rows 2 t .. and 2 t + 8 .. of column g; c0, c1: row g, columns 2 t, 2 t + 1;
+ *  c2, c3: row g + 8. */
 __device__ __forceinline__ void mma_halves(float (&c)[4], uint4 a, uint2 b)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -38,7 +43,7 @@ __device__ __forceinline__ void mma_halves(float (&c)[4], uint4 a, uint2 b)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-/** Two numbers as halves, and what those leave over. */
+/** Two numbers rounded to fp16, and the remainders. */
 struct SplitPair {
     uint32_t high, low;
 
@@ -52,21 +57,21 @@ struct SplitPair {
     }
 };
 
-/** What a pair turns in twice / 2 positions. */
+/** A pair's angle over twice / 2 positions. */
 __device__ __forceinline__ uint32_t phase_by_halves(int32_t increment, int32_t twice)
 {
     return (uint32_t)((int64_t)increment * twice >> 1);
 }
 
-/** Cosine and sine of a phase, within 1e-6: what errs in an amplitude of 1,000 is then below a thousandth of a logit. */
+/** Cosine and sine of a phase, within 1e-6: an amplitude of 1,000 then errs by less than 1e-3 of a logit. */
 __device__ __forceinline__ float2 turn_fast(uint32_t phase)
 {
     const float x = (float)(int32_t)phase * 1.46291808e-9f; /* 2 pi / 2^32 */
     return make_float2(__cosf(x), __sinf(x));
 }
 
-/** c (16 x 8) += a (16 x 8) b (8 x 8), fp16. Lane 4 g + t holds a0: row g, columns 2 t, 2 t + 1; a1: row g + 8; b: rows 2 t, 2 t + 1 of
- *  column g; c as of mma_halves. */
+/** c (16 x 8) += a (16 x 8) b (8 x 8), fp16. Lane 4 g + t holds a0: row g, columns 2 t, 2 t + 1; a1: row g + 8; b: rows
+ *  2 t, 2 t + 1 of column g; c as of mma_halves. */
 __device__ __forceinline__ void mma_short(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b)
 {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -74,7 +79,7 @@ __device__ __forceinline__ void mma_short(float (&c)[4], uint32_t a0, uint32_t a
         : "r"(a0), "r"(a1), "r"(b));
 }
 
-/** Where the wave's numbers are in shared memory: of the block |table|polynomials|increments|slow|, then of each warp |turns|terms|. */
+/** The wave's shared memory: |table|polynomials|increments|slow| of the block, then |turns|terms| of each warp. */
 struct WaveSpace {
     uint4 *
         table; /* [step][tile of 16 positions u][cosines high, low, sines high, low][32 lanes]; of a slow step cosines and sines
@@ -101,7 +106,8 @@ struct WaveSpace {
 
 constexpr int WAVE_NODES = 8;
 
-/** The positive ones of the Chebyshev nodes cos(pi (2 n + 1) / 32), in units of the distance of a unit's last token from its middle. */
+/** The positive Chebyshev nodes cos(pi (2 n + 1) / 32), in units of the distance from a unit's middle to its last
+ *  token. */
 constexpr double wave_node(int n)
 {
     constexpr double AT[WAVE_NODES] = {0.99518472667219688624, 0.95694033573220886494, 0.88192126434835502971,
@@ -110,12 +116,12 @@ constexpr double wave_node(int n)
     return AT[n];
 }
 
-/** Radians to a unit's last token up to which a pair is slow: polynomials of degree 15 are then off by 5^16 / (2^15 16!) = 2e-7 of an
- *  amplitude. */
+/** A pair is slow if it turns by at most this many radians from a unit's middle to its last token: polynomials of
+ *  degree 15 are then off by 5^16 / (2^15 16!) = 2e-7 of an amplitude. */
 constexpr double SLOW_RADIANS = 5;
 
-/** Lagrange's polynomial of a node at x: the even one, 1 at +-node and 0 at the others, or the odd one, 1 at the node and -1 at its mirror
- *  image. */
+/** The Lagrange polynomial of a node at x: the even one, 1 at +-node and 0 at the others, or the odd one, 1 at the node
+ *  and -1 at its mirror image. */
 constexpr double wave_polynomial(int node, bool odd, double x)
 {
     const double at = wave_node(node);
@@ -125,7 +131,7 @@ constexpr double wave_polynomial(int node, bool odd, double x)
     return product;
 }
 
-/** The bits of a number rounded to fp16, and what that leaves over; for numbers below 2. */
+/** The bits of a number rounded to fp16, and the remainder; for numbers below 2. */
 struct ConstantHalf {
     uint32_t bits = 0;
     double rest = 0;
@@ -141,7 +147,7 @@ struct ConstantHalf {
     }
 };
 
-/** The polynomials at all positions as first factors of products, for units of 1, 2 and 4 token tiles one behind the other:
+/** The polynomials at all positions as operands A, for units of 1, 2 and 4 token tiles in turn:
  *  [tile of 16 positions u][even, odd][lane][rows g and g + 8, high halves and then low ones]. */
 struct WavePolynomials {
     alignas(16) uint32_t words[1 + 2 + 4][2][32][4] = {};
@@ -165,8 +171,8 @@ struct WavePolynomials {
 };
 static __device__ const WavePolynomials wave_polynomials;
 
-/** A lane's part of a step's cosines and sines at a tile's positions, or if the step is slow at the nodes. node: of the lane's row. In a loop:
- *  a block does this once, and code that is fetched for it takes as long as the rest of its start. */
+/** A lane's part of a step's cosines and sines at a tile's positions or, if the step is slow, at the nodes. node: of
+ *  the lane's row. Not unrolled: a block does this once, and fetching more code would take longer. */
 __device__ __forceinline__ void fill_step(const int32_t (&increments)[4], bool slow, int tile, double node, uint4 *to,
                                           int lane)
 {
@@ -187,7 +193,7 @@ __device__ __forceinline__ void fill_step(const int32_t (&increments)[4], bool s
     }
 }
 
-/** What the lane's pairs turn in a position: of pairs lane, lane + 32 .. Those behind the last are slow. */
+/** Increments of the lane's pairs: lane, lane + 32 .. Padding pairs are slow. */
 template <int PAIRS> struct LaneIncrements {
     int32_t of[PAIRS];
 
@@ -198,7 +204,7 @@ template <int PAIRS> struct LaneIncrements {
         for (int k = 0; k < PAIRS; k++)
             of[k] = lane + 32 * k < a.wave.pairs ? a.p.key.turns[3 * (lane + 32 * k) + 2] : 0;
     }
-    /** Of pair i, to every lane; by a whole warp. */
+    /** The increment of pair i, in every lane; by a whole warp. */
     __device__ __forceinline__ int32_t operator[](int i) const
     {
         int32_t x = 0;
@@ -211,8 +217,8 @@ template <int PAIRS> struct LaneIncrements {
     }
 };
 
-/** Fills what a block shares, for units of so many token tiles, by all its threads: a warp a step and tile of 16 positions. Others see it
- *  behind a __syncthreads. */
+/** Fills the block's part of the wave, for units of TILES token tiles, by all its threads: a warp per step and tile of
+ *  16 positions. Needs a __syncthreads after it. */
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const LaneIncrements<PAIRS> &of_lanes)
 {
@@ -249,8 +255,9 @@ __device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const LaneI
     }
 }
 
-/** Two pairs' numbers of a row as a lane's part of the second factor: columns of even number have high halves, odd ones low halves. Of the
- *  four pairs that a column's lane wants, those of an even column have found the first two, those of an odd one the others. */
+/** Two pairs' numbers of a row as a lane's part of operand B: even columns have high halves, odd ones low halves. Of
+ *  the four pairs that a column's lane needs, the lane of the even column has computed the first two, the odd one the
+ *  others. */
 __device__ __forceinline__ uint2 second_factor(float x, float y, bool odd)
 {
     const SplitPair own(x, y);
@@ -258,7 +265,7 @@ __device__ __forceinline__ uint2 second_factor(float x, float y, bool odd)
     return odd ? make_uint2(other, own.low) : make_uint2(own.high, other);
 }
 
-/** The factors of a row's step at the warp's unit: those of cosines and those of sines. */
+/** Operands B of a row's step at the warp's unit, for cosines and for sines. */
 struct StepFactors {
     uint2 cosines, sines;
 
@@ -269,12 +276,12 @@ struct StepFactors {
     }
 };
 
-/** Sums over pairs: of cosines and of sines, at +u and -u positions their sum and difference. */
+/** Sums over pairs, of cosines and of sines: terms at +u and -u are their sum and difference. */
 template <int TILES> struct WaveSums {
     float cosines[TILES][4] = {}, sines[TILES][4] = {};
     float cosines_at_nodes[4] = {}, sines_at_nodes[4] = {};
 
-    /** table: of the step, the lane's. */
+    /** table: the lane's entries of the step. */
     __device__ __forceinline__ void add(const StepFactors &f, bool slow, const uint4 *table)
     {
         if (slow) {
@@ -292,7 +299,7 @@ template <int TILES> struct WaveSums {
         }
     }
 
-    /** Adds what the nodes say: lane 4 g + t has the sums of row t at node g. */
+    /** Interpolates from the nodes and adds: lane 4 g + t has the sums of row t at node g. */
     __device__ __forceinline__ void interpolate(const uint4 *polynomials, bool odd, int lane)
     {
         const float *c = cosines_at_nodes, *s = sines_at_nodes;
@@ -312,21 +319,22 @@ template <int TILES> struct WaveSums {
     }
 };
 
-/** The warp's turns in the middle of a unit whose first token has that packed index. By a whole warp. */
+/** Computes the warp's turns at the middle of a unit; first: packed index of its first token. By a whole warp. */
 __device__ __forceinline__ void turn_to_middle(const AttendArgs &a, const WaveSpace &space, int32_t first, int tokens,
                                                int lane)
 {
     const int32_t twice = 2 * (a.p.sinks + first) + tokens - 1;
-    __syncwarp(); /* all lanes have read those of the unit before */
+    __syncwarp(); /* all lanes have read the last unit's turns */
 #pragma unroll 1
     for (int i = lane; i < WAVE_STEP * a.wave.steps; i += 32)
         space.turns[i] = turn_fast(phase_by_halves(space.increments[i], twice));
     __syncwarp();
 }
 
-/** The terms of a unit whose first token has that packed index, of BLOCKS times four rows: row blocks first_block, first_block + block_step
- *  .. factor_of(block, lane): of the lane's row. put(n, terms): what becomes of the n-th block's, by token tile the four of the lane's tokens.
- *  rows: [row][16 steps], put_wave's. By a whole warp. */
+/** The terms of a unit for BLOCKS times four rows: row blocks first_block, first_block + block_step .. first: packed
+ *  index of the unit's first token. factor_of(block, lane): factor of the lane's row. put(n, terms): receives the n-th
+ *  block's terms, by token tile those of the lane's four tokens. rows: [row][16 steps], from put_wave. By a whole
+ *  warp. */
 template <int BLOCKS, int TILES, class Factor, class Put>
 __device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows, int32_t first, int first_block,
                                          int block_step, int lane, Factor factor_of, Put put)
@@ -341,7 +349,7 @@ __device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows
         return reinterpret_cast<const float4 *>(rows + row * WAVE_STEP * steps) + place;
     };
     const float4 *row = row_of_block(0);
-    float4 next[2] = {row[0], row[STEP]}; /* on their way a while before they are needed */
+    float4 next[2] = {row[0], row[STEP]}; /* loaded ahead */
     turn_to_middle(a, space, first, TQ_TILE * TILES, lane);
     const uint32_t slow = __ballot_sync(ALL_LANES, lane < steps && space.slow[lane]);
 #pragma unroll 1
@@ -371,7 +379,7 @@ __device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows
     }
 }
 
-/** Puts a block's terms into the warp's own memory. */
+/** Stores a block's terms in the warp's shared memory. */
 template <int TILES>
 __device__ __forceinline__ void put_terms(const AttendArgs &a, int n, const float (&terms)[4 * TILES], int lane)
 {
@@ -391,7 +399,8 @@ __device__ __forceinline__ void add_terms(float4 terms, float *s)
     s[3] += terms.w;
 }
 
-/** What a unit's scores wait for: the terms of one block of rows in registers, those of more in the warp's memory. */
+/** The terms of a unit until its scores are known: of one block of rows in registers, of several in the warp's shared
+ *  memory. */
 template <int BLOCKS, int TILES> struct UnitWave {
     float terms[4 * TILES];
 

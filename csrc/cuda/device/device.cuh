@@ -20,7 +20,7 @@ constexpr uint32_t ALL_LANES = 0xffffffffu;
 #define TQ_VERSION_TEXT(major, minor) TQ_TEXT(major) "." TQ_TEXT(minor)
 #define TQ_TOOLKIT TQ_VERSION_TEXT(__CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__)
 
-/** How the refused argument must be; `got` is the cudaError_t. */
+/** The "must be" text of an error of the CUDA runtime; `got` is the cudaError_t. */
 inline const char *what_helps(cudaError_t e)
 {
     switch (e) {
@@ -37,13 +37,14 @@ inline const char *what_helps(cudaError_t e)
 inline tq_status check_cuda(cudaError_t e, const char *argument, tq_error *error)
 {
     if (e == cudaSuccess) return TQ_OK;
-    cudaGetLastError(); /* it is told here: nobody else's next call should find it */
+    cudaGetLastError(); /* clears the error, so that no later call reports it */
     return fail(error, TQ_E_CUDA, argument, -1, (double)e, what_helps(e));
 }
 
 /* ---- bytes and matrices ---- */
 
-/** Byte i of the result is byte (nibble i of s) & 7 of b:a; nibbles of 8 and more give that byte's sign bit eight times. */
+/** Byte i of the result is byte (nibble i of s) & 7 of b:a; nibbles of 8 and more give that byte's sign bit eight
+ *  times. */
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t s)
 {
     uint32_t r;
@@ -51,12 +52,12 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t s)
     return r;
 }
 
-/** Of four signed bytes. */
+/** The sum of four signed bytes. */
 __device__ __forceinline__ int sum_of_bytes(uint32_t x) { return __dp4a((int)x, 0x01010101, 0); }
 
-/** c (16 x 8, int32) += a (16 x 32) b (32 x 8), bytes signed or not. Lane 4 g + t holds a0: row g, columns 4 t ..; a1: row g + 8;
- *  a2, a3: the same with columns 16 + 4 t ..; b0, b1: rows 4 t .. and 16 + 4 t .. of column g; c0, c1: row g, columns 2 t, 2 t + 1;
- *  c2, c3: row g + 8. */
+/** c (16 x 8, int32) += a (16 x 32) b (32 x 8), bytes signed or not. Lane 4 g + t holds a0: row g, columns 4 t ..; a1:
+ *  row g + 8; a2, a3: the same with columns 16 + 4 t ..; b0, b1: rows 4 t .. and 16 + 4 t .. of column g; c0, c1: row
+ *  g, columns 2 t, 2 t + 1; c2, c3: row g + 8. */
 template <bool A_UNSIGNED, bool B_UNSIGNED>
 __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 {
@@ -86,9 +87,9 @@ __device__ __forceinline__ float exp2_fast(float x) /* 2 ulp; exp2(-inf) = 0 */
     return y;
 }
 
-/* ---- kernels one behind the other (compute capability 9.0; elsewhere they do not overlap) ---- */
+/* ---- programmatic dependent launch (compute capability 9.0; elsewhere kernels do not overlap) ---- */
 
-/** Until all kernels in front have ended and their writes are seen. */
+/** Waits until all earlier kernels have ended and their writes are visible. */
 __device__ __forceinline__ void wait_for_previous()
 {
 #if __CUDA_ARCH__ >= 900
@@ -96,7 +97,8 @@ __device__ __forceinline__ void wait_for_previous()
 #endif
 }
 
-/** The kernel behind may start once every block has said so; it still has to wait before it reads what this one writes. */
+/** The next kernel may start once every block has called this; it still has to wait before it reads this kernel's
+ *  results. */
 __device__ __forceinline__ void let_next_start()
 {
 #if __CUDA_ARCH__ >= 900
@@ -106,8 +108,8 @@ __device__ __forceinline__ void let_next_start()
 
 /* ---- clusters of blocks (compute capability 9.0) ---- */
 
-/** By all threads of all blocks of a cluster: behind cluster_wait all have come here. Others do not see what was written before, except
- *  barriers behind barrier_init_fence: that would take a fence for the whole GPU. */
+/** By all threads of all blocks of a cluster: after cluster_wait, all have arrived. Writes before it are not visible to
+ *  other blocks, which would need a fence for the whole GPU, except barriers after barrier_init_fence. */
 __device__ __forceinline__ void cluster_arrive()
 {
 #if __CUDA_ARCH__ >= 900
@@ -132,8 +134,8 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t ra
     return address;
 }
 
-/** Stores into a block of the cluster and adds 16 bytes to what a barrier there has received: whoever waits for that barrier with
- *  barrier_wait_cluster sees them. Cheaper than cluster_arrive and cluster_wait, whose fence is one for the whole GPU. */
+/** Stores into a block of the cluster and completes 16 bytes on a barrier there; threads that wait for that barrier
+ *  with barrier_wait_cluster see them. Cheaper than cluster_arrive and cluster_wait with a fence for the whole GPU. */
 __device__ __forceinline__ void send_cluster(uint32_t to, float4 x, uint32_t bar)
 {
 #if __CUDA_ARCH__ >= 900
@@ -145,7 +147,8 @@ __device__ __forceinline__ void send_cluster(uint32_t to, float4 x, uint32_t bar
 
 /* ---- warps ---- */
 
-/** Not of NaNs. As integers whose order is that of the numbers: a warp has an instruction for theirs. */
+/** The largest of the lanes' numbers, none NaN. Computed as integers of the same order, because redux.sync is for
+ *  integers. */
 __device__ __forceinline__ float warp_max(float x)
 {
     int bits = __float_as_int(x);
@@ -153,8 +156,8 @@ __device__ __forceinline__ float warp_max(float x)
     return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff));
 }
 
-/** True in one lane; all 32 must call it. The compiler knows that it is one: for instructions that take operands from registers of the
- *  whole warp, such as copy_bulk, it makes no loop over lanes. */
+/** True in one lane; all 32 must call it. The compiler knows that it is one lane, so for instructions with uniform
+ *  registers, such as copy_bulk, it makes no loop over lanes. */
 __device__ __forceinline__ bool elect_lane()
 {
 #if __CUDA_ARCH__ >= 900
@@ -166,8 +169,8 @@ __device__ __forceinline__ bool elect_lane()
 #endif
 }
 
-/** Has the compiler compute x here, and not where it is needed. The assembler, which does not see this, may still move single
- *  instructions; chains of them it left here. */
+/** Has the compiler compute x here, not where it is used. ptxas may still move single instructions, but not whole
+ *  chains. */
 __device__ __forceinline__ void compute_here(int32_t &x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void compute_here(uint32_t &x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void compute_here(int64_t &x) { asm volatile("" : "+l"(x)); }
@@ -200,8 +203,9 @@ __device__ __forceinline__ void store_number(void *p, int64_t i, int dtype, floa
     else static_cast<__nv_bfloat16 *>(p)[i] = __float2bfloat16_rn(x);
 }
 
-/** Four numbers as they lie in memory. Loads and conversions are apart so that many loads can be on their way before the first is
- *  converted: the dtype is known at run time only, and a branch between two loads would make the second wait for the first. */
+/** Four numbers as they are in memory. Loads and conversions are separate, so that many loads can be in flight before
+ *  the first is converted: the dtype is only known at run time, and a branch between two loads would make the second
+ *  wait for the first. */
 struct Quad {
     uint4 raw;
 };
@@ -237,8 +241,8 @@ __device__ __forceinline__ float4 to_float4(const Quad &q, int dtype)
                        __uint_as_float(q.raw.y << 16), __uint_as_float(q.raw.y & 0xffff0000u));
 }
 
-/** The same without a branch, of which the compiler makes a table of jumps that is waited for. In loops over tokens, which jump as they did
- *  before, attention with a window took up to 13 % longer. */
+/** The same without a branch, for code that runs once: the compiler would make a jump table, which has to be loaded. In
+ *  loops over tokens branches are faster: without them attention with a window took up to 13 % longer. */
 __device__ __forceinline__ float4 to_float4_once(const Quad &q, int dtype)
 {
     bool wide = dtype == TQ_F32, half = dtype == TQ_F16;
@@ -272,8 +276,9 @@ __device__ __forceinline__ void store_quad(void *p, int64_t i, int dtype, float4
 
 /* ---- the Hadamard rotation of turboquant.h, one row by one warp ---- */
 
-/** One pass over part[0 .. n), n a power of two: lane l holds numbers l + 32 i. Sums only but for the last step, in the order of
- *  turboquant.h; a product with +-1 inside an fma is exact. Small code on purpose: most kernels run it once. */
+/** One pass over part[0 .. n), n a power of two: lane l holds numbers l + 32 i. Sums only but for the last step, in the
+ *  order of turboquant.h; a product with +-1 inside an fma is exact. Small code on purpose: most kernels run it
+ *  once. */
 template <int PER_LANE>
 __device__ __forceinline__ void hadamard_pass(float *part, int n, const uint32_t *signs, bool inverse, int lane)
 {
@@ -312,7 +317,8 @@ __device__ __forceinline__ void hadamard_pass(float *part, int n, const uint32_t
     __syncwarp();
 }
 
-/** Rotates row[0 .. dim) in place, dim a multiple of 8 up to 32 PER_LANE; row in shared memory, all lanes of one warp call. */
+/** Rotates row[0 .. dim) in place, dim a multiple of 8 up to 32 PER_LANE; row in shared memory, all lanes of one warp
+ *  call. */
 template <int PER_LANE = 8>
 __device__ __forceinline__ void hadamard_row(float *row, int dim, const HadamardSigns &signs, bool inverse, int lane)
 {
@@ -349,7 +355,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t bar)
     asm volatile("{ .reg .b64 s; mbarrier.arrive.shared.b64 s, [%0]; }" ::"r"(bar) : "memory");
 }
 
-/** Waits for the end of the phase of that parity: 0 for a fresh barrier's first, then 1, 0, .. */
+/** Waits for the end of the phase of this parity: 0 for a new barrier's first phase, then 1, 0, .. */
 __device__ __forceinline__ void barrier_wait(uint32_t bar, int parity)
 {
 #if __CUDA_ARCH__ >= 900
@@ -380,7 +386,8 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar)
 #endif
 }
 
-/** By each thread whose ordinary accesses to shared memory bulk copies will follow, before the barrier between the two. */
+/** Orders a thread's ordinary accesses to shared memory before later bulk copies; to call before the barrier between
+ *  the two. */
 __device__ __forceinline__ void shared_writes_before_copies()
 {
 #if __CUDA_ARCH__ >= 900
@@ -388,7 +395,8 @@ __device__ __forceinline__ void shared_writes_before_copies()
 #endif
 }
 
-/** Bulk copies (compute capability 9.0): one thread announces the bytes, then copies them; multiples of 16, 16-byte aligned. */
+/** Bulk copies (compute capability 9.0): one thread announces the bytes, then copies them; multiples of 16, 16-byte
+ *  aligned. */
 __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes)
 {
 #if __CUDA_ARCH__ >= 900
@@ -396,9 +404,9 @@ __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes)
 #endif
 }
 
-/** What copy_bulk leaves in the L2 cache. read_once: the bytes go first, so that a cache that streams by does not drive out code and
- *  results. These are createpolicy's words (evict_first and evict_normal, all bytes); with the instruction itself the compiler would make
- *  them again, of ten operations, at each copy. */
+/** The L2 policy of copy_bulk. read_once: evict these bytes first, so that a KV cache that is streamed does not evict
+ *  code and results. The constants are those of createpolicy (evict_first and evict_normal, all bytes); with the
+ *  instruction itself the compiler would compute them at each copy, in ten operations. */
 __device__ __forceinline__ uint64_t copy_policy(bool read_once)
 {
     return read_once ? 0x12f0000000000000 : 0x1000000000000000;
@@ -415,7 +423,8 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_
 #endif
 }
 
-/** The portable way: every thread copies 16-byte pieces and signs for them; the barrier counts each thread once. */
+/** Portable copies: every thread copies 16-byte pieces and arrives on the barrier for them; the barrier counts each
+ *  thread once. */
 __device__ __forceinline__ void copy_16(uint32_t to, const void *from)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

@@ -1,4 +1,5 @@
-/* What host code alone can compile too: the choice of kernels is tested without CUDA (tests/cuda/dispatch_table.cpp). */
+/* Definitions that need no CUDA compiler: the choice of kernels is tested without CUDA
+ * (tests/cuda/dispatch_table.cpp). */
 #ifndef TQ_CUDA_DEVICE_HOST_H
 #define TQ_CUDA_DEVICE_HOST_H
 #include <stddef.h>
@@ -43,12 +44,12 @@ inline tq_status fail(tq_error *error, tq_status status, const char *argument, i
         if (try_status != TQ_OK) return try_status;                                                                    \
     } while (0)
 
-/** What the runtime says of the current device. */
+/** Properties of the current device, from the runtime. */
 struct DeviceFacts {
     int id, major, processors, shared_bytes_per_processor, shared_bytes_per_block;
 };
 
-constexpr int PORTABLE_CLUSTER = 8; /* blocks of a cluster that every GPU takes, if it takes clusters at all */
+constexpr int PORTABLE_CLUSTER = 8; /* the most blocks of a cluster on every GPU with clusters */
 
 struct HadamardSigns {
     uint32_t word[2][TQ_MAX_HEAD_DIM / 32]; /* tq_plan.signs of head_dim <= 256 */
@@ -62,10 +63,11 @@ inline HadamardSigns signs_of(const tq_plan &plan)
     return signs;
 }
 
-/* ---- what a plan's codebooks alone decide ---- */
+/* ---- tables of codebooks ---- */
 
-/** T of a plan's codebooks, filled by the first call of a process that wants one, for all threads and devices: kernels get it as
- *  arguments, so that nothing of it is on a device. There are as many as there are laws, spheres of each head_dim apart. */
+/** Tables T of a plan's codebooks, filled by the first call of the process that needs them, for all threads and
+ *  devices: kernels get them as arguments, so none are on a device. There is one for each law, and for each head_dim of
+ *  the sphere. */
 template <class T> const T &of_codebooks(const tq_plan &plan, void (*fill)(const tq_codebook *books, T *to))
 {
     constexpr int SPHERES = TQ_MAX_HEAD_DIM / 8;
@@ -103,7 +105,7 @@ struct Divisor {
     __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - quotient(n) * divisor; }
 };
 
-/** 0 < divisor < 2^31; a divisor of 0, of which nobody asks a quotient, counts as 1. */
+/** 0 < divisor < 2^31; 0, by which nothing is divided, counts as 1. */
 inline Divisor divisor_of(int64_t divisor)
 {
     const uint32_t d = divisor > 0 ? (uint32_t)divisor : 1;
@@ -114,8 +116,9 @@ inline Divisor divisor_of(int64_t divisor)
 
 /* ---- warpgroup.cuh ---- */
 
-/* The second factor of a product is B (k x N) in shared memory, k being 32 bytes: in pieces of 8 columns x 16 bytes, the columns one
- * behind the other. Neighbouring pieces along the columns are 128 bytes apart, along k N / 8 of them. */
+/* Operand B (k x N) of a product in shared memory, with k of 32 bytes: core matrices of 8 columns x 16 bytes, column
+ * after column.
+ * Core matrices that are neighbours along the columns are 128 bytes apart, along k 128 * N / 8 bytes. */
 constexpr int PIECE_BYTES = 128;
 template <int N> constexpr int STEP_BYTES = 2 * (N / 8) * PIECE_BYTES; /* of one B */
 

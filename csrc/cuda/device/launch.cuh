@@ -1,4 +1,4 @@
-// What launchers share: checks, and launching one kernel behind the other without the gap between them, where the device can.
+// Shared by launchers: checks, and launches with programmatic dependent launch, if the device supports it.
 #ifndef TQ_CUDA_DEVICE_LAUNCH_CUH
 #define TQ_CUDA_DEVICE_LAUNCH_CUH
 #include "core/plan_kind.h"
@@ -10,7 +10,7 @@ namespace tq
 
 // ---- checks ----
 
-/** What CUDA alone asks of a plan, behind tq_check_.. of turboquant_checks.h. */
+/** Checks of a plan for CUDA alone, after tq_check_.. of turboquant_checks.h. */
 inline tq_status check_plan(const tq_plan &plan, tq_error *error)
 {
     if (plan.head_dim > TQ_MAX_HEAD_DIM)
@@ -20,18 +20,18 @@ inline tq_status check_plan(const tq_plan &plan, tq_error *error)
 
 // ---- launching ----
 
-/** A kernel may start before the one in front of it in the stream has ended (launch): nothing it reads or writes may be touched
- *  before this. Every block has to come here, also one with nothing to do. */
+/** A kernel may start before the previous one in the stream has ended (`launch`). It must not access that kernel's
+ *  memory before this call. Every block must call it, also one with nothing to do. */
 __device__ __forceinline__ void wait_for_stream()
 {
     let_next_start();
     wait_for_previous();
 }
 
-// What the runtime says of a device, and what it was told of a kernel, are remembered in each thread: every question costs the CPU
-// up to a microsecond, and of a decoding step without graphs it is the CPU's time that counts.
+// Properties of a device, and attributes set for a kernel, are cached in each thread: a call of the runtime takes up to
+// a microsecond, and the CPU limits decoding steps without graphs.
 
-/** Of the current device, which must be of compute capability 8.0 or newer. */
+/** Properties of the current device, which must be of compute capability 8.0 or newer. */
 inline tq_status current_device(DeviceFacts *facts, tq_error *error)
 {
     static thread_local DeviceFacts known = {-1, 0, 0, 0, 0};
@@ -55,7 +55,7 @@ inline tq_status current_device(DeviceFacts *facts, tq_error *error)
     return TQ_OK;
 }
 
-/** What a kernel was told on a device, and the PTX that its code came from (0: not asked yet). */
+/** Attributes set for a kernel on a device, and the PTX version that its code came from (0: not known yet). */
 struct Told {
     const void *kernel;
     int device, ptx;
@@ -70,8 +70,9 @@ inline Told &told(const void *kernel, const DeviceFacts &device)
     return t;
 }
 
-/** Whether a kernel was compiled for compute capability 9.0 or newer. On such a device it may also be a translation of older PTX, in which
- *  what needs 9.0 is left out (device/device.cuh): the wait for the kernel in front, and all of the kernels for Hopper. */
+/** Whether a kernel was compiled for compute capability 9.0 or newer. On such a device it may also be compiled from
+ *  older PTX, which lacks everything that needs 9.0 (device/device.cuh): the wait for the previous kernel, and all
+ *  kernels for Hopper. */
 inline tq_status is_hopper_code(const void *kernel, const DeviceFacts &device, bool *is, tq_error *error)
 {
     Told &t = told(kernel, device);
@@ -84,13 +85,14 @@ inline tq_status is_hopper_code(const void *kernel, const DeviceFacts &device, b
     return TQ_OK;
 }
 
-/** Lets a kernel take all the dynamic shared memory of the current device if it wants much of it, and with `most_shared` asks for the
- *  largest division of a multiprocessor's memory in favour of shared memory. Both hold for all threads: none may ask for less. */
+/** Allows a kernel all dynamic shared memory of the current device if it needs much, and with `most_shared` asks for
+ *  the largest share of a multiprocessor's memory as shared memory. Both hold for all threads: none may ask for
+ *  less. */
 inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, size_t shared_bytes, bool most_shared,
                               tq_error *error)
 {
     Told &t = told(kernel, device);
-    if (shared_bytes > 40 * 1024 && !t.much) { // 48 KB together with what the kernel has of fixed size
+    if (shared_bytes > 40 * 1024 && !t.much) { // together with the kernel's static shared memory 48 KB
         cudaFuncAttributes fixed;
         TQ_CUDA_TRY(check_cuda(cudaFuncGetAttributes(&fixed, kernel), "kernel", error));
         TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -144,7 +146,7 @@ tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int layers,
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = !waits ? 0 : cluster > 1 ? 2 : 1; // no early start, nor clusters, of code that does not wait
+    config.numAttrs = !waits ? 0 : cluster > 1 ? 2 : 1; // no early start or clusters for code that does not wait
     return check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "kernel", error);
 }
 

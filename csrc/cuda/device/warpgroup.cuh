@@ -1,5 +1,5 @@
-/* The tensor-core products of compute capability 9.0 (sm_90a), which four warps do together, and how the four meet. Elsewhere
- * nothing of this is compiled into a kernel. */
+/* WGMMA, the tensor-core products of four warps on compute capability 9.0 (sm_90a), and barriers of the four. Not
+ * compiled into kernels for other devices. */
 #ifndef TQ_CUDA_DEVICE_WARPGROUP_CUH
 #define TQ_CUDA_DEVICE_WARPGROUP_CUH
 #include "cuda/device/device.cuh"
@@ -11,7 +11,7 @@
 namespace tq
 {
 
-/** What the instruction wants to know of a B at that shared address, a multiple of 16 bytes. */
+/** The descriptor of an operand B at a shared address, a multiple of 16 bytes. */
 template <int N> __device__ __forceinline__ uint64_t describe_b(uint32_t address)
 {
     constexpr uint64_t ALONG_K = N / 8 * PIECE_BYTES, ALONG_COLUMNS = PIECE_BYTES;
@@ -33,9 +33,9 @@ template <int N> __device__ __forceinline__ uint64_t describe_b(uint32_t address
                  : __VA_ARGS__                                                                                         \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add))
 
-/** c (64 x N, float32) = a (64 x 16, fp16) B, plus what c was if `add`. Warp w holds rows 16 w ..: lane 4 g + t has a0: row g, k 2 t and
- *  2 t + 1; a1: row g + 8; a2, a3: the same at k + 8; c[4 j], c[4 j + 1]: row g, columns 8 j + 2 t and + 1; c[4 j + 2], c[4 j + 3]: row
- *  g + 8. Only queued: a and c belong to the product until wait_for_batches. */
+/** c (64 x N, float32) = a (64 x 16, fp16) B, plus c if `add`. Warp w holds rows 16 w ..: lane 4 g + t has a0: row g, k
+ *  2 t and 2 t + 1; a1: row g + 8; a2, a3: the same at k + 8; c[4 j], c[4 j + 1]: row g, columns 8 j + 2 t and + 1; c[4
+ *  j + 2], c[4 j + 3]: row g + 8. Asynchronous: a and c must not be touched until wait_for_batches. */
 template <int N>
 __device__ __forceinline__ void queue_product(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add)
 {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void queue_product(int (&c)[N / 2], const uint32_t (&
 #undef TQ_OUT_32
 #undef TQ_OUT_16
 
-/** Before products that read registers written since the last ones were queued. */
+/** To call before products that read registers written since the last products were issued. */
 __device__ __forceinline__ void order_products()
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -96,7 +96,7 @@ __device__ __forceinline__ void end_batch()
 #endif
 }
 
-/** Until all batches but the last LEFT have ended. */
+/** Waits until all batches but the last LEFT have ended. */
 template <int LEFT> __device__ __forceinline__ void wait_for_batches()
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -117,13 +117,13 @@ template <int N> __device__ __forceinline__ void take_results(int (&c)[N])
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(c[i])::"memory");
 }
 
-/** The four warps of a group meet; `group` counts the block's from 0. What they wrote to shared memory before is seen by all after. */
+/** Synchronises the four warps of a group, also their writes to shared memory; group: index in the block. */
 __device__ __forceinline__ void meet(int group)
 {
     asm volatile("barrier.sync.aligned %0, 128;" ::"r"(group + 1) : "memory");
 }
 
-/** The same, and tells all whether any thread said so. */
+/** The same; returns to all whether `said` is true in any thread. */
 __device__ __forceinline__ bool meet_any(int group, bool said)
 {
     int any;

@@ -1,7 +1,8 @@
-// The wave and the metric of keys (turboquant.h, "Keys of a plan with a wave or a metric") on the device: core/wave.h has the CPU's way.
+// The wave and the metric of keys (turboquant.h, "Keys of a plan with a wave or a metric") on the device; core/wave.h
+// has the CPU's code.
 //
-// Sums over pairs add up one after the other where pairs share channels, and are free to choose their order otherwise. Channels of pairs
-// may be anything in device memory: they are held inside head_dim.
+// Pairs that share channels are added one after the other; otherwise the order of sums is free. Device memory may hold
+// any channels, so they are clamped to head_dim.
 #ifndef TQ_CUDA_DEVICE_WAVE_CUH
 #define TQ_CUDA_DEVICE_WAVE_CUH
 #include "core/plan_kind.h"
@@ -32,13 +33,13 @@ __device__ __forceinline__ float2 turn(uint32_t phase)
     return make_float2((quarter + 1) & 2 ? -along : along, quarter & 2 ? -across : across);
 }
 
-/** Amplitudes (a, b) of a pair turned by a phase: what is in its first and in its second channel. */
+/** Amplitudes (a, b) of a pair turned by a phase: the numbers of its first and its second channel. */
 __device__ __forceinline__ float2 turned(float2 amplitude, float2 turn)
 {
     return make_float2(amplitude.x * turn.x - amplitude.y * turn.y, amplitude.x * turn.y + amplitude.y * turn.x);
 }
 
-/** Of one head, in device memory. */
+/** Moments of one head, in device memory. */
 struct HeadMoments {
     const float *wave;                         // [pairs][2]: a and b
     const float *scale, *directions, *stretch; // [head_dim], [rank][head_dim], [4]; of no use without a metric
@@ -72,7 +73,7 @@ struct KeyMoments {
     }
 };
 
-/** key: NULL counts as one without. */
+/** key: NULL: without moments. */
 inline KeyMoments key_moments_of(const tq_plan &plan, const tq_transform *key)
 {
     if (!tq_has_moments(&plan) || !key) return {};
@@ -81,7 +82,7 @@ inline KeyMoments key_moments_of(const tq_plan &plan, const tq_transform *key)
 
 // ---- a row in the registers of a warp: lane l has channels l, l + 32, .. ----
 
-/** The pairs of a head, i, i + 32, .. in lane i, for as many channels as PER_LANE says. Loaded once for many positions. */
+/** The pairs of a head, i, i + 32, .. in lane i, for 32 PER_LANE channels. Loaded once for many positions. */
 template <int PER_LANE> struct WarpWave {
     static constexpr int PAIRS = (PER_LANE + 1) / 2;
     Pair pair[PAIRS];
@@ -188,7 +189,7 @@ template <int PER_LANE> struct WarpMetric {
         }
     }
 
-    /** x = A x: a key less its centre to what is rotated. */
+    /** x = A x: applies the metric to a centred key. */
     __device__ __forceinline__ void apply(float (&x)[PER_LANE]) const
     {
         static_assert(TQ_MAX_METRIC_RANK == 4, "what a lane sums");
@@ -230,19 +231,21 @@ private:
     }
 };
 
-/** What keys of a head become: loaded long before it is needed. head_dim: of the plan, where the compiler knows it. */
+/** Turns keys of a head into residuals; loaded long before it is needed. head_dim: of the plan, if the compiler knows
+ *  it. */
 template <int PER_LANE> struct WarpResidual {
     WarpWave<PER_LANE> wave;
     WarpMetric<PER_LANE> metric;
 
     WarpResidual() = default;
-    /** Of a plan with a wave or a metric. */
+    /** For a plan with a wave or a metric. */
     __device__ __forceinline__ WarpResidual(const KeyMoments &m, int h, int head_dim, int lane)
         : wave(m, h, lane), metric(m, h, head_dim, lane)
     {
     }
 
-    /** x, a key less the constant part of its centre, to A (k - c_p). row: [head_dim] in shared memory, for this warp alone. */
+    /** x, a key less the constant part of its centre, to A (k - c_p). row: [head_dim] in shared memory, for this warp
+     *  alone. */
     __device__ __forceinline__ void take(int head_dim, bool has_metric, int position, float *row, float (&x)[PER_LANE],
                                          int lane) const
     {
@@ -261,7 +264,7 @@ template <int PER_LANE> struct WarpResidual {
 
 // ---- a row in shared memory, by one warp, in place: slower, but with few registers ----
 
-/** row[channel] += x by lanes that want to, one after the other where they want the same channel. */
+/** row[channel] += x in lanes with `wanted`; lanes with the same channel add one after the other. */
 __device__ __forceinline__ void add_to_row(float *row, int channel, float x, bool wanted)
 {
     const int lane = threadIdx.x % 32;
@@ -334,7 +337,7 @@ __device__ __forceinline__ void key_to_residual(const KeyMoments &m, int h, int 
     if (m.metric) apply_metric<false>(m, head, row);
 }
 
-/** A decoded row to the key that it stands for, but for the constant part of its centre. */
+/** A decoded row to its key, without the constant part of the centre. */
 __device__ __forceinline__ void residual_to_key(const KeyMoments &m, int h, int position, float *row)
 {
     const HeadMoments head = m.of_head(h);

@@ -1,10 +1,11 @@
-/* From packed words to tensor-core fragments: the only place where the CUDA attention unpacks codes (of plans that are not plain: tile/pack.cuh).
+/* From packed words to tensor-core fragments: the only place where CUDA attention unpacks codes (plans that are not
+ * plain: tile/pack.cuh).
  *
- * A tile (turboquant.h) is 32 rows x 32 columns; a lane's words hold rows g + 8 r, r = 0..3. It is fed to mma.m16n8k32 as two
- * halves of 16 rows, half 0 with r = 0, 1 and half 1 with r = 2, 3: a0 and a2 come from row g + 8 (2 half), a1 and a3 from the row
- * 8 below it; a0, a1 are columns 0..3 of the lane's eight, a2, a3 columns 4..7.
+ * A tile (turboquant.h) is 32 rows x 32 columns; a lane's words hold rows g + 8 r, r = 0..3. It is fed to mma.m16n8k32
+ * as two halves of 16 rows, half 0 with r = 0, 1 and half 1 with r = 2, 3: a0 and a2 come from row g + 8 (2 half), a1
+ * and a3 from the row 8 below it; a0, a1 are columns 0..3 of the lane's eight, a2, a3 columns 4..7.
  *
- * What the bytes of a fragment mean depends on the width and on the reading:
+ * The bytes of a fragment depend on the width and on the reading:
  *   width  reading         bytes                                       as u8 or s8      costs per tile, beside the loads
  *   1, 2   ROW_FACTOR      code * 2^(bits r): a mask, no look-up       u8               8 to 9 operations, 2 products
  *   1, 2   SCALED          code << (8 - bits)                          u8               about 15, 2
@@ -17,15 +18,15 @@
  *   4, 5   otherwise       128 + level                                 u8               32, or 64 + 7 shifts, 2
  *   6      any             128 + level                                 u8               some 130, 2
  *   8      any             128 + level                                 u8               some 40, 2
- * Look-ups and masks are what limits the whole kernel: they share a pipe of half the issue rate. Right shifts would be on it too, so
- * for one block of rows of uniform plans they are the high words of products, which go to the multipliers; elsewhere latency limits,
- * and shifts are sooner done (mixed plans: by up to 8 %). At 4 and 5 bits a second load does what a shift would, and of the 24
- * operations at 4 bits 8 are complements, on the multipliers as well.
- * Who multiplies subtracts the offset: (2^bits - 1) / 2 of code (in ROW_FACTOR also of the factor), 128 of 128 + level, -1 of the two
- * products of 5 bits, each times the sum of the other factor. With tiles of 16 the lanes or the rows of a tile are of two token tiles; two
- * products then take what they need of it (multiply_fine_keys, multiply_fine_values). SCALED bytes are as large as those of other
- * widths, so that in a mixed plan no group costs the others' share of the query bits. TWO_PRODUCTS needs levels of at most 126 at 4
- * bits and 127 at 5, which holds for every codebook. */
+ * Look-ups and masks limit the whole kernel: they share a pipe of half the issue rate. Right shifts would use it too.
+ * So uniform plans with one block of rows compute them as high words of products, on the multipliers. Elsewhere latency
+ * limits, and shifts are faster (mixed plans: by up to 8 %). At 4 and 5 bits a second load replaces a shift, and 8 of
+ * the 24 operations at 4 bits are complements, also on the multipliers.
+ * The caller of a product subtracts the offset times the sum of the other factor: (2^bits - 1) / 2 for codes (times the
+ * factor in ROW_FACTOR), 128 for 128 + level, -1 for the two products of 5 bits. With tiles of 16, the lanes or rows of
+ * a tile are of two token tiles, and two products use one each (multiply_fine_keys, multiply_fine_values). SCALED bytes
+ * are as large as those of other widths, so that in a mixed plan all groups use the same number of query bits.
+ * TWO_PRODUCTS needs levels of at most 126 at 4 bits and 127 at 5, which holds for every codebook. */
 #ifndef TQ_CUDA_TILE_FRAGMENTS_CUH
 #define TQ_CUDA_TILE_FRAGMENTS_CUH
 #include "cuda/device/device.cuh"
@@ -40,14 +41,15 @@ __device__ __forceinline__ uint32_t complement(const LevelTables &tables, uint32
     return x * tables.ones + tables.ones;
 }
 
-/** x >> 1, 2, 3, 16 for by = 0, 1, 2, 3. MULTIPLY: on the multipliers, where the other pipe is the limit; it takes longer. */
+/** x >> 1, 2, 3, 16 for by = 0, 1, 2, 3. MULTIPLY: on the multipliers, if the other pipe is the limit; it has more
+ *  latency. */
 template <bool MULTIPLY> __device__ __forceinline__ uint32_t shift_right(const LevelTables &tables, uint32_t x, int by)
 {
     return MULTIPLY ? __umulhi(x, tables.right[by]) : x >> (by == 3 ? 16 : by + 1);
 }
 
-/** A lane's words of a tile. At 4 to 6 bits also the high halves of those with nibbles, which are selectors as they stand: a load costs
- *  less than a shift, which is on the pipe of the look-ups. */
+/** A lane's words of a tile. At 4 to 6 bits also the high halves of words with nibbles, which are selectors without a
+ *  shift: a load costs less than a shift, which uses the pipe of the look-ups. */
 template <int BITS> struct TileWords {
     uint32_t w[BITS], high[has_sign_nibbles(BITS) ? 4 : 1];
 };
@@ -75,7 +77,8 @@ __device__ __forceinline__ void selectors3(const LevelTables &tables, const Tile
            (shift_right<MULTIPLY>(tables, t.w[2], 0) & 0x44444444u);
 }
 
-/** Of four codes, of row r and columns 4 h .. of the lane's: the word whose nibbles select; bit 3 is set in negative codes. */
+/** The selector word of four codes of row r, columns 4 h .. of the lane's; bit 3 of a nibble is set for negative
+ *  codes. */
 template <int BITS> __device__ __forceinline__ uint32_t nibbles(const TileWords<BITS> &t, int r, int h)
 {
     return h ? t.high[r] : t.w[r];
@@ -84,7 +87,7 @@ template <int BITS> __device__ __forceinline__ uint32_t nibbles(const TileWords<
 /** Bit 7 of each byte, as a mask of the byte. */
 __device__ __forceinline__ uint32_t byte_masks(uint32_t x) { return prmt(x, 0, 0xba98); }
 
-/** Four codes' 255 - magnitude, of 5 bits. */
+/** 255 - magnitude of four codes of 5 bits. */
 __device__ __forceinline__ uint32_t complement_of(const LevelTables &tables, const TileWords<5> &t, int r, int h)
 {
     uint32_t selectors = nibbles(t, r, h) & 0x77777777u;
@@ -93,7 +96,7 @@ __device__ __forceinline__ uint32_t complement_of(const LevelTables &tables, con
            (prmt(tables.complement5[2], tables.complement5[3], selectors) & high);
 }
 
-/** The same of 6 bits. */
+/** The same for 6 bits. */
 __device__ __forceinline__ uint32_t complement_of(const LevelTables &tables, const TileWords<6> &t, int r, int h)
 {
     uint32_t selectors = nibbles(t, r, h) & 0x77777777u, found[4];
@@ -118,8 +121,9 @@ template <int BITS> struct Width {
     static constexpr int value = BITS;
 };
 
-/** f(Width<bits>()), or nothing for 0 bits; width: 1 << bits, bits 0..6 or 8. Comparisons of a number become a table of jumps, which is waited
- *  for: mixed plans took 4 to 12 % longer. The order too was measured: 5 bits last, up to 7 % longer. */
+/** f(Width<bits>()), or nothing for 0 bits; width: 1 << bits, bits 0..6 or 8. Tests of bits, because comparisons would
+ *  become a jump table, which has to be loaded: mixed plans took 4 to 12 % longer. The order matters: with 5 bits last
+ *  up to 7 % longer. */
 template <class F> __device__ __forceinline__ void with_width(uint32_t width, F f)
 {
     if (width & (1 << 3 | 1 << 4)) {
@@ -138,7 +142,7 @@ template <class F> __device__ __forceinline__ void with_width(uint32_t width, F 
     }
 }
 
-/** The same with the widths of tiles of 16, where few bits are the most usual. */
+/** The same for tiles of 16, which mostly have few bits. */
 template <class F> __device__ __forceinline__ void with_fine_width(uint32_t width, F f)
 {
     if (width & (1 << 1 | 1 << 2)) {
@@ -156,7 +160,7 @@ template <class F> __device__ __forceinline__ void with_fine_width(uint32_t widt
     }
 }
 
-/** The fragment a of a half, for widths and readings with one product. MULTIPLY: as of shift_right, at 3 bits. */
+/** Fragment a of a half, for widths and readings with one product. MULTIPLY: as in shift_right, at 3 bits. */
 template <int BITS, Reading READING, bool MULTIPLY = false>
 __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, const LevelTables &tables,
                                             uint32_t (&a)[4])
@@ -198,8 +202,8 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
         for (int i = 0; i < 4; i++) {
             int r = 2 * half + (i & 1), h = i >> 1;
             if constexpr (BITS == 4) {
-                /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the bit flipped for
-                 * the others */
+                /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the
+                 * bit flipped for the others */
                 uint32_t plus = nibbles(t, r, h), minus = plus ^ 0x88888888u;
                 a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
                        prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
@@ -245,9 +249,10 @@ template <int BITS> __device__ __forceinline__ uint32_t centre_codes(uint32_t x,
     return as_word(__hfma2(as_halves(x), __float2half2_rn(down), __float2half2_rn(-1024 * down - half_range)));
 }
 
-/** The fragments a of a half for two steps of k16, exact: codes - (2^bits - 1) / 2 of 1 and 2 bits, levels of 3 bits, levels * LEVEL_UNIT
- *  of 4 to 6 bits, which in fp16 are a sign and a byte of magnitude: no arithmetic; levels of 8 bits. Step j is columns 16 j .. of the tile: of a lane's
- *  four there, k 2 t and 2 t + 1 are 0 and 2, and eight further 1 and 3. */
+/** Fragments a of a half for two steps of k16, exact: codes - (2^bits - 1) / 2 for 1 and 2 bits; levels for 3 and 8
+ *  bits; levels * LEVEL_UNIT for 4 to 6 bits, which in fp16 are a sign and a byte of magnitude, without arithmetic.
+ *  Step j is columns 16 j .. of the tile: of a lane's four columns there, k 2 t and 2 t + 1 are columns 0 and 2, and k
+ *  + 8 columns 1 and 3. */
 template <int BITS>
 __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, int half, const LevelTables &tables,
                                                     uint32_t (&a)[2][4])
@@ -275,7 +280,8 @@ __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, in
                 if constexpr (BITS == 4)
                     magnitudes = prmt(tables.magnitude4[0], tables.magnitude4[1], word & 0x77777777u);
                 else magnitudes = ~complement_of(tables, t, r, j);
-                /* 0 of negative codes (bit 3 of a nibble replicates the sign bit), twice 0x40 of others, on the multipliers */
+                /* 0 of negative codes (bit 3 of a nibble replicates the sign bit), twice 0x40 of others, on the
+                 * multipliers */
                 uint32_t signs = prmt(0x40404040u, 0x40404040u, word) * tables.two;
                 a[j][i] = prmt(magnitudes, signs, 0x6240);
                 a[j][2 + i] = prmt(magnitudes, signs, 0x7351);
@@ -295,7 +301,8 @@ __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, in
     }
 }
 
-/** c[half][block] += tile x b[block], both halves of one tile, for BLOCKS column blocks. MULTIPLY: as of shift_right. */
+/** c[half][block] += tile x b[block], both halves of one tile, for BLOCKS column blocks. MULTIPLY: as in
+ *  shift_right. */
 template <int BITS, Reading READING, bool TWO_PRODUCTS, bool MULTIPLY, bool B_UNSIGNED, int BLOCKS>
 __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTables &tables, const uint2 (&b)[BLOCKS],
                                               int (&c)[2][BLOCKS][4])
@@ -318,8 +325,8 @@ __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTa
     }
 }
 
-/** Tiles of 16, keys: lanes t = 0, 1 of a tile are tokens of its first token tile, others of its second. b[token tile] is the query where
- *  those lanes are and 0 elsewhere. c[token tile][half][block] += keys x b. */
+/** Tiles of 16, keys: lanes t = 0, 1 of a tile have tokens of its first token tile, others of its second. b[token tile]
+ *  is the query in those lanes and 0 in the others. c[token tile][half][block] += keys x b. */
 template <int BITS, int BLOCKS>
 __device__ __forceinline__ void multiply_fine_keys(const uint8_t *tile, const LevelTables &tables,
                                                    const uint2 (&b)[2][BLOCKS], int (*c)[2][BLOCKS][4])
@@ -336,7 +343,8 @@ __device__ __forceinline__ void multiply_fine_keys(const uint8_t *tile, const Le
     }
 }
 
-/** Tiles of 16, values: a half of a tile is a token tile of the same channels. c[block] += values x weights of both token tiles. */
+/** Tiles of 16, values: the halves of a tile are two token tiles of the same channels. c[block] += values x weights of
+ *  both. */
 template <int BITS, int BLOCKS>
 __device__ __forceinline__ void multiply_fine_values(const uint8_t *tile, const LevelTables &tables,
                                                      const uint2 (*weights)[BLOCKS], int (&c)[BLOCKS][4])

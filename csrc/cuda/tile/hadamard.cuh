@@ -1,14 +1,14 @@
-// The Hadamard rotation of two passes with a vector in the registers of two lanes, and its signs for next to nothing.
+// The Hadamard rotation of two passes with a vector in the registers of two lanes, and its signs at almost no cost.
 //
-// A butterfly of sa a and sb b is sa (a + s b) and sa (a - s b) with s = sa sb: one rounded sum each, since products with +-1 are
-// exact. So a block of channels keeps the sign of its first channel aside, the next stage needs only the product of two such
-// signs, which a fused multiply-add takes along, and the last sign goes into the last factor. Beside the signs of zeros, which no
-// code depends on, the bits are those of turboquant.h.
+// A butterfly of sa a and sb b is sa (a + s b) and sa (a - s b) with s = sa sb: one rounded sum each, since products
+// with +-1 are exact. So a block of channels keeps the sign of its first channel aside, the next stage needs only the
+// product of two such signs, which a fused multiply-add includes, and the last sign goes into the last factor. Except
+// for signs of zeros, on which no code depends, the bits are those of turboquant.h.
 //
-// The products stand in a table for each lane of a token, in the order in which it needs them. Lane q has the channels 2 i + q: the
-// stage of distance 1 of the first pass costs nothing more, as each lane reads both channels and keeps one of the two sums; that of the
-// second pass is a shuffle: t + s other in the lower lane, and in the upper one t - s other, which is minus the difference, so that its
-// sign changes too.
+// A table for each lane of a token has the products, in the order of their use. Lane q has the channels 2 i + q. The
+// stage of distance 1 of the first pass is free, because each lane reads both channels and keeps one of the two sums.
+// That of the second pass is a shuffle: t + s other in the lower lane, and t - s other in the upper one, which is minus
+// the difference, so its sign changes too.
 #ifndef TQ_CUDA_TILE_HADAMARD_CUH
 #define TQ_CUDA_TILE_HADAMARD_CUH
 #include <math.h>
@@ -24,11 +24,11 @@ template <int DIM_> struct Split {
     static_assert(DIM > P && DIM < 2 * P && DIM % 16 == 0);
 
     __host__ __device__ static constexpr int channel(int i, int q) { return 2 * i + q; }
-    /** The lane in which a channel's partner at distance h is, as an xor of lane numbers; 0: the same. */
+    /** The xor of lane numbers that leads to a channel's partner at distance h; 0: the same lane. */
     __host__ __device__ static constexpr int other_lane(int h) { return h == 1 ? 16 : 0; }
 
-    /** Where in a table the product for channel i of a pass stands, in the stage of distance h; the stages start at multiples of
-     *  four. After the last, h = P, stands the factor. */
+    /** Index in a table of the product for channel i of a pass, in the stage of distance h. Stages start at multiples
+     *  of four. The factor follows the last stage, h = P. */
     __host__ __device__ static constexpr int products(int h)
     {
         return ((h == 1 ? P / LANES : P / (2 * h)) + 3) / 4 * 4;
@@ -49,7 +49,7 @@ template <class S> SignTables<S> sign_tables(const uint32_t (*signs)[TQ_MAX_DIM 
     SignTables<S> tables = {};
     const float factor = (float)(1.0 / sqrt((double)S::P));
     for (int pass = 0; pass < S::PASSES; pass++) {
-        float sign[S::P]; // what a stored channel has to be multiplied by
+        float sign[S::P]; // factor of a stored channel
         for (int c = 0; c < S::P; c++) sign[c] = signs[pass][c / 32] >> (c % 32) & 1 ? -1.0f : 1.0f;
         for (int h = 1; h < S::P; h *= 2) {
             const bool read = h == 1 && pass == 0;
@@ -76,8 +76,8 @@ __device__ __forceinline__ float product_of(const float *table, int k)
     return k % 4 == 0 ? four.x : k % 4 == 1 ? four.y : k % 4 == 2 ? four.z : four.w;
 }
 
-/** Stages of distance H, 2 H .. P / 2 and the factor for the channels of a pass, v[0] the first of them. Indices are constants once
- *  inlined. */
+/** Stages of distance H, 2 H .. P / 2 and the factor for the channels of a pass, v[0] the first of them. Indices are
+ *  constants once inlined. */
 template <class S, int H> __device__ __forceinline__ void hadamard_stages(float *v, const float *table)
 {
     constexpr int N = S::P / S::LANES, START = S::start(H);
@@ -101,8 +101,8 @@ template <class S, int H> __device__ __forceinline__ void hadamard_stages(float 
     }
 }
 
-/** Everything that follows the first stage of the first pass, which was done in reading. tables: [PASSES][LANES][TABLE], at the lane's
- *  own. */
+/** Everything after the first stage of the first pass, which was done while reading. tables: [PASSES][LANES][TABLE],
+ *  from the lane's own on. */
 template <class S> __device__ __forceinline__ void hadamard_split(float (&v)[S::PER_LANE], const float *tables)
 {
     hadamard_stages<S, 2>(v, tables);

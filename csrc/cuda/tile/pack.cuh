@@ -1,5 +1,6 @@
-// Codes to the words of a tile: turboquant.h, "tile". Lane l = 4 g + t of a warp has rows g + 8 r (r = 0..3) with eight columns
-// each; here a row is a word of eight nibbles, nibble n = the low four bits of c(r, n), and the bits above those are rows of their own.
+// Codes to the words of a tile: turboquant.h, "tile". Lane l = 4 g + t of a warp has rows g + 8 r (r = 0..3) with eight
+// columns each; here a row is a word of eight nibbles, nibble n = the low four bits of c(r, n), and the bits above
+// those are rows of their own.
 #ifndef TQ_CUDA_TILE_PACK_CUH
 #define TQ_CUDA_TILE_PACK_CUH
 #include "cuda/device/device.cuh"
@@ -11,7 +12,7 @@ struct Rows {
     uint32_t low[4], high[4]; // high: only from 5 bits on
 };
 
-/** Codes of 6 and 8 bits are packed as two planes, the low four bits and, four words behind them, the others. */
+/** Codes of 6 and 8 bits are packed as two planes: the low four bits and, four words later, the others. */
 constexpr int MOST_PACKED_BITS = 5;
 
 __device__ __forceinline__ int planes_of(int bits) { return bits > MOST_PACKED_BITS ? 2 : 1; }
@@ -79,7 +80,7 @@ __device__ __forceinline__ Words pack_mask(int bits, const uint32_t (&marked)[4]
     return pack_lane(bits, rows);
 }
 
-/** The lane's words of a tile of which all codes are given. words: the first of them. */
+/** Stores the lane's words of a tile, if all its codes are given. words: the first of them. */
 __device__ __forceinline__ void store_whole(uint32_t *words, int bits, const Rows &rows)
 {
     const uint32_t (&c)[4] = rows.low;
@@ -95,7 +96,8 @@ __device__ __forceinline__ void store_whole(uint32_t *words, int bits, const Row
     if (bits >= 3) words[TQ_TILE * 2] = packed.at[2];
 }
 
-/** The same for the codes marked by all-ones nibbles; the bits of others keep their value. One warp at a time may write a tile. */
+/** The same for the codes marked by all-ones nibbles; bits of other codes keep their value. Only one warp at a time may
+ *  write a tile. */
 __device__ __forceinline__ void store_marked(uint32_t *words, int bits, const Rows &rows, const uint32_t (&marked)[4])
 {
     const Words packed = pack_lane(bits, rows), mask = pack_mask(bits, marked);
@@ -129,7 +131,7 @@ struct Place {
     int token, channel;
 };
 
-/** What code (r, n) of a lane belongs to. fine: in a tile of 64 tokens x 16 channels. */
+/** Token and channel of code (r, n) of a lane. fine: in a tile of 64 tokens x 16 channels. */
 __device__ __forceinline__ Place place_of(bool fine, bool is_key, int lane, int r, int n)
 {
     const int row = lane / 4 + 8 * r, column = column_of_lane(lane % 4, n);
@@ -148,9 +150,9 @@ __device__ __forceinline__ void mark_tokens(bool is_key, int begin, int end, int
     }
 }
 
-/** Tokens begin .. end - 1 of a tile to the words of a lane; codes: of token 0 and the tile's first channel, a byte each,
- *  tokens `stride` bytes apart, from bit `shift` on. WHOLE: all tokens of the tile; otherwise the words are merged with those
- *  of the others. FINE: as of place_of. bits, shift: of a plane. */
+/** Tokens begin .. end - 1 of a tile to the words of a lane; codes: of token 0 and the tile's first channel, a byte
+ *  each, tokens `stride` bytes apart, from bit `shift` on. WHOLE: all tokens of the tile; otherwise the words are
+ *  merged with those of the others. FINE: as in place_of. bits, shift: of a plane. */
 template <bool WHOLE, bool FINE = false>
 __device__ __forceinline__ void pack_tile(uint32_t *words, int bits, bool is_key, const uint8_t *codes, int stride,
                                           int begin, int end, int lane, int shift = 0)
@@ -187,7 +189,7 @@ __device__ __forceinline__ void pack_tile(uint32_t *words, int bits, bool is_key
     else store_marked(words + lane, bits, rows, marked);
 }
 
-/** The rows of a lane whose words are words[32 w]: what pack_lane is the inverse of, and of 6 and 8 bits the same. */
+/** The rows of a lane whose words are words[32 w]: the inverse of pack_lane, also for 6 and 8 bits. */
 __device__ __forceinline__ Rows unpack_lane(int bits, const uint32_t *words)
 {
     Rows rows = {};

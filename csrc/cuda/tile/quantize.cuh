@@ -1,10 +1,12 @@
 // Quantisation on the device: ranks, sums and scales, bit for bit those of the C core (csrc/kernels/scalar.c).
 //
-// Nothing here may be contracted or flushed: every operation that decides a byte is one of the __f*_rn intrinsics, in the order
-// of the core. A rank is how many thresholds are <= u. Counting them costs an instruction or two each; here it costs five in all:
-// cut the line into `cells` of one width, so wide that cell k holds no threshold but the k-th (5 bits: the k-th and the k + 1st).
-// The cell needs no exact edges, since the threshold that decides is looked up and compared as it is: rank = k + (T[k] <= u).
-// Tables lie across the lanes of a warp, so a look-up is a shuffle, and costs the same for any width.
+// Nothing here may be contracted or flushed: every operation that decides a byte is one of the __f*_rn intrinsics, in
+// the order of the core. A rank is how many thresholds are <= u. Counting them costs an instruction or two each; here
+// it costs five in all.
+// The line is cut into `cells` of equal width, so that cell k has at most the k-th threshold (5 bits: the k-th and the
+// k + 1st).
+// Edges of cells need not be exact, because the threshold itself is looked up and compared: rank = k + (T[k] <= u).
+// Tables are distributed over the lanes of a warp, so a look-up is a shuffle and costs the same for any width.
 #ifndef TQ_CUDA_TILE_QUANTIZE_CUH
 #define TQ_CUDA_TILE_QUANTIZE_CUH
 #include <float.h>
@@ -19,11 +21,10 @@
 namespace tq
 {
 
-/** A codebook as the kernels use it. Of 6 bits, which are searched by halves, the positive half. */
+/** A codebook as the kernels use it. With 6 bits, which use binary search, only the positive half. */
 struct Book {
     float per_cell; // 1 / (n width) of n + 1 cells 0..n; the outer two reach to infinity
-    int32_t
-        cells; // n. As the bits of a float it is n 2^-149, and products with that are rounded to integers, in their bits
+    int32_t cells;  // n. As float bits this is n 2^-149; a product with it is rounded to an integer, which its bits are
     int32_t compares;     // thresholds in a cell; 0 at 6 bits
     float thresholds[32]; // ascending, padded with infinity
     float levels[32];     // by rank, level * step
@@ -33,14 +34,15 @@ struct Books {
     Book bits[TQ_MAX_BITS + 1]; // [0] unused
 };
 
-/** The lines of a Book that a lane has. */
+/** A lane's entries of a Book. */
 struct LaneBook {
     float per_cell, cells;
     int32_t compares;
     float threshold, level;
 };
 
-/** Cells for a codebook; false if there are none, which no codebook of tq_get_codebook is (tests/cuda/append_harness.cu). */
+/** Finds cells for a codebook; false if there are none. All codebooks of tq_get_codebook have some
+ *  (tests/cuda/append_harness.cu). */
 inline bool make_book(const tq_codebook &from, Book *to)
 {
     const int levels = from.n_levels, half = levels / 2;
@@ -58,8 +60,8 @@ inline bool make_book(const tq_codebook &from, Book *to)
         to->levels[rank] = rank < levels ? (float)from.levels[from.code_of_rank[rank]] * from.step : 0.0f;
     }
     for (int compares = 1; compares <= 2; compares++) {
-        // Of an odd number of cells the edges are (m - 1/2) widths, with threshold m - 1 below and m above; of an even number
-        // they are m widths, with m - 1 below and m + 1 above.
+        // Of an odd number of cells the edges are (m - 1/2) widths, with threshold m - 1 below and m above; of an even
+        // number they are m widths, with m - 1 below and m + 1 above.
         float least = 0, most = HUGE_VALF;
         for (int m = 1; m + compares <= half; m++) {
             float edge = compares == 1 ? m - 0.5f : (float)m;
@@ -81,7 +83,7 @@ __device__ __forceinline__ LaneBook lane_book(const Book &book, int lane)
     return {book.per_cell, __int_as_float(book.cells), book.compares, book.thresholds[lane], book.levels[lane]};
 }
 
-/** count += threshold <= u, by a predicate: left to itself the compiler adds first and selects then. */
+/** count += threshold <= u, by a predicate: otherwise the compiler adds first and then selects. */
 __device__ __forceinline__ void count_if_at_most(int &count, float threshold, float u)
 {
     asm("{ .reg .pred p; setp.le.f32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "f"(threshold), "f"(u));
@@ -105,7 +107,8 @@ struct Ranked {
     float level;
 };
 
-/** The same under a book of 6 bits: by symmetry a magnitude is searched, that of the positive thresholds <= u, or < -u. */
+/** The same for a book of 6 bits: by symmetry only the magnitude is searched, with the positive thresholds <= u, or <
+ *  -u. */
 __device__ __forceinline__ Ranked ranked_of_6(float u, const LaneBook &book)
 {
     const bool negative = !(u >= 0.0f); // NaN too: rank 0 as in C
@@ -135,16 +138,16 @@ __device__ __forceinline__ uint32_t code_of_rank(int rank, int bits)
     return (magnitude & 7) | negative << 3 | (magnitude >> 3) << 4;
 }
 
-/** The sums that a scale is made of; ss is that of z, the others of u = z / rms. */
+/** Sums for a scale; ss is over z, the others over u = z / rms. */
 struct Sums {
     float uu, cu, cc;
 };
 
 struct Norm {
-    float rms, inverse; // 0 and 0 where there is nothing to normalise
+    float rms, inverse; // 0 and 0 if all numbers are 0
 };
 
-/** ss: the sum of squares; mean: that over the number of coded channels, rounded once. */
+/** ss: the sum of squares; mean: ss over the number of coded channels, rounded once. */
 __device__ __forceinline__ Norm norm_of(float ss, float mean)
 {
     if (ss < FLT_MIN) return {0.0f, 0.0f};
@@ -152,7 +155,7 @@ __device__ __forceinline__ Norm norm_of(float ss, float mean)
     return {rms, __frcp_rn(rms)};
 }
 
-/** times: what the scale is multiplied by beside that, 1 or the factor of settled rows. */
+/** times: another factor of the scale, 1 or that of settled rows. */
 __device__ __forceinline__ __half scale_of(int scale, float rms, const Sums &sums, float times)
 {
     float factor = 1.0f;
@@ -179,9 +182,9 @@ struct Settling {
     }
 };
 
-/** The order in which encoding adds, but for settled rows: v[i] += v[i + h] for h = n/2 .. 1 over a power of two, padded with zeros.
- *  Lane l holds v[l + 32 k] in v[k]; more zeros than needed change no sum. N trees at once, since a lane alone waits for each shuffle;
- *  every lane gets all sums, in v[..][0]. */
+/** Sums in the order of encoding, for rows that are not settled: v[i] += v[i + h] for h = n/2 .. 1 over a power of two,
+ *  padded with zeros. Lane l holds v[l + 32 k] in v[k]; more zeros than needed change no sum. N trees at once, to hide
+ *  the latency of shuffles; every lane gets all sums, in v[..][0]. */
 template <int N, int PER_LANE> __device__ __forceinline__ void warp_trees(float (&v)[N][PER_LANE])
 {
 #pragma unroll
@@ -196,7 +199,7 @@ template <int N, int PER_LANE> __device__ __forceinline__ void warp_trees(float 
         for (int n = 0; n < N; n++) v[n][0] = __fadd_rn(v[n][0], __shfl_xor_sync(ALL_LANES, v[n][0], h));
 }
 
-/** What a lane has of a sum of settled rows, its channels l + 32 k summed -> the sum, for every lane. */
+/** x: a lane's sum over its channels l + 32 k of a settled row -> the row's sum, in every lane. */
 __device__ __forceinline__ float settled_sum(float x)
 {
     constexpr int ORDER[] = {16, 8, 2, 1, 4};
@@ -209,7 +212,8 @@ __device__ __forceinline__ float settled_sum(float x)
 constexpr float WHOLE = 12582912.0f;
 constexpr uint32_t WHOLE_BITS = 0x4b400000u;
 
-/** The sum of warp_trees within one thread: leaf(i) for i < N of the N2 = 2^k >= N addends. Indices are constants once inlined. */
+/** The sum of warp_trees within one thread: leaf(i) for i < N of the N2 = 2^k >= N addends. Indices are constants once
+ *  inlined. */
 template <int N, int N2, int H = 1, class Leaf>
 __device__ __forceinline__ float thread_tree(const Leaf &leaf, int i = 0)
 {

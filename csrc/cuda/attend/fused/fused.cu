@@ -1,4 +1,4 @@
-/* Attention kernels for few rows, and the one that adds up the parts of blocks that share a segment. */
+/* Attention kernels for few rows, and merge_parts, which adds up the parts of blocks that share a segment. */
 #include "cuda/attend/fused/fused.cuh"
 #include "cuda/attend/kernels.h"
 
@@ -9,13 +9,13 @@ namespace
 
 constexpr int MERGE_WARPS = 4; /* of a row */
 
-/** A part of a row, or several added up: a lane has four channels of both sums. */
+/** A part of a row, or a sum of parts: a lane has four channels of both sums. */
 struct RowPart {
     MergedRow m = {-INFINITY, 0, 0, 0};
     float4 packed = {0, 0, 0, 0}, exact = {0, 0, 0, 0};
 };
 
-/** part: what a block of attend_fused left. */
+/** part: written by a block of attend_fused. */
 __device__ __forceinline__ RowPart load_part(const AttendArgs &a, const float *part, int lane)
 {
     const int quads = 8 * a.groups;
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
     const float *at = a.sums + ((int64_t)segment * n * a.rows + row) * part_floats(a);
     int64_t stride = (int64_t)a.rows * part_floats(a); /* from one part of the row to the next */
     RowPart sum;
-    wait_for_previous(); /* and for all kernels in front of attend_fused, which lets this one start before it has waited for them */
-    ValueSteps<4> steps(a, s.h, lane); /* on their way with the parts */
+    wait_for_previous(); /* also for kernels before attend_fused, which lets this one start before it waits for them */
+    ValueSteps<4> steps(a, s.h, lane); /* loaded together with the parts */
 #pragma unroll 1
     for (int k = warp; k < n; k += MERGE_WARPS * AT_ONCE) {
         RowPart parts[AT_ONCE + 1];

@@ -1,15 +1,17 @@
-/* Attention of up to 128 rows with everything in one kernel: what prepare, pages and combine leave in the workspace for each other stays in
+/* Attention of up to 128 rows in one kernel: data that prepare, pages and combine pass on in the workspace stays in
  * shared memory.
  *
- * A segment is shared by some blocks. Each of them
- *   - prepares all the tile's queries, a warp per row, while the first pages are on their way,
- *   - attends: of the segment's n teams (a warp each, or as in attend_many_rows four) each takes every n-th unit, and its warps such exact
- *     tokens while they wait for their first unit,
+ * Several blocks may share a segment. Each of them
+ *   - prepares all queries of the tile of rows, one warp per row, while the first pages are loaded,
+ *   - attends: each of the segment's n teams (one warp, or four as in attend_many_rows) processes every n-th unit.
+ *     Warps attend to exact tokens while they wait for their first unit,
  *   - merges the parts of its teams.
- * Where they are a cluster, each block finishes some of the rows, un-rotates and writes: the others send it their parts. Otherwise, if
- * there are several, all leave their parts of all rows in the workspace, and a second kernel, merge_parts, does the rest.
+ * If the blocks form a cluster, each finishes some of the rows, from parts that the others send, un-rotates and writes
+ * them.
+ * Otherwise, if there are several, all write their parts of all rows to the workspace, and a second kernel,
+ * merge_parts, finishes.
  *
- * Rows that are too many for one tile are several tiles, each with blocks of its own, in the grid's second dimension.
+ * More rows than a tile has are several tiles, each with its own blocks, in the grid's second dimension.
  *
  * The work is cut by segments, however long they are: for sequences that are about equally long, or short. */
 #ifndef TQ_CUDA_ATTEND_FUSED_FUSED_CUH
@@ -24,8 +26,8 @@ namespace tq
 /** The head_dim for which a kernel's code is shortest. */
 template <class V> constexpr int USUAL_DIM = TQ_TILE * (V::UNIFORM ? V::GROUPS : 4);
 
-/** The units of one team: every fused.stride-th of a segment, `unit` being the next to send for and the one before at work. As few numbers
- *  as can be: where a kernel has 96 or 128 registers, more were spilled. */
+/** The units of one team: every fused.stride-th of a segment. `unit` is the next to load; the one before it is
+ *  computed. The struct is small, because kernels with 96 or 128 registers would spill more. */
 struct Stride : UnitPlace {
     Range seen_by_all; /* packed indices */
     int32_t end;       /* of the segment's units */
@@ -41,17 +43,18 @@ struct Stride : UnitPlace {
     __device__ __forceinline__ void step_on(const AttendArgs &a, bool) { unit += a.fused.stride; }
 };
 
-/** What a block knows of its segment. */
+/** A block's segment. */
 struct FusedBlock {
     RowSet set;
     int32_t rank, active; /* among the blocks that share the segment; teams with units */
     PackedView view;
 };
-constexpr int AT_SENT = FUSED_BLOCK_BYTES - 16; /* behind it: the barrier of what a cluster's blocks send each other */
+constexpr int AT_SENT = FUSED_BLOCK_BYTES - 16; /* the barrier of what a cluster's blocks send each other */
 static_assert(sizeof(FusedBlock) <= AT_SENT);
 
-/** A block's shared memory behind the stages of its teams, which hold their packed sums, [rows][pitch], once they have done their
- *  units. A warp takes exact tokens for one set of rows, so that SETS warps side by side have the same tokens. */
+/** A block's shared memory after the stages of its teams. The stages hold packed sums, [rows][pitch], once the units
+ *  are done.
+ *  A warp attends to exact tokens for one set of rows, so SETS neighbouring warps have the same tokens. */
 template <class V> struct FusedSpace {
     static constexpr int ROWS = V::ROWS, SETS = exact_sets(V::TEAM_WARPS > 1 ? ROWS : 0), ROWS_OF_SET = ROWS / SETS;
     static_assert(V::TEAM_WARPS % SETS == 0, "every set has as many warps of a block");
@@ -72,29 +75,29 @@ template <class V> struct FusedSpace {
     {
         return at<float>(team * a.fused.team_bytes) + row * a.pitch;
     }
-    /** Of the part-th warp with exact tokens for the row. */
+    /** The row's sums of the part-th warp with exact tokens. */
     __device__ __forceinline__ float *exact_sums(int part, int row) const
     {
         return at<float>(a.fused.exact) + (part * ROWS + row) * a.pitch;
     }
-    /** Of a part of a row: {max, sum, sum of packed tokens, rounded_sum}. Parts of packed tokens come first, one of each team, then exact
-     *  ones. */
+    /** Totals of a part of a row: {max, sum, sum of packed tokens, rounded_sum}. First come the parts of packed tokens,
+     *  one for each team, then exact ones. */
     __device__ __forceinline__ float4 *totals(int part, int row) const
     {
         return at<float4>(a.fused.totals) + part * ROWS + row;
     }
-    /** What block `rank` of the cluster knows of a row that this block finishes: a part of part_floats. */
+    /** The part, part_floats long, of block `rank` of the cluster for a row that this block finishes. */
     __device__ __forceinline__ float *slot(int row, int rank) const
     {
         return at<float>(a.fused.slots) + ((row & -a.fused.cluster) + rank) * part_floats(a);
     }
 };
 
-/** The exact tokens of one warp, which shares those of the segment with fused.exact_warps of each block; the next of them on its way. Of rows
- *  and tokens a lane has channels 4 lane .. */
+/** The exact tokens of one warp, with the next one being loaded; fused.exact_warps warps of each block share those of
+ *  the segment. A lane has channels 4 lane .. of rows and tokens. */
 struct ExactTokens {
     ExactView view;
-    int32_t next, end, position; /* of those that the sequence's rows see */
+    int32_t next, end, position; /* among the tokens that the sequence's rows see */
     Quad k, v;
 
     __device__ __forceinline__ ExactTokens(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t turn,
@@ -124,7 +127,8 @@ struct ExactTokens {
     }
 };
 
-/** x[i] of the first N, summed over all lanes, to lanes 32 / N * i ..: halves change hands until each lane has one of them. */
+/** Sums the first N of x[i] over all lanes; lanes 32 / N * i .. get x[i]. Lanes exchange halves until each has one
+ *  sum. */
 template <int N, int D = 16, int SIZE> __device__ __forceinline__ float sum_to_lanes(float (&x)[SIZE], int lane)
 {
     if constexpr (N > 1) {
@@ -142,8 +146,8 @@ template <int N, int D = 16, int SIZE> __device__ __forceinline__ float sum_to_l
     }
 }
 
-/** A warp's part of the exact tokens. What is one number a row is in the lanes of sum_to_lanes. Inlined, although some loops over
- *  units would be 1 to 4 % faster without: called, it made attention with a window 3 to 25 % slower. */
+/** A warp's part of the exact tokens. Numbers of a row are in the lanes of sum_to_lanes. Inlined: a call made attention
+ *  with a window 3 to 25 % slower, although it made some loops over units 1 to 4 % faster. */
 template <class V>
 __device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const RowSet &s, const Sequence &seq,
                                                      ExactTokens &tokens, const FusedSpace<V> &space, int warp,
@@ -192,7 +196,7 @@ __device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const 
             *reinterpret_cast<float4 *>(space.exact_sums(part, first_row + r) + 4 * lane) = o[r];
 }
 
-/** A warp's part of the packed tokens to where the block merges. */
+/** Writes a warp's part of the packed tokens to where the block merges. */
 template <class V>
 __device__ __forceinline__ void leave_part_in_block(const AttendArgs &a, const FusedSpace<V> &space, int warp, int lane,
                                                     const Sums<V> &sums)
@@ -217,7 +221,7 @@ __device__ __forceinline__ void leave_part_in_block(const AttendArgs &a, const F
     }
 }
 
-/** Adds a part to a row's totals, in every lane: sooner done beside its sums than by lanes that each have a part. */
+/** Adds a part to a row's totals, redundantly in every lane, which is faster than with one part per lane. */
 __device__ __forceinline__ void add_totals(MergedRow &m, float factor, float4 totals)
 {
     m.sum = fmaf(factor, totals.y, m.sum);
@@ -225,8 +229,8 @@ __device__ __forceinline__ void add_totals(MergedRow &m, float factor, float4 to
     m.rounded_sum = fmaf(factor, totals.w, m.rounded_sum);
 }
 
-/** The sum of factor(w) * row(w) over n parts from `first` on of a row of the block, a lane the channels from `c` on; factor(w) is that
- *  of lane w. Unless ALL_WRITTEN, a part of factor 0 may never have been written, but for its totals. */
+/** The sum of factor(w) * row(w) over n parts, from `first` on, of a row of the block; a lane has the channels from `c`
+ *  on, and lane w has factor(w). Unless ALL_WRITTEN, only the totals of a part with factor 0 may have been written. */
 template <bool ALL_WRITTEN, class V, class Row>
 __device__ __forceinline__ float4 add_parts(const FusedSpace<V> &space, int row, int n, float factor, int first, int c,
                                             Row at, MergedRow &m)
@@ -242,11 +246,11 @@ __device__ __forceinline__ float4 add_parts(const FusedSpace<V> &space, int row,
     return sum;
 }
 
-/** Whether merge_parts finishes all rows. Their parts are not rotated back here: that took all blocks longer than it takes merge_parts. */
+/** Whether merge_parts finishes all rows. Then it also rotates them back, which is faster than in all blocks here. */
 __device__ __forceinline__ bool leaves_parts(const AttendArgs &a) { return a.fused.sharing != a.fused.cluster; }
 
-/** Merges the parts of the block's teams, of which the first `active` have had units, and sends each row's to whoever finishes it: a warp
- *  a row, a lane four channels. */
+/** Merges the parts of the block's teams, of which the first `active` had units, and sends each row to the block that
+ *  finishes it. A warp has a row, a lane four channels. */
 template <class V>
 __device__ __forceinline__ void send_rows(const AttendArgs &a, const FusedSpace<V> &space, const RowSet &s, int rank,
                                           int active, int warp, int lane)
@@ -286,9 +290,9 @@ __device__ __forceinline__ void send_rows(const AttendArgs &a, const FusedSpace<
     }
 }
 
-/** The sum of factor(k) * slot k of a row, a lane four channels from `first` of each slot on, behind the last nothing of use; factor(k)
- *  is that of lane k. Four at a time, however many there are: usually eight, and code that is jumped over costs as well. WITH_TOTALS: adds
- *  those to m. */
+/** The sum of factor(k) * slot k of a row; a lane has four channels of each slot from `first` on, garbage after the
+ *  last channel, and lane k has factor(k). Always four slots at a time: usually there are eight, and skipped code costs
+ *  too. WITH_TOTALS: adds totals to m. */
 template <bool WITH_TOTALS, class V>
 __device__ __forceinline__ float4 add_slots(const FusedSpace<V> &space, int row, float factor, int first, int lane,
                                             MergedRow &m)
@@ -310,7 +314,7 @@ __device__ __forceinline__ float4 add_slots(const FusedSpace<V> &space, int row,
     return sum;
 }
 
-/** Merges what the cluster's blocks sent of a row that this one finishes, and writes results. One warp. */
+/** Merges the parts that the cluster's blocks sent for a row that this block finishes, and writes results. One warp. */
 template <class V>
 __device__ __forceinline__ void finish_row(const AttendArgs &a, int row, const ValueScale<4> &scale, uint32_t flip,
                                            const Output &output, const FusedSpace<V> &space, int lane)
@@ -328,10 +332,10 @@ __device__ __forceinline__ void finish_row(const AttendArgs &a, int row, const V
     output.write<4>(a, sum, m, lane);
 }
 
-/** Of those that a warp prepares. The last warps have them where they are few, since the first ones have the units. */
+/** The first row that a warp prepares. Few rows go to the last warps, because the first ones have the units. */
 __device__ __forceinline__ int first_row_of_warp(const AttendArgs &a, int warp) { return a.fused.warps - 1 - warp; }
 
-/** Prepares the rows of a segment in shared memory. load: row first_row_of_warp, on its way; flip: lane_signs. */
+/** Prepares the rows of a segment in shared memory. load: row first_row_of_warp, being loaded; flip: lane_signs. */
 template <class V>
 __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &s, const Sequence &seq,
                                              QueryLoad<4> load, const WaveLoad<4> &wave_load,
@@ -358,7 +362,7 @@ __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &
     }
 }
 
-/** Brings the arguments into the caches of constants, some lines each warp: otherwise the first to need one waits for it. */
+/** Prefetches the arguments into the constant caches, some lines by each warp. */
 __device__ __forceinline__ void touch_arguments(const AttendArgs &a, int warp)
 {
     constexpr int LINE_WORDS = 16;
@@ -366,10 +370,11 @@ __device__ __forceinline__ void touch_arguments(const AttendArgs &a, int warp)
     uint32_t all = 0;
 #pragma unroll 1
     for (int i = LINE_WORDS * warp; i < (int)(sizeof a / 4); i += LINE_WORDS * a.fused.warps) all |= words[i];
-    if (all == 0xdeadbeefu) __nanosleep(0); /* never, but the compiler does not know */
+    if (all == 0xdeadbeefu) __nanosleep(0); /* never true, which the compiler does not know */
 }
 
-/** A warp's units, to its part in the block. attend_fused_many_rows has its own, for a team's. */
+/** Processes a warp's units and writes its part to shared memory. attend_fused_many_rows has its own version, for
+ *  teams. */
 template <class V>
 __device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<V, true> &ring, Stride &ahead,
                                              const FusedSpace<V> &space, int warp, int lane)
@@ -380,7 +385,7 @@ __device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<V, true> 
     leave_part_in_block<V>(a, space, warp, lane, sums);
 }
 
-/** Merges what the block's teams know, and finishes its rows, if nobody else does. */
+/** Merges the parts of the block's teams, and finishes the block's rows unless merge_parts does. */
 template <class V>
 __device__ __forceinline__ void finish_block(const AttendArgs &a, const FusedSpace<V> &space, const FusedBlock &block,
                                              int warp, int lane)
@@ -406,7 +411,7 @@ __device__ __forceinline__ void finish_block(const AttendArgs &a, const FusedSpa
     }
 }
 
-/** Opens the barrier of what this block is sent of the rows that it finishes. One thread. */
+/** Initialises the barrier of the parts that this block will receive. One thread. */
 template <class V>
 __device__ __forceinline__ void expect_rows(const AttendArgs &a, const FusedSpace<V> &space, int rows, int rank)
 {
@@ -416,15 +421,15 @@ __device__ __forceinline__ void expect_rows(const AttendArgs &a, const FusedSpac
     barrier_expect(space.sent(), own * cluster * (4 + parts * TQ_TILE * a.groups) * (int)sizeof(float));
 }
 
-/** A block before its units: what it knows of its segment, and a team's way through it. */
+/** The state of a block before its units: its segment, and a team's units. */
 struct FewStart {
     FusedBlock block;
     Stride ahead;
     bool works;
 };
 
-/** Finds the block's segment and all addresses while the kernel in front still works, then sends for the queries, the first exact tokens
- *  and the first pages, and prepares everything else while those are on their way. FRUGAL: as of attend_fused. */
+/** Finds the block's segment and all addresses while the previous kernel still runs. Then loads the queries, the first
+ *  exact tokens and the first pages, and prepares everything else meanwhile. FRUGAL: as in attend_fused. */
 template <class V, bool FRUGAL>
 __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const FusedSpace<V> &space,
                                                 const Ring<V, true> &ring, int team, int thread, int warp, int lane)
@@ -440,11 +445,11 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const Fused
     if (a.fused.cluster > 1) {
         if (threadIdx.x == 0) expect_rows<V>(a, space, set.n, rank);
         __syncwarp();
-        cluster_arrive(); /* others may write into this block's memory after this */
+        cluster_arrive(); /* from here on others may write into this block's shared memory */
     }
     let_next_start();
-    /* All that does not depend on what the kernel in front writes. */
-    UnitPlace guess(a, min(turn, a.p.max_pages * a.page_units - 1), b, h); /* of the first unit, if none is skipped */
+    /* Everything that does not depend on the results of the previous kernel. */
+    UnitPlace guess(a, min(turn, a.p.max_pages * a.page_units - 1), b, h); /* the first unit, if none is skipped */
     uint32_t flip = lane_signs<4>(a, lane), entry = guess.entry(a);
     QueryScale<4> scale(a, lane);
     int64_t query = query_at(a, set, first_row_of_warp(a, warp));
@@ -452,8 +457,8 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const Fused
         compute_here(scale.levels[0]);
     wait_for_previous();
 
-    /* On their way together. The queries, whose way through the kernel is the longest, first: whatever uses a number that is still on
-     * its way stops all that stands behind it. */
+    /* All loads are in flight together. Queries come first, because their processing takes the longest: an instruction
+     * that waits for a load stalls all instructions after it. */
     QueryLoad<4> load(a, query, lane);
     WaveLoad<4> wave_load;
     MetricLoad<4> metric;
@@ -465,8 +470,8 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const Fused
     scale.load_steps(a, h, lane);
     int32_t page = a.p.max_pages ? a.p.block_table[entry] : 0;
     Sequence seq = load_sequence(a, b);
-    /* The first warps, which have the fewest rows to prepare, come first. These loads would wait behind those of the pages: sent for after
-     * them, a window of 128 made 8,192 tokens of batch 1 take 17 % longer. */
+    /* The first warps come first, because they have the fewest rows to prepare. These loads are issued before those of
+     * the pages, which would delay them: with a window of 128, 8,192 tokens at batch 1 took 17 % longer. */
     int exact_turn = rank + warp / FusedSpace<V>::SETS * sharing;
     ExactTokens exact(a, set, seq, exact_turn, lane);
     PackedView view = view_packed(a, seq);
@@ -479,21 +484,21 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const Fused
         for (int which = 0; which < 2; which++) ring.fill(a, 0, which, record, ahead.unit, thread);
     }
     ahead.step_on(a, works);
-    /* teams with units (divide may be off at its largest quotients, far above `teams`) */
+    /* teams with units (divide may be off for very large quotients, far above `teams`) */
     int active = min(a.fused.teams, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
     FusedBlock block = {set, rank, active, view};
     if (FRUGAL && threadIdx.x == 0) *space.block() = block;
     if (has_wave<V>(a)) fill_wave_table<V::TILES>(a, increments);
     prepare_rows<V>(a, set, seq, load, wave_load, metric, scale, flip, space, warp, lane);
-    if (warp == 0) /* it has the fewest rows, if they differ */
+    if (warp == 0) /* warp 0 has the fewest rows */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
     if (a.exact_parts) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);
     return {block, ahead, works};
 }
 
-/** FRUGAL, for kernels that are short of registers: what a block knows of its segment waits in shared memory from step to step. It would be
- *  spilled, to a memory that is busy with pages: with 96 registers 2 to 4 % longer, of attend_fused_many_rows's up to 5 %. Elsewhere, reading it
- *  back costs .1 to .2 us. */
+/** FRUGAL is for kernels that are short of registers: the block's segment is kept in shared memory between steps.
+ *  Otherwise it would be spilled to device memory, which is busy with pages: 2 to 4 % slower with 96 registers, up to 5
+ *  % in attend_fused_many_rows. In other kernels, reading it back costs 0.1 to 0.2 us. */
 template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(const AttendArgs &a)
 {
     int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0); /* so that the compiler knows that lanes agree */
@@ -503,7 +508,7 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
                           copy_policy(V::ROWS < 16 || a.row_tiles == 1)};
     FusedSpace<V> space = {a};
     FewStart start = start_block<V, FRUGAL>(a, space, ring, team, thread, warp, lane);
-    if (V::TEAM_WARPS > 1) shared_writes_before_copies(); /* its products read queries as copies do */
+    if (V::TEAM_WARPS > 1) shared_writes_before_copies(); /* WGMMA reads queries by the async proxy */
     __syncthreads();
     if (FRUGAL) {
         start.block = *space.block();

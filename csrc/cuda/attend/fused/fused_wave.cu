@@ -1,4 +1,4 @@
-/* Those of attend_fused's kernels that take plans with a wave or a metric. */
+/* The kernels of attend_fused for plans with a wave or a metric. */
 #include "cuda/attend/fused/fused.cuh"
 
 namespace tq

@@ -1,4 +1,4 @@
-/* attend_fused with the loop of attend_many_rows: its teams of four warps take the units, whole pages; all else is as there. */
+/* attend_fused with the loop of attend_many_rows: teams of four warps process the units, which are whole pages. */
 #ifndef TQ_CUDA_ATTEND_MANY_ROWS_FUSED_CUH
 #define TQ_CUDA_ATTEND_MANY_ROWS_FUSED_CUH
 #include "cuda/attend/fused/fused.cuh"
@@ -7,7 +7,7 @@
 namespace tq
 {
 
-/** A team's units, to its part in the block. */
+/** Processes a team's units and writes its part to the block's shared memory. */
 template <int BITS, int ROWS, bool WAVE>
 __device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<ManyRows<BITS, ROWS, WAVE>, true> &ring,
                                              Stride &ahead, const FusedSpace<ManyRows<BITS, ROWS, WAVE>> &space,
@@ -20,7 +20,7 @@ __device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<ManyRows<
     TeamSpace own(a, team, V::SHARING_BYTES, a.fused.queries, false);
     ManyRowsSums<V> sums;
     attend_units_of_team<V>(a, ring, ahead, space.rows(), space.wave(), own, warp, lane, sums);
-    add_weights_of_team<V>(own, warp, lane, sums); /* and nobody reads the stage any more */
+    add_weights_of_team<V>(own, warp, lane, sums); /* synchronises: no warp reads the stage any more */
     store_sums_of_team<V>(warp, lane, sums, [&](int row) { return space.packed_sums(team, row); });
     if (warp == 0 && lane < 4)
 #pragma unroll

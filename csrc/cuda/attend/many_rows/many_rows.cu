@@ -1,4 +1,4 @@
-/* Attention kernels for many rows: one of three, and all in one. */
+/* Attention kernels for many rows: attend_many_rows and attend_fused_many_rows. */
 #include "cuda/attend/dispatch.h"
 #include "cuda/attend/many_rows/fused.cuh"
 

@@ -1,12 +1,14 @@
-/* The kernel on pages for many rows of one KV head (compute capability 9.0, four groups, whole pages of four tiles): a team is four
- * warps that share the pages and the rows, so that each code is unpacked once for 16 or 32 rows. It stays in registers as the first
- * factor of products that the four warps do together; the second one is in shared memory.
+/* The kernel on pages for many rows of one KV head (compute capability 9.0, four groups, whole pages of four tiles). A
+ * team is four warps that share pages and rows, so that each code is unpacked once for 16 or 32 rows. Unpacked codes
+ * stay in registers as operand A of WGMMA products of the four warps; operand B is in shared memory.
  *
- *   scores   (128 tokens x rows) = keys x queries, in bytes, two planes of them a query, as in attend_pages. Warp w has token tile w.
- *   weights  exp2(score - reference) times value scale, rounded to fp16, go to shared memory for all four warps: the only meeting
- *            of a page. There they also ask whether a weight is too large for fp16, and if so move the references (seldom; also
- *            where a value scale is 0, because such a token's weight may be too large for float32).
- *   sums     (128 channels x rows) += values x weights, in fp16, which holds levels exactly. Warp w has channel group w.
+ *   scores   (128 tokens x rows) = keys x queries, in bytes, two planes a query, as in attend_pages. Warp w has token
+ *            tile w.
+ *   weights  exp2(score - reference) times value scale, rounded to fp16, go to shared memory for all four warps: the
+ *            only synchronisation of a page. It also tells whether a weight is too large for fp16; then references are
+ *            moved (rare; also if a value scale is 0, because such a token's weight may be too large for float32).
+ *   sums     (128 channels x rows) += values x weights, in fp16, which holds levels exactly. Warp w has channel group
+ *            w.
  *
  * A lane 4 g + t owns, of each four rows, row t: the scores of tokens g + 8 r of its warp's tile, r = 0..3, and the
  * sums of channels g + 8 r of its warp's group. */
@@ -18,20 +20,21 @@
 namespace tq
 {
 
-/** What makes exponents of a row's products. x: scale; y: what is added then for the offset of the key codes; half[0].w: reference, as in
- *  attend_pages. At 1 and 2 bits, whose bytes are of four sizes, y and z are for the lane's tokens 2 half and 2 half + 1. */
+/** How a row's products become exponents. x: scale; y: added for the offset of the key codes; half[0].w: reference, as
+ *  in attend_pages. At 1 and 2 bits, whose bytes have four sizes, y and z are for the lane's tokens 2 half and 2 half +
+ *  1. */
 struct RowScales {
     float4 half[2];
 };
 static_assert(sizeof(RowScales) == ROW_SCALES_BYTES);
 
-/** Where a team's own shared memory is, and where it reads queries. */
+/** Addresses of a team's own shared memory and of its queries. */
 struct TeamSpace {
     uint8_t *at;
     uint32_t address, queries;
     int team;
 
-    /** at_queries: in bytes of the block's, or of the team's own. */
+    /** at_queries: byte offset in the block's shared memory, or in the team's own. */
     __device__ __forceinline__ TeamSpace(const AttendArgs &a, int team_, int bytes, int at_queries, bool own_queries)
         : at(shared_bytes + a.at_teams + team_ * bytes),
           address(shared_address(shared_bytes) + a.at_teams + team_ * bytes),
@@ -49,7 +52,7 @@ struct TeamSpace {
 };
 
 template <class V> struct ManyRowsSums {
-    float o[2][V::ROWS / 2]; /* by half of the channel group, as the products leave them */
+    float o[2][V::ROWS / 2]; /* by half of the channel group, in WGMMA's layout */
     float weights[V::COLUMNS];
 };
 
@@ -58,7 +61,7 @@ __device__ __forceinline__ constexpr int sum_at(int r, int c) { return 4 * (c / 
 
 __device__ __forceinline__ int row_of(int c, int lane) { return 4 * c + (lane & 3); }
 
-/** Queues c[i] (half first + i of each warp's token tile x both planes of each row) += a group's keys x queries. */
+/** Issues c[i] (half first + i of each warp's token tile x both planes of each row) += a group's keys x queries. */
 template <class V, int BITS>
 __device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int first, const LevelTables &tables,
                                            uint64_t queries, bool add, int (&c)[V::HALVES][V::ROWS])
@@ -79,8 +82,8 @@ __device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int fir
     wait_for_batches<V::BATCHES_LEFT>();
 }
 
-/** c = the keys of HALVES halves of each warp's token tile x queries, over all groups: in c[i][4 n + 2 j], the high plane, and the number
- *  behind it the lane's token 2 (first + i) + j for its row n. */
+/** c = the keys of HALVES halves of each warp's token tile x queries, over all groups. c[i][4 n + 2 j] and the next
+ *  number are the high and the low plane of the lane's token 2 (first + i) + j for its row n. */
 template <class V>
 __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t *codes, uint64_t queries, int warp,
                                               int first, int (&c)[V::HALVES][V::ROWS])
@@ -143,8 +146,8 @@ __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, 
     for (int r = 0; r < 4; r++) k[r] = SMALLER ? scales[r] * (1.0f / (1 << V::BITS * r)) : scales[r];
 }
 
-/** What the wave adds to a page's scores: each warp of the team finds the terms of a fourth of the rows. rows: as prepared; wave:
- *  put_wave's. */
+/** The wave's terms of a page's scores: each warp of the team computes those of a fourth of the rows. rows: as
+ *  prepared; wave: from put_wave. */
 template <class V>
 __device__ __forceinline__ void sum_wave_of_page(const AttendArgs &a, const RowArgs *rows, const float2 *wave,
                                                  int32_t page, int warp, int lane)
@@ -152,14 +155,14 @@ __device__ __forceinline__ void sum_wave_of_page(const AttendArgs &a, const RowA
     constexpr int BLOCKS = V::COLUMNS / V::TEAM_WARPS;
     auto factor_of = [&](int block, int i) {
         const RowArgs &row = rows[row_of(block, i)];
-        return a.p.softcap > 0 ? row.wave : row.wave * row.scale; /* scores are logits but where there is a cap */
+        return a.p.softcap > 0 ? row.wave : row.wave * row.scale; /* scores are logits, unless there is a cap */
     };
     sum_wave<BLOCKS, V::TILES>(
         a, wave, page * a.page_tokens, warp, V::TEAM_WARPS, lane, factor_of,
         [&](int n, const float (&terms)[4 *V::TILES]) { put_terms<V::TILES>(a, n, terms, lane); });
 }
 
-/** Adds it to the scores of the warp's tile: from here on they are products with 1. By the whole team. */
+/** Adds the terms to the scores of the warp's tile, which then have key scales of 1. By the whole team. */
 template <class V>
 __device__ __forceinline__ void add_wave_of_page(const AttendArgs &a, int team, int warp, int lane,
                                                  float (&s)[V::COLUMNS][4], float (&k)[4])
@@ -167,7 +170,7 @@ __device__ __forceinline__ void add_wave_of_page(const AttendArgs &a, int team, 
     meet(team);
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
-        const WaveSpace space(a, threadIdx.x / 32 - warp + c % V::TEAM_WARPS); /* of the warp that had the rows */
+        const WaveSpace space(a, threadIdx.x / 32 - warp + c % V::TEAM_WARPS); /* of the rows' warp */
 #pragma unroll
         for (int r = 0; r < 4; r++) s[c][r] *= k[r];
         add_terms(space.terms[(c / V::TEAM_WARPS * V::TILES + warp) * 32 + lane], s[c]);
@@ -176,7 +179,7 @@ __device__ __forceinline__ void add_wave_of_page(const AttendArgs &a, int team, 
     for (int r = 0; r < 4; r++) k[r] = 1;
 }
 
-/** For a page that some row sees in part; first: its first token, end: behind its last. */
+/** For a page of which some row sees a part. first: its first token; end: one past its last. */
 template <class V>
 __device__ __forceinline__ void hide_tokens_of_page(const RowArgs *rows, int32_t first, int32_t end, int lane,
                                                     float (&s)[V::COLUMNS][4], float (&k)[4],
@@ -197,7 +200,7 @@ __device__ __forceinline__ void hide_tokens_of_page(const RowArgs *rows, int32_t
     }
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-        k[r] = 1; /* -inf times a key scale of 0 would be no number */
+        k[r] = 1; /* -inf times a key scale of 0 would be NaN */
         if (!(seen >> r & 1)) value_scales.clear(r);
     }
 }
@@ -221,8 +224,9 @@ __device__ __forceinline__ void cap_page(const AttendArgs &a, const RowArgs *row
     for (int r = 0; r < 4; r++) k[r] = 1;
 }
 
-/** Scores to weights times value scales in `to`, the lane's place in a buffer, and the sums of the weights. Returns whether one is too
- *  large: they are kept below 2^HEADROOM by the product with the value scale, since that is what fp16 has to hold. */
+/** Scores to weights times value scales in `to`, the lane's place in a buffer, and the sums of the weights. Returns
+ *  whether one is too large: the products with value scales must stay below 2^HEADROOM, because they are stored as
+ *  fp16. */
 template <class V>
 __device__ __forceinline__ bool weigh_page(const TeamSpace &space, const LaneScales<1> &value_scales,
                                            const float (&s)[V::COLUMNS][4], const float (&k)[4], int lane, uint8_t *to,
@@ -233,7 +237,7 @@ __device__ __forceinline__ bool weigh_page(const TeamSpace &space, const LaneSca
     for (int r = 0; r < 4; r++) v[r] = value_scales[r];
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++)
-        reference[c] = space.rows<V>()[row_of(c, lane)].half[0].w; /* none waits for a store */
+        reference[c] = space.rows<V>()[row_of(c, lane)].half[0].w; /* no load waits for a store */
     __half2 top = __float2half2_rn(0);
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
@@ -251,7 +255,7 @@ __device__ __forceinline__ bool weigh_page(const TeamSpace &space, const LaneSca
     return most > (float)(1 << (int)HEADROOM);
 }
 
-/** Moves the rows' references up to the largest weights, or nearly: they need not be exact. By the whole team. */
+/** Moves the rows' references up to about the largest weights; they need not be exact. By the whole team. */
 template <class V>
 __device__ __forceinline__ void raise_references(const TeamSpace &space, const LaneScales<1> &value_scales,
                                                  const float (&s)[V::COLUMNS][4], const float (&k)[4], int warp,
@@ -285,7 +289,7 @@ __device__ __forceinline__ void raise_references(const TeamSpace &space, const L
     meet(space.team);
 }
 
-/** Queues the sums' part of a token tile; weights: its first step. x: the tile's fragments by half and step. */
+/** Issues a token tile's part of the sums. weights: its first step; x: the tile's fragments by half and step. */
 template <class V>
 __device__ __forceinline__ void queue_values(const uint32_t (&x)[2][2][4], uint64_t weights, ManyRowsSums<V> &sums)
 {
@@ -339,14 +343,14 @@ __device__ __forceinline__ void add_values_of_page(const AttendArgs &a, StageVie
     for (int half = 0; half < 2; half++) take_results(sums.o[half]);
 }
 
-/** What a team knows of its rows, and empty sums. */
+/** Initialises a team's state of its rows, and its sums. */
 template <class V>
 __device__ __forceinline__ void start_rows_of_team(const AttendArgs &a, const RowArgs *rows, const TeamSpace &space,
                                                    int thread, ManyRowsSums<V> &sums)
 {
     if (thread < V::ROWS) {
         RowArgs row = rows[thread];
-        float byte = V::UNIFORM && V::BITS <= 2 ? 0.5f : 1.0f; /* what a byte is of a level */
+        float byte = V::UNIFORM && V::BITS <= 2 ? 0.5f : 1.0f; /* levels per byte unit */
         float scale = a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
         float offset = scale * byte * (float)(row.offset_hi * QUERY_BASE + row.offset_lo);
         constexpr float TIMES = 1 << V::BITS;
@@ -360,7 +364,8 @@ __device__ __forceinline__ void start_rows_of_team(const AttendArgs &a, const Ro
     meet(space.team);
 }
 
-/** The units of the segment at work; rows: its rows as prepared; wave: put_wave's; warp: of the team, known to be the same for all lanes. */
+/** The units of the current segment. rows: as prepared; wave: from put_wave; warp: index in the team, uniform over
+ *  lanes. */
 template <class V, class R, class Ahead>
 __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &ring, Ahead &ahead, const RowArgs *rows,
                                                      const float2 *wave, const TeamSpace &space, int warp, int lane,
@@ -384,7 +389,7 @@ __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &rin
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_page<V>(a, ring.view(a, a.key), space, warp, lane, s, k);
         StageView values = ring.view(a, a.value);
-        LaneScales<1> value_scales; /* they came with the keys, and go with them */
+        LaneScales<1> value_scales; /* read now: they share the stage half of the keys */
         value_scales.load(values, warp, lane);
         const uint8_t *next_record = ahead.record(a, next_page);
         refill(a, ring, 0, more, next_record, ahead.unit, thread);
@@ -402,7 +407,7 @@ __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &rin
         uint32_t weights_at = __shfl_sync(ALL_LANES, buffer == 1 ? V::WEIGHT_BYTES : 0, 0);
         bool above =
             buffer == FIRST || weigh_page<V>(space, value_scales, s, k, lane, space.at + weights_at + place, weights);
-        above |= value_scales.any_zero(); /* infinity times 0 is no number */
+        above |= value_scales.any_zero(); /* infinity times 0 is NaN */
         shared_writes_before_copies();
         if (meet_any(space.team, above)) {
             raise_references<V>(space, value_scales, s, k, warp, lane, sums);
@@ -421,7 +426,7 @@ __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &rin
     }
 }
 
-/** The team's sums of the weights to its numbers, and for all warps to see: those of row r are at r, ROWS + r, ... */
+/** Writes the team's sums of weights to its numbers, for all warps: those of row r are at r, ROWS + r, ... */
 template <class V>
 __device__ __forceinline__ void add_weights_of_team(const TeamSpace &space, int warp, int lane,
                                                     const ManyRowsSums<V> &sums)
@@ -436,7 +441,7 @@ __device__ __forceinline__ void add_weights_of_team(const TeamSpace &space, int 
     meet(space.team);
 }
 
-/** The team's sums; to(row): where the row's first channel goes. */
+/** Writes the team's sums. to(row): the address of the row's first channel. */
 template <class V, class To>
 __device__ __forceinline__ void store_sums_of_team(int warp, int lane, const ManyRowsSums<V> &sums, To to)
 {
@@ -454,7 +459,7 @@ __device__ __forceinline__ float2 total_of_team(const AttendArgs &a, const RowAr
                                                 int row)
 {
     const float *x = space.numbers<V>() + row;
-    float bias = a.p.softcap > 0 ? 0 : rows[row].bias; /* with a cap it is in the scores */
+    float bias = a.p.softcap > 0 ? 0 : rows[row].bias; /* with a cap the scores include it */
     float reference = space.rows<V>()[row].half[0].w;
     return make_float2(reference == NO_REFERENCE ? -INFINITY : bias - reference,
                        (x[0] + x[V::ROWS]) + (x[2 * V::ROWS] + x[3 * V::ROWS]));
@@ -510,7 +515,7 @@ template <class V> __device__ __forceinline__ void attend_pages_wide(const Atten
                     reinterpret_cast<Between *>(space.at + V::AT_BETWEEN + thread / 32 * BETWEEN_BYTES), lane);
     if (ahead.now.there) top_up(a, ring, ahead, thread);
     if (has_wave<V>(a)) {
-        fill_wave_table<V::TILES>(a, LaneIncrements<2>(a, lane)); /* they are complete, as lengths are */
+        fill_wave_table<V::TILES>(a, LaneIncrements<2>(a, lane)); /* moments are complete, as lengths are */
         __syncthreads();
     }
     if (!ahead.now.there) return;

@@ -1,5 +1,5 @@
-/* The kernels around the one on pages: prepare and combine. All orders of addition are fixed by the shapes and lengths, so results
- * repeat bit for bit. */
+/* The kernels around the one on pages: prepare and combine. All orders of addition are fixed by the shapes and lengths,
+ * so results repeat bit for bit. */
 #include "cuda/attend/exact.cuh"
 #include "cuda/attend/kernels.h"
 #include "cuda/attend/output.cuh"
@@ -16,7 +16,7 @@ template <int GROUPS>
 __global__ void __launch_bounds__(END_THREADS, 2) prepare_kernel(const __grid_constant__ AttendArgs a)
 {
     wait_for_previous();
-    let_next_start(); /* in this order: what pages reads before it waits for this kernel is complete */
+    let_next_start(); /* after the wait, so that data that `pages` reads before it waits for this kernel is complete */
     int32_t sets = a.p.batch * a.p.kv_heads * a.row_tiles * (a.tile_rows / a.prepare_rows), turn = blockIdx.x / sets;
     RowSet s = find_rows(a, blockIdx.x - turn * sets, a.prepare_rows);
     if (turn == 0) prepare_queries<GROUPS>(a, s);
@@ -50,7 +50,7 @@ __device__ __forceinline__ RowParts exact_parts(const AttendArgs &a, const RowSe
     return {a.exact_totals + row, a.exact_sums + row * TQ_TILE * a.groups, a.exact_parts, rows};
 }
 
-/** Each lane merges every 32nd part, AT_ONCE of them on their way together, then the lanes merge. */
+/** Each lane merges every 32nd part, with AT_ONCE loads in flight; then the lanes merge. */
 template <int AT_ONCE>
 __device__ __forceinline__ MergedRow merge_totals(const RowParts &packed, const RowParts &exact, int lane)
 {
@@ -76,7 +76,7 @@ __device__ __forceinline__ MergedRow merge_totals(const RowParts &packed, const 
     return {max, warp_sum(f * m.sum), warp_sum(f * m.packed_sum), warp_sum(f * m.rounded_sum)};
 }
 
-/** A batch of a row's parts on their way: parts first, first + step, .. */
+/** A batch of a row's parts being loaded: parts first, first + step, .. */
 template <int GROUPS> struct PartLoads {
     static constexpr int AT_ONCE = GROUPS > 4 ? 3 : 6;
     LaneRow<GROUPS> x[AT_ONCE];
@@ -105,7 +105,7 @@ template <int GROUPS> struct PartLoads {
     {
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            if (max[j] == -INFINITY) continue; /* such a part's sums may never have been written */
+            if (max[j] == -INFINITY) continue; /* the sums of such a part may be unwritten */
             float f = exp2_fast(max[j] - max_of_all);
 #pragma unroll
             for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) add_scaled(sum.quad[k], f, x[j].quad[k]);
@@ -128,7 +128,8 @@ __device__ __forceinline__ void add_parts(const RowParts &parts, PartLoads<GROUP
     }
 }
 
-/** A block takes combine_rows rows, a warp a row and every `ways`-th part. Shared rows: packed sums of each way, then exact ones. */
+/** A block takes combine_rows rows, a warp a row and every `ways`-th part. Shared rows: packed sums of each way, then
+ *  exact ones. */
 template <int GROUPS>
 __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_constant__ AttendArgs a)
 {

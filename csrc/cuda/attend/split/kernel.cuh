@@ -7,7 +7,7 @@
 namespace tq
 {
 
-/** A team's barriers, by one of its threads. */
+/** Initialises a team's barriers; by one of its threads. */
 template <class V, bool ONE_STAGE>
 __device__ __forceinline__ void init_barriers(const AttendArgs &a, const Ring<V, ONE_STAGE> &ring)
 {
@@ -20,8 +20,9 @@ __device__ __forceinline__ void init_barriers(const AttendArgs &a, const Ring<V,
     barrier_init_fence();
 }
 
-/** Whether a device of this code runs the kernel: bulk copies are for compute capability 9.0 (look_at_device). Others would only be
- *  compiled in vain. */
+/** Whether the kernel runs on the architecture that is compiled for: bulk copies need compute capability 9.0
+ *  (look_at_device).
+ *  Other combinations are left empty. */
 template <class V> __device__ constexpr bool is_for_this_device()
 {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1000)
@@ -43,8 +44,8 @@ template <class V> __device__ __forceinline__ void attend_pages(const AttendArgs
     if (thread == 0) init_barriers(a, ring);
     if (a.team_warps > 1) __syncthreads();
     else __syncwarp();
-    /* Neighbouring pieces go to different blocks, so that few units still reach all multiprocessors.
-     * Lengths and pages are complete: prepare has waited for all kernels in front before it let this one start. */
+    /* Neighbouring pieces go to different blocks, so that even few units use all multiprocessors. Lengths and pages are
+     * complete: prepare waited for all earlier kernels before it let this one start. */
     Cursor cursor(a, team * gridDim.x + blockIdx.x, a.teams * gridDim.x, lane);
     bool tell = thread == 0;
     WarpSpace<V> space(a, warp);

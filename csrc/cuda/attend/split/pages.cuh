@@ -1,8 +1,8 @@
-/* The loop over units: pages into shared memory, scores, weights, weighted values. Only warps of a team wait for each other, at the
- * reuse of a stage.
+/* The loop over units: loads pages into shared memory, computes scores and weights, sums weighted values. Only warps of
+ * one team wait for each other, when they reuse a stage.
  *
- * A lane 4 g + t of a warp owns, of each block of four rows, row t: the scores of its tokens g, g + 8, g + 16, g + 24 of each token
- * tile, and the sums of its channels g + 8 r of each group. */
+ * A lane 4 g + t of a warp owns, of each block of four rows, row t: the scores of its tokens g, g + 8, g + 16, g + 24
+ * of each token tile, and the sums of its channels g + 8 r of each group. */
 #ifndef TQ_CUDA_ATTEND_SPLIT_PAGES_CUH
 #define TQ_CUDA_ATTEND_SPLIT_PAGES_CUH
 #include "cuda/attend/schedule.cuh"
@@ -13,12 +13,12 @@
 namespace tq
 {
 
-/** A side of a unit in shared memory. A stage is |key codes|value codes|key scales|value scales|; where a page is two units, scales of
- *  the other one stand between. */
+/** A side of a unit in shared memory. A stage is |key codes|value codes|key scales|value scales|. If a page is two
+ *  units, the stage also has the other unit's scales. */
 struct StageView {
     const uint8_t *codes;
     const uint8_t
-        *scales; /* fp16, in column order: those of tokens g + 8 r, r = 0..3, of a tile stand side by side at 4 g */
+        *scales; /* fp16, in column order: scales of tokens g + 8 r, r = 0..3, of a tile are neighbours, from 4 g on */
 };
 
 /** The scales of a lane's tokens in TILES tiles: word i has those of 2 i and 2 i + 1. */
@@ -49,14 +49,14 @@ template <int TILES> struct LaneScales {
     __device__ __forceinline__ void clear(int i) { pair[i / 2] &= i % 2 ? 0x0000ffffu : 0xffff0000u; }
 };
 
-/** A team's ring of stages. Key codes with all scales, and value codes, have barriers of their own: the keys of a unit to come are
- *  on their way while the values of this one are at work. Addresses are shared ones; a stage has barriers full keys, full values,
- *  empty keys, empty values; a warp alone never waits for an empty stage. ONE_STAGE: there is no more than one, and the team is as V
- *  says. */
+/** A team's ring of stages. Key codes with all scales, and value codes, have separate barriers, so that the next unit's
+ *  keys are loaded while this unit's values are used. Addresses are in shared memory. A stage has four barriers: full
+ *  keys, full values, empty keys, empty values; a team of one warp never waits for an empty stage. ONE_STAGE: there is
+ *  only one stage, and the team has V's number of warps. */
 template <class V, bool ONE_STAGE_ = false> struct Ring {
     static constexpr bool ONE_STAGE = ONE_STAGE_;
     uint32_t stages, barriers; /* of the team */
-    int stage, parity;         /* of the unit at work */
+    int stage, parity;         /* of the current unit */
     uint64_t policy;           /* of its copies */
 
     __device__ __forceinline__ uint32_t barrier(int stage_, int which) const
@@ -76,15 +76,17 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
         return ONE_STAGE || V::TEAM_WARPS > 1 ? V::TEAM_WARPS : a.team_warps;
     }
 
-    /** Those of the team that send for pages: of bulk copies a lane of its first warp sends all, of others all threads a share. */
+    /** Whether a thread of the team issues copies of pages. With bulk copies the first warp does (one lane issues all);
+     *  otherwise every thread issues its share. */
     __device__ __forceinline__ static bool sends(int thread) { return !V::BULK || thread < 32; }
 
-    /** Half of a stage: key codes and all scales, or value codes. By whole warps: all that send. */
+    /** Issues the copies of half a stage: key codes and all scales, or value codes. By whole warps, all for which
+     *  `sends`. */
     __device__ __forceinline__ void fill(const AttendArgs &a, int stage_, int which, const uint8_t *record,
                                          int32_t unit, int thread) const
     {
         uint32_t to = stages + (ONE_STAGE ? 0 : stage_ * a.stage_bytes), full = barrier(stage_, which);
-        int second = V::TILES == 4 ? 0 : unit & (a.page_units - 1); /* four tiles are a page at least */
+        int second = V::TILES == 4 ? 0 : unit & (a.page_units - 1); /* four tiles are at least a page */
         const CopyArgs *c = a.copies[second];
         const int first = which ? COPY_VALUES : COPY_KEYS, last = which ? COPY_VALUES : COPY_SCALES;
         if constexpr (V::BULK) {
@@ -107,41 +109,44 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
     }
 };
 
-/** What a lane keeps of its row in each block. reference: what is added to scale * score to give the exponent of the weight, which
- *  stays below HEADROOM; NO_REFERENCE before the first visible token. */
+/** A lane's state of its row in each block. weight = exp2(scale * score + reference), and the exponent stays below
+ *  HEADROOM.
+ *  The reference is NO_REFERENCE before the first visible token. */
 constexpr float NO_REFERENCE = 1e30f, HEADROOM = 10;
 
 template <class V> struct Sums {
     float o[V::GROUPS][4][V::BLOCKS];
     float reference[V::BLOCKS], weights[V::BLOCKS], rounded[V::BLOCKS],
-        bias[V::BLOCKS]; /* bias: of all the row's logits */
+        bias[V::BLOCKS]; /* bias: added to all logits of the row */
 };
 
 template <class V> struct LaneRows {
     float scale[V::BLOCKS], offset[V::BLOCKS]; /* offset: of ROW_FACTOR codes */
-    int start[V::BLOCKS][2];                   /* what products of keys start from, by plane: START, and KEY_OFFSETS */
+    int start[V::BLOCKS][2];                   /* initial sums of key products, by plane: START, and KEY_OFFSETS */
     uint2 query[V::GROUPS];                    /* if QUERY_IN_REGISTERS */
 };
 
-/** The bits of 1.5 2^23. With an integer n added, |n| < 2^22, they are those of 1.5 2^23 + n: a product that starts from them ends as a
- *  float, without a conversion, which would be on the pipe of the look-ups. */
+/** The bits of 1.5 2^23. Adding an integer n, |n| < 2^22, gives the bits of 1.5 2^23 + n. So an accumulator that starts
+ *  with them ends as a float, without a conversion, which would use the same pipe as the look-ups. */
 constexpr int FLOAT_BITS = 0x4b400000;
 
-/** What products start from. With two blocks of rows at 3 and 4 bits float bits were 1 to 2 % faster, elsewhere conversions. */
+/** Initial accumulators: FLOAT_BITS with two blocks of rows at 3 and 4 bits (1 to 2 % faster), otherwise 0 and a
+ *  conversion. */
 template <class V> constexpr int START = V::UNIFORM && V::BITS > 2 && V::BLOCKS == 2 && V::TILES == 2 ? FLOAT_BITS : 0;
 static_assert(8 * TQ_TILE * 127 * 127 < 1 << 22 && 2 * TQ_TILE * 255 * 255 < 1 << 22,
               "keys x queries, values x weights");
 static_assert(4LL * TQ_TILE * 255 * 65535 <= INT32_MAX, "values x weights of a unit, both planes joined");
 
-/** hi * BASE + lo, of products that started from START. */
+/** hi * BASE + lo, for accumulators that started from START. */
 template <class V, int BASE> __device__ __forceinline__ float join_planes(int hi, int lo)
 {
     if constexpr (START<V> == 0) return (float)(hi * BASE + lo);
     return fmaf(__int_as_float(hi), (float)BASE, -12582912.0f * (BASE + 1)) + __int_as_float(lo);
 }
 
-/** s[block][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale; tiles first .. first + N - 1.
- *  GROUPS_AT_ONCE: how far the loop over groups is unrolled, of uniform plans. */
+/** s[block][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale; tiles first .. first + N
+ *  - 1.
+ *  GROUPS_AT_ONCE: unrolling of the loop over groups, for uniform plans. */
 template <class V, int N, int GROUPS_AT_ONCE>
 __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys, const uint2 *query,
                                             const LaneRows<V> &rows, int first, int lane,
@@ -149,7 +154,7 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
 {
     constexpr int B = V::BLOCKS;
     LaneScales<N> scales;
-    if (B > 1) scales.load(keys, first, lane); /* there are few warps then to hide what they wait for */
+    if (B > 1) scales.load(keys, first, lane); /* early, because there are few warps to hide the latency */
     int c[N][2][B][4];
 #pragma unroll
     for (int tile = 0; tile < N; tile++)
@@ -176,9 +181,9 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
     } else if constexpr (V::FINE) {
 #pragma unroll 1
         for (int g = 0; g < a.plan_groups; g++) {
-            uint2 b
-                [2]
-                [B]; /* of the lanes of both token tiles: even groups of the plan stand in lanes t = 0, 1, odd ones in 2, 3 */
+            uint2
+                b[2]
+                 [B]; /* of lanes of both token tiles: the plan's even groups are in lanes t = 0, 1, odd ones in 2, 3 */
 #pragma unroll
             for (int n = 0; n < B; n++) {
                 uint2 own = query[(n * a.groups + g / 2) * 32 + ((lane & ~2) | (g & 1) << 1)], none = {0, 0};
@@ -224,7 +229,8 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
     }
 }
 
-/** The scores of a unit. With many rows two tiles at a time: the products of four would take the registers of the scores. */
+/** The scores of a unit. With many rows two tiles at a time, because the products of four would need the scores'
+ *  registers. */
 template <class V, int GROUPS_AT_ONCE>
 __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, const uint2 *query,
                                            const LaneRows<V> &rows, int lane, float (&s)[V::BLOCKS][4 * V::TILES])
@@ -235,8 +241,8 @@ __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, 
         score_tiles<V, N, GROUPS_AT_ONCE>(a, keys, query, rows, first, lane, s);
 }
 
-/** For a unit that some row sees in part: tokens a row does not see get -inf. Where no token may lie the value scale may be anything,
- *  and becomes 0. */
+/** For a unit of which some row sees a part: hidden tokens get -inf. Places without a token may have any value scale,
+ *  so it is set to 0. */
 template <class V>
 __device__ __forceinline__ void hide_tokens(const RowArgs *rows, int32_t first, int32_t end, int lane,
                                             float (&s)[V::BLOCKS][4 * V::TILES], LaneScales<V::TILES> &value_scales)
@@ -257,7 +263,7 @@ __device__ __forceinline__ void hide_tokens(const RowArgs *rows, int32_t first, 
         if (!(seen >> i & 1)) value_scales.clear(i);
 }
 
-/** tanh to 2e-7 absolute, which is what a logit needs. */
+/** tanh to 2e-7 absolute, enough for a logit. */
 __device__ __forceinline__ float tanh_fast(float x)
 {
     return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(fminf(2 * LOG2_E * x, 126.0f)));
@@ -279,7 +285,7 @@ __device__ __forceinline__ void cap_scores(const AttendArgs &a, const RowArgs *r
     }
 }
 
-/** The largest of N numbers, in the fewest steps one after the other. */
+/** The largest of N numbers, by a tree of minimal depth. */
 template <int N> __device__ __forceinline__ float largest_of(const float (&x)[N])
 {
     float y[(N + 1) / 2];
@@ -311,8 +317,8 @@ __device__ __forceinline__ void raise_reference(const LaneRows<V> &rows, Sums<V>
     }
 }
 
-/** Scores to weights times value scales, as 16-bit fixed point relative to the unit's largest, in the products' column order.
- *  b[tile][block]: the operand; unit_scale[block]: what one step of it is worth. */
+/** Scores to weights times value scales, as 16-bit fixed point relative to the unit's largest, in the products' column
+ *  order. b[tile][block]: the operand; unit_scale[block]: the size of its step. */
 template <class V>
 __device__ __forceinline__ void weigh_unit(const LaneRows<V> &rows, const LaneScales<V::TILES> &value_scales,
                                            const float (&s)[V::BLOCKS][4 * V::TILES], int lane, Sums<V> &sums,
@@ -328,8 +334,8 @@ __device__ __forceinline__ void weigh_unit(const LaneRows<V> &rows, const LaneSc
     }
     if (__any_sync(ALL_LANES, above)) raise_reference<V>(rows, sums, top);
 
-    /* a lane publishes the high plane of two columns' worth of tokens and the low plane of the others, in two rounds, so that every
-     * word travels once: even columns want the high plane, odd ones the low */
+    /* even columns need the high plane, odd ones the low; in each of two rounds a lane sends the high plane of two
+     * columns' tokens and the low plane of the others, so that every word is sent once */
     bool low_half = lane < 16, even = !(lane & 4);
     uint32_t first_choice = low_half ? 0x7531 : 0x6420, second_choice = low_half ? 0x6420 : 0x7531;
     int from = 4 * (lane & 3) + (lane >> 3) + (even ? 0 : 16);
@@ -368,7 +374,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
 {
     constexpr int B = V::BLOCKS;
     const uint8_t *codes = values.codes + 4 * lane;
-    if constexpr (V::WEIGHT_SUMS) { /* a product with ones: the sum of the weights as rounded */
+    if constexpr (V::WEIGHT_SUMS) { /* a product with ones: the sum of the rounded weights */
         int c[B][4] = {};
 #pragma unroll
         for (int n = 0; n < B; n++) {
@@ -422,7 +428,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
     }
 }
 
-/** Gives half of the unit's stage back and, if there is more, has it filled anew. */
+/** Releases half of the unit's stage and, if there is another unit, starts to load it there. */
 template <class R>
 __device__ __forceinline__ void refill(const AttendArgs &a, const R &ring, int which, bool more, const uint8_t *record,
                                        int32_t unit, int thread)
@@ -436,24 +442,24 @@ __device__ __forceinline__ void refill(const AttendArgs &a, const R &ring, int w
     if (more && ring.sends(thread)) ring.fill(a, ring.stage, which, record, unit, thread);
 }
 
-/** What a warp needs between segments alone. In shared memory: as local variables it would be spilled, and be read again from a memory
- *  that is busy with pages. */
+/** A warp's state that is only needed between segments. It is in shared memory, because local variables would be
+ *  spilled to device memory, which is busy with pages. */
 struct Between {
     Cursor cursor;
-    Segment after; /* the one at work */
+    Segment after; /* the current segment */
 };
 static_assert(sizeof(Between) <= BETWEEN_BYTES);
 
-/** Where the next unit to send for is. */
+/** The place of the next unit to load. */
 struct UnitPlace {
     int32_t unit;         /* in its sequence */
-    uint32_t table, head; /* the sequence's first entry in the block table; where a page has that KV head's record */
+    uint32_t table, head; /* the sequence's first entry in the block table; offset of the KV head's record in a page */
 
     __device__ __forceinline__ UnitPlace(const AttendArgs &a, int32_t unit_, int32_t b, int32_t h)
         : unit(unit_), table((uint32_t)b * (uint32_t)a.p.max_pages), head(h * (uint32_t)a.record_bytes)
     {
     }
-    /** Of the block table. */
+    /** Index in the block table. */
     __device__ __forceinline__ uint32_t entry(const AttendArgs &a) const
     {
         return table + (uint32_t)(unit >> (a.page_units - 1));
@@ -461,13 +467,13 @@ struct UnitPlace {
     __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return a.p.block_table[entry(a)]; }
     __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
     {
-        if ((uint32_t)page >= a.page_limit) page = 0; /* a foreign index must not fault */
+        if ((uint32_t)page >= a.page_limit) page = 0; /* an invalid index must not fault */
         return a.p.pages + ((uint64_t)(uint32_t)page * a.page_bytes + head);
     }
 };
 
-/** What a team does next and after: two segments, and how far the ring has run ahead of the work in them. Positions count units along
- *  the team's piece; the place is of unit `fetched`. */
+/** A team's current and next segment, and how many of their units were loaded and done. Positions count units along the
+ *  team's piece; the UnitPlace is that of unit `fetched`, the next to load. */
 struct Lookahead : UnitPlace {
     Segment now;
     Between *between;
@@ -506,18 +512,18 @@ struct Lookahead : UnitPlace {
             UnitPlace(a, s.first + fetched - (is_now ? now_end - now.count : now_end), s.b, s.h);
     }
     __device__ __forceinline__ Range common() const { return now.common; }
-    /** Whether there is a unit at work, and which of the segment's sequence. */
+    /** Whether there is a unit to compute; at_work: its number in the sequence. */
     __device__ __forceinline__ bool works(const AttendArgs &) const { return position < now_end; }
     __device__ __forceinline__ int32_t at_work(const AttendArgs &) const { return working; }
-    /** It is done; more: the next one was sent for. */
+    /** The unit is done. more: another one was loaded in its place. */
     __device__ __forceinline__ void step_on(const AttendArgs &a, bool more)
     {
         position++, working++;
         if (more) advance(a);
     }
-    /** Whether there is a unit to send for. */
+    /** Whether there is a unit to load. */
     __device__ __forceinline__ bool more() const { return fetched < after_end; }
-    /** Unit `fetched` was sent for. */
+    /** The load of unit `fetched` was started. */
     __device__ __forceinline__ void advance(const AttendArgs &a)
     {
         fetched++, unit++;
@@ -525,7 +531,7 @@ struct Lookahead : UnitPlace {
     }
 };
 
-/** Sends for units until the ring is full or nothing more is known. */
+/** Loads units until the ring is full or no further unit is known. */
 template <class V>
 __device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring, Lookahead &ahead, int thread)
 {
@@ -554,14 +560,14 @@ template <class V> struct WarpSpace {
     __device__ __forceinline__ uint2 *queries() const { return reinterpret_cast<uint2 *>(at + BETWEEN_BYTES); }
 };
 
-/** A warp's rows as prepared: what is known of them, and their queries where they are read. */
+/** A warp's prepared rows: their arguments, and their queries. */
 struct WarpRows {
     const RowArgs *args;
     const uint2 *queries;
     const float2 *wave; /* put_wave's */
 };
 
-/** Those of a segment in the workspace, the queries copied to where they are read. */
+/** The rows of a segment in the workspace; copies the queries to where they are read. */
 template <class V>
 __device__ __forceinline__ WarpRows find_rows_of_warp(const AttendArgs &a, const Segment &s, int first_block, int lane,
                                                       const WarpSpace<V> &space)
@@ -580,7 +586,7 @@ __device__ __forceinline__ WarpRows find_rows_of_warp(const AttendArgs &a, const
     return r;
 }
 
-/** What a lane knows of its rows, and empty sums. */
+/** Initialises a lane's state of its rows, and its sums. */
 template <class V>
 __device__ __forceinline__ void start_rows(const AttendArgs &a, const WarpRows &given, int lane, LaneRows<V> &rows,
                                            Sums<V> &sums)
@@ -592,7 +598,7 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const WarpRows &
             a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
         rows.start[n][0] = START<V> + row.offset_hi;
         rows.start[n][1] = START<V> + row.offset_lo;
-        rows.offset[n] = 0.5f * (float)(row.offset_hi * QUERY_BASE + row.offset_lo); /* a byte is half a level there */
+        rows.offset[n] = 0.5f * (float)(row.offset_hi * QUERY_BASE + row.offset_lo); /* a byte is half a level */
         sums.bias[n] = a.p.softcap > 0 ? 0 : row.bias; /* with a cap it is in the scores already */
         sums.reference[n] = NO_REFERENCE;
         sums.weights[n] = sums.rounded[n] = 0;
@@ -606,14 +612,14 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const WarpRows &
         for (int g = 0; g < V::GROUPS; g++) rows.query[g] = given.queries[32 * g + lane];
 }
 
-/** The first packed index of a unit of so many token tiles. */
+/** The first packed index of a unit of `tiles` token tiles. */
 __device__ __forceinline__ int32_t first_token(const AttendArgs &a, int32_t unit, int tiles)
 {
     const int32_t second = a.page_units - 1, page = unit >> second;
     return page * a.page_tokens + (unit & second) * tiles * TQ_TILE;
 }
 
-/** The units of the segment at work; thread counts within the team. */
+/** The units of the current segment. thread: index within the team. */
 template <class V, class R, class Ahead>
 __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead &ahead, const WarpRows &given,
                                              int thread, Sums<V> &sums)
@@ -639,7 +645,7 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_unit<V, KEY_GROUPS_AT_ONCE>(a, ring.view(a, a.key), given.queries, rows, lane, s);
         StageView values = ring.view(a, a.value);
-        LaneScales<V::TILES> value_scales; /* they came with the keys, and go with them */
+        LaneScales<V::TILES> value_scales; /* read now: they share the stage half of the keys */
         value_scales.load(values, 0, lane);
         const uint8_t *next_record = ahead.record(a, next_page);
         refill(a, ring, 0, more, next_record, ahead.unit, thread);
