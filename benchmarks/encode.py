@@ -49,8 +49,9 @@ def check(plan: Plan, transforms: Transforms) -> None:
         raise AssertionError("the bytes of CUDA and CPU differ")
     table, lengths = torch.arange(6, dtype=torch.int32).view(2, 3), torch.full((2,), 300, dtype=torch.int32)
     keys = [torch.ops.turboquant.dequantize(plan.words, x, table, lengths, 300, **on_cpu)[0] for x in (got, want)]
-    if (keys[0] - keys[1]).norm() > 0.02 * keys[1].norm():
-        raise AssertionError("what CUDA and CPU store differs")
+    on_cuda, exact = ((x - k.cpu()).norm() for x in keys)
+    if abs(on_cuda - exact) > 0.005 * exact:  # codes may differ where a number lies at a threshold
+        raise AssertionError(f"keys that CUDA stores are off by {on_cuda:.4g}, those of the CPU by {exact:.4g}")
 
 
 def prompt(plan: Plan, transforms: Transforms) -> dict[str, Any]:

@@ -50,8 +50,8 @@ CASES = [
     Case(P(64, 4, 4), 1, 131072, 1, "attend_fused_4bit_d64_4x64"),
     Case(P(96, 3, 3), 4, 8192, 4, "attend_fused_any_d128_4x128"),
     Case(P(80, 2, 2), 16, 8192, 1, "attend_fused_any_d128_4x128"),
-    Case(P(256, 4, 4), 4, 8192, 4, "attend_split_any_d256_4x64"),
-    Case(P(256, 2, 2), 1, 1024, 8, "attend_split_any_d256_8x64", kv_heads=1),
+    Case(P(256, 4, 4), 4, 8192, 4, "attend_split_4bit_d256_4x64"),
+    Case(P(256, 2, 2), 1, 1024, 8, "attend_split_2bit_d256_8x64", kv_heads=1),
     Case(MIXED, 1, 8192, 4, "attend_fused_any_d128_4x128"),
     Case(MIXED, 64, 4096, 4, "attend_fused_any_d128_4x64"),
     Case(MIXED_256, 4, 8192, 8, "attend_split_any_d256_8x64"),
@@ -71,6 +71,6 @@ CASES = [
     Case(P(128, 3, 3, **WAVE), 1, 32768, 4, "attend_fused_many_rows_any_d128_16x128_wave", query_tokens=16),
     Case(P(64, 4, 4, wave_pairs=32), 16, 8192, 4, "attend_fused_4bit_d64_4x128_wave"),
     Case(P(80, 2, 2, wave_pairs=40), 16, 8192, 1, "attend_fused_any_d128_4x64_wave"),
-    Case(P(256, 4, 4, wave_pairs=128), 4, 8192, 4, "attend_split_any_d256_4x64"),
+    Case(P(256, 4, 4, wave_pairs=128), 4, 8192, 4, "attend_split_4bit_d256_4x64"),
     Case(P(128, 3, 3, **WAVE), 1, 32768, 4, "attend_many_rows_3bit_d128_32x128", query_tokens=512),
 ]
