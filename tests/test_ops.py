@@ -128,7 +128,14 @@ def test_all_rows_of_a_prompt_see_the_sinks(
     rows = 20 * torch.cuda.get_device_properties(0).multi_processor_count
     tokens = rows // group
     case = make_case(
-        rng, ref.plan(head_dim, 4, 4), dtype=dtype, lengths=[tokens], query_tokens=tokens, sinks=4, kv_heads=1, group=group
+        rng,
+        ref.plan(head_dim, 4, 4),
+        dtype=dtype,
+        lengths=[tokens],
+        query_tokens=tokens,
+        sinks=4,
+        kv_heads=1,
+        group=group,
     )
     want, want_lse = ref.attend(case.plan, case.cache, case.query)
     out, lse = tq.attend(**attend_arguments(case, device))
