@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ROUNDING = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}  # of the output itself
 # Of attention, against the largest output; 16-bit queries are kept to 15 bits or more.
-ACCURACY = {("cpu", "float32"): 2e-5, ("cuda", "float32"): 3e-4}
+ACCURACY = {("cpu", "float32"): 2e-5, ("cuda", "float32"): 4e-4}
 PLAN = ref.plan(64, 4, 3)
 MIXED = ref.plan(80, (5, 1, 4), (2, 0, 3), codebook=ref.SPHERE, scale=ref.LEAST_SQUARES, seed=7, page_tokens=32)
 DENSE = ref.plan(40, 3, 2, rotation=ref.DENSE)

@@ -141,7 +141,7 @@ static void run(const Case &c)
         const tq_side &side = is_value ? plan.value : plan.key;
         return new Side(side, any ? rows * c.sinks * row : 0, any ? rows * c.window * row : 0,
                         (size_t)side.matrix_rows * c.dim * (c.shared_matrix ? 1 : c.heads),
-                        c.centred ? (size_t)c.heads * c.dim : 0,
+                        any && c.centred ? (size_t)c.heads * c.dim : 0,
                         c.stepped || c.blocked ? (size_t)c.heads * side.step_columns : 0);
     };
     Side *sides[2] = {make_side(false), make_side(true)};
