@@ -19,6 +19,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "turboquant"  # otherwise names inside the file are random
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent
