@@ -19,9 +19,9 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "turboquant"  # otherwise names inside the file are random
 import matplotlib.pyplot as plt
 
+matplotlib.rcParams["svg.hashsalt"] = "turboquant"  # otherwise names inside the file are random
 ROOT = Path(__file__).resolve().parent
 DOCS = ROOT.parent / "docs"
 COLOURS = {"4": "#1f77b4", "3": "#2ca02c", "2": "#d62728"}
