@@ -61,7 +61,7 @@ struct KernelRow {
 /** All attention kernels of plain plans. Adding one, or taking one away, is a change here alone: the files below compile what is listed.
  *  No two rows are for one case (tests/test_dispatch.py). A plan whose width has no row in its strategy runs in SPLIT's row of width 0, and
  *  rows that are more than a kernel's at once are shared by several warps. A kernel is here because without it a row of benchmarks/results
- *  takes more than 3 % longer, or because nothing else takes its plans. */
+ *  takes more than 3 % longer, because nothing else takes its plans, for plans with a wave, or for head_dim 256 (README.md). */
 constexpr KernelRow KERNELS[] = {
     /* strategy     hopper width tile_16 groups  half pages  whole pages */
     {Strategy::SPLIT, true, 2, false, 2, 2, 0, R4 | R8, split_kernels},

@@ -5,8 +5,8 @@
  *   pages     attends to the packed pages; starts to load pages while prepare still runs
  *   combine   merges the parts that the other two left in the workspace, un-rotates, writes
  *
- * On Hopper, if sequences are short or about equally long, one kernel does all of this in shared memory: attend_fused,
- * for up to 128 rows.
+ * On Hopper, if sequences are short or about equally long, one kernel does all of this in shared memory: attend_fused
+ * for up to 16 rows, attend_fused_many_rows for up to 128.
  *
  * How the work on pages is cut:
  *   row       (query token, query head) that reads one KV head: row = token * group + head. Row r of a tile of rows is
@@ -32,7 +32,7 @@ namespace tq
 {
 
 constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
-constexpr int FUSED_ROWS = 128;      /* the most rows of a KV head in attend_fused */
+constexpr int FUSED_ROWS = 128;      /* the most rows of a KV head in attend_fused_many_rows */
 constexpr int LARGE_CLUSTER = 16;    /* blocks that share a segment of attend_fused if segments are few */
 constexpr int FUSED_WARPS = 16;      /* the most warps of a block of attend_fused: a lane for each of 32 parts */
 constexpr int TEAM_OF_MANY_ROWS = 4; /* warps of a team of attend_many_rows */
