@@ -1,5 +1,5 @@
-/* Attention of up to 16 rows in one kernel (up to 128: many_rows/fused.cuh): data that prepare, pages and combine pass on
- * in the workspace stays in shared memory.
+/* Attention of up to 16 rows in one kernel (up to 128: many_rows/fused.cuh): data that prepare, pages and combine pass
+ * on in the workspace stays in shared memory.
  *
  * Several blocks may share a segment. Each of them
  *   - prepares all queries of the tile of rows, one warp per row, while the first pages are loaded,
