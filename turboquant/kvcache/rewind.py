@@ -13,8 +13,8 @@ from .exact import laid_out
 
 __all__ = ["PastWindows"]
 
-_MOST = 64  # snapshots: forwards between two crops, such as the drafts of an assistant
 _DRAFT = 64  # tokens that a crop may take back of one forward, and with a longer window as many as that
+_MOST = 1 + _DRAFT  # snapshots: of forwards between two crops; as many as one forward leaves with a window of 1
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
