@@ -117,8 +117,10 @@ class PagePool:
 
 
 def _tensor(rows: Sequence[Sequence[int]], device: torch.device, other: PageTable | None = None) -> torch.Tensor:
-    """Rows as the operators take them. Where another layer has the same ones on the device, that is the quicker way."""
-    if other is not None and other.tensor.device == device and other.rows == rows:
+    """Rows as the operators take them: copied from another layer that has the same ones on the device, which is quicker,
+    unless pages were released, whose numbers may still stand there."""
+    released = any(RELEASED in row for row in rows)
+    if other is not None and not released and other.tensor.device == device and other.rows == rows:
         return other.tensor.clone()
     width = max(map(len, rows), default=0)
     table = [[max(page, 0) for page in row] + [0] * (width - len(row)) for row in rows]
