@@ -117,8 +117,8 @@ class PagePool:
 
 
 def _tensor(rows: Sequence[Sequence[int]], device: torch.device, other: PageTable | None = None) -> torch.Tensor:
-    """Rows as the operators take them: copied from another layer that has the same ones on the device, which is quicker,
-    unless pages were released, whose numbers may still stand there."""
+    """Rows as the operators take them. Copied from another layer with the same rows on the device, which is quicker,
+    unless pages were released: their numbers may still stand there."""
     released = any(RELEASED in row for row in rows)
     if other is not None and not released and other.tensor.device == device and other.rows == rows:
         return other.tensor.clone()
