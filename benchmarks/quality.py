@@ -49,7 +49,7 @@ SINKS = 4  # of --real
 DEMO = ROOT / "demo" / "turboquant_demo"
 GOLDEN = ROOT / "tests" / "golden"
 GUARDED = ("default", "calibrated-3", "paper-mse-3")
-MADE_HERE = "calibrated-3, made here"
+MADE_HERE = "moments+widths at 3 bits, made here"
 GUARDED_REAL = ("default", "default-3", "default-2")
 
 _ALONE: dict[str, Any] = {"centre": "none", "metric": "none", "sinks": 0, "window": 0}
@@ -129,7 +129,7 @@ def demo_guard() -> dict[str, float]:
     found = evaluate_all(model, windows, specs, calibration=DEMO / "calibration.safetensors", generate=0)
     prose = text_windows((ROOT / "turboquant/data/moments/prose.txt").read_text(encoding="utf-8"), tokenizer, 3, 256)
     made = turboquant.calibrate(model, [prose[:2]], held_out=[prose[2:]], averages=(3,), tokenizer=tokenizer, seed=0)
-    spec = {MADE_HERE: turboquant.preset("calibrated-3").with_(sinks=0, window=0)}
+    spec = {MADE_HERE: CacheSpec(budget=3, method="moments+widths", sinks=0, window=0)}
     found |= evaluate_all(model, windows, spec, calibration=made, generate=0)
     return {name: one.kl_divergence for name, one in found.items()}
 

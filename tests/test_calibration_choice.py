@@ -105,13 +105,15 @@ def trials(*rows):
 
 def test_the_best_is_chosen_and_none_is_always_there():
     at3 = (3.0, "none", 0.05, 1.0), (3.0, "moments", 0.04, 1.08), (3.0, "axes", 0.03, 1.04)
-    at2 = (2.0, "none", 0.2, 1.0), (2.0, "moments", 0.21, 0.7), (2.0, "axes", 0.19, 1.07)
-    marked = chosen(trials(*at3, *at2))
-    assert [(t.average, t.method) for t in marked if t.chosen] == [(3.0, "axes"), (2.0, "none")]
+    at25 = (2.5, "none", 0.1, 1.0), (2.5, "moments", 0.096, 0.9)
+    at2 = (2.0, "none", 0.2, 1.0), (2.0, "moments", 0.21, 0.7), (2.0, "axes", 0.18, 1.07)
+    marked = chosen(trials(*at3, *at25, *at2))
+    assert [(t.average, t.method) for t in marked if t.chosen] == [(3.0, "axes"), (2.5, "none"), (2.0, "none")]
     printed = table(marked)
     assert "| 3 | 0.05000 (1.00x) | 0.04000 (1.08x) | 0.03000 (1.04x) | axes, groups of 32 |" in printed
     assert "3 bits: axes, groups of 32, 40.0% less than none." in printed
-    assert "2 bits: none, nothing diverges less; axes, groups of 32 costs 7% more on another kind of text." in printed
+    assert "2.5 bits: none, nothing diverges 5% less." in printed
+    assert "2 bits: none, since axes, groups of 32 costs 7% more on another kind of text." in printed
 
 
 def test_no_text_of_the_package_no_veto():

@@ -31,6 +31,7 @@ __all__ = ["METHODS", "Trial", "chosen", "side_widths", "table", "uniform_widths
 METHODS = ("none", "moments", "widths", "moments+widths", "axes")
 POWER = 0.7  # applied to a side's cost: costs of several sides do not simply add
 TOLERANCE = 0.05  # how much worse than "none" a method may be on any kind of text of the package
+GAIN = 0.05  # how much better it has to be on the held-out text: less is chance, and is lost on other texts
 
 Widths = NDArray[np.int64]
 
@@ -99,16 +100,21 @@ def side_widths(costs: NDArray[np.floating], average: float) -> Widths:
 
 
 def chosen(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """The same trials, with the best of each average marked. It has the least divergence on the held-out text among
-    those that are at most TOLERANCE worse than "none" on every kind of text of the package. "none" is always one."""
+    """The same trials, with the best of each average marked: that of least divergence on the held-out text among "none"
+    and those that are better than it by GAIN, and on every kind of text of the package at most TOLERANCE worse."""
     marked: list[Trial] = []
     every = list(trials)
     for average in sorted({trial.average for trial in every}, reverse=True):
         here = [trial for trial in every if trial.average == average]
         (plain,) = (trial for trial in here if trial.method == "none")
-        best = min((t for t in here if t is plain or _holds(t)), key=lambda t: t.kl_divergence)
+        better = (t for t in here if _gains(t, plain) and _holds(t))
+        best = min(better, key=lambda t: t.kl_divergence, default=plain)
         marked += [replace(trial, chosen=trial is best) for trial in here]
     return tuple(marked)
+
+
+def _gains(trial: Trial, plain: Trial) -> bool:
+    return trial.kl_divergence < (1 - GAIN) * plain.kl_divergence
 
 
 def _holds(trial: Trial) -> bool:
@@ -138,12 +144,10 @@ def _cell(trial: Trial | None) -> str:
 
 
 def _reason(best: Trial, plain: Trial, here: Sequence[Trial]) -> str:
-    better = [t for t in here if t.kl_divergence < best.kl_divergence]
+    better = [t for t in here if t.kl_divergence < best.kl_divergence and _gains(t, plain)]
     refused = ", ".join(f"{t.label} costs {t.elsewhere - 1:.0%} more on another kind of text"
                         for t in better if t.elsewhere is not None)  # fmt: skip
-    gain = (
-        "nothing diverges less"
-        if best is plain
-        else f"{1 - best.kl_divergence / plain.kl_divergence:.1%} less than none"
-    )
+    if best is plain:
+        return f"since {refused}" if refused else f"nothing diverges {GAIN:.0%} less"
+    gain = f"{1 - best.kl_divergence / plain.kl_divergence:.1%} less than none"
     return f"{gain}; {refused}" if refused else gain
