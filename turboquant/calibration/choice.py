@@ -31,7 +31,7 @@ __all__ = ["METHODS", "Trial", "chosen", "side_widths", "table", "uniform_widths
 METHODS = ("none", "moments", "widths", "moments+widths", "axes")
 POWER = 0.7  # applied to a side's cost: costs of several sides do not simply add
 TOLERANCE = 0.05  # how much worse than "none" a method may be on any kind of text of the package
-GAIN = 0.05  # how much better it has to be on the held-out text: less is chance, and is lost on other texts
+GAIN = 0.05  # how much better it has to be on the held-out text; a gain of 3 % was a loss of 13 % on another text
 
 Widths = NDArray[np.int64]
 

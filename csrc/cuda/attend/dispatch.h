@@ -59,9 +59,8 @@ struct KernelRow {
 };
 
 /** All attention kernels of plain plans. Adding one, or taking one away, is a change here alone: the files below compile what is listed.
- *  No two rows are for one case (tests/test_dispatch.py). A plan whose width has no row in its strategy runs in SPLIT's row of width 0, and
- *  rows that are more than a kernel's at once are shared by several warps. A kernel is here because without it a row of benchmarks/results
- *  takes more than 3 % longer, because nothing else takes its plans, for plans with a wave, or for head_dim 256 (README.md). */
+ *  No two rows are for one case (tests/test_dispatch.py). find_kernel takes the row of width 0 if the plan's width has none. Several warps
+ *  share the query rows that one kernel cannot take at once. README.md says why a kernel is here. */
 constexpr KernelRow KERNELS[] = {
     /* strategy     hopper width tile_16 groups  half pages  whole pages */
     {Strategy::SPLIT, true, 2, false, 2, 2, 0, R4 | R8, split_kernels},
@@ -89,7 +88,8 @@ constexpr KernelRow KERNELS[] = {
     {Strategy::FUSED, true, 3, false, 4, 4, R4, R8, fused_kernels},
     {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8, 0, fused_kernels},
     {Strategy::FUSED, true, 0, false, 1, 4, R4 | R8, R4 | R8 | R16, fused_kernels},
-    /* What is for waves, compiled into all of FUSED, made 8,192 tokens of batch 1 take 11 to 23 % longer without one. */
+    /* Waves have kernels of their own here: with their code in every FUSED kernel, plans without a wave took 11 to 23 % longer at 8,192 tokens
+     * of batch 1. */
     {Strategy::FUSED, true, 2, false, 2, 2, 0, R4, fused_wave_kernels, true},
     {Strategy::FUSED, true, 3, false, 2, 2, 0, R4, fused_wave_kernels, true},
     {Strategy::FUSED, true, 4, false, 2, 2, 0, R4, fused_wave_kernels, true},
