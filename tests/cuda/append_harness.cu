@@ -89,16 +89,16 @@ static tq_transform transform_of(Side &side, const Case &c, bool device)
     return t;
 }
 
-static void fill_side(Side &side, const Case &c, int64_t rows_of_state, Random &random)
+static void fill_side(Side &side, const Case &c, Random &random)
 {
-    const size_t matrix = (size_t)side.plan.matrix_rows * c.dim, table = c.blocked ? side.plan.step_columns : 0;
+    const bool has_table = side.plan.levels == TQ_LEVELS_TABLE;
+    const size_t matrix = (size_t)side.plan.matrix_rows * c.dim, table = has_table ? side.plan.step_columns : 0;
     for (size_t i = 0; i < side.matrix.host.size(); i += matrix)
         fill_matrix(&side.matrix.host[i], side.plan, c.dim, random);
     for (float &x : side.centre.host) x = random.normal();
     for (float &x : side.steps.host) x = expf(random.normal());
     for (size_t i = 0; table && i < side.steps.host.size(); i += table)
         fill_table(&side.steps.host[i], side.plan, random);
-    (void)rows_of_state;
     for (uint8_t &x : side.sinks.host) x = 0;
     for (uint8_t &x : side.ring.host) x = 0;
     side.matrix.up(), side.centre.up(), side.steps.up(), side.sinks.up(), side.ring.up();
@@ -145,7 +145,7 @@ static void run(const Case &c)
                         c.stepped || c.blocked ? (size_t)c.heads * side.step_columns : 0);
     };
     Side *sides[2] = {make_side(false), make_side(true)};
-    for (Side *side : sides) fill_side(*side, c, rows, random);
+    for (Side *side : sides) fill_side(*side, c, random);
     std::mt19937 seed(c.dim);
     const Moments moments({c.dim, c.heads, c.pairs, c.metric, 5.0f, c.neighbours}, plan, seed);
     Array<int32_t> turns(moments.turns.size());
@@ -691,17 +691,18 @@ static void check_dequantize()
                 t.steps = device ? steps.or_null() : steps.host_or_null();
                 return t;
             };
-            const tq_transform host = transform(false), device = transform(true);
+            const tq_transform host = transform(false), device = transform(true), none = {};
+            const tq_transform *host_value = values ? &host : &none, *device_value = values ? &device : &none;
             void *aligned = aligned_alloc(64, (pages.bytes() + 63) / 64 * 64);
             memcpy(aligned, pages.host.data(), pages.bytes());
             tq_error error;
             check(tq_dequantize(&plan, (uint8_t *)aligned, 5, heads, table.host.data(), batch, max_pages,
-                                counts.host.data(), max_tokens, 0, &host, &host, k.host.data(), v.host_or_null(),
+                                counts.host.data(), max_tokens, 0, &host, host_value, k.host.data(), v.host_or_null(),
                                 &error),
                   error, "tq_dequantize");
             free(aligned);
             check(tq_cuda_dequantize(&plan, pages.device, 5, heads, table.device, batch, max_pages, counts.device,
-                                     max_tokens, 0, &device, &device, k.device, v.or_null(), nullptr, &error),
+                                     max_tokens, 0, &device, device_value, k.device, v.or_null(), nullptr, &error),
                   error, "tq_cuda_dequantize");
             check(cudaDeviceSynchronize(), name.c_str());
             if (rotation == TQ_ROTATION_DENSE) {

@@ -6,8 +6,6 @@
 namespace tq
 {
 
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 /** 16 bytes of the row of packed index `index`, from byte `at` on: queues their copy, or clears them where the span has no such row. */
 __device__ __forceinline__ void copy_or_clear(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
                                               int index, uint8_t *to, int at)

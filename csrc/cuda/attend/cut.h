@@ -66,14 +66,15 @@ inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
 /** Shared memory for a wave, of the block and of each warp: wave.cuh. */
 inline int wave_block_bytes(const AttendArgs &a, const KernelChoice &kernel)
 {
-    return a.wave.steps ? kernel.tiles * (4 * a.wave.steps + 2) * 32 * 16 + a.wave.steps * (WAVE_STEP + 1) * 4 : 0;
+    const int tiles = kernel.tiles * kernel.run;
+    return a.wave.steps ? tiles * (4 * a.wave.steps + 2) * 32 * 16 + a.wave.steps * (WAVE_STEP + 1) * 4 : 0;
 }
 
 inline int wave_warp_bytes(const AttendArgs &a, const KernelChoice &kernel)
 {
     const int row_blocks = kernel.team_rows    ? kernel.team_rows / 4 / TEAM_OF_MANY_ROWS
                            : kernel.blocks > 1 ? kernel.blocks
-                                               : 0; /* in registers */
+                                               : kernel.run - 1; /* the first, or only, unit's are in registers */
     return a.wave.steps ? a.wave.steps * WAVE_STEP * 8 + row_blocks * kernel.tiles * 32 * 16 : 0;
 }
 
@@ -87,7 +88,7 @@ inline int lay_out_wave(const KernelChoice &kernel, int warps, int rows, int byt
     w.warp_bytes = wave_warp_bytes(*args, kernel);
     w.at_table = (int32_t)at;
     w.at_increments = (int32_t)at + wave_block_bytes(*args, kernel) - w.steps * (WAVE_STEP + 1) * 4;
-    w.at_polynomials = w.at_increments - kernel.tiles * 2 * 32 * 16;
+    w.at_polynomials = w.at_increments - kernel.tiles * kernel.run * 2 * 32 * 16;
     take(&at, wave_block_bytes(*args, kernel));
     w.at_rows = (int32_t)take(&at, (int64_t)rows * w.steps * WAVE_STEP * 8);
     w.at_warps = (int32_t)take(&at, (int64_t)warps * w.warp_bytes);

@@ -155,7 +155,10 @@ struct AttendArgs {
 
 /** Floats of a row's part in attend_fused: {max, sum, sum of packed tokens, rounded_sum} as in RowTotals, packed sums,
  *  which are rotated, and exact sums. */
-__host__ __device__ inline int part_floats(const AttendArgs &a) { return 4 + 2 * TQ_TILE * a.groups; }
+__host__ __device__ inline int part_floats(const AttendArgs &a)
+{
+    return 4 + (a.exact_parts ? 2 : 1) * TQ_TILE * a.groups;
+}
 
 } // namespace tq
 #endif

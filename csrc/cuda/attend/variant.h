@@ -13,14 +13,17 @@ constexpr int BETWEEN_BYTES =
 constexpr int most_threads(int registers) { return 65536 / registers / 128 * 128; }
 
 /** One compiled kernel. BITS: of all groups of keys and values; 0: any plan, the width of each group looked up as it goes.
- *  FINE: tiles of 16 channels, not of 32. */
-template <int BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false, bool WAVE_ = true>
+ *  FINE: tiles of 16 channels, not of 32. RUN: neighbouring units that a warp has one after the other: 2 for the halves of a page, whose
+ *  terms of the wave are computed together. */
+template <int BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false, bool WAVE_ = true,
+          int RUN_ = 1>
 struct Variant {
     static constexpr int BITS = BITS_;
     static constexpr int GROUPS = GROUPS_; /* of 32 channels; the most there may be, if the plan is any */
     static constexpr int BLOCKS = BLOCKS_; /* of four rows, in one warp */
     static constexpr int ROWS = 4 * BLOCKS, TEAM_WARPS = 1;
     static constexpr int TILES = TILES_; /* token tiles of a unit: more for throughput, fewer for latency */
+    static constexpr int RUN = RUN_;
     static constexpr bool BULK = BULK_, FINE = FINE_;
     static constexpr bool WAVE = WAVE_; /* whether it also takes plans with a wave or a metric (wave.cuh) */
     static constexpr bool UNIFORM = BITS != 0;
@@ -65,7 +68,7 @@ template <int BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
     static constexpr int GROUPS = 4, TILES = 4;
     /* of a token tile whose scores are multiplied together: as the registers allow */
     static constexpr int HALVES = ROWS == 16 ? 2 : 1;
-    static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS;
+    static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS, RUN = 1;
     static constexpr bool BULK = true, UNIFORM = BITS != 0, WAVE = WAVE_;
     /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two took 8 to 12 % longer than one. */
     static constexpr bool TWO_PRODUCTS = ROWS == 16;

@@ -70,21 +70,13 @@ __device__ __forceinline__ float2 turn_fast(uint32_t phase)
     return make_float2(__cosf(x), __sinf(x));
 }
 
-/** c (16 x 8) += a (16 x 8) b (8 x 8), fp16. Lane 4 g + t holds a0: row g, columns 2 t, 2 t + 1; a1: row g + 8; b: rows
- *  2 t, 2 t + 1 of column g; c as of mma_halves. */
-__device__ __forceinline__ void mma_short(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b)
-{
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(b));
-}
-
 /** The wave's shared memory: |table|polynomials|increments|slow| of the block, then |turns|terms| of each warp. */
 struct WaveSpace {
     uint4 *
         table; /* [step][tile of 16 positions u][cosines high, low, sines high, low][32 lanes]; of a slow step cosines and sines
                             at the nodes, high ones in rows 0..7 and low ones in rows 8..15: [2][32 lanes] */
-    uint4 *polynomials;  /* [tile of 16 positions u][even, odd][32 lanes]: rows g and g + 8, high and low */
+    uint4 *
+        polynomials; /* [tile of 16 positions u][even, odd][32 lanes]: the high halves at the nodes, then the low ones */
     int32_t *increments; /* [16 steps] */
     int32_t *slow;       /* [steps] */
     float2 *turns;       /* [16 steps]: cosine and sine in the middle of the unit */
@@ -171,26 +163,38 @@ struct WavePolynomials {
 };
 static __device__ const WavePolynomials wave_polynomials;
 
-/** A lane's part of a step's cosines and sines at a tile's positions or, if the step is slow, at the nodes. node: of
- *  the lane's row. Not unrolled: a block does this once, and fetching more code would take longer. */
-__device__ __forceinline__ void fill_step(const int32_t (&increments)[4], bool slow, int tile, double node, uint4 *to,
-                                          int lane)
+/** What a block's part of the wave has of constants, for units of TILES token tiles: read before the previous kernel has ended. */
+template <int TILES> struct WaveConstants {
+    double node; /* of the lane's row, in positions from a unit's middle */
+
+    WaveConstants() = default;
+    /** Starts to copy the polynomials to shared memory. */
+    __device__ __forceinline__ WaveConstants(const AttendArgs &a, int lane)
+    {
+        uint4 *to = WaveSpace(a, 0).polynomials;
+        const uint4 *from = reinterpret_cast<const uint4 *>(wave_polynomials.words[TILES - 1]);
+        for (int i = threadIdx.x; i < 2 * TILES * 32; i += blockDim.x) copy_16(to + i, from + i);
+        node = wave_polynomials.nodes[lane / 4] * ((TQ_TILE * TILES - 1) / 2.0);
+    }
+};
+
+/** A fourth of a lane's part of a step's cosines and sines at a tile's positions or, if the step is slow, half of that at the
+ *  nodes: two pairs, at position lane / 4 + 8 (i % 2) or at the lane's node. */
+__device__ __forceinline__ void fill_quarter(const int32_t (&increments)[4], bool slow, int tile, int i, double node,
+                                             uint4 *to, int lane)
 {
     constexpr int PART = 32 * 4; /* words of cosines high, cosines low, .. */
     uint32_t *words = reinterpret_cast<uint32_t *>(to + lane);
-#pragma unroll 1
-    for (int i = 0; i < (slow ? 2 : 4); i++) { /* two pairs, at position lane / 4 + 8 (i % 2) or node lane / 4 */
-        const bool last = slow ? i : i / 2;
-        const int32_t first = last ? increments[2] : increments[0], second = last ? increments[3] : increments[1],
-                      twice = 2 * (16 * tile + 8 * (i % 2) + lane / 4) + 1;
-        const float2 x = turn(slow ? (uint32_t)(int64_t)(first * node) : phase_by_halves(first, twice)),
-                     y = turn(slow ? (uint32_t)(int64_t)(second * node) : phase_by_halves(second, twice));
-        const SplitPair cosines(x.x, y.x), sines(x.y, y.y);
-        words[slow ? 2 * i : i] = cosines.high;
-        words[slow ? 2 * i + 1 : PART + i] = cosines.low;
-        words[slow ? PART + 2 * i : 2 * PART + i] = sines.high;
-        words[slow ? PART + 2 * i + 1 : 3 * PART + i] = sines.low;
-    }
+    const bool last = slow ? i : i / 2;
+    const int32_t first = last ? increments[2] : increments[0], second = last ? increments[3] : increments[1],
+                  twice = 2 * (16 * tile + 8 * (i % 2) + lane / 4) + 1;
+    const float2 x = turn(slow ? (uint32_t)(int64_t)(first * node) : phase_by_halves(first, twice)),
+                 y = turn(slow ? (uint32_t)(int64_t)(second * node) : phase_by_halves(second, twice));
+    const SplitPair cosines(x.x, y.x), sines(x.y, y.y);
+    words[slow ? 2 * i : i] = cosines.high;
+    words[slow ? 2 * i + 1 : PART + i] = cosines.low;
+    words[slow ? PART + 2 * i : 2 * PART + i] = sines.high;
+    words[slow ? PART + 2 * i + 1 : 3 * PART + i] = sines.low;
 }
 
 /** Increments of the lane's pairs: lane, lane + 32 .. Padding pairs are slow. */
@@ -217,30 +221,22 @@ template <int PAIRS> struct LaneIncrements {
     }
 };
 
-/** Fills the block's part of the wave, for units of TILES token tiles, by all its threads: a warp per step and tile of
- *  16 positions. Needs a __syncthreads after it. */
+/** Fills the block's part of the wave by all its threads. Needs a __syncthreads after it. */
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const LaneIncrements<PAIRS> &of_lanes)
+__device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const WaveConstants<TILES> &constants,
+                                                const LaneIncrements<PAIRS> &of_lanes)
 {
     constexpr double RADIUS = (TQ_TILE * TILES - 1) / 2.0;
     constexpr float SLOWEST = (float)(SLOW_RADIANS / RADIUS * (4294967296.0 / 6.283185307179586));
     const WaveSpace space(a, 0);
     const int steps = a.wave.steps, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    const double node = wave_polynomials.nodes[lane / 4] * RADIUS;
     if (warp == 0)
 #pragma unroll
         for (int k = 0; k < PAIRS; k++)
             if (lane + 32 * k < WAVE_STEP * steps) space.increments[lane + 32 * k] = of_lanes.of[k];
+    int piece = warp; /* of all steps' pieces a warp has every warps-th */
 #pragma unroll 1
-    for (int i = warp; i < TILES * (steps + 1); i += warps) {
-        const int tile = i % TILES, step = i / TILES - 1;
-        if (step < 0) {
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++)
-                space.polynomials[(2 * tile + odd) * 32 + lane] =
-                    *reinterpret_cast<const uint4 *>(wave_polynomials.words[TILES - 1 + tile][odd][lane]);
-            continue;
-        }
+    for (int step = 0; step < steps; step++) {
         int32_t increments[4];
         bool slow = true;
 #pragma unroll
@@ -249,10 +245,15 @@ __device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const LaneI
             slow = slow && fabsf((float)increments[j]) <= SLOWEST;
         }
         slow = __all_sync(ALL_LANES, slow);
-        if (!slow || tile == 0)
-            fill_step(increments, slow, tile, node, space.table + (step * TILES + tile) * 4 * 32, lane);
-        if (tile == 0 && lane == 0) space.slow[step] = slow;
+        if (warp == 0 && lane == 0) space.slow[step] = slow;
+        const int pieces = slow ? 2 : 4 * TILES;
+        uint4 *to = space.table + step * TILES * 4 * 32;
+#pragma unroll 1
+        for (; piece < pieces; piece += warps)
+            fill_quarter(increments, slow, piece / 4, piece % 4, constants.node, to + piece / 4 * 4 * 32, lane);
+        piece -= pieces;
     }
+    wait_for_copies();
 }
 
 /** Two pairs' numbers of a row as a lane's part of operand B: even columns have high halves, odd ones low halves. Of
@@ -310,11 +311,8 @@ template <int TILES> struct WaveSums {
         const uint32_t even_factor = odd ? x.low : x.high, odd_factor = odd ? y.low : y.high;
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            const uint4 e = polynomials[tile * 2 * 32], o = polynomials[(tile * 2 + 1) * 32];
-            mma_short(cosines[tile], e.x, e.y, even_factor);
-            mma_short(sines[tile], o.x, o.y, odd_factor);
-            mma_short(cosines[tile], e.z, e.w, even_factor);
-            mma_short(sines[tile], o.z, o.w, odd_factor);
+            mma_halves(cosines[tile], polynomials[tile * 2 * 32], make_uint2(even_factor, even_factor));
+            mma_halves(sines[tile], polynomials[(tile * 2 + 1) * 32], make_uint2(odd_factor, odd_factor));
         }
     }
 };
@@ -323,21 +321,22 @@ template <int TILES> struct WaveSums {
 __device__ __forceinline__ void turn_to_middle(const AttendArgs &a, const WaveSpace &space, int32_t first, int tokens,
                                                int lane)
 {
-    const int32_t twice = 2 * (a.p.sinks + first) + tokens - 1;
-    __syncwarp(); /* all lanes have read the last unit's turns */
-#pragma unroll 1
-    for (int i = lane; i < WAVE_STEP * a.wave.steps; i += 32)
-        space.turns[i] = turn_fast(phase_by_halves(space.increments[i], twice));
+    const uint32_t next = a.p.sinks + first + tokens / 2; /* half a position behind the middle */
+    __syncwarp();                                         /* all lanes have read the last unit's turns */
+#pragma unroll 2
+    for (int i = lane; i < WAVE_STEP * a.wave.steps; i += 32) {
+        const int32_t increment = space.increments[i];
+        space.turns[i] = turn_fast((uint32_t)increment * next - (increment >> 1));
+    }
     __syncwarp();
 }
 
-/** The terms of a unit for BLOCKS times four rows: row blocks first_block, first_block + block_step .. first: packed
- *  index of the unit's first token. factor_of(block, lane): factor of the lane's row. put(n, terms): receives the n-th
- *  block's terms, by token tile those of the lane's four tokens. rows: [row][16 steps], from put_wave. By a whole
- *  warp. */
-template <int BLOCKS, int TILES, class Factor, class Put>
+/** The terms of a unit for BLOCKS times four rows, without the rows' factors: row blocks first_block, first_block +
+ *  block_step .. first: packed index of the unit's first token. put(n, terms): receives the n-th block's terms, by token tile
+ *  those of the lane's four tokens. rows: [row][16 steps], from put_wave. By a whole warp. */
+template <int BLOCKS, int TILES, class Put>
 __device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows, int32_t first, int first_block,
-                                         int block_step, int lane, Factor factor_of, Put put)
+                                         int block_step, int lane, Put put)
 {
     constexpr int STEP = WAVE_STEP / 2; /* of pairs of pairs */
     const WaveSpace space(a, threadIdx.x / 32);
@@ -366,28 +365,29 @@ __device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows
             sums.add(g, slow >> step & 2, table + TILES * 4 * 32);
         }
         if (slow) sums.interpolate(space.polynomials + lane, odd, lane);
-        const float factor = factor_of(first_block + n * block_step, lane);
         float terms[4 * TILES]; /* by the lane's tokens: that of index i is 8 i + lane / 4 */
 #pragma unroll
         for (int i = 0; i < 2 * TILES; i++) {
             const float *c = sums.cosines[i / 2] + 2 * (i % 2), *s = sums.sines[i / 2] + 2 * (i % 2);
             const float cosines = c[0] + c[1], sines = s[0] + s[1];
-            terms[2 * TILES + i] = factor * (cosines + sines);
-            terms[2 * TILES - 1 - i] = __shfl_xor_sync(ALL_LANES, factor * (cosines - sines), 28); /* g to 7 - g */
+            terms[2 * TILES + i] = cosines + sines;
+            terms[2 * TILES - 1 - i] = __shfl_xor_sync(ALL_LANES, cosines - sines, 28); /* g to 7 - g */
         }
         put(n, terms);
     }
 }
 
-/** Stores a block's terms in the warp's shared memory. */
+/** Stores a block's terms, times the row's factor, in the warp's shared memory. */
 template <int TILES>
-__device__ __forceinline__ void put_terms(const AttendArgs &a, int n, const float (&terms)[4 * TILES], int lane)
+__device__ __forceinline__ void put_terms(const AttendArgs &a, int n, const float *terms, float factor, int lane)
 {
     const WaveSpace space(a, threadIdx.x / 32);
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
+    for (int tile = 0; tile < TILES; tile++) {
+        const float *t = terms + 4 * tile;
         space.terms[(n * TILES + tile) * 32 + lane] =
-            make_float4(terms[4 * tile], terms[4 * tile + 1], terms[4 * tile + 2], terms[4 * tile + 3]);
+            make_float4(factor * t[0], factor * t[1], factor * t[2], factor * t[3]);
+    }
 }
 
 /** Adds a lane's terms of a token tile. */
@@ -399,28 +399,46 @@ __device__ __forceinline__ void add_terms(float4 terms, float *s)
     s[3] += terms.w;
 }
 
-/** The terms of a unit until its scores are known: of one block of rows in registers, of several in the warp's shared
- *  memory. */
-template <int BLOCKS, int TILES> struct UnitWave {
+/** The terms of a unit until its scores are known. Those of one block of rows are in registers, those of several, and those of
+ *  the second half of a page whose halves are units of one warp (RUN 2), in the warp's shared memory. */
+template <int BLOCKS, int TILES, int RUN> struct UnitWave {
+    static_assert(RUN == 1 || (RUN == 2 && BLOCKS == 1));
     float terms[4 * TILES];
+    int32_t summed = -1; /* the page whose terms are there */
 
-    __device__ __forceinline__ void sum(const AttendArgs &a, const RowArgs *args, const float2 *rows, int32_t first,
-                                        int lane)
+    /** unit: in its sequence; first: packed index of the first token of it, or of its page. */
+    __device__ __forceinline__ void sum(const AttendArgs &a, const RowArgs *args, const float2 *rows, int32_t unit,
+                                        int32_t first, int lane)
     {
-        auto put = [&](int n, const float (&found)[4 *TILES]) {
-            if constexpr (BLOCKS > 1) put_terms<TILES>(a, n, found, lane);
-            else
+        const bool second = RUN > 1 && unit % 2;
+        if (RUN == 1 || summed != unit / 2) {
+            auto put = [&](int n, const float (&found)[4 *TILES *RUN]) {
+                if constexpr (BLOCKS > 1) {
+                    put_terms<TILES>(a, n, found, args[4 * n + (lane & 3)].wave, lane);
+                } else {
 #pragma unroll
-                for (int i = 0; i < 4 * TILES; i++) terms[i] = found[i];
-        };
-        sum_wave<BLOCKS, TILES>(
-            a, rows, first, 0, 1, lane, [&](int block, int i) { return args[4 * block + (i & 3)].wave; }, put);
+                    for (int i = 0; i < 4 * TILES; i++) terms[i] = found[i];
+                    if constexpr (RUN > 1) put_terms<TILES>(a, 0, found + 4 * TILES, 1, lane);
+                }
+            };
+            sum_wave<BLOCKS, TILES * RUN>(a, rows, first, 0, 1, lane, put);
+            if constexpr (RUN > 1) summed = unit / 2;
+        }
+        if (!second) return;
+        const WaveSpace space(a, threadIdx.x / 32);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const float4 t = space.terms[tile * 32 + lane]; /* stored by the same lane */
+            terms[4 * tile] = t.x, terms[4 * tile + 1] = t.y, terms[4 * tile + 2] = t.z, terms[4 * tile + 3] = t.w;
+        }
     }
-    __device__ __forceinline__ void add(const AttendArgs &a, int lane, float (&s)[BLOCKS][4 * TILES]) const
+    __device__ __forceinline__ void add(const AttendArgs &a, const RowArgs *args, int lane,
+                                        float (&s)[BLOCKS][4 * TILES]) const
     {
         if constexpr (BLOCKS == 1) {
+            const float factor = args[lane & 3].wave;
 #pragma unroll
-            for (int i = 0; i < 4 * TILES; i++) s[0][i] += terms[i];
+            for (int i = 0; i < 4 * TILES; i++) s[0][i] = fmaf(factor, terms[i], s[0][i]);
         } else {
             const WaveSpace space(a, threadIdx.x / 32);
 #pragma unroll

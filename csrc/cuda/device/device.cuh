@@ -432,6 +432,9 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void *from)
 
 __device__ __forceinline__ void copy_16(void *to, const void *from) { copy_16(shared_address(to), from); }
 
+/** Waits for the thread's own copies. */
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t bar)
 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");

@@ -80,7 +80,7 @@ bool fused_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t seg
 {
     const FusedArgs &f = a.fused;
     const Rules &r = *device.rules;
-    int64_t half_pages = rounds * kernel.tiles / 2;
+    int64_t half_pages = rounds * kernel.tiles * kernel.run / 2;
     if ((kernel.blocks == 1 ? rounds : half_pages) <= 2) return true;
     if (a.p.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
         return false; /* one long sequence would keep all waiting */
@@ -104,24 +104,24 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
     const Rules &r = *device.rules;
     KernelChoice kernel = find_kernel(Strategy::FUSED, true, plan, a.tile_rows / 4, tiles);
     if (!kernel.kernel) return 0;
-    lay_out_stage(&plan, tiles, &a);
-    int most = kernel.max_threads / 32;
+    lay_out_stage(&plan, kernel.tiles, &a);
+    const int most = kernel.max_threads / 32, busy_warps = kernel.run > 1 ? most : r.busy_warps;
     for (int at_once = blocks_at_once(l->segments, most, device); at_once; at_once--) {
         int room = device.shared_bytes_per_processor / at_once - 1024;
         if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
         const int first = most / at_once < FUSED_WARPS ? most / at_once : FUSED_WARPS;
         for (f.warps = first; f.warps >= 2; f.warps--) {
             f.teams = f.warps;
-            int64_t units = (int64_t)a.p.max_pages * a.page_units,
+            int64_t units = (int64_t)a.p.max_pages * a.page_units / kernel.run,
                     rounds = share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &f);
             /* More warps make a block's start and end shorter: all there can be if no more than busy_warps of them have a unit, or
              * if that saves a large cluster a round, or any cluster the kernel behind; otherwise no more than are good for reading. */
             FusedArgs fewer = f;
-            fewer.teams = r.busy_warps;
+            fewer.teams = busy_warps;
             share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &fewer);
             bool saves = f.cluster == LARGE_CLUSTER || (rounds == 1 && f.cluster > 1 && fewer.cluster == 1);
-            int busy = saves ? f.warps : r.busy_warps;
-            if (f.warps > r.busy_warps && (f.warps < first || units > busy * f.sharing)) continue;
+            int busy = saves ? f.warps : busy_warps;
+            if (f.warps > busy_warps && (f.warps < first || units > busy * f.sharing)) continue;
             l->shared_bytes = lay_out_fused(kernel, &a);
             if (l->shared_bytes > room) continue;
             l->kernel = kernel;

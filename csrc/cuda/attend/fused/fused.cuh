@@ -26,21 +26,29 @@ namespace tq
 /** The head_dim for which a kernel's code is shortest. */
 template <class V> constexpr int USUAL_DIM = TQ_TILE * (V::UNIFORM ? V::GROUPS : 4);
 
-/** The units of one team: every fused.stride-th of a segment. `unit` is the next to load; the one before it is
- *  computed. The struct is small, because kernels with 96 or 128 registers would spill more. */
-struct Stride : UnitPlace {
+/** The units of one team: every fused.stride-th of a segment, or with RUN 2 the units of every fused.stride-th page. `unit` is
+ *  the next to load; the one before it is computed. The struct is small, because kernels with 96 or 128 registers would
+ *  spill more. */
+template <int RUN> struct Stride : UnitPlace {
     Range seen_by_all; /* packed indices */
     int32_t end;       /* of the segment's units */
 
     __device__ __forceinline__ Stride(const AttendArgs &a, const PackedView &view, int32_t b, int32_t h, int32_t turn)
-        : UnitPlace(a, view.units.lo + turn, b, h), seen_by_all(view.common), end(view.units.hi)
+        : UnitPlace(a, max((view.units.lo & -RUN) + RUN * turn, view.units.lo), b, h), seen_by_all(view.common),
+          end(view.units.hi)
     {
     }
     __device__ __forceinline__ Range common() const { return seen_by_all; }
     __device__ __forceinline__ bool more() const { return unit < end; }
     __device__ __forceinline__ bool works(const AttendArgs &a) const { return at_work(a) < end; }
-    __device__ __forceinline__ int32_t at_work(const AttendArgs &a) const { return unit - a.fused.stride; }
-    __device__ __forceinline__ void step_on(const AttendArgs &a, bool) { unit += a.fused.stride; }
+    __device__ __forceinline__ int32_t at_work(const AttendArgs &a) const
+    {
+        return RUN == 1 ? unit - a.fused.stride : unit % 2 ? unit - 1 : unit - 2 * a.fused.stride + 1;
+    }
+    __device__ __forceinline__ void step_on(const AttendArgs &a, bool)
+    {
+        unit += RUN == 1 ? a.fused.stride : unit % 2 ? 2 * a.fused.stride - 1 : 1;
+    }
 };
 
 /** A block's segment. */
@@ -376,7 +384,7 @@ __device__ __forceinline__ void touch_arguments(const AttendArgs &a, int warp)
 /** Processes a warp's units and writes its part to shared memory. attend_fused_many_rows has its own version, for
  *  teams. */
 template <class V>
-__device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<V, true> &ring, Stride &ahead,
+__device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<V, true> &ring, Stride<V::RUN> &ahead,
                                              const FusedSpace<V> &space, int warp, int lane)
 {
     Sums<V> sums;
@@ -422,17 +430,18 @@ __device__ __forceinline__ void expect_rows(const AttendArgs &a, const FusedSpac
 }
 
 /** The state of a block before its units: its segment, and a team's units. */
-struct FewStart {
+template <int RUN> struct FewStart {
     FusedBlock block;
-    Stride ahead;
+    Stride<RUN> ahead;
     bool works;
 };
 
 /** Finds the block's segment and all addresses while the previous kernel still runs. Then loads the queries, the first
  *  exact tokens and the first pages, and prepares everything else meanwhile. FRUGAL: as in attend_fused. */
 template <class V, bool FRUGAL>
-__device__ __forceinline__ FewStart start_block(const AttendArgs &a, const FusedSpace<V> &space,
-                                                const Ring<V, true> &ring, int team, int thread, int warp, int lane)
+__device__ __forceinline__ FewStart<V::RUN> start_block(const AttendArgs &a, const FusedSpace<V> &space,
+                                                        const Ring<V, true> &ring, int team, int thread, int warp,
+                                                        int lane)
 {
     int sharing = a.fused.sharing, segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing,
         b = divide(segment, a.p.kv_heads), h = segment - b * a.p.kv_heads;
@@ -449,10 +458,12 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const Fused
     }
     let_next_start();
     /* Everything that does not depend on the results of the previous kernel. */
-    UnitPlace guess(a, min(turn, a.p.max_pages * a.page_units - 1), b, h); /* the first unit, if none is skipped */
+    UnitPlace guess(a, min(V::RUN * turn, a.p.max_pages * a.page_units - 1), b, h); /* the first, if none is skipped */
     uint32_t flip = lane_signs<4>(a, lane), entry = guess.entry(a);
     QueryScale<4> scale(a, lane);
     int64_t query = query_at(a, set, first_row_of_warp(a, warp));
+    WaveConstants<V::TILES * V::RUN> wave_constants;
+    if (has_wave<V>(a)) wave_constants = WaveConstants<V::TILES * V::RUN>(a, lane);
     compute_here(query), compute_here(entry), compute_here(flip), compute_here(scale.factor[0]),
         compute_here(scale.levels[0]);
     wait_for_previous();
@@ -475,20 +486,21 @@ __device__ __forceinline__ FewStart start_block(const AttendArgs &a, const Fused
     int exact_turn = rank + warp / FusedSpace<V>::SETS * sharing;
     ExactTokens exact(a, set, seq, exact_turn, lane);
     PackedView view = view_packed(a, seq);
-    Stride ahead(a, view, b, h, turn);
+    Stride<V::RUN> ahead(a, view, b, h, turn);
     bool works = ahead.more();
     if (works && ring.sends(thread)) {
-        if (ahead.unit != turn) page = ahead.page(a);
+        if (ahead.unit != guess.unit) page = ahead.page(a);
         const uint8_t *record = ahead.record(a, page);
 #pragma unroll
         for (int which = 0; which < 2; which++) ring.fill(a, 0, which, record, ahead.unit, thread);
     }
     ahead.step_on(a, works);
     /* teams with units (divide may be off for very large quotients, far above `teams`) */
-    int active = min(a.fused.teams, divide(max(view.units.count() - rank, 0) + sharing - 1, sharing));
+    const int runs = view.units.count() ? (view.units.hi + V::RUN - 1) / V::RUN - view.units.lo / V::RUN : 0;
+    int active = min(a.fused.teams, divide(max(runs - rank, 0) + sharing - 1, sharing));
     FusedBlock block = {set, rank, active, view};
     if (FRUGAL && threadIdx.x == 0) *space.block() = block;
-    if (has_wave<V>(a)) fill_wave_table<V::TILES>(a, increments);
+    if (has_wave<V>(a)) fill_wave_table(a, wave_constants, increments);
     prepare_rows<V>(a, set, seq, load, wave_load, metric, scale, flip, space, warp, lane);
     if (warp == 0) /* warp 0 has the fewest rows */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
@@ -507,13 +519,13 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
                           shared_address(shared_bytes) + a.at_barriers + team * 32, 0, 0,
                           copy_policy(V::ROWS < 16 || a.row_tiles == 1)};
     FusedSpace<V> space = {a};
-    FewStart start = start_block<V, FRUGAL>(a, space, ring, team, thread, warp, lane);
+    FewStart<V::RUN> start = start_block<V, FRUGAL>(a, space, ring, team, thread, warp, lane);
     if (V::TEAM_WARPS > 1) shared_writes_before_copies(); /* WGMMA reads queries by the async proxy */
     __syncthreads();
     if (FRUGAL) {
         start.block = *space.block();
         const FusedBlock &block = start.block;
-        start.ahead = Stride(a, block.view, block.set.b, block.set.h, block.rank + team * a.fused.sharing);
+        start.ahead = Stride<V::RUN>(a, block.view, block.set.b, block.set.h, block.rank + team * a.fused.sharing);
         start.works = start.ahead.more();
         start.ahead.step_on(a, start.works);
     }

@@ -10,7 +10,7 @@ namespace tq
 /** Processes a team's units and writes its part to the block's shared memory. */
 template <int BITS, int ROWS, bool WAVE>
 __device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<ManyRows<BITS, ROWS, WAVE>, true> &ring,
-                                             Stride &ahead, const FusedSpace<ManyRows<BITS, ROWS, WAVE>> &space,
+                                             Stride<1> &ahead, const FusedSpace<ManyRows<BITS, ROWS, WAVE>> &space,
                                              int warp_of_block, int lane)
 {
     using V = ManyRows<BITS, ROWS, WAVE>;

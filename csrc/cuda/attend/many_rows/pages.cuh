@@ -157,9 +157,10 @@ __device__ __forceinline__ void sum_wave_of_page(const AttendArgs &a, const RowA
         const RowArgs &row = rows[row_of(block, i)];
         return a.p.softcap > 0 ? row.wave : row.wave * row.scale; /* scores are logits, unless there is a cap */
     };
-    sum_wave<BLOCKS, V::TILES>(
-        a, wave, page * a.page_tokens, warp, V::TEAM_WARPS, lane, factor_of,
-        [&](int n, const float (&terms)[4 *V::TILES]) { put_terms<V::TILES>(a, n, terms, lane); });
+    auto put = [&](int n, const float (&terms)[4 *V::TILES]) {
+        put_terms<V::TILES>(a, n, terms, factor_of(warp + n * V::TEAM_WARPS, lane), lane);
+    };
+    sum_wave<BLOCKS, V::TILES>(a, wave, page * a.page_tokens, warp, V::TEAM_WARPS, lane, put);
 }
 
 /** Adds the terms to the scores of the warp's tile, which then have key scales of 1. By the whole team. */
@@ -515,7 +516,8 @@ template <class V> __device__ __forceinline__ void attend_pages_wide(const Atten
                     reinterpret_cast<Between *>(space.at + V::AT_BETWEEN + thread / 32 * BETWEEN_BYTES), lane);
     if (ahead.now.there) top_up(a, ring, ahead, thread);
     if (has_wave<V>(a)) {
-        fill_wave_table<V::TILES>(a, LaneIncrements<2>(a, lane)); /* moments are complete, as lengths are */
+        const WaveConstants<V::TILES> constants(a, lane);
+        fill_wave_table(a, constants, LaneIncrements<2>(a, lane)); /* moments are complete, as lengths are */
         __syncthreads();
     }
     if (!ahead.now.there) return;

@@ -52,8 +52,9 @@ template <class V> __device__ __forceinline__ void attend_pages(const AttendArgs
     Lookahead ahead(a, cursor, tell, space.between(), lane);
     if (ahead.now.there) top_up(a, ring, ahead, thread);
     if (has_wave<V>(a)) {
-        fill_wave_table<V::TILES>(
-            a, LaneIncrements<(V::GROUPS > 4 ? 4 : 2)>(a, lane)); /* they are complete, as lengths are */
+        const WaveConstants<V::TILES> constants(a, lane);
+        const LaneIncrements<(V::GROUPS > 4 ? 4 : 2)> increments(a, lane); /* they are complete, as lengths are */
+        fill_wave_table(a, constants, increments);
         __syncthreads();
     }
     if (!ahead.now.there) return;

@@ -634,14 +634,14 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
     start_rows<V>(a, given, lane, rows, sums);
     Range whole = whole_units(a, ahead.common());
     bool capped = a.p.softcap > 0;
+    UnitWave<B, V::TILES, V::RUN> wave;
 #pragma unroll 1
     while (ahead.works(a)) {
         bool more = ahead.more();
         int32_t unit = ahead.at_work(a);
         int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];
-        UnitWave<B, V::TILES> wave;
-        if (has_wave<V>(a)) wave.sum(a, given.args, given.wave, first_token(a, unit, V::TILES), lane);
+        if (has_wave<V>(a)) wave.sum(a, given.args, given.wave, unit, first_token(a, unit & -V::RUN, V::TILES), lane);
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_unit<V, KEY_GROUPS_AT_ONCE>(a, ring.view(a, a.key), given.queries, rows, lane, s);
         StageView values = ring.view(a, a.value);
@@ -650,7 +650,7 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         const uint8_t *next_record = ahead.record(a, next_page);
         refill(a, ring, 0, more, next_record, ahead.unit, thread);
 
-        if (has_wave<V>(a)) wave.add(a, lane, s);
+        if (has_wave<V>(a)) wave.add(a, given.args, lane, s);
         if (unit < whole.lo || unit >= whole.hi) {
             int32_t first = first_token(a, unit, V::TILES), page = unit >> (a.page_units - 1);
             hide_tokens<V>(given.args, first, min(first + V::TILES * TQ_TILE, (page + 1) * a.page_tokens), lane, s,
