@@ -239,9 +239,8 @@ __device__ __forceinline__ void append_usual_one(const Args &a, const Work &work
     }
 }
 
-template <int PER_LANE, int DTYPE, bool MOMENTS>
-__global__ void __launch_bounds__(32)
-    append_one_token_usual(const __grid_constant__ UsualArgs<PER_LANE, DTYPE, MOMENTS> a)
+template <int PER_LANE, bool MOMENTS>
+__global__ void __launch_bounds__(32) append_one_token_usual(const __grid_constant__ UsualArgs<PER_LANE, MOMENTS> a)
 {
     __shared__ float row[MOMENTS ? 32 * PER_LANE : 1];
     __shared__ __align__(4) uint8_t codes[32 * PER_LANE];
@@ -260,19 +259,13 @@ bool is_usual(const AppendArgs &args)
            args.dtype != TQ_F32 && args.rotation == TQ_ROTATION_HADAMARD && args.scale == TQ_SCALE_EDEN;
 }
 
-template <int PER_LANE, int DTYPE> tq_status launch_usual(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+template <int PER_LANE> tq_status launch_usual(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
     if (args.moments.any())
-        return launch(append_one_token_usual<PER_LANE, DTYPE, true>, warps_of(args), 32, 0, stream, error,
-                      UsualArgs<PER_LANE, DTYPE, true>{{args}});
-    return launch(append_one_token_usual<PER_LANE, DTYPE, false>, warps_of(args), 32, 0, stream, error,
-                  UsualArgs<PER_LANE, DTYPE, false>{{args}});
-}
-
-template <int PER_LANE> tq_status launch_usual_of(const AppendArgs &args, cudaStream_t stream, tq_error *error)
-{
-    return args.dtype == TQ_BF16 ? launch_usual<PER_LANE, TQ_BF16>(args, stream, error)
-                                 : launch_usual<PER_LANE, TQ_F16>(args, stream, error);
+        return launch(append_one_token_usual<PER_LANE, true>, warps_of(args), 32, 0, stream, error,
+                      UsualArgs<PER_LANE, true>{{args}});
+    return launch(append_one_token_usual<PER_LANE, false>, warps_of(args), 32, 0, stream, error,
+                  UsualArgs<PER_LANE, false>{{args}});
 }
 
 } // namespace
@@ -280,9 +273,9 @@ template <int PER_LANE> tq_status launch_usual_of(const AppendArgs &args, cudaSt
 tq_status launch_append_one_token(const AppendArgs &args, bool settled, cudaStream_t stream, tq_error *error)
 {
     if (is_usual(args)) {
-        if (args.head_dim == 64) return launch_usual_of<2>(args, stream, error);
-        if (args.head_dim == 128) return launch_usual_of<4>(args, stream, error);
-        return launch_usual_of<8>(args, stream, error);
+        if (args.head_dim == 64) return launch_usual<2>(args, stream, error);
+        if (args.head_dim == 128) return launch_usual<4>(args, stream, error);
+        return launch_usual<8>(args, stream, error);
     }
     return with_channels_per_lane(args, settled, [&](auto per_lane, auto fine, const auto &as_it_is) {
         return launch(append_one_token<per_lane(), fine(), std::decay_t<decltype(as_it_is)>>, warps_of(args), 32, 0,

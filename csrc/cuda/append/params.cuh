@@ -66,11 +66,11 @@ struct SettledArgs : AppendArgs {
 };
 
 /** What is usual at one token a sequence, known to the compiler: what it hides has the same value in AppendArgs. Besides, all
- *  groups of a side have one width of 2 to 4 bits. */
-template <int PER_LANE, int DTYPE, bool MOMENTS_> struct UsualArgs : SettledArgs {
+ *  groups of a side have one width of 2 to 4 bits, and numbers have 16 bits. */
+template <int PER_LANE, bool MOMENTS_> struct UsualArgs : SettledArgs {
     static constexpr bool USUAL = true, MOMENTS = MOMENTS_;
-    static constexpr int32_t head_dim = 32 * PER_LANE, groups = PER_LANE, dtype = DTYPE,
-                             rotation = TQ_ROTATION_HADAMARD, scale = TQ_SCALE_EDEN;
+    static constexpr int32_t head_dim = 32 * PER_LANE, groups = PER_LANE, rotation = TQ_ROTATION_HADAMARD,
+                             scale = TQ_SCALE_EDEN;
     static constexpr int64_t row_bytes = 2 * head_dim;
 };
 
@@ -205,7 +205,7 @@ __device__ __forceinline__ __half *scale_at(const AppendSide &side, uint8_t *rec
 template <class Args, int PER_LANE>
 __device__ __forceinline__ void load_bits(const Args &a, const char *row, uint32_t (&bits)[PER_LANE], int lane)
 {
-    if (a.dtype == TQ_F32) {
+    if (!Args::USUAL && a.dtype == TQ_F32) {
 #pragma unroll
         for (int k = 0; k < PER_LANE; k++)
             bits[k] = lane + 32 * k < a.head_dim ? reinterpret_cast<const uint32_t *>(row)[lane + 32 * k] : 0;
@@ -219,7 +219,7 @@ __device__ __forceinline__ void load_bits(const Args &a, const char *row, uint32
 template <class Args, int PER_LANE>
 __device__ __forceinline__ void store_bits(const Args &a, char *row, const uint32_t (&bits)[PER_LANE], int lane)
 {
-    if (a.dtype == TQ_F32) {
+    if (!Args::USUAL && a.dtype == TQ_F32) {
 #pragma unroll
         for (int k = 0; k < PER_LANE; k++)
             if (lane + 32 * k < a.head_dim) reinterpret_cast<uint32_t *>(row)[lane + 32 * k] = bits[k];
@@ -236,7 +236,7 @@ __device__ __forceinline__ void numbers_of_bits(const Args &a, const uint32_t (&
     if (a.dtype == TQ_BF16) {
 #pragma unroll
         for (int k = 0; k < PER_LANE; k++) x[k] = __uint_as_float(bits[k] << 16);
-    } else if (a.dtype == TQ_F16) {
+    } else if (Args::USUAL || a.dtype == TQ_F16) {
 #pragma unroll
         for (int k = 0; k < PER_LANE; k++) x[k] = __half2float(__ushort_as_half((unsigned short)bits[k]));
     } else {
