@@ -28,9 +28,8 @@ namespace tile
 constexpr int WARPS = 8;
 
 /** One compiled kernel. Every group has 1 to 4 bits. */
-template <int DIM_, bool BF16_> struct Shape : Split<DIM_> {
+template <int DIM_> struct Shape : Split<DIM_> {
     using Base = Split<DIM_>;
-    static constexpr bool BF16 = BF16_;                             // or binary16
     static constexpr int GROUPS = (DIM_ + 31) / 32, TREE = Base::P; // leaves of a lane
     static constexpr int PIECES = DIM_ / 8, ROW_BYTES = (PIECES | 1) * 16, ROWS_BYTES = Base::ROUND * ROW_BYTES;
     static constexpr int HALVES = 2, NIBBLE_BYTES = GROUPS * HALVES * 512;
@@ -79,8 +78,8 @@ template <bool BF16> __device__ __forceinline__ float2 unpack(uint32_t two)
     else return __half22float2(*reinterpret_cast<const __half2 *>(&two));
 }
 
-/** A row to the registers of lane q, after the first stage of the rotation. */
-template <class S, bool CENTRED>
+/** A row to the registers of lane q, after the first stage of the rotation. BF16: or binary16. */
+template <class S, bool BF16, bool CENTRED>
 __device__ __forceinline__ void read_row(float (&v)[S::PER_LANE], const uint8_t *row, const float *centre,
                                          const float *table, int q)
 {
@@ -91,7 +90,7 @@ __device__ __forceinline__ void read_row(float (&v)[S::PER_LANE], const uint8_t 
 #pragma unroll
         for (int w = 0; w < 4; w++) {
             const int i = pair + w, channel = S::channel(i, 0);
-            float2 x = unpack<S::BF16>(words[w]);
+            float2 x = unpack<BF16>(words[w]);
             if constexpr (CENTRED) {
                 x.x = __fsub_rn(x.x, centre[channel]);
                 x.y = __fsub_rn(x.y, centre[channel + 1]);
@@ -110,10 +109,14 @@ template <class S, class Leaf> __device__ __forceinline__ float token_tree(const
 
 /** Row -> z, and its sum of squares. */
 template <class S>
-__device__ __forceinline__ float rotate_row(float (&v)[S::PER_LANE], const uint8_t *row, const Tables<S> &tables, int q)
+__device__ __forceinline__ float rotate_row(float (&v)[S::PER_LANE], const uint8_t *row, bool bf16,
+                                            const Tables<S> &tables, int q)
 {
-    if (tables.is_centred) read_row<S, true>(v, row, tables.centre, tables.product[0][q], q);
-    else read_row<S, false>(v, row, tables.centre, tables.product[0][q], q);
+    const float *centre = tables.centre, *table = tables.product[0][q];
+    if (tables.is_centred && bf16) read_row<S, true, true>(v, row, centre, table, q);
+    else if (tables.is_centred) read_row<S, false, true>(v, row, centre, table, q);
+    else if (bf16) read_row<S, true, false>(v, row, centre, table, q);
+    else read_row<S, false, false>(v, row, centre, table, q);
     hadamard_split<S>(v, tables.product[0][q]);
     return token_tree<S>([&](int i) { return __fmul_rn(v[i], v[i]); });
 }
@@ -258,9 +261,9 @@ __device__ __forceinline__ void append_tiles_of_warp(const AppendArgs &a, const 
             // a second copy of the loop, for nothing but more code.
 #pragma unroll 1
             do {
-                ss = rotate_row<S>(v, row, tables, q);
+                ss = rotate_row<S>(v, row, a.dtype == TQ_BF16, tables, q);
                 again = __any_sync(ALL_LANES, !(ss < tables.limit)) && !mended;
-                if (again) mend_row(row, S::DIM, S::BF16 ? TQ_BF16 : TQ_F16, a.flag, work, base + token + a.sinks);
+                if (again) mend_row(row, S::DIM, a.dtype, a.flag, work, base + token + a.sinks);
                 mended = opaque(1);
                 __syncwarp();
             } while (again);
@@ -349,13 +352,6 @@ tq_status launch_shape(const AppendArgs &args, const tq_plan &plan, cudaStream_t
     const int64_t blocks = (tiles + WARPS * tiles_per_warp - 1) / (WARPS * tiles_per_warp);
     return launch(append_prefill_80_96<S>, heads * blocks, 32 * WARPS, WARPS * S::WARP_BYTES, stream, error, args,
                   sign_tables<S>(plan.signs), divisor_of(blocks), tiles_per_warp);
-}
-
-template <int DIM>
-tq_status launch_dim(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream, tq_error *error)
-{
-    return args.dtype == TQ_BF16 ? launch_shape<Shape<DIM, true>>(args, plan, stream, error)
-                                 : launch_shape<Shape<DIM, false>>(args, plan, stream, error);
 }
 
 } // namespace tile
