@@ -3,6 +3,7 @@
 #include <stdio.h>
 
 #include "cuda/append/params.cuh"
+#include "cuda/tile/codebooks.h"
 
 namespace tq
 {

@@ -19,8 +19,6 @@
 //                  rms, <c, u> of 32 tokens | with a wave or a metric (append/residual_rows.cuh) what there is of the head |
 #ifndef TQ_CUDA_APPEND_PREFILL_CUH
 #define TQ_CUDA_APPEND_PREFILL_CUH
-#include <algorithm>
-
 #include "cuda/append/encode_warp.cuh"
 #include "cuda/append/residual_rows.cuh"
 #include "cuda/append/rows.cuh"
@@ -698,7 +696,7 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
     if (bytes + (int)sizeof(Tables<S>) > device.shared_bytes_per_block || line > INT32_MAX)
         return launch_append_general(args, true, false, stream, error);
     const bool few = args.sides * line <= (int64_t)S::WARPS * device.processors; // a tile for a warp
-    const int64_t blocks = std::min<int64_t>(args.sides * line, device.processors);
+    const int64_t blocks = args.sides * line < device.processors ? args.sides * line : device.processors;
     const uint32_t turns = (uint32_t)(S::WARPS * blocks);
     const auto shares = [&](uint32_t warps) { return Shares{(uint32_t)line / warps, (uint32_t)line % warps}; };
     a.tiles = divisor_of(tiles);

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "cuda/attend/cut.h"
+#include "cuda/tile/codebooks.h"
 
 namespace tq
 {

@@ -10,6 +10,7 @@
 #define TQ_CUDA_BASELINES_BLOCKS_CUH
 #include "cuda/device/launch.cuh"
 #include "cuda/device/wave.cuh"
+#include "cuda/tile/codebooks.h"
 #include "cuda/tile/matrix.cuh"
 #include "cuda/tile/pack.cuh"
 

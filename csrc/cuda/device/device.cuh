@@ -1,7 +1,6 @@
 /* The instructions and small helpers that the CUDA kernels share. No kernel, no format knowledge. */
 #ifndef TQ_CUDA_DEVICE_DEVICE_CUH
 #define TQ_CUDA_DEVICE_DEVICE_CUH
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <float.h>
@@ -189,18 +188,37 @@ __device__ __forceinline__ float warp_sum(float x)
 
 __device__ __forceinline__ int dtype_bytes(int dtype) { return dtype == TQ_F32 ? 4 : 2; }
 
+// Conversions from and to bfloat16: as in cuda_bf16.h, which takes longer to compile than all of this.
+
+__device__ __forceinline__ float float_of_bf16(uint16_t bits) { return __uint_as_float((uint32_t)bits << 16); }
+
+__device__ __forceinline__ uint16_t bf16_of_float(float x)
+{
+    uint16_t bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+/** Two numbers, lo in the low half. */
+__device__ __forceinline__ uint32_t bf16_of_floats(float lo, float hi)
+{
+    uint32_t bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(hi), "f"(lo));
+    return bits;
+}
+
 __device__ __forceinline__ float load_number(const void *p, int64_t i, int dtype)
 {
     if (dtype == TQ_F32) return static_cast<const float *>(p)[i];
     if (dtype == TQ_F16) return __half2float(static_cast<const __half *>(p)[i]);
-    return __bfloat162float(static_cast<const __nv_bfloat16 *>(p)[i]);
+    return float_of_bf16(static_cast<const uint16_t *>(p)[i]);
 }
 
 __device__ __forceinline__ void store_number(void *p, int64_t i, int dtype, float x)
 {
     if (dtype == TQ_F32) static_cast<float *>(p)[i] = x;
     else if (dtype == TQ_F16) static_cast<__half *>(p)[i] = __float2half_rn(x);
-    else static_cast<__nv_bfloat16 *>(p)[i] = __float2bfloat16_rn(x);
+    else static_cast<uint16_t *>(p)[i] = bf16_of_float(x);
 }
 
 /** Four numbers as they are in memory. Loads and conversions are separate, so that many loads can be in flight before
@@ -261,8 +279,7 @@ __device__ __forceinline__ uint32_t pack_halves(float lo, float hi, int dtype)
         __half2 h = __floats2half2_rn(lo, hi);
         return *reinterpret_cast<uint32_t *>(&h);
     }
-    __nv_bfloat162 h = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<uint32_t *>(&h);
+    return bf16_of_floats(lo, hi);
 }
 
 /** Numbers i .. i + 3; their address must be a multiple of their size. */

@@ -5,8 +5,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include <mutex>
-
 #include "turboquant_cuda.h"
 
 #if !defined(__CUDACC__)
@@ -61,40 +59,6 @@ inline HadamardSigns signs_of(const tq_plan &plan)
     for (int pass = 0; pass < 2; pass++)
         for (int word = 0; word < TQ_MAX_HEAD_DIM / 32; word++) signs.word[pass][word] = plan.signs[pass][word];
     return signs;
-}
-
-/* ---- tables of codebooks ---- */
-
-/** Tables T of a plan's codebooks, filled by the first call of the process that needs them, for all threads and
- *  devices: kernels get them as arguments, so none are on a device. There is one for each law, and for each head_dim of
- *  the sphere. */
-template <class T> const T &of_codebooks(const tq_plan &plan, void (*fill)(const tq_codebook *books, T *to))
-{
-    constexpr int SPHERES = TQ_MAX_HEAD_DIM / 8;
-    static T made[2 + SPHERES];
-    static std::once_flag once[2 + SPHERES];
-    const int i = plan.codebook == TQ_CODEBOOK_SPHERE ? 1 + plan.head_dim / 8 : plan.codebook == TQ_CODEBOOK_UNIFORM;
-    std::call_once(once[i], [&] {
-        tq_codebook books[TQ_WIDE_BITS + 1] = {};
-        books[TQ_WIDE_BITS].step = TQ_WIDE_STEP;
-        for (int bits = 1; bits <= TQ_MAX_BITS; bits++) /* cannot fail for a checked plan */
-            tq_get_codebook((tq_codebook_law)plan.codebook, plan.head_dim, bits, &books[bits], nullptr);
-        fill(books, &made[i]);
-    });
-    return made[i];
-}
-
-/** Steps by width, and levels by width and code, in steps. */
-struct LevelsByCode {
-    float step[TQ_WIDE_BITS + 1];
-    int8_t levels[TQ_MAX_BITS + 1][1 << TQ_MAX_BITS];
-};
-
-inline void fill_levels_by_code(const tq_codebook *books, LevelsByCode *to)
-{
-    for (int bits = 1; bits <= TQ_WIDE_BITS; bits++) to->step[bits] = books[bits].step;
-    for (int bits = 1; bits <= TQ_MAX_BITS; bits++)
-        for (int code = 0; code < books[bits].n_levels; code++) to->levels[bits][code] = books[bits].levels[code];
 }
 
 /** Quotients of 0 <= n < 2^31 by a product and a shift (Granlund and Montgomery 1994). */
