@@ -1,5 +1,5 @@
-// tq_cuda_rotate: rows of head_dim numbers times the plan's rotation, or a matrix, or their inverses. A warp per row;
-// with a matrix a block per 16 rows, which share the matrix.
+// tq_cuda_rotate: rows of head_dim numbers times the plan's rotation, or a matrix, or their inverses. A block has 16 rows, which share
+// the matrix; without one a warp rotates a row in place.
 #include "cuda/device/launch.cuh"
 #include "cuda/tile/matrix.cuh"
 
@@ -29,32 +29,27 @@ __device__ __forceinline__ void store_row(const RotateArgs &a, int64_t row, cons
     for (int i = lane; i < a.dim; i += 32) store_number(a.y, row * a.dim + i, a.dtype, from[i]);
 }
 
-__global__ void __launch_bounds__(32 * WARPS) rotate_hadamard(const __grid_constant__ RotateArgs a)
-{
-    __shared__ float rows[WARPS][TQ_MAX_HEAD_DIM];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t row = (int64_t)blockIdx.x * WARPS + warp;
-    wait_for_stream();
-    if (row >= a.rows) return;
-    load_row(a, row, rows[warp], lane);
-    __syncwarp();
-    if (a.hadamard) hadamard_row(rows[warp], a.dim, a.signs, a.inverse, lane);
-    store_row(a, row, rows[warp], lane);
-}
-
-__global__ void __launch_bounds__(32 * WARPS) rotate_matrix(const __grid_constant__ RotateArgs a)
+__global__ void __launch_bounds__(32 * WARPS) rotate(const __grid_constant__ RotateArgs a)
 {
     extern __shared__ __align__(16) float memory[];
-    float *x = memory, *y = x + MATRIX_TOKENS * a.dim, *blocks = y + MATRIX_TOKENS * a.dim;
+    float *x = memory, *y = x;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t first = (int64_t)blockIdx.x * MATRIX_TOKENS;
     const int rows = (int)min((int64_t)MATRIX_TOKENS, a.rows - first);
     wait_for_stream();
-    for (int i = warp; i < rows; i += WARPS) load_row(a, first + i, x + i * a.dim, lane);
-    __syncthreads();
-    if (a.inverse) multiply_rows<true>(a.matrix, a.dim, x, y, rows, blocks + warp * MATRIX_BLOCK, warp, WARPS, lane);
-    else multiply_rows<false>(a.matrix, a.dim, x, y, rows, blocks + warp * MATRIX_BLOCK, warp, WARPS, lane);
-    __syncthreads();
+    for (int i = warp; i < rows; i += WARPS) {
+        load_row(a, first + i, x + i * a.dim, lane);
+        __syncwarp();
+        if (!a.matrix && a.hadamard) hadamard_row(x + i * a.dim, a.dim, a.signs, a.inverse, lane);
+    }
+    if (a.matrix) { // all threads of the grid agree
+        y = x + MATRIX_TOKENS * a.dim;
+        float *block = y + MATRIX_TOKENS * a.dim + warp * MATRIX_BLOCK;
+        __syncthreads();
+        if (a.inverse) multiply_rows<true>(a.matrix, a.dim, x, y, rows, block, warp, WARPS, lane);
+        else multiply_rows<false>(a.matrix, a.dim, x, y, rows, block, warp, WARPS, lane);
+        __syncthreads();
+    }
     for (int i = warp; i < rows; i += WARPS) store_row(a, first + i, y + i * a.dim, lane);
 }
 
@@ -72,9 +67,8 @@ tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, 
 
     RotateArgs args = {
         x, y, matrix, rows, plan->head_dim, dtype, plan->rotation == TQ_ROTATION_HADAMARD, inverse, signs_of(*plan)};
-    const cudaStream_t stream = (cudaStream_t)stream_pointer;
-    if (!matrix) return launch(rotate_hadamard, (rows + WARPS - 1) / WARPS, 32 * WARPS, 0, stream, error, args);
-    const size_t shared_bytes = sizeof(float) * (2 * MATRIX_TOKENS * (size_t)plan->head_dim + WARPS * MATRIX_BLOCK);
-    return launch(rotate_matrix, (rows + MATRIX_TOKENS - 1) / MATRIX_TOKENS, 32 * WARPS, shared_bytes, stream, error,
-                  args);
+    const size_t rows_bytes = sizeof(float) * MATRIX_TOKENS * (size_t)plan->head_dim;
+    return launch(rotate, (rows + MATRIX_TOKENS - 1) / MATRIX_TOKENS, 32 * WARPS,
+                  matrix ? 2 * rows_bytes + sizeof(float) * WARPS * MATRIX_BLOCK : rows_bytes,
+                  (cudaStream_t)stream_pointer, error, args);
 }
