@@ -128,7 +128,8 @@ __device__ __forceinline__ auto books_of(const AppendArgs &a, const AppendSide &
     else return SliceBooks<FINE>(a, side, lane);
 }
 
-template <int PER_LANE, bool FINE, bool IS_KEY, int BITS, class Args>
+/** RESIDUALS: of keys with a wave or a metric, where that is known outside. */
+template <int PER_LANE, bool FINE, bool IS_KEY, int BITS, bool RESIDUALS, class Args>
 __device__ __forceinline__ void append_one(const Args &a, const Work &work, float *row, uint8_t *codes, int lane)
 {
     const AppendSide &side = a.side[!IS_KEY];
@@ -147,10 +148,9 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     float x[PER_LANE], centre[PER_LANE];
     load_bits(a, head.fresh, fresh_bits, lane);
     // A key becomes a residual while the table says where its page is: what that takes is loaded as early as the key.
-    constexpr bool EARLY = Args::USUAL && Args::MOMENTS && IS_KEY;
-    const bool moments = Args::MOMENTS && IS_KEY && has_moments(a, work);
+    const bool moments = Args::USUAL ? RESIDUALS : IS_KEY && has_moments(a, work);
     [[maybe_unused]] WarpResidual<PER_LANE> residual;
-    if constexpr (EARLY) residual = WarpResidual<PER_LANE>(a.moments, work.h, a.head_dim, lane);
+    if constexpr (RESIDUALS) residual = WarpResidual<PER_LANE>(a.moments, work.h, a.head_dim, lane);
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++)
         centre[k] = head.centre && lane + 32 * k < a.head_dim ? head.centre[lane + 32 * k] : 0.0f;
@@ -167,12 +167,12 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
         if (record) one.load(a, side, record, token, lane);
     };
     if (packs && to_ring) load_bits(a, slot, old_bits, lane);
-    if constexpr (!EARLY) find_record();
+    if constexpr (!RESIDUALS) find_record();
 
     numbers_of_bits(a, fresh_bits, x);
     if (mend_numbers(a, x, fresh_bits) && lane == 0) report_bad(a.flag, work, position);
     if (to_sinks || to_ring) store_bits(a, slot, fresh_bits, lane);
-    if (EARLY ? !packs : !record) return;
+    if (RESIDUALS ? !packs : !record) return;
     if constexpr (Args::SETTLED) // while the old row is on its way
         if (head.centre && !moments) rotate_registers(a, flips, centre, lane);
     if (to_ring) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
             x[k] = __fsub_rn(x[k], centre[k]);
             centre[k] = 0.0f;
         }
-        if constexpr (EARLY) {
+        if constexpr (RESIDUALS) {
             residual.take(a.head_dim, a.moments.metric, span.first + a.sinks, row, x, lane);
         } else {
 #pragma unroll
@@ -196,7 +196,7 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
             for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
         }
     }
-    if constexpr (EARLY) {
+    if constexpr (RESIDUALS) {
         find_record();
         if (!record) return;
     }
@@ -225,28 +225,31 @@ __global__ void __launch_bounds__(32) append_one_token(const __grid_constant__ A
     __shared__ float row[32 * PER_LANE];
     __shared__ __align__(4) uint8_t codes[32 * PER_LANE];
     const Work work = work_of(a, blockIdx.x);
-    if (work.side == 0) append_one<PER_LANE, FINE, true, 0>(a, work, row, codes, threadIdx.x % 32);
-    else append_one<PER_LANE, FINE, false, 0>(a, work, row, codes, threadIdx.x % 32);
+    if (work.side == 0) append_one<PER_LANE, FINE, true, 0, false>(a, work, row, codes, threadIdx.x % 32);
+    else append_one<PER_LANE, FINE, false, 0, false>(a, work, row, codes, threadIdx.x % 32);
 }
 
-template <int PER_LANE, bool IS_KEY, class Args>
-__device__ __forceinline__ void append_usual_one(const Args &a, const Work &work, float *row, uint8_t *codes)
+template <int PER_LANE, bool IS_KEY, bool RESIDUALS>
+__device__ __forceinline__ void append_usual_one(const UsualArgs<PER_LANE> &a, const Work &work, float *row,
+                                                 uint8_t *codes)
 {
+    const int lane = threadIdx.x % 32;
     switch (a.side[!IS_KEY].one_width) {
-    case 2: return append_one<PER_LANE, false, IS_KEY, 2>(a, work, row, codes, threadIdx.x % 32);
-    case 3: return append_one<PER_LANE, false, IS_KEY, 3>(a, work, row, codes, threadIdx.x % 32);
-    case 4: return append_one<PER_LANE, false, IS_KEY, 4>(a, work, row, codes, threadIdx.x % 32);
+    case 2: return append_one<PER_LANE, false, IS_KEY, 2, RESIDUALS>(a, work, row, codes, lane);
+    case 3: return append_one<PER_LANE, false, IS_KEY, 3, RESIDUALS>(a, work, row, codes, lane);
+    case 4: return append_one<PER_LANE, false, IS_KEY, 4, RESIDUALS>(a, work, row, codes, lane);
     }
 }
 
-template <int PER_LANE, bool MOMENTS>
-__global__ void __launch_bounds__(32) append_one_token_usual(const __grid_constant__ UsualArgs<PER_LANE, MOMENTS> a)
+template <int PER_LANE>
+__global__ void __launch_bounds__(32) append_one_token_usual(const __grid_constant__ UsualArgs<PER_LANE> a)
 {
-    __shared__ float row[MOMENTS ? 32 * PER_LANE : 1];
+    __shared__ float row[32 * PER_LANE];
     __shared__ __align__(4) uint8_t codes[32 * PER_LANE];
     const Work work = work_of(a, blockIdx.x);
-    if (work.side == 0) append_usual_one<PER_LANE, true>(a, work, row, codes);
-    else append_usual_one<PER_LANE, false>(a, work, row, codes);
+    if (work.side) append_usual_one<PER_LANE, false, false>(a, work, row, codes);
+    else if (a.moments.any()) append_usual_one<PER_LANE, true, true>(a, work, row, codes);
+    else append_usual_one<PER_LANE, true, false>(a, work, row, codes);
 }
 
 int64_t warps_of(const AppendArgs &args) { return (int64_t)args.sides * args.batch * args.kv_heads; }
@@ -261,11 +264,7 @@ bool is_usual(const AppendArgs &args)
 
 template <int PER_LANE> tq_status launch_usual(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
-    if (args.moments.any())
-        return launch(append_one_token_usual<PER_LANE, true>, warps_of(args), 32, 0, stream, error,
-                      UsualArgs<PER_LANE, true>{{args}});
-    return launch(append_one_token_usual<PER_LANE, false>, warps_of(args), 32, 0, stream, error,
-                  UsualArgs<PER_LANE, false>{{args}});
+    return launch(append_one_token_usual<PER_LANE>, warps_of(args), 32, 0, stream, error, UsualArgs<PER_LANE>{{args}});
 }
 
 } // namespace

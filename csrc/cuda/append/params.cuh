@@ -43,7 +43,6 @@ struct AppendSide {
 /** Everything a block knows when it starts; in constant memory. */
 struct AppendArgs {
     static constexpr bool USUAL = false, SETTLED = false; // or SettledArgs, UsualArgs
-    static constexpr bool MOMENTS = true;                 // whether there may be some
     int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;
     int32_t head_dim, groups, rotation, scale, sides; // sides: 1 without values
     int32_t capacity;                                 // the largest length
@@ -67,8 +66,8 @@ struct SettledArgs : AppendArgs {
 
 /** What is usual at one token a sequence, known to the compiler: what it hides has the same value in AppendArgs. Besides, all
  *  groups of a side have one width of 2 to 4 bits, and numbers have 16 bits. */
-template <int PER_LANE, bool MOMENTS_> struct UsualArgs : SettledArgs {
-    static constexpr bool USUAL = true, MOMENTS = MOMENTS_;
+template <int PER_LANE> struct UsualArgs : SettledArgs {
+    static constexpr bool USUAL = true;
     static constexpr int32_t head_dim = 32 * PER_LANE, groups = PER_LANE, rotation = TQ_ROTATION_HADAMARD,
                              scale = TQ_SCALE_EDEN;
     static constexpr int64_t row_bytes = 2 * head_dim;
