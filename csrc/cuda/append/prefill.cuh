@@ -33,9 +33,9 @@ constexpr int PASS = 16;     // tokens at a time
 constexpr int MOST_BITS = 4; // of a group
 
 /** One compiled kernel. Every group has 1 to 4 bits. MOMENTS: of plans with a wave or a metric. */
-template <int DIM_, bool BF16_, bool MOMENTS_> struct Shape {
+template <int DIM_, bool MOMENTS_> struct Shape {
     static constexpr int DIM = DIM_, GROUPS = DIM / 32, CHUNKS = DIM / 16;
-    static constexpr bool BF16 = BF16_, MOMENTS = MOMENTS_; // or binary16
+    static constexpr bool MOMENTS = MOMENTS_;
     static constexpr int PIECES = DIM / 8, ROW_BYTES = 2 * DIM + 32, ROWS_BYTES = PASS * ROW_BYTES,
                          AT_CENTRE = ROWS_BYTES, AT_SUMS = AT_CENTRE + 4 * DIM, AT_RESIDUAL = AT_SUMS + 2 * 4 * TQ_TILE,
                          WARP_BYTES = AT_RESIDUAL + (MOMENTS ? (int)sizeof(HeadResidual<DIM_>) : 0);
@@ -148,17 +148,15 @@ template <class S> struct Raw {
 /** Two numbers of 16 bits as magnitudes. */
 __device__ __forceinline__ uint32_t magnitudes(uint32_t x) { return x & 0x7fff7fffu; }
 
-/** The number of each two that has the larger magnitude, with some sign; where one is NaN, something that is_too_large. */
-template <bool BF16> __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b)
+/** The number of each two that has the larger magnitude, with some sign; where one is NaN, something that is_too_large. bfloat16 numbers
+ *  are compared as if they were binary16 ones: their magnitudes are in the same order, and those that are NaN then are too large. */
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b)
 {
     uint32_t most;
 #if __CUDA_ARCH__ >= 860
-    if constexpr (BF16) asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-    else asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
 #else
-    a = magnitudes(a), b = magnitudes(b);
-    if constexpr (BF16) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-    else asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(most) : "r"(magnitudes(a)), "r"(magnitudes(b)));
 #endif
     return most;
 }
@@ -172,21 +170,21 @@ template <class S> __device__ __forceinline__ uint32_t largest_of_rows(const Raw
         uint2 two = raw.of[h][0];
 #pragma unroll
         for (int c = 1; c < S::CHUNKS; c++) {
-            two.x = larger<S::BF16>(two.x, raw.of[h][c].x);
-            two.y = larger<S::BF16>(two.y, raw.of[h][c].y);
+            two.x = larger(two.x, raw.of[h][c].x);
+            two.y = larger(two.y, raw.of[h][c].y);
         }
-        most[h] = larger<S::BF16>(two.x, two.y);
+        most[h] = larger(two.x, two.y);
     }
-    uint32_t both = larger<S::BF16>(prmt(most[0], most[1], 0x5410), prmt(most[0], most[1], 0x7632));
-    both = larger<S::BF16>(both, __shfl_xor_sync(ALL_LANES, both, 1));
-    return magnitudes(larger<S::BF16>(both, __shfl_xor_sync(ALL_LANES, both, 2)));
+    uint32_t both = larger(prmt(most[0], most[1], 0x5410), prmt(most[0], most[1], 0x7632));
+    both = larger(both, __shfl_xor_sync(ALL_LANES, both, 1));
+    return magnitudes(larger(both, __shfl_xor_sync(ALL_LANES, both, 2)));
 }
 
 /** Whether a magnitude exceeds TQ_MAX_INPUT or is no number. */
-template <bool BF16> __device__ __forceinline__ bool is_too_large(uint32_t two)
+__device__ __forceinline__ bool is_too_large(uint32_t two, bool bf16)
 {
-    constexpr uint32_t LIMIT = BF16 ? 0x4680 : 0x7400; // 2^14
-    return (two & 0xffffu) > LIMIT || two >> 16 > LIMIT;
+    const uint32_t limit = bf16 ? 0x4680 : 0x7400; // 2^14
+    return (two & 0xffffu) > limit || two >> 16 > limit;
 }
 
 // ---- settling ----
@@ -231,9 +229,9 @@ template <> struct Settler<false> {
 // ---- rotation ----
 
 /** Entries of the Hadamard matrix of 16 for inputs `in` and in + 1 (in is even) and an output, as two numbers of 16 bits. */
-template <bool BF16> __device__ __forceinline__ uint32_t hadamard_pair(int in, int out)
+__device__ __forceinline__ uint32_t hadamard_pair(int in, int out, bool bf16)
 {
-    const uint32_t one = BF16 ? 0x3f803f80u : 0x3c003c00u;
+    const uint32_t one = bf16 ? 0x3f803f80u : 0x3c003c00u;
     const uint32_t low = __popc(in & out) & 1, high = __popc((in + 1) & out) & 1;
     return one ^ low << 15 ^ high << 31;
 }
@@ -254,20 +252,21 @@ __device__ __forceinline__ void multiply(float *c, uint32_t a0, uint32_t a1, uin
 }
 
 /** The matrix and its negative, as the second factor for keys, [product][k / 8], and as the first for values. */
-template <bool BF16, bool IS_KEY> struct Matrix {
+template <bool IS_KEY> struct Matrix {
     uint32_t h[2][4];
 
-    __device__ __forceinline__ explicit Matrix(int lane)
+    __device__ __forceinline__ Matrix(int lane, bool bf16)
     {
         const int g = lane / 4, in = 4 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            h[0][i] = IS_KEY ? hadamard_pair<BF16>(in + 2 * (i % 2), 4 * (g / 2) + g % 2 + 2 * (i / 2))
-                             : hadamard_pair<BF16>(in + 2 * (i / 2), g + 8 * (i % 2));
+            h[0][i] = IS_KEY ? hadamard_pair(in + 2 * (i % 2), 4 * (g / 2) + g % 2 + 2 * (i / 2), bf16)
+                             : hadamard_pair(in + 2 * (i / 2), g + 8 * (i % 2), bf16);
             h[1][i] = h[0][i] ^ 0x80008000u;
         }
     }
     /** x += a chunk of rows g (low) and g + 8 (high), times the matrix or its negative. */
+    template <bool BF16>
     __device__ __forceinline__ void multiply_chunk(float (&x)[8], uint2 low, uint2 high, int negative) const
     {
         const uint32_t (&m)[4] = h[negative];
@@ -296,12 +295,12 @@ template <class S> __device__ __forceinline__ void rotate_chunks(Numbers<S> &z)
             }
 }
 
-/** Rows -> z. largest: of largest_of_rows. centre: NULL where there is none. */
-template <class S, bool IS_KEY>
-__device__ __forceinline__ void rotate_rows(const Raw<S> &raw, uint32_t largest, const Matrix<S::BF16, IS_KEY> &matrix,
-                                            const Tables<S> &tables, const float *centre, int lane, Numbers<S> &z)
+/** Rows -> z but for the stages of distance 32 and more. BF16: or binary16. */
+template <class S, bool IS_KEY, bool BF16>
+__device__ __forceinline__ void multiply_chunks(const Raw<S> &raw, uint32_t largest, const Matrix<IS_KEY> &matrix,
+                                                const Tables<S> &tables, int lane, Numbers<S> &z)
 {
-    const Settler<S::BF16> low(largest & 0xffffu), high(largest >> 16);
+    const Settler<BF16> low(largest & 0xffffu), high(largest >> 16);
 #pragma unroll
     for (int i = 0; i < 8 * S::CHUNKS; i++) z.x[i / 8][i % 8] = 0;
 #pragma unroll
@@ -309,9 +308,19 @@ __device__ __forceinline__ void rotate_rows(const Raw<S> &raw, uint32_t largest,
         const uint2 signs = tables.signs[c][lane % 4], x = raw.of[0][c], y = raw.of[1][c];
         const uint2 settled_x = make_uint2(low(x.x, signs.x), low(x.y, signs.y)),
                     settled_y = make_uint2(high(y.x, signs.x), high(y.y, signs.y));
-        matrix.multiply_chunk(z.x[c & ~1], settled_x, settled_y, 0);
-        matrix.multiply_chunk(z.x[c | 1], settled_x, settled_y, c & 1);
+        matrix.template multiply_chunk<BF16>(z.x[c & ~1], settled_x, settled_y, 0);
+        matrix.template multiply_chunk<BF16>(z.x[c | 1], settled_x, settled_y, c & 1);
     }
+}
+
+/** Rows -> z. largest: of largest_of_rows. centre: NULL where there is none. */
+template <class S, bool IS_KEY>
+__device__ __forceinline__ void rotate_rows(const Raw<S> &raw, bool bf16, uint32_t largest,
+                                            const Matrix<IS_KEY> &matrix, const Tables<S> &tables, const float *centre,
+                                            int lane, Numbers<S> &z)
+{
+    if (bf16) multiply_chunks<S, IS_KEY, true>(raw, largest, matrix, tables, lane, z);
+    else multiply_chunks<S, IS_KEY, false>(raw, largest, matrix, tables, lane, z);
     rotate_chunks(z);
     if (centre) {
         constexpr int AT_ONCE = IS_KEY ? 1 : 2; // chunks
@@ -518,11 +527,12 @@ __device__ __forceinline__ void prepare_centre(const FragmentsArgs &a, const Hea
  *  residual_rows'. memory: the warp's; block: where the block's is. next: queues the copies of the pass behind. */
 template <class S, bool IS_KEY, class Next>
 __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &work, const Tables<S> &tables,
-                                            const Matrix<S::BF16, IS_KEY> &matrix, int first, bool advances,
-                                            uint8_t *memory, const float *centre, uint32_t block,
-                                            uint32_t (&codes)[S::GROUPS][2], int lane, Next next)
+                                            const Matrix<IS_KEY> &matrix, int first, bool advances, uint8_t *memory,
+                                            const float *centre, uint32_t block, uint32_t (&codes)[S::GROUPS][2],
+                                            int lane, Next next)
 {
     using L = Lane<IS_KEY>;
+    const bool bf16 = a.dtype == TQ_BF16; // or binary16
     Raw<S> raw;
     uint32_t largest;
     int again, mended = 0;
@@ -531,10 +541,10 @@ __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &
     do {
         raw.load(memory, lane);
         largest = largest_of_rows(raw);
-        again = __any_sync(ALL_LANES, is_too_large<S::BF16>(largest)) && !mended;
+        again = __any_sync(ALL_LANES, is_too_large(largest, bf16)) && !mended;
         if (again && lane < PASS)
-            mend_row(memory + row_of_token<IS_KEY>(lane) * S::ROW_BYTES, S::DIM, S::BF16 ? TQ_BF16 : TQ_F16, a.flag,
-                     work, first + lane + a.sinks);
+            mend_row(memory + row_of_token<IS_KEY>(lane) * S::ROW_BYTES, S::DIM, a.dtype, a.flag, work,
+                     first + lane + a.sinks);
         mended = opaque(1);
         __syncwarp();
     } while (again);
@@ -546,7 +556,7 @@ __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &
                          lane, z.x);
         rotate_chunks(z);
     } else {
-        rotate_rows<S, IS_KEY>(raw, largest, matrix, tables, centre, lane, z);
+        rotate_rows<S, IS_KEY>(raw, bf16, largest, matrix, tables, centre, lane, z);
     }
     Chains chains;
 #pragma unroll
@@ -576,7 +586,7 @@ __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<
 {
     const AppendSide &side = a.side[!IS_KEY];
     const float *sums = reinterpret_cast<const float *>(memory + S::AT_SUMS);
-    const Matrix<S::BF16, IS_KEY> matrix(lane);
+    const Matrix<IS_KEY> matrix(lane, a.dtype == TQ_BF16);
     load_pass<S, IS_KEY>(a, work, head, span, tile * TQ_TILE, memory, lane);
     if constexpr (S::MOMENTS && IS_KEY)
         prepare_residual<S>(a, tables, work.h, head.centre,
@@ -709,8 +719,7 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
 /** MOMENTS: the centre of keys is subtracted with their wave, that of values, if any, as without one. */
 template <int DIM, bool MOMENTS> tq_status launch_dim(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
-    return args.dtype == TQ_BF16 ? launch_shape<Shape<DIM, true, MOMENTS>>(args, stream, error)
-                                 : launch_shape<Shape<DIM, false, MOMENTS>>(args, stream, error);
+    return launch_shape<Shape<DIM, MOMENTS>>(args, stream, error);
 }
 
 } // namespace fragments

@@ -215,12 +215,12 @@ template <bool BF16> __device__ __forceinline__ float2 numbers_of(uint32_t two)
 }
 
 /** Channels 4 t .. of a chunk of rows g (half 0) and g + 8, less what is along cosine and across it. */
-template <class S>
+template <bool BF16>
 __device__ __forceinline__ void subtract_four(uint2 raw, uint2 flips, int half, const float (&along)[4],
                                               const float (&across)[4], const float (&cosine)[4],
                                               const float (&sine)[4], float (&x)[8])
 {
-    const float2 low = numbers_of<S::BF16>(raw.x ^ flips.x), high = numbers_of<S::BF16>(raw.y ^ flips.y);
+    const float2 low = numbers_of<BF16>(raw.x ^ flips.x), high = numbers_of<BF16>(raw.y ^ flips.y);
     const float k[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
     for (int n = 0; n < 4; n++)
@@ -241,8 +241,8 @@ __device__ __forceinline__ void second_of_pairs(uint2 flips, float (&cosine)[4],
     }
 }
 
-/** Raw rows, less the wave of pairs that share no channel. HALVES: Turns::halves. */
-template <class S, bool HALVES, class Raw, class Signs>
+/** Raw rows, less the wave of pairs that share no channel. HALVES: Turns::halves. BF16: or binary16. */
+template <class S, bool HALVES, bool BF16, class Raw, class Signs>
 __device__ __forceinline__ void subtract_waves(const Raw &raw, const Signs &signs, const Turns<S> &turns,
                                                const HeadResidual<S::DIM> &head, int lane, float (&x)[S::CHUNKS][8])
 {
@@ -259,7 +259,7 @@ __device__ __forceinline__ void subtract_waves(const Raw &raw, const Signs &sign
         for (int h = 0; h < 2; h++) {
             load_four(along[h], &head.along[h][first]);
             load_four(across[h], &head.across[h][first]);
-            subtract_four<S>(raw.of[h][c], flips, h, along[h], across[h], cosine, sine, x[c]);
+            subtract_four<BF16>(raw.of[h][c], flips, h, along[h], across[h], cosine, sine, x[c]);
         }
         if constexpr (HALVES) {
             second_of_pairs(make_uint2(flips.x ^ others.x, flips.y ^ others.y), cosine, sine);
@@ -274,17 +274,19 @@ __device__ __forceinline__ void subtract_waves(const Raw &raw, const Signs &sign
         }
 #pragma unroll
         for (int h = 0; h < 2; h++)
-            subtract_four<S>(raw.of[h][c + HALF], others, h, along[h], across[h], cosine, sine, x[c + HALF]);
+            subtract_four<BF16>(raw.of[h][c + HALF], others, h, along[h], across[h], cosine, sine, x[c + HALF]);
     }
 }
 
 /** The same, and less the centre. */
 template <class S, class Raw, class Signs>
-__device__ __forceinline__ void subtract_centres(const Raw &raw, const Signs &signs, const Turns<S> &turns,
+__device__ __forceinline__ void subtract_centres(const Raw &raw, bool bf16, const Signs &signs, const Turns<S> &turns,
                                                  const HeadResidual<S::DIM> &head, int lane, float (&x)[S::CHUNKS][8])
 {
-    if (turns.halves) subtract_waves<S, true>(raw, signs, turns, head, lane, x);
-    else subtract_waves<S, false>(raw, signs, turns, head, lane, x);
+    if (turns.halves && bf16) subtract_waves<S, true, true>(raw, signs, turns, head, lane, x);
+    else if (turns.halves) subtract_waves<S, true, false>(raw, signs, turns, head, lane, x);
+    else if (bf16) subtract_waves<S, false, true>(raw, signs, turns, head, lane, x);
+    else subtract_waves<S, false, false>(raw, signs, turns, head, lane, x);
     if (!head.centred) return;
     const int t = lane % 4;
 #pragma unroll
@@ -416,7 +418,7 @@ __device__ __forceinline__ void residual_rows(const AppendArgs &a, const Raw &ra
 {
     if (advances) advance_amplitudes<S>(turns, head, lane);
     else turn_amplitudes<S>(turns, head, position, lane);
-    subtract_centres<S>(raw, signs, turns, head, lane, x);
+    subtract_centres<S>(raw, a.dtype == TQ_BF16, signs, turns, head, lane, x);
     if (head.shares) subtract_shared<S>(a, turns, head, position, lane, x);
     apply_metric<S>(head, a.moments.rank(), lane, x);
     rotate_groups<S>(lane, x);
