@@ -12,8 +12,8 @@ and values, and the attention of the prompt is left out, since only the speed of
                    tokens, where its masked attention takes five times as long as DynamicCache's already
     bf16 compiled  the same cache, the step compiled by torch.compile(mode="reduce-overhead") (--compile)
     quanto 4       transformers' QuantizedCache, where optimum-quanto is installed; up to 32,768 tokens in all
-    4, 3, 2        packed, one forward a token
-    4 graph, ..    packed, patch(model, spec, cuda_graphs=True)
+    default, ..    packed by a preset: default (4 bits), compact (3), tiny (2), one forward a token
+    default graph  packed, patch(model, "default", cuda_graphs=True)
 
 Section turns is a chat: a first prompt of so many random tokens, then so many new ones on top of it, one sequence, the
 caches by turns. `full` is DynamicCache in the model's dtype; "default" is the preset; "default, one call" is the same
@@ -52,6 +52,7 @@ CONFIG = LlamaConfig(
     max_position_embeddings=131072,
 )
 STEPS, WARM = 12, 5
+PRESETS = ("default", "compact", "tiny")  # 4, 3 and 2 bits
 CASES = ["1,4096", "1,32768", "1,131072", "8,4096", "8,32768", "8,131072", "32,4096", "16,32768", "32,32768"]
 
 
@@ -130,12 +131,9 @@ def cache_of(model: Any, name: str, tokens: int) -> Any:
         return QuantizedCache("quanto", CONFIG, nbits=int(name.split()[1]))
     if name.startswith("bf16"):
         return StaticCache(config=CONFIG, max_cache_len=tokens + 64)
-    bits, *graph = name.split()
-    spec = turboquant.CacheSpec(
-        key_bits=int(bits), value_bits=int(bits), centre="none", metric="none", sinks=4, window=128
-    )
-    turboquant.patch(model, spec, cuda_graphs=bool(graph))
-    return turboquant.TurboQuantCache(CONFIG, spec)
+    preset, *graph = name.split()
+    turboquant.patch(model, preset, cuda_graphs=bool(graph))
+    return turboquant.TurboQuantCache(model)
 
 
 TURN_CACHES = {"full": None, "default": storage.IN_PARTS_FROM, "default, one call": {"cpu": 1 << 30, "cuda": 1 << 30}}
@@ -227,7 +225,7 @@ def main() -> None:
     model = the_model()
     names = ["bf16", "bf16 graph", *(["bf16 compiled"] if args.compile else [])]
     names += ["quanto 4"] if find_spec("optimum") and find_spec("optimum.quanto") else []
-    names += [f"{bits}{graph}" for bits in "432" for graph in ("", " graph")]
+    names += [f"{preset}{graph}" for preset in PRESETS for graph in ("", " graph")]
     for case in args.case:
         batch, tokens = map(int, case.split(","))
         for name in names:
