@@ -15,11 +15,13 @@ SHAPE = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
              intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192)  # fmt: skip
 
 
-def make_hub(folder: Path, shape_alone: bool = False) -> dict[str, str]:
-    """Fills `folder` and returns the variables of the environment that make transformers read it. The language model is
-    the demo's or, with shape_alone, the configuration of the real one without weights; ESM-2 has random weights."""
+def make_hub(folder: Path, shape_alone: bool = False) -> None:
+    """Fills `folder` anew. The language model is the demo's or, with shape_alone, the configuration of the real one
+    without weights; ESM-2 has random weights."""
     from esm_models import tiny_esm
 
+    shutil.rmtree(folder)
+    folder.mkdir()
     proteins, causal = folder / "esm", folder / "causal"
     tiny_esm().save_pretrained(proteins)
     shutil.copytree(DEMO, causal)
@@ -33,4 +35,3 @@ def make_hub(folder: Path, shape_alone: bool = False) -> dict[str, str]:
         (place / "refs" / "main").write_text("0" * 40)
         (place / "snapshots").mkdir()
         (place / "snapshots" / ("0" * 40)).symlink_to(model, target_is_directory=True)
-    return {"HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}

@@ -138,7 +138,7 @@ class Codebook:
     def rank(self, u: F32) -> Array:
         if self.bits == WIDE:
             return np.rint(np.clip(u / WIDE_STEP, np.float32(-127), np.float32(127))).astype(int) + 128
-        return sum((u >= t).astype(int) for t in self.thresholds)
+        return (u[..., None] >= self.thresholds).sum(axis=-1)
 
 
 @cache
@@ -550,6 +550,7 @@ def scale_view(p: Plan, side: str, record: NDArray[np.uint8]) -> Array:
     return record[start : start + p.scale_bytes(side)].view("<f2")
 
 
+@cache
 def scale_order(p: Plan) -> Array:
     """Where in its record the scale of each token of a page lies."""
     return np.array([i // TILE * TILE + column(i % TILE) for i in range(p.page_tokens)])
@@ -563,7 +564,7 @@ def pack(p: Plan, side: str, record: NDArray[np.uint8], tokens: Array, codes: Ar
     for group, where in enumerate(code_places(p, side)):
         if where is not None:
             part = codes[:, p.group * group : p.group * (group + 1), None]
-            string[where[tokens]] = part >> np.arange(where.shape[-1]) & 1
+            string[where[tokens]] = np.unpackbits(part, axis=2, count=where.shape[2], bitorder="little")
     record[:] = np.packbits(string, bitorder="little")
     scale_view(p, side, record)[scale_order(p)[tokens]] = scales
 
@@ -576,8 +577,8 @@ def unpack(p: Plan, side: str, record: NDArray[np.uint8]) -> tuple[Array, Array]
     string = np.unpackbits(record, bitorder="little")
     for group, where in enumerate(code_places(p, side)):
         if where is not None:
-            part = (string[where] << np.arange(where.shape[-1])).sum(axis=-1)
-            codes[:, p.group * group : p.group * (group + 1)] = part
+            part = np.packbits(string[where], axis=2, bitorder="little")
+            codes[:, p.group * group : p.group * (group + 1)] = part[:, :, 0]
     return codes, scale_view(p, side, record)[scale_order(p)]
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 
+import forks
 import pytest
 
 pytest.importorskip("tqdm")
@@ -56,8 +55,8 @@ def test_without_its_model_the_demo_says_what_to_install(tmp_path, monkeypatch, 
 
 def test_commands_name_a_variable_that_is_wrong():
     """As the operators name it; test_machine.py and test_ops_errors.py have the other variable."""
-    command, environment = [sys.executable, "-m", "turboquant", "demo"], os.environ | {"TURBOQUANT_NUM_THREADS": "3x"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    code = "from turboquant.cli import main; raise SystemExit(main(['demo']))"
+    done = forks.python(code, TURBOQUANT_NUM_THREADS="3x")
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and "error: demo: layer 0: append: `TURBOQUANT_NUM_THREADS` must be " in last
     assert "3x" in last

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
+from pathlib import Path
 
+import forks
 import pytest
 from conftest import ROOT
 
@@ -19,24 +18,24 @@ PAGES = sorted(DOCS.glob("**/*.md"))
 NOT_RUN = "# not run here: "
 
 
-# Runs the commands of blocks, each block in a folder of its own, in one process: most of a command's time is imports.
+# Runs the commands of a block one after the other.
 RUN = """
-import contextlib, io, json, os, sys
+import contextlib, io, json, sys
 from turboquant.cli import main
 
 results = []
-for folder, commands in json.load(sys.stdin):
-    os.chdir(folder)
-    for command in commands:
-        out, err, status = io.StringIO(), io.StringIO(), 1
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                status = main(command)
-            except SystemExit as end:
-                status = end.code
-        results.append([status, out.getvalue(), err.getvalue()])
+for command in json.loads(sys.argv[1]):
+    out, err, status = io.StringIO(), io.StringIO(), 1
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(command)
+        except SystemExit as end:
+            status = end.code
+    results.append([status, out.getvalue(), err.getvalue()])
 json.dump(results, sys.stdout)
 """
+# These try every method of calibration on a model. tests/test_evaluate.py calibrates in fewer seconds.
+SLOW = ("calibration.md 1",)
 
 
 def consoles() -> dict[str, str]:
@@ -57,41 +56,24 @@ def commands(block: str) -> list[tuple[list[str], list[str]]]:
     return [] if block.startswith(NOT_RUN) else [(shlex.split(line)[1:], shown.splitlines()) for line, shown in found]
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str, str]]]:
-    """(status, standard output, standard error) of each command of each block."""
-    pytest.importorskip("transformers")
-    from esm_models import protein
-    from hub import make_hub
-
-    found = {}
-    for doctor in (False, True):  # which looks at a model of the real shape, without weights
-        names = [name for name, block in CONSOLES.items() if any(("doctor" in c) == doctor for c, _ in commands(block))]
-        folders = [tmp_path_factory.mktemp("block") for _ in names]
-        for folder in folders:
-            (folder / "book.txt").symlink_to(ROOT / "demo" / "turboquant_demo" / "a_christmas_carol.txt")
-            (folder / "proteins.fasta").write_text("".join(f">p{i}\n{protein(60, i)}\n" for i in range(8)))
-        given = [(str(folder), [c for c, _ in commands(CONSOLES[name])]) for name, folder in zip(names, folders)]
-        python_path = os.pathsep.join(map(os.path.abspath, sys.path))
-        environment = os.environ | make_hub(tmp_path_factory.mktemp("hub"), doctor) | {"PYTHONPATH": python_path}
-        run = [sys.executable, "-c", RUN]
-        done = subprocess.run(run, input=json.dumps(given), env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        results = iter(json.loads(done.stdout))
-        found |= {name: [tuple(next(results)) for _ in commands(CONSOLES[name])] for name in names}
-    return found
-
-
-@pytest.mark.parametrize("name", CONSOLES)
-def test_commands(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CONSOLES])
+def test_commands(name: str, tmp_path: Path) -> None:
     """Each command succeeds. The lines shown below it are among those that it prints, in that order; "..." stands for
     any."""
     block = CONSOLES[name]
     assert all(line.split()[1] == "turboquant" for line in block.splitlines() if line[:2] == "$ ") or NOT_RUN in block
     if block.startswith(NOT_RUN):
         pytest.skip(block.partition("\n")[0].removeprefix(NOT_RUN))
-    results = request.getfixturevalue("printed")[name]
-    for (command, shown), (status, out, err) in zip(commands(block), results, strict=True):
+    pytest.importorskip("transformers")
+    from esm_models import protein
+    from hub import make_hub
+
+    make_hub(forks.hub(), shape_alone="doctor" in block)  # which looks at a model of the real shape, without weights
+    (tmp_path / "book.txt").symlink_to(ROOT / "demo" / "turboquant_demo" / "a_christmas_carol.txt")
+    (tmp_path / "proteins.fasta").write_text("".join(f">p{i}\n{protein(60, i)}\n" for i in range(8)))
+    done = forks.python(RUN, [json.dumps([command for command, _ in commands(block)])], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for (command, shown), (status, out, err) in zip(commands(block), json.loads(done.stdout), strict=True):
         assert status == 0, f"turboquant {' '.join(command)}: {err}"
         lines = iter([line.rstrip() for line in out.splitlines()])
         for line in shown:

@@ -10,6 +10,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import forks
 import pytest
 from conftest import ROOT
 
@@ -226,13 +227,13 @@ def test_what_needs_torch_says_so(missing):
 
 def test_old_transformers_says_so():
     code = "import transformers\ntransformers.__version__ = '4.56.2'\nimport turboquant\nturboquant.patch"
-    last = in_a_process(code).stderr.splitlines()[-1]
+    last = forks.python(code).stderr.splitlines()[-1]
     assert last == "ImportError: turboquant needs transformers >= 4.57, this is 4.56.2: pip install -U transformers"
 
 
 def test_old_torch_says_so():
     code = "import torch\ntorch.__version__ = '2.9.1'\nimport turboquant\nturboquant.ops"
-    last = in_a_process(code).stderr.splitlines()[-1]
+    last = forks.python(code).stderr.splitlines()[-1]
     assert last == "ImportError: turboquant.ops needs torch >= 2.10, this is 2.9.1: pip install -U torch"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import forks
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("turboquant.ops")
 
 from kernel_cases import CASES, Case  # noqa: E402
-from test_machine import in_a_process  # noqa: E402
 
 import turboquant  # noqa: E402
 from turboquant import _core, ops  # noqa: E402
@@ -130,5 +130,5 @@ def test_the_command_names_the_kernels_of_hopper(capsys: pytest.CaptureFixture[s
 
 def test_no_name_where_the_environment_names_no_level() -> None:
     program = "from turboquant.cli import main; main(['info', '--kernels'])"
-    done = in_a_process(program, TURBOQUANT_ISA="avx1024", CUDA_VISIBLE_DEVICES="")
+    done = forks.python(program, TURBOQUANT_ISA="avx1024", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "attend_kernel: `TURBOQUANT_ISA` must be one of: " in done.stderr

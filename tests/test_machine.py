@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import reference as ref
@@ -232,10 +233,10 @@ def test_a_number_of_threads_that_is_none_is_refused(text: str) -> None:
 
 
 def test_info_says_which_variable_is_wrong() -> None:
-    done = in_a_process("from turboquant.cli import main; main(['info'])", TURBOQUANT_ISA="avx1024")
+    done = forks.python("from turboquant.cli import main; main(['info'])", TURBOQUANT_ISA="avx1024")
     wants = f"none: TURBOQUANT_ISA must be one of {', '.join(_core.isa_available())}, got 'avx1024'"
     assert wants in done.stdout, done.stderr
-    done = in_a_process("from turboquant.cli import main; main(['info'])", TURBOQUANT_NUM_THREADS="3x")
+    done = forks.python("from turboquant.cli import main; main(['info'])", TURBOQUANT_NUM_THREADS="3x")
     assert "none: TURBOQUANT_NUM_THREADS must be an integer in 1..256, got '3x'" in done.stdout, done.stderr
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -82,15 +80,13 @@ def test_operators_run_at_the_level_that_core_sets() -> None:
         "try:\n    call()\nexcept RuntimeError:\n    print('refused')\n"
         "_core.set_isa('scalar')\ncall()\nprint('scalar')"
     )
-    environment = os.environ | {"TURBOQUANT_ISA": "sse9"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = forks.python(code, TURBOQUANT_ISA="sse9")
     assert done.stdout.split() == ["refused", "scalar"], done.stderr
 
 
 def test_operators_and_core_share_one_pool() -> None:
     """Threads that an operator started serve `_core`: three at most, two of them the pool's."""
-    environment = os.environ | {"TURBOQUANT_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", COUNT_THREADS], env=environment, capture_output=True, text=True)
+    done = forks.python(COUNT_THREADS, TURBOQUANT_NUM_THREADS="1")
     assert done.stdout.split() == ["2", "2"], done.stderr
 
 

@@ -4,17 +4,14 @@ What every binding refuses is in refusals.py."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
-from conftest import ROOT
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from test_ops import DENSE, KEYS_ONLY, PLAN, needs_cuda, ops, samples, tq  # noqa: E402
@@ -176,10 +173,7 @@ print(len(os.listdir("/proc/self/task")) - before + 1)
 
 @pytest.mark.parametrize(("torch_threads", "ours", "used"), [(1, "", 1), (3, "1", 1), (3, "2", 2), (2, "3", 2)])
 def test_threads(torch_threads: int, ours: str, used: int) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TURBOQUANT_NUM_THREADS"}
-    environment |= {"TURBOQUANT_NUM_THREADS": ours} if ours else {}
-    command = [sys.executable, "-c", COUNT_THREADS, str(torch_threads)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = forks.python(COUNT_THREADS, [str(torch_threads)], TURBOQUANT_NUM_THREADS=ours)
     assert (done.returncode, done.stdout.strip()) == (0, str(used)), done.stderr
 
 
@@ -189,14 +183,13 @@ def test_an_unknown_isa_is_the_machines_fault() -> None:
         "try:\n    torch.ops.turboquant.quantize(Plan(64, 4, 4).words, k, k)\n"
         "except RuntimeError as error:\n    print(error)\n"
     )
-    environment = os.environ | {"TURBOQUANT_ISA": "sse9"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = forks.python(code, TURBOQUANT_ISA="sse9")
     assert done.stdout.startswith("quantize: `TURBOQUANT_ISA` must be "), done.stdout + done.stderr
     assert done.stdout.strip().endswith("got sse9")
 
 
 IMPORTS = {
-    "no torch": ("import sys; sys.modules['torch'] = None", None, "turboquant.ops needs PyTorch: pip install"),
+    "no torch": ("sys.modules['torch'] = None", None, "turboquant.ops needs PyTorch: pip install"),
     "old torch": (
         "import torch; torch.__version__ = '2.9.1'",
         None,
@@ -218,8 +211,6 @@ def test_import_errors(name: str, tmp_path: Path) -> None:
         (package / stub).touch()
     if library:
         (package / "_torch.so").write_bytes(library)
-    code = f"{prelude}\ntry:\n    import turboquant.ops\nexcept ImportError as error:\n    print(error)"
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ask = "try:\n    import turboquant.ops\nexcept ImportError as error:\n    print(error)"
+    done = forks.python(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{prelude}\n{ask}")
     assert message in done.stdout, done.stdout + done.stderr

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import threading
 import warnings
-from pathlib import Path
 
+import forks
 import pytest
 import torch
 import transformers
@@ -250,9 +248,7 @@ def test_names_of_the_package_are_functions_whatever_was_imported():
     names = ["calibrate", "evaluate", "measure", "patch", "preset", "presets", "unpatch"]
     modules = [f"turboquant.{name}" for name in ("hf.evaluation", "hf.patching", "named_specs", "moments.measure")]
     code = f"import turboquant, {', '.join(modules)}\nprint([type(getattr(turboquant, n)).__name__ for n in {names}])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, capture_output=True, text=True
-    )
+    done = forks.python(code)
     assert done.stdout.strip() == str(["function"] * len(names)), done.stderr
 
 

@@ -3,12 +3,10 @@ page one after the other, in an empty folder."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 from conftest import ROOT
 
@@ -22,25 +20,19 @@ PAGES = {path.name: "\n".join(codes) for path in sorted((ROOT / "docs").glob("**
 EXAMPLES = README | PAGES
 
 
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    pytest.importorskip("transformers")
-    from hub import make_hub
-
-    return make_hub(tmp_path_factory.mktemp("hub"))
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_example(name: str, tmp_path: Path) -> None:
     code = EXAMPLES[name]
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(os.path.abspath, sys.path)))
     if "torch" in code or "transformers" in code:
         pytest.importorskip("torch")
     if "from_pretrained" in code:
-        environment |= request.getfixturevalue("hub")
+        pytest.importorskip("transformers")
+        from hub import make_hub
+
+        make_hub(forks.hub())
     (tmp_path / "tests").symlink_to(ROOT / "tests")  # docs/vectors.md reads tests/data
     (tmp_path / "book.txt").symlink_to(ROOT / "demo" / "turboquant_demo" / "a_christmas_carol.txt")
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = forks.python(code, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     if "print(" in code:
