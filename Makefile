@@ -11,6 +11,8 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 # The suites run in as many processes at once; WORKERS=0: in one, as a debugger wants it.
 WORKERS ?= 2
+# Python keeps what it compiled: rewriting the asserts of all tests takes each process some five seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # Threads of OpenMP that wait leave their core to others: waiting busily, tests with small models take twice the CPU time.
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests that run no native code in this process: once is enough.
@@ -188,7 +190,7 @@ test-newest: build
 	grep -E '^(numpy|torch)==' $(CONSTRAINTS) >$(NEWEST)/constraints.txt
 	$(INTERPRETER) -m pip install -q -c $(NEWEST)/constraints.txt --target $(NEWEST)/site --upgrade transformers
 	PYTHONPATH=$(NEWEST)/site:. $(INTERPRETER) -c 'import transformers, torch; print("transformers", transformers.__version__, "torch", torch.__version__)'
-	PYTHONPATH=$(abspath $(NEWEST))/site:. $(INTERPRETER) -m pytest $(SHARED_OUT) -m 'not slow' $(HF_TESTS) $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(NEWEST))/site:. $(INTERPRETER) -m pytest $(SHARED_OUT) -m 'not slow or newest' $(HF_TESTS) $(PYTEST_ARGS)
 
 # The vector index, which needs NumPy alone, with the oldest NumPy that the package takes; test runs it with the pinned, newest one.
 OLDEST_NUMPY := 2.0.0
@@ -240,12 +242,13 @@ test-wheel: $(WHEEL_TOOLS)/.ready
 	    python -m pytest -p no:cacheprovider -m 'not slow' -k 'not compile' $(WHEEL_TESTS) $(PYTEST_ARGS)
 
 # The same for aarch64 on any machine: cross-compiled, with the core and the operators for CPUs. Debian's Python for arm64, in
-# a folder of its own, has the headers and runs the tests of the core under qemu-user. Needs gcc-aarch64-linux-gnu,
-# g++-aarch64-linux-gnu and qemu-user. AARCH64_TESTS names others, AARCH64_PYTEST_ARGS those of them that are run.
+# a folder of its own, has the headers and runs the tests of the core under qemu-user, two files a process, two processes
+# at once. Needs gcc-aarch64-linux-gnu, g++-aarch64-linux-gnu and qemu-user. AARCH64_TESTS names others,
+# AARCH64_PYTEST_ARGS those of them that are run.
 AARCH64 := build/aarch64
 AARCH64_PIP := --no-compile --only-binary=:all: --implementation cp --python-version 3.11 \
     $(foreach abi,cp311 abi3 none,--abi $(abi)) $(foreach glibc,17 27 28,--platform manylinux_2_$(glibc)_aarch64)
-AARCH64_TESTS ?= $(foreach name,core_binding format append attend,tests/test_$(name).py)
+AARCH64_TESTS ?= $(foreach name,core_binding append format attend,tests/test_$(name).py)
 AARCH64_PYTEST_ARGS ?= -k 'not gil and (core_binding or format or 80 or 128-3 or token_by_token)'
 $(AARCH64)/.ready: .ci/debian_python $(CONSTRAINTS) | $(READY)
 	.ci/debian_python arm64 bookworm 3.11 $(AARCH64)
@@ -265,8 +268,8 @@ test-wheel-aarch64: $(WHEEL_TOOLS)/.ready $(AARCH64)/.ready
 	    $(RUN) -m pytest -p no:cacheprovider tests/test_wheel.py
 	$(INTERPRETER) -m pip install -q $(AARCH64_PIP) --no-deps --upgrade --target $(AARCH64)/site dist/*_aarch64.whl
 	PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(AARCH64))/site $(AARCH64)/python -m turboquant doctor
-	PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(AARCH64))/site $(AARCH64)/python \
-	    -m pytest -p no:cacheprovider --assert=plain -m 'not slow' $(AARCH64_TESTS) $(AARCH64_PYTEST_ARGS)
+	printf '%s\n' $(AARCH64_TESTS) | PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(AARCH64))/site xargs -P 2 -n 2 $(AARCH64)/python \
+	    -m pytest -p no:cacheprovider --assert=plain -m 'not slow' $(AARCH64_PYTEST_ARGS)
 
 # The wheel on another Python than the one that built it, without torch: Debian's, in a folder of its own. x86_64 only.
 OTHER_DEBIAN ?= trixie

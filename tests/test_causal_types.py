@@ -227,7 +227,16 @@ def run(model: Any) -> tuple[torch.Tensor, list[int]]:
     return logits, text.tolist()
 
 
-@pytest.mark.parametrize("name", sorted(TYPES))
+def test_every_type_is_in_the_table() -> None:
+    for name in TYPES:
+        phrase_of_refusal(name)
+
+
+QUICK = {names.split()[0] for names in REFUSED.values()} | set(sorted(EXACT)[::5])
+NAMES = [pytest.param(n, marks=() if n in QUICK else (pytest.mark.slow, pytest.mark.newest)) for n in sorted(TYPES)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_causal_type(name: str) -> None:
     phrase = phrase_of_refusal(name)
     if phrase is not None:

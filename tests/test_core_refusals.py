@@ -199,14 +199,14 @@ def test_an_unknown_isa_lists_the_levels() -> None:
 MEASURES_MEMORY = os.environ.get("PYTHONMALLOC") != "malloc"
 
 
-def grown_in_200_rounds(run_all: Callable[[], None]) -> int:
+def grown_in_100_rounds(run_all: Callable[[], None]) -> int:
     """Bytes of Python's memory: the least of three attempts, since threads that other tests left behind allocate as
     well, now and then; a leak is there each time."""
     attempts = []
     for _ in range(3):
         tracemalloc.start()
         try:
-            for round_ in range(250):
+            for round_ in range(150):
                 run_all()
                 if round_ == 49:
                     gc.collect()
@@ -215,7 +215,7 @@ def grown_in_200_rounds(run_all: Callable[[], None]) -> int:
             attempts.append(tracemalloc.get_traced_memory()[0] - first)
         finally:
             tracemalloc.stop()
-        if attempts[-1] < 200 * 16:
+        if attempts[-1] < 100 * 16:
             break
     return min(attempts)
 
@@ -241,13 +241,13 @@ def test_nothing_leaks(op: str) -> None:
     gc.collect()
     before = [sys.getrefcount(thing) for thing in objects]
     if MEASURES_MEMORY:
-        assert grown_in_200_rounds(run_all) < 200 * 16  # the smallest object has more than 16 bytes
+        assert grown_in_100_rounds(run_all) < 100 * 16  # the smallest object has more than 16 bytes
     else:
-        for _ in range(250):
+        for _ in range(150):
             run_all()
     immortal = 2**20  # None and small integers count, or are immortal
     after = [sys.getrefcount(thing) for thing in objects]
-    changed = [(type(thing), a, b) for thing, a, b in zip(objects, before, after) if a < immortal and abs(a - b) > 200]
+    changed = [(type(thing), a, b) for thing, a, b in zip(objects, before, after) if a < immortal and abs(a - b) > 100]
     assert not changed
 
 
@@ -278,8 +278,8 @@ def test_nothing_leaks_elsewhere() -> None:
     run_all()
     references = sys.getrefcount(header)
     if MEASURES_MEMORY:
-        assert grown_in_200_rounds(run_all) < 200 * 16
+        assert grown_in_100_rounds(run_all) < 100 * 16
     else:
-        for _ in range(250):
+        for _ in range(150):
             run_all()
     assert sys.getrefcount(header) == references

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import math
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, real_model, shared_file
@@ -266,11 +269,29 @@ def book():
     return path
 
 
-def test_calibrate_and_eval(book, tmp_path, capsys):
-    out, results = tmp_path / "demo.safetensors", tmp_path / "quality.json"
-    assert main(["calibrate", str(DEMO), "--text", str(book), "--out", str(out), "--tokens", "1024",
-                 "--bits", "3"]) == 0  # fmt: skip
-    found, shown = turboquant.Calibration.load(out), capsys.readouterr().out
+@pytest.fixture(scope="module")
+def calibrated(book, tmp_path_factory):
+    """The file of a calibration that could not be saved and was resumed, and what the command printed then."""
+    out = tmp_path_factory.mktemp("calibrated") / "demo.safetensors"
+    command = ["calibrate", str(DEMO), "--text", str(book), "--out", str(out), "--tokens", "1024", "--bits", "3"]
+    part, said, shown = Path(f"{out}.part"), io.StringIO(), io.StringIO()
+
+    def full(self, path):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patched, redirect_stderr(said), pytest.raises(SystemExit):
+        patched.setattr(turboquant.Calibration, "save", full)
+        main(command)
+    assert "No space left on device" in said.getvalue() and part.exists() and not out.exists()
+    with redirect_stdout(shown):
+        assert main(command) == 0
+    assert out.exists() and not part.exists()
+    return out, shown.getvalue()
+
+
+def test_calibrate_and_eval(calibrated, book, tmp_path, capsys):
+    (out, shown), results = calibrated, tmp_path / "quality.json"
+    found = turboquant.Calibration.load(out)
     assert found.source == book.name and found.tokens == 768 - 4 and {t.average for t in found.trials} == {3.0}
     assert out.name in shown and "| bits | none | moments |" in shown and "3 bits: " in shown
     common = ["eval", str(DEMO), "--text", str(book), "--windows", "2", "--length", "256", "--generate", "64"]
@@ -386,21 +407,6 @@ def test_outputs_are_checked_before_any_work(arguments, message, book, capsys, t
         main([{"DEMO": str(DEMO), "TEXT": "text"}.get(a, a) for a in arguments])
     assert left.value.code == 2 and message in capsys.readouterr().err
     assert {file.name: file.read_text() for file in tmp_path.iterdir() if file.is_file()} == before
-
-
-def test_a_calibration_that_cannot_be_saved_can_be_resumed(book, tmp_path, monkeypatch, capsys):
-    out, part = tmp_path / "demo.safetensors", tmp_path / "demo.safetensors.part"
-    command = ["calibrate", str(DEMO), "--text", str(book), "--out", str(out), "--tokens", "1024", "--bits", "3"]
-
-    def full(self, path):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(turboquant.Calibration, "save", full)
-        with pytest.raises(SystemExit):
-            main(command)
-    assert "No space left on device" in capsys.readouterr().err and part.exists() and not out.exists()
-    assert main(command) == 0 and out.exists() and not part.exists()
 
 
 # ---- the guard: quality may not get worse unnoticed ----

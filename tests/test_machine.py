@@ -99,7 +99,7 @@ def in_a_process(program: str, **environment: str) -> subprocess.CompletedProces
     here = Path(_core.__file__).parent.parent
     variables = {**os.environ, "PYTHONPATH": str(here), "PYTHONSAFEPATH": "1", **environment}
     return subprocess.run(
-        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False, timeout=300
     )
 
 

@@ -46,6 +46,7 @@ def test_patch_and_generate():
     check(notebooks.execute("patch_and_generate"), "patch_and_generate")
 
 
+@pytest.mark.slow
 def test_patch_and_generate_with_the_model_of_the_demo(tmp_path, monkeypatch):
     """Where there is no real model. Its texts and figures are others; the bytes are counted alike."""
     monkeypatch.setenv("TURBOQUANT_REAL_MODELS", str(tmp_path))

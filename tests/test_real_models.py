@@ -27,7 +27,7 @@ def test_smollm2_is_a_trained_model_and_widths_are_ordered():
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     windows = text_windows(TEXT, tokenizer, 1, 64)
-    found = [evaluate(model, windows, bare(bits, bits, sinks=4), generate=16) for bits in (4, 3, 2)]
+    found = [evaluate(model, windows, bare(bits, bits, sinks=4), generate=0) for bits in (4, 3, 2)]
     question = tokenizer("The capital of France is", return_tensors="pt", add_special_tokens=False)["input_ids"]
     answer = model(input_ids=question).logits[0, -1].argmax()
     assert tokenizer.decode(answer) == " Paris"  # the weights were read as they were meant
