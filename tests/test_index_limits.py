@@ -56,6 +56,17 @@ BAD = [  # (name, whether it is for cosine only, call, error, words of its messa
     ("query nan", 0, lambda i, x: i.search(changed(x, np.nan), 1), ValueError, r"`queries\[4, 7\]` must be finite"),
     ("query zero", 1, lambda i, x: i.search(x * 0, 1), ValueError, r"`queries\[0\]` must not be zero"),
     ("range", 0, lambda i, x: i.range_search(x, np.nan), ValueError, "`threshold` must be a number, got nan"),
+    (
+        "masked",
+        0,
+        lambda i, x: i.add(np.ma.masked_less(x, 0)),
+        ValueError,
+        "`x` must have no masked entries, got [1-9][0-9]* of them",
+    ),
+    ("masked ids", 0, lambda i, x: i.remove(np.ma.array([1, 2], mask=[0, 1])), ValueError, "`ids` must have no masked"),
+    ("filter of floats", 0, lambda i, x: i.search(x, 1, [1.5]), TypeError, "`filter` must be integers, got float64"),
+    ("filter, a set", 0, lambda i, x: i.search(x, 1, {1, 2}), TypeError, "`filter` must be integers, got object"),
+    ("k of an array", 0, lambda i, x: i.search(x, x), TypeError, r"`k` must be an integer, got array\("),
     ("reconstruct", 0, lambda i, x: i.reconstruct([3, 77_777]), ValueError, "77777"),
 ]
 

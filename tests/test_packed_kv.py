@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -205,6 +206,41 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
         ValueError,
         lambda k, p: ops.append_attend(k, k, k, p),
         "append_attend: `packed` must have ",
+    ),
+    "keys of one dimension": (
+        ValueError,
+        lambda k, p: ops.append(p, k[0, 0, 0], k[0, 0, 0]),
+        "append: `k` must be [batch, kv_heads, tokens, head_dim], got (64,)",
+    ),
+    "room for less than nothing": (
+        ValueError,
+        lambda k, p: ops.pack(k, k, PLAN, max_tokens=-1),
+        "pack: `max_tokens` must be in 0..2^31 - 1, got -1",
+    ),
+    "room for too many": (
+        ValueError,
+        lambda k, p: ops.pack(k, k, PLAN, max_tokens=2**70),
+        "pack: `max_tokens` must be in 0..2^31 - 1, got 1180591620717411303424",
+    ),
+    "words for a plan": (
+        TypeError,
+        lambda k, p: ops.attend(k, dataclasses.replace(p, plan=PLAN.words)),
+        "attend: `plan` must be a turboquant.Plan, got (",
+    ),
+    "one length": (
+        TypeError,
+        lambda k, p: ops.schedule(k, p, lengths=140),
+        "schedule: `lengths` must be a list of integers, got 140",
+    ),
+    "lengths of floats": (
+        TypeError,
+        lambda k, p: ops.schedule(k, p, lengths=[140.0, 140]),
+        "schedule: `lengths` must be a list of integers, got [140.0, 140]",
+    ),
+    "lengths of other sequences": (
+        ValueError,
+        lambda k, p: ops.schedule(k, p, lengths=[140]),
+        "schedule: `lengths` must have one for each of 2 sequences, got [140]",
     ),
     "not finite": (
         ValueError,

@@ -120,6 +120,23 @@ def test_saving_twice_gives_the_same_file(tmp_path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+def test_numbers_of_open_files_are_no_paths(tmp_path):
+    """`open` takes a number for a file that is open, and closes it in the end."""
+    classes = (turboquant.Index, Codes, Moments, turboquant.Calibration, TurboQuantCache)
+    with open(tmp_path / "x", "wb+") as file:
+        file.write(bytes(100))
+        for load in (*(one.load for one in classes), turboquant.esm.read_fasta):
+            with pytest.raises(TypeError):
+                load(file.fileno())
+        for path in (file.fileno(), True, None):
+            message = f"`path` must be a str or a path, got {path!r}"
+            with pytest.raises(TypeError, match=message):
+                turboquant.Index.load(path)
+            with pytest.raises(TypeError, match=message):
+                new(PACKED).save(path)
+        file.write(b"still open")
+
+
 def test_an_empty_cache(tmp_path):
     new("default").save(tmp_path / "c")
     cache = TurboQuantCache.load(tmp_path / "c")

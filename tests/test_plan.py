@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +101,7 @@ def test_sizes() -> None:
 
 def test_bits_alone_are_a_side() -> None:
     assert Plan(64, 4) == Plan(64, Side((4, 4)), None) == Plan(64, Side(4, "hadamard"), 0)
+    assert Plan(64, np.array(4), np.int64(3)) == Plan(64, 4, 3)
     assert Plan(64, Side(4, "dense"), 3) == Plan(64, Side(4, "dense"), Side(3, Rotation.DENSE))
     assert repr(Plan(64, (4, 2), seed=7)) == "Plan(64, key=Side((4, 2)), seed=7)"
 
@@ -142,6 +144,10 @@ def test_bits_alone_are_a_side() -> None:
         (dict(seed=2**63), ValueError, "`seed` must fit in 64 bits, got 9223372036854775808"),
         (dict(seed=-1), ValueError, "`seed` must be in 0..2^63 - 1, got -1"),
         (dict(wave_pairs=33), ValueError, "`wave_pairs` must be a multiple of 8 up to head_dim / 2"),
+        (dict(metric=-1), ValueError, "`metric` must be a rank in 0..4, or None, got -1"),
+        (dict(key=True), TypeError, "`key_bits` must be an integer, got True"),
+        (dict(key={4, 2}), TypeError, "`key_bits` must be an integer or a sequence of integers, got {"),
+        (dict(key=np.array(4.0)), TypeError, "`key_bits` must be an integer, got array(4.)"),
         (dict(metric=5), ValueError, "`metric` must be 0 (none) or 1 + a rank in 0..4, got 6"),
     ],
 )  # fmt: skip

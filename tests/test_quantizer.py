@@ -284,6 +284,8 @@ NO_SPHERE = "`head_dim` must be at most 256 with the sphere codebook, got 264"
          CENTRE.format(9, "-16385.0")),
         (dict(centre=np.ma.masked_greater(X[0], -1)), ValueError,
          "Quantizer: `centre` must have no masked numbers, got 64 of them"),
+        (dict(sketch=np.array(["none"])), ValueError,
+         "Quantizer: `sketch` must be one of none, gaussian, sign, got array(['none'], dtype='<U4')"),
         (dict(sketch="gaussian", sketch_rows=6.5), TypeError,
          "Quantizer: `sketch_rows` must be an integer, got 6.5"),
         (dict(sketch="gaussian", sketch_rows="6"), TypeError,

@@ -7,6 +7,7 @@ import copy
 import json
 import pickle
 
+import numpy as np
 import pytest
 from specs import bare
 
@@ -71,6 +72,8 @@ WRONG_TYPES = {
     "bits": dict(key_bits="4"),
     "bits, a list of a half": dict(key_bits=[3.5]),
     "bits, bool": dict(value_bits=True),
+    "bits, a set, which has no order": dict(key_bits={4, 2}),
+    "bits, an array of one float": dict(key_bits=np.array(4.5)),
     "scale": dict(scale=1),
     "sinks": dict(sinks=1.0),
     "overrides": dict(overrides=3),
@@ -199,6 +202,22 @@ def test_boundary_layers():
         spec.with_boundary(2, key_bits=9)
 
 
+def test_layers_are_integers_of_the_model():
+    spec = bare(overrides={0: {"key_bits": 5}})
+    assert spec.for_layer(np.int64(0), 2).key_bits == 5
+    for given, error, message in (
+        ((0.0, 2), TypeError, "`layer` must be an integer, got 0.0"),
+        ((True, 2), TypeError, "`layer` must be an integer, got True"),
+        ((2, 2), ValueError, r"`layer` must be in 0\.\.1, got 2"),
+        ((0, None), TypeError, "`n_layers` must be an integer, got None"),
+        ((0, 0), ValueError, "`n_layers` must be in 1"),
+    ):
+        with pytest.raises(error, match=message):
+            spec.for_layer(*given)
+    with pytest.raises(TypeError, match="`head_dim` must be an integer, got '128'"):
+        spec.plan("128")
+
+
 @pytest.mark.parametrize("head_dim", [0, 12, 264])
 def test_plan_refuses_a_head_dim(head_dim):
     with pytest.raises(ValueError, match=f"`head_dim` .*got {head_dim}"):
@@ -285,6 +304,11 @@ def test_axes_of_a_calibration_have_no_wave_and_no_metric_unless_they_are_named(
         assert CacheSpec(rotation=rotation, centre="none").centre == "none"
     for name, spec in OURS.items():
         assert spec.measured == (spec.budget is None), name
+
+
+def test_from_dict_takes_mappings():
+    with pytest.raises(TypeError, match="`fields` must be a mapping, as `to_dict` returns it, got 'default'"):
+        CacheSpec.from_dict("default")
 
 
 @pytest.mark.parametrize("named", [None, "sinks", ["bits"], [3]])

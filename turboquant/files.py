@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tensor", "array_bytes", "crc32", "layout", "numpy_dtype", "read_arrays", "read_header", "tensor",
-           "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
+__all__ = ["Tensor", "array_bytes", "crc32", "file_name", "layout", "numpy_dtype", "read_arrays", "read_header",
+           "tensor", "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
 
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
@@ -37,10 +37,18 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 
 
+def file_name(path: object) -> str:
+    """`path` as text. TypeError for what is no path: `open` would take a number for an open file, and close it."""
+    try:
+        return os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"`path` must be a str or a path, got {path!r}") from None
+
+
 def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts: Iterable[bytes | memoryview]) -> None:
     """Writes `parts`, one after the other, to a file beside `path` and moves it there: a crash, a full disk or an
     exception leaves what was at `path` as it was. Where `path` is a link, the file that it names is written."""
-    target = os.fsdecode(path)
+    target = file_name(path)
     if os.path.islink(target):
         target = os.path.realpath(target)
     temporary = f"{target}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
@@ -206,9 +214,10 @@ def write_arrays(
 def read_arrays(path: str | os.PathLike[str], form: str, what: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """(metadata, arrays) of a file that `write_arrays` made. FileNotFoundError, saying that `path` must be `what`, if
     there is none; ValueError for one that is damaged or foreign."""
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"`path` must be {what}, got {os.fspath(path)!r}, which is not there")
-    with open(path, "rb") as file:
+    name = file_name(path)
+    if not os.path.isfile(name):
+        raise FileNotFoundError(f"`path` must be {what}, got {name!r}, which is not there")
+    with open(name, "rb") as file:
         meta, tensors, start = read_header(file, form)
         sums = meta.get("crc32")
         arrays: dict[str, NDArray[Any]] = {}

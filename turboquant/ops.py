@@ -130,8 +130,10 @@ def _check(op: str, packed: object = None, **tensors: object) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: `{name}` must be a tensor, got {type(value).__name__}")
-    if packed is not None and not isinstance(packed, PackedKV):
-        raise TypeError(f"{op}: `packed` must be a PackedKV, as `pack` returns it, got {type(packed).__name__}")
+    if packed is not None:
+        if not isinstance(packed, PackedKV):
+            raise TypeError(f"{op}: `packed` must be a PackedKV, as `pack` returns it, got {type(packed).__name__}")
+        _check_plan(op, packed.plan)
 
 
 # Options that are not tensors: their types, and how errors call these.
@@ -161,9 +163,15 @@ def _check_plan(op: str, plan: object) -> None:
         raise TypeError(f"{op}: `plan` must be a turboquant.Plan, got {plan!r}")
 
 
+def _check_shape(op: str, k: Tensor) -> None:
+    if k.dim() != 4:
+        raise ValueError(f"{op}: `k` must be [batch, kv_heads, tokens, head_dim], got {tuple(k.shape)}")
+
+
 def _after(op: str, packed: PackedKV, k: Tensor) -> tuple[int, Tensor]:
     """Length of the longest sequence, and all lengths, once the tokens of k are stored. ValueError if the block table
     is too small for them: on CUDA the operator cannot see that and would drop tokens."""
+    _check_shape(op, k)
     tokens = packed.tokens + k.shape[2]
     if tokens > packed.capacity:
         raise ValueError(
@@ -200,8 +208,7 @@ def pack(
     (on CUDA they are stored as 0 or as the limit), and what `torch.ops.turboquant.append` raises.
     """
     _check("pack", k=k)
-    if k.dim() != 4:
-        raise ValueError(f"pack: `k` must be [batch, kv_heads, tokens, head_dim], got {tuple(k.shape)}")
+    _check_shape("pack", k)
     if (plan is None) == (bits is None):
         raise TypeError(f"pack: `plan` must be given, or else `bits`, got {'neither' if plan is None else 'both'}")
     if plan is None:
@@ -219,6 +226,8 @@ def pack(
         "key_moments": key_moments,
     }
     _check_options("pack", v=v, max_tokens=max_tokens, **given)
+    if not 0 <= max_tokens < 2**31:
+        raise ValueError(f"pack: `max_tokens` must be in 0..2^31 - 1, got {max_tokens}")
     _check_moments(plan, k, v, given)
     batch, kv_heads, tokens, _ = k.shape
     n_pages = -(-max(tokens, max_tokens) // plan.page_tokens)
@@ -373,8 +382,13 @@ def schedule(
     """
     _check("schedule", packed, q=q)
     _check_options("schedule", starts=starts, causal=causal, sliding_window=sliding_window, out=out)
-    if lengths is not None and 8 * (max(lengths, default=0) - min(lengths, default=0)) <= max(lengths, default=0):
-        return Schedule(torch.empty((0, 4), dtype=torch.int32, device=q.device))
+    if lengths is not None:
+        if not isinstance(lengths, Sequence) or not all(isinstance(n, Integral) for n in lengths):
+            raise TypeError(f"schedule: `lengths` must be a list of integers, got {lengths!r}")
+        if len(lengths) != q.shape[0]:
+            raise ValueError(f"schedule: `lengths` must have one for each of {q.shape[0]} sequences, got {lengths!r}")
+        if 8 * (max(lengths, default=0) - min(lengths, default=0)) <= max(lengths, default=0):
+            return Schedule(torch.empty((0, 4), dtype=torch.int32, device=q.device))
     if out is None or not len(out.table):
         rows = schedule_rows(q.shape[0], q.device)
         out = Schedule(torch.zeros((rows, 4), dtype=torch.int32, device=q.device))

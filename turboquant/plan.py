@@ -7,7 +7,7 @@ their meaning are in ``csrc/include/turboquant.h`` ("A plan as integers"); the c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import index
@@ -95,7 +95,7 @@ def _shown(value: object) -> str:
 
 def _integer(value: Any, argument: str) -> int:
     try:
-        number = index(value)
+        number = index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"`{argument}` must be an integer, got {value!r}") from None
     if not -(2**63) <= number < 2**63:
@@ -105,9 +105,9 @@ def _integer(value: Any, argument: str) -> int:
 
 def group_bits(bits: int | Sequence[int], groups: int, argument: str) -> tuple[int, ...]:
     """Bits of each of `groups` groups, from one integer or from one per group. TypeError or ValueError."""
-    if isinstance(bits, (str, bytes)):
+    if isinstance(bits, (str, bytes, Set, Mapping)):
         raise TypeError(f"`{argument}` must be an integer or a sequence of integers, got {bits!r}")
-    if not isinstance(bits, Iterable):
+    if not isinstance(bits, Iterable) or getattr(bits, "ndim", 1) == 0:
         return (_integer(bits, argument),) * groups
     widths = tuple(_integer(b, f"{argument}[{i}]") for i, b in enumerate(bits))
     if len(widths) != groups:
@@ -209,6 +209,8 @@ class Plan:
         numbers = {n: _integer(getattr(self, n), n) for n in ("head_dim", "page_tokens", "group", "seed", "wave_pairs")}
         law, scaling = member(Codebook, self.codebook, "codebook"), member(Scale, self.scale, "scale")
         metric = None if self.metric is None else _integer(self.metric, "metric")
+        if metric is not None and metric < 0:  # the core knows 0 as no metric
+            raise ValueError(f"`metric` must be a rank in 0..4, or None, got {metric}")
         group = numbers["group"] if numbers["group"] in (GROUP, FINE_GROUP) else GROUP  # the core refuses others
         groups = max(1, -(-min(numbers["head_dim"], MAX_DIM) // group))
         sides = {}

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from .files import write_whole
+from .files import file_name, write_whole
 from .plan import (
     GROUP,
     MAX_BITS,
@@ -160,7 +160,8 @@ class Codes:
         Raises ValueError for a file that is truncated, altered, foreign or of another version. Never allocates more
         than the file's size, whatever its header claims. Raises OSError where it cannot be read.
         """
-        with open(path, "rb") as file:
+        name = file_name(path)
+        with open(name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             try:
                 header = _core.file_header_read(file.read(min(size, _core.FILE_HEADER_MAX_BYTES)), size)
@@ -177,7 +178,7 @@ class Codes:
                     raise ValueError("load: the payload must be undamaged, its checksum differs")
                 return cls(plan, pages, header["vectors"])
             except ValueError as error:
-                raise ValueError(f"{os.fsdecode(path)} is not a sound codes file: {error}") from None
+                raise ValueError(f"{name} is not a sound codes file: {error}") from None
 
 
 class Quantizer:
@@ -228,7 +229,7 @@ class Quantizer:
         if rotation not in _ROTATIONS:
             raise ValueError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {rotation!r}")
         for name, given, choices in (("levels", levels, _LEVELS), ("sketch", sketch, _SKETCHES)):
-            if given not in choices:
+            if not isinstance(given, str) or given not in choices:
                 raise ValueError(f"Quantizer: `{name}` must be one of {', '.join(choices)}, got {given!r}")
         if sketch_rows is not None and sketch != "gaussian":
             raise ValueError(f"Quantizer: `sketch_rows` must be None unless `sketch` is gaussian, got {sketch_rows!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
@@ -71,13 +71,13 @@ _WHOLE_CACHE = (
 def _bits(value: Any, field: str) -> Bits:
     """An integer in 1..6 or 8, a number of quarters between 1 and 6, or a tuple of integers in 0..6 or 8, one per
     group, not all 0."""
-    if isinstance(value, (bool, str, bytes)):
+    if isinstance(value, (bool, str, bytes, Set, Mapping)):
         raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {value!r}")
     if isinstance(value, float) and not value.is_integer():
         if not (1 < value < MAX_BITS and (4 * value).is_integer()):
             raise ValueError(f"`{field}` must be whole or a number of quarters between 1 and {MAX_BITS}, got {value}")
         return value
-    if not isinstance(value, Iterable):
+    if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         value = int(value) if isinstance(value, float) else value
         try:
             bits = index(value)
@@ -374,6 +374,8 @@ class CacheSpec:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CacheSpec:
         """The spec that `to_dict` described, checked again. Today's defaults do not change it."""
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"`fields` must be a mapping, as `to_dict` returns it, got {fields!r}")
         values = dict(fields)
         named = values.pop("named", None)
         names = {field.name for field in dataclasses.fields(cls)}
@@ -399,8 +401,8 @@ class CacheSpec:
 
         Raises ValueError for a layer outside the model, an override outside the model, and two overrides of one layer.
         """
-        if not 0 <= layer < n_layers:
-            raise ValueError(f"`layer` must be in 0..{n_layers - 1}, got {layer}")
+        n_layers = _integer(n_layers, "n_layers", 1, 2**31 - 1)
+        layer = _integer(layer, "layer", 0, n_layers - 1)
         if not self.overrides:
             return self
         fields: dict[int, tuple[tuple[str, Any], ...]] = {}
@@ -428,6 +430,7 @@ class CacheSpec:
             raise ValueError(
                 "`budget` must be None in the spec of a layer: a calibration turns it into the bits of each group"
             )
+        head_dim = _integer(head_dim, "head_dim", 0, 2**15)  # the core refuses some of these
         key, value = self._side("key", head_dim), self._side("value", head_dim)
         pairs, metric = wave_pairs if self.centre == "wave" else 0, rank if self.metric == "query" else None
         return Plan(head_dim, key, value, group=self.group, codebook=self.codebook, scale=self.scale, seed=self.seed,

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ..files import file_name
+
 __all__ = ["Entries", "Protein", "doubts", "read_entries", "read_fasta"]
 
 GZIP = b"\x1f\x8b"  # the first bytes of every gzip file (RFC 1952)
@@ -59,7 +61,7 @@ def read_entries(path: str | os.PathLike[str]) -> Entries:
 
     ValueError for what is no FASTA file at all: no entries, text in front of the first, damaged gzip.
     """
-    name = os.fspath(path)
+    name = file_name(path)
     found: list[tuple[int, str, list[str]]] = []
     wrong: dict[int, str] = {}  # by entry, its first error
     for number, line in enumerate(_text(path).split("\n"), 1):

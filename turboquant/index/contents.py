@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import storage
-from .inputs import Ids, id_array
+from .inputs import Ids, id_array, unmasked
 from .storage import Segment
 from .transform import Transform
 
@@ -66,7 +66,7 @@ class Contents:
         """For each segment a mask of rows, 0 where they may not be found; None if all may be."""
         if filter is None:
             return [segment.allowed for segment in self.segments]
-        mask = np.asarray(filter)
+        mask = unmasked("search", "filter", filter)
         chosen: NDArray[np.uint8] = np.zeros(self.stored, np.uint8)
         if mask.dtype == np.bool_:
             if mask.shape != (self.ntotal,):
@@ -78,7 +78,7 @@ class Contents:
                 there = [np.ones(len(s), bool) if s.allowed is None else s.allowed != 0 for s in self.segments]
                 chosen[np.flatnonzero(np.concatenate(there))[mask]] = 1
         else:
-            rows = self.find(id_array("search", mask))
+            rows = self.find(id_array("search", mask, "filter"))
             chosen[rows[rows >= 0]] = 1
         return [chosen[start : start + len(segment)] for start, segment in self.starts()]
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from ..files import file_name
 from . import inputs, storage, transform
 from .contents import Contents
 from .inputs import Floats, Ids, id_array, integer
@@ -372,7 +373,8 @@ class Index:
     def load(cls, path: str | os.PathLike[str], mmap: bool = True) -> Index:
         """Read an index. With `mmap` the file is mapped and the index cannot be changed; header, sizes and ids are
         checked now, and every byte by `verify`. Without, every byte is checked now. ValueError for a damaged file."""
-        meta, arrays = storage.read(path, mmap)
+        name = file_name(path)
+        meta, arrays = storage.read(name, mmap)
         try:
             index = cls(meta["dim"], meta["bits"], meta["metric"], meta["seed"])
             index._fill(meta, arrays)
@@ -380,8 +382,8 @@ class Index:
             if not mmap:
                 index.verify()
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{os.fspath(path)} is not a sound index file: {error}") from None
-        index._read_only = os.fspath(path) if mmap else None
+            raise ValueError(f"{name} is not a sound index file: {error}") from None
+        index._read_only = name if mmap else None
         return index
 
     def _fill(self, meta: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,24 @@ Ids = NDArray[np.int64]
 
 
 def integer(op: str, name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{op}: `{name}` must be an integer, got {value!r}")
-    number = value.__index__()
+    try:
+        number = index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{op}: `{name}` must be an integer, got {value!r}") from None
     if not low <= number <= high:
         raise ValueError(f"{op}: `{name}` must be in {low}..{high}, got {number}")
-    return int(number)
+    return number
 
 
 def _is_torch(x: Any) -> bool:
-    return type(x).__module__.partition(".")[0] == "torch"
+    return type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "dtype")
+
+
+def unmasked(op: str, name: str, x: Any) -> NDArray[Any]:
+    """x as a plain array; ValueError if entries are masked, which would be read all the same."""
+    if np.ma.is_masked(x):
+        raise ValueError(f"{op}: `{name}` must have no masked entries, got {np.ma.getmaskarray(x).sum()} of them")
+    return np.asarray(x)
 
 
 def vectors(op: str, name: str, x: Any, dim: int) -> Any:
@@ -38,7 +47,9 @@ def vectors(op: str, name: str, x: Any, dim: int) -> Any:
         x = x.detach()
         if str(x.dtype) != "torch.bfloat16":
             x = x.numpy()
-    elif not isinstance(x, np.ndarray):
+    elif isinstance(x, np.ndarray):
+        x = unmasked(op, name, x)
+    else:
         raise TypeError(f"{op}: `{name}` must be an array of float32 or float16, got {type(x).__name__}")
     if isinstance(x, np.ndarray) and x.dtype not in (np.float32, np.float16):
         raise TypeError(f"{op}: `{name}` must be an array of float32 or float16, got {x.dtype}")
@@ -51,18 +62,18 @@ def as_float32(x: Any) -> Floats:
     return np.asarray(x.float().numpy() if _is_torch(x) else x, np.float32, order="C")
 
 
-def id_array(op: str, ids: Any) -> Ids:
-    array = np.asarray(ids)
+def id_array(op: str, ids: Any, name: str = "ids") -> Ids:
+    array = unmasked(op, name, ids)
     if array.size == 0:
         return np.empty(0, np.int64)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{op}: `ids` must be integers, got {array.dtype}")
+        raise TypeError(f"{op}: `{name}` must be integers, got {array.dtype}")
     if array.ndim > 1:
-        raise ValueError(f"{op}: `ids` must have one dimension, got {array.ndim}")
+        raise ValueError(f"{op}: `{name}` must have one dimension, got {array.ndim}")
     array = array.reshape(-1)
     wrong = array < 0 if array.dtype.kind == "i" else array >= 2**63
     if wrong.any():
-        raise ValueError(f"{op}: `ids` must be in 0..2^63 - 1, got {array[wrong.argmax()]}")
+        raise ValueError(f"{op}: `{name}` must be in 0..2^63 - 1, got {array[wrong.argmax()]}")
     return array.astype(np.int64)
 
 

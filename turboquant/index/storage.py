@@ -161,7 +161,7 @@ def write(path: str | os.PathLike[str], meta: dict[str, Any], arrays: dict[str, 
     write_tensors(path, FORMAT, {**meta, "crc32": sums}, tensors, parts)
 
 
-def read(path: str | os.PathLike[str], mapped: bool) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+def read(path: str, mapped: bool) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """(metadata, arrays) of a file that `write` made. Sizes are checked against the file, bytes are not (`damaged`)."""
     try:
         with open(path, "rb") as file:
@@ -175,7 +175,7 @@ def read(path: str | os.PathLike[str], mapped: bool) -> tuple[dict[str, Any], di
             for name, held in tensors.items()
         }
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)} is not a sound index file: {error}") from None
+        raise ValueError(f"{path} is not a sound index file: {error}") from None
     return meta, arrays
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..files import read_arrays, write_arrays
+from ..files import file_name, read_arrays, write_arrays
 from ..fingerprints import differences
 from ..plan import MAX_RANK, PAIR_MULTIPLE
 
@@ -281,12 +281,13 @@ class Moments:
     def load(cls, path: str | os.PathLike[str]) -> Moments:
         """Reads a file that `save` wrote. FileNotFoundError if there is none, ValueError for one that is damaged,
         foreign or of another version."""
+        name = file_name(path)
         try:
-            described, arrays = read_arrays(path, FORMAT, "a file of moments")
+            described, arrays = read_arrays(name, FORMAT, "a file of moments")
             return cls.of_arrays(described, arrays)
         except (AttributeError, KeyError, ValueError, TypeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"`path` must be a file of moments, got {os.fspath(path)!r}: {why}") from error
+            raise ValueError(f"`path` must be a file of moments, got {name!r}: {why}") from error
 
 
 def _range(values: list[int]) -> str:
