@@ -411,6 +411,17 @@ def test_a_sequence_that_is_not_there():
         cache.reorder_cache(torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="layer 0: at least one sequence must stay, got none"):
         cache.batch_select_indices([])
+    for mask in ([True], [True, False, False]):
+        with pytest.raises(ValueError, match=f"`indices` must be a bool for each of 2 sequences, got {len(mask)}"):
+            cache.batch_select_indices(mask)
+    for call, name in ((cache.reorder_cache, "beam_idx"), (cache.batch_select_indices, "indices")):
+        for wrong in (None, 1, [0.0, 1.0], [[0, 1]], "01"):
+            with pytest.raises(TypeError, match=f"`{name}` must be integers.* .sequences., got "):
+                call(wrong)
+    with pytest.raises(TypeError, match="`beam_idx` must be integers"):
+        cache.reorder_cache(torch.tensor([True, False]))
+    with pytest.raises(TypeError, match="`repeats` must be an integer, got 2.0"):
+        cache.batch_repeat_interleave(2.0)
     assert cache.layers[0].max_batch_size == 2
 
 
@@ -464,7 +475,7 @@ def test_crop_takes_integers_of_all_kinds(number):
     assert_unchanged(cache, snapshot(other))
     assert type(cache.layers[0].storage.tokens) is int
     for crop in (cache.crop, cache.layers[0].crop):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="`tokens` must be an integer, got -2.0"):
             crop(-2.0)
     assert_unchanged(cache, snapshot(other))
 

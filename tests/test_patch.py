@@ -405,6 +405,9 @@ def test_a_cache_of_another_model():
     deeper = turboquant.patch(tiny(num_hidden_layers=4), EXACT)
     with pytest.raises(ValueError, match="`.*` must be a cache of this model's 4 layers, got one of 3"):
         deeper(torch.tensor([[5], [6]]), past_key_values=TurboQuantCache(model.config, EXACT))
+    shallower = turboquant.patch(tiny(num_hidden_layers=2), EXACT)
+    with pytest.raises(ValueError, match="`.*` must be a cache of this model's 2 layers, got one of 3"):
+        shallower(torch.tensor([[5], [6]]), past_key_values=cache)
     assert cache.get_seq_length() == 20
 
 

@@ -224,6 +224,8 @@ def test_save_takes_no_other_model(tmp_path):
         cache.save(tmp_path / "x", other.config)
     with pytest.raises(TypeError, match="`model` must be a model, its configuration or None, got 'x'"):
         cache.save(tmp_path / "x", "x")
+    with pytest.raises(TypeError, match="`model` must be a model, its configuration or None, got Linear"):
+        cache.save(tmp_path / "x", torch.nn.Linear(2, 2))
     assert not list(tmp_path.iterdir())
     cache.save(tmp_path / "x", CONFIG)
     TurboQuantCache.load(tmp_path / "x", CONFIG)

@@ -252,6 +252,8 @@ def test_unknown_presets():
         preset("SKaiNET-balance")
     with pytest.raises(TypeError, match="`spec` must be a CacheSpec or the name of a preset"):
         resolve({"key_bits": 4})
+    with pytest.raises(ValueError, match="`spec` must be a preset, got 'xyz'"):
+        resolve("xyz")
     assert preset("calibrated-3.3") == CacheSpec(budget=3.3)
     with pytest.raises(ValueError, match="`budget` must be in 2..6 bits, got 1.5"):
         preset("calibrated-1.5")

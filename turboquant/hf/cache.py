@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_repo
 from ..moments import Moments
 from ..named_specs import resolve
 from ..spec import CacheSpec
-from .layer import PackedLayer
+from .layer import PackedLayer, indices_of, integer
 from .moments import moments_for, moments_notes
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
@@ -210,7 +209,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens: int) -> None:
         """See `PackedLayer.crop`. If one layer cannot be cropped, none is."""
-        tokens = operator.index(tokens)
+        tokens = integer("tokens", tokens)
         keep = self.get_seq_length() + tokens if tokens <= 0 else tokens
         for layer in self.layers:
             if keep > 0 and not layer.storage.can_crop_to(keep):
@@ -243,8 +242,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """See `PackedLayer.reorder_cache`."""
+        super().reorder_cache(indices_of("beam_idx", beam_idx).cpu())  # read back once, not by every layer
         self.known_ids = None
-        super().reorder_cache(torch.as_tensor(beam_idx).cpu())  # read back once, not by every layer
 
     def reset(self) -> None:
         """Empties the cache: see `PackedLayer.reset`."""
@@ -253,13 +252,13 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `PackedLayer.batch_select_indices`."""
-        self.known_ids = None
         super().batch_select_indices(indices)
+        self.known_ids = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See `PackedLayer.batch_repeat_interleave`."""
-        self.known_ids = None
         super().batch_repeat_interleave(repeats)
+        self.known_ids = None
 
     def activate_past_recording(self) -> None:
         """See `PackedLayer.activate_past_recording`."""

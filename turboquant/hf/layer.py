@@ -18,7 +18,7 @@ from ..spec import CacheSpec
 from .attention import FreshKeys, MaskRequest, own_attention
 from .names import CACHE
 
-__all__ = ["PackedLayer"]
+__all__ = ["PackedLayer", "indices_of", "integer"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -33,6 +33,27 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
     return tensors
+
+
+def indices_of(argument: str, given: Any, masks: bool = False) -> torch.Tensor:
+    """A list or tensor of integers, and of bools if `masks`, as a tensor. TypeError for anything else."""
+    try:
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is not None and found.dim() == 1:
+        if not len(found):
+            return found.long()
+        if found.dtype in (torch.int64, torch.int32) or (masks and found.dtype == torch.bool):
+            return found
+    raise TypeError(f"`{argument}` must be integers{' or bools' * masks} [sequences], got {given!r}")
+
+
+def integer(argument: str, given: Any) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise TypeError(f"`{argument}` must be an integer, got {given!r}") from None
 
 
 class _NoGradient(torch.autograd.Function):
@@ -168,7 +189,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         The result is exactly that of a shorter text. Raises NotImplementedError if it would need tokens that have left
         the window (unless they were recorded, see `activate_past_recording`) or fallen out of a sliding window.
         """
-        stored, tokens = self.storage, operator.index(tokens)
+        stored, tokens = self.storage, integer("tokens", tokens)
         keep = stored.tokens + tokens if tokens <= 0 else min(tokens, stored.tokens)
         if keep <= 0:
             if stored.tokens:
@@ -190,16 +211,24 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence b becomes what sequence beam_idx[b] was. Full pages are shared, not copied; see `pages`."""
-        self._select(beam_idx.tolist())
+        self._select(indices_of("beam_idx", beam_idx).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after the other."""
-        self._select([b for b in range(self.max_batch_size) for _ in range(repeats)])
+        times = range(integer("repeats", repeats))
+        self._select([b for b in range(self.max_batch_size) for _ in times])
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keeps the sequences `indices` (integers, or a bool for each sequence)."""
-        given = torch.as_tensor(indices)
-        self._select((given.nonzero().view(-1) if given.dtype == torch.bool else given).tolist())
+        given = indices_of("indices", indices, masks=True)
+        if given.dtype == torch.bool:
+            if self.is_initialized and len(given) != self.max_batch_size:
+                raise ValueError(
+                    f"layer {self.index}: `indices` must be a bool for each of {self.max_batch_size} sequences, got "
+                    f"{len(given)}"
+                )
+            given = given.nonzero().view(-1)
+        self._select(given.tolist())
 
     def _select(self, sequences: Sequence[int]) -> None:
         if not self.is_initialized:
@@ -266,7 +295,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _check_model(self, module: torch.nn.Module) -> None:
         """Checks that the cache is of this model, before the first layer of a forward stores anything."""
         layers, held = getattr(getattr(module, "config", None), "num_hidden_layers", 0), len(self._shared.layers)
-        if layers > held:
+        if layers and layers != held:
             raise ValueError(f"`{CACHE}` must be a cache of this model's {layers} layers, got one of {held}")
 
     def _attend(

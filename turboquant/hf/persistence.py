@@ -111,11 +111,11 @@ def moments_mark(moments: Moments | None) -> str | None:
 
 def _mark(model: Any) -> dict[str, Any]:
     """The fingerprint in a file, of a model or its configuration."""
-    if hasattr(model, "state_dict"):
-        return {**describe(model.config), "weights": weight_sums(model)}
-    if not hasattr(model, "num_hidden_layers") and not hasattr(model, "get_text_config"):
+    config = getattr(model, "config", model)
+    if not hasattr(config, "num_hidden_layers") and not hasattr(config, "get_text_config"):
         raise TypeError(f"`model` must be a model, its configuration or None, got {model!r:.80}")
-    return describe(model)
+    mark = describe(config)
+    return {**mark, "weights": weight_sums(model)} if hasattr(model, "state_dict") else mark
 
 
 def _differences(was: dict[str, Any], mark: dict[str, Any]) -> list[str]:
