@@ -155,8 +155,7 @@ def store(layer, k, v, before):
     """What `attend` does, without the attention, which would take long here."""
     after = before + k.shape[2]
     lengths = layer._shared.lengths(after, layer.storage.padding, layer.storage.device)
-    layer.storage.append(k, v, lengths, {}, after, layer.storage.padding)
-    layer.storage.tokens = after
+    layer.storage.store(k, k, v, lengths, layer.storage.padding, 0, None)
 
 
 def test_nothing_of_the_full_precision_history_stays():
@@ -193,9 +192,7 @@ def test_ten_thousand_lives_leave_nothing():
         layer = cache.layers[0]
         layer.lazy_initialization(k)
         lengths = layer._shared.lengths(20, layer.storage.padding, layer.storage.device)
-        state = {name: getattr(layer.storage, name) for name in ("sink_k", "sink_v", "window_k", "window_v")}
-        layer.storage.append(k, k, lengths, state, 20, layer.storage.padding)
-        layer.storage.tokens = 20
+        layer.storage.store(k, k, k, lengths, layer.storage.padding, 0, None)
         fork = cache.fork()
         fork.reorder_cache(torch.tensor([0, 0]))
         assert cache.nbytes and fork.get_seq_length() == 20

@@ -408,7 +408,7 @@ def test_parts_merge_to_the_whole(device: str, rng: np.random.Generator) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["append_attend, plain", "append_attend, full"])
+@pytest.mark.parametrize("name", ["append_attend, plain", "append_attend, full", "append_attend, several"])
 def test_append_attend_is_append_then_attend(name: str, device: str, rng: np.random.Generator) -> None:
     _, (plan, q, k, v, lengths, pages, table), options = samples(rng, device)[name]
     how = {key: options.pop(key) for key in ("softmax_scale", "sliding_window", "softcap") if key in options}
@@ -416,8 +416,10 @@ def test_append_attend_is_append_then_attend(name: str, device: str, rng: np.ran
     for at in range(3):  # tokens one after the other: what one call has stored the next one reads
         both, apart = (state | {"lengths": lengths + at, "block_table": table} for state in twice)
         got = tq.append_attend(plan, q, k * (at + 1), v, **both, **how)
+        seen = {x: apart[x].clone() for x in ("window_k", "window_v") if x in apart and k.shape[2] > 1}
         tq.append(plan, k * (at + 1), v, **apart)
-        want, _ = tq.attend(plan, q, **apart, **how)
+        fresh = seen and {**seen, "fresh_k": k * (at + 1), "fresh_v": v}
+        want, _ = tq.attend(plan, q, **{**apart, **fresh}, **how)
         assert torch.equal(got, want) and want.abs().sum() > 0
         assert all(torch.equal(twice[0][key], twice[1][key]) for key in twice[0])
 
@@ -482,6 +484,11 @@ def samples(rng: np.random.Generator, device: str) -> dict[str, Sample]:
             tq.append_attend.default,
             (PLAN.words, k[:, :, :1].repeat(1, 3, 1, 1), k[:, :, :1], k[:, :, 1:2], counts, pages, table),
             exact | centre | dict(softmax_scale=0.3),
+        ),
+        "append_attend, several": (  # more than the window holds, in strides of their own
+            tq.append_attend.default,
+            (PLAN.words, k[:, :, :7].repeat(1, 3, 1, 1), k[:, :, :7], k[:, :, 7:14], counts, pages, table),
+            exact | centre,
         ),
         "rotate": (tq.rotate.default, (PLAN.words, k), {}),
         "rotate, strided half": (tq.rotate.default, (PLAN.words, k.half().transpose(1, 2)), dict(inverse=True)),

@@ -54,12 +54,6 @@ REFUSED: dict[str, tuple[str, str | tuple[str, ...], Callable[[Any], Any], str]]
         "`softmax_scale` must be ",
     ),
     "append_attend, lengths past the table": ("append_attend", "lengths", lambda x: x + 10**6, "`lengths[0]` must be "),
-    "append_attend, several tokens over a window": (
-        "append_attend",
-        ("q", "k", "v"),
-        lambda x: x.repeat(1, 1, 2, 1),
-        "`q` must be of one token, because there is a window, got 2 tokens",
-    ),
 }
 
 

@@ -210,7 +210,8 @@ def _append_attend(
     schedule=None) -> out
 
     ``append(k, v, ..)``, then ``attend(q, ..)[0]`` from the queries of the same tokens, in one call: a decode step of
-    one layer. Results are the same bit for bit. For a plan with values; over a cache with a window, for one token.
+    one layer. Results are the same bit for bit. For a plan with values. With several tokens over a window, `attend`
+    gets k and v as fresh_k and fresh_v, and a copy of the window that the call makes before.
 
     q: [batch, query_heads, tokens, head_dim];  k, v: [batch, kv_heads, tokens, head_dim].
     out: like q, contiguous.

@@ -186,6 +186,7 @@ public:
         if (error.status == status && error.argument && error.wants) {
             name = error.argument; // the core's names are the operator's, but for the plan
             if (name == "words") name = "plan";
+            if (name.starts_with("fresh_") && op == std::string_view("append_attend")) name.erase(0, 6); // its k and v
             std::string label = error.index >= 0 ? name + "[" + std::to_string(error.index) + "]" : name;
             if (name == "n_words") name = "plan", label = "len(plan)";
             std::optional<std::string> words = got_words();

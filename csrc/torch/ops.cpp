@@ -488,8 +488,8 @@ void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const
                                 schedule.size(0), &call.error));
 }
 
-/** append and attend in one call, for decode steps, in which torch's overhead of an operator is longer than the
- *  operator. */
+/** append and attend in one call, because torch's overhead of an operator is longer than a decode step's kernels. The
+ *  first of several queries see tokens that the last ones push out of the window, so `attend` gets a copy of it. */
 Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &lengths,
                      const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
                      const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
@@ -506,8 +506,6 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
     tq_append_params a =
         read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
                     value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments, flag);
-    if (a.window && a.tokens > 1)
-        call.refuse("q", "of one token, because there is a window", std::to_string(a.tokens) + " tokens");
     p.kv_heads = a.kv_heads, p.sinks = a.sinks, p.window = a.window;
     p.n_pages = a.n_pages, p.max_pages = a.max_pages;
     p.pages = a.pages, p.block_table = a.block_table, p.lengths = a.lengths;
@@ -515,6 +513,15 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
     p.key = a.key, p.value = a.value;
 
     Launch launch(call);
+    std::array<Maybe, 2> earlier;
+    if (given(window_k) && given(window_v) && a.tokens > 1) {
+        earlier = {converted(call, *window_k, dtype), converted(call, *window_v, dtype)};
+        p.window_k = data_of(earlier[0]), p.window_v = data_of(earlier[1]);
+        p.fresh_k = a.k, p.fresh_v = a.v;
+        p.fresh_k_stride_batch = a.k_stride_batch, p.fresh_v_stride_batch = a.v_stride_batch;
+        p.fresh_k_stride_head = a.k_stride_head, p.fresh_v_stride_head = a.v_stride_head;
+        p.fresh_k_stride_token = a.k_stride_token, p.fresh_v_stride_token = a.v_stride_token;
+    }
     Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
     p.out = out.mutable_data_ptr();
     AttendCall prepared;

@@ -88,7 +88,8 @@ class PagePool:
 
     def _grow(self, by: int) -> None:
         before = len(self._references)
-        self.storage = torch.nn.functional.pad(self.storage, (0, 0, 0, 0, 0, by))
+        fresh = self.storage.new_zeros(by, *self.storage.shape[1:])
+        self.storage = torch.cat((self.storage, fresh))
         self._free += range(before, before + by)  # larger than all others: still a heap
         self._references += [0] * by
 

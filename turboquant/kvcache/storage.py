@@ -222,27 +222,26 @@ class LayerStorage:
             attended, how = self._attend_in_parts(query, key, value, lengths, padding, how), None
         if after > self.exact_ready:
             self.make_exact_room(after)
-        state, fresh = self.arguments(), self._fresh(key, value, before, padding, new > 1 and how is not None)
+        if self.record_past and self.window_k is not None and self.window_v is not None:
+            window = self.window_k.clone(), self.window_v.clone()
+            self.past.add(before, window)
+            self.past.add_fresh(before, (key, value), window, padding)
+        state = {**self.arguments(), "flag": self.flag}
         assert self.table is not None
-        if how is None or fresh or self.table.pool.tables > 1:  # forks may attend at the same time, but not write
-            pages, rows = self.append(key, value, lengths, state, after, padding)
-        else:
-            options = {**how, **state, "flag": self.flag}
 
-            def write(table: PageTable) -> torch.Tensor:
-                where = table.pool.storage, table.tensor
-                schedule = self._schedule(query, where, lengths, after, padding, sliding_window)
-                out: torch.Tensor = _append_attend(
-                    self.plan.words, query, key, value, lengths, *where, schedule=schedule, **options
-                )
-                return out
+        def write(table: PageTable) -> torch.Tensor | None:
+            where = table.pool.storage, table.tensor
+            if how is None:
+                _append(self.plan.words, key, value, lengths, *where, **state)
+                return attended
+            schedule = self._schedule(query, where, lengths, after, padding, sliding_window)
+            out: torch.Tensor = _append_attend(
+                self.plan.words, query, key, value, lengths, *where, schedule=schedule, **how, **state
+            )
+            return out
 
-            attended = self._with_room(after, padding, write)
+        attended = self._with_room(after, padding, write)
         self.tokens, self.padding, self.sliding_window = after, padding, sliding_window
-        if attended is None and how is not None:
-            schedule = self._schedule(query, (pages, rows), lengths, after, padding, sliding_window)
-            options = {**how, **state, **fresh, "schedule": schedule}
-            attended, _ = _attend(self.plan.words, query, pages, rows, lengths, **options)
         if sliding_window and new > 1:  # the earlier queries have read these pages: now forks may reuse them
             self._release()
             self.table.compact()
@@ -304,38 +303,6 @@ class LayerStorage:
         """`Common.schedule` of a forward; where: (pages, block_table)."""
         sizes = rows_of(self.sink_k), rows_of(self.window_k), sliding_window
         return self.shared.schedule(after, padding, self.plan, sizes, (query, *where, lengths))
-
-    def append(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lengths: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        after: int,
-        padding: tuple[int, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new tokens, and returns the pages and the table that hold them; counts are as before."""
-
-        def append(table: PageTable) -> tuple[torch.Tensor, torch.Tensor]:
-            _append(self.plan.words, key, value, lengths, table.pool.storage, table.tensor, flag=self.flag, **state)
-            return table.pool.storage, table.tensor
-
-        return self._with_room(after, padding, append)
-
-    def _fresh(
-        self, key: torch.Tensor, value: torch.Tensor, before: int, padding: tuple[int, ...], several: bool
-    ) -> dict[str, torch.Tensor]:
-        """Arguments of `attend` with the window as it was before, for several queries: the first ones need tokens that
-        later ones push out. Also keeps these for `crop`, if that is wanted."""
-        if self.window_k is None or self.window_v is None or not (self.record_past or several):
-            return {}
-        window = self.window_k.clone(), self.window_v.clone()
-        if self.record_past:
-            self.past.add(before, window)
-            self.past.add_fresh(before, (key, value), window, padding)
-        if not several:
-            return {}
-        return {"window_k": window[0], "window_v": window[1], "fresh_k": key, "fresh_v": value}
 
     def _with_room(self, after: int, padding: tuple[int, ...], write: Callable[[PageTable], _Result]) -> _Result:
         """write(table) once there are pages for `after` positions. A failure leaves the table as it was."""
