@@ -268,6 +268,15 @@ Tensor converted(const Call &call, const Tensor &t, int32_t dtype)
     return out;
 }
 
+/** Copies of both, one behind the other, in one launch. */
+Tensor joined(const Tensor &a, const Tensor &b)
+{
+    std::array<StableIValue, 2> stack{torch::stable::detail::from(std::vector<Tensor>{a, b}),
+                                      torch::stable::detail::from(int64_t{0})};
+    torch_check(torch_call_dispatcher("aten::cat", "", stack.data(), TORCH_ABI_VERSION), "cat");
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 /** Contiguous and float32, copied only if it is not. */
 Tensor dense_f32(const Call &call, const Tensor &t)
 {
@@ -513,10 +522,12 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
     p.key = a.key, p.value = a.value;
 
     Launch launch(call);
-    std::array<Maybe, 2> earlier;
+    Maybe earlier;
     if (given(window_k) && given(window_v) && a.tokens > 1) {
-        earlier = {converted(call, *window_k, dtype), converted(call, *window_v, dtype)};
-        p.window_k = data_of(earlier[0]), p.window_v = data_of(earlier[1]);
+        earlier = joined(*window_k, *window_v);
+        p.window_k = earlier->const_data_ptr();
+        p.window_v =
+            static_cast<const char *>(p.window_k) + window_k->numel() * static_cast<int64_t>(window_k->element_size());
         p.fresh_k = a.k, p.fresh_v = a.v;
         p.fresh_k_stride_batch = a.k_stride_batch, p.fresh_v_stride_batch = a.v_stride_batch;
         p.fresh_k_stride_head = a.k_stride_head, p.fresh_v_stride_head = a.v_stride_head;
