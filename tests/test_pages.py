@@ -265,6 +265,24 @@ def test_pages_that_fell_out_of_the_window_are_freed(fields, monkeypatch):
         assert torch.equal(forward(freeing, piece, local_size=window), forward(keeping, piece, local_size=window))
 
 
+def test_a_crop_within_a_page_leaves_the_table_as_it_is():
+    """A draft, of which some tokens are taken back, makes no new table in a layer. A fork gets a page of its own."""
+    cache, other, stream = new(PACKED), new(PACKED), Stream(tokens=400)
+    forward(cache, stream.piece(0, 300)), forward(other, stream.piece(0, 300))
+    tables = [layer.storage.block_table for layer in cache.layers]
+    for start in range(300, 370, 7):
+        cache.crop(start), other.crop(start)
+        draft = stream.piece(start, start + 9)
+        assert torch.equal(forward(cache, draft), forward(other, draft))
+        assert all(a is layer.storage.block_table for a, layer in zip(tables, cache.layers))
+    fork = cache.fork()
+    fork.crop(301), forward(fork, stream.piece(0, 20))
+    cache.crop(301), other.crop(301)
+    assert torch.equal(forward(cache, stream.piece(301, 390)), forward(other, stream.piece(301, 390)))
+    assert all(a is not layer.storage.block_table for a, layer in zip(tables, cache.layers))
+    check(cache, fork)
+
+
 def test_a_window_that_grows_and_a_crop_too_far():
     cache, stream = new(PACKED), Stream(tokens=800)
     forward(cache, stream.piece(0, 700), local_size=100)

@@ -268,9 +268,10 @@ class PageTable:
         with self.pool.lock:
             for row, count in zip(self.rows, packed):
                 keep = -(-max(count, 0) // PAGE_TOKENS)
-                self.pool.release(row[keep:])
-                del row[keep:]
-        self.ready = -1
+                if keep < len(row):  # else the row still writes to the same page next, which is its own
+                    self.pool.release(row[keep:])
+                    del row[keep:]
+                    self.ready = -1
 
     def release_before(self, packed: Sequence[int]) -> None:
         """Gives back the pages of row b that hold nothing but tokens before packed[b]. The tensor keeps their numbers:

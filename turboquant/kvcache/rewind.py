@@ -37,7 +37,7 @@ class PastWindows:
         ring    the window before it
         """
         tokens, window = fresh[0].shape[2], ring[0].shape[2]
-        end, first = before + tokens, before - torch.tensor(padding, device=ring[0].device).view(-1, 1)
+        end, first = before + tokens, before - _column(padding, ring[0].device)
         for after in range(end - -(-_DRAFT // window) * window, end, window):
             if after > before:
                 index = _held(after, padding, window, first.device) - first
@@ -59,7 +59,7 @@ class PastWindows:
     def ring(self, keep: int, positions: int, now: _Pair, padding: tuple[int, ...], sinks: int) -> _Pair:
         """The ring of `keep` positions, with as many rows as now, if `reaches` is true."""
         window, device = now[0].shape[2], now[0].device
-        held, pad = _held(keep, padding, window, device), torch.tensor(padding, device=device).view(-1, 1)
+        held, pad = _held(keep, padding, window, device), _column(padding, device)
         keys, values = now
         for then, (past_keys, past_values) in self.snapshots:
             inside = ((held >= then - pad - window) & (held < then - pad))[:, None, :, None]
@@ -73,7 +73,14 @@ class PastWindows:
         self.snapshots = [(then, ring) for then, ring in self.snapshots if then <= keep][-1:]
 
 
+def _column(padding: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 [batch, 1]; where the sequences have the same padding, the host does not wait for the device."""
+    if len(set(padding)) == 1:
+        return torch.full((len(padding), 1), padding[0], device=device)
+    return torch.tensor(padding, device=device).view(-1, 1)
+
+
 def _held(positions: int, padding: tuple[int, ...], window: int, device: torch.device) -> torch.Tensor:
     """[batch, window]: the position of each sequence, its padding not counted, that row r holds; negative for none."""
-    last = positions - 1 - torch.tensor(padding, device=device).view(-1, 1)
+    last = positions - 1 - _column(padding, device)
     return last - (last - torch.arange(window, device=device)) % window
