@@ -61,7 +61,7 @@ CASES = [
     Case(MIXED, 1, 32768, 4, "attend_many_rows_any_d128_32x128", query_tokens=512),
     Case(DENSE, 1, 8192, 4, "attend_split_3bit_d128_4x128"),
     Case(P(128, 3, 3, group=16), 4, 8192, 4, "attend_split_tile16_d256_4x64"),
-    Case(P(128, 3, 3, page_tokens=64), 1, 8192, 4, "attend_split_any_d128_8x64", query_tokens=512),
+    Case(P(128, 3, 3, page_tokens=64), 1, 8192, 4, "attend_split_any_d128_4x64", query_tokens=512),
     Case(P(128, 3, 3, **WAVE), 1, 8192, 4, "attend_fused_3bit_d128_4x128_wave"),
     Case(P(128, 2, 2, **WAVE), 16, 32768, 4, "attend_fused_2bit_d128_4x128_wave"),
     Case(P(128, 4, 4, **WAVE), 16, 32768, 4, "attend_fused_4bit_d128_4x128_wave"),

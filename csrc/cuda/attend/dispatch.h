@@ -73,7 +73,7 @@ constexpr KernelRow KERNELS[] = {
     {Strategy::SPLIT, true, 2, false, 8, 8, R4 | R8, 0, split_kernels},
     {Strategy::SPLIT, true, 3, false, 8, 8, R4 | R8, 0, split_kernels},
     {Strategy::SPLIT, true, 4, false, 8, 8, R4 | R8, 0, split_kernels},
-    {Strategy::SPLIT, true, 0, false, 1, 4, R4 | R8, R4 | R8 | R16, split_any_kernels},
+    {Strategy::SPLIT, true, 0, false, 1, 4, R4, R4 | R8 | R16, split_any_kernels},
     {Strategy::SPLIT, true, 0, false, 5, 8, R4 | R8, 0, split_any_kernels},
     {Strategy::SPLIT, true, 0, true, 1, 8, R4 | R8, 0, split_any_kernels},
     {Strategy::SPLIT, false, 2, false, 4, 4, R4, 0, split_kernels},
