@@ -384,7 +384,8 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
             sums.rounded[n] = fmaf((float)(c[n][0] * 256 + c[n][1]), unit_scale[n], sums.rounded[n]);
         }
     }
-#pragma unroll
+    /* Of any widths in a loop: each group has code for every width, and a copy of all that for each group was more than half of a kernel. */
+#pragma unroll(V::UNIFORM ? V::GROUPS : 1)
     for (int g = 0; g < V::GROUPS; g++) {
         int c[2][B][4];
 #pragma unroll
@@ -418,13 +419,20 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
             };
             with_width(a.value.width[g], both_tiles);
         }
+        float found[4][B];
 #pragma unroll
         for (int r = 0; r < 4; r++)
 #pragma unroll
             for (int n = 0; n < B; n++) {
                 const int *row = &c[r >> 1][n][2 * (r & 1)];
-                sums.o[g][r][n] = fmaf(join_planes<V, 256>(row[0], row[1]), unit_scale[n], sums.o[g][r][n]);
+                found[r][n] = join_planes<V, 256>(row[0], row[1]);
             }
+#pragma unroll
+        for (int k = 0; k < V::GROUPS; k++) /* registers have no index */
+            if (k == g)
+#pragma unroll
+                for (int i = 0; i < 4 * B; i++)
+                    sums.o[k][i / B][i % B] = fmaf(found[i / B][i % B], unit_scale[i % B], sums.o[k][i / B][i % B]);
     }
 }
 
