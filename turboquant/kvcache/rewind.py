@@ -36,14 +36,12 @@ class PastWindows:
         fresh   its keys and values, [batch, kv_heads, tokens, head_dim], of positions `before` and on
         ring    the window before it
         """
-        tokens, window = fresh[0].shape[2], ring[0].shape[2]
-        end, first = before + tokens, before - _column(padding, ring[0].device)
+        window, end = ring[0].shape[2], before + fresh[0].shape[2]
         for after in range(end - -(-_DRAFT // window) * window, end, window):
             if after > before:
-                index = _held(after, padding, window, first.device) - first
-                taken = (index >= 0)[:, None, :, None]
-                where = index.clamp(0, tokens - 1)[:, None, :, None].expand_as(ring[0])
-                self.add(after, tuple(torch.where(taken, new.gather(2, where), old) for new, old in zip(fresh, ring)))  # type: ignore[arg-type]
+                held = ring[0].clone(), ring[1].clone()
+                _copy(fresh, held, max(before, after - window), after, padding, before)
+                self.add(after, held)
 
     def reaches(self, keep: int, positions: int, window: int, first: int) -> bool:
         """Whether the ring of `keep` positions can be built from that of `positions` and the snapshots.
@@ -58,29 +56,30 @@ class PastWindows:
 
     def ring(self, keep: int, positions: int, now: _Pair, padding: tuple[int, ...], sinks: int) -> _Pair:
         """The ring of `keep` positions, with as many rows as now, if `reaches` is true."""
-        window, device = now[0].shape[2], now[0].device
-        held, pad = _held(keep, padding, window, device), _column(padding, device)
-        keys, values = now
-        for then, (past_keys, past_values) in self.snapshots:
-            inside = ((held >= then - pad - window) & (held < then - pad))[:, None, :, None]
-            past_keys, past_values = (laid_out(past, window, sinks) for past in (past_keys, past_values))
-            keys, values = torch.where(inside, past_keys, keys), torch.where(inside, past_values, values)
-        inside = ((held >= positions - pad - window) & (held < positions - pad))[:, None, :, None]
-        return torch.where(inside, now[0], keys), torch.where(inside, now[1], values)
+        made, window = (now[0].clone(), now[1].clone()), now[0].shape[2]
+        stop = min(keep, positions - window)  # the first position that is in `now`
+        for then, (keys, values) in reversed(self.snapshots):
+            start = max(keep, then) - window
+            if start < stop:
+                past = laid_out(keys, window, sinks), laid_out(values, window, sinks)
+                _copy(past, made, start, min(stop, then), padding)
+                stop = start
+        return made
 
     def cropped(self, keep: int) -> None:
         """Drops snapshots that are newer than `keep`, and all but the last of the older ones."""
         self.snapshots = [(then, ring) for then, ring in self.snapshots if then <= keep][-1:]
 
 
-def _column(padding: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 [batch, 1]; where the sequences have the same padding, the host does not wait for the device."""
-    if len(set(padding)) == 1:
-        return torch.full((len(padding), 1), padding[0], device=device)
-    return torch.tensor(padding, device=device).view(-1, 1)
-
-
-def _held(positions: int, padding: tuple[int, ...], window: int, device: torch.device) -> torch.Tensor:
-    """[batch, window]: the position of each sequence, its padding not counted, that row r holds; negative for none."""
-    last = positions - 1 - _column(padding, device)
-    return last - (last - torch.arange(window, device=device)) % window
+def _copy(of: _Pair, to: _Pair, start: int, stop: int, padding: tuple[int, ...], before: int | None = None) -> None:
+    """Writes the tokens of positions start .. stop - 1 into the ring `to`. They lie in the same rows of the ring `of`,
+    or, if `before` is given, one after the other in `of` from that position on. The host computes all rows."""
+    window = to[0].shape[2]
+    for b, pad in enumerate(padding):
+        at = max(start, pad)
+        while at < stop:
+            row = (at - pad) % window
+            count, first = min(stop - at, window - row), row if before is None else at - before
+            for old, new in zip(of, to):
+                new[b, :, row : row + count] = old[b, :, first : first + count]
+            at += count
