@@ -299,6 +299,15 @@ WRONG = {
     "a letter for a place": (dict(residues=["AA"], positions=[[0, "1"]]), TypeError, r"must be an integer, got '1'"),
     "half a protein": (dict(residues=["A"], positions=[[0]], proteins=[1.0]), TypeError, r"`proteins\[0\]` must be"),
     "copies": (dict(residues=["A", "A"], positions=[[4]]), ValueError, "one entry per copy, got 2, 1 and 2"),
+    "one residue for a list": (dict(residues=3, positions=[[4]]), TypeError, "`residues` must be a list .*got 3"),
+    "one place for a list": (dict(residues=["A"], positions=4), TypeError, "`positions` must be a list .*got 4"),
+    "one place of a copy": (dict(residues=["A"], positions=[4]), TypeError, r"`positions\[0\]` must be a list .*got 4"),
+    "one protein": (dict(residues=["A"], positions=[[4]], proteins=0), TypeError, "`proteins` must be a list .*got 0"),
+    "half a batch": (
+        dict(residues=["A"], positions=[[4]], batch_size=0.5),
+        ValueError,
+        "`batch_size` must be an integer of at least 1, got 0.5",
+    ),
     "batch": (dict(residues=["A"], positions=[[4]], batch_size=0), ValueError, "`batch_size`"),
 }
 
@@ -326,6 +335,7 @@ def test_places_of_other_kinds_of_integers():
     [
         ([], "at least one protein"),
         ("MKV", "must be a list"),
+        (None, "`proteins` must be a list of at least one protein, got None"),
         (torch.zeros(1, 3), "must be a list"),
         (["MKV", ""], r"`proteins\[1\]` must have at least one residue"),
         (["MKV", "mkv"], r"`proteins\[1\]\[0\]` must be a letter of the ESM-2 alphabet.*got 'm'"),

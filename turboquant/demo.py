@@ -182,7 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
     ids = torch.tensor([tokenizer.encode(passage).ids])
     if not 2 <= options.prompt_tokens <= ids.shape[1] or not 3 <= options.tokens <= 400:
-        parser.error(f"--prompt-tokens must be in 2..{ids.shape[1]} and --tokens in 3..400")
+        given = f"{options.prompt_tokens} and {options.tokens}"
+        parser.error(f"--prompt-tokens must be in 2..{ids.shape[1]} and --tokens in 3..400, got {given}")
 
     transformers_logging.disable_progress_bar()
     model = LlamaForCausalLM.from_pretrained(files, dtype=torch.bfloat16).eval()

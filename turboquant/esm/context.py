@@ -17,7 +17,7 @@ new rows are copied (`reading.Reading`).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..spec import CacheSpec
 from .attention import NAME, Pass, plain_attention
 from .graph import StepGraphs
 from .layers import packed_layers
-from .model import attentions, checked_model, embed, integers, padded, positioned, tokenise
+from .model import attentions, check_batch_size, checked_model, embed, integers, padded, positioned, tokenise
 from .reading import Copy, Reading, Shape, described
 from .store import Store, empty
 
@@ -161,10 +161,9 @@ class ContextCache:
         Returns the model's outputs, unaffected by quantisation. ValueError for a bad protein, naming it and the
         residue, and for a model in training mode; the store is unchanged then.
         """
-        if isinstance(proteins, (str, torch.Tensor)) or not len(proteins):
+        if isinstance(proteins, (str, torch.Tensor)) or not isinstance(proteins, Sized) or not len(proteins):
             raise ValueError(f"`proteins` must be a list of at least one protein, got {proteins!r}")
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
+        check_batch_size(batch_size)
         self._check_mode()
         given = [tokenise(p, self.model.config, f"proteins[{i}]") for i, p in enumerate(proteins)]
         order = sorted(range(len(given)), key=lambda i: len(given[i]))
@@ -209,8 +208,7 @@ class ContextCache:
         self._check_mode()
         store = self._held()
         copies = self._copies(store, residues, positions, proteins)
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
+        check_batch_size(batch_size)
         hidden: list[torch.Tensor] = []
         logits: list[torch.Tensor] = []
         for start in range(0, len(copies), batch_size):
@@ -241,6 +239,9 @@ class ContextCache:
         proteins: Sequence[int] | None,
     ) -> list[Copy]:
         """The arguments of `decode`, checked."""
+        for name, given in (("residues", residues), ("positions", positions)):
+            if not isinstance(given, Sized):
+                raise TypeError(f"`{name}` must be a list with one entry per copy, got {given!r}")
         count, held = len(residues), len(store.row_of)
         chosen = list(range(count)) if proteins is None else integers(proteins, "proteins")
         if len(positions) != count or len(chosen) != count:

@@ -10,6 +10,7 @@ import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "PAD",
     "attentions",
     "base_of",
+    "check_batch_size",
     "checked_model",
     "dropout_factor",
     "embed",
@@ -106,6 +108,8 @@ def tokenise(sequence: str | Sequence[str], config: Any, argument: str = "sequen
 
 def integers(numbers: Iterable[Any], argument: str) -> list[int]:
     """Whatever counts as an integer (NumPy's, tensors of one), as int. TypeError for anything else."""
+    if not isinstance(numbers, Iterable):
+        raise TypeError(f"`{argument}` must be a list of integers, got {numbers!r}")
     found = []
     for i, number in enumerate(numbers):
         try:
@@ -113,6 +117,11 @@ def integers(numbers: Iterable[Any], argument: str) -> list[int]:
         except TypeError:
             raise TypeError(f"`{argument}[{i}]` must be an integer, got {number!r}") from None
     return found
+
+
+def check_batch_size(size: Any) -> None:
+    if not isinstance(size, Integral) or size < 1:
+        raise ValueError(f"`batch_size` must be an integer of at least 1, got {size!r}")
 
 
 def padded(tokens: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:

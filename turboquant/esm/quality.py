@@ -25,7 +25,7 @@ from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec
 from .attention import NAME, PackedAttention, Pass, plain_attention
 from .layers import packed_layers
-from .model import MASK, attentions, checked_model, dropout_factor, embed, padded, tokenise
+from .model import MASK, attentions, check_batch_size, checked_model, dropout_factor, embed, padded, tokenise
 
 __all__ = ["ProteinEvaluation", "cosine_losses", "evaluate", "protein_batches"]
 
@@ -152,8 +152,7 @@ def protein_batches(
 
 def _masked_batches(model: Any, sequences: Sequence[str], mask_share: float, seed: int, size: int) -> list[_Batch]:
     """Proteins by length, `size` at a time, each residue masked with a chance of `mask_share`."""
-    if size < 1:
-        raise ValueError(f"`batch_size` must be at least 1, got {size}")
+    check_batch_size(size)
     tokens = [tokenise(s, model.config, f"sequences[{i}]") for i, s in enumerate(sequences)]
     order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
     generator, device = torch.Generator().manual_seed(seed), device_of(model)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from ..hf.routing import routed
 from ..spec import CacheSpec
 from .attention import NAME, plain_attention
 from .context import ContextCache, Letters
-from .model import ALPHABET, AMINO_ACIDS, MASK, checked_model, integers, tokenise
+from .model import ALPHABET, AMINO_ACIDS, MASK, check_batch_size, checked_model, integers, tokenise
 
 __all__ = ["Scan", "masked_marginals", "wild_type_marginals"]
 
@@ -83,8 +82,7 @@ def masked_marginals(
     NotImplementedError for a model without the head.
     """
     base = _scannable(model)
-    if not isinstance(batch_size, Integral) or batch_size < 1:
-        raise ValueError(f"`batch_size` must be an integer of at least 1, got {batch_size!r}")
+    check_batch_size(batch_size)
     if context is not None and not isinstance(context, ContextCache):
         raise TypeError(f"`context` must be a ContextCache or None, got {context!r}")
     tokens = tokenise(sequence, model.config)
