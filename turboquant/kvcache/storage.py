@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -55,7 +55,6 @@ _append_attend = torch.ops.turboquant.append_attend.default
 # speculative decoding are usually shorter, and are verified as their tokens would be decoded one by one.
 IN_PARTS_FROM = {"cpu": 32, "cuda": 128}
 
-_Result = TypeVar("_Result")
 _NOTHING = torch.empty(0)  # the pages of an empty layer
 _NONE: torch.Tensor | None = None
 
@@ -226,22 +225,28 @@ class LayerStorage:
             window = self.window_k.clone(), self.window_v.clone()
             self.past.add(before, window)
             self.past.add_fresh(before, (key, value), window, padding)
-        state = {**self.arguments(), "flag": self.flag}
+        state = self.arguments()
         assert self.table is not None
+        where = self.pages, self.block_table
+        # Forks may attend in several threads at the same time, but not write.
+        apart = how is not None and self.table.pool.tables > 1 and (new == 1 or self.window_k is None)
 
-        def write(table: PageTable) -> torch.Tensor | None:
+        def write(table: PageTable) -> None:
+            nonlocal where, attended
             where = table.pool.storage, table.tensor
-            if how is None:
-                _append(self.plan.words, key, value, lengths, *where, **state)
-                return attended
+            if how is None or apart:
+                _append(self.plan.words, key, value, lengths, *where, flag=self.flag, **state)
+                return
             schedule = self._schedule(query, where, lengths, after, padding, sliding_window)
-            out: torch.Tensor = _append_attend(
-                self.plan.words, query, key, value, lengths, *where, schedule=schedule, **how, **state
+            attended = _append_attend(
+                self.plan.words, query, key, value, lengths, *where, flag=self.flag, schedule=schedule, **how, **state
             )
-            return out
 
-        attended = self._with_room(after, padding, write)
+        self._with_room(after, padding, write)
         self.tokens, self.padding, self.sliding_window = after, padding, sliding_window
+        if how is not None and apart:
+            schedule = self._schedule(query, where, lengths, after, padding, sliding_window)
+            attended, _ = _attend(self.plan.words, query, *where, lengths, schedule=schedule, **how, **state)
         if sliding_window and new > 1:  # the earlier queries have read these pages: now forks may reuse them
             self._release()
             self.table.compact()
@@ -304,14 +309,14 @@ class LayerStorage:
         sizes = rows_of(self.sink_k), rows_of(self.window_k), sliding_window
         return self.shared.schedule(after, padding, self.plan, sizes, (query, *where, lengths))
 
-    def _with_room(self, after: int, padding: tuple[int, ...], write: Callable[[PageTable], _Result]) -> _Result:
+    def _with_room(self, after: int, padding: tuple[int, ...], write: Callable[[PageTable], None]) -> None:
         """write(table) once there are pages for `after` positions. A failure leaves the table as it was."""
         table = self.table
         assert table is not None
         with table.pool.lock:
             undo = None if after <= table.ready else self._reserve(table, after, padding)
             try:
-                return write(table)
+                write(table)
             except BaseException as error:
                 if undo is not None:
                     undo()
