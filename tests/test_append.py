@@ -50,12 +50,17 @@ def mixed_bits(rng: np.random.Generator, head_dim: int, group: int = 32) -> tupl
 # ---- every bits x rotation x scale x head_dim ----
 
 
+# Two of four scales, which change places from one case to the next; the other two are slow tests.
+HALF = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@HALF
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
-def test_bytes(head_dim: int, rotation: str, rng: np.random.Generator) -> None:
+def test_bytes(head_dim: int, rotation: str, half: int, rng: np.random.Generator) -> None:
     k, v = (awkward_rows(rng, 41, head_dim)[None, None] for _ in range(2))
     for i, (bits, other) in enumerate(zip(ref.WIDTHS, ref.WIDTHS[::-1]), start=head_dim // 8):
-        for scale in SCALES[i % 2 :: 2]:  # the others with the next head_dim
+        for scale in SCALES[(i + half) % 2 :: 2]:
             kind = dict(rotation=ROTATIONS[rotation], codebook=int(rng.integers(2)), scale=scale, page_tokens=32)
             p = ref.plan(head_dim, bits, other, seed=int(rng.integers(2**63)), **kind)
             key, value = (random_transform(rng, p, 1, plain=scale % 2 == 0) for _ in range(2))
@@ -71,8 +76,9 @@ def test_bytes(head_dim: int, rotation: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("group", [32, 16])
 @pytest.mark.parametrize("head_dim", (*HEAD_DIMS, *ODD_HEAD_DIMS))
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_bytes_of_mixed_plans(head_dim: int, rotation: str, group: int, rng: np.random.Generator) -> None:
-    for scale in SCALES:
+@HALF
+def test_bytes_of_mixed_plans(head_dim: int, rotation: str, group: int, half: int, rng: np.random.Generator) -> None:
+    for scale in SCALES[(head_dim // 8 + group // 16 + half) % 2 :: 2]:
         bits, kind = [mixed_bits(rng, head_dim, group) for _ in range(2)], dict(rotation=ROTATIONS[rotation])
         p = ref.plan(head_dim, *bits, **kind, scale=scale, group=group)
         key, value = (random_transform(rng, p, 2) for _ in range(2))

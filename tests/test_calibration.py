@@ -218,6 +218,8 @@ def test_sensitivity_predicts_the_divergence(kind, model, measured):
         first = (ids[:, :, None] == ids[:, None]).int().argmax(-1)  # equal tokens have equal errors there
         return torch.take_along_dim(noise, first[:, None, :, None], 2)
 
+    with tapped(model):
+        wanted = [measure._forward(model, batch) for batch in batches]
     ratios = []
     for layer, side, group in np.ndindex(measured.layers, 2, measured.groups()):
         at = slice(32 * group, 32 * group + 32)
@@ -225,7 +227,7 @@ def test_sensitivity_predicts_the_divergence(kind, model, measured):
         size = 0.05 * float(measured.variance[layer, side][:, at].mean()) ** 0.5
         found = []
         with tapped(model) as tapping:
-            for batch in 3 * batches:
+            for batch, want in 3 * list(zip(batches, wanted)):
 
                 def hook(
                     module, i, query, key, value, here=(layer, side), ids=batch["input_ids"], axes=axes, size=size
@@ -236,8 +238,6 @@ def test_sensitivity_predicts_the_divergence(kind, model, measured):
                         both[here[1]] = both[here[1]] + torch.einsum("bhtn,hnd->bhtd", noise, axes)
                     return both
 
-                tapping.hook = None
-                want = measure._forward(model, batch)
                 tapping.hook = hook
                 got = measure._forward(model, batch)
                 each = token_divergence(want, got) if kind is None else 1 - torch.cosine_similarity(
