@@ -203,6 +203,15 @@ def test_what_it_refuses(model, windows, calibration):
                       (windows.bool(), r"bool \[3, 200\]"), (windows.cfloat(), r"complex64 \[3, 200\]")):  # fmt: skip
         with pytest.raises(TypeError, match=rf"`windows` must be token ids \[windows, tokens\], got {what}$"):
             turboquant.evaluate(model, bad, "default")
+    known = model.get_input_embeddings().num_embeddings
+    for bad in (-100, known):
+        with pytest.raises(ValueError, match=rf"`windows` must be token ids in 0..{known - 1}, got {bad}"):
+            turboquant.evaluate(model, torch.cat([windows, torch.full_like(windows, bad)]), "default")
+    for name in ("batch", "chunk", "generate"):
+        with pytest.raises(TypeError, match=f"`{name}` must be an integer, got 1.5"):
+            turboquant.evaluate(model, windows, "default", **{name: 1.5})
+    with pytest.raises(TypeError, match="`model` must be a transformers model, got str"):
+        turboquant.evaluate("model", windows, "default")
     with pytest.raises(ValueError, match="at least one window of two tokens"):
         turboquant.evaluate(model, windows[:, :1], "default")
     with pytest.raises(ValueError, match="`prefill` must be one of packed, chunked, decode, got 'fast'"):

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from ..spec import CacheSpec
 from .cache import TurboQuantCache, checked_config
 from .names import CACHE, cache_argument
 from .patching import patch, unpatch
+from .patching.wrappers import checked_base_model
 from .placement import device_of
 
 __all__ = [
@@ -196,9 +198,12 @@ def evaluate_all(
     if prefill not in PREFILLS:
         raise ValueError(f"`prefill` must be one of {', '.join(PREFILLS)}, got {prefill!r}")
     for name, number, least in (("chunk", chunk, 1), ("batch", batch, 1), ("generate", generate, 0)):
+        if not isinstance(number, Integral):
+            raise TypeError(f"`{name}` must be an integer, got {number!r}")
         if number < least:
             raise ValueError(f"`{name}` must be at least {least}, got {number}")
-    windows = _checked(windows)
+    checked_base_model(model)
+    windows = _checked(windows, model)
     chosen = _chosen(specs, everything_packed)
     free: dict[str, FreeRunning] = {}
     with _ready(model, chosen, calibration) as caches:
@@ -231,10 +236,13 @@ def _without_window(spec: CacheSpec) -> CacheSpec:
     return spec.with_(window=0, **({"overrides": layers} if layers else {}))
 
 
-def _checked(windows: Any) -> torch.Tensor:
+def _checked(windows: Any, model: Any) -> torch.Tensor:
     ids = token_ids(windows, "`windows` must be token ids [windows, tokens]")
     if ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ValueError(f"`windows` must hold at least one window of two tokens, got shape {tuple(ids.shape)}")
+    known, least, most = model.get_input_embeddings().num_embeddings, int(ids.min()), int(ids.max())
+    if least < 0 or most >= known:  # on CUDA every later call would fail
+        raise ValueError(f"`windows` must be token ids in 0..{known - 1}, got {least if least < 0 else most}")
     return ids
 
 
