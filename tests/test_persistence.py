@@ -137,6 +137,13 @@ def test_numbers_of_open_files_are_no_paths(tmp_path):
         file.write(b"still open")
 
 
+@pytest.mark.parametrize("kind, what", [(TurboQuantCache, "a cache file"), (Moments, "a file of moments")])
+def test_folders_are_no_files(tmp_path, kind, what):
+    for path, why in ((tmp_path, "a folder"), (tmp_path / "x", "which is not there")):
+        with pytest.raises(FileNotFoundError, match=f"`path` must be {what}, got '{path}', {why}"):
+            kind.load(path)
+
+
 def test_an_empty_cache(tmp_path):
     new("default").save(tmp_path / "c")
     cache = TurboQuantCache.load(tmp_path / "c")

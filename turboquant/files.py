@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tensor", "array_bytes", "crc32", "file_name", "layout", "numpy_dtype", "read_arrays", "read_header",
-           "tensor", "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
+__all__ = ["Tensor", "array_bytes", "crc32", "existing_file", "file_name", "layout", "numpy_dtype", "read_arrays",
+           "read_header", "tensor", "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
 
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
@@ -43,6 +43,15 @@ def file_name(path: object) -> str:
         return os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"`path` must be a str or a path, got {path!r}") from None
+
+
+def existing_file(path: object, what: str) -> str:
+    """`path` as text. FileNotFoundError, saying that `path` must be `what`, if it is no file."""
+    name = file_name(path)
+    if not os.path.isfile(name):
+        why = "a folder" if os.path.isdir(name) else "which is not there"
+        raise FileNotFoundError(f"`path` must be {what}, got {name!r}, {why}")
+    return name
 
 
 def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts: Iterable[bytes | memoryview]) -> None:
@@ -214,9 +223,7 @@ def write_arrays(
 def read_arrays(path: str | os.PathLike[str], form: str, what: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """(metadata, arrays) of a file that `write_arrays` made. FileNotFoundError, saying that `path` must be `what`, if
     there is none; ValueError for one that is damaged or foreign."""
-    name = file_name(path)
-    if not os.path.isfile(name):
-        raise FileNotFoundError(f"`path` must be {what}, got {name!r}, which is not there")
+    name = existing_file(path, what)
     with open(name, "rb") as file:
         meta, tensors, start = read_header(file, form)
         sums = meta.get("crc32")

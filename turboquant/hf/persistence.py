@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import describe
-from ..files import Tensor, array_bytes, crc32, file_name, layout, numpy_dtype, read_header, tensor, write_tensors
+from ..files import Tensor, array_bytes, crc32, existing_file, layout, numpy_dtype, read_header, tensor, write_tensors
 from ..fingerprints import differences
 from ..kvcache.exact import exact_rows, laid_out
 from ..kvcache.pages import RELEASED, PagePool, PageTable, outside_autograd
@@ -205,9 +205,7 @@ def load(
     moments: Moments | str | os.PathLike[str] | None = None,
 ) -> TurboQuantCache:
     """See `TurboQuantCache.load`."""
-    name = file_name(path)
-    if not os.path.isfile(name):
-        raise FileNotFoundError(f"`path` must be a cache file, got {name!r}, which is not there")
+    name = existing_file(path, "a cache file")
     found = None if calibration is None else Calibration.of(calibration)
     measured = None if moments is None else Moments.of(moments)
     mark = None if model is None else _mark(model)
