@@ -265,10 +265,11 @@ def test_pages_that_fell_out_of_the_window_are_freed(fields, monkeypatch):
         assert torch.equal(forward(freeing, piece, local_size=window), forward(keeping, piece, local_size=window))
 
 
-def test_a_crop_within_a_page_leaves_the_table_as_it_is():
-    """A draft, of which some tokens are taken back, makes no new table in a layer. A fork gets a page of its own."""
+def test_a_table_is_made_anew_where_it_must_be():
+    """A copy, and a draft of which some tokens are taken back, make no new one. A fork gets a page of its own."""
     cache, other, stream = new(PACKED), new(PACKED), Stream(tokens=400)
     forward(cache, stream.piece(0, 300)), forward(other, stream.piece(0, 300))
+    cache = copy.deepcopy(cache)
     tables = [layer.storage.block_table for layer in cache.layers]
     for start in range(300, 370, 7):
         cache.crop(start), other.crop(start)

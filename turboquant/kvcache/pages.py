@@ -163,10 +163,11 @@ class PageTable:
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: its own pages alone, whatever else is in the pool."""
         pages, rows = self.packed()
-        return {"pages": pages, "rows": rows, "ready": -1}
+        return {"pages": pages, "rows": rows, "ready": self.ready}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(PagePool(state["pages"]), state["rows"])  # type: ignore[misc]
+        self.ready = state["ready"]
 
     @outside_autograd
     def packed(self, counts: Sequence[int] | None = None) -> tuple[torch.Tensor, list[list[int]]]:
