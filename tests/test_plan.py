@@ -148,7 +148,7 @@ def test_bits_alone_are_a_side() -> None:
         (dict(key=True), TypeError, "`key_bits` must be an integer, got True"),
         (dict(key={4, 2}), TypeError, "`key_bits` must be an integer or a sequence of integers, got {"),
         (dict(key=np.array(4.0)), TypeError, "`key_bits` must be an integer, got array(4.)"),
-        (dict(metric=5), ValueError, "`metric` must be 0 (none) or 1 + a rank in 0..4, got 6"),
+        (dict(metric=5), ValueError, "`metric` must be a rank in 0..4, or None, got 5"),
     ],
 )  # fmt: skip
 def test_refuses(changes: dict[str, Any], error: type[Exception] | None, says: str) -> None:

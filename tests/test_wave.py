@@ -395,5 +395,5 @@ def test_plans(rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match="`wave_pairs` must be"):
         Plan(512, 4, wave_pairs=8)
     for rank in (-2, 5):
-        with pytest.raises(ValueError, match="`metric` must be 0 .none. or 1 . a rank in 0..4"):
+        with pytest.raises(ValueError, match="`metric` must be a rank in 0..4, or None, got"):
             Plan(64, 4, 4, metric=rank)

@@ -209,7 +209,7 @@ class Plan:
         numbers = {n: _integer(getattr(self, n), n) for n in ("head_dim", "page_tokens", "group", "seed", "wave_pairs")}
         law, scaling = member(Codebook, self.codebook, "codebook"), member(Scale, self.scale, "scale")
         metric = None if self.metric is None else _integer(self.metric, "metric")
-        if metric is not None and metric < 0:  # the core knows 0 as no metric
+        if metric is not None and not 0 <= metric <= MAX_RANK:  # in the core 0 is no metric
             raise ValueError(f"`metric` must be a rank in 0..4, or None, got {metric}")
         group = numbers["group"] if numbers["group"] in (GROUP, FINE_GROUP) else GROUP  # the core refuses others
         groups = max(1, -(-min(numbers["head_dim"], MAX_DIM) // group))

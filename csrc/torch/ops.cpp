@@ -268,12 +268,16 @@ Tensor converted(const Call &call, const Tensor &t, int32_t dtype)
     return out;
 }
 
-/** Copies of both, one behind the other, in one launch. */
-Tensor joined(const Tensor &a, const Tensor &b)
+/** Copies of both, which are alike, one behind the other, in one launch. */
+Tensor joined(const Call &call, const Tensor &a, const Tensor &b)
 {
-    std::array<StableIValue, 2> stack{torch::stable::detail::from(std::vector<Tensor>{a, b}),
-                                      torch::stable::detail::from(int64_t{0})};
-    torch_check(torch_call_dispatcher("aten::cat", "", stack.data(), TORCH_ABI_VERSION), "cat");
+    auto sizes = a.sizes();
+    std::vector<int64_t> both(sizes.begin(), sizes.end());
+    both[0] *= 2;
+    Tensor out = call.allocate(both, dtype_of(a));
+    std::array<StableIValue, 3> stack{torch::stable::detail::from(std::vector<Tensor>{a, b}),
+                                      torch::stable::detail::from(int64_t{0}), torch::stable::detail::from(out)};
+    torch_check(torch_call_dispatcher("aten::cat", "out", stack.data(), TORCH_ABI_VERSION), "cat");
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -524,7 +528,7 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
     Launch launch(call);
     Maybe earlier;
     if (given(window_k) && given(window_v) && a.tokens > 1) {
-        earlier = joined(*window_k, *window_v);
+        earlier = joined(call, *window_k, *window_v);
         p.window_k = earlier->const_data_ptr();
         p.window_v =
             static_cast<const char *>(p.window_k) + window_k->numel() * static_cast<int64_t>(window_k->element_size());
