@@ -253,7 +253,7 @@ def test_equal_tokens_share_the_errors_of_first_values(padded, rng):
     gradient = torch.from_numpy(rng.standard_normal((2, 3, 5, 4)))
     ids = torch.tensor([[7, 2, 7, 7, 2], [1, 2, 3, 4, 7]])
     real = torch.tensor([[False, True, True, True, True], [True] * 5]) if padded else None
-    found = measure._of_tokens(gradient, ids, real)
+    found = measure.of_tokens(gradient, ids, real)
     two, seven = gradient[0][:, [1, 4]].sum(1), gradient[0][:, [2, 3] if padded else [0, 2, 3]].sum(1)
     want = torch.stack([two, seven, *gradient[1].unbind(1)], 1)[None]
     torch.testing.assert_close(found, want)

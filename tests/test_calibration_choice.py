@@ -92,7 +92,8 @@ def test_costs_of_sides_are_what_they_do(model, texts, found):
         results = evaluate_all(model, torch.cat(texts), specs, batch=5, generate=0)
     kl = {name: one.kl_divergence for name, one in results.items()}
     added = np.array([[kl[layer, side] - kl["quiet"] for side in range(2)] for layer in range(3)])
-    ratio = added / (found.side_costs * (distortions()[3] - distortions()[6]))
+    costs = np.mean([trial.side_costs(model, one, found.moments["text"], seed) for seed, one in enumerate(texts)], 0)
+    ratio = added / (costs * (distortions()[3] - distortions()[6]))
     assert ratio.min() > 0.6 and ratio.max() < 1.6, ratio
 
 
@@ -114,6 +115,16 @@ def test_the_best_is_chosen_and_none_is_always_there():
     assert "3 bits: axes, groups of 32, 40.0% less than none." in printed
     assert "2.5 bits: none, nothing diverges 5% less." in printed
     assert "2 bits: none, since axes, groups of 32 costs 7% more on another kind of text." in printed
+
+
+def test_other_kinds_of_text_are_judged_over_all_averages():
+    ratios = {(1, 3): 1.2, (1, 4): 0.9, (2, 3): 1.02, (2, 4): 1.0}  # by place and average; place 0 is held-out text
+    done = {f"{i} {average} none 32": 0.1 for i, average in ratios}
+    done |= {f"{i} {average} widths 32": 0.1 * ratio for (i, average), ratio in ratios.items()}
+    given = [Trial(average, method, 32, 0.1) for average in (3.0, 4.0) for method in ("none", "widths")]
+    for kinds, wanted in (([{}, {}], [1.0, 1.08**0.5] * 2), ([], [None] * 4)):
+        measure = trial._Measure(None, None, [{}], kinds, done, None, False)
+        assert [t.elsewhere for t in measure.elsewhere(given)] == [x and pytest.approx(x) for x in wanted]
 
 
 def test_no_text_of_the_package_no_veto():

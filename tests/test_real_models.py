@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, real_model
+from conftest import ROOT, real_model, shared_file
 from models import with_key_biases
 from specs import bare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from turboquant import evaluate, patch
-from turboquant.hf.evaluation import text_windows
+from turboquant import CacheSpec, calibrate, evaluate, measure, patch
+from turboquant.calibration import trial
+from turboquant.hf.evaluation import evaluate_all, text_windows
 
 TEXT = """The quality of a compressed cache shows in what a model says next. A window of a few hundred tokens is enough
 to tell one width from another: each bit less multiplies the divergence by four or five. The text may be about anything,
@@ -55,3 +56,44 @@ def test_smollm2_with_large_key_biases(norms):
         spec = bare(bits, bits, sinks=4, centre="wave", metric="query")
         patch(model, spec, tokenizer=tokenizer)
         assert evaluate(model, windows, spec, generate=0).kl_divergence < most
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    folder = real_model("smollm2")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_a_calibration_on_one_half_of_a_book_serves_the_other(smollm2, monkeypatch):
+    """As many bits, spent as the calibration chose, do not diverge more than without a calibration. Axes are left out
+    and texts are short, to save time."""
+    model, tokenizer = smollm2
+    monkeypatch.setattr(trial, "ELSEWHERE", 64)
+    monkeypatch.setattr(trial, "_METHODS", trial._METHODS[:4])
+    text = shared_file("data/books_val.txt").read_text(encoding="utf-8")
+    windows = text_windows(text[-700_000:], tokenizer, 3, 256).split(1)
+    found = calibrate(model, windows[:2], held_out=windows[2:], averages=(3,), tokenizer=tokenizer)
+    held_out = {one.method: one for one in found.trials}
+    (best,) = (one for one in found.trials if one.chosen)
+    assert best.kl_divergence <= held_out["none"].kl_divergence and best.elsewhere <= 1.05
+    specs = {"calibrated": CacheSpec(budget=3, sinks=4), "default": CacheSpec(3, 3, sinks=4)}
+    kl = evaluate_all(model, text_windows(text[:400_000], tokenizer, 2, 256), specs, calibration=found,
+                      everything_packed=True, generate=0)  # fmt: skip
+    assert kl["calibrated"].kl_divergence < 1.05 * kl["default"].kl_divergence
+
+
+@pytest.mark.slow
+def test_costs_of_sides_of_smollm2_are_what_they_do(smollm2):
+    """Values of layers 4 to 8 seem three times as costly if means of lengths and gradients are multiplied."""
+    model, tokenizer = smollm2
+    windows = text_windows((ROOT / "turboquant/data/moments/prose.txt").read_text(encoding="utf-8"), tokenizer, 2, 256)
+    costs = sum(trial.side_costs(model, one, measure(model, tokenizer), 0) for one in windows.split(1)) / 2
+    layers = range(model.config.num_hidden_layers)
+    quiet = {i: {"key_bits": 6, "value_bits": 6} for i in layers}
+    coarse = {i: {"key_bits": 6, "value_bits": 3} for i in range(4, 9)}
+    specs = {"quiet": CacheSpec(overrides=quiet, sinks=4), "coarse": CacheSpec(overrides={**quiet, **coarse}, sinks=4)}
+    kl = evaluate_all(model, windows, specs, everything_packed=True, generate=0)
+    added = kl["coarse"].kl_divergence - kl["quiet"].kl_divergence
+    assert 0.6 < added / (costs[4:9, 1].sum() * 0.035) < 1.6  # 0.035: the error of 3 bits, of unit variance

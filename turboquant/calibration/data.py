@@ -62,8 +62,8 @@ class Calibration:
                   values.
     moments       "model": of the model, as `turboquant.measure` finds them; "text": of the calibration's text and the
                   package's, each counted half. Empty where none were measured.
-    side_costs    [layers, 2]: the KL divergence, in nats per token, that the keys or values of a layer would cause if
-                  their error were as large as what is quantised; with the moments of the text.
+    side_costs    [layers, 2]: the share of a layer's keys or values in the KL divergence if each error were as large as
+                  what is quantised, mean over windows of the text; with the moments of the model.
     trials        results on text that nothing was learned from (`choice.Trial`); may be empty.
 
     Raises ValueError that names what is wrong: a shape, a dtype, a number that is not finite, a negative variance.

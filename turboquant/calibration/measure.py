@@ -33,7 +33,17 @@ from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
 from .tables import kmeans_table
 
-__all__ = ["calibrate", "checked_seed", "describe", "fingerprint", "token_divergence", "token_ids"]
+__all__ = [
+    "calibrate",
+    "checked_seed",
+    "describe",
+    "fingerprint",
+    "gradients",
+    "of_tokens",
+    "skipped",
+    "token_divergence",
+    "token_ids",
+]
 
 SAMPLED_TENSORS, SAMPLED_WEIGHTS = 8, 16  # in a fingerprint
 SINKS = 4
@@ -113,7 +123,7 @@ class _Moments:
         return np.stack(first).reshape(shape), np.stack(second).reshape(*shape, shape[-1])
 
 
-def _skipped(model: Any) -> int:
+def skipped(model: Any) -> int:
     """How many first tokens of a sequence are not counted: decoders keep them exact, and they are unlike all others."""
     return 0 if _is_esm(model) else SINKS
 
@@ -187,7 +197,7 @@ def _score(model: Any, output: torch.Tensor, real: torch.Tensor | None, seed: in
     return total
 
 
-def _of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+def of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     """[1, kv_heads, n, head_dim] of a gradient [batch, kv_heads, tokens, head_dim]: summed over equal tokens of a
     sequence. Values of the first layer depend on the token alone. Equal tokens have equal values and equal errors,
     which do not average out."""
@@ -200,45 +210,49 @@ def _of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | N
     return torch.cat(sums, 1)[None]
 
 
-def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any]) -> None:
-    skip = _skipped(model)
+def gradients(model: Any, tap: Tap, batch: Batch, seed: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """(layer, side, keys or values, gradient of `_score` with respect to them) of all layers, layer by layer; tensors
+    [batch, kv_heads, tokens, head_dim]."""
+    held: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def hook(
+        module: torch.nn.Module, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        errors = [torch.zeros_like(x, requires_grad=True) for x in (key, value)]
+        held.update({(layer, side): (x.detach(), errors[side]) for side, x in enumerate((key, value))})
+        return key + errors[0], value + errors[1]
+
     # By name: hooks that offload weights make new parameters in each forward.
     trained = [name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad]
-    step(run.probed)
+    tap.hook = hook
     try:
         for name in trained:  # their gradients are not wanted: keep nothing for them
             model.get_parameter(name).requires_grad_(False)
-        for i, batch in enumerate(batches[run.probed :], run.probed):
-            errors: dict[tuple[int, int], torch.Tensor] = {}
-
-            def hook(
-                module: torch.nn.Module,
-                layer: int,
-                query: torch.Tensor,
-                key: torch.Tensor,
-                value: torch.Tensor,
-                errors: dict[tuple[int, int], torch.Tensor] = errors,
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-                errors[layer, 0], errors[layer, 1] = (torch.zeros_like(x, requires_grad=True) for x in (key, value))
-                return key + errors[layer, 0], value + errors[layer, 1]
-
-            tap.hook, real = hook, _counted(batch, skip)
-            with torch.enable_grad(), _kept(model):
-                score = _score(model, _forward(model, batch), _real(batch), run.seed + i)
-                gradients = torch.autograd.grad(score, list(errors.values()))
-            for (layer, side), gradient in zip(errors, gradients):
-                if (layer, side) == (0, 1):
-                    run.costs.add(layer, side, _of_tokens(gradient, batch["input_ids"], real), None)
-                else:
-                    run.costs.add(layer, side, gradient, real)
-            run.costs.tokens += _count(batch, skip)
-            run.probed += 1
-            run.save()
-            step()
+        with torch.enable_grad(), _kept(model):
+            score = _score(model, _forward(model, batch), _real(batch), seed)
+            found = torch.autograd.grad(score, [errors for _, errors in held.values()])
     finally:
         tap.hook = None
         for name in trained:
             model.get_parameter(name).requires_grad_(True)
+    for ((layer, side), (x, _)), gradient in zip(held.items(), found):
+        yield layer, side, x, gradient
+
+
+def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any]) -> None:
+    skip = skipped(model)
+    step(run.probed)
+    for i, batch in enumerate(batches[run.probed :], run.probed):
+        real = _counted(batch, skip)
+        for layer, side, _, gradient in gradients(model, tap, batch, run.seed + i):
+            if (layer, side) == (0, 1):
+                run.costs.add(layer, side, of_tokens(gradient, batch["input_ids"], real), None)
+            else:
+                run.costs.add(layer, side, gradient, real)
+        run.costs.tokens += _count(batch, skip)
+        run.probed += 1
+        run.save()
+        step()
 
 
 def _kept(model: Any) -> AbstractContextManager[Any]:
@@ -355,8 +369,8 @@ def calibrate(
     seed = checked_seed(seed)
     every = [_checked(i, batch, "batches") for i, batch in enumerate(batches)]
     mark = _checked_model(model)
-    given = [batch for batch in every if _count(batch, _skipped(model))]
-    tokens = sum(_count(batch, _skipped(model)) for batch in given)
+    given = [batch for batch in every if _count(batch, skipped(model))]
+    tokens = sum(_count(batch, skipped(model)) for batch in given)
     tests = _checked_held_out(model, held_out)
     averages = checked_averages(averages)
     if tokens <= mark["head_dim"]:
@@ -367,12 +381,12 @@ def calibrate(
         raise ValueError(f"`sensitivity_batches` must be at least 1, got {sensitivity_batches}")
     probes = given[:sensitivity_batches]
     run = _Run(_identity(mark, [*given, *tests], len(probes), seed), seed, checkpoint)
-    found, second, cost = _learned(model, mark, given, probes, run, source, progress)
+    found = _learned(model, mark, given, probes, run, source, progress)
     if not tests:
         return found
     from .trial import tried, with_moments
 
-    found = with_moments(found, model, tokenizer, given, second, cost)
+    found = with_moments(found, model, tokenizer, given, probes)
     return tried(found, model, tokenizer, tests, averages, run.trials, run.save, progress)
 
 
@@ -384,8 +398,8 @@ def _learned(
     run: _Run,
     source: str,
     progress: bool,
-) -> tuple[Calibration, np.ndarray, np.ndarray]:
-    """(the result of both passes, second moments, costs), the last two [layers, 2, kv_heads, head_dim, head_dim]."""
+) -> Calibration:
+    """The result of both passes."""
     layers = mark["layers"]
     with _bar(len(batches) + len(probes), progress) as step, tapped(model) as tap:
         _measure_moments(model, tap, batches, run, step, layers)
@@ -397,9 +411,8 @@ def _learned(
     axes = plan_axes(covariance, cost)
     made = (mean, covariance, axes, variance_along(axes, covariance), variance_along(axes, cost), tables)
     parts = dict(zip(("centre", "covariance", "axes", "variance", "sensitivity", "tables"), made))
-    found = Calibration(**{name: x.astype(np.float32) for name, x in parts.items()}, fingerprint=mark,
-                        tokens=run.moments.tokens, seed=run.seed, source=source)  # fmt: skip
-    return found, second, cost
+    return Calibration(**{name: x.astype(np.float32) for name, x in parts.items()}, fingerprint=mark,
+                       tokens=run.moments.tokens, seed=run.seed, source=source)  # fmt: skip
 
 
 def _checked_held_out(model: Any, held_out: Sequence[Batch | torch.Tensor] | None) -> list[Batch]:
@@ -502,7 +515,7 @@ def _measure_moments(
 ) -> None:
     step(run.done)
     for batch in batches[run.done :]:
-        real = _counted(batch, _skipped(model))
+        real = _counted(batch, skipped(model))
 
         def hook(
             module: torch.nn.Module,
@@ -520,7 +533,7 @@ def _measure_moments(
         if len(tap.order) != layers:
             raise NotImplementedError(f"{type(model).__name__} cannot be calibrated: the attention of {len(tap.order)} "
                                       f"of its {layers} layers goes through AttentionInterface")  # fmt: skip
-        run.moments.tokens += _count(batch, _skipped(model))
+        run.moments.tokens += _count(batch, skipped(model))
         run.done += 1
         run.save()
         step()

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..hf.tap import tapped
 from ..moments import Moments
 from ..spec import BUDGET_BITS, CacheSpec
 from .choice import Trial, chosen
 from .data import Calibration
+from .measure import gradients, of_tokens, skipped
 
 __all__ = ["side_costs", "tried", "with_moments"]
 
@@ -34,10 +36,9 @@ F64 = NDArray[np.float64]
 
 
 def with_moments(
-    found: Calibration, model: Any, tokenizer: Any, batches: Sequence[Batch], second: F64, cost: F64
+    found: Calibration, model: Any, tokenizer: Any, batches: Sequence[Batch], probes: Sequence[Batch]
 ) -> Calibration:
-    """`found` with moments and costs of sides. second, cost [layers, 2, kv_heads, head_dim, head_dim]: means of outer
-    products of keys and values, and what errors cost. Errors as of `turboquant.measure`."""
+    """`found` with moments, and with costs of sides on some of the batches. Errors as of `turboquant.measure`."""
     from ..moments.measure import measure, measure_with_text
 
     windows = [row[None] for batch in batches for row in _rows(batch)]
@@ -45,9 +46,10 @@ def with_moments(
         "model": measure(model, tokenizer),
         "text": measure_with_text(model, windows, tokenizer, found.source),
     }
-    longest = max(window.shape[1] for window in windows)
-    costs = side_costs(second, cost, moments["text"], longest).astype(np.float32)
-    return replace(found, moments=moments, side_costs=costs)
+    rows = [row[None] for batch in probes for row in _rows(batch)]
+    costs = [side_costs(model, row, moments["model"], found.seed + i) for i, row in enumerate(rows)]
+    shares = [cost / (cost.sum() or 1) for cost in costs]  # a token in thousands costs as much as all of its window
+    return replace(found, moments=moments, side_costs=np.mean(shares, 0).astype(np.float32))
 
 
 def _rows(batch: Batch) -> list[torch.Tensor]:
@@ -57,29 +59,28 @@ def _rows(batch: Batch) -> list[torch.Tensor]:
     return list(rows) if mask is None else [row[real] for row, real in zip(rows, mask.bool().cpu())]
 
 
-def side_costs(second: F64, cost: F64, moments: Moments, tokens: int) -> F64:
+def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int) -> F64:
     """[layers, 2]: what a side costs, in nats per token, if the error of each vector is as large as what is quantised.
 
-    Quantised are y = A (k - c_p) for keys, and v itself for values. The error spreads evenly over all channels, and
-    that of y is multiplied by A^-1. So a head costs trace(F A^-1 A^-T) E|y|^2 / head_dim. F is the cost of errors,
-    E|y|^2 = trace(A (E[k k^T] - E[c_p c_p^T]) A^T), and c_p the mean of k at position p of `tokens`.
+    ids [1, tokens]. Quantised are y = A (k - c_p) for keys, and v itself for values. The error spreads evenly over all
+    channels, and that of y is multiplied by A^-1. So a token costs |A^-1 g|^2 |y|^2 / (2 head_dim), or
+    |g|^2 |v|^2 / (2 head_dim), with g as of `measure.gradients`. Both factors are unusual for the same tokens, those
+    that many others look at, so the product of two means would be another number.
     """
-    dim = second.shape[-1]
-    found = np.zeros(second.shape[:2])
-    for i, layer in enumerate(moments.layers):
-        centre = layer.centre_at(np.arange(SINKS, tokens))
-        there, back = layer.metric()
-        spread = second[i, 0] - centre.swapaxes(-1, -2) @ centre / centre.shape[1]
-        energy = np.maximum(np.trace(there @ spread @ there.swapaxes(-1, -2), axis1=-2, axis2=-1), 0)
-        price = np.trace(cost[i, 0] @ back @ back.swapaxes(-1, -2), axis1=-2, axis2=-1)
-        found[i, 0] = (energy * price).sum() / dim
-        found[i, 1] = (_trace(second[i, 1]) * _trace(cost[i, 1])).sum() / dim
-    return found
-
-
-def _trace(matrices: F64) -> F64:
-    diagonal: F64 = np.trace(matrices, axis1=-2, axis2=-1)
-    return diagonal
+    skip, found = skipped(model), np.zeros((len(moments.layers), 2))
+    positions = np.arange(skip, ids.shape[1])
+    with tapped(model) as tap:
+        for layer, side, x, gradient in gradients(model, tap, {"input_ids": ids}, seed):
+            x, gradient = x[:, :, skip:].double(), gradient[:, :, skip:].double()
+            if side == 0:
+                there, back = (torch.from_numpy(a).to(x.device) for a in moments.layers[layer].metric())
+                centre = torch.from_numpy(moments.layers[layer].centre_at(positions)).to(x.device)
+                x, gradient = (x - centre) @ there, gradient @ back
+            rows = gradient * x.norm(dim=-1, keepdim=True)
+            if (layer, side) == (0, 1):
+                rows = of_tokens(rows, ids[:, skip:], None)
+            found[layer, side] = float(rows.square().sum()) / (2 * x.shape[-1])
+    return found / max(len(positions), 1)
 
 
 def tried(
@@ -98,15 +99,15 @@ def tried(
     done      earlier results, by window, method and average; new ones are added, and `save` is called after each
               window.
     """
-    windows, elsewhere = list(held_out), _elsewhere(model, tokenizer)
+    windows = list(held_out)
     methods = [m for m in _METHODS if found.moments or m[0] in ("none", "axes")]
     first = min(averages, key=lambda average: abs(average - FIRST))
-    measure = _Measure(found, model, windows, elsewhere, done, save, progress)
+    measure = _Measure(found, model, windows, _elsewhere(model, tokenizer), done, save, progress)
     trials = measure([(first, *method) for method in methods])
     limit = NEAR * min(trial.kl_divergence for trial in trials)
     kept = [(t.method, t.group) for t in trials if t.method == "none" or t.kl_divergence <= limit]
     trials += measure([(average, *method) for average in averages if average != first for method in kept])
-    return replace(found, trials=chosen(trials))
+    return replace(found, trials=chosen(measure.elsewhere(trials)))
 
 
 def _elsewhere(model: Any, tokenizer: Any) -> list[Batch]:
@@ -127,12 +128,12 @@ class _Measure:
         found: Calibration,
         model: Any,
         windows: list[Batch],
-        elsewhere: list[Batch],
+        kinds: list[Batch],
         done: dict[str, float],
         save: Callable[[], None],
         progress: bool,
     ) -> None:
-        self.found, self.model, self.windows, self.elsewhere = found, model, windows, elsewhere
+        self.found, self.model, self.windows, self.kinds = found, model, windows, kinds
         self.done, self.save, self.progress = done, save, progress
 
     def __call__(self, which: Sequence[tuple[float, str, int]]) -> list[Trial]:
@@ -141,7 +142,7 @@ class _Measure:
             return []
         specs = {f"{average:g} {method} {group}": CacheSpec(budget=average, method=method, group=group, sinks=SINKS)
                  for average, method, group in which}  # fmt: skip
-        places = [*self.windows, *self.elsewhere]
+        places = [*self.windows, *self.kinds]
         for i, batch in _shown(places, self.progress, f"try {len(specs)} of the methods and averages"):
             left = {name: spec for name, spec in specs.items() if f"{i} {name}" not in self.done}
             if not left:
@@ -150,14 +151,26 @@ class _Measure:
             self.done.update({f"{i} {name}": loss for name, loss in losses.items()})
             self.save()
         sizes = [batch["input_ids"].numel() for batch in self.windows]
-        kinds = range(len(sizes), len(places))
         trials = []
         for (average, method, group), name in zip(which, specs):
             each = [self.done[f"{i} {name}"] for i in range(len(sizes))]
-            other = [self.done[f"{i} {name}"] / self.done[f"{i} {average:g} none 32"] for i in kinds]
-            mean = float(np.average(each, weights=sizes))
-            trials.append(Trial(average, method, group, mean, max(other) if other else None))
+            trials.append(Trial(average, method, group, float(np.average(each, weights=sizes))))
         return trials
+
+    def elsewhere(self, trials: Sequence[Trial]) -> list[Trial]:
+        """The same trials with `Trial.elsewhere`."""
+        kinds = range(len(self.windows), len(self.windows) + len(self.kinds))
+
+        def ratios(t: Trial) -> list[float]:
+            """By kind: the divergence divided by that of "none"."""
+            return [self.done[f"{i} {t.average:g} {t.method} {t.group}"] / self.done[f"{i} {t.average:g} none 32"]
+                    for i in kinds]  # fmt: skip
+
+        worst: dict[tuple[str, int], float] = {}
+        for one in {(t.method, t.group) for t in trials} if kinds else ():
+            logs = np.log([ratios(t) for t in trials if (t.method, t.group) == one])
+            worst[one] = float(np.exp(logs.mean(0).max()))
+        return [replace(t, elsewhere=worst.get((t.method, t.group))) for t in trials]
 
     def _losses(self, batch: Batch, specs: dict[str, CacheSpec]) -> dict[str, float]:
         if self.model.config.model_type == "esm":
