@@ -191,8 +191,11 @@ def _score(model: Any, output: torch.Tensor, real: torch.Tensor | None, seed: in
         scores = (output.float() * across / length).sum(-1)
     else:
         log_p = output.float().log_softmax(-1)
-        drawn = torch.multinomial(log_p.detach().exp().flatten(0, 1).cpu(), 1, generator=generator)
-        scores = log_p.gather(-1, drawn.view(*log_p.shape[:2], 1).to(log_p.device))[..., 0]
+        # By the cumulated distribution, on its own device: torch.multinomial takes seconds for a large vocabulary.
+        levels = torch.rand((*log_p.shape[:2], 1), generator=generator, dtype=torch.float32, device="cpu")
+        below = log_p.detach().exp().cumsum(-1) < levels.to(log_p.device)
+        drawn = below.sum(-1, keepdim=True).clamp(max=log_p.shape[-1] - 1)
+        scores = log_p.gather(-1, drawn)[..., 0]
     total: torch.Tensor = scores.sum() if real is None else scores[real.to(scores.device)].sum()
     return total
 
