@@ -1,4 +1,4 @@
-"""Calls of turboquant._core that work, to be spoilt or varied by tests of the binding."""
+"""Valid calls of turboquant._core, which the tests of the binding vary or make invalid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows(*shape: int, dtype: Any = f32) -> np.ndarray:
 
 
 def unaligned(array: np.ndarray) -> np.ndarray:
-    """A copy one byte past an element's alignment."""
+    """A copy whose data begins one byte past a multiple of 64."""
     raw = np.zeros(array.nbytes + 65, np.uint8)
     start = -raw.ctypes.data % 64 + 1
     copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -37,7 +37,7 @@ def frozen(array: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Call:
-    """A call that works: arguments by name."""
+    """An operation of turboquant._core and its arguments, by name."""
 
     op: str
     arguments: dict[str, Any]
@@ -50,7 +50,7 @@ class Call:
 
 
 def sample(op: str) -> Call:
-    """One that works, with all optional arrays, made anew for each test."""
+    """A valid call of `op`, with most optional arrays given. All arrays are new in each call."""
     shared = dict(
         plan=PLAN,
         pages=_core.new_pages(PLAN, PAGES, HEADS),

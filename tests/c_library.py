@@ -1,4 +1,4 @@
-"""Building csrc/core and csrc/kernels into programs of ours: the consumer of tests/c, the fuzzers of tests/fuzz."""
+"""Compiles csrc/core and csrc/kernels and links them into test programs: those of tests/c and tests/fuzz."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BASE = ["-std=c11", "-O1", "-g", "-ffp-contract=off", "-fno-omit-frame-pointer",
 
 
 def isa_flags(machine: str) -> Any:
-    """The function of setup.py that knows each kernel's flags on a machine, as in `platform`: there is one table."""
+    """`isa_flags` of setup.py: the compiler flags of each kernel on `machine`, named as in platform.machine()."""
     nodes = []
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         match node:
@@ -55,13 +55,14 @@ def objects(
     kernel_flags: Sequence[str] | None = None,
     machine: str = platform.machine(),
 ) -> list[Path]:
-    """The library, compiled with BASE and `flags` into `folder`.
+    """Object files of the library, compiled with BASE and `flags` into `folder`.
 
-    levels   patterns of the instruction sets that it has kernels of;  kernel_flags   theirs, instead of `flags`
-    machine  what `compiler` compiles for
+    levels        glob patterns of the instruction sets whose kernels are compiled
+    kernel_flags  flags of the kernels, instead of `flags`
+    machine       the architecture that `compiler` compiles for
     """
     find_flags = isa_flags(machine)
-    units = (unit for level in levels for unit in (level, f"{level}_scan"))  # those of attention and of the index
+    units = (unit for level in levels for unit in (level, f"{level}_scan"))  # kernels of attention and of the index
     kernels = {path: find_flags(path.stem) for unit in units for path in sorted(CSRC.glob(f"kernels/{unit}.c"))}
     kernels = {path: special for path, special in kernels.items() if special is not None}
     common = [*BASE, f"-I{CSRC}", *(f"-DTQ_HAVE_{path.stem.upper()}" for path in kernels)]
@@ -76,7 +77,7 @@ def objects(
 
 
 def program(compiler: str, flags: Sequence[str], source: Path, library: Sequence[Path], out: Path) -> Path:
-    """`source` compiled with BASE and `flags`, and linked with the objects of the library."""
+    """Compiles `source` with BASE and `flags`, and links it with the objects of the library."""
     strict = ["-Wall", "-Wextra", "-Werror", f"-I{CSRC / 'include'}"]
     run(compiler, *BASE, *flags, *strict, source, *library, "-lm", "-o", out)
     return out

@@ -1,7 +1,7 @@
-"""A cache file read from docs/format.md and the comment at the head of turboquant.h alone: NumPy, nothing of ours.
+"""A slow reader of cache files in NumPy, written from docs/format.md and the comment at the head of turboquant.h.
 
-Slow and obvious. It stands for another implementation: decoding what `TurboQuantCache.save` wrote with it proves that
-the page says enough. Hadamard rotations only; from the reference it takes the codebooks and that rotation.
+It uses nothing of the package. That it decodes what `TurboQuantCache.save` wrote shows that docs/format.md says enough
+for another implementation. It reads Hadamard rotations only, and takes them and the codebooks from tests/reference.py.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def code(words: np.ndarray, bits: int, r: int, n: int) -> int:
 
 
 def tile(words: np.ndarray, bits: int) -> np.ndarray:
-    """Codes [32 rows][32 columns] of one tile, uint32 [bits][32]."""
+    """Codes [32 rows, 32 columns] of one tile, which is stored as `words`, uint32 [bits, 32]."""
     out = np.zeros((32, 32), np.int64)
     for lane in range(32):
         g, t = divmod(lane, 4)
@@ -71,8 +71,7 @@ def tile(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def decode(record: np.ndarray, head_dim: int, spec: dict[str, Any], side: str) -> np.ndarray:
-    """Decoded vectors [128, head_dim] of one record: key codes, value codes, key scales, value scales. For specs with
-    one number of bits a side, in groups of 32."""
+    """Decoded keys or values [128, head_dim] of one record, for specs with one bit width per side and groups of 32."""
     groups = -(-head_dim // 32)
     sizes = {name: 128 * spec[f"{name}_bits"] * groups for name in ("key", "value")}  # bytes of one token tile
     start = 0 if side == "key" else 4 * sizes["key"]
@@ -95,8 +94,8 @@ def decode(record: np.ndarray, head_dim: int, spec: dict[str, Any], side: str) -
 
 
 def moved_back(y: np.ndarray, first: int, moments: dict[str, np.ndarray]) -> np.ndarray:
-    """Keys of what was stored of them, [kv_heads, tokens, head_dim]: without the metric, and with the centre of their
-    positions, the first of which is `first` (docs/moments.md). For a spec with both."""
+    """Keys [kv_heads, tokens, head_dim] from their decoded residuals `y`: undoes the metric and adds the centre of each
+    position, of which the first is `first` (docs/moments.md). For specs with a wave and a metric."""
     scale, rows, e = (moments[name].astype(np.float64) for name in ("scale", "directions", "stretch"))
     z = y / scale[:, None]
     z = z + (z @ rows.swapaxes(1, 2) * (1 / (1 + e) - 1)[:, None]) @ rows
@@ -109,7 +108,7 @@ def moved_back(y: np.ndarray, first: int, moments: dict[str, np.ndarray]) -> np.
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Of each layer: packed_k and packed_v, a list of [kv_heads, tokens, head_dim] per sequence; sinks and window."""
+    """For each layer: packed_k and packed_v, a [kv_heads, tokens, head_dim] for each sequence; sinks and window."""
     header, tensors = tensors_of(path)
     out = []
     for i in range(header["n_layers"]):

@@ -1,4 +1,4 @@
-"""Random plans, transforms and caches for tests. Whatever must not be read is poisoned."""
+"""Random transforms and caches for tests. What must not be read holds NaN, 0xFF or an index out of range."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import reference as ref
 from reference import Array, Cache, Plan, Query, Transform
 
-FAR = 2**30  # an entry of a block table that nobody may follow
+FAR = 2**30  # unused entries of block tables: out of range, so that following one fails
 PLAIN = Transform()
 
 
@@ -51,12 +51,12 @@ def random_transform(rng: np.random.Generator, p: Plan, kv_heads: int, plain: bo
 def random_moments(
     rng: np.random.Generator, p: Plan, kv_heads: int, size: float = 1.0, interleaved: bool = False
 ) -> tuple[Array | None, Array | None]:
-    """(turns, moments) of tq_transform for a plan; `size` is the norm of a head's amplitudes. Pairs are in no order and
-    turn either way, as many as there are channels for; others fill up."""
+    """(turns, moments) of tq_transform for a plan; `size` is the norm of a head's amplitudes. Pairs are in
+    random order and turn in both directions. Pairs beyond head_dim / 2 are zeros."""
     half = p.head_dim // 2
     steps = rng.permutation(half)[: p.wave_pairs]
     pairs = np.stack([2 * steps, 2 * steps + 1] if interleaved else [steps, steps + half], 1)
-    increments = (10000.0 ** -(steps / half) / (2 * np.pi) * 2**32).round() * np.where(steps % 3, 1, -1)  # both ways
+    increments = (10000.0 ** -(steps / half) / (2 * np.pi) * 2**32).round() * np.where(steps % 3, 1, -1)
     turns = np.zeros((p.wave_pairs, 3), np.int32)
     turns[: len(steps)] = np.column_stack([pairs, increments.astype(np.int64).astype(np.int32)])
     amplitudes = np.zeros((kv_heads, p.wave_pairs, 2))
@@ -106,7 +106,7 @@ def awkward_rows(rng: np.random.Generator, tokens: int, head_dim: int) -> Array:
 
 @dataclass
 class Case:
-    """A cache with something in it and a question to ask of it."""
+    """A filled cache and a query over it."""
 
     plan: Plan
     cache: Cache
@@ -115,7 +115,7 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of `turboquant._core.attend`."""
+        """The arguments of `turboquant._core.attend`."""
         q, rest = self.query, {}
         for name in ("starts", "fresh_k", "fresh_v"):
             if getattr(q, name) is not None:
@@ -148,7 +148,7 @@ def empty_cache(
     dtype: str = "float32",
     fill: int = 0xFF,
 ) -> Cache:
-    """Just enough pages, shuffled among spare ones and filled with `fill`; unused table entries point far away."""
+    """Just enough pages, shuffled among two spare ones, all bytes `fill`. Unused entries of the block table are FAR."""
     needed = [-(-max(0, int(n) - sinks - window) // p.page_tokens) for n in lengths]
     table = np.full((len(lengths), max(needed) + 2), FAR, np.int32)
     free = list(rng.permutation(sum(needed) + 2))
@@ -189,7 +189,7 @@ def make_case(
     wave_size: float = 3.0,
     **query: Any,
 ) -> Case:
-    """A cache filled by the reference. Logits are spread over about +-3 `spread`, a few tokens matter."""
+    """A cache filled by the reference. Logits have a standard deviation of about `spread`: a few tokens dominate."""
     size = np.array(lengths, np.int32)
     key, value = (random_transform(rng, p, kv_heads, plain) for _ in range(2))
     turns, moments = random_moments(rng, p, kv_heads, wave_size)

@@ -1,8 +1,8 @@
-"""Writes docs/compatibility.md: features by versions, each cell what the feature's tests said.
+"""Writes docs/compatibility.md: a table of features by versions, with the outcome of each feature's tests.
 
-    python tests/compatibility.py        runs them with the versions of this environment and fills in their column
+    python tests/compatibility.py        runs the tests with the installed versions and fills in their column
 
-make test-compat does so for every version it tries. A cell is "yes" if all tests of the feature passed, "no" if one
+`make test-compat` does so for every version it tries. A cell is "yes" if all tests of the feature passed, "no" if one
 failed, "-" if they could not run.
 """
 
@@ -57,7 +57,7 @@ TESTS = [f"test_{name}.py" for name in ("generate", "cache", "pages", "patch", "
 
 
 class Outcomes(dict[str, str]):
-    """pytest plugin: what became of each test, by its name and parameters."""
+    """A pytest plugin that keeps the outcome of each test, by its name and parameters."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid.partition("::")[2]
@@ -68,7 +68,7 @@ class Outcomes(dict[str, str]):
 
 
 def outcomes() -> Outcomes:
-    """Of all tests that FEATURES names."""
+    """The outcomes of all tests that FEATURES names."""
     files = [str(ROOT / "tests" / name) for name in TESTS]
     found = Outcomes()
     code = pytest.main(["-q", "-p", "no:cacheprovider", "-k", " or ".join(FEATURES.values()), *files], [found])
@@ -85,7 +85,7 @@ def cell(expression: str, found: Outcomes) -> str:
 
 
 def columns() -> dict[str, dict[str, str]]:
-    """What the file says so far: version -> feature -> outcome."""
+    """The table that the file has so far: version -> feature -> outcome."""
     table = [
         line.strip("|").split("|") for line in FILE.read_text().partition("\n## ")[0].splitlines() if line[:1] == "|"
     ]
@@ -101,7 +101,8 @@ def main() -> int:
     versions = sorted(table, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
     lines = ["| | " + " | ".join(versions) + " |", "|---" * (1 + len(versions)) + "|"]
     lines += [f"| {f} | " + " | ".join(table[v].get(f, "-") for v in versions) + " |" for f in FEATURES]
-    behind = re.search(r"(?ms)^## .*", FILE.read_text()) if FILE.exists() else None  # tests/upstream writes that
+    # The sections below the table, which tests/upstream writes.
+    behind = re.search(r"(?ms)^## .*", FILE.read_text()) if FILE.exists() else None
     FILE.write_text(HEAD + "\n".join(lines) + "\n" + (f"\n{behind[0]}" if behind else ""))
     return int("no" in table[version].values())
 

@@ -11,14 +11,14 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # our matrices are small; threads waiting for each other are slow
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # matrices here are small: more threads only wait for each other
 
 import numpy as np
 import pytest
 from hypothesis import settings
 
-# Nothing that an earlier run kept: Inductor finds its compiled code by the graph alone, also where an operator's
-# arguments have changed since, and moments by the package's version.
+# Use nothing that an earlier run cached. Inductor looks up compiled code by the graph alone, even where an operator's
+# arguments have changed since, and moments are cached by the version of the package.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="turboquant-inductor-")
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 os.environ["TURBOQUANT_CACHE"] = ""
@@ -32,16 +32,16 @@ ALL_HEAD_DIMS = tuple(range(8, 257, 8))
 ODD_HEAD_DIMS = (24, 40, 80, 96, 200)  # real models have them; no kernel may lose speed or correctness there
 HEAD_DIMS = (8, 64, 80, 128, 256)
 
-# The same examples in every run; make soak explores, with a seed that it prints.
+# By default every run has the same examples. `make soak` uses "explore", with a seed that it prints.
 settings.register_profile("turboquant", deadline=None, max_examples=40, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=400, derandomize=False, database=None)
 settings.load_profile("turboquant")
 
 
 def pytest_collection_finish() -> None:
-    """One thread alone calls MKL's vector functions first. They look at the CPU on first use, and of two threads that
-    both do one may get a cosine that is off by 1.5e-4: a model's first forward in a process then differs from later
-    ones, here in the test that happened to come first."""
+    """Calls a vector function of MKL on one thread before any test does. These functions detect the CPU on first use,
+    and if two threads do so at once, one may get a cosine that is wrong by 1.5e-4. A model's first forward in a process
+    would then differ from later ones."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.ones(1).cos()
 
@@ -55,7 +55,7 @@ def pytest_report_header() -> str:
 
 
 def random_numbers(name: str) -> np.random.Generator:
-    """Random numbers of whatever has this name; TURBOQUANT_TEST_SEED gives others. A failing test shows the seed."""
+    """A generator seeded by `name` and by TURBOQUANT_TEST_SEED, if that is set. A failing test shows the seed."""
     seed = [zlib.crc32(name.encode()), int(os.environ.get("TURBOQUANT_TEST_SEED", "0"))]
     print(f"{name}: np.random.default_rng({seed})")  # pytest shows it if the test fails
     return np.random.default_rng(seed)
@@ -63,13 +63,13 @@ def random_numbers(name: str) -> np.random.Generator:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random numbers of this test alone."""
+    """A generator seeded by the id of the test."""
     return random_numbers(request.node.nodeid)
 
 
 @pytest.fixture(scope="session")
 def isa() -> str:
-    """The level in use. The suite is run once per level, with TURBOQUANT_ISA set."""
+    """The instruction set in use. `make test-levels` runs the suite once for each, with TURBOQUANT_ISA set."""
     from turboquant import _core
 
     level = _core.isa()
@@ -79,7 +79,7 @@ def isa() -> str:
 
 @pytest.fixture
 def restore_isa() -> Iterator[None]:
-    """For tests that force a level: back to the default afterwards."""
+    """Restores the default instruction set after a test that forces another."""
     from turboquant import _core
 
     yield

@@ -1,5 +1,5 @@
-"""Programs in processes of their own, without the seconds that importing torch and transformers takes: forks of one
-process that has imported them, and nothing of turboquant."""
+"""Runs Python programs in new processes without the seconds that importing torch and transformers takes: each is a fork
+of one server process, which has imported them and nothing of turboquant."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
 @cache
 def hub() -> Path:
-    """The empty folder in which these processes look for models of the Hugging Face hub: they have read the variable
-    when they imported transformers. tests/hub.py can fill it."""
+    """The folder that these processes use as the cache of the Hugging Face hub, empty at first. They read its variable
+    when they import transformers, so it is the same for all. tests/hub.py can fill it."""
     folder = tempfile.mkdtemp(prefix="turboquant-hub-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """That of this process, with its path of modules, the hub's folder and `variables`."""
+    """The environment of this process, with its sys.path as PYTHONPATH, the hub's folder, and `variables`."""
     here = os.pathsep.join(map(os.path.abspath, sys.path))
     return os.environ | {"PYTHONPATH": here, "HF_HUB_CACHE": str(hub()), "HF_HUB_OFFLINE": "1"} | variables
 
@@ -63,7 +63,7 @@ def server() -> subprocess.Popen[str]:
         [sys.executable, "-c", SERVER, *MODULES],
         env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    atexit.register(started.communicate)  # it ends with its standard input
+    atexit.register(started.communicate)  # closes its standard input, which ends it
     assert started.stdout is not None and started.stdout.readline() == "ready\n"
     return started
 

@@ -1,4 +1,4 @@
-"""A folder like that of the Hugging Face hub's cache, with small models under the names that examples have."""
+"""Makes a folder like the cache of the Hugging Face hub, with small models under the names that the docs use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from conftest import ROOT
 
 DEMO = ROOT / "demo" / "turboquant_demo"
 CAUSAL, PROTEINS = "HuggingFaceTB/SmolLM2-135M-Instruct", "facebook/esm2_t6_8M_UR50D"
-# Of SmolLM2-135M.
+# Sizes of SmolLM2-135M.
 SHAPE = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64, hidden_size=576,
              intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192)  # fmt: skip
 
 
 def make_hub(folder: Path, shape_alone: bool = False) -> None:
-    """Fills `folder` anew. The language model is the demo's or, with shape_alone, the configuration of the real one
-    without weights; ESM-2 has random weights."""
+    """Empties `folder` and fills it. The language model is the demo's; with `shape_alone` it is a configuration with
+    the sizes of the real model and no weights. The ESM-2 model has random weights."""
     from esm_models import tiny_esm
 
     shutil.rmtree(folder)

@@ -18,7 +18,7 @@ _SHAPE = dict(
     num_key_value_heads=2,
     head_dim=32,
     max_position_embeddings=2048,
-    initializer_range=0.15,  # attention far from uniform, next tokens far from ties
+    initializer_range=0.15,  # large, so that attention is far from uniform and greedy tokens are far from ties
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=None,
@@ -65,8 +65,9 @@ def tiny(kind: str = "llama", dtype: Any = None, seed: int = 0, **changes: Any) 
 
 
 def with_key_biases(model: Any, first: float, last: float, middle: float) -> Any:
-    """A Llama model as a Qwen2 whose keys have biases of these norms, as Qwen2.5 has them: in the slowest rotary
-    channels, where they shift all scores of a query by nearly the same. Its text stays that of a trained model."""
+    """A Qwen2 model with the weights of a Llama model, and key biases of these norms in the first, last and other
+    layers. As in Qwen2.5 they are in the slowest rotary channels, where they shift all scores of a query by nearly the
+    same amount, so the model still predicts text well."""
     fields = model.config.to_dict()
     for name in ("model_type", "architectures", "layer_types", "use_sliding_window"):
         fields.pop(name, None)
@@ -85,7 +86,7 @@ def with_key_biases(model: Any, first: float, last: float, middle: float) -> Any
 
 
 def prompts(batch: int, tokens: int, padding: tuple[int, ...] = (), seed: int = 0) -> dict[str, Any]:
-    """input_ids and attention_mask [batch, tokens], the first padding[b] of sequence b masked."""
+    """input_ids and attention_mask [batch, tokens], with the first padding[b] tokens of sequence b masked."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 96, (batch, tokens), generator=generator)
     mask = torch.ones_like(ids)

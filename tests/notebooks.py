@@ -24,11 +24,11 @@ def read(name: str) -> Any:
 
 
 def execute(name: str, timeout: int = 1500) -> Any:
-    """The notebook with the outputs that it has now, from a new kernel in its folder. An error in a cell is raised."""
+    """Runs the notebook in a new kernel, in its folder, and returns it with the outputs. Errors in cells are raised."""
     notebook = read(name)
     client = NotebookClient(notebook, timeout=timeout, kernel_name="python3", record_timing=False,
                             resources={"metadata": {"path": str(FOLDER)}})  # fmt: skip
-    with tempfile.TemporaryDirectory() as settings:  # none of the user's
+    with tempfile.TemporaryDirectory() as settings:  # so that the settings of the user have no effect
         python = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": python, "IPYTHONDIR": settings, "HF_HUB_OFFLINE": "1",
                                     "TURBOQUANT_CACHE": "", "PYTHONWARNINGS": "ignore:IProgress not found"}  # fmt: skip
@@ -40,7 +40,7 @@ def execute(name: str, timeout: int = 1500) -> Any:
 
 
 def _joined(outputs: list[Any]) -> list[Any]:
-    """What a cell printed as one output: in how many pieces it comes depends on time."""
+    """Joins consecutive outputs of one stream: into how many pieces a cell's text is split depends on timing."""
     joined: list[Any] = []
     for one in outputs:
         last = joined[-1] if joined else None

@@ -1,8 +1,7 @@
-"""Memory that torch cannot get, at every place in turn: an error that says so, and nothing is changed.
+"""Each tensor allocation of a call fails in turn: the call raises an error that says so, and loses nothing silently.
 
-Under a preloaded tests/c/no_memory.c the n-th tensor from here on cannot be had: workspaces and outputs of the
-operators, and the tensors of the caches above them. tests/test_out_of_memory.py builds that, runs this file, and reads
-how many failures of what it has seen.
+A preloaded tests/c/no_memory.c makes the n-th allocation fail: workspaces and outputs of the operators, and tensors of
+the caches. tests/test_out_of_memory.py builds that library, runs this file, and reads how many failures each case had.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ fail_allocation.restype = ctypes.c_long
 
 
 def failures(call: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None) -> Iterator[Any]:
-    """`call(prepare())` with its n-th tensor not to be had, n = 1, 2, .. until it has all: after each failure, what
-    `prepare` made."""
+    """Runs `call(prepare())` with its n-th allocation failing, for n = 1, 2, .. until the call succeeds. Yields what
+    `prepare` made after each failure."""
     for n in count(1):
         argument = prepare()
         fail_allocation(n)
@@ -71,10 +70,10 @@ def caches() -> None:
 
 
 def forwards(stream: Stream, spec: CacheSpec, start: int, stop: int) -> tuple[int, int]:
-    """Failures of a forward, and how many the cache did not survive.
+    """How many allocations of a forward failed, and after how many of these failures the cache needed a reset.
 
-    Layers that had stored tokens when a later one failed forget them again. What they pushed out of a window cannot be
-    brought back: the cache says so until it is reset.
+    Layers that had stored tokens when a later layer failed drop them again. Tokens that were pushed out of a window
+    cannot be brought back: the cache then raises an error until it is reset.
     """
     base = new(spec)
     if start:
@@ -97,7 +96,7 @@ def forwards(stream: Stream, spec: CacheSpec, start: int, stop: int) -> tuple[in
 
 
 def step(victim: TurboQuantCache, piece: Any) -> None:
-    """What a forward asks of the cache, and no tensor of ours."""
+    """The cache's part of a forward. The test allocates no tensor of its own here, unlike in `forward`."""
     for i, (q, k, v) in enumerate(piece):
         fresh, value = victim.update(k, v, i)
         attention(module(), q, fresh, value, None, scaling=DIM**-0.5)
@@ -113,7 +112,7 @@ def refused(victim: TurboQuantCache, piece: Any) -> None:
 
 
 def proteins() -> None:
-    """What was stored before stays."""
+    """A call that fails leaves the proteins that were stored before."""
     held = ContextCache(tiny_esm(), "esm-default")
     first, second = [protein(40), protein(150, 1)], [protein(50, 2)]
     edits = dict(residues=[["<mask>"], ["A", "C"]], positions=[[3], [0, 149]])

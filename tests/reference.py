@@ -1,7 +1,7 @@
-"""The slow, obvious reference: csrc/include/turboquant.h in NumPy, written from its words and sharing no code with C.
+"""A slow reference of csrc/include/turboquant.h in NumPy, written from the header's text. It shares no code with C.
 
-Bytes made here are the bytes every backend must make. Encoding is float32 throughout, one IEEE operation at a time
-(NumPy does not contract a product and a sum); attention is float64. Tokens are vectorised, arithmetic is not clever.
+Every backend must make the bytes that this makes. Encoding is float32 throughout, one IEEE operation at a time (NumPy
+does not fuse a product and a sum); attention is float64. Operations are vectorised over tokens.
 
 THE HAAR RECIPE (tq_haar). All float64; only +, -, *, /, sqrt and frexp; no fused multiply-add; sums are sequential.
 
@@ -73,7 +73,7 @@ def random(seed: int, stream: int, block: int) -> list[int]:
 
 
 def logarithm(r: float) -> float:
-    """ln(r) as the recipe above has it."""
+    """ln(r), by the recipe above."""
     m, e = math.frexp(r)
     if m < 0.70710678118654752440:
         m, e = m + m, e - 1
@@ -126,7 +126,7 @@ def haar(seed: int, dim: int) -> F32:
 
 @dataclass(frozen=True)
 class Codebook:
-    """tq_codebook; `ranked` are the levels by rank, as integers."""
+    """tq_codebook; `ranked` are the integer levels in ascending order."""
 
     bits: int
     step: np.float32
@@ -182,13 +182,13 @@ def codebook(law: int, head_dim: int, bits: int) -> Codebook:
 
 
 def block(bits: tuple[int, ...]) -> tuple[int, ...]:
-    """The words of a side's groups, which are one block; 0 if it has no bits."""
+    """The words of a side's groups in a plan, all in one block; zeros if the side has no bits."""
     return (16 + bits[0], *bits[1:]) if any(bits) else bits
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan and where everything lies in its records."""
+    """A plan, and the layout of its records."""
 
     head_dim: int
     key_bits: tuple[int, ...]
@@ -200,7 +200,7 @@ class Plan:
     page_tokens: int = PAGE_TOKENS
     group: int = TILE  # channels, 32 or 16
     wave_pairs: int = 0
-    metric: int = 0  # the word: 1 + its rank
+    metric: int = 0  # the plan's word: 0 without a metric, else 1 + its rank
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -254,7 +254,7 @@ class Plan:
 
 
 def plan(head_dim: int, key_bits: int | tuple[int, ...], value_bits: int | tuple[int, ...] = 0, **rest: int) -> Plan:
-    """A plan from one width a side, or one per group."""
+    """A plan from bit widths: one for a whole side, or one for each group."""
     groups = -(-head_dim // rest.get("group", TILE))
     wide = [(bits,) * groups if isinstance(bits, int) else tuple(bits) for bits in (key_bits, value_bits)]
     return Plan(head_dim, *wide, **rest)
@@ -343,12 +343,13 @@ UNITS = np.float32(64)  # TQ_SETTLED_UNITS
 
 
 def is_settled(p: Plan) -> bool:
-    """turboquant.h, "z": does the tensor cores' order of the first butterflies have to give the same bits?"""
+    """Are rows settled (turboquant.h, "z")? Then tensor cores, which add in another order, get the same bits."""
     return p.rotation == HADAMARD and p.head_dim >= 64 and p.head_dim & (p.head_dim - 1) == 0
 
 
 def settle(x: F32) -> F32:
-    """Rows to numbers of which sums of 32 are exact: multiples of 2^(E - 18), none but 0 below 2^(E - 11)."""
+    """Rounds rows so that sums of 32 numbers are exact: to multiples of 2^(E - 18), and to 0 below 2^(E - 11), where E
+    is the exponent of the row's largest number."""
     _, exponent = np.frexp(abs(x).max(axis=-1, keepdims=True, initial=0))  # E + 1
     unit, least = np.ldexp(1.0, exponent - 19), np.ldexp(1.0, exponent - 12)
     settled = np.rint(x.astype(np.float64) / unit) * unit
@@ -356,7 +357,7 @@ def settle(x: F32) -> F32:
 
 
 def fused(a: F32, b: F32, c: F32) -> F32:
-    """a b + c, rounded once: the float64 sum is rounded to odd, so that rounding it to float32 sees what was lost."""
+    """a b + c, rounded once. The float64 sum is rounded to odd, so that rounding it again to float32 is correct."""
     product, addend = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + addend
     part = total - product
@@ -368,13 +369,13 @@ def fused(a: F32, b: F32, c: F32) -> F32:
 
 
 def middle_of_cell(z: F32, r: F32) -> F32:
-    """u = z r to the middle of the cell it lies in, of 1 / UNITS; of exact products."""
+    """The middle of the cell, of width 1 / UNITS, that the exact product u = z r lies in."""
     exact = z.astype(np.float64) * (r * UNITS).astype(np.float64)[:, None]
     return ((np.floor(exact) + 0.5) / UNITS).astype(np.float32)
 
 
 def settled_sum(a: F32, b: F32) -> F32:
-    """The sum of a b over the last axis as settled rows have it."""
+    """The sum of a b over the last axis, in the order defined for settled rows."""
     v = a[..., :32] * b[..., :32]
     for k in range(32, a.shape[-1], 32):
         v = fused(a[..., k : k + 32], b[..., k : k + 32], v)
@@ -384,7 +385,7 @@ def settled_sum(a: F32, b: F32) -> F32:
 
 
 def tree(v: F32) -> F32:
-    """The sum over the last axis, in halves; the axis is zero-padded to a power of two."""
+    """The sum over the last axis, zero-padded to a power of two: adds its halves until one number is left."""
     size = 1 << (v.shape[-1] - 1).bit_length()
     v = np.concatenate([v, np.zeros((*v.shape[:-1], size - v.shape[-1]), np.float32)], axis=-1)
     while size > 1:
@@ -394,8 +395,8 @@ def tree(v: F32) -> F32:
 
 
 def encode(p: Plan, side: str, x: F32, transform: Transform, at: Array | None = None) -> tuple[Array, Array]:
-    """Codes uint8 [tokens, groups * channels of one] and scales float16 [tokens] of rows x [tokens, head_dim];
-    `transform` is of one head. at: positions [tokens], for a wave."""
+    """Codes uint8 [tokens, groups * channels per group] and scales float16 [tokens] of rows x [tokens, head_dim].
+    `transform` is that of one head; `at` are positions [tokens], for a wave."""
     if (head := moments.head_of(p, transform)) is not None:
         x = moments.prepared(head, x, at, np.float32)
         transform = Transform(transform.rotation, None, transform.steps)
@@ -435,19 +436,19 @@ def centred_rotation(p: Plan, x: F32, transform: Transform) -> F32:
 
 
 def settled_rotation(p: Plan, x: F32, centre: F32 | None) -> F32:
-    """B x' - B mu, B the butterflies of flipped channels."""
+    """B x' - B mu, where x' is x settled, and B flips the signs of channels and applies the butterflies."""
     minus = signs(p.seed, 0, p.head_dim)
     z, mu = (None if y is None else butterflies(np.where(minus, -y, y)) for y in (settle(x), centre))
     return z if mu is None else z - mu
 
 
 def tree_dot(a: F32, b: F32) -> F32:
-    """The sum of a b over the last axis in halves."""
+    """The sum of a b over the last axis, in the order of `tree`."""
     return tree(a * b)
 
 
 def correction(scale: int, u: F32, c: F32) -> F32:
-    """What the root mean square is multiplied by. (Of a token without a scale the result is not used.)"""
+    """The factor from root mean square to scale. The result is not used for tokens whose scale is 0."""
     return quotient(scale, tree_dot(u, u), tree_dot(c, u), tree_dot(c, c))
 
 
@@ -557,7 +558,7 @@ def scale_order(p: Plan) -> Array:
 
 
 def pack(p: Plan, side: str, record: NDArray[np.uint8], tokens: Array, codes: Array, scales: Array) -> None:
-    """Writes codes [n, groups * channels of one] and scales [n] of the given tokens of a page into its record."""
+    """Writes codes [n, groups * channels per group] and scales [n] of the given tokens of a page into its record."""
     if not any(p.bits(side)):
         return
     string = np.unpackbits(record, bitorder="little")
@@ -570,7 +571,7 @@ def pack(p: Plan, side: str, record: NDArray[np.uint8], tokens: Array, codes: Ar
 
 
 def unpack(p: Plan, side: str, record: NDArray[np.uint8]) -> tuple[Array, Array]:
-    """Codes [page_tokens, groups * channels of one] and scales [page_tokens] of a record."""
+    """Codes [page_tokens, groups * channels per group] and scales [page_tokens] of a record."""
     codes = np.zeros((p.page_tokens, p.group * p.groups), np.uint8)
     if not any(p.bits(side)):
         return codes, np.zeros(p.page_tokens, np.float16)
@@ -612,7 +613,7 @@ def narrow(x: F32, dtype: str) -> Array:
 
 @dataclass
 class Cache:
-    """One layer, stored as the header has it. Sinks and window are None if there are none."""
+    """One layer, stored as turboquant.h defines. Sinks and window are None if there are none."""
 
     pages: NDArray[np.uint8]  # [n_pages, kv_heads, record_bytes]
     block_table: NDArray[np.int32]  # [batch, max_pages]
@@ -630,7 +631,7 @@ class Cache:
         return 0 if self.window_k is None else self.window_k.shape[2]
 
     def arrays(self) -> dict[str, Array]:
-        """Those that `turboquant._core` takes by keyword."""
+        """Sinks and window, by the keywords of `turboquant._core`."""
         names = ("sink_k", "sink_v", "window_k", "window_v")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -640,7 +641,7 @@ class Cache:
 
 
 def append(p: Plan, c: Cache, k: Array, v: Array | None, lengths: Array, key: Transform, value: Transform) -> None:
-    """tq_append, in place: k, v [batch, kv_heads, tokens, head_dim]; lengths are those after it."""
+    """tq_append, in place: k, v [batch, kv_heads, tokens, head_dim]; lengths are those after the append."""
     for b, length in enumerate(int(n) for n in lengths):
         for head in range(k.shape[1]):
             append_side(p, "key", c, c.sink_k, c.window_k, k[b, head], b, head, length, key)
@@ -677,7 +678,7 @@ def append_side(
 
 @dataclass(frozen=True)
 class Query:
-    """What tq_attend_params adds to a cache."""
+    """The fields of tq_attend_params that are not in a cache."""
 
     q: Array  # [batch, query_heads, query_tokens, head_dim]
     lengths: Array
@@ -785,7 +786,7 @@ def file_header(words: tuple[int, ...], vectors: int, payload: bytes) -> bytes:
 
 
 def read_file_header(data: bytes) -> tuple[tuple[int, ...], int, int, int]:
-    """Plan words, vectors, payload bytes and payload checksum of a sound header."""
+    """Plan words, vectors, payload bytes and payload checksum of a valid header."""
     assert data[:8] == b"TQCODES\0" and int.from_bytes(data[8:12], "little") == 1
     n = int.from_bytes(data[12:16], "little")
     numbers = [int.from_bytes(data[i : i + 8], "little") for i in range(16, 16 + 8 * (n + 2), 8)]

@@ -1,8 +1,8 @@
-"""The slow, obvious reference of plans that are not plain (blocks, tables, sketches): turboquant.h in NumPy, sharing no
-code with C.
+"""A slow reference in NumPy of plans that are not plain (blocks, tables, sketches), written from turboquant.h. It
+shares no code with C.
 
-Encoding is float32, one IEEE operation at a time; decoding for attention is float64. Bytes made here are the bytes that
-the core must make. What all plans share (Philox, rotations, codebooks, the tile) is tests/reference.py's.
+Encoding is float32, one IEEE operation at a time; decoding for attention is float64. The core must make the bytes that
+this makes. What all plans share (Philox, rotations, codebooks, tiles) comes from tests/reference.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ f32 = np.float32
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a plan: bits by group, the groups that blocks begin with."""
+    """One side of a plan: the bit width of each group, and the groups at which blocks begin."""
 
     bits: tuple[int, ...]
     begins: tuple[int, ...] = (0,)
@@ -65,7 +65,7 @@ class Plan:
         return self.key if name == "key" else self.value
 
     def signs(self, name: str) -> int:
-        """Signs that a token's sketch has."""
+        """How many signs the sketch of a token has."""
         side = self.side(name)
         return self.head_dim if side.sketch == SIGN else side.sketch_rows
 
@@ -74,7 +74,7 @@ class Plan:
         return [] if side is None else [*side.bits, *([1] * -(-self.signs(name) // TILE))]
 
     def numbers(self, name: str) -> int:
-        """Binary16 numbers of a token."""
+        """How many binary16 numbers are stored for a token."""
         side = self.side(name)
         if side is None:
             return 0
@@ -137,7 +137,7 @@ def book(law: int, head_dim: int, bits: int) -> ref.Codebook:
 
 
 def matrices(p: Plan, name: str, t: Transform) -> tuple[F32 | None, F32 | None]:
-    """R if it is dense, and S if it is Gaussian."""
+    """The rotation if it is dense, and the matrix of the sketch if it is Gaussian; otherwise None."""
     side = p.side(name)
     dense = p.head_dim if side.rotation == ref.DENSE else 0
     rotation = t.matrix[:dense] if dense else None
@@ -149,7 +149,7 @@ def stored(x: F32) -> Array:
 
 
 def levels_of(p: Plan, side: Side, bits: int, t: Transform) -> F32:
-    """By code, before scale and zero point."""
+    """The level of each code, before scale and zero point are applied."""
     codes = np.arange(2**bits)
     if side.levels == AFFINE:
         return codes.astype(f32)
@@ -162,7 +162,7 @@ def levels_of(p: Plan, side: Side, bits: int, t: Transform) -> F32:
 
 
 def encode_block(p: Plan, side: Side, groups: range, z: F32, t: Transform) -> tuple[Array, list[Array]]:
-    """Codes [tokens, channels] and the block's numbers, each [tokens]."""
+    """Codes [tokens, channels] of a block, and its scales and zero points, each [tokens]."""
     bits = side.bits[groups.start]
     if side.levels == AFFINE:
         top = f32(2**bits - 1)
@@ -293,7 +293,7 @@ def unpack(p: Plan, name: str, record: Array) -> tuple[Array, Array]:
 
 
 def decode_pages(p: Plan, name: str, pages: Array, table: Array, tokens: int, by_head: list[Transform]) -> F64:
-    """What the bytes of packed tokens stand for, [batch, heads, tokens, head_dim]."""
+    """Decoded vectors of packed tokens, [batch, heads, tokens, head_dim]."""
     out = np.zeros((len(table), pages.shape[1], tokens, p.head_dim))
     for b, head in np.ndindex(out.shape[:2]):
         for start in range(0, tokens, p.page_tokens):
@@ -304,7 +304,7 @@ def decode_pages(p: Plan, name: str, pages: Array, table: Array, tokens: int, by
 
 
 def pages_of(p: Plan, k: F32, v: F32 | None, key: list[Transform], value: list[Transform]) -> Array:
-    """uint8 [batch * n, heads, record_bytes] of sequences [batch, heads, tokens, head_dim], transforms by head."""
+    """Pages, uint8 [batch * n, heads, record_bytes], of sequences [batch, heads, tokens, head_dim]."""
     batch, heads, tokens, _ = k.shape
     n = -(-tokens // p.page_tokens)
     pages = np.zeros((batch * n, heads, p.record_bytes), np.uint8)

@@ -1,11 +1,12 @@
-"""The slow, obvious reference of the wave and the metric (turboquant.h, "Keys of a plan with a wave or a metric"), in
-NumPy; `reference` has it around codes and bytes. It is written from the definition and shares no code with the package.
+"""A slow reference of the wave and the metric (turboquant.h, "Keys of a plan with a wave or a metric"), in NumPy.
+tests/reference.py calls it before encoding and after decoding. It is written from the definition and shares no code
+with the package.
 
     c_p = centre + the amplitudes of each pair, turned by p * increment mod 2^32, in units of 2^-32 turns
     y   = A (k - c_p),   A = S (I + W diag(e) W^T) S
     logit = softcap(scale * (<A^-1 q, y'> + <q, c_p>)),   y' the decoded y
 
-`dtype` is that of the arithmetic: float32 is what a backend does, float64 is the oracle. Phases are integers in both.
+`dtype` is that of the arithmetic: float32 as in the backends, or float64 for the oracle. Phases are integers in both.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Head:
-    """Of one KV head: pairs [m, 2] channels, increments [m] uint32, amplitudes [m, 2], centre and scale [head_dim],
-    directions [rank, head_dim] with orthonormal rows, stretch [rank]."""
+    """Moments of one KV head: pairs [m, 2] channels, increments [m] uint32, amplitudes [m, 2], centre and scale
+    [head_dim], directions [rank, head_dim] with orthonormal rows, stretch [rank]."""
 
     pairs: Array
     increments: Array
@@ -35,7 +36,7 @@ class Head:
 
 
 def head_of(plan: Any, transform: Any) -> Head | None:
-    """Of what one head sees of a `reference.Transform`; None without a wave and a metric."""
+    """The moments in the `reference.Transform` of one head; None if it has neither a wave nor a metric."""
     row, turns, centre, dim = transform.moments, transform.turns, transform.centre, plan.head_dim
     if row is None:
         return None
@@ -54,7 +55,7 @@ def head_of(plan: Any, transform: Any) -> Head | None:
 
 
 def phase(increment: int, positions: Array) -> NDArray[np.uint64]:
-    """In units of 2^-32 turns: products of integers, of which the last 32 bits count."""
+    """The phase at each position, in units of 2^-32 turns: position * increment mod 2^32."""
     return np.asarray(positions, np.int64).astype(np.uint64) * np.uint64(increment) % 2**32
 
 
@@ -84,7 +85,7 @@ def shrunk(head: Head, q: Array, dtype: Any) -> Array:
 
 
 def prepared(head: Head, keys: Array, positions: Array | None, dtype: Any) -> Array:
-    """y of keys [tokens, head_dim], which the plan then rounds and rotates; positions None: 0, of what has none."""
+    """y of keys [tokens, head_dim], which are then rounded and rotated. Without `positions`, all are 0."""
     positions = np.zeros(len(keys), int) if positions is None else positions
     return stretched(head, keys.astype(dtype) - centres(head, positions, dtype), dtype)
 
@@ -96,7 +97,8 @@ def restored(head: Head, y: Array, positions: Array | None) -> F64:
 
 
 def added(head: Head, q: Array, positions: Array, dtype: Any) -> Array:
-    """<q, c_p> of queries [n, head_dim], [n, tokens]: as a backend does, with the amplitudes turned by the phase."""
+    """<q, c_p> [n, tokens] of queries [n, head_dim], as the backends compute it: the products of each query with the
+    amplitudes do not depend on the position, and are then turned by the phase of each position."""
     q = q.astype(dtype)
     first, second = (q[:, head.pairs[:, side]] for side in range(2))
     a, b = head.amplitudes.astype(dtype).T

@@ -1,6 +1,6 @@
-"""The one table of bad arguments, for every binding: test_refusals.py runs it.
+"""The tables of bad arguments that every binding must refuse; test_refusals.py runs them.
 
-Arguments are NumPy arrays that work until a row spoils them."""
+Each operation has valid NumPy arguments. Each row of its table replaces some of them by bad ones."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def rotate_arguments() -> Arguments:
 
 
 def wave_arguments(**spoiled: Any) -> Arguments:
-    """What `WAVE` takes beside the plan: turns, and of each head 16 amplitudes, 64 scales, a direction, 4 stretches."""
+    """`WAVE`, its turns, and the moments of each head: 16 amplitudes, 64 scales, a direction of 64, 4 stretches."""
     turns, moments = np.zeros((8, 3), np.int32), np.ones((2, 148), np.float32)
     turns[:, 1], moments[:, 80:144] = 1, 0.125
     made = dict(plan=WAVE.words, key_turns=turns, key_moments=moments) | spoiled
@@ -83,7 +83,7 @@ def wave_arguments(**spoiled: Any) -> Arguments:
 
 
 def changed(array: np.ndarray, at: Any, value: float) -> np.ndarray:
-    """A copy of an array of any alignment but pages', with one element set."""
+    """A copy with one element set. Not for pages: the copy does not keep their alignment."""
     result = array.copy()
     result[at] = value
     return result
@@ -104,7 +104,7 @@ def words(at: int, value: Any) -> tuple:
 
 
 V, T = ValueError, TypeError
-# What is wrong: the exception, the name in its message, the arguments that replace good ones.
+# Fault -> (exception, the argument that its message names, the arguments that replace valid ones).
 Faults = dict[str, tuple[type[Exception], str, Callable[[Arguments], Arguments]]]
 
 PLANS: Faults = {
@@ -411,7 +411,7 @@ OPERATIONS = {
     "rotate": (rotate_arguments, ROTATE),
 }
 
-# What torch accepts: it converts dtypes and strides of these.
+# Faults that the torch operators accept: they convert these dtypes and strides.
 NUMPY_ALONE = {("merge", "outs: float16"), ("merge", "outs: order"), ("rotate", "x: order"), ("rotate", "x: float64")}
 
 

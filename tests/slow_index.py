@@ -1,4 +1,4 @@
-"""A slow index by definition: codes by counting thresholds in NumPy, scores in float64, selection by sorting."""
+"""A slow reference of the index: codes by counting thresholds in NumPy, scores in float64, selection by sorting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIX = lloyd_max_64()
 
 
 def levels_of(u, bits):
-    """The levels of numbers u in so many bits, in units of u."""
+    """The level that each number of u is quantised to with `bits` bits, in units of u."""
     if bits == 0:
         return np.zeros_like(u)
     if bits == 8:
@@ -62,7 +62,7 @@ def rotated_back(t, z):
 
 
 class SlowIndex:
-    """`turboquant.Index` with the rotation, widths and mean of an index that is empty yet."""
+    """A slow `turboquant.Index`, with the rotation, bit widths and mean of `index`, which is still empty."""
 
     def __init__(self, index):
         self.transform, self.metric = index._contents.transform, index.metric
@@ -89,7 +89,7 @@ class SlowIndex:
             del self.rows[i]
 
     def scores(self, query):
-        """{id: score}, larger is better, but for l2."""
+        """{id: score}. Larger is better, except with l2."""
         t, query = self.transform, self._prepared(query)
         z = rotated(t, query[None].astype(np.float32))[0].astype(np.float64)
         mean = np.zeros(len(query)) if t.mean is None else t.mean.astype(np.float64)

@@ -1,12 +1,12 @@
-"""Random lives of caches against a slow model of them: nothing lost, nothing twice, every page accounted for.
+"""Random operations on caches, checked against a slow model: no token is lost or doubled, no page is lost.
 
-The model of a cache is a list of token numbers for each sequence. A token's key and value come from a table, and so
-does what they decode to, for a token is coded without looking at others: sinks and window must hold the table's rows
-exactly, and packed tokens must decode to the other table's, bit for bit, in order.
+The model of a cache is a list of token numbers for each sequence. A token's key and value come from a table. A token is
+encoded without looking at others, so what it decodes to comes from a second table. Sinks and window must hold the rows
+of the first table exactly, and packed tokens must decode to those of the second, bit for bit and in order.
 
     python tests/soak.py --minutes 30 --seed 7       make soak; tests/test_soak.py is a short form
 
-Between rounds of lives it runs every other property test of the suite, with more examples and another seed each time.
+After each round it runs every other property test of the suite, with more examples and another seed each time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ KEYS, VALUES = table()
 
 
 def decoded(spec: CacheSpec) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each layer what its tokens decode to, [TOKENS, HEADS, DIM]."""
+    """For each layer, what the keys and the values of the table decode to, each [TOKENS, HEADS, DIM]."""
     from turboquant.ops import dequantize, pack
 
     out = []
@@ -71,7 +71,7 @@ DECODED = {spec: decoded(spec) for spec in SPECS}
 
 
 class Lives(RuleBasedStateMachine):
-    """Up to four caches, forks of one another or not, and what each should hold."""
+    """Up to four caches, of which some are forks or copies of others, and what each should hold."""
 
     @initialize(spec=st.sampled_from(SPECS), sliding=st.sampled_from([0, 0, 140]), batch=st.integers(1, 3),
                 pads=st.lists(st.integers(0, 30), min_size=3, max_size=3), tokens=st.integers(31, 400))  # fmt: skip
@@ -151,7 +151,7 @@ class Lives(RuleBasedStateMachine):
     def fork(self, n: int, tokens: int) -> None:
         self.copied(n, "fork")
         for which in (n, len(self.caches) - 1) if tokens else ():
-            self.append(which, tokens)  # to both: each has the last page for itself from here
+            self.append(which, tokens)  # to both, which then no longer share the last page
 
     @precondition(lambda self: len(self.caches) < 4)
     @rule(n=st.integers(0, 3), how=st.sampled_from(["deepcopy", "pickle", "file"]))
@@ -251,8 +251,8 @@ class Lives(RuleBasedStateMachine):
 
 
 def soak(minutes: float, first: int, examples: int = 100, steps: int = 80) -> Counter[str]:
-    """Rounds of random lives and then of all property tests, each with the next seed, until the time is over. A failure
-    ends it and shows the smallest example; `--seed` with the last seed printed repeats that round."""
+    """Runs rounds of random operations and of all property tests, each with the next seed, until the time is over. A
+    failure ends it and shows the smallest example; `--seed` with the last seed printed repeats that round."""
     end = time.monotonic() + 60 * minutes
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None, derandomize=False,

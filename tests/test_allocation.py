@@ -1,7 +1,7 @@
-"""Memory that cannot be had, at every place in turn: MemoryError, and nothing is changed.
+"""Each memory allocation of a call fails in turn: the call raises MemoryError and changes nothing.
 
-`_testcapi.set_nomemory` makes the n-th allocation of the interpreter's allocators fail, which the binding takes its
-workspace and its objects from; the C core itself allocates nothing.
+`_testcapi.set_nomemory` makes the n-th allocation of the interpreter's allocators fail. The binding takes its workspace
+and its objects from them; the C core itself allocates nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _testcapi = pytest.importorskip("_testcapi", reason="this Python was built witho
 
 @pytest.fixture(autouse=True)
 def child(request: pytest.FixtureRequest) -> None:
-    """A test runs in a forked process, where no other thread is whose allocation could be the n-th."""
+    """Runs each test in a forked process, where no other thread can make the n-th allocation."""
     test = request.function
 
     def forked(**arguments: Any) -> None:
@@ -58,7 +58,7 @@ def test_every_allocation_of_a_call_may_fail(op: str) -> None:
             failed += 1
             assert snapshot(arguments) == before, n
         else:
-            before = snapshot(arguments)  # it worked: what it writes is written
+            before = snapshot(arguments)  # the call succeeded and wrote its results
     assert failed >= 2
     function(**OPERATIONS[op][0]())
 

@@ -1,4 +1,4 @@
-"""tq_attend against float64 over the decoded bytes. Pages are shuffled, what must not be read is poisoned."""
+"""tq_attend against float64 attention over the decoded bytes. Pages are shuffled; what must not be read holds NaN."""
 
 from itertools import pairwise
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from turboquant import _core
 
-# Of outputs, relative to the largest, and of the log-sum-exp. Half precision rounds the output (2^-11, 2^-8), and its
-# queries and weights are kept to 15 bits.
+# (largest error of outputs relative to the largest output, largest error of the log-sum-exp). fp16 and bf16 outputs are
+# rounded (2^-11, 2^-8), and their queries and weights keep 15 bits.
 TOLERANCE = {"float32": (2e-5, 1e-4), "float16": (2**-11 + 1e-4, 2e-3), "bfloat16": (2**-8 + 1e-4, 2e-3)}
 
 SHAPES = {  # the name is the test's id
@@ -66,7 +66,7 @@ SHAPES = {  # the name is the test's id
 
 
 def core_attend(case: Case, **rest) -> tuple[np.ndarray, np.ndarray]:
-    """`_core.attend`, into memory where no right answer may be lying; float32."""
+    """Runs `_core.attend` into an output filled with NaN. Returns the output as float32, and the log-sum-exp."""
     out = ref.narrow(np.full(case.query.q.shape, np.nan, np.float32), case.dtype)
     got, lse = _core.attend(**case.arguments, out=out, **rest)
     assert got is out
@@ -75,7 +75,7 @@ def core_attend(case: Case, **rest) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(case: Case, **rest) -> None:
-    """First the core, then float64."""
+    """Compares the core with the reference in float64."""
     error, lse_error = TOLERANCE[case.dtype]
     out, lse = core_attend(case, **rest)
     want, want_lse = ref.attend(case.plan, case.cache, case.query)
@@ -149,14 +149,14 @@ def test_bfloat16_is_torchs(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_output_is_rounded_to_nearest(dtype: str, rng: np.random.Generator) -> None:
-    """One token in sight is handed through: its value, bit for bit."""
+    """A query that sees a single token returns its value, bit for bit."""
     case = make_case(rng, ref.plan(64, 4, 4), [30], window=30, sliding_window=1, dtype=dtype, group=1)
     out, _ = _core.attend(**case.arguments)
     np.testing.assert_array_equal(out[:, :, 0], case.cache.window_v[:, :, 29])
 
 
 def test_queries_are_independent(rng: np.random.Generator) -> None:
-    """Five queries of a call are five calls of one, when the cache is what each of them found."""
+    """A call with five queries gives the results of five calls with one query and the length that it sees."""
     case = make_case(rng, ref.plan(64, 3, 4), [90, 50], query_tokens=5, sinks=3)
     out, lse = core_attend(case)
     for i in range(5):
@@ -169,11 +169,11 @@ def test_queries_are_independent(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
 def test_threads(threads: int, rng: np.random.Generator) -> None:
-    """Few tasks and many pages: a sequence is split, and the parts merged."""
+    """With few tasks and many pages, a sequence is split among threads and the parts are merged."""
     check(make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [900], kv_heads=1, sinks=2, window=17), threads=threads)
 
 
-SPLIT = {  # long enough for a thread each, few tasks: sequences are cut, and the parts merged
+SPLIT = {  # few tasks and long sequences, which are split among threads and merged
     "all parts": dict(lengths=[1800], query_tokens=9, sinks=2, window=17, fresh=True),
     "parts that see nothing": dict(lengths=[1800, 700], query_tokens=9, sliding_window=300, starts=[900, 0]),
     "softcap": dict(lengths=[1800], query_tokens=9, softcap=5.0),
@@ -186,7 +186,7 @@ def test_splits(shape: dict, threads: int, rng: np.random.Generator) -> None:
     case = make_case(rng, ref.plan(64, 3, 4, page_tokens=32), kv_heads=1, group=4, **shape)
     check(case, threads=threads)
     whole, parts = core_attend(case, threads=1), core_attend(case, threads=threads)
-    assert not np.array_equal(whole[0], parts[0])  # other sums: it was split
+    assert not np.array_equal(whole[0], parts[0])  # sums are rounded differently: it was split
 
 
 @pytest.mark.parametrize("threads", [1, 16])
@@ -222,7 +222,7 @@ def test_nothing_but_out_is_written(rng: np.random.Generator) -> None:
 
 
 def test_bytes_behind_the_length_do_not_matter(rng: np.random.Generator) -> None:
-    """Codes and scales of tokens that do not exist yet: all ones (NaN scales), or all zeros."""
+    """Codes and scales of tokens that do not exist yet may be all ones (NaN scales) or zeros."""
     case = make_case(rng, ref.plan(64, 3, 3), [77, 140], kv_heads=1)
     out, lse = core_attend(case)
     clean = realigned(case.cache.pages)
@@ -243,7 +243,7 @@ def test_bytes_behind_the_length_do_not_matter(rng: np.random.Generator) -> None
 @pytest.mark.parametrize("head_dim", [40, 256])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_sums_at_their_largest(bits: int, head_dim: int, dtype: str, group: int) -> None:
-    """All bits set is the outermost level everywhere; queries, scales and weights are equal: no sum may overflow."""
+    """No sum overflows where every code is the outermost level (all bits set) and all queries and scales are equal."""
     p = ref.plan(head_dim, bits, bits, rotation=ref.NONE, group=group)
     pages = aligned_pages(3, 1, p.record_bytes, 0xFF)
     for record in pages[:, 0]:
@@ -274,7 +274,7 @@ def test_any_case(data: st.DataObject) -> None:
     starts = [data.draw(st.integers(0, n)) for n in lengths] if data.draw(st.booleans()) else None
     window, fresh = data.draw(st.integers(0, 40)), data.draw(st.booleans())
     causal = fresh or data.draw(st.booleans())
-    several = fresh or window == 0 or not causal  # otherwise early queries need what the ring has lost
+    several = fresh or window == 0 or not causal  # otherwise early queries need tokens that left the window
     case = make_case(
         rng,
         p,
@@ -312,7 +312,7 @@ def test_parts_merge_into_the_whole(seed: int, length: int, parts: int) -> None:
 
 
 def test_centres_of_keys_change_the_bytes_but_hardly_the_answer(rng: np.random.Generator) -> None:
-    """Keys far from 0 by a common vector: without centring 3 bits cannot see the differences, with it they can."""
+    """Keys share a large offset. Without a centre, 3 bits do not resolve their differences; with it they do."""
     offset = 30 * rng.standard_normal(64).astype(np.float32)
     k, v = rng.standard_normal((2, 1, 1, 128, 64)).astype(np.float32)
     k, q = k + offset, rng.standard_normal((1, 1, 1, 64)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""benchmarks/baselines.py: each simulated format has its own levels, scales and bits, and changes what it should."""
+"""benchmarks/baselines.py: levels, scales and bits of each simulated format, and which layers and tokens it changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def vectors():
     return torch.randn(2, 3, 70, 64, generator=torch.Generator().manual_seed(0))
 
 
-BITS = {  # of heads of 64 channels in 30 layers
+BITS = {  # bits per number with heads of 64 channels in 30 layers
     "fp8 e4m3": 8.0,
     "NVFP4": 4.5,
     "q4_0": 4.5,
@@ -42,7 +42,7 @@ def test_bits_count_scales_zero_points_and_exact_layers(baselines):
     assert found == pytest.approx(BITS)
 
 
-# Largest relative squared error of Gaussian numbers: a little more than each format's own.
+# Upper bounds of the relative squared error on Gaussian numbers, a little above the error of each format.
 ERRORS = {"fp8 e4m3": 8e-4, "NVFP4": 0.010, "q4_0": 0.009, "q4_0 after Hadamard": 0.009,
           "int4 per token and head": 0.010, "KIVI, 4 bits, groups of 32": 0.007, "KIVI, 2 bits, groups of 32": 0.17,
           "TurboQuant mse, 4 bits, 2 + 2 layers exact": 0.0097, "TurboQuant mse, 3 bits, 2 + 2 layers exact": 0.035,
@@ -100,7 +100,7 @@ def test_measured_has_the_metrics_of_evaluate(baselines):
 
 
 def test_tables_have_perplexity_beside_divergence(monkeypatch):
-    """One for each text and way to measure, in the order of the rows."""
+    """There is one table for each text and way to measure, in the order of the rows."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     params = dict(model="smollm2", windows=8, length=2048, chunk=None, moments="text", exact="4 sinks")
     metrics = dict(effective_bits=4.3125, kl_divergence=0.01114, kl_divergence_p99=0.0806, kl_divergence_p999=0.21,

@@ -1,5 +1,5 @@
-"""The core as a C library: the programs of tests/c, with no Python, under ThreadSanitizer; in make sanitize, which has
-compiled the library for it, under AddressSanitizer and UBSan."""
+"""The core as a C library, without Python: the programs of tests/c under ThreadSanitizer. In `make sanitize`, which has
+compiled the library for it, they run under AddressSanitizer and UBSan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if not SANITIZED:
 
 @pytest.fixture(scope="module")
 def consumer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """The kind of sanitizer, and the program; `threads` and `index` lie beside it."""
+    """(kind of sanitizer, path of the program `consumer`). `threads` and `index` are in the same folder."""
     kind, flags = ("address", ASAN) if SANITIZED else ("thread", TSAN)
     folder = tmp_path_factory.mktemp("consumer")
     probe = folder / "probe.c"
@@ -37,7 +37,7 @@ def consumer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
             pytest.skip(f"no {kind} sanitizer here: {tried.stderr.strip()[:200]}")
     if SANITIZED:
         library, flags = [Path(SANITIZED)], [*flags, f"-Wl,-rpath,{Path(SANITIZED).parent}"]
-    else:  # what threads share, they share in csrc/core; to compile one level for this sanitizer takes half a minute
+    else:  # threads share data in csrc/core alone; compiling the kernels of one instruction set takes half a minute
         library = objects(CC, flags, folder, ("scalar", "avx2", "neon"))
     for name in PROGRAMS:
         program(CC, flags, ROOT / "tests" / "c" / f"{name}.c", library, folder / name)
@@ -46,20 +46,20 @@ def consumer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 def test_consumer(consumer: tuple[str, Path]) -> None:
     kind, program = consumer
-    if kind == "thread":  # slow, the same threads at every level, and not for a child with threads of its own
+    if kind == "thread":  # slow, and it cannot run a forked child that starts threads
         assert run(program, "default-isa", "no-fork", env=clean_environment()).stdout.endswith("\nok\n")
         return
     out = run(program, env=clean_environment()).stdout.splitlines()
     assert out[-1] == "ok"
     levels = [line.split(":")[0] for line in out[:-1]]
     assert levels[-1] == "scalar" and len(levels) == len(set(levels))
-    assert len({line.split(":")[1] for line in out[:-1]}) == 1  # the same bytes on every level
+    assert len({line.split(":")[1] for line in out[:-1]}) == 1  # the same bytes on every instruction set
     forced = run(program, "default-isa", env=clean_environment(TURBOQUANT_ISA="scalar")).stdout.splitlines()
     assert forced == [out[-2], "ok"]
 
 
 def test_index(consumer: tuple[str, Path]) -> None:
-    """The same bytes and results on every level; under ThreadSanitizer, which is slow, on one."""
+    """The same bytes and results on every instruction set; ThreadSanitizer, which is slow, runs one."""
     kind, program = consumer
     level = ["scalar"] if kind == "thread" else []
     *levels, last = run(program.parent / "index", *level, env=clean_environment()).stdout.splitlines()
@@ -67,7 +67,7 @@ def test_index(consumer: tuple[str, Path]) -> None:
 
 
 def test_several_callers_at_once(consumer: tuple[str, Path]) -> None:
-    """The thread pool between callers, each of which gets its own right answer, with no data race."""
+    """Callers share the thread pool: each gets its own right result, with no data race."""
     assert run(consumer[1].parent / "threads", env=clean_environment()).stdout == "ok\n"
 
 
@@ -79,7 +79,7 @@ def test_a_level_that_is_not_there_is_an_error(consumer: tuple[str, Path]) -> No
 
 
 def test_the_header_stands_alone(tmp_path: Path) -> None:
-    """It needs no other header first, and is C99 and C++ as well."""
+    """turboquant.h needs no other header before it, and compiles as C99 and as C++11."""
     text = "#include <turboquant.h>\n#include <turboquant.h>\nint main(void) { return TQ_OK; }\n"
     strict = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-fsyntax-only", f"-I{CSRC / 'include'}"]
     (tmp_path / "alone.c").write_text(text)
@@ -90,7 +90,7 @@ def test_the_header_stands_alone(tmp_path: Path) -> None:
 
 
 def test_everything_declared_is_defined(consumer: tuple[str, Path]) -> None:
-    """All functions of the headers are there, and no object adds a name that a program could stumble over."""
+    """All functions of the headers are defined, and every global function of the library begins with tq_."""
     if shutil.which("nm") is None:
         pytest.skip("there is no nm")
     headers = "".join((CSRC / "include" / f"{name}.h").read_text() for name in ("turboquant", "turboquant_index"))

@@ -62,7 +62,7 @@ def forward(cache, piece, mask=None, local_size=None, **options):
     kv_length, offset = cache.get_mask_sizes(tokens, 0)
     where = dict(
         q_length=tokens, q_offset=kv_length - tokens, cache_position=torch.arange(kv_length - tokens, kv_length)
-    )  # 5.x, 4.57
+    )  # arguments of transformers 5.x and 4.57
     request = request_mask(batch_size=piece[0][0].shape[0], kv_length=kv_length, kv_offset=offset, attention_mask=mask,
                            local_size=local_size, allow_is_causal_skip=True, **where)  # fmt: skip
     out = []
@@ -85,7 +85,7 @@ def exact(stream, start, stop, first=0):
 
 
 def packed_bytes(cache):
-    """Of each layer and sequence: its records in order."""
+    """For each layer and sequence: its records in order."""
     return [
         [held.pages[held.block_table[b].long()[: len(row)]] for b, row in enumerate(held.table.rows)]
         for held in (layer.storage for layer in cache.layers)
@@ -206,7 +206,7 @@ def test_packed_is_close(rotation, bits, error):
 
 
 def test_groups_of_16():
-    """8 bits where 4 were; less room where heads are no multiple of 32."""
+    """Groups of 16 may have 8 bits, and take fewer bytes where head_dim is not a multiple of 32."""
     stream, errors = Stream(tokens=200), []
     for bits in ((8, 8), (8, 2), (4, 4)):
         cache = new(bare(bits, bits, group=16, prefill="packed"))
@@ -257,7 +257,7 @@ def test_pieces_make_the_same_cache_as_one_prefill(fields, pieces):
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_token_by_token_makes_the_same_cache(fields):
-    """From the 128th token on; the first ones come together, so that the centre is the same."""
+    """A prefill of 128 tokens and then single tokens give the cache of one prefill."""
     stream, spec = Stream(tokens=270), PACKED.with_(**fields)
     whole, single = new(spec), new(spec)
     want = forward(whole, stream.piece(0, 270))
@@ -298,7 +298,8 @@ def test_left_padding_is_never_stored(fields, prefill):
 @pytest.mark.parametrize("prefill", ["exact", "packed"])
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_padding_may_be_longer_than_the_first_forward(fields, prefill):
-    """As of a short prompt beside a long one that comes in chunks: bytes and outputs are those of the prompt alone."""
+    """A short prompt beside a long one that comes in chunks has the bytes that it has alone; with prefill="packed" it
+    has the outputs too."""
     spec, padding, pieces = bare(3, 3, prefill=prefill).with_(**fields), (0, 37, 100, 150), (100, 140, 200, 201)
     stream = Stream(batch=4, tokens=201)
     mask = torch.arange(201)[None, :] >= torch.tensor(padding)[:, None]
@@ -356,9 +357,9 @@ def test_sliding_window_and_softcap_reach_the_packed_history(options):
         assert freed == ["local_size" in options, False, False]
     out, want = torch.cat(outs, 2), over_packed(stream, spec, **options)
     close(out, want)
-    without = over_packed(stream, spec.with_(window=310), **options)  # were nothing packed
+    without = over_packed(stream, spec.with_(window=310), **options)  # if nothing were packed
     assert (want - without).norm() / without.norm() > 0.05
-    assert (want - over_packed(stream, spec)).norm() / want.norm() > 0.05  # did an option not arrive
+    assert (want - over_packed(stream, spec)).norm() / want.norm() > 0.05  # if an option were ignored
 
 
 def test_layers_may_differ():
@@ -441,7 +442,7 @@ def test_crop_forgets(fields, tokens):
     cropped.crop(20 - tokens)
     assert cropped.get_seq_length() == 20
     close(forward(cropped, stream.piece(20, 300)), forward(plain, stream.piece(20, 300)), 1e-6)
-    cropped.crop(5 if not fields.get("window") else 300)  # transformers 4.57: how many to keep
+    cropped.crop(5 if not fields.get("window") else 300)  # how many to keep, as transformers 4.57 passes it
     cropped.crop(-10_000)
     assert cropped.get_seq_length() == 0 and cropped.nbytes < 100
 
@@ -662,8 +663,8 @@ def test_a_first_forward_that_fails_leaves_an_empty_cache(prefill):
 
 
 def test_a_later_forward_that_fails_half_way():
-    """Layer 0 has stored what layer 1 refuses: undone without a window, where nothing is lost; a window is not
-    restored."""
+    """Layer 0 has stored the tokens when layer 1 refuses them. Without a window that is undone; with one it cannot be,
+    and the cache must be reset."""
     stream = Stream()
     poisoned = copy.deepcopy(stream)
     poisoned.k[1, 0, 0, 205, 0] = float("nan")
@@ -777,7 +778,7 @@ def test_masks_of_a_later_forward():
     a, b = copy.deepcopy(cache), copy.deepcopy(cache)
     close(
         forward(a, stream.piece(4, 6), later([[1, 1]] * 2)), forward(b, stream.piece(4, 6)), 1e-7
-    )  # no mask: the known padding
+    )  # without a mask, the known padding applies
 
 
 def test_masks_and_options_of_other_kinds():

@@ -30,7 +30,7 @@ def test_a_copy_that_was_made_in_inference_mode_goes_on_outside(copied: Copy) ->
 
 @torch.no_grad()
 def test_lengths_that_were_copied_in_inference_mode_grow_in_place() -> None:
-    """As in every step on a GPU."""
+    """A step on a GPU adds to the lengths in place."""
     with torch.inference_mode():
         lengths = torch.tensor([150], dtype=torch.int32)
     assert _add(lengths, 10) is lengths and lengths.tolist() == [160]

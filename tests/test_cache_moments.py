@@ -1,5 +1,5 @@
-"""Caches whose keys have a wave and a metric: what they compute, where their moments come from, what they refuse, and
-what they carry. Crops, forks, reorders, padding and sliding windows: `SHAPES` of test_cache and test_pages."""
+"""Caches whose keys have a wave and a metric: attention, where their moments come from, and what is refused. Crops,
+forks, reorders, padding and sliding windows of such caches are in the `SHAPES` of test_cache.py and test_pages.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measured():
 
 
 def waving(batch=1, tokens=420, padding=(0,), size=30.0, noise=1.0):
-    """(stream, moments) of keys that lie near a wave of that norm: token t of a sequence has position t - padding."""
+    """(stream, moments) of keys near a wave of norm `size`: token t of a sequence has position t - padding."""
     made = tuple(random_moments(np.random.default_rng(i), DIM, KV_HEADS, size=size) for i in range(LAYERS))
     made = tuple(replace(m, scale=1 + 0.2 * np.cos(m.scale), stretch=0.1 * m.stretch) for m in made)
     stream = Stream(batch=batch, tokens=tokens)
@@ -63,7 +63,7 @@ def waving(batch=1, tokens=420, padding=(0,), size=30.0, noise=1.0):
 @pytest.mark.parametrize("fields", [dict(), dict(sinks=3), dict(sinks=4, window=40)], ids=str)
 @pytest.mark.parametrize("what", [WAVE, dict(centre="wave"), dict(metric="query")], ids=["both", "wave", "metric"])
 def test_attention_is_that_of_the_keys(what, fields):
-    """In a prefill, in chunks and token by token, over keys that are almost all wave."""
+    """It is close to exact attention in a prefill, in chunks and token by token. With a wave, keys are little else."""
     stream, moments = waving(size=30.0 if "centre" in what else 1.0)
     spec = bare(5, 5, prefill="packed").with_(**fields)
     errors = []
@@ -76,12 +76,12 @@ def test_attention_is_that_of_the_keys(what, fields):
         errors.append(((torch.cat(outs, 2) - want).norm() / want.norm()).item())
     assert errors[0] < 0.1
     if "centre" in what:
-        assert errors[1] > 3 * errors[0]  # without a wave its size is what is quantised
+        assert errors[1] > 3 * errors[0]  # without a centre, the large wave itself is quantised
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(sinks=3), dict(sinks=4, window=40), dict(window=30)], ids=str)
 def test_chunks_that_pytorch_attends_to_itself(fields):
-    """prefill="exact": queries of a chunk meet its tokens apart, in one softmax with what is packed before it."""
+    """prefill="exact": attention within a chunk is computed apart, and merged with that to the packed tokens before."""
     stream, moments = waving()
     cache = TurboQuantCache(CONFIG, bare(5, 5, **WAVE).with_(**fields), moments=moments)
     pieces = (20, 150, 151, 300, 420)
@@ -92,7 +92,7 @@ def test_chunks_that_pytorch_attends_to_itself(fields):
 
 @pytest.mark.parametrize("fields", [dict(), dict(sinks=3), dict(sinks=4, window=40)], ids=str)
 def test_chunks_behind_a_sliding_window(fields):
-    """What they see is decoded at its positions."""
+    """The packed tokens that such chunks see are decoded at their own positions."""
     stream, moments = waving()
     cache = TurboQuantCache(CONFIG, bare(5, 5, **WAVE).with_(**fields), moments=moments)
     pieces = (20, 250, 251, 300, 420)
@@ -107,7 +107,7 @@ def test_chunks_behind_a_sliding_window(fields):
 
 @pytest.mark.parametrize("positions", ["right", "off by 9"])
 def test_positions_are_those_of_real_tokens(positions):
-    """Padding does not count: keys lie where `waving` says only if positions are right."""
+    """Padding does not count in positions. The keys are near the wave only if their positions are right."""
     padding = (0, 70, 149)
     stream, moments = waving(3, 300, padding if positions == "right" else tuple(pad - 9 for pad in padding))
     cache = TurboQuantCache(CONFIG, bare(4, 4, prefill="packed", **WAVE), moments=moments)
@@ -142,7 +142,7 @@ def new_at(stream, tokens):
 
 
 def test_a_layer_without_a_wave_has_a_constant_centre():
-    """As one whose keys do not turn, or whose rotation was not found; the report names it."""
+    """Such a layer has keys without RoPE, or a RoPE that was not found. The report names it."""
     rng = np.random.default_rng(0)
     nothing = (np.zeros((0, 2), np.int32), np.zeros(0, np.uint32), np.zeros((KV_HEADS, 0, 2), np.float32))
     centre = 20 * rng.standard_normal((KV_HEADS, DIM)).astype(np.float32)
@@ -175,8 +175,8 @@ def test_moments_are_shared_and_counted():
 
 @pytest.mark.parametrize("bits", [4, 3])
 def test_keys_with_large_biases(bits):
-    """Biases of Qwen2.5-7B's norms, 605 and 921 in the first and last layers: with the moments of the shipped text they
-    cost little, and without a centre they leave nothing of the text."""
+    """Biases with the norms of Qwen2.5-7B's (605 in the first layer, 921 in the last) cost little with the moments of
+    the shipped text, and ruin the predictions without a centre."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     plain = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     windows = text_windows((DEMO / "a_christmas_carol.txt").read_text(encoding="utf-8"), tokenizer, 1, 384)

@@ -34,7 +34,7 @@ def counted(model, name="small"):
 
 
 def held(model, spec, batch, tokens, **given):
-    """The report of a cache after a prompt."""
+    """A cache that holds a random prompt."""
     cache = turboquant.TurboQuantCache(model, spec, **given)
     ids = torch.randint(1, 96, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_bytes_of_every_preset(name):
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.float32), ("mistral, sliding", torch.float32),
                                              ("gemma3, alternating", torch.bfloat16)])  # fmt: skip
 def test_bytes_at_every_length(kind, dtype):
-    """Sinks and window grow, pages begin, pages fall out of a window: with prompts of many lengths."""
+    """At these prompt lengths sinks and window grow, pages begin, and pages leave a sliding window."""
     model = models.tiny(kind, dtype)
     for spec in (presets()["default"], presets()["paper-mse-4"], presets()["default"].with_(sinks=3, window=40)):
         turboquant.patch(model, spec)
@@ -114,8 +114,8 @@ def test_full_bytes():
                               first_k_dense_replace=1)),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_full_bytes_are_those_of_a_dynamic_cache(kind, fields):
-    """Of full, sliding, shared, hybrid and latent layers. transformers keeps one token less than a window has: the
-    newest joins it when it is read."""
+    """For full, sliding, shared, hybrid and latent layers. transformers stores one token less than a sliding window
+    has, since the newest joins when attention reads it."""
     if not hasattr(transformers, kind):
         pytest.skip(f"this transformers has no {kind}")
     common = dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
@@ -133,7 +133,7 @@ def test_full_bytes_are_those_of_a_dynamic_cache(kind, fields):
 
 
 def test_docs_memory_tells_the_same():
-    """The example of docs/memory.md."""
+    """The numbers are those of the example in docs/memory.md."""
     parts = packed_parts(read_model("llama-3-8b"), presets()["default"], 1, 32768)
     assert parts["pages"] == 255 * 128 * 33792 and parts["sinks"] + parts["window"] == 132 * 2 * 8 * 128 * 2 * 32
 
@@ -153,7 +153,7 @@ def test_tokens_that_fit():
 
 # ---- models ----
 
-# A row -> the class and the fields of config.json that differ from its defaults, in what calc looks at.
+# Model -> (configuration class, the fields that calc reads and that differ from the defaults of the class).
 CONFIGS = {
     "llama-3-8b": ("LlamaConfig", dict(num_key_value_heads=8)),
     "llama-3-70b": ("LlamaConfig", dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
@@ -191,7 +191,7 @@ def test_rows_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", ["llama-3-8b", "gemma-3-4b", "qwen3-8b", "mistral-7b-v0.1", "deepseek-v3",
                                   "gemma-3n-e4b", "gpt-oss-120b"])  # fmt: skip
 def test_folders_and_files(name, tmp_path, monkeypatch):
-    """Few layers, so that the model is made quickly: what it is refused for does not depend on their number."""
+    """With few layers, so that models are made quickly: why one is refused does not depend on their number."""
     kind, fields = CONFIGS[name]
     count = 10 if name == "gemma-3n-e4b" else 6
     small = dict(num_hidden_layers=count, vocab_size=96, intermediate_size=64)
@@ -256,7 +256,7 @@ def test_a_step_of_a_measured_shape_takes_what_was_measured():
     spec = presets()["paper-mse-4"]
     assert decode_seconds(one, spec, 16, 32768, "h100") == pytest.approx(188.7e-6)
     assert decode_seconds(one, 2, 16, 32768, "h200") == pytest.approx(481.9e-6)
-    assert decode_seconds(one, spec, 1, 1, "h100") == pytest.approx(5.2e-6)  # no faster than the shortest
+    assert decode_seconds(one, spec, 1, 1, "h100") == pytest.approx(5.2e-6)  # not below the shortest time measured
     twice = decode_seconds(one, spec, 64, 32768, "h100")
     assert twice == pytest.approx(4 * 188.7e-6)
     slower = decode_seconds(one, spec, 64, 32768, "l4") / twice

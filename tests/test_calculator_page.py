@@ -1,4 +1,4 @@
-"""The calculator of the docs, in headless Chromium: its numbers are those of `turboquant.calc`, and it can be seen."""
+"""The calculator of the docs, in headless Chromium: its numbers are those of `turboquant.calc`, and it is drawn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chromium(page: Path, *options: str, link: str = "") -> str:
-    """What a run prints. No network: every name leads nowhere."""
+    """What Chromium prints. It has no network: no host name resolves."""
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent / 'profile'}",
                *options, f"{page.as_uri()}{link}"]  # fmt: skip
@@ -46,7 +46,7 @@ def chromium(page: Path, *options: str, link: str = "") -> str:
 
 
 class Shown(HTMLParser):
-    """The words of the elements with a class, and the cells of the table."""
+    """The text of elements by class, and the cells of the table."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def some_settings() -> list[dict[str, Any]]:
     contexts = cycle((1, 5, 20, 21, 133, 260, 700, 4097, 8191, 32768, 100_000, 1_048_576, 2**24))
     batches, gpus = cycle((1, 2, 3, 8, 64, 257)), cycle(GPUS)
     memories = cycle((1000, 10**8, 16 * 2**30, 40 * 10**9, 10**13))
-    data = json.loads(subprocess.run(  # what the page offers
+    data = json.loads(subprocess.run(  # the specs that the page offers
         [sys.executable, "-c", "import sys, json; sys.path.insert(0, 'docs/calculator'); import make; "
          "print(json.dumps([name for some in make.SPECS.values() for name in some]))"],
         cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True).stdout)  # fmt: skip
@@ -101,7 +101,7 @@ def some_settings() -> list[dict[str, Any]]:
 
 
 def expected(one: dict[str, Any]) -> dict[str, tuple[Callable[[int], int], list[float]]]:
-    """(tokens -> bytes, [seconds, share of the bandwidth]) of each cache; -1: not timed."""
+    """(tokens -> bytes, [seconds, share of the bandwidth]) of each cache; -1 where it is not timed."""
     model, batch, context, gpu = calc.read_model(one["model"]), one["batch"], one["context"], one["gpu"]
     caches: dict[str, Any] = {name: (item, lambda n, item=item: calc.full_bytes(model, batch, n, item))
                               for name, item in calc.FULL.items()}  # fmt: skip
@@ -126,7 +126,7 @@ def fits(size: Callable[[int], int], tokens: int | None, memory: int) -> bool:
 
 
 def test_every_model_and_spec(page):
-    """All in one page, through the function that the page itself calls."""
+    """All numbers are computed in one page, by the function that the page itself calls."""
     settings = some_settings()
     assert len(settings) > 1000
     asked = page.with_name("asked.html")

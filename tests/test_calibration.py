@@ -33,7 +33,7 @@ torch = pytest.importorskip("torch")
 
 
 def made(rng, layers=2, kv_heads=2, head_dim=64, **fields):
-    """A calibration of nothing in particular; axes are orthonormal."""
+    """A calibration of random numbers, with orthonormal axes."""
     shape = (layers, 2, kv_heads, head_dim)
     axes = np.linalg.qr(rng.standard_normal((*shape, head_dim)))[0].astype(np.float32)
     variance = -np.sort(-rng.gamma(0.3, size=shape).astype(np.float32))
@@ -68,7 +68,7 @@ def test_distortions_are_those_of_the_codebooks():
     np.testing.assert_allclose(list(distortions().values()), list(want.values()), rtol=0.03)
     for each in errors():
         gains = -np.diff(list(each.values())) / np.diff(list(each))
-        assert (np.diff(gains) < 0).all()  # why greedy is optimal
+        assert (np.diff(gains) < 0).all()  # each bit gains less than the one before, so greedy sharing is optimal
     assert errors()[1] == distortions() and errors()[0][0] == 2
 
 
@@ -167,7 +167,7 @@ def test_what_it_refuses_to_hold(name, value, message, rng):
 
 
 def test_moments_are_the_sample_moments(model, batches, measured):
-    """Against NumPy over the keys and values that a plain cache of transformers holds, but for 4 first tokens."""
+    """They equal NumPy's for the keys and values in a plain transformers cache, without the first 4 tokens."""
     kept = []
     for ids in batches:
         with torch.no_grad():
@@ -199,8 +199,8 @@ def test_axes_are_those_that_covariance_and_cost_share(rng):
 
 @pytest.mark.parametrize("kind", [None, "esm"])
 def test_sensitivity_predicts_the_divergence(kind, model, measured):
-    """Small noise along the axes of a group of keys or values of a layer costs what its sensitivity says: the
-    divergence of the next token, and in ESM-2 1 minus the cosine of last hidden states."""
+    """Small noise along the axes of one group of a layer's keys or values costs what the group's sensitivity says. The
+    cost is the KL divergence of the next token or, in ESM-2, 1 minus the cosine of the last hidden states."""
     if kind == "esm":
         model = tiny_esm(head_dim=64)
         batches = [{"input_ids": prompts(2, 150, seed=s)["input_ids"] % 20 + 4} for s in range(8)]
@@ -215,7 +215,7 @@ def test_sensitivity_predicts_the_divergence(kind, model, measured):
         noise = torch.randn(shape, generator=generator)
         if (layer, side) != (0, 1):
             return noise
-        first = (ids[:, :, None] == ids[:, None]).int().argmax(-1)  # equal tokens have equal errors there
+        first = (ids[:, :, None] == ids[:, None]).int().argmax(-1)  # in layer 0, equal tokens have equal values
         return torch.take_along_dim(noise, first[:, None, :, None], 2)
 
     with tapped(model):
@@ -244,7 +244,7 @@ def test_sensitivity_predicts_the_divergence(kind, model, measured):
                     want.double(), got.double(), dim=-1)  # fmt: skip
                 found.append(float(each.double().mean()))
         ratios.append(np.mean(found) / (size**2 * measured.sensitivity[layer, side][:, at].sum()))
-    # Axes were chosen by the same sample of costs, which flatters the quiet ones.
+    # Axes were chosen on the sample that sensitivities were measured on, which makes small ones too small.
     assert min(ratios) > 0.7 and max(ratios) < 1.6, ratios
 
 
@@ -284,7 +284,7 @@ def test_it_is_deterministic_and_leaves_the_model_alone(model, batches, measured
 def test_padding_counts_for_nothing(model):
     padded = prompts(2, 100, padding=(30, 0), seed=4)
     other = {name: x.clone() for name, x in padded.items()}
-    other["input_ids"][0, :30] = 7  # what stands in the padding
+    other["input_ids"][0, :30] = 7  # the ids in the padding
     a, b = (turboquant.calibrate(model, [x]) for x in (padded, other))
     assert a.tokens == b.tokens == 170 - 2 * 4
     np.testing.assert_allclose(a.centre, b.centre, atol=1e-6)
@@ -326,7 +326,7 @@ def test_defaults_of_torch_change_nothing(kind, model, batches, measured):
 def test_seeds_may_be_any_integers(model, batches):
     found, want = (turboquant.calibrate(model, batches, seed=seed) for seed in (np.int64(3), 3))
     assert same(found, want) and type(found.seed) is int
-    largest = made(np.random.default_rng(0), seed=2**63 - 1)  # the second group of 32 channels counts on from there
+    largest = made(np.random.default_rng(0), seed=2**63 - 1)  # seeds of later groups are larger, mod 2^63
     np.testing.assert_allclose(largest.rotations() @ largest.rotations().swapaxes(-1, -2),
                                np.broadcast_to(np.eye(64), largest.covariance.shape), atol=1e-5)  # fmt: skip
 
@@ -388,7 +388,7 @@ def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, m
     assert same(found, measured)
     whole = len(batches) + 1 + len(batches)  # moments, tables, sensitivities
     assert len(calls) == after + 1 + whole - (min(after, 3) + max(after - 4, 0))
-    calls.clear()  # the file stays until the result is saved: should that fail, all is there but the tables
+    calls.clear()  # the file stays until the result is saved; from it, only the tables are measured again
     monkeypatch.setattr(measure, "_forward", lambda *args: calls.append(1) or plain(*args))
     assert same(turboquant.calibrate(model, batches, checkpoint=file), measured) and len(calls) == 1
 
@@ -522,7 +522,7 @@ def test_a_cache_that_is_calibrated(model, measured):
         decoded = torch.ops.turboquant.dequantize(
             held.plan.words, held.pages, held.block_table, counts, 300, **held.calibrated
         )
-        if i == 0:  # deeper layers see what the packed ones above them made
+        if i == 0:  # deeper layers get inputs that earlier packed layers changed
             for side, (x, true) in enumerate(zip(decoded, (plain.layers[0].keys, plain.layers[0].values))):
                 error = float((x - true).square().mean() / true.var())
                 assert error < 1.5 * distortions()[int(bits[0, side, 0])]
@@ -644,7 +644,7 @@ def test_specs_with_a_budget():
 
 
 def test_the_file_needs_no_torch(measured, tmp_path):
-    """Plans are NumPy: a calibration is read and shared out where torch is not installed."""
+    """A calibration can be read, and its bits shared out, where torch is not installed."""
     measured.save(tmp_path / "one")
     code = (
         "import sys\nfor name in ('torch', 'transformers'): sys.modules[name] = None\n"

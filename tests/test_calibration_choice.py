@@ -1,4 +1,4 @@
-"""What a budget means: widths by layer and side, methods tried on held-out text, and what is kept of it."""
+"""Specs with a budget: bit widths by layer and side, methods tried on held-out text, and what files keep of that."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_same_width_everywhere_with_keys_first(average):
     widths = uniform_widths(average, 10)
     assert widths.shape == (10, 2) and widths.sum() == round(20 * average)
     assert np.ptp(widths[:, 0]) <= 1 and np.ptp(widths[:, 1]) <= 1 and (widths[:, 0] >= widths[:, 1]).all()
-    if average == 2.4:  # 8 of 10 keys, not the first 8
+    if average == 2.4:  # 8 of 10 layers have 3 bits, and not the first 8
         assert np.flatnonzero(widths[:, 0] == 2).tolist() != [8, 9]
 
 
@@ -77,7 +77,7 @@ def test_sharing_among_sides_is_greedy_and_best(rng):
 
 
 def test_costs_of_sides_are_what_they_do(model, texts, found):
-    """The estimate from one backward pass, against what is added when one side has 3 bits instead of 6."""
+    """The estimate from a backward pass predicts the KL divergence that one side adds with 3 bits instead of 6."""
     quiet = {i: {"key_bits": 6, "value_bits": 6} for i in range(3)}
     specs = {"quiet": CacheSpec(overrides=quiet, sinks=4, window=0)}
     for layer, side in np.ndindex(3, 2):
@@ -146,7 +146,7 @@ def test_trials_that_are_none(fields, message):
 
 
 def test_what_was_tried_is_what_evaluate_measures(model, texts, found):
-    """Never worse than none on the held-out text, and the figures are those of the chosen spec itself."""
+    """The chosen method is not worse than "none" on the held-out text, and its figure is what `evaluate_all` finds."""
     assert {t.average for t in found.trials} == {4.0, 3.0, 2.5}
     for average in (4.0, 3.0, 2.5):
         here = [t for t in found.trials if t.average == average]
@@ -196,7 +196,7 @@ def test_an_average_in_between_is_stored_as_the_nearest_one(found):
         Trial(3.0, "axes", 16, 0.1)]))  # fmt: skip
     methods = {b: other.method(CacheSpec(budget=b)) for b in (2, 3.4, 3.5, 3.6, 6)}
     assert methods == {2: ("axes", 16), 3.4: ("axes", 16), 3.5: ("axes", 16), 3.6: ("moments", 32), 6: ("moments", 32)}
-    high = dataclasses.replace(other, trials=other.trials[2:])  # of which axes, chosen, end at 5 bits
+    high = dataclasses.replace(other, trials=other.trials[2:])  # axes are chosen at 3 bits, and have at most 5
     assert high.method(CacheSpec(budget=5)) == ("axes", 16) and high.method(CacheSpec(budget=5.5)) == ("none", 32)
     specs = layer_specs(CacheSpec(budget=3.5), other, 3)
     assert all(s.group == 16 and len(s.key_bits) == 2 for s in specs)
@@ -243,11 +243,11 @@ def test_an_interrupted_trial_goes_on(model, texts, found, tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         turboquant.calibrate(model, texts[:4], **given)
     assert turboquant.calibrate(model, texts[:4], **given).trials == found.trials
-    assert len(calls) == 11  # two rounds, the held-out window and four kinds of text each; one of them twice
+    assert len(calls) == 11  # two rounds of the held-out window and four kinds of text; the interrupted call ran twice
 
 
 def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path, monkeypatch):
-    """What is worst of the four kinds counts, not their mean."""
+    """The worst of the four kinds of text counts, not their mean."""
     monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
     kinds = [ids.shape[1] for ids in text.kinds(model, Words(), trial.ELSEWHERE)]
     assert len(kinds) == 4 and all(16 < n <= trial.ELSEWHERE for n in kinds)

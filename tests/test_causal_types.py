@@ -1,7 +1,7 @@
-"""Every causal language model type that the installed transformers has: patched and exact, or refused in a sentence.
+"""Every causal language model type that the installed transformers has: patched and exact, or refused with a reason.
 
-`EXACT` and `REFUSED` are the table of types, and `BEFORE` says what older transformers differ in. A type that is in
-neither fails.
+`EXACT` and `REFUSED` are the table of types, and `BEFORE` lists what differs in older transformers. A type that is in
+neither `EXACT` nor `REFUSED` fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 HOLDS_ALL = bare(4, 4, window=64)
 PACKED = bare(4, 4)
 
-# Fields of a small configuration. A type is given those of them that it has; fields of its own stand in EXACT.
+# Fields of a small configuration. A type is given those that it has; EXACT has further fields of a type.
 SMALL: dict[str, Any] = dict(
     vocab_size=96,
     hidden_size=64,
@@ -146,15 +146,15 @@ NOT_BUILT: dict[str, str] = {
     "qdqbert": "requires the pytorch-quantization library",
     "speech_to_text_2": "has no attribute 'weight'",
 }
-if VERSION < (5, 24):  # refuses models all of whose layers share keys and values
+if VERSION < (5, 24):  # these refuse models whose layers all share keys and values
     sharing = "The set of layer types producing a cache"
     NOT_BUILT.update(dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], sharing))
 
 # Types whose rotary embedding `measure` does not find: it is a table of sines in each layer. Their centre is constant.
 NOT_PROBED = {"codegen", "gptj"}
 
-# What versions before the one named refuse with another phrase, or at all. Most of these types have attention code
-# of their own there; persimmon makes 4-D masks, and granitemoehybrid has another name for linear attention.
+# Types that versions before the one named refuse with another phrase, or that only these versions refuse. Most have
+# attention code of their own there; persimmon makes 4-D masks, and granitemoehybrid names linear attention differently.
 BEFORE: dict[tuple[int, int], dict[str, str]] = {
     (5, 0): {
         **dict.fromkeys(

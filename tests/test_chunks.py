@@ -1,6 +1,6 @@
-"""A chunk on a packed history: its tokens meet each other by PyTorch's own attention and what is stored by `attend`.
+"""A chunk on a packed history: PyTorch attends within the chunk, and `attend` attends to what is stored.
 
-Held to float64 attention over sinks and window as they are, packed tokens as they decode, and the chunk as it is.
+Results are compared with float64 attention over exact sinks and window, decoded packed tokens, and the exact chunk.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Layer:
         return out
 
     def oracle(self, q, k, v, padding=None):
-        """What the chunk q, k, v is to give, float64; before it is stored. Rows of padding are zeros."""
+        """The expected output of the chunk q, k, v in float64, before it is stored. Rows of padding are zeros."""
         outs = []
         for b in range(len(q)):
             past = self.history(b) if self.stored.tokens else (k[b, :, :0].double(), v[b, :, :0].double())
@@ -102,7 +102,7 @@ def close(got, want, dtype):
 
 
 def run(layer, pieces, dtype=torch.float32, device="cpu", heads=4, kv_heads=2, dim=32, batch=1, padding=None):
-    """Feeds pieces of random tokens, and holds each chunk but the first, the model's own matter, to the oracle."""
+    """Feeds pieces of random tokens. Compares those of 40 tokens or more, except the first, with the oracle."""
     total = sum(pieces)
     q, k, v = (random(batch, h, total, dim, dtype, device, seed) for seed, h in enumerate((heads, kv_heads, kv_heads)))
     mask = None
@@ -170,7 +170,7 @@ def test_a_chunk_on_a_short_history(first, device):
 @pytest.mark.parametrize("how", [{}, {"softcap": 0.5}], ids=str)
 @pytest.mark.parametrize("fields", [{}, WINDOWED], ids=str)
 def test_left_padding(fields, how, pieces, device):
-    """Of the first forward, and of chunks that some sequences begin in."""
+    """Padding of the first forward, and of chunks in which some sequences begin."""
     run(Layer(bare(3, 3, **fields), **how), pieces, device=device, batch=4, padding=(0, 1, 37, 100))
 
 
@@ -209,7 +209,7 @@ def test_neither_blocks_nor_autocast_change_the_plain_way(monkeypatch):
     q, k, v = (random(2, heads, 50, 16, seed=seed) for seed, heads in enumerate((6, 2, 2)))
     earlier = [(random(2, 2, 20, 16, seed=3), random(2, 2, 20, 16, seed=4))]
     whole = chunk.attention_in_chunk(q, earlier, k, v, 0.25, 2.0, (0, 7))
-    monkeypatch.setattr(chunk, "_BLOCK", 12 * 70 * 7)  # 7 queries
+    monkeypatch.setattr(chunk, "_BLOCK", 12 * 70 * 7)  # blocks of 7 queries
     for a, b in zip(whole, chunk.attention_in_chunk(q, earlier, k, v, 0.25, 2.0, (0, 7))):
         torch.testing.assert_close(a, b)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,6 +1,6 @@
-"""turboquant._core: what it accepts beyond the ordinary, arguments that bite, the GIL and threads.
+"""turboquant._core: unusual arguments that it accepts, arguments that run code while they are read, the GIL, threads.
 
-What it refuses: test_core_refusals.py. Whether its numbers are right is what the parity tests ask (reference.py).
+Refusals are in test_core_refusals.py. The tests that use reference.py check whether the numbers are right.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_new_pages() -> None:
         assert pages.shape == (n_pages, HEADS, _core.record_bytes(PLAN))
         assert pages.dtype == np.uint8 and pages.flags.c_contiguous and pages.flags.writeable
         assert pages.ctypes.data % 64 == 0 and not pages.any()
-        pages.fill(255)  # all of it is ours
+        pages.fill(255)  # all of it may be written
 
 
 def test_plan_info_adds_up() -> None:
@@ -59,7 +59,7 @@ def test_a_plan_is_any_sequence(make: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dtypes(dtype: str) -> None:
-    """Whole numbers are the same in all dtypes, and so must be the bytes and nearly the results."""
+    """Small integers are exact in every dtype, so the bytes must be the same, and the results nearly so."""
 
     def typed(array: np.ndarray) -> np.ndarray:
         array = np.round(array)
@@ -134,7 +134,7 @@ def test_one_element_dimensions_may_have_any_stride() -> None:
 
 
 def test_empty_arrays() -> None:
-    """Nothing to do is done; nothing to attend to is 0 and -inf."""
+    """Calls on empty arrays succeed. Attention to no tokens gives an output of 0 and a log-sum-exp of -inf."""
     empty = {name: rows(BATCH, HEADS, 0, DIM) for name in ("sink_k", "sink_v", "window_k", "window_v")}
     nothing = rows(BATCH, HEADS, 0, DIM)
     sample("append").with_(k=nothing, v=nothing)()
@@ -220,11 +220,11 @@ def test_sub_interpreters_are_refused() -> None:
         interpreters.destroy(number)
 
 
-# ---- arguments that bite ----
+# ---- arguments that run code while they are read ----
 
 
 class Meddler:
-    """A number that does something when it is asked for."""
+    """An integer that calls `act` when it is read."""
 
     def __init__(self, value: int, act: Callable[[], object]) -> None:
         self.value, self.act = value, act
@@ -242,7 +242,7 @@ def test_a_plan_that_changes_while_it_is_read() -> None:
 
 
 def test_a_number_that_changes_arrays_while_it_is_read() -> None:
-    """Numbers are read before arrays are looked at: what was checked is what the core sees."""
+    """Numbers are read before arrays are checked, so the core sees what was checked."""
     call = sample("append")
     lengths = np.array([5, 17, 40], np.int32)
     shrink = Meddler(1, lambda: lengths.resize((1,), refcheck=False))
@@ -324,7 +324,7 @@ def test_odd_arguments_give_errors_not_crashes(data: st.DataObject) -> None:
 
 
 def lasting(op: str, size: int) -> Callable[[], object]:
-    """A call whose time grows with size; 1 is about a millisecond or less."""
+    """A call whose time grows with `size`; size 1 takes a millisecond or less."""
     n = 32 * size
     plan = Plan(128, 4, 4 if op in ("append", "attend", "dequantize") else 0, page_tokens=32).words
     table = np.arange(size, dtype=np.int32)[None]
@@ -355,7 +355,7 @@ def lasting(op: str, size: int) -> Callable[[], object]:
 
 @pytest.mark.parametrize("op", [*OPS, "haar"])
 def test_the_gil_is_released(op: str) -> None:
-    """Another thread gets on while a call runs: it is seen alive in the middle half of the call."""
+    """Another thread runs in the middle half of the time that a call takes."""
     size, taken = 8, 0.0
     while taken < 0.05:
         size *= 2

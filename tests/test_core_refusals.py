@@ -1,4 +1,4 @@
-"""In which words turboquant._core refuses; what it alone refuses; that a failed call leaks nothing."""
+"""The error messages of turboquant._core, what this binding alone refuses, and that calls leak nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from refusals import OPERATIONS
 
 from turboquant import _core
 
-# One message of each kind in full; the table of refusals.py asks for names and types alone.
+# One message of each kind in full; the table of refusals.py checks names and types only.
 WORDS: list[tuple[str, dict[str, Any], str]] = [
     ("append", dict(k=[1.0]), "`k` must be an array of float32, float16 or bfloat16, got list"),
     ("append", dict(k=np.zeros(3)), '`k` must be float32 or float16, or uint16 with dtype="bfloat16", got float64'),
@@ -86,7 +86,7 @@ def test_attend_refuses_to_write_into_pages() -> None:
 def test_attend_refuses_to_write_into_what_it_reads(name: str) -> None:
     call = sample("attend")
     q, array = call.arguments["q"], call.arguments[name]
-    memory = np.concatenate([rows(q.size - 1), array.ravel()])  # one number is of both
+    memory = np.concatenate([rows(q.size - 1), array.ravel()])  # the two share one number
     own = {"out": memory[: q.size].reshape(q.shape), name: memory[q.size - 1 :].reshape(array.shape)}
     before = memory.copy()
     with pytest.raises(ValueError, match=f"attend: `out` must be apart from {name}"):
@@ -200,8 +200,8 @@ MEASURES_MEMORY = os.environ.get("PYTHONMALLOC") != "malloc"
 
 
 def grown_in_100_rounds(run_all: Callable[[], None]) -> int:
-    """Bytes of Python's memory: the least of three attempts, since threads that other tests left behind allocate as
-    well, now and then; a leak is there each time."""
+    """Bytes by which Python's memory grows, the least of three attempts: threads that other tests left behind may
+    allocate too, but a leak shows in every attempt."""
     attempts = []
     for _ in range(3):
         tracemalloc.start()
@@ -245,7 +245,7 @@ def test_nothing_leaks(op: str) -> None:
     else:
         for _ in range(150):
             run_all()
-    immortal = 2**20  # None and small integers count, or are immortal
+    immortal = 2**20  # counts this large are of immortal objects
     after = [sys.getrefcount(thing) for thing in objects]
     changed = [(type(thing), a, b) for thing, a, b in zip(objects, before, after) if a < immortal and abs(a - b) > 100]
     assert not changed

@@ -1,4 +1,4 @@
-"""The demo runs, and its table is about what it says it is about."""
+"""The demo runs, and the numbers in its table agree with each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from turboquant.cli import main
 def test_demo(capsys):
     assert main(["demo", "--prompt-tokens", "300", "--tokens", "5"]) == 0
     text, noise = capsys.readouterr()
-    assert re.fullmatch(r"(turboquant: the moments of \w+ took \d+ s\n)?", noise)  # a bar is for terminals
+    assert re.fullmatch(r"(turboquant: the moments of \w+ took \d+ s\n)?", noise)  # progress bars are for terminals
     assert text.startswith("A Christmas Carol, by Charles Dickens (1843)")
     rows = dict(re.findall(r"^(full precision|\d bits(?:, all packed)?) {2,}(.*)$", text, re.MULTILINE))
     assert list(rows) == [
@@ -54,7 +54,7 @@ def test_without_its_model_the_demo_says_what_to_install(tmp_path, monkeypatch, 
 
 
 def test_commands_name_a_variable_that_is_wrong():
-    """As the operators name it; test_machine.py and test_ops_errors.py have the other variable."""
+    """The message is that of the operators. test_machine.py and test_ops_errors.py test TURBOQUANT_ISA."""
     code = "from turboquant.cli import main; raise SystemExit(main(['demo']))"
     done = forks.python(code, TURBOQUANT_NUM_THREADS="3x")
     last = done.stderr.splitlines()[-1]

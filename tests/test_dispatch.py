@@ -28,7 +28,7 @@ Run = Callable[..., list[list[str]]]
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs the program: what it prints, split into words by line."""
+    """A function that runs the program and returns the words of each line that it prints."""
     program = tmp_path_factory.mktemp("dispatch") / "dispatch_table"
     sources = [ROOT / "tests/cuda/dispatch_table.cpp", *(ROOT / "csrc/cuda/attend" / name for name in SOURCES)]
     flags = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}"]

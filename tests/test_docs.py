@@ -59,7 +59,7 @@ def commands(block: str) -> list[tuple[list[str], list[str]]]:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CONSOLES])
 def test_commands(name: str, tmp_path: Path) -> None:
     """Each command succeeds. The lines shown below it are among those that it prints, in that order; "..." stands for
-    any."""
+    any lines."""
     block = CONSOLES[name]
     assert all(line.split()[1] == "turboquant" for line in block.splitlines() if line[:2] == "$ ") or NOT_RUN in block
     if block.startswith(NOT_RUN):
@@ -68,7 +68,7 @@ def test_commands(name: str, tmp_path: Path) -> None:
     from esm_models import protein
     from hub import make_hub
 
-    make_hub(forks.hub(), shape_alone="doctor" in block)  # which looks at a model of the real shape, without weights
+    make_hub(forks.hub(), shape_alone="doctor" in block)  # doctor wants the real sizes, and no weights
     (tmp_path / "book.txt").symlink_to(ROOT / "demo" / "turboquant_demo" / "a_christmas_carol.txt")
     (tmp_path / "proteins.fasta").write_text("".join(f">p{i}\n{protein(60, i)}\n" for i in range(8)))
     done = forks.python(RUN, [json.dumps([command for command, _ in commands(block)])], tmp_path)
@@ -87,7 +87,7 @@ def test_commands_stand_in_blocks_that_run() -> None:
 
 
 def test_flags_exist() -> None:
-    """Of the programs and commands that pages name, in blocks or in lines of text."""
+    """The scripts, flags and make targets that pages name, in blocks or in lines of text, exist."""
     cli = (ROOT / "turboquant" / "cli.py").read_text() + (ROOT / "turboquant" / "demo.py").read_text()
     makefile = (ROOT / "Makefile").read_text()
     for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:

@@ -1,4 +1,4 @@
-"""`turboquant doctor`: what it says of a machine and of models, and that every wrong turn ends in a sentence."""
+"""`turboquant doctor`: what it says of a machine and of models, and that problems are reported with their reason."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_check_says_what_patch_says_and_changes_nothing():
     ("transformers", "not installed", "models need it: pip install 'turboquant-attention[hf]'"),
 ])  # fmt: skip
 def test_what_models_need(name, found, advice, monkeypatch, capsys):
-    """A failure where a model is named; without one, NumPy alone may be wanted."""
+    """A missing or old package fails the check if a model is named. Otherwise it is a note: NumPy may be enough."""
     real = findings.installed
     monkeypatch.setattr(findings, "installed", lambda one: found if one == name else real(one))
     assert main(["doctor", str(DEMO)]) == 1
@@ -181,7 +181,7 @@ def test_other_owners_of_the_name(monkeypatch, capsys):
     assert main(["doctor"]) == 0
 
 
-# ---- GPUs, which this test needs none of ----
+# ---- GPUs (the tests need none) ----
 
 H100, T4, BLACKWELL = ("H100", (9, 0)), ("T4", (7, 5)), ("RTX 5090", (12, 0))
 ALL = "13.0: 80 90a 100 120+PTX"
@@ -205,7 +205,7 @@ def test_gpus(build, driver, gpus, name, verdict, text):
     assert text in f"{last.fact}; {last.advice}"
 
 
-# ---- before there is anything to ask ----
+# ---- missing packages, and builds that fail ----
 
 
 def in_a_process(code: str, **variables: str) -> subprocess.CompletedProcess[str]:

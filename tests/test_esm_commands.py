@@ -84,7 +84,7 @@ def test_letters_of_fasta_are_ascii(letter, tmp_path):
 
 
 def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
-    """What was read of it is passed on: at a second look it is empty."""
+    """A pipe can be read only once, so what was read is passed on."""
     where, pipe = tmp_path / "s.csv", tmp_path / "pipe"
     os.mkfifo(pipe)
     text = f">a\n{protein(12)}\n>b\n{protein(40)}\n"
@@ -164,7 +164,7 @@ def test_calibration_is_for_every_head_of_an_encoder(model, sequences):
 
 
 def test_groups_of_equal_bits_are_mixed_as_one():
-    """One Hadamard and one step for neighbours with the same bits, their own for others; always orthogonal."""
+    """Neighbours with the same bits share a Hadamard rotation and a step, others have their own. All are orthogonal."""
     import numpy as np
 
     from turboquant.calibration.tensors import transforms
@@ -176,7 +176,7 @@ def test_groups_of_equal_bits_are_mixed_as_one():
         made = transforms(found, spec, 1, torch.device("cpu"))
         steps, rotation = made["key_steps"].numpy(), made["key_rotation"].numpy()
         assert (steps[:, 0] == steps[:, 1]).all() == merged
-        mixed = np.einsum("hij,hkj->hik", rotation, found.axes[1, 0])  # of which axes is a row made?
+        mixed = np.einsum("hij,hkj->hik", rotation, found.axes[1, 0])  # which axes each row combines
         assert (np.abs(mixed[:, :32, 32:]).max() > 0.1) == merged
         np.testing.assert_allclose(np.einsum("hij,hkj->hik", rotation, rotation), np.eye(64)[None].repeat(2, 0),
                                    atol=1e-5)  # fmt: skip
@@ -193,7 +193,7 @@ def test_keys_of_esm_get_a_bit_in_every_group():
     plain, whole = allocate(energy, 12), allocate(energy, 12, whole_keys=True)
     assert plain.sum() == whole.sum() == 12 and (plain[..., 1] == 0).all()
     assert (whole[:, 0, 1] == 1).all() and (whole[:, 1, 1] == 0).all()
-    assert (allocate(energy, 4, whole_keys=True) == allocate(energy, 4)).all()  # too few for that
+    assert (allocate(energy, 4, whole_keys=True) == allocate(energy, 4)).all()  # too few bits for that
 
 
 def test_command_lines(folder, monkeypatch, tmp_path, capsys):
@@ -237,7 +237,7 @@ def test_scan_command(folder, monkeypatch, tmp_path):
 
 def test_a_scan_goes_on_past_what_the_model_cannot_read(folder, tmp_path, capsys, monkeypatch):
     """A long protein, letters of no amino acid, a stop codon inside, and an entry without a sequence: the others are
-    scanned, and what was left out is said behind the last. `eval` and `calibrate` go on as well."""
+    scanned, and what was left out is listed at the end. `eval` and `calibrate` go on as well."""
     monkeypatch.chdir(tmp_path)
     odd = {
         "long": "M" * 63,
@@ -276,7 +276,7 @@ def test_scores_on_standard_output(stdout, folder, tmp_path, capsys, monkeypatch
 def test_fasta_compressed_by_gzip(tmp_path):
     text = b"\xef\xbb\xbf>a\r\nMK\rAC\n>b\nWW*\n"
     file = tmp_path / "a.fa"  # the content decides, not the name
-    file.write_bytes(gzip.compress(text[:12]) + gzip.compress(text[12:]))  # members, as bgzip writes them
+    file.write_bytes(gzip.compress(text[:12]) + gzip.compress(text[12:]))  # several members, as bgzip writes them
     assert read_fasta(file) == [("a", "MKAC"), ("b", "WW")]
     whole = gzip.compress(text)
     for damaged in (whole[:-5], whole[:12], whole[:-8] + bytes(8), whole[:10] + b"\xff" * 9 + whole[19:]):
@@ -296,7 +296,7 @@ def test_sequences_that_are_not_of_proteins_are_said(folder, tmp_path, capsys):
         read_fasta(file)
     assert main(["esm-scan", str(file), "--model", str(folder / "model"), "--csv", str(tmp_path / "s.csv")]) == 0
     assert "warning: " in capsys.readouterr().err
-    file.write_text(">a\nGAGAGSGAGAGSGAGAGS\n>b\nACGT\n>P1\nMKTAYIAKQR\n")  # silk, a short peptide, no PIR
+    file.write_text(">a\nGAGAGSGAGAGSGAGAGS\n>b\nACGT\n>P1\nMKTAYIAKQR\n")  # silk, a short peptide, not PIR
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(read_fasta(file)) == 3

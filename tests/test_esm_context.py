@@ -1,4 +1,4 @@
-"""ContextCache: that decoding reads what it says, exactly, and from packed bytes; errors that change nothing."""
+"""ContextCache: decoding, exact and from packed bytes, and errors, which change nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_encode_is_the_exact_pass():
 
 
 def test_masked_residues_in_what_is_read():
-    """Their share scales the other embeddings (token dropout)."""
+    """The share of masked residues scales the other embeddings (token dropout)."""
     model = tiny_esm()
     masked = list(PROTEINS[0])
     masked[3] = masked[9] = masked[10] = "<mask>"
@@ -48,7 +48,8 @@ def test_masked_residues_in_what_is_read():
 
 
 def test_all_residues_anew_are_a_full_pass():
-    """Nothing of the stored protein but its two end tokens is left to read; these see the old residues."""
+    """If all residues are decoded anew, only the two end tokens of the stored protein are read. In a model of one layer
+    these do not depend on the old residues."""
     model = tiny_esm(num_hidden_layers=1)
     other = [protein(len(p), 9 + i) for i, p in enumerate(PROTEINS)]
     for spec in (EXACT, bare(3, 3, sinks=1)):
@@ -113,7 +114,7 @@ COPIES = {  # protein, letters, positions
 
 @pytest.mark.parametrize("heads, head_dim", [(2, 16), (3, 24), (1, 64)])
 def test_decode_in_batches_is_replacement(heads, head_dim):
-    """Against an oracle that replaces keys and values in full passes, nothing quantised."""
+    """Unquantised decoding is compared with an oracle that replaces keys and values in full passes."""
     model = tiny_esm(heads=heads, head_dim=head_dim)
     cache = ContextCache(model, EXACT)
     cache.encode(PROTEINS)
@@ -132,7 +133,7 @@ MIXED = bare(3, 3, **WAVE, sinks=2, overrides={1: {"centre": "none", "sinks": 0}
 @pytest.mark.parametrize("spec", [EXACT, bare(3, 3, sinks=3), bare(4, 4, **WAVE), MIXED],
                          ids=["exact", "sinks", "centred", "layers that differ"])  # fmt: skip
 def test_copies_of_one_protein_read_together_what_they_share(spec):
-    """The same from one batch of copies, which share ranges, as from batches of one, which do not."""
+    """A batch of copies, which share ranges of tokens, gives the same as batches of one copy."""
     model = tiny_esm(heads=3, head_dim=24)
     cache = ContextCache(model, spec)
     cache.encode(PROTEINS)
@@ -185,7 +186,7 @@ def test_bytes_are_counted():
     assert exact.effective_bits == pytest.approx(32 * 4 * 133 / tokens)
 
 
-@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])  # of the models with 8M, 35M, 150M, 650M and 3B, 15B
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])  # ESM-2 of 8M, 35M, 150M, 650M and 3B, 15B
 def test_long_proteins_and_short_ones_of_every_shape(head_dim):
     """Whole pages and parts of one, in one batch of changes, against full-precision decoding."""
     model = tiny_esm(heads=1, head_dim=head_dim, num_hidden_layers=2, max_position_embeddings=2100)
@@ -248,7 +249,7 @@ def unpickled(thing):
 def test_copies_decode_to_the_same_numbers(copied, spec, patched):
     model = turboquant.patch(tiny_esm(), bare(1, 1)) if patched else tiny_esm()
     cache = ContextCache(model, spec)
-    early = copied(cache)  # of nothing
+    early = copied(cache)  # a copy of an empty cache
     cache.encode(PROTEINS)
     early.encode(PROTEINS)
     which, letters, positions = zip(*COPIES.values())

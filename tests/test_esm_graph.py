@@ -1,4 +1,4 @@
-"""Replayed decoding steps of a ContextCache: what plain steps say, whichever numbers come through one recording."""
+"""Replayed decoding steps of a ContextCache give the results of plain steps, for any inputs to one recording."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECS = {
     "layers that differ": bare(3, 3, **WAVE, sinks=2, overrides={1: {"centre": "none", "sinks": 0}}),
     "exact": EXACT,
 }
-# Steps of few shapes; those of one name have the same.
+# Decoding steps by name; those of one name have the same shape.
 STEPS: dict[str, list[dict[str, Any]]] = {
     "two proteins": [
         dict(residues=["W", "A"], positions=[[3], [5]], proteins=[0, 2]),
@@ -46,8 +46,8 @@ STEPS: dict[str, list[dict[str, Any]]] = {
 
 
 class Device:
-    """A recording on the CPU: what is replayed runs again, from the numbers it was recorded with and into the results
-    it gave then, as a graph's kernels do."""
+    """Imitates CUDA graphs on the CPU: a replay runs the step again on the tensors that it was recorded with, and
+    writes into the results of the recording, as the kernels of a graph do."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.recorded = self.replayed = 0
@@ -79,7 +79,7 @@ def caches(spec: CacheSpec, device: str = "cpu") -> tuple[ContextCache, ContextC
 
 
 def compare(replaying: ContextCache, plain: ContextCache, tolerance: float) -> None:
-    """Shapes take turns, so that what one leaves behind would show in another; results stay what they were."""
+    """Shapes alternate, and all results are compared at the end: no step may change the results of another."""
     said = []
     for i in range(8):
         for steps in STEPS.values():
@@ -96,7 +96,7 @@ def test_a_recording_serves_all_steps_of_its_shape(spec: CacheSpec, monkeypatch:
     compare(replaying, plain, tolerance=1e-5)
     assert device.recorded == len(STEPS) <= KEPT and device.replayed == 7 * len(STEPS)
     replaying.encode(PROTEINS[:1])
-    assert replaying._graphs is None  # those of other proteins are gone
+    assert replaying._graphs is None  # recordings for the other proteins are dropped
 
 
 def test_copies_record_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_few_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NoReadBack(TorchDispatchMode):
-    """Refuses what a recording does not allow: looking at numbers of the device, and new tensors from the host's."""
+    """Refuses what cannot be recorded in a CUDA graph: reading from the device, and tensors made of host data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
@@ -133,7 +133,7 @@ class NoReadBack(TorchDispatchMode):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_step_looks_at_no_number(spec: CacheSpec) -> None:
     _, plain = caches(spec)
-    for steps in STEPS.values():  # the moments that a step of so many tokens takes are made in the first
+    for steps in STEPS.values():  # the first step of a size makes its moments
         plain.decode(**steps[0])
     seen = []
     step = plain._step
@@ -164,7 +164,7 @@ def test_cuda_graphs_say_what_plain_steps_say(inference: bool, spec: CacheSpec) 
     twin = copy.deepcopy(replaying)
     compare(twin, plain, tolerance=1e-4)
     assert all(twin._graphs._seen.values())
-    replaying.encode(PROTEINS[:1])  # another store: nothing old is replayed
+    replaying.encode(PROTEINS[:1])  # other proteins: no old recording may be replayed
     plain.encode(PROTEINS[:1])
     for at in (3, 4, 5):
         got, want = (cache.decode(["W"], [[at]]).logits[0] for cache in (replaying, plain))

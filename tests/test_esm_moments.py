@@ -1,4 +1,4 @@
-"""Moments of ESM-2 models: what is measured is what the projections of the model give, on proteins that ship."""
+"""Moments of ESM-2 models, compared with those of the model's own projections on the proteins of the package."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_proteins_are_those_of_uniprot() -> None:
 
 
 def projected(model: Any, name: str) -> list[list[torch.Tensor]]:
-    """Of each layer, float64 [heads, tokens, head_dim] of each protein before RoPE, without its first tokens."""
+    """[heads, tokens, head_dim] by layer and protein: a projection, before RoPE and without the first tokens."""
     modules = [layer.attention.self for layer in model.base_model.encoder.layer]
     found: list[list[torch.Tensor]] = [[] for _ in modules]
 
@@ -130,7 +130,7 @@ def test_what_is_refused() -> None:
 
 
 def test_a_wave_moves_with_its_tokens() -> None:
-    """A call that finds packed tokens later than they were stored gets moments whose wave is as much later."""
+    """Where packed tokens are read at later positions than they were stored at, the wave is shifted by as many."""
     layer = turboquant.measure(tiny_esm()).layers[1]
     positions = np.arange(50)
     for by in (1, 7, 300):

@@ -1,4 +1,4 @@
-"""patch and unpatch of ESM-2: attention through packed bytes both ways, and nothing else changed."""
+"""patch and unpatch of ESM-2: bidirectional attention over packed bytes, and nothing else changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turboquant.esm import attention as attention_module
 from turboquant.esm.attention import NAME
 from turboquant.esm.model import ALPHABET, attentions, padded, tokenise
 
-EXACT = bare(sinks=2**20)  # every token in the model's dtype: what is not quantised must be the model's own
+EXACT = bare(sinks=2**20)  # every token stays exact, so outputs must be the model's own
 LENGTHS = (40, 7, 131, 128)
 
 
@@ -34,7 +34,7 @@ def state(model):
     return found, hooks, [sorted(vars(m)) for m in (model, model.base_model, *attentions(model))]
 
 
-@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])  # of the models with 8M, 35M, 150M, 650M and 3B, 15B
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])  # ESM-2 of 8M, 35M, 150M, 650M and 3B, 15B
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_equals_the_model_where_nothing_is_quantised(head_dim, side):
     model = tiny_esm(head_dim=head_dim)
@@ -78,7 +78,7 @@ def test_more_bits_are_nearer(head_dim):
 
 
 def oracle(model, inputs, spec):
-    """The full pass with keys and values decoded to floats and attended to by SDPA: none of `attend`."""
+    """The full pass with keys and values decoded to floats and attended to by SDPA, without `attend`."""
     from turboquant.esm.attention import plain_attention
 
     class Decoded:
@@ -123,7 +123,7 @@ def test_padding_changes_nothing(spec):
 
 
 def test_modes_of_others():
-    """TurboESM's own, and one with a sketch, as presets: through the same operators; coarser than 5 bits."""
+    """The preset of TurboESM and one with a sketch use the same operators, and are less exact than 5 bits."""
     model = tiny_esm(head_dim=32, initializer_range=0.1)
     inputs = batch(model)
     real = inputs["attention_mask"].bool()
@@ -261,7 +261,7 @@ def test_masks_that_differ_between_queries():
     model = turboquant.patch(tiny_esm(), bare(3, 3))
     mask = torch.ones(1, 32, 32).tril()
     if int(transformers.__version__.split(".")[0]) >= 5:
-        mask = mask[:, None]  # as these take a mask that is ready-made
+        mask = mask[:, None]  # transformers 5 takes a ready-made mask with a dimension for heads
     with torch.no_grad(), pytest.raises(NotImplementedError, match="`attention_mask` must be"):
         model.esm(inputs_embeds=torch.zeros(1, 32, 32), attention_mask=mask)
 

@@ -61,11 +61,11 @@ def test_wild_type_marginals(positions):
         assert scan.sequence == SEQUENCE and scan.positions == tuple(at)
         np.testing.assert_allclose(scan.log_probabilities, want, atol=1e-4)
         np.testing.assert_allclose(scan.wild_type, log_p.gather(1, ids[0, 1:-1][at][:, None])[:, 0], atol=1e-4)
-    assert np.abs(scan.scores - by_definition(tiny_esm(), SEQUENCE, at)).max() > 1e-3  # masked ones are others
+    assert np.abs(scan.scores - by_definition(tiny_esm(), SEQUENCE, at)).max() > 1e-3  # masked marginals differ
 
 
 def test_shared_scan_is_exact_at_one_layer():
-    """Stored keys and values of layer 0 do not know what is masked elsewhere, but for the factor of token dropout."""
+    """Keys and values of layer 0 do not depend on what is masked elsewhere if there is no token dropout."""
     model = tiny_esm(num_hidden_layers=1, token_dropout=False)
     scan = masked_marginals(model, SEQUENCE, [4, 0, 32], spec=EXACT)
     np.testing.assert_allclose(scan.scores, by_definition(model, SEQUENCE, [4, 0, 32]), atol=2e-3)

@@ -46,7 +46,7 @@ def calibration(model):
 
 
 def test_numbers_are_what_they_say(model, windows):
-    """Against the definitions, written out over a cache filled by hand."""
+    """They equal the definitions, computed here from a cache filled by hand."""
     spec = bare(2, 3, window=16)
     found = turboquant.evaluate(model, windows, spec, everything_packed=True, generate=0, batch=2)
     packed = spec.with_(window=0, prefill="packed")
@@ -66,7 +66,7 @@ def test_numbers_are_what_they_say(model, windows):
         assert value == pytest.approx(math.exp(-picked.mean().item()), rel=1e-4)
     assert found.top1_agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
     assert found.spec == packed and found.exact == "everything packed" and (found.windows, found.length) == (3, 200)
-    # 200 tokens stand in two pages of 128; the cache counts the empty places too
+    # 200 tokens take two pages of 128; the bytes of empty places count too
     assert found.bytes_per_token == cache.report().parts["pages"] / 600 == 256 * packed.bytes_per_token(32, 2, 3) / 200
     assert found.effective_bits == pytest.approx(8 * found.bytes_per_token / (2 * 2 * 32 * 3))
     assert found.fixed_bytes >= 3 * 2 * 2 * 4  # block tables of at least one batch
@@ -117,7 +117,7 @@ def test_more_bits_are_better_and_exact_tokens_are_said(model, windows):
 
 @pytest.mark.parametrize("spec", [bare(2, 2), bare(3, 3, sinks=4, window=16), turboquant.preset("default")])
 def test_greedy_texts_are_those_of_generate(spec, model, windows):
-    """How long they are equal, against `generate` of transformers with and without the packed cache."""
+    """The lengths of equal text are those of transformers' `generate` with and without the packed cache."""
     found = turboquant.evaluate(model, windows, spec, generate=80, batch=2).free_running
     options = dict(max_new_tokens=80, do_sample=False, eos_token_id=None, pad_token_id=0)
     prompt, want = windows[:, :100], []
@@ -280,7 +280,7 @@ def book():
 
 @pytest.fixture(scope="module")
 def calibrated(book, tmp_path_factory):
-    """The file of a calibration that could not be saved and was resumed, and what the command printed then."""
+    """The file of a calibration that could not be saved at first and was resumed, and what the command then printed."""
     out = tmp_path_factory.mktemp("calibrated") / "demo.safetensors"
     command = ["calibrate", str(DEMO), "--text", str(book), "--out", str(out), "--tokens", "1024", "--bits", "3"]
     part, said, shown = Path(f"{out}.part"), io.StringIO(), io.StringIO()
@@ -324,7 +324,7 @@ def test_calibrate_and_eval(calibrated, book, tmp_path, capsys):
     shown = capsys.readouterr()
     row = json.loads(shown.out)["rows"][0]
     assert row["params"]["spec"] == "default" and "| default |" in shown.err
-    assert row["params"]["exact"] == "exact: 4 sinks, 128 window"  # as it is
+    assert row["params"]["exact"] == "exact: 4 sinks, 128 window"  # the preset, unchanged
 
 
 BAD = {
@@ -472,7 +472,7 @@ def test_the_page_of_presets_is_current(benchmarks):
 
 
 def test_the_page_of_presets_takes_passkeys(benchmarks):
-    """The part on passkeys, of made-up rows: the share found over all depths, by cache and length."""
+    """The section on passkeys, from made-up rows, has the share found over all depths, by cache and length."""
     pages = benchmarks("presets")
     rows = [
         {"params": {"cache": cache, "model": model, "length": length, "depth": depth, "keys": 4, "dtype": "bfloat16"},
@@ -497,8 +497,8 @@ def test_the_page_of_presets_takes_passkeys(benchmarks):
 
 @pytest.mark.slow
 def test_calibration_across_texts(benchmarks):
-    """The reference model, both ways between books and WikiText, and Python source: a calibration is at most 5 % worse
-    than the widths of the data-free preset, and at 2.5 bits no worse on its own kind of text."""
+    """The reference model is calibrated on books or on WikiText, and evaluated on both and on Python source. The chosen
+    method is at most 5 % worse than "none", and at 2.5 bits no worse on the kind of text that it was calibrated on."""
     quality, texts = benchmarks("quality"), benchmarks("texts")
     model, tokenizer = quality.load(shared_file("models/reference"))
     halves = {name: quality.halves(f"{name}.txt") for name in ("books_val", "wikitext2_test")}

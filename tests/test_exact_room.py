@@ -1,5 +1,5 @@
-"""Sinks and window grow as tokens come; what a cache does is that of one whose sinks and window are whole from the
-start, to the bit."""
+"""Sinks and window grow as tokens come. Bit for bit, a cache does what one does whose sinks and window have their full
+size from the start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spec(request):
 
 @pytest.fixture
 def whole(monkeypatch):
-    """Call it, and every later growth is to the full size."""
+    """A function. After it is called, sinks and windows that grow get their full size at once."""
     return lambda: monkeypatch.setattr(storage, "with_room", lambda have, need, most: most)
 
 
@@ -50,7 +50,7 @@ def feed(model, cache, ids, pieces, padding=(0, 0)):
 
 
 def long_life(spec, path):
-    """Logits of everything that can happen to a cache."""
+    """Logits, cache and file after steps, a crop, a fork, a reorder, a save, a load and an offload."""
     model, cache = patched(spec)
     ids = prompts(2, 300, (5, 0))["input_ids"]
     said = [feed(model, cache, ids, [7, *[1] * 20, 3, 2, *[1] * 3], (5, 0))]
@@ -123,7 +123,7 @@ def test_files_have_the_rows_that_hold_tokens(tmp_path):
 
 
 def test_reserved_tensors_keep_their_places():
-    """What a CUDA graph of decoding steps needs."""
+    """A CUDA graph of decoding steps needs that their addresses do not change."""
     model, cache = patched(bare(sinks=40, window=100))
     ids = prompts(1, 120)["input_ids"]
     feed(model, cache, ids, [5], (0,))

@@ -111,7 +111,7 @@ def test_sizes_and_offsets(p: ref.Plan) -> None:
 
 
 def random_bytes(rng: np.random.Generator, p: ref.Plan, n_pages: int, kv_heads: int) -> np.ndarray:
-    """Every string of bits is a page; only scales have to be numbers."""
+    """Random pages: any bits are valid codes, and scales are finite numbers."""
     pages = aligned_pages(n_pages, kv_heads, p.record_bytes)
     pages[...] = rng.integers(0, 256, pages.shape, np.uint8)
     for record in pages.reshape(-1, p.record_bytes):
@@ -297,7 +297,7 @@ def test_any_damage_to_a_header_is_found(data: st.DataObject) -> None:
 
 @given(st.binary(max_size=300), st.booleans(), st.integers(0, 2**64 - 1))
 def test_hostile_headers_do_no_harm(tail: bytes, start_well: bool, file_bytes: int) -> None:
-    """Whatever it is, it is refused: no crash, nothing believed. (Under sanitizers, nothing read outside either.)"""
+    """Random bytes are refused as a header, without a crash, and under sanitizers without a read out of bounds."""
     data = b"TQCODES\0\1\0\0\0" + tail if start_well else tail
     with pytest.raises(ValueError, match="file_header_read"):
         _core.file_header_read(data, file_bytes)

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer that needs no clang; `make fuzz` runs all of them for longer."""
+"""A short run of the fuzzer that needs no clang; `make fuzz` runs all fuzzers for longer."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def test_a_wide_window_gives_the_same_text(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_padded_batch_is_each_sequence_alone(kind):
-    """Packed, with sinks, window and centre: the same logits, and the same bytes but for hidden states that differ by a
-    rounding and fall on the other side of a code's threshold, which is rare."""
+    """Packed, with sinks, window and centre: the same logits up to rounding, and the same bytes, but for few codes that
+    rounding of hidden states moves across a threshold."""
     model, lengths = tiny(kind), (60, 41, 7)
     spec = PACKED.with_(**WAVE, sinks=1, window=16)
     turboquant.patch(model, spec)
@@ -100,7 +100,7 @@ def test_packed_logits_are_close_and_sliding_layers_stay_small(kind):
 
 
 def test_packed_text_follows_the_full_cache():
-    """With trained weights see test_quality; random ones are harder to compress and still mostly agree at 5 bits."""
+    """At 5 bits the next logits are within 20 % with random weights. test_quality.py tests trained weights."""
     model, inputs = tiny(), prompts(4, 50)
     want = generate(model, inputs, 1).logits[0]
     turboquant.patch(model, bare(5, 5, prefill="packed", **WAVE))
@@ -172,8 +172,7 @@ def test_turns_carried_over(kind):
 
 
 def test_turns_of_a_packed_cache_are_one_conversation():
-    """Turns on one cache give the bytes of one pass over the whole conversation, the centre being that of the first
-    turn."""
+    """Turns on one cache give the bytes of one pass over the whole conversation."""
     model = turboquant.patch(tiny(), PACKED)
     cache, ids = TurboQuantCache(model, PACKED), prompts(1, 150)["input_ids"]
     for turn in range(3):
@@ -186,7 +185,7 @@ def test_turns_of_a_packed_cache_are_one_conversation():
         differing = (a.pages != b.pages).float().mean()
         assert (
             a.pages.shape == b.pages.shape and differing < 0.01
-        )  # hidden states differ by rounding, codes at a threshold
+        )  # rounding of hidden states moves few codes across a threshold
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(sinks=4, window=32), dict(**WAVE)], ids=str)
@@ -274,7 +273,7 @@ def test_speculative_decoding(spec, kind, how):
     model = turboquant.patch(tiny(kind), spec)
     inputs = dict(input_ids=prompts(1, 8)["input_ids"].repeat(1, 25))
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    # 4.57 wants an end of text; the assistant makes its mask from its text, where 0 is padding
+    # transformers 4.57 needs an EOS token; an assistant makes its mask from the ids, where 0 is padding
     options = dict(eos_token_id=95, output_logits=False, suppress_tokens=[0, 95])
     want = generate(model, inputs, 40, **options).sequences
     if how == "assistant":
@@ -287,7 +286,7 @@ def test_speculative_decoding(spec, kind, how):
 
 @pytest.mark.parametrize("spec", SPECULATIVE.values(), ids=SPECULATIVE)
 def test_a_draft_is_verified_as_its_tokens_would_be_decoded(spec):
-    """Its own tokens are read as they are stored, and what `crop` brings back is as if it had never left."""
+    """A draft reads its own tokens as they are stored, and tokens that `crop` brings back into the window are exact."""
     model, ids = turboquant.patch(tiny(), spec), prompts(1, 320)["input_ids"]
     draft, wrong, cache = ids[:, 299:], ids[:, 200:221], TurboQuantCache(model)
     with torch.no_grad():
@@ -336,8 +335,8 @@ def test_inference_mode():
 
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_packed_positions(use_cache):
-    """Several texts in one row, told apart by their positions alone: as the model does with its own cache, which keeps
-    them apart without a cache and not with one."""
+    """Several texts in one row, told apart by position_ids alone, give what they give without a patch: the model keeps
+    them apart without a cache, and does not with one."""
     model, ids = tiny(), prompts(1, 30)["input_ids"]
     where = torch.cat([torch.arange(12), torch.arange(18)])[None]
     with torch.no_grad():

@@ -43,7 +43,7 @@ def test_a_cache_on_the_cpu_is_never_replayed() -> None:
 
 
 def test_every_step_after_the_prompt_is_for_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which forwards of `generate` would be replayed, with the device's part left out."""
+    """`generate` passes them to `DecodeGraph.step`. That is replaced here, so that no GPU is needed."""
     steps = []
 
     def step(self: DecodeGraph, ids: Any, positions: Any = None) -> Any:
@@ -88,7 +88,7 @@ def test_steps_need_a_filled_cache() -> None:
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_step_is_recorded_anew_when_a_weight_has_moved(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the device's part: what the third step of a graph does."""
+    """Recording and replaying are replaced here, so that no GPU is needed."""
     done = []
     for name in ("run", "record", "replay"):
         monkeypatch.setattr(DecodeGraph, f"_{name}", lambda *_, name=name: done.append(name))
@@ -155,7 +155,7 @@ def test_replays_notice_what_moves_the_cache() -> None:
     with torch.no_grad():
         ours = run(replayed, turboquant.TurboQuantCache(config, spec))
         want = run(plain, turboquant.TurboQuantCache(config, spec))
-    for a, b in zip(ours, want, strict=True):  # room made ahead cuts the work otherwise: equal to rounding
+    for a, b in zip(ours, want, strict=True):  # reserved room changes how work is split: equal up to rounding
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3 * float(b.abs().max()))
 
 
