@@ -1,4 +1,4 @@
-"""`turboquant.Index` against a slow index over NumPy: codes by definition, scores in float64, selection by sorting."""
+"""`turboquant.Index` agrees with a slow index in NumPy: codes by definition, scores in float64, search by sorting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def clustered(n, dim, seed=0):
 
 
 def slow_search(index, queries):
-    """Ids and scores with the vectors that `reconstruct` returns and the exact term of the mean."""
+    """Returns all ids and their scores in float64, from the vectors of `reconstruct` and the stored offsets for the
+    mean."""
     ids = index.ids
     decoded = index.reconstruct(ids).astype(np.float64)
     extra = np.zeros(len(ids))
@@ -56,30 +57,30 @@ def test_search_is_nearly_the_full_sort(bits, trained):
     index.add(x)
     scores, ids = index.search(x[:9], 12)
     known, slow = slow_search(index, x[:9])
-    # Scores are those of the decoded vectors, but for the query's fixed point and float32.
+    # Scores are those of the decoded vectors, up to float32 and the rounding of queries to fixed point.
     got = np.take_along_axis(slow, ids, axis=1)
     assert np.abs(got - scores).max() < 2e-4 * np.abs(slow).max()
-    best = np.argsort(-slow, axis=1)[:, :12]  # of these the bound may miss few
+    best = np.argsort(-slow, axis=1)[:, :12]  # the bound from leading bits may miss a few of these
     assert np.mean([len(np.intersect1d(a, b)) for a, b in zip(ids, best, strict=True)]) > 11.8
     assert (np.diff(scores, axis=1) <= 0).all()
     assert list(known) == list(range(700))
 
 
 def plain_space(bits, lead, steps, dim=None, metric=0, mean=None):
-    """Vectors that are their own rotation."""
+    """The arguments of a space without a rotation, as `_core` takes them."""
     plan = Plan(32 * len(bits), Side(1, Rotation.NONE)).words
     return plan, dim or 32 * len(bits), metric, bits, lead, steps, mean, None, 2.5
 
 
 def bits_of(packed, width):
-    """Codes of fields as turboquant_index.h draws them: bytes [n, 4 width] -> [n, 32]."""
+    """Unpacks fields as turboquant_index.h draws them: bytes [n, 4 width] to codes [n, 32]."""
     shifts = width * np.arange(8 // width)[:, None]
     return (packed[:, None, :] >> shifts & ((1 << width) - 1)).reshape(len(packed), 32)
 
 
 @pytest.mark.parametrize("lead", [[1, 0, 1, 1, 1, 1, 1, 1], [2, 0, 5, 3, 0, 1, 4, 6], [0, 0, 0, 6, 0, 2, 0, 3]])
 def test_rows_by_definition(lead):
-    """index_encode against ranks, the EDEN scale and the layout in NumPy."""
+    """`index_encode` writes the codes, EDEN scales and byte layout that NumPy computes by definition."""
     rng = RNG(3)
     bits, lead = np.array([3, 0, 5, 8, 1, 2, 4, 6], np.uint8), np.array(lead, np.uint8)
     steps = np.array([2, 1, 0.5, 0.25, 1, 3, 0.1, 0.7], np.float32)
@@ -119,13 +120,13 @@ def test_offsets_by_definition():
 
 
 def test_errors_of_leading_bits():
-    """A level is known better the more of its bits are, and wholly by all of them."""
+    """The error of a level falls with every leading bit that is known. At 1 and 2 bits it is 0 once all are known."""
     for bits in (1, 2, 3, 4, 5, 6, 8):
         errors = [_core.index_lead_error(bits, lead) for lead in range(min(bits, 6) + 1)]
         assert (np.diff(errors) < 0).all()
         u = RNG(0).standard_normal(400_000).astype(np.float32)
         levels = levels_of(u, bits)
-        assert abs(errors[0] - np.mean(levels**2)) < 0.01  # all of it is missing
+        assert abs(errors[0] - np.mean(levels**2)) < 0.01  # no bit is known
         kept, mean = np.mean(levels * u), np.sqrt(2 / np.pi)
         assert abs(errors[1] - ((kept / mean) ** 2 - 2 * kept / mean * np.mean(np.abs(levels)) + errors[0])) < 0.01
         if bits <= 2:
@@ -154,7 +155,8 @@ def test_same_on_every_isa_thread_count_and_chunking():
 @pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
 @pytest.mark.parametrize("dim", [1, 31, 100, 384])
 def test_trained_codes_and_results_are_those_of_every_isa(dim, metric, tmp_path):
-    """The rotation by axes adds products in one order; only learning them may differ between machines."""
+    """Given the same axes, every instruction set writes the same bytes: the rotation by axes adds products in one
+    order. Only training may learn other axes on another machine."""
     x = clustered(1500, dim)
     index = INDEX(dim, 4, metric)
     index.train(x)
@@ -187,7 +189,7 @@ def test_shortlist_loses_next_to_nothing(trained):
     scores, ids = index.search(x[:100], 10)
     assert (scores == np.take_along_axis(every, ids, 1)).all()
     assert np.mean([len(np.intersect1d(a, b)) for a, b in zip(ids, full, strict=True)]) >= 9.97
-    few = np.arange(0, 6000, 97)  # so rare that all of them are scored
+    few = np.arange(0, 6000, 97)  # so few that the search scores all of them
     found = index.search(x[:100], 5, filter=few)[1]
     assert (found == few[np.argsort(-every[:, few], axis=1, kind="stable")[:, :5]]).all()
 
@@ -350,7 +352,7 @@ def test_child_searches_though_another_thread_held_the_lock():
 
 
 def test_searches_see_whole_states_while_another_thread_changes_the_index():
-    """Every result is that of a state between two changes, and later ones are of later states."""
+    """Every search sees the index between two changes, and no later search sees an earlier state."""
     x = clustered(900, 48)
     changes = [lambda i, at=at: i.add(x[at : at + 30]) for at in range(0, 900, 30)]
     for step in range(20):
@@ -393,7 +395,7 @@ def test_changes_wait_for_one_another():
     assert index.ids.tolist() == list(range(3 * 399))
     alone = INDEX(16, 4)
     alone.add(x[:399])
-    scores, _ = index.search(x[5], 30)  # each row three times
+    scores, _ = index.search(x[5], 30)  # each row is stored three times
     assert (scores.reshape(10, 3) == alone.search(x[5], 10)[0][:, None]).all()
 
 
@@ -416,7 +418,7 @@ SENTENCES = Path(__file__).parent / "data" / "sentences.npy"
     [(1, 0.65, 0.70, 0.81), (2, 0.81, 0.825, 0.90), (3, 0.885, 0.89, 0.935), (4, 0.93, 0.935, 0.955)],
 )
 def test_recall_on_sentences(bits, untrained, mean, axes):
-    """Of embeddings of real sentences, tests/data: 100 search 700 others."""
+    """Recall at 10 with embeddings of real sentences (tests/data): 100 are queries and 700 are in the index."""
     x = np.load(SENTENCES).astype(np.float32)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     queries, x = x[:100], x[100:]

@@ -1,4 +1,4 @@
-"""What an index takes while it adds, and what bad input leaves of it: everything as it was, with a clear error."""
+"""Bad input to an index raises a clear error and changes nothing. Adding vectors takes bounded memory."""
 
 from __future__ import annotations
 
@@ -150,7 +150,8 @@ def test_bad_files_are_refused(how, tmp_path):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("n", [3 * storage.ROWS + storage.ROWS // 3, 5 * storage.ROWS - 1])
 def test_adding_takes_one_segment_beside_index_and_array(n, dtype, own_ids):
-    """Beyond these: own ids are sorted once, and float16 is converted a segment at a time."""
+    """Adding allocates about one segment beside the index and the array. Given ids are also sorted once, and float16 is
+    converted to float32 one segment at a time."""
     x = np.random.default_rng(0).standard_normal((n, DIM), np.float32).astype(dtype)
     ids = np.random.default_rng(1).permutation(n) if own_ids else None
     index = turboquant.Index(DIM, 4, "l2")

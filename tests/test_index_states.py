@@ -1,4 +1,4 @@
-"""Changes of an index in any order, against a slow index that does the same (slow_index.py)."""
+"""A Hypothesis state machine makes the same changes to an index and to a slow one (slow_index.py), in any order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIM = 40
 
 
 def rows(seed, n):
-    """Rows whose first numbers vary most, with a mean."""
+    """Rows whose variance falls from channel to channel, with a mean that is not 0."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal((n, DIM)) / np.sqrt(1 + np.arange(DIM)) + 0.1).astype(np.float32)
 
@@ -88,7 +88,7 @@ class Index(RuleBasedStateMachine):
         with pytest.raises(ValueError):
             self.index.add(x[:, :-1] if bad == "width" else x, ids=[1] if bad == "ids" else None)
 
-    # ---- the same index by other ways ----
+    # ---- files, copies and pickles ----
 
     @rule()
     def save_and_load(self):
@@ -127,7 +127,7 @@ class Index(RuleBasedStateMachine):
 
     @rule(seed=st.integers(60, 99), more=st.integers(0, 3))
     def search_all(self, seed, more):
-        """With k of all vectors or more none can be missed."""
+        """A search for as many results as there are vectors, or more, misses none."""
         query = rows(seed, 1)[0]
         k = len(self.slow.rows) + more
         if not k:
@@ -159,10 +159,10 @@ class Index(RuleBasedStateMachine):
             and set(ids[:n]) <= set(known if allowed is None else allowed)
         )
         self.near(dict(zip(ids[:n], scores, strict=False)), self.slow.scores(query))
-        # The bound may miss some of the best, with few bits more than with many. Nothing is better than the best.
+        # The bound from leading bits may miss some of the best, more of them with few bits. It finds at least half.
         best = self.slow.search(query, k, allowed)[1]
         assert 2 * len(set(best) & set(ids[:n].tolist())) >= n
-        # Whatever became of it: the same as one that was filled at once.
+        # The results are those of an index that got the same vectors in one call.
         other = turboquant.Index(DIM, self.index.bits, self.index.metric)
         other._contents = Contents(self.slow.transform)
         other.add(np.array([vector for _, _, vector in self.slow.rows.values()]), known)

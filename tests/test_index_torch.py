@@ -43,7 +43,7 @@ def test_float32_tensors_are_viewed():
 
 
 class OnGpu:
-    """What an array on a GPU shows of itself."""
+    """The attributes of an array on a GPU that an index looks at."""
 
     device = torch.device("cuda:0")
     shape, ndim = (3, 8), 2

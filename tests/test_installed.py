@@ -1,4 +1,4 @@
-"""The package as a user has it: installed from a wheel, beside no compiler (make test-wheel)."""
+"""The package installed from a wheel, on a machine without a compiler (make test-wheel)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every instruction set against scalar, at every width and at sizes that vectors do not like."""
+"""Every instruction set against the scalar kernels, at every bit width and at sizes that do not fill vectors."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -13,7 +13,8 @@ from conftest import random_numbers
 from turboquant import _core
 
 LEVELS = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_amx", "neon", "neon_dot")
-# make test tries one size of each kind: less than a tile's 32 channels; 8, 16 and none of the last tile's.
+# `make test` tries one size of each kind: less than a tile of 32 channels, then 8, 16 or all of the channels in the
+# last tile.
 SIZES = (24, 40, 80, 128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (8, 64, 96, 200, 256)))
 
 
@@ -40,7 +41,7 @@ def adversarial(rng: np.random.Generator, tokens: int, dim: int) -> np.ndarray:
 
 
 def mixed(dim: int, channels: int) -> tuple[int, ...]:
-    """All widths in turn, one for each group of so many channels."""
+    """All bit widths in turn, one for each group of `channels` channels."""
     widths = (3, 8, 4, 6, 5, 0, 1, 2)
     return tuple(widths[g % len(widths)] for g in range(-(-dim // channels)))
 
@@ -49,7 +50,7 @@ def mixed(dim: int, channels: int) -> tuple[int, ...]:
 def answered(
     dim: int, bits: Any, channels: int, lengths: tuple[int, ...], group: int, tokens: int, dtype: str, exact: bool
 ) -> tuple[Case, np.ndarray, np.ndarray]:
-    """A case and its answer in float64, once for all levels; if `exact`, with sinks and a window."""
+    """A case and its result in float64, computed once for all instruction sets. If `exact`, with sinks and a window."""
     rng = random_numbers(f"answered {dim} {bits} {channels} {lengths} {group} {tokens} {dtype} {exact}")
     p, rows = ref.plan(dim, bits, bits, seed=1, group=channels), dict(sinks=2, window=5) if exact else {}
     case = make_case(rng, p, list(lengths), group=group, query_tokens=tokens, dtype=dtype, **rows)
@@ -59,7 +60,7 @@ def answered(
 @pytest.mark.parametrize("rotation", [ref.HADAMARD, ref.NONE], ids=["hadamard", "none"])
 @pytest.mark.parametrize("dim", SIZES)
 def test_bytes_are_scalars(level: str, dim: int, rotation: int, rng: np.random.Generator) -> None:
-    """Codes, scales, rotations and decoded numbers, bit for bit; whole tiles, then single tokens."""
+    """Pages and decoded numbers equal those of the scalar kernels, bit for bit, after appending 133, 1 and 6 tokens."""
     table = np.arange(2, dtype=np.int32)[None]
     k, v = adversarial(rng, 140, dim), adversarial(rng, 140, dim)
     for bits, channels in [*((n, 32) for n in ref.WIDTHS), (mixed(dim, 32), 32), (mixed(dim, 16), 16)]:
@@ -81,7 +82,8 @@ def test_bytes_are_scalars(level: str, dim: int, rotation: int, rng: np.random.G
 @pytest.mark.parametrize("group", [32, 16])
 @pytest.mark.parametrize("isa", _core.isa_available())
 def test_eight_bits_of_nan_are_level_0(isa: str, group: int) -> None:
-    """A matrix with NaN makes NaN of a whole row; to convert one to an integer is undefined, which sanitizers see."""
+    """A NaN in the rotation makes all numbers of a token NaN. Their codes are 128, level 0. Converting a NaN to an
+    integer is undefined behaviour, which sanitizers report."""
     p = ref.plan(64, 8, 8, rotation=ref.DENSE, group=group)
     matrix = np.eye(64, dtype=np.float32)[None]
     matrix[0, 5, 5] = np.nan
@@ -112,7 +114,7 @@ def test_attend_is_near_float64(level: str, dim: int, group: int, dtype: str) ->
 @pytest.mark.parametrize(("group", "tokens"), [(16, 1), (3, 7)])
 @pytest.mark.parametrize("dim", [24, 128])
 def test_many_rows_are_near_float64(level: str, dim: int, group: int, tokens: int) -> None:
-    """From 16 rows of a KV head on some levels have another product."""
+    """From 16 rows of a KV head on, some instruction sets multiply in another way."""
     for widths in (*ref.WIDTHS, mixed(dim, 32)):
         for dtype, tolerance in (("float32", 2e-5), ("bfloat16", 2**-8 + 1e-3)):
             case, want, _ = answered(dim, widths, 32, (300, 77), group, tokens, dtype, exact=False)

@@ -1,4 +1,4 @@
-"""The kernel that the operators say they run, on the device in question."""
+"""The names of the kernels that operators run, on CPUs and on CUDA."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_attention_on_hopper(case: Case) -> None:
 
 @cuda
 def test_the_profiler_sees_the_kernels_that_are_named() -> None:
-    """Their functions, by the files that define them: attend_fused_kernel, attend_kernel of split/, .."""
+    """The profiler finds the CUDA function that belongs to the name `attend_kernel` returns."""
     functions = {"fused_many_rows": "attend_fused_many_rows_kernel", "many_rows": "attend_many_rows_kernel"}
     functions |= {"fused": "attend_fused_kernel", "split": "attend_kernel"}
     for case in CASES[:6]:

@@ -1,7 +1,7 @@
-"""Who may include and import whom, and what may lie in the tree.
+"""Which folder may include or import which, and which files may be in the repository.
 
-The checks are functions of a folder, so that the second half of this file can plant each fault in a small tree and see
-it found: a check that cannot fail is no check.
+Each check is a function of a folder. The second half of this file plants each fault in a small tree and tests that the
+check finds it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# ---- the rings ----
+# ---- rings: the folders of csrc, and what each may include ----
 
 LIBC = (
     "assert.h errno.h float.h inttypes.h limits.h math.h pthread.h sched.h stdalign.h stdatomic.h stdbool.h stddef.h "
@@ -37,8 +37,8 @@ TORCH = "torch/csrc/stable/* torch/csrc/inductor/aoti_torch/c/* torch/headeronly
 
 @dataclass(frozen=True)
 class Ring:
-    ours: list[str]  # patterns of files under csrc that it sees, beside its own folder
-    system: list[str]  # patterns of headers that are not ours
+    ours: list[str]  # patterns of files under csrc that it may include, beside its own folder
+    system: list[str]  # patterns of headers from outside the repository
 
 
 RINGS = {
@@ -59,8 +59,8 @@ TORCH_MODULES = [
 ]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 
-# What a part of the package imports nowhere, not even in a function: packed caches know nothing of transformers, what
-# quantises knows nothing of models.
+# What each part of the package may not import, not even in a function: packed caches do not depend on transformers, and
+# modules that quantise do not depend on models.
 _COMMANDS = [f"turboquant.{name}" for name in ("calc", "cli", "demo", "doctor", "kernels")]
 _MODELS = [
     *_COMMANDS,
@@ -95,7 +95,7 @@ NOT_READ_BY_PEOPLE = [
     "*_tables.h",
     "docs/*.svg",
 ]
-# Folders that mean something on one machine only. In two parts, so that this file does not find itself.
+# Paths that exist on one machine only. The pattern is written in two parts so that it does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.:/~$})\]*-])/(?:" + "home|root|opt|mnt|scratch|work|Users" + r")/[\w.]")
 
 
@@ -103,7 +103,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.:/~$})\]*-])/(?:" + "home|root|opt|mnt|scrat
 
 
 def strip_comments(text: str) -> str:
-    """C without comments and string contents, line numbers kept."""
+    """C with comments replaced by spaces. Strings and line numbers stay."""
 
     def blank(match: re.Match[str]) -> str:
         token = match[0]
@@ -125,7 +125,7 @@ def include_faults(root: Path) -> Iterator[str]:
         if ring is None or folder == name:
             yield f"csrc/{name}: belongs to no ring"
             continue
-        # As the compiler looks: beside the file, then where -I points for its ring.
+        # The compiler looks beside the file, then in the -I folders of its ring.
         places = [csrc / "include"] + ([csrc] if folder in ("core", "kernels", "cuda") else [])
         text = strip_comments(path.read_text())
         for match in INCLUDE.finditer(text):
@@ -144,7 +144,7 @@ def include_faults(root: Path) -> Iterator[str]:
 
 
 def library_faults(root: Path) -> Iterator[str]:
-    """core/ and kernels/ have one channel, the status: they neither print nor end the process."""
+    """The library reports errors in its status alone. It neither prints nor ends the process."""
     call = re.compile(r"(?<![\w.>])(v?f?printf|puts|fputs|putchar|perror|abort|exit|_exit|quick_exit)\s*\(")
     for path in c_files(root):
         name = path.relative_to(root).as_posix()
@@ -155,7 +155,7 @@ def library_faults(root: Path) -> Iterator[str]:
 
 
 def top_imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute name) of everything imported when the module is: not in functions, not under TYPE_CHECKING."""
+    """(line, absolute name) of what importing the module imports: nothing in functions or under TYPE_CHECKING."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
 
     def walk(nodes: list[ast.stmt]) -> Iterator[tuple[int, str]]:
@@ -220,7 +220,7 @@ def layer_faults(root: Path) -> Iterator[str]:
 
 
 def tree(root: Path) -> list[str]:
-    """Files that are, or could be, committed."""
+    """Files that git tracks or would add."""
     if (root / ".git").exists():
         command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=root, capture_output=True, text=True)
@@ -283,14 +283,14 @@ def test_import_without_torch():
 
 
 def test_version_is_written_once():
-    """TQ_VERSION in turboquant.h is the version; setup.py reads it there, and Python must not say something else."""
+    """The version is TQ_VERSION in turboquant.h, where setup.py reads it. `turboquant.__version__` is the same."""
     turboquant = pytest.importorskip("turboquant")
     pytest.importorskip("turboquant._core")
     written = re.search(r'^#define TQ_VERSION "(.+)"', (ROOT / "csrc/include/turboquant.h").read_text(), re.MULTILINE)
     assert written and turboquant.__version__ == written[1]
 
 
-# ---- the checks, checked: each fault planted alone in a small sound tree ----
+# ---- tests of the checks: one fault at a time in a small tree without faults ----
 
 SOUND = {
     "csrc/include/turboquant.h": "#include <stdint.h>\n",

@@ -1,4 +1,4 @@
-"""Instruction sets, threads and forks: what runs, and that it does not matter for the result."""
+"""Instruction sets, threads and forks: which of them a call uses, and that results do not depend on them."""
 
 import multiprocessing
 import os
@@ -36,7 +36,7 @@ def restore_threads() -> Iterator[None]:
 def test_levels(isa: str) -> None:
     available = _core.isa_available()
     assert isa in available
-    assert available[-1] == "scalar"  # complete, and the definition
+    assert available[-1] == "scalar"  # it is complete, and defines the results
     assert set(available) <= LEVELS
     if "TURBOQUANT_ISA" not in os.environ:
         assert isa == available[0]
@@ -44,9 +44,9 @@ def test_levels(isa: str) -> None:
 
 @pytest.mark.parametrize("head_dim", (*ODD_HEAD_DIMS, 128))
 def test_attend_runs_the_level_in_use(head_dim: int, isa: str) -> None:
-    """At odd sizes too: no silent fall back to scalar."""
+    """Attention uses the chosen instruction set at odd sizes too. It does not fall back to scalar."""
     available = _core.isa_available()
-    borrowed = available[available.index(isa) :]  # from simpler levels, and the name says so
+    borrowed = available[available.index(isa) :]  # other operations may use simpler ones, and are named so
     for bits in ref.WIDTHS:
         p = ref.plan(head_dim, bits, bits)
         assert _core.kernel_name("attend", p.words) == f"attend_{isa}"
@@ -71,7 +71,8 @@ def test_levels_can_be_forced() -> None:
 @pytest.mark.usefixtures("restore_isa")
 @pytest.mark.parametrize("head_dim", ODD_HEAD_DIMS)
 def test_levels_agree(head_dim: int, rng: np.random.Generator) -> None:
-    """Bytes and rotations bit for bit, attention and inner products to rounding."""
+    """Pages, rotations and decoded numbers are equal bit for bit on every instruction set. Attention is equal up to
+    rounding."""
     p, results = ref.plan(head_dim, 3, 4), []
     case = make_case(rng, p, [150, 40], sinks=2, window=9)
     x = rng.standard_normal((1, 2, 150, head_dim)).astype(np.float32)
@@ -115,7 +116,7 @@ def test_environment_forces_a_level() -> None:
 
 @pytest.mark.parametrize("level", ["sse9", "AVX2", "avx2 scalar"])
 def test_a_level_that_is_not_there_is_an_error(level: str) -> None:
-    """Not a silent second choice: the first call that runs a kernel fails and lists the levels there are."""
+    """There is no silent fallback: the first call that runs a kernel fails and lists the available instruction sets."""
     done = rotate_in_a_process(level)
     assert done.returncode == 1
     assert done.stdout.strip() == "none"
@@ -123,7 +124,7 @@ def test_a_level_that_is_not_there_is_an_error(level: str) -> None:
     assert " ".join(_core.isa_available()) in done.stderr
 
 
-# An error that the core reports once everything is allocated.
+# The core reports this error after the binding has allocated everything, so a leak would show.
 EVERY_OPERATION = """
 import sys
 from binding_cases import OPS, PLAN, sample
@@ -162,7 +163,8 @@ def test_no_level_is_the_default_and_set_isa_comes_first() -> None:
 
 
 def test_the_environment_counts_on_first_use() -> None:
-    """Later changes do not: another thread may be in a call, and must not read it while it changes."""
+    """Later changes of the variable are ignored: another thread may be in a call, and must not read it while it
+    changes."""
     program = ROTATE.format(words=ref.plan(8, 3).words)
     program += "; import os; os.environ['TURBOQUANT_ISA'] = 'sse9'; print(_core.isa())"
     done = in_a_process(program, TURBOQUANT_ISA="scalar")
@@ -241,14 +243,14 @@ def test_info_says_which_variable_is_wrong() -> None:
 
 
 def large_case(rng: np.random.Generator, lengths: list[int], kv_heads: int, **rest: Any) -> Case:
-    """Enough work for several threads: 2^18 products each."""
+    """A case with enough work for several threads, at 2^18 products for each."""
     p = ref.plan(64, 3, 3, page_tokens=32)
     return make_case(rng, p, lengths, kv_heads=kv_heads, group=4, query_tokens=9, **rest)
 
 
 @pytest.mark.usefixtures("restore_threads")
 def test_number_of_threads_does_not_matter(rng: np.random.Generator) -> None:
-    """More threads than cores, few tasks, many pages: sequences are split."""
+    """Results agree for any number of threads. With more threads than tasks, sequences are split."""
     _core.set_num_threads(7)
     assert _core.num_threads() == 7
     for lengths, kv_heads in (([1800], 1), ([900, 10, 9, 333], 2)):
@@ -261,7 +263,7 @@ def test_number_of_threads_does_not_matter(rng: np.random.Generator) -> None:
 def test_same_numbers_whatever_thread_comes_first(rng: np.random.Generator) -> None:
     _core.set_num_threads(4)
     case = large_case(rng, [900, 700], 1)
-    first = core_attend(case)  # into NaN: a call that returns before its threads are done is seen
+    first = core_attend(case)  # outputs start as NaN, so a call that returns before its threads are done shows
     for _ in range(50):
         for got, want in zip(core_attend(case), first):
             np.testing.assert_array_equal(got, want)
@@ -269,7 +271,7 @@ def test_same_numbers_whatever_thread_comes_first(rng: np.random.Generator) -> N
 
 @pytest.mark.usefixtures("restore_threads")
 def test_calls_from_many_threads(rng: np.random.Generator) -> None:
-    """The GIL is released: calls overlap, each has its own answer."""
+    """Calls release the GIL and overlap, and each returns its own result."""
     _core.set_num_threads(3)
     cases = [large_case(rng, [300 + i], 2) for i in range(6)]
     wanted, wrong = [_core.attend(**case.arguments)[0] for case in cases], []
@@ -289,7 +291,7 @@ def test_calls_from_many_threads(rng: np.random.Generator) -> None:
 
 
 def long_call(op: str, rng: np.random.Generator) -> dict[str, Any]:
-    """Arguments of a call that takes some 10 ms, over tables that it needs to its end."""
+    """Arguments of a call that takes about 10 ms and reads its tables until its end."""
     sequences, tokens, words = 256, 128, ref.plan(64, 4, 3).words
     k, v = rng.standard_normal((2, sequences, 1, tokens, 64)).astype(np.float32)
     rest = dict(plan=words, pages=_core.new_pages(words, 2 * sequences, 1), threads=1)
@@ -310,7 +312,8 @@ def long_call(op: str, rng: np.random.Generator) -> dict[str, Any]:
     + [("attend", "starts"), ("dequantize", "block_table"), ("dequantize", "lengths")],
 )
 def test_tables_that_another_thread_rewrites(op: str, table: str, rng: np.random.Generator) -> None:
-    """What a call has checked is what it uses. The values written are harmless: a wrong answer shows them, no crash."""
+    """A call uses the tables that it has checked, even if another thread overwrites them. The values written are valid,
+    so that a fault shows as a wrong result and not as a crash."""
     arguments = long_call(op, rng)
     numbers, pages = arguments[table], arguments["pages"]
     good, stored = numbers.copy(), pages.copy()
@@ -330,7 +333,7 @@ def test_tables_that_another_thread_rewrites(op: str, table: str, rng: np.random
         writer.start()
         numbers[...], pages[...] = good, stored
         sys.setswitchinterval(100)
-        go.release()  # the writer gets the interpreter where the call gives it away, and not before
+        go.release()  # the writer runs when the call releases the GIL, and not before
         try:
             got = outcome()
         finally:

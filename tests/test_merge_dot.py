@@ -42,7 +42,7 @@ def test_a_nan_of_one_part_is_not_lost(other: float) -> None:
 
 
 def test_merge_of_far_apart_parts(rng: np.random.Generator) -> None:
-    """exp(1000) overflows; the difference does not."""
+    """exp(1000) overflows, but exp of the difference between two log-sum-exps does not."""
     outs = rng.standard_normal((2, 3, 8)).astype(np.float32)
     lses = np.array([[1000, -1000, 0], [1001, -1001, -200]], np.float32)
     np.testing.assert_allclose(_core.merge(outs, lses)[0], ref.merge(outs, lses)[0], rtol=0, atol=1e-5)
@@ -87,7 +87,7 @@ def test_dot_plans(rotation: int, threads: int, rng: np.random.Generator) -> Non
 @pytest.mark.parametrize("bits", ref.WIDTHS)
 @pytest.mark.parametrize("head_dim", [40, 256, 4096])
 def test_dot_sums_at_their_largest(bits: int, head_dim: int) -> None:
-    """All bits set is the outermost level everywhere; all numbers of a query are equal: no sum may overflow."""
+    """No sum overflows if every code is the outermost level and all numbers of a query are equal."""
     p = ref.plan(head_dim, bits, rotation=ref.NONE, page_tokens=32)
     pages = aligned_pages(1, 1, p.record_bytes, 0xFF)
     ref.scale_view(p, "key", pages[0, 0])[:] = 2
@@ -96,7 +96,7 @@ def test_dot_sums_at_their_largest(bits: int, head_dim: int) -> None:
 
 
 def test_dot_is_the_inner_product_roughly(rng: np.random.Generator) -> None:
-    """5 bits tell neighbours: the nearest of 500 vectors is found by its packed inner product."""
+    """At 5 bits, the nearest of 500 vectors is found by its packed inner product."""
     p, x = ref.plan(64, 5), rng.standard_normal((500, 64)).astype(np.float32)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     scores = _core.dot(p.words, x, packed(p, x, ref.Transform()), 500)

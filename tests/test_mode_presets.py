@@ -1,5 +1,5 @@
-"""The presets of the field in a model: selected by name, generating from their packed bytes, with what they take from a
-prompt or a calibration."""
+"""Presets of other published schemes in a model: chosen by name, they generate from packed bytes, with outliers from a
+prompt and tables from a calibration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ids():
 
 @pytest.mark.parametrize("name", BLOCKED)
 def test_generates_from_packed_bytes(name, demo, ids):
-    """`generate` on the shipped model, a padded batch of two: what is held is what the format says."""
+    """`generate` on the shipped model with a padded batch of two holds the bytes of the format and no other history."""
     spec = turboquant.preset(name).with_(sinks=2, window=8)
     calibration = DEMO / "calibration.safetensors" if spec.calibrated else None
     turboquant.patch(demo, spec, calibration)
@@ -67,7 +67,8 @@ def test_generates_from_packed_bytes(name, demo, ids):
 
 @pytest.mark.parametrize("name", ["skainet-safe-lowbit", "mlx-v2-4-rotated", "paper-mse-3.5", "turboesm"])
 def test_a_step_reads_what_was_packed(name, demo, ids):
-    """The next token's logits are those of attention over decoded keys and values, computed here from the pages."""
+    """Decoding token by token gives the last logits of one forward with packed prefill, to 5 %. They are not the exact
+    ones."""
     spec = turboquant.preset(name).with_(prefill="packed")
     calibration = DEMO / "calibration.safetensors" if spec.calibrated else None
     turboquant.patch(demo, spec, calibration)
@@ -119,7 +120,8 @@ def test_outliers_of_the_prompt_and_of_a_calibration_are_the_loud_channels(rng):
 
 
 def test_a_split_by_magnitude_beats_a_fixed_one_on_real_outliers():
-    """Keys with channels 6 to 13 times the median: sorted out, they leave less error than a fixed split does."""
+    """Some channels of these keys are 6 to 13 times the median. Splitting by magnitude leaves less error than a fixed
+    split."""
     from turboquant import ops
 
     keys = np.load(shared_file("data/kv_outlier_channels.npz"))["k_post"][:, 2].astype(np.float32)  # [8, 512, 4, 32]
@@ -142,7 +144,7 @@ def test_a_split_by_magnitude_beats_a_fixed_one_on_real_outliers():
 
 
 def test_kmeans_finds_the_levels_of_a_normal_law(rng):
-    """The best 8 levels for N(0, 1) are Lloyd and Max's; the last column is the mean distance to them."""
+    """k-means on normal samples finds the 8 Lloyd-Max levels. The last column is the mean distance to them."""
     x = rng.standard_normal(400_000)
     table = kmeans_table(x)
     want = np.array([0.2451, 0.7560, 1.3439, 2.1520])
@@ -192,7 +194,8 @@ def test_a_calibration_keeps_its_tables(model, calibration, tmp_path):
 
 
 def test_table_keys_are_coded_by_their_own_axes_and_levels(model, calibration):
-    """TurboESM on layer 0, written out: K Vh^T to the nearest level plus the sign's share; V to the nearest level."""
+    """Layer 0 of TurboESM, computed here: K Vh^T goes to the nearest level, plus or minus the mean distance to the
+    levels. V goes to the nearest level."""
     spec = turboquant.preset("turboesm").with_(prefill="packed")
     cache = TurboQuantCache(model.config, spec, calibration)
     captured = {}
@@ -231,7 +234,7 @@ def test_table_keys_are_coded_by_their_own_axes_and_levels(model, calibration):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("name", BLOCKED)
 def test_a_model_on_cuda_reads_what_it_packed_there(name, model, calibration):
-    """A prompt and steps of one token: the logits of the same model on a CPU, but for what rounding does to codes."""
+    """A prompt and steps of one token on CUDA give the CPU's logits, apart from codes that rounding changes."""
     spec, ids = turboquant.preset(name).with_(prefill="packed", sinks=2, window=8), prompts(2, 60)["input_ids"]
     logits = {}
     try:

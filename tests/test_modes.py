@@ -1,5 +1,5 @@
-"""Plans that are not plain (blocks, tables, sketches): bit-exact bytes, attention and inner products against
-tests/reference_modes.py, and the laws that the schemes promise."""
+"""Plans that are not plain (blocks, tables, sketches): bytes, attention and inner products against
+tests/reference_modes.py, and the statistical properties that the schemes promise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def qjl(head_dim: int, part: int = 1) -> dict[str, int]:
     return dict(sketch=GAUSSIAN, sketch_rows=head_dim // part)
 
 
-# name -> head_dim -> plan; what the presets of turboquant.spec ask for, and what they do not
+# name: function of head_dim. Together they cover the presets, and combinations that no preset has.
 PLANS = {
     "prod": lambda d: modes.Plan(d, side(d, 3, **qjl(d)), side(d, 4), scale=ref.NORM),
     "prod of 1 bit": lambda d: modes.Plan(d, side(d, 1, **qjl(d)), side(d, 2, **qjl(d, 2))),
@@ -71,7 +71,7 @@ HEAD_DIMS = (8, 64, 80, 128)
 
 
 def transforms(rng: np.random.Generator, p: modes.Plan, name: str) -> list[Transform]:
-    """One for each head, with a centre."""
+    """A transform for each head, with a centre."""
     s, made = p.side(name), []
     for head in range(HEADS):
         rows = [orthogonal(p.head_dim, head)] if s.rotation == ref.DENSE else []
@@ -110,7 +110,8 @@ def filled(p, rng, k, v, by_side, pieces):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", PLANS)
 def test_bytes_and_numbers(name, head_dim, rng):
-    """The bytes of the reference, whatever pieces they come in; what they decode to; attention over them."""
+    """Tokens appended in pieces give the reference's bytes (codes within a tolerance if there is a matrix), and decode
+    to its numbers."""
     p = PLANS[name](head_dim)
     tokens = 150
     k, v = (np.stack([np.stack([awkward_rows(rng, tokens, head_dim) for _ in range(HEADS)])] * 1) for _ in range(2))
@@ -134,7 +135,7 @@ def test_zeros_without_a_centre():
     """The scale of a zero vector is 0, not 0 / 0."""
     p = modes.Plan(64, side(64, 3, 1, rotation=ref.NONE), side(64, 2, 1, rotation=ref.NONE))
     k, v = np.zeros((1, HEADS, 8, 64), f32), np.zeros((1, HEADS, 8, 64), f32)
-    k[:, :, ::2, :32], v[:, :, 1::2, 32:] = 1, 1  # a block of each token is zeros, or both are
+    k[:, :, ::2, :32], v[:, :, 1::2, 32:] = 1, 1  # in each token one block is zeros, or both are
     by_side = {name: [Transform() for _ in range(HEADS)] for name in ("key", "value")}
     pages, table = filled(p, None, k, v, by_side, [3])
     np.testing.assert_array_equal(pages, modes.pages_of(p, k, v, by_side["key"], by_side["value"]))
@@ -145,7 +146,7 @@ def test_zeros_without_a_centre():
 
 
 def test_ties():
-    """Absmax codes halfway between two go away from 0, tables take the lower of two entries that are equally near."""
+    """Absmax rounds halves away from 0. A table takes the lower of two entries that are equally near."""
     p = modes.Plan(32, side(32, 4, rotation=ref.NONE, levels=ABSMAX), side(32, 2, rotation=ref.NONE, levels=TABLE))
     k, v = np.zeros((1, HEADS, 8, 32), f32), np.zeros((1, HEADS, 8, 32), f32)
     k[..., :9] = 7, 0.5, 1.5, 2.5, 6.5, -0.5, -1.5, -2.5, -6.5
@@ -164,7 +165,7 @@ def test_ties():
 @pytest.mark.parametrize("head_dim", (64, 80))
 @pytest.mark.parametrize("name", PLANS)
 def test_attend_matches_fp64(name, head_dim, rng):
-    """Grouped causal queries over shuffled pages, poisoned where nothing may be read; the tested code runs first."""
+    """Grouped causal queries attend over shuffled pages. Bytes that may not be read are poisoned."""
     p = PLANS[name](head_dim)
     tokens, queries = 150, 3
     k, v = (rng.standard_normal((2, HEADS, tokens, head_dim)).astype(f32) for _ in range(2))
@@ -189,7 +190,8 @@ def test_attend_matches_fp64(name, head_dim, rng):
 
 @pytest.mark.parametrize("name", ("prod", "affine, dense, qjl", "tables, sign", "blocks of 32"))
 def test_window_and_sinks_leave_the_same_bytes(name, rng):
-    """A token is quantised alike when it leaves a window; float16 keys are those numbers."""
+    """Tokens that leave the window get the bytes that they would get at once. float16 tokens get those of the same
+    float32 numbers."""
     p = PLANS[name](64)
     k, v = (rng.standard_normal((1, HEADS, 80, 64)).astype(np.float16) for _ in range(2))
     by_side = {side: transforms(rng, p, side) for side in ("key", "value")}
@@ -233,7 +235,7 @@ def test_vectors(fields, rng, tmp_path):
 
 
 def test_large_vectors(rng):
-    """4,096 numbers and as many signs: rows that fill what waits on the stack."""
+    """Vectors of 4,096 channels and 4,096 sketch rows fill the buffers on the stack."""
     q = turboquant.Quantizer(4096, 2, block=32, sketch="gaussian", sketch_rows=4096)
     x = rng.standard_normal((33, 4096)).astype(f32)
     codes = q.quantize(x)
@@ -268,7 +270,7 @@ def test_prod_is_unbiased_over_sketches(bits, rng):
 
 
 def test_a_matrix_of_nan_spoils_its_own_head_alone(rng):
-    """No call looks at a matrix's numbers; affine codes of what it makes are 0 (a NaN is no code)."""
+    """No call checks the numbers of a matrix. A NaN in it gives affine codes of 0 and does not change other heads."""
     p = PLANS["affine, dense, qjl"](64)
     k = rng.standard_normal((1, HEADS, 40, 64)).astype(f32)
     by_side = {side: transforms(rng, p, side) for side in ("key", "value")}

@@ -26,7 +26,7 @@ CUDA = pytest.param("cuda", marks=needs_cuda)
 
 @cache
 def stored(name: str, dtype: str) -> tuple[Any, ...]:
-    """(plan, {side: tokens [3, heads, MOST, DIM]}, {side: what they decode to}, {side: transforms}) of a plan."""
+    """(plan, {side: tokens [3, heads, MOST, DIM]}, {side: transforms}) of a plan."""
     rng = np.random.default_rng([7, *name.encode()])
     p = PLANS[name](DIM)
     sides = ("key", "value")
@@ -36,7 +36,7 @@ def stored(name: str, dtype: str) -> tuple[Any, ...]:
 
 
 def right(x: np.ndarray, lengths: np.ndarray, heads: int, dtype: str) -> np.ndarray:
-    """The first lengths[b] tokens of each sequence, at the right of max(lengths); NaN before them."""
+    """The first lengths[b] tokens of each sequence, left-padded to max(lengths) with NaN."""
     shape = (len(lengths), heads, int(lengths.max()), x.shape[-1])
     out = ref.narrow(np.full(shape, np.nan, np.float32), dtype)
     for b, n in enumerate(lengths):
@@ -56,7 +56,8 @@ def exact_arrays(batch: int, heads: int, dim: int, sinks: int, window: int, dtyp
 def answer(
     name: str, dtype: str, q: np.ndarray, shape: dict[str, Any], decoded: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """tq_attend in float64 over what the tokens are where they lie: exact, or decoded [batch, heads, packed tokens]."""
+    """Attention in float64 over exact tokens in sinks and window, and `decoded` [batch, heads, packed tokens]
+    elsewhere."""
     p, given, _ = stored(name, dtype)
     lengths, starts = shape["lengths"], shape.get("starts") or [0] * len(shape["lengths"])
     sinks, window, causal = shape.get("sinks", 0), shape.get("window", 0), shape.get("causal", True)
@@ -88,7 +89,8 @@ def answer(
 @pytest.mark.parametrize("head_dim", (8, 64, 80, 128))
 @pytest.mark.parametrize("name", PLANS)
 def test_bytes_and_numbers(name: str, head_dim: int, device: str, rng: np.random.Generator) -> None:
-    """Rows of all sizes in pieces of one token and of many; what they decode to."""
+    """Rows of all sizes, appended in pieces of one and of many tokens, give the reference's bytes and decode to its
+    numbers."""
     p, tokens = PLANS[name](head_dim), 150
     k, v = (np.stack([np.stack([awkward_rows(rng, tokens, head_dim) for _ in range(HEADS)])]) for _ in range(2))
     by_side = {side: transforms(rng, p, side) for side in ("key", "value")}
@@ -116,7 +118,7 @@ def test_bytes_and_numbers(name: str, head_dim: int, device: str, rng: np.random
 def test_attend_matches_fp64(
     name: str, shape: dict[str, Any], dtype: str, device: str, rng: np.random.Generator
 ) -> None:
-    """Shuffled pages, poisoned where nothing may be read; filled on the device; the tested code runs first."""
+    """Attention over shuffled pages that the device filled. Bytes that may not be read are poisoned."""
     p, given, by_side = stored(name, dtype)
     lengths, heads = np.array(shape["lengths"], np.int32), shape.get("kv_heads", HEADS)
     sinks, window, queries = (shape.get(x, n) for x, n in (("sinks", 0), ("window", 0), ("query_tokens", 1)))
@@ -162,7 +164,7 @@ def test_attend_matches_fp64(
 
 
 def given_of(words: tuple[int, ...], heads: int) -> dict[str, np.ndarray]:
-    """Matrices, centres and tables that a plan that is not plain may ask for."""
+    """Matrices, centres and tables for a plan that is not plain."""
     rng, dim, given = np.random.default_rng(5), words[1], {}
     for name, first, bits in (("key", 7, words[17] % 16), ("value", 11, words[17 + -(-dim // 32)] % 16)):
         rotation, levels, sketch, rows = words[first : first + 4]
@@ -183,7 +185,8 @@ def given_of(words: tuple[int, ...], heads: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", BLOCKED)
 def test_presets_are_the_same_on_cuda(name: str, dtype: str, device: str, rng: np.random.Generator) -> None:
-    """Presets whose plans are not plain: bytes, sinks and window are the CPU's after an append, attention is close."""
+    """After an append, pages, sinks and window are the CPU's, and attention is close. Plans with a matrix have a
+    tolerance."""
     words, batch, sinks, window = BLOCKED[name].plan(128).words, 2, 3, 20
     given, steps = given_of(words, HEADS), (70, 1, 1, 33, 200, 1)
     record = torch.ops.turboquant.quantize(
@@ -204,7 +207,7 @@ def test_presets_are_the_same_on_cuda(name: str, dtype: str, device: str, rng: n
         )  # fmt: skip
         for where, cached in caches.items():
             tq.append(words, k.to(where), v.to(where), lengths.to(where), **cached, **on(where, given))
-        if any(name.endswith("rotation") for name in given):  # a tolerance: tests/tolerance.py
+        if any(name.endswith("rotation") for name in given):  # plans with a matrix: tests/tolerance.py
             pages, same = caches[device]["pages"], caches["cpu"]["pages"].to(device)
             assert float((pages != same).float().mean()) < 0.005
             pages.copy_(same)

@@ -1,5 +1,5 @@
-"""`measure` and `Moments`: what is measured is what the model's projections give, on every kind of model; files, the
-cache folder, and errors."""
+"""`measure` and `Moments`: measured moments are those of the model's projections, on every kind of model; files, the
+cache folder and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def demo():
 
 
 def projections(model, ids):
-    """Keys and queries of each layer before they are turned, [heads, tokens, head_dim], from forward hooks."""
+    """Keys and queries of each layer before RoPE, [heads, tokens, head_dim], from forward hooks."""
     found, handles = {}, []
     for i, block in enumerate(model.model.layers):
         for name in ("q_norm", "k_norm") if hasattr(block.self_attn, "q_norm") else ("q_proj", "k_proj"):
@@ -93,7 +93,7 @@ def test_moments_are_those_of_the_projections(kind):
 
 
 def model_of(model, positions):
-    """The same model, which says that it has so many positions."""
+    """A copy of the model whose configuration has this many positions."""
     other = copy.deepcopy(model)
     other.config.max_position_embeddings = positions
     return other
@@ -113,7 +113,7 @@ def rope_theta(config, kind):
 
 
 def check_metric(made, queries, angles):
-    """A of each head is near F, the power of the queries' moment averaged over positions one by one."""
+    """The metric A of each head is near F, a power of the queries' second moment averaged over positions one by one."""
     heads, dim = made.centre.shape
     rows = queries.reshape(heads, -1, dim)
     there, back = made.metric()
@@ -171,7 +171,7 @@ def test_scaled_angles_are_the_models(name):
     want = rotary.inv_freq.double().numpy() / (2 * np.pi) * 2**32
     for made in found.layers:
         used = made.amplitudes.any((0, 2))
-        precise = 0.501 if name != "dynamic" else 0.8  # asked up to position 1,024 only
+        precise = 0.501 if name != "dynamic" else 0.8  # probed at positions up to 1,024 only
         assert np.abs(made.increments[used] - want[made.pairs[used, 0]]).max() <= precise
     assert all(torch.equal(x, before[key]) for key, x in rotary._buffers.items())
     if name == "yarn":  # attention scaling is part of the keys that attention sees
@@ -214,7 +214,7 @@ def test_layers_without_rotation_have_a_constant_centre():
 
 
 def test_a_rotation_that_is_none_is_named(monkeypatch):
-    """Keys that turn by an angle that does not grow with the position: constant centre, named."""
+    """Layers whose angles are not proportional to the position get a constant centre and are listed in `not_probed`."""
     model = tiny("llama")
     rotary = model.model.rotary_emb
     plain = rotary.forward
@@ -233,7 +233,7 @@ def test_matrices_that_do_not_turn_pairs_are_refused(rng):
     turn = Rotary(np.array([[0, 2], [1, 3]]), np.array([2**28, 2**31 + 2**20 + 5], np.uint32))
     turns = np.stack([turn.turned(np.eye(4), p).T for p in positions])
     assert _from_turns(turns, positions).increments.tolist() == turn.increments.tolist()
-    moved = turns[:, [1, 0, 3, 2]] * 1.5  # channels moved and scaled, before and after
+    moved = turns[:, [1, 0, 3, 2]] * 1.5  # rows moved and scaled
     assert {tuple(pair) for pair in _from_turns(moved, positions).pairs.tolist()} == {(0, 2), (1, 3)}
     assert _from_turns(turns + 0.01 * rng.standard_normal(turns.shape), positions) is None
     reflected = turns.copy()
@@ -259,7 +259,7 @@ def test_half_precision(dtype):
 
 
 def test_frequencies_that_were_rounded_are_the_models():
-    """`model.to(torch.bfloat16)` rounds them; the wave has to turn as the model does."""
+    """`model.to(torch.bfloat16)` rounds the frequencies, and the wave must use the rounded ones."""
     model = tiny("llama").to(torch.bfloat16)
     want = model.model.rotary_emb.inv_freq.double().numpy() / (2 * np.pi) * 2**32
     for made in measured(model).layers:
@@ -326,7 +326,7 @@ def test_accelerates_hooks(on_disk, tmp_path):
 
 
 def test_weights_that_torchao_quantised():
-    """Of 8 bits: nearly the same moments. The tensors have no views."""
+    """8-bit weights give nearly the same moments. torchao's tensors have no views."""
     quantization = pytest.importorskip("torchao.quantization")
     model = demo()
     want = measured(model)
@@ -338,7 +338,7 @@ def test_weights_that_torchao_quantised():
 
 
 def test_weights_that_bitsandbytes_quantised(tmp_path):
-    """Of 8 bits: nearly the same moments."""
+    """8-bit weights give nearly the same moments."""
     pytest.importorskip("accelerate")
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -418,7 +418,8 @@ def test_errors_come_before_anything_is_run():
     with pytest.raises(NotImplementedError, match="its attention bypasses AttentionInterface"):
         measured(GPTNeoForCausalLM(GPTNeoConfig(vocab_size=96, hidden_size=32, num_layers=2, num_heads=2,
                                                 attention_types=[[["global", "local"], 1]])))  # fmt: skip
-    # Learned positions: the same tokens further on are other states, so nothing is found, and nothing breaks.
+    # With learned positions, the same tokens at later positions have other keys. No rotation is found, without an
+    # error.
     gpt2 = GPT2LMHeadModel(
         GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=None)
     ).eval()
@@ -534,7 +535,7 @@ def test_the_cache_folder(tmp_path, monkeypatch):
     (file,) = (tmp_path / "kept").iterdir()
     changed = tiny()
     with torch.no_grad():
-        changed.model.layers[2].self_attn.v_proj.weight += 1e-3  # a merged adapter
+        changed.model.layers[2].self_attn.v_proj.weight += 1e-3  # as if an adapter was merged
     measured(changed)
     measured(model_of(tiny(), 100))
     assert len(runs) == 3 and len([*(tmp_path / "kept").iterdir()]) == 3

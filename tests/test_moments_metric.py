@@ -1,4 +1,5 @@
-"""From sums to a wave and a metric, against the definition written out: 256 turns one by one, and dense matrices."""
+"""Wave and metric from sums over keys and queries, against their definition: 256 rotations one by one, dense
+matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ DIM = 24
 
 
 def rotary(interleaved: bool = False, turning: int = 16) -> Rotary:
-    """Of the first `turning` of DIM channels."""
+    """A rotation of the first `turning` of DIM channels."""
     half = turning // 2
     steps = np.arange(half)
     pairs = np.stack([2 * steps, 2 * steps + 1] if interleaved else [steps, steps + half], 1)
@@ -22,7 +23,7 @@ def rotary(interleaved: bool = False, turning: int = 16) -> Rotary:
 
 
 def matrix(turn: Rotary, position: int) -> np.ndarray:
-    """R_p."""
+    """The rotation at a position, as a matrix."""
     out = np.eye(DIM)
     for (i, j), increment in zip(turn.pairs, turn.increments):
         angle = int(increment) * int(position) % 2**32 * (2 * np.pi / 2**32)
@@ -61,7 +62,7 @@ def test_turning_back(rng, turn):
 
 
 def written_out(second: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """(A, F) of one head by dense matrices, as the definition says."""
+    """The metric A of one head and F, the matrix that it approximates, by dense matrices."""
     values, vectors = np.linalg.eigh(second)
     values = np.maximum(values, 1e-4 * values.max())
     powers = values**0.2
@@ -94,7 +95,7 @@ def test_metric_is_the_one_written_out(rng, rank):
 
 
 def test_metric_of_queries_that_look_one_way(rng):
-    """One direction seen by all, others alike: rank 1 is F itself."""
+    """If queries favour one direction and treat all others alike, a metric of rank 1 equals F."""
     u = np.ones(DIM) / np.sqrt(DIM)
     second = np.eye(DIM)[None] + 80 * np.outer(u, u)
     metric = metric_of(torch.from_numpy(second), 1)

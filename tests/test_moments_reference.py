@@ -1,4 +1,4 @@
-"""Wave and metric in NumPy against float64: positions to 2^20, amplitudes of norm 1,000."""
+"""The NumPy reference of wave and metric against float64, at positions up to 2^20 and amplitudes of norm 1,000."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layer(rng, head_dim=64, heads=2, rank=4, size=1.0, theta=10000.0, interleave
 
 
 def of_head(made: LayerMoments, head: int) -> tuple[reference.Plan, reference.Transform]:
-    """What the operators get, for one head."""
+    """The plan and the transform of one head, as operators get them."""
     plan = reference.plan(made.centre.shape[1], 3, wave_pairs=len(made.pairs), metric=1 + made.rank)
     given = {name.removeprefix("key_"): array for name, array in made.transforms(True, True).items()}
     return plan, reference.Transform(**given).at(head)
@@ -62,7 +62,8 @@ def test_metric_leaves_scores_alone(rng, head):
 
 
 def test_what_is_added_is_what_was_subtracted(rng, head):
-    """In float32, at amplitudes of norm 1,000 and scale * |q| = 1, within 2e-3 of a logit."""
+    """What is subtracted from keys and added to logits in float32 is right to 2e-3 of a logit, at amplitudes of norm
+    1,000 and scale * |q| = 1."""
     q = rng.standard_normal((16, 64))
     q /= np.linalg.norm(q, axis=1, keepdims=True)
     want = q @ ref.centres(head, FAR, np.float64).T
@@ -83,7 +84,7 @@ def test_phases_in_float32_would_not_do(rng, head):
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_scores_are_those_of_decoded_keys(rng, bits):
-    """<A^-1 q, y'> + <q, c_p>, as backends have it, is <q, k'>."""
+    """<A^-1 q, y'> + <q, c_p>, as kernels compute it, is <q, k'> with the decoded key k'."""
     plan, transform = of_head(layer(rng, size=1000.0), 1)
     plan, head = replace(plan, key_bits=(bits,) * 2), ref.head_of(plan, transform)
     keys = ref.centres(head, FAR, np.float64) + rng.standard_normal((len(FAR), 64))
@@ -97,7 +98,7 @@ def test_scores_are_those_of_decoded_keys(rng, bits):
 
 @pytest.mark.parametrize("bits,least", [(4, 0.12), (3, 0.22), (2, 0.4)])
 def test_error_is_of_the_residual(rng, bits, least):
-    """Keys of norm 1,000 around their wave lose what their residual of norm 8 loses, in the metric."""
+    """Keys of norm 1,000 around their wave have the error of their residuals of norm 8, measured in the metric."""
     plan, transform = of_head(layer(rng, size=1000.0), 1)
     plan, head = replace(plan, key_bits=(bits,) * 2), ref.head_of(plan, transform)
     positions = rng.integers(0, 2**20, 64)
@@ -114,7 +115,7 @@ def test_arithmetic_in_float32_stays_near_float64(rng, head):
     keys = keys.astype(np.float32)
     want = ref.prepared(head, keys, FAR, np.float64)
     got = ref.prepared(head, keys, FAR, np.float32)
-    # Sixteen roundings of numbers as large as a key's largest, through the largest stretch.
+    # Allows 16 roundings at the largest key, times the metric's largest stretch (5) and squared scale (9).
     assert np.abs(got - want).max() < 16 * 2.0**-24 * np.abs(keys).max() * 5 * 9
 
 

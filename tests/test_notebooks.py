@@ -15,12 +15,12 @@ pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 import notebooks
 
-MEASURED = re.compile(r"\d[\d,]*\.\d+")  # numbers with a point; whole ones are counts and bytes
-CLOSE = 0.1  # what other CPUs and compilers change in a divergence of a few hundred tokens
+MEASURED = re.compile(r"\d[\d,]*\.\d+")  # numbers with a decimal point; integers are counts and bytes
+CLOSE = 0.1  # relative; other CPUs and compilers change a divergence over a few hundred tokens by less
 
 
 def outputs(notebook: Any) -> list[tuple[str, str]]:
-    """(what kind, its text or nothing) of every output."""
+    """(kind, text or an empty string) of every output."""
     found = [one for cell in notebook.cells if cell.cell_type == "code" for one in cell.outputs]
     return [(one.output_type + " " + " ".join(sorted(one.get("data", ()))), one.get("text", "")) for one in found]
 
@@ -36,7 +36,7 @@ def check(notebook: Any, name: str) -> None:
 
 
 def test_operators():
-    """Random numbers with a seed, and codes that are the same on every machine."""
+    """Its random numbers have a seed, and its codes are the same on every machine."""
     check(notebooks.execute("operators"), "operators")
 
 
@@ -48,7 +48,8 @@ def test_patch_and_generate():
 
 @pytest.mark.slow
 def test_patch_and_generate_with_the_model_of_the_demo(tmp_path, monkeypatch):
-    """Where there is no real model. Its texts and figures are others; the bytes are counted alike."""
+    """Without a real model the notebook uses the model of the demo. Its texts and figures differ, but there are as
+    many."""
     monkeypatch.setenv("TURBOQUANT_REAL_MODELS", str(tmp_path))
     notebook = notebooks.execute("patch_and_generate")
     text = "".join(text for _, text in outputs(notebook))
@@ -58,7 +59,8 @@ def test_patch_and_generate_with_the_model_of_the_demo(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", notebooks.NOTEBOOKS)
 def test_what_is_committed(name):
-    """Whole runs with their plots, small, without times, paths of a machine, warnings or errors."""
+    """Committed notebooks are complete runs with their plot, of less than 75,000 bytes, without times, warnings or
+    errors."""
     notebook = notebooks.read(name)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))

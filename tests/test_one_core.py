@@ -73,7 +73,7 @@ def test_what_one_side_sets_the_other_sees() -> None:
 
 
 def test_operators_run_at_the_level_that_core_sets() -> None:
-    """TURBOQUANT_ISA names no level, so an operator works only where `_core.set_isa` has reached it."""
+    """TURBOQUANT_ISA is invalid here, so operators work only because `_core.set_isa` reaches them too."""
     code = (
         "import torch\nfrom turboquant import _core, ops\nk = torch.zeros(1, 1, 4, 64)\n"
         f"call = lambda: torch.ops.turboquant.quantize({PLAN}, k, k)\n"
@@ -85,7 +85,7 @@ def test_operators_run_at_the_level_that_core_sets() -> None:
 
 
 def test_operators_and_core_share_one_pool() -> None:
-    """Threads that an operator started serve `_core`: three at most, two of them the pool's."""
+    """Of three threads two belong to the pool, and `_core` uses the same two as the operators."""
     done = forks.python(COUNT_THREADS, TURBOQUANT_NUM_THREADS="1")
     assert done.stdout.split() == ["2", "2"], done.stderr
 

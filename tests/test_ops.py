@@ -1,4 +1,4 @@
-"""torch.ops.turboquant.*: the reference's bytes and numbers, torch's own checks of operators, compiling, notebooks."""
+"""torch.ops.turboquant.*: bytes and numbers against the reference, torch's own checks of operators, and compiling."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ NO_CUDA = "torch finds no CUDA device" if not torch.cuda.is_available() else Non
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(bool(NO_CUDA), reason=str(NO_CUDA))]
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ROUNDING = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}  # of the output itself
-# Of attention, against the largest output; 16-bit queries are kept to 15 bits or more.
+ROUNDING = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}  # of the output, relative
+# Error of attention, relative to the largest output. 16-bit dtypes are allowed 1e-3: their queries keep 15 bits or
+# more.
 ACCURACY = {("cpu", "float32"): 2e-5, ("cuda", "float32"): 4e-4}
 PLAN = ref.plan(64, 4, 3)
 MIXED = ref.plan(80, (5, 1, 4), (2, 0, 3), codebook=ref.SPHERE, scale=ref.LEAST_SQUARES, seed=7, page_tokens=32)
@@ -41,7 +42,7 @@ def tensor(x: np.ndarray, dtype: str = "") -> Tensor:
 
 
 def array(t: Tensor) -> np.ndarray:
-    """Back, as the reference has it."""
+    """A tensor as an array for the reference; bfloat16 becomes uint16."""
     t = t.detach().cpu()
     return t.view(torch.int16).numpy().view(np.uint16) if t.dtype == torch.bfloat16 else t.numpy()
 
@@ -109,7 +110,7 @@ def test_attend_matches_fp64(
     np.testing.assert_array_equal(np.isneginf(array(lse)), np.isneginf(want_lse))
     seen = np.isfinite(want_lse)
     accuracy = ACCURACY.get((device, dtype), 1e-3)
-    if device == "cuda":  # queries have 16 bits there: turboquant_cuda.h. No logit is far above the log-sum-exp.
+    if device == "cuda":  # queries are rounded to 16 bits (turboquant_cuda.h), so errors grow with the largest logit
         accuracy = max(accuracy, 2.5e-5 * float(abs(want_lse[seen]).max(initial=0)), 1e-3 if plan.wave_pairs else 0)
     np.testing.assert_allclose(array(lse)[seen], want_lse[seen], rtol=accuracy, atol=2 * accuracy)
     limit = accuracy * abs(want).max() + ROUNDING[dtype] * abs(want)
@@ -124,7 +125,8 @@ def test_attend_matches_fp64(
 def test_all_rows_of_a_prompt_see_the_sinks(
     head_dim: int, dtype: str, group: int, device: str, rng: np.random.Generator
 ) -> None:
-    """With so many rows that a block prepares 16 of them, and so few exact tokens that it has 8 at a time."""
+    """The prompt has so many rows that a thread block prepares 16 of them, and so few exact tokens that it takes 8 at a
+    time."""
     rows = 20 * torch.cuda.get_device_properties(0).multi_processor_count
     tokens = rows // group
     case = make_case(
@@ -147,8 +149,9 @@ def test_all_rows_of_a_prompt_see_the_sinks(
 @pytest.mark.parametrize("group", [4, 8, 24])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_schedules_change_speed_alone(plan: ref.Plan, group: int, device: str, rng: np.random.Generator) -> None:
-    """That of equally long sequences, whether or not they are, in both entries; long enough that a GPU works otherwise
-    than without. One that was written gives the results of none, bit for bit."""
+    """`attend` with a written schedule equals `attend` without one, bit for bit. With the schedule for equally long
+    sequences it is close, whatever their lengths, and `append_attend` equals `append`, then `attend`. Sequences are so
+    long that a GPU uses other kernels with a schedule than without."""
     batch, heads, tokens, dim = 2, 2, 17_000 if device == "cuda" else 300, plan.head_dim
     key, value = (random_transform(rng, plan, heads) for _ in range(2))
     transforms = on(device, keywords(key, value))
@@ -164,7 +167,7 @@ def test_schedules_change_speed_alone(plan: ref.Plan, group: int, device: str, r
     for lengths in ([tokens, tokens], [tokens - 1, 70]):
         packed = (pages, table, torch.tensor(lengths, dtype=torch.int32, device=device))
         want, want_lse = tq.attend(plan.words, q, *packed, **transforms)
-        if device == "cuda":  # one that was made for other sizes is not used
+        if device == "cuda":  # a schedule for other sizes is ignored
             line.fill_(-1)
             assert torch.equal(tq.attend(plan.words, q, *packed, **transforms, schedule=line)[0], want)
         tq.schedule(plan.words, line, q, *packed)
@@ -187,7 +190,7 @@ def test_schedules_change_speed_alone(plan: ref.Plan, group: int, device: str, r
 def test_append_writes_the_bytes_of_the_reference(
     plan: ref.Plan, dtype: str, device: str, rng: np.random.Generator
 ) -> None:
-    """In steps of one token and of many, from strided tensors, with left padding."""
+    """Tokens come in steps of one and of many, from strided tensors and with left padding."""
     from cases import empty_cache
 
     last = np.array([100, 140], np.int32)
@@ -199,7 +202,7 @@ def test_append_writes_the_bytes_of_the_reference(
     for i, tokens in enumerate(steps):
         lengths = np.maximum(last - sum(steps[i + 1 :]), 0).astype(np.int32)
         k, v = (rng.standard_normal((2, 2, tokens, plan.head_dim)).astype(np.float32) for _ in range(2))
-        for b, first in enumerate(lengths - tokens):  # padding is not looked at
+        for b, first in enumerate(lengths - tokens):  # padding is not read
             k[b, :, : max(0, -first)] = v[b, :, : max(0, -first)] = np.nan
         k, v = (ref.narrow(x, dtype) for x in (k, v))
         ref.append(plan, want, k, v, lengths, key, value)
@@ -217,7 +220,7 @@ def test_append_writes_the_bytes_of_the_reference(
 @pytest.mark.parametrize("tokens", [1, 17, 150])
 @pytest.mark.parametrize("group", [32, 16])
 def test_codes_of_a_dense_rotation(group: int, tokens: int, device: str, rng: np.random.Generator) -> None:
-    """Where plans promise a tolerance: each code against float64."""
+    """Plans with a dense rotation promise a tolerance: each code is checked against float64."""
     for bits, value_bits in ((3, 2), (6, 5), (8, 1), (4, 6)):
         p = ref.plan(96, bits, value_bits, rotation=ref.DENSE, group=group)
         key, value = (random_transform(rng, p, 2) for _ in range(2))
@@ -233,7 +236,7 @@ def test_codes_of_a_dense_rotation(group: int, tokens: int, device: str, rng: np
 def test_single_tokens_of_one_width_write_the_bytes_of_the_reference(
     bits: int, value_bits: int, group: int, device: str, rng: np.random.Generator
 ) -> None:
-    """Through all token tiles of a page and into the next: plans without steps, for which CUDA has code of its own."""
+    """One token at a time, through a whole page and into the next. CUDA has kernels of their own for these plans."""
     plan, tokens = ref.plan(128, bits, value_bits, group=group), 140
     k, v = (ref.narrow(rng.standard_normal((1, 2, tokens, 128)).astype(np.float32), "bfloat16") for _ in range(2))
     k, v = (tensor(x, "bfloat16").to(device) for x in (k, v))
@@ -251,7 +254,7 @@ def test_single_tokens_of_one_width_write_the_bytes_of_the_reference(
 def test_a_centre_that_is_not_finite_spoils_its_own_head_alone(
     bad: float, device: str, rng: np.random.Generator
 ) -> None:
-    """A CPU refuses it; what CUDA makes of its head is nothing of use, but made within its arrays."""
+    """A CPU refuses such a centre. On CUDA the codes of its head are useless, but no other head changes."""
     plan = ref.plan(128, 4, 4)
     k, v = (torch.from_numpy(rng.standard_normal((1, 2, 300, 128)).astype(np.float32)) for _ in range(2))
     k, v = k.to(device, torch.bfloat16), v.to(device, torch.bfloat16)
@@ -303,7 +306,7 @@ def test_refusals_of_cuda_alone(device: str) -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
 def test_append_flags_bad_numbers_and_keeps_the_others(device: str, rng: np.random.Generator) -> None:
-    """What a CPU refuses, CUDA finds later: the first of them stays in `flag`, and no other token notices."""
+    """A CPU raises an error where CUDA records the first bad number in `flag`. No other token changes."""
     k, v = (torch.from_numpy(rng.standard_normal((2, 2, 40, 64)).astype(np.float32)).to(device) for _ in range(2))
     want = tq.quantize(PLAN.words, k, v)
     table, lengths = torch.tensor([[0], [1]], dtype=torch.int32, device=device), torch.full((2,), 40, dtype=torch.int32)
@@ -413,7 +416,7 @@ def test_append_attend_is_append_then_attend(name: str, device: str, rng: np.ran
     _, (plan, q, k, v, lengths, pages, table), options = samples(rng, device)[name]
     how = {key: options.pop(key) for key in ("softmax_scale", "sliding_window", "softcap") if key in options}
     twice = [{key: x.clone() for key, x in (options | {"pages": pages}).items()} for _ in range(2)]
-    for at in range(3):  # tokens one after the other: what one call has stored the next one reads
+    for at in range(3):  # each call reads what the calls before it stored
         both, apart = (state | {"lengths": lengths + at, "block_table": table} for state in twice)
         got = tq.append_attend(plan, q, k * (at + 1), v, **both, **how)
         seen = {x: apart[x].clone() for x in ("window_k", "window_v") if x in apart and k.shape[2] > 1}
@@ -485,7 +488,7 @@ def samples(rng: np.random.Generator, device: str) -> dict[str, Sample]:
             (PLAN.words, k[:, :, :1].repeat(1, 3, 1, 1), k[:, :, :1], k[:, :, 1:2], counts, pages, table),
             exact | centre | dict(softmax_scale=0.3),
         ),
-        "append_attend, several": (  # more than the window holds, in strides of their own
+        "append_attend, several": (  # more tokens than the window holds, in strided tensors
             tq.append_attend.default,
             (PLAN.words, k[:, :, :7].repeat(1, 3, 1, 1), k[:, :, :7], k[:, :, 7:14], counts, pages, table),
             exact | centre,
@@ -517,7 +520,7 @@ def test_opcheck(name: str, device: str, rng: np.random.Generator) -> None:
 
 
 def step(k: Tensor, v: Tensor, q: Tensor, lengths: Tensor, cache: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """What a model does in a layer, with torch's own work around it."""
+    """One layer's step of a model: our operators between torch's functions."""
     tq.append(PLAN.words, k * 2, v, lengths, cache["pages"], cache["block_table"], **exact_of(cache))
     out, lse = tq.attend(PLAN.words, q + 1, cache["pages"], cache["block_table"], lengths, **exact_of(cache))
     again, _ = tq.merge(torch.stack([out, out]), torch.stack([lse, lse]))
@@ -545,7 +548,7 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 @pytest.mark.parametrize("window", [0, 8])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compile(backend: str, window: int, device: str, rng: np.random.Generator) -> None:
-    """One graph, the same bytes in the same place, and no graph per length."""
+    """A step compiled to one graph writes the bytes of eager mode, to the same tensors."""
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     eager_cache, cache = new_cache(device, window), new_cache(device, window)
@@ -565,7 +568,7 @@ def test_compile(backend: str, window: int, device: str, rng: np.random.Generato
 
 
 def test_compile_with_changing_sizes(rng: np.random.Generator) -> None:
-    """Another batch size, number of tokens or max_tokens is no new graph once sizes are dynamic."""
+    """With dynamic sizes, another batch size, number of tokens or max_tokens compiles no new graph."""
     torch._dynamo.reset()
     graphs = 0
 

@@ -1,6 +1,7 @@
-"""torch.ops.turboquant.*: what torch alone can get wrong, nothing changed; fields of errors; threads; failing imports.
+"""torch.ops.turboquant.*: arguments that only torch can get wrong, fields of errors, threads, and imports that fail.
 
-What every binding refuses is in refusals.py."""
+refusals.py has what every binding refuses.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def test_refusals_elsewhere(name: str) -> None:
 
 
 def test_errors_have_fields() -> None:
-    """Of append_attend, whether the tokens were stored: append writes the second page, attend would read the first."""
+    """`stored` says whether append_attend stored the tokens. Here it does, in the second page, and cannot read the
+    first."""
     q, k = torch.zeros(1, 2, 1, 64), torch.ones(1, 2, 1, 64)
     pages = torch.zeros(1, 2, PLAN.record_bytes, dtype=torch.uint8)
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([[99, 0]], [PLAN.page_tokens + 1]))
@@ -151,7 +153,7 @@ def test_devices_are_not_mixed(device: str, rng: np.random.Generator) -> None:
     assert torch.equal(args[4], before)
 
 
-# ---- threads, and what `import turboquant.ops` says where it cannot ----
+# ---- threads, and errors of `import turboquant.ops` ----
 
 COUNT_THREADS = """
 import os, sys, torch

@@ -1,4 +1,4 @@
-"""Operators on CUDA without the host: graphs whose lengths grow between replays, compiled steps, streams, devices."""
+"""Operators on CUDA do not wait for the host: CUDA graphs with growing lengths, compiled steps, streams, devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KV_HEADS, GROUP, DIM = 2, 4, 64
 
 
 class Decoder:
-    """One layer's cache after 300 and 120 tokens, and steps of one token in place."""
+    """One layer's cache of 300 and 120 tokens, which steps of one token extend in place."""
 
     def __init__(self, device: str = "cuda") -> None:
         generator = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def test_a_graph_follows_the_lengths() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = decoder.step(*static)
-    assert torch.equal(decoder.lengths, before)  # recording ran nothing
+    assert torch.equal(decoder.lengths, before)  # capturing ran nothing
     outs, pages = want()
     for one, expected in zip(decoder.steps, outs):
         for to, x in zip(static, one):
@@ -68,7 +68,7 @@ def test_a_graph_follows_the_lengths() -> None:
 
 
 def test_a_graph_cuts_the_work_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schedule in the graph, for two calls, at one address."""
+    """A graph writes a schedule and uses it in two calls. Each replay divides the work by the new lengths."""
     path = "hopper-line" if torch.cuda.get_device_capability()[0] == 9 else "portable"
     monkeypatch.setenv("TURBOQUANT_CUDA_PATH", path)  # a kernel that reads schedules
     decoder, plain = Decoder(), Decoder()
@@ -143,7 +143,7 @@ def test_calls_go_to_the_current_stream() -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # what would be queued elsewhere would run before this
+        torch.cuda._sleep(20_000_000)  # calls on another stream would run before this ends
         ours = [decoder.step(*one) for one in decoder.steps]
     assert not stream.query()
     stream.synchronize()

@@ -1,4 +1,4 @@
-"""tests/out_of_memory.py, under a library that makes torch's allocations fail."""
+"""Runs tests/out_of_memory.py with a preloaded library that makes torch's allocations fail."""
 
 from __future__ import annotations
 

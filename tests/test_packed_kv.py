@@ -1,4 +1,4 @@
-"""turboquant.ops: its typed functions over one PackedKV are the operators, bit for bit, in eager mode and compiled."""
+"""The typed functions of turboquant.ops equal the operators, bit for bit, in eager mode and compiled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draw(rng: np.random.Generator, device: str, tokens: int = 140) -> Pair:
 
 
 def raw(op: str, *args: Any, packed: Any, **kwargs: Any) -> Any:
-    """An operator with what a PackedKV holds."""
+    """Calls an operator with the tensors of a PackedKV."""
     names = {a.name for a in getattr(tq, op).default._schema.arguments}
     held = {n: getattr(packed, n) for n in ("pages", "block_table", "lengths") if n in names}
     held["plan"] = packed.plan.words
@@ -116,7 +116,7 @@ def test_rotate_and_merge(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_steps(device: str, rng: np.random.Generator) -> None:
-    """In one graph, compiled twice at most: the number of tokens becomes symbolic."""
+    """The step is one graph, compiled at most twice: then the number of tokens is symbolic."""
     torch._dynamo.reset()
     q, k, v, centre = draw(rng, device)
     packed, compiled = (ops.pack(k[:, :, :100], v[:, :, :100], PLAN, max_tokens=140, key_centre=centre)

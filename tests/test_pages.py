@@ -1,4 +1,4 @@
-"""Pages shared, given back and rewound: forks, beams, sliding windows and crop, each against a cache without."""
+"""Caches whose pages are shared, freed or rewound (forks, beams, sliding windows, crop) equal caches filled alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def storage_bytes(*caches):
 
 
 def check_references(*tables):
-    """A page has as many references as rows name it, over all tables of its pool, and is free if there is none."""
+    """A page's reference count is how often rows of its pool's tables name it. It is free if none does."""
     for pool in {id(t.pool): t.pool for t in tables}.values():
         named = [page for t in tables if t.pool is pool for row in t.rows for page in row if page != RELEASED]
         assert [pool.references(page) for page in range(len(pool.storage))] == [
@@ -81,7 +81,7 @@ def test_only_the_last_page_is_copied():
     forward(fork, stream.piece(400, 401))
     after = fork.layers[0].storage.table.rows[0]
     assert after[:3] == before[:3] and after[3] != before[3] and len(fork.layers[0].storage.pages) == 5
-    forward(parent, stream.piece(400, 401))  # the other one needs no copy any more
+    forward(parent, stream.piece(400, 401))  # the parent is now alone on its last page, and copies nothing
     assert parent.layers[0].storage.table.rows[0] == before and len(parent.layers[0].storage.pages) == 5
 
 
@@ -132,7 +132,7 @@ def test_forks_do_not_feel_each_other(of):
 
 
 def test_forks_in_threads():
-    """They share storage, which one of them replaces when it grows: nobody's tokens are lost."""
+    """Forks in threads share storage, which one of them replaces when it grows. None of them loses tokens."""
     spec, streams = PACKED.with_(window=16), [Stream(tokens=900, seed=seed) for seed in range(4)]
     parent = new(spec)
     forward(parent, streams[0].piece(0, 200))
@@ -168,7 +168,8 @@ def test_a_dropped_cache_is_freed_at_once():
 
 
 def test_beams_move_no_full_page():
-    """200 steps of four beams that take each other's place, against caches that are built alone."""
+    """In 200 steps of beam search with four beams, no full page is copied, and each beam equals a cache filled
+    alone."""
     stream, torch_rng = Stream(batch=4, tokens=600), torch.Generator().manual_seed(0)
     cache = new(PACKED)
     forward(cache, rows(stream, [0, 0, 0, 0]).piece(0, 290))
@@ -210,7 +211,7 @@ def test_few_sequences_give_the_room_of_many_back():
 
 
 def test_a_crop_gives_the_room_back():
-    """At once, unless a fork holds the pages; and goes on as a cache that never had more."""
+    """`crop` frees pages at once, unless a fork holds them. The cache goes on like one that never had more tokens."""
     stream = Stream(tokens=1600)
     cache, other = new(PACKED), new(PACKED)
     forward(cache, stream.piece(0, 1500))
@@ -266,7 +267,7 @@ def test_pages_that_fell_out_of_the_window_are_freed(fields, monkeypatch):
 
 
 def test_a_table_is_made_anew_where_it_must_be():
-    """A copy, and a draft of which some tokens are taken back, make no new one. A fork gets a page of its own."""
+    """Rejected drafts do not replace the block table. After a fork, writing to a shared page makes a new table."""
     cache, other, stream = new(PACKED), new(PACKED), Stream(tokens=400)
     forward(cache, stream.piece(0, 300)), forward(other, stream.piece(0, 300))
     cache = copy.deepcopy(cache)
@@ -302,7 +303,7 @@ def test_a_window_that_grows_and_a_crop_too_far():
 # ---- crop across the window's edge ----
 
 
-REWINDS = {  # forwards after a text of 90 positions (the longer sequence), then how many to forget
+REWINDS = {  # tokens of each forward after a text of 90 positions, and how many tokens are then cropped
     "a token": ([1], 1),
     "a draft": ([6], 4),
     "a draft, all of it": ([6], 6),
@@ -316,7 +317,7 @@ REWINDS = {  # forwards after a text of 90 positions (the longer sequence), then
 
 @pytest.mark.parametrize("pieces, forget", REWINDS.values(), ids=REWINDS)
 @pytest.mark.parametrize("padding", [(0,), (0, 33)], ids=["", "padded"])
-# 40: a window as long as head_dim, 32, hides it where one is taken for the other
+# 40, because at 32 a window is as long as head_dim, and code that confuses the two would pass
 @pytest.mark.parametrize(
     "fields", [dict(window=32), dict(window=40, sinks=4, **WAVE), dict(window=32, **WAVE), dict()], ids=str
 )
@@ -346,7 +347,7 @@ def test_crop_brings_tokens_back_into_the_window(fields, padding, pieces, forget
 
 
 def test_a_long_forward_over_a_window_of_one_token_is_taken_back():
-    """The window as it was before it is kept, too."""
+    """The window before that forward is recorded too."""
     cache, stream = new(PACKED.with_(window=1)), Stream(tokens=200)
     forward(cache, stream.piece(0, 90))
     plain = cache.fork()
@@ -364,7 +365,7 @@ def test_a_sliding_window_goes_back_and_widens_as_far_as_its_pages_reach():
     first = layer.storage.released  # position of the first token that is still in a page
     assert 0 < first < 601
     assert layer.storage.can_crop_to(first + 99) and not layer.storage.can_crop_to(first + 98)
-    widest = 701 - first  # of the next token: itself and all that is left
+    widest = 701 - first  # the next token's: itself and all that is left
     with pytest.raises(ValueError, match="the sliding window must be the one of earlier forwards, 100, got"):
         forward(cache, stream.piece(700, 701), local_size=widest + 1)
     forward(cache, stream.piece(700, 701), local_size=widest)
@@ -415,7 +416,7 @@ def test_offload_and_prefetch():
         layer.offload()
     assert torch.cuda.memory_allocated() < before
     where = {part: t.device.type for part, t in layer_tensors(cache.layers[0].storage)}
-    assert where.pop("moments") == "cuda" and set(where.values()) == {"cpu"}  # the model's, shared by all its caches
+    assert where.pop("moments") == "cuda" and set(where.values()) == {"cpu"}  # all caches of the model share them
     assert torch.equal(forward(cache, piece(200, 210)), forward(fork, piece(200, 210)))
     assert {t.device.type for _, t in cache.tensors()} == {"cuda"}
 
@@ -477,7 +478,8 @@ def test_reserve_that_runs_out_of_memory_changes_nothing(monkeypatch):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_gpu_without_memory_changes_nothing():
-    """Torch may take no more of the GPU, and what it has is full; then a little is given back at a time."""
+    """Torch may take no more GPU memory, and what it has is full. Each failed forward changes nothing. Memory is freed
+    bit by bit until one succeeds."""
     stream, cache = Stream(tokens=910), new(bare(3, 3, sinks=2, **WAVE))
 
     def piece(start, stop):
@@ -501,10 +503,10 @@ def test_a_gpu_without_memory_changes_nothing():
             except RuntimeError as error:  # OutOfMemoryError is one; operators raise the plain kind
                 assert "out of memory" in str(error)
                 if fork.get_seq_length() != 300:
-                    break  # it was the output that found no room
+                    break  # tokens were stored, and there was no room for the output
                 failures += 1
                 assert all(not x.damaged and [len(row) for row in x.table.rows] == [3] for x in storages(fork))
-            if not filling:  # what comes in large blocks needs more
+            if not filling:  # large allocations need more than the small blocks that were freed
                 torch.cuda.set_per_process_memory_fraction(1.0)
             del filling[-max(1, len(filling) // 32) :]
     finally:
@@ -533,7 +535,7 @@ def test_a_table_of_its_own():
 
 
 def test_what_reserve_did_is_taken_back():
-    """Pages taken, copied and given back, and the storage, as if nothing had been."""
+    """The returned function restores the rows, the reference counts and the storage from before `reserve`."""
     table = PageTable.empty(2, 1, 64, torch.device("cpu"))
     table.reserve([0, 0], [130, 5])
     fork, storage = table.fork(), table.pool.storage
@@ -577,7 +579,7 @@ def test_the_same_bits_on_any_number_of_threads(fields):
         same(cache, caches[0])
 
 
-# ---- memory that is not there, and forwards that fail ----
+# ---- allocations and forwards that fail ----
 
 
 def no_memory(*args, **kwargs):
@@ -609,7 +611,8 @@ def test_a_crop_needs_no_memory(monkeypatch):
 
 
 def test_a_forward_is_taken_back_without_memory(monkeypatch):
-    """A chunk that failed in the last layer, and no memory to move pages together behind it."""
+    """A chunk fails in the last layer, and there is no memory to move pages together afterwards. The cache still
+    works."""
     cache, stream, bad = new(PACKED), Stream(tokens=1600), Stream(tokens=1600)
     bad.k[1, 0, 0, 700, 0] = float("nan")
     forward(cache, stream.piece(0, 300))
@@ -624,7 +627,7 @@ def test_a_forward_is_taken_back_without_memory(monkeypatch):
 
 
 def test_a_table_of_the_same_rows_is_copied_from_the_layer_before(monkeypatch):
-    """And one of other rows is made of them; neither is the other layer's own."""
+    """A table of other rows is built from its own rows. Two layers never share one tensor."""
     first, second, third = (PageTable.empty(2, 1, 64, torch.device("cpu")) for _ in range(3))
     first.reserve([0, 0], [130, 5])
     with monkeypatch.context() as patched:
@@ -641,7 +644,7 @@ def test_a_table_of_the_same_rows_is_copied_from_the_layer_before(monkeypatch):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_sequences_that_could_not_all_change_places(first, monkeypatch):
-    """In the first layer nothing has happened; in a later one the cache says that it is of no use any more."""
+    """If this fails in the first layer, nothing has changed. If it fails in a later one, the cache must be reset."""
     cache, stream = new(PACKED), Stream(batch=2)
     forward(cache, stream.piece(0, 200))
     other = cache.fork()
@@ -665,7 +668,8 @@ def test_sequences_that_could_not_all_change_places(first, monkeypatch):
 
 
 def test_forks_in_threads_over_sliding_windows():
-    """Early queries of a chunk see pages that the last one does not: nobody may take them before."""
+    """Early queries of a chunk see pages that its last query does not. No fork may reuse these pages before the chunk
+    ends."""
     stream, alone = Stream(tokens=1000), []
     others = [Stream(tokens=1000, seed=seed) for seed in range(1, 4)]
 

@@ -29,7 +29,7 @@ def generate(model, tokens=12, **kwargs):
 
 
 def state(model):
-    """All that patch may touch."""
+    """Everything of a model that `patch` may change."""
     return {
         "attention": model.config._attn_implementation,
         "attributes": {name: id(value) for name, value in vars(model).items()},
@@ -175,7 +175,8 @@ def test_attention_weights_without_a_cache():
 
 @pytest.mark.parametrize("how", ["set", "shared"])
 def test_attention_changed_after_patching(how):
-    """By the user, or by a model that is made from the same configuration: said so, and patched again on request."""
+    """The user, or a model made from the same configuration, changes the attention. generate says so, and patching
+    again repairs it."""
     model = tiny()
     before = state(model)
     turboquant.patch(model, EXACT)
@@ -273,7 +274,7 @@ def other_model(name, **fields):
 
 
 HEADS = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
-LATENT = {  # keys and values as wide as each other
+LATENT = {  # keys and values have the same size
     **SMALL,
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
@@ -347,7 +348,7 @@ UNSUPPORTED = {
 def test_unsupported_models(name, fields, message):
     model = other_model(name, **fields)
     before = model.config._attn_implementation, set(vars(model)), dict(model._forward_pre_hooks)
-    if name[:6] in ("DiffLl", "JetMoe") and not model._supports_attention_backend:  # their code of transformers 4.57
+    if name[:6] in ("DiffLl", "JetMoe") and not model._supports_attention_backend:  # as of transformers 4.57
         message = "AttentionInterface"
     with pytest.raises(NotImplementedError, match=f"{name}.*{message}"):
         turboquant.patch(model)

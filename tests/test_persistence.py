@@ -121,7 +121,7 @@ def test_saving_twice_gives_the_same_file(tmp_path):
 
 
 def test_numbers_of_open_files_are_no_paths(tmp_path):
-    """`open` takes a number for a file that is open, and closes it in the end."""
+    """`open` takes the number of an open file as a path, and closes that file. Paths here may not be numbers."""
     classes = (turboquant.Index, Codes, Moments, turboquant.Calibration, TurboQuantCache)
     with open(tmp_path / "x", "wb+") as file:
         file.write(bytes(100))
@@ -152,7 +152,7 @@ def test_an_empty_cache(tmp_path):
 
 
 def test_a_file_has_the_moments_it_was_made_with(tmp_path):
-    """Whole ones, in an empty cache too; others are refused, and so is a file whose spec and moments disagree."""
+    """A file has all moments, also that of an empty cache. Loading it with other moments is refused."""
     cache, _ = filled(SPECS["wave and metric"])
     new(SPECS["wave and metric"]).save(tmp_path / "empty")
     cache.save(tmp_path / "c")
@@ -212,7 +212,7 @@ def test_a_prefix_serves_a_model_again(tmp_path):
 
 
 def test_pages_that_were_made_ready_are_not_written(tmp_path):
-    """As a cache has them whose steps are replayed as CUDA graphs."""
+    """Caches whose steps are replayed as CUDA graphs have such pages."""
     cache, stream = filled(PACKED)
     for layer in cache.layers:
         layer.storage.reserve(layer.storage.tokens + 512)
@@ -256,12 +256,12 @@ def test_a_cache_that_failed_is_not_saved(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-# ---- the page of docs/format.md, read by a program that shares nothing with ours ----
+# ---- the format of docs/format.md, read by a program that shares no code with ours ----
 
 
 @pytest.mark.parametrize("spec", [PACKED, PACKED.with_(sinks=3, window=40, **WAVE), bare(5, 2)], ids=str)
 def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
-    """cache_file.py decodes keys and values to what the operator decodes, to a rounding."""
+    """cache_file.py decodes the same keys and values as the operator, up to rounding."""
     cache, _ = filled(spec, dtype=torch.bfloat16)
     cache.save(tmp_path / "c")
     for stored, found in zip(models.storages(cache), independent_read(tmp_path / "c")):
@@ -300,7 +300,7 @@ def test_the_library_of_safetensors_reads_a_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A whole file of few bytes: one layer's worth of tokens, sinks and window."""
+    """The bytes of a small valid file: 9 tokens of one KV head, with a sink and a window."""
     cache = new(bare(1, 1, sinks=1, window=2))
     stream = Stream(tokens=9, dim=8, kv_heads=1)
     forward(cache, stream.piece(0, 9))
@@ -318,7 +318,7 @@ def refuses(tmp_path, data, says="", model=None):
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_byte_is_watched(tmp_path, small, step):
-    """A bit flipped anywhere is an error; and so is any truncation."""
+    """A flipped bit in any byte is an error, and so is any truncation."""
     rng = random.Random(0)
     for at in range(0, len(small), step):
         data = bytearray(small)
@@ -344,14 +344,14 @@ def test_files_of_others(tmp_path, small):
 
 
 def split(data):
-    """(what the file says, its tensors' entries as "tensors" among it; the tensors)."""
+    """(the header, with the entries of its tensors as "tensors"; the bytes of the tensors)."""
     start = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:start])
     return json.loads(entries.pop("__metadata__")["turboquant"]) | {"tensors": entries}, data[start:]
 
 
 def joined(header, payload):
-    """The file of somebody who makes checksums fit."""
+    """A file with this header, this payload and checksums of the header that fit."""
     header = dict(header)
     entries = header.pop("tensors")
     return wrapped(json.dumps(header), entries, payload)
@@ -454,7 +454,7 @@ def test_forged_headers(tmp_path, small, change):
 
 
 def test_the_forger_can_make_a_good_file(tmp_path, small):
-    """So that the refusals above are for what was changed."""
+    """A forged file without a change loads, so the refusals above are due to the changes."""
     (tmp_path / "c").write_bytes(forged(small, lambda header: None))
     assert TurboQuantCache.load(tmp_path / "c").get_seq_length() == 9
 
@@ -469,7 +469,7 @@ def test_headers_that_are_no_header(tmp_path, small):
 
 
 def test_numbers_forged_into_pages_are_only_wrong_numbers(tmp_path, small):
-    """Checksums made to fit over random pages and window: loading works, and attention does not crash."""
+    """Files with random tensors and right checksums load, and attention over them does not crash."""
     rng = random.Random(1)
     for _ in range(20):
         header, payload = split(small)

@@ -1,5 +1,5 @@
-"""Models whose layers lie on several devices, or wait in main memory or on disk: calibrated, measured and patched as if
-they lay on one."""
+"""Models whose layers are on several devices, or offloaded to main memory or disk, are calibrated, measured and patched
+like models on one device."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def trainable(model):
 
 @pytest.mark.parametrize("on_disk", ON_DISK.values(), ids=ON_DISK)
 def test_a_model_that_a_device_map_spread_out(on_disk, tmp_path):
-    """Weights in memory and on disk, by accelerate's hooks: the same calibration, figures, and a cache that takes them;
-    the model is left as it was."""
+    """Weights in memory and on disk, with accelerate's hooks, give the same calibration, figures and text. A cache
+    loads for the model, and calibration freezes no weights that were trainable."""
     parts = [
         "model.embed_tokens",
         "model.rotary_emb",
@@ -84,7 +84,7 @@ def test_weights_that_are_nowhere():
 
 
 def spread_over(devices):
-    """A model with layer i on devices[i] and the rest on the first, computing there."""
+    """A model with layer i on devices[i] and the rest on the first device. Each layer computes on its own."""
     model = tiny(num_hidden_layers=len(devices)).to(devices[0])
     for layer, device in zip(model.model.layers, devices):
         align = hooks.AlignDevicesHook(device, io_same_device=True, skip_keys="past_key_values")
@@ -106,7 +106,7 @@ def cuda(count):
     ],
 )
 def test_layers_on_two_devices(first, second, tmp_path):
-    """Keys, values and gradients are added up where they are; what is found is that of one device."""
+    """Keys, values and gradients are summed on the device of their layer. Results are those of one device."""
     whole, spread = tiny(num_hidden_layers=4), spread_over([first, second, first, second])
     assert {w.device for w in spread.model.layers[1].parameters()} == {torch.device(second)}
     batches = [prompts(2, 300, (0, 40), seed=s) for s in range(3)]

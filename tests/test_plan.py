@@ -1,4 +1,4 @@
-"""turboquant.Plan: its words are what the core reads back, and what the core refuses is refused by name."""
+"""turboquant.Plan: the core reads a plan's words as they were meant, and what it refuses is refused by name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Quality through the real path: KL divergence of the next token's distribution, every token packed, trained models,
-held-out text.
+"""KL divergence of the next token, with every token packed, for trained models on held-out text.
 
-A fixed slice that takes seconds; docs/performance.md has a longer one. What is measured: `prefill="packed"`,
-so that each query reads every key and value from packed bytes, its own token's included; no sinks and no window.
+A fixed short text takes seconds; docs/performance.md has longer ones. `prefill="packed"` makes each query read every
+key and value from packed bytes, also of its own token. Specs have no sinks and no window, except the default preset.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def test_methods_are_ordered_and_as_good_as_they_were(reference, bits, best):
     print({name: round(kl, 5) for name, kl in found.items()})
     norm, corrected, eden, ours = found.values()
     assert norm > max(corrected, eden) and min(corrected, eden) > ours
-    # Between the middle two lies less than the noise of this short text, but for 2 bits.
+    # Except at 2 bits, EDEN and norm-corrected differ by less than the noise of this short text.
     if bits == 2:
         assert corrected > eden
     assert 0.75 * best < found["EDEN, wave and metric"] < 1.35 * best

@@ -1,4 +1,4 @@
-"""turboquant.Quantizer and Codes: accuracy against theory, files in every state of damage, refusals, imports."""
+"""turboquant.Quantizer and Codes: accuracy against theory, damaged files, refusals, imports."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_distortion_of_normal_vectors(bits: int, rotation: str, rng: np.random.G
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("rotation", ["hadamard", "dense"])
 def test_rotation_makes_distortion_independent_of_the_data(bits: int, rotation: str, rng: np.random.Generator) -> None:
-    """Vectors with a few large numbers, which no rotation would ruin at once."""
+    """Vectors with a few large numbers have a large error without a rotation."""
     x = normal(rng, 500, 128) * 0.01
     x[:, 5] = 3
     x[np.arange(500), rng.integers(0, 128, 500)] += 7
@@ -65,7 +65,7 @@ def test_scales_do_what_they_say(rng: np.random.Generator) -> None:
     decoded = {name: Quantizer(128, 2, scale=name).dequantize(codes).astype(float) for name, codes in decoded.items()}
     projection = {name: (y * x).sum(1) / np.square(x).sum(1) for name, y in decoded.items()}
     error = {name: np.square(y - x).sum() for name, y in decoded.items()}
-    np.testing.assert_allclose(projection["eden"], 1, atol=2e-3)  # binary16
+    np.testing.assert_allclose(projection["eden"], 1, atol=2e-3)  # scales are binary16
     np.testing.assert_allclose(np.linalg.norm(decoded["norm_corrected"], axis=1), np.linalg.norm(x, axis=1), rtol=2e-3)
     assert error["least_squares"] < min(error[name] for name in ("eden", "norm", "norm_corrected"))
     assert abs(projection["norm"].mean() - 1) > 0.03
@@ -75,7 +75,7 @@ def test_scales_do_what_they_say(rng: np.random.Generator) -> None:
 def test_eden_is_unbiased(bits: int, rng: np.random.Generator) -> None:
     """The mean over seeds of an estimate of <q, x> is <q, x> (arXiv 2108.08842); with the norm scale it is not."""
     x = normal(rng, 1, 64) + np.float32(0.5)
-    query = x + normal(rng, 1, 64)  # correlated: a factor that is off shows
+    query = x + normal(rng, 1, 64)  # correlated with x, so that a wrong factor shows
     exact = (query.astype(float) @ x.T).item()
     seeds = 400
     for rotation in ("hadamard", "dense"):
@@ -107,7 +107,7 @@ def test_dot_is_that_of_the_decoded_vectors(dim: int, rotation: str, rng: np.ran
 
 
 def test_dot_of_long_vectors_in_blocks(rng: np.random.Generator) -> None:
-    """So long that the 32 vectors of a tile are decoded a few at a time, the last of them fewer."""
+    """Vectors so long that the 32 of a tile are decoded in several parts, the last of them smaller."""
     q = Quantizer(800, 3, block=32)
     x, queries = normal(rng, 70, 800), normal(rng, 3, 800)
     codes = q.quantize(x)
@@ -130,7 +130,7 @@ def test_centre_is_subtracted_and_added_back(rng: np.random.Generator) -> None:
     error = [np.square(x - q.dequantize(q.quantize(x))).mean() for q in (plain, centred)]
     assert error[1] < 0.05 < 10 * error[1] < error[0]
     assert centred.quantize(x).nbytes == plain.quantize(x).nbytes
-    centre[:] = 0  # the quantiser has its own
+    centre[:] = 0  # the quantiser has a copy
     assert np.square(x - centred.dequantize(centred.quantize(x))).mean() == error[1]
     with pytest.raises(ValueError, match="read-only"):
         centred.centre[0] = 1  # type: ignore[index]
@@ -159,7 +159,7 @@ def test_sphere_levels_are_better_in_few_dimensions(rng: np.random.Generator) ->
 def test_vectors_do_not_depend_on_their_company(
     vectors: int, dim: int, bits: int, rotation: str, scale: str, seed: int
 ) -> None:
-    """Any number of vectors, and each is what it would be alone; strides and threads change nothing."""
+    """Each vector is quantised as it would be alone, among any number of others. Strides change nothing."""
     x = np.random.default_rng(vectors).standard_normal((vectors, dim)).astype(np.float32)
     q = Quantizer(dim, bits, rotation, scale, seed=seed)
     codes = q.quantize(x)
@@ -468,7 +468,7 @@ def forged(
     version: int = 1,
     magic: bytes = b"TQCODES\0",
 ) -> bytes:
-    """A header with a right checksum, whatever it says."""
+    """A header with these fields and the right checksum."""
     head = magic + struct.pack(f"<II{len(words)}q", version, len(words), *words)
     head += struct.pack("<QQI", vectors, payload_bytes, payload_checksum)
     return head + struct.pack("<I", zlib.crc32(head))
@@ -495,7 +495,7 @@ def test_forged_headers_are_refused(saved: tuple[Path, Codes]) -> None:
     record = codes.plan.record_bytes
     for pages in (5, 2**20, 2**50):  # claims that agree with themselves but not with the file
         refuses(path, forged(codes.plan.words, 32 * pages, record * pages, total) + payload, "file_bytes")
-    wide = (2**64 // record + 1) * 32  # vectors whose bytes wrap around
+    wide = (2**64 // record + 1) * 32  # so many vectors that their number of bytes overflows 64 bits
     refuses(path, forged(codes.plan.words, wide, wide // 32 * record % 2**64, total) + payload)
     cache = Plan(64, 4, 3, page_tokens=32)
     record = cache.record_bytes

@@ -1,5 +1,5 @@
-"""The examples of README and of the pages of docs run as they stand: README's each in a process of its own, those of a
-page one after the other, in an empty folder."""
+"""The examples of README.md and of docs/ run unchanged, in an empty folder. Each of README.md's has a process of its
+own; those of a page in docs/ run one after the other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_example(name: str, tmp_path: Path) -> None:
 
 
 def test_the_first_screen() -> None:
-    """What it is, figures, install line, example, support and links within 60 lines; 150 in all; short examples."""
+    """README.md has at most 150 lines. The first 60 have the install line, an example, the status and links. Examples
+    are short."""
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     first = "\n".join(lines[:60])

@@ -1,4 +1,4 @@
-"""Real models, where `make real-models` has made them: they are what they should be, and fewer bits diverge more."""
+"""Real models, if `make real-models` has prepared them: their weights load correctly, and fewer bits diverge more."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_smollm2_is_a_trained_model_and_widths_are_ordered():
     found = [evaluate(model, windows, bare(bits, bits, sinks=4), generate=0) for bits in (4, 3, 2)]
     question = tokenizer("The capital of France is", return_tensors="pt", add_special_tokens=False)["input_ids"]
     answer = model(input_ids=question).logits[0, -1].argmax()
-    assert tokenizer.decode(answer) == " Paris"  # the weights were read as they were meant
+    assert tokenizer.decode(answer) == " Paris"  # the weights were read correctly
     assert found[0].kl_divergence < found[1].kl_divergence / 2 < found[2].kl_divergence / 4
 
 
@@ -46,7 +46,8 @@ def test_a_tokenizer_of_letters_is_refused(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("norms", [(605, 921, 22), (424, 424, 424)], ids=["as Qwen2.5-7B", "every layer"])
 def test_smollm2_with_large_key_biases(norms):
-    """A wave holds them at 4 and 3 bits, with the moments of the shipped text and nothing of the text measured on."""
+    """Large key biases cost little at 4 and 3 bits with a wave. Its moments are from the package's text, not from the
+    text measured on."""
     folder = real_model("smollm2")
     model = with_key_biases(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), *norms)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -67,8 +68,8 @@ def smollm2():
 
 @pytest.mark.slow
 def test_a_calibration_on_one_half_of_a_book_serves_the_other(smollm2, monkeypatch):
-    """As many bits, spent as the calibration chose, do not diverge more than without a calibration. Axes are left out
-    and texts are short, to save time."""
+    """At as many bits, a calibration does not diverge more on held-out text than no calibration, to 5 % on the other
+    half. Methods with axes are left out and texts are short, to save time."""
     model, tokenizer = smollm2
     monkeypatch.setattr(trial, "ELSEWHERE", 64)
     monkeypatch.setattr(trial, "_METHODS", trial._METHODS[:4])
@@ -88,7 +89,8 @@ def test_a_calibration_on_one_half_of_a_book_serves_the_other(smollm2, monkeypat
 
 @pytest.mark.slow
 def test_costs_of_sides_of_smollm2_are_what_they_do(smollm2):
-    """Values of layers 4 to 8 seem three times as costly if means of lengths and gradients are multiplied."""
+    """The costs of values in layers 4 to 8 predict the divergence that 3 bits there add. The product of mean lengths
+    and mean gradients would be three times too high."""
     model, tokenizer = smollm2
     windows = text_windows((ROOT / "turboquant/data/moments/prose.txt").read_text(encoding="utf-8"), tokenizer, 2, 256)
     costs = sum(trial.side_costs(model, one, measure(model, tokenizer), 0) for one in windows.split(1)) / 2

@@ -1,5 +1,5 @@
-"""benchmarks/recall.py: prompts hold the passkey where they should, caches are read from the question on, and answers
-are compared with the numbers."""
+"""benchmarks/recall.py: prompts have the passkey at its depth, packed caches are read from the question on, and answers
+are compared with the passkeys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def recall(monkeypatch):
 
 
 class Letters:
-    """A tokenizer of one token an ASCII character, from 0 for a line feed; texts start with BOS if it has one."""
+    """A tokenizer with one token for each ASCII character, 0 for a line feed. Texts start with BOS if there is one."""
 
     def __init__(self, bos_token_id=None):
         self.bos_token_id = bos_token_id
@@ -57,7 +57,7 @@ def test_passkeys_stand_at_their_depth(depth, bos, recall):
 
 
 class Copier:
-    """A model that says after a question what stood behind "key is " in the texts of its cache, a list."""
+    """A model that answers a question with what follows "key is " in the texts of its cache, a list."""
 
     device = torch.device("cpu")
 
@@ -95,8 +95,8 @@ def test_answers_are_generated_after_the_question(recall):
 
 
 def test_every_cache_is_read(recall, monkeypatch):
-    """On a model with random weights: an exact cache of ours says what the full cache says; a spec of one bit does
-    not; each cache is asked every prompt, in batches."""
+    """On a model with random weights, our cache with every token exact answers like the full cache, and one of 1 bit
+    does not. Each cache gets every prompt, in batches."""
     monkeypatch.setattr(recall, "text_of", lambda _: "_" * 300)
     model, tokenizer = tiny(), Letters()
     asked = recall.prompts(tokenizer, [64] * 300, 200, 0.5, 5)

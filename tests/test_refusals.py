@@ -1,6 +1,7 @@
-"""Bad arguments: one clear error that names the argument, what it must be and what it was; and nothing is changed.
+"""Bad arguments raise an error that names the argument, what it must be and what it was, and change nothing.
 
-One table (refusals.py) through every binding: NumPy, torch on a CPU, torch on CUDA."""
+Every binding runs one table (refusals.py): NumPy, torch on a CPU, torch on CUDA.
+"""
 
 import re
 from collections.abc import Callable
@@ -32,8 +33,11 @@ CUDA = torch is not None and torch.cuda.is_available()
 
 
 def on_device(x: np.ndarray, moved: dict[int, Any]) -> Any:
-    """The array on the GPU, at the same place of the same memory: strides, alignment and overlap are what is refused.
-    moved: copies of the memory of arrays, by its address."""
+    """The array on the GPU, at the same offset in a copy of its memory, because strides, alignment and overlap are
+    refused.
+
+    moved: the copies, by the address of the memory.
+    """
     owner, dtype = x, torch.from_numpy(np.zeros(1, x.dtype)).dtype
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -72,8 +76,8 @@ def torch_arguments(op: str, arguments: Arguments, device: str) -> Arguments:
 
 
 def rows_of(binding: str) -> list[Any]:
-    """The rows that can be said to a binding: those about `out` or a list of numbers cannot be to torch, and on CUDA
-    nobody looks at what tensors hold."""
+    """The rows of the table that a binding can get. Torch has no `out` and no lists of numbers, and operators on CUDA
+    do not check what tensors hold."""
     found = []
     for op, (make, faults) in OPERATIONS.items():
         for what, (exception, name, fault) in faults.items():
@@ -131,7 +135,7 @@ def test_every_binding_runs_most_of_the_table() -> None:
 
 @pytest.mark.parametrize("op, make", [(op, make) for op, (make, _) in OPERATIONS.items()])
 def test_without_faults(op: str, make: Callable[[], Arguments]) -> None:
-    """The arguments that the faults are planted in are good ones."""
+    """The arguments in which faults are planted are good without them."""
     getattr(_core, op)(**make())
 
 
@@ -186,7 +190,7 @@ def test_centres_are_looked_at(name: str) -> None:
     [("float32", 16384, 16384.002), ("float16", 16384, 16400), ("bfloat16", 0x4680, 0x4681)],
 )
 def test_the_largest_input_is_accepted(dtype: str, largest: float, next_one: float, sign: int) -> None:
-    """bfloat16 by its bits."""
+    """bfloat16 numbers are given by their bits."""
     arguments = append_arguments()
     assert _core.MAX_INPUT == 16384
     kind = np.uint16 if dtype == "bfloat16" else dtype
@@ -210,7 +214,7 @@ anything = st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-2, 80))
 
 
 def outcome(op: str, arguments: Arguments) -> None:
-    """It works, or it is a ValueError that has changed nothing."""
+    """The call works, or it raises a ValueError and changes nothing."""
     before = snapshot(arguments)
     try:
         getattr(_core, op)(**arguments)

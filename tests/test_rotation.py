@@ -1,4 +1,4 @@
-"""Rotations: bits against the reference, orthogonality, inverses, the Haar law."""
+"""Rotations: bits against the reference, orthogonality, inverses, and the distribution of Haar matrices."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tolerance import TOLERANCE
 
 from turboquant import _core
 
-BIG_DIMS = (264, 384, 1024, 1048, 4096)  # vectors only
+BIG_DIMS = (264, 384, 1024, 1048, 4096)  # for plans without values only
 
 
 KNOWN = [
@@ -45,7 +45,8 @@ def test_hadamard_is_the_walsh_matrix_with_signs() -> None:
 
 
 def test_known_answer() -> None:
-    """24 channels: a pass over 0..15, then one over 8..23. Made by the reference once; never to change."""
+    """24 channels take one pass over 0..15, then one over 8..23. The reference made these bits once, and they must not
+    change."""
     y = _core.rotate(ref.plan(24, 4, seed=1).words, np.arange(1, 25, dtype=np.float32)[None])
     assert bits_of(y)[0].tolist() == KNOWN
 
@@ -59,7 +60,7 @@ def test_hadamard_is_orthogonal(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [8, 32, 128])
 def test_power_of_two_without_signs_is_an_involution(dim: int, rng: np.random.Generator) -> None:
-    """Signs undone by hand, R is the Walsh-Hadamard matrix, its own inverse."""
+    """Without its signs, R is the Walsh-Hadamard matrix, which is its own inverse."""
     p, x = ref.plan(dim, 3, seed=3), rng.standard_normal((5, dim)).astype(np.float32)
     sign = np.where(ref.signs(3, 0, dim), -1, 1).astype(np.float32)
     twice = _core.rotate(p.words, sign * _core.rotate(p.words, sign * x))

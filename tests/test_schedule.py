@@ -1,4 +1,4 @@
-"""Sequences of different lengths on a GPU: one cut of the work for each step and group of layers that agree."""
+"""Where sequences differ in length on a GPU, each step writes one schedule for all layers of the same sizes."""
 
 import models  # noqa: F401  skips without torch and transformers
 import pytest
@@ -15,7 +15,7 @@ PADDING = (0, 900)  # of two sequences of 1,000 positions
 
 
 def call(layers_differ: int = 0, pages: int = 9) -> tuple[torch.Tensor, ...]:
-    """Shapes alone: (query, pages, block_table, lengths)."""
+    """(query, pages, block_table, lengths) on the meta device: only shapes matter."""
     made = [(2, 8, 1, 128), (20, 2 + layers_differ, PLAN.record_bytes), (2, pages), (2,)]
     return tuple(torch.empty(shape, device="meta") for shape in made)
 
@@ -44,7 +44,7 @@ def test_layers_that_agree_share_a_schedule(written: list[torch.Tensor]) -> None
     assert first is not None and schedule(1000) is first and len(written) == 1
     other, sliding = schedule(1000, other=1), schedule(1000, sliding_window=512)
     assert len({id(table) for table in (first, other, sliding)}) == 3 and len(written) == 3
-    assert schedule(1001) is first and written[-1] is first and len(written) == 4  # the next step, at its place
+    assert schedule(1001) is first and written[-1] is first and len(written) == 4  # the next step, in the same tensor
     assert schedule(1001, pages=10) is first and len(written) == 5  # a table that has grown
 
 
@@ -90,7 +90,7 @@ def test_a_ragged_batch_says_what_it_says_without_schedules(
     def text() -> torch.Tensor:
         cache = turboquant.TurboQuantCache(model)
         out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=24, do_sample=False)
-        cache.crop(1510)  # what a graph wrote last is of later positions
+        cache.crop(1510)  # the graph wrote its last schedule for later positions
         with torch.no_grad():
             more = model(out[:, 1510:1511], attention_mask=torch.cat([mask, mask[:, -11:]], 1), past_key_values=cache)
         return torch.cat([out.float().flatten(), more.logits.float().flatten()])

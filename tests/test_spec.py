@@ -1,4 +1,4 @@
-"""CacheSpec: what it accepts, what it refuses and in which words, and that its arithmetic is that of the byte
+"""CacheSpec: what it accepts, what it refuses and with which message, and that its sizes are those of the byte
 format."""
 
 from __future__ import annotations
@@ -147,9 +147,7 @@ def test_bytes_of_mixed_groups_and_overrides():
     spec = bare(4, 4, overrides={0: {"key_bits": 2}})
     assert spec.bytes_per_token(64, 2, 3) == 2 * (3 * (32 + 2 + 32 + 2) - 16)
     assert bare(4, 4).effective_bits(128) == 4.125 and bare(4, 4).effective_bits(64) == 4.25
-    assert bare(4, 4).effective_bits(40) == pytest.approx(
-        8 * 2 * (32 + 2) / 80
-    )  # padded to 64 channels, and it says so
+    assert bare(4, 4).effective_bits(40) == pytest.approx(8 * 2 * (32 + 2) / 80)  # 40 channels are padded to 64
 
 
 EFFECTIVE = {  # bits per number at 128 channels, counted by hand: codes, signs, 16 bits for each number per token

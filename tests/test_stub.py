@@ -1,4 +1,4 @@
-"""turboquant/_core.pyi says what turboquant._core has: names, signatures, constants, keys. And mypy reads it."""
+"""turboquant/_core.pyi agrees with turboquant._core in names, signatures, constants and keys, and mypy reads it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_signatures_agree(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_take_their_arguments_by_these_names(name: str) -> None:
-    """The text signature is only a text: the parser must know the same names, and no more."""
+    """The parser of arguments knows the names in the text signature, and no others."""
     rows = stub_signature(FUNCTIONS[name])
     function = getattr(_core, name)
     with pytest.raises(TypeError, match="argument"):
@@ -112,7 +112,8 @@ def test_versions_agree() -> None:
 
 @pytest.mark.slow
 def test_types_are_what_a_checker_must_reveal() -> None:
-    """tests/typing: behind each reveal_type stands what mypy must say, and behind each mistake its error code."""
+    """mypy says what tests/typing expects: the type in the comment behind each reveal_type, the code behind each
+    mistake."""
     pytest.importorskip("mypy")
     paths = sorted((ROOT / "tests" / "typing").glob("*.py"))
     if find_spec("torch") is None:
@@ -133,7 +134,7 @@ def test_types_are_what_a_checker_must_reveal() -> None:
     for line in result.stdout.splitlines():
         found = re.fullmatch(r'(.+?):(\d+): (?:note: Revealed type is "(.+)"|error: .*\[([\w-]+)\])', line)
         if found:
-            text = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", found[3] or found[4])  # no names of modules, numpy moves its own
+            text = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", found[3] or found[4])  # without modules: NumPy's change
             said.add((Path(found[1]).name, int(found[2]), text))
         else:
             assert ": note: " in line, line

@@ -51,7 +51,7 @@ def test_attention_of_every_kind(moments: dict, bits: int, rng: np.random.Genera
 
 @pytest.mark.parametrize("p", PLANS.values(), ids=PLANS)
 def test_attention_of_every_plan(p: ref.Plan, rng: np.random.Generator) -> None:
-    pairs = -(-p.head_dim // 16) * 8  # rounded up: some fill up
+    pairs = -(-p.head_dim // 16) * 8  # rounded up, so the last pairs may be padding
     check(make_case(rng, replace(p, wave_pairs=pairs, metric=5), [333, 60], sinks=3, query_tokens=3))
 
 
@@ -68,7 +68,7 @@ def test_splits_of_pages(threads: int, rng: np.random.Generator) -> None:
 
 
 def test_every_instruction_set(level: str, rng: np.random.Generator) -> None:  # noqa: F811
-    """Codes bit for bit, attention against float64."""
+    """Codes equal the scalar ones bit for bit, and attention is near float64."""
     for dim, tokens in ((64, 128), (40, 32), (256, 96)):
         p = ref.plan(dim, 3, 3, wave_pairs=-(-dim // 16) * 8, metric=5, page_tokens=tokens)
         case = make_case(rng, p, [300, 77], group=5)
@@ -90,7 +90,8 @@ def test_every_instruction_set(level: str, rng: np.random.Generator) -> None:  #
 
 
 def far_case(rng, p: ref.Plan, tokens: int, size: float) -> tuple[ref.Cache, np.ndarray, ref.Transform, int]:
-    """Keys around a wave of that size, of which the last stands at 2^20; earlier pages were released."""
+    """Keys around a wave whose amplitudes have norm `size`. The last is at position 2^20; earlier pages were
+    released."""
     key = moments_of(rng, p, 2, size=size)
     length = FAR + 1
     pages = -(-length // p.page_tokens)
@@ -107,7 +108,7 @@ def far_case(rng, p: ref.Plan, tokens: int, size: float) -> tuple[ref.Cache, np.
 
 @pytest.mark.parametrize("group", [32, 16])
 def test_a_million_tokens_and_amplitudes_of_a_thousand(group: int, rng: np.random.Generator) -> None:
-    """Of one token at a time: the log-sum-exp is the logit, within 2e-3 for queries of scale * |q| = 1."""
+    """Attention to one token: its log-sum-exp is the logit, to 2e-3 for queries of scale * |q| = 1."""
     p = ref.plan(64, 4, 4, wave_pairs=32, metric=5, group=group)
     c, k, key, length = far_case(rng, p, 70, 1000.0)
     core_append(p, c, k, k, [length], key, ref.Transform())
@@ -126,7 +127,7 @@ def test_a_million_tokens_and_amplitudes_of_a_thousand(group: int, rng: np.rando
             want = float(q[0, h, 0].astype(np.float64) @ decoded[0]) / 8
             largest = max(largest, abs(want))
             assert abs(lse[0, h, 0] - want) < 2e-3
-            # and what was stored is the key, but for what codes lose of its residual
+            # the decoded key is the key, except for what codes lose of its residual
             assert np.linalg.norm(decoded[0] - k[0, h, 70 - (length - at)]) < 6
     assert largest > 50
 
@@ -150,7 +151,7 @@ def on_cuda(torch, arguments: dict) -> dict:
 @pytest.mark.parametrize("group", [1, 4, 8, 16])
 @pytest.mark.parametrize("p", CUDA_PLANS.values(), ids=CUDA_PLANS)
 def test_a_million_tokens_and_amplitudes_of_a_thousand_on_cuda(p: ref.Plan, group: int, rng) -> None:
-    """As above, of `group` queries at once, and over a sliding window whose earlier pages were released."""
+    """As above, with `group` queries at once, and also over a sliding window whose earlier pages were released."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
@@ -180,7 +181,7 @@ def test_a_million_tokens_and_amplitudes_of_a_thousand_on_cuda(p: ref.Plan, grou
 
 
 def test_positions_count_sinks_and_not_padding(rng: np.random.Generator) -> None:
-    """The same tokens behind padding give the same bytes; sinks move what is packed."""
+    """Left padding does not change the bytes. Positions of packed tokens count the sinks before them."""
     p = ref.plan(64, 4, 4, wave_pairs=32)
     key = moments_of(rng, p, 1)
     k = rng.standard_normal((1, 1, 50, 64)).astype(np.float32)
@@ -199,7 +200,7 @@ def test_positions_count_sinks_and_not_padding(rng: np.random.Generator) -> None
 
 
 def test_bytes_do_not_depend_on_what_is_appended_together(rng: np.random.Generator) -> None:
-    """In one call, and in calls of one token or a few."""
+    """Tokens appended in one call, one at a time or 23 at a time give the same bytes."""
     p = ref.plan(40, 4, 4, wave_pairs=16, metric=5)
     key = moments_of(rng, p, 2, size=100.0)
     k = rng.standard_normal((2, 2, 70, 40)).astype(np.float32)
@@ -217,7 +218,7 @@ def test_bytes_do_not_depend_on_what_is_appended_together(rng: np.random.Generat
 
 
 def test_pairs_that_share_channels(rng: np.random.Generator) -> None:
-    """A channel may turn with several angles, its own partner may be itself, and what fills up may stand first."""
+    """A channel may be in several pairs or be paired with itself, and pairs with amplitude 0 need not be the last."""
     p = ref.plan(40, 4, 4, wave_pairs=16, metric=1)
     turns, moments = random_moments(rng, p, 2)
     turns[3, :2], turns[4, 1], turns[5, :2], turns[6, :2] = turns[2, :2], turns[2, 0], (7, 7), turns[8, :2]
@@ -238,7 +239,7 @@ def test_pairs_that_share_channels(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("moments", MOMENTS.values(), ids=MOMENTS)
 @pytest.mark.parametrize("dim,rotation", [(64, ref.HADAMARD), (40, ref.HADAMARD), (64, ref.DENSE), (48, ref.NONE)])
 def test_codes(moments: dict, dim: int, rotation: int, rng: np.random.Generator) -> None:
-    """Those of the float64 residual, but where it lies at a threshold."""
+    """Codes are those of the float64 residual, except where it is close to a threshold."""
     moments = {name: min(n, dim // 16 * 8) if name == "wave_pairs" else n for name, n in moments.items()}
     p = ref.plan(dim, 3, 4, rotation=rotation, **moments)
     key = moments_of(rng, p, 2)
@@ -264,7 +265,7 @@ def test_codes(moments: dict, dim: int, rotation: int, rng: np.random.Generator)
                 (got, got_scales), (codes, scales) = (ref.unpack(p, "key", x.pages[page, h]) for x in (c, want))
                 np.testing.assert_allclose(got_scales[:count].astype(float), scales[:count].astype(float), rtol=2e-3)
                 differing += (got[:count] != codes[:count]).sum()
-                near = 0.02 if settled else 1e-4  # settled rows are searched from the middle of a cell
+                near = 0.02 if settled else 1e-4  # codes of settled rows are of u rounded to a cell of 1/64
                 for channels, book in p.books("key"):
                     ranks = np.argsort(book.code_of_rank)[got[:count, channels]]
                     edges = np.concatenate([[-np.inf], book.thresholds, [np.inf]])
@@ -294,10 +295,10 @@ def test_decoded_keys(moments: dict, group: int, rng: np.random.Generator) -> No
     "side", [Side(3, blocks=32), Side(8, "none", "affine", 32), Side(3, sketch="sign"), Side(4, levels="absmax")]
 )
 def test_plans_that_are_not_plain(side: Side, rng: np.random.Generator) -> None:
-    """Attention is that of decoded keys, which are those that were stored."""
+    """Decoded keys are near those that were appended, and attention is that of decoded keys and values."""
     plan = Plan(64, side, side, wave_pairs=32, metric=4)
     assert not plan.is_plain
-    p = ref.plan(64, 3, 3, wave_pairs=32, metric=5)  # of the moments alone
+    p = ref.plan(64, 3, 3, wave_pairs=32, metric=5)  # it describes the moments only
     key = moments_of(rng, p, 2)
     pages = aligned_pages(3, 2, plan.record_bytes)
     table, length = np.array([[1, 2]], np.int32), np.array([200], np.int32)
@@ -337,7 +338,7 @@ def test_dot_knows_a_metric_and_refuses_a_wave(rng: np.random.Generator) -> None
 
 TURN, AMPLITUDE = "a channel in 0..head_dim - 1, got", "an amplitude, finite and at most 16384 in magnitude, got nan"
 SCALE, STRETCH = r"a scale in 2\^-10..2\^10, got", r"a stretch in 2\^-10 - 1..2\^10, got -1"
-BAD = {  # what is changed: an array, or a number of it; a head has 64 numbers of the wave, 5 * 64 and 4 of the metric
+BAD = {  # the array and number to change; a head has 64 numbers of the wave, then 5 * 64 and 4 of the metric
     "no turns": (("turns", None, None), "`key_turns` must be given, because the plan has a wave, got"),
     "no moments": (
         ("moments", None, None),

@@ -40,7 +40,7 @@ def around_the_wave(rng: np.random.Generator, p: ref.Plan, key: ref.Transform, s
 
 
 def empty(p: ref.Plan, batch: int, heads: int, last: int, used: int) -> Layout:
-    """Pages for the `used` last tokens of packed index 0 .. last - 1; those before were released."""
+    """Zeroed pages for the last `used` of `last` packed tokens, and a block table. Pages before these were released."""
     pages = -(-last // p.page_tokens)
     first = max(0, last - used) // p.page_tokens
     table = np.full((batch, pages), 2**30, np.int32)
@@ -49,7 +49,7 @@ def empty(p: ref.Plan, batch: int, heads: int, last: int, used: int) -> Layout:
 
 
 def appended(device: str, p: ref.Plan, layout: Layout, k: Any, dtype: str, lengths: Any, key: ref.Transform, sinks=0):
-    """What `append` makes of pages; values are the keys."""
+    """The pages after `append` of k as keys and values."""
     pages, table = (tensor(x).to(device) for x in layout)
     new = tensor(k, dtype).to(device)
     exact = {
@@ -64,8 +64,9 @@ def appended(device: str, p: ref.Plan, layout: Layout, k: Any, dtype: str, lengt
 
 
 def check_keys(p: ref.Plan, layout: Layout, lengths: Any, k: np.ndarray, key: ref.Transform, sinks: int = 0, slack=0.0):
-    """Codes are those of the float64 residual of the last tokens, k, but where it lies near a threshold, and scales are
-    those of the codes. Settled rows are searched from the middle of a cell, and CUDA keeps 11 bits of them."""
+    """Asserts that codes are those of the float64 residual of k, the last tokens, except near thresholds, and that
+    scales fit the codes. Codes of settled rows are of numbers rounded to cells of 1/64, and CUDA keeps 11 bits of such
+    rows."""
     pages, table = layout
     near = (1 / 64 + 2**-8 if ref.is_settled(p) else 2**-13) + slack
     for b, length in enumerate(lengths):
@@ -90,7 +91,7 @@ def check_keys(p: ref.Plan, layout: Layout, lengths: Any, k: np.ndarray, key: re
             np.testing.assert_allclose(scales, want, rtol=2e-3 + slack)
 
 
-# tokens of one call: CUDA has a kernel for one, one for up to 32 and whatever is rare, and one for more
+# Tokens of a call: CUDA has a kernel for one token, one for up to 32 and for rare plans, and one for more tokens.
 KERNELS = {1: "append_one_token", 30: "append_general", 150: "append_prefill"}
 KINDS = {
     "wave": dict(wave_pairs=32),
@@ -144,8 +145,8 @@ def test_codes_of_every_plan(p: ref.Plan, tokens: int, device: str, rng: np.rand
 def test_a_million_tokens_and_amplitudes_of_a_thousand(
     dtype: str, tokens: int, device: str, rng: np.random.Generator
 ) -> None:
-    """What is stored and decoded again is the key but for what codes lose, and decoded keys are those of the bytes,
-    within 2e-3 for queries of norm 1. The last tokens stand at 2^20 and behind it."""
+    """Decoded keys are those that the bytes stand for, to 2e-3 for queries of norm 1, and the keys except for what
+    codes lose. The last tokens are before and after position 2^20."""
     p = ref.plan(64, 4, 4, wave_pairs=32, metric=5)
     key, last, sinks = moments_of(rng, p, 2, size=1000.0), FAR + 40, 4
     k = around_the_wave(rng, p, key, (1, 2, tokens), last - tokens, dtype)
@@ -169,7 +170,8 @@ def test_a_million_tokens_and_amplitudes_of_a_thousand(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bytes_do_not_depend_on_what_is_appended_together(device: str, rng: np.random.Generator) -> None:
-    """But for codes at thresholds, in one call, and in calls of one token or a few; padding does not count."""
+    """One call, and calls of 1 or 23 tokens, give the same codes, except for 0.4 % at thresholds. Padding changes
+    nothing."""
     p = ref.plan(64, 4, 4, wave_pairs=32, metric=5)
     key = moments_of(rng, p, 2, size=30.0)
     k = around_the_wave(rng, p, key, (1, 2, 150), 0, "bfloat16")
@@ -190,7 +192,7 @@ def test_bytes_do_not_depend_on_what_is_appended_together(device: str, rng: np.r
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", KERNELS)
 def test_pairs_that_share_channels(tokens: int, device: str, rng: np.random.Generator) -> None:
-    """A channel may turn with several angles, its own partner may be itself, and what fills up may stand first."""
+    """A channel may be in several pairs or be paired with itself, and pairs with amplitude 0 need not be the last."""
     p = ref.plan(64, 4, 4, wave_pairs=32, metric=2)
     key = moments_of(rng, p, 2)
     turns, moments = key.turns.copy(), key.moments.copy()
@@ -207,9 +209,9 @@ def test_pairs_that_share_channels(tokens: int, device: str, rng: np.random.Gene
     "side", [Side(3, blocks=32), Side(8, "none", "affine", 32), Side(3, sketch="sign"), Side(4, levels="absmax")]
 )
 def test_plans_that_are_not_plain(side: Side, device: str, rng: np.random.Generator) -> None:
-    """What is decoded are the keys, but for what codes lose, and the CPU's."""
+    """Decoded keys are near those that were quantised, and near the CPU's."""
     plan = Plan(64, side, side, wave_pairs=32, metric=4)
-    p = ref.plan(64, 3, 3, wave_pairs=32, metric=5)  # of the moments alone
+    p = ref.plan(64, 3, 3, wave_pairs=32, metric=5)  # it describes the moments only
     key = keywords(moments_of(rng, p, 2))
     k = torch.from_numpy(rng.standard_normal((1, 2, 200, 64)).astype(np.float32))
     decoded = []
@@ -236,7 +238,7 @@ def test_arrays_that_are_missing(spoil: str, device: str, rng: np.random.Generat
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("at,number,wants", [(0, np.nan, "an amplitude"), (64, -1.0, "a scale"), (65, 0.0, "a scale")])
 def test_pack_looks_at_moments(at: int, number: float, wants: str, device: str, rng: np.random.Generator) -> None:
-    """Once, on CUDA too, where no operator does."""
+    """`pack` checks moments on CUDA too, where no operator does."""
     p = ref.plan(64, 3, 3, wave_pairs=32, metric=5)
     key = keywords(moments_of(rng, p, 2))
     key["key_moments"][1, at] = number
@@ -249,7 +251,8 @@ def test_pack_looks_at_moments(at: int, number: float, wants: str, device: str, 
 @pytest.mark.skipif(needs_cuda[1].args[0], reason=needs_cuda[1].kwargs["reason"])
 @pytest.mark.parametrize("tokens", KERNELS)
 def test_moments_that_are_no_numbers_stay_in_their_pages(tokens: int, rng: np.random.Generator) -> None:
-    """CUDA cannot look at arrays: channels are held inside head_dim, and nothing else is written."""
+    """Operators on CUDA do not check moments. They keep channels below head_dim, and write nothing outside their
+    pages."""
     p = ref.plan(64, 3, 3, wave_pairs=32, metric=5)
     key = moments_of(rng, p, 2)
     turns, moments = key.turns.copy(), key.moments.copy()

@@ -1,4 +1,4 @@
-"""A cache file knows the weights that its keys and values were made with."""
+"""A cache file identifies the weights that its keys and values were computed with."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def keys_and_values(model):
 
 
 class Adapted(torch.nn.Module):
-    """What of peft's LoRA layers meets the sums."""
+    """The parts of peft's LoRA layers that `weight_sums` uses."""
 
     adapter_layer_names = ("lora_A", "lora_B")
 
@@ -69,7 +69,7 @@ def adapted(model, layer=1, name="v_proj"):
 
 @pytest.mark.parametrize("kind", models.KINDS)
 def test_the_weights_that_count_are_those_that_change_keys_and_values(kind):
-    """Each weight of each architecture is changed alone."""
+    """Each weight is changed alone. If the change is not found, keys and values are the same."""
     model = models.tiny(kind, tie_word_embeddings=False)
     want, sums, behind = keys_and_values(model), weight_sums(model), set()
     for name in model.state_dict():
@@ -123,7 +123,7 @@ def test_adapters():
 
 
 def test_an_adapter_is_told_by_its_whole_name():
-    """An idle adapter whose name begins that of an active one hides nothing of it."""
+    """An idle adapter whose name is a prefix of an active one's does not hide the active one."""
     other, layer = adapted(models.tiny())
     before = weight_sums(other)
     for part in (layer.lora_A, layer.lora_B):
@@ -183,7 +183,8 @@ def test_weights_that_are_nowhere():
 
 
 def test_the_time_does_not_grow_with_the_weights():
-    """A Llama of 8 billion parameters in bfloat16, of which no byte was written: memory that is not read costs none."""
+    """A Llama of 8 billion parameters in bfloat16 takes less than 1 s. Its memory is never written, so it takes no
+    RAM."""
     shape = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128)
     heads = dict(num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False)
     with torch.device("meta"):

@@ -90,7 +90,8 @@ def test_levels(unpacked: Path) -> None:
 @needs_this_machine
 @pytest.mark.skipif(MACHINE != "x86_64", reason="the flags of /proc/cpuinfo below are those of x86_64")
 def test_every_level_of_the_cpu_can_be_used(unpacked: Path) -> None:
-    """The CPU is asked the right way. With a `__cpu_model` of the linker, every CPU looks like the plainest."""
+    """The library detects the CPU's features. With zig's own `__cpu_model`, every CPU would look like a baseline
+    one."""
     flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
     needs = {
         "avx2": {"avx2", "fma", "f16c"},
@@ -116,7 +117,7 @@ def test_symbols_are_those_of_an_old_system(unpacked: Path) -> None:
 
 
 def test_operators_need_the_stable_abi_alone(unpacked: Path) -> None:
-    """What they need of libtorch is functions of its C ABI that the torch of this environment exports, and no C++."""
+    """The operators use functions of libtorch's C ABI that the installed torch exports, and no C++."""
     torch = pytest.importorskip("torch")
     needed = undefined_symbols(unpacked / "turboquant/_torch.so")
     ours = {name for name in needed if re.match(r"(aoti_)?torch_", name)}
@@ -151,7 +152,7 @@ def test_cuda_kernels(unpacked: Path) -> None:
 
 
 def tool(*arguments: str, python: str | Path = sys.executable) -> str:
-    """What a program in Python prints that TOOLS has."""
+    """The output of a Python program in the folder TOOLS."""
     if not TOOLS:
         pytest.skip("TURBOQUANT_WHEEL_TOOLS names no folder")
     tools = Path(TOOLS).resolve()

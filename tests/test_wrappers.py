@@ -17,7 +17,7 @@ EXACT = bare(4, 4, sinks=2, window=256)
 
 
 class PeftModel(torch.nn.Module):
-    """What of peft's PeftModelForCausalLM meets a patch."""
+    """The parts of peft's PeftModelForCausalLM that a patched model meets."""
 
     def __init__(self, model, peft_type):
         super().__init__()

@@ -1,6 +1,9 @@
-"""What plans with a matrix promise instead of equal bytes (turboquant.h, "ROUNDING"): a code may differ from that of
-the exact number where this lies within `TOLERANCE` rms(x - centre) / step of a threshold, and numbers stored per token
-are those of the codes, to an ulp of binary16. Checked against float64, token by token, from the bytes alone."""
+"""Checks of plans with a matrix, which promise a tolerance instead of equal bytes (turboquant.h, "ROUNDING").
+
+A code may differ from that of exact arithmetic if its number lies within `TOLERANCE` * rms(x - centre) / step of a
+threshold. Numbers stored for each token fit the codes stored, to an ulp of binary16. Checks are in float64, token by
+token, from the bytes alone.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ TOLERANCE = 2.0**-17  # TQ_CODE_TOLERANCE
 
 
 def close_to_half(stored: Array, want: F64, slack: F64 | float = 0.0) -> None:
-    """Within an ulp of binary16, and `slack`."""
+    """Asserts that `stored` is within an ulp of binary16, plus `slack`, of `want`."""
     want = np.clip(want, -65504, 65504)
     wrong = np.abs(stored.astype(np.float64) - want) > 2.0**-10 * np.abs(want) + 2.0**-24 + slack
     assert not wrong.any(), (stored[wrong][:5], want[wrong][:5])
 
 
 def between(z: F64, rank: Array, thresholds: F64, tolerance: F64) -> None:
-    """Whether z [n, channels] lies between the thresholds [n or 1, ranks - 1] around its rank, but for `tolerance`."""
+    """Asserts that z [n, channels] is between the thresholds [n or 1, ranks - 1] around its rank, to `tolerance`."""
     ends = np.full((len(thresholds), 1), np.inf)
     edges = np.broadcast_to(np.concatenate([-ends, thresholds, ends], 1), (len(z), thresholds.shape[1] + 2))
     low, high = (np.take_along_axis(edges, rank.astype(int) + i, 1) for i in range(2))
@@ -43,7 +46,8 @@ def quotient(scale: int, u: F64, c: F64) -> F64:
 
 
 def check_plain(p: ref.Plan, side: str, codes: Array, scales: Array, x: F32, t: ref.Transform) -> None:
-    """Tokens of one KV head: codes [n, padded channels], scales [n], rows x [n, head_dim]; not of settled rows."""
+    """Checks tokens of one KV head: codes [n, padded channels], scales [n], rows x [n, head_dim]. Not for settled
+    rows."""
     moved = (x if t.centre is None else x - t.centre).astype(np.float64)
     steps = np.ones(p.head_dim) if t.steps is None else np.repeat(t.steps, p.group)[: p.head_dim].astype(np.float64)
     z = moved @ ref.rotation_matrix(p, t.rotation).T / steps
@@ -65,7 +69,7 @@ def check_plain(p: ref.Plan, side: str, codes: Array, scales: Array, x: F32, t: 
 
 
 def check_modes(p: modes.Plan, name: str, codes: Array, numbers: Array, x: F32, t: modes.Transform) -> None:
-    """The same of a plan that is not plain: codes [n, 32 * tiles], numbers [n, numbers of a token]."""
+    """The same for a plan that is not plain: codes [n, 32 * tiles], numbers [n, numbers of a token]."""
     side, at = p.side(name), 0
     rotation, sketch = modes.matrices(p, name, t)
     turned = ref.plan(p.head_dim, 1, seed=p.seed, rotation=side.rotation)
@@ -119,7 +123,7 @@ def check_modes(p: modes.Plan, name: str, codes: Array, numbers: Array, x: F32, 
 def check_block(
     p: modes.Plan, groups: range, side: modes.Side, codes: Array, scales: Array, z: F64, tolerance: F64
 ) -> None:
-    """A block of codebook levels."""
+    """Checks a block with the levels of a codebook."""
     where = slice(TILE * groups.start, min(TILE * groups.stop, p.head_dim))
     block = z[:, where]
     square = (block**2).sum(1)
@@ -143,7 +147,7 @@ def check_pages(
     x: dict[str, F32],
     transforms: dict[str, ref.Transform | list[modes.Transform]],
 ) -> None:
-    """Packed tokens x[side][b, head, token], all of them packed, in pages [n_pages, kv_heads, record_bytes]."""
+    """Checks tokens x[side][b, head, token], all of them packed, in pages [n_pages, kv_heads, record_bytes]."""
     for side, rows in x.items():
         for b, head in np.ndindex(rows.shape[:2]):
             for start in range(0, rows.shape[2], p.page_tokens):
@@ -158,7 +162,7 @@ def check_pages(
 
 
 def has_matrix(p: ref.Plan | modes.Plan) -> bool:
-    """Whether it promises a tolerance, not bytes."""
+    """Whether the plan has a matrix, and so promises a tolerance and not equal bytes."""
     if isinstance(p, ref.Plan):
         return p.rotation == ref.DENSE
     return any(s is not None and (s.rotation == ref.DENSE or s.sketch == modes.GAUSSIAN) for s in (p.key, p.value))

@@ -1,6 +1,7 @@
-"""The C consumer of tests/c under valgrind's memcheck: no error, nothing lost. make valgrind; takes minutes.
+"""Runs the C consumer of tests/c under valgrind's memcheck, which must find no error and no leak.
 
-The scalar level and AVX2: valgrind has no AVX-512. Its allocator sees every block of the consumer at its exact size.
+`make valgrind` takes minutes. It runs the scalar and AVX2 kernels, because valgrind has no AVX-512. Valgrind's
+allocator knows the exact size of each block that the consumer allocates.
 """
 
 from __future__ import annotations
