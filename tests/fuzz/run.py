@@ -5,8 +5,9 @@
     cache_file   Python: `TurboQuantCache.load`, checksums made to fit           mutations of whole files; no clang
     index_file   Python: `Index.load`, checksums made to fit                      the same; no torch
 
-Each gets so many seconds, one after the other, and says how many inputs it ran. A crash ends the run with the input in
-build/fuzz. The corpus in tests/fuzz/corpus is where the first two begin; what they find is not written back to it.
+Each gets so many seconds, and says how many inputs it ran. Those in C run one after the other, those in Python at the
+same time. A crash ends the run with the input in build/fuzz. The corpus in tests/fuzz/corpus is where the first two
+begin; what they find is not written back to it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -78,12 +80,17 @@ def main() -> None:
         if not given.compiler:
             sys.exit("the fuzzers in C need clang and its libFuzzer: apt install clang libclang-rt-14-dev")
         binaries = build(given.compiler)
-    for name in names:
-        in_c = name in binaries
-        found = (
-            run_in_c(name, binaries[name], given.seconds, given.seed) if in_c else run_in_python(name, given.seconds)
-        )
-        print(f"{name}: {found} in {given.seconds} s, none crashed", flush=True)
+    with ThreadPoolExecutor(max_workers=1) as beside:  # those in C are processes of their own
+        runs = {
+            name: beside.submit(run_in_c, name, binaries[name], given.seconds, given.seed)
+            for name in names
+            if name in binaries
+        }
+        for name in names:
+            if name not in binaries:
+                print(f"{name}: {run_in_python(name, given.seconds)} in {given.seconds} s, none crashed", flush=True)
+        for name, run in runs.items():
+            print(f"{name}: {run.result()} in {given.seconds} s, none crashed", flush=True)
 
 
 if __name__ == "__main__":
