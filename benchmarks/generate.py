@@ -81,6 +81,7 @@ def stepper(model: Any, cache: Any, ids: torch.Tensor, name: str) -> Callable[[]
     if name != "bf16 graph":
         return step
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which fills the cache
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()

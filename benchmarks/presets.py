@@ -65,9 +65,7 @@ CALIBRATED = """
 
 The same average of bits, spent as without a calibration / as a calibration chose: divergence with everything packed but
 4 tokens. `turboquant calibrate` and `python benchmarks/quality.py --real smollm2 --calibration FILE --specs
-calibrated-3 uncalibrated-3`; source code is that of Python's standard library (`--text source`). All rows of
-calibrations on this page are from before the cost of a side was averaged token by token
-([calibration](calibration.md#widths-by-layer-and-side)).
+calibrated-3 uncalibrated-3`; source code is that of Python's standard library (`--text source`).
 """
 PAPERS = """
 ## Presets of papers and other tools
