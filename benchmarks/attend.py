@@ -1,6 +1,7 @@
 """Decode attention over packed pages against bf16 attention, on a GPU: timed in a CUDA graph, correctness first.
 
     python benchmarks/attend.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
+    python benchmarks/attend.py --section heads [--only 16,8,2] [--bits 4 3 2] [--out benchmarks/results/h200]
     python benchmarks/attend.py --section window [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
     python benchmarks/attend.py --section moments [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
 
@@ -10,6 +11,9 @@ smaller than `ROTATE_BYTES` is held several times, and calls take turns. The bas
 tokens in bf16 of PyTorch's cuDNN and flash attention, also with the group's heads as query rows of one KV head
 (decoding needs no mask), and of FlashInfer's paged decoding where it is installed (it compiles on first use).
 FlashInfer on fp8 keys and values is timed as well, as a peer.
+
+Section heads times the same at other head sizes, those of Llama 3.2 1B, Phi 3 mini and Gemma 2 9B. The file is
+attend_heads.json.
 
 Section window times a decode step of a layer, `append_attend`, with exact sinks and an exact window, and without: as
 many tokens in all. `over_plain` is its time over that without. The file is attend_window.json.
@@ -48,6 +52,14 @@ SHAPES = [
     (1, 8, 4, 8192, 128),
     (1, 8, 4, 4096, 128),
     (1, 8, 4, 2048, 128),
+]
+HEAD_SHAPES = [
+    (16, 8, 4, 32768, 64),
+    (1, 8, 4, 8192, 64),
+    (16, 32, 1, 4096, 96),
+    (1, 32, 1, 4096, 96),
+    (16, 8, 2, 8192, 256),
+    (1, 8, 2, 8192, 256),
 ]
 WINDOW_SHAPES = [(1, 8, 4, 8192, 128), (64, 8, 4, 4096, 128)]
 WINDOWS = [(0, 0), (1, 32), (4, 128)]  # sinks, window
@@ -268,7 +280,7 @@ def main() -> None:
     parser.add_argument(
         "--bits", nargs="+", default=["4", "3", "2", "5,4,3,0"], help="widths; commas: one per 32-channel group"
     )
-    parser.add_argument("--section", choices=("attend", "window", "moments"), default="attend")
+    parser.add_argument("--section", choices=("attend", "heads", "window", "moments"), default="attend")
     parser.add_argument("--only", default="", help="shapes that start so, such as 1,8,4")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
@@ -276,10 +288,12 @@ def main() -> None:
         return windows(args)
     if args.section == "moments":
         return with_moments(args)
-    report = Report("attend", "cuda")
+    report = Report("attend" if args.section == "attend" else "attend_heads", "cuda")
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)
-    work = [(shape, 1) for shape in SHAPES] + [(shape, n) for shape in QUERY_SHAPES for n in QUERY_TOKENS]
+    work = [(shape, 1) for shape in HEAD_SHAPES]
+    if args.section == "attend":
+        work = [(shape, 1) for shape in SHAPES] + [(shape, n) for shape in QUERY_SHAPES for n in QUERY_TOKENS]
     for shape, query_tokens in work:
         if not ",".join(map(str, shape)).startswith(args.only):
             continue
