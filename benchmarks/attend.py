@@ -16,7 +16,8 @@ Section heads times the same at other head sizes, those of Llama 3.2 1B, Phi 3 m
 attend_heads.json.
 
 Section window times a decode step of a layer, `append_attend`, with exact sinks and an exact window, and without: as
-many tokens in all. `over_plain` is its time over that without. The file is attend_window.json.
+many tokens in all; of plans without a wave and a metric and of plans with. `over_plain` is its time over that of the
+same plan without exact tokens. The file is attend_window.json.
 
 Section moments times attention with a wave of all pairs, which turn as those of Llama 3, and a metric of rank 4, and
 without: `over_plain` is the one's time over the other's. The file is attend_moments.json.
@@ -28,6 +29,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
@@ -61,8 +63,9 @@ HEAD_SHAPES = [
     (16, 8, 2, 8192, 256),
     (1, 8, 2, 8192, 256),
 ]
-WINDOW_SHAPES = [(1, 8, 4, 8192, 128), (64, 8, 4, 4096, 128)]
+WINDOW_SHAPES = [(1, 8, 4, 8192, 128), (64, 8, 4, 4096, 128), (16, 8, 4, 32768, 128), (32, 8, 4, 32768, 128)]
 WINDOWS = [(0, 0), (1, 32), (4, 128)]  # sinks, window
+MOMENTS = [(0, None), (64, 4)]  # pairs of the wave of head_dim 128, rank of the metric
 MOMENT_SHAPES = [(16, 8, 4, 32768, 128), (64, 8, 4, 4096, 128), (1, 8, 4, 32768, 128), (1, 8, 4, 8192, 128)]
 QUERY_TOKENS = (2, 4, 8, 16)
 QUERY_SHAPES = [(16, 8, 4, 32768, 128), (1, 8, 4, 8192, 128)]
@@ -214,8 +217,15 @@ def steps(shape: Shape, plan: Plan, sinks: int, window: int, n: int) -> list[dic
         if rows:
             cache |= {f"{part}_{x}": k.new_zeros(batch, kv_heads, rows, d) for x in "kv"}
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
-    torch.ops.turboquant.append(plan.words, k, v, lengths, block_table=table, **cache)
-    new = {"q": q, "k": k[:, :, :1].clone(), "v": v[:, :, :1].clone(), "lengths": lengths + 1, "block_table": table}
+    transforms = moments(plan, kv_heads)
+    torch.ops.turboquant.append(plan.words, k, v, lengths, block_table=table, **cache, **transforms)
+    new = transforms | {
+        "q": q,
+        "k": k[:, :, :1].clone(),
+        "v": v[:, :, :1].clone(),
+        "lengths": lengths + 1,
+        "block_table": table,
+    }
     new["schedule"] = torch.empty((0, 4), dtype=torch.int32, device="cuda")  # of `ops.schedule` for equal lengths
     return [new | cache, *(new | {name: x.clone() for name, x in cache.items()} for _ in range(n - 1))]
 
@@ -228,7 +238,10 @@ def check_window(shape: Shape, plan: Plan, sinks: int, window: int) -> float:
     out = torch.ops.turboquant.append_attend(plan.words, **one)
     packed = cut[3] + 1 - sinks - window
     decoded = torch.ops.turboquant.dequantize(
-        plan.words, one["pages"], one["block_table"], one["lengths"] - sinks - window, packed
+        plan.words,
+        *(one["pages"], one["block_table"], one["lengths"] - sinks - window, packed),
+        **moments(plan, cut[1]),
+        sinks=sinks,
     )
     exact = [[one[f"{part}_{x}"] for part in ("sink", "window") if f"{part}_{x}" in one] for x in "kv"]
     keys, values = (torch.cat([x.double(), *(y.double() for y in ys)], 2) for x, ys in zip(decoded, exact))
@@ -239,23 +252,24 @@ def check_window(shape: Shape, plan: Plan, sinks: int, window: int) -> float:
 def windows(args: argparse.Namespace) -> None:
     report = Report("attend_window", "cuda")
     step = torch.ops.turboquant.append_attend
-    for shape in (shape for shape in WINDOW_SHAPES if ",".join(map(str, shape)).startswith(args.only)):
-        for bits in (bits for bits in args.bits if "," not in bits):
-            plan, plain = Plan(shape[4], int(bits), int(bits)), float("nan")
-            n = copies(shape[0] * shape[1] * shape[3] // plan.page_tokens * plan.record_bytes)
-            for sinks, window in WINDOWS:
-                torch.cuda.empty_cache()
-                error = check_window(shape, plan, sinks, window)
-                if not error < 5e-3:  # bf16 outputs round at 4e-3
-                    raise AssertionError(f"{shape}, {sinks} sinks, window {window}: a step is off by {error}")
-                held = steps(shape, plan, sinks, window, n)
-                calls = [lambda one=one, words=plan.words: step(words, **one) for one in held]
-                metrics: dict[str, Any] = microseconds(calls, "cuda")
-                plain = metrics["us"] if not sinks + window else plain
-                metrics |= {"over_plain": round(metrics["us"] / plain, 3), "error": error}
-                where = dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape))
-                report.add("window", where | {"bits": bits, "sinks": sinks, "window": window}, metrics)
-                print(shape, bits, sinks, window, metrics["us"], "us", metrics["over_plain"], "x", flush=True)
+    shapes = [shape for shape in WINDOW_SHAPES if ",".join(map(str, shape)).startswith(args.only)]
+    for shape, bits, (pairs, rank) in product(shapes, [bits for bits in args.bits if "," not in bits], MOMENTS):
+        plan, plain = Plan(shape[4], int(bits), int(bits), wave_pairs=pairs, metric=rank), float("nan")
+        n = copies(shape[0] * shape[1] * shape[3] // plan.page_tokens * plan.record_bytes)
+        for sinks, window in WINDOWS:
+            torch.cuda.empty_cache()
+            error = check_window(shape, plan, sinks, window)
+            if not error < 5e-3:  # bf16 outputs round at 4e-3
+                raise AssertionError(f"{shape}, {sinks} sinks, window {window}: a step is off by {error}")
+            held = steps(shape, plan, sinks, window, n)
+            calls = [lambda one=one, words=plan.words: step(words, **one) for one in held]
+            metrics: dict[str, Any] = microseconds(calls, "cuda")
+            plain = metrics["us"] if not sinks + window else plain
+            metrics |= {"over_plain": round(metrics["us"] / plain, 3), "error": error}
+            where = dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape))
+            where |= {"bits": bits, "wave_pairs": pairs, "metric": rank, "sinks": sinks, "window": window}
+            report.add("window", where, metrics)
+            print(shape, bits, pairs, sinks, window, metrics["us"], "us", metrics["over_plain"], "x", flush=True)
     print(report.save(args.out))
 
 
@@ -264,7 +278,7 @@ def with_moments(args: argparse.Namespace) -> None:
     for shape in (shape for shape in MOMENT_SHAPES if ",".join(map(str, shape)).startswith(args.only)):
         for bits in (bits for bits in args.bits if "," not in bits):
             plain = float("nan")
-            for pairs, rank in ((0, None), (shape[4] // 2, 4)):
+            for pairs, rank in MOMENTS:
                 torch.cuda.empty_cache()
                 metrics = ours(shape, Plan(shape[4], int(bits), int(bits), wave_pairs=pairs, metric=rank))
                 plain = plain if pairs else metrics["us"]

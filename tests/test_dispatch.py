@@ -123,6 +123,16 @@ def test_every_kernel_is_chosen_for_some_call(table: Run) -> None:
     assert found - {"refused:"} == listed, sorted(listed ^ found)
 
 
+@pytest.mark.parametrize(
+    "bits,batch,max_pages,warps", [(4, 16, 256, 16), (4, 32, 256, 6), (3, 16, 256, 12), (2, 32, 256, 6), (2, 64, 32, 4)]
+)
+def test_exact_tokens_cost_no_warps(bits: int, batch: int, max_pages: int, warps: int, table: Run) -> None:
+    """Of a long cache with a wave, whose tables leave little shared memory for the sums of exact tokens."""
+    plan = turboquant.Plan(128, bits, bits, wave_pairs=64, metric=4)
+    lines = [line(plan, batch, 1, 32, 8, max_pages, window=window) for window in (0, 33, 132)]
+    assert [int(words[2]) // 32 for words in table(lines=lines)] == [warps] * 3
+
+
 @pytest.mark.parametrize("hopper,most", [(1, 232448), (0, 166912), (2, 101376)])
 def test_launches_fit_the_device(hopper: int, most: int, table: Run) -> None:
     rng = random.Random(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import Tensor  # noqa: E402
 
 from turboquant import ops  # noqa: E402
+from turboquant.plan import Plan  # noqa: E402
 
 tq = torch.ops.turboquant
 NO_CUDA = "torch finds no CUDA device" if not torch.cuda.is_available() else None
@@ -143,6 +146,22 @@ def test_all_rows_of_a_prompt_see_the_sinks(
     out, lse = tq.attend(**attend_arguments(case, device))
     np.testing.assert_allclose(array(lse), want_lse, rtol=1e-3, atol=2e-3)
     assert (abs(ref.widen(array(out)) - want) <= 1e-3 * abs(want).max() + ROUNDING[dtype] * abs(want)).all()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("bits,batch,tokens", [(4, 16, 20_000), (4, 32, 9_000), (3, 64, 4_200), (2, 32, 16_000)])
+def test_exact_tokens_of_a_large_batch(
+    bits: int, batch: int, tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a batch with a wave is short of shared memory for exact tokens: fewer warps have them, or they come last.
+    The kernel without a schedule has no such problem, and agrees."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    plan = Plan(128, bits, bits, wave_pairs=64, metric=4)
+    (step,) = import_module("attend").steps((batch, 8, 4, tokens, 128), plan, 4, 128, 1)
+    out = torch.ops.turboquant.append_attend(plan.words, **step)
+    stored = {name: x for name, x in step.items() if name not in ("k", "v", "schedule")}
+    want, _ = torch.ops.turboquant.attend(plan.words, **stored)
+    torch.testing.assert_close(out.float(), want.float(), rtol=1 / 128, atol=2e-3 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("device", DEVICES)

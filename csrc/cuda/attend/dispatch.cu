@@ -17,6 +17,8 @@ constexpr Rules H200 = {
     /* most_8_rows */ 24,
     /* most_any_4_rows */ 32,
     /* most_any_8_rows */ 24,
+    /* long_wave_pages */ 8,
+    /* most_in_turns */ 32,
     /* half_cost */ 10,
     /* merge_cost */ 10,
     /* page_cost */ {15, 18},

@@ -30,10 +30,11 @@ struct KernelChoice {
     int run; /* neighbouring units that a warp has one after the other: 1, or 2 for the halves of a page */
     int max_threads;
     bool two_products;
-    int own_bytes; /* shared memory beside the stages: of a warp, with many rows of a team */
-    int team_rows; /* with many rows: rows of a team; 0 otherwise */
-    int row;       /* of KERNELS */
-    int rows;      /* that it takes at once */
+    bool exact_last, fewer_exact; /* fused: of its Variant */
+    int own_bytes;                /* shared memory beside the stages: of a warp, with many rows of a team */
+    int team_rows;                /* with many rows: rows of a team; 0 otherwise */
+    int row;                      /* of KERNELS */
+    int rows;                     /* that it takes at once */
 };
 
 /** The kernel of a row of KERNELS for 4 * blocks rows and units of so many tiles. One function for each file that compiles some. */
@@ -125,6 +126,8 @@ struct Rules {
     int most_8_rows;     /* half pages of a warp: 8 rows, not 4 bits, by half pages */
     int most_any_4_rows; /* any widths, several blocks a multiprocessor (two: no limit) */
     int most_any_8_rows;
+    int long_wave_pages; /* of a warp, from which on fewer warps have exact tokens so that there is room for more warps */
+    int most_in_turns;   /* with exact tokens, and more blocks than are at work at once */
     int half_cost, merge_cost; /* what a warp takes for half a page, and what merge_parts takes; only ratios count */
     int page_cost[2];          /* for a page: head_dim up to 64, above */
     /* FUSED_MANY_ROWS */
@@ -187,6 +190,7 @@ template <class MAKE, int ROW, int BLOCKS, int TILES> KernelChoice compiled_kern
     k.kernel = MAKE::template kernel<R.strategy, V>();
     k.row = ROW, k.rows = V::ROWS, k.bits = R.width, k.tiles = V::TILES, k.run = V::RUN,
     k.two_products = V::TWO_PRODUCTS;
+    k.exact_last = V::EXACT_LAST, k.fewer_exact = V::FEWER_EXACT;
     if constexpr (has_many_rows(R.strategy)) {
         k.team_rows = V::ROWS, k.max_threads = V::MAX_THREADS;
         k.own_bytes = is_fused(R.strategy) ? V::SHARING_BYTES : V::TEAM_BYTES;

@@ -103,8 +103,10 @@ struct FusedArgs {
     int32_t sharing;     /* blocks that share a segment */
     int32_t cluster;     /* the same number if they are a cluster, else 1: then merge_parts merges their parts */
     int32_t stride;      /* teams of a segment: each has every stride-th unit */
-    int32_t exact_warps; /* of a block that share exact tokens for the same rows */
+    int32_t exact_warps; /* of a block, the first ones, that share exact tokens for the same rows */
+    bool exact_last;     /* they come after the units, and their sums lie in the stage behind those of packed tokens */
     int32_t team_bytes;  /* shared memory of a team: its stage, then its sums */
+    int32_t exact_bytes; /* from the exact sums of one part to the next */
     int32_t rows, queries, spare, value_scale, totals, exact, slots,
         block; /* offsets in shared memory after the teams', in bytes */
 };

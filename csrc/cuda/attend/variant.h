@@ -53,6 +53,12 @@ struct Variant {
                                            : GROUPS > 2        ? (TILES > 2 && UNIFORM ? 168 : 128)
                                            : TILES > 2 && WAVE ? 128
                                                                : 96;
+    /* Of attend_fused with a wave, whose tables leave room for few warps: what it may do where exact tokens would leave room for fewer.
+     * EXACT_LAST: attend to them after the units. The code for that made kernels without a wave 2 to 6 % slower at batch 1, and the one with
+     * RUN 2 4 to 10 %; at 4 bits by half pages three warps instead of two were faster at 4,096 tokens, slower at 8,192. FEWER_EXACT: fewer warps
+     * attend to them. */
+    static constexpr bool EXACT_LAST = WAVE && BLOCKS == 1 && GROUPS == 4 && (BITS == 2 || BITS == 3);
+    static constexpr bool FEWER_EXACT = RUN > 1;
     /* shared memory of a warp beside the stages of its team */
     static constexpr int WARP_BYTES = BETWEEN_BYTES + (QUERY_IN_SHARED ? BLOCKS * GROUPS * 256 : 0);
 };
@@ -69,6 +75,7 @@ template <int BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
     /* of a token tile whose scores are multiplied together: as the registers allow */
     static constexpr int HALVES = ROWS == 16 ? 2 : 1;
     static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS, RUN = 1;
+    static constexpr bool EXACT_LAST = false, FEWER_EXACT = false;
     static constexpr bool BULK = true, UNIFORM = BITS != 0, WAVE = WAVE_;
     /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two took 8 to 12 % longer than one. */
     static constexpr bool TWO_PRODUCTS = ROWS == 16;

@@ -48,7 +48,11 @@ bool keeps_busy(int64_t blocks, int64_t room, const Rules &r)
     return blocks * 20 >= turns * room * r.busy_of_20;
 }
 
-/** Shared memory of the blocks; returns their bytes. */
+/** So few units of a warp are faster here than by SPLIT, whatever else holds. */
+constexpr int FEW_UNITS = 2;
+constexpr int SCHEDULERS = 4; /* of a multiprocessor */
+
+/** Shared memory of the blocks; returns their bytes. exact_warps and exact_last are set. */
 int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)
 {
     AttendArgs &a = *args;
@@ -57,15 +61,16 @@ int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)
     int64_t rows = a.row_tiles > 1 ? a.tile_rows : a.rows, sent = (rows + f.cluster - 1) / f.cluster * f.cluster,
             slot = f.sharing == f.cluster ? part_floats(a) * (int64_t)sizeof(float) : 0;
     f.stride = f.teams * f.sharing;
-    f.exact_warps = f.warps / exact_sets(kernel.team_rows);
-    f.team_bytes = (int32_t)(a.stage_bytes > sums ? a.stage_bytes : sums);
+    const int64_t kept = f.exact_last ? 2 * sums : sums;
+    f.team_bytes = (int32_t)(a.stage_bytes > kept ? a.stage_bytes : kept);
     take(&at, (int64_t)f.teams * f.team_bytes);
     f.rows = (int32_t)take(&at, a.tile_rows * sizeof(RowArgs));
     f.queries = (int32_t)take(&at, (int64_t)a.tile_rows / 4 * a.groups * 32 * sizeof(uint2));
     f.spare = (int32_t)take(&at, sums);
     f.value_scale = (int32_t)take(&at, 32 * sizeof(float2));
     f.totals = (int32_t)take(&at, (f.teams + f.exact_warps) * a.tile_rows * sizeof(float4));
-    f.exact = (int32_t)take(&at, a.exact_parts ? f.exact_warps * sums : 0);
+    f.exact_bytes = (int32_t)(f.exact_last ? f.team_bytes : sums);
+    f.exact = (int32_t)(f.exact_last ? sums : take(&at, a.exact_parts ? f.exact_warps * sums : 0));
     f.slots = (int32_t)take(&at, sent * slot);
     a.at_teams = (int32_t)take(&at, (int64_t)f.teams * kernel.own_bytes);
     a.at_barriers = (int32_t)at;
@@ -73,24 +78,47 @@ int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)
     return lay_out_wave(kernel, f.warps, a.tile_rows, f.block + FUSED_BLOCK_BYTES, args);
 }
 
-/** Whether the cut is faster than that of SPLIT. at_once: blocks of a multiprocessor; rounds: as of
+/** The same with as many warps as there are for the exact tokens. Where that exceeds `room` and may_change, fewer warps have them, or they come
+ *  last, if the kernel can do that. */
+int fit_fused(const KernelChoice &kernel, int room, bool may_change, AttendArgs *args)
+{
+    FusedArgs &f = args->fused;
+    f.exact_warps = f.warps / exact_sets(kernel.team_rows), f.exact_last = false;
+    int bytes = lay_out_fused(kernel, args);
+    if (bytes <= room || !may_change || !args->exact_parts) return bytes;
+    f.exact_last = kernel.exact_last;
+    if (f.exact_last) bytes = lay_out_fused(kernel, args);
+    while (bytes > room && kernel.fewer_exact && f.exact_warps > 1)
+        f.exact_warps--, bytes = lay_out_fused(kernel, args);
+    return bytes;
+}
+
+enum class Verdict { YES, FEWER_AT_ONCE, NO };
+
+/** Whether the cut is faster than that of SPLIT, or might be with fewer blocks at once. at_once: blocks of a multiprocessor; rounds: as of
  *  share_segments. */
-bool fused_would_do(const AttendArgs &a, const KernelChoice &kernel, int64_t segments, int at_once, int64_t rounds,
-                    const Device &device)
+Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t segments, int at_once, int64_t rounds,
+                        const Device &device)
 {
     const FusedArgs &f = a.fused;
     const Rules &r = *device.rules;
     int64_t half_pages = rounds * kernel.tiles * kernel.run / 2;
-    if ((kernel.blocks == 1 ? rounds : half_pages) <= 2) return true;
+    if ((kernel.blocks == 1 ? rounds : half_pages) <= FEW_UNITS) return Verdict::YES;
     if (a.p.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
-        return false; /* one long sequence would keep all waiting */
-    if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors, r)) return false;
+        return Verdict::NO; /* one long sequence would keep all waiting */
+    /* with exact tokens even fewer blocks are often faster than SPLIT, which has a kernel more for them */
+    if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors, r))
+        return a.exact_parts && kernel.bits && kernel.blocks == 1 && half_pages <= r.most_in_turns
+                   ? Verdict::FEWER_AT_ONCE
+                   : Verdict::NO;
     /* by whole pages, here or by the three kernels, long caches are faster */
-    if (!kernel.bits && kernel.blocks == 2 && kernel.tiles == 2 && half_pages > r.most_8_rows) return false;
+    if (!kernel.bits && kernel.blocks == 2 && kernel.tiles == 2 && half_pages > r.most_8_rows) return Verdict::NO;
     /* With several blocks a multiprocessor mixed plans took up to 40 % less where there are not many pages; with three or more blocks up
      * to 7 % more from 64 half pages on, two 2 to 11 % less at any length. With more than four rows 1 to 12 % more from 43 on. */
-    if (kernel.bits || at_once == 1) return true;
-    return kernel.blocks == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows : half_pages <= r.most_any_8_rows;
+    if (kernel.bits || at_once == 1) return Verdict::YES;
+    bool short_enough =
+        kernel.blocks == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows : half_pages <= r.most_any_8_rows;
+    return short_enough ? Verdict::YES : Verdict::NO;
 }
 
 int page_cost(const AttendArgs &a, const Rules &r) { return r.page_cost[a.groups > 2]; }
@@ -122,12 +150,18 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
             bool saves = f.cluster == LARGE_CLUSTER || (rounds == 1 && f.cluster > 1 && fewer.cluster == 1);
             int busy = saves ? f.warps : busy_warps;
             if (f.warps > busy_warps && (f.warps < first || units > busy * f.sharing)) continue;
-            l->shared_bytes = lay_out_fused(kernel, &a);
+            /* With a wave each scheduler has equally many: 14 warps took 5 % longer than 12, two blocks of five 12 % longer than of four. */
+            const bool long_wave =
+                (kernel.exact_last && rounds > FEW_UNITS) || (kernel.fewer_exact && rounds > r.long_wave_pages);
+            if (long_wave && at_once * f.warps % SCHEDULERS) continue;
+            l->shared_bytes = fit_fused(kernel, room, long_wave, &a);
             if (l->shared_bytes > room) continue;
             l->kernel = kernel;
             l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
             l->threads = 32 * f.warps;
-            if (!fused_would_do(a, kernel, l->segments, at_once, rounds, device)) return 0;
+            const Verdict verdict = fused_is_faster(a, kernel, l->segments, at_once, rounds, device);
+            if (verdict == Verdict::FEWER_AT_ONCE) break;
+            if (verdict == Verdict::NO) return 0;
             return (rounds ? rounds : 1) * (tiles == 2 ? r.half_cost : page_cost(a, r)) +
                    (f.sharing == f.cluster ? 0 : r.merge_cost);
         }
@@ -159,7 +193,7 @@ int64_t cut_tiles(const tq_plan &plan, const Device &device, int rows, Launch *l
     for (f.teams = l->kernel.max_threads / (32 * TEAM_OF_MANY_ROWS); f.teams > 2; f.teams--) {
         f.warps = TEAM_OF_MANY_ROWS * f.teams;
         int64_t rounds = share_segments(l->segments, a.p.max_pages, device.processors, device, &f);
-        l->shared_bytes = lay_out_fused(l->kernel, &a);
+        l->shared_bytes = fit_fused(l->kernel, INT32_MAX, false, &a);
         if (l->shared_bytes > device.shared_bytes_per_block) continue;
         l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
         l->threads = 32 * f.warps;

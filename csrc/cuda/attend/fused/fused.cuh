@@ -86,7 +86,7 @@ template <class V> struct FusedSpace {
     /** The row's sums of the part-th warp with exact tokens. */
     __device__ __forceinline__ float *exact_sums(int part, int row) const
     {
-        return at<float>(a.fused.exact) + (part * ROWS + row) * a.pitch;
+        return at<float>(a.fused.exact + part * a.fused.exact_bytes) + row * a.pitch;
     }
     /** Totals of a part of a row: {max, sum, sum of packed tokens, rounded_sum}. First come the parts of packed tokens,
      *  one for each team, then exact ones. */
@@ -109,10 +109,10 @@ struct ExactTokens {
     Quad k, v;
 
     __device__ __forceinline__ ExactTokens(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t turn,
-                                           int lane)
+                                           bool any, int lane)
         : next(turn), end(0)
     {
-        if (!a.exact_parts) return;
+        if (!any) return;
         view = view_exact(a, seq);
         end = view.sinks.count() + view.recent.count();
         load(a, s, seq, lane);
@@ -152,6 +152,24 @@ template <int N, int D = 16, int SIZE> __device__ __forceinline__ float sum_to_l
         for (int d = D; d; d /= 2) x[0] += __shfl_xor_sync(ALL_LANES, x[0], d);
         return x[0];
     }
+}
+
+/** Whether exact tokens come after the units. */
+template <class V> __device__ __forceinline__ bool exact_last(const AttendArgs &a)
+{
+    return V::EXACT_LAST && a.fused.exact_last;
+}
+
+/** Whether a warp has some of the exact tokens that come before the units. */
+template <class V> __device__ __forceinline__ bool has_exact(const AttendArgs &a, int warp)
+{
+    return a.exact_parts && !exact_last<V>(a) && (!V::FEWER_EXACT || warp < a.fused.exact_warps);
+}
+
+/** The first exact token of a warp; rank: of its block. */
+template <class V> __device__ __forceinline__ int32_t exact_turn(const AttendArgs &a, int32_t rank, int warp)
+{
+    return rank + warp / FusedSpace<V>::SETS * a.fused.sharing;
 }
 
 /** A warp's part of the exact tokens. Numbers of a row are in the lanes of sum_to_lanes. Inlined: a call made attention
@@ -483,8 +501,7 @@ __device__ __forceinline__ FewStart<V::RUN> start_block(const AttendArgs &a, con
     Sequence seq = load_sequence(a, b);
     /* The first warps come first, because they have the fewest rows to prepare. These loads are issued before those of
      * the pages, which would delay them: with a window of 128, 8,192 tokens at batch 1 took 17 % longer. */
-    int exact_turn = rank + warp / FusedSpace<V>::SETS * sharing;
-    ExactTokens exact(a, set, seq, exact_turn, lane);
+    ExactTokens exact(a, set, seq, exact_turn<V>(a, rank, warp), has_exact<V>(a, warp), lane);
     PackedView view = view_packed(a, seq);
     Stride<V::RUN> ahead(a, view, b, h, turn);
     bool works = ahead.more();
@@ -504,13 +521,13 @@ __device__ __forceinline__ FewStart<V::RUN> start_block(const AttendArgs &a, con
     prepare_rows<V>(a, set, seq, load, wave_load, metric, scale, flip, space, warp, lane);
     if (warp == 0) /* warp 0 has the fewest rows */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
-    if (a.exact_parts) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);
+    if (has_exact<V>(a, warp)) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);
     return {block, ahead, works};
 }
 
-/** FRUGAL is for kernels that are short of registers: the block's segment is kept in shared memory between steps.
- *  Otherwise it would be spilled to device memory, which is busy with pages: 2 to 4 % slower with 96 registers, up to 5
- *  % in attend_fused_many_rows. In other kernels, reading it back costs 0.1 to 0.2 us. */
+/** FRUGAL is for kernels that are short of registers, with 96, or with 128 and EXACT_LAST: the block's segment is kept in
+ *  shared memory between steps. Otherwise it would be spilled to device memory, which is busy with pages: 2 to 4 % slower
+ *  with 96 registers, up to 5 % in attend_fused_many_rows. In other kernels, reading it back costs 0.1 to 0.2 us. */
 template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(const AttendArgs &a)
 {
     int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0); /* so that the compiler knows that lanes agree */
@@ -532,13 +549,19 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
     if (start.works) attend_share(a, ring, start.ahead, space, warp, lane);
     else if (thread < FusedSpace<V>::ROWS) *space.totals(team, thread) = make_float4(-INFINITY, 0, 0, 0);
     if (FRUGAL) start.block = *space.block();
+    if (exact_last<V>(a)) {
+        const FusedBlock &block = start.block;
+        Sequence seq = load_sequence(a, block.set.b);
+        ExactTokens exact(a, block.set, seq, exact_turn<V>(a, block.rank, warp), true, lane);
+        attend_exact_of_warp<V>(a, block.set, seq, exact, space, warp, lane);
+    }
     finish_block<V>(a, space, start.block, warp, lane);
 }
 
 template <class V>
 __global__ void __maxnreg__(V::FUSED_REGISTERS) attend_fused_kernel(const __grid_constant__ AttendArgs a)
 {
-    if constexpr (is_for_this_device<V>()) attend_fused<V, V::FUSED_REGISTERS <= 96>(a);
+    if constexpr (is_for_this_device<V>()) attend_fused<V, V::FUSED_REGISTERS <= (V::EXACT_LAST ? 128 : 96)>(a);
 }
 
 /** For compiled_here. */
