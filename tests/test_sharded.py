@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,6 +68,14 @@ def run_rank(folder: str) -> None:
     for all_heads, own in zip(turboquant.measure(whole).layers, turboquant.measure(sharded).layers):
         assert len(own.scale) * RANKS == len(all_heads.scale)
         assert np.abs(all_heads.scale[rank : rank + 1] - own.scale).max() < 1e-5
+    os.environ["TURBOQUANT_CACHE"] = f"{folder}/kept by {rank}"
+    turboquant.measure(sharded)
+    (kept,) = Path(os.environ["TURBOQUANT_CACHE"]).iterdir()
+    if rank == 0:  # which then has no moments, and cannot run the model alone
+        kept.unlink()
+    turboquant.measure(sharded)
+    assert kept.exists()
+    os.environ["TURBOQUANT_CACHE"] = ""
     ids = torch.arange(1, 200)[None] % 90
     logits = []
     for model in (whole, sharded):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_of", "is_offloaded", "loaded"]
+__all__ = ["device_of", "is_offloaded", "loaded", "on_all_ranks"]
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
@@ -46,6 +46,17 @@ def loaded(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Ten
             weight: torch.Tensor = held[leaf]
             return weight
     raise ValueError(f"`model` must have its weights loaded, got {name} on the meta device")
+
+
+def on_all_ranks(model: torch.nn.Module, here: bool) -> bool:
+    """Whether `here` is true on every rank that has a part of a sharded model: all must call this. For a model that is
+    not sharded, `here` itself."""
+    for mesh in dict.fromkeys(p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")):
+        for group in mesh.get_all_groups():
+            flag = torch.tensor(int(here), device=mesh.device_type)
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group)
+            here = bool(flag)
+    return here
 
 
 def _hooks(module: torch.nn.Module) -> Iterator[Any]:

@@ -21,7 +21,7 @@ import torch
 from .. import __version__
 from ..calibration.measure import describe, fingerprint
 from ..hf.patching.wrappers import checked_base_model
-from ..hf.placement import device_of, loaded
+from ..hf.placement import device_of, loaded, on_all_ranks
 from ..hf.tap import tapped
 from .data import FORMAT, LayerMoments, Moments
 from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
@@ -67,7 +67,9 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Momen
     mark = fingerprint(base)
     folder = cache_folder()
     file = None if folder is None else folder / f"moments-{_digest(base, ids)}.safetensors"
-    if file is not None and (kept := _kept(file, mark)) is not None:
+    kept = None if file is None else _kept(file, mark)
+    everywhere = on_all_ranks(base, kept is not None)
+    if kept is not None and everywhere:
         return kept
     parts = _weighted(ids, 1.0)
     layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
