@@ -109,6 +109,13 @@ def test_evaluation_that_masks_nothing_runs_nothing(model, monkeypatch):
         esm.evaluate(model, ["M"], {"a": bare(3, 3)})
 
 
+def test_evaluation_leaves_every_mode_as_it_was(model, sequences):
+    part = model.base_model.encoder.layer[0].train()
+    esm.evaluate(model, sequences[:1], {"a": bare(3, 3)})
+    assert part.training and not model.training
+    part.eval()
+
+
 def test_evaluation_is_what_it_says(model, sequences):
     spec = bare(2, 3, sinks=2)
     found = esm.evaluate(model, sequences, {"a": spec, "b": "default"}, batch_size=2, seed=3)

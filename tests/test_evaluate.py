@@ -180,8 +180,11 @@ def test_python_and_the_command_line_have_the_same_defaults():
 def test_the_model_is_left_as_it_was(model, windows):
     before = model.config._attn_implementation
     model.train()
+    model.model.layers[1].eval()
+    modes = [part.training for part in model.modules()]
     turboquant.evaluate(model, windows[:1], "paper-mse-3", generate=8)
-    assert model.training and not hasattr(model, "_turboquant") and model.config._attn_implementation == before
+    assert [part.training for part in model.modules()] == modes
+    assert not hasattr(model, "_turboquant") and model.config._attn_implementation == before
     model.eval()
     turboquant.patch(model, bare(2, 2))
     turboquant.evaluate(model, windows[:1], "paper-mse-3", generate=8)

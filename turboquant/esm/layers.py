@@ -13,7 +13,7 @@ from ..calibration import Calibration, layer_specs
 from ..calibration.measure import fingerprint
 from ..hf.moments import moments_for
 from ..hf.placement import device_of
-from ..hf.routing import routed
+from ..hf.routing import evaluating, routed
 from ..moments import Moments
 from ..spec import CacheSpec
 from .attention import NAME, PackedAttention, plain_attention
@@ -68,13 +68,6 @@ def run_watched(
     """Runs the model over token ids [1, tokens] of one protein after the other, and calls watch(layer, query, key) with
     [1, heads, tokens, head_dim] after RoPE. Without gradients and dropout; the mode of each module is put back."""
     base = checked_model(model)
-    training = [module for module in base.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad(), routed(base, NAME):
-            for ids in proteins:
-                base(input_ids=ids.to(device_of(base)), turboquant_context=_Watched(base, watch))
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(base), routed(base, NAME):
+        for ids in proteins:
+            base(input_ids=ids.to(device_of(base)), turboquant_context=_Watched(base, watch))

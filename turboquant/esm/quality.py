@@ -18,7 +18,7 @@ import torch
 from ..calibration import Calibration
 from ..calibration.measure import token_divergence
 from ..hf.placement import device_of
-from ..hf.routing import routed
+from ..hf.routing import evaluating, routed
 from ..moments import Moments
 from ..named_specs import resolve
 from ..plan import PAGE_TOKENS
@@ -112,7 +112,7 @@ def evaluate(
     chosen = {name: resolve(spec) for name, spec in specs.items()}
     packed = {name: _layers(model, spec, calibration, moments) for name, spec in chosen.items()}
     tallies = {name: _Tally() for name in chosen}
-    with _inference(model), _bar(len(batches) * (1 + len(chosen)), progress) as step:
+    with evaluating(model), _bar(len(batches) * (1 + len(chosen)), progress) as step:
         for batch in batches:
             reference = _outputs(model, base, batch, None)
             step()
@@ -191,23 +191,12 @@ def cosine_losses(
         found: torch.Tensor = base(**inputs, turboquant_context=_Packed(base, layers)).last_hidden_state[real]
         return found
 
-    with _inference(model), routed(base, NAME):
+    with evaluating(model), routed(base, NAME):
         plain = states(None).double()
         losses = {}
         for name, layers in packed.items():
             losses[name] = float((1 - torch.cosine_similarity(plain, states(layers).double(), dim=-1)).mean())
     return losses
-
-
-@contextmanager
-def _inference(model: Any) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 @contextmanager

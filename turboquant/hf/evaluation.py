@@ -34,6 +34,7 @@ from .names import CACHE, cache_argument
 from .patching import patch, unpatch
 from .patching.wrappers import checked_base_model
 from .placement import device_of
+from .routing import evaluating
 
 __all__ = [
     "Evaluation",
@@ -266,16 +267,14 @@ def _ready(model: Any, specs: Mapping[str, CacheSpec], calibration: AnyCalibrati
         cache.compared_with = model._turboquant.spec  # one patched model serves all specs: no warning
         return cache
 
-    was_patched, was_training = hasattr(model, "_turboquant"), model.training
+    was_patched = hasattr(model, "_turboquant")
     try:
         if not was_patched:
             for name, spec in specs.items():
                 patch(model, spec, used[name])
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model):
             yield new_cache
     finally:
-        model.train(was_training)
         if not was_patched:
             unpatch(model)
 

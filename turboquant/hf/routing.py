@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Previous", "check_route", "restore", "route", "routed"]
+import torch
+
+__all__ = ["Previous", "check_route", "evaluating", "restore", "route", "routed"]
 
 _patched: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose state, model._turboquant, has `previous`
 
@@ -58,6 +60,20 @@ def routed(model: Any, name: str) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = before
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Runs the model in evaluation mode and without gradients. Afterwards each module has the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _before(config: Any) -> str | None:

@@ -14,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from .attention import own_attention, request_mask
+from .routing import evaluating
 
 __all__ = ["NAME", "Tap", "tapped"]
 
@@ -56,18 +57,13 @@ def tapped(model: Any) -> Iterator[Tap]:
     tap = Tap()
     parts = (m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation"))
     before = [(config, config._attn_implementation) for config in {id(m.config): m.config for m in parts}.values()]
-    training = [module for module in model.modules() if module.training]
     AttentionInterface.register(NAME, tap.attention)
     AttentionMaskInterface.register(NAME, request_mask)
     try:
         for config, _ in before:
             config._attn_implementation = NAME
-        for module in training:
-            module.training = False
-        with torch.no_grad():
+        with evaluating(model):
             yield tap
     finally:
         for config, name in before:
             config._attn_implementation = name
-        for module in training:
-            module.training = True
