@@ -11,6 +11,7 @@ import warnings
 import numpy as np
 import pytest
 from conftest import ROOT
+from esm_models import tiny_esm
 from models import KINDS, tiny
 from test_moments_reference import layer
 
@@ -286,6 +287,20 @@ def test_the_model_is_left_as_it_was():
     assert all(np.array_equal(x.amplitudes, y.amplitudes) for x, y in zip(a.layers, b.layers))
 
 
+def test_defaults_of_torch_change_nothing():
+    """A default device is what `torch.set_default_device("cuda")` sets; meta tensors have no numbers."""
+    model, esm = demo(), tiny_esm()
+    want, before = [measured(one) for one in (model, esm)], torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            got = [measured(one) for one in (model, esm)]
+            kinds = texts.kinds(model, None, 20)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(map(same, got, want)) and [ids.device.type for ids in kinds] == ["cpu"] * 4
+
+
 def test_a_patched_model_gives_the_same():
     model = tiny("llama")
     want = measured(model)
@@ -426,16 +441,24 @@ def test_errors_come_before_anything_is_run():
     assert {made.kind for made in measured(gpt2).layers} <= {"constant", "not probed"}
 
 
-def test_a_model_that_cannot_run_token_ids(monkeypatch):
+@pytest.mark.parametrize("kind", [ValueError, AttributeError, AssertionError])
+def test_a_model_that_cannot_run_token_ids(kind, monkeypatch):
     model = tiny()
 
     def fails(*args, **kwargs):
-        raise ValueError("pixel_values are needed\nmore")
+        raise kind("pixel_values are needed\nmore")
 
     monkeypatch.setattr(model.model, "forward", fails)
     with pytest.raises(
-        NotImplementedError, match=r"forward of token ids failed \(ValueError: pixel_values are needed\)"
+        NotImplementedError, match=rf"forward of token ids failed \({kind.__name__}: pixel_values are needed\)"
     ):
+        measured(model)
+
+
+def test_running_out_of_memory_is_not_a_model_that_cannot_run(monkeypatch):
+    model = tiny()
+    monkeypatch.setattr(model.model, "forward", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
         measured(model)
 
 

@@ -117,9 +117,9 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
         options = {"use_cache": False} if "use_cache" in inspect.signature(body.forward).parameters else {}
         try:
             body(**{key: x.to(device) for key, x in inputs.items()}, **options)
-        except torch.cuda.OutOfMemoryError:
+        except (MemoryError, torch.cuda.OutOfMemoryError):
             raise
-        except (TypeError, ValueError, IndexError, KeyError, RuntimeError) as error:
+        except Exception as error:
             raise NotImplementedError(
                 f"{type(model).__name__} cannot be measured: its forward of token ids failed "
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Moments.load reads moments from a file"

@@ -54,7 +54,8 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
     if text is not None and len(ids) < LEAST:
         raise ValueError(f"`text` must have at least {LEAST} tokens, got {len(ids)}")
     _check(model, first + ids)
-    return Sample((torch.tensor([first + ids]),), "the text of the package" if text is None else "a text of the user")
+    source = "the text of the package" if text is None else "a text of the user"
+    return Sample((_tensor(first + ids),), source)
 
 
 def kinds(model: Any, tokenizer: Any, limit: int) -> list[torch.Tensor]:
@@ -67,7 +68,7 @@ def kinds(model: Any, tokenizer: Any, limit: int) -> list[torch.Tensor]:
     found = [(first + _tokens(tokenizer, (_TEXTS / name).read_text(encoding="utf-8")))[:limit] for name in _PARTS]
     for ids in found:
         _check(model, ids)
-    return [torch.tensor([ids]) for ids in found]
+    return [_tensor(ids) for ids in found]
 
 
 def protein_sample(model: Any, tokenizer: Any = None, text: str | None = None) -> Sample:
@@ -81,7 +82,7 @@ def protein_sample(model: Any, tokenizer: Any = None, text: str | None = None) -
             raise ValueError(f"`{name}` must be None for an ESM-2 model, which is measured on proteins, got one")
     most = model.config.max_position_embeddings - 4
     sequences = (protein.sequence[:most] for protein in read_fasta(_TEXTS / "proteins.fasta"))
-    return Sample(tuple(torch.tensor([tokenise(one, model.config)]) for one in sequences), PROTEINS)
+    return Sample(tuple(_tensor(tokenise(one, model.config)) for one in sequences), PROTEINS)
 
 
 def found_tokenizer(model: Any) -> tuple[Any, str]:
@@ -99,6 +100,10 @@ def found_tokenizer(model: Any) -> tuple[Any, str]:
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0]
         return None, f"no tokenizer can be read at the model's `name_or_path` {name!r} ({reason})"
+
+
+def _tensor(ids: list[int]) -> torch.Tensor:
+    return torch.tensor([ids], dtype=torch.int64, device="cpu")
 
 
 def _bos(tokenizer: Any) -> list[int]:
@@ -145,4 +150,4 @@ def _random(model: Any, limit: int) -> torch.Tensor:
     first = [bos] if isinstance(bos, int) and 0 <= bos < size else []
     generator = torch.Generator("cpu").manual_seed(0)
     drawn = torch.randint(len(plain), (min(TOKENS, limit - len(first)),), generator=generator, device="cpu")
-    return torch.cat([torch.tensor(first, dtype=torch.int64, device="cpu"), plain[drawn]])[None]
+    return _tensor(first + plain[drawn].tolist())
