@@ -196,18 +196,23 @@ def test_interleaved_pairs():
         }
 
 
-def test_layers_without_rotation_have_a_constant_centre():
+def smollm3(*rotary):
+    """A model of four layers with the same weights whichever are `rotary`."""
     import transformers
 
     if not hasattr(transformers, "SmolLM3Config"):
         pytest.skip("transformers has no SmolLM3")
     config = transformers.SmolLM3Config(
         vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, no_rope_layers=[1, 0, 1, 0], bos_token_id=1,
+        num_key_value_heads=2, max_position_embeddings=256, no_rope_layers=list(rotary), bos_token_id=1,
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.SmolLM3ForCausalLM(config).eval()
+    return transformers.SmolLM3ForCausalLM(config).eval()
+
+
+def test_layers_without_rotation_have_a_constant_centre():
+    model = smollm3(1, 0, 1, 0)
     found = measured(model)
     assert [made.kind for made in found.layers] == ["wave", "constant", "wave", "constant"] and not found.not_probed
     mean = projections(model, texts._random(model, 256))[1]["k"][:, 4:].mean(1)
@@ -521,6 +526,20 @@ def test_moments_of_another_model():
         found.check(fingerprint(tiny(seed=1)))
     with pytest.raises(ValueError, match="this one has rope .*linear"):
         found.check(fingerprint(scaled(SCALED["linear"])))
+
+
+def test_a_wave_for_layers_whose_keys_are_not_rotary():
+    other, model, spec = smollm3(1, 1, 1, 1), smollm3(1, 0, 1, 0), turboquant.CacheSpec()
+    moments, right = measured(other), measured(model)
+    for use in (turboquant.patch, turboquant.TurboQuantCache):
+        with pytest.raises(ValueError, match=r"`moments` must be of this model.*no_rope_layers \[1, 0, 1, 0\] instead"):
+            use(model, spec, moments=moments)
+        made = dataclasses.replace(moments, fingerprint=right.fingerprint)
+        with pytest.raises(
+            ValueError, match=r"no wave in layer 1, whose keys are not rotary, got one\. Use .*\"none\""
+        ):
+            use(model, spec, moments=made)
+        use(model, spec, moments=right)
 
 
 BAD = {

@@ -55,14 +55,16 @@ Batch = Mapping[str, torch.Tensor]
 
 def describe(config: Any) -> dict[str, Any]:
     """The part of a fingerprint that a configuration has: type, numbers of layers and KV heads, channels of a head,
-    rotary embedding. The same in transformers 4.57 and 5."""
+    rotary embedding, and, if it says so, which layers have none. The same in transformers 4.57 and 5."""
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     heads = text.num_attention_heads
     rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
     if getattr(text, "rope_theta", None) is not None:
         rope.setdefault("rope_theta", text.rope_theta)
     rope.setdefault("rope_type", rope.pop("type", "default"))
+    without = {"no_rope_layers": list(kept)} if (kept := getattr(text, "no_rope_layers", None)) else {}
     return {
+        **without,
         "model_type": text.model_type,
         "layers": text.num_hidden_layers,
         "kv_heads": getattr(text, "num_key_value_heads", None) or heads,

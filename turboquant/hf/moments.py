@@ -48,7 +48,11 @@ def moments_for(model: Any, specs: Sequence[CacheSpec], given: AnyMoments = None
         found = Moments.of(given)
         config: Any = base.config if isinstance(base, torch.nn.Module) else base
         try:
-            found.check(describe(config.get_text_config(decoder=True)))
+            mark = describe(config.get_text_config(decoder=True))
+            found.check(mark)
+            for i, rotary in enumerate(mark.get("no_rope_layers", ())):
+                if not rotary and len(found.layers[i].pairs):
+                    raise ValueError(f"`moments` must have no wave in layer {i}, whose keys are not rotary, got one")
         except ValueError as error:
             raise ValueError(f'{error}. Use moments of this model, or centre="none" and metric="none"') from None
         return found
