@@ -54,6 +54,12 @@ class Adapted(torch.nn.Module):
         self.scaling, self.disable_adapters = {"mine": 2.0}, False
         self.active_adapters, self.merged_adapters = ["mine"], []
 
+    def forward(self, x):
+        out = self.base_layer(x)
+        for name in () if self.disable_adapters else {*self.active_adapters} - {*self.merged_adapters}:
+            out = out + self.scaling[name] * self.lora_B[name](self.lora_A[name](x))
+        return out
+
     def merge(self):
         delta = self.lora_B["mine"].weight @ self.lora_A["mine"].weight
         self.base_layer.weight.data += self.scaling["mine"] * delta
@@ -129,6 +135,20 @@ def test_an_adapter_is_told_by_its_whole_name():
     for part in (layer.lora_A, layer.lora_B):
         part["mi"] = copy.deepcopy(part["mine"])
     assert weight_sums(other) == before
+
+
+@pytest.mark.filterwarnings("ignore:the model is measured on random token ids")
+def test_kept_moments_are_those_of_the_active_adapters(tmp_path, monkeypatch):
+    """An adapter that is switched off changes no weight."""
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
+    other, layer = adapted(models.tiny(), name="k_proj")
+    scaled = turboquant.measure(other).layers[1]
+    layer.disable_adapters = True
+    off = turboquant.measure(other).layers[1]
+    assert abs(scaled.amplitudes - off.amplitudes).max() > 0.1
+    layer.disable_adapters, layer.scaling["mine"] = False, 0.5
+    assert abs(turboquant.measure(other).layers[1].amplitudes - scaled.amplitudes).max() > 0.1
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 def test_a_tuned_prompt_counts():

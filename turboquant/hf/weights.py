@@ -17,7 +17,7 @@ import torch
 
 from .placement import loaded
 
-__all__ = ["changed_weights", "weight_sums"]
+__all__ = ["active_adapters", "changed_weights", "weight_sums"]
 
 _WHOLE = 2**14  # numbers of a tensor
 _RUNS, _RUN = 16, 4  # few places: each is a page to fetch where weights are mapped from a file
@@ -97,15 +97,20 @@ def _tuned_prompt(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from encoders[name].state_dict(prefix=f"prompt_encoder.{name}.").items()
 
 
+def active_adapters(model: Any) -> dict[str, str]:
+    """Of each module that computes with adapters, by its name: their names and scalings, as text."""
+    found = {}
+    for name, module, used in _adapted(model):
+        if used:
+            scaling = getattr(module, "scaling", {})
+            found[name] = repr([(key, scaling.get(key)) for key in sorted(used)])
+    return found
+
+
 def _scalings(decoder: Any) -> dict[str, str]:
     layers, last = _last_layer(decoder)
-    found = {}
-    for name, module, used in _adapted(decoder):
-        if used and _matters(f"{name}.", layers, last):
-            scaling = getattr(module, "scaling", {})
-            text = repr([(key, scaling.get(key)) for key in sorted(used)])
-            found[f"{name}.scaling"] = f"{zlib.crc32(text.encode()):08x}"
-    return found
+    active = active_adapters(decoder).items()
+    return {f"{n}.scaling": f"{zlib.crc32(x.encode()):08x}" for n, x in active if _matters(f"{n}.", layers, last)}
 
 
 # ---- one tensor ----

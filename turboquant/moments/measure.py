@@ -23,6 +23,7 @@ from ..calibration.measure import describe, fingerprint
 from ..hf.patching.wrappers import checked_base_model
 from ..hf.placement import device_of, loaded, on_all_ranks
 from ..hf.tap import tapped
+from ..hf.weights import active_adapters
 from .data import FORMAT, LayerMoments, Moments
 from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
 from .rotary import Rotary, probe
@@ -205,9 +206,10 @@ def cache_folder() -> Path | None:
 
 
 def _digest(model: Any, ids: tuple[torch.Tensor, ...]) -> str:
-    """Digest of this version, the configuration, the ids and a few weights of every tensor, which merged adapters
-    change."""
-    digest = hashlib.sha256(json.dumps([FORMAT, __version__, describe(model.config)], sort_keys=True).encode())
+    """Digest of this version, the configuration, the ids, the active adapters and a few weights of every tensor, which
+    merged adapters change."""
+    known = [FORMAT, __version__, describe(model.config), active_adapters(model)]
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.numel():
