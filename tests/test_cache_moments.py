@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import threading
 import warnings
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ import turboquant
 from turboquant import CacheSpec, Moments, TurboQuantCache
 from turboquant.calibration.measure import describe, fingerprint
 from turboquant.hf import moments as module
+from turboquant.hf.attention import NAME
 from turboquant.hf.evaluation import text_windows
 
 SPEC = PACKED.with_(**WAVE, sinks=2)
@@ -214,6 +216,33 @@ def test_they_are_measured_once_for_a_model_and_tokenizer(monkeypatch):
     turboquant.patch(model, OURS, tokenizer=tokenizer)
     found = TurboQuantCache(model)._shared.moments
     assert runs == [None, tokenizer] and found.source == "the text of the package"
+
+
+@pytest.mark.filterwarnings("ignore:the model is measured on random token ids")
+@pytest.mark.parametrize("models", [1, 2])
+def test_first_caches_of_several_threads(models):
+    """One thread measures and the others wait, also for the measurement of another model. A forward without a cache
+    goes on meanwhile."""
+    patched, same = ([tiny(seed=i, max_position_embeddings=300) for i in range(models)] for _ in range(2))
+    want = [turboquant.measure(model) for model in same]
+    for model in patched:
+        turboquant.patch(model, OURS)
+    inputs, texts, begin = prompts(1, 40), {}, threading.Barrier(5)
+
+    def run(thread):
+        model = patched[thread % models]
+        begin.wait()
+        if thread == 4:
+            texts[thread] = [model(**inputs, use_cache=False).logits.argmax() for _ in range(40)][-1]
+        else:
+            texts[thread] = model.generate(**inputs, max_new_tokens=4, do_sample=False).tolist()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(5)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert len(texts) == 5 and texts[0] == texts[models] and {m.config._attn_implementation for m in patched} == {NAME}
+    for model, moments in zip(patched, want):
+        found = TurboQuantCache(model)._shared.moments
+        assert all(np.array_equal(a.amplitudes, b.amplitudes) for a, b in zip(found.layers, moments.layers))
 
 
 def test_those_of_patch_serve_every_cache_of_the_model(measured, tmp_path):

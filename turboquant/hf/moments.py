@@ -15,6 +15,7 @@ from ..calibration.measure import describe
 from ..moments import Moments
 from ..moments.data import RANDOM_IDS
 from ..spec import CacheSpec
+from .routing import measuring
 
 __all__ = ["moments_for", "moments_notes"]
 
@@ -60,9 +61,10 @@ def moments_for(model: Any, specs: Sequence[CacheSpec], given: AnyMoments = None
         needs = "with a configuration, from which nothing can be measured"
         raise ValueError(f"`moments` must be given {needs}, got None: give the model itself, {_WAY_OUT}")
     tokenizer = getattr(state, "tokenizer", None)
-    if base not in _measured or _measured[base][0] is not tokenizer:
-        _measured[base] = tokenizer, _measure(base, tokenizer)
-    return _measured[base][1]
+    with measuring:
+        if base not in _measured or _measured[base][0] is not tokenizer:
+            _measured[base] = tokenizer, _measure(base, tokenizer)
+        return _measured[base][1]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

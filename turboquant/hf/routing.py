@@ -6,6 +6,7 @@ unpatched.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["Previous", "check_route", "evaluating", "restore", "route", "routed"]
+__all__ = ["Previous", "check_route", "evaluating", "measuring", "restore", "route", "routed"]
 
 _patched: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose state, model._turboquant, has `previous`
+
+# Held while a model is routed through a tap (`tap`), which all models have under one name.
+measuring = threading.RLock()
 
 Previous = list[tuple[Any, str | None]]  # configurations of a model, and the attention that each named before
 
@@ -35,7 +39,9 @@ def route(model: Any, name: str) -> Previous:
 
 def check_route(model: Any, name: str) -> None:
     """RuntimeError if the configuration of a routed model now names another attention than `name`."""
-    if (found := model.config._attn_implementation) != name:
+    with measuring:
+        found = model.config._attn_implementation
+    if found != name:
         raise RuntimeError(
             f"{type(model).__name__}: attention is {found!r} since the model was patched (by set_attn_implementation, "
             "or because another model was made from its configuration): call turboquant.patch(model) again"

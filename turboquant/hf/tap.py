@@ -1,10 +1,12 @@
 """The tap: an attention function that shows the queries, keys and values of every layer to a hook while a model runs.
 
-`calibrate` and `measure` use it. The hook may replace keys and values, which is how errors are added to them.
+`calibrate` and `measure` use it. The hook may replace keys and values, which is how errors are added to them. One
+thread at a time has a tap; forwards of the same model in other threads go past it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +15,8 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from .attention import own_attention, request_mask
-from .routing import evaluating
+from .attention import attention, own_attention, request_mask
+from .routing import evaluating, measuring
 
 __all__ = ["NAME", "Tap", "tapped"]
 
@@ -32,6 +34,7 @@ class Tap:
     def __init__(self) -> None:
         self.order: dict[int, int] = {}  # by id of the attention module: layers in the order in which they are called
         self.hook: Hook | None = None
+        self.thread = threading.get_ident()
 
     def attention(
         self,
@@ -44,6 +47,10 @@ class Tap:
         dropout: float = 0.0,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if threading.get_ident() != self.thread:
+            past: tuple[torch.Tensor, torch.Tensor | None]
+            past = attention(module, query, key, value, attention_mask, scaling, dropout, **options)
+            return past
         layer = self.order.setdefault(id(module), len(self.order))
         if self.hook is not None and (replaced := self.hook(module, layer, query, key, value)) is not None:
             key, value = replaced
@@ -55,15 +62,16 @@ def tapped(model: Any) -> Iterator[Tap]:
     """Routes the model's attention through a tap, in evaluation mode and without gradients. Afterwards the attention
     and the mode of each module are what they were."""
     tap = Tap()
-    parts = (m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation"))
-    before = [(config, config._attn_implementation) for config in {id(m.config): m.config for m in parts}.values()]
-    AttentionInterface.register(NAME, tap.attention)
-    AttentionMaskInterface.register(NAME, request_mask)
-    try:
-        for config, _ in before:
-            config._attn_implementation = NAME
-        with evaluating(model):
-            yield tap
-    finally:
-        for config, name in before:
-            config._attn_implementation = name
+    with measuring:
+        parts = (m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation"))
+        before = [(config, config._attn_implementation) for config in {id(m.config): m.config for m in parts}.values()]
+        AttentionInterface.register(NAME, tap.attention)
+        AttentionMaskInterface.register(NAME, request_mask)
+        try:
+            for config, _ in before:
+                config._attn_implementation = NAME
+            with evaluating(model):
+                yield tap
+        finally:
+            for config, name in before:
+                config._attn_implementation = name
