@@ -38,7 +38,7 @@ READY := $(VENV)/.ready
 SHARED_OUT := -n $(WORKERS) --dist worksteal
 endif
 
-.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-placement test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -197,6 +197,15 @@ OLDEST_NUMPY := 2.0.0
 test-numpy: build
 	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/numpy-$(OLDEST_NUMPY) numpy==$(OLDEST_NUMPY)
 	PYTHONPATH=$(abspath build)/numpy-$(OLDEST_NUMPY):. $(INTERPRETER) -m pytest $(wildcard tests/test_index*.py) $(PYTEST_ARGS)
+
+# Models that accelerate has placed, tp_plan has sharded, torchao or bitsandbytes has quantised. These packages lie in a folder of their
+# own: transformers takes other ways where it finds accelerate.
+PLACED := sharded placement
+PLACED_MOMENTS := accelerates_hooks weights_that_torchao_quantised weights_that_bitsandbytes_quantised
+test-placement: build
+	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/placement -c $(CONSTRAINTS) accelerate psutil torchao bitsandbytes
+	PYTHONPATH=$(abspath build)/placement:. $(INTERPRETER) -m pytest $(PLACED:%=tests/test_%.py) \
+	    $(PLACED_MOMENTS:%=tests/test_moments.py::test_%) $(PYTEST_ARGS)
 
 # transformers' own tests of caches and generation for Llama on ours; TREE is a checkout of transformers, and the
 # environment has what its tests import.

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 hooks = pytest.importorskip("accelerate.hooks")
 
 DEMO = ROOT / "demo" / "turboquant_demo"
+AXES = turboquant.CacheSpec(budget=3, method="axes")  # which needs no text to try methods on
 ARRAYS = ("centre", "covariance", "axes", "variance", "sensitivity")
 ON_DISK = {
     "two layers": ("model.layers.2", "model.layers.3"),
@@ -58,12 +59,12 @@ def test_a_model_that_a_device_map_spread_out(on_disk, tmp_path):
     assert trainable(spread) >= before and not any(".3.mlp" in name or ".1.mlp" in name for name in trainable(spread))
     assert all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS) and a.fingerprint == b.fingerprint
     options = dict(everything_packed=True, generate=4)
-    found = [turboquant.evaluate(m, ids, "calibrated-3", calibration=a, **options) for m in (whole, spread)]
+    found = [turboquant.evaluate(m, ids, AXES, calibration=a, **options) for m in (whole, spread)]
     divergence = [one.kl_divergence for one in found]
     assert divergence[0] == divergence[1] > 0
-    out = [turboquant.patch(m, "calibrated-3", a).generate(ids, max_new_tokens=4) for m in (whole, spread)]
+    out = [turboquant.patch(m, AXES, a).generate(ids, max_new_tokens=4) for m in (whole, spread)]
     assert torch.equal(*out)
-    cache = TurboQuantCache(whole.config, "calibrated-3", a)
+    cache = TurboQuantCache(whole.config, AXES, a)
     with torch.no_grad():
         whole(ids, past_key_values=cache)
     cache.save(tmp_path / "cache", whole)
