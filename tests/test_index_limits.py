@@ -142,7 +142,7 @@ def test_bad_files_are_refused(how, tmp_path):
     turboquant.Index.load(tmp_path / "good")
     (tmp_path / "bad").write_bytes(FILES[how]((tmp_path / "good").read_bytes()))
     for mapped in (True, False):
-        with pytest.raises(ValueError, match=r"bad is not a sound index file: .{10}"):
+        with pytest.raises(ValueError, match=r"`path` must be a file of an index, got '.*bad': .{10}"):
             turboquant.Index.load(tmp_path / "bad", mmap=mapped)
 
 

@@ -125,21 +125,21 @@ def test_numbers_of_open_files_are_no_paths(tmp_path):
     classes = (turboquant.Index, Codes, Moments, turboquant.Calibration, TurboQuantCache)
     with open(tmp_path / "x", "wb+") as file:
         file.write(bytes(100))
-        for load in (*(one.load for one in classes), turboquant.esm.read_fasta):
-            with pytest.raises(TypeError):
-                load(file.fileno())
+        loaders = [*(one.load for one in classes), turboquant.esm.read_fasta]
         for path in (file.fileno(), True, None):
-            message = f"`path` must be a str or a path, got {path!r}"
-            with pytest.raises(TypeError, match=message):
-                turboquant.Index.load(path)
-            with pytest.raises(TypeError, match=message):
-                new(PACKED).save(path)
+            for use in (*loaders, new(PACKED).save):
+                with pytest.raises(TypeError, match=f"`path` must be a str or a path, got {path!r}"):
+                    use(path)
         file.write(b"still open")
 
 
-@pytest.mark.parametrize("kind, what", [(TurboQuantCache, "a cache file"), (Moments, "a file of moments")])
-def test_folders_are_no_files(tmp_path, kind, what):
-    for path, why in ((tmp_path, "a folder"), (tmp_path / "x", "which is not there")):
+@pytest.mark.parametrize("kind, what", [
+    (TurboQuantCache, "a cache file"), (Moments, "a file of moments"), (turboquant.Calibration, "a calibration file"),
+    (turboquant.Index, "a file of an index"), (Codes, "a file of codes"),
+])  # fmt: skip
+def test_folders_and_devices_are_no_files(tmp_path, kind, what):
+    places = ((tmp_path, "a folder"), (tmp_path / "x", "which is not there"), ("/dev/null", "which is no plain file"))
+    for path, why in places:
         with pytest.raises(FileNotFoundError, match=f"`path` must be {what}, got '{path}', {why}"):
             kind.load(path)
 

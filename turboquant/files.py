@@ -37,19 +37,21 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 
 
-def file_name(path: object) -> str:
-    """`path` as text. TypeError for what is no path: `open` would take a number for an open file, and close it."""
+def file_name(path: object, argument: str = "path") -> str:
+    """`path` as text. TypeError, naming the argument, for what is no path: `open` would take a number for an open
+    file, and close it."""
     try:
         return os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"`path` must be a str or a path, got {path!r}") from None
+        raise TypeError(f"`{argument}` must be a str or a path, got {path!r}") from None
 
 
 def existing_file(path: object, what: str) -> str:
     """`path` as text. FileNotFoundError, saying that `path` must be `what`, if it is no file."""
     name = file_name(path)
     if not os.path.isfile(name):
-        why = "a folder" if os.path.isdir(name) else "which is not there"
+        there = os.path.exists(name)
+        why = "a folder" if os.path.isdir(name) else "which is no plain file" if there else "which is not there"
         raise FileNotFoundError(f"`path` must be {what}, got {name!r}, {why}")
     return name
 

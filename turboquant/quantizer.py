@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from .files import file_name, write_whole
+from .files import existing_file, write_whole
 from .plan import (
     GROUP,
     MAX_BITS,
@@ -158,9 +158,10 @@ class Codes:
         """Read codes that `save` wrote, on any machine.
 
         Raises ValueError for a file that is truncated, altered, foreign or of another version. Never allocates more
-        than the file's size, whatever its header claims. Raises OSError where it cannot be read.
+        than the file's size, whatever its header claims. Raises FileNotFoundError where there is none, and OSError
+        where it cannot be read.
         """
-        name = file_name(path)
+        name = existing_file(path, "a file of codes")
         with open(name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             try:
@@ -178,7 +179,7 @@ class Codes:
                     raise ValueError("load: the payload must be undamaged, its checksum differs")
                 return cls(plan, pages, header["vectors"])
             except ValueError as error:
-                raise ValueError(f"{name} is not a sound codes file: {error}") from None
+                raise ValueError(f"`path` must be a file of codes, got {name!r}: {error}") from None
 
 
 class Quantizer:

@@ -79,7 +79,7 @@ def check(path: Path) -> None:
         try:
             index = Index.load(path, mmap=mapped)
         except ValueError as error:
-            assert str(error).startswith(f"{path} is not a sound index file: "), error
+            assert str(error).startswith(f"`path` must be a file of an index, got {str(path)!r}: "), error
             return
         try:
             index.verify()

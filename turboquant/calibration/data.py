@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..files import read_arrays, write_arrays
+from ..files import file_name, read_arrays, write_arrays
 from ..fingerprints import differences
 from ..moments.data import Moments
 from ..plan import FINE_GROUP, GROUP, WIDE_BITS, Plan
@@ -289,20 +289,21 @@ class Calibration:
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Reads a file that `save` wrote. FileNotFoundError if there is none, ValueError for one that is damaged,
         foreign or of another version."""
+        name = file_name(path)
         try:
-            described, arrays = read_arrays(path, _FORMAT, "a calibration file")
-            own = {name: array for name, array in arrays.items() if not name.startswith("moments.")}
+            described, arrays = read_arrays(name, _FORMAT, "a calibration file")
+            own = {key: array for key, array in arrays.items() if not key.startswith("moments.")}
             moments = {}
             for whose, told in described["moments"].items():
                 start = f"moments.{whose}."
-                of_it = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
+                of_it = {key.removeprefix(start): array for key, array in arrays.items() if key.startswith(start)}
                 moments[whose] = Moments.of_arrays(told, of_it)
             trials = tuple(Trial(**told) for told in described["trials"])
             given: dict[str, Any] = {**own, **{key: described[key] for key in _DESCRIBED}}
             return cls(**given, moments=moments, trials=trials)
         except (AttributeError, KeyError, ValueError, TypeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"`path` must be a calibration file, got {os.fspath(path)!r}: {why}") from error
+            raise ValueError(f"`path` must be a calibration file, got {name!r}: {why}") from error
 
     @classmethod
     def of(cls, given: Calibration | str | os.PathLike[str]) -> Calibration:

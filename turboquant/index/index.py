@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..files import file_name
+from ..files import existing_file
 from . import inputs, storage, transform
 from .contents import Contents
 from .inputs import Floats, Ids, id_array, integer
@@ -372,8 +372,9 @@ class Index:
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = True) -> Index:
         """Read an index. With `mmap` the file is mapped and the index cannot be changed; header, sizes and ids are
-        checked now, and every byte by `verify`. Without, every byte is checked now. ValueError for a damaged file."""
-        name = file_name(path)
+        checked now, and every byte by `verify`. Without, every byte is checked now. FileNotFoundError if there is
+        none, ValueError for a damaged file."""
+        name = existing_file(path, "a file of an index")
         meta, arrays = storage.read(name, mmap)
         try:
             index = cls(meta["dim"], meta["bits"], meta["metric"], meta["seed"])
@@ -382,7 +383,7 @@ class Index:
             if not mmap:
                 index.verify()
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{name} is not a sound index file: {error}") from None
+            raise ValueError(f"`path` must be a file of an index, got {name!r}: {error}") from None
         index._read_only = name if mmap else None
         return index
 

@@ -175,7 +175,7 @@ def read(path: str, mapped: bool) -> tuple[dict[str, Any], dict[str, NDArray[Any
             for name, held in tensors.items()
         }
     except ValueError as error:
-        raise ValueError(f"{path} is not a sound index file: {error}") from None
+        raise ValueError(f"`path` must be a file of an index, got {path!r}: {error}") from None
     return meta, arrays
 
 
