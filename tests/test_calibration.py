@@ -341,6 +341,23 @@ def test_seeds_are_checked_before_anything_runs(seed, error, model, batches, mon
         turboquant.calibrate(model, batches, seed=seed)
 
 
+@pytest.mark.parametrize("name", ["batches", "held_out"])
+def test_token_ids_are_checked_before_anything_runs(name, model, batches, monkeypatch):
+    monkeypatch.setattr(measure, "_forward", None)
+    known = model.config.vocab_size
+    for bad in (-1, known):
+        ids = prompts(1, 60)["input_ids"]
+        ids[0, 7] = bad
+        given = {"batches": batches, name: [*batches, ids]}
+        with pytest.raises(
+            ValueError, match=rf"`{name}\[{len(batches)}\]` must be token ids in 0..{known - 1}, got {bad}"
+        ):
+            turboquant.calibrate(model, **given)
+    for wrong in (None, 3) if name == "batches" else (3,):
+        with pytest.raises(TypeError, match=f"`{name}` must be a list of batches, got {wrong}"):
+            turboquant.calibrate(model, **{"batches": batches, name: wrong})
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_other_dtypes_find_the_same_and_share_files(dtype, model, batches, measured):
     half = copy.deepcopy(model).to(dtype)
@@ -413,7 +430,7 @@ def test_a_calibration_in_a_notebook_is_a_line(rng):
 
 def test_a_checkpoint_of_something_else(model, batches, tmp_path):
     file = tmp_path / "half"
-    for content in (b"", b"nonsense" * 40):
+    for content in (b"", b"nonsense" * 40, b"t."):  # the last is a pickle that takes a number off an empty stack
         file.write_bytes(content)
         with pytest.raises(ValueError, match="`checkpoint` must be one of this model, these batches and this seed"):
             turboquant.calibrate(model, batches, checkpoint=file)
@@ -424,6 +441,11 @@ def test_a_checkpoint_of_something_else(model, batches, tmp_path):
     torch.save({"identity": "other"}, file)
     with pytest.raises(ValueError, match=r"remove it to start again \(it is of another run\)"):
         turboquant.calibrate(model, batches, checkpoint=file)
+    for place in (tmp_path, tmp_path / "absent" / "half"):
+        with pytest.raises(ValueError, match="`checkpoint` must be a file in a folder that is there, got"):
+            turboquant.calibrate(model, batches, checkpoint=place)
+    with pytest.raises(TypeError, match="`checkpoint` must be a str or a path, got 1"):
+        turboquant.calibrate(model, batches, checkpoint=1)
 
 
 def test_what_cannot_be_calibrated(model):
@@ -439,8 +461,17 @@ def test_what_cannot_be_calibrated(model):
             turboquant.calibrate(model, [bad])
     with pytest.raises(ValueError, match="attention_mask like its"):
         turboquant.calibrate(model, [{"input_ids": ids, "attention_mask": ids[:, 1:]}])
+    with pytest.raises(TypeError, match="attention_mask that is a tensor, got list"):
+        turboquant.calibrate(model, [{"input_ids": ids, "attention_mask": ids.tolist()}])
     with pytest.raises(ValueError, match="`sensitivity_batches` must be at least 1"):
         turboquant.calibrate(model, 3 * [ids], sensitivity_batches=0)
+    with pytest.raises(TypeError, match="`sensitivity_batches` must be an integer, got 1.5"):
+        turboquant.calibrate(model, 3 * [ids], sensitivity_batches=1.5)
+    for averages in (3, None, ["a"]):
+        with pytest.raises(TypeError, match="`averages` must be a list of numbers of bits, got"):
+            turboquant.calibrate(model, 3 * [ids], averages=averages)
+    with pytest.raises(NotImplementedError, match="LlamaModel cannot be calibrated: it has no head"):
+        turboquant.calibrate(model.model, 3 * [ids])
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=96))
     with pytest.raises(NotImplementedError, match="its keys are not rotary"):
         turboquant.calibrate(gpt2, [ids])

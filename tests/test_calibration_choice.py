@@ -278,6 +278,7 @@ def test_without_held_out_text_a_budget_names_its_method(model, texts):
 @pytest.mark.parametrize("fields, message", [
     (dict(held_out=[]), "`held_out` must hold at least one batch, or be None, got none"),
     (dict(held_out=[prompts(2, 60, padding=(3, 0))]), "`held_out` must have no padding"),
+    (dict(held_out=[prompts(1, 60), prompts(2, 1)]), r"`held_out\[1\]` must hold at least one row of two tokens"),
     (dict(held_out=[prompts(1, 60)], averages=(7,)), r"`averages` must be in 2..6 bits, at least one, got \[7\]"),
     (dict(held_out=[prompts(1, 60)], averages=()), r"`averages` must be in 2..6 bits, at least one, got \[\]"),
 ])  # fmt: skip

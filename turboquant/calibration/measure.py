@@ -15,9 +15,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Integral
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..files import write_whole
+from ..files import file_name, write_whole
 from ..hf.placement import device_of, is_offloaded, loaded
 from ..hf.tap import Tap, tapped
 from ..spec import LEAST_SIDE_BITS, MOST_SIDE_BITS
@@ -35,6 +35,7 @@ from .tables import kmeans_table
 
 __all__ = [
     "calibrate",
+    "check_vocabulary",
     "checked_seed",
     "describe",
     "fingerprint",
@@ -43,6 +44,7 @@ __all__ = [
     "skipped",
     "token_divergence",
     "token_ids",
+    "vocabulary",
 ]
 
 SAMPLED_TENSORS, SAMPLED_WEIGHTS = 8, 16  # in a fingerprint
@@ -299,8 +301,13 @@ class _Run:
         self.moments, self.costs = _Moments("keys and values"), _Moments("gradients")
         self.done = self.probed = 0  # batches of each pass
         self.trials: dict[str, float] = {}  # what `trial.tried` has measured
-        self.identity, self.seed, self.file = identity, seed, None if file is None else Path(file)
-        if self.file is not None and self.file.exists():
+        self.identity, self.seed, self.file = identity, seed, None
+        if file is None:
+            return
+        self.file = Path(file_name(file, "checkpoint"))
+        if self.file.is_dir() or not self.file.absolute().parent.is_dir():
+            raise ValueError(f"`checkpoint` must be a file in a folder that is there, got {str(file)!r}")
+        if self.file.exists():
             self._load(self.file)
 
     def _load(self, file: Path) -> None:
@@ -312,7 +319,9 @@ class _Run:
             self.done, self.moments.tokens, self.moments.sums = held["moments"]
             self.probed, self.costs.tokens, self.costs.sums = held["costs"]
             self.trials = held["trials"]
-        except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # what torch raises depends on the bytes
             # cut torch's advice to unpickle anything
             reason = str(error).partition(". ")[0].partition("\n")[0]
             raise ValueError(f"{wrong}: remove it to start again ({reason})") from error
@@ -367,13 +376,14 @@ def calibrate(
     checkpoint  a file that keeps what was found after every batch, so that an interrupted calibration goes on where it
              was. It is not removed at the end: remove it once the result is saved.
 
-    Raises TypeError for batches or a seed of another kind, ValueError if there are fewer tokens than channels and for a
-    checkpoint that is damaged or of another run, NotImplementedError for a model without rotary keys or whose
-    attention bypasses AttentionInterface: all before anything is measured.
+    Raises TypeError for arguments of another kind, ValueError if there are fewer tokens than channels, for tokens that
+    are not in the model's vocabulary and for a checkpoint that is damaged or of another run, NotImplementedError for a
+    model without rotary keys, without a head or whose attention bypasses AttentionInterface: all before anything is
+    measured.
     """
     seed = checked_seed(seed)
-    every = [_checked(i, batch, "batches") for i, batch in enumerate(batches)]
     mark = _checked_model(model)
+    every = _checked("batches", batches, model)
     given = [batch for batch in every if _count(batch, skipped(model))]
     tokens = sum(_count(batch, skipped(model)) for batch in given)
     tests = _checked_held_out(model, held_out)
@@ -382,6 +392,8 @@ def calibrate(
         raise ValueError(
             f"`batches` must hold more tokens than a head has channels ({mark['head_dim']}), got {tokens}: more text"
         )
+    if not isinstance(sensitivity_batches, Integral):
+        raise TypeError(f"`sensitivity_batches` must be an integer, got {sensitivity_batches!r}")
     if sensitivity_batches < 1:
         raise ValueError(f"`sensitivity_batches` must be at least 1, got {sensitivity_batches}")
     probes = given[:sensitivity_batches]
@@ -423,17 +435,25 @@ def _learned(
 def _checked_held_out(model: Any, held_out: Sequence[Batch | torch.Tensor] | None) -> list[Batch]:
     if held_out is None:
         return []
-    found = [_checked(i, batch, "held_out") for i, batch in enumerate(held_out)]
+    found = _checked("held_out", held_out, model)
     if not found:
         raise ValueError("`held_out` must hold at least one batch, or be None, got none")
     if not _is_esm(model) and any(_real(batch) is not None for batch in found):
         raise ValueError("`held_out` must have no padding, got an attention_mask with zeros")
+    for i, batch in enumerate(found):
+        rows, tokens = batch["input_ids"].shape
+        if rows < 1 or tokens < 2:
+            raise ValueError(f"`held_out[{i}]` must hold at least one row of two tokens, got {rows} of {tokens}")
     return found
 
 
 def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
-    """Sorted from high to low, without duplicates. ValueError for none, and for one that is not in 2..6."""
-    found = tuple(sorted({float(average) for average in averages}, reverse=True))
+    """Sorted from high to low, without duplicates. TypeError for what is no list of numbers, ValueError for none, and
+    for one that is not in 2..6."""
+    try:
+        found = tuple(sorted({float(average) for average in averages}, reverse=True))
+    except (TypeError, ValueError):
+        raise TypeError(f"`averages` must be a list of numbers of bits, got {averages!r}") from None
     if not found or not all(LEAST_SIDE_BITS <= average <= MOST_SIDE_BITS for average in found):
         wants = f"{LEAST_SIDE_BITS}..{MOST_SIDE_BITS} bits, at least one"
         raise ValueError(f"`averages` must be in {wants}, got {list(averages)}")
@@ -464,19 +484,46 @@ def token_ids(given: Any, wants: str) -> torch.Tensor:
     return given.long()
 
 
-def _checked(i: int, batch: Batch | torch.Tensor, name: str) -> Batch:
+def check_vocabulary(ids: torch.Tensor, model: Any, argument: str) -> None:
+    """ValueError unless all ids are in the vocabulary of the model. On CUDA, one outside would make every later call
+    of the process fail."""
+    if not ids.numel():
+        return
+    known, least, most = vocabulary(model), int(ids.min()), int(ids.max())
+    if least < 0 or most >= known:
+        raise ValueError(f"`{argument}` must be token ids in 0..{known - 1}, got {least if least < 0 else most}")
+
+
+def vocabulary(model: Any) -> int:
+    """How many tokens a model has embeddings for."""
+    embedding = model.get_input_embeddings()
+    count: int = getattr(embedding, "num_embeddings", None) or model.config.get_text_config().vocab_size
+    return count
+
+
+def _checked(name: str, batches: Any, model: Any) -> list[Batch]:
+    """The batches of an argument as mappings, with int64 ids."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"`{name}` must be a list of batches, got {batches!r}")
+    return [_checked_batch(f"{name}[{i}]", batch, model) for i, batch in enumerate(batches)]
+
+
+def _checked_batch(name: str, batch: Any, model: Any) -> Batch:
     if isinstance(batch, torch.Tensor):
         batch = {"input_ids": batch}
     held = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    wants = f"`{name}[{i}]` must be token ids [batch, tokens] or a mapping with such input_ids"
+    wants = f"`{name}` must be token ids [batch, tokens] or a mapping with such input_ids"
     ids = token_ids(batch if held is None else held, wants)
-    batch = {**batch, "input_ids": ids}
-    mask = batch.get("attention_mask")
+    check_vocabulary(ids, model, name)
+    checked: dict[str, torch.Tensor] = {**batch, "input_ids": ids}
+    mask = checked.get("attention_mask")
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise TypeError(f"`{name}` must have an attention_mask that is a tensor, got {type(mask).__name__}")
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(
-            f"`{name}[{i}]` must have an attention_mask like its {tuple(ids.shape)} tokens, got {tuple(mask.shape)}"
+            f"`{name}` must have an attention_mask like its {tuple(ids.shape)} tokens, got {tuple(mask.shape)}"
         )
-    return batch
+    return checked
 
 
 def _checked_model(model: Any) -> dict[str, Any]:
@@ -492,6 +539,8 @@ def _checked_model(model: Any) -> dict[str, Any]:
         raise NotImplementedError(f"{name} cannot be calibrated: its keys are not rotary")
     if not getattr(model, "_supports_attention_backend", False):
         raise NotImplementedError(f"{name} cannot be calibrated: its attention does not go through AttentionInterface")
+    if model.get_output_embeddings() is None:
+        raise NotImplementedError(f"{name} cannot be calibrated: it has no head, which gives the next token's logits")
     return fingerprint(model)
 
 

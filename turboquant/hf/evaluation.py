@@ -26,7 +26,7 @@ import torch
 from transformers import DynamicCache
 
 from ..calibration import Calibration, layer_specs
-from ..calibration.measure import fingerprint, token_divergence, token_ids
+from ..calibration.measure import check_vocabulary, fingerprint, token_divergence, token_ids
 from ..named_specs import resolve
 from ..spec import CacheSpec
 from .cache import TurboQuantCache, checked_config
@@ -241,9 +241,7 @@ def _checked(windows: Any, model: Any) -> torch.Tensor:
     ids = token_ids(windows, "`windows` must be token ids [windows, tokens]")
     if ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ValueError(f"`windows` must hold at least one window of two tokens, got shape {tuple(ids.shape)}")
-    known, least, most = model.get_input_embeddings().num_embeddings, int(ids.min()), int(ids.max())
-    if least < 0 or most >= known:  # on CUDA every later call would fail
-        raise ValueError(f"`windows` must be token ids in 0..{known - 1}, got {least if least < 0 else most}")
+    check_vocabulary(ids, model, "windows")
     return ids
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..calibration.measure import vocabulary
 from .data import PROTEINS, RANDOM_IDS
 
 __all__ = ["TOKENS", "Sample", "found_tokenizer", "kinds", "protein_sample", "sample"]
@@ -124,14 +125,8 @@ def _shipped(tokenizer: Any, wanted: int) -> list[int]:
     return [token for name, ids in parts.items() for token in ids[: taken[name]]][:wanted]
 
 
-def _vocabulary(model: Any) -> int:
-    embedding = model.get_input_embeddings()
-    count: int = getattr(embedding, "num_embeddings", None) or model.config.get_text_config().vocab_size
-    return count
-
-
 def _check(model: Any, ids: list[int]) -> None:
-    if ids and max(ids) >= (size := _vocabulary(model)):
+    if ids and max(ids) >= (size := vocabulary(model)):
         raise ValueError(f"`tokenizer` must be the model's, got one with token {max(ids)} for a vocabulary of {size}")
 
 
@@ -142,7 +137,7 @@ def _random(model: Any, limit: int) -> torch.Tensor:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
             value = getattr(config, name, None)
             special |= set(value) if isinstance(value, (list, tuple)) else {value} if isinstance(value, int) else set()
-    size = _vocabulary(model)
+    size = vocabulary(model)
     plain = torch.tensor([i for i in range(size) if i not in special], dtype=torch.int64, device="cpu")
     if not len(plain):
         raise ValueError(f"`model` must have a vocabulary of plain tokens, got {size} of which all are special")
