@@ -134,10 +134,18 @@ def test_folders_and_presets_that_are_none(tmp_path, capsys):
     assert "cannot be made: Validation error for field 'hidden_size'\n" in capsys.readouterr().out
     assert main(["doctor", str(DEMO), "--spec", "calibrated-3"]) == 1
     assert "make one with turboquant.calibrate" in lines(capsys.readouterr().out)["preset"][1]
-    for arguments, wants in ((["--spec", "defalt"], "did you mean 'default'"), (["--tokens", "0"], "--tokens must be")):
+    nowhere = str(tmp_path / "none")
+    for arguments, wants in (
+        ([str(DEMO), "--spec", "defalt"], "--spec must be a preset, got 'defalt': did you mean 'default'"),
+        ([str(DEMO), "--tokens", "0"], "--tokens must be in 1..2147483647, got 0"),
+        ([str(DEMO), "--tokens", str(2**31)], "--tokens must be in 1..2147483647, got 2147483648"),
+        ([nowhere], f"MODEL must be a folder or a name on the Hugging Face hub, got {nowhere!r}"),
+        ([""], "MODEL must be a folder or a name on the Hugging Face hub, got ''"),
+    ):
         with pytest.raises(SystemExit) as ended:
-            main(["doctor", str(DEMO), *arguments])
-        assert ended.value.code == 2 and wants in capsys.readouterr().err
+            main(["doctor", *arguments])
+        out, err = capsys.readouterr()
+        assert ended.value.code == 2 and wants in err and not out  # before the machine is described
 
 
 def test_check_says_what_patch_says_and_changes_nothing():

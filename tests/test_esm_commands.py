@@ -95,7 +95,7 @@ def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
     pipe.unlink()
     chosen = argparse.Namespace(fasta=str(pipe), csv=str(where), heatmap=None, calibration=None, batch=8,
                                 method="shared-context", spec="esm-default")  # fmt: skip
-    assert commands.scan(model, chosen, read) == 0
+    assert commands.scan(model, chosen, None, read) == 0
     assert len(where.read_text().splitlines()) == 1 + 52 * 20
     found = commands.evaluated(model, chosen.fasta, {"a": bare(3, 3)}, None, (None, 2), read)
     assert found["a"].residues == 52
@@ -346,6 +346,8 @@ BAD = {
     "a picture": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--heatmap", "x.txt"], "--heatmap"),
     "no calibration": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--spec", "calibrated-3"],
                        "--calibration"),
+    "no calibration file": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--spec", "calibrated-3",
+                             "--calibration", "none"], "--calibration must be a calibration file, got 'none'"),
     "too many": (["eval", "MODEL", "--fasta", "TEST", "--spec", "default", "--proteins", "3"],
                  "--proteins must be in 1..2"),
     "no tokens": (["calibrate", "MODEL", "--fasta", "TEST", "--out", "c", "--tokens", "0"],

@@ -337,7 +337,15 @@ BAD = {
         ["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--windows", "100"],
         "--windows 100 of --length 2048 do not fit: `text` must have 100 x 2048",
     ),
-    "unknown preset": (["eval", "DEMO", "--text", "TEXT", "--spec", "defalt"], "did you mean 'default'"),
+    "empty folder": (
+        ["eval", ".", "--text", "TEXT", "--spec", "default"],
+        "MODEL must be a folder or a name on the Hugging Face hub, got '.'",
+    ),
+    "empty name": (["eval", "", "--text", "TEXT", "--spec", "default"], "MODEL must be a folder or a name"),
+    "unknown preset": (
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "defalt"],
+        "--spec must be a preset, got 'defalt': did you mean 'default'",
+    ),
     "unknown field": (
         ["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--set", "bits=3"],
         "key_bits, value_bits",
@@ -345,6 +353,22 @@ BAD = {
     "no value": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--set", "sinks"], "FIELD=VALUE"),
     "bad value": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--set", "sinks=-1"], "`sinks` must be in"),
     "no calibration": (["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3"], "--calibration"),
+    "no calibration file": (
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3", "--calibration", "none"],
+        "--calibration must be a calibration file, got 'none', which is not there",
+    ),
+    "damaged calibration": (
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3", "--calibration", "TEXT"],
+        "--calibration must be a calibration file, got",
+    ),
+    "no numbers": (
+        ["calibrate", "DEMO", "--text", "TEXT", "--out", "x", "--device", "meta"],
+        "--device must be one that this torch can use, got 'meta'",
+    ),
+    "too short a text": (
+        ["calibrate", "DEMO", "--text", "SHORT", "--out", "x"],
+        "--text must have at least 1024 tokens, got",
+    ),
     "text as proteins": (["eval", "DEMO", "--fasta", "TEXT", "--spec", "default"], "must be a FASTA header"),
     "proteins to calibrate": (["calibrate", "DEMO", "--fasta", "TEXT", "--out", "x"], "must be a FASTA header"),
     "many tokens": (
@@ -370,9 +394,9 @@ def test_bad_command_lines_end_before_any_work(arguments, message, book, capsys,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("turboquant.hf.evaluation.evaluate_all", None)
     monkeypatch.setattr("turboquant.calibration.measure.calibrate", None)
-    given = [{"DEMO": str(DEMO), "TEXT": str(book)}.get(a, a) for a in arguments]
+    named = {"DEMO": str(DEMO), "TEXT": str(book), "SHORT": str(DEMO / "config.json")}
     with pytest.raises(SystemExit) as left:
-        main(given)
+        main([named.get(a, a) for a in arguments])
     assert left.value.code == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -27,6 +27,7 @@ CALIBRATION_TOKENS, CALIBRATION_WINDOW = 16384, 2048
 HELD_OUT = 4  # 1 token in 4 of a text is held out, to try methods on
 EVALUATED_PROTEINS = 60
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+_MODEL = "MODEL must be a folder or a name on the Hugging Face hub"
 # Other names of open files. They must not be replaced: every other program would lose /dev/stdout.
 STREAMS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
@@ -77,9 +78,7 @@ def _same_file(one: str, other: str) -> bool:
 def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
     """The text or the proteins, after a check that the model suits them. They are read once: the file may be a
     pipe."""
-    local = chosen.model.startswith((".", "/", "~")) or chosen.model.endswith("/")
-    if local and not os.path.isdir(chosen.model):
-        raise ValueError(f"MODEL must be a folder or a name on the Hugging Face hub, got {chosen.model!r}")
+    _check_name(chosen.model)
     if chosen.fasta is not None:
         from .esm.fasta import read_entries
 
@@ -99,11 +98,20 @@ def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
     return text, None
 
 
+def _check_name(model: str) -> None:
+    """Checks that what looks like a path is one; anything else may be a name on the hub."""
+    if not model or ((model.startswith((".", "/", "~")) or model.endswith("/")) and not os.path.exists(model)):
+        raise ValueError(f"{_MODEL}, got {model!r}")
+
+
 def _check_kind(name: str, proteins: bool) -> None:
     """Checks that a model is one for proteins, or one for text."""
     from transformers import AutoConfig
 
-    kind = AutoConfig.from_pretrained(name).model_type
+    try:
+        kind = AutoConfig.from_pretrained(name).model_type
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_MODEL}, got {name!r}: {str(error).strip().partition(chr(10))[0]}") from None
     if proteins != (kind == "esm"):
         wants = "an ESM-2 model, for proteins" if proteins else "a causal language model, for text"
         raise ValueError(f"MODEL must be {wants}, got {name!r}, which is of type {kind!r}")
@@ -131,7 +139,7 @@ def _device(wanted: str | None) -> str:
 
     if wanted is not None:
         try:
-            torch.empty(1, device=wanted)
+            torch.zeros(1, device=wanted).item()  # the meta device holds no numbers
         except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
             said = str(error).partition("\n")[0]
             raise ValueError(f"--device must be one that this torch can use, got {wanted!r}: {said}") from None
@@ -171,6 +179,16 @@ def _averages(given: str) -> tuple[float, ...]:
         raise ValueError(f"--bits must be averages between commas, got {given!r}: {error}") from None
 
 
+def loaded_calibration(path: str) -> Any:
+    """The calibration in the file that --calibration names."""
+    from .calibration import Calibration
+
+    try:
+        return Calibration.load(path)
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(str(error).replace("`path`", "--calibration", 1)) from None
+
+
 def calibration_table(found: Any, proteins: bool) -> str:
     """A table of the trials, and what was chosen."""
     from .calibration.choice import table
@@ -188,6 +206,8 @@ def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) 
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     wanted = min(CALIBRATION_TOKENS, len(ids)) if chosen.tokens is None else chosen.tokens
     least = CALIBRATION_WINDOW // 2
+    if len(ids) < least:
+        raise ValueError(f"--text must have at least {least} tokens, got {chosen.text!r} with {len(ids)}")
     if not least <= wanted <= len(ids):
         raise ValueError(f"--tokens must be in {least}..{len(ids)}, what --text has, got {wanted}")
     cut = len(ids) - len(ids) // HELD_OUT
@@ -223,7 +243,7 @@ def _spread_windows(ids: Sequence[int], tokens: int, first: int | None) -> list[
 
 def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
     """The presets named, with the fields that were set."""
-    from .named_specs import preset
+    from .named_specs import named
     from .spec import CacheSpec
 
     names = [field.name for field in dataclasses.fields(CacheSpec)]
@@ -238,13 +258,11 @@ def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
             changed[field] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             changed[field] = value
-    return {name: preset(name).with_(**changed) for name in filter(None, chosen.spec.split(","))}
+    return {name: named(name, "--spec").with_(**changed) for name in filter(None, chosen.spec.split(","))}
 
 
 def evaluate(chosen: argparse.Namespace) -> int:
     """Measure what specs cost in quality on a text or on proteins, through the packed path."""
-    from .calibration import Calibration
-
     specs = _specs(chosen)
     if not specs:
         raise ValueError("--spec must name at least one preset")
@@ -254,7 +272,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
     read = {"--text": chosen.text, "--fasta": chosen.fasta, "--calibration": chosen.calibration}
     if chosen.json not in STANDARD_OUTPUT:
         _check_output(chosen.json or None, "--json", read)
-    found = None if chosen.calibration is None else Calibration.load(chosen.calibration)
+    found = None if chosen.calibration is None else loaded_calibration(chosen.calibration)
     text, proteins = _checked_files(chosen)
     if chosen.fasta is None:
         from .hf.evaluation import evaluate_all, markdown, text_windows
@@ -306,6 +324,17 @@ def evaluate(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(chosen: argparse.Namespace) -> int:
+    from .named_specs import named
+
+    named(chosen.spec, "--spec")
+    if not 0 < chosen.tokens < 2**31:
+        raise ValueError(f"--tokens must be in 1..{2**31 - 1}, got {chosen.tokens}")
+    if chosen.model is not None:
+        _check_name(chosen.model)
+    return doctor(chosen.model, chosen.spec, chosen.tokens)
+
+
 def calc(chosen: argparse.Namespace) -> int:
     """Print the bytes of a model's cache, the tokens that fit, and an estimate of a step."""
     from .calc import calc as run
@@ -316,7 +345,7 @@ def calc(chosen: argparse.Namespace) -> int:
 def esm_scan(chosen: argparse.Namespace) -> int:
     """Masked or wild-type marginals of proteins: what a model expects at each position."""
     from .esm import commands
-    from .named_specs import preset
+    from .named_specs import named
 
     read = {"FASTA": chosen.fasta, "--calibration": chosen.calibration}
     if chosen.csv in STANDARD_OUTPUT:
@@ -328,10 +357,11 @@ def esm_scan(chosen: argparse.Namespace) -> int:
         raise ValueError(f"--batch must be at least 1, got {chosen.batch}")
     if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
-    if preset(chosen.spec).calibrated and chosen.calibration is None and chosen.method == "shared-context":
+    if named(chosen.spec, "--spec").calibrated and chosen.calibration is None and chosen.method == "shared-context":
         raise ValueError(f"--calibration must name a file for {chosen.spec}; `turboquant calibrate` makes one")
+    found = None if chosen.calibration is None else loaded_calibration(chosen.calibration)
     _, proteins = _checked_files(chosen)
-    return commands.scan(_model(chosen), chosen, proteins)
+    return commands.scan(_model(chosen), chosen, found, proteins)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -389,7 +419,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--tokens", type=int, metavar="N", default=32768, help="count the cache's bytes for N tokens (default 32768)"
     )
-    one.set_defaults(run=lambda chosen: doctor(chosen.model, chosen.spec, chosen.tokens))
+    one.set_defaults(run=_doctor)
     _add_calc(commands)
     # No help of its own: `demo --help` is answered by the demo.
     commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits", add_help=False)

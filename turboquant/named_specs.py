@@ -78,16 +78,17 @@ def preset(name: str) -> CacheSpec:
     unknown name; the message lists the names, the likeliest first."""
     if not isinstance(name, str):
         raise TypeError(f"`name` must be the name of a preset, got {name!r}")
-    return _named(name, "name")
+    return named(name, "`name`")
 
 
-def _named(name: str, argument: str) -> CacheSpec:
+def named(name: str, argument: str) -> CacheSpec:
+    """`preset` for an argument or an option of a command that errors call `argument`."""
     if found := _CALIBRATED.fullmatch(name):
         return CacheSpec(budget=float(found[1]))
     if name not in _PRESETS:
         near = difflib.get_close_matches(name.lower(), _PRESETS, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise ValueError(f"`{argument}` must be a preset, got {name!r}: {hint}there are {', '.join(_PRESETS)}")
+        raise ValueError(f"{argument} must be a preset, got {name!r}: {hint}there are {', '.join(_PRESETS)}")
     return _PRESETS[name]
 
 
@@ -96,6 +97,6 @@ def resolve(spec: CacheSpec | str) -> CacheSpec:
     if isinstance(spec, CacheSpec):
         return spec
     if isinstance(spec, str):
-        return _named(spec, "spec")
+        return named(spec, "`spec`")
     wanted = "a CacheSpec or the name of a preset"
     raise TypeError(f"`spec` must be {wanted}, got {'a mapping' if isinstance(spec, Mapping) else repr(spec)}")

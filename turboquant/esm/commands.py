@@ -119,7 +119,7 @@ def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
     return "\n".join([*lines, "", *(f"{note}." for note in notes)])
 
 
-def scan(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
+def scan(model: Any, chosen: argparse.Namespace, calibration: Calibration | None, read: Read = None) -> int:
     """Marginals of the proteins of a file, by `--method`, as CSV and, if wanted, as pictures. Skips proteins that the
     model cannot read, and lists them on stderr at the end. An existing CSV file is replaced at the end; "-" is standard
     output, which gets each protein's rows at once."""
@@ -134,7 +134,6 @@ def scan(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
                 f"--fasta must name every protein differently up to the first blank, got two {protein.name!r}"
             )
         names.add(protein.name)
-    calibration = None if chosen.calibration is None else Calibration.load(chosen.calibration)
     context = ContextCache(model, chosen.spec, calibration) if chosen.method == "shared-context" else None
     if chosen.csv == "-":
         _write(sys.stdout, model, chosen, proteins, context)

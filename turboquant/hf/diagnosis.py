@@ -29,11 +29,9 @@ _HELP = "docs/troubleshooting.md says what is supported; the model runs without 
 def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
     """Findings about the model at a folder or hub name, for a preset and one sequence of `tokens` tokens.
 
-    Ends with the first that fails. ValueError for an unknown preset or fewer than 1 token.
+    Ends with the first that fails. ValueError for an unknown preset.
     """
     chosen = resolve(spec)
-    if tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, got {tokens}")
     try:
         config = AutoConfig.from_pretrained(name)
         family = AutoModelForMaskedLM if config.model_type == "esm" else AutoModelForCausalLM
