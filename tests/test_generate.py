@@ -266,18 +266,20 @@ SPECULATIVE = {"all packed": bare(5, 5), "a window": PACKED.with_(window=16, sin
 
 
 @pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
-@pytest.mark.parametrize("kind", ["llama", "mistral, sliding"])
+@pytest.mark.parametrize("kind", ["llama", "mistral, sliding", "mistral, sliding, wide"])
 @pytest.mark.parametrize("spec", SPECULATIVE.values(), ids=SPECULATIVE)
 def test_speculative_decoding(spec, kind, how):
     """Drafts are verified several tokens at a time and taken back by `crop`: the text is that of plain decoding."""
-    model = turboquant.patch(tiny(kind), spec)
+    sizes = dict(sliding_window=500) if "wide" in kind else {}  # wider than the text
+    model = turboquant.patch(tiny(kind.removesuffix(", wide"), **sizes), spec)
     inputs = dict(input_ids=prompts(1, 8)["input_ids"].repeat(1, 25))
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     # transformers 4.57 needs an EOS token; an assistant makes its mask from the ids, where 0 is padding
     options = dict(eos_token_id=95, output_logits=False, suppress_tokens=[0, 95])
     want = generate(model, inputs, 40, **options).sequences
     if how == "assistant":
-        options["assistant_model"] = turboquant.patch(tiny(kind, num_hidden_layers=1), spec)
+        assistant = tiny(kind.removesuffix(", wide"), num_hidden_layers=1, **sizes)
+        options["assistant_model"] = turboquant.patch(assistant, spec)
     else:
         options["prompt_lookup_num_tokens"] = 20
     got = generate(model, inputs, 40, **options)

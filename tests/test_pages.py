@@ -285,6 +285,20 @@ def test_a_table_is_made_anew_where_it_must_be():
     check(cache, fork)
 
 
+@pytest.mark.parametrize("tokens", [40, 98, 99, 100, 130])
+def test_a_text_that_fits_its_sliding_window_can_be_cropped(tokens):
+    """Nothing has been freed yet, whether the window is full or not."""
+    stream, cropped, plain = Stream(tokens=300), new(PACKED), new(PACKED)
+    for cache, first in ((cropped, Stream(tokens=300, seed=1).piece(20, tokens)), (plain, None)):
+        forward(cache, stream.piece(0, 20), local_size=100)
+        if first is not None:
+            forward(cache, first, local_size=100)
+    cropped.crop(20 - tokens)
+    got, want = (forward(cache, stream.piece(20, 60), local_size=100) for cache in (cropped, plain))
+    close(got, want, 1e-6)
+    check(cropped)
+
+
 def test_a_window_that_grows_and_a_crop_too_far():
     cache, stream = new(PACKED), Stream(tokens=800)
     forward(cache, stream.piece(0, 700), local_size=100)

@@ -400,7 +400,7 @@ class LayerStorage:
 
     def has_released(self, tokens: int) -> bool:
         """Whether pages were freed that a sliding window of this many positions would see."""
-        return bool(self.sliding_window) and tokens - self.sliding_window + 1 < self.released
+        return bool(self.sliding_window) and max(0, tokens - self.sliding_window + 1) < self.released
 
     @outside_autograd
     def crop_to(self, keep: int) -> None:
