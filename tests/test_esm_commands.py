@@ -14,6 +14,7 @@ import threading
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 from conftest import ROOT, shared_file
 from esm_models import protein, tiny_esm, torch, transformers
@@ -114,6 +115,40 @@ def test_evaluation_leaves_every_mode_as_it_was(model, sequences):
     esm.evaluate(model, sequences[:1], {"a": bare(3, 3)})
     assert part.training and not model.training
     part.eval()
+
+
+@pytest.mark.parametrize("fields, error, message", [
+    (dict(sequences=None), TypeError, "`sequences` must be a list of at least one protein, got None"),
+    (dict(sequences={"a": "MKV"}), TypeError, "`sequences` must be a list of at least one protein, got {'a': 'MKV'}"),
+    (dict(sequences="MKV"), ValueError, "`sequences` must be a list of at least one protein, got 'MKV'"),
+    (dict(sequences=[]), ValueError, "`sequences` must be a list of at least one protein, got \\[\\]"),
+    (dict(mask_share="x"), TypeError, "`mask_share` must be a number, got 'x'"),
+    (dict(mask_share=float("nan")), ValueError, "`mask_share` must be .* below 1, got nan"),
+    (dict(seed=1.5), TypeError, "`seed` must be an integer, got 1.5"),
+    (dict(seed=-1), ValueError, "`seed` must be in 0..2\\*\\*63 - 1, got -1"),
+    (dict(batch_size=0), ValueError, "`batch_size` must be an integer of at least 1, got 0"),
+])  # fmt: skip
+def test_wrong_choices_of_proteins(model, fields, error, message):
+    given = dict(sequences=["MKVMKVMKV"], mask_share=0.5) | fields
+    with pytest.raises(error, match=message):
+        esm.protein_batches(model, **given)
+    with pytest.raises(error, match=message):
+        esm.evaluate(model, **given, specs={"a": bare(3, 3)})
+
+
+def test_a_calibration_that_no_spec_uses_is_checked(model):
+    with pytest.raises(TypeError, match="`calibration` must be a Calibration or the path of a file, got 3"):
+        esm.evaluate(model, ["MKVMKVMKV"], {"a": bare(3, 3)}, mask_share=0.5, calibration=3)
+
+
+def test_a_heat_map_takes_a_scan_and_a_path(tmp_path):
+    with pytest.raises(TypeError, match="`scan` must be a Scan, as masked_marginals returns it, got list"):
+        esm.heat_map([], tmp_path / "h.svg")
+    scan = esm.Scan("M", (0,), np.zeros((1, 20), np.float32), np.zeros(1, np.float32))
+    with pytest.raises(TypeError, match="`path` must be a str or a path, got 3"):
+        esm.heat_map(scan, 3)
+    with pytest.raises(ValueError, match="`path` must end in .png, .svg or .pdf, got 'h.txt'"):
+        esm.heat_map(scan, "h.txt")
 
 
 def test_evaluation_is_what_it_says(model, sequences):
@@ -357,7 +392,8 @@ BAD = {
     "out is standard output": (["calibrate", "MODEL", "--fasta", "TEST", "--out", "-"], "--out must be a file"),
     "csv in a link to an open file": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "/dev/stderr"],
                                       "--csv must be a file"),
-    "no proteins file": (["eval", "MODEL", "--fasta", "none", "--spec", "default"], "compressed by gzip, got 'none'"),
+    "no proteins file": (["eval", "MODEL", "--fasta", "none", "--spec", "default"],
+                         "the FASTA file must be a file of proteins, got 'none', which is not there"),
     "a batch": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--batch", "0"],
                 "--batch must be at least 1"),
     "a device": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--device", "gpu"],

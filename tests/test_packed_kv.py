@@ -196,6 +196,26 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
         lambda k, p: ops.attend(k, p.pages),
         "attend: `packed` must be a PackedKV, as `pack` returns it, got Tensor",
     ),
+    "no lengths": (
+        TypeError,
+        lambda k, p: ops.append(dataclasses.replace(p, lengths=None), k, k),
+        "append: `packed.lengths` must be a tensor, got NoneType",
+    ),
+    "pages as an array": (
+        TypeError,
+        lambda k, p: ops.attend(k, dataclasses.replace(p, pages=p.pages.numpy())),
+        "attend: `packed.pages` must be a tensor, got ndarray",
+    ),
+    "no transforms": (
+        TypeError,
+        lambda k, p: ops.dequantize(dataclasses.replace(p, transforms=None)),
+        "dequantize: `packed.transforms` must be a dict, got NoneType",
+    ),
+    "a window of many digits": (
+        ValueError,
+        lambda k, p: ops.attend(k, p, sliding_window=10**30),
+        "attend: `sliding_window` must fit in 64 bits, got 1000000000000000000000000000000",
+    ),
     "swapped": (TypeError, lambda k, p: ops.append(k, k, p), "append: `packed` must be a PackedKV"),
     "a full table": (
         ValueError,

@@ -97,6 +97,16 @@ def test_sizes() -> None:
     plan = Plan(128, 4, 3)
     assert plan.record_bytes == 128 * (64 + 48 + 4)
     assert [plan.nbytes(n, 2) for n in (0, 1, 128, 129)] == [2 * plan.record_bytes * n for n in (0, 1, 1, 2)]
+    for wrong in (None, "x", 1.5, []):
+        with pytest.raises(TypeError, match="`tokens` must be an integer, got"):
+            plan.nbytes(wrong)
+        with pytest.raises(TypeError, match="`kv_heads` must be an integer, got"):
+            plan.nbytes(5, wrong)
+    with pytest.raises(ValueError, match="`tokens` and `kv_heads` must be at least 0, got 5 and -1"):
+        plan.nbytes(5, -1)
+    for wrong in (None, 3):
+        with pytest.raises(TypeError, match=f"`words` must be a sequence of integers, got {wrong}"):
+            Plan.from_words(wrong)
 
 
 def test_bits_alone_are_a_side() -> None:

@@ -84,6 +84,8 @@ def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
 
         try:
             proteins = read_entries(chosen.fasta)
+        except FileNotFoundError as error:
+            raise ValueError(str(error).replace("`path`", "the FASTA file", 1)) from None
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"the FASTA file must be one of text, plain or compressed by gzip, got {chosen.fasta!r}: {error}"

@@ -133,6 +133,11 @@ def _check(op: str, packed: object = None, **tensors: object) -> None:
     if packed is not None:
         if not isinstance(packed, PackedKV):
             raise TypeError(f"{op}: `packed` must be a PackedKV, as `pack` returns it, got {type(packed).__name__}")
+        for name in ("pages", "block_table", "lengths"):
+            if not isinstance(held := getattr(packed, name), Tensor):
+                raise TypeError(f"{op}: `packed.{name}` must be a tensor, got {type(held).__name__}")
+        if not isinstance(packed.transforms, dict):
+            raise TypeError(f"{op}: `packed.transforms` must be a dict, got {type(packed.transforms).__name__}")
         _check_plan(op, packed.plan)
 
 
@@ -151,11 +156,14 @@ _OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _check_options(op: str, **options: object) -> None:
-    """TypeError for arguments of a wrong type, by name; the operators check values."""
+    """TypeError for arguments of a wrong type, by name, and ValueError for a window that torch cannot pass on;
+    the operators check other values."""
     for name, value in options.items():
         types, wanted = _OPTIONS.get(name, ((Tensor, type(None)), "a tensor or None"))
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise TypeError(f"{op}: `{name}` must be {wanted}, got {type(value).__name__}")
+        if name == "sliding_window" and not -(2**63) <= value < 2**63:  # type: ignore[operator]
+            raise ValueError(f"{op}: `{name}` must fit in 64 bits, got {value}")
 
 
 def _check_plan(op: str, plan: object) -> None:

@@ -242,6 +242,8 @@ class Plan:
         """The plan whose `words` these are. ValueError or TypeError for others."""
         from . import _core
 
+        if not isinstance(words, Iterable):
+            raise TypeError(f"`words` must be a sequence of integers, got {words!r}")
         words = tuple(words)
         _core.record_bytes(words)  # refuses what is no plan
         groups = (len(words) - _HEADER) // 2
@@ -290,7 +292,11 @@ class Plan:
         return _core.plan_info(self.words)["key_moments"]
 
     def nbytes(self, tokens: int, kv_heads: int = 1) -> int:
-        """Bytes of the pages that `tokens` packed tokens of one sequence fill, the last page whole."""
+        """Bytes of the pages that `tokens` packed tokens of one sequence fill, the last page whole. TypeError for other
+        numbers than integers, ValueError for negative ones."""
+        tokens, kv_heads = _integer(tokens, "tokens"), _integer(kv_heads, "kv_heads")
+        if tokens < 0 or kv_heads < 0:
+            raise ValueError(f"`tokens` and `kv_heads` must be at least 0, got {tokens} and {kv_heads}")
         return -(-tokens // self.page_tokens) * kv_heads * self.record_bytes
 
     def __repr__(self) -> str:

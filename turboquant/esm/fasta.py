@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..files import file_name
+from ..files import existing_file, file_name
 
 __all__ = ["Entries", "Protein", "doubts", "read_entries", "read_fasta"]
 
@@ -43,16 +43,17 @@ def read_fasta(path: str | os.PathLike[str]) -> list[Protein]:
     model's alphabet is for the model to say. Lines end with LF, CR LF or CR and nothing else; a byte order mark in
     front is left out.
 
-    ValueError, naming the line, for a file without entries, text in front of the first, an entry without a sequence, or
-    one with a character that is not printable ASCII: upper case of others may be several letters. ValueError for a gzip
-    file that is damaged, and UnicodeDecodeError for text that is not UTF-8. UserWarning for sequences that look like
-    DNA or RNA, and for headers of a PIR file, whose titles would be read as residues.
+    FileNotFoundError if there is none. ValueError, naming the line, for a file without entries, text in front of the
+    first, an entry without a sequence, or one with a character that is not printable ASCII: upper case of others may be
+    several letters. ValueError for a gzip file that is damaged, and UnicodeDecodeError for text that is not UTF-8.
+    UserWarning for sequences that look like DNA or RNA, and for headers of a PIR file, whose titles would be read as
+    residues.
     """
     proteins, errors = read_entries(path)
     if errors:
         raise ValueError(errors[0])
     for doubt in doubts(proteins):
-        warnings.warn(f"{os.fspath(path)}: {doubt}", stacklevel=2)
+        warnings.warn(f"{file_name(path)}: {doubt}", stacklevel=2)
     return list(proteins)
 
 
@@ -62,9 +63,11 @@ def read_entries(path: str | os.PathLike[str]) -> Entries:
     ValueError for what is no FASTA file at all: no entries, text in front of the first, damaged gzip.
     """
     name = file_name(path)
+    if os.path.isdir(name) or not os.path.exists(name):
+        existing_file(name, "a file of proteins")  # raises; a pipe is none, and can be read
     found: list[tuple[int, str, list[str]]] = []
     wrong: dict[int, str] = {}  # by entry, its first error
-    for number, line in enumerate(_text(path).split("\n"), 1):
+    for number, line in enumerate(_text(name).split("\n"), 1):
         text = line.strip(" \t")
         if text.startswith(">"):
             words = text[1:].split()
@@ -88,14 +91,14 @@ def read_entries(path: str | os.PathLike[str]) -> Entries:
     return Entries([p for i, p in enumerate(proteins) if i not in wrong], [wrong[i] for i in sorted(wrong)])
 
 
-def _text(path: str | os.PathLike[str]) -> str:
+def _text(name: str) -> str:
     """The text of a file, with every end of a line as "\\n"."""
-    content = Path(path).read_bytes()
+    content = Path(name).read_bytes()
     if content.startswith(GZIP):
         try:
             content = gzip.decompress(content)
         except (EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{os.fspath(path)}: must be a whole gzip file, got a damaged one: {error}") from None
+            raise ValueError(f"{name}: must be a whole gzip file, got a damaged one: {error}") from None
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 

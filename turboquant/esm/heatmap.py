@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files import file_name
 from .model import AMINO_ACIDS
 from .scan import Scan
 
@@ -28,10 +29,14 @@ def figure_class() -> Any:
 def heat_map(scan: Scan, path: str | os.PathLike[str], *, title: str = "") -> None:
     """Draws the scores of a scan to a PNG, SVG or PDF file, by its ending; the wild type of each position is a dot.
 
-    ValueError for another ending; ImportError without matplotlib (``pip install 'turboquant-attention[plot]'``).
+    TypeError for what is no scan or no path, ValueError for another ending; ImportError without matplotlib
+    (``pip install 'turboquant-attention[plot]'``).
     """
-    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"`path` must end in .png, .svg or .pdf, got {os.fspath(path)!r}")
+    if not isinstance(scan, Scan):
+        raise TypeError(f"`scan` must be a Scan, as masked_marginals returns it, got {type(scan).__name__}")
+    name = file_name(path)
+    if Path(name).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"`path` must end in .png, .svg or .pdf, got {name!r}")
     scores = scan.scores
     strips = -(-len(scan.positions) // COLUMNS)
     widest = min(COLUMNS, len(scan.positions))
@@ -45,7 +50,7 @@ def heat_map(scan: Scan, path: str | os.PathLike[str], *, title: str = "") -> No
     figure.colorbar(image, ax=figure.axes, label="log p(mutation) - log p(wild type)", shrink=min(1.0, 2.5 / strips))
     if title:
         figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    figure.savefig(name, dpi=120)
 
 
 def _strip(axes: Any, scan: Scan, scores: Any, positions: tuple[int, ...], limit: float) -> Any:

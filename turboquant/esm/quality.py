@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 
 from ..calibration import Calibration
-from ..calibration.measure import token_divergence
+from ..calibration.measure import checked_seed, token_divergence
 from ..hf.placement import device_of
 from ..hf.routing import evaluating, routed
 from ..moments import Moments
@@ -101,16 +102,18 @@ def evaluate(
     base = checked_model(model)
     if getattr(model, "lm_head", None) is None:
         raise NotImplementedError(f"{type(model).__name__} has no masked-language head: use EsmForMaskedLM")
-    _check_proteins(sequences)
+    _check_choice(sequences, mask_share, seed)
     if not isinstance(specs, Mapping):
         raise TypeError(f"`specs` must be a mapping of names to specs, got {specs!r}")
     if not 0 < mask_share < 1:
         raise ValueError(f"`mask_share` must be above 0 and below 1, got {mask_share}")
+    found = None if calibration is None else Calibration.of(calibration)
+    measured = None if moments is None else Moments.of(moments)
     batches = _masked_batches(model, sequences, mask_share, seed, batch_size)
     if not any(batch.masked.any() for batch in batches):
         raise ValueError("`mask_share` must mask at least one residue, got none: another `seed`, or more proteins")
     chosen = {name: resolve(spec) for name, spec in specs.items()}
-    packed = {name: _layers(model, spec, calibration, moments) for name, spec in chosen.items()}
+    packed = {name: _layers(model, spec, found, measured) for name, spec in chosen.items()}
     tallies = {name: _Tally() for name in chosen}
     with evaluating(model), _bar(len(batches) * (1 + len(chosen)), progress) as step:
         for batch in batches:
@@ -132,9 +135,16 @@ class _Batch(NamedTuple):
     masked: torch.Tensor
 
 
-def _check_proteins(sequences: Sequence[str]) -> None:
+def _check_choice(sequences: Any, mask_share: Any, seed: Any) -> None:
+    """Checks what `evaluate` and `protein_batches` have in common."""
+    wants = "`sequences` must be a list of at least one protein"
+    if isinstance(sequences, (bytes, Mapping)) or not isinstance(sequences, Collection):
+        raise TypeError(f"{wants}, got {sequences!r}")
     if isinstance(sequences, str) or not len(sequences):
-        raise ValueError(f"`sequences` must be a list of at least one protein, got {sequences!r}")
+        raise ValueError(f"{wants}, got {sequences!r}")
+    if not isinstance(mask_share, Real):
+        raise TypeError(f"`mask_share` must be a number, got {mask_share!r}")
+    checked_seed(seed)
 
 
 def protein_batches(
@@ -142,7 +152,7 @@ def protein_batches(
 ) -> list[dict[str, torch.Tensor]]:
     """Proteins as `turboquant.calibrate` takes them, `batch_size` of similar lengths together, in random order; each
     residue is masked with a chance of `mask_share`, as in training. Errors as in `evaluate`."""
-    _check_proteins(sequences)
+    _check_choice(sequences, mask_share, seed)
     if not 0 <= mask_share < 1:
         raise ValueError(f"`mask_share` must be at least 0 and below 1, got {mask_share}")
     batches = _masked_batches(model, sequences, mask_share, seed, batch_size)
