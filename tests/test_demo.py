@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
 
 import forks
@@ -39,6 +42,30 @@ def test_demo(capsys):
 def test_demo_refuses_what_the_passage_has_not():
     with pytest.raises(SystemExit):
         main(["demo", "--prompt-tokens", "100000"])
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**63)])
+def test_demo_refuses_seeds_out_of_range(seed, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["demo", "--seed", seed])
+    assert left.value.code == 2 and f"--seed must be in 0..2**63 - 1, got {seed}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["calc", "info"])
+def test_a_reader_that_leaves_early_ends_a_command_without_words(command):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run([sys.executable, "-m", "turboquant", command], stdout=write, stderr=subprocess.PIPE)
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("turboquant.calc.calc", lambda chosen: signal.raise_signal(signal.SIGINT))
+    assert main(["calc"]) == 130
+    assert capsys.readouterr().err == "\nturboquant: calc: interrupted\n"
 
 
 def test_without_its_model_the_demo_says_what_to_install(tmp_path, monkeypatch, capsys):

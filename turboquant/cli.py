@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -488,16 +489,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point; returns the exit status. Ends with status 2 and a message if something cannot be done."""
+    """The entry point; returns the exit status. Ends with status 2 and a message if something cannot be done, and like
+    other programs with 130 after Ctrl-C and 141 where nobody reads its output any more."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     chosen, rest = parser.parse_known_args(given)
     if rest and chosen.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        status = _run(parser, chosen, rest)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader, such as head, has all that it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print(f"\nturboquant: {chosen.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace, rest: Sequence[str]) -> int:
     if chosen.command == "info" and chosen.kernels is None:
         return info()
     try:
         return demo(rest) if chosen.command == "demo" else int(chosen.run(chosen))
+    except BrokenPipeError:
+        raise
     except ImportError as error:
         parser.error(_missing(error, chosen.command))
     except (ValueError, TypeError, OSError, NotImplementedError) as error:

@@ -177,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=96, help="tokens to generate for each row (default 96)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     options = parser.parse_args(arguments)
+    if not 0 <= options.seed < 2**63:
+        parser.error(f"--seed must be in 0..2**63 - 1, got {options.seed}")
     files = folder()
     source, passage = (files / PASSAGE).read_text(encoding="utf-8").split("\n\n", 1)
     tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
