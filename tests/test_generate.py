@@ -262,6 +262,23 @@ def test_autocast():
     assert (got.logits[0].float() - want).abs().max() < 0.05 * want.abs().max()
 
 
+@pytest.mark.parametrize("options", [dict(num_beams=3), dict(num_beams=3, num_return_sequences=2)], ids=str)
+def test_beams_over_a_prefix(options):
+    """The prefix is encoded once and repeated for every beam, as docs/using.md says."""
+    model, ids = turboquant.patch(tiny(), WIDE), prompts(1, 60)["input_ids"]
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    want = generate(model, inputs, 6, **options).sequences
+    prefix = TurboQuantCache(model)
+    with torch.no_grad():
+        model(ids[:, :50], past_key_values=prefix)
+    with pytest.raises(ValueError, match="the cache holds 50 positions of 1 sequences"):
+        generate(model, inputs, 6, past_key_values=prefix.fork(), **options)
+    beams = prefix.fork()
+    beams.batch_repeat_interleave(3)
+    assert torch.equal(generate(model, inputs, 6, past_key_values=beams, **options).sequences, want)
+    assert prefix.layers[0].max_batch_size == 1
+
+
 SPECULATIVE = {"all packed": bare(5, 5), "a window": PACKED.with_(window=16, sinks=2), "default": "default"}
 
 
