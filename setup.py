@@ -14,7 +14,7 @@ The compile commands are written to build/<variant>/build.ninja, and ninja runs 
                                  ziglang); a wheel gets the tag manylinux_2_28 (make wheel)
     TURBOQUANT_MACHINE=aarch64   builds for that machine: CC and CXX must compile for it, CPPFLAGS name its headers of
                                  Python and NumPy; without CUDA, and with TURBOQUANT_GLIBC (make wheel-aarch64)
-    TURBOQUANT_SANITIZE=1        ASan and UBSan, -O1 -g (make sanitize runs the tests that way)
+    TURBOQUANT_SANITIZE=1        ASan and UBSan, -O1 -g1 (make sanitize runs the tests that way)
     CC, CXX, NVCC or CUDA_HOME, CPPFLAGS, CFLAGS, CXXFLAGS, LDFLAGS    as usual
 """
 
@@ -440,7 +440,7 @@ def write_ninja(torch: Path | None) -> Ninja:
     if sanitize:
         checks = ["-fsanitize=address,undefined,float-cast-overflow"]
         checks += ["-fno-sanitize-recover=undefined,float-cast-overflow"]
-        common = ["-O1", "-g", "-fno-omit-frame-pointer", *checks]
+        common = ["-O1", "-g1", "-fno-omit-frame-pointer", *checks]
         linker += checks
     common += [*words("CPPFLAGS"), "-fPIC", "-fvisibility=hidden", "-pthread", *WARNINGS]
     # No contraction: the codes that a number gets must not depend on whether a compiler fuses a product and a sum.
