@@ -127,7 +127,7 @@ sanitize: sanitize-core
 # without torch, so this is also the test that the package does without.
 $(SANITIZE)/.ready: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(SANITIZE)/venv
-	$(SANITIZE)/venv/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy pytest hypothesis scipy
+	$(SANITIZE)/venv/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy pytest pytest-xdist hypothesis scipy
 	@touch $@
 
 NEED_TORCH = $(shell grep -lE '^(import|from) (torch|transformers|safetensors)' tests/test_*.py)
@@ -136,7 +136,7 @@ sanitize-core: $(SANITIZE)/.ready
 	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/core
 	$(SANITIZING) TURBOQUANT_TORCH=0 $(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/core
 	PYTHONPATH=$(abspath $(SANITIZE)/core) TURBOQUANT_SANITIZED=$(abspath $(SANITIZE)/core/turboquant/libturboquant.so) $(SANITIZED) \
-	    $(SANITIZE)/venv/bin/python -m pytest -p no:cacheprovider --capture=sys -m 'not slow' $(NO_NATIVE) $(NEED_TORCH:%=--ignore=%) $(PYTEST_ARGS)
+	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m 'not slow' $(NO_NATIVE) $(NEED_TORCH:%=--ignore=%) $(PYTEST_ARGS)
 
 # The operators: csrc/torch and what it calls, inside a torch that knows nothing of sanitizers. Any tests run so:
 #   make sanitize-torch SANITIZE_TESTS='tests/test_cache.py tests/test_pages.py'
@@ -147,7 +147,7 @@ sanitize-torch: $(READY)
 	$(INTERPRETER) setup.py -q build_py --build-lib $(SANITIZE)/torch
 	$(SANITIZING) TURBOQUANT_TORCH=1 $(INTERPRETER) setup.py -q build_ext --build-lib $(SANITIZE)/torch
 	PYTHONPATH=$(abspath $(SANITIZE)/torch) $(SANITIZED) \
-	    $(INTERPRETER) -m pytest -p no:cacheprovider --capture=sys $(SANITIZE_TESTS) $(PYTEST_ARGS)
+	    $(INTERPRETER) -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys $(SANITIZE_TESTS) $(PYTEST_ARGS)
 
 # The C core and the readers of files under hostile input; needs clang with libFuzzer for those in C.
 FUZZ_SECONDS ?= 600
