@@ -767,7 +767,7 @@ int main(int argc, char **argv)
             uint64_t sum = bytes_of_everything();
             if (!first) first = sum;
             CHECK(sum == first);
-            check_quantise();
+            if (threads == 1) check_quantise(); /* four pack the same bytes */
             check_everything_attended();
             check_merge();
             check_vectors();
