@@ -93,7 +93,8 @@ def test_costs_of_sides_of_smollm2_are_what_they_do(smollm2):
     and mean gradients would be three times too high."""
     model, tokenizer = smollm2
     windows = text_windows((ROOT / "turboquant/data/moments/prose.txt").read_text(encoding="utf-8"), tokenizer, 2, 256)
-    costs = sum(trial.side_costs(model, one, measure(model, tokenizer), 0) for one in windows.split(1)) / 2
+    moments = measure(model, tokenizer)
+    costs = sum(trial.side_costs(model, one, moments, 0) for one in windows.split(1)) / 2
     layers = range(model.config.num_hidden_layers)
     quiet = {i: {"key_bits": 6, "value_bits": 6} for i in layers}
     coarse = {i: {"key_bits": 6, "value_bits": 3} for i in range(4, 9)}
