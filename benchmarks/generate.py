@@ -18,7 +18,8 @@ and values, and the attention of the prompt is left out, since only the speed of
 Section turns is a chat: a first prompt of so many random tokens, then so many new ones on top of it, one sequence, the
 caches by turns. `full` is DynamicCache in the model's dtype; "default" is the preset; "default, one call" is the same
 without `kvcache.chunk`, so that `attend` alone meets stored and new tokens. `logits_error` is that of the last token's
-logits, relative to those of `full`, in the 2-norm. The file is generate_turns.json.
+logits, relative to those of `full`, in the 2-norm. It says something of real models alone (SmolLM2: 0.003): with
+random weights layers amplify every difference (0.7 to 0.9). The file is generate_turns.json.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ The same text: divergence by the number of first and of last tokens that stay ex
 CALIBRATED = """
 ## Calibrated
 
-The same average of bits, spent as without a calibration / as a calibration chose: divergence with everything packed but
-4 tokens. `turboquant calibrate` and `python benchmarks/quality.py --real smollm2 --calibration FILE --specs
+The same average of bits, 4.5 to 2, spent as without a calibration / as a calibration chose: divergence with everything
+packed but 4 tokens. `turboquant calibrate` and `python benchmarks/quality.py --real smollm2 --calibration FILE --specs
 calibrated-3 uncalibrated-3`; source code is that of Python's standard library (`--text source`).
 """
 PAPERS = """
@@ -258,23 +258,23 @@ def sweeps() -> list[str]:
 
 
 def calibrations() -> list[str]:
-    """The table of calibrations on both models and two texts; none where none was measured."""
+    """The table of calibrations by model, their text and the text measured; none where none was measured."""
     measured = [row for row in rows("real") if row["params"].get("calibrated_on")]
-    texts = sorted({(row["params"]["model"], row["params"]["text"]) for row in measured}, reverse=True)
-    if not texts:
+    if not measured:
         return []
-    kl = {(r["params"]["model"], r["params"]["text"], r["params"]["spec"]): r["metrics"]["kl_divergence"]
-          for r in measured}  # fmt: skip
-    averages = sorted({spec.partition("calibrated-")[2] for _, _, spec in kl}, key=float, reverse=True)
-    head = [f"{MODELS[model]}, {text}" for model, text in texts]
-    lines = [CALIBRATED, f"| bits | {' | '.join(head)} |", f"| ---: |{' ---: |' * len(head)}"]
-    for average in averages:
-        pairs = ([kl.get((*text, f"{which}calibrated-{average}")) for which in ("un", "")] for text in texts)
+    kl: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in measured:
+        params = row["params"]
+        texts = kl.setdefault((params["model"], params["calibrated_on"], params["text"]), {})
+        texts[params["spec"]] = row["metrics"]["kl_divergence"]
+    averages = sorted({spec.partition("calibrated-")[2] for found in kl.values() for spec in found}, key=float)[::-1]
+    lines = [CALIBRATED, f"| model | calibrated on | measured on | {' | '.join(averages)} |",
+             f"| --- | --- | --- |{' ---: |' * len(averages)}"]  # fmt: skip
+    for (model, source, text), found in sorted(kl.items(), reverse=True):
+        pairs = ([found.get(f"{which}calibrated-{average}") for which in ("un", "")] for average in averages)
         cells = (" / ".join("-" if x is None else f"{x:#.3g}" for x in pair) for pair in pairs)
-        lines.append(f"| {average} | {' | '.join(cells)} |")
-    sources = {(r["params"]["model"], r["params"]["calibrated_on"]) for r in measured}
-    notes = [f"{MODELS[model]} was calibrated on {source}." for model, source in sorted(sources)]
-    return [*lines, "", *notes]
+        lines.append(f"| {MODELS[model]} | {source} | {text} | {' | '.join(cells)} |")
+    return lines
 
 
 def _count(number: int, what: str) -> str:
