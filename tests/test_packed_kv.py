@@ -288,6 +288,15 @@ def test_refusals(name: str) -> None:
     assert len(packed) == 140 and packed.lengths.tolist() == [140, 140] and torch.equal(packed.pages, before)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["attend", "attend_kernel", "schedule"])
+def test_query_heads_are_a_multiple_of_kv_heads(name: str, device: str) -> None:
+    k = torch.zeros(1, 2, 3, 64, device=device)
+    packed = ops.pack(k, k, Plan(64, 4, 4))
+    with pytest.raises(ValueError, match=f"{name}: `query_heads` must be a multiple of kv_heads, got 3"):
+        getattr(ops, name)(torch.zeros(1, 3, 1, 64, device=device), packed)
+
+
 def test_documented() -> None:
     for name in set(ops.__all__) - {"PackedKV"}:
         function = getattr(ops, name)

@@ -79,9 +79,16 @@ const Backend cpu = {
     [](void *, auto plan, auto params, const AttendCall *, void *workspace, size_t bytes, auto error) {
         return tq_attend(plan, params, workspace, bytes, error);
     },
-    [](void *, auto, auto, auto, int64_t, auto) { return TQ_OK; }, // threads take sequences as they come
+    [](void *, auto plan, auto params, auto, int64_t, auto error) { // threads take sequences as they come
+        size_t bytes;
+        return tq_attend_workspace_bytes(plan, params, &bytes, error); // checks the sizes
+    },
     [](auto plan, auto, char *name, auto error) { return name_of("append", plan, name, error); },
-    [](auto plan, auto, char *name, auto error) { return name_of("attend", plan, name, error); },
+    [](auto plan, auto params, char *name, auto error) {
+        size_t bytes;
+        tq_status status = tq_attend_workspace_bytes(plan, params, &bytes, error); // checks the sizes
+        return status == TQ_OK ? name_of("attend", plan, name, error) : status;
+    },
     on_cpu<tq_dequantize>,
     on_cpu<tq_merge>,
 };
