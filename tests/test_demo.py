@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -63,7 +62,10 @@ def test_a_reader_that_leaves_early_ends_a_command_without_words(command):
 
 
 def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("turboquant.calc.calc", lambda chosen: signal.raise_signal(signal.SIGINT))
+    def interrupted(chosen):
+        raise KeyboardInterrupt  # not the signal, which a shell has programs in the background ignore
+
+    monkeypatch.setattr("turboquant.calc.calc", interrupted)
     assert main(["calc"]) == 130
     assert capsys.readouterr().err == "\nturboquant: calc: interrupted\n"
 
