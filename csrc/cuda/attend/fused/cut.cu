@@ -106,11 +106,11 @@ Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t
     if ((kernel.blocks == 1 ? rounds : half_pages) <= FEW_UNITS) return Verdict::YES;
     if (a.p.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
         return Verdict::NO; /* one long sequence would keep all waiting */
-    /* with exact tokens even fewer blocks are often faster than SPLIT, which has a kernel more for them */
+    /* With exact tokens even fewer blocks are often faster than SPLIT, which has a kernel more for them: measured with four rows of 128 channels. */
+    const bool may_be_fewer =
+        a.exact_parts && kernel.bits && kernel.blocks == 1 && a.groups == 4 && half_pages <= r.most_in_turns;
     if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors, r))
-        return a.exact_parts && kernel.bits && kernel.blocks == 1 && half_pages <= r.most_in_turns
-                   ? Verdict::FEWER_AT_ONCE
-                   : Verdict::NO;
+        return may_be_fewer ? Verdict::FEWER_AT_ONCE : Verdict::NO;
     /* by whole pages, here or by the three kernels, long caches are faster */
     if (!kernel.bits && kernel.blocks == 2 && kernel.tiles == 2 && half_pages > r.most_8_rows) return Verdict::NO;
     /* With several blocks a multiprocessor mixed plans took up to 40 % less where there are not many pages; with three or more blocks up
