@@ -26,6 +26,7 @@ from turboquant.calibration.measure import describe, fingerprint
 from turboquant.hf import moments as module
 from turboquant.hf.attention import NAME
 from turboquant.hf.evaluation import text_windows
+from turboquant.hf.tap import tapped
 
 SPEC = PACKED.with_(**WAVE, sinks=2)
 OURS = bare(4, 4, **WAVE)  # for models
@@ -243,6 +244,28 @@ def test_first_caches_of_several_threads(models):
     for model, moments in zip(patched, want):
         found = TurboQuantCache(model)._shared.moments
         assert all(np.array_equal(a.amplitudes, b.amplitudes) for a, b in zip(found.layers, moments.layers))
+
+
+def test_measured_models_do_not_wait_for_the_measurement_of_another():
+    model, begun, done = tiny(seed=3), threading.Event(), threading.Event()
+    turboquant.patch(model, OURS)
+    want = model.generate(**prompts(1, 20), max_new_tokens=2, do_sample=False).tolist()
+
+    def measure_another():
+        with tapped(tiny(seed=4)):
+            begun.set()
+            done.wait(60)
+
+    texts = []
+    other = threading.Thread(target=measure_another)
+    ours = threading.Thread(
+        target=lambda: texts.append(model.generate(**prompts(1, 20), max_new_tokens=2, do_sample=False).tolist())
+    )
+    other.start(), begun.wait(60), ours.start(), ours.join(60)
+    try:
+        assert texts == [want]
+    finally:
+        done.set(), other.join(), ours.join()
 
 
 def test_those_of_patch_serve_every_cache_of_the_model(measured, tmp_path):

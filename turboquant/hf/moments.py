@@ -61,10 +61,15 @@ def moments_for(model: Any, specs: Sequence[CacheSpec], given: AnyMoments = None
         needs = "with a configuration, from which nothing can be measured"
         raise ValueError(f"`moments` must be given {needs}, got None: give the model itself, {_WAY_OUT}")
     tokenizer = getattr(state, "tokenizer", None)
-    with measuring:
-        if base not in _measured or _measured[base][0] is not tokenizer:
-            _measured[base] = tokenizer, _measure(base, tokenizer)
-        return _measured[base][1]
+    if not _is_measured(base, tokenizer):
+        with measuring:
+            if not _is_measured(base, tokenizer):  # by another thread, meanwhile
+                _measured[base] = tokenizer, _measure(base, tokenizer)
+    return _measured[base][1]
+
+
+def _is_measured(model: torch.nn.Module, tokenizer: Any) -> bool:
+    return model in _measured and _measured[model][0] is tokenizer
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -18,7 +18,8 @@ __all__ = ["Previous", "check_route", "evaluating", "measuring", "restore", "rou
 
 _patched: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose state, model._turboquant, has `previous`
 
-# Held while a model is routed through a tap (`tap`), which all models have under one name.
+# Held while a model is routed through a tap (`tap`), which all models have under one name. `calibrate` holds it for
+# minutes, so only those wait for it who have to.
 measuring = threading.RLock()
 
 Previous = list[tuple[Any, str | None]]  # configurations of a model, and the attention that each named before
@@ -39,7 +40,9 @@ def route(model: Any, name: str) -> Previous:
 
 def check_route(model: Any, name: str) -> None:
     """RuntimeError if the configuration of a routed model now names another attention than `name`."""
-    with measuring:
+    if model.config._attn_implementation == name:
+        return
+    with measuring:  # another thread may be measuring this model
         found = model.config._attn_implementation
     if found != name:
         raise RuntimeError(

@@ -126,8 +126,8 @@ struct Rules {
     int most_8_rows;     /* half pages of a warp: 8 rows, not 4 bits, by half pages */
     int most_any_4_rows; /* any widths, several blocks a multiprocessor (two: no limit) */
     int most_any_8_rows;
-    int long_wave_pages; /* of a warp, from which on fewer warps have exact tokens so that there is room for more warps */
-    int most_in_turns;   /* with exact tokens, and more blocks than are at work at once */
+    int long_wave_pages; /* pages of a warp: with more, fewer warps have exact tokens, so that there is room for more warps */
+    int most_in_turns; /* half pages of a warp: with exact tokens, and more blocks than there is room for at once */
     int half_cost, merge_cost; /* what a warp takes for half a page, and what merge_parts takes; only ratios count */
     int page_cost[2];          /* for a page: head_dim up to 64, above */
     /* FUSED_MANY_ROWS */
