@@ -186,11 +186,12 @@ def _sums(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> tuple[torch
 
 def _layer(index: int, rotary: Rotary | None, mean: torch.Tensor, moment: torch.Tensor) -> LayerMoments:
     known = rotary or Rotary.none()
+    mean, moment = mean.cpu(), moment.cpu()  # LAPACK is as quick as cuSOLVER, which takes a second to load
     if not (torch.isfinite(mean).all() and torch.isfinite(moment).all()):
         raise ValueError(f"`model` must give finite keys and queries, got others in layer {index}")
-    pairs, increments, amplitudes, centre = chosen_pairs(mean.cpu().numpy(), known)
+    pairs, increments, amplitudes, centre = chosen_pairs(mean.numpy(), known)
     metric = metric_of(averaged_over_positions(moment, known))
-    arrays = [np.ascontiguousarray(x.cpu().numpy(), np.float32) for x in metric]
+    arrays = [np.ascontiguousarray(x.numpy(), np.float32) for x in metric]
     kind = "not probed" if rotary is None else "wave" if len(pairs) else "constant"
     return LayerMoments(kind, pairs, increments, amplitudes, centre, *arrays)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Computes the wave and the metric of a layer from its sums, in float64 on the layer's device."""
+"""Computes the wave and the metric of a layer from its sums, in float64."""
 
 from __future__ import annotations
 
