@@ -76,13 +76,14 @@ def test_sharing_among_sides_is_greedy_and_best(rng):
     assert side_widths(costs, 2.6).sum() == 10  # never above what was asked for
 
 
-def test_costs_of_sides_are_what_they_do(model, texts, found):
+@pytest.mark.parametrize("window", [0, 24])
+def test_costs_of_sides_are_what_they_do(model, texts, found, window):
     """The estimate from a backward pass predicts the KL divergence that one side adds with 3 bits instead of 6."""
     quiet = {i: {"key_bits": 6, "value_bits": 6} for i in range(3)}
-    specs = {"quiet": CacheSpec(overrides=quiet, sinks=4, window=0)}
+    specs = {"quiet": CacheSpec(overrides=quiet, sinks=4, window=window)}
     for layer, side in np.ndindex(3, 2):
         name = ("key_bits", "value_bits")[side]
-        specs[layer, side] = CacheSpec(overrides={**quiet, layer: {**quiet[layer], name: 3}}, sinks=4, window=0)
+        specs[layer, side] = CacheSpec(overrides={**quiet, layer: {**quiet[layer], name: 3}}, sinks=4, window=window)
 
     def cache(model, spec, calibration):
         return TurboQuantCache(model, spec, calibration, moments=found.moments["text"])
@@ -92,7 +93,8 @@ def test_costs_of_sides_are_what_they_do(model, texts, found):
         results = evaluate_all(model, torch.cat(texts), specs, batch=5, generate=0)
     kl = {name: one.kl_divergence for name, one in results.items()}
     added = np.array([[kl[layer, side] - kl["quiet"] for side in range(2)] for layer in range(3)])
-    costs = np.mean([trial.side_costs(model, one, found.moments["text"], seed) for seed, one in enumerate(texts)], 0)
+    costs = np.mean([trial.side_costs(model, one, found.moments["text"], seed, window)
+                     for seed, one in enumerate(texts)], 0)  # fmt: skip
     ratio = added / (costs * (distortions()[3] - distortions()[6]))
     assert ratio.min() > 0.6 and ratio.max() < 1.6, ratio
 
@@ -101,7 +103,7 @@ def test_costs_of_sides_are_what_they_do(model, texts, found):
 
 
 def trials(*rows):
-    return [Trial(average, method, 32, kl, other) for average, method, kl, other in rows]
+    return [Trial(0, average, method, 32, kl, other) for average, method, kl, other in rows]
 
 
 def test_the_best_is_chosen_and_none_is_always_there():
@@ -119,9 +121,9 @@ def test_the_best_is_chosen_and_none_is_always_there():
 
 def test_other_kinds_of_text_are_judged_over_all_averages():
     ratios = {(1, 3): 1.2, (1, 4): 0.9, (2, 3): 1.02, (2, 4): 1.0}  # by place and average; place 0 is held-out text
-    done = {f"{i} {average} none 32": 0.1 for i, average in ratios}
-    done |= {f"{i} {average} widths 32": 0.1 * ratio for (i, average), ratio in ratios.items()}
-    given = [Trial(average, method, 32, 0.1) for average in (3.0, 4.0) for method in ("none", "widths")]
+    done = {f"{i} 8 {average} none 32": 0.1 for i, average in ratios}
+    done |= {f"{i} 8 {average} widths 32": 0.1 * ratio for (i, average), ratio in ratios.items()}
+    given = [Trial(8, average, method, 32, 0.1) for average in (3.0, 4.0) for method in ("none", "widths")]
     for kinds, wanted in (([{}, {}], [1.0, 1.08**0.5] * 2), ([], [None] * 4)):
         measure = trial._Measure(None, None, [{}], kinds, done, None, False)
         assert [t.elsewhere for t in measure.elsewhere(given)] == [x and pytest.approx(x) for x in wanted]
@@ -136,10 +138,11 @@ def test_no_text_of_the_package_no_veto():
     (dict(method="best"), "`method` must be one of none, moments"),
     (dict(kl_divergence=float("nan")), "`kl_divergence` must be a finite float, got nan"),
     (dict(average=3), "`average` must be a finite float, got 3"),
+    (dict(window=-1), "`window` must be a number of tokens, got -1"),
 ])  # fmt: skip
 def test_trials_that_are_none(fields, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(Trial(3.0, "none", 32, 0.1), **fields)
+        dataclasses.replace(Trial(0, 3.0, "none", 32, 0.1), **fields)
 
 
 # ---- a calibration that tries ----
@@ -148,12 +151,13 @@ def test_trials_that_are_none(fields, message):
 def test_what_was_tried_is_what_evaluate_measures(model, texts, found):
     """The chosen method is not worse than "none" on the held-out text, and its figure is what `evaluate_all` finds."""
     assert {t.average for t in found.trials} == {4.0, 3.0, 2.5}
-    for average in (4.0, 3.0, 2.5):
-        here = [t for t in found.trials if t.average == average]
+    assert {t.window for t in found.trials} == {*found.windows} == {0, CacheSpec().window}
+    for window, average in itertools.product(found.windows, (4.0, 3.0, 2.5)):
+        here = [t for t in found.trials if (t.window, t.average) == (window, average)]
         (best,), (plain,) = [t for t in here if t.chosen], [t for t in here if t.method == "none"]
         assert best.kl_divergence <= plain.kl_divergence
-        spec = CacheSpec(budget=average)
-        again = evaluate_all(model, texts[4], {"x": spec}, calibration=found, everything_packed=True, generate=0)["x"]
+        spec = CacheSpec(budget=average, window=window)
+        again = evaluate_all(model, texts[4], {"x": spec}, calibration=found, generate=0)["x"]
         assert again.kl_divergence == pytest.approx(best.kl_divergence, rel=1e-6)
         bits = again.spec.effective_bits(32, 3)
         assert bits <= average + 0.5 + 1e-9  # a scale of 16 bits for 32 channels
@@ -192,8 +196,8 @@ def test_each_method_stores_what_it_says(model, found, method, whose):
 
 def test_an_average_in_between_is_stored_as_the_nearest_one(found):
     other = dataclasses.replace(found, trials=chosen([
-        Trial(4.0, "none", 32, 0.2), Trial(4.0, "moments", 32, 0.1), Trial(3.0, "none", 32, 0.2),
-        Trial(3.0, "axes", 16, 0.1)]))  # fmt: skip
+        Trial(128, 4.0, "none", 32, 0.2), Trial(128, 4.0, "moments", 32, 0.1), Trial(128, 3.0, "none", 32, 0.2),
+        Trial(128, 3.0, "axes", 16, 0.1)]))  # fmt: skip
     methods = {b: other.method(CacheSpec(budget=b)) for b in (2, 3.4, 3.5, 3.6, 6)}
     assert methods == {2: ("axes", 16), 3.4: ("axes", 16), 3.5: ("axes", 16), 3.6: ("moments", 32), 6: ("moments", 32)}
     high = dataclasses.replace(other, trials=other.trials[2:])  # axes are chosen at 3 bits, and have at most 5
@@ -202,10 +206,23 @@ def test_an_average_in_between_is_stored_as_the_nearest_one(found):
     assert all(s.group == 16 and len(s.key_bits) == 2 for s in specs)
 
 
+def test_what_was_found_without_a_window_is_for_specs_without_one(found):
+    plain = [Trial(window, 3.0, method, 32, kl) for window, kl in ((0, 0.01), (128, 0.03))
+             for method, kl in (("none", 0.02), ("widths", kl))]  # fmt: skip
+    costs = np.ones((2, 3, 2), np.float32)
+    costs[1, 2] = 300
+    other = dataclasses.replace(found, trials=chosen(plain), side_costs=costs)
+    methods = {window: other.method(CacheSpec(budget=3, window=window))[0] for window in (0, 8, 64, 500)}
+    assert methods == {0: "widths", 8: "none", 64: "none", 500: "none"}
+    widths = [layer_specs(CacheSpec(budget=3, method="widths", window=w), other, 3)[2].key_bits for w in (0, 128)]
+    assert widths == [3, 5]
+
+
 def test_the_file_holds_all_of_it(found, tmp_path):
     found.save(tmp_path / "one")
     back = Calibration.load(tmp_path / "one")
     assert back.trials == found.trials and back.trials
+    assert back.windows == found.windows
     np.testing.assert_array_equal(back.side_costs, found.side_costs)
     for whose in ("model", "text"):
         for a, b in zip(back.moments[whose].layers, found.moments[whose].layers):
@@ -243,7 +260,8 @@ def test_an_interrupted_trial_goes_on(model, texts, found, tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         turboquant.calibrate(model, texts[:4], **given)
     assert turboquant.calibrate(model, texts[:4], **given).trials == found.trials
-    assert len(calls) == 11  # two rounds of the held-out window and four kinds of text; the interrupted call ran twice
+    # two windows, two rounds each, of the held-out text and four kinds of text; the interrupted call ran twice
+    assert len(calls) == 21
 
 
 def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path, monkeypatch):
@@ -255,12 +273,12 @@ def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path
 
     def losses(self, batch, specs):
         seen.append(batch["input_ids"].shape[1])
-        worse = 2.0 if len(seen) == 4 else 0.5  # the third kind
+        worse = 2.0 if len(seen) % 5 == 4 else 0.5  # the third kind, with each window
         return {name: 1.0 if "none" in name else worse for name in specs}
 
     monkeypatch.setattr(trial._Measure, "_losses", losses)
     again = turboquant.calibrate(model, texts[:4], held_out=texts[4:], averages=(3,), tokenizer=Words())
-    assert seen == [160, *kinds] and [t.method for t in again.trials if t.chosen] == ["none"]
+    assert seen == 2 * [160, *kinds] and [t.method for t in again.trials if t.chosen] == 2 * ["none"]
     assert {t.elsewhere for t in again.trials if t.method != "none"} == {2.0}
 
 

@@ -23,13 +23,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import LEAST_SIDE_BITS, MOST_SIDE_BITS
+from ..spec import LEAST_SIDE_BITS, MOST_SIDE_BITS, CacheSpec
 from .distortion import distortions
 
-__all__ = ["METHODS", "Trial", "chosen", "side_widths", "table", "uniform_widths"]
+__all__ = ["METHODS", "WINDOWS", "Trial", "chosen", "side_widths", "table", "uniform_widths"]
 
 METHODS = ("none", "moments", "widths", "moments+widths", "axes")
 POWER = 0.7  # applied to a side's cost: costs of several sides do not simply add
+WINDOWS = (0, CacheSpec().window)  # exact last tokens for which a decoder is calibrated: none, and as in the presets
 TOLERANCE = 0.05  # how much worse than "none" a method may be on any kind of text of the package
 GAIN = 0.05  # how much better it has to be on the held-out text; a gain of 3 % was a loss of 13 % on another text
 
@@ -38,16 +39,18 @@ Widths = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Trial:
-    """One method at one average of bits.
+    """One method at one average of bits and one window.
 
     average        bits of a code;  group  channels of a group, for axes
-    kl_divergence  mean over the held-out text, nats a token, everything packed but the sinks
+    window         last tokens that were exact, beside the sinks
+    kl_divergence  mean over the held-out text, nats a token
     elsewhere      the same divided by that of "none", geometric mean over all averages at which the method was tried,
                    on the kind of text of the package (prose, source code, German, Japanese) where that is largest: a
                    kind has some hundred tokens, on which one ratio scatters by 20 %. None where it was not measured
-    chosen         the best of this average
+    chosen         the best of this average and window
     """
 
+    window: int
     average: float
     method: str
     group: int
@@ -58,6 +61,8 @@ class Trial:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if type(self.window) is not int or self.window < 0:
+            raise ValueError(f"`window` must be a number of tokens, got {self.window!r}")
         for name in ("average", "kl_divergence"):
             if not (isinstance(value := getattr(self, name), float) and math.isfinite(value)):
                 raise ValueError(f"`{name}` must be a finite float, got {value!r}")
@@ -101,12 +106,12 @@ def side_widths(costs: NDArray[np.floating], average: float) -> Widths:
 
 
 def chosen(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """The same trials, with the best of each average marked: that of least divergence on the held-out text among "none"
+    """The same trials, with the best of each window and average marked: that of least divergence on the held-out text among "none"
     and those that are better than it by GAIN, and on every kind of text of the package at most TOLERANCE worse."""
     marked: list[Trial] = []
     every = list(trials)
-    for average in sorted({trial.average for trial in every}, reverse=True):
-        here = [trial for trial in every if trial.average == average]
+    for window, average in sorted({(trial.window, -trial.average) for trial in every}):
+        here = [trial for trial in every if (trial.window, trial.average) == (window, -average)]
         (plain,) = (trial for trial in here if trial.method == "none")
         better = (t for t in here if _gains(t, plain) and _holds(t))
         best = min(better, key=lambda t: t.kl_divergence, default=plain)
@@ -123,8 +128,16 @@ def _holds(trial: Trial) -> bool:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """Markdown: averages by methods, held-out divergence and in brackets `Trial.elsewhere`; below it what was chosen,
-    and why."""
+    """Markdown: for each window averages by methods, held-out divergence and in brackets `Trial.elsewhere`; below it
+    what was chosen, and why."""
+    windows = dict.fromkeys(trial.window for trial in trials)
+    if len(windows) == 1:
+        return _table(trials)
+    return "\n\n".join(f"{f'The last {window} tokens exact' if window else 'No window'}:\n\n"
+                       + _table([trial for trial in trials if trial.window == window]) for window in windows)  # fmt: skip
+
+
+def _table(trials: Sequence[Trial]) -> str:
     labels = list(dict.fromkeys(trial.label for trial in trials))
     at = {(trial.average, trial.label): trial for trial in trials}
     lines = [f"| bits | {' | '.join(labels)} | chosen |", f"| ---: |{' ---: |' * len(labels)} --- |"]

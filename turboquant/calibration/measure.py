@@ -217,9 +217,15 @@ def of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | No
     return torch.cat(sums, 1)[None]
 
 
-def gradients(model: Any, tap: Tap, batch: Batch, seed: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+def gradients(
+    model: Any, tap: Tap, batch: Batch, seed: int, window: int = 0
+) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
     """(layer, side, keys or values, gradient of `_score` with respect to them) of all layers, layer by layer; tensors
-    [batch, kv_heads, tokens, head_dim]."""
+    [batch, kv_heads, tokens, head_dim].
+
+    window   how many of the last tokens a query sees without errors; 0: errors are everywhere. With a window, the first
+             SINKS tokens have none either.
+    """
     held: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def hook(
@@ -231,7 +237,7 @@ def gradients(model: Any, tap: Tap, batch: Batch, seed: int) -> Iterator[tuple[i
 
     # By name: hooks that offload weights make new parameters in each forward.
     trained = [name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad]
-    tap.hook = hook
+    tap.hook, tap.exact = hook, (SINKS, window)
     try:
         for name in trained:  # their gradients are not wanted: keep nothing for them
             model.get_parameter(name).requires_grad_(False)
@@ -239,7 +245,7 @@ def gradients(model: Any, tap: Tap, batch: Batch, seed: int) -> Iterator[tuple[i
             score = _score(model, _forward(model, batch), _real(batch), seed)
             found = torch.autograd.grad(score, [errors for _, errors in held.values()])
     finally:
-        tap.hook = None
+        tap.hook, tap.exact = None, (0, 0)
         for name in trained:
             model.get_parameter(name).requires_grad_(True)
     for ((layer, side), (x, _)), gradient in zip(held.items(), found):

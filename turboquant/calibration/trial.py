@@ -1,8 +1,8 @@
 """Trials of a calibration: every method through the packed path, on text that nothing was learned from.
 
 At the average nearest to 3 bits all methods are tried; at the others those that came near the best there. A decoder is
-measured by the divergence of the next token, everything packed but the sinks, also on each kind of text of the package,
-which tells what a method costs where text is of another kind. An ESM-2 model is measured by 1 minus the cosine of last
+measured by the divergence of the next token, with each of `WINDOWS` beside the sinks, also on each kind of text of the
+package, which tells what a method costs where text is of another kind. An ESM-2 model is measured by 1 minus the cosine of last
 hidden states.
 """
 
@@ -19,16 +19,15 @@ from numpy.typing import NDArray
 from ..hf.tap import tapped
 from ..moments import Moments
 from ..spec import BUDGET_BITS, CacheSpec
-from .choice import Trial, chosen
+from .choice import WINDOWS, Trial, chosen
 from .data import Calibration
-from .measure import gradients, of_tokens, skipped
+from .measure import SINKS, gradients, of_tokens, skipped
 
 __all__ = ["side_costs", "tried", "with_moments"]
 
 FIRST = 3.0  # bits at which all methods are tried, or the average nearest to it
 NEAR = 1.25  # a method above this multiple of the best is not tried at other averages
 _METHODS = (("none", 32), ("moments", 32), ("widths", 32), ("moments+widths", 32), ("axes", 32), ("axes", 16))
-SINKS = 4
 ELSEWHERE = 1024  # tokens of each kind of text of the package, at most
 
 Batch = Mapping[str, torch.Tensor]
@@ -47,9 +46,15 @@ def with_moments(
         "text": measure_with_text(model, windows, tokenizer, found.source),
     }
     rows = [row[None] for batch in probes for row in _rows(batch)]
-    costs = [side_costs(model, row, moments["model"], found.seed + i) for i, row in enumerate(rows)]
-    shares = [cost / (cost.sum() or 1) for cost in costs]  # a token in thousands costs as much as all of its window
-    return replace(found, moments=moments, side_costs=np.mean(shares, 0).astype(np.float32))
+    costs = np.stack([[side_costs(model, row, moments["model"], found.seed + i, window) for window in _windows(model)]
+                      for i, row in enumerate(rows)])  # fmt: skip
+    total = costs.sum((2, 3), keepdims=True)  # one text in some has tokens that cost as much as all others together
+    shares = costs / np.where(total > 0, total, 1)
+    return replace(found, moments=moments, windows=_windows(model), side_costs=shares.mean(0).astype(np.float32))
+
+
+def _windows(model: Any) -> tuple[int, ...]:
+    return (0,) if model.config.model_type == "esm" else WINDOWS  # each residue sees those on both sides
 
 
 def _rows(batch: Batch) -> list[torch.Tensor]:
@@ -59,10 +64,10 @@ def _rows(batch: Batch) -> list[torch.Tensor]:
     return list(rows) if mask is None else [row[real] for row, real in zip(rows, mask.bool().cpu())]
 
 
-def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int) -> F64:
+def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int, window: int = 0) -> F64:
     """[layers, 2]: what a side costs, in nats per token, if the error of each vector is as large as what is quantised.
 
-    ids [1, tokens]. Quantised are y = A (k - c_p) for keys, and v itself for values. The error spreads evenly over all
+    ids [1, tokens];  window  last tokens that a query sees exactly. Quantised are y = A (k - c_p) for keys, and v itself for values. The error spreads evenly over all
     channels, and that of y is multiplied by A^-1. So a token costs |A^-1 g|^2 |y|^2 / (2 head_dim), or
     |g|^2 |v|^2 / (2 head_dim), with g as of `measure.gradients`. Both factors are unusual for the same tokens, those
     that many others look at, so the product of two means would be another number.
@@ -70,7 +75,7 @@ def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int) -> F6
     skip, found = skipped(model), np.zeros((len(moments.layers), 2))
     positions = np.arange(skip, ids.shape[1])
     with tapped(model) as tap:
-        for layer, side, x, gradient in gradients(model, tap, {"input_ids": ids}, seed):
+        for layer, side, x, gradient in gradients(model, tap, {"input_ids": ids}, seed, window):
             x, gradient = x[:, :, skip:].double(), gradient[:, :, skip:].double()
             if side == 0:
                 there, back = (torch.from_numpy(a).to(x.device) for a in moments.layers[layer].metric())
@@ -96,17 +101,20 @@ def tried(
     """`found` with its trials.
 
     held_out  batches without padding.  averages  falling.
-    done      earlier results, by window, method and average; new ones are added, and `save` is called after each
-              window.
+    done      earlier results, by text, window, method and average; new ones are added, and `save` is called after each
+              text.
     """
-    windows = list(held_out)
+    texts = list(held_out)
     methods = [m for m in _METHODS if found.moments or m[0] in ("none", "axes")]
     first = min(averages, key=lambda average: abs(average - FIRST))
-    measure = _Measure(found, model, windows, _elsewhere(model, tokenizer), done, save, progress)
-    trials = measure([(first, *method) for method in methods])
-    limit = NEAR * min(trial.kl_divergence for trial in trials)
-    kept = [(t.method, t.group) for t in trials if t.method == "none" or t.kl_divergence <= limit]
-    trials += measure([(average, *method) for average in averages if average != first for method in kept])
+    measure = _Measure(found, model, texts, _elsewhere(model, tokenizer), done, save, progress)
+    trials: list[Trial] = []
+    for window in _windows(model):
+        here = measure(window, [(first, *method) for method in methods])
+        limit = NEAR * min(trial.kl_divergence for trial in here)
+        kept = [(t.method, t.group) for t in here if t.method == "none" or t.kl_divergence <= limit]
+        rest = [(average, *method) for average in averages if average != first for method in kept]
+        trials += [*here, *measure(window, rest)]
     return replace(found, trials=chosen(measure.elsewhere(trials)))
 
 
@@ -121,28 +129,29 @@ def _elsewhere(model: Any, tokenizer: Any) -> list[Batch]:
 
 
 class _Measure:
-    """Runs methods at averages, window by window."""
+    """Runs methods at averages, text by text."""
 
     def __init__(
         self,
         found: Calibration,
         model: Any,
-        windows: list[Batch],
+        texts: list[Batch],
         kinds: list[Batch],
         done: dict[str, float],
         save: Callable[[], None],
         progress: bool,
     ) -> None:
-        self.found, self.model, self.windows, self.kinds = found, model, windows, kinds
+        self.found, self.model, self.texts, self.kinds = found, model, texts, kinds
         self.done, self.save, self.progress = done, save, progress
 
-    def __call__(self, which: Sequence[tuple[float, str, int]]) -> list[Trial]:
+    def __call__(self, window: int, which: Sequence[tuple[float, str, int]]) -> list[Trial]:
         which = [one for one in which if one[1] != "axes" or one[0] <= BUDGET_BITS]
         if not which:
             return []
-        specs = {f"{average:g} {method} {group}": CacheSpec(budget=average, method=method, group=group, sinks=SINKS)
+        specs = {_name(window, average, method, group):
+                 CacheSpec(budget=average, method=method, group=group, sinks=SINKS, window=window)
                  for average, method, group in which}  # fmt: skip
-        places = [*self.windows, *self.kinds]
+        places = [*self.texts, *self.kinds]
         for i, batch in _shown(places, self.progress, f"try {len(specs)} of the methods and averages"):
             left = {name: spec for name, spec in specs.items() if f"{i} {name}" not in self.done}
             if not left:
@@ -150,27 +159,28 @@ class _Measure:
             losses = self._losses(batch, left)
             self.done.update({f"{i} {name}": loss for name, loss in losses.items()})
             self.save()
-        sizes = [batch["input_ids"].numel() for batch in self.windows]
+        sizes = [batch["input_ids"].numel() for batch in self.texts]
         trials = []
         for (average, method, group), name in zip(which, specs):
             each = [self.done[f"{i} {name}"] for i in range(len(sizes))]
-            trials.append(Trial(average, method, group, float(np.average(each, weights=sizes))))
+            trials.append(Trial(window, average, method, group, float(np.average(each, weights=sizes))))
         return trials
 
     def elsewhere(self, trials: Sequence[Trial]) -> list[Trial]:
         """The same trials with `Trial.elsewhere`."""
-        kinds = range(len(self.windows), len(self.windows) + len(self.kinds))
+        kinds = range(len(self.texts), len(self.texts) + len(self.kinds))
 
         def ratios(t: Trial) -> list[float]:
             """By kind: the divergence divided by that of "none"."""
-            return [self.done[f"{i} {t.average:g} {t.method} {t.group}"] / self.done[f"{i} {t.average:g} none 32"]
-                    for i in kinds]  # fmt: skip
+            names = (_name(t.window, t.average, *which) for which in ((t.method, t.group), ("none", 32)))
+            own, plain = ([self.done[f"{i} {name}"] for i in kinds] for name in names)
+            return [a / b for a, b in zip(own, plain)]
 
-        worst: dict[tuple[str, int], float] = {}
-        for one in {(t.method, t.group) for t in trials} if kinds else ():
-            logs = np.log([ratios(t) for t in trials if (t.method, t.group) == one])
+        worst: dict[tuple[int, str, int], float] = {}
+        for one in {(t.window, t.method, t.group) for t in trials} if kinds else ():
+            logs = np.log([ratios(t) for t in trials if (t.window, t.method, t.group) == one])
             worst[one] = float(np.exp(logs.mean(0).max()))
-        return [replace(t, elsewhere=worst.get((t.method, t.group))) for t in trials]
+        return [replace(t, elsewhere=worst.get((t.window, t.method, t.group))) for t in trials]
 
     def _losses(self, batch: Batch, specs: dict[str, CacheSpec]) -> dict[str, float]:
         if self.model.config.model_type == "esm":
@@ -179,9 +189,12 @@ class _Measure:
             return cosine_losses(self.model, batch, specs, self.found)
         from ..hf.evaluation import evaluate_all
 
-        results = evaluate_all(self.model, batch["input_ids"], specs, calibration=self.found, everything_packed=True,
-                               generate=0)  # fmt: skip
+        results = evaluate_all(self.model, batch["input_ids"], specs, calibration=self.found, generate=0)
         return {name: one.kl_divergence for name, one in results.items()}
+
+
+def _name(window: int, average: float, method: str, group: int) -> str:
+    return f"{window} {average:g} {method} {group}"
 
 
 def _shown(places: list[Batch], progress: bool, what: str) -> Any:
@@ -190,4 +203,4 @@ def _shown(places: list[Batch], progress: bool, what: str) -> Any:
         return numbered
     from tqdm import tqdm
 
-    return tqdm(numbered, unit="window", desc=what, disable=None)
+    return tqdm(numbered, unit="text", desc=what, disable=None)

@@ -1,7 +1,8 @@
 """The tap: an attention function that shows the queries, keys and values of every layer to a hook while a model runs.
 
-`calibrate` and `measure` use it. The hook may replace keys and values, which is how errors are added to them. One
-thread at a time has a tap; forwards of the same model in other threads go past it.
+`calibrate` and `measure` use it. The hook may replace keys and values, which is how errors are added to them; queries
+may still see some tokens as they were (`Tap.exact`). One thread at a time has a tap; forwards of the same model in
+other threads go past it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from .attention import attention, own_attention, request_mask
+from .attention import MaskRequest, attention, own_attention, request_mask
 from .routing import evaluating, measuring
 
 __all__ = ["NAME", "Tap", "tapped"]
@@ -29,9 +30,14 @@ Hook = Callable[
 
 
 class Tap:
-    """The attention function that shows each layer to a hook."""
+    """The attention function that shows each layer to a hook.
+
+    exact   (sinks, window), as of a CacheSpec: how many of the first and of the last tokens, its own among them, each
+            query sees as they are. It sees the others as the hook replaces them.
+    """
 
     def __init__(self) -> None:
+        self.exact = 0, 0
         self.order: dict[int, int] = {}  # by id of the attention module: layers in the order in which they are called
         self.hook: Hook | None = None
         self.thread = threading.get_ident()
@@ -53,8 +59,22 @@ class Tap:
             return past
         layer = self.order.setdefault(id(module), len(self.order))
         if self.hook is not None and (replaced := self.hook(module, layer, query, key, value)) is not None:
+            if self.exact[1]:
+                attention_mask = _either(attention_mask, key, *self.exact)
+                replaced = torch.cat((key, replaced[0]), 2), torch.cat((value, replaced[1]), 2)
             key, value = replaced
         return own_attention(module, query, key, value, attention_mask, scaling, dropout, options)
+
+
+def _either(mask: Any, key: torch.Tensor, sinks: int, window: int) -> torch.Tensor:
+    """The model's mask for twice the tokens of key [batch, kv_heads, tokens, head_dim]: bool [.., tokens, 2 * tokens].
+    A query sees each token that it saw once: among the first ones if it is a sink or in the window, or among the others."""
+    at = torch.arange(key.shape[2], device=key.device)
+    back = at[:, None] - at
+    made = mask.made("sdpa") if isinstance(mask, MaskRequest) else mask
+    seen = (back >= 0)[None, None] if made is None else made.to(key.device)
+    exact = (back < window) | (at < sinks)
+    return torch.cat((seen & exact, seen & ~exact), -1)
 
 
 @contextmanager

@@ -1,0 +1,38 @@
+"""The tap: hooks that replace keys and values, and queries that see some tokens as they were."""
+
+from __future__ import annotations
+
+import pytest
+from models import prompts, tiny
+
+torch = pytest.importorskip("torch")
+
+from turboquant.hf.tap import tapped  # noqa: E402
+
+SINKS, WINDOW, TOKENS = 2, 5, 24
+
+
+def logits(model, hook=None, exact=(0, 0)):
+    with tapped(model) as tap, torch.no_grad():
+        tap.hook, tap.exact = hook, exact
+        return model(prompts(1, TOKENS)["input_ids"], use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral, sliding", "gemma2, soft-cap and sliding", "gemma3, alternating"])
+def test_exact_tokens_are_seen_as_they_were(kind):
+    model = tiny(kind)
+    plain = logits(model)
+
+    def other(module, layer, query, key, value):
+        return torch.randn_like(key), torch.randn_like(value)
+
+    def same(module, layer, query, key, value):
+        return key, value
+
+    torch.testing.assert_close(logits(model, same, (SINKS, WINDOW)), plain)
+    torch.testing.assert_close(logits(model, other, (SINKS, TOKENS)), plain)
+    torch.testing.assert_close(logits(model, other, (TOKENS, 1)), plain)
+    found = logits(model, other, (SINKS, WINDOW))
+    near = SINKS + WINDOW  # queries that see nothing but sinks and window
+    torch.testing.assert_close(found[:near], plain[:near])
+    assert ((found[near:] - plain[near:]).norm(dim=-1) > 0.01 * plain[near:].norm(dim=-1)).all()
