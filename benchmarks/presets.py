@@ -63,9 +63,10 @@ The same text: divergence by the number of first and of last tokens that stay ex
 CALIBRATED = """
 ## Calibrated
 
-The same average of bits, 4.5 to 2, spent as without a calibration / as a calibration chose: divergence with everything
-packed but 4 tokens. `turboquant calibrate` and `python benchmarks/quality.py --real smollm2 --calibration FILE --specs
-calibrated-3 uncalibrated-3`; source code is that of Python's standard library (`--text source`).
+The same average of bits, 4.5 to 2, spent as without a calibration / as a calibration chose: divergence of the presets
+as they are, and with everything packed but 4 tokens. `turboquant calibrate` and `python benchmarks/quality.py --real
+smollm2 --own-exact --calibration FILE --specs calibrated-3 uncalibrated-3`; source code is that of Python's standard
+library (`--text source`).
 """
 PAPERS = """
 ## Presets of papers and other tools
@@ -258,17 +259,25 @@ def sweeps() -> list[str]:
 
 
 def calibrations() -> list[str]:
-    """The table of calibrations by model, their text and the text measured; none where none was measured."""
+    """Tables of calibrations by model, their text and the text measured; none where none was measured."""
     measured = [row for row in rows("real") if row["params"].get("calibrated_on")]
     if not measured:
         return []
+    lines = [CALIBRATED]
+    for exact in (exact_of(OURS["calibrated-3"]), "4 sinks"):
+        here = [row for row in measured if row["params"]["exact"] == exact]
+        lines += [f"\nExact: {exact.replace(',', ' and')}.\n", *_calibration_table(here)]
+    return lines
+
+
+def _calibration_table(measured: list[Row]) -> list[str]:
     kl: dict[tuple[str, ...], dict[str, float]] = {}
     for row in measured:
         params = row["params"]
         texts = kl.setdefault((params["model"], params["calibrated_on"], params["text"]), {})
         texts[params["spec"]] = row["metrics"]["kl_divergence"]
     averages = sorted({spec.partition("calibrated-")[2] for found in kl.values() for spec in found}, key=float)[::-1]
-    lines = [CALIBRATED, f"| model | calibrated on | measured on | {' | '.join(averages)} |",
+    lines = [f"| model | calibrated on | measured on | {' | '.join(averages)} |",
              f"| --- | --- | --- |{' ---: |' * len(averages)}"]  # fmt: skip
     for (model, source, text), found in sorted(kl.items(), reverse=True):
         pairs = ([found.get(f"{which}calibrated-{average}") for which in ("un", "")] for average in averages)

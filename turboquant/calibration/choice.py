@@ -106,8 +106,9 @@ def side_widths(costs: NDArray[np.floating], average: float) -> Widths:
 
 
 def chosen(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """The same trials, with the best of each window and average marked: that of least divergence on the held-out text among "none"
-    and those that are better than it by GAIN, and on every kind of text of the package at most TOLERANCE worse."""
+    """The same trials, with the best of each window and average marked: that of least divergence on the held-out text
+    among "none" and those that are better than it by GAIN, and on every kind of text of the package at most TOLERANCE
+    worse."""
     marked: list[Trial] = []
     every = list(trials)
     for window, average in sorted({(trial.window, -trial.average) for trial in every}):
@@ -130,11 +131,11 @@ def _holds(trial: Trial) -> bool:
 def table(trials: Sequence[Trial]) -> str:
     """Markdown: for each window averages by methods, held-out divergence and in brackets `Trial.elsewhere`; below it
     what was chosen, and why."""
-    windows = dict.fromkeys(trial.window for trial in trials)
-    if len(windows) == 1:
-        return _table(trials)
-    return "\n\n".join(f"{f'The last {window} tokens exact' if window else 'No window'}:\n\n"
-                       + _table([trial for trial in trials if trial.window == window]) for window in windows)  # fmt: skip
+    parts = []
+    for window in dict.fromkeys(trial.window for trial in trials):
+        exact = f"The last {window} tokens exact" if window else "No token at the end exact"
+        parts.append(f"{exact}:\n\n{_table([trial for trial in trials if trial.window == window])}")
+    return "\n\n".join(parts)
 
 
 def _table(trials: Sequence[Trial]) -> str:

@@ -62,9 +62,9 @@ class Calibration:
                   values.
     moments       "model": of the model, as `turboquant.measure` finds them; "text": of the calibration's text and the
                   package's, each counted half. Empty where none were measured.
-    windows       the windows that costs were measured for and methods tried with: how many of the last tokens are exact,
-                  beside the sinks. A spec without a window takes what was found without one, and others what was found
-                  for the nearest.
+    windows       for which costs were measured and methods tried: how many of the last tokens are exact, beside the
+                  sinks. A spec without a window takes what was found without one, another one what was found for the
+                  nearest.
     side_costs    [windows, layers, 2]: the share of a layer's keys or values in the KL divergence if each error were as
                   large as what is quantised, mean over parts of the text; with the moments of the model.
     trials        results on text that nothing was learned from (`choice.Trial`); may be empty.

@@ -68,7 +68,7 @@ class Tap:
 
 def _either(mask: Any, key: torch.Tensor, sinks: int, window: int) -> torch.Tensor:
     """The model's mask for twice the tokens of key [batch, kv_heads, tokens, head_dim]: bool [.., tokens, 2 * tokens].
-    A query sees each token that it saw once: among the first ones if it is a sink or in the window, or among the others."""
+    A query sees each token that it saw, once: sinks and its window among the first half, others in the second."""
     at = torch.arange(key.shape[2], device=key.device)
     back = at[:, None] - at
     made = mask.made("sdpa") if isinstance(mask, MaskRequest) else mask
