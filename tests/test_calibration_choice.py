@@ -282,6 +282,15 @@ def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path
     assert {t.elsewhere for t in again.trials if t.method != "none"} == {2.0}
 
 
+@pytest.mark.parametrize("learned, tried", [(160, 132), (132, 160), (60, 40)])
+def test_a_window_that_leaves_nothing_packed_is_not_tried(model, texts, learned, tried, monkeypatch):
+    monkeypatch.setattr(trial, "_METHODS", trial._METHODS[:3])
+    found = turboquant.calibrate(model, [one[:, :learned] for one in texts[:4]], held_out=[texts[4][:, :tried]],
+                                 averages=(3,), tokenizer=Words())  # fmt: skip
+    assert found.windows == (0,) == tuple({t.window for t in found.trials})
+    assert layer_specs(preset("calibrated-3"), found, 3)
+
+
 def test_without_held_out_text_a_budget_names_its_method(model, texts):
     plain = turboquant.calibrate(model, texts[:2], sensitivity_batches=1)
     assert not plain.trials and not plain.moments

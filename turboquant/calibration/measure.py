@@ -369,9 +369,9 @@ def calibrate(
              as the model takes them. Use text like the cache will see, but not what it will be tested on; tens of
              thousands of tokens are plenty. Padding is not counted; batches of padding alone are left out.
     held_out  text that nothing is learned from, without padding. Methods (`choice`) are tried on it through the packed
-             path, everything packed but the first 4 tokens, and again with the last 128 exact too. The best one of each
-             average is kept in `trials`; a spec with a budget needs that. None: nothing is tried, and a budget has to
-             name its method, "axes".
+             path, everything packed but the first 4 tokens, and, if no text is as short as that, again with the last
+             128 exact too. The best one of each average is kept in `trials`; a spec with a budget needs that. None:
+             nothing is tried, and a budget has to name its method, "axes".
     averages   bits of a code, 2..6, at which methods are tried.
     tokenizer  of the model, as `turboquant.measure` takes it.
     sensitivity_batches  how many of the first batches measure sensitivities, by a forward and a backward pass each; a
@@ -410,7 +410,7 @@ def calibrate(
         return found
     from .trial import tried, with_moments
 
-    found = with_moments(found, model, tokenizer, given, probes)
+    found = with_moments(found, model, tokenizer, given, probes, tests)
     return tried(found, model, tokenizer, tests, averages, run.trials, run.save, progress)
 
 

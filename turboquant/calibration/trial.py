@@ -35,9 +35,15 @@ F64 = NDArray[np.float64]
 
 
 def with_moments(
-    found: Calibration, model: Any, tokenizer: Any, batches: Sequence[Batch], probes: Sequence[Batch]
+    found: Calibration,
+    model: Any,
+    tokenizer: Any,
+    batches: Sequence[Batch],
+    probes: Sequence[Batch],
+    held_out: Sequence[Batch],
 ) -> Calibration:
-    """`found` with moments, and with costs of sides. Errors as of `turboquant.measure`.
+    """`found` with moments, and with costs of sides for each of `WINDOWS` that is shorter than the texts. Errors as of
+    `turboquant.measure`.
 
     Costs are those on some of the batches. With a window, those on the text of the package count as much: where a model
     looks back far depends on the language more than on anything else, and widths from English text alone made Gemma
@@ -57,14 +63,18 @@ def with_moments(
         mean: F64 = np.mean([costs / (costs.sum() or 1) for costs in each], 0)
         return mean
 
-    windows = _windows(model)
+    windows = _windows(model, own, [*kinds, *(batch["input_ids"] for batch in held_out)])
     costs = [np.mean([shares(texts, window) for texts in (own, kinds if window else []) if texts], 0)
              for window in windows]  # fmt: skip
     return replace(found, moments=moments, windows=windows, side_costs=np.stack(costs).astype(np.float32))
 
 
-def _windows(model: Any) -> tuple[int, ...]:
-    return (0,) if model.config.model_type == "esm" else WINDOWS  # each residue sees those on both sides
+def _windows(model: Any, learned: Sequence[torch.Tensor], tried_on: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Those of `WINDOWS` that leave something packed in texts [.., tokens]. A residue sees those on both sides."""
+    if model.config.model_type == "esm":
+        return (0,)
+    packed = min(ids.shape[1] for ids in (*learned, *tried_on)) - SINKS
+    return tuple(window for window in WINDOWS if window == 0 or window < packed)
 
 
 def _rows(batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -124,7 +134,7 @@ def tried(
     first = min(averages, key=lambda average: abs(average - FIRST))
     measure = _Measure(found, model, texts, _elsewhere(model, tokenizer), done, save, progress)
     trials: list[Trial] = []
-    for window in _windows(model):
+    for window in found.windows:
         here = measure(window, [(first, *method) for method in methods])
         limit = NEAR * min(trial.kl_divergence for trial in here)
         kept = [(t.method, t.group) for t in here if t.method == "none" or t.kl_divergence <= limit]
