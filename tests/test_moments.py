@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import threading
 import warnings
 
 import numpy as np
@@ -304,6 +305,34 @@ def test_defaults_of_torch_change_nothing():
     finally:
         torch.set_default_dtype(before)
     assert all(map(same, got, want)) and [ids.device.type for ids in kinds] == ["cpu"] * 4
+
+
+def test_forwards_of_other_threads_are_not_probed():
+    """Another thread has its rotary embedding before the measurement begins, and enters the layers during it."""
+    model = tiny()
+    want = measured(model)
+    begun, go = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: model(torch.ones(1, 40, dtype=torch.long), use_cache=False))
+
+    def wait(*_):
+        if threading.current_thread() is other:
+            begun.set()
+            go.wait()
+
+    def let_go(*_):
+        if threading.current_thread() is not other:
+            go.set()
+            other.join()
+
+    layers = model.model.layers
+    hooks = layers[0].register_forward_pre_hook(wait), layers[-1].register_forward_hook(let_go)
+    other.start()
+    begun.wait()
+    found = measured(model)
+    [hook.remove() for hook in hooks]
+    assert not other.is_alive() and not found.not_probed
+    for a, b in zip(found.layers, want.layers, strict=True):
+        np.testing.assert_array_equal(a.amplitudes, b.amplitudes)
 
 
 def test_a_patched_model_gives_the_same():

@@ -11,6 +11,7 @@ keys that differ by the rotation alone. This also finds layers without rotation.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -121,15 +122,19 @@ def _confirmed(candidates: Sequence[Rotary], keys: np.ndarray, shift: int) -> Ro
 
 @contextmanager
 def _recorded(body: torch.nn.Module) -> Iterator[tuple[list[_Call], dict[int, tuple[torch.Tensor, ...]]]]:
-    """Records each call of a rotary embedding, and the embedding that each module is given."""
+    """Records each call of a rotary embedding, and the embedding that each module is given; not those of other threads,
+    which may be using the model."""
+    own = threading.get_ident()
     calls: list[_Call] = []
     given: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def called(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if (tensors := _tensors(output)) is not None:
+        if threading.get_ident() == own and (tensors := _tensors(output)) is not None:
             calls.append(_Call(module, args, kwargs, tensors))
 
     def entered(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != own:
+            return
         names = inspect.signature(type(module).forward).parameters
         passed = dict(zip([name for name in names if name != "self"], args)) | kwargs
         if (tensors := _tensors(passed.get("position_embeddings"))) is not None:
@@ -209,7 +214,8 @@ def _embedding_at(call: _Call, positions: list[int]) -> tuple[torch.Tensor, ...]
     except (TypeError, ValueError, RuntimeError, IndexError):
         return None  # a signature of its own
     finally:
-        vars(call.module).clear()
+        for name in vars(call.module).keys() - state.keys():
+            delattr(call.module, name)
         vars(call.module).update(state)
 
 
