@@ -282,13 +282,27 @@ def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path
     assert {t.elsewhere for t in again.trials if t.method != "none"} == {2.0}
 
 
-@pytest.mark.parametrize("learned, tried", [(160, 132), (132, 160), (60, 40)])
+@pytest.mark.parametrize("learned, tried", [((160, 160), (132,)), ((132, 132), (160,)), ((60, 60), (40,))])
 def test_a_window_that_leaves_nothing_packed_is_not_tried(model, texts, learned, tried, monkeypatch):
     monkeypatch.setattr(trial, "_METHODS", trial._METHODS[:3])
-    found = turboquant.calibrate(model, [one[:, :learned] for one in texts[:4]], held_out=[texts[4][:, :tried]],
-                                 averages=(3,), tokenizer=Words())  # fmt: skip
+    found = of_lengths(model, texts, learned, tried)
     assert found.windows == (0,) == tuple({t.window for t in found.trials})
     assert layer_specs(preset("calibrated-3"), found, 3)
+
+
+def test_a_short_text_among_others_does_not_count_with_a_window(model, texts, monkeypatch):
+    monkeypatch.setattr(trial, "_METHODS", trial._METHODS[:3])
+    both, long = of_lengths(model, texts, (160, 20), (160, 20)), of_lengths(model, texts, (160,), (160,))
+    assert both.windows == long.windows == trial.WINDOWS
+    np.testing.assert_array_equal(both.side_costs[1], long.side_costs[1])
+    assert (both.side_costs[0] != long.side_costs[0]).any()
+
+
+def of_lengths(model, texts, learned, tried):
+    """A calibration of texts that are cut to these lengths."""
+    cut = [one[:, :count] for one, count in zip(texts, (*learned, *tried))]
+    return turboquant.calibrate(model, cut[: len(learned)], held_out=cut[len(learned) :], averages=(3,),
+                                tokenizer=Words())  # fmt: skip
 
 
 def test_without_held_out_text_a_budget_names_its_method(model, texts):

@@ -337,8 +337,8 @@ assert {*_ARRAYS, *_OPTIONAL, *_DESCRIBED, "moments", "trials"} == {field.name f
 
 
 def _nearest(windows: Iterable[int], window: int) -> int:
-    """The one of some windows whose costs serve another one best. Costs without a window are unlike all others: at 3
-    bits, SmolLM2 diverges 1.2 times less with those of 128 tokens already where 8 tokens are exact."""
+    """The one of some windows whose costs serve another one best. Costs without a window are unlike all others, even
+    those of a window of 8 tokens (docs/calibration.md)."""
     return min(windows, key=lambda known: (bool(known) != bool(window), abs(known - window)))
 
 

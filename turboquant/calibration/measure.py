@@ -237,7 +237,7 @@ def gradients(
 
     # By name: hooks that offload weights make new parameters in each forward.
     trained = [name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad]
-    tap.hook, tap.exact = hook, (SINKS, window)
+    tap.hook, tap.exact = hook, (SINKS, window) if window else None
     try:
         for name in trained:  # their gradients are not wanted: keep nothing for them
             model.get_parameter(name).requires_grad_(False)
@@ -245,7 +245,7 @@ def gradients(
             score = _score(model, _forward(model, batch), _real(batch), seed)
             found = torch.autograd.grad(score, [errors for _, errors in held.values()])
     finally:
-        tap.hook, tap.exact = None, (0, 0)
+        tap.hook = tap.exact = None
         for name in trained:
             model.get_parameter(name).requires_grad_(True)
     for ((layer, side), (x, _)), gradient in zip(held.items(), found):
@@ -369,9 +369,9 @@ def calibrate(
              as the model takes them. Use text like the cache will see, but not what it will be tested on; tens of
              thousands of tokens are plenty. Padding is not counted; batches of padding alone are left out.
     held_out  text that nothing is learned from, without padding. Methods (`choice`) are tried on it through the packed
-             path, everything packed but the first 4 tokens, and, if no text is as short as that, again with the last
-             128 exact too. The best one of each average is kept in `trials`; a spec with a budget needs that. None:
-             nothing is tried, and a budget has to name its method, "axes".
+             path, everything packed but the first 4 tokens, and again with the last 128 exact too, if a text here and
+             one in `batches` are longer than that. The best one of each average is kept in `trials`; a spec with a
+             budget needs that. None: nothing is tried, and a budget has to name its method, "axes".
     averages   bits of a code, 2..6, at which methods are tried.
     tokenizer  of the model, as `turboquant.measure` takes it.
     sensitivity_batches  how many of the first batches measure sensitivities, by a forward and a backward pass each; a

@@ -42,12 +42,12 @@ def with_moments(
     probes: Sequence[Batch],
     held_out: Sequence[Batch],
 ) -> Calibration:
-    """`found` with moments, and with costs of sides for each of `WINDOWS` that is shorter than the texts. Errors as of
-    `turboquant.measure`.
+    """`found` with moments, and with costs of sides for each of `WINDOWS` that leaves something packed in the texts.
+    Errors as of `turboquant.measure`.
 
     Costs are those on some of the batches. With a window, those on the text of the package count as much: where a model
-    looks back far depends on the language more than on anything else, and widths from English text alone made Gemma
-    diverge 1.4 times as much on German. Without a window other texts gain less than this text loses.
+    looks back far depends on the language, and widths from English text alone made Gemma diverge 1.35 times as much on
+    German. Without a window other texts gain less than this text loses.
     """
     from ..moments.measure import measure, measure_with_text
 
@@ -59,22 +59,29 @@ def with_moments(
 
     def shares(texts: Sequence[torch.Tensor], window: int) -> F64:
         """A text with a token that costs as much as thousands counts no more than another one."""
-        each = [side_costs(model, ids, moments["model"], found.seed + i, window) for i, ids in enumerate(texts)]
+        each = [side_costs(model, ids, moments["model"], found.seed + i, window) for i, ids in enumerate(texts)
+                if _packs(ids, window)]  # fmt: skip
         mean: F64 = np.mean([costs / (costs.sum() or 1) for costs in each], 0)
         return mean
 
-    windows = _windows(model, own, [*kinds, *(batch["input_ids"] for batch in held_out)])
+    needed = [own, [batch["input_ids"] for batch in held_out], *([ids] for ids in kinds)]
+    windows = _windows(model, needed)
     costs = [np.mean([shares(texts, window) for texts in (own, kinds if window else []) if texts], 0)
              for window in windows]  # fmt: skip
     return replace(found, moments=moments, windows=windows, side_costs=np.stack(costs).astype(np.float32))
 
 
-def _windows(model: Any, learned: Sequence[torch.Tensor], tried_on: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Those of `WINDOWS` that leave something packed in texts [.., tokens]. A residue sees those on both sides."""
+def _windows(model: Any, needed: Sequence[Sequence[torch.Tensor]]) -> tuple[int, ...]:
+    """Those of `WINDOWS` that leave something packed in a text of each group. A residue sees those on both sides."""
     if model.config.model_type == "esm":
         return (0,)
-    packed = min(ids.shape[1] for ids in (*learned, *tried_on)) - SINKS
-    return tuple(window for window in WINDOWS if window == 0 or window < packed)
+    return tuple(window for window in WINDOWS
+                 if all(any(_packs(ids, window) for ids in group) for group in needed))  # fmt: skip
+
+
+def _packs(ids: torch.Tensor, window: int) -> bool:
+    """Whether a text [.., tokens] has tokens that are packed with this window."""
+    return window == 0 or ids.shape[1] > SINKS + window
 
 
 def _rows(batches: Sequence[Batch]) -> list[torch.Tensor]:

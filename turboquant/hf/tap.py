@@ -33,11 +33,11 @@ class Tap:
     """The attention function that shows each layer to a hook.
 
     exact   (sinks, window), as of a CacheSpec: how many of the first and of the last tokens, its own among them, each
-            query sees as they are. It sees the others as the hook replaces them.
+            query sees as they are. It sees the others as the hook replaces them. None: it sees all as replaced
     """
 
     def __init__(self) -> None:
-        self.exact = 0, 0
+        self.exact: tuple[int, int] | None = None
         self.order: dict[int, int] = {}  # by id of the attention module: layers in the order in which they are called
         self.hook: Hook | None = None
         self.thread = threading.get_ident()
@@ -59,7 +59,7 @@ class Tap:
             return past
         layer = self.order.setdefault(id(module), len(self.order))
         if self.hook is not None and (replaced := self.hook(module, layer, query, key, value)) is not None:
-            if self.exact[1]:
+            if self.exact is not None:
                 attention_mask = _either(attention_mask, key, *self.exact)
                 replaced = torch.cat((key, replaced[0]), 2), torch.cat((value, replaced[1]), 2)
             key, value = replaced

@@ -186,7 +186,7 @@ def _sums(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> tuple[torch
 
 def _layer(index: int, rotary: Rotary | None, mean: torch.Tensor, moment: torch.Tensor) -> LayerMoments:
     known = rotary or Rotary.none()
-    mean, moment = mean.cpu(), moment.cpu()  # LAPACK is as quick as cuSOLVER, which takes a second to load
+    mean, moment = mean.cpu(), moment.cpu()  # LAPACK is as quick here as cuSOLVER, and is loaded already
     if not (torch.isfinite(mean).all() and torch.isfinite(moment).all()):
         raise ValueError(f"`model` must give finite keys and queries, got others in layer {index}")
     pairs, increments, amplitudes, centre = chosen_pairs(mean.numpy(), known)
