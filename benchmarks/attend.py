@@ -4,6 +4,7 @@
     python benchmarks/attend.py --section heads [--only 16,8,2] [--bits 4 3 2] [--out benchmarks/results/h200]
     python benchmarks/attend.py --section window [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
     python benchmarks/attend.py --section moments [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
+    python benchmarks/attend.py --section widths [--only 1,8,4] [--out benchmarks/results/h200]
 
 Shapes are (batch, KV heads, group, tokens, head_dim). Two of them are also timed with several query tokens a sequence,
 as in speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape
@@ -21,6 +22,10 @@ same plan without exact tokens. The file is attend_window.json.
 
 Section moments times attention with a wave of all pairs, which turn as those of Llama 3, and a metric of rank 4, and
 without: `over_plain` is the one's time over the other's. The file is attend_moments.json.
+
+Section widths times a decode step as calibrated presets have it, with a wave and a metric, 4 exact first and 128 exact
+last tokens, for every pair of widths of keys and values. `over_same` is its time over the mean of the two steps in
+which both sides have the one width and the other: the same bytes. The file is attend_widths.json.
 """
 
 from __future__ import annotations
@@ -65,6 +70,8 @@ HEAD_SHAPES = [
 ]
 WINDOW_SHAPES = [(1, 8, 4, 8192, 128), (64, 8, 4, 4096, 128), (16, 8, 4, 32768, 128), (32, 8, 4, 32768, 128)]
 WINDOWS = [(0, 0), (1, 32), (4, 128)]  # sinks, window
+PAIR_SHAPES = [(1, 8, 4, 8192, 128), (64, 8, 4, 4096, 128), (16, 8, 4, 32768, 128)]
+PAIR_WIDTHS = (2, 3, 4, 5, 6)
 MOMENTS = [(0, None), (64, 4)]  # pairs of the wave of head_dim 128, rank of the metric
 MOMENT_SHAPES = [(16, 8, 4, 32768, 128), (64, 8, 4, 4096, 128), (1, 8, 4, 32768, 128), (1, 8, 4, 8192, 128)]
 QUERY_TOKENS = (2, 4, 8, 16)
@@ -249,27 +256,48 @@ def check_window(shape: Shape, plan: Plan, sinks: int, window: int) -> float:
     return float((out - want).abs().max() / want.abs().max())
 
 
+def timed_step(shape: Shape, plan: Plan, sinks: int, window: int) -> dict[str, Any]:
+    """Microseconds of one step, checked first."""
+    torch.cuda.empty_cache()
+    n = copies(shape[0] * shape[1] * shape[3] // plan.page_tokens * plan.record_bytes)
+    error = check_window(shape, plan, sinks, window)
+    if not error < 5e-3:  # bf16 outputs round at 4e-3
+        raise AssertionError(f"{shape}, {plan}, {sinks} sinks, window {window}: a step is off by {error}")
+    step, held = torch.ops.turboquant.append_attend, steps(shape, plan, sinks, window, n)
+    calls = [lambda one=one, words=plan.words: step(words, **one) for one in held]
+    return microseconds(calls, "cuda") | {"error": error}
+
+
+def named(shape: Shape) -> dict[str, Any]:
+    return dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape))
+
+
 def windows(args: argparse.Namespace) -> None:
     report = Report("attend_window", "cuda")
-    step = torch.ops.turboquant.append_attend
     shapes = [shape for shape in WINDOW_SHAPES if ",".join(map(str, shape)).startswith(args.only)]
     for shape, bits, (pairs, rank) in product(shapes, [bits for bits in args.bits if "," not in bits], MOMENTS):
         plan, plain = Plan(shape[4], int(bits), int(bits), wave_pairs=pairs, metric=rank), float("nan")
-        n = copies(shape[0] * shape[1] * shape[3] // plan.page_tokens * plan.record_bytes)
         for sinks, window in WINDOWS:
-            torch.cuda.empty_cache()
-            error = check_window(shape, plan, sinks, window)
-            if not error < 5e-3:  # bf16 outputs round at 4e-3
-                raise AssertionError(f"{shape}, {sinks} sinks, window {window}: a step is off by {error}")
-            held = steps(shape, plan, sinks, window, n)
-            calls = [lambda one=one, words=plan.words: step(words, **one) for one in held]
-            metrics: dict[str, Any] = microseconds(calls, "cuda")
+            metrics = timed_step(shape, plan, sinks, window)
             plain = metrics["us"] if not sinks + window else plain
-            metrics |= {"over_plain": round(metrics["us"] / plain, 3), "error": error}
-            where = dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape))
-            where |= {"bits": bits, "wave_pairs": pairs, "metric": rank, "sinks": sinks, "window": window}
-            report.add("window", where, metrics)
+            metrics["over_plain"] = round(metrics["us"] / plain, 3)
+            where = named(shape) | {"bits": bits, "wave_pairs": pairs, "metric": rank}
+            report.add("window", where | {"sinks": sinks, "window": window}, metrics)
             print(shape, bits, pairs, sinks, window, metrics["us"], "us", metrics["over_plain"], "x", flush=True)
+    print(report.save(args.out))
+
+
+def pairs_of_widths(args: argparse.Namespace) -> None:
+    report, (pairs, rank), (sinks, window) = Report("attend_widths", "cuda"), MOMENTS[-1], WINDOWS[-1]
+    for shape in (shape for shape in PAIR_SHAPES if ",".join(map(str, shape)).startswith(args.only)):
+        found = {two: timed_step(shape, Plan(shape[4], *two, wave_pairs=pairs, metric=rank), sinks, window)
+                 for two in product(PAIR_WIDTHS, repeat=2)}  # fmt: skip
+        for (key, value), metrics in found.items():
+            same = (found[key, key]["us"] + found[value, value]["us"]) / 2
+            metrics["over_same"] = round(metrics["us"] / same, 3)
+            where = named(shape) | {"key_bits": key, "value_bits": value, "wave_pairs": pairs, "metric": rank}
+            report.add("widths", where | {"sinks": sinks, "window": window}, metrics)
+            print(shape, key, value, metrics["us"], "us", metrics["over_same"], "x", flush=True)
     print(report.save(args.out))
 
 
@@ -283,8 +311,7 @@ def with_moments(args: argparse.Namespace) -> None:
                 metrics = ours(shape, Plan(shape[4], int(bits), int(bits), wave_pairs=pairs, metric=rank))
                 plain = plain if pairs else metrics["us"]
                 metrics["over_plain"] = round(metrics["us"] / plain, 3)
-                where = dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape))
-                report.add("moments", where | {"bits": bits, "wave_pairs": pairs, "metric": rank}, metrics)
+                report.add("moments", named(shape) | {"bits": bits, "wave_pairs": pairs, "metric": rank}, metrics)
                 print(shape, bits, pairs, metrics["us"], "us", metrics["over_plain"], "x", flush=True)
     print(report.save(args.out))
 
@@ -294,7 +321,7 @@ def main() -> None:
     parser.add_argument(
         "--bits", nargs="+", default=["4", "3", "2", "5,4,3,0"], help="widths; commas: one per 32-channel group"
     )
-    parser.add_argument("--section", choices=("attend", "heads", "window", "moments"), default="attend")
+    parser.add_argument("--section", choices=("attend", "heads", "window", "moments", "widths"), default="attend")
     parser.add_argument("--only", default="", help="shapes that start so, such as 1,8,4")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
@@ -302,6 +329,8 @@ def main() -> None:
         return windows(args)
     if args.section == "moments":
         return with_moments(args)
+    if args.section == "widths":
+        return pairs_of_widths(args)
     report = Report("attend" if args.section == "attend" else "attend_heads", "cuda")
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)
@@ -325,7 +354,7 @@ def main() -> None:
             metrics["of_read_ceiling"] = round(metrics["tbps"] / ceiling["read_tbps"], 3)
             report.add(
                 "attend_queries" if several else "attend",
-                dict(zip(("batch", "kv_heads", "group", "tokens", "head_dim"), shape)) | several | {"bits": bits},
+                named(shape) | several | {"bits": bits},
                 metrics,
             )
             print(
