@@ -13,7 +13,7 @@ from models import prompts, tiny
 import turboquant
 from turboquant import CacheSpec, Calibration, TurboQuantCache, preset
 from turboquant.calibration import layer_specs, trial
-from turboquant.calibration.choice import POWER, Trial, chosen, side_widths, table, uniform_widths
+from turboquant.calibration.choice import POWER, SECOND_BIT, Trial, chosen, side_widths, table, uniform_widths
 from turboquant.calibration.distortion import distortions
 from turboquant.esm import protein_batches
 from turboquant.hf.evaluation import evaluate_all
@@ -64,16 +64,27 @@ def test_the_same_width_everywhere_with_keys_first(average):
 def test_sharing_among_sides_is_greedy_and_best(rng):
     costs = rng.gamma(0.3, size=(2, 2))
 
+    eden = {b: d / (1 - d) for b, d in distortions().items() if b}
+    eden[1] += (SECOND_BIT - 1) * (eden[1] - eden[2])
+
     def loss(widths):
-        return sum(costs[at] ** POWER * distortions()[int(widths[at])] for at in np.ndindex(2, 2))
+        return sum(costs[at] ** POWER * eden[int(widths[at])] for at in np.ndindex(2, 2))
 
     for total in range(8, 25):
         widths = side_widths(costs, total / 4)
-        each = (np.array(w).reshape(2, 2) for w in itertools.product(range(2, 7), repeat=4) if sum(w) == total)
-        assert widths.sum() == total and widths.min() >= 2 and widths.max() <= 6
+        each = (np.array(w).reshape(2, 2) for w in itertools.product(range(1, 7), repeat=4) if sum(w) == total)
+        assert widths.sum() == total and widths.min() >= 1 and widths.max() <= 6
         assert loss(widths) == pytest.approx(min(map(loss, each)), rel=1e-12)
     assert side_widths(np.zeros((3, 2)), 2.5).sum() == 15
     assert side_widths(costs, 2.6).sum() == 10  # never above what was asked for
+
+
+def test_a_side_has_1_bit_where_another_one_costs_40_times_as_much():
+    """D(1), D(2), D(3) = 0.363, 0.119, 0.035: a third bit gains 0.099, the second one 3 * 0.436 = 13.2 times as much,
+    and 40^0.7 = 13.2."""
+    assert side_widths(np.array([[38, 1]]), 2).tolist() == [[2, 2]]
+    assert side_widths(np.array([[42, 1]]), 2).tolist() == [[3, 1]]
+    assert side_widths(np.array([[42, 1]]), 2.5).tolist() == [[3, 2]]
 
 
 @pytest.mark.parametrize("window", [0, 24])

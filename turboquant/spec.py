@@ -55,7 +55,8 @@ _RANGES = {
 }
 _BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre", "metric")  # fields that a budget sets
 BUDGET_BITS = 5  # the most that a budget gives a group of axes; groups of 16 may also get 8
-LEAST_SIDE_BITS = 2  # the least and the most that a budget gives a side of a layer
+LEAST_AVERAGE = 2  # the least budget, but for axes
+LEAST_SIDE_BITS = 1  # the least and the most that a budget gives a side of a layer
 MOST_SIDE_BITS = MAX_BITS
 # Defaults where axes come from a calibration, which computes them without a wave and a metric.
 _OF_AXES = {"calibrated": {"centre": "calibrated", "metric": "none"}, "svd": {"centre": "none", "metric": "none"}}
@@ -311,8 +312,8 @@ class CacheSpec:
         axes = self.method == "axes"
         if axes and not 0 < self.budget <= BUDGET_BITS:  # a NaN is refused as well
             raise ValueError(f"`budget` must be above 0 and at most {BUDGET_BITS} bits, got {self.budget}")
-        if not axes and not LEAST_SIDE_BITS <= self.budget <= MOST_SIDE_BITS:
-            wants = f"in {LEAST_SIDE_BITS}..{MOST_SIDE_BITS} bits"
+        if not axes and not LEAST_AVERAGE <= self.budget <= MOST_SIDE_BITS:
+            wants = f"in {LEAST_AVERAGE}..{MOST_SIDE_BITS} bits"
             raise ValueError(f"`budget` must be {wants}, got {self.budget}")
         for name in _BUDGET_SETS:
             if name in self.named:

@@ -28,7 +28,7 @@ import torch
 from ..files import file_name, write_whole
 from ..hf.placement import device_of, is_offloaded, loaded
 from ..hf.tap import Tap, tapped
-from ..spec import LEAST_SIDE_BITS, MOST_SIDE_BITS
+from ..spec import LEAST_AVERAGE, MOST_SIDE_BITS
 from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
 from .tables import kmeans_table
@@ -461,8 +461,8 @@ def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
         found = tuple(sorted({float(average) for average in averages}, reverse=True))
     except (TypeError, ValueError):
         raise TypeError(f"`averages` must be a list of numbers of bits, got {averages!r}") from None
-    if not found or not all(LEAST_SIDE_BITS <= average <= MOST_SIDE_BITS for average in found):
-        wants = f"{LEAST_SIDE_BITS}..{MOST_SIDE_BITS} bits, at least one"
+    if not found or not all(LEAST_AVERAGE <= average <= MOST_SIDE_BITS for average in found):
+        wants = f"{LEAST_AVERAGE}..{MOST_SIDE_BITS} bits, at least one"
         raise ValueError(f"`averages` must be in {wants}, got {list(averages)}")
     return found
 
