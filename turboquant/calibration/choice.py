@@ -8,11 +8,11 @@
 
 Sides get their widths greedily: each bit goes to the side where it reduces this sum most:
 
-    sum over sides of cost^POWER * E(bits)
+    sum over sides of cost^POWER * D / (1 - D)
 
-Cost is what errors cost that are as large as what is quantised. E(b) is the squared error of b bits relative to that:
-D(b) / (1 - D(b)), with D as in `distortion`, because EDEN's scale is unbiased (arXiv 2108.08842). The second bit's
-gain, E(1) - E(2), counts SECOND_BIT times.
+Cost is what errors cost that are as large as what is quantised. D is the distortion of that many bits (`distortion`),
+and D / (1 - D) their squared error relative to what is quantised, because EDEN's scale is unbiased (arXiv 2108.08842).
+From 1 to 2 bits the reduction counts SECOND_BIT times.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["METHODS", "WINDOWS", "Trial", "chosen", "side_widths", "table", "uni
 
 METHODS = ("none", "moments", "widths", "moments+widths", "axes")
 POWER = 0.7  # applied to a side's cost: costs of several sides do not simply add
-# At 1 bit the squared error is half as large as what is quantised, and costs more than in proportion. Counted once,
-# widths made Gemma diverge 1.6 times as much on WikiText-2, at 2 bits, as with the same width everywhere.
+# At 1 bit the squared error is half as large as what is quantised, and costs more than in proportion. Where it counted
+# once, Gemma diverged 1.6 times as much on WikiText-2, at an average of 2 bits, as with the same width everywhere.
 SECOND_BIT = 3
 WINDOWS = (0, CacheSpec().window)  # exact last tokens for which a decoder is calibrated: none, and as in the presets
 TOLERANCE = 0.05  # how much worse than "none" a method may be on any kind of text of the package
@@ -94,7 +94,7 @@ def uniform_widths(average: float, layers: int) -> Widths:
 
 @cache
 def _errors() -> dict[int, float]:
-    """E(b) of the bits that a side may have, with the weight of the second bit in E(1)."""
+    """The relative squared error, by the bits that a side may have; at 1 bit so much that SECOND_BIT is in it."""
     found = {b: d / (1 - d) for b, d in distortions().items() if LEAST_SIDE_BITS <= b <= MOST_SIDE_BITS}
     return {**found, 1: found[2] + SECOND_BIT * (found[1] - found[2])}
 
