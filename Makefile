@@ -309,8 +309,10 @@ test-harness: harness
 	$(HARNESS)/attend_blocks_harness
 	n=$$(nproc); seq 0 $$((n - 1)) | xargs -P $$n -I@ $(HARNESS)/attend_harness check '' @/$$n
 
-sanitize-harness: harness
-	tests/cuda/sanitize.sh $(HARNESS)
+# Programs of their own: csrc/cuda/attend/split/pages.cuh, ARRIVALS.
+sanitize-harness: $(READY)
+	TURBOQUANT_CUDA_ARCHS="$(HARNESS_ARCHS)" $(RUN) setup.py -q build_sanitize
+	tests/cuda/sanitize.sh build/cuda-sanitize
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -514,13 +514,14 @@ class BuildHarness(BuildCuda):
 
     description = "build the CUDA harnesses of tests/cuda"
     folder = "cuda-harness"
+    defines: tuple[str, ...] = ()
 
     def targets(self, build: Ninja, nvcc: str) -> list[Path]:
         cc = compiler("CC", ("cc", "gcc", "clang"), "gcc (Debian, Ubuntu: build-essential)")
         core = sources("core", ".c") + [path for path in sources("kernels", ".c") if path.stem.startswith("scalar")]
         flags = ["-O2", "-std=gnu11", "-ffp-contract=off", "-Icsrc", "-Icsrc/include"]
         objects = [build.compile(path, cc, flags) for path in core]
-        objects += compile_cuda(build, nvcc, ["-lineinfo"])  # compute-sanitizer then names lines
+        objects += compile_cuda(build, nvcc, ["-lineinfo", *self.defines])  # compute-sanitizer then names lines
         flags = ["-O2", "-std=c++17", "-lineinfo", *cuda_arch_flags(), "-Icsrc", "-Icsrc/include"]
         programs = []
         for path in sorted((ROOT / "tests" / "cuda").glob("*_harness.cu")):
@@ -528,6 +529,14 @@ class BuildHarness(BuildCuda):
             programs.append(build.folder / path.stem)
             build.edge("program", programs[-1], [harness, *objects], nvcc, ["-lpthread"])
         return programs
+
+
+class BuildSanitize(BuildHarness):
+    """The same for compute-sanitizer, in build/cuda-sanitize: csrc/cuda/attend/split/pages.cuh says what differs."""
+
+    description = "build the CUDA harnesses of tests/cuda for compute-sanitizer"
+    folder = "cuda-sanitize"
+    defines = ("-DTQ_EVERY_LANE_ARRIVES",)
 
 
 def version() -> str:
@@ -549,5 +558,10 @@ setup(
         Extension("turboquant._torch", sources=[]),
     ],
     options={"bdist_wheel": wheel_tags()},
-    cmdclass={"build_ext": BuildNative, "build_cuda": BuildCuda, "build_harness": BuildHarness},
+    cmdclass={
+        "build_ext": BuildNative,
+        "build_cuda": BuildCuda,
+        "build_harness": BuildHarness,
+        "build_sanitize": BuildSanitize,
+    },
 )

@@ -98,6 +98,7 @@ def all_plans() -> list[turboquant.Plan]:
         plans += [turboquant.Plan(dim, [4] + [3] * (groups - 1), 2), turboquant.Plan(dim, 3, 3, group=16)]
         plans.append(turboquant.Plan(dim, Side(3, rotation="dense"), Side(3, rotation="dense")))
         plans += [turboquant.Plan(dim, bits, bits, wave_pairs=dim // 16 * 8, metric=4) for bits in (1, 2, 3, 4, 4)]
+        plans += [turboquant.Plan(dim, *bits, wave_pairs=dim // 16 * 8, metric=4) for bits in ((4, 3), (2, 6))]
     return plans
 
 

@@ -62,6 +62,17 @@ static void add_moments(std::vector<Case> *cases)
                     c.scale_sign = group == 1 ? -1 : 1, c.spare_pages = group == 4 ? 150 : 0;
                 });
             }
+    for (const char *bits : {"43", "32", "12", "55", "25", "14", "63", "44"}) /* of keys, of values */
+        for (int d : {128, 64})
+            for (int group : {4, 7})
+                for (int spare : {0, 600}) /* half pages; pages of two units */
+                    add("sides " + std::string(bits) + ", dim " + std::to_string(d) + ", group " +
+                            std::to_string(group) + (spare ? ", room for more pages" : ""),
+                        [=](Case &c) {
+                            c.key_bits = bits[0], c.value_bits = bits[1], c.head_dim = d, c.group = group;
+                            c.lengths = {300, 1000, 0, 129}, c.spare_pages = spare, c.sinks = 4;
+                            c.window = spare ? 40 : 0, c.softcap = group == 7 ? 50 : 0;
+                        });
     for (int pairs : {0, 8, 24, 64})
         for (int metric : {0, 1, 3, 5})
             add(std::to_string(pairs) + " pairs, metric " + std::to_string(metric), [=](Case &c) {

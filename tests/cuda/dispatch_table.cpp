@@ -36,6 +36,7 @@ KERNELS_OF(split_kernels)
 KERNELS_OF(split_any_kernels)
 KERNELS_OF(fused_kernels)
 KERNELS_OF(fused_wave_kernels)
+KERNELS_OF(fused_wave_side_kernels)
 KERNELS_OF(many_rows_kernels)
 
 } // namespace tq

@@ -33,7 +33,7 @@ void set_factors(const tq_plan &plan, const float *steps, const KernelChoice &k,
                      : !k.two_products || b > 5 ? 128
                      : b == 5                   ? -1
                                                 : 0; /* of bytes above levels (tile/fragments.cuh) */
-        bool scaled = b <= 2 && (fine || (keys && !k.bits));
+        bool scaled = b <= 2 && (fine || (keys && k.bits == BY_GROUP));
         int top = (1 << b) - 1;
         if (k.team_rows && !keys) { /* multiplies exact levels */
             to->factor[b] = has_sign_nibbles(b) ? step / LEVEL_UNIT : b > 2 ? step : 2 * step;

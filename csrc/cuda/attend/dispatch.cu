@@ -95,7 +95,8 @@ KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, in
 {
     const bool wave = is_fused(strategy) && tq_has_moments(&plan), tile_16 = tq_tile_is_16(&plan);
     const int groups = (plan.head_dim + TQ_TILE - 1) / TQ_TILE;
-    for (int width : {width_of(plan), 0})
+    const int own = width_of(plan), looked_up = sides_have_widths(plan) ? BY_SIDE : BY_GROUP;
+    for (int width : {own ? own : looked_up, looked_up, BY_GROUP})
         for (int row = 0; row < KERNEL_ROWS; row++) {
             const KernelRow &r = KERNELS[row];
             const unsigned takes = r.half_pages | (plan.page_tokens == 4 * TQ_TILE ? r.whole_pages : 0);
@@ -117,7 +118,8 @@ void name_kernel(const KernelChoice &kernel, char *name)
     const KernelRow &r = KERNELS[kernel.row];
     const char *const strategies[] = {"split", "many_rows", "fused", "fused_many_rows"};
     char width[16];
-    if (r.width) snprintf(width, sizeof width, "%dbit", r.width);
+    if (r.width == BY_SIDE) snprintf(width, sizeof width, "sides");
+    else if (r.width) snprintf(width, sizeof width, "%dbit", r.width);
     else snprintf(width, sizeof width, r.tile_16 ? "tile16" : "any");
     snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_%s_%s_d%d_%dx%d%s%s", strategies[(int)r.strategy], width,
              TQ_TILE * r.last_groups, kernel.rows, TQ_TILE * kernel.tiles * kernel.run, r.wave ? "_wave" : "",

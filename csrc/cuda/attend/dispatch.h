@@ -24,7 +24,7 @@ constexpr bool is_fused(Strategy s) { return s == Strategy::FUSED || s == Strate
 /** A compiled kernel. */
 struct KernelChoice {
     void (*kernel)(AttendArgs); /* NULL: there is none */
-    int bits;                   /* 0: any widths */
+    int bits;                   /* or BY_SIDE, or BY_GROUP */
     int blocks;                 /* of four rows a warp; 0 with many rows */
     int tiles;                  /* token tiles of a unit: 2 (half a page) or 4 (a page) */
     int run; /* neighbouring units that a warp has one after the other: 1, or 2 for the halves of a page */
@@ -43,6 +43,7 @@ KernelChoice split_kernels(int row, int blocks, int tiles);
 KernelChoice split_any_kernels(int row, int blocks, int tiles);
 KernelChoice fused_kernels(int row, int blocks, int tiles);
 KernelChoice fused_wave_kernels(int row, int blocks, int tiles);
+KernelChoice fused_wave_side_kernels(int row, int blocks, int tiles);
 KernelChoice many_rows_kernels(int row, int blocks, int tiles);
 
 constexpr unsigned R4 = 1, R8 = 2, R16 = 4, R32 = 8; /* sets of numbers of rows, in units of four */
@@ -51,7 +52,7 @@ constexpr unsigned R4 = 1, R8 = 2, R16 = 4, R32 = 8; /* sets of numbers of rows,
 struct KernelRow {
     Strategy strategy;
     bool hopper;                      /* bulk copies (TMA), for 9.x; otherwise cp.async, for 8.0 and newer */
-    int width;                        /* of all groups of keys and values; 0: any widths, looked up for each group */
+    int width;                        /* of all groups of keys and values; or BY_SIDE, or BY_GROUP: any widths */
     bool tile_16;                     /* tiles of 16 channels, of any widths */
     int first_groups, last_groups;    /* head_dim / 32, rounded up; code is for the last */
     unsigned half_pages, whole_pages; /* numbers of rows with such units */
@@ -74,22 +75,22 @@ constexpr KernelRow KERNELS[] = {
     {Strategy::SPLIT, true, 2, false, 8, 8, R4 | R8, 0, split_kernels},
     {Strategy::SPLIT, true, 3, false, 8, 8, R4 | R8, 0, split_kernels},
     {Strategy::SPLIT, true, 4, false, 8, 8, R4 | R8, 0, split_kernels},
-    {Strategy::SPLIT, true, 0, false, 1, 4, R4, R4 | R8 | R16, split_any_kernels},
-    {Strategy::SPLIT, true, 0, false, 5, 8, R4 | R8, 0, split_any_kernels},
-    {Strategy::SPLIT, true, 0, true, 1, 8, R4 | R8, 0, split_any_kernels},
+    {Strategy::SPLIT, true, BY_GROUP, false, 1, 4, R4, R4 | R8 | R16, split_any_kernels},
+    {Strategy::SPLIT, true, BY_GROUP, false, 5, 8, R4 | R8, 0, split_any_kernels},
+    {Strategy::SPLIT, true, BY_GROUP, true, 1, 8, R4 | R8, 0, split_any_kernels},
     {Strategy::SPLIT, false, 2, false, 4, 4, R4, 0, split_kernels},
     {Strategy::SPLIT, false, 3, false, 4, 4, R4, 0, split_kernels},
     {Strategy::SPLIT, false, 4, false, 4, 4, R4, 0, split_kernels},
-    {Strategy::SPLIT, false, 0, false, 1, 4, R4 | R8, 0, split_any_kernels},
-    {Strategy::SPLIT, false, 0, false, 5, 8, R4 | R8, 0, split_any_kernels},
-    {Strategy::SPLIT, false, 0, true, 1, 8, R4 | R8, 0, split_any_kernels},
+    {Strategy::SPLIT, false, BY_GROUP, false, 1, 4, R4 | R8, 0, split_any_kernels},
+    {Strategy::SPLIT, false, BY_GROUP, false, 5, 8, R4 | R8, 0, split_any_kernels},
+    {Strategy::SPLIT, false, BY_GROUP, true, 1, 8, R4 | R8, 0, split_any_kernels},
     {Strategy::FUSED, true, 2, false, 2, 2, 0, R4, fused_kernels},
     {Strategy::FUSED, true, 3, false, 2, 2, 0, R4, fused_kernels},
     {Strategy::FUSED, true, 4, false, 2, 2, R4, 0, fused_kernels},
     {Strategy::FUSED, true, 2, false, 4, 4, R4, R4 | R8, fused_kernels},
     {Strategy::FUSED, true, 3, false, 4, 4, R4, R8, fused_kernels},
     {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8, 0, fused_kernels},
-    {Strategy::FUSED, true, 0, false, 1, 4, R4 | R8, R4 | R8 | R16, fused_kernels},
+    {Strategy::FUSED, true, BY_GROUP, false, 1, 4, R4 | R8, R4 | R8 | R16, fused_kernels},
     /* Waves have kernels of their own here: with their code in every FUSED kernel, plans without a wave took 11 to 23 % longer at 8,192 tokens
      * of batch 1. */
     {Strategy::FUSED, true, 2, false, 2, 2, 0, R4, fused_wave_kernels, true},
@@ -98,16 +99,18 @@ constexpr KernelRow KERNELS[] = {
     {Strategy::FUSED, true, 2, false, 4, 4, R4, R4 | R8, fused_wave_kernels, true},
     {Strategy::FUSED, true, 3, false, 4, 4, R4 | R8, R4, fused_wave_kernels, true},
     {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8, R4, fused_wave_kernels, true},
-    {Strategy::FUSED, true, 0, false, 1, 4, R4 | R8, 0, fused_wave_kernels, true},
+    {Strategy::FUSED, true, BY_SIDE, false, 2, 2, 0, R4, fused_wave_side_kernels, true},
+    {Strategy::FUSED, true, BY_SIDE, false, 4, 4, R4 | R8, R4, fused_wave_side_kernels, true},
+    {Strategy::FUSED, true, BY_GROUP, false, 1, 4, R4 | R8, 0, fused_wave_kernels, true},
     {Strategy::MANY_ROWS, true, 2, false, 4, 4, 0, R16 | R32, many_rows_kernels},
     {Strategy::MANY_ROWS, true, 3, false, 4, 4, 0, R16 | R32, many_rows_kernels},
     {Strategy::MANY_ROWS, true, 4, false, 4, 4, 0, R16 | R32, many_rows_kernels},
-    {Strategy::MANY_ROWS, true, 0, false, 4, 4, 0, R32, many_rows_kernels},
+    {Strategy::MANY_ROWS, true, BY_GROUP, false, 4, 4, 0, R32, many_rows_kernels},
     {Strategy::FUSED_MANY_ROWS, true, 2, false, 4, 4, 0, R16 | R32, many_rows_kernels},
     {Strategy::FUSED_MANY_ROWS, true, 3, false, 4, 4, 0, R16 | R32, many_rows_kernels},
     {Strategy::FUSED_MANY_ROWS, true, 4, false, 4, 4, 0, R16 | R32, many_rows_kernels},
-    {Strategy::FUSED_MANY_ROWS, true, 0, false, 4, 4, 0, R16 | R32, many_rows_kernels},
-    {Strategy::FUSED_MANY_ROWS, true, 0, false, 4, 4, 0, R16, many_rows_kernels, true}, /* 32 lack the memory */
+    {Strategy::FUSED_MANY_ROWS, true, BY_GROUP, false, 4, 4, 0, R16 | R32, many_rows_kernels},
+    {Strategy::FUSED_MANY_ROWS, true, BY_GROUP, false, 4, 4, 0, R16, many_rows_kernels, true}, /* 32 lack the memory */
 };
 constexpr int KERNEL_ROWS = sizeof KERNELS / sizeof *KERNELS;
 
@@ -168,12 +171,13 @@ void name_kernel(const KernelChoice &kernel, char *name);
 
 constexpr bool takes_wave(int row) { return KERNELS[row].wave || !is_fused(KERNELS[row].strategy); }
 
-/** Whether a warp has a page as two units: at 4 bits with a wave, where that leaves room for 16 warps instead of 12, which take 8 % less
- *  time. At 3 and 2 bits it gained nothing. */
+/** Whether a warp has a page as two units: with a wave at 4 bits, and where widths differ by side, where that leaves room for 16 warps
+ *  instead of 12, which take 8 % less time at 4 bits. At 3 and 2 bits it gained nothing. */
 constexpr bool by_halves(int row, int blocks, int tiles)
 {
     const KernelRow &r = KERNELS[row];
-    return r.wave && r.strategy == Strategy::FUSED && r.width == 4 && r.last_groups == 4 && blocks == 1 && tiles == 4;
+    return r.wave && r.strategy == Strategy::FUSED && (r.width == 4 || r.width == BY_SIDE) && r.last_groups == 4 &&
+           blocks == 1 && tiles == 4;
 }
 
 template <int ROW, int BLOCKS, int TILES>

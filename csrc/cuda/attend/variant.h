@@ -12,7 +12,11 @@ constexpr int BETWEEN_BYTES =
 /** Threads that a multiprocessor has registers for, in whole warps of each of its four parts. */
 constexpr int most_threads(int registers) { return 65536 / registers / 128 * 128; }
 
-/** One compiled kernel. BITS: of all groups of keys and values; 0: any plan, the width of each group looked up as it goes.
+constexpr int BY_GROUP = 0, BY_SIDE = -1; /* instead of a width, where a kernel looks it up */
+constexpr int MOST_BY_SIDE = 5; /* 6 and 8 bits took up to 1.4 times as long as BY_GROUP, at batch 1 and 8k (H200) */
+
+/** One compiled kernel. BITS: of all groups of keys and values. BY_SIDE: all groups of keys have one width and all of values one, looked up
+ *  for each unit; there is code for each width, and a warp runs that of two. BY_GROUP: any plan, looked up for each group of a unit.
  *  FINE: tiles of 16 channels, not of 32. RUN: neighbouring units that a warp has one after the other: 2 for the halves of a page, whose
  *  terms of the wave are computed together. */
 template <int BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false, bool WAVE_ = true,
@@ -26,15 +30,15 @@ struct Variant {
     static constexpr int RUN = RUN_;
     static constexpr bool BULK = BULK_, FINE = FINE_;
     static constexpr bool WAVE = WAVE_; /* whether it also takes plans with a wave or a metric (wave.cuh) */
-    static constexpr bool UNIFORM = BITS != 0;
-    static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
+    static constexpr bool UNIFORM = BITS != BY_GROUP;          /* all groups of a side have one width */
     static constexpr bool TWO_PRODUCTS = !FINE && BLOCKS == 1; /* of 4 and 5 bits */
     static constexpr bool MULTIPLY = UNIFORM && BLOCKS == 1;   /* instead of right shifts */
-    static constexpr bool KEY_ROW_FACTOR = UNIFORM && BITS <= 2;
-    static constexpr bool KEY_OFFSETS =
-        !UNIFORM || (BITS == 4 && !TWO_PRODUCTS); /* ROW_FACTOR codes: after the product */
+    /* Of a side with so many bits, BY_GROUP of any: whether bytes are levels plus an offset, which is the initial sum of key products; of
+     * ROW_FACTOR codes it is added after the product. */
+    template <int SIDE> static constexpr bool HAS_OFFSET = !UNIFORM || SIDE > 4 || (SIDE == 4 && !TWO_PRODUCTS);
+    template <int SIDE> static constexpr bool HAS_ROW_FACTOR = UNIFORM && SIDE <= 2;
     /* the sum of the weights is needed beside the sum of weighted codes; otherwise the codes have no offset */
-    static constexpr bool WEIGHT_SUMS = !UNIFORM || BITS <= 2 || (BITS == 4 && !TWO_PRODUCTS);
+    template <int SIDE> static constexpr bool NEEDS_WEIGHT_SUMS = HAS_OFFSET<SIDE> || HAS_ROW_FACTOR<SIDE>;
     /* where a warp reads its queries; from global memory with wide heads and on devices that may have little shared memory, where that
      * is what limits the warps */
     static constexpr bool QUERY_IN_REGISTERS = UNIFORM && BLOCKS == 1 && GROUPS <= 4;

@@ -124,7 +124,7 @@ template <int BITS> struct Width {
 /** f(Width<bits>()), or nothing for 0 bits; width: 1 << bits, bits 0..6 or 8. Tests of bits, because comparisons would
  *  become a jump table, which has to be loaded: mixed plans took 4 to 12 % longer. The order matters: with 5 bits last
  *  up to 7 % longer. */
-template <class F> __device__ __forceinline__ void with_width(uint32_t width, F f)
+template <int MOST = TQ_WIDE_BITS, class F> __device__ __forceinline__ void with_width(uint32_t width, F f)
 {
     if (width & (1 << 3 | 1 << 4)) {
         if (width & 1 << 3) f(Width<3>());
@@ -135,10 +135,9 @@ template <class F> __device__ __forceinline__ void with_width(uint32_t width, F 
         f(Width<2>());
     } else if (width & 1 << 1) {
         f(Width<1>());
-    } else if (width & 1 << TQ_WIDE_BITS) {
-        f(Width<TQ_WIDE_BITS>());
-    } else if (width & 1 << 6) {
-        f(Width<6>());
+    } else if constexpr (MOST > 5) {
+        if (width & 1 << TQ_WIDE_BITS) f(Width<TQ_WIDE_BITS>());
+        else if (width & 1 << 6) f(Width<6>());
     }
 }
 

@@ -16,7 +16,7 @@ __device__ __forceinline__ void init_barriers(const AttendArgs &a, const Ring<V,
     for (int i = 0; i < stages; i++)
 #pragma unroll(ONE_STAGE ? 4 : 1)
         for (int k = 0; k < used; k++)
-            barrier_init(ring.barrier(i, k), k >= 2 ? team_warps : V::BULK ? 1 : 32 * team_warps);
+            barrier_init(ring.barrier(i, k), k >= 2 ? ARRIVALS * team_warps : V::BULK ? 1 : 32 * team_warps);
     barrier_init_fence();
 }
 

@@ -122,7 +122,7 @@ template <class V> struct Sums {
 
 template <class V> struct LaneRows {
     float scale[V::BLOCKS], offset[V::BLOCKS]; /* offset: of ROW_FACTOR codes */
-    int start[V::BLOCKS][2];                   /* initial sums of key products, by plane: START, and KEY_OFFSETS */
+    int start[V::BLOCKS][2];                   /* initial sums of key products, by plane, of keys that have an offset */
     uint2 query[V::GROUPS];                    /* if QUERY_IN_REGISTERS */
 };
 
@@ -130,24 +130,32 @@ template <class V> struct LaneRows {
  *  with them ends as a float, without a conversion, which would use the same pipe as the look-ups. */
 constexpr int FLOAT_BITS = 0x4b400000;
 
-/** Initial accumulators: FLOAT_BITS with two blocks of rows at 3 and 4 bits (1 to 2 % faster), otherwise 0 and a
- *  conversion. */
-template <class V> constexpr int START = V::UNIFORM && V::BITS > 2 && V::BLOCKS == 2 && V::TILES == 2 ? FLOAT_BITS : 0;
+/** Initial accumulators of a side: FLOAT_BITS with two blocks of rows at 3 and 4 bits (1 to 2 % faster), otherwise 0 and
+ *  a conversion. */
+template <class V, int BITS>
+constexpr int START = V::UNIFORM && (BITS == 3 || BITS == 4) && V::BLOCKS == 2 && V::TILES == 2 ? FLOAT_BITS : 0;
 static_assert(8 * TQ_TILE * 127 * 127 < 1 << 22 && 2 * TQ_TILE * 255 * 255 < 1 << 22,
               "keys x queries, values x weights");
 static_assert(4LL * TQ_TILE * 255 * 65535 <= INT32_MAX, "values x weights of a unit, both planes joined");
 
 /** hi * BASE + lo, for accumulators that started from START. */
-template <class V, int BASE> __device__ __forceinline__ float join_planes(int hi, int lo)
+template <class V, int BITS, int BASE> __device__ __forceinline__ float join_planes(int hi, int lo)
 {
-    if constexpr (START<V> == 0) return (float)(hi * BASE + lo);
+    if constexpr (START<V, BITS> == 0) return (float)(hi * BASE + lo);
     return fmaf(__int_as_float(hi), (float)BASE, -12582912.0f * (BASE + 1)) + __int_as_float(lo);
 }
 
+/** f(Width<bits>()) with the width of a side: the kernel's own, or looked up. */
+template <class V, class F> __device__ __forceinline__ void with_side_width(const SideArgs &side, F f)
+{
+    if constexpr (V::BITS == BY_SIDE) with_width<MOST_BY_SIDE>(side.width[0], f);
+    else f(Width<V::BITS>());
+}
+
 /** s[block][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale; tiles first .. first + N
- *  - 1.
+ *  - 1. BITS: of keys, or BY_GROUP.
  *  GROUPS_AT_ONCE: unrolling of the loop over groups, for uniform plans. */
-template <class V, int N, int GROUPS_AT_ONCE>
+template <class V, int BITS, int N, int GROUPS_AT_ONCE>
 __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys, const uint2 *query,
                                             const LaneRows<V> &rows, int first, int lane,
                                             float (&s)[V::BLOCKS][4 * V::TILES])
@@ -162,8 +170,11 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int n = 0; n < B; n++) {
-                c[tile][half][n][0] = c[tile][half][n][2] = V::KEY_OFFSETS ? rows.start[n][0] : START<V>;
-                c[tile][half][n][1] = c[tile][half][n][3] = V::KEY_OFFSETS ? rows.start[n][1] : START<V>;
+                constexpr int FROM = START<V, BITS>;
+                c[tile][half][n][0] = c[tile][half][n][2] =
+                    V::template HAS_OFFSET<BITS> ? FROM + rows.start[n][0] : FROM;
+                c[tile][half][n][1] = c[tile][half][n][3] =
+                    V::template HAS_OFFSET<BITS> ? FROM + rows.start[n][1] : FROM;
             }
     const uint8_t *codes = keys.codes + 4 * lane;
     if constexpr (V::UNIFORM) {
@@ -175,8 +186,8 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
                 b[n] = V::QUERY_IN_REGISTERS ? rows.query[g] : query[(n * V::GROUPS + g) * 32 + lane];
 #pragma unroll
             for (int tile = 0; tile < N; tile++)
-                multiply_tile<V::BITS, V::KEY_READING, V::TWO_PRODUCTS, V::MULTIPLY, false, B>(
-                    codes + ((first + tile) * V::GROUPS + g) * 128 * V::BITS, a.tables, b, c[tile]);
+                multiply_tile<BITS, Reading::ROW_FACTOR, V::TWO_PRODUCTS, V::MULTIPLY, false, B>(
+                    codes + ((first + tile) * V::GROUPS + g) * 128 * BITS, a.tables, b, c[tile]);
         }
     } else if constexpr (V::FINE) {
 #pragma unroll 1
@@ -222,8 +233,8 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 const int *row = &c[tile][r >> 1][n][2 * (r & 1)];
-                float x = join_planes<V, QUERY_BASE>(row[0], row[1]);
-                if constexpr (V::KEY_ROW_FACTOR) x = fmaf(x, 1.0f / (1 << V::BITS * r), rows.offset[n]);
+                float x = join_planes<V, BITS, QUERY_BASE>(row[0], row[1]);
+                if constexpr (V::template HAS_ROW_FACTOR<BITS>) x = fmaf(x, 1.0f / (1 << BITS * r), rows.offset[n]);
                 s[n][4 * (first + tile) + r] = x * scales[4 * tile + r];
             }
     }
@@ -231,14 +242,14 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
 
 /** The scores of a unit. With many rows two tiles at a time, because the products of four would need the scores'
  *  registers. */
-template <class V, int GROUPS_AT_ONCE>
+template <class V, int BITS, int GROUPS_AT_ONCE>
 __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, const uint2 *query,
                                            const LaneRows<V> &rows, int lane, float (&s)[V::BLOCKS][4 * V::TILES])
 {
     constexpr int N = V::BLOCKS == 1 ? V::TILES : 2;
 #pragma unroll
     for (int first = 0; first < V::TILES; first += N)
-        score_tiles<V, N, GROUPS_AT_ONCE>(a, keys, query, rows, first, lane, s);
+        score_tiles<V, BITS, N, GROUPS_AT_ONCE>(a, keys, query, rows, first, lane, s);
 }
 
 /** For a unit of which some row sees a part: hidden tokens get -inf. Places without a token may have any value scale,
@@ -367,14 +378,14 @@ __device__ __forceinline__ void weigh_unit(const LaneRows<V> &rows, const LaneSc
     }
 }
 
-/** Adds the unit's weighted values to the sums. */
-template <class V>
+/** Adds the unit's weighted values to the sums. BITS: of values, or BY_GROUP. */
+template <class V, int BITS>
 __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values, const uint2 (&b)[V::TILES][V::BLOCKS],
                                            const float (&unit_scale)[V::BLOCKS], int lane, Sums<V> &sums)
 {
     constexpr int B = V::BLOCKS;
     const uint8_t *codes = values.codes + 4 * lane;
-    if constexpr (V::WEIGHT_SUMS) { /* a product with ones: the sum of the rounded weights */
+    if constexpr (V::template NEEDS_WEIGHT_SUMS<BITS>) { /* a product with ones: the sum of the rounded weights */
         int c[B][4] = {};
 #pragma unroll
         for (int n = 0; n < B; n++) {
@@ -389,12 +400,12 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
     for (int g = 0; g < V::GROUPS; g++) {
         int c[2][B][4];
 #pragma unroll
-        for (int i = 0; i < 8 * B; i++) c[i / (4 * B)][i / 4 % B][i % 4] = START<V>;
+        for (int i = 0; i < 8 * B; i++) c[i / (4 * B)][i / 4 % B][i % 4] = START<V, BITS>;
         if constexpr (V::UNIFORM) {
 #pragma unroll
             for (int tile = 0; tile < V::TILES; tile++)
-                multiply_tile<V::BITS, Reading::ROW_FACTOR, V::TWO_PRODUCTS, V::MULTIPLY, true, B>(
-                    codes + (tile * V::GROUPS + g) * 128 * V::BITS, a.tables, b[tile], c);
+                multiply_tile<BITS, Reading::ROW_FACTOR, V::TWO_PRODUCTS, V::MULTIPLY, true, B>(
+                    codes + (tile * V::GROUPS + g) * 128 * BITS, a.tables, b[tile], c);
         } else if constexpr (V::FINE) {
             if (g >= a.groups) continue;
 #pragma unroll
@@ -425,7 +436,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
 #pragma unroll
             for (int n = 0; n < B; n++) {
                 const int *row = &c[r >> 1][n][2 * (r & 1)];
-                found[r][n] = join_planes<V, 256>(row[0], row[1]);
+                found[r][n] = join_planes<V, BITS, 256>(row[0], row[1]);
             }
 #pragma unroll
         for (int k = 0; k < V::GROUPS; k++) /* registers have no index */
@@ -436,6 +447,15 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
     }
 }
 
+/** Lanes of a warp that arrive at a team's barrier of an empty stage. One is enough: it arrives after __syncwarp, so what all lanes have read
+ *  comes before the copy that another warp starts. compute-sanitizer's racecheck does not follow that, and reports hazards; the programs for it
+ *  (setup.py, build_sanitize) let every lane arrive. At 2 bits that takes 4 to 6 % longer (H200). */
+#ifdef TQ_EVERY_LANE_ARRIVES
+constexpr int ARRIVALS = 32;
+#else
+constexpr int ARRIVALS = 1;
+#endif
+
 /** Releases half of the unit's stage and, if there is another unit, starts to load it there. */
 template <class R>
 __device__ __forceinline__ void refill(const AttendArgs &a, const R &ring, int which, bool more, const uint8_t *record,
@@ -444,7 +464,7 @@ __device__ __forceinline__ void refill(const AttendArgs &a, const R &ring, int w
     __syncwarp();
     if (ring.team_warps(a) > 1) {
         uint32_t empty = ring.barrier(ring.stage, 2 + which);
-        if (thread % 32 == 0) barrier_arrive(empty);
+        if (thread % (32 / ARRIVALS) == 0) barrier_arrive(empty);
         if (R::sends(thread)) barrier_wait(empty, ring.parity);
     }
     if (more && ring.sends(thread)) ring.fill(a, ring.stage, which, record, unit, thread);
@@ -604,8 +624,8 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const WarpRows &
         RowArgs row = given.args[4 * n + (lane & 3)];
         rows.scale[n] =
             a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
-        rows.start[n][0] = START<V> + row.offset_hi;
-        rows.start[n][1] = START<V> + row.offset_lo;
+        rows.start[n][0] = row.offset_hi;
+        rows.start[n][1] = row.offset_lo;
         rows.offset[n] = 0.5f * (float)(row.offset_hi * QUERY_BASE + row.offset_lo); /* a byte is half a level */
         sums.bias[n] = a.p.softcap > 0 ? 0 : row.bias; /* with a cap it is in the scores already */
         sums.reference[n] = NO_REFERENCE;
@@ -636,7 +656,6 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
     /* With more than four rows more groups of 4-bit keys took attend_fused up to 7 % longer at batch 1: their code does not fit the nearest
      * instruction cache beside that of the values. At large batches, and in attend_kernel, two at once took up to 3 % longer, and with
      * four rows, whose code is short, up to 8 %. */
-    constexpr int KEY_GROUPS_AT_ONCE = R::ONE_STAGE && V::BITS == 4 && B > 1 ? 2 : V::GROUPS;
     int lane = thread & 31;
     LaneRows<V> rows;
     start_rows<V>(a, given, lane, rows, sums);
@@ -651,7 +670,11 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         float s[B][4 * V::TILES], unit_scale[B];
         if (has_wave<V>(a)) wave.sum(a, given.args, given.wave, unit, first_token(a, unit & -V::RUN, V::TILES), lane);
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
-        score_unit<V, KEY_GROUPS_AT_ONCE>(a, ring.view(a, a.key), given.queries, rows, lane, s);
+        StageView keys = ring.view(a, a.key);
+        with_side_width<V>(a.key, [&](auto width) {
+            constexpr int BITS = decltype(width)::value, AT_ONCE = R::ONE_STAGE && BITS == 4 && B > 1 ? 2 : V::GROUPS;
+            score_unit<V, BITS, AT_ONCE>(a, keys, given.queries, rows, lane, s);
+        });
         StageView values = ring.view(a, a.value);
         LaneScales<V::TILES> value_scales; /* read now: they share the stage half of the keys */
         value_scales.load(values, 0, lane);
@@ -669,7 +692,8 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         uint2 b[V::TILES][B];
         weigh_unit<V>(rows, value_scales, s, lane, sums, b, unit_scale);
         barrier_wait(ring.barrier(ring.stage, 1), ring.parity);
-        add_values<V>(a, values, b, unit_scale, lane, sums);
+        with_side_width<V>(
+            a.value, [&](auto width) { add_values<V, decltype(width)::value>(a, values, b, unit_scale, lane, sums); });
         refill(a, ring, 1, more, next_record, ahead.unit, thread);
         ring.advance(a);
         ahead.step_on(a, more);
