@@ -309,7 +309,7 @@ test-harness: harness
 	$(HARNESS)/attend_blocks_harness
 	n=$$(nproc); seq 0 $$((n - 1)) | xargs -P $$n -I@ $(HARNESS)/attend_harness check '' @/$$n
 
-# Programs of their own: csrc/cuda/attend/split/pages.cuh, ARRIVALS.
+# Built apart, with -DTQ_EVERY_LANE_ARRIVES: see ARRIVALS in csrc/cuda/attend/split/pages.cuh.
 sanitize-harness: $(READY)
 	TURBOQUANT_CUDA_ARCHS="$(HARNESS_ARCHS)" $(RUN) setup.py -q build_sanitize
 	tests/cuda/sanitize.sh build/cuda-sanitize

@@ -24,8 +24,8 @@ Section moments times attention with a wave of all pairs, which turn as those of
 without: `over_plain` is the one's time over the other's. The file is attend_moments.json.
 
 Section widths times a decode step as calibrated presets have it, with a wave and a metric, 4 exact first and 128 exact
-last tokens, for every pair of widths of keys and values. `over_same` is its time over the mean of the two steps in
-which both sides have the one width and the other: the same bytes. The file is attend_widths.json.
+last tokens, for every pair of widths of keys and values. `over_same` is its time over the mean of two other steps:
+one with the keys' width on both sides, one with the values'. The file is attend_widths.json.
 """
 
 from __future__ import annotations

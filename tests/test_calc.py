@@ -268,6 +268,25 @@ def test_a_step_of_a_measured_shape_takes_what_was_measured():
         decode_seconds(one, presets()["skainet-balanced"], 1, 100, "h100")
 
 
+@pytest.mark.parametrize(
+    "spec,column",
+    [
+        (CacheSpec(4, 3), "4"),
+        (CacheSpec(3, 2), "3"),
+        (CacheSpec(1, 2), "2"),
+        (CacheSpec(5, 5), "4"),
+        (CacheSpec(budget=3), "3"),
+        (CacheSpec(budget=2.5, method="widths"), "3"),
+        (CacheSpec(budget=3, method="axes"), "mixed"),
+        (CacheSpec(2.5, 2.5), "mixed"),
+        (CacheSpec(4, (4, 4, 3, 3)), "mixed"),
+    ],
+    ids=str,
+)
+def test_widths_count_as_their_mean(spec, column):
+    assert calc.timed_as(spec) == column
+
+
 # ---- the command ----
 
 

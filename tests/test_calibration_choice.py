@@ -80,8 +80,8 @@ def test_sharing_among_sides_is_greedy_and_best(rng):
 
 
 def test_a_side_has_1_bit_where_another_one_costs_40_times_as_much():
-    """D(1), D(2), D(3) = 0.363, 0.119, 0.035: a third bit gains 0.099, the second one 3 * 0.436 = 13.2 times as much,
-    and 40^0.7 = 13.2."""
+    """D(1), D(2), D(3) = 0.363, 0.119, 0.035. D / (1 - D) falls by 0.099 with the third bit and by 0.436 with the
+    second one, which counts three times: 13.2 times as much, and 40^0.7 is 13.2."""
     assert side_widths(np.array([[38, 1]]), 2).tolist() == [[2, 2]]
     assert side_widths(np.array([[42, 1]]), 2).tolist() == [[3, 1]]
     assert side_widths(np.array([[42, 1]]), 2.5).tolist() == [[3, 2]]

@@ -55,7 +55,7 @@ _RANGES = {
 }
 _BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre", "metric")  # fields that a budget sets
 BUDGET_BITS = 5  # the most that a budget gives a group of axes; groups of 16 may also get 8
-LEAST_AVERAGE = 2  # the least budget, but for axes
+LEAST_AVERAGE = 2  # the smallest budget, except with `method="axes"`
 LEAST_SIDE_BITS = 1  # the least and the most that a budget gives a side of a layer
 MOST_SIDE_BITS = MAX_BITS
 # Defaults where axes come from a calibration, which computes them without a wave and a metric.

@@ -1,11 +1,14 @@
 #!/bin/bash
 # compute-sanitizer over the CUDA harnesses on a small matrix of cases: make sanitize-harness, which builds them first.
 #
-#   tests/cuda/sanitize.sh FOLDER      of attend_harness, attend_blocks_harness and append_harness
+#   tests/cuda/sanitize.sh FOLDER [TOOL...]    FOLDER: of attend_harness, attend_blocks_harness and append_harness
+#                                              TOOL: memcheck, racecheck, synccheck; the default is all three
 #
 # Prints the last lines of each run when it is over. Ends with an error if any run finds anything.
 set -u -o pipefail
 harnesses=${1:?the folder of the harnesses}
+tools=("${@:2}")
+[ ${#tools[@]} -gt 0 ] || tools=(memcheck racecheck synccheck)
 at_once=$(($(nproc) / 2 + 1))
 pages=$(mktemp -d)
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$pages"' EXIT
@@ -27,7 +30,7 @@ run() { # tool, harness, its arguments
 }
 
 echo "compute-sanitizer, $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
-for tool in memcheck racecheck synccheck; do
+for tool in "${tools[@]}"; do
     for filter in "1 sequences" "26 sequences, bits 3" "50 sequences, bits 4" "400 sequences, bits 5310" \
         "12 rows, whole pages, bits 3 dim 64" "5 rows, whole pages, bits 5310" \
         "1 heads of 4, bits 4" "many segments, bits 3" "1140 segments, group 1, bits 2" \

@@ -10,9 +10,9 @@ Sides get their widths greedily: each bit goes to the side where it reduces this
 
     sum over sides of cost^POWER * D / (1 - D)
 
-Cost is what errors cost that are as large as what is quantised. D is the distortion of that many bits (`distortion`),
-and D / (1 - D) their squared error relative to what is quantised, because EDEN's scale is unbiased (arXiv 2108.08842).
-From 1 to 2 bits the reduction counts SECOND_BIT times.
+A side's cost is the divergence that errors as large as its vectors would cause. D is the distortion of a width
+(`distortion`), and D / (1 - D) its squared error relative to the squared norm, because EDEN's scale is unbiased
+(arXiv 2108.08842). From 1 to 2 bits the reduction counts SECOND_BIT times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["METHODS", "WINDOWS", "Trial", "chosen", "side_widths", "table", "uni
 
 METHODS = ("none", "moments", "widths", "moments+widths", "axes")
 POWER = 0.7  # applied to a side's cost: costs of several sides do not simply add
-# At 1 bit the squared error is half as large as what is quantised, and costs more than in proportion. Where it counted
+# At 1 bit the squared error is 0.57 times the squared norm, and costs more than in proportion. Where it counted
 # once, Gemma diverged 1.6 times as much on WikiText-2, at an average of 2 bits, as with the same width everywhere.
 SECOND_BIT = 3
 WINDOWS = (0, CacheSpec().window)  # exact last tokens for which a decoder is calibrated: none, and as in the presets
@@ -94,7 +94,8 @@ def uniform_widths(average: float, layers: int) -> Widths:
 
 @cache
 def _errors() -> dict[int, float]:
-    """The relative squared error, by the bits that a side may have; at 1 bit so much that SECOND_BIT is in it."""
+    """D / (1 - D) of each width that a side may have; of 1 bit so much more that the step to 2 bits counts SECOND_BIT
+    times."""
     found = {b: d / (1 - d) for b, d in distortions().items() if LEAST_SIDE_BITS <= b <= MOST_SIDE_BITS}
     return {**found, 1: found[2] + SECOND_BIT * (found[1] - found[2])}
 

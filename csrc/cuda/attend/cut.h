@@ -22,7 +22,7 @@ inline int uniform_bits(const tq_plan *plan)
     return same && !tq_tile_is_16(plan) ? plan->key.bits[0] : 0;
 }
 
-/** The `width` of KERNELS. */
+/** The width, if all groups of keys and values have the same 2, 3 or 4 bits; otherwise 0. */
 inline int width_of(const tq_plan &plan)
 {
     int bits = uniform_bits(&plan);

@@ -96,7 +96,8 @@ KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, in
     const bool wave = is_fused(strategy) && tq_has_moments(&plan), tile_16 = tq_tile_is_16(&plan);
     const int groups = (plan.head_dim + TQ_TILE - 1) / TQ_TILE;
     const int own = width_of(plan), looked_up = sides_have_widths(plan) ? BY_SIDE : BY_GROUP;
-    for (int width : {own ? own : looked_up, looked_up, BY_GROUP})
+    for (int width :
+         {own ? own : looked_up, looked_up, BY_GROUP}) /* the first that is listed for these rows and pages */
         for (int row = 0; row < KERNEL_ROWS; row++) {
             const KernelRow &r = KERNELS[row];
             const unsigned takes = r.half_pages | (plan.page_tokens == 4 * TQ_TILE ? r.whole_pages : 0);

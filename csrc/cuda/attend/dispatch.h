@@ -24,7 +24,7 @@ constexpr bool is_fused(Strategy s) { return s == Strategy::FUSED || s == Strate
 /** A compiled kernel. */
 struct KernelChoice {
     void (*kernel)(AttendArgs); /* NULL: there is none */
-    int bits;                   /* or BY_SIDE, or BY_GROUP */
+    int bits;                   /* the width of all groups; or BY_SIDE, or BY_GROUP */
     int blocks;                 /* of four rows a warp; 0 with many rows */
     int tiles;                  /* token tiles of a unit: 2 (half a page) or 4 (a page) */
     int run; /* neighbouring units that a warp has one after the other: 1, or 2 for the halves of a page */
@@ -158,8 +158,8 @@ struct Launch {
     int64_t segments;
 };
 
-/** The kernel of a strategy for 4 * blocks rows and units of so many tiles: of the plan's width where there are some for so many rows
- *  and its pages, otherwise of any widths. Its `kernel` is NULL if KERNELS lists none. */
+/** The kernel of a strategy for 4 * blocks rows and units of so many tiles: of the plan's own width where there are some for so many
+ *  rows and its pages, otherwise one that looks widths up, by side or by group. Its `kernel` is NULL if KERNELS lists none. */
 KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int blocks, int tiles);
 /** Chooses the kernel of a plain plan, and if it is fused also cuts the work. launch: as fill_args leaves it. */
 void choose_kernel(const tq_plan &plan, const Device &device, Launch *launch);
@@ -171,8 +171,8 @@ void name_kernel(const KernelChoice &kernel, char *name);
 
 constexpr bool takes_wave(int row) { return KERNELS[row].wave || !is_fused(KERNELS[row].strategy); }
 
-/** Whether a warp has a page as two units: with a wave at 4 bits, and where widths differ by side, where that leaves room for 16 warps
- *  instead of 12, which take 8 % less time at 4 bits. At 3 and 2 bits it gained nothing. */
+/** Whether a warp takes a page as two units: with a wave at 4 bits, and BY_SIDE. The stage is half as large, and 16 warps fit instead of 12. At
+ *  4 bits that takes 8 % less time; at 3 and 2 bits it gained nothing. */
 constexpr bool by_halves(int row, int blocks, int tiles)
 {
     const KernelRow &r = KERNELS[row];

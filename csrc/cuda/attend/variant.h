@@ -13,7 +13,7 @@ constexpr int BETWEEN_BYTES =
 constexpr int most_threads(int registers) { return 65536 / registers / 128 * 128; }
 
 constexpr int BY_GROUP = 0, BY_SIDE = -1; /* instead of a width, where a kernel looks it up */
-constexpr int MOST_BY_SIDE = 5; /* 6 and 8 bits took up to 1.4 times as long as BY_GROUP, at batch 1 and 8k (H200) */
+constexpr int MOST_BY_SIDE = 5; /* sides of 6 bits took up to 1.5 times as long as BY_GROUP, at batch 1 and 8k (H200) */
 
 /** One compiled kernel. BITS: of all groups of keys and values. BY_SIDE: all groups of keys have one width and all of values one, looked up
  *  for each unit; there is code for each width, and a warp runs that of two. BY_GROUP: any plan, looked up for each group of a unit.

@@ -123,7 +123,7 @@ template <int BITS> struct Width {
 
 /** f(Width<bits>()), or nothing for 0 bits; width: 1 << bits, bits 0..6 or 8. Tests of bits, because comparisons would
  *  become a jump table, which has to be loaded: mixed plans took 4 to 12 % longer. The order matters: with 5 bits last
- *  up to 7 % longer. */
+ *  up to 7 % longer. MOST: no width is larger; with up to 5 there is no code for 6 and 8 bits. */
 template <int MOST = TQ_WIDE_BITS, class F> __device__ __forceinline__ void with_width(uint32_t width, F f)
 {
     if (width & (1 << 3 | 1 << 4)) {

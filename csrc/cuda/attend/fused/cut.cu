@@ -229,7 +229,7 @@ bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *laun
     const Launch start = l;
     const AttendArgs &a = l.args;
     int64_t pages = cut_tiles(plan, device, a.rows, &l);
-    int bits = l.kernel.bits; /* BY_GROUP is 0 */
+    int bits = l.kernel.bits; /* 2, 3, 4, or BY_GROUP, which is 0 */
     if (a.rows > 16) { /* What is before and behind the pages takes a block of 32 rows longer, by this many pages. */
         Launch by_16 = start;
         int64_t pages_by_16 = cut_tiles(plan, device, 16, &by_16), longer = r.longer_32_rows[bits > 2 ? 2 : bits / 2];
@@ -265,11 +265,13 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
         (only_wholes || (many ? row_blocks > 1 || a.groups < 4 || (!uniform_bits(&plan) && !by_half)
                               : segments * a.p.max_pages >= 2 * device.processors)))
         by_page = cut_units(plan, device, 4, &wholes);
-    /* Where segments are few, pages of two units are to cost less than half pages: up to 11 % less at batches of 1 and 4. */
+    /* Where segments are few, pages of two units must cost less than half pages, not only as much: that took up to 11 % less at batches of
+     * 1 and 4. */
     const bool two_units = wholes.kernel.run > 1 && segments <= device.processors;
     const bool compare = !only_wholes && (many || row_blocks > 1 || two_units);
     int least = page_cost(a, *device.rules) * (many ? 4 : wholes.kernel.bits ? 0 : 2);
-    if (compare && (by_page < least || (by_half && by_page + two_units > by_half))) by_page = 0;
+    const bool dearer = two_units ? by_page >= by_half : by_page > by_half;
+    if (compare && (by_page < least || (by_half && dearer))) by_page = 0;
     if (!by_half && !by_page) return false;
     *launch = by_page ? wholes : halves;
     return true;

@@ -653,9 +653,6 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
                                              int thread, Sums<V> &sums)
 {
     constexpr int B = V::BLOCKS;
-    /* With more than four rows more groups of 4-bit keys took attend_fused up to 7 % longer at batch 1: their code does not fit the nearest
-     * instruction cache beside that of the values. At large batches, and in attend_kernel, two at once took up to 3 % longer, and with
-     * four rows, whose code is short, up to 8 %. */
     int lane = thread & 31;
     LaneRows<V> rows;
     start_rows<V>(a, given, lane, rows, sums);
@@ -672,6 +669,9 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         StageView keys = ring.view(a, a.key);
         with_side_width<V>(a.key, [&](auto width) {
+            /* AT_ONCE: groups that the loop over keys unrolls. With more than four rows more groups of 4-bit keys took attend_fused up to 7 %
+             * longer at batch 1: their code does not fit the nearest instruction cache beside that of the values. At large batches, and in
+             * attend_kernel, two at once took up to 3 % longer, and with four rows, whose code is short, up to 8 %. */
             constexpr int BITS = decltype(width)::value, AT_ONCE = R::ONE_STAGE && BITS == 4 && B > 1 ? 2 : V::GROUPS;
             score_unit<V, BITS, AT_ONCE>(a, keys, given.queries, rows, lane, s);
         });
