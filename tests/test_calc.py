@@ -276,6 +276,7 @@ def test_a_step_of_a_measured_shape_takes_what_was_measured():
         (CacheSpec(1, 2), "2"),
         (CacheSpec(5, 5), "4"),
         (CacheSpec(budget=3), "3"),
+        (CacheSpec(budget=3.5), "mixed"),
         (CacheSpec(budget=2.5, method="widths"), "3"),
         (CacheSpec(budget=3, method="axes"), "mixed"),
         (CacheSpec(2.5, 2.5), "mixed"),

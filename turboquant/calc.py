@@ -388,14 +388,15 @@ def _reads(
 def timed_as(spec: CacheSpec) -> str:
     """The column of TIMES whose kernel is nearest to that of a spec. NotImplementedError where none is.
 
-    "mixed" is for groups of channels with different widths. Keys of one width and values of another count as their
-    mean: they take at most 15 % longer (benchmarks/results/h200/attend_widths.json).
+    "mixed" was timed for groups of channels with different widths. Keys of one width and values of another count as
+    their mean: they take at most 15 % longer (benchmarks/results/h200/attend_widths.json). A budget above 3 bits counts
+    as mixed as well: it gives many sides 5 bits, which take longer than their bytes say.
     """
     bits = spec.key_bits, spec.value_bits
     if spec.blocked or (spec.budget is None and any(isinstance(b, int) and b > 5 for b in bits)):
         raise NotImplementedError("its kernels were not timed")
     if spec.budget is not None:
-        mean = None if spec.method == "axes" else spec.budget
+        mean = None if spec.method == "axes" or spec.budget > 3 else spec.budget
     else:
         mean = (bits[0] + bits[1]) / 2 if isinstance(bits[0], int) and isinstance(bits[1], int) else None
     return "mixed" if mean is None else str(min(4, max(2, ceil(mean))))

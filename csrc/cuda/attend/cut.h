@@ -29,14 +29,6 @@ inline int width_of(const tq_plan &plan)
     return bits >= 2 && bits <= 4 ? bits : 0;
 }
 
-/** Whether a kernel BY_SIDE takes the plan: keys have one width and values have one, of up to MOST_BY_SIDE bits. */
-inline bool sides_have_widths(const tq_plan &plan)
-{
-    const tq_side &key = plan.key, &value = plan.value;
-    return tq_has_one_width(&key) && tq_has_one_width(&value) && key.bits[0] <= MOST_BY_SIDE &&
-           value.bits[0] <= MOST_BY_SIDE && !tq_tile_is_16(&plan);
-}
-
 /** The most exact tokens of a sequence. */
 inline int64_t most_exact_tokens(const tq_attend_params &p)
 {

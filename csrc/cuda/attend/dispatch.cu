@@ -87,6 +87,15 @@ bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
     return true;
 }
 
+/** Whether kernels of a `width` of KERNELS take the plan's widths. */
+bool takes_widths(int width, const tq_plan &plan)
+{
+    const int key = plan.key.bits[0], value = plan.value.bits[0];
+    if (width == BY_GROUP) return true;
+    if (!tq_has_one_width(&plan.key) || !tq_has_one_width(&plan.value)) return false;
+    return width == BY_SIDE ? key <= MOST_BY_SIDE && value <= MOST_BY_SIDE : key == width && value == width;
+}
+
 } // namespace
 
 const Rules &rules_of(const DeviceFacts &) { return H200; }
@@ -95,16 +104,13 @@ KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, in
 {
     const bool wave = is_fused(strategy) && tq_has_moments(&plan), tile_16 = tq_tile_is_16(&plan);
     const int groups = (plan.head_dim + TQ_TILE - 1) / TQ_TILE;
-    const int own = width_of(plan), looked_up = sides_have_widths(plan) ? BY_SIDE : BY_GROUP;
-    for (int width :
-         {own ? own : looked_up, looked_up, BY_GROUP}) /* the first that is listed for these rows and pages */
-        for (int row = 0; row < KERNEL_ROWS; row++) {
-            const KernelRow &r = KERNELS[row];
-            const unsigned takes = r.half_pages | (plan.page_tokens == 4 * TQ_TILE ? r.whole_pages : 0);
-            if (r.strategy == strategy && r.hopper == hopper && r.width == width && r.tile_16 == tile_16 &&
-                r.first_groups <= groups && groups <= r.last_groups && r.wave == wave && takes & blocks)
-                return r.kernels(row, blocks, tiles);
-        }
+    for (int row = 0; row < KERNEL_ROWS; row++) {
+        const KernelRow &r = KERNELS[row];
+        const unsigned takes = r.half_pages | (plan.page_tokens == 4 * TQ_TILE ? r.whole_pages : 0);
+        if (r.strategy == strategy && r.hopper == hopper && takes_widths(r.width, plan) && r.tile_16 == tile_16 &&
+            r.first_groups <= groups && groups <= r.last_groups && r.wave == wave && takes & blocks)
+            return r.kernels(row, blocks, tiles);
+    }
     return {};
 }
 
