@@ -9,7 +9,7 @@ set -u -o pipefail
 harnesses=${1:?the folder of the harnesses}
 tools=("${@:2}")
 [ ${#tools[@]} -gt 0 ] || tools=(memcheck racecheck synccheck)
-at_once=$(($(nproc) / 2 + 1))
+at_once=$(($(env -u OMP_NUM_THREADS nproc) / 2 + 1))
 pages=$(mktemp -d)
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$pages"' EXIT
 
