@@ -278,8 +278,8 @@ def test_an_interrupted_trial_goes_on(model, texts, found, tmp_path, monkeypatch
 def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path, monkeypatch):
     """The worst of the four kinds of text counts, not their mean."""
     monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
-    kinds = [ids.shape[1] for ids in text.kinds(model, Words(), trial.ELSEWHERE)]
-    assert len(kinds) == 4 and all(16 < n <= trial.ELSEWHERE for n in kinds)
+    kinds = [ids.shape[1] for ids in text.kinds(model, Words())]
+    assert len(kinds) == 4 and all(16 < n <= text.OF_A_KIND for n in kinds)
     seen = []
 
     def losses(self, batch, specs):
@@ -316,11 +316,46 @@ def of_lengths(model, texts, learned, tried):
                                 tokenizer=Words())  # fmt: skip
 
 
+def test_without_text_the_package_has_it(model, tmp_path, monkeypatch):
+    """Costs are those of its four kinds of text. "none" and "widths" are tried on all of them, weighted by tokens."""
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
+    monkeypatch.setattr(text, "OF_A_KIND", 300)
+    kinds = text.kinds(model, Words())
+    found = turboquant.calibrate(model, averages=(3, 2.5), tokenizer=Words(), seed=5)
+    assert found.source == "the text of the package" and found.tokens == sum(ids.shape[1] - 4 for ids in kinds)
+    assert {(t.window, t.average, t.method) for t in found.trials} == set(
+        itertools.product((0, 128), (3.0, 2.5), ("none", "widths"))
+    )
+    moments = turboquant.measure(model, Words())
+    costs = [trial.side_costs(model, ids, moments, 5 + i, 128) for i, ids in enumerate(kinds)]
+    want = np.mean([cost / cost.sum() for cost in costs], 0)
+    np.testing.assert_allclose(found.side_costs[1], want, rtol=1e-5)
+    for one in (t for t in found.trials if t.average == 3):
+        spec = CacheSpec(budget=3, method=one.method, sinks=4, window=one.window)
+        kl = [turboquant.evaluate(model, ids, spec, calibration=found, generate=0).kl_divergence for ids in kinds]
+        assert one.kl_divergence == pytest.approx(np.average(kl, weights=[ids.shape[1] for ids in kinds]), rel=1e-5)
+    found.save(tmp_path / "file.safetensors")
+    again = Calibration.load(tmp_path / "file.safetensors")
+    assert again.trials == found.trials and TurboQuantCache(model, "calibrated-3", again).report()
+
+
+@pytest.mark.parametrize("make, fields, error, message", [
+    (tiny, dict(held_out=[prompts(1, 60)]), ValueError, "`held_out` must be None without `batches`, got list"),
+    (tiny, dict(), ValueError, "`batches` or `tokenizer` must be given: the model's `name_or_path` is empty"),
+    (tiny, dict(tokenizer="words"), TypeError, "`tokenizer` must be a tokenizer of transformers or None, got str"),
+    (tiny_esm, dict(), ValueError, "`batches` must be given for an ESM-2 model .*protein_batches.*, got None"),
+])  # fmt: skip
+def test_where_the_text_of_the_package_does_not_serve(make, fields, error, message, monkeypatch):
+    monkeypatch.setattr("turboquant.calibration.measure._forward", None)  # before anything runs
+    with pytest.raises(error, match=message):
+        turboquant.calibrate(make(), **fields)
+
+
 def test_without_held_out_text_a_budget_names_its_method(model, texts):
     plain = turboquant.calibrate(model, texts[:2], sensitivity_batches=1)
     assert not plain.trials and not plain.moments
     for spec, message in (
-        (CacheSpec(budget=3), "`calibration` must have tried its methods on held-out text"),
+        (CacheSpec(budget=3), "`calibration` must have tried its methods on some text"),
         (CacheSpec(budget=3, method="widths"), "`calibration` must have moments for the method 'widths'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -301,6 +301,17 @@ def calibrated(book, tmp_path_factory):
     return out, shown.getvalue()
 
 
+def test_calibrate_without_a_text(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("turboquant.moments.text.OF_A_KIND", 150)
+    out = tmp_path / "demo.safetensors"
+    assert main(["calibrate", str(DEMO), "--out", str(out), "--bits", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "per token, on the text of the package; in brackets" in shown and "| bits | none | widths | chosen |" in shown
+    )
+    assert turboquant.Calibration.load(out).source == "the text of the package"
+
+
 def test_calibrate_and_eval(calibrated, book, tmp_path, capsys):
     (out, shown), results = calibrated, tmp_path / "quality.json"
     found = turboquant.Calibration.load(out)
@@ -382,6 +393,10 @@ BAD = {
     "bits out of range": (
         ["calibrate", "DEMO", "--text", "TEXT", "--out", "x", "--bits", "1.5"],
         "--bits must be averages between commas, got '1.5': `averages` must be in 2..6 bits",
+    ),
+    "tokens of no text": (
+        ["calibrate", "DEMO", "--out", "x", "--tokens", "2048"],
+        "--tokens must be given with --text or --fasta only, got 2048",
     ),
     "few tokens": (["calibrate", "DEMO", "--text", "TEXT", "--out", "x", "--tokens", "20"], "--tokens"),
     "no folder": (["calibrate", "DEMO", "--text", "TEXT", "--out", "no/such/x"], "--out"),

@@ -301,7 +301,7 @@ def test_defaults_of_torch_change_nothing():
         torch.set_default_dtype(torch.float64)
         with torch.device("meta"):
             got = [measured(one) for one in (model, esm)]
-            kinds = texts.kinds(model, None, 20)
+            kinds = texts.kinds(model, None)
     finally:
         torch.set_default_dtype(before)
     assert all(map(same, got, want)) and [ids.device.type for ids in kinds] == ["cpu"] * 4

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from turboquant import CacheSpec, calibrate, evaluate, measure, patch
 from turboquant.calibration import trial
 from turboquant.hf.evaluation import evaluate_all, text_windows
+from turboquant.moments import text as text_of_package
 
 TEXT = """The quality of a compressed cache shows in what a model says next. A window of a few hundred tokens is enough
 to tell one width from another: each bit less multiplies the divergence by four or five. The text may be about anything,
@@ -72,7 +73,7 @@ def test_a_calibration_on_one_half_of_a_book_serves_the_other(smollm2, monkeypat
     half; with a window, it diverges much less there. Two methods are tried and texts are short, to save time.
     """
     model, tokenizer = smollm2
-    monkeypatch.setattr(trial, "ELSEWHERE", 160)
+    monkeypatch.setattr(text_of_package, "OF_A_KIND", 160)
     monkeypatch.setattr(trial, "_METHODS", [(method, 32) for method in ("none", "moments+widths")])
     text = shared_file("data/books_val.txt").read_text(encoding="utf-8")
     windows = text_windows(text[-700_000:], tokenizer, 3, 256).split(1)

@@ -77,8 +77,8 @@ def _same_file(one: str, other: str) -> bool:
 
 
 def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
-    """The text or the proteins, after a check that the model suits them. They are read once: the file may be a
-    pipe."""
+    """The text, empty if no file was named, or the proteins, after a check that the model suits them. A file is read
+    once: it may be a pipe."""
     _check_name(chosen.model)
     if chosen.fasta is not None:
         from .esm.fasta import read_entries
@@ -94,7 +94,7 @@ def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
         _check_kind(chosen.model, proteins=True)
         return "", proteins
     try:
-        text = Path(chosen.text).read_text(encoding="utf-8")
+        text = "" if chosen.text is None else Path(chosen.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text must be a file of UTF-8 text, got {chosen.text!r}: {error}") from None
     _check_kind(chosen.model, proteins=False)
@@ -116,7 +116,7 @@ def _check_kind(name: str, proteins: bool) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"{_MODEL}, got {name!r}: {str(error).strip().partition(chr(10))[0]}") from None
     if proteins != (kind == "esm"):
-        wants = "an ESM-2 model, for proteins" if proteins else "a causal language model, for text"
+        wants = "an ESM-2 model, for proteins" if proteins else "a causal language model (--fasta is for ESM-2)"
         raise ValueError(f"MODEL must be {wants}, got {name!r}, which is of type {kind!r}")
 
 
@@ -152,8 +152,10 @@ def _device(wanted: str | None) -> str:
 
 
 def calibrate(chosen: argparse.Namespace) -> int:
-    """Measure a model's keys and values on text or proteins, and write what calibrated specs need."""
+    """Measure a model's keys and values, and write what calibrated specs need."""
     _check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
+    if chosen.text is chosen.fasta is None and chosen.tokens is not None:
+        raise ValueError(f"--tokens must be given with --text or --fasta only, got {chosen.tokens}")
     text, proteins = _checked_files(chosen)
     checkpoint = f"{chosen.out}.part"
     if chosen.fasta is None:
@@ -169,7 +171,7 @@ def calibrate(chosen: argparse.Namespace) -> int:
     size = Path(chosen.out).stat().st_size
     print(f"{chosen.out}: {found.tokens:,} tokens, {found.layers} layers, {found.kv_heads} KV heads of "
           f"{found.head_dim} channels, {size:,} bytes")  # fmt: skip
-    print(f"\n{calibration_table(found, chosen.fasta is not None)}")
+    print(f"\n{_calibration_table(found, chosen)}")
     return 0
 
 
@@ -192,13 +194,14 @@ def loaded_calibration(path: str) -> Any:
         raise ValueError(str(error).replace("`path`", "--calibration", 1)) from None
 
 
-def calibration_table(found: Any, proteins: bool) -> str:
+def _calibration_table(found: Any, chosen: argparse.Namespace) -> str:
     """A table of the trials, and what was chosen."""
     from .calibration.choice import table
 
-    what = "1 - cosine of last hidden states" if proteins else "KL divergence in nats per token"
-    other = "" if found.trials[0].elsewhere is None else "; in brackets on another kind of text, times none"
-    return f"{what}, on the held-out part{other}:\n\n{table(found.trials)}"
+    what = "KL divergence in nats per token" if chosen.fasta is None else "1 - cosine of last hidden states"
+    place = "the text of the package" if chosen.text is chosen.fasta is None else "the held-out part"
+    other = "; in brackets, times none, on the kind of text where that is largest"
+    return f"{what}, on {place}{other if found.trials[0].elsewhere else ''}:\n\n{table(found.trials)}"
 
 
 def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) -> Any:
@@ -206,6 +209,9 @@ def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) 
     from .hf.evaluation import leading_token
 
     averages, tokenizer = _averages(chosen.bits), _tokenizer(chosen.model)
+    options: Any = dict(averages=averages, tokenizer=tokenizer, seed=chosen.seed, progress=True, checkpoint=checkpoint)
+    if chosen.text is None:
+        return measure.calibrate(_model(chosen), **options)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     wanted = min(CALIBRATION_TOKENS, len(ids)) if chosen.tokens is None else chosen.tokens
     least = CALIBRATION_WINDOW // 2
@@ -217,17 +223,7 @@ def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) 
     first = leading_token(tokenizer)
     learned, tests = (_spread_windows(part, tokens, first) for part, tokens in (
         (ids[:cut], wanted - wanted // HELD_OUT), (ids[cut:], wanted // HELD_OUT)))  # fmt: skip
-    return measure.calibrate(
-        _model(chosen),
-        learned,
-        held_out=tests,
-        averages=averages,
-        tokenizer=tokenizer,
-        seed=chosen.seed,
-        source=Path(chosen.text).name,
-        progress=True,
-        checkpoint=checkpoint,
-    )
+    return measure.calibrate(_model(chosen), learned, held_out=tests, source=Path(chosen.text).name, **options)
 
 
 def _spread_windows(ids: Sequence[int], tokens: int, first: int | None) -> list[Any]:
@@ -367,9 +363,9 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     return commands.scan(_model(chosen), chosen, found, proteins)
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def _add_model_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group(required=required)
     source.add_argument("--text", metavar="FILE", help="UTF-8 text, for a causal language model")
     source.add_argument("--fasta", metavar="FILE", help="proteins, for an ESM-2 model")
     _add_device_options(parser)
@@ -426,8 +422,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_calc(commands)
     # No help of its own: `demo --help` is answered by the demo.
     commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits", add_help=False)
-    one = commands.add_parser("calibrate", help="measure a model once, try what fits it best, for calibrated presets")
-    _add_model_options(one)
+    one = commands.add_parser(
+        "calibrate",
+        help="measure a model once, try what fits it best, for calibrated presets; without "
+        "--text and --fasta, on the text of the package",
+    )
+    _add_model_options(one, required=False)
     one.add_argument("--out", metavar="FILE", required=True, help="the calibration; FILE.part while it runs, to resume")
     one.add_argument(
         "--tokens",

@@ -178,7 +178,7 @@ class CacheSpec:
     budget          average bits of a code over all layers, keys and values, which a calibration distributes: 2 to 6;
                     with `method="axes"` above 0 and at most 5. key_bits, value_bits, rotation, centre and metric may
                     then not be named: the method sets them for each layer. None: they hold as they are.
-    method          how to spend a budget: "chosen": what did best on text that the calibration did not learn from;
+    method          how to spend a budget: "chosen": what did best in the trials of the calibration;
                     "none": the same widths in all layers, moments of the model; "moments": moments of the calibration's
                     text and the model's; "widths": moments of the model, widths by layer and side;
                     "moments+widths"; "axes": calibrated axes, widths by group of channels.

@@ -1,4 +1,4 @@
-"""Methods that spend a budget of bits, and the choice of the best one on text that nothing was learned from. NumPy.
+"""Methods that spend a budget of bits, and the choice of the best one by trials. NumPy.
 
     none             the same widths in all layers, moments of the model: what a preset without a calibration does
     moments          the same widths, moments of the calibration's text and the model's together
@@ -38,7 +38,7 @@ POWER = 0.7  # applied to a side's cost: costs of several sides do not simply ad
 SECOND_BIT = 3
 WINDOWS = (0, CacheSpec().window)  # exact last tokens for which a decoder is calibrated: none, and as in the presets
 TOLERANCE = 0.05  # how much worse than "none" a method may be on any kind of text of the package
-GAIN = 0.05  # how much better it has to be on the held-out text; a gain of 3 % was a loss of 13 % on another text
+GAIN = 0.05  # how much better it has to be on the text of the trial; a gain of 3 % was a loss of 13 % on another text
 
 Widths = NDArray[np.int64]
 
@@ -49,7 +49,7 @@ class Trial:
 
     average        bits of a code;  group  channels of a group, for axes
     window         last tokens that were exact, beside the sinks
-    kl_divergence  mean over the held-out text, nats a token
+    kl_divergence  mean over the held-out text, or all the text of the package if none was given, nats a token
     elsewhere      the same divided by that of "none", geometric mean over all averages at which the method was tried,
                    on the kind of text of the package (prose, source code, German, Japanese) where that is largest: a
                    kind has some hundred tokens, on which one ratio scatters by 20 %. None where it was not measured
@@ -120,9 +120,8 @@ def side_widths(costs: NDArray[np.floating], average: float) -> Widths:
 
 
 def chosen(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """The same trials, with the best of each window and average marked: that of least divergence on the held-out text
-    among "none" and those that are better than it by GAIN, and on every kind of text of the package at most TOLERANCE
-    worse."""
+    """The same trials, with the best of each window and average marked: that of least divergence among "none" and those
+    that are better than it by GAIN, and on every kind of text of the package at most TOLERANCE worse."""
     marked: list[Trial] = []
     every = list(trials)
     for window, average in sorted({(trial.window, -trial.average) for trial in every}):
@@ -143,7 +142,7 @@ def _holds(trial: Trial) -> bool:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """Markdown: for each window averages by methods, held-out divergence and in brackets `Trial.elsewhere`; below it
+    """Markdown: for each window averages by methods, divergence and in brackets `Trial.elsewhere`; below it
     what was chosen, and why."""
     parts = []
     for window in dict.fromkeys(trial.window for trial in trials):

@@ -67,7 +67,7 @@ class Calibration:
                   nearest.
     side_costs    [windows, layers, 2]: the share of a layer's keys or values in the KL divergence if each error were as
                   large as what is quantised, mean over parts of the text; with the moments of the model.
-    trials        results on text that nothing was learned from (`choice.Trial`); may be empty.
+    trials        results of methods (`choice.Trial`); may be empty.
 
     Raises ValueError that names what is wrong: a shape, a dtype, a number that is not finite, a negative variance.
     """
@@ -228,7 +228,7 @@ class Calibration:
         if spec.method != "chosen":
             return spec.method, spec.group
         if not self.trials:
-            raise ValueError("`calibration` must have tried its methods on held-out text for a spec whose method is "
+            raise ValueError("`calibration` must have tried its methods on some text for a spec whose method is "
                              "'chosen': pass `held_out` to turboquant.calibrate, or name a method")  # fmt: skip
         window = _nearest({t.window for t in self.trials}, spec.window)
         here = [t for t in self.trials if t.window == window]

@@ -348,7 +348,7 @@ class _Run:
 
 def calibrate(
     model: Any,
-    batches: Sequence[Batch | torch.Tensor],
+    batches: Sequence[Batch | torch.Tensor] | None = None,
     *,
     held_out: Sequence[Batch | torch.Tensor] | None = None,
     averages: Sequence[float] = AVERAGES,
@@ -367,7 +367,9 @@ def calibrate(
              it was.
     batches  token ids [batch, tokens] of any integer dtype, or mappings with `input_ids` and perhaps `attention_mask`,
              as the model takes them. Use text like the cache will see, but not what it will be tested on; tens of
-             thousands of tokens are plenty. Padding is not counted; batches of padding alone are left out.
+             thousands of tokens are plenty. Padding is not counted; batches of padding alone are left out. None: the
+             text of the package, prose, source code, German and Japanese. The costs of errors are measured on it, and
+             the methods "none" and "widths" are tried on the same text, since there is no other.
     held_out  text that nothing is learned from, without padding. Methods (`choice`) are tried on it through the packed
              path, everything packed but the first 4 tokens, and again with the last 128 exact too, if a text here and
              one in `batches` are longer than that. The best one of each average is kept in `trials`; a spec with a
@@ -378,7 +380,7 @@ def calibrate(
              batch needs the memory of a training step without the optimiser, main memory if weights are offloaded.
     seed     0..2**63 - 1, for the Hadamard signs inside groups and the samples of sensitivities. The same model,
              batches and seed give the same calibration.
-    source   which text it was, in words; kept in the file.
+    source   which text it was, in words; kept in the file. Without batches it is "the text of the package".
     progress   a bar on stderr, one step per batch and pass; needs tqdm.
     checkpoint  a file that keeps what was found after every batch, so that an interrupted calibration goes on where it
              was. It is not removed at the end: remove it once the result is saved.
@@ -390,7 +392,10 @@ def calibrate(
     """
     seed = checked_seed(seed)
     mark = _checked_model(model)
-    every = _checked("batches", batches, model)
+    if batches is None:
+        every, source = _text_of_the_package(model, tokenizer, held_out)
+    else:
+        every = _checked("batches", batches, model)
     given = [batch for batch in every if _count(batch, skipped(model))]
     tokens = sum(_count(batch, skipped(model)) for batch in given)
     tests = _checked_held_out(model, held_out)
@@ -406,11 +411,12 @@ def calibrate(
     probes = given[:sensitivity_batches]
     run = _Run(_identity(mark, [*given, *tests], len(probes), seed), seed, checkpoint)
     found = _learned(model, mark, given, probes, run, source, progress)
-    if not tests:
+    if batches is not None and not tests:
         return found
     from .trial import tried, with_moments
 
-    found = with_moments(found, model, tokenizer, given, probes, tests)
+    learned, costly = ([], []) if batches is None else (given, probes)
+    found = with_moments(found, model, tokenizer, learned, costly, tests)
     return tried(found, model, tokenizer, tests, averages, run.trials, run.save, progress)
 
 
@@ -437,6 +443,19 @@ def _learned(
     parts = dict(zip(("centre", "covariance", "axes", "variance", "sensitivity", "tables"), made))
     return Calibration(**{name: x.astype(np.float32) for name, x in parts.items()}, fingerprint=mark,
                        tokens=run.moments.tokens, seed=run.seed, source=source)  # fmt: skip
+
+
+def _text_of_the_package(model: Any, tokenizer: Any, held_out: Any) -> tuple[list[Batch], str]:
+    """(batches, source). ValueError for `held_out`, a model of proteins and one whose tokenizer is not known."""
+    from ..moments.text import PACKAGE, found_tokenizer, kinds
+
+    if held_out is not None:
+        raise ValueError(f"`held_out` must be None without `batches`, got {type(held_out).__name__}")
+    if _is_esm(model):
+        raise ValueError("`batches` must be given for an ESM-2 model (turboquant.esm.protein_batches), got None")
+    if tokenizer is None and (why := found_tokenizer(model)[1]):
+        raise ValueError(f"`batches` or `tokenizer` must be given: {why}")
+    return [{"input_ids": ids} for ids in kinds(model, tokenizer)], PACKAGE
 
 
 def _checked_held_out(model: Any, held_out: Sequence[Batch | torch.Tensor] | None) -> list[Batch]:

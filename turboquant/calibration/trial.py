@@ -1,4 +1,5 @@
-"""Trials of a calibration: every method through the packed path, on text that nothing was learned from.
+"""Trials of a calibration: every method through the packed path, on text that nothing was learned from, or, if nothing
+was given to learn from, on the text of the package.
 
 At the average nearest to 3 bits all methods are tried; at the others those that came near the best there. A decoder is
 measured by the divergence of the next token, with each of `WINDOWS` beside the sinks, also on each kind of text of the
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from ..hf.tap import tapped
 from ..moments import Moments
+from ..moments.text import kinds
 from ..spec import BUDGET_BITS, CacheSpec
 from .choice import WINDOWS, Trial, chosen
 from .data import Calibration
@@ -28,7 +30,7 @@ __all__ = ["side_costs", "tried", "with_moments"]
 FIRST = 3.0  # bits at which all methods are tried, or the average nearest to it
 NEAR = 1.25  # a method above this multiple of the best is not tried at other averages
 _METHODS = (("none", 32), ("moments", 32), ("widths", 32), ("moments+widths", 32), ("axes", 32), ("axes", 16))
-ELSEWHERE = 1024  # tokens of each kind of text of the package, at most
+_ON_THE_PACKAGE = (("none", 32), ("widths", 32))  # moments are the model's, and axes want more text
 
 Batch = Mapping[str, torch.Tensor]
 F64 = NDArray[np.float64]
@@ -43,7 +45,7 @@ def with_moments(
     held_out: Sequence[Batch],
 ) -> Calibration:
     """`found` with moments, and with costs of sides for each of `WINDOWS` that leaves something packed in the texts.
-    Errors as of `turboquant.measure`.
+    Errors as of `turboquant.measure`. Batches, probes and text held out may be none: then all is of the package's text.
 
     Costs are those on some of the batches. With a window, those on the text of the package count as much: where a model
     looks back far depends on the language, and widths from English text alone made Gemma diverge 1.35 times as much on
@@ -51,11 +53,9 @@ def with_moments(
     """
     from ..moments.measure import measure, measure_with_text
 
-    moments = {
-        "model": measure(model, tokenizer),
-        "text": measure_with_text(model, _rows(batches), tokenizer, found.source),
-    }
-    own, kinds = _rows(probes), [batch["input_ids"] for batch in _elsewhere(model, tokenizer)]
+    moments = {"model": measure(model, tokenizer)}
+    moments["text"] = measure_with_text(model, _rows(batches), tokenizer, found.source) if batches else moments["model"]
+    own, others = _rows(probes), kinds(model, tokenizer)
 
     def shares(texts: Sequence[torch.Tensor], window: int) -> F64:
         """A text with a token that costs as much as thousands counts no more than another one."""
@@ -64,9 +64,9 @@ def with_moments(
         mean: F64 = np.mean([costs / (costs.sum() or 1) for costs in each], 0)
         return mean
 
-    needed = [own, [batch["input_ids"] for batch in held_out], *([ids] for ids in kinds)]
-    windows = _windows(model, needed)
-    costs = [np.mean([shares(texts, window) for texts in (own, kinds if window else []) if texts], 0)
+    needed = [own, [batch["input_ids"] for batch in held_out], *([ids] for ids in others)]
+    windows = _windows(model, [texts for texts in needed if texts])
+    costs = [np.mean([shares(texts, window) for texts in (own, others if window or not own else []) if texts], 0)
              for window in windows]  # fmt: skip
     return replace(found, moments=moments, windows=windows, side_costs=np.stack(costs).astype(np.float32))
 
@@ -132,14 +132,14 @@ def tried(
 ) -> Calibration:
     """`found` with its trials.
 
-    held_out  batches without padding.  averages  falling.
+    held_out  batches without padding; none: the text of the package, with two methods.  averages  falling.
     done      earlier results, by text, window, method and average; new ones are added, and `save` is called after each
               text.
     """
-    texts = list(held_out)
-    methods = [m for m in _METHODS if found.moments or m[0] in ("none", "axes")]
+    methods = [m for m in (_METHODS if held_out else _ON_THE_PACKAGE) if found.moments or m[0] in ("none", "axes")]
     first = min(averages, key=lambda average: abs(average - FIRST))
-    measure = _Measure(found, model, texts, _elsewhere(model, tokenizer), done, save, progress)
+    others: list[Batch] = [{"input_ids": ids} for ids in kinds(model, tokenizer)]
+    measure = _Measure(found, model, list(held_out), others, done, save, progress)
     trials: list[Trial] = []
     for window in found.windows:
         here = measure(window, [(first, *method) for method in methods])
@@ -150,18 +150,9 @@ def tried(
     return replace(found, trials=chosen(measure.elsewhere(trials)))
 
 
-def _elsewhere(model: Any, tokenizer: Any) -> list[Batch]:
-    """The kinds of text of the package; none for a model of proteins, and where there is no tokenizer."""
-    from ..moments.text import kinds
-
-    if model.config.model_type == "esm":
-        return []
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ELSEWHERE
-    return [{"input_ids": ids} for ids in kinds(model, tokenizer, min(limit, ELSEWHERE))]
-
-
 class _Measure:
-    """Runs methods at averages, text by text."""
+    """Runs methods at averages, text by text. kinds: of text of the package, which are judged too where there are no
+    other texts."""
 
     def __init__(
         self,
@@ -173,7 +164,9 @@ class _Measure:
         save: Callable[[], None],
         progress: bool,
     ) -> None:
-        self.found, self.model, self.texts, self.kinds = found, model, texts, kinds
+        self.found, self.model, self.places = found, model, [*texts, *kinds]
+        self.judged = range(len(texts) or len(kinds))
+        self.kinds = range(len(texts), len(self.places))
         self.done, self.save, self.progress = done, save, progress
 
     def __call__(self, window: int, which: Sequence[tuple[float, str, int]]) -> list[Trial]:
@@ -183,33 +176,31 @@ class _Measure:
         specs = {_name(window, average, method, group):
                  CacheSpec(budget=average, method=method, group=group, sinks=SINKS, window=window)
                  for average, method, group in which}  # fmt: skip
-        places = [*self.texts, *self.kinds]
-        for i, batch in _shown(places, self.progress, f"try {len(specs)} of the methods and averages"):
+        for i, batch in _shown(self.places, self.progress, f"try {len(specs)} of the methods and averages"):
             left = {name: spec for name, spec in specs.items() if f"{i} {name}" not in self.done}
             if not left:
                 continue
             losses = self._losses(batch, left)
             self.done.update({f"{i} {name}": loss for name, loss in losses.items()})
             self.save()
-        sizes = [batch["input_ids"].numel() for batch in self.texts]
+        sizes = [self.places[i]["input_ids"].numel() for i in self.judged]
         trials = []
         for (average, method, group), name in zip(which, specs):
-            each = [self.done[f"{i} {name}"] for i in range(len(sizes))]
+            each = [self.done[f"{i} {name}"] for i in self.judged]
             trials.append(Trial(window, average, method, group, float(np.average(each, weights=sizes))))
         return trials
 
     def elsewhere(self, trials: Sequence[Trial]) -> list[Trial]:
         """The same trials with `Trial.elsewhere`."""
-        kinds = range(len(self.texts), len(self.texts) + len(self.kinds))
 
         def ratios(t: Trial) -> list[float]:
             """By kind: the divergence divided by that of "none"."""
             names = (_name(t.window, t.average, *which) for which in ((t.method, t.group), ("none", 32)))
-            own, plain = ([self.done[f"{i} {name}"] for i in kinds] for name in names)
+            own, plain = ([self.done[f"{i} {name}"] for i in self.kinds] for name in names)
             return [a / b for a, b in zip(own, plain)]
 
         worst: dict[tuple[int, str, int], float] = {}
-        for one in {(t.window, t.method, t.group) for t in trials} if kinds else ():
+        for one in {(t.window, t.method, t.group) for t in trials} if self.kinds else ():
             logs = np.log([ratios(t) for t in trials if (t.window, t.method, t.group) == one])
             worst[one] = float(np.exp(logs.mean(0).max()))
         return [replace(t, elsewhere=worst.get((t.window, t.method, t.group))) for t in trials]

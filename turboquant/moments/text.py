@@ -12,9 +12,11 @@ import torch
 from ..calibration.measure import vocabulary
 from .data import PROTEINS, RANDOM_IDS
 
-__all__ = ["TOKENS", "Sample", "found_tokenizer", "kinds", "protein_sample", "sample"]
+__all__ = ["PACKAGE", "TOKENS", "Sample", "found_tokenizer", "kinds", "protein_sample", "sample"]
 
 TOKENS = 2048  # beside BOS
+PACKAGE = "the text of the package"
+OF_A_KIND = 1024  # tokens of each kind of text of the package, at most
 LEAST = 16
 _TEXTS = Path(__file__).resolve().parents[1] / "data" / "moments"
 _PARTS = {"prose.txt": 0.34, "source.txt": 0.34, "german.txt": 0.16, "japanese.txt": 0.16}
@@ -35,8 +37,7 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
     """
     if text is not None and not isinstance(text, str):
         raise TypeError(f"`text` must be a string or None, got {type(text).__name__}")
-    if tokenizer is not None and not callable(tokenizer):
-        raise TypeError(f"`tokenizer` must be a tokenizer of transformers or None, got {type(tokenizer).__name__}")
+    _check_kind(tokenizer)
     why = ""
     if tokenizer is None:
         tokenizer, why = found_tokenizer(model)
@@ -55,16 +56,19 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
     if text is not None and len(ids) < LEAST:
         raise ValueError(f"`text` must have at least {LEAST} tokens, got {len(ids)}")
     _check(model, first + ids)
-    source = "the text of the package" if text is None else "a text of the user"
+    source = PACKAGE if text is None else "a text of the user"
     return Sample((_tensor(first + ids),), source)
 
 
-def kinds(model: Any, tokenizer: Any, limit: int) -> list[torch.Tensor]:
-    """Token ids [1, at most `limit`] of each kind of text of the package, behind BOS where the tokenizer has one; []
-    without a tokenizer, which is looked for as `sample` does."""
+def kinds(model: Any, tokenizer: Any) -> list[torch.Tensor]:
+    """Token ids [1, at most OF_A_KIND] of each kind of text of the package, behind BOS where the tokenizer has one; []
+    for a model of proteins and without a tokenizer, which is looked for as `sample` does. Errors as of `sample`."""
+    _check_kind(tokenizer)
     tokenizer = tokenizer or found_tokenizer(model)[0]
-    if tokenizer is None:
+    if tokenizer is None or model.config.model_type == "esm":
         return []
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or OF_A_KIND
+    limit = min(limit, OF_A_KIND)
     first = _bos(tokenizer)
     found = [(first + _tokens(tokenizer, (_TEXTS / name).read_text(encoding="utf-8")))[:limit] for name in _PARTS]
     for ids in found:
@@ -101,6 +105,11 @@ def found_tokenizer(model: Any) -> tuple[Any, str]:
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0]
         return None, f"no tokenizer can be read at the model's `name_or_path` {name!r} ({reason})"
+
+
+def _check_kind(tokenizer: Any) -> None:
+    if tokenizer is not None and not callable(tokenizer):
+        raise TypeError(f"`tokenizer` must be a tokenizer of transformers or None, got {type(tokenizer).__name__}")
 
 
 def _tensor(ids: list[int]) -> torch.Tensor:
