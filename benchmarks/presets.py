@@ -52,7 +52,8 @@ BYTES = """
 ## What they take
 
 MiB of one sequence's cache, and how many times smaller than bfloat16, for Llama 3 8B's shape (32 layers, 8 KV heads of
-128 channels). Exact tokens weigh in short contexts.
+128 channels). Exact tokens weigh in short contexts. Empty places of pages, and moments, about 1 MiB together, are not
+counted.
 """
 SWEEP = """
 ## Sinks and windows
