@@ -1,6 +1,5 @@
 /* Chooses the table of kernels: the best that this CPU supports, or the level that TURBOQUANT_ISA or tq_set_isa names.
- * A missing level is an error, never replaced silently. To add one: csrc/kernels/<isa>.c, a row here, a row in
- * setup.py. */
+ * A missing level is an error, never replaced silently. CONTRIBUTING.md, "Adding an ISA", says what one takes. */
 #define _DEFAULT_SOURCE /* syscall */
 #include <pthread.h>
 #include <stdlib.h>

@@ -175,7 +175,7 @@ typedef enum {
 /* The Hadamard rotation of head_dim = d channels (a multiple of 8), p = the largest power of two <= d. Pass 0 acts on
  * channels 0..p-1; when p < d, pass 1 then acts on channels d-p..d-1. A pass multiplies channel i of its p by the sign
  * of bit i of stream `pass` (bit i of the words of tq_random(seed, pass, i / 128): word i % 128 / 32, bit i % 32; 1 is
- * minus), runs the Walsh- Hadamard butterflies (a, b) -> (a + b, a - b) at distances 1, 2, 4 .. p/2 in that order, and
+ * minus), runs the Walsh-Hadamard butterflies (a, b) -> (a + b, a - b) at distances 1, 2, 4 .. p/2 in that order, and
  * multiplies by fl(1 / sqrt(p)).
  * The inverse undoes the passes in reverse. All in float32, no contraction: bit-identical everywhere. */
 

@@ -1,4 +1,5 @@
-/* Vector search: how an index stores vectors, and the scan over them. Rules and errors as in turboquant.h.
+/* Vector search: how an index stores vectors, and the scan over them. Rules and errors as in turboquant.h, but
+ * tq_index_encode, tq_index_search and tq_index_scores allocate: TQ_E_MEMORY.
  *
  * A vector is z = R (x - mean), its rotated coordinates: groups of 32 channels, group g in bits[g] bits (0..6 or 8; 0
  * takes no space). With the cosine metric x is divided by its length first.
@@ -58,7 +59,7 @@ TQ_API double tq_index_lead_error(int32_t bits, int32_t lead);
 /** x [n, dim] float32 -> codes [n, row bytes], signs [blocks, planes, 64], scales [n] and offsets [n], which may be
  *  NULL only without a mean and unless the metric is l2. The same bytes on every machine, if the rotation is no dense
  *  one. A row whose coded channels are all 0 gets scale 0. x must be finite and at most TQ_MAX_INPUT in magnitude, and
- *  not 0 with cosine: error "x", its index the number's, or the row's first one's. */
+ *  not 0 with cosine: error "x", its index the number's, or the row's first one's; the outputs then hold some rows. */
 TQ_API tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n, uint8_t *codes, uint8_t *signs,
                                  float *scales, float *offsets, int32_t threads, tq_error *error);
 
@@ -92,7 +93,7 @@ typedef struct {
  *  A row's lower bound is the smaller of its score and that bound. Rows whose upper bound reaches the k-th largest
  *  lower bound of all allowed rows are scored from all bits; if at most 1 row in 50 is allowed, all allowed rows are.
  *  So the result depends on neither threads nor segments nor the instruction set.
- *  Allocates some 4 k bytes a query and thread, and 24 for each row that is scored: TQ_E_MEMORY. */
+ *  Allocates some 4 k bytes a query and thread, and 24 for each row that is scored. */
 TQ_API tq_status tq_index_search(const tq_index_space *space, const float *queries, int64_t n,
                                  const tq_index_rows *segments, int64_t n_segments, int64_t k, float *scores,
                                  int64_t *ids, int32_t threads, tq_error *error);
