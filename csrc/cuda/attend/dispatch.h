@@ -63,8 +63,8 @@ struct KernelRow {
 
 /** All attention kernels of plain plans. Adding one, or taking one away, is a change here alone: the files below compile what is listed.
  *  Of the rows of a strategy that take a plan, the first is chosen: those of one width, then BY_SIDE, then BY_GROUP.
- *  No two rows are for one case (tests/test_dispatch.py). find_kernel takes the row of width 0 if the plan's width has none. Several warps
- *  share the query rows that one kernel cannot take at once. README.md says why a kernel is here. */
+ *  No two rows are for one case (tests/test_dispatch.py). Several warps share the query rows that one kernel cannot take at once.
+ *  README.md says why a kernel is here. */
 constexpr KernelRow KERNELS[] = {
     /* strategy     hopper width tile_16 groups  half pages  whole pages */
     {Strategy::SPLIT, true, 2, false, 2, 2, 0, R4 | R8, split_kernels},

@@ -43,15 +43,15 @@ struct Variant {
      * is what limits the warps */
     static constexpr bool QUERY_IN_REGISTERS = UNIFORM && BLOCKS == 1 && GROUPS <= 4;
     static constexpr bool QUERY_IN_SHARED = !QUERY_IN_REGISTERS && GROUPS <= 4 && BULK;
-    /* so many that 12 warps (8 with 255) fit a multiprocessor, if they can with room beside them for a block of prepare; 16, which 128
-     * registers would let in, took 1 to 3 % longer (H200) */
+    /* Limits registers so that 12 warps (8 with 255 registers) and, where possible, one block of prepare fit on a multiprocessor. 16 warps,
+     * for which 128 registers would leave room, take 1 to 3 % longer (H200). */
     static constexpr int MAX_REGISTERS = GROUPS > 4    ? (BLOCKS == 1 ? 168 : 255)
                                          : BLOCKS == 1 ? (TILES == 4 ? 144 : 128)
                                          : BLOCKS == 2 ? (TILES == 4 ? 168 : 144)
                                                        : 255;
     static constexpr int MAX_THREADS = MAX_REGISTERS > 168 ? 256 : 384;
-    /* Of attend_fused: for 20, 16, 12 or 8 warps of a multiprocessor. By whole pages 16 warps of mixed plans are for several blocks a
-     * multiprocessor, which took up to 10 % longer with 12. */
+    /* The same for attend_fused: 96, 128, 168 or 255 registers for 20, 16, 12 or 8 warps on a multiprocessor. Kernels for any widths that
+     * take whole pages run in several blocks on a multiprocessor, and take up to 10 % longer with 12 warps than with 16. */
     static constexpr int FUSED_REGISTERS = BLOCKS > 2          ? 255
                                            : BLOCKS == 2       ? 168
                                            : GROUPS > 2        ? (TILES > 2 && UNIFORM ? 168 : 128)
@@ -72,7 +72,7 @@ struct Variant {
 constexpr int ROW_SCALES_BYTES = 32;
 
 template <int BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
-    static constexpr int BITS = BITS_;       /* 0: any plan */
+    static constexpr int BITS = BITS_;       /* a width, or BY_GROUP */
     static constexpr int ROWS = ROWS_;       /* of a team */
     static constexpr int COLUMNS = ROWS / 4; /* rows of a lane: 4 c + t */
     static constexpr int GROUPS = 4, TILES = 4;
@@ -80,7 +80,7 @@ template <int BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
     static constexpr int HALVES = ROWS == 16 ? 2 : 1;
     static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS, RUN = 1;
     static constexpr bool EXACT_LAST = false, FEWER_EXACT = false;
-    static constexpr bool BULK = true, UNIFORM = BITS != 0, WAVE = WAVE_;
+    static constexpr bool BULK = true, UNIFORM = BITS != BY_GROUP, WAVE = WAVE_;
     /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two took 8 to 12 % longer than one. */
     static constexpr bool TWO_PRODUCTS = ROWS == 16;
     static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;

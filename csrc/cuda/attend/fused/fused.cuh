@@ -448,7 +448,7 @@ __device__ __forceinline__ void expect_rows(const AttendArgs &a, const FusedSpac
 }
 
 /** The state of a block before its units: its segment, and a team's units. */
-template <int RUN> struct FewStart {
+template <int RUN> struct BlockStart {
     FusedBlock block;
     Stride<RUN> ahead;
     bool works;
@@ -457,9 +457,9 @@ template <int RUN> struct FewStart {
 /** Finds the block's segment and all addresses while the previous kernel still runs. Then loads the queries, the first
  *  exact tokens and the first pages, and prepares everything else meanwhile. FRUGAL: as in attend_fused. */
 template <class V, bool FRUGAL>
-__device__ __forceinline__ FewStart<V::RUN> start_block(const AttendArgs &a, const FusedSpace<V> &space,
-                                                        const Ring<V, true> &ring, int team, int thread, int warp,
-                                                        int lane)
+__device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, const FusedSpace<V> &space,
+                                                          const Ring<V, true> &ring, int team, int thread, int warp,
+                                                          int lane)
 {
     int sharing = a.fused.sharing, segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing,
         b = divide(segment, a.p.kv_heads), h = segment - b * a.p.kv_heads;
@@ -536,7 +536,7 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
                           shared_address(shared_bytes) + a.at_barriers + team * 32, 0, 0,
                           copy_policy(V::ROWS < 16 || a.row_tiles == 1)};
     FusedSpace<V> space = {a};
-    FewStart<V::RUN> start = start_block<V, FRUGAL>(a, space, ring, team, thread, warp, lane);
+    BlockStart<V::RUN> start = start_block<V, FRUGAL>(a, space, ring, team, thread, warp, lane);
     if (V::TEAM_WARPS > 1) shared_writes_before_copies(); /* WGMMA reads queries by the async proxy */
     __syncthreads();
     if (FRUGAL) {

@@ -1,4 +1,4 @@
-/* The kernels of attend_fused for plans with a wave or a metric whose keys have one width, and whose values have another. */
+/* The kernels of attend_fused for plans with a wave or a metric that look the width of keys and that of values up (BY_SIDE). */
 #include "cuda/attend/fused/fused.cuh"
 
 namespace tq
