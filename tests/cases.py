@@ -11,7 +11,6 @@ import reference as ref
 from reference import Array, Cache, Plan, Query, Transform
 
 FAR = 2**30  # unused entries of block tables: out of range, so that following one fails
-PLAIN = Transform()
 
 
 def aligned_pages(n_pages: int, kv_heads: int, record_bytes: int, fill: int = 0) -> Array:

@@ -134,7 +134,7 @@ def include_faults(root: Path) -> Iterator[str]:
             beside = [path.parent] if match[2] else []
             found = next((p for base in beside + places if (p := (base / wanted).resolve()).is_file()), None)
             if found is None:
-                allowed, wanted = ring.system, wanted
+                allowed = ring.system
             elif not found.is_relative_to(csrc.resolve()):
                 allowed = []
             else:

@@ -17,7 +17,6 @@ __all__ = ["OLDEST", "Finding", "cuda_findings", "device_code", "installed", "li
 
 DISTRIBUTION = "turboquant-attention"
 OLDEST = {"numpy": (2, 0), "torch": (2, 10), "transformers": (4, 57)}
-HOPPER_PATHS = ("hopper", "hopper-line", "portable")
 
 
 @dataclass(frozen=True)
