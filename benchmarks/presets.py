@@ -4,6 +4,7 @@ tests/test_evaluate.py says when the page is not current."""
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -308,7 +309,7 @@ def papers() -> list[str]:
     lines.append("")
     for family, source in SOURCES.items():
         members = [name for name in OTHERS if name == family or name.startswith(f"{family}-")]
-        lines.append(f"**{', '.join(members)}**: {source}\n")
+        lines.append(textwrap.fill(f"**{', '.join(members)}**: {source}", 120, break_on_hyphens=False) + "\n")
     return lines
 
 

@@ -32,8 +32,9 @@ TITLE = "## transformers' own tests on our cache"
 HEAD = f"""{TITLE}
 
 Written by `python tests/upstream/run.py TREE`, TREE being a checkout of transformers (its packages lack these tests):
-{", ".join(f"`{name}`" for name in FILES)}, with every `LlamaForCausalLM` patched
-and a window that holds everything. Tests that want models from the hub or a GPU cannot run there, and tests of other
+{", ".join(f"`{name}`" for name in FILES)}, with
+every `LlamaForCausalLM` patched and a window that holds everything.
+Tests that want models from the hub or a GPU cannot run there, and tests of other
 classes of caches never meet ours.
 
 By their messages none of those below fails for a wrong number. They ask for attention weights beside a cache; pad
