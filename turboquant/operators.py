@@ -190,8 +190,8 @@ def _schedule(
     differs in a size divides its work itself. `attend` takes lengths and starts as they were when the schedule was
     made.
 
-    schedule: int32 [rows, 4], written; rows at least ``turboquant.ops.schedule_rows(batch, device)``. On a CPU nothing is
-    written.
+    schedule: int32 [rows, 4], written; rows at least ``turboquant.ops.schedule_rows(batch, device)``. On a CPU nothing
+    is written.
     """
     _check("schedule", locals())
 
