@@ -1,4 +1,4 @@
-/* Rotations: the plan's random-sign Hadamard, dense matrices, and Haar matrices made offline. */
+/* Rotations: the plan's random-sign Hadamard, and dense matrices. */
 #include "internal.h"
 #include <math.h>
 #include <string.h>

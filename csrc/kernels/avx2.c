@@ -37,29 +37,6 @@ static inline __m256i multiply_add(__m256i sum, __m256i level_s16x16, __m256i x_
     return sum;
 }
 
-#include "codes.h"
-#include "product.h"
-#include "softmax.h"
-#include "wave.h"
+#include "table.h"
 
-const tq_kernels tq_kernels_avx2 = {
-    .isa = "avx2",
-    .hadamard = hadamard_vector,
-    .settle = settle_vector,
-    .encode = encode_vector,
-    .pack = pack_vector,
-    .unpack = unpack_vector,
-    .operand_bytes = operand_bytes_vector,
-    .prepare = prepare_vector,
-    .multiply = multiply_vector,
-    .logits = tq_logits,
-    .weights = tq_weights,
-    .add_wave = tq_add_wave,
-    .turn = tq_turn_vector,
-    .subtract = tq_subtract,
-    .within = tq_within,
-    .load = load_vector,
-    .dot = dot_vector,
-    .axpy = axpy_vector,
-    .names = {"rotate_avx2", "append_avx2", "attend_avx2", "dequantize_avx2", "dot_avx2"},
-};
+TQ_VECTOR_TABLE(avx2);

@@ -31,29 +31,6 @@ static inline __m256i multiply_add(__m256i sum, __m256i level_u8x32, __m256i x_s
     return _mm256_dpbusd_avx_epi32(sum, level_u8x32, x_s8x32);
 }
 
-#include "codes.h"
-#include "product.h"
-#include "softmax.h"
-#include "wave.h"
+#include "table.h"
 
-const tq_kernels tq_kernels_avx2_vnni = {
-    .isa = "avx2_vnni",
-    .hadamard = hadamard_vector,
-    .settle = settle_vector,
-    .encode = encode_vector,
-    .pack = pack_vector,
-    .unpack = unpack_vector,
-    .operand_bytes = operand_bytes_vector,
-    .prepare = prepare_vector,
-    .multiply = multiply_vector,
-    .logits = tq_logits,
-    .weights = tq_weights,
-    .add_wave = tq_add_wave,
-    .turn = tq_turn_vector,
-    .subtract = tq_subtract,
-    .within = tq_within,
-    .load = load_vector,
-    .dot = dot_vector,
-    .axpy = axpy_vector,
-    .names = {"rotate_avx2_vnni", "append_avx2_vnni", "attend_avx2_vnni", "dequantize_avx2_vnni", "dot_avx2_vnni"},
-};
+TQ_VECTOR_TABLE(avx2_vnni);

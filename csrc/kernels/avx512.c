@@ -36,29 +36,6 @@ static inline __m512i multiply_add(__m512i sum, __m512i level_s16x32, __m512i x_
     return sum;
 }
 
-#include "codes.h"
-#include "product.h"
-#include "softmax.h"
-#include "wave.h"
+#include "table.h"
 
-const tq_kernels tq_kernels_avx512 = {
-    .isa = "avx512",
-    .hadamard = hadamard_vector,
-    .settle = settle_vector,
-    .encode = encode_vector,
-    .pack = pack_vector,
-    .unpack = unpack_vector,
-    .operand_bytes = operand_bytes_vector,
-    .prepare = prepare_vector,
-    .multiply = multiply_vector,
-    .logits = tq_logits,
-    .weights = tq_weights,
-    .add_wave = tq_add_wave,
-    .turn = tq_turn_vector,
-    .subtract = tq_subtract,
-    .within = tq_within,
-    .load = load_vector,
-    .dot = dot_vector,
-    .axpy = axpy_vector,
-    .names = {"rotate_avx512", "append_avx512", "attend_avx512", "dequantize_avx512", "dot_avx512"},
-};
+TQ_VECTOR_TABLE(avx512);

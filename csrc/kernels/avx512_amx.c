@@ -13,10 +13,7 @@
 #include "avx512_vnni.h"
 
 #define UNIT_MANY_ROWS 16 /* measured: 8 gain nothing where all cores are at work, 4 lose a third */
-#include "codes.h"
-#include "product.h"
-#include "softmax.h"
-#include "wave.h"
+#include "table.h"
 
 enum {
     MATRIX_ROWS = 16,
@@ -219,24 +216,4 @@ TQ_INLINE void multiply_many(int bits, int precise, const product_run *run, cons
     _tile_release();
 }
 
-const tq_kernels tq_kernels_avx512_amx = {
-    .isa = "avx512_amx",
-    .hadamard = hadamard_vector,
-    .settle = settle_vector,
-    .encode = encode_vector,
-    .pack = pack_vector,
-    .unpack = unpack_vector,
-    .operand_bytes = operand_bytes_vector,
-    .prepare = prepare_vector,
-    .multiply = multiply_vector,
-    .logits = tq_logits,
-    .weights = tq_weights,
-    .add_wave = tq_add_wave,
-    .turn = tq_turn_vector,
-    .subtract = tq_subtract,
-    .within = tq_within,
-    .load = load_vector,
-    .dot = dot_vector,
-    .axpy = axpy_vector,
-    .names = {"rotate_avx512_amx", "append_avx512_amx", "attend_avx512_amx", "dequantize_avx512_amx", "dot_avx512_amx"},
-};
+TQ_VECTOR_TABLE(avx512_amx);

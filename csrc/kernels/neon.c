@@ -20,29 +20,6 @@ static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, ui
     return vreinterpretq_u8_s32(vpadalq_s16(vreinterpretq_s32_u8(sum), vpaddq_s16(low, high)));
 }
 
-#include "codes.h"
-#include "product.h"
-#include "softmax.h"
-#include "wave.h"
+#include "table.h"
 
-const tq_kernels tq_kernels_neon = {
-    .isa = "neon",
-    .hadamard = hadamard_vector,
-    .settle = settle_vector,
-    .encode = encode_vector,
-    .pack = pack_vector,
-    .unpack = unpack_vector,
-    .operand_bytes = operand_bytes_vector,
-    .prepare = prepare_vector,
-    .multiply = multiply_vector,
-    .logits = tq_logits,
-    .weights = tq_weights,
-    .add_wave = tq_add_wave,
-    .turn = tq_turn_vector,
-    .subtract = tq_subtract,
-    .within = tq_within,
-    .load = load_vector,
-    .dot = dot_vector,
-    .axpy = axpy_vector,
-    .names = {"rotate_neon", "append_neon", "attend_neon", "dequantize_neon", "dot_neon"},
-};
+TQ_VECTOR_TABLE(neon);

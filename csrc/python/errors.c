@@ -1,7 +1,7 @@
 /* The only place of this binding that raises for a status or for an argument (torch/ops.cpp has its own one).
  *   append: `block_table[3]` must be in 0..7, got 8
  *   attend: `q` must be of shape [*, *, *, 64], got [2, 8, 64]
- *   `key_bits[0]` must be in 0..5, got 9          (of a plan alone, there is no operation)
+ *   `key_bits[0]` must be in 0..6 or 8, got 9     (of a plan alone, there is no operation)
  *   set_isa: `name` must be one of: avx2 scalar, got 'sse' */
 #include "binding.h"
 #include <math.h>
