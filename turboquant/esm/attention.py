@@ -19,7 +19,7 @@ from .. import ops as _ops  # noqa: F401  registers torch.ops.turboquant
 from ..calibration import Calibration
 from ..calibration.data import SIDES
 from ..calibration.tensors import transforms
-from ..hf.attention import own_attention
+from ..hf.attention import own_attention, without_gradient
 from ..modes import is_split, side_matrix
 from ..moments import Moments
 from ..moments.tensors import transforms as moments_of
@@ -47,20 +47,6 @@ class Context(Protocol):
         scaling: float | None,
     ) -> torch.Tensor:
         """query, key, value [batch, heads, tokens, head_dim], after RoPE -> [batch, tokens, heads, head_dim]."""
-
-
-class _InferenceOnly(torch.autograd.Function):
-    """Passes a result on. A backward pass through it is an error: its gradient would be wrong."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            "attention over packed keys and values has no gradient (inference only): train after turboquant.unpatch"
-        )
 
 
 class PackedAttention:
@@ -230,7 +216,8 @@ def attention(
             out = packed.attend(module, query, key, value, attention_mask, scaling)
     given = query, key, value
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return _InferenceOnly.apply(out, *given), None  # type: ignore[no-untyped-call]
+        why = "attention over packed keys and values has no gradient (inference only): train after turboquant.unpatch"
+        return without_gradient(out, why, *given), None
     return out, None
 
 

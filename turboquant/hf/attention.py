@@ -24,7 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 if TYPE_CHECKING:
     from .layer import PackedLayer
 
-__all__ = ["NAME", "FreshKeys", "MaskRequest", "attention", "own_attention", "request_mask"]
+__all__ = ["NAME", "FreshKeys", "MaskRequest", "attention", "own_attention", "request_mask", "without_gradient"]
 
 # The name in transformers' two registries, which look for "flash", "flex" and "sdpa" inside names: keep them out of it.
 NAME = "turboquant"
@@ -203,6 +203,23 @@ def own_attention(
         run = sys.modules[type(module).__module__].eager_attention_forward
     out, weights = run(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     return out, weights
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, why: str, *given: torch.Tensor) -> torch.Tensor:
+        ctx.why = why
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(ctx.why)
+
+
+def without_gradient(out: torch.Tensor, why: str, *given: torch.Tensor) -> torch.Tensor:
+    """`out` as a result of the tensors `given`. A backward pass through it raises RuntimeError with the text `why`:
+    packed keys and values have no gradient."""
+    return _NoGradient.apply(out, why, *given)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -15,7 +15,7 @@ from ..kvcache.common import Common
 from ..kvcache.pages import outside_autograd
 from ..kvcache.storage import LayerStorage
 from ..spec import CacheSpec
-from .attention import FreshKeys, MaskRequest, own_attention
+from .attention import FreshKeys, MaskRequest, own_attention, without_gradient
 from .names import CACHE
 
 __all__ = ["PackedLayer", "indices_of", "integer"]
@@ -54,18 +54,6 @@ def integer(argument: str, given: Any) -> int:
         return operator.index(given)
     except TypeError:
         raise TypeError(f"`{argument}` must be an integer, got {given!r}") from None
-
-
-class _NoGradient(torch.autograd.Function):
-    """Passes a result on. A backward pass through it is an error: its gradient would lack keys and values."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("attention through a TurboQuantCache has no gradient: train with use_cache=False")
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -282,7 +270,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 with torch.no_grad():
                     q, k, v = query.detach(), key.detach(), value.detach()
                     out = self._attend(module, q, k, v, mask, scaling, dropout, options)
-                return _NoGradient.apply(out, query, key, value)  # type: ignore[no-any-return,no-untyped-call]
+                why = "attention through a TurboQuantCache has no gradient: train with use_cache=False"
+                return without_gradient(out, why, query, key, value)
             return self._attend(module, query, key, value, mask, scaling, dropout, options)
         except Exception as error:
             if self.storage.tokens == before:
