@@ -113,8 +113,9 @@ Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t
         return may_be_fewer ? Verdict::FEWER_AT_ONCE : Verdict::NO;
     /* by whole pages, here or by the three kernels, long caches are faster */
     if (!kernel.bits && kernel.blocks == 2 && kernel.tiles == 2 && half_pages > r.most_8_rows) return Verdict::NO;
-    /* With several blocks a multiprocessor mixed plans took up to 40 % less where there are not many pages; with three or more blocks up
-     * to 7 % more from 64 half pages on, two 2 to 11 % less at any length. With more than four rows 1 to 12 % more from 43 on. */
+    /* Kernels for any widths, with several blocks a multiprocessor, against SPLIT: up to 40 % less time where a warp has few pages. Two
+     * blocks take 2 to 11 % less at any length; three or more take up to 7 % more from 64 half pages on. With more than four rows they take
+     * 1 to 12 % more from 43 half pages on. */
     if (kernel.bits || at_once == 1) return Verdict::YES;
     bool short_enough =
         kernel.blocks == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows : half_pages <= r.most_any_8_rows;
