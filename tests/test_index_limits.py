@@ -56,6 +56,8 @@ BAD = [  # (name, whether it is for cosine only, call, error, words of its messa
     ("query nan", 0, lambda i, x: i.search(changed(x, np.nan), 1), ValueError, r"`queries\[4, 7\]` must be finite"),
     ("query zero", 1, lambda i, x: i.search(x * 0, 1), ValueError, r"`queries\[0\]` must not be zero"),
     ("range", 0, lambda i, x: i.range_search(x, np.nan), ValueError, "`threshold` must be a number, got nan"),
+    ("range of text", 0, lambda i, x: i.range_search(x, "1"), TypeError, "`threshold` must be a number, got '1'"),
+    ("range of a list", 0, lambda i, x: i.range_search(x, [1, 2]), TypeError, "`threshold` must be a number, got .1"),
     (
         "masked",
         0,
@@ -171,3 +173,36 @@ def test_adding_takes_one_segment_beside_index_and_array(n, dtype, own_ids):
             assert beyond < allowed
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("n", [1, 3, storage.ROWS])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_largest_id(n, mapped, tmp_path):
+    """Consecutive ids may end with 2^63 - 1. More rows than half a segment have no list of ids."""
+    x = np.random.default_rng(0).standard_normal((n, 8)).astype(np.float32)
+    index = turboquant.Index(8)
+    first = 2**63 - n
+    index.add(x[:1], ids=[first - 1])
+    index.remove([first - 1])
+    index.add(x)
+    index.save(tmp_path / "index")
+    loaded = turboquant.Index.load(tmp_path / "index", mmap=mapped)
+    for one in (index, loaded):
+        assert (one.ids == first + np.arange(n)).all()
+        assert set(one.search(x[:1], n)[1][0]) == set(one.ids)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize("metric", ["ip", "l2"])
+def test_tiny_vectors_are_found_as_zeros(metric, bits):
+    """Of vectors below 2^-126, 1 / rms is infinite in float32."""
+    x = np.random.default_rng(0).standard_normal((100, DIM)).astype(np.float32)
+    tiny = [0, 1, 2, 3]
+    x[tiny] = x[tiny] * np.float32([[0], [1e-45], [1e-43], [2e-39]])
+    index = turboquant.Index(DIM, bits, metric)
+    index.add(x)
+    assert (index.reconstruct(tiny) == 0).all()
+    scores, ids = index.search(x[50], 100)
+    assert sorted(ids) == list(range(100)) and np.isfinite(scores).all()
+    expected = 0 if metric == "ip" else np.square(x[50], dtype=np.float64).sum()
+    np.testing.assert_allclose(scores[np.isin(ids, tiny)], expected, rtol=1e-6)

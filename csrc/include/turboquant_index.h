@@ -7,6 +7,7 @@
  *   normal codebook of that width (turboquant.h; at 6 bits 64 Lloyd-Max levels of N(0, 1), rounded to int8 times a step
  *   as the others are), at 8 bits u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255.
  *   scale = rms(t) * sum (step u)^2 / sum (step c)(step u)  makes inner products unbiased (EDEN, arXiv 2108.08842).
+ *   u and the scale are 0 where rms(t) is below 2^-126.
  *   offset = <mean, x - mean>, for squared distances less |x|^2 / 2.
  * The first lead[g] bits of a code are apart from the others, so that a scan can read them alone.
  *   A row holds the other bits in fields of 8, 4, 2 and 1 bits, the widest and lowest bits first. A field of w bits has

@@ -4,6 +4,7 @@
 #define TQ_SCAN_ENCODE_H
 #include "core/scan_kernels.h"
 #include "vector.h"
+#include <float.h>
 #include <math.h>
 
 enum { HALF = TQ_LANES / 2, SUM_LANES = 32, SUM_VECTORS = SUM_LANES / HALF };
@@ -193,7 +194,7 @@ static float scan_encode(const tq_scan_layout *layout, const float *z, uint8_t *
         }
     }
     double rms = sqrt(sum_lanes(&squares) / layout->coded);
-    float inverse = rms > 0 ? (float)(1 / rms) : 0;
+    float inverse = rms >= FLT_MIN ? (float)(1 / rms) : 0; /* below it 1 / rms may be infinite */
     for (int32_t g = 0; g < groups->groups; g++, codes += 32) {
         if (!groups->bits[g]) {
             memset(codes, 0, 32);

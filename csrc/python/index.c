@@ -210,7 +210,7 @@ static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_
     if (PyArray_Check(item[4])) {
         if (!(array = read_array(op, "ids", item[4], NPY_INT64, DENSE, 1, &n))) return -1;
         out->ids = PyArray_DATA(array);
-    } else if (read_i64(op, "ids", item[4], 0, INT64_MAX - n, &out->first_id) < 0) return -1;
+    } else if (read_i64(op, "ids", item[4], 0, INT64_MAX - (n > 0 ? n - 1 : 0), &out->first_id) < 0) return -1;
     if (item[5] != Py_None) {
         if (!(array = read_array(op, "allowed", item[5], NPY_UINT8, DENSE, 1, &n))) return -1;
         out->allowed = PyArray_DATA(array);

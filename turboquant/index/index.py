@@ -279,7 +279,10 @@ class Index:
     ) -> tuple[Ids, Floats, Ids]:
         """All vectors with scores of at least `threshold` (l2: at most): (lims, scores, ids), int64 [queries + 1],
         float32 and int64. Query i has entries lims[i] .. lims[i + 1] - 1, best first. Arguments as in `search`."""
-        limit = np.float32(threshold)
+        try:
+            limit = np.float32(threshold.__float__())
+        except (AttributeError, TypeError):  # text too
+            raise TypeError(f"range_search: `threshold` must be a number, got {threshold!r}") from None
         if np.isnan(limit):
             raise ValueError("range_search: `threshold` must be a number, got nan")
         threads = integer("range_search", "threads", threads, 0, 256)
@@ -422,7 +425,7 @@ class Index:
         if signs is None or scales is None or (offsets is None) != (mean is None and self._metric != "l2"):
             raise ValueError("`signs` and `scales` must be there, and `offsets` with a mean or l2")
         ids = get("ids", np.int64, n)
-        first = integer("load", "first_id", meta["first_id"], 0, 2**63 - 1 - n)
+        first = integer("load", "first_id", meta["first_id"], 0, 2**63 - max(n, 1))
         low, after = (first, first + n) if ids is None or not n else (int(ids.min()), int(ids.max()) + 1)
         if low < 0 or after > next_id:
             raise ValueError(f"`ids` must be in 0..next_id - 1 = {next_id - 1}, got {low}..{after - 1}")
