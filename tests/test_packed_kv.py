@@ -142,6 +142,27 @@ def test_compiled_steps(device: str, rng: np.random.Generator) -> None:
     assert torch.equal(compiled.pages, packed.pages) and len(graphs) <= 2
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_in_inference_mode(device: str, rng: np.random.Generator) -> None:
+    """What was packed in either mode can be appended to in both."""
+    q, k, v, _ = draw(rng, device)
+    whole = ops.pack(k, v, PLAN)
+    for inference in (True, False):
+        with torch.inference_mode(inference):
+            packed = ops.pack(k[:, :, :100], v[:, :, :100], PLAN, max_tokens=140)
+        ops.append(packed, k[:, :, 100:120], v[:, :, 100:120])
+        with torch.inference_mode(not inference):
+            ops.append(packed, k[:, :, 120:130], v[:, :, 120:130])
+        ops.append_attend(q.expand(-1, -1, 10, -1), k[:, :, 130:], v[:, :, 130:], packed)
+        assert len(packed) == 140 and packed.lengths.tolist() == [140, 140]
+        assert torch.equal(packed.pages, whole.pages) and torch.equal(ops.attend(q, packed), ops.attend(q, whole))
+
+
+def inference_copy(x: Any) -> Any:
+    with torch.inference_mode():
+        return x.clone()
+
+
 REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
     "a plan's name": (TypeError, lambda k, p: ops.pack(k, k, "default"), "plan"),
     "a plan of a number": (TypeError, lambda k, p: ops.pack(k, k, 4), "plan"),
@@ -261,6 +282,16 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
         ValueError,
         lambda k, p: ops.schedule(k, p, lengths=[140]),
         "schedule: `lengths` must have one for each of 2 sequences, got [140]",
+    ),
+    "one length for all": (
+        ValueError,
+        lambda k, p: ops.append(dataclasses.replace(p, lengths=p.lengths[:1].expand(2)), k[:, :, :1], k[:, :, :1]),
+        "append: `packed.lengths` must be contiguous, got strides (0,)",
+    ),
+    "lengths of inference mode": (
+        ValueError,
+        lambda k, p: ops.append(dataclasses.replace(p, lengths=inference_copy(p.lengths)), k[:, :, :1], k[:, :, :1]),
+        "append: `packed.lengths` must not be of inference mode outside it",
     ),
     "not finite": (
         ValueError,

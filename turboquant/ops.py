@@ -178,14 +178,20 @@ def _check_shape(op: str, k: Tensor) -> None:
 
 def _after(op: str, packed: PackedKV, k: Tensor) -> tuple[int, Tensor]:
     """Length of the longest sequence, and all lengths, once the tokens of k are stored. ValueError if the block table
-    is too small for them: on CUDA the operator cannot see that and would drop tokens."""
+    is too small for them: on CUDA the operator cannot see that and would drop tokens. Also if PyTorch would refuse to
+    write the lengths, which happens after the tokens are stored."""
     _check_shape(op, k)
+    lengths = packed.lengths
+    if not lengths.is_contiguous():
+        raise ValueError(f"{op}: `packed.lengths` must be contiguous, got strides {lengths.stride()}")
+    if not torch.compiler.is_compiling() and lengths.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{op}: `packed.lengths` must not be of inference mode outside it, got an inference tensor")
     tokens = packed.tokens + k.shape[2]
     if tokens > packed.capacity:
         raise ValueError(
             f"{op}: `packed` must have room for {tokens} tokens (pack with max_tokens), got one for {packed.capacity}"
         )
-    return tokens, packed.lengths + k.shape[2]
+    return tokens, lengths + k.shape[2]
 
 
 def pack(
@@ -239,14 +245,15 @@ def pack(
     _check_moments(plan, k, v, given)
     batch, kv_heads, tokens, _ = k.shape
     n_pages = -(-max(tokens, max_tokens) // plan.page_tokens)
-    packed = PackedKV(
-        pages=torch.zeros((batch * n_pages, kv_heads, plan.record_bytes), dtype=torch.uint8, device=k.device),
-        block_table=torch.arange(batch * n_pages, dtype=torch.int32, device=k.device).view(batch, n_pages),
-        lengths=torch.full((batch,), tokens, dtype=torch.int32, device=k.device),
-        plan=plan,
-        tokens=tokens,
-        transforms={name: x for name, x in given.items() if x is not None},
-    )
+    with torch.inference_mode(False):  # so that `append` may write to it outside inference mode too
+        packed = PackedKV(
+            pages=torch.zeros((batch * n_pages, kv_heads, plan.record_bytes), dtype=torch.uint8, device=k.device),
+            block_table=torch.arange(batch * n_pages, dtype=torch.int32, device=k.device).view(batch, n_pages),
+            lengths=torch.full((batch,), tokens, dtype=torch.int32, device=k.device),
+            plan=plan,
+            tokens=tokens,
+            transforms={name: x for name, x in given.items() if x is not None},
+        )
     _append(packed.plan.words, k, v, packed.lengths, packed.pages, packed.block_table, **packed.transforms)
     return packed
 
