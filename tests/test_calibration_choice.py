@@ -140,6 +140,15 @@ def test_other_kinds_of_text_are_judged_over_all_averages():
         assert [t.elsewhere for t in measure.elsewhere(given)] == [x and pytest.approx(x) for x in wanted]
 
 
+def test_divergences_that_are_rounding_have_a_ratio():
+    """Sliding windows may hide all that is packed."""
+    done = {"0 8 3 none 32": 0.0, "0 8 3 widths 32": -1e-8, "1 8 3 none 32": -1e-9, "1 8 3 widths 32": 2e-8}
+    given = [Trial(8, 3.0, method, 32, 0.1) for method in ("none", "widths")]
+    for kinds, texts in (([{}, {}], []), ([{}], [{}])):
+        measure = trial._Measure(None, None, texts, kinds, done, None, False)
+        assert [t.elsewhere for t in measure.elsewhere(given)] == [1.0, 1.0]
+
+
 def test_no_text_of_the_package_no_veto():
     marked = chosen(trials((3.0, "none", 0.05, None), (3.0, "axes", 0.03, None)))
     assert [t.chosen for t in marked] == [False, True] and "(" not in table(marked).partition("3 bits")[0]
@@ -150,6 +159,10 @@ def test_no_text_of_the_package_no_veto():
     (dict(kl_divergence=float("nan")), "`kl_divergence` must be a finite float, got nan"),
     (dict(average=3), "`average` must be a finite float, got 3"),
     (dict(window=-1), "`window` must be a number of tokens, got -1"),
+    (dict(elsewhere=float("nan")), "`elsewhere` must be a finite float or None, got nan"),
+    (dict(elsewhere="1.0"), "`elsewhere` must be a finite float or None, got '1.0'"),
+    (dict(group=8), "`group` must be 32 or 16 channels, got 8"),
+    (dict(chosen=1), "`chosen` must be True or False, got 1"),
 ])  # fmt: skip
 def test_trials_that_are_none(fields, message):
     with pytest.raises(ValueError, match=message):
@@ -213,8 +226,23 @@ def test_an_average_in_between_is_stored_as_the_nearest_one(found):
     assert methods == {2: ("axes", 16), 3.4: ("axes", 16), 3.5: ("axes", 16), 3.6: ("moments", 32), 6: ("moments", 32)}
     high = dataclasses.replace(other, trials=other.trials[2:])  # axes are chosen at 3 bits, and have at most 5
     assert high.method(CacheSpec(budget=5)) == ("axes", 16) and high.method(CacheSpec(budget=5.5)) == ("none", 32)
+    costly = chosen(trials((5.0, "none", 0.2, 1.0), (5.0, "moments", 0.1, 1.5), (5.0, "axes", 0.05, 1.0)))
+    most = dataclasses.replace(other, trials=costly)  # moments would cost too much elsewhere
+    assert [most.method(CacheSpec(budget=bits))[0] for bits in (5, 5.5)] == ["axes", "none"]
     specs = layer_specs(CacheSpec(budget=3.5), other, 3)
     assert all(s.group == 16 and len(s.key_bits) == 2 for s in specs)
+
+
+@pytest.mark.parametrize("change", [
+    lambda t: t[1:],
+    lambda t: [*t, t[0]],
+    lambda t: [dataclasses.replace(one, chosen=False) for one in t],
+    lambda t: [dataclasses.replace(one, chosen=True) for one in t],
+])  # fmt: skip
+def test_trials_without_a_choice_are_refused(found, change):
+    given = [Trial(0, 3.0, "none", 32, 0.2), Trial(0, 3.0, "widths", 32, 0.1, chosen=True)]
+    with pytest.raises(ValueError, match="`trials` must have the method 'none' once, and one .* 0 tokens and 3 bits"):
+        dataclasses.replace(found, trials=tuple(change(given)))
 
 
 def test_what_was_found_without_a_window_is_for_specs_without_one(found):
@@ -273,6 +301,13 @@ def test_an_interrupted_trial_goes_on(model, texts, found, tmp_path, monkeypatch
     assert turboquant.calibrate(model, texts[:4], **given).trials == found.trials
     # two windows, two rounds each, of the held-out text and four kinds of text; the interrupted call ran twice
     assert len(calls) == 21
+
+
+def test_a_checkpoint_knows_which_texts_are_held_out(model, texts, tmp_path):
+    given = dict(sensitivity_batches=1, checkpoint=tmp_path / "half")
+    turboquant.calibrate(model, texts[:3], **given)
+    with pytest.raises(ValueError, match="`checkpoint` must be one of this model, these batches"):
+        turboquant.calibrate(model, texts[:2], held_out=texts[2:3], **given)
 
 
 def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ..plan import FINE_GROUP, GROUP
 from ..spec import LEAST_SIDE_BITS, MOST_SIDE_BITS, CacheSpec
 from .distortion import distortions
 
@@ -72,6 +73,12 @@ class Trial:
         for name in ("average", "kl_divergence"):
             if not (isinstance(value := getattr(self, name), float) and math.isfinite(value)):
                 raise ValueError(f"`{name}` must be a finite float, got {value!r}")
+        if self.elsewhere is not None and not (isinstance(self.elsewhere, float) and math.isfinite(self.elsewhere)):
+            raise ValueError(f"`elsewhere` must be a finite float or None, got {self.elsewhere!r}")
+        if type(self.group) is not int or self.group not in (GROUP, FINE_GROUP):
+            raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
+        if type(self.chosen) is not bool:
+            raise ValueError(f"`chosen` must be True or False, got {self.chosen!r}")
 
     @property
     def label(self) -> str:

@@ -32,7 +32,7 @@ from ..moments.data import Moments
 from ..plan import FINE_GROUP, GROUP, WIDE_BITS, Plan
 from ..spec import BUDGET_BITS, CacheSpec, group_bits_of
 from .axes import singular_axes
-from .choice import Trial, side_widths, uniform_widths
+from .choice import Trial, chosen, side_widths, uniform_widths
 from .distortion import errors
 from .tables import COLUMNS
 
@@ -114,6 +114,11 @@ class Calibration:
             raise ValueError(f"`windows` must be numbers of tokens, one for each of `side_costs`, got {self.windows!r}")
         if {t.window for t in self.trials} - {*self.windows}:
             raise ValueError(f"`trials` must be with one of the windows {self.windows}, got others")
+        for at in {(t.window, t.average) for t in self.trials}:
+            here = [t for t in self.trials if (t.window, t.average) == at]
+            if [t.method for t in here].count("none") != 1 or sum(t.chosen for t in here) != 1:
+                raise ValueError("`trials` must have the method 'none' once, and one that is chosen, for each window "
+                                 f"and average, got others for {at[0]} tokens and {at[1]:g} bits")  # fmt: skip
         for name, held in self.moments.items():
             if len(held.layers) != self.layers:
                 raise ValueError(f"`moments` must have {self.layers} layers, got {len(held.layers)} of the {name}")
@@ -233,9 +238,10 @@ class Calibration:
         window = _nearest({t.window for t in self.trials}, spec.window)
         here = [t for t in self.trials if t.window == window]
         nearest = min({t.average for t in here}, key=lambda tried: (abs(tried - average), tried))
-        best = min(here, key=lambda t: (t.average != nearest, not t.chosen))
-        if best.method == "axes" and average > BUDGET_BITS:  # axes cannot have so many bits: the best of the others
-            best = min(here, key=lambda t: (t.average != nearest, t.method == "axes", t.kl_divergence))
+        here = [t for t in here if t.average == nearest]
+        if average > BUDGET_BITS:  # axes cannot have so many bits: the best of the others
+            here = [*chosen(t for t in here if t.method != "axes")]
+        best = next(t for t in here if t.chosen)
         return best.method, best.group
 
     def side_bits(self, average: float, method: str, window: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from numbers import Integral
 from operator import index
 from pathlib import Path
@@ -409,7 +410,7 @@ def calibrate(
     if sensitivity_batches < 1:
         raise ValueError(f"`sensitivity_batches` must be at least 1, got {sensitivity_batches}")
     probes = given[:sensitivity_batches]
-    run = _Run(_identity(mark, [*given, *tests], len(probes), seed), seed, checkpoint)
+    run = _Run(_identity(mark, [given, tests], len(probes), seed), seed, checkpoint)
     found = _learned(model, mark, given, probes, run, source, progress)
     if batches is not None and not tests:
         return found
@@ -570,9 +571,9 @@ def _checked_model(model: Any) -> dict[str, Any]:
     return fingerprint(model)
 
 
-def _identity(mark: dict[str, Any], batches: Sequence[Batch], probes: int, seed: int) -> str:
-    digest = hashlib.sha256(repr((mark, probes, seed)).encode())
-    for batch in batches:
+def _identity(mark: dict[str, Any], texts: Sequence[Sequence[Batch]], probes: int, seed: int) -> str:
+    digest = hashlib.sha256(repr((mark, probes, seed, [len(batches) for batches in texts])).encode())
+    for batch in chain(*texts):
         for name in ("input_ids", "attention_mask"):
             if batch.get(name) is not None:
                 digest.update(f"{name}{tuple(batch[name].shape)}".encode() + batch[name].cpu().long().numpy().tobytes())

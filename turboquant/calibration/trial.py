@@ -31,6 +31,7 @@ FIRST = 3.0  # bits at which all methods are tried, or the average nearest to it
 NEAR = 1.25  # a method above this multiple of the best is not tried at other averages
 _METHODS = (("none", 32), ("moments", 32), ("widths", 32), ("moments+widths", 32), ("axes", 32), ("axes", 16))
 _ON_THE_PACKAGE = (("none", 32), ("widths", 32))  # moments are the model's, and axes want more text
+NOISE = 1e-7  # nats a token: a smaller divergence is rounding, and may be negative
 
 Batch = Mapping[str, torch.Tensor]
 F64 = NDArray[np.float64]
@@ -194,9 +195,10 @@ class _Measure:
         """The same trials with `Trial.elsewhere`."""
 
         def ratios(t: Trial) -> list[float]:
-            """By kind: the divergence divided by that of "none"."""
+            """By kind: the divergence divided by that of "none". Sliding windows may hide all that is packed: then both
+            are rounding."""
             names = (_name(t.window, t.average, *which) for which in ((t.method, t.group), ("none", 32)))
-            own, plain = ([self.done[f"{i} {name}"] for i in self.kinds] for name in names)
+            own, plain = ([max(NOISE, self.done[f"{i} {name}"]) for i in self.kinds] for name in names)
             return [a / b for a, b in zip(own, plain)]
 
         worst: dict[tuple[int, str, int], float] = {}
