@@ -147,6 +147,8 @@ def test_divergences_that_are_rounding_have_a_ratio():
     for kinds, texts in (([{}, {}], []), ([{}], [{}])):
         measure = trial._Measure(None, None, texts, kinds, done, None, False)
         assert [t.elsewhere for t in measure.elsewhere(given)] == [1.0, 1.0]
+    marked = chosen(trials((3.0, "none", 0.0, 1.0), (3.0, "widths", -1e-8, 1.0)))
+    assert [t.chosen for t in marked] == [True, False] and "3 bits: none, nothing diverges 5% less." in table(marked)
 
 
 def test_no_text_of_the_package_no_veto():

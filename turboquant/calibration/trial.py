@@ -21,7 +21,7 @@ from ..hf.tap import tapped
 from ..moments import Moments
 from ..moments.text import kinds
 from ..spec import BUDGET_BITS, CacheSpec
-from .choice import WINDOWS, Trial, chosen
+from .choice import NOISE, WINDOWS, Trial, chosen
 from .data import Calibration
 from .measure import SINKS, gradients, of_tokens, skipped
 
@@ -31,7 +31,6 @@ FIRST = 3.0  # bits at which all methods are tried, or the average nearest to it
 NEAR = 1.25  # a method above this multiple of the best is not tried at other averages
 _METHODS = (("none", 32), ("moments", 32), ("widths", 32), ("moments+widths", 32), ("axes", 32), ("axes", 16))
 _ON_THE_PACKAGE = (("none", 32), ("widths", 32))  # moments are the model's, and axes want more text
-NOISE = 1e-7  # nats a token: a smaller divergence is rounding, and may be negative
 
 Batch = Mapping[str, torch.Tensor]
 F64 = NDArray[np.float64]
