@@ -353,9 +353,8 @@ def test_token_ids_are_checked_before_anything_runs(name, model, batches, monkey
             ValueError, match=rf"`{name}\[{len(batches)}\]` must be token ids in 0..{known - 1}, got {bad}"
         ):
             turboquant.calibrate(model, **given)
-    for wrong in (None, 3) if name == "batches" else (3,):
-        with pytest.raises(TypeError, match=f"`{name}` must be a list of batches, got {wrong}"):
-            turboquant.calibrate(model, **{"batches": batches, name: wrong})
+    with pytest.raises(TypeError, match=f"`{name}` must be a list of batches, got 3"):
+        turboquant.calibrate(model, **{"batches": batches, name: 3})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
