@@ -146,6 +146,20 @@ def test_folders_and_devices_are_no_files(tmp_path, kind, what):
             kind.load(path)
 
 
+def test_where_a_file_cannot_be_written(tmp_path):
+    """Errors name the path that was given, not the temporary file beside it."""
+    cache, nowhere = new("default"), tmp_path / "none" / "c"
+    with pytest.raises(FileNotFoundError, match=f"`path` must be a file in a folder that is there, got '{nowhere}'$"):
+        cache.save(nowhere)
+    with pytest.raises(IsADirectoryError, match=f"`path` must be a file, got '{tmp_path}', a folder$"):
+        cache.save(tmp_path)
+    with pytest.raises(OSError, match=": '/proc/c'$"):
+        cache.save("/proc/c")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError, match="^.{,120}$"):
+        TurboQuantCache.load(list(range(1000)))
+
+
 def test_an_empty_cache(tmp_path):
     new("default").save(tmp_path / "c")
     cache = TurboQuantCache.load(tmp_path / "c")

@@ -43,7 +43,7 @@ def file_name(path: object, argument: str = "path") -> str:
     try:
         return os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"`{argument}` must be a str or a path, got {path!r}") from None
+        raise TypeError(f"`{argument}` must be a str or a path, got {path!r:.80}") from None
 
 
 def existing_file(path: object, what: str) -> str:
@@ -58,8 +58,15 @@ def existing_file(path: object, what: str) -> str:
 
 def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts: Iterable[bytes | memoryview]) -> None:
     """Writes `parts`, one after the other, to a file beside `path` and moves it there: a crash, a full disk or an
-    exception leaves what was at `path` as it was. Where `path` is a link, the file that it names is written."""
+    exception leaves what was at `path` as it was. Where `path` is a link, the file that it names is written.
+
+    Raises IsADirectoryError for a folder, FileNotFoundError where the file's folder is not there, and OSError, which
+    names `path`, where the file cannot be written."""
     target = file_name(path)
+    if os.path.isdir(target):
+        raise IsADirectoryError(f"`path` must be a file, got {target!r}, a folder")
+    if not os.path.isdir(os.path.dirname(target) or "."):
+        raise FileNotFoundError(f"`path` must be a file in a folder that is there, got {target!r}")
     if os.path.islink(target):
         target = os.path.realpath(target)
     temporary = f"{target}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
@@ -72,9 +79,11 @@ def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         if os.path.exists(temporary):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno is not None:  # not of the temporary file, which no caller knows
+            raise OSError(error.errno, error.strerror, target) from error
         raise
 
 

@@ -241,7 +241,7 @@ def _keep(file: Path, moments: Moments) -> None:
         moments.save(file)
     except OSError as error:
         warnings.warn(
-            f"the moments of the model could not be kept in {str(file.parent)!r} ({error.strerror}): they are measured "
-            "again next time. TURBOQUANT_CACHE names another folder, or none if it is empty",
+            f"the moments of the model could not be kept in {str(file.parent)!r} ({error.strerror or error}): they are "
+            "measured again next time. TURBOQUANT_CACHE names another folder, or none if it is empty",
             stacklevel=3,
         )
