@@ -93,6 +93,17 @@ def test_wrong_types_are_named(fields):
         bare(**fields)
 
 
+def test_other_names_are_no_fields_and_no_layers():
+    for name, near in (("bits", "key_bits or value_bits"), ("windw", "window")):
+        for make in (CacheSpec, CacheSpec(4).with_):
+            with pytest.raises(TypeError, match=f"`{name}` must be a field: did you mean {near}.* there are "):
+                make(**{name: 3})
+    with pytest.raises(TypeError, match="`layer` in `overrides` must be an integer, got '0'"):
+        CacheSpec(overrides={"0": {"key_bits": 3}})
+    with pytest.raises(TypeError, match="`xyz` must be a field: there are key_bits, "):
+        CacheSpec(xyz=3)
+
+
 def test_it_is_a_value():
     a, b = bare(3, (2, 4), sinks=4), bare(key_bits=3, value_bits=[2, 4], sinks=4)
     assert a == b and hash(a) == hash(b) and pickle.loads(pickle.dumps(a)) == a

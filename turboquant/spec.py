@@ -7,6 +7,7 @@ from it once head_dim is known. No torch here.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -214,7 +215,12 @@ class CacheSpec:
 
     def __new__(cls, *args: Any, **fields: Any) -> CacheSpec:
         spec = super().__new__(cls)
-        given = (*(field.name for field in dataclasses.fields(cls)[: len(args)]), *fields)
+        names = [field.name for field in dataclasses.fields(cls)]
+        if unknown := [name for name in fields if name not in names]:
+            near = difflib.get_close_matches(unknown[0], names, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise TypeError(f"CacheSpec: `{unknown[0]}` must be a field: {hint}there are {', '.join(names)}")
+        given = (*names[: len(args)], *fields)
         object.__setattr__(spec, "named", frozenset(given))
         return spec
 
@@ -350,7 +356,7 @@ class CacheSpec:
         known = [f.name for f in dataclasses.fields(self) if f.name not in _WHOLE_CACHE]
         held = []
         for layer, fields in fields_of.items():
-            number = _integer(layer, "overrides", -(2**16), 2**16)
+            number = _integer(layer, "layer` in `overrides", -(2**16), 2**16)
             for name in fields:
                 if name not in known:
                     raise ValueError(f"`overrides[{number}]` must name fields among {', '.join(known)}, got {name!r}")
