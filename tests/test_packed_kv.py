@@ -293,6 +293,21 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
         lambda k, p: ops.append(dataclasses.replace(p, lengths=inference_copy(p.lengths)), k[:, :, :1], k[:, :, :1]),
         "append: `packed.lengths` must not be of inference mode outside it",
     ),
+    "queries of other sequences": (
+        ValueError,
+        lambda k, p: ops.attend(k[:1], p),
+        "attend: `q` must be of 2 sequences, as `packed` is, got (1, 3, 140, 64)",
+    ),
+    "keys of other sequences": (
+        ValueError,
+        lambda k, p: ops.append_attend(k[:, :, :1], k[:1, :, :1], k[:1, :, :1], p),
+        "append_attend: `k` must be of 2 sequences, as `packed` is, got (1, 3, 1, 64)",
+    ),
+    "keys of other heads": (
+        ValueError,
+        lambda k, p: ops.append(p, k[:, :2, :1], k[:, :2, :1]),
+        "append: `k` must be of 3 KV heads, as `packed` is, got (2, 2, 1, 64)",
+    ),
     "not finite": (
         ValueError,
         lambda k, p: ops.append(p, k[:, :, :1] / 0, k[:, :, :1]),

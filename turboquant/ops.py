@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from . import _core, operators  # noqa: F401  registers torch.ops.turboquant, or says why it cannot
 
@@ -139,6 +139,24 @@ def _check(op: str, packed: object = None, **tensors: object) -> None:
         if not isinstance(packed.transforms, dict):
             raise TypeError(f"{op}: `packed.transforms` must be a dict, got {type(packed.transforms).__name__}")
         _check_plan(op, packed.plan)
+        _check_sizes(op, packed, tensors)
+
+
+def _check_sizes(op: str, packed: PackedKV, tensors: dict[str, Any]) -> None:
+    """ValueError for queries or keys of other sequences or KV heads than those of `packed`: the operators would name
+    the block table or the pages, which the caller did not pass. They check everything else."""
+    for name, at, held, what in (
+        ("q", 0, packed.block_table, "sequences"),
+        ("k", 0, packed.block_table, "sequences"),
+        ("k", 1, packed.pages, "KV heads"),
+    ):
+        given = tensors.get(name)
+        if given is None or given.dim() != 4 or held.dim() <= at:
+            continue
+        if given.shape[at] != held.shape[at]:
+            raise ValueError(
+                f"{op}: `{name}` must be of {held.shape[at]} {what}, as `packed` is, got {tuple(given.shape)}"
+            )
 
 
 # Options that are not tensors: their types, and how errors call these.
