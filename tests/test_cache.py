@@ -574,7 +574,7 @@ def test_report_counts_every_byte_once():
     assert report.ratio_fp32 == 2 * report.ratio_bf16 == pytest.approx(4 * report.numbers / report.nbytes)
     assert report.effective_bits == pytest.approx(16 / report.ratio_bf16)
     assert f"{report.nbytes:,} bytes" in str(report) and "float32" in str(report)
-    assert "nan" in str(new("default").report())
+    assert "0 bytes: no token is stored yet" in str(new("default").report())
 
 
 # ---- bad input: a clear error, nothing changed ----
@@ -605,6 +605,18 @@ def test_another_batch_or_model(what):
     ):
         cache.update(k, v, 0)
     assert_unchanged(cache, before)
+
+
+def test_beams_over_a_filled_cache_are_told_what_to_do():
+    cache, stream = new("default"), Stream()
+    forward(cache, stream.piece(0, 100))
+    _, k, v = stream.piece(100, 101)[0]
+    with pytest.raises(ValueError, match=r"for 3 beams .* of each prompt, cache.batch_repeat_interleave\(3\) first"):
+        cache.update(torch.cat([k] * 3), torch.cat([v] * 3), 0)
+    cache.batch_repeat_interleave(3)
+    for other in (k, k.half().expand(6, -1, -1, -1)):
+        with pytest.raises(ValueError, match="or cache.reset\\(\\)$"):
+            cache.update(other, other, 0)
 
 
 def test_another_device():

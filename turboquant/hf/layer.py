@@ -128,10 +128,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         signature = (shape[0], shape[1], shape[-1], key_states.dtype, key_states.device)
         if signature != stored.shape or value_states.shape != shape:
             if stored.tokens:
+                repeats, rest = divmod(shape[0], self.max_batch_size)
+                repeated = repeats > 1 and not rest and signature[1:] == (stored.shape or ())[1:]
+                beams = f"; for {repeats} beams or texts of each prompt, cache.batch_repeat_interleave({repeats}) first"
                 raise ValueError(
                     f"layer {self.index}: the cache holds {stored}, got keys {tuple(shape)} "
                     f"{key_states.dtype} on {key_states.device} and values {tuple(value_states.shape)}: use a new "
-                    "cache, or cache.reset()"
+                    f"cache, or cache.reset(){beams if repeated else ''}"
                 )
             self.lazy_initialization(key_states, value_states)
         if stored.pages.device != stored.device:

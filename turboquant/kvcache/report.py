@@ -89,6 +89,8 @@ class CacheReport:
             cells = (layer.tokens, *(layer.parts.get(n, 0) for n in names), layer.nbytes)
             lines.append("".join([str(layer.layer).ljust(8), *(f"{cell:,}".rjust(13) for cell in cells)]))
         lines += [f"{part + ' (all layers)':<24}{size:,}" for part, size in self.shared.items()]
+        if not self.numbers:
+            return "\n".join([*lines, f"{self.nbytes:,} bytes: no token is stored yet", *self.notes])
         smaller = f"{self.ratio_bf16:.2f} times smaller than bfloat16, {self.ratio_fp32:.2f} than float32"
         lines.append(f"{self.nbytes:,} bytes: {self.effective_bits:.3f} bits per number, {smaller}")
         return "\n".join([*lines, *self.notes])
