@@ -78,7 +78,8 @@ class Contents:
                 there = [np.ones(len(s), bool) if s.allowed is None else s.allowed != 0 for s in self.segments]
                 chosen[np.flatnonzero(np.concatenate(there))[mask]] = 1
         else:
-            rows = self.find(id_array("search", mask, "filter"))
+            given = filter if mask.dtype == object else mask  # errors name what was given
+            rows = self.find(id_array("search", given, "filter"))
             chosen[rows[rows >= 0]] = 1
         return [chosen[start : start + len(segment)] for start, segment in self.starts()]
 

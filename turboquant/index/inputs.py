@@ -67,7 +67,8 @@ def id_array(op: str, ids: Any, name: str = "ids") -> Ids:
     if array.size == 0:
         return np.empty(0, np.int64)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{op}: `{name}` must be integers, got {array.dtype}")
+        got = type(ids).__name__ if array.dtype == object else array.dtype
+        raise TypeError(f"{op}: `{name}` must be integers in a list or an array, got {got}")
     if array.ndim > 1:
         raise ValueError(f"{op}: `{name}` must have one dimension, got {array.ndim}")
     array = array.reshape(-1)
