@@ -359,7 +359,7 @@ def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int)
         if any(s.calibrated for s in each):
             fields_ = "a budget, or anything that is calibrated, a table or rotation='svd'"
             needs = f"`calibration` must be a Calibration or its file for a spec with {fields_}"
-            raise ValueError(f"{needs}, got None: make one with turboquant.calibrate, or `turboquant calibrate`")
+            raise ValueError(f"{needs}, got None: make one with turboquant.calibrate(model), or `turboquant calibrate`")
         return each
     if not any(s.calibrated for s in each):
         raise ValueError("`calibration` must be None for a spec that does not use one, such as this: " + repr(spec))
