@@ -198,6 +198,31 @@ def test_the_largest_id(n, mapped, tmp_path):
         assert set(one.search(x[:1], n)[1][0]) == set(one.ids)
 
 
+@pytest.mark.parametrize("tiny", [1e-24, 1e-40])
+@pytest.mark.parametrize("axes", [False, True])
+def test_a_tiny_row_of_a_sample_counts_like_others_with_cosine(axes, tiny):
+    """The square of its length is 0 in float32: one such row would make the index's mean infinite."""
+    x = np.random.default_rng(0).standard_normal((300, DIM)).astype(np.float32)
+    small = x.copy()
+    small[7] *= np.float32(tiny)
+    found = []
+    for sample in (x, small):
+        index = turboquant.Index(DIM, 3, "cosine")
+        index.train(sample, axes)
+        index.add(x)
+        found.append(index.search(x[:9], 5))
+    np.testing.assert_allclose(found[1][0], found[0][0], atol=0.02)
+    assert np.isfinite(found[1][0]).all() and (found[1][1][:, 0] == np.arange(9)).all()
+
+
+def test_a_sample_of_denormals():
+    x = np.random.default_rng(0).standard_normal((100, DIM)).astype(np.float32)
+    index = turboquant.Index(DIM, 3, "l2")
+    index.train(x[:, :1] * x[0] * np.float32(1e-43))  # one axis: the others would have steps of 0
+    index.add(x)
+    assert (index.search(x[:9], 1)[1][:, 0] == np.arange(9)).all()
+
+
 @pytest.mark.parametrize("bits", [1, 3, 8])
 @pytest.mark.parametrize("metric", ["ip", "l2"])
 def test_tiny_vectors_are_found_as_zeros(metric, bits):

@@ -145,7 +145,7 @@ class Index:
         x = inputs.as_float32(x)
         inputs.check("train", "sample", x, self._metric)
         if self._metric == "cosine":
-            x = x / np.sqrt(np.einsum("ij,ij->i", x, x))[:, None]
+            x = inputs.normalised(x)
         with self._lock:
             if self._contents.segments:
                 raise ValueError(f"train: the index must be empty, it has {self.ntotal} vectors")

@@ -89,6 +89,14 @@ def check(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> None
         raise ValueError(f"{op}: `{name}[{first + int(np.argmin(there))}]` must not be zero with cosine")
 
 
+def normalised(rows: Floats) -> Floats:
+    """Rows of length 1. Squares of small numbers need float64."""
+    length = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+    out = np.empty_like(rows)
+    np.divide(rows, length[:, None], out=out, casting="same_kind")
+    return out
+
+
 @contextmanager
 def explained(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> Iterator[None]:
     """Names row and column if the core refuses numbers. The core checks them as it reads them, so nothing else does."""

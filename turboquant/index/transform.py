@@ -141,7 +141,7 @@ def leading(variances: NDArray[np.float64], bits: NDArray[np.uint8]) -> NDArray[
 
 def with_axes(base: Transform, sample: Floats, bits: int) -> Transform | None:
     """Principal axes of the sample in groups of 32, a random rotation inside each, and widths after their variances.
-    None if the sample has no variance."""
+    None if the sample has no variance, or less than float32 holds."""
     centred = with_mean(base, sample)
     assert centred.mean is not None
     x = np.zeros((len(sample), base.padded))
@@ -149,11 +149,11 @@ def with_axes(base: Transform, sample: Floats, bits: int) -> Transform | None:
     values, vectors = np.linalg.eigh(x.T @ x / len(x))
     axes = vectors[:, ::-1].T
     variances = np.maximum(values[::-1], 0).reshape(-1, GROUP).mean(axis=1)
-    if not variances[0] > 0:
+    steps = np.sqrt(np.maximum(variances, variances[0] * 1e-8)).astype(np.float32)
+    if not steps.min() >= np.finfo(np.float32).tiny:
         return None
     mix = _core.haar(base.seed, GROUP).astype(np.float64)
     matrix = np.concatenate([mix @ axes[g : g + GROUP] for g in range(0, base.padded, GROUP)]).T.astype(np.float32)
-    steps = np.sqrt(np.maximum(variances, variances[0] * 1e-8)).astype(np.float32)
     widths = allocate(variances, bits)
     matrix = np.ascontiguousarray(matrix)
     return replace(centred, bits=widths, lead=leading(variances, widths), steps=steps, matrix=matrix)
