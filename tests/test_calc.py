@@ -326,6 +326,11 @@ def test_models_that_cannot_be_packed(name, why, capsys):
         packed_parts(read_model(name), presets()["default"], 1, 1)
 
 
+def test_more_memory_than_floats_count(capsys):
+    assert main(["calc", "llama-3-8b", "--memory", "9" * 310 + "TB"]) == 0
+    assert len(re.findall("no limit", capsys.readouterr().out)) == 6
+
+
 @pytest.mark.parametrize(("arguments", "wants"), [
     (["lama-3-8b"], "got 'lama-3-8b': did you mean llama-3-8b"),
     (["meta-llama/Llama-3-8B"], "did you mean"),

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from itertools import cycle, islice
 from math import ceil
@@ -458,7 +459,7 @@ def _memory(text: str | None) -> int | None:
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B)", text.strip().upper())
-    size = int(float(found[1]) * UNITS[found[2]]) if found and found[2] in UNITS else 0
+    size = int(Decimal(found[1]) * UNITS[found[2]]) if found and found[2] in UNITS else 0
     if not size:
         raise ValueError(f"--memory must be a size above 0 such as 40GB or 512MiB, got {text!r}")
     return size
