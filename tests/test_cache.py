@@ -421,8 +421,9 @@ def test_a_sequence_that_is_not_there():
                 call(wrong)
     with pytest.raises(TypeError, match="`beam_idx` must be integers"):
         cache.reorder_cache(torch.tensor([True, False]))
-    with pytest.raises(TypeError, match="`repeats` must be an integer, got 2.0"):
-        cache.batch_repeat_interleave(2.0)
+    for wrong in (2.0, True):
+        with pytest.raises(TypeError, match=f"`repeats` must be an integer, got {wrong}"):
+            cache.batch_repeat_interleave(wrong)
     assert cache.layers[0].max_batch_size == 2
 
 
@@ -476,8 +477,9 @@ def test_crop_takes_integers_of_all_kinds(number):
     assert_unchanged(cache, snapshot(other))
     assert type(cache.layers[0].storage.tokens) is int
     for crop in (cache.crop, cache.layers[0].crop):
-        with pytest.raises(TypeError, match="`tokens` must be an integer, got -2.0"):
-            crop(-2.0)
+        for wrong in (-2.0, True):
+            with pytest.raises(TypeError, match=f"`tokens` must be an integer, got {wrong}"):
+                crop(wrong)
     assert_unchanged(cache, snapshot(other))
 
 

@@ -297,6 +297,7 @@ WRONG = {
     "too few": (dict(residues=["AA"], positions=[[4]]), ValueError, "one entry per residue, 2, got 1"),
     "no protein": (dict(residues=["A"], positions=[[4]], proteins=[4]), IndexError, r"must be in 0\.\.3.*got 4"),
     "half a place": (dict(residues=["A"], positions=[[0.5]]), TypeError, r"`positions\[0\]\[0\]` must be .*got 0\.5"),
+    "a flag for a place": (dict(residues=["AA"], positions=[[0, True]]), TypeError, r"must be an integer, got True"),
     "a letter for a place": (dict(residues=["AA"], positions=[[0, "1"]]), TypeError, r"must be an integer, got '1'"),
     "half a protein": (dict(residues=["A"], positions=[[0]], proteins=[1.0]), TypeError, r"`proteins\[0\]` must be"),
     "copies": (dict(residues=["A", "A"], positions=[[4]]), ValueError, "one entry per copy, got 2, 1 and 2"),

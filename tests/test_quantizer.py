@@ -368,6 +368,7 @@ def test_other_calls_refuse(rng: np.random.Generator) -> None:
         (dict(plan=(1, 2)), TypeError, "Codes: `plan` must be a turboquant.Plan, got tuple"),
         (dict(plan=None), TypeError, "Codes: `plan` must be a turboquant.Plan, got NoneType"),
         (dict(vectors=3.0), TypeError, "Codes: `vectors` must be an integer, got 3.0"),
+        (dict(vectors=True), TypeError, "Codes: `vectors` must be an integer, got True"),
         (dict(pages=np.ma.masked_less(np.zeros((1, 1, 1088), np.uint8), 1)), ValueError,
          "Codes: `pages` must have no masked numbers, got 1088 of them"),
         (dict(vectors=-1), ValueError, "Codes: `vectors` must be at least 0, got -1"),

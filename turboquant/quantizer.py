@@ -76,7 +76,7 @@ def _describe(array: object) -> str:
 
 def _integer(op: str, name: str, value: object) -> int:
     try:
-        return index(value)  # type: ignore[arg-type]
+        return index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{op}: `{name}` must be an integer, got {value!r}") from None
 

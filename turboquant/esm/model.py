@@ -113,7 +113,7 @@ def integers(numbers: Iterable[Any], argument: str) -> list[int]:
     found = []
     for i, number in enumerate(numbers):
         try:
-            found.append(operator.index(number))
+            found.append(operator.index(None if isinstance(number, bool) else number))  # type: ignore[arg-type]
         except TypeError:
             raise TypeError(f"`{argument}[{i}]` must be an integer, got {number!r}") from None
     return found

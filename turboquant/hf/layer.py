@@ -51,7 +51,7 @@ def indices_of(argument: str, given: Any, masks: bool = False) -> torch.Tensor:
 
 def integer(argument: str, given: Any) -> int:
     try:
-        return operator.index(given)
+        return operator.index(None if isinstance(given, bool) else given)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"`{argument}` must be an integer, got {given!r}") from None
 
