@@ -271,7 +271,7 @@ def test_beams_over_a_prefix(options):
     prefix = TurboQuantCache(model)
     with torch.no_grad():
         model(ids[:, :50], past_key_values=prefix)
-    with pytest.raises(ValueError, match="the cache holds 50 positions of 1 sequences"):
+    with pytest.raises(ValueError, match=r"holds 50 positions of 1 sequences.* for 3 beams .*interleave\(3\) first"):
         generate(model, inputs, 6, past_key_values=prefix.fork(), **options)
     beams = prefix.fork()
     beams.batch_repeat_interleave(3)
