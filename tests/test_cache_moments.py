@@ -313,7 +313,7 @@ def test_what_a_cache_refuses(measured):
         TurboQuantCache(CONFIG, PACKED, moments=MOMENTS)
     with pytest.raises(TypeError, match="`moments` must be Moments or the path of a file, got 7"):
         TurboQuantCache(CONFIG, SPEC, moments=7)
-    with pytest.raises(FileNotFoundError, match="`path` must be a file of moments"):
+    with pytest.raises(FileNotFoundError, match="`moments` must be a file of moments"):
         TurboQuantCache(CONFIG, SPEC, moments="absent")
     other = LlamaConfig(**{**CONFIG.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}})
     if describe(other)["rope"] == describe(CONFIG)["rope"]:  # transformers 4.57 has rope_theta alone

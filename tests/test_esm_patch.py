@@ -295,6 +295,17 @@ def test_attention_that_was_changed_since_is_noticed_and_taken_back():
         torch.testing.assert_close(turboquant.unpatch(model)(ids).logits, plain)
 
 
+def test_an_encoder_takes_no_cache_of_a_decoder():
+    model, ids = tiny_esm(), torch.full((1, 8), 5)
+    for call in (
+        lambda: turboquant.TurboQuantCache(model, "default"),
+        lambda: turboquant.TurboQuantCache(model.config, bare(4, 4)),
+        lambda: turboquant.evaluate(model, ids, "default", generate=0),
+    ):
+        with pytest.raises(NotImplementedError, match="ESM-2 is an encoder, .*: use turboquant.esm.ContextCache"):
+            call()
+
+
 def test_wrong_arguments_leave_the_model_alone():
     model = tiny_esm()
     before = state(model)

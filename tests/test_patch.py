@@ -399,16 +399,22 @@ def test_a_cache_of_another_model():
     model = turboquant.patch(tiny(), EXACT)
     cache = generate(model).past_key_values
     wider = turboquant.patch(tiny(num_key_value_heads=4), EXACT)
-    with pytest.raises(ValueError, match="layer 0: the cache holds 20 positions of 2 sequences with 2 KV heads"):
+    with pytest.raises(ValueError, match="must be a cache of this model, .*: this one has kv_heads 4 instead of 2"):
         wider(torch.tensor([[5], [6]]), past_key_values=cache)
     with pytest.raises(ValueError, match="the cache holds .* of 2 sequences"):
         model(torch.tensor([[5]]), past_key_values=cache)
     deeper = turboquant.patch(tiny(num_hidden_layers=4), EXACT)
-    with pytest.raises(ValueError, match="`.*` must be a cache of this model's 4 layers, got one of 3"):
+    with pytest.raises(ValueError, match="must be a cache of this model, .*: this one has layers 4 instead of 3"):
         deeper(torch.tensor([[5], [6]]), past_key_values=TurboQuantCache(model.config, EXACT))
     shallower = turboquant.patch(tiny(num_hidden_layers=2), EXACT)
-    with pytest.raises(ValueError, match="`.*` must be a cache of this model's 2 layers, got one of 3"):
+    with pytest.raises(ValueError, match="must be a cache of this model, .*: this one has layers 2 instead of 3"):
         shallower(torch.tensor([[5], [6]]), past_key_values=cache)
+    # The decoder inside knows the cache alone.
+    with pytest.raises(ValueError, match="`.*` must be a cache of this model's 2 layers, got one of 3"):
+        shallower.model(torch.tensor([[5], [6]]), past_key_values=cache)
+    mistral = turboquant.patch(tiny("mistral, sliding"), EXACT)  # of the same shape: it would give a wrong answer
+    with pytest.raises(ValueError, match=".*'mistral' instead of 'llama'"):
+        mistral(torch.tensor([[5], [6]]), past_key_values=cache)
     assert cache.get_seq_length() == 20
 
 
@@ -434,6 +440,22 @@ def test_a_cache_of_the_model_has_what_it_was_patched_with():
         TurboQuantCache(turboquant.unpatch(model))
     with pytest.raises(TypeError, match="`model` must be a model or its configuration"):
         TurboQuantCache("model")
+
+
+def test_patch_refuses_the_name_of_a_tokenizer():
+    model = tiny()
+    with pytest.raises(TypeError, match="`tokenizer` must be a tokenizer of transformers or None, got str"):
+        turboquant.patch(model, tokenizer="a-name")
+    assert not hasattr(model, "_turboquant")
+
+
+def test_files_that_patch_is_given_are_named_by_argument(tmp_path):
+    (tmp_path / "x").write_bytes(b"no tensors")
+    for argument, spec in (("calibration", "calibrated-3"), ("moments", "default")):
+        with pytest.raises(FileNotFoundError, match=f"`{argument}` must be a .*, which is not there"):
+            turboquant.patch(tiny(), spec, **{argument: tmp_path / "none"})
+        with pytest.raises(ValueError, match=f"`{argument}` must be a .*not one that turboquant wrote"):
+            turboquant.patch(tiny(), spec, **{argument: tmp_path / "x"})
 
 
 def test_a_cache_of_another_spec_warns_once():

@@ -332,7 +332,10 @@ class Calibration:
         if isinstance(given, cls):
             return given
         if isinstance(given, (str, os.PathLike)):
-            return cls.load(given)
+            try:
+                return cls.load(given)
+            except (FileNotFoundError, ValueError) as error:
+                raise type(error)(str(error).replace("`path`", "`calibration`", 1)) from None
         raise TypeError(f"`calibration` must be a Calibration or the path of a file, got {given!r}")
 
 

@@ -36,6 +36,8 @@ def checked_config(config: Any) -> Any:
         raise TypeError(f"`model` must be a model or its configuration (model.config), got {type(config).__name__}")
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"encoder-decoder models are not supported, got {type(config).__name__}")
+    if getattr(config, "model_type", None) == "esm":
+        raise NotImplementedError("ESM-2 is an encoder, which continues no text: use turboquant.esm.ContextCache")
     text = config.get_text_config(decoder=True)
     varying = set(getattr(text, "per_layer_attributes", None) or ())  # reading these from `text` itself raises
     if "kv_lora_rank" in varying or getattr(text, "kv_lora_rank", None):

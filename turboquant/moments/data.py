@@ -249,7 +249,10 @@ class Moments:
         if isinstance(given, cls):
             return given
         if isinstance(given, (str, os.PathLike)):
-            return cls.load(given)
+            try:
+                return cls.load(given)
+            except (FileNotFoundError, ValueError) as error:
+                raise type(error)(str(error).replace("`path`", "`moments`", 1)) from None
         raise TypeError(f"`moments` must be Moments or the path of a file, got {given!r}")
 
     def save(self, path: str | os.PathLike[str]) -> None:

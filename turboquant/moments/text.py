@@ -12,7 +12,7 @@ import torch
 from ..calibration.measure import vocabulary
 from .data import PROTEINS, RANDOM_IDS
 
-__all__ = ["PACKAGE", "TOKENS", "Sample", "found_tokenizer", "kinds", "protein_sample", "sample"]
+__all__ = ["PACKAGE", "TOKENS", "Sample", "check_tokenizer", "found_tokenizer", "kinds", "protein_sample", "sample"]
 
 TOKENS = 2048  # beside BOS
 PACKAGE = "the text of the package"
@@ -29,6 +29,12 @@ class Sample(NamedTuple):
     source: str
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """TypeError for what is neither a tokenizer nor None, such as the name of one."""
+    if tokenizer is not None and not callable(tokenizer):
+        raise TypeError(f"`tokenizer` must be a tokenizer of transformers or None, got {type(tokenizer).__name__}")
+
+
 def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
     """At most `limit` tokens for a model of transformers.
 
@@ -37,7 +43,7 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
     """
     if text is not None and not isinstance(text, str):
         raise TypeError(f"`text` must be a string or None, got {type(text).__name__}")
-    _check_kind(tokenizer)
+    check_tokenizer(tokenizer)
     why = ""
     if tokenizer is None:
         tokenizer, why = found_tokenizer(model)
@@ -63,7 +69,7 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
 def kinds(model: Any, tokenizer: Any) -> list[torch.Tensor]:
     """Token ids [1, at most OF_A_KIND] of each kind of text of the package, behind BOS where the tokenizer has one; []
     for a model of proteins and without a tokenizer, which is looked for as `sample` does. Errors as of `sample`."""
-    _check_kind(tokenizer)
+    check_tokenizer(tokenizer)
     tokenizer = tokenizer or found_tokenizer(model)[0]
     if tokenizer is None or model.config.model_type == "esm":
         return []
@@ -105,11 +111,6 @@ def found_tokenizer(model: Any) -> tuple[Any, str]:
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0]
         return None, f"no tokenizer can be read at the model's `name_or_path` {name!r} ({reason})"
-
-
-def _check_kind(tokenizer: Any) -> None:
-    if tokenizer is not None and not callable(tokenizer):
-        raise TypeError(f"`tokenizer` must be a tokenizer of transformers or None, got {type(tokenizer).__name__}")
 
 
 def _tensor(ids: list[int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ...calibration import Calibration
 from ...moments import Moments
+from ...moments.text import check_tokenizer
 from ...named_specs import resolve
 from ...spec import CacheSpec
 from . import esm, llama
@@ -61,13 +62,15 @@ def patch(
     `prefill` do not apply, because an encoder reads all tokens at once. Inference only: a backward pass raises
     RuntimeError.
 
-    Raises TypeError for anything but a transformers model and NotImplementedError, naming the class, for one that
-    cannot be patched; the model is unchanged then.
+    Raises TypeError for anything but a transformers model, or a tokenizer that is none, and NotImplementedError,
+    naming the class, for a model that cannot be patched; the model is unchanged then. A forward raises ValueError for
+    a `TurboQuantCache` of a model of another configuration.
     """
     chosen = resolve(spec) if prefill is None else resolve(spec).with_(prefill=prefill)
     base = checked_base_model(model)
     found = None if calibration is None else Calibration.of(calibration)
     measured = None if moments is None else Moments.of(moments)
+    check_tokenizer(tokenizer)
     if _family(base) is esm:
         if cuda_graphs:
             raise NotImplementedError(

@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ...calibration import Calibration, layer_specs
 from ...calibration.measure import describe, fingerprint
+from ...fingerprints import differences
 from ...moments import Moments
 from ...plan import MAX_HEAD_DIM
 from ...spec import CacheSpec
@@ -47,6 +48,7 @@ _BY_TYPE = {
 class _Patch:
     """The state of a patched model, in model._turboquant."""
 
+    described: dict[str, Any]  # the model's configuration (`calibration.measure.describe`)
     spec: CacheSpec
     calibration: Calibration | None
     moments: Moments | None  # None: measured when the first cache is made
@@ -92,7 +94,8 @@ def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> No
     handle = model.register_forward_pre_hook(_give_cache, with_kwargs=True)
     previous = route(model, NAME)
     name = cache_argument(model.forward) or CACHE
-    model._turboquant = _Patch(spec, calibration, None, None, previous, name, arguments.index(name), False, handle)
+    at = arguments.index(name)
+    model._turboquant = _Patch(describe(model.config), spec, calibration, None, None, previous, name, at, False, handle)
     for method, ours in _METHODS.items():
         if hasattr(model, method):
             setattr(model, method, partial(ours, model))  # pickle makes a method the class's again
@@ -205,7 +208,12 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _compare(cache: TurboQuantCache, state: _Patch) -> None:
-    """Warns, once, if a cache quantises in another way than its model was patched to."""
+    """Raises ValueError for a cache of a model of another configuration. Warns, once, if a cache quantises in another
+    way than its model was patched to."""
+    if cache.fingerprint != state.described and (differs := differences(cache.fingerprint, state.described)):
+        raise ValueError(
+            f"`{state.cache_name}` must be a cache of this model, got one of another: this one has {', '.join(differs)}"
+        )
     if cache.compared_with is state.spec:
         return
     cache.compared_with = state.spec
