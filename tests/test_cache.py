@@ -601,10 +601,8 @@ def test_another_batch_or_model(what):
     forward(cache, stream.piece(0, 100))
     before = snapshot(cache)
     k, v = misuse(cache, stream)[what]
-    with pytest.raises(
-        ValueError,
-        match="layer 0: the cache holds 100 positions of 1 sequences with 2 KV heads of 32 .* on cpu, got",
-    ) as caught:
+    message = "layer 0: the cache holds 100 positions of 1 sequences with 2 KV heads of 32 .* on cpu, got"
+    with pytest.raises(ValueError, match=message) as caught:
         cache.update(k, v, 0)
     assert ("cache.batch_repeat_interleave(2) first" in str(caught.value)) == (what == "batch")
     assert_unchanged(cache, before)

@@ -629,7 +629,9 @@ def test_calibrations_of_other_models(model, measured, rng):
 
 def test_specs_and_calibrations_that_do_not_go_together(model, measured):
     for spec in ("calibrated-3", bare(centre="calibrated"), bare(rotation="calibrated")):
-        with pytest.raises(ValueError, match="`calibration` must be a Calibration or its file for a spec with"):
+        with pytest.raises(
+            ValueError, match="`calibration` must be a Calibration or its file for the presets calibrated-N, a budget"
+        ):
             TurboQuantCache(model.config, spec)
     with pytest.raises(ValueError, match="`calibration` must be None for a spec that does not use one"):
         TurboQuantCache(model.config, "default", measured)

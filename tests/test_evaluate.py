@@ -398,6 +398,19 @@ BAD = {
         ["calibrate", "DEMO", "--out", "x", "--tokens", "2048"],
         "--tokens must be given with --text or --fasta only, got 2048",
     ),
+    "a negative seed": (
+        ["calibrate", "DEMO", "--out", "x", "--seed", "-1"],
+        "--seed must be in 0..2**63 - 1, got -1",
+    ),
+    "no batch": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--batch", "0"], "--batch must be at least 1"),
+    "fewer than no texts": (
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--generate", "-1"],
+        "--generate must be at least 0, got -1",
+    ),
+    "an average that no calibration has": (
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-9"],
+        "--spec must be a preset, such as calibrated-N with an N in 2..6, got 'calibrated-9'",
+    ),
     "few tokens": (["calibrate", "DEMO", "--text", "TEXT", "--out", "x", "--tokens", "20"], "--tokens"),
     "no folder": (["calibrate", "DEMO", "--text", "TEXT", "--out", "no/such/x"], "--out"),
     "json in no folder": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--json", "no/such/x"], "--json"),

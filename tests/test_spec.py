@@ -209,6 +209,8 @@ def test_boundary_layers():
         spec.with_boundary(-1)
     with pytest.raises(ValueError, match=r"`overrides\[-2\]`: `key_bits`"):
         spec.with_boundary(2, key_bits=9)
+    with pytest.raises(ValueError, match="a field must be given for 2 layers, such as key_bits=5, got none"):
+        spec.with_boundary(2)
 
 
 def test_layers_are_integers_of_the_model():
@@ -264,7 +266,9 @@ def test_unknown_presets():
     with pytest.raises(ValueError, match="`spec` must be a preset, got 'xyz'"):
         resolve("xyz")
     assert preset("calibrated-3.3") == CacheSpec(budget=3.3)
-    with pytest.raises(ValueError, match="`budget` must be in 2..6 bits, got 1.5"):
+    with pytest.raises(
+        ValueError, match="must be a preset, such as calibrated-N with an N in 2..6, got .calibrated-1.5"
+    ):
         preset("calibrated-1.5")
 
 

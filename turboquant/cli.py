@@ -101,6 +101,11 @@ def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
     return text, None
 
 
+def _check_least(option: str, given: int, least: int) -> None:
+    if given < least:
+        raise ValueError(f"{option} must be at least {least}, got {given}")
+
+
 def _check_name(model: str) -> None:
     """Checks that what looks like a path is one; anything else may be a name on the hub."""
     if not model or ((model.startswith((".", "/", "~")) or model.endswith("/")) and not os.path.exists(model)):
@@ -153,7 +158,10 @@ def _device(wanted: str | None) -> str:
 
 def calibrate(chosen: argparse.Namespace) -> int:
     """Measure a model's keys and values, and write what calibrated specs need."""
+    from .calibration.measure import checked_seed
+
     _check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
+    checked_seed(chosen.seed, "--seed")
     if chosen.text is chosen.fasta is None and chosen.tokens is not None:
         raise ValueError(f"--tokens must be given with --text or --fasta only, got {chosen.tokens}")
     text, proteins = _checked_files(chosen)
@@ -268,6 +276,8 @@ def evaluate(chosen: argparse.Namespace) -> int:
     missing = [name for name, spec in specs.items() if spec.calibrated and chosen.calibration is None]
     if missing:
         raise ValueError(f"--calibration must name a file for {', '.join(missing)}; `turboquant calibrate` makes one")
+    _check_least("--batch", chosen.batch, 1)
+    _check_least("--generate", chosen.generate, 0)
     read = {"--text": chosen.text, "--fasta": chosen.fasta, "--calibration": chosen.calibration}
     if chosen.json not in STANDARD_OUTPUT:
         _check_output(chosen.json or None, "--json", read)
@@ -352,8 +362,7 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     else:
         _check_output(chosen.csv, "--csv", read, moved=True)
     _check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": None if chosen.csv == "-" else chosen.csv})
-    if chosen.batch < 1:
-        raise ValueError(f"--batch must be at least 1, got {chosen.batch}")
+    _check_least("--batch", chosen.batch, 1)
     if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
     if named(chosen.spec, "--spec").calibrated and chosen.calibration is None and chosen.method == "shared-context":

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .spec import CacheSpec
+from .spec import LEAST_AVERAGE, MOST_SIDE_BITS, CacheSpec
 
 __all__ = ["OTHERS", "OURS", "preset", "presets", "resolve"]
 
@@ -84,6 +84,9 @@ def preset(name: str) -> CacheSpec:
 def named(name: str, argument: str) -> CacheSpec:
     """`preset` for an argument or an option of a command that errors call `argument`."""
     if found := _CALIBRATED.fullmatch(name):
+        if not LEAST_AVERAGE <= float(found[1]) <= MOST_SIDE_BITS:
+            wants = f"calibrated-N with an N in {LEAST_AVERAGE}..{MOST_SIDE_BITS}"
+            raise ValueError(f"{argument} must be a preset, such as {wants}, got {name!r}")
         return CacheSpec(budget=float(found[1]))
     if name not in _PRESETS:
         near = difflib.get_close_matches(name.lower(), _PRESETS, n=3, cutoff=0.5)

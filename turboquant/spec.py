@@ -396,8 +396,10 @@ class CacheSpec:
 
     def with_boundary(self, layers: int, **fields: Any) -> CacheSpec:
         """A copy whose first and last `layers` layers differ in some fields: ``spec.with_boundary(2, key_bits=5)``.
-        Other overrides of these layers stay."""
+        Other overrides of these layers stay. ValueError for layers without fields."""
         count = _integer(layers, "layers", 0, 2**15)
+        if count and not fields:
+            raise ValueError(f"with_boundary: a field must be given for {count} layers, such as key_bits=5, got none")
         held = {layer: dict(changed) for layer, changed in self.overrides}
         for layer in (*range(count), *range(-count, 0)):
             held[layer] = {**held.get(layer, {}), **fields}

@@ -360,8 +360,8 @@ def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int)
     each = [spec.for_layer(i, n_layers) for i in range(n_layers)]
     if calibration is None:
         if any(s.calibrated for s in each):
-            fields_ = "a budget, or anything that is calibrated, a table or rotation='svd'"
-            needs = f"`calibration` must be a Calibration or its file for a spec with {fields_}"
+            which = "the presets calibrated-N, a budget, calibrated axes or tables, and rotation='svd'"
+            needs = f"`calibration` must be a Calibration or its file for {which}"
             raise ValueError(f"{needs}, got None: make one with turboquant.calibrate(model), or `turboquant calibrate`")
         return each
     if not any(s.calibrated for s in each):

@@ -487,17 +487,17 @@ def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
     return found
 
 
-def checked_seed(seed: Any) -> int:
+def checked_seed(seed: Any, name: str = "`seed`") -> int:
     """An integer of any type as an int. TypeError for another object, a bool included; ValueError outside
-    0..2**63 - 1."""
+    0..2**63 - 1. They call it `name`."""
     try:
         if isinstance(seed, bool):
             raise TypeError
         number = index(seed)
     except TypeError:
-        raise TypeError(f"`seed` must be an integer, got {seed!r}") from None
+        raise TypeError(f"{name} must be an integer, got {seed!r}") from None
     if not 0 <= number < 2**63:
-        raise ValueError(f"`seed` must be in 0..2**63 - 1, got {number}")
+        raise ValueError(f"{name} must be in 0..2**63 - 1, got {number}")
     return number
 
 
