@@ -10,8 +10,8 @@ what the cache holds of the text. A number is found if all its digits are right.
 
 Our specs are presets, sinks and window included; fp8 is simulated from the question on, as baselines.py says.
 The question is plain text, not a turn of a chat: SmolLM2-135M-Instruct and Gemma 3 270M both go on with it.
-Weights are de-quantised 4-bit weights (`make real-models`). File: recall_real_<model>.json; benchmarks/presets.py shows
-it on docs/presets.md.
+Weights are de-quantised 4-bit weights (`make real-models`). File: recall_real_<model>.json, with a calibration
+recall_calibrated_<model>.json; benchmarks/presets.py shows them on docs/presets.md.
 """
 
 from __future__ import annotations
@@ -116,9 +116,11 @@ def plain_ways(model: Any, tokenizer: Any) -> Iterator[dict[str, Way]]:
 
 
 @contextmanager
-def packed_ways(model: Any, tokenizer: Any, specs: Mapping[str, turboquant.CacheSpec]) -> Iterator[dict[str, Way]]:
+def packed_ways(
+    model: Any, tokenizer: Any, specs: Mapping[str, turboquant.CacheSpec], calibration: turboquant.Calibration | None
+) -> Iterator[dict[str, Way]]:
     """Our caches; the model is patched meanwhile."""
-    with _ready(model, specs, None) as new_cache:
+    with _ready(model, specs, calibration) as new_cache:
 
         def way(name: str) -> Way:
             return lambda asked: answers(model, tokenizer, asked, new_cache(name))
@@ -134,12 +136,13 @@ def measure(
     depths: Sequence[float],
     keys: int,
     batch: int,
+    calibration: turboquant.Calibration | None = None,
 ) -> dict[tuple[str, int, float], list[bool]]:
     """(name, length, depth) -> whether each key was found."""
     text = _ids(tokenizer, text_of("wikitext2"))
     each = {(n, d): prompts(tokenizer, text, n, d, keys) for n in lengths for d in depths}
     results: dict[tuple[str, int, float], list[bool]] = {}
-    for group in (plain_ways(model, tokenizer), packed_ways(model, tokenizer, specs)):
+    for group in (plain_ways(model, tokenizer), packed_ways(model, tokenizer, specs, calibration)):
         with group as ways:
             for name, (length, depth) in tqdm([(w, at) for w in ways for at in each], unit="run", disable=None):
                 results[name, length, depth] = []
@@ -165,20 +168,24 @@ def main() -> None:
     parser.add_argument("--depths", type=float, nargs="+", default=DEPTHS)
     parser.add_argument("--keys", type=int, default=10, help="at each length and depth")
     parser.add_argument("--batch", type=int, default=10, help="keys that run together")
+    parser.add_argument("--calibration", help="a file, for calibrated presets")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
     folder = REAL_MODELS / args.real
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval().to(args.device)
     specs = {name: turboquant.preset(name) for name in args.specs}
+    found = turboquant.Calibration.load(args.calibration) if args.calibration else None
     start = time.perf_counter()
-    results = measure(model, tokenizer, specs, args.lengths, args.depths, args.keys, args.batch)
+    results = measure(model, tokenizer, specs, args.lengths, args.depths, args.keys, args.batch, found)
     print(f"{time.perf_counter() - start:.1f} s")
-    report = Report(f"recall_real_{args.real}", torch.device(args.device).type)
+    kind = "real" if found is None else "calibrated"
+    report = Report(f"recall_{kind}_{args.real}", torch.device(args.device).type)
     for (name, length, depth), hits in results.items():
         exact = f"{specs[name].sinks} sinks, window {specs[name].window}" if name in specs else ""
         params = {"cache": name, "simulated": name == FP8, "exact": exact, "model": args.real, "text": "wikitext2",
                   "length": length, "depth": depth, "keys": len(hits), "dtype": args.dtype,
+                  "calibrated_on": found.source if found and name in specs and specs[name].calibrated else None,
                   "commit": commit()}  # fmt: skip
         report.add("recall-real", params, {"found": sum(hits)})
     print(*passkey_table(report.rows), report.save(args.out), sep="\n")
