@@ -108,6 +108,8 @@ depths from 0 to {deepest:g} of it. All but a question at the end is read in a f
 digits of the answer read the cache. Shares of the numbers that are found, by tokens of the whole text. Presets are as
 they are, sinks and window included; fp8 is simulated. The weights of both models are de-quantised 4-bit weights.
 """
+PASSKEY_CALIBRATED = """With calibrations on the text of the package, and {keys} numbers at each depth:
+"""
 KERNELS = {
     "hadamard": "fast Hadamard on the way in; all packed kernels",
     "dense": "a dense matrix on the way in; all packed kernels",
@@ -158,7 +160,7 @@ def exact_of(spec: CacheSpec) -> str:
 def page() -> str:
     """The text of docs/presets.md."""
     lines = [HEAD, *promises(), STORED, *losses(), BYTES, *sizes(), *sweeps(), *calibrations(), PAPERS, *papers()]
-    lines += passkeys(list(rows("recall_real")))
+    lines += passkeys(list(rows("recall_real")), list(rows("recall_calibrated")))
     return "\n".join(lines)
 
 
@@ -313,17 +315,30 @@ def papers() -> list[str]:
     return lines
 
 
-def passkeys(measured: list[Row]) -> list[str]:
-    """Lines on passkeys in text, from rows of benchmarks/recall.py; none of no rows."""
+def passkeys(measured: list[Row], calibrated: list[Row]) -> list[str]:
+    """Lines on passkeys in text, from rows of benchmarks/recall.py without and with a calibration; none of no rows."""
     if not measured:
         return []
     depths = sorted({row["params"]["depth"] for row in measured})
     lines = [PASSKEY.format(keys=measured[0]["params"]["keys"], depths=len(depths), deepest=depths[-1])]
+    lines += _passkey_tables(measured, "")
+    if calibrated:
+        keys = calibrated[0]["params"]["keys"]
+        lines += [
+            PASSKEY_CALIBRATED.format(keys=keys),
+            *_passkey_tables(calibrated, f" --calibration FILE --keys {keys}"),
+        ]
+    return lines
+
+
+def _passkey_tables(measured: list[Row], options: str) -> list[str]:
+    lines = []
     for model, called in MODELS.items():
         if own := [row for row in measured if row["params"]["model"] == model]:
             machine, params = own[0]["machine"], own[0]["params"]
             where = f"{params['dtype']} on {machine.get('gpu', machine['cpu'])}"
-            lines += [f"{called}, {where}, `python benchmarks/recall.py --real {model}`:\n", *passkey_table(own), ""]
+            command = f"python benchmarks/recall.py --real {model}{options}"
+            lines += [f"{called}, {where}, `{command}`:\n", *passkey_table(own), ""]
     return lines
 
 

@@ -117,7 +117,10 @@ def plain_ways(model: Any, tokenizer: Any) -> Iterator[dict[str, Way]]:
 
 @contextmanager
 def packed_ways(
-    model: Any, tokenizer: Any, specs: Mapping[str, turboquant.CacheSpec], calibration: turboquant.Calibration | None
+    model: Any,
+    tokenizer: Any,
+    specs: Mapping[str, turboquant.CacheSpec],
+    calibration: turboquant.Calibration | None = None,
 ) -> Iterator[dict[str, Way]]:
     """Our caches; the model is patched meanwhile."""
     with _ready(model, specs, calibration) as new_cache:

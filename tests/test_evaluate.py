@@ -540,7 +540,7 @@ def test_the_page_of_presets_takes_passkeys(benchmarks):
             ("gemma3", "full cache", 4096, 0.0, 0),
         )
     ]  # fmt: skip
-    page = pages.passkeys(rows)
+    page = pages.passkeys(rows, [])
     assert page[0].startswith("## A passkey") and "4 numbers at each of 2\ndepths from 0 to 0.5" in page[0]
     assert page[1] == "SmolLM2-135M, bfloat16 on Some CPU, `python benchmarks/recall.py --real smollm2`:\n"
     assert page[2:6] == [
@@ -549,7 +549,12 @@ def test_the_page_of_presets_takes_passkeys(benchmarks):
         "| full cache | 0.88 | 0.50 |",
         "| `default` | 0.25 | - |",
     ]
-    assert page[-2] == "| full cache | 0.00 |" and pages.passkeys([]) == []
+    assert page[-2] == "| full cache | 0.00 |" and pages.passkeys([], []) == []
+    both = pages.passkeys(rows, rows[:2])
+    assert both[: len(page)] == page and both[len(page)].startswith(
+        "With calibrations on the text of the package, and 4"
+    )
+    assert "--real smollm2 --calibration FILE --keys 4`" in both[-5] and both[-2] == "| full cache | 0.88 |"
 
 
 @pytest.mark.slow
