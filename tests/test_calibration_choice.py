@@ -32,6 +32,14 @@ class Words:
         return {"input_ids": [2 + ord(letter) % 94 for letter in text]}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_texts():
+    """Of each kind of text of the package, so many tokens that a window leaves some packed."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(text, "OF_A_KIND", 300)
+        yield
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny()
@@ -356,7 +364,6 @@ def of_lengths(model, texts, learned, tried):
 def test_without_text_the_package_has_it(model, tmp_path, monkeypatch):
     """Costs are those of its four kinds of text. "none" and "widths" are tried on all of them, weighted by tokens."""
     monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
-    monkeypatch.setattr(text, "OF_A_KIND", 300)
     kinds = text.kinds(model, Words())
     found = turboquant.calibrate(model, averages=(3, 2.5), tokenizer=Words(), seed=5)
     assert found.source == "the text of the package" and found.tokens == sum(ids.shape[1] - 4 for ids in kinds)

@@ -291,12 +291,14 @@ def calibrated(book, tmp_path_factory):
     def full(self, path):
         raise OSError(28, "No space left on device")
 
-    with pytest.MonkeyPatch.context() as patched, redirect_stderr(said), pytest.raises(SystemExit):
-        patched.setattr(turboquant.Calibration, "save", full)
-        main(command)
-    assert "No space left on device" in said.getvalue() and part.exists() and not out.exists()
-    with redirect_stdout(shown):
-        assert main(command) == 0
+    with pytest.MonkeyPatch.context() as texts:
+        texts.setattr("turboquant.moments.text.OF_A_KIND", 256)
+        with pytest.MonkeyPatch.context() as patched, redirect_stderr(said), pytest.raises(SystemExit):
+            patched.setattr(turboquant.Calibration, "save", full)
+            main(command)
+        assert "No space left on device" in said.getvalue() and part.exists() and not out.exists()
+        with redirect_stdout(shown):
+            assert main(command) == 0
     assert out.exists() and not part.exists()
     return out, shown.getvalue()
 
