@@ -307,7 +307,7 @@ harness: $(READY)
 test-harness: harness
 	$(HARNESS)/append_harness check
 	$(HARNESS)/attend_blocks_harness
-	n=$$(nproc); seq 0 $$((n - 1)) | xargs -P $$n -I@ $(HARNESS)/attend_harness check '' @/$$n
+	n=$$(env -u OMP_NUM_THREADS nproc); seq 0 $$((n - 1)) | xargs -P $$n -I@ $(HARNESS)/attend_harness check '' @/$$n
 
 # Built apart, with -DTQ_EVERY_LANE_ARRIVES: see ARRIVALS in csrc/cuda/attend/split/pages.cuh.
 sanitize-harness: $(READY)

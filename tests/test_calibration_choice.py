@@ -383,7 +383,16 @@ def test_without_text_the_package_has_it(model, tmp_path, monkeypatch):
     assert again.trials == found.trials and TurboQuantCache(model, "calibrated-3", again).report()
 
 
+def test_the_tokenizer_is_looked_for_once(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
+    calls = []
+    monkeypatch.setattr(text, "found_tokenizer", lambda model: (Words(), "") if not calls.append(1) else None)
+    assert {t.elsewhere is None for t in turboquant.calibrate(model, averages=(3,)).trials} == {False}
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("make, fields, error, message", [
+    (tiny, dict(batches=[prompts(1, 60)], held_out=[prompts(1, 60)], tokenizer=3), TypeError, "`tokenizer` must be a "),
     (tiny, dict(held_out=[prompts(1, 60)]), ValueError, "`held_out` must be None without `batches`, got list"),
     (tiny, dict(), ValueError, "`batches` or `tokenizer` must be given: the model's `name_or_path` is empty"),
     (tiny, dict(tokenizer="words"), TypeError, "`tokenizer` must be a tokenizer of transformers or None, got str"),

@@ -195,11 +195,10 @@ def _averages(given: str) -> tuple[float, ...]:
 def loaded_calibration(path: str) -> Any:
     """The calibration in the file that --calibration names."""
     from .calibration import Calibration
+    from .files import path_called
 
-    try:
+    with path_called("--calibration"):
         return Calibration.load(path)
-    except (FileNotFoundError, ValueError) as error:
-        raise ValueError(str(error).replace("`path`", "--calibration", 1)) from None
 
 
 def _calibration_table(found: Any, chosen: argparse.Namespace) -> str:
@@ -208,7 +207,7 @@ def _calibration_table(found: Any, chosen: argparse.Namespace) -> str:
 
     what = "KL divergence in nats per token" if chosen.fasta is None else "1 - cosine of last hidden states"
     place = "the text of the package" if chosen.text is chosen.fasta is None else "the held-out part"
-    other = "; in brackets, times none, on the kind of text where that is largest"
+    other = "; in brackets its ratio to none on the kind of text where that is largest"
     return f"{what}, on {place}{other if found.trials[0].elsewhere else ''}:\n\n{table(found.trials)}"
 
 

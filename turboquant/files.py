@@ -16,7 +16,8 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any
@@ -44,6 +45,15 @@ def file_name(path: object, argument: str = "path") -> str:
         return os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"`{argument}` must be a str or a path, got {path!r:.80}") from None
+
+
+@contextmanager
+def path_called(argument: str) -> Iterator[None]:
+    """In errors of a loader about its `path`, a caller's argument or option takes its place."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(str(error).replace("`path`", argument, 1)) from None
 
 
 def existing_file(path: object, what: str) -> str:

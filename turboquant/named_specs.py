@@ -84,10 +84,11 @@ def preset(name: str) -> CacheSpec:
 def named(name: str, argument: str) -> CacheSpec:
     """`preset` for an argument or an option of a command that errors call `argument`."""
     if found := _CALIBRATED.fullmatch(name):
-        if not LEAST_AVERAGE <= float(found[1]) <= MOST_SIDE_BITS:
+        average = float(found[1])
+        if not LEAST_AVERAGE <= average <= MOST_SIDE_BITS:
             wants = f"calibrated-N with an N in {LEAST_AVERAGE}..{MOST_SIDE_BITS}"
             raise ValueError(f"{argument} must be a preset, such as {wants}, got {name!r}")
-        return CacheSpec(budget=float(found[1]))
+        return CacheSpec(budget=average)
     if name not in _PRESETS:
         near = difflib.get_close_matches(name.lower(), _PRESETS, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""

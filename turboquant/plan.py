@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
-from operator import index
 from typing import Any, TypeVar
+
+from .arguments import integer
 
 FORMAT_VERSION = 1
 GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
@@ -94,10 +95,7 @@ def _shown(value: object) -> str:
 
 
 def _integer(value: Any, argument: str) -> int:
-    try:
-        number = index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"`{argument}` must be an integer, got {value!r}") from None
+    number = integer(value, f"`{argument}`")
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"`{argument}` must fit in 64 bits, got {number}")
     return number

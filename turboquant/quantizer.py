@@ -13,13 +13,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from operator import index
 from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
+from .arguments import integer
 from .files import existing_file, write_whole
 from .plan import (
     GROUP,
@@ -74,13 +74,6 @@ def _describe(array: object) -> str:
     return f"{array.dtype} {list(array.shape)}"
 
 
-def _integer(op: str, name: str, value: object) -> int:
-    try:
-        return index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{op}: `{name}` must be an integer, got {value!r}") from None
-
-
 def _plain(op: str, name: str, array: NDArray[Any]) -> NDArray[Any]:
     """The array as a plain `ndarray`, not copied: `np.matrix` would keep two dimensions, and masked numbers would be
     read. ValueError if any number is masked."""
@@ -104,7 +97,7 @@ class Codes:
 
     def __post_init__(self) -> None:
         _without_values("Codes", self.plan)
-        vectors = _integer("Codes", "vectors", self.vectors)
+        vectors = integer(self.vectors, "Codes: `vectors`")
         if vectors < 0:
             raise ValueError(f"Codes: `vectors` must be at least 0, got {vectors}")
         object.__setattr__(self, "vectors", vectors)
@@ -222,7 +215,7 @@ class Quantizer:
         sketch: str = "none",
         sketch_rows: int | None = None,
     ) -> None:
-        dim = _integer("Quantizer", "dim", dim)
+        dim = integer(dim, "Quantizer: `dim`")
         if dim % 8 or not 8 <= dim <= MAX_DIM:
             raise ValueError(f"Quantizer: `dim` must be a multiple of 8 in 8..{MAX_DIM}, got {dim}")
         if not isinstance(rotation, str):
@@ -236,7 +229,7 @@ class Quantizer:
             raise ValueError(f"Quantizer: `sketch_rows` must be None unless `sketch` is gaussian, got {sketch_rows!r}")
         rows = dim if sketch == "gaussian" else 0
         if sketch_rows is not None:
-            rows = _integer("Quantizer", "sketch_rows", sketch_rows)
+            rows = integer(sketch_rows, "Quantizer: `sketch_rows`")
             if not 1 <= rows <= dim:
                 raise ValueError(f"Quantizer: `sketch_rows` must be in 1..{dim}, got {rows}")
         widths = group_bits(bits, -(-dim // GROUP), "bits")

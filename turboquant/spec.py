@@ -15,6 +15,7 @@ from numbers import Real
 from operator import index
 from typing import Any, ClassVar
 
+from .arguments import integer_in
 from .plan import (
     FINE_GROUP,
     GROUP,
@@ -98,15 +99,7 @@ def _bits(value: Any, field: str) -> Bits:
 
 
 def _integer(value: Any, field: str, low: int, high: int) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"`{field}` must be an integer, got {value!r}")
-    try:
-        number = index(value)
-    except TypeError:
-        raise TypeError(f"`{field}` must be an integer, got {value!r}") from None
-    if not low <= number <= high:
-        raise ValueError(f"`{field}` must be in {low}..{high}, got {number}")
-    return number
+    return integer_in(value, f"`{field}`", low, high)
 
 
 def first_part(bits: float, head_dim: int, group: int = GROUP) -> int:

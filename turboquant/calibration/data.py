@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..files import file_name, read_arrays, write_arrays
+from ..files import file_name, path_called, read_arrays, write_arrays
 from ..fingerprints import differences
 from ..moments.data import Moments
 from ..plan import FINE_GROUP, GROUP, WIDE_BITS, Plan
@@ -332,10 +332,8 @@ class Calibration:
         if isinstance(given, cls):
             return given
         if isinstance(given, (str, os.PathLike)):
-            try:
+            with path_called("`calibration`"):
                 return cls.load(given)
-            except (FileNotFoundError, ValueError) as error:
-                raise type(error)(str(error).replace("`path`", "`calibration`", 1)) from None
         raise TypeError(f"`calibration` must be a Calibration or the path of a file, got {given!r}")
 
 

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from numbers import Integral
-from operator import index
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..arguments import integer
 from ..files import file_name, write_whole
 from ..hf.placement import device_of, is_offloaded, loaded
 from ..hf.tap import Tap, tapped
@@ -391,10 +391,16 @@ def calibrate(
     model without rotary keys, without a head or whose attention bypasses AttentionInterface: all before anything is
     measured.
     """
+    from ..moments.text import PACKAGE, check_tokenizer, found_tokenizer
+
     seed = checked_seed(seed)
     mark = _checked_model(model)
+    check_tokenizer(tokenizer)
+    why = ""
+    if tokenizer is None and not _is_esm(model) and (batches is None or held_out is not None):
+        tokenizer, why = found_tokenizer(model)  # once, because all that follows reads the text of the package
     if batches is None:
-        every, source = _text_of_the_package(model, tokenizer, held_out)
+        every, source = _text_of_the_package(model, tokenizer, why, held_out), PACKAGE
     else:
         every = _checked("batches", batches, model)
     given = [batch for batch in every if _count(batch, skipped(model))]
@@ -416,8 +422,8 @@ def calibrate(
         return found
     from .trial import tried, with_moments
 
-    learned, costly = ([], []) if batches is None else (given, probes)
-    found = with_moments(found, model, tokenizer, learned, costly, tests)
+    own = ([], []) if batches is None else (given, probes)
+    found = with_moments(found, model, tokenizer, *own, tests)
     return tried(found, model, tokenizer, tests, averages, run.trials, run.save, progress)
 
 
@@ -446,17 +452,18 @@ def _learned(
                        tokens=run.moments.tokens, seed=run.seed, source=source)  # fmt: skip
 
 
-def _text_of_the_package(model: Any, tokenizer: Any, held_out: Any) -> tuple[list[Batch], str]:
-    """(batches, source). ValueError for `held_out`, a model of proteins and one whose tokenizer is not known."""
-    from ..moments.text import PACKAGE, found_tokenizer, kinds
+def _text_of_the_package(model: Any, tokenizer: Any, why: str, held_out: Any) -> list[Batch]:
+    """A batch for each kind of text. ValueError for `held_out`, a model of proteins, and without a tokenizer, which
+    says why."""
+    from ..moments.text import kinds
 
     if held_out is not None:
         raise ValueError(f"`held_out` must be None without `batches`, got {type(held_out).__name__}")
     if _is_esm(model):
         raise ValueError("`batches` must be given for an ESM-2 model (turboquant.esm.protein_batches), got None")
-    if tokenizer is None and (why := found_tokenizer(model)[1]):
+    if tokenizer is None:
         raise ValueError(f"`batches` or `tokenizer` must be given: {why}")
-    return [{"input_ids": ids} for ids in kinds(model, tokenizer)], PACKAGE
+    return [{"input_ids": ids} for ids in kinds(model, tokenizer)]
 
 
 def _checked_held_out(model: Any, held_out: Sequence[Batch | torch.Tensor] | None) -> list[Batch]:
@@ -490,12 +497,7 @@ def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
 def checked_seed(seed: Any, name: str = "`seed`") -> int:
     """An integer of any type as an int. TypeError for another object, a bool included; ValueError outside
     0..2**63 - 1. They call it `name`."""
-    try:
-        if isinstance(seed, bool):
-            raise TypeError
-        number = index(seed)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {seed!r}") from None
+    number = integer(seed, name)
     if not 0 <= number < 2**63:
         raise ValueError(f"{name} must be in 0..2**63 - 1, got {number}")
     return number

@@ -6,7 +6,6 @@ attributes of the model decide, not the version.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,8 @@ from numbers import Integral
 from typing import Any
 
 import torch
+
+from ..arguments import integer
 
 __all__ = [
     "ALPHABET",
@@ -110,13 +111,7 @@ def integers(numbers: Iterable[Any], argument: str) -> list[int]:
     """Whatever counts as an integer (NumPy's, tensors of one), as int. TypeError for anything else."""
     if not isinstance(numbers, Iterable):
         raise TypeError(f"`{argument}` must be a list of integers, got {numbers!r}")
-    found = []
-    for i, number in enumerate(numbers):
-        try:
-            found.append(operator.index(None if isinstance(number, bool) else number))  # type: ignore[arg-type]
-        except TypeError:
-            raise TypeError(f"`{argument}[{i}]` must be an integer, got {number!r}") from None
-    return found
+    return [integer(number, f"`{argument}[{i}]`") for i, number in enumerate(numbers)]
 
 
 def check_batch_size(size: Any) -> None:

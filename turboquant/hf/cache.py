@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from ..arguments import integer
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import describe
 from ..kvcache.common import Common
@@ -17,7 +18,7 @@ from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_repo
 from ..moments import Moments
 from ..named_specs import resolve
 from ..spec import CacheSpec
-from .layer import PackedLayer, indices_of, integer
+from .layer import PackedLayer, indices_of
 from .moments import moments_for, moments_notes
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
@@ -211,7 +212,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens: int) -> None:
         """See `PackedLayer.crop`. If one layer cannot be cropped, none is."""
-        tokens = integer("tokens", tokens)
+        tokens = integer(tokens, "`tokens`")
         keep = self.get_seq_length() + tokens if tokens <= 0 else tokens
         for layer in self.layers:
             if keep > 0 and not layer.storage.can_crop_to(keep):

@@ -4,13 +4,13 @@ window of a forward and has the methods that transformers calls. `storage` keeps
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..arguments import integer
 from ..kvcache.common import Common
 from ..kvcache.pages import outside_autograd
 from ..kvcache.storage import LayerStorage
@@ -47,13 +47,6 @@ def indices_of(argument: str, given: Any, masks: bool = False) -> torch.Tensor:
         if found.dtype in (torch.int64, torch.int32) or (masks and found.dtype == torch.bool):
             return found
     raise TypeError(f"`{argument}` must be integers{' or bools' * masks} [sequences], got {given!r}")
-
-
-def integer(argument: str, given: Any) -> int:
-    try:
-        return operator.index(None if isinstance(given, bool) else given)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"`{argument}` must be an integer, got {given!r}") from None
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -180,7 +173,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         The result is exactly that of a shorter text. Raises NotImplementedError if it would need tokens that have left
         the window (unless they were recorded, see `activate_past_recording`) or fallen out of a sliding window.
         """
-        stored, tokens = self.storage, integer("tokens", tokens)
+        stored, tokens = self.storage, integer(tokens, "`tokens`")
         keep = stored.tokens + tokens if tokens <= 0 else min(tokens, stored.tokens)
         if keep <= 0:
             if stored.tokens:
@@ -206,7 +199,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after the other."""
-        times = range(integer("repeats", repeats))
+        times = range(integer(repeats, "`repeats`"))
         self._select([b for b in range(self.max_batch_size) for _ in times])
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:

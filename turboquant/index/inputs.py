@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import index
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from ..arguments import integer_in
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 
 def integer(op: str, name: str, value: Any, low: int, high: int) -> int:
-    try:
-        number = index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{op}: `{name}` must be an integer, got {value!r}") from None
-    if not low <= number <= high:
-        raise ValueError(f"{op}: `{name}` must be in {low}..{high}, got {number}")
-    return number
+    return integer_in(value, f"{op}: `{name}`", low, high)
 
 
 def _is_torch(x: Any) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..files import file_name, read_arrays, write_arrays
+from ..files import file_name, path_called, read_arrays, write_arrays
 from ..fingerprints import differences
 from ..plan import MAX_RANK, PAIR_MULTIPLE
 
@@ -249,10 +249,8 @@ class Moments:
         if isinstance(given, cls):
             return given
         if isinstance(given, (str, os.PathLike)):
-            try:
+            with path_called("`moments`"):
                 return cls.load(given)
-            except (FileNotFoundError, ValueError) as error:
-                raise type(error)(str(error).replace("`path`", "`moments`", 1)) from None
         raise TypeError(f"`moments` must be Moments or the path of a file, got {given!r}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
