@@ -86,14 +86,82 @@ def test_appending_is_packing(device: str, rng: np.random.Generator) -> None:
     assert torch.equal(packed.pages, whole.pages) and torch.equal(out, ops.attend(q, whole))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sinks, window", [(4, 32), (4, 0), (0, 32), (100, 100)])
+def test_sinks_and_window(sinks: int, window: int, device: str, rng: np.random.Generator) -> None:
+    """The operators with the same tensors give the same; sinks and window hold their tokens as they were."""
+    q, k, v, centre = draw(rng, device)
+    packed = ops.pack(k[:, :, :40], v[:, :, :40], PLAN, max_tokens=300, sinks=sinks, window=window, key_centre=centre)
+    assert (packed.sinks, packed.window) == (sinks, window) and packed.nbytes > packed.pages.nbytes
+    assert packed.capacity == sinks + window + 128 * -(-(300 - sinks - window) // 128)
+    ops.append(packed, k[:, :, 40:130], v[:, :, 40:130])
+    held = raw_cache(packed)
+    out, lse = ops.append_attend(q, k[:, :, 130:131], v[:, :, 130:131], packed), ops.attend(q, packed, return_lse=True)
+    assert torch.equal(out, lse[0])
+    lengths = torch.full((2,), 131, dtype=torch.int32, device=device)
+    one = {"k": k[:, :, 130:131], "v": v[:, :, 130:131]}
+    want = tq.append_attend(PLAN.words, q, lengths=lengths, **one, **held, key_centre=centre)
+    assert torch.equal(out, want) and all(torch.equal(held[name], getattr(packed, name)) for name in held)
+    q9 = torch.from_numpy(rng.standard_normal((2, 6, 9, 64)).astype(np.float32)).to(device)
+    ops.append_attend(q9, k[:, :, 131:], v[:, :, 131:], packed)
+    for got, x in zip(ops.dequantize(packed), (k, v), strict=True):
+        assert got.shape == x.shape and float((got - x).square().mean()) < 0.05
+        assert torch.equal(got[:, :, :sinks], x[:, :, :sinks])
+        assert torch.equal(got[:, :, 140 - window :], x[:, :, 140 - window :])
+    out, lse = ops.attend(q, packed, return_lse=True)
+    keys, values = (x.double().repeat_interleave(2, 1) for x in ops.dequantize(packed))
+    logits = (q.double() @ keys.transpose(2, 3)) / 8
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1), rtol=0, atol=2e-3)
+    torch.testing.assert_close(out.double(), logits.softmax(-1) @ values, rtol=1e-3, atol=2e-3)
+    assert ops.attend_kernel(q, packed)
+    assert torch.equal(ops.attend(q, packed, schedule=ops.schedule(q, packed)), out)
+
+
+def raw_cache(packed: Any) -> dict[str, Any]:
+    """Copies of the tensors that `append` writes to, and the block table, those that there are."""
+    names = ("pages", "block_table", "sink_k", "sink_v", "window_k", "window_v")
+    return {name: held.clone() for name in names if (held := getattr(packed, name)) is not None}
+
+
+def test_tokens_of_shorter_sequences(rng: np.random.Generator) -> None:
+    """`dequantize` puts the tokens of each sequence in order, whatever its length, and zeros behind them."""
+    _, k, v, _ = draw(rng, "cpu")
+    packed = ops.pack(k, v, Plan(64, 8, 8), sinks=4, window=32)
+    for lengths in ([140, 3], [140, 20], [140, 90]):
+        packed.lengths.copy_(torch.tensor(lengths))
+        packed.pages.zero_(), packed.window_k.zero_(), packed.window_v.zero_()
+        short = torch.cat([torch.zeros_like(k), k], 2)
+        for b, n in enumerate(lengths):
+            short[b, :, -140:] = 0
+            short[b, :, 280 - n :] = k[b, :, :n]
+        tq.append(packed.plan.words, short, short, packed.lengths, packed.pages, packed.block_table,
+                  **packed.arguments())  # fmt: skip
+        for got in ops.dequantize(packed):
+            for b, n in enumerate(lengths):
+                torch.testing.assert_close(got[b, :, :n], k[b, :, :n], rtol=0, atol=0.1)
+                assert not got[b, :, n:].any()
+
+
+def test_keys_alone_with_a_window(rng: np.random.Generator) -> None:
+    _, k, _, _ = draw(rng, "cpu")
+    packed = ops.pack(k, None, KEYS_ONLY, sinks=4, window=32)
+    assert packed.sink_v is None and packed.window_v is None
+    got, none = ops.dequantize(packed)
+    assert got.shape == k.shape and none.shape == (2, 3, 0, 64)
+    assert torch.equal(got[:, :, :4], k[:, :, :4]) and torch.equal(got[:, :, 108:], k[:, :, 108:])
+
+
 def test_what_it_says_of_itself(rng: np.random.Generator) -> None:
     _, k, v, centre = draw(rng, "cpu")
     packed = ops.pack(k, v, bits=4, key_centre=centre)
     assert packed.nbytes == packed.pages.nbytes + 2 * 2 * 4 + 2 * 4 + centre.nbytes
     assert repr(packed) == (
-        "PackedKV(batch=2, kv_heads=3, tokens=140, capacity=256, head_dim=64, key_bits=4, value_bits=4, "
-        f"nbytes={packed.nbytes}, device='cpu')"
+        "PackedKV(batch=2, kv_heads=3, tokens=140, capacity=256, sinks=0, window=0, head_dim=64, key_bits=4, "
+        f"value_bits=4, nbytes={packed.nbytes}, device='cpu')"
     )
+    exact = ops.pack(k, v, bits=4, sinks=4, window=32)
+    assert exact.nbytes == exact.pages.nbytes + 2 * 4 + 2 * 4 + 2 * 2 * 3 * 36 * 64 * 4
+    assert "capacity=164, sinks=4, window=32, " in repr(exact)
     assert "key_bits=(2, 4)" in repr(ops.pack(k, v, Plan(64, (2, 4), 4)))
     keys = ops.pack(k, None, bits=3)
     assert len(keys) == 140 and ops.dequantize(keys)[1].shape == (2, 3, 0, 64)
@@ -115,12 +183,13 @@ def test_rotate_and_merge(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_steps(device: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("sinks, window", [(0, 0), (4, 16)])
+def test_compiled_steps(sinks: int, window: int, device: str, rng: np.random.Generator) -> None:
     """The step is one graph, compiled at most twice: then the number of tokens is symbolic."""
     torch._dynamo.reset()
     q, k, v, centre = draw(rng, device)
-    packed, compiled = (ops.pack(k[:, :, :100], v[:, :, :100], PLAN, max_tokens=140, key_centre=centre)
-                        for _ in range(2))  # fmt: skip
+    packed, compiled = (ops.pack(k[:, :, :100], v[:, :, :100], PLAN, max_tokens=140, sinks=sinks, window=window,
+                                 key_centre=centre) for _ in range(2))  # fmt: skip
     graphs: list[Any] = []
 
     def count(graph: Any, inputs: Any) -> Any:
@@ -130,7 +199,7 @@ def test_compiled_steps(device: str, rng: np.random.Generator) -> None:
     def step(packed: Any, k: Any, v: Any) -> tuple[Any, ...]:
         ops.append(packed, k, v)
         out, lse = ops.attend(q, packed, return_lse=True)
-        return ops.rotate(packed.plan, out), lse, ops.append_attend(q, k, v, packed)
+        return ops.rotate(packed.plan, out), lse, ops.append_attend(q, k, v, packed), *ops.dequantize(packed)
 
     run = torch.compile(step, fullgraph=True, backend=count)
     with torch.no_grad():
@@ -262,6 +331,27 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
         ValueError,
         lambda k, p: ops.pack(k, k, PLAN, max_tokens=2**70),
         "pack: `max_tokens` must be in 0..2^31 - 1, got 1180591620717411303424",
+    ),
+    "sinks in words": (TypeError, lambda k, p: ops.pack(k, k, PLAN, sinks="4"), "pack: `sinks` must be an integer"),
+    "a window of less than nothing": (
+        ValueError,
+        lambda k, p: ops.pack(k, k, PLAN, window=-1),
+        "pack: `window` must be in 0..2^31 - 1, got -1",
+    ),
+    "a window that is no tensor": (
+        TypeError,
+        lambda k, p: ops.attend(k, dataclasses.replace(p, window_k=[0.0])),
+        "attend: `packed.window_k` must be a tensor or None, got list",
+    ),
+    "keys of sinks alone": (
+        ValueError,
+        lambda k, p: ops.attend(k[:, :, :1], dataclasses.replace(p, sink_k=k[:, :, :4].clone())),
+        "attend: `sink_v` must be ",
+    ),
+    "a window of other heads": (
+        ValueError,
+        lambda k, p: ops.append(dataclasses.replace(p, window_k=k[:, :2], window_v=k[:, :2]), k[:, :, :1], k[:, :, :1]),
+        "append: `window_k` must be ",
     ),
     "words for a plan": (
         TypeError,

@@ -1,6 +1,6 @@
 """Typed functions over the registered operators: attention over a packed KV cache in plain tensors.
 
-    packed = ops.pack(k, v, bits=4)                        # quantise whole sequences
+    packed = ops.pack(k, v, bits=4, sinks=4, window=128)   # quantise whole sequences
     out = ops.attend(q, packed)                            # attention straight from the packed bytes
     out, lse = ops.attend(q, packed, return_lse=True)
 
@@ -16,8 +16,8 @@
     merge          partial attention results over disjoint tokens into one
 
 Importing this module also registers the operators themselves, ``torch.ops.turboquant.*``, which take every tensor as an
-argument of its own and keep exact sinks and windows as well: `turboquant.operators` describes their arguments, devices,
-errors and threads, all of which hold here too. Tensors are [batch, heads, tokens, head_dim], as in
+argument of its own: `turboquant.operators` describes their arguments, devices, errors and threads, all of which hold
+here too. Tensors are [batch, heads, tokens, head_dim], as in
 `torch.nn.functional.scaled_dot_product_attention`, in float32, float16 or bfloat16. All functions are for inference: a
 tensor that requires grad is an error while grad mode is on. All but `pack` can be traced by
 ``torch.compile(fullgraph=True)``.
@@ -77,15 +77,19 @@ class Schedule:
 
 @dataclass(eq=False, repr=False)
 class PackedKV:
-    """The packed keys and values of one layer: what `attend` reads and `append` writes. `pack` makes one.
+    """The keys and values of one layer, [ sinks | packed pages | window ]: what `attend` reads and `append` writes.
+    `pack` makes one.
 
     pages: uint8 [n_pages, kv_heads, record_bytes], zeroed before the first token.
     block_table: int32 [batch, max_pages]; page j of sequence b is ``pages[block_table[b, j]]``.
-    lengths: int32 [batch], stored tokens of each sequence. `append` writes to it.
+    lengths: int32 [batch], stored tokens of each sequence, sinks and window included. `append` writes to it.
     plan: how the pages store them, a `turboquant.Plan`.
     tokens: the largest number in `lengths`, known without asking the device; ``len(packed)``.
     transforms: those tensors among key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps,
         key_turns and key_moments that the plan takes, by name.
+    sink_k, sink_v: [batch, kv_heads, sinks, head_dim], the first tokens, exact. None: no sinks.
+    window_k, window_v: [batch, kv_heads, window, head_dim], the last tokens, exact, a ring: position p is row
+        ``p % window``. None: no window.
 
     All tensors are on one device. The constructor copies nothing and looks at no tensor; each call checks what it gets.
     """
@@ -96,16 +100,42 @@ class PackedKV:
     plan: Plan
     tokens: int
     transforms: dict[str, Tensor] = field(default_factory=dict)
+    sink_k: Tensor | None = None
+    sink_v: Tensor | None = None
+    window_k: Tensor | None = None
+    window_v: Tensor | None = None
+
+    @property
+    def sinks(self) -> int:
+        """Rows of `sink_k`."""
+        return 0 if self.sink_k is None else self.sink_k.shape[2]
+
+    @property
+    def window(self) -> int:
+        """Rows of `window_k`."""
+        return 0 if self.window_k is None else self.window_k.shape[2]
 
     @property
     def capacity(self) -> int:
-        """Tokens of one sequence that the block table has room for."""
-        return self.block_table.shape[1] * self.plan.page_tokens
+        """Tokens of one sequence that there is room for: sinks, pages of the block table, and window."""
+        return self.sinks + self.block_table.shape[1] * self.plan.page_tokens + self.window
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors: pages, block table, lengths and transforms."""
-        return sum(t.nbytes for t in (self.pages, self.block_table, self.lengths, *self.transforms.values()))
+        """Bytes of all its tensors: pages, block table, lengths, sinks, window and transforms."""
+        return sum(t.nbytes for t in (self.pages, self.block_table, self.lengths, *self.arguments().values()))
+
+    def arguments(self) -> dict[str, Tensor]:
+        """Sinks, window and transforms as keyword arguments of the operators `append`, `attend` and `append_attend`,
+        without those that are None."""
+        held = {
+            "sink_k": self.sink_k,
+            "sink_v": self.sink_v,
+            "window_k": self.window_k,
+            "window_v": self.window_v,
+            **self.transforms,
+        }
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def __len__(self) -> int:
         """Tokens of the longest sequence."""
@@ -115,8 +145,8 @@ class PackedKV:
         key, value = _width(self.plan.key_bits), _width(self.plan.value_bits)
         return (
             f"PackedKV(batch={self.block_table.shape[0]}, kv_heads={self.pages.shape[1]}, tokens={self.tokens}, "
-            f"capacity={self.capacity}, head_dim={self.plan.head_dim}, key_bits={key}, value_bits={value}, "
-            f"nbytes={self.nbytes}, device={str(self.pages.device)!r})"
+            f"capacity={self.capacity}, sinks={self.sinks}, window={self.window}, head_dim={self.plan.head_dim}, "
+            f"key_bits={key}, value_bits={value}, nbytes={self.nbytes}, device={str(self.pages.device)!r})"
         )
 
 
@@ -136,6 +166,9 @@ def _check(op: str, packed: object = None, **tensors: object) -> None:
         for name in ("pages", "block_table", "lengths"):
             if not isinstance(held := getattr(packed, name), Tensor):
                 raise TypeError(f"{op}: `packed.{name}` must be a tensor, got {type(held).__name__}")
+        for name in ("sink_k", "sink_v", "window_k", "window_v"):
+            if not isinstance(held := getattr(packed, name), (Tensor, type(None))):
+                raise TypeError(f"{op}: `packed.{name}` must be a tensor or None, got {type(held).__name__}")
         if not isinstance(packed.transforms, dict):
             raise TypeError(f"{op}: `packed.transforms` must be a dict, got {type(packed.transforms).__name__}")
         _check_plan(op, packed.plan)
@@ -165,6 +198,8 @@ _OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
     "inverse": ((bool,), "True or False"),
     "return_lse": ((bool,), "True or False"),
     "max_tokens": ((Integral,), "an integer"),
+    "sinks": ((Integral,), "an integer"),
+    "window": ((Integral,), "an integer"),
     "sliding_window": ((Integral,), "an integer"),
     "softcap": ((Real,), "a number"),
     "softmax_scale": ((Real, type(None)), "a number or None"),
@@ -173,15 +208,17 @@ _OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def _check_options(op: str, **options: object) -> None:
-    """TypeError for arguments of a wrong type, by name, and ValueError for a window that torch cannot pass on;
-    the operators check other values."""
+def _checked(op: str, **options: object) -> dict[str, Any]:
+    """The options as an operator takes them. TypeError for one of a wrong type, by name, and ValueError for a window
+    that torch cannot pass on; the operators check other values."""
     for name, value in options.items():
         types, wanted = _OPTIONS.get(name, ((Tensor, type(None)), "a tensor or None"))
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise TypeError(f"{op}: `{name}` must be {wanted}, got {type(value).__name__}")
         if name == "sliding_window" and not -(2**63) <= value < 2**63:  # type: ignore[operator]
             raise ValueError(f"{op}: `{name}` must fit in 64 bits, got {value}")
+    schedule = options.get("schedule")
+    return options | {"schedule": schedule.table} if isinstance(schedule, Schedule) else options
 
 
 def _check_plan(op: str, plan: object) -> None:
@@ -219,6 +256,8 @@ def pack(
     *,
     bits: int | None = None,
     max_tokens: int = 0,
+    sinks: int = 0,
+    window: int = 0,
     key_rotation: Tensor | None = None,
     value_rotation: Tensor | None = None,
     key_centre: Tensor | None = None,
@@ -228,12 +267,13 @@ def pack(
     key_turns: Tensor | None = None,
     key_moments: Tensor | None = None,
 ) -> PackedKV:
-    """Whole sequences, every token quantised, as a `PackedKV`.
+    """Whole sequences as a `PackedKV`: their first `sinks` and last `window` tokens as they are, all others quantised.
 
     k, v: [batch, kv_heads, tokens, head_dim], keys after RoPE; v is None for a plan without values.
     plan: how the pages store them; or
     bits: instead of a plan, bits of each channel of keys and values, 1 to 6 or 8, with a Hadamard rotation.
     max_tokens: make room for at least this many tokens of each sequence, those of k included, for `append`.
+    sinks, window: how many of the first and of the last tokens stay exact, also of those that `append` adds.
     transforms (key_rotation, ..): see `turboquant.operators`; the `PackedKV` keeps them.
 
     Raises TypeError unless there is one of plan and bits, ValueError for numbers that are not finite or above 16384
@@ -257,13 +297,21 @@ def pack(
         "key_turns": key_turns,
         "key_moments": key_moments,
     }
-    _check_options("pack", v=v, max_tokens=max_tokens, **given)
-    if not 0 <= max_tokens < 2**31:
-        raise ValueError(f"pack: `max_tokens` must be in 0..2^31 - 1, got {max_tokens}")
+    sizes = {"max_tokens": max_tokens, "sinks": sinks, "window": window}
+    _checked("pack", v=v, **sizes, **given)
+    for name, size in sizes.items():
+        if not 0 <= size < 2**31:
+            raise ValueError(f"pack: `{name}` must be in 0..2^31 - 1, got {size}")
     _check_moments(plan, k, v, given)
     batch, kv_heads, tokens, _ = k.shape
-    n_pages = -(-max(tokens, max_tokens) // plan.page_tokens)
+    n_pages = -(-max(0, max(tokens, max_tokens) - sinks - window) // plan.page_tokens)
     with torch.inference_mode(False):  # so that `append` may write to it outside inference mode too
+        exact = {
+            f"{part}_{side}": torch.zeros((batch, kv_heads, rows, k.shape[3]), dtype=k.dtype, device=k.device)
+            for part, rows in (("sink", sinks), ("window", window))
+            for side, x in (("k", k), ("v", v))
+            if rows and x is not None
+        }
         packed = PackedKV(
             pages=torch.zeros((batch * n_pages, kv_heads, plan.record_bytes), dtype=torch.uint8, device=k.device),
             block_table=torch.arange(batch * n_pages, dtype=torch.int32, device=k.device).view(batch, n_pages),
@@ -271,8 +319,9 @@ def pack(
             plan=plan,
             tokens=tokens,
             transforms={name: x for name, x in given.items() if x is not None},
+            **exact,
         )
-    _append(packed.plan.words, k, v, packed.lengths, packed.pages, packed.block_table, **packed.transforms)
+    _append(plan.words, k, v, packed.lengths, packed.pages, packed.block_table, **packed.arguments())
     return packed
 
 
@@ -295,9 +344,9 @@ def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None
     Raises ValueError where ``len(packed) + tokens`` is above ``packed.capacity``. A failed call has changed nothing.
     """
     _check("append", packed, k=k)
-    _check_options("append", v=v, flag=flag)
+    _checked("append", v=v, flag=flag)
     tokens, lengths = _after("append", packed, k)
-    _append(packed.plan.words, k, v, lengths, packed.pages, packed.block_table, flag=flag, **packed.transforms)
+    _append(packed.plan.words, k, v, lengths, packed.pages, packed.block_table, flag=flag, **packed.arguments())
     packed.lengths.copy_(lengths)
     packed.tokens = tokens
 
@@ -356,7 +405,7 @@ def attend(
     [batch, query_heads, query_tokens], the natural logarithm, -inf where nothing was seen.
     """
     _check("attend", packed, q=q)
-    _check_options(
+    options = _checked(
         "attend",
         starts=starts,
         softmax_scale=softmax_scale,
@@ -364,23 +413,18 @@ def attend(
         sliding_window=sliding_window,
         softcap=softcap,
         schedule=schedule,
-        return_lse=return_lse,
     )
+    _checked("attend", return_lse=return_lse)
     out, lse = _attend(
-        packed.plan.words,
-        q,
-        packed.pages,
-        packed.block_table,
-        packed.lengths,
-        starts=starts,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        schedule=None if schedule is None else schedule.table,
-        **packed.transforms,
+        packed.plan.words, q, packed.pages, packed.block_table, packed.lengths, **options, **packed.arguments()
     )
     return (out, lse) if return_lse else out
+
+
+def about_equal(shortest: int, longest: int) -> bool:
+    """Whether sequences of such lengths are about equally long, so that a `schedule` gives each equally many thread
+    blocks."""
+    return 8 * (longest - shortest) <= longest
 
 
 def schedule_rows(batch: int, device: torch.device) -> int:
@@ -414,13 +458,14 @@ def schedule(
     `attend` uses lengths and starts as they were when the schedule was made. A CPU ignores schedules.
     """
     _check("schedule", packed, q=q)
-    _check_options("schedule", starts=starts, causal=causal, sliding_window=sliding_window, out=out)
+    options = _checked("schedule", starts=starts, causal=causal, sliding_window=sliding_window)
+    _checked("schedule", out=out)
     if lengths is not None:
         if not isinstance(lengths, Sequence) or not all(isinstance(n, Integral) for n in lengths):
             raise TypeError(f"schedule: `lengths` must be a list of integers, got {lengths!r}")
         if len(lengths) != q.shape[0]:
             raise ValueError(f"schedule: `lengths` must have one for each of {q.shape[0]} sequences, got {lengths!r}")
-        if 8 * (max(lengths, default=0) - min(lengths, default=0)) <= max(lengths, default=0):
+        if about_equal(min(lengths, default=0), max(lengths, default=0)):
             return Schedule(torch.empty((0, 4), dtype=torch.int32, device=q.device))
     if out is None or not len(out.table):
         rows = schedule_rows(q.shape[0], q.device)
@@ -432,9 +477,9 @@ def schedule(
         packed.pages,
         packed.block_table,
         packed.lengths,
-        starts=starts,
-        causal=causal,
-        sliding_window=sliding_window,
+        sinks=packed.sinks,
+        window=packed.window,
+        **options,
     )
     return out
 
@@ -448,17 +493,9 @@ def attend_kernel(
     CUDA.
     """
     _check("attend_kernel", packed, q=q)
-    _check_options("attend_kernel", causal=causal, sliding_window=sliding_window, schedule=schedule)
+    options = _checked("attend_kernel", causal=causal, sliding_window=sliding_window, schedule=schedule)
     name: str = _attend_kernel(
-        packed.plan.words,
-        q,
-        packed.pages,
-        packed.block_table,
-        packed.lengths,
-        causal=causal,
-        sliding_window=sliding_window,
-        schedule=None if schedule is None else schedule.table,
-        **packed.transforms,
+        packed.plan.words, q, packed.pages, packed.block_table, packed.lengths, **options, **packed.arguments()
     )
     return name
 
@@ -476,14 +513,15 @@ def append_attend(
     flag: Tensor | None = None,
 ) -> Tensor:
     """``append(packed, k, v)``, then ``attend(q, packed)`` from the queries of the same tokens, in one call: a decode
-    step of one layer. Results are the same bit for bit.
+    step of one layer. Results are the same bit for bit. With several tokens over a window, which `attend` alone
+    refuses, each query still finds the window exact.
 
     q: [batch, query_heads, tokens, head_dim];  k, v: [batch, kv_heads, tokens, head_dim].
     The rest: as in `append` and `attend`.
     Returns out, like q and contiguous.
     """
     _check("append_attend", packed, q=q, k=k, v=v)
-    _check_options(
+    options = _checked(
         "append_attend",
         softmax_scale=softmax_scale,
         sliding_window=sliding_window,
@@ -500,12 +538,8 @@ def append_attend(
         lengths,
         packed.pages,
         packed.block_table,
-        flag=flag,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        schedule=None if schedule is None else schedule.table,
-        **packed.transforms,
+        **options,
+        **packed.arguments(),
     )
     packed.lengths.copy_(lengths)
     packed.tokens = tokens
@@ -513,16 +547,32 @@ def append_attend(
 
 
 def dequantize(packed: PackedKV) -> tuple[Tensor, Tensor]:
-    """The packed tokens as floats, for debugging: `attend` needs none of it.
+    """All tokens as floats, in order, for debugging: `attend` needs none of it.
 
     Returns k, v: float32 [batch, kv_heads, len(packed), head_dim], zeros behind the tokens of shorter sequences;
     v has no tokens for a plan without values.
     """
     _check("dequantize", packed)
+    sinks, window, lengths = packed.sinks, packed.window, packed.lengths
+    most = max(0, packed.tokens - sinks - window)
+    counts = (lengths - sinks - window).clamp_(min=0)
     k, v = _dequantize(
-        packed.plan.words, packed.pages, packed.block_table, packed.lengths, packed.tokens, **packed.transforms
+        packed.plan.words, packed.pages, packed.block_table, counts, most, sinks=sinks, **packed.transforms
     )
-    return k, v
+    if not sinks and not window:
+        return k, v
+    position, length = torch.arange(packed.tokens, device=lengths.device), lengths.view(-1, 1)
+    recent = torch.where(position < length - window, window + position, sinks + position % max(window, 1))
+    row, hidden = torch.where(position < sinks, position, recent), position >= length
+
+    def ordered(*parts: Tensor | None) -> Tensor:
+        """sinks, window, packed tokens -> tokens in order"""
+        held = torch.cat([x.float() for x in parts if x is not None], 2)
+        index = row[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3])
+        return held.gather(2, index).masked_fill_(hidden[:, None, :, None], 0)
+
+    k = ordered(packed.sink_k, packed.window_k, k)
+    return k, ordered(packed.sink_v, packed.window_v, v) if any(packed.plan.value_bits) else v
 
 
 def quantize(
@@ -557,7 +607,7 @@ def quantize(
         "key_turns": key_turns,
         "key_moments": key_moments,
     }
-    _check_options("quantize", v=v, **given)
+    _checked("quantize", v=v, **given)
     pages: Tensor = _quantize(plan.words, k, v, **given)
     return pages
 
@@ -569,7 +619,7 @@ def rotate(plan: Plan, x: Tensor, matrix: Tensor | None = None, *, inverse: bool
     matrix: float32 [head_dim, head_dim], for plans with a dense rotation; None: the plan's Hadamard, or none.
     """
     _check("rotate", x=x)
-    _check_options("rotate", matrix=matrix, inverse=inverse)
+    _checked("rotate", matrix=matrix, inverse=inverse)
     _check_plan("rotate", plan)
     y: Tensor = _rotate(plan.words, x, matrix, inverse)
     return y

@@ -108,7 +108,7 @@ class Common:
 
     def equal_schedule(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
         """The schedule of sequences that are about equally long (`ops.schedule`), or None where they are not."""
-        if len(padding) > 1 and 8 * (max(padding) - min(padding)) > after - min(padding):
+        if not ops.about_equal(after - max(padding), after - min(padding)):
             return None
         if device not in self._equal:
             self._equal[device] = torch.empty((0, 4), dtype=torch.int32, device=device)
