@@ -41,8 +41,8 @@ Errors: TypeError for a tensor of another dtype; ValueError for anything else ab
 `block_table[3]` must be in 0..n_pages - 1, got 8"; MemoryError; RuntimeError for the machine (CUDA, an instruction
 set, memory that torch could not get). They have the fields `argument` ("block_table", or None) and `got` (8.0, or None
 if it was no number). A failed call has changed nothing. On CUDA the contents of tensors are not checked, because that
-would mean waiting for the device: lengths are clamped, and a page index out of range reads page 0, while writes to it
-are dropped.
+would mean waiting for the device: lengths are clamped, and a page index out of range reads no page. Its tokens weigh
+nothing in `attend`, decode to 0 in `dequantize`, and are not stored by `append`.
 
 Threads on a CPU: the smaller of `torch.get_num_threads()` and `turboquant._core.num_threads()`. Operators and `_core`
 share one core: what `_core.set_num_threads` and `_core.set_isa` choose holds for both.

@@ -75,10 +75,11 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
               b = (int)(i / a.tiles / a.kv_heads % a.batch);
     const int side_index = (int)(i / a.tiles / a.kv_heads / a.batch);
     const DequantizeSide &side = a.side[side_index];
-    const int first = TQ_TILE * tile, count = max(0, min(min(a.lengths[b], a.max_tokens) - first, TQ_TILE));
+    const int first = TQ_TILE * tile;
+    int count = max(0, min(min(a.lengths[b], a.max_tokens) - first, TQ_TILE));
+    const int64_t page = count ? a.block_table[(int64_t)b * a.max_pages + first / a.page_tokens] : -1;
+    if (page < 0 || page >= a.n_pages) count = 0; // such a page decodes to 0
     if (count) {
-        int64_t page = a.block_table[(int64_t)b * a.max_pages + first / a.page_tokens];
-        if (page < 0 || page >= a.n_pages) page = 0;
         const uint8_t *record = a.pages + (page * a.kv_heads + h) * a.record_bytes;
         for (int group = warp; group < a.groups; group += WARPS)
             decode_group(a, side_index, h, record, first % a.page_tokens / TQ_TILE, group, rows, lane);
@@ -135,12 +136,6 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     if (sinks < 0 || sinks > INT32_MAX / 2)
         return fail(error, TQ_E_VALUE, "sinks", -1, sinks, "in 0..2^30 - 1: positions are 32-bit");
     if (!batch || !kv_heads || !max_tokens) return TQ_OK;
-    if (!n_pages) {
-        const size_t bytes = sizeof(float) * plan->head_dim * (size_t)max_tokens * kv_heads * batch;
-        for (float *out : {k, v})
-            if (out) TQ_CUDA_TRY(check_cuda(cudaMemsetAsync(out, 0, bytes, (cudaStream_t)stream), "stream", error));
-        return TQ_OK;
-    }
     if (!tq_is_plain(plan)) {
         BlockPlan blocks;
         block_plan_of(*plan, key, value, {pages, block_table, n_pages, kv_heads, max_pages}, &blocks);

@@ -9,9 +9,9 @@
  *     returns: no synchronisation, no allocation, no read of device memory by the host. It can be captured in a CUDA
  *     graph, and a replay sees whatever lengths, starts, block_table and other contents the arrays hold then.
  *   - The host cannot see the arrays. Contents that are an error in turboquant.h are made harmless instead: a length is
- *     clamped to 0..capacity, a start to 0..length, channels of pairs to 0..head_dim-1, and a page index outside
- *     0..n_pages-1 reads page 0 (attend, dequantize) or drops the write (append). No contents can make a kernel read
- *     outside the named arrays or write outside its outputs.
+ *     clamped to 0..capacity, a start to 0..length, channels of pairs to 0..head_dim-1. A page index outside
+ *     0..n_pages-1 reads no page: its tokens weigh nothing (attend) or decode to 0 (dequantize); and append drops what it
+ *     would write there. No contents can make a kernel read outside the named arrays or write outside its outputs.
  *   - Results are the same from run to run on one device; they do not depend on other streams.
  *   - Errors: TQ_E_VALUE and TQ_E_TYPE for what the host can see, as in turboquant.h; TQ_E_UNSUPPORTED for a device
  *     below compute capability 8.0 or for a TURBOQUANT_CUDA_PATH the device cannot run; TQ_E_CUDA when the runtime

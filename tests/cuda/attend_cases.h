@@ -19,7 +19,9 @@ struct Case {
         rotation = TQ_ROTATION_HADAMARD, codebook = 0;
     std::vector<int> lengths = {300}, starts = {};
     int sinks = 0, window = 0, sliding = 0, causal = 1;
-    bool fresh = false, centres = false, steps = false, hostile = false;
+    bool fresh = false, centres = false, steps = false;
+    bool absent = false;      /* the block table names some pages outside the cache: is_absent */
+    bool no_pages = false;    /* there is none */
     bool shifted = false;     /* dense arrays start four numbers behind where cudaMalloc puts them */
     bool no_lse = false;      /* nobody asks for the log-sum-exp */
     bool same_values = false; /* all of the largest level, with a scale of 1 */
@@ -34,6 +36,30 @@ struct Case {
     std::function<double(int, int)> value_boost;
 };
 
+/** Cases with pages outside the cache, by add(name, change of a case). */
+template <class Change, class Add> static void each_absent(const std::string &tag, Change change, Add add)
+{
+    for (int even : {0, 1})
+        for (bool exact : {false, true})
+            add("absent pages, " + tag + (even ? "" : ", uneven") + (exact ? ", exact tokens" : ""), [=](Case &c) {
+                change(c);
+                c.absent = true, c.even = even, c.lengths = {1000, 300, 5, 129, 0};
+                if (exact) c.sinks = 4, c.window = 40, c.softcap = 20, c.centres = true;
+            });
+    add("absent pages, " + tag + ", long", [=](Case &c) {
+        change(c);
+        c.absent = true, c.lengths = {9000}, c.heads = 1, c.spare_pages = 300;
+    });
+    add("no pages, " + tag, [=](Case &c) {
+        change(c);
+        c.absent = c.no_pages = true, c.lengths = {300, 40}, c.sinks = 4, c.window = 40;
+    });
+    add("no pages at all, " + tag, [=](Case &c) {
+        change(c);
+        c.absent = c.no_pages = true, c.lengths = {300, 40};
+    });
+}
+
 /** Cases with a wave and a metric of keys: every strategy, every kind of call. */
 static void add_moments(std::vector<Case> *cases)
 {
@@ -45,6 +71,7 @@ static void add_moments(std::vector<Case> *cases)
         c.name = "moments: " + name;
         cases->push_back(c);
     };
+    auto add_absent = [&](std::string tag, auto change) { each_absent(tag, change, add); };
     for (const char *bits : {"2", "3", "4", "5310", "8"})
         for (int d : {128, 64, 80, 96, 256, 40})
             for (int group : {1, 4, 7, 12, 33}) {
@@ -137,7 +164,10 @@ static void add_moments(std::vector<Case> *cases)
                 c.lengths = {1100, 0, 129}, c.spare_pages = group == 7 ? 150 : 0, c.sinks = 4, c.window = 128;
             });
     add("not causal", [](Case &c) { c.causal = 0, c.tokens = 30, c.group = 1, c.sinks = 4, c.lengths = {131, 400}; });
-    add("hostile block table", [](Case &c) { c.hostile = true, c.lengths = {1000, 300}; });
+    for (const char *bits : {"2", "3", "4", "43", "5310"})
+        for (int group : {4, 7, 12, 33})
+            add_absent("bits " + std::string(bits) + ", group " + std::to_string(group),
+                       [=](Case &c) { c.key_bits = bits, c.group = group; });
     add("one query of zeros", [](Case &c) { c.query_size = 0, c.wave_size = 1000, c.lengths = {500}; });
 }
 
@@ -415,9 +445,18 @@ static std::vector<Case> all_cases()
         c.boost = [](int i, int n) { return i == n / 2 ? 20.0 : 1.0; };
         c.value_boost = [](int i, int n) { return i == n / 2 ? 0.0 : 1.0; };
     });
-    add_wide("room to grow, hostile block table",
-             [](Case &c) { c.hostile = true, c.spare_pages = 300, c.lengths = {1000, 300}; });
-    add("hostile block table", [](Case &c) { c.hostile = true, c.lengths = {1000, 300}; });
+    add_wide("room to grow, absent pages",
+             [](Case &c) { c.absent = true, c.spare_pages = 300, c.lengths = {1000, 300}; });
+    for (const char *bits : {"2", "3", "4", "8", "5310"})
+        for (int d : {40, 64, 128, 256})
+            for (int group : {1, 4, 12, 33})
+                each_absent(
+                    "bits " + std::string(bits) + ", dim " + std::to_string(d) + ", group " + std::to_string(group),
+                    [=](Case &c) { c.key_bits = bits, c.head_dim = d, c.group = group; }, add);
+    for (int pt : {32, 64, 96})
+        each_absent("pages of " + std::to_string(pt), [=](Case &c) { c.page_tokens = pt, c.key_bits = "3"; }, add);
+    each_absent("fine", [](Case &c) { c.fine = true, c.key_bits = "8532100000000014"; }, add);
+    each_absent("several queries", [](Case &c) { c.tokens = 5, c.fresh = true; }, add);
     /* groups of 16 by whole pages: what every long cache of them takes on Hopper (pages: batch * heads * table columns) */
     for (int d : {40, 80, 128, 200, 256})
         for (int group : {3, 7, 17})

@@ -34,7 +34,8 @@ for tool in "${tools[@]}"; do
     for filter in "1 sequences" "26 sequences, bits 3" "50 sequences, bits 4" "400 sequences, bits 5310" \
         "12 rows, whole pages, bits 3 dim 64" "5 rows, whole pages, bits 5310" \
         "1 heads of 4, bits 4" "many segments, bits 3" "1140 segments, group 1, bits 2" \
-        "1140 segments, group 5, bits 3" "moments: 50 sequences, dim 128" "moments: sides 43, dim 128, group 4"; do
+        "1140 segments, group 5, bits 3" "moments: 50 sequences, dim 128" "moments: sides 43, dim 128, group 4" \
+        "absent pages, bits 3, dim 128, group 4, exact" "absent pages, bits 3, dim 128, group 12, exact"; do
         run "$tool" attend check "$filter" # in one kernel: Hopper alone
     done
     # Not for racecheck: it loses track where warps meet at named barriers, some more often than others, and all of them at __syncthreads
@@ -47,7 +48,8 @@ for tool in "${tools[@]}"; do
     run "$tool" attend check "many rows: some values zero"
     for path in hopper hopper-line portable; do
         for filter in "bits 4 dim 128" "bits 3 dim 80" "bits 2 dim 64" "window" "mixed" "dense" "group 16 bits 3" "ragged" \
-            "fine, everything" "fine, group" "fine 85321" "fine, not causal" "moments: bits 3, dim 256, group 4"; do
+            "fine, everything" "fine, group" "fine 85321" "fine, not causal" "moments: bits 3, dim 256, group 4" \
+            "absent pages, bits 4, dim 128, group 4, uneven" "absent pages, bits 5310, dim 64, group 33, uneven"; do
             TURBOQUANT_CUDA_PATH=$path run "$tool" attend check "$filter"
         done
     done

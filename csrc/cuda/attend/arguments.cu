@@ -87,7 +87,6 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
     memset(l, 0, sizeof *l);
     AttendArgs &a = l->args;
     a.p = p;
-    if (!p.n_pages) a.p.max_pages = 0;
     a.head_dim = plan.head_dim;
     a.groups = (plan.head_dim + TQ_TILE - 1) / TQ_TILE;
     a.pitch = TQ_TILE * a.groups + 8;

@@ -308,6 +308,7 @@ __device__ __forceinline__ void attend_packed(const AttendBlocksArgs &args, cons
     const AttendArgs &a = args.attend;
     const int first = (view.packed.lo / TQ_TILE + tile) * TQ_TILE, stride = args.key_width + KEY_PAD;
     const uint8_t *record = record_of(args.plan, s.b, s.h, first);
+    if (!record) return; // all threads of a block agree
     const int token_tile = first % a.page_tokens / TQ_TILE;
     decode_keys(args.plan, s.h, record, token_tile, shared.levels[0], shared.tile, stride);
     __syncthreads();
@@ -501,7 +502,6 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     *args = {};
     *sets = 0, *bytes = 0;
     a.p = p;
-    if (!p.n_pages) a.p.max_pages = 0;
     a.head_dim = plan.head_dim;
     a.groups = plan.groups;
     a.page_tokens = plan.page_tokens;

@@ -123,12 +123,12 @@ __device__ __forceinline__ const float *centre_of(const BlockSide &side, int hea
     return centre ? centre + (int64_t)h * head_dim : nullptr;
 }
 
-/** The record of the page that holds packed index `index`; page 0 where the block table names none of the cache. */
+/** The record of the page that holds packed index `index`; NULL where the block table names none of the cache. */
 __device__ __forceinline__ const uint8_t *record_of(const BlockPlan &plan, int b, int h, int index)
 {
     const PackedPages &at = plan.packed;
     int64_t page = at.block_table[(int64_t)b * at.max_pages + index / plan.page_tokens];
-    if (page < 0 || page >= at.n_pages) page = 0;
+    if (page < 0 || page >= at.n_pages) return nullptr;
     return at.pages + (page * at.kv_heads + h) * plan.record_bytes;
 }
 

@@ -28,12 +28,13 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
               b = blockIdx.x / a.parts / heads % a.batch, is_value = blockIdx.x / a.parts / heads / a.batch;
     const BlockSide &side = plan.side[is_value];
     const int first = TOKENS * part, d = plan.head_dim, stride = TQ_TILE * side.tiles + 16,
-              stored = max(0, min(min(a.lengths[b], a.max_tokens) - first, TOKENS)),
+              held = max(0, min(min(a.lengths[b], a.max_tokens) - first, TOKENS)),
               wanted = min(TOKENS, a.max_tokens - first);
+    const uint8_t *record = held ? record_of(plan, b, h, first) : nullptr;
+    const int stored = record ? held : 0;
     float *rows = memory + LEVEL_TABLE;
     RestoredRows restored = {};
     if (stored) { // all threads of a block agree
-        const uint8_t *record = record_of(plan, b, h, first);
         const int token_tile = first % plan.page_tokens / TQ_TILE;
         load_levels(plan, side, h, memory);
         __syncthreads();

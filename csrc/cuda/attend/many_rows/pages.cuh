@@ -395,12 +395,14 @@ __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &rin
         const uint8_t *next_record = ahead.record(a, next_page);
         refill(a, ring, 0, more, next_record, ahead.unit, thread);
 
-        bool part = page < whole.lo || page >= whole.hi;
+        /* of lane 0, so that lanes agree whatever a page holds */
+        const bool absent = __shfl_sync(ALL_LANES, value_scales.absent(), 0);
+        bool part = page < whole.lo || page >= whole.hi || absent;
         if (part || capped || has_wave<V>(a)) { /* one jump over all */
             if (has_wave<V>(a)) add_wave_of_page<V>(a, space.team, warp, lane, s, k);
             if (part)
-                hide_tokens_of_page<V>(rows, page * a.page_tokens + TQ_TILE * warp, (page + 1) * a.page_tokens, lane, s,
-                                       k, value_scales);
+                hide_tokens_of_page<V>(rows, page * a.page_tokens + TQ_TILE * warp,
+                                       absent ? 0 : (page + 1) * a.page_tokens, lane, s, k, value_scales);
             if (capped) cap_page<V>(a, rows, lane, s, k);
         }
 

@@ -21,6 +21,10 @@ struct StageView {
         *scales; /* fp16, in column order: scales of tokens g + 8 r, r = 0..3, of a tile are neighbours, from 4 g on */
 };
 
+/** Two value scales, both NaN, which no page has: those of a unit whose page the block table names outside the cache. Nothing of it is
+ *  loaded, and its tokens are hidden. */
+constexpr uint32_t NO_PAGE = 0xfeedfeed;
+
 /** The scales of a lane's tokens in TILES tiles: word i has those of 2 i and 2 i + 1. */
 template <int TILES> struct LaneScales {
     uint32_t pair[2 * TILES];
@@ -39,6 +43,8 @@ template <int TILES> struct LaneScales {
         __half2 h = *reinterpret_cast<const __half2 *>(&pair[i / 2]);
         return i % 2 ? __high2float(h) : __low2float(h);
     }
+    /** Of value scales: whether the unit has no page. */
+    __device__ __forceinline__ bool absent() const { return pair[0] == NO_PAGE; }
     __device__ __forceinline__ bool any_zero() const
     {
         bool any = false;
@@ -80,8 +86,22 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
      *  otherwise every thread issues its share. */
     __device__ __forceinline__ static bool sends(int thread) { return !V::BULK || thread < 32; }
 
-    /** Issues the copies of half a stage: key codes and all scales, or value codes. By whole warps, all for which
-     *  `sends`. */
+    /** Completes half a stage of a unit that has no page. By one of so many threads. */
+    __device__ __forceinline__ void fill_absent(const AttendArgs &a, uint32_t to, uint32_t full, int which, int thread,
+                                                int threads) const
+    {
+        if (which == 0) {
+            uint32_t *scales =
+                reinterpret_cast<uint32_t *>(shared_bytes + (to - shared_address(shared_bytes)) + a.value.at_scales);
+#pragma unroll 1
+            for (int i = thread; i < V::TILES * TQ_TILE / 2; i += threads) scales[i] = NO_PAGE;
+            shared_writes_before_copies();
+        }
+        barrier_arrive(full);
+    }
+
+    /** Issues the copies of half a stage: key codes and all scales, or value codes; record: NULL without a page. By whole
+     *  warps, all for which `sends`. */
     __device__ __forceinline__ void fill(const AttendArgs &a, int stage_, int which, const uint8_t *record,
                                          int32_t unit, int thread) const
     {
@@ -91,11 +111,13 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
         const int first = which ? COPY_VALUES : COPY_KEYS, last = which ? COPY_VALUES : COPY_SCALES;
         if constexpr (V::BULK) {
             if (!elect_lane()) return;
+            if (!record) return fill_absent(a, to, full, which, 0, 1);
             barrier_expect(full, a.copy_bytes[second][which]);
 #pragma unroll
             for (int k = 0; k < COPIES; k++)
                 if (k >= first && k <= last) copy_bulk(to + c[k].to, record + c[k].from, c[k].bytes, full, policy);
         } else {
+            if (!record) return fill_absent(a, to, full, which, thread, 32 * a.team_warps);
             for (int k = first; k <= last; k++)
                 for (int i = 16 * thread; i < c[k].bytes; i += 16 * 32 * a.team_warps)
                     copy_16(to + c[k].to + i, record + c[k].from + i);
@@ -493,9 +515,10 @@ struct UnitPlace {
         return table + (uint32_t)(unit >> (a.page_units - 1));
     }
     __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return a.p.block_table[entry(a)]; }
+    /** NULL for a page that is not in the cache. */
     __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
     {
-        if ((uint32_t)page >= a.page_limit) page = 0; /* an invalid index must not fault */
+        if ((uint32_t)page >= a.page_limit) return nullptr;
         return a.p.pages + ((uint64_t)(uint32_t)page * a.page_bytes + head);
     }
 };
@@ -682,10 +705,11 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         refill(a, ring, 0, more, next_record, ahead.unit, thread);
 
         if (has_wave<V>(a)) wave.add(a, given.args, lane, s);
-        if (unit < whole.lo || unit >= whole.hi) {
+        const bool absent = value_scales.absent();
+        if (unit < whole.lo || unit >= whole.hi || absent) {
             int32_t first = first_token(a, unit, V::TILES), page = unit >> (a.page_units - 1);
-            hide_tokens<V>(given.args, first, min(first + V::TILES * TQ_TILE, (page + 1) * a.page_tokens), lane, s,
-                           value_scales);
+            int32_t end = absent ? first : min(first + V::TILES * TQ_TILE, (page + 1) * a.page_tokens);
+            hide_tokens<V>(given.args, first, end, lane, s, value_scales);
         }
         if (capped) cap_scores<V>(a, given.args, lane, s);
 
