@@ -79,18 +79,18 @@ static tq_status check_numbers(const append_job *job, const void *x, int64_t str
                                int64_t stride_token, const char *name, tq_error *error)
 {
     const tq_append_params *p = job->p;
-    int32_t d = job->plan->head_dim, bytes = tq_dtype_bytes(p->dtype);
+    int32_t d = job->plan->head_dim, bytes = tq_dtype_bytes(p->layer.dtype);
     float row[TQ_MAX_DIM];
-    for (int32_t b = 0; b < p->batch; b++)
-        for (int32_t h = 0; h < p->kv_heads; h++) {
-            int32_t padding = p->tokens - p->lengths[b];
+    for (int32_t b = 0; b < p->layer.batch; b++)
+        for (int32_t h = 0; h < p->layer.kv_heads; h++) {
+            int32_t padding = p->tokens - p->layer.lengths[b];
             for (int32_t i = padding > 0 ? padding : 0; i < p->tokens; i++) {
                 const char *from = (const char *)x + bytes * (b * stride_batch + h * stride_head + i * stride_token);
-                if (!has_bad(p->dtype, from, d)) continue;
-                job->kernels->load(p->dtype, from, row, d);
+                if (!has_bad(p->layer.dtype, from, d)) continue;
+                job->kernels->load(p->layer.dtype, from, row, d);
                 int32_t c = 0;
                 while (c < d - 1 && !is_bad(row[c])) c++; /* bounded: the caller may be writing to it meanwhile */
-                return tq_fail(error, TQ_E_VALUE, name, (((int64_t)b * p->kv_heads + h) * p->tokens + i) * d + c,
+                return tq_fail(error, TQ_E_VALUE, name, (((int64_t)b * p->layer.kv_heads + h) * p->tokens + i) * d + c,
                                row[c], "finite and at most 16384 in magnitude");
             }
         }
@@ -100,16 +100,16 @@ static tq_status check_numbers(const append_job *job, const void *x, int64_t str
 /** Positions that this append packs: [*first, *last) of sequence b. */
 static void packed_range(const tq_append_params *p, int32_t b, int64_t *first, int64_t *last)
 {
-    int64_t length = p->lengths[b], before = length - p->tokens;
-    int64_t from = before - p->window; /* the oldest position that was still in the window */
-    *first = from > p->sinks ? from : p->sinks;
-    *last = length - p->window;
+    int64_t length = p->layer.lengths[b], before = length - p->tokens;
+    int64_t from = before - p->layer.window; /* the oldest position that was still in the window */
+    *first = from > p->layer.sinks ? from : p->layer.sinks;
+    *last = length - p->layer.window;
 }
 
 static tq_status check_centre(const tq_plan *plan, const tq_append_params *p, const tq_transform *t, const char *name,
                               tq_error *error)
 {
-    for (int64_t i = 0; t->centre && i < (int64_t)p->kv_heads * plan->head_dim; i++)
+    for (int64_t i = 0; t->centre && i < (int64_t)p->layer.kv_heads * plan->head_dim; i++)
         if (is_bad(t->centre[i]))
             return tq_fail(error, TQ_E_VALUE, name, i, t->centre[i], "finite and at most 16384 in magnitude");
     return TQ_OK;
@@ -117,19 +117,19 @@ static tq_status check_centre(const tq_plan *plan, const tq_append_params *p, co
 
 static tq_status check_tables(const tq_plan *plan, const tq_append_params *p, tq_error *error)
 {
-    int64_t capacity = (int64_t)p->sinks + p->window + (int64_t)p->max_pages * plan->page_tokens;
-    for (int32_t b = 0; b < p->batch; b++) {
-        if (p->lengths[b] < 0 || p->lengths[b] > capacity)
-            return tq_fail(error, TQ_E_VALUE, "lengths", b, p->lengths[b],
+    int64_t capacity = (int64_t)p->layer.sinks + p->layer.window + (int64_t)p->layer.max_pages * plan->page_tokens;
+    for (int32_t b = 0; b < p->layer.batch; b++) {
+        if (p->layer.lengths[b] < 0 || p->layer.lengths[b] > capacity)
+            return tq_fail(error, TQ_E_VALUE, "lengths", b, p->layer.lengths[b],
                            "in 0..sinks + window + max_pages * page_tokens");
         int64_t first, last;
         packed_range(p, b, &first, &last);
         if (first >= last) continue;
-        for (int64_t page = (first - p->sinks) / plan->page_tokens; page <= (last - 1 - p->sinks) / plan->page_tokens;
-             page++) {
-            int64_t i = (int64_t)b * p->max_pages + page;
-            if (p->block_table[i] < 0 || p->block_table[i] >= p->n_pages)
-                return tq_fail(error, TQ_E_VALUE, "block_table", i, p->block_table[i], "in 0..n_pages - 1");
+        for (int64_t page = (first - p->layer.sinks) / plan->page_tokens;
+             page <= (last - 1 - p->layer.sinks) / plan->page_tokens; page++) {
+            int64_t i = (int64_t)b * p->layer.max_pages + page;
+            if (p->layer.block_table[i] < 0 || p->layer.block_table[i] >= p->layer.n_pages)
+                return tq_fail(error, TQ_E_VALUE, "block_table", i, p->layer.block_table[i], "in 0..n_pages - 1");
         }
     }
     return TQ_OK;
@@ -137,7 +137,7 @@ static tq_status check_tables(const tq_plan *plan, const tq_append_params *p, tq
 
 static int32_t thread_count(const tq_append_params *p)
 {
-    int64_t tasks = (int64_t)p->batch * p->kv_heads;
+    int64_t tasks = (int64_t)p->layer.batch * p->layer.kv_heads;
     int32_t threads = tq_threads_for(p->threads, tasks * p->tokens, LEAST_VECTORS);
     return tasks < threads ? (tasks > 0 ? (int32_t)tasks : 1) : threads;
 }
@@ -155,11 +155,12 @@ tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_params 
 static const char *token_source(const append_job *job, int is_key, int32_t b, int32_t h, int64_t position)
 {
     const tq_append_params *p = job->p;
-    int64_t before = p->lengths[b] - p->tokens;
-    int32_t bytes = tq_dtype_bytes(p->dtype), d = job->plan->head_dim;
+    int64_t before = p->layer.lengths[b] - p->tokens;
+    int32_t bytes = tq_dtype_bytes(p->layer.dtype), d = job->plan->head_dim;
     if (position < before) {
-        const char *ring = (const char *)(is_key ? p->window_k : p->window_v);
-        return ring + bytes * ((((int64_t)b * p->kv_heads + h) * p->window + position % p->window) * d);
+        const char *ring = (const char *)(is_key ? p->layer.window_k : p->layer.window_v);
+        return ring +
+               bytes * ((((int64_t)b * p->layer.kv_heads + h) * p->layer.window + position % p->layer.window) * d);
     }
     int64_t i = position - before;
     if (is_key)
@@ -187,9 +188,9 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
                          uint8_t *codes, uint16_t *scale)
 {
     const tq_plan *plan = job->plan;
-    const tq_transform *t = is_key ? &job->p->key : &job->p->value;
+    const tq_transform *t = is_key ? &job->p->layer.key : &job->p->layer.value;
     const float *centre = tq_transform_centre(t, plan, h), *steps = tq_transform_steps(t, plan, h);
-    job->kernels->load(job->p->dtype, token_source(job, is_key, b, h, position), w->x, plan->head_dim);
+    job->kernels->load(job->p->layer.dtype, token_source(job, is_key, b, h, position), w->x, plan->head_dim);
     if (is_key && tq_has_moments(plan)) {
         tq_key_to_residual(&w->head, position, w->x);
         centre = NULL;
@@ -283,7 +284,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
     const tq_plan *plan = job->plan;
     const tq_append_params *p = job->p;
     int32_t stride = plan->group_channels * (is_key ? plan->key.tiles : plan->value.tiles);
-    const float *centre = tq_transform_centre(is_key ? &p->key : &p->value, plan, h);
+    const float *centre = tq_transform_centre(is_key ? &p->layer.key : &p->layer.value, plan, h);
     int64_t position, last;
     packed_range(p, b, &position, &last);
     if (centre && tq_is_settled(plan) && !(is_key && tq_has_moments(plan)) && position < last) {
@@ -292,13 +293,13 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
     }
     if (is_key && tq_has_moments(plan)) tq_head_keys_begin(&job->keys, h, centre, w->head_memory, &w->head);
     while (position < last) {
-        int64_t index = position - p->sinks;
+        int64_t index = position - p->layer.sinks;
         int32_t begin = (int32_t)(index % plan->tile_tokens), end = plan->tile_tokens;
         if (last - position < end - begin) end = begin + (int32_t)(last - position);
         for (int32_t i = begin; i < end; i++)
             encode_token(job, w, is_key, b, h, position + i - begin, w->codes + i * stride, &w->scales[i]);
-        int64_t page = p->block_table[(int64_t)b * p->max_pages + index / plan->page_tokens];
-        uint8_t *record = p->pages + (page * p->kv_heads + h) * plan->record_bytes;
+        int64_t page = p->layer.block_table[(int64_t)b * p->layer.max_pages + index / plan->page_tokens];
+        uint8_t *record = p->layer.pages + (page * p->layer.kv_heads + h) * plan->record_bytes;
         store_tile(job, w, is_key, record, (int32_t)(index % plan->page_tokens / plan->tile_tokens), begin, end);
         position += end - begin;
     }
@@ -308,21 +309,23 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
 static void copy_exact(const append_job *job, int is_key, int32_t b, int32_t h)
 {
     const tq_append_params *p = job->p;
-    int64_t length = p->lengths[b], first = length - p->tokens;
-    int64_t bytes = (int64_t)tq_dtype_bytes(p->dtype) * job->plan->head_dim, head = (int64_t)b * p->kv_heads + h;
-    char *sinks = (char *)(is_key ? p->sink_k : p->sink_v), *ring = (char *)(is_key ? p->window_k : p->window_v);
+    int64_t length = p->layer.lengths[b], first = length - p->tokens;
+    int64_t bytes = (int64_t)tq_dtype_bytes(p->layer.dtype) * job->plan->head_dim,
+            head = (int64_t)b * p->layer.kv_heads + h;
+    char *sinks = (char *)(is_key ? p->layer.sink_k : p->layer.sink_v),
+         *ring = (char *)(is_key ? p->layer.window_k : p->layer.window_v);
     for (int64_t i = first > 0 ? first : 0; i < length; i++) {
         const char *from = token_source(job, is_key, b, h, i);
-        if (i < p->sinks) memcpy(sinks + bytes * (head * p->sinks + i), from, (size_t)bytes);
-        else if (i >= length - p->window)
-            memcpy(ring + bytes * (head * p->window + i % p->window), from, (size_t)bytes);
+        if (i < p->layer.sinks) memcpy(sinks + bytes * (head * p->layer.sinks + i), from, (size_t)bytes);
+        else if (i >= length - p->layer.window)
+            memcpy(ring + bytes * (head * p->layer.window + i % p->layer.window), from, (size_t)bytes);
     }
 }
 
 static void append_head(void *context, int64_t i, int32_t worker_index)
 {
     const append_job *job = context;
-    int32_t b = (int32_t)(i / job->p->kv_heads), h = (int32_t)(i % job->p->kv_heads);
+    int32_t b = (int32_t)(i / job->p->layer.kv_heads), h = (int32_t)(i % job->p->layer.kv_heads);
     worker w = carve(job->plan, job->workspace + job->worker_bytes * worker_index);
     for (int is_key = 1; is_key >= 0; is_key--) {
         if (!is_key && !job->plan->value.tile_bytes) continue;
@@ -334,9 +337,9 @@ static void append_head(void *context, int64_t i, int32_t worker_index)
 static void begin_keys(append_job *job, int32_t threads)
 {
     const tq_append_params *p = job->p;
-    tq_keys_begin(job->plan, &p->key, job->kernels, (float *)(job->workspace + job->worker_bytes * threads),
+    tq_keys_begin(job->plan, &p->layer.key, job->kernels, (float *)(job->workspace + job->worker_bytes * threads),
                   &job->keys);
-    for (int32_t b = 0; b < p->batch; b++) {
+    for (int32_t b = 0; b < p->layer.batch; b++) {
         int64_t first, last;
         packed_range(p, b, &first, &last);
         tq_keys_turn(&job->keys, first, last);
@@ -353,12 +356,12 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *w
                       .workspace = workspace,
                       .worker_bytes = worker_bytes(plan)};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
-    TQ_TRY(tq_wave_check_channels(plan, &params->key, error));
-    TQ_TRY(tq_check_steps(plan, &params->key, params->kv_heads, 1, error));
-    TQ_TRY(tq_check_steps(plan, &params->value, params->kv_heads, 0, error));
-    TQ_TRY(tq_wave_check_numbers(plan, &params->key, params->kv_heads, job.kernels, error));
-    TQ_TRY(check_centre(plan, params, &params->key, "key_centre", error));
-    TQ_TRY(check_centre(plan, params, &params->value, "value_centre", error));
+    TQ_TRY(tq_wave_check_channels(plan, &params->layer.key, error));
+    TQ_TRY(tq_check_steps(plan, &params->layer.key, params->layer.kv_heads, 1, error));
+    TQ_TRY(tq_check_steps(plan, &params->layer.value, params->layer.kv_heads, 0, error));
+    TQ_TRY(tq_wave_check_numbers(plan, &params->layer.key, params->layer.kv_heads, job.kernels, error));
+    TQ_TRY(check_centre(plan, params, &params->layer.key, "key_centre", error));
+    TQ_TRY(check_centre(plan, params, &params->layer.value, "value_centre", error));
     TQ_TRY(check_tables(plan, params, error));
     int32_t threads = thread_count(params); /* once: another thread may change tq_num_threads meanwhile */
     TQ_NEED(error, {"workspace", workspace, 0});
@@ -374,6 +377,6 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *w
                              "v", error));
     job.tables = tq_plan_tables_of(plan);
     if (tq_has_moments(plan)) begin_keys(&job, threads);
-    tq_parallel((int64_t)params->batch * params->kv_heads, threads, append_head, &job);
+    tq_parallel((int64_t)params->layer.batch * params->layer.kv_heads, threads, append_head, &job);
     return TQ_OK;
 }

@@ -22,7 +22,7 @@ typedef struct {
 
 static range seen(const tq_attend_params *a, int32_t b, int64_t p)
 {
-    range r = {a->starts ? a->starts[b] : 0, a->causal ? p + 1 : a->lengths[b]};
+    range r = {a->starts ? a->starts[b] : 0, a->causal ? p + 1 : a->layer.lengths[b]};
     if (a->sliding_window && p - a->sliding_window + 1 > r.lo) r.lo = p - a->sliding_window + 1;
     if (r.lo < 0) r.lo = 0;
     return r;
@@ -33,14 +33,15 @@ static range clip(range r, int64_t lo, int64_t hi) { return (range){r.lo > lo ? 
 /** The packed tokens among them, as packed indices. */
 static range seen_packed(const tq_attend_params *a, int32_t b, int64_t p)
 {
-    int64_t length = a->lengths[b], newest = (a->causal ? p + 1 : length) - a->window;
-    range r = clip(seen(a, b, p), a->sinks, newest < length - a->window ? newest : length - a->window);
-    return (range){r.lo - a->sinks, r.hi - a->sinks};
+    int64_t length = a->layer.lengths[b], newest = (a->causal ? p + 1 : length) - a->layer.window;
+    range r =
+        clip(seen(a, b, p), a->layer.sinks, newest < length - a->layer.window ? newest : length - a->layer.window);
+    return (range){r.lo - a->layer.sinks, r.hi - a->layer.sinks};
 }
 
 static int64_t row_position(const attend_job *job, int32_t b, int64_t row)
 {
-    return (int64_t)job->a->lengths[b] - job->a->query_tokens + row / job->group;
+    return (int64_t)job->a->layer.lengths[b] - job->a->query_tokens + row / job->group;
 }
 
 static int is_empty(range r) { return r.lo >= r.hi; }
@@ -65,19 +66,20 @@ static const char *query_row(const attend_job *job, int32_t b, int32_t h, int64_
     const tq_attend_params *a = job->a;
     int64_t head = (int64_t)h * job->group + row % job->group, token = row / job->group;
     int64_t at = b * a->q_stride_batch + head * a->q_stride_head + token * a->q_stride_token;
-    return (const char *)a->q + at * tq_dtype_bytes(a->dtype);
+    return (const char *)a->q + at * tq_dtype_bytes(a->layer.dtype);
 }
 
 static tq_block_coder coder_of(const attend_job *job, const attend_task *t, int is_key)
 {
-    return tq_block_coder_of(job->kernels, job->plan, job->books, is_key ? &job->a->key : &job->a->value, is_key, t->h);
+    return tq_block_coder_of(job->kernels, job->plan, job->books, is_key ? &job->a->layer.key : &job->a->layer.value,
+                             is_key, t->h);
 }
 
 /** Turns a query into the operand of the product with key codes. */
 static void prepare_operand(const attend_job *job, const attend_task *t, attend_work *w, const float *q, void *operand)
 {
     const tq_plan *plan = job->plan;
-    const tq_transform *key = &job->a->key;
+    const tq_transform *key = &job->a->layer.key;
     if (!tq_is_plain(plan)) {
         tq_block_coder coder = coder_of(job, t, 1);
         tq_block_project(&coder, q, operand);
@@ -93,12 +95,12 @@ static void prepare_operand(const attend_job *job, const attend_task *t, attend_
 static void prepare_rows(const attend_job *job, const attend_task *t, attend_work *w)
 {
     const tq_plan *plan = job->plan;
-    const tq_transform *key = &job->a->key;
+    const tq_transform *key = &job->a->layer.key;
     const float *centre = tq_transform_centre(key, plan, t->h);
     float metric_q[TQ_MAX_HEAD_DIM];
     for (int32_t r = 0; r < t->rows; r++) {
         float *q = w->q + (int64_t)r * plan->head_dim, *coded_q = q;
-        job->kernels->load(job->a->dtype, query_row(job, t->b, t->h, t->first_row + r), q, plan->head_dim);
+        job->kernels->load(job->a->layer.dtype, query_row(job, t->b, t->h, t->first_row + r), q, plan->head_dim);
         if (plan->wave_pairs)
             tq_wave_row(plan, key, t->h, &job->wave, q, w->wave_rows + (int64_t)r * tq_wave_turn_floats(plan));
         if (plan->metric) {
@@ -140,8 +142,8 @@ static void softmax_step(const attend_job *job, attend_work *w, int32_t r, float
 
 static const uint8_t *record_of(const attend_job *job, const attend_task *t, int64_t page)
 {
-    int64_t id = job->a->block_table[(int64_t)t->b * job->a->max_pages + page];
-    return job->a->pages + (id * job->a->kv_heads + t->h) * job->plan->record_bytes;
+    int64_t id = job->a->layer.block_table[(int64_t)t->b * job->a->layer.max_pages + page];
+    return job->a->layer.pages + (id * job->a->layer.kv_heads + t->h) * job->plan->record_bytes;
 }
 
 /** The packed tokens of a page that a row sees: what mark_visible returns, in column order. */
@@ -282,15 +284,15 @@ static const char *exact_token(const attend_job *job, const exact_part *part, in
 {
     int64_t i = part->ring ? position % part->ring : position - part->first;
     return (const char *)(is_key ? part->k : part->v) +
-           tq_dtype_bytes(job->a->dtype) * i * (is_key ? part->k_stride : part->v_stride);
+           tq_dtype_bytes(job->a->layer.dtype) * i * (is_key ? part->k_stride : part->v_stride);
 }
 
 /** Positions that row position p sees in a part: of sinks all that it may see, of the rest its last `window`. */
 static range seen_exact(const attend_job *job, const attend_task *t, const exact_part *part, int64_t p)
 {
     range r = clip(seen(job->a, t->b, p), part->positions.lo, part->positions.hi);
-    int is_sinks = part->positions.lo < job->a->sinks;
-    if (!is_sinks && job->a->causal && p - job->a->window + 1 > r.lo) r.lo = p - job->a->window + 1;
+    int is_sinks = part->positions.lo < job->a->layer.sinks;
+    if (!is_sinks && job->a->causal && p - job->a->layer.window + 1 > r.lo) r.lo = p - job->a->layer.window + 1;
     return r;
 }
 
@@ -300,8 +302,8 @@ static void attend_exact_tile(const attend_job *job, const attend_task *t, atten
 {
     int32_t d = job->plan->head_dim;
     for (int32_t i = 0; i < n; i++) {
-        job->kernels->load(job->a->dtype, exact_token(job, part, 1, first + i), w->tile_k + (int64_t)i * d, d);
-        job->kernels->load(job->a->dtype, exact_token(job, part, 0, first + i), w->tile_v + (int64_t)i * d, d);
+        job->kernels->load(job->a->layer.dtype, exact_token(job, part, 1, first + i), w->tile_k + (int64_t)i * d, d);
+        job->kernels->load(job->a->layer.dtype, exact_token(job, part, 0, first + i), w->tile_v + (int64_t)i * d, d);
     }
     for (int32_t r = 0; r < t->rows; r++) {
         float scores[TQ_TILE] = {0};
@@ -332,28 +334,29 @@ static void attend_part(const attend_job *job, const attend_task *t, attend_work
 static void attend_exact(const attend_job *job, const attend_task *t, attend_work *w)
 {
     const tq_attend_params *a = job->a;
-    int64_t d = job->plan->head_dim, head = ((int64_t)t->b * a->kv_heads + t->h) * d, length = a->lengths[t->b];
+    int64_t d = job->plan->head_dim, head = ((int64_t)t->b * a->layer.kv_heads + t->h) * d,
+            length = a->layer.lengths[t->b];
     int64_t before = a->fresh_k ? length - a->query_tokens : length; /* the length that the ring belongs to */
-    int32_t bytes = tq_dtype_bytes(a->dtype);
+    int32_t bytes = tq_dtype_bytes(a->layer.dtype);
     if (before < 0) before = 0;
-    if (a->sinks) {
-        exact_part sinks = {(const char *)a->sink_k + bytes * head * a->sinks,
-                            (const char *)a->sink_v + bytes * head * a->sinks,
+    if (a->layer.sinks) {
+        exact_part sinks = {(const char *)a->layer.sink_k + bytes * head * a->layer.sinks,
+                            (const char *)a->layer.sink_v + bytes * head * a->layer.sinks,
                             d,
                             d,
                             0,
                             0,
-                            {0, a->sinks < length ? a->sinks : length}};
+                            {0, a->layer.sinks < length ? a->layer.sinks : length}};
         attend_part(job, t, w, &sinks);
     }
-    if (!a->window) return;
-    int64_t oldest = before - a->window > a->sinks ? before - a->window : a->sinks;
-    exact_part ring = {(const char *)a->window_k + bytes * head * a->window,
-                       (const char *)a->window_v + bytes * head * a->window,
+    if (!a->layer.window) return;
+    int64_t oldest = before - a->layer.window > a->layer.sinks ? before - a->layer.window : a->layer.sinks;
+    exact_part ring = {(const char *)a->layer.window_k + bytes * head * a->layer.window,
+                       (const char *)a->layer.window_v + bytes * head * a->layer.window,
                        d,
                        d,
                        0,
-                       a->window,
+                       a->layer.window,
                        {oldest, before}};
     attend_part(job, t, w, &ring);
     if (!a->fresh_k) return;
@@ -365,7 +368,7 @@ static void attend_exact(const attend_job *job, const attend_task *t, attend_wor
                         a->fresh_v_stride_token,
                         length - a->query_tokens,
                         0,
-                        {before > a->sinks ? before : a->sinks, length}};
+                        {before > a->layer.sinks ? before : a->layer.sinks, length}};
     attend_part(job, t, w, &fresh);
 }
 
@@ -382,7 +385,7 @@ static void store_row(int32_t dtype, const float *x, void *out, int64_t at, int3
 static void restore_values(const attend_job *job, const attend_task *t, attend_work *w, const float *packed, float *out)
 {
     const tq_plan *plan = job->plan;
-    const tq_transform *value = &job->a->value;
+    const tq_transform *value = &job->a->layer.value;
     if (!tq_is_plain(plan)) {
         tq_block_coder coder = coder_of(job, t, 0);
         memcpy(w->decoded, packed, sizeof(float) * TQ_TILE * (size_t)job->value_groups.n);
@@ -409,7 +412,7 @@ static void finish_row(const attend_job *job, const attend_task *t, attend_work 
 {
     const tq_plan *plan = job->plan;
     const tq_attend_params *a = job->a;
-    const float *centre = tq_transform_centre(&a->value, plan, t->h);
+    const float *centre = tq_transform_centre(&a->layer.value, plan, t->h);
     int64_t row = t->first_row + r, head = (int64_t)t->h * job->group + row % job->group;
     int64_t at = ((int64_t)t->b * a->query_heads + head) * a->query_tokens + row / job->group;
     float *out = w->coded;
@@ -417,7 +420,7 @@ static void finish_row(const attend_job *job, const attend_task *t, attend_work 
     float inverse = state->max == -INFINITY ? 0.0f : 1.0f / state->sum;
     for (int32_t i = 0; i < plan->head_dim; i++)
         out[i] = (out[i] + exact[i] + (centre ? centre[i] * state->packed_sum : 0.0f)) * inverse;
-    store_row(a->dtype, out, a->out, at * plan->head_dim, plan->head_dim);
+    store_row(a->layer.dtype, out, a->out, at * plan->head_dim, plan->head_dim);
     if (a->lse) a->lse[at] = state->max == -INFINITY ? -INFINITY : state->max + logf(state->sum);
 }
 
@@ -431,8 +434,8 @@ static attend_task task_at(const attend_job *job, int64_t i)
     i /= job->splits;
     t.first_row = i % job->chunks * CHUNK_ROWS;
     t.rows = (int32_t)(rows - t.first_row < CHUNK_ROWS ? rows - t.first_row : CHUNK_ROWS);
-    t.h = (int32_t)(i / job->chunks % job->a->kv_heads);
-    t.b = (int32_t)(i / job->chunks / job->a->kv_heads);
+    t.h = (int32_t)(i / job->chunks % job->a->layer.kv_heads);
+    t.b = (int32_t)(i / job->chunks / job->a->layer.kv_heads);
     return t;
 }
 
@@ -493,14 +496,15 @@ static int32_t ceil_div(int64_t a, int64_t b) { return (int32_t)((a + b - 1) / b
 void tq_attend_lay_out(attend_job *job)
 {
     const tq_attend_params *a = job->a;
-    job->group = a->kv_heads ? a->query_heads / a->kv_heads : 1;
+    job->group = a->layer.kv_heads ? a->query_heads / a->layer.kv_heads : 1;
     job->chunks = ceil_div((int64_t)job->group * a->query_tokens, CHUNK_ROWS);
-    int64_t tasks = (int64_t)a->batch * a->kv_heads * job->chunks;
-    int64_t tokens = (int64_t)a->max_pages * job->plan->page_tokens + a->sinks + a->window; /* of a sequence, at most */
-    double work = (double)tokens * a->batch * a->query_heads * a->query_tokens * job->plan->head_dim;
+    int64_t tasks = (int64_t)a->layer.batch * a->layer.kv_heads * job->chunks;
+    int64_t tokens = (int64_t)a->layer.max_pages * job->plan->page_tokens + a->layer.sinks +
+                     a->layer.window; /* of a sequence, at most */
+    double work = (double)tokens * a->layer.batch * a->query_heads * a->query_tokens * job->plan->head_dim;
     job->threads = tq_threads_for(a->threads, work < 1e15 ? (int64_t)work : (int64_t)1e15, LEAST_WORK);
     int32_t wanted = tasks ? ceil_div(job->threads, tasks) : 1,
-            possible = a->max_pages / SPLIT_PAGES > 1 ? a->max_pages / SPLIT_PAGES : 1;
+            possible = a->layer.max_pages / SPLIT_PAGES > 1 ? a->layer.max_pages / SPLIT_PAGES : 1;
     job->splits = wanted < possible ? wanted : possible;
     tq_list_groups(&job->plan->key, &job->key_groups);
     tq_list_groups(&job->plan->value, &job->value_groups);
@@ -512,7 +516,7 @@ void tq_attend_lay_out(attend_job *job)
         tq_key_tiles(job->plan, &job->key_groups, job->key_tiles);
         tq_value_tiles(job->plan, &job->value_groups, job->value_tiles);
     }
-    job->precise = a->dtype == TQ_F32 || tq_tile_is_16(job->plan);
+    job->precise = a->layer.dtype == TQ_F32 || tq_tile_is_16(job->plan);
     int64_t rows = (int64_t)job->group * a->query_tokens;
     job->chunk_rows = rows < CHUNK_ROWS ? (int32_t)rows : CHUNK_ROWS;
     int64_t tasks_in_flight = tasks * job->splits;
@@ -524,9 +528,9 @@ static void turn_pages(attend_job *job)
 {
     const tq_attend_params *a = job->a;
     range all = {INT64_MAX, 0};
-    for (int32_t b = 0; b < a->batch; b++) { /* the first row sees the earliest token, the last row the latest */
+    for (int32_t b = 0; b < a->layer.batch; b++) { /* the first row sees the earliest token, the last row the latest */
         range first = seen_packed(a, b, row_position(job, b, 0));
-        range last = seen_packed(a, b, (int64_t)a->lengths[b] - 1);
+        range last = seen_packed(a, b, (int64_t)a->layer.lengths[b] - 1);
         if (first.lo < 0) first.lo = 0;
         if (last.hi <= first.lo) continue;
         all = (range){first.lo < all.lo ? first.lo : all.lo, last.hi > all.hi ? last.hi : all.hi};
@@ -537,7 +541,7 @@ static void turn_pages(attend_job *job)
     job->wave.table = tq_attend_wave(job);
     job->wave.nodes = job->wave.table + tq_wave_table_floats(job->plan);
     job->wave.turns = job->wave.nodes + tq_wave_node_floats(job->plan);
-    tq_wave_fill(job->plan, &a->key, a->sinks, (all.hi - 1) / tokens + 1, &job->wave);
+    tq_wave_fill(job->plan, &a->layer.key, a->layer.sinks, (all.hi - 1) / tokens + 1, &job->wave);
 }
 
 tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
@@ -555,7 +559,7 @@ tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *w
         return tq_fail(error, TQ_E_VALUE, "workspace", -1, (double)((uintptr_t)workspace % 64), "64-byte aligned");
     job.books = tq_plan_tables_of(plan)->books;
     if (plan->wave_pairs && params->query_tokens) turn_pages(&job);
-    int64_t tasks = (int64_t)params->batch * params->kv_heads * job.chunks;
+    int64_t tasks = (int64_t)params->layer.batch * params->layer.kv_heads * job.chunks;
     tq_parallel(tasks * job.splits, job.threads, run_task, &job);
     if (job.splits > 1) tq_parallel(tasks, job.threads, merge_task, &job);
     return TQ_OK;

@@ -62,7 +62,7 @@ static int64_t partial_floats(const attend_job *job)
 /** Bytes of workers and partial rows. */
 static int64_t bytes_of_rows(const attend_job *job)
 {
-    int64_t tasks = (int64_t)job->a->batch * job->a->kv_heads * job->chunks * job->splits;
+    int64_t tasks = (int64_t)job->a->layer.batch * job->a->layer.kv_heads * job->chunks * job->splits;
     int64_t partials = job->splits > 1 ? tasks * job->chunk_rows * partial_floats(job) * (int64_t)sizeof(float) : 0;
     return job->threads * cut(job, NULL, NULL) + tq_round_up(partials, 64);
 }
@@ -70,7 +70,7 @@ static int64_t bytes_of_rows(const attend_job *job)
 int64_t tq_attend_bytes(const attend_job *job)
 {
     int64_t floats = tq_wave_table_floats(job->plan) + tq_wave_node_floats(job->plan) +
-                     job->a->max_pages * tq_wave_turn_floats(job->plan);
+                     job->a->layer.max_pages * tq_wave_turn_floats(job->plan);
     return bytes_of_rows(job) + floats * (int64_t)sizeof(float) + 64;
 }
 
@@ -94,26 +94,27 @@ float *tq_attend_partial(const attend_job *job, int64_t task, int32_t row)
 /** Lengths, starts and the table entries that a sequence's packed tokens need. */
 static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, int32_t b, tq_error *error)
 {
-    int64_t length = a->lengths[b],
-            capacity = (int64_t)a->sinks + a->window + (int64_t)a->max_pages * plan->page_tokens;
+    int64_t length = a->layer.lengths[b],
+            capacity = (int64_t)a->layer.sinks + a->layer.window + (int64_t)a->layer.max_pages * plan->page_tokens;
     if (length < 0 || length > capacity)
         return tq_fail(error, TQ_E_VALUE, "lengths", b, (double)length,
                        "in 0..sinks + window + max_pages * page_tokens");
-    if (a->causal && a->query_tokens > 1 && a->window && !a->fresh_k && length > (int64_t)a->sinks + a->window)
+    if (a->causal && a->query_tokens > 1 && a->layer.window && !a->fresh_k &&
+        length > (int64_t)a->layer.sinks + a->layer.window)
         return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 0,
                        "given: early queries need what the new tokens pushed out of the window");
     if (a->starts && (a->starts[b] < 0 || a->starts[b] > length))
         return tq_fail(error, TQ_E_VALUE, "starts", b, a->starts[b], "in 0..lengths");
-    int64_t packed = length - a->sinks - a->window;
+    int64_t packed = length - a->layer.sinks - a->layer.window;
     for (int64_t page = 0; page * plan->page_tokens < packed; page++) {
-        int64_t i = (int64_t)b * a->max_pages + page;
+        int64_t i = (int64_t)b * a->layer.max_pages + page;
         /* pages before `starts` or outside a sliding window may have been freed: only entries that are read are
          * checked */
-        int64_t newest = (page + 1) * plan->page_tokens - 1 + a->sinks, first_query = length - a->query_tokens;
+        int64_t newest = (page + 1) * plan->page_tokens - 1 + a->layer.sinks, first_query = length - a->query_tokens;
         if (a->starts && newest < a->starts[b]) continue;
         if (a->sliding_window && newest < (first_query > 0 ? first_query : 0) - a->sliding_window + 1) continue;
-        if (a->block_table[i] < 0 || a->block_table[i] >= a->n_pages)
-            return tq_fail(error, TQ_E_VALUE, "block_table", i, a->block_table[i], "in 0..n_pages - 1");
+        if (a->layer.block_table[i] < 0 || a->layer.block_table[i] >= a->layer.n_pages)
+            return tq_fail(error, TQ_E_VALUE, "block_table", i, a->layer.block_table[i], "in 0..n_pages - 1");
     }
     return TQ_OK;
 }
@@ -121,9 +122,9 @@ static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, 
 tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
 {
     TQ_TRY(tq_check_attend(plan, a, error));
-    TQ_TRY(tq_wave_check_channels(plan, &a->key, error));
-    TQ_TRY(tq_check_steps(plan, &a->key, a->kv_heads, 1, error));
-    TQ_TRY(tq_check_steps(plan, &a->value, a->kv_heads, 0, error));
-    for (int32_t b = 0; b < a->batch; b++) TQ_TRY(check_sequence(plan, a, b, error));
+    TQ_TRY(tq_wave_check_channels(plan, &a->layer.key, error));
+    TQ_TRY(tq_check_steps(plan, &a->layer.key, a->layer.kv_heads, 1, error));
+    TQ_TRY(tq_check_steps(plan, &a->layer.value, a->layer.kv_heads, 0, error));
+    for (int32_t b = 0; b < a->layer.batch; b++) TQ_TRY(check_sequence(plan, a, b, error));
     return TQ_OK;
 }

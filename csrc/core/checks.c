@@ -94,6 +94,37 @@ tq_status tq_check_transform(const tq_plan *plan, const tq_transform *t, int is_
     return is_key ? check_moments(plan, t, error) : TQ_OK;
 }
 
+/* ---- layer ---- */
+
+static tq_status check_layer_sizes(const tq_plan *plan, const tq_layer *l, tq_error *error)
+{
+    const size sizes[] = {{"batch", l->batch},   {"kv_heads", l->kv_heads},   {"sinks", l->sinks},
+                          {"window", l->window}, {"max_pages", l->max_pages}, {"n_pages", l->n_pages}};
+    TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
+    int64_t bytes;
+    TQ_TRY(tq_product(l->kv_heads, plan->record_bytes, &bytes, "kv_heads", error));
+    return tq_product(l->n_pages, bytes, &bytes, "n_pages", error);
+}
+
+/** Lengths, pages and transforms. */
+static tq_status check_packed(const tq_plan *plan, const tq_layer *l, tq_error *error)
+{
+    const pointer pointers[] = {{"lengths", l->lengths, l->batch ? a_pointer : NULL, NULL},
+                                {"block_table", l->block_table, l->batch && l->max_pages ? a_pointer : NULL, NULL}};
+    TQ_TRY(check_pointers(pointers, LENGTH(pointers), error));
+    TQ_TRY(check_pages(l->pages, l->n_pages, l->kv_heads, error));
+    TQ_TRY(tq_check_transform(plan, &l->key, 1, error));
+    return tq_check_transform(plan, &l->value, 0, error);
+}
+
+static tq_status check_layer(const tq_plan *plan, const tq_layer *l, tq_error *error)
+{
+    int has_values = plan->value.tile_bytes != 0;
+    TQ_TRY(check_packed(plan, l, error));
+    TQ_TRY(check_pair("sink_k", "sink_v", l->sink_k, l->sink_v, l->sinks, has_values, error));
+    return check_pair("window_k", "window_v", l->window_k, l->window_v, l->window, has_values, error);
+}
+
 /* ---- rotate ---- */
 
 tq_status tq_check_rotate(const tq_plan *plan, const float *matrix, int32_t dtype, const void *x, const void *y,
@@ -121,14 +152,9 @@ tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *p, 
 {
     TQ_TRY(tq_plan_check(plan, error));
     TQ_NEED(error, {"params", p, 0});
-    const size sizes[] = {{"batch", p->batch},
-                          {"tokens", p->tokens},
-                          {"kv_heads", p->kv_heads},
-                          {"sinks", p->sinks},
-                          {"window", p->window},
-                          {"max_pages", p->max_pages},
+    TQ_TRY(check_layer_sizes(plan, &p->layer, error));
+    const size sizes[] = {{"tokens", p->tokens},
                           {"threads", p->threads},
-                          {"n_pages", p->n_pages},
                           {"k_stride_batch", p->k_stride_batch},
                           {"k_stride_head", p->k_stride_head},
                           {"k_stride_token", p->k_stride_token},
@@ -136,26 +162,24 @@ tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *p, 
                           {"v_stride_head", p->v_stride_head},
                           {"v_stride_token", p->v_stride_token}};
     TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
-    TQ_TRY(check_dtype(p->dtype, error));
-    int64_t bytes;
-    TQ_TRY(tq_product(p->kv_heads, plan->record_bytes, &bytes, "kv_heads", error));
-    return tq_product(p->n_pages, bytes, &bytes, "n_pages", error);
+    return check_dtype(p->layer.dtype, error);
 }
 
 static int64_t append_span(const tq_append_params *p, int32_t head_dim, int64_t sb, int64_t sh, int64_t st)
 {
-    return tq_span_bytes(tq_dtype_bytes(p->dtype), p->batch, p->kv_heads, p->tokens, head_dim, sb, sh, st);
+    return tq_span_bytes(tq_dtype_bytes(p->layer.dtype), p->layer.batch, p->layer.kv_heads, p->tokens, head_dim, sb, sh,
+                         st);
 }
 
 static tq_status check_append_overlap(const tq_plan *plan, const tq_append_params *p, tq_error *error)
 {
-    if (!p->batch || !p->kv_heads || !p->tokens) return TQ_OK;
-    int64_t row = (int64_t)p->batch * p->kv_heads * plan->head_dim * tq_dtype_bytes(p->dtype);
-    tq_array written[5] = {{"pages", p->pages, p->n_pages * p->kv_heads * plan->record_bytes},
-                           {"sink_k", p->sink_k, row * p->sinks},
-                           {"sink_v", p->sink_v, row * p->sinks},
-                           {"window_k", p->window_k, row * p->window},
-                           {"window_v", p->window_v, row * p->window}};
+    if (!p->layer.batch || !p->layer.kv_heads || !p->tokens) return TQ_OK;
+    int64_t row = (int64_t)p->layer.batch * p->layer.kv_heads * plan->head_dim * tq_dtype_bytes(p->layer.dtype);
+    tq_array written[5] = {{"pages", p->layer.pages, p->layer.n_pages * p->layer.kv_heads * plan->record_bytes},
+                           {"sink_k", p->layer.sink_k, row * p->layer.sinks},
+                           {"sink_v", p->layer.sink_v, row * p->layer.sinks},
+                           {"window_k", p->layer.window_k, row * p->layer.window},
+                           {"window_v", p->layer.window_v, row * p->layer.window}};
     int64_t k_bytes = append_span(p, plan->head_dim, p->k_stride_batch, p->k_stride_head, p->k_stride_token);
     int64_t v_bytes = append_span(p, plan->head_dim, p->v_stride_batch, p->v_stride_head, p->v_stride_token);
     for (int i = 0; i < 5; i++) {
@@ -172,18 +196,12 @@ static tq_status check_append_overlap(const tq_plan *plan, const tq_append_param
 tq_status tq_check_append(const tq_plan *plan, const tq_append_params *p, tq_error *error)
 {
     TQ_TRY(tq_check_append_sizes(plan, p, error));
-    int has_values = plan->value.tile_bytes != 0, any = p->batch && p->kv_heads && p->tokens;
+    int has_values = plan->value.tile_bytes != 0, any = p->layer.batch && p->layer.kv_heads && p->tokens;
     const pointer pointers[] = {
         {"k", p->k, any ? a_pointer : NULL, NULL},
-        {"v", p->v, any && has_values ? "given, because the plan has values" : NULL, has_values ? NULL : no_values},
-        {"lengths", p->lengths, p->batch ? a_pointer : NULL, NULL},
-        {"block_table", p->block_table, p->batch && p->max_pages ? a_pointer : NULL, NULL}};
+        {"v", p->v, any && has_values ? "given, because the plan has values" : NULL, has_values ? NULL : no_values}};
     TQ_TRY(check_pointers(pointers, LENGTH(pointers), error));
-    TQ_TRY(check_pages(p->pages, p->n_pages, p->kv_heads, error));
-    TQ_TRY(check_pair("sink_k", "sink_v", p->sink_k, p->sink_v, p->sinks, has_values, error));
-    TQ_TRY(check_pair("window_k", "window_v", p->window_k, p->window_v, p->window, has_values, error));
-    TQ_TRY(tq_check_transform(plan, &p->key, 1, error));
-    TQ_TRY(tq_check_transform(plan, &p->value, 0, error));
+    TQ_TRY(check_layer(plan, &p->layer, error));
     return check_append_overlap(plan, p, error);
 }
 
@@ -194,16 +212,11 @@ tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, 
     TQ_TRY(tq_plan_check(plan, error));
     TQ_NEED(error, {"params", a, 0});
     if (!plan->value.tile_bytes) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "one with value bits");
-    const size sizes[] = {{"batch", a->batch},
-                          {"query_tokens", a->query_tokens},
+    TQ_TRY(check_layer_sizes(plan, &a->layer, error));
+    const size sizes[] = {{"query_tokens", a->query_tokens},
                           {"query_heads", a->query_heads},
-                          {"kv_heads", a->kv_heads},
-                          {"sinks", a->sinks},
-                          {"window", a->window},
-                          {"max_pages", a->max_pages},
                           {"sliding_window", a->sliding_window},
                           {"threads", a->threads},
-                          {"n_pages", a->n_pages},
                           {"q_stride_batch", a->q_stride_batch},
                           {"q_stride_head", a->q_stride_head},
                           {"q_stride_token", a->q_stride_token},
@@ -214,8 +227,8 @@ tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, 
                           {"fresh_v_stride_head", a->fresh_v_stride_head},
                           {"fresh_v_stride_token", a->fresh_v_stride_token}};
     TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
-    TQ_TRY(check_dtype(a->dtype, error));
-    if (a->kv_heads ? a->query_heads % a->kv_heads : a->query_heads)
+    TQ_TRY(check_dtype(a->layer.dtype, error));
+    if (a->layer.kv_heads ? a->query_heads % a->layer.kv_heads : a->query_heads)
         return tq_fail(error, TQ_E_VALUE, "query_heads", -1, a->query_heads, "a multiple of kv_heads");
     if (!isfinite(a->softmax_scale)) return tq_fail(error, TQ_E_VALUE, "softmax_scale", -1, a->softmax_scale, "finite");
     if (!isfinite(a->softcap) || a->softcap < 0)
@@ -225,40 +238,39 @@ tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, 
     if (!a->causal && a->fresh_k)
         return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "absent when attention is not causal");
     int64_t n;
-    TQ_TRY(tq_product(a->kv_heads, plan->record_bytes, &n, "kv_heads", error));
-    TQ_TRY(tq_product(a->n_pages, n, &n, "n_pages", error));
-    TQ_TRY(
-        tq_product((int64_t)a->batch * a->query_heads, (int64_t)a->query_tokens * plan->head_dim, &n, "batch", error));
+    TQ_TRY(tq_product((int64_t)a->layer.batch * a->query_heads, (int64_t)a->query_tokens * plan->head_dim, &n, "batch",
+                      error));
     return tq_product(n, 64, &n, "batch", error); /* workspace is at most a few dozen bytes a query number */
 }
 
 static tq_status check_attend_overlap(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
 {
-    int64_t d = plan->head_dim, e = tq_dtype_bytes(a->dtype),
-            rows = (int64_t)a->batch * a->query_heads * a->query_tokens;
-    int64_t token = (int64_t)a->batch * a->kv_heads * d * e;
+    int64_t d = plan->head_dim, e = tq_dtype_bytes(a->layer.dtype),
+            rows = (int64_t)a->layer.batch * a->query_heads * a->query_tokens;
+    int64_t token = (int64_t)a->layer.batch * a->layer.kv_heads * d * e;
     const tq_array written[] = {{"out", a->out, rows * d * e}, {"lse", a->lse, rows * (int64_t)sizeof *a->lse}};
     const struct {
         tq_array array;
         const char *wants;
-    } read[] = {{{"pages", a->pages, a->n_pages * a->kv_heads * plan->record_bytes}, "apart from pages"},
-                {{"q", a->q,
-                  tq_span_bytes(e, a->batch, a->query_heads, a->query_tokens, d, a->q_stride_batch, a->q_stride_head,
-                                a->q_stride_token)},
-                 "apart from q"},
-                {{"sink_k", a->sink_k, token * a->sinks}, "apart from sink_k"},
-                {{"sink_v", a->sink_v, token * a->sinks}, "apart from sink_v"},
-                {{"window_k", a->window_k, token * a->window}, "apart from window_k"},
-                {{"window_v", a->window_v, token * a->window}, "apart from window_v"},
-                {{"fresh_k", a->fresh_k,
-                  tq_span_bytes(e, a->batch, a->kv_heads, a->query_tokens, d, a->fresh_k_stride_batch,
-                                a->fresh_k_stride_head, a->fresh_k_stride_token)},
-                 "apart from fresh_k"},
-                {{"fresh_v", a->fresh_v,
-                  tq_span_bytes(e, a->batch, a->kv_heads, a->query_tokens, d, a->fresh_v_stride_batch,
-                                a->fresh_v_stride_head, a->fresh_v_stride_token)},
-                 "apart from fresh_v"},
-                {{"out", a->out, written[0].bytes}, "apart from out"}};
+    } read[] = {
+        {{"pages", a->layer.pages, a->layer.n_pages * a->layer.kv_heads * plan->record_bytes}, "apart from pages"},
+        {{"q", a->q,
+          tq_span_bytes(e, a->layer.batch, a->query_heads, a->query_tokens, d, a->q_stride_batch, a->q_stride_head,
+                        a->q_stride_token)},
+         "apart from q"},
+        {{"sink_k", a->layer.sink_k, token * a->layer.sinks}, "apart from sink_k"},
+        {{"sink_v", a->layer.sink_v, token * a->layer.sinks}, "apart from sink_v"},
+        {{"window_k", a->layer.window_k, token * a->layer.window}, "apart from window_k"},
+        {{"window_v", a->layer.window_v, token * a->layer.window}, "apart from window_v"},
+        {{"fresh_k", a->fresh_k,
+          tq_span_bytes(e, a->layer.batch, a->layer.kv_heads, a->query_tokens, d, a->fresh_k_stride_batch,
+                        a->fresh_k_stride_head, a->fresh_k_stride_token)},
+         "apart from fresh_k"},
+        {{"fresh_v", a->fresh_v,
+          tq_span_bytes(e, a->layer.batch, a->layer.kv_heads, a->query_tokens, d, a->fresh_v_stride_batch,
+                        a->fresh_v_stride_head, a->fresh_v_stride_token)},
+         "apart from fresh_v"},
+        {{"out", a->out, written[0].bytes}, "apart from out"}};
     for (int w = 0; w < 2; w++)
         for (size_t r = 0; r < LENGTH(read) - (w == 0); r++)
             if (tq_overlap(written[w].at, written[w].bytes, read[r].array.at, read[r].array.bytes))
@@ -269,58 +281,40 @@ static tq_status check_attend_overlap(const tq_plan *plan, const tq_attend_param
 tq_status tq_check_attend(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
 {
     TQ_TRY(tq_check_attend_sizes(plan, a, error));
-    int queries = a->batch && a->query_heads && a->query_tokens;
+    int queries = a->layer.batch && a->query_heads && a->query_tokens;
     const pointer pointers[] = {{"q", a->q, queries ? a_pointer : NULL, NULL},
                                 {"out", a->out, queries ? a_pointer : NULL, NULL},
-                                {"lengths", a->lengths, a->batch ? a_pointer : NULL, NULL},
-                                {"block_table", a->block_table, a->batch && a->max_pages ? a_pointer : NULL, NULL},
                                 {"fresh_v", a->fresh_v, a->fresh_k ? "given, because its keys are" : NULL,
                                  a->fresh_k ? NULL : "absent, because its keys are"}};
     TQ_TRY(check_pointers(pointers, LENGTH(pointers), error));
-    TQ_TRY(check_pages(a->pages, a->n_pages, a->kv_heads, error));
-    TQ_TRY(check_pair("sink_k", "sink_v", a->sink_k, a->sink_v, a->sinks, 1, error));
-    TQ_TRY(check_pair("window_k", "window_v", a->window_k, a->window_v, a->window, 1, error));
-    TQ_TRY(tq_check_transform(plan, &a->key, 1, error));
-    TQ_TRY(tq_check_transform(plan, &a->value, 0, error));
+    TQ_TRY(check_layer(plan, &a->layer, error));
     return check_attend_overlap(plan, a, error);
 }
 
 /* ---- dequantize ---- */
 
-tq_status tq_check_dequantize_sizes(const tq_plan *plan, int64_t n_pages, int32_t kv_heads, int32_t batch,
-                                    int32_t max_pages, int32_t max_tokens, tq_error *error)
+tq_status tq_check_dequantize_sizes(const tq_plan *plan, const tq_layer *l, int32_t max_tokens, tq_error *error)
 {
     TQ_TRY(tq_plan_check(plan, error));
-    const size sizes[] = {{"batch", batch},
-                          {"kv_heads", kv_heads},
-                          {"max_pages", max_pages},
-                          {"max_tokens", max_tokens},
-                          {"n_pages", n_pages}};
-    TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
-    if ((int64_t)max_pages * plan->page_tokens < max_tokens)
+    TQ_NEED(error, {"layer", l, 0});
+    TQ_TRY(check_layer_sizes(plan, l, error));
+    TQ_TRY(check_sizes(&(size){"max_tokens", max_tokens}, 1, error));
+    if ((int64_t)l->max_pages * plan->page_tokens < max_tokens)
         return tq_fail(error, TQ_E_VALUE, "max_tokens", -1, max_tokens, "at most max_pages * page_tokens");
     int64_t n;
-    TQ_TRY(tq_product(kv_heads, plan->record_bytes, &n, "kv_heads", error));
-    TQ_TRY(tq_product(n_pages, n, &n, "n_pages", error));
-    TQ_TRY(tq_product((int64_t)batch * kv_heads, (int64_t)max_tokens * plan->head_dim, &n, "max_tokens", error));
+    TQ_TRY(tq_product((int64_t)l->batch * l->kv_heads, (int64_t)max_tokens * plan->head_dim, &n, "max_tokens", error));
     return tq_product(n, sizeof(float), &n, "max_tokens", error);
 }
 
-tq_status tq_check_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                              const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
-                              int32_t max_tokens, const tq_transform *key, const tq_transform *value, const float *k,
+tq_status tq_check_dequantize(const tq_plan *plan, const tq_layer *l, int32_t max_tokens, const float *k,
                               const float *v, tq_error *error)
 {
-    TQ_TRY(tq_check_dequantize_sizes(plan, n_pages, kv_heads, batch, max_pages, max_tokens, error));
-    int any = batch && kv_heads && max_tokens, has_values = plan->value.tile_bytes != 0;
-    const pointer pointers[] = {{"lengths", lengths, batch ? a_pointer : NULL, NULL},
-                                {"block_table", block_table, batch && max_pages ? a_pointer : NULL, NULL},
-                                {"k", k, any ? a_pointer : NULL, NULL},
+    TQ_TRY(tq_check_dequantize_sizes(plan, l, max_tokens, error));
+    int any = l->batch && l->kv_heads && max_tokens, has_values = plan->value.tile_bytes != 0;
+    const pointer pointers[] = {{"k", k, any ? a_pointer : NULL, NULL},
                                 {"v", v, any && has_values ? a_pointer : NULL, has_values ? NULL : no_values}};
-    TQ_TRY(check_pointers(pointers, LENGTH(pointers), error));
-    TQ_TRY(check_pages(pages, n_pages, kv_heads, error));
-    TQ_TRY(tq_check_transform(plan, key, 1, error));
-    return tq_check_transform(plan, value, 0, error);
+    TQ_TRY(check_packed(plan, l, error));
+    return check_pointers(pointers, LENGTH(pointers), error);
 }
 
 /* ---- merge ---- */

@@ -84,43 +84,36 @@ static void decode_blocked_tile(const decode_side *s, const uint8_t *record, int
     }
 }
 
-tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                        const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
-                        int32_t max_tokens, int32_t sinks, const tq_transform *key, const tq_transform *value, float *k,
-                        float *v, tq_error *error)
+tq_status tq_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, float *k, float *v,
+                        tq_error *error)
 {
-    TQ_TRY(tq_check_dequantize(plan, pages, n_pages, kv_heads, block_table, batch, max_pages, lengths, max_tokens, key,
-                               value, k, v, error));
-    if (sinks < 0) return tq_fail(error, TQ_E_VALUE, "sinks", -1, sinks, "at least 0");
+    TQ_TRY(tq_check_dequantize(plan, layer, max_tokens, k, v, error));
     int has_values = plan->value.tile_bytes != 0;
     const tq_kernels *kernels = tq_get_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
-    static const tq_transform plain;
-    if (!key) key = &plain;
-    if (!value) value = &plain;
-    TQ_TRY(tq_wave_check_channels(plan, key, error));
-    TQ_TRY(tq_check_steps(plan, key, kv_heads, 1, error));
-    TQ_TRY(tq_check_steps(plan, value, kv_heads, 0, error));
-    for (int32_t b = 0; b < batch; b++) {
-        if (lengths[b] < 0 || lengths[b] > max_tokens)
-            return tq_fail(error, TQ_E_VALUE, "lengths", b, lengths[b], "in 0..max_tokens");
-        for (int64_t i = 0; i * plan->page_tokens < lengths[b]; i++) {
-            int64_t at = (int64_t)b * max_pages + i;
-            if (block_table[at] < 0 || block_table[at] >= n_pages)
-                return tq_fail(error, TQ_E_VALUE, "block_table", at, block_table[at], "in 0..n_pages - 1");
+    TQ_TRY(tq_wave_check_channels(plan, &layer->key, error));
+    TQ_TRY(tq_check_steps(plan, &layer->key, layer->kv_heads, 1, error));
+    TQ_TRY(tq_check_steps(plan, &layer->value, layer->kv_heads, 0, error));
+    for (int32_t b = 0; b < layer->batch; b++) {
+        if (layer->lengths[b] < 0 || layer->lengths[b] > max_tokens)
+            return tq_fail(error, TQ_E_VALUE, "lengths", b, layer->lengths[b], "in 0..max_tokens");
+        for (int64_t i = 0; i * plan->page_tokens < layer->lengths[b]; i++) {
+            int64_t at = (int64_t)b * layer->max_pages + i;
+            if (layer->block_table[at] < 0 || layer->block_table[at] >= layer->n_pages)
+                return tq_fail(error, TQ_E_VALUE, "block_table", at, layer->block_table[at], "in 0..n_pages - 1");
         }
     }
     const tq_codebook *books = tq_plan_tables_of(plan)->books;
     for (int side = 0; side < 1 + has_values; side++)
-        for (int32_t b = 0; b < batch; b++)
-            for (int32_t h = 0; h < kv_heads; h++) {
-                decode_side s = {kernels, plan, books, side ? value : key, !side, b, h, sinks};
-                float *out = (side ? v : k) + ((int64_t)b * kv_heads + h) * max_tokens * plan->head_dim;
+        for (int32_t b = 0; b < layer->batch; b++)
+            for (int32_t h = 0; h < layer->kv_heads; h++) {
+                decode_side s = {kernels, plan, books, side ? &layer->value : &layer->key, !side, b, h, layer->sinks};
+                float *out = (side ? v : k) + ((int64_t)b * layer->kv_heads + h) * max_tokens * plan->head_dim;
                 if (max_tokens) memset(out, 0, sizeof(float) * (size_t)max_tokens * (size_t)plan->head_dim);
-                for (int64_t i = 0; i < lengths[b]; i += TQ_TILE) {
-                    int64_t page = block_table[(int64_t)b * max_pages + i / plan->page_tokens];
-                    const uint8_t *record = pages + (page * kv_heads + h) * plan->record_bytes;
-                    int32_t n = (int32_t)(lengths[b] - i < TQ_TILE ? lengths[b] - i : TQ_TILE);
+                for (int64_t i = 0; i < layer->lengths[b]; i += TQ_TILE) {
+                    int64_t page = layer->block_table[(int64_t)b * layer->max_pages + i / plan->page_tokens];
+                    const uint8_t *record = layer->pages + (page * layer->kv_heads + h) * plan->record_bytes;
+                    int32_t n = (int32_t)(layer->lengths[b] - i < TQ_TILE ? layer->lengths[b] - i : TQ_TILE);
                     int32_t first = (int32_t)(i % plan->page_tokens);
                     float *x = out + i * plan->head_dim;
                     if (tq_is_plain(plan)) {

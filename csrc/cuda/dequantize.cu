@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
     }
 }
 
-DequantizeSide side_of(const tq_side &from, const tq_transform *transform, float *out)
+DequantizeSide side_of(const tq_side &from, const tq_transform &transform, float *out)
 {
     DequantizeSide side = {};
     for (int group = 0; group < GROUPS_MAX; group++) {
@@ -115,7 +115,7 @@ DequantizeSide side_of(const tq_side &from, const tq_transform *transform, float
     side.tile_bytes = from.tile_bytes;
     side.codes_offset = (int32_t)from.codes_offset;
     side.scales_offset = (int32_t)from.scales_offset;
-    if (transform) side.transform = *transform;
+    side.transform = transform;
     side.out = out;
     return side;
 }
@@ -125,34 +125,31 @@ DequantizeSide side_of(const tq_side &from, const tq_transform *transform, float
 
 using namespace tq;
 
-tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                             const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
-                             int32_t max_tokens, int32_t sinks, const tq_transform *key, const tq_transform *value,
-                             float *k, float *v, void *stream, tq_error *error)
+tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, float *k, float *v,
+                             void *stream, tq_error *error)
 {
-    TQ_CUDA_TRY(tq_check_dequantize(plan, pages, n_pages, kv_heads, block_table, batch, max_pages, lengths, max_tokens,
-                                    key, value, k, v, error));
+    TQ_CUDA_TRY(tq_check_dequantize(plan, layer, max_tokens, k, v, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
-    if (sinks < 0 || sinks > INT32_MAX / 2)
-        return fail(error, TQ_E_VALUE, "sinks", -1, sinks, "in 0..2^30 - 1: positions are 32-bit");
-    if (!batch || !kv_heads || !max_tokens) return TQ_OK;
+    const tq_layer &l = *layer;
+    if (l.sinks > INT32_MAX / 2)
+        return fail(error, TQ_E_VALUE, "sinks", -1, l.sinks, "in 0..2^30 - 1: positions are 32-bit");
+    if (!l.batch || !l.kv_heads || !max_tokens) return TQ_OK;
     if (!tq_is_plain(plan)) {
         BlockPlan blocks;
-        block_plan_of(*plan, key, value, {pages, block_table, n_pages, kv_heads, max_pages}, &blocks);
-        return dequantize_blocks(*plan, blocks, key_moments_of(*plan, key), batch, lengths, max_tokens, sinks, k, v,
-                                 (cudaStream_t)stream, error);
+        block_plan_of(*plan, l, &blocks);
+        return dequantize_blocks(*plan, blocks, l, max_tokens, k, v, (cudaStream_t)stream, error);
     }
     const bool dense = plan->rotation == TQ_ROTATION_DENSE;
 
     DequantizeArgs args = {};
-    args.pages = pages;
-    args.block_table = block_table;
-    args.lengths = lengths;
-    args.n_pages = n_pages;
+    args.pages = l.pages;
+    args.block_table = l.block_table;
+    args.lengths = l.lengths;
+    args.n_pages = l.n_pages;
     args.record_bytes = plan->record_bytes;
-    args.kv_heads = kv_heads;
-    args.batch = batch;
-    args.max_pages = max_pages;
+    args.kv_heads = l.kv_heads;
+    args.batch = l.batch;
+    args.max_pages = l.max_pages;
     args.max_tokens = max_tokens;
     args.head_dim = plan->head_dim;
     args.groups = plan->groups;
@@ -160,14 +157,14 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t 
     args.page_tokens = plan->page_tokens;
     args.rotation = plan->rotation;
     args.tiles = (max_tokens - 1) / TQ_TILE + 1;
-    args.side[0] = side_of(plan->key, key, k);
-    args.side[1] = side_of(plan->value, value, v);
-    args.moments = key_moments_of(*plan, key);
-    args.sinks = sinks;
+    args.side[0] = side_of(plan->key, l.key, k);
+    args.side[1] = side_of(plan->value, l.value, v);
+    args.moments = key_moments_of(*plan, l.key);
+    args.sinks = l.sinks;
     args.signs = signs_of(*plan);
     args.codebooks = of_codebooks<LevelsByCode>(*plan, fill_levels_by_code);
     const size_t shared_bytes =
         sizeof(float) * (TQ_TILE * plan->head_dim * (dense ? 2 : 1) + (dense ? WARPS * MATRIX_BLOCK : 0));
-    return launch(dequantize, (int64_t)(plan->value.tile_bytes ? 2 : 1) * batch * kv_heads * args.tiles, 32 * WARPS,
+    return launch(dequantize, (int64_t)(plan->value.tile_bytes ? 2 : 1) * l.batch * l.kv_heads * args.tiles, 32 * WARPS,
                   shared_bytes, (cudaStream_t)stream, error, args);
 }

@@ -326,23 +326,29 @@ TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse
  *                                                   page_tokens], token j % page_tokens of it
  * Sinks and window are in the model's dtype; either may be 0. A token is quantised once, when it leaves the window. */
 
+/** One layer's cache: its sizes, the arrays that store its tokens, and how their vectors are transformed. Zero-initialise
+ *  it. A call names the fields that it writes; it leaves all others as they are. */
+typedef struct {
+    int32_t batch, kv_heads, max_pages, sinks, window;
+    int32_t dtype; /* tq_dtype of sinks and window, and of all exact tokens of a call */
+    int64_t n_pages;
+    uint8_t *pages;             /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
+    const int32_t *block_table; /* [batch, max_pages]: page indices; only entries of pages that a call needs are read */
+    const int32_t *lengths;     /* [batch]: 0 <= length <= sinks + window + max_pages * page_tokens */
+    void *sink_k, *sink_v;      /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
+    void *window_k, *window_v;  /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
+    tq_transform key, value;
+} tq_layer;
+
 /** One append of `tokens` new tokens to each sequence of one layer. Token i of sequence b has position
  *  lengths[b] - tokens + i; a negative position is padding and is skipped, so left-padded batches store no padding. */
 typedef struct {
-    int32_t batch, tokens, kv_heads, sinks, window, max_pages;
-    int32_t dtype;   /* tq_dtype of k, v, sinks and window */
+    tq_layer layer; /* written: pages, sinks and window. lengths: after this append */
+    int32_t tokens;
     int32_t threads; /* the most to use; 0: tq_num_threads() */
-    int64_t n_pages;
     const void *k,
         *v; /* [batch, kv_heads, tokens, head_dim], last dimension dense; v NULL iff the plan has no values */
     int64_t k_stride_batch, k_stride_head, k_stride_token, v_stride_batch, v_stride_head, v_stride_token; /* elements */
-    const int32_t
-        *lengths; /* [batch]: length after this append; 0 <= length <= sinks + window + max_pages * page_tokens */
-    const int32_t *block_table; /* [batch, max_pages]: page indices; only entries of pages written are read */
-    void *sink_k, *sink_v;      /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
-    void *window_k, *window_v;  /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
-    uint8_t *pages;             /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
-    tq_transform key, value;
 } tq_append_params;
 
 TQ_API tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
@@ -380,23 +386,17 @@ typedef enum {
  *     out = sum_j softmax_j v_j
  *  where a packed k_j is mu + R^T(s step level); q is rotated once per call, values are un-rotated once per query. */
 typedef struct {
-    int32_t batch, query_tokens, query_heads, kv_heads, sinks, window, max_pages;
-    int32_t dtype;                /* tq_dtype of q, sinks, window, fresh and out */
+    tq_layer layer; /* only read. lengths: stored tokens, the queries' own included */
+    int32_t query_tokens, query_heads;
     int32_t causal;               /* 0: all queries see all tokens; then fresh must be NULL */
     int32_t sliding_window;       /* positions, 0: none */
     int32_t schedule_kind;        /* tq_schedule_kind; read by CUDA alone, as the next two */
     int32_t threads;              /* the most to use; 0: tq_num_threads() */
     float softmax_scale, softcap; /* softcap 0: none */
-    int64_t n_pages;
     const void *q; /* [batch, query_heads, query_tokens, head_dim], last dimension dense; query_heads % kv_heads == 0:
                                           query head h reads KV head h / (query_heads / kv_heads) */
     int64_t q_stride_batch, q_stride_head, q_stride_token;
-    const uint8_t *pages;            /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
-    const int32_t *block_table;      /* [batch, max_pages]; entries past the last packed token may be anything */
-    const int32_t *lengths;          /* [batch]: stored tokens, the queries' own included */
-    const int32_t *starts;           /* [batch], or NULL: 0 */
-    const void *sink_k, *sink_v;     /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
-    const void *window_k, *window_v; /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
+    const int32_t *starts;   /* [batch], or NULL: 0 */
     const int32_t *schedule; /* [schedule_rows, 4] of tq_cuda_schedule, or NULL: this call cuts the line itself */
     int64_t schedule_rows;
     const void *fresh_k,
@@ -405,7 +405,6 @@ typedef struct {
                                           ring as it was BEFORE they were appended: early queries need tokens that they pushed out. */
     int64_t fresh_k_stride_batch, fresh_k_stride_head, fresh_k_stride_token;
     int64_t fresh_v_stride_batch, fresh_v_stride_head, fresh_v_stride_token;
-    tq_transform key, value;
     void *out;  /* [batch, query_heads, query_tokens, head_dim] dense; 0 where nothing was attended */
     float *lse; /* [batch, query_heads, query_tokens], natural log, -inf if nothing attended; may be NULL */
 } tq_attend_params;
@@ -435,12 +434,10 @@ TQ_API tq_status tq_merge(const float *outs, const float *lses, int32_t parts, i
 
 /** Decodes packed tokens, for debugging and for NumPy users: k, v [batch, kv_heads, max_tokens, head_dim] float32 dense
  *  get mu + R^T(s step level) of packed index 0 .. lengths[b] - 1, then zeros; v NULL iff the plan has no values.
- *  pages: 64-byte aligned. lengths [batch] packed tokens, <= max_tokens <= max_pages * page_tokens. sinks: the position
- *  of packed index 0, used only with a wave. */
-TQ_API tq_status tq_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                               const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
-                               int32_t max_tokens, int32_t sinks, const tq_transform *key, const tq_transform *value,
-                               float *k, float *v, tq_error *error);
+ *  layer: only read. Here lengths are those of packed tokens, <= max_tokens <= max_pages * page_tokens; `sinks`, the
+ *  position of packed index 0, is used only with a wave; window, dtype and exact tokens are not looked at. */
+TQ_API tq_status tq_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, float *k, float *v,
+                               tq_error *error);
 
 /** Inner products <q, x> with packed vectors, never decoded: queries [n_queries, head_dim] float32 dense, one KV head,
  *  page i of pages [ceil(n / page_tokens), 1, record_bytes] holding vectors page_tokens * i ..; out [n_queries, n]

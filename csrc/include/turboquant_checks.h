@@ -21,12 +21,10 @@ TQ_API tq_status tq_check_append(const tq_plan *plan, const tq_append_params *pa
 TQ_API tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
 TQ_API tq_status tq_check_attend(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
 
-TQ_API tq_status tq_check_dequantize_sizes(const tq_plan *plan, int64_t n_pages, int32_t kv_heads, int32_t batch,
-                                           int32_t max_pages, int32_t max_tokens, tq_error *error);
-TQ_API tq_status tq_check_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                                     const int32_t *block_table, int32_t batch, int32_t max_pages,
-                                     const int32_t *lengths, int32_t max_tokens, const tq_transform *key,
-                                     const tq_transform *value, const float *k, const float *v, tq_error *error);
+TQ_API tq_status tq_check_dequantize_sizes(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens,
+                                           tq_error *error);
+TQ_API tq_status tq_check_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, const float *k,
+                                     const float *v, tq_error *error);
 
 TQ_API tq_status tq_check_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,
                                 const float *out, const float *lse, tq_error *error);

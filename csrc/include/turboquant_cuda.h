@@ -107,10 +107,8 @@ TQ_API tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int in
                                 void *y, int64_t rows, void *stream, tq_error *error);
 
 /** tq_dequantize on the device; k and v float32. lengths above max_tokens count as max_tokens. */
-TQ_API tq_status tq_cuda_dequantize(const tq_plan *plan, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                                    const int32_t *block_table, int32_t batch, int32_t max_pages,
-                                    const int32_t *lengths, int32_t max_tokens, int32_t sinks, const tq_transform *key,
-                                    const tq_transform *value, float *k, float *v, void *stream, tq_error *error);
+TQ_API tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, float *k, float *v,
+                                    void *stream, tq_error *error);
 
 /** tq_merge on the device. */
 TQ_API tq_status tq_cuda_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,

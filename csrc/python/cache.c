@@ -74,13 +74,13 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 ||
         (threads_object && read_i32(op, "threads", threads_object, INT32_MIN, INT32_MAX, &p.threads) < 0) ||
-        read_dtype(op, dtype, "k", k_object, &p.dtype, &type) < 0)
+        read_dtype(op, dtype, "k", k_object, &p.layer.dtype, &type) < 0)
         return NULL;
     if (!p.threads) p.threads = tq_num_threads(); /* so that the workspace fits if another thread changes the number */
 
     npy_intp dims[4] = {ANY, ANY, ANY, plan->head_dim};
     PyArrayObject *k = read_array(op, "k", k_object, type, ROWS, 4, dims);
-    if (!k || read_length(op, "k", k, 0, &p.batch) < 0 || read_length(op, "k", k, 1, &p.kv_heads) < 0 ||
+    if (!k || read_length(op, "k", k, 0, &p.layer.batch) < 0 || read_length(op, "k", k, 1, &p.layer.kv_heads) < 0 ||
         read_length(op, "k", k, 2, &p.tokens) < 0 ||
         read_strides(op, "k", k, &p.k_stride_batch, &p.k_stride_head, &p.k_stride_token) < 0)
         return NULL;
@@ -91,24 +91,27 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
         p.v = PyArray_DATA(v);
     }
 
-    npy_intp batch = p.batch, table_dims[2] = {batch, ANY};
+    npy_intp batch = p.layer.batch, table_dims[2] = {batch, ANY};
     PyArrayObject *lengths = read_array(op, "lengths", lengths_object, NPY_INT32, DENSE, 1, &batch);
-    PyArrayObject *pages = lengths ? read_pages(op, plan, pages_object, WRITE, p.kv_heads) : NULL;
+    PyArrayObject *pages = lengths ? read_pages(op, plan, pages_object, WRITE, p.layer.kv_heads) : NULL;
     PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, table_dims) : NULL;
-    if (!table || read_length(op, "block_table", table, 1, &p.max_pages) < 0) return NULL;
-    p.lengths = PyArray_DATA(lengths);
-    p.pages = pages_data(pages);
-    p.n_pages = PyArray_DIM(pages, 0);
-    p.block_table = PyArray_DATA(table);
-    if (read_exact(op, plan, sink_names, sinks, type, WRITE, batch, p.kv_heads, &p.sinks, data) < 0) return NULL;
-    p.sink_k = data[0];
-    p.sink_v = data[1];
-    if (read_exact(op, plan, window_names, windows, type, WRITE, batch, p.kv_heads, &p.window, data) < 0) return NULL;
-    p.window_k = data[0];
-    p.window_v = data[1];
-    if (read_transforms(op, plan, p.kv_heads, &given, &p.key, &p.value) < 0) return NULL;
+    if (!table || read_length(op, "block_table", table, 1, &p.layer.max_pages) < 0) return NULL;
+    p.layer.lengths = PyArray_DATA(lengths);
+    p.layer.pages = pages_data(pages);
+    p.layer.n_pages = PyArray_DIM(pages, 0);
+    p.layer.block_table = PyArray_DATA(table);
+    if (read_exact(op, plan, sink_names, sinks, type, WRITE, batch, p.layer.kv_heads, &p.layer.sinks, data) < 0)
+        return NULL;
+    p.layer.sink_k = data[0];
+    p.layer.sink_v = data[1];
+    if (read_exact(op, plan, window_names, windows, type, WRITE, batch, p.layer.kv_heads, &p.layer.window, data) < 0)
+        return NULL;
+    p.layer.window_k = data[0];
+    p.layer.window_v = data[1];
+    if (read_transforms(op, plan, p.layer.kv_heads, &given, &p.layer.key, &p.layer.value) < 0) return NULL;
 
-    const table_argument copied[] = {{&p.lengths, (size_t)batch}, {&p.block_table, (size_t)PyArray_SIZE(table)}};
+    const table_argument copied[] = {{&p.layer.lengths, (size_t)batch},
+                                     {&p.layer.block_table, (size_t)PyArray_SIZE(table)}};
     if (copy_tables(&tables, copied, 2) < 0) goto done;
     size_t workspace_bytes = 0;
     tq_error error = {0};
@@ -131,7 +134,7 @@ done:
 static int read_fresh(const char *op, const char *name, PyObject *object, int head_dim, int type,
                       const tq_attend_params *p, const void **data, int64_t *batch, int64_t *head, int64_t *token)
 {
-    npy_intp dims[4] = {p->batch, p->kv_heads, p->query_tokens, head_dim};
+    npy_intp dims[4] = {p->layer.batch, p->layer.kv_heads, p->query_tokens, head_dim};
     if (object == Py_None) return 0;
     PyArrayObject *array = read_array(op, name, object, type, ROWS, 4, dims);
     if (!array) return -1;
@@ -192,7 +195,7 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
         (scale_object != Py_None && read_f32(op, "softmax_scale", scale_object, &p.softmax_scale) < 0) ||
         (softcap_object && read_f32(op, "softcap", softcap_object, &p.softcap) < 0) ||
         (threads_object && read_i32(op, "threads", threads_object, INT32_MIN, INT32_MAX, &p.threads) < 0) ||
-        read_dtype(op, dtype, "q", q_object, &p.dtype, &type) < 0)
+        read_dtype(op, dtype, "q", q_object, &p.layer.dtype, &type) < 0)
         return NULL;
     if (!p.threads) p.threads = tq_num_threads(); /* so that the workspace fits if another thread changes the number */
     if (scale_object == Py_None) p.softmax_scale = (float)(1.0 / sqrt((double)plan->head_dim));
@@ -200,39 +203,41 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
 
     npy_intp dims[4] = {ANY, ANY, ANY, plan->head_dim};
     PyArrayObject *q = read_array(op, "q", q_object, type, ROWS, 4, dims);
-    if (!q || read_length(op, "q", q, 0, &p.batch) < 0 || read_length(op, "q", q, 1, &p.query_heads) < 0 ||
+    if (!q || read_length(op, "q", q, 0, &p.layer.batch) < 0 || read_length(op, "q", q, 1, &p.query_heads) < 0 ||
         read_length(op, "q", q, 2, &p.query_tokens) < 0 ||
         read_strides(op, "q", q, &p.q_stride_batch, &p.q_stride_head, &p.q_stride_token) < 0)
         return NULL;
     p.q = PyArray_DATA(q);
 
-    npy_intp batch = p.batch, table_dims[2] = {batch, ANY};
+    npy_intp batch = p.layer.batch, table_dims[2] = {batch, ANY};
     PyArrayObject *pages = read_pages(op, plan, pages_object, DENSE, ANY);
     PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, table_dims) : NULL;
     PyArrayObject *lengths = table ? read_array(op, "lengths", lengths_object, NPY_INT32, DENSE, 1, &batch) : NULL;
-    if (!lengths || read_length(op, "pages", pages, 1, &p.kv_heads) < 0 ||
-        read_length(op, "block_table", table, 1, &p.max_pages) < 0)
+    if (!lengths || read_length(op, "pages", pages, 1, &p.layer.kv_heads) < 0 ||
+        read_length(op, "block_table", table, 1, &p.layer.max_pages) < 0)
         return NULL;
     if (starts_object != Py_None) {
         PyArrayObject *starts = read_array(op, "starts", starts_object, NPY_INT32, DENSE, 1, &batch);
         if (!starts) return NULL;
         p.starts = PyArray_DATA(starts);
     }
-    p.pages = pages_data(pages);
-    p.n_pages = PyArray_DIM(pages, 0);
-    p.block_table = PyArray_DATA(table);
-    p.lengths = PyArray_DATA(lengths);
-    if (read_exact(op, plan, sink_names, sinks, type, DENSE, batch, p.kv_heads, &p.sinks, data) < 0) return NULL;
-    p.sink_k = data[0];
-    p.sink_v = data[1];
-    if (read_exact(op, plan, window_names, windows, type, DENSE, batch, p.kv_heads, &p.window, data) < 0) return NULL;
-    p.window_k = data[0];
-    p.window_v = data[1];
+    p.layer.pages = pages_data(pages);
+    p.layer.n_pages = PyArray_DIM(pages, 0);
+    p.layer.block_table = PyArray_DATA(table);
+    p.layer.lengths = PyArray_DATA(lengths);
+    if (read_exact(op, plan, sink_names, sinks, type, DENSE, batch, p.layer.kv_heads, &p.layer.sinks, data) < 0)
+        return NULL;
+    p.layer.sink_k = data[0];
+    p.layer.sink_v = data[1];
+    if (read_exact(op, plan, window_names, windows, type, DENSE, batch, p.layer.kv_heads, &p.layer.window, data) < 0)
+        return NULL;
+    p.layer.window_k = data[0];
+    p.layer.window_v = data[1];
     if (read_fresh(op, "fresh_k", fresh[0], plan->head_dim, type, &p, &p.fresh_k, &p.fresh_k_stride_batch,
                    &p.fresh_k_stride_head, &p.fresh_k_stride_token) < 0 ||
         read_fresh(op, "fresh_v", fresh[1], plan->head_dim, type, &p, &p.fresh_v, &p.fresh_v_stride_batch,
                    &p.fresh_v_stride_head, &p.fresh_v_stride_token) < 0 ||
-        read_transforms(op, plan, p.kv_heads, &given, &p.key, &p.value) < 0)
+        read_transforms(op, plan, p.layer.kv_heads, &given, &p.layer.key, &p.layer.value) < 0)
         return NULL;
 
     if (out_object == Py_None) out = PyArray_SimpleNew(4, PyArray_DIMS(q), type);
@@ -241,8 +246,9 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
     if (!lse) goto done;
     p.out = PyArray_DATA((PyArrayObject *)out);
     p.lse = PyArray_DATA((PyArrayObject *)lse);
-    const table_argument copied[] = {
-        {&p.lengths, (size_t)batch}, {&p.starts, (size_t)batch}, {&p.block_table, (size_t)PyArray_SIZE(table)}};
+    const table_argument copied[] = {{&p.layer.lengths, (size_t)batch},
+                                     {&p.starts, (size_t)batch},
+                                     {&p.layer.block_table, (size_t)PyArray_SIZE(table)}};
     if (copy_tables(&tables, copied, 3) < 0) goto done;
     size_t workspace_bytes = 0;
     tq_error error = {0};
@@ -322,11 +328,12 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     transforms given = no_transforms;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
-    tq_transform key, value;
+    tq_layer layer;
     workspace_memory tables = {NULL, NULL};
-    int32_t batch, kv_heads, max_pages, max_tokens, sinks = 0;
+    int32_t max_tokens;
     const char *op = "dequantize";
     (void)module;
+    memset(&layer, 0, sizeof layer);
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOOOOOO:dequantize", names, &plan_object, &pages_object,
                                      &table_object, &lengths_object, &max_object, &given.key.rotation,
                                      &given.key.centre, &given.key.steps, &given.key.turns, &given.key.moments,
@@ -334,34 +341,35 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 ||
         read_i32(op, "max_tokens", max_object, INT32_MIN, INT32_MAX, &max_tokens) < 0 ||
-        (sinks_object && read_i32(op, "sinks", sinks_object, INT32_MIN, INT32_MAX, &sinks) < 0))
+        (sinks_object && read_i32(op, "sinks", sinks_object, INT32_MIN, INT32_MAX, &layer.sinks) < 0))
         return NULL;
     npy_intp dims[2] = {ANY, ANY};
     PyArrayObject *pages = read_pages(op, plan, pages_object, DENSE, ANY);
     PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, dims) : NULL;
     PyArrayObject *lengths =
         table ? read_array(op, "lengths", lengths_object, NPY_INT32, DENSE, 1, PyArray_DIMS(table)) : NULL;
-    if (!lengths || read_length(op, "pages", pages, 1, &kv_heads) < 0 ||
-        read_length(op, "block_table", table, 0, &batch) < 0 ||
-        read_length(op, "block_table", table, 1, &max_pages) < 0 ||
-        read_transforms(op, plan, kv_heads, &given, &key, &value) < 0)
+    if (!lengths || read_length(op, "pages", pages, 1, &layer.kv_heads) < 0 ||
+        read_length(op, "block_table", table, 0, &layer.batch) < 0 ||
+        read_length(op, "block_table", table, 1, &layer.max_pages) < 0 ||
+        read_transforms(op, plan, layer.kv_heads, &given, &layer.key, &layer.value) < 0)
         return NULL;
-    int64_t n_pages = PyArray_DIM(pages, 0);
+    layer.n_pages = PyArray_DIM(pages, 0);
+    layer.pages = pages_data(pages);
+    layer.block_table = PyArray_DATA(table);
+    layer.lengths = PyArray_DATA(lengths);
     tq_error error = {0};
-    tq_status status = tq_check_dequantize_sizes(plan, n_pages, kv_heads, batch, max_pages, max_tokens, &error);
+    tq_status status = tq_check_dequantize_sizes(plan, &layer, max_tokens, &error);
     if (status != TQ_OK) return raise_status(op, status, &error, NULL); /* before memory is allocated */
-    npy_intp shape[4] = {batch, kv_heads, max_tokens, plan->head_dim};
+    npy_intp shape[4] = {layer.batch, layer.kv_heads, max_tokens, plan->head_dim};
     k = PyArray_SimpleNew(4, shape, NPY_FLOAT32);
     v = !k ? NULL : has_values(plan) ? PyArray_SimpleNew(4, shape, NPY_FLOAT32) : Py_NewRef(Py_None);
     if (!v) goto done;
-    const uint8_t *bytes = pages_data(pages);
-    const int32_t *entries = PyArray_DATA(table), *tokens = PyArray_DATA(lengths);
     float *to_k = PyArray_DATA((PyArrayObject *)k), *to_v = has_values(plan) ? PyArray_DATA((PyArrayObject *)v) : NULL;
-    const table_argument copied[] = {{&entries, (size_t)PyArray_SIZE(table)}, {&tokens, (size_t)batch}};
+    const table_argument copied[] = {{&layer.block_table, (size_t)PyArray_SIZE(table)},
+                                     {&layer.lengths, (size_t)layer.batch}};
     if (copy_tables(&tables, copied, 2) < 0) goto done;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_dequantize(plan, bytes, n_pages, kv_heads, entries, batch, max_pages, tokens, max_tokens, sinks, &key,
-                           &value, to_k, to_v, &error);
+    status = tq_dequantize(plan, &layer, max_tokens, to_k, to_v, &error);
     Py_END_ALLOW_THREADS;
     if (status != TQ_OK) raise_status(op, status, &error, NULL);
     else result = PyTuple_Pack(2, k, v);

@@ -39,10 +39,8 @@ struct Backend {
                           tq_error *);
     tq_status (*append_kernel)(const tq_plan *, const tq_append_params *, char *name, tq_error *);
     tq_status (*attend_kernel)(const tq_plan *, const tq_attend_params *, char *name, tq_error *);
-    tq_status (*dequantize)(void *stream, const tq_plan *, const uint8_t *pages, int64_t n_pages, int32_t kv_heads,
-                            const int32_t *block_table, int32_t batch, int32_t max_pages, const int32_t *lengths,
-                            int32_t max_tokens, int32_t sinks, const tq_transform *key, const tq_transform *value,
-                            float *k, float *v, tq_error *);
+    tq_status (*dequantize)(void *stream, const tq_plan *, const tq_layer *, int32_t max_tokens, float *k, float *v,
+                            tq_error *);
     tq_status (*merge)(void *stream, const float *outs, const float *lses, int32_t parts, int64_t rows,
                        int32_t head_dim, float *out, float *lse, tq_error *);
 };
@@ -244,10 +242,11 @@ void check_integers(const Call &call, const char *name, const Tensor &t, std::in
 tq_append_params read_new_tokens(const Call &call, const Tensor &k, const Maybe &v)
 {
     tq_append_params p{};
-    p.dtype = call.read_dtype(k);
+    p.layer.dtype = call.read_dtype(k);
     call.tensor("k", k, dtype_of(k), {ANY, ANY, ANY, call.plan().head_dim}, Strides::ROWS);
     if (v) call.tensor("v", *v, dtype_of(k), {k.size(0), k.size(1), k.size(2), k.size(3)}, Strides::ROWS);
-    p.batch = call.length("k", k, 0), p.kv_heads = call.length("k", k, 1), p.tokens = call.length("k", k, 2);
+    p.layer.batch = call.length("k", k, 0), p.layer.kv_heads = call.length("k", k, 1),
+    p.tokens = call.length("k", k, 2);
     p.threads = call.threads();
     p.k = k.const_data_ptr(), p.v = v ? v->const_data_ptr() : nullptr;
     p.k_stride_batch = k.stride(0), p.k_stride_head = k.stride(1), p.k_stride_token = k.stride(2);
@@ -323,22 +322,24 @@ tq_append_params read_append(const Call &call, const Tensor &k, const Maybe &v, 
                              const Maybe &key_moments, const Maybe &flag)
 {
     tq_append_params p = read_new_tokens(call, k, v);
-    check_integers(call, "lengths", lengths, {p.batch});
-    check_integers(call, "block_table", block_table, {p.batch, ANY});
-    check_pages(call, pages, p.kv_heads);
-    p.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype_of(k), p.batch, p.kv_heads);
-    p.window = read_exact(call, "window_k", "window_v", window_k, window_v, dtype_of(k), p.batch, p.kv_heads);
-    p.key = read_key_transform(call, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    p.value = read_transform(call, VALUE, p.kv_heads, value_rotation, value_centre, value_steps);
+    check_integers(call, "lengths", lengths, {p.layer.batch});
+    check_integers(call, "block_table", block_table, {p.layer.batch, ANY});
+    check_pages(call, pages, p.layer.kv_heads);
+    p.layer.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype_of(k), p.layer.batch, p.layer.kv_heads);
+    p.layer.window =
+        read_exact(call, "window_k", "window_v", window_k, window_v, dtype_of(k), p.layer.batch, p.layer.kv_heads);
+    p.layer.key =
+        read_key_transform(call, p.layer.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
+    p.layer.value = read_transform(call, VALUE, p.layer.kv_heads, value_rotation, value_centre, value_steps);
 
     if (flag) call.tensor("flag", *flag, aoti_torch_dtype_int64(), {1}, Strides::DENSE);
 
     auto writable = [](const Maybe &t) { return given(t) ? t->mutable_data_ptr() : nullptr; };
-    p.n_pages = pages.size(0), p.max_pages = call.length("block_table", block_table, 1);
-    p.lengths = data_as<int32_t>(lengths), p.block_table = data_as<int32_t>(block_table);
-    p.sink_k = writable(sink_k), p.sink_v = writable(sink_v);
-    p.window_k = writable(window_k), p.window_v = writable(window_v);
-    p.pages = static_cast<uint8_t *>(pages.mutable_data_ptr());
+    p.layer.n_pages = pages.size(0), p.layer.max_pages = call.length("block_table", block_table, 1);
+    p.layer.lengths = data_as<int32_t>(lengths), p.layer.block_table = data_as<int32_t>(block_table);
+    p.layer.sink_k = writable(sink_k), p.layer.sink_v = writable(sink_v);
+    p.layer.window_k = writable(window_k), p.layer.window_v = writable(window_v);
+    p.layer.pages = static_cast<uint8_t *>(pages.mutable_data_ptr());
     return p;
 }
 
@@ -379,9 +380,10 @@ tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<d
 {
     tq_attend_params p{};
     int64_t dim = call.plan().head_dim;
-    p.dtype = call.read_dtype(q);
+    p.layer.dtype = call.read_dtype(q);
     call.tensor("q", q, dtype_of(q), {ANY, ANY, ANY, dim}, Strides::ROWS);
-    p.batch = call.length("q", q, 0), p.query_heads = call.length("q", q, 1), p.query_tokens = call.length("q", q, 2);
+    p.layer.batch = call.length("q", q, 0), p.query_heads = call.length("q", q, 1),
+    p.query_tokens = call.length("q", q, 2);
     p.causal = causal, p.sliding_window = call.narrow("sliding_window", sliding_window), p.threads = call.threads();
     p.softmax_scale = static_cast<float>(softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(dim))));
     p.softcap = static_cast<float>(softcap);
@@ -409,31 +411,34 @@ tq_attend_params read_attend(const Call &call, const Tensor &q, const Tensor &pa
     int32_t dtype = dtype_of(q);
     int64_t dim = call.plan().head_dim;
     check_pages(call, pages, ANY);
-    p.kv_heads = call.length("pages", pages, 1);
-    check_integers(call, "block_table", block_table, {p.batch, ANY});
-    check_integers(call, "lengths", lengths, {p.batch});
-    if (starts) check_integers(call, "starts", *starts, {p.batch});
-    p.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype, p.batch, p.kv_heads);
-    p.window = read_exact(call, "window_k", "window_v", window_k, window_v, dtype, p.batch, p.kv_heads);
+    p.layer.kv_heads = call.length("pages", pages, 1);
+    check_integers(call, "block_table", block_table, {p.layer.batch, ANY});
+    check_integers(call, "lengths", lengths, {p.layer.batch});
+    if (starts) check_integers(call, "starts", *starts, {p.layer.batch});
+    p.layer.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype, p.layer.batch, p.layer.kv_heads);
+    p.layer.window =
+        read_exact(call, "window_k", "window_v", window_k, window_v, dtype, p.layer.batch, p.layer.kv_heads);
     if (given(fresh_k)) {
-        call.tensor("fresh_k", *fresh_k, dtype, {p.batch, p.kv_heads, p.query_tokens, dim}, Strides::ROWS);
+        call.tensor("fresh_k", *fresh_k, dtype, {p.layer.batch, p.layer.kv_heads, p.query_tokens, dim}, Strides::ROWS);
         p.fresh_k_stride_batch = fresh_k->stride(0), p.fresh_k_stride_head = fresh_k->stride(1);
         p.fresh_k_stride_token = fresh_k->stride(2);
     }
     if (given(fresh_v)) {
-        call.tensor("fresh_v", *fresh_v, dtype, {p.batch, p.kv_heads, p.query_tokens, dim}, Strides::ROWS);
+        call.tensor("fresh_v", *fresh_v, dtype, {p.layer.batch, p.layer.kv_heads, p.query_tokens, dim}, Strides::ROWS);
         p.fresh_v_stride_batch = fresh_v->stride(0), p.fresh_v_stride_head = fresh_v->stride(1);
         p.fresh_v_stride_token = fresh_v->stride(2);
     }
-    p.key = read_key_transform(call, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    p.value = read_transform(call, VALUE, p.kv_heads, value_rotation, value_centre, value_steps);
+    p.layer.key =
+        read_key_transform(call, p.layer.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
+    p.layer.value = read_transform(call, VALUE, p.layer.kv_heads, value_rotation, value_centre, value_steps);
 
-    p.n_pages = pages.size(0), p.max_pages = call.length("block_table", block_table, 1);
-    p.pages = data_as<uint8_t>(pages), p.block_table = data_as<int32_t>(block_table),
-    p.lengths = data_as<int32_t>(lengths);
+    p.layer.n_pages = pages.size(0), p.layer.max_pages = call.length("block_table", block_table, 1);
+    p.layer.pages = static_cast<uint8_t *>(const_cast<void *>(pages.const_data_ptr())),
+    p.layer.block_table = data_as<int32_t>(block_table), p.layer.lengths = data_as<int32_t>(lengths);
     p.starts = starts ? data_as<int32_t>(*starts) : nullptr;
-    p.sink_k = data_of(sink_k), p.sink_v = data_of(sink_v), p.window_k = data_of(window_k),
-    p.window_v = data_of(window_v);
+    auto readable = [](const Maybe &t) { return const_cast<void *>(data_of(t)); };
+    p.layer.sink_k = readable(sink_k), p.layer.sink_v = readable(sink_v), p.layer.window_k = readable(window_k),
+    p.layer.window_v = readable(window_v);
     p.fresh_k = data_of(fresh_k), p.fresh_v = data_of(fresh_v);
     return p;
 }
@@ -455,8 +460,8 @@ std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Ten
     const int32_t dtype = dtype_of(q);
     const int64_t dim = call.plan().head_dim;
     Launch launch(call);
-    Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
-    Tensor lse = call.allocate({p.batch, p.query_heads, p.query_tokens}, aoti_torch_dtype_float32());
+    Tensor out = call.allocate({p.layer.batch, p.query_heads, p.query_tokens, dim}, dtype);
+    Tensor lse = call.allocate({p.layer.batch, p.query_heads, p.query_tokens}, aoti_torch_dtype_float32());
     p.out = out.mutable_data_ptr();
     p.lse = static_cast<float *>(lse.mutable_data_ptr());
     AttendCall prepared;
@@ -495,13 +500,13 @@ void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const
     tq_attend_params p = read_queries(call, q, std::nullopt, causal, sliding_window, 0, std::nullopt);
     call.tensor("schedule", schedule, aoti_torch_dtype_int32(), {ANY, 4}, Strides::DENSE);
     check_pages(call, pages, ANY);
-    p.kv_heads = call.length("pages", pages, 1);
-    check_integers(call, "block_table", block_table, {p.batch, ANY});
-    check_integers(call, "lengths", lengths, {p.batch});
-    if (starts) check_integers(call, "starts", *starts, {p.batch});
-    p.sinks = call.narrow("sinks", sinks), p.window = call.narrow("window", window);
-    p.n_pages = pages.size(0), p.max_pages = call.length("block_table", block_table, 1);
-    p.lengths = data_as<int32_t>(lengths);
+    p.layer.kv_heads = call.length("pages", pages, 1);
+    check_integers(call, "block_table", block_table, {p.layer.batch, ANY});
+    check_integers(call, "lengths", lengths, {p.layer.batch});
+    if (starts) check_integers(call, "starts", *starts, {p.layer.batch});
+    p.layer.sinks = call.narrow("sinks", sinks), p.layer.window = call.narrow("window", window);
+    p.layer.n_pages = pages.size(0), p.layer.max_pages = call.length("block_table", block_table, 1);
+    p.layer.lengths = data_as<int32_t>(lengths);
     p.starts = starts ? data_as<int32_t>(*starts) : nullptr;
     Launch launch(call);
     call.check(launch->schedule(launch.stream, &call.plan(), &p, static_cast<int32_t *>(schedule.mutable_data_ptr()),
@@ -522,29 +527,25 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
     int32_t dtype = dtype_of(q);
     int64_t dim = call.plan().head_dim;
     tq_attend_params p = read_queries(call, q, softmax_scale, true, sliding_window, softcap, schedule);
-    call.tensor("k", k, dtype, {p.batch, ANY, p.query_tokens, dim}, Strides::ROWS);
+    call.tensor("k", k, dtype, {p.layer.batch, ANY, p.query_tokens, dim}, Strides::ROWS);
     tq_append_params a =
         read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
                     value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments, flag);
-    p.kv_heads = a.kv_heads, p.sinks = a.sinks, p.window = a.window;
-    p.n_pages = a.n_pages, p.max_pages = a.max_pages;
-    p.pages = a.pages, p.block_table = a.block_table, p.lengths = a.lengths;
-    p.sink_k = a.sink_k, p.sink_v = a.sink_v, p.window_k = a.window_k, p.window_v = a.window_v;
-    p.key = a.key, p.value = a.value;
+    p.layer = a.layer;
 
     Launch launch(call);
     Maybe earlier;
     if (given(window_k) && given(window_v) && a.tokens > 1) {
         earlier = joined(call, *window_k, *window_v);
-        p.window_k = earlier->const_data_ptr();
-        p.window_v =
-            static_cast<const char *>(p.window_k) + window_k->numel() * static_cast<int64_t>(window_k->element_size());
+        p.layer.window_k = earlier->mutable_data_ptr();
+        p.layer.window_v =
+            static_cast<char *>(p.layer.window_k) + window_k->numel() * static_cast<int64_t>(window_k->element_size());
         p.fresh_k = a.k, p.fresh_v = a.v;
         p.fresh_k_stride_batch = a.k_stride_batch, p.fresh_v_stride_batch = a.v_stride_batch;
         p.fresh_k_stride_head = a.k_stride_head, p.fresh_v_stride_head = a.v_stride_head;
         p.fresh_k_stride_token = a.k_stride_token, p.fresh_v_stride_token = a.v_stride_token;
     }
-    Tensor out = call.allocate({p.batch, p.query_heads, p.query_tokens, dim}, dtype);
+    Tensor out = call.allocate({p.layer.batch, p.query_heads, p.query_tokens, dim}, dtype);
     p.out = out.mutable_data_ptr();
     AttendCall prepared;
     size_t append_bytes = 0, attend_bytes = 0;
@@ -574,20 +575,23 @@ Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, const Maybe
 {
     Call call("quantize", words, k, "k");
     tq_append_params p = read_new_tokens(call, k, v);
-    p.key = read_key_transform(call, p.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    p.value = read_transform(call, VALUE, p.kv_heads, value_rotation, value_centre, value_steps);
+    p.layer.key =
+        read_key_transform(call, p.layer.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
+    p.layer.value = read_transform(call, VALUE, p.layer.kv_heads, value_rotation, value_centre, value_steps);
 
     int64_t page_tokens = call.plan().page_tokens;
-    p.max_pages = static_cast<int32_t>((p.tokens + page_tokens - 1) / page_tokens);
-    p.n_pages = static_cast<int64_t>(p.batch) * p.max_pages;
-    std::vector<int32_t> table(static_cast<size_t>(call.length("k", p.n_pages)));
+    p.layer.max_pages = static_cast<int32_t>((p.tokens + page_tokens - 1) / page_tokens);
+    p.layer.n_pages = static_cast<int64_t>(p.layer.batch) * p.layer.max_pages;
+    std::vector<int32_t> table(static_cast<size_t>(call.length("k", p.layer.n_pages)));
     for (size_t i = 0; i < table.size(); i++) table[i] = static_cast<int32_t>(i);
-    Tensor lengths = integers(call, {p.batch}, std::vector<int32_t>(static_cast<size_t>(p.batch), p.tokens));
-    Tensor block_table = integers(call, {p.batch, p.max_pages}, table);
-    Tensor pages = call.allocate({p.n_pages, p.kv_heads, call.plan().record_bytes}, aoti_torch_dtype_uint8());
+    Tensor lengths =
+        integers(call, {p.layer.batch}, std::vector<int32_t>(static_cast<size_t>(p.layer.batch), p.tokens));
+    Tensor block_table = integers(call, {p.layer.batch, p.layer.max_pages}, table);
+    Tensor pages =
+        call.allocate({p.layer.n_pages, p.layer.kv_heads, call.plan().record_bytes}, aoti_torch_dtype_uint8());
     torch::stable::zero_(pages);
-    p.lengths = data_as<int32_t>(lengths), p.block_table = data_as<int32_t>(block_table);
-    p.pages = static_cast<uint8_t *>(pages.mutable_data_ptr());
+    p.layer.lengths = data_as<int32_t>(lengths), p.layer.block_table = data_as<int32_t>(block_table);
+    p.layer.pages = static_cast<uint8_t *>(pages.mutable_data_ptr());
     run_append(call, p, nullptr);
     return pages;
 }
@@ -601,23 +605,25 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
     Call call("dequantize", words, pages, "pages");
     check_pages(call, pages, ANY);
     check_integers(call, "block_table", block_table, {ANY, ANY});
-    int32_t kv_heads = call.length("pages", pages, 1), tokens = call.narrow("max_tokens", max_tokens);
-    int32_t batch = call.length("block_table", block_table, 0), max_pages = call.length("block_table", block_table, 1);
-    check_integers(call, "lengths", lengths, {batch});
-    int32_t first = call.narrow("sinks", sinks);
-    call.check(tq_check_dequantize_sizes(&call.plan(), pages.size(0), kv_heads, batch, max_pages, tokens, &call.error));
-    tq_transform key = read_key_transform(call, kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    tq_transform value = read_transform(call, VALUE, kv_heads, value_rotation, value_centre, value_steps);
+    tq_layer layer{};
+    layer.batch = call.length("block_table", block_table, 0);
+    layer.kv_heads = call.length("pages", pages, 1), layer.max_pages = call.length("block_table", block_table, 1);
+    layer.sinks = call.narrow("sinks", sinks), layer.n_pages = pages.size(0);
+    int32_t tokens = call.narrow("max_tokens", max_tokens);
+    check_integers(call, "lengths", lengths, {layer.batch});
+    call.check(tq_check_dequantize_sizes(&call.plan(), &layer, tokens, &call.error));
+    layer.pages = static_cast<uint8_t *>(const_cast<void *>(pages.const_data_ptr()));
+    layer.block_table = data_as<int32_t>(block_table), layer.lengths = data_as<int32_t>(lengths);
+    layer.key = read_key_transform(call, layer.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
+    layer.value = read_transform(call, VALUE, layer.kv_heads, value_rotation, value_centre, value_steps);
 
     Launch launch(call);
     int32_t f32 = aoti_torch_dtype_float32(), value_tokens = call.has_values() ? tokens : 0;
-    Tensor k = call.allocate({batch, kv_heads, tokens, call.plan().head_dim}, f32);
-    Tensor v = call.allocate({batch, kv_heads, value_tokens, call.plan().head_dim}, f32);
-    call.check(launch->dequantize(launch.stream, &call.plan(), data_as<uint8_t>(pages), pages.size(0), kv_heads,
-                                  data_as<int32_t>(block_table), batch, max_pages, data_as<int32_t>(lengths), tokens,
-                                  first, &key, &value, static_cast<float *>(k.mutable_data_ptr()),
-                                  call.has_values() ? static_cast<float *>(v.mutable_data_ptr()) : nullptr,
-                                  &call.error));
+    Tensor k = call.allocate({layer.batch, layer.kv_heads, tokens, call.plan().head_dim}, f32);
+    Tensor v = call.allocate({layer.batch, layer.kv_heads, value_tokens, call.plan().head_dim}, f32);
+    call.check(
+        launch->dequantize(launch.stream, &call.plan(), &layer, tokens, static_cast<float *>(k.mutable_data_ptr()),
+                           call.has_values() ? static_cast<float *>(v.mutable_data_ptr()) : nullptr, &call.error));
     return {k, v};
 }
 

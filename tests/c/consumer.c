@@ -146,18 +146,31 @@ static void free_cache(cache *c)
     for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) free(blocks[i]);
 }
 
+static tq_layer layer_of(const cache *c)
+{
+    int has_values = c->plan.value.tile_bytes != 0;
+    return (tq_layer){.batch = c->batch,
+                      .kv_heads = c->heads,
+                      .max_pages = c->max_pages,
+                      .sinks = c->sinks,
+                      .window = c->window,
+                      .dtype = TQ_F32,
+                      .n_pages = c->n_pages,
+                      .pages = c->pages,
+                      .block_table = c->table,
+                      .lengths = c->lengths,
+                      .sink_k = c->sink_k,
+                      .sink_v = has_values ? c->sink_v : NULL,
+                      .window_k = c->window_k,
+                      .window_v = has_values ? c->window_v : NULL};
+}
+
 static tq_append_params append_params(cache *c, int32_t tokens)
 {
     int64_t d = c->plan.head_dim, at = c->length * d;
     for (int32_t b = 0; b < c->batch; b++) c->lengths[b] = c->length + tokens;
-    tq_append_params p = {.batch = c->batch,
+    tq_append_params p = {.layer = layer_of(c),
                           .tokens = tokens,
-                          .kv_heads = c->heads,
-                          .sinks = c->sinks,
-                          .window = c->window,
-                          .max_pages = c->max_pages,
-                          .dtype = TQ_F32,
-                          .n_pages = c->n_pages,
                           .k = c->k + at,
                           .v = c->v + at,
                           .k_stride_batch = c->heads * c->tokens * d,
@@ -165,15 +178,8 @@ static tq_append_params append_params(cache *c, int32_t tokens)
                           .k_stride_token = d,
                           .v_stride_batch = c->heads * c->tokens * d,
                           .v_stride_head = c->tokens * d,
-                          .v_stride_token = d,
-                          .lengths = c->lengths,
-                          .block_table = c->table,
-                          .sink_k = c->sink_k,
-                          .sink_v = c->sink_v,
-                          .window_k = c->window_k,
-                          .window_v = c->window_v,
-                          .pages = c->pages};
-    if (!c->plan.value.tile_bytes) p.v = p.sink_v = p.window_v = NULL;
+                          .v_stride_token = d};
+    if (!c->plan.value.tile_bytes) p.v = NULL;
     return p;
 }
 
@@ -192,28 +198,15 @@ static tq_attend_params attend_params(const cache *c, const float *q, int32_t qu
                                       float *out, float *lse)
 {
     int64_t d = c->plan.head_dim;
-    return (tq_attend_params){.batch = c->batch,
+    return (tq_attend_params){.layer = layer_of(c),
                               .query_tokens = query_tokens,
                               .query_heads = query_heads,
-                              .kv_heads = c->heads,
-                              .sinks = c->sinks,
-                              .window = c->window,
-                              .max_pages = c->max_pages,
-                              .dtype = TQ_F32,
                               .causal = 1,
                               .softmax_scale = 1 / sqrtf((float)d),
-                              .n_pages = c->n_pages,
                               .q = q,
                               .q_stride_batch = query_heads * query_tokens * d,
                               .q_stride_head = query_tokens * d,
                               .q_stride_token = d,
-                              .pages = c->pages,
-                              .block_table = c->table,
-                              .lengths = c->lengths,
-                              .sink_k = c->sink_k,
-                              .sink_v = c->sink_v,
-                              .window_k = c->window_k,
-                              .window_v = c->window_v,
                               .out = out,
                               .lse = lse};
 }
@@ -236,8 +229,9 @@ static void stored(const cache *c, float *k, float *v)
     float *dk = zeros(decoded * 4), *dv = zeros(decoded * 4);
     int32_t *counts = zeros((size_t)c->batch * 4);
     for (int32_t b = 0; b < c->batch; b++) counts[b] = room;
-    OK(tq_dequantize(&c->plan, c->pages, c->n_pages, c->heads, c->table, c->batch, c->max_pages, counts, room, c->sinks,
-                     NULL, NULL, dk, dv, error));
+    tq_layer layer = layer_of(c);
+    layer.lengths = counts;
+    OK(tq_dequantize(&c->plan, &layer, room, dk, dv, error));
     for (size_t row = 0; row < (size_t)(c->batch * c->heads); row++)
         for (size_t j = 0; j < n; j++) {
             int exact = (int32_t)j < c->sinks || (int32_t)j >= c->length - c->window;
@@ -334,7 +328,7 @@ static void check_merge(void)
     int32_t *length = zeros(4), *start = zeros(4);
     tq_attend_params p = attend_params(&c, q, HEADS, 1, whole, whole_lse);
     attend(&c, &p);
-    p.lengths = length;
+    p.layer.lengths = length;
     p.starts = start;
     for (int part = 0; part < 2; part++) {
         *start = part ? 50 : 0;
@@ -364,11 +358,12 @@ static void check_vectors(void)
     for (int32_t i = 0; i < c.max_pages; i++)
         memcpy(pages + (table[i] = i) * c.plan.record_bytes, c.pages + c.table[i] * c.plan.record_bytes,
                (size_t)c.plan.record_bytes);
-    OK(tq_dequantize(&c.plan, pages, c.max_pages, 1, table, 1, c.max_pages, counts, N, 0, NULL, NULL, x, NULL, error));
-    CHECK(tq_dequantize(&c.plan, pages, c.max_pages, 1, table, 1, c.max_pages, counts, N, 0, NULL, NULL, NULL, NULL,
-                        NULL) == TQ_E_VALUE);
-    CHECK(tq_dequantize(&c.plan, NULL, c.max_pages, 1, table, 1, c.max_pages, counts, N, 0, NULL, NULL, x, NULL,
-                        NULL) == TQ_E_VALUE);
+    tq_layer layer = layer_of(&c);
+    layer.pages = pages, layer.block_table = table, layer.lengths = counts;
+    OK(tq_dequantize(&c.plan, &layer, N, x, NULL, error));
+    CHECK(tq_dequantize(&c.plan, &layer, N, NULL, NULL, NULL) == TQ_E_VALUE);
+    layer.pages = NULL;
+    CHECK(tq_dequantize(&c.plan, &layer, N, x, NULL, NULL) == TQ_E_VALUE);
     size_t bytes = 0;
     OK(tq_dot_workspace_bytes(&c.plan, QUERIES, &bytes, error));
     void *workspace = zeros(bytes);
@@ -557,16 +552,16 @@ static void check_append_refused(void)
         CHECK(!memcmp(pages, c.pages, page_bytes) && !memcmp(ring, c.window_k, ring_bytes));                           \
     } while (0)
     REFUSES("tokens", p.tokens = -1);
-    REFUSES("batch", p.batch = -1);
+    REFUSES("batch", p.layer.batch = -1);
     REFUSES("k_stride_token", p.k_stride_token = -64);
     REFUSES("k", p.k = NULL);
     REFUSES("v", p.v = NULL);
-    REFUSES("pages", p.pages = c.pages + 4);
-    REFUSES("pages", p.pages = NULL);
-    REFUSES("window_v", p.window_v = NULL);
-    REFUSES("sink_k", p.sink_k = NULL);
-    REFUSES("window_v", p.window_v = p.window_k);
-    REFUSES("block_table", p.n_pages = 2);
+    REFUSES("pages", p.layer.pages = c.pages + 4);
+    REFUSES("pages", p.layer.pages = NULL);
+    REFUSES("window_v", p.layer.window_v = NULL);
+    REFUSES("sink_k", p.layer.sink_k = NULL);
+    REFUSES("window_v", p.layer.window_v = p.layer.window_k);
+    REFUSES("block_table", p.layer.n_pages = 2);
     REFUSES("lengths", c.lengths[1] = -3);
     REFUSES("lengths", c.lengths[1] = INT32_MIN);
     REFUSES("lengths", c.lengths[1] = INT32_MAX);
@@ -583,11 +578,11 @@ static void check_append_refused(void)
     REFUSES("k", *bad = 16385);
     *bad = kept;
     float *steps = zeros(2 * 2 * 4);
-    REFUSES("key_steps", p.key.steps = steps);
-    REFUSES("value_rotation", p.value.rotation = c.k);
+    REFUSES("key_steps", p.layer.key.steps = steps);
+    REFUSES("value_rotation", p.layer.value.rotation = c.k);
     free(steps);
     p = good;
-    p.dtype = 9;
+    p.layer.dtype = 9;
     CHECK(refused(tq_append(&c.plan, &p, workspace, bytes, &e), TQ_E_TYPE, &e, "dtype"));
     CHECK(tq_append(&c.plan, &good, workspace, bytes - 1, &e) == TQ_E_VALUE);
     CHECK(tq_append(&c.plan, &good, NULL, bytes, &e) == TQ_E_VALUE);
@@ -625,8 +620,8 @@ static void check_attend_refused(void)
     REFUSES("query_tokens", p.query_tokens = -1);
     REFUSES("q", p.q = NULL);
     REFUSES("out", p.out = NULL);
-    REFUSES("pages", p.pages = c.pages + 1);
-    REFUSES("window_k", p.window_k = NULL);
+    REFUSES("pages", p.layer.pages = c.pages + 1);
+    REFUSES("window_k", p.layer.window_k = NULL);
     REFUSES("out", p.out = c.window_k);
     REFUSES("lse", p.lse = out);
     REFUSES("softmax_scale", p.softmax_scale = NAN);
@@ -638,7 +633,7 @@ static void check_attend_refused(void)
     REFUSES("starts", (p.starts = starts, starts[1] = -1));
     REFUSES("block_table", c.table[0] = INT32_MAX);
     REFUSES("block_table", c.table[0] = INT32_MIN);
-    REFUSES("block_table", (c.table[0] = 0, p.n_pages = 1));
+    REFUSES("block_table", (c.table[0] = 0, p.layer.n_pages = 1));
     c.table[0] = (int32_t)c.n_pages - 1;
     CHECK(tq_attend(&c.plan, &good, workspace, bytes - 1, NULL) == TQ_E_VALUE);
     CHECK(tq_attend(NULL, &good, workspace, bytes, NULL) == TQ_E_VALUE);
@@ -670,14 +665,28 @@ static void check_others_refused(void)
     CHECK(refused(tq_merge(matrix, matrix, 1, 1, 24, NULL, matrix + 48, &e), TQ_E_VALUE, &e, "out"));
     const int32_t count = 1, page = 0;
     void *bytes = zeros((size_t)plan.record_bytes);
-#define DEQUANTIZE(heads, table, counts, k)                                                                            \
-    tq_dequantize(&plan, bytes, 1, heads, table, 1, 1, counts, 1, 0, NULL, NULL, k, NULL, &e)
-    CHECK(DEQUANTIZE(1, &page, &count, matrix) == TQ_OK);
-    CHECK(refused(DEQUANTIZE(0, &page, NULL, matrix), TQ_E_VALUE, &e, "lengths"));
-    CHECK(refused(DEQUANTIZE(0, NULL, &count, matrix), TQ_E_VALUE, &e, "block_table"));
-    CHECK(refused(DEQUANTIZE(-1, &page, &count, matrix), TQ_E_VALUE, &e, "kv_heads"));
-    CHECK(refused(DEQUANTIZE(1, &page, &count, NULL), TQ_E_VALUE, &e, "k"));
-#undef DEQUANTIZE
+    tq_layer good = {.batch = 1,
+                     .kv_heads = 1,
+                     .max_pages = 1,
+                     .n_pages = 1,
+                     .pages = bytes,
+                     .block_table = &page,
+                     .lengths = &count},
+             layer;
+#define REFUSES(argument_, change)                                                                                     \
+    do {                                                                                                               \
+        layer = good;                                                                                                  \
+        change;                                                                                                        \
+        CHECK(refused(tq_dequantize(&plan, &layer, 1, matrix, NULL, &e), TQ_E_VALUE, &e, argument_));                  \
+    } while (0)
+    CHECK(tq_dequantize(&plan, &good, 1, matrix, NULL, &e) == TQ_OK);
+    CHECK(refused(tq_dequantize(&plan, &good, 1, NULL, NULL, &e), TQ_E_VALUE, &e, "k"));
+    CHECK(refused(tq_dequantize(&plan, NULL, 1, matrix, NULL, &e), TQ_E_VALUE, &e, "layer"));
+    REFUSES("lengths", layer.lengths = NULL);
+    REFUSES("block_table", layer.block_table = NULL);
+    REFUSES("kv_heads", layer.kv_heads = -1);
+    REFUSES("sinks", layer.sinks = -1);
+#undef REFUSES
     size_t room = 0;
     CHECK(tq_dot_workspace_bytes(&plan, 1, &room, &e) == TQ_OK);
     void *operands = zeros(room);

@@ -72,13 +72,17 @@ static uint64_t life(int32_t bits, int32_t threads)
     float *k = numbers(n, 1), *v = numbers(n, 2), *q = numbers(BATCH * 2 * HEADS * 2 * DIM, 3);
     float *out = zeros(BATCH * 2 * HEADS * 2 * DIM * sizeof *out);
     uint8_t *pages = zeros(page_bytes);
-    tq_append_params a = {.batch = BATCH,
+    const tq_layer layer = {.batch = BATCH,
+                            .kv_heads = HEADS,
+                            .max_pages = TOKENS / PAGE,
+                            .dtype = TQ_F32,
+                            .n_pages = PAGES,
+                            .pages = pages,
+                            .block_table = table,
+                            .lengths = lengths};
+    tq_append_params a = {.layer = layer,
                           .tokens = TOKENS,
-                          .kv_heads = HEADS,
-                          .max_pages = TOKENS / PAGE,
-                          .dtype = TQ_F32,
                           .threads = threads,
-                          .n_pages = PAGES,
                           .k = k,
                           .v = v,
                           .k_stride_batch = HEADS * head,
@@ -86,31 +90,21 @@ static uint64_t life(int32_t bits, int32_t threads)
                           .k_stride_token = DIM,
                           .v_stride_batch = HEADS * head,
                           .v_stride_head = head,
-                          .v_stride_token = DIM,
-                          .lengths = lengths,
-                          .block_table = table,
-                          .pages = pages};
+                          .v_stride_token = DIM};
     CHECK(tq_append_workspace_bytes(&plan, &a, &bytes, &error) == TQ_OK);
     void *workspace = zeros(bytes);
     CHECK(tq_append(&plan, &a, workspace, bytes, &error) == TQ_OK);
     free(workspace);
-    tq_attend_params p = {.batch = BATCH,
+    tq_attend_params p = {.layer = layer,
                           .query_tokens = 2,
                           .query_heads = 2 * HEADS,
-                          .kv_heads = HEADS,
-                          .max_pages = TOKENS / PAGE,
-                          .dtype = TQ_F32,
                           .causal = 1,
                           .threads = threads,
                           .softmax_scale = 0.125f,
-                          .n_pages = PAGES,
                           .q = q,
                           .q_stride_batch = 2 * HEADS * 2 * DIM,
                           .q_stride_head = 2 * DIM,
                           .q_stride_token = DIM,
-                          .pages = pages,
-                          .block_table = table,
-                          .lengths = lengths,
                           .out = out};
     CHECK(tq_attend_workspace_bytes(&plan, &p, &bytes, &error) == TQ_OK);
     workspace = zeros(bytes);

@@ -207,28 +207,28 @@ static void run(const Case &c)
         }
 
         tq_append_params p = {};
-        p.batch = c.batch, p.tokens = tokens, p.kv_heads = c.heads, p.sinks = c.sinks, p.window = c.window,
-        p.max_pages = c.max_pages;
-        p.dtype = c.dtype, p.n_pages = n_pages;
+        p.layer.batch = c.batch, p.tokens = tokens, p.layer.kv_heads = c.heads, p.layer.sinks = c.sinks,
+        p.layer.window = c.window, p.layer.max_pages = c.max_pages;
+        p.layer.dtype = c.dtype, p.layer.n_pages = n_pages;
         p.k_stride_batch = p.v_stride_batch = (int64_t)c.heads * tokens * c.dim;
         p.k_stride_head = p.v_stride_head = c.tokens_first ? c.dim : (int64_t)tokens * c.dim;
         p.k_stride_token = p.v_stride_token = c.tokens_first ? (int64_t)c.heads * c.dim : c.dim;
         tq_append_params d = p;
-        p.k = k.host_or_null(), p.v = v.host_or_null(), p.lengths = lengths.host.data(),
-        p.block_table = table.host.data();
-        p.sink_k = sides[0]->sinks.host_or_null(), p.sink_v = sides[1]->sinks.host_or_null();
-        p.window_k = sides[0]->ring.host_or_null(), p.window_v = sides[1]->ring.host_or_null();
-        p.key = transform_of(*sides[0], c, false), p.value = transform_of(*sides[1], c, false);
+        p.k = k.host_or_null(), p.v = v.host_or_null(), p.layer.lengths = lengths.host.data(),
+        p.layer.block_table = table.host.data();
+        p.layer.sink_k = sides[0]->sinks.host_or_null(), p.layer.sink_v = sides[1]->sinks.host_or_null();
+        p.layer.window_k = sides[0]->ring.host_or_null(), p.layer.window_v = sides[1]->ring.host_or_null();
+        p.layer.key = transform_of(*sides[0], c, false), p.layer.value = transform_of(*sides[1], c, false);
         void *aligned = aligned_alloc(64, (pages.bytes() + 63) / 64 * 64); // the core wants pages aligned
         memcpy(aligned, pages.host.data(), pages.bytes());
-        p.pages = (uint8_t *)aligned;
-        d.k = k.device + c.shift, d.v = values ? v.device + c.shift : nullptr, d.lengths = lengths.device,
-        d.block_table = table.device, d.pages = pages.device;
-        d.sink_k = sides[0]->sinks.or_null(), d.sink_v = sides[1]->sinks.or_null();
-        d.window_k = sides[0]->ring.or_null(), d.window_v = sides[1]->ring.or_null();
-        d.key = transform_of(*sides[0], c, true), d.value = transform_of(*sides[1], c, true);
-        p.key.turns = turns.host_or_null(), p.key.moments = numbers.host_or_null();
-        d.key.turns = turns.or_null(), d.key.moments = numbers.or_null();
+        p.layer.pages = (uint8_t *)aligned;
+        d.k = k.device + c.shift, d.v = values ? v.device + c.shift : nullptr, d.layer.lengths = lengths.device,
+        d.layer.block_table = table.device, d.layer.pages = pages.device;
+        d.layer.sink_k = sides[0]->sinks.or_null(), d.layer.sink_v = sides[1]->sinks.or_null();
+        d.layer.window_k = sides[0]->ring.or_null(), d.layer.window_v = sides[1]->ring.or_null();
+        d.layer.key = transform_of(*sides[0], c, true), d.layer.value = transform_of(*sides[1], c, true);
+        p.layer.key.turns = turns.host_or_null(), p.layer.key.moments = numbers.host_or_null();
+        d.layer.key.turns = turns.or_null(), d.layer.key.moments = numbers.or_null();
 
         tq_error error;
         size_t workspace_bytes;
@@ -691,19 +691,21 @@ static void check_dequantize()
                 t.steps = device ? steps.or_null() : steps.host_or_null();
                 return t;
             };
-            const tq_transform host = transform(false), device = transform(true), none = {};
-            const tq_transform *host_value = values ? &host : &none, *device_value = values ? &device : &none;
             void *aligned = aligned_alloc(64, (pages.bytes() + 63) / 64 * 64);
             memcpy(aligned, pages.host.data(), pages.bytes());
+            tq_layer host = {}, device;
+            host.batch = batch, host.kv_heads = heads, host.max_pages = max_pages, host.n_pages = 5;
+            device = host;
+            host.pages = (uint8_t *)aligned, host.block_table = table.host.data(), host.lengths = counts.host.data();
+            device.pages = pages.device, device.block_table = table.device, device.lengths = counts.device;
+            host.key = transform(false), device.key = transform(true);
+            if (values) host.value = host.key, device.value = device.key;
             tq_error error;
-            check(tq_dequantize(&plan, (uint8_t *)aligned, 5, heads, table.host.data(), batch, max_pages,
-                                counts.host.data(), max_tokens, 0, &host, host_value, k.host.data(), v.host_or_null(),
-                                &error),
-                  error, "tq_dequantize");
+            check(tq_dequantize(&plan, &host, max_tokens, k.host.data(), v.host_or_null(), &error), error,
+                  "tq_dequantize");
             free(aligned);
-            check(tq_cuda_dequantize(&plan, pages.device, 5, heads, table.device, batch, max_pages, counts.device,
-                                     max_tokens, 0, &device, device_value, k.device, v.or_null(), nullptr, &error),
-                  error, "tq_cuda_dequantize");
+            check(tq_cuda_dequantize(&plan, &device, max_tokens, k.device, v.or_null(), nullptr, &error), error,
+                  "tq_cuda_dequantize");
             check(cudaDeviceSynchronize(), name.c_str());
             if (rotation == TQ_ROTATION_DENSE) {
                 near(name, "k", k.host, k.down(), dim, 2e-6f);

@@ -57,9 +57,9 @@ struct Layer {
     {
         const int length = before + tokens, pages = (length + plan.page_tokens - 1) / plan.page_tokens;
         const size_t dim = plan.head_dim, bytes = dtype_size(dtype), numbers = (size_t)batch * heads * tokens * dim;
-        p.batch = batch, p.tokens = tokens, p.kv_heads = heads, p.sinks = sinks, p.window = window, p.max_pages = pages,
-        p.dtype = dtype;
-        p.n_pages = (int64_t)batch * pages;
+        p.layer.batch = batch, p.tokens = tokens, p.layer.kv_heads = heads, p.layer.sinks = sinks,
+        p.layer.window = window, p.layer.max_pages = pages, p.layer.dtype = dtype;
+        p.layer.n_pages = (int64_t)batch * pages;
         for (const void **x : {&p.k, &p.v}) {
             uint8_t *at = get<uint8_t>(numbers * bytes);
             for (size_t done = 0; done < numbers * bytes; done += rows.size())
@@ -72,20 +72,20 @@ struct Layer {
         p.k_stride_head = p.v_stride_head = tokens_first ? dim : tokens * dim;
         p.k_stride_token = p.v_stride_token = tokens_first ? heads * dim : dim;
         const size_t exact = (size_t)batch * heads * dim * bytes;
-        for (void **x : {&p.sink_k, &p.sink_v}) *x = sinks ? get<uint8_t>(exact * sinks) : nullptr;
-        for (void **x : {&p.window_k, &p.window_v}) {
+        for (void **x : {&p.layer.sink_k, &p.layer.sink_v}) *x = sinks ? get<uint8_t>(exact * sinks) : nullptr;
+        for (void **x : {&p.layer.window_k, &p.layer.window_v}) {
             if (!window) continue;
             *x = get<uint8_t>(exact * window);
             check(cudaMemcpy(*x, rows.data(), std::min(rows.size(), exact * window), cudaMemcpyHostToDevice), "copy");
         }
-        p.pages = get<uint8_t>((size_t)p.n_pages * heads * plan.record_bytes);
-        std::vector<int32_t> table(p.n_pages), lengths(batch, length);
+        p.layer.pages = get<uint8_t>((size_t)p.layer.n_pages * heads * plan.record_bytes);
+        std::vector<int32_t> table(p.layer.n_pages), lengths(batch, length);
         for (size_t i = 0; i < table.size(); i++)
             table[i] = (int32_t)((i * 7919) % table.size()); // 7919 is prime: no page twice
         int32_t *t = get<int32_t>(table.size()), *l = get<int32_t>(batch);
         check(cudaMemcpy(t, table.data(), 4 * table.size(), cudaMemcpyHostToDevice), "copy");
         check(cudaMemcpy(l, lengths.data(), 4 * lengths.size(), cudaMemcpyHostToDevice), "copy");
-        p.block_table = t, p.lengths = l;
+        p.layer.block_table = t, p.layer.lengths = l;
         if (plan.moments) give_moments(heads);
     }
 
@@ -98,7 +98,7 @@ struct Layer {
         float *numbers = get<float>(moments.numbers.size());
         check(cudaMemcpy(turns, moments.turns.data(), 4 * moments.turns.size(), cudaMemcpyHostToDevice), "copy");
         check(cudaMemcpy(numbers, moments.numbers.data(), 4 * moments.numbers.size(), cudaMemcpyHostToDevice), "copy");
-        p.key.turns = turns, p.key.moments = numbers;
+        p.layer.key.turns = turns, p.layer.key.moments = numbers;
     }
 
     void append(cudaStream_t stream) const
@@ -109,9 +109,9 @@ struct Layer {
     /** Read and written by an append of which all is packed. */
     double packed_bytes() const
     {
-        const double numbers = (double)p.batch * p.kv_heads * p.tokens * plan.head_dim;
-        return numbers * 2 * dtype_size(p.dtype) +
-               (double)p.batch * p.kv_heads * p.tokens / plan.page_tokens * plan.record_bytes;
+        const double numbers = (double)p.layer.batch * p.layer.kv_heads * p.tokens * plan.head_dim;
+        return numbers * 2 * dtype_size(p.layer.dtype) +
+               (double)p.layer.batch * p.layer.kv_heads * p.tokens / plan.page_tokens * plan.record_bytes;
     }
 };
 
@@ -175,7 +175,7 @@ static void time_encode(double ceiling, cudaStream_t stream, const std::vector<u
             Random random(3);
             for (float &x : m) x = random.normal();
             check(cudaMemcpy(matrix, m.data(), 4 * m.size(), cudaMemcpyHostToDevice), "copy");
-            layer->p.key.rotation = layer->p.value.rotation = matrix;
+            layer->p.layer.key.rotation = layer->p.layer.value.rotation = matrix;
         }
         const double us = median_us(stream, 20, [&](int i) { layers[i % 2]->append(stream); });
         const double rate = layers[0]->packed_bytes() / us * 1e-6;

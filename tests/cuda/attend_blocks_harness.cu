@@ -127,22 +127,29 @@ struct World {
         key.device.turns = key.turns.or_null(), key.device.moments = key.moments.or_null();
     }
 
+    tq_layer layer_of(bool device)
+    {
+        auto at = [&](auto &array) { return device ? array.or_null() : array.host_or_null(); };
+        tq_layer l = {};
+        l.batch = batch, l.kv_heads = c.heads, l.max_pages = max_pages, l.sinks = c.sinks, l.window = c.window;
+        l.dtype = c.dtype, l.n_pages = n_pages, l.pages = device ? pages.device : pages.host;
+        l.block_table = at(table), l.lengths = at(lengths);
+        l.sink_k = at(key.sinks), l.sink_v = at(value.sinks), l.window_k = at(key.ring), l.window_v = at(value.ring);
+        l.key = device ? key.device : key.host, l.value = device ? value.device : value.host;
+        return l;
+    }
+
     /** Appends columns first .. first + n - 1 of x with the core: lengths are those of the end, less `missing`. */
     void append(int first, int n, int missing)
     {
         tq_append_params p = {};
         for (int b = 0; b < batch; b++) lengths.host[b] = std::max(0, c.lengths[b] - missing);
-        p.batch = batch, p.tokens = n, p.kv_heads = c.heads, p.sinks = c.sinks, p.window = c.window;
-        p.max_pages = max_pages, p.dtype = c.dtype, p.threads = 1, p.n_pages = n_pages;
+        p.layer = layer_of(false), p.tokens = n, p.threads = 1;
         const size_t at = (size_t)first * c.dim * dtype_size(c.dtype);
         p.k = key.x.host.data() + at, p.v = value.x.host.data() + at;
         p.k_stride_token = p.v_stride_token = c.dim;
         p.k_stride_head = p.v_stride_head = (int64_t)most * c.dim;
         p.k_stride_batch = p.v_stride_batch = (int64_t)c.heads * most * c.dim;
-        p.lengths = lengths.host.data(), p.block_table = table.host.data(), p.pages = pages.host;
-        p.sink_k = key.sinks.host_or_null(), p.sink_v = value.sinks.host_or_null();
-        p.window_k = key.ring.host_or_null(), p.window_v = value.ring.host_or_null();
-        p.key = key.host, p.value = value.host;
         tq_error error;
         size_t bytes;
         check(tq_append_workspace_bytes(&plan, &p, &bytes, &error), error, "tq_append_workspace_bytes");
@@ -172,15 +179,14 @@ struct World {
         key.decoded.resize(numbers), value.decoded.resize(numbers);
         counts.up(), k.up(), v.up(), pages.up(), table.up();
         tq_error error;
-        check(tq_dequantize(&plan, pages.host, n_pages, c.heads, table.host.data(), batch, max_pages,
-                            counts.host.data(), packed, c.sinks, &key.host, &value.host, key.decoded.data(),
-                            value.decoded.data(), &error),
-              error, "tq_dequantize");
+        tq_layer on_host = layer_of(false), on_device = layer_of(true);
+        on_host.lengths = counts.host.data(), on_device.lengths = counts.device;
+        check(tq_dequantize(&plan, &on_host, packed, key.decoded.data(), value.decoded.data(), &error), error,
+              "tq_dequantize");
         const std::vector<int32_t> whole = table.host;
         if (c.absent) lose_pages(), table.up();
-        check(tq_cuda_dequantize(&plan, pages.device, n_pages, c.heads, table.device, batch, max_pages, counts.device,
-                                 packed, c.sinks, &key.device, &value.device, k.device, v.device, nullptr, &error),
-              error, "tq_cuda_dequantize");
+        check(tq_cuda_dequantize(&plan, &on_device, packed, k.device, v.device, nullptr, &error), error,
+              "tq_cuda_dequantize");
         check(cudaDeviceSynchronize(), "dequantize");
         const std::pair<std::vector<float>, std::vector<float> *> sides[] = {{k.down(), &key.decoded},
                                                                              {v.down(), &value.decoded}};
@@ -245,18 +251,15 @@ static tq_attend_params params_of(World &w, bool device, void *out, float *lse)
     const Case &c = w.c;
     tq_attend_params p = {};
     auto at = [&](auto &array) { return device ? array.or_null() : array.host_or_null(); };
-    p.batch = w.batch, p.query_tokens = c.tokens, p.query_heads = c.heads * c.group, p.kv_heads = c.heads;
-    p.sinks = c.sinks, p.window = c.window, p.max_pages = w.max_pages, p.dtype = c.dtype, p.causal = c.causal;
+    p.layer = w.layer_of(device);
+    p.query_tokens = c.tokens, p.query_heads = c.heads * c.group, p.causal = c.causal;
     p.sliding_window = c.sliding, p.threads = 1, p.softmax_scale = c.scale ? c.scale : 1 / sqrtf((float)c.dim);
-    p.softcap = c.softcap, p.n_pages = w.n_pages, p.q = at(w.q), p.q_stride_token = c.dim;
+    p.softcap = c.softcap, p.q = at(w.q), p.q_stride_token = c.dim;
     p.q_stride_head = (int64_t)c.tokens * c.dim, p.q_stride_batch = p.q_stride_head * p.query_heads;
-    p.pages = device ? w.pages.device : w.pages.host, p.block_table = at(w.table), p.lengths = at(w.lengths);
-    p.starts = at(w.starts), p.sink_k = at(w.key.sinks), p.sink_v = at(w.value.sinks);
-    p.window_k = at(w.key.ring), p.window_v = at(w.value.ring), p.fresh_k = at(w.key.fresh);
+    p.starts = at(w.starts), p.fresh_k = at(w.key.fresh);
     p.fresh_v = at(w.value.fresh), p.fresh_k_stride_token = p.fresh_v_stride_token = c.dim;
     p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)c.tokens * c.dim;
     p.fresh_k_stride_batch = p.fresh_v_stride_batch = p.fresh_k_stride_head * c.heads;
-    p.key = device ? w.key.device : w.key.host, p.value = device ? w.value.device : w.value.host;
     p.out = out, p.lse = lse;
     return p;
 }

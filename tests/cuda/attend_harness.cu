@@ -332,23 +332,24 @@ static bool run_case(const Case &c)
     std::vector<float> lse(rows, NAN);
     DeviceArray d_out(std::vector<uint8_t>(out_bytes + shift)), d_lse(lse);
     tq_attend_params p = {};
-    p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.sinks = c.sinks, p.window = c.window,
-    p.max_pages = max_pages;
-    p.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding,
+    p.layer.batch = B, p.query_tokens = T, p.query_heads = H * G, p.layer.kv_heads = H, p.layer.sinks = c.sinks,
+    p.layer.window = c.window, p.layer.max_pages = max_pages;
+    p.layer.dtype = c.dtype, p.causal = c.causal, p.sliding_window = c.sliding,
     p.schedule_kind = c.even ? TQ_SCHEDULE_EQUAL : TQ_SCHEDULE_LINE, p.softmax_scale = c.scale_sign / sqrtf((float)d),
     p.softcap = c.softcap;
-    p.n_pages = there, p.q = behind(d_q), p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d,
-    p.q_stride_token = d;
-    p.pages = d_pages.as<uint8_t>(), p.block_table = d_table.as<int32_t>(), p.lengths = d_lengths.as<int32_t>(),
-    p.starts = d_starts.as<int32_t>();
-    p.sink_k = behind(d_sk), p.sink_v = behind(d_sv), p.window_k = behind(d_wk), p.window_v = behind(d_wv);
+    p.layer.n_pages = there, p.q = behind(d_q), p.q_stride_batch = (int64_t)H * G * T * d,
+    p.q_stride_head = (int64_t)T * d, p.q_stride_token = d;
+    p.layer.pages = d_pages.as<uint8_t>(), p.layer.block_table = d_table.as<int32_t>(),
+    p.layer.lengths = d_lengths.as<int32_t>(), p.starts = d_starts.as<int32_t>();
+    p.layer.sink_k = behind(d_sk), p.layer.sink_v = behind(d_sv), p.layer.window_k = behind(d_wk),
+    p.layer.window_v = behind(d_wv);
     p.fresh_k = behind(d_fk), p.fresh_v = behind(d_fv);
     p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d,
     p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
     p.fresh_k_stride_token = p.fresh_v_stride_token = d;
-    p.key = {d_mk.as<float>(), 0, d_ck.as<float>(), d_stk.as<float>()};
-    p.key.turns = d_turns.as<int32_t>(), p.key.moments = d_moments.as<float>();
-    p.value = {d_mv.as<float>(), 0, d_cv.as<float>(), d_stv.as<float>()};
+    p.layer.key = {d_mk.as<float>(), 0, d_ck.as<float>(), d_stk.as<float>()};
+    p.layer.key.turns = d_turns.as<int32_t>(), p.layer.key.moments = d_moments.as<float>();
+    p.layer.value = {d_mv.as<float>(), 0, d_cv.as<float>(), d_stv.as<float>()};
     p.out = behind(d_out), p.lse = c.no_lse ? nullptr : d_lse.as<float>();
     size_t workspace_bytes;
     tq_cuda_attend_call call;
@@ -484,20 +485,20 @@ static void time_shape(const Shape &s, int rotation)
     DeviceArray d_q(q), d_table(table), d_lengths(lengths), d_ring(ring), d_fresh(fresh),
         d_out(std::vector<uint8_t>(q.size())), d_matrix(matrix), d_turns(moments.turns), d_moments(moments.numbers);
     tq_attend_params p = {};
-    p.batch = B, p.query_tokens = T, p.query_heads = H * G, p.kv_heads = H, p.window = s.window,
-    p.max_pages = pages_each, p.dtype = TQ_BF16, p.causal = 1,
+    p.layer.batch = B, p.query_tokens = T, p.query_heads = H * G, p.layer.kv_heads = H, p.layer.window = s.window,
+    p.layer.max_pages = pages_each, p.layer.dtype = TQ_BF16, p.causal = 1,
     p.schedule_kind = getenv("TQ_HARNESS_UNEVEN") ? TQ_SCHEDULE_LINE : TQ_SCHEDULE_EQUAL;
-    p.softmax_scale = 1 / sqrtf((float)d), p.n_pages = n_pages;
+    p.softmax_scale = 1 / sqrtf((float)d), p.layer.n_pages = n_pages;
     p.q = d_q.at, p.q_stride_batch = (int64_t)H * G * T * d, p.q_stride_head = (int64_t)T * d, p.q_stride_token = d;
-    p.block_table = d_table.as<int32_t>();
-    p.pages = (uint8_t *)pages, p.lengths = d_lengths.as<int32_t>(), p.out = d_out.at,
-    p.window_k = p.window_v = d_ring.at;
+    p.layer.block_table = d_table.as<int32_t>();
+    p.layer.pages = (uint8_t *)pages, p.layer.lengths = d_lengths.as<int32_t>(), p.out = d_out.at,
+    p.layer.window_k = p.layer.window_v = d_ring.at;
     if (s.window && T > 1) p.fresh_k = p.fresh_v = d_fresh.at;
     p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d,
     p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
     p.fresh_k_stride_token = p.fresh_v_stride_token = d;
-    p.key.turns = d_turns.as<int32_t>(), p.key.moments = d_moments.as<float>();
-    if (rotation == TQ_ROTATION_DENSE) p.key.rotation = p.value.rotation = d_matrix.as<float>();
+    p.layer.key.turns = d_turns.as<int32_t>(), p.layer.key.moments = d_moments.as<float>();
+    if (rotation == TQ_ROTATION_DENSE) p.layer.key.rotation = p.layer.value.rotation = d_matrix.as<float>();
     size_t workspace_bytes;
     tq_cuda_attend_call call;
     TQ(tq_cuda_attend_prepare(&plan, &p, &call, &workspace_bytes, &error));
@@ -510,7 +511,7 @@ static void time_shape(const Shape &s, int rotation)
     int launches = (int)std::max<int64_t>(copies, bytes < 100000000 ? 20 : 8); /* a graph's own start takes 7 us */
     CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
     for (int i = 0; i < launches; i++) {
-        p.block_table = d_table.as<int32_t>() + (i % copies) * B * pages_each;
+        p.layer.block_table = d_table.as<int32_t>() + (i % copies) * B * pages_each;
         TQ(tq_cuda_attend_prepare(&plan, &p, &call, &workspace_bytes, &error));
         TQ(tq_cuda_attend(&call, workspace, workspace_bytes, stream, &error));
     }

@@ -81,10 +81,10 @@ static std::string choose(const std::vector<int64_t> &x)
     device.shared_bytes_per_block = device.shared_bytes_per_processor - 1024;
     device.bulk = x[1] == 1, device.large_clusters = (int)x[2], device.rules = &rules_of(device);
     tq_attend_params p = {};
-    p.batch = (int)x[3], p.query_tokens = (int)x[4], p.query_heads = (int)x[5], p.kv_heads = (int)x[6];
-    p.max_pages = (int)x[7], p.sinks = (int)x[8], p.window = (int)x[9], p.sliding_window = (int)x[10];
-    p.causal = (int)x[11], p.dtype = (int)x[12], p.schedule_kind = (int)x[13];
-    p.n_pages = (int64_t)p.batch * p.max_pages;
+    p.layer.batch = (int)x[3], p.query_tokens = (int)x[4], p.query_heads = (int)x[5], p.layer.kv_heads = (int)x[6];
+    p.layer.max_pages = (int)x[7], p.layer.sinks = (int)x[8], p.layer.window = (int)x[9], p.sliding_window = (int)x[10];
+    p.causal = (int)x[11], p.layer.dtype = (int)x[12], p.schedule_kind = (int)x[13];
+    p.layer.n_pages = (int64_t)p.layer.batch * p.layer.max_pages;
     Launch l;
     char name[TQ_CUDA_KERNEL_NAME_BYTES];
     if (fill_args(plan, p, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;

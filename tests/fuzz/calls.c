@@ -140,6 +140,26 @@ static tq_transform transform(const cache *c, int side)
     return (tq_transform){c->matrix[side], 0, c->centre, c->steps[side], c->turns, c->moments};
 }
 
+static tq_layer layer_of(const cache *c)
+{
+    return (tq_layer){.batch = c->batch,
+                      .kv_heads = c->kv_heads,
+                      .max_pages = c->max_pages,
+                      .sinks = c->sinks,
+                      .window = c->window,
+                      .dtype = c->dtype,
+                      .n_pages = c->n_pages,
+                      .pages = c->pages,
+                      .block_table = c->table,
+                      .lengths = c->lengths,
+                      .sink_k = c->sink_k,
+                      .sink_v = c->sink_v,
+                      .window_k = c->window_k,
+                      .window_v = c->window_v,
+                      .key = transform(c, 0),
+                      .value = transform(c, 1)};
+}
+
 static void check(tq_status status, const tq_error *error)
 {
     if (status != TQ_OK && (!error->argument || !error->wants || error->status != status)) abort();
@@ -148,26 +168,7 @@ static void check(tq_status status, const tq_error *error)
 static void try_append(stream *s, cache *c)
 {
     int64_t d = c->plan.head_dim, row = c->tokens * d, pages = c->n_pages * c->kv_heads * c->plan.record_bytes;
-    tq_append_params p = {.batch = c->batch,
-                          .tokens = c->tokens,
-                          .kv_heads = c->kv_heads,
-                          .sinks = c->sinks,
-                          .window = c->window,
-                          .max_pages = c->max_pages,
-                          .dtype = c->dtype,
-                          .threads = 1,
-                          .n_pages = c->n_pages,
-                          .k = c->k,
-                          .v = c->v,
-                          .lengths = c->lengths,
-                          .block_table = c->table,
-                          .sink_k = c->sink_k,
-                          .sink_v = c->sink_v,
-                          .window_k = c->window_k,
-                          .window_v = c->window_v,
-                          .pages = c->pages,
-                          .key = transform(c, 0),
-                          .value = transform(c, 1)};
+    tq_append_params p = {.layer = layer_of(c), .tokens = c->tokens, .threads = 1, .k = c->k, .v = c->v};
     p.k_stride_batch = p.v_stride_batch = c->kv_heads * row, p.k_stride_head = p.v_stride_head = row;
     p.k_stride_token = p.v_stride_token = d;
     if (!c->v) p.v_stride_batch = p.v_stride_head = p.v_stride_token = 0;
@@ -193,32 +194,15 @@ static void try_attend(stream *s, cache *c)
     int64_t d = c->plan.head_dim;
     int32_t queries = size(s, 5), heads = c->kv_heads * c->group, fresh = size(s, 1);
     int64_t n = (int64_t)c->batch * heads * queries;
-    cache f = *c;
-    tq_attend_params p = {.batch = c->batch,
+    tq_attend_params p = {.layer = layer_of(c),
                           .query_tokens = queries,
                           .query_heads = heads,
-                          .kv_heads = c->kv_heads,
-                          .sinks = c->sinks,
-                          .window = c->window,
-                          .max_pages = c->max_pages,
-                          .dtype = c->dtype,
                           .causal = size(s, 3) > 0,
                           .sliding_window = number(s, 0),
                           .threads = 1,
                           .softmax_scale = (float)number(s, 3) / 4,
                           .softcap = (float)number(s, 0),
-                          .n_pages = c->n_pages,
-                          .pages = c->pages,
-                          .block_table = c->table,
-                          .lengths = c->lengths,
-                          .starts = size(s, 1) ? c->starts : NULL,
-                          .sink_k = c->sink_k,
-                          .sink_v = c->sink_v,
-                          .window_k = c->window_k,
-                          .window_v = c->window_v,
-                          .key = transform(c, 0),
-                          .value = transform(c, 1)};
-    f.kv_heads = heads;
+                          .starts = size(s, 1) ? c->starts : NULL};
     void *q = block(s, n * d * c->element, 1), *out = block(s, n * d * c->element, 0);
     float *lse = block(s, n * 4, 0);
     void *fresh_k = fresh ? exact(s, c, c->kv_heads, queries) : NULL,
@@ -247,11 +231,9 @@ static void try_dequantize(stream *s, cache *c)
     int32_t most = size(s, 80);
     int64_t n = (int64_t)c->batch * c->kv_heads * most * c->plan.head_dim;
     float *k = block(s, n * 4, 0), *v = c->plan.value.tile_bytes ? block(s, n * 4, 0) : NULL;
-    tq_transform key = transform(c, 0), value = transform(c, 1);
+    tq_layer layer = layer_of(c);
     tq_error error = {0};
-    check(tq_dequantize(&c->plan, c->pages, c->n_pages, c->kv_heads, c->table, c->batch, c->max_pages, c->lengths, most,
-                        c->sinks, &key, &value, k, v, &error),
-          &error);
+    check(tq_dequantize(&c->plan, &layer, most, k, v, &error), &error);
     free(k), free(v);
 }
 

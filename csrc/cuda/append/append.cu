@@ -37,11 +37,11 @@ tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_erro
 tq_status check_limits(const tq_plan &plan, const tq_append_params &p, tq_error *error)
 {
     TQ_CUDA_TRY(check_plan(plan, error));
-    const int64_t items = 2 * (int64_t)p.batch * p.kv_heads;
+    const int64_t items = 2 * (int64_t)p.layer.batch * p.layer.kv_heads;
     if (items > INT32_MAX)
-        return fail(error, TQ_E_VALUE, "batch", -1, p.batch, "such that 2 * batch * kv_heads is below 2^31");
-    if ((int64_t)p.sinks + p.window > INT32_MAX / 2)
-        return fail(error, TQ_E_VALUE, "window", -1, p.window, "such that sinks + window is below 2^30");
+        return fail(error, TQ_E_VALUE, "batch", -1, p.layer.batch, "such that 2 * batch * kv_heads is below 2^31");
+    if ((int64_t)p.layer.sinks + p.layer.window > INT32_MAX / 2)
+        return fail(error, TQ_E_VALUE, "window", -1, p.layer.window, "such that sinks + window is below 2^30");
     return TQ_OK;
 }
 
@@ -50,12 +50,12 @@ tq_status check_limits(const tq_plan &plan, const tq_append_params &p, tq_error 
 AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value)
 {
     const tq_side &from = is_value ? plan.value : plan.key;
-    const tq_transform &transform = is_value ? p.value : p.key;
-    const int64_t bytes = p.dtype == TQ_F32 ? 4 : 2;
+    const tq_transform &transform = is_value ? p.layer.value : p.layer.key;
+    const int64_t bytes = p.layer.dtype == TQ_F32 ? 4 : 2;
     AppendSide side = {};
     side.fresh = (const char *)(is_value ? p.v : p.k);
-    side.ring = (char *)(is_value ? p.window_v : p.window_k);
-    side.sinks = (char *)(is_value ? p.sink_v : p.sink_k);
+    side.ring = (char *)(is_value ? p.layer.window_v : p.layer.window_k);
+    side.sinks = (char *)(is_value ? p.layer.sink_v : p.layer.sink_k);
     side.stride_batch = bytes * (is_value ? p.v_stride_batch : p.k_stride_batch);
     side.stride_head = bytes * (is_value ? p.v_stride_head : p.k_stride_head);
     side.stride_token = bytes * (is_value ? p.v_stride_token : p.k_stride_token);
@@ -85,40 +85,40 @@ void fill_books(const tq_codebook *books, Books *to)
 tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *flag, AppendArgs *args, tq_error *error)
 {
     *args = {};
-    args->batch = p.batch;
+    args->batch = p.layer.batch;
     args->tokens = p.tokens;
-    args->kv_heads = p.kv_heads;
-    args->sinks = p.sinks;
-    args->window = p.window;
-    args->max_pages = p.max_pages;
-    args->dtype = p.dtype;
+    args->kv_heads = p.layer.kv_heads;
+    args->sinks = p.layer.sinks;
+    args->window = p.layer.window;
+    args->max_pages = p.layer.max_pages;
+    args->dtype = p.layer.dtype;
     args->head_dim = plan.head_dim;
     args->groups = plan.groups;
     args->tile_tokens = plan.tile_tokens;
     args->rotation = plan.rotation;
     args->scale = plan.scale;
     args->sides = plan.value.tile_bytes ? 2 : 1;
-    const int64_t capacity = (int64_t)p.sinks + p.window + (int64_t)p.max_pages * plan.page_tokens;
+    const int64_t capacity = (int64_t)p.layer.sinks + p.layer.window + (int64_t)p.layer.max_pages * plan.page_tokens;
     if (capacity > INT32_MAX / 2) // sums of positions and tiles are 32-bit; attend refuses more as well
-        return fail(error, TQ_E_VALUE, "max_pages", -1, p.max_pages, "fewer: positions are 32-bit");
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages, "fewer: positions are 32-bit");
     args->capacity = (int32_t)capacity;
     int power = 8;
     while (2 * power <= plan.head_dim) power *= 2;
     args->factor = (float)(1.0 / sqrt((double)power));
-    args->heads = divisor_of(p.kv_heads);
-    args->batches = divisor_of(p.batch);
-    args->window_slots = divisor_of(p.window);
+    args->heads = divisor_of(p.layer.kv_heads);
+    args->batches = divisor_of(p.layer.batch);
+    args->window_slots = divisor_of(p.layer.window);
     args->page_tokens = divisor_of(plan.page_tokens);
-    args->n_pages = p.n_pages;
+    args->n_pages = p.layer.n_pages;
     args->record_bytes = plan.record_bytes;
-    args->row_bytes = (int64_t)plan.head_dim * (p.dtype == TQ_F32 ? 4 : 2);
-    args->lengths = p.lengths;
-    args->block_table = p.block_table;
-    args->pages = p.pages;
+    args->row_bytes = (int64_t)plan.head_dim * (p.layer.dtype == TQ_F32 ? 4 : 2);
+    args->lengths = p.layer.lengths;
+    args->block_table = p.layer.block_table;
+    args->pages = p.layer.pages;
     args->flag = flag;
     args->side[0] = side_of(plan, p, false);
     args->side[1] = side_of(plan, p, true);
-    args->moments = key_moments_of(plan, &p.key);
+    args->moments = key_moments_of(plan, p.layer.key);
     args->signs = signs_of(plan);
     const Books &books = of_codebooks<Books>(plan, fill_books);
     for (int bits = 1; bits <= TQ_MAX_BITS; bits++) args->books[bits] = books.bits[bits];
@@ -136,8 +136,10 @@ bool rows_suit_tiles(const tq_append_params &p)
 {
     const int64_t strides =
         p.k_stride_batch | p.k_stride_head | p.k_stride_token | p.v_stride_batch | p.v_stride_head | p.v_stride_token;
-    const uintptr_t pointers = (uintptr_t)p.k | (uintptr_t)p.v | (uintptr_t)p.window_k | (uintptr_t)p.window_v;
-    return p.dtype != TQ_F32 && !p.key.steps && !p.value.steps && strides % 8 == 0 && pointers % 16 == 0;
+    const uintptr_t pointers =
+        (uintptr_t)p.k | (uintptr_t)p.v | (uintptr_t)p.layer.window_k | (uintptr_t)p.layer.window_v;
+    return p.layer.dtype != TQ_F32 && !p.layer.key.steps && !p.layer.value.steps && strides % 8 == 0 &&
+           pointers % 16 == 0;
 }
 
 /** Whether the kernels for many tokens have the plan's rotation, scale and widths. */
@@ -173,7 +175,7 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
     TQ_CUDA_TRY(tq_check_append(plan, params, error));
     const tq_append_params &p = *params;
     TQ_CUDA_TRY(check_limits(*plan, p, error));
-    if (!p.batch || !p.kv_heads || !p.tokens) return TQ_OK;
+    if (!p.layer.batch || !p.layer.kv_heads || !p.tokens) return TQ_OK;
     AppendArgs args;
     TQ_CUDA_TRY(make_args(*plan, p, flag, &args, error));
     const cudaStream_t stream = (cudaStream_t)stream_pointer;
@@ -195,7 +197,7 @@ tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_params *par
     TQ_CUDA_TRY(tq_check_append_sizes(plan, params, error));
     TQ_CUDA_TRY(check_limits(*plan, *params, error));
     if (!name) return fail(error, TQ_E_VALUE, "name", -1, 0, "a pointer, not NULL");
-    const bool any = params->batch && params->kv_heads && params->tokens;
+    const bool any = params->layer.batch && params->layer.kv_heads && params->tokens;
     snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s", any ? NAMES[(int)choose_kernel(*plan, *params)] : "");
     return TQ_OK;
 }

@@ -93,27 +93,28 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
     a.rotation_factor = (float)(1 / sqrt((double)plan.head_dim));
     a.plan_groups = plan.groups;
     a.fine = tq_tile_is_16(&plan);
-    int64_t capacity = (int64_t)p.sinks + p.window + (int64_t)a.p.max_pages * plan.page_tokens;
+    int64_t capacity = (int64_t)p.layer.sinks + p.layer.window + (int64_t)a.p.layer.max_pages * plan.page_tokens;
     if (capacity > INT32_MAX / 2)
-        return fail(error, TQ_E_VALUE, "max_pages", -1, p.max_pages, "fewer: positions are 32-bit");
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages, "fewer: positions are 32-bit");
     a.capacity = (int32_t)capacity;
     if (p.sliding_window >= capacity) a.p.sliding_window = 0; // position - window may overflow
     a.page_tokens = plan.page_tokens;
     a.rotation = plan.rotation;
     a.record_bytes = plan.record_bytes;
-    a.page_limit = p.n_pages <= INT32_MAX ? (uint32_t)p.n_pages : 1u << 31;
-    if (p.kv_heads * a.record_bytes > UINT32_MAX)
-        return fail(error, TQ_E_VALUE, "kv_heads", -1, p.kv_heads, "fewer: a page has 4 GiB at most");
-    if ((int64_t)p.batch * a.p.max_pages > UINT32_MAX)
-        return fail(error, TQ_E_VALUE, "max_pages", -1, p.max_pages, "fewer: a block table has 2^32 entries at most");
-    a.page_bytes = (uint32_t)(p.kv_heads * a.record_bytes);
-    a.group = p.kv_heads ? p.query_heads / p.kv_heads : 0;
+    a.page_limit = p.layer.n_pages <= INT32_MAX ? (uint32_t)p.layer.n_pages : 1u << 31;
+    if (p.layer.kv_heads * a.record_bytes > UINT32_MAX)
+        return fail(error, TQ_E_VALUE, "kv_heads", -1, p.layer.kv_heads, "fewer: a page has 4 GiB at most");
+    if ((int64_t)p.layer.batch * a.p.layer.max_pages > UINT32_MAX)
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages,
+                    "fewer: a block table has 2^32 entries at most");
+    a.page_bytes = (uint32_t)(p.layer.kv_heads * a.record_bytes);
+    a.group = p.layer.kv_heads ? p.query_heads / p.layer.kv_heads : 0;
     a.by_group = divisor_of(a.group);
-    a.by_window = divisor_of(p.window);
+    a.by_window = divisor_of(p.layer.window);
     int64_t rows = (int64_t)a.group * p.query_tokens;
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
     a.rows = (int32_t)rows;
-    if (!p.batch) a.rows = 0;
+    if (!p.layer.batch) a.rows = 0;
     copy_side(plan, plan.key, &a.key);
     copy_side(plan, plan.value, &a.value);
     a.signs = signs_of(plan);

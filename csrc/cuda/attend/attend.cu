@@ -74,20 +74,20 @@ tq_status look_at_device(Device *d, tq_error *error)
 /** Checks for CUDA alone: rows are read four numbers at a time. */
 tq_status check_alignment(const tq_attend_params *p, tq_error *error)
 {
-    int64_t bytes = p->dtype == TQ_F32 ? 4 : 2;
+    int64_t bytes = p->layer.dtype == TQ_F32 ? 4 : 2;
     const struct {
         const char *name;
         const void *at;
     } arrays[] = {{"q", p->q},
-                  {"sink_k", p->sink_k},
-                  {"sink_v", p->sink_v},
-                  {"window_k", p->window_k},
-                  {"window_v", p->window_v},
+                  {"sink_k", p->layer.sink_k},
+                  {"sink_v", p->layer.sink_v},
+                  {"window_k", p->layer.window_k},
+                  {"window_v", p->layer.window_v},
                   {"out", p->out},
                   {"fresh_k", p->fresh_k},
                   {"fresh_v", p->fresh_v}};
-    if ((uintptr_t)p->key.moments % 16)
-        return fail(error, TQ_E_VALUE, "key_moments", -1, (double)((uintptr_t)p->key.moments % 16),
+    if ((uintptr_t)p->layer.key.moments % 16)
+        return fail(error, TQ_E_VALUE, "key_moments", -1, (double)((uintptr_t)p->layer.key.moments % 16),
                     "aligned to 16 bytes on CUDA (got: bytes behind)");
     for (auto &x : arrays)
         if ((uintptr_t)x.at % (4 * bytes))
@@ -96,14 +96,14 @@ tq_status check_alignment(const tq_attend_params *p, tq_error *error)
     const struct {
         const char *name;
         int64_t stride, length; /* of a dimension; with one element the stride is ignored */
-    } strides[] = {{"q", p->q_stride_batch, p->batch},
+    } strides[] = {{"q", p->q_stride_batch, p->layer.batch},
                    {"q", p->q_stride_head, p->query_heads},
                    {"q", p->q_stride_token, p->query_tokens},
-                   {"fresh_k", p->fresh_k_stride_batch, p->batch},
-                   {"fresh_k", p->fresh_k_stride_head, p->kv_heads},
+                   {"fresh_k", p->fresh_k_stride_batch, p->layer.batch},
+                   {"fresh_k", p->fresh_k_stride_head, p->layer.kv_heads},
                    {"fresh_k", p->fresh_k_stride_token, p->query_tokens},
-                   {"fresh_v", p->fresh_v_stride_batch, p->batch},
-                   {"fresh_v", p->fresh_v_stride_head, p->kv_heads},
+                   {"fresh_v", p->fresh_v_stride_batch, p->layer.batch},
+                   {"fresh_v", p->fresh_v_stride_head, p->layer.kv_heads},
                    {"fresh_v", p->fresh_v_stride_token, p->query_tokens}};
     for (auto &x : strides)
         if (x.length > 1 && x.stride % 4)
@@ -233,12 +233,13 @@ tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, 
 {
     TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
-    if (params->batch && !params->lengths) return fail(error, TQ_E_VALUE, "lengths", -1, 0, "a pointer, not NULL");
+    if (params->layer.batch && !params->layer.lengths)
+        return fail(error, TQ_E_VALUE, "lengths", -1, 0, "a pointer, not NULL");
     if (!schedule || (uintptr_t)schedule % 16)
         return fail(error, TQ_E_VALUE, "schedule", -1, 0, "a 16-byte aligned pointer, not NULL");
     DeviceFacts device;
     TQ_CUDA_TRY(current_device(&device, error));
-    TQ_CUDA_TRY(check_schedule_rows(params->batch, rows, device, error));
+    TQ_CUDA_TRY(check_schedule_rows(params->layer.batch, rows, device, error));
     Launch l = {};
     if (tq_is_plain(plan)) {
         tq_attend_params p = *params;

@@ -32,7 +32,7 @@ inline int width_of(const tq_plan &plan)
 /** The most exact tokens of a sequence. */
 inline int64_t most_exact_tokens(const tq_attend_params &p)
 {
-    return p.window ? (int64_t)p.sinks + p.window + (p.query_tokens - 1) : p.sinks;
+    return p.layer.window ? (int64_t)p.layer.sinks + p.layer.window + (p.query_tokens - 1) : p.layer.sinks;
 }
 
 /** The layout of a unit in a stage, and the copies that fill it. */

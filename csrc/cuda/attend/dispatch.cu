@@ -58,7 +58,7 @@ bool holds(const Condition &c, const tq_plan &plan, const Device &device, const 
     if (is_fused(c.strategy) && device.line) return false;
     if (a.rows < (width_of(plan) ? c.first_rows : c.first_rows_any) || a.rows > c.last_rows) return false;
     if (a.groups < c.first_groups || a.groups > c.last_groups) return false;
-    if (c.whole_pages_of_16_bits && (plan.page_tokens != 4 * TQ_TILE || a.p.dtype == TQ_F32)) return false;
+    if (c.whole_pages_of_16_bits && (plan.page_tokens != 4 * TQ_TILE || a.p.layer.dtype == TQ_F32)) return false;
     return (c.dense || plan.rotation != TQ_ROTATION_DENSE) && (c.tile_16 || !tq_tile_is_16(&plan));
 }
 
@@ -73,7 +73,7 @@ bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
 {
     const AttendArgs &a = launch->args;
     const Rules &r = *device.rules;
-    const int64_t pages = (int64_t)a.p.batch * a.p.kv_heads * a.p.max_pages;
+    const int64_t pages = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.p.layer.max_pages;
     const bool pages_of_128 = plan.page_tokens == 4 * TQ_TILE;
     /* Whole pages pay off once every multiprocessor has some. */
     const bool whole = pages_of_128 && pages >= (int64_t)r.whole_from * device.processors;

@@ -23,11 +23,11 @@ struct ExactView {
 __device__ __forceinline__ ExactView view_exact(const AttendArgs &a, const Sequence &s)
 {
     Range first = seen(a, s, s.first_position), last = seen(a, s, s.length - 1);
-    ExactView v = {{first.lo, min(last.hi, min(a.p.sinks, s.length))}, {0, 0}};
-    if (!a.p.window) return v;
+    ExactView v = {{first.lo, min(last.hi, min(a.p.layer.sinks, s.length))}, {0, 0}};
+    if (!a.p.layer.window) return v;
     int32_t stored = a.p.fresh_k ? max(s.first_position, 0) : s.length; /* length that the ring belongs to */
-    v.recent = {max(max(first.lo, a.p.sinks), stored - a.p.window), last.hi};
-    if (a.p.causal) v.recent.lo = max(v.recent.lo, s.first_position - a.p.window + 1);
+    v.recent = {max(max(first.lo, a.p.layer.sinks), stored - a.p.layer.window), last.hi};
+    if (a.p.causal) v.recent.lo = max(v.recent.lo, s.first_position - a.p.layer.window + 1);
     return v;
 }
 
@@ -55,11 +55,11 @@ __device__ __forceinline__ ExactState exact_state(const AttendArgs &a)
 __device__ __forceinline__ ExactToken exact_token(const AttendArgs &a, const RowSet &s, const Sequence &seq,
                                                   const ExactView &view, int32_t i)
 {
-    int64_t head = (int64_t)s.b * a.p.kv_heads + s.h, at_k, at_v;
-    int32_t bytes = dtype_bytes(a.p.dtype), position = view.sinks.lo + i;
-    const void *k = a.p.sink_k, *v = a.p.sink_v;
+    int64_t head = (int64_t)s.b * a.p.layer.kv_heads + s.h, at_k, at_v;
+    int32_t bytes = dtype_bytes(a.p.layer.dtype), position = view.sinks.lo + i;
+    const void *k = a.p.layer.sink_k, *v = a.p.layer.sink_v;
     if (i < view.sinks.count()) {
-        at_k = at_v = (head * a.p.sinks + position) * a.head_dim;
+        at_k = at_v = (head * a.p.layer.sinks + position) * a.head_dim;
     } else {
         position = view.recent.lo + i - view.sinks.count();
         if (a.p.fresh_k && position >= seq.first_position) {
@@ -68,8 +68,8 @@ __device__ __forceinline__ ExactToken exact_token(const AttendArgs &a, const Row
             at_k = s.b * a.p.fresh_k_stride_batch + s.h * a.p.fresh_k_stride_head + token * a.p.fresh_k_stride_token;
             at_v = s.b * a.p.fresh_v_stride_batch + s.h * a.p.fresh_v_stride_head + token * a.p.fresh_v_stride_token;
         } else {
-            k = a.p.window_k, v = a.p.window_v;
-            at_k = at_v = (head * a.p.window + a.by_window.remainder(position)) * a.head_dim;
+            k = a.p.layer.window_k, v = a.p.layer.window_v;
+            at_k = at_v = (head * a.p.layer.window + a.by_window.remainder(position)) * a.head_dim;
         }
     }
     return {static_cast<const char *>(k) + at_k * bytes, static_cast<const char *>(v) + at_v * bytes, position, 0};
@@ -90,15 +90,15 @@ struct ExactSight {
         int32_t p = seq.first_position + token;
         visible = seen(a, seq, p);
         if (!real) visible.hi = visible.lo;
-        recent_lo = a.p.causal ? max(visible.lo, p - a.p.window + 1) : visible.lo;
+        recent_lo = a.p.causal ? max(visible.lo, p - a.p.layer.window + 1) : visible.lo;
     }
     /** The token's base-2 logit from its product with the query; -inf if the query does not see it. */
     __device__ __forceinline__ float logit(const AttendArgs &a, int32_t position, float dot) const
     {
         float x = dot * a.p.softmax_scale;
         if (a.p.softcap > 0) x = a.p.softcap * tanhf(x / a.p.softcap);
-        return position >= (position >= a.p.sinks ? recent_lo : visible.lo) && position < visible.hi ? x * LOG2_E
-                                                                                                     : -INFINITY;
+        return position >= (position >= a.p.layer.sinks ? recent_lo : visible.lo) && position < visible.hi ? x * LOG2_E
+                                                                                                           : -INFINITY;
     }
 };
 
@@ -129,10 +129,10 @@ __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &
         for (int g = 0; g < GROUPS; g++) {
             int c = TQ_TILE * g + 4 * piece;
             raw[g].raw = make_uint4(0, 0, 0, 0);
-            if (c < a.head_dim && at >= 0) raw[g] = load_quad(a.p.q, at + c, a.p.dtype);
+            if (c < a.head_dim && at >= 0) raw[g] = load_quad(a.p.q, at + c, a.p.layer.dtype);
         }
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++) q[g] = to_float4(raw[g], a.p.dtype);
+        for (int g = 0; g < GROUPS; g++) q[g] = to_float4(raw[g], a.p.layer.dtype);
         int32_t query_token, head;
         bool real = find_row(a, s, row, query_token, head);
         ExactSight sight(a, seq, query_token, real);
@@ -144,11 +144,11 @@ __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &
             for (int g = 0; g < GROUPS; g++) {
                 int c = TQ_TILE * g + 4 * piece;
                 k[g].raw = make_uint4(0, 0, 0, 0);
-                if (c < a.head_dim) k[g] = load_quad(token.k, c, a.p.dtype);
+                if (c < a.head_dim) k[g] = load_quad(token.k, c, a.p.layer.dtype);
             }
             float dot = 0;
 #pragma unroll
-            for (int g = 0; g < GROUPS; g++) dot = dot_quads(q[g], to_float4(k[g], a.p.dtype), dot);
+            for (int g = 0; g < GROUPS; g++) dot = dot_quads(q[g], to_float4(k[g], a.p.layer.dtype), dot);
 #pragma unroll
             for (int d = 1; d < 8; d *= 2) dot += __shfl_xor_sync(ALL_LANES, dot, d);
             if (piece) continue;
@@ -191,12 +191,13 @@ __device__ __forceinline__ void exact_values(const AttendArgs &a, int32_t n, con
         for (int first = way; first < n; first += AT_ONCE * ways) {
             Quad v[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) v[j] = load_quad(x.tokens[min(first + j * ways, n - 1)].v, c, a.p.dtype);
+            for (int j = 0; j < AT_ONCE; j++)
+                v[j] = load_quad(x.tokens[min(first + j * ways, n - 1)].v, c, a.p.layer.dtype);
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
                 if (first + j * ways >= n) break;
                 float weight = x.scores[row * EXACT_CHUNK + first + j * ways];
-                float4 y = to_float4(v[j], a.p.dtype);
+                float4 y = to_float4(v[j], a.p.layer.dtype);
                 o = make_float4(fmaf(weight, y.x, o.x), fmaf(weight, y.y, o.y), fmaf(weight, y.z, o.z),
                                 fmaf(weight, y.w, o.w));
             }
@@ -228,7 +229,7 @@ template <int GROUPS> __device__ __forceinline__ void attend_exact(const AttendA
         __syncthreads();
     }
     __syncthreads();
-    int64_t out = (((int64_t)s.b * a.p.kv_heads + s.h) * a.exact_parts + part) * a.row_tiles * a.tile_rows +
+    int64_t out = (((int64_t)s.b * a.p.layer.kv_heads + s.h) * a.exact_parts + part) * a.row_tiles * a.tile_rows +
                   s.row_tile * a.tile_rows + s.first;
     for (int i = threadIdx.x; i < a.prepare_rows; i += blockDim.x) a.exact_totals[out + i] = {x.max[i], x.sum[i], 0, 0};
     if (view.sinks.count() + view.recent.count() <= part * a.exact_tokens) return; /* sums with weight 0 are not read */

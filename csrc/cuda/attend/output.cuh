@@ -34,8 +34,8 @@ template <int GROUPS> struct ValueSteps {
 #pragma unroll
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
             int g = group_of(a, LaneRow<GROUPS>::channel(k, lane));
-            bool has = a.p.value.steps && g < a.plan_groups && a.value.bits[g];
-            step[k] = has ? a.p.value.steps[h * a.plan_groups + g] : 1.0f;
+            bool has = a.p.layer.value.steps && g < a.plan_groups && a.value.bits[g];
+            step[k] = has ? a.p.layer.value.steps[h * a.plan_groups + g] : 1.0f;
         }
     }
 };
@@ -86,7 +86,8 @@ struct Output {
     int64_t row; /* of out and lse; -1 for padding rows of the tile */
     const float *centre;
 
-    __device__ __forceinline__ Output(const AttendArgs &a, const RowSet &s, int i) : row(-1), centre(a.p.value.centre)
+    __device__ __forceinline__ Output(const AttendArgs &a, const RowSet &s, int i)
+        : row(-1), centre(a.p.layer.value.centre)
     {
         int32_t token, head;
         if (find_row(a, s, i, token, head)) row = ((int64_t)s.b * a.p.query_heads + head) * a.p.query_tokens + token;
@@ -120,7 +121,7 @@ struct Output {
             int c = x.channel(k, lane);
             if (c >= a.head_dim) continue;
             float4 y = m.sum > 0 ? x.quad[k] : make_float4(0, 0, 0, 0);
-            store_quad(a.p.out, row * a.head_dim + c, a.p.dtype,
+            store_quad(a.p.out, row * a.head_dim + c, a.p.layer.dtype,
                        make_float4(y.x * inverse, y.y * inverse, y.z * inverse, y.w * inverse));
         }
         if (a.p.lse && lane == 0) a.p.lse[row] = m.sum > 0 ? (m.max + __log2f(m.sum)) * LN_2 : -INFINITY;

@@ -16,8 +16,8 @@ struct RowSet {
 
 __device__ __forceinline__ RowSet find_rows(const AttendArgs &a, int32_t block, int32_t n)
 {
-    int32_t sets = a.tile_rows / n, segment = block / sets, b = segment / (a.p.kv_heads * a.row_tiles),
-            in = segment - b * a.p.kv_heads * a.row_tiles;
+    int32_t sets = a.tile_rows / n, segment = block / sets, b = segment / (a.p.layer.kv_heads * a.row_tiles),
+            in = segment - b * a.p.layer.kv_heads * a.row_tiles;
     return {b, in / a.row_tiles, in % a.row_tiles, segment, (block - segment * sets) * n, n};
 }
 
@@ -199,7 +199,7 @@ template <int GROUPS> struct QueryLoad {
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
             int c = LaneRow<GROUPS>::channel(k, lane);
             raw[k].raw = make_uint4(0, 0, 0, 0);
-            if (at >= 0 && c < a.head_dim) raw[k] = load_quad(a.p.q, at + c, a.p.dtype);
+            if (at >= 0 && c < a.head_dim) raw[k] = load_quad(a.p.q, at + c, a.p.layer.dtype);
         }
     }
 };
@@ -211,8 +211,8 @@ __device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
 #pragma unroll
-    for (int k = 0; k < QUADS; k++) row.quad[k] = to_float4_once(load.raw[k], a.p.dtype);
-    const float *centre = a.p.key.centre;
+    for (int k = 0; k < QUADS; k++) row.quad[k] = to_float4_once(load.raw[k], a.p.layer.dtype);
+    const float *centre = a.p.layer.key.centre;
     if (!centre) return 0;
     centre += (int64_t)s.h * a.head_dim;
     float dot = 0;
@@ -407,7 +407,7 @@ template <int GROUPS> struct QueryScale {
 #pragma unroll
         for (int k = 0; k < QUADS; k++) {
             int g = group_of(a, LaneRow<GROUPS>::channel(k, lane));
-            if (a.p.key.steps && factor[k] != 0) step[k] = a.p.key.steps[(int64_t)h * a.plan_groups + g];
+            if (a.p.layer.key.steps && factor[k] != 0) step[k] = a.p.layer.key.steps[(int64_t)h * a.plan_groups + g];
         }
     }
 };
@@ -501,7 +501,7 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
             row.store(shared_row(a, i), TQ_TILE * a.groups, lane);
             biases[i] = bias;
         }
-        rotate_dense(a, s.n, a.p.key.rotation + s.h * a.p.key.rotation_stride_head, false);
+        rotate_dense(a, s.n, a.p.layer.key.rotation + s.h * a.p.layer.key.rotation_stride_head, false);
     }
 #pragma unroll 1
     for (int i = warp; i < s.n; i += warps) {

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(32 * SCHEDULE_WARPS)
         return;
     }
     int2 *sequences = const_cast<int2 *>(scheduled_sequences(a, schedule));
-    for (int32_t b = thread; b < a.p.batch; b += gridDim.x * blockDim.x) {
+    for (int32_t b = thread; b < a.p.layer.batch; b += gridDim.x * blockDim.x) {
         const Sequence s = load_sequence(a, b);
         sequences[b] = make_int2(s.length, s.start);
     }

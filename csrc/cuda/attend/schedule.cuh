@@ -50,7 +50,7 @@ __device__ __forceinline__ Sequence make_sequence(const AttendArgs &a, int32_t l
 
 __device__ __forceinline__ Sequence load_sequence(const AttendArgs &a, int32_t b)
 {
-    int32_t length = a.p.lengths[b], start = a.p.starts ? a.p.starts[b] : 0;
+    int32_t length = a.p.layer.lengths[b], start = a.p.starts ? a.p.starts[b] : 0;
     if (a.schedule) {
         int4 head = __ldcg(a.schedule);
         int2 then = __ldcg(scheduled_sequences(a, a.schedule) + b);
@@ -71,7 +71,7 @@ __device__ __forceinline__ Range seen(const AttendArgs &a, const Sequence &s, in
 __device__ __forceinline__ Range seen_packed(const AttendArgs &a, const Sequence &s, int32_t p)
 {
     Range r = seen(a, s, p);
-    return {max(r.lo - a.p.sinks, 0), r.hi - a.p.window - a.p.sinks};
+    return {max(r.lo - a.p.layer.sinks, 0), r.hi - a.p.layer.window - a.p.layer.sinks};
 }
 
 /** The unit of a packed token, if all units have the same size. */
@@ -101,7 +101,7 @@ struct PackedView {
 __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Sequence &s)
 {
     if (a.sees_all) { /* as below, with a fifth of the instructions, which delay a block's first page */
-        int32_t end = s.length - a.p.window - a.p.sinks;
+        int32_t end = s.length - a.p.layer.window - a.p.layer.sinks;
         return {{0, end > 0 ? equal_unit_of(a, end - 1) + 1 : 0}, {0, a.p.causal ? end - (a.p.query_tokens - 1) : end}};
     }
     Range first = seen_packed(a, s, s.first_position), last = seen_packed(a, s, s.length - 1);
@@ -168,7 +168,7 @@ struct Cursor {
     __device__ __forceinline__ Cursor(const AttendArgs &a, int32_t piece_, int32_t teams, int lane)
         : line(1, 1), piece(piece_), b(0), sequence_at(0)
     {
-        int32_t per_unit = a.p.kv_heads * a.row_tiles, total = 0, upto = 0;
+        int32_t per_unit = a.p.layer.kv_heads * a.row_tiles, total = 0, upto = 0;
         bool scheduled = false;
         int4 mine = {};
         if (a.schedule) {
@@ -180,7 +180,7 @@ struct Cursor {
         if (!scheduled) {
             total = 0;
 #pragma unroll 1
-            for (int32_t first = 0; first < a.p.batch; first += 32)
+            for (int32_t first = 0; first < a.p.layer.batch; first += 32)
                 total += scan_lengths(a, first, per_unit, lane, upto);
         }
         line = Line(total, teams);
@@ -195,13 +195,13 @@ struct Cursor {
 #pragma unroll 1
         for (int32_t first = 0;; first += 32) {
             int32_t all = total;
-            if (a.p.batch > 32)
+            if (a.p.layer.batch > 32)
                 all = scan_lengths(a, first, per_unit, lane, upto); /* otherwise the lanes still have it */
             if (sequence_at + all <= at) {
                 sequence_at += all;
                 continue;
             }
-            int n = __popc(__ballot_sync(ALL_LANES, first + lane < a.p.batch &&
+            int n = __popc(__ballot_sync(ALL_LANES, first + lane < a.p.layer.batch &&
                                                         sequence_at + upto <= at)); /* sequences before `at` */
             int32_t before = __shfl_sync(ALL_LANES, upto, max(n - 1, 0));
             sequence_at += n ? before : 0;
@@ -215,13 +215,13 @@ struct Cursor {
     static __device__ __forceinline__ int32_t scan_lengths(const AttendArgs &a, int32_t first, int32_t per_unit,
                                                            int lane, int32_t &upto)
     {
-        upto = first + lane < a.p.batch ? view_packed(a, load_sequence(a, first + lane)).length() * per_unit : 0;
+        upto = first + lane < a.p.layer.batch ? view_packed(a, load_sequence(a, first + lane)).length() * per_unit : 0;
 #pragma unroll 1
-        for (int k = 1; k < 32 && k < a.p.batch; k *= 2) {
+        for (int k = 1; k < 32 && k < a.p.layer.batch; k *= 2) {
             int32_t before = __shfl_up_sync(ALL_LANES, upto, k);
             if (lane >= k) upto += before;
         }
-        return __shfl_sync(ALL_LANES, upto, min(31, a.p.batch - 1));
+        return __shfl_sync(ALL_LANES, upto, min(31, a.p.layer.batch - 1));
     }
 
     /** The part of the next segment. With `tell`, the team with a segment's first unit tells combine which pieces share
@@ -230,7 +230,7 @@ struct Cursor {
     {
         Segment s = {};
         if (at >= end) return s;
-        int32_t length = view.length(), per_sequence = a.p.kv_heads * a.row_tiles, offset = at - sequence_at;
+        int32_t length = view.length(), per_sequence = a.p.layer.kv_heads * a.row_tiles, offset = at - sequence_at;
         int32_t k = divide(offset, length), unit = offset - k * length, segment_at = at - unit,
                 stop = min(end, segment_at + length);
         s = {b,

@@ -27,7 +27,7 @@ namespace tq
 
 __device__ __forceinline__ KeyMoments key_moments(const AttendArgs &a)
 {
-    return {a.p.key.turns, a.p.key.moments, a.wave.pairs, a.wave.metric, a.wave.numbers, a.head_dim};
+    return {a.p.layer.key.turns, a.p.layer.key.moments, a.wave.pairs, a.wave.metric, a.wave.numbers, a.head_dim};
 }
 
 /** Whether there is a wave, in a kernel that supports it. */
@@ -206,7 +206,7 @@ template <int PAIRS> struct LaneIncrements {
     {
 #pragma unroll
         for (int k = 0; k < PAIRS; k++)
-            of[k] = lane + 32 * k < a.wave.pairs ? a.p.key.turns[3 * (lane + 32 * k) + 2] : 0;
+            of[k] = lane + 32 * k < a.wave.pairs ? a.p.layer.key.turns[3 * (lane + 32 * k) + 2] : 0;
     }
     /** The increment of pair i, in every lane; by a whole warp. */
     __device__ __forceinline__ int32_t operator[](int i) const
@@ -321,8 +321,8 @@ template <int TILES> struct WaveSums {
 __device__ __forceinline__ void turn_to_middle(const AttendArgs &a, const WaveSpace &space, int32_t first, int tokens,
                                                int lane)
 {
-    const uint32_t next = a.p.sinks + first + tokens / 2; /* half a position behind the middle */
-    __syncwarp();                                         /* all lanes have read the last unit's turns */
+    const uint32_t next = a.p.layer.sinks + first + tokens / 2; /* half a position behind the middle */
+    __syncwarp();                                               /* all lanes have read the last unit's turns */
 #pragma unroll 2
     for (int i = lane; i < WAVE_STEP * a.wave.steps; i += 32) {
         const int32_t increment = space.increments[i];

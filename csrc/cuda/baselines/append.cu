@@ -175,7 +175,7 @@ tq_status launch_append_blocks(const AppendArgs &args, const tq_plan &plan, cons
 {
     const AppendBlocksArgs blocks = {
         args,
-        {block_side_of(plan, false, &params.key), block_side_of(plan, true, &params.value)},
+        {block_side_of(plan, false, params.layer.key), block_side_of(plan, true, params.layer.value)},
         one_block ? 1 : (int)append_tiles(args)};
     return launch(append_blocks, (int64_t)args.sides * args.batch * args.kv_heads * blocks.blocks, 32 * WARPS,
                   shared_bytes(plan), stream, error, blocks);

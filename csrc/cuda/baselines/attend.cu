@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(SET_THREADS) prepare_kernel(const __grid_const
     for (int c = lane; c < width; c += 32) rows[row * width + c] = 0.0f;
     __syncwarp();
     for (int c = lane; c < a.head_dim; c += 32) {
-        to[c] = at < 0 ? 0.0f : load_number(a.p.q, at + c, a.p.dtype);
+        to[c] = at < 0 ? 0.0f : load_number(a.p.q, at + c, a.p.layer.dtype);
         if (centre) bias += to[c] * centre[c];
     }
     bias = warp_sum(bias);
@@ -164,7 +164,7 @@ __device__ __forceinline__ SetView view_of(const AttendArgs &a, const RowSet &s,
     v.exact = view_exact(a, seq); // of all rows of the sequence
     v.exact.sinks = {max(v.exact.sinks.lo, lo), min(v.exact.sinks.hi, hi)};
     v.exact.recent = {max(v.exact.recent.lo, lo), min(v.exact.recent.hi, hi)};
-    if (a.p.causal) v.exact.recent.lo = max(v.exact.recent.lo, rows.lo - a.p.window + 1);
+    if (a.p.causal) v.exact.recent.lo = max(v.exact.recent.lo, rows.lo - a.p.layer.window + 1);
     v.packed_tiles = v.packed.count() ? (v.packed.hi - 1) / TQ_TILE - v.packed.lo / TQ_TILE + 1 : 0;
     v.exact_tokens = v.exact.sinks.count() + v.exact.recent.count();
     v.tiles = v.packed_tiles + (v.exact_tokens + TQ_TILE - 1) / TQ_TILE;
@@ -185,7 +185,7 @@ struct RowView {
         const int32_t p = seq.first_position + token;
         packed = seen_packed(a, seq, p), seen = tq::seen(a, seq, p);
         if (!real) packed.hi = packed.lo, seen.hi = seen.lo;
-        recent_lo = a.p.causal ? max(seen.lo, p - a.p.window + 1) : seen.lo;
+        recent_lo = a.p.causal ? max(seen.lo, p - a.p.layer.window + 1) : seen.lo;
         bias = args.biases[s.segment * SET_ROWS + row];
     }
     __device__ __forceinline__ bool sees_packed(int32_t index) const { return index >= packed.lo && index < packed.hi; }
@@ -314,7 +314,7 @@ __device__ __forceinline__ void attend_packed(const AttendBlocksArgs &args, cons
     __syncthreads();
     float x = product(shared.tile, stride, shared.projected, args.key_width);
     if (args.moments.pairs)
-        x += wave_product(args.moments, shared.waves, a.p.sinks + first + (int)threadIdx.x / PIECES);
+        x += wave_product(args.moments, shared.waves, a.p.layer.sinks + first + (int)threadIdx.x / PIECES);
     put_score(a, shared, (x + row.bias) * a.p.softmax_scale, row.sees_packed(first + (int)threadIdx.x / PIECES));
     __syncthreads();
     softmax(shared, totals, true);
@@ -335,8 +335,8 @@ __device__ __forceinline__ void load_exact(const AttendArgs &a, const AttendShar
         const int token = i / quads, c = 4 * (i % quads);
         float4 x = make_float4(0, 0, 0, 0);
         if (token < n && c < a.head_dim)
-            x = to_float4(load_quad(is_value ? shared.tokens[token].v : shared.tokens[token].k, c, a.p.dtype),
-                          a.p.dtype);
+            x = to_float4(load_quad(is_value ? shared.tokens[token].v : shared.tokens[token].k, c, a.p.layer.dtype),
+                          a.p.layer.dtype);
         *reinterpret_cast<float4 *>(shared.tile + token * stride + c) = x;
     }
 }
@@ -354,7 +354,7 @@ __device__ __forceinline__ void attend_exact_tile(const AttendArgs &a, const Row
     __syncthreads();
     const float x = product(shared.tile, width + KEY_PAD, shared.queries, width);
     put_score(a, shared, x * a.p.softmax_scale,
-              token < n && row.sees_exact(shared.tokens[min(token, n - 1)].position, a.p.sinks));
+              token < n && row.sees_exact(shared.tokens[min(token, n - 1)].position, a.p.layer.sinks));
     __syncthreads();
     softmax(shared, totals, false);
     load_exact(a, shared, n, true, width + VALUE_PAD);
@@ -400,7 +400,8 @@ __global__ void __launch_bounds__(SET_THREADS) attend_kernel(const __grid_consta
         shared.waves[i] = waves_of(args, s.segment)[i];
     for (int i = threadIdx.x; i < SET_ROWS * width; i += SET_THREADS) {
         const int64_t at = query_at(a, s, i / width);
-        shared.queries[i] = at >= 0 && i % width < a.head_dim ? load_number(a.p.q, at + i % width, a.p.dtype) : 0.0f;
+        shared.queries[i] =
+            at >= 0 && i % width < a.head_dim ? load_number(a.p.q, at + i % width, a.p.layer.dtype) : 0.0f;
     }
     for (int side = 0; side < 2; side++) load_levels(args.plan, args.plan.side[side], s.h, shared.levels[side]);
     __syncthreads();
@@ -473,7 +474,7 @@ __global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_const
         if (c >= a.head_dim) continue;
         const float x =
             restored.result[row * restored.stride + c] + exact[k] + (centre ? centre[c] * totals.rounded_sum : 0.0f);
-        store_number(a.p.out, at * a.head_dim + c, a.p.dtype, nothing ? 0.0f : x * inverse);
+        store_number(a.p.out, at * a.head_dim + c, a.p.layer.dtype, nothing ? 0.0f : x * inverse);
     }
     if (a.p.lse && lane == 0) a.p.lse[at] = nothing ? -INFINITY : (totals.max + log2f(totals.sum)) * LN_2;
 }
@@ -490,7 +491,7 @@ tq_status count_splits(AttendBlocksArgs *args, int64_t sets, tq_error *error)
                   wanted = (4 * (int64_t)device.processors + sets - 1) / sets;
     int64_t splits = wanted < tiles / LEAST_TILES ? wanted : tiles / LEAST_TILES;
     if (splits > MOST_SPLITS) splits = MOST_SPLITS;
-    args->splits = splits < 1 || !p.batch ? 1 : (int32_t)splits;
+    args->splits = splits < 1 || !p.layer.batch ? 1 : (int32_t)splits;
     return TQ_OK;
 }
 
@@ -505,29 +506,29 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     a.head_dim = plan.head_dim;
     a.groups = plan.groups;
     a.page_tokens = plan.page_tokens;
-    a.group = p.kv_heads ? p.query_heads / p.kv_heads : 0;
+    a.group = p.layer.kv_heads ? p.query_heads / p.layer.kv_heads : 0;
     a.by_group = divisor_of(a.group);
-    a.by_window = divisor_of(p.window);
-    const int64_t capacity = (int64_t)p.sinks + p.window + (int64_t)a.p.max_pages * plan.page_tokens,
+    a.by_window = divisor_of(p.layer.window);
+    const int64_t capacity = (int64_t)p.layer.sinks + p.layer.window + (int64_t)a.p.layer.max_pages * plan.page_tokens,
                   rows = (int64_t)a.group * p.query_tokens;
     if (capacity > INT32_MAX / 2)
-        return fail(error, TQ_E_VALUE, "max_pages", -1, p.max_pages, "fewer: positions are 32-bit");
+        return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages, "fewer: positions are 32-bit");
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
     a.capacity = (int32_t)capacity;
     if (p.sliding_window >= capacity) a.p.sliding_window = 0; // as in attend/attend.cu
     a.rows = (int32_t)rows;
     a.tile_rows = SET_ROWS;
     a.row_tiles = (a.rows + SET_ROWS - 1) / SET_ROWS;
-    if (!p.batch || !rows) return TQ_OK;
-    *sets = (int64_t)p.batch * p.kv_heads * a.row_tiles;
-    block_plan_of(plan, &p.key, &p.value, {p.pages, p.block_table, p.n_pages, p.kv_heads, a.p.max_pages}, &args->plan);
+    if (!p.layer.batch || !rows) return TQ_OK;
+    *sets = (int64_t)p.layer.batch * p.layer.kv_heads * a.row_tiles;
+    block_plan_of(plan, a.p.layer, &args->plan);
     TQ_CUDA_TRY(count_splits(args, *sets, error));
     if (*sets * args->splits > INT32_MAX) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
     args->key_width = TQ_TILE * plan.key.tiles;
     args->value_width = TQ_TILE * plan.value.tiles;
     args->part_floats = 4 + args->value_width + (plan.head_dim + 3) / 4 * 4;
     const int64_t set_rows = *sets * SET_ROWS, queries = set_rows * args->key_width, biases = (set_rows + 63) / 64 * 64;
-    args->moments = key_moments_of(plan, &p.key);
+    args->moments = key_moments_of(plan, p.layer.key);
     const int64_t waves =
         2 * set_rows * args->moments.pairs; // a multiple of 64 floats as well: rows and pairs are of 8
     args->queries = reinterpret_cast<float *>(base);

@@ -50,7 +50,7 @@ struct BlockPlan {
     LevelsByCode codebooks;
 };
 
-inline BlockSide block_side_of(const tq_plan &plan, bool is_value, const tq_transform *transform)
+inline BlockSide block_side_of(const tq_plan &plan, bool is_value, const tq_transform &transform)
 {
     const tq_side &from = is_value ? plan.value : plan.key;
     BlockSide side = {};
@@ -71,22 +71,21 @@ inline BlockSide block_side_of(const tq_plan &plan, bool is_value, const tq_tran
     }
     for (int group = 1; group < plan.groups; group++)
         side.block[group] = (uint8_t)(side.block[group - 1] + from.begins[group]);
-    if (transform) side.transform = *transform;
+    side.transform = transform;
     return side;
 }
 
-inline void block_plan_of(const tq_plan &plan, const tq_transform *key, const tq_transform *value,
-                          const PackedPages &packed, BlockPlan *to)
+inline void block_plan_of(const tq_plan &plan, const tq_layer &layer, BlockPlan *to)
 {
     *to = {};
     to->head_dim = plan.head_dim;
     to->groups = plan.groups;
     to->page_tokens = plan.page_tokens;
     to->record_bytes = plan.record_bytes;
-    to->packed = packed;
+    to->packed = {layer.pages, layer.block_table, layer.n_pages, layer.kv_heads, layer.max_pages};
     to->signs = signs_of(plan);
-    to->side[0] = block_side_of(plan, false, key);
-    to->side[1] = block_side_of(plan, true, value);
+    to->side[0] = block_side_of(plan, false, layer.key);
+    to->side[1] = block_side_of(plan, true, layer.value);
     to->codebooks = of_codebooks<LevelsByCode>(plan, fill_levels_by_code);
 }
 
@@ -95,9 +94,8 @@ inline void block_plan_of(const tq_plan &plan, const tq_transform *key, const tq
 tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
 tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
                         cudaStream_t stream, tq_error *error);
-tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &args, const KeyMoments &moments, int32_t batch,
-                            const int32_t *lengths, int32_t max_tokens, int32_t sinks, float *k, float *v,
-                            cudaStream_t stream, tq_error *error);
+tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, const tq_layer &layer, int32_t max_tokens,
+                            float *k, float *v, cudaStream_t stream, tq_error *error);
 
 // ---- what comes with each call ----
 

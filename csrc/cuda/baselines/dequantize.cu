@@ -58,19 +58,19 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
 
 } // namespace
 
-tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, const KeyMoments &moments, int32_t batch,
-                            const int32_t *lengths, int32_t max_tokens, int32_t sinks, float *k, float *v,
-                            cudaStream_t stream, tq_error *error)
+tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, const tq_layer &layer, int32_t max_tokens,
+                            float *k, float *v, cudaStream_t stream, tq_error *error)
 {
     const int32_t parts = (max_tokens - 1) / TOKENS + 1;
-    DequantizeBlocksArgs args = {blocks, moments, lengths, batch, max_tokens, sinks, parts, {k, v}};
+    DequantizeBlocksArgs args = {
+        blocks, key_moments_of(plan, layer.key), layer.lengths, layer.batch, max_tokens, layer.sinks, parts, {k, v}};
     size_t shared_bytes = 0;
     for (const tq_side *side : {&plan.key, &plan.value}) {
         const size_t rows = sizeof(float) * (LEVEL_TABLE + TQ_TILE * ((size_t)TQ_TILE * side->tiles + 16)),
                      bytes = rows + matrix_bytes(*side, plan.head_dim, WARPS);
         if (bytes > shared_bytes) shared_bytes = bytes;
     }
-    return launch(dequantize_blocks_kernel, (int64_t)(v ? 2 : 1) * batch * blocks.packed.kv_heads * args.parts,
+    return launch(dequantize_blocks_kernel, (int64_t)(v ? 2 : 1) * layer.batch * layer.kv_heads * args.parts,
                   32 * WARPS, shared_bytes, stream, error, args);
 }
 

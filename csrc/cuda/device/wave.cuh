@@ -73,11 +73,10 @@ struct KeyMoments {
     }
 };
 
-/** key: NULL: without moments. */
-inline KeyMoments key_moments_of(const tq_plan &plan, const tq_transform *key)
+inline KeyMoments key_moments_of(const tq_plan &plan, const tq_transform &key)
 {
-    if (!tq_has_moments(&plan) || !key) return {};
-    return {key->turns, key->moments, plan.wave_pairs, plan.metric, plan.moments, plan.head_dim};
+    if (!tq_has_moments(&plan)) return {};
+    return {key.turns, key.moments, plan.wave_pairs, plan.metric, plan.moments, plan.head_dim};
 }
 
 // ---- a row in the registers of a warp: lane l has channels l, l + 32, .. ----

@@ -104,7 +104,7 @@ Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t
     const Rules &r = *device.rules;
     int64_t half_pages = rounds * kernel.tiles * kernel.run / 2;
     if ((kernel.blocks == 1 ? rounds : half_pages) <= FEW_UNITS) return Verdict::YES;
-    if (a.p.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
+    if (a.p.layer.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
         return Verdict::NO; /* one long sequence would keep all waiting */
     /* With exact tokens even fewer blocks are often faster than SPLIT, which has a kernel more for them: measured with four rows of 128 channels. */
     const bool may_be_fewer =
@@ -148,7 +148,7 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
         const int first = most / at_once < FUSED_WARPS ? most / at_once : FUSED_WARPS;
         for (f.warps = first; f.warps >= 2; f.warps--) {
             f.teams = f.warps;
-            int64_t units = (int64_t)a.p.max_pages * a.page_units / kernel.run,
+            int64_t units = (int64_t)a.p.layer.max_pages * a.page_units / kernel.run,
                     rounds = share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &f);
             /* More warps make a block's start and end shorter: all there can be if no more than busy_warps of them have a unit, or
              * if that saves a large cluster a round, or any cluster the kernel behind; otherwise no more than are good for reading. */
@@ -195,11 +195,11 @@ int64_t cut_tiles(const tq_plan &plan, const Device &device, int rows, Launch *l
     if (!l->kernel.kernel) return 0;
     a.tile_rows = a.team_rows = l->kernel.team_rows;
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
-    l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
+    l->segments = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.row_tiles;
     lay_out_stage(&plan, l->kernel.tiles, &a);
     for (f.teams = l->kernel.max_threads / (32 * TEAM_OF_MANY_ROWS); f.teams > 2; f.teams--) {
         f.warps = TEAM_OF_MANY_ROWS * f.teams;
-        int64_t rounds = share_segments(l->segments, a.p.max_pages, device.processors, device, &f);
+        int64_t rounds = share_segments(l->segments, a.p.layer.max_pages, device.processors, device, &f);
         l->shared_bytes = fit_fused(l->kernel, INT32_MAX, false, &a);
         if (l->shared_bytes > device.shared_bytes_per_block) continue;
         l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
@@ -216,7 +216,7 @@ bool start_fused(Launch *launch)
     a.tile_rows = a.rows <= 4 ? 4 : a.rows <= 8 ? 8 : 16;
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
     a.exact_parts = most_exact_tokens(a.p) > 0;
-    launch->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
+    launch->segments = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.row_tiles;
     return launch->segments < 1 << 22;
 }
 
@@ -240,7 +240,7 @@ bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *laun
     if (!pages || turns > r.most_turns || (!bits && a.tile_rows == 16 && pages > r.most_pages_any_16_rows))
         return false;
     if (pages > 2 * turns) {
-        if (a.p.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
+        if (a.p.layer.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
             return false; /* one long sequence would keep all waiting */
         if (!keeps_busy(l.segments * a.fused.sharing, device.processors, r)) return false;
     }
@@ -264,7 +264,7 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
     const bool many = segments > 2 * device.processors;
     if (plan.page_tokens > 2 * TQ_TILE &&
         (only_wholes || (many ? row_blocks > 1 || a.groups < 4 || (!uniform_bits(&plan) && !by_half)
-                              : segments * a.p.max_pages >= 2 * device.processors)))
+                              : segments * a.p.layer.max_pages >= 2 * device.processors)))
         by_page = cut_units(plan, device, 4, &wholes);
     /* Where segments are few, pages of two units must cost less than half pages, not only as much: that took up to 11 % less at batches of
      * 1 and 4. */

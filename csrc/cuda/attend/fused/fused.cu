@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
     RowPart *of_lanes = reinterpret_cast<RowPart *>(memory);
     let_next_start();
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, segment = blockIdx.x / a.rows,
-        row = blockIdx.x - segment * a.rows, n = a.fused.sharing, b = segment / a.p.kv_heads;
-    RowSet s = {b, segment - b * a.p.kv_heads, 0, segment, 0, a.rows};
+        row = blockIdx.x - segment * a.rows, n = a.fused.sharing, b = segment / a.p.layer.kv_heads;
+    RowSet s = {b, segment - b * a.p.layer.kv_heads, 0, segment, 0, a.rows};
     Output output(a, s, row);
     ValueScale<4> scale(a, lane);
     uint32_t flip = lane_signs<4>(a, lane);

@@ -130,8 +130,8 @@ struct ExactTokens {
         ExactToken token = exact_token(a, s, seq, view, next);
         position = token.position;
         if (4 * lane >= a.head_dim) return;
-        k = load_quad(token.k, 4 * lane, a.p.dtype);
-        v = load_quad(token.v, 4 * lane, a.p.dtype);
+        k = load_quad(token.k, 4 * lane, a.p.layer.dtype);
+        v = load_quad(token.v, 4 * lane, a.p.layer.dtype);
     }
 };
 
@@ -194,10 +194,10 @@ __device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const 
 #pragma unroll
         for (int r = 0; r < ROWS; r++) raw[r] = QueryLoad<4>(a, __shfl_sync(ALL_LANES, at, LANES * r), lane).raw[0];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) q[r] = to_float4(raw[r], a.p.dtype), o[r] = make_float4(0, 0, 0, 0);
+        for (int r = 0; r < ROWS; r++) q[r] = to_float4(raw[r], a.p.layer.dtype), o[r] = make_float4(0, 0, 0, 0);
 #pragma unroll 1
         do {
-            float4 key = to_float4(tokens.k, a.p.dtype), value = to_float4(tokens.v, a.p.dtype);
+            float4 key = to_float4(tokens.k, a.p.layer.dtype), value = to_float4(tokens.v, a.p.layer.dtype);
             int32_t position = tokens.position;
             tokens.step_on(a, s, seq, lane);
             float dot[ROWS];
@@ -462,7 +462,7 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
                                                           int lane)
 {
     int sharing = a.fused.sharing, segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing,
-        b = divide(segment, a.p.kv_heads), h = segment - b * a.p.kv_heads;
+        b = divide(segment, a.p.layer.kv_heads), h = segment - b * a.p.layer.kv_heads;
     int turn = rank + team * sharing; /* of the segment's teams */
     RowSet set = {b, h, 0, segment, 0, a.rows};
     if (V::ROWS >= 16) set.row_tile = blockIdx.y, set.n = min(a.rows - set.row_tile * space.ROWS, space.ROWS);
@@ -476,7 +476,8 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     }
     let_next_start();
     /* Everything that does not depend on the results of the previous kernel. */
-    UnitPlace guess(a, min(V::RUN * turn, a.p.max_pages * a.page_units - 1), b, h); /* the first, if none is skipped */
+    UnitPlace guess(a, min(V::RUN * turn, a.p.layer.max_pages * a.page_units - 1), b,
+                    h); /* the first, if none is skipped */
     uint32_t flip = lane_signs<4>(a, lane), entry = guess.entry(a);
     QueryScale<4> scale(a, lane);
     int64_t query = query_at(a, set, first_row_of_warp(a, warp));
@@ -497,7 +498,7 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
         if (has_wave<V>(a)) increments = LaneIncrements<2>(a, lane);
     }
     scale.load_steps(a, h, lane);
-    int32_t page = a.p.max_pages ? a.p.block_table[entry] : 0;
+    int32_t page = a.p.layer.max_pages ? a.p.layer.block_table[entry] : 0;
     Sequence seq = load_sequence(a, b);
     /* The first warps come first, because they have the fewest rows to prepare. These loads are issued before those of
      * the pages, which would delay them: with a window of 128, 8,192 tokens at batch 1 took 17 % longer. */

@@ -47,7 +47,7 @@ tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_err
         a.tile_rows = 4 * l->kernel.blocks * a.team_warps;
     }
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
-    l->segments = (int64_t)a.p.batch * a.p.kv_heads * a.row_tiles;
+    l->segments = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.row_tiles;
     /* Measured: more stages cost up to 5 % where they are whole pages, and up to 9 % where twelve warps hide what one waits for. */
     int most_stages = a.team_rows ? 2 : l->kernel.tiles == 4 || a.teams * a.team_warps >= 12 ? 1 : 3;
     if (a.stages > most_stages) a.stages = most_stages;
@@ -56,9 +56,9 @@ tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_err
     a.at_barriers = a.at_teams + a.teams * team_bytes(*l);
     l->threads = 32 * a.teams * a.team_warps;
     l->shared_bytes = lay_out_wave(l->kernel, l->threads / 32, 0, a.at_barriers + a.teams * a.stages * 32, &a);
-    int64_t units = l->segments * ((int64_t)a.p.max_pages * a.page_units + 1);
+    int64_t units = l->segments * ((int64_t)a.p.layer.max_pages * a.page_units + 1);
     if (units > INT32_MAX)
-        return fail(error, TQ_E_VALUE, "max_pages", -1, a.p.max_pages, "fewer, or fewer sequences at once");
+        return fail(error, TQ_E_VALUE, "max_pages", -1, a.p.layer.max_pages, "fewer, or fewer sequences at once");
     l->blocks = (int)(units < device.processors ? units : device.processors);
     return TQ_OK;
 }
@@ -71,7 +71,7 @@ int combine_ways(const Launch &l, const Device &device, bool dense)
     int most = 16 / a.combine_rows, at_once = l.segments * a.tile_rows < 2 * device.processors ? 4 : 8;
     if (dense) return most;
     if (a.combine_rows > 1) return 1;
-    int64_t units = (int64_t)a.p.max_pages * a.page_units, pieces = (int64_t)l.blocks * a.teams;
+    int64_t units = (int64_t)a.p.layer.max_pages * a.page_units, pieces = (int64_t)l.blocks * a.teams;
     int64_t parts = (pieces + l.segments - 1) / l.segments + 1;
     if (parts > units) parts = units;
     if (parts < a.exact_parts) parts = a.exact_parts;
@@ -119,9 +119,10 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
 /** Of all that the line and its pieces depend on beside lengths and starts (FNV-1a); never 0. */
 int32_t key_of(const AttendArgs &a)
 {
-    const int32_t parts[] = {a.p.batch,     a.p.kv_heads,       a.p.query_tokens,      a.p.sinks,       a.p.window,
-                             a.p.causal,    a.p.sliding_window, a.p.starts != nullptr, a.row_tiles,     a.capacity,
-                             a.page_tokens, a.unit_tokens,      a.page_units,          a.schedule_teams};
+    const int32_t parts[] = {a.p.layer.batch,  a.p.layer.kv_heads, a.p.query_tokens,   a.p.layer.sinks,
+                             a.p.layer.window, a.p.causal,         a.p.sliding_window, a.p.starts != nullptr,
+                             a.row_tiles,      a.capacity,         a.page_tokens,      a.unit_tokens,
+                             a.page_units,     a.schedule_teams};
     uint32_t key = 2166136261u;
     for (int32_t part : parts)
         for (int byte = 0; byte < 4; byte++) key = (key ^ ((uint32_t)part >> 8 * byte & 255)) * 16777619u;
@@ -146,7 +147,7 @@ tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, t
     AttendArgs &a = launch->args;
     a.schedule_teams = launch->blocks * a.teams;
     a.schedule_key = key_of(a);
-    if (a.p.schedule) TQ_CUDA_TRY(check_schedule_rows(a.p.batch, a.p.schedule_rows, device, error));
+    if (a.p.schedule) TQ_CUDA_TRY(check_schedule_rows(a.p.layer.batch, a.p.schedule_rows, device, error));
     a.schedule = reinterpret_cast<const int4 *>(a.p.schedule);
     return cut_ends(device, launch, error);
 }
@@ -156,7 +157,7 @@ size_t lay_out_split_workspace(Launch *l, char *base)
     AttendArgs &a = l->args;
     int64_t at = 0, rows = l->segments * a.tile_rows,
             slots = ((int64_t)l->blocks * a.teams + l->segments) * a.tile_rows, width = TQ_TILE * a.groups;
-    int64_t exact_rows = (int64_t)a.p.batch * a.p.kv_heads * a.exact_parts * a.row_tiles * a.tile_rows,
+    int64_t exact_rows = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.exact_parts * a.row_tiles * a.tile_rows,
             f = sizeof(float);
     a.segments = reinterpret_cast<SegmentParts *>(base + take(&at, l->segments * sizeof(SegmentParts)));
     a.row_args = reinterpret_cast<RowArgs *>(base + take(&at, rows * sizeof(RowArgs)));

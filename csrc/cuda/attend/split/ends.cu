@@ -17,7 +17,8 @@ __global__ void __launch_bounds__(END_THREADS, 2) prepare_kernel(const __grid_co
 {
     wait_for_previous();
     let_next_start(); /* after the wait, so that data that `pages` reads before it waits for this kernel is complete */
-    int32_t sets = a.p.batch * a.p.kv_heads * a.row_tiles * (a.tile_rows / a.prepare_rows), turn = blockIdx.x / sets;
+    int32_t sets = a.p.layer.batch * a.p.layer.kv_heads * a.row_tiles * (a.tile_rows / a.prepare_rows),
+            turn = blockIdx.x / sets;
     RowSet s = find_rows(a, blockIdx.x - turn * sets, a.prepare_rows);
     if (turn == 0) prepare_queries<GROUPS>(a, s);
     else attend_exact<GROUPS>(a, s, turn - 1);
@@ -46,7 +47,8 @@ __device__ __forceinline__ RowParts packed_parts(const AttendArgs &a, const RowS
 __device__ __forceinline__ RowParts exact_parts(const AttendArgs &a, const RowSet &s, int i)
 {
     int32_t rows = a.row_tiles * a.tile_rows;
-    int64_t row = ((int64_t)s.b * a.p.kv_heads + s.h) * a.exact_parts * rows + s.row_tile * a.tile_rows + s.first + i;
+    int64_t row =
+        ((int64_t)s.b * a.p.layer.kv_heads + s.h) * a.exact_parts * rows + s.row_tile * a.tile_rows + s.first + i;
     return {a.exact_totals + row, a.exact_sums + row * TQ_TILE * a.groups, a.exact_parts, rows};
 }
 
@@ -174,7 +176,7 @@ __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_const
     if (a.rotation == TQ_ROTATION_DENSE) { /* by the whole block, in shared memory */
         __syncthreads();
         if (way == 0) sum.store(shared_row(a, i), width, lane);
-        rotate_dense(a, n, a.p.value.rotation + s.h * a.p.value.rotation_stride_head, true);
+        rotate_dense(a, n, a.p.layer.value.rotation + s.h * a.p.layer.value.rotation_stride_head, true);
         sum.load(shared_row(a, i), width, lane);
     } else if (way == 0) {
         rotate_lanes<GROUPS>(a, sum, shared_row(a, i), lane_signs<GROUPS>(a, lane), true, lane);

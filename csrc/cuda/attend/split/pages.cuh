@@ -506,7 +506,7 @@ struct UnitPlace {
     uint32_t table, head; /* the sequence's first entry in the block table; offset of the KV head's record in a page */
 
     __device__ __forceinline__ UnitPlace(const AttendArgs &a, int32_t unit_, int32_t b, int32_t h)
-        : unit(unit_), table((uint32_t)b * (uint32_t)a.p.max_pages), head(h * (uint32_t)a.record_bytes)
+        : unit(unit_), table((uint32_t)b * (uint32_t)a.p.layer.max_pages), head(h * (uint32_t)a.record_bytes)
     {
     }
     /** Index in the block table. */
@@ -514,12 +514,12 @@ struct UnitPlace {
     {
         return table + (uint32_t)(unit >> (a.page_units - 1));
     }
-    __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return a.p.block_table[entry(a)]; }
+    __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return a.p.layer.block_table[entry(a)]; }
     /** NULL for a page that is not in the cache. */
     __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
     {
         if ((uint32_t)page >= a.page_limit) return nullptr;
-        return a.p.pages + ((uint64_t)(uint32_t)page * a.page_bytes + head);
+        return a.p.layer.pages + ((uint64_t)(uint32_t)page * a.page_bytes + head);
     }
 };
 
