@@ -35,6 +35,7 @@ import turboquant
 
 from .hf.cache import TurboQuantCache
 from .hf.names import CACHE
+from .hf.notices import quiet
 from .named_specs import preset
 from .spec import CacheSpec
 
@@ -102,18 +103,12 @@ def _cache_bytes(cache: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _cache(model: Any, spec: CacheSpec) -> TurboQuantCache:
-    cache = TurboQuantCache(model, spec)
-    cache.compared_with = model._turboquant.spec  # one patched model serves all rows: no warning
-    return cache
-
-
 def _log_probabilities(model: Any, ids: torch.Tensor, spec: CacheSpec | None) -> torch.Tensor:
     """[tokens, vocabulary] of every next token of ids [1, tokens], in float32."""
     if spec is None:
         logits = model(ids, use_cache=False).logits
     else:
-        logits = model(ids, **{CACHE: _cache(model, spec.with_(prefill="packed"))}).logits
+        logits = model(ids, **{CACHE: TurboQuantCache(model, spec.with_(prefill="packed"))}).logits
     result: torch.Tensor = logits[0].float().log_softmax(-1)
     return result
 
@@ -135,7 +130,7 @@ def _measure(model: Any, ids: torch.Tensor, prompt: int, tokens: int, seed: int)
             want = got if want is None else want
             divergence = (want.exp() * (want - got)).sum(-1).mean().item()
             same = (want.argmax(-1) == got.argmax(-1)).float().mean().item()
-            cache = DynamicCache(config=model.config) if row.spec is None else _cache(model, row.spec)
+            cache = DynamicCache(config=model.config) if row.spec is None else TurboQuantCache(model, row.spec)
             torch.manual_seed(seed)
             clock = _Clock(bar)
             text = model.generate(
@@ -191,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = LlamaForCausalLM.from_pretrained(files, dtype=torch.bfloat16).eval()
     turboquant.patch(model)
     started = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), quiet(model):
         measured = _measure(model, ids, options.prompt_tokens, options.tokens, options.seed)
 
     start = max(0, options.prompt_tokens - 60)

@@ -21,6 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from .notices import foreign_keys
+
 if TYPE_CHECKING:
     from .layer import PackedLayer
 
@@ -28,6 +30,12 @@ __all__ = ["NAME", "FreshKeys", "MaskRequest", "attention", "own_attention", "re
 
 # The name in transformers' two registries, which look for "flash", "flex" and "sdpa" inside names: keep them out of it.
 NAME = "turboquant"
+
+
+_CHANGED = (
+    "the model's attention changed during this forward, by turboquant.unpatch or set_attn_implementation in another "
+    "thread: run the forward again, with a new cache"
+)
 
 
 class MaskRequest:
@@ -48,6 +56,17 @@ class MaskRequest:
         self._arguments = arguments
         self._made: dict[str, torch.Tensor | None] = {}
         self._padding: tuple[int, ...] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Another attention function than ours asks for something of the tensor."""
+        raise AttributeError(f"`{name}` of an attention mask: {_CHANGED}")
+
+    def __getitem__(self, _: Any) -> Any:
+        raise RuntimeError(_CHANGED)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise RuntimeError(_CHANGED)
 
     def made(self, kind: str) -> torch.Tensor | None:
         """The mask as transformers makes it for its attention `kind`: "sdpa" or "eager"."""
@@ -242,6 +261,8 @@ def attention(
     A model compiled by torch.compile calls it, and `TurboQuantCache.update`, between its graphs.
     """
     if type(key) is not FreshKeys:
+        if key.shape[2] > query.shape[2]:
+            foreign_keys(module)
         return own_attention(module, query, key, value, attention_mask, scaling, dropout, options)
     keys, key.keys = key.keys, None
     if keys is None:

@@ -20,6 +20,7 @@ from ..named_specs import resolve
 from ..spec import CacheSpec
 from .layer import PackedLayer, indices_of
 from .moments import moments_for, moments_notes
+from .notices import Unread
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
 
@@ -136,10 +137,23 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     known_ids: torch.Tensor | None = None
     #: The spec of a patched model that this cache was compared with: a difference is warned of once.
     compared_with: CacheSpec | None = None
+    #: Warns when the cache is dropped, unless `was_read` was called. None: there is nothing to warn of.
+    unread: Unread | None = None
+
+    def was_read(self) -> None:
+        """Somebody uses what the cache holds."""
+        if self.unread is not None:
+            self.unread.read = True
+            self.unread = None
 
     def _hold(self, layers: list[PackedLayer]) -> None:
         super().__init__(layers=layers)
         self._shared.layers = [layer.storage for layer in layers]
+        self.waves = any(layer.spec.centre == "wave" for layer in layers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.was_read()
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -168,6 +182,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         the last, part-filled one, copies it. Sinks and window are copied. Shared pages count in `nbytes` of both, and
         are freed with the last of them. On CUDA, use all forks on one stream.
         """
+        self.was_read()
         other = TurboQuantCache.__new__(TurboQuantCache)
         other.spec, other.fingerprint = self.spec, self.fingerprint
         other._shared = self._shared.fork()
@@ -185,6 +200,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         """
         from .persistence import save
 
+        self.was_read()
         save(self, path, model)
 
     @classmethod
@@ -270,6 +286,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(part, tensor) of everything the cache holds."""
+        self.was_read()
         for layer in self.layers:
             yield from layer_tensors(layer.storage)
         yield from self._common_tensors()
@@ -287,6 +304,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def report(self) -> CacheReport:
         """The bytes of each layer by part, compared with bfloat16; ``print`` it for a table."""
+        self.was_read()
         layers = tuple(layer_report(layer.storage) for layer in self.layers)
         notes = moments_notes(self._shared.moments, [layer.spec for layer in self.layers])
         return CacheReport(layers, bytes_by_part(self._common_tensors()), notes)

@@ -31,6 +31,7 @@ from ..named_specs import resolve
 from ..spec import CacheSpec
 from .cache import TurboQuantCache, checked_config
 from .names import CACHE, cache_argument
+from .notices import quiet
 from .patching import patch, unpatch
 from .patching.wrappers import checked_base_model
 from .placement import device_of
@@ -261,16 +262,14 @@ def _ready(model: Any, specs: Mapping[str, CacheSpec], calibration: AnyCalibrati
 
     def new_cache(name: str, prefill: str | None = None) -> TurboQuantCache:
         spec = specs[name] if prefill is None else specs[name].with_(prefill=prefill)
-        cache = TurboQuantCache(model, spec, used[name])
-        cache.compared_with = model._turboquant.spec  # one patched model serves all specs: no warning
-        return cache
+        return TurboQuantCache(model, spec, used[name])
 
     was_patched = hasattr(model, "_turboquant")
     try:
         if not was_patched:
             for name, spec in specs.items():
                 patch(model, spec, used[name])
-        with evaluating(model):
+        with evaluating(model), quiet(model):
             yield new_cache
     finally:
         if not was_patched:

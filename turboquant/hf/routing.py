@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Previous", "check_route", "evaluating", "measuring", "restore", "route", "routed"]
+__all__ = ["Previous", "adopt", "check_route", "evaluating", "measuring", "patched_with", "restore", "route", "routed"]
 
 _patched: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose state, model._turboquant, has `previous`
 
@@ -36,6 +36,19 @@ def route(model: Any, name: str) -> Previous:
         config._attn_implementation = name
     _patched.add(model)
     return previous
+
+
+def adopt(model: Any) -> None:
+    """Counts a copy of a patched model, which came about without `route`, as patched."""
+    _patched.add(model)
+
+
+def patched_with(config: Any) -> Any:
+    """A patched model that has this configuration object; None if there is none."""
+    for model in list(_patched):
+        if any(theirs is config for theirs, _ in model._turboquant.previous):
+            return model
+    return None
 
 
 def check_route(model: Any, name: str) -> None:

@@ -52,9 +52,10 @@ def patch(
     From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
     they are given `cache` (`past_key_values` before transformers 5.24), which may be a `TurboQuantCache` made by hand
     or carried over from an earlier turn. With any other cache, and in a forward without one (training,
-    use_cache=False), the model attends by SDPA as without a patch. Patching again replaces the spec. Existing caches
-    keep theirs; a cache of another spec or calibration than the model's warns once. Models that share one configuration
-    object share its attention setting, but not the spec.
+    use_cache=False), the model attends by SDPA as without a patch. What packs nothing without an error, such as another
+    cache, is one warning after each call of `patch` (docs/troubleshooting.md). Patching again replaces the spec.
+    Existing caches keep theirs; a cache of another spec or calibration than the model's warns once. Models that share
+    one configuration object share its attention setting, but not the spec.
 
     An ESM-2 model (EsmModel and those with a head) has no cache to carry over: in each forward every layer's keys and
     values are packed, and all queries read the packed bytes, in both directions. That shows the effect of quantisation;

@@ -23,6 +23,7 @@ from ...fingerprints import differences
 from ...moments import Moments
 from ...plan import MAX_HEAD_DIM
 from ...spec import CacheSpec
+from .. import notices
 from ..attention import NAME
 from ..cache import TurboQuantCache, checked_config
 from ..graph import ForwardWithGraphs
@@ -36,6 +37,7 @@ from .wrappers import refuse_prefix
 __all__ = ["check", "patch", "unpatch"]
 
 _METHOD = "_prepare_cache_for_generation"
+_INPUTS = ("input_ids", "inputs_embeds")
 
 # Models that cannot be patched for a reason that only a forward would show.
 _BY_TYPE = {
@@ -58,6 +60,7 @@ class _Patch:
     cache_position: int  # of that argument
     cuda_graphs: bool  # model.forward is `graph.with_graphs` of its class's
     handle: Any  # of the forward pre-hook
+    said: set[str]  # what `notices` has warned of since the last `patch`
 
 
 def patch(
@@ -82,6 +85,7 @@ def patch(
     elif model.config._attn_implementation != NAME:
         state.previous = route(model, NAME)
     state.spec, state.calibration, state.moments, state.tokenizer = spec, calibration, moments, tokenizer
+    state.said = set()
     if cuda_graphs and not state.cuda_graphs:
         model.forward = ForwardWithGraphs(model)
     elif state.cuda_graphs and not cuda_graphs:
@@ -95,7 +99,8 @@ def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> No
     previous = route(model, NAME)
     name = cache_argument(model.forward) or CACHE
     at = arguments.index(name)
-    model._turboquant = _Patch(describe(model.config), spec, calibration, None, None, previous, name, at, False, handle)
+    described = describe(model.config)
+    model._turboquant = _Patch(described, spec, calibration, None, None, previous, name, at, False, handle, set())
     for method, ours in _METHODS.items():
         if hasattr(model, method):
             setattr(model, method, partial(ours, model))  # pickle makes a method the class's again
@@ -174,11 +179,12 @@ def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     """`generate` calls it to make its cache: ours, unless one is given, none is wanted, or another kind is named."""
-    wanted = (
-        getattr(generation_config, "cache_implementation", None) is None and generation_config.use_cache is not False
-    )
+    kind = getattr(generation_config, "cache_implementation", None)
     cache = given_cache(model_kwargs)
-    made = wanted and cache is None
+    wanted = cache is None and generation_config.use_cache is not False
+    made = wanted and kind is None
+    if wanted and not made:
+        notices.named_cache(self, self._turboquant, kind)
     if made:
         cache = model_kwargs[CACHE] = _new_cache(self)
     assisted = any(argument == GenerationMode.ASSISTED_GENERATION for argument in (*args, *kwargs.values()))
@@ -214,7 +220,7 @@ def _compare(cache: TurboQuantCache, state: _Patch) -> None:
         raise ValueError(
             f"`{state.cache_name}` must be a cache of this model, got one of another: this one has {', '.join(differs)}"
         )
-    if cache.compared_with is state.spec:
+    if cache.compared_with is state.spec or "spec" in state.said:
         return
     cache.compared_with = state.spec
     theirs = cache._shared.calibration
@@ -230,17 +236,38 @@ def _compare(cache: TurboQuantCache, state: _Patch) -> None:
     warnings.warn(f"this TurboQuantCache has another {what} than the model was patched with: {how}", stacklevel=2)
 
 
+def _new_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Tokens of each sequence in a forward; 0 where they are not found."""
+    given = args[0] if args else next((kwargs[name] for name in _INPUTS if kwargs.get(name) is not None), None)
+    return int(given.shape[1]) if isinstance(given, torch.Tensor) and given.dim() > 1 else 0
+
+
+def _notice_positions(
+    model: Any, state: _Patch, cache: TurboQuantCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if torch.compiler.is_compiling() or not cache.waves or "positions" in state.said:
+        return
+    if new := _new_tokens(args, kwargs):
+        notices.check_positions(model, state, cache, new, kwargs.get("position_ids"), kwargs.get("attention_mask"))
+
+
 def _give_cache(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Gives a forward without a cache one, if it wants one, or if it would make its own and needs no gradient."""
-    state = model._turboquant
+    state = getattr(model, "_turboquant", None)
+    if state is None:  # another thread has just called `unpatch`
+        return None
     at = state.cache_position
     given = next((x for x in args[at : at + 1] if x is not None), given_cache(kwargs))
     ids = args[0] if args else kwargs.get("input_ids")
     if isinstance(given, TurboQuantCache):
         continuation.remember_first(given, ids)
         _compare(given, state)
+        given.was_read()
+        _notice_positions(model, state, given, args, kwargs)
+    elif given is not None and "cache" not in state.said:
+        notices.foreign_cache(model, state, type(given).__name__)
     if model.training or given is not None:
         return None
     use_cache = kwargs.get("use_cache")
@@ -250,6 +277,9 @@ def _give_cache(
         return None
     cache = _new_cache(model)
     continuation.remember_first(cache, ids)
+    _notice_positions(model, state, cache, args, kwargs)
+    if not torch.compiler.is_compiling() and _new_tokens(args, kwargs) > 1 and cache.spec.prefill == "exact":
+        cache.unread = notices.Unread(model, state, cache)
     if len(args) > at:
         return (*args[:at], cache, *args[at + 1 :]), kwargs
     others = {name: x for name, x in kwargs.items() if name not in NAMES}  # a name with None: both together raise

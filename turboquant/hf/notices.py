@@ -1,0 +1,132 @@
+"""What happens without an error and a user may not expect: nothing is packed, logits show no quantisation, or keys lie
+at other positions than a wave assumes. Each is one warning, given once after each `patch` of a model.
+
+`state` is that of a patched model (`patching.llama`). Its pre-hook sees its forwards, the attention function sees all
+others.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .routing import adopt, patched_with
+
+if TYPE_CHECKING:
+    from .cache import TurboQuantCache
+
+__all__ = ["Unread", "check_positions", "foreign_cache", "foreign_keys", "named_cache", "quiet"]
+
+_KINDS = ("cache", "positions", "spec", "unread")
+FAR = 4  # positions. With 2 bits, 4 make the divergence of SmolLM2-135M 1.3 times as large, 16 make it 1.6 times
+
+_met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # attention modules that `foreign_keys` has seen
+_told: set[type] = set()  # classes of those that belong to no patched model
+
+
+def _say(said: set[str], kind: str, text: str) -> None:
+    if kind not in said:
+        said.add(kind)
+        warnings.warn(text, stacklevel=3)
+
+
+@contextmanager
+def quiet(model: Any) -> Iterator[None]:
+    """No warnings about a patched model, for programs that compare caches with one another."""
+    state = model._turboquant
+    before, state.said = state.said, set(_KINDS)
+    try:
+        yield
+    finally:
+        state.said = before
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def named_cache(model: Any, state: Any, kind: str) -> None:
+    """`generate` is about to make the cache that `cache_implementation` names."""
+    how = "call generate without it, and set model.generation_config.cache_implementation = None"
+    why = f"because `cache_implementation` is {kind!r}"
+    _say(state.said, "cache", f"{type(model).__name__}: nothing is packed, {why}: {how}")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def foreign_cache(model: Any, state: Any, kind: str = "cache of transformers") -> None:
+    """A patched model attends to the keys of a cache of class `kind`, which is not ours."""
+    adopt(model)
+    name = type(model).__name__
+    why = f"because the caller, or a model around this one, brought a {kind}"
+    how = f"pass `{state.cache_name}=turboquant.TurboQuantCache(model)`, model being this {name}"
+    _say(state.said, "cache", f"{name}: nothing is packed, {why}: {how}")
+
+
+def foreign_keys(module: torch.nn.Module) -> None:
+    """The attention of `module` was called with more keys than queries, and they are not ours."""
+    if module in _met:
+        return
+    _met.add(module)
+    model, kind = patched_with(getattr(module, "config", None)), type(module)
+    if model is not None:
+        foreign_cache(model, model._turboquant)
+    elif kind not in _told:
+        _told.add(kind)
+        why = "because attn_implementation='turboquant' alone changes no cache"
+        how = "call turboquant.patch(model) after from_pretrained"
+        warnings.warn(f"{kind.__name__}: nothing is packed, {why}: {how}", stacklevel=3)
+
+
+class Unread:
+    """Kept by a cache that a forward of several tokens made for itself. Warns when the cache is dropped and nothing
+    else has read it: whoever wanted the logits alone may take them for those of a packed cache."""
+
+    def __init__(self, model: Any, state: Any, cache: TurboQuantCache) -> None:
+        self.read, self._said, self._name = False, state.said, type(model).__name__
+        self._last = cache.layers[-1].storage
+
+    def __del__(self) -> None:
+        if self.read or not self._last.tokens or sys.is_finalizing():  # no tokens: the forward failed
+            return
+        why = 'because with prefill="exact" a first forward attends in full precision, and its cache was dropped unread'
+        how = 'to measure quantisation, turboquant.patch(model, spec, prefill="packed"), otherwise pass use_cache=False'
+        _say(self._said, "unread", f"{self._name}: the logits of a forward show no quantisation, {why}: {how}")
+
+
+def check_positions(
+    model: Any,
+    state: Any,
+    cache: TurboQuantCache,
+    new: int,
+    positions: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> None:
+    """Warns if the `new` tokens of a forward lie far from where the cache counts them. Reads the device, but not in a
+    step of one token on a GPU.
+
+    positions   [batch or 1, new], or None: counted from the first position of the cache, padding included
+    mask        [batch, positions], or None: no padding
+    """
+    held, padding = cache.get_seq_length(), cache.layers[0].storage.padding
+    if positions is None:
+        if held or mask is None:  # a later forward lies as far off as the first one
+            return
+        positions = torch.arange(new, device=mask.device)[None]
+    if positions.dim() != 2 or positions.shape[1] != new or (new == 1 and positions.device.type != "cpu"):
+        return
+    if new == 1:
+        off = abs(int(positions[-1, 0]) - held + padding[-1]) if padding else 0
+    else:
+        at = torch.arange(held, held + new)[None]
+        if held:
+            at = at - torch.tensor(padding)[:, None]
+        elif mask is not None and mask.dim() == 2:
+            at = at - (mask == 0).sum(1, keepdim=True).cpu()
+        off = int(((positions.cpu() - at).abs() * (at >= 0)).max())
+    if off >= FAR:
+        how = 'number the tokens of each sequence from 0, or use a spec with centre="none"'
+        why = f"because `position_ids` lie up to {off} from the cache's count of tokens, by which the wave is turned"
+        _say(state.said, "positions", f"{type(model).__name__}: keys are quantised worse, {why}: {how}")
