@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 import turboquant
 from turboquant.hf.attention import attention
 from turboquant.hf.names import CACHE
-from turboquant.kvcache import storage
+from turboquant.kvcache import attend
 
 CONFIG = LlamaConfig(
     hidden_size=4096,
@@ -138,7 +138,7 @@ def cache_of(model: Any, name: str, tokens: int) -> Any:
     return turboquant.TurboQuantCache(model)
 
 
-TURN_CACHES = {"full": None, "default": storage.IN_PARTS_FROM, "default, one call": {"cpu": 1 << 30, "cuda": 1 << 30}}
+TURN_CACHES = {"full": None, "default": attend.IN_PARTS_FROM, "default, one call": {"cpu": 1 << 30, "cuda": 1 << 30}}
 
 
 def forward_ms(model: Any, cache: Any, ids: torch.Tensor, name: str) -> tuple[float, torch.Tensor]:
@@ -152,7 +152,7 @@ def forward_ms(model: Any, cache: Any, ids: torch.Tensor, name: str) -> tuple[fl
         turboquant.unpatch(model)
     else:
         turboquant.patch(model, "default")
-    with patch.object(storage, "IN_PARTS_FROM", TURN_CACHES[name] or {}):
+    with patch.object(attend, "IN_PARTS_FROM", TURN_CACHES[name] or {}):
         wait()
         start = time.perf_counter()
         logits = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits

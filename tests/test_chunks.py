@@ -15,9 +15,9 @@ from specs import bare
 from test_ops import DEVICES
 from transformers import LlamaConfig
 
-from turboquant import TurboQuantCache
+from turboquant import TurboQuantCache, ops
 from turboquant.hf.attention import attention, request_mask
-from turboquant.kvcache import chunk, sliding, storage
+from turboquant.kvcache import attend, chunk, sliding
 
 DTYPES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 WINDOWED = dict(sinks=4, window=32)
@@ -26,7 +26,7 @@ CHUNK = 70
 
 @pytest.fixture(autouse=True)
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "IN_PARTS_FROM", {"cpu": 40, "cuda": 40})
+    monkeypatch.setattr(attend, "IN_PARTS_FROM", {"cpu": 40, "cuda": 40})
 
 
 def random(batch, heads, tokens, dim, dtype=torch.float32, device="cpu", seed=0):
@@ -44,7 +44,7 @@ class Layer:
         self.cache, self.dim, self.group, self.how = TurboQuantCache(config, spec), dim, heads // kv_heads, how
         self.stored = self.cache.layers[0].storage
 
-    def forward(self, q, k, v, mask=None):
+    def forward(self, q, k, v, mask=None, lse=False):
         tokens = k.shape[2]
         before = self.stored.tokens
         request = request_mask(batch_size=len(k), kv_length=before + tokens, kv_offset=0, attention_mask=mask,
@@ -54,45 +54,40 @@ class Layer:
         options = {"softcap": self.how["softcap"]} if "softcap" in self.how else {}
         fresh, value = self.cache.update(k, v, 0)
         with patch("turboquant.hf.layer.own_attention", lambda _, query, *rest: (query.transpose(1, 2), None)):
+            if lse:
+                layer = self.cache.layers[0]
+                out, found = layer.attend(module, q, k, value, request, self.dim**-0.5, 0.0, options, return_lse=True)
+                return out.transpose(1, 2), found
             return attention(module, q, fresh, value, request, scaling=self.dim**-0.5, **options)[0].transpose(1, 2)
 
     def history(self, b):
         """Keys and values of sequence b as `attend` reads them, float64 [kv_heads, tokens, dim] each."""
-        held, spec = self.stored, self.stored.spec
-        length = held.tokens - held.padding[b]
-        sinks, window = min(spec.sinks, length), min(spec.window, max(0, length - spec.sinks))
-        out = []
-        packed = torch.tensor([max(0, length - sinks - window) if i == b else 0 for i in range(len(held.padding))])
-        decoded = torch.ops.turboquant.dequantize(
-            held.plan.words, held.pages, held.block_table, packed.to(held.device, torch.int32), int(packed.max()),
-            **{x: y for x, y in held.arguments().items() if not x.startswith(("sink", "window"))},
-        )  # fmt: skip
-        for i, side in enumerate("kv"):
-            parts = [decoded[i][b].double()]
-            if sinks:
-                parts.insert(0, getattr(held, f"sink_{side}")[b, :, :sinks].double())
-            if window:
-                ring = getattr(held, f"window_{side}")[b].double()
-                parts.append(ring[:, torch.arange(length - window, length, device=ring.device) % ring.shape[1]])
-            out.append(torch.cat(parts, 1))
-        return out
+        length = self.stored.tokens - self.stored.padding[b]
+        return [x[b, :, :length].double() for x in ops.dequantize(self.stored)]
+
+    def attended(self, q, keys, values):
+        """(out, lse) in float64 of the last queries of a sequence, [heads, queries, dim], over all its tokens."""
+        keys, values = (x.repeat_interleave(self.group, 0) for x in (keys, values))
+        logits = q.double() @ keys.transpose(1, 2) * self.dim**-0.5
+        if cap := self.how.get("softcap"):
+            logits = cap * torch.tanh(logits / cap)
+        queries, seen = logits.shape[1:]
+        age = torch.arange(queries)[:, None] + seen - queries - torch.arange(seen)[None, :]
+        near = (age >= 0) & (age < (self.how.get("local_size") or seen + 1))
+        logits = logits.masked_fill(~near.to(logits.device), -torch.inf)
+        return logits.softmax(-1) @ values, logits.logsumexp(-1)
 
     def oracle(self, q, k, v, padding=None):
-        """The expected output of the chunk q, k, v in float64, before it is stored. Rows of padding are zeros."""
-        outs = []
+        """(out, lse) of the chunk q, k, v, expected before it is stored. Rows of padding are 0 and -inf."""
+        outs, lses = [], []
         for b in range(len(q)):
             past = self.history(b) if self.stored.tokens else (k[b, :, :0].double(), v[b, :, :0].double())
             pad = min(max(0, padding[b] - self.stored.tokens), q.shape[2]) if padding else 0
             whole = (torch.cat([held, new[b, :, pad:].double()], 1) for held, new in zip(past, (k, v)))
-            keys, values = (x.repeat_interleave(self.group, 0) for x in whole)
-            logits = q[b, :, pad:].double() @ keys.transpose(1, 2) * self.dim**-0.5
-            if cap := self.how.get("softcap"):
-                logits = cap * torch.tanh(logits / cap)
-            age = torch.arange(logits.shape[1])[:, None] + past[0].shape[1] - torch.arange(logits.shape[2])[None, :]
-            seen = (age >= 0) & (age < (self.how.get("local_size") or logits.shape[2] + 1))
-            weights = logits.masked_fill(~seen.to(logits.device), -torch.inf).softmax(-1)
-            outs.append(torch.nn.functional.pad(weights @ values, (0, 0, pad, 0)))
-        return torch.stack(outs)
+            out, lse = self.attended(q[b, :, pad:], *whole)
+            outs.append(torch.nn.functional.pad(out, (0, 0, pad, 0)))
+            lses.append(torch.nn.functional.pad(lse, (pad, 0), value=-torch.inf))
+        return torch.stack(outs), torch.stack(lses)
 
 
 def close(got, want, dtype):
@@ -112,7 +107,7 @@ def run(layer, pieces, dtype=torch.float32, device="cpu", heads=4, kv_heads=2, d
     for piece in pieces:
         stop = start + piece
         q_, k_, v_ = (x[:, :, start:stop] for x in (q, k, v))
-        want = layer.oracle(q_, k_, v_, padding) if start and piece >= 40 else None
+        want = layer.oracle(q_, k_, v_, padding)[0] if start and piece >= 40 else None
         got = layer.forward(q_, k_, v_, None if mask is None else mask[:, :stop])
         if want is not None:
             real = torch.ones(batch, 1, piece, 1, dtype=torch.bool, device=device)
@@ -184,7 +179,7 @@ def test_a_sliding_window_that_hides_nothing(device):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_sliding_window_that_hides_what_is_stored(spec, size, device, monkeypatch):
     calls = []
-    monkeypatch.setattr(storage, "visible_past", lambda *given: calls.append(given) or sliding.visible_past(*given))
+    monkeypatch.setattr(attend, "visible_past", lambda *given: calls.append(given) or sliding.visible_past(*given))
     monkeypatch.setattr(sliding, "_QUERIES", 64)
     run(Layer(spec, local_size=size), (150, CHUNK, 1, 300, CHUNK, 200), device=device)
     assert len(calls) == (4 if size < 220 else 3)  # the first chunk ends at 220 positions
@@ -203,6 +198,43 @@ def test_a_sliding_window_and_left_padding(fields, how, device):
 def test_a_sliding_window_in_every_dtype(dtype, device):
     shape = dict(heads=8, kv_heads=2, dim=80)
     run(Layer(bare(4, 4, **WINDOWED), local_size=100, **shape), (200, CHUNK, 130), dtype, device, batch=2, **shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "how", [{}, {"softcap": 0.5}, {"local_size": 100}, {"local_size": 100, "softcap": 0.5}], ids=str
+)
+@pytest.mark.parametrize("fields", [{}, {"sinks": 4}], ids=str)
+def test_the_lse_of_every_path(fields, how, device):
+    """Of a first forward, of chunks, drafts and decoded tokens, alone and with a fork. An attention sink of a model
+    multiplies the output by sigmoid(lse - sink)."""
+    layer, padding, total = Layer(bare(3, 3, **fields), **how), (0, 37), 460
+    q, k, v = (random(2, heads, total, 32, device=device, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    mask = (torch.arange(total)[None, :] >= torch.tensor(padding)[:, None]).to(device)
+    start = 0
+    for piece in (60, CHUNK, 1, 1, 300, 20, 1):
+        stop = start + piece
+        one = [x[:, :, start:stop] for x in (q, k, v)]
+        exact = piece >= 40 and "prefill" not in fields
+        want = layer.oracle(*one, padding) if exact else None
+        if piece == 20:  # a draft: as its tokens would be decoded one by one
+            twin = Layer(layer.stored.spec, **how)
+            twin.cache = layer.cache.fork()
+            twin.stored = twin.cache.layers[0].storage
+            steps = [twin.forward(*(x[:, :, i : i + 1] for x in (q, k, v)), mask[:, : i + 1], True)
+                     for i in range(start, stop)]  # fmt: skip
+            want = [torch.cat(parts, 2).double() for parts in zip(*steps)]
+        out, lse = layer.forward(*one, mask[:, :stop], lse=True)
+        if want is None and piece == 1:
+            each = [layer.attended(one[0][b], *layer.history(b)) for b in range(2)]
+            want = [torch.stack(x) for x in zip(*each)]
+        assert lse.shape == out.shape[:3] and lse.dtype == torch.float32
+        if want is not None:
+            close(out, want[0], torch.float32)
+            real = mask[:, None, start:stop].expand_as(lse)
+            torch.testing.assert_close(lse.double()[real], want[1][real], rtol=0, atol=2e-4)
+            assert (lse[~real] < -1e30).all()
+        start = stop
 
 
 def test_neither_blocks_nor_autocast_change_the_plain_way(monkeypatch):
@@ -231,5 +263,5 @@ def test_a_chunk_that_fails_leaves_the_cache_as_it_was():
     after = layer.cache.tensors()
     assert all(part == name and torch.equal(x, y) for (part, x), (name, y) in zip(before, after, strict=True))
     rest = [x[:, :, 150:] for x in (q, k, v)]
-    want = layer.oracle(*rest)
+    want, _ = layer.oracle(*rest)
     close(layer.forward(*rest), want, torch.float32)

@@ -252,7 +252,7 @@ def test_pages_that_fell_out_of_the_window_are_freed(fields, monkeypatch):
         piece, seen = stream.piece(start, stop), mask if start == 0 else None
         got = forward(freeing, piece, seen, local_size=window)
         with monkeypatch.context() as patched:
-            patched.setattr("turboquant.kvcache.storage.LayerStorage._release", lambda layer: None)
+            patched.setattr("turboquant.kvcache.storage.LayerStorage.release", lambda layer: None)
             assert torch.equal(got, forward(keeping, piece, seen, local_size=window))
         check(freeing)
         if stop - start == 1 and stop > 600:

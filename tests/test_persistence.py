@@ -22,7 +22,7 @@ from test_calibration import made
 import turboquant
 from turboquant import Codes, Moments, Quantizer, TurboQuantCache
 from turboquant.hf.persistence import FORMAT
-from turboquant.kvcache.storage import IN_PARTS_FROM
+from turboquant.kvcache.attend import IN_PARTS_FROM
 
 SPECS = {
     "all packed": PACKED,
@@ -44,11 +44,9 @@ def filled(spec, batch=2, dtype=torch.float32, padding=(0, 60)):
 def same_tensors(a, b):
     for one, other in zip(models.storages(a), models.storages(b)):
         assert torch.equal(one.table.packed()[0], other.table.packed()[0])
-        exact = ("sink_k", "sink_v", "window_k", "window_v")
-        pairs = [(name, getattr(one, name), getattr(other, name)) for name in exact]
-        pairs += [(side, one.rotations[side], other.rotations[side]) for side in ("key", "value")]
-        for name, x, y in pairs:
-            assert (x is None) == (y is None) and (x is None or torch.equal(x, y)), name
+        held, found = one.arguments(), other.arguments()
+        assert held.keys() == found.keys()
+        assert [name for name in held if not torch.equal(held[name], found[name])] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

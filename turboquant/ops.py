@@ -84,7 +84,7 @@ class PackedKV:
     block_table: int32 [batch, max_pages]; page j of sequence b is ``pages[block_table[b, j]]``.
     lengths: int32 [batch], stored tokens of each sequence, sinks and window included. `append` writes to it.
     plan: how the pages store them, a `turboquant.Plan`.
-    tokens: the largest number in `lengths`, known without asking the device; ``len(packed)``.
+    tokens: the largest number in `lengths` or more, known without asking the device; ``len(packed)``.
     transforms: those tensors among key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps,
         key_turns and key_moments that the plan takes, by name.
     sink_k, sink_v: [batch, kv_heads, sinks, head_dim], the first tokens, exact. None: no sinks.
@@ -126,15 +126,12 @@ class PackedKV:
         return sum(t.nbytes for t in (self.pages, self.block_table, self.lengths, *self.arguments().values()))
 
     def arguments(self) -> dict[str, Tensor]:
-        """Sinks, window and transforms as keyword arguments of the operators `append`, `attend` and `append_attend`,
-        without those that are None."""
-        held = {
-            "sink_k": self.sink_k,
-            "sink_v": self.sink_v,
-            "window_k": self.window_k,
-            "window_v": self.window_v,
-            **self.transforms,
-        }
+        """Sinks, window and transforms as keyword arguments of the operators `append`, `attend` and `append_attend`."""
+        return {**self.exact(), **self.transforms}
+
+    def exact(self) -> dict[str, Tensor]:
+        """Those of sink_k, sink_v, window_k and window_v that there are."""
+        held = {"sink_k": self.sink_k, "sink_v": self.sink_v, "window_k": self.window_k, "window_v": self.window_v}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def __len__(self) -> int:

@@ -15,7 +15,6 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from .. import ops as _ops  # noqa: F401  registers torch.ops.turboquant
 from ..calibration import Calibration
 from ..calibration.data import SIDES
 from ..calibration.tensors import transforms
@@ -23,15 +22,30 @@ from ..hf.attention import own_attention, without_gradient
 from ..modes import is_split, side_matrix
 from ..moments import Moments
 from ..moments.tensors import transforms as moments_of
+from ..ops import PackedKV
 from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec
 
-__all__ = ["NAME", "Context", "PackedAttention", "Pass", "attention"]
+__all__ = ["NAME", "Context", "PackedAttention", "Pass", "attend", "attention", "store"]
 
 NAME = "turboquant_esm"
 
 _append = torch.ops.turboquant.append.default
 _attend = torch.ops.turboquant.attend.default
+
+
+def store(kv: PackedKV, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Stores the last tokens of sequences of ``kv.lengths`` tokens, which these count."""
+    _append(kv.plan.words, key, value, kv.lengths, kv.pages, kv.block_table, **kv.arguments())
+
+
+def attend(
+    query: torch.Tensor, kv: PackedKV, scale: float, starts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of queries that see every stored token from `starts` on."""
+    where = kv.pages, kv.block_table, kv.lengths
+    out, lse = _attend(kv.plan.words, query, *where, starts=starts, softmax_scale=scale, causal=False, **kv.arguments())
+    return out, lse
 
 
 class Context(Protocol):
@@ -94,9 +108,16 @@ class PackedAttention:
         assert self._device is not None
         return self.transforms | moments_of(self.moments, self.spec, self.layer, self._device, by)
 
-    def pages(self, count: int, heads: int, device: torch.device) -> torch.Tensor:
-        """Empty pages, uint8 [count, heads, record_bytes]."""
-        return torch.zeros((count, heads, self.record_bytes), dtype=torch.uint8, device=device)
+    def empty(
+        self, table: torch.Tensor, lengths: torch.Tensor, pages: int, heads: int, tokens: int, dtype: torch.dtype
+    ) -> PackedKV:
+        """So many zeroed pages, and zeroed sinks if the spec has any, for sequences of up to `tokens` tokens with this
+        block table and these lengths."""
+        shape = len(lengths), heads, min(self.spec.sinks, tokens), self.head_dim
+        device = table.device
+        sinks = [torch.zeros(shape, dtype=dtype, device=device) if shape[2] else None for _ in "kv"]
+        packed = torch.zeros((pages, heads, self.record_bytes), dtype=torch.uint8, device=device)
+        return PackedKV(packed, table, lengths, self.plan, tokens, self.on(device).transforms, *sinks)
 
     def attend(
         self,
@@ -111,19 +132,13 @@ class PackedAttention:
 
         shared   the state that all layers of a forward share
         """
-        self.on(key.device)
         batch, heads, tokens, head_dim = key.shape
         key, value, lengths = shared.real_last(key, value, mask)
-        arguments: dict[str, torch.Tensor | None] = dict(self.transforms)
-        sinks = min(self.spec.sinks, tokens)
-        if sinks:
-            arguments["sink_k"], arguments["sink_v"] = (key.new_zeros(batch, heads, sinks, head_dim) for _ in "kv")
-        count = -(-(tokens - sinks) // PAGE_TOKENS)
+        count = -(-max(tokens - self.spec.sinks, 0) // PAGE_TOKENS)
         table = shared.table(batch, count, key.device)
-        pages = self.pages(batch * count, heads, key.device)
-        _append(self.plan.words, key, value, lengths, pages, table, **arguments)
-        scale = head_dim**-0.5 if scaling is None else scaling
-        out, _ = _attend(self.plan.words, query, pages, table, lengths, softmax_scale=scale, causal=False, **arguments)
+        kv = self.empty(table, lengths, batch * count, heads, tokens, key.dtype)
+        store(kv, key, value)
+        out, _ = attend(query, kv, head_dim**-0.5 if scaling is None else scaling)
         dense: torch.Tensor = out.transpose(1, 2).contiguous()
         return dense
 

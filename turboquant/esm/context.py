@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ..hf.routing import routed
 from ..moments import Moments
 from ..named_specs import resolve
 from ..spec import CacheSpec
-from .attention import NAME, Pass, plain_attention
+from .attention import NAME, Pass, plain_attention, store
 from .graph import StepGraphs
 from .layers import packed_layers
 from .model import attentions, check_batch_size, checked_model, embed, integers, padded, positioned, tokenise
@@ -39,8 +39,6 @@ __all__ = ["EXACT", "ContextCache", "Letters", "Residues"]
 
 #: A spec that keeps everything in the model's dtype, to measure decoding without quantisation.
 EXACT = CacheSpec(centre="none", metric="none", sinks=2**24, window=0)
-
-_append = torch.ops.turboquant.append.default
 
 Letters = str | Sequence[str]  # residues of a protein; only a list can hold "<mask>"
 
@@ -129,7 +127,7 @@ class ContextCache:
     def bytes_per_token(self) -> float:
         """Bytes of pages and sinks over tokens held, ``<cls>`` and ``<eos>`` included; all layers and heads."""
         store = self._held()
-        parts = (t for layer in store.layers for t in (layer.pages, layer.sinks) if t is not None)
+        parts = (t for layer in store.layers for t in (layer.pages, *layer.exact().values()))
         return sum(t.untyped_storage().nbytes() for t in parts) / sum(map(len, store.tokens))
 
     @property
@@ -301,9 +299,8 @@ class _Storing:
         scaling: float | None,
     ) -> torch.Tensor:
         index = self.cache._layer_of[id(module)]
-        packed, layer, rows = self.cache._packed[index], self.store.layers[index], self.rows
+        layer, rows = self.store.layers[index], self.rows
         k, v, lengths = self.shared.real_last(key, value, mask)
-        sinks = {} if layer.sinks is None else dict(zip(("sink_k", "sink_v"), layer.sinks[:, rows]))
-        table = self.store.table[rows]
-        _append(packed.plan.words, k, v, lengths, layer.pages, table, **sinks, **packed.transforms)
+        sinks: dict[str, Any] = {name: held[rows] for name, held in layer.exact().items()}
+        store(replace(layer, block_table=layer.block_table[rows], lengths=lengths, **sinks), k, v)
         return plain_attention(module, query, key, value, mask, scaling)

@@ -8,19 +8,19 @@ step that was recorded as a CUDA graph can be replayed for others of its shape.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from .attention import PackedAttention
+from ..ops import PackedKV
+from .attention import PackedAttention, attend
 from .model import EOS, PAD
-from .store import Layer, Store
+from .store import Store
 
 __all__ = ["Copy", "Reading", "Shape", "described"]
 
-_attend = torch.ops.turboquant.attend.default
 _merge = torch.ops.turboquant.merge.default
 
 
@@ -112,7 +112,7 @@ class Reading:
     def __init__(
         self,
         store: Store,
-        layers: Mapping[int, tuple[PackedAttention, Layer]],
+        layers: Mapping[int, tuple[PackedAttention, PackedKV]],
         shape: Shape,
         numbers: torch.Tensor,
     ) -> None:
@@ -141,7 +141,7 @@ class Reading:
         scale = packed.head_dim**-0.5 if scaling is None else scaling
         out, lse = self._own(packed, layer, query, key, value, scale)
         if self.common is not None:
-            common = self.common.attend(packed, layer, query, scale)
+            common = self.common.attend(layer, query, scale)
             out, lse = torch.cat([out, common[0]]), torch.cat([lse, common[1]])
         dense: torch.Tensor = _merge(out, lse)[0].transpose(1, 2).contiguous()
         return dense
@@ -149,31 +149,20 @@ class Reading:
     def _own(
         self,
         packed: PackedAttention,
-        layer: Layer,
+        layer: PackedKV,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of each copy to its new tokens and its ranges: (out, lse) [parts, copies, heads, m, ..]."""
-        sinks = 0 if layer.sinks is None else layer.sinks.shape[3]
-        room = self.room.get(sinks)
+        room = self.room.get(layer.sinks)
         if room is None:
-            room = self.room[sinks] = _Room(query, self.shape.parts, sinks)
+            room = self.room[layer.sinks] = _Room(query, self.shape.parts, layer.sinks)
         room.fill(query, key, value, layer, self.rows)
-        out, lse = _attend(
-            packed.plan.words,
-            room.query,
-            layer.pages,
-            self.table,
-            self.stops,
-            starts=self.starts,
-            sink_k=room.sink_k,
-            sink_v=room.sink_v,
-            softmax_scale=scale,
-            causal=False,
-            **packed.shifted(self.shape.m),
-        )
+        seen = replace(layer, block_table=self.table, lengths=self.stops, sink_k=room.sink_k, sink_v=room.sink_v,
+                       transforms=packed.shifted(self.shape.m))  # fmt: skip
+        out, lse = attend(room.query, seen, scale, self.starts)
         each = (self.shape.parts, self.shape.copies, *lse.shape[1:])
         return out.view(*each, -1), lse.view(each)
 
@@ -195,14 +184,14 @@ class _Room:
         self._sinks = both[..., m:, :]
 
     def fill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer, rows: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: PackedKV, rows: torch.Tensor
     ) -> None:
         """Copies in query, key, value [copies, heads, m, head_dim] of one layer, and the sinks of these rows."""
         self._query.copy_(query)
         self._key.copy_(key)
         self._value.copy_(value)
-        if layer.sinks is not None:
-            self._sinks.copy_(layer.sinks.index_select(1, rows).unsqueeze(1))
+        for own, stored in zip(self._sinks, layer.exact().values()):
+            torch.index_select(stored.expand(own.shape[0], *stored.shape), 1, rows, out=own)
 
 
 class _Common:
@@ -217,25 +206,11 @@ class _Common:
         self.rows = rows[:2]
         self.table = store.table.index_select(0, self.rows)
 
-    def attend(
-        self, packed: PackedAttention, layer: Layer, query: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, layer: PackedKV, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """query [copies, heads, m, head_dim] -> (out, lse) [2, copies, heads, m, ..]."""
         copies, _, m, _ = query.shape
-        held = {}
-        if layer.sinks is not None:
-            held["sink_k"], held["sink_v"] = layer.sinks.index_select(1, self.rows)
-        found = _attend(
-            packed.plan.words,
-            query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1),
-            layer.pages,
-            self.table,
-            self.stops,
-            starts=self.starts,
-            softmax_scale=scale,
-            causal=False,
-            **packed.transforms,
-            **held,
-        )
+        sinks: dict[str, Any] = {name: held.index_select(0, self.rows) for name, held in layer.exact().items()}
+        seen = replace(layer, block_table=self.table, lengths=self.stops, **sinks)
+        found = attend(query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1), seen, scale, self.starts)
         out, lse = (x.view(2, -1, copies, m, *x.shape[3:]).transpose(1, 2) for x in found)
         return out, lse

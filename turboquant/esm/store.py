@@ -9,28 +9,14 @@ from typing import Any
 
 import torch
 
+from ..ops import PackedKV
 from ..plan import PAGE_TOKENS
 from .attention import PackedAttention
 from .model import dropout_factor, padded
 
-__all__ = ["Layer", "Store", "Weights", "empty"]
+__all__ = ["Store", "Weights", "empty"]
 
 _DATA_PTR, _VERSION = torch.Tensor.data_ptr, torch.Tensor._version.__get__  # type: ignore[attr-defined]
-
-
-@dataclass
-class Layer:
-    """The stored keys and values of one layer.
-
-    pages    uint8 [pages, heads, record_bytes]
-    sinks    [2, n, heads, sinks, head_dim], keys and values; None: the spec has none
-    """
-
-    pages: torch.Tensor
-    sinks: torch.Tensor | None = None
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield from (t for t in (self.pages, self.sinks) if t is not None)
 
 
 class Weights:
@@ -80,13 +66,13 @@ class Store:
     lengths: torch.Tensor  # int32 [n]
     table: torch.Tensor  # int32 [n, most pages]
     factor: torch.Tensor  # of token dropout, float32 [n]
-    layers: list[Layer]
+    layers: list[PackedKV]  # with this table and these lengths
     weights: Weights  # of the model that made it
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.lengths, self.table, self.factor)
         for layer in self.layers:
-            yield from layer.tensors()
+            yield from (layer.pages, *layer.exact().values())
 
 
 def empty(base: Any, modules: Sequence[Any], specs: Sequence[PackedAttention], tokens: list[list[int]],
@@ -94,20 +80,15 @@ def empty(base: Any, modules: Sequence[Any], specs: Sequence[PackedAttention], t
     """An empty store for proteins of these token ids. modules: the attention of each layer. Layers share one table, so
     each has as many pages as the layer with the fewest sinks."""
     weights = base.embeddings.word_embeddings.weight
-    device, n, layers = weights.device, len(tokens), []
+    device = weights.device
     fewest = min(packed.spec.sinks for packed in specs)
     counts = [-(-max(len(row) - fewest, 0) // PAGE_TOKENS) for row in tokens]
-    for packed, module in zip(specs, modules):
-        heads, head_dim, sinks = module.num_attention_heads, packed.head_dim, packed.spec.sinks
-        layer = Layer(packed.on(device).pages(sum(counts), heads, device))
-        if sinks:
-            held = (2, n, heads, min(sinks, max(map(len, tokens))), head_dim)
-            layer.sinks = torch.zeros(held, dtype=weights.dtype, device=device)
-        layers.append(layer)
     ids, real = padded(tokens, device)
     lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int32, device=device)
-    factor = dropout_factor(ids, real)
-    return Store(tokens, row_of, lengths, _table(counts, device), factor, layers, Weights(base))
+    factor, table = dropout_factor(ids, real), _table(counts, device)
+    size, dtype = (sum(counts), modules[0].num_attention_heads, max(map(len, tokens))), weights.dtype
+    layers = [packed.empty(table, lengths, *size, dtype) for packed in specs]
+    return Store(tokens, row_of, lengths, table, factor, layers, Weights(base))
 
 
 def _table(counts: list[int], device: Any) -> torch.Tensor:

@@ -267,7 +267,7 @@ def attention(
     keys, key.keys = key.keys, None
     if keys is None:
         raise NotImplementedError(f"layer {key.layer.index}: keys and values shared between layers are not supported")
-    return key.layer.attend(module, query, keys, value, attention_mask, scaling, dropout, options), None
+    return key.layer.attend(module, query, keys, value, attention_mask, scaling, dropout, options)[0], None
 
 
 AttentionInterface.register(NAME, attention)

@@ -247,12 +247,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         scaling: float | None,
         dropout: float,
         options: dict[str, Any],
-    ) -> torch.Tensor:
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Stores the new tokens and attends from their queries to all that is stored.
 
         query [batch, query_heads, tokens, head_dim];  key, value [batch, kv_heads, tokens, head_dim], checked by
                                                        `update`
-        Returns [batch, tokens, query_heads, head_dim], dense.
+        Returns out [batch, tokens, query_heads, head_dim], dense; and lse, None without return_lse: the natural
+        logarithms of the softmax's denominators, float32 [batch, query_heads, tokens].
         A failure leaves the cache as it was, and its message names the layer.
         """
         before = self.storage.tokens
@@ -265,10 +267,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                 with torch.no_grad():
                     q, k, v = query.detach(), key.detach(), value.detach()
-                    out = self._attend(module, q, k, v, mask, scaling, dropout, options)
+                    out, lse = self._attend(module, q, k, v, mask, scaling, dropout, options, return_lse)
                 why = "attention through a TurboQuantCache has no gradient: train with use_cache=False"
-                return without_gradient(out, why, query, key, value)
-            return self._attend(module, query, key, value, mask, scaling, dropout, options)
+                return without_gradient(out, why, query, key, value), lse
+            return self._attend(module, query, key, value, mask, scaling, dropout, options, return_lse)
         except Exception as error:
             if self.storage.tokens == before:
                 self.storage.abort()
@@ -293,22 +295,26 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         scaling: float | None,
         dropout: float,
         options: dict[str, Any],
-    ) -> torch.Tensor:
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         stored, new = self.storage, key.shape[2]
         padding, sliding = self._visible(mask, options, stored.tokens, new)
-        after, how = stored.tokens + new, None
-        if stored.tokens == 0 and self.spec.prefill == "exact":
+        after = stored.tokens + new
+        how: dict[str, Any] | None = {
+            "softmax_scale": stored.head_dim**-0.5 if scaling is None else scaling,
+            "sliding_window": sliding,
+            "softcap": options.get("softcap") or 0.0,
+        }
+        if stored.tokens == 0 and self.spec.prefill == "exact" and not return_lse:
             out, _ = own_attention(module, query, key, value, mask, scaling, dropout, options)
-        else:
-            how = {
-                "softmax_scale": stored.head_dim**-0.5 if scaling is None else scaling,
-                "sliding_window": sliding,
-                "softcap": options.get("softcap") or 0.0,
-            }
+            how = None
         lengths = self._shared.lengths(after, padding, stored.device)
         stored.learn(key, value, padding)
-        attended = stored.store(query, key, value, lengths, padding, sliding, how)
-        return out if attended is None else attended.transpose(1, 2).contiguous()
+        attended = stored.store(query, key, value, lengths, padding, sliding, how, return_lse)
+        if attended is None:
+            return out, None
+        out, lse = attended
+        return out.transpose(1, 2).contiguous(), lse
 
     def _visible(
         self, mask: MaskRequest | torch.Tensor | None, options: dict[str, Any], before: int, new: int

@@ -18,7 +18,6 @@ from .. import ops
 from ..calibration import Calibration
 from ..modes import side_matrix
 from ..moments import Moments
-from ..plan import Plan
 from ..spec import CacheSpec
 from .pages import in_place, outside_autograd
 
@@ -115,25 +114,30 @@ class Common:
         return self._equal[device]
 
     def schedule(
-        self, after: int, padding: tuple[int, ...], plan: Plan, sizes: tuple[Any, ...], call: tuple[torch.Tensor, ...]
+        self,
+        layer: LayerStorage,
+        query: torch.Tensor,
+        lengths: torch.Tensor,
+        after: int,
+        padding: tuple[int, ...],
+        sliding_window: int,
     ) -> torch.Tensor | None:
         """The schedule of `attend` for a forward that ends at `after` positions. If sequences differ in length, the
-        first layer with these `sizes` (other arguments of the operator) and shapes of `call` (query, pages,
-        block_table, lengths) writes it. The tensor stays the same from step to step, so that a step can be replayed as
-        a CUDA graph. None on a CPU.
+        first layer with the sizes of `layer` writes it. The tensor stays the same from step to step, so that a step can
+        be replayed as a CUDA graph. None on a CPU.
         """
-        query, pages, table, _ = call
         equal = self.equal_schedule(after, padding, query.device)
         if equal is not None or query.device.type == "cpu":
             return equal
+        pages, table, sizes = layer.pages, layer.block_table, (layer.sinks, layer.window, sliding_window)
         where = (query.device, query.shape, pages.shape[1:], sizes)
         written, schedule = self._schedules.get(where, (None, None))
         if schedule is None:
             schedule = _new_schedule(len(padding), query.device)
         step = after, padding, table.shape
         if written != step:
-            sinks, window, sliding_window = sizes
-            _write_schedule(plan.words, schedule, *call, sinks=sinks, window=window, sliding_window=sliding_window)
+            _write_schedule(layer.plan.words, schedule, query, pages, table, lengths, sinks=layer.sinks,
+                            window=layer.window, sliding_window=sliding_window)  # fmt: skip
             self._schedules[where] = step, schedule
         return schedule
 

@@ -10,7 +10,7 @@ import torch
 
 from ..spec import CacheSpec
 
-__all__ = ["exact_rows", "laid_out", "rows_of", "with_room"]
+__all__ = ["exact_rows", "laid_out", "with_room"]
 
 _LEAST = 16  # the fewest rows to allocate
 
@@ -18,10 +18,6 @@ _LEAST = 16  # the fewest rows to allocate
 def exact_rows(spec: CacheSpec, positions: int) -> tuple[int, int]:
     """Rows of sinks and of the window that sequences of this many positions need."""
     return min(spec.sinks, positions), min(spec.window, max(0, positions - spec.sinks))
-
-
-def rows_of(held: torch.Tensor | None) -> int:
-    return 0 if held is None else held.shape[2]
 
 
 def with_room(have: int, need: int, most: int) -> int:

@@ -98,16 +98,8 @@ class CacheReport:
 
 def layer_tensors(stored: LayerStorage) -> Iterator[tuple[str, torch.Tensor]]:
     """(part, tensor) of all tensors that belong to this layer alone."""
-    parts = {"pages": ("pages",), "block_table": ("block_table",), "flag": ("flag",),
-             "sinks": ("sink_k", "sink_v"), "window": ("window_k", "window_v")}  # fmt: skip
-    for part, names in parts.items():
-        for name in names:
-            if (held := getattr(stored, name)) is not None:
-                yield part, held
+    yield from stored.by_part()
     yield from (("past windows", held) for _, pair in stored.past.snapshots for held in pair)
-    yield from (("rotation", held) for held in stored.split.values())
-    yield from (("calibration", held) for held in stored.calibrated.values())
-    yield from (("moments", held) for held in stored.measured.values())
 
 
 def layer_report(stored: LayerStorage) -> LayerReport:

@@ -14,10 +14,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..plan import PAGE_TOKENS
-from .exact import rows_of
 
 if TYPE_CHECKING:
-    from .storage import LayerStorage
+    from .tensors import LayerTensors
 
 __all__ = ["attention_behind_window", "visible_past"]
 
@@ -30,37 +29,43 @@ _Past = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values, positio
 
 
 def visible_past(
-    stored: LayerStorage, lengths: torch.Tensor, new: int, padding: tuple[int, ...], sliding_window: int
+    stored: LayerTensors,
+    lengths: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    padding: tuple[int, ...],
+    sliding_window: int,
 ) -> _Past:
     """Keys and values, in the dtype of the storage, that a chunk after the stored tokens may see, and some more.
 
-    lengths   int32 [batch], of the sequences with the `new` tokens of the chunk, which are not stored yet
+    lengths      int32 [batch], of the sequences with the tokens of the chunk
+    key, value   of the chunk, which are not stored yet
     """
     sinks, window, before = stored.spec.sinks, stored.spec.window, stored.tokens
-    device, state = stored.device, stored.arguments()
+    device, new = stored.device, key.shape[2]
     length = lengths.view(-1, 1) - new  # of each sequence, without waiting for the device
     pad = before - length
-    parts: list[_Past] = []
-    if rows := rows_of(stored.sink_k):
-        row = torch.arange(rows, device=device)
-        parts.append((state["sink_k"], state["sink_v"], torch.where(row < length, row + pad, _NOWHERE)))
+    parts: list[_Past] = [(key[:, :, :0], value[:, :, :0], length[:, :0])]
+    if stored.sink_k is not None and stored.sink_v is not None:
+        row = torch.arange(stored.sinks, device=device)
+        parts.append((stored.sink_k, stored.sink_v, torch.where(row < length, row + pad, _NOWHERE)))
     packed = max(stored.packed(before, padding))
     first = max(0, before - max(padding) - sliding_window + 1 - sinks) // PAGE_TOKENS * PAGE_TOKENS
     if packed > first:
         assert stored.table is not None
-        transforms = {name: x for name, x in state.items() if not name.startswith(("sink_", "window_"))}
         with stored.table.pool.lock:  # forks may add pages
-            pages, table = stored.table.pool.storage, stored.table.tensor[:, first // PAGE_TOKENS :].contiguous()
+            pages, table = stored.pages, stored.block_table[:, first // PAGE_TOKENS :].contiguous()
         count = stored.shared.earlier(lengths, new + sinks + window + first)
-        k, v = _dequantize(stored.plan.words, pages, table, count, packed - first, sinks=sinks + first, **transforms)
+        k, v = _dequantize(
+            stored.plan.words, pages, table, count, packed - first, sinks=sinks + first, **stored.transforms
+        )
         row = sinks + first + torch.arange(packed - first, device=device)
         positions = torch.where(row < length - window, row + pad, _NOWHERE)
         parts.append((k.to(stored.dtype), v.to(stored.dtype), positions))
-    if rows := rows_of(stored.window_k):
-        latest = (
-            length - 1 - (length - 1 - torch.arange(rows, device=device)) % rows
-        )  # position of each row of the ring
-        parts.append((state["window_k"], state["window_v"], torch.where(latest >= sinks, latest + pad, _NOWHERE)))
+    if stored.window_k is not None and stored.window_v is not None:
+        row = torch.arange(stored.window, device=device)
+        latest = length - 1 - (length - 1 - row) % stored.window  # position of each row of the ring
+        parts.append((stored.window_k, stored.window_v, torch.where(latest >= sinks, latest + pad, _NOWHERE)))
     return (
         torch.cat([k for k, _, _ in parts], 2),
         torch.cat([v for _, v, _ in parts], 2),
@@ -78,9 +83,11 @@ def attention_behind_window(
     sliding_window: int,
     scale: float,
     softcap: float = 0.0,
-) -> torch.Tensor:
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The queries of a chunk over `past` and the chunk's own tokens: each sees those of the last `sliding_window`
-    positions up to its own. Returns [batch, tokens, query_heads, head_dim]; 0 for a query of padding.
+    positions up to its own. Returns out, like query but laid out as [batch, tokens, query_heads, head_dim], 0 for a
+    query of padding; and, with return_lse, lse float32 [batch, query_heads, tokens], -inf for it.
 
     before    positions in front of the chunk
     lengths   int32 [batch], of the sequences with the chunk
@@ -91,7 +98,8 @@ def attention_behind_window(
     pad = before + tokens - lengths.view(-1, 1)
     own = torch.arange(before, before + tokens, device=device).expand(batch, -1)
     own = torch.where(own >= pad, own, _NOWHERE)
-    out = query.new_empty((batch, tokens, heads, channels))
+    out = query.new_empty((batch, tokens, heads, channels)).transpose(1, 2)
+    lse = query.new_empty((batch, heads, tokens), dtype=torch.float32) if return_lse else None
     for start in range(0, tokens, _QUERIES):
         stop, first = min(start + _QUERIES, tokens), max(0, start - sliding_window + 1)
         k, v, at = key[:, :, first:stop], value[:, :, first:stop], own[:, first:stop]
@@ -100,18 +108,30 @@ def attention_behind_window(
         here = torch.arange(before + start, before + stop, device=device).view(-1, 1)
         seen = ((at[:, None] <= here) & (at[:, None] > here - sliding_window))[:, None]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        attended = _attention(query[:, :, start:stop], k, v, seen, scale, softcap)
-        out[:, start:stop] = attended.masked_fill_(~seen.any(-1, keepdim=True), 0).transpose(1, 2)
-    return out
+        attended = _attention(
+            query[:, :, start:stop], k, v, seen, scale, softcap, lse if lse is None else lse[:, :, start:stop]
+        )
+        out[:, :, start:stop] = attended.masked_fill_(~seen.any(-1, keepdim=True), 0)
+    return out, lse
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float,
+    lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The definition. Keys have as many heads as queries; seen: bool [batch, 1, queries, keys]."""
+    """The definition. Keys have as many heads as queries; seen: bool [batch, 1, queries, keys]. lse is written."""
     with torch.autocast(query.device.type, enabled=False):  # which would round float32 operands
-        if not softcap:
+        if not softcap and lse is None:
             return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
-        logits = (query.float() @ key.float().transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
-        weights = logits.masked_fill_(~seen, -torch.inf).softmax(-1)
-        return (weights @ value.float()).to(query.dtype)
+        logits = (query.float() @ key.float().transpose(2, 3)).mul_(scale)
+        if softcap:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        logits.masked_fill_(~seen, -torch.inf)
+        if lse is not None:
+            lse.copy_(logits.logsumexp(-1))
+        return (logits.softmax(-1) @ value.float()).to(query.dtype)

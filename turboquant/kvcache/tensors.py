@@ -1,0 +1,263 @@
+"""The tensors of one layer of a TurboQuantCache, [ sinks | packed pages | window ] (turboquant.h, "the cache"), and
+room for more tokens.
+
+Each sequence has its own length. Padding on the left of a batch is never stored: token i of sequence b has position
+i - padding[b], and is padding if that is negative.
+
+    pages        uint8 [n_pages, kv_heads, record_bytes], zeros where nothing is stored
+    block_table  int32 [batch, max_pages]: the page of each 128 packed tokens of a sequence
+    sinks        keys and values in the model's dtype, each [batch, kv_heads, sinks, head_dim]
+    window       the same, a ring of [batch, kv_heads, window, head_dim]; both have fewer rows, or are None, until there
+                 are enough tokens (`exact`)
+    calibration  rotations, steps and centres of keys and values (`calibration.tensors`): shared by all caches of a
+                 calibration on a device, and counted in each
+    moments      wave and metric of the keys (`moments.tensors`), likewise
+
+Growth: when a sequence fills its last page, the needed pages are added, or 1/64 of the present ones if that is more. So
+at most 1/64 is unused. Adding copies the layer's packed bytes. A sequence needs a page every 128 tokens, and every step
+reads all its packed bytes anyway: if the sequences of a batch grow together, the copies add less than 2 % to the memory
+traffic of attention. Forks, beams and repeated sequences share pages (`pages.PageTable`). A layer with a sliding window
+frees pages that no query can see any more, except one that `crop` may need. Later tokens use them; after a prompt or a
+crop, they go back to the allocator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..calibration.tensors import transforms
+from ..modes import is_split
+from ..moments.tensors import transforms as moments_of
+from ..ops import PackedKV
+from ..plan import PAGE_TOKENS, Plan
+from ..spec import CacheSpec
+from .common import Common
+from .exact import exact_rows, laid_out, with_room
+from .pages import PageTable, outside_autograd
+
+__all__ = ["LayerTensors"]
+
+_NOTHING = torch.empty(0)  # the pages of an empty layer
+
+
+class LayerTensors(PackedKV):
+    """The tokens of one layer, as the operators take them. Its pages are those of `table`, which other forks may move.
+
+    tokens          positions seen, padding included: what transformers calls the sequence length
+    padding         how many of them in front of each sequence are padding, which is not stored
+    sliding_window  of the last forward, 0: none
+    released        the pages of positions before this one are freed
+    shape           (batch, kv_heads, head_dim, dtype, device), None while there is nothing
+    """
+
+    def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
+        self.index, self.spec, self.shared = index, spec, shared
+        self.reset()
+
+    def reset(self) -> None:
+        """Frees all memory. The next forward may have another batch size, dtype or device."""
+        self.tokens = 0
+        self.padding: tuple[int, ...] = ()
+        self.shape: tuple[Any, ...] | None = None
+        self.table: PageTable | None = None
+        self.sliding_window = 0
+        self.released = 0
+        self.sink_k = self.sink_v = self.window_k = self.window_v = None
+        self.exact_ready = 0.0  # positions that sinks and window have rows for
+        self.flag: torch.Tensor | None = None  # of `append` on CUDA, int64 [1]
+        self.transforms = {}  # these and the shared rotations
+        self.split: dict[str, torch.Tensor] = {}  # rotations that split off the prompt's outlier channels
+        self.calibrated: dict[str, torch.Tensor] = {}
+        self.measured: dict[str, torch.Tensor] = {}
+
+    @outside_autograd
+    def start(self, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Empties the storage and fixes its shape. ValueError for a shape that the spec or the calibration refuses."""
+        plan = self._plan(kv_heads, head_dim)
+        found = self.shared.calibration
+        if found is not None and (found.kv_heads, found.head_dim) != (kv_heads, head_dim):
+            raise ValueError(f"layer {self.index}: keys must have the {found.kv_heads} KV heads of {found.head_dim} "
+                             f"channels of the calibration, got {kv_heads} of {head_dim}")  # fmt: skip
+        self.reset()
+        self.plan, self.dtype, self.device = plan, dtype, device
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.padding = (0,) * batch
+        self.table = PageTable.empty(batch, kv_heads, PAGE_TOKENS * self.spec.bytes_per_token(head_dim), device)
+        if device.type == "cuda":
+            self.flag = torch.zeros(1, dtype=torch.int64, device=device)
+        for side in ("key", "value"):
+            if not is_split(self.spec, side) and self.spec.rotation_of(side) != "svd":
+                rotation = self.shared.rotation(self.spec, side, head_dim, device)
+                if rotation is not None:
+                    self.transforms[f"{side}_rotation"] = rotation
+        if found is not None:
+            self.calibrated = transforms(found, self.spec, self.index, device)
+        if self.spec.measured and self.shared.moments is not None:
+            self.measured = moments_of(self.shared.moments, self.spec, self.index, device)
+        self.transforms |= self.calibrated | self.measured
+        self.shape = (batch, kv_heads, head_dim, dtype, device)
+
+    def _plan(self, kv_heads: int, head_dim: int) -> Plan:
+        moments = self.shared.moments
+        if not self.spec.measured or moments is None:
+            return self.spec.plan(head_dim)
+        measured = moments.layers[self.index]
+        heads, channels = measured.centre.shape
+        if (heads, channels) != (kv_heads, head_dim):
+            raise ValueError(f"layer {self.index}: keys must have the {heads} KV heads of {channels} channels of the "
+                             f"moments, got {kv_heads} of {head_dim}")  # fmt: skip
+        return self.spec.plan(head_dim, *measured.sizes)
+
+    def hold_split(self, rotations: dict[str, torch.Tensor]) -> None:
+        """Sets the rotations that split off outlier channels."""
+        self.split, self.transforms = rotations, {**self.transforms, **rotations}
+
+    def __str__(self) -> str:
+        heads = f"{self.kv_heads} KV heads of {self.head_dim} channels"
+        return f"{self.tokens} positions of {len(self.padding)} sequences with {heads} in {self.dtype} on {self.device}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.index}, tokens={self.tokens})"
+
+    @property
+    def pages(self) -> torch.Tensor:  # type: ignore[override]
+        """uint8 [n_pages, kv_heads, record_bytes]; forks and beams may share it."""
+        return _NOTHING if self.table is None else self.table.pool.storage
+
+    @property
+    def block_table(self) -> torch.Tensor:  # type: ignore[override]
+        return _NOTHING if self.table is None else self.table.tensor
+
+    @property
+    def lengths(self) -> torch.Tensor:  # type: ignore[override]
+        return self.shared.lengths(self.tokens, self.padding, self.device)
+
+    def packed(self, positions: int, padding: Sequence[int]) -> list[int]:
+        """Packed tokens of each sequence at this many positions."""
+        exact = self.spec.sinks + self.spec.window
+        return [max(0, positions - pad - exact) for pad in padding]
+
+    def by_part(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(part, tensor) of all tensors that belong to this layer alone."""
+        yield from (("pages", self.pages), ("block_table", self.block_table))
+        if self.flag is not None:
+            yield "flag", self.flag
+        yield from (("window" if name[0] == "w" else "sinks", held) for name, held in self.exact().items())
+        yield from (("rotation", held) for held in self.split.values())
+        yield from (("calibration", held) for held in self.calibrated.values())
+        yield from (("moments", held) for held in self.measured.values())
+
+    # ---- device ----
+
+    @outside_autograd
+    def move(self, device: torch.device) -> None:
+        """Pages, table, sinks and window; forks that share the pages bring those back when they are used."""
+        if self.table is None or self.pages.device == self.block_table.device == device:
+            return
+        moved = self._own(lambda held: held.to(device))
+        self.table.move(device)
+        self.__dict__.update(moved)
+
+    def bring_back(self) -> None:
+        """To the device that it was made for."""
+        if self.table is not None:
+            self.move(self.device)
+
+    def _own(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Sinks, window and flag, changed, by name."""
+        flag = {} if self.flag is None else {"flag": self.flag}
+        return {name: change(held) for name, held in {**self.exact(), **flag}.items()}
+
+    # ---- room ----
+
+    def reserve(self, positions: int) -> None:
+        """Makes room for this many positions of each sequence, so that forwards up to there do not allocate, and pages,
+        sinks and window keep their addresses. The layer must hold tokens."""
+        assert self.table is not None
+        if positions > self.exact_ready:
+            self.make_exact_room(positions)
+        with self.table.pool.lock:
+            if positions > self.table.ready:
+                self.reserve_pages(positions, self.padding)
+
+    @property
+    def ready(self) -> float:
+        """Positions that there is room for."""
+        assert self.table is not None
+        return min(self.table.ready, self.exact_ready)
+
+    @outside_autograd
+    def make_exact_room(self, positions: int) -> None:
+        """Rows of sinks and window for that many positions. A failure leaves them as they were."""
+        grown: dict[str, torch.Tensor] = {}
+        sinks, window = exact_rows(self.spec, positions)
+        nothing = torch.empty(
+            (len(self.padding), self.kv_heads, 0, self.head_dim), dtype=self.dtype, device=self.device
+        )
+        for side, need, most in (("sink", sinks, self.spec.sinks), ("window", window, self.spec.window)):
+            for name in (f"{side}_k", f"{side}_v"):
+                held = nothing if (found := getattr(self, name)) is None else found
+                if (rows := with_room(held.shape[2], need, most)) > held.shape[2]:
+                    if side == "sink":  # zeros behind the rows there are
+                        grown[name] = torch.nn.functional.pad(held, (0, 0, 0, rows - held.shape[2]))
+                    else:
+                        grown[name] = laid_out(held, rows, self.spec.sinks)
+        self.hold_exact(grown)
+
+    def hold_exact(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Sets those of "sink_k", "sink_v", "window_k" and "window_v" that `tensors` names."""
+        self.__dict__.update(tensors)
+        whole = (self.sinks, self.window) == (self.spec.sinks, self.spec.window)
+        self.exact_ready = math.inf if whole else self.sinks + self.window
+
+    def reserve_pages(self, after: int, padding: tuple[int, ...]) -> Callable[[], None]:
+        """Makes room for packed tokens up to `after` positions, and returns what undoes it. The pool's lock is held."""
+        table = self.table
+        assert table is not None
+        if self.sliding_window:
+            self.release()
+        undo = table.reserve(self.packed(self.tokens, padding), self.packed(after, padding), self._table_before())
+        exact = self.spec.sinks + self.spec.window
+        table.ready = min((len(row) * PAGE_TOKENS + exact + pad for row, pad in zip(table.rows, padding)), default=-1)
+        return undo
+
+    def _table_before(self) -> PageTable | None:
+        """That of the layer before this one, which a forward comes to first."""
+        before = self.shared.layer(self.index - 1)
+        return None if before is None else before.table
+
+    def release(self) -> None:
+        """Frees the pages that no query sees any more, except one that `crop` may need."""
+        assert self.table is not None
+        self.released = max(self.released, self.tokens - self.sliding_window + 1 - PAGE_TOKENS)
+        self.table.release_before([self.released - pad - self.spec.sinks for pad in self.padding])
+
+    def has_released(self, tokens: int) -> bool:
+        """Whether pages were freed that a sliding window of this many positions would see."""
+        return bool(self.sliding_window) and max(0, tokens - self.sliding_window + 1) < self.released
+
+    # ---- sequences ----
+
+    @outside_autograd
+    def select(self, sequences: Sequence[int]) -> None:
+        """Sequence b becomes what sequence sequences[b] was; RuntimeError where there is no memory for that."""
+        self.bring_back()
+        table = self.table
+        assert table is not None and self.shape is not None
+        where = torch.tensor(list(sequences), device=self.device)
+        state = {name: held.index_select(0, where) for name, held in self.exact().items()}
+        table.select(sequences, self._table_before())
+        self.__dict__.update(state)
+        self.padding = tuple(self.padding[b] for b in sequences)
+        self.shape = (len(sequences), *self.shape[1:])
+
+    def share(self, other: LayerTensors) -> None:
+        """Makes `other`, an empty layer of another cache, hold the same tokens. Pages are shared, sinks and window
+        copied."""
+        assert self.table is not None
+        own = self._own(torch.clone) | {"shared": other.shared, "table": self.table.fork()}
+        other.__dict__.update(self.__dict__, **own)
