@@ -792,7 +792,7 @@ def test_masks_and_options_of_other_kinds():
     extra = request_mask(
         batch_size=1, q_length=4, q_offset=0, kv_length=4, kv_offset=0, attention_mask=None, allow_is_causal_skip=False
     )
-    with pytest.raises(NotImplementedError, match="a mask other than causal"):
+    with pytest.raises(NotImplementedError, match="layer 0: an attention pattern other than causal"):
         attention(module(), q, *cache.update(k, v, 0), extra)
     for option in (dict(s_aux=torch.zeros(4)), dict(position_bias=torch.zeros(1)), dict(output_attentions=True)):
         with pytest.raises(NotImplementedError, match=f"layer 0: `{next(iter(option))}` is not supported"):

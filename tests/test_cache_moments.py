@@ -160,7 +160,7 @@ def test_a_layer_without_a_wave_has_a_constant_centre():
     assert (out - want).norm() / want.norm() < 0.15
     report = str(cache.report())
     assert "moments of 7 tokens: a text of the user" in report
-    assert "constant centre in layers 0: how their keys turn was not found" in report
+    assert "constant centre in layers 0: it was not found whether and how their keys turn" in report
     assert "constant centre in layers 1: their keys do not turn" in report
 
 

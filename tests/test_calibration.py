@@ -448,7 +448,7 @@ def test_a_checkpoint_of_something_else(model, batches, tmp_path):
 
 
 def test_what_cannot_be_calibrated(model):
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import BloomConfig, BloomForCausalLM
 
     ids = prompts(1, 20)["input_ids"]
     with pytest.raises(ValueError, match=r"more tokens than a head has channels \(32\), got 16"):
@@ -471,9 +471,9 @@ def test_what_cannot_be_calibrated(model):
             turboquant.calibrate(model, 3 * [ids], averages=averages)
     with pytest.raises(NotImplementedError, match="LlamaModel cannot be calibrated: it has no head"):
         turboquant.calibrate(model.model, 3 * [ids])
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=96))
-    with pytest.raises(NotImplementedError, match="its keys are not rotary"):
-        turboquant.calibrate(gpt2, [ids])
+    bloom = BloomForCausalLM(BloomConfig(n_layer=1, n_head=2, hidden_size=16, vocab_size=96))
+    with pytest.raises(NotImplementedError, match="its attention does not go through AttentionInterface"):
+        turboquant.calibrate(bloom, [ids])
     with pytest.raises(TypeError, match="`model` must be a transformers model, got str"):
         turboquant.calibrate("model", [ids])
 

@@ -290,7 +290,6 @@ GEMMA_4 = {
     "hidden_size_per_layer_input": 0,
 }
 UNSUPPORTED = {
-    "GPT-2": ("GPT2LMHeadModel", dict(n_embd=32, n_layer=2, n_head=2, vocab_size=16, n_positions=16), "not rotary"),
     "T5": (
         "T5ForConditionalGeneration",
         dict(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=16),
@@ -302,8 +301,12 @@ UNSUPPORTED = {
         {**HEADS, "pad_token_id": 1, "position_embedding_type": "absolute"},
         "positions must be rotary",
     ),
-    "StableLM": ("StableLmForCausalLM", SMALL, "AttentionInterface"),
-    "BLOOM": ("BloomForCausalLM", dict(hidden_size=16, n_layer=1, n_head=2, vocab_size=16), "AttentionInterface"),
+    "GPT-Neo": (
+        "GPTNeoForCausalLM",
+        dict(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]], vocab_size=16),
+        "AttentionInterface",
+    ),
+    "BLOOM": ("BloomForCausalLM", dict(hidden_size=16, n_layer=1, n_head=2, vocab_size=16), "ALiBi"),
     "Mamba": ("MambaForCausalLM", dict(hidden_size=16, num_hidden_layers=1, vocab_size=16), ""),
     "DeepSeek-V3": (
         "DeepseekV3ForCausalLM",
@@ -348,8 +351,6 @@ UNSUPPORTED = {
 def test_unsupported_models(name, fields, message):
     model = other_model(name, **fields)
     before = model.config._attn_implementation, set(vars(model)), dict(model._forward_pre_hooks)
-    if name[:6] in ("DiffLl", "JetMoe") and not model._supports_attention_backend:  # as of transformers 4.57
-        message = "AttentionInterface"
     with pytest.raises(NotImplementedError, match=f"{name}.*{message}"):
         turboquant.patch(model)
     assert (model.config._attn_implementation, set(vars(model)), dict(model._forward_pre_hooks)) == before

@@ -28,6 +28,7 @@ import torch
 from ..arguments import integer
 from ..files import file_name, write_whole
 from ..hf.placement import device_of, is_offloaded, loaded
+from ..hf.routing import uses_interface
 from ..hf.tap import Tap, tapped
 from ..spec import LEAST_AVERAGE, MOST_SIDE_BITS
 from .axes import plan_axes, singular_axes, variance_along
@@ -362,7 +363,7 @@ def calibrate(
 ) -> Calibration:
     """Measures a model on a text, and tries on another text which method diverges least for each average of bits.
 
-    model    a causal language model of transformers with rotary keys whose attention goes through AttentionInterface,
+    model    a causal language model of transformers whose attention goes through AttentionInterface,
              or an ESM-2 model (`turboquant.esm.protein_batches` makes batches); patched or not; float32, float16 or
              bfloat16; on any device, spread over several, or with weights that a `device_map` offloads. It is left as
              it was.
@@ -388,7 +389,7 @@ def calibrate(
 
     Raises TypeError for arguments of another kind, ValueError if there are fewer tokens than channels, for tokens that
     are not in the model's vocabulary and for a checkpoint that is damaged or of another run, NotImplementedError for a
-    model without rotary keys, without a head or whose attention bypasses AttentionInterface: all before anything is
+    model without a head or whose attention bypasses AttentionInterface: all before anything is
     measured.
     """
     from ..moments.text import PACKAGE, check_tokenizer, found_tokenizer
@@ -564,9 +565,7 @@ def _checked_model(model: Any) -> dict[str, Any]:
 
         checked_model(model)
         return fingerprint(model)
-    if not any("RotaryEmbedding" in type(m).__name__ for m in model.modules()):
-        raise NotImplementedError(f"{name} cannot be calibrated: its keys are not rotary")
-    if not getattr(model, "_supports_attention_backend", False):
+    if not uses_interface(model):
         raise NotImplementedError(f"{name} cannot be calibrated: its attention does not go through AttentionInterface")
     if model.get_output_embeddings() is None:
         raise NotImplementedError(f"{name} cannot be calibrated: it has no head, which gives the next token's logits")

@@ -44,15 +44,18 @@ class MaskRequest:
     padding_mask   [batch, positions so far] bool, True for real tokens, or None: no padding
     local_size     sliding window in positions, 0: none
     positions      columns of the mask: the stored ones of the cache's first layer of this kind, and the new ones
+    causal         False where the model changes the pattern, as by images whose tokens all see each other. Only `made`
+                   has that pattern
     """
 
     ndim = 4  # of the tensor it stands for: models ask whether a mask is [batch, positions]
-    __slots__ = ("_arguments", "_made", "_padding", "local_size", "padding_mask", "positions")
+    __slots__ = ("_arguments", "_made", "_padding", "causal", "local_size", "padding_mask", "positions")
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.padding_mask: torch.Tensor | None = arguments.get("attention_mask")
         self.local_size = int(arguments.get("local_size") or 0)
         self.positions = int(arguments["kv_length"])
+        self.causal = bool(arguments.get("allow_is_causal_skip", True))
         self._arguments = arguments
         self._made: dict[str, torch.Tensor | None] = {}
         self._padding: tuple[int, ...] | None = None
@@ -85,16 +88,10 @@ class MaskRequest:
         before, tokens   positions of each sequence before this forward, and new ones
         known            the padding of an empty cache is unknown: zeros, as many as sequences
 
-        Checked once per forward, but not in a step of one token on a GPU. Raises NotImplementedError for masks other
-        than causal, sliding and left-padded, ValueError for padding that is not on the left or that contradicts what
-        is stored.
+        Checked once per forward, but not in a step of one token on a GPU. Raises ValueError for padding that is not on
+        the left or that contradicts what is stored.
         """
         if self._padding is None:
-            if not self._arguments.get("allow_is_causal_skip", True):  # False where transformers adds another pattern
-                raise NotImplementedError(
-                    "a mask other than causal, with or without a sliding window, is not supported with a "
-                    "TurboQuantCache"
-                )
             self._padding = self._found(tokens, known) if before == 0 else self._confirmed(before, tokens, known)
         return self._padding
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..arguments import integer
 from ..kvcache.common import Common
 from ..kvcache.pages import outside_autograd
+from ..kvcache.sliding import attention_under_mask, visible_past
 from ..kvcache.storage import LayerStorage
 from ..spec import CacheSpec
 from .attention import FreshKeys, MaskRequest, own_attention, without_gradient
@@ -309,12 +310,38 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             out, _ = own_attention(module, query, key, value, mask, scaling, dropout, options)
             how = None
         lengths = self._shared.lengths(after, padding, stored.device)
+        if how is not None and type(mask) is MaskRequest and not mask.causal:
+            out, how = self._attend_under(mask, query, key, value, lengths, padding, how), None
         stored.learn(key, value, padding)
         attended = stored.store(query, key, value, lengths, padding, sliding, how, return_lse)
         if attended is None:
             return out, None
         out, lse = attended
         return out.transpose(1, 2).contiguous(), lse
+
+    def _attend_under(
+        self,
+        mask: MaskRequest,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        padding: tuple[int, ...],
+        how: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attention in a pattern that the model makes, over stored tokens, decoded for the time of the call, and new
+        ones. Arguments and result are those of `_attend`."""
+        if self.spec.prefill == "packed":
+            raise NotImplementedError(
+                "an attention pattern other than causal, such as images whose tokens all see each other, needs "
+                'prefill="exact", got "packed": call turboquant.patch(model, prefill="exact")'
+            )
+        made = mask.made("sdpa")
+        assert made is not None  # transformers leaves only causal masks out
+        new = key.shape[2]
+        window = how["sliding_window"] or self.storage.tokens + new
+        past = visible_past(self.storage, lengths, new, padding, window)
+        return attention_under_mask(query, past, key, value, made, how["softmax_scale"], how["softcap"])
 
     def _visible(
         self, mask: MaskRequest | torch.Tensor | None, options: dict[str, Any], before: int, new: int

@@ -94,7 +94,10 @@ def moments_notes(moments: Moments | None, specs: Sequence[CacheSpec]) -> tuple[
     if moments.source == RANDOM_IDS:
         notes.append("random token ids cost 1.2 to 1.5 times the divergence: pass `tokenizer` to turboquant.patch")
     waves = [i for i, spec in enumerate(specs) if spec.centre == "wave"]
-    for kind, why in (("constant", "their keys do not turn"), ("not probed", "how their keys turn was not found")):
+    for kind, why in (
+        ("constant", "their keys do not turn"),
+        ("not probed", "it was not found whether and how their keys turn"),
+    ):
         if layers := [i for i in waves if moments.layers[i].kind == kind]:
             which = ", ".join(map(str, layers))
             notes.append(f"constant centre in layers {which}: {why}")

@@ -34,6 +34,7 @@ from ..moments.data import array_shapes
 from ..plan import FORMAT_VERSION, PAGE_TOKENS
 from ..spec import CacheSpec
 from .placement import device_of
+from .routing import decoder_of
 from .weights import changed_weights, weight_sums
 
 if TYPE_CHECKING:
@@ -391,7 +392,7 @@ def _devices(model: Any, n_layers: int) -> list[torch.device]:
     """The device of each layer, that of its attention's weights. The CPU without a model."""
     devices = [torch.device("cpu")] * n_layers
     if hasattr(model, "modules"):
-        for module in model.modules():
+        for module in decoder_of(model).modules():
             i = getattr(module, "layer_idx", None)
             if isinstance(i, int) and i < n_layers and any(True for _ in module.parameters()):
                 devices[i] = device_of(module)

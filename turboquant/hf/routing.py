@@ -1,11 +1,14 @@
 """Sets the attention function that the configurations of patched models name, and restores it.
 
+Only the text decoder of a model is routed. A vision or audio tower keeps its attention.
+
 Models may share one configuration object: it names its own attention again when the last patched one of them is
 unpatched.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,7 +17,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["Previous", "adopt", "check_route", "evaluating", "measuring", "patched_with", "restore", "route", "routed"]
+__all__ = [
+    "Previous",
+    "adopt",
+    "attention_modules",
+    "check_route",
+    "decoder_of",
+    "evaluating",
+    "measuring",
+    "patched_with",
+    "restore",
+    "route",
+    "routed",
+    "routed_configs",
+    "set_name",
+    "text_config",
+    "uses_interface",
+]
 
 _patched: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose state, model._turboquant, has `previous`
 
@@ -25,15 +44,48 @@ measuring = threading.RLock()
 Previous = list[tuple[Any, str | None]]  # configurations of a model, and the attention that each named before
 
 
+def text_config(model: Any) -> Any:
+    """The configuration of a model's text decoder; for a text model its own."""
+    return model.config.get_text_config(decoder=True)
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a model that is its text decoder, whose layers have a cache: `model` itself if it is a text model."""
+    text = text_config(model)
+    return next((part for part in model.modules() if getattr(part, "config", None) is text), model)
+
+
+def attention_modules(model: Any) -> list[Any]:
+    """The attention of each layer of a model's text decoder."""
+    parts = decoder_of(model).modules()
+    return [part for part in parts if isinstance(getattr(part, "layer_idx", None), int) and hasattr(part, "is_causal")]
+
+
+def uses_interface(model: Any) -> bool:
+    """Whether each layer of the text decoder asks AttentionInterface for its attention. The code says so; the flag
+    `_supports_attention_backend` is False on many models that do."""
+    found = [inspect.unwrap(type(part).forward).__code__.co_names for part in attention_modules(model)]
+    return bool(found) and all("ALL_ATTENTION_FUNCTIONS" in names for names in found)
+
+
+def routed_configs(model: Any) -> list[Any]:
+    """The configuration of a model's text decoder, and copies of it that its parts have."""
+    kind = type(text_config(model))
+    configs = (getattr(part, "config", None) for part in decoder_of(model).modules())
+    return list({id(config): config for config in configs if type(config) is kind}.values())
+
+
+def set_name(config: Any, name: str | None) -> None:
+    """Has one configuration, without those inside it, name an attention function."""
+    config._attn_implementation = {"": name}
+
+
 def route(model: Any, name: str) -> Previous:
-    """Has every configuration in `model` name the attention function `name`; the caller keeps what is returned in
+    """Has the text decoder of `model` use the attention function `name`; the caller keeps what is returned in
     model._turboquant.previous."""
-    configs = {
-        id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
-    }
-    previous: Previous = [(config, _before(config)) for config in configs.values()]
+    previous: Previous = [(config, _before(config)) for config in routed_configs(model)]
     for config, _ in previous:
-        config._attn_implementation = name
+        set_name(config, name)
     _patched.add(model)
     return previous
 
@@ -53,10 +105,11 @@ def patched_with(config: Any) -> Any:
 
 def check_route(model: Any, name: str) -> None:
     """RuntimeError if the configuration of a routed model now names another attention than `name`."""
-    if model.config._attn_implementation == name:
+    text = text_config(model)
+    if text._attn_implementation == name:
         return
     with measuring:  # another thread may be measuring this model
-        found = model.config._attn_implementation
+        found = text._attn_implementation
     if found != name:
         raise RuntimeError(
             f"{type(model).__name__}: attention is {found!r} since the model was patched (by set_attn_implementation, "
@@ -70,7 +123,7 @@ def restore(model: Any) -> None:
     shared = {id(config) for other in _patched for config, _ in other._turboquant.previous}
     for config, before in model._turboquant.previous:
         if id(config) not in shared:
-            config._attn_implementation = before
+            set_name(config, before)
 
 
 @contextmanager

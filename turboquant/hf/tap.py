@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from .attention import MaskRequest, attention, own_attention, request_mask
-from .routing import evaluating, measuring
+from .routing import evaluating, measuring, routed_configs, set_name
 
 __all__ = ["NAME", "Tap", "tapped"]
 
@@ -83,15 +83,14 @@ def tapped(model: Any) -> Iterator[Tap]:
     and the mode of each module are what they were."""
     tap = Tap()
     with measuring:
-        parts = (m for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation"))
-        before = [(config, config._attn_implementation) for config in {id(m.config): m.config for m in parts}.values()]
+        before = [(config, config._attn_implementation) for config in routed_configs(model)]
         AttentionInterface.register(NAME, tap.attention)
         AttentionMaskInterface.register(NAME, request_mask)
         try:
             for config, _ in before:
-                config._attn_implementation = NAME
+                set_name(config, NAME)
             with evaluating(model):
                 yield tap
         finally:
             for config, name in before:
-                config._attn_implementation = name
+                set_name(config, name)

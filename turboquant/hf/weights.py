@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .placement import loaded
+from .routing import decoder_of, text_config
 
 __all__ = ["active_adapters", "changed_weights", "weight_sums"]
 
@@ -38,10 +39,10 @@ def weight_sums(model: Any) -> dict[str, str]:
     from .patching.wrappers import base_model
 
     decoder = base_model(model).base_model
-    layers, last = _last_layer(decoder)
+    where = _places_of_layers(decoder)
     idle, sums = tuple(_idle_adapters(decoder)), _scalings(decoder)
     for name, tensor in decoder.state_dict().items():
-        if isinstance(tensor, torch.Tensor) and not f"{name}.".startswith(idle) and _matters(name, layers, last):
+        if isinstance(tensor, torch.Tensor) and not f"{name}.".startswith(idle) and _matters(name, *where):
             sums[_plain(name)] = f"{_sum_of(loaded(decoder, name, tensor)):08x}"
     for name, tensor in _tuned_prompt(model):
         sums[name] = f"{_sum_of(tensor):08x}"
@@ -58,18 +59,23 @@ def _plain(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
-def _last_layer(decoder: Any) -> tuple[str, str]:
-    """Prefixes of names: (of the list of layers, of the last layer)."""
-    count = decoder.config.get_text_config(decoder=True).num_hidden_layers
-    lists = ((n, m) for n, m in decoder.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
-    prefix = next((name for name, _ in lists), "")
-    return f"{prefix}.", f"{prefix}.{count - 1}."
+def _places_of_layers(model: Any) -> tuple[str, str, str]:
+    """Prefixes of names: (of the text decoder, of its list of layers, of its last layer)."""
+    count = text_config(model).num_hidden_layers
+    ours = {id(part) for part in decoder_of(model).modules()}
+    lists = (
+        name
+        for name, part in model.named_modules()
+        if id(part) in ours and isinstance(part, torch.nn.ModuleList) and len(part) == count
+    )
+    layers = next(lists, "")
+    return layers.removesuffix(layers.rpartition(".")[2]), f"{layers}.", f"{layers}.{count - 1}."
 
 
-def _matters(name: str, layers: str, last: str) -> bool:
+def _matters(name: str, decoder: str, layers: str, last: str) -> bool:
     if name.startswith(last):
         return not any(word in name for word in _BEHIND_KEYS)
-    return name.startswith(layers) or not name.startswith(_BEHIND_LAYERS)
+    return name.startswith(layers) or not name.startswith(tuple(decoder + part for part in _BEHIND_LAYERS))
 
 
 # ---- adapters of peft, found by their attributes: peft need not be installed ----
@@ -108,9 +114,9 @@ def active_adapters(model: Any) -> dict[str, str]:
 
 
 def _scalings(decoder: Any) -> dict[str, str]:
-    layers, last = _last_layer(decoder)
+    where = _places_of_layers(decoder)
     active = active_adapters(decoder).items()
-    return {f"{n}.scaling": f"{zlib.crc32(x.encode()):08x}" for n, x in active if _matters(f"{n}.", layers, last)}
+    return {f"{n}.scaling": f"{zlib.crc32(x.encode()):08x}" for n, x in active if _matters(f"{n}.", *where)}
 
 
 # ---- one tensor ----

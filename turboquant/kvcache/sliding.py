@@ -1,5 +1,5 @@
-"""Attention of a chunk over a packed history, part of which a sliding window hides. The tokens that the chunk still
-sees, at most the window, are decoded for the time of the call, and PyTorch's own attention reads them.
+"""Attention of a chunk over a packed history, part of which a sliding window or the model's own mask hides. The tokens
+that the chunk may see are decoded for the time of the call, and PyTorch's own attention reads them.
 
 Positions are those of the forward: they count the padding in front of a sequence, so that they are the same in all
 sequences of a batch. Tensors are [batch, heads, tokens, head_dim]; query head h reads KV head
@@ -18,7 +18,7 @@ from ..plan import PAGE_TOKENS
 if TYPE_CHECKING:
     from .tensors import LayerTensors
 
-__all__ = ["attention_behind_window", "visible_past"]
+__all__ = ["attention_behind_window", "attention_under_mask", "visible_past"]
 
 _dequantize = torch.ops.turboquant.dequantize.default
 
@@ -113,6 +113,34 @@ def attention_behind_window(
         )
         out[:, :, start:stop] = attended.masked_fill_(~seen.any(-1, keepdim=True), 0)
     return out, lse
+
+
+def attention_under_mask(
+    query: torch.Tensor,
+    past: _Past,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """The queries of a chunk over `past` and the chunk's own tokens, as mask, bool [batch or 1, 1, tokens, positions],
+    says: its last positions are the chunk. Returns [batch, tokens, query_heads, head_dim]; 0 for a query that sees
+    nothing."""
+    batch, heads, tokens, channels = query.shape
+    group, before = heads // key.shape[1], mask.shape[3] - tokens
+    own = torch.arange(before, before + tokens, device=query.device).expand(batch, -1)
+    k, v, at = (torch.cat(pair, 2 if pair[0].dim() == 4 else 1) for pair in zip(past, (key, value, own), strict=True))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    column, mask = at.clamp(min=0)[:, None, None], mask.to(query.device)
+    out = query.new_empty((batch, tokens, heads, channels))
+    for start in range(0, tokens, _QUERIES):
+        some = slice(start, min(start + _QUERIES, tokens))
+        rows = mask[:, :, some].expand(batch, -1, -1, -1)
+        seen = rows.gather(3, column.expand(-1, -1, rows.shape[2], -1)) & (at >= 0)[:, None, None]
+        attended = _attention(query[:, :, some], k, v, seen, scale, softcap)
+        out[:, some] = attended.masked_fill_(~seen.any(-1, keepdim=True), 0).transpose(1, 2)
+    return out
 
 
 def _attention(

@@ -22,6 +22,7 @@ from .. import __version__
 from ..calibration.measure import describe, fingerprint
 from ..hf.patching.wrappers import checked_base_model
 from ..hf.placement import device_of, loaded, on_all_ranks
+from ..hf.routing import text_config, uses_interface
 from ..hf.tap import tapped
 from ..hf.weights import active_adapters
 from .data import FORMAT, LayerMoments, Moments
@@ -59,9 +60,9 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Momen
     """
     base = checked_base_model(model)
     name, proteins = type(base).__name__, base.config.model_type == "esm"
-    if not getattr(base, "_supports_attention_backend", False):
+    if not proteins and not uses_interface(base):
         raise NotImplementedError(f"{name} cannot be measured: its attention bypasses AttentionInterface")
-    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None) or TOKENS + 1
+    limit = _positions(base)
     if limit < LEAST:
         raise NotImplementedError(f"{name} cannot be measured: it has {limit} positions, {LEAST} are needed")
     ids, source = protein_sample(base, tokenizer, text) if proteins else sample(base, tokenizer, text, limit)
@@ -84,12 +85,20 @@ def measure_with_text(model: Any, windows: Sequence[torch.Tensor], tokenizer: An
     """Moments of windows of a text, each [1, tokens], or of proteins, averaged with those of `measure`: moments of one
     text alone would serve other kinds of text worse. Nothing is kept in a file. Raises what `measure` raises."""
     base = checked_base_model(model)
-    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None) or TOKENS + 1
+    limit = _positions(base)
     proteins = base.config.model_type == "esm"
     ids, _ = protein_sample(base) if proteins else sample(base, tokenizer, None, limit)
     parts = [*_weighted(ids, 0.5), *_weighted(windows, 0.5)]
     layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
     return Moments(layers, fingerprint(base), sum(_counted(part) for part, _ in parts), source)
+
+
+def _positions(model: Any) -> int:
+    """How many positions a model has, for all that is measured."""
+    most = getattr(text_config(model), "max_position_embeddings", None) or TOKENS + 1
+    learned = (part for name, part in model.named_modules() if name.endswith("position_embeddings"))
+    before = getattr(next(learned, None), "padding_idx", None)  # RoBERTa counts positions from behind its padding token
+    return int(most if before is None else most - before - 1)
 
 
 def _counted(ids: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """`patch(model)` makes a transformers model keep its keys and values packed; `unpatch(model)` takes that back.
 
-One module per family of architectures: `llama` for decoders with rotary keys, `esm` for ESM-2.
+One module per family of architectures: `llama` for decoders, `esm` for ESM-2.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def patch(
     """Prepares `model`, in place, and returns it: ``patch(model).generate(**inputs)`` works as before, on a packed
     cache.
 
-    model   a causal language model of transformers with rotary keys whose attention goes through its AttentionInterface
-            (Llama, Mistral, Qwen2, Qwen3, ...), or an ESM-2 model; or a PeftModel, whose base model is patched
+    model   a causal language model of transformers whose attention goes through its AttentionInterface (Llama, Mistral,
+            Qwen2, Qwen3, ...), also with a vision or audio tower, which is left as it is; or an ESM-2 model; or a
+            PeftModel, whose base model is patched
     spec    a CacheSpec or the name of a preset
     calibration   a Calibration or its file, for a spec that uses one, such as "calibrated-3"
     prefill   "exact" or "packed" instead of the spec's own; None: the spec's. With "exact", the default of specs and

@@ -1,5 +1,5 @@
-"""Patching decoders with rotary keys: Llama, Mistral, Qwen2, Qwen3 and all others that use transformers'
-AttentionInterface alike.
+"""Patching decoders: Llama, Mistral, Qwen2, Qwen3 and all others that use transformers' AttentionInterface alike, also
+inside models that read images or sound.
 
 What changes in a model: the attention that its configuration names, methods of generation (`_METHODS`) and one
 forward pre-hook. Nothing is patched in a class or in transformers.
@@ -30,7 +30,16 @@ from ..graph import ForwardWithGraphs
 from ..moments import moments_for
 from ..names import CACHE, NAMES, cache_argument, given_cache
 from ..persistence import calibration_mark, moments_mark
-from ..routing import Previous, check_route, restore, route
+from ..routing import (
+    Previous,
+    attention_modules,
+    check_route,
+    decoder_of,
+    restore,
+    route,
+    text_config,
+    uses_interface,
+)
 from . import continuation
 from .wrappers import refuse_prefix
 
@@ -42,8 +51,11 @@ _INPUTS = ("input_ids", "inputs_embeds")
 # Models that cannot be patched for a reason that only a forward would show.
 _BY_TYPE = {
     "diffllama": "its attention uses the keys of a layer twice",
+    "musicgen_melody_decoder": "its `generate` is its own",
     "jetmoe": "its attention computes with the keys between cache and AttentionInterface",
 }
+
+_ALIBI = ("bloom", "mpt")  # types with ALiBi biases that their configurations do not mention
 
 
 @dataclass
@@ -79,10 +91,14 @@ def patch(
             f"{type(model).__name__}: `cuda_graphs` needs a model on one device whose `forward` nobody has replaced "
             "(as device_map does)"
         )
+    if cuda_graphs and decoder_of(model) is not model:
+        raise NotImplementedError(
+            f"{type(model).__name__}: `cuda_graphs` is for text models, not for one inside another"
+        )
     if state is None:
         _prepare(model, spec, calibration)
         state = model._turboquant
-    elif model.config._attn_implementation != NAME:
+    elif text_config(model)._attn_implementation != NAME:
         state.previous = route(model, NAME)
     state.spec, state.calibration, state.moments, state.tokenizer = spec, calibration, moments, tokenizer
     state.said = set()
@@ -132,21 +148,19 @@ def check(model: Any, spec: CacheSpec, calibration: Calibration | None, moments:
         text = checked_config(model.config)
     except NotImplementedError as error:
         raise NotImplementedError(f"{name} cannot be patched: {error}") from None
-    if text is not model.config:
-        refuse("it has more than a text model")
-    if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
+    if text.model_type in _ALIBI or getattr(text, "alibi", False):
+        refuse("its attention adds ALiBi biases")
+    if not uses_interface(model):
         refuse("its attention does not go through transformers' AttentionInterface")
     if cache_argument(model.forward) is None:
         refuse("its forward takes no cache")
     if (why := _BY_TYPE.get(text.model_type)) is not None:
         refuse(why)
-    if not any("RotaryEmbedding" in type(m).__name__ for m in model.modules()):
-        refuse("its keys are not rotary")
-    if any(hasattr(m, "_update_causal_mask") for m in model.modules()):
+    if any(hasattr(m, "_update_causal_mask") for m in decoder_of(model).modules()):
         refuse("it makes its attention masks itself")
-    layers = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "is_causal")]
-    if not layers or not all(m.is_causal for m in layers):
-        refuse("its attention is not causal")
+    layers = attention_modules(model)
+    if not all(m.is_causal for m in layers):
+        refuse("not all of its attention is causal")
     if any(isinstance(getattr(m, "sinks", None), torch.Tensor) for m in layers):
         refuse("its attention has learned sinks")
     if any(getattr(m, "kv_lora_rank", None) for m in layers):
@@ -272,7 +286,7 @@ def _give_cache(
         return None
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
-        use_cache = getattr(model.config, "use_cache", False) and not torch.is_grad_enabled()
+        use_cache = getattr(text_config(model), "use_cache", False) and not torch.is_grad_enabled()
     if not use_cache:
         return None
     cache = _new_cache(model)
