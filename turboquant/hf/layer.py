@@ -338,9 +338,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         made = mask.made("sdpa")
         assert made is not None  # transformers leaves only causal masks out
-        new = key.shape[2]
-        window = how["sliding_window"] or self.storage.tokens + new
-        past = visible_past(self.storage, lengths, new, padding, window)
+        window = how["sliding_window"] or self.storage.tokens + key.shape[2]
+        past = visible_past(self.storage, lengths, key, value, padding, window)
         return attention_under_mask(query, past, key, value, made, how["softmax_scale"], how["softcap"])
 
     def _visible(

@@ -138,7 +138,7 @@ def attention_under_mask(
         some = slice(start, min(start + _QUERIES, tokens))
         rows = mask[:, :, some].expand(batch, -1, -1, -1)
         seen = rows.gather(3, column.expand(-1, -1, rows.shape[2], -1)) & (at >= 0)[:, None, None]
-        attended = _attention(query[:, :, some], k, v, seen, scale, softcap)
+        attended = _attention(query[:, :, some], k, v, seen, scale, softcap, None)
         out[:, some] = attended.masked_fill_(~seen.any(-1, keepdim=True), 0).transpose(1, 2)
     return out
 
