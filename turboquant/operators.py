@@ -14,7 +14,8 @@
 ``print(torch.ops.turboquant.attend.__doc__)`` shows an operator's documentation. Operators run on the CPU and, in a
 build with CUDA, on CUDA, with one schema. Both write the same bytes (with a rotation matrix a few codes may differ:
 turboquant.h, "ROUNDING"). They work under `torch.compile(fullgraph=True)`, `torch.export` and `torch.inference_mode`.
-They have no gradient: a tensor that requires grad is an error while grad mode is on.
+They have no gradient: a tensor that requires grad, or has a tangent, is an error while grad mode is on, and so is one
+that `torch.func` differentiates. `torch.vmap` calls those that write to nothing once for each element.
 
 Arguments that several operators share (contracts and the byte format: ``csrc/include/turboquant.h``):
 
@@ -81,6 +82,12 @@ def _load() -> None:
         ) from error
 
 
+BACKWARD = (
+    "without requires_grad (inference only: call under torch.no_grad() or detach it), got a tensor that requires grad"
+)
+FORWARD = "without a tangent (inference only: detach it), got a tensor of forward-mode differentiation"
+
+
 # ---- fake kernels: shapes and dtypes without data, for torch.compile and torch.export; with the operators' texts ----
 # rest: the keyword-only arguments; of tensors a fake kernel reads the device alone.
 
@@ -94,8 +101,7 @@ def _check(op: str, arguments: dict[str, Any]) -> None:
         if tensor.device != first.device:
             raise ValueError(f"{op}: `{name}` must be on {first.device} like `{like}`, got {tensor.device}")
         if tensor.requires_grad and torch.is_grad_enabled():
-            wants = "without requires_grad (inference only: call under torch.no_grad() or detach it)"
-            raise ValueError(f"{op}: `{name}` must be {wants}, got a tensor that requires grad")
+            raise ValueError(f"{op}: `{name}` must be {BACKWARD}")
 
 
 def _rotate(plan: Sequence[int], x: Tensor, matrix: Tensor | None = None, inverse: bool = False) -> Tensor:
@@ -289,10 +295,59 @@ csrc/cuda/README.md lists the names of CUDA kernels. It cannot be traced.
 def _register() -> None:
     for name in ("append", "attend"):
         getattr(torch.ops.turboquant, f"{name}_kernel").__doc__ = KERNEL_TEXT.format(name)
+        _refuse_transforms(f"{name}_kernel")
     for kernel in (_rotate, _append, _attend, _schedule, _append_attend, _quantize, _dequantize, _merge):
         name = kernel.__name__[1:]
         torch.library.register_fake(f"turboquant::{name}", kernel)
         getattr(torch.ops.turboquant, name).__doc__ = kernel.__doc__
+        _refuse_transforms(name)
+
+
+# ---- torch.func: transforms wrap tensors, so that the kernels could not see what is differentiated ----
+
+_LIBRARY = torch.library.Library("turboquant", "IMPL")  # type: ignore[no-untyped-call]  # holds for as long as it lives
+_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()  # dispatch keys, outside transforms
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(x, level=0).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _refuse_transforms(name: str) -> None:
+    """Registers what runs between a transform of torch.func and the one below it, or the kernel. Outside transforms
+    operators do not meet it."""
+    operator = getattr(torch.ops.turboquant, name).default
+    parameters = [argument.name for argument in operator._schema.arguments]
+
+    def below(*args: Any, **rest: Any) -> Any:
+        from torch._C import DispatchKey
+        from torch._C._functorch import TransformType, _unwrap_for_grad, maybe_get_level
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+        transform = retrieve_current_functorch_interpreter()
+        kind, level = transform.key(), transform.level()
+
+        def taken(argument: str, x: Any) -> Any:
+            if kind not in (TransformType.Grad, TransformType.Jvp) or not isinstance(x, Tensor):
+                return x
+            if maybe_get_level(x) != level:
+                return x
+            if kind == TransformType.Grad and x.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"{name}: `{argument}` must be {BACKWARD}")
+            if kind == TransformType.Jvp and _has_tangent(x):
+                raise ValueError(f"{name}: `{argument}` must be {FORWARD}")
+            return _unwrap_for_grad(x, level)
+
+        args = tuple(taken(*pair) for pair in zip(parameters, args))
+        rest = {argument: taken(argument, x) for argument, x in rest.items()}
+        with transform.lower():
+            included = torch._C._dispatch_tls_local_include_set()
+            for key in (DispatchKey.FuncTorchVmapMode, DispatchKey.Functionalize):
+                included = included.remove(key)
+            with torch._C._ForceDispatchKeyGuard(included, _EXCLUDED):
+                return operator(*args, **rest)
+
+    _LIBRARY.impl(name, below, "FuncTorchDynamicLayerBackMode")  # type: ignore[no-untyped-call]
 
 
 _load()

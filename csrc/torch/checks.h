@@ -80,14 +80,46 @@ inline std::string join(const int64_t *numbers, size_t n)
     return text + "]";
 }
 
-inline bool requires_grad(const Tensor &t)
+/** Calls one of torch's operators; its results take the place of its arguments. */
+template <size_t N> void call_torch(const char *op, std::array<StableIValue, N> *stack)
 {
-    // The stable ABI has no query for it. With grad mode on, a view of a tensor that requires grad has a grad_fn, so is
-    // no leaf.
-    std::array<StableIValue, 1> stack{torch::stable::detail::from(t)};
-    torch_check(torch_call_dispatcher("aten::alias", "", stack.data(), TORCH_ABI_VERSION), "alias");
-    torch_check(torch_call_dispatcher("aten::is_leaf", "", stack.data(), TORCH_ABI_VERSION), "is_leaf");
+    torch_check(torch_call_dispatcher(op, "", stack->data(), TORCH_ABI_VERSION), op);
+}
+
+/** Whether a view of a tensor that requires grad would have a grad_fn: grad mode is on, and no mode of torch's own
+ *  dispatcher in Python, such as FlopCounterMode, has autograd behind it already. */
+inline bool autograd_is_active()
+{
+    if (!aoti_torch_grad_mode_is_enabled()) return false;
+    static const Tensor *const probe = [] { // never freed: torch may be gone at exit
+        const int64_t size = 1;
+        AtenTensorHandle handle;
+        torch_check(aoti_torch_empty_strided(1, &size, &size, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(),
+                                             0, &handle),
+                    "empty_strided");
+        torch_check(torch_set_requires_grad(handle, true), "set_requires_grad");
+        return new Tensor(handle);
+    }();
+    std::array<StableIValue, 1> stack{torch::stable::detail::from(*probe)};
+    call_torch("aten::alias", &stack);
+    call_torch("aten::is_leaf", &stack);
     return !torch::stable::detail::to<bool>(stack[0]);
+}
+
+/** How autograd follows a tensor. */
+enum class Derivative { NONE, BACKWARD, FORWARD };
+
+/** While autograd is active. */
+inline Derivative derivative_of(const Tensor &t)
+{
+    // The stable ABI has no query for it. A tensor of forward mode has a tangent; the primal of a tensor that requires
+    // grad has a grad_fn, so is no leaf.
+    std::array<StableIValue, 2> stack{torch::stable::detail::from(t), torch::stable::detail::from<int64_t>(0)};
+    call_torch("aten::_unpack_dual", &stack);
+    const bool forward = torch::stable::detail::to<Tensor>(stack[1]).defined();
+    call_torch("aten::is_leaf", &stack);
+    const bool leaf = torch::stable::detail::to<bool>(stack[0]);
+    return forward ? Derivative::FORWARD : leaf ? Derivative::NONE : Derivative::BACKWARD;
 }
 
 /** Checked plans by their words: each is made once and shared by all threads, because layers of a cache may have
@@ -151,7 +183,7 @@ public:
 
     /** For an operator without a plan. */
     Call(const char *op_name, const Tensor &like, const char *name)
-        : op(op_name), like_name_(name), grad_mode_(aoti_torch_grad_mode_is_enabled())
+        : op(op_name), like_name_(name), differentiates_(autograd_is_active())
     {
         read_device(like, &device_type, &device_index);
 #if !defined(TURBOQUANT_WITH_CUDA)
@@ -234,9 +266,13 @@ public:
         if (strides == Strides::DENSE && !t.is_contiguous()) refuse(name, "contiguous", "strides " + join_strides(t));
         if (strides == Strides::ROWS && t.stride(t.dim() - 1) != 1 && t.size(t.dim() - 1) > 1 && t.numel() > 0)
             refuse(name, "dense in its last dimension", "strides " + join_strides(t));
-        if (grad_mode_ && is_float(dtype_of(t)) && requires_grad(t))
+        if (!differentiates_ || !is_float(dtype_of(t))) return;
+        const Derivative derivative = derivative_of(t);
+        if (derivative == Derivative::BACKWARD)
             refuse(name, "without requires_grad (inference only: call under torch.no_grad() or detach it)",
                    "a tensor that requires grad");
+        if (derivative == Derivative::FORWARD)
+            refuse(name, "without a tangent (inference only: detach it)", "a tensor of forward-mode differentiation");
     }
 
     /** A length as the int32 that the core counts in. */
@@ -302,7 +338,7 @@ private:
     }
 
     const char *like_name_;
-    bool grad_mode_;
+    bool differentiates_;
 
     static void read_device(const Tensor &t, int32_t *type, int32_t *index)
     {

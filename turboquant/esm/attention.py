@@ -18,7 +18,7 @@ from transformers.modeling_utils import AttentionInterface
 from ..calibration import Calibration
 from ..calibration.data import SIDES
 from ..calibration.tensors import transforms
-from ..hf.attention import own_attention, without_gradient
+from ..hf.attention import own_attention, refuse_transforms, without_gradient
 from ..modes import is_split, side_matrix
 from ..moments import Moments
 from ..moments.tensors import transforms as moments_of
@@ -224,14 +224,15 @@ def attention(
     for name in ("output_attentions", "head_mask"):
         if options.get(name) is not None and options[name] is not False:
             raise NotImplementedError(f"`{name}` is not supported over packed keys and values: no weights are formed")
+    given = query, key, value
+    why = "attention over packed keys and values has no gradient (inference only): train after turboquant.unpatch"
+    refuse_transforms(why, *given)
     with torch.no_grad():
         if isinstance(packed, PackedAttention):
             out = packed.attend(query, key, value, attention_mask, scaling, turboquant_pass or Pass())
         else:
             out = packed.attend(module, query, key, value, attention_mask, scaling)
-    given = query, key, value
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        why = "attention over packed keys and values has no gradient (inference only): train after turboquant.unpatch"
         return without_gradient(out, why, *given), None
     return out, None
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -26,7 +27,16 @@ from .notices import foreign_keys
 if TYPE_CHECKING:
     from .layer import PackedLayer
 
-__all__ = ["NAME", "FreshKeys", "MaskRequest", "attention", "own_attention", "request_mask", "without_gradient"]
+__all__ = [
+    "NAME",
+    "FreshKeys",
+    "MaskRequest",
+    "attention",
+    "own_attention",
+    "refuse_transforms",
+    "request_mask",
+    "without_gradient",
+]
 
 # The name in transformers' two registries, which look for "flash", "flex" and "sdpa" inside names: keep them out of it.
 NAME = "turboquant"
@@ -236,6 +246,18 @@ def without_gradient(out: torch.Tensor, why: str, *given: torch.Tensor) -> torch
     """`out` as a result of the tensors `given`. A backward pass through it raises RuntimeError with the text `why`:
     packed keys and values have no gradient."""
     return _NoGradient.apply(out, why, *given)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def refuse_transforms(why: str, *given: torch.Tensor) -> None:
+    """RuntimeError with the text `why` for tensors that a transform of torch.func or forward-mode differentiation
+    follows: its result would lack what packed keys and values contribute."""
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is not None and any(map(functorch.is_functorch_wrapped_tensor, given)):
+        raise RuntimeError(f"{why} (it was called inside a transform of torch.func)")
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in given):  # type: ignore[no-untyped-call]
+        raise RuntimeError(f"{why} (it was called inside forward_ad.dual_level)")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

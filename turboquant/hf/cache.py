@@ -107,6 +107,10 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         calibration: Calibration | str | os.PathLike[str] | None = None,
         moments: Moments | str | os.PathLike[str] | None = None,
     ) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "a TurboQuantCache has no gradient: inside a transform of torch.func use use_cache=False"
+            )
         config = model.config if isinstance(model, torch.nn.Module) and hasattr(model, "config") else model
         text = checked_config(config)
         if spec is None:

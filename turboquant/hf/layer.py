@@ -16,11 +16,12 @@ from ..kvcache.pages import outside_autograd
 from ..kvcache.sliding import attention_under_mask, visible_past
 from ..kvcache.storage import LayerStorage
 from ..spec import CacheSpec
-from .attention import FreshKeys, MaskRequest, own_attention, without_gradient
+from .attention import FreshKeys, MaskRequest, own_attention, refuse_transforms, without_gradient
 from .names import CACHE
 
 __all__ = ["PackedLayer", "indices_of", "integer"]
 
+_NO_GRADIENT = "attention through a TurboQuantCache has no gradient: train with use_cache=False"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Keywords of attention functions that change the weights in ways that `attend` does not know.
@@ -118,6 +119,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """All that `update` checks and allocates."""
+        refuse_transforms(_NO_GRADIENT, key_states, value_states)
         stored, shape = self.storage, key_states.shape
         signature = (shape[0], shape[1], shape[-1], key_states.dtype, key_states.device)
         if signature != stored.shape or value_states.shape != shape:
@@ -263,14 +265,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         try:
             if self.index == 0:
                 self._check_model(module)
+            refuse_transforms(_NO_GRADIENT, query)
             if query.dtype != key.dtype:  # `update` has seen to the keys
                 (query,) = _autocast(query)
             if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                 with torch.no_grad():
                     q, k, v = query.detach(), key.detach(), value.detach()
                     out, lse = self._attend(module, q, k, v, mask, scaling, dropout, options, return_lse)
-                why = "attention through a TurboQuantCache has no gradient: train with use_cache=False"
-                return without_gradient(out, why, query, key, value), lse
+                return without_gradient(out, _NO_GRADIENT, query, key, value), lse
             return self._attend(module, query, key, value, mask, scaling, dropout, options, return_lse)
         except Exception as error:
             if self.storage.tokens == before:

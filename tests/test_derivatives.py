@@ -1,0 +1,181 @@
+"""Operators, patched models and packed encoders have no derivative: every way in which torch takes one is an error,
+and transforms that take none, or not of what operators see, work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+from test_ops import PLAN, array, samples, tq  # noqa: E402
+from test_ops_errors import GRAD  # noqa: E402
+from torch import Tensor, func  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+
+TANGENT = "without a tangent (inference only: detach it), got a tensor of forward-mode differentiation"
+
+
+def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> object:
+    with forward_ad.dual_level():
+        return f(forward_ad.make_dual(x, torch.ones_like(x)))  # type: ignore[no-untyped-call]
+
+
+WAYS: dict[str, tuple[Callable[..., object], str]] = {
+    "requires_grad": (lambda f, x: f(x.clone().requires_grad_()), GRAD),
+    "grad": (lambda f, x: func.grad(f)(x), GRAD),
+    "vjp": (lambda f, x: func.vjp(f, x), GRAD),
+    "jacrev": (lambda f, x: func.jacrev(f)(x), GRAD),
+    "hessian": (lambda f, x: func.hessian(f)(x), GRAD),
+    "jvp": (lambda f, x: func.jvp(f, (x,), (torch.ones_like(x),)), TANGENT),
+    "jacfwd": (lambda f, x: func.jacfwd(f)(x), TANGENT),
+    "forward_ad": (dual, TANGENT),
+    "vmap of grad": (lambda f, x: func.vmap(func.grad(f))(x[None]), GRAD),
+    "grad, grad mode off outside": (lambda f, x: torch.no_grad()(func.grad(f))(x), GRAD),
+    "jvp, grad mode off": (lambda f, x: torch.no_grad()(func.jvp)(f, (x,), (torch.ones_like(x),)), TANGENT),
+}
+FULL = ("attend, full", "append, full", "append_attend, full", "rotate", "quantize", "dequantize", "merge")
+
+
+def of_argument(arguments: dict[str, Any], op: Any, name: str) -> Callable[[Tensor], Tensor]:
+    """A call of the operator as a function of one of its arguments, with a number as its result. Each call gets copies
+    of what the operator writes to."""
+    written = {argument.name for argument in op._schema.arguments if argument.alias_info}
+
+    def f(x: Tensor) -> Tensor:
+        given = {key: arg.clone() if key in written and arg is not None else arg for key, arg in arguments.items()}
+        out = op(**given | {name: x})
+        out = out[0] if isinstance(out, tuple) else out
+        return x.sum() + (out.sum() if isinstance(out, Tensor) and out.is_floating_point() else 0)
+
+    return f
+
+
+def arguments_of(sample: str, rng: np.random.Generator) -> tuple[Any, dict[str, Any]]:
+    found: Any = samples(rng, "cpu")[sample]
+    op, args, kwargs = found
+    return op, dict(zip([argument.name for argument in op._schema.arguments], args)) | kwargs
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sample", FULL)
+def test_every_derivative_of_every_argument_is_refused(sample: str, way: str, rng: np.random.Generator) -> None:
+    op, arguments = arguments_of(sample, rng)
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    before = {name: x.clone() for name, x in tensors.items()}
+    floats = [name for name, x in tensors.items() if x.is_floating_point()]
+    assert floats
+    for name in floats:
+        take, text = WAYS[way]
+        with pytest.raises(ValueError, match=re.escape(f"{op.__name__.split('.')[0]}: `{name}` must be {text}")):
+            take(of_argument(arguments, op, name), tensors[name].detach())
+    for name, x in tensors.items():
+        assert torch.equal(x.nan_to_num(), before[name].nan_to_num()), name
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("sample", FULL)
+def test_what_is_not_differentiated_is_left_alone(sample: str, rng: np.random.Generator) -> None:
+    """Inside a transform, of tensors that it does not follow: as outside."""
+    op, arguments = arguments_of(sample, rng)
+    name = next(name for name, x in arguments.items() if isinstance(x, Tensor) and x.is_floating_point())
+    x, f = arguments[name], of_argument(arguments, op, name)
+    want, one = f(x), torch.ones(())
+    torch.testing.assert_close(func.grad(lambda a: f(x) * a)(one), want)
+    torch.testing.assert_close(func.grad(lambda a: f((x + 0 * a).detach()) * a)(one), want)
+    torch.testing.assert_close(func.jvp(lambda a: f(x + 0.0) * a, (one,), (one,))[1], want)
+    torch.testing.assert_close(func.grad(lambda a: func.grad(lambda b: f(x) * a * b)(one) * a)(one), 2 * want)
+    with forward_ad.dual_level():
+        f(forward_ad.make_dual(x, x).detach())  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        f(x.clone().requires_grad_())
+    if not op._schema.is_mutable:
+        batch = func.vmap(f)(torch.stack([x, x]))
+        torch.testing.assert_close(batch, torch.stack([want, want]))
+        torch.testing.assert_close(func.vmap(lambda a: f(x) * a)(torch.ones(2)), torch.stack([want, want]))
+        torch.testing.assert_close(func.functionalize(f)(x), want)
+        with pytest.raises(ValueError, match="must be without requires_grad"):
+            func.vmap(f)(x[None].clone().requires_grad_())
+        with pytest.raises(ValueError, match="must be without requires_grad"):
+            func.grad(lambda y: func.vmap(f)(y[None]).sum())(x)
+
+
+def test_under_a_mode_of_the_python_dispatcher(rng: np.random.Generator) -> None:
+    """Autograd is behind it when operators are called, so that they cannot ask it."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.from_numpy(rng.standard_normal((3, 64)).astype(np.float32))
+    with FlopCounterMode(display=False):
+        torch.testing.assert_close(tq.rotate(PLAN.words, tq.rotate(PLAN.words, x), inverse=True), x)
+    assert np.isfinite(
+        array(torch.fx.experimental.proxy_tensor.make_fx(lambda x: tq.rotate(PLAN.words, x))(x)(x))
+    ).all()
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "requires" not in way and "mode off" not in way])
+def test_while_tracing(way: str) -> None:
+    torch._dynamo.reset()
+    take, text = WAYS[way]
+    with pytest.raises(Exception, match=re.escape(text)):
+        take(torch.compile(lambda x: tq.rotate(PLAN.words, x).sum(), backend="eager"), torch.ones(2, 64))
+    if way == "forward_ad":  # a graph that fails leaves torch's level open
+        return
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=re.escape(text)):
+        torch.compile(lambda x: take(lambda x: tq.rotate(PLAN.words, x).sum(), x), backend="eager")(torch.ones(2, 64))
+
+
+MODELS = {
+    way: take
+    for way, (take, _) in WAYS.items()
+    if way not in ("requires_grad", "vmap of grad", "jacrev", "jacfwd", "hessian")
+}
+MODELS["forward_ad, grad mode off"] = lambda f, x: torch.no_grad()(dual)(f, x)
+
+
+@pytest.mark.parametrize("way", MODELS)
+def test_a_patched_model_and_a_filled_cache(way: str) -> None:
+    pytest.importorskip("transformers")
+    import models
+
+    import turboquant
+
+    model = turboquant.patch(models.tiny())
+    embed, ids = model.get_input_embeddings(), torch.arange(40)[None]
+    with torch.no_grad():
+        cache = turboquant.TurboQuantCache(model)
+        model(ids, past_key_values=cache)
+    x = embed(ids[:, :1]).detach()
+
+    def step(x: Tensor, **given: Any) -> Tensor:
+        return model(inputs_embeds=x, **given).logits.sum()  # type: ignore[no-any-return]
+
+    wants = "attention through a TurboQuantCache has no gradient: train with use_cache=False"
+    with pytest.raises(RuntimeError, match=wants):
+        MODELS[way](lambda x: step(x, past_key_values=cache), x)
+    if "forward_ad" not in way:
+        with pytest.raises(RuntimeError, match="a TurboQuantCache has no gradient: inside a transform of torch.func"):
+            MODELS[way](lambda x: step(x, use_cache=True), x)
+        if "jvp" not in way:  # torch's attention has no forward mode
+            MODELS[way](lambda x: step(x, use_cache=False), x)
+    with torch.no_grad():
+        assert cache.get_seq_length() == 40
+        out = model(ids[:, :1], past_key_values=cache).logits
+        assert out.isfinite().all() and cache.get_seq_length() == 41
+
+
+@pytest.mark.parametrize("way", MODELS)
+def test_a_packed_encoder(way: str) -> None:
+    pytest.importorskip("transformers")
+    import esm_models
+
+    import turboquant
+
+    model = turboquant.patch(esm_models.tiny_esm())
+    x = model.get_input_embeddings()(torch.arange(4, 24)[None]).detach()
+    with pytest.raises(RuntimeError, match=r"attention over packed keys and values has no gradient"):
+        MODELS[way](lambda x: model(inputs_embeds=x).logits.sum(), x)
