@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from threading import Barrier, Thread
 from typing import Any
 
 import forks
@@ -449,3 +450,57 @@ def test_example() -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 2 * 2 * 4 * 1000 * 128 * 2
     assert cosines[:4] == sorted(cosines[:4], reverse=True) and cosines[1] > 0.99 and cosines[3] > 0.85
     assert "the bytes are the same: True" in done.stdout and "the output is the same: True" in done.stdout
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["append", "append_attend"])
+def test_appends_from_threads_lose_no_token(together: bool) -> None:
+    """Each call either stores its tokens or is an error that changes nothing."""
+    k = torch.randn(1, 2, 300, 64)
+    packed = ops.pack(k, k, bits=4, max_tokens=4000)
+    one, start = k[:, :, :1].contiguous(), Barrier(4)
+    errors: list[str] = []
+
+    def work() -> None:
+        start.wait()
+        for _ in range(100):
+            try:
+                ops.append_attend(one, one, one, packed) if together else ops.append(packed, one, one)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    threads = [Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(packed) == packed.lengths.item() == 700 - len(errors)
+    wanted = "append_attend" if together else "append"
+    assert all(error.startswith(f"{wanted}: another thread appends to `packed`") for error in errors)
+    stored, _ = ops.dequantize(packed)
+    torch.testing.assert_close(stored[:, :, 300:], stored[:, :, :1].expand_as(stored[:, :, 300:]))
+
+
+def test_an_append_beside_another_is_an_error() -> None:
+    k = torch.randn(1, 2, 3, 64)
+    packed = ops.pack(k, k, bits=4, max_tokens=40)
+    seen: list[str] = []
+
+    def beside(*_: Any, **__: Any) -> None:
+        def work() -> None:
+            for call in (lambda: ops.append(packed, k, k), lambda: ops.append_attend(k, k, k, packed)):
+                with pytest.raises(RuntimeError, match="another thread appends to `packed`"):
+                    call()
+                seen.append("refused")
+
+        thread = Thread(target=work)
+        thread.start()
+        thread.join()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_append", beside)
+        ops.append(packed, k, k)
+    assert seen == ["refused", "refused"] and len(packed) == 6
+    with pytest.raises(TypeError):
+        ops.append(packed, k.double(), k.double())
+    ops.append(packed, k, k)  # a failed call holds nothing
+    assert len(packed) == 9 and "_writer" not in vars(packed)

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from threading import get_ident
 from typing import Any, Literal, overload
 
 from . import _core, operators  # noqa: F401  registers torch.ops.turboquant, or says why it cannot
@@ -92,6 +93,8 @@ class PackedKV:
         ``p % window``. None: no window.
 
     All tensors are on one device. The constructor copies nothing and looks at no tensor; each call checks what it gets.
+    Any number of threads may read one at the same time. While a thread appends, no other may use it: a second append
+    at the same time is a RuntimeError, and changes nothing.
     """
 
     pages: Tensor
@@ -246,6 +249,17 @@ def _after(op: str, packed: PackedKV, k: Tensor) -> tuple[int, Tensor]:
     return tokens, lengths + k.shape[2]
 
 
+def _begin(op: str, packed: PackedKV) -> dict[str, Any]:
+    """RuntimeError while another thread appends: operators release the GIL, so both would store to the same places.
+    Returns where to forget "_writer" at the end."""
+    if torch.compiler.is_compiling():
+        return {}
+    held, thread = packed.__dict__, get_ident()
+    if held.setdefault("_writer", thread) != thread:
+        raise RuntimeError(f"{op}: another thread appends to `packed`: let one thread at a time append, or take a lock")
+    return held
+
+
 def pack(
     k: Tensor,
     v: Tensor | None,
@@ -338,14 +352,19 @@ def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None
     k, v: [batch, kv_heads, tokens, head_dim], keys after RoPE; v is None for a plan without values.
     flag: see ``torch.ops.turboquant.append.__doc__``.
 
-    Raises ValueError where ``len(packed) + tokens`` is above ``packed.capacity``. A failed call has changed nothing.
+    Raises ValueError where ``len(packed) + tokens`` is above ``packed.capacity``, RuntimeError while another thread
+    appends to it. A failed call has changed nothing.
     """
     _check("append", packed, k=k)
     _checked("append", v=v, flag=flag)
-    tokens, lengths = _after("append", packed, k)
-    _append(packed.plan.words, k, v, lengths, packed.pages, packed.block_table, flag=flag, **packed.arguments())
-    packed.lengths.copy_(lengths)
-    packed.tokens = tokens
+    held = _begin("append", packed)
+    try:
+        tokens, lengths = _after("append", packed, k)
+        _append(packed.plan.words, k, v, lengths, packed.pages, packed.block_table, flag=flag, **packed.arguments())
+        packed.lengths.copy_(lengths)
+        packed.tokens = tokens
+    finally:
+        held.pop("_writer", None)
 
 
 @overload
@@ -526,20 +545,15 @@ def append_attend(
         schedule=schedule,
         flag=flag,
     )
-    tokens, lengths = _after("append_attend", packed, k)
-    out: Tensor = _append_attend(
-        packed.plan.words,
-        q,
-        k,
-        v,
-        lengths,
-        packed.pages,
-        packed.block_table,
-        **options,
-        **packed.arguments(),
-    )
-    packed.lengths.copy_(lengths)
-    packed.tokens = tokens
+    held = _begin("append_attend", packed)
+    try:
+        tokens, lengths = _after("append_attend", packed, k)
+        at = lengths, packed.pages, packed.block_table
+        out: Tensor = _append_attend(packed.plan.words, q, k, v, *at, **options, **packed.arguments())
+        packed.lengths.copy_(lengths)
+        packed.tokens = tokens
+    finally:
+        held.pop("_writer", None)
     return out
 
 
