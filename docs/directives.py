@@ -22,7 +22,7 @@ class Operators(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         import torch
 
-        import turboquant.operators  # noqa: F401
+        import turboquant.ops  # noqa: F401
 
         registered = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
         lines = []

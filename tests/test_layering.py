@@ -55,7 +55,9 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 # Modules that may import torch and transformers when they are imported. All others may do so inside a function only.
 TORCH_MODULES = [
     f"turboquant.{name}"
-    for name in "operators ops kvcache.* hf hf.* calibration calibration.* moments moments.* demo esm esm.*".split()
+    for name in (
+        "operators operator_docs ops kvcache.* hf hf.* calibration calibration.* moments moments.* demo esm esm.*"
+    ).split()
 ]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 
@@ -75,7 +77,7 @@ MAY_NOT_IMPORT = {
     ],
     **{
         f"turboquant.{name}": [*_MODELS, "turboquant.kvcache", "turboquant.moments"]
-        for name in "files modes named_specs operators ops plan quantizer spec".split()
+        for name in "files modes named_specs operators operator_docs ops plan quantizer spec".split()
     },
     "turboquant.hf": _COMMANDS,
 }

@@ -37,6 +37,7 @@ from . import _core, operators  # noqa: F401  registers torch.ops.turboquant, or
 import torch
 from torch import Tensor
 
+from .operator_docs import describe
 from .plan import Plan
 
 __all__ = [
@@ -347,10 +348,13 @@ def _check_moments(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[str
 
 
 def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None = None) -> None:
-    """Stores new tokens behind those of each sequence, in place.
+    """Stores new tokens of one layer behind those of each sequence, in place. The first `sinks` and the last `window`
+    positions stay exact. Other new tokens, and those that leave the window, are quantised into pages, each token once.
+    Every page that is written belongs to one sequence only.
 
     k, v: [batch, kv_heads, tokens, head_dim], keys after RoPE; v is None for a plan without values.
-    flag: see ``torch.ops.turboquant.append.__doc__``.
+    flag: int64 [1] on CUDA, set once if k or v has a number that is not finite or above 16384 in magnitude, which is
+        stored as 0 or as the limit: ``1 + position + (sequence << 32) + (v << 62)``. On the CPU that is a ValueError.
 
     Raises ValueError where ``len(packed) + tokens`` is above ``packed.capacity``, RuntimeError while another thread
     appends to it. A failed call has changed nothing.
@@ -405,20 +409,20 @@ def attend(
     schedule: Schedule | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of queries over packed keys and values; nothing is decoded to memory.
+    """Attention over sinks, packed tokens and window in one softmax; nothing is decoded to memory.
 
     q: [batch, query_heads, query_tokens, head_dim]; query head h reads KV head ``h // (query_heads // kv_heads)``.
         The queries are those of the last query_tokens tokens of each sequence: append first, then attend.
-    starts: int32 [batch], the first position to see; None: 0.
+    starts: int32 [batch], the first position to see; None: 0. Left padding that `append` skipped needs none.
     softmax_scale: None: ``head_dim ** -0.5``.
     causal: query i sees no token after its own; False: all of them see every token from starts on.
     sliding_window: a query at position p sees positions above ``p - sliding_window`` alone; 0: all. Causal only.
     softcap: logits become ``softcap * tanh(logit / softcap)``; 0: as they are.
     schedule: of `schedule`, for the lengths of this step; None: the call cuts its work itself, for any lengths.
-    return_lse: also return the logarithm of the softmax's denominator, which `merge` wants.
+    return_lse: return ``(out, lse)``, which `merge` wants; False: out alone.
 
-    Returns out, like q and contiguous, 0 where nothing was seen; with return_lse ``(out, lse)``, lse float32
-    [batch, query_heads, query_tokens], the natural logarithm, -inf where nothing was seen.
+    Returns out, like q and contiguous, 0 where nothing was seen, and lse, float32 [batch, query_heads, query_tokens],
+    the natural logarithm of the softmax's denominator, -inf where nothing was seen.
     """
     _check("attend", packed, q=q)
     options = _checked(
@@ -528,11 +532,13 @@ def append_attend(
     schedule: Schedule | None = None,
     flag: Tensor | None = None,
 ) -> Tensor:
-    """``append(packed, k, v)``, then ``attend(q, packed)`` from the queries of the same tokens, in one call: a decode
-    step of one layer. Results are the same bit for bit. With several tokens over a window, which `attend` alone
-    refuses, each query still finds the window exact.
+    """`append`, then `attend` from the queries of the same tokens, in one call: a decode step of one layer. Results are
+    the same bit for bit. With several tokens over a window, which `attend` alone refuses, each query still finds the
+    window exact. For a plan with values. An error whose field `stored` is true came after the tokens were stored; any
+    other has changed nothing.
 
-    q: [batch, query_heads, tokens, head_dim];  k, v: [batch, kv_heads, tokens, head_dim].
+    q: [batch, query_heads, tokens, head_dim].
+    k, v: [batch, kv_heads, tokens, head_dim].
     The rest: as in `append` and `attend`.
     Returns out, like q and contiguous.
     """
@@ -624,10 +630,13 @@ def quantize(
 
 
 def rotate(plan: Plan, x: Tensor, matrix: Tensor | None = None, *, inverse: bool = False) -> Tensor:
-    """``R x`` (or ``R^T x`` if `inverse`) for every row of x, in float32, returned in x's dtype, contiguous.
+    """The rotation R of a plan for every row of x, in float32.
 
     x: [..., head_dim], any strides.
     matrix: float32 [head_dim, head_dim], for plans with a dense rotation; None: the plan's Hadamard, or none.
+    inverse: ``R^T x``, not ``R x``.
+
+    Returns a tensor like x, contiguous.
     """
     _check("rotate", x=x)
     _checked("rotate", matrix=matrix, inverse=inverse)
@@ -640,9 +649,13 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """One attention result from partial ones over disjoint tokens: ``lse = log(sum_i exp(lses[i]))``,
     ``out = sum_i exp(lses[i] - lse) * outs[i]``, in float32.
 
-    outs: [parts, ..., head_dim];  lses: float32 [parts, ...]; any strides.
+    outs: [parts, ..., head_dim], any strides.
+    lses: float32 [parts, ...], any strides.
     Returns out [..., head_dim] in the dtype of outs, and lse float32 [...].
     """
     _check("merge", outs=outs, lses=lses)
     out, lse = _merge(outs, lses)
     return out, lse
+
+
+describe((rotate, schedule, quantize, merge, append_attend, append, attend), PackedKV)

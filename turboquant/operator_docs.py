@@ -1,0 +1,102 @@
+"""The documentation of ``torch.ops.turboquant.*``: signatures of the schemas, texts of turboquant.ops."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["describe"]
+
+# Operators of which turboquant.ops has no function, or one that does more.
+_TEXTS = {
+    "dequantize": """The first ``lengths[b]`` packed tokens of each sequence as float32 [batch, kv_heads,
+max_tokens, head_dim], zeros behind them; v is [batch, kv_heads, 0, head_dim] for a plan without values.""",
+    **{
+        f"{name}_kernel": f"""The name of the kernel that `{name}` would run for these arguments on their device;
+nothing runs. On a GPU it depends on the plan, the sizes, dtypes and alignment, not on what the tensors hold; "" where
+there is nothing to do. csrc/cuda/README.md lists the names of CUDA kernels. It cannot be traced."""
+        for name in ("append", "attend")
+    },
+}
+
+# Arguments that functions of turboquant.ops do not have, or that are something else there: by name, or operator.name.
+_ARGUMENTS = """
+plan: the words of a `turboquant.Plan`.
+schedule: int32 [rows, 4] that `schedule` wrote. [0, 4]: every sequence gets equally many thread blocks, which is up to
+    1.4 times as fast (1.8 times at head_dim 64) if all are about equally long, and slow if they are not. None: the call
+    divides its work itself, with the same results as a written schedule, bit for bit. A CPU ignores it.
+schedule.schedule: int32 [rows, 4], written; rows at least ``turboquant.ops.schedule_rows(batch, device)``. On a CPU
+    nothing is written. A CUDA graph may hold the call. Of q, pages and block_table only the sizes are read.
+fresh_k, fresh_v: [batch, kv_heads, query_tokens, head_dim]. For several queries over a cache with a window: the new
+    tokens, with window_* as they were *before* these were appended. None otherwise.
+lengths: int32 [batch], stored tokens of each sequence, those of the queries included.
+append.lengths, append_attend.lengths, append_kernel.lengths: int32 [batch], tokens of each sequence after this append.
+    Token i has position ``lengths[b] - tokens + i``; a negative position is padding and is skipped, so that left-padded
+    batches store none.
+dequantize.lengths: int32 [batch], packed tokens of each sequence, at most max_tokens.
+max_tokens: at most ``max_pages * page_tokens``.
+sinks, window: how many there are.
+dequantize.sinks: the position of the first packed token, for a wave.
+key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments: the transforms
+    that the plan takes; see `turboquant.operators`.
+"""
+
+_ENTRY = re.compile(r"((?:[\w.]+, )*[\w.]+): ")
+
+
+def _schema(name: str) -> Any:
+    return getattr(torch.ops.turboquant, name).default._schema
+
+
+def _parts(text: str | None) -> tuple[str, dict[str, list[str]], str]:
+    """What a docstring says before its arguments, of each argument, and of the result."""
+    head: list[str] = []
+    returned: list[str] = []
+    arguments: dict[str, list[str]] = {}
+    into = head
+    for line in inspect.cleandoc(text or "").split("\n"):
+        if found := _ENTRY.match(line):
+            into, line = [], line[found.end() :]
+            arguments |= dict.fromkeys(found[1].split(", "), into)
+        elif line.startswith("Returns "):
+            into = returned
+        elif into not in (head, returned) and not line.startswith(" "):
+            into = []  # neither of an argument nor of the result
+        into.append(line)
+    return "\n".join(head).strip(), arguments, "\n".join(returned).strip()
+
+
+def _signature(name: str) -> str:
+    """name(a, b, *, c=None) -> (out, lse)"""
+    shown, starred = [], False
+    for argument in _schema(name).arguments:
+        if argument.kwarg_only and not starred:
+            shown.append("*")
+            starred = True
+        shown.append(argument.name + (f"={argument.default_value!r}" if argument.has_default_value() else ""))
+    results = [result.name or str(result.type) for result in _schema(name).returns]
+    result = results[0] if len(results) == 1 else f"({', '.join(results)})" if results else "None"
+    return "\n".join(textwrap.wrap(f"{name}({', '.join(shown)}) -> {result}", 120, subsequent_indent="    "))
+
+
+def describe(functions: Iterable[Any], packed: type) -> None:
+    """Sets the documentation of all operators, from those of functions of the same names and of a class of tensors. For
+    an argument that a function says nothing of, the text of the last one that does is taken."""
+    parts = {function.__name__: _parts(function.__doc__) for function in functions}
+    parts |= {name: _parts(text) for name, text in _TEXTS.items()}
+    everywhere = _parts(packed.__doc__)[1] | _parts(_ARGUMENTS)[1]
+    somewhere = {name: text for _, arguments, _ in parts.values() for name, text in arguments.items()}
+    for operator, (head, own, returned) in parts.items():
+        texts = somewhere | own | everywhere
+        entries: dict[str, list[str]] = {}  # names by text
+        for argument in _schema(operator).arguments:
+            entry = texts.get(f"{operator}.{argument.name}", texts.get(argument.name, []))  # none with python -OO
+            entries.setdefault("\n".join(entry), []).append(argument.name)
+        listed = "\n".join(f"{', '.join(names)}: {text}" for text, names in entries.items())
+        text = "\n\n".join(part for part in (_signature(operator), head, listed, returned) if part)
+        getattr(torch.ops.turboquant, operator).__doc__ = text
