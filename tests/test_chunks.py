@@ -204,7 +204,7 @@ def test_a_sliding_window_in_every_dtype(dtype, device):
 @pytest.mark.parametrize(
     "how", [{}, {"softcap": 0.5}, {"local_size": 100}, {"local_size": 100, "softcap": 0.5}], ids=str
 )
-@pytest.mark.parametrize("fields", [{}, {"sinks": 4}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"sinks": 4}, WINDOWED, {"prefill": "packed", **WINDOWED}], ids=str)
 def test_the_lse_of_every_path(fields, how, device):
     """Of a first forward, of chunks, drafts and decoded tokens, alone and with a fork. An attention sink of a model
     multiplies the output by sigmoid(lse - sink)."""

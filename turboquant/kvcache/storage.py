@@ -95,9 +95,12 @@ class LayerStorage(LayerTensors):
             self.past.add_fresh(before, (key, value), window, padding)
         words, arguments = self.plan.words, self.arguments()
         # Forks may attend in several threads at the same time, but not write.
-        apart = how is not None and (return_lse or table.pool.tables > 1) and (new == 1 or self.window_k is None)
-        if return_lse and how is not None and not apart:
-            raise NotImplementedError("the lse of several tokens over a window")
+        apart = how is not None and (return_lse or table.pool.tables > 1)
+        seen = arguments
+        if apart and new > 1 and self.window_k is not None and self.window_v is not None:
+            # The first of the new tokens see what the last ones push out of the window.
+            earlier = {"window_k": self.window_k.clone(), "window_v": self.window_v.clone()}
+            seen = {**arguments, **earlier, "fresh_k": key, "fresh_v": value}
         with table.pool.lock:
             undo = None if after <= table.ready else self.reserve_pages(after, padding)
             where = self.pages, self.block_table
@@ -107,21 +110,8 @@ class LayerStorage(LayerTensors):
                 if how is None or apart:
                     _append(words, key, value, lengths, *where, flag=self.flag, **arguments)
                 else:
-                    attended = (
-                        _append_attend(
-                            words,
-                            query,
-                            key,
-                            value,
-                            lengths,
-                            *where,
-                            flag=self.flag,
-                            schedule=schedule,
-                            **how,
-                            **arguments,
-                        ),
-                        None,
-                    )
+                    step = {"flag": self.flag, "schedule": schedule, **how, **arguments}
+                    attended = _append_attend(words, query, key, value, lengths, *where, **step), None
             except BaseException as error:
                 if undo is not None:
                     undo()
@@ -130,7 +120,7 @@ class LayerStorage(LayerTensors):
                 raise
         self.tokens, self.padding, self.sliding_window = after, padding, sliding_window
         if how is not None and apart:
-            attended = _attend(words, query, *where, lengths, schedule=schedule, **how, **arguments)
+            attended = _attend(words, query, *where, lengths, schedule=schedule, **how, **seen)
         if sliding_window and new > 1:  # the earlier queries have read these pages: now forks may reuse them
             self.release()
             table.compact()
