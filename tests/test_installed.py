@@ -48,3 +48,8 @@ def test_attention() -> None:
 def test_the_command() -> None:
     done = subprocess.run(["turboquant", "doctor"], capture_output=True, text=True)
     assert done.returncode == 0 and "ok    torch operators  loaded" in done.stdout, done.stdout
+    import turboquant_attention
+
+    assert turboquant_attention.damage() == ("", False)
+    script = Path(shutil.which("turboquant") or "").read_text()
+    assert "turboquant_attention" in script  # which looks at the package before it imports it

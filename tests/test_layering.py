@@ -83,7 +83,7 @@ MAY_NOT_IMPORT = {
 }
 
 TOP_LEVEL = set(
-    "csrc turboquant demo tests benchmarks examples docs pyproject.toml setup.py Makefile "
+    "csrc turboquant turboquant_attention.py demo tests benchmarks examples docs pyproject.toml setup.py Makefile "
     "README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE".split()
 )
 MAX_LINES = 800
