@@ -141,7 +141,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     known_ids: torch.Tensor | None = None
     #: The spec of a patched model that this cache was compared with: a difference is warned of once.
     compared_with: CacheSpec | None = None
-    #: Warns when the cache is dropped, unless `was_read` was called. None: there is nothing to warn of.
+    # Warns when the cache is dropped, unless `was_read` was called. None: there is nothing to warn of.
     unread: Unread | None = None
 
     def was_read(self) -> None:
