@@ -161,7 +161,8 @@ def test_keys_on_their_way_can_be_described_and_nothing_else():
     "config, message",
     {
         "t5": (dict(is_encoder_decoder=True), "encoder-decoder"),
-        "linear": (dict(layer_types=["full_attention", "linear_attention"]), "got linear_attention"),
+        "linear alone": (dict(layer_types=["linear_attention"] * 2), "no layer has keys and values"),
+        "sparse": (dict(layer_types=["full_attention", "indexed_attention"]), "got indexed_attention"),
         "chunked": (dict(attention_chunk_size=16), "got chunked_attention"),
         "sharing": (dict(num_kv_shared_layers=2), "shared between layers"),
     }.values(),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from models import torch, transformers
+from multimodal import layers_with_all_kinds
 from specs import bare
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
@@ -47,6 +48,16 @@ SMALL: dict[str, Any] = dict(
 )
 GPT_2 = dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.15, pad_token_id=0)
 GPT_J = dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=256, rotary_dim=8, bos_token_id=1)
+LINEAR_ATTENTION = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    shared_expert_intermediate_size=16,
+    eos_token_id=95,
+)
+CONVOLUTIONS = dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_d_state=16, mamba_chunk_size=8, eos_token_id=95)
 TOWER = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2)
 
 # Types that are patched, and fields of their small configurations beside SMALL.
@@ -57,7 +68,7 @@ EXACT: dict[str, dict[str, Any]] = {
         afmoe apertus apertus1p5_text arcee aria_text beam biogpt bitnet code_llama cohere cohere2 cohere2_moe cwm emu3
         ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_neox
         granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-        iquestcoder jais2 kolibri1 laguna lfm2 llama mellum minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
+        iquestcoder jais2 kolibri1 laguna lfm3 llama mellum minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
         mixtral modernbert-decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
         qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
         """.split()
@@ -69,6 +80,41 @@ EXACT: dict[str, dict[str, Any]] = {
         xlm-roberta-xl
         """.split()
     },
+    **dict.fromkeys(["olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"], LINEAR_ATTENTION),
+    "bamba": {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "falcon_h1": MAMBA,
+    **dict.fromkeys(["lfm2", "lfm2_moe"], CONVOLUTIONS),
+    "granitemoehybrid": {**MAMBA, "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]},
+    "jamba": dict(
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+        eos_token_id=95,
+    ),
+    "nemotron_h": dict(
+        layers_block_type=["mamba", "moe", "attention", "mamba", "attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=8,
+        moe_shared_expert_intermediate_size=16,
+        eos_token_id=95,
+    ),
+    "recurrent_gemma": dict(num_hidden_layers=3, lru_width=64, eos_token_id=95),
+    "zamba2": dict(
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        mamba_d_state=16,
+        n_mamba_heads=8,
+        adapter_rank=8,
+        chunk_size=8,
+        eos_token_id=95,
+    ),
+    "zaya": dict(router_hidden_size=16, num_experts_per_tok=1, eos_token_id=95),
     **dict.fromkeys(["gpt-sw3", "gpt2", "gpt_bigcode"], GPT_2),
     "codegen": {**GPT_J, "eos_token_id": None},
     "ctrl": {**GPT_2, "dff": 48},
@@ -93,42 +139,41 @@ EXACT: dict[str, dict[str, Any]] = {
 # A phrase of the refusal, and the types that are refused with it.
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 NOT_CAUSAL = "not all of its attention is causal"
-LINEAR = "layers must be full or sliding attention, got .*linear_attention"
+SPARSE = "layers must be full, sliding or linear attention, got .*"
 REFUSED: dict[str, str] = {
     NO_INTERFACE: """
         big_bird cpmant doge falcon git gpt_neo gpt_neox_japanese mega megatron-bert mvp open-llama openai-gpt
         prophetnet qdqbert reformer rembert roformer rwkv speech_to_text_2 transfo-xl trocr xglm xlm xlm-prophetnet
-        xlnet xlstm
+        xlnet xlstm zamba
         """,
     NOT_CAUSAL: """
-        bart bigbird_pegasus blenderbot blenderbot-small blt marian mbart musicgen pegasus plbart
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen pegasus plbart
         whisper
         """,
+    "its configuration has no `num_hidden_layers`": "blt",
     "its `generate` is its own": "musicgen_melody",
     "its attention adds ALiBi biases": "bloom mpt",
     r"latent attention \(`kv_lora_rank`\)": """
         axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots3_note dots3_note_text glm4_moe_lite
         glm_moe_dsa hy_v4 kimi_linear longcat_flash minicpm3 sarvam_mla youtu
         """,
-    LINEAR: """
-        bamba falcon_mamba granitemoehybrid jamba lara_mini mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5
-        qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma zamba zamba2
-        """,
-    "layers must be .* got hybrid": "falcon_h1 inkling2_loop_text inkling2_text inkling_text zaya",
-    "layers must be .* got chunked_attention": "llama4 llama4_text",
-    "layers must be .* got compressed_sparse_attention": "deepseek_v4",
-    "layers must be .* got conv": "lfm2_moe lfm3",
+    "no layer has keys and values": "falcon_mamba mamba mamba2",
+    "it demands a cache class of its own": "minimax",
+    "its attention adds position biases": "inkling2_text inkling_text",
+    SPARSE + "indexed_attention": "qwen4_exp qwen4_exp_text",
+    SPARSE + "chunked_attention": "llama4 llama4_text",
+    SPARSE + "compressed_sparse_attention": "deepseek_v4",
     "layers have different head_dims": "gemma4 gemma4_text gemma4_unified gemma4_unified_text",
     "keys and values shared between layers": "gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant",
     "its attention has learned sinks": "flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
     "its attention uses the keys of a layer twice": "diffllama",
     "its attention computes with the keys between cache and AttentionInterface": "jetmoe",
     "cross-attention layers are not supported": "mllama",
-    "layers that run several times in a forward": "dory",
+    "layers that run several times in a forward": "dory inkling2_loop_text",
 }
 
 # Types that read images or sound beside text: `test_multimodal` runs such models.
-WITH_TOWERS = {"fuyu", "gemma3", "got_ocr2", "moss_transcribe_diarize"}
+WITH_TOWERS = {"fuyu", "gemma3", "got_ocr2", "moss_transcribe_diarize", "qwen3_5", "qwen3_5_moe"}
 
 # Fields of refused types that cannot be built, or not fast, at their default ones.
 INDEXER = dict(
@@ -144,8 +189,6 @@ ASSISTANT = dict(
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_assistant": dict(text_config=ASSISTANT),
     "gemma4_unified_assistant": dict(text_config=ASSISTANT),
-    "granitemoehybrid": dict(num_hidden_layers=2, layer_types=["mamba", "attention"]),
-    "lfm2_moe": dict(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
     "mllama": dict(rope_scaling={"rope_type": "default"}),
     "nemotron": dict(num_key_value_heads=8),
     "qwen3_next": dict(num_hidden_layers=4),  # 24576 modules of experts in transformers 4.57
@@ -185,8 +228,13 @@ BEFORE: dict[tuple[int, int], dict[str, str]] = {
             """.split(),
             NO_INTERFACE,
         ),
-        "granitemoehybrid": "layers must be .* got attention, mamba",
         "persimmon": "it makes its attention masks itself",
+        **dict.fromkeys(
+            """
+            granitemoehybrid lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zaya
+            """.split(),
+            "layers must be full, sliding or linear attention",
+        ),
     },
     (5, 24): dict.fromkeys(["codegen", "gptj"], NO_INTERFACE),
 }
@@ -230,8 +278,9 @@ def tiny(name: str) -> Any:
     renamed = getattr(config, "attribute_map", {})
     has = config(**{k: v for k, v in EXACT[name].items() if isinstance(v, dict)})
     fields = {key: x for key, x in SMALL.items() if key not in renamed and hasattr(has, key)} | EXACT[name]
-    if isinstance(has.__dict__.get("layer_types"), list):
-        fields.setdefault("layer_types", has.layer_types[:2])
+    if isinstance(kinds := has.__dict__.get("layer_types"), list) and "layer_types" not in renamed:
+        fields.setdefault("layer_types", layers_with_all_kinds(kinds, 2))
+        fields["num_hidden_layers"] = len(fields["layer_types"])
     torch.manual_seed(0)
     made = model(config(**fields)).eval()
     if getattr(made.config, "attn_logit_softcapping", None):

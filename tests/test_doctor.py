@@ -89,6 +89,17 @@ def test_sliding_windows_are_counted(tmp_path, capsys):
     assert "measured on random token ids: no tokenizer is found" in said["moments"][1]
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Qwen3_5Config"), reason="transformers is older")
+def test_a_hybrid_with_a_vision_tower(tmp_path, capsys):
+    text = dict(SMALL, head_dim=32, num_key_value_heads=1, num_hidden_layers=8, full_attention_interval=4)
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2)
+    model = config_folder(tmp_path, "Qwen3_5Config", text_config=text, vision_config=vision)
+    assert main(["doctor", model, "--tokens", "1000"]) == 0
+    said = lines(capsys.readouterr().out)
+    assert said["layers"] == ("ok", "2 of 8 packed, 1 KV head of 32 channels; 2 with full attention")
+    assert f"{1000 * 2 * 2 * 2 * 32 / 2**20:.1f} MiB in bfloat16" in said["cache"][1]
+
+
 def test_esm(tmp_path, capsys):
     fields = dict(SMALL, vocab_size=33, position_embedding_type="rotary", token_dropout=True, pad_token_id=1)
     assert main(["doctor", config_folder(tmp_path, "EsmConfig", **fields), "--spec", "esm-default"]) == 0

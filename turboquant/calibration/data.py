@@ -349,13 +349,18 @@ def _nearest(windows: Iterable[int], window: int) -> int:
     return min(windows, key=lambda known: (bool(known) != bool(window), abs(known - window)))
 
 
-def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int) -> list[CacheSpec]:
-    """The spec of each layer, its overrides applied and its bits known.
+def layer_specs(
+    spec: CacheSpec, calibration: Calibration | None, n_layers: int, packed: Sequence[int] | None = None
+) -> list[CacheSpec]:
+    """The spec of each layer that has keys and values, its overrides applied and its bits known.
+
+    n_layers   layers of the model, which overrides count
+    packed     those that have keys and values; None: all. The calibration has only these
 
     ValueError if the spec needs a calibration and there is none, if there is one that it does not need, and for a
     calibration of other layers or without what the budget's method needs.
     """
-    each = [spec.for_layer(i, n_layers) for i in range(n_layers)]
+    each = [spec.for_layer(i, n_layers) for i in (range(n_layers) if packed is None else packed)]
     if calibration is None:
         if any(s.calibrated for s in each):
             which = "the presets calibrated-N, a budget, calibrated axes or tables, and rotation='svd'"
@@ -364,9 +369,9 @@ def layer_specs(spec: CacheSpec, calibration: Calibration | None, n_layers: int)
         return each
     if not any(s.calibrated for s in each):
         raise ValueError("`calibration` must be None for a spec that does not use one, such as this: " + repr(spec))
-    if calibration.layers != n_layers:
+    if calibration.layers != len(each):
         raise ValueError("`calibration` must be of this model, got one of another: this model has "
-                         f"{n_layers} layers instead of {calibration.layers}")  # fmt: skip
+                         f"{len(each)} layers instead of {calibration.layers}")  # fmt: skip
     if spec.budget is None:
         return each
     method, group = calibration.method(spec)

@@ -27,6 +27,7 @@ import torch
 
 from ..arguments import integer
 from ..files import file_name, write_whole
+from ..hf.kinds import packed_indices
 from ..hf.placement import device_of, is_offloaded, loaded
 from ..hf.routing import uses_interface
 from ..hf.tap import Tap, tapped
@@ -70,7 +71,7 @@ def describe(config: Any) -> dict[str, Any]:
     return {
         **without,
         "model_type": text.model_type,
-        "layers": text.num_hidden_layers,
+        "layers": len(packed_indices(text)),
         "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
         "rope": {name: float(x) if isinstance(x, int) else x for name, x in sorted(rope.items())},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_repo
 from ..moments import Moments
 from ..named_specs import resolve
 from ..spec import CacheSpec
+from .kinds import has_keys, kinds_of, packed_indices, unknown_kinds
 from .layer import PackedLayer, indices_of
 from .moments import moments_for, moments_notes
 from .notices import Unread
+from .states import StateLayer, made_layer
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
 
@@ -51,13 +54,18 @@ def checked_config(config: Any) -> Any:
             f"layers that run several times in a forward (`n_recurrent_loops`) are not supported, "
             f"got {type(config).__name__}"
         )
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if getattr(text, "num_hidden_layers", None) is None:
+        raise NotImplementedError(f"its configuration has no `num_hidden_layers`, got {type(config).__name__}")
+    kinds = unknown_kinds(text)
     if getattr(text, "attention_chunk_size", None) is not None:
         kinds.add("chunked_attention")
     if kinds:
         raise NotImplementedError(
-            f"layers must be full or sliding attention, got {', '.join(sorted(kinds))} in {type(config).__name__}"
+            f"layers must be full, sliding or linear attention, got {', '.join(sorted(kinds))} in "
+            f"{type(config).__name__}"
         )
+    if not packed_indices(text):
+        raise NotImplementedError(f"no layer has keys and values, got {type(config).__name__}")
     if getattr(text, "num_kv_shared_layers", 0):
         raise NotImplementedError(
             f"keys and values shared between layers are not supported, got {type(config).__name__}"
@@ -119,10 +127,11 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         found = None if calibration is None else Calibration.of(calibration)
         if found is not None:
             found.check(describe(text))
-        specs = layer_specs(self.spec, found, text.num_hidden_layers)
+        kinds = kinds_of(text)
+        specs = layer_specs(self.spec, found, len(kinds), packed_indices(text))
         if moments is None and found is not None:
             moments = found.moments_of(self.spec)
-        self._set_up(found, describe(text), specs, moments_for(model, specs, moments))
+        self._set_up(found, describe(text), specs, moments_for(model, specs, moments), kinds)
 
     def _set_up(
         self,
@@ -130,11 +139,18 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         fingerprint: dict[str, Any],
         specs: Sequence[CacheSpec],
         moments: Moments | None = None,
+        kinds: Sequence[tuple[str, dict[str, Any]]] = (),
     ) -> None:
-        """fingerprint: of the model's configuration (`calibration.measure.describe`). specs: of each layer."""
+        """fingerprint: of the model's configuration (`calibration.measure.describe`). specs: of each layer that has
+        keys and values. kinds: of each layer (`states.kinds_of`); (): all have keys and values."""
         self.fingerprint = fingerprint
         self._shared = Common(calibration, moments)
-        self._hold([PackedLayer(i, spec, self._shared) for i, spec in enumerate(specs)])
+        left = iter(specs)
+        layers = [
+            made_layer(kind, options, i, next(left) if has_keys(kind) else None, self._shared)
+            for i, (kind, options) in enumerate(kinds or [("full_attention", {})] * len(specs))
+        ]
+        self._hold(layers)
 
     #: int32 [batch, tokens], the tokens that the cache begins with, as far as they are known, for `generate` to compare
     #: its prompt with (`patching.continuation`). None: unknown.
@@ -150,10 +166,40 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
             self.unread.read = True
             self.unread = None
 
-    def _hold(self, layers: list[PackedLayer]) -> None:
+    #: A forward has begun and not ended. Only known of caches with states.
+    at_work = False
+
+    def begin(self) -> None:
+        """A forward begins. RuntimeError if an earlier one failed and has left states ahead of packed layers."""
+        if not self._shared.stateful:
+            return
+        if self.at_work and not self.get_seq_length():  # the first forward failed
+            self.reset()
+        self._check_states()
+        self.at_work = True
+
+    def _check_states(self) -> None:
+        if self.at_work:
+            raise RuntimeError(
+                "an earlier forward failed and has left the states of its linear layers ahead of the packed layers: "
+                "call cache.reset()"
+            )
+
+    @property
+    def packed_layers(self) -> list[PackedLayer]:
+        """The layers that have keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """The layers that have a state, some beside keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
+
+    def _hold(self, layers: list[Any]) -> None:
         super().__init__(layers=layers)
-        self._shared.layers = [layer.storage for layer in layers]
-        self.waves = any(layer.spec.centre == "wave" for layer in layers)
+        self._shared.layers = [layer.storage for layer in self.packed_layers]
+        self._shared.model_layers, self._shared.stateful = len(layers), bool(self.state_layers)
+        self.waves = any(layer.spec.centre == "wave" for layer in self.packed_layers)
 
     def __getstate__(self) -> dict[str, Any]:
         self.was_read()
@@ -161,7 +207,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._shared.layers = [layer.storage for layer in self.layers]
+        self._shared.layers = [layer.storage for layer in self.packed_layers]
 
     def __repr__(self) -> str:
         size = f"layers={len(self.layers)}, tokens={self.get_seq_length()}, nbytes={self.nbytes}"
@@ -187,10 +233,12 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         are freed with the last of them. On CUDA, use all forks on one stream.
         """
         self.was_read()
+        self._check_states()
         other = TurboQuantCache.__new__(TurboQuantCache)
         other.spec, other.fingerprint = self.spec, self.fingerprint
         other._shared = self._shared.fork()
-        other._hold([layer.fork(other._shared) for layer in self.layers])
+        own = (PackedLayer, StateLayer)
+        other._hold([layer.fork(other._shared) if isinstance(layer, own) else copy(layer) for layer in self.layers])
         other.known_ids, other.compared_with = self.known_ids, self.compared_with
         return other
 
@@ -234,10 +282,23 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         """See `PackedLayer.crop`. If one layer cannot be cropped, none is."""
         tokens = integer(tokens, "`tokens`")
         keep = self.get_seq_length() + tokens if tokens <= 0 else tokens
-        for layer in self.layers:
+        self._check_states()
+        for layer in self.packed_layers:
             if keep > 0 and not layer.storage.can_crop_to(keep):
                 layer.crop(tokens)  # raises
-        super().crop(tokens)
+        if keep <= 0:
+            self.reset()
+            return
+        if states := self.state_layers:
+            tokens = min(keep - self.get_seq_length(), 0)  # as these layers take it
+            if tokens and not all(layer.is_croppable and layer.record_past for layer in states):
+                raise NotImplementedError(
+                    "crop: states of recurrent layers cannot be taken back: call cache.fork() before the tokens that "
+                    "are to be forgotten"
+                )
+        for layer in self.layers:
+            if tokens or not isinstance(layer, StateLayer) or layer.record_past:
+                layer.crop(tokens)
         if self.known_ids is not None:
             self.known_ids = self.known_ids[:, :keep].clone() if keep > 0 else None
 
@@ -256,12 +317,13 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         Waits for the device; forwards do not call it. Such a number was stored as 0 or as the limit, and affects no
         other token. On the CPU the forward itself raises.
         """
-        flagged = [layer.storage for layer in self.layers if layer.storage.flag is not None]
-        for device in {layer.flag.device for layer in flagged}:
-            here = [layer for layer in flagged if layer.flag.device == device]
-            for layer, flag in zip(here, torch.cat([layer.flag for layer in here]).tolist()):
-                if flag:
-                    raise ValueError(f"layer {layer.index}: {_describe_flag(flag)}")
+        layers = self.packed_layers
+        flagged = [(layer.index, flag) for layer in layers if (flag := layer.storage.flag) is not None]
+        for device in {flag.device for _, flag in flagged}:
+            here = [(index, flag) for index, flag in flagged if flag.device == device]
+            for (index, _), found in zip(here, torch.cat([flag for _, flag in here]).tolist()):
+                if found:
+                    raise ValueError(f"layer {index}: {_describe_flag(found)}")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """See `PackedLayer.reorder_cache`."""
@@ -270,7 +332,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Empties the cache: see `PackedLayer.reset`."""
-        self.known_ids = None
+        self.known_ids, self.at_work = None, False
         super().reset()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -286,17 +348,20 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     def activate_past_recording(self) -> None:
         """See `PackedLayer.activate_past_recording`."""
         for layer in self.layers:
-            layer.activate_past_recording()
+            if isinstance(layer, (PackedLayer, StateLayer)):
+                layer.activate_past_recording()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(part, tensor) of everything the cache holds."""
         self.was_read()
-        for layer in self.layers:
+        for layer in self.packed_layers:
             yield from layer_tensors(layer.storage)
         yield from self._common_tensors()
 
     def _common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._shared.tensors()
+        for layer in self.state_layers:
+            yield from (("states", state) for state in layer.states())
         if self.known_ids is not None:
             yield "token ids", self.known_ids
 
@@ -309,8 +374,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     def report(self) -> CacheReport:
         """The bytes of each layer by part, compared with bfloat16; ``print`` it for a table."""
         self.was_read()
-        layers = tuple(layer_report(layer.storage) for layer in self.layers)
-        notes = moments_notes(self._shared.moments, [layer.spec for layer in self.layers])
+        layers = tuple(layer_report(layer.storage) for layer in self.packed_layers)
+        notes = moments_notes(self._shared.moments, [layer.spec for layer in self.packed_layers])
         return CacheReport(layers, bytes_by_part(self._common_tensors()), notes)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ..calibration.measure import describe
@@ -19,6 +20,7 @@ from ..moments.measure import cache_folder
 from ..moments.text import found_tokenizer
 from ..named_specs import resolve
 from ..spec import CacheSpec
+from .kinds import kinds_of, packed_indices
 from .patching import check
 
 __all__ = ["diagnose"]
@@ -34,7 +36,7 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
     chosen = resolve(spec)
     try:
         config = AutoConfig.from_pretrained(name)
-        family = AutoModelForMaskedLM if config.model_type == "esm" else AutoModelForCausalLM
+        family = _family(config)
         with torch.device("meta"):
             model = family.from_config(config)
     except Exception as error:  # of any type: the code that fails is that of transformers, or of the model
@@ -57,12 +59,20 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
         yield _moments(model, name, spec, chosen)
         return
     text = config.get_text_config(decoder=True)
-    windows = [_window(text, i) for i in range(layers)]
+    windows, count = [_window(text, i) for i in packed_indices(text)], len(kinds_of(text))
     heads = "1 KV head" if facts["kv_heads"] == 1 else f"{facts['kv_heads']} KV heads"
-    yield Finding("layers", f"{layers} of {layers} packed, {heads} of {facts['head_dim']} channels; {_kinds(windows)}")
+    yield Finding("layers", f"{layers} of {count} packed, {heads} of {facts['head_dim']} channels; {_kinds(windows)}")
     yield Finding("preset", f"{spec} fits: {_words(chosen)}")
     yield _savings(chosen, facts, windows, tokens)
     yield _moments(model, name, spec, chosen)
+
+
+def _family(config: Any) -> Any:
+    """The class that makes a model of a configuration."""
+    if config.model_type == "esm":
+        return AutoModelForMaskedLM
+    text = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if text else getattr(transformers, "AutoModelForMultimodalLM", AutoModelForCausalLM)
 
 
 def _first_sentence(error: Exception) -> str:

@@ -30,6 +30,7 @@ from ..calibration.measure import check_vocabulary, fingerprint, token_divergenc
 from ..named_specs import resolve
 from ..spec import CacheSpec
 from .cache import TurboQuantCache, checked_config
+from .kinds import kinds_of, packed_indices
 from .names import CACHE, cache_argument
 from .notices import quiet
 from .patching import patch, unpatch
@@ -254,9 +255,9 @@ def _ready(model: Any, specs: Mapping[str, CacheSpec], calibration: AnyCalibrati
     text = checked_config(model.config)
     used: dict[str, Calibration | None] = {}
     for name, spec in specs.items():
-        each = [spec.for_layer(i, text.num_hidden_layers) for i in range(text.num_hidden_layers)]
-        used[name] = found if any(s.calibrated for s in each) else None
-        layer_specs(spec, used[name], text.num_hidden_layers)
+        packed, count = packed_indices(text), len(kinds_of(text))
+        used[name] = found if any(spec.for_layer(i, count).calibrated for i in packed) else None
+        layer_specs(spec, used[name], count, packed)
     if found is not None:
         found.check(fingerprint(model))
 

@@ -30,7 +30,7 @@ _HARMLESS = {"attention_mask", "cache_position", "use_cache", "return_dict", "lo
 
 
 def _storages(cache: TurboQuantCache) -> list[LayerStorage]:
-    return [layer.storage for layer in cache.layers]
+    return [layer.storage for layer in cache.packed_layers]
 
 
 class DecodeGraph:
@@ -88,7 +88,7 @@ class DecodeGraph:
                 "`ids` must be int64 [batch, 1] on the CUDA device of a cache that holds tokens of as many sequences "
                 f"and has no sliding windows, under torch.no_grad(); got {tuple(ids.shape)} {ids.dtype} on {ids.device}"
             )
-        stored, addresses = cache.layers[0].storage, [weight.data_ptr() for weight in self._weights]
+        stored, addresses = _storages(cache)[0], [weight.data_ptr() for weight in self._weights]
         steady = addresses == self._addresses and self._is_as_left(cache) and stored.tokens < stored.ready
         if positions is None:
             positions = self._next_positions(stored) if self._graph is None or not steady else self._positions + 1
@@ -139,7 +139,7 @@ class DecodeGraph:
 
     @staticmethod
     def _places_of(cache: TurboQuantCache) -> list[torch.Tensor | None]:
-        places = [cache.lengths_on(cache.layers[0].storage.device)]
+        places = [cache.lengths_on(_storages(cache)[0].device)]
         for stored in _storages(cache):
             places += [stored.block_table, stored.pages, stored.sink_k, stored.window_k]
         return places

@@ -228,7 +228,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         try:
             self.storage.select(sequences)
         except RuntimeError:
-            for layer in self._shared.layers if self.index else ():  # the first ones are reordered already
+            for layer in self._shared.layers if self.storage.rank else ():  # the first ones are reordered already
                 layer.damaged = True
             raise
 
@@ -263,7 +263,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         before = self.storage.tokens
         self.storage.begin()
         try:
-            if self.index == 0:
+            if self.storage.rank == 0:
                 self._check_model(module)
             refuse_transforms(_NO_GRADIENT, query)
             if query.dtype != key.dtype:  # `update` has seen to the keys
@@ -284,7 +284,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _check_model(self, module: torch.nn.Module) -> None:
         """Checks that the cache is of this model, before the first layer of a forward stores anything."""
-        layers, held = getattr(getattr(module, "config", None), "num_hidden_layers", 0), len(self._shared.layers)
+        layers, held = getattr(getattr(module, "config", None), "num_hidden_layers", 0), self._shared.model_layers
         if layers and layers != held:
             raise ValueError(f"`{CACHE}` must be a cache of this model's {layers} layers, got one of {held}")
 
@@ -355,7 +355,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         after = before + new
         if type(mask) is MaskRequest:
             if mask.positions != after:
-                back = before and all(layer.can_crop_to(before) for layer in self._shared.layers)
+                back = (
+                    before
+                    and not self._shared.stateful
+                    and all(layer.can_crop_to(before) for layer in self._shared.layers)
+                )
                 raise RuntimeError(  # `attend` takes the layers back before it passes this on
                     f"the cache holds {before} positions here and {mask.positions - new} in its first layer: an "
                     "earlier forward was cut off; "

@@ -86,7 +86,7 @@ class Unread:
 
     def __init__(self, model: Any, state: Any, cache: TurboQuantCache) -> None:
         self.read, self._said, self._name = False, state.said, type(model).__name__
-        self._last = cache.layers[-1].storage
+        self._last = cache.packed_layers[-1].storage
 
     def __del__(self) -> None:
         if self.read or not self._last.tokens or sys.is_finalizing():  # no tokens: the forward failed
@@ -110,7 +110,7 @@ def check_positions(
     positions   [batch or 1, new], or None: counted from the first position of the cache, padding included
     mask        [batch, positions], or None: no padding
     """
-    held, padding = cache.get_seq_length(), cache.layers[0].storage.padding
+    held, padding = cache.get_seq_length(), cache.packed_layers[0].storage.padding
     if positions is None:
         if held or mask is None:  # a later forward lies as far off as the first one
             return

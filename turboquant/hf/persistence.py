@@ -133,6 +133,8 @@ def _differences(was: dict[str, Any], mark: dict[str, Any]) -> list[str]:
 
 def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None) -> None:
     """See `TurboQuantCache.save`."""
+    if cache.state_layers:
+        raise NotImplementedError("save: a cache with recurrent states cannot be written to a file")
     layers: list[LayerStorage] = [layer.storage for layer in cache.layers]
     if any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
         raise RuntimeError("save: an earlier call failed after it had changed the cache: call cache.reset()")

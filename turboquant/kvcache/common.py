@@ -51,11 +51,18 @@ def _add(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 class Common:
-    """calibration, moments   of all layers, or None;  layers   of the cache, in order"""
+    """What the layers of a cache share.
+
+    calibration, moments   of all layers, or None
+    layers                 that have keys and values, in order
+    model_layers           of the model, those with a state or without a cache included; 0: not known
+    stateful               some layers have a state, which no failed forward can take back
+    """
 
     def __init__(self, calibration: Calibration | None, moments: Moments | None = None) -> None:
         self.calibration, self.moments = calibration, moments
         self._layers: list[weakref.ref[LayerStorage]] = []  # weak: a dropped cache is freed at once
+        self.model_layers, self.stateful = 0, False
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
         self._earlier: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the forward at work
         self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -71,10 +78,13 @@ class Common:
 
     @layers.setter
     def layers(self, layers: Iterable[LayerStorage]) -> None:
-        self._layers = [weakref.ref(layer) for layer in layers]
+        held = list(layers)
+        for rank, layer in enumerate(held):
+            layer.rank = rank
+        self._layers = [weakref.ref(layer) for layer in held]
 
-    def layer(self, index: int) -> LayerStorage | None:
-        return self._layers[index]() if 0 <= index < len(self._layers) else None
+    def layer(self, rank: int) -> LayerStorage | None:
+        return self._layers[rank]() if 0 <= rank < len(self._layers) else None
 
     def lengths(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """Lengths of all sequences at `after` positions, int32 [batch]. The first layer of a forward updates the

@@ -47,6 +47,8 @@ _NOTHING = torch.empty(0)  # the pages of an empty layer
 class LayerTensors(PackedKV):
     """The tokens of one layer, as the operators take them. Its pages are those of `table`, which other forks may move.
 
+    index           of the layer in the model
+    rank            among the layers of the model that have keys and values; calibration and moments count so
     tokens          positions seen, padding included: what transformers calls the sequence length
     padding         how many of them in front of each sequence are padding, which is not stored
     sliding_window  of the last forward, 0: none
@@ -56,6 +58,7 @@ class LayerTensors(PackedKV):
 
     def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
         self.index, self.spec, self.shared = index, spec, shared
+        self.rank = index
         self.reset()
 
     def reset(self) -> None:
@@ -95,9 +98,9 @@ class LayerTensors(PackedKV):
                 if rotation is not None:
                     self.transforms[f"{side}_rotation"] = rotation
         if found is not None:
-            self.calibrated = transforms(found, self.spec, self.index, device)
+            self.calibrated = transforms(found, self.spec, self.rank, device)
         if self.spec.measured and self.shared.moments is not None:
-            self.measured = moments_of(self.shared.moments, self.spec, self.index, device)
+            self.measured = moments_of(self.shared.moments, self.spec, self.rank, device)
         self.transforms |= self.calibrated | self.measured
         self.shape = (batch, kv_heads, head_dim, dtype, device)
 
@@ -105,7 +108,7 @@ class LayerTensors(PackedKV):
         moments = self.shared.moments
         if not self.spec.measured or moments is None:
             return self.spec.plan(head_dim)
-        measured = moments.layers[self.index]
+        measured = moments.layers[self.rank]
         heads, channels = measured.centre.shape
         if (heads, channels) != (kv_heads, head_dim):
             raise ValueError(f"layer {self.index}: keys must have the {heads} KV heads of {channels} channels of the "
@@ -227,7 +230,7 @@ class LayerTensors(PackedKV):
 
     def _table_before(self) -> PageTable | None:
         """That of the layer before this one, which a forward comes to first."""
-        before = self.shared.layer(self.index - 1)
+        before = self.shared.layer(self.rank - 1)
         return None if before is None else before.table
 
     def release(self) -> None:

@@ -161,7 +161,7 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
             means = [(m + a, s + b) for (m, s), (a, b) in zip(means, part)] if means else part
         tap.hook = None
     order = range(layers)
-    if {*slots} == {*order}:  # in models that call a module several times, calls are in the order of layers
+    if None not in slots and len({*slots}) == layers:  # models may call a module several times, in the order of layers
         order = np.argsort(slots).tolist()
     return tuple(_layer(i, found[call], *means[call]) for i, call in enumerate(order))
 

@@ -27,6 +27,7 @@ from .. import notices
 from ..attention import NAME
 from ..cache import TurboQuantCache, checked_config
 from ..graph import ForwardWithGraphs
+from ..kinds import has_state, kinds_of, packed_indices
 from ..moments import moments_for
 from ..names import CACHE, NAMES, cache_argument, given_cache
 from ..persistence import calibration_mark, moments_mark
@@ -52,6 +53,8 @@ _INPUTS = ("input_ids", "inputs_embeds")
 _BY_TYPE = {
     "diffllama": "its attention uses the keys of a layer twice",
     "musicgen_melody_decoder": "its `generate` is its own",
+    "minimax": "it demands a cache class of its own",
+    **dict.fromkeys(["inkling_text", "inkling2_text", "inkling2_loop_text"], "its attention adds position biases"),
     "jetmoe": "its attention computes with the keys between cache and AttentionInterface",
 }
 
@@ -71,7 +74,7 @@ class _Patch:
     cache_name: str  # of the argument of forward that takes a cache
     cache_position: int  # of that argument
     cuda_graphs: bool  # model.forward is `graph.with_graphs` of its class's
-    handle: Any  # of the forward pre-hook
+    handles: list[Any]  # of the hooks of forward
     said: set[str]  # what `notices` has warned of since the last `patch`
 
 
@@ -91,10 +94,9 @@ def patch(
             f"{type(model).__name__}: `cuda_graphs` needs a model on one device whose `forward` nobody has replaced "
             "(as device_map does)"
         )
-    if cuda_graphs and decoder_of(model) is not model:
-        raise NotImplementedError(
-            f"{type(model).__name__}: `cuda_graphs` is for text models, not for one inside another"
-        )
+    stateful = any(has_state(kind) for kind, _ in kinds_of(text_config(model)))
+    if cuda_graphs and (stateful or decoder_of(model) is not model):
+        raise NotImplementedError(f"{type(model).__name__}: `cuda_graphs` is for text models without recurrent states")
     if state is None:
         _prepare(model, spec, calibration)
         state = model._turboquant
@@ -111,12 +113,14 @@ def patch(
 
 def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
     arguments = list(inspect.signature(model.forward).parameters)
-    handle = model.register_forward_pre_hook(_give_cache, with_kwargs=True)
+    handles = [model.register_forward_pre_hook(_give_cache, with_kwargs=True)]
+    if any(has_state(kind) for kind, _ in kinds_of(text_config(model))):
+        handles.append(model.register_forward_hook(_ended, with_kwargs=True))
     previous = route(model, NAME)
     name = cache_argument(model.forward) or CACHE
     at = arguments.index(name)
     described = describe(model.config)
-    model._turboquant = _Patch(described, spec, calibration, None, None, previous, name, at, False, handle, set())
+    model._turboquant = _Patch(described, spec, calibration, None, None, previous, name, at, False, handles, set())
     for method, ours in _METHODS.items():
         if hasattr(model, method):
             setattr(model, method, partial(ours, model))  # pickle makes a method the class's again
@@ -128,7 +132,8 @@ def unpatch(model: Any) -> None:
     if state is None:
         return
     restore(model)
-    state.handle.remove()
+    for handle in state.handles:
+        handle.remove()
     if state.cuda_graphs:
         del model.forward
     del model._turboquant
@@ -175,7 +180,7 @@ def check(model: Any, spec: CacheSpec, calibration: Calibration | None, moments:
         refuse(f"its head_dim is {max(head_dims)}, at most {MAX_HEAD_DIM} can be packed")
     if calibration is not None:
         calibration.check(fingerprint(model))
-    specs = layer_specs(spec, calibration, text.num_hidden_layers)
+    specs = layer_specs(spec, calibration, len(kinds_of(text)), packed_indices(text))
     if moments is not None:
         moments_for(model, specs, moments)  # the configuration first: its differences are told in words
         moments.check(fingerprint(model))
@@ -279,6 +284,7 @@ def _give_cache(
         continuation.remember_first(given, ids)
         _compare(given, state)
         given.was_read()
+        given.begin()
         _notice_positions(model, state, given, args, kwargs)
     elif given is not None and "cache" not in state.said:
         notices.foreign_cache(model, state, type(given).__name__)
@@ -290,6 +296,7 @@ def _give_cache(
     if not use_cache:
         return None
     cache = _new_cache(model)
+    cache.begin()
     continuation.remember_first(cache, ids)
     _notice_positions(model, state, cache, args, kwargs)
     if not torch.compiler.is_compiling() and _new_tokens(args, kwargs) > 1 and cache.spec.prefill == "exact":
@@ -298,3 +305,11 @@ def _give_cache(
         return (*args[:at], cache, *args[at + 1 :]), kwargs
     others = {name: x for name, x in kwargs.items() if name not in NAMES}  # a name with None: both together raise
     return args, {**others, state.cache_name: cache}
+
+
+def _ended(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """A forward has ended without an error. Only for models with recurrent states."""
+    at = model._turboquant.cache_position
+    cache = next((x for x in args[at : at + 1] if x is not None), given_cache(kwargs))
+    if isinstance(cache, TurboQuantCache):
+        cache.at_work = False

@@ -1,0 +1,145 @@
+"""Layers of a TurboQuantCache with a state of fixed size, as linear attention, state spaces and convolutions have one,
+instead of keys and values or beside them. States are kept as the model makes them.
+
+A forward writes states in place, and nothing can take that back. A forward that fails leaves them ahead of the packed
+layers: `TurboQuantCache.begin` notices that in the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import cache_utils
+
+from ..kvcache.common import Common
+from ..spec import CacheSpec
+from .kinds import has_state
+from .layer import PackedLayer, indices_of, integer
+
+__all__ = ["BothLayer", "StateLayer", "made_layer"]
+
+_LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)  # transformers 4.57 has none
+
+
+def made_layer(kind: str, arguments: dict[str, Any], index: int, spec: CacheSpec | None, shared: Common) -> Any:
+    """A cache layer of this kind. spec: None for a layer without keys and values."""
+    states = arguments.get("number_of_states", 1)
+    if spec is None:
+        return StateLayer(number_of_states=states) if has_state(kind) else cache_utils.DummyLayer()
+    return BothLayer(index, spec, shared, states) if has_state(kind) else PackedLayer(index, spec, shared)
+
+
+class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
+    """transformers' layer of states, with what a TurboQuantCache needs beside."""
+
+    record_past: bool
+
+    def states(self) -> Iterator[torch.Tensor]:
+        """All tensors of the layer."""
+        for held in (self.conv_states, self.recurrent_states):
+            yield from (state for state in held.values() if state is not None)
+
+    def reset(self) -> None:
+        """Forgets the states. The next forward may have another batch size, dtype or device."""
+        recording = self.record_past
+        _LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+        self.record_past = recording
+
+    def _select(self, sequences: Sequence[int]) -> None:
+        for held in (self.conv_states, self.recurrent_states):
+            for i, state in held.items():
+                if state is not None:
+                    held[i] = state.index_select(0, torch.tensor(list(sequences), device=state.device))
+
+    @property
+    def _batch(self) -> int:
+        return next((len(state) for state in self.states()), 0)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times, one after the other."""
+        times = range(integer(repeats, "`repeats`"))
+        self._select([b for b in range(self._batch) for _ in times])
+
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
+        """Keeps the sequences `indices` (integers, or a bool for each sequence)."""
+        given = indices_of("indices", indices, masks=True)
+        self._select((given.nonzero().view(-1) if given.dtype == torch.bool else given).tolist())
+
+    def copy_states(self, other: StateLayer) -> None:
+        """Gives another layer copies of all states."""
+        for name, x in vars(self).items():
+            if isinstance(x, dict):
+                held = {i: state.clone() if isinstance(state, torch.Tensor) else state for i, state in x.items()}
+                setattr(other, name, held)
+        other.device, other.dtype, other.record_past = self.device, self.dtype, self.record_past
+
+    def fork(self, shared: Common) -> StateLayer:
+        """The same states for another cache."""
+        other = StateLayer(number_of_states=self.number_of_states)
+        self.copy_states(other)
+        return other
+
+
+class BothLayer(StateLayer, PackedLayer):
+    """A layer with attention and a state side by side."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, index: int, spec: CacheSpec, shared: Common, states: int) -> None:
+        PackedLayer.__init__(self, index, spec, shared)
+        _LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    def __repr__(self) -> str:
+        return PackedLayer.__repr__(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values, which are positional arguments, or of a state."""
+        (PackedLayer if args else _LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Empties both."""
+        PackedLayer.reset(self)
+        StateLayer.reset(self)
+
+    def offload(self) -> None:
+        """Moves both to the CPU."""
+        PackedLayer.offload(self)
+        StateLayer.offload(self)
+
+    def prefetch(self) -> None:
+        """Brings both back."""
+        PackedLayer.prefetch(self)
+        StateLayer.prefetch(self)
+
+    reorder_cache = PackedLayer.reorder_cache  # which calls `_select`
+
+    def _select(self, sequences: Sequence[int]) -> None:
+        PackedLayer._select(self, sequences)
+        StateLayer._select(self, sequences)
+
+    @property
+    def _batch(self) -> int:
+        return self.max_batch_size
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        """See `PackedLayer.activate_past_recording`."""
+        PackedLayer.activate_past_recording(self)
+        self.record_past = True
+
+    def crop(self, tokens: int) -> None:
+        """Refused where a token would be forgotten."""
+        if integer(tokens, "`tokens`"):
+            raise NotImplementedError(f"crop: the state of layer {self.index} cannot be taken back")
+
+    def fork(self, shared: Common) -> BothLayer:
+        """The same layer for another cache, whose layers have `shared` in common."""
+        other = BothLayer(self.index, self.spec, shared, self.number_of_states)
+        other.storage = self.storage.fork(shared)
+        self.copy_states(other)
+        return other
