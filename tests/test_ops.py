@@ -518,6 +518,7 @@ def samples(rng: np.random.Generator, device: str) -> dict[str, Sample]:
         "quantize": (tq.quantize.default, (PLAN.words, k, k.transpose(0, 1)), centre),
         "quantize, keys": (tq.quantize.default, (KEYS_ONLY.words, k.bfloat16(), None), {}),
         "dequantize": (tq.dequantize.default, (PLAN.words, pages, table, counts, 30), centre),
+        "dequantize, half": (tq.dequantize.default, (PLAN.words, pages, table, counts, 30), dict(dtype=torch.half)),
         "dequantize, keys": (
             tq.dequantize.default,
             (KEYS_ONLY.words, narrow, table.new_zeros(1, 1), counts[1:], 20),

@@ -14,7 +14,7 @@ __all__ = ["describe"]
 
 # Operators of which turboquant.ops has no function, or one that does more.
 _TEXTS = {
-    "dequantize": """The first ``lengths[b]`` packed tokens of each sequence as float32 [batch, kv_heads,
+    "dequantize": """The first ``lengths[b]`` packed tokens of each sequence as floats [batch, kv_heads,
 max_tokens, head_dim], zeros behind them; v is [batch, kv_heads, 0, head_dim] for a plan without values.""",
     **{
         f"{name}_kernel": f"""The name of the kernel that `{name}` would run for these arguments on their device;
@@ -41,6 +41,7 @@ append.lengths, append_attend.lengths, append_kernel.lengths: int32 [batch], tok
 dequantize.lengths: int32 [batch], packed tokens of each sequence, at most max_tokens.
 max_tokens: at most ``max_pages * page_tokens``.
 sinks, window: how many there are.
+dtype: of the result, float32 (None), float16 or bfloat16; see `turboquant.ops.dequantize`.
 dequantize.sinks: the position of the first packed token, for a wave.
 key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments: the transforms
     that the plan takes; see `turboquant.operators`.

@@ -101,7 +101,8 @@ def _decoded(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
     info, pages = _core.plan_info(a["plan"]), a["pages"]
     batch, kv_heads, tokens = a["block_table"].shape[0], pages.shape[1], a["max_tokens"]
     k, v = ((batch, kv_heads, n, info["head_dim"]) for n in (tokens, tokens if any(info["value_bits"]) else 0))
-    return _empty(pages, k, torch.float32), _empty(pages, v, torch.float32)
+    dtype = a.get("dtype") or torch.float32
+    return _empty(pages, k, dtype), _empty(pages, v, dtype)
 
 
 # What each operator returns, from its arguments by name.

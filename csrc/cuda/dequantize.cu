@@ -7,6 +7,7 @@
 //
 // The operations and their order are those of the C core, so the numbers are the same.
 #include "cuda/baselines/blocks.cuh"
+#include "cuda/dequantize.h"
 
 namespace tq
 {
@@ -19,7 +20,7 @@ struct DequantizeSide {
     int32_t bits[GROUPS_MAX], offset[GROUPS_MAX];
     int32_t tile_bytes, codes_offset, scales_offset;
     tq_transform transform;
-    float *out; // [batch, kv_heads, max_tokens, head_dim]
+    void *out; // [batch, kv_heads, max_tokens, head_dim]
 };
 
 struct DequantizeArgs {
@@ -29,7 +30,7 @@ struct DequantizeArgs {
     int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, group_channels, page_tokens, rotation, tiles;
     DequantizeSide side[2];
     KeyMoments moments;
-    int32_t sinks;
+    int32_t sinks, dtype;
     HadamardSigns signs;
     LevelsByCode codebooks;
 };
@@ -96,16 +97,16 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
     if (centre) centre += (int64_t)h * a.head_dim;
     for (int token = warp; token < TQ_TILE && first + token < a.max_tokens; token += WARPS) {
         float *row = unrotated + token * a.head_dim;
-        float *out = side.out + (((int64_t)b * a.kv_heads + h) * a.max_tokens + first + token) * a.head_dim;
+        const int64_t at = (((int64_t)b * a.kv_heads + h) * a.max_tokens + first + token) * a.head_dim;
         const bool stored = token < count;
         if (stored && a.rotation == TQ_ROTATION_HADAMARD) hadamard_row(row, a.head_dim, a.signs, true, lane);
         if (stored && side_index == 0 && a.moments.any()) residual_to_key(a.moments, h, a.sinks + first + token, row);
         for (int c = lane; c < a.head_dim; c += 32)
-            out[c] = !stored ? 0.0f : centre ? __fadd_rn(row[c], centre[c]) : row[c];
+            store_number(side.out, at + c, a.dtype, !stored ? 0.0f : centre ? __fadd_rn(row[c], centre[c]) : row[c]);
     }
 }
 
-DequantizeSide side_of(const tq_side &from, const tq_transform &transform, float *out)
+DequantizeSide side_of(const tq_side &from, const tq_transform &transform, void *out)
 {
     DequantizeSide side = {};
     for (int group = 0; group < GROUPS_MAX; group++) {
@@ -125,19 +126,37 @@ DequantizeSide side_of(const tq_side &from, const tq_transform &transform, float
 
 using namespace tq;
 
-tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, float *k, float *v,
-                             void *stream, tq_error *error)
+tq_status tq_cuda_dequantize_workspace_bytes(const tq_plan *plan, int32_t kv_heads, tq_dtype dtype, size_t *bytes,
+                                             tq_error *error)
 {
-    TQ_CUDA_TRY(tq_check_dequantize(plan, layer, max_tokens, k, v, error));
+    tq_layer layer = {};
+    layer.kv_heads = kv_heads;
+    TQ_CUDA_TRY(tq_check_dequantize_sizes(plan, &layer, 0, error));
+    *bytes = dtype != TQ_F32 && takes_16bit(*plan) ? bytes_16bit(*plan, kv_heads) : 0;
+    return TQ_OK;
+}
+
+tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, tq_dtype dtype, void *k,
+                             void *v, void *workspace, size_t workspace_bytes, void *stream, tq_error *error)
+{
+    TQ_CUDA_TRY(tq_check_dequantize(plan, layer, max_tokens, static_cast<float *>(k), static_cast<float *>(v), error));
     TQ_CUDA_TRY(check_plan(*plan, error));
     const tq_layer &l = *layer;
     if (l.sinks > INT32_MAX / 2)
         return fail(error, TQ_E_VALUE, "sinks", -1, l.sinks, "in 0..2^30 - 1: positions are 32-bit");
+    size_t needed;
+    TQ_CUDA_TRY(tq_cuda_dequantize_workspace_bytes(plan, l.kv_heads, dtype, &needed, error));
+    if (workspace_bytes < needed)
+        return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
+                    "at least tq_cuda_dequantize_workspace_bytes");
+    if (needed && (uintptr_t)workspace % 256)
+        return fail(error, TQ_E_VALUE, "workspace", -1, (double)((uintptr_t)workspace % 256), "256-byte aligned");
     if (!l.batch || !l.kv_heads || !max_tokens) return TQ_OK;
+    if (needed) return dequantize_16bit(*plan, l, max_tokens, dtype, k, v, workspace, (cudaStream_t)stream, error);
     if (!tq_is_plain(plan)) {
         BlockPlan blocks;
         block_plan_of(*plan, l, &blocks);
-        return dequantize_blocks(*plan, blocks, l, max_tokens, k, v, (cudaStream_t)stream, error);
+        return dequantize_blocks(*plan, blocks, l, max_tokens, dtype, k, v, (cudaStream_t)stream, error);
     }
     const bool dense = plan->rotation == TQ_ROTATION_DENSE;
 
@@ -161,6 +180,7 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t
     args.side[1] = side_of(plan->value, l.value, v);
     args.moments = key_moments_of(*plan, l.key);
     args.sinks = l.sinks;
+    args.dtype = dtype;
     args.signs = signs_of(*plan);
     args.codebooks = of_codebooks<LevelsByCode>(*plan, fill_levels_by_code);
     const size_t shared_bytes =

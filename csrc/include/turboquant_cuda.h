@@ -106,9 +106,16 @@ TQ_API tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *par
 TQ_API tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, tq_dtype dtype, const void *x,
                                 void *y, int64_t rows, void *stream, tq_error *error);
 
-/** tq_dequantize on the device; k and v float32. lengths above max_tokens count as max_tokens. */
-TQ_API tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, float *k, float *v,
-                                    void *stream, tq_error *error);
+/** tq_dequantize on the device, to k and v of `dtype`. lengths above max_tokens count as max_tokens.
+ *  Accuracy   float32: as on the host. fp16 and bf16 of plain plans with groups of 32 channels and a head_dim that is a
+ *             multiple of 16: values within 1e-3 of a row's norm, keys less the wave and behind the metric, A (k - c_p),
+ *             within 2e-3 of theirs; and the rounding to `dtype`. Other plans: float32, rounded.
+ *  workspace  256-byte aligned, on the device; contents lost. */
+TQ_API tq_status tq_cuda_dequantize_workspace_bytes(const tq_plan *plan, int32_t kv_heads, tq_dtype dtype,
+                                                    size_t *bytes, tq_error *error);
+TQ_API tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, tq_dtype dtype,
+                                    void *k, void *v, void *workspace, size_t workspace_bytes, void *stream,
+                                    tq_error *error);
 
 /** tq_merge on the device. */
 TQ_API tq_status tq_cuda_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,

@@ -231,13 +231,14 @@ public:
     }
 
     /** The model's dtype of a call, from its first tensor. */
-    tq_dtype read_dtype(const Tensor &like) const
+    tq_dtype read_dtype(const Tensor &like) const { return dtype_named(like_name_, dtype_of(like)); }
+
+    tq_dtype dtype_named(const char *name, int32_t dtype) const
     {
-        int32_t dtype = dtype_of(like);
         if (dtype == aoti_torch_dtype_float32()) return TQ_F32;
         if (dtype == aoti_torch_dtype_float16()) return TQ_F16;
         if (dtype == aoti_torch_dtype_bfloat16()) return TQ_BF16;
-        refuse(like_name_, "float32, float16 or bfloat16", dtype_name(dtype), Error::TYPE);
+        refuse(name, "float32, float16 or bfloat16", dtype_name(dtype), Error::TYPE);
     }
 
     /** Dtype, shape (ANY: any length), device, strides and requires_grad, each with its own message. */

@@ -39,8 +39,10 @@ struct Backend {
                           tq_error *);
     tq_status (*append_kernel)(const tq_plan *, const tq_append_params *, char *name, tq_error *);
     tq_status (*attend_kernel)(const tq_plan *, const tq_attend_params *, char *name, tq_error *);
-    tq_status (*dequantize)(void *stream, const tq_plan *, const tq_layer *, int32_t max_tokens, float *k, float *v,
-                            tq_error *);
+    bool dequantizes_any_dtype; // or to float32 alone
+    tq_status (*dequantize_workspace_bytes)(const tq_plan *, int32_t kv_heads, tq_dtype, size_t *bytes, tq_error *);
+    tq_status (*dequantize)(void *stream, const tq_plan *, const tq_layer *, int32_t max_tokens, tq_dtype, void *k,
+                            void *v, void *workspace, size_t bytes, tq_error *);
     tq_status (*merge)(void *stream, const float *outs, const float *lses, int32_t parts, int64_t rows,
                        int32_t head_dim, float *out, float *lse, tq_error *);
 };
@@ -87,7 +89,14 @@ const Backend cpu = {
         tq_status status = tq_attend_workspace_bytes(plan, params, &bytes, error); // checks the sizes
         return status == TQ_OK ? name_of("attend", plan, name, error) : status;
     },
-    on_cpu<tq_dequantize>,
+    false,
+    [](auto, auto, auto, size_t *bytes, auto) {
+        *bytes = 0;
+        return TQ_OK;
+    },
+    [](void *, auto plan, auto layer, int32_t max_tokens, tq_dtype, void *k, void *v, void *, size_t, auto error) {
+        return tq_dequantize(plan, layer, max_tokens, static_cast<float *>(k), static_cast<float *>(v), error);
+    },
     on_cpu<tq_merge>,
 };
 
@@ -121,6 +130,8 @@ const Backend cuda = {
     on_stream<tq_cuda_schedule>,
     tq_cuda_append_kernel,
     tq_cuda_attend_kernel,
+    true,
+    tq_cuda_dequantize_workspace_bytes,
     on_stream<tq_cuda_dequantize>,
     on_stream<tq_cuda_merge>,
 };
@@ -600,7 +611,8 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
                                       const Tensor &lengths, int64_t max_tokens, const Maybe &key_rotation,
                                       const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
                                       const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns,
-                                      const Maybe &key_moments, int64_t sinks)
+                                      const Maybe &key_moments, int64_t sinks,
+                                      std::optional<torch::headeronly::ScalarType> dtype)
 {
     Call call("dequantize", words, pages, "pages");
     check_pages(call, pages, ANY);
@@ -616,15 +628,22 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
     layer.block_table = data_as<int32_t>(block_table), layer.lengths = data_as<int32_t>(lengths);
     layer.key = read_key_transform(call, layer.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
     layer.value = read_transform(call, VALUE, layer.kv_heads, value_rotation, value_centre, value_steps);
+    int32_t f32 = aoti_torch_dtype_float32(), wanted = dtype ? static_cast<int32_t>(*dtype) : f32;
+    tq_dtype number = call.dtype_named("dtype", wanted);
 
     Launch launch(call);
-    int32_t f32 = aoti_torch_dtype_float32(), value_tokens = call.has_values() ? tokens : 0;
-    Tensor k = call.allocate({layer.batch, layer.kv_heads, tokens, call.plan().head_dim}, f32);
-    Tensor v = call.allocate({layer.batch, layer.kv_heads, value_tokens, call.plan().head_dim}, f32);
-    call.check(
-        launch->dequantize(launch.stream, &call.plan(), &layer, tokens, static_cast<float *>(k.mutable_data_ptr()),
-                           call.has_values() ? static_cast<float *>(v.mutable_data_ptr()) : nullptr, &call.error));
-    return {k, v};
+    int32_t made = launch->dequantizes_any_dtype ? wanted : f32, value_tokens = call.has_values() ? tokens : 0;
+    Tensor k = call.allocate({layer.batch, layer.kv_heads, tokens, call.plan().head_dim}, made);
+    Tensor v = call.allocate({layer.batch, layer.kv_heads, value_tokens, call.plan().head_dim}, made);
+    size_t bytes = 0;
+    call.check(launch->dequantize_workspace_bytes(&call.plan(), layer.kv_heads, number, &bytes, &call.error));
+    std::optional<Tensor> workspace;
+    if (bytes) workspace = launch.workspace(bytes);
+    call.check(launch->dequantize(launch.stream, &call.plan(), &layer, tokens, number, k.mutable_data_ptr(),
+                                  call.has_values() ? v.mutable_data_ptr() : nullptr,
+                                  workspace ? workspace->mutable_data_ptr() : nullptr, bytes, &call.error));
+    if (made == wanted) return {k, v};
+    return {converted(call, k, wanted), converted(call, v, wanted)};
 }
 
 std::tuple<Tensor, Tensor> merge(const Tensor &outs, const Tensor &lses)
@@ -717,7 +736,7 @@ STABLE_TORCH_LIBRARY(turboquant, m)
           "Tensor? starts=None, int sinks=0, int window=0, bool causal=True, int sliding_window=0) -> ()");
     m.def("quantize(int[] plan, Tensor k, Tensor? v, *, " TRANSFORMS ") -> Tensor");
     m.def("dequantize(int[] plan, Tensor pages, Tensor block_table, Tensor lengths, SymInt max_tokens, *, " TRANSFORMS
-          ", int sinks=0) -> (Tensor k, Tensor v)");
+          ", int sinks=0, ScalarType? dtype=None) -> (Tensor k, Tensor v)");
     m.def("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)");
 }
 

@@ -704,8 +704,9 @@ static void check_dequantize()
             check(tq_dequantize(&plan, &host, max_tokens, k.host.data(), v.host_or_null(), &error), error,
                   "tq_dequantize");
             free(aligned);
-            check(tq_cuda_dequantize(&plan, &device, max_tokens, k.device, v.or_null(), nullptr, &error), error,
-                  "tq_cuda_dequantize");
+            check(tq_cuda_dequantize(&plan, &device, max_tokens, TQ_F32, k.device, v.or_null(), nullptr, 0, nullptr,
+                                     &error),
+                  error, "tq_cuda_dequantize");
             check(cudaDeviceSynchronize(), name.c_str());
             if (rotation == TQ_ROTATION_DENSE) {
                 near(name, "k", k.host, k.down(), dim, 2e-6f);

@@ -185,8 +185,8 @@ struct World {
               "tq_dequantize");
         const std::vector<int32_t> whole = table.host;
         if (c.absent) lose_pages(), table.up();
-        check(tq_cuda_dequantize(&plan, &on_device, packed, k.device, v.device, nullptr, &error), error,
-              "tq_cuda_dequantize");
+        check(tq_cuda_dequantize(&plan, &on_device, packed, TQ_F32, k.device, v.device, nullptr, 0, nullptr, &error),
+              error, "tq_cuda_dequantize");
         check(cudaDeviceSynchronize(), "dequantize");
         const std::pair<std::vector<float>, std::vector<float> *> sides[] = {{k.down(), &key.decoded},
                                                                              {v.down(), &value.decoded}};

@@ -57,11 +57,18 @@ def visible_past(
             pages, table = stored.pages, stored.block_table[:, first // PAGE_TOKENS :].contiguous()
         count = stored.shared.earlier(lengths, new + sinks + window + first)
         k, v = _dequantize(
-            stored.plan.words, pages, table, count, packed - first, sinks=sinks + first, **stored.transforms
+            stored.plan.words,
+            pages,
+            table,
+            count,
+            packed - first,
+            sinks=sinks + first,
+            dtype=stored.dtype,
+            **stored.transforms,
         )
         row = sinks + first + torch.arange(packed - first, device=device)
         positions = torch.where(row < length - window, row + pad, _NOWHERE)
-        parts.append((k.to(stored.dtype), v.to(stored.dtype), positions))
+        parts.append((k, v, positions))
     if stored.window_k is not None and stored.window_v is not None:
         row = torch.arange(stored.window, device=device)
         latest = length - 1 - (length - 1 - row) % stored.window  # position of each row of the ring

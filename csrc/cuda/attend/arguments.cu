@@ -53,31 +53,8 @@ struct AttendTables {
 
 void fill_tables(const tq_codebook *books, AttendTables *to)
 {
-    LevelTables *tables = &to->levels;
-    uint8_t level3[8], offset3[8], plus4[8], minus4[8], magnitude4[8], complement5[16], complement6[32];
     for (int b = 1; b <= TQ_WIDE_BITS; b++) to->step[b] = books[b].step;
-    for (int m = 0; m < 8; m++) {
-        level3[m] = (uint8_t)books[3].levels[m];
-        offset3[m] = (uint8_t)(128 + books[3].levels[m]);
-        magnitude4[m] = (uint8_t)books[4].levels[m];
-        plus4[m] = (uint8_t)(magnitude4[m] + 1); /* 127 at most: tests/test_codebook.py */
-        minus4[7 - m] = (uint8_t)-magnitude4[m];
-        complement5[m] = (uint8_t)(255 - books[5].levels[m]);
-        complement5[8 + m] = (uint8_t)(255 - books[5].levels[16 + m]);
-        for (int i = 0; i < 4; i++) complement6[8 * i + m] = (uint8_t)(255 - books[6].levels[16 * i + m]);
-    }
-    memcpy(tables->level3, level3, 8);
-    memcpy(tables->offset3, offset3, 8);
-    memcpy(tables->plus4, plus4, 8);
-    memcpy(tables->minus4, minus4, 8);
-    memcpy(tables->magnitude4, magnitude4, 8);
-    memcpy(tables->complement5, complement5, 16);
-    memcpy(tables->complement6, complement6, 32);
-    const uint32_t right[4] = {1u << 31, 1u << 30, 1u << 29, 1u << 16};
-    memcpy(tables->right, right, sizeof right);
-    tables->magic = MAGIC;
-    tables->two = 2;
-    tables->ones = ~0u;
+    fill_level_tables(books, &to->levels);
 }
 
 } // namespace

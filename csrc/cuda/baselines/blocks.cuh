@@ -95,7 +95,7 @@ tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &param
 tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
                         cudaStream_t stream, tq_error *error);
 tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, const tq_layer &layer, int32_t max_tokens,
-                            float *k, float *v, cudaStream_t stream, tq_error *error);
+                            tq_dtype dtype, void *k, void *v, cudaStream_t stream, tq_error *error);
 
 // ---- what comes with each call ----
 

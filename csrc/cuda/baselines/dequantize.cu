@@ -13,8 +13,8 @@ struct DequantizeBlocksArgs {
     BlockPlan plan;
     KeyMoments moments;
     const int32_t *lengths;
-    int32_t batch, max_tokens, sinks, parts; // parts: of a sequence, TOKENS tokens each
-    float *out[2];                           // [batch, kv_heads, max_tokens, head_dim]
+    int32_t batch, max_tokens, sinks, dtype, parts; // parts: of a sequence, TOKENS tokens each
+    void *out[2];                                   // [batch, kv_heads, max_tokens, head_dim]
 };
 static_assert(sizeof(DequantizeBlocksArgs) <= 4096, "kernel parameters");
 
@@ -49,21 +49,22 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
         __syncthreads();
     }
     const float *centre = centre_of(side, d, h);
-    float *out = a.out[is_value] + (((int64_t)b * heads + h) * a.max_tokens + first) * d;
+    const int64_t at = (((int64_t)b * heads + h) * a.max_tokens + first) * d;
     for (int i = threadIdx.x; i < wanted * d; i += blockDim.x) {
         const float number = i / d < stored ? restored.result[i / d * restored.stride + i % d] : 0.0f;
-        out[i] = i / d < stored && centre ? number + centre[i % d] : number;
+        store_number(a.out[is_value], at + i, a.dtype, i / d < stored && centre ? number + centre[i % d] : number);
     }
 }
 
 } // namespace
 
 tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, const tq_layer &layer, int32_t max_tokens,
-                            float *k, float *v, cudaStream_t stream, tq_error *error)
+                            tq_dtype dtype, void *k, void *v, cudaStream_t stream, tq_error *error)
 {
     const int32_t parts = (max_tokens - 1) / TOKENS + 1;
     DequantizeBlocksArgs args = {
-        blocks, key_moments_of(plan, layer.key), layer.lengths, layer.batch, max_tokens, layer.sinks, parts, {k, v}};
+        blocks, key_moments_of(plan, layer.key), layer.lengths, layer.batch, max_tokens, layer.sinks, dtype, parts,
+        {k, v}};
     size_t shared_bytes = 0;
     for (const tq_side *side : {&plan.key, &plan.value}) {
         const size_t rows = sizeof(float) * (LEVEL_TABLE + TQ_TILE * ((size_t)TQ_TILE * side->tiles + 16)),

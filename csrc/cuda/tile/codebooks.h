@@ -1,9 +1,11 @@
 /* Tables of a plan's codebooks. Apart from host.h, because compiling <mutex> takes as long as compiling a small kernel. */
 #ifndef TQ_CUDA_TILE_CODEBOOKS_H
 #define TQ_CUDA_TILE_CODEBOOKS_H
+#include <string.h>
+
 #include <mutex>
 
-#include "cuda/device/host.h"
+#include "cuda/tile/levels.h"
 
 namespace tq
 {
@@ -38,6 +40,33 @@ inline void fill_levels_by_code(const tq_codebook *books, LevelsByCode *to)
     for (int bits = 1; bits <= TQ_WIDE_BITS; bits++) to->step[bits] = books[bits].step;
     for (int bits = 1; bits <= TQ_MAX_BITS; bits++)
         for (int code = 0; code < books[bits].n_levels; code++) to->levels[bits][code] = books[bits].levels[code];
+}
+
+inline void fill_level_tables(const tq_codebook *books, LevelTables *tables)
+{
+    uint8_t level3[8], offset3[8], plus4[8], minus4[8], magnitude4[8], complement5[16], complement6[32];
+    for (int m = 0; m < 8; m++) {
+        level3[m] = (uint8_t)books[3].levels[m];
+        offset3[m] = (uint8_t)(128 + books[3].levels[m]);
+        magnitude4[m] = (uint8_t)books[4].levels[m];
+        plus4[m] = (uint8_t)(magnitude4[m] + 1); /* 127 at most: tests/test_codebook.py */
+        minus4[7 - m] = (uint8_t)-magnitude4[m];
+        complement5[m] = (uint8_t)(255 - books[5].levels[m]);
+        complement5[8 + m] = (uint8_t)(255 - books[5].levels[16 + m]);
+        for (int i = 0; i < 4; i++) complement6[8 * i + m] = (uint8_t)(255 - books[6].levels[16 * i + m]);
+    }
+    memcpy(tables->level3, level3, 8);
+    memcpy(tables->offset3, offset3, 8);
+    memcpy(tables->plus4, plus4, 8);
+    memcpy(tables->minus4, minus4, 8);
+    memcpy(tables->magnitude4, magnitude4, 8);
+    memcpy(tables->complement5, complement5, 16);
+    memcpy(tables->complement6, complement6, 32);
+    const uint32_t right[4] = {1u << 31, 1u << 30, 1u << 29, 1u << 16};
+    memcpy(tables->right, right, sizeof right);
+    tables->magic = MAGIC;
+    tables->two = 2;
+    tables->ones = ~0u;
 }
 
 } // namespace tq
