@@ -126,7 +126,7 @@ def test_evaluation_leaves_every_mode_as_it_was(model, sequences):
     (dict(mask_share=float("nan")), ValueError, "`mask_share` must be .* below 1, got nan"),
     (dict(seed=1.5), TypeError, "`seed` must be an integer, got 1.5"),
     (dict(seed=-1), ValueError, "`seed` must be in 0..2\\*\\*63 - 1, got -1"),
-    (dict(batch_size=0), ValueError, "`batch_size` must be an integer of at least 1, got 0"),
+    (dict(batch_size=0), ValueError, "`batch_size` must be in 1..65536, got 0"),
 ])  # fmt: skip
 def test_wrong_choices_of_proteins(model, fields, error, message):
     given = dict(sequences=["MKVMKVMKV"], mask_share=0.5) | fields
@@ -395,7 +395,7 @@ BAD = {
     "no proteins file": (["eval", "MODEL", "--fasta", "none", "--spec", "default"],
                          "the FASTA file must be a file of proteins, got 'none', which is not there"),
     "a batch": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--batch", "0"],
-                "--batch must be at least 1"),
+                "--batch must be in 1..65536"),
     "a device": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--device", "gpu"],
                  "--device must be one"),
     "a decoder": (["esm-scan", "TEST", "--model", "LLAMA", "--csv", "s.csv"], "MODEL must be an ESM-2 model"),

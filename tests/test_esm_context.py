@@ -307,8 +307,8 @@ WRONG = {
     "one protein": (dict(residues=["A"], positions=[[4]], proteins=0), TypeError, "`proteins` must be a list .*got 0"),
     "half a batch": (
         dict(residues=["A"], positions=[[4]], batch_size=0.5),
-        ValueError,
-        "`batch_size` must be an integer of at least 1, got 0.5",
+        TypeError,
+        "`batch_size` must be an integer, got 0.5",
     ),
     "batch": (dict(residues=["A"], positions=[[4]], batch_size=0), ValueError, "`batch_size`"),
 }

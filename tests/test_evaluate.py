@@ -219,9 +219,9 @@ def test_what_it_refuses(model, windows, calibration):
         turboquant.evaluate(model, windows[:, :1], "default")
     with pytest.raises(ValueError, match="`prefill` must be one of packed, chunked, decode, got 'fast'"):
         turboquant.evaluate(model, windows, "default", prefill="fast")
-    with pytest.raises(ValueError, match="`batch` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`batch` must be in 1..65536, got 0"):
         turboquant.evaluate(model, windows, "default", batch=0)
-    with pytest.raises(ValueError, match="`generate` must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="`generate` must be in 0..1048576, got -1"):
         turboquant.evaluate(model, windows, "default", generate=-1)
     with pytest.raises(ValueError, match="did you mean 'calibrated-3'"):
         turboquant.evaluate(model, windows, "calibrated3")
@@ -266,7 +266,7 @@ def test_windows_of_a_text():
     assert text_windows(text, tokenizer, 1, 100).shape == (1, 100)
     with pytest.raises(ValueError, match="`text` must have 4 x 26 tokens, got 100: 3 windows of that length"):
         text_windows(text, tokenizer, 4, 26)
-    with pytest.raises(ValueError, match="`windows` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`windows` must be in 1..1048576, got 0"):
         text_windows(text, tokenizer, 0, 26)
 
 
@@ -404,10 +404,13 @@ BAD = {
         ["calibrate", "DEMO", "--out", "x", "--seed", "-1"],
         "--seed must be in 0..2**63 - 1, got -1",
     ),
-    "no batch": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--batch", "0"], "--batch must be at least 1"),
+    "no batch": (
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--batch", "0"],
+        "--batch must be in 1..65536, got 0",
+    ),
     "fewer than no texts": (
         ["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--generate", "-1"],
-        "--generate must be at least 0, got -1",
+        "--generate must be in 0..1048576, got -1",
     ),
     "an average that no calibration has": (
         ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-9"],

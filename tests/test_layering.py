@@ -84,7 +84,7 @@ MAY_NOT_IMPORT = {
 
 TOP_LEVEL = set(
     "csrc turboquant turboquant_attention.py demo tests benchmarks examples docs pyproject.toml setup.py Makefile "
-    "README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE".split()
+    "README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE SECURITY.md".split()
 )
 MAX_LINES = 800
 # Generated or data: read by programs only.

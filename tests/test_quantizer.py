@@ -371,7 +371,7 @@ def test_other_calls_refuse(rng: np.random.Generator) -> None:
         (dict(vectors=True), TypeError, "Codes: `vectors` must be an integer, got True"),
         (dict(pages=np.ma.masked_less(np.zeros((1, 1, 1088), np.uint8), 1)), ValueError,
          "Codes: `pages` must have no masked numbers, got 1088 of them"),
-        (dict(vectors=-1), ValueError, "Codes: `vectors` must be at least 0, got -1"),
+        (dict(vectors=-1), ValueError, "Codes: `vectors` must be in 0..1099511627776, got -1"),
         (dict(vectors=33), ValueError, "Codes: `pages` must be uint8 [2, 1, 1088], got uint8 [1, 1, 1088]"),
         (dict(vectors=0), ValueError, "Codes: `pages` must be uint8 [0, 1, 1088], got uint8 [1, 1, 1088]"),
         (dict(pages=b""), TypeError, PAGES + "got bytes"),

@@ -5,7 +5,43 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
-__all__ = ["integer", "integer_in"]
+__all__ = ["BOUNDS", "bounded", "integer", "integer_in"]
+
+_MOST = 2**31 - 1
+
+#: The least and the greatest value of each integer that a request can set, by what errors call it. `bounded` checks
+#: them before anything is allocated. docs/security.md has the same table.
+BOUNDS = {
+    "crop: `tokens`": (-_MOST, _MOST),
+    "batch_repeat_interleave: `repeats`": (1, 2**16),
+    "pack: `max_tokens`": (0, 2**30 - 1),
+    "pack: `sinks`": (0, 2**30 - 1),
+    "pack: `window`": (0, 2**30 - 1),
+    "attend: `sliding_window`": (0, _MOST),
+    "append_attend: `sliding_window`": (0, _MOST),
+    "schedule: `sliding_window`": (0, _MOST),
+    "Index: `dim`": (1, 4096),
+    "Index: `bits`": (1, 8),
+    "Index: `seed`": (0, 2**63 - 1),
+    "search: `k`": (1, 2**20),
+    "search: `threads`": (0, 256),
+    "range_search: `threads`": (0, 256),
+    "Codes: `vectors`": (0, 2**40),
+    "evaluate: `chunk`": (1, _MOST),
+    "evaluate: `batch`": (1, 2**16),
+    "evaluate: `generate`": (0, 2**20),
+    "text_windows: `windows`": (1, 2**20),
+    "text_windows: `length`": (2, 2**20),
+    "`batch_size`": (1, 2**16),
+    "calc: --batch": (1, _MOST),
+    "calc: --context": (1, _MOST),
+    "doctor: --tokens": (1, _MOST),
+    "eval: --batch": (1, 2**16),
+    "eval: --generate": (0, 2**20),
+    "eval: --windows": (1, 2**20),
+    "eval: --length": (2, 2**20),
+    "esm-scan: --batch": (1, 2**16),
+}
 
 
 def integer(value: Any, what: str) -> int:
@@ -23,3 +59,8 @@ def integer_in(value: Any, what: str, low: int, high: int) -> int:
     if not low <= number <= high:
         raise ValueError(f"{what} must be in {low}..{high}, got {number}")
     return number
+
+
+def bounded(what: str, value: Any) -> int:
+    """`integer_in` the bounds of `what`. Options of commands are named without the command."""
+    return integer_in(value, what.rpartition(": ")[2] if ": --" in what else what, *BOUNDS[what])

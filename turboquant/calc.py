@@ -20,6 +20,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from .arguments import bounded
 from .calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES, Row
 from .modes import is_split
 from .named_specs import preset
@@ -424,9 +425,8 @@ def calc(chosen: argparse.Namespace) -> int:
             print(_from_row(name, row))
         return 0
     specs = {name: spec_named(name) for name in chosen.spec.split(",")}
-    for option, least in (("batch", 1), ("context", 1)):
-        if not least <= getattr(chosen, option) <= MOST_TOKENS:
-            raise ValueError(f"--{option} must be in {least}..{MOST_TOKENS}, got {getattr(chosen, option)}")
+    bounded("calc: --batch", chosen.batch)
+    bounded("calc: --context", chosen.context)
     memory, gpu = _memory(chosen.memory), chosen.gpu.lower()
     if gpu not in GPUS:
         raise ValueError(f"--gpu must be one of {', '.join(GPUS)}, got {chosen.gpu!r}")

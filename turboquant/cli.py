@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import turboquant
 
+from .arguments import bounded
 from .calc_table import GPUS, ITEM_BYTES
 from .doctor import doctor, info
 from .findings import device_code, installed, library
@@ -99,11 +100,6 @@ def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
         raise ValueError(f"--text must be a file of UTF-8 text, got {chosen.text!r}: {error}") from None
     _check_kind(chosen.model, proteins=False)
     return text, None
-
-
-def _check_least(option: str, given: int, least: int) -> None:
-    if given < least:
-        raise ValueError(f"{option} must be at least {least}, got {given}")
 
 
 def _check_name(model: str) -> None:
@@ -275,8 +271,8 @@ def evaluate(chosen: argparse.Namespace) -> int:
     missing = [name for name, spec in specs.items() if spec.calibrated and chosen.calibration is None]
     if missing:
         raise ValueError(f"--calibration must name a file for {', '.join(missing)}; `turboquant calibrate` makes one")
-    _check_least("--batch", chosen.batch, 1)
-    _check_least("--generate", chosen.generate, 0)
+    for name in ("batch", "generate", "windows", "length"):
+        bounded(f"eval: --{name}", getattr(chosen, name))
     read = {"--text": chosen.text, "--fasta": chosen.fasta, "--calibration": chosen.calibration}
     if chosen.json not in STANDARD_OUTPUT:
         _check_output(chosen.json or None, "--json", read)
@@ -336,8 +332,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
     from .named_specs import named
 
     named(chosen.spec, "--spec")
-    if not 0 < chosen.tokens < 2**31:
-        raise ValueError(f"--tokens must be in 1..{2**31 - 1}, got {chosen.tokens}")
+    bounded("doctor: --tokens", chosen.tokens)
     if chosen.model is not None:
         _check_name(chosen.model)
     return doctor(chosen.model, chosen.spec, chosen.tokens)
@@ -361,7 +356,7 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     else:
         _check_output(chosen.csv, "--csv", read, moved=True)
     _check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": None if chosen.csv == "-" else chosen.csv})
-    _check_least("--batch", chosen.batch, 1)
+    bounded("esm-scan: --batch", chosen.batch)
     if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
     if named(chosen.spec, "--spec").calibrated and chosen.calibration is None and chosen.method == "shared-context":

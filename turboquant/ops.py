@@ -37,6 +37,7 @@ from . import _core, operators  # noqa: F401  registers torch.ops.turboquant, or
 import torch
 from torch import Tensor
 
+from .arguments import BOUNDS
 from .operator_docs import describe
 from .plan import Plan
 
@@ -211,14 +212,15 @@ _OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _checked(op: str, **options: object) -> dict[str, Any]:
-    """The options as an operator takes them. TypeError for one of a wrong type, by name, and ValueError for a window
-    that torch cannot pass on; the operators check other values."""
+    """The options as an operator takes them. TypeError for one of a wrong type, by name, and ValueError for an integer
+    out of its bounds; the operators check other values."""
     for name, value in options.items():
         types, wanted = _OPTIONS.get(name, ((Tensor, type(None)), "a tensor or None"))
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise TypeError(f"{op}: `{name}` must be {wanted}, got {type(value).__name__}")
-        if name == "sliding_window" and not -(2**63) <= value < 2**63:  # type: ignore[operator]
-            raise ValueError(f"{op}: `{name}` must fit in 64 bits, got {value}")
+        low, high = BOUNDS.get(f"{op}: `{name}`", (value, value))
+        if isinstance(value, Integral) and not low <= value <= high:  # type: ignore[operator]
+            raise ValueError(f"{op}: `{name}` must be in {low}..{high}, got {value}")
     schedule = options.get("schedule")
     return options | {"schedule": schedule.table} if isinstance(schedule, Schedule) else options
 
@@ -312,9 +314,6 @@ def pack(
     }
     sizes = {"max_tokens": max_tokens, "sinks": sinks, "window": window}
     _checked("pack", v=v, **sizes, **given)
-    for name, size in sizes.items():
-        if not 0 <= size < 2**31:
-            raise ValueError(f"pack: `{name}` must be in 0..2^31 - 1, got {size}")
     _check_moments(plan, k, v, given)
     batch, kv_heads, tokens, _ = k.shape
     n_pages = -(-max(0, max(tokens, max_tokens) - sinks - window) // plan.page_tokens)

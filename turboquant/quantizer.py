@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from .arguments import integer
+from .arguments import bounded, integer
 from .files import existing_file, write_whole
 from .plan import (
     GROUP,
@@ -97,9 +97,7 @@ class Codes:
 
     def __post_init__(self) -> None:
         _without_values("Codes", self.plan)
-        vectors = integer(self.vectors, "Codes: `vectors`")
-        if vectors < 0:
-            raise ValueError(f"Codes: `vectors` must be at least 0, got {vectors}")
+        vectors = bounded("Codes: `vectors`", self.vectors)
         object.__setattr__(self, "vectors", vectors)
         shape = (-(-vectors // self.plan.page_tokens), 1, self.plan.record_bytes)
         if not isinstance(self.pages, np.ndarray) or self.pages.dtype != np.uint8:

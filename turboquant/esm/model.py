@@ -9,12 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from numbers import Integral
 from typing import Any
 
 import torch
 
-from ..arguments import integer
+from ..arguments import bounded, integer
 
 __all__ = [
     "ALPHABET",
@@ -115,8 +114,7 @@ def integers(numbers: Iterable[Any], argument: str) -> list[int]:
 
 
 def check_batch_size(size: Any) -> None:
-    if not isinstance(size, Integral) or size < 1:
-        raise ValueError(f"`batch_size` must be an integer of at least 1, got {size!r}")
+    bounded("`batch_size`", size)
 
 
 def padded(tokens: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:

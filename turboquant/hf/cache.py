@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from ..arguments import integer
+from ..arguments import bounded
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import describe
 from ..kvcache.common import Common
@@ -280,7 +280,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens: int) -> None:
         """See `PackedLayer.crop`. If one layer cannot be cropped, none is."""
-        tokens = integer(tokens, "`tokens`")
+        tokens = bounded("crop: `tokens`", tokens)
         keep = self.get_seq_length() + tokens if tokens <= 0 else tokens
         self._check_states()
         for layer in self.packed_layers:

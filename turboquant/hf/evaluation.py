@@ -18,13 +18,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
+from ..arguments import bounded
 from ..calibration import Calibration, layer_specs
 from ..calibration.measure import check_vocabulary, fingerprint, token_divergence, token_ids
 from ..named_specs import resolve
@@ -200,11 +200,8 @@ def evaluate_all(
     none."""
     if prefill not in PREFILLS:
         raise ValueError(f"`prefill` must be one of {', '.join(PREFILLS)}, got {prefill!r}")
-    for name, number, least in (("chunk", chunk, 1), ("batch", batch, 1), ("generate", generate, 0)):
-        if not isinstance(number, Integral):
-            raise TypeError(f"`{name}` must be an integer, got {number!r}")
-        if number < least:
-            raise ValueError(f"`{name}` must be at least {least}, got {number}")
+    chunk, batch = bounded("evaluate: `chunk`", chunk), bounded("evaluate: `batch`", batch)
+    generate = bounded("evaluate: `generate`", generate)
     checked_base_model(model)
     windows = _checked(windows, model)
     chosen = _chosen(specs, everything_packed)
@@ -415,9 +412,7 @@ def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.
 
     ValueError if the text has fewer tokens than that; the message says how many windows it has.
     """
-    for name, number, least in (("windows", windows, 1), ("length", length, 2)):
-        if number < least:
-            raise ValueError(f"`{name}` must be at least {least}, got {number}")
+    windows, length = bounded("text_windows: `windows`", windows), bounded("text_windows: `length`", length)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < windows * length:
         raise ValueError(f"`text` must have {windows} x {length} tokens, got {len(ids)}: "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..arguments import integer
+from ..arguments import bounded, integer
 from ..kvcache.common import Common
 from ..kvcache.pages import outside_autograd
 from ..kvcache.sliding import attention_under_mask, visible_past
@@ -176,7 +176,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         The result is exactly that of a shorter text. Raises NotImplementedError if it would need tokens that have left
         the window (unless they were recorded, see `activate_past_recording`) or fallen out of a sliding window.
         """
-        stored, tokens = self.storage, integer(tokens, "`tokens`")
+        stored, tokens = self.storage, bounded("crop: `tokens`", tokens)
         keep = stored.tokens + tokens if tokens <= 0 else min(tokens, stored.tokens)
         if keep <= 0:
             if stored.tokens:
@@ -202,7 +202,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after the other."""
-        times = range(integer(repeats, "`repeats`"))
+        times = range(bounded("batch_repeat_interleave: `repeats`", repeats))
         self._select([b for b in range(self.max_batch_size) for _ in times])
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from ..arguments import bounded
 from ..files import existing_file
 from . import inputs, storage, transform
 from .contents import Contents
@@ -56,14 +57,14 @@ class Index:
     """
 
     def __init__(self, dim: int, bits: int = 3, metric: str = "ip", seed: int = 0) -> None:
-        self._dim = integer("Index", "dim", dim, 1, 4096)
-        self._bits = integer("Index", "bits", bits, 1, 8)
+        self._dim = bounded("Index: `dim`", dim)
+        self._bits = bounded("Index: `bits`", bits)
         if self._bits not in _BITS:
             raise ValueError(f"Index: `bits` must be one of {', '.join(map(str, _BITS))}, got {bits}")
         if metric not in METRICS:
             raise ValueError(f"Index: `metric` must be one of {', '.join(METRICS)}, got {metric!r}")
         self._metric = metric
-        self._seed = integer("Index", "seed", seed, 0, 2**63 - 1)
+        self._seed = bounded("Index: `seed`", seed)
         self._contents = Contents(transform.untrained(self._dim, self._bits, self._seed))
         self._read_only: str | None = None
         self._loaded: tuple[dict[str, Any], dict[str, NDArray[Any]]] | None = None
@@ -251,8 +252,8 @@ class Index:
         filter: ids to search among (unknown ones are ignored), or a bool mask in the order of `ids`.
         threads: how many to use at most; 0: as many as `turboquant._core.num_threads()`.
         """
-        k = integer("search", "k", k, 1, 2**31)
-        threads = integer("search", "threads", threads, 0, 256)
+        k = bounded("search: `k`", k)
+        threads = bounded("search: `threads`", threads)
         single, x = self._queries("search", queries)
         now = self._contents
         space, rows = self._space(now), now.rows(filter)
@@ -285,7 +286,7 @@ class Index:
             raise TypeError(f"range_search: `threshold` must be a number, got {threshold!r}") from None
         if np.isnan(limit):
             raise ValueError("range_search: `threshold` must be a number, got nan")
-        threads = integer("range_search", "threads", threads, 0, 256)
+        threads = bounded("range_search: `threads`", threads)
         _, x = self._queries("range_search", queries)
         now = self._contents
         space, rows = self._space(now), now.rows(filter)

@@ -1,0 +1,164 @@
+"""Every integer that a request can set has bounds (turboquant.arguments.BOUNDS). Beyond them there is an error that
+names the argument, before anything is allocated."""
+
+from __future__ import annotations
+
+import re
+import tracemalloc
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import turboquant
+from turboquant.arguments import BOUNDS
+from turboquant.cli import main
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers")
+import models  # noqa: E402
+
+from turboquant import ops  # noqa: E402
+
+DEMO = str(ROOT / "demo" / "turboquant_demo")
+
+
+@cache
+def filled() -> Any:
+    """A cache of two sequences of 40 tokens."""
+    model = models.tiny()
+    held = turboquant.TurboQuantCache(
+        model, turboquant.CacheSpec(key_bits=4, value_bits=4, centre="none", metric="none")
+    )
+    with torch.no_grad():
+        turboquant.patch(model)
+        model(torch.arange(80).view(2, 40), past_key_values=held)
+    return held
+
+
+@cache
+def packed() -> tuple[Any, Any]:
+    k = torch.ones(1, 1, 4, 64)
+    return k, ops.pack(k, k, bits=4, max_tokens=64)
+
+
+@cache
+def index() -> Any:
+    index = turboquant.Index(64)
+    index.add(np.eye(64, dtype=np.float32))
+    return index
+
+
+@cache
+def model() -> Any:
+    return models.tiny()
+
+
+def tokenizer(text: str, **_: Any) -> dict[str, list[int]]:
+    return {"input_ids": list(range(10))}
+
+
+def evaluate(**given: Any) -> Any:
+    from turboquant.hf.evaluation import evaluate as run
+
+    return run(model(), torch.arange(8)[None], "default", **given)
+
+
+def text_windows(windows: Any, length: Any) -> Any:
+    from turboquant.hf.evaluation import text_windows as run
+
+    return run("a text", tokenizer, windows, length)
+
+
+def scanned(size: Any) -> None:
+    from turboquant.esm.model import check_batch_size
+
+    check_batch_size(size)
+
+
+def eye() -> Any:
+    return np.eye(64, dtype=np.float32)[:1]
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "crop: `tokens`": lambda n: filled().crop(n),
+    "batch_repeat_interleave: `repeats`": lambda n: filled().batch_repeat_interleave(n),
+    "pack: `max_tokens`": lambda n: ops.pack(packed()[0], packed()[0], bits=4, max_tokens=n),
+    "pack: `sinks`": lambda n: ops.pack(packed()[0], packed()[0], bits=4, sinks=n),
+    "pack: `window`": lambda n: ops.pack(packed()[0], packed()[0], bits=4, window=n),
+    "attend: `sliding_window`": lambda n: ops.attend(packed()[0][:, :, :1], packed()[1], sliding_window=n),
+    "append_attend: `sliding_window`": lambda n: ops.append_attend(
+        *(packed()[0][:, :, :1],) * 3, packed()[1], sliding_window=n
+    ),
+    "schedule: `sliding_window`": lambda n: ops.schedule(packed()[0][:, :, :1], packed()[1], sliding_window=n),
+    "Index: `dim`": lambda n: turboquant.Index(n),
+    "Index: `bits`": lambda n: turboquant.Index(64, bits=n),
+    "Index: `seed`": lambda n: turboquant.Index(64, seed=n),
+    "search: `k`": lambda n: index().search(eye(), n),
+    "search: `threads`": lambda n: index().search(eye(), 1, threads=n),
+    "range_search: `threads`": lambda n: index().range_search(eye(), 0.5, threads=n),
+    "Codes: `vectors`": lambda n: turboquant.Codes(turboquant.Plan(64, 4), np.zeros((1, 1, 1), np.uint8), n),
+    "evaluate: `chunk`": lambda n: evaluate(chunk=n),
+    "evaluate: `batch`": lambda n: evaluate(batch=n),
+    "evaluate: `generate`": lambda n: evaluate(generate=n),
+    "text_windows: `windows`": lambda n: text_windows(n, 2),
+    "text_windows: `length`": lambda n: text_windows(1, n),
+    "`batch_size`": scanned,
+    "calc: --batch": lambda n: main(["calc", "llama-3-8b", "--batch", str(n)]),
+    "calc: --context": lambda n: main(["calc", "llama-3-8b", "--context", str(n)]),
+    "doctor: --tokens": lambda n: main(["doctor", "--tokens", str(n)]),
+    "eval: --batch": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--batch", str(n)]),
+    "eval: --generate": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--generate", str(n)]),
+    "eval: --windows": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--windows", str(n)]),
+    "eval: --length": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--length", str(n)]),
+    "esm-scan: --batch": lambda n: main(["esm-scan", "f", "--model", DEMO, "--csv", "-", "--batch", str(n)]),
+}
+OPTIONS = [name for name in BOUNDS if ": --" in name]
+
+
+def test_every_bound_has_a_call() -> None:
+    assert list(CALLS) == list(BOUNDS)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_beyond_its_bounds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (low, high), call = BOUNDS[name], CALLS[name]
+    before = filled().get_seq_length()
+    for value in (low - 1, high + 1, 2**63, -(2**63) - 1, 10**30):
+        tracemalloc.start()
+        text = f"{name.rpartition(': ')[2] if name in OPTIONS else name} must be in {low}..{high}, got {value}"
+        if name in OPTIONS:
+            with pytest.raises(SystemExit, match="^2$"):
+                call(value)
+            assert text in capsys.readouterr().err
+        else:
+            with pytest.raises(ValueError, match=re.escape(text)):
+                call(value)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 4 << 20
+    assert filled().get_seq_length() == before and len(packed()[1]) == 4
+
+
+@pytest.mark.parametrize("name", [name for name in BOUNDS if name not in OPTIONS])
+@pytest.mark.parametrize("value", [True, 1.0, "1", None, [1], float("nan")], ids=repr)
+def test_no_integer(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"{name} must be an integer, got")):
+        CALLS[name](value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pack: `sinks`", "search: `k`", "search: `threads`", "attend: `sliding_window`", "schedule: `sliding_window`"],
+)
+def test_within(name: str) -> None:
+    CALLS[name](BOUNDS[name][0])
+
+
+def test_the_documented_table() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    rows = dict(re.findall(r"^\| (.+?) \| (-?[\d,]+ to [\d,]+) \|$", page, re.MULTILINE))
+    assert rows == {name: f"{low:,} to {high:,}" for name, (low, high) in BOUNDS.items()}
