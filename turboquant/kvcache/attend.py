@@ -11,7 +11,7 @@ from .chunk import attention_in_chunk, merged
 from .sliding import attention_behind_window, visible_past
 from .tensors import LayerTensors
 
-__all__ = ["attend_in_parts", "attends_in_parts"]
+__all__ = ["attend_in_parts", "reads_in_parts"]
 
 _attend = torch.ops.turboquant.attend.default
 
@@ -22,7 +22,7 @@ IN_PARTS_FROM = {"cpu": 32, "cuda": 128}
 _Attended = tuple[torch.Tensor, torch.Tensor | None]  # out, lse
 
 
-def attends_in_parts(stored: LayerTensors, new: int) -> bool:
+def reads_in_parts(stored: LayerTensors, new: int) -> bool:
     """Whether the queries of a forward attend to its own tokens, not packed yet, and to stored ones separately."""
     if stored.spec.prefill == "packed":
         return False

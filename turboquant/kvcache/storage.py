@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..spec import CacheSpec
-from .attend import attend_in_parts, attends_in_parts
+from .attend import attend_in_parts, reads_in_parts
 from .common import Common
 from .pages import outside_autograd
 from .prompt import prompt_rotations
@@ -84,7 +84,7 @@ class LayerStorage(LayerTensors):
         table, new, attended = self.table, key.shape[2], None
         before, after = self.tokens, self.tokens + new
         assert table is not None
-        if how is not None and attends_in_parts(self, new):
+        if how is not None and reads_in_parts(self, new):
             attended = attend_in_parts(self, query, key, value, lengths, padding, how, return_lse)
             how = None
         if after > self.exact_ready:
