@@ -795,7 +795,7 @@ def test_masks_and_options_of_other_kinds():
     )
     with pytest.raises(NotImplementedError, match="layer 0: an attention pattern other than causal"):
         attention(module(), q, *cache.update(k, v, 0), extra)
-    for option in (dict(s_aux=torch.zeros(4)), dict(position_bias=torch.zeros(1)), dict(output_attentions=True)):
+    for option in (dict(position_bias=torch.zeros(1)), dict(output_attentions=True)):
         with pytest.raises(NotImplementedError, match=f"layer 0: `{next(iter(option))}` is not supported"):
             attention(module(), q, *cache.update(k, v, 0), None, **option)
     assert cache.get_seq_length() == 0

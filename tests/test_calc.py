@@ -311,10 +311,8 @@ def test_a_table_of_sizes(capsys):
 @pytest.mark.parametrize(("name", "why"), [
     ("deepseek-v3", "its attention is latent"),
     ("gemma-3n-e4b", "some of its layers share keys and values"),
-    ("qwen3.5-27b", "some of its layers have no keys and values"),
     ("llama-4-scout", "some of its layers attend in chunks"),
     ("gemma-4-26b-a4b", "its layers have different heads"),
-    ("gpt-oss-20b", "its attention has learned sinks"),
 ])  # fmt: skip
 def test_models_that_cannot_be_packed(name, why, capsys):
     """Their own caches are counted, and one sentence says why there is no packed one."""

@@ -65,12 +65,13 @@ EXACT: dict[str, dict[str, Any]] = {
     **{
         name: {}
         for name in """
-        afmoe apertus apertus1p5_text arcee aria_text beam biogpt bitnet code_llama cohere cohere2 cohere2_moe cwm emu3
-        ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_neox
-        granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-        iquestcoder jais2 kolibri1 laguna lfm3 llama mellum minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
-        mixtral modernbert-decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
-        qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+        afmoe apertus apertus1p5_text arcee aria_text beam biogpt bitnet code_llama cohere cohere2 cohere2_moe cwm
+        emu3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4
+        glm4_moe gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
+        hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna lfm3 llama
+        mellum minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat
+        nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe
+        seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
         """.split()
     },
     **{
@@ -165,7 +166,7 @@ REFUSED: dict[str, str] = {
     SPARSE + "compressed_sparse_attention": "deepseek_v4",
     "layers have different head_dims": "gemma4 gemma4_text gemma4_unified gemma4_unified_text",
     "keys and values shared between layers": "gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant",
-    "its attention has learned sinks": "flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
+    "its keys and values have different sizes": "mimo_v2_flash",
     "its attention uses the keys of a layer twice": "diffllama",
     "its attention computes with the keys between cache and AttentionInterface": "jetmoe",
     "cross-attention layers are not supported": "mllama",

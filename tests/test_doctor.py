@@ -111,8 +111,6 @@ def test_esm(tmp_path, capsys):
 WRONG_MODELS = {
     "ALiBi": ("BloomConfig", dict(n_layer=2, hidden_size=64, n_head=4, vocab_size=96), "layers",
               "none can be packed: BloomForCausalLM cannot be patched: its attention adds ALiBi biases"),
-    "learned sinks": ("GptOssConfig", dict(SMALL, num_local_experts=2, num_key_value_heads=2, head_dim=16), "layers",
-                      "none can be packed: GptOssForCausalLM cannot be patched: its attention has learned sinks"),
     "a head that is too wide": ("LlamaConfig", dict(SMALL, head_dim=512), "layers",
                                 "cannot be patched: its head_dim is 512, at most 256 can be packed"),
     "heads of 12 channels": ("LlamaConfig", dict(SMALL, head_dim=12), "layers",

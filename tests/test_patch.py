@@ -339,11 +339,6 @@ UNSUPPORTED = {
         {**HEADS, "num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
         "computes with the keys",
     ),
-    "GPT-OSS": (
-        "GptOssForCausalLM",
-        {**SMALL, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
-        "learned sinks",
-    ),
 }
 
 

@@ -128,8 +128,7 @@ def _from_row(name: str, row: Row) -> Model:
         kind = _LETTERS[letter]
         kv_heads, head_dim = row.full if row.full and kind == "full" else (row.kv_heads, row.head_dim)
         layers.append(_layer(kind, kv_heads, head_dim, row.window, i >= row.layers - row.shared))
-    refused = "its attention has learned sinks" if row.sinks else _refused(layers)
-    return Model(name, row.source, tuple(layers), refused)
+    return Model(name, row.source, tuple(layers), _refused(layers))
 
 
 def _layer(kind: str, kv_heads: int, head_dim: int, window: int, shared: bool) -> Layer:
@@ -147,11 +146,10 @@ def _refused(layers: list[Layer]) -> str:
         return "some of its layers attend in chunks"
     if any(one.shared for one in layers):
         return "some of its layers share keys and values"
-    if "none" in kinds:
-        return "some of its layers have no keys and values"
-    if len({(one.kv_heads, one.head_dim) for one in layers}) > 1:
+    sizes = {(one.kv_heads, one.head_dim) for one in layers if one.kind != "none"}
+    if len(sizes) > 1:
         return "its layers have different heads"
-    widest = max(one.head_dim for one in layers)
+    widest = max(head_dim for _, head_dim in sizes)
     return f"its head_dim is {widest}, at most {MAX_HEAD_DIM} can be packed" if widest > MAX_HEAD_DIM else ""
 
 
@@ -263,10 +261,10 @@ def runs(model: Model, spec: CacheSpec) -> list[tuple[Layer, CacheSpec, float, i
     """(layer, its spec, bytes of a packed token, how many of these there are)."""
     count = len(model.layers)
     found: Counter[tuple[Layer, CacheSpec]]
-    found = Counter((one, spec.for_layer(i, count)) for i, one in enumerate(model.layers))
+    found = Counter((one, spec.for_layer(i, count)) for i, one in enumerate(model.layers) if one.kind != "none")
     each = []
     for (one, layer_spec), same in found.items():
-        layers = 1 if spec.budget is None else count
+        layers = 1 if spec.budget is None else found.total()
         each.append((one, layer_spec, layer_spec.bytes_per_token(one.head_dim, one.kv_heads, layers) / layers, same))
     return each
 

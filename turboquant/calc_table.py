@@ -20,7 +20,6 @@ class Row(NamedTuple):
     pattern: str = "f"  # repeated over the layers: f full, s sliding, c chunked, n no keys and values, m latent
     shared: int = 0  # how many last layers read the keys and values of earlier ones
     full: tuple[int, int] | None = None  # (kv_heads, head_dim) of the full layers, if they have others
-    sinks: bool = False  # its attention has learned sinks
 
 
 # Latent layers (m) store one vector for each token: kv_lora_rank + qk_rope_head_dim numbers, here head_dim.
@@ -62,8 +61,8 @@ MODELS = {
     "olmo-2-7b": Row("allenai/OLMo-2-1124-7B config.json", 32, 32, 128),
     "smollm2-135m": Row("HuggingFaceTB/SmolLM2-135M config.json", 30, 3, 64),
     "smollm2-1.7b": Row("HuggingFaceTB/SmolLM2-1.7B config.json", 24, 32, 64),
-    "gpt-oss-20b": Row("openai/gpt-oss-20b config.json", 24, 8, 64, 128, "sf", sinks=True),
-    "gpt-oss-120b": Row("openai/gpt-oss-120b config.json", 36, 8, 64, 128, "sf", sinks=True),
+    "gpt-oss-20b": Row("openai/gpt-oss-20b config.json", 24, 8, 64, 128, "sf"),
+    "gpt-oss-120b": Row("openai/gpt-oss-120b config.json", 36, 8, 64, 128, "sf"),
     "deepseek-v2-lite": Row("deepseek-ai/DeepSeek-V2-Lite config.json", 27, 1, 512 + 64, pattern="m"),
     "deepseek-v3": Row("deepseek-ai/DeepSeek-V3 config.json", 61, 1, 512 + 64, pattern="m"),
     "kimi-k2": Row("moonshotai/Kimi-K2-Instruct config.json", 61, 1, 512 + 64, pattern="m"),

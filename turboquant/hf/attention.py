@@ -210,9 +210,10 @@ def own_attention(
     dropout: float,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The model's attention without this package: SDPA, or its eager function for a soft-cap or if weights are wanted,
-    which SDPA does not support."""
-    kind = "eager" if options.get("softcap") is not None or options.get("output_attentions") else "sdpa"
+    """The model's attention without this package: SDPA, or its eager function for what SDPA does not support: a
+    soft-cap, learned sinks, or if weights are wanted."""
+    eager = options.get("softcap") is not None or options.get("s_aux") is not None or options.get("output_attentions")
+    kind = "eager" if eager else "sdpa"
     if isinstance(attention_mask, MaskRequest):
         attention_mask = attention_mask.made(kind)
     if attention_mask is not None:
@@ -286,7 +287,18 @@ def attention(
     keys, key.keys = key.keys, None
     if keys is None:
         raise NotImplementedError(f"layer {key.layer.index}: keys and values shared between layers are not supported")
-    return key.layer.attend(module, query, keys, value, attention_mask, scaling, dropout, options)[0], None
+    sinks = options.pop("s_aux", None)
+    arguments = module, query, keys, value, attention_mask, scaling, dropout, options
+    out, lse = key.layer.attend(*arguments, return_lse=sinks is not None)
+    if sinks is not None and lse is not None:
+        out = out * _share_beside(sinks, lse).to(out.dtype)
+    return out, None
+
+
+def _share_beside(sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """The share of a softmax that its tokens have beside a learned sink, [batch, tokens, heads, 1]: a sink is a logit
+    [heads] whose value is zero. lse float32 [batch, heads, tokens], of the tokens alone."""
+    return torch.sigmoid(lse - sinks.float().view(1, -1, 1)).transpose(1, 2).unsqueeze(-1)
 
 
 AttentionInterface.register(NAME, attention)

@@ -25,7 +25,7 @@ _NO_GRADIENT = "attention through a TurboQuantCache has no gradient: train with 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Keywords of attention functions that change the weights in ways that `attend` does not know.
-_UNKNOWN_OPTIONS = ("s_aux", "position_bias", "head_mask", "output_attentions")
+_UNKNOWN_OPTIONS = ("position_bias", "head_mask", "output_attentions")
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

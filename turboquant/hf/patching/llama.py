@@ -166,8 +166,6 @@ def check(model: Any, spec: CacheSpec, calibration: Calibration | None, moments:
     layers = attention_modules(model)
     if not all(m.is_causal for m in layers):
         refuse("not all of its attention is causal")
-    if any(isinstance(getattr(m, "sinks", None), torch.Tensor) for m in layers):
-        refuse("its attention has learned sinks")
     if any(getattr(m, "kv_lora_rank", None) for m in layers):
         refuse("latent attention (`kv_lora_rank`) is not supported")
     if any(getattr(m, "v_head_dim", None) != getattr(m, "qk_head_dim", None) for m in layers):
