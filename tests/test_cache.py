@@ -15,10 +15,10 @@ from test_moments_reference import layer as random_moments
 from transformers import LlamaConfig
 
 from turboquant import Moments, TurboQuantCache, ops
-from turboquant.calibration.measure import describe
 from turboquant.hf.attention import FreshKeys, attention, request_mask
 from turboquant.hf.names import CACHE
 from turboquant.kvcache.pages import RELEASED
+from turboquant.models.identity import describe
 from turboquant.named_specs import resolve
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32

@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import turboquant
 from turboquant import CacheSpec, Moments, TurboQuantCache
-from turboquant.calibration.measure import describe, fingerprint
 from turboquant.hf import moments as module
 from turboquant.hf.attention import NAME
 from turboquant.hf.evaluation import text_windows
 from turboquant.hf.tap import tapped
+from turboquant.models.identity import describe, fingerprint
+from turboquant.moments.measure import measure_model
 
 SPEC = PACKED.with_(**WAVE, sinks=2)
 OURS = bare(4, 4, **WAVE)  # for models
@@ -199,8 +200,10 @@ def test_keys_with_large_biases(bits):
 
 def test_they_are_measured_once_for_a_model_and_tokenizer(monkeypatch):
     runs, model = [], tiny()
-    plain = turboquant.measure
-    monkeypatch.setattr("turboquant.moments.measure.measure", lambda *args: runs.append(args[1]) or plain(*args))
+    plain = measure_model
+    monkeypatch.setattr(
+        "turboquant.moments.measure.measure_model", lambda *args, **how: runs.append(args[1]) or plain(*args, **how)
+    )
     monkeypatch.setattr(module, "_SAID_AFTER", 1e9)
     turboquant.patch(model, OURS)
     with pytest.warns(UserWarning, match="measured on random token ids"):

@@ -23,11 +23,12 @@ from turboquant.calibration import allocate, layer_specs, measure
 from turboquant.calibration.axes import plan_axes, variance_along
 from turboquant.calibration.data import group_mix, widths_of
 from turboquant.calibration.distortion import distortions, errors
-from turboquant.calibration.measure import describe, fingerprint, token_divergence
+from turboquant.calibration.measure import token_divergence
 from turboquant.esm import protein_batches
 from turboquant.hf import tap
 from turboquant.hf.evaluation import evaluate_all
 from turboquant.hf.tap import tapped
+from turboquant.models.identity import describe, fingerprint
 
 torch = pytest.importorskip("torch")
 

@@ -14,7 +14,7 @@ from specs import WAVE, bare
 
 import turboquant
 from turboquant import Moments, esm
-from turboquant.moments.measure import SINKS
+from turboquant.moments.measure import SINKS, measure_model
 
 PROTEINS = ROOT / "turboquant" / "data" / "moments" / "proteins.fasta"
 SPEC = bare(3, 3, **WAVE, sinks=2)
@@ -84,8 +84,10 @@ def test_the_wave_is_the_mean_key_before_rope(kind: str, head_dim: int) -> None:
 
 
 def test_a_patched_model_is_measured_alike_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, runs, plain = tiny_esm(), [], turboquant.measure
-    monkeypatch.setattr("turboquant.moments.measure.measure", lambda *args: runs.append(args) or plain(*args))
+    model, runs, plain = tiny_esm(), [], measure_model
+    monkeypatch.setattr(
+        "turboquant.moments.measure.measure_model", lambda *args, **how: runs.append(args) or plain(*args, **how)
+    )
     turboquant.patch(model)
     turboquant.patch(model, SPEC)
     cache = esm.ContextCache(model)

@@ -56,7 +56,8 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 TORCH_MODULES = [
     f"turboquant.{name}"
     for name in (
-        "operators operator_docs ops kvcache.* hf hf.* calibration calibration.* moments moments.* demo esm esm.*"
+        "operators operator_docs ops kvcache.* hf hf.* models models.* calibration calibration.* moments moments.* "
+        "demo esm esm.*"
     ).split()
 ]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
@@ -66,7 +67,7 @@ NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 _COMMANDS = [f"turboquant.{name}" for name in ("calc", "cli", "demo", "doctor", "kernels")]
 _MODELS = [
     *_COMMANDS,
-    *("transformers turboquant.hf turboquant.esm turboquant.calibration.measure".split()),
+    *("transformers turboquant.hf turboquant.models turboquant.esm turboquant.calibration.measure".split()),
     *(f"turboquant.moments.{name}" for name in "measure rotary text".split()),
 ]
 MAY_NOT_IMPORT = {

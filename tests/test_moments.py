@@ -18,7 +18,7 @@ from test_moments_reference import layer
 
 import turboquant
 from turboquant import Moments
-from turboquant.calibration.measure import fingerprint
+from turboquant.models.identity import fingerprint
 from turboquant.moments import text as texts
 from turboquant.moments.metric import POSITIONS
 from turboquant.moments.rotary import Rotary, _from_turns

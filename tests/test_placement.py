@@ -10,8 +10,8 @@ from models import prompts, tiny
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.calibration.measure import fingerprint
-from turboquant.hf.placement import device_of, is_offloaded, loaded
+from turboquant.models.identity import fingerprint
+from turboquant.models.placement import device_of, is_offloaded, loaded
 
 torch = pytest.importorskip("torch")
 hooks = pytest.importorskip("accelerate.hooks")

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf.weights import changed_weights, weight_sums
+from turboquant.models.identity import changed_weights, weight_sums
 
 LAST = 2  # layer of `tiny`
 
@@ -180,14 +180,12 @@ def test_a_prefix_of_another_fine_tune_is_refused(tmp_path):
 
 
 def test_long_tensors_are_sampled_all_over():
-    from turboquant.hf.weights import _places, _sum_of
+    from turboquant.models.identity import _RUN, _places, _sum_of
 
     for numbers in (2**14 + 1, 4096 * 4096):
-        places = _places(numbers)
-        assert len(places.unique()) == 64 and int(places.min()) >= 0 and int(places.max()) < numbers
-        runs = places.view(16, 4)[:, 0].sort()[0]
-        ends = torch.tensor([0, numbers])
-        assert int(torch.cat([ends[:1], runs, ends[1:]]).diff().max()) < numbers / 8
+        runs = torch.tensor(_places(numbers))
+        assert len(runs.unique()) == 16 and int(runs.min()) == 0 and int(runs.max()) <= numbers - _RUN
+        assert int(torch.cat([runs, torch.tensor([numbers])]).diff().max()) < numbers / 8
     weight = torch.randn(300, 300)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
         cast = weight.to(dtype)

@@ -1,4 +1,4 @@
-"""Compares fingerprints of models (`calibration.measure.fingerprint`). A calibration, moments and a saved cache each
+"""Compares fingerprints of models (`models.identity.fingerprint`). A calibration, moments and a saved cache each
 hold one, and serve that model alone. NumPy."""
 
 from __future__ import annotations

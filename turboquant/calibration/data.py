@@ -55,7 +55,7 @@ class Calibration:
     variance      [layers, 2, kv_heads, head_dim]: along each axis.
     sensitivity   [layers, 2, kv_heads, head_dim]: nats per token of KL divergence (ESM-2: 1 - cosine of last hidden
                   states) for a unit of squared error per token along each axis.
-    fingerprint   of the model (`measure.fingerprint`): a calibration serves the model it was made on.
+    fingerprint   of the model (`models.identity.fingerprint`): a calibration serves the model it was made on.
     tokens        how many tokens were measured.  seed  of the Hadamard signs inside groups.
     source        which text it was, in the words of whoever calibrated.
     tables        [layers, 2, kv_heads, 9] (`tables.kmeans_table`): of keys along their singular axes, and of plain

@@ -27,10 +27,10 @@ import torch
 
 from ..arguments import integer
 from ..files import file_name, write_whole
-from ..hf.kinds import packed_indices
-from ..hf.placement import device_of, is_offloaded, loaded
 from ..hf.routing import uses_interface
 from ..hf.tap import Tap, tapped
+from ..models.identity import fingerprint
+from ..models.placement import device_of, is_offloaded
 from ..spec import LEAST_AVERAGE, MOST_SIDE_BITS
 from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
@@ -40,8 +40,6 @@ __all__ = [
     "calibrate",
     "check_vocabulary",
     "checked_seed",
-    "describe",
-    "fingerprint",
     "gradients",
     "of_tokens",
     "skipped",
@@ -50,7 +48,6 @@ __all__ = [
     "vocabulary",
 ]
 
-SAMPLED_TENSORS, SAMPLED_WEIGHTS = 8, 16  # in a fingerprint
 SINKS = 4
 AVERAGES = (4.0, 3.5, 3.0, 2.5, 2.0)  # bits of a code at which methods are tried by default
 _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
@@ -58,41 +55,8 @@ _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, tor
 Batch = Mapping[str, torch.Tensor]
 
 
-def describe(config: Any) -> dict[str, Any]:
-    """The part of a fingerprint that a configuration has: type, numbers of layers and KV heads, channels of a head,
-    rotary embedding, and, if it says so, which layers have none. The same in transformers 4.57 and 5."""
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    heads = text.num_attention_heads
-    rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
-    if getattr(text, "rope_theta", None) is not None:
-        rope.setdefault("rope_theta", text.rope_theta)
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    without = {"no_rope_layers": list(kept)} if (kept := getattr(text, "no_rope_layers", None)) else {}
-    return {
-        **without,
-        "model_type": text.model_type,
-        "layers": len(packed_indices(text)),
-        "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-        "rope": {name: float(x) if isinstance(x, int) else x for name, x in sorted(rope.items())},
-    }
-
-
 def _is_esm(model: Any) -> bool:
     return bool(model.config.model_type == "esm")
-
-
-def fingerprint(model: Any) -> dict[str, Any]:
-    """Identifies a model: `describe`, and a sample of its weights, to six digits."""
-    # All ESM-2 models of one encoder, whatever their head, may share a calibration.
-    tensors = model.base_model.encoder.named_parameters() if _is_esm(model) else model.state_dict().items()
-    named = sorted((n, t) for n, t in tensors if t.is_floating_point() and t.numel())
-    sample: list[float] = []
-    for i in sorted({round(x) for x in np.linspace(0, len(named) - 1, SAMPLED_TENSORS)}):
-        flat = loaded(model, *named[i]).detach().reshape(-1)
-        where = torch.linspace(0, flat.numel() - 1, SAMPLED_WEIGHTS, dtype=torch.float64, device="cpu").long()
-        sample += [float(f"{x:.6g}") for x in flat[where.to(flat.device)].to("cpu", torch.float64).tolist()]
-    return {**describe(model.config), "weights": sample}
 
 
 # ---- first pass: moments ----

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..calibration import Calibration, layer_specs
-from ..calibration.measure import fingerprint
 from ..hf.moments import moments_for
-from ..hf.placement import device_of
 from ..hf.routing import evaluating, routed
+from ..models.identity import fingerprint
+from ..models.placement import device_of
 from ..moments import Moments
 from ..spec import CacheSpec
 from .attention import NAME, PackedAttention, plain_attention

@@ -18,8 +18,8 @@ import torch
 
 from ..calibration import Calibration
 from ..calibration.measure import checked_seed, token_divergence
-from ..hf.placement import device_of
 from ..hf.routing import evaluating, routed
+from ..models.placement import device_of
 from ..moments import Moments
 from ..named_specs import resolve
 from ..plan import PAGE_TOKENS

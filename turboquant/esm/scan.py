@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..calibration import Calibration
-from ..hf.placement import device_of
 from ..hf.routing import routed
+from ..models.placement import device_of
 from ..spec import CacheSpec
 from .attention import NAME, plain_attention
 from .context import ContextCache, Letters

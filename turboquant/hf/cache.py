@@ -13,15 +13,16 @@ from transformers.cache_utils import Cache
 
 from ..arguments import bounded
 from ..calibration import Calibration, layer_specs
-from ..calibration.measure import describe
 from ..kvcache.common import Common
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
+from ..models.identity import describe
+from ..models.wrappers import base_model
 from ..moments import Moments
 from ..named_specs import resolve
 from ..spec import CacheSpec
 from .kinds import has_keys, kinds_of, packed_indices, unknown_kinds
 from .layer import PackedLayer, indices_of
-from .moments import moments_for, moments_notes
+from .moments import moments_for, moments_notes, warn_of_changes
 from .notices import Unread
 from .states import StateLayer, made_layer
 
@@ -88,6 +89,7 @@ def _patched_with(model: Any, calibration: Any, moments: Any) -> tuple[CacheSpec
     if state is None:
         right = "call turboquant.patch(model, spec) first, or TurboQuantCache(model, spec)"
         raise ValueError(f"`model` must be patched where no `spec` is given: {right}")
+    warn_of_changes(state, base_model(model))
     return state.spec, state.calibration
 
 
@@ -141,7 +143,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         moments: Moments | None = None,
         kinds: Sequence[tuple[str, dict[str, Any]]] = (),
     ) -> None:
-        """fingerprint: of the model's configuration (`calibration.measure.describe`). specs: of each layer that has
+        """fingerprint: of the model's configuration (`models.identity.describe`). specs: of each layer that has
         keys and values. kinds: of each layer (`states.kinds_of`); (): all have keys and values."""
         self.fingerprint = fingerprint
         self._shared = Common(calibration, moments)

@@ -13,8 +13,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from ..calibration.measure import describe
 from ..findings import Finding
+from ..models.identity import describe
 from ..moments.data import PROTEINS
 from ..moments.measure import cache_folder
 from ..moments.text import found_tokenizer

@@ -26,7 +26,10 @@ from transformers import DynamicCache
 
 from ..arguments import bounded
 from ..calibration import Calibration, layer_specs
-from ..calibration.measure import check_vocabulary, fingerprint, token_divergence, token_ids
+from ..calibration.measure import check_vocabulary, token_divergence, token_ids
+from ..models.identity import fingerprint
+from ..models.placement import device_of
+from ..models.wrappers import checked_base_model
 from ..named_specs import resolve
 from ..spec import CacheSpec
 from .cache import TurboQuantCache, checked_config
@@ -34,8 +37,6 @@ from .kinds import kinds_of, packed_indices
 from .names import CACHE, cache_argument
 from .notices import quiet
 from .patching import patch, unpatch
-from .patching.wrappers import checked_base_model
-from .placement import device_of
 from .routing import evaluating
 
 __all__ = [

@@ -5,27 +5,44 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 
-from ..calibration.measure import describe
+from ..models.identity import Identity, describe
+from ..models.placement import on_all_ranks
+from ..models.wrappers import base_model
 from ..moments import Moments
 from ..moments.data import RANDOM_IDS
 from ..spec import CacheSpec
 from .routing import measuring
 
-__all__ = ["moments_for", "moments_notes"]
+__all__ = ["moments_for", "moments_notes", "warn_of_changes"]
 
 AnyMoments = Moments | str | os.PathLike[str] | None
 
 _SAID_AFTER = 2.0  # seconds
 _WAY_OUT = 'pass `moments` from a file (turboquant.Moments.load), or use a spec with centre="none" and metric="none"'
 
-# For each model the moments measured last and their tokenizer.
-_measured: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Moments]] = weakref.WeakKeyDictionary()
+
+@dataclass
+class _Measured:
+    """What was measured of a model, for a tokenizer: the moments of the weights that it had then, and those of other
+    weights that it had before, by a digest of theirs, at most `_KEPT` in all."""
+
+    tokenizer: Any
+    identity: Identity
+    moments: Moments
+    others: dict[str, Moments]
+
+
+_KEPT = 8  # of a model whose adapters are switched back and forth
+_measured: weakref.WeakKeyDictionary[torch.nn.Module, _Measured] = weakref.WeakKeyDictionary()
 
 
 def moments_for(model: Any, specs: Sequence[CacheSpec], given: AnyMoments = None) -> Moments | None:
@@ -39,12 +56,10 @@ def moments_for(model: Any, specs: Sequence[CacheSpec], given: AnyMoments = None
         if given is not None:
             raise ValueError('`moments` must be None for a spec without centre="wave" and metric="query", got some')
         return None
-    from .patching.wrappers import base_model
-
     base = base_model(model)
     state = getattr(base, "_turboquant", None) or getattr(getattr(base, "base_model", None), "_turboquant", None)
-    if given is None:
-        given = getattr(state, "moments", None)
+    if given is None and (given := getattr(state, "moments", None)) is not None:
+        warn_of_changes(state, base)
     if given is not None:
         found = Moments.of(given)
         config: Any = base.config if isinstance(base, torch.nn.Module) else base
@@ -60,25 +75,80 @@ def moments_for(model: Any, specs: Sequence[CacheSpec], given: AnyMoments = None
     if not isinstance(base, torch.nn.Module):
         needs = "with a configuration, from which nothing can be measured"
         raise ValueError(f"`moments` must be given {needs}, got None: give the model itself, {_WAY_OUT}")
-    tokenizer = getattr(state, "tokenizer", None)
-    if not _is_measured(base, tokenizer):
-        with measuring:
-            if not _is_measured(base, tokenizer):  # by another thread, meanwhile
-                _measured[base] = tokenizer, _measure(base, tokenizer)
-    return _measured[base][1]
-
-
-def _is_measured(model: torch.nn.Module, tokenizer: Any) -> bool:
-    return model in _measured and _measured[model][0] is tokenizer
+    own: Moments = _own_moments(base, getattr(state, "tokenizer", None))
+    return own
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _measure(model: torch.nn.Module, tokenizer: Any) -> Moments:
-    from ..moments.measure import measure
+def _own_moments(model: Any, tokenizer: Any) -> Moments:
+    """Measured once for the weights that the model has now."""
+    body = model.base_model  # the same with every head
+    known = _measured.get(body)
+    if not _holds(known, body, tokenizer):
+        with measuring:
+            known = _measured.get(body)
+            if not _holds(known, body, tokenizer):  # not measured by another thread, meanwhile
+                known = _measured[body] = _measured_anew(model, tokenizer, known)
+    assert known is not None
+    return known.moments
+
+
+def _holds(known: _Measured | None, model: torch.nn.Module, tokenizer: Any) -> bool:
+    if known is None or known.tokenizer is not tokenizer:
+        return False
+    same = known.identity.holds(model)
+    return on_all_ranks(model, same) if known.identity.sharded else same
+
+
+def _measured_anew(model: Any, tokenizer: Any, known: _Measured | None) -> _Measured:
+    identity = Identity.of(model.base_model)
+    if known is None or known.tokenizer is not tokenizer:
+        return _Measured(tokenizer, identity, _measure(model, tokenizer), {})
+    changed = known.identity.changes(identity)
+    if on_all_ranks(model, not changed):
+        return replace(known, identity=identity)
+    others = {known.identity.digest: known.moments, **known.others}
+    others = dict(islice(others.items(), _KEPT - 1))
+    # A change that the samples do not show leaves the digest, by which moments are kept, as it was.
+    seen = identity.digest != known.identity.digest
+    found = others.get(identity.digest) if seen else None
+    if not on_all_ranks(model, found is not None):
+        which = f" ({_some(changed)})" if changed else ""  # other ranks may have more
+        print(f"turboquant: weights of {type(model).__name__} have changed{which}: its moments are measured anew",
+              file=sys.stderr)  # fmt: skip
+        # Not kept in a file: a model in training has other weights for each cache.
+        found = _measure(model, tokenizer, read=seen, write=False)
+    assert found is not None
+    return _Measured(tokenizer, identity, found, others if seen else {})
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def warn_of_changes(state: Any, model: torch.nn.Module) -> None:
+    """Warns, once, if weights have changed since a model was patched with a calibration or moments, which are still
+    used. state: `model._turboquant`, whose `identity` is None without these."""
+    was = state.identity
+    if was is None or was.holds(model):
+        return
+    state.identity = Identity.of(model)
+    if changed := was.changes(state.identity):
+        warnings.warn(
+            f"weights of {type(model).__name__} have changed since it was patched ({_some(changed)}): its cache will "
+            "diverge more, because the calibration or moments that it was patched with are of the old ones. Measure "
+            "them again and patch the model with them.",
+            stacklevel=4,
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{names[0]:.200}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+
+
+def _measure(model: torch.nn.Module, tokenizer: Any, read: bool = True, write: bool = True) -> Moments:
+    from ..moments.measure import measure_model
 
     began = time.monotonic()
     try:
-        found = measure(model, tokenizer)
+        found = measure_model(model, tokenizer, read=read, write=write)
     except (NotImplementedError, ValueError) as error:
         raise type(error)(f"{error}: {_WAY_OUT}") from error
     if (took := time.monotonic() - began) > _SAID_AFTER:

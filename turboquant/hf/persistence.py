@@ -23,19 +23,18 @@ import torch
 from numpy.typing import NDArray
 
 from ..calibration import Calibration, layer_specs
-from ..calibration.measure import describe
 from ..files import Tensor, array_bytes, crc32, existing_file, layout, numpy_dtype, read_header, tensor, write_tensors
 from ..fingerprints import differences
 from ..kvcache.exact import exact_rows, laid_out
 from ..kvcache.pages import RELEASED, PagePool, PageTable, outside_autograd
+from ..models.identity import changed_weights, describe, weight_sums
+from ..models.placement import device_of
 from ..modes import is_split
 from ..moments import Moments
 from ..moments.data import array_shapes
 from ..plan import FORMAT_VERSION, PAGE_TOKENS
 from ..spec import CacheSpec
-from .placement import device_of
 from .routing import decoder_of
-from .weights import changed_weights, weight_sums
 
 if TYPE_CHECKING:
     from ..kvcache.storage import LayerStorage

@@ -190,7 +190,7 @@ class Moments:
     """What was measured on one model (`turboquant.measure`); two are equal if they are the same object.
 
     layers       one `LayerMoments` for each layer of the model, in order.
-    fingerprint  of the model (`calibration.measure.fingerprint`): its type and shape, rotary embedding, a few weights.
+    fingerprint  of the model (`models.identity.fingerprint`): its type and shape, rotary embedding, a few weights.
     tokens       how many tokens were counted.
     source       which tokens they were, in words.
     """

@@ -19,21 +19,19 @@ import numpy as np
 import torch
 
 from .. import __version__
-from ..calibration.measure import describe, fingerprint
-from ..hf.patching.wrappers import checked_base_model
-from ..hf.placement import device_of, loaded, on_all_ranks
 from ..hf.routing import text_config, uses_interface
 from ..hf.tap import tapped
-from ..hf.weights import active_adapters
+from ..models.identity import describe, fingerprint, weight_sums
+from ..models.placement import device_of, on_all_ranks
+from ..models.wrappers import checked_base_model
 from .data import FORMAT, LayerMoments, Moments
 from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
 from .rotary import Rotary, probe
 from .text import LEAST, TOKENS, protein_sample, sample
 
-__all__ = ["cache_folder", "measure", "measure_with_text"]
+__all__ = ["cache_folder", "measure", "measure_model", "measure_with_text"]
 
 SINKS = 4  # first tokens, which are unlike all others and not counted
-_SAMPLED = 16  # weights of each tensor in the digest of a model
 
 
 def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Moments:
@@ -58,6 +56,13 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Momen
     ValueError for a text that is too short, a tokenizer of another model, a tokenizer or text for ESM-2, and keys or
     queries that are not finite.
     """
+    return measure_model(model, tokenizer, text)
+
+
+def measure_model(
+    model: Any, tokenizer: Any = None, text: str | None = None, read: bool = True, write: bool = True
+) -> Moments:
+    """As `measure`. read, write: whether a file of the cache folder may be used, or made."""
     base = checked_base_model(model)
     name, proteins = type(base).__name__, base.config.model_type == "esm"
     if not proteins and not uses_interface(base):
@@ -69,14 +74,14 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Momen
     mark = fingerprint(base)
     folder = cache_folder()
     file = None if folder is None else folder / f"moments-{_digest(base, ids)}.safetensors"
-    kept = None if file is None else _kept(file, mark)
+    kept = _kept(file, mark) if read and file is not None else None
     everywhere = on_all_ranks(base, kept is not None)
     if kept is not None and everywhere:
         return kept
     parts = _weighted(ids, 1.0)
     layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
     moments = Moments(layers, mark, sum(map(_counted, ids)), source)
-    if file is not None:
+    if write and file is not None:
         _keep(file, moments)
     return moments
 
@@ -216,23 +221,12 @@ def cache_folder() -> Path | None:
 
 
 def _digest(model: Any, ids: tuple[torch.Tensor, ...]) -> str:
-    """Digest of this version, the configuration, the ids, the active adapters and a few weights of every tensor, which
-    merged adapters change."""
-    known = [FORMAT, __version__, describe(model.config), active_adapters(model)]
+    """Digest of this version, the configuration, the ids, the active adapters and a sample of every weight."""
+    known = [FORMAT, __version__, describe(model.config), weight_sums(model, queries=True)]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.numel():
-            digest.update(_few(loaded(model, name, tensor.detach())))
     for one in ids:
         digest.update(one.numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-def _few(tensor: torch.Tensor) -> bytes:
-    flat = tensor.reshape(-1)
-    where = torch.linspace(0, flat.numel() - 1, _SAMPLED, dtype=torch.float64, device="cpu").long()
-    return flat[where.to(flat.device)].to("cpu", torch.float64).numpy().tobytes()
 
 
 def _kept(file: Path, mark: dict[str, Any]) -> Moments | None:
@@ -252,5 +246,5 @@ def _keep(file: Path, moments: Moments) -> None:
         warnings.warn(
             f"the moments of the model could not be kept in {str(file.parent)!r} ({error.strerror or error}): they are "
             "measured again next time. TURBOQUANT_CACHE names another folder, or none if it is empty",
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -53,7 +53,7 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
         warnings.warn(
             f"the model is measured on random token ids, because {why}: its cache will diverge 1.2 to 1.5 times as "
             "much as with moments of text. Pass `tokenizer`.",
-            stacklevel=3,
+            stacklevel=4,
         )
         return Sample((_random(model, limit),), RANDOM_IDS)
     first = _bos(tokenizer)

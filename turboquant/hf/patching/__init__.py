@@ -9,12 +9,12 @@ import os
 from typing import Any, TypeVar
 
 from ...calibration import Calibration
+from ...models.wrappers import base_model, checked_base_model
 from ...moments import Moments
 from ...moments.text import check_tokenizer
 from ...named_specs import resolve
 from ...spec import CacheSpec
 from . import esm, llama
-from .wrappers import base_model, checked_base_model
 
 __all__ = ["check", "patch", "unpatch"]
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ...calibration import Calibration
 from ...esm.attention import NAME, Pass
 from ...esm.layers import packed_layers
 from ...esm.model import attentions, checked_model
+from ...models.identity import Identity
 from ...moments import Moments
 from ...spec import CacheSpec
+from ..moments import warn_of_changes
 from ..routing import Previous, check_route, restore, route
 
 __all__ = ["check", "patch", "unpatch"]
@@ -28,7 +32,10 @@ class _Patch:
     previous: Previous
     layer_idx: list[Any]
     hook: Any  # handle of `_with_pass`
+    spec: CacheSpec
+    calibration: Calibration | None
     moments: Moments | None  # those given to `patch`
+    identity: Identity | None  # of the weights that the calibration and the moments of the layers are of
 
 
 def check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
@@ -43,17 +50,36 @@ def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None, m
     modules = attentions(base)
     if not hasattr(base, "_turboquant"):
         hook = base.register_forward_pre_hook(_with_pass, with_kwargs=True)
-        base._turboquant = _Patch(route(base, NAME), [module.layer_idx for module in modules], hook, moments)
+        before = [module.layer_idx for module in modules]
+        base._turboquant = _Patch(route(base, NAME), before, hook, spec, calibration, moments, None)
     elif base.config._attn_implementation != NAME:
         base._turboquant.previous = route(base, NAME)
-    base._turboquant.moments = moments
+    state = base._turboquant
+    state.spec, state.calibration, state.moments = spec, calibration, moments
+    measured = calibration is not None or any(layer.moments is not None for layer in layers)
+    state.identity = Identity.of(base) if measured else None
     for module, layer in zip(modules, layers):
         module.layer_idx, module._turboquant = layer.layer, layer
 
 
 def _with_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     check_route(base, NAME)
+    if not torch.compiler.is_compiling():
+        _check_weights(base)
     return args, {**kwargs, "turboquant_pass": Pass()}
+
+
+def _check_weights(base: Any) -> None:
+    """Has the layers use moments of the weights that the model has now, if these have changed."""
+    state = base._turboquant
+    if state.identity is None or state.identity.holds(base):
+        return
+    if state.calibration is None and state.moments is None:
+        state.identity = Identity.of(base)  # before anything is measured, by a forward
+        for module, layer in zip(attentions(base), packed_layers(base, state.spec)):
+            module._turboquant = layer
+    else:
+        warn_of_changes(state, base)
 
 
 def unpatch(model: Any) -> None:

@@ -18,8 +18,9 @@ import torch
 from transformers.generation.configuration_utils import GenerationMode
 
 from ...calibration import Calibration, layer_specs
-from ...calibration.measure import describe, fingerprint
 from ...fingerprints import differences
+from ...models.identity import Identity, describe, fingerprint
+from ...models.wrappers import refuse_prefix
 from ...moments import Moments
 from ...plan import MAX_HEAD_DIM
 from ...spec import CacheSpec
@@ -42,7 +43,6 @@ from ..routing import (
     uses_interface,
 )
 from . import continuation
-from .wrappers import refuse_prefix
 
 __all__ = ["check", "patch", "unpatch"]
 
@@ -65,11 +65,12 @@ _ALIBI = ("bloom", "mpt")  # types with ALiBi biases that their configurations d
 class _Patch:
     """The state of a patched model, in model._turboquant."""
 
-    described: dict[str, Any]  # the model's configuration (`calibration.measure.describe`)
+    described: dict[str, Any]  # the model's configuration (`models.identity.describe`)
     spec: CacheSpec
     calibration: Calibration | None
     moments: Moments | None  # None: measured when the first cache is made
     tokenizer: Any  # to measure with
+    identity: Identity | None  # of the weights when it was patched, with a calibration or moments
     previous: Previous
     cache_name: str  # of the argument of forward that takes a cache
     cache_position: int  # of that argument
@@ -104,6 +105,7 @@ def patch(
         state.previous = route(model, NAME)
     state.spec, state.calibration, state.moments, state.tokenizer = spec, calibration, moments, tokenizer
     state.said = set()
+    state.identity = None if calibration is None and moments is None else Identity.of(model)
     if cuda_graphs and not state.cuda_graphs:
         model.forward = ForwardWithGraphs(model)
     elif state.cuda_graphs and not cuda_graphs:
@@ -120,7 +122,9 @@ def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> No
     name = cache_argument(model.forward) or CACHE
     at = arguments.index(name)
     described = describe(model.config)
-    model._turboquant = _Patch(described, spec, calibration, None, None, previous, name, at, False, handles, set())
+    model._turboquant = _Patch(
+        described, spec, calibration, None, None, None, previous, name, at, False, handles, set()
+    )
     for method, ours in _METHODS.items():
         if hasattr(model, method):
             setattr(model, method, partial(ours, model))  # pickle makes a method the class's again

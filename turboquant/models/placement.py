@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_of", "is_offloaded", "loaded", "on_all_ranks"]
+__all__ = ["device_of", "held", "is_offloaded", "loaded", "on_all_ranks"]
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
@@ -34,16 +34,23 @@ def is_offloaded(model: torch.nn.Module) -> bool:
 def loaded(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The weight `tensor` of this name, wherever it is: this rank's part of a sharded one, and the dequantised numbers
     of a quantised one of torchao. ValueError if it is on the meta device and not offloaded."""
+    found = held(model, name, tensor)
+    local: Callable[[], torch.Tensor] | None = getattr(found, "to_local", None)
+    if local is not None:
+        return local()
+    quantised = type(found).dequantize is not torch.Tensor.dequantize
+    return found.dequantize() if quantised else found
+
+
+def held(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The weight `tensor` of this name, or the one that is offloaded in its place. ValueError if it is on the meta
+    device and not offloaded."""
     if not tensor.is_meta:
-        local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
-        if local is not None:
-            return local()
-        quantised = type(tensor).dequantize is not torch.Tensor.dequantize
-        return tensor.dequantize() if quantised else tensor
+        return tensor
     path, _, leaf = name.rpartition(".")
     for hook in _hooks(model.get_submodule(path)):
-        if (held := getattr(hook, "weights_map", None)) is not None and leaf in held:
-            weight: torch.Tensor = held[leaf]
+        if (kept := getattr(hook, "weights_map", None)) is not None and leaf in kept:
+            weight: torch.Tensor = kept[leaf]
             return weight
     raise ValueError(f"`model` must have its weights loaded, got {name} on the meta device")
 
