@@ -80,7 +80,7 @@ class SlowIndex:
         decoded = levels * np.repeat(t.steps.astype(np.float64), 32) * scales[:, None]
         mean = np.zeros(x.shape[1]) if t.mean is None else t.mean.astype(np.float64)
         for i, row, own, vector in zip(ids, x, decoded, given, strict=True):
-            offset = (row - mean) @ mean - (row @ row / 2 if self.metric == "l2" else 0)
+            offset = -((row - mean) @ (row - mean)) / 2 if self.metric == "l2" else (row - mean) @ mean
             self.rows[int(i)] = own, offset, vector
             self.next_id = max(self.next_id, int(i) + 1)
 
@@ -93,8 +93,10 @@ class SlowIndex:
         t, query = self.transform, self._prepared(query)
         z = rotated(t, query[None].astype(np.float32))[0].astype(np.float64)
         mean = np.zeros(len(query)) if t.mean is None else t.mean.astype(np.float64)
-        own = {i: z @ decoded + offset + query @ mean for i, (decoded, offset, _) in self.rows.items()}
-        return {i: max(0, query @ query - 2 * v) for i, v in own.items()} if self.metric == "l2" else own
+        own = {i: z @ decoded + offset for i, (decoded, offset, _) in self.rows.items()}
+        if self.metric == "l2":
+            return {i: max(0, (query - mean) @ (query - mean) - 2 * v) for i, v in own.items()}
+        return {i: v + query @ mean for i, v in own.items()}
 
     def search(self, query, k, allowed=None):
         """(scores, ids) of the k best; fewer where fewer are left."""

@@ -57,8 +57,6 @@ def test_refusals():
         index.search(OnGpu(), 1)
     with pytest.raises(TypeError, match=r"on meta"):
         index.add(torch.empty(3, 8, device="meta"))
-    with pytest.raises(TypeError, match="got float64"):
-        index.add(torch.zeros(3, 8, dtype=torch.float64))
-    with pytest.raises(TypeError, match="got int64"):
-        index.add(torch.zeros(3, 8, dtype=torch.int64))
+    with pytest.raises(TypeError, match="got Tensor of complex64"):
+        index.add(torch.zeros(3, 8, dtype=torch.complex64))
     assert len(index) == 0 and np.isneginf(index.search(torch.ones(8), 1)[0]).all()

@@ -1,5 +1,7 @@
 /* Rows of an index: encoding and decoding. turboquant_index.h has the layout. */
 #include "index_internal.h"
+#include <float.h>
+#include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -70,6 +72,8 @@ typedef struct {
     uint8_t *codes, *signs;
     float *scales, *offsets;
     float *workspace;       /* [threads, 2, 64, channels] */
+    float residuals[256];   /* of codes, for the noise; all groups have the same bits and lead */
+    double expected;        /* mean of their squares; 0: the noise is not measured */
     atomic_llong first_bad; /* the first row that is refused, or n */
 } encode_job;
 
@@ -82,6 +86,58 @@ static void pack_all(const encode_job *job, int64_t row, const uint8_t *codes)
         to = pack_row(codes, layout->bits[g] - layout->lead[g], to);
         plane = pack_lead(codes, layout->bits[g], layout->lead[g], plane);
     }
+}
+
+/* ---- noise classes ---- */
+
+static const double NOISE[TQ_INDEX_NOISE_CLASSES] = {1, 1.2, 1.5, 1.9, 2.4, 3.2, 4.5, INFINITY};
+
+/** With weights w_j = x_j^2 / |x|^2 and the residuals e of all codes, rotated back: sum w_j e_j^2 over E[e^2], the
+ *  square of the noise. x [channels]: the centred row. workspace: [channels]. */
+static uint32_t noise_class(const encode_job *job, const float *x, const uint8_t *codes, float *workspace)
+{
+    const tq_index_use *use = &job->use;
+    double weights[8] = {0}, sums[8] = {0}, weight = 0, sum = 0;
+    for (int32_t j = 0; j < use->channels; j++) workspace[j] = job->residuals[codes[j]];
+    tq_rotate_vector(use->kernels, use->space->plan, use->space->plan->rotation, NULL, 1, workspace, workspace);
+    for (int32_t j = 0; j < use->channels; j += 8)
+        for (int32_t k = 0; k < 8; k++) {
+            double w = (double)x[j + k] * x[j + k];
+            weights[k] += w;
+            sums[k] += w * workspace[j + k] * workspace[j + k];
+        }
+    for (int32_t k = 0; k < 8; k++) {
+        weight += weights[k];
+        sum += sums[k];
+    }
+    uint32_t found = 0;
+    while (found + 1 < TQ_INDEX_NOISE_CLASSES && sum > weight * job->expected * NOISE[found] * NOISE[found]) found++;
+    return found;
+}
+
+/** The nearest float whose lowest bits are the class. */
+static float with_class(float scale, uint32_t noise_class)
+{
+    uint32_t word;
+    if (!(scale > 0 && scale <= FLT_MAX)) return scale;
+    memcpy(&word, &scale, sizeof word);
+    word = ((word + 4 - noise_class) & ~(uint32_t)7) | noise_class;
+    memcpy(&scale, &word, sizeof word);
+    return scale;
+}
+
+static void prepare_noise(encode_job *job)
+{
+    const tq_index_use *use = &job->use;
+    const tq_index_layout *layout = &use->space->layout;
+    for (int32_t g = 0; g < layout->groups; g++)
+        if (layout->bits[g] != layout->bits[0] || layout->lead[g] != layout->lead[0] ||
+            layout->steps[g] != layout->steps[0])
+            return;
+    if (use->space->matrix) return;
+    job->expected = tq_index_lead_error(layout->bits[0], layout->lead[0]);
+    if (job->expected < 1e-9) job->expected = 0;
+    tq_index_residuals(layout->bits[0], layout->lead[0], job->residuals);
 }
 
 static void note_bad(encode_job *job, int64_t row)
@@ -107,12 +163,14 @@ static void encode_block(void *context, int64_t block, int32_t worker)
             note_bad(job, first + i);
             return;
         }
-        if (use->space->metric == TQ_INDEX_L2) offset -= squares / 2;
+        if (use->space->metric == TQ_INDEX_L2) offset = -squares / 2;
         if (job->offsets) job->offsets[first + i] = (float)offset;
     }
     tq_index_rotate(use, centred, rows, z);
     for (int32_t i = 0; i < rows; i++) {
-        job->scales[first + i] = use->scan->encode(&use->layout, z + (int64_t)i * use->channels, codes);
+        float *row = z + (int64_t)i * use->channels, scale = use->scan->encode(&use->layout, row, codes);
+        const float *x = centred + (int64_t)i * use->channels;
+        job->scales[first + i] = with_class(scale, job->expected > 0 ? noise_class(job, x, codes, row) : 0);
         pack_all(job, first + i, codes);
     }
 }
@@ -129,6 +187,7 @@ tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n
     job.workspace = malloc(sizeof(float) * 2 * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.channels);
     if (!job.workspace)
         return tq_fail(error, TQ_E_MEMORY, "threads", -1, threads, "few enough for the memory there is");
+    prepare_noise(&job);
     atomic_init(&job.first_bad, n);
     tq_parallel(blocks, threads, encode_block, &job);
     free(job.workspace);

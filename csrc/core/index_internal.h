@@ -18,6 +18,7 @@ typedef struct {
     tq_scan_layout layout;
     int32_t channels, planes; /* channels: 32 groups */
     int64_t row_bytes;
+    double mean_squares;
     float mean[TQ_MAX_DIM]; /* 0 behind the last; unused without a mean */
 } tq_index_use;
 
@@ -25,8 +26,8 @@ tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_erro
 
 /** x [dim] -> centred, [channels]; see centre in scan_kernels.h. */
 int tq_index_centre(const tq_index_use *use, const float *x, float *centred, double *offset, double *squares);
-/** Rows of centred vectors -> z. centred is lost. */
-void tq_index_rotate(const tq_index_use *use, float *centred, int32_t rows, float *z);
+/** Rows of centred vectors -> z, which is apart from them. */
+void tq_index_rotate(const tq_index_use *use, const float *centred, int32_t rows, float *z);
 /** The error for row i of x, which tq_index_centre refused. */
 tq_status tq_index_refused(const tq_index_use *use, const float *x, int64_t i, tq_error *error);
 
@@ -35,7 +36,7 @@ typedef struct {
     int16_t *q;        /* [n, channels] */
     double *units;     /* [n] */
     double *constants; /* [n] */
-    double *squared;   /* [n], 0 unless l2 */
+    double *squared;   /* [n], |query - mean|^2, 0 unless l2 */
 } tq_index_queries;
 
 /** Query i of x. workspace: [2, channels]. Returns 0 if it is refused. */
@@ -47,6 +48,9 @@ int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *work
 typedef struct {
     float unit, margin, inverse_unit;
 } tq_sign_query;
+
+/** The difference between each level of a code, in units of u, and what its leading bits estimate: residuals [256]. */
+void tq_index_residuals(int32_t bits, int32_t lead, float *residuals);
 
 /** How many tables of 64 bytes there are for this many planes. */
 int32_t tq_sign_tables(int32_t planes);

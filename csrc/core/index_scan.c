@@ -89,12 +89,13 @@ typedef struct {
 
 typedef struct {
     tq_index_use use;
-    int32_t threads, segment; /* the segment being read */
-    int rare;
+    int32_t threads, segment;  /* the segment being read */
+    int rare, every;           /* rare: few rows are allowed; every: there is no bound */
     int64_t n, k, table_bytes; /* n queries */
     int64_t sampled;           /* blocks of the sample */
     const float *x;            /* queries as they were given */
     float *workspace;          /* [threads, 2, channels] */
+    int16_t *levels;           /* [threads, BLOCK, channels], if `every` */
     tq_index_queries queries;
     const tq_index_rows *rows; /* all segments */
     uint8_t *tables;           /* [n, table_bytes] */
@@ -240,17 +241,21 @@ static float score_of(const scan_job *job, int64_t q, double part)
     return distance > 0 ? (float)-distance : 0.0f;
 }
 
-static void take_row(const scan_job *job, int32_t worker, int64_t q, int64_t row, float upper)
+static void take_score(const scan_job *job, pool *p, int64_t q, int64_t row, double part, float upper)
 {
     const tq_index_rows *rows = job->rows + job->segment;
-    pool *p = job->pools + worker * job->n + q;
-    uint8_t lead[TQ_INDEX_MAX_PLANES];
-    leading_bits(job, rows, row, lead);
-    double part = part_of_score(job, rows, q, row, lead);
     if ((float)part < p->limit) return; /* k rows are better, and so are their bounds */
     int64_t id = rows->ids ? rows->ids[row] : rows->first_id + row;
     push_candidate(p, (candidate){{score_of(job, q, part), id}, upper});
     push_low(p, job->k, part < upper ? (float)part : upper);
+}
+
+static void take_row(const scan_job *job, int32_t worker, int64_t q, int64_t row, float upper)
+{
+    const tq_index_rows *rows = job->rows + job->segment;
+    uint8_t lead[TQ_INDEX_MAX_PLANES];
+    leading_bits(job, rows, row, lead);
+    take_score(job, job->pools + worker * job->n + q, q, row, part_of_score(job, rows, q, row, lead), upper);
 }
 
 /** Rows of a run whose bounds passed, before they are scored. */
@@ -296,6 +301,32 @@ static void take_all(const scan_job *job, int32_t worker, int64_t block, uint64_
             take_row(job, worker, q, BLOCK * block + __builtin_ctzll(mask), INFINITY);
 }
 
+/** Scores all rows of a block from all bits: their levels are unpacked once for all queries. */
+static void score_block(const scan_job *job, int32_t worker, int64_t block, uint64_t allowed)
+{
+    const tq_index_use *use = &job->use;
+    const tq_index_rows *rows = job->rows + job->segment;
+    const uint8_t *signs = rows->signs + block * BLOCK * use->planes;
+    int64_t first = BLOCK * block, n = rows->n - first < BLOCK ? rows->n - first : BLOCK;
+    int16_t *levels = job->levels + (int64_t)worker * BLOCK * use->channels;
+    uint8_t lead[BLOCK][TQ_INDEX_MAX_PLANES];
+    int32_t products[BLOCK];
+    for (int32_t p = 0; p < use->planes; p++)
+        for (int32_t i = 0; i < BLOCK; i++) lead[i][p] = signs[p * BLOCK + i];
+    for (int64_t i = 0; i < n; i++)
+        use->scan->unpack(&use->layout, rows->codes + (first + i) * use->row_bytes, lead[i],
+                          levels + i * use->channels);
+    for (int64_t q = 0; q < job->n; q++) {
+        pool *p = job->pools + worker * job->n + q;
+        use->scan->products(levels, use->channels, job->queries.q + q * use->channels, products);
+        for (uint64_t mask = allowed; mask; mask &= mask - 1) {
+            int64_t i = __builtin_ctzll(mask), row = first + i;
+            double part = job->queries.units[q] * rows->scales[row] * products[i];
+            take_score(job, p, q, row, rows->offsets ? part + rows->offsets[row] : part, INFINITY);
+        }
+    }
+}
+
 static void scan_run(void *context, int64_t run, int32_t worker)
 {
     const scan_job *job = context;
@@ -307,9 +338,10 @@ static void scan_run(void *context, int64_t run, int32_t worker)
     for (int64_t i = 0; i < blocks; i++) {
         allowed[i] = allowed_rows(rows, first + i);
         if (job->rare) take_all(job, worker, first + i, allowed[i]);
+        else if (job->every) score_block(job, worker, first + i, allowed[i]);
         else get_factors(job->use.scan, rows, first + i, &factors[i]);
     }
-    if (job->rare) return;
+    if (job->rare || job->every) return;
     const uint8_t *signs = rows->signs + first * job->use.planes * BLOCK;
     const pool *pools = job->pools + worker * job->n;
     const tq_scan_kernels *kernels = job->use.scan;
@@ -519,6 +551,7 @@ static void free_job(scan_job *job)
     free(job->pools);
     free(job->queries.units);
     free(job->workspace);
+    free(job->levels);
     free(job->tables);
     free(job->bounds);
     free(job->hits);
@@ -530,14 +563,18 @@ static tq_status get_memory(scan_job *job, tq_error *error)
     TQ_TRY(tq_product(pools, job->k * (int64_t)sizeof(float), &bytes, "k", error));
     TQ_TRY(tq_product(job->threads, job->k * (int64_t)sizeof(hit), &hits, "k", error));
     TQ_TRY(tq_product(n, job->table_bytes, &tables, "queries", error));
-    job->tables = job->rare ? NULL : malloc((size_t)tables + 1);
+    int bounded = !job->rare && !job->every;
+    if (job->every && !job->rare)
+        job->levels = calloc((size_t)job->threads * BLOCK, sizeof(int16_t) * (size_t)job->use.channels);
+    job->tables = bounded ? malloc((size_t)tables + 1) : NULL;
     job->bounds = malloc((size_t)n * sizeof *job->bounds + 1);
     job->hits = malloc((size_t)hits);
     job->pools = calloc((size_t)pools + 1, sizeof *job->pools);
     float *lows = malloc((size_t)bytes + 1);
     if (job->pools) job->pools[0].lows = lows;
     else free(lows);
-    if ((!job->tables && !job->rare) || !job->bounds || !job->hits || !job->pools || !lows)
+    if ((bounded && !job->tables) || (job->every && !job->rare && !job->levels) || !job->bounds || !job->hits ||
+        !job->pools || !lows)
         return tq_fail(error, TQ_E_MEMORY, "k", -1, (double)job->k, "small enough for the memory there is");
     for (int64_t i = 0; i < pools; i++) {
         job->pools[i].lows = lows + i * job->k;
@@ -549,11 +586,12 @@ static tq_status get_memory(scan_job *job, tq_error *error)
 static tq_status search(scan_job *job, int64_t n_segments, tq_error *error)
 {
     job->rare = is_rare(job->rows, n_segments);
+    job->every = isinf(job->use.space->sigmas);
     TQ_TRY(get_memory(job, error));
     TQ_TRY(make_queries(job, error));
     int64_t all = 0;
     for (int64_t s = 0; s < n_segments; s++) all += (job->rows[s].n + BLOCK - 1) / BLOCK;
-    job->sampled = job->rare || job->k + 10 > MOST_SAMPLED ? 0 : all / SAMPLE;
+    job->sampled = job->rare || job->every || job->k + 10 > MOST_SAMPLED ? 0 : all / SAMPLE;
     if (job->sampled > INT32_MAX / BLOCK) job->sampled = INT32_MAX / BLOCK;
     if (job->sampled > RUN)
         tq_parallel((job->n + TQ_SCAN_QUERIES - 1) / TQ_SCAN_QUERIES, job->threads, find_limits, job);

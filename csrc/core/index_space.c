@@ -1,6 +1,7 @@
 /* Before encoding: centring, rotation, fixed-point queries, and the codebooks. turboquant_index.h has the
  * definitions. */
 #include "index_internal.h"
+#include <float.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -73,6 +74,8 @@ tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_erro
         return tq_fail(error, TQ_E_VALUE, "metric", -1, space->metric, "in 0..2");
     memset(use->mean, 0, sizeof(float) * (size_t)use->channels);
     if (space->mean) memcpy(use->mean, space->mean, sizeof(float) * (size_t)space->dim);
+    use->mean_squares = 0;
+    for (int32_t j = 0; j < space->dim; j++) use->mean_squares += (double)use->mean[j] * use->mean[j];
     int32_t lead = space->layout.lead[0];
     use->layout =
         (tq_scan_layout){&space->layout, tq_index_books(), 0, lead == 1 || lead == 2 ? space->layout.bits[0] : 0};
@@ -99,13 +102,14 @@ int tq_index_centre(const tq_index_use *use, const float *x, float *centred, dou
 
 tq_status tq_index_refused(const tq_index_use *use, const float *x, int64_t i, tq_error *error)
 {
+    int cosine = use->space->metric == TQ_INDEX_COSINE;
     for (int64_t j = i * use->space->dim; j < (i + 1) * use->space->dim; j++)
-        if (!(fabsf(x[j]) <= TQ_MAX_INPUT))
-            return tq_fail(error, TQ_E_VALUE, "x", j, x[j], "finite and at most 16384 in magnitude");
+        if (!(fabsf(x[j]) <= (cosine ? FLT_MAX : TQ_INDEX_MAX_INPUT)))
+            return tq_fail(error, TQ_E_VALUE, "x", j, x[j], cosine ? "finite" : "finite and at most 2^55 in magnitude");
     return tq_fail(error, TQ_E_VALUE, "x", i * use->space->dim, 0, "of a row that is not zero, with cosine");
 }
 
-void tq_index_rotate(const tq_index_use *use, float *centred, int32_t rows, float *z)
+void tq_index_rotate(const tq_index_use *use, const float *centred, int32_t rows, float *z)
 {
     const tq_plan *plan = use->space->plan;
     if (use->space->matrix) {
@@ -122,14 +126,8 @@ int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *work
     const tq_index_layout *layout = &use->space->layout;
     int32_t dim = use->space->dim, n = use->channels;
     float *z = workspace + n;
-    double offset, squares, constant = 0, largest = 0, sum = 0;
-    x += i * dim;
-    if (!tq_index_centre(use, x, workspace, &offset, &squares)) return 0;
-    if (use->space->mean) { /* <mean, query>; centred = query - mean was rounded to float32 */
-        double length = use->space->metric == TQ_INDEX_COSINE ? sqrt(squares) : 1;
-        for (int32_t j = 0; j < dim; j++)
-            constant += (double)(length == 1 ? x[j] : (float)(x[j] / length)) * use->mean[j];
-    }
+    double offset, squares, largest = 0, sum = 0;
+    if (!tq_index_centre(use, x + i * dim, workspace, &offset, &squares)) return 0;
     tq_index_rotate(use, workspace, 1, z);
     for (int32_t j = 0; j < n; j++) {
         z[j] *= layout->steps[j / 32] * use->layout.books[layout->bits[j / 32]].step;
@@ -141,8 +139,9 @@ int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *work
     if (unit < least) unit = least;
     int16_t *q = out->q + i * n;
     for (int32_t j = 0; j < n; j++) q[j] = unit > 0 ? (int16_t)lrint(z[j] / unit) : 0;
+    int l2 = use->space->metric == TQ_INDEX_L2;
     out->units[i] = unit;
-    out->constants[i] = constant;
-    out->squared[i] = use->space->metric == TQ_INDEX_L2 ? squares : 0;
+    out->constants[i] = l2 ? 0 : offset + use->mean_squares; /* <mean, query> */
+    out->squared[i] = l2 ? squares : 0;
     return 1;
 }

@@ -29,9 +29,9 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    /** x [n], n a multiple of 32 -> x / length (0: x as it is) - mean in `out` (mean NULL: 0), <mean, out> and the sum
-     *  of squares before the mean. Returns whether all numbers are finite and at most TQ_MAX_INPUT in magnitude. Sums
-     *  are in float64: lanes of 32, then halves added. */
+    /** x [n], n a multiple of 32 -> with `unit` x / |x|, otherwise x, less mean (NULL: 0) in `out`; <mean, out>; and the
+     *  sum of squares of x with `unit`, otherwise of out. Returns whether all numbers are finite, without `unit` at
+     *  most TQ_INDEX_MAX_INPUT in magnitude. Sums are in float64: lanes of 32, then halves added. */
     int (*centre)(const float *x, const float *mean, int32_t n, int unit, float *out, double *offset, double *squares);
     /** y [rows, n] = x [rows, n] matrix [n, n]; each y adds its products in ascending order. n: a multiple of 32. y is
      *  apart from x. */
@@ -40,6 +40,8 @@ typedef struct {
     float (*encode)(const tq_scan_layout *layout, const float *z, uint8_t *codes);
     /** One row and its own leading bits [planes] -> its levels, int16 [32 groups]. */
     void (*unpack)(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *lead, int16_t *levels);
+    /** sum of levels[j] q[j] of TQ_SCAN_ROWS rows, levels [rows, n], n a multiple of 32. */
+    void (*products)(const int16_t *levels, int32_t n, const int16_t *q, int32_t sums[TQ_SCAN_ROWS]);
     /** sum of level[j] q[j] over a row's 32 groups. */
     int32_t (*score)(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *lead, const int16_t *q);
     /** Sums of table entries by the leading bits of a block (kernels/scan_signs.h); tables: [ceil(planes / 3), 4, 64].

@@ -7,8 +7,9 @@
  *   normal codebook of that width (turboquant.h; at 6 bits 64 Lloyd-Max levels of N(0, 1), rounded to int8 times a step
  *   as the others are), at 8 bits u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255.
  *   scale = rms(t) * sum (step u)^2 / sum (step c)(step u)  makes inner products unbiased (EDEN, arXiv 2108.08842).
- *   u and the scale are 0 where rms(t) is below 2^-126.
- *   offset = <mean, x - mean>, for squared distances less |x|^2 / 2.
+ *   u and the scale are 0 where rms(t) is below 2^-126. The lowest 3 bits of a scale's significand are the row's noise
+ *   class, below.
+ *   offset = <mean, x - mean>, for squared distances -|x - mean|^2 / 2.
  * The first lead[g] bits of a code are apart from the others, so that a scan can read them alone.
  *   A row holds the other bits in fields of 8, 4, 2 and 1 bits, the widest and lowest bits first. A field of w bits has
  *   4 w bytes: bits w k .. w k + w - 1 of byte i are of channel i + 4 w k.
@@ -27,6 +28,14 @@ extern "C" {
 
 #define TQ_INDEX_MAX_PLANES 780 /* sums of table entries fit 16 bits */
 
+#define TQ_INDEX_MAX_INPUT 0x1p55f /* the largest magnitude of a number, but with cosine: scores are finite float32 */
+
+/* The noise of a row: what its unread bits add to a score, in standard deviations as the bound of tq_index_search
+ * assumes them, for queries that have their energy where the row has its own. It is measured in the coordinates of x:
+ * where the energy of vectors lies in few numbers, rotated coordinates are no independent noise. The classes end at 1,
+ * 1.2, 1.5, 1.9, 2.4, 3.2, 4.5 and infinity. Rows under a dense rotation, and rows whose bits all lead, have class 0. */
+#define TQ_INDEX_NOISE_CLASSES 8
+
 typedef struct {
     int32_t groups;      /* 1 .. TQ_MAX_GROUPS */
     const uint8_t *bits; /* [groups], 0..6 or 8 */
@@ -41,7 +50,7 @@ typedef struct {
     const tq_plan *plan; /* its head_dim is 32 groups; R is its rotation */
     int32_t dim;         /* numbers of a vector, 1 .. 32 groups */
     int32_t metric;      /* tq_index_metric */
-    double sigmas;       /* width of a scan's bound in standard deviations, at least 0 */
+    double sigmas;       /* width of a scan's bound in standard deviations, at least 0; infinite: no bound */
     const float *mean;   /* [dim], or NULL: 0 */
     const float *
         matrix; /* [32 groups, 32 groups], R transposed: z = (x - mean) matrix; NULL unless the plan's rotation is dense */
@@ -59,8 +68,9 @@ TQ_API double tq_index_lead_error(int32_t bits, int32_t lead);
 
 /** x [n, dim] float32 -> codes [n, row bytes], signs [blocks, planes, 64], scales [n] and offsets [n], which may be
  *  NULL only without a mean and unless the metric is l2. The same bytes on every machine, if the rotation is no dense
- *  one. A row whose coded channels are all 0 gets scale 0. x must be finite and at most TQ_MAX_INPUT in magnitude, and
- *  not 0 with cosine: error "x", its index the number's, or the row's first one's; the outputs then hold some rows. */
+ *  one. A row whose coded channels are all 0 gets scale 0. x must be finite, without cosine at most TQ_INDEX_MAX_INPUT
+ *  in magnitude, and with cosine not 0: error "x", its index the number's, or the row's first one's; the outputs then
+ *  hold some rows. */
 TQ_API tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n, uint8_t *codes, uint8_t *signs,
                                  float *scales, float *offsets, int32_t threads, tq_error *error);
 
@@ -73,7 +83,8 @@ TQ_API tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *c
  * 2^24.
  * The score of row i is
  *      v = (unit * scales[i]) * sum_j q_j level_ij + offsets[i] + <mean, query>,   in float64, left to right,
- * rounded to float32; for l2 it is -max(0, |query|^2 - 2 v), a negated squared distance. Larger is better. */
+ * rounded to float32; for l2 it is -max(0, |query - mean|^2 - 2 v) without the last term of v, a negated squared
+ * distance. Larger is better. */
 
 /** Rows of one segment. */
 typedef struct {
@@ -92,7 +103,8 @@ typedef struct {
  *  A row's leading bits bound its score from above: the other bits count as `sigmas` standard deviations of what they
  *  add.
  *  A row's lower bound is the smaller of its score and that bound. Rows whose upper bound reaches the k-th largest
- *  lower bound of all allowed rows are scored from all bits; if at most 1 row in 50 is allowed, all allowed rows are.
+ *  lower bound of all allowed rows are scored from all bits; if at most 1 row in 50 is allowed, or without a bound, all
+ *  allowed rows are.
  *  So the result depends on neither threads nor segments nor the instruction set.
  *  Allocates some 4 k bytes a query and thread, and 24 for each row that is scored. */
 TQ_API tq_status tq_index_search(const tq_index_space *space, const float *queries, int64_t n,

@@ -74,6 +74,10 @@ static inline scan_sum scan_add_product(scan_sum sum, const int8_t table[64], in
     __m512i levels = _mm512_cvtepi8_epi16(scan_level_bytes(table, bits, codes));
     return _mm512_add_epi32(sum, _mm512_madd_epi16(levels, _mm512_loadu_si512(q)));
 }
+static inline scan_sum scan_add_levels(scan_sum sum, const int16_t *levels, const int16_t *q)
+{
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_loadu_si512(levels), _mm512_loadu_si512(q)));
+}
 static inline int32_t scan_all_of(scan_sum sum) { return _mm512_reduce_add_epi32(sum); }
 #else
 typedef __m256i scan_sum;
@@ -87,6 +91,14 @@ static inline scan_sum scan_add_product(scan_sum sum, const int8_t table[64], in
     low = _mm256_madd_epi16(low, _mm256_loadu_si256((const __m256i *)q));
     high = _mm256_madd_epi16(high, _mm256_loadu_si256((const __m256i *)(q + 16)));
     return _mm256_add_epi32(sum, _mm256_add_epi32(low, high));
+}
+static inline scan_sum scan_add_levels(scan_sum sum, const int16_t *levels, const int16_t *q)
+{
+    for (int32_t i = 0; i < 32; i += 16) {
+        __m256i x = _mm256_loadu_si256((const __m256i *)(levels + i)), y = _mm256_loadu_si256((const __m256i *)(q + i));
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
+    }
+    return sum;
 }
 static inline int32_t scan_all_of(scan_sum sum)
 {
@@ -133,6 +145,11 @@ static inline scan_sum scan_add_product(scan_sum sum, const int8_t table[64], in
 {
     int16_t levels[32];
     scan_levels(table, bits, codes, levels);
+    for (int32_t i = 0; i < 32; i++) sum += levels[i] * q[i];
+    return sum;
+}
+static inline scan_sum scan_add_levels(scan_sum sum, const int16_t *levels, const int16_t *q)
+{
     for (int32_t i = 0; i < 32; i++) sum += levels[i] * q[i];
     return sum;
 }
@@ -185,6 +202,15 @@ static void scan_unpack(const tq_scan_layout *layout, const uint8_t *row, const 
     }
 }
 
+static void scan_products(const int16_t *levels, int32_t n, const int16_t *q, int32_t sums[TQ_SCAN_ROWS])
+{
+    for (int32_t i = 0; i < TQ_SCAN_ROWS; i++, levels += n) {
+        scan_sum sum = scan_no_sum();
+        for (int32_t j = 0; j < n; j += 32) sum = scan_add_levels(sum, levels + j, q + j);
+        sums[i] = scan_all_of(sum);
+    }
+}
+
 /** Rows whose groups all have the same bits and lead, which are constants where this is inlined. */
 TQ_INLINE int32_t scan_score_even(const tq_scan_layout *layout, int32_t bits, int32_t lead, const uint8_t *row,
                                   const uint8_t *leading, const int16_t *q)
@@ -218,6 +244,6 @@ static int32_t scan_score(const tq_scan_layout *layout, const uint8_t *row, cons
 }
 
 #define TQ_SCAN_TABLE(name)                                                                                            \
-    {name,       scan_centre, scan_rotate,    scan_encode, scan_unpack,                                                \
+    {name,       scan_centre, scan_rotate,    scan_encode, scan_unpack, scan_products,                                 \
      scan_score, scan_sums,   scan_sums_many, scan_above,  scan_largest}
 #endif

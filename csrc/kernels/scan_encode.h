@@ -34,27 +34,36 @@ static inline double sum_lanes(const lane_sums *sums)
     return at[0];
 }
 
-TQ_INLINE tq_ints out_of_range(const float *x, int32_t n)
+/** Whether a number is beyond TQ_INDEX_MAX_INPUT; with `any` whether it is infinite or NaN. */
+TQ_INLINE tq_ints out_of_range(const float *x, int32_t n, int any)
 {
     tq_ints bad = {0};
-    for (int32_t i = 0; i < n; i += TQ_LANES)
-        bad |= tq_magnitude_bits(tq_load_floats(x + i)) > (int32_t)0x46800000; /* TQ_MAX_INPUT, or infinite, or NaN */
+    int32_t most = any ? 0x7f7fffff : 0x5b000000;
+    for (int32_t i = 0; i < n; i += TQ_LANES) bad |= tq_magnitude_bits(tq_load_floats(x + i)) > most;
     return bad;
+}
+
+/** Sum of (x - mean)^2, mean NULL: 0. */
+TQ_INLINE double sum_of_squares(const float *x, const float *mean, int32_t n)
+{
+    lane_sums sums = {0};
+    for (int32_t at = 0; at < n; at += SUM_LANES) TQ_UNROLL
+    for (int32_t k = 0; k < SUM_VECTORS; k++) {
+        half_doubles v = load_doubles(x + at + HALF * k);
+        if (mean) v -= load_doubles(mean + at + HALF * k);
+        sums.v[k] += v * v;
+    }
+    return sum_lanes(&sums);
 }
 
 static int scan_centre(const float *x, const float *mean, int32_t n, int unit, float *out, double *offset,
                        double *squares)
 {
-    tq_ints bad = out_of_range(x, n);
+    tq_ints bad = out_of_range(x, n, unit);
     for (int i = 0; i < TQ_LANES; i++)
         if (bad[i]) return 0;
-    lane_sums sums = {0}, products = {0};
-    for (int32_t at = 0; at < n; at += SUM_LANES) TQ_UNROLL
-    for (int32_t k = 0; k < SUM_VECTORS; k++) {
-        half_doubles v = load_doubles(x + at + HALF * k);
-        sums.v[k] += v * v;
-    }
-    *squares = sum_lanes(&sums);
+    lane_sums products = {0};
+    *squares = sum_of_squares(x, unit ? NULL : mean, n);
     *offset = 0;
     double length = unit ? sqrt(*squares) : 1;
     if (unit) {

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import storage
+from . import storage, transform
 from .inputs import Ids, id_array, unmasked
 from .storage import Segment
 from .transform import Transform
+
+_FEW = 64  # up to so many new ids are looked up one by one
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,9 @@ class Contents:
     transform: Transform
     segments: tuple[Segment, ...] = ()
     next_id: int = 0
+    # Sorted ids of the first segments, as many as the number says; some may have been removed since. So `check_new`
+    # needs no look at each segment.
+    _seen: tuple[Ids, int] | None = None
 
     @property
     def stored(self) -> int:
@@ -43,6 +49,11 @@ class Contents:
             yield start, segment
             start += len(segment)
 
+    @cached_property
+    def sigmas(self) -> float:
+        """The width of a search's bound in standard deviations, from the noise of the rows that are there."""
+        return transform.bound(self.transform.sigmas, sum(segment.noise for segment in self.segments))
+
     def find(self, ids: Ids) -> Ids:
         """The row of each id, -1 where it is not there."""
         rows = np.full(len(ids), -1, np.int64)
@@ -57,10 +68,23 @@ class Contents:
         ordered = np.sort(ids)
         if (twice := ordered[1:] == ordered[:-1]).any():
             raise ValueError(f"add: `ids` must differ, got {ordered[twice.argmax()]} more than once")
+        if len(ids) <= _FEW and not self._seen_before(ids).any():
+            ids = ids[self.segments[-1].find(ids) >= 0] if self.segments else ids[:0]
         for at in range(0, len(ids), storage.ROWS):
             part = ids[at : at + storage.ROWS]
             if (there := self.find(part) >= 0).any():
                 raise ValueError(f"add: `ids` must be new, got {part[there.argmax()]}, which is in the index")
+
+    def _seen_before(self, ids: Ids) -> NDArray[np.bool_]:
+        """Whether each id is, or was, in a segment before the last one."""
+        known, n = self._seen or (np.empty(0, np.int64), 0)
+        if n < len(self.segments) - 1:
+            known = np.sort(np.concatenate([known, *(s.all_ids for s in self.segments[n:-1])]))
+            object.__setattr__(self, "_seen", (known, len(self.segments) - 1))  # a cache; equal from all threads
+        if not len(known):
+            return np.zeros(len(ids), bool)
+        found: NDArray[np.bool_] = known[np.minimum(np.searchsorted(known, ids), len(known) - 1)] == ids
+        return found
 
     def chosen(self, filter: Any) -> list[NDArray[np.uint8] | None]:
         """For each segment a mask of rows, 0 where they may not be found; None if all may be."""
@@ -112,7 +136,13 @@ class Contents:
     def compact(self) -> Contents:
         """Segments without their removed rows, which are copied together."""
         kept = [s if s.allowed is None else s.take(np.flatnonzero(s.allowed)) for s in self.segments if s.n_there]
-        return replace(self, segments=tuple(kept))
+        return replace(self, segments=tuple(kept), _seen=None)
+
+    def divided(self, exponent: int) -> Contents:
+        """The same rows by a transform that divides vectors by 2^exponent."""
+        less = exponent - self.transform.exponent
+        segments = tuple(segment.divided(less) for segment in self.segments) if less else self.segments
+        return replace(self, transform=self.transform.divided(less), segments=segments)
 
     def apart(self) -> Contents:
         """The same rows; later additions to these contents do not show there."""

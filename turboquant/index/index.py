@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 from dataclasses import replace
 from threading import RLock
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from .. import _core
 from ..arguments import bounded
 from ..files import existing_file
-from . import inputs, storage, transform
+from . import inputs, storage, training, transform
 from .contents import Contents
 from .inputs import Floats, Ids, id_array, integer
 from .storage import Segment
@@ -23,8 +25,6 @@ from .transform import Transform
 METRICS = ("ip", "cosine", "l2")
 _BITS = (1, 2, 3, 4, 5, 6, 8)
 _QUERIES = 256  # in one pass over the rows
-_SIGMAS = (3.0, 3.5, 4.0, 5.0, 6.0, 8.0, np.inf)  # `train` tries these for `Transform.sigmas`
-_MISSED = 0.0005  # share of the best rows that the chosen one may miss
 _COMPACT = 0.5  # share of removed rows at which `remove` calls `compact`
 
 _ALL: WeakSet[Index] = WeakSet()
@@ -91,7 +91,18 @@ class Index:
     @property
     def is_trained(self) -> bool:
         """Whether `train` was called. An index also works without."""
-        return self._contents.transform.mean is not None
+        return self._contents.transform.training is not None
+
+    @property
+    def training(self) -> dict[str, Any] | None:
+        """What `train` chose, and why: None before it, or a dict of
+
+        chosen: "none", "mean" or "axes". With axes also widths, the bits of each 32 of them; power and together, how
+            widths were chosen; sigmas, the width of a search's bound in standard deviations.
+        queries: held-out rows of the sample. recall: the share of their 10 nearest neighbours that each candidate
+            found, by its name.
+        """
+        return copy.deepcopy(self._contents.transform.training)
 
     @property
     def ids(self) -> Ids:
@@ -123,8 +134,12 @@ class Index:
         return 0 <= number < 2**63 and bool(self._contents.find(np.array([number]))[0] >= 0)
 
     def __repr__(self) -> str:
-        learnt = ", trained" if self.is_trained else ""
-        return f"<Index: {self.ntotal} vectors of {self._dim} numbers, {self._bits} bits, {self._metric}{learnt}>"
+        about = f"{self.ntotal} vectors of {self._dim} numbers, {self._bits} bits, {self._metric}"
+        if self._contents.transform.training is not None:
+            about += f", trained: {self._contents.transform.training['chosen']}"
+        if math.isinf(self._contents.sigmas):
+            about += ", searches read all bits of all rows"
+        return f"<Index: {about}>"
 
     # ---- changes ----
 
@@ -135,9 +150,9 @@ class Index:
             )
 
     def train(self, sample: Any, axes: bool = True) -> None:
-        """Learn the mean of `sample`, float32 or float16 [n, dim], and with `axes` its principal axes and
-        a width of 0..6 or 8 bits for each 32 of them. Axes are kept only if recall on held-out rows of the sample
-        rises. The index must be empty."""
+        """Learn the mean of `sample`, [n, dim] as in `add`, and with `axes` its principal axes and a width of 0..6 or
+        8 bits for each 32 of them. Each is kept only if more neighbours of held-out rows of the sample are found with
+        it; axes must find more by two standard errors. `training` says what was chosen. The index must be empty."""
         self._writable("train")
         x = inputs.vectors("train", "sample", sample, self._dim)
         if x.ndim != 2 or len(x) < 2:
@@ -145,54 +160,25 @@ class Index:
         x = x[:: -(-len(x) // transform.SAMPLE)]
         x = inputs.as_float32(x)
         inputs.check("train", "sample", x, self._metric)
+        exponent = 0
         if self._metric == "cosine":
             x = inputs.normalised(x)
+        elif exponent := inputs.exponent(x):
+            x = np.ldexp(x, -exponent)
         with self._lock:
             if self._contents.segments:
                 raise ValueError(f"train: the index must be empty, it has {self.ntotal} vectors")
-            base = transform.untrained(self._dim, self._bits, self._seed)
-            chosen = transform.with_mean(base, x)
-            if axes and len(x) >= 64:
-                chosen = self._better(base, x) or chosen
+            base = replace(transform.untrained(self._dim, self._bits, self._seed), exponent=exponent)
+            chosen = training.choose(base, x, self._bits, METRICS.index(self._metric), axes)
             self._contents = replace(self._contents, transform=chosen)
 
-    def _better(self, base: Transform, x: Floats) -> Transform | None:
-        """Axes from the sample; None unless axes from nine tenths of it find more of the 10 nearest neighbours of the
-        last tenth."""
-        held = x[::10][:200]
-        rest = np.delete(x, np.s_[::10], axis=0)
-        trial = transform.with_axes(base, rest, self._bits)
-        if trial is None:
-            return None
-        exact = held @ rest.T
-        if self._metric == "l2":
-            exact -= np.einsum("ij,ij->i", rest, rest) / 2
-        k = min(10, len(rest))
-        truth = np.argpartition(-exact, k - 1, axis=1)[:, :k]
-
-        def found(chosen: Transform, wanted: Ids) -> int:
-            index._contents = replace(index._contents, transform=chosen)
-            ids = index.search(held, k)[1]
-            return sum(len(np.intersect1d(a, b)) for a, b in zip(ids, wanted, strict=True))
-
-        index = Index(self._dim, self._bits, self._metric, self._seed)
-        index._contents = Contents(transform.with_mean(base, rest))
-        index.add(rest)
-        before = found(index._contents.transform, truth)
-        index._contents = Contents(trial)
-        index.add(rest)
-        if found(replace(trial, sigmas=np.inf), truth) <= before:
-            return None
-        every = index.search(held, k)[1]
-        enough = next(s for s in _SIGMAS if found(replace(trial, sigmas=s), every) >= (1 - _MISSED) * every.size)
-        return replace(transform.with_axes(base, x, self._bits) or trial, sigmas=enough)
-
-    def _space(self, contents: Contents) -> Any:
-        return contents.transform.space(METRICS.index(self._metric))
+    def _space(self, contents: Contents, sigmas: float | None = None) -> Any:
+        return contents.transform.space(METRICS.index(self._metric), sigmas)
 
     def add(self, x: Any, ids: Any = None) -> None:
-        """Add vectors, float32 or float16 [n, dim] or [dim]; torch tensors may be of bfloat16 too. ids: n integers in
-        0..2^63 - 1 that are not in the index; by default those that follow the largest id ever used."""
+        """Add vectors [n, dim] or [dim]: an array of numbers, a torch tensor or lists. float32 is read where it is;
+        others become float32, 16,384 rows at a time. ids: n integers in 0..2^63 - 1 that are not in the index; by
+        default those that follow the largest id ever used."""
         self._writable("add")
         x = inputs.vectors("add", "x", x, self._dim)
         x = x.reshape(-1, self._dim)
@@ -206,16 +192,26 @@ class Index:
                 now.check_new(given)
             elif now.next_id + n > 2**63:
                 raise ValueError("add: `ids` must be given, because the largest id was used")
-            new = []
-            for at in range(0, n, storage.ROWS):
-                rows = inputs.as_float32(x[at : at + storage.ROWS])
-                own = now.next_id + at if given is None else given[at : at + storage.ROWS]
-                with inputs.explained("add", "x", rows, self._metric, at):
-                    new.append(Segment(*_core.index_encode(self._space(now), rows), own))
-                del rows  # before the next are converted
+            try:
+                new = self._encoded(now, x, given)
+            except inputs.TooLarge:
+                now = now.divided(max(inputs.exponent(inputs.as_float32(part)) for part in storage.parts(x)))
+                new = self._encoded(now, x, given)
             if n:
                 after = now.next_id + n if given is None else max(now.next_id, int(given.max()) + 1)
                 self._contents = now.with_rows(new, after)
+
+    def _encoded(self, now: Contents, x: Any, given: Ids | None) -> list[Segment]:
+        new, at = [], 0
+        for part in storage.parts(x):
+            rows = inputs.as_float32(part)
+            rows = np.ldexp(rows, -now.transform.exponent) if now.transform.exponent else rows
+            own = now.next_id + at if given is None else given[at : at + len(rows)]
+            with inputs.explained("add", "x", rows, self._metric, at):
+                new.append(Segment(*_core.index_encode(self._space(now), rows), own))
+            at += len(rows)
+            del rows  # before the next are converted
+        return new
 
     def remove(self, ids: Any) -> None:
         """Remove vectors by id. ValueError if one is not there; then none is removed."""
@@ -240,29 +236,40 @@ class Index:
             raise ValueError(f"{op}: `ids` must be in the index, got {ids[int((rows < 0).argmax())]}")
         return rows
 
-    def _queries(self, op: str, queries: Any) -> tuple[bool, Floats]:
-        x = inputs.vectors(op, "queries", queries, self._dim)
-        return x.ndim == 1, inputs.as_float32(x).reshape(-1, self._dim)
+    def _queries(self, op: str, queries: Any, now: Contents) -> tuple[bool, Floats, Contents]:
+        """Whether there is one query [dim]; the queries as the core takes them; and contents that take them."""
+        given = inputs.vectors(op, "queries", queries, self._dim)
+        x = inputs.as_float32(given).reshape(-1, self._dim)
+        inputs.check(op, "queries", x, self._metric)
+        if self._metric != "cosine":
+            now = now.divided(max(now.transform.exponent, inputs.exponent(x)))
+            x = np.ldexp(x, -now.transform.exponent) if now.transform.exponent else x
+        return given.ndim == 1, x, now
+
+    def _undivided(self, scores: Floats, now: Contents) -> Floats:
+        """Scores of vectors that were divided, times the square of what they were divided by, in float32's range."""
+        if not now.transform.exponent:
+            return scores
+        most = np.finfo(np.float32).max
+        wide = np.clip(np.ldexp(scores.astype(np.float64), 2 * now.transform.exponent), -most, most)
+        return np.where(np.isinf(scores), scores, wide).astype(np.float32)
 
     def search(self, queries: Any, k: int, filter: Any = None, threads: int = 0) -> tuple[Floats, Ids]:
         """The k best vectors of each query: (scores, ids), float32 and int64 [queries, k], or [k] for a query
         [dim]; ids -1 with scores -inf (l2: inf) where fewer are left.
 
-        queries: float32 or float16 [queries, dim] or [dim].
+        queries: [queries, dim] or [dim], as in `add`.
         filter: ids to search among (unknown ones are ignored), or a bool mask in the order of `ids`.
         threads: how many to use at most; 0: as many as `turboquant._core.num_threads()`.
         """
         k = bounded("search: `k`", k)
         threads = bounded("search: `threads`", threads)
-        single, x = self._queries("search", queries)
-        now = self._contents
-        space, rows = self._space(now), now.rows(filter)
+        single, x, now = self._queries("search", queries, self._contents)
+        space, rows = self._space(now, now.sigmas), now.rows(filter)
         few = max(1, min(k, now.ntotal))
-        with inputs.explained("search", "queries", x, self._metric):
-            parts = [
-                _core.index_search(space, x[at : at + _QUERIES], rows, few, threads)
-                for at in range(0, len(x), _QUERIES)
-            ]
+        parts = [
+            _core.index_search(space, x[at : at + _QUERIES], rows, few, threads) for at in range(0, len(x), _QUERIES)
+        ]
         if len(parts) == 1 and few == k:
             scores, ids = parts[0]
         else:
@@ -273,6 +280,7 @@ class Index:
                 scores[part], ids[part] = found
         if self._metric == "l2":
             scores = np.where(np.isinf(scores), np.float32(np.inf), 0 - scores)
+        scores = self._undivided(scores, now)
         return (scores[0], ids[0]) if single else (scores, ids)
 
     def range_search(
@@ -287,16 +295,14 @@ class Index:
         if np.isnan(limit):
             raise ValueError("range_search: `threshold` must be a number, got nan")
         threads = bounded("range_search: `threads`", threads)
-        _, x = self._queries("range_search", queries)
-        now = self._contents
+        _, x, now = self._queries("range_search", queries, self._contents)
         space, rows = self._space(now), now.rows(filter)
         sign = np.float32(-1 if self._metric == "l2" else 1)
         lims, all_scores, all_ids = [0], [np.empty(0, np.float32)], [np.empty(0, np.int64)]
         for at in range(len(x)):
             found: list[tuple[Floats, Ids]] = []
             for row in rows:
-                with inputs.explained("range_search", "queries", x, self._metric):
-                    got = _core.index_scores(space, x[at : at + 1], row, threads)[0]
+                got = self._undivided(_core.index_scores(space, x[at : at + 1], row, threads)[0], now)
                 hit = np.flatnonzero((got >= sign * limit) & (True if row[5] is None else row[5] != 0))
                 own = row[4][hit] if isinstance(row[4], np.ndarray) else row[4] + hit
                 found.append((got[hit], own.astype(np.int64)))
@@ -370,6 +376,8 @@ class Index:
             "next_id": now.next_id,
             "first_id": int(own[0][0]) if own else 0,
             "sigmas": t.sigmas if np.isfinite(t.sigmas) else None,
+            "exponent": t.exponent,
+            "training": t.training,
         }
         storage.write(path, meta, arrays)
 
@@ -408,11 +416,14 @@ class Index:
             raise ValueError("`bits`, `lead` and `steps` must be there")
         mean = get("mean", np.float32, self._dim)
         matrix = get("matrix", np.float32, base.padded, base.padded)
-        for name, array, most in (("mean", mean, _core.MAX_INPUT), ("steps", steps, 1e30), ("matrix", matrix, 1.001)):
+        for name, array, most in (("mean", mean, inputs.LARGEST), ("steps", steps, 1e30), ("matrix", matrix, 1.001)):
             if array is not None and not (np.abs(array) <= most).all():  # false for NaN too
                 raise ValueError(f"`{name}` must be finite and at most {most:g} in magnitude")
         sigmas = np.inf if meta["sigmas"] is None else float(meta["sigmas"])
-        t = Transform(self._dim, self._seed, bits, lead, steps, mean, matrix, sigmas)
+        exponent, learnt = integer("load", "exponent", meta["exponent"], 0, 128), meta["training"]
+        if not (learnt is None or (isinstance(learnt, dict) and isinstance(learnt.get("chosen"), str))):
+            raise ValueError(f"`training` must be null or an object that says what was chosen, got {learnt!r}")
+        t = Transform(self._dim, self._seed, bits, lead, steps, mean, matrix, sigmas, exponent, learnt)
         _core.index_encode(t.space(0), np.zeros((0, self._dim), np.float32))  # checks widths and steps
         next_id = integer("load", "next_id", meta["next_id"], 0, 2**63)
         self._contents = Contents(t, (), next_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _core
 from ..arguments import integer_in
 
 Floats = NDArray[np.float32]
@@ -32,28 +32,47 @@ def unmasked(op: str, name: str, x: Any) -> NDArray[Any]:
 
 
 def vectors(op: str, name: str, x: Any, dim: int) -> Any:
-    """x, [n, dim] or [dim]: a NumPy array of float32 or float16, or a bfloat16 tensor, which NumPy cannot view. Other
-    torch tensors are viewed, not copied. `as_float32` converts parts of either."""
-    device = getattr(x, "device", None)
+    """x, [n, dim] or [dim]: a NumPy array of numbers, or a bfloat16 tensor, which NumPy cannot view. Other tensors are
+    viewed, not copied. `as_float32` converts parts of either."""
+    device, given = getattr(x, "device", None), type(x).__name__
     if getattr(device, "type", "cpu") != "cpu":
         raise TypeError(f"{op}: `{name}` must be on the CPU, got one on {device}; write {name}.cpu()")
     if _is_torch(x):
         x = x.detach()
         if str(x.dtype) != "torch.bfloat16":
             x = x.numpy()
-    elif isinstance(x, np.ndarray):
-        x = unmasked(op, name, x)
     else:
-        raise TypeError(f"{op}: `{name}` must be an array of float32 or float16, got {type(x).__name__}")
-    if isinstance(x, np.ndarray) and x.dtype not in (np.float32, np.float16):
-        raise TypeError(f"{op}: `{name}` must be an array of float32 or float16, got {x.dtype}")
+        try:
+            x = unmasked(op, name, x)
+        except ValueError as error:  # lists of unequal lengths
+            if np.ma.is_masked(x):
+                raise
+            raise ValueError(f"{op}: `{name}` must be of shape [n, {dim}] or [{dim}]: {error}") from None
+    if isinstance(x, np.ndarray) and x.dtype.kind not in "biuf":
+        got = given if x.dtype == object else f"{given} of {x.dtype}"
+        raise TypeError(f"{op}: `{name}` must be an array or lists of numbers, got {got}")
     if x.ndim not in (1, 2) or x.shape[-1] != dim:
         raise ValueError(f"{op}: `{name}` must be of shape [n, {dim}] or [{dim}], got {list(x.shape)}")
     return x
 
 
 def as_float32(x: Any) -> Floats:
-    return np.asarray(x.float().numpy() if _is_torch(x) else x, np.float32, order="C")
+    """Numbers beyond float32 become infinite."""
+    with np.errstate(over="ignore"):
+        return np.asarray(x.float().numpy() if _is_torch(x) else x, np.float32, order="C")
+
+
+LARGEST = 2.0**55  # the largest number that the core takes, but with cosine (TQ_INDEX_MAX_INPUT)
+
+
+class TooLarge(ValueError):
+    """Numbers are finite, but larger than the core takes."""
+
+
+def exponent(rows: Floats) -> int:
+    """The least e >= 0 so that rows / 2^e are small enough for the core."""
+    most = max(float(rows.max(initial=0)), -float(rows.min(initial=0)))
+    return max(0, math.frexp(most / LARGEST)[1]) if most > LARGEST else 0
 
 
 def id_array(op: str, ids: Any, name: str = "ids") -> Ids:
@@ -73,12 +92,11 @@ def id_array(op: str, ids: Any, name: str = "ids") -> Ids:
 
 
 def check(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> None:
-    """ValueError unless rows are finite and small enough, and not zero with cosine. first: the number of rows[0]."""
-    good = np.abs(rows) <= _core.MAX_INPUT  # false for NaN
+    """ValueError unless rows are finite, and not zero with cosine. first: the number of rows[0]."""
+    good = np.isfinite(rows)
     if not good.all():
         i, j = divmod(int(np.argmin(good)), rows.shape[1])
-        limit = f"finite and at most {_core.MAX_INPUT:.0f} in magnitude"
-        raise ValueError(f"{op}: `{name}[{first + i}, {j}]` must be {limit}, got {rows[i, j]}")
+        raise ValueError(f"{op}: `{name}[{first + i}, {j}]` must be finite in float32, got {rows[i, j]}")
     if metric == "cosine" and not (there := rows.any(axis=1)).all():
         raise ValueError(f"{op}: `{name}[{first + int(np.argmin(there))}]` must not be zero with cosine")
 
@@ -93,9 +111,12 @@ def normalised(rows: Floats) -> Floats:
 
 @contextmanager
 def explained(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> Iterator[None]:
-    """Names row and column if the core refuses numbers. The core checks them as it reads them, so nothing else does."""
+    """Names row and column if the core refuses numbers. The core checks them as it reads them, so nothing else does.
+    TooLarge if they are finite."""
     try:
         yield
-    except ValueError:
+    except ValueError as error:
         check(op, name, rows, metric, first)
+        if metric != "cosine" and exponent(rows):
+            raise TooLarge from error
         raise

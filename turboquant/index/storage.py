@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..files import Tensor, array_bytes, crc32, numpy_dtype, read_header, tensor
 
 ROWS = 16_384  # of a segment
 BLOCK = 64  # rows whose leading bits lie together
+UNSORTED = 256  # rows of a segment that are looked through for an id one by one
 FORMAT = "turboquant-index-1"
 
 
@@ -24,11 +26,14 @@ class Segment:
     codes: NDArray[np.uint8]  # [n, row bytes]
     signs: NDArray[np.uint8]  # [blocks, planes, 64], leading bits
     scales: NDArray[np.float32]  # [n]
-    offsets: NDArray[np.float32] | None  # [n]: <mean, x - mean>, and for l2 less half the squared norm
+    offsets: NDArray[np.float32] | None  # [n]: <mean, x - mean>; l2: -|x - mean|^2 / 2
     ids: NDArray[np.int64] | int  # [n], or the first of consecutive ones
     allowed: NDArray[np.uint8] | None = None  # [n], 0 where removed; None: all are there
     room: Segment | None = None  # a larger segment that begins with these rows; more may be added to it
-    _order: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # present ids, ascending, and their rows
+    # The ids that are there, ascending, and their rows, of as many first rows as the last number says. `find` looks
+    # through the other rows one by one, so that adding a row does not need a new order.
+    _order: tuple[NDArray[np.int64], NDArray[np.int64], int] | None = None
+    _noise: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -45,21 +50,38 @@ class Segment:
             if self.allowed is not None:
                 inside &= self.allowed[rows] != 0
             return np.where(inside, rows, -1)
-        if self._order is None:  # two searches at once may both compute it: the results are equal
+        covered = self._order[2] if self._order else 0
+        few = len(self) - covered <= UNSORTED and len(ids) <= UNSORTED
+        if self._order is None or (covered < len(self) and not few):  # two searches may both do it, with equal results
             rows = np.arange(len(self)) if self.allowed is None else np.flatnonzero(self.allowed)
             order = np.argsort(self.ids[rows], kind="stable")
-            self._order = self.ids[rows][order], rows[order]
-        known, rows = self._order
-        if not len(known):
-            return np.full(len(ids), -1, np.int64)
-        at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-        return np.where(known[at] == ids, rows[at], -1)
+            self._order = self.ids[rows][order], rows[order], len(self)
+        known, rows, covered = self._order
+        found = np.full(len(ids), -1, np.int64)
+        if len(known):
+            at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+            found = np.where(known[at] == ids, rows[at], -1)
+        if covered < len(self):
+            same = ids[:, None] == self.ids[covered:]
+            if self.allowed is not None:
+                same &= self.allowed[covered:] != 0
+            found = np.where(same.any(axis=1), covered + same.argmax(axis=1), found)
+        return found
+
+    @property
+    def noise(self) -> NDArray[np.int64]:
+        """How many rows there are of each binary exponent of a scale and noise class (turboquant_index.h), [256, 8]."""
+        if self._noise is None:
+            scales = self.scales if self.allowed is None else self.scales[self.allowed != 0]
+            words = np.ascontiguousarray(scales).view(np.uint32)
+            self._noise = np.bincount((words >> 23 & 255) << 3 | words & 7, minlength=2048).reshape(256, 8)
+        return self._noise
 
     def without(self, rows: NDArray[np.int64]) -> Segment:
         """The same without some rows."""
         allowed = np.ones(len(self), np.uint8) if self.allowed is None else self.allowed.copy()
         allowed[rows] = 0
-        return replace(self, allowed=allowed, _order=None)
+        return replace(self, allowed=allowed, _order=None, _noise=None)
 
     def sign_rows(self, rows: NDArray[Any] | None = None) -> NDArray[np.uint8]:
         """Leading bits row after row, [n, planes]."""
@@ -71,6 +93,12 @@ class Segment:
         offsets = None if self.offsets is None else self.offsets[rows]
         signs = blocks_of(self.sign_rows(rows))
         return Segment(self.codes[rows], signs, self.scales[rows], offsets, self.all_ids[rows])
+
+    def divided(self, exponent: int) -> Segment:
+        """The rows of vectors divided by 2^exponent."""
+        offsets = None if self.offsets is None else np.ldexp(self.offsets, -2 * exponent)
+        scales = np.ldexp(self.scales, -exponent)
+        return Segment(self.codes, self.signs, scales, offsets, self.ids, self.allowed)
 
     def apart(self) -> Segment:
         """The same rows without room: later additions to this segment do not show there."""
@@ -105,7 +133,8 @@ class Segment:
         allowed = None if self.allowed is None else np.concatenate([self.allowed, np.ones(m, np.uint8)])
         offsets = None if room.offsets is None else room.offsets[: n + m]
         blocks = room.signs[: -(-(n + m) // BLOCK)]
-        return Segment(room.codes[: n + m], blocks, room.scales[: n + m], offsets, ids, allowed, room)
+        order = self._order if isinstance(self.ids, np.ndarray) else None
+        return Segment(room.codes[: n + m], blocks, room.scales[: n + m], offsets, ids, allowed, room, order)
 
     @property
     def all_ids(self) -> NDArray[np.int64]:
@@ -148,6 +177,11 @@ def with_room(new: Segment) -> Segment:
     joined = start.followed_by(new)
     assert joined is not None
     return joined
+
+
+def parts(x: Any) -> Iterator[Any]:
+    """Rows of x, a segment at a time."""
+    return (x[at : at + ROWS] for at in range(0, len(x), ROWS))
 
 
 def write(path: str | os.PathLike[str], meta: dict[str, Any], arrays: dict[str, list[NDArray[Any]]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ from .storage import Segment
 
 GROUP = 32
 SAMPLE = 20_000  # the most rows of a sample that are used, spread evenly
+FEW = 16  # up to this many numbers, the rotated coordinates are no independent noise, and the scan has no bound
 TWO_LEAD = 192  # up to this many coordinates, the scan of an untrained index reads two bits of each
 # E[(u - its level)^2] of N(0, 1), by bits
 _DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 3: 0.03455, 4: 0.009506, 5: 0.002519, 6: 0.0006625, 8: 0.0000814}
@@ -31,6 +33,8 @@ class Transform:
     mean: float32 [dim] or None. matrix: float32 [padded, padded], R transposed, so that z = (x - mean) @ matrix; None:
         a random Hadamard rotation by `seed`.
     sigmas: the scan bounds what unread bits add to a score by this many standard deviations.
+    exponent: x are divided by 2^exponent first, above 0 where numbers are larger than the core takes.
+    training: what `train` chose, and why (`Index.training`).
     """
 
     dim: int
@@ -41,6 +45,8 @@ class Transform:
     mean: Floats | None = None
     matrix: Floats | None = None
     sigmas: float = 2.5
+    exponent: int = 0
+    training: dict[str, Any] | None = None
 
     @property
     def padded(self) -> int:
@@ -62,10 +68,16 @@ class Transform:
         arrays = (self.bits, self.lead, self.steps, self.mean, self.matrix)
         return sum(array.nbytes for array in arrays if array is not None)
 
-    def space(self, metric: int) -> tuple[Any, ...]:
+    def space(self, metric: int, sigmas: float | None = None) -> tuple[Any, ...]:
         """The transform as the core takes it."""
         plan = _plan(self.padded, self.matrix is not None, self.seed)
-        return plan, self.dim, metric, self.bits, self.lead, self.steps, self.mean, self.matrix, self.sigmas
+        width = self.sigmas if sigmas is None else sigmas
+        return plan, self.dim, metric, self.bits, self.lead, self.steps, self.mean, self.matrix, width
+
+    def divided(self, exponent: int) -> Transform:
+        """The transform of vectors that are divided by another 2^exponent first."""
+        mean = None if self.mean is None else np.ldexp(self.mean, -exponent)
+        return replace(self, mean=mean, exponent=self.exponent + exponent)
 
     def decoded(self, segment: Segment, rows: NDArray[np.int64]) -> Floats:
         """The vectors that some rows of a segment stand for."""
@@ -73,7 +85,7 @@ class Transform:
         z = _core.index_decode(self.bits, self.lead, self.steps, codes, leading, scales)
         plan = _plan(self.padded, self.matrix is not None, self.seed)
         x = _core.rotate(plan, z, self.matrix, inverse=self.matrix is None)[:, : self.dim]  # the matrix is the inverse
-        return np.ascontiguousarray(x if self.mean is None else x + self.mean)
+        return np.ascontiguousarray(np.ldexp(x if self.mean is None else x + self.mean, self.exponent))
 
 
 @lru_cache(maxsize=64)
@@ -83,13 +95,40 @@ def _plan(padded: int, dense: bool, seed: int) -> Any:
     return Plan(padded, Side(1, rotation), seed=seed).words  # a rotation does not depend on the rest
 
 
+# What the rows of each noise class count as: the ends of the classes are in turboquant_index.h
+_NOISE = np.array([0.95, 1.1, 1.35, 1.7, 2.15, 2.8, 3.8, 6.0])
+_WIDEST = 4.0  # standard deviations of a bound
+_BEYOND = 0.0125  # share of rows that may lie above their bounds
+_LARGEST = 0.05  # share of rows: the largest by inner product may be these
+
+
+def _share_beyond(sigmas: float) -> float:
+    """Of a normal distribution."""
+    return math.erfc(sigmas / math.sqrt(2)) / 2
+
+
+def bound(sigmas: float, counts: Any) -> float:
+    """The least width of a bound, `sigmas` or wider in steps of 0.5, that few of the rows lie above, of all of them and
+    of those with the largest scales. counts: rows of each binary exponent of a scale and noise class, [256, 8], or 0.
+    Infinite if none up to 4 deviations is wide enough."""
+    rows = np.cumsum(np.atleast_2d(counts)[::-1], axis=0)
+    rows = rows[rows.sum(axis=1) >= max(1, _LARGEST * rows[-1].sum())]
+    most = max(_BEYOND, 2 * _share_beyond(sigmas))
+    for width in [sigmas, *np.arange(math.floor(2 * min(sigmas, _WIDEST) + 1) / 2, _WIDEST + 0.1, 0.5).tolist()]:
+        beyond = np.array([_share_beyond(width / noise) for noise in _NOISE.tolist()])
+        if not len(rows) or (rows @ beyond <= most * rows.sum(axis=1)).all():
+            return float(width)
+    return math.inf
+
+
 def untrained(dim: int, bits: int, seed: int) -> Transform:
     groups = -(-dim // GROUP)
     # With few coordinates, bounds from one bit are so loose that scoring the rows that pass takes longer than reading
     # two bits.
     lead = min(bits, 2) if GROUP * groups <= TWO_LEAD else 1
     widths, leads = np.full(groups, bits, np.uint8), np.full(groups, lead, np.uint8)
-    return Transform(dim, seed, widths, leads, np.ones(groups, np.float32), sigmas=3.0 if lead == 2 else 2.5)
+    sigmas = math.inf if dim <= FEW else 3.0 if lead == 2 else 2.5
+    return Transform(dim, seed, widths, leads, np.ones(groups, np.float32), sigmas=sigmas)
 
 
 def with_mean(base: Transform, sample: Floats) -> Transform:
@@ -117,11 +156,11 @@ def _cheapest(costs: list[dict[int, float]], budget: int) -> NDArray[np.uint8]:
     return widths
 
 
-def allocate(variances: NDArray[np.float64], bits: int) -> NDArray[np.uint8]:
-    """Widths of groups that sum to at most bits * groups and have the least expected squared error of a score. Queries
-    are assumed to vary as the vectors do, so a group's error is weighted by its variance again:
-    sum of variance^2 * distortion(width)."""
-    costs = [{width: v**2 * error for width, error in _DISTORTION.items()} for v in variances.tolist()]
+def allocate(variances: NDArray[np.float64], bits: int, power: float = 1.0) -> NDArray[np.uint8]:
+    """Widths of groups that sum to at most bits * groups and have the least sum of
+    variance^(1 + power) * distortion(width). Power 0 is the mean squared error of vectors; power 1 that of scores, if
+    queries vary as the vectors do."""
+    costs = [{width: v ** (1 + power) * error for width, error in _DISTORTION.items()} for v in variances.tolist()]
     return _cheapest(costs, bits * len(variances))
 
 
@@ -139,21 +178,39 @@ def leading(variances: NDArray[np.float64], bits: NDArray[np.uint8]) -> NDArray[
     return lead
 
 
-def with_axes(base: Transform, sample: Floats, bits: int) -> Transform | None:
-    """Principal axes of the sample in groups of 32, a random rotation inside each, and widths after their variances.
-    None if the sample has no variance, or less than float32 holds."""
-    centred = with_mean(base, sample)
-    assert centred.mean is not None
-    x = np.zeros((len(sample), base.padded))
-    x[:, : base.dim] = sample.astype(np.float64) - centred.mean
-    values, vectors = np.linalg.eigh(x.T @ x / len(x))
-    axes = vectors[:, ::-1].T
-    variances = np.maximum(values[::-1], 0).reshape(-1, GROUP).mean(axis=1)
-    steps = np.sqrt(np.maximum(variances, variances[0] * 1e-8)).astype(np.float32)
-    if not steps.min() >= np.finfo(np.float32).tiny:
-        return None
-    mix = _core.haar(base.seed, GROUP).astype(np.float64)
-    matrix = np.concatenate([mix @ axes[g : g + GROUP] for g in range(0, base.padded, GROUP)]).T.astype(np.float32)
-    widths = allocate(variances, bits)
-    matrix = np.ascontiguousarray(matrix)
-    return replace(centred, bits=widths, lead=leading(variances, widths), steps=steps, matrix=matrix)
+class Axes:
+    """The principal axes of a sample, from the largest variance on."""
+
+    def __init__(self, base: Transform, sample: Floats) -> None:
+        self.centred = with_mean(base, sample)
+        assert self.centred.mean is not None
+        x = np.zeros((len(sample), base.padded))
+        x[:, : base.dim] = sample.astype(np.float64) - self.centred.mean
+        values, vectors = np.linalg.eigh(x.T @ x / len(x))
+        self.axes = vectors[:, ::-1].T
+        self.variances = np.maximum(values[::-1], 0).reshape(-1, GROUP).mean(axis=1)
+
+    def transform(self, bits: int, power: float, together: bool) -> Transform | None:
+        """Groups of 32 axes with widths after their variances (`allocate`). A random rotation mixes the axes of each
+        group, or `together` those of all groups of one width. None if the sample has no variance, or less than float32
+        holds."""
+        seed, variances = self.centred.seed, self.variances
+        widths = allocate(variances, bits, power)
+        blocks = [np.flatnonzero(widths == width) for width in np.unique(widths)] if together else []
+        matrix = np.empty_like(self.axes)
+        if together:
+            variances = variances.copy()
+            for groups in blocks:
+                variances[groups] = variances[groups].mean()
+                rows = (GROUP * groups[:, None] + np.arange(GROUP)).ravel()
+                normal = np.random.default_rng(seed).standard_normal((len(rows), len(rows)))
+                matrix[rows] = np.linalg.qr(normal)[0] @ self.axes[rows]
+        else:
+            mix = _core.haar(seed, GROUP).astype(np.float64)
+            for g in range(0, len(matrix), GROUP):
+                matrix[g : g + GROUP] = mix @ self.axes[g : g + GROUP]
+        steps = np.sqrt(np.maximum(variances, variances[0] * 1e-8)).astype(np.float32)
+        if not steps.min() >= np.finfo(np.float32).tiny:
+            return None
+        turned = np.ascontiguousarray(matrix.T.astype(np.float32))
+        return replace(self.centred, bits=widths, lead=leading(variances, widths), steps=steps, matrix=turned)

@@ -1,0 +1,181 @@
+"""The bound of a search's first pass is measured on the rows: `search` finds what all scores of the same codes find,
+also where rotated coordinates are no independent noise."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from slow_index import levels_of
+
+import turboquant
+from turboquant import _core
+from turboquant.index.transform import bound
+
+SENTENCES = Path(__file__).parent / "data" / "sentences.npy"
+EVERY = "searches read all bits of all rows"
+
+
+def cut(x, queries=100):
+    return x[queries:], x[:queries]
+
+
+def one_hot(rng):
+    x, queries = np.zeros((3000, 128)), np.zeros((100, 128))
+    x[np.arange(3000), rng.integers(0, 128, 3000)] = rng.random(3000) + 0.5
+    queries[np.arange(100), rng.integers(0, 128, 100)] = 1
+    return x, queries
+
+
+def large_dims(rng, dim, factors):
+    x = rng.standard_normal((3000, dim))
+    x[:, : len(factors)] *= factors
+    return x, x[:100] + 0.5 * rng.standard_normal((100, dim))
+
+
+def sparse(rng, share):
+    x = rng.standard_normal((3100, 256)) * (rng.random((3100, 256)) < share)
+    x[~x.any(axis=1), 0] = 1
+    return cut(x)
+
+
+def clusters(rng):
+    centres = 3 * rng.standard_normal((50, 64))
+    return cut(centres[rng.integers(0, 50, 3100)] + rng.standard_normal((3100, 64)))
+
+
+DATA = {  # name: rows and queries of a random generator
+    **{
+        f"{d} numbers": lambda rng, d=d: cut(rng.standard_normal((3100, d)))
+        for d in (1, 2, 3, 4, 6, 8, 12, 16, 32, 128)
+    },
+    "one-hot": one_hot,
+    "two large": lambda rng: large_dims(rng, 96, [60, 60]),
+    "one large": lambda rng: large_dims(rng, 128, [30]),
+    "five large": lambda rng: large_dims(rng, 384, [20] * 5),
+    "five somewhat large": lambda rng: large_dims(rng, 384, [8] * 5),
+    "2 of 256": lambda rng: sparse(rng, 2 / 256),
+    "8 of 256": lambda rng: sparse(rng, 8 / 256),
+    "32 of 256": lambda rng: sparse(rng, 32 / 256),
+    "on a plane": lambda rng: cut(rng.standard_normal((3100, 2)) @ rng.standard_normal((2, 200))),
+    "far away": lambda rng: cut(rng.standard_normal((3100, 128)) + 10),
+    "colours": lambda rng: cut(rng.integers(0, 256, (3100, 3)).astype(float)),
+    "bits": lambda rng: cut(rng.integers(0, 2, (3100, 128)).astype(float)),
+    "histograms": lambda rng: cut(rng.dirichlet(np.full(64, 0.05), 3100)),
+    "heavy tails": lambda rng: cut(rng.standard_t(2, (3100, 100))),
+    "clusters": clusters,
+    "sentences": lambda rng: cut(np.load(SENTENCES).astype(float)),
+}  # fmt: skip
+
+
+def all_scores(index, queries):
+    contents = index._contents
+    return np.concatenate([_core.index_scores(index._space(contents), queries, r) for r in contents.rows(None)], axis=1)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("metric", ["ip", "l2", "cosine"])
+def test_search_finds_what_all_scores_find(metric, bits):
+    """Shares of the ten best, by exact scores, within 0.005."""
+    for name, make in DATA.items():
+        x, queries = (part.astype(np.float32) for part in make(np.random.default_rng(0)))
+        if metric == "cosine":
+            x, queries = (part / np.linalg.norm(part, axis=1, keepdims=True) for part in (x, queries))
+        exact = queries.astype(float) @ x.T.astype(float)
+        if metric == "l2":
+            exact -= (x.astype(float) ** 2).sum(axis=1) / 2
+        enough = -np.sort(-exact, axis=1)[:, 9:10]
+        enough = enough - 1e-6 * np.abs(enough)
+        index = turboquant.Index(x.shape[1], bits, metric)
+        index.add(x)
+        best = np.argsort(-all_scores(index, queries), axis=1, kind="stable")[:, :10]
+        shares = [(np.take_along_axis(exact, ids, 1) >= enough).mean() for ids in (index.search(queries, 10)[1], best)]
+        assert shares[0] >= shares[1] - 0.005, (name, shares)
+        if bits == 4 and name in ("1 numbers", "2 numbers", "4 numbers", "one-hot", "two large", "2 of 256"):
+            assert EVERY in repr(index), name
+        if name in ("32 numbers", "128 numbers", "on a plane", "far away", "sentences", "clusters"):
+            assert EVERY not in repr(index), name
+
+
+@pytest.mark.parametrize("lead, bits", [(1, 4), (2, 4), (2, 8), (1, 3)])
+def test_noise_classes_by_definition(lead, bits):
+    """The lowest bits of scales, from decoded levels and the rotation in NumPy."""
+    rng = np.random.default_rng(1)
+    dim = 64 if lead == 2 else 224
+    x = rng.standard_normal((400, dim)).astype(np.float32) * (rng.random((400, 1)) < rng.random((400, dim)) ** 4)
+    x[:, 0] += 1
+    index = turboquant.Index(dim, bits)
+    index.add(x)
+    assert index._contents.transform.lead[0] == lead
+    segment = index._contents.segments[0]
+    plan = index._contents.transform.space(0)[0]
+    z = _core.rotate(plan, x, None)
+    u = z / np.sqrt((z.astype(float) ** 2).mean(axis=1, keepdims=True))
+    levels, usual = levels_of(u.astype(np.float32), bits), rng.standard_normal(400_000).astype(np.float32)
+    its = levels_of(usual, bits)
+    if bits == 8:
+        code, field = np.rint(levels * 32) + 128, np.rint(its * 32) + 128
+    else:
+        code, field = np.searchsorted(np.unique(its), levels), np.searchsorted(np.unique(its), its)
+    code, field = (a.astype(int) >> bits - lead for a in (code, field))
+    values = np.array([its[field == k].mean() for k in range(1 << lead)])
+    values *= (its * usual).mean() / (values[field] * usual).mean()
+    errors = _core.rotate(plan, (levels - values[code]).astype(np.float32), None, inverse=True).astype(float)
+    expected = ((its - values[field]) ** 2).mean()
+    noise = np.sqrt((x.astype(float) ** 2 * errors**2).sum(1) / (x.astype(float) ** 2).sum(1) / expected)
+    classes = segment.scales.view(np.uint32) & 7
+    ends = np.array([1, 1.2, 1.5, 1.9, 2.4, 3.2, 4.5])
+    sure = np.abs(noise[:, None] / ends - 1).min(axis=1) > 0.02  # an estimate from 400,000 numbers
+    assert sure.mean() > 0.7 and (classes == np.searchsorted(ends, noise))[sure].all() and len(set(classes)) > 4
+    assert (segment.noise.sum(axis=0) == np.bincount(classes, minlength=8)).all()
+
+
+def test_least_width_of_a_bound():
+    quiet, some, loud = (np.zeros((256, 8), int) for _ in range(3))
+    quiet[120, :2], some[100, :4], loud[90, 7] = (900, 100), (50, 0, 40, 10), 9
+    assert bound(2.5, quiet) == 2.5 and bound(3.0, quiet) == 3.0 and bound(1.0, quiet) == 1.0
+    assert 2.5 < bound(2.5, some) <= 4
+    assert bound(2.5, loud) == math.inf == bound(math.inf, quiet)
+    assert bound(2.5, 0 * quiet) == bound(2.5, 0) == 2.5  # no rows
+    few = quiet.copy()
+    few[110, 7] = 8  # under 1.25 %
+    assert bound(2.5, few) == 2.5
+    few[110, 7], few[130, 7] = 0, 8  # of rows with larger scales than all others
+    assert bound(2.5, few) == 2.5
+    few[130, 0] = 60  # too many of the 5 % with the largest scales
+    assert bound(2.5, few) > 2.5
+
+
+def test_the_bound_follows_the_rows_that_are_there():
+    rng = np.random.default_rng(0)
+    index = turboquant.Index(128, 4)
+    index.add(rng.standard_normal((500, 128)))
+    assert EVERY not in repr(index)
+    index.add(one_hot(rng)[0][:400])
+    assert EVERY in repr(index)
+    index.remove(np.arange(500, 900))
+    assert EVERY not in repr(index)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+def test_a_scan_without_a_bound_is_the_same_on_every_isa(bits):
+    x = np.random.default_rng(0).standard_normal((1500, 3)).astype(np.float32)
+    index = turboquant.Index(3, bits, "l2")
+    index.add(x)
+    index.remove(np.arange(0, 1500, 7))
+    allowed = np.arange(1500) % 3 > 0
+    every = -all_scores(index, x[:40])
+    every[:, ::7] = np.inf
+    for isa in _core.isa_available():
+        _core.set_isa(isa)
+        try:
+            for threads in (1, 2):
+                scores, ids = (a.copy() for a in index.search(x[:40], 9, threads=threads))
+                best = np.argsort(every, axis=1, kind="stable")[:, :9]
+                assert (ids == best).all() and (scores == np.take_along_axis(every, best, 1)).all()
+                ids = index.search(x[:40], 9, filter=allowed[index.ids], threads=threads)[1]
+                assert (ids == np.argsort(np.where(allowed, every, np.inf), axis=1, kind="stable")[:, :9]).all()
+        finally:
+            _core.set_isa(None)

@@ -1,0 +1,116 @@
+"""`Index.train` keeps what finds more neighbours of held-out rows, and says what it chose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import turboquant
+from turboquant.index import transform
+
+RNG = np.random.default_rng
+
+
+def spectrum(n, dim=128, seed=0, mean=0.05):
+    rng = RNG(seed)
+    axes = np.linalg.qr(RNG(99).standard_normal((dim, dim)))[0]
+    return (rng.standard_normal((n, dim)) / np.sqrt(1 + np.arange(dim)) @ axes + mean).astype(np.float32)
+
+
+def recall(index, queries, x, metric):
+    exact = queries.astype(float) @ x.T.astype(float)
+    if metric == "l2":
+        exact -= (x.astype(float) ** 2).sum(axis=1) / 2
+    truth = np.argsort(-exact, axis=1)[:, :10]
+    return np.mean([len(np.intersect1d(a, b)) / 10 for a, b in zip(index.search(queries, 10)[1], truth, strict=True)])
+
+
+def test_what_was_chosen_is_told(tmp_path):
+    x = spectrum(3000)
+    index = turboquant.Index(128, 3)
+    assert index.training is None and not index.is_trained and "trained" not in repr(index)
+    index.train(x)
+    told = index.training
+    assert told["chosen"] == "axes" and index.is_trained and ", trained: axes" in repr(index)
+    assert told["queries"] == 300 and told["sigmas"] <= 4 and len(told["widths"]) == 4
+    assert {"none", "mean", "axes, power 1"} <= set(told["recall"])
+    assert max(told["recall"], key=told["recall"].get).startswith("axes")
+    told["chosen"] = "mine"  # a copy
+    assert index.training["chosen"] == "axes"
+    index.add(x)
+    index.save(tmp_path / "index")
+    assert turboquant.Index.load(tmp_path / "index").training == index.training == index.copy().training
+    few = turboquant.Index(128, 3)
+    few.train(x[:40])
+    assert few.training == {"chosen": "mean", "queries": 0, "recall": {}}
+
+
+def test_a_sample_of_10_000_rows_has_500_queries():
+    index = turboquant.Index(8, 2)
+    index.train(RNG(0).standard_normal((10_000, 8)))
+    assert index.training["queries"] >= 500
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_mean_is_judged(bits):
+    """Where lengths differ much, short rows lie near the origin and far from the mean."""
+    rng = RNG(0)
+    x = (rng.lognormal(0, 2, (3000, 1)) * rng.standard_normal((3000, 96))).astype(np.float32)
+    queries = rng.standard_normal((100, 96)).astype(np.float32)
+    shares = []
+    for axes in (None, False, True):
+        index = turboquant.Index(96, bits, "l2")
+        if axes is not None:
+            index.train(x, axes)
+            assert index.training["chosen"] != "mean"
+        index.add(x)
+        shares.append(recall(index, queries, x, "l2"))
+    assert min(shares) >= shares[0] - 0.005
+
+
+@pytest.mark.parametrize("metric", ["ip", "l2", "cosine"])
+def test_training_does_not_hurt(metric):
+    """Random data has nothing to learn: whatever is chosen finds as much as the mean alone and has a bound."""
+    rng = RNG(3)
+    kinds = {
+        "random": rng.standard_normal((4000, 64)),
+        "uniform": rng.random((4000, 64)),
+        "clusters": 3 * rng.standard_normal((50, 64))[rng.integers(0, 50, 4000)] + rng.standard_normal((4000, 64)),
+        "spectrum": spectrum(4000, 64, mean=0.5),
+    }
+    for name, x in kinds.items():
+        x = x.astype(np.float32)
+        if metric == "cosine":
+            x /= np.linalg.norm(x, axis=1, keepdims=True)
+        shares = []
+        for axes in (None, False, True):
+            index = turboquant.Index(64, 2, metric)
+            if axes is not None:
+                index.train(x[200:], axes)
+            index.add(x[200:])
+            assert index._contents.sigmas <= 4, name
+            shares.append(recall(index, x[:200], x[200:], metric))
+        assert shares[1] >= shares[0] - 0.01 and shares[2] >= shares[1] - 0.01, (name, shares)
+
+
+def test_widths_for_powers_of_variances():
+    """Power 0 spreads bits over the groups more evenly than power 1, which follows the largest variances."""
+    variances = 4.0 ** -np.arange(8)
+    widths = [transform.allocate(variances, 3, power) for power in (0, 0.5, 1)]
+    assert all(w.sum() == 24 and (np.diff(w.astype(int)) <= 0).all() for w in widths)
+    assert widths[0][0] <= widths[1][0] <= widths[2][0] and widths[0][-1] >= widths[2][-1]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_axes_are_a_rotation_of_all(together):
+    x = spectrum(500, 96)
+    base = transform.untrained(96, 3, 7)
+    t = transform.Axes(base, x).transform(3, 1.0, together)
+    assert np.allclose(t.matrix.T @ t.matrix, np.eye(96), atol=1e-5)
+    z = (x - t.mean) @ t.matrix
+    energy = (z**2).mean(axis=0).reshape(-1, 32).mean(axis=1)
+    for width in np.unique(t.bits):
+        same = t.bits == width
+        assert np.allclose(energy[same].mean(), (t.steps[same] ** 2).mean(), rtol=0.05)
+        if together:
+            assert np.ptp(t.steps[same]) == 0

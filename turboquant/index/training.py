@@ -1,0 +1,118 @@
+"""What `Index.train` learns, judged by the recall of held-out rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _core
+from .inputs import Floats, Ids
+from .transform import Axes, Transform, with_mean
+
+_HELD = 1000  # the most queries
+_LEAST = 64  # rows of a sample that can be judged
+_SIGMAS = (3.0, 3.5, 4.0)
+_MISSED = 0.0005  # share of the best rows that a bound below the widest may miss
+_LOST = 0.004  # of the recall, by the widest
+_POWERS = (1.0, 0.5, 0.0)  # of variances, for widths
+
+Recalls = NDArray[np.float64]  # of each query
+
+
+class _Trial:
+    """Rows of a sample: a tenth of them are queries, and the others an index."""
+
+    def __init__(self, x: Floats, metric: int) -> None:
+        self.metric = metric
+        held = np.arange(0, len(x), 10)[:_HELD]
+        self.queries, self.rest = x[held], np.delete(x, held, axis=0)
+        self.k = min(10, len(self.rest))
+        queries, rest, lengths = self.queries, self.rest, np.float32(0)
+        if metric == 2:  # squared distances lose fewer digits near the origin
+            centre = rest.mean(axis=0, dtype=np.float64).astype(np.float32)
+            queries, rest = queries - centre, rest - centre
+            lengths = np.einsum("ij,ij->i", rest, rest) / 2
+        self.truth: Ids = np.argpartition(lengths - queries @ rest.T, self.k - 1, axis=1)[:, : self.k]
+
+    def encoded(self, t: Transform) -> tuple[Any, ...]:
+        return (*_core.index_encode(t.space(self.metric), self.rest), 0, None)
+
+    def found(self, t: Transform, rows: tuple[Any, ...], sigmas: float = math.inf) -> Ids:
+        ids: Ids = _core.index_search(t.space(self.metric, sigmas), self.queries, (rows,), self.k)[1]
+        return ids
+
+    def recall(self, t: Transform, rows: tuple[Any, ...]) -> Recalls:
+        return _share(self.found(t, rows), self.truth)
+
+    def bounded(self, t: Transform, rows: tuple[Any, ...]) -> tuple[float, Recalls]:
+        """The least width of a bound that hardly misses what a scan of all bits finds, at most 4 standard deviations;
+        and the recall with it."""
+        every = self.found(t, rows)
+        for sigmas in _SIGMAS:
+            found = self.found(t, rows, sigmas)
+            if _share(found, every).mean() >= 1 - _MISSED:
+                break
+        return sigmas, _share(found, self.truth)
+
+
+def _share(found: Ids, wanted: Ids) -> Recalls:
+    shares: Recalls = (found[:, :, None] == wanted[:, None, :]).any(axis=2).mean(axis=1)
+    return shares
+
+
+def _rises(before: Recalls, after: Recalls) -> bool:
+    """Whether recall rises by more than two standard errors of the difference over the same queries."""
+    gain = after - before
+    return bool(gain.mean() > 2 * gain.std() / math.sqrt(len(gain)))
+
+
+def choose(base: Transform, x: Floats, bits: int, metric: int, axes: bool) -> Transform:
+    """`base`, its mean alone, or axes and widths too: what finds the most neighbours of held-out rows of x. Axes must
+    find more by two standard errors, with a bound of at most 4 standard deviations."""
+    if len(x) < _LEAST:
+        return replace(with_mean(base, x), training={"chosen": "mean", "queries": 0, "recall": {}})
+    trial = _Trial(x, metric)
+    recalls: dict[str, Recalls] = {}
+    for name, t in (("none", base), ("mean", with_mean(base, trial.rest))):
+        recalls[name] = trial.recall(t, trial.encoded(t))
+    plain = "mean" if recalls["mean"].sum() > recalls["none"].sum() else "none"
+    chosen = with_mean(base, x) if plain == "mean" else base
+    what: dict[str, Any] = {"chosen": plain}
+    if axes and (found := _best_axes(trial, base, bits, recalls, recalls[plain])):
+        power, together, sigmas = found
+        learnt = Axes(base, x).transform(bits, power, together)
+        if learnt is not None:
+            chosen = replace(learnt, sigmas=sigmas)
+            what = {"chosen": "axes", "power": power, "together": together, "sigmas": sigmas}
+            what["widths"] = chosen.bits.tolist()
+    means = {name: round(float(recall.mean()), 4) for name, recall in recalls.items()}
+    return replace(chosen, training={**what, "queries": len(trial.queries), "recall": means})
+
+
+def _best_axes(
+    trial: _Trial, base: Transform, bits: int, recalls: dict[str, Recalls], plain: Recalls
+) -> tuple[float, bool, float] | None:
+    """(power, together, sigmas) of the widths that find most; None if none of them finds more than `plain`. The recall
+    of each is added to `recalls`."""
+    learnt = Axes(base, trial.rest)
+    tried: dict[str, tuple[float, bool, Transform]] = {}
+    for power in _POWERS:
+        for together in (False, True):
+            t = learnt.transform(bits, power, together)
+            if t is None:
+                return None
+            name = f"axes, power {power:g}" + (", together" if together else "")
+            recalls[name] = trial.recall(t, trial.encoded(t))
+            tried[name] = power, together, t
+    for name in sorted(tried, key=lambda name: -recalls[name].mean()):
+        power, together, t = tried[name]
+        if not _rises(plain, recalls[name]):
+            return None
+        sigmas, recall = trial.bounded(t, trial.encoded(t))
+        if _rises(plain, recall) and recalls[name].mean() - recall.mean() <= _LOST:
+            return power, together, sigmas
+    return None
